@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Attention side by side: the bare kernel, Ulysses and Ring on the same cores, forward and backward.
+"""Compares the local attention kernel with Ulysses and Ring on the same cores, forward and backward.
 
     python benchmarks/attention.py --json attention.json
 
-On a CPU: the local kernel (one process, two threads) against Ulysses 2 and Ring 2 (two processes of one thread), taken
-in turn, round after round, so that whatever else the machine does hits all alike; rounds in which other programs took
-more than 3 % of the machine are set aside and tried again. Then the work of a Ring of 4, zigzag against contiguous.
-On a GPU: every local kernel against the device's GEMM rate; under torchrun Ulysses and Ring too.
+On a CPU: the local kernel (one process, two threads) against Ulysses 2 and Ring 2 (two processes of one thread),
+measured in turns, so that other programs affect all of them; rounds in which these used more than 3 % of the machine
+are repeated. Then the work of a Ring of 4, zigzag against contiguous. On a GPU: every local kernel against the device's
+GEMM rate; under torchrun Ulysses and Ring, too.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def run_on_cpu(problem: Problem, repeats: int, console: Console) -> dict:
 
 
 def compare_paths(problem: Problem, kernel: kernels.Kernel, repeats: int, console: Console) -> dict:
-    """Local, Ulysses 2 and Ring 2, in turn."""
+    """Local, Ulysses 2 and Ring 2, measured in turns."""
     inputs = problem.inputs()
     team = Team(2, problem, kernel.name)
     try:
@@ -108,7 +108,7 @@ def compare_paths(problem: Problem, kernel: kernels.Kernel, repeats: int, consol
     counted = quiet if len(quiet) >= 3 or len(quiet) == repeats else rounds
     console.print(
         f"{len(rounds)} rounds, {len(quiet)} of them undisturbed by other programs"
-        + ("" if counted is quiet else ": too few, so all count and wall-clock figures are NOISE; trust the CPU time")
+        + ("" if counted is quiet else ": too few, so all count and wall-clock figures are NOISE; use the CPU time")
     )
     return report_paths(problem, rounds, counted, errors, console)
 
@@ -151,10 +151,9 @@ def report_paths(problem: Problem, rounds: list[Round], counted: list[Round], er
 
 
 def compare_balance(problem: Problem, kernel: kernels.Kernel, repeats: int, console: Console) -> dict:
-    """A Ring of 4: the busiest rank of zigzag against the busiest of contiguous, counted and timed.
+    """A Ring of 4: the busiest rank of zigzag against the busiest of contiguous, by pairs and by CPU seconds.
 
-    Each rank's own tiles run one rank after another in this process, on one thread and without communication; CPU
-    seconds count.
+    The ranks' tiles run one rank after another in this process, on one thread and without communication.
     """
     grid = cp.abstract_grid(ring=4)
     plans = {
@@ -192,7 +191,7 @@ def compare_balance(problem: Problem, kernel: kernels.Kernel, repeats: int, cons
 
 
 def time_tiles(plan: RingPlan, kernel: kernels.Kernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> float:
-    """CPU seconds of one rank's tiles, forward and backward; the same tensors stand in for every key block."""
+    """CPU seconds of one rank's tiles, forward and backward, with the same tensors as every key block."""
     start = time.process_time()
     for hop in plan.hops:
         for tile in hop.tiles:

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""How long a save and a load take, by part, and how long training stands still for it: our saves and core's, in turns.
+"""Times of saving and loading, by part, and the time that training waits: this package's saves and core's, in turns.
 
     python benchmarks/checkpoint.py --json checkpoint.json
     python benchmarks/checkpoint.py --ranks 1 --steps 6 --writers ours async -- --num-layers 4 --hidden-size 1024 \\
         --num-attention-heads 8
 
-Default: the Llama of examples/quickstart.sh on 4 processes. Flags after `--` are pretrain_llama.py's. Every turn is a
-fresh start of the processes; it saves twice, with `--steps` steps after each save, beside which `async` writes.
-`still`: how long the training loop waited for the save. `slower`: how much longer the steps beside took than as many
-without. Seconds are of the slowest rank in each part; CPU seconds of all processes together, those that core's writer
-starts included. `check`: looking at all files before loading, all of it on one process.
+Default: the Llama of examples/quickstart.sh on 4 processes. Flags after `--` are pretrain_llama.py's. Each repetition
+starts new processes, which save twice and run `--steps` steps after each save; with `async`, writing overlaps them.
+`still`: time that the training loop waited for the save. `slower`: additional time of the steps after a save. Seconds
+are those of the slowest rank in each part; CPU seconds are those of all processes, with those that core's writer
+starts. `check`: verification of all files before loading, on one process.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> int:
     parser.add_argument("--writers", nargs="+", choices=("core", "ours", "async"), default=["core", "ours", "async"])
     parser.add_argument("--steps", type=int, default=2, help="after each save")
     parser.add_argument("--json", metavar="FILE", help="write the figures here")
-    parser.add_argument("--folder", help="where to save; default: a temporary folder")
+    parser.add_argument("--folder", help="folder to save in; default: a temporary one")
     parser.add_argument("--worker", metavar="FILE", help=argparse.SUPPRESS)
     parser.add_argument("flags", nargs="*", help="of pretrain_llama.py")
     args = parser.parse_args()
@@ -65,19 +65,19 @@ def main() -> int:
         for writer in args.writers:
             turns[writer].append(turn(writer, args.ranks, args.folder, args.steps, [*flags, *grid]))
     first = next(iter(turns.values()))[0]
-    size = f"{first['parameters'] / 1e6:.1f}M parameters a rank, {first['bytes'] / 1e6:.0f} MB"
+    size = f"{first['parameters'] / 1e6:.1f}M parameters per rank, {first['bytes'] / 1e6:.0f} MB"
     print(f"{size}, {args.ranks} processes; median of {args.repeats} turns, load {os.getloadavg()[0]:.1f}; seconds")
     print(f"{'':14}{'all':>7}{'CPU':>7}" + "".join(f"{part:>{len(part) + 2}}" for part in PARTS) + "   load  check")
     report: dict[str, Any] = {"ranks": args.ranks, "turns": turns}
     report |= {key: first[key] for key in ("parameters", "bytes")}
-    for writer, found in turns.items():
+    for writer, results in turns.items():
         for number in range(2):
-            saves = [one["saves"][number] for one in found]
+            saves = [one["saves"][number] for one in results]
             median = {key: statistics.median(save[key] for save in saves) for key in ("all", "cpu", *PARTS)}
             report[f"{writer} {number + 1}"] = median
             line = f"{writer}, save {number + 1:<2}".ljust(14) + f"{median['all']:7.2f}{median['cpu']:7.2f}"
             line += "".join(f"{median[part]:{len(part) + 2}.2f}" for part in PARTS)
-            print(line + "".join(f"{statistics.median(one[key] for one in found):7.2f}" for key in ("load", "check")))
+            print(line + "".join(f"{statistics.median(one[key] for one in results):7.2f}" for key in ("load", "check")))
     if "ours" in turns and not args.flags:
         print(f"our first save: best {min(one['saves'][0]['all'] for one in turns['ours']):.2f} s; goal {GOAL:.0f} s")
     if args.json:
@@ -86,7 +86,7 @@ def main() -> int:
 
 
 def turn(writer: str, ranks: int, folder: str | None, steps: int, flags: list[str]) -> dict[str, Any]:
-    """Start the processes, save twice, load once; what rank 0 reports."""
+    """Start the processes, save twice, load once; returns rank 0's figures."""
     environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONWARNINGS": "ignore"}
     with tempfile.TemporaryDirectory(dir=folder) as place:
         answer = Path(place, "answer.json")
@@ -130,7 +130,7 @@ def work(writer: str, folder: str, flags: list[str], steps: int, answer: Path) -
             saver.go_on(writing)
         return time.perf_counter() - begin
 
-    train(2)  # the first one makes the optimizer's states
+    train(2)  # the first step allocates the optimizer's states
     alone, saves, spent = train(max(steps, 1)), [], measure_parts(checkpoint)
     for _ in range(2):
         dist.barrier()
@@ -143,17 +143,17 @@ def work(writer: str, folder: str, flags: list[str], steps: int, answer: Path) -
         else:
             saver.save()
             called = time.perf_counter() - begin
-            beside = train(steps)
+            overlapped = train(steps)
             saver.finish()
             mine = {"all": float(lines[-1].split(" in ")[-1].split()[0]), "still": saver.stall or called}
-            mine["slower"] = max(beside - alone, 0.0) if steps else 0.0
+            mine["slower"] = max(overlapped - alone, 0.0) if steps else 0.0
         mine |= {"cpu": cpu_seconds() - cpu} | {key: spent[key] for key in PARTS[2:]}
         every: list[dict[str, float]] = [{} for _ in range(world)]
         dist.all_gather_object(every, mine)
         slowest = {key: max(one[key] for one in every) for key in mine}
         saves.append(slowest | {"cpu": sum(one["cpu"] for one in every)})
         if writer == "core":
-            train(1)  # the next save has another name
+            train(1)  # the next save needs another name
     path = sorted(Path(folder).glob("iter_*"))[-1]
     dist.barrier()
     checked = examine(path)
@@ -166,14 +166,14 @@ def work(writer: str, folder: str, flags: list[str], steps: int, answer: Path) -
         check = time.perf_counter() - begin
         size = sum(file.stat().st_size for file in path.iterdir())
         parameters = sum(parameter.numel() for chunk in job.chunks for parameter in chunk.parameters())
-        found = {"saves": saves, "load": load, "check": check, "bytes": size, "parameters": parameters, "step": alone}
-        answer.write_text(json.dumps(found))
+        figures = {"saves": saves, "load": load, "check": check, "bytes": size, "parameters": parameters, "step": alone}
+        answer.write_text(json.dumps(figures))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def core_save(checkpoint: Any, folder: str, job: Any) -> None:
-    """As Megatron-LM saves: core's own writer, with its processes."""
+    """Save like Megatron-LM: with core's writer and its processes."""
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -188,7 +188,7 @@ def core_save(checkpoint: Any, folder: str, job: Any) -> None:
 
 
 def measure_parts(checkpoint: Any) -> Counter[str]:
-    """Seconds by part, filled by our saves that follow; of the main thread or another."""
+    """Seconds by part, which later saves of this package fill, on any thread."""
     from megatron.training.checkpoint import rank_file, save_job
 
     spent: Counter[str] = Counter()
@@ -211,7 +211,7 @@ def measure_parts(checkpoint: Any) -> Counter[str]:
 
 
 def cpu_seconds() -> float:
-    """Of this process and its children, those that have ended included."""
+    """CPU seconds of this process and its children, with those that have ended."""
     import psutil
 
     own = psutil.Process()

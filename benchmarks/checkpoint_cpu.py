@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""CPU seconds of each part of a save on one process, for machines too busy to time: 1 GB, three saves.
+"""CPU seconds of each part of a save on one process, for busy machines: 1 GB, three saves.
 
     python benchmarks/checkpoint_cpu.py
 
-`begin` and `finish` hold up training with --async-save; `copy` does so as far as it takes longer than the forward and
-backward pass of a step; `write` does so without --async-save alone. `check` is looking at all files before loading.
+With --async-save, training waits for `begin` and `finish`, and for `copy` as far as it takes longer than the forward
+and backward pass of a step; without it, also for `write`. `check` is the verification of all files before loading.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""CPU time that a sample takes to read: ours (read, every id checked) beside megatron-core's (mapped, not checked).
+"""CPU time to read a sample: this package (reads, checks every id) and megatron-core (maps, does not check).
 
     python benchmarks/data.py --lengths 4096 131072 1048576 --documents 500 1000000
 
-Files are written to a temporary folder and are in the page cache, so that all time is the processor's, which other
-programs do not share in. The two take turns in every round; the median counts.
+Files are in a temporary folder and in the page cache, so that all time is CPU time of this process. The two take turns
+in every round; figures are medians.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def write(prefix: str, document: int, total: int) -> None:
 
 
 def datasets(prefix: str, length: int, samples: int, cache: str) -> dict[str, GPTDataset]:
-    """The same samples of both, with indices in a cache, as in a run."""
+    """Datasets of both with the same samples and cached indices, as in a run."""
     tokenizer = build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), VOCABULARY)
     found = {}
     for name, builder, kind in (
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, nargs="+", default=[500, 1000000])
     parser.add_argument("--rounds", type=int, default=40)
     options = parser.parse_args()
-    print("| tokens a sample | tokens a document | core, mapped | ours, read and checked | the check alone |")
+    print("| tokens per sample | tokens per document | core, mapped | ours, read and checked | the check only |")
     print("|---|---|---|---|---|")
     for document in options.documents:
         with tempfile.TemporaryDirectory() as folder:

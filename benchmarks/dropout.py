@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What dropout of attention weights costs on this machine: attention with and without it, in turns.
+"""Cost of dropout of attention weights on this machine: attention with and without it, measured in turns.
 
     python benchmarks/dropout.py --seq-length 4096 --head-dim 64
 
-One process, forward and backward, causal. The ratio is the median over the rounds of each round's own ratio.
+One process, forward and backward, causal. The ratio is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def main() -> int:
             seconds[name].append(step(dropout))
     ratio = statistics.median(b / a for a, b in zip(seconds["without"], seconds["with"]))
     table = Table("dropout", "seconds", title=f"{args.seq_length} tokens, {args.heads} heads of {args.head_dim}")
-    for name, found in seconds.items():
-        table.add_row(name, f"{statistics.median(found):.3f}")
-    Console().print(table, f"ratio {ratio:.2f}, at most {GOAL} wanted")
+    for name, times in seconds.items():
+        table.add_row(name, f"{statistics.median(times):.3f}")
+    Console().print(table, f"ratio {ratio:.2f}, goal: at most {GOAL}")
     return 0
 
 

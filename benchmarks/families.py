@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Every decoder that the installed transformers registers, over Ulysses 2 x Ring 2 and on one process.
+"""Tests every decoder that the installed transformers registers on Ulysses 2 x Ring 2 against one process.
 
     python benchmarks/families.py --results tests/distributed/data/families.jsonl
 
-One small random model of each family: its loss, logits and every gradient are those of one process, or it is refused,
-and the reason is checked too. Each family runs in processes of its own, with a limit on time and memory. Families that
-the results have are not tried again; the table goes into docs/use/hugging-face.md.
+For a small random model of each family, loss, logits and all gradients must equal those of one process; or the model is
+refused, and the reason is checked, too. Each family runs in separate processes, with a limit on time and memory.
+Families in the results file are not tried again. The table is written into docs/use/hugging-face.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-import megatron.core.parallel_state  # noqa: E402, F401 - seconds that no rank has to spend on it
+import megatron.core.parallel_state  # noqa: E402, F401 - imported once, before the ranks are forked
 
 from benchmarks.forked_ranks import on_ranks  # noqa: E402
 from tests.families import FAMILIES  # noqa: E402
@@ -44,7 +44,9 @@ Results = dict[str, dict[str, Any]]
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, required=True, help="a line of JSON for each family; a rerun goes on")
+    parser.add_argument(
+        "--results", type=Path, required=True, help="file with a line of JSON for each family; a rerun adds to it"
+    )
     parser.add_argument("--page", type=Path, default=PAGE, help="the page with the table")
     parser.add_argument("--seconds", type=float, default=120, help="limit for one family")
     parser.add_argument("families", nargs="*", help="default: all")
@@ -54,19 +56,19 @@ def main(argv: list[str] | None = None) -> int:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     options.results.parent.mkdir(parents=True, exist_ok=True)
-    found = read(options.results)
+    results = read(options.results)
     for family in tqdm(options.families or FAMILIES, disable=not sys.stderr.isatty()):
-        if family in found:
+        if family in results:
             continue
         answer = on_ranks(4, limited, family, patience=options.seconds)
-        found[family] = answer if isinstance(answer, dict) else {"outcome": "crash", "why": str(answer)}
+        results[family] = answer if isinstance(answer, dict) else {"outcome": "crash", "why": str(answer)}
         with options.results.open("a") as file:
-            file.write(json.dumps({"family": family, **found[family]}) + "\n")
-    before, _, rest = options.page.read_text().partition(START)  # what is written by hand stays
-    options.page.write_text(before + START + "\n" + table(found, FAMILIES) + END + rest.partition(END)[2])
-    bad = [family for family, one in found.items() if not good(one)]
+            file.write(json.dumps({"family": family, **results[family]}) + "\n")
+    before, _, rest = options.page.read_text().partition(START)  # keep the text around the table
+    options.page.write_text(before + START + "\n" + table(results, FAMILIES) + END + rest.partition(END)[2])
+    bad = [family for family, one in results.items() if not good(one)]
     if bad:
-        print(f"neither parity nor a refusal that is true: {', '.join(bad)}")
+        print(f"neither parity nor a refusal with a true reason: {', '.join(bad)}")
     return 1 if bad else 0
 
 
@@ -76,7 +78,7 @@ def limited(family: str) -> dict[str, Any]:
 
 
 def good(one: dict[str, Any]) -> bool:
-    """Whether nothing is wrong: a refusal's reason has been found to be so."""
+    """Whether the outcome is acceptable; a refusal's reason must have been confirmed."""
     return one["outcome"] in ("parity", "not buildable") or (one["outcome"] == "refused" and one.get("true") is True)
 
 
@@ -85,13 +87,13 @@ def read(results: Path) -> Results:
     return {line.pop("family"): line for line in lines}
 
 
-def table(found: Results, families: tuple[str, ...]) -> str:
+def table(results: Results, families: tuple[str, ...]) -> str:
     """Markdown: counts, and the families by outcome and reason, tried or not."""
-    rows = {family: found.get(family, {"outcome": "not tried"}) for family in families}
+    rows = {family: results.get(family, {"outcome": "not tried"}) for family in families}
     counts = Counter(row["outcome"] for row in rows.values())
-    told = ", ".join(f"{counts[name]} {name}" for name in ORDER if counts[name])
+    outcomes = ", ".join(f"{counts[name]} {name}" for name in ORDER if counts[name])
     head = f"transformers {transformers.__version__}, PyTorch {torch.__version__.partition('+')[0]}"
-    lines = [f"{head}: {len(rows)} families, {told}.", "", "| outcome | families |", "|---|---|"]
+    lines = [f"{head}: {len(rows)} families, {outcomes}.", "", "| outcome | families |", "|---|---|"]
     groups: dict[str, list[str]] = {}
     for family, row in sorted(rows.items(), key=lambda item: ORDER.index(item[1]["outcome"])):
         unsure = "" if good(row) or row["outcome"] == "not tried" else "**"

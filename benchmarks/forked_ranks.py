@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A function on the ranks of a process group of forked processes, which may hang or break: others go on."""
+"""Runs a function on the ranks of a process group of forked processes, which may hang or crash without harm."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 
 def on_ranks(world: int, work: Callable, *args: Any, patience: float = 300) -> Any:
-    """What ``work`` returns on rank 0 of so many forked processes, or the line in which it ended on any.
+    """The result of ``work(*args)`` on rank 0 of ``world`` forked processes or, if any fails, a line with its error.
 
-    Each time new ones: a peer may leave something behind, hang, or bring its process down.
+    Each call starts new processes, because ``work`` may leave state behind, hang or crash. They are killed after
+    ``patience`` seconds.
     """
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
@@ -33,10 +34,10 @@ def on_ranks(world: int, work: Callable, *args: Any, patience: float = 300) -> A
         answers, until = [], time.monotonic() + patience
         for receiver, _ in ends:
             try:
-                there = receiver.poll(max(0.0, until - time.monotonic()))
-                answers.append(receiver.recv() if there else (None, f"no end within {patience:g} s"))
+                arrived = receiver.poll(max(0.0, until - time.monotonic()))
+                answers.append(receiver.recv() if arrived else (None, f"not finished within {patience:g} s"))
             except EOFError:
-                answers.append((None, "ended its process"))
+                answers.append((None, "its process ended"))
         for process in processes:
             process.kill()
             process.join()
@@ -46,7 +47,7 @@ def on_ranks(world: int, work: Callable, *args: Any, patience: float = 300) -> A
 
 def _rank(rank: int, world: int, folder: str, sender: Connection, work: Callable, args: tuple) -> None:
     quiet = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):  # peers print, and tracebacks of theirs are told in a line
+    for stream in (1, 2):  # discard output; errors are reported in one line
         os.dup2(quiet, stream)
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)})
     warnings.filterwarnings("ignore")
@@ -54,15 +55,15 @@ def _rank(rank: int, world: int, folder: str, sender: Connection, work: Callable
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     try:
         answer = work(*args), None
-    except Exception as error:  # noqa: BLE001 - whatever a peer raises is its refusal
-        answer = None, told(error)
+    except Exception as error:  # noqa: BLE001 - any exception is reported
+        answer = None, refusal_line(error)
     sender.send(answer)
     sender.close()
-    time.sleep(1.0)  # others are in a collective perhaps, and should end in a line of their own
+    time.sleep(1.0)  # other ranks may be in a collective and should fail with their own error first
 
 
-def told(error: BaseException) -> str:
-    """A refusal's first line, short."""
+def refusal_line(error: BaseException) -> str:
+    """The first line of an error, shortened."""
     if isinstance(error, ModuleNotFoundError):
         return "not installed"
     return f"refused: {(str(error).strip().splitlines() or [type(error).__name__])[0][:110]}"

@@ -6,12 +6,12 @@
     python benchmarks/fpdt.py --compare recompute fpdt --chunks 8 --repeats 5
     python benchmarks/fpdt.py --plot out/fpdt/sweep.json        # draw again
 
-Every configuration trains in a process of its own, on random tokens. On a CPU the configurations of one chunk size and
-the reference take steps in turn, round after round, so that whatever else the machine does hits all alike; ratios are
-taken round by round and their median counts. Memory is metered in a further step of its own, since metering is slow.
-On a GPU, where clocks are steady and memory is what we look at, they run one after another.
+Every configuration trains in a separate process, on random tokens. On a CPU the configurations of one chunk size and
+the reference run steps in turns, so that other programs affect all of them; ratios are medians of the rounds' ratios.
+Memory is metered in another step, because metering is slow. On a GPU, where clocks are steady and memory is scarce,
+configurations run one after another.
 
-The loss is in chunks in every mode, the reference included (--loss-chunks), so that what differs is FPDT.
+In every mode, and in the reference, the loss is in chunks (--loss-chunks), so that the modes differ in FPDT only.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ SWEEP = ["recompute", "fpdt", "fpdt-device", "fpdt-stream"]
 
 @dataclass
 class Run:
-    """A mode at a chunk size, and what was measured.
+    """A mode with a chunk size, and its measurements.
 
     Attributes:
-        chunks: of the attention; None where the mode has none.
+        chunks: number of attention chunks; None for modes without chunks.
         steps: {"seconds", "cpu_seconds", "foreign"} of each round.
-        memory: bytes: "states" before a step, "activations" on top of them at the peak, "host" at the peak, "to_host"
-            and "to_device" copied in a step.
-        failed: why there is nothing of that.
+        memory: bytes: "states" before a step, "activations" in addition at the peak, "host" at the peak, "to_host" and
+            "to_device" copied in a step.
+        failed: why there are no measurements.
     """
 
     mode: str
@@ -87,7 +87,7 @@ def main() -> int:
     for number, chunks in enumerate(args.chunks):
         if args.seq_length % chunks:
             raise SystemExit(f"error: --chunks {chunks} does not divide --seq-length {args.seq_length}")
-        # Modes without chunks are measured once; the reference is beside every chunk size.
+        # Modes without chunks are measured once, except the reference, which is measured with every chunk size.
         modes = [mode for mode in args.modes if "--fpdt" in MODES[mode] or number == 0 or mode == REFERENCE]
         group = [Run(mode, chunks if "--fpdt" in MODES[mode] else None) for mode in modes]
         report["rows"] += measure(group, args, environment, peak)
@@ -98,7 +98,7 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a named shape in place of the sizes below, for example gpt-2.7b")
+    parser.add_argument("--model", help="a named shape instead of the sizes below, for example gpt-2.7b")
     parser.add_argument("--num-layers", type=int, help="default: 2, or the model's")
     parser.add_argument("--hidden-size", type=int, help="default: 512, or the model's")
     parser.add_argument("--num-attention-heads", type=int, help="default: 8, or the model's")
@@ -108,12 +108,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--micro-batch-size", type=int, default=1)
     parser.add_argument("--chunks", type=int, nargs="+", help="chunks of the sequence; default: 1 2 4 8 16 32")
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=SWEEP, metavar="MODE", help=_modes())
-    parser.add_argument("--compare", nargs="+", choices=list(MODES), metavar="MODE", help="these modes alone, 8 chunks")
     parser.add_argument(
-        "--loss-chunks", type=int, help="of all modes; default: 2 x vocabulary / width; 0: each its own"
+        "--compare", nargs="+", choices=list(MODES), metavar="MODE", help="only these modes, with 8 chunks"
+    )
+    parser.add_argument(
+        "--loss-chunks", type=int, help="for all modes; default: 2 x vocabulary / width; 0: the default of each mode"
     )
     parser.add_argument("--repeats", type=int, default=3, help="rounds that count; figures are medians over them")
-    parser.add_argument("--no-memory", dest="memory", action="store_false", help="leave the metered step out")
+    parser.add_argument("--no-memory", dest="memory", action="store_false", help="do not meter memory")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], help="default: fp32, on a GPU bf16")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
@@ -143,7 +145,7 @@ def _modes() -> str:
 
 
 def flags(run: Run, args: argparse.Namespace) -> list[str]:
-    """The training program's."""
+    """Flags of the training program."""
     settings = {
         "--model": args.model,
         "--num-layers": args.num_layers,
@@ -172,7 +174,7 @@ def flags(run: Run, args: argparse.Namespace) -> list[str]:
 
 
 def _loss_chunks(args: argparse.Namespace) -> int | None:
-    """The paper's number, for all modes."""
+    """The paper's number of chunks of the loss, for all modes; None: the default of each mode."""
     if args.loss_chunks == 0:
         return None
     from megatron.training.arguments.models import shape
@@ -182,7 +184,7 @@ def _loss_chunks(args: argparse.Namespace) -> int | None:
 
 
 def measure(group: list[Run], args: argparse.Namespace, environment: dict[str, str], peak: float | None) -> list[dict]:
-    """The rows of some configurations: in turn on a CPU, one after another on a GPU."""
+    """The rows of a group of configurations: measured in turns on a CPU, one after another on a GPU."""
     if args.device == "cpu":
         _rounds(group, args, environment)
     else:
@@ -197,7 +199,7 @@ def _rounds(group: list[Run], args: argparse.Namespace, environment: dict[str, s
     try:
         for run in group:
             workers.append((run, Worker(run, flags(run, args), environment)))
-        # The first step allocates what the later ones use again, and does not count.
+        # The first step allocates memory that later ones use again, and does not count.
         for number in range(args.repeats + 1):
             for run, worker in workers:
                 answer = worker.ask("step")
@@ -212,7 +214,7 @@ def _rounds(group: list[Run], args: argparse.Namespace, environment: dict[str, s
 
 
 class Worker:
-    """A process that trains one configuration, a step at a time, when told to."""
+    """A process that trains one configuration, one step per request."""
 
     def __init__(self, run: Run, words: list[str], environment: dict[str, str]) -> None:
         self.run, self.errors = run, tempfile.TemporaryFile("w+")
@@ -222,14 +224,14 @@ class Worker:
         )
 
     def ask(self, what: str) -> dict | None:
-        """The worker's answer; None once it has failed."""
+        """The worker's answer; None after it has failed."""
         if self.run.failed:
             return None
         try:
             self.process.stdin.write(f"{what}\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            pass  # it has ended: the loop below finds no answer
+            pass  # the worker has ended; the loop below reads no answer
         for line in self.process.stdout:
             if line.startswith("answer "):
                 return json.loads(line.removeprefix("answer "))
@@ -253,8 +255,8 @@ class Worker:
 
 
 def row(run: Run, reference: Run, args: argparse.Namespace, peak: float | None) -> dict:
-    """The figures of a configuration; rounds that other programs disturbed are left out where two others remain."""
-    found = {
+    """The figures of a configuration, without disturbed rounds if at least two others remain."""
+    figures = {
         "mode": run.mode,
         "chunks": run.chunks,
         "chunk_size": args.seq_length // run.chunks if run.chunks else None,
@@ -263,9 +265,9 @@ def row(run: Run, reference: Run, args: argparse.Namespace, peak: float | None) 
         "steps": run.steps,
     }
     if not run.steps:
-        return found
+        return figures
     seconds = statistics.median(step["seconds"] for step in run.steps)
-    found |= {
+    figures |= {
         "seconds": seconds,
         "tokens_per_second": args.seq_length * args.micro_batch_size / seconds,
         "mfu": run.steps[0]["flops"] / seconds / (peak or run.steps[0]["peak_flops"]),
@@ -274,7 +276,7 @@ def row(run: Run, reference: Run, args: argparse.Namespace, peak: float | None) 
     quiet = [pair for pair in pairs if all(step["foreign"] <= QUIET for step in pair)]
     counted = quiet if len(quiet) >= 2 else pairs
     if counted:
-        found |= {
+        figures |= {
             "of_reference": statistics.median(a["seconds"] / b["seconds"] for a, b in counted),
             "of_reference_by_cpu_time": statistics.median(
                 a["cpu_seconds"] / max(b["cpu_seconds"], 1e-9) for a, b in counted
@@ -282,7 +284,7 @@ def row(run: Run, reference: Run, args: argparse.Namespace, peak: float | None) 
             "rounds_that_count": len(counted),
             "undisturbed": counted is quiet,
         }
-    return found
+    return figures
 
 
 def _tell(line: str) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of benchmarks/fpdt.py: files, a table, and a picture as the FPDT paper's figure 12."""
+"""The figures of benchmarks/fpdt.py: files, a table, and a picture like figure 12 of the FPDT paper."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GIB = 2**30
 
 
 def write(report: dict, prefix: Path) -> None:
-    """PREFIX.json, .csv and .png of all there is so far, so that a run that is stopped leaves what it has."""
+    """Write all figures so far to PREFIX.json, .csv and .png, so that an interrupted run keeps its results."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     prefix.with_name(prefix.name + ".json").write_text(json.dumps(report, indent=2) + "\n")
     columns = [name for name in dict.fromkeys(name for row in report["rows"] for name in row) if name != "steps"]
@@ -37,13 +37,13 @@ def write(report: dict, prefix: Path) -> None:
 
 
 def merged(report: dict) -> list[dict]:
-    """One row a configuration: the reference, measured beside every chunk size, as the median of its rows."""
-    beside = [row for row in report["rows"] if row["mode"] == REFERENCE]
-    whole = dict(beside[0])
+    """One row for each configuration. The reference, measured with every chunk size, has the median of its rows."""
+    reference = [row for row in report["rows"] if row["mode"] == REFERENCE]
+    median = dict(reference[0])
     for name in ("seconds", "tokens_per_second", "mfu"):
-        values = [row[name] for row in beside if name in row]
-        whole |= {name: statistics.median(values)} if values else {}
-    return [whole] + [row for row in report["rows"] if row["mode"] != REFERENCE]
+        values = [row[name] for row in reference if name in row]
+        median |= {name: statistics.median(values)} if values else {}
+    return [median] + [row for row in report["rows"] if row["mode"] != REFERENCE]
 
 
 def show(report: dict) -> None:
@@ -73,7 +73,7 @@ def show(report: dict) -> None:
         table.add_row(*cells)
     console.print(table)
     if not all(row.get("undisturbed", True) for row in report["rows"]):
-        console.print("Other programs ran beside the steps of some rows: trust the ratios by CPU time there.")
+        console.print("Other programs ran during the steps of some rows: use the ratios by CPU time there.")
 
 
 def describe(problem: dict) -> str:
@@ -120,7 +120,7 @@ def draw(report: dict, file: Path) -> None:
                       label=SAYS[row["mode"]])  # fmt: skip
     for mode in chunked:
         points = [row for row in rows if row["mode"] == mode and "seconds" in row]
-        # What the reference did beside each of them takes the machine's mood out of the picture.
+        # Relative to the reference of the same rounds, so that the machine's load has less effect.
         levels = [row["of_reference"] * reference["tokens_per_second"] if reference and "of_reference" in row
                   else row["tokens_per_second"] for row in points]  # fmt: skip
         speed.plot([at[row["chunk_size"]] for row in points], levels, "o-", color=colours[mode], label=SAYS[mode])
@@ -131,7 +131,7 @@ def draw(report: dict, file: Path) -> None:
         second.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0, decimals=0))
         second.set_ylabel("MFU")
         second.spines["right"].set_visible(False)
-    speed.set_title("Speed, beside full recompute" if reference else "Speed", color=ink)
+    speed.set_title("Speed, compared with full recompute" if reference else "Speed", color=ink)
     speed.legend(frameon=False, fontsize=9, loc="lower left")
 
     bars = 0.8 / max(len(chunked), 1)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that trains one configuration, a step at a time, for benchmarks/fpdt.py and benchmarks/gpu.
+"""A process that trains one configuration step by step, for benchmarks/fpdt.py and benchmarks/gpu.
 
-A line on stdin asks for a step, "step" or "meter"; a line on stdout answers, "answer {...}".
+A line on stdin, "step", "meter" or "profile", requests a step; a line on stdout, "answer {...}", has its figures.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def work(words: list[str]) -> int:
 
 
 def serve(words: list[str], requests: Iterable[str], answer: Callable[[dict], None]) -> None:
-    """Make ready what the flags say; then a step for each request."""
+    """Prepare training with the flags ``words``; then run a step for each request."""
     named = words[words.index("--model") + 1] if "--model" in words else None
     defaults = None if named and not shape(named).get("swiglu") else LLAMA_DEFAULTS
     config = parse(words, defaults, 1)
@@ -47,7 +47,7 @@ def serve(words: list[str], requests: Iterable[str], answer: Callable[[dict], No
 
 
 def step(job: Job, batches: Any) -> dict:
-    """One step by the clock."""
+    """Seconds of one step."""
     device = job.runtime.device
     busy, own, begin = busy_seconds(), time.process_time(), time.perf_counter()
     _train(job, batches)
@@ -59,7 +59,7 @@ def step(job: Job, batches: Any) -> dict:
 
 
 def metered_step(job: Job, batches: Any) -> dict:
-    """Bytes of one step: what was there before it, what came on top, what was copied to and from host memory."""
+    """Bytes of one step: before it, in addition at its peak, and copied to and from host memory."""
     device, offload = job.runtime.device, job.runtime.offload
     begin = time.perf_counter()
     before = (offload.copies.to_host, offload.copies.to_device) if offload else (0, 0)
@@ -84,7 +84,7 @@ def metered_step(job: Job, batches: Any) -> dict:
 
 
 def profiled_step(job: Job, batches: Any) -> dict:
-    """Where the time of a step goes."""
+    """The time of a step by kind of kernel."""
     return where_time_goes(lambda: _train(job, batches), job.runtime.device)
 
 

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""How fast prompts are read and tokens come, and what keys and values take, by grid; beside transformers' generate.
+"""Speed of prompt processing and decoding, and memory of keys and values, by grid and for transformers' generate.
 
     python benchmarks/generation.py
     python benchmarks/generation.py --prompt-length 8192 --new-tokens 64 --grids "1" "r2" "u2" "t2" --repeats 5
 
-A random Llama of 27M parameters (--hidden-size 512, 8 layers), greedy, in fp32. Every turn is a fresh start of the
-processes, each with one thread; transformers is one process with one thread. Tokens are counted by the CPU seconds of
-the busiest process, the least of all turns: a busy machine changes them little, and they leave out what processes wait
-for each other. The JSON has seconds by the clock too, for a quiet machine. Bytes are of the fullest rank.
+A random Llama of 27M parameters (--hidden-size 512, 8 layers), greedy, in fp32. Each repetition starts new processes,
+each with one thread; transformers runs in one process with one thread. Rates are tokens per CPU second of the busiest
+process, the best of all repetitions: a busy machine has little effect on them, and they do not include waits between
+processes. The JSON also has wall-clock seconds, for an idle machine. Bytes are those of the rank that has most.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> int:
     )
     parser.add_argument("--prompt-length", type=int, default=4096, metavar="N")
     parser.add_argument("--new-tokens", type=int, default=32, metavar="N")
-    parser.add_argument("--prompts", type=int, default=1, metavar="N", help="at once")
+    parser.add_argument("--prompts", type=int, default=1, metavar="N", help="prompts in a batch")
     parser.add_argument("--hidden-size", type=int, default=512, metavar="N")
     parser.add_argument("--layers", type=int, default=8, metavar="N")
     parser.add_argument("--repeats", type=int, default=3, metavar="N")
@@ -55,23 +55,23 @@ def main() -> int:
         make_model(args, folder)
         turns: dict[str, list[dict[str, Any]]] = {name: [] for name in ("transformers", *args.grids)}
         for _ in range(args.repeats):
-            for name, found in turns.items():
-                found.append(turn(name, args, folder))
-                print(name, found[-1], file=sys.stderr, flush=True)
+            for name, results in turns.items():
+                results.append(turn(name, args, folder))
+                print(name, results[-1], file=sys.stderr, flush=True)
     size = f"{args.prompts} x {args.prompt_length} tokens read, {args.new_tokens} written"
     print(f"{size}; load {os.getloadavg()[0]:.1f}")
-    print(f"{'':14}{'tokens a CPU second: read':>26}{'written':>10}{'bytes a rank':>16}")
-    for name, found in turns.items():
-        read, write = (min(one["cpu"][part] for one in found) for part in (0, 1))
+    print(f"{'':14}{'tokens per CPU second: read':>28}{'written':>10}{'bytes per rank':>16}")
+    for name, results in turns.items():
+        read, write = (min(one["cpu"][part] for one in results) for part in (0, 1))
         read, write = args.prompts * args.prompt_length / read, args.prompts * (args.new_tokens - 1) / write
-        print(f"{name:14}{read:26,.0f}{write:10,.1f}{found[0]['bytes']:16,}")
+        print(f"{name:14}{read:28,.0f}{write:10,.1f}{results[0]['bytes']:16,}")
     if args.json:
         args.json.write_text(json.dumps({"arguments": {**vars(args), "json": None}, "turns": turns}, indent=1) + "\n")
     return 0
 
 
 def make_model(args: argparse.Namespace, folder: str) -> None:
-    """A Llama with weights that nobody trained; 8 heads of 64 or more, 4 for keys and values."""
+    """Save a Llama with random weights: 8 query heads, 4 key/value heads."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -97,7 +97,7 @@ def prompts(args: argparse.Namespace) -> list[list[int]]:
 
 
 def turn(name: str, args: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """One fresh start of the processes of a grid, or of transformers."""
+    """Start the processes of a grid, or of transformers, and return their figures."""
     axes = re.findall(r"([turp])(\d+)", name) if name != "transformers" else []
     ranks = 1
     for _, size in axes:
@@ -117,10 +117,10 @@ def turn(name: str, args: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 
 def work(args: argparse.Namespace) -> None:
-    """One process of a turn; the first one writes down what it took."""
-    found = _transformers(args) if args.grids == ["transformers"] else _ours(args)
+    """One process of a turn; the first one writes the figures."""
+    figures = _transformers(args) if args.grids == ["transformers"] else _ours(args)
     if os.environ.get("RANK", "0") == "0":
-        Path(args.worker).write_text(json.dumps(found))
+        Path(args.worker).write_text(json.dumps(figures))
 
 
 def _ours(args: argparse.Namespace) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _transformers(args: argparse.Namespace) -> dict[str, Any]:
 
     def measured(count: int) -> tuple[float, float, Any]:
         begin, used = time.perf_counter(), time.process_time()
-        found = model.generate(
+        result = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=count,
@@ -170,7 +170,7 @@ def _transformers(args: argparse.Namespace) -> dict[str, Any]:
             return_dict_in_generate=True,
             pad_token_id=0,
         )
-        return time.perf_counter() - begin, time.process_time() - used, found.past_key_values
+        return time.perf_counter() - begin, time.process_time() - used, result.past_key_values
 
     wall, cpu, _ = measured(1)
     all_wall, all_cpu, cache = measured(args.new_tokens)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU side of benchmarks/attention.py: local kernels against the GEMM rate; under torchrun, Ulysses and Ring."""
+"""The GPU part of benchmarks/attention.py: local kernels against the GEMM rate; under torchrun, Ulysses and Ring."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOLERANCE = 2e-2  # bf16 keeps 8 bits
 
 
 def run_on_gpu(problem: Problem, repeats: int, console: Console, device: str = "cuda") -> dict:
-    """All figures of one device, and of the whole job under torchrun. Every rank measures, rank 0 tells."""
+    """All figures of one device and, under torchrun, of the job. Every rank measures, rank 0 reports."""
     where = platform.select(device, int(os.environ.get("LOCAL_RANK", "0")))
     if "RANK" in os.environ:
         dist.init_process_group(where.backend)
@@ -47,7 +47,7 @@ def run_on_gpu(problem: Problem, repeats: int, console: Console, device: str = "
 def compare_kernels(
     problem: Problem, where: platform.Platform, repeats: int, rate: float, console: Console
 ) -> tuple[dict, list[Tensor]]:
-    """Each kernel that can run here on the whole sequence: the figures, and out, dq, dk, dv of the first one."""
+    """(figures of each usable kernel on the complete sequence, out, dq, dk, dv of the first one)."""
     inputs = problem.inputs(str(where.device))
     names = kernels.available(where.device, problem.dtype, problem.head_dim)
     names = [name for name in names if name != "math"] or names
@@ -91,7 +91,7 @@ def compare_paths(
     """Ulysses and Ring over all ranks; 100 % is the local kernel's time divided by the ranks."""
     ranks = dist.get_world_size()
     inputs = problem.inputs(str(where.device))
-    table = Table(f"{ranks} ranks, kernel {kernel}", "median ms", "TFLOP/s a rank", "of local", "largest error")
+    table = Table(f"{ranks} ranks, kernel {kernel}", "median ms", "TFLOP/s per rank", "of local", "largest error")
     found: dict = {}
     for path, shape in (("ulysses", {"ulysses": ranks, "ring": 1}), ("ring", {"ulysses": 1, "ring": ranks})):
         if path == "ulysses" and problem.heads % ranks:
@@ -115,7 +115,7 @@ def compare_paths(
 
 
 def measure(run: Callable[[], object], where: platform.Platform, repeats: int) -> list[float]:
-    """Seconds of each run, after two to warm up; with several ranks the slowest one's."""
+    """Seconds of each run after two warm-up runs; with several ranks, those of the slowest."""
     seconds = torch.zeros(repeats, dtype=torch.float64, device=where.device)
     for turn in range(-2, repeats):
         if dist.is_initialized():

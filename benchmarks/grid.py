@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""How long a rank of a very large world takes to make its process groups, in a simulated world.
+"""Time in which a rank of a very large job makes its process groups, in a simulated world.
 
     python benchmarks/grid.py --json grid.json
 
 Default: 16,384 ranks as TP 8 x Ulysses 8 x Ring 4 x DP 16 x PP 4. Imports do not count. megatron-core lists the ranks
-of every group of the world on every rank; the second figure is the share of that list-making.
+of all groups of the job on every rank; the second figure is the time of these lists.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import warnings
 from pathlib import Path
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-with warnings.catch_warnings():  # core tells on import what is not installed
+with warnings.catch_warnings():  # core warns about packages that are not installed
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state
 
@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def seconds_of_listing(world_size: int, *, tensor: int, ulysses: int, ring: int, pipeline: int) -> float:
-    """What core's RankGenerator takes for the lists of one `initialize_model_parallel`."""
+    """Time of core's RankGenerator for the lists of one `initialize_model_parallel`."""
     context = ulysses * ring
     dense = {"tp": tensor, "ep": 1, "dp": world_size // (tensor * context * pipeline), "pp": pipeline, "cp": context}
     expert = dense | {"dp": dense["dp"] * context, "cp": 1}

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of the machine other programs take while we measure."""
+"""The share of the machine that other programs use during a measurement."""
 
 from __future__ import annotations
 
 import os
 
-QUIET = 0.03  # the share of the machine that others may take in a measurement that counts
+QUIET = 0.03  # largest share of the machine that others may use in a measurement that counts
 
 
 def busy_seconds() -> float:
-    """CPU seconds that the whole machine has spent, for others under a hypervisor included; 0 where nobody counts."""
+    """CPU seconds of all programs of the machine, with time stolen by the hypervisor; 0: unknown."""
     try:
         with open("/proc/stat") as file:
             user, nice, system, _, _, irq, softirq, steal = map(int, file.readline().split()[1:9])
@@ -19,18 +19,18 @@ def busy_seconds() -> float:
 
 
 def foreign_share(busy_before: float, own: float, wall: float) -> float:
-    """Share of all cores that other programs took.
+    """Share of all cores that other programs used since the start of a measurement.
 
     Args:
         busy_before: :func:`busy_seconds` at the start.
-        own: CPU seconds that we took since.
-        wall: seconds since.
+        own: CPU seconds of the measured program since then.
+        wall: seconds since then.
     """
     return max(0.0, busy_seconds() - busy_before - own) / (wall * (os.cpu_count() or 1))
 
 
 def cpu_seconds_of(pid: int) -> float | None:
-    """CPU seconds that a running process has taken; None where that is not told."""
+    """CPU seconds of a running process; None: unknown."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()

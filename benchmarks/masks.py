@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What masks cost beside full causal attention, forward and backward, side by side in one run.
+"""Cost of masks relative to full causal attention, forward and backward.
 
     python benchmarks/masks.py --json masks.json
 
-One thread, CPU seconds of this process, the best of some rounds in turn: so it says what is computed, whatever else the
-machine does. Packed documents are dealt over 8 ring ranks, whose tiles run one rank after the other (without the
-transfers), and the slowest is set against the sum of what the documents cost alone.
+Figures are CPU seconds of this process with one thread, the best of several rounds of all cases, so that other programs
+on the machine have little effect. Packed documents are divided over 8 ring ranks, whose tiles run one rank after
+another without transfers; the slowest rank is compared with the sum of the documents' separate costs.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def main() -> int:
     table.add_row("documents, packed", f"{seconds['documents, packed']:.2f}", "", "", "")
     table.add_row(f"documents on {RANKS} ranks, slowest x {RANKS}", f"{slowest * RANKS:.2f}", "", "", "")
     console.print(table)
-    console.print(f"documents: slowest rank x {RANKS} = {dealt:.3f} of the sum of their own costs (goal <= 1.15)")
+    console.print(f"documents: slowest rank x {RANKS} = {dealt:.3f} of the sum of their separate costs (goal <= 1.15)")
     if args.json:
         report = {
             "processor": processor_name(),
@@ -98,7 +98,7 @@ def main() -> int:
 
 
 def patterns(length: int) -> dict[str, cp.BlockSparse]:
-    """Sparse patterns, the first of 12.5 % of the causal pairs."""
+    """Sparse patterns, the first with 12.5 % of the causal pairs."""
     block = 128
     window = next(
         size
@@ -127,7 +127,7 @@ def longest(length: int, heads: int, head_dim: int) -> tuple[Tensor, ...]:
 
 
 def tensors(length: int, args: argparse.Namespace) -> list[Tensor]:
-    """The first tokens of the longest inputs: making them is not what is measured."""
+    """The first tokens of the longest inputs, which are made once, outside of the measured time."""
     return [x[:length].detach() for x in longest(args.seq_length, args.heads, args.head_dim)]
 
 
@@ -172,7 +172,7 @@ def share_of_rank(ends: tuple[int, ...], rank: int, args: argparse.Namespace) ->
 
 
 class HereSource:
-    """A ring's blocks without a ring: they have arrived already."""
+    """A ring's blocks without transfers."""
 
     def __init__(self, plan: RingPlan, layout: cp.SequenceLayout, k: Tensor, v: Tensor) -> None:
         self.held = []
@@ -195,7 +195,7 @@ def _pick(x: Tensor, rows: Spans) -> Tensor:
 
 
 def fastest(runs: dict[str, Callable[[], None]], args: argparse.Namespace, console: Console) -> dict[str, float]:
-    """CPU seconds of each run, the least of some rounds; every round runs all of them in turn."""
+    """CPU seconds of each run, the least of several rounds, each of which runs all of them."""
     best: dict[str, float] = {}
     tensors(args.seq_length, args)
     with console.status("") as status:

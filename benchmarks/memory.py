@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that a training step needs besides the model's states, by mode and sequence length, on the device and the host.
+"""Bytes that a training step needs in addition to the model's states, on device and host, by mode and sequence length.
 
     python benchmarks/memory.py --seq-lengths 4096 8192 --modes plain recompute fpdt stream
 
-Each case is one forward and backward pass of the real program in a process of its own, every tensor counted: device
-bytes are the peak less what lay there before (parameters, gradients and optimizer states). The chunk is the same for
-all lengths, an eighth of the first, unless --chunk says otherwise.
+Each case is one forward and backward pass of the real program in a separate process that counts all tensors. Device
+bytes are the peak minus what was allocated before (parameters, gradients and optimizer states). The chunk is the same
+for all lengths; its default is an eighth of the first length.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def run(options: argparse.Namespace, flags: str, length: int, chunk: int) -> dict[str, float]:
-    """One case, in a process of its own."""
+    """One case, in a separate process."""
     words = (
         f"--num-layers {options.num_layers} --hidden-size {options.hidden_size} --vocab-size {options.vocab_size - 1} "
         f"--num-attention-heads {options.num_attention_heads} --seq-length {length} --max-position-embeddings {length} "
@@ -90,15 +90,15 @@ def measure(argv: list[str]) -> dict[str, int]:
     batches = batches_for(job, job.datasets[0], 0, 0)
     with TensorMeter("cpu") as meter:
         states = meter.now
-        found: dict[str, int] = {}
+        figures: dict[str, int] = {}
 
-        def instead_of_a_step() -> tuple[bool, float, None]:  # the optimizer's own buffers are no activations
-            found.update(device=meter.peak - states, host=meter.host_peak, states=states)
+        def instead_of_a_step() -> tuple[bool, float, None]:  # the optimizer's temporary buffers do not count
+            figures.update(device=meter.peak - states, host=meter.host_peak, states=states)
             return True, 0.0, None
 
         job.optimizer.step = instead_of_a_step
         train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, config, 1)
-    return found
+    return figures
 
 
 def show(rows: list[dict]) -> None:

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""A step over links of limited rate, measured beside what the dry run says for the same links.
+"""A step over links of limited rate, measured and predicted by a dry run for the same links.
 
     python benchmarks/nodes.py --json out/nodes.json --picture out/nodes.png
 
-The nodes are network namespaces of this machine (tests/faults/network.py), so it needs root, and a machine that does
-nothing else. For each rate, tools/measure_hardware.py measures the links under torchrun and writes a machine's file.
-Then the real program runs on each grid, and the dry run prices the same command with that file. Nothing is fitted.
-Losses are compared with those of one process. About ten minutes.
+The nodes are network namespaces of this machine (tests/faults/network.py), so this needs root and an idle machine. For
+each rate, tools/measure_hardware.py measures the links under torchrun and writes a machine file. Then the real program
+runs on each grid, and a dry run predicts the time of the same command with that file. No constant is fitted. Losses are
+compared with those of one process. It takes about ten minutes.
 
-    python benchmarks/nodes.py --from out/nodes.json --picture out/nodes.png    draws again; nothing is measured
+    python benchmarks/nodes.py --from out/nodes.json --picture out/nodes.png    draws again without measuring
 """
 
 from __future__ import annotations
@@ -63,11 +63,15 @@ GRIDS = (
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mbit", type=float, nargs="+", default=[50, 20], help="rates of the links (50 and 20)")
-    parser.add_argument("--steps", type=int, default=5, help=f"of each grid, of which {NOT_COUNTED} do not count (5)")
+    parser.add_argument(
+        "--steps", type=int, default=5, help=f"steps of each grid; the first {NOT_COUNTED} do not count (5)"
+    )
     parser.add_argument("--only", metavar="WORD", default="", help="grids with this word in their name")
     parser.add_argument("--json", metavar="FILE", help="write the figures here")
     parser.add_argument("--picture", metavar="FILE", help="draw them here")
-    parser.add_argument("--from", dest="source", metavar="FILE", help="figures of an earlier run; nothing is measured")
+    parser.add_argument(
+        "--from", dest="source", metavar="FILE", help="use the figures of an earlier run instead of measuring"
+    )
     args = parser.parse_args()
     if args.steps <= NOT_COUNTED:
         parser.error(f"--steps {args.steps}: give more than {NOT_COUNTED}")
@@ -115,7 +119,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def batch_flags(grid: Grid) -> str:
-    """What of a grid's flags one process has, too."""
+    """The flags of a grid that a single process has, too."""
     return grid.flags[grid.flags.index("--global-batch-size") :]
 
 
@@ -139,8 +143,8 @@ def alone(flags: str, steps: int, folder: Path) -> list[float]:
 def finish(launchers: list[subprocess.Popen], folder: Path) -> None:
     codes = [launcher.wait() for launcher in launchers]
     if any(codes):
-        said = "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("*.log")))
-        raise SystemExit(f"{said}\nerror: the launchers ended with {codes}")
+        output = "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("*.log")))
+        raise SystemExit(f"{output}\nerror: the launchers ended with {codes}")
 
 
 def measure_links(network: Network, per_node: int, folder: Path) -> Path:
@@ -166,17 +170,17 @@ def step(network: Network, grid: Grid, steps: int, folder: Path) -> dict[str, An
 
 
 def predicted(grid: Grid, file: Path) -> float:
-    """Milliseconds of a step, as the dry run says."""
-    said = file.parent / "dry_run.json"
+    """Milliseconds of a step by the dry run."""
+    result = file.parent / "dry_run.json"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, PROGRAM, *f"{MODEL} {grid.flags} --train-iters 1".split(), "--dry-run"]
-    command += ["--world-size", f"{grid.nodes * grid.per_node}", "--gpu", str(file), "--dry-run-json", str(said)]
+    command += ["--world-size", f"{grid.nodes * grid.per_node}", "--gpu", str(file), "--dry-run-json", str(result)]
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
-    return json.loads(said.read_text())["predicted_ms"]
+    return json.loads(result.read_text())["predicted_ms"]
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """In Markdown."""
+    """Lines of a Markdown table."""
     lines = [
         "| grid | nodes x processes | Mbit/s | measured, ms | dry run, ms | | loss |",
         "|---|---|---|---|---|---|---|",
@@ -191,7 +195,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Measured steps beside the dry run's, a panel a rate."""
+    """Draw measured and predicted steps, one panel for each rate."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -209,7 +213,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             [row["predicted_ms"] / 1000 for row in mine],
             0.36,
             color="#e69f00",
-            label="dry run, links as measured",
+            label="dry run with measured links",
         )
         panel.errorbar(
             measured,
@@ -219,11 +223,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             ecolor="#222222",
             elinewidth=0.8,
             capsize=2,
-            label=f"{GOAL:.0%} around what was measured",
+            label=f"{GOAL:.0%} around the measured time",
         )
         panel.set_yticks(list(places), [row["grid"] if panel is panels[0][0] else "" for row in mine])
-        panel.set_title(f"{rate:g} Mbit/s a node", loc="left", fontsize=10)
-        panel.set_xlabel("seconds a step")
+        panel.set_title(f"{rate:g} Mbit/s per node", loc="left", fontsize=10)
+        panel.set_xlabel("seconds per step")
         panel.spines[["top", "right"]].set_visible(False)
     panels[0][-1].legend(frameon=False, fontsize=8, loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ from megatron.context_parallel.layout.grid import Axis, Grid
 
 @dataclass(frozen=True)
 class Problem:
-    """One causal attention, the whole of it."""
+    """One causal attention over a complete sequence."""
 
     seq_length: int
     heads: int
@@ -40,7 +40,7 @@ class Problem:
 
     @property
     def flops(self) -> float:
-        """Matrix products of forward (2) and backward (5), each of 2 * d FLOPs a pair of query and key."""
+        """Matrix products of forward (2) and backward (5), each of 2 * d FLOPs per pair of query and key."""
         return self.flops_of(self.seq_length * (self.seq_length + 1) // 2)
 
     def flops_of(self, pairs: int) -> float:
@@ -66,7 +66,7 @@ class Sample:
 
     wall: float  # seconds
     core: float  # CPU seconds of the busiest core
-    foreign: float  # share of the machine that other programs took meanwhile
+    foreign: float  # share of the machine that other programs used meanwhile
 
 
 def time_local(kernel: Kernel, threads: int, *tensors: Tensor) -> Sample:
@@ -78,7 +78,7 @@ def time_local(kernel: Kernel, threads: int, *tensors: Tensor) -> Sample:
 
 
 def run_kernel(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
-    """The bare kernel on the whole sequence, forward and backward: out, dq, dk, dv as [s, b, heads, d]."""
+    """The kernel on the complete sequence, forward and backward: out, dq, dk, dv as [s, b, heads, d]."""
     heads_first = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
     settings: dict[str, Any] = {"causal": True, "mask": None, "scale": q.size(3) ** -0.5}
     out, lse = kernel.forward(*heads_first, **settings)

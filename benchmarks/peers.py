@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Sequence parallelism for models of Hugging Face: ours beside DeepSpeed's Ulysses and PyTorch's context_parallel.
+"""Compares sequence parallelism for Hugging Face models with DeepSpeed's Ulysses and PyTorch's context_parallel.
 
     python benchmarks/peers.py --processes 2 --json peers.json
 
-Each trains the same small model in the same run: seconds of a step, in turns, and in a table of cases whether its
-gradients are those of one process. What is not installed is left out, and said so. Peers are called as their own
-documentation does: DeepSpeed's by ``UlyssesSPAttentionHF.register_with_transformers`` around ``sdpa`` with contiguous
-shards and ``position_ids``, PyTorch's around the forward and backward pass with buffers for tokens, labels and
-positions, as accelerate does.
+All libraries train the same small model in the same run. The first table shows for several cases whether gradients are
+those of one process, the second the seconds of a step, measured in turns. A library that is not installed is reported
+as such. The others are called as in their documentation: DeepSpeed by
+``UlyssesSPAttentionHF.register_with_transformers`` around ``sdpa`` with contiguous shards and ``position_ids``, PyTorch
+around the forward and backward pass with buffers for tokens, labels and positions, as in accelerate.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ CASES = {
 
 
 def shifted(batch: Batch) -> Tensor:
-    """Labels of each token; the last has none."""
+    """The label of each token, the next one; the last has none."""
     return functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
 
 
@@ -106,7 +106,7 @@ def loss_of(logits: Tensor, labels: Tensor, count: int) -> Tensor:
 
 @contextmanager
 def alone(model: PreTrainedModel, batch: Batch) -> Iterator[Step]:
-    """One process, by transformers' own means."""
+    """One process, with transformers only."""
     labels, count = shifted(batch), batch["labels"].size(1) - 1
     inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
 
@@ -164,12 +164,12 @@ def pytorch(model: PreTrainedModel, batch: Batch) -> Iterator[Step]:
 
     mesh, count = init_device_mesh("cpu", (dist.get_world_size(),)), batch["labels"].size(1) - 1
 
-    def causal_alone(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:  # as accelerate has it
+    def causal_only(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:  # as in accelerate
         return args, kwargs | {"attention_mask": None, "is_causal": True}
 
     for name, module in model.named_modules():
         if name.endswith("self_attn"):
-            module.register_forward_pre_hook(causal_alone, with_kwargs=True)
+            module.register_forward_pre_hook(causal_only, with_kwargs=True)
 
     def step() -> None:
         buffers = [batch["input_ids"].clone(), batch["position_ids"].clone(), shifted(batch)]
@@ -188,7 +188,7 @@ def parties(world: int) -> dict[str, Callable]:
 
 
 def gradients(party: Callable, case: Case) -> list[Tensor]:
-    """Of one step on this rank."""
+    """This rank's gradients of one step."""
     model = case.model()
     with party(model, case.batch()) as step:
         step()
@@ -196,7 +196,7 @@ def gradients(party: Callable, case: Case) -> list[Tensor]:
 
 
 def error_of(party: Callable, case: Case) -> float:
-    """How far summed gradients are from those of one process, of the largest entry of each."""
+    """Largest difference of summed gradients from those of one process, relative to each tensor's largest entry."""
     wanted, worst = gradients(alone, case), 0.0
     for mine, right in zip(gradients(party, case), wanted):
         dist.all_reduce(mine)
@@ -205,7 +205,7 @@ def error_of(party: Callable, case: Case) -> float:
 
 
 def seconds_of(party: Callable, case: Case, steps: int) -> list[float]:
-    """Of some steps, after one that does not count."""
+    """Seconds of ``steps`` steps, after one that does not count."""
     model, seconds = case.model(), []
     with party(model, case.batch()) as step:
         for _ in range(1 + steps):
@@ -218,7 +218,7 @@ def seconds_of(party: Callable, case: Case, steps: int) -> list[float]:
 
 
 def race(found: dict[str, Callable], case: Case, world: int, repeats: int) -> dict[str, list[float] | str]:
-    """Seconds of steps, in turns; of a party that cannot run, why."""
+    """Seconds of steps, measured in turns; for a library that cannot run, the reason."""
     times: dict[str, list[float] | str] = {name: [] for name in found}
     for _ in tqdm(range(repeats), desc="rounds", disable=not sys.stderr.isatty()):
         for name, party in found.items():
@@ -231,7 +231,7 @@ def race(found: dict[str, Callable], case: Case, world: int, repeats: int) -> di
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--seq-length", type=int, default=2048, help="of the race; the cases have 256 tokens")
+    parser.add_argument("--seq-length", type=int, default=2048, help="for the times; the cases have 256 tokens")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", help="write the figures here")
     args = parser.parse_args()
@@ -239,7 +239,7 @@ def main() -> int:
     verdicts: dict[str, dict[str, float | str]] = {}
     for name, case in tqdm(CASES.items(), desc="cases", disable=not sys.stderr.isatty()):
         verdicts[name] = {party: on_ranks(args.processes, error_of, enter, case) for party, enter in found.items()}
-    table = Table("case", *found, title=f"gradients beside one process, {args.processes} processes")
+    table = Table("case", *found, title=f"gradients compared with one process, {args.processes} processes")
     for name, of_party in verdicts.items():
         table.add_row(name, *(escape(x) if isinstance(x, str) else verdict(x) for x in of_party.values()))
     console.print(table)
@@ -247,7 +247,7 @@ def main() -> int:
     able = {name: enter for name, enter in found.items() if not isinstance(first[name], str)}
     case = Case(length=args.seq_length, layers=4)
     times = race(able, case, args.processes, args.repeats)
-    table = Table("party", "a step", title=f"{args.seq_length} tokens, {case.layers} layers of {case.width}, fp32")
+    table = Table("library", "step", title=f"{args.seq_length} tokens, {case.layers} layers of {case.width}, fp32")
     for name, taken in times.items():
         table.add_row(name, escape(taken) if isinstance(taken, str) else f"{statistics.median(taken):.3f} s")
     console.print(table)
@@ -258,7 +258,7 @@ def main() -> int:
 
 
 def verdict(error: float) -> str:
-    return f"right ({error:.0e})" if error < RIGHT else f"WRONG, by {100 * error:.0f} %"
+    return f"right ({error:.0e})" if error < RIGHT else f"WRONG by {100 * error:.0f} %"
 
 
 if __name__ == "__main__":

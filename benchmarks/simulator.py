@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""How far the simulator reaches, and how long it takes.
+"""Time of the simulator on large problems.
 
     python benchmarks/simulator.py [--only NAME ...]
 
@@ -37,7 +37,7 @@ WITHIN = {"8b-2m": 300, "70b-4m": 60, "plan-1024": 3}  # seconds, on two idle co
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), help="these alone")
+    parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), help="run only these")
     failed = 0
     rows = []
     for name in parser.parse_args().only:
@@ -49,7 +49,7 @@ def main() -> int:
         failed += done.returncode != 0
         goal = f", goal {WITHIN[name]}" if name in WITHIN else ""
         rows.append(f"{name:12} {seconds:7.1f} s{goal}{'' if done.returncode == 0 else ', FAILED'}")
-    print("\nwall-clock, imports and pictures included:", *rows, sep="\n")
+    print("\nwall-clock time, including imports and pictures:", *rows, sep="\n")
     return int(failed > 0)
 
 

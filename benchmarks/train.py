@@ -5,9 +5,9 @@
     python benchmarks/train.py --json train.json
 
 Runs pretrain_llama.py for a few steps and reads its --log-jsonl. The GEMM rate is the best of several square products,
-measured before and after the run with as many threads, by the wall clock or by CPU time, whichever is better. On a CPU
-the first two steps are metered and do not count, nor do steps beside which other programs took more than 3 % of the
-machine, where two others remain.
+measured before and after the run with the same number of threads, by wall-clock or CPU time, whichever is better. On a
+CPU the first two steps meter memory and do not count. Steps during which other programs used more than 3 % of the
+machine do not count either, if at least two others remain.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron.training.report.mfu import gemm_rate
 threads, dtype, device = int(sys.argv[1]), getattr(torch, sys.argv[2]), torch.device(sys.argv[3])
 torch.set_num_threads(threads)
 
-def by_cpu_time(size):  # what other programs take does not count
+def by_cpu_time(size):  # without the time of other programs
     a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
     torch.mm(a, b)
     seconds, end = [], time.perf_counter() + 0.5
@@ -97,7 +97,7 @@ def gemm_rates(args: argparse.Namespace, environment: dict[str, str]) -> dict[in
 
 
 def run_program(args: argparse.Namespace, environment: dict[str, str]) -> list[dict]:
-    """One row a step, with the CPU seconds it took and the share of the machine that other programs took meanwhile."""
+    """A row for each step, with its CPU seconds and the share of the machine that other programs used meanwhile."""
     with tempfile.TemporaryDirectory() as folder:
         log, console = Path(folder) / "log.jsonl", Path(folder) / "console.txt"
         command = [sys.executable, str(ROOT / "pretrain_llama.py"), *flags(args), "--log-jsonl", str(log), *args.more]
@@ -151,13 +151,13 @@ def flags(args: argparse.Namespace) -> list[str]:
 
 
 def summarize(args: argparse.Namespace, rows: list[dict], rates: dict[int, float]) -> dict:
-    """Medians over the steps that count: those that other programs left alone, where there are at least two."""
+    """Medians over the steps that count: those without disturbance by other programs if there are at least two."""
     steps = rows[NOT_COUNTED:]
     quiet = [row for row in steps if row.get("foreign_share", 1.0) <= QUIET]
     counted = quiet if len(quiet) >= 2 else steps
     peak = max(rates.values())
     tflops = [row["model_tflops_per_device"] for row in counted]
-    # The work of a step over the CPU time it took: what a wall clock shows on a machine of our own.
+    # The work of a step over its CPU time: about the rate on an idle machine.
     by_cpu_time = [
         row["model_tflops_per_device"] * row["iteration_ms"] / 1e3 * args.threads / row["cpu_seconds"]
         for row in counted
@@ -216,7 +216,7 @@ def show(report: dict) -> None:
     )
     console.print(table)
     if not report["undisturbed"]:
-        console.print("Other programs ran beside every step: MFU by the wall clock is too low; trust the CPU time.")
+        console.print("Other programs ran during every step: MFU by the wall clock is too low; use the CPU time.")
 
 
 def _python_path() -> str:

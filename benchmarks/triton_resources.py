@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What the Triton kernels take of a GPU, compiled without one: a Markdown table.
+"""GPU resources that the Triton kernels need, from compiling them without a GPU: a Markdown table.
 
     python benchmarks/triton_resources.py --capability 80 90 100 --head 64 128
 
-Registers, spills and shared memory are the assembler's. A step is what a program does with one block of the other side
-where all pairs count; its instructions are counted in the machine code. The tensor cores' cycles of a step against
-those in which a multiprocessor issues its instructions predict the share of the GEMM rate: from nothing overlapped to
-everything. That is arithmetic, and no measurement: it knows nothing of memory.
+Registers, spills and shared memory are the assembler's figures. A step is a program's work on one block of the other
+side without a mask; its instructions are counted in the machine code. From the tensor cores' cycles of a step, and the
+cycles in which a multiprocessor issues its instructions, the share of the GEMM rate is estimated: with no overlap of
+the two, and with full overlap. This is arithmetic, not a measurement, and it ignores memory traffic.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PRODUCTS = {"forward": 2, "queries": 3, "keys": 4}  # of [block, head] x [head, 
 
 
 def bound(which: str, launch: Launch, taken: Resources) -> str:
-    """Cycles of a step, of the tensor cores and of issuing instructions, and what follows from them."""
+    """Table cells: a step's cycles of the tensor cores, of instruction issue, and the share of the GEMM rate."""
     rate = TENSOR_RATE.get(taken.capability)
     if rate is None or not taken.step:
         return "| | | "

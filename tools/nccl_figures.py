@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron.simulator.cost.nccl_tests import KINDS, Run, beside, fields, read_runs
+from megatron.simulator.cost.nccl_tests import KINDS, Run, compare, fields, read_runs
 from megatron.simulator.machines.machine import Machine
 from megatron.simulator.machines.machine_file import MACHINES, find, machine_of, merge, read_fields, read_machine
 from megatron.training.data.text_files import atomic_files
@@ -78,7 +78,7 @@ def show(runs: list[Run], before: Machine, after: Machine) -> None:
         column.justify = "right"
     for run in runs:
         label = f"{run.kind}, {run.ranks} ranks"
-        for old, new in list(zip(beside(run, before), beside(run, after)))[:: max(1, len(run.rows) // 8)]:
+        for old, new in list(zip(compare(run, before), compare(run, after)))[:: max(1, len(run.rows) // 8)]:
             size, took = old[:2]
             errors = [f"{100 * (one[2] / took - 1):+.0f} %" for one in (old, new)]
             times = [f"{1e6 * one[2]:.1f}" for one in (old, new)]

@@ -25,7 +25,7 @@ from rich.console import Console
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.simulator.cost.jitter import Jitter, step_spread
-from megatron.simulator.cost.jitter import told as spread_words
+from megatron.simulator.cost.jitter import describe as spread_words
 from megatron.simulator.machines.machine_file import load
 from megatron.simulator.planner import limits as plan_limits
 from megatron.simulator.planner.explain import (
@@ -45,7 +45,7 @@ from megatron.simulator.planner.plan_report import Report
 from megatron.simulator.planner.plans import Problem
 from megatron.simulator.planner.request import Request, tokens
 from megatron.simulator.planner.run_cost import Terms
-from megatron.simulator.planner.search import NEAR, everything, search
+from megatron.simulator.planner.search import NEAR, all_strategies, search
 from megatron.simulator.planner.search_space import Limits
 from megatron.training.refusal import Refusal, Refusals
 from tools.plan_options import MARGIN, parser, planning_problems, terms
@@ -176,7 +176,7 @@ def write(name: str, text: str, flag: str) -> None:
 def nothing_fits(problem: Problem) -> Refusal:
     """Why there is no plan, and what would help."""
     machine = problem.machine
-    if next(everything(problem), None) is None:
+    if next(all_strategies(problem), None) is None:
         return Refusal(no_grid(problem))
     near = plan_limits.nearest(problem)
     text = f"--gpus {problem.gpus}: nothing fits"
@@ -200,10 +200,10 @@ def too_little_left(offer: Offer, margin: str) -> str:
 
 def no_grid(problem: Problem) -> str:
     workload, unit = problem.workload, 2 * problem.gpus
-    if next(everything(replace(problem, limits=Limits())), None) is not None:
+    if next(all_strategies(replace(problem, limits=Limits())), None) is not None:
         left = f"the options that narrow the search leave no plan for --gpus {problem.gpus}: "
         padded = padded_problem(problem)
-        if padded is not problem and next(everything(padded), None) is not None:
+        if padded is not problem and next(all_strategies(padded), None) is not None:
             length = padded.workload.seq_length
             unit = gcd(length, unit)
             return f"{left}pad to --seq-length {length}, a multiple of {unit}, or leave an option out"

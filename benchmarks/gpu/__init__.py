@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only a GPU can tell, measured in stages: kernels against the GEMM rate, steps, FPDT, the simulator beside them.
+"""Measurements that need a GPU, in stages: kernels against the GEMM rate, steps, FPDT, the simulator's predictions.
 
-__main__.py runs the stages, each in a process of its own; stage.py keeps time and figures; sizes.py says how large.
+__main__.py runs the stages in separate processes; stage.py keeps time and figures; sizes.py has the problem sizes.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the stages, each in a process of its own with a limit on its time. See benchmarks/gpu.sh."""
+"""Runs the stages in separate processes with a time limit. See benchmarks/gpu.sh."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from benchmarks.gpu.stage import BROKEN, Stage, read, reason, write
 STAGES = {
     "tests": ("run_tests", "tests/gpu, by pytest or without it"),
     "rates": ("rates", "products, copies, the shortest kernel; machine.json for the simulator"),
-    "attention": ("attention", "every kernel at hand from 8K to 512K as a share of the GEMM rate; masks beside causal"),
-    "step": ("step", "a training step of Llama-3-8B's shape: MFU, where the time goes"),
-    "fpdt": ("fpdt", "FPDT against full recompute by chunk, copies that are hidden"),
+    "attention": ("attention", "all usable kernels from 8K to 512K against the GEMM rate; masks against causal"),
+    "step": ("step", "a training step of Llama-3-8B's shape: MFU, time by kind of kernel"),
+    "fpdt": ("fpdt", "FPDT against full recompute by chunk, overlap of copies"),
     "longest": ("longest", "the longest context on this GPU within its host memory"),
-    "simulator": ("predict", "the simulator's prediction beside all of these"),
+    "simulator": ("predict", "the simulator's predictions for all of these"),
 }
-GRACE = 20.0  # seconds that a stage may run over before it is stopped
+GRACE = 20.0  # seconds beyond its limit after which a stage is stopped
 RESTARTS = 3  # of a stage whose GPU context was lost
 
 
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in args.stage or STAGES:
         before = read(args.output, name)
         if before and before.get("finished") and not args.again:
-            print(f"[{name}] is done: {args.output / name}.json; --again repeats it", flush=True)
+            print(f"[{name}] is done: {args.output / name}.json; repeat it with --again", flush=True)
             continue
         if args.again:
             (args.output / f"{name}.json").unlink(missing_ok=True)
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
             failed.append(name)
             print(f"[{name}] failed: {why}", flush=True)
             report = read(args.output, name) or {}
-            if "device" in report:  # else it did not even begin
+            if "device" in report:  # otherwise the stage did not begin
                 write(args.output, name, report | {"failed": why})
         write_report(args.output, list(STAGES))
     path = write_report(args.output, list(STAGES))
@@ -63,16 +63,18 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     stages = "\n".join(f"  {name:10} {what}" for name, (_, what) in STAGES.items())
     parser = argparse.ArgumentParser(
         prog="gpu.sh",
-        description="What only a GPU can tell, in stages; a stage that is done is not repeated, one that was stopped "
-        f"goes on.\n\nstages:\n{stages}",
+        description="Measurements that need a GPU, in stages. A stage that is done is not repeated, one that was "
+        f"stopped is continued.\n\nstages:\n{stages}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("output", type=Path, metavar="OUT", help="folder of the JSON files, report.md and pictures")
-    parser.add_argument("--stage", action="append", choices=list(STAGES), help="this one; more than once for several")
-    parser.add_argument("--again", action="store_true", help="repeat what is done")
+    parser.add_argument("--stage", action="append", choices=list(STAGES), help="run this stage; may be repeated")
+    parser.add_argument("--again", action="store_true", help="repeat stages that are done")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--tiny", action="store_true", help="sizes that a CPU does in seconds, as always on a CPU")
-    parser.add_argument("--minutes", type=float, default=9.0, help="that a stage may take (9)")
+    parser.add_argument(
+        "--tiny", action="store_true", help="tiny sizes that a CPU runs in seconds; the default on a CPU"
+    )
+    parser.add_argument("--minutes", type=float, default=9.0, help="limit for a stage (9)")
     args = parser.parse_args(argv)
     if args.minutes <= 0:
         parser.error(f"--minutes {args.minutes:g}: give a number above 0")
@@ -80,13 +82,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def gpus() -> int:
-    """Without a CUDA context in this process, which holds none while stages measure memory."""
+    """Number of GPUs, without a CUDA context in this process, which would need memory that stages measure."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     return torch.cuda.device_count()
 
 
 def run_stage(name: str, args: argparse.Namespace, device: str) -> str | None:
-    """Why it failed, or None."""
+    """Run a stage; returns why it failed, or None."""
     context = mp.get_context("fork" if device == "cpu" else "spawn")
     for attempt in range(1 + RESTARTS):
         tiny = args.tiny or device == "cpu"
@@ -94,7 +96,7 @@ def run_stage(name: str, args: argparse.Namespace, device: str) -> str | None:
         process.start()
         process.join(60 * args.minutes + GRACE)
         if process.is_alive():
-            process.terminate()  # which ends the programs that it has started
+            process.terminate()  # this also ends the programs that it has started
             process.join(10)
             process.kill()
             process.join()
@@ -123,7 +125,7 @@ def inside(name: str, folder: Path, device: str, tiny: bool, minutes: float, kee
 
 
 def about(device: torch.device, tiny: bool) -> dict[str, Any]:
-    """What the figures hang on."""
+    """Device and software that the figures depend on."""
     from megatron.platform.cpu import processor_name
 
     cuda = device.type == "cuda"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every attention kernel at hand against the GEMM rate, forward and backward; masks beside causal."""
+"""All usable attention kernels against the GEMM rate, forward and backward; masks compared with causal."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from megatron.context_parallel.positions.position_dropout import Dropout
 from megatron.simulator.machines.measure_device import seconds_of
 
 TOLERANCE = 2e-2  # bf16 keeps 8 bits
-GUESS = 2e14  # FLOP/s, to say how long a case may take before any is measured
+GUESS = 2e14  # assumed FLOP/s, for the expected time of a case
 
 
 def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
-    """Short sequences of all kernels before long ones: what there is no time for is the longest."""
+    """Measure all kernels on short sequences first, so that only the longest are left out if time is short."""
     rate = gemm_rate(stage.folder, sizes, device)
     stage.report["gemm_flops_per_second"] = rate
     names = usable(sizes, device)
@@ -50,13 +50,13 @@ def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
 
 
 def usable(sizes: Sizes, device: torch.device) -> list[str]:
-    """Kernels that can run here, best first; the slow one of reference only where there is no other."""
+    """Kernels that can run on this device, best first; the slow reference kernel only if there is no other."""
     names = kernels.available(device, dtype_of(device), sizes.model.head_dim)
     return [name for name in names if name != "math"] or names
 
 
 def missing(sizes: Sizes, device: torch.device) -> Figures:
-    """Why the others cannot."""
+    """Why other kernels cannot run."""
     how = {"device": device, "dtype": dtype_of(device), "head_dim": sizes.model.head_dim}
     why = {name: kernel.why_not(**how) for name, kernel in kernels.KERNELS.items()}
     return {name: reason for name, reason in why.items() if reason}
@@ -67,7 +67,7 @@ def seconds(sizes: Sizes, length: int) -> float:
 
 
 def flops(sizes: Sizes, pairs: float) -> float:
-    """Of the forward pass; the backward pass has 2.5 times as many."""
+    """FLOPs of the forward pass; the backward pass has 2.5 times as many."""
     return 4.0 * pairs * sizes.model.heads * sizes.model.head_dim
 
 
@@ -80,7 +80,7 @@ def inputs(sizes: Sizes, length: int, device: torch.device) -> list[Tensor]:
 
 
 def bare(name: str, length: int, first: str, sizes: Sizes, device: torch.device, rate: float) -> Figures:
-    """A kernel on a causal sequence; on the shortest one also how far it is from the first kernel."""
+    """Figures of a kernel on a causal sequence; on the shortest one also its difference from the first kernel."""
     tensors, found = inputs(sizes, length, device), {}
     if length == min(sizes.lengths) and name != first:
         mine, theirs = (
@@ -129,7 +129,7 @@ def rules(sizes: Sizes, length: int) -> dict[str, Figures]:
 
 
 def masked_case(rule: Figures, kernel: str, length: int, sizes: Sizes, device: torch.device) -> Figures:
-    """The whole of cp.attention, as a program calls it, forward and backward."""
+    """Figures of cp.attention as a program calls it, forward and backward."""
     layout = cp.SequenceLayout(length, abstract_grid())
     q, k, v, dout = inputs(sizes, length, device)
     leaves = [x.requires_grad_() for x in (q, k, v)]

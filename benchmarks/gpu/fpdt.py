@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FPDT against plain recompute: chunk sweep, copies that are hidden."""
+"""FPDT against plain recompute: a sweep over chunks, and how far copies are overlapped."""
 
 from __future__ import annotations
 
@@ -30,14 +30,16 @@ def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
 
 
 def copies(stage: Stage, chunk: int) -> Figures | None:
-    """How long the copies of the middle chunk size take by the measured rate, and what of that its steps feel: they are
-    slower by so much than with chunks on the device."""
+    """Seconds of copies with the middle chunk size at the measured rate, and the part that is not overlapped.
+
+    The latter is the difference between steps with chunks in host memory and on the device.
+    """
     cases = stage.report["cases"]
     there, here = (cases.get(f"{mode}, chunks of {chunk}", {}) for mode in ("fpdt", "fpdt on the device"))
     host = ((read(stage.folder, "rates") or {}).get("cases", {}).get("host", {})).get("bytes_per_second")
     if not host or "seconds" not in there or "seconds" not in here:
         return None
-    took = max(there["to_host"], there["to_device"]) / host  # the directions run side by side
+    took = max(there["to_host"], there["to_device"]) / host  # the two directions overlap
     felt = max(0.0, there["seconds"] - here["seconds"])
     by_profile = there.get("profile", {}).get("hidden_copies")
     hidden = 1 - min(felt / took, 1.0) if took else None

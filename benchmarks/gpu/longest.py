@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The longest context on one GPU within its host memory: doubled until a step fails, or there is no time for the next.
+"""The longest context on one GPU within its host memory: doubled until a step fails or time is too short for the next.
 
-Hidden states are streamed and layers computed again: the least memory. Two layers, for at a million tokens one takes
-more than a minute; what more layers would need is the formula's to say.
+Hidden states are streamed and layers recomputed, which needs least memory. The model has two layers, because at a
+million tokens one takes more than a minute; the memory of more layers follows from the formula.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from megatron.formulas.host_bytes import host_memory
 
 MODE, LAYERS = "fpdt streamed, recompute", 2
 DOUBLINGS = 8
-HOST = 0.9  # of the host's memory that a plan may fill by the formula
+HOST = 0.9  # share of host memory that a plan may need by the formula
 
 
 def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
-    """One step each, which allocates too."""
+    """Run one step at each length."""
     length, chunk = sizes.longest
     longest, ended = 0, "the search reached its end"
     for _ in range(DOUBLINGS if device.type == "cuda" else 2):
@@ -62,8 +62,10 @@ def one_step(plan: Plan, sizes: Sizes, device: str, stage: Stage) -> Figures:
 
 
 def by_formula(sizes: Sizes, device: float, host: float) -> dict[str, int]:
-    """The longest power of two whose memory fits, with as many layers as the search has and with all of the model's
-    (whose states alone may not)."""
+    """The longest length, doubling, that fits by the formula, with the search's number of layers and with the model's.
+
+    0: not even the first length fits.
+    """
     found = {}
     for layers in (LAYERS, sizes.model.layers):
         length = sizes.longest[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the stages found, as pictures: one a stage."""
+"""The stages' figures as pictures, one for each stage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5
 
 
 def draw_all(folder: Path) -> list[Path]:
-    """A PNG for each stage that has something to show; none without matplotlib."""
+    """Draw a PNG for each stage that has figures; none without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         return []
     found = []
@@ -45,7 +45,7 @@ def figure(report: Figures, title: str, wide: int = 1) -> tuple[Any, Any]:
 
 
 def attention(report: Figures, path: Path) -> bool:
-    """Share of the GEMM rate over the sequence's length, a line a kernel."""
+    """Share of the GEMM rate over the sequence length, with a line for each kernel."""
     bare = [found for found in good(report).values() if "kernel" in found]
     if not bare:
         return False
@@ -63,7 +63,7 @@ def attention(report: Figures, path: Path) -> bool:
 
 
 def step(report: Figures, path: Path) -> bool:
-    """Where the time of each step goes."""
+    """The time of each step by kind of kernel."""
     cases = {name: f for name, f in good(report).items() if f.get("profile", {}).get("seconds")}
     if not cases:
         return False
@@ -80,7 +80,7 @@ def step(report: Figures, path: Path) -> bool:
         text = f"{found['layers']} layers, {found['seconds']:.3g} s"
         text += f", MFU {100 * found['mfu']:.1f} %" if found["mfu"] else ""
         one.text(end + 1, row, text, va="center", fontsize=9)
-    one.set(xlabel="% of the step (streams run side by side)", xlim=(0, max(left) * 1.32), xticks=range(0, 101, 20))
+    one.set(xlabel="% of the step (streams overlap)", xlim=(0, max(left) * 1.32), xticks=range(0, 101, 20))
     one.invert_yaxis()
     made.legend(*one.get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     made.savefig(path, dpi=130)
@@ -88,7 +88,7 @@ def step(report: Figures, path: Path) -> bool:
 
 
 def fpdt(report: Figures, path: Path) -> bool:
-    """Speed and device memory over the chunk, beside full recompute."""
+    """Speed and device memory over the chunk, compared with full recompute."""
     cases = [found for name, found in good(report).items() if not name.startswith("longest")]
     chunked = [found for found in cases if found["chunk"]]
     if not chunked:
@@ -99,7 +99,7 @@ def fpdt(report: Figures, path: Path) -> bool:
         lambda f: f["tokens_per_second"],
         lambda f: (f["states"] + f["activations"]) / 2**30,
     )
-    for one, look, says in zip(axes, looks, ("tokens a second", "device memory, GiB")):
+    for one, look, says in zip(axes, looks, ("tokens per second", "device memory, GiB")):
         for colour, mode in zip(COLOURS, dict.fromkeys(found["mode"] for found in chunked)):
             points = sorted((f["chunk"], look(f)) for f in chunked if f["mode"] == mode)
             one.plot(*zip(*points), "o-", color=colour, label=mode)
@@ -114,7 +114,7 @@ def fpdt(report: Figures, path: Path) -> bool:
 
 
 def simulator(report: Figures, path: Path) -> bool:
-    """Predicted over measured, a point a case."""
+    """Predicted over measured seconds, with a point for each case."""
     cases, machines = good(report), report.get("machines", {})
     made, axes = figure(report, "Predicted over measured seconds", 1)
     one = axes[0]
@@ -137,7 +137,7 @@ def simulator(report: Figures, path: Path) -> bool:
 
 
 def lengths(axis: Any, values: list[int]) -> None:
-    """Ticks at numbers of tokens."""
+    """Set ticks at numbers of tokens."""
     ticks = sorted(set(values))
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, [f"{n // 1024}K" if n >= 1024 else str(n) for n in ticks])

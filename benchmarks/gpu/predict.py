@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulator's prediction beside everything that was measured, by this machine's own file and by the shipped one."""
+"""The simulator's predictions for all measured cases, with the measured machine file and with the shipped one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron.simulator.machines.machine_file import load
 
 
 def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
-    """A case for each one of the other stages that has a time."""
+    """A case for each measured case of the other stages."""
     machines = machines_of(stage.folder, stage.report["device"])
     stage.report["machines"] = {what: machine.name for what, machine in machines.items()}
     cases = []
@@ -54,14 +54,14 @@ def finished(folder: Path, stage: str) -> dict[str, Figures]:
     return {name: found for name, found in cases.items() if "failed" not in found}
 
 
-def beside(measured: float, predicted: dict[str, float]) -> Figures:
-    """Both, and their ratio."""
+def compared(measured: float, predicted: dict[str, float]) -> Figures:
+    """Measured and predicted seconds, and their ratios."""
     ratio = {f"{what}_over_measured": seconds / measured for what, seconds in predicted.items()}
     return {"seconds": measured, "predicted": predicted, **ratio}
 
 
 def of_kernel(found: Figures, way: str, sizes: Sizes, machines: dict[str, Machine]) -> Figures:
-    """By the rate of that kernel, where the machine's file tells it from the others', and all of it: it ran alone."""
+    """Prediction for a kernel, at the kernel's rate if the machine file has one, without calibration."""
     length, model = found["length"], sizes.model
     machines = {
         what: replace(
@@ -72,7 +72,7 @@ def of_kernel(found: Figures, way: str, sizes: Sizes, machines: dict[str, Machin
         for what, machine in machines.items()
     }
     one = tile(length, length, model.heads, model.head_dim, length * length / 2, backward=way == "backward")
-    return beside(found[way]["seconds"], {what: kernel_seconds(one, machine) for what, machine in machines.items()})
+    return compared(found[way]["seconds"], {what: kernel_seconds(one, machine) for what, machine in machines.items()})
 
 
 def of_step(found: Figures, sizes: Sizes, machines: dict[str, Machine]) -> Figures:
@@ -80,4 +80,4 @@ def of_step(found: Figures, sizes: Sizes, machines: dict[str, Machine]) -> Figur
     work, strategy = workload(plan, sizes), plan.strategy()
     estimates = {what: estimate(work, strategy, machine) for what, machine in machines.items()}
     parts = {what: one.parts for what, one in estimates.items()}
-    return beside(found["seconds"], {what: one.seconds for what, one in estimates.items()}) | {"parts": parts}
+    return compared(found["seconds"], {what: one.seconds for what, one in estimates.items()}) | {"parts": parts}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a step's time goes, by torch.profiler: kernels by what they do, how idle the device is, copies that are hidden.
+"""A step's time by kind of kernel, by torch.profiler, with the device's idle time and the share of overlapped copies.
 
-On a CPU the operations of the main thread stand for the kernels.
+On a CPU the operations of the main thread are counted instead of kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 Spans = list[tuple[float, float]]
 TOP = 12
 
-# The first that a kernel's name matches, in any case; flash kernels are built from CUTLASS, so they come first.
+# The first pattern that a kernel's name matches, in any case; flash kernels come before CUTLASS, on which they build.
 GROUPS = {
     "copies to the host": r"memcpy dtoh",
     "copies to the device": r"memcpy htod",
@@ -35,7 +35,7 @@ OTHER = "elementwise"
 
 @dataclass(frozen=True)
 class Ran:
-    """A kernel, or copy: microseconds since some moment."""
+    """A kernel or copy, with times in microseconds."""
 
     name: str
     begin: float
@@ -47,7 +47,7 @@ def group_of(name: str) -> str:
 
 
 def where_time_goes(run: Callable[[], object], device: torch.device) -> dict:
-    """Of one run: seconds by group and of the ``TOP`` kernels, ``idle`` ones, and the share of host copies hidden."""
+    """Seconds of one run by group, ``idle`` time, the ``TOP`` kernels, and the share of host copies overlapped."""
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
     with profile(activities=activities) as found:
@@ -62,11 +62,11 @@ def where_time_goes(run: Callable[[], object], device: torch.device) -> dict:
         return summary([Ran(e.name, e.time_range.start, e.time_range.end) for e in events if e.device_type == wanted])
     rows = [(row.key, row.self_cpu_time_total / 1e6, row.count) for row in found.key_averages()]
     rows = [row for row in rows if row[0].startswith(("aten::", "c10d::"))]
-    return told(rows, max(0.0, wall - sum(seconds for _, seconds, _ in rows)), wall)
+    return report(rows, max(0.0, wall - sum(seconds for _, seconds, _ in rows)), wall)
 
 
 def summary(ran: list[Ran]) -> dict:
-    """Of a device's kernels; streams run side by side, so that groups may add up to more than the step."""
+    """The same from a device's kernels; streams overlap, so groups may add up to more than the step."""
     if not ran:
         return {"seconds": 0.0, "groups": {}, "top": []}
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
@@ -76,10 +76,10 @@ def summary(ran: list[Ran]) -> dict:
     span = (max(each.end for each in ran) - min(each.begin for each in ran)) / 1e6
     busy = length(union((each.begin, each.end) for each in ran)) / 1e6
     rows = [(name, seconds, count) for name, (seconds, count) in totals.items()]
-    return told(rows, span - busy, span) | {"hidden_copies": hidden(ran)}
+    return report(rows, span - busy, span) | {"hidden_copies": hidden(ran)}
 
 
-def told(rows: list[tuple[str, float, int]], idle: float, wall: float) -> dict:
+def report(rows: list[tuple[str, float, int]], idle: float, wall: float) -> dict:
     groups: dict[str, float] = defaultdict(float)
     for name, seconds, _ in rows:
         groups[group_of(name)] += seconds
@@ -93,9 +93,9 @@ def told(rows: list[tuple[str, float, int]], idle: float, wall: float) -> dict:
 
 def hidden(ran: list[Ran]) -> float | None:
     """The share of the time of copies from and to the host during which a kernel runs; None without such copies."""
-    there = {group: group.startswith("copies to") for group in (*GROUPS, OTHER)}
-    copies = union((each.begin, each.end) for each in ran if there[group_of(each.name)])
-    kernels = union((each.begin, each.end) for each in ran if not there[group_of(each.name)])
+    is_host_copy = {group: group.startswith("copies to") for group in (*GROUPS, OTHER)}
+    copies = union((each.begin, each.end) for each in ran if is_host_copy[group_of(each.name)])
+    kernels = union((each.begin, each.end) for each in ran if not is_host_copy[group_of(each.name)])
     whole = length(copies)
     if not whole:
         return None

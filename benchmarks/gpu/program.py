@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training program in a process of its own, asked for one step at a time, each with a limit on its time."""
+"""The training program in a separate process, which runs one step per request, each with a time limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.gpu.sizes import Sizes
 from benchmarks.gpu.stage import Figures, reason
 from megatron.formulas.strategy import Strategy
 
-START = 150.0  # seconds that imports, the model and the first answer may take beside their work
+START = 150.0  # seconds allowed for imports, the model and start-up of the first step
 MODES = {
     "none": [],
     "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split(),
@@ -27,16 +27,16 @@ MODES = {
     "fpdt streamed": ["--fpdt", "--fpdt-stream-hidden"],
 }
 MODES["fpdt streamed, recompute"] = [*MODES["fpdt streamed"], *MODES["recompute"]]  # the least memory
-LOSS_ROWS = 2048  # of a chunk of the loss: logits are never whole
+LOSS_ROWS = 2048  # tokens in a chunk of the loss, so that all logits never exist at once
 
 
 class Failed(RuntimeError):
-    """The program ended, or took too long; says why."""
+    """The program ended or took too long."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is trained, on one device: a model of so many layers, a mode of ``MODES``, a chunk with FPDT."""
+    """What is trained on one device: number of layers, sequence length, a mode of ``MODES``, and FPDT's chunk."""
 
     layers: int
     length: int
@@ -52,7 +52,7 @@ class Plan:
         return max(1, self.length // LOSS_ROWS)
 
     def strategy(self) -> Strategy:
-        """The same in the words of formulas and the simulator."""
+        """The strategy for formulas and the simulator."""
         return Strategy(
             recompute="full" if self.mode.endswith("recompute") else "none",
             fpdt_chunk=self.chunk,
@@ -66,7 +66,7 @@ class Plan:
 
 
 def flags(plan: Plan, sizes: Sizes, device: str) -> list[str]:
-    """The training program's."""
+    """Flags of the training program."""
     model = sizes.model
     settings = {
         "--num-layers": plan.layers,
@@ -98,9 +98,9 @@ def flags(plan: Plan, sizes: Sizes, device: str) -> list[str]:
 
 
 class Program:
-    """One that is ready after its first answer; use it with ``with``.
+    """The program as a context manager; it is ready after its first answer.
 
-    On a CPU a fork, which has imported everything; CUDA asks for a new process.
+    On a CPU it is a fork of this process, which has imported everything; CUDA requires a new process.
     """
 
     def __init__(self, plan: Plan, sizes: Sizes, device: str, log: Path) -> None:
@@ -144,7 +144,7 @@ class Program:
 
 
 def serve(pipe: Connection, words: list[str], log: str) -> None:
-    """Main function of the process; what it prints goes to ``log``."""
+    """Main function of the process; its output goes to ``log``."""
     target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(target, stream)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GEMM and copy rates; and from them machine.json, a file for --gpu (docs/use/machine-files.md)."""
+"""GEMM and copy rates, and from them machine.json, a machine file for --gpu (docs/use/machine-files.md)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MACHINE = "machine.json"
 
 
 def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
-    """Square products, the products of a layer, copies, the shortest kernel, short attention."""
+    """Measure square products, the products of a layer, copies, the shortest kernel, and attention."""
     dtype = dtype_of(device)
     cases = [Case(f"gemm {size}", partial(square, size, dtype, device, sizes.window)) for size in sizes.gemm]
     for name, (n, k) in products(sizes).items():
@@ -65,7 +65,7 @@ def square(size: int, dtype: torch.dtype, device: torch.device, window: float) -
 
 
 def product(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, window: float) -> Figures:
-    """[m, k] times [k, n], as a linear layer has its weight: transposed."""
+    """[m, k] times [k, n] with a transposed weight, as in a linear layer."""
     a, weight = torch.randn(m, k, device=device).to(dtype), torch.randn(n, k, device=device).to(dtype)
     seconds = measure_device.seconds_of(lambda: a @ weight.t(), device, window)
     return {"m": m, "n": n, "k": k, "flops_per_second": 2 * m * n * k / seconds}
@@ -87,19 +87,19 @@ def both_rates(work: partial) -> Figures:
 
 
 def best_gemm(folder: Path) -> float | None:
-    """FLOP/s of the fastest square product, once it is measured."""
+    """FLOP/s of the fastest square product; None: not measured yet."""
     cases = (read(folder, "rates") or {}).get("cases", {})
     rates = [f["flops_per_second"] for name, f in cases.items() if name.startswith("gemm ") and "failed" not in f]
     return max(rates, default=None)
 
 
 def gemm_rate(folder: Path, sizes: Sizes, device: torch.device) -> float:
-    """The rate that kernels are held against: the rates stage's, or measured here."""
+    """The GEMM rate to compare kernels with: that of the stage "rates", or measured now."""
     return best_gemm(folder) or measure_device.gemm_rate(sizes.gemm[-1], dtype_of(device), device, sizes.window)
 
 
 def machine_of(report: Figures, device: torch.device) -> Figures:
-    """The fields of a machine's file: what was measured, over the shipped machine of this name or, else, H100."""
+    """Fields of a machine file: measured figures that extend the shipped machine with this GPU, or H100-80G."""
     cases = {name: figures for name, figures in report["cases"].items() if "failed" not in figures}
     gemm = rising(cases, "gemm ", "flops_per_second")
     forward, backward = (rising(cases, "attention over ", way) for way in ("forward", "backward"))
@@ -145,5 +145,5 @@ def rising(cases: Figures, kind: str, rate: str) -> list[list[float]]:
 
 
 def shipped(device: str) -> str | None:
-    """The shipped machine whose GPU this is."""
+    """The name of the shipped machine with this GPU."""
     return next((name for name in known() if name.split("-")[0].lower() in device.lower()), None)

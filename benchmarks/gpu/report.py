@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the stages found, as Markdown tables."""
+"""The stages' figures as Markdown tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEP_HEAD = ["", "layers", "step, s", "tokens/s", "device, GiB", "host, GiB"]
 
 
 def write_report(folder: Path, names: list[str]) -> Path:
-    """report.md of all stages that have figures."""
+    """Write report.md with all stages that have figures."""
     reports = {name: report for name in names if (report := read(folder, name))}
     lines: list[str] = []
     if reports:
@@ -34,12 +34,12 @@ def good(report: Figures) -> dict[str, Figures]:
 
 
 def left_out(report: Figures) -> Iterator[str]:
-    """What failed, and why."""
+    """Lines about failures and their reasons."""
     failed = {name: found["failed"] for name, found in report["cases"].items() if "failed" in found}
     if report.get("failed"):
         yield from ("", f"**The stage failed: {report['failed']}**")
     elif not report["finished"]:
-        yield from ("", "**The stage was stopped before its end; run it again for the rest.**")
+        yield from ("", "**The stage was stopped before its end; start it again for the remaining cases.**")
     if failed:
         yield from ("", *(f"- {name}: {why}" for name, why in failed.items()))
 
@@ -132,7 +132,7 @@ def fpdt(report: Figures) -> list[str]:
     lines = table([*STEP_HEAD, "speed of recompute"], rows)
     if report.get("copies"):
         found = report["copies"]
-        lines += ["", f"Copies of {found['copy_seconds']:.3f} s a step, {share(found['hidden'])} of it hidden (felt: "
+        lines += ["", f"Copies of {found['copy_seconds']:.3f} s per step, {share(found['hidden'])} overlapped (rest: "
                   f"{found['felt_seconds']:.3f} s); by the profiler {share(found['hidden_by_profiler'])}."]  # fmt: skip
     return lines
 
@@ -143,7 +143,7 @@ def longest(report: Figures) -> list[str]:
         found = report["longest"]
         text = f"Longest context that ran: {found['tokens']:,} tokens, layers: {found['layers']}; {found['ended']}."
         fits = ", ".join(f"{tokens:,} tokens with {layers}" for layers, tokens in found.get("by_formula", {}).items())
-        lines += ["", text + (f" By the formula memory has room for {fits}." if fits else "")]
+        lines += ["", text + (f" By the formula, memory is sufficient for {fits}." if fits else "")]
     return lines
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tests/gpu: by pytest where it is installed, else by a small runner of the same functions."""
+"""Runs tests/gpu with pytest if it is installed, otherwise with a small runner of the same functions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FOLDER = ROOT / "tests" / "gpu"
 
 
 def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
-    """A case a file; without a GPU each test says that it was skipped."""
+    """A case for each file; without a GPU all tests are skipped."""
     by = by_pytest if importlib.util.find_spec("pytest") else by_ourselves
     stage.report["runner"] = by.__name__
     files = sorted(FOLDER.glob("test_*.py"))
@@ -37,7 +37,7 @@ def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
 
 def by_pytest(file: Path, stage: Stage) -> Figures:
     results = stage.folder / f"{file.stem}.xml"
-    # No conftest and no settings: they ask for plugins that a GPU machine need not have.
+    # No conftest and no settings: they need plugins that may not be installed on a GPU machine.
     command = [sys.executable, "-m", "pytest", str(file), "-q", "--noconftest", "-c", os.devnull, f"--rootdir={ROOT}"]
     command += ["-p", "no:cacheprovider", f"--junitxml={results}"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))}
@@ -53,7 +53,7 @@ def by_pytest(file: Path, stage: Stage) -> Figures:
 
 
 def counted(cases: Iterator[ElementTree.Element]) -> Figures:
-    """Numbers of tests, why some were skipped, and the first line of what failed."""
+    """Number of passed tests, reasons of skipped ones, and first lines of failures."""
     found: Figures = {"passed": 0, "skipped": {}, "wrong": {}}
     for case in cases:
         skipped, wrong = case.find("skipped"), case.find("failure")
@@ -95,7 +95,7 @@ def by_ourselves(file: Path, stage: Stage) -> Figures:
 
 
 def fresh(file: Path) -> types.ModuleType:
-    """A module of its own, also where another one of this file was imported with pytest."""
+    """A new module from a file, even if the file was imported with pytest before."""
     spec = importlib.util.spec_from_file_location(f"by_ourselves_{file.stem}", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -136,7 +136,7 @@ def call(function: Callable[..., None], given: dict[str, Any], why: str | None) 
 
 
 class Patches:
-    """The fixture ``monkeypatch``, as far as tests/gpu uses it."""
+    """The part of the fixture ``monkeypatch`` that tests/gpu uses."""
 
     def __init__(self) -> None:
         self.before: list[tuple[Any, str, Any]] = []
@@ -171,14 +171,14 @@ def marks(module: types.ModuleType) -> list[Mark]:
 
 @contextmanager
 def standing_in() -> Iterator[None]:
-    """``import pytest`` finds what tests/gpu needs of it."""
+    """Within, ``import pytest`` imports a module with the functions that tests/gpu uses."""
 
     def skip(why: str) -> None:
         raise Skipped(why)
 
     module = types.ModuleType("pytest")
     module.mark, module.skip = Marks(), skip
-    # What the unit tests need whose cases tests/gpu borrows; they themselves do not run here.
+    # For the unit tests whose cases tests/gpu imports; these tests do not run.
     module.fixture = lambda *function, **_: function[0] if function else lambda function: function
     module.param = lambda *values, **_: values if len(values) > 1 else values[0]
     before = sys.modules.get("pytest")

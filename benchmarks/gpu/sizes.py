@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large the stages are: what suits a GPU, and the same in a tiny size that a CPU does in seconds."""
+"""Problem sizes of the stages: for a GPU, and tiny ones that a CPU runs in seconds."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Sizes:
-    """
+    """Problem sizes.
+
     Attributes:
-        model: the shape that is trained; ``layers`` are the most.
-        gemm: sizes of square products. copy_bytes: of a copy. window: seconds that one figure may take.
-        rates: sequence lengths of attention in the machine's file.
+        model: the shape to train; ``layers`` is the largest number.
+        gemm: sizes of square products. copy_bytes: of a copy. window: seconds to spend on one figure.
+        rates: sequence lengths of attention in the machine file.
         lengths: sequence lengths of the kernels. masked: of the masks. blocks: of block-sparse masks.
         windows: of sliding windows. documents: packed ones.
         steps: (sequence length, recompute) of the training steps.
-        fpdt_length, fpdt_layers, fpdt_chunks: of the chunk sweep. longest: where the search for the longest context
-            begins, and the chunk it uses.
+        fpdt_length, fpdt_layers, fpdt_chunks: of the chunk sweep. longest: first length of the search for the longest
+            context, and its chunk.
         repeats: steps that count.
     """
 

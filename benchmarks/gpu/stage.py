@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage: cases one after the other within some minutes, each written down as soon as it is done."""
+"""A stage: cases that run one after another within a time limit; each one's figures are written at once."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import Any
 import torch
 
 Figures = dict[str, Any]
-BROKEN = 75  # exit code of a stage whose GPU context is lost: what is left needs a new process
+BROKEN = 75  # exit code of a stage whose GPU context is lost: remaining cases need a new process
 
 
 @dataclass(frozen=True)
 class Case:
-    """One of them.
+    """A measurement.
 
     Attributes:
-        expected: seconds, roughly; what matters is how they compare within a family.
-        family: cases that are as much slower than expected as each other.
+        expected: rough seconds; only ratios within a family matter.
+        family: cases whose real times have about the same ratio to the expected ones.
     """
 
     name: str
@@ -36,13 +36,13 @@ class Stage:
     """The figures of one stage, in ``folder``/``name``.json.
 
     Attributes:
-        report: ``finished`` once all cases are done or given up; ``cases`` by name: their figures, or ``failed`` with
-            the reason.
+        report: ``finished``: whether all cases are done or left out; ``cases`` by name: their figures, or ``failed``
+            with the reason.
 
     Args:
-        about: device and software, written down with the figures.
-        minutes: that the stage may take in all.
-        keep_failed: cases that have failed are not tried again.
+        about: device and software, stored with the figures.
+        minutes: time limit of the stage.
+        keep_failed: do not repeat cases that have failed.
     """
 
     def __init__(self, name: str, folder: Path, about: Figures, minutes: float, keep_failed: bool = False) -> None:
@@ -54,11 +54,11 @@ class Stage:
         self.report: Figures = {"stage": name, **about, "finished": False, "cases": dict(self.known)}
 
     def left(self) -> float:
-        """Seconds."""
+        """Seconds left."""
         return 60 * self.minutes - (time.monotonic() - self.begun)
 
     def run(self, cases: list[Case]) -> None:
-        """All cases that there is time for; one is left out if, by those before it, it would take too long."""
+        """Run the cases; one is left out if, judging by earlier ones, time is too short for it."""
         todo = [case for case in cases if case.name not in self.known]
         pace: dict[str, float] = {}  # of a family: seconds its last case took, over those expected
         for index, case in enumerate(todo):
@@ -66,7 +66,8 @@ class Stage:
             self.say(f"{index + 1} of {len(todo)}, about {clock(min(later, self.left()))} left: {case.name}")
             expected, left = pace.get(case.family, 1.0) * case.expected, self.left()
             if expected > left:
-                self.keep(case.name, {"failed": f"left out: it takes about {expected:.0f} s, of the stage {left:.0f}"})
+                skipped = f"left out: it takes about {expected:.0f} s, the stage has {left:.0f} s left"
+                self.keep(case.name, {"failed": skipped})
                 continue
             begin = time.monotonic()
             figures = attempt(case.run)
@@ -95,7 +96,7 @@ class Stage:
 
 
 def attempt(run: Callable[[], Figures]) -> Figures:
-    """What ``run`` returns, or why it failed; what it held on the device is let go."""
+    """The figures of ``run``, or why it failed; frees cached device memory."""
     try:
         return run()
     except Exception as error:
@@ -107,7 +108,7 @@ def attempt(run: Callable[[], Figures]) -> Figures:
 
 
 def reason(error: BaseException) -> str:
-    """One line."""
+    """An error in one line."""
     text = str(error).strip()
     if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text:
         return "out of memory"
@@ -121,7 +122,7 @@ def clock(seconds: float) -> str:
 
 
 def read(folder: Path, name: str) -> Figures | None:
-    """A stage's figures so far; None where there are none."""
+    """A stage's figures so far; None: there are none."""
     try:
         return json.loads((folder / f"{name}.json").read_text())
     except (OSError, ValueError):
@@ -129,7 +130,7 @@ def read(folder: Path, name: str) -> Figures | None:
 
 
 def write(folder: Path, name: str, report: Figures) -> None:
-    """As a whole, so that a run that is killed meanwhile leaves what was there."""
+    """Write the file atomically, so that an interrupted write keeps the previous figures."""
     path = folder / f"{name}.json.new"
     path.write_text(json.dumps(report, indent=1) + "\n")
     path.replace(folder / f"{name}.json")

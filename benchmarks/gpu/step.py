@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training step of Llama-3-8B's shape, as many layers as fit on the device: MFU, and where the time goes."""
+"""A training step with Llama-3-8B's shape and as many layers as fit on the device: MFU, and time by kind of kernel."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from megatron.formulas.device_memory import device_memory
 from megatron.formulas.strategy import Workload
 from megatron.simulator.cost.estimate import model_flops
 
-FULL = 0.88  # of the device's memory that a plan may fill by the formula: the rest is the context and fragments
-GUESS = 3e14  # FLOP/s
+FULL = 0.88  # share of device memory that a plan may need by the formula; the context and fragments need the rest
+GUESS = 3e14  # assumed FLOP/s, for time limits
 MODE = {"none": "none", "full": "recompute"}
 
 
@@ -38,7 +38,7 @@ def workload(plan: Plan, sizes: Sizes) -> Workload:
 
 
 def fitting(sizes: Sizes, plan: Plan, device: torch.device) -> Plan:
-    """With as many layers as should fit, at least one."""
+    """The plan with as many layers as should fit, at least one."""
     if device.type != "cuda":
         return plan
     room = FULL * torch.cuda.get_device_properties(device).total_memory
@@ -50,7 +50,7 @@ def fitting(sizes: Sizes, plan: Plan, device: torch.device) -> Plan:
 
 
 def step_flops(plan: Plan, sizes: Sizes) -> float:
-    """Causal, without recompute."""
+    """FLOPs of the model in a step: causal, without recompute."""
     return model_flops(workload(plan, sizes), recompute=False)[0]
 
 
@@ -59,7 +59,7 @@ def expected(plan: Plan, sizes: Sizes, steps: int) -> float:
 
 
 def measured(plan: Plan, sizes: Sizes, device: str, stage: Stage, repeats: int, profiled: bool) -> Figures:
-    """Steps of a plan, after one that allocates; with fewer layers where memory runs out."""
+    """Figures of a plan's steps; with fewer layers if memory is insufficient."""
     while True:
         try:
             return steps_of(plan, sizes, device, stage, repeats, profiled)
@@ -80,7 +80,7 @@ def steps_of(plan: Plan, sizes: Sizes, device: str, stage: Stage, repeats: int, 
         if profiled:
             try:
                 where = program.ask("profile", limit)
-            except Failed as error:  # the rest counts all the same
+            except Failed as error:  # keep the other figures
                 where = {"failed": reason(error)}
     seconds = statistics.median(step["seconds"] for step in steps)
     flops = step_flops(plan, sizes)

@@ -18,7 +18,7 @@ from examples.reproduce.picture import GREY, INK, SERIES  # noqa: E402
 from megatron.simulator.cost.collective_cost import price_of  # noqa: E402
 from megatron.simulator.cost.nccl_tests import (  # noqa: E402
     Run,
-    beside,  # noqa: E402
+    compare,  # noqa: E402
     read_runs,
 )
 from megatron.simulator.machines.machine import Machine  # noqa: E402
@@ -41,7 +41,7 @@ def table(runs: list[tuple[Machine, Run]]) -> list[str]:
     """In Markdown: microseconds measured and ours of some sizes, and the mean error of all."""
     lines = ["| GPUs | tensor | measured, us | ours, us | | by |", "|---|---|---|---|---|---|"]
     for machine, run in runs:
-        rows = beside(run, machine)
+        rows = compare(run, machine)
         for sent, took, ours, name in rows:
             size = round(tensor(run, sent))
             if size in SHOWN:

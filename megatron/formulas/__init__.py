@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Closed forms that need no process group: parameters, FLOPs, memory, host memory, communication.
+"""Closed forms of parameters, FLOPs, device memory, host memory and communication.
 
-What they count is what the heart's own plans say (layout, ring, Ulysses), so they sit above it: training asks them
-before a run starts, the simulator before any machine is there. The papers' own formulas are in papers.py.
+They use plain numbers only: neither torch nor a process group nor the code that trains. Training calls them before a
+run starts, the simulator where no GPU is available. The papers' published formulas are in papers.py.
 """

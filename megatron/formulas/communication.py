@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that one rank sends in a step, by axis of the grid, if each piece goes the shortest way.
+"""Bytes that one rank sends in a step, by axis of the grid, if no byte is sent twice.
 
-Left out: scalars, such as the loss and the gradient norm.
+Scalars, such as the loss and the gradient norm, are not counted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron.formulas.parameters import StageParameters, model_states, numel, s
 from megatron.formulas.sizes import WIDE, chunks_of, sizes_of
 from megatron.formulas.strategy import Shape, Strategy, Workload
 
-LOSS_SUMS = 3  # numbers of each token that a cross-entropy over TP sums: largest logit, the label's, exponentials
+LOSS_SUMS = 3  # numbers per token that cross-entropy reduces over TP: largest logit, the label's, sum of exponentials
 
 
 @lru_cache(maxsize=65536)
@@ -31,7 +31,9 @@ def _sent(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -> 
 
 
 def sent_bytes(workload: Workload, strategy: Strategy, itemsize: int = 2, *, stage: int = 0) -> dict[str, int]:
-    """By axis: ``tp``, ``ulysses``, ``ring``, ``dp`` (DP x CP) and ``pp``.
+    """Bytes by axis: ``tp``, ``ulysses``, ``ring``, ``dp`` (DP x CP) and ``pp``.
+
+    They are those of the first Ulysses rank and of the busiest ring rank (:func:`ring_blocks_sent`).
 
     Args:
         itemsize: bytes of the compute dtype.
@@ -45,7 +47,7 @@ def _micro_batches(workload: Workload, strategy: Strategy) -> int:
 
 
 def _tensor(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -> int:
-    """All-gathers and reduce-scatters, each (T-1)/T of the gathered hidden states; without TP-sp all-reduces."""
+    """All-gathers and reduce-scatters, each (T-1)/T of the gathered hidden states; all-reduces without TP-sp."""
     tensor, shape = strategy.tensor, workload.shape
     if tensor == 1:
         return 0
@@ -54,9 +56,9 @@ def _tensor(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -
     held = stage_parameters(shape, tensor, strategy.pipeline, stage)
     run = passes_of(workload, strategy)
     one = sizes.whole * (tensor - 1) // tensor
-    if split:  # forward: gather, scatter; backward: the same mirrored, and the input gathered for the weight's gradient
+    if split:  # backward mirrors forward's gather and scatter, and gathers the input for the weight's gradient
         layer = one * (run.qkv + run.out + 2 * run.ffn + 6)
-    else:  # forward: after both row-parallel matrices; backward: after both column-parallel ones
+    else:  # forward reduces after both row-parallel matrices, backward after both column-parallel ones
         layer = 2 * one * (run.out + run.ffn + 2)
     if shape.kv_heads < tensor:
         layer += (run.qkv + 1) * sizes.qkv * (tensor - 1) // tensor
@@ -77,8 +79,10 @@ def _tensor(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -
 
 
 def whole_vectors(shape: Shape, held: StageParameters) -> int:
-    """Elements that every TP rank has whole and, under TP-sp, applies to tokens of its own, so that their gradients are
-    summed over TP: norms, biases after row-parallel matrices."""
+    """Elements of the vectors that TP does not split: norms, and biases after row-parallel matrices.
+
+    Under TP-sp each TP rank applies them to other tokens, so their gradients are summed over TP.
+    """
     norm = 2 if shape.layer_norm else 1
     layer = 2 * norm * shape.hidden + 2 * shape.bias * shape.hidden + 2 * norm * shape.qk_norm * shape.head_dim
     embedding = held.embedding if not shape.positions else ()  # with positions, words are not scattered before the norm
@@ -86,7 +90,7 @@ def whole_vectors(shape: Shape, held: StageParameters) -> int:
 
 
 def _ulysses(workload: Workload, strategy: Strategy, itemsize: int) -> int:
-    """All-to-alls of queries, keys and values in one, and of outputs, there and back."""
+    """One all-to-all for queries, keys and values, one for outputs, and the same for their gradients."""
     ranks, shape = strategy.ulysses, workload.shape
     if ranks == 1:
         return 0
@@ -97,15 +101,14 @@ def _ulysses(workload: Workload, strategy: Strategy, itemsize: int) -> int:
     there = outputs + 2 * token * sum(map(len, plan.kv_heads[1:]))
     back = outputs + 2 * token * (ranks - 1) * len(plan.kv_heads[0])
     run = passes_of(workload, strategy)
-    # A layer whose chunks go back one by one sends outputs again with its output projection.
+    # FPDT's backward pass computes the output projection again, chunk by chunk, and sends its input again.
     outputs *= (run.out if strategy.fpdt_chunk else run.attention) + 1
     layer = there * run.attention + back + outputs
     return layer * strategy.most_layers(shape.layers) * _micro_batches(workload, strategy)
 
 
 def _ring(workload: Workload, strategy: Strategy, itemsize: int) -> int:
-    """Keys and values that travel on, in the backward pass with their fp32 gradients: once a pass, but for forward
-    passes by queries."""
+    """Keys and values once per pass (more often in forward passes by queries), in backward also fp32 gradients."""
     if strategy.ring == 1:
         return 0
     shape, blocks = workload.shape, ring_blocks(strategy.ring, strategy.balance, workload.causal)
@@ -121,7 +124,7 @@ def _ring(workload: Workload, strategy: Strategy, itemsize: int) -> int:
 
 
 def _data(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -> int:
-    """Gradients, in fp32, summed once a step; ZeRO 1 gathers new weights; FSDP does both for each micro-batch."""
+    """Gradients, in fp32, summed once per step; ZeRO 1 gathers new weights; FSDP does both for each micro-batch."""
     ranks = strategy.group("dp").size
     if ranks == 1:
         return 0
@@ -137,7 +140,7 @@ def _data(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -> 
 
 
 def _pipeline(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -> int:
-    """Hidden states to the next stage, their gradients to the one before."""
+    """Hidden states to the next stage, their gradients to the previous one."""
     stages, virtual = strategy.pipeline, strategy.virtual
     if stages == 1:
         return 0

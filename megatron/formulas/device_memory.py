@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device memory of a rank at the fullest moment of a step, in closed form."""
+"""Closed form of a rank's device memory at the moment of a step when most of it is in use."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Memory:
     """Bytes of one rank. All but ``host`` add up to the device's peak.
 
     Attributes:
-        parameters: weights, and those that FSDP has gathered at that moment.
+        parameters: weights, including those that FSDP has gathered at the peak.
         gradients: fp32 buffers.
         optimizer: Adam's states and fp32 main weights.
-        activations: what forward passes have kept when the fullest moment comes.
-        temporary: what comes and goes around it.
-        host: host memory for what is offloaded.
+        activations: what forward passes have kept for backward at the peak.
+        temporary: buffers that are in use at the peak only.
+        host: host memory for offloaded tensors.
     """
 
     parameters: int
@@ -44,13 +44,14 @@ class Memory:
 def device_memory(
     workload: Workload, strategy: Strategy, *, itemsize: int = 2, stage: int = 0, fused: bool = True
 ) -> Memory:
-    """Bytes of the fullest rank of pipeline stage ``stage``.
+    """Bytes of the rank of pipeline stage ``stage`` that needs most.
 
     Args:
         workload, strategy: what is trained, and how.
-        itemsize: of the compute dtype: 2 for bf16 and fp16 (with fp32 gradients and main weights), 4 for fp32.
+        itemsize: bytes of a number in the compute dtype: 2 for bf16 and fp16 (with fp32 gradients and main weights), 4
+            for fp32.
         stage: pipeline stage, from 0.
-        fused: kernels of a GPU (norms, SwiGLU, Adam); False: PyTorch's single operations, as on a CPU.
+        fused: with fused GPU kernels (norms, SwiGLU, Adam); False: with PyTorch's separate operations, as on a CPU.
     """
     shape, sizes = workload.shape, sizes_of(workload, strategy, itemsize)
     held = stage_parameters(shape, strategy.tensor, strategy.pipeline, stage)
@@ -69,22 +70,22 @@ def device_memory(
     if strategy.tensor > 1 and strategy.sequence_parallel:
         always += sizes.whole  # core's buffer for gathered inputs
     if 0 < stage and strategy.micro_batches(workload) > 1:
-        always += sizes.hidden  # the gradient sent to the stage before, until the next one is there
+        always += sizes.hidden  # the gradient sent to the previous stage is kept until the next one exists
 
     gradients, early = states.gradients, states.gradients
     if strategy.zero > 1 and strategy.micro_batches(workload) <= 1:
-        early = 0  # FSDP makes them as layers go back
+        early = 0  # FSDP creates a layer's gradients when its backward pass runs
     tied = itemsize * numel(held.embedding[:1]) if shape.tied and held.embedding and last else 0
     kept, moments, below = 0, [], held.layers
-    for how, count in reversed(strategy.layer_kinds(held.layers)):  # the last layers go back first
+    for how, count in reversed(strategy.layer_kinds(held.layers)):  # backward order
         below -= count
-        there = _Layers(how, count, below, held.layers - below - count)
-        kept_by_them, found = _going_back(workload, there, itemsize, fused, stage, weights, early < gradients)
-        kept = kept or kept_by_them
-        moments += [(kept_then, more + tied, gathered, early + made) for kept_then, more, gathered, made in found]
+        layers = _Layers(how, count, below, held.layers - below - count)
+        kept_here, peaks = _backward_peaks(workload, layers, itemsize, fused, stage, weights, early < gradients)
+        kept = kept or kept_here
+        moments += [(kept_then, more + tied, gathered, early + made) for kept_then, more, gathered, made in peaks]
         if strategy.zero < 2:
-            break  # the first to go back had the most beside it
-    if weights.words_sent:  # ... or, chunk by chunk, the embedding
+            break  # most is kept when the first backward pass begins
+    if weights.words_sent:  # the chunked backward pass of the embedding
         shares = early + weights.output_share + held.layers * weights.layer_share
         moments.append((0, weights.words_sent, weights.root, shares if early < gradients else gradients))
     if last:
@@ -109,96 +110,96 @@ def device_memory(
 
 
 Moment = tuple[int, int, int, int]
-"""Bytes: kept by forward passes, coming and going, of weights that FSDP has gathered, of gradients that it has made."""
+"""Bytes: kept by forward passes, temporary, weights that FSDP has gathered, gradients that it has made."""
 
 
 @dataclass(frozen=True)
 class _Layers:
-    """``count`` layers of a stage that are trained alike; ``above``, which go back before them, and ``below``."""
+    """Consecutive layers of a stage with one strategy."""
 
     how: Strategy
     count: int
-    below: int
-    above: int
+    below: int  # layers of the stage before them: their backward passes come later
+    above: int  # layers of the stage after them: their backward passes come first
 
 
-def _going_back(
+def _backward_peaks(
     workload: Workload, layers: _Layers, itemsize: int, fused: bool, stage: int, weights: _Sharded, one_by_one: bool
 ) -> tuple[int, list[Moment]]:
-    """(kept by all layers before the first of these goes back, moments that may be a stage's fullest from then on).
+    """(bytes kept by all layers when the backward pass of ``layers`` begins, moments that may be the stage's peak).
 
     Args:
-        one_by_one: FSDP makes the gradients of a layer as it goes back.
+        one_by_one: FSDP creates a layer's gradients when its backward pass runs.
     """
     how, sizes = layers.how, sizes_of(workload, layers.how, itemsize)
     of = chunked_layer if how.fpdt_chunk else whole_layer
     layer, again = of(workload, how, itemsize, fused), how.recompute == "full"
     unit = min(how.recompute_layers, layers.count) if again else 1
-    # What a layer keeps until it has gone back, once its unit has run again.
+    # What a layer keeps until its backward pass, after its unit has been recomputed.
     whole = of(workload, how.but(recompute="none"), itemsize, fused).kept if unit > 1 else layer.kept
     state = 0 if how.stream_hidden else sizes.hidden
     kept, more = _kept(workload, layers, whole, state, stage)
     busy, left, made = more + layer.backward, layers.below + layers.count, weights.output_share
-    moments = [(kept, layer.forward, weights.there(left, 1), 0)] if again else []
-    if not layers.above:  # The last layer goes back ...
-        moments.append((kept, busy + weights.output_sent, weights.there(left, unit), made))
+    moments = [(kept, layer.forward, weights.gathered(left, 1), 0)] if again else []
+    if not layers.above:  # backward of the last layer
+        moments.append((kept, busy + weights.output_sent, weights.gathered(left, unit), made))
     if how.zero < 2:
         return kept, moments
     sent, units = busy + weights.layer_sent, layers.count // unit
     made += layers.above * weights.layer_share
-    if unit > 1:  # ... or the one before it in its unit, beside the unit's output and the gradient of its own ...
-        moments.append((kept + state, sent - whole, weights.there(left - 1, unit - 1), made + weights.layer_share))
-    # ... or, while FSDP sums the gradients of another, the last of a unit below: of the next, or of the first.
+    if unit > 1:  # of the layer before it in its unit, while the unit's output and its gradient are kept
+        moments.append((kept + state, sent - whole, weights.gathered(left - 1, unit - 1), made + weights.layer_share))
+    # Of the last layer of a unit, while FSDP sums another layer's gradients: in the next unit or in the first.
     places = {1, units - 2, units - 1} if one_by_one else {1}
     one = state if again else layer.kept
     for gone in range(0 if layers.above else 1, units):
         if gone and gone not in places:
             continue
         freed = gone * one
-        if how.offload_checkpoints:  # inputs: the one in use and the one that comes, until none comes
+        if how.offload_checkpoints:  # the device holds two inputs, in use and prefetched; at the end one
             freed += ((gone == units - 1 and not layers.below) - gone) * state
-        there = weights.there(left - gone * unit, unit)
-        moments.append((kept - freed, sent, there, made + gone * unit * weights.layer_share))
+        gathered = weights.gathered(left - gone * unit, unit)
+        moments.append((kept - freed, sent, gathered, made + gone * unit * weights.layer_share))
     return kept, moments
 
 
 def _kept(workload: Workload, layers: _Layers, layer: int, hidden: int, stage: int) -> tuple[int, int]:
-    """(kept by the micro-batches in flight before the last of them goes back, what recompute adds).
+    """(bytes kept by the micro-batches in flight before the backward pass of the last, bytes that recompute adds).
 
-    Without recompute the second is minus one layer: what goes back first is among what is kept. Layers below keep their
-    inputs alone.
+    Without recompute the second is minus one layer, because the layer whose backward pass runs is among those kept.
+    Layers below keep their inputs only.
     """
     strategy, count = layers.how, layers.count
     one, again = hidden + count * layer, -layer
-    inputs = count + layers.below  # of what keeps no more than that
+    inputs = count + layers.below  # layer inputs that are kept
     if strategy.recompute == "full":
         unit = min(strategy.recompute_layers, count)
         inputs = -(-count // unit) + layers.below
         one = (inputs + 1) * hidden
-        # FPDT's layers compute attention again, but not their output.
+        # Recompute of an FPDT layer runs attention again, but not the layer's output.
         again = -hidden if strategy.fpdt_chunk and unit == 1 else (unit - 1) * layer
     else:
         one += layers.below * hidden
     if strategy.offload_checkpoints:
-        one -= max(inputs - 2, 0) * hidden  # the one in use, and the one that comes, are here
+        one -= max(inputs - 2, 0) * hidden  # the device holds two: the one in use and the prefetched one
     stages, micro_batches = strategy.pipeline, max(strategy.micro_batches(workload), 1)
     if strategy.virtual == 1:
         flying = float(min(stages - stage, micro_batches))
     else:  # in chunks of 1 / virtual of the stage's layers
         chunks = 2 * (stages - stage - 1) + (strategy.virtual - 1) * stages + 1
         flying = min(chunks, micro_batches * strategy.virtual) / strategy.virtual
-    ends = hidden if stages > 1 else 0  # a stage's output is let go of once it is sent
+    ends = hidden if stages > 1 else 0  # a stage's output is freed after it is sent
     return int((one - ends) * flying) + ends, again
 
 
 def _loss(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
-    """The final norm, logits and their gradients, or a chunk of them."""
+    """Bytes of the final norm, and of logits and their gradients or a chunk of them."""
     sizes, shape, chunks = sizes_of(workload, strategy, itemsize), workload.shape, chunks_of(workload, strategy)
     weight = sizes.logits // (sizes.whole // shape.hidden) * shape.hidden
     narrow = itemsize < WIDE
     state = 0 if strategy.stream_hidden else sizes.hidden
     norm = state if strategy.fpdt_chunk else norm_kept(workload, strategy, itemsize, fused)
-    if not chunks.loss:  # core makes fp32 logits beside bf16 ones, and their gradients in their place
+    if not chunks.loss:  # core keeps bf16 and fp32 logits, and writes gradients in place
         logits = sizes.logits * (itemsize + WIDE) // itemsize if narrow else sizes.logits
         after = sizes.logits + sizes.whole + weight * itemsize
         if strategy.tensor > 1 and strategy.sequence_parallel:
@@ -213,9 +214,16 @@ def _loss(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) ->
 
 @dataclass(frozen=True)
 class _Sharded:
-    """Of FSDP: bytes of weights that it has gathered while the loss is computed, of its root, which stays while layers
-    go back, and of a layer; of whole gradients that it is summing up, and of this rank's share of them. ``words_sent``
-    are those of an embedding that goes back in chunks, with a layer's and what else waits."""
+    """Bytes of weights and gradients under FSDP.
+
+    Attributes:
+        stage: of ZeRO: 2 or 3.
+        loss: weights that are gathered while the loss is computed.
+        root, layer: gathered weights of the root, which stay through the backward pass, and of one layer.
+        output_sent, layer_sent: unsharded gradients while they are reduced, of the output layer and of one layer.
+        output_share, layer_share: this rank's shard of them.
+        words_sent: unsharded gradients while a chunked embedding's are reduced, a layer's among them.
+    """
 
     stage: int = 0
     loss: int = 0
@@ -227,17 +235,19 @@ class _Sharded:
     layer_share: int = 0
     words_sent: int = 0
 
-    def there(self, layers: int, unit: int) -> int:
-        """Bytes of weights while the last of ``layers`` layers goes back, whose recomputed unit has so many: a unit is
-        gathered when it runs again, and a layer's weights go when it has gone back."""
+    def gathered(self, layers: int, unit: int) -> int:
+        """Bytes of gathered weights in the backward pass of the last of ``layers`` layers, whose unit has ``unit``.
+
+        A unit is gathered when it is recomputed; a layer's weights are freed after its backward pass.
+        """
         if self.stage == 3:
-            layers = min(max(unit, 2), layers)  # one in use, one that comes
+            layers = min(max(unit, 2), layers)  # one in use, one prefetched
         return self.root + layers * self.layer
 
 
 @lru_cache(maxsize=4096)
 def _gathered(workload: Workload, strategy: Strategy, held: StageParameters, itemsize: int, last: bool) -> _Sharded:
-    """ZeRO 2 and 3. Units are layers, the embedding, the output layer, and the root with what is left."""
+    """Under ZeRO 2 and 3. FSDP's units are layers, the embedding, the output layer, and the root with the rest."""
     if strategy.zero < 2:
         return _Sharded()
     chunks, ranks = chunks_of(workload, strategy), strategy.group("dp").size
@@ -246,7 +256,7 @@ def _gathered(workload: Workload, strategy: Strategy, held: StageParameters, ite
     waiting = words = 0
     if workload.shape.tied:
         root, embedding, output = root + embedding + output, 0, 0
-    else:  # what is read without being called is part of the root, and its gradient waits with it
+    else:  # a module whose weights are read without calling it is part of the root, and so is its gradient
         if strategy.stream_hidden:
             root, words, embedding = root + embedding, embedding, 0
         if chunks.loss:
@@ -256,7 +266,7 @@ def _gathered(workload: Workload, strategy: Strategy, held: StageParameters, ite
         root += embedding
     return _Sharded(
         stage=strategy.zero,
-        # What was gathered last is there twice until the forward pass is over: its buffer waits for the next one's.
+        # The last unit is in memory twice until forward ends: FSDP frees its gather buffer at the next gather only.
         loss=itemsize * (root + output + layer * (held.layers if strategy.zero == 2 else 0) + (output or layer)),
         root=itemsize * root,
         layer=itemsize * layer,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Floating-point operations of a step: what the model needs, and what is executed with recompute."""
+"""Floating-point operations of a step: those that the model needs, and those executed with recompute."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.formulas.strategy import Shape, Strategy, Workload
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """FLOPs of a forward pass over one sequence, all layers together: matrix products, and attention's full square."""
+    """FLOPs of a forward pass over one sequence, all layers together: matrix products, and attention without a mask."""
 
     qkv: float
     out: float
@@ -28,7 +28,7 @@ class ForwardFlops:
 
 @lru_cache(maxsize=4096)
 def forward_flops(shape: Shape, seq_length: int) -> ForwardFlops:
-    """Of one sequence: 2 a multiply-add; only matrix products count."""
+    """FLOPs of one sequence: matrix products only, 2 for each multiply-add."""
     token, query_width = 2 * seq_length, shape.heads * shape.head_dim
     return ForwardFlops(
         qkv=token * shape.layers * shape.hidden * (query_width + 2 * shape.kv_heads * shape.head_dim),
@@ -41,11 +41,11 @@ def forward_flops(shape: Shape, seq_length: int) -> ForwardFlops:
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of a whole step, all ranks together: matrix products, and attention, of allowed pairs alone.
+    """FLOPs of a step, all ranks together: matrix products, and attention over the pairs that the mask allows.
 
     Attributes:
-        model_gemm, model_attention: forward and backward, once: what MFU is measured with.
-        gemm, attention: executed, recompute included, and the scores that attention's backward pass computes again.
+        model_gemm, model_attention: forward and backward, without recompute, as in MFU.
+        gemm, attention: executed, with recompute and the scores that attention's backward pass computes again.
     """
 
     model_gemm: float
@@ -64,7 +64,7 @@ class Flops:
 
 @dataclass(frozen=True)
 class Passes:
-    """How often in a micro-batch the forward pass of each part of a layer runs."""
+    """How often the forward pass of each part of a layer runs per micro-batch."""
 
     qkv: int
     attention: int
@@ -73,8 +73,11 @@ class Passes:
 
 
 def passes_of(workload: Workload, strategy: Strategy) -> Passes:
-    """Recompute repeats forward passes: under FPDT backward computes projections and the FFN again piece by piece, and
-    with full recompute attention as well; a unit of several layers runs again before that."""
+    """Forward passes with recompute.
+
+    FPDT's backward pass computes projections and the FFN again chunk by chunk, with full recompute attention too. A
+    recomputed unit of several layers runs once more before that.
+    """
     if strategy.recompute == "full" and strategy.recompute_method == "block":
         layers = strategy.most_layers(workload.shape.layers)
         kinds = [(passes_of(workload, how), count / layers) for how, count in strategy.layer_kinds(layers)]
@@ -83,7 +86,7 @@ def passes_of(workload: Workload, strategy: Strategy) -> Passes:
     if strategy.fpdt_chunk:
         unit = full and strategy.recompute_layers > 1
         return Passes(qkv=2 + full, attention=1 + full, out=2 + unit, ffn=2 + unit)
-    runs = bool(chunks_of(workload, strategy).ffn)  # each is computed again on its way back
+    runs = bool(chunks_of(workload, strategy).ffn)  # backward computes each piece of the FFN again
     return Passes(qkv=1 + full, attention=1 + (strategy.recompute != "none"), out=1 + full, ffn=1 + full + runs)
 
 
@@ -91,7 +94,7 @@ def passes_of(workload: Workload, strategy: Strategy) -> Passes:
 def step_flops(workload: Workload, strategy: Strategy) -> Flops:
     """FLOPs of a step of ``global_batch`` sequences.
 
-    A backward pass is twice a forward one; attention's is 2.5 times it, as flash kernels compute scores once more.
+    A backward pass costs twice a forward pass, attention's 2.5 times, because flash kernels compute scores again.
     Executed logits are those of the padded vocabulary.
     """
     one = forward_flops(workload.shape, workload.seq_length)

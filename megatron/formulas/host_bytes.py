@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory that a rank needs for what it offloads, and the bytes that it copies there and back."""
+"""Host memory that a rank needs for offloading, and the bytes that it copies between device and host."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from megatron.decisions.division import goes_by_keys
 from megatron.formulas.sizes import WIDE, chunks_of, heads_of
 from megatron.formulas.strategy import Strategy, Workload
 
-# Bytes that FPDT copies between device and host (docs/use/fpdt.md, "What is copied").
-
 
 @dataclass(frozen=True)
 class CopiedBytes:
-    """(to the host, to the device) of one layer, on one rank."""
+    """Bytes (to the host, to the device) of one layer, on one rank (docs/use/fpdt.md, "What is copied")."""
 
     forward: tuple[int, int]
     backward: tuple[int, int]
@@ -24,41 +22,41 @@ class CopiedBytes:
 
 @dataclass(frozen=True)
 class Loads:
-    """How many chunks of a rank's keys, and of its queries, come back from the host in a forward pass by queries."""
+    """Chunks of a rank's keys and of its queries that a forward pass by queries loads from the host."""
 
     keys: int
     queries: int
 
 
 def forward_loads(chunks: int, ring: int = 1, *, causal: bool = True, early_half: bool = True) -> Loads:
-    """Of equal chunks. On a ring each of a rank's key chunks is sent to all query chunks that meet it on any rank.
+    """Loads with chunks of one size. On a ring a key chunk is sent to all query chunks of any rank that need it.
 
     Args:
-        early_half: a zigzag ring under a causal mask: the first half of a rank's chunks meets none of the second, on
-            all ranks. Else each chunk meets all.
+        early_half: True for a zigzag ring under a causal mask: no query of the first half of any rank's chunks sees
+            keys of a second half. False: each query chunk needs all key chunks.
     """
     if ring == 1:
         return Loads(chunks * (chunks - 1) // 2, 0) if causal else Loads(chunks * (chunks - 1), chunks - 1)
     early = chunks // 2 if early_half else 0
-    # Each query chunk meets one key chunk that has just been made: the one that it had to wait for. Of the queries,
-    # those that were made last before a half is computed are still there: the very last, and the early half's if it
-    # ends there.
+    # Each query chunk meets one key chunk that has just been projected and is still on the device. The queries that
+    # were projected last before a half is computed are on the device too: the last chunk, and the last of the early
+    # half if a half ends there.
     keys = early * (chunks - chunks // 2) + (chunks - early) * chunks - chunks
     return Loads(keys, chunks - 1 - (early > 0 and chunks % 2 == 0))
 
 
 def waiting_chunks(chunks: int, *, balanced: bool) -> int:
-    """Key chunks of a rank on a ring whose gradients are there, at most, before its queries of that chunk are done.
+    """Most key chunks of a ring rank whose gradients exist before the query gradients of the same chunk are complete.
 
-    Going back by keys, queries are done when the last key chunk of any rank has been with them: on a contiguous ring
-    that is the very last. On a zigzag ring queries of the early half meet others' early half, on the first rank alone
-    those of the late half others' late one: of half of the chunks all wait but that last one.
+    In a backward pass by keys, a query chunk is complete after the last key chunk of any rank that it sees. On a
+    contiguous ring that is the last chunk of all. On a zigzag ring early queries see early halves only, and late
+    queries see late halves on the first rank only; of half of the chunks all but the last wait.
     """
     return (chunks - 1) // 2 if balanced else chunks - 1
 
 
 def copied_bytes(chunks: int, *, tokens: int, heads: int, kv_heads: int, head_dim: int, itemsize: int) -> CopiedBytes:
-    """What FPDT moves in a training pass, under a causal mask, on a ring of one, in equal chunks.
+    """Bytes that FPDT copies in a forward and a backward pass, under a causal mask, without a ring, in equal chunks.
 
     Args:
         chunks: number of chunks.
@@ -73,7 +71,7 @@ def copied_bytes(chunks: int, *, tokens: int, heads: int, kv_heads: int, head_di
     forward = n * (2 * q + kv + lse), forward_loads(n).keys * kv
     if not goes_by_keys(heads, kv_heads, itemsize):
         return CopiedBytes(forward, (below * dkv, n * (2 * q + lse) + (n + below) * kv + below * dkv))
-    # dq of each query chunk is written when each of its key chunks is done and read again for the next and at the end.
+    # dq of a query chunk is written after each of its key chunks, and read for the next one and at the end.
     moved = n + below
     to_host = n * q + moved * dq
     to_device = n * q + n * kv + moved * (3 * q + lse) + moved * dq
@@ -85,8 +83,8 @@ class HostBytes:
     """Bytes of one rank at the peak of a step.
 
     Attributes:
-        chunks: q, k, v, out and lse of FPDT's chunks, of all layers that keep them at once.
-        sums: gradients of one layer on their way.
+        chunks: q, k, v, out and lse of FPDT's chunks, of all layers that keep them at the same time.
+        sums: partial sums of one layer's gradients.
         hidden: layer inputs, streamed hidden states and their gradients.
     """
 
@@ -103,12 +101,12 @@ class HostBytes:
 def host_memory(
     workload: Workload, strategy: Strategy, itemsize: int, *, streamed: bool = False, block: bool = False
 ) -> HostBytes:
-    """What the first pipeline stage offloads; it has the most micro-batches in flight.
+    """Bytes that a rank of the first pipeline stage offloads; that stage has the most micro-batches in flight.
 
     Args:
-        itemsize: of the compute dtype.
+        itemsize: bytes of a number in the compute dtype.
         streamed: --fpdt-stream-hidden.
-        block: --recompute-method block, with ``strategy.recompute_layers`` a stage, in place of uniform.
+        block: --recompute-method block, with ``strategy.recompute_layers`` of each stage, instead of uniform.
     """
     shape, batch = workload.shape, strategy.micro_batch
     ring_tokens = workload.seq_length // strategy.ring * batch
@@ -129,7 +127,7 @@ def host_memory(
         if chunk_bytes and recomputed and block:
             chunk_bytes = one * (keeping * flying if layers > strategy.recompute_layers else 1)
         on_ring, count = strategy.ring > 1, chunks_of(workload, strategy).attention
-        # dk and dv of chunks that wait; a mask may make all wait.
+        # dk and dv of chunks that wait (`waiting_chunks`); under other masks all may wait.
         share = waiting_chunks(count, balanced=on_ring and strategy.balance == "zigzag")
         if on_ring or goes_by_keys(heads.local_q, heads.local_kv, itemsize):
             sums = query * (itemsize + WIDE)  # dout and dq
@@ -139,7 +137,7 @@ def host_memory(
     states = 0
     if streamed:
         states = (saved + passing) * hidden
-        if not recomputed:  # all chunks are there when the loss is done, with its input, gradient and the next state's
+        if not recomputed:  # after the loss: all saved states, the loss's input, its gradient and the next state's
             states = max(states, (saved + 3) * hidden - sums)
     elif strategy.offload_checkpoints:
         states = saved * hidden * flying
@@ -147,7 +145,7 @@ def host_memory(
 
 
 def _layers(layers: int, strategy: Strategy, block: bool) -> tuple[int, int, int]:
-    """Layers that keep chunks at once; hidden states saved for backward; streamed ones that come and go besides."""
+    """(layers that keep chunks at the same time, hidden states saved for backward, further streamed states)."""
     passing = 2  # the gradients of output and input
     if strategy.recompute != "full":
         return layers, layers, passing

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a transformer layer keeps for its backward pass, and the most it holds while it runs: whole, or in chunks."""
+"""Memory of a transformer layer, of megatron-core or in FPDT's chunks: what it keeps for backward, and its peaks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megatron.formulas.strategy import Strategy, Workload
 
 @dataclass(frozen=True)
 class Layer:
-    """Bytes of one layer, over what was there before it, its input among it.
+    """Bytes that one layer adds to what was in use before it, such as its input.
 
     Attributes:
         kept: after its forward pass, output included.
-        forward: at most, in a forward pass that keeps nothing.
-        backward: at most, from the gradient of its output to that of its input.
+        forward: peak of a forward pass that keeps nothing for backward.
+        backward: peak of its backward pass.
     """
 
     kept: int
@@ -29,13 +29,13 @@ class Layer:
 
 @lru_cache(maxsize=8192)
 def whole_layer(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> Layer:
-    """A layer of megatron-core, with our attention; its FFN whole or in runs (--ffn-chunks)."""
+    """A layer of megatron-core with this package's attention; its FFN may run in chunks (--ffn-chunks)."""
     shape, sizes, chunks = workload.shape, sizes_of(workload, strategy, itemsize), chunks_of(workload, strategy)
     norm = norm_kept(workload, strategy, itemsize, fused)
     spread = strategy.ulysses > 1
     attention = norm + _attention_kept(workload, strategy, itemsize)
     again = 0
-    if strategy.recompute == "selective":  # attention runs again, beside what is kept of it
+    if strategy.recompute == "selective":  # attention runs again, in addition to what is kept
         again = sizes.q + sizes.kv // 2 + sizes.local_q + sizes.lse
         again += sizes.local_q + sizes.local_kv if spread else 0
     working = again + attention_working(workload, strategy, itemsize)
@@ -44,7 +44,7 @@ def whole_layer(workload: Workload, strategy: Strategy, itemsize: int, fused: bo
     if chunks.ffn:
         run = ffn_run(workload, strategy, itemsize, fused)
         kept = attention + 2 * sizes.hidden
-        backward = kept + sizes.hidden + run + (first + second) * WIDE // itemsize * sums_of_its_own(strategy)
+        backward = kept + sizes.hidden + run + (first + second) * WIDE // itemsize * separate_gradient_sums(strategy)
         forward_ffn = run - first - second
     else:
         inside, peak = mlp_kept(workload, strategy, fused, itemsize)
@@ -55,7 +55,7 @@ def whole_layer(workload: Workload, strategy: Strategy, itemsize: int, fused: bo
         after = attention + 2 * sizes.hidden + norm + sizes.ffn * (2 if shape.gated else 1) + sizes.whole
         backward = max(backward, after + first + (second if strategy.zero > 1 else 0))
         forward_ffn = norm + inside + sizes.hidden
-    # Attention comes last: dout and the gradient of the residual, beside all that attention keeps.
+    # The backward pass ends with attention: dout and the residual's gradient, and all that attention keeps.
     grads = first + second if strategy.zero > 1 else 0
     backward = max(backward, attention + sizes.hidden + working + grads)
     projected = norm + sizes.qkv + 2 * sizes.q + sizes.kv // 2 + sizes.q
@@ -64,10 +64,10 @@ def whole_layer(workload: Workload, strategy: Strategy, itemsize: int, fused: bo
 
 
 def _attention_kept(workload: Workload, strategy: Strategy, itemsize: int) -> int:
-    """Queries, keys and values as they enter the kernel (with the tensor they are views of), its output and lse."""
+    """Queries, keys and values as the kernel reads them (with the tensor they are views of), its output and lse."""
     shape, sizes = workload.shape, sizes_of(workload, strategy, itemsize)
     groups = max(shape.kv_heads // strategy.tensor, 1)
-    copied = sizes.q if shape.heads > shape.kv_heads and groups > 1 else 0  # core copies queries out from between keys
+    copied = sizes.q if shape.heads > shape.kv_heads and groups > 1 else 0  # core copies interleaved GQA queries
     if strategy.recompute == "selective":
         return sizes.qkv + copied + sizes.q
     if strategy.ulysses > 1:  # before and after the all-to-all back
@@ -77,9 +77,10 @@ def _attention_kept(workload: Workload, strategy: Strategy, itemsize: int) -> in
 
 
 def norm_kept(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
-    """What a norm adds to its input: its output, and statistics.
+    """Bytes that a norm keeps in addition to its input: output and statistics.
 
-    RMSNorm on a CPU is made of single operations, which keep an intermediate; in bf16 two in fp32, and not the input.
+    Without a fused kernel RMSNorm is several operations: they keep one intermediate tensor in fp32; in bf16 two in
+    fp32, but not the input.
     """
     sizes = sizes_of(workload, strategy, itemsize)
     if workload.shape.layer_norm:
@@ -89,32 +90,34 @@ def norm_kept(workload: Workload, strategy: Strategy, itemsize: int, fused: bool
 
 
 def mlp_kept(workload: Workload, strategy: Strategy, fused: bool, itemsize: int) -> tuple[int, int]:
-    """(kept inside the MLP, most above that when the activation function goes back)."""
+    """(bytes kept inside the MLP, bytes in addition during the backward pass of the activation function)."""
     ffn = sizes_of(workload, strategy, itemsize).ffn
-    if workload.shape.gated:  # both halves, and their product; unfused also silu and a copy of the linear half
+    if workload.shape.gated:  # both halves and their product; unfused also silu's output and a copy of the linear half
         return (3 if fused else 5) * ffn, 2 * ffn
     return 2 * ffn, ffn
 
 
 def matrices(workload: Workload, strategy: Strategy, itemsize: int) -> tuple[int, int]:
-    """Bytes of the MLP's two matrices, in the compute dtype: of their gradients on their way."""
+    """Bytes of the MLP's first and second matrix in the compute dtype, which are also those of their gradients."""
     shape = workload.shape
     second = shape.ffn // strategy.tensor * shape.hidden * itemsize
     return (2 if shape.gated else 1) * second, second
 
 
-def sums_of_its_own(strategy: Strategy) -> bool:
-    """Whether chunks sum weights' gradients beside the buffers of data parallelism: FSDP has none to add them to."""
+def separate_gradient_sums(strategy: Strategy) -> bool:
+    """Whether chunks need buffers to sum weights' gradients in: FSDP, unlike DDP, has none that they can add to."""
     return strategy.zero > 1
 
 
 def ffn_run(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
-    """Most that one run of a chunked FFN holds in the backward pass, where it is computed again, with the gradients of
-    the MLP's matrices."""
+    """Peak bytes of one chunk of the FFN in backward, where its forward pass is computed again.
+
+    The gradients of the MLP's matrices are included.
+    """
     sizes, chunks = sizes_of(workload, strategy, itemsize), chunks_of(workload, strategy)
     inside, peak = mlp_kept(workload, strategy, fused, itemsize)
     first, second = matrices(workload, strategy, itemsize)
-    ends = norm_kept(workload, strategy, itemsize, fused) + 2 * sizes.hidden  # result, and the run's gradient before
+    ends = norm_kept(workload, strategy, itemsize, fused) + 2 * sizes.hidden  # output, and the previous run's gradient
     gathered = _gathered(workload, strategy, itemsize)
     wide = 2 if workload.shape.gated else 1
     activation = ends + inside + max(peak, sizes.ffn + gathered)
@@ -124,22 +127,22 @@ def ffn_run(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) 
 
 
 def _gathered(workload: Workload, strategy: Strategy, itemsize: int) -> int:
-    """The gradient of the MLP's output, of all TP ranks' tokens."""
+    """Bytes of the gradient of the MLP's output, gathered over TP."""
     if strategy.tensor == 1 or not strategy.sequence_parallel:
         return 0
     return sizes_of(workload, strategy, itemsize).whole
 
 
 def attention_working(workload: Workload, strategy: Strategy, itemsize: int) -> int:
-    """Bytes of attention's backward pass beside what attention keeps: dout, dq, dk, dv; on a ring, blocks under way."""
+    """Bytes of attention's backward pass without what attention keeps: dout, dq, dk, dv and blocks on the ring."""
     sizes, ring = sizes_of(workload, strategy, itemsize), strategy.ring
     working = 2 * sizes.local_q + sizes.local_kv + sizes.lse
     if ring > 1:
         working = sizes.local_q * (1 + WIDE // itemsize) + ring_blocks(sizes.local_kv, ring, itemsize)
         working += sizes.local_q // 2 + sizes.local_kv  # dq, dk, dv of a tile
         if ring > 2 and workload.causal and not workload.keys:
-            # Our own dk and dv are of one tile, in its dtype until those of others come home. The most is there when
-            # a block's sums are packed to be sent, beside those that arrive, or when a tile is done.
+            # This rank's dk and dv are those of one tile, in its dtype, until the other ranks' sums return. The peak
+            # is when a block's sums are packed for sending while others arrive, or at the end of a tile.
             wide = WIDE // itemsize
             sums = max((3 + 3 * wide) * sizes.local_kv, (4 + 2 * wide) * sizes.local_kv + sizes.local_q // 2)
             working = sizes.local_q * (1 + wide) + sums
@@ -147,24 +150,24 @@ def attention_working(workload: Workload, strategy: Strategy, itemsize: int) -> 
         shape = workload.shape
         heads = heads_of(shape.heads, shape.kv_heads, strategy.tensor, strategy.ulysses)
         sent = sizes.local_q + sizes.local_kv * heads.sent_kv // heads.local_kv
-        # While gradients travel back, queries, keys, values, outputs and lse are gone.
+        # Queries, keys, values, outputs and lse are freed before gradients return through the all-to-all.
         working = max(working, 2 * sent + sizes.kv - sizes.q - sizes.lse)
     return working
 
 
 def ring_blocks(block: int, ring: int, itemsize: int) -> int:
-    """Keys and values on a ring in its backward pass: held and arriving; and fp32 gradients: ours, this block's,
-    and from three ranks on arriving and leaving."""
+    """Bytes of blocks on a ring in backward.
+
+    Keys and values: the block in use and the one that arrives. Gradients in fp32: this rank's and the block's, with
+    three ranks or more also those that arrive and leave.
+    """
     wide = WIDE // itemsize
     return (2 + 2 * wide) * block if ring == 2 else (2 + 4 * wide) * block
 
 
-# A layer under FPDT: what it keeps, and the most it holds while its chunks go through.
-
-
 @lru_cache(maxsize=8192)
 def chunked_layer(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> Layer:
-    """As :func:`~megatron.formulas.layer_memory.whole_layer`, for ChunkedLayer."""
+    """A layer under FPDT (``ChunkedLayer``), which runs in chunks."""
     shape, chunks = workload.shape, chunks_of(workload, strategy)
     sizes = sizes_of(workload, strategy, itemsize)
     heads = heads_of(shape.heads, shape.kv_heads, strategy.tensor, strategy.ulysses)
@@ -174,19 +177,19 @@ def chunked_layer(workload: Workload, strategy: Strategy, itemsize: int, fused: 
     hidden, outside = int(part * sizes.hidden), int(part * sizes.q)
     on_ring, wide = strategy.ring > 1, WIDE // itemsize
     by_keys = on_ring or (offload and goes_by_keys(heads.local_q, heads.local_kv, itemsize))
-    coming = 2 if count > 1 else 1  # chunks on the device: the one in use, and the next
-    load = 1 if offload else 0  # without a host they are where they are kept
+    coming = 2 if count > 1 else 1  # chunks on the device: the one in use and the prefetched one
+    load = 1 if offload else 0  # without offloading, kept chunks are used in place
 
     run = ffn_run(workload, strategy, itemsize, fused)
     first, second = matrices(workload, strategy, itemsize)
-    summed = WIDE * sums_of_its_own(strategy)
+    summed = WIDE * separate_gradient_sums(strategy)
     numel = stage_parameters(shape, strategy.tensor, 1, 0).layer_numel
     mlp, every = (first + second) // itemsize * summed, numel * summed
 
-    # A GPU's copies take their time: what went to the host last is on the device still.
+    # Copies on a GPU are asynchronous: tensors on their way to the host still occupy the device.
     leaving = IN_FLIGHT if fused and offload and count > 1 else 0
-    # The FFN of a chunk: its input and its gradient beside one run.
-    if by_keys:  # all chunks go through it first; dout and the residual of the chunk before are still there
+    # The FFN of a chunk needs the chunk's input and gradient in addition to one run.
+    if by_keys:  # the FFN of all chunks runs first; dout and the residual of the previous chunk still exist
         ffn = (load * coming + leaving) * outside + (outside + hidden if count > 1 else 0)
         weights = mlp + (every - mlp) // 2
         pair = load * coming * ((3 + wide) * q + lse) + (q + hidden)
@@ -197,7 +200,7 @@ def chunked_layer(workload: Workload, strategy: Strategy, itemsize: int, fused: 
         weights = every if count > 1 else mlp
         ffn += leaving * wide * kv
         pair = load * coming * (2 * q + lse + (1 + wide) * kv) + q + hidden + wide * q + q + 2 * wide * kv
-    states = 2 * sizes.hidden  # the gradients of output and input; streamed, the chunks that come, and those that leave
+    states = 2 * sizes.hidden  # gradients of output and input; streamed: only chunks that are loaded or stored
     if strategy.stream_hidden:
         states = 2 * coming * hidden + leaving * hidden
     backward = states + max(ffn + 2 * hidden + run + weights, pair + every, numel * itemsize)
@@ -209,7 +212,7 @@ def chunked_layer(workload: Workload, strategy: Strategy, itemsize: int, fused: 
         else:
             backward += saved * max(count - 1, 1) // count + waiting
     kept = (0 if strategy.stream_hidden else sizes.hidden) + (0 if recompute or offload else saved)
-    # A forward pass that saves nothing has the keys and values of all chunks here.
+    # A forward pass that saves nothing for backward keeps the keys and values of all chunks on the device.
     keys = sizes.local_kv if (recompute or not offload) and not strategy.stream_hidden else coming * kv
     projected = int(part * (sizes.qkv + 3 * sizes.q + sizes.kv // 2)) + kv
     made = (coming + leaving) * hidden if strategy.stream_hidden else sizes.hidden

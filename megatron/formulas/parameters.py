@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters of a pipeline stage, tensor by tensor, and the bytes of model states that follow from them."""
+"""The parameters of a pipeline stage, tensor by tensor, and the bytes of its model states."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from math import ceil, lcm
 from megatron.formulas.strategy import Shape
 
 DIVISIBLE_BY = 128  # Megatron's --make-vocab-size-divisible-by
-BUCKET = 40_000_000  # parameters of a bucket of core's DDP, or a million a rank, with --overlap-grad-reduce
+BUCKET = 40_000_000  # least parameters of a bucket of core's DDP with --overlap-grad-reduce; or a million per rank
 
 Tensor = tuple[int, int]
 """Rows and columns; a vector has one column."""
@@ -18,13 +18,10 @@ Tensor = tuple[int, int]
 
 @dataclass(frozen=True)
 class StageParameters:
-    """The parameters of one rank of a pipeline stage, in the order of the model.
-
-    ``layer`` are those of each of ``layers`` layers.
-    """
+    """The parameters of one rank of a pipeline stage, in the order of the model."""
 
     embedding: tuple[Tensor, ...]
-    layer: tuple[Tensor, ...]
+    layer: tuple[Tensor, ...]  # of each layer
     layers: int
     final: tuple[Tensor, ...]  # norm, then the output layer
 
@@ -58,12 +55,12 @@ def padded_vocab(vocab: int, tensor: int) -> int:
 
 @lru_cache(maxsize=4096)
 def stage_parameters(shape: Shape, tensor: int, pipeline: int, stage: int, *, padded: bool = True) -> StageParameters:
-    """What a rank of ``stage`` of ``pipeline`` stages holds, of all its virtual stages together.
+    """Parameters of a rank of ``stage`` of ``pipeline`` stages, all its virtual stages together.
 
-    Learned positions are whole on every rank. Tied weights are there twice where the first stage is not the last.
+    TP does not split learned positions. With several stages, the first and the last each have a copy of tied weights.
 
     Args:
-        padded: the vocabulary as a run pads it; False: its own rows.
+        padded: count the vocabulary as a run pads it; False: as the tokenizer has it.
     """
     h, d, norms = shape.hidden, shape.head_dim, 2 if shape.layer_norm else 1
     norm = ((h, 1),) * norms
@@ -111,16 +108,16 @@ def model_states(
     *,
     bucketed: bool = True,
 ) -> States:
-    """Parameters, gradients and Adam's states of a rank (mixed precision: 2 + 4 + 12 bytes; fp32: 4 + 4 + 8).
+    """Bytes of a rank's parameters, gradients and Adam states (mixed precision: 2 + 4 + 12 each; fp32: 4 + 4 + 8).
 
-    Not counted: a step counter of 4 bytes a tensor that PyTorch's Adam keeps.
+    The step counter of PyTorch's Adam, 4 bytes per tensor, is not counted.
 
     Args:
         parameters: of the stage.
         zero: stage of ZeRO: 0 and 1 by core's DDP (fp32 gradients in buffers), 2 and 3 by FSDP (fp32 shards).
-        ranks: that ZeRO splits over, DP x CP.
-        itemsize: of the compute dtype.
-        bucketed: --overlap-grad-reduce: buffers in several buckets, each padded under ZeRO 1.
+        ranks: number of ranks that ZeRO splits over, DP x CP.
+        itemsize: bytes of a number in the compute dtype.
+        bucketed: --overlap-grad-reduce: several buckets, each padded under ZeRO 1.
     """
     narrow = itemsize < 4
     if zero >= 2:
@@ -135,8 +132,10 @@ def model_states(
 
 
 def _padded(parameters: StageParameters, ranks: int, bucket: int | None) -> int:
-    """Elements of core's buffer under ZeRO 1: parameters start at multiples of 64, buckets end at multiples of the
-    ranks and of 128 (core/distributed/param_and_grad_buffer.py)."""
+    """Elements of core's buffer under ZeRO 1 (core/distributed/param_and_grad_buffer.py).
+
+    Parameters start at multiples of 64, buckets end at multiples of the ranks and of 128.
+    """
     step, end, start = lcm(ranks, 128), 0, 0
     for rows, columns in reversed(parameters.tensors):
         end = -(-end // 64) * 64 + rows * columns

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of the tensors inside a layer, on one rank, for one micro-batch: what all formulas are made of."""
+"""Sizes that all formulas use: how a rank's work is cut into chunks, and bytes of the tensors inside a layer."""
 
 from __future__ import annotations
 
@@ -11,30 +11,25 @@ from megatron.decisions.division import head_plan
 from megatron.formulas.parameters import padded_vocab
 from megatron.formulas.strategy import Strategy, Workload
 
-# How many pieces a rank's work is cut into: FPDT's chunks, runs of the FFN, chunks of the loss.
-#
-# The program takes its numbers here (training/arguments/validate/chunks.py), and so does every closed form.
-
-
-FPDT_LOSS_ROWS = 256  # tokens that a chunk of FPDT's loss has at least, unless the paper's rule gives it fewer
+FPDT_LOSS_ROWS = 256  # least tokens in a chunk of FPDT's loss, unless the paper's rule gives fewer
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """How many pieces the work of a rank is cut into."""
+    """How many chunks the work of a rank is cut into. The program uses the same numbers (validate/chunks.py)."""
 
     all_rows: int  # tokens of a rank, between the layers
-    attention: int  # 1 without FPDT
+    attention: int  # FPDT's chunks; 1 without FPDT
     rows: int  # tokens of the longest attention chunk
-    ffn: int  # runs; 0: the FFN is whole
+    ffn: int  # chunks of the FFN, called runs; 0: the FFN is not cut
     ffn_rows: int  # tokens of the longest run
-    loss: int  # 0: the loss is whole
+    loss: int  # chunks of the loss; 0: the loss is not cut
     loss_rows: int
 
 
 @lru_cache(maxsize=8192)
 def chunks_of(workload: Workload, strategy: Strategy) -> Chunks:
-    """Of a step: what the strategy says, and what FPDT derives where it says nothing."""
+    """The strategy's numbers, or those that FPDT derives where the strategy gives none."""
     shape, unit = workload.shape, chunk_unit(strategy.ulysses, strategy.tensor, strategy.sequence_parallel)
     rows = workload.seq_length // strategy.ring // unit
     attention, longest, ffn, loss = 1, rows, strategy.ffn_chunks, strategy.loss_chunks
@@ -48,29 +43,31 @@ def chunks_of(workload: Workload, strategy: Strategy) -> Chunks:
 
 
 def chunk_unit(ulysses: int, tensor: int, sequence_parallel: bool) -> int:
-    """A ring rank's chunk has a multiple of so many tokens."""
+    """The number of tokens in a ring rank's chunk is a multiple of this."""
     return ulysses * (tensor if sequence_parallel else 1)
 
 
 def chunk_rows(chunk: int, ring: int, unit: int) -> int:
-    """Most tokens a rank of a chunk of ``chunk`` global tokens; 0: the chunk is too short for the grid."""
+    """Most tokens that one rank has of a chunk of ``chunk`` global tokens; 0: the chunk is too short for the grid."""
     return chunk // ring // unit
 
 
 def attention_chunks(rows: int, longest: int) -> int:
-    """FPDT's chunks of a rank's ``rows`` tokens, at most ``longest`` of them in each."""
+    """Number of FPDT's chunks of a rank's ``rows`` tokens, with at most ``longest`` tokens in each."""
     return ceil(rows / longest)
 
 
 def ffn_chunks(attention: int) -> int:
-    """FPDT's runs of the FFN: the paper's two a chunk."""
+    """FPDT's runs of the FFN: two per attention chunk, as in the paper."""
     return 2 * attention
 
 
 def loss_chunks(rows: int, ffn_chunks: int, *, hidden: int, ffn_hidden: int, vocab: int) -> int:
-    """FPDT's chunks of the loss: the paper's 2 x vocabulary / hidden size, or more: so many that the logits of one are
-    no larger than the inside of an FFN run, however long the sequence, but for chunks of a few tokens, which would
-    spend their time on adding to the weight's gradient."""
+    """FPDT's chunks of the loss: at least the paper's 2 x vocabulary / hidden size.
+
+    There are more for long sequences, so that a chunk's logits are no larger than the inside of an FFN run. But chunks
+    get no shorter than ``FPDT_LOSS_ROWS``: short ones would spend their time on adding to the weight's gradient.
+    """
     return max(2 * ceil(vocab / hidden), min(ffn_chunks * ceil(vocab / ffn_hidden), ceil(rows / FPDT_LOSS_ROWS)))
 
 
@@ -84,8 +81,8 @@ class Heads:
     q: int
     kv: int
     local_q: int
-    local_kv: int  # that it computes with
-    sent_kv: int  # that it is sent: fewer, where several of its query heads share one unevenly
+    local_kv: int  # that attention computes with
+    sent_kv: int  # that the rank receives: fewer, where it repeats a key/value head for its query heads
 
 
 @lru_cache(maxsize=4096)
@@ -97,18 +94,18 @@ def heads_of(heads: int, kv_heads: int, tensor: int, ulysses: int) -> Heads:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of tensors of one rank; ``hidden`` is what passes between layers, ``whole`` the same gathered over TP."""
+    """Bytes of tensors of one rank, for one micro-batch."""
 
-    hidden: int
-    whole: int
+    hidden: int  # hidden states between layers
+    whole: int  # the same, gathered over TP
     q: int
     kv: int  # keys and values together
-    qkv: int  # as the projection gives them, in one tensor
+    qkv: int  # output of the projection, one tensor
     local_q: int  # after the all-to-all: all tokens of the ring rank, some heads
     local_kv: int
     lse: int
     ffn: int  # the activation that enters the second matrix of the MLP
-    statistics: int  # one fp32 number a token between the layers
+    statistics: int  # one fp32 number per token between the layers
     angles: int  # of RoPE
     logits: int  # in the compute dtype
 
@@ -121,7 +118,7 @@ def sizes_of(workload: Workload, strategy: Strategy, itemsize: int) -> Sizes:
     tokens = whole // tensor if strategy.sequence_parallel else whole
     ring_tokens = whole * strategy.ulysses
     d = shape.head_dim
-    groups = shape.kv_heads if shape.kv_heads < tensor else heads.kv  # core gathers all of qkv then, and keeps it
+    groups = shape.kv_heads if shape.kv_heads < tensor else heads.kv  # with fewer heads than TP, core keeps all of qkv
     in_qkv = (shape.heads if shape.kv_heads < tensor else heads.q) + 2 * groups
     return Sizes(
         hidden=tokens * shape.hidden * itemsize,

@@ -7,7 +7,7 @@ import torch
 from megatron.platform.simulated_cluster import fake_tensors
 from megatron.simulator.cost.trace import Kernel, Transfer, Wait
 from megatron.simulator.dry_run import dry_run
-from megatron.simulator.dry_run.call_replay import Alike, Unlike
+from megatron.simulator.dry_run.call_replay import CallCache, ReplayMismatch
 from megatron.simulator.dry_run.dry_run import run_job
 from megatron.simulator.dry_run.one_rank import run_rank
 from megatron.simulator.dry_run.recording.recorder import Recorder
@@ -79,8 +79,8 @@ def told(step):
 )
 def test_a_few_chunks_stand_for_all(name, gpu, monkeypatch):
     written = []
-    again = Alike._again
-    monkeypatch.setattr(Alike, "_again", lambda *args: (written.append(args[1]), again(*args))[1])
+    again = CallCache._replay
+    monkeypatch.setattr(CallCache, "_replay", lambda *args: (written.append(args[1]), again(*args))[1])
     ranks, flags = CASES[name]
     machine = gpu and load(gpu)
     if "--zero-stage 3" in flags:  # a mesh of eight bytes stays in PyTorch's caches from a process's first run on
@@ -119,7 +119,7 @@ def state_of(recorder):
 
 def calls(recorder, count, *, alike):
     """A program whose state holds a sum, of which each call lets the last go; its tensors."""
-    owner, known = Owner(), Alike(recorder)
+    owner, known = Owner(), CallCache(recorder)
     state, x = [torch.empty(8, dtype=torch.bfloat16)], torch.empty(4, 8)
     seen = []
 
@@ -166,7 +166,7 @@ def test_what_is_written_down_is_what_happens(recorder, monkeypatch):
 
 
 def test_a_tensor_that_should_have_ended_is_noticed(recorder):
-    known, owner = Alike(recorder), Owner()
+    known, owner = CallCache(recorder), Owner()
     state, kept = [torch.empty(8)], []
 
     def run():
@@ -179,13 +179,13 @@ def test_a_tensor_that_should_have_ended_is_noticed(recorder):
     for _ in range(4):
         known.call(owner, (), [state[0]], run, put)
     kept.append(state[0])
-    with pytest.raises(Unlike, match="let go of other tensors"):
+    with pytest.raises(ReplayMismatch, match="freed other tensors"):
         known.call(owner, (), [state[0]], run, put)
 
 
 def test_what_differs_runs(recorder):
     """Another shape, another tensor in the same place, another owner, and a call that keeps what it makes."""
-    known, owners = Alike(recorder), [Owner(), Owner()]
+    known, owners = CallCache(recorder), [Owner(), Owner()]
     ran, kept = [], []
 
     def run(x, keeps):
@@ -206,12 +206,12 @@ def test_what_differs_runs(recorder):
     assert runs(x[:3]) == 0  # where it begins does not matter
     assert runs(x, owners[1]) == 2
     assert runs(x, keeps=True) == 3
-    with recorder.hushed():
+    with recorder.muted():
         assert runs(x) == 3
 
 
 def test_views_of_what_is_given_move_with_it(recorder):
-    known, owner, x = Alike(recorder), Owner(), torch.empty(9, 8)
+    known, owner, x = CallCache(recorder), Owner(), torch.empty(9, 8)
 
     def begins(*given):
         """Of a view of the last tensor, how far it is from where it should be."""
@@ -225,7 +225,7 @@ def test_views_of_what_is_given_move_with_it(recorder):
 
 
 def test_tickets_go_on(recorder):
-    known, owner = Alike(recorder), Owner()
+    known, owner = CallCache(recorder), Owner()
 
     def run():
         ticket = recorder.copy("to_host", 5)
@@ -254,13 +254,13 @@ def test_where_a_few_do_not_stand_for_all_every_chunk_runs(monkeypatch):
     machine = load("A100-80G")
     job = config_of(GQA, 1), 1, 0, 301, machine, False
     expected = run_job(job)[0]
-    again, held = Alike._again, []
+    again, held = CallCache._replay, []
 
     def holds(self, effect, given, *others):
         held.extend(x for x in given if x is not None)  # nothing that a call lets go of ends
         return again(self, effect, given, *others)
 
-    monkeypatch.setattr(Alike, "_again", holds)
+    monkeypatch.setattr(CallCache, "_replay", holds)
     tried = []
 
     def tells(*args, every_chunk, **how):

@@ -193,10 +193,10 @@ def test_the_verdict_says_which_setting_of_the_allocator_fits() -> None:
         reasons = list(too_full(config, [report], 1, machine))
         return reasons, verdict(DryRun(config, 1, machine, [report], 1.0, 0.5, not reasons, tuple(reasons)))
 
-    own = runtime_memory(config, 1, machine).beside
+    own = runtime_memory(config, 1, machine).outside_allocator
     reasons, (default, expandable) = told(machine, one)
     assert not reasons
-    assert "default allocator it does not fit: 5.5 GiB of device memory are lacking" in default
+    assert "default allocator it does not fit: 5.5 GiB of device memory are missing" in default
     assert f"expandable_segments:True it fits, with {readable(3 * gib - own)} of device memory to spare" in expandable
     (reason,), lines = told(replace(machine, memory=21 * gib), one)
     assert "needs 22.5 GiB of device memory: 20.0 allocated" in reason and not any("it fits" in line for line in lines)

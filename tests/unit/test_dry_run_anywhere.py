@@ -162,7 +162,7 @@ def test_blackwell_needs_one_copy_for_scales_of_tensors():
     [
         ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model meta-llama/Llama-3.1-8B", 128256, "Llama-3.1-8B"),
         ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model /nfs/hf/Qwen2.5-7B", 151665, "assumed"),
-        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model /x --vocab-size 5000", 5000, "by --vocab-size"),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model /x --vocab-size 5000", 5000, "from --vocab-size"),
         ("--tokenizer-type Llama2Tokenizer --tokenizer-model /data/tokenizer.model", 32000, "as Llama-2 has"),
         ("--tokenizer-type Llama2Tokenizer", 32000, "as Llama-2 has"),
         ("--tokenizer-type GPT2BPETokenizer --vocab-file /d/vocab.json --merge-file /d/merges.txt", 50257, "GPT-2"),
@@ -196,14 +196,14 @@ def test_megatrons_own_dropout(flags, capsys):
 def test_a_vocabulary_that_nothing_names_is_refused(capsys):
     flags = f"{TINY} --tokenizer-type HuggingFaceTokenizer --tokenizer-model /models/ours"
     assert main(flags.split(), LLAMA, simulate) == 2
-    assert "(/models/ours), and nothing says how many tokens it has: add --vocab-size N" in capsys.readouterr().err
+    assert "(/models/ours), and the vocabulary size is unknown: add --vocab-size N" in capsys.readouterr().err
 
 
 def test_without_data_or_tokenizer_files(capsys):
     flags = f"{TINY} --data-path 0.3 /nowhere/a 0.7 /nowhere/b --split 99,1,0 --save /nowhere --save-interval 5"
     flags += " --num-layers 1 --tokenizer-type Llama2Tokenizer --tokenizer-model /nowhere/tokenizer.model"
     assert main(flags.split(), LLAMA, simulate) == 0
-    assert "32000 tokens assumed, as Llama-2 has; --vocab-size N decides otherwise" in " ".join(
+    assert "32000 tokens assumed, as Llama-2 has; --vocab-size N changes it" in " ".join(
         capsys.readouterr().out.split()
     )
 

@@ -14,11 +14,11 @@ from megatron.formulas.host_bytes import copied_bytes
 from megatron.formulas.strategy import Group, Shape, Strategy, Workload
 from megatron.simulator.cost.attention_operations import (
     attended,
-    beside_ffn_backward,
     chunked_backward,
     chunked_forward,
-    loaded_beside,
-    stored_beside,
+    copied_in_ffn_backward,
+    loaded_in_backward,
+    stored_in_forward,
     to_heads,
     to_sequence,
 )
@@ -148,9 +148,9 @@ def test_copies_are_those_of_the_program(kv_heads):
         return tuple(ways.values())
 
     assert goes_by_keys(a.heads, a.kv_heads, 2) == (kv_heads == 32)
-    beside = Segment(copies=stored_beside(a, strategy, chunks))
+    beside = Segment(copies=stored_in_forward(a, strategy, chunks))
     assert copied([beside, *chunked_forward(a, strategy, chunks, saving=True)]) == program.forward
-    beside = Segment(copies=beside_ffn_backward(a, strategy, chunks) + loaded_beside(a, strategy, chunks))
+    beside = Segment(copies=copied_in_ffn_backward(a, strategy, chunks) + loaded_in_backward(a, strategy, chunks))
     assert copied([beside, *chunked_backward(a, strategy, chunks)]) == program.backward
     assert copied(chunked_forward(a, strategy, chunks, saving=False)) == (0, 0)
 

@@ -18,7 +18,6 @@ from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.masks import Causal
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout, length_unit
 from megatron.context_parallel.layout.spans import count, positions
-from megatron.formulas.cache import cache_bytes
 from megatron.formulas.strategy import Shape
 from megatron.inference.generate import Sampling, allowed_logits, choose
 from megatron.inference.load import check_length, configure
@@ -27,6 +26,7 @@ from megatron.training.arguments.config import Config, DataConfig, ModelConfig
 from megatron.training.arguments.parser import parse
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.refusal import Refusal
+from tests.kv_cache_bytes import cache_bytes
 from tests.program import run_forked
 from tests.properties import examples
 

@@ -105,6 +105,15 @@ def test_a_file_can_build_on_another_and_loses_the_sources_of_what_it_replaces(t
     assert load(str(twice)).gpus == 2 and load(twice).calibration.gemm == 0.9
 
 
+@pytest.mark.parametrize("name, message", [("V100", "extends: V100: unknown; known are A100"), ("v.json", "No such")])
+def test_extends_never_reads_from_the_working_directory(tmp_path, monkeypatch, name, message):
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(elsewhere)
+    write(elsewhere, name, **whole_file())
+    with pytest.raises(Refusal, match=message):
+        load(write(tmp_path, extends=name))
+
+
 def whole_file() -> dict:
     return read_merged(MACHINES / "A100-80G.json")
 

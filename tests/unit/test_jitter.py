@@ -114,7 +114,7 @@ def test_the_planner_tells_mean_and_percentile(capsys):
     first = capsys.readouterr().out
     assert "varies by 2 %" in first and "(seed 3)" in first
     assert plan.main(words) == 0 and "varies by" not in capsys.readouterr().out
-    for more, word in ((["--jitter", "1.5"], "--jitter 1.5"), (["--fp8-format", "hybrid"], "ask a dry run")):
+    for more, word in ((["--jitter", "1.5"], "--jitter 1.5"), (["--fp8-format", "hybrid"], "start a dry run")):
         assert plan.main([*words, *more]) == 2 and word in capsys.readouterr().err
 
 

@@ -173,7 +173,7 @@ def test_a_gpu_is_asked_what_no_tensor_holds(monkeypatch: pytest.MonkeyPatch, tm
     shape = "--model llama3-8b --seq-length 1024 --micro-batch-size 1 --global-batch-size 1 --mock-data --train-iters 1"
     own = runtime_memory(parse([*shape.split(), "--lr", "1e-3", "--ulysses-parallel-size", "4"], {}, 4), 4, machine)
     assert (own.context, own.cublas, own.nccl) == (500, 32, 128 * own.communicators)
-    assert own.beside == own.context + own.nccl and own.source.startswith("measured on")
+    assert own.outside_allocator == own.context + own.nccl and own.source.startswith("measured on")
     assert hardware_figures.runtime_fields({}, Figures({}, {}, (1.0, 0.0), 1, 1)) == {}
 
 

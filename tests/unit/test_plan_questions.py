@@ -47,5 +47,5 @@ def test_the_answer_is_what_the_page_says(
 def converted(said: str) -> set[str]:
     """Steps in hours, and host memory in TB, as a page may round them."""
     hours = {f"{float(seconds) / 3600:.1f} hours" for seconds in re.findall(r"(\d+(?:\.\d+)?) s a step", said)}
-    sizes = {float(size.replace(",", "")) for size in re.findall(r"Offloading takes ([\d,.]+) GiB", said)}
+    sizes = {float(size.replace(",", "")) for size in re.findall(r"Offloading needs ([\d,.]+) GiB", said)}
     return hours | {f"{size * 2**30 / 1e12:.1f} TB" for size in sizes}

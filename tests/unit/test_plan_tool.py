@@ -123,7 +123,7 @@ def test_the_longest(capsys: pytest.CaptureFixture) -> None:
             "--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --zero 2 --pipeline 4",
             "the options that narrow the search leave no plan",
         ),
-        ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --lr 1", "--lr is not about the model"),
+        ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --lr 1", "--lr does not describe the model"),
         ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --hidden-dropout 0.1", "does not know its time"),
         ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --frobnicate", "--frobnicate"),
         (
@@ -150,7 +150,7 @@ def test_what_fails_by_host_memory_says_so(problem: Problem, tmp_path: Path, cap
     machine = tmp_path / "small-host.json"
     machine.write_text('{"extends": "A100-80G", "gpus": 4, "host_memory": 64e9}')
     text = told(capsys, *f"--model llama3-8b --gpus 4 --gpu {machine} --seq-length 2M --zero 3".split(), code=2)
-    assert "of host memory a node" in text or "more than a small-host has" in text
+    assert "of host memory per node" in text or "more than a small-host has" in text
     asked = Problem(Request(("--model", "llama3-8b")).workload(2 * 2**20), 4, load(machine))
     assert not nearest(asked).fits
 

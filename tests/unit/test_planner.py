@@ -22,7 +22,7 @@ from megatron.simulator.planner.limits import fewest_gpus, fits, longest
 from megatron.simulator.planner.plan_report import training_flags
 from megatron.simulator.planner.plans import Problem, priced
 from megatron.simulator.planner.request import JOB, Request
-from megatron.simulator.planner.search import Ranked, everything, search
+from megatron.simulator.planner.search import Ranked, all_strategies, search
 from megatron.simulator.planner.search_space import Limits, divisors, grids, savings, zero_stages
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal
@@ -139,7 +139,7 @@ def test_no_grid_is_forgotten() -> None:
 def test_nothing_beats_the_winner(model: str, length: int, batch: int, gpus: int, gpu: str) -> None:
     asked = problem(model, length, batch, gpus, gpu)
     best: dict[tuple, float] = defaultdict(lambda: inf)
-    for plan in (priced(asked, strategy) for strategy in everything(asked)):
+    for plan in (priced(asked, strategy) for strategy in all_strategies(asked)):
         if plan.fits:
             best[plan.grid] = min(best[plan.grid], plan.seconds)
     found = search(asked, top=3)
@@ -158,7 +158,7 @@ def test_nothing_beats_the_winner_where_samples_differ() -> None:
     limits = Limits((1,), (8,), (1,), (64,), (1,), micro_batch=(1,), zero=(3,))
     workload = Request(("--model", "llama3-8b"), 64, "mean:1K,sigma:2.5").workload(128 * K)
     asked = Problem(workload, 512, tight, limits)
-    best = min(plan.seconds for plan in (priced(asked, s) for s in everything(asked)) if plan.fits)
+    best = min(plan.seconds for plan in (priced(asked, s) for s in all_strategies(asked)) if plan.fits)
     assert search(asked, top=1).plans[0].seconds <= 1.002 * best
 
 

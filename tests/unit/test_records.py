@@ -146,7 +146,7 @@ def test_the_shipped_constants_are_the_fit_of_the_even_half_and_their_doubts_tha
 
 def test_a_measured_constant_is_no_longer_uncertain(tmp_path):
     assert load("H200-141G").uncertain["gemm"] == (0.756, 0.836)
-    slow, fast = load("H200-141G").at_the_ends()
+    slow, fast = load("H200-141G").slowest_and_fastest()
     assert slow.calibration.gemm == 0.756 and fast.calibration.gemm == 0.836
     mine = tmp_path / "mine.json"
     mine.write_text('{"extends": "H100-80G", "calibration": {"gemm": 0.8}}')

@@ -12,7 +12,7 @@ from megatron.simulator.dry_run.allocation.reserved import (
     NoPattern,
     Reserved,
     added,
-    continued,
+    extrapolated,
     lifetimes,
     peak,
     reserved,
@@ -93,7 +93,7 @@ def test_more_layers_are_written_down_as_they_would_run(shared: float) -> None:
     few, more, many = (lifetimes(step(layers, shared=shared)[0])[0] for layers in (4, 5, 17))
     stretches, larger = added(few, more)
     assert sum(end - begin for begin, end in stretches) == len(more) - len(few)
-    found, places = continued(more, stretches, 12, larger)
+    found, places = extrapolated(more, stretches, 12, larger)
     assert found == many
     assert places[0] == 0 and places[-1] == len(many)
 
@@ -104,7 +104,7 @@ def test_more_micro_batches_are_written_down_as_they_would_run(warm_up: int) -> 
     (some, marks), (many, _) = step(3, warm_up + 3, warm_up), step(3, warm_up + 9, warm_up)
     some, places = lifetimes(some)
     begin, end = (places[marks[at]] for at in (warm_up + 1, warm_up + 2))
-    assert continued(some, [(begin, end)], 6)[0] == lifetimes(many)[0]
+    assert extrapolated(some, [(begin, end)], 6)[0] == lifetimes(many)[0]
 
 
 def test_a_block_that_is_resized_ends_and_begins() -> None:
@@ -118,7 +118,7 @@ def test_lists_that_differ_in_more_than_layers_are_not_continued() -> None:
     with pytest.raises(NoPattern, match="more than layers"):
         added([*few[:3], (99, 5 * MIB), *few[4:]], more)
     with pytest.raises(NoPattern, match="no other makes"):
-        continued([(0, MIB), (0, -MIB)], [(1, 2)], 3)
+        extrapolated([(0, MIB), (0, -MIB)], [(1, 2)], 3)
 
 
 def test_a_whole_step_is_replayed() -> None:

@@ -19,13 +19,13 @@ ROOT = Path(__file__).parents[2]
 # From the ground up. A module belongs to the longest name that begins its own.
 FLOORS = [
     "decisions",
+    "formulas",
     "platform",
     "context_parallel.layout",
     "context_parallel.positions",
     "context_parallel.attention.kernels",
     "context_parallel.attention",
     "context_parallel.fpdt",
-    "formulas",
     "context_parallel.huggingface",
     "context_parallel.core",
     "context_parallel",  # the public names

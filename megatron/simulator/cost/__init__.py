@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step costs on a machine: a trace of kernels and transfers, priced.
+"""The time of a step on a machine, from a trace of its kernels and transfers.
 
-trace.py has the events, seconds.py prices one, *_operations.py write a layer down in them, estimate.py adds up a step.
+trace.py defines events, seconds.py prices one, *_operations.py describe a layer by events, estimate.py adds up a step.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of one layer on the busiest rank: Ulysses' all-to-alls, the hops of a ring.
+"""Attention of one layer on the busiest rank, as segments: Ulysses' all-to-alls, a ring's hops, FPDT's copies.
 
-A ring's transfers travel beside the tiles of the block before, gradients of keys one hop behind; the last gradients
-come home when nothing is left to hide them (context_parallel/attention/ring.py).
+A ring's transfers overlap the tiles of the previous block, and gradients of keys follow one hop later. Nothing overlaps
+the last gradients (context_parallel/attention/ring.py).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Attended:
         rows: tokens before the all-to-all, times the micro-batch.
         queries: tokens of a ring rank's sequence.
         batch: sequences.
-        heads, kv_heads: of this rank; sent_kv: key/value heads that it is sent, or was before replication.
+        heads, kv_heads: of this rank; sent_kv: key/value heads that it receives, before replication.
         sent_kv_away: key/value heads that it sends to all other Ulysses ranks together.
-        blocks: what passes by on the ring.
-        seen: keys that a query sees on average, where a window or documents leave fewer than ``causal``; else 0.
+        blocks: what it sends on the ring.
+        seen: average number of keys that a query sees under a window or with documents; 0: as many as ``causal`` says.
     """
 
     rows: int
@@ -53,19 +53,19 @@ class Attended:
 
     @property
     def kernel(self) -> str:
-        """What runs the tiles."""
+        """The name of the kernel that runs the tiles."""
         return MANY_TILES if self.seen else "attention"
 
     @property
     def travels(self) -> float:
-        """Share of a ring's blocks that somebody still needs: of each half of a zigzag rank the keys just before it."""
+        """Share of a ring's blocks that some rank needs: under a window, the keys just before each zigzag half."""
         if not self.seen or self.ring == 1:
             return 1.0
         return min(1.0, 2 * self.seen / ((self.ring - 1) * self.queries))
 
 
 def attended(workload: Workload, strategy: Strategy) -> Attended:
-    """Raises ValueError where Ulysses does not divide the heads."""
+    """Sizes of a rank's attention. Raises ValueError where Ulysses does not divide the heads."""
     shape, seq_length, causal = workload.shape, workload.seq_length, workload.causal
     held = heads_of(shape.heads, shape.kv_heads, strategy.tensor, strategy.ulysses)
     plan = head_plan(held.q, held.kv, strategy.ulysses)
@@ -90,7 +90,7 @@ def attended(workload: Workload, strategy: Strategy) -> Attended:
 
 
 def to_heads(a: Attended, strategy: Strategy, rows: float, count: int = 1, backward: bool = False) -> list[Segment]:
-    """The fused all-to-all of q, k and v, packed and unpacked; ``rows`` tokens of this rank."""
+    """The common all-to-all of q, k and v, with packing; ``rows`` are tokens of this rank."""
     others = strategy.ulysses - 1
     sent = a.heads * others + 2 * (a.sent_kv * others if backward else a.sent_kv_away)
     return _exchange(strategy, rows * a.head_dim, a.heads + 2 * a.sent_kv, sent, 2, count, backward)
@@ -104,8 +104,10 @@ def to_sequence(a: Attended, strategy: Strategy, rows: float, count: int = 1, ba
 def _exchange(
     strategy: Strategy, head: float, heads: int, sent: int, copies: int, count: int, backward: bool
 ) -> list[Segment]:
-    """``head``: numbers of a head; ``heads``: of one rank, which holds those of all; ``sent``: heads that leave. Each
-    copy reads and writes what is held."""
+    """An all-to-all of ``sent`` heads with ``head`` numbers each.
+
+    Each of ``copies`` reads and writes a tensor with ``heads`` x Ulysses heads.
+    """
     if strategy.ulysses == 1:
         return []
     transfer = Transfer("all_to_all", "ulysses", strategy.group("ulysses"), BF16 * head * sent)
@@ -130,10 +132,10 @@ def ring_forward(a: Attended, strategy: Strategy) -> list[Segment]:
 
 
 def merges(strategy: Strategy, size: float) -> tuple[Kernel, Kernel]:
-    """(the first output of ``size`` numbers made wide, and the last narrow; another one merged into it).
+    """(casts of an output of ``size`` numbers to fp32 and back, merge of another output into it).
 
-    A merge (attention/merge.py) takes the difference to what is there, weighs it, and subtracts it: each reads and
-    writes fp32. The papers' programs are taken to have one kernel.
+    A merge (attention/merge.py) computes a difference, weights it and subtracts it, each reading and writing fp32. The
+    papers' programs are assumed to use one kernel.
     """
     one = BF16 + 2 * FP32
     first, other = (2 * (BF16 + FP32), one + 5 * FP32) if strategy.fused else (one, one)
@@ -163,8 +165,11 @@ def ring_backward(a: Attended, strategy: Strategy) -> list[Segment]:
 
 
 def _meeting(a: Attended) -> int:
-    """Blocks of other ranks that queries of the busiest rank meet: under a window those that hold the keys just before
-    each half of a zigzag rank, or before a contiguous one. A ring of two: one half's are its own."""
+    """Number of other ranks' blocks that the busiest rank's queries need.
+
+    Under a window these hold the keys just before each half of a zigzag rank, or just before a contiguous rank. On a
+    ring of two, one half's are the rank's own.
+    """
     if not a.seen:
         return a.ring - 1
     spans, length = (2, a.queries / 2) if a.balanced else (1, a.queries)
@@ -172,7 +177,7 @@ def _meeting(a: Attended) -> int:
 
 
 def _work(a: Attended, sums: Kernel, *, backward: bool = False) -> tuple[Kernel, ...]:
-    """On another's block. A kernel for many tiles adds to the sums itself."""
+    """Kernels for another rank's block. The kernel for many tiles adds to the sums itself."""
     tile = _tile(a, first=False, backward=backward)
     return (tile,) if a.kernel == MANY_TILES else (tile, sums)
 
@@ -190,7 +195,7 @@ def _tile(a: Attended, *, first: bool, backward: bool = False) -> Kernel:
         spans, length = (2, n / 2) if a.balanced and a.ring > 1 else (1, n)
         near = min(a.seen, length)
         own = spans * (length - near / 2) * near
-        if spans == a.ring == 2:  # the second half's keys before it are here too
+        if spans == a.ring == 2:  # the keys before the second half are this rank's too
             own += near * near / 2
         every = max(n * a.seen, own)
         pairs = own if first and a.ring > 1 else every if first else (every - own) / _meeting(a)
@@ -198,16 +203,16 @@ def _tile(a: Attended, *, first: bool, backward: bool = False) -> Kernel:
     return tile(n, keys, a.heads * a.batch, a.head_dim, pairs, backward=backward, name=a.kernel)
 
 
-# FPDT's attention: tiles between chunks, and what comes from and goes to host memory meanwhile.
+# --- FPDT: tiles between chunks, and copies from and to host memory ---
 #
-# The loops are those of fpdt/by_queries.py and fpdt/by_keys.py. By queries keys move, by keys queries do; on a ring the
-# backward pass goes by keys, and the forward pass where no host has the chunks. A tile and the copies for the next one
-# are side by side, which is what the double buffer is for. What the first chunk of a backward pass needs comes while
-# nothing else is there to do; one chunk alone hides nothing.
+# The loops are those of fpdt/by_queries.py, which loads keys for each query chunk, and fpdt/by_keys.py, which loads
+# queries for each key chunk. A ring's backward pass runs by keys, and so does its forward pass without offloading. The
+# double buffer lets a tile overlap the copies for the next one. Nothing overlaps the loads for the first chunk of a
+# backward pass; with one chunk nothing overlaps at all.
 
 
 def chunked_forward(a: Attended, strategy: Strategy, chunks: int, *, saving: bool) -> list[Segment]:
-    """All tiles of the forward pass. ``saving``: a backward pass follows, finished chunks go to host memory for it."""
+    """All tiles of the forward pass. ``saving``: a backward pass follows, and chunks are copied to the host for it."""
     size, met = a.queries / chunks, _met(a, chunks)
     width = size * a.batch * a.head_dim
     q, kv, lse = _chunk_bytes(a, chunks)
@@ -216,46 +221,53 @@ def chunked_forward(a: Attended, strategy: Strategy, chunks: int, *, saving: boo
     offload, travelling = saving and strategy.fpdt_offload, float(a.blocks.keys)
     if strategy.fpdt_offload:
         travelling = key_blocks_by_queries(a.ring, strategy.balance, a.causal, chunks)
-    kept = _copies(2 * q + kv + lse, 0) if offload and not _beside_all(a, strategy) else ()
+    kept = _copies(2 * q + kv + lse, 0) if offload and not _overlaps_layer(a, strategy) else ()
     if chunks == 1:
         head, *rest = ring_forward(a, strategy)
         return [replace(head, copies=kept), *rest]
-    first = _copies(q + kv, 0) if offload and _beside_all(a, strategy) else kept
+    first = _copies(q + kv, 0) if offload and _overlaps_layer(a, strategy) else kept
     loaded = forward_loads(chunks, a.ring, early_half=a.causal and a.balanced, causal=a.causal)
     back = _copies(0, (loaded.keys * kv + loaded.queries * q) / met) if offload else ()
     hops = _hops(a, strategy, size, chunks, travelling)
     return [
-        Segment(own, copies=first),  # its output waits until they have left
+        Segment(own, copies=first),  # the first chunk's queries and keys leave before its output does
         Segment(own, copies=kept, count=chunks - 1),
         Segment((_chunk_tile(a, size), merge), hops, back, met),
     ]
 
 
-def stored_beside(a: Attended, strategy: Strategy, chunks: int) -> tuple[HostCopy, ...]:
-    """What a forward pass keeps for its backward pass, where it leaves beside all of the layer, the FFN too, but for
-    the queries and keys of the first chunk."""
-    if not _beside_all(a, strategy):
+def stored_in_forward(a: Attended, strategy: Strategy, chunks: int) -> tuple[HostCopy, ...]:
+    """Copies to the host for backward that overlap the complete layer, the FFN included.
+
+    The queries and keys of the first chunk are not among them: `chunked_forward` has these.
+    """
+    if not _overlaps_layer(a, strategy):
         return ()
     q, kv, lse = _chunk_bytes(a, chunks)
     return _copies(chunks * (2 * q + kv + lse) - (q + kv) * (chunks > 1), 0)
 
 
-def loaded_beside(a: Attended, strategy: Strategy, chunks: int) -> tuple[HostCopy, ...]:
-    """By queries, what comes back beside all of a layer's backward pass: a chunk is on its way while the one before it
-    goes through the FFN and meets its keys."""
-    if not _beside_all(a, strategy) or chunks == 1 or _by_keys_back(a):
+def loaded_in_backward(a: Attended, strategy: Strategy, chunks: int) -> tuple[HostCopy, ...]:
+    """In a backward pass by queries, loads that overlap the complete layer.
+
+    A chunk is loaded while the previous one is in the FFN and in attention.
+    """
+    if not _overlaps_layer(a, strategy) or chunks == 1 or _backward_by_keys(a):
         return ()
     q, kv, lse = _chunk_bytes(a, chunks)
     return _copies(0, (chunks - 1) * (2 * q + lse) + chunks * kv)
 
 
-def _beside_all(a: Attended, strategy: Strategy) -> bool:
-    """On a ring all chunks go through attention before the first is at the FFN; of the paper's program we do not know
-    it: there copies are beside the tiles."""
+def _overlaps_layer(a: Attended, strategy: Strategy) -> bool:
+    """Whether copies overlap the complete layer.
+
+    They do not on a ring, where attention of all chunks comes before the first FFN. For the papers' programs
+    (``fused`` False) it is unknown; there copies are assumed to overlap attention's tiles only.
+    """
     return strategy.fpdt_offload and strategy.fused and a.ring == 1
 
 
-def _by_keys_back(a: Attended) -> bool:
+def _backward_by_keys(a: Attended) -> bool:
     return a.ring > 1 or goes_by_keys(a.heads, a.kv_heads, BF16)
 
 
@@ -276,13 +288,13 @@ def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Segme
         if chunks == 1:
             return ring_backward(a, strategy)
         return [Segment((own, sums), count=chunks), Segment((other, sums), travel, count=met)]
-    by_keys = _by_keys_back(a)
+    by_keys = _backward_by_keys(a)
     if _one_rank_by_keys(a, strategy):
         return _by_keys((own, sums), (other, sums), chunks, met, q, kv, lse)
     if not by_keys:
         first, pair = _copies(0, 2 * q + lse + kv), _copies(2 * kv, 3 * kv)
     else:
-        new = 2 * q if a.ring > 1 else 0  # sums of dq that have begun, which the first queries have not
+        new = 2 * q if a.ring > 1 else 0  # dq sums, which do not exist yet for the first queries
         first, pair = _copies(3 * q, 6 * q + lse + kv - new), _copies(2 * q, 5 * q + lse)
     before = [Segment(copies=first)]
     if chunks == 1:
@@ -300,13 +312,13 @@ def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Segme
             Segment((own, sums)),
             Segment((other, sums), travel, pair, met),
         ]
-    # Queries begin to come when a block has: nothing hides the first ones.
+    # Queries are loaded after a block of keys has arrived: nothing overlaps the first ones.
     blocks, coming = chunks * a.ring, _copies(0, 5 * q + lse)
-    if a.seen:  # those within reach of each half of a zigzag rank, or of a contiguous one
+    if a.seen:  # blocks within the window of each half of a zigzag rank, or of a contiguous rank
         blocks = min(blocks, chunks + (2 if a.balanced else 1) * ceil(a.seen / size))
     waiting = waiting_chunks(chunks, balanced=a.balanced)
-    last = min(blocks - chunks, met)  # pairs of a block: nothing more comes beside them
-    begun = min(chunks - 1, met - last)  # sums of dq that begin: nothing of them comes
+    last = min(blocks - chunks, met)  # last pairs of a block: no further loads overlap them
+    begun = min(chunks - 1, met - last)  # pairs whose dq sums begin and need not be loaded
     return [
         *before,
         Segment(copies=_copies(2 * kv, 2 * kv), count=waiting),
@@ -320,9 +332,11 @@ def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Segme
     ]
 
 
-def beside_ffn_backward(a: Attended, strategy: Strategy, chunks: int) -> tuple[HostCopy, ...]:
-    """What else attention's backward pass copies, before it begins: by keys on one rank all outputs but the first come,
-    and their gradients leave, beside the FFN's backward pass."""
+def copied_in_ffn_backward(a: Attended, strategy: Strategy, chunks: int) -> tuple[HostCopy, ...]:
+    """Copies for attention that overlap the FFN's backward pass, by keys without a ring.
+
+    All outputs but the first are loaded, and their gradients stored.
+    """
     if not _one_rank_by_keys(a, strategy):
         return ()
     q = BF16 * a.queries * a.batch * a.head_dim * a.heads
@@ -330,24 +344,25 @@ def beside_ffn_backward(a: Attended, strategy: Strategy, chunks: int) -> tuple[H
 
 
 def _one_rank_by_keys(a: Attended, strategy: Strategy) -> bool:
-    return strategy.fpdt_chunk > 0 and _beside_all(a, strategy) and _by_keys_back(a)
+    return strategy.fpdt_chunk > 0 and _overlaps_layer(a, strategy) and _backward_by_keys(a)
 
 
 def _by_keys(
     own: tuple[Kernel, ...], other: tuple[Kernel, ...], chunks: int, met: float, q: float, kv: float, lse: float
 ) -> list[Segment]:
-    """A key chunk after the other, each with its queries, on one rank (fpdt/by_keys.py).
+    """A backward pass by keys without a ring: one key chunk after another, each with its queries (fpdt/by_keys.py).
 
-    Its first queries are asked for when it is its turn, after the keys of the next one, and nothing hides them. The
-    next come beside a tile, and the last tile has nothing to hide. Then its own dq, which is final, comes to be sent
-    back. Sums of dq do not come to the first key chunk: they begin there. Outputs but the first have come, and
-    their gradients have left (:func:`beside_ffn_backward`). The public code of FPDT brings the next key chunk's queries
-    beside the last tile, and keeps its dq (DeepSpeed, sequence/fpdt_layer.py): there all but the first are hidden.
+    A key chunk's first queries are requested after the keys of the next chunk, so nothing overlaps their load. Further
+    queries are loaded during a tile; the last tile overlaps nothing. Then dq of the chunk, which is complete, is loaded
+    for the all-to-all. With the first key chunk no dq is loaded, because its sums begin there. Outputs have been loaded
+    before, and their gradients stored (:func:`copied_in_ffn_backward`). FPDT's public code (DeepSpeed,
+    sequence/fpdt_layer.py) loads the next key chunk's queries during the last tile and keeps dq on the device; there
+    all loads but the first are overlapped.
     """
     new, summed = 3 * q + lse, 5 * q + lse  # queries, dout and out; with dq
-    pairs = max(met - (chunks - 1), 0.0)  # of two chunks, with other queries coming meanwhile
+    pairs = max(met - (chunks - 1), 0.0)  # of two chunks, with a load of other queries during the tile
     alone = _copies(2 * q, 0)
-    first = min(max(chunks - 2, 0), pairs)  # of these with the first key chunk
+    first = min(max(chunks - 2, 0), pairs)  # those with the first key chunk
     return [
         Segment(copies=_copies(0, q + kv + new)),
         Segment(copies=_copies(0, kv + summed), count=chunks - 1),
@@ -380,7 +395,7 @@ def _chunk_tile(a: Attended, size: float, *, own: bool = False, backward: bool =
 def _hops(
     a: Attended, strategy: Strategy, size: float, chunks: int, keys: float, grads: float = 0.0
 ) -> tuple[Transfer, ...]:
-    """A tile's share of what goes round: blocks of keys, and of their fp32 gradients."""
+    """A tile's share of the ring's transfers: blocks of keys, and of their fp32 gradients."""
     if a.ring == 1:
         return ()
     sent = (BF16 * keys + FP32 * grads) * a.travels * 2.0 * size * chunks * a.batch * a.kv_heads * a.head_dim
@@ -388,5 +403,5 @@ def _hops(
 
 
 def _copies(to_host: float, to_device: float) -> tuple[HostCopy, ...]:
-    found = (HostCopy("to_host", to_host), HostCopy("to_device", to_device))
-    return tuple(copy for copy in found if copy.bytes)
+    copies = (HostCopy("to_host", to_host), HostCopy("to_device", to_device))
+    return tuple(copy for copy in copies if copy.bytes)

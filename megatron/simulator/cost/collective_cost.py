@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a transfer costs by its size: the fastest of NCCL's algorithms, each a latency and a bandwidth.
+"""The time of a transfer by its size: the fastest of NCCL's algorithms, each with a latency and a bandwidth.
 
-NCCL compares, for a message of so many bytes, ``latency + bytes / bandwidth`` of every algorithm and protocol it has
-(its ``src/graph/tuning.cc``), and takes the least. So does this, with the latencies of that table
+For each message NCCL compares ``latency + bytes / bandwidth`` of all its algorithms and protocols
+(``src/graph/tuning.cc``), and takes the least. This module does the same, with the latencies of that table
 (machines/nccl_model.py) and the bandwidths of the machine's links:
 
-- **rings**: n - 1 hops, all_reduce 2 (n - 1); every rank's bytes cross every edge. Between nodes an edge has the link's
-  bandwidth or that of as many network cards as the group has ranks on a node, whichever is less.
-- **trees**, of all_reduce: up and down a chain in a node and log2 of the nodes; half of a ring's bandwidth for the
-  tensor. On two nodes it crosses the network once each way, which is as good as twice the cards.
-- **NVLS**, of all_reduce on NVSwitch from Hopper on: the switch sums; between nodes a tree.
-- **PAT**, of all_gather and reduce_scatter with one rank a node: log2 of the nodes for the latency.
+- **rings**: n - 1 hops, all_reduce 2 (n - 1); every rank's bytes cross every edge. An edge between nodes has the lesser
+  of the link's bandwidth and that of as many network cards as the group has ranks on a node.
+- **trees**, for all_reduce: up and down a chain in a node and a tree of depth log2(nodes); half of a ring's bandwidth
+  for the tensor. On two nodes it crosses the network once in each direction, which has the effect of twice the cards.
+- **NVLS**, for all_reduce on NVSwitch from Hopper on: the switch sums; between nodes a tree.
+- **PAT**, for all_gather and reduce_scatter with one rank per node: log2(nodes) hops of latency.
 
-A machine whose file has no ``collectives`` (a CPU's, one that was measured) has rings alone, at one rate. Where the
-file says what a kind of transfer was measured to take over a link (``Link.kinds``), that is its one rate.
+A machine whose file has no ``collectives`` (a CPU, or a measured machine) has rings only, at one rate. A kind of
+transfer that was measured over a link (``Link.kinds``) has the measured rate.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from math import log2
 from typing import NamedTuple
 
 from megatron.simulator.machines.machine import Machine, Measured
-from megatron.simulator.machines.nccl_model import LL128_TREE_HOP, Collectives, Way
+from megatron.simulator.machines.nccl_model import LL128_TREE_HOP, Algorithm, Collectives
 
-# Where the ranks of a group sit, and so which links they cross.
+# --- placement of a group's ranks on nodes, which decides the links that they cross ---
 #
-# Ranks are numbered TP < Ulysses < Ring < DP < PP, nodes hold as many in a row as they have GPUs. A group is ``size``
-# ranks ``stride`` apart; groups of its kind stand side by side, ``stride`` of them between one another, then begin
-# again after ``size`` x ``stride`` ranks. Where nodes do not divide these blocks the groups lie differently: the one
-# that spans the most nodes, and of those the one with the fewest ranks on a node, is what all wait for.
+# Ranks are numbered in the order TP, Ulysses, Ring, DP, PP, and each node holds consecutive ranks. A group is ``size``
+# ranks ``stride`` apart. ``stride`` groups of its kind interleave in a block of ``size`` x ``stride`` ranks. If blocks
+# and nodes do not divide each other, groups are placed differently; all wait for the one that spans the most nodes, and
+# of these for the one with the fewest ranks on a node.
 
 
 class Placement(NamedTuple):
-    """Of the group that is placed worst.
+    """The placement of the worst placed group.
 
     Attributes:
-        nodes: that it spans. fewest, most: of its ranks on one of them.
-        neighbours: whether those on a node follow one another.
+        nodes: number of its nodes. fewest, most: of its ranks on one node.
+        neighbours: whether its ranks on a node are consecutive.
     """
 
     nodes: int
@@ -50,22 +50,25 @@ class Placement(NamedTuple):
     neighbours: bool
 
     def cards(self, interleaved: float) -> float:
-        """Network cards of a node that its rings use: one for each of the ranks there, as every ring leaves by another
-        GPU; where these are not neighbours, one and a share ``interleaved`` of the others."""
+        """Network cards of a node that its rings use.
+
+        Each of its ranks on the node can use one, because every ring leaves by another GPU. If the ranks are not
+        neighbours, the rings use one card and a share ``interleaved`` of the others.
+        """
         return self.fewest if self.neighbours else 1 + interleaved * (self.fewest - 1)
 
     def hop_share(self, stride: int, gpus_per_card: int) -> int:
-        """How many GPUs' parts of a shared network card a hop out of the node gets, such as a ring's.
+        """Bandwidth of a hop out of the node, such as a ring's, in GPUs' parts of a shared network card.
 
-        Of a group's ranks on a node one alone sends to the next node, while the others send inside. So the card
-        carries one message for each of the ``stride`` groups that lie between one another, and not one a GPU.
+        Only one of the group's ranks on a node sends to the next node. The card carries one message for each of the
+        ``stride`` interleaved groups, not one for each GPU.
         """
         return min(self.fewest, max(1, gpus_per_card // stride))
 
 
 @lru_cache(maxsize=4096)
 def placed(size: int, stride: int, gpus: int) -> Placement:
-    """A group on nodes of ``gpus``. One whose block fits into a node is taken to lie in one."""
+    """Placement on nodes of ``gpus`` GPUs. A group whose block fits into a node is assumed to be in one."""
     if stride >= gpus:
         return Placement(size, 1, 1, True)
     if size * stride <= gpus:
@@ -74,7 +77,7 @@ def placed(size: int, stride: int, gpus: int) -> Placement:
         each = gpus // stride
         return Placement(size * stride // gpus, each, each, stride == 1 or each == 1)
     worst = None
-    for first in firsts(size * stride, stride, gpus):
+    for first in group_starts(size * stride, stride, gpus):
         counts = Counter((first + rank * stride) // gpus for rank in range(size)).values()
         key = (-len(counts), min(counts))
         if worst is None or key < worst[0]:
@@ -82,15 +85,15 @@ def placed(size: int, stride: int, gpus: int) -> Placement:
     return worst[1]
 
 
-def firsts(block: int, stride: int, gpus: int) -> set[int]:
-    """Places in a node at which groups begin."""
-    begins = {index * block % gpus for index in range(gpus)}
-    return {(begin + beside) % gpus for begin in begins for beside in range(stride)}
+def group_starts(block: int, stride: int, gpus: int) -> set[int]:
+    """Indices in a node at which groups begin."""
+    blocks = {index * block % gpus for index in range(gpus)}
+    return {(first + offset) % gpus for first in blocks for offset in range(stride)}
 
 
-PLATEAU = 1.4  # of the latency of rings between nodes, all_reduce by Simple
-# What trees keep of their bandwidth at 64 bytes, 128, ... 256 MB: pipelines that do not fill. Between two sizes
-# interpolated, so that more bytes never take less time.
+PLATEAU = 1.4  # NCCL's factor on the latency of all_reduce by Simple rings between nodes
+# Share of their bandwidth that trees reach at 64 bytes, 128, ... 256 MB, where pipelines are not full. Interpolated
+# between two sizes, so that more bytes never take less time.
 FILLED = {
     "ll": (1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 1, 1),
     "ll128": (
@@ -105,10 +108,12 @@ FILLED = {
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """An algorithm: ``latency`` seconds, and ``rate`` seconds a byte that a rank sends.
+    """Seconds of an algorithm by bytes that a rank sends.
 
-    ``filled``: by powers of two from 64 bytes of tensor on, what is kept of the bandwidth; ``tensor``: bytes of it for
-    a byte that is sent.
+    Attributes:
+        latency: seconds. rate: seconds per byte.
+        filled: share of the bandwidth that is reached, by powers of two of the tensor's bytes, from 64 on.
+        tensor: bytes of the tensor per byte that a rank sends.
     """
 
     name: str
@@ -131,10 +136,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Price:
-    """Seconds by bytes: the fastest of ``lines``; the slowest where they are parts that go ``together``.
+    """Seconds by bytes: of the fastest of ``lines``, or of the slowest if they are concurrent parts (``together``).
 
     Attributes:
-        beyond: bytes from which on it is one line, the ``large`` one: most transfers of training are there.
+        beyond: from this number of bytes on the price is that of the line ``large``, as for most transfers of training.
     """
 
     lines: tuple[Line, ...]
@@ -145,7 +150,7 @@ class Price:
     def __post_init__(self) -> None:
         large = (max if self.together else min)(self.lines, key=lambda line: (line.rate, line.latency))
         object.__setattr__(self, "large", large)
-        object.__setattr__(self, "beyond", max(_settled(large, line) for line in self.lines))
+        object.__setattr__(self, "beyond", max(_crossover(large, line) for line in self.lines))
 
     def __call__(self, size: float) -> float:
         if size >= self.beyond:
@@ -154,13 +159,13 @@ class Price:
         return max(times) if self.together else min(times)
 
     def chosen(self, size: float) -> str:
-        """The algorithm that takes this long."""
+        """The name of the line that decides."""
         pick = max if self.together else min
         return pick(self.lines, key=lambda line: line(size)).name
 
 
-def _settled(large: Line, other: Line) -> float:
-    """Bytes from which on ``large``, whose pipeline is full, is not passed by ``other``."""
+def _crossover(large: Line, other: Line) -> float:
+    """Bytes from which on ``large`` has a full pipeline and ``other`` no longer decides."""
     full = 64.0 * 2 ** len(large.filled) / large.tensor if large.filled else 0.0
     if other.rate == large.rate:
         return full
@@ -168,7 +173,7 @@ def _settled(large: Line, other: Line) -> float:
 
 
 def price_of(kind: str, size: int, stride: int, machine: Machine) -> Price:
-    """Of a kind of transfer among ``size`` > 1 ranks ``stride`` apart; kept in the machine's ``prices``."""
+    """The price of a kind of transfer among ``size`` > 1 ranks ``stride`` apart; cached in ``Machine.prices``."""
     where = placed(size, stride, machine.gpus)
     if kind == "all_to_all":
         return _all_to_all(size, where, machine)
@@ -180,7 +185,7 @@ def price_of(kind: str, size: int, stride: int, machine: Machine) -> Price:
 
 
 def bandwidth(where: Placement, machine: Machine, times: float = 1.0, kind: str = "") -> float:
-    """Bytes a second over an edge of a ring; ``times``: of the network cards' bandwidth."""
+    """Bytes per second over an edge of a ring; ``times``: factor on the network cards' bandwidth."""
     calibration = machine.calibration
     inside = machine.link.of(kind).bandwidth * calibration.link
     if where.nodes == 1:
@@ -190,21 +195,21 @@ def bandwidth(where: Placement, machine: Machine, times: float = 1.0, kind: str 
 
 
 def _is_measured(kind: str, where: Placement, machine: Machine) -> bool:
-    """Whether the machine's file has measured this kind on the slowest link that the group crosses."""
+    """Whether the machine's file has measured figures of this kind for the slowest link that the group crosses."""
     return isinstance((machine.network if where.nodes > 1 else machine.link).of(kind), Measured)
 
 
 def _start(kind: str, where: Placement, machine: Machine) -> float:
-    """Seconds that a transfer takes at least, beside its steps; what was measured has them in its steps."""
+    """Least seconds of a transfer in addition to its steps; measured latencies include them."""
     return 0.0 if _is_measured(kind, where, machine) else machine.collective
 
 
 def pruned(lines: Iterator[Line]) -> tuple[Line, ...]:
-    """Without those that another one beats at every size."""
-    found = list(lines)
+    """The lines without those that are slower than another one at every size."""
+    candidates = list(lines)
 
     def beaten(place: int, line: Line) -> bool:
-        for index, other in enumerate(found):
+        for index, other in enumerate(candidates):
             equal = not line.filled and (other.latency, other.rate) == (line.latency, line.rate)
             if index == place or other.filled or (equal and index > place):  # of equals the first stays
                 continue
@@ -212,7 +217,7 @@ def pruned(lines: Iterator[Line]) -> tuple[Line, ...]:
                 return True
         return False
 
-    return tuple(line for place, line in enumerate(found) if not beaten(place, line))
+    return tuple(line for place, line in enumerate(candidates) if not beaten(place, line))
 
 
 def _hop(where: Placement, stride: int, machine: Machine) -> Line:
@@ -226,8 +231,11 @@ def _hop(where: Placement, stride: int, machine: Machine) -> Line:
 
 
 def _all_to_all(size: int, where: Placement, machine: Machine) -> Price:
-    """What stays in the node and what leaves it go at the same time, the latter through the GPU's own card; of the
-    group's worst placed rank, (n - k) / (n - 1) of what it sends leaves. Between two of a node it is one hop."""
+    """Messages within the node and to other nodes travel at the same time, the latter through the GPU's network card.
+
+    The worst placed rank has k of the n ranks on its node and sends (n - k) / (n - 1) of its bytes to other nodes. With
+    two ranks on a node, the transfer within it is one hop.
+    """
     calibration, start = machine.calibration, _start("all_to_all", where, machine)
     near, far = machine.link.of("all_to_all"), machine.network.of("all_to_all")
     within = (where.most - 1) / (size - 1)
@@ -242,8 +250,7 @@ def _all_to_all(size: int, where: Placement, machine: Machine) -> Price:
 
 
 def _one_rate(kind: str, size: int, where: Placement, machine: Machine) -> Line:
-    """Rings at one rate; all_reduce with the latency of a tree, of which only log2 of the nodes is between nodes, where
-    it was not measured."""
+    """Rings at one rate. all_reduce has the latency of a tree, log2(nodes) hops between nodes, unless measured."""
     near, far = machine.link.of(kind).latency, machine.network.of(kind).latency
     if kind == "all_reduce" and not _is_measured(kind, where, machine):
         latency = 2 * ((where.most - 1) * near + log2(where.nodes) * far)
@@ -255,10 +262,10 @@ def _one_rate(kind: str, size: int, where: Placement, machine: Machine) -> Line:
 
 def _lines(kind: str, size: int, where: Placement, machine: Machine, ways: Collectives) -> Iterator[Line]:
     reduces = kind == "all_reduce"
-    tensor = size / (2 * (size - 1)) if reduces else size / (size - 1)  # its bytes for a byte that a ring sends
+    tensor = size / (2 * (size - 1)) if reduces else size / (size - 1)  # bytes of the tensor per byte that a ring sends
     nodes, passes = where.nodes, 2 if reduces else 1
     plain = bandwidth(where, machine)
-    # What these links take longer than those of NCCL's table; Simple's fence crosses them too.
+    # Latency in excess of the links of NCCL's table. Simple's fence adds it a second time.
     near = max(0.0, machine.link.latency - ways.ring_ll.step)
     slower = max(0.0, machine.network.latency - ways.ring_ll.hop)
     for name, ring, tree in ways.protocols():
@@ -268,14 +275,14 @@ def _lines(kind: str, size: int, where: Placement, machine: Machine, ways: Colle
             step, hop = ring.step, ring.hop
             if nodes > 1:
                 step = max(step, ways.post * (3 if simple else 1))
-                apart = tree.hop if tree else LL128_TREE_HOP  # NCCL's table has the tree's hop there, for rings too
+                apart = tree.hop if tree else LL128_TREE_HOP  # as in NCCL's table, for one rank per node
                 hop = (apart if where.most == 1 else ring.hop) + fences * slower
             latency = ring.start + passes * ((size - nodes) * (step + fences * near) + (nodes - 1) * hop)
             if simple and reduces and nodes > 1:
                 latency *= PLATEAU
             yield Line(f"ring {name}", latency, 1 / _capped(plain, ring, nodes))
         if reduces and tree:
-            # Half of a ring's bandwidth is the tensor's: of the bytes that a ring would send, (n - 1) / n.
+            # The tensor has half of a ring's bandwidth; per byte that a ring sends this is (n - 1) / n of it.
             wide = bandwidth(where, machine, 2.0 if nodes == 2 else 1.0)
             rate = size / (size - 1) / _capped(wide, tree, nodes)
             step, hop = tree.step + fences * near, tree.hop + fences * slower
@@ -290,16 +297,16 @@ def _lines(kind: str, size: int, where: Placement, machine: Machine, ways: Colle
         yield Line("pat", latency, 1 / _capped(plain, ways.pat, nodes))
 
 
-def _nvls_tree(size: int, where: Placement, machine: Machine, way: Way, near: float, slower: float) -> Line:
-    """Bytes of the tensor a second: what the switches sum, or what the tree between nodes carries."""
+def _nvls_tree(size: int, where: Placement, machine: Machine, way: Algorithm, near: float, slower: float) -> Line:
+    """The slower of the switches' sums and the tree between nodes decides the rate."""
     inside = machine.link.bandwidth * machine.calibration.link * way.between
-    sent = 2 * (size - 1) / size  # by a ring, for a byte of the tensor
+    sent = 2 * (size - 1) / size  # bytes that a ring sends per byte of the tensor
     cards = machine.network.bandwidth * machine.calibration.network * where.cards(machine.calibration.interleaved)
     rate = min(inside, (2 if where.nodes == 2 else 1) * cards / sent)
     latency = way.start + way.step + 2 * near + 2 * log2(where.nodes) * (way.hop + 2 * slower)
     return Line("nvls tree", latency, 1 / (sent * rate), FILLED["simple"], 1 / sent)
 
 
-def _capped(plain: float, way: Way, nodes: int) -> float:
+def _capped(plain: float, way: Algorithm, nodes: int) -> float:
     share = way.share if nodes == 1 else way.between
     return min(share * plain, way.limits[min(nodes, 3) - 1])

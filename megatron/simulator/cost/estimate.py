@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time of a training step in closed form: microseconds an answer, for planners and tables.
+"""The time of a training step in closed form, within microseconds, for planners and tables.
 
-A step is layers, two ends, micro-batches through a pipeline, gradients and optimizer. Each layer is written down as
-segments of work (layer_operations.py), priced once for a machine and remembered.
+A step consists of layers, embedding and loss, micro-batches in a pipeline, gradients and optimizer. Layers are segments
+of work (layer_operations.py), priced once for each machine and cached.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from megatron.simulator.machines.machine import Machine
 
 @dataclass(frozen=True)
 class Estimate:
-    """A step's time, and what it is worth.
+    """A step's time and throughput.
 
     Attributes:
         seconds: of a step.
-        parts: seconds by what they went to, adding up to ``seconds``: ``gemm``, ``attention``, ``memory`` (norms,
-            activations, copies on the device), ``optimizer``; waiting for ``tp``, ``ulysses``, ``ring``, ``dp``, ``pp``
-            or ``host``; ``bubble`` of the pipeline; ``launching``, where the host is slower than the GPU.
+        parts: seconds by cause, which add up to ``seconds``: ``gemm``, ``attention``, ``memory`` (norms, activations,
+            copies on the device), ``optimizer``; waiting for ``tp``, ``ulysses``, ``ring``, ``dp``, ``pp`` or ``host``;
+            ``bubble`` of the pipeline; ``launching``, where the host is slower than the GPU.
         flops: of the model in a step, all ranks together: causal, without recompute.
-        mfu: ``flops`` over what the GPUs' data sheet would do in the time.
+        mfu: ``flops`` over the FLOPs that the GPUs' peak allows in the time.
         mfu_full_mask_with_recompute: the same as older papers count: the full mask, and recompute as work.
-        tflops: per GPU and second, of ``flops``.
+        tflops: TFLOP/s per GPU, of ``flops``.
         tokens_per_second: of all ranks.
     """
 
@@ -59,7 +59,7 @@ class Estimate:
 
 
 def estimate(workload: Workload, strategy: Strategy, machine: Machine, program: Program = OURS) -> Estimate:
-    """The time of a step on the busiest rank, of our program or of another.
+    """The time of a step on the busiest rank, under this program or another one.
 
     Raises:
         ValueError: the strategy does not divide the model or the batch, such as Ulysses beyond a rank's heads.
@@ -80,7 +80,7 @@ def estimate(workload: Workload, strategy: Strategy, machine: Machine, program: 
 
 
 def model_flops(workload: Workload, *, recompute: bool) -> tuple[float, float]:
-    """FLOPs of a step: of what the mask allows; and full mask, ``recompute`` counted."""
+    """FLOPs of a step: (of pairs that the mask allows, of the full mask with ``recompute`` counted)."""
     one, batch = forward_flops(workload.shape, workload.seq_length), workload.global_batch
     allowed = workload.attended
     return 3 * batch * (one.gemm + allowed * one.attention), (4 if recompute else 3) * batch * (
@@ -89,7 +89,7 @@ def model_flops(workload: Workload, *, recompute: bool) -> tuple[float, float]:
 
 
 def step_parts(workload: Workload, strategy: Strategy, machine: Machine, program: Program = OURS) -> Parts:
-    """Seconds of a step, by what they go to."""
+    """Seconds of a step by cause (``Estimate.parts``)."""
     shape, pipeline = workload.shape, strategy.pipeline
     batches = strategy.micro_batches(workload)
     if batches < 1 or workload.global_batch % (strategy.data * strategy.micro_batch):
@@ -98,26 +98,26 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine, program
             f"{strategy.micro_batch}"
         )
     sample = _sample(workload, strategy.slowest(workload) * strategy.busiest(workload))
-    first, last = priced_ends(sample, _of_the_ends(strategy), machine, program)
+    first, last = priced_ends(sample, _ends_key(strategy), machine, program)
 
     def on_stage(stage: int) -> tuple[States, Parts, Parts, Parts]:
-        """What it holds; parts of a micro-batch; both passes of a layer, or their mean over two kinds."""
+        """(its parameters, parts of a micro-batch, a layer's forward and backward, their mean over kinds of layers)."""
         held, parts, forward, backward = states(shape, strategy, stage), {}, {}, {}
         for how, layers in strategy.layer_kinds(held.layers):
-            passes = priced_layer(sample, _of_a_layer(how), machine, program)
+            passes = priced_layer(sample, _layer_key(how), machine, program)
             for mean, one in zip((forward, backward), passes):
                 add(parts, one, layers)
                 add(mean, one, layers / held.layers)
         return held, add(parts, last) if stage == pipeline - 1 else parts, forward, backward
 
-    found = on_stage(busiest_stage(strategy))
-    others = (pipeline - 1) * (sum(found[1].values()) - sum(last.values()))
+    busiest = on_stage(busiest_stage(strategy))
+    others = (pipeline - 1) * (sum(busiest[1].values()) - sum(last.values()))
     if strategy.uneven:
-        whole = [sum(on_stage(stage)[1].values()) for stage in (0, min(1, pipeline - 2), pipeline - 1)]
-        others = whole[0] + (pipeline - 2) * whole[1] + whole[2] - max(whole)
-        if whole[2] < max(whole):  # a stage before the last, with more layers and no loss
-            found = on_stage(0 if whole[0] == max(whole) else 1)
-    held, parts, forward, backward = found
+        seconds = [sum(on_stage(stage)[1].values()) for stage in (0, min(1, pipeline - 2), pipeline - 1)]
+        others = seconds[0] + (pipeline - 2) * seconds[1] + seconds[2] - max(seconds)
+        if seconds[2] < max(seconds):  # an earlier stage has more layers, without the loss
+            busiest = on_stage(0 if seconds[0] == max(seconds) else 1)
+    held, parts, forward, backward = busiest
     if pipeline == 1:
         add(parts, first)
     if strategy.zero >= 2:
@@ -131,18 +131,18 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine, program
     for transfer in sum_shared_gradients(shape, strategy, held):
         total[transfer.axis] = total.get(transfer.axis, 0.0) + transfer_seconds(transfer, machine)
     total["optimizer"] = kernel_seconds(optimizer_step(strategy, held.all, ours=program.runs == "ours"), machine)
-    if "launching" in total:  # else the host is ahead by now
+    if "launching" in total:  # otherwise the host is ahead of the GPU at the end of the step
         launching = machine.dispatch * program.optimizer_launches(held.layers)
         total["launching"] += max(0.0, launching - total["optimizer"])
     return total
 
 
 def pass_seconds(workload: Workload, strategy: Strategy, machine: Machine) -> float:
-    """Of all layers and both ends in a micro-batch, on one pipeline stage: what ways to save memory differ by."""
+    """Seconds of all layers, embedding and loss in a micro-batch without a pipeline, to compare memory savings."""
     sample = _sample(workload, strategy.slowest(workload) * strategy.busiest(workload))
-    took = sum(map(sum, (part.values() for part in priced_ends(sample, _of_the_ends(strategy), machine))))
+    took = sum(map(sum, (part.values() for part in priced_ends(sample, _ends_key(strategy), machine))))
     for how, layers in strategy.layer_kinds(workload.shape.layers):
-        took += layers * sum(map(sum, (part.values() for part in priced_layer(sample, _of_a_layer(how), machine))))
+        took += layers * sum(map(sum, (part.values() for part in priced_layer(sample, _layer_key(how), machine))))
     return took
 
 
@@ -156,27 +156,27 @@ def _sharded_layers(
     program: Program,
     rooted: bool,
 ) -> None:
-    """ZeRO 2 and 3: weights come while the layer before runs, gradients leave while the one below does."""
+    """ZeRO 2 and 3: a layer's weights are gathered, and its gradients reduced, while the layer next to it computes."""
     gather = transfer_seconds(gather_parameters(strategy, held.layer), machine)
     scatter = transfer_seconds(reduce_gradients(strategy, held.layer, program.gradients), machine)
     again = gather if strategy.zero == 3 else 0.0
-    felt = 1 - machine.calibration.overlap
+    slowdown = 1 - machine.calibration.overlap
     weights, gradients = strategy.overlap_param_gather, strategy.overlap_grad_reduce
-    waited = max(felt * gather, gather - forward) if weights else gather
-    beside = again * weights + scatter * gradients
-    waited += max(felt * beside, beside - backward) + again * (not weights) + scatter * (not gradients)
-    # The embedding comes first and leaves last. An output layer of its own travels beside the layers; read by a loss in
-    # chunks, or tied, it is part of FSDP's root, and its weight and gradient travel with the embedding's.
+    waited = max(slowdown * gather, gather - forward) if weights else gather
+    overlapped = again * weights + scatter * gradients
+    waited += max(slowdown * overlapped, overlapped - backward) + again * (not weights) + scatter * (not gradients)
+    # The embedding is gathered first and reduced last. The transfers of a separate output layer overlap the layers. If
+    # it is tied or a chunked loss reads it, it is part of FSDP's root and is transferred with the embedding.
     alone = held.ends if rooted or program.runs != "ours" or not (weights and gradients) else held.table
     ends, hidden = (
         transfer_seconds(gather_parameters(strategy, size), machine)
         + transfer_seconds(reduce_gradients(strategy, size, program.gradients), machine)
         for size in (alone, held.ends - alone)
     )
-    ends += felt * hidden
+    ends += slowdown * hidden
     copies = split_and_join(strategy, held.all)
     parts["memory"] = parts.get("memory", 0.0) + kernel_seconds(copies, machine)
-    # What nothing hides: the first layer's weights, the last one's gradients, and the ends'.
+    # Nothing overlaps the first layer's weights, the last gradients and the root's transfers.
     first = gather * weights + scatter * gradients
     parts["dp"] = parts.get("dp", 0.0) + waited * held.layers + first + ends
 
@@ -184,15 +184,15 @@ def _sharded_layers(
 def _exposed_states(
     forward: Parts, backward: Parts, strategy: Strategy, held: States, machine: Machine, program: Program
 ) -> float:
-    """DDP and ZeRO 1: what the last backward pass does not hide of the gradients, the first forward of the weights."""
-    felt = 1 - machine.calibration.overlap
+    """DDP and ZeRO 1: seconds of gradients and weights that the last backward and the first forward do not overlap."""
+    slowdown = 1 - machine.calibration.overlap
 
-    def exposed(took: float, overlapped: bool, beside: float) -> float:
+    def exposed(took: float, overlapped: bool, layer: float) -> float:
         if not overlapped:
             return took
-        # What comes last, the embedding's gradient and a bucket, or first, has nothing to hide behind.
+        # Nothing overlaps the last transfers (the embedding's gradient and a bucket), or the first of weights.
         tail = took * min(1.0, (last_bucket(strategy, held, ours=program.runs == "ours") + held.table) / held.all)
-        return tail + max(felt * (took - tail), took - tail - beside * held.layers)
+        return tail + max(slowdown * (took - tail), took - tail - layer * held.layers)
 
     reduce = transfer_seconds(reduce_gradients(strategy, held.all, program.gradients), machine)
     waited = exposed(reduce, strategy.overlap_grad_reduce, sum(backward.values()))
@@ -205,43 +205,45 @@ def _exposed_states(
 def _pipeline(
     total: Parts, others: float, workload: Workload, strategy: Strategy, machine: Machine, program: Program
 ) -> None:
-    """1F1B: a micro-batch on the ``others``, before the busiest stage's first and after its last; fewer layers at a
-    time with virtual stages."""
-    felt = 1 - machine.calibration.overlap if program.overlap and strategy.virtual > 1 else 1.0
-    total["pp"] = total.get("pp", 0.0) + felt * transfer_seconds(stage_transfer(workload, strategy), machine)
+    """Adds messages and the bubble of 1F1B: the seconds of a micro-batch on the other stages (``others``).
+
+    Virtual stages divide the bubble.
+    """
+    exposed = 1 - machine.calibration.overlap if program.overlap and strategy.virtual > 1 else 1.0
+    total["pp"] = total.get("pp", 0.0) + exposed * transfer_seconds(stage_transfer(workload, strategy), machine)
     total["bubble"] = others / strategy.virtual
 
 
-# What neither feels: they share their price.
-_ANY = {
+# Fields that change neither a layer's nor the ends' price; strategies that differ in them share a cache entry.
+_IRRELEVANT = {
     "data": 1, "pipeline": 1, "virtual": 1, "first_less": 0, "last_less": 0,
     "overlap_grad_reduce": True, "overlap_param_gather": True,
 }  # fmt: skip
 
 
 def _summing(strategy: Strategy) -> int:
-    """A stage of ZeRO that sums gradients in the same way: 1 as DDP, 2 as FSDP."""
+    """The ZeRO stage that stands for how gradients are summed: 1 for DDP, 2 for FSDP."""
     return 2 if strategy.zero > 1 else 1
 
 
-def _of_a_layer(strategy: Strategy) -> Strategy:
-    """The strategy without what a layer does not feel, so that more of them share a price."""
+def _layer_key(strategy: Strategy) -> Strategy:
+    """The strategy without fields that do not change a layer's price."""
     unit = min(strategy.recompute_layers, 2) if strategy.fpdt_chunk and strategy.recompute == "full" else 1
-    return strategy.but(loss_chunks=0, recompute_layers=unit, zero=_summing(strategy), **_ANY)
+    return strategy.but(loss_chunks=0, recompute_layers=unit, zero=_summing(strategy), **_IRRELEVANT)
 
 
-def _of_the_ends(strategy: Strategy) -> Strategy:
-    """The same of what the embedding and the loss do not feel. FPDT derives the chunks of the loss from its own."""
+def _ends_key(strategy: Strategy) -> Strategy:
+    """The strategy without fields that do not change the ends' price. FPDT's chunk decides those of the loss."""
     return strategy.but(
         recompute="none", recompute_layers=1, recompute_method="uniform", offload_checkpoints=False,
         fpdt_offload=False, ffn_chunks=strategy.ffn_chunks if strategy.fpdt_chunk else 0, zero=_summing(strategy),
-        **_ANY,
+        **_IRRELEVANT,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
 def _sample(workload: Workload, slowest: float) -> Workload:
-    """A sample of the busiest data-parallel rank, on its ring's busiest rank."""
+    """One sample, with the keys that the busiest rank sees."""
     keys = min(workload.keys * slowest, workload.seq_length / 2)
     return replace(workload, global_batch=1, keys=keys, spread=0.0, uneven=())
 
@@ -250,14 +252,14 @@ def _sample(workload: Workload, slowest: float) -> Workload:
 def priced_layer(
     workload: Workload, strategy: Strategy, machine: Machine, program: Program = OURS
 ) -> tuple[Parts, Parts]:
-    """Of a micro-batch: a layer's forward and backward pass."""
+    """Seconds of a layer's forward and backward pass in a micro-batch."""
     forward, backward = (as_run(part, workload.shape, program) for part in layer(workload, strategy))
     backward = computed_again(forward, program) + backward
     return _priced(forward, machine, program), _priced(backward, machine, program, backward=True)
 
 
 def _priced(segments: list[Segment], machine: Machine, program: Program, *, backward: bool = False) -> Parts:
-    """Of a pass, which takes at least as long as the host needs to launch it."""
+    """Seconds of a pass, which takes at least as long as the host needs to launch it."""
     parts, own = price_and_launches(segments, machine)
     return host_bound(parts, machine.dispatch * program.launches(own, backward=backward))
 
@@ -266,7 +268,7 @@ def _priced(segments: list[Segment], machine: Machine, program: Program, *, back
 def priced_ends(
     workload: Workload, strategy: Strategy, machine: Machine, program: Program = OURS
 ) -> tuple[Parts, Parts]:
-    """Of a micro-batch: the embedding's both passes, the loss' both."""
+    """Seconds in a micro-batch of (both passes of the embedding, both passes of the loss)."""
     first, last = (as_run(part, workload.shape, program, linear=False) for part in ends(workload, strategy))
     launched = OWN_ENDS if program.runs == "ours" else (0, 0)
     return tuple(

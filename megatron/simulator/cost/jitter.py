@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step takes when ranks are not equally fast: at every collective that compute waits for, the slowest decides.
+"""Time of a step on ranks whose speed varies: a collective waits for the slowest rank of its group.
 
-Between two such waits a rank computes for some seconds, each time a little more or less: its time is log-normal around
-them with a coefficient of variation. A collective of n ranks begins when the last of them is there, after the largest
-of n such times; over a step these add up. Groups that only meet at the end of the step, as data-parallel replicas do,
-differ in their sums, of which again the largest counts.
+A rank's compute time between two waits is log-normal, with a coefficient of variation. A collective of n ranks begins
+after the largest of n such times, and a step adds these up. Groups that wait for each other only at the end of the
+step, such as data-parallel replicas, differ in their sums, and the largest sum counts.
 
-Sums of many waits are taken as normal. Times are drawn from a generator with a seed: the same seed, the same times.
+Sums of many waits are taken as normal. Times are drawn from a generator with a fixed seed.
 """
 
 from __future__ import annotations
@@ -26,26 +25,22 @@ from megatron.simulator.cost.operations import Segment
 from megatron.simulator.cost.seconds import kernel_seconds
 from megatron.simulator.machines.machine import Machine
 
-QUANTILES = 4000  # points at which the largest of n is summed up
+QUANTILES = 4000  # points over which the distribution of the largest of n is averaged
 NORMAL = NormalDist()
 
 
 @dataclass(frozen=True)
 class Jitter:
-    """Attributes:
-    variation: standard deviation over mean of a rank's compute between two waits.
-    seed: of the generator. steps: that are drawn.
-    """
+    """How much the ranks' speed varies."""
 
-    variation: float
-    seed: int = 1234
-    steps: int = 1000
+    variation: float  # standard deviation over mean of a rank's compute between two waits
+    seed: int = 1234  # of the generator
+    steps: int = 1000  # number of steps to draw
 
 
 @dataclass
 class Waits:
-    """Compute between waits: for each size of group, how many waits, the sum of the seconds before them, and of the
-    squares of these."""
+    """Compute between waits: by group size, (number of waits, sum of the seconds before them, sum of their squares)."""
 
     by_ranks: dict[int, tuple[float, float, float]] = field(default_factory=dict)
 
@@ -56,7 +51,7 @@ class Waits:
             self.by_ranks[ranks] = waits + count, total + count * seconds, squares + count * seconds**2
 
     def grow(self, since: Waits, times: float) -> None:
-        """What was added after ``since`` happens ``times`` times more."""
+        """Repeat everything that was added after ``since`` another ``times`` times."""
         for ranks, now in self.by_ranks.items():
             then = since.by_ranks.get(ranks, (0.0, 0.0, 0.0))
             self.by_ranks[ranks] = tuple(new + times * (new - old) for new, old in zip(now, then))
@@ -67,14 +62,14 @@ class Waits:
 
 @dataclass(frozen=True)
 class Spread:
-    """Seconds of a step: on average, and what one in twenty exceeds."""
+    """Seconds of a step: mean and 95th percentile."""
 
     mean: float
     p95: float
 
 
 def spread(seconds: float, waits: Waits, ranks: int, jitter: Jitter) -> Spread:
-    """Of a step that takes ``seconds`` where all ``ranks`` are equally fast."""
+    """Of a step that takes ``seconds`` if all ``ranks`` are equally fast."""
     mean = variance = 0.0
     for group, (_, total, squares) in waits.by_ranks.items():
         largest, deviation = largest_of(group, jitter.variation)
@@ -89,11 +84,11 @@ def spread(seconds: float, waits: Waits, ranks: int, jitter: Jitter) -> Spread:
     return Spread(sum(drawn) / len(drawn), drawn[int(0.95 * (len(drawn) - 1))])
 
 
-def told(found: Spread, jitter: Jitter) -> str:
-    """A sentence."""
+def describe(result: Spread, jitter: Jitter) -> str:
+    """A sentence for reports."""
     return (
-        f"with ranks whose compute varies by {100 * jitter.variation:g} % a step takes {found.mean:.4g} s on average, "
-        f"and one in twenty more than {found.p95:.4g} s (seed {jitter.seed})"
+        f"with ranks whose compute varies by {100 * jitter.variation:g} % a step takes {result.mean:.4g} s on average, "
+        f"and one in twenty more than {result.p95:.4g} s (seed {jitter.seed})"
     )
 
 
@@ -103,32 +98,32 @@ def largest_of(ranks: int, variation: float) -> tuple[float, float]:
     if variation == 0:
         return 1.0, 0.0
     sigma = sqrt(log(1 + variation**2))
-    found = []
+    values = []
     for index in range(QUANTILES):
         level = ((index + 0.5) / QUANTILES) ** (1 / ranks)
-        found.append(exp(sigma * NORMAL.inv_cdf(level) - sigma**2 / 2))
-    mean = sum(found) / QUANTILES
-    return mean, sqrt(sum((value - mean) ** 2 for value in found) / QUANTILES)
+        values.append(exp(sigma * NORMAL.inv_cdf(level) - sigma**2 / 2))
+    mean = sum(values) / QUANTILES
+    return mean, sqrt(sum((value - mean) ** 2 for value in values) / QUANTILES)
 
 
-# A step on ranks that are not equally fast, in closed form: where compute waits for others, and what that costs.
+# --- the closed form of a step ---
 #
-# A layer's compute is taken to lie evenly between the transfers that it waits for: those of TP, Ulysses and Ring, and
-# under ZeRO 2 and 3 the weights and gradients. Without any of them ranks meet once, at the end of the step.
+# A layer's compute is assumed to be spread evenly between the transfers that it waits for: those of TP, Ulysses and
+# Ring, and under ZeRO 2 and 3 those of weights and gradients. Without any of them, ranks wait once, at the end of the
+# step.
 
 
 def step_spread(
     workload: Workload, strategy: Strategy, machine: Machine, jitter: Jitter, program: Program = OURS
 ) -> Spread:
-    """Mean and 95th percentile of a step's seconds, which are :func:`~megatron.simulator.cost.estimate.estimate`'s
-    where all ranks are equally fast."""
+    """Mean and 95th percentile of a step's seconds; without jitter both are those of ``estimate``."""
     seconds = estimate(workload, strategy, machine, program).seconds
     return spread(seconds, step_waits(workload, strategy, machine, program), strategy.ranks, jitter)
 
 
 def step_waits(workload: Workload, strategy: Strategy, machine: Machine, program: Program = OURS) -> Waits:
-    """Of a step: its layers' compute, cut at what they wait for; in a pipeline also of the bubble, which is others'."""
-    found, compute = Waits(), 0.0
+    """Waits of a step. In a pipeline they include the bubble, in which other stages compute."""
+    result, compute = Waits(), 0.0
     shared = strategy.group("dp").size
     times = strategy.micro_batches(workload) + (strategy.pipeline - 1) / strategy.virtual
     for how, layers in strategy.layer_kinds(strategy.most_layers(workload.shape.layers)):
@@ -136,22 +131,22 @@ def step_waits(workload: Workload, strategy: Strategy, machine: Machine, program
             segments = as_run(plain, workload.shape, program)
             took = sum(part.count * kernel_seconds(one, machine) for part in segments for one in part.kernels)
             compute += times * layers * took
-            met = meetings(segments)
+            met = waits_by_group_size(segments)
             if strategy.zero >= 2 and shared > 1:
                 met[shared] += 1 + (backward and strategy.zero == 3)
             waits = sum(met.values())
             for ranks, count in met.items():
-                found.add(ranks, took / waits, times * layers * count)
-    if not found.by_ranks:
-        found.add(shared, compute)
-    return found
+                result.add(ranks, took / waits, times * layers * count)
+    if not result.by_ranks:
+        result.add(shared, compute)
+    return result
 
 
-def meetings(segments: list[Segment]) -> Counter[int]:
-    """How often groups of each size wait for one another."""
-    found: Counter[int] = Counter()
+def waits_by_group_size(segments: list[Segment]) -> Counter[int]:
+    """Number of waits by group size."""
+    waits: Counter[int] = Counter()
     for part in segments:
         for transfer in part.transfers:
             if transfer.axis != "pp" and transfer.group.size > 1:
-                found[transfer.group.size] += part.count * transfer.count
-    return found
+                waits[transfer.group.size] += part.count * transfer.count
+    return waits

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One transformer layer's forward and backward pass on one rank, written down as segments of work."""
+"""Forward and backward pass of one transformer layer on one rank, as segments of work."""
 
 from __future__ import annotations
 
@@ -12,29 +12,27 @@ from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.simulator.cost.attention_operations import (
     Attended,
     attended,
-    beside_ffn_backward,
     chunked_backward,
     chunked_forward,
-    loaded_beside,
+    copied_in_ffn_backward,
+    loaded_in_backward,
     ring_backward,
     ring_forward,
-    stored_beside,
+    stored_in_forward,
     to_heads,
     to_sequence,
 )
 from megatron.simulator.cost.operations import BF16, FP32, Segment, collective, gemm, memory
 from megatron.simulator.cost.trace import Collective, HostCopy, Kernel, Transfer
 
-# What a layer does to each token by itself: projections, norms, MLP, and their tensor parallelism.
+# Projections, norms, MLP, and their tensor parallelism.
 #
-# ``tokens`` is what a TP group holds together; between linear layers each of its ranks has a share of them (sequence
-# parallel) or all. The forward pass waits for TP's transfers; in the backward pass megatron-core overlaps those of a
-# column-parallel layer with its two matrix products (core/tensor_parallel/layers.py,
-# LinearWithGradAccumulationAndAsyncCommunication).
+# ``tokens`` are those of a TP group; between linear layers each of its ranks has a share of them (sequence parallel) or
+# all. The forward pass waits for TP's transfers; in the backward pass megatron-core overlaps those of a column-parallel
+# layer with its two matrix products (core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication).
 
-
-# Bytes of a number that is rotated. By one kernel (context_parallel/positions/rope_kernel.py): read and written once.
-# By PyTorch's operations in fp32 (rope.py): widen 6, times cosine 8, plus the other one times sine 12, narrow 6.
+# Bytes per rotated number. One kernel (context_parallel/positions/rope_kernel.py) reads and writes it once. PyTorch's
+# operations in fp32 (rope.py): cast up 6, times cosine 8, plus the other half times sine 12, cast down 6.
 ROTARY_BYTES, UNFUSED_ROTARY_BYTES = 2 * BF16, 32
 
 
@@ -107,14 +105,14 @@ def mlp_grad(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) ->
 
 
 def entering(strategy: Strategy, width: int, tokens: float) -> tuple[Transfer, ...]:
-    """What a column-parallel layer on ``width`` wide tokens waits for in the forward pass, a row-parallel one's
-    gradient in the backward pass."""
+    """The gather in front of a column-parallel layer, and of a row-parallel layer's gradient; tokens have ``width``."""
     if strategy.tensor == 1 or not strategy.sequence_parallel:
         return ()
     return (collective("all_gather", "tp", strategy.group("tp"), BF16 * tokens * width),)
 
 
 def leaving(strategy: Strategy, width: int, tokens: float) -> tuple[Transfer, ...]:
+    """The reduction after a row-parallel layer, and after a column-parallel layer's gradient."""
     if strategy.tensor == 1:
         return ()
     kind = "reduce_scatter" if strategy.sequence_parallel else "all_reduce"
@@ -122,17 +120,19 @@ def leaving(strategy: Strategy, width: int, tokens: float) -> tuple[Transfer, ..
 
 
 def _qkv(shape: Shape, tensor: int) -> int:
-    """Columns of the QKV projection on a TP rank: an even share, also where that is less than a key/value head."""
+    """Columns of the QKV projection on a TP rank: an equal share, even if it is less than a key/value head."""
     return (shape.heads + 2 * shape.kv_heads) * shape.head_dim // tensor
 
 
 def _all_of_qkv(kind: Collective, shape: Shape, strategy: Strategy, tokens: float, count: int) -> list[Segment]:
-    """With more TP ranks than key/value heads core gathers queries, keys and values of all ranks, and each takes what
-    its heads need (core/transformer/attention.py, get_query_key_value_tensors)."""
+    """With more TP ranks than key/value heads core gathers queries, keys and values of all TP ranks.
+
+    Each rank then selects those of its heads (core/transformer/attention.py, get_query_key_value_tensors).
+    """
     if shape.kv_heads >= strategy.tensor:
         return []
     whole, backward = BF16 * tokens * _qkv(shape, 1), kind == "reduce_scatter"
-    # Ranks' columns are joined by a copy; their gradient is first made as wide as all of them, of zeros.
+    # A copy joins the ranks' columns; in backward a gradient for all columns is first filled with zeros.
     copies = memory("join", (4 if backward else 2) * whole, backward=backward)
     return [
         Segment(transfers=(collective(kind, "tp", strategy.group("tp"), whole),), count=count),
@@ -164,9 +164,11 @@ def _leave(shape: Shape, strategy: Strategy, tokens: float, count: int) -> list[
 
 
 def _weight_grad(name: str, strategy: Strategy, tokens: float, n: int, k: int, count: int) -> tuple[Kernel, ...]:
-    """The product, and what adds it up in fp32: DDP's main gradients; those of FSDP (which sums once a micro-batch,
-    when gradients travel) where a layer goes through in ``count`` pieces. Of these the first is made wide, and their
-    sum narrow."""
+    """The product, and the kernel that adds it to an fp32 gradient.
+
+    DDP has main gradients to add to. FSDP reduces gradients once per micro-batch; only a layer that runs in ``count``
+    chunks has an fp32 sum: the first chunk is cast up, and the sum down.
+    """
     product, each = gemm(name + "_wgrad", n, k, tokens, backward=True), BF16 + 2 * FP32
     if strategy.zero > 1 and strategy.fused:
         if not (strategy.fpdt_chunk or (strategy.ffn_chunks and name.startswith("mlp"))):
@@ -194,7 +196,7 @@ def _row_grad(name: str, shape: Shape, strategy: Strategy, tokens: float, width:
 
 
 def layer(workload: Workload, strategy: Strategy) -> tuple[list[Segment], list[Segment]]:
-    """(forward, backward with what it recomputes), of one layer and micro-batch.
+    """(forward, backward with recompute) of one layer and micro-batch.
 
     Raises:
         ValueError: Ulysses does not divide a TP rank's heads.
@@ -211,32 +213,29 @@ def layer(workload: Workload, strategy: Strategy) -> tuple[list[Segment], list[S
         forward, backward = streamed(workload, strategy, a, forward, backward)
     elif strategy.offload_checkpoints:
         inputs = BF16 * strategy.local_tokens(workload) * workload.shape.hidden
-        forward = beside(forward, HostCopy("to_host", inputs))
-        backward = beside(backward, HostCopy("to_device", inputs))
+        forward = spread_evenly(forward, HostCopy("to_host", inputs))
+        backward = spread_evenly(backward, HostCopy("to_device", inputs))
     return forward, backward
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer, and the pieces that its tokens go through attention's ends and the FFN in.
-
-    ``ffn_chunks``: 0: the FFN is whole.
-    """
+    """A layer and the numbers of its chunks."""
 
     shape: Shape
     strategy: Strategy
     attended: Attended
-    chunks: int
-    ffn_chunks: int
+    chunks: int  # for projections and attention
+    ffn_chunks: int  # 0: the FFN is not cut
 
     @property
     def rows(self) -> float:
-        """Tokens of a chunk, of a TP group."""
+        """Tokens of a chunk in a TP group."""
         return self.attended.rows / self.chunks
 
     def stored(self) -> tuple[HostCopy, ...]:
-        """What leaves for host memory beside a forward pass."""
-        return stored_beside(self.attended, self.strategy, self.chunks) if self.strategy.fpdt_chunk else ()
+        """Copies to host memory that a forward pass overlaps."""
+        return stored_in_forward(self.attended, self.strategy, self.chunks) if self.strategy.fpdt_chunk else ()
 
     def project(self) -> list[Segment]:
         return project(self.shape, self.strategy, self.rows, self.chunks)
@@ -252,30 +251,32 @@ class _Layer:
 def streamed(
     workload: Workload, strategy: Strategy, a: Attended, forward: list[Segment], backward: list[Segment]
 ) -> tuple[list[Segment], list[Segment]]:
-    """With the hidden states that pass through the device chunk by chunk (docs/inside/host-copies.md): forward one
-    in and one out; backward input and gradient in and a gradient out, by keys also input and gradient once more;
-    recompute reads the input again."""
+    """Both passes with the copies of streamed hidden states (docs/use/fpdt.md, "What is copied").
+
+    Forward loads one state and stores one. Backward loads input and gradient and stores a gradient; by keys it also
+    loads input and gradient a second time. Recompute loads the input again.
+    """
     state = BF16 * strategy.local_tokens(workload) * workload.shape.hidden
     by_keys = a.ring > 1 or goes_by_keys(a.heads, a.kv_heads, BF16)
     reads, writes = (4, 2) if by_keys else (2, 1)
     reads += strategy.recompute == "full"
     for direction, there, back in (("to_device", 1, reads), ("to_host", 1, writes)):
-        forward = beside(forward, HostCopy(direction, there * state))
-        backward = beside(backward, HostCopy(direction, back * state))
+        forward = spread_evenly(forward, HostCopy(direction, there * state))
+        backward = spread_evenly(backward, HostCopy(direction, back * state))
     return forward, backward
 
 
-FLOPS_A_BYTE = 200.0  # of GPUs' data sheets: 156 (A100) to 295 (H100) FLOP/s in bf16 over memory's bytes a second
+FLOPS_PER_BYTE = 200.0  # bf16 FLOP/s over memory bandwidth in data sheets: 156 (A100) to 295 (H100)
 
 
-def beside(segments: list[Segment], *copies: HostCopy) -> list[Segment]:
-    """The copies spread over all kernels, by their number: they have the time of all of them."""
+def spread_evenly(segments: list[Segment], *copies: HostCopy) -> list[Segment]:
+    """The copies divided over all segments with kernels, in equal shares."""
     return _spread(segments, [1.0 if segment.kernels else 0.0 for segment in segments], copies)
 
 
-def beside_work(segments: list[Segment], *copies: HostCopy) -> list[Segment]:
-    """The same, of copies that wait for nothing, by the kernels' work."""
-    work = [sum(kernel.flops + FLOPS_A_BYTE * kernel.bytes for kernel in segment.kernels) for segment in segments]
+def spread_by_work(segments: list[Segment], *copies: HostCopy) -> list[Segment]:
+    """The copies, which depend on nothing in the pass, divided over all segments by their kernels' work."""
+    work = [sum(kernel.flops + FLOPS_PER_BYTE * kernel.bytes for kernel in segment.kernels) for segment in segments]
     return _spread(segments, work, copies) if copies else segments
 
 
@@ -294,11 +295,11 @@ def _spread(segments: list[Segment], shares: list[float], copies: Sequence[HostC
 
 def _forward(work: _Layer, *, saving: bool) -> list[Segment]:
     segments = [*work.project(), *_attention(work, saving=saving), *work.output(), *work.ffn(mlp)]
-    return beside_work(segments, *(work.stored() if saving else ()))
+    return spread_by_work(segments, *(work.stored() if saving else ()))
 
 
 def _again(work: _Layer) -> list[Segment]:
-    """What full recompute adds. A chunked layer alone stops at attention's output: the rest runs again anyway."""
+    """Segments that full recompute adds. For a single chunked layer it ends with attention: backward runs the rest."""
     strategy, a = work.strategy, work.attended
     if not strategy.fpdt_chunk or strategy.recompute_layers > 1:
         return _forward(work, saving=True)
@@ -307,7 +308,7 @@ def _again(work: _Layer) -> list[Segment]:
         *to_heads(a, strategy, work.rows, work.chunks),
         *chunked_forward(a, strategy, work.chunks, saving=True),
     ]
-    return beside_work(segments, *work.stored())
+    return spread_by_work(segments, *work.stored())
 
 
 def _attention(work: _Layer, *, saving: bool) -> list[Segment]:
@@ -321,14 +322,14 @@ def _backward(work: _Layer) -> list[Segment]:
     shape, strategy, a, rows, chunks = work.shape, work.strategy, work.attended, work.rows, work.chunks
     tiles = chunked_backward(a, strategy, chunks) if strategy.fpdt_chunk else ring_backward(a, strategy)
     segments = [
-        *beside(work.ffn(mlp_grad), *beside_ffn_backward(a, strategy, chunks)),
+        *spread_evenly(work.ffn(mlp_grad), *copied_in_ffn_backward(a, strategy, chunks)),
         *output_grad(shape, strategy, rows, chunks),
         *to_sequence(a, strategy, rows, chunks, backward=True),
         *tiles,
         *to_heads(a, strategy, rows, chunks, backward=True),
         *project_grad(shape, strategy, rows, chunks),
     ]
-    if not strategy.fpdt_chunk:  # runs of the FFN are computed again on their way back
+    if not strategy.fpdt_chunk:  # a chunked FFN computes its forward pass again
         return [*work.ffn(mlp), *segments] if work.ffn_chunks else segments
     # Chunked layers keep nothing between a chunk's passes: projections and FFN run again before their gradients.
     segments = [
@@ -338,4 +339,4 @@ def _backward(work: _Layer) -> list[Segment]:
         *work.project(),
         *segments,
     ]
-    return beside_work(segments, *loaded_beside(a, strategy, chunks))
+    return spread_by_work(segments, *loaded_in_backward(a, strategy, chunks))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What nccl-tests measured beside what we expect, and as the fields of a machine's file."""
+"""Reads nccl-tests' output, compares it with a machine's predictions, and derives fields of a machine file from it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,9 @@ from megatron.simulator.machines.machine import Machine
 from megatron.training.json_file import read_bytes
 from megatron.training.refusal import Refusal
 
-# Reads what nccl-tests prints (all_reduce_perf and its like); cost/nccl_tests.py makes a machine's fields of it.
-#
-# A table has, for each size in bytes of the whole tensor, microseconds and two bandwidths, out of place and in
-# place. The bus bandwidth is what a rank sends in a ring over the time (nccl-tests' doc/PERFORMANCE.md): the same
-# bytes that a transfer has here. Lines may begin with anything, as mpirun and srun put it there.
-
+# all_reduce_perf and similar programs print tables that have, for each size of the complete tensor in bytes,
+# microseconds and two bandwidths, out of place and in place. The bus bandwidth counts the bytes that a rank sends in a
+# ring (nccl-tests' doc/PERFORMANCE.md), as `trace.Transfer` does. mpirun and srun may put a prefix before each line.
 
 KINDS = {
     "all_reduce": "all_reduce", "all_gather": "all_gather", "reduce_scatter": "reduce_scatter",
@@ -26,7 +23,7 @@ KINDS = {
 }  # fmt: skip
 PROGRAM = re.compile(rf"\b({'|'.join(KINDS)})_perf")
 RANK = re.compile(r"Rank +(\d{1,9}) .*\bon +(\S+) +device")
-LONGEST_LINE = 1000  # characters that are looked at
+LONGEST_LINE = 1000  # characters that are read
 # size, count, type, operation (some have none), root, then twice: microseconds, GB/s, GB/s, errors.
 ROW = re.compile(
     r"(?:^|\s)(?P<size>\d+) +(?P<count>\d+) +(?P<type>[a-z]+\w*) +(?P<redop>[a-z]+) +(?:-?\d+ +)?"
@@ -39,9 +36,9 @@ class Run:
     """One table.
 
     Attributes:
-        kind: as a transfer's; ranks, nodes: that took part, as many ranks on each node; 0 nodes where the text does
-            not say, which is taken as full nodes.
-        rows: (bytes that a rank sends in a ring, seconds), the better of out of place and in place; sizes rise.
+        kind: as of `trace.Transfer`.
+        ranks, nodes: of the test, with the same number of ranks on each node; 0 nodes: unknown, full nodes are assumed.
+        rows: (bytes that a rank sends in a ring, seconds) by rising size, the better of out of place and in place.
     """
 
     kind: str
@@ -51,33 +48,33 @@ class Run:
 
     @property
     def bus(self) -> float:
-        """Bytes a second of the largest message."""
+        """Bytes per second of the largest message."""
         size, took = self.rows[-1]
         return size / took
 
 
 def read_runs(path: str | Path, kind: str | None = None) -> list[Run]:
-    """All tables of a file; ``kind``: of those that do not say what they are, by nccl-tests' name.
+    """All tables of a file; ``kind``: nccl-tests' name of the test, for tables that do not name it.
 
     Raises:
-        Refusal: the file cannot be read, has no table, or does not say which test it is, or among how many.
+        Refusal: the file cannot be read, has no table, or does not name the test or the number of ranks.
     """
     try:
         text = read_bytes(path).decode("utf-8", errors="replace")
     except OSError as error:
         raise Refusal(f"{path}: cannot be read: {error.strerror or error}") from None
     except ValueError as error:
-        raise Refusal(f"{path}: {error}: give the output of nccl-tests alone") from None
+        raise Refusal(f"{path}: {error}: give a file with nothing but the output of nccl-tests") from None
     try:
         return _runs(path, text, kind)
     except Refusal:
-        raise  # it is a ValueError as well
+        raise  # a Refusal is a ValueError, too
     except (ValueError, OverflowError):
-        raise Refusal(f"{path}: a row of its table holds what is no number, such as 1.2.3") from None
+        raise Refusal(f"{path}: a row of its table has an invalid number, such as 1.2.3") from None
 
 
 def _runs(path: str | Path, text: str, kind: str | None) -> list[Run]:
-    found, program, last, hosts, rows = [], kind, -1, set(), []
+    runs, program, last, hosts, rows = [], kind, -1, set(), []
     for line in [*text.splitlines(), "# Avg bus bandwidth"]:
         line = line[:LONGEST_LINE]
         if match := PROGRAM.search(line):
@@ -88,51 +85,53 @@ def _runs(path: str | Path, text: str, kind: str | None) -> list[Run]:
         elif match := ROW.search(line):
             rows.append(match)
         elif "Avg bus bandwidth" in line and rows:
-            found.append(_run(path, program, last + 1, len(hosts), rows))
+            runs.append(_run(path, program, last + 1, len(hosts), rows))
             program, last, hosts, rows = kind, -1, set(), []
-    if not found:
+    if not runs:
         raise Refusal(f"{path}: has no table of nccl-tests, such as all_reduce_perf prints")
-    return found
+    return runs
 
 
 def _run(path: str | Path, program: str | None, ranks: int, nodes: int, rows: list[re.Match]) -> Run:
     last = rows[-1]
     if not float(last["bus"]):
-        raise Refusal(f"{path}: the bandwidth of its last size is printed as 0; let the test go on to larger messages")
-    share = float(last["bus"]) / max(float(last["alg"]), 1e-9)  # of the tensor, that a rank sends
+        raise Refusal(f"{path}: the bandwidth of its last size is printed as 0; run the test with larger messages")
+    share = float(last["bus"]) / max(float(last["alg"]), 1e-9)  # of the tensor that a rank sends
     if program is None and share > 1:
         program = "all_reduce"
     elif program is None and last["redop"] != "none":
         program = "reduce_scatter" if share < 1 else None
     if program is None:
-        raise Refusal(f"{path}: does not say which test it is; give KIND={path}, KIND of {', '.join(KINDS)}")
+        raise Refusal(f"{path}: does not name its test; give KIND={path} with a KIND of {', '.join(KINDS)}")
     if not ranks and program == "sendrecv":
-        raise Refusal(f'{path}: has no "Rank" lines, so that nobody knows whether its messages left the node')
+        raise Refusal(f'{path}: has no "Rank" lines, which tell whether messages left the node; keep them in the file')
     if nodes and ranks % nodes:
-        raise Refusal(f"{path}: {ranks} ranks on {nodes} nodes are not as many on each")
+        raise Refusal(f"{path}: {ranks} ranks on {nodes} nodes; give a run with the same number of ranks on each node")
     most = 2 if program == "all_reduce" else 1
     if not ranks and share >= most:
-        raise Refusal(f"{path}: no {program}, by its bandwidths: bus bandwidth is {share:.3g} of the algorithm's")
+        raise Refusal(
+            f"{path}: is not from {program}: its bus bandwidth is {share:.3g} of the algorithm bandwidth; give its KIND"
+        )
     ranks = ranks or round(most / (most - share))
     exact = 1.0 if program == "sendrecv" else most * (ranks - 1) / ranks
     if abs(exact - share) > 0.02:
-        raise Refusal(f"{path}: {program} of {ranks} ranks has other bus bandwidths than are printed there")
+        raise Refusal(f"{path}: its bus bandwidths are not those of {program} with {ranks} ranks; give its KIND")
     times = [(float(row["size"]) * exact, 1e-6 * min(float(row["time"]), float(row["again"]))) for row in rows]
-    if not (found := sorted((size, took) for size, took in times if size and took)):
+    if not (measured := sorted((size, took) for size, took in times if size and took)):
         raise Refusal(f"{path}: has no time above 0")
-    return Run(KINDS[program], ranks, nodes, tuple(found))
+    return Run(KINDS[program], ranks, nodes, tuple(measured))
 
 
 def fields(runs: list[Run], machine: Machine) -> dict[str, Any]:
-    """The fields that make ``machine`` as fast with large messages, and as late with small ones, as was measured.
+    """The fields with which ``machine`` has the measured bandwidth of large and the measured latency of small messages.
 
     Raises:
-        Refusal: a bandwidth is more than twice what the machine has, or more GPUs took part on a node than it has.
+        Refusal: a bandwidth is more than twice the machine's, or a run has more ranks per node than the machine GPUs.
     """
     for run in runs:
         if run.nodes and run.ranks > run.nodes * machine.gpus:
             raise Refusal(
-                f"{run.kind} had {run.ranks // run.nodes} ranks a node, {machine.name} has {machine.gpus} GPUs; give "
+                f"{run.kind} had {run.ranks // run.nodes} ranks per node, {machine.name} has {machine.gpus} GPUs; give "
                 "gpus in a file of your own"
             )
     calibration: dict[str, float] = {}
@@ -152,14 +151,14 @@ def fields(runs: list[Run], machine: Machine) -> dict[str, Any]:
     return figures | ({"collectives": ways} if ways else {})
 
 
-def beside(run: Run, machine: Machine) -> list[tuple[float, float, float, str]]:
-    """(bytes that a rank sends, measured seconds, ours, the algorithm that we take for it) of each row."""
+def compare(run: Run, machine: Machine) -> list[tuple[float, float, float, str]]:
+    """(bytes that a rank sends, measured seconds, predicted seconds, assumed algorithm) of each row."""
     price = _price(run, machine)
     return [(size, took, price(size), price.chosen(size)) for size, took in run.rows]
 
 
 def _price(run: Run, machine: Machine) -> Price:
-    """Of nodes that have as many GPUs as took part on each."""
+    """The machine's price, on nodes with as many GPUs as the run had ranks on each."""
     return price_of(run.kind, run.ranks, 1, replace(machine, gpus=run.ranks // run.nodes) if run.nodes else machine)
 
 
@@ -178,7 +177,7 @@ def _nodes(run: Run, machine: Machine) -> int:
 
 
 def _shares(run: Run, machine: Machine) -> tuple[dict[str, float], str, dict[str, float]]:
-    """(shares for the calibration, name of a way, its share) that the largest message asks for."""
+    """(shares for the calibration, name of an algorithm, its share) that give the bandwidth of the largest message."""
     nodes, kept, ways = _nodes(run, machine), machine.calibration, machine.collectives
     link, network, each = machine.link.bandwidth, machine.network.bandwidth, run.ranks // nodes
     if run.kind == "all_reduce" and ways and run.ranks > 2 and each > 1:
@@ -199,14 +198,14 @@ def _shares(run: Run, machine: Machine) -> tuple[dict[str, float], str, dict[str
 def _share(run: Run, machine: Machine, value: float) -> float:
     if value > 2:
         raise Refusal(
-            f"{run.kind} of {run.ranks} ranks had {run.bus / 1e9:.0f} GB/s, more than twice what {machine.name} has; "
+            f"{run.kind} of {run.ranks} ranks had {run.bus / 1e9:.0f} GB/s, more than twice that of {machine.name}; "
             "give its link and network in a file of your own"
         )
     return float(f"{value:.4g}")
 
 
 def _starts(run: Run, machine: Machine) -> dict[str, dict[str, float]]:
-    """When LL's rings and trees begin, so that the smallest message takes as long as it did; not before they can."""
+    """The ``start`` of LL's rings and trees, at least 0, with which the smallest message takes the measured time."""
     if machine.collectives is None or run.kind in ("p2p", "all_to_all") or run.rows[0][0] > 65536:
         return {}
     size, took = run.rows[0]

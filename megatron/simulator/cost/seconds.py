@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one event of a trace costs on a machine, in seconds, for all its repetitions.
+"""Seconds of one event of a trace on a machine, with all its repetitions.
 
-Plain arithmetic of a few microseconds: a planner prices a million of them.
+These functions take a few microseconds, because a planner prices a million events.
 
-**Kernels** follow a roofline: the slower of arithmetic, at the rate of a kernel of this size, and memory traffic; never
-less than a launch. The size of a GEMM is the geometric mean of its dimensions, batch included: on an H100, one curve
+**Kernels** follow a roofline: the slower of arithmetic, at the rate of a kernel of this size, and memory traffic, but
+at least a launch. The size of a GEMM is the geometric mean of its dimensions, batch included: on an H100, one curve
 over that mean describes measured products of all shapes between 256 and 4096. The size of attention is twice the
-number of keys that a query sees on average: the length of a causal tile, twice that of a full one, and less under
-masks. That is how often a flash kernel goes round its inner loop.
+average number of keys that a query sees: the length of a causal tile, twice that of a full tile, and less under masks.
+The number of iterations of a flash kernel's inner loop is proportional to it.
 
-**Transfers** depend on their size and on where the ranks of the group sit: collective_cost.py.
+**Transfers** depend on their size and on the nodes of the group's ranks: see collective_cost.py.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from megatron.simulator.machines.machine import Machine
 
 
 def attention_named(kernel: str) -> str:
-    """What an attention kernel is called in a trace."""
+    """The name of an attention kernel in a trace."""
     return f"{kernel}_attention"
 
 
-# Any other name: what the machine runs. No program of ours has FlashAttention's first version, others' runs do.
+# Other names mean the machine's own choice. FlashAttention 1 ("flash1") occurs in published runs only.
 ATTENTION = {attention_named(kernel): kernel for kernel in (*preferred(None), "flash1")}
 
 
@@ -53,10 +53,10 @@ def kernel_seconds(kernel: Kernel, machine: Machine) -> float:
 
 
 def sustained(rate: float, machine: Machine) -> float:
-    """FLOP/s that the power limit leaves of ``rate``, which was measured at the limit :attr:`Power.rated`.
+    """FLOP/s under the machine's power limit; ``rate`` was measured under the limit :attr:`Power.rated`.
 
-    Power above idle grows with the FLOP/s and, for voltage follows the clock, once more with the clock: a kernel at a
-    share r of the fastest product's rate draws r s^2 of what that draws when the clock is at s.
+    Power above idle grows with the FLOP/s and, because voltage follows the clock, also with the clock: at clock s, a
+    kernel with a share r of the fastest product's rate draws r s^2 of that product's power.
     """
     power = machine.power
     if power is None or power.limit >= power.rated:
@@ -67,21 +67,21 @@ def sustained(rate: float, machine: Machine) -> float:
 
 
 def attention_rate(kernel: Kernel, machine: Machine) -> float:
-    """FLOP/s by the machine's table and the share of it that its kernel gets; one without a shape counts as long."""
+    """FLOP/s by the machine's table and the kernel's share of it. A kernel without ``shape`` counts as a large one."""
     rates = machine.attention_backward if kernel.backward else machine.attention
     runs = ATTENTION.get(kernel.name)
     if not kernel.shape:
         return rates.points[-1][1] * (machine.kernels.get(runs, 1.0) if runs else machine.attention_share())
     queries, keys, heads, head_size = kernel.shape
     share = machine.kernels.get(runs, 1.0) if runs else machine.attention_share(head_size)
-    # Triton's backward pass is two launches, of 6 and 8.
+    # FLOPs per pair and head size. Triton's backward pass is two launches of 6 and 8: on average 7.
     a_pair = 4 if not kernel.backward else 7 if runs == "triton" else 10
     pairs = kernel.flops / (a_pair * heads * head_size)
     return rates(2 * pairs / max(queries, keys)) * machine.head_size(head_size) * share
 
 
 def transfer_seconds(transfer: Transfer, machine: Machine) -> float:
-    """Seconds of all ``count`` repetitions; none for a group of one."""
+    """Seconds of all ``count`` repetitions; 0 for a group of one rank."""
     ranks, stride = transfer.group.size, transfer.group.stride
     if ranks <= 1:
         return 0.0
@@ -96,6 +96,6 @@ def transfer_seconds(transfer: Transfer, machine: Machine) -> float:
 
 
 def copy_seconds(copy: HostCopy, machine: Machine) -> float:
-    """Seconds of all ``count`` repetitions, while every GPU of the node copies."""
+    """Seconds of all ``count`` repetitions while every GPU of the node copies."""
     link = machine.host_link
     return copy.count * (copy.bytes / (link.bandwidth * machine.calibration.host) + link.latency)

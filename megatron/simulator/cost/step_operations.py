@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of the busiest rank: what a micro-batch does, what a pipeline and ZeRO send."""
+"""A step of the busiest rank: the work of a micro-batch, and transfers of the pipeline and of ZeRO."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from megatron.formulas.communication import LOSS_SUMS, whole_vectors
 from megatron.formulas.parameters import model_states, numel, padded_vocab, shard_numel, stage_parameters
 from megatron.formulas.sizes import chunks_of
 from megatron.formulas.strategy import Group, Shape, Strategy, Workload
-from megatron.simulator.cost.layer_operations import beside, entering, layer, leaving
+from megatron.simulator.cost.layer_operations import entering, layer, leaving, spread_evenly
 from megatron.simulator.cost.operations import BF16, FP32, Segment, collective, gemm, memory
 from megatron.simulator.cost.trace import HostCopy, Kernel, Transfer
 
-# The two ends of a model: embedding; final norm, output layer and cross-entropy over a vocabulary split over TP.
+# --- embedding; final norm, output layer and cross-entropy over a vocabulary that TP splits ---
 
-
-# Bytes of a logit that megatron-core's cross-entropy reads and writes. Forward: widen to fp32 6, largest 4, subtract 8,
-# exp 12, sum 4, the label's 4, divide 8. Backward: the label's 8, scale 8, narrow 6, add to it 4.
+# Bytes per logit that megatron-core's cross-entropy reads and writes. Forward: cast to fp32 6, largest 4, subtract 8,
+# exp 12, sum 4, the label's 4, divide 8. Backward: the label's 8, scale 8, cast to bf16 6, add to it 4.
 FORWARD, BACKWARD = 46, 26
 
 
@@ -30,17 +29,17 @@ def embedding(shape: Shape, strategy: Strategy, tokens: int) -> list[Segment]:
 
 
 def embedding_grad(shape: Shape, strategy: Strategy, tokens: int, pieces: int = 1) -> list[Segment]:
-    """A gradient as large as the table, in each of ``pieces``, added to the main gradients, or up for FSDP."""
+    """Backward in ``pieces``: each makes a gradient as large as the table and adds it to an fp32 sum."""
     table = padded_vocab(shape.vocab, strategy.tensor) // strategy.tensor * shape.hidden
     each = pieces * (2 * BF16 + 2 * FP32)
     if strategy.zero > 1 and strategy.fused:
-        each = BF16 if pieces == 1 else each + 2 * BF16  # the first is made wide, the sum narrow
+        each = BF16 if pieces == 1 else each + 2 * BF16  # FSDP: the first is cast up, the sum down
     lookup = memory("embedding", 2 * BF16 * tokens * shape.hidden + each * table, backward=True)
     return [Segment((), entering(strategy, shape.hidden, tokens)), Segment((lookup,))]
 
 
 def loss(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> list[Segment]:
-    """Forward; ``tokens`` of a TP group, in ``chunks``; 0: whole."""
+    """Forward pass of ``tokens`` of a TP group in ``chunks`` (0: not cut)."""
     pieces, groups = chunks or 1, _groups(shape, strategy, tokens, chunks)
     rows, vocab = tokens / pieces, padded_vocab(shape.vocab, strategy.tensor) // strategy.tensor
     entropy = memory("cross_entropy", FORWARD * rows * vocab)
@@ -54,7 +53,7 @@ def loss(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> list[Seg
 
 
 def loss_grad(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> list[Segment]:
-    """In chunks it follows its forward pass at once, which has gathered the tokens, and nothing hides its transfer."""
+    """Backward pass. In chunks, each follows its forward pass, which gathered the tokens; transfers overlap nothing."""
     pieces, groups = chunks or 1, _groups(shape, strategy, tokens, chunks)
     rows, vocab = tokens / pieces, padded_vocab(shape.vocab, strategy.tensor) // strategy.tensor
     entropy = memory("cross_entropy", BACKWARD * rows * vocab, backward=True)
@@ -65,7 +64,7 @@ def loss_grad(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> lis
     leave = leaving(strategy, shape.hidden, together)
     if chunks:
         wide = replace(wgrad, bytes=wgrad.bytes + (2 * FP32 - BF16) * vocab * shape.hidden)
-        # Their sum is scaled, for FSDP in its place and then made narrow, else into the main gradient.
+        # The sum is scaled: with FSDP in place and then cast down, otherwise while it is added to the main gradient.
         summed = (BF16 if strategy.zero > 1 else 0) + 3 * FP32
         summed *= vocab * shape.hidden * strategy.fused
         return [
@@ -80,29 +79,28 @@ def loss_grad(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> lis
 
 
 def _groups(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> int:
-    """How often the chunks' gradients go into the weight's sum."""
+    """Number of matrix products that add the chunks' gradients to the weight's sum."""
     if not chunks or not strategy.fused:
         return chunks or 1
     return ceil(chunks / pieces_together(ceil(tokens / chunks), shape.hidden, BF16))
 
 
-# Weights, gradients and optimizer states over DP x CP: DDP and ZeRO 1 once a step, ZeRO 2 and 3 once a layer.
+# --- weights, gradients and optimizer states over DP x CP: sent once per step (DDP, ZeRO 1) or per layer (2, 3) ---
 
-
-# An Adam step reads gradient, weight and two moments and writes three of these; then weights are read and written in
-# bf16. Before it, the gradient is read for its norm, scaled into memory of its own, and copied back; a kernel of apex
-# or Transformer Engine, which papers' programs have, scales it in its place. Bytes a parameter.
+# Bytes per parameter. An Adam step reads gradient, weight and two moments and writes three of these; then weights are
+# read in fp32 and written in bf16. Before it, the gradient is read for its norm, scaled into a new tensor and copied
+# back. The papers' programs scale it in place, by a kernel of apex or Transformer Engine.
 ADAM_BYTES, SCALED_IN_PLACE = 7 * FP32 + FP32 + BF16 + 5 * FP32, 2 * FP32
 
 
 @dataclass(frozen=True)
 class States:
-    """Parameters on one rank of a pipeline stage, in whole, with the padding that travels with them.
+    """Numbers of parameters of a pipeline stage on one TP rank, before ZeRO splits them, with its padding.
 
     Attributes:
-        layer: of each of ``layers`` layers; ends: of the stage's ends; table: of an embedding alone.
+        layer: of each of ``layers`` layers; ends: outside the layers; table: of an embedding.
         all: of the stage.
-        vectors: those of norms and biases, that TP-sp sums over TP.
+        vectors: of norms and biases, whose gradients TP-sp sums over TP.
     """
 
     layer: int
@@ -137,8 +135,10 @@ def _states(
 
 
 def last_bucket(strategy: Strategy, held: States, *, ours: bool = True) -> int:
-    """Parameters of the layers' last transfer under DDP: core's buckets have at least so many
-    (core/distributed/distributed_data_parallel.py). Of the papers' programs we do not know, and take a layer's."""
+    """Parameters in the last bucket of the layers under DDP (core/distributed/distributed_data_parallel.py).
+
+    It is unknown for the papers' programs, where a layer's parameters are assumed.
+    """
     return (
         min(held.layer, max(40_000_000, 1_000_000 * strategy.group("dp").size))
         if strategy.fused and ours
@@ -147,49 +147,49 @@ def last_bucket(strategy: Strategy, held: States, *, ours: bool = True) -> int:
 
 
 def reduce_gradients(strategy: Strategy, parameters: int, itemsize: int = FP32) -> Transfer:
-    """Onto shards; ZeRO 0 keeps all of them. ``itemsize``: bytes of a gradient on its way."""
+    """Reduce-scatter, with ZeRO 0 all-reduce. ``itemsize``: bytes of a number in the transfer."""
     kind = "reduce_scatter" if strategy.zero else "all_reduce"
     return collective(kind, "dp", strategy.group("dp"), itemsize * parameters)
 
 
 def gather_parameters(strategy: Strategy, parameters: int) -> Transfer:
-    """In bf16, from shards."""
+    """All-gather of the shards in bf16."""
     return collective("all_gather", "dp", strategy.group("dp"), BF16 * parameters)
 
 
 def sum_shared_gradients(shape: Shape, strategy: Strategy, held: States) -> list[Transfer]:
-    """Once a step: of what every TP rank has whole; of a tied embedding, on the first and on the last stage."""
-    found = []
+    """Once per step: of vectors that TP does not split, and of a tied embedding on the first and the last stage."""
+    transfers = []
     if strategy.tensor > 1 and strategy.sequence_parallel:
-        found.append(collective("all_reduce", "tp", strategy.group("tp"), FP32 * held.vectors))
+        transfers.append(collective("all_reduce", "tp", strategy.group("tp"), FP32 * held.vectors))
     if shape.tied and strategy.pipeline > 1:
         stages = strategy.group("pp")
         ends = Group(2, stages.stride * (stages.size - 1))
-        found.append(collective("all_reduce", "pp", ends, FP32 * held.table))
-    return found
+        transfers.append(collective("all_reduce", "pp", ends, FP32 * held.table))
+    return transfers
 
 
 def optimizer_step(strategy: Strategy, parameters: int, *, ours: bool = True) -> Kernel:
-    """Adam on this rank's shard, and all of its gradients set to zero (ZeRO 2 and 3 have a shard of them)."""
+    """Adam on this rank's shard, and the zeroing of its gradients (a shard of them with ZeRO 2 and 3)."""
     share = strategy.context * strategy.data if strategy.zero else 1
     each = ADAM_BYTES if strategy.fused and ours else ADAM_BYTES - SCALED_IN_PLACE
     return memory("optimizer", each * parameters / share + FP32 * parameters / (share if strategy.zero > 1 else 1))
 
 
 def split_and_join(strategy: Strategy, parameters: int) -> Kernel:
-    """FSDP's copies: gathered weights into their tensors, gradients into one buffer in fp32."""
+    """FSDP's copies of gathered weights into their tensors, and of gradients into an fp32 buffer."""
     gathers = 2 if strategy.zero == 3 else 1
     return memory("shards", (gathers * 2 * BF16 + BF16 + FP32) * parameters)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Work of a micro-batch: a layer's forward and backward pass, the embedding's both, the loss' both."""
+    """Work of a micro-batch."""
 
-    forward: list[Segment]
-    backward: list[Segment]
-    first: list[Segment]
-    last: list[Segment]
+    forward: list[Segment]  # of a layer
+    backward: list[Segment]  # of a layer
+    first: list[Segment]  # both passes of the embedding
+    last: list[Segment]  # both passes of the loss
 
 
 def micro_batch(workload: Workload, strategy: Strategy) -> MicroBatch:
@@ -198,10 +198,7 @@ def micro_batch(workload: Workload, strategy: Strategy) -> MicroBatch:
 
 
 def ends(workload: Workload, strategy: Strategy) -> tuple[list[Segment], list[Segment]]:
-    """Both passes of the embedding, and of the loss.
-
-    Streamed hidden states and their gradients leave and come here as well.
-    """
+    """(both passes of the embedding, both passes of the loss), with the copies of streamed hidden states."""
     shape, chunks = workload.shape, chunks_of(workload, strategy)
     tokens = workload.seq_length * strategy.micro_batch // strategy.context
     looked_up, summed = (
@@ -212,18 +209,21 @@ def ends(workload: Workload, strategy: Strategy) -> tuple[list[Segment], list[Se
     if strategy.stream_hidden:
         state = BF16 * strategy.local_tokens(workload) * shape.hidden
         out, back = HostCopy("to_host", state), HostCopy("to_device", state)
-        looked_up, summed, last = beside(looked_up, out), beside(summed, back), beside(beside(last, back), out)
+        looked_up, summed, last = (
+            spread_evenly(looked_up, out),
+            spread_evenly(summed, back),
+            spread_evenly(spread_evenly(last, back), out),
+        )
     return looked_up + summed, last
 
 
 def busiest_stage(strategy: Strategy) -> int:
-    """The last: it has the loss."""
+    """The last stage, because it has the loss."""
     return strategy.pipeline - 1
 
 
 def stage_transfer(workload: Workload, strategy: Strategy) -> Transfer:
-    """A step's messages of the last stage: of every virtual stage what it gets back, of all but the very last what it
-    passes on."""
+    """Messages of the last stage in a step: one per virtual stage in backward, one less in forward."""
     sent = 2 * strategy.virtual - 1 if strategy.pipeline > 1 else 0
     hidden = BF16 * strategy.local_tokens(workload) * workload.shape.hidden
     return Transfer("p2p", "pp", strategy.group("pp"), hidden, count=sent * strategy.micro_batches(workload))

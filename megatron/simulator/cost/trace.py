@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank does in a step, in program order: recorded by a dry run or written down by a closed form."""
+"""Events of a rank's step in program order, recorded by a dry run or made by a closed form."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Kernel:
 
     Attributes:
         kind: ``gemm`` and ``attention`` are bound by arithmetic, ``memory`` by the device's memory.
-        flops: 2 a multiply-add; of attention, only the pairs that are computed.
+        flops: 2 for each multiply-add; attention counts only pairs that are computed.
         bytes: read and written.
-        shape: ``gemm``: (batch, m, n, k). ``attention``: (queries, keys, query heads, head size), batch in the heads.
-        itemsize: bytes of an element; tells bf16 from fp32.
-        count: this many times in a row.
+        shape: ``gemm``: (batch, m, n, k). ``attention``: (queries, keys, batch x query heads, head size).
+        itemsize: bytes of an element, from which the dtype follows.
+        count: repetitions in a row.
     """
 
     name: str
@@ -40,11 +40,11 @@ class Transfer:
     """A collective, or a send and receive.
 
     Attributes:
-        bytes: sent by this rank, if each piece goes the shortest way: (n-1)/n of the whole for all_gather and
-            reduce_scatter, twice that for all_reduce, what is for others in all_to_all.
-        ticket: what a :class:`Wait` names; None: the compute stream waits at once.
-        excess: bytes of a receive that arrive beyond those which the rank sends at the same time. Links are full
-            duplex, so a hop of a ring takes as long as its larger direction.
+        bytes: sent by this rank, if no byte is sent twice: (n-1)/n of the gathered or reduced tensor for all_gather and
+            reduce_scatter, twice that for all_reduce, the other ranks' part for all_to_all.
+        ticket: a :class:`Wait` names it; None: the compute stream waits immediately.
+        excess: bytes received minus bytes sent at the same time, if positive. Links are full duplex, so a hop of a ring
+            takes as long as its larger direction.
     """
 
     kind: Collective
@@ -58,7 +58,7 @@ class Transfer:
 
 @dataclass(slots=True)
 class HostCopy:
-    """Between device and host memory."""
+    """A copy between device and host memory."""
 
     direction: Literal["to_host", "to_device"]
     bytes: float
@@ -68,14 +68,14 @@ class HostCopy:
 
 @dataclass(slots=True)
 class Wait:
-    """The compute stream goes on when these tickets are done."""
+    """The compute stream waits until the transfers and copies with these tickets are finished."""
 
     tickets: tuple[int, ...]
 
 
 @dataclass(slots=True)
 class Phase:
-    """forward, backward or optimizer begins."""
+    """The phase ``name`` begins: forward, backward or optimizer."""
 
     name: str
 
@@ -90,7 +90,7 @@ class Trace:
     events: list[Event] = field(default_factory=list)
 
     def communication_bytes(self) -> dict[str, int]:
-        """Bytes sent, by axis of the grid; ``other`` are groups across several axes."""
+        """Bytes sent, by axis of the grid; ``other``: groups over several axes."""
         total = dict.fromkeys((*AXES, "other"), 0)
         for event in self.events:
             if isinstance(event, Transfer):

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that are alike: what two in a row did to trace and memory, the next ones are written down to do as well.
+"""Replays repeated calls: when two consecutive calls had the same effect, later ones are recorded without running them.
 
-A long sequence in chunks calls the same functions on tensors of the same shapes a thousand times. What such a call does
-is a list of events and of storages that come and go (:class:`Effect`); where it is known, the call is left out, and
-tensors like those that it returned are made.
+A long sequence in chunks calls the same functions on tensors of the same shapes a thousand times. The effect of such a
+call is a list of events and of storages that it allocates and frees (:class:`Effect`). If it is known, the events are
+appended to the trace, and tensors like those that the call returned are made.
 
-Whether a call is like another is told by a key, by the tensors that it is given, and by the two in a row: a cache that
-the first one fills, or a sum that it begins, is not there the second time. And a tensor that a call has let go of must
-end again: where one does not, the whole step is run once more without this (:class:`Unlike`).
+Calls are taken to be the same if they have the same key and tensors with the same properties. The effect must occur
+twice in a row, because a first call may fill a cache or begin a sum. If a replay does not free the tensors that the
+recorded call freed, the complete step is run again without replay (:class:`ReplayMismatch`).
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ from megatron.simulator.dry_run.recording.recorder import Recorder
 from megatron.training.report.tensor_memory import Block
 
 
-class Unlike(ValueError):
-    """A call did something else than those whose like it was."""
+class ReplayMismatch(ValueError):
+    """A replayed call freed other tensors than the recorded one."""
 
 
 class Out(NamedTuple):
     """A tensor that a call returned.
 
     Attributes:
-        given: the place of the tensor that it is, among those that the call was given; None: a new one.
-        storage: of a new one: the number of the block among those that the call made, or ``~place`` of what it was
-            given; ``bytes`` of it.
-        shape, stride, dtype, keys: of a new one; the last are PyTorch's dispatch keys.
-        offset: where in its storage it begins; in one that was given, beyond where what was given begins.
+        given: its index among the call's arguments, if it is one of them; None: a new tensor. The other attributes are
+            those of new tensors.
+        storage: index of its storage among those that the call made, or ``~index`` of the argument whose storage it
+            shares; ``bytes`` of the storage.
+        shape, stride, dtype, keys: the last are PyTorch's dispatch keys.
+        offset: in the storage; in an argument's storage, relative to the argument.
     """
 
     given: int | None
@@ -65,16 +66,16 @@ class Out(NamedTuple):
 
 @dataclass
 class Effect:
-    """What a call did.
+    """The effect of a call.
 
     Attributes:
-        events: of the trace; tickets are counted from the call's first.
-        tickets: how many it issued.
-        blocks: storages that it made.
-        changes: (number of a block that it made, or ``~place`` of what it was given; change of its bytes).
-        gone: places of what it was given that ended in it.
-        outs: what it returned.
-        high: most bytes during it, beyond those at its start.
+        events: of the trace; tickets are relative to those issued before the call.
+        tickets: number of tickets that it issued.
+        blocks: number of storages that it made.
+        changes: (index of a storage that it made, or ``~index`` of an argument; change of the storage's bytes).
+        gone: indices of arguments whose storages it freed.
+        outs: returned tensors.
+        high: peak bytes during the call minus those at its start.
     """
 
     events: list[Event]
@@ -89,7 +90,7 @@ class Effect:
         self.high = max(accumulate((change for _, change in self.changes), initial=0))
 
     def make(self, given: Sequence[Tensor | None]) -> tuple[list[Tensor | None], dict[int, torch.UntypedStorage]]:
-        """Tensors like those that it returned, and their storages by number of the block."""
+        """Tensors like those that it returned, and their new storages by index."""
         made: dict[int, torch.UntypedStorage] = {}
         outs: list[Tensor | None] = []
         for out, maker in zip(self.outs, self.makers):
@@ -108,40 +109,40 @@ class Effect:
 
 
 class Recording:
-    """Watches one call.
+    """Records one call.
 
     Args:
-        given, blocks: the tensors that it is given, and their storages' blocks. Neither is kept alive.
+        given, blocks: the call's tensors, and their storages' blocks. Neither is kept alive.
     """
 
     def __init__(self, recorder: Recorder, given: Sequence[Tensor | None], blocks: Sequence[Block | None]) -> None:
         self.recorder = recorder
         self.given = [None if x is None else weakref.ref(x) for x in given]
         self.offsets = [None if x is None else x.storage_offset() for x in given]
-        self.places: dict[int, int] = {}  # by number of the block
+        self.places: dict[int, int] = {}  # ~index of the argument, by number of the block
         for place, block in enumerate(blocks):
             if block is not None:
                 self.places.setdefault(block.number, ~place)
         recorder.settle()
-        self.before, self.under_way = recorder.counts(), recorder.under_way
+        self.before, self.unfinished = recorder.counts(), recorder.unfinished
 
     def effect(self, outs: Sequence[Tensor | None]) -> Effect | None:
-        """What the call did, which returned ``outs``; None where that cannot be written down again."""
+        """The effect of the call, which returned ``outs``; None if it cannot be replayed."""
         recorder = self.recorder
         recorder.settle()
         first, events, changes, tickets = self.before
         _, _, _, now = recorder.counts()
         blocks = recorder.history.blocks
-        noted = [_counted(event, tickets) for event in recorder.trace.events[events:]]
-        if None in noted or recorder.under_way != self.under_way:
+        noted = [_relative(event, tickets) for event in recorder.trace.events[events:]]
+        if None in noted or recorder.unfinished != self.unfinished:
             return None
-        found: list[tuple[int, int]] = []
+        memory: list[tuple[int, int]] = []
         for _, number, change in recorder.history.events[changes:]:
             place = number - first if number >= first else self.places.get(number)
             if place is None or blocks[number].place != "device":
                 return None
-            found.append((place, change))
-        gone = sorted({~place for place, _ in found if place < 0})
+            memory.append((place, change))
+        gone = sorted({~place for place, _ in memory if place < 0})
         ended = {~place: blocks[number] for number, place in self.places.items()}
         if any(ended[place].storage() is not None for place in gone):  # resized
             return None
@@ -150,15 +151,15 @@ class Recording:
             return None
         returned = {out.storage for out in described if out is not None and out.given is None}
         if any(block.size and block.number - first not in returned for block in blocks[first:]):
-            return None  # something that stays has been made beside
+            return None  # the call has made a tensor that stays and is not returned
         makers = [
             New(x.fake_mode, x, None) if out is not None and out.given is None else None
             for x, out in zip(outs, described)
         ]
-        return Effect(noted, now - tickets, len(blocks) - first, found, gone, described, makers)
+        return Effect(noted, now - tickets, len(blocks) - first, memory, gone, described, makers)
 
     def _out(self, x: Tensor, first: int) -> Out | bool:
-        """False for a tensor of which no other like it can be made."""
+        """A description of a returned tensor; False if no such tensor can be made."""
         for place, ref in enumerate(self.given):
             if ref is not None and ref() is x:
                 return Out(place)
@@ -176,8 +177,8 @@ class Recording:
         )
 
 
-def _counted(event: Event, tickets: int) -> Event | None:
-    """With tickets counted from ``tickets`` on; None where it waits for what is older, or is a phase."""
+def _relative(event: Event, tickets: int) -> Event | None:
+    """The event with tickets relative to ``tickets``; None for a phase, and for a wait for an older ticket."""
     if isinstance(event, Transfer | HostCopy):
         return event if event.ticket is None else replace(event, ticket=event.ticket - tickets)
     if isinstance(event, Wait):
@@ -185,17 +186,18 @@ def _counted(event: Event, tickets: int) -> Event | None:
     return None if isinstance(event, Phase) else event
 
 
-def _ticketed(event: Event, tickets: int) -> Event:
-    """The way back of :func:`_counted`."""
+def _absolute(event: Event, tickets: int) -> Event:
+    """The inverse of :func:`_relative`."""
     if isinstance(event, Transfer | HostCopy):
         return event if event.ticket is None else replace(event, ticket=event.ticket + tickets)
     return Wait(tuple(x + tickets for x in event.tickets)) if isinstance(event, Wait) else event
 
 
-class Alike:
-    """
+class CallCache:
+    """Effects of calls.
+
     Args:
-        recorder: of the step; it keeps a history.
+        recorder: of the step, with a history.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -210,16 +212,16 @@ class Alike:
         run: Callable[[], Sequence[Tensor | None]],
         put: Callable[[Sequence[Tensor | None]], None] | None = None,
     ) -> Sequence[Tensor | None]:
-        """``run()``, or what it would return.
+        """``run()``, or tensors like those that it would return.
 
         Args:
-            owner: calls of different owners are not alike.
-            key: all that the call depends on beside ``owner`` and what it is given.
-            given: the tensors that it reads and writes. The list is emptied: ``run`` may let go of them.
-            put: what ``run`` does with the tensors before it returns them, where it replaces those it was given.
+            owner: an object; calls with different owners are different.
+            key: everything else that the call depends on, except ``given``.
+            given: the tensors that it reads and writes. The list is cleared, so that ``run`` can free them.
+            put: stores the returned tensors as ``run`` does, if ``run`` replaces some of ``given``.
 
         Raises:
-            Unlike: what had ended in the calls before has not ended now, or something else has.
+            ReplayMismatch: a replay frees other tensors than the recorded call did.
         """
         recorder = self.recorder
         recorder.end_hop()
@@ -227,29 +229,29 @@ class Alike:
         if not recorder.plain or any(x is not None and block is None for x, block in zip(given, blocks)):
             given.clear()
             return run()
-        known = self._of(owner)
-        key = (key, *(_described(x, block, blocks, given) for x, block in zip(given, blocks)))
+        known = self._effects_of(owner)
+        key = (key, *(_signature(x, block, blocks, given) for x, block in zip(given, blocks)))
         effect, steady = known.get(key, (None, False))
         if steady:
-            return self._again(effect, given, blocks, put)
+            return self._replay(effect, given, blocks, put)
         recording = Recording(recorder, given, blocks)
         given.clear()
         del blocks
         outs = run()
-        found = recording.effect(outs)
-        if found is not None and found.gone and put is None:
-            found = None
-        known[key] = found, found is not None and found == effect
+        new = recording.effect(outs)
+        if new is not None and new.gone and put is None:
+            new = None
+        known[key] = new, new is not None and new == effect
         return outs
 
-    def _of(self, owner: Any) -> dict[tuple, tuple[Effect | None, bool]]:
+    def _effects_of(self, owner: Any) -> dict[tuple, tuple[Effect | None, bool]]:
         ref, known = self._known.get(id(owner), (None, None))
-        if ref is None or ref() is not owner:  # another that lay in its place
+        if ref is None or ref() is not owner:  # the id was that of an object that is gone
             known = {}
             self._known[id(owner)] = weakref.ref(owner), known
         return known
 
-    def _again(
+    def _replay(
         self, effect: Effect, given: list[Tensor | None], blocks: Sequence[Block | None], put: Callable | None
     ) -> Sequence[Tensor | None]:
         recorder = self.recorder
@@ -258,22 +260,24 @@ class Alike:
         tickets = recorder.tickets
         recorder.tickets += effect.tickets
         events = effect.events
-        recorder.trace.events += [_ticketed(event, tickets) for event in events] if effect.tickets else events
+        recorder.trace.events += [_absolute(event, tickets) for event in events] if effect.tickets else events
         ended = [blocks[place].storage for place in effect.gone]
         recorder.count(effect.changes, blocks, effect.blocks, made, effect.high)
         changes = recorder.counts()[2]
         if put is not None:
             put(outs)
         if recorder.counts()[2] != changes or any(storage() is not None for storage in ended):
-            raise Unlike("a call let go of other tensors than those whose like it was")
+            raise ReplayMismatch("a replayed call freed other tensors than the recorded call")
         return outs
 
 
-def _described(
+def _signature(
     x: Tensor | None, block: Block | None, blocks: Sequence[Block | None], given: Sequence[Tensor | None]
 ) -> tuple | None:
-    """All that matters of a tensor, and which of the others lies in the same storage, how far before it. Where in its
-    storage it lies besides does not."""
+    """The properties of a tensor that identify a call.
+
+    They include the first tensor with the same storage and the distance from it, but not the offset in the storage.
+    """
     if x is None:
         return None
     first = blocks.index(block)
@@ -281,34 +285,34 @@ def _described(
     return x.shape, x.stride(), x.dtype, x.requires_grad, block.size, first, apart
 
 
-# A few chunks for all: under FPDT, chunks go through the same projections, and pairs of chunks meet in the same tiles.
+# --- the calls of FPDT that repeat ---
 #
-# What follows says which calls are alike, and by what; the code above does the rest. What waits in host memory, comes
-# back and is sent on a ring is recorded each time: its order is what the loops over chunks are about.
+# Chunks run through the same projections, and pairs of chunks through the same tiles. Host copies and ring transfers
+# are recorded each time, because the loops over chunks order them.
 
 
 @contextmanager
-def chunks_alike(recorder: Recorder) -> Iterator[None]:
-    """Within, what a chunk or a pair of chunks does is run a few times, and written down from then on."""
-    alike = Alike(recorder)
+def replayed_chunks(recorder: Recorder) -> Iterator[None]:
+    """Within, the calls of a chunk or of a pair of chunks are run a few times and then replayed."""
+    cache = CallCache(recorder)
     with ExitStack() as stack:
-        stack.enter_context(replaced(attend_chunks, partial(_attend, alike)))
-        stack.enter_context(replaced(attend_chunks_grad, partial(_attend_grad, alike)))
+        stack.enter_context(replaced(attend_chunks, partial(_attend, cache)))
+        stack.enter_context(replaced(attend_chunks_grad, partial(_attend_grad, cache)))
         for function, work in WORK:
-            stack.enter_context(replaced(function, partial(work, alike)))
-        stack.enter_context(replaced(chunked_loss.loss_and_gradient, partial(_loss, alike)))
+            stack.enter_context(replaced(function, partial(work, cache)))
+        stack.enter_context(replaced(chunked_loss.loss_and_gradient, partial(_loss, cache)))
         yield
 
 
-def _attend(alike: Alike, attend: Callable) -> Callable:
+def _attend(cache: CallCache, attend: Callable) -> Callable:
     @wraps(attend)
     def run(tiles: Iterable[Tile], q: Tensor, k: Tensor, v: Tensor, *, kernel: TileKernel, result: Accumulator) -> None:
         tiles = tuple(tiles)
-        if _asks(kernel, tiles):
+        if _needs_pair_mask(kernel, tiles):
             attend(tiles, q, k, v, kernel=kernel, result=result)
             return
 
-        def really() -> tuple[Tensor | None, Tensor | None]:
+        def run_call() -> tuple[Tensor | None, Tensor | None]:
             attend(tiles, q, k, v, kernel=kernel, result=result)
             return result.out_SBHD, result.lse_SBH
 
@@ -316,12 +320,12 @@ def _attend(alike: Alike, attend: Callable) -> Callable:
             result.out_SBHD, result.lse_SBH = outs
 
         key = "attend", _shapes(tiles), result.shape
-        alike.call(kernel, key, [q, k, v, result.out_SBHD, result.lse_SBH], really, put)
+        cache.call(kernel, key, [q, k, v, result.out_SBHD, result.lse_SBH], run_call, put)
 
     return run
 
 
-def _attend_grad(alike: Alike, attend_grad: Callable) -> Callable:
+def _attend_grad(cache: CallCache, attend_grad: Callable) -> Callable:
     @wraps(attend_grad)
     def run(
         tiles: Iterable[Tile],
@@ -336,11 +340,11 @@ def _attend_grad(alike: Alike, attend_grad: Callable) -> Callable:
     ) -> None:
         tiles = tuple(tiles)
         sums = dkv.grads if isinstance(dkv, KeyBlock) else dkv
-        if _asks(kernel, tiles):
+        if _needs_pair_mask(kernel, tiles):
             attend_grad(tiles, q, k, v, kernel=kernel, dq=dq, dkv=dkv, **final)
             return
 
-        def really() -> tuple[Tensor | None, ...]:
+        def run_call() -> tuple[Tensor | None, ...]:
             attend_grad(tiles, q, k, v, kernel=kernel, dq=dq, dkv=dkv, **final)
             return dq.total, sums.total, sums.dk.total, sums.dv.total
 
@@ -350,13 +354,13 @@ def _attend_grad(alike: Alike, attend_grad: Callable) -> Callable:
         held = dkv.hop.held if isinstance(dkv, KeyBlock) else None
         key = "attend_grad", _shapes(tiles), dq.rows, sums.rows, held, *final
         given = [q, k, v, *final.values(), dq.total, sums.total, sums.dk.total, sums.dv.total]
-        alike.call(kernel, key, given, really, put)
+        cache.call(kernel, key, given, run_call, put)
 
     return run
 
 
-def _asks(kernel: TileKernel, tiles: Sequence[Tile]) -> bool:
-    """Whether pairs have something of their own, which depends on where they are."""
+def _needs_pair_mask(kernel: TileKernel, tiles: Sequence[Tile]) -> bool:
+    """Whether the work of pairs depends on their positions."""
     return kernel.slopes is not None or kernel.dropout is not None or any(tile.masked for tile in tiles)
 
 
@@ -364,73 +368,73 @@ def _shapes(tiles: Sequence[Tile]) -> tuple:
     return tuple((tile.q, tile.k, tile.kind) for tile in tiles)
 
 
-def _project(alike: Alike, project: Callable) -> Callable:
+def _project(cache: CallCache, project: Callable) -> Callable:
     @wraps(project)
     def run(work: ChunkWork, x: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-        if work.kernel is None or torch.is_grad_enabled():  # the first one learns the shapes
+        if work.kernel is None or torch.is_grad_enabled():  # the first call chooses the kernel
             return project(work, x, chunk)
-        return tuple(alike.call(work, ("project", _spans(work, chunk)), [x], lambda: project(work, x, chunk)))
+        return tuple(cache.call(work, ("project", _spans(work, chunk)), [x], lambda: project(work, x, chunk)))
 
     return run
 
 
-def _project_grad(alike: Alike, project_grad: Callable) -> Callable:
+def _project_grad(cache: CallCache, project_grad: Callable) -> Callable:
     @wraps(project_grad)
     def run(work: ChunkWork, x: Tensor, dq: Tensor | None, dkv: Tensor | None, chunk: int) -> Tensor:
         key = "project_grad", _spans(work, chunk)
-        return alike.call(work, key, [x, dq, dkv], lambda: (project_grad(work, x, dq, dkv, chunk),))[0]
+        return cache.call(work, key, [x, dq, dkv], lambda: (project_grad(work, x, dq, dkv, chunk),))[0]
 
     return run
 
 
-def _output(alike: Alike, output: Callable) -> Callable:
+def _output(cache: CallCache, output: Callable) -> Callable:
     @wraps(output)
     def run(work: ChunkWork, out: Tensor, x: Tensor, chunk: int) -> Tensor:
         if work.layer.replay or torch.is_grad_enabled():
             return output(work, out, x, chunk)
         key = "output", _spans(work, chunk)
-        return alike.call(work, key, [out, x], lambda: (output(work, out, x, chunk),))[0]
+        return cache.call(work, key, [out, x], lambda: (output(work, out, x, chunk),))[0]
 
     return run
 
 
-def _output_grad(alike: Alike, output_grad: Callable) -> Callable:
+def _output_grad(cache: CallCache, output_grad: Callable) -> Callable:
     @wraps(output_grad)
     def run(work: ChunkWork, out: Tensor, x: Tensor, dy: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
         if work.layer.replay:
             return output_grad(work, out, x, dy, chunk)
         key = "output_grad", _spans(work, chunk)
-        return tuple(alike.call(work, key, [out, x, dy], lambda: output_grad(work, out, x, dy, chunk)))
+        return tuple(cache.call(work, key, [out, x, dy], lambda: output_grad(work, out, x, dy, chunk)))
 
     return run
 
 
-def _ffn(alike: Alike, ffn: Callable) -> Callable:
+def _ffn(cache: CallCache, ffn: Callable) -> Callable:
     @wraps(ffn)
     def run(work: ChunkWork, hidden: Tensor, chunk: int, start: int) -> Tensor:
         if work.layer.replay or torch.is_grad_enabled():
             return ffn(work, hidden, chunk, start)
         key = "ffn", _spans(work, chunk), start
-        return alike.call(work, key, [hidden], lambda: (ffn(work, hidden, chunk, start),))[0]
+        return cache.call(work, key, [hidden], lambda: (ffn(work, hidden, chunk, start),))[0]
 
     return run
 
 
-def _loss(alike: Alike, loss: Callable) -> Callable:
-    """Of the loss in chunks, which goes with FPDT."""
+def _loss(cache: CallCache, loss: Callable) -> Callable:
+    """For the loss in chunks, which FPDT uses."""
 
     @wraps(loss)
     def run(tokens: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, *others: Any) -> tuple[Tensor, ...]:
         vocab_size, _, spans, needs_grad = others
         key = "loss", vocab_size, tuple(spans), needs_grad
         given = [tokens, weight, targets, scale]
-        return tuple(alike.call(weight, key, given, lambda: loss(tokens, weight, targets, scale, *others)))
+        return tuple(cache.call(weight, key, given, lambda: loss(tokens, weight, targets, scale, *others)))
 
     return run
 
 
 def _spans(work: ChunkWork, chunk: int) -> tuple[Any, ...]:
-    """How many rows, and in how many stretches of positions, a chunk has."""
+    """Numbers of rows of a chunk's spans of positions."""
     return tuple(stop - start for start, stop in work.layer.layout.local_chunk_spans(chunk))
 
 

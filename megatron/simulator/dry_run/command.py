@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--dry-run``: what the entry points do in place of training."""
+"""``--dry-run``: the entry points simulate a step instead of training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.training.pretrain import EXIT_FAILED
 
 
 def simulate(config: Config) -> int:
-    """--dry-run: one step of this program on a simulated cluster; returns the exit code, 1 where it does not fit."""
+    """Simulate one step of this program on a cluster and report it; returns the exit code, 1 if it does not fit."""
     from rich.console import Console
 
     from megatron.simulator.cost.jitter import Jitter
@@ -44,7 +44,7 @@ def simulate(config: Config) -> int:
         try:
             written = write(result, simulation.dry_run_json, simulation.dry_run_trace_events)
             console.print(f" > wrote {', '.join(written)}", soft_wrap=True)
-        except OSError as error:  # the tables above are there all the same
+        except OSError as error:  # the tables have been printed
             print(f"error: --dry-run-json {simulation.dry_run_json}: {error.strerror}", file=sys.stderr)
             return EXIT_FAILED
     return EXIT_FAILED if result.fits is False else 0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A dry run: one step of the real program on each kind of rank of a simulated cluster, and what it says.
+"""A dry run: one step of the real program on each kind of rank of a simulated cluster.
 
-Layers are alike, so everything they cause grows by the same amount with each, once there are as many as the offload's
-buffers and FSDP's prefetch look ahead: a long stage runs with four and with five units of layers, and the rest is the
-difference, as often as there are layers left. ``every_layer`` runs them all. So are micro-batches: see replay.py.
+All figures are linear in the number of layers, once there are more layers than the offload's buffers and FSDP's
+prefetch hold. So a stage with many layers runs twice, with four and with five units of layers, and the figures of the
+complete stage are extrapolated. ``every_layer`` runs all layers. Micro-batches are repeated: see replay.py.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from megatron.simulator.dry_run.allocation.reserved import (
     runtime_memory,
     settings,
 )
-from megatron.simulator.dry_run.call_replay import Unlike
+from megatron.simulator.dry_run.call_replay import ReplayMismatch
 from megatron.simulator.dry_run.one_rank import RankStep, micro_batches, run_rank
 from megatron.simulator.dry_run.recording.fp8 import check_fp8, held_by
 from megatron.simulator.dry_run.replay import Replay, Stretch, Unsteady, replay, stretch_of
-from megatron.simulator.dry_run.whole_step import Program, WholeStep, program_of, together
+from megatron.simulator.dry_run.whole_step import Program, WholeStep, program_of, whole_step_of
 from megatron.simulator.machines.machine import Machine
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.stages import stage_layers
@@ -36,17 +36,15 @@ from megatron.training.arguments.validate import data_parallel_size
 from megatron.training.report.memory_profile import Profile
 from megatron.training.report.mfu import step_flops
 
-# What a rank's step comes to, in numbers that are linear in its layers.
-
 
 @dataclass(frozen=True)
 class Figures:
-    """What a rank's step comes to; every number is linear in its layers.
+    """Results of a rank's step; every number is linear in its layers.
 
     Attributes:
-        peaks: most device bytes in each phase, by kind.
-        host_peak: bytes of host memory.
-        flops: executed, recompute and all, 2 a multiply-add; of attention the pairs that are computed.
+        peaks: peak device bytes in each phase, by kind.
+        host_peak: peak bytes of host memory.
+        flops: executed, with recompute, 2 for each multiply-add; attention counts the computed pairs only.
         communication: bytes sent, by axis.
         copies: bytes between device and host, by direction.
         seconds, exposed, busy: of the replay on a machine; empty without one.
@@ -72,7 +70,7 @@ class Figures:
 
 
 def figures(done: RankStep, replayed: Replay | None) -> Figures:
-    """Figures of a step, from what ran and what that stands for; ``replayed`` is the whole step."""
+    """Figures of a step, including repeated micro-batches; ``replayed``: of the complete step."""
     trace, times = done.trace, done.repeat.times if done.repeat else 0
     more = done.repeat.more(trace) if done.repeat else Trace()
     sent, sent_more = trace.communication_bytes(), more.communication_bytes()
@@ -103,7 +101,7 @@ def copied(trace: Trace) -> dict[str, float]:
     return copies
 
 
-def grown(a: Figures, b: Figures, few: int, more: int, all_of_them: int) -> Figures:
+def extrapolated(a: Figures, b: Figures, few: int, more: int, all_of_them: int) -> Figures:
     """Figures of ``all_of_them`` layers, from those of ``few`` and ``more``."""
     share = (all_of_them - few) / (more - few)
 
@@ -115,7 +113,7 @@ def grown(a: Figures, b: Figures, few: int, more: int, all_of_them: int) -> Figu
     return Figures(**{field.name: along(getattr(a, field.name), getattr(b, field.name)) for field in fields(Figures)})
 
 
-FEW = (4, 5)  # units of layers a stage that run in place of all
+FEW = (4, 5)  # units of layers of a stage in the two runs from which all layers are extrapolated
 
 
 @dataclass(frozen=True)
@@ -124,11 +122,11 @@ class RankReport:
 
     Attributes:
         stage: its kind: ``first``, ``middle`` or ``last`` of the pipeline.
-        layers: of its stage, and how many of them ran.
-        micro_batches: of a step, and how many of them ran.
-        profile, replayed: memory and time of what ran, for pictures.
-        program: the passes of its whole step; None without a machine.
-        reserved: what PyTorch's allocator takes from the driver; empty without a GPU.
+        layers: (of its stage, of them run).
+        micro_batches: (of a step, of them run).
+        profile, replayed: memory and time of the layers and micro-batches that ran, for pictures.
+        program: the passes of its complete step; None without a machine.
+        reserved: memory that PyTorch's allocator takes from the driver; empty without a GPU.
     """
 
     rank: int
@@ -144,14 +142,14 @@ class RankReport:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a run would need, and on ``machine`` how long a step takes.
+    """Memory that a run needs and, on ``machine``, the time of a step.
 
     Attributes:
         predicted_seconds: of a step; None without a machine.
         mfu: causal FLOPs without recompute over the machine's peak.
         fits: whether device and host memory suffice.
-        reasons: what does not fit.
-        step: every stage's passes, each when it happens; None without a machine.
+        reasons: why it does not fit.
+        step: the passes of all stages with their times; None without a machine.
     """
 
     config: Config
@@ -178,18 +176,17 @@ def dry_run(
     """Run the first, a middle and the last pipeline stage of ``config``, completed for ``world_size``.
 
     Args:
-        machine: simulate its GPUs; None: processes on a CPU, as this program runs there.
-        vocab_size: real vocabulary size.
-        every_layer: run all layers of a stage in place of a few.
-        every_micro_batch: run all micro-batches of a step in place of a few.
+        machine: simulate its GPUs; None: simulate this program's processes on a CPU.
+        vocab_size: vocabulary size without padding.
+        every_layer: run all layers of a stage instead of a few.
+        every_micro_batch: run all micro-batches of a step instead of a few.
         workers: processes that share the work.
 
     Raises:
-        Refusal: what the run itself would refuse, a PYTORCH_ALLOC_CONF that PyTorch does too; FP8 on a machine
-            without it.
+        Refusal: the run itself would be refused, PYTORCH_ALLOC_CONF is wrong, or the machine has no FP8.
     """
     check_fp8(config.model, machine)
-    settings()  # refuses now, not after the work
+    settings()  # refuses a wrong PYTORCH_ALLOC_CONF before the work
     depths = stage_layers(config)
     counts = [None] if every_layer or len(set(depths)) > 1 else layer_counts(config)
     kinds = list(ranks_of(config, world_size))
@@ -198,16 +195,16 @@ def dry_run(
         for rank, _ in kinds
         for n in counts
     ]
-    done = _do(jobs, workers)
+    done = _run_jobs(jobs, workers)
     reports = []
     for index, (rank, stage) in enumerate(kinds):
         of_this = slice(index * len(counts), (index + 1) * len(counts))
         mine = done[of_this]
-        if len({job[4] for job in mine}) > 1:  # a stretch stood for the rest at one number of layers alone
+        if len({job[4] for job in mine}) > 1:  # micro-batches repeat with one number of layers only: run them all
             mine = [run_job((*job[:-1], True)) for job in jobs[of_this]]
-        found, layers = mine[-1][0], depths[rank * len(depths) // world_size]
+        result, layers = mine[-1][0], depths[rank * len(depths) // world_size]
         if len(counts) > 1:
-            found = grown(mine[0][0], found, *counts, layers)
+            result = extrapolated(mine[0][0], result, *counts, layers)
         ran = layers, counts[-1] or layers
         _, ran_batches, profile, replayed, stretch, _ = mine[-1]
         whole = None
@@ -222,15 +219,17 @@ def dry_run(
                 [job[-1] for job in mine],
                 counts,
                 layers,
-                machine.memory - own.beside,
+                machine.memory - own.outside_allocator,
                 own.cublas,
                 lambda every=every: run_job(every)[-1],
             )
-        reports.append(RankReport(rank, stage, ran, ran_batches, found, profile, replayed, whole, taken))
+        reports.append(RankReport(rank, stage, ran, ran_batches, result, profile, replayed, whole, taken))
     if machine is None:
         return DryRun(config, world_size, None, reports)
-    # Of a stage the first rank; its neighbour on a ring comes last, and is here for its memory.
-    step = together(config, {report.stage: report.program for report in reports[::-1]}, reports[0].micro_batches[0])
+    # A stage's time is that of its first rank; the neighbour on a ring (`ranks_of`) is simulated for its memory.
+    step = whole_step_of(
+        config, {report.stage: report.program for report in reports[::-1]}, reports[0].micro_batches[0]
+    )
     seconds = step.seconds if len(step.stages) > 1 else reports[0].figures.seconds["step"]
     reasons = tuple(too_full(config, reports, world_size, machine))
     model = step_flops(config, vocab_size).model * config.data.global_batch_size
@@ -239,11 +238,12 @@ def dry_run(
 
 
 def ranks_of(config: Config, world_size: int) -> Iterator[tuple[int, str]]:
-    """(rank, stage) of each kind; of a ring, a rank that has the most to do.
+    """(rank, stage) of the ranks to simulate: in each kind of stage the busiest rank of a ring.
 
-    A contiguous ring's last rank sees the most keys. A zigzag ring's first has the beginning of the sequence: under a
-    window fewer pairs than the others. Its queries meet keys of all ranks, so that with FPDT it is the slowest, but
-    none of its early chunks wait for others' keys, and its host holds less than its neighbour's.
+    On a contiguous ring that is the last rank, which sees the most keys. On a zigzag ring under a window it is the
+    second, because the first has the beginning of the sequence and fewer pairs. Otherwise it is the first rank, whose
+    queries see keys of all ranks; with FPDT its neighbour is simulated as well, because it needs more host memory: only
+    the first rank's early chunks never wait for other ranks' keys.
     """
     parallel = config.parallel
     stages = parallel.pipeline_model_parallel_size
@@ -256,18 +256,18 @@ def ranks_of(config: Config, world_size: int) -> Iterator[tuple[int, str]]:
     elif zigzag and config.attention.window_size:
         inside = neighbour
     kinds = {0: "first"}
-    if stages > 2:  # where the ends are shorter, the second is the fullest: it has the most micro-batches of those
+    if stages > 2:  # if the end stages are shorter, the second needs most: it has more micro-batches in flight
         kinds[1 if len(set(stage_layers(config))) > 1 else stages // 2] = "middle"
     if stages > 1:
         kinds[stages - 1] = "last"
     for stage, name in kinds.items():
         yield stage * stride + inside, name
     if zigzag and config.chunks.fpdt and not inside:
-        yield neighbour, "first"  # which has the most micro-batches in flight
+        yield neighbour, "first"  # the stage with the most micro-batches in flight
 
 
 def layer_counts(config: Config) -> list[int | None]:
-    """Layers of a stage to run: all of them (None), or two numbers that stand for all."""
+    """Numbers of layers of a stage to run: all layers (None), or two numbers to extrapolate from."""
     layers, few = _layers(config), [_unit(config) * n for n in FEW]
     return [None] if layers <= sum(few) or config.attention.recompute_method == "block" else few
 
@@ -276,22 +276,26 @@ Job = tuple[Config, int, int, int, Machine | None, bool]
 Done = tuple[Figures, tuple[int, int], Profile, Replay | None, Stretch | None, Allocations]
 
 
-def _do(jobs: list[Job], workers: int) -> list[Done]:
+def _run_jobs(jobs: list[Job], workers: int) -> list[Done]:
     workers = min(workers, len(jobs))
     if workers == 1:
         return [run_job(job) for job in jobs]
     with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
-        return list(pool.map(run_job, jobs[::-1]))[::-1]  # the long ones first
+        return list(pool.map(run_job, jobs[::-1]))[::-1]  # the longest jobs first
 
 
 def run_job(job: Job) -> Done:
-    """Figures of a rank's step; its micro-batches, and those that ran; memory and time of what ran; which micro-batches
-    stand for the rest; allocations of what ran."""
+    """Simulate a rank's step.
+
+    Returns:
+        (figures, (micro-batches, of them run), memory profile and replay of what ran, the micro-batches that repeat or
+        None, allocations of what ran).
+    """
     config, world_size, rank, vocab_size, machine, every_micro_batch = job
     batches = micro_batches(config, data_parallel_size(config, world_size))
     stage = rank * config.parallel.pipeline_model_parallel_size // world_size
     stretch = None if every_micro_batch else stretch_of(config, stage, batches)
-    simulated = machine if machine is not None and machine.is_gpu else None  # a CPU runs what this program runs there
+    simulated = machine if machine is not None and machine.is_gpu else None  # None: the kernels of a CPU
     how = {"machine": simulated, "fp8": held_by(config.model, machine) if config.model.fp8_format else None}
     done, every_chunk = None, False
     while done is None:
@@ -299,7 +303,7 @@ def run_job(job: Job) -> Done:
             done = run_rank(config, world_size, rank, vocab_size, stretch=stretch, every_chunk=every_chunk, **how)
         except Unsteady:
             stretch = None
-        except Unlike:
+        except ReplayMismatch:
             every_chunk = True
     replayed = replay(done.trace, machine) if machine else None
     whole = replay(done.trace, machine, keep_spans=False, repeat=done.repeat) if machine and stretch else replayed
@@ -308,7 +312,7 @@ def run_job(job: Job) -> Done:
 
 
 def with_layers(config: Config, layers: int) -> Config:
-    """The same run with stages of so many layers."""
+    """The same run with ``layers`` layers in each stage."""
     config = deepcopy(config)
     parallel = config.parallel
     config.model.num_layers = layers * parallel.pipeline_model_parallel_size
@@ -322,14 +326,14 @@ def _layers(config: Config) -> int:
 
 
 def _unit(config: Config) -> int:
-    """Layers that repeat: of a recomputed unit, on every virtual stage."""
+    """Number of layers that repeat: a recomputed unit on every virtual stage."""
     attention = config.attention
     unit = attention.recompute_num_layers if attention.recompute_granularity == "full" else 1
     return (unit or 1) * (config.parallel.num_virtual_stages_per_pipeline_rank or 1)
 
 
 def too_full(config: Config, reports: list[RankReport], world_size: int, machine: Machine) -> Iterator[str]:
-    """Why a step does not fit. With a GPU's allocator replayed, the better of its settings decides."""
+    """Why a step does not fit. On a GPU the better of the allocator's settings decides."""
     gib = 2**30
     for report in reports:
         device, host = report.figures.device_peak, report.figures.host_peak * min(machine.gpus, world_size)
@@ -337,7 +341,7 @@ def too_full(config: Config, reports: list[RankReport], world_size: int, machine
         if needed and min(needed.values()) > machine.memory:
             yield (
                 f"rank {report.rank} needs {min(needed.values()) / gib:,.1f} GiB of device memory: {device / gib:,.1f} "
-                f"allocated, what PyTorch's allocator reserves besides, context and NCCL; {machine.name} has "
+                f"allocated, the rest reserved by PyTorch's allocator, context and NCCL; {machine.name} has "
                 f"{machine.memory / gib:,.1f}"
             )
         elif not needed and device > machine.usable_memory:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a dry run says: tables in the terminal, a JSON file, pictures of memory and time."""
+"""Reports of a dry run: tables in the terminal, a JSON file, pictures of memory and time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron.simulator.cost.jitter import Jitter, spread, told
+from megatron.simulator.cost.jitter import Jitter, describe, spread
 from megatron.simulator.cost.trace import AXES
 from megatron.simulator.dry_run.allocation.reserved import needed_by_setting, runtime_memory
 from megatron.simulator.dry_run.dry_run import DryRun, RankReport
@@ -25,8 +25,7 @@ LABELS = {"default": "reserved by PyTorch", "expandable_segments": "reserved, ex
 
 
 def show(result: DryRun, console: Console, jitter: Jitter | None = None) -> None:
-    """Memory, communication and time of every rank that ran; with ``jitter`` also of a step whose ranks are not equally
-    fast."""
+    """Print memory, communication and time of every simulated rank; with ``jitter`` also the time of unequal ranks."""
     console.print(_memory(result))
     console.print(_communication(result))
     if result.machine is None:
@@ -55,7 +54,7 @@ ALLOCATORS = {
 
 
 def verdict(result: DryRun) -> list[str]:
-    """With which of the allocator's settings a step fits on the fullest rank's device, and by how much."""
+    """For each of the allocator's settings, whether the step fits on the device of the rank that needs most."""
     machine, sizes = result.machine, [needed(result, report) for report in result.ranks]
     if not all(sizes):
         left = machine.usable_memory - max(report.figures.device_peak for report in result.ranks)
@@ -63,57 +62,57 @@ def verdict(result: DryRun) -> list[str]:
     lines = []
     for setting, name in ALLOCATORS.items():
         left = machine.memory - max(one[setting] for one in sizes)
-        says = f"it fits, with {readable(left)} of device memory to spare"
+        text = f"it fits, with {readable(left)} of device memory to spare"
         if left < 0:
-            says = f"it does not fit: {readable(-left)} of device memory are lacking"
+            text = f"it does not fit: {readable(-left)} of device memory are missing"
         elif not result.fits:
-            says = f"the device's memory would do, with {readable(left)} to spare"
-        lines.append(f"with {name} {says}")
+            text = f"device memory is sufficient, with {readable(left)} to spare"
+        lines.append(f"with {name} {text}")
     return lines
 
 
 def needed(result: DryRun, report: RankReport) -> dict[str, float]:
-    """Bytes of a device that a rank's process takes, by the allocator's setting; empty where that is not known."""
+    """Device bytes that a rank's process needs, by the allocator's setting; empty: unknown."""
     if result.machine is None:
         return {}
     return needed_by_setting(report.reserved.bytes, result.config, result.world_size, result.machine)
 
 
 def _runtime(result: DryRun) -> Iterator[str]:
-    """What PyTorch's allocator reserves, where that is not the whole story, and what others take beside it."""
+    """Lines about the allocator's reserved memory, if it was scaled or full, and about memory outside of it."""
     yield from sorted({note for report in result.ranks for note in report.reserved.notes})
     for report in result.ranks:
         taken = report.reserved
         if taken.scaled:
-            yield f"{name(report)}: reserved is scaled, not replayed, from {taken.scaled}"
+            yield f"{name(report)}: reserved memory is scaled, not replayed, from {taken.scaled}"
         for setting, retries in taken.retries.items():
             if retries is None:
-                yield f"{name(report)}: {LABELS.get(setting, f'reserved, {setting}')}: more than there is for PyTorch"
+                yield f"{name(report)}: {LABELS.get(setting, f'reserved, {setting}')}: more than the device has left"
             elif retries:
-                yield f"{name(report)}: full, so that all that is cached is given back {retries} times ({setting})"
+                yield f"{name(report)}: the device is full; the allocator's cache is freed {retries} times ({setting})"
     own = runtime_memory(result.config, result.world_size, result.machine)
     yield (
-        f"beside PyTorch's: context {readable(own.context)}, NCCL {readable(own.nccl)} for {own.communicators} groups; "
-        f"in what it reserves: cuBLAS' workspace, {readable(own.cublas)} ({own.source.partition(':')[0]}); the "
-        f"machine's file sets {readable(result.machine.reserved)} aside"
+        f"outside of PyTorch's allocator: context {readable(own.context)}, NCCL {readable(own.nccl)} for "
+        f"{own.communicators} groups; within: cuBLAS' workspace, {readable(own.cublas)} "
+        f"({own.source.partition(':')[0]}); the machine's file reserves {readable(result.machine.reserved)}"
     )
 
 
 def unequal(result: DryRun, jitter: Jitter) -> str:
-    """A step on ranks that vary; what ran stands for the whole step, as long as that takes."""
+    """A sentence about a step on ranks whose speed varies; the waits of what ran are scaled to the complete step."""
     slowest = max(result.ranks, key=lambda report: report.figures.seconds["step"]).replayed
     waits = slowest.waits.scaled(result.predicted_seconds / slowest.seconds)
-    return told(spread(result.predicted_seconds, waits, result.world_size, jitter), jitter)
+    return describe(spread(result.predicted_seconds, waits, result.world_size, jitter), jitter)
 
 
 def _memory(result: DryRun) -> Table:
-    table = Table(title="memory of a rank at the fullest moment of a step", title_justify="left")
+    table = Table(title="memory of a rank at the peak of a step", title_justify="left")
     table.add_column("")
     for report in result.ranks:
         table.add_column(name(report), justify="right")
     kinds = [report.figures.device_peak_by_kind for report in result.ranks]
     for kind in DEVICE_KINDS:
-        table.add_row(kind, *(readable(found.get(kind, 0)) for found in kinds))
+        table.add_row(kind, *(readable(sizes.get(kind, 0)) for sizes in kinds))
     table.add_row("device, in all", *(readable(report.figures.device_peak) for report in result.ranks), style="bold")
     for setting in result.ranks[0].reserved.bytes:
         label = LABELS.get(setting, f"reserved, {setting}")
@@ -156,7 +155,7 @@ def name(report: RankReport) -> str:
 
 
 def as_json(result: DryRun) -> dict[str, Any]:
-    """As the design says; times in ms, memory in bytes."""
+    """The JSON of --dry-run-json; times in ms, memory in bytes."""
     return {
         "ranks": [
             {
@@ -190,8 +189,10 @@ def as_json(result: DryRun) -> dict[str, Any]:
 
 
 def check_output(path: str | None) -> None:
-    """Raises:
-    Refusal: --dry-run-json cannot be written.
+    """Check that --dry-run-json can be written.
+
+    Raises:
+        Refusal: it cannot.
     """
     if path is None:
         return
@@ -207,8 +208,14 @@ def check_output(path: str | None) -> None:
 
 
 def write(result: DryRun, path: str, events: int | None = None) -> list[str]:
-    """The JSON file, beside it a picture of memory, one of time for each rank, a trace of all with at most so many
-    ``events``; returns the names."""
+    """Write the JSON file and next to it a picture of memory, a picture of each rank's time and a trace.
+
+    Args:
+        events: most events of the trace.
+
+    Returns:
+        The paths of all files.
+    """
     Path(path).write_text(json.dumps(as_json(result), indent=1) + "\n")
     written = [path]
     stem = str(Path(path).with_suffix(""))
@@ -232,6 +239,6 @@ def write(result: DryRun, path: str, events: int | None = None) -> list[str]:
 
 
 def _ran(report: RankReport) -> str:
-    """Where not everything ran, what did."""
+    """The numbers of layers and micro-batches that ran, if not all did."""
     all_of_them = (("layers", report.layers), ("micro-batches", report.micro_batches))
     return "".join(f", {ran} of {there} {what}" for what, (there, ran) in all_of_them if ran != there)

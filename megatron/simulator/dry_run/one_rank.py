@@ -22,8 +22,8 @@ from megatron.platform.hooks import replaced
 from megatron.platform.simulated_cluster import fake_tensors, outside_fakes, simulated_world
 from megatron.simulator.cost.trace import Trace
 from megatron.simulator.dry_run.allocation.reserved import Allocations
-from megatron.simulator.dry_run.call_replay import chunks_alike
-from megatron.simulator.dry_run.recording.fp8 import Fp8, held_by, in_fp8
+from megatron.simulator.dry_run.call_replay import replayed_chunks
+from megatron.simulator.dry_run.recording.fp8 import Fp8, held_by, use_fp8
 from megatron.simulator.dry_run.recording.gpu_kernels import gpu_kernels, simulated_offload
 from megatron.simulator.dry_run.recording.recorder import Recorder, axes_of
 from megatron.simulator.dry_run.replay import Repeat, Stretch, find_repeat, with_growth
@@ -36,10 +36,9 @@ from megatron.training.refusal import Refusal
 from megatron.training.report.memory_profile import DEVICE_KINDS, Profile, series
 from megatron.training.report.tensor_memory import History
 
-# How many tokens a dry run's vocabulary has: from the flags, from the tokenizer where its files are, else by name.
+# --- the vocabulary size of a dry run ---
 
-
-# Ids of published tokenizers, added ones included, by a part of the name; the first that fits counts.
+# Vocabulary sizes of published tokenizers, with added tokens, by a part of the name; the first match counts.
 BY_NAME: tuple[tuple[str, int], ...] = (
     (r"llama-?3", 128256),
     (r"llama-?2|llama-?1|llama-\d+b|llama$|tinyllama|vicuna|alpaca", 32000),
@@ -57,30 +56,30 @@ BY_NAME: tuple[tuple[str, int], ...] = (
     (r"nemotron", 256000),
 )
 BY_TYPE = {"GPT2BPETokenizer": 50257, **dict.fromkeys(SENTENCEPIECE, 32000)}
-LONGEST_TIKTOKEN = 2**17  # what core takes of a tiktoken vocabulary unless told otherwise
+LONGEST_TIKTOKEN = 2**17  # core's default limit on a tiktoken vocabulary
 
 
 def vocabulary_of(config: Config) -> tuple[int, str | None]:
-    """The real vocabulary size of a dry run, and what was assumed for it, in one line.
+    """(vocabulary size of a dry run without padding, a line about the assumption if one was made).
 
-    A run takes its tokenizer's. So does a dry run where the files are there; else the size is --vocab-size, or
-    --padded-vocab-size, or goes by the name of the tokenizer's model, of --model, or of --tokenizer-type.
+    Like a run, it reads the tokenizer if its files exist. Otherwise the size is --vocab-size, --padded-vocab-size, or
+    that of a known tokenizer by the name of --tokenizer-model, --model or --tokenizer-type.
 
     Raises:
-        Refusal: none of them says it; or what the run would refuse of a tokenizer that is there.
+        Refusal: none of these gives the size, or the run would refuse the tokenizer.
     """
     model, kind = config.model, config.data.tokenizer_type
     if kind in WITHOUT_FILES or (kind and _files_are_there(config)):
         return check_vocab(model.vocab_size, build_tokenizer(config.data, model.vocab_size)), None
-    absent = f"the files of --tokenizer-type {kind} are not here" if kind else "no --tokenizer-type was given"
+    absent = f"the files of --tokenizer-type {kind} do not exist" if kind else "no --tokenizer-type was given"
     if model.vocab_size:
-        return model.vocab_size, f"{absent}: {model.vocab_size} tokens, by --vocab-size"
+        return model.vocab_size, f"{absent}: {model.vocab_size} tokens, from --vocab-size"
     if padded := model.padded_vocab_size:
-        return padded, f"{absent}: {padded} tokens, by --padded-vocab-size"
+        return padded, f"{absent}: {padded} tokens, from --padded-vocab-size"
     for name, size in _named(config):
-        return size, f"{absent}: {size} tokens assumed, as {name} has; --vocab-size N decides otherwise"
+        return size, f"{absent}: {size} tokens assumed, as {name} has; --vocab-size N changes it"
     where = f" ({config.data.tokenizer_model})" if config.data.tokenizer_model else ""
-    raise Refusal(f"--dry-run: {absent}{where}, and nothing says how many tokens it has: add --vocab-size N")
+    raise Refusal(f"--dry-run: {absent}{where}, and the vocabulary size is unknown: add --vocab-size N")
 
 
 def _files_are_there(config: Config) -> bool:
@@ -92,7 +91,7 @@ def _files_are_there(config: Config) -> bool:
 
 
 def _named(config: Config) -> Iterator[tuple[str, int]]:
-    """(name, size) of what the flags name, the surest first."""
+    """(name, vocabulary size) of the names in the flags, the most reliable first."""
     model, data = config.model.model, config.data
     text = re.sub(r"[\s_]", "-", (data.tokenizer_model or "").lower())
     for pattern, size in BY_NAME:
@@ -109,15 +108,15 @@ def _named(config: Config) -> Iterator[tuple[str, int]]:
 
 @dataclass
 class RankStep:
-    """What one rank did in a step.
+    """Trace and memory of one rank's step.
 
     Attributes:
-        peaks: most device bytes in each phase (forward, backward, optimizer), by kind.
-        host_peak: most bytes of host memory.
+        peaks: peak device bytes in each phase (forward, backward, optimizer), by kind.
+        host_peak: peak bytes of host memory.
         profile: the step's memory over time, as --profile-memory records it.
-        repeat: events of the trace that stand for more micro-batches; None where all of them ran.
-        allocations: (storage, change of its bytes) on the device, in their order, what was there before first; and
-            which of them happen as often as ``repeat`` says.
+        repeat: the events of the trace that repeat for the micro-batches that did not run; None: all ran.
+        allocations: (storage, change of its bytes) on the device in their order, beginning with what existed before
+            the step, and those that repeat.
     """
 
     rank: int
@@ -150,22 +149,22 @@ def run_rank(
     fused_rope: bool = True,
     every_chunk: bool = False,
 ) -> RankStep:
-    """Run one training step as ``rank`` of ``world_size``, under fake tensors and a fake process group.
+    """Run one training step as ``rank`` of ``world_size``, with fake tensors and a fake process group.
 
     Args:
         config: completed for ``world_size``; it is not changed.
-        vocab_size: real vocabulary size.
-        machine: simulate its GPU's kernels, streams and fused operations; None: what a CPU does.
-        stretch: run so many micro-batches, and take a stretch of them for the rest; None: all.
-        fp8: how tensors are held under --fp8-format; default as before Blackwell.
-        recorder: makes what watches the step.
-        fused_rope: GPUs have Triton, whose kernel rotates queries and keys; else PyTorch's operations do.
-        every_chunk: run what all chunks of FPDT do, in place of a few.
+        vocab_size: vocabulary size without padding.
+        machine: simulate its GPU's kernels, streams and fused operations; None: those of a CPU.
+        stretch: the micro-batches to run, and those of them that repeat; None: run all.
+        fp8: how tensors are stored under --fp8-format; default: as on GPUs before Blackwell.
+        recorder: makes the recorder of the step.
+        fused_rope: Triton's kernel rotates queries and keys; False: PyTorch's operations do.
+        every_chunk: run all chunks of FPDT instead of replaying calls (call_replay.py).
 
     Raises:
-        Refusal: kernel or grid cannot be had.
-        Unsteady: ``stretch`` does not stand for the rest.
-        Unlike: a few chunks do not stand for all.
+        Refusal: a kernel or the grid is not available.
+        Unsteady: the micro-batches of ``stretch`` do not repeat.
+        ReplayMismatch: the calls of chunks do not repeat.
     """
     from megatron.training import step
     from megatron.training.model.build import build_model
@@ -176,19 +175,19 @@ def run_rank(
     config = deepcopy(config)
     model = config.model
     fp8 = None if model.fp8_format is None else fp8 or held_by(model, None)
-    model.transformer_impl, model.fp8_format = "local", None  # core's layers stand for Transformer Engine's
+    model.transformer_impl, model.fp8_format = "local", None  # core's layers replace Transformer Engine's
     cpu.run_core_on_cpu()
     on_gpu = machine is not None
     where = Platform("cuda" if on_gpu else "cpu", torch.device("cpu"), "fake", simulated=True)
     watch = recorder({}, resized=config.parallel.zero_stage >= 2, before=FakeTensor)
-    few = nullcontext() if every_chunk else chunks_alike(watch)
+    few = nullcontext() if every_chunk else replayed_chunks(watch)
     with simulated_world(world_size, rank), gpu_kernels(watch, machine, fused_rope) if on_gpu else nullcontext(), few:
         runtime = start(config, where, simulated_offload(watch, on_gpu))
         watch.axes.update(axes_of(runtime.grid))
         data = config.data
-        # Layers read these numbers: real tensors, outside of fake ones.
+        # Layers read the values of these tensors, which therefore are not fake.
         real = {"numbers": torch.arange(data.micro_batch_size)} if runtime.drops else {}
-        if runtime.by_documents:  # each sample is one, which takes the most work and memory
+        if runtime.by_documents:  # each sample is one document, which needs the most work and memory
             real["document_ends"] = torch.full((data.micro_batch_size, 1), data.seq_length)
         with fake_tensors(watch.waited, gloo=not on_gpu) as watch.answer, ExitStack() as ends:
             chunks = build_model(
@@ -199,13 +198,13 @@ def run_rank(
             schedule = build_schedule(optimizer, config)
             for chunk in wrapped:
                 chunk.train()
-                as_in_later_steps(chunk)
-            ends.callback(dissolve, wrapped, optimizer)
+                as_after_first_step(chunk)
+            ends.callback(release_tensors, wrapped, optimizer)
             if fp8:
-                in_fp8(wrapped, fp8, watch)
+                use_fp8(wrapped, fp8, watch)
             batches = [_batches(config, real) if runtime.reads_data else None for _ in wrapped]
             gc.collect()
-            for _, tensor in owned(wrapped, optimizer):  # in the model's order: the allocator gives them memory in it
+            for _, tensor in owned(wrapped, optimizer):  # in the order of the model, in which they are allocated
                 watch.see(tensor)
             with ExitStack() as stack, watch:
                 profile = MemoryProfile(watch, wrapped, optimizer)
@@ -218,7 +217,7 @@ def run_rank(
                 run = all_batches = micro_batches(config, runtime.grid.data.size)
                 if stretch:
                     run = stretch.micro_batches
-                    stack.enter_context(replaced(step.mean_loss, lambda mean: of_all(mean, run, all_batches)))
+                    stack.enter_context(replaced(step.mean_loss, lambda mean: with_all_reports(mean, run, all_batches)))
                 step.train_step(
                     runtime,
                     wrapped,
@@ -243,16 +242,19 @@ def run_rank(
         return RankStep(rank, peaks_by_phase(timeline), host_peak, watch.trace, timeline, repeat, changes)
 
 
-def as_in_later_steps(chunk: nn.Module) -> None:
-    """Gradients travel as soon as they are there. In its first step core only counts how often each comes (once), and
-    sends all of them at the end (core/distributed/param_and_grad_buffer.py, ``is_first_batch``)."""
+def as_after_first_step(chunk: nn.Module) -> None:
+    """Make DDP reduce gradients as soon as they exist, as after its first step.
+
+    In the first step core only counts how often each gradient comes, and reduces all of them at the end
+    (core/distributed/param_and_grad_buffer.py, ``is_first_batch``).
+    """
     for group in (*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ())):
         group.is_first_batch = False
         group.golden_per_param_grad_ready_counts = dict.fromkeys(group.params, 1)
 
 
 def allocations(history: History, repeated: tuple[int, int, int] | None = None) -> Allocations:
-    """(storage, change of its bytes) of the device's; ``repeated``: events (begin, end) that happen so often more."""
+    """Allocations on the device; ``repeated``: (begin, end, times) of events that repeat."""
     device = {block.number for block in history.blocks if block.place == "device"}
     kept = [bool(number in device and change) for _, number, change in history.events]
     changes = [(number, change) for keep, (_, number, change) in zip(kept, history.events) if keep]
@@ -262,8 +264,8 @@ def allocations(history: History, repeated: tuple[int, int, int] | None = None) 
     return Allocations(changes, sum(kept[:begin]), sum(kept[:end]), times)
 
 
-def of_all(mean_loss: Callable, run: int, all_batches: int) -> Callable:
-    """The mean loss of a step sums a report of each micro-batch (on the last stage), also of those that did not run."""
+def with_all_reports(mean_loss: Callable, run: int, all_batches: int) -> Callable:
+    """``mean_loss`` with a report for each of ``all_batches`` micro-batches, of which only ``run`` ran."""
 
     def mean_loss_of_all(reports: list[Tensor], runtime: Any) -> Any:
         return mean_loss(reports + reports[-1:] * (all_batches - run), runtime)
@@ -271,8 +273,8 @@ def of_all(mean_loss: Callable, run: int, all_batches: int) -> Callable:
     return mean_loss_of_all
 
 
-def dissolve(chunks: list[nn.Module], optimizer: Any) -> None:
-    """Let go of all tensors: hooks of core's DDP tie modules to themselves through C++, where no collector looks."""
+def release_tensors(chunks: list[nn.Module], optimizer: Any) -> None:
+    """Drop references to all tensors. Hooks of core's DDP make cycles through C++ that the garbage collector misses."""
     modules = [module for chunk in chunks for module in chunk.modules()]
     for module in modules:
         vars(module).clear()
@@ -284,20 +286,20 @@ def micro_batches(config: Config, data_parallel: int) -> int:
 
 
 def peaks_by_phase(profile: Profile) -> dict[str, dict[str, int]]:
-    """Most device bytes in the forward, backward and optimizer phases, by kind."""
+    """Peak device bytes in the forward, backward and optimizer phases, by kind."""
     times, sizes = series(profile)
     device = sizes[:, : len(DEVICE_KINDS)]
     totals = device.sum(axis=1)
     bounds = [*profile["phases"], ("end", float("inf"))]
-    found: dict[str, dict[str, int]] = {}
+    peaks: dict[str, dict[str, int]] = {}
     for (name, begin), (_, end) in zip(bounds, bounds[1:]):
         inside = ((times >= begin) & (times < end)).nonzero()[0]
         if not len(inside):
             continue
         fullest = inside[totals[inside].argmax()]
-        if name not in found or totals[fullest] > sum(found[name].values()):
-            found[name] = {kind: int(size) for kind, size in zip(DEVICE_KINDS, device[fullest])}
-    return found
+        if name not in peaks or totals[fullest] > sum(peaks[name].values()):
+            peaks[name] = {kind: int(size) for kind, size in zip(DEVICE_KINDS, device[fullest])}
+    return peaks
 
 
 def _batches(config: Config, real: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:

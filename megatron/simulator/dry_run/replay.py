@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replays a trace on a machine: when everything happens, what waits for what, where the step's time goes.
+"""Replays a trace on a machine: the time of every event, what waits for what, and the causes of the step's time.
 
-Streams, as on a GPU: ``compute``; one for each axis's communication; ``to_device`` and ``to_host``, the two directions
-of the host link. Each works off its events in order. A transfer or copy starts when its stream is free, and not before
-the compute that precedes it in the trace. With a ticket it runs beside compute until a Wait names the ticket; without
-one compute waits at once. While a transfer runs beside compute, NCCL's kernels take part of the device: that part of
-its time (1 - ``calibration.overlap``) compute stands still, and counts as waiting for the transfer's axis.
+Streams are those of a GPU: ``compute``, one for communication on each axis, and ``to_device`` and ``to_host`` for the
+host link. Each runs its events in order. A transfer or copy starts when its stream is free and the compute before it in
+the trace is done. With a ticket it overlaps compute until a Wait names the ticket; without one, compute waits for it.
+Because NCCL's kernels use part of the device, compute stops for a share (1 - ``calibration.overlap``) of a transfer
+that it overlaps; that counts as waiting for the transfer's axis.
 
-The host launches everything in that order too, each in ``Machine.dispatch`` seconds, and as far ahead of the device
-as it gets: where it falls behind, compute stands still for ``launching``.
+The host launches all events in the same order, each in ``Machine.dispatch`` seconds, ahead of the device where it can.
+Where it falls behind, compute waits for ``launching``.
 
-One rank is replayed: others are as fast, and ready when it is. :attr:`Replay.waits` says after how much compute it
-waited for whom, from which cost/jitter.py tells what unequal ranks lose.
+One rank is replayed; all others are assumed to be as fast. :attr:`Replay.waits` records the compute before each wait,
+from which cost/jitter.py estimates the effect of unequal ranks.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
     from megatron.training.report.memory_profile import Profile
 
 
-# A few micro-batches for all: those in the middle of a step are alike, so one stretch of them stands for the rest.
+# --- micro-batches that repeat, of which only a few are run ---
 #
-# Under 1F1B a stage begins with forward passes alone, then alternates, then ends with backward passes alone
-# (Megatron-LM, arXiv:2104.04473). The first backward pass makes what the next ones add to, and the last one sends
-# gradients. What lies between repeats: one forward and one backward pass; with virtual stages, those of a group of
-# micro-batches, as many as there are stages unless the flags say otherwise, on every virtual stage.
+# Under 1F1B a stage begins with forward passes, then alternates, and ends with backward passes (Megatron-LM,
+# arXiv:2104.04473). The first backward pass allocates gradients, and the last one reduces them. Those in between
+# repeat: a forward and a backward pass; with virtual stages, the passes of a group of micro-batches (by default as many
+# as there are stages) on every virtual stage.
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """What to run in place of a whole step.
+    """The micro-batches to run instead of all, and those of them that repeat.
 
     Attributes:
         micro_batches: to run.
-        first, passes: the stretch that repeats begins with this forward pass and has so many.
-        times: how often it repeats beyond its own run.
+        first, passes: the part that repeats begins with the forward pass ``first`` and has ``passes`` of them.
+        times: how often it repeats after it has run.
     """
 
     micro_batches: int
@@ -57,8 +57,10 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Repeat:
-    """Events ``begin`` to ``end`` of a trace happen ``times`` times more, right after themselves; each time the tickets
-    that they issue, and wait for, are ``tickets`` further on."""
+    """Events ``begin`` to ``end`` of a trace are followed by ``times`` repetitions of them.
+
+    In each repetition, the tickets that they issue and wait for are larger by ``tickets``.
+    """
 
     begin: int
     end: int
@@ -66,16 +68,16 @@ class Repeat:
     tickets: int
 
     def more(self, trace: Trace) -> Trace:
-        """What happens more, once."""
+        """One repetition."""
         return Trace(trace.events[self.begin : self.end])
 
 
 class Unsteady(ValueError):
-    """The stretch does not repeat: all micro-batches have to run."""
+    """The micro-batches do not repeat: all of them have to run."""
 
 
 def stretch_of(config: Config, stage: int, micro_batches: int) -> Stretch | None:
-    """The micro-batches that stand for all on a pipeline stage; None where that saves nothing."""
+    """The micro-batches of a pipeline stage to run instead of all; None: all, because nothing would be saved."""
     stages = config.parallel.pipeline_model_parallel_size
     virtual = config.parallel.num_virtual_stages_per_pipeline_rank
     group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage or stages
@@ -84,7 +86,7 @@ def stretch_of(config: Config, stage: int, micro_batches: int) -> Stretch | None
     if virtual:
         passes = group * virtual
         alone = 2 * (stages - stage - 1) + (virtual - 1) * group  # forward passes before the first backward pass
-        groups = max(3, -(-(alone + 2 * passes + 1) // passes))  # the first of each kind, the stretch, the last
+        groups = max(3, -(-(alone + 2 * passes + 1) // passes))  # the first passes, those that repeat, the last
         run, first = groups * group, alone + passes
     else:
         passes, alone = 1, stages - stage - 1
@@ -95,10 +97,10 @@ def stretch_of(config: Config, stage: int, micro_batches: int) -> Stretch | None
 
 
 def find_repeat(trace: Trace, stretch: Stretch) -> Repeat:
-    """Where in its trace the stretch is.
+    """The repeating events of a trace.
 
     Raises:
-        Unsteady: something in it or after it waits for what began more than a stretch before.
+        Unsteady: they, or later events, wait for something that began more than one repetition before.
     """
     forward = [at for at, event in enumerate(trace.events) if isinstance(event, Phase) and event.name == "forward"]
     begin, end = forward[stretch.first], forward[stretch.first + stretch.passes]
@@ -114,8 +116,10 @@ def find_repeat(trace: Trace, stretch: Stretch) -> Repeat:
 
 
 def with_growth(profile: Profile, begin: int, end: int, times: int) -> Profile:
-    """A profile in which its events ``begin`` to ``end`` are the last of ``times`` more of their kind: what each of
-    them left behind (the losses that a step reports) is there."""
+    """A memory profile with what ``times`` repetitions of its events ``begin`` to ``end`` leave allocated.
+
+    These are the losses that a step reports. The repetitions are taken to come before the events.
+    """
     left = dict.fromkeys(range(len(profile["kinds"])), 0)
     for _, kind, change in profile["events"][begin:end]:
         left[kind] += change
@@ -129,7 +133,7 @@ HOST = {"to_device": "host load", "to_host": "host store"}
 
 
 class Interval(NamedTuple):
-    """Something that a stream did; seconds since the step began."""
+    """An event on a stream; seconds since the step began."""
 
     stream: str
     kind: str
@@ -140,17 +144,17 @@ class Interval(NamedTuple):
 
 @dataclass
 class Replay:
-    """How a step went.
+    """The result of a replay.
 
     Attributes:
-        seconds: of the step; it ends when all streams have.
+        seconds: of the step, until all streams are done.
         busy: seconds of work by stream.
-        exposed: where the step's seconds go: compute by kind (gemm, attention, memory), else what compute waited for
-            (an axis, ``host load``, ``host store``, ``launching``). They add up to ``seconds``.
-        phases: when each began.
-        spans: in the order of the trace; none if they were not kept.
-        waits: compute between collectives that it waited for.
-        marks: how many spans there are before each phase.
+        exposed: the step's seconds by cause: compute by kind (gemm, attention, memory), and waiting for an axis, ``host
+            load``, ``host store`` or ``launching``. They add up to ``seconds``.
+        phases: (name, begin) of each.
+        spans: events in the order of the trace; empty if they were not kept.
+        waits: compute between collectives that compute waited for.
+        marks: number of spans before each phase.
     """
 
     seconds: float
@@ -162,18 +166,19 @@ class Replay:
     marks: list[int] = field(default_factory=list)
 
     def mfu(self, model_flops: float, peak: float) -> float:
-        """Share of ``peak`` FLOP/s that the model's FLOPs of this rank make: no recompute, by convention."""
+        """The rank's share of the model's FLOPs, without recompute, over what ``peak`` FLOP/s allow in the time."""
         return model_flops / (self.seconds * peak) if self.seconds else 0.0
 
 
 def replay(trace: Trace, machine: Machine, keep_spans: bool = True, repeat: Repeat | None = None) -> Replay:
-    """
+    """Replay a trace.
+
     Args:
-        repeat: events that happen more often than the trace has them. They are played until all streams stand, to each
-            other, as they did a repetition before: then every further one is the same, and takes as long.
+        repeat: events that repeat. They are played until the streams' positions relative to each other are those of
+            one repetition before; all further repetitions then take the same time.
 
     Raises:
-        ValueError: a Wait names a ticket that nothing before it has issued.
+        ValueError: a Wait names a ticket that no earlier event has issued.
     """
     player = Player(machine, keep_spans)
     if repeat is None:
@@ -183,18 +188,18 @@ def replay(trace: Trace, machine: Machine, keep_spans: bool = True, repeat: Repe
     events, times = trace.events[repeat.begin : repeat.end], repeat.times
     player.play(events)
     for done in range(1, times + 1):
-        before = player.standing((done - 1) * repeat.tickets)
+        before = player.state((done - 1) * repeat.tickets)
         player.play(events, done * repeat.tickets)
-        if player.settled(before, done * repeat.tickets):
-            player.leap(before, times - done, repeat.tickets)
+        if player.is_steady(before, done * repeat.tickets):
+            player.skip(before, times - done, repeat.tickets)
             break
     player.play(trace.events[repeat.end :], times * repeat.tickets)
     return player.finish()
 
 
 @dataclass
-class Standing:
-    """Where the streams of a player are at a moment."""
+class State:
+    """The state of a player's streams at a moment."""
 
     now: float
     ahead: dict[str | int, float]  # seconds until streams, and tickets, are done
@@ -205,61 +210,60 @@ class Standing:
 
 
 class Player:
-    """Plays events; see the module."""
+    """Plays events by the rules in the module's docstring."""
 
     def __init__(self, machine: Machine, keep_spans: bool) -> None:
         self.machine, self.keep_spans = machine, keep_spans
-        self.felt = 1.0 - machine.calibration.overlap
+        self.slowdown = 1.0 - machine.calibration.overlap
         self.now = 0.0  # of the compute stream
-        self.host = (
-            -machine.dispatch
-        )  # when the host has launched what was played; the first is there as the step begins
-        self.worked = 0.0  # seconds of compute since a collective was waited for
+        # When the host has launched the last event; the first one is launched when the step begins.
+        self.host = -machine.dispatch
+        self.worked = 0.0  # seconds of compute since the last wait for a collective
         self.waits = Waits()
         self.free: dict[str, float] = {}
         self.busy: dict[str, float] = {"compute": 0.0}
         self.exposed: dict[str, float] = {}
         self.done: dict[int, tuple[float, str]] = {}
-        self.ranks: dict[int, int] = {}  # of the groups of tickets
+        self.ranks: dict[int, int] = {}  # size of the group, by ticket
         self.phases: list[tuple[str, float]] = []
         self.spans: list[Interval] = []
         self.marks: list[int] = []
 
     def play(self, events: list[Event], tickets: int = 0) -> None:
-        """``tickets`` is added to those of the events."""
+        """Play events, with ``tickets`` added to their tickets."""
         for event in events:
             if isinstance(event, Kernel):
                 self._compute(event)
             elif isinstance(event, Transfer | HostCopy):
                 self._move(event, tickets)
             elif isinstance(event, Wait):
-                self._wait(sorted(ended(ticket + tickets, self.done) for ticket in event.tickets))
-                self._met(max((self.ranks.get(ticket + tickets, 0) for ticket in event.tickets), default=0))
+                self._wait(sorted(_end_of(ticket + tickets, self.done) for ticket in event.tickets))
+                self._count_wait(max((self.ranks.get(ticket + tickets, 0) for ticket in event.tickets), default=0))
             elif isinstance(event, Phase):
                 self.phases.append((event.name, self.now))
                 self.marks.append(len(self.spans))
 
     def finish(self) -> Replay:
-        self._wait(sorted((end, stream) for stream, end in self.free.items()))  # what nobody has waited for
+        self._wait(sorted((end, stream) for stream, end in self.free.items()))  # for all streams
         self.waits.add(1, self.worked)
         return Replay(self.now, self.busy, self.exposed, self.phases, self.spans, self.waits, self.marks)
 
-    def standing(self, tickets: int) -> Standing:
-        """``tickets`` is taken off those that are not yet done."""
+    def state(self, tickets: int) -> State:
+        """The current state, with ``tickets`` subtracted from unfinished tickets."""
         ahead: dict[str | int, float] = {stream: end - self.now for stream, end in self.free.items() if end > self.now}
         ahead |= {ticket - tickets: end - self.now for ticket, (end, _) in self.done.items() if end > self.now}
         if self.host > self.now:
             ahead["launching"] = self.host - self.now
-        return Standing(self.now, ahead, dict(self.busy), dict(self.exposed), self.host, self.waits.scaled(1.0))
+        return State(self.now, ahead, dict(self.busy), dict(self.exposed), self.host, self.waits.scaled(1.0))
 
-    def settled(self, before: Standing, tickets: int) -> bool:
-        """Whether all that is under way stands to compute as it did then."""
-        here, there = self.standing(tickets).ahead, before.ahead
+    def is_steady(self, before: State, tickets: int) -> bool:
+        """Whether all streams are as far ahead of compute as in the state ``before``."""
+        here, there = self.state(tickets).ahead, before.ahead
         tolerance = 1e-9 * (self.now - before.now)
         return all(abs(here.get(what, 0.0) - there.get(what, 0.0)) <= tolerance for what in {*here, *there})
 
-    def leap(self, before: Standing, times: int, tickets: int) -> None:
-        """What happened since ``before`` happens ``times`` times more."""
+    def skip(self, before: State, times: int, tickets: int) -> None:
+        """Repeat everything since ``before`` another ``times`` times."""
         took = times * (self.now - before.now)
         for total, then in ((self.busy, before.busy), (self.exposed, before.exposed)):
             for name, seconds in total.items():
@@ -274,17 +278,17 @@ class Player:
     def _compute(self, kernel: Kernel) -> None:
         took = kernel_seconds(kernel, self.machine)
         self.host += kernel.count * self.machine.dispatch
-        late = self.host + took / kernel.count - (self.now + took)  # the last of them begins when it is launched
-        self._pass("launching", late)
+        late = self.host + took / kernel.count - (self.now + took)  # the last repetition begins when it is launched
+        self._advance("launching", late)
         begin = self.now
         self.busy["compute"] += took
         self.worked += took
-        self._pass(kernel.kind, took)
+        self._advance(kernel.kind, took)
         if self.keep_spans:
             self.spans.append(Interval("compute", kernel.kind, begin, self.now, kernel.name))
 
-    def _met(self, ranks: int) -> None:
-        """Compute has waited for a collective of ``ranks``; 0: for none."""
+    def _count_wait(self, ranks: int) -> None:
+        """Record that compute has waited for a collective of ``ranks``; 0: for none."""
         if ranks > 1:
             self.waits.add(ranks, self.worked)
             self.worked = 0.0
@@ -296,7 +300,7 @@ class Player:
             took, stream, name = copy_seconds(event, self.machine), HOST[event.direction], event.direction
         self.host += event.count * self.machine.dispatch
         if event.ticket is None:
-            self._pass("launching", self.host - self.now)
+            self._advance("launching", self.host - self.now)
         begin = max(self.now, self.host, self.free.get(stream, 0.0))
         end = self.free[stream] = begin + took
         self.busy[stream] = self.busy.get(stream, 0.0) + took
@@ -305,35 +309,35 @@ class Player:
         ranks = event.group.size if isinstance(event, Transfer) and event.axis != "pp" else 0
         if event.ticket is None:
             self._wait([(end, stream)])
-            self._met(ranks)
+            self._count_wait(ranks)
             return
         self.ranks[event.ticket + tickets] = ranks
         self.done[event.ticket + tickets] = (end, stream)
         if isinstance(event, Transfer):
-            self._pass(stream, self.felt * took)
+            self._advance(stream, self.slowdown * took)
 
     def _wait(self, ends: list[tuple[float, str]]) -> None:
         for end, stream in ends:
             if end > self.now:
-                self._pass(stream, end - self.now)
+                self._advance(stream, end - self.now)
                 self.now = end
 
-    def _pass(self, what: str, seconds: float) -> None:
+    def _advance(self, what: str, seconds: float) -> None:
         if seconds > 0:
             self.exposed[what] = self.exposed.get(what, 0.0) + seconds
             self.now += seconds
 
 
-def ended(ticket: int, done: dict[int, tuple[float, str]]) -> tuple[float, str]:
+def _end_of(ticket: int, done: dict[int, tuple[float, str]]) -> tuple[float, str]:
     if ticket not in done:
         raise ValueError(f"the trace waits for ticket {ticket}, which nothing before it has issued")
     return done[ticket]
 
 
 def table(result: Replay, machine: Machine, model_flops: float | None = None) -> Table:
-    """Where the time goes: a row for each kind of compute and each stream beside it, the largest share first.
+    """A table of the step's time, with a row for each kind of compute and each other stream, the largest share first.
 
-    With ``model_flops`` of this rank, also MFU against the peak of the machine's dtype.
+    With this rank's ``model_flops``, the title gives MFU against the peak of the machine's dtype.
     """
     title = f"one step on {machine.name}: {duration(result.seconds)}"
     if model_flops is not None:
@@ -352,7 +356,7 @@ def table(result: Replay, machine: Machine, model_flops: float | None = None) ->
 
 
 def duration(seconds: float) -> str:
-    """Three digits and a unit that suits."""
+    """A time with three digits in s, ms or µs."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= size:
             return f"{seconds / size:.{2 if seconds < 10 * size else 1 if seconds < 100 * size else 0}f} {unit}"

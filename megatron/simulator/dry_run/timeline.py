@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of a replay: one lane a stream, coloured by what it does.
+"""A replay as a picture, and a step as a trace file for chrome://tracing.
 
-A lane is cut into columns. The height that a colour fills is the share of the column's time in which the stream did
-that: blocks where events are long, a measure of how busy the stream is where they are too short to be seen. So a
-million spans draw as fast as a hundred.
+The picture has a lane for each stream, cut into columns. A colour's height in a column is the share of its time that
+the stream spends on that kind of work. So long events appear as blocks, short ones as a measure of how busy the stream
+is, and a million spans draw as fast as a hundred.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ def lanes(result: Replay) -> list[str]:
     return lanes_of({span.stream for span in result.spans})
 
 
-def lanes_of(there: set[str]) -> list[str]:
+def lanes_of(streams: set[str]) -> list[str]:
     """Streams in the order in which they are drawn."""
     last = tuple(HOST.values())
-    others = sorted(there - {*LANES, *last})
-    return [name for name in (*LANES, *others, *last) if name in there]
+    others = sorted(streams - {*LANES, *last})
+    return [name for name in (*LANES, *others, *last) if name in streams]
 
 
 def coverage(begins: np.ndarray, ends: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Share of each column, between two ``edges``, that spans cover; they are in order and do not overlap."""
+    """Share of each column between two ``edges`` that spans cover. Spans are in order and do not overlap."""
     if not len(begins):
         return np.zeros(len(edges) - 1)
     lengths = ends - begins
@@ -76,10 +76,10 @@ def shares(spans: list[Interval], edges: np.ndarray) -> dict[tuple[str, str], np
 
 
 def draw(result: Replay, output: str | Path, title: str = "one step") -> None:
-    """Writes the picture; the replay must have kept its spans.
+    """Write the picture of a replay that has kept its spans.
 
     Raises:
-        ValueError: it has none, or they take no time.
+        ValueError: it has no spans, or they take no time.
     """
     if not result.spans or not result.seconds:
         raise ValueError("nothing to draw: the replay has no spans, or none that takes time")
@@ -125,12 +125,12 @@ def label(stream: str) -> str:
 
 
 def closed(heights: np.ndarray) -> np.ndarray:
-    """With the last height once more: a step for the last edge."""
+    """``heights`` with the last one repeated, for the last edge."""
     return np.append(heights, heights[-1])
 
 
 def draw_phases(axes: Any, result: Replay, scale: float, top: int) -> None:
-    """A strip above the lanes that says which phase it is, where there is room to say so."""
+    """Draw a strip with the phases above the lanes, with names where there is space."""
     ends = [begin for _, begin in result.phases[1:]] + [result.seconds]
     drawn = [(*phase, end) for phase, end in zip(result.phases, ends) if end - phase[1] > result.seconds / COLUMNS]
     for name, begin, end in drawn:
@@ -149,18 +149,16 @@ def draw_legend(figure: Any, kinds: list[str]) -> None:
         figure.legend(handles=handles, loc="outside lower right", ncols=len(handles), frameon=False, fontsize=9)
 
 
-# The predicted step as a file that chrome://tracing and https://ui.perfetto.dev open: all ranks, all streams.
+# --- the trace file, for chrome://tracing and https://ui.perfetto.dev ---
 #
-# Google's Trace Event Format, as torch.profiler writes it: a process is a rank, a thread is a stream. A kernel has the
-# name that torch.profiler gives it (``aten::mm``), a phase that of the range which a real run makes around it (forward,
-# backward, optimizer): tools/compare_trace.py lays one beside the other. Arrows are messages between pipeline stages.
+# It has Google's Trace Event Format, like torch.profiler's files: a process is a rank, a thread is a stream. Kernels
+# have the names of torch.profiler (``aten::mm``), phases those of the ranges of a real run (forward, backward,
+# optimizer), so that tools/compare_trace.py can compare the two. Arrows are messages between pipeline stages.
 #
-# The whole step is there, all layers and micro-batches of all stages (whole_step.py). Where that would be more than the
-# reader's browser can hold, one rank stands for its stage, and passes in the middle of the step are drawn without
-# what is in them; ``otherData`` and the processes' names say so.
+# The file has all layers and micro-batches of all stages (whole_step.py). If that is too much for a browser, it has one
+# rank per stage and no details of passes in the middle of the step, which ``otherData`` and the processes' names state.
 
-
-MOST_EVENTS = 400_000  # what is in passes, of all ranks; about 50 MB of text
+MOST_EVENTS = 400_000  # events within passes, of all ranks; about 50 MB of text
 PHASE_LANE = "phases"
 BUBBLE = "bubble"
 Event = dict[str, Any]
@@ -196,14 +194,14 @@ def shown(result: DryRun, most: int) -> tuple[list[int], int]:
     ranks = [_simulated(result, stage) for stage in range(stages)]
     if sum(map(sum, sizes)) <= most:
         return ranks, max(map(len, sizes))
-    # The outermost passes of every stage, as many as there is room for.
+    # Details of the first and the last passes of every stage, as many as allowed.
     longest = max(map(len, sizes))
     outer = [sum(row[at] + row[-1 - at] for row in sizes if at < len(row) - at) for at in range(longest)]
     return ranks, sum(total <= most for total in accumulate(outer))
 
 
 def _simulated(result: DryRun, stage: int) -> int:
-    """Of a stage the rank that ran, or, in the middle, the one that lies where it does."""
+    """The stage's rank that ran or, for other middle stages, the rank at the same place in the stage."""
     stride = result.world_size // len(result.step.stages)
     return stage * stride + _report(result, stage).rank % stride
 
@@ -214,7 +212,7 @@ def _report(result: DryRun, stage: int) -> RankReport:
 
 
 def metadata(result: DryRun, ranks: list[int], detailed: int) -> Event:
-    """What the file says of itself."""
+    """The file's ``otherData``: what it contains and what is left out."""
     longest = max(map(len, result.step.stages))
     return {
         "simulated": True,
@@ -226,9 +224,9 @@ def metadata(result: DryRun, ranks: list[int], detailed: int) -> Event:
         "micro_batches": result.ranks[0].micro_batches[0],
         "micro_batches_run": {report.stage: report.micro_batches[1] for report in result.ranks},
         "left_out": [
-            *(["ranks that are as another of their stage"] if len(ranks) < result.world_size else []),
+            *(["ranks that are like another one of their stage"] if len(ranks) < result.world_size else []),
             *(
-                [f"what is in passes {detailed + 1} to {longest - detailed} of a rank"]
+                [f"the contents of passes {detailed + 1} to {longest - detailed} of a rank"]
                 if 2 * detailed < longest
                 else []
             ),
@@ -237,7 +235,7 @@ def metadata(result: DryRun, ranks: list[int], detailed: int) -> Event:
 
 
 def rank_events(result: DryRun, rank: int, detailed: int) -> Iterator[Event]:
-    """Of one rank, in program order; times in microseconds."""
+    """Events of one rank in program order; times in microseconds."""
     stages = len(result.step.stages)
     stage = rank * stages // result.world_size
     row, report = result.step.stages[stage], _report(result, stage)
@@ -253,14 +251,14 @@ def rank_events(result: DryRun, rank: int, detailed: int) -> Iterator[Event]:
     for name, number in streams.items():
         label = name if name in ("compute", PHASE_LANE, *HOST.values()) else f"{name} stream"
         yield named("thread_name", rank, number, label)
-    there, free, end = set(map(id, inside)), dict.fromkeys(streams, 0.0), 0.0
+    detailed_ids, free, end = set(map(id, inside)), dict.fromkeys(streams, 0.0), 0.0
     for one in row:
         if stages > 1 and one.begin - end > 1e-9:
             yield span(BUBBLE, "wait", rank, streams[PHASE_LANE], end, one.begin - end)
         end = one.begin + one.done.seconds
         if one.turn is not None or one.done.seconds:
             yield {**span(one.done.name, "phase", rank, streams[PHASE_LANE], one.begin, one.done.seconds), **_turn(one)}
-        if id(one) in there:
+        if id(one) in detailed_ids:
             for stream, kind, begin, stop, name in one.done.spans:
                 begin, stop = one.begin + begin, one.begin + stop
                 late = 0.0 if stream == "compute" else max(0.0, free[stream] - begin)
@@ -274,7 +272,7 @@ def _turn(one: Placed) -> Event:
 
 
 def arrows(result: DryRun, rank: int, stage: int, one: Placed) -> Iterator[Event]:
-    """From the end of a pass to the pass of the next stage which it waits for, and to this one from the one before."""
+    """Ends of message arrows at a pass: to the pass that waits for it, and from the one that it waits for."""
     if one.turn is None:
         return
     stages, turn = len(result.step.stages), one.turn
@@ -293,7 +291,7 @@ def arrows(result: DryRun, rank: int, stage: int, one: Placed) -> Iterator[Event
 
 
 def profiled(name: str, kind: str) -> str:
-    """What torch.profiler calls an operation that a trace names."""
+    """torch.profiler's name of an operation."""
     if kind in ("gemm", "attention", "memory") and not name.endswith("_attention") and ":" not in name:
         return f"aten::{name}"
     return name

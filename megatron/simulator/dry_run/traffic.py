@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that the kernels of one layer read and write, forward and backward, by what they are for.
+"""Bytes that the kernels of one layer read and write, forward and backward, by purpose.
 
-Two dry runs that differ by a layer; what the longer one reads and writes more is the layer's. What an operation is for
-is told by the file that called it last, where that says it, and else by its name.
+They are the difference of two dry runs with one layer more or less. The purpose of an operation follows from the
+package file that called it last or, if that is not in ``FILES``, from the operation's name.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megatron.simulator.machines.machine import Machine
 from megatron.training.arguments.config import Config
 
 LAYERS = (2, 3)
-ROOM = "megatron/context_parallel/"
-# By the file, from there, that called it last; the first that fits.
+PACKAGE = "megatron/context_parallel/"
+# Purpose by the file of the package that called an operation last; the first match counts.
 FILES = {
     "positions/rope": "RoPE",
     "attention/ulysses": "all-to-all: packing, unpacking",
@@ -31,7 +31,7 @@ FILES = {
     "fpdt/": "FPDT: copies, sums",
 }
 FUNCTIONS = {"packed": "ring: buffers"}  # of attention/merge.py
-# Elsewhere by the operation, as the recorder names it.
+# Otherwise, purpose by the recorder's name of the operation.
 NAMES = {
     "rms_norm": "norm",
     "rms_norm_backward": "norm",
@@ -55,10 +55,10 @@ Traffic = dict[str, dict[str, float]]
 
 
 class TrafficRecorder(Recorder):
-    """A recorder that also says what each kernel of its trace is for.
+    """A recorder that also adds up the bytes of kernels by purpose.
 
     Attributes:
-        bytes: by (phase, group).
+        bytes: by (phase, purpose).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -69,15 +69,15 @@ class TrafficRecorder(Recorder):
 
     def note(self, *args: Any) -> None:
         super().note(*args)
-        self._tell()
+        self._count_new()
 
     def fused(self, *args: Any) -> Any:
         out = super().fused(*args)
-        self._tell()
+        self._count_new()
         return out
 
-    def _tell(self) -> None:
-        """What is new in the trace, which the operation that runs has brought."""
+    def _count_new(self) -> None:
+        """Add the events that the current operation has appended to the trace."""
         for event in self.trace.events[self._read :]:
             if isinstance(event, Phase):
                 self._phase = event.name
@@ -87,13 +87,13 @@ class TrafficRecorder(Recorder):
 
 
 def group_of(kernel: Kernel) -> str:
-    """Of the kernel that is just being recorded."""
+    """The purpose of the kernel that is just being recorded."""
     if kernel.kind != "memory":
         return "GEMM" if kernel.kind == "gemm" else "attention: its kernels"
     frame = sys._getframe(1)
     while frame is not None:
-        _, room, file = frame.f_code.co_filename.rpartition(ROOM)
-        if room:
+        _, package, file = frame.f_code.co_filename.rpartition(PACKAGE)
+        if package:
             if group := FUNCTIONS.get(frame.f_code.co_name):
                 return group
             for begins, group in FILES.items():
@@ -110,17 +110,17 @@ def layer_traffic(
 
     Args:
         config: completed for ``world_size``, one pipeline stage.
-        fused_rope: by Triton's kernel; False: by PyTorch's operations, as where Triton is not installed.
+        fused_rope: RoPE by Triton's kernel; False: by PyTorch's operations, as where Triton is not installed.
 
     Raises:
-        Refusal: what the run itself would refuse.
+        Refusal: the run itself would be refused.
     """
     few, more = (_bytes_of(config, layers, world_size, rank, vocab_size, machine, fused_rope) for layers in LAYERS)
-    found: Traffic = defaultdict(dict)
+    traffic: Traffic = defaultdict(dict)
     for (phase, group), size in sorted(more.items(), key=lambda item: -item[1]):
         if phase in ("forward", "backward") and (of_one := size - few[phase, group]):
-            found[group][phase] = of_one / (LAYERS[1] - LAYERS[0])
-    return dict(found)
+            traffic[group][phase] = of_one / (LAYERS[1] - LAYERS[0])
+    return dict(traffic)
 
 
 def _bytes_of(

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of all pipeline stages together, from what a dry run recorded of each kind of rank.
+"""A step of all pipeline stages together, from a dry run's replays of each kind of rank.
 
-A replay is of one rank that waits for nobody, often of a few layers and a few micro-batches. Here it is cut into its
-passes; each pass gets the layers that did not run, as copies of the last one that did; the stretch of micro-batches
-that stands for more is repeated; and the passes of all stages are placed so that each begins when its input is there
-(dry_run/whole_step.py). Gradients that stages share, and the optimizer's norm, wait for the last stage to be done.
+A replay is of one rank that waits for no other stage, often with a few layers and a few micro-batches. It is cut into
+passes. Copies of the last layer are added for the layers that did not run, and micro-batches are repeated. Then the
+passes of all stages are scheduled so that each begins when its input has arrived. Reductions of gradients that stages
+share, and of the optimizer's norm, begin when the last stage is done.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from typing import NamedTuple
 from megatron.simulator.dry_run.replay import Interval, Replay, Stretch
 from megatron.training.arguments.config import Config
 
-# The stages of a pipeline together: which passes each runs, in which order, and when each can begin.
+# --- the schedule ---
 #
-# 1F1B (Megatron-LM, arXiv:2104.04473, section 2.2): a stage begins with forward passes alone, then alternates, then
-# ends with backward passes alone. Interleaved, a rank has several virtual stages and goes through them in groups of
-# micro-batches. A pass begins when the rank is free and its input is there: the neighbour's output of the same
-# micro-batch. A sender waits for nobody, as if its receiver had room.
+# 1F1B (Megatron-LM, arXiv:2104.04473, section 2.2): a stage begins with forward passes, then alternates, and ends with
+# backward passes. With interleaving, a rank has several virtual stages and runs them for one group of micro-batches
+# after another. A pass begins when the rank is free and the neighbour's output of the same micro-batch has arrived. A
+# sender never waits for its receiver.
 
 
 class Turn(NamedTuple):
-    """A pass in a rank's program; ``index``: how many of its direction the rank has run before."""
+    """A pass in a rank's program."""
 
     backward: bool
     micro_batch: int
-    chunk: int
-    index: int
+    chunk: int  # the virtual stage
+    index: int  # number of the pass among the rank's passes of its direction
 
 
-Took = Callable[[int, Turn], tuple[float, float]]
-"""Of (stage, turn): seconds of the pass, and seconds from its begin until the next stage has its output."""
+PassTimes = Callable[[int, Turn], tuple[float, float]]
+"""(stage, turn) -> (seconds of the pass, seconds from its begin until the next stage has its output)."""
 
 
 def program(stage: int, stages: int, micro_batches: int, virtual: int = 1, group: int = 0) -> list[Turn]:
-    """What a rank of ``stage`` does, in its order.
+    """The passes of a rank of ``stage`` in their order.
 
     Args:
-        virtual: stages of a rank.
-        group: micro-batches that a virtual stage takes in a row; default: as many as there are stages.
+        virtual: virtual stages of a rank.
+        group: consecutive micro-batches on a virtual stage; 0: as many as there are stages.
     """
     group, total = group or stages, micro_batches * virtual
     table = [
@@ -61,53 +61,53 @@ def program(stage: int, stages: int, micro_batches: int, virtual: int = 1, group
     return turns + backward[total - alone :]
 
 
-def begins(programs: list[list[Turn]], took: Took, first: list[float] | None = None) -> list[list[float]]:
-    """When each pass of each stage's program begins, seconds.
+def begins(programs: list[list[Turn]], took: PassTimes, first: list[float] | None = None) -> list[list[float]]:
+    """Seconds at which each pass of each stage's program begins.
 
     Args:
         first: when each stage may begin.
 
     Raises:
-        ValueError: the programs wait for each other in a circle.
+        ValueError: the programs are in a deadlock.
     """
     stages = len(programs)
     last = stages * (1 + max(turn.chunk for turn in programs[0])) - 1
     free = list(first or [0.0] * stages)
-    there: dict[tuple[bool, int, int], float] = {}  # when the input of a virtual stage's pass is there
-    found: list[list[float]] = [[] for _ in programs]
+    inputs: dict[tuple[bool, int, int], float] = {}  # when the input of a virtual stage's pass arrives
+    times: list[list[float]] = [[] for _ in programs]
     left = sum(map(len, programs))
     while left:
         before = left
         for stage, turns in enumerate(programs):
-            while len(found[stage]) < len(turns):
-                turn = turns[len(found[stage])]
+            while len(times[stage]) < len(turns):
+                turn = turns[len(times[stage])]
                 place = turn.chunk * stages + stage
                 source = place == last if turn.backward else place == 0
-                ready = 0.0 if source else there.get((turn.backward, turn.micro_batch, place))
+                ready = 0.0 if source else inputs.get((turn.backward, turn.micro_batch, place))
                 if ready is None:
                     break
                 begin = max(free[stage], ready)
                 seconds, sent = took(stage, turn)
                 free[stage] = begin + seconds
-                there[turn.backward, turn.micro_batch, place + (-1 if turn.backward else 1)] = begin + sent
-                found[stage].append(begin)
+                inputs[turn.backward, turn.micro_batch, place + (-1 if turn.backward else 1)] = begin + sent
+                times[stage].append(begin)
                 left -= 1
         if left == before:
             raise ValueError("stages of the pipeline wait for each other")
-    return found
+    return times
 
 
-END = "gradients"  # what follows the last pass until the optimizer's phase
+END = "gradients"  # name of the phase between the last pass and the optimizer
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What a rank does in a phase.
+    """A phase of a rank's step.
 
     Attributes:
-        seconds: from its begin to the next one's.
-        sent: seconds after its begin when its message has arrived; ``seconds`` where it sends none.
-        spans: in program order, seconds from its begin.
+        seconds: from its begin to that of the next phase.
+        sent: seconds from its begin until its message has arrived; ``seconds`` if it sends none.
+        spans: in program order; seconds from its begin.
     """
 
     name: str
@@ -118,7 +118,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Program:
-    """A rank's whole step: what comes before its first pass, its passes by direction in their order, what follows."""
+    """A rank's complete step: the phase before its first pass, its passes in order, and the phases after them."""
 
     before: Pass
     forward: list[Pass]
@@ -128,7 +128,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Placed:
-    """A pass where it belongs; ``turn``: None before and after the pipeline."""
+    """A phase with its begin in the step; ``turn``: None before and after the passes."""
 
     begin: float
     done: Pass
@@ -137,14 +137,14 @@ class Placed:
 
 @dataclass(frozen=True)
 class WholeStep:
-    """All stages of a step; ``seconds`` until the last one ends."""
+    """The phases of all stages; ``seconds``: until the last stage is done."""
 
     stages: list[list[Placed]]
     seconds: float
 
 
 def passes(replayed: Replay) -> list[Pass]:
-    """The replay in its phases; what comes before the first one is called ``start``."""
+    """The phases of a replay; the time before the first one is the phase ``start``."""
     times = [0.0, *(when for _, when in replayed.phases), replayed.seconds]
     marks = [0, *replayed.marks, len(replayed.spans)]
     names = ["start", *(name for name, _ in replayed.phases)]
@@ -161,16 +161,16 @@ def _pass(name: str, spans: Sequence[Interval], begin: float, end: float) -> Pas
 
 
 def with_all_layers(few: Pass, more: Pass, units: float) -> Pass:
-    """``more``, with what it does beyond ``few``, a unit of layers, done ``units`` times more; of a broken unit, which
-    recompute leaves at the end of a stage, only the time.
+    """``more`` with ``units`` further units of layers; the difference between ``more`` and ``few`` is one unit.
 
-    Where the two differ in something else than a stretch in one place (sums of gradients, whose buckets do not end with
-    a layer), its spans are drawn out over the time that it takes.
+    If ``units`` is fractional, because recompute leaves an incomplete unit at the end of a stage, the fraction is added
+    to the time only. If the two differ in several places (reductions of gradients, whose buckets do not end with a
+    layer), the spans of ``more`` are stretched over the time.
     """
     step = more.seconds - few.seconds
     seconds, sent = more.seconds + units * step, more.sent + units * (more.sent - few.sent)
     extra = len(more.spans) - len(few.spans)
-    cut = _stretch(few.spans, more.spans) if extra > 0 else None
+    cut = _first_extra(few.spans, more.spans) if extra > 0 else None
     if cut is None:
         spans = _shifted(more.spans, 0.0, seconds / more.seconds if more.seconds else 1.0)
         return Pass(more.name, seconds, sent, list(spans))
@@ -180,18 +180,18 @@ def with_all_layers(few: Pass, more: Pass, units: float) -> Pass:
     return Pass(more.name, seconds, sent, [*spans, *_shifted(more.spans[cut + extra :], units * step)])
 
 
-def _stretch(few: list[Interval], more: list[Interval]) -> int | None:
-    """Where the spans begin that ``more`` has and ``few`` has not."""
+def _first_extra(few: list[Interval], more: list[Interval]) -> int | None:
+    """Index of the first span that ``more`` has in addition to ``few``; None: they differ in several places."""
     for key in (lambda x: (x.stream, x.name, f"{x.end - x.begin:.5g}"), lambda x: (x.stream, x.name)):
         a, b = list(map(key, few)), list(map(key, more))
-        before, behind = _alike(a, b), _alike(a[::-1], b[::-1])
+        before, behind = _common_prefix(a, b), _common_prefix(a[::-1], b[::-1])
         if before + behind >= len(a):
             return before
     return None
 
 
-def _alike(a: list, b: list) -> int:
-    """How many are alike from the beginning."""
+def _common_prefix(a: list, b: list) -> int:
+    """Length of the common prefix."""
     return next((at for at, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
@@ -203,33 +203,33 @@ def _shifted(spans: Sequence[Interval], by: float, scale: float = 1.0) -> Iterat
 def program_of(
     few: Replay, more: Replay, layers: tuple[int, int, int], stretch: Stretch | None, pipelined: bool
 ) -> Program:
-    """A rank's whole step.
+    """A rank's complete step.
 
     Args:
-        few, more, layers: replays of so many layers, of more, and how many there are in all; the first two may be the
-            same where all of them ran.
-        stretch: of the micro-batches that ran; None: all did.
+        few, more: replays with ``layers[0]`` and ``layers[1]`` layers; the same one if all layers ran.
+        layers: these two numbers and that of all layers.
+        stretch: the micro-batches that repeat; None: all ran.
     """
-    found = passes(more)
+    phases = passes(more)
     if layers[1] != layers[2]:
         units = (layers[2] - layers[1]) / (layers[1] - layers[0])
-        found = [with_all_layers(a, b, units) for a, b in zip(passes(few), found, strict=True)]
-    after = [found.pop()] if found[-1].name == "optimizer" else []
-    before, found = found[0], found[1:]
+        phases = [with_all_layers(a, b, units) for a, b in zip(passes(few), phases, strict=True)]
+    after = [phases.pop()] if phases[-1].name == "optimizer" else []
+    before, phases = phases[0], phases[1:]
     if pipelined:
-        last, end = _parted(found.pop())
-        found.append(last)
+        last, end = _split_last(phases.pop())
+        phases.append(last)
         after.insert(0, end)
     if stretch:
-        forward = [at for at, one in enumerate(found) if one.name == "forward"]
+        forward = [at for at, one in enumerate(phases) if one.name == "forward"]
         begin, end = forward[stretch.first], forward[stretch.first + stretch.passes]
-        found = [*found[:begin], *(1 + stretch.times) * found[begin:end], *found[end:]]
-    by_name = {name: [one for one in found if one.name == name] for name in ("forward", "backward")}
+        phases = [*phases[:begin], *(1 + stretch.times) * phases[begin:end], *phases[end:]]
+    by_name = {name: [one for one in phases if one.name == name] for name in ("forward", "backward")}
     return Program(before, by_name["forward"], by_name["backward"], after)
 
 
-def _parted(last: Pass) -> tuple[Pass, Pass]:
-    """The last backward pass, and from the first collective of all stages on."""
+def _split_last(last: Pass) -> tuple[Pass, Pass]:
+    """(the last backward pass, the phase from the first collective of all stages on)."""
     spans = last.spans
     at = next((at for at, x in enumerate(spans) if x.stream == "pp" and x.name != "p2p"), len(spans))
     when = spans[at].begin if at < len(spans) else last.seconds
@@ -238,12 +238,12 @@ def _parted(last: Pass) -> tuple[Pass, Pass]:
 
 
 def stage_name(stage: int, stages: int) -> str:
-    """The kind of a pipeline stage, one of which is run for all."""
+    """The kind of a pipeline stage; one stage of each kind is simulated."""
     return "first" if stage == 0 else "last" if stage == stages - 1 else "middle"
 
 
-def together(config: Config, programs: dict[str, Program], micro_batches: int) -> WholeStep:
-    """A run's step, from the programs of its kinds of stages."""
+def whole_step_of(config: Config, programs: dict[str, Program], micro_batches: int) -> WholeStep:
+    """A run's step, from the programs of each kind of stage."""
     parallel = config.parallel
     stages = parallel.pipeline_model_parallel_size
     return whole_step(
@@ -255,10 +255,7 @@ def together(config: Config, programs: dict[str, Program], micro_batches: int) -
 
 
 def whole_step(programs: list[Program], micro_batches: int, virtual: int = 1, group: int = 0) -> WholeStep:
-    """
-    Args:
-        programs: of every stage, in their order.
-    """
+    """Schedule the programs of all stages, given in the order of the stages."""
     stages = len(programs)
     turns = [program(stage, stages, micro_batches, virtual, group) for stage in range(stages)]
 
@@ -270,11 +267,11 @@ def whole_step(programs: list[Program], micro_batches: int, virtual: int = 1, gr
         one = done(stage, turn)
         return one.seconds, one.sent
 
-    found = begins(turns, took, [mine.before.seconds for mine in programs])
+    times = begins(turns, took, [mine.before.seconds for mine in programs])
     placed = [
         [
             Placed(0.0, mine.before, None),
-            *(Placed(begin, done(stage, turn), turn) for begin, turn in zip(found[stage], turns[stage])),
+            *(Placed(begin, done(stage, turn), turn) for begin, turn in zip(times[stage], turns[stage])),
         ]
         for stage, mine in enumerate(programs)
     ]

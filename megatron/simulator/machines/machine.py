@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rate:
-    """How fast a kind of kernel runs, by its size: points (size, FLOP/s), interpolated between their logarithms.
+    """FLOP/s of a kind of kernel by size: points (size, FLOP/s), with logarithmic interpolation.
 
-    Below the first point the time, above the last the rate stays as it is.
+    Kernels smaller than the first point take as long as it; larger ones than the last point have its rate.
 
     Attributes:
-        power: of the size, that the FLOPs of a kernel grow with; says how the rate falls below the first point.
+        power: a kernel's FLOPs grow with this power of its size, and below the first point so does the rate.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -49,11 +49,11 @@ class Rate:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one kind of transfer was measured to take over a link.
+    """Measured bandwidth and latency of one kind of transfer over a link.
 
     Attributes:
-        bandwidth: bytes a second that each rank sends, while all devices of the node take part.
-        latency: seconds of a step: of a hop, and of each of the n - 1 steps of a collective among n ranks.
+        bandwidth: bytes per second that each rank sends, while all devices of the node take part.
+        latency: seconds of a hop, or of each of the n - 1 steps of a collective among n ranks.
     """
 
     bandwidth: float
@@ -62,14 +62,15 @@ class Measured:
 
 @dataclass(frozen=True)
 class Link:
-    """A way out of a device: bytes a second and direction that one device gets, and the seconds a message takes.
-
-    ``bandwidth`` is what a device gets while all others of its node use theirs: a bus that they share counts in parts.
+    """A connection of a device.
 
     Attributes:
-        kinds: by kind of transfer (:data:`KINDS`), what was measured; for the others bandwidth and latency hold.
-        gpus_per_card: of a network: devices of a node, in a row, that share a network card. While one of them sends
-            alone it has the bandwidth of all.
+        bandwidth: bytes per second and direction that one device gets while all others of its node use theirs; of a
+            shared bus, the device's part.
+        latency: seconds of a message.
+        kinds: measured figures by kind of transfer (:data:`KINDS`); other kinds use ``bandwidth`` and ``latency``.
+        gpus_per_card: of a network: neighbouring devices of a node that share a network card. While only one of them
+            sends, it has the bandwidth of all.
     """
 
     bandwidth: float
@@ -79,7 +80,7 @@ class Link:
     gpus_per_card: int = 1
 
     def of(self, kind: str) -> Link | Measured:
-        """Bandwidth and latency of a kind of transfer: as measured, else the link's."""
+        """Bandwidth and latency of a kind of transfer: as measured, otherwise the link's."""
         return self.kinds.get(kind, self)
 
 
@@ -89,27 +90,27 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "p2p")
 
 @dataclass(frozen=True)
 class Power:
-    """Watts of a GPU: the ``limit`` that it runs under, the one that its rates were measured under, and idle."""
+    """Watts of a GPU."""
 
-    limit: float
-    rated: float
+    limit: float  # the power limit that it runs under
+    rated: float  # the limit that its rates were measured under
     idle: float
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The few constants that are fitted to a cluster; each a share of what the file's other figures promise.
+    """The constants that are fitted to a cluster; each is the share that is reached of another figure of the file.
 
     Attributes:
         gemm, attention: of their rates. memory: of the memory's bandwidth, for kernels bound by it.
         link: of a node's links, for collectives by rings. all_to_all, p2p: the same for these, in a node.
         network, host: of these links.
-        overlap: of a transfer beside compute that compute does not feel; the rest stops it, for NCCL's kernels take
-            multiprocessors and memory bandwidth. Copies to and from the host take neither.
-        network_all_to_all: of what ``network`` leaves, for all_to_all between nodes.
-        interleaved: of the network cards that a collective's ranks on a node have beyond the first, where these ranks
-            are not neighbours, such as DP beside TP. 0: one card.
-        fp8: of what FP8's peak promises over the rate in bf16.
+        overlap: share of a transfer's time that does not slow down concurrent compute; during the rest compute stops,
+            because NCCL's kernels use multiprocessors and memory bandwidth. Host copies use neither.
+        network_all_to_all: for all_to_all between nodes, in addition to ``network``.
+        interleaved: share of the further network cards that a collective uses whose ranks on a node are not neighbours,
+            such as DP with TP. 0: one card only.
+        fp8: of the speed-up over bf16 that the two peaks promise.
     """
 
     gemm: float = 1.0
@@ -128,10 +129,10 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Runtime:
-    """Bytes of device memory that no tensor holds; None: as allocation/reserved.py assumes.
+    """Bytes of device memory that no tensor holds; None: the defaults of allocation/reserved.py.
 
     Attributes:
-        context: of the CUDA context with the kernels that are loaded. cublas: of cuBLAS' workspace.
+        context: of the CUDA context with the loaded kernels. cublas: of cuBLAS' workspace.
         nccl: of a communicator's buffers in a node; nccl_network: of one between nodes.
     """
 
@@ -147,29 +148,29 @@ class Machine:
     """A kind of GPU in its node and cluster.
 
     Attributes:
-        memory: bytes of device memory; reserved: of these, taken by contexts, libraries and fragmentation.
-        peak: dense FLOP/s by dtype (``bf16``, ``fp32``, where there is one ``fp8``, and on Blackwell ``mxfp8``): the
-            data sheet's; MFU is measured against bf16's.
-        memory_bandwidth: bytes a second.
-        gemm, attention, attention_backward: rates by size (see cost/seconds.py); of attention, counted
-            as causal (half the pairs), backward as five matrix products, 2.5 times the FLOPs of forward.
-        launch: seconds a kernel takes at least.
-        gpus: of a node. link: between them. host_link: to host memory, when all of a node copy at once.
-        host_memory: bytes of a node. network: between nodes, of one GPU.
+        memory: bytes of device memory; reserved: bytes of it for contexts, libraries and fragmentation.
+        peak: dense FLOP/s of the data sheet by dtype: ``bf16``, ``fp32``, if available ``fp8``, and on Blackwell
+            ``mxfp8``. MFU is measured against bf16's.
+        memory_bandwidth: bytes per second.
+        gemm, attention, attention_backward: rates by size (see cost/seconds.py). Attention counts as causal (half of
+            the pairs), its backward pass as five matrix products, 2.5 times the FLOPs of forward.
+        launch: least seconds of a kernel.
+        gpus: of a node. link: between them. host_link: to host memory, while all GPUs of a node copy.
+        host_memory: bytes of a node. network: between nodes, for one GPU.
         sources: where each figure comes from.
-        collective: seconds a transfer takes at least, beside its links' latency; where there are ``collectives``, their
-            ``start`` says so for all but all_to_all and p2p.
+        collective: least seconds of a transfer, without its links' latency. With ``collectives`` it applies to
+            all_to_all and p2p only; the other kinds have their ``start``.
         head_size: share of the attention rates by head size.
-        dtype: that the rates are for; those of another differ as its peak does.
+        dtype: of the rates; those of other dtypes differ by the ratio of the peaks.
         capability: of the GPU, major and minor version.
-        kernels: share of the attention rates that each attention kernel gets; 1 where a name is missing.
-        attention_kernel: that runs wherever it can; ``auto``: the first that PyTorch brings for the capability.
-        power: watts; None: the rates are those of the limit that it runs under.
-        collectives: what NCCL can choose from; the links' latency counts by what it is above NCCL's own of a step.
-            None: rings at one rate, with the links' latency.
-        dispatch: seconds in which the host launches a kernel or a transfer; 0: as fast as the device needs them.
-        runtime: device memory of contexts and libraries, which ``reserved`` has room for.
-        uncertain: lowest and highest value of a share of ``calibration``, where those who measured disagree.
+        kernels: share of the attention rates that each attention kernel reaches; 1 for names that are missing.
+        attention_kernel: runs wherever it can; ``auto``: the first kernel that PyTorch has for the capability.
+        power: watts; None: the GPU runs under the limit that its rates were measured under.
+        collectives: NCCL's algorithms; the links' latency counts as far as it exceeds that of NCCL's table. None: rings
+            at one rate, with the links' latency.
+        dispatch: seconds in which the host launches a kernel or a transfer; 0: the host is never the bottleneck.
+        runtime: device memory of contexts and libraries, which is part of ``reserved``.
+        uncertain: lowest and highest value of a share of ``calibration``, where measurements disagree.
     """
 
     name: str
@@ -201,23 +202,23 @@ class Machine:
     uncertain: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        # Prices of transfers (cost/seconds.py): fewer to look up than in a cache that machines are keys of.
+        # Prices of transfers (cost/seconds.py): cheaper than a global cache with the machine as part of the key.
         object.__setattr__(self, "prices", {})
 
     def attention_share(self, head_size: int = 128) -> float:
-        """Of the attention rates, by the kernel that runs plain tiles of such heads in bf16."""
+        """Share of the attention rates that the kernel for plain tiles with such heads in bf16 reaches."""
         return self.kernels.get(_for_plain_tiles(self.capability, self.attention_kernel, head_size), 1.0)
 
     def choose_attention(
         self, name: str, dtype: torch.dtype, head_dim: int, *, many_tiles: bool = False, **needs: bool
     ) -> str:
-        """The kernel that ``name`` is here; see `kernels.choose_on`. Raises KernelUnavailable."""
+        """The kernel that ``name`` means on this machine; see `kernels.choose_on`. Raises KernelUnavailable."""
         return _choose(self.capability, self.attention_kernel, name, dtype, head_dim, many_tiles=many_tiles, **needs)
 
-    def at_the_ends(self) -> tuple[Machine, Machine]:
-        """The slowest and the fastest that the uncertain shares leave possible; twice this one, where none is."""
+    def slowest_and_fastest(self) -> tuple[Machine, Machine]:
+        """This machine with all uncertain shares at their lowest, and at their highest."""
         shares = [{name: ends[at] for name, ends in self.uncertain.items()} for at in (0, 1)]
-        slow, fast = (replace(self, calibration=replace(self.calibration, **found)) for found in shares)
+        slow, fast = (replace(self, calibration=replace(self.calibration, **changes)) for changes in shares)
         return slow, fast
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JSON file of a machine: read, built upon another one, checked field by field."""
+"""Reads a machine's JSON file, merges it with the file that it extends, and checks each field."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.decisions.kernels import KERNELS
 from megatron.simulator.machines.machine import KINDS, Calibration, Link, Machine, Measured, Power, Rate, Runtime
-from megatron.simulator.machines.nccl_model import GENERATIONS, WAYS, Collectives, Way
+from megatron.simulator.machines.nccl_model import ALGORITHMS, GENERATIONS, Algorithm, Collectives
 from megatron.training.json_file import read_json
 from megatron.training.refusal import Refusal, short
 
@@ -26,7 +26,7 @@ OPTIONAL = (
     "collectives", "dispatch", "runtime", "uncertain",
 )  # fmt: skip
 REQUIRED = [f.name for f in fields(Machine) if f.name not in OPTIONAL]
-PRICED = (*KERNELS, "flash1")  # FlashAttention's first version too, which published runs had
+PRICED = (*KERNELS, "flash1")  # with FlashAttention 1, which published runs used
 
 
 def known() -> list[str]:
@@ -35,40 +35,48 @@ def known() -> list[str]:
 
 
 def load(name_or_path: str | Path) -> Machine:
-    """A machine by name (``A100-80G``, in any case), or from a JSON file of the user's own (docs/use/machine-files.md).
+    """A machine by name (``A100-80G``, in any case), or from a user's JSON file (docs/use/machine-files.md).
 
     Raises:
-        Refusal: nothing is known under this name; or the file is not what it should be, naming file and field.
+        Refusal: the name is unknown, or a field of the file is wrong; the message names file and field.
     """
     return read_machine(find(name_or_path))
 
 
 def find(name_or_path: str | Path) -> Path:
-    """The file that a name or a path means.
+    """The file of a known machine's name, or the path that was given.
 
     Raises:
-        Refusal: there is none.
+        Refusal: the text is neither a known name, nor ends in ``.json``, nor is the path of a file.
     """
-    shipped = {path.stem.lower(): path for path in MACHINES.glob("*.json")}
     text = str(name_or_path)
-    if text.lower() in shipped:
-        return shipped[text.lower()]
+    if (path := find_known(text)) is not None:
+        return path
     if text.endswith(".json") or Path(text).is_file():
         return Path(text)
-    raise Refusal(f"--gpu {text}: unknown; known are {', '.join(known())}, or give the path of a JSON file of your own")
+    raise Refusal(f"--gpu {text}: unknown; {_known_names()}, or give the path of a JSON file of your own")
+
+
+def find_known(name: str) -> Path | None:
+    """The file of a machine that comes with the package, by its name in any case; no path is looked at."""
+    return {path.stem.lower(): path for path in MACHINES.glob("*.json")}.get(name.lower())
+
+
+def _known_names() -> str:
+    return f"known are {', '.join(known())}"
 
 
 def read_machine(path: Path) -> Machine:
     """The machine that a file describes.
 
     Raises:
-        Refusal: the file cannot be read, or a field is missing, unknown or no such figure.
+        Refusal: the file cannot be read, or a field is missing, unknown or wrong.
     """
     return machine_of(path, read_fields(path))
 
 
 def machine_of(path: Path, raw: Json) -> Machine:
-    """The same where the file ``path`` has, or will have, the fields ``raw``."""
+    """The machine of a file ``path``, which need not exist yet, with the fields ``raw``."""
     raw = merged(path, raw)
     refuse_unknown(path, "", raw, [f.name for f in fields(Machine)])
     for name in REQUIRED:
@@ -88,7 +96,7 @@ def read_merged(path: Path, below: tuple[Path, ...] = ()) -> Json:
 
 
 def merged(path: Path, raw: Json, below: tuple[Path, ...] = ()) -> Json:
-    """The fields of a file over those of the file that it extends; objects are merged, all else is replaced."""
+    """The fields of a file on top of those of the file that it extends. Objects are merged, other values replaced."""
     if path.resolve() in below:
         raise Refusal(f"{path}: extends: a file cannot build on itself")
     raw = {"name": path.stem} | raw
@@ -100,34 +108,35 @@ def merged(path: Path, raw: Json, below: tuple[Path, ...] = ()) -> Json:
             f"{path}: extends: give a known machine's name, or that of a file in the same folder, "
             f"not {short(base_name)}"
         )
-    beside = path.parent / base_name
-    try:
-        found = beside if base_name.endswith(".json") and beside.is_file() else find(base_name)
-    except Refusal as refusal:
-        raise Refusal(f"{path}: extends: {str(refusal).removeprefix('--gpu ')}") from None
-    base = read_merged(found, (*below, path.resolve()))
+    base_path = path.parent / base_name if base_name.endswith(".json") else find_known(base_name)
+    if base_path is None:
+        raise Refusal(
+            f"{path}: extends: {base_name}: unknown; {_known_names()}, or give the name of a .json file in the same "
+            "folder"
+        )
+    base = read_merged(base_path, (*below, path.resolve()))
     sources = base.get("sources", {})
-    if isinstance(sources, dict):  # what is replaced no longer comes from there
+    if isinstance(sources, dict):  # a replaced figure has another source
         base["sources"] = {key: text for key, text in sources.items() if not is_replaced(key, raw)}
-    doubts = base.get("uncertain", {})
-    if isinstance(doubts, dict):  # likewise the doubts about it
-        base["uncertain"] = {key: ends for key, ends in doubts.items() if not is_replaced(f"calibration.{key}", raw)}
+    uncertain = base.get("uncertain", {})
+    if isinstance(uncertain, dict):  # nor does the base's uncertainty apply to it
+        base["uncertain"] = {key: ends for key, ends in uncertain.items() if not is_replaced(f"calibration.{key}", raw)}
     return merge(base, raw)
 
 
 def is_replaced(key: str, over: Json) -> bool:
-    """Whether what has the source ``key`` (``gemm``, ``link``, ``link.latency``) is no longer the base's."""
+    """Whether ``over`` replaces the figure that ``key`` names (``gemm``, ``link``, ``link.latency``)."""
     name, _, inner = key.partition(".")
     value = over.get(name)
     return name in over and (not isinstance(value, dict) or not inner or inner in value)
 
 
 def merge(base: Json, over: Json) -> Json:
-    found = dict(base)
+    result = dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(base.get(key), dict)
-        found[key] = merge(base[key], value) if both else value
-    return found
+        result[key] = merge(base[key], value) if both else value
+    return result
 
 
 def read_fields(path: Path) -> Json:
@@ -146,7 +155,7 @@ def refuse_unknown(path: Path, where: str, raw: Json, names: list[str]) -> None:
 
 
 def number(path: Path, name: str, value: Any, *, above: bool = True) -> float:
-    """A number above 0; with ``above`` False, 0 will do."""
+    """A number above 0; with ``above`` False, of 0 or more."""
     good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not good or value < 0 or (above and value == 0):
         raise Refusal(f"{path}: {name}: must be a number {'above 0' if above else 'of 0 or more'}, not {short(value)}")
@@ -170,7 +179,7 @@ def text(path: Path, name: str, value: Any) -> str:
 
 
 def label(path: Path, name: str, value: Any) -> str:
-    """A name that tables and pages show; brackets would be markup there."""
+    """A name for tables and pages, where brackets would be markup."""
     if len(text(path, name, value)) > 80 or not value.isprintable() or set("[]") & set(value):
         raise Refusal(f"{path}: {name}: must be at most 80 printable characters without brackets, not {short(value)}")
     return value
@@ -183,7 +192,7 @@ def share(path: Path, name: str, value: Any) -> float:
 
 
 def rate(path: Path, name: str, value: Any) -> Rate:
-    """Points [[size, FLOP/s], ...], sizes rising."""
+    """Points [[size, FLOP/s], ...] with rising sizes."""
     if not isinstance(value, list) or not value or any(not isinstance(p, list) or len(p) != 2 for p in value):
         raise Refusal(f"{path}: {name}: must be a list of [size, rate] pairs, not {short(value)}")
     points = tuple((number(path, name, size), number(path, name, speed)) for size, speed in value)
@@ -240,11 +249,11 @@ def record(kind: type, readers: dict[str, Callable], needed: tuple[str, ...] = (
 
 
 def ranges(path: Path, name: str, value: Any) -> dict[str, tuple[float, float]]:
-    """Of shares of ``calibration``, by name: [lowest, highest]."""
+    """[lowest, highest] of shares of ``calibration``, by name."""
     if not isinstance(value, dict):
         raise Refusal(f"{path}: {name}: must be an object with [lowest, highest] by share, not {short(value)}")
     refuse_unknown(path, f"{name}.", value, [f.name for f in fields(Calibration)])
-    found = {}
+    result = {}
     for key, item in value.items():
         where = f"{path}: {name}.{key}"
         if not isinstance(item, list) or len(item) != 2:
@@ -252,8 +261,8 @@ def ranges(path: Path, name: str, value: Any) -> dict[str, tuple[float, float]]:
         low, high = (share(path, f"{name}.{key}", end) for end in item)
         if low > high:
             raise Refusal(f"{where}: the lowest, {low:g}, is above the highest, {high:g}: exchange them")
-        found[key] = (low, high)
-    return found
+        result[key] = (low, high)
+    return result
 
 
 def limits(path: Path, name: str, value: Any) -> tuple[float, ...]:
@@ -263,30 +272,30 @@ def limits(path: Path, name: str, value: Any) -> tuple[float, ...]:
 
 
 def collectives(path: Path, name: str, value: Any) -> Collectives:
-    """A generation, and what differs from it: an algorithm's figures, or null where NCCL cannot choose it."""
+    """A generation, and what differs from it: figures of an algorithm, or null where NCCL cannot use it."""
     generation = value.get("generation") if isinstance(value, dict) else None
     if not isinstance(generation, str) or generation not in GENERATIONS:
         raise Refusal(f"{path}: {name}.generation: must be {', '.join(GENERATIONS)}")
-    refuse_unknown(path, f"{name}.", value, ["generation", "post", *WAYS])
+    refuse_unknown(path, f"{name}.", value, ["generation", "post", *ALGORITHMS])
     base, given = GENERATIONS[generation], {}
     for key, item in value.items():
         where = f"{name}.{key}"
         if key == "post":
             given[key] = seconds(path, where, item)
-        elif key in WAYS and item is None:
+        elif key in ALGORITHMS and item is None:
             if not key.endswith("128") and not key.startswith(("nvls", "pat")):
                 raise Refusal(f"{path}: {where}: NCCL always has it")
             given[key] = None
-        elif key in WAYS:
+        elif key in ALGORITHMS:
             if not isinstance(item, dict):
-                raise Refusal(f"{path}: {where}: must be an object with {', '.join(WAY)}, not {short(item)}")
-            refuse_unknown(path, f"{where}.", item, list(WAY))
-            found = {part: WAY[part](path, f"{where}.{part}", figure) for part, figure in item.items()}
-            if (own := getattr(base, key)) is None:
+                raise Refusal(f"{path}: {where}: must be an object with {', '.join(ALGORITHM)}, not {short(item)}")
+            refuse_unknown(path, f"{where}.", item, list(ALGORITHM))
+            figures = {part: ALGORITHM[part](path, f"{where}.{part}", figure) for part, figure in item.items()}
+            if (default := getattr(base, key)) is None:
                 for part in ("start", "step", "hop", "between" if key == "nvls_tree" else "share"):
-                    if part not in found:
+                    if part not in figures:
                         raise Refusal(f"{path}: {where}.{part}: missing; {generation} has no figures of {key}")
-            given[key] = replace(own, **found) if own else Way(**found)
+            given[key] = replace(default, **figures) if default else Algorithm(**figures)
     return replace(base, **given)
 
 
@@ -297,7 +306,7 @@ def notes(path: Path, name: str, value: Any) -> dict[str, str]:
 
 
 def kinds(path: Path, name: str, value: Any) -> dict[str, Measured]:
-    """What was measured of each kind of transfer."""
+    """Measured figures by kind of transfer."""
     if not isinstance(value, dict):
         raise Refusal(f"{path}: {name}: must be an object with {', '.join(KINDS)}, not {short(value)}")
     refuse_unknown(path, f"{name}.", value, list(KINDS))
@@ -309,7 +318,7 @@ LINK_FIELDS = {"bandwidth": number, "latency": seconds, "name": label}
 HOST_LINK = record(Link, LINK_FIELDS, ("bandwidth", "latency"))
 LINK = record(Link, LINK_FIELDS | {"kinds": kinds}, ("bandwidth", "latency"))
 NETWORK = record(Link, LINK_FIELDS | {"kinds": kinds, "gpus_per_card": whole}, ("bandwidth", "latency"))
-WAY = {"start": seconds, "step": seconds, "hop": seconds, "share": share, "between": share, "limits": limits}
+ALGORITHM = {"start": seconds, "step": seconds, "hop": seconds, "share": share, "between": share, "limits": limits}
 READERS: dict[str, Callable] = {
     "name": label,
     "memory": number,

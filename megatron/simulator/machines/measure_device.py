@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures one device: products and attention by size, memory, copies to the host, the shortest kernel."""
+"""Measures one device: matrix products and attention by size, memory, host copies, launches, memory of libraries."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Effort:
-    """How large and how long.
+    """Sizes and durations of a measurement.
 
     Attributes:
-        window: seconds that one figure may take, beside one call that lasts longer.
+        window: seconds to spend on one figure, at least one call.
         gemm: sizes of square products. attention: sequence lengths. heads: of attention.
         copy_bytes: of a copy. message_bytes: of the large message of a collective.
     """
@@ -37,7 +37,7 @@ class Effort:
 
 
 def effort(device: str, quick: bool) -> Effort:
-    """What suits a ``cuda`` or a ``cpu`` device."""
+    """Sizes that suit a ``cuda`` or a ``cpu`` device; ``quick`` takes fewer and less time."""
     if device == "cuda":
         if quick:
             return Effort(0.1, (512, 1024, 2048, 4096, 8192), (1024, 4096, 16384), 16, 2**28, 2**26)
@@ -80,7 +80,7 @@ def gemm_rate(size: int, dtype: torch.dtype, device: torch.device, window: float
 def attention_rates(
     length: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, window: float
 ) -> tuple[float, float]:
-    """FLOP/s of causal attention, forward and backward, by the kernel that training would take here."""
+    """FLOP/s of causal attention, forward and backward, with the kernel that training would use on this device."""
     kernel = kernels.select("auto", device=device, dtype=dtype, head_dim=head_dim)
     q, k, v = (torch.randn(1, heads, length, head_dim, device=device).to(dtype) for _ in range(3))
     scale = head_dim**-0.5
@@ -94,22 +94,22 @@ def attention_rates(
 
 
 def memory_bandwidth(size: int, device: torch.device, window: float) -> float:
-    """Bytes a second, read and written, of a copy within the device's memory."""
+    """Bytes read and written per second by a copy within the device's memory."""
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.ones_like(source)
     return 2 * size / seconds_of(lambda: target.copy_(source), device, window)
 
 
 def launch_seconds(device: torch.device, window: float) -> float:
-    """Of one of many tiny kernels."""
+    """Seconds per kernel when many tiny ones run one after another."""
     x = torch.zeros(1, device=device)
     return seconds_of(lambda: x.add_(1), device, window)
 
 
 def host_copy(size: int, device: torch.device, window: float) -> tuple[float, float]:
-    """(Bytes a second, seconds of a tiny copy) between the device and pinned host memory, the slower direction.
+    """(Bytes per second, seconds of a tiny copy) between the device and pinned host memory, in the slower direction.
 
-    On a CPU device, between two buffers.
+    On a CPU, between two buffers.
     """
     cuda = device.type == "cuda"
     host, tiny = (torch.zeros(n, dtype=torch.uint8, pin_memory=cuda) for n in (size, 8))
@@ -125,38 +125,36 @@ def host_copy(size: int, device: torch.device, window: float) -> tuple[float, fl
     return size / max(slowest - latency, 0.1 * slowest), latency
 
 
-# Measures device memory that no tensor holds: the CUDA context, cuBLAS' workspace, NCCL's buffers. GPUs only.
-#
-# What others take is the device's memory in use less what PyTorch's allocator reserves, as the driver and PyTorch say.
-# Nobody else may use the GPU meanwhile.
+# --- device memory that no tensor holds: the CUDA context, cuBLAS' workspace, NCCL's buffers (GPUs only) ---
+
+SIDE = 256  # size of the product that makes cuBLAS allocate its workspace
 
 
-SIDE = 256  # of the product that makes cuBLAS take its workspace
-
-
-def outside(device: torch.device) -> int:
-    """Bytes in use on the device that PyTorch's allocator has not."""
+def memory_outside_allocator(device: torch.device) -> int:
+    """Bytes in use on the device beyond those that PyTorch's allocator reserves. No other process may use the GPU."""
     torch.cuda.synchronize(device)
     free, whole = torch.cuda.mem_get_info(device)
     return whole - free - torch.cuda.memory_reserved(device)
 
 
 def context_and_workspace(device: torch.device) -> dict[str, int]:
-    """Bytes of the context, with what the process's first product loads; and of cuBLAS' workspace, which is what that
-    product leaves allocated."""
+    """Bytes of the CUDA context with the kernels that the first product loads, and of cuBLAS' workspace.
+
+    The workspace is what the first product leaves allocated.
+    """
     a = torch.ones(SIDE, SIDE, dtype=torch.bfloat16, device=device)
     out = torch.empty_like(a)
     before = torch.cuda.memory_allocated(device)
     torch.mm(a, a, out=out)
     workspace = torch.cuda.memory_allocated(device) - before
-    return {"context": outside(device), "cublas": workspace}
+    return {"context": memory_outside_allocator(device), "cublas": workspace}
 
 
 def communicator(group: dist.ProcessGroup, device: torch.device) -> int:
-    """Bytes that the group's first all_reduce and all_gather leave in use: all its ranks call this."""
+    """Bytes that the group's first all_reduce and all_gather leave in use. All its ranks must call this."""
     whole = torch.ones(dist.get_world_size(group), device=device)
-    one = whole[:1].clone()  # kernels are loaded, too
-    before = outside(device)
+    one = whole[:1].clone()  # loads the kernels of ones and clone before memory is read
+    before = memory_outside_allocator(device)
     dist.all_reduce(one, group=group)
     dist.all_gather_into_tensor(whole, one, group=group)
-    return max(0, outside(device) - before)
+    return max(0, memory_outside_allocator(device) - before)

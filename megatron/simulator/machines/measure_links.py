@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what processes can send each other: collectives in a node, between nodes, and copies to the host at once.
+"""Measures collectives in a node and between nodes, and host copies that all processes make at the same time.
 
-Under torchrun the processes are there; else :func:`measure_in_processes` starts some of its own.
+torchrun may start the processes; otherwise :func:`measure_in_processes` does.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from megatron.simulator.machines.measure_device import Effort, communicator, hos
 from megatron.training.refusal import Refusal
 
 SMALL = 4096  # bytes of a message that measures latency
-FIRST = 2**18  # bytes of the message that says how large one may be
+FIRST = 2**18  # bytes of the message whose time decides the size of the large message
 LONGEST = 0.5  # seconds that the large message of a slow link takes, about
-CALLS = 200  # at most, in a batch
+CALLS = 200  # most calls in a batch
 
 
 @dataclass(frozen=True)
 class Figures:
-    """(Seconds of a small message, bytes a second of a large one) by kind of transfer; and of copies to the host.
+    """(Latency in seconds, bytes per second) by kind of transfer, and of host copies.
 
     Attributes:
-        node: among the processes of a node; empty with one.
-        network: among one process of each node, while its other processes do the same; empty with one node.
-        host: bytes a second and seconds, while all copy.
-        alone: bytes a second between nodes, of p2p by one process of a node while its others rest; 0: not measured.
-        buffers: bytes that NCCL takes for a communicator, in a node (``nccl``) and between nodes (``nccl_network``);
-            empty without GPUs.
+        node: among the processes of a node; empty with one process.
+        network: among one process of each node, while the other processes do the same; empty with one node.
+        host: bytes per second and latency in seconds, while all processes copy.
+        alone: bytes per second between nodes, of p2p by one process of a node while its others idle; 0: not measured.
+        buffers: bytes that NCCL allocates for a communicator, in a node (``nccl``) and between nodes
+            (``nccl_network``); empty without GPUs.
     """
 
     node: dict[str, tuple[float, float]]
@@ -54,10 +54,10 @@ class Figures:
 
 
 def transfer(kind: str, size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[Callable[[], None], float]:
-    """A call that makes every rank send about ``size`` bytes to others, and how many they are exactly.
+    """(a call in which every rank sends about ``size`` bytes, the exact number of bytes).
 
-    Bytes are counted as in cost/trace.py: (n - 1) / n of what is gathered, scattered or exchanged, and twice that of
-    what is summed on all ranks.
+    Bytes are counted as in cost/trace.py: (n - 1) / n of a tensor that is gathered, scattered or exchanged, twice that
+    for all_reduce.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     part = max(1, size // ranks // 4)
@@ -76,7 +76,7 @@ def transfer(kind: str, size: int, group: dist.ProcessGroup, device: torch.devic
     to, of = (dist.get_global_rank(group, (rank + step) % ranks) for step in (1, -1))
 
     def hop() -> None:
-        # The receive first, as in attention/ring.py: else gloo sends one direction at a time.
+        # The receive comes first, as in attention/ring.py; otherwise gloo sends one direction at a time.
         ops = [dist.P2POp(dist.irecv, incoming, of, group), dist.P2POp(dist.isend, outgoing, to, group)]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
@@ -87,7 +87,7 @@ def transfer(kind: str, size: int, group: dist.ProcessGroup, device: torch.devic
 def seconds_together(
     call: Callable[[], None], everyone: dist.ProcessGroup | None, device: torch.device, window: float
 ) -> float:
-    """Seconds of a call that ``everyone`` makes at the same time (None: all ranks): the slowest rank's best batch."""
+    """Seconds of a call that ``everyone`` (None: all ranks) makes at the same time: the slowest rank's best batch."""
     call()
 
     def batch(calls: int) -> float:
@@ -106,18 +106,18 @@ def seconds_together(
     return min(once, *(batch(calls) for _ in range(3)))
 
 
-def both_ends(
+def latency_and_bandwidth(
     kind: str,
     group: dist.ProcessGroup,
     device: torch.device,
     plan: Effort,
     everyone: dist.ProcessGroup | None = None,
 ) -> tuple[float, float]:
-    """(Seconds of a call beside its bytes, bytes a second.)
+    """(latency in seconds, bytes per second), from a small and a large message.
 
     Args:
-        plan: its ``message_bytes`` are sent, or fewer where the link would take much longer than its ``window``.
-        everyone: who calls this at the same time, each in a ``group`` of its own; None: all ranks.
+        plan: the large message has its ``message_bytes``, or fewer where they would take much longer than ``window``.
+        everyone: the ranks that call this at the same time, each in its own ``group``; None: all ranks.
     """
 
     def timed(size: int, window: float) -> tuple[float, float]:
@@ -130,25 +130,28 @@ def both_ends(
     larger = min(plan.message_bytes, int(size * max(LONGEST, plan.window) / took))
     if larger > size:
         took, sent = timed(larger, plan.window)
-    if sent <= few:  # a large message that is none
+    if sent <= few:  # the large message is no larger than the small one
         return small, sent / took
     bandwidth = (sent - few) / max(took - small, 0.1 * took)
     return max(0.0, small - few / bandwidth), bandwidth
 
 
-def figures(device: torch.device, per_node: int, plan: Effort, tell: Callable[[str], None]) -> Figures:
-    """All figures of the processes of this job, which all call this; ranks of a node are numbered in a row."""
+def figures(device: torch.device, per_node: int, plan: Effort, report: Callable[[str], None]) -> Figures:
+    """All figures of this job. All its processes call this; those of a node have consecutive ranks.
+
+    ``report`` is called with a line of text before each measurement.
+    """
     warnings.filterwarnings("ignore", message=".*(all_gather_into|reduce_scatter)_tensor.*")  # names before torch 2.13
     ranks, rank = dist.get_world_size(), dist.get_rank()
     nodes = ranks // per_node
     group, _ = dist.new_subgroups(per_node)
-    found, network, alone, buffers = {}, {}, 0.0, {}
+    node, network, alone, buffers = {}, {}, 0.0, {}
     if per_node > 1:
         if device.type == "cuda":
             buffers["nccl"] = communicator(group, device)
         for kind in KINDS:
-            tell(f"{kind} among {per_node} processes")
-            found[kind] = both_ends(kind, group, device, plan)
+            report(f"{kind} among {per_node} processes")
+            node[kind] = latency_and_bandwidth(kind, group, device, plan)
     if nodes > 1:
         for first in range(per_node):
             members = list(range(first, ranks, per_node))
@@ -158,19 +161,19 @@ def figures(device: torch.device, per_node: int, plan: Effort, tell: Callable[[s
         if device.type == "cuda":
             buffers["nccl_network"] = communicator(mine, device)
         for kind in KINDS:
-            tell(f"{kind} among {nodes} nodes")
-            network[kind] = both_ends(kind, mine, device, plan)
+            report(f"{kind} among {nodes} nodes")
+            network[kind] = latency_and_bandwidth(kind, mine, device, plan)
     if nodes > 1 and per_node > 1:
-        tell("p2p by one process of each node")
+        report("p2p by one process of each node")
         dist.barrier()
         if rank % per_node == 0:
-            alone = both_ends("p2p", mine, device, plan, mine)[1]
+            alone = latency_and_bandwidth("p2p", mine, device, plan, mine)[1]
         dist.barrier()
-    tell("copies to the host, all at once")
+    report("copies to the host, all at once")
     dist.barrier()
     copied = torch.tensor(host_copy(plan.copy_bytes, device, plan.window), dtype=torch.float64, device=device)
     bandwidth, latency = copied.tolist() if per_node == 1 else slowest(copied, group)
-    return Figures(found, network, (bandwidth, latency), per_node, nodes, alone, buffers)
+    return Figures(node, network, (bandwidth, latency), per_node, nodes, alone, buffers)
 
 
 def slowest(copied: Tensor, group: dist.ProcessGroup) -> list[float]:
@@ -179,8 +182,8 @@ def slowest(copied: Tensor, group: dist.ProcessGroup) -> list[float]:
     return [-copied[0].item(), copied[1].item()]
 
 
-def work(rank: int, processes: int, device: str, plan: Effort, store: str, timeout: float, said: mp.Queue) -> None:
-    """One of the processes that :func:`measure_in_processes` starts; rank 0 says how it goes."""
+def work(rank: int, processes: int, device: str, plan: Effort, store: str, timeout: float, messages: mp.Queue) -> None:
+    """One process of :func:`measure_in_processes`; rank 0 reports its progress and result through ``messages``."""
     torch.set_num_threads(1)
     where = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
@@ -193,33 +196,34 @@ def work(rank: int, processes: int, device: str, plan: Effort, store: str, timeo
             world_size=processes,
             timeout=timedelta(seconds=timeout),
         )
-        tell = (lambda text: said.put(text)) if rank == 0 else (lambda text: None)
-        result = figures(where, processes, plan, tell)
+        report = (lambda text: messages.put(text)) if rank == 0 else (lambda text: None)
+        result = figures(where, processes, plan, report)
         if rank == 0:
-            said.put(result)
+            messages.put(result)
         dist.barrier()
         dist.destroy_process_group()
     except Exception as error:
-        said.put(RuntimeError(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"))
-        os._exit(1)  # nobody waits for the others
+        messages.put(RuntimeError(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"))
+        os._exit(1)  # without waiting for the other ranks
 
 
 def measure_in_processes(
-    processes: int, device: str, plan: Effort, timeout: float, tell: Callable[[str], None]
+    processes: int, device: str, plan: Effort, timeout: float, report: Callable[[str], None]
 ) -> Figures:
-    """
+    """Start ``processes`` processes on this machine and return their figures.
+
     Raises:
-        Refusal: they did not come to an end, or one of them failed; says so and names the way out.
+        Refusal: they did not finish in ``timeout`` seconds, or one of them failed.
     """
     context = mp.get_context("spawn")
-    said = context.Queue()
+    messages = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (processes, device, plan, os.path.join(folder, "store"), timeout, said)
+        arguments = (processes, device, plan, os.path.join(folder, "store"), timeout, messages)
         started = [context.Process(target=work, args=(rank, *arguments), daemon=True) for rank in range(processes)]
         for process in started:
             process.start()
         try:
-            result = listen(started, said, timeout, tell)
+            result = listen(started, messages, timeout, report)
             for process in started:
                 process.join(5)
             return result
@@ -229,13 +233,13 @@ def measure_in_processes(
                 process.join()
 
 
-def listen(started: list[BaseProcess], said: mp.Queue, timeout: float, tell: Callable[[str], None]) -> Figures:
-    """What the processes say, until it is their figures."""
+def listen(started: list[BaseProcess], messages: mp.Queue, timeout: float, report: Callable[[str], None]) -> Figures:
+    """Report the processes' messages until they send their figures, and return these."""
     end = time.monotonic() + timeout
     way_out = "give --processes 1 to leave the links out"
     while time.monotonic() < end:
         try:
-            message = said.get(timeout=0.5)
+            message = messages.get(timeout=0.5)
         except queue.Empty:
             dead = [process.exitcode for process in started if process.exitcode]
             if dead:
@@ -245,5 +249,5 @@ def listen(started: list[BaseProcess], said: mp.Queue, timeout: float, tell: Cal
             return message
         if isinstance(message, Exception):
             raise Refusal(f"--processes {len(started)}: {message}; {way_out}")
-        tell(message)
+        report(message)
     raise Refusal(f"--processes {len(started)}: not done after {timeout:.0f} s; give --timeout more, or {way_out}")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fastest way to train a model on some GPUs, among all that fit.
+"""Finds the fastest way to train a model on given GPUs, among all that fit.
 
-search.py tries what search_space.py offers; limits.py finds the longest sequence and the fewest GPUs; the rest says it:
-in words, as a table, JSON, a picture, a command; and against a dry run (confirm.py).
+search.py prices the strategies of search_space.py; limits.py finds the longest sequence and the fewest GPUs; confirm.py
+compares a plan with a dry run. The other modules report: text, tables, JSON, a page, a command.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan against a dry run of it: one simulated step of the real program, with the plan's own flags."""
+"""Compares a plan with its dry run: a simulated step of the real program, with the plan's flags."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @dataclass(frozen=True)
 class Confirmation:
-    """A plan, and what its dry run came to: the largest of all ranks in bytes, and seconds a step.
+    """A plan, and the result of its dry run.
 
     Attributes:
-        device: allocated; process: all that the GPU holds, with the allocator's better setting, 0: not known.
+        device, host: bytes allocated on the rank that needs most.
+        seconds: of a step.
+        process: bytes that the GPU needs in all, with the better of the allocator's settings; 0: unknown.
     """
 
     plan: Plan
@@ -55,17 +57,17 @@ class Confirmation:
         return table
 
     def narrowed(self, problem: Problem) -> Problem:
-        """The problem with less memory: what the dry run took beyond the plan is set aside."""
+        """The problem with less memory: by as much as the dry run needs more than planned."""
         machine, node = problem.machine, problem.gpus_per_node
         more = max(self.device, self.process - machine.reserved) - self.plan.memory.total
         more = max(more, 0)
         host = max(self.host - self.plan.memory.host, 0) * node
-        lent = replace(machine, reserved=machine.reserved + more, host_memory=machine.host_memory - host)
-        return replace(problem, machine=lent)
+        smaller = replace(machine, reserved=machine.reserved + more, host_memory=machine.host_memory - host)
+        return replace(problem, machine=smaller)
 
 
 def confirm(report: Report, plan: Plan, gpu: str) -> Confirmation:
-    """Takes as long as the dry run does.
+    """Run the dry run of a plan and compare.
 
     Raises:
         Refusal: the program refuses the plan, or the dry run fails.
@@ -73,23 +75,23 @@ def confirm(report: Report, plan: Plan, gpu: str) -> Confirmation:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "dry_run.json"
         entry, *flags = report.program(plan.strategy)
-        if report.problem.node_words:  # the dry run knows whole nodes alone
+        if report.problem.node_words:  # the dry run uses all GPUs of a node: give it a machine with smaller nodes
             machine = report.problem.machine
-            used = read_merged(find(gpu)) | {"name": machine.name, "gpus": machine.gpus}
+            fields = read_merged(find(gpu)) | {"name": machine.name, "gpus": machine.gpus}
             gpu = str(Path(folder) / "machine.json")
-            Path(gpu).write_text(json.dumps(used))
+            Path(gpu).write_text(json.dumps(fields))
         dry = ["--dry-run", "--world-size", str(report.problem.gpus), "--gpu", gpu, "--dry-run-json", str(file)]
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         command = [sys.executable, str(ROOT / entry), *flags, *dry]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if not file.exists():  # with a file, code 1 says that it does not fit
+        if not file.exists():  # if there is a file, code 1 means that the plan does not fit
             last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
             raise Refusal(f"--confirm: the dry run ended with code {done.returncode}: {last.removeprefix('error: ')}")
-        found = json.loads(file.read_text())
-    device = max(rank["device_peak_bytes"] for rank in found["ranks"])
-    host = max(rank["host_peak_bytes"] for rank in found["ranks"])
-    process = max(min(rank.get("needed_bytes", {}).values(), default=0) for rank in found["ranks"])
-    return Confirmation(plan, device, host, found["predicted_ms"] / 1e3, found["mfu"], found["fits"], process)
+        result = json.loads(file.read_text())
+    device = max(rank["device_peak_bytes"] for rank in result["ranks"])
+    host = max(rank["host_peak_bytes"] for rank in result["ranks"])
+    process = max(min(rank.get("needed_bytes", {}).values(), default=0) for rank in result["ranks"])
+    return Confirmation(plan, device, host, result["predicted_ms"] / 1e3, result["mfu"], result["fits"], process)
 
 
 def _difference(ours: float, theirs: float) -> str:

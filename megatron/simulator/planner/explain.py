@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan in words: what it is, why it wins, why others lose or do not fit. All of it is read off times and bytes."""
+"""Sentences about plans, from their times and bytes: what a plan is, why it wins, why others lose or do not fit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.formulas.strategy import Strategy, Workload
 from megatron.simulator.cost.estimate import estimate
 from megatron.simulator.dry_run.replay import duration
 from megatron.simulator.planner.plans import Fit, Plan, Problem
-from megatron.simulator.planner.search import Known, search
+from megatron.simulator.planner.search import SearchCache, search
 from megatron.simulator.planner.search_space import Limits, divisors
 
 GIB = 2**30
@@ -35,10 +35,10 @@ KINDS = {
     "gradients": "gradients",
     "optimizer": "optimizer states",
     "activations": "activations",
-    "temporary": "tensors that come and go",
+    "temporary": "temporary tensors",
 }
 STATES = ("parameters", "gradients", "optimizer")
-TOLD = 6  # alternatives that are told of
+MOST_ALTERNATIVES = 6  # in a report
 
 
 def grid_words(s: Strategy) -> str:
@@ -48,10 +48,10 @@ def grid_words(s: Strategy) -> str:
 
 
 def saving_words(s: Strategy) -> str:
-    """Recompute, chunks and what goes to the host; empty: none of these."""
+    """Recompute, chunks and offloading; empty: none of these."""
     words = [f"{s.recompute} recompute"] if s.recompute != "none" else []
     if s.recompute == "full" and s.recompute_method == "block":
-        words = [f"recompute of {s.recompute_layers} layer{'s' * (s.recompute_layers > 1)} a stage"]
+        words = [f"recompute of {s.recompute_layers} layer{'s' * (s.recompute_layers > 1)} per stage"]
     elif s.recompute == "full" and s.recompute_layers > 1:
         words = [f"full recompute in units of {s.recompute_layers} layers"]
     if s.fpdt_chunk:
@@ -68,7 +68,7 @@ def saving_words(s: Strategy) -> str:
 
 
 def words(s: Strategy) -> str:
-    """The whole strategy."""
+    """The complete strategy."""
     parts = [grid_words(s), f"ZeRO {s.zero}"]
     if s.micro_batch > 1:
         parts.append(f"micro-batch {s.micro_batch}")
@@ -78,7 +78,7 @@ def words(s: Strategy) -> str:
 
 
 def count(number: int) -> str:
-    """Tokens in K or M where that is exact."""
+    """A number of tokens in K or M if that is exact."""
     for unit, size in (("M", 2**20), ("K", 2**10)):
         if number >= size and number % size == 0:
             return f"{number // size}{unit}"
@@ -90,7 +90,7 @@ def gib(size: float) -> str:
 
 
 def a(name: str) -> str:
-    """With its article, as it is spoken: an A100, an H100, a B200."""
+    """``name`` with its spoken article: an A100, an H100, a B200."""
     spelled = re.match(r"[AEFHILMNORSX]\d|[aeio]", name)
     return f"{'an' if spelled else 'a'} {name}"
 
@@ -103,25 +103,25 @@ def winning(plan: Plan, problem: Problem) -> str:
     """Where the winner's time and memory go."""
     shares = {name: took / plan.seconds for name, took in plan.estimate.parts.items()}
     largest = sorted(shares, key=lambda name: -shares[name])[:4]
-    told = ", ".join(f"{PARTS[name]} {100 * shares[name]:.0f} %" for name in largest if shares[name] > 0.005)
+    shown = ", ".join(f"{PARTS[name]} {100 * shares[name]:.0f} %" for name in largest if shares[name] > 0.005)
     memory = plan.memory
     held = ", ".join(
         f"{gib(getattr(memory, kind))} {text}" for kind, text in KINDS.items() if getattr(memory, kind) > 0.05 * GIB
     )
     text = (
-        f"{words(plan.strategy)}: {duration(plan.seconds)} a step. It goes into {told}. The fullest rank holds "
-        f"{gib(memory.total)} ({held}), {gib(plan.margin)} less than {a(problem.machine.name)} has for it."
+        f"{words(plan.strategy)}: {duration(plan.seconds)} per step. Most of it is {shown}. The rank that needs most "
+        f"memory holds {gib(memory.total)} ({held}), {gib(plan.margin)} less than {a(problem.machine.name)} has for it."
     )
     if memory.host:
         node = problem.gpus_per_node
-        text += f" Offloading takes {gib(node * memory.host)} of a node's host memory."
+        text += f" Offloading needs {gib(node * memory.host)} of a node's host memory."
     if (busiest := plan.strategy.busiest(problem.workload)) > 1.005:
-        text += f" Documents leave the ring's busiest rank {busiest:.2f} times the attention of the mean."
+        text += f" With packed documents the ring's busiest rank has {busiest:.2f} times the attention of the mean."
     return text
 
 
 def losing(plan: Plan, winner: Plan) -> str:
-    """Which parts of a step make a plan slower than the winner."""
+    """The parts of a step that make a plan slower than the winner."""
     lost = plan.seconds - winner.seconds
     if lost <= 1e-3 * winner.seconds:
         return f"as fast as the winner, with {gib(abs(plan.margin - winner.margin))} " + (
@@ -139,11 +139,11 @@ def losing(plan: Plan, winner: Plan) -> str:
 
 
 def failing(plan: Fit, winner: Plan | None, problem: Problem) -> str:
-    """Which memory is short, and what takes more of it than with the winner."""
+    """The memory that is too small, and what needs more of it than the winner."""
     machine = problem.machine
     if plan.margin >= plan.spare:
         node, lack = problem.gpus_per_node, -plan.host_margin
-        return f"needs {gib(node * plan.memory.host)} of host memory a node, {gib(node * lack)} more than there is"
+        return f"needs {gib(node * plan.memory.host)} of host memory per node, {gib(node * lack)} more than it has"
     if plan.tight:
         left = f"leaves {gib(plan.margin)} of what {a(machine.name)} has for it"
         return f"{left}, less than the --margin of {gib(plan.spare)}"
@@ -152,46 +152,46 @@ def failing(plan: Fit, winner: Plan | None, problem: Problem) -> str:
     kinds = [kind for kind in sorted(extra, key=lambda kind: -extra[kind]) if extra[kind] > 0.1 * -plan.margin][:3]
     if not kinds:
         return text
-    told = ", ".join(f"{gib(extra[kind])} {'more ' if winner else ''}{KINDS[kind]}" for kind in kinds)
+    shown = ", ".join(f"{gib(extra[kind])} {'more ' if winner else ''}{KINDS[kind]}" for kind in kinds)
     states = kinds[0] in STATES
-    return f"{text}: {told}" + (f"; {holding(plan.strategy)}" if states and winner else "")
+    return f"{text}: {shown}" + (f"; {holding(plan.strategy)}" if states and winner else "")
 
 
 def holding(s: Strategy) -> str:
-    """What of the model a rank holds."""
+    """The part of the model that a rank holds."""
     share = s.tensor * s.pipeline
     part = "the whole model" if share == 1 else f"1/{share} of the model"
-    split = {0: "nothing is split over DP x CP", 1: "the optimizer alone is", 2: "all but the weights are"}
     if s.zero > 2:
-        return f"every rank works with {part}, split over {s.group('dp').size}"
+        return f"every rank works with {part}, split over {s.group('dp').size} ranks"
+    split = {1: "optimizer states", 2: "gradients and optimizer states"}
     over = s.group("dp").size
-    return f"every rank holds {part}" + (f", of which {split[s.zero]} split over {over}" if s.zero else "")
+    return f"every rank holds {part}" + (f", with {split[s.zero]} split over {over} ranks" if s.zero else "")
 
 
-def alternatives(winner: Plan, problem: Problem, known: Known | None = None) -> list[str]:
-    """One thing changed at a time, each at its best: what that costs, or which memory it lacks.
+def alternatives(winner: Plan, problem: Problem, known: SearchCache | None = None) -> list[str]:
+    """Sentences about the best plans with one decision of the winner changed: their cost, or the memory they lack.
 
     ``known``: of the search for the winner.
     """
-    told: dict[Strategy, tuple[float, str]] = {}
+    texts: dict[Strategy, tuple[float, str]] = {}
     for label, limits in _changes(winner.strategy, problem):
         changed = replace(problem, limits=limits)
-        found = search(changed, 1, known, near=1.0)
-        near = [plan for plan in found.failing if plan.seconds < winner.seconds]
+        result = search(changed, 1, known, near=1.0)
+        near = [plan for plan in result.failing if plan.seconds < winner.seconds]
         if near:
             plan = max(near, key=lambda plan: min(plan.margin, plan.host_margin))
             sooner = f"{label}: {words(plan.strategy)} would take {duration(winner.seconds - plan.seconds)} less"
             far = max(-plan.margin / plan.room, -plan.host_margin / plan.host_room)
-            told.setdefault(plan.strategy, (far, f"{sooner}, but {failing(plan, winner, problem)}."))
-        if found.plans and found.plans[0].strategy != winner.strategy:
-            plan = found.plans[0]
+            texts.setdefault(plan.strategy, (far, f"{sooner}, but {failing(plan, winner, problem)}."))
+        if result.plans and result.plans[0].strategy != winner.strategy:
+            plan = result.plans[0]
             text = f"{label}: {words(plan.strategy)} is {losing(plan, winner)}."
-            told.setdefault(plan.strategy, (plan.seconds / winner.seconds - 1, text))
-    return [text for _, text in sorted(told.values())[:TOLD]]
+            texts.setdefault(plan.strategy, (plan.seconds / winner.seconds - 1, text))
+    return [text for _, text in sorted(texts.values())[:MOST_ALTERNATIVES]]
 
 
 def _changes(s: Strategy, problem: Problem) -> list[tuple[str, Limits]]:
-    """(what is changed, within which limits the best is then sought)."""
+    """(name of a changed decision, limits for the search with it)."""
     limits, changes = problem.limits, []
     sizes = tuple(divisors(problem.gpus))
     for axis, name in AXES.items():
@@ -216,34 +216,30 @@ def _changes(s: Strategy, problem: Problem) -> list[tuple[str, Limits]]:
     return changes
 
 
-# What to know beside the best plan: how far its time is uncertain, and a length that divides better.
-
-
 MOST_PADDING = 0.05  # of a sequence's length
-WORTH = 0.98  # of the step's time that a padded one may take to be told of
+WORTH = 0.98  # padding is mentioned if it shortens the step to at most this share
 
 
 def uncertain_words(plan: Plan, problem: Problem) -> str:
-    """How long the step takes where the machine's uncertain shares are lowest, and highest; empty: none is, or none
-    matters."""
+    """The range of the step's time over the machine's uncertain shares; empty: it is narrow."""
     machine = problem.machine
-    ends = machine.at_the_ends()
+    ends = machine.slowest_and_fastest()
     slow, fast = (estimate(problem.workload, plan.strategy, end).seconds for end in ends)
-    told = ", ".join(
+    shares = ", ".join(
         f"{name} {low:.2f} to {high:.2f}"
         for name, (low, high) in machine.uncertain.items()
         if low < high and name != "fp8"  # the planner has no FP8
     )
-    if not told or slow - fast < 0.01 * plan.seconds:
+    if not shares or slow - fast < 0.01 * plan.seconds:
         return ""
     return (
-        f"Published runs disagree on what {machine.name} keeps in training ({told} of its rates alone, "
-        f"docs/inside/published-runs.md): by them a step takes {duration(fast)} to {duration(slow)}"
+        f"Published runs on {machine.name} reach different shares of its benchmark rates ({shares}; docs/inside/published-runs.md): "
+        f"with these a step takes {duration(fast)} to {duration(slow)}"
     )
 
 
 def padded_length(problem: Problem) -> int:
-    """The next length, at most a twentieth longer, that more grids can split; the problem's own if there is none."""
+    """The next length, at most 5 % longer, that more grids can split; the problem's length if there is none."""
     length, whole = problem.workload.seq_length, 2 * problem.gpus
     for unit in (unit for unit in range(whole, 1, -1) if whole % unit == 0):
         padded = ceil(length / unit) * unit
@@ -253,30 +249,30 @@ def padded_length(problem: Problem) -> int:
 
 
 def padded_problem(problem: Problem) -> Problem:
-    """The same with sequences of :func:`padded_length`; itself where these are no longer."""
+    """The problem with sequences of :func:`padded_length`; the same object if they are no longer."""
     length = padded_length(problem)
     same = length == problem.workload.seq_length
     return problem if same else replace(problem, workload=_longer(problem.workload, length))
 
 
 def padding_words(problem: Problem, plan: Plan) -> str:
-    """Whether sequences that are padded would take less time, and to which length; empty: they would not."""
+    """A sentence about padded sequences if they take less time; otherwise empty."""
     longer = padded_problem(problem)
     length, padded = problem.workload.seq_length, longer.workload.seq_length
     if padded == length or problem.workload.keys:
         return ""
-    found = search(longer, 1, near=1.0).plans
-    if not found or found[0].seconds > WORTH * plan.seconds:
+    plans = search(longer, 1, near=1.0).plans
+    if not plans or plans[0].seconds > WORTH * plan.seconds:
         return ""
-    best = found[0]
+    best = plans[0]
     return (
         f"--seq-length {length} divides badly: padded to --seq-length {padded}, {grid_words(best.strategy)} takes "
-        f"{duration(best.seconds)} a step in place of {duration(plan.seconds)}"
+        f"{duration(best.seconds)} per step instead of {duration(plan.seconds)}"
     )
 
 
 def _longer(workload: Workload, length: int) -> Workload:
-    """The workload with longer sequences, and as many learned positions where it has some."""
+    """The workload with longer sequences and, if it has learned positions, as many of them."""
     shape = workload.shape
     positions = max(shape.positions, length) if shape.positions else 0
     return replace(workload, seq_length=length, shape=replace(shape, positions=positions))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory a model needs, by ZeRO stage, recompute, context parallelism and FPDT: rows, a table, a picture."""
+"""The memory that a model needs, by ZeRO stage, recompute, context parallelism and FPDT: rows, a table, a picture."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FPDT_CHUNK = 65536
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train, and what its fullest rank holds."""
+    """A strategy, and the memory of the rank that needs most."""
 
     strategy: Strategy
     memory: Memory
@@ -72,10 +72,10 @@ def size(flag: str, text: str, *, binary: bool = True) -> int:
 
 
 def shape_of(name: str, seq_length: int) -> Shape:
-    """A named model. Learned positions are as many as the sequence has tokens.
+    """A named model. With learned positions, it has as many as the sequence has tokens, unless it fixes their number.
 
     Raises:
-        Refusal: no such model; lists those there are.
+        Refusal: no such model; the message lists the known ones.
     """
     settings = named_shape(name)
     model = ModelConfig(**{**settings, "model": name})
@@ -85,26 +85,26 @@ def shape_of(name: str, seq_length: int) -> Shape:
 
 
 def shape_of_size(parameters: int) -> Shape:
-    """A Llama of about so many parameters: heads of 128, as many layers as heads, an MLP of 8/3, a vocabulary of 32K.
+    """The Llama with about ``parameters``: head size 128, as many layers as heads, FFN 8/3 x hidden, vocabulary 32,000.
 
     Raises:
-        Refusal: less than the smallest such model.
+        Refusal: there are fewer parameters than in the smallest such model.
     """
-    found = []
+    shapes = []
     for heads in range(2, 513):
         hidden = 128 * heads
         ffn = -(-hidden * 8 // 3 // 256) * 256
-        found.append(Shape(heads, hidden, ffn, heads, heads, 128, 32000))
-    best = min(found, key=lambda shape: abs(stage_parameters(shape, 1, 1, 0).numel - parameters))
-    if best is found[0] and parameters < 0.8 * stage_parameters(best, 1, 1, 0).numel:
+        shapes.append(Shape(heads, hidden, ffn, heads, heads, 128, 32000))
+    best = min(shapes, key=lambda shape: abs(stage_parameters(shape, 1, 1, 0).numel - parameters))
+    if best is shapes[0] and parameters < 0.8 * stage_parameters(best, 1, 1, 0).numel:
         raise Refusal(f"--params {parameters}: smaller than a Llama of two layers; use --model")
     return best
 
 
 def strategies(shape: Shape, *, gpus: int, tensor: int, pipeline: int, seq_length: int) -> Iterator[Strategy]:
-    """ZeRO stage x (data parallel alone, context parallel, with inputs offloaded, FPDT) x recompute.
+    """ZeRO stage x (data parallel only, context parallel, with inputs offloaded, FPDT) x recompute.
 
-    Ulysses goes up to the key/value heads of a TP rank, Ring takes the rest.
+    Ulysses has at most as many ranks as a TP rank has key/value heads; Ring has the other ranks.
 
     Raises:
         Refusal: TP x PP does not divide the GPUs, TP the heads, or PP the layers.
@@ -122,28 +122,28 @@ def strategies(shape: Shape, *, gpus: int, tensor: int, pipeline: int, seq_lengt
     context = {"ulysses": ulysses, "ring": ranks // ulysses}
     full: dict[str, Any] = {"recompute": "full"}
     chunk = min(FPDT_CHUNK, seq_length)
-    ways: list[dict[str, Any]] = [{"data": ranks}, {"data": ranks, **full}]
+    choices: list[dict[str, Any]] = [{"data": ranks}, {"data": ranks, **full}]
     if ranks > 1:
-        ways += [context, {**context, **full}]
+        choices += [context, {**context, **full}]
     offload = {**context, **full, "offload_checkpoints": True}
-    ways += [offload, {**offload, "fpdt_chunk": chunk}]
-    for zero in range(4 if pipeline == 1 else 2):  # ZeRO 2 and 3 do not go with PP
-        for way in ways:
-            yield Strategy(tensor=tensor, pipeline=pipeline, zero=zero, **way)
+    choices += [offload, {**offload, "fpdt_chunk": chunk}]
+    for zero in range(4 if pipeline == 1 else 2):  # ZeRO 2 and 3 cannot be combined with PP
+        for choice in choices:
+            yield Strategy(tensor=tensor, pipeline=pipeline, zero=zero, **choice)
 
 
 def rows(
     shape: Shape,
     seq_length: int,
-    found: Iterator[Strategy],
+    strategies: Iterator[Strategy],
     *,
     itemsize: int = 2,
     machine: Machine | None = None,
 ) -> list[Row]:
-    """What the fullest rank of the first or last pipeline stage holds, of each strategy."""
+    """For each strategy, the memory of the first or the last pipeline stage, whichever needs more."""
     result = []
-    for strategy in found:
-        # Enough sequences to fill the pipeline, and one for each data-parallel rank.
+    for strategy in strategies:
+        # Enough sequences for all pipeline stages and data-parallel ranks.
         workload = Workload(shape, seq_length, strategy.data * strategy.pipeline * strategy.micro_batch)
         stages = {0, strategy.pipeline - 1}
         memory = max(
@@ -162,20 +162,20 @@ def gib(size: float) -> str:
     return f"{size / 2**30:,.1f}"
 
 
-def table(found: Sequence[Row], title: str) -> Table:
+def table(rows: Sequence[Row], title: str) -> Table:
     """GiB of one rank."""
     result = Table(
         title=title,
-        caption="GiB a GPU at the fullest moment (ZeRO 2, 3: few gradients are there then). Host: of the node's memory",
+        caption="GiB per GPU at the peak (with ZeRO 2 and 3 few gradients exist then); host: part of the node's memory",
     )
     for name in ("ZeRO", "recompute", "sequence"):
         result.add_column(name)
     for name in (*KINDS, "total", "host"):
         result.add_column(name, justify="right")
-    if any(row.fits is not None for row in found):
+    if any(row.fits is not None for row in rows):
         result.add_column("fits")
     before = None
-    for row in found:
+    for row in rows:
         strategy, memory = row.strategy, row.memory
         if before is not None and before != strategy.zero:
             result.add_section()
@@ -189,11 +189,11 @@ def table(found: Sequence[Row], title: str) -> Table:
 
 
 def papers_tables(shape: Shape, seq_length: int) -> list[Table]:
-    """The memory page's formulas for this model, and its table for Qwen2: printed, and by its own formula."""
+    """Tables that compare the memory page (paper 003) with this package's formulas, and with its own for Qwen2."""
     numel = stage_parameters(shape, 1, 1, 0).numel
     workload = Workload(shape, seq_length)
     ours = device_memory(workload, Strategy(zero=0))
-    one = Table(title="one GPU, without savings: the memory page's formulas beside ours", caption="GiB")
+    one = Table(title="one GPU, without savings: the memory page's formulas and ours", caption="GiB")
     for name in ("", "the page", "ours", "why they differ"):
         one.add_column(name, justify="left" if name in ("", "why they differ") else "right")
     states = ours.parameters + ours.gradients + ours.optimizer
@@ -203,45 +203,45 @@ def papers_tables(shape: Shape, seq_length: int) -> list[Table]:
         "activations",
         gib(page),
         gib(ours.activations),
-        "flash attention keeps no square; the page counts neither logits nor what comes and goes",
+        "flash attention keeps no scores; the page counts neither logits nor temporary tensors",
     )
     qwen = Table(title="activations of Qwen2 at 4,096 tokens (GB): linear + quadratic term")
-    for name in ("model", "printed", "by the page's formula", "what gives the printed numbers"):
+    for name in ("model", "printed", "by the page's formula", "formula of the printed numbers"):
         qwen.add_column(name, justify="left" if name == "model" else "right")
     for row in QWEN2:
         pairs = (row.linear, row.square), row.formula, row.as_printed
         qwen.add_row(row.name, *(f"{linear:,.1f} + {square:,.1f}" for linear, square in pairs))
-    qwen.caption = "the last: 33 L bsd, and 8 bs^2H of one layer; the linear term of 7B is printed as 3.9, not 13.6"
+    qwen.caption = "last column: 33 L bsd, and 8 bs^2H of one layer; for 7B the page prints 3.9, not 13.6"
     return [one, qwen]
 
 
-def draw(found: Sequence[Row], title: str, path: Path, machine: Machine | None = None) -> None:
-    """Stacked bars, one a row, with the GPU's memory as a line."""
+def draw(rows: Sequence[Row], title: str, path: Path, machine: Machine | None = None) -> None:
+    """Draw a stacked bar for each row, and the GPU's memory as a line."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 1.4 + 0.27 * len(found)), layout="constrained")
+    figure = Figure(figsize=(11, 1.4 + 0.27 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    places = range(len(found))
-    left = [0.0] * len(found)
+    places = range(len(rows))
+    left = [0.0] * len(rows)
     for kind, color in zip(KINDS, COLORS):
-        sizes = [getattr(row.memory, kind) / 2**30 for row in found]
+        sizes = [getattr(row.memory, kind) / 2**30 for row in rows]
         axes.barh(places, sizes, left=left, color=color, label=kind, height=0.75)
         left = [a + b for a, b in zip(left, sizes)]
-    labels = [f"ZeRO {row.strategy.zero}, recompute {row.strategy.recompute}, {row.context}" for row in found]
+    labels = [f"ZeRO {row.strategy.zero}, recompute {row.strategy.recompute}, {row.context}" for row in rows]
     axes.set_yticks(places, labels, fontsize=8)
     axes.invert_yaxis()
     if machine is not None:
         room = machine.usable_memory / 2**30
         axes.axvline(room, color="black", linestyle="--", linewidth=1, label=f"{machine.name}, usable")
-        if max(left) > 3 * room:  # the few longest bars would leave the others no width: they break off, and say so
+        if max(left) > 3 * room:  # cut the longest bars, so that the others stay visible, and label them
             axes.set_xlim(0, 3.4 * room)
             for place, total in zip(places, left):
                 if total > 3 * room:
                     axes.barh(place, total, left=3 * room, color="white", height=0.8)
                     axes.text(3.02 * room, place, f"// {total:,.0f} GiB", ha="left", va="center", fontsize=8)
-    axes.set_xlabel("GiB a GPU at the fullest moment; // where a bar goes on beyond the picture")
+    axes.set_xlabel("GiB per GPU at the peak; // marks bars that are longer than the picture")
     axes.set_title(title, fontsize=10)
     axes.legend(fontsize=8, loc="lower right")
     axes.grid(axis="x", alpha=0.3)

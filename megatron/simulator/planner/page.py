@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All plans as one page for a browser: a table to sort and filter, time against memory, the step's timeline: all
-stages' passes to scale, and what each stream does in a layer's.
+"""All plans on one page for a browser: a sortable table, a picture of time against memory, timelines of a step.
 
-The page (page.html) needs nothing else, no network either; its data stand in it as JSON.
+The page (page.html) contains its data as JSON and loads nothing from a network.
 """
 
 from __future__ import annotations
@@ -42,22 +41,22 @@ from megatron.simulator.planner.explain import (
 )
 from megatron.simulator.planner.plan_report import Report
 from megatron.simulator.planner.plans import Plan, Problem
-from megatron.simulator.planner.search import Found
-
-# A plan's whole step in a few numbers, from which page.html draws every stage's passes to scale.
-#
-# The estimate says how long a micro-batch takes on the last stage, and what comes once a step; the closed forms of a
-# layer and of the loss say how that is shared between the two directions and which of it other stages have too. When
-# each pass begins follows from the schedule, which the page works out as dry_run/whole_step.py does.
-
+from megatron.simulator.planner.search import SearchResult
 
 Json = dict[str, Any]
 
 
 def step_shape(plan: Plan, problem: Problem) -> Json:
-    """Seconds of ``plan``'s passes on a rank: ``passes``: forward and backward of a stage, ``first``: of the first one,
-    ``last``: of the last one, which has the loss, all whole, not of a virtual stage; ``message``; ``after``: what
-    follows the last pass, by name."""
+    """The numbers from which page.html draws the passes of all stages.
+
+    The estimate gives the time of a micro-batch on the last stage, and work once per step. Closed forms of layer and
+    loss divide it between forward and backward. The page computes the schedule as dry_run/whole_step.py does.
+
+    Returns:
+        Seconds: ``passes``: (forward, backward) of a stage with all its virtual stages, ``first`` and ``last``: the
+        same of the first and the last stage, ``message``: of a message between stages, ``after``: of the work after the
+        last pass, by name.
+    """
     s, workload, machine, parts = plan.strategy, problem.workload, problem.machine, plan.estimate.parts
     batches = s.micro_batches(workload)
     after = _once(workload, s, machine)
@@ -82,16 +81,18 @@ def step_shape(plan: Plan, problem: Problem) -> Json:
 
 
 def passes(workload: Workload, s: Strategy, machine: Machine) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of a micro-batch, forward and backward, on the first stage, on one in the middle and on the last; as in
-    the estimate, the embedding counts where one stage has it all."""
+    """Seconds (forward, backward) of a micro-batch on the first stage, on one in the middle and on the last.
+
+    As in the estimate, the embedding counts only without a pipeline.
+    """
     chunks = chunks_of(workload, s)
 
     def of(layers: int) -> list[float]:
-        found = [0.0, 0.0]
+        both = [0.0, 0.0]
         for how, number in s.layer_kinds(layers):
             for at, segments in enumerate(layer(workload, how)):
-                found[at] += number * _seconds(segments, machine)
-        return found
+                both[at] += number * _seconds(segments, machine)
+        return both
 
     stage = of(s.most_layers(workload.shape.layers))
     first, last = (
@@ -113,35 +114,36 @@ def _seconds(segments: list[Segment], machine: Machine) -> float:
 
 
 def _once(workload: Workload, s: Strategy, machine: Machine) -> dict[str, float]:
-    """Sums of gradients that ranks share, by axis."""
-    found: dict[str, float] = {}
+    """Seconds of the reductions of shared gradients, by axis."""
+    result: dict[str, float] = {}
     for transfer in sum_shared_gradients(workload.shape, s, states(workload.shape, s, busiest_stage(s))):
-        found[transfer.axis] = found.get(transfer.axis, 0.0) + transfer_seconds(transfer, machine)
-    return found
+        result[transfer.axis] = result.get(transfer.axis, 0.0) + transfer_seconds(transfer, machine)
+    return result
 
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 MOST = 2000  # plans on a page
-TIMELINES = 25  # of these the layer is drawn
+TIMELINES = 25  # plans whose layer is drawn
 DIGITS = 5
 
 
-def page(told: Report, found: Found, others: list[str]) -> str:
-    """
+def page(report: Report, result: SearchResult, others: list[str]) -> str:
+    """The HTML page.
+
     Args:
-        told: the ranked plans.
-        found: everything that was priced.
-        others: why no other, sentence by sentence.
+        report: the ranked plans.
+        result: all plans that were priced.
+        others: sentences about why other plans lose.
     """
-    problem, winner = told.problem, told.plans[0]
+    problem, winner = report.problem, report.plans[0]
     known: dict[Strategy, Plan] = {}
-    for plan in (*told.plans, *sorted((*found.fitting, *found.failing), key=lambda plan: plan.seconds)):
+    for plan in (*report.plans, *sorted((*result.fitting, *result.failing), key=lambda plan: plan.seconds)):
         known.setdefault(plan.strategy, plan)
     plans = list(known.values())[:MOST]
     length, batch = problem.workload.seq_length, problem.workload.global_batch
     where = f"on {problem.gpus} x {problem.machine.name}"
     data = {
-        "title": f"{told.name()}, {count(length)} tokens, global batch {batch}, {where}",
+        "title": f"{report.name()}, {count(length)} tokens, global batch {batch}, {where}",
         "room": problem.machine.usable_memory / GIB,
         "spare": problem.spare / GIB,
         "why": winning(winner, problem),
@@ -149,16 +151,16 @@ def page(told: Report, found: Found, others: list[str]) -> str:
         "parts": PARTS,
         "kinds": KINDS,
         "plans": [row(plan, problem) for plan in plans],
-        "commands": {at: told.command(plan.strategy) for at, plan in enumerate(plans) if at < TIMELINES or plan.fits},
+        "commands": {at: report.command(plan.strategy) for at, plan in enumerate(plans) if at < TIMELINES or plan.fits},
         "steps": [rounded(step_shape(plan, problem)) for plan in plans],
         "layers": {at: layers(plan, problem) for at, plan in enumerate(plans[:TIMELINES])},
     }
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # no name can end the element or begin one
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # so that no name is read as HTML
     return _sealed(TEMPLATE.read_text(encoding="utf-8")).replace("{{DATA}}", text)
 
 
 def _sealed(template: str) -> str:
-    """The page with the hashes of its own style and script, beside which a browser takes no other and loads nothing."""
+    """The page with the hashes of its style and script: browsers then run no other script and load nothing."""
     for name in ("style", "script"):
         content = template.partition(f"<{name}>")[2].partition(f"</{name}>")[0]
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
@@ -188,7 +190,7 @@ def row(plan: Plan, problem: Problem) -> Json:
 
 
 def layers(plan: Plan, problem: Problem) -> list[Json]:
-    """A layer's passes, and those of the model's ends: what each stream does, and when, in seconds."""
+    """What each stream does when, in seconds, in the passes of a layer, the embedding and the loss."""
     s, workload = plan.strategy, problem.workload
     stage_layers = s.most_layers(workload.shape.layers)
     drawn = []
@@ -206,7 +208,7 @@ def layers(plan: Plan, problem: Problem) -> list[Json]:
 
 
 def lanes(segments: list[Segment], machine: Machine) -> Json:
-    """Blocks (lane, kind, begin, end, words) of segments one after the other; a lane's block is as long as it works."""
+    """Blocks (lane, kind, begin, end, text) of consecutive segments; a block lasts as long as its lane works."""
     blocks, now = [], 0.0
     for segment in segments:
         took = sum(price([Segment(segment.kernels, segment.transfers, segment.copies)], machine).values())
@@ -230,7 +232,7 @@ def lanes(segments: list[Segment], machine: Machine) -> Json:
 
 
 def rounded(thing: Any) -> Any:
-    """With every number of seconds in it as short as :func:`digits`."""
+    """``thing`` with all its floats rounded by :func:`digits`."""
     if isinstance(thing, dict):
         return {name: rounded(value) for name, value in thing.items()}
     if isinstance(thing, list):

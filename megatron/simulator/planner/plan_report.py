@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans as a table, as JSON and as a command."""
+"""Plans as a table, as JSON, as a command and as a picture."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ from megatron.simulator.planner.explain import GIB, count, grid_words, losing, s
 from megatron.simulator.planner.plans import Plan, Problem, priced
 from megatron.simulator.planner.request import JOB, Request
 from megatron.simulator.planner.run_cost import Run
-from megatron.simulator.planner.search import Found, everything
+from megatron.simulator.planner.search import SearchResult, all_strategies
 from megatron.training.refusal import Refusal
-
-# From a plan to the command that starts it.
 
 
 def training_flags(workload: Workload, strategy: Strategy) -> list[str]:
-    """Batch, length, grid and memory savings, as our programs read them."""
+    """Batch, length, grid and memory savings as flags of the training programs."""
     s = strategy
     flags = ["--seq-length", str(workload.seq_length)]
     flags += ["--micro-batch-size", str(s.micro_batch), "--global-batch-size", str(workload.global_batch), "--bf16"]
@@ -44,7 +42,10 @@ def training_flags(workload: Workload, strategy: Strategy) -> list[str]:
 
 
 def uneven_stages(layers: int, s: Strategy) -> list[str]:
-    """An embedding and a loss that count as layers where that cuts the stages so; else how long the ends are."""
+    """Flags for stages of different lengths.
+
+    Embedding and loss count as layers if that is enough; otherwise the numbers of layers are given.
+    """
     if max(s.first_less, s.last_less) <= 1:
         flags = ["--account-for-embedding-in-pipeline-split"] * s.first_less
         return flags + ["--account-for-loss-in-pipeline-split"] * s.last_less
@@ -69,7 +70,7 @@ def _saving_flags(s: Strategy) -> list[str]:
 
 
 def launcher(gpus: int, gpus_per_node: int) -> list[str]:
-    """torchrun, to be started on every node, with NODE_RANK and MASTER_ADDR set where there are several."""
+    """The torchrun command to start on every node; with several nodes it reads NODE_RANK and MASTER_ADDR."""
     words = ["torchrun", "--nproc-per-node", str(gpus_per_node)]
     if gpus > gpus_per_node:
         words += ["--nnodes", str(gpus // gpus_per_node), "--node-rank", "$NODE_RANK"]
@@ -78,20 +79,23 @@ def launcher(gpus: int, gpus_per_node: int) -> list[str]:
 
 
 def environment(strategy: Strategy) -> list[str]:
-    """Variables before the command. One connection keeps TP's transfers in front of the products that they overlap
-    (as Megatron-LM asks for); FSDP needs several."""
+    """Environment variables for the command.
+
+    With one connection, TP's transfers start before the products that they overlap (Megatron-LM requires it); FSDP
+    needs several connections.
+    """
     one = ["CUDA_DEVICE_MAX_CONNECTIONS=1"] if strategy.tensor > 1 and strategy.zero < 2 else []
     return [*one, "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]
 
 
 @dataclass(frozen=True)
 class Report:
-    """Ranked plans of a request; ``run``: what is known of the whole run of the first."""
+    """Ranked plans of a request."""
 
     request: Request
     problem: Problem
     plans: list[Plan]
-    run: Run | None = None
+    run: Run | None = None  # time and cost of the complete run with the first plan
 
     def program(self, strategy: Strategy) -> list[str]:
         """Program and flags, without the launcher."""
@@ -108,7 +112,7 @@ class Report:
         return job
 
     def command(self, strategy: Strategy) -> str:
-        """A line for a shell; variables in it are the shell's."""
+        """A command line for a shell, with shell variables."""
         words = [*launcher(self.problem.gpus, self.problem.gpus_per_node), *self.program(strategy)]
         quoted = (word if word.startswith("$") else shlex.quote(word) for word in words)
         return " ".join([*environment(strategy), *quoted])
@@ -175,16 +179,15 @@ class Report:
         return flags[flags.index("--model") + 1] if "--model" in flags else "a model"
 
 
-# Plans, time against memory: the Pareto front, the line where memory ends, the winner.
+# --- the picture of time against memory ---
 
-
-MOST = 12000  # strategies that are priced for a picture; of more, those that the search has met
-SLOWEST = 1.6  # times the winner's, that are drawn
+MOST = 12000  # if there are more strategies, the picture shows only those that the search has priced
+SLOWEST = 1.6  # slowest plan in the picture, as a multiple of the winner's time
 INK, BLUE, RED, GREEN = "#222222", "#0072b2", "#cc6677", "#009e73"
 
 
 def front(plans: list[Plan]) -> list[Plan]:
-    """Those that no other beats in both time and memory, by rising memory."""
+    """The Pareto front: plans that no other beats in both time and memory, by rising memory."""
     kept: list[Plan] = []
     for plan in sorted(plans, key=lambda plan: (plan.memory.total, plan.seconds)):
         if not kept or plan.seconds < kept[-1].seconds:
@@ -192,8 +195,8 @@ def front(plans: list[Plan]) -> list[Plan]:
     return kept
 
 
-def draw(found: Found, problem: Problem, output: str, model: str) -> None:
-    """Writes the picture.
+def draw(result: SearchResult, problem: Problem, output: str, model: str) -> None:
+    """Write the picture: plans, their Pareto front, the memory limit and the winner.
 
     Raises:
         Refusal: it cannot be written.
@@ -203,11 +206,11 @@ def draw(found: Found, problem: Problem, output: str, model: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    winner, room = found.plans[0], problem.machine.usable_memory / GIB
+    winner, room = result.plans[0], problem.machine.usable_memory / GIB
     figure, axes = pyplot.subplots(figsize=(9.5, 5.6), dpi=120, layout="constrained")
-    every = [*found.fitting, *found.failing]
-    if len(ways := list(islice(everything(problem), MOST))) < MOST:
-        every = [priced(problem, way) for way in ways]
+    every = [*result.fitting, *result.failing]
+    if len(strategies := list(islice(all_strategies(problem), MOST))) < MOST:
+        every = [priced(problem, strategy) for strategy in strategies]
     shown = [plan for plan in every if plan.seconds < SLOWEST * winner.seconds and plan.memory.total < 2 * room * GIB]
     fitting = [plan for plan in shown if plan.fits]
     device, host = ([plan for plan in shown if not plan.fits and (plan.margin < 0) == full] for full in (True, False))
@@ -233,7 +236,7 @@ def draw(found: Found, problem: Problem, output: str, model: str) -> None:
     span = slowest - fastest or slowest
     axes.set_ylim(fastest - 0.16 * span, slowest + 0.25 * span)
     axes.set_xlim(left=0)
-    axes.set_xlabel("memory of the fullest rank (GiB)", color=INK)
+    axes.set_xlabel("memory of the rank that needs most (GiB)", color=INK)
     axes.set_ylabel("predicted time of a step (s)", color=INK)
     length, batch = count(problem.workload.seq_length), problem.workload.global_batch
     title = f"{model}, {length} tokens, global batch {batch}, on {problem.gpus} x {problem.machine.name}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A problem, and a plan for it: a strategy with its memory, whether that fits, and its time."""
+"""A planning problem, and plans for it: strategies with memory and time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.simulator.cost.estimate import Estimate, estimate
 from megatron.simulator.machines.machine import Machine
 from megatron.simulator.planner.search_space import Limits
 
-HOST_SHARE = 0.9  # of a node's memory that offloading may fill; the rest is for the processes themselves
+HOST_SHARE = 0.9  # share of a node's memory that offloading may use; the processes need the rest
 
 Grid = tuple[int, int, int, int, int]
 """TP, Ulysses, Ring, DP, PP."""
@@ -19,11 +19,11 @@ Grid = tuple[int, int, int, int, int]
 
 @dataclass(frozen=True)
 class Problem:
-    """What is planned: a workload on ``gpus`` of a machine's GPUs, within what the user has settled.
+    """What is planned: a workload on ``gpus`` GPUs of a machine, within the user's limits.
 
     Attributes:
-        spare: bytes of a device that a plan must leave.
-        node: GPUs that a node has, where ``machine.gpus`` of them are used; 0: all are.
+        spare: bytes of a device that a plan must leave free.
+        node: GPUs of a node, if only ``machine.gpus`` of them are used; 0: all are used.
     """
 
     workload: Workload
@@ -39,7 +39,7 @@ class Problem:
 
     @property
     def node_words(self) -> str:
-        """How many GPUs of a node are used, where it is not all."""
+        """How many GPUs of a node are used, if not all; otherwise empty."""
         partly = self.gpus > self.machine.gpus and self.node > self.machine.gpus
         return f", {self.machine.gpus} of a node's {self.node} in use" if partly else ""
 
@@ -54,8 +54,8 @@ class Fit:
     """A strategy, and whether it fits.
 
     Attributes:
-        memory: of the fullest pipeline stage.
-        room: bytes that a device has for it; host_room: that its host has, a GPU; spare: of the device's, to be left.
+        memory: of the pipeline stage that needs most.
+        room: usable bytes of a device; host_room: usable host memory per GPU; spare: bytes of ``room`` to leave free.
     """
 
     strategy: Strategy
@@ -66,12 +66,12 @@ class Fit:
 
     @property
     def margin(self) -> float:
-        """Bytes to OOM on the device; negative: that it lacks."""
+        """Bytes that are left on the device; negative: bytes that are missing."""
         return self.room - self.memory.total
 
     @property
     def host_margin(self) -> float:
-        """The same of the host."""
+        """The same for host memory."""
         return self.host_room - self.memory.host
 
     @property
@@ -80,7 +80,7 @@ class Fit:
 
     @property
     def tight(self) -> bool:
-        """Whether it fits, but for what should be left."""
+        """Whether it fits, but leaves less than ``spare``."""
         return 0 <= self.margin < self.spare and self.host_margin >= 0
 
     @property
@@ -100,35 +100,40 @@ class Plan(Fit):
         return self.estimate.seconds
 
 
-def weighed(problem: Problem, strategy: Strategy) -> Fit:
-    """Memory of one strategy."""
+def memory_fit(problem: Problem, strategy: Strategy) -> Fit:
+    """Memory of a strategy."""
     room = problem.machine.usable_memory
     return Fit(strategy, fullest(problem.workload, strategy), room, problem.host_room, spare=problem.spare)
 
 
 def priced(problem: Problem, strategy: Strategy) -> Plan:
-    """Memory and time of one strategy."""
-    fit, time = weighed(problem, strategy), estimate(problem.workload, strategy, problem.machine)
+    """Memory and time of a strategy."""
+    fit, time = memory_fit(problem, strategy), estimate(problem.workload, strategy, problem.machine)
     return Plan(strategy, fit.memory, fit.room, fit.host_room, time, spare=fit.spare)
 
 
 def fullest(workload: Workload, strategy: Strategy) -> Memory:
-    """Of the first pipeline stage, which holds the most micro-batches, the second, which also waits to send gradients,
-    or the last, which has the loss."""
+    """Memory of the pipeline stage that needs most.
+
+    That is the first, which has the most micro-batches in flight, the second, which in addition keeps a gradient to
+    send, or the last, which has the loss.
+    """
     stages = {0, min(1, strategy.pipeline - 1), strategy.pipeline - 1}
     return max((device_memory(workload, strategy, stage=stage) for stage in stages), key=lambda memory: memory.total)
 
 
-def too_much_model(fit: Fit) -> bool:
-    """Whether model states alone are too much for a device, whatever is saved of the rest. Units of several layers do
-    not tell: ZeRO 3 gathers all weights of one."""
+def states_exceed_device(fit: Fit) -> bool:
+    """Whether model states exceed a device, so that no activation saving helps.
+
+    False for recompute in units of several layers, because ZeRO 3 gathers all weights of a unit.
+    """
     if fit.strategy.recompute_method == "uniform" and fit.strategy.recompute_layers > 1:
         return False
     return fit.memory.total - fit.memory.activations - fit.memory.temporary > fit.room
 
 
 def better(plan: Plan, other: Plan) -> bool:
-    """Faster; or as fast to one part in a thousand, with less memory."""
+    """Whether ``plan`` is faster; if the times differ by less than a thousandth, whether it needs less memory."""
     if abs(plan.seconds - other.seconds) > 1e-3 * other.seconds:
         return plan.seconds < other.seconds
     return plan.memory.total < other.memory.total

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the planner is asked: a model by name or by the training program's own flags, and how many tokens."""
+"""The planner's input: a model by name or by flags of the training program, sequence lengths, packed documents."""
 
 from __future__ import annotations
 
@@ -21,101 +21,96 @@ from megatron.training.arguments.parser import parse
 from megatron.training.json_file import read_bytes
 from megatron.training.refusal import Refusal
 
-# Counts, sizes and times as people write them.
-
-
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def tokens(text: str, flag: str) -> int:
-    """A count, such as ``120K`` (K = 1024, M = 1024 K).
+    """A number of tokens such as ``120K`` (K = 1024, M = 1024 K).
 
     Raises:
-        Refusal: it is none, or not above 0.
+        Refusal: not a whole number above 0.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text.strip().replace(",", ""))
-    size = float(found[1]) * {"": 1, "k": 2**10, "m": 2**20}[found[2].lower()] if found else 0.0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text.strip().replace(",", ""))
+    size = float(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()] if match else 0.0
     if size < 1 or size % 1 or size > 2**40:
         raise Refusal(f"{flag} {text}: give a whole number above 0, such as 122880 or 120K")
     return int(size)
 
 
 def big_number(text: str, flag: str) -> float:
-    """A count of a run's tokens, such as ``1.5T`` (K, M, B or G, T are powers of 1000).
+    """A run's number of tokens such as ``1.5T`` (K, M, B or G, T are powers of 1000).
 
     Raises:
-        Refusal: it is none.
+        Refusal: not such a number.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmbgt]?)", text.strip().lower().replace(",", ""))
-    size = float(found[1]) * 10.0 ** {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}[found[2]] if found else 0.0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmbgt]?)", text.strip().lower().replace(",", ""))
+    size = float(match[1]) * 10.0 ** {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}[match[2]] if match else 0.0
     if not 1 <= size < 1e18:
         raise Refusal(f"{flag} {text}: give a number above 0, such as 300B or 1.5T (powers of 1000)")
     return size
 
 
 def seconds(text: str, flag: str) -> float:
-    """A time, such as ``36h``, ``30d``, ``2w``.
+    """A time such as ``36h``, ``30d``, ``2w``, in seconds.
 
     Raises:
-        Refusal: it is none.
+        Refusal: not a time above 0.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip().lower())
-    if not found or not float(found[1]):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip().lower())
+    if not match or not float(match[1]):
         raise Refusal(f"{flag} {text}: give a time above 0, such as 90m, 36h, 30d or 2w")
-    return float(found[1]) * SECONDS[found[2]]
+    return float(match[1]) * SECONDS[match[2]]
 
 
 def share_of_memory(text: str, whole: float, flag: str) -> float:
-    """Bytes, as ``2GiB`` or ``3%`` of ``whole``.
+    """Bytes from a text such as ``2GiB`` or, as a share of ``whole`` bytes, ``3%``.
 
     Raises:
-        Refusal: neither, or as much as there is.
+        Refusal: neither of these, or ``whole`` or more.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|gib|g)", text.strip().lower())
-    size = float(found[1]) * (whole / 100 if found[2] == "%" else 2**30) if found else -1.0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|gib|g)", text.strip().lower())
+    size = float(match[1]) * (whole / 100 if match[2] == "%" else 2**30) if match else -1.0
     if not 0 <= size < whole:
         raise Refusal(f"{flag} {text}: give a part of the GPU's memory, such as 2GiB or 3%")
     return size
 
 
-# Packed documents, by how long they are: how many keys a token sees on average, and how much samples differ.
+# --- packed documents ---
 #
-# A sample is documents one after the other, cut where the sample ends, as GPT datasets of Megatron-LM are. Attention
-# stays in a document, so its work grows with the squares of their lengths: a sample of one long document takes many
-# times the attention of one of short documents, and the ranks that have it keep the others waiting (WLB-LLM,
-# arXiv:2503.17924).
+# A sample is a sequence of documents, cut where the sample ends, as in Megatron-LM's GPT datasets. Attention stays in a
+# document, so its work grows with the square of their lengths: a sample with one long document has many times the
+# attention of one with short documents, and other ranks wait for the ranks that have it (WLB-LLM, arXiv:2503.17924).
 
-
-INDEX = b"MMIDIDX\x00\x00"  # how an index of Megatron-LM's datasets begins
-MOST_LENGTHS, MOST_TEXT = 1 << 22, 16 << 20  # that are read of a dataset; bytes of a file of lengths
+INDEX = b"MMIDIDX\x00\x00"  # first bytes of an index of Megatron-LM's datasets
+MOST_LENGTHS, MOST_TEXT = 1 << 22, 16 << 20  # lengths that are read of a dataset; bytes of a text file of lengths
 LONGEST = 2**53  # tokens of a document
-DRAWS = 100_000  # documents that are drawn, about: more where FEWEST samples hold more, fewer where MOST hold fewer
-FEWEST, MOST = 16, 512  # samples that are packed
+DRAWS = 100_000  # documents to draw, about; the number of samples stays between FEWEST and MOST
+FEWEST, MOST = 16, 512  # samples
 RINGS = (2, 4, 8, 16, 32, 64)
 MICRO_BATCHES = (1, 2, 4, 8, 16)
-PARTS = 2 * RINGS[-1]  # of a sample, whose pairs are counted: two for each rank of the longest ring
+PARTS = 2 * RINGS[-1]  # parts of a sample whose pairs are counted: two for each rank of the longest ring
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Of samples: keys that a token sees on average; standard deviation of that over its mean, among samples; and what
-    the busiest rank of a ring computes over the mean of its ranks, by ``RINGS`` and ``MICRO_BATCHES``."""
+    """Attention work of packed samples."""
 
-    keys: float
-    spread: float
-    uneven: tuple[tuple[float, ...], ...] = ()
+    keys: float  # average number of keys that a token sees
+    spread: float  # standard deviation of that over its mean, among samples
+    uneven: tuple[tuple[float, ...], ...] = ()  # busiest ring rank over the mean, by RINGS and MICRO_BATCHES
 
 
 @lru_cache(maxsize=64)
 def packed(documents: str, seq_length: int, window: int = 0) -> Packed:
-    """
+    """Statistics of samples that are packed from drawn documents.
+
     Args:
-        documents: ``mean:8K`` (exponential), ``mean:8K,sigma:1.2`` (log-normal), or a file: lengths in tokens, one a
-            line, or the .idx of a dataset; empty: a sample is one document.
-        window: keys that a query sees at most; 0: all before it.
+        documents: distribution of lengths: ``mean:8K`` (exponential), ``mean:8K,sigma:1.2`` (log-normal), or a file:
+            lengths in tokens, one per line, or the .idx of a dataset; empty: a sample is one document.
+        window: most keys that a query sees; 0: all before it.
 
     Raises:
-        Refusal: it is none of these.
+        Refusal: ``documents`` is none of these.
     """
     if not documents:
         return Packed(_keys(seq_length, window) / seq_length, 0.0)
@@ -141,11 +136,10 @@ def packed(documents: str, seq_length: int, window: int = 0) -> Packed:
 
 
 def _uneven(samples: list[list[float]], *, zigzag: bool) -> tuple[tuple[float, ...], ...]:
-    """A ring waits for its busiest rank in each micro-batch: the mean over micro-batches of the most pairs over the
-    mean's.
+    """Pairs of a ring's busiest rank over the mean, averaged over micro-batches, because each waits for that rank.
 
-    Documents of one sample are dealt so that all have as many (layout/documents.py); several samples go round in
-    zigzag, since each would be dealt in its own way, and a window's in contiguous parts, as the program settles it.
+    The documents of a micro-batch of one sample are divided so that all ranks have the same work (layout/documents.py).
+    Several samples would need different divisions and use zigzag; with a window the parts are contiguous.
     """
     table = []
     for ring in RINGS:
@@ -165,7 +159,7 @@ def _uneven(samples: list[list[float]], *, zigzag: bool) -> tuple[tuple[float, .
             if batch == 1 and zigzag:
                 row.append(1.0)
                 continue
-            together = [  # samples that follow each other, the first after the last
+            together = [  # consecutive samples; the first follows the last
                 [sum(of_rank) for of_rank in zip(*(ranks[(first + i) % len(ranks)] for i in range(batch)))]
                 for first in range(len(ranks))
             ]
@@ -175,14 +169,14 @@ def _uneven(samples: list[list[float]], *, zigzag: bool) -> tuple[tuple[float, .
 
 
 def _keys(length: int, window: int) -> float:
-    """Pairs of a document of ``length`` tokens."""
+    """(Query, key) pairs of a document of ``length`` tokens."""
     if not window or window >= length:
         return length * (length + 1) / 2
     return window * (window + 1) / 2 + (length - window) * window
 
 
 def _lengths(text: str) -> tuple[Callable[[], int], float]:
-    """What draws a document's length, the same ones each time; and their mean."""
+    """(a function that draws a document's length, with a fixed seed; the mean length)."""
     chance = random.Random(0)
     if text.startswith("mean:"):
         given = dict(part.partition(":")[::2] for part in text.split(","))
@@ -196,45 +190,45 @@ def _lengths(text: str) -> tuple[Callable[[], int], float]:
         except ValueError:
             sigma = math.nan
         if not 0 < sigma <= 5:
-            raise Refusal(f"--documents {text}: sigma is of the logarithm of lengths, above 0 and at most 5")
+            raise Refusal(f"--documents {text}: sigma, of the lengths' logarithm, must be above 0 and at most 5")
         middle = math.log(mean) - sigma * sigma / 2
         return lambda: max(1, round(chance.lognormvariate(middle, sigma))), float(mean)
-    found = read_lengths(Path(text))
-    return lambda: chance.choice(found), fmean(found)
+    lengths = read_lengths(Path(text))
+    return lambda: chance.choice(lengths), fmean(lengths)
 
 
 def read_lengths(path: Path) -> list[int]:
     """Lengths of a file's documents.
 
     Raises:
-        Refusal: it cannot be read, is cut short, or holds no lengths.
+        Refusal: the file cannot be read, is truncated, or has no lengths.
     """
     try:
         with path.open("rb") as file:
             if file.read(len(INDEX)) == INDEX:
                 _, _, sequences, _ = struct.unpack("<QBQQ", file.read(25))
-                there = (path.stat().st_size - file.tell()) // 4
-                if sequences > there:
+                most = (path.stat().st_size - file.tell()) // 4
+                if sequences > most:
                     raise Refusal(
-                        f"--documents {path}: says that it has {sequences:,} lengths, but has room for {there:,}: it "
-                        "was cut short or is damaged, write it again"
+                        f"--documents {path}: its header gives {sequences:,} lengths, but the file has at most "
+                        f"{most:,}: it is truncated or damaged, write it again"
                     )
-                found, start, runs = array("i"), file.tell(), -(-sequences // MOST_LENGTHS)
-                for run in range(runs):  # of more than that, as many runs from all over the file
+                lengths, start, runs = array("i"), file.tell(), -(-sequences // MOST_LENGTHS)
+                for run in range(runs):  # runs of lengths from all over the file, MOST_LENGTHS in all
                     file.seek(start + 4 * (sequences * run // runs))
-                    found.frombytes(file.read(4 * (min(sequences, MOST_LENGTHS) // runs)))
+                    lengths.frombytes(file.read(4 * (min(sequences, MOST_LENGTHS) // runs)))
             else:
-                found = [int(line) for line in read_bytes(path, MOST_TEXT).split()]
+                lengths = [int(line) for line in read_bytes(path, MOST_TEXT).split()]
     except OSError as error:
         raise Refusal(f"--documents {path}: cannot be read: {error.strerror or error}") from None
     except Refusal:
-        raise  # it is a ValueError as well
+        raise  # a Refusal is a ValueError, too
     except (ValueError, struct.error):
-        raise Refusal(f"--documents {path}: give lengths in tokens, one a line, or the .idx of a dataset") from None
-    found = [length for length in found if 0 < length <= LONGEST]
-    if not found:
-        raise Refusal(f"--documents {path}: holds no lengths above 0")
-    return found
+        raise Refusal(f"--documents {path}: give lengths in tokens, one per line, or the .idx of a dataset") from None
+    lengths = [length for length in lengths if 0 < length <= LONGEST]
+    if not lengths:
+        raise Refusal(f"--documents {path}: has no lengths above 0; give lengths in tokens, one per line")
+    return lengths
 
 
 JOB = "--micro-batch-size 1 --train-iters 1000 --lr 3e-4 --mock-data".split()
@@ -242,12 +236,12 @@ JOB = "--micro-batch-size 1 --train-iters 1000 --lr 3e-4 --mock-data".split()
 
 @dataclass(frozen=True)
 class Request:
-    """A model, as flags of the training program.
+    """A model, as flags of the training program, and its data.
 
     Attributes:
-        flags: ``--model NAME``, or sizes; those that are not given are a Llama's.
-        documents: how long packed documents are (documents.py); empty: a sample is one.
-        window: tokens that a query sees, itself among them; 0: all before it.
+        flags: ``--model NAME``, or sizes; other sizes are a Llama's.
+        documents: lengths of packed documents (:func:`packed`); empty: a sample is one document.
+        window: tokens that a query sees, including itself; 0: all before it.
     """
 
     flags: tuple[str, ...]
@@ -262,21 +256,22 @@ class Request:
         return "pretrain_llama.py" if name is None or name.startswith("llama") else "pretrain_gpt.py"
 
     def workload(self, seq_length: int) -> Workload:
-        """
+        """The workload with sequences of ``seq_length`` tokens.
+
         Raises:
-            Refusal: the flags are wrong, not about a model, or about something that the planner does not know.
+            Refusal: a flag is wrong, does not describe a model, or is not supported by the planner.
         """
         config = _config(self.flags, seq_length)
-        # One more than --vocab-size: a run without a tokenizer of its own counts the end of a document.
+        # One more than --vocab-size: without a tokenizer, a run adds a token for the end of a document.
         shape = model_shape(config.model, config.model.vocab_size + 1)
         if not self.documents and not 0 < self.window < seq_length:
             return Workload(shape, seq_length, self.global_batch)
-        found = packed(self.documents, seq_length, self.window)
-        counted = {"keys": found.keys, "spread": found.spread, "uneven": found.uneven}
+        work = packed(self.documents, seq_length, self.window)
+        counted = {"keys": work.keys, "spread": work.spread, "uneven": work.uneven}
         return Workload(shape, seq_length, self.global_batch, **counted)
 
     def program_flags(self, seq_length: int) -> list[str]:
-        """The model's flags, as they go into a command."""
+        """The model's flags for a command."""
         named = _config(self.flags, seq_length).model.model
         given = any(flag.partition("=")[0] == "--max-position-embeddings" for flag in self.flags)
         flags = [*self.flags, *([] if named or given else ["--max-position-embeddings", str(seq_length)])]
@@ -288,8 +283,8 @@ class Request:
 def _config(flags: tuple[str, ...], seq_length: int) -> Config:
     if any(flag.partition("=")[0] == "--fp8-format" for flag in flags):
         raise Refusal(
-            "--fp8-format: the planner does not know its memory: plan without it, then ask a dry run of that plan with "
-            "--fp8-format for time and memory"
+            "--fp8-format: the planner does not know its memory: plan without it, then start a dry run of that plan "
+            "with --fp8-format for time and memory"
         )
     read = parse(list(flags), LLAMA_DEFAULTS)
     plain = Config()
@@ -300,7 +295,7 @@ def _config(flags: tuple[str, ...], seq_length: int) -> Config:
         for setting in fields(given):
             if getattr(given, setting.name) != getattr(usual, setting.name):
                 flag = "--" + setting.name.replace("_", "-")
-                raise Refusal(f"{flag} is not about the model, and the planner chooses it: --help has its own options")
+                raise Refusal(f"{flag} does not describe the model; the planner chooses it: see --help for its options")
     words = [*flags, "--seq-length", str(seq_length), *JOB]
     if read.model.model is None and read.model.max_position_embeddings is None:
         words += ["--max-position-embeddings", str(seq_length)]
@@ -312,7 +307,7 @@ def _config(flags: tuple[str, ...], seq_length: int) -> Config:
 
 
 def _known(config: Config) -> None:
-    """Refuse what neither memory nor time are known of."""
+    """Refuse models whose memory and time the planner does not know."""
     model = config.model
     wrong = {
         "--position-embedding-type alibi": model.position_embedding_type == "alibi",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole run of a plan: steps, days, GPU-hours and, with a file of prices, money; and which plan suits a limit."""
+"""The complete run of a plan: steps, days, GPU-hours and, with a file of prices, money; and the best run in limits."""
 
 from __future__ import annotations
 
@@ -14,30 +14,28 @@ from megatron.simulator.planner.plans import Plan, Problem
 from megatron.training.json_file import read_json
 from megatron.training.refusal import Refusal, short
 
-# What failures and checkpoints cost a long run, and how often to save.
+# --- failures and checkpoints of a long run ---
 #
-# A run of thousands of GPUs is interrupted every few hours. Each time the work since the last checkpoint is lost, and a
-# restart takes its time; saving often costs as well. The best interval between is J. T. Daly's higher-order estimate (A
-# higher order estimate of the optimum checkpoint interval for restart dumps, Future Generation Computer Systems 22,
-# 2006, eq. 37), which for short saves is J. W. Young's sqrt(2 d M) (A first order approximation to the optimum
-# checkpoint interval, CACM 17, 1974). The time of the whole run is Daly's eq. 20: failures come at random, also
-# while the program saves and restarts.
+# A run of thousands of GPUs fails every few hours, which costs the work since the last checkpoint and a restart;
+# frequent saves cost time, too. The best interval is J. T. Daly's higher-order estimate (A higher order estimate of the
+# optimum checkpoint interval for restart dumps, Future Generation Computer Systems 22, 2006, eq. 37), which for short
+# saves is J. W. Young's sqrt(2 d M) (A first order approximation to the optimum checkpoint interval, CACM 17, 1974).
+# The time of the run is Daly's eq. 20: failures come at random, also during saves and restarts.
 
-
-STATE_BYTES = 14  # of a parameter in a checkpoint: bf16 weight, fp32 main weight, Adam's two moments
+STATE_BYTES = 14  # per parameter in a checkpoint: bf16 weight, fp32 main weight, Adam's two moments
 
 
 @dataclass(frozen=True)
 class Rates:
-    """How often a cluster fails, as a JSON file says it.
+    """Failure rates of a cluster, from a JSON file.
 
     Attributes:
-        gpu_hours_per_failure: GPU-hours between two failures that end a run, whatever their cause.
-        restart_minutes: from a failure to the next step, loading included.
-        save_gb_per_second: of one node, to the storage; 10^9 bytes.
-        save_seconds: that a save keeps the program from training, in place of what follows from its size: a save
-            that goes on beside training keeps it for seconds.
-        source: where the figures are from.
+        gpu_hours_per_failure: GPU-hours between two failures that end a run, for any reason.
+        restart_minutes: from a failure to the next step, with loading.
+        save_gb_per_second: from one node to the storage; 10^9 bytes.
+        save_seconds: for which a save interrupts training; 0: computed from the checkpoint's size. An asynchronous save
+            interrupts it for seconds.
+        source: where the figures come from.
     """
 
     gpu_hours_per_failure: float
@@ -52,9 +50,12 @@ class Interrupted:
     """A run with failures.
 
     Attributes:
-        seconds: of the whole run; failures: that it meets.
-        between: seconds between two failures; interval: of training between two saves; save: of one.
-        saving, lost: seconds of the run that went into saves, and into work done twice and restarts.
+        seconds: of the complete run.
+        failures: their number.
+        between: seconds between two failures.
+        interval: seconds of training between two saves.
+        save: seconds of a save.
+        saving, lost: seconds of the run for saves, and for repeated steps and restarts.
     """
 
     seconds: float
@@ -67,9 +68,10 @@ class Interrupted:
 
 
 def read_rates(path: Path) -> Rates:
-    """
+    """The rates of a JSON file.
+
     Raises:
-        Refusal: the file cannot be read, or a field is unknown, missing or no such figure.
+        Refusal: the file cannot be read, or a field is unknown, missing or wrong.
     """
     names = [field.name for field in fields(Rates)]
     raw = read_json(path, "--failures")
@@ -89,12 +91,12 @@ def read_rates(path: Path) -> Rates:
 
 
 def checkpoint_bytes(shape: Shape) -> int:
-    """Of the model and its optimizer."""
+    """Bytes of a checkpoint with model and optimizer."""
     return STATE_BYTES * stage_parameters(shape, 1, 1, 0).numel
 
 
 def best_interval(save: float, between: float) -> float:
-    """Seconds of training between two saves of ``save`` seconds, where ``between`` pass from failure to failure."""
+    """Best seconds of training between saves of ``save`` seconds, with ``between`` seconds from failure to failure."""
     if save >= 2 * between:
         return between
     ratio = save / (2 * between)
@@ -102,10 +104,10 @@ def best_interval(save: float, between: float) -> float:
 
 
 def interrupted(work: float, gpus: int, nodes: int, shape: Shape, rates: Rates) -> Interrupted:
-    """A run of ``work`` seconds without failures.
+    """A run that takes ``work`` seconds without failures.
 
     Raises:
-        Refusal: it would fail before it has saved anything, again and again.
+        Refusal: failures are so frequent that the run makes no progress.
     """
     between = 3600 * rates.gpu_hours_per_failure / gpus
     save = rates.save_seconds or checkpoint_bytes(shape) / (1e9 * rates.save_gb_per_second * nodes)
@@ -114,7 +116,7 @@ def interrupted(work: float, gpus: int, nodes: int, shape: Shape, rates: Rates) 
     if max(restart, interval + save) > 20 * between:
         raise Refusal(
             f"--failures: {gpus} GPUs fail every {between:.0f} s, a save and a restart take {save + restart:.0f} s: "
-            "such a run gets nowhere; use fewer --gpus, or faster saves and restarts"
+            "such a run makes no progress; use fewer --gpus, or faster saves and restarts"
         )
     seconds = between * math.exp(restart / between) * math.expm1((interval + save) / between) * work / interval
     saving = save * work / interval
@@ -123,27 +125,31 @@ def interrupted(work: float, gpus: int, nodes: int, shape: Shape, rates: Rates) 
 
 @dataclass(frozen=True)
 class Prices:
-    """What a GPU costs an hour, by its name, in ``currency``."""
+    """Prices of a GPU-hour by the GPU's name, in ``currency``."""
 
     gpu_hour: dict[str, float]
     currency: str
 
     def of(self, machine: str) -> float:
-        """
+        """The price for a machine.
+
         Raises:
-            Refusal: the file does not say.
+            Refusal: there is none.
         """
         if machine not in self.gpu_hour:
-            raise Refusal(f"--prices: no gpu_hour for {machine}; there is one for {', '.join(sorted(self.gpu_hour))}")
+            known = ", ".join(sorted(self.gpu_hour))
+            raise Refusal(f"--prices: no gpu_hour for {machine}; add it to the file, which has {known}")
         return self.gpu_hour[machine]
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What a run is about.
+    """Size and limits of a run.
 
     Attributes:
-        tokens: to train on. deadline: seconds, 0: none. budget: money, or GPU-hours without prices; 0: none.
+        tokens: to train on.
+        deadline: seconds; 0: none.
+        budget: money, or GPU-hours without prices; 0: none.
     """
 
     tokens: float
@@ -155,10 +161,10 @@ class Terms:
 
 @dataclass(frozen=True)
 class Run:
-    """A plan from its first step to its last.
+    """The complete run of a plan.
 
     Attributes:
-        seconds: of the whole run, failures and all.
+        seconds: of the complete run, including failures.
         cost: money, or GPU-hours without prices.
     """
 
@@ -177,40 +183,41 @@ class Run:
 
 
 def run_of(plan: Plan, problem: Problem, terms: Terms) -> Run:
-    """
+    """The complete run of a plan.
+
     Raises:
-        Refusal: no price for the GPU; or it fails too often.
+        Refusal: there is no price for the GPU, or it fails too often.
     """
     workload, gpus = problem.workload, problem.gpus
     steps = math.ceil(terms.tokens / (workload.seq_length * workload.global_batch))
-    seconds, broken = steps * plan.seconds, None
+    seconds, failures = steps * plan.seconds, None
     if terms.rates:
         nodes = -(-gpus // problem.gpus_per_node)
-        broken = interrupted(seconds, gpus, nodes, workload.shape, terms.rates)
-        seconds = broken.seconds
+        failures = interrupted(seconds, gpus, nodes, workload.shape, terms.rates)
+        seconds = failures.seconds
     hours = gpus * seconds / 3600
     price = terms.prices.of(problem.machine.name) if terms.prices else 1.0
-    return Run(plan, problem, steps, seconds, broken, hours, hours * price)
+    return Run(plan, problem, steps, seconds, failures, hours, hours * price)
 
 
 def chosen(runs: Sequence[Run], terms: Terms) -> Run:
-    """The cheapest run under a deadline, the fastest within a budget, else the fastest.
+    """With a deadline only, the cheapest run before it; otherwise the fastest run within the limits.
 
     Raises:
-        Refusal: none is soon, or cheap, enough.
+        Refusal: no run ends before the deadline, or none is within the budget.
     """
     soon = [run for run in runs if not terms.deadline or run.seconds <= terms.deadline]
     if not soon:
         best = min(runs, key=lambda run: run.seconds)
         raise Refusal(
-            f"--deadline: the soonest, {best.problem.gpus} x {best.problem.machine.name}, takes {days(best.seconds)}: "
-            "offer more --gpus, or fewer --train-tokens"
+            f"--deadline: the fastest run, {best.problem.gpus} x {best.problem.machine.name}, takes "
+            f"{days(best.seconds)}: offer more --gpus, or fewer --train-tokens"
         )
     within = [run for run in soon if not terms.budget or run.cost <= terms.budget]
     if not within:
         best = min(soon, key=lambda run: run.cost)
         raise Refusal(
-            f"--budget: the cheapest{' before the deadline' if terms.deadline else ''}, {best.problem.gpus} x "
+            f"--budget: the cheapest run{' before the deadline' if terms.deadline else ''}, {best.problem.gpus} x "
             f"{best.problem.machine.name}, costs {money(best.cost, terms)}: offer other --gpus or --gpu, or fewer "
             "--train-tokens"
         )
@@ -220,10 +227,10 @@ def chosen(runs: Sequence[Run], terms: Terms) -> Run:
 
 
 def read_prices(path: Path) -> Prices:
-    """From ``{"currency": "USD", "gpu_hour": {"H100-80G": 2.5}}``.
+    """Prices from a file such as ``{"currency": "USD", "gpu_hour": {"H100-80G": 2.5}}``.
 
     Raises:
-        Refusal: the file is not that.
+        Refusal: the file has another form.
     """
     raw = read_json(path, "--prices")
     hours = raw.get("gpu_hour") if isinstance(raw, dict) else None
@@ -239,7 +246,7 @@ def read_prices(path: Path) -> Prices:
 
 
 def days(seconds: float) -> str:
-    """Days, or hours of less than three days, or minutes of less than three hours."""
+    """A time in days; below three days in hours, below three hours in minutes."""
     for unit, size in (("days", 86400), ("hours", 3600)):
         if seconds >= 3 * size:
             return f"{seconds / size:,.1f} {unit}"

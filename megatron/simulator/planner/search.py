@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search for the fastest way to train a model on some GPUs, among all that fit.
+"""The search for the fastest strategy that fits on given GPUs.
 
-Grids are tried in the order of the time that they take where nothing is saved and no gradient sent: none can be faster
-than that. On each grid, ways to save memory are tried from the fastest on, until one fits. The search ends where the
-next grid cannot be faster than what has been found.
+Grids are tried in the order of a lower bound of their time: without memory savings and without gradient transfers. On
+each grid, memory savings are tried from the fastest on, until one fits. The search ends when the next grid's bound is
+slower than the plans that are known.
 """
 
 from __future__ import annotations
@@ -16,59 +16,57 @@ from megatron.formulas.strategy import Strategy, Workload
 from megatron.simulator.cost.estimate import estimate, pass_seconds, step_parts
 from megatron.simulator.cost.operations import Parts
 from megatron.simulator.machines.machine import Machine
-from megatron.simulator.planner.plans import Grid, Plan, Problem, better, priced, too_much_model, weighed
+from megatron.simulator.planner.plans import Grid, Plan, Problem, better, memory_fit, priced, states_exceed_device
 from megatron.simulator.planner.search_space import (
     Limits,
-    chunked_savings,
+    fpdt_savings,
     grids,
-    moved,
+    on_grid,
     plain_savings,
+    recompute_savings,
     savings,
-    united_savings,
-    whole_savings,
+    unit_savings,
     within,
     zero_stages,
 )
 from megatron.training.arguments.config import Config
 
-# Ways to save memory on a grid, from the fastest on, each priced as late as can be.
-#
-# Most ways on most grids are never looked at: a faster one fits, or the search ends. So a way waits at the price of a
-# simpler one that it only adds to (recompute, copies to the host), and is priced itself when nothing faster is left.
+# Least time of FPDT over that of a step that computes the FFN's forward pass twice; FPDT's chunked loss may save some.
+NEVER_FASTER = 0.99
+ROUNDING = 1 - 1e-9  # factor on a lower bound, against rounding errors of sums in another order
 
-
-NEVER_FASTER = 0.99  # of a step whose FFN runs again on its way back: FPDT, whose chunked loss may win a little
-ROUNDING = 1 - 1e-9  # of a simpler way's price, so that sums in another order hide nothing
-
-GROUPS = (plain_savings, whole_savings, chunked_savings, united_savings)
+GROUPS = (plain_savings, recompute_savings, fpdt_savings, unit_savings)
 
 Entry = tuple[float, int, Strategy]
-"""Seconds of a micro-batch, number of a way, the way."""
+"""Seconds of a micro-batch, number of a strategy, the strategy."""
 
 
 class Ranked:
-    """Ways by their seconds; of those as fast, by their numbers.
+    """Strategies in the order of their seconds, then of their numbers, priced as late as possible.
+
+    Most strategies on most grids need no price, because a faster one fits or the search ends. Until one is needed, the
+    price of a simpler strategy, without recompute or host copies, serves as a lower bound.
 
     Args:
-        ways: numbered.
-        seconds: of a way.
+        strategies: numbered.
+        seconds: prices a strategy.
     """
 
-    def __init__(self, ways: Iterable[tuple[int, Strategy]], seconds: Callable[[Strategy], float]) -> None:
+    def __init__(self, strategies: Iterable[tuple[int, Strategy]], seconds: Callable[[Strategy], float]) -> None:
         self._seconds = seconds
         self._priced: dict[Strategy, float] = {}
-        self._found: list[Entry] = []
-        # (seconds, or at least; whether that is the way's own price; number; the way, simpler ones before it)
-        self._waiting = [(0.0, False, number, simpler(way)) for number, way in ways]
+        self._ranked: list[Entry] = []
+        # (seconds or a lower bound, whether it is the strategy's price, number, simpler strategies and the strategy)
+        self._waiting = [(0.0, False, number, simpler(strategy)) for number, strategy in strategies]
         heapify(self._waiting)
 
     def at(self, place: int) -> Entry | None:
-        """The way at this place; None: there are no more."""
-        while len(self._found) <= place and self._waiting:
+        """The entry at this place of the order; None: there are fewer."""
+        while len(self._ranked) <= place and self._waiting:
             least, own, number, steps = self._waiting[0]
             if own:
                 heappop(self._waiting)
-                self._found.append((least, number, steps[-1]))
+                self._ranked.append((least, number, steps[-1]))
                 continue
             seconds = self._priced.get(steps[0])
             if seconds is None:
@@ -77,17 +75,17 @@ class Ranked:
                 heapreplace(self._waiting, (seconds, True, number, steps))
             else:
                 heapreplace(self._waiting, (max(least, ROUNDING * seconds), False, number, steps[1:]))
-        return self._found[place] if place < len(self._found) else None
+        return self._ranked[place] if place < len(self._ranked) else None
 
 
-def simpler(way: Strategy) -> list[Strategy]:
-    """Ways that take no longer than ``way``, each adding to the one before: it is the last of them.
+def simpler(s: Strategy) -> list[Strategy]:
+    """Strategies that take no longer than ``s``, each adding to the previous one; the last is ``s``.
 
-    Without copies to the host a step's kernels and transfers are the same or fewer; without recompute fewer.
+    Without host copies a step has no more kernels and transfers, without recompute fewer.
     """
-    steps = [way]
-    here = way.but(offload_checkpoints=False, stream_hidden=False, fpdt_offload=way.fpdt_offload and not way.fpdt_chunk)
-    if here.recompute_method == "uniform" and here != way:
+    steps = [s]
+    here = s.but(offload_checkpoints=False, stream_hidden=False, fpdt_offload=s.fpdt_offload and not s.fpdt_chunk)
+    if here.recompute_method == "uniform" and here != s:
         steps.append(here)
     if here.recompute != "none":
         steps.append(here.but(recompute="none", recompute_method="uniform", recompute_layers=1))
@@ -95,74 +93,78 @@ def simpler(way: Strategy) -> list[Strategy]:
 
 
 Orders = dict[tuple, Ranked]
-"""By what the order hangs on."""
+"""Ranked savings by everything that their order depends on."""
 
 
-def from_the_fastest(
+def fastest_savings(
     workload: Workload, base: Strategy, machine: Machine, limits: Limits, orders: Orders
 ) -> Iterator[Strategy]:
-    """All savings on a grid. Their order does not hang on ZeRO and PP, nor on DP where all samples are alike: it is
-    found once for many grids. Where they differ, DP waits for the most pairs (Strategy.slowest), and attention weighs
-    more in what is computed again.
+    """All savings on a grid, the fastest first.
 
-    Nothing is faster than a step in which nothing is computed twice, and FPDT, which computes projections and FFN again
-    on their way back, not than one whose FFN is: groups of ways wait for that. Units of several layers wait until
-    layer by layer is to be recomputed.
+    Their order depends neither on ZeRO and PP nor on DP, so many grids share it. It depends on DP only where samples
+    differ, because DP waits for the sample with most pairs (`Strategy.slowest`).
+
+    A step without recompute is the fastest. FPDT, which computes projections and FFN twice, is not faster than a step
+    with a chunked FFN. Groups of savings are therefore ranked as late as these bounds allow, and units of several
+    layers after recompute layer by layer.
     """
-    alike = base.but(data=base.data if workload.spread else 1, pipeline=1, virtual=1, zero=1, first_less=0, last_less=0)
-    groups, places = [_ranked(workload, alike, machine, limits, plain_savings, orders)], [0]
+    shared = base.but(
+        data=base.data if workload.spread else 1, pipeline=1, virtual=1, zero=1, first_less=0, last_less=0
+    )
+    groups, places = [_ranked(workload, shared, machine, limits, plain_savings, orders)], [0]
     first = groups[0].at(0)
     least = first[0] if first else 0.0
-    later = [(least, whole_savings)]
+    later = [(least, recompute_savings)]
     if limits.fpdt_chunk != (0,):
-        later.append((least, chunked_savings))
-    united = False
+        later.append((least, fpdt_savings))
+    with_units = False
     while True:
-        heads = [(entry, index) for index, ways in enumerate(groups) if (entry := ways.at(places[index]))]
+        heads = [(entry, index) for index, ranked in enumerate(groups) if (entry := ranked.at(places[index]))]
         if later and (not heads or min(heads)[0][0] > later[0][0]):
-            _, ways = later.pop(0)
-            groups.append(_ranked(workload, alike, machine, limits, ways, orders))
+            _, group = later.pop(0)
+            groups.append(_ranked(workload, shared, machine, limits, group, orders))
             places.append(0)
-            if later:  # now that the FFN in runs is priced
-                later = [(NEVER_FASTER * pass_seconds(workload, alike.but(ffn_chunks=1), machine), chunked_savings)]
+            if later:  # the bound of FPDT needs the price of a chunked FFN
+                later = [(NEVER_FASTER * pass_seconds(workload, shared.but(ffn_chunks=1), machine), fpdt_savings)]
             continue
-        way = min(heads)[0][2] if heads else None
-        if not united and (way is None or (way.recompute == "full" and way.recompute_method == "uniform")):
-            united = True
-            groups.append(_ranked(workload, alike, machine, limits, united_savings, orders))
+        saving = min(heads)[0][2] if heads else None
+        uniform = saving is None or (saving.recompute == "full" and saving.recompute_method == "uniform")
+        if not with_units and uniform:
+            with_units = True
+            groups.append(_ranked(workload, shared, machine, limits, unit_savings, orders))
             places.append(0)
             continue
         if not heads:
             return
         _, index = min(heads)
         places[index] += 1
-        suited = moved(way, base, workload)
-        if suited is not None:
-            yield suited
+        strategy = on_grid(saving, base, workload)
+        if strategy is not None:
+            yield strategy
 
 
 def _ranked(
-    workload: Workload, alike: Strategy, machine: Machine, limits: Limits, ways: Callable, orders: Orders
+    workload: Workload, shared: Strategy, machine: Machine, limits: Limits, group: Callable, orders: Orders
 ) -> Ranked:
-    settled = limits.recompute, limits.fpdt_chunk, limits.offload, limits.loss_chunks, limits.ffn_chunks
-    key = alike, ways.__name__, *settled
+    fixed = limits.recompute, limits.fpdt_chunk, limits.offload, limits.loss_chunks, limits.ffn_chunks
+    key = shared, group.__name__, *fixed
     if key not in orders:
-        numbered = enumerate(ways(alike, workload, limits), 1000 * GROUPS.index(ways))
-        orders[key] = Ranked(numbered, lambda way: pass_seconds(workload, way, machine))
+        numbered = enumerate(group(shared, workload, limits), 1000 * GROUPS.index(group))
+        orders[key] = Ranked(numbered, lambda strategy: pass_seconds(workload, strategy, machine))
     return orders[key]
 
 
-NEAR = 1.25  # plans up to so many times the winner's time are looked at, for the picture ...
-MANY = 1500  # ... unless it has so many already
+NEAR = 1.25  # for the picture, plans up to this multiple of the winner's time are searched ...
+MANY = 1500  # ... until there are this many
 
 
 @dataclass
-class Known:
-    """What a search has worked out, for another one within narrower limits.
+class SearchCache:
+    """Intermediate results, which another search within narrower limits can use.
 
     Attributes:
-        bases: (seconds at least, number, grid), the fastest first.
-        orders: ways to save memory on a grid, the fastest first.
+        bases: (lower bound in seconds, number, grid), the fastest first.
+        orders: memory savings on a grid, the fastest first.
     """
 
     bases: list[tuple[float, int, Strategy]]
@@ -170,22 +172,22 @@ class Known:
 
 
 @dataclass
-class Found:
-    """What a search has seen.
+class SearchResult:
+    """The result of a search.
 
     Attributes:
-        plans: of each grid the fastest that fits, fastest first.
-        fitting, failing: everything that was priced, for pictures.
+        plans: the fastest plan of each grid that fits, fastest first.
+        fitting, failing: all plans that were priced, for pictures.
     """
 
     plans: list[Plan]
-    known: Known
+    known: SearchCache
     fitting: list[Plan] = field(default_factory=list)
     failing: list[Plan] = field(default_factory=list)
 
     @property
     def tight(self) -> list[Plan]:
-        """Of each grid the fastest that fits but leaves too little, where that is faster than its plan."""
+        """For each grid the fastest plan that leaves too little memory, if it is faster than the grid's plan."""
         best: dict[Grid, Plan] = {}
         slower = {plan.grid: plan.seconds for plan in self.plans}
         for plan in self.failing:
@@ -194,39 +196,39 @@ class Found:
         return sorted(best.values(), key=lambda plan: plan.seconds)
 
 
-def search(problem: Problem, top: int = 10, known: Known | None = None, near: float = NEAR) -> Found:
-    """The fastest plans: at least ``top`` grids, if so many fit, and all that come near the winner.
+def search(problem: Problem, top: int = 10, known: SearchCache | None = None, near: float = NEAR) -> SearchResult:
+    """The fastest plans, of at least ``top`` grids if as many fit.
 
     Args:
-        near: plans up to so many times the winner's time are looked at as well.
-        known: of a search for the same within wider limits.
+        near: plans up to this multiple of the winner's time are searched as well.
+        known: of a search for the same problem within wider limits.
     """
     if known is None:
-        known = Known(sorted((least, index, base) for index, (least, base) in enumerate(_bases(problem))))
+        known = SearchCache(sorted((least, index, base) for index, (least, base) in enumerate(_bases(problem))))
     bases = [entry for entry in known.bases if within(entry[2], problem.limits)]
     best: dict[Grid, Plan] = {}
-    found = Found([], known)
+    result = SearchResult([], known)
     cut = float("inf")
     for bound, _, base in bases:
         if bound > cut:
             break
         for zero in zero_stages(base, problem.limits):
-            plan = _first_that_fits(problem, base.but(zero=zero), cut, found)
+            plan = _first_that_fits(problem, base.but(zero=zero), cut, result)
             if plan is None:
                 continue
-            found.fitting.append(plan)
+            result.fitting.append(plan)
             if plan.grid not in best or better(plan, best[plan.grid]):
                 best[plan.grid] = plan
         if best:
             times = sorted(plan.seconds for plan in best.values())
             needed = times[top - 1] if len(times) >= top else float("inf")
-            seen = len(found.fitting) + len(found.failing)
+            seen = len(result.fitting) + len(result.failing)
             cut = max(near * times[0], needed) if seen < MANY else needed
-    found.plans = sorted(best.values(), key=lambda plan: plan.seconds)
-    return found
+    result.plans = sorted(best.values(), key=lambda plan: plan.seconds)
+    return result
 
 
-def everything(problem: Problem) -> Iterator[Strategy]:
+def all_strategies(problem: Problem) -> Iterator[Strategy]:
     """All strategies that the program accepts."""
     for base in _grids(problem):
         for zero in zero_stages(base, problem.limits):
@@ -234,7 +236,7 @@ def everything(problem: Problem) -> Iterator[Strategy]:
 
 
 def least_seconds(parts: Parts) -> float:
-    """A step without gradients and weights on their way."""
+    """Seconds of a step without transfers of gradients and weights and without the optimizer."""
     return sum(seconds for name, seconds in parts.items() if name not in ("dp", "optimizer"))
 
 
@@ -243,47 +245,49 @@ def _grids(problem: Problem) -> Iterable[Strategy]:
 
 
 def _bases(problem: Problem) -> Iterator[tuple[float, Strategy]]:
-    """(seconds at least, grid), but for micro-batches that are no faster than smaller ones on the same grid: they take
-    more memory. The seconds are those without recompute, chunks and copies."""
+    """(lower bound in seconds, grid). The bound is the time without recompute, chunks and copies.
+
+    A micro-batch that is no faster than a smaller one on the same grid is left out, because it needs more memory.
+    """
     workload, machine = problem.workload, problem.machine
     fastest_yet: dict[Strategy, float] = {}
     for base in sorted(_grids(problem), key=lambda base: base.micro_batch):
         worth, parts = False, {}
         for zero in zero_stages(base, problem.limits):
             parts[zero] = step_parts(workload, base.but(zero=zero), machine)
-            alike, seconds = base.but(micro_batch=1, zero=zero), sum(parts[zero].values())
-            if seconds < 0.999 * fastest_yet.get(alike, float("inf")):
-                fastest_yet[alike], worth = seconds, True
+            same_grid, seconds = base.but(micro_batch=1, zero=zero), sum(parts[zero].values())
+            if seconds < 0.999 * fastest_yet.get(same_grid, float("inf")):
+                fastest_yet[same_grid], worth = seconds, True
         if worth:
             yield least_seconds(parts.get(base.zero) or step_parts(workload, base, machine)), base
 
 
-def _first_that_fits(problem: Problem, base: Strategy, cut: float, found: Found) -> Plan | None:
-    """The fastest way to make ``base`` fit, unless it takes longer than ``cut``; what does not fit is noted."""
+def _first_that_fits(problem: Problem, base: Strategy, cut: float, result: SearchResult) -> Plan | None:
+    """The fastest plan on ``base`` that fits, if it takes at most ``cut``; adds others to ``result.failing``."""
     workload, machine = problem.workload, problem.machine
-    for strategy in from_the_fastest(workload, base, machine, problem.limits, found.known.orders):
+    for strategy in fastest_savings(workload, base, machine, problem.limits, result.known.orders):
         time = estimate(workload, strategy, machine)
         if time.seconds > cut:
             return None
-        fit = weighed(problem, strategy)
+        fit = memory_fit(problem, strategy)
         plan = Plan(strategy, fit.memory, fit.room, fit.host_room, time, spare=fit.spare)
         if plan.fits:
             return fewest_recomputed(problem, plan)
-        found.failing.append(plan)
-        if too_much_model(plan):
+        result.failing.append(plan)
+        if states_exceed_device(plan):
             return None
     return None
 
 
 def fewest_recomputed(problem: Problem, plan: Plan) -> Plan:
-    """A plan that recomputes some layers of a stage, with as few of them as fit."""
+    """With block recompute, the plan that recomputes as few layers as memory allows; other plans stay as they are."""
     s = plan.strategy
     if s.recompute != "full" or s.recompute_method != "block":
         return plan
-    low, high = 0, s.recompute_layers  # fits with ``high``, as far as is known not with ``low``
+    low, high = 0, s.recompute_layers  # fits with ``high``, probably not with ``low``
     while high - low > 1:
         middle = (low + high) // 2
-        fewer = weighed(problem, s.but(recompute_layers=middle))
+        fewer = memory_fit(problem, s.but(recompute_layers=middle))
         low, high = (low, middle) if fewer.fits else (middle, high)
     return plan if high == s.recompute_layers else priced(problem, s.but(recompute_layers=high))
 
@@ -292,16 +296,13 @@ def _seconds(plan: Plan | None) -> float:
     return plan.seconds if plan else float("inf")
 
 
-# The grid of an elastic run: the fastest that fits, with the ways to save memory that its flags name.
-
-
 def fastest(configs: list[Config], world_size: int) -> int | None:
-    """The index of the configuration that takes the least time on so many of its ``--gpu``; None: none fits.
+    """For an elastic run: the index of the fastest configuration on ``world_size`` of its ``--gpu``; None: none fits.
 
-    Of those that take the same time to one part in a thousand, the one with the most memory to spare.
+    Among configurations whose times differ by less than a thousandth, the one that needs least memory.
 
     Args:
-        configs: of one run on different grids, completed.
+        configs: completed, of one run on different grids.
 
     Raises:
         Refusal: the GPU is not known.

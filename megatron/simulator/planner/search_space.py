@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that a planner may choose from: grids that the program accepts, and ways to save memory on them.
+"""Everything that the planner may choose: grids that the program accepts, and memory savings on them.
 
-What is refused is what training/arguments/validate/ refuses; tests hold the two together.
+The rules are those of training/arguments/validate/; tests compare the two.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from megatron.formulas.strategy import Shape, Strategy, Workload
 
 FPDT_CHUNKS = tuple(2**power for power in range(14, 20))  # 16K to 512K tokens
 MICRO_BATCHES = (1, 2, 4, 8, 16)
-LOSS_CHUNK_TOKENS = 1024  # of a rank, in a chunk of the loss that the planner proposes without FPDT
-FFN_CHUNK_TOKENS = 4096  # of a rank, in a run of the FFN that the planner proposes without FPDT
-UNITS = (2, 4, 8, 16)  # layers in a recomputed unit, beside one
-EIGHTHS = range(1, 8)  # of a stage's layers, that are recomputed one by one (--recompute-method block)
-QUARTERS = range(2, 8, 2)  # the same with FPDT; as few as fit are found from there
+LOSS_CHUNK_TOKENS = 1024  # a rank's tokens in a chunk of the loss that the planner proposes without FPDT
+FFN_CHUNK_TOKENS = 4096  # a rank's tokens in a chunk of the FFN that the planner proposes without FPDT
+UNITS = (2, 4, 8, 16)  # layers in a recomputed unit, in addition to one
+EIGHTHS = range(1, 8)  # eighths of a stage's layers to recompute with --recompute-method block
+QUARTERS = range(2, 8, 2)  # the same with FPDT; the search then looks for the fewest layers that fit
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the user has settled; None and True leave the choice open.
+    """The user's restrictions; None and True leave the choice to the planner.
 
     Attributes:
-        tensor, ulysses, ring, data, pipeline, virtual, micro_batch, zero, recompute, fpdt_chunk: the values allowed;
-            of ``fpdt_chunk``, 0 is no FPDT; of ``recompute``, ``full`` is in units, ``block`` of some layers.
+        tensor, ulysses, ring, data, pipeline, virtual, micro_batch, zero, recompute, fpdt_chunk: the allowed values. A
+            ``fpdt_chunk`` of 0 is no FPDT; ``recompute`` has ``full`` for units and ``block`` for some layers.
         offload: whether host memory may be used.
         loss_chunks, ffn_chunks: whether the loss, and the FFN, may be computed in chunks without FPDT.
-        overlap: whether gradients and weights travel beside compute.
+        overlap: whether transfers of gradients and weights overlap compute.
     """
 
     tensor: tuple[int, ...] | None = None
@@ -53,8 +53,10 @@ class Limits:
 
 
 def grids(workload: Workload, gpus: int, limits: Limits = Limits()) -> Iterator[Strategy]:
-    """Every grid of exactly ``gpus`` ranks that the program accepts, with its micro-batch and virtual stages; ZeRO and
-    memory savings are left at their defaults."""
+    """Every grid of exactly ``gpus`` ranks that the program accepts, with each micro-batch and virtual stages.
+
+    ZeRO and memory savings have their defaults.
+    """
     shape, batch = workload.shape, workload.global_batch
     for tensor in chosen(divisors(gpus), limits.tensor):
         if not tensor_divides(shape, tensor):
@@ -86,60 +88,63 @@ def _schedules(base: Strategy, workload: Workload, limits: Limits) -> Iterator[S
             continue
         interleaved = base.pipeline > 1 and samples // micro_batch % base.pipeline == 0
         for virtual in chosen(divisors(layers), limits.virtual):
-            # Longer stages than one layer's difference are told by --decoder-...-num-layers, which leave none virtual.
+            # Larger differences need --decoder-...-num-layers, which cannot be combined with virtual stages.
             even = max(base.first_less, base.last_less) < (2 if layers > virtual else 1)
             if virtual == 1 or (interleaved and even):
                 yield base.but(micro_batch=micro_batch, virtual=virtual)
 
 
 def fewer_layers(layers: int, pipeline: int) -> tuple[int, int] | None:
-    """Layers that the first and the last of ``pipeline`` stages have less than the others, so that all are held; the
-    last, which has the loss, lacks the odd one. None: a stage would have no layer."""
+    """(layers that the first stage has less than the middle ones, the same of the last) of ``pipeline`` stages.
+
+    If the sum is odd, the last stage, which has the loss, has one layer less than the first. None: a stage would have
+    no layer.
+    """
     missing = -layers % pipeline
     first, last = missing // 2, missing - missing // 2
     return (first, last) if (layers + missing) // pipeline > last and pipeline <= layers else None
 
 
 def tensor_divides(shape: Shape, tensor: int) -> bool:
-    """Whether TP of this degree can split heads and MLP; key/value heads are copied where there are too few."""
+    """Whether TP of this degree can split heads and MLP; too few key/value heads are replicated."""
     groups = shape.kv_heads
     return shape.heads % tensor == 0 and shape.ffn % tensor == 0 and (groups % tensor == 0 or tensor % groups == 0)
 
 
 def zero_stages(grid: Strategy, limits: Limits = Limits()) -> list[int]:
-    """Stages of ZeRO: they need something to split over; 2 and 3 do not go with pipeline stages."""
+    """The allowed stages of ZeRO, which need a group to split over; 2 and 3 exclude pipeline stages."""
     stages = [0] if grid.group("dp").size == 1 else [0, 1] if grid.pipeline > 1 else [0, 1, 2, 3]
     if limits.zero is None:
         return stages
-    # With one rank to split over, stage 1 is accepted and splits nothing.
+    # With a group of one rank, stage 1 is accepted and has no effect.
     return [stage for stage in limits.zero if stage <= 1 or grid.pipeline == 1]
 
 
 def savings(grid: Strategy, workload: Workload, limits: Limits = Limits()) -> Iterator[Strategy]:
-    """``grid`` with every combination of recompute, offloading and chunks; nothing saved comes first."""
+    """``grid`` with every combination of recompute, offloading and chunks; the first has none of them."""
     yield from plain_savings(grid, workload, limits)
-    yield from whole_savings(grid, workload, limits)
-    yield from chunked_savings(grid, workload, limits)
-    yield from united_savings(grid, workload, limits)
+    yield from recompute_savings(grid, workload, limits)
+    yield from fpdt_savings(grid, workload, limits)
+    yield from unit_savings(grid, workload, limits)
 
 
-def chunked_savings(grid: Strategy, workload: Workload, limits: Limits = Limits()) -> Iterator[Strategy]:
-    """Those with FPDT."""
+def fpdt_savings(grid: Strategy, workload: Workload, limits: Limits = Limits()) -> Iterator[Strategy]:
+    """Savings with FPDT, except recompute in units of several layers."""
     for recompute in chosen(("none", "full"), limits.recompute):
-        yield from _chunked(grid.but(recompute=recompute), workload, limits)
-    for way in _of_some(grid.but(recompute="full"), workload, limits, QUARTERS):
-        yield from (found for found in _chunked(way, workload, limits) if not found.fpdt_offload)
+        yield from _with_fpdt(grid.but(recompute=recompute), workload, limits)
+    for blocks in _block_recompute(grid.but(recompute="full"), workload, limits, QUARTERS):
+        yield from (strategy for strategy in _with_fpdt(blocks, workload, limits) if not strategy.fpdt_offload)
 
 
 def plain_savings(grid: Strategy, workload: Workload, limits: Limits = Limits()) -> Iterator[Strategy]:
-    """Those that compute nothing twice."""
-    losses, _ = _pieces(grid, workload, limits)
+    """Savings that compute nothing twice."""
+    losses, _ = _chunk_choices(grid, workload, limits)
     if allowed("none", limits.recompute) and allowed(0, limits.fpdt_chunk):
         yield from (grid.but(loss_chunks=pieces) for pieces in losses)
 
 
-def _pieces(grid: Strategy, workload: Workload, limits: Limits) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Chunks of the loss, and runs of the FFN, to choose from."""
+def _chunk_choices(grid: Strategy, workload: Workload, limits: Limits) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(numbers of chunks of the loss, of the FFN) to choose from."""
     rows = chunks_of(workload, grid).all_rows
     losses, runs = ceil(rows / LOSS_CHUNK_TOKENS), ceil(rows / FFN_CHUNK_TOKENS)
     return (
@@ -148,48 +153,51 @@ def _pieces(grid: Strategy, workload: Workload, limits: Limits) -> tuple[tuple[i
     )
 
 
-def whole_savings(grid: Strategy, workload: Workload, limits: Limits = Limits()) -> Iterator[Strategy]:
-    """The others without FPDT. Where most is saved anyway the loss comes in chunks, which costs next to nothing."""
+def recompute_savings(grid: Strategy, workload: Workload, limits: Limits = Limits()) -> Iterator[Strategy]:
+    """Savings with recompute or a chunked FFN, without FPDT.
+
+    Block recompute has a chunked loss, which costs almost no time.
+    """
     if not allowed(0, limits.fpdt_chunk):
         return
-    losses, runs = _pieces(grid, workload, limits)
+    losses, runs = _chunk_choices(grid, workload, limits)
     for recompute in chosen(("none", "selective", "full"), limits.recompute):
         for loss_chunks, ffn_chunks in product(losses, runs):
-            way = grid.but(recompute=recompute, loss_chunks=loss_chunks, ffn_chunks=ffn_chunks)
+            strategy = grid.but(recompute=recompute, loss_chunks=loss_chunks, ffn_chunks=ffn_chunks)
             if recompute != "none" or ffn_chunks:
-                yield way
+                yield strategy
             if recompute == "full" and limits.offload:
-                yield way.but(offload_checkpoints=True)
-    for way in _of_some(grid.but(recompute="full", loss_chunks=losses[-1]), workload, limits, EIGHTHS):
-        yield from (way.but(ffn_chunks=ffn_chunks) for ffn_chunks in runs)
+                yield strategy.but(offload_checkpoints=True)
+    for blocks in _block_recompute(grid.but(recompute="full", loss_chunks=losses[-1]), workload, limits, EIGHTHS):
+        yield from (blocks.but(ffn_chunks=ffn_chunks) for ffn_chunks in runs)
 
 
-def united_savings(grid: Strategy, workload: Workload, limits: Limits = Limits()) -> Iterator[Strategy]:
-    """Full recompute of several layers together, with and without FPDT: none takes less time than layer by layer."""
+def unit_savings(grid: Strategy, workload: Workload, limits: Limits = Limits()) -> Iterator[Strategy]:
+    """Full recompute in units of several layers, with and without FPDT, which is never faster than layer by layer."""
     layers = grid.most_layers(workload.shape.layers)
     if not allowed("full", limits.recompute):
         return
-    losses, runs = _pieces(grid, workload, limits)
+    losses, runs = _chunk_choices(grid, workload, limits)
     for unit in UNITS:
         if not _units_fit(unit, layers, grid):
             continue
-        way = grid.but(recompute="full", recompute_layers=unit)
+        units = grid.but(recompute="full", recompute_layers=unit)
         if allowed(0, limits.fpdt_chunk):
             for ffn_chunks, offload in product(runs, (False, True) if limits.offload else (False,)):
-                yield way.but(loss_chunks=losses[-1], ffn_chunks=ffn_chunks, offload_checkpoints=offload)
-        yield from _chunked(way, workload, limits)
+                yield units.but(loss_chunks=losses[-1], ffn_chunks=ffn_chunks, offload_checkpoints=offload)
+        yield from _with_fpdt(units, workload, limits)
 
 
 def _units_fit(unit: int, layers: int, grid: Strategy) -> bool:
-    """Whether every stage, the longest of ``layers``, is a whole number of units, and more than one."""
+    """Whether every stage consists of two or more complete units; ``layers``: of the longest stage."""
     ends = {layers, layers - grid.first_less, layers - grid.last_less}
     if grid.uneven and grid.virtual > 1:
         return False
     return unit < min(ends) and not any(stage // grid.virtual % unit for stage in ends)
 
 
-def _of_some(grid: Strategy, workload: Workload, limits: Limits, eighths: Iterable[int]) -> Iterator[Strategy]:
-    """Full recompute of some layers alone."""
+def _block_recompute(grid: Strategy, workload: Workload, limits: Limits, eighths: Iterable[int]) -> Iterator[Strategy]:
+    """Full recompute of some layers of a stage (block)."""
     layers = grid.most_layers(workload.shape.layers)
     if allowed("block", limits.recompute) and grid.virtual == 1:
         shortest = layers - max(grid.first_less, grid.last_less)
@@ -198,7 +206,7 @@ def _of_some(grid: Strategy, workload: Workload, limits: Limits, eighths: Iterab
                 yield grid.but(recompute_method="block", recompute_layers=again)
 
 
-def _chunked(grid: Strategy, workload: Workload, limits: Limits) -> Iterator[Strategy]:
+def _with_fpdt(grid: Strategy, workload: Workload, limits: Limits) -> Iterator[Strategy]:
     least = grid.ring * grid.ulysses * grid.tensor
     streams = grid.pipeline == 1 and not (workload.keys and grid.micro_batch > 1)
     for chunk in FPDT_CHUNKS if limits.fpdt_chunk is None else limits.fpdt_chunk:
@@ -211,21 +219,21 @@ def _chunked(grid: Strategy, workload: Workload, limits: Limits) -> Iterator[Str
             yield grid.but(fpdt_chunk=chunk, stream_hidden=True)
 
 
-def moved(way: Strategy, base: Strategy, workload: Workload) -> Strategy | None:
-    """A way to save memory, found with one pipeline stage, on the stages of ``base``; None where it does not suit."""
+def on_grid(saving: Strategy, base: Strategy, workload: Workload) -> Strategy | None:
+    """The memory savings of ``saving``, which has one pipeline stage, on the grid ``base``; None: they do not apply."""
     if base.pipeline * base.virtual > 1:
-        if way.stream_hidden:
+        if saving.stream_hidden:
             return None
         layers = base.most_layers(workload.shape.layers)
-        if way.recompute == "full" and way.recompute_method == "block":
-            again = ceil(way.recompute_layers / base.pipeline)
+        if saving.recompute == "full" and saving.recompute_method == "block":
+            again = ceil(saving.recompute_layers / base.pipeline)
             if base.virtual > 1 or again >= layers - max(base.first_less, base.last_less):
                 return None
-            way = way.but(recompute_layers=again)
-        elif way.recompute_layers > 1 and not _units_fit(way.recompute_layers, layers, base):
+            saving = saving.but(recompute_layers=again)
+        elif saving.recompute_layers > 1 and not _units_fit(saving.recompute_layers, layers, base):
             return None
     of_the_grid = ("data", "pipeline", "virtual", "zero", "first_less", "last_less")
-    return way.but(**{name: getattr(base, name) for name in of_the_grid})
+    return saving.but(**{name: getattr(base, name) for name in of_the_grid})
 
 
 def within(grid: Strategy, limits: Limits) -> bool:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's caching allocator on a GPU: what it reserves for the allocations of a step."""
+"""A model of PyTorch's caching allocator on a GPU: the memory that it reserves for the allocations of a step."""

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's caching allocator on a GPU: how much memory it takes from the driver for what a program asks it for.
+"""A model of PyTorch's caching allocator on a GPU: the memory that it takes from the driver for a program's requests.
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp and of PyTorch's notes on CUDA memory management. Sizes are
-rounded to 512 bytes. Requests of at most 1 MiB are cut from segments of 2 MiB; larger ones, below 10 MiB, from segments
-of 20 MiB; others get a segment of their own, rounded to 2 MiB. A freed block waits in its pool for the next request of
-its size, the best fit first, and grows together with free neighbours of its segment. What waits counts as reserved.
+rounded to 512 bytes. Requests of at most 1 MiB are cut from segments of 2 MiB, larger ones below 10 MiB from segments
+of 20 MiB; others get a separate segment, rounded to 2 MiB. A freed block is merged with free neighbours of its segment
+and kept in its pool for later requests, which take the best fit. Blocks in a pool count as reserved.
 
-Under ``expandable_segments`` each pool is one range of addresses, of which memory is mapped page by page (2 or 20 MiB)
-where the range's end is not enough: holes then are all that is lost.
+Under ``expandable_segments`` each pool is one range of addresses, to which memory is mapped page by page (2 or 20 MiB)
+when needed, so that only holes in it are lost.
 
-One stream is modelled, where PyTorch has pools for each: blocks that another stream still reads are given back at once.
+Only one stream is modelled, where PyTorch has pools for each stream: blocks that another stream still reads are free
+immediately.
 """
 
 from __future__ import annotations
@@ -21,20 +22,17 @@ from dataclasses import dataclass, field
 
 from megatron.training.refusal import Refusal
 
-# Blocks of the caching allocator's segments, and the pools in which free ones wait (allocator.py).
-
-
 MIB = 2**20
-SMALLEST = 512  # bytes of a block, and what sizes are rounded to
+SMALLEST = 512  # least bytes of a block; sizes are multiples of it
 SMALL = MIB  # largest request of the small pool
 SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB
-OWN_SEGMENT = 10 * MIB  # requests from which on a segment is made for them
-ROUNDED = 2 * MIB  # what such a segment is rounded to
+OWN_SEGMENT = 10 * MIB  # least request that gets a separate segment
+ROUNDED = 2 * MIB  # the size of such a segment is a multiple of this
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """Bytes of a segment, side by side with the blocks before and after it."""
+    """Bytes of a segment, with links to the neighbouring blocks."""
 
     segment: int
     begin: int
@@ -47,20 +45,20 @@ class Block:
 
     @property
     def whole(self) -> bool:
-        """Whether it is a segment of its own."""
+        """Whether it is a complete segment."""
         return self.before is None and self.after is None
 
 
-def could_be(block: Block) -> int:
-    """Bytes of a free block with the unmapped ones behind it."""
+def growable_size(block: Block) -> int:
+    """Bytes of a free block and of the unmapped block after it."""
     return block.size + (block.after.size if block.after is not None and not block.after.mapped else 0)
 
 
 @dataclass
 class Pool:
-    """Free blocks, the smallest first, of equal ones the lowest; and the address ranges that can grow.
+    """Free blocks by size, then by address, and the address ranges that can grow.
 
-    Entries of ``free`` begin with (size, segment, begin), which no two have in common.
+    Entries of ``free`` begin with (size, segment, begin), which is unique.
     """
 
     small: bool
@@ -85,7 +83,7 @@ class Pool:
 
 
 def rounded(size: int, divisions: Sequence[int] = ()) -> int:
-    """Bytes of the block for a request; ``divisions``: parts between powers of two, by interval, from 1 MiB on."""
+    """Bytes of the block for a request; ``divisions``: see :class:`Settings`."""
     size = max(size, 1)
     if divisions and size >= SMALLEST:
         floor = 1 << (size.bit_length() - 1)
@@ -97,20 +95,17 @@ def rounded(size: int, divisions: Sequence[int] = ()) -> int:
 
 
 def segment_size(size: int) -> int:
-    """Bytes taken from the driver for a block that no free one fits."""
+    """Bytes of a new segment for a block."""
     if size <= SMALL:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if size < OWN_SEGMENT else -(-size // ROUNDED) * ROUNDED
 
 
-# What PYTORCH_ALLOC_CONF, or PYTORCH_CUDA_ALLOC_CONF as it was called, says to PyTorch's allocator.
-#
-# Names and meanings are those of PyTorch's notes on CUDA memory management and of c10/core/AllocatorConfig.cpp.
+# --- settings, as in PyTorch's notes on CUDA memory management and c10/core/AllocatorConfig.cpp ---
 
-
-VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the first one counts, as in PyTorch
-INTERVALS = 16  # of sizes, 1 MiB to 64 GiB by powers of two, that roundup_power2_divisions is told by
-NOT_DEVICE_MEMORY = (  # they change host memory, locks or graphs
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # new and old name; the first that is set counts
+INTERVALS = 16  # intervals of sizes in roundup_power2_divisions: powers of two from 1 MiB to 64 GiB
+NOT_DEVICE_MEMORY = (  # options that affect host memory, locks or graphs only
     "pinned_use_cuda_host_register", "pinned_num_register_threads", "pinned_use_background_threads",
     "pinned_reserve_segment_size_mb", "pinned_free_catch_all", "release_lock_on_cudamalloc",
     "graph_capture_record_stream_reuse", "throw_on_cudamalloc_oom",
@@ -119,12 +114,14 @@ NOT_DEVICE_MEMORY = (  # they change host memory, locks or graphs
 
 @dataclass(frozen=True)
 class Settings:
-    """
+    """The allocator's settings.
+
     Attributes:
-        max_split_size: bytes; larger blocks are not cut; None: all may be.
-        max_non_split_rounding: bytes that such a block may be larger than what it is taken for.
-        divisions: parts between two powers of two that sizes are rounded up to, by interval; 0 and 1: none.
-        fraction: of the device's memory that the process may have.
+        max_split_size: bytes; larger blocks are not split; None: no limit.
+        max_non_split_rounding: bytes by which such a block may exceed the request.
+        divisions: by interval of sizes from 1 MiB on: number of steps between two powers of two, to which sizes are
+            rounded up; 0 and 1: none.
+        fraction: share of the device's memory that the process may use.
     """
 
     expandable_segments: bool = False
@@ -135,54 +132,54 @@ class Settings:
 
 
 def from_environment(environment: Mapping[str, str]) -> tuple[str, Settings, list[str]] | None:
-    """Name of the variable that is set, what it says, and a line for each thing of it that is not modelled.
+    """(name of the variable that is set, its settings, a line for each option that is not modelled); None: none is set.
 
     Raises:
-        Refusal: PyTorch would refuse it too.
+        Refusal: PyTorch would refuse it, too.
     """
     name = next((name for name in VARIABLES if environment.get(name)), None)
     if name is None:
         return None
-    found, notes = {}, []
+    settings, notes = {}, []
     for key, value in _pairs(name, environment[name]):
         if key == "expandable_segments":
-            found[key] = _truth(name, key, value)
+            settings[key] = _boolean(name, key, value)
         elif key in ("max_split_size_mb", "max_non_split_rounding_mb"):
-            found[key.removesuffix("_mb")] = _mebibytes(name, key, value)
+            settings[key.removesuffix("_mb")] = _mebibytes(name, key, value)
         elif key == "roundup_power2_divisions":
-            found["divisions"] = _divisions(name, value)
+            settings["divisions"] = _divisions(name, value)
         elif key == "per_process_memory_fraction":
-            found["fraction"] = _share(name, key, value)
+            settings["fraction"] = _share(name, key, value)
         elif key == "garbage_collection_threshold":
             _share(name, key, value)
             notes.append(
-                f"{name}: {key} is not modelled: PyTorch obeys it only where a program limits its share of the memory"
+                f"{name}: {key} is not modelled: PyTorch uses it only if a program limits its share of the memory"
             )
         elif key == "backend" and value in ("native", "cudaMallocAsync"):
             if value != "native":
-                notes.append(f"{name}: backend {value} is not modelled: what is told is PyTorch's own allocator")
+                notes.append(f"{name}: backend {value} is not modelled: the figures are those of PyTorch's allocator")
         elif key not in NOT_DEVICE_MEMORY:
-            raise Refusal(f"{name}: {key}:{value} is no option of PyTorch's allocator")
-    return name, Settings(**found), notes
+            raise Refusal(f"{name}: {key}:{value} is not an option of PyTorch's allocator: remove it")
+    return name, Settings(**settings), notes
 
 
 def _pairs(name: str, text: str) -> list[tuple[str, str]]:
     parts = re.split(r",(?![^\[]*\])", text.replace(" ", ""))
     pairs = [part.split(":", 1) for part in parts if part]
     if any(len(pair) != 2 for pair in pairs):
-        raise Refusal(f"{name}={text}: give option:value, with commas between them")
+        raise Refusal(f"{name}={text}: give option:value, separated by commas")
     return [(key, value) for key, value in pairs]
 
 
-def _truth(name: str, key: str, value: str) -> bool:
+def _boolean(name: str, key: str, value: str) -> bool:
     if value not in ("True", "False"):
-        raise Refusal(f"{name}: {key} is True or False, not {value}")
+        raise Refusal(f"{name}: {key} must be True or False, not {value}")
     return value == "True"
 
 
 def _mebibytes(name: str, key: str, value: str) -> int:
     if not value.isdigit() or int(value) < LARGE_SEGMENT // MIB:
-        raise Refusal(f"{name}: {key} is a number of MiB, {LARGE_SEGMENT // MIB} or more, not {value}")
+        raise Refusal(f"{name}: {key} must be a number of MiB, {LARGE_SEGMENT // MIB} or more, not {value}")
     return int(value) * MIB
 
 
@@ -192,48 +189,49 @@ def _share(name: str, key: str, value: str) -> float:
     except ValueError:
         share = 0.0
     if not 0 < share <= 1:
-        raise Refusal(f"{name}: {key} is a share above 0 and at most 1, not {value}")
+        raise Refusal(f"{name}: {key} must be above 0 and at most 1, not {value}")
     return share
 
 
 def _divisions(name: str, text: str) -> tuple[int, ...]:
-    """``4`` for all sizes, or ``[256:1,512:2,>:8]``: from 256 MiB on 1, from 512 on 2, above 8; below 256 as there."""
+    """By interval, from ``4`` for all sizes or ``[256:1,512:2,>:8]``: 1 up to 511 MiB, 2 from 512 on, 8 above."""
 
     def power(value: str, least: int) -> int:
         if not value.isdigit() or int(value) & (int(value) - 1) or int(value) < least:
-            raise Refusal(f"{name}: roundup_power2_divisions:{text}: {value} is no power of two")
+            raise Refusal(f"{name}: roundup_power2_divisions:{text}: {value} is not a power of two")
         return int(value)
 
     if not text.startswith("["):
         return (power(text, 1),) * INTERVALS
-    found, last = [0] * INTERVALS, None
+    divisions, last = [0] * INTERVALS, None
     for part in text.strip("[]").split(","):
         size, _, value = part.partition(":")
         parts = power(value, 0)
         if size == ">":
             begin = 0 if last is None else last + 1
-            found[begin:] = [parts] * (INTERVALS - begin)
+            divisions[begin:] = [parts] * (INTERVALS - begin)
             continue
         at = min(power(size, 1).bit_length() - 1, INTERVALS - 1)
         if last is None:
-            found[:at] = [parts] * at
-        found[at] = parts
+            divisions[:at] = [parts] * at
+        divisions[at] = parts
         last = at
-    return tuple(found)
+    return tuple(divisions)
 
 
 class OutOfMemory(MemoryError):
-    """The device has not enough memory, also when all that is cached is given back to it."""
+    """The device has too little memory, even after the cache has been freed."""
 
 
 class CachingAllocator:
-    """
+    """The allocator.
+
     Attributes:
-        allocated, reserved: bytes of blocks in use, and of all segments; ``peak_...``: at most.
-        retries: how often everything cached was given back because the device was full.
+        allocated, reserved: bytes of blocks in use, and of all segments; ``peak_...``: their peaks.
+        retries: how often the cache was freed because the device was full.
 
     Args:
-        capacity: bytes that the device has for it; of them it takes at most the settings' ``fraction``.
+        capacity: bytes that the device has for it, of which it uses at most the settings' ``fraction``.
     """
 
     def __init__(self, settings: Settings = Settings(), capacity: float = float("inf")) -> None:
@@ -243,9 +241,10 @@ class CachingAllocator:
         self._segments = 0
 
     def malloc(self, request: int) -> Block:
-        """
+        """Allocate a block.
+
         Raises:
-            OutOfMemory: ``capacity`` is not enough. Blocks in use are as before, and what is free is not lost.
+            OutOfMemory: ``capacity`` is too small. Blocks in use and free blocks stay valid.
         """
         size = rounded(request, self.settings.divisions)
         pool = self._pools[size <= SMALL]
@@ -257,7 +256,7 @@ class CachingAllocator:
             self.empty_cache()
             block = self._new(pool, size)
         if block is None:
-            raise OutOfMemory(f"{size} bytes beside {self.reserved} of {self.capacity:.0f}")
+            raise OutOfMemory(f"{size} bytes in addition to {self.reserved} of {self.capacity:.0f}")
         if self._splits(block, size):
             self._split(pool, block, size)
         block.used = True
@@ -268,14 +267,14 @@ class CachingAllocator:
 
     def free(self, block: Block) -> None:
         if not block.used:
-            raise ValueError("the block is free already")
+            raise ValueError("the block is already free")
         pool = self._pools[block.small]
         block.used = False
         self.allocated -= block.size
         self._join(pool, block)
 
     def empty_cache(self) -> None:
-        """Give segments without a block in use back, and the pages of ranges that no block in use lies on."""
+        """Free segments without blocks in use, and pages of ranges without parts of such blocks."""
         for pool in self._pools.values():
             for *_, block in list(pool.free):
                 if block.whole and not self.settings.expandable_segments:
@@ -285,29 +284,29 @@ class CachingAllocator:
                     self._unmap(pool, block)
 
     def snapshot(self) -> list[dict[str, int | list[tuple[int, bool]]]]:
-        """Segments with something in them: bytes, and their free blocks' sizes; for tests and for the curious."""
-        found = {}
+        """Segments with free blocks, as (begin, size); for tests."""
+        free = {}
         for pool in self._pools.values():
             for size, segment, begin, _ in pool.free:
-                found.setdefault(segment, []).append((begin, size))
-        return [{"segment": segment, "free": blocks} for segment, blocks in sorted(found.items())]
+                free.setdefault(segment, []).append((begin, size))
+        return [{"segment": segment, "free": blocks} for segment, blocks in sorted(free.items())]
 
     def _best_fit(self, pool: Pool, size: int) -> Block | None:
         at = bisect_left(pool.free, (size, -1, -1))
         if at == len(pool.free):
             return None
         limit, rounding = self.settings.max_split_size, self.settings.max_non_split_rounding
-        found = pool.free[at][3]
-        if self.settings.expandable_segments:  # the end of the range, which can grow, is for what fits nowhere else
-            while at + 1 < len(pool.free) and could_be(pool.free[at + 1][3]) < could_be(found):
-                at, found = at + 1, pool.free[at + 1][3]
+        best = pool.free[at][3]
+        if self.settings.expandable_segments:  # prefer others to the block at the end of the range, which can grow
+            while at + 1 < len(pool.free) and growable_size(pool.free[at + 1][3]) < growable_size(best):
+                at, best = at + 1, pool.free[at + 1][3]
         if limit is not None:
-            if size < limit <= found.size:  # large blocks are kept for large requests ...
+            if size < limit <= best.size:  # large blocks are only for large requests ...
                 return None
-            if size >= limit and found.size >= size + rounding:  # ... that need nearly all of them
+            if size >= limit and best.size >= size + rounding:  # ... that need almost all of the block
                 return None
-        pool.take(found)
-        return found
+        pool.take(best)
+        return best
 
     def _splits(self, block: Block, size: int) -> bool:
         left = block.size - size
@@ -324,7 +323,7 @@ class CachingAllocator:
         pool.add(rest)
 
     def _join(self, pool: Pool, block: Block) -> None:
-        """Into the pool, in one with free neighbours."""
+        """Add a block to the pool, merged with its free neighbours."""
         before, after = block.before, block.after
         if before is not None and not before.used and before.mapped:
             pool.take(before)
@@ -344,7 +343,7 @@ class CachingAllocator:
         pool.ranges = [new if head is old else head for head in pool.ranges]
 
     def _give_large_back(self, pool: Pool, size: int) -> bool:
-        """Under ``max_split_size``: the smallest block above it that frees enough, or the largest ones in turn."""
+        """Under ``max_split_size``, free the smallest cached block that suffices, or the largest ones in turn."""
         limit = self.settings.max_split_size
         if limit is None or self.settings.expandable_segments:
             return False
@@ -361,9 +360,9 @@ class CachingAllocator:
         return given >= wanted
 
     def _new(self, pool: Pool, size: int) -> Block | None:
-        """None: the device is full."""
+        """A block from new memory; None: the device is full."""
         if self.settings.expandable_segments:
-            return self._grown(pool, size)
+            return self._grow_range(pool, size)
         wanted = segment_size(size)
         if self.reserved + wanted > self.capacity:
             return None
@@ -371,13 +370,15 @@ class CachingAllocator:
         self._segments += 1
         return Block(self._segments, 0, wanted, pool.small)
 
-    def _grown(self, pool: Pool, size: int) -> Block | None:
-        """The first place in the pool's range where free and unmapped bytes, side by side, are enough. None: the device
-        is full; what has been mapped until then is free."""
+    def _grow_range(self, pool: Pool, size: int) -> Block | None:
+        """Map memory at the first place in the pool's range with enough adjacent free and unmapped bytes.
+
+        None: the device is full; memory that has been mapped by then is free.
+        """
         if not pool.ranges:
             self._segments += 1
             pool.ranges.append(Block(self._segments, 0, 2**62, pool.small, mapped=False))
-        place = next(start for start in self._unmapped(pool) if self._reach(start) >= size)
+        place = next(start for start in self._unmapped(pool) if self._free_run(start) >= size)
         start = place.before if place.before is not None and not place.before.used else place
         if start is not place:
             pool.take(start)
@@ -398,7 +399,7 @@ class CachingAllocator:
         return start
 
     def _map(self, pool: Pool, start: Block, gap: Block, pages: int) -> None:
-        """The first ``pages`` bytes of ``gap`` become part of ``start``, which is the gap or the block before it."""
+        """Add the first ``pages`` bytes of ``gap`` to ``start``, which is the gap or the block before it."""
         if start is gap:
             rest = Block(gap.segment, gap.begin + pages, gap.size - pages, gap.small, mapped=False, before=gap)
             rest.after = gap.after
@@ -422,24 +423,24 @@ class CachingAllocator:
             block.after.before = block
 
     def _unmapped(self, pool: Pool) -> list[Block]:
-        found = []
+        blocks = []
         for block in pool.ranges:
             while block is not None:
                 if not block.mapped:
-                    found.append(block)
+                    blocks.append(block)
                 block = block.after
-        return found
+        return blocks
 
     @staticmethod
-    def _reach(block: Block) -> int:
-        """Free bytes from here on, mapped or not, with those just before."""
+    def _free_run(block: Block) -> int:
+        """Adjacent free bytes from the block on, mapped or not, with those just before it."""
         size = block.before.size if block.before is not None and not block.before.used else 0
         while block is not None and not block.used:
             size, block = size + block.size, block.after
         return size
 
     def _unmap(self, pool: Pool, block: Block) -> None:
-        """Whole pages of a free block go back to the device."""
+        """Return the complete pages of a free block to the device."""
         begin = -(-block.begin // pool.page) * pool.page
         end = (block.begin + block.size) // pool.page * pool.page
         if end <= begin:
@@ -464,10 +465,10 @@ class CachingAllocator:
 
 
 def replayed(changes: list[tuple[int, int]], settings: Settings, capacity: float = float("inf")) -> CachingAllocator:
-    """An allocator after (block, change of its bytes) in their order, as a dry run records them.
+    """An allocator after a dry run's list of (block, change of its bytes).
 
     Raises:
-        OutOfMemory: ``capacity`` is not enough.
+        OutOfMemory: ``capacity`` is too small.
     """
     allocator, held = CachingAllocator(settings, capacity), {}
     for number, change in changes:

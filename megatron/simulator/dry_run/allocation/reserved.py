@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's list of allocations, continued to more layers and micro-batches than ran.
+"""Memory that PyTorch's allocator reserves for a complete step, from the allocations of the layers that ran.
 
-What one more layer, or one more micro-batch, allocates and frees is a few stretches of the list; written down as often
-as there are more of them, they make the list of the whole step. Stretches of a layer are what the list of five layers
-has that the list of four has not; those of a micro-batch are known (replay.py). Which block a repeated stretch frees
-is told by those that were made at the same place of the loop, one period after another (a chain): the newest of them
-where the recorded stretch does so, as backward passes do, else the oldest.
+A layer or a micro-batch allocates and frees in a few stretches of the list of allocations. Repeating these stretches
+extrapolates the list to the complete step. The stretches of a layer are the difference between the lists of five and of
+four layers; those of a micro-batch are known (replay.py). Blocks that are made at the same place of a loop, one period
+after another, form a chain. A repeated stretch frees the newest block of a chain if the recorded stretch does so, as in
+backward passes, otherwise the oldest.
 """
 
 from __future__ import annotations
@@ -28,42 +28,40 @@ from megatron.simulator.machines.machine import Machine
 from megatron.training.arguments.config import Config
 
 Changes = list[tuple[int, int]]  # (block, change of its bytes)
-WINDOWS = (16, 4, 2)  # changes that must be alike for two places of lists to be the same, tried in turn
-PLACES = 64  # that are looked at
-FEWER = 4  # layers of the shorter list, in units: what grows with layers has at least so many times what one adds
+WINDOWS = (16, 4, 2)  # numbers of equal changes by which places in two lists are matched, tried in turn
+PLACES = 64  # most places to try
+FEWER = 4  # units of layers in the shorter list: a size that grows with layers is at least this multiple of its growth
 
 
 class NoPattern(ValueError):
-    """The list cannot be continued."""
+    """The list cannot be extrapolated."""
 
 
 def lifetimes(changes: Changes) -> tuple[Changes, list[int]]:
-    """The same in sizes that the allocator rounds to, with a new block for each time that one is resized; and where
-    each of the given changes begins."""
+    """(changes with the allocator's rounded sizes and a new block for each resize, index of each old change)."""
     held: dict[int, tuple[int, int]] = {}
     given: dict[int, int] = {}
-    found: Changes = []
+    result: Changes = []
     places, count = [], 0
     for number, change in changes:
-        places.append(len(found))
+        places.append(len(result))
         if number in held:
             block, size = held.pop(number)
-            found.append((block, -size))
+            result.append((block, -size))
             change += given[number]
         if change > 0:
             given[number], change = change, rounded(change)
             held[number] = count, change
-            found.append((count, change))
+            result.append((count, change))
             count += 1
-    return found, [*places, len(found)]
+    return result, [*places, len(result)]
 
 
 def added(few: Changes, more: Changes) -> tuple[list[tuple[int, int]], dict[int, int]]:
-    """Stretches (begin, end) of ``more`` that ``few`` lacks; and by how much larger a block of ``more`` is than the
-    same one of ``few``, where it is.
+    """(stretches (begin, end) of ``more`` that ``few`` lacks, growth in bytes of blocks that both have).
 
     Raises:
-        NoPattern: they differ in something else.
+        NoPattern: the lists differ in something else.
     """
     a, b = (array("q", [size for _, size in changes]) for changes in (few, more))
     whole = b.tobytes()
@@ -72,10 +70,10 @@ def added(few: Changes, more: Changes) -> tuple[list[tuple[int, int]], dict[int,
         if i < len(a) and j < len(b) and (a[i] == b[j] or (a[i] < 0 and a[i] == b[j] + larger.get(more[j][0], 0))):
             i, j = i + 1, j + 1
             continue
-        skipped = _next_alike(a, b, whole, i, j) if i < len(a) else len(b)
+        skipped = _next_match(a, b, whole, i, j) if i < len(a) else len(b)
         if skipped is not None and j < len(b):
-            # in the middle of its loop, whose ends are not quite regular
-            before = _alike(b, b, j - 1, skipped - 1, -1) // 2
+            # take the stretch from the middle of its loop, because the loop's ends are irregular
+            before = _matching(b, b, j - 1, skipped - 1, -1) // 2
             stretches.append((j - before, skipped - before))
             j = skipped
         elif i < len(a) and j < len(b) and 0 < FEWER * (b[j] - a[i]) <= a[i]:
@@ -86,18 +84,18 @@ def added(few: Changes, more: Changes) -> tuple[list[tuple[int, int]], dict[int,
     return stretches, larger
 
 
-def _alike(a: Sequence[int], b: Sequence[int], i: int, j: int, step: int) -> int:
-    """How many elements are the same from ``a[i]`` and ``b[j]`` on."""
+def _matching(a: Sequence[int], b: Sequence[int], i: int, j: int, step: int) -> int:
+    """Number of equal elements from ``a[i]`` and ``b[j]`` on."""
     count = 0
     while 0 <= i < len(a) and 0 <= j < len(b) and a[i] == b[j]:
         i, j, count = i + step, j + step, count + 1
     return count
 
 
-def _next_alike(a: array, b: array, whole: bytes, i: int, j: int) -> int | None:
-    """The place of ``b`` behind ``j`` from which on it is longest as ``a`` from ``i`` on; ``whole``: bytes of ``b``."""
+def _next_match(a: array, b: array, whole: bytes, i: int, j: int) -> int | None:
+    """The index in ``b`` after ``j`` with the longest match of ``a`` from ``i`` on; ``whole``: bytes of ``b``."""
     width, best, length = a.itemsize, None, 0
-    last = (len(b) - (len(a) - i)) * width  # what is left of ``a`` must fit behind
+    last = (len(b) - (len(a) - i)) * width  # the rest of ``a`` must fit behind
     for window in WINDOWS:
         wanted, at = a[i : i + window].tobytes(), (j + 1) * width
         for _ in range(PLACES):
@@ -106,23 +104,25 @@ def _next_alike(a: array, b: array, whole: bytes, i: int, j: int) -> int | None:
                 at = whole.find(wanted, at + 1)
             if at < 0 or at > last:
                 break
-            found = _alike(a, b, i, at // width, 1)
-            if found > length:
-                best, length = at // width, found
+            match = _matching(a, b, i, at // width, 1)
+            if match > length:
+                best, length = at // width, match
             at += width
         if best is not None:
             break
     return best
 
 
-def continued(
+def extrapolated(
     changes: Changes, stretches: Sequence[tuple[int, int]], times: int, larger: dict[int, int] | None = None
 ) -> tuple[Changes, list[int]]:
-    """``changes`` with each of the stretches ``times`` times more, right after itself, and blocks as much ``larger``
-    each time (None: the stretches are of micro-batches, not layers); and where each of ``changes`` is now.
+    """(``changes`` with ``times`` repetitions after each stretch, index of each old change).
+
+    Args:
+        larger: growth of blocks with each repetition; None: the stretches are of micro-batches, not of layers.
 
     Raises:
-        NoPattern: a stretch frees what no repeated one makes.
+        NoPattern: a stretch frees a block that no repeated one makes.
     """
     chain_of = _chains(changes, stretches, whole=larger is None)
     larger = larger or {}
@@ -148,10 +148,10 @@ def continued(
             if chain is None:
                 number = held.pop(block, None)
             else:
-                there = live[chain]
-                number = (there.pop() if newest_first[chain] else there.popleft()) if there else None
+                queue = live[chain]
+                number = (queue.pop() if newest_first[chain] else queue.popleft()) if queue else None
             if number is None:
-                raise NoPattern("a repeated stretch frees what it did not make")
+                raise NoPattern("a repeated stretch frees a block that it did not make")
             out.append((number, -sizes[number]))
 
     places, done = [], 0
@@ -165,14 +165,17 @@ def continued(
 
 
 def _chains(changes: Changes, stretches: Sequence[tuple[int, int]], whole: bool) -> dict[int, int]:
-    """Number of the chain, by block. A stretch's block is of one chain with those at its place in the loop's other
-    rounds; where a stretch frees older blocks still, they are of the chain of the like that it makes. ``whole``: only
-    whole rounds count, as of micro-batches."""
+    """Number of the chain by block.
+
+    A stretch's block is in one chain with the blocks at its place in the loop's other rounds. Older blocks that a
+    stretch frees join the chain of blocks of the same size that it makes. ``whole``: only complete rounds count, for
+    micro-batches.
+    """
     chain_of: dict[int, int] = {}
     sizes = [size for _, size in changes]
     for begin, end in stretches:
         period = end - begin
-        before, behind = _alike(sizes, sizes, begin - 1, end - 1, -1), _alike(sizes, sizes, begin, end, 1)
+        before, behind = _matching(sizes, sizes, begin - 1, end - 1, -1), _matching(sizes, sizes, begin, end, 1)
         first = begin - (before // period * period if whole else before)
         last = end + (behind // period * period if whole else behind)
         for at in range(begin, end):
@@ -188,8 +191,11 @@ def _chains(changes: Changes, stretches: Sequence[tuple[int, int]], whole: bool)
 def _add_older(
     changes: Changes, stretches: Sequence[tuple[int, int]], chain_of: dict[int, int], older: list[int]
 ) -> None:
-    """Of each size, the first that a stretch frees is like the first of those that it makes to be freed later; and what
-    is freed between them, made before, comes in turn."""
+    """Add older blocks to chains, by size.
+
+    The first block that a stretch frees joins the chain of the first one that it makes and that is freed later; blocks
+    that were made before and are freed in between join the chains in turn.
+    """
     begin, end = stretches[0][0], stretches[-1][1]
     made_at = {block: at for at, (block, change) in enumerate(changes) if change > 0}
     freed_at = {block: at for at, (block, change) in enumerate(changes) if change < 0}
@@ -201,7 +207,7 @@ def _add_older(
     for size, freed in _by_size(changes, made_at, older).items():
         made = [block for block in later[size] if made_at[block] in inside][: len(freed)]
         if len(made) < len(freed):
-            raise NoPattern("a stretch frees what no other makes")
+            raise NoPattern("a stretch frees blocks that no other makes")
         waits = [block for block in later[size] if made_at[block] < begin and block not in chain_of]
         between = [block for block in waits if freed_at.get(block, len(changes)) < freed_at.get(made[0], len(changes))]
         for number, block in enumerate([*freed, *between]):
@@ -209,14 +215,14 @@ def _add_older(
 
 
 def _by_size(changes: Changes, made_at: dict[int, int], blocks: list[int]) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = defaultdict(list)
+    result: dict[int, list[int]] = defaultdict(list)
     for block in blocks:
-        found[changes[made_at[block]][1]].append(block)
-    return found
+        result[changes[made_at[block]][1]].append(block)
+    return result
 
 
 def _newest_first(changes: Changes, chain_of: dict[int, int]) -> dict[int, bool]:
-    """By chain, whether its blocks are freed in the opposite order."""
+    """By chain, whether its newest blocks are freed first."""
     made, freed = defaultdict(list), defaultdict(list)
     for block, change in changes:
         if block in chain_of:
@@ -227,19 +233,17 @@ def _newest_first(changes: Changes, chain_of: dict[int, int]) -> dict[int, bool]
     }
 
 
-# What PyTorch's allocator reserves in a whole step: its list of allocations, continued to all layers and micro-batches
-# (reserved.py), goes through the model of the allocator (allocator.py).
+# --- the reserved memory: the extrapolated list, replayed by the model of the allocator ---
 
-
-MOST = 60_000  # changes of repeated micro-batches; more of them reserve what these do
-LONGEST = 2_500_000  # changes of layers that did not run; what more of them hold is one block, without gaps
-CHEAP = 20_000  # changes of the layers that did not run: below, they are run where the list cannot be continued
-WORKSPACE, BEYOND = -1, -2  # numbers of the blocks that are cuBLAS' workspace, and layers beyond LONGEST
+MOST = 60_000  # most changes of repeated micro-batches to replay; further ones reserve no more
+LONGEST = 2_500_000  # most changes of layers that did not run to replay; further layers count as one block without gaps
+CHEAP = 20_000  # if the list cannot be extrapolated, missing layers with at most this many changes are run
+WORKSPACE, BEYOND = -1, -2  # numbers of the blocks of cuBLAS' workspace, and of layers beyond LONGEST
 
 
 @dataclass(frozen=True)
 class Allocations:
-    """(block, change of its bytes) of what ran; of these, the changes ``begin`` to ``end`` happen ``times`` more."""
+    """Allocations of what ran; the changes ``begin`` to ``end`` are followed by ``times`` repetitions."""
 
     changes: Changes
     begin: int = 0
@@ -249,12 +253,13 @@ class Allocations:
 
 @dataclass(frozen=True)
 class Reserved:
-    """
+    """Memory that the allocator reserves.
+
     Attributes:
-        bytes: most that is reserved, by setting; more than there is where that is not enough.
-        retries: how often everything cached was given back meanwhile, by setting; None: it was not enough.
-        scaled: what was multiplied, where the list could not be continued; empty: all was replayed.
-        notes: what PYTORCH_ALLOC_CONF says and is not modelled, and which layers were not replayed.
+        bytes: peak, by setting; if the device is too small, the peak on a device that is large enough.
+        retries: how often the cache was freed because the device was full, by setting; None: the device is too small.
+        scaled: the part of a step from which the peak was scaled, if the list could not be extrapolated; else empty.
+        notes: options of PYTORCH_ALLOC_CONF that are not modelled, and layers that were not replayed.
     """
 
     bytes: dict[str, float] = field(default_factory=dict)
@@ -264,13 +269,13 @@ class Reserved:
 
 
 def settings() -> tuple[dict[str, Settings], tuple[str, ...]]:
-    """Of the allocator, by name: PyTorch's own, expandable segments, and what the environment says."""
-    found = {"default": Settings(), "expandable_segments": Settings(expandable_segments=True)}
-    said = from_environment(os.environ)
-    if said is None:
-        return found, ()
-    name, own, notes = said
-    return found | {name: own}, tuple(notes)
+    """(settings by name: PyTorch's default, expandable segments, those of the environment; notes)."""
+    by_name = {"default": Settings(), "expandable_segments": Settings(expandable_segments=True)}
+    given = from_environment(os.environ)
+    if given is None:
+        return by_name, ()
+    name, own, notes = given
+    return by_name | {name: own}, tuple(notes)
 
 
 def reserved(
@@ -281,14 +286,16 @@ def reserved(
     workspace: int,
     run_all: Callable[[], Allocations] | None = None,
 ) -> Reserved:
-    """
+    """Memory that the allocator reserves for a rank's step.
+
     Args:
-        ran: of a rank, with ``counts`` layers each, of all ``layers`` in the end.
-        capacity: bytes that the device has for PyTorch's allocator. workspace: of these, cuBLAS'.
+        ran: allocations of runs with ``counts`` layers each; the stage has ``layers``.
+        capacity: bytes that the device has for PyTorch's allocator.
+        workspace: bytes of cuBLAS' workspace, which the allocator provides.
         run_all: runs all layers.
 
     Raises:
-        Refusal: PYTORCH_ALLOC_CONF is not what PyTorch takes.
+        Refusal: PyTorch would refuse PYTORCH_ALLOC_CONF.
     """
     last, scale, scaled, beyond, notes = ran[-1], 1.0, "", 0, ()
     changes, places = lifetimes(last.changes)
@@ -302,12 +309,12 @@ def reserved(
             replays = min(max(LONGEST // longer, 2), more)
             beyond, more = (more - replays) * each, replays
             shown = f"{counts[1] + replays * (counts[1] - counts[0])} of {layers} layers"
-            notes = (f"reserved: {shown} replayed; what the others hold is counted without gaps",)
+            notes = (f"reserved: {shown} replayed; memory of the others is counted without gaps",)
         try:
             stretches, larger = added(few, changes)
             if larger and run_all is not None and missing <= CHEAP:
-                raise NoPattern("shards of a distributed optimizer are not cut where layers end")
-            changes, places = checked(*continued(changes, stretches, more, larger), grown - beyond)
+                raise NoPattern("shards of a distributed optimizer do not end where layers end")
+            changes, places = checked(*extrapolated(changes, stretches, more, larger), grown - beyond)
             begin, end = places[begin], places[end]
         except NoPattern:
             if run_all is not None and missing <= CHEAP:
@@ -317,30 +324,30 @@ def reserved(
     if times:
         try:
             left = times * sum(change for _, change in changes[begin:end])
-            changes, _ = checked(*continued(changes, [(begin, end)], times), peak(changes) + left)
+            changes, _ = checked(*extrapolated(changes, [(begin, end)], times), peak(changes) + left)
         except NoPattern:
-            scaled = ", ".join(filter(None, (scaled, f"the micro-batches that ran, {last.times} being left out")))
+            scaled = ", ".join(filter(None, (scaled, f"the micro-batches that ran, without {last.times} repetitions")))
     held = [(WORKSPACE, workspace), *[(BEYOND, beyond)] * (beyond > 0)]
-    found = by_setting([*held, *changes], capacity, scale, scaled)
-    return replace(found, notes=found.notes + notes)
+    result = by_setting([*held, *changes], capacity, scale, scaled)
+    return replace(result, notes=result.notes + notes)
 
 
 def by_setting(changes: Changes, capacity: float, scale: float = 1.0, scaled: str = "") -> Reserved:
-    """Replayed under each setting; what does not fit, on a device that is large enough."""
+    """The changes replayed under each setting; if the device is too small, on one that is large enough."""
     names, notes = settings()
     sizes, retries = {}, {}
     for name, setting in names.items():
         try:
-            found = replayed(changes, setting, capacity / scale)
-            retries[name] = found.retries
+            allocator = replayed(changes, setting, capacity / scale)
+            retries[name] = allocator.retries
         except OutOfMemory:
-            found, retries[name] = replayed(changes, setting), None
-        sizes[name] = scale * found.peak_reserved
+            allocator, retries[name] = replayed(changes, setting), None
+        sizes[name] = scale * allocator.peak_reserved
     return Reserved(sizes, retries, scaled, notes)
 
 
 def peak(changes: Changes) -> int:
-    """Most bytes at any time."""
+    """Peak bytes."""
     now = most = 0
     for _, change in changes:
         now += change
@@ -349,27 +356,26 @@ def peak(changes: Changes) -> int:
 
 
 def checked(changes: Changes, places: list[int], wanted: float) -> tuple[Changes, list[int]]:
-    """A continued list, if its peak is what it should be.
+    """An extrapolated list, if its peak is ``wanted``.
 
     Raises:
         NoPattern: it is not.
     """
     if abs(peak(changes) - wanted) > 0.005 * wanted + MIB:
-        raise NoPattern("the peak of the continued list is not what layers and micro-batches add up to")
+        raise NoPattern("the peak of the extrapolated list is not the sum over layers and micro-batches")
     return changes, places
 
 
-# Device memory that no tensor of the program holds: the CUDA context, cuBLAS' workspace, NCCL's buffers.
+# --- device memory outside of tensors: the CUDA context, cuBLAS' workspace, NCCL's buffers ---
 #
-# A machine's file gives them under ``runtime``: measured by tools/measure_hardware.py on a GPU, or assumed, as the
-# file's sources say. What a file leaves open is assumed here:
+# A machine's file gives them under ``runtime``, measured by tools/measure_hardware.py on a GPU or assumed, as its
+# sources state. Defaults for what a file does not give:
 #
-# - a context with PyTorch's kernels, loaded as they are used: 0.5 GiB;
-# - cuBLAS' workspace, which PyTorch takes from its own allocator, so that it is part of what that reserves: 32 MiB on
-#   Hopper and later, else two of 4 MiB and eight of 16 KiB (PyTorch's notes on CUDA, CUBLAS_WORKSPACE_CONFIG);
+# - a context with PyTorch's kernels, which are loaded when used: 0.5 GiB;
+# - cuBLAS' workspace, which PyTorch takes from its allocator and which is therefore reserved memory: 32 MiB on Hopper
+#   and later, otherwise two of 4 MiB and eight of 16 KiB (PyTorch's notes on CUDA, CUBLAS_WORKSPACE_CONFIG);
 # - NCCL's buffers of a communicator: NCCL_BUFFSIZE, 4 MiB, for each channel's two directions, with 16 channels over a
-#   node's links and 2 a neighbour over the network (NCCL's documentation of its environment variables).
-
+#   node's links and 2 per neighbour over the network (NCCL's documentation of its environment variables).
 
 CONTEXT = 512 * MIB
 NCCL_BUFFER = 4 * MIB
@@ -379,23 +385,22 @@ ASSUMED = "assumed, not measured"
 
 @dataclass(frozen=True)
 class RuntimeMemory:
-    """Bytes of one process; ``communicators``: groups of more than one rank that NCCL has buffers for; ``source``:
-    where the figures come from."""
+    """Bytes of one process."""
 
     context: int
     cublas: int
     nccl: int
-    communicators: int
-    source: str = ASSUMED
+    communicators: int  # number of groups of more than one rank
+    source: str = ASSUMED  # of the figures
 
     @property
-    def beside(self) -> int:
-        """Bytes that PyTorch's allocator does not have."""
+    def outside_allocator(self) -> int:
+        """Bytes outside of PyTorch's allocator."""
         return self.context + self.nccl
 
 
 def runtime_memory(config: Config, world_size: int, machine: Machine) -> RuntimeMemory:
-    """Of a rank of ``config``'s grid."""
+    """The memory of a rank of ``config``'s grid."""
     p = config.parallel
     tensor, ulysses, ring = p.tensor_model_parallel_size, p.ulysses_parallel_size, p.ring_parallel_size
     inner = tensor * ulysses * ring
@@ -420,8 +425,8 @@ def _or(given: float | None, assumed: int) -> int:
 def needed_by_setting(
     reserved: dict[str, float], config: Config, world_size: int, machine: Machine
 ) -> dict[str, float]:
-    """Bytes of a device that a rank's process takes, by the allocator's setting; empty where it was not replayed."""
+    """Device bytes that a rank's process needs, by the allocator's setting; empty if it was not replayed."""
     if not reserved or not machine.is_gpu:
         return {}
-    own = runtime_memory(config, world_size, machine).beside
+    own = runtime_memory(config, world_size, machine).outside_allocator
     return {setting: size + own for setting, size in reserved.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a simulated rank does, written down as a trace.
+"""Records a trace of what a simulated rank does.
 
-recorder.py watches the operations; gpu_kernels.py and fp8.py stand for kernels that a CPU does not have.
+recorder.py intercepts the operations; gpu_kernels.py and fp8.py replace kernels that a CPU cannot run.
 """

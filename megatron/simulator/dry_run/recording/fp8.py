@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The linear layers of Transformer Engine in FP8, priced by formula: what they hold, send and compute, without it.
+"""Linear layers of Transformer Engine in FP8: their memory, communication and compute by formula, without the library.
 
-What Transformer Engine 2 does (its modules ``Linear`` and ``LayerNormLinear``, and its quantizers):
+Transformer Engine 2 (its modules ``Linear`` and ``LayerNormLinear``, and its quantizers) works as follows:
 
-- the weight stays in bf16, and beside it an FP8 copy of it lives from step to step, made anew by the first micro-batch;
-- the input is cast, and its FP8 copy is what is saved for the backward pass; so are the gradients of the output;
-- the three products take FP8 and give bf16. Before Blackwell, tensor cores multiply one layout only, so weights and
-  gradients are held twice, by row and by column; with a scale for each tensor Blackwell needs one copy;
-- TP with sequence parallel gathers inputs and gradients in FP8, and sums in bf16.
+- the weight stays in bf16, with an FP8 copy that is kept between steps and updated by the first micro-batch;
+- the input is cast, and its FP8 copy is saved for backward; gradients of the output are cast, too;
+- the three products read FP8 and write bf16. Before Blackwell, tensor cores multiply one layout only, so weights and
+  gradients are stored twice, by row and by column; with one scale per tensor Blackwell needs one copy;
+- TP with sequence parallel gathers inputs and gradients in FP8, and reduces in bf16.
 
-Left out: a norm that casts as it writes (here the cast reads once more), and scales of whole tensors, four bytes each.
+Not modelled: norms that write FP8 directly (here the cast reads the norm's output), and the four bytes of each
+tensor's scale.
 """
 
 from __future__ import annotations
@@ -36,25 +37,25 @@ from megatron.simulator.machines.machine import Machine
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.refusal import Refusal
 
-SCALES = {"delayed": 0.0, "tensorwise": 0.0, "blockwise": 4 / 128, "mxfp8": 1 / 32}  # bytes an element, by recipe
-A_TENSOR = ("delayed", "tensorwise")  # recipes with one scale a tensor
-AMAXES = 5  # that delayed scaling remembers of a layer: of input, weight, output and two gradients
+SCALES = {"delayed": 0.0, "tensorwise": 0.0, "blockwise": 4 / 128, "mxfp8": 1 / 32}  # bytes per element, by recipe
+PER_TENSOR = ("delayed", "tensorwise")  # recipes with one scale per tensor
+AMAXES = 5  # amax histories of a layer under delayed scaling: input, weight, output and two gradients
 
 
 @dataclass(frozen=True)
 class Fp8:
-    """How tensors are held.
+    """How FP8 tensors are stored.
 
     Attributes:
-        scales: bytes of scales an element.
-        copies: of weights and gradients.
-        looks: a kernel finds the largest value before the cast.
-        history: values of each amax that are remembered.
+        scales: bytes of scales per element.
+        copies: number of copies of weights and gradients.
+        finds_amax: whether a kernel finds the largest value before the cast.
+        history: length of each amax history.
     """
 
     scales: float
     copies: int
-    looks: bool
+    finds_amax: bool
     history: int
 
     def size(self, elements: int) -> int:
@@ -63,16 +64,17 @@ class Fp8:
 
 
 def check_fp8(model: ModelConfig, machine: Machine | None) -> None:
-    """
+    """Check that the machine supports the model's FP8 settings.
+
     Raises:
-        Refusal: the machine cannot do what ``model`` asks for.
+        Refusal: it does not.
     """
     if model.fp8_format is None or machine is None:
         return
     if "fp8" not in machine.peak:
         raise Refusal(
             f"--fp8-format {model.fp8_format} with --gpu {machine.name}: it has no FP8, or its file no peak.fp8; use "
-            "--bf16 alone, or another GPU, for example H100-80G"
+            "only --bf16, or another GPU, for example H100-80G"
         )
     if model.fp8_recipe == "mxfp8" and "mxfp8" not in machine.peak:
         raise Refusal(
@@ -82,19 +84,19 @@ def check_fp8(model: ModelConfig, machine: Machine | None) -> None:
 
 
 def held_by(model: ModelConfig, machine: Machine | None) -> Fp8:
-    """How Transformer Engine holds tensors under the recipe of ``model``; without a machine, as before Blackwell."""
+    """How Transformer Engine stores tensors under the model's recipe; without a machine, as before Blackwell."""
     blackwell = machine is not None and "mxfp8" in machine.peak
     recipe = model.fp8_recipe
     return Fp8(
         SCALES[recipe],
-        1 if blackwell and recipe in A_TENSOR else 2,
+        1 if blackwell and recipe in PER_TENSOR else 2,
         recipe == "tensorwise",
         model.fp8_amax_history_len if recipe == "delayed" else 0,
     )
 
 
-def in_fp8(chunks: Sequence[nn.Module], fp8: Fp8, recorder: Recorder) -> None:
-    """Have the linear layers of every transformer layer be priced in FP8; their copies of weights are made now."""
+def use_fp8(chunks: Sequence[nn.Module], fp8: Fp8, recorder: Recorder) -> None:
+    """Replace the linear layers of every transformer layer by FP8 ones, and allocate their copies of weights."""
     for chunk in chunks:
         for layer in (module for module in chunk.modules() if isinstance(module, BaseTransformerLayer)):
             for module in layer.modules():
@@ -114,7 +116,7 @@ def _replace(module: nn.Module, linear: Linear) -> None:
 
 
 class Linear:
-    """Stands for a column- or row-parallel layer of core: same shapes in and out, same communication."""
+    """Replaces a column- or row-parallel layer of core, with the same shapes and communication."""
 
     def __init__(self, module: nn.Module, fp8: Fp8, recorder: Recorder) -> None:
         self.module, self.fp8, self.recorder = module, fp8, recorder
@@ -131,45 +133,45 @@ class Linear:
         return out, module.bias if module.skip_bias_add else None
 
     def cast(self, x: Tensor, copies: int) -> list[Tensor]:
-        """So many copies of it in FP8, as bytes."""
+        """``copies`` FP8 copies of ``x``, as bytes."""
         self._price_cast(x, copies * self.fp8.size(x.numel()))
         return [torch.empty(self.fp8.size(x.numel()), dtype=torch.uint8) for _ in range(copies)]
 
     def cast_weight(self) -> None:
-        """Into the copies that stay, once a step."""
+        """Update the weight's FP8 copies, once per step."""
         if not self.weight_is_cast:
             self._price_cast(self.module.weight, self.module.fp8_weight.numel())
             self.weight_is_cast = True
 
     def _price_cast(self, x: Tensor, written: int) -> None:
         read = x.numel() * x.element_size()
-        if self.fp8.looks:
+        if self.fp8.finds_amax:
             self.recorder.price(Kernel("fp8_amax", "memory", 0.0, read, itemsize=x.element_size()))
         self.recorder.price(Kernel("fp8_cast", "memory", 0.0, read + written, itemsize=1))
 
     def transpose(self, x: Tensor) -> Tensor:
-        """Of bytes that came by row where the product wants them by column."""
+        """The other layout of gathered bytes, if the GPU needs it."""
         if self.fp8.copies == 1:
             return x
         self.recorder.price(Kernel("fp8_transpose", "memory", 0.0, 2.0 * x.numel(), itemsize=1))
         return torch.empty_like(x)
 
     def product(self, m: int, n: int, k: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        """Of FP8 [m, k] and [k, n], as ``shape`` in ``dtype``."""
+        """The product of FP8 [m, k] and [k, n], with ``shape`` and ``dtype``."""
         out = torch.empty(shape, dtype=dtype)
         size = self.fp8.size(m * k) + self.fp8.size(k * n) + out.numel() * out.element_size()
         self.recorder.price(Kernel("fp8_gemm", "gemm", 2.0 * m * n * k, size, (1, m, n, k), 1))
         return out
 
-    def gather(self, x: Tensor, *, beside: bool = False) -> tuple[Tensor, Any]:
-        """Bytes of all TP ranks; with ``beside`` also what to wait for."""
+    def gather(self, x: Tensor, *, overlap: bool = False) -> tuple[Tensor, Any]:
+        """(bytes of all TP ranks, handle to wait for if ``overlap``)."""
         whole = torch.empty(self.ranks * x.numel(), dtype=torch.uint8)
-        return whole, dist_all_gather_func(whole, x, group=self.group, async_op=beside)
+        return whole, dist_all_gather_func(whole, x, group=self.group, async_op=overlap)
 
-    def scatter(self, x: Tensor, *, beside: bool = False) -> tuple[Tensor, Any]:
-        """The sum over TP ranks of this rank's rows."""
+    def scatter(self, x: Tensor, *, overlap: bool = False) -> tuple[Tensor, Any]:
+        """(this rank's rows summed over TP ranks, handle to wait for if ``overlap``)."""
         mine = torch.empty((x.size(0) // self.ranks, *x.shape[1:]), dtype=x.dtype)
-        return mine, dist_reduce_scatter_func(mine, x, group=self.group, async_op=beside)
+        return mine, dist_reduce_scatter_func(mine, x, group=self.group, async_op=overlap)
 
 
 class _Linear(torch.autograd.Function):
@@ -178,7 +180,7 @@ class _Linear(torch.autograd.Function):
         out_size, in_size = weight.shape
         gathers = linear.sequence and not linear.row
         linear.cast_weight()
-        # What TP gathers is kept as it came, and turned in the backward pass.
+        # A gathered input is saved in one layout, and transposed in the backward pass.
         copies = linear.cast(x, linear.fp8.copies if saves and not gathers else 1)
         shape = (x.size(0) * (linear.ranks if gathers else 1), *x.shape[1:-1])
         whole, _ = linear.gather(copies[0]) if gathers else (copies[0], None)
@@ -205,14 +207,14 @@ class _Linear(torch.autograd.Function):
         else:
             gradient = linear.cast(dy, linear.fp8.copies)
         if linear.sequence and not linear.row:
-            saved, work = linear.gather(saved, beside=True)
+            saved, work = linear.gather(saved, overlap=True)
             waits.append(work)
         dx = linear.product(rows, in_size, out_size, dy.dtype, (*shape, in_size))
         while waits:
             waits.pop().wait()
             saved = linear.transpose(saved)
         if linear.sequence and not linear.row:
-            dx, work = linear.scatter(dx, beside=True)
+            dx, work = linear.scatter(dx, overlap=True)
             waits.append(work)
         elif linear.ranks > 1 and not linear.row:
             waits.append(dist.all_reduce(dx, group=linear.group, async_op=True))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention on a simulated GPU: what stands for its kernels."""
+"""A GPU's kernels, streams and host memory, simulated on a CPU."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from megatron.simulator.cost.trace import Transfer
 from megatron.simulator.dry_run.recording.recorder import Recorder
 from megatron.simulator.machines.machine import Machine
 
-# FSDP's streams on a simulated GPU: weights come while the unit before computes, gradients leave beside compute.
+# --- FSDP's streams ---
 #
-# On a GPU FSDP gathers on a stream of its own, as soon as the host has got there, which is one unit ahead of the device
-# (its gathered weights wait for the copy-out of the unit before), and reduces on another, for which the backward pass
-# waits at its end. On a CPU, where the simulation runs, both are waited for at once.
+# On a GPU FSDP gathers weights on a separate stream while the previous unit computes; the host is one unit ahead of the
+# device, because gathered weights wait for the copy-out of the previous unit. It reduces gradients on another stream,
+# for which the backward pass waits at its end. On a CPU, where the simulation runs, FSDP waits immediately.
 
 
 @contextmanager
 def sharded_streams(recorder: Recorder) -> Iterator[None]:
-    """Within, FSDP's collectives are waited for where a GPU waits for them."""
+    """Within, the trace waits for FSDP's collectives where a GPU would."""
     events = recorder.trace.events
     gathered: dict[int, list[int]] = {}  # tickets, by the id of FSDP's result
     reduced: list[int] = []
-    free_since: list[int | None] = [None]  # place in the trace since when the stream of gathers has nothing to do
+    free_since: list[int | None] = [None]  # index in the trace since when the stream of gathers is idle
     gather, reduce = fsdp.foreach_all_gather, fsdp.foreach_reduce
     wait, finish = fsdp.FSDPParamGroup.wait_for_unshard, fsdp.FSDPParamGroup.finalize_backward
 
@@ -70,7 +70,7 @@ def sharded_streams(recorder: Recorder) -> Iterator[None]:
         wait(group)
 
     @wraps(reduce)
-    def reduce_beside(*args: Any, **kwargs: Any) -> Any:
+    def reduce_async(*args: Any, **kwargs: Any) -> Any:
         with recorder.deferring() as tickets:
             result = reduce(*args, **kwargs)
         reduced.extend(tickets)
@@ -84,7 +84,7 @@ def sharded_streams(recorder: Recorder) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(patched(fsdp, "foreach_all_gather", gather_ahead))
-        stack.enter_context(patched(fsdp, "foreach_reduce", reduce_beside))
+        stack.enter_context(patched(fsdp, "foreach_reduce", reduce_async))
         stack.enter_context(patched(fsdp.FSDPParamGroup, "wait_for_unshard", wait_for_gather))
         stack.enter_context(patched(fsdp.FSDPParamGroup, "finalize_backward", finish_backward))
         yield
@@ -104,7 +104,7 @@ def simulated_kernel(
     many_tiles: bool = False,
     **needs: bool,
 ) -> Kernel:
-    """As `kernels.select` on a GPU of ``machine``, which is simulated on ``device``. Raises KernelUnavailable."""
+    """Like `kernels.select`, for a GPU of ``machine`` that ``device`` simulates. Raises KernelUnavailable."""
     chosen = machine.choose_attention(name, dtype, head_dim, many_tiles=many_tiles, **needs)
     if chosen == "triton":
         return SimulatedTriton(recorder)
@@ -112,7 +112,7 @@ def simulated_kernel(
 
 
 class SimulatedFused:
-    """A fused kernel. PyTorch's flash attention, of which fake tensors know the shapes, stands for each of them."""
+    """A fused attention kernel, simulated by PyTorch's flash attention, whose shapes fake tensors know."""
 
     def __init__(self, recorder: Recorder, name: str) -> None:
         self.recorder, self.name = recorder, name
@@ -129,9 +129,9 @@ class SimulatedFused:
 
 
 class SimulatedTriton:
-    """In the place of `TritonKernel`: nothing is computed, launches are written down with the pairs that tiles hold.
+    """Replaces `TritonKernel`: computes nothing, and records launches with the pairs of their tiles.
 
-    What dropout's hashes and a soft-cap take is not priced.
+    The work of dropout and of a soft-cap is not counted.
     """
 
     name = "triton"
@@ -161,11 +161,11 @@ class SimulatedTriton:
         dv: Tensor,
         **_: Any,
     ) -> None:
-        """Two launches, each of which computes scores and their gradients: 6 and 8 of the 10 FLOPs of one kernel."""
+        """Two launches that both compute scores and their gradients: 6 and 8 FLOPs, where a single kernel has 10."""
         final = (dout, lse, delta_SBH)
         for group in groups(tiles):
             self._price(group, 6.0, q, k, moved=(q, k, v, *final, dq, dq), backward=True)
-            self._price(group, 8.0, q, k, moved=(q, k, v, *final, dk, dk, dv, dv), backward=True, asks=False)
+            self._price(group, 8.0, q, k, moved=(q, k, v, *final, dk, dk, dv, dv), backward=True, reads_mask=False)
 
     def delta(self, out: Tensor, dout: Tensor) -> Tensor:
         """Row sums of ``dout * out``, fp32 [s, b, h]."""
@@ -182,12 +182,12 @@ class SimulatedTriton:
         *,
         moved: tuple[Tensor, ...],
         backward: bool = False,
-        asks: bool = True,
+        reads_mask: bool = True,
     ) -> None:
-        """``asks``: the mask about each pair of masked tiles, as the first launch of a pass does."""
-        asked = asks * sum((tile.q[1] - tile.q[0]) * (tile.k[1] - tile.k[0]) for tile in tiles if tile.masked)
-        if asked:
-            self.recorder.price(trace.Kernel("mask_bits", "memory", 0.0, asked * PAIR_BYTES))
+        """Record a launch. ``reads_mask``: it reads the mask of all pairs of masked tiles, as the first of a pass."""
+        masked = reads_mask * sum((tile.q[1] - tile.q[0]) * (tile.k[1] - tile.k[0]) for tile in tiles if tile.masked)
+        if masked:
+            self.recorder.price(trace.Kernel("mask_bits", "memory", 0.0, masked * PAIR_BYTES))
         rows, batch, heads, size = q.shape
         flops *= batch * heads * size * sum(tile.pairs for tile in tiles)
         shape = (rows, k.size(0), batch * heads, size)
@@ -199,14 +199,13 @@ def _bytes(*tensors: Tensor) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
-# Host memory of a simulated rank: buffers without memory, and a GPU's copy streams.
-
+# --- host memory: buffers without memory, and a GPU's copy streams ---
 
 CPU = torch.device("cpu")
 
 
 class SimulatedPool(HostPool):
-    """Counts as a :class:`HostPool` does; its buffers are fake tensors."""
+    """Counts bytes like a :class:`HostPool`; its buffers are fake tensors."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         size = max(prod(shape) * dtype.itemsize, 1)
@@ -226,7 +225,7 @@ class SimulatedPool(HostPool):
 
 
 class SimulatedStreams(Streams):
-    """A GPU's: an event is the ticket of the copy before it. That copies wait for each other is not simulated."""
+    """A GPU's streams. An event is the ticket of the last copy. Waits of copy streams are not simulated."""
 
     asynchronous = True
 
@@ -237,7 +236,7 @@ class SimulatedStreams(Streams):
 
     def copy(self, stream: str, to: Tensor, source: Tensor) -> None:
         if source.requires_grad and torch.is_grad_enabled():
-            with self.recorder.hushed():
+            with self.recorder.muted():
                 to.copy_(source)
         else:
             self.recorder.written(to)
@@ -253,13 +252,12 @@ class SimulatedStreams(Streams):
 
 
 def simulated_offload(recorder: Recorder, on_gpu: bool) -> Offload:
-    """A simulated rank's offload; on a CPU its copies are compute, as they are there."""
+    """A simulated rank's offload. Without a GPU its copies are recorded as compute, as on a real CPU."""
     streams = SimulatedStreams(recorder) if on_gpu else Streams(CPU)
     return Offload(CPU, streams, SimulatedPool(streams))
 
 
-# A GPU's kernels on a CPU: what is one kernel there and several operations here is recorded as the one kernel.
-
+# --- fused kernels: one kernel on a GPU that is several operations on a CPU is recorded as one ---
 
 # torch.compile makes one kernel of each (core's @jit_fuser).
 FUSED = (
@@ -270,11 +268,12 @@ FUSED = (
 
 @contextmanager
 def gpu_kernels(recorder: Recorder, machine: Machine, fused_rope: bool = True) -> Iterator[None]:
-    """Within, the kernels that a GPU fuses are recorded as one each, and their insides take no memory; attention runs
-    on what stands for the kernel that ``machine`` would choose.
+    """Within, operations that a GPU fuses are recorded as one kernel without intermediate memory.
+
+    Attention uses a simulation of the kernel that ``machine`` would choose.
 
     Args:
-        fused_rope: the rotation of queries and keys is one of them.
+        fused_rope: the rotation of queries and keys is fused, too.
     """
     with ExitStack() as stack:
         for module, names in FUSED:
@@ -285,7 +284,7 @@ def gpu_kernels(recorder: Recorder, machine: Machine, fused_rope: bool = True) -
         stack.enter_context(sharded_streams(recorder))
         if fused_rope:
             stack.enter_context(replaced(rope.rotated, lambda _: _as_one(recorder, _rotate)))
-        # Not the pieces that suit a CPU's caches.
+        # Sizes of pieces as on a GPU, not as for a CPU's caches.
         stack.enter_context(patched_items(rope.PIECE, {}))
         stack.enter_context(
             patched_items(math_kernel.SCORE_BYTES, math_kernel.SCORE_BYTES | {"cpu": math_kernel.SCORE_BYTES["cuda"]})
@@ -302,7 +301,7 @@ def gpu_kernels(recorder: Recorder, machine: Machine, fused_rope: bool = True) -
 
 
 def _rotate(x: Tensor, angles: Tensor, how: rope.Rope, sign: int) -> Tensor:
-    """Triton's kernel (context_parallel/positions/rope_kernel.py)."""
+    """Replaces Triton's kernel (context_parallel/positions/rope_kernel.py)."""
     return torch.empty_like(x)
 
 
@@ -315,11 +314,11 @@ def _as_one(recorder: Recorder, function: Callable) -> Callable:
 
 
 def _adam(recorder: Recorder, function: Callable) -> Callable:
-    """Transformer Engine's Adam, which core takes on a GPU, updates all tensors in one kernel."""
+    """One kernel for all tensors, like Transformer Engine's Adam, which core uses on a GPU."""
 
     def fused_adam(*args: Any, **kwargs: Any) -> tuple:
         function(*args, **kwargs)
-        return args[0], args[2], args[3]  # what it writes: parameters and moments
+        return args[0], args[2], args[3]  # the tensors that it writes: parameters and moments
 
     def run(*args: Any, **kwargs: Any) -> None:
         recorder.fused(fused_adam, args, kwargs)
@@ -328,7 +327,7 @@ def _adam(recorder: Recorder, function: Callable) -> Callable:
 
 
 def _rms_norm(recorder: Recorder, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None):
-    """CUDA's: saves its input and one number a row."""
+    """CUDA's RMSNorm, which saves its input and one number per row."""
     return _RmsNorm.apply(recorder, x, weight)
 
 

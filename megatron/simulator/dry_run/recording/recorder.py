@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches a step of the real program and writes down its trace: kernels, transfers, host copies, waits."""
+"""Records the trace of a step of the real program: kernels, transfers, host copies, waits."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from megatron.platform.simulated_cluster import UNKNOWN, Answer
 from megatron.simulator.cost.trace import Collective, HostCopy, Kernel, Phase, Trace, Transfer, Wait
 from megatron.training.report.tensor_memory import TensorMeter
 
-# The kernel that an operation is on a device: its FLOPs, and the bytes that it reads and writes.
-
+# --- operations as kernels: FLOPs, and bytes that they read and write ---
 
 aten = torch.ops.aten
 
@@ -34,7 +33,7 @@ def bytes_of(tensors: Any) -> int:
 
 
 def tensors_in(things: Any) -> list[Tensor]:
-    """All tensors in what an operation is given or returns."""
+    """All tensors in an operation's arguments or results."""
     if isinstance(things, Tensor):
         return [things]
     if isinstance(things, tuple | list):
@@ -60,7 +59,7 @@ MOVES_NOTHING = (
 
 @cache
 def moves_nothing(func: Any) -> bool:
-    """Whether an operation only makes views or memory."""
+    """Whether an operation only makes views or allocates memory."""
     if func.namespace == "prim" or func._schema.name.startswith(("aten::empty", "aten::detach", "aten::set_")):
         return True
     if func in MOVES_NOTHING:
@@ -70,7 +69,7 @@ def moves_nothing(func: Any) -> bool:
 
 
 def host_copy(func: Any, args: tuple, out: Any) -> HostCopy | None:
-    """A copy between a host buffer and the device."""
+    """The copy between a host buffer and the device that an operation is; None: it is another operation."""
     if func is aten.copy_.default:
         to, source = args[0], args[1]
     elif func is aten.clone.default:
@@ -88,7 +87,7 @@ def in_host(x: Tensor) -> bool:
     return torch._C._has_storage(x) and getattr(x.untyped_storage(), "is_host_buffer", False)
 
 
-# Of every overload: into a given sum, in place, of narrow matrices into a wide sum. The place of the first matrix.
+# Index of the first matrix among the arguments, for every overload.
 PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}
 GEMMS = {
     getattr(getattr(aten, name), overload): first
@@ -100,14 +99,14 @@ ATTENTION = ("_scaled_dot_product_", "_flash_attention_")
 
 
 def kernel(func: Any, args: tuple, kwargs: dict, out: Any) -> Kernel | None:
-    """Work of the compute stream."""
+    """The kernel that an operation runs on the compute stream; None: none."""
     name = called(func)
-    given = [value for name, value in kwargs.items() if name != "out"]  # which is what is returned
+    given = [value for name, value in kwargs.items() if name != "out"]  # "out" is the result
     tensors = [getattr(x, "_local_tensor", x) for x in tensors_in((args, given, out))]
     size = sum(x.numel() * x.element_size() for x in tensors)
     if not size:
         return None
-    if func in WRITES_ALONE:  # what is written over is not read
+    if func in WRITES_ALONE:  # the target is not read
         size -= tensors[0].numel() * tensors[0].element_size()
     if func in GEMMS:
         a, b = args[GEMMS[func] : GEMMS[func] + 2]
@@ -119,7 +118,7 @@ def kernel(func: Any, args: tuple, kwargs: dict, out: Any) -> Kernel | None:
 
 
 def _attention(func: Any, name: str, args: tuple, kwargs: dict, size: int) -> Kernel:
-    """Forward: (q, k, v, ...); backward: (dout, q, k, v, ...), all [b, heads, s, d]."""
+    """An attention kernel; forward: (q, k, v, ...); backward: (dout, q, k, v, ...), all [b, heads, s, d]."""
     given = dict(zip((x.name for x in func._schema.arguments), args)) | kwargs
     q, k = given["query"], given["key"]
     backward = "backward" in name
@@ -130,10 +129,9 @@ def _attention(func: Any, name: str, args: tuple, kwargs: dict, size: int) -> Ke
     return Kernel(name, "attention", flops, size, (rows, keys, batch * heads, head_dim), q.element_size(), backward)
 
 
-# What an operation of torch.distributed sends, over which axis of the grid.
+# --- operations of torch.distributed as transfers ---
 
-
-STAGES = "pp"  # stands for the pipeline's group among the names of groups
+STAGES = "pp"  # key of the pipeline's group among the names of groups
 
 
 @cache
@@ -142,7 +140,7 @@ def communicates(func: Any) -> bool:
 
 
 def sent(kind: Collective, size: int, ranks: int) -> int:
-    """Bytes a rank sends of a whole of ``size`` bytes; see :class:`Transfer`."""
+    """Bytes that a rank sends of a tensor of ``size`` bytes; see :class:`Transfer`."""
     if kind in ("all_gather", "reduce_scatter"):
         return size * (ranks - 1) // ranks
     if kind == "all_reduce":
@@ -151,10 +149,10 @@ def sent(kind: Collective, size: int, ranks: int) -> int:
 
 
 def transfer(func: Any, args: tuple, out: Any) -> tuple[Collective, ProcessGroup, int] | None:
-    """(kind, group, bytes) of a communication operation; of gathers and reductions, the bytes of the whole."""
+    """(kind, group, bytes) of a communication operation; for gathers and reductions, bytes of the complete tensor."""
     name = func._schema.name.split("::")[1]
     if name in ("barrier", "monitored_barrier_", "wait_tensor", "recv_", "recv_any_source_"):
-        return None  # a message is its sender's; of a ring see `received`
+        return None  # messages are recorded by their sender; for a ring's receives see `received`
     group = _group(args)
     if name.startswith(("allreduce", "all_reduce", "reduce_")) and "scatter" not in name:
         return "all_reduce", group, bytes_of(args[0])
@@ -164,7 +162,7 @@ def transfer(func: Any, args: tuple, out: Any) -> tuple[Collective, ProcessGroup
         return "all_gather", group, bytes_of(out if func.namespace == "_c10d_functional" else args[0])
     if name.startswith(("alltoall", "all_to_all")):
         return "all_to_all", group, _sent_to_others(args, group)
-    if name in ("scatter", "scatter_"):  # a part each, from rank 0
+    if name in ("scatter", "scatter_"):  # rank 0 sends each rank a part
         return "broadcast", group, bytes_of(args[1]) * (group.size() - 1) // group.size() if args[1] else 0
     if name.startswith("broadcast"):
         root = args[2] if len(args) > 2 and isinstance(args[2], int) else 0
@@ -175,12 +173,12 @@ def transfer(func: Any, args: tuple, out: Any) -> tuple[Collective, ProcessGroup
 
 
 def received(func: Any, args: tuple) -> tuple[ProcessGroup, int] | None:
-    """(group, bytes) of a receive, else None."""
+    """(group, bytes) of a receive; None: another operation."""
     return (_group(args), bytes_of(args[0])) if func._schema.name == "c10d::recv_" else None
 
 
 def _sent_to_others(args: tuple, group: ProcessGroup) -> int:
-    """alltoall_base_(out, in, group, out sizes, in sizes) or alltoall_(outs, ins, group)."""
+    """Bytes sent by alltoall_base_(out, in, group, out sizes, in sizes) or alltoall_(outs, ins, group)."""
     source = args[1]
     if isinstance(source, (list, tuple)):
         return bytes_of([x for rank, x in enumerate(source) if rank != group.rank()])
@@ -201,7 +199,7 @@ def _group(args: tuple) -> ProcessGroup:
 
 
 def axes_of(grid: Grid) -> dict[str, tuple[str, Group]]:
-    """The axis that each of this rank's process groups belongs to, by the group's name."""
+    """(axis, ranks) of each of this rank's process groups, by the group's name."""
     from megatron.core import parallel_state as ps
 
     tensor, ulysses, ring = grid.tensor.size, grid.ulysses.size, grid.ring.size
@@ -215,12 +213,12 @@ def axes_of(grid: Grid) -> dict[str, tuple[str, Group]]:
         ("ulysses", grid.ulysses.group, Group(ulysses, tensor)),
         ("ring", grid.ring.group, Group(ring, tensor * ulysses)),
     ]
-    found = {group.group_name: (axis, placement) for axis, group, placement in named if group is not None}
-    found[STAGES] = ("pp", pp)
-    for group in (ps.get_embedding_group(check_initialized=False),):
-        if group is not None and group.group_name not in found:
-            found[group.group_name] = ("pp", Group(group.size(), pp.stride * max(1, pp.size - 1)))
-    return found
+    axes = {group.group_name: (axis, placement) for axis, group, placement in named if group is not None}
+    axes[STAGES] = ("pp", pp)
+    group = ps.get_embedding_group(check_initialized=False)
+    if group is not None and group.group_name not in axes:
+        axes[group.group_name] = ("pp", Group(group.size(), pp.stride * max(1, pp.size - 1)))
+    return axes
 
 
 WHERE = torch.ops.prim.device.default
@@ -232,8 +230,8 @@ class _Hop:
 
     Attributes:
         receives: numbers of the receives that are not in the trace yet.
-        bytes: what these receives bring.
-        sends: the transfer whose excess covers receives that are in the trace.
+        bytes: of these receives.
+        sends: the transfer whose ``excess`` stands for receives that are in the trace.
     """
 
     axis: str = ""
@@ -244,9 +242,9 @@ class _Hop:
 
 
 class Recorder(TensorMeter):
-    """A :class:`TensorMeter` that also keeps the trace of what runs while it is active.
+    """A :class:`TensorMeter` that also records a trace while it is active.
 
-    It works on real tensors and process groups, where it only watches, and on fake ones.
+    It works with real tensors and process groups, without changing what they do, and with fake ones.
 
     Args:
         axes: name of the axis and ranks of each process group, by the group's name; see :func:`axes_of`.
@@ -268,13 +266,13 @@ class Recorder(TensorMeter):
         self._collectives = 0
         self._hop = _Hop()
         self._deferred: list[int] | None = None
-        self.attention = ""  # what attention kernels are called, in place of the operation that stands for them
-        self.answer: Answer | None = None  # asked before an operation is called
-        self.quiet = 0  # depth of regions whose operations are recorded as one, or by somebody else
+        self.attention = ""  # name of attention kernels, instead of the operation that simulates them
+        self.answer: Answer | None = None  # may return an operation's result without calling it
+        self.quiet = 0  # depth of regions whose operations the recorder ignores
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func is WHERE:  # half of all that fake tensors ask
+        if func is WHERE:  # half of the calls of fake tensors
             return self._call(func, args, kwargs)
         self.settle()
         out = self._call(func, args, kwargs)
@@ -288,7 +286,7 @@ class Recorder(TensorMeter):
         return func(*args, **kwargs) if out is UNKNOWN else out
 
     def note(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
-        """Write down one operation."""
+        """Record one operation."""
         if communicates(func):
             self._note_transfer(func, args, out)
         elif not moves_nothing(func):
@@ -300,27 +298,27 @@ class Recorder(TensorMeter):
                 self.trace.events.append(event)
 
     def written(self, to: Tensor) -> None:
-        """An operation would write into ``to``, and is somebody else's to record: it need not be called."""
+        """Account for a write into ``to`` by an operation that the caller records instead of calling it."""
         self.settle()
         self.see(to)
 
     def price(self, kernel: Kernel) -> None:
-        """Write down a kernel that does not run."""
+        """Record a kernel that does not run."""
         if not self.quiet:
             self.trace.events.append(kernel)
 
     def mark(self, phase: str) -> None:
-        """A phase begins."""
+        """Record that a phase begins."""
         self.trace.events.append(Phase(phase))
 
     @property
     def plain(self) -> bool:
-        """Whether operations are recorded as they are, each for itself."""
+        """Whether operations are recorded one by one, unchanged."""
         return self.history is not None and not self.quiet and not self.attention and self._deferred is None
 
     @property
-    def under_way(self) -> dict[int, int]:
-        """Tickets of collectives that nobody has waited for."""
+    def unfinished(self) -> dict[int, int]:
+        """Tickets of collectives that have not been waited for."""
         return dict(self._of_collective)
 
     def counts(self) -> tuple[int, int, int, int]:
@@ -335,7 +333,7 @@ class Recorder(TensorMeter):
         self.trace.events.append(Wait((ticket,)))
 
     def waited(self, collective: int) -> None:
-        """The collective of this number (1, 2, ... in the order of their starts) is waited for."""
+        """Record a wait for the collective of this number (1, 2, ... in the order of their starts)."""
         self.end_hop()
         ticket = self._of_collective.pop(collective, None)
         if ticket is None:
@@ -347,7 +345,7 @@ class Recorder(TensorMeter):
 
     @contextmanager
     def deferring(self) -> Iterator[list[int]]:
-        """Tickets that are waited for within are collected; whoever asks for them waits later."""
+        """Within, waits are not recorded; their tickets are collected so that the caller can wait later."""
         before, self._deferred = self._deferred, []
         try:
             yield self._deferred
@@ -355,14 +353,14 @@ class Recorder(TensorMeter):
             self._deferred = before
 
     def copy(self, direction: str, size: int) -> int:
-        """A host copy begins on a stream of its own; returns its ticket."""
+        """Record a host copy on a copy stream; returns its ticket."""
         ticket = self.ticket()
         self.trace.events.append(HostCopy(direction, size, ticket))
         return ticket
 
     @contextmanager
     def calling(self, attention: str) -> Iterator[None]:
-        """Attention kernels within are called so."""
+        """Within, attention kernels have this name."""
         before, self.attention = self.attention, attention
         try:
             yield
@@ -370,8 +368,8 @@ class Recorder(TensorMeter):
             self.attention = before
 
     @contextmanager
-    def hushed(self) -> Iterator[None]:
-        """Operations within are somebody else's to record; their memory counts."""
+    def muted(self) -> Iterator[None]:
+        """Within, operations are not recorded; their memory counts."""
         self.quiet += 1
         try:
             yield
@@ -379,23 +377,23 @@ class Recorder(TensorMeter):
             self.quiet -= 1
 
     def fused(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run ``function`` as the one kernel that it is on a GPU: what it makes on its way takes no memory."""
+        """Run ``function`` and record it as one kernel, without memory for its intermediate tensors."""
         self.settle()
         device = self._levels["device"]
         high, peak, begin = device.high, device.peak, len(self.history.events) if self.history else 0
-        with self.hushed():
+        with self.muted():
             out = function(*args, **kwargs)
         if not self.quiet:
             self.settle()
             device.peak, device.high = peak, max(high, device.now)
-            self._forget_passing(begin)
+            self._drop_temporaries(begin)
             tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
             size = bytes_of([getattr(x, "_local_tensor", x) for x in tensors])
             self.trace.events.append(Kernel(function.__name__, "memory", 0.0, size))
         return out
 
-    def _forget_passing(self, begin: int) -> None:
-        """Take out of the history what came and went since its event ``begin``."""
+    def _drop_temporaries(self, begin: int) -> None:
+        """Remove storages from the history that were both made and freed since its event ``begin``."""
         if self.history is None:
             return
         since, change = self.history.events[begin:], Counter()
@@ -414,11 +412,11 @@ class Recorder(TensorMeter):
                 self._hop.receives.append(self._collectives)
                 self._hop.axis, self._hop.group, self._hop.bytes = axis, placement, self._hop.bytes + size
             return
-        found = transfer(func, args, out)
-        if found is None:
+        described = transfer(func, args, out)
+        if described is None:
             return
-        kind, group, size = found
-        # Between two stages core sends some messages over the group of the whole world.
+        kind, group, size = described
+        # Between two stages core sends some messages over the group of all ranks.
         known = self.axes.get(group.group_name) or (self.axes.get(STAGES) if kind == "p2p" else None)
         axis, placement = known or ("other", Group(group.size()))
         if placement.size == 1:
@@ -428,10 +426,10 @@ class Recorder(TensorMeter):
         moved = Transfer(kind, axis, placement, sent(kind, size, placement.size), ticket)
         self.trace.events.append(moved)
         if kind == "p2p" and axis == self._hop.axis:
-            self._send_beside_receives(moved)
+            self._pair_with_receives(moved)
 
-    def _send_beside_receives(self, moved: Transfer) -> None:
-        """A hop's receives come before its sends, and travel at the same time: only what exceeds these takes longer."""
+    def _pair_with_receives(self, moved: Transfer) -> None:
+        """Merge a hop's receives, which are issued before its sends, into the send: only their excess takes longer."""
         hop = self._hop
         if hop.receives:
             moved.excess = max(0.0, hop.bytes - moved.bytes)
@@ -441,7 +439,7 @@ class Recorder(TensorMeter):
             hop.sends.excess = max(0.0, hop.sends.excess - moved.bytes)
 
     def end_hop(self) -> None:
-        """Receives of a hop in which nothing was sent are a transfer of their own."""
+        """End the current hop; its receives become a transfer if nothing was sent."""
         if not self._hop.axis:
             return
         hop, self._hop = self._hop, _Hop()

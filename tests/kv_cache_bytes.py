@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values that a rank keeps while a model generates."""
+"""Closed form of the memory for keys and values that a rank keeps during generation."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def cache_bytes(
     itemsize: int = 2,
     balance: str = "zigzag",
 ) -> int:
-    """``2 x layers x batch x rows x heads x head size x itemsize``, each as one rank has it.
+    """Bytes of one rank: ``2 x layers x batch x rows x heads x head size x itemsize``.
 
-    Rows are about ``(prompt + new tokens) / Ring``, heads ``KV heads / (TP x Ulysses)``, at least 1; the plans of the
-    layers themselves say what is kept exactly.
+    Rows are about ``(prompt + new tokens) / Ring``, heads are ``KV heads / (TP x Ulysses)``, at least 1. The exact
+    numbers come from the plans that the layers themselves use.
 
     Args:
-        grid: seen from that rank (``Grid.at``); layers are cut evenly over its pipeline.
+        grid: as the rank sees it (``Grid.at``); its pipeline stages hold the same number of layers.
         prompt: tokens of the longest prompt of the batch.
         new_tokens: longest answer; its last token is not kept.
-        batch: prompts at once.
-        itemsize: bytes of a number.
+        batch: prompts that are answered at the same time.
+        itemsize: bytes of one number.
     """
     unit = length_unit(grid.ulysses.size, grid.ring.size, balance)
     layout = SequenceLayout(-(-prompt // unit) * unit, grid, balance)
