@@ -233,8 +233,8 @@ def uncertain_words(plan: Plan, problem: Problem) -> str:
     if not shares or slow - fast < 0.01 * plan.seconds:
         return ""
     return (
-        f"Published runs on {machine.name} reach different shares of its benchmark rates ({shares}; docs/inside/published-runs.md): "
-        f"with these a step takes {duration(fast)} to {duration(slow)}"
+        f"Published runs on {machine.name} reach different shares of its benchmark rates ({shares}; "
+        f"docs/inside/published-runs.md): with these a step takes {duration(fast)} to {duration(slow)}"
     )
 
 
