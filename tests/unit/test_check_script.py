@@ -131,7 +131,7 @@ torchrun --nproc_per_node $M pretrain_gpt.py {MODEL} $N
     code, text = check(capsys, "count.sh")
     assert code == 0 and "--num-layers 6\n" in text and "(4 processes)" in text
     assert "python -c 'import torch; print(torch.__version__)': its output is unknown here" in text
-    assert not (desk / "made").exists() and text.count("what it prints is unknown") == 2
+    assert not (desk / "made").exists() and text.count("its output is unknown") == 2
     code, text = check(capsys, "--trust-script", "count.sh")  # without the kernel's confinement nobody's code runs
     assert code == 2 and "--num-layers: the script's variable N is empty" in text and "--nproc_per_node" in text
 
