@@ -76,7 +76,7 @@ def test_scripts_that_start_nothing(desk: Path, capsys: pytest.CaptureFixture[st
 def test_another_program_is_named(desk: Path, capsys: pytest.CaptureFixture[str]):
     (desk / "tune.sh").write_text("python finetune_llama.py --num-layers 2")
     code, text = check(capsys, "tune.sh")
-    assert code == 2 and "finetune_llama.py is another program: its flags are read as pretrain_gpt.py's" in text
+    assert code == 2 and "finetune_llama.py is another program: only its flags are checked" in text
 
 
 MODEL = "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 " \
