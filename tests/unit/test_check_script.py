@@ -76,7 +76,7 @@ def test_scripts_that_start_nothing(desk: Path, capsys: pytest.CaptureFixture[st
 def test_another_program_is_named(desk: Path, capsys: pytest.CaptureFixture[str]):
     (desk / "tune.sh").write_text("python finetune_llama.py --num-layers 2")
     code, text = check(capsys, "tune.sh")
-    assert code == 2 and "finetune_llama.py is another program: its flags are read as pretrain_gpt.py's" in text
+    assert code == 2 and "finetune_llama.py is another program: only its flags are checked" in text
 
 
 MODEL = "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 " \
@@ -131,7 +131,7 @@ torchrun --nproc_per_node $M pretrain_gpt.py {MODEL} $N
     code, text = check(capsys, "count.sh")
     assert code == 0 and "--num-layers 6\n" in text and "(4 processes)" in text
     assert "python -c 'import torch; print(torch.__version__)': its output is unknown here" in text
-    assert not (desk / "made").exists() and text.count("what it prints is unknown") == 2
+    assert not (desk / "made").exists() and text.count("its output is unknown") == 2
     code, text = check(capsys, "--trust-script", "count.sh")  # without the kernel's confinement nobody's code runs
     assert code == 2 and "--num-layers: the script's variable N is empty" in text and "--nproc_per_node" in text
 
