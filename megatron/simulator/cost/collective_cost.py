@@ -260,21 +260,21 @@ def _one_rate(kind: str, size: int, where: Placement, machine: Machine) -> Line:
     return Line("ring", _start(kind, where, machine) + latency, rate)
 
 
-def _lines(kind: str, size: int, where: Placement, machine: Machine, ways: Collectives) -> Iterator[Line]:
+def _lines(kind: str, size: int, where: Placement, machine: Machine, algorithms: Collectives) -> Iterator[Line]:
     reduces = kind == "all_reduce"
     tensor = size / (2 * (size - 1)) if reduces else size / (size - 1)  # bytes of the tensor per byte that a ring sends
     nodes, passes = where.nodes, 2 if reduces else 1
     plain = bandwidth(where, machine)
     # Latency in excess of the links of NCCL's table. Simple's fence adds it a second time.
-    near = max(0.0, machine.link.latency - ways.ring_ll.step)
-    slower = max(0.0, machine.network.latency - ways.ring_ll.hop)
-    for name, ring, tree in ways.protocols():
+    near = max(0.0, machine.link.latency - algorithms.ring_ll.step)
+    slower = max(0.0, machine.network.latency - algorithms.ring_ll.hop)
+    for name, ring, tree in algorithms.protocols():
         simple = name == "simple"
         fences = 2 if simple else 1
         if ring:
             step, hop = ring.step, ring.hop
             if nodes > 1:
-                step = max(step, ways.post * (3 if simple else 1))
+                step = max(step, algorithms.post * (3 if simple else 1))
                 apart = tree.hop if tree else LL128_TREE_HOP  # as in NCCL's table, for one rank per node
                 hop = (apart if where.most == 1 else ring.hop) + fences * slower
             latency = ring.start + passes * ((size - nodes) * (step + fences * near) + (nodes - 1) * hop)
@@ -288,25 +288,27 @@ def _lines(kind: str, size: int, where: Placement, machine: Machine, ways: Colle
             step, hop = tree.step + fences * near, tree.hop + fences * slower
             latency = tree.start + 2 * ((where.most - 1) * step + log2(nodes) * hop)
             yield Line(f"tree {name}", latency, rate, FILLED[name], tensor)
-    if reduces and nodes == 1 and size > 2 and ways.nvls:
-        yield Line("nvls", ways.nvls.start + ways.nvls.step + 2 * near, tensor / (plain * ways.nvls.share))
-    if reduces and nodes > 1 and where.fewest > 1 and ways.nvls_tree:
-        yield _nvls_tree(size, where, machine, ways.nvls_tree, near, slower)
-    if not reduces and where.most == 1 and ways.pat and kind != "broadcast":
-        latency = ways.pat.start + log2(size) * (ways.pat.hop + slower) + size * ways.pat.step
-        yield Line("pat", latency, 1 / _capped(plain, ways.pat, nodes))
+    if reduces and nodes == 1 and size > 2 and algorithms.nvls:
+        yield Line(
+            "nvls", algorithms.nvls.start + algorithms.nvls.step + 2 * near, tensor / (plain * algorithms.nvls.share)
+        )
+    if reduces and nodes > 1 and where.fewest > 1 and algorithms.nvls_tree:
+        yield _nvls_tree(size, where, machine, algorithms.nvls_tree, near, slower)
+    if not reduces and where.most == 1 and algorithms.pat and kind != "broadcast":
+        latency = algorithms.pat.start + log2(size) * (algorithms.pat.hop + slower) + size * algorithms.pat.step
+        yield Line("pat", latency, 1 / _capped(plain, algorithms.pat, nodes))
 
 
-def _nvls_tree(size: int, where: Placement, machine: Machine, way: Algorithm, near: float, slower: float) -> Line:
+def _nvls_tree(size: int, where: Placement, machine: Machine, algorithm: Algorithm, near: float, slower: float) -> Line:
     """The slower of the switches' sums and the tree between nodes decides the rate."""
-    inside = machine.link.bandwidth * machine.calibration.link * way.between
+    inside = machine.link.bandwidth * machine.calibration.link * algorithm.between
     sent = 2 * (size - 1) / size  # bytes that a ring sends per byte of the tensor
     cards = machine.network.bandwidth * machine.calibration.network * where.cards(machine.calibration.interleaved)
     rate = min(inside, (2 if where.nodes == 2 else 1) * cards / sent)
-    latency = way.start + way.step + 2 * near + 2 * log2(where.nodes) * (way.hop + 2 * slower)
+    latency = algorithm.start + algorithm.step + 2 * near + 2 * log2(where.nodes) * (algorithm.hop + 2 * slower)
     return Line("nvls tree", latency, 1 / (sent * rate), FILLED["simple"], 1 / sent)
 
 
-def _capped(plain: float, way: Algorithm, nodes: int) -> float:
-    share = way.share if nodes == 1 else way.between
-    return min(share * plain, way.limits[min(nodes, 3) - 1])
+def _capped(plain: float, algorithm: Algorithm, nodes: int) -> float:
+    share = algorithm.share if nodes == 1 else algorithm.between
+    return min(share * plain, algorithm.limits[min(nodes, 3) - 1])

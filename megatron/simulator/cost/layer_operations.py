@@ -260,9 +260,9 @@ def streamed(
     by_keys = a.ring > 1 or goes_by_keys(a.heads, a.kv_heads, BF16)
     reads, writes = (4, 2) if by_keys else (2, 1)
     reads += strategy.recompute == "full"
-    for direction, there, back in (("to_device", 1, reads), ("to_host", 1, writes)):
-        forward = spread_evenly(forward, HostCopy(direction, there * state))
-        backward = spread_evenly(backward, HostCopy(direction, back * state))
+    for direction, count in (("to_device", reads), ("to_host", writes)):
+        forward = spread_evenly(forward, HostCopy(direction, state))
+        backward = spread_evenly(backward, HostCopy(direction, count * state))
     return forward, backward
 
 

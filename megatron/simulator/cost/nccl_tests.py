@@ -135,20 +135,20 @@ def fields(runs: list[Run], machine: Machine) -> dict[str, Any]:
                 "gpus in a file of your own"
             )
     calibration: dict[str, float] = {}
-    ways: dict[str, dict[str, float]] = {}
+    algorithms: dict[str, dict[str, float]] = {}
     order = {"all_gather": 0, "reduce_scatter": 0, "p2p": 1}  # all_reduce and all_to_all build on these
     for run in sorted(runs, key=lambda run: (_nodes(run, machine), order.get(run.kind, 2))):
-        shares, name, way = _shares(run, machine)
+        shares, name, algorithm = _shares(run, machine)
         calibration |= shares
         if name:
-            ways.setdefault(name, {}).update(way)
-        machine = with_figures(machine, shares, {name: way} if name else {})
+            algorithms.setdefault(name, {}).update(algorithm)
+        machine = with_figures(machine, shares, {name: algorithm} if name else {})
     for run in runs:
-        for name, way in _starts(run, machine).items():
-            ways.setdefault(name, {}).update(way)
-            machine = with_figures(machine, {}, {name: way})
+        for name, algorithm in _starts(run, machine).items():
+            algorithms.setdefault(name, {}).update(algorithm)
+            machine = with_figures(machine, {}, {name: algorithm})
     figures: dict[str, Any] = {"calibration": calibration} if calibration else {}
-    return figures | ({"collectives": ways} if ways else {})
+    return figures | ({"collectives": algorithms} if algorithms else {})
 
 
 def compare(run: Run, machine: Machine) -> list[tuple[float, float, float, str]]:
@@ -162,9 +162,9 @@ def _price(run: Run, machine: Machine) -> Price:
     return price_of(run.kind, run.ranks, 1, replace(machine, gpus=run.ranks // run.nodes) if run.nodes else machine)
 
 
-def with_figures(machine: Machine, shares: dict[str, float], ways: dict[str, dict[str, float]]) -> Machine:
+def with_figures(machine: Machine, shares: dict[str, float], algorithms: dict[str, dict[str, float]]) -> Machine:
     known = machine.collectives
-    given = {name: replace(getattr(known, name), **figures) for name, figures in ways.items()}
+    given = {name: replace(getattr(known, name), **figures) for name, figures in algorithms.items()}
     return replace(
         machine,
         calibration=replace(machine.calibration, **shares),
@@ -178,13 +178,13 @@ def _nodes(run: Run, machine: Machine) -> int:
 
 def _shares(run: Run, machine: Machine) -> tuple[dict[str, float], str, dict[str, float]]:
     """(shares for the calibration, name of an algorithm, its share) that give the bandwidth of the largest message."""
-    nodes, kept, ways = _nodes(run, machine), machine.calibration, machine.collectives
+    nodes, kept, algorithms = _nodes(run, machine), machine.calibration, machine.collectives
     link, network, each = machine.link.bandwidth, machine.network.bandwidth, run.ranks // nodes
-    if run.kind == "all_reduce" and ways and run.ranks > 2 and each > 1:
+    if run.kind == "all_reduce" and algorithms and run.ranks > 2 and each > 1:
         tensor = run.bus * run.ranks / (2 * (run.ranks - 1))
-        if nodes == 1 and ways.nvls:
+        if nodes == 1 and algorithms.nvls:
             return {}, "nvls", {"share": _share(run, machine, tensor / (link * kept.link))}
-        if nodes == 2 and ways.nvls_tree:
+        if nodes == 2 and algorithms.nvls_tree:
             return {}, "nvls_tree", {"between": _share(run, machine, tensor / (link * kept.link))}
     if nodes == 1:
         name = {"all_to_all": "all_to_all", "p2p": "p2p"}.get(run.kind, "link")

@@ -86,8 +86,8 @@ def _files_are_there(config: Config) -> bool:
     data = config.data
     if data.tokenizer_type == "GPT2BPETokenizer":
         return all(path and os.path.isfile(path) for path in (data.vocab_file, data.merge_file))
-    there = os.path.isdir if data.tokenizer_type == "HuggingFaceTokenizer" else os.path.isfile
-    return bool(data.tokenizer_model) and there(data.tokenizer_model)
+    exists = os.path.isdir if data.tokenizer_type == "HuggingFaceTokenizer" else os.path.isfile
+    return bool(data.tokenizer_model) and exists(data.tokenizer_model)
 
 
 def _named(config: Config) -> Iterator[tuple[str, int]]:

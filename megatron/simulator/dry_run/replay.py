@@ -258,9 +258,9 @@ class Player:
 
     def is_steady(self, before: State, tickets: int) -> bool:
         """Whether all streams are as far ahead of compute as in the state ``before``."""
-        here, there = self.state(tickets).ahead, before.ahead
+        now, then = self.state(tickets).ahead, before.ahead
         tolerance = 1e-9 * (self.now - before.now)
-        return all(abs(here.get(what, 0.0) - there.get(what, 0.0)) <= tolerance for what in {*here, *there})
+        return all(abs(now.get(what, 0.0) - then.get(what, 0.0)) <= tolerance for what in {*now, *then})
 
     def skip(self, before: State, times: int, tickets: int) -> None:
         """Repeat everything since ``before`` another ``times`` times."""

@@ -165,7 +165,7 @@ Event = dict[str, Any]
 
 
 def write_trace(result: DryRun, path: str | Path, most: int = MOST_EVENTS) -> None:
-    """Writes ``path``, compressed where it ends in .gz; with at most ``most`` kernels, transfers and copies.
+    """Write ``path``, compressed if it ends in .gz, with at most ``most`` kernels, transfers and copies.
 
     Raises:
         OSError: it cannot be written.
@@ -185,8 +185,10 @@ def _write(file: TextIO, about: Event, events: Iterator[Event]) -> None:
 
 
 def shown(result: DryRun, most: int) -> tuple[list[int], int]:
-    """The ranks in the trace, and how many of a rank's passes at its begin and again at its end have their kernels,
-    perhaps none; all ranks of a stage are alike, so one of each is left out last."""
+    """(ranks in the trace, number of a rank's first passes, and of its last ones, that have details).
+
+    All ranks of a stage are the same, so the trace is first reduced to one rank per stage, then details are left out.
+    """
     stages, world = len(result.step.stages), result.world_size
     sizes = [[len(one.done.spans) for one in row] for row in result.step.stages]
     if sum(map(sum, sizes)) * (world // stages) <= most:

@@ -113,8 +113,8 @@ def host_copy(size: int, device: torch.device, window: float) -> tuple[float, fl
     """
     cuda = device.type == "cuda"
     host, tiny = (torch.zeros(n, dtype=torch.uint8, pin_memory=cuda) for n in (size, 8))
-    there, dot = (torch.ones(n, dtype=torch.uint8, device=device) for n in (size, 8))
-    pairs = ((there, host), (host, there)) if cuda else ((there, host),)
+    buffer, dot = (torch.ones(n, dtype=torch.uint8, device=device) for n in (size, 8))
+    pairs = ((buffer, host), (host, buffer)) if cuda else ((buffer, host),)
     slowest = max(seconds_of(partial(to.copy_, of, non_blocking=True), device, window) for to, of in pairs)
 
     def copy_tiny() -> None:

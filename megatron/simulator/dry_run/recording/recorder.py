@@ -76,10 +76,10 @@ def host_copy(func: Any, args: tuple, out: Any) -> HostCopy | None:
         to, source = out, args[0]
     else:
         return None
-    there, here = in_host(to), in_host(source)
-    if there == here:
+    to_host, from_host = in_host(to), in_host(source)
+    if to_host == from_host:
         return None
-    return HostCopy("to_host" if there else "to_device", to.numel() * to.element_size())
+    return HostCopy("to_host" if to_host else "to_device", to.numel() * to.element_size())
 
 
 def in_host(x: Tensor) -> bool:
