@@ -76,7 +76,8 @@ def start(recipe: dict[str, Any], folder: Path, stand_ins: Path, step: bool = Tr
             ranks = processes // (parallel.tensor_model_parallel_size * (parallel.context_parallel_size or 1))
             batches = ranks // parallel.pipeline_model_parallel_size * simulated.data.micro_batch_size
             simulated.data.rampup_batch_size = None
-            simulated.data.global_batch_size = batches * parallel.pipeline_model_parallel_size
+            group = parallel.microbatch_group_size_per_virtual_pipeline_stage or 1
+            simulated.data.global_batch_size = batches * max(parallel.pipeline_model_parallel_size, group)
             run_job((simulated, processes, processes - 1, vocab_size, load(GPU), False))
 
 

@@ -7,6 +7,7 @@ contents are not. With :func:`fake_tensors`, tensors have shapes and no memory.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -254,7 +255,7 @@ def simulated_world(world_size: int, rank: int = 0) -> Iterator[None]:
             grid = cp.initialize_grid(tensor=8, ulysses=8, ring=4, pipeline=4)
 
     If ranks gather objects, each of them is this rank's own. At the end torch.distributed and megatron-core are not
-    initialized, as before, and the random states are restored.
+    initialized, as before. The random states, PyTorch's deterministic mode and the environment are restored.
 
     Raises:
         ValueError: there is no such rank.
@@ -270,6 +271,8 @@ def simulated_world(world_size: int, rank: int = 0) -> Iterator[None]:
             "this process is already part of a torch.distributed world: run the simulation in another process"
         )
     random_states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    deterministic = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    environment = dict(os.environ)
     before = dict(vars(parallel_state))  # core keeps its groups in this module; destroy_model_parallel forgets some
     create_group = parallel_state.create_group
 
@@ -295,6 +298,10 @@ def simulated_world(world_size: int, rank: int = 0) -> Iterator[None]:
         rerun_state_machine.destroy_rerun_state_machine()
         for restore, state in zip((random.setstate, np.random.set_state, torch.set_rng_state), random_states):
             restore(state)
+        torch.use_deterministic_algorithms(deterministic[0])  # --deterministic-mode sets these for its process
+        torch.utils.deterministic.fill_uninitialized_memory = deterministic[1]
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 @contextmanager

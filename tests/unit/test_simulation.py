@@ -130,3 +130,12 @@ def test_groups_of_16384_ranks_in_five_seconds():
             assert grid.data.size == 16 and grid.world_size == 16384
         seconds.append(time.process_time() - start)
     assert min(seconds) < 5, seconds
+
+
+def test_a_deterministic_run_leaves_later_ones_as_they_were(monkeypatch):
+    monkeypatch.setenv("KEPT", "1")
+    with simulated_world(2):
+        torch.use_deterministic_algorithms(True)
+        os.environ |= {"NCCL_ALGO": "Ring", "KEPT": "2"}
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert "NCCL_ALGO" not in os.environ and os.environ["KEPT"] == "1"
