@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A simulated world: real grids of ranks that do not exist."""
 
+import os
 import time
 
 import pytest
