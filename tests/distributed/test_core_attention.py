@@ -227,7 +227,7 @@ def chunked_layer_with(name, value):
     layer = model.decoder.layers[0]
     x = torch.randn(job.runtime.layout.local_length, 1, 32)
     layer(x)
-    with pytest.raises(ValueError, match=f"takes no {name}"):
+    with pytest.raises(ValueError, match=f"does not support {name}"):
         layer(x, None, **{name: value})
 
 

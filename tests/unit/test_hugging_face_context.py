@@ -64,7 +64,7 @@ def test_a_copy_has_weights_of_its_own():
 def test_after_a_refusal_the_model_is_as_before():
     own = tiny_model("gemma2")
     before = state_of(own)
-    with pytest.raises(ValueError, match="Gemma2DecoderLayer is another"):
+    with pytest.raises(ValueError, match="Gemma2DecoderLayer is different"):
         parallelize(own, GRID, seq_length=LENGTH, fpdt=Fpdt(16))
     assert state_of(own) == before
 
