@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from megatron.training.report.memory_profile import draw, peak_of, read, readable
+from megatron.training.report.memory_picture import draw, peak_of, read, readable
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -11,12 +11,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from megatron.platform.processes import follow_launcher
 from megatron.training.arguments.argv import take_ranks
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.dry_run_flags import leaves
 from megatron.training.arguments.elastic import Fastest
 from megatron.training.arguments.parser import parse
+from megatron.training.launcher import follow_launcher
 from megatron.training.refusal import Refusal, one_line
 
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130

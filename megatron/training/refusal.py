@@ -213,3 +213,8 @@ def together(action: Callable[[], T]) -> T:
         refusal.everywhere = True
         raise refusal
     return result
+
+
+def some(names: list[str]) -> str:
+    """The first three of ``names``, for a message."""
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -323,7 +323,7 @@ def refusals():
         cp.attention(q, k, v, layout=layout, mask=cp.MaskFunction(lambda q, k: q - k))
     with pytest.raises(ValueError, match="query block 1 needs one"):
         cp.attention(q, k, v, layout=layout, mask=cp.BlockSparse(96, cp.BlockList(((0,),)), LENGTH))
-    with pytest.raises(ValueError, match="balance documents"):
+    with pytest.raises(ValueError, match="need balance=documents"):
         cp.SequenceLayout(LENGTH, layout.grid, document_ends=ENDS)
 
 

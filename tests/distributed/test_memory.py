@@ -44,7 +44,7 @@ def train_and_count(flags: str, folder: str) -> dict[str, Any]:
     ],
 )
 def test_bytes_by_kind_are_those_of_the_buffers(pool, tmp_path, flags, bytes_a_number):
-    from megatron.training.report.memory_profile import peak_of, read
+    from megatron.training.report.memory_picture import peak_of, read
 
     ranks = 2 * (1 + ("pipeline" in flags))
     counted = pool.run(train_and_count, ranks, flags, str(tmp_path))

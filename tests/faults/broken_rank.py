@@ -20,9 +20,9 @@ def no_memory_left() -> None:
 
 
 def main() -> int:
-    import pretrain_llama
     from megatron.training import loop, step
     from megatron.training import watch as watching
+    from megatron.training.arguments.models import LLAMA_DEFAULTS
     from megatron.training.checkpoint import save_job
     from megatron.training.pretrain import main as program
 
@@ -49,7 +49,7 @@ def main() -> int:
 
         loop.train_step, step.sum_of_losses, watching.Watch.judge = train_step, sum_of_losses, judge
         save_job.Save.write = write_file
-    return program(sys.argv[3:], pretrain_llama.LLAMA)
+    return program(sys.argv[3:], LLAMA_DEFAULTS)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 def main() -> int:
-    import pretrain_llama
+    from megatron.training.arguments.models import LLAMA_DEFAULTS
     from megatron.training.pretrain import main as program
 
     clock, draw = time.time, random.Random(0)
     time.time = lambda: clock() + draw.uniform(-3e8, 3e8)
     time.time_ns = lambda: int(time.time() * 1e9)
-    return program(sys.argv[1:], pretrain_llama.LLAMA)
+    return program(sys.argv[1:], LLAMA_DEFAULTS)
 
 
 if __name__ == "__main__":

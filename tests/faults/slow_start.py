@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 def main() -> int:
     import numpy as np
 
-    import pretrain_llama
+    from megatron.training.arguments.models import LLAMA_DEFAULTS
     from megatron.training.pretrain import main as program
 
     save, mark = np.save, Path(sys.argv[1])
@@ -26,7 +26,7 @@ def main() -> int:
         time.sleep(0.0 if os.environ.get("QUICK") else 60.0)
 
     np.save = save_slowly
-    return program(sys.argv[2:], pretrain_llama.LLAMA)
+    return program(sys.argv[2:], LLAMA_DEFAULTS)
 
 
 if __name__ == "__main__":

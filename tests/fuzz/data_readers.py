@@ -35,7 +35,7 @@ from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.evaluation.haystack import read_ids
 from megatron.training.model.attention_rule import sparse_pattern
 from megatron.training.refusal import Refusal, Refusals
-from megatron.training.report import memory_profile
+from megatron.training.report import memory_picture
 from tests.fuzz import mutations
 from tests.fuzz.harness import Reader
 from tools import compare_trace, plot_run, trace_alignment
@@ -377,11 +377,11 @@ PROFILE = {
 
 
 def profile(folder: Path) -> None:
-    found = memory_profile.read(folder / "file")
-    memory_profile.peak_of(found)
-    seconds, sizes = memory_profile.series(found)
+    found = memory_picture.read(folder / "file")
+    memory_picture.peak_of(found)
+    seconds, sizes = memory_picture.series(found)
     for by in ("time", "events"):
-        memory_profile._positions(found, seconds, by)
+        memory_picture._positions(found, seconds, by)
 
 
 def logged(folder: Path) -> None:

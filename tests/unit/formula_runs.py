@@ -102,7 +102,7 @@ def measure(case: Case) -> Measured:
     from megatron.simulator.dry_run.one_rank import run_rank
     from megatron.simulator.machines.machine_file import load
     from megatron.training.arguments.parser import parse
-    from megatron.training.report.memory_profile import KINDS, series
+    from megatron.training.report.memory_picture import KINDS, series
 
     shape, ranks = case.workload.shape, case.strategy.ranks
     config = parse(flags(case), dict(GPT if shape.positions else LLAMA), ranks)

@@ -19,7 +19,7 @@ from megatron.simulator.machines.machine import Calibration, Machine
 from megatron.simulator.machines.machine_file import load
 from megatron.training.arguments.parser import parse
 from megatron.training.pretrain import main
-from megatron.training.report.memory_profile import readable
+from megatron.training.report.memory_picture import readable
 from tests.distributed.training_runs import LLAMA
 
 TINY = (

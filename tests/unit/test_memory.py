@@ -16,16 +16,8 @@ from hypothesis import strategies as st
 
 from megatron.training.arguments.config import Config
 from megatron.training.refusal import Refusal
-from megatron.training.report.memory_profile import (
-    COLUMNS,
-    KINDS,
-    MemoryProfile,
-    check_profile,
-    draw,
-    peak_of,
-    read,
-    series,
-)
+from megatron.training.report.memory_picture import COLUMNS, KINDS, draw, peak_of, read, series
+from megatron.training.report.memory_profile import MemoryProfile, check_profile
 from megatron.training.report.tensor_memory import PeakBytes, TensorMeter
 from tests.properties import examples
 from tests.unit.test_refusals import GOOD, MOCK, pretrain, refused

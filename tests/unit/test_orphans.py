@@ -21,7 +21,7 @@ subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True).wa
 """
 WORKER = """
 import multiprocessing, os, subprocess, sys, time
-from megatron.platform.processes import follow_launcher
+from megatron.training.launcher import follow_launcher
 follow_launcher({launched})
 fork = multiprocessing.get_context("fork").Process(target=time.sleep, args=(300,))
 fork.start()

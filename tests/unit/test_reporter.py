@@ -15,7 +15,7 @@ import torch
 from megatron.training.arguments.parser import parse
 from megatron.training.features import bad_batches
 from megatron.training.report import memory_profile, reporter
-from megatron.training.report.memory_profile import DEVICE_KINDS, KINDS
+from megatron.training.report.memory_picture import DEVICE_KINDS, KINDS
 from tests.unit.test_refusals import GOOD, MOCK
 
 STEPS = 40

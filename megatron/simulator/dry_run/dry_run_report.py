@@ -19,7 +19,7 @@ from megatron.simulator.dry_run.allocation.reserved import needed_by_setting, ru
 from megatron.simulator.dry_run.dry_run import DryRun, RankReport
 from megatron.simulator.dry_run.replay import duration
 from megatron.training.refusal import Refusal
-from megatron.training.report.memory_profile import DEVICE_KINDS, draw, readable
+from megatron.training.report.memory_picture import DEVICE_KINDS, draw, readable
 
 LABELS = {"default": "reserved by PyTorch", "expandable_segments": "reserved, expandable segments"}
 

@@ -33,7 +33,8 @@ from megatron.training.arguments.models import vocabulary
 from megatron.training.arguments.validate.check_data import WITHOUT_FILES
 from megatron.training.data.tokenizer import SENTENCEPIECE, build_tokenizer, check_vocab
 from megatron.training.refusal import Refusal
-from megatron.training.report.memory_profile import DEVICE_KINDS, Profile, series
+from megatron.training.report.memory_picture import DEVICE_KINDS, series
+from megatron.training.report.memory_profile import Profile
 from megatron.training.report.tensor_memory import History
 
 # --- the vocabulary size of a dry run ---

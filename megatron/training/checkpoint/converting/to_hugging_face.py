@@ -29,13 +29,12 @@ from megatron.training.checkpoint.hugging_face.safetensors_folder import (
     dtype_name,
     new_folder,
     one_process,
-    some,
     write_json,
 )
 from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.checkpoint.megatron_lm.megatron_args import model_of, namespace
 from megatron.training.checkpoint.megatron_lm.places import TRACKER, is_hugging_face
-from megatron.training.refusal import Refusal
+from megatron.training.refusal import Refusal, some
 
 with warnings.catch_warnings():  # core reports at import that apex is missing
     warnings.simplefilter("ignore")

@@ -17,8 +17,8 @@ from megatron.training.arguments.config import ModelConfig
 from megatron.training.arguments.models import derive_shape
 from megatron.training.checkpoint.hugging_face import llama_settings, llama_weights, safetensors_folder
 from megatron.training.checkpoint.hugging_face.llama_weights import Piece
-from megatron.training.checkpoint.hugging_face.safetensors_folder import IGNORED, LM_HEAD, Entry, Header, some
-from megatron.training.refusal import Refusal
+from megatron.training.checkpoint.hugging_face.safetensors_folder import IGNORED, LM_HEAD, Entry, Header
+from megatron.training.refusal import Refusal, some
 
 EPSILON = 1e-5
 LLAMAS = {

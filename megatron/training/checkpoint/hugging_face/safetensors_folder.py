@@ -313,8 +313,3 @@ def cause(error: BaseException) -> BaseException:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return next(name for name, known in DTYPES.items() if known == dtype)
-
-
-def some(names: list[str]) -> str:
-    """The first three names."""
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -20,12 +20,11 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 from megatron.training.arguments.config import Config
-from megatron.training.checkpoint.hugging_face.safetensors_folder import some
 from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.checkpoint.megatron_lm.megatron_args import model_described, model_of, namespace
 from megatron.training.checkpoint.megatron_lm.source import STATE, Buckets, Saved, Source, weights_in, without_layer
 from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensors, WholeTensors
-from megatron.training.refusal import Refusal, together
+from megatron.training.refusal import Refusal, some, together
 
 DISTRIBUTED = "optimizer.distributed."  # prefix of keys that belong to one data-parallel group
 NEUTRAL = {"wd_mult": 1.0, "lr_mult": 1.0}  # defaults of a parameter group; all other identifiers default to False
