@@ -5,7 +5,7 @@
 import sys
 
 from megatron.simulator.dry_run.command import simulate
-from megatron.simulator.planner.search import fastest
+from megatron.simulator.planner import fastest
 from megatron.training.pretrain import main
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 import sys
 
 from megatron.simulator.dry_run.command import simulate
-from megatron.simulator.planner.search import fastest
+from megatron.simulator.planner import fastest
 from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.pretrain import main
 
