@@ -16,7 +16,6 @@ PARQUET = ["pyarrow>=18,<27"]
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.27,<2", "ruff>=0.6"]
 
 
-
 class WithPrograms(build_py):
     """A wheel holds tools/ and the training programs too, as files that longcontext.py runs."""
 

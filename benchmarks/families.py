@@ -30,8 +30,7 @@ sys.path.insert(0, str(ROOT))
 import megatron.core.parallel_state  # noqa: E402, F401 - imported once, before the ranks are forked
 
 from benchmarks.forked_ranks import on_ranks  # noqa: E402
-from tests.families import FAMILIES  # noqa: E402
-from tests.family_outcomes import outcome  # noqa: E402
+from tests.families import FAMILIES, outcome  # noqa: E402
 
 PAGE = ROOT / "docs" / "use" / "hugging-face.md"
 RESULTS = ROOT / "tests" / "distributed" / "data" / "families.jsonl"

@@ -4,7 +4,7 @@
 
     python scripts/folder_map.py
 
-tests/unit/test_docs_site.py checks that the page is up to date.
+tests/unit/test_docs.py checks that the page is up to date.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ settings.load_profile("ci")  # --hypothesis-profile comes later, and wins
 LEFT = pytest.StashKey[dict[str, int]]()
 SLOW = {  # of tests/unit: not in --quick, but for tests that say ``quick``
     "test_dry_run.py",
-    "test_estimate_seconds.py",
+    "test_whole_step.py",
     "test_examples.py",
     "test_formulas.py",
     "test_gpu_benchmark.py",
@@ -31,11 +31,11 @@ SLOW = {  # of tests/unit: not in --quick, but for tests that say ``quick``
     "test_memory.py",
     "test_planner.py",
     "test_preprocess.py",
-    "test_ranks.py",
+    "test_elastic.py",
     "test_refusals.py",
     "test_reproduce_measure.py",
     "test_rope_kernel.py",
-    "test_traffic.py",
+    "test_plot_run.py",
     "test_triton_compile.py",
 }
 

@@ -17,8 +17,7 @@ import torch
 
 from benchmarks.gpu.pictures import draw_all
 from benchmarks.gpu.report import write_report
-from benchmarks.gpu.sizes import GPU, TINY
-from benchmarks.gpu.stage import BROKEN, Stage, read, reason, write
+from benchmarks.gpu.stage import BROKEN, GPU, TINY, Stage, read, reason, write
 
 STAGES = {
     "tests": ("run_tests", "tests/gpu, by pytest or without it"),

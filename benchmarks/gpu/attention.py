@@ -11,8 +11,7 @@ from torch import Tensor
 
 import megatron.context_parallel as cp
 from benchmarks.gpu.rates import dtype_of, gemm_rate
-from benchmarks.gpu.sizes import Sizes
-from benchmarks.gpu.stage import Case, Figures, Stage
+from benchmarks.gpu.stage import Case, Figures, Sizes, Stage
 from benchmarks.parallel_attention import largest_error, log_normal
 from megatron.context_parallel.attention import kernels
 from megatron.context_parallel.layout.grid import abstract_grid

@@ -8,8 +8,7 @@ from functools import partial
 import torch
 
 from benchmarks.gpu.program import Plan
-from benchmarks.gpu.sizes import Sizes
-from benchmarks.gpu.stage import Case, Figures, Stage, read
+from benchmarks.gpu.stage import Case, Figures, Sizes, Stage, read
 from benchmarks.gpu.step import expected, measured
 
 

@@ -12,8 +12,7 @@ from functools import partial
 import torch
 
 from benchmarks.gpu.program import START, Plan, Program
-from benchmarks.gpu.sizes import Sizes
-from benchmarks.gpu.stage import Case, Figures, Stage
+from benchmarks.gpu.stage import Case, Figures, Sizes, Stage
 from benchmarks.gpu.step import FULL, expected, log_of, step_flops, workload
 from megatron.formulas.device_memory import device_memory
 from megatron.formulas.host_bytes import host_memory

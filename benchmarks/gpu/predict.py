@@ -11,8 +11,7 @@ import torch
 
 from benchmarks.gpu.program import Plan
 from benchmarks.gpu.rates import MACHINE, shipped
-from benchmarks.gpu.sizes import Sizes
-from benchmarks.gpu.stage import Case, Figures, Stage, read
+from benchmarks.gpu.stage import Case, Figures, Sizes, Stage, read
 from benchmarks.gpu.step import workload
 from megatron.simulator.cost.estimate import estimate
 from megatron.simulator.cost.operations import tile

@@ -14,8 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from benchmarks import fpdt_worker
-from benchmarks.gpu.sizes import Sizes
-from benchmarks.gpu.stage import Figures, reason
+from benchmarks.gpu.stage import Figures, Sizes, reason
 from megatron.formulas.strategy import Strategy
 
 START = 150.0  # seconds allowed for imports, the model and start-up of the first step

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.sizes import Sizes
-from benchmarks.gpu.stage import Case, Figures, Stage, read
+from benchmarks.gpu.stage import Case, Figures, Sizes, Stage, read
 from megatron.context_parallel.attention import kernels
 from megatron.simulator.machines import measure_device
 from megatron.simulator.machines.machine_file import known

@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.sizes import Sizes
-from benchmarks.gpu.stage import Case, Figures, Stage, reason
+from benchmarks.gpu.stage import Case, Figures, Sizes, Stage, reason
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "tests" / "gpu"

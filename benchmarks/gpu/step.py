@@ -12,8 +12,7 @@ import torch
 
 from benchmarks.gpu.program import START, Failed, Plan, Program
 from benchmarks.gpu.rates import best_gemm
-from benchmarks.gpu.sizes import Sizes
-from benchmarks.gpu.stage import Case, Figures, Stage, reason
+from benchmarks.gpu.stage import Case, Figures, Sizes, Stage, reason
 from megatron.formulas.device_memory import device_memory
 from megatron.formulas.strategy import Workload
 from megatron.simulator.cost.estimate import model_flops

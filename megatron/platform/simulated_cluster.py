@@ -316,7 +316,6 @@ def fake_tensors(waited: Callable[[int], None] | None = None, *, gloo: bool = Fa
     """
     from megatron.core.utils import local_multi_tensor_l2_norm
     from torch._C._distributed_c10d import FakeWork
-    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed import DeviceMesh
 
     fakes = FakeTensorMode(allow_non_fake_inputs=True)

@@ -84,9 +84,8 @@ def forward_step(
     output = model(
         batch["tokens"],
         batch["position_ids"],
-        samples_tensor(
-            batch["numbers"] if runtime.drops else None, batch["document_ends"]
-        ),  # in the place of core's dense mask
+        # in the place of core's dense mask:
+        samples_tensor(batch["numbers"] if runtime.drops else None, batch["document_ends"]),
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
     )

@@ -54,7 +54,7 @@ def resume(flags, folder, steps):
             4,
             f"{P2} --num-virtual-stages-per-pipeline-rank 2 --zero-stage 1 --micro-batch-size 1",
         ),
-        (2, f"{T2} --zero-stage 1 --fp16 --initial-loss-scale 1024"),
+        *also_in_full((2, f"{T2} --zero-stage 1 --fp16 --initial-loss-scale 1024")),
         *also_in_full((4, f"{T2} --ulysses-parallel-size 2 --zero-stage 1 --fp16 --initial-loss-scale 1024")),
     ],
 )
@@ -229,7 +229,6 @@ def load_on_core_alone(flags, folder):
 
 def save_with(flags, folder, writer):
     """Train two steps and save, in one of three ways; where, and how many processes ran beside meanwhile."""
-    import psutil
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
     from torch.distributed.checkpoint import filesystem

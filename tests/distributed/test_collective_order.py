@@ -7,6 +7,8 @@ is that of autograd's queue, which goes by the order of the forward pass: here i
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +18,11 @@ from torch._C._distributed_c10d import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron.training.refusal import Refusal
+from megatron.training.setup import VARIABLES, make_deterministic
 from tests.distributed.test_fpdt import DEVICE, FULL, HOST, STREAM, fpdt
-from tests.distributed.test_training import GQA, SP, T2, ZERO1, cp
-from tests.distributed.training_runs import make_job, train_job
+from tests.distributed.test_training import GQA, SP, T2, ZERO1, ZERO3, cp
+from tests.distributed.training_runs import make_job, run_training, train_job
 from tests.pairs import also_in_full
 
 OVERLAP = "--overlap-grad-reduce --ddp-bucket-size 5000 --micro-batch-size 1"
@@ -98,3 +102,101 @@ def test_all_ranks_begin_their_collectives_in_one_order(pool, world, grid):
     assert "layer" not in kinds or any("reduce" in kind for kind in between)
     if STREAM in grid:
         assert threads and not any(threads)
+
+
+# Where ranks send and receive at the same time, receives are posted first, or gloo sends one direction at a time.
+#
+# How much slower the other order is over a link of limited rate, tests/faults/test_nodes.py measures.
+
+
+def posted(what: str, folder: Path) -> list[str]:
+    """What this rank posts before it waits, batch by batch: an ``r`` for a receive, an ``s`` for a send."""
+    batches: list[str] = [""]
+    batch, send, receive = dist.batch_isend_irecv, dist.isend, dist.irecv
+
+    def spy(operations: list[dist.P2POp]) -> list[dist.Work]:
+        batches.append("".join("r" if one.op is receive else "s" for one in operations))
+        return batch(operations)
+
+    def noted(letter: str, call: object) -> object:
+        def post(*args: object, **options: object) -> dist.Work:
+            batches[-1] += letter
+            return call(*args, **options)
+
+        return post
+
+    try:
+        dist.batch_isend_irecv = spy
+        if what == "ring":
+            train_job(make_job("--ring-parallel-size 3 --seq-length 48"), 1)
+        elif what == "fpdt":
+            train_job(make_job("--ring-parallel-size 3 --seq-length 96 --fpdt --fpdt-chunk-size 48"), 1)
+        elif what == "ulysses":
+            train_job(make_job("--ulysses-parallel-size 3 --seq-length 48 --num-attention-heads 6"), 1)
+        elif what == "links":
+            from megatron.simulator.machines.measure_links import transfer
+
+            for kind in ("p2p", "all_to_all"):
+                transfer(kind, 64, dist.group.WORLD, torch.device("cpu"))[0]()
+        else:
+            from megatron.training.checkpoint.in_memory import copy_file
+
+            dist.isend, dist.irecv = noted("s", send), noted("r", receive)
+            rank, mine = dist.get_rank(), folder / f"{dist.get_rank()}"
+            mine.write_bytes(bytes(range(64)))
+            copy_file.swap((mine, (rank + 1) % 3), (folder / f"{rank}.copy", (rank - 1) % 3, 64), dist.group.WORLD)
+            assert (folder / f"{rank}.copy").read_bytes() == bytes(range(64))
+    finally:
+        dist.batch_isend_irecv, dist.isend, dist.irecv = batch, send, receive
+    return [one for one in batches if one]
+
+
+@pytest.mark.parametrize("what", ["ring", pytest.param("fpdt", marks=pytest.mark.full), "ulysses", "links", "copies"])
+def test_receives_are_posted_before_sends(pool, tmp_path, what):
+    every = [one for batches in pool.run(posted, 3, what, tmp_path) for one in batches]
+    assert any("r" in one and "s" in one for one in every)
+    assert not [one for one in every if "sr" in one]
+
+
+# ``--deterministic-mode``: a run repeats to the last bit.
+
+
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+
+
+def run_and_look(flags: str, llama: bool) -> tuple:
+    found = run_training(flags, llama, 3)
+    return *found, torch.are_deterministic_algorithms_enabled(), {name: os.environ.get(name) for name in VARIABLES}
+
+
+@pytest.mark.parametrize(
+    "world, llama, flags",
+    [
+        (2, True, f"{GQA} {DROPOUT} {cp(2, 1)}"),
+        (2, True, f"{GQA} --bf16 {T2} {SP} --loss-chunks 3"),
+        *also_in_full(
+            (4, True, f"{GQA} {DROPOUT} {cp(2, 2)}"),
+            (2, False, f"{DROPOUT} {cp(1, 2)} {ZERO1} --fpdt --fpdt-chunk-size 13"),
+            (2, False, f"{DROPOUT} {ZERO3} --micro-batch-size 1"),
+        ),
+    ],
+)
+def test_a_run_repeats(pool, world, llama, flags):
+    flags = f"--num-layers 2 --deterministic-mode {flags}"
+    first, second = (pool.run(run_and_look, world, flags, llama) for _ in range(2))
+    for (losses, norms, grads, switched, variables), (again, norms_again, grads_again, _, _) in zip(first, second):
+        assert losses == again and norms == norms_again
+        assert all(torch.equal(grads_again[name], grad) for name, grad in grads.items())
+        assert switched and variables == {name: value for name, (value, _) in VARIABLES.items()}
+    plain = pool.run(run_training, world, flags.replace("--deterministic-mode", ""), llama, 3)[0][0]
+    # The same run, not another one; in bf16 core's other lookup of embeddings adds its gradients up in another order.
+    assert first[0][0] == pytest.approx(plain, rel=2e-4 if "bf16" in flags else 1e-6)
+
+
+def test_the_user_may_choose_what_repeats(monkeypatch):
+    chosen = {"NCCL_ALGO": "Ring"}
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda _: None)
+    make_deterministic(chosen)
+    assert chosen["NCCL_ALGO"] == "Ring" and chosen["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    with pytest.raises(Refusal, match="--deterministic-mode and the environment variable NCCL_ALGO=NVLS: .* unset it"):
+        make_deterministic({"NCCL_ALGO": "NVLS"})

@@ -98,7 +98,9 @@ full = pytest.mark.full
 GRIDS = [
     pytest.param(4, f"{T2} {U2} --sequence-parallel", "", id="TP 2 sp, U 2"),
     pytest.param(4, f"{P2} {R2}", "", id="PP 2, R 2 zigzag"),
-    pytest.param(2, f"{R2} --context-parallel-balance contiguous {FPDT} --zero-stage 3", PACKED, id="R 2, FPDT"),
+    pytest.param(
+        2, f"{R2} --context-parallel-balance contiguous {FPDT} --zero-stage 3", PACKED, id="R 2, FPDT", marks=full
+    ),
     pytest.param(2, "", PACKED, id="DP 2"),
     pytest.param(4, f"{R2} {FPDT} --zero-stage 3", PACKED, id="R 2, DP 2, FPDT", marks=full),
     pytest.param(4, f"{U2} {R2}", PACKED, id="U 2, R 2, documents", marks=full),

@@ -120,7 +120,7 @@ def test_llama_in_chunks_is_the_plain_run(pool, on_one_process, long_runs, world
     check(pool, on_one_process, world, model, grid, llama=True, steps=steps(world, grid, long_runs))
 
 
-@pytest.mark.parametrize("world, model, grid", grid_pairs(GPT_CASES, once=True))
+@pytest.mark.parametrize("world, model, grid", [*grid_pairs(GPT_CASES[:-4], once=True), *also_in_full(*GPT_CASES[-4:])])
 def test_gpt_in_chunks_is_the_plain_run(pool, on_one_process, long_runs, world, model, grid):
     check(pool, on_one_process, world, f"{GPT} {model}", grid, llama=False, steps=steps(world, grid, long_runs))
 

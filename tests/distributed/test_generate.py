@@ -110,7 +110,7 @@ def answers(folder: Path, flags: str, drawn: dict[str, Any] | None = None) -> tu
     """(new tokens of each prompt, bytes of keys and values on this rank, by the formula)."""
     from megatron.inference.generate import Request, Sampling, generate
     from megatron.training.arguments.models import model_shape
-    from tests.kv_cache_bytes import cache_bytes
+    from tests.unit.test_generate import cache_bytes
 
     decoder, config = decoder_of(folder, flags)
     sampling = Sampling(**({"greedy": False, "seed": 5} | drawn if drawn else {}))

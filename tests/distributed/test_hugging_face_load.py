@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """``--load`` of a Hugging Face folder: the first loss is transformers' own, on any grid, without a conversion."""
 
+from __future__ import annotations
+
 import json
 import math
+import os
 import shlex
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from benchmarks.families import END, PAGE, RESULTS, START, good, read, table
 from megatron.training.arguments.parser import parse
 from tests.distributed.training_runs import make_job, train_job
+from tests.families import FAMILIES, outcome
 from tests.hugging_face import save_model
+from tests.program import run_forked, run_ranks
 from tools import convert_hf
 
 SIZES = {"hidden_size": 64, "vocab_size": 301}
@@ -146,3 +153,87 @@ def test_the_model_from_config_json(folders):
     config = parse([*words, "--load", str(folders("bloom")), "--use-checkpoint-args"], None, 1, shape_of)
     assert (config.model.num_layers, config.model.embed_layernorm) == (4, True)
     assert config.model.position_embedding_type == "alibi"
+
+
+# Families of transformers' decoders do what docs/use/hugging-face.md says: parity, or a refusal that is true.
+
+
+TABLE = PAGE.read_text()
+ROWS = {family: (row["outcome"], row.get("why")) for family, row in read(RESULTS).items()}
+HERE = pytest.mark.skipif(
+    f"transformers {transformers.__version__}," not in TABLE, reason="the page is about another version of transformers"
+)
+# The first has layers that take a view of attention's output, the second its sizes under text_config; the others are
+# refused for one reason each.
+USUAL = ("afmoe", "gemma3", "roberta", "marian", "doge", "rwkv", "llama4_text", "blt")
+
+
+@HERE
+@pytest.mark.parametrize("family", [pytest.param(x, marks=() if x in USUAL else pytest.mark.full) for x in ROWS])
+def test_the_table_says_what_is(pool, family):
+    said, last = ROWS[family]
+    ulysses, ring = (2, 2) if said == "parity" else (1, 1)
+    found = pool.run(outcome, ulysses * ring, family, ulysses, ring, timeout=120)[0]
+    assert found["outcome"] == said and good(found), found
+    if said == "refused":
+        assert found["why"] == last
+
+
+@HERE
+def test_every_family_is_in_the_table_and_none_is_wrong():
+    assert tuple(ROWS) == FAMILIES
+    assert {said for said, _ in ROWS.values()} <= {"parity", "refused", "not buildable"}
+    assert START + "\n" + table(read(RESULTS), FAMILIES) + END in TABLE
+
+
+def test_a_new_family_appears_as_not_tried():
+    said = table({"llama": {"outcome": "parity", "error": 1e-6}}, ("llama", "llama9"))
+    assert "2 families, 1 parity, 1 not tried." in said
+    assert "| parity | llama |" in said and "| not tried | llama9 |" in said
+
+
+def test_a_large_error_is_shown():
+    assert "| parity | llama (2.0e-05) |" in table({"llama": {"outcome": "parity", "error": 2e-5}}, ("llama",))
+
+
+@pytest.mark.parametrize("one", [{"outcome": "refused", "true": False}, {"outcome": "refused"}, {"outcome": "crash"}])
+def test_what_is_wrong_stands_out(one):
+    assert f"| **{one['outcome']}**: so | llama |" in table({"llama": one | {"why": "so"}}, ("llama",))
+
+
+# The examples of Hugging Face: a loop of one's own, and transformers' Trainer, each beside one process.
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "huggingface"
+
+
+@pytest.mark.parametrize("options", ["--steps 2", pytest.param("--fpdt-chunk-size 64", marks=pytest.mark.full)])
+def test_a_loop_of_ones_own(options):
+    ranks = run_ranks(EXAMPLES / "finetune.py", [*options.split(), "--seq-length", "128"], os.environ, 4)
+    assert [rank.returncode for rank in ranks] == [0] * 4, ranks[0].stderr  # it is not 0 where losses differ
+    assert "Ulysses 2 x Ring 2" in ranks[0].stdout and "largest difference" in ranks[0].stdout
+
+
+@pytest.fixture(scope="module")
+def steps(long_runs):
+    return 20 if long_runs else 10
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, steps):
+    """The losses of transformers' Trainer by itself."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed, which transformers.Trainer needs")
+    file = tmp_path_factory.mktemp("alone") / "losses.json"
+    done = run_forked(EXAMPLES / "trainer.py", ["--steps", str(steps), "--json", str(file)], os.environ)
+    assert not done.returncode, done.stderr
+    return json.loads(file.read_text())
+
+
+@pytest.mark.parametrize("options", ["", pytest.param("--ring 1 --micro-batch 2", marks=pytest.mark.full)])
+def test_steps_of_trainer_and_an_evaluation(alone, tmp_path, steps, options):
+    argv = [*options.split(), "--steps", str(steps), "--json", str(tmp_path / "losses.json")]
+    ranks = run_ranks(EXAMPLES / "trainer.py", argv, os.environ, 4)
+    assert [rank.returncode for rank in ranks] == [0] * 4, ranks[0].stderr
+    losses = json.loads((tmp_path / "losses.json").read_text())
+    assert len(losses) == steps + 1 and losses == pytest.approx(alone, rel=1e-6)
+    assert losses[-1] < losses[0] - 0.1

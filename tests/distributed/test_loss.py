@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The chunked loss against plain cross-entropy in float64: sum and both gradients, for masks and logits of any kind."""
 
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +15,12 @@ from torch.nn import functional
 from megatron.context_parallel.core.groups import initialize_grid
 from megatron.context_parallel.fpdt.chunked_ffn import even_spans
 from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
+from tests.distributed.test_checkpoint import resume, train_and_save
+from tests.distributed.test_fpdt import STREAM, fpdt
+from tests.distributed.test_training import P2, SP, T2, ZERO1, check, cp
+from tests.distributed.training_runs import run_training
 from tests.errors import worst
+from tests.pairs import also_in_full
 
 S, B, H = 12, 3, 16
 
@@ -93,3 +104,117 @@ def test_spans_cover_the_rows_evenly(rows, chunks):
     assert [row for start, stop in cut for row in range(start, stop)] == list(range(rows))
     sizes = [stop - start for start, stop in cut]
     assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1 and len(cut) == min(rows, chunks)
+
+
+# ``--loss-scale`` changes no loss, gradient norm or gradient, in whatever dtype and at whatever stage of ZeRO.
+
+
+@pytest.mark.parametrize(
+    "zero, dtype",
+    [
+        *((0, "--bf16"), (1, ""), (1, "--bf16"), (3, "--bf16")),
+        *also_in_full((0, ""), (2, ""), (2, "--bf16"), (3, "")),
+    ],
+)
+def test_a_fixed_loss_scale_changes_nothing(pool, zero, dtype):
+    flags = f"--num-layers 2 --zero-stage {zero} {dtype}"
+    plain, scaled = (pool.run(run_training, 2, f"{flags} {more}", steps=3) for more in ("", "--loss-scale 1024"))
+    factor = 1 if zero >= 2 or (zero == 0 and not dtype) else 1024  # where core's optimizer unscales
+    for (losses, norms, grads), (scaled_losses, scaled_norms, scaled_grads) in zip(plain, scaled):
+        assert (scaled_losses, scaled_norms) == (losses, norms)  # powers of two are exact
+        assert all(torch.equal(scaled_grads[name], factor * grad) for name, grad in grads.items())
+
+
+# --embed-layernorm: losses and all gradients, the norm's among them, do not depend on the grid. That it is BLOOM's is
+# test_hugging_face_load.py's to show.
+
+
+SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --attention-dropout 0 --hidden-dropout 0"
+BLOOM = f"{SMALL} --embed-layernorm --position-embedding-type alibi"
+LEARNED = f"{SMALL} --embed-layernorm"
+UNTIED = "--untie-embeddings-and-output-weights"
+
+
+@pytest.mark.parametrize(
+    "world, model, grid",
+    [
+        (4, BLOOM, f"{T2} {SP} {cp(2, 1)} {ZERO1}"),
+        (2, LEARNED, f"{T2} {SP}"),  # words are not scattered before the norm
+        (2, BLOOM, f"{T2} {SP} {fpdt(22, STREAM)}"),
+        *also_in_full(
+            (4, BLOOM, f"{P2} {cp(1, 2)}"),
+            (2, f"{BLOOM} {UNTIED}", "--zero-stage 3 --micro-batch-size 1"),
+            (2, LEARNED, T2),
+            (4, LEARNED, f"{T2} {SP} {cp(1, 2)} --partition-position-embedding"),
+            (2, BLOOM, "--zero-stage 2 --micro-batch-size 1"),
+            (2, f"{BLOOM} {UNTIED}", f"{P2} --recompute-granularity full --recompute-method uniform "
+             "--recompute-num-layers 1"),
+        ),
+    ],
+)  # fmt: skip
+def test_losses_and_gradients(pool, on_one_process, world, model, grid):
+    check(pool, on_one_process, world, model, grid, llama=False, steps=2)
+
+
+def test_saved_and_loaded_on_another_grid(pool, tmp_path):
+    flags = f"{SMALL} --embed-layernorm --micro-batch-size 1"
+    _, after = pool.run(train_and_save, 2, f"{flags} --zero-stage 3", str(tmp_path), 1, 2, timeout=120)[0]
+    first, resumed = pool.run(resume, 2, f"{flags} {T2} {SP} {ZERO1}", str(tmp_path), 2, timeout=120)[0]
+    assert first == 1 and resumed == pytest.approx(after, rel=1e-5)
+
+
+# Attention sinks against megatron-core's own attention: outputs, and the gradients of q, k, v and the sinks.
+
+
+LENGTH, HEADS, GROUPS, SIZE = 40, 4, 2, 16
+
+
+def nothing_random():
+    return SimpleNamespace(fork=nullcontext)
+
+
+def compare_with_core(softmax_type):
+    """Largest errors of the output and each gradient, relative to core's largest entry."""
+    from megatron.core.transformer import dot_product_attention
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    import megatron.context_parallel as cp
+    from megatron import platform
+    from megatron.context_parallel.core.spec import AttentionSettings, ContextParallelAttention
+
+    platform.select("cpu", 0, None)
+    layout = cp.SequenceLayout(LENGTH, cp.initialize_grid())
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HEADS * SIZE,
+        num_attention_heads=HEADS,
+        num_query_groups=GROUPS,
+        attention_dropout=0.0,
+        softmax_type=softmax_type,
+        init_method=lambda x: torch.nn.init.normal_(x, std=2.0),
+        masked_softmax_fusion=False,
+    )
+    ours = ContextParallelAttention(config, AttentionSettings(layout))
+    with patch.object(torch.cuda, "current_device", lambda: "cpu"):
+        theirs = dot_product_attention.DotProductAttention(config, 1, AttnMaskType.causal, "self")
+    draw = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(LENGTH, 2, n, SIZE, generator=draw).requires_grad_() for n in (HEADS, GROUPS, GROUPS))
+    dout = torch.randn(LENGTH, 2, HEADS * SIZE, generator=draw)
+    if softmax_type == "learnable":
+        assert list(dict(ours.named_parameters())) == list(dict(theirs.named_parameters()))
+        theirs.load_state_dict(ours.state_dict())
+    future = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
+    found = []
+    for attention, mask in ((ours, None), (theirs, future)):
+        inputs = [q, k, v, *attention.parameters()]
+        with patch.object(dot_product_attention.tensor_parallel, "get_cuda_rng_tracker", nothing_random):
+            out = attention(q, k, v, mask)
+        found.append([out, *torch.autograd.grad(out, inputs, dout)])
+    return [float((mine - full).detach().abs().max() / full.detach().abs().max()) for mine, full in zip(*found)]
+
+
+@pytest.mark.parametrize("softmax_type, gradients", [("vanilla", 3), ("off-by-one", 3), ("learnable", 4)])
+def test_the_same_as_core(pool, softmax_type, gradients):
+    (errors,) = pool.run(compare_with_core, 1, softmax_type)
+    assert len(errors) == 1 + gradients and worst(errors) < 5e-6, errors

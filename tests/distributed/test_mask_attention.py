@@ -195,7 +195,8 @@ def check(pool, backend, kernel, dtype, tolerance, schemes):
     assert len(errors) >= 24 and not {scheme: error for scheme, error in errors.items() if not error < tolerance}
 
 
-IN_FULL = ("USP beside TP", "USP gathered")  # the most processes; each part of them is in another one
+# Each part of them is in another one.
+IN_FULL = ("one process", "Ring contiguous", "FPDT", "USP beside TP", "USP gathered")
 
 
 @pytest.mark.parametrize("backend", [*(name for name in BACKENDS if name not in IN_FULL), *also_in_full(*IN_FULL)])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program on two nodes with networks of their own: right without a word, and refused at once where it cannot work.
 
-What --network-interface and the variables lead to by themselves is in tests/unit/test_interfaces.py.
+What --network-interface and the variables lead to by themselves is in tests/unit/test_network.py.
 """
 
 import os

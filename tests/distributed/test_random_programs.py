@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.distributed.pool import Pool
-from tests.programs import MASKS, WITH_TOKENS_MIXED, Program, Step, bounds, run_plain
-from tests.programs_on_ranks import run_on_ranks
+from tests.programs import MASKS, WITH_TOKENS_MIXED, Program, Step, bounds, run_on_ranks, run_plain
 from tests.properties import examples
 
 GRIDS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from megatron.context_parallel.layout.spans import Span
 from megatron.context_parallel.positions.rope import LayoutRotaryEmbedding, rotary_angles
-from tests.distributed.test_fpdt import fpdt
-from tests.distributed.test_training import GPT, GQA, MHA, P2, SP, T2, check, cp
-from tests.distributed.training_runs import make_job, train_job
+from tests.distributed.test_fpdt import STREAM, fpdt
+from tests.distributed.test_training import FULL, GPT, GQA, MHA, P2, SP, T2, V2, ZERO1, check, cp
+from tests.distributed.training_runs import gather_by_position, make_job, run_training, train_job
 from tests.errors import worst
-from tests.pairs import also_in_full
+from tests.pairs import also_in_full, by_pairs, grid_pairs, settings
 
 ROPE, FAR = "--position-embedding-type rope", 2**22
 YARN = (
@@ -112,3 +112,254 @@ def worst_rounding(flags: str) -> float:
 def test_in_bf16_queries_and_keys_at_four_million_are_rounded_once(pool, world, grid):
     """Angles are fp32 and so is the rotation: half a unit is the rounding of the result itself."""
     assert worst(pool.run(worst_rounding, world, f"--bf16 {grid}")) < 0.51
+
+
+# --partition-position-embedding: the run of the whole table, with a part of it on each rank, saved as one table.
+
+
+PARTITION = "--partition-position-embedding"
+SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --attention-dropout 0"
+PARTITIONED_GPT = f"{SMALL} --hidden-dropout 0 --clip-grad 0.5"  # every step is clipped
+UNTIED = "--untie-embeddings-and-output-weights"
+SPARE = "--max-position-embeddings 77"  # of 64 tokens
+DP2 = "--micro-batch-size 1"
+DOCUMENTS = "--attention-mask document --micro-batch-size 1"
+
+# (processes, model flags, grid and memory flags)
+CASES = [
+    (2, "", cp(2, 1)),
+    (2, UNTIED, cp(1, 2)),
+    (2, SPARE, f"{cp(1, 2)} {FULL}"),
+    (2, "", f"{T2} {SP}"),
+    (2, UNTIED, f"{cp(2, 1)} {fpdt(13)}"),
+    (2, SPARE, f"{T2} {SP} {fpdt(22, STREAM)}"),
+    (2, DOCUMENTS, "--ring-parallel-size 2"),  # zigzag, not dealt
+    (4, "", cp(2, 2)),
+    (4, "", f"{T2} {cp(1, 2, 'contiguous')}"),
+    (4, SPARE, f"{T2} {cp(2, 1)} {ZERO1}"),
+    (4, "", f"{cp(1, 2)} {DP2}"),
+    (4, SPARE, f"{cp(1, 2)} {ZERO1} {DP2} --overlap-grad-reduce --overlap-param-gather"),
+    (4, "", f"{P2} {cp(2, 1)} {ZERO1}"),
+    (4, UNTIED, f"{P2} {cp(2, 1)}"),
+    (4, "", f"{T2} {SP} {cp(2, 1)} {fpdt(22)}"),
+    (4, UNTIED, f"--zero-stage 3 {cp(1, 2)} {DP2}"),
+    (4, SPARE, f"--zero-stage 2 {T2} {SP} {DP2} {fpdt(32, STREAM)}"),
+    (2, SPARE, f"--zero-stage 2 {DP2} {fpdt(32, STREAM)}"),
+    (2, UNTIED, f"--zero-stage 3 {cp(1, 2)}"),
+    (8, "", f"{T2} {SP} {cp(2, 2)}"),
+    (8, "", f"{T2} {SP} {cp(1, 2)} {ZERO1} {DP2}"),
+]
+
+
+@pytest.mark.parametrize("world, model, grid", grid_pairs(CASES, once=True))
+def test_losses_gradients_and_norms_are_those_of_the_whole_table(pool, on_one_process, world, model, grid):
+    check(
+        pool,
+        on_one_process,
+        world,
+        f"{PARTITIONED_GPT} {model}",
+        f"{grid} {PARTITION}",
+        llama=False,
+        steps=2,
+    )
+    _, norms, _ = on_one_process(f"{PARTITIONED_GPT} {model} --num-layers 2 ", False)
+    assert min(norms[:2]) > 0.5  # all of them are clipped
+
+
+def test_virtual_stages(pool, on_one_process):
+    grid = f"{P2} {V2} {cp(1, 2)} {ZERO1} {PARTITION}"
+    check(pool, on_one_process, 4, f"{PARTITIONED_GPT} --num-layers 4", grid, llama=False, steps=3)
+
+
+@pytest.mark.parametrize(
+    "world, grid",
+    [(2, f"--zero-stage 3 {cp(2, 1)}"), *also_in_full((4, f"{P2} {cp(2, 1)}"), (4, f"{P2} {cp(1, 2)} {ZERO1}"))],
+)
+def test_bf16_is_that_of_the_whole_table_on_the_same_grid(pool, long_runs, world, grid):
+    steps = 5 if long_runs else 3
+    losses, norms, _ = pool.run(run_training, world, f"{PARTITIONED_GPT} --bf16 {grid}", False, steps)[0]
+    mine, my_norms, _ = pool.run(run_training, world, f"{PARTITIONED_GPT} --bf16 {grid} {PARTITION}", False, steps)[0]
+    assert mine[0] == losses[0]
+    assert mine == pytest.approx(losses, rel=2e-4) and my_norms[0] == pytest.approx(norms[0], rel=1e-3)
+
+
+def figures(flags):
+    """(loss and gradient norm of a step, norm of the parameters, loss of an evaluation), zeros among the gradients."""
+    from megatron.training.job import batches_for, params_norm
+    from megatron.training.step import evaluate, train_step
+
+    job = make_job(f"{flags} --log-num-zeros-in-grad --eval-iters 1 --make-vocab-size-divisible-by 8", False)
+    train, held_out = (batches_for(job, dataset, 0, 0) for dataset in job.datasets[:2])
+    batch = (job.config, job.batch_sizes.get())
+    step = train_step(job.runtime, job.chunks, job.optimizer, job.schedule, train, *batch)
+    evaluation = evaluate(job.runtime, job.chunks, held_out, *batch, 1)
+    return [step.lm_loss, step.grad_norm, params_norm(job), evaluation.lm_loss], step.zeros_in_grad
+
+
+@pytest.mark.parametrize(
+    "world, grid",
+    [
+        (4, f"{T2} {SP} {cp(1, 2)} {ZERO1}"),
+        *also_in_full((4, f"{T2} {cp(2, 1)}"), (4, f"--zero-stage 3 {cp(2, 1)}")),
+    ],
+)
+def test_figures_count_each_row_once(pool, world, grid):
+    expected, zeros = pool.run(figures, 1, f"{PARTITIONED_GPT} {SPARE}")[0]
+    assert zeros > 13 * 32  # the spare rows, and a few more: sums that round to zero on one grid need not on another
+    for mine, my_zeros in pool.run(figures, world, f"{PARTITIONED_GPT} {SPARE} {grid} {PARTITION}"):
+        assert mine == pytest.approx(expected, rel=1e-5)
+        assert abs(my_zeros - zeros) < 32  # less than a row
+
+
+# ---- memory
+
+
+def bytes_of_positions(flags):
+    """(weights and gradients, optimizer states) of the table that this rank holds; rows of it."""
+    job = make_job(flags, False)
+    train_job(job, 1)
+    (weight,) = [weight for name, weight in job.chunks[0].named_parameters() if "position_embeddings" in name]
+    buffers = [weight.main_grad.untyped_storage()] if hasattr(weight, "spans") else []
+    states = [state for part in job.optimizer.chained_optimizers[1:] for state in part.optimizer.state.values()]
+    tensors = [tensor for state in states for name, tensor in state.items() if name != "step"]
+    return weight.nbytes, sum(buffer.nbytes() for buffer in buffers), sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.parametrize(
+    "grid, states", [(f"{cp(2, 2)} {ZERO1} {DP2}", 1), *also_in_full((f"{T2} {SP} {cp(2, 2)}", 2))]
+)
+def test_a_rank_holds_its_share(pool, grid, states):
+    share = 1024 * 32 * 4 // (4 if "micro" in grid else 8)
+    flags = (
+        f"{PARTITIONED_GPT} --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 2 {grid} {PARTITION}"
+    )
+    for held in pool.run(bytes_of_positions, 8, flags, timeout=120):
+        assert held == (share, share, states * share)
+
+
+# ---- checkpoints
+
+
+def table(job) -> torch.Tensor | None:
+    """The whole table of positions, on the first pipeline stage."""
+    from megatron.training.checkpoint.checkpoint import unwrap
+    from megatron.training.model.weights import POSITIONS, canonical_parameters
+
+    for chunk in job.chunks:
+        for name, weight in canonical_parameters(unwrap(chunk)):
+            if name == POSITIONS and hasattr(weight, "spans"):
+                return gather_by_position(weight.detach(), weight.spans)
+            if name == POSITIONS:
+                return (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach().clone()
+    return None
+
+
+def train_and_save(flags, folder, steps_before, steps_after):
+    """Train, save, go on; losses and table from there."""
+    from megatron.training.checkpoint import checkpoint
+
+    job = make_job(flags, False)
+    train_job(job, steps_before)
+    checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+    saved = table(job)
+    return train_job(job, steps_after)[0], saved, table(job)
+
+
+def resume(flags, folder, steps):
+    job = make_job(f"{flags} --load {folder}", False)
+    loaded = table(job)
+    return train_job(job, steps)[0], loaded, table(job)
+
+
+GRIDS = {
+    "whole": (1, ""),
+    "whole, R 2, ZeRO 1": (2, f"{cp(1, 2)} {ZERO1}"),
+    "whole, ZeRO 3": (2, "--zero-stage 3"),
+    "R 2": (2, f"{cp(1, 2)} {PARTITION}"),
+    "TP 2 sp, R 2, ZeRO 1": (4, f"{T2} {SP} {cp(1, 2)} {ZERO1} {PARTITION}"),
+    "TP 2, U 2, ZeRO 1": (4, f"{T2} {cp(2, 1)} {ZERO1} {PARTITION}"),
+    "PP 2, U 2, ZeRO 1": (4, f"{P2} {cp(2, 1)} {ZERO1} {PARTITION}"),
+    "DP 2, R 2, ZeRO 1": (4, f"{cp(1, 2)} {ZERO1} {DP2} {PARTITION}"),
+    "FPDT, TP 2 sp": (2, f"{T2} {SP} {fpdt(22)} {PARTITION}"),
+    "FPDT, R 2": (2, f"{cp(1, 2)} {fpdt(32)} {PARTITION}"),
+    "ZeRO 3, U 2": (2, f"--zero-stage 3 {cp(2, 1)} {PARTITION}"),
+}
+TRAINED = f"{SMALL} --hidden-dropout 0 {SPARE}"
+
+
+@pytest.fixture(scope="module")
+def saved(pool, shared, tmp_path_factory):
+    """What a grid has saved after three steps, once; the losses of its next two, the table before and after them."""
+
+    def run(name):
+        (world, flags), folder = GRIDS[name], str(tmp_path_factory.mktemp("checkpoint"))
+        return folder, *pool.run(train_and_save, world, f"{TRAINED} {flags}", folder, 3, 2, timeout=120)[0]
+
+    return lambda name: shared(("saved with positions", name), lambda: run(name))
+
+
+TRANSITIONS = [
+    ("whole", "R 2"),
+    ("R 2", "whole"),
+    ("whole", "TP 2 sp, R 2, ZeRO 1"),
+    ("TP 2 sp, R 2, ZeRO 1", "whole, ZeRO 3"),
+    ("whole, ZeRO 3", "PP 2, U 2, ZeRO 1"),
+    ("PP 2, U 2, ZeRO 1", "whole, R 2, ZeRO 1"),
+    ("whole, R 2, ZeRO 1", "DP 2, R 2, ZeRO 1"),
+    ("DP 2, R 2, ZeRO 1", "FPDT, TP 2 sp"),
+    ("FPDT, TP 2 sp", "TP 2, U 2, ZeRO 1"),
+    ("TP 2, U 2, ZeRO 1", "ZeRO 3, U 2"),
+    ("ZeRO 3, U 2", "R 2"),
+    ("TP 2, U 2, ZeRO 1", "FPDT, R 2"),
+    ("FPDT, R 2", "whole, ZeRO 3"),
+    ("PP 2, U 2, ZeRO 1", "TP 2, U 2, ZeRO 1"),
+]
+
+
+def sides(saved_on, loaded_on):
+    """Each way of holding the table is written once, and read once."""
+    names = {"saved": GRIDS[saved_on][1], "loaded": GRIDS[loaded_on][1]}
+    split = ("--tensor", "--pipeline", "--zero", "--fpdt", "--partition")
+    return {(side, level) for side, flags in names.items() for level in settings(flags) if level.startswith(split)}
+
+
+def processes(saved_on, loaded_on):
+    return GRIDS[saved_on][0] + GRIDS[loaded_on][0] + 4 * ("FPDT, TP 2 sp" in (saved_on, loaded_on))
+
+
+@pytest.mark.parametrize("saved_on, loaded_on", by_pairs(TRANSITIONS, sides, processes))
+def test_any_grid_reads_what_another_wrote(pool, saved, saved_on, loaded_on):
+    folder, losses, before, after = saved(saved_on)
+    world, flags = GRIDS[loaded_on]
+    mine, loaded, my_after = pool.run(resume, world, f"{TRAINED} {flags}", folder, 2, timeout=120)[0]
+    assert torch.equal(loaded, before)
+    assert mine == pytest.approx(losses, rel=1e-5)
+    # Adam's states are in these steps: without them the rows would have gone elsewhere.
+    assert float((my_after - after).abs().max() / (after - before).abs().max()) < 1e-5
+    assert float((my_after[64:] - before[64:]).abs().max()) > 0  # spare rows decay, also where they are split
+
+
+def weights_only(flags, folder):
+    job = make_job(f"{flags} --load {folder} --finetune", False)
+    return job.progress.iteration, table(job)
+
+
+@pytest.mark.parametrize("loaded_on", ["whole", "ZeRO 3, U 2"])
+def test_finetune_takes_the_weights(pool, saved, loaded_on):
+    folder, _, before, _ = saved("R 2")
+    world, flags = GRIDS[loaded_on]
+    first, loaded = pool.run(weights_only, world, f"{TRAINED} {flags}", folder)[0]
+    assert first == 0 and torch.equal(loaded, before)
+
+
+def refusal_of(flags):
+    from megatron.training.refusal import Refusal
+
+    with pytest.raises(Refusal) as refused:
+        make_job(flags, False)
+    return str(refused.value)
+
+
+def test_another_number_of_positions_is_refused(pool, saved):
+    told = pool.run(refusal_of, 2, f"{TRAINED} {GRIDS['R 2'][1]} --max-position-embeddings 78 --load {saved('R 2')[0]}")
+    assert "--max-position-embeddings 77 there, 78 here" in told[0]

@@ -1,11 +1,101 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags that switch something off, or that only the loop reads: each is seen in one short run on one process."""
+"""--rampup-seq-length: a step is that of shorter samples, on every grid; and what is counted along the way."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
-from tests.distributed.training_runs import make_job, train_job
+import pytest
+
+from tests.distributed.training_runs import LLAMA, RUN, SHAPE, make_job, train_job
+from tests.errors import worst
+
+RAMP = "--rampup-seq-length 16 8 6"  # 24, 32, 40, 48, 56, 64 of 64 tokens
+LENGTHS = [24, 32, 40, 48, 56, 64, 64]
+
+
+def one_step(flags, cut):
+    """Loss and gradients of the first step at 24 of 64 tokens: the rest not counting, or not there."""
+    from megatron.training import job as jobs
+    from megatron.training import step
+    from megatron.training.arguments.parser import parse
+    from megatron.training.data.datasets import build_datasets
+    from megatron.training.data.tokenizer import build_tokenizer
+
+    flags = f"{flags} --hidden-dropout 0.1 --attention-dropout 0.1"
+    made = make_job(f"{flags} --seq-length 24" if cut else flags)
+    batches_for, train_step = jobs.batches_for, step.train_step
+
+    def cut_batches(job, *_):
+        config = parse(f"{SHAPE} {RUN}".split(), LLAMA, 1)
+        whole, *_ = build_datasets(config, build_tokenizer(config.data, 301), (4, 0, 0))
+        for batch in batches_for(job, whole, 0, 0):
+            yield {name: value[:, :24].contiguous() if value.dim() == 2 else value for name, value in batch.items()}
+
+    jobs.batches_for = cut_batches if cut else batches_for
+    step.train_step = lambda *args: train_step(*args, length=None if cut else 24)
+    try:
+        return train_job(made, 1)
+    finally:
+        step.train_step, jobs.batches_for = train_step, batches_for
+
+
+@pytest.fixture(scope="module")
+def shorter(pool):
+    return pool.run(one_step, 1, "", True, timeout=120)[0]
+
+
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        (1, ""),
+        (4, "--ulysses-parallel-size 2 --ring-parallel-size 2"),
+        (4, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"),
+        (2, "--ring-parallel-size 2 --fpdt --fpdt-chunk-size 16 --loss-chunks 2 --zero-stage 1"),
+    ],
+)
+def test_a_step_is_that_of_shorter_samples(pool, shorter, world, flags):
+    results = pool.run(one_step, world, flags, False, timeout=120)
+    losses, norms, expected = shorter
+    gradients = {name: value for _, _, found in results for name, value in found.items()}
+    assert results[0][0] == pytest.approx(losses, rel=1e-5) and results[0][1] == pytest.approx(norms, rel=1e-5)
+    assert set(gradients) == set(expected)
+    for name, value in expected.items():
+        assert worst((gradients[name] - value).abs().max().item()) <= 1e-5 * value.abs().max(), name
+
+
+def whole_run(flags):
+    from megatron.training import loop as loops
+
+    job = make_job(flags)
+    seen, plain = [], loops.train_step
+
+    def watched(*args, **more):
+        seen.append((more["length"], job.optimizer.param_groups[0]["lr"]))
+        return plain(*args, **more)
+
+    loops.train_step = watched
+    try:
+        assert loop(job)[0]
+    finally:
+        loops.train_step = plain
+    return seen, SimpleNamespace(**vars(job.progress)), job.iterations
+
+
+def test_what_a_run_counts(pool):
+    """Steps of 4 samples; 1,100 tokens are reached in the 7th, the learning rate falls by tokens."""
+    tokens = [4 * sum(LENGTHS[:step]) for step in range(8)]
+    flags = f"{RAMP} --lr-decay-style linear --train-tokens 1100 --lr-decay-tokens 2000 --eval-iters 0"
+    seen, progress, iterations = pool.run(whole_run, 1, flags, timeout=120)[0]
+    assert iterations == progress.iteration == 7 and progress.consumed_train_tokens == tokens[7]
+    assert [length or 64 for length, _ in seen] == LENGTHS
+    assert [rate for _, rate in seen] == pytest.approx([1e-3 * (1 - count / 2000) for count in tokens[:7]])
+
+
+# Flags that switch something off, or that only the loop reads: each is seen in one short run on one process.
+
 
 SMALL = "--num-layers 1 --hidden-size 32 --num-attention-heads 4"
 
@@ -153,3 +243,103 @@ def test_several_validation_sets_by_name(pool, tmp_path: Path):
     )
     assert both == {"validation_ONE_loss": one["validation_loss"], "validation_TWO_loss": two["validation_loss"]}
     assert len(set(both.values())) == 2
+
+
+# --keep-best-checkpoints: the checkpoint with the lowest validation loss stays, after a restart too.
+
+
+def trained(flags, losses):
+    """Run the real loop; validation losses are as told, by iteration."""
+    from megatron.training import loop
+    from megatron.training.features import held_out
+    from megatron.training.features.stopping import Stopper
+    from megatron.training.report.reporter import Reporter
+
+    def evaluate(job, reporter, name, dataset):
+        return {f"{name}_loss": losses[job.progress.iteration - 1]}
+
+    job, real = make_job(f"{SMALL} {flags}"), held_out.evaluate_on
+    stopper = Stopper(job.runtime.device, None)
+    held_out.evaluate_on = evaluate
+    try:
+        reporter = Reporter(job.config, active=False, first_iteration=0, last_iteration=job.iterations)
+        return job.progress.iteration, loop.training_loop(job, reporter, stopper)
+    finally:
+        held_out.evaluate_on = real
+        stopper.restore()
+
+
+def test_the_best_stays_over_restarts(pool, tmp_path):
+    flags = (
+        f"--train-iters 7 --save {tmp_path} --load {tmp_path} --save-interval 1 --eval-interval 1 --eval-iters 1 "
+        "--async-save --keep-last-checkpoints 1 --keep-best-checkpoints 1 --zero-stage 1"
+    )
+    losses = [3.0, 1.0, 2.0, 4.0, 1.5, float("nan"), 5.0]
+
+    def there():
+        return sorted(int(path.name[5:]) for path in tmp_path.glob("iter_*"))
+
+    assert pool.run(trained, 2, f"{flags} --exit-interval 4", losses, timeout=120)[0] == (0, True)
+    assert there() == [2, 4]
+    assert json.loads((tmp_path / "iter_0000002" / "validation_loss.json").read_text()) == {"validation_loss": 1.0}
+    assert "validation_loss.json" in json.loads((tmp_path / "iter_0000002" / "checksums.json").read_text())["files"]
+    assert pool.run(trained, 2, flags, losses, timeout=120)[0] == (4, True)
+    assert there() == [2, 7]
+
+
+# What a run that is loaded counts: Adam's steps, each once; and with --reset-iteration, the iterations anew.
+
+
+RESET_RUN = "--lr-decay-style linear --train-iters 50"
+
+
+def train_and_save(flags, folder):
+    """Three steps, a save, and what the fourth has: its learning rate, and the gradient that it reads first."""
+    from megatron.training.checkpoint import checkpoint
+
+    job = make_job(flags)
+    train_job(job, 3)
+    checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+    return job.optimizer.param_groups[0]["lr"], float(job.optimizer.optimizer.state_dict()["state"][0]["step"])
+
+
+def go_on(flags, folder):
+    job = make_job(f"{flags} --load {folder}")
+    rate, state = job.optimizer.param_groups[0]["lr"], job.optimizer.optimizer.state_dict()["state"][0]
+    before, steps = dict(vars(job.progress)), float(state["step"])
+    return before, job.iterations, rate, steps, train_job(job, 1)[0][0], job.config.notes
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_counts_begin_anew(pool, tmp_path, tokens):
+    flags = f"{RESET_RUN} --lr-decay-tokens 12800" if tokens else RESET_RUN
+    rate, steps = pool.run(train_and_save, 1, flags, str(tmp_path))[0]
+    going, _, their_rate, their_steps, loss, _ = pool.run(go_on, 1, flags, str(tmp_path))[0]
+    assert (going["iteration"], their_rate, their_steps) == (3, rate, steps)
+    again, iterations, new_rate, new_steps, new_loss, notes = pool.run(
+        go_on, 1, f"{flags} --reset-iteration", str(tmp_path)
+    )[0]
+    assert again.pop("run") != going["run"]
+    assert set(again.values()) == {0} and iterations == 50 and new_steps == steps
+    assert new_rate == (pytest.approx(1e-3) if tokens else rate) and rate == pytest.approx(0.94e-3)
+    assert new_loss < 5.5 and new_loss != loss  # trained weights, and the first batch once more
+    assert any("--reset-iteration" in note for note in notes)
+
+
+def steps_of(flags, folder):
+    """Adam's counts after loading and after one more step, and how many tensors they are."""
+    job = make_job(f"{flags} --load {folder}")
+    parts = [part.optimizer for part in getattr(job.optimizer, "chained_optimizers", [job.optimizer])]
+    states, found = [state for part in parts for state in part.state.values()], []
+    for _ in range(2):
+        found.append({float(state["step"]) for state in states})
+        train_job(job, 1)
+    return *found, len(states) - len({state["step"].data_ptr() for state in states})
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_every_parameter_counts_its_own_steps_after_loading(pool, tmp_path, stage):
+    """One tensor for all would be counted up by each of them."""
+    flags = f"{RESET_RUN} --zero-stage {stage}"
+    pool.run(train_and_save, 1, flags, str(tmp_path))
+    assert pool.run(steps_of, 1, flags, str(tmp_path)) == [({3.0}, {4.0}, 0)]

@@ -52,7 +52,7 @@ def check(pool, backend, schemes):
     assert worst(errors.values()) < 2e-5, errors
 
 
-@pytest.mark.parametrize("backend", USUAL)
+@pytest.mark.parametrize("backend", ["Ring", *also_in_full("one process", "FPDT, USP")])
 def test_float32_matches_dense_attention(pool, backend):
     check(pool, backend, USUAL[backend])
 

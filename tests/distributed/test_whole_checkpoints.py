@@ -73,7 +73,11 @@ def going_on(flags):
 
 @pytest.mark.parametrize(
     "world, flags",
-    [(1, "--bf16"), (2, "--zero-stage 1 --hidden-dropout 0.1"), (2, "--zero-stage 3 --micro-batch-size 1")],
+    [
+        (1, "--bf16"),
+        (2, "--zero-stage 1 --hidden-dropout 0.1"),
+        pytest.param(2, "--zero-stage 3 --micro-batch-size 1", marks=pytest.mark.full),
+    ],
 )
 def test_what_is_saved_beside_training_goes_on_exactly(pool, tmp_path, world, flags):
     """Each save while the next step changes everything; the newest ones stay."""

@@ -70,7 +70,7 @@ def broken(source: Path, folder: Path, file: str, how: str, draw: random.Random)
 
 def make_good(folder: Path) -> None:
     """Every kind of input, whole."""
-    from tests.unit.test_tokenizer import make
+    from tests.unit.test_genome import make
 
     for kind in (
         "SentencePieceTokenizer",

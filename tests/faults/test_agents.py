@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.distributed.test_program import PROGRAM, ROOT
-from tests.faults.test_elastic import FLAGS
+from tests.faults.test_kills import FLAGS
 from tests.patience import patience
 from tests.program import run_forked
 

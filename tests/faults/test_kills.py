@@ -3,13 +3,20 @@
 
 import os
 import random
+import re
 import shutil
+import subprocess
+import sys
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from tests.distributed.test_program import FLAGS, PROGRAM
-from tests.faults.kills import ENVIRONMENT, losses, run_and_kill
+import psutil
+import pytest
+
+from tests.distributed.test_program import FLAGS, PROGRAM, ROOT, rows
+from tests.faults.kills import ENVIRONMENT, Ended, losses, run_and_kill
+from tests.patience import patience
 from tests.program import run_ranks
 
 KILLS = int(os.environ.get("KILLS", "1"))
@@ -61,3 +68,164 @@ def test_kills_at_random_moments(tmp_path):
     # The last step may be logged while its save is cut off, or, beside training, while the save before is written.
     assert repeated <= 2 * INTERVAL
     print(f"\n{dict(counts)} in {attempt} starts; at most {repeated} steps repeated; every loss and norm the same")
+
+
+# Machines come and go: the run goes on, on another grid, with the losses of an undisturbed one.
+
+
+CHANGES = int(os.environ.get("CHANGES", "1"))
+STEPS = 2 if CHANGES == 1 else 10  # from one change to the next
+ELASTIC_FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 96 --max-position-embeddings 96 "
+    "--micro-batch-size 1 --global-batch-size 12 --lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 2 --num-workers 0 "
+    "--device cpu --mock-data --tokenizer-type NullTokenizer --vocab-size 100 --log-interval 1 --eval-iters 0 "
+    "--attention-dropout 0.1 --hidden-dropout 0.1"
+)
+GRIDS = "8: tp2 u2 r2; 6: u2 r3; 4: pp2 r2; 3: r3; 2: u2; 1: u1"
+WORLDS = (2, 1, 8, 6, 4, 3)
+MORE = ("--zero-stage 1", "--sequence-parallel --zero-stage 1", "--fpdt --fpdt-chunk-size 48",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")  # fmt: skip
+ELASTIC_ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def run(folder: Path, flags: str, grids: list[str], processes: int) -> None:
+    save = f"--save {folder}/c --load {folder}/c --log-jsonl {folder}/log.jsonl"
+    done = run_ranks(
+        PROGRAM, [*f"{ELASTIC_FLAGS} {save} {flags}".split(), *grids], ELASTIC_ENVIRONMENT, processes, timeout=200
+    )
+    said = "".join(one.stdout + one.stderr for one in done)
+    assert [one.returncode for one in done] == [0] * processes, said
+
+
+def test_losses_after_changes_are_those_of_an_undisturbed_run(tmp_path):
+    draw, iterations = random.Random(2), STEPS * (CHANGES + 1)
+    run(tmp_path / "whole", f"--train-iters {iterations}", [], 1)
+    whole = rows(tmp_path / "whole" / "log.jsonl")
+    took = []
+    for number in range(CHANGES + 1):
+        processes, more = WORLDS[number % len(WORLDS)], draw.choice(MORE) if number else MORE[0]
+        flags = f"--train-iters {iterations} --exit-interval {STEPS} {more}"
+        run(tmp_path / "elastic", flags, ["--elastic-grids", GRIDS], processes)
+        took.append(processes)
+    elastic = rows(tmp_path / "elastic" / "log.jsonl")
+    assert [row["iteration"] for row in elastic] == list(range(1, iterations + 1))
+    assert [row["tokens"] for row in elastic] == [row["tokens"] for row in whole]
+    worst = max(abs(a["lm_loss"] / b["lm_loss"] - 1) for a, b in zip(elastic, whole))
+    assert worst < 1e-5
+    print(f"\n{iterations} steps on {took} processes: losses within {worst:.1e} of one process")
+
+
+# ``kill -9`` at random moments of a run with copies in memory; every second time a node's memory is gone as well.
+
+
+LOST_NODES = int(os.environ.get("LOST_NODES", "0"))
+LOST_NODE_STEPS, ON_DISK, NODES = 12, 5, 2  # one rank a node
+LOADED = re.compile(r"loaded iteration (\d+) from the copies in memory(, of rank)?")
+
+
+def lost_node_flags(folder: Path, node: int) -> list[str]:
+    return (
+        f"{FLAGS} --ring-parallel-size 2 --zero-stage 1 --bf16 --hidden-dropout 0.1 --train-iters {LOST_NODE_STEPS} "
+        f"--eval-iters 0 --save-interval {ON_DISK} --save {folder}/c --load {folder}/c --log-jsonl {folder}/log.jsonl "
+        f"--async-save --non-persistent-save-interval 1 --non-persistent-ckpt-type local --replication "
+        f"--non-persistent-local-ckpt-dir {folder}/memory{node}"
+    ).split()
+
+
+def start(folder: Path, logs: Path, draw: random.Random | None, seconds: float = 0.0) -> Ended:
+    """Run until the end, or until something is killed."""
+    argv = [lost_node_flags(folder, node) for node in range(NODES)]
+    return run_and_kill(argv, logs, draw, (0.2 * seconds, seconds), {"LOCAL_WORLD_SIZE": "1"})
+
+
+@pytest.mark.skipif(not LOST_NODES, reason="LOST_NODES=20 runs it, as tests/faults/run.sh does")
+def test_kills_and_lost_nodes(tmp_path):
+    draw, counts, begin = random.Random(3), Counter(), time.monotonic()
+    whole = tmp_path / "whole"
+    end = start(whole, tmp_path / "logs", None)
+    assert end.codes == [0] * NODES, end.said
+    seconds, reference = defaultdict(lambda whole=time.monotonic() - begin: whole), losses(whole)
+    assert list(reference) == list(range(1, LOST_NODE_STEPS + 1))
+    assert not list(whole.glob("memory*/*")) and not list(whole.glob("c/copies*"))  # the run ended well
+
+    folder, attempt, most = tmp_path / "killed", 0, 0
+    while counts["kills"] < LOST_NODES or folder.exists():
+        attempt += 1
+        before = max(losses(folder), default=0)
+        last = counts["kills"] >= LOST_NODES
+        end = start(folder, tmp_path / f"logs{attempt}", None if last else draw, seconds[before])
+        found = losses(folder)
+        assert found == {iteration: reference[iteration] for iteration in found}, end.said
+        if "ready after" in end.said:
+            loaded = LOADED.search(end.said)
+            counts["from memory" if loaded else "from the disk or anew"] += 1
+            counts["with a neighbour's copy"] += bool(loaded and loaded[2])
+            if loaded:
+                most = max(most, before - int(loaded[1]))
+            assert loaded or before <= 2, end.said  # a whole step is there from the second one on
+        if end.codes == [0] * NODES:
+            assert found == reference and not list(folder.glob("memory*/*"))
+            shutil.rmtree(folder)
+            counts["runs"] += 1
+            if not last:  # machines are busy and idle by turns
+                seconds[before] = end.seconds
+            continue
+        counts["kills"] += 1
+        if draw.random() < 0.5:
+            shutil.rmtree(folder / f"memory{draw.randrange(NODES)}", ignore_errors=True)
+            counts["lost nodes"] += 1
+    assert most <= 2  # the copy of the last step may be on its way, and the one before as well
+    print(f"\n{dict(counts)} in {attempt} starts; at most {most} steps repeated; every loss and norm the same")
+
+
+# Many steps and many saves take no more memory, threads or files at the end than at the beginning.
+
+
+SOAK_STEPS = int(os.environ.get("SOAK", "0"))
+EVERY = 20  # steps between saves
+SOAK_RANKS = 2
+
+
+def count(process: psutil.Process) -> dict[str, int]:
+    """What a process holds, from /proc."""
+    folder = Path("/proc", str(process.pid))
+    status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+    return {
+        "memory, MiB": int(status["VmRSS"].split()[0]) // 1024,
+        "threads": int(status["Threads"]),
+        "files": len(list((folder / "fd").iterdir())),
+        "children": len(process.children(recursive=True)),
+    }
+
+
+@pytest.mark.skipif(not SOAK_STEPS, reason="minutes: bash tests/faults/run.sh")
+def test_nothing_grows(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(SOAK_RANKS)]
+    command += [str(PROGRAM), *FLAGS.split(), *"--ring-parallel-size 2 --zero-stage 1 --eval-iters 0".split()]
+    command += f"--train-iters {SOAK_STEPS} --save-interval {EVERY} --save-retain-interval {10 * SOAK_STEPS}".split()
+    command += f"--save {tmp_path}/c --log-jsonl {tmp_path}/log.jsonl".split()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    launcher = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    )
+    rows: list[tuple[int, list[dict[str, int]]]] = []
+    text, begin = "", time.monotonic()
+    for line in launcher.stdout:
+        text = (text + line)[-20000:]
+        found = re.search(r"iteration +(\d+)/", line)
+        if found and int(found[1]) % EVERY == EVERY // 2 and int(found[1]) > 3 * EVERY:  # between two saves
+            workers = sorted(psutil.Process(launcher.pid).children(), key=lambda one: one.environ()["RANK"])
+            rows.append((int(found[1]), [count(worker) for worker in workers]))
+        assert time.monotonic() - begin < patience(SOAK_STEPS), text
+    assert launcher.wait() == 0, text
+    tenth = max(1, len(rows) // 10)
+    said = []
+    for rank in range(SOAK_RANKS):
+        for name in rows[0][1][rank]:
+            first = max(counts[rank][name] for _, counts in rows[:tenth])
+            last = max(counts[rank][name] for _, counts in rows[-tenth:])
+            said.append(f"rank {rank} {name}: {first} at first, {last} at last")
+            allowed = first + 16 if "memory" in name else first  # MiB: an allocator's own habits
+            assert last <= allowed, "\n".join(said)
+    assert [path.name for path in (tmp_path / "c").glob("iter_*")] == [f"iter_{SOAK_STEPS:07d}"]
+    print(f"\n{SOAK_STEPS} steps, {SOAK_STEPS // EVERY} saves in {time.monotonic() - begin:.0f} s: {'; '.join(said)}")

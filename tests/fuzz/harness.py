@@ -7,7 +7,7 @@ memory and CPU time, and it checks what comes out. A reader may end in two ways:
 whose text is one short line that can be printed.
 
 Input number N of a reader is always the same, so a failure is known by its number. The input is added to
-``tests/fuzz/corpus/READER.zip``, from where every later run reads it again.
+``tests/fuzz/corpus.zip``, from where every later run reads it again.
 
     python -m pytest tests/fuzz                                 # the corpus, and a few new inputs for each reader
     FUZZ=10000 python -m pytest tests/fuzz                      # so many new inputs for each reader
@@ -44,7 +44,7 @@ from tests.patience import patience
 for _name in ("cp437", "idna", "latin_1", "utf_16", "utf_16_be", "utf_16_le", "utf_32", "utf_32_be", "utf_32_le"):
     importlib.import_module(f"encodings.{_name}")
 
-CORPUS = Path(__file__).parent / "corpus"
+CORPUS = Path(__file__).with_name("corpus.zip")
 BATCH = 500  # inputs held in memory
 LONGEST = 1000  # characters of a refusal
 HUNG = 60.0  # seconds without an answer, on a quiet machine, after which a child is killed
@@ -55,7 +55,7 @@ class Reader:
     """One reader of files from elsewhere.
 
     Args:
-        name: of the reader and its archive in the corpus.
+        name: of the reader and its folder in the corpus.
         file: the name that each input has in its folder.
         seeds: makes valid inputs, which must be read without a refusal.
         change: makes a new input from a valid one; all chance comes from the ``Random``.
@@ -107,22 +107,18 @@ def fresh(reader: Reader, seed: int, count: int) -> Iterator[tuple[str, bytes]]:
 
 def corpus(reader: Reader) -> list[tuple[str, bytes]]:
     """(name, input) of what is kept of a reader."""
-    path = CORPUS / f"{reader.name}.zip"
-    if not path.exists():
-        return []
-    with zipfile.ZipFile(path) as kept:
-        return [(name, kept.read(name)) for name in sorted(kept.namelist())]
+    with zipfile.ZipFile(CORPUS) as kept:
+        names = sorted(name for name in kept.namelist() if name.startswith(f"{reader.name}/"))
+        return [(name, kept.read(name)) for name in names]
 
 
 def keep(reader: Reader, failure: Failure) -> Path:
     """Add a failing input to the corpus; returns the archive."""
-    CORPUS.mkdir(exist_ok=True)
-    path = CORPUS / f"{reader.name}.zip"
-    name = "failed_" + "".join(one if one.isalnum() else "_" for one in failure.label)
-    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as kept:
+    name = f"{reader.name}/failed_" + "".join(one if one.isalnum() else "_" for one in failure.label)
+    with CORPUS.open("r+b") as file, zipfile.ZipFile(file, "a") as kept:
         if name not in kept.namelist():
             kept.writestr(zipfile.ZipInfo(name), failure.data, zipfile.ZIP_DEFLATED)  # without the time of day
-    return path
+    return CORPUS
 
 
 def run(reader: Reader, inputs: Iterator[tuple[str, bytes]] | list[tuple[str, bytes]], folder: Path) -> Outcome:
@@ -234,11 +230,8 @@ class _Watch:
             return bool(self.trusted)
         if event == "import":
             return what.split(".")[0] in self.trusted
-        if "jinja2" in self.trusted and event in (
-            "compile",
-            "code.__new__",
-            "exec",
-        ):  # templates become code of its own
+        # jinja2 turns templates into code of its own.
+        if "jinja2" in self.trusted and event in ("compile", "code.__new__", "exec"):
             if "<unknown>" in what or "<template>" in what:
                 return True
         places = [os.path.dirname(sys.modules[name].__file__) + os.sep for name in self.trusted if name in sys.modules]

@@ -18,7 +18,7 @@ def test_inputs_that_were_kept(reader, tmp_path):
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
 def test_new_inputs(reader, tmp_path, pytestconfig):
-    count = int(os.environ.get("FUZZ", 10_000 if pytestconfig.getoption("--full") else 15))
+    count = int(os.environ.get("FUZZ", 10_000 if pytestconfig.getoption("--full") else 5))
     inputs = harness.fresh(reader, int(os.environ.get("FUZZ_SEED", 0)), count)
     check(reader, harness.run(reader, inputs, tmp_path))
 

@@ -16,7 +16,7 @@ from megatron.training.data.tokenizer import build_tokenizer
 from tests.chats import CHATML, LLAMA3, make_tokenizer
 from tests.fuzz import mutations
 from tests.fuzz.data_readers import bare_json, reader, text
-from tests.unit.test_tokenizer import make
+from tests.unit.test_genome import make
 
 TEXT = "The ring sends keys on. äöü 12\n"
 OPTIONS = {  # files that a tokenizer_config.json has in those that others publish, and names of code

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from megatron.context_parallel.attention.kernels import KERNELS, available, base, select
 from megatron.context_parallel.attention.kernels.base import Kernel
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import missing_triton
+from tests.unit.test_triton import EXTRAS, MASKS, ZIGZAG, check
+from tests.unit.triton_cases import Case, errors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="the GPU kernels need a CUDA device")
 
@@ -163,3 +166,34 @@ def test_auto_takes_a_fused_kernel():
     assert names[-1] == "math" and len(names) > 1
     assert select("auto", device="cuda", dtype=torch.bfloat16, head_dim=128).name == names[0]
     assert select("auto", device="cuda", dtype=torch.float32, head_dim=128).name == "math"
+
+
+# The Triton kernels as a GPU runs them, against attention's definition in float64.
+NO_TRITON = missing_triton()
+triton_only = pytest.mark.skipif(NO_TRITON is not None, reason=NO_TRITON or "")
+GPU = torch.device("cuda")
+LONG = {"q_at": ((0, 611), (1789, 2400)), "blocks": (((0, 611), (1789, 2400)), ((611, 1789),))}
+
+
+@triton_only
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_triton_fp32(mask, extra):
+    check(errors(Case(MASKS[mask], **ZIGZAG, **EXTRAS[extra]), GPU), 2e-5)
+
+
+@triton_only
+@pytest.mark.parametrize("head, value", [(64, 64), (128, 128), (80, 80), (192, 128), (256, 256)])
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_triton_bf16(mask, extra, head, value):
+    case = Case(MASKS[mask], **LONG, h=4, hk=2, d=head, dv=value, dtype=torch.bfloat16, **EXTRAS[extra])
+    if mask == "documents":
+        case = Case(MASKS[mask], **ZIGZAG, h=4, hk=2, d=head, dv=value, dtype=torch.bfloat16, **EXTRAS[extra])
+    check(errors(case, GPU), 2e-2)
+
+
+@triton_only
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_triton_with_any_strides(dtype):
+    check(errors(Case(MASKS["two-sided"], layout="strided", b=2, **LONG, dtype=dtype), GPU), 1e-2)

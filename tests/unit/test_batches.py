@@ -1,26 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order of samples over any grid, the loader's processes, and what a rank moves to its device."""
 
+from __future__ import annotations
+
+import gzip
+import io
 import itertools
+import json
 import multiprocessing
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 from megatron.training.arguments.config import Config, DataConfig
+from megatron.training.data import row_files, text_files
 from megatron.training.data.batches import KEYS, micro_batches, shard_batch
+from megatron.training.data.chat_template import Chat, ChatTemplate, read_chats
 from megatron.training.data.datasets import MockDataset
+from megatron.training.data.encoding import Settings, encode
+from megatron.training.data.row_files import array_rows
+from megatron.training.data.text_files import Reader, unit_of
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.refusal import Refusal
+from tests.chats import TEMPLATES, make_tokenizer, strip_marks
 from tests.patience import patience
 from tests.properties import examples
+from tools import preprocess_data
 
 
 class Numbers(Dataset):
@@ -169,3 +184,255 @@ def test_shard_batch(data):
     assert local["position_ids"].tolist() == [chosen] * rows and local["position_ids"].dtype == torch.int64
     assert set(local) == {*KEYS, "position_ids"}
     assert "labels" not in shard_batch({"tokens": batch["tokens"]}, SimpleNamespace(positions=torch.tensor([0])), "cpu")
+
+
+# Rows of JSON arrays and of Parquet, the forms that data are published in, and templates that leave something out.
+
+
+BYTES = Settings((("tokenizer_type", "ByteLevelTokenizer"),), None, "uint16", ("text",), False, 0)
+ROWS = [
+    {"text": "größer"},
+    {"text": 'a "b" \\ [1, {}]', "n": 1.5, "more": {"a": [None]}},
+    {"text": "\n\n"},
+    {"text": "z"},
+]
+ASKED, ANSWERED = {"role": "user", "content": "what?"}, {"role": "assistant", "content": "that"}
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]], **options: Any) -> str:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path, **options)
+    return str(path)
+
+
+def texts(path: str) -> list[str]:
+    found = encode(BYTES, list(Reader([path], ("text",))))
+    assert not found.bad
+    ends = [sum(found.lengths["text"][: n + 1]) for n in range(len(found.lengths["text"]))]
+    return [
+        bytes(part.tolist()).decode() for part in map(found.tokens["text"].__getitem__, map(slice, [0, *ends], ends))
+    ]
+
+
+# ---- files
+
+
+@pytest.mark.parametrize("form", ["array", "indented", "gz", "bom", "parquet"])
+def test_rows_are_read_from_arrays_and_parquet(tmp_path: Path, form: str) -> None:
+    path = tmp_path / "rows.json"
+    text = json.dumps(ROWS, indent=2 if form == "indented" else None, ensure_ascii=form == "gz").encode()
+    if form == "parquet":
+        path = Path(write_parquet(tmp_path / "rows.bin", ROWS, row_group_size=2))  # told by what is in it
+    elif form == "gz":
+        path = tmp_path / "rows.json.gz"
+        path.write_bytes(gzip.compress(text))
+    else:
+        path.write_bytes(b"\xef\xbb\xbf" + text if form == "bom" else text)
+    assert texts(str(path)) == ["größer", 'a "b" \\ [1, {}]', "z"]  # blanks are no document
+    records = list(Reader([str(path)]))
+    assert [record.where() for record in records] == [f"{path}, row {n}" for n in (1, 2, 3, 4)]
+    assert unit_of(str(path)) == "row"
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda part: st.lists(part, max_size=3) | st.dictionaries(st.text(max_size=3), part, max_size=3),
+    max_leaves=6,
+)
+
+
+@examples(60)
+@example([0.0, -1.5e-300, 2], 1)
+@given(st.lists(VALUES, max_size=5), st.integers(1, 9))
+def test_an_array_is_cut_where_its_elements_end(values: list[Any], part: int) -> None:
+    """Wherever the parts that are read end: within a literal, an escape, a character of several bytes."""
+    whole, row_files.PART = row_files.PART, part
+    try:
+        for ascii_only in (True, False):
+            stream = io.BytesIO(json.dumps(values, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass"))
+            expected = [repr(value) for value in values]
+            assert [repr(json.loads(row)) for _, row in array_rows(stream, 1000)] == expected
+    finally:
+        row_files.PART = whole
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('[{"text": "a"}, {"text": ]', "element 2 of its JSON array is not JSON: Expecting value"),
+        ('[{"text": "a"}, {"text": "b', "element 2 of its JSON array is not JSON: Unterminated string"),
+        ('[{"text": "a"}', "after element 1 of its JSON array the file ends"),
+        ('[{"text": "a"} {"text": "b"}]', "after element 1 of its JSON array '{' follows"),
+        ('[{"text": "a"}]\n[{"text": "b"}]', "it continues after the end of its JSON array"),
+        ("[" * 5000, "is nested too deep"),
+        ("[]", 'no document with text under the key "text"'),
+    ],
+)
+def test_arrays_that_are_none(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(text)
+    assert f"{path}" in (told := refused(tmp_path, path)) or "--input" in told
+    assert expected in told
+
+
+def test_an_element_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_files, "LONGEST", 1000)
+    monkeypatch.setattr(row_files, "PART", 100)
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{"text": "a" * 9000}]))
+    assert "more than 1,000 characters: split it" in refused(tmp_path, path)
+
+
+def refused(folder: Path, path: Path | str, *more: str) -> str:
+    args = ["--input", str(path), "--output-prefix", str(folder / "out"), "--tokenizer-type", "ByteLevelTokenizer"]
+    with pytest.raises(Refusal) as refusal:
+        preprocess_data.preprocess(preprocess_data.build_parser().parse_args([*args, "--workers", "1", *more]))
+    assert not list(folder.glob("out*"))
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("head", row_files.OTHERS)
+def test_files_of_other_kinds_are_named(tmp_path: Path, head: bytes) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(head + bytes(100))
+    assert refused(tmp_path, path) == f"--input {path}: {row_files.OTHERS[head]}"
+
+
+def test_parquet_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(b"PAR1" + bytes(100))
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "pyarrow", None)
+        assert refused(tmp_path, path) == f"--input {path}: Parquet needs the package pyarrow: {row_files.PYARROW}"
+    pytest.importorskip("pyarrow")
+    assert f"--input {path}: cannot be read: " in refused(tmp_path, path)
+    write_parquet(path, [{"body": "a"}])
+    told = refused(tmp_path, path)
+    assert f'{path}, row 1: no key "text"; it has "body": name keys with --json-keys' in told
+
+
+def test_parquet_is_read_in_bounded_memory(tmp_path: Path) -> None:
+    """Four row groups of 16 MiB, unpacked, of which Arrow holds some batches of rows at a time."""
+    pyarrow = pytest.importorskip("pyarrow")
+    rows = [{"text": chr(97 + n % 26) * (1 << 18), "other": n} for n in range(256)]
+    path = write_parquet(tmp_path / "rows.parquet", rows, row_group_size=64, use_dictionary=False)
+    del rows
+    before, most, count = pyarrow.total_allocated_bytes(), 0, 0
+    for record in Reader([path], ("text",)):
+        most, count = max(most, pyarrow.total_allocated_bytes() - before), count + 1
+        assert json.loads(record.content) == {"text": chr(97 + (count - 1) % 26) * (1 << 18)}
+    assert count == 256 and most < 32 << 20, f"{most / 2**20:.0f} MiB"
+
+
+# ---- forms
+
+
+SHARED = {"conversations": [{"from": "system", "value": "be brief"}, {"from": "human", "value": "what?"},
+                            {"from": "gpt", "value": "that"}]}  # fmt: skip
+FORMS = {
+    "ShareGPT": (SHARED, [{"role": "system", "content": "be brief"}, ASKED, ANSWERED]),
+    "Alpaca": ({"instruction": "what?", "input": "", "output": "that"}, [ASKED, ANSWERED]),
+    "Alpaca with input": (
+        {"instruction": "add", "input": "1, 2", "output": "3", "history": [["what?", "that"]]},
+        [ASKED, ANSWERED, {"role": "user", "content": "add\n\n1, 2"}, {"role": "assistant", "content": "3"}],
+    ),
+    "prompt and completion": ({"prompt": "what?", "completion": "that"}, [ASKED, ANSWERED]),
+    "of messages": ({"prompt": [ASKED], "completion": [ANSWERED]}, [ASKED, ANSWERED]),
+    "messages in ShareGPT's words": ({"messages": SHARED["conversations"][1:]}, [ASKED, ANSWERED]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("file", ["lines", "array", "parquet"])
+def test_published_forms_are_conversations(tmp_path: Path, form: str, file: str) -> None:
+    row, expected = FORMS[form]
+    path = tmp_path / f"rows.{file}"
+    if file == "parquet":
+        write_parquet(path, [row, row])
+    else:
+        path.write_text(json.dumps([row, row]) if file == "array" else f"{json.dumps(row)}\n \n{json.dumps(row)}\n")
+    one, two = read_chats(str(path), "--data-path")
+    assert one.messages == two.messages == expected
+    assert two.where == f"{path}, {'line 3' if file == 'lines' else 'row 2'}"
+
+
+def test_parquet_leaves_out_what_only_other_rows_have(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "sum"}}]}
+    rows = [{"messages": [ASKED, call, {"role": "tool", "content": "3"}, ANSWERED]}, {"messages": [ASKED, ANSWERED]}]
+    chats = list(read_chats(write_parquet(tmp_path / "rows.parquet", rows), "--data-path"))
+    assert [chat.messages for chat in chats] == [row["messages"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"text": "a"}, "tools/preprocess_data.py tokenizes"),
+        ({"chosen": [], "rejected": []}, "rename chosen to messages"),
+        ({"question": "a", "answer": "b"}, 'rename the row\'s "question", "answer"'),
+        ({"instruction": "a", "output": None}, 'its "instruction", "input", "output" or "history" is not text'),
+        ({"prompt": "a", "completion": [ANSWERED]}, "must be two texts or two lists of messages"),
+        ({"conversations": [{"from": "bot", "value": "a"}]}, "message 1: from 'bot' is none of human, user, gpt"),
+        ({"conversations": [{"from": "function_call", "value": "{}"}]}, "message 1: a function_call: write it as"),
+        ({"conversations": []}, "its conversations are []"),
+    ],
+)
+def test_rows_that_are_no_conversation_say_what_to_do(tmp_path: Path, row: dict[str, Any], expected: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row))
+    with pytest.raises(Refusal) as refusal:
+        list(read_chats(str(path), "--data-path"))
+    assert str(refusal.value).startswith(f"{path}, line 1") and expected in str(refusal.value)
+
+
+@pytest.mark.parametrize("form", ["ShareGPT", "Alpaca", "prompt and completion"])
+def test_preprocessing_says_what_conversations_are(tmp_path: Path, form: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(FORMS[form][0]))
+    told = refused(tmp_path, path)
+    assert f'line 1: no key "text"; the row has the format {form}, which pretrain_gpt.py --sft reads directly' in told
+
+
+# ---- templates that leave something out
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    data = DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+    return build_tokenizer(data, None).transformers
+
+
+TOOLS = [{"type": "function", "function": {"name": "sum", "parameters": {}}}]
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "sum", "arguments": {"a": 1}}}]}
+CALLS = [ASKED, CALL, {"role": "tool", "content": "3"}, ANSWERED]
+PLAIN = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ CONTENT }}<|im_end|>\n{% endfor %}" \
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"  # fmt: skip
+SHOWS_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + PLAIN
+
+
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize(
+    ("template", "messages", "tools", "expected"),
+    [
+        (PLAIN.replace("CONTENT", "m['content']"), [ASKED, ANSWERED], TOOLS, 'shows nothing of "tools"'),
+        (SHOWS_TOOLS.replace("CONTENT", "m['content'] or ''"), CALLS, TOOLS, 'shows nothing of "tool_calls"'),
+        (SHOWS_TOOLS.replace("CONTENT", "m.get('content')"), CALLS, None, 'prints None for "content": null with'),
+        (SHOWS_TOOLS.replace("CONTENT", "m['content'] + ''"), CALLS, None, 'on "content": null with "tool_calls"'),
+        (TEMPLATES["llama3"], CALLS, None, 'message 2: the chat template '),
+    ],
+)  # fmt: skip
+def test_a_template_that_leaves_something_out_is_refused(
+    tokenizer: Any, template: str, messages: list[Any], tools: Any, expected: str, marked: bool
+) -> None:
+    if marked:
+        template = template.replace("{{ m['content']", "{% generation %}{% endgeneration %}{{ m['content']")
+    with pytest.raises(Refusal) as refusal:
+        ChatTemplate(tokenizer, template, "x")(Chat("f, line 3", messages, tools))
+    assert expected in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_template_that_shows_all_is_taken(tokenizer: Any, marked: bool) -> None:
+    template = TEMPLATES["chatml"] if marked else strip_marks(TEMPLATES["chatml"])
+    rendered = ChatTemplate(tokenizer, template, "x")(Chat("f, line 3", CALLS, TOOLS))
+    assert "<call>sum</call>" in tokenizer.decode(rendered.ids[rendered.spoken])

@@ -5,15 +5,27 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron.training.arguments.foreign import megatron_flags
+from megatron.training.arguments.parser import parse, supported_flags
+from megatron.training.refusal import Refusal
+from tests.recipes import recipes, refused
+from tests.starts import make, start
 from tools import check_script
 from tools.launch_command import grid, launch, processes, slurm
 from tools.launch_redirect import elsewhere
 from tools.launch_script import record
+
+ROOT = Path(__file__).parents[2]
 
 SCRIPTS = Path(__file__).parent / "data" / "scripts"
 
@@ -275,3 +287,224 @@ def test_what_slurm_says():
     told = slurm("#SBATCH -N 3\n#SBATCH --ntasks-per-node=2 # two\n#SBATCH --gres=gpu:4\n")
     assert (told["SLURM_NNODES"], told["SLURM_NTASKS"], told["SLURM_GPUS_ON_NODE"]) == ("3", "6", "4")
     assert slurm("#!/bin/bash\n") == {} and json.dumps(told)
+
+
+# Published launch commands run here as they are: how many, and what is said against the others.
+
+
+AT_LEAST = 341  # of those in the data; it only grows
+ALL = [pytest.param(recipe, id=f"{repository}:{recipe['name']}") for repository, recipe in recipes()]
+
+
+def test_the_collection_is_broad():
+    repositories = [repository for repository, _ in recipes()]
+    assert len(repositories) >= 150 and len(set(repositories)) >= 8
+    assert len({recipe["flags"] for _, recipe in recipes()}) == len(repositories)
+
+
+def test_the_share_that_is_taken_does_not_shrink():
+    assert sum("refused" not in recipe for _, recipe in recipes()) >= AT_LEAST
+
+
+@pytest.mark.parametrize("recipe", ALL)
+def test_recipe(recipe: dict):
+    """Taken, or refused for the reasons in the data; each names a flag, of the recipe or of ours, or its file."""
+    lines = refused(recipe)
+    assert lines == recipe.get("refused", []), "python -m tests.recipes --write, where this is what was wanted"
+    known = {word.split("=")[0] for word in recipe["flags"].split()} | set(supported_flags())
+    files = recipe.get("files", {})
+    for line in lines:
+        assert "\n" not in line
+        assert known & set(re.findall(r"--?[A-Za-z][\w-]*", line)) or any(file in line for file in files), line
+
+
+# What is taken, starts: published recipes go through tokenizer, data and a simulated step, on stand-ins for files.
+
+
+def kind(recipe: dict[str, Any]) -> str:
+    """How a recipe names its tokenizer and its data."""
+    words = shlex.split(recipe["flags"])
+    named = words[words.index("--tokenizer-type") + 1] if "--tokenizer-type" in words else "none"
+    return named + next((word for word in words if "weighted" in word or word == "--train-data-path"), "")
+
+
+TAKEN = [(f"{repository}:{recipe['name']}", recipe) for repository, recipe in recipes() if "refused" not in recipe]
+FIRST = {kind(recipe): name for name, recipe in reversed(TAKEN)}.values()  # one of each kind
+CASES = [pytest.param(recipe, id=name, marks=() if name in FIRST else pytest.mark.full) for name, recipe in TAKEN]
+
+
+@pytest.fixture(scope="module")
+def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("stand-ins"))
+
+
+@pytest.mark.parametrize("recipe", CASES)
+def test_the_data_of_a_recipe_that_is_taken_are_built(recipe: dict[str, Any], stand_ins: Path, tmp_path: Path) -> None:
+    start(recipe, tmp_path, stand_ins, step=False)
+
+
+QUICK = "Ascend/MindSpeed-LLM:pretrain_llama2_13b_ms"
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(recipe, id=name, marks=() if name == QUICK else pytest.mark.full) for name, recipe in TAKEN],
+)
+def test_a_recipe_that_is_taken_starts(recipe: dict[str, Any], stand_ins: Path, tmp_path: Path) -> None:
+    start(recipe, tmp_path, stand_ins)
+
+
+# Misspelt flags and other programs' names: each is answered with the flag that is meant.
+
+
+MEANT = {  # what is written -> what is meant
+    # misspelt
+    "--num_layers 2": "--num-layers",
+    "--num-layer 2": "--num-layers",
+    "--hiddensize 64": "--hidden-size",
+    "--hidden-sizes 64": "--hidden-size",
+    "--seqlength 64": "--seq-length",
+    "--num-attention-head 4": "--num-attention-heads",
+    "--ffn-hidden-dim 4": "--ffn-hidden-size",
+    "--micro-batchsize 1": "--micro-batch-size",
+    "--globalbatch-size 1": "--global-batch-size",
+    "--tensor-parallel-size 2": "--tensor-model-parallel-size",
+    "--tensor-model-parallel 2": "--tensor-model-parallel-size",
+    "--pipeline-parallel-size 2": "--pipeline-model-parallel-size",
+    "--ulyses-parallel-size 2": "--ulysses-parallel-size",
+    "--ring-parallel 2": "--ring-parallel-size",
+    "--context-parallel 2": "--context-parallel-size",
+    "--sequence-paralel": "--sequence-parallel",
+    "--distributed-optimizer": "--use-distributed-optimizer",
+    "--rotary-pct 1": "--rotary-percent",
+    "--untie-embeddings": "--untie-embeddings-and-output-weights",
+    "--dissable-bias-linear": "--disable-bias-linear",
+    "--lr-warmup-iter 1": "--lr-warmup-iters",
+    "--recompute-activation": "--recompute-activations",
+    "--weightdecay 0.1": "--weight-decay",
+    "--save-intervall 5": "--save-interval",
+    "--BF16": "--bf16",
+    "--fpdt-chunksize 64": "--fpdt-chunk-size",
+    "--offload-checkpoint": "--offload-checkpoints",
+    # USP, yunchang, LoongTrain
+    "--ulysses-degree 2": "--ulysses-parallel-size",
+    "--ulysses_degree 2": "--ulysses-parallel-size",
+    "--sp_ulysses_degree 2": "--ulysses-parallel-size",
+    "--head_size 2": "--ulysses-parallel-size",
+    "--ring-degree 2": "--ring-parallel-size",
+    "--sp_ring_degree 2": "--ring-parallel-size",
+    "--context_size 2": "--ring-parallel-size",
+    "--ring_impl_type zigzag": "--context-parallel-balance",
+    # DeepSpeed, FPDT
+    "--ds-sequence-parallel 2": "--ds-sequence-parallel-size",
+    "--ds-sequence-parallel-fpdt-offload": "--ds-sequence-parallel-fpdt-offloading",
+    "--fpdt-offloading": "--fpdt-offload",
+    # Hugging Face and others
+    "--rope-theta 500000": "--rotary-base",
+    "--num-hidden-layers 2": "--num-layers",
+    "--intermediate-size 64": "--ffn-hidden-size",
+    "--num-kv-heads 2": "--num-query-groups",
+    "--rms-norm-eps 1e-5": "--norm-epsilon",
+    "--sliding-window 4096": "--window-size",
+    "--max-seq-len 64": "--seq-length",
+    "--learning-rate 1e-4": "--lr",
+    "--gradient-checkpointing": "--recompute-granularity",
+    "--max_grad_norm 1": "--clip-grad",
+    "--per_device_train_batch_size 1": "--micro-batch-size",
+    "--tp-size 2": "--tensor-model-parallel-size",
+    "--cp_size 2": "--context-parallel-size",
+}
+
+TAKEN_BY_SUGGESTION = {  # what is written -> section.field and its value
+    "--ds-sequence-parallel-size 4": ("parallel.ulysses_parallel_size", 4),
+    "--ulysses-degree-in-cp 4": ("parallel.ulysses_parallel_size", 4),
+    "--ds-sequence-parallel-fpdt": ("chunks.fpdt", True),
+    "--ds-sequence-parallel-fpdt-chunk-size 64": ("chunks.fpdt_chunk_size", 64),
+    "--ds-sequence-parallel-fpdt-offloading": ("chunks.fpdt_offload", True),
+    "--rotary-position-embeddings-theta 500000": ("model.rotary_base", 500000),
+    "--num-key-value-heads 4": ("model.num_query_groups", 4),
+    "--context-parallel-algo ulysses_cp_algo": ("parallel.cp_comm_type", ["a2a"]),
+    "--context-parallel-algo megatron_cp_algo": ("parallel.cp_comm_type", ["p2p"]),
+    "--context-parallel-algo hybrid_cp_algo": ("parallel.cp_comm_type", ["a2a+p2p"]),
+    "--tokenizer-name-or-path x": ("data.tokenizer_model", "x"),
+    # values in other programs' way
+    "--bf16 true": ("optimizer.bf16", True),
+    "--bf16=True": ("optimizer.bf16", True),
+    "--bf16 false": ("optimizer.bf16", False),
+    "--disable-bias-linear true": ("model.add_bias_linear", False),
+    "--window-size -1,0": ("attention.window_size", (-1, 0)),
+    "--window-size=-1,0": ("attention.window_size", (-1, 0)),
+    "--window-size (127,0)": ("attention.window_size", (127, 0)),
+    "--window-size 127 0": ("attention.window_size", (127, 0)),
+    "--window-size -1 0": ("attention.window_size", (-1, 0)),
+    "--window-size [127, 0]": ("attention.window_size", (127, 0)),
+    "--hierarchical-context-parallel-sizes 2,4": ("parallel.hierarchical_context_parallel_sizes", [2, 4]),
+    "--hierarchical-context-parallel-sizes [2, 4]": ("parallel.hierarchical_context_parallel_sizes", [2, 4]),
+    "--rampup-batch-size 16,16,1000": ("data.rampup_batch_size", [16, 16, 1000]),
+    "--data-path ['a','b']": ("data.data_path", ["a", "b"]),
+    "--data-path a,b": ("data.data_path", ["a,b"]),
+}
+
+NOTED = ["--use-cp-send-recv-overlap", "--cp-window-size 2", "--use-fused-rmsnorm", "--use-flash-attn true"]
+
+
+def refused_recipe(flags: str) -> str:
+    with pytest.raises(Refusal) as caught:
+        parse(flags.split())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("written", MEANT)
+def test_the_flag_that_is_meant_is_named(written: str):
+    message = refused_recipe(written)
+    assert message.startswith(written.split()[0]) and MEANT[written] in re.findall(r"--[a-z][\w-]*", message), message
+
+
+def test_what_is_unlike_all_flags_gets_no_suggestion():
+    for flag in ("--qwertyuiop", "--handle", "--a", "--model-family"):
+        assert refused_recipe(f"{flag} 3") == f"{flag} is not a known flag: --help lists them"
+
+
+@pytest.mark.parametrize("written", TAKEN_BY_SUGGESTION)
+def test_what_means_the_same_is_taken(written: str):
+    name, value = TAKEN_BY_SUGGESTION[written]
+    section, field = name.split(".")
+    assert getattr(getattr(parse(written.split()), section), field) == value
+
+
+def test_false_where_nothing_would_mean_true_is_refused():
+    for flag in ("--fpdt-offload", "--ds-sequence-parallel-fpdt-offloading", "--exit-signal-handler"):
+        assert (
+            refused_recipe(f"{flag} false") == f"'false' after {flag} belongs to no flag: quote values that hold spaces"
+        )
+
+
+@pytest.mark.parametrize("written", NOTED)
+def test_what_cannot_change_the_result_is_noted(written: str):
+    (note,) = parse(written.split()).notes
+    assert written.split()[0] in note
+
+
+def test_no_suggestion_is_itself_refused():
+    """Neither those of the tables, nor the nearest of a flag with a letter less."""
+    rows = megatron_flags.rows()
+    wrong = {flag for flag, row in rows.items() if row.verdict == "refused"}
+    for flag, row in rows.items():
+        if row.verdict == "refused":
+            advice = re.findall(r"(?<=use )(?:--[\w-]+)", row.reason)
+            assert not wrong & set(advice), f"{flag}: {row.reason}"
+    for flag in sorted([*wrong, *supported_flags()])[::8]:
+        if flag[:-1] not in rows and flag[:-1] not in supported_flags():
+            named = re.findall(r"did you mean (--[\w-]+)", refused_recipe(flag[:-1]))
+            assert not wrong & set(named), named
+
+
+def test_the_filter_for_launch_scripts_ends_the_shell_where_it_cannot_follow() -> None:
+    def filtered(text: str) -> str:
+        command = [sys.executable, "tools/launch_redirect.py", "run.sh"]
+        return subprocess.run(command, input=text, text=True, capture_output=True, check=True, cwd=ROOT).stdout
+
+    assert '>| "$(_elsewhere x)"' in filtered("echo a > x\n")
+    done = subprocess.run(["bash", "-c", filtered('"$(' * 3000)], text=True, capture_output=True)
+    assert done.returncode == 1
+    assert done.stderr == "run.sh: quotations or $(...) are nested too deeply to follow\n"

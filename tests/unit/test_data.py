@@ -129,7 +129,7 @@ def test_blends(tmp_path, grouped):
             torch.distributed.destroy_process_group()
 
 
-@examples(60)
+@examples(20)
 @given(data=st.data())
 def test_blends_of_few_samples(tmp_path_factory, data):
     """Long sequences mean few samples: core's margin for blends must still do."""

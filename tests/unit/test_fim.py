@@ -156,7 +156,7 @@ def test_a_token_that_the_tokenizer_has_not():
 
 def test_samples_of_files(tmp_path: Path):
     """The same whenever they are read, in whatever order, for one seed; the text is the data's own."""
-    from tests.unit.test_tokenizer import make
+    from tests.unit.test_genome import make
 
     data, _ = make("TokenizerFromFileWithFIM", tmp_path, special=())
     tokenizer = build_tokenizer(data, None)

@@ -200,35 +200,33 @@ SHOWN = {
     "tests/unit/test_chats.py": "sft sft_tokenizer_prompt_format sft_over_length",
     "tests/unit/test_fim.py": "fim_data fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix "
     "fim_prefix_token fim_middle_token fim_suffix_token fim_pad_token fim_eod_token",
-    "tests/distributed/test_reset_iteration.py": "reset_iteration",
-    "tests/distributed/test_rampup_seq_length.py": "rampup_seq_length",
     "tests/unit/test_batches.py": "dataloader_type",
     "tests/unit/test_checkpoint_args.py": "use_checkpoint_args",
-    "tests/unit/test_tokenizer.py": "vocab_size tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern "
+    "tests/unit/test_genome.py": "vocab_size tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern "
     "tiktoken_num_special_tokens",
-    "tests/distributed/test_masks_training.py": "mask_function",
+    "tests/distributed/test_training.py": "mask_function",
     "tests/distributed/test_convert_checkpoint.py": "universal_checkpoint",
-    "tests/distributed/test_embed_layernorm.py": "embed_layernorm",
+    "tests/distributed/test_loss.py": "embed_layernorm",
     "tests/distributed/test_checkpoint.py": "load ckpt_step finetune exit_on_missing_checkpoint",
     "tests/distributed/test_whole_checkpoints.py": "async_save keep_last_checkpoints skip_damaged_checkpoints",
     "tests/distributed/test_copies_in_memory.py": "non_persistent_save_interval non_persistent_ckpt_type "
     "non_persistent_local_ckpt_dir non_persistent_local_ckpt_algo replication",
     "tests/unit/test_copies.py": "replication_jump replication_factor",
-    "tests/distributed/test_keep_best.py": "keep_best_checkpoints",
     "tests/distributed/test_program.py": "device eval_iters skip_train exit_interval save save_interval log_interval "
     "log_jsonl log_throughput log_params_norm log_progress tensorboard_dir",
-    "tests/distributed/test_switches.py": "load_optim save_optim save_rng load_rng pretrained_checkpoint "
-    "save_retain_interval manual_gc manual_gc_interval check_for_nan_in_loss_and_grad",
+    "tests/distributed/test_switches.py": "reset_iteration rampup_seq_length keep_best_checkpoints load_optim "
+    "save_optim save_rng load_rng pretrained_checkpoint save_retain_interval manual_gc manual_gc_interval "
+    "check_for_nan_in_loss_and_grad",
     "tests/distributed/test_bad_batches.py": "skip_bad_batches rollback_on_bad_batch iterations_to_skip "
     "check_for_spiky_loss check_for_large_grads spike_factor",
     "tests/distributed/test_replicas.py": "check_weight_hash_across_dp_replicas_interval log_straggler",
     "tests/unit/test_elsewhere.py": "ckpt_format",
-    "tests/unit/test_elastic.py": "elastic elastic_grids",
+    "tests/unit/test_kills.py": "elastic elastic_grids",
     "tests/unit/test_evaluation.py": "eval_tasks eval_lengths eval_depths eval_samples eval_haystack eval_files "
     "eval_stride",
     "tests/distributed/test_evaluation.py": "eval_output",
     "tests/unit/test_memory.py": "profile_memory profile_memory_step",
-    "tests/unit/test_jitter.py": "dry_run_jitter",
+    "tests/unit/test_cost.py": "dry_run_jitter",
     "tests/unit/test_dry_run.py": "dry_run world_size gpu dry_run_json",
     "tests/distributed/test_network.py": "network_interface",
     "tests/unit/test_flag_effects.py": "distributed_backend distributed_timeout_minutes tensorboard_log_interval "

@@ -27,8 +27,15 @@ from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.checkpoint.megatron_lm.checked import read_common
 from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensors
 from megatron.training.refusal import Refusal
-from tests.checked import as_it_is
-from tests.fuzz.checkpoint_readers import headers_json, language_model, random_state, saved, small_metadata, two_tensors
+from tests.fuzz.checkpoint_readers import (
+    as_it_is,
+    headers_json,
+    language_model,
+    random_state,
+    saved,
+    small_metadata,
+    two_tensors,
+)
 
 MODULE = "torch.distributed.checkpoint.filesystem"
 POPEN = "torch._strobelight.cli_function_profiler.subprocess.Popen"

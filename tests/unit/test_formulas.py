@@ -55,12 +55,12 @@ USUAL = [
     case("fpdt, ring", GQA, S(fpdt_chunk=512, ring=2, data=2, recompute="full"), 2, rank=1, itemsize=2),
     case("pipeline, last", GQA, S(pipeline=2), 4, rank=1, stage=1),
     case("virtual stages", GQA, S(pipeline=2, virtual=2), 4),
+]
+FULL = [  # what they are made of is met above
     case("fpdt on the device, units of two", GQA, S(fpdt_offload=False, zero=3, **UNITS), 2, itemsize=2),
     case("fpdt, units of two, offloaded", GQA, S(offload_checkpoints=True, zero=2, **UNITS), 2, itemsize=2),
     case("fpdt, some layers, offloaded", GQA, S(offload_checkpoints=True, zero=3, **SOME_LAYERS), 2, itemsize=2),
     case("ffn in runs, units of two, offloaded", GQA, S(**IN_RUNS, offload_checkpoints=True)),
-]
-FULL = [  # what they are made of is met above
     case("two samples", TWO, S(micro_batch=2), 2),
     case("fpdt", GQA, S(fpdt_chunk=512)),
     case("streamed", LONG, S(zero=3, ulysses=4, **STREAMED), itemsize=2),

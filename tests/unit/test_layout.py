@@ -1,18 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts are bijections, and zigzag is balanced: property-tested over random grids and lengths."""
 
+from __future__ import annotations
+
+import random
+import time
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.context_parallel.attention.ring_plan import ring_plan
+import megatron.context_parallel as cp
+from megatron.context_parallel.attention import ring_plan as planning
+from megatron.context_parallel.attention.attend import tiled_attention
+from megatron.context_parallel.attention.kernels import select
+from megatron.context_parallel.attention.merge import Accumulator
+from megatron.context_parallel.attention.ring import RingSource, schedule
+from megatron.context_parallel.attention.ring_plan import Hop, RingPlan, ring_plan
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.masks import Causal, Full
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
-from megatron.context_parallel.layout.tiles import tiles
+from megatron.context_parallel.layout.spans import Spans, count, joined, place, positions_of, split, union
+from megatron.context_parallel.layout.tiles import reach, tiles
 from megatron.decisions.division import length_unit
 from tests.properties import examples
 
@@ -174,3 +186,246 @@ def test_a_tensor_of_another_length_is_refused():
         layout.shard(torch.zeros(15))
     with pytest.raises(ValueError, match="8"):
         layout.gather(torch.zeros(9))
+
+
+# Plans of a ring are what their definition says, tile by tile, and cost little to make.
+
+
+def plan_by_definition(queries, keys, mask, rank: int, step: int) -> tuple[int, RingPlan]:
+    """One direction's plan, and the rows that all ranks send in it: everything from the tiles of everybody."""
+    size = len(keys)
+    needs = {
+        (home, hop): tiles(queries[(home + step * hop) % size], keys[home], mask)
+        for home, hop in product(range(size), repeat=2)
+    }
+    rows = {key: union(tile.k for tile in found) for key, found in needs.items()}
+
+    def carried(home: int, hop: int) -> Spans:
+        return union(*(rows[home, later] for later in range(hop, size))) if hop < size else ()
+
+    def touched(home: int, hop: int) -> Spans:
+        return union(*(rows[home, before] for before in range(1, hop + 1)))
+
+    def last_stop(home: int) -> int:
+        return max((hop for hop in range(1, size) if rows[home, hop]), default=0)
+
+    hops = []
+    for hop in range(size):
+        home = (rank - step * hop) % size
+        held = carried(home, hop) if hop else ((0, count(keys[0])),)
+        last = last_stop(home)
+        active = 0 < hop <= last
+        hops.append(
+            Hop(
+                source=home,
+                held=held,
+                tiles=tuple(replace(tile, k=place(tile.k, held)) for tile in needs[home, hop]),
+                forward=carried(home, hop + 1),
+                grads_in=touched(home, hop - 1) if active and hop > 1 else (),
+                grads_out=touched(home, hop) if active else (),
+                grads_to=(rank + step) % size if hop < last else home,
+            )
+        )
+    last = last_stop(rank)
+    sent = sum(count(carried(home, hop)) for home in range(size) for hop in range(1, size))
+    home_at_last = (rank + step * last) % size, touched(rank, last)
+    return sent, RingPlan(rank, (rank + step) % size, (rank - step) % size, tuple(hops), home_at_last, last)
+
+
+def draw_ends(data, length: int) -> tuple[int, ...]:
+    return (*sorted(data.draw(st.sets(st.integers(1, length - 1), max_size=12))), length) if length > 1 else (1,)
+
+
+def draw_mask(data, length: int, ends: tuple[int, ...]):
+    inner = data.draw(
+        st.sampled_from([
+            cp.Causal(),
+            cp.Full(),
+            cp.Window(9),
+            cp.Window(60, 3, global_tokens=5),
+            cp.BlockSparse(8, cp.BigBirdBlocks(1, 1, 1), length),
+            cp.BlockSparse(5, cp.StridedBlocks(3), length, within=cp.Window(50)),
+            cp.MaskFunction(lambda q, k: (q + k) % 2 == 0, within=cp.Window(20)),
+        ])
+    )  # fmt: skip
+    return cp.Documents(ends, inner) if data.draw(st.booleans()) else inner
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.integers(1, 6), st.sampled_from(["zigzag", "contiguous", "documents"]), st.integers(1, 12), st.data())
+def test_the_plan_is_the_one_of_its_definition(ring, balance, times, data):
+    length = length_unit(1, ring, balance) * times
+    ends = draw_ends(data, length)
+    chunks = data.draw(st.integers(1, min(length // ring, 3)))
+    layout = cp.SequenceLayout(length, abstract_grid(ring=ring), balance, chunks).of_documents(ends)
+    mask, rank = draw_mask(data, length, ends), data.draw(st.integers(0, ring - 1))
+    queries = [layout.ring_spans(r) for r in range(ring)]
+    for chunk in (None, *range(chunks)):
+        keys = queries if chunk is None else [layout.chunk_spans(chunk, r) for r in range(ring)]
+        both = [plan_by_definition(queries, keys, mask, rank, step) for step in (1, -1)]
+        assert ring_plan(layout, mask, rank, chunk) == min(both, key=lambda plan: plan[0])[1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 20), st.integers(1, 20), st.sampled_from([cp.Causal(), cp.Full()]))
+def test_the_plan_of_keys_of_another_sequence(ring, times, key_times, mask):
+    layout = cp.SequenceLayout(2 * ring * times, abstract_grid(ring=ring))
+    key_layout = cp.SequenceLayout(ring * key_times, abstract_grid(ring=ring), "contiguous")
+    queries, keys = ([lay.ring_spans(r) for r in range(ring)] for lay in (layout, key_layout))
+    for rank in range(ring):
+        both = [plan_by_definition(queries, keys, mask, rank, step) for step in (1, -1)]
+        plan = ring_plan(layout, mask, rank, key_layout=key_layout)
+        assert plan == min(both, key=lambda plan: plan[0])[1]
+
+
+spans_of_any_kind = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)).map(lambda s: (s[0], s[0] + s[1])))
+
+
+@settings(max_examples=200, deadline=None)
+@given(spans_of_any_kind, spans_of_any_kind, st.integers(1, 7))
+def test_spans_are_sets_of_numbers(some, others, size):
+    def members(spans):
+        return [number for span in spans for number in range(*span)]
+
+    both = union(some, others)
+    assert members(both) == sorted({*members(some), *members(others)})
+    assert all(a[1] < b[0] for a, b in zip(both, both[1:]))  # what touches is one
+    assert members(joined(both[::-1])) == members(both[::-1])
+    parts = [part for span in both for part in split(span, size)]
+    assert members(parts) == members(both) and max((b - a for a, b in parts), default=0) <= size
+    backwards = both[::-1]  # a block's spans are in any order
+    rows = [(i, min(i + size, count(both))) for i in range(0, count(both), size)][::-1]
+    assert members(positions_of(rows, backwards)) == [members(backwards)[row] for row in members(rows)]
+    for part in parts:
+        assert positions_of([place(part, both)], both) == (part,)
+    with pytest.raises(ValueError, match="are not among"):
+        place((50, 51), both)
+
+
+def log_normal(documents: int, length: int, seed: int) -> tuple[int, ...]:
+    draw = random.Random(seed)
+    sizes = [draw.lognormvariate(0, 1) for _ in range(documents)]
+    bounds = [int(length * sum(sizes[: i + 1]) / sum(sizes)) for i in range(documents - 1)]
+    return (*sorted({*bounds} - {0, length}), length)
+
+
+def cpu_seconds(work) -> float:
+    """The least of three, in seconds of the CPU: what else the machine does counts little."""
+
+    def once() -> float:
+        for cached in (planning._plan, tiles, reach):
+            cached.cache_clear()
+        start = time.process_time()
+        work()
+        return time.process_time() - start
+
+    return min(once() for _ in range(3))
+
+
+@pytest.mark.parametrize("balance", ["zigzag", "contiguous", "documents"])
+@pytest.mark.parametrize("chunks", [1, 16])
+def test_a_thousand_documents_in_a_million_tokens_are_planned_in_no_time(balance, chunks):
+    length, ends = 2**20, log_normal(1000, 2**20, seed=0)
+    layout = cp.SequenceLayout(length, abstract_grid(ring=8), balance, chunks).of_documents(ends)
+    mask = cp.Documents(ends)
+
+    def plans():
+        for chunk in range(chunks) if chunks > 1 else [None]:
+            ring_plan(layout, mask, 3, chunk)
+
+    # The bands of all documents, once each: what any plan has to look at. A plan costs one or two of these, 16 plans of
+    # chunks three to seven; by the definition above it is some twenty.
+    looks = cpu_seconds(lambda: [list(mask.bands(span, (0, length))) for span in zip((0, *ends), ends)])
+    assert cpu_seconds(plans) < (6 if chunks == 1 else 18) * looks
+
+
+# Partial outputs merge in fp32, whatever the inputs' dtype, and rows without keys do no harm.
+
+
+def tiles_of(dtype: torch.dtype, pieces: int):
+    """Outputs and lse of one query block against ``pieces`` key blocks, from float64; and the whole in float64."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 2, 64, 16, generator=generator, dtype=torch.float64)
+    k, v = (torch.randn(1, 2, 64 * pieces, 16, generator=generator, dtype=torch.float64) for _ in range(2))
+    kernel = select("math", device=q.device, dtype=q.dtype, head_dim=16)
+    whole, _ = kernel.forward(q, k, v, causal=False, mask=None, scale=0.25)
+    parts = [
+        kernel.forward(q, kk, vv, causal=False, mask=None, scale=0.25)
+        for kk, vv in zip(k.chunk(pieces, 2), v.chunk(pieces, 2))
+    ]
+    lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    return q.permute(2, 0, 1, 3).to(dtype), [(out.to(dtype), lse.to(lse_dtype)) for out, lse in parts], whole
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+def test_many_tiles_merge_without_loss(dtype, tolerance):
+    # bf16: half a unit in the last place of the inputs and of the result, 2 * 2**-9; merging in bf16 would pile up 64.
+    q, parts, whole = tiles_of(dtype, 64)
+    result = Accumulator(q, q.size(3))
+    for out, lse in parts:
+        result.add((0, 64), out, lse)
+    out, lse = result.finish()
+    assert out.dtype == dtype
+    error = (out.permute(1, 2, 0, 3).double() - whole).abs().max() / whole.abs().max()
+    assert error < tolerance
+
+
+def test_tiles_on_some_rows_and_rows_without_keys():
+    q, parts, _ = tiles_of(torch.float64, 2)
+    (out, lse), (other, other_lse) = parts
+    result = Accumulator(q, q.size(3))
+    result.add((0, 32), out[:, :, :32], lse[:, :, :32])
+    nothing = torch.full_like(lse[:, :, 32:], -torch.inf)
+    result.add((32, 64), torch.zeros_like(out[:, :, 32:]), nothing)
+    result.add((0, 64), other, other_lse)
+    merged, merged_lse = result.finish()
+    assert torch.isfinite(merged).all() and torch.isfinite(merged_lse).all()
+    assert torch.allclose(merged[32:], other.permute(2, 0, 1, 3)[32:], rtol=1e-14)
+
+
+def test_queries_without_any_key_give_zero():
+    out, lse = Accumulator(torch.ones(4, 1, 2, 8), 8).finish()
+    assert not out.any() and out.shape == (4, 1, 2, 8)
+    assert (lse == -torch.inf).all() and lse.shape == (4, 1, 2)
+
+
+def attend(q, k, v, layout):
+    plan = ring_plan(layout, cp.Causal())
+    kernel = cp.AttentionRule(kernel="math", scale=0.3).tile_kernel(q, layout.grid.ulysses, len(q))
+    return tiled_attention(q, k, v, source=RingSource(plan, layout.grid.ring), kernel=kernel)
+
+
+def test_gradients_against_finite_differences():
+    layout = cp.SequenceLayout(6, cp.abstract_grid())
+    q, k, v = (torch.randn(6, 2, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    assert torch.autograd.gradcheck(lambda *x: attend(*x, layout), (q, k, v))
+
+
+def test_second_derivatives_are_refused_not_wrong():
+    layout = cp.SequenceLayout(6, cp.abstract_grid())
+    q, k, v = (torch.randn(6, 1, 1, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    (grad,) = torch.autograd.grad(attend(q, k, v, layout).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="attention has no second derivative"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("balance", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("mask", [cp.Causal(), cp.Full(), cp.Window(20), cp.Documents((13, 50, 120))], ids=str)
+@pytest.mark.parametrize("ring", [1, 2, 3, 5])
+def test_what_a_rank_sends_at_a_step_its_peer_receives_at_that_step(balance, mask, ring):
+    layout = cp.SequenceLayout(120, cp.abstract_grid(ring=ring), balance)
+    steps = [schedule(ring_plan(layout, mask, rank), grads=True) for rank in range(ring)]
+    for at in range(ring):
+        sent, received = [], []
+        for rank in range(ring):
+            step = steps[rank][at]
+            for found, kind, message in (
+                (sent, "keys", step.keys_out),
+                (sent, "grads", step.grads_out),
+                (received, "keys", step.keys_in),
+                (received, "grads", step.grads_in),
+                (received, "grads", step.grads_home),
+            ):
+                ends = (rank, message.peer) if found is sent else (message.peer, rank)
+                found += [(kind, ends, message.rows)] if message.rows else []
+        assert sorted(sent) == sorted(received)

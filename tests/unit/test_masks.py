@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,14 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import megatron.context_parallel as cp
+from megatron.context_parallel.attention.kernels import KERNELS, KernelUnavailable, select
+from megatron.context_parallel.attention.kernels.base import RowMask
 from megatron.context_parallel.attention.ring_plan import ring_plan
 from megatron.context_parallel.layout.documents import UNEVEN, deal, document_ends, document_rows, restart
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.spans import positions
 from megatron.context_parallel.layout.tiles import tiles
+from megatron.context_parallel.positions import position_dropout as by_position
 from megatron.context_parallel.positions.alibi import alibi_slopes
+from megatron.context_parallel.positions.position_dropout import LEVELS, Dropout, TileDropout, drop
 from megatron.training.report.tensor_memory import TensorMeter
 from tests.properties import examples
+from tests.unit.test_kernels import assert_close, both_ways, make
 
 LENGTH = 160
 
@@ -167,3 +174,165 @@ def held_by(compute, tile, q, k):
         compute.forward(tile, q, k, k)
         compute.backward(tile, q, k, k, out, out, lse)
     assert 2**20 < meter.peak < 64 * 2**20, f"{meter.peak / 2**20:.1f} MiB"
+
+
+# Dropout by position: what the generator draws, and what kernels make of it.
+
+
+CPU = torch.device("cpu")
+SIZE = 1024
+BASE = Dropout(0.1, seed=1234, stream=3, samples=(5,), head=2)
+
+
+def kept(dropout: Dropout, heads: int = 1, q=((0, SIZE),), k=((0, SIZE),), flip: bool = False) -> torch.Tensor:
+    """Boolean [samples, heads, queries, keys]."""
+    columns = sum(stop - start for start, stop in k)
+    rows = sum(stop - start for start, stop in q)
+    return TileDropout(dropout, heads, q, k, CPU, flip=flip).rows(0, rows, columns).bool()
+
+
+def sigmas(a: torch.Tensor, b: torch.Tensor) -> float:
+    """How many standard deviations the correlation of two series of +-x is from 0."""
+    a, b = a.double() - a.double().mean(), b.double() - b.double().mean()
+    return abs(float((a * b).mean() / (a.var() * b.var()).sqrt())) * math.sqrt(a.numel())
+
+
+# ---- the generator
+
+
+def test_known_numbers():
+    """They must never change: a resumed run would drop something else."""
+    of_splitmix64 = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]  # from state 0, as published
+    assert [by_position._hash(n * by_position.GOLDEN % 2**64) for n in (1, 2, 3)] == of_splitmix64
+    dropout = Dropout(0.5, seed=7, stream=1, samples=(2, 3), head=4)
+    assert dropout.row_keys(torch.tensor([0, 5]), 1)[1, 0].tolist() == KNOWN_ROWS
+    assert "".join("x."[int(one)] for one in kept(dropout, k=((0, 32),), q=((9, 10),))[0, 0, 0]) == KNOWN_BITS
+
+
+KNOWN_ROWS = [8384291230460083626, -8679039842163212732]
+KNOWN_BITS = "....xx.xxx.x...xxxxxxxxx..xx..x."
+
+
+@pytest.mark.parametrize("probability", [0.0, 1e-3, 0.1, 0.5, 0.9])
+def test_as_many_are_kept_as_asked_for(probability):
+    dropout = replace(BASE, probability=probability)
+    assert dropout.threshold / LEVELS == pytest.approx(probability, abs=0.5 / LEVELS)
+    exact, count = dropout.threshold / LEVELS, 4 * SIZE * SIZE
+    dropped = 1 - float(kept(dropout, heads=4).double().mean())
+    assert abs(dropped - exact) <= 4.5 * math.sqrt(exact * (1 - exact) / count)
+    assert dropout.scale == pytest.approx(1 / (1 - exact), rel=1e-12)
+
+
+def test_rows_and_columns_are_independent():
+    found = kept(BASE)[0, 0]
+    for rows, columns in [(0, 1), (0, 2), (0, 3), (0, 4), (1, 0), (4, 0), (1, 1), (64, 64), (3, 509), (500, 0)]:
+        later, earlier = found[rows:, columns:], found[: SIZE - rows, : SIZE - columns]
+        assert sigmas(later, earlier) < 4.5, (rows, columns)
+    p = BASE.threshold / LEVELS
+    for dim in (0, 1):  # no row or column with more than its share: sum of squares of SIZE standard normals
+        z = (SIZE * (1 - p) - found.double().sum(dim)) / math.sqrt(SIZE * p * (1 - p))
+        assert abs(float(z.square().sum()) - SIZE) < 4.5 * math.sqrt(2 * SIZE)
+
+
+def test_corners_of_rectangles_are_independent():
+    """A pair's bits come from a key of its row and one of its column, whose xor over four corners is nothing."""
+    found = kept(replace(BASE, probability=0.5))[0, 0].double() * 2 - 1
+    for rows, columns in [(1, 1), (1, 4), (64, 64), (512, 256), (3, 16)]:
+        one, two = found[rows:], found[: SIZE - rows]
+        product = one[:, columns:] * one[:, : SIZE - columns] * two[:, columns:] * two[:, : SIZE - columns]
+        assert abs(float(product.mean())) * math.sqrt(product.numel()) < 4.5, (rows, columns)
+
+
+@pytest.mark.parametrize(
+    "other", [{"seed": 1235}, {"stream": 4}, {"samples": (6,)}, {"head": 3}, {"head": 258}, {"seed": 1234 + 2**32}]
+)
+def test_another_seed_stream_sample_or_head_draws_anew(other):
+    assert sigmas(kept(BASE), kept(replace(BASE, **other))) < 4.5
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_it_depends_on_positions_alone(flip):
+    """A tile of any spans, in any order, is a part of the whole."""
+    dropout, far = replace(BASE, samples=(5, 9)), 2**40 + 3
+    q, k = ((far + 7, far + 10), (far, far + 2)), ((far + 1, far + 6), (far + 9, far + 23), (far + 8, far + 9))
+    whole = kept(dropout, 3, ((far, far + 10),), ((far, far + 24),))
+    rows, columns = positions(q, CPU, flip) - far, positions(k, CPU, flip) - far
+    tile = TileDropout(dropout, 3, q, k, CPU, flip=flip)
+    assert torch.equal(tile.rows(0, 5, 20).bool(), whole[:, :, rows][..., columns])
+    assert torch.equal(
+        tile.rows(1, 4, 13, slice(1, 2), slice(1, 3)).bool(), whole[1:, 1:][:, :, rows[1:4]][..., columns[:13]]
+    )
+    one = TileDropout(dropout.of_heads(2).of_samples(1, 2), 1, ((far + 3, far + 4),), k[:1], CPU)
+    assert torch.equal(one.rows(0, 1, 4)[0, 0, 0].bool(), whole[1, 2, 3, 1:5])
+
+
+@pytest.mark.parametrize("probability", [-0.1, 1.0, math.nan])
+def test_what_is_no_probability_is_refused(probability):
+    with pytest.raises(ValueError, match="at least 0 and below 1"):
+        Dropout(probability, seed=1)
+
+
+# ---- hidden states
+
+
+def test_hidden_states_by_position(monkeypatch):
+    dropout, at = replace(BASE, samples=(4, 5)), torch.tensor([8, 9, 3, 100])
+    x = torch.randn(4, 2, 10, dtype=torch.float64).transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    y = drop(x, dropout, at)
+    zero = y == 0
+    assert 0 < zero.sum() < 20 and torch.equal(y[~zero], (x * dropout.scale)[~zero])
+    (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert torch.equal(grad, (~zero).double() * dropout.scale)
+    monkeypatch.setitem(by_position.ELEMENTS_AT_ONCE, "cpu", 20)  # in several pieces
+    assert torch.equal(drop(x, dropout, at), y)
+    assert torch.equal(drop(x[1:3, 1:], dropout.of_samples(1, 2), at[1:3]), y[1:3, 1:])
+    assert drop(x, replace(dropout, probability=0.0), at) is x
+    with pytest.raises(ValueError, match="dropout names 2 samples, but the batch has 1: name each"):
+        drop(x[:, :1], dropout, at)
+
+
+# ---- kernels
+
+
+def dense(dout, q, k, v, weights, *, causal, allowed, scale=0.25):
+    """(out, lse, dq, dk, dv) from the definition; ``weights`` multiply the softmax."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    scores = scale * q @ k.repeat_interleave(group, 1).mT
+    if causal:
+        allowed = allowed & torch.ones_like(scores, dtype=torch.bool).tril()
+    scores = scores.masked_fill(~allowed, float("-inf"))
+    dead = ~allowed.any(-1, keepdim=True)
+    p = scores.masked_fill(dead, 0.0).softmax(-1).masked_fill(dead, 0.0) * weights
+    out = p @ v.repeat_interleave(group, 1)
+    return out.detach(), torch.logsumexp(scores.detach(), -1), *torch.autograd.grad(out, (q, k, v), dout)
+
+
+@pytest.mark.parametrize("name", ["math", "cpu"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("limit", [2**19, 3000])
+def test_kernels_against_the_definition(name, causal, masked, limit, monkeypatch):
+    from megatron.context_parallel.attention.kernels import math_kernel
+
+    monkeypatch.setitem(math_kernel.SCORE_BYTES, "cpu", limit)  # in blocks of a few rows of one head
+    monkeypatch.setattr(math_kernel, "FEWEST_ROWS", 1)
+    b, h, s = 2, 4, 40
+    tensors = make(b=b, h=h, hk=2, sq=s, sk=s)
+    dropout = Dropout(0.3, seed=1, samples=(3, 8))
+    tile = TileDropout(dropout, h, ((100, 100 + s),), ((50, 50 + s),), CPU)
+    allowed = torch.ones(s, s, dtype=torch.bool)
+    if masked:
+        allowed = torch.rand(s, s, generator=torch.Generator().manual_seed(3)) < 0.5
+        allowed[5] = False
+    mask = RowMask(lambda start, end, keys: allowed[start:end, :keys] if masked else None, dropout=tile)
+    mask = mask if masked else RowMask(None, dropout=tile)
+    want = dense(*tensors, tile.rows(0, s, s).double() * dropout.scale, causal=causal, allowed=allowed)
+    assert_close(both_ways(KERNELS[name], *tensors, causal=causal, mask=mask), want, torch.float64)
+
+
+def test_no_other_kernel_is_taken():
+    here = {"device": "cpu", "dtype": torch.float32, "head_dim": 64}
+    assert select("auto", **here, needs_dropout=True).name == "cpu"
+    with pytest.raises(KernelUnavailable, match="does not support attention dropout by position; .* cpu, math"):
+        select("flash_attn", **here, needs_dropout=True)

@@ -4,15 +4,24 @@
 from __future__ import annotations
 
 import gc
+import random
+import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 import megatron.context_parallel as cp
+from megatron.context_parallel.attention import ulysses
+from megatron.context_parallel.fpdt import host_store
 from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
 from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
 from megatron.context_parallel.fpdt.host_store import (
+    MOST,
     ChunkStore,
     HiddenStates,
     HostPool,
@@ -20,9 +29,12 @@ from megatron.context_parallel.fpdt.host_store import (
     SavedInHost,
     is_host_buffer,
 )
-from megatron.context_parallel.layout.grid import abstract_grid
+from megatron.context_parallel.layout.grid import Axis, abstract_grid
+from megatron.context_parallel.positions.position_dropout import drop
+from megatron.context_parallel.positions.rope import LayoutRotaryEmbedding, Rope
 from megatron.formulas.host_bytes import copied_bytes
 from megatron.platform.streams import CudaStreams, Streams
+from tests.adversary import Adversary, Mutant, call_sites
 
 CPU = torch.device("cpu")
 
@@ -262,3 +274,193 @@ def test_a_second_backward_pass_through_the_loss_is_refused_in_one_line():
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="second backward pass through the chunked loss is not supported"):
         loss.backward()
+
+
+# A pool of host memory stays small, whatever lengths it is asked for.
+
+
+class CountedStreams(Streams):
+    """Knows what is pinned, and how often the host waited."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.pinned: dict[int, int] = {}
+        self.waits = 0
+
+    def pin(self, block):
+        self.pinned[block.ctypes.data] = block.nbytes
+
+    def unpin(self, block):
+        del self.pinned[block.ctypes.data]
+
+    def synchronize(self):
+        self.waits += 1
+
+
+def layer_of(length: int, offload: Offload) -> None:
+    """A training step of a layer in chunks."""
+    w = torch.ones(8, 8, requires_grad=True)
+    layer = cp.ChunkedLayer(
+        lambda x, _: (x.unflatten(2, (2, 4)),) * 3,
+        lambda out, x, _: x + out.flatten(2) @ w,
+        [w],
+        cp.SequenceLayout(length, cp.abstract_grid(), chunks=4),
+        offload=offload,
+    )
+    layer(torch.ones(length, 1, 8)).sum().backward()
+
+
+def test_a_hundred_lengths_take_little_more_than_the_longest():
+    streams = CountedStreams()
+    offload = Offload(CPU, streams)
+    for length in random.Random(0).sample(range(64, 1024), 100):
+        layer_of(length, offload)
+        gc.collect(0)
+        pool = offload.pool
+        assert pool.in_use == 0 and pool.allocated == sum(streams.pinned.values()) <= MOST * pool.peak
+    assert streams.waits <= 20  # larger blocks serve, so that memory is seldom given back
+
+
+def test_steps_that_are_alike_allocate_once():
+    streams = CountedStreams()
+    offload, seen = Offload(CPU, streams), []
+    for _ in range(5):
+        layer_of(100, offload)
+        gc.collect(0)
+        seen.append(dict(streams.pinned))
+    assert seen[0] == seen[4] and streams.waits == 0
+
+
+def test_any_order_of_sizes_stays_within_the_bound():
+    draw, streams = random.Random(1), CountedStreams()
+    pool, out = HostPool(streams), []
+    for _ in range(2000):
+        if out and draw.random() < 0.5:
+            size, buffer = out.pop(draw.randrange(len(out)))
+            assert bytes(buffer.numpy()) == bytes([size % 251]) * size  # nobody else has written to it
+            del buffer
+        else:
+            size = draw.choice([1, 7, 64, 100, 1000, draw.randrange(1, 5000)])
+            out.append((size, pool.empty((size,), torch.uint8).fill_(size % 251)))
+        assert pool.in_use == sum(size for size, _ in out) <= pool.peak
+        assert pool.allocated == sum(streams.pinned.values()) <= MOST * pool.peak
+    assert len(pool.written) == len(pool.read) == 0
+
+
+def test_a_block_is_forgotten_with_all_that_is_known_of_it():
+    streams = Adversary(0)
+    offload = streams.offload()
+    blocks = []
+    for length in (40, 41, 42):
+        host = offload.to_host(torch.ones(length))
+        offload.load(host).wait()
+        blocks.append(weakref.ref(host.untyped_storage()))
+        del host
+    pool = offload.pool
+    assert pool.allocated == 168 and len(pool.written) == len(pool.read) == 1
+    assert [block() for block in blocks] == [None] * 3
+    streams.finish()
+
+
+def pass_on(streams: Adversary) -> bool:
+    """Whether tensors of more and more sizes come back as they were."""
+    offload, coming = streams.offload(), []
+    for length in (100, 101, 102, 103, 104):
+        coming.append((length, offload.load(offload.to_host(torch.full((length,), float(length))))))
+    right = all(loading.wait().eq(length).all() for length, loading in coming)
+    streams.finish()
+    return right
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_block_goes_back_after_its_copies(seed):
+    assert pass_on(Adversary(seed))
+
+
+def test_without_the_hosts_wait_copies_would_meet_memory_of_another():
+    (site,) = [site for site in call_sites(Path(host_store.__file__).parent) if site.endswith("synchronize")]
+    with pytest.raises(AssertionError, match="a host block went back to the system before its copies"):
+        pass_on(Mutant(0, site))
+
+
+# Nothing in a layer makes the host wait for a GPU: on a device without memory, no copy that waits, no number read.
+
+
+LENGTH = 192
+ENDS = (20, 90, 150, LENGTH)
+META = torch.device("meta")
+COPIES = ("to", "cuda", "copy_", "__setitem__")
+READS = ("item", "tolist", "numpy", "__int__", "__bool__", "__float__", "__index__", "nonzero", "masked_select")
+
+
+class Waits(TorchFunctionMode):
+    """Collects calls for which a GPU's host would wait. ``meta`` tensors, which have no memory, stand for a GPU's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_function__(self, function: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None):
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", str(function))
+        result = function(*args, **kwargs)
+        there = [x.device.type for x in args if isinstance(x, Tensor)]
+        made_on_the_host = name in ("tensor", "as_tensor") and result.device.type == "meta"
+        copied = name in COPIES and "cpu" in there and not kwargs.get("non_blocking")
+        copied = copied and "meta" in (*there[1:], getattr(getattr(result, "device", None), "type", None), there[0])
+        if made_on_the_host or copied or (name in READS and "meta" in there):
+            self.found.append(name)
+        return result
+
+
+@pytest.mark.parametrize("bad", [lambda x: torch.tensor([1], device=META), lambda x: torch.ones(1).to(META)])
+def test_a_wait_is_found(bad):
+    with Waits() as waits:
+        bad(torch.empty(3, device=META))
+    assert waits.found
+
+
+MASKS = {
+    "window": cp.Window(50, 3, 2),
+    "narrow window in documents": cp.Documents(ENDS, cp.Window(5)),
+    "function in documents": cp.Documents(ENDS, cp.MaskFunction(lambda q, k: (q + k) % 3 == 0)),
+    "function around documents": cp.MaskFunction(lambda q, k: (q + k) % 3 == 0, cp.Documents(ENDS)),
+    "function in blocks": cp.BlockSparse(16, cp.LongformerBlocks(1), LENGTH, cp.MaskFunction(lambda q, k: q != k)),
+}
+
+
+@pytest.mark.parametrize("threshold", [8, 2**20])
+@pytest.mark.parametrize("mask", MASKS)
+def test_attention(mask, threshold):
+    """With slopes from host memory, dropout and sinks, forward and backward."""
+    layout = cp.SequenceLayout(LENGTH, abstract_grid())
+    q, k, v = (torch.empty(LENGTH, 2, heads, 8, device=META).requires_grad_() for heads in (4, 2, 2))
+    sinks = torch.empty(4, device=META).requires_grad_()
+    options = {"mask": MASKS[mask], "alibi_slopes": cp.alibi_slopes(4), "softcap": 5.0, "sinks": sinks}
+    options |= {"dropout": cp.Dropout(0.1, seed=3, samples=(0, 1)), "mask_cpu_threshold": threshold}
+    with Waits() as waits:
+        out = cp.attention(q, k, v, layout=layout, kernel="math", **options)
+        grads = torch.autograd.grad(out, (q, k, v, sinks), torch.empty_like(out))
+    assert [x.shape for x in grads] == [x.shape for x in (q, k, v, sinks)] and not waits.found
+
+
+def test_key_heads_in_the_all_to_all(monkeypatch):
+    monkeypatch.setattr(ulysses, "all_to_all", lambda *_, **__: None)
+    q, k, v = (torch.empty(16, 1, heads, 8, device=META) for heads in (12, 6, 6))  # 3 heads a rank, groups of 2
+    axis = Axis(4, 1)
+    with Waits() as waits:
+        found = ulysses.sequence_to_heads(q, k, v, axis)
+        grads = ulysses.sequence_to_heads_grad(*found, axis, heads=12, kv_heads=6)
+    assert [x.shape for x in grads] == [x.shape for x in (q, k, v)] and not waits.found
+
+
+def test_dropout_of_hidden_states_and_rotary_angles():
+    layout = cp.SequenceLayout(LENGTH, abstract_grid())
+    rotary = LayoutRotaryEmbedding(Rope(8), layout, META, restarts=True)
+    x = torch.empty(LENGTH, 1, 16, device=META).requires_grad_()
+    with Waits() as waits:
+        y = drop(x, cp.Dropout(0.1, seed=3), layout.positions)
+        torch.autograd.grad(y, x, torch.empty_like(y))
+        rotary.angles([ENDS])
+        rotary.of_spans(layout.local_spans, ENDS)
+    assert not waits.found

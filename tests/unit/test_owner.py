@@ -219,15 +219,21 @@ def test_a_file_system_that_answers_late_shows_no_silence(monkeypatch):
     assert watched.alive(None, SILENCE) is True
 
 
-def test_a_folder_out_of_reach_for_a_moment_is_not_lost(tmp_path):
-    folder, away = tmp_path / "c", tmp_path / "away"
+@pytest.mark.parametrize("mount_point", [False, True], ids=["no folder", "an empty folder"])
+def test_a_folder_out_of_reach_for_a_moment_is_not_lost(tmp_path, mount_point):
+    """Where a file system is not mounted, its mount point is an empty folder."""
+    folder = tmp_path / "save"
     held = take(folder, [], RENEWAL)
-    folder.rename(away)
-    with pytest.raises(FileNotFoundError) as error:
+    folder.rename(tmp_path / "away")
+    if mount_point:
+        folder.mkdir()
+    with pytest.raises(OSError, match="is its file system mounted" if mount_point else "No such file") as error:
         held.check()
     assert not isinstance(error.value, Lost)
     time.sleep(3 * RENEWAL)
-    away.rename(folder)
+    if mount_point:
+        folder.rmdir()
+    (tmp_path / "away").rename(folder)
     held.check()
     cards(folder)[0].unlink()  # somebody has cleared the folder: it may be another job's by now
     with pytest.raises(Lost, match="another job has taken it over, or somebody removed it"):

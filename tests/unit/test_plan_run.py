@@ -3,20 +3,27 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import random
+import re
+import shlex
+import shutil
 import struct
+import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron.formulas.device_memory import device_memory
 from megatron.formulas.strategy import Strategy, Workload
 from megatron.simulator.cost.estimate import estimate
+from megatron.simulator.dry_run.whole_step import Turn, begins, program
 from megatron.simulator.machines.machine_file import load
-from megatron.simulator.planner.explain import winning
+from megatron.simulator.planner.explain import padded_length, padding_words, uncertain_words, winning
 from megatron.simulator.planner.limits import best_of, offers, offers_table
 from megatron.simulator.planner.plans import Problem, priced
 from megatron.simulator.planner.request import Request, packed
@@ -32,8 +39,10 @@ from megatron.simulator.planner.run_cost import (
 )
 from megatron.simulator.planner.search import search
 from megatron.simulator.planner.search_space import Limits
+from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal
-from tools import plan
+from tests.patience import patience
+from tools import plan, plan_options
 
 K, GIB = 1024, 2**30
 A100 = load("A100-80G")
@@ -272,3 +281,277 @@ def test_refusals(options: str, said: str, tmp_path: Path, capsys: pytest.Captur
     words = "--model llama3-8b --gpus 8 --gpu A100-80G --seq-length 8K " + options.format(wrong=tmp_path / "wrong.json")
     assert plan.main(words.split()) == 2
     assert said in capsys.readouterr().err
+
+
+# What tools/plan.py says beside plans: lengths to pad to, margins that none leaves, uncertainty, parts of nodes.
+
+
+LLAMA = "--model llama3-8b --gpu H100-80G".split()
+
+
+def told(capsys: pytest.CaptureFixture, options: str, code: int = 0) -> str:
+    assert plan.main([*LLAMA, *options.split()]) == code
+    printed = capsys.readouterr()
+    return " ".join((printed.err if code else printed.out).split())
+
+
+def test_a_length_that_divides_badly_is_told_what_to_pad_to(capsys: pytest.CaptureFixture) -> None:
+    text = told(capsys, "--gpus 8 --seq-length 12345")
+    assert "--seq-length 12345 divides badly: padded to --seq-length 12352, " in text
+    assert "divides badly" not in told(capsys, "--gpus 8 --seq-length 12352")
+    said = told(capsys, "--gpus 8 --seq-length 12345 --pipeline 1", code=2)
+    assert "pad to --seq-length 12352, a multiple of 16, or leave an option out" in said
+    said = told(capsys, "--gpus 24 --seq-length 99999 --global-batch 7", code=2)
+    assert "pad to --seq-length 100032, a multiple of 48" in said
+
+
+def test_padding_is_short_and_worth_it() -> None:
+    def problem(length: int, gpus: int) -> Problem:
+        return Problem(Request(("--model", "llama3-8b"), gpus).workload(length), gpus, load("H100-80G"))
+
+    assert padded_length(problem(12345, 8)) == 12352 and padded_length(problem(8192, 8)) == 8192
+    assert padded_length(problem(4100, 512)) == 4224  # to 1,024 would be a quarter more
+    even = problem(4100, 8)  # a sample for each GPU: nothing is to be split
+    assert padding_words(even, search(even, 1).plans[0]) == ""
+
+
+def test_a_margin_that_no_plan_leaves_is_refused(capsys: pytest.CaptureFixture) -> None:
+    said = told(capsys, "--gpus 8 --seq-length 8K --margin 99%", code=2)
+    assert "--margin 99%: no plan leaves that much memory; " in said and " or more --gpus" in said
+    least = said.split("use --margin ")[1].split(",")[0]
+    assert "Start it" in told(capsys, f"--gpus 8 --seq-length 8K --margin {least}")
+
+
+def test_twelve_gpus_are_six_on_each_of_two_nodes(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    file = tmp_path / "plans.json"
+    text = told(capsys, f"--gpus 12 --seq-length 8K --global-batch 12 --json {file}")
+    assert "12 x H100-80G, global batch 12, 6 of a node's 8 in use" in text
+    for row in json.loads(file.read_text()):
+        words = shlex.split(row["command"])
+        assert words[words.index("--nproc-per-node") + 1] == "6" and words[words.index("--nnodes") + 1] == "2"
+        parse(words[words.index("pretrain_llama.py") + 1 :], None, 12)
+
+
+@pytest.mark.parametrize("gpus, used", [(3, 8), (8, 8), (24, 8), (12, 6), (20, 5), (14, 7), (9, None), (13, None)])
+def test_how_many_gpus_of_a_node_are_used(gpus: int, used: int | None) -> None:
+    machine = load("H100-80G")
+    if used is None:
+        with pytest.raises(plan.Refusal, match="cannot be spread evenly"):
+            plan_options.on_nodes(str(gpus), machine)
+    else:
+        assert plan_options.on_nodes(str(gpus), machine) == (gpus, replace(machine, gpus=used))
+
+
+def test_the_fewest_gpus_are_whole_nodes_again(capsys: pytest.CaptureFixture) -> None:
+    said = told(capsys, "--gpus 12 --seq-length 8K --num-layers 200 --hidden-size 8192 --recompute full", code=2)
+    assert int(said.split("would do is --gpus ")[1]) % 8 == 0
+
+
+def test_uncertain_constants_make_a_step_uncertain(capsys: pytest.CaptureFixture) -> None:
+    text = told(capsys, "--gpus 8 --seq-length 8K --global-batch 8")
+    assert "Published runs on H100-80G reach different shares of its benchmark rates (gemm 0.76 to 0.84" in text
+    problem = Problem(Request(("--model", "llama3-8b"), 8).workload(8192), 8, load("H100-80G"))
+    best = search(problem, 1).plans[0]
+    assert uncertain_words(best, problem)
+    sure = replace(problem, machine=replace(problem.machine, uncertain={}))
+    assert uncertain_words(best, sure) == ""
+
+
+def test_three_heads_are_planned_as_the_program_takes_them(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    file = tmp_path / "plans.json"
+    sizes = "--num-layers 8 --hidden-size 384 --ffn-hidden-size 1024 --num-attention-heads 3 --vocab-size 5000"
+    asked = f"{sizes} --gpus 8 --gpu H100-80G --seq-length 8K --json {file}"
+    assert plan.main(asked.split()) == 0
+    for row in json.loads(file.read_text()):
+        assert row["tensor"] == row["ulysses"] == 1
+        words = shlex.split(row["command"])
+        parse(words[words.index("pretrain_llama.py") + 1 :], None, 8)
+
+
+# The page of plans, in a real browser: it draws, sorts, filters and chooses, without a network.
+
+
+Json = dict[str, Any]
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
+# What a user does, and what is then to be seen, as text in the page's title.
+USER = """
+<script>
+const SHAPES = /*SHAPES*/;
+addEventListener("load", () => {
+  const rows = () => [...document.querySelectorAll("tbody tr")];
+  const cells = row => [...row.cells].map(cell => cell.textContent);
+  const told = { all: rows().length, dots: document.querySelectorAll("circle").length };
+  const head = [...document.querySelectorAll("th")].find(one => one.dataset.key === "memory");
+  head.click(); told.least = cells(rows()[0])[7];
+  head.click(); told.most = cells(rows()[0])[7];
+  $("fitting").click(); told.with_failing = rows().length;
+  $("filter").value = "ring"; $("filter").dispatchEvent(new Event("input"));
+  told.filtered = rows().length; told.of_them = rows().filter(row => cells(row)[1].includes("Ring")).length;
+  const first = $("name").textContent; rows()[0].click(); told.chosen = $("name").textContent !== first;
+  $("filter").value = ""; $("filter").dispatchEvent(new Event("input")); choose(0);
+  document.querySelector("circle[data-at='1']").dispatchEvent(new MouseEvent("mousemove", { clientX: 9, clientY: 9 }));
+  told.tip = $("tip").style.display === "block" && $("tip").textContent.startsWith("1. ");
+  told.schedules = SHAPES.map(schedule);
+  const real = data.steps[0];
+  data.steps[0] = { ...real, stages: 4, virtual: 1, batches: 8, message: 0 };
+  told.drawn = drawStep(); told.total = data.plans[0].seconds;
+  const drawn = what => [...document.querySelectorAll("#step " + what)];
+  told.rows = drawn("rect.bubble").length; told.after = drawn("rect.after").length;
+  const passes = drawn("path.passes");
+  told.ways = passes.map(path => path.dataset.way).sort().join(" ");
+  told.pieces = passes.map(path => path.getAttribute("d").split("M").length - 1);
+  const seen = $("stephover").getBoundingClientRect();
+  const over = (x, y) => {
+    const at = { clientX: seen.left + x * seen.width, clientY: seen.top + y * seen.height };
+    $("stephover").dispatchEvent(new MouseEvent("mousemove", at));
+    return $("tip").textContent;
+  };
+  told.overs = [over(0.002, 0.1), over(0.002, 0.9), over(0.9999, 0.5)];
+  data.steps[0] = real; choose(0); told.note = $("stepnote").textContent;
+  told.blocks = document.querySelectorAll("rect.block").length;
+  told.command = $("command").textContent.includes("pretrain_llama.py");
+  told.errors = window.failed || 0; document.title = "TOLD " + JSON.stringify(told);
+});
+</script>
+"""
+
+
+def shape(stages: int, virtual: int, batches: int, message: float = 0.0, first: float = 1.0) -> Json:
+    """``first``: of the first stage's passes, the share of another's; a stage alone is the last."""
+    return {"stages": stages, "virtual": virtual, "batches": batches, "passes": [1.0, 2.0], "last": [1.5, 3.0],
+            "first": [first, 2 * first], "message": message, "after": [["optimizer", 0.5]]}  # fmt: skip
+
+
+SHAPES = [shape(1, 1, 3), shape(4, 1, 6, 0.25), shape(4, 1, 2), shape(2, 3, 6, 0.125), shape(4, 2, 8, 0.0, 0.75)]
+
+
+def scheduled(step: Json) -> list[list[list[float]]]:
+    """(begin, end, backward, micro-batch, chunk) of every stage's passes, as the page works them out itself."""
+    stages, virtual = step["stages"], step["virtual"]
+    programs = [program(stage, stages, step["batches"], virtual) for stage in range(stages)]
+
+    def took(stage: int, turn: Turn) -> tuple[float, float]:
+        place, last = turn.chunk * stages + stage, stages * virtual - 1
+        seconds = step["passes"][turn.backward] / virtual
+        ends = {0: "first", last: "last"}
+        seconds += step[ends.get(place, "passes")][turn.backward] - step["passes"][turn.backward]
+        seconds += step["message"] * (place != (0 if turn.backward else last))
+        return seconds, seconds
+
+    return [
+        [[begin, begin + took(stage, x)[0], int(x.backward), x.micro_batch, x.chunk] for begin, x in zip(row, turns)]
+        for stage, (row, turns) in enumerate(zip(begins(programs, took), programs))
+    ]
+
+
+def test_what_a_bar_is_made_of_can_be_told_apart() -> None:
+    text = (Path(plan.__file__).parents[1] / "megatron/simulator/planner/page.html").read_text()
+    colours = dict(re.findall(r"(\w+): \"(#\w{6})\"", text.split("const COLOURS = {")[1].split("forward:")[0]))
+    assert len(colours) == len({*colours.values()}) >= 12
+
+
+def test_a_plans_passes_end_when_its_step_does(tmp_path: Path) -> None:
+    """The schedule of what a plan's passes take, and the closed form's bubble: they know nothing of each other."""
+    words = "--model llama3-8b --gpus 16 --gpu A100-80G --seq-length 32K --global-batch 32 --pipeline 4 --top 3 --html"
+    assert plan.main([*words.split(), str(tmp_path / "plans.html")]) == 0
+    data = data_of((tmp_path / "plans.html").read_text())
+    assert len(data["steps"]) == len(data["plans"]) > 20
+    assert {step["virtual"] for step in data["steps"]} > {1, 2}
+    for step, told in zip(data["steps"][::7], data["plans"][::7]):
+        end = max(row[-1][1] for row in scheduled(step)) + sum(seconds for _, seconds in step["after"])
+        assert end == pytest.approx(told["seconds"], rel=5e-3), told["name"]
+
+
+def data_of(page: str) -> dict:
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*)</script>\n', page)[1])
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "plans.html"
+    words = "--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 64K --pipeline 1 --micro-batch 1 --top 5 --html"
+    assert plan.main([*words.split(), str(path)]) == 0
+    return path
+
+
+def test_the_page_needs_nothing_else(page: Path) -> None:
+    text = page.read_text()
+    assert "{{" not in text and data_of(text)["plans"]
+    assert not re.search(r"""(?:src|href)\s*=|url\(|@import|fetch\(|XMLHttp""", text)
+    assert set(re.findall(r"https?://[^\"'\s)]+", text)) <= {"http://www.w3.org/2000/svg"}
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")
+def test_a_browser_sorts_filters_and_chooses(page: Path, tmp_path: Path) -> None:
+    catch = "<script>addEventListener('error', () => { window.failed = 1; });"
+    text, ran = page.read_text(), page.read_text().count("<script>")
+    assert ran == 1
+    # what the test adds has no hash, so that the policy would keep it from running
+    watched = re.sub(r"<meta http-equiv.*>\n", "", text).replace("<script>", catch, 1)
+    user = USER.replace("/*SHAPES*/", json.dumps(SHAPES))
+    (tmp_path / "used.html").write_text(watched.replace("</body>", user + "</body>"))
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--dump-dom",
+               f"--user-data-dir={tmp_path}/profile", "--virtual-time-budget=2000"]  # fmt: skip
+    done = subprocess.run(
+        [*command, (tmp_path / "used.html").as_uri()], capture_output=True, text=True, timeout=patience(60)
+    )
+    found = re.search(r"<title>TOLD (.*?)</title>", done.stdout)
+    assert found, done.stderr[-2000:]
+    told = json.loads(html.unescape(found[1]))
+    assert told["errors"] == 0 and told["all"] > 5 and told["dots"] >= told["all"] - 2
+    assert float(told["least"]) < float(told["most"]) and told["with_failing"] > told["all"]
+    assert 0 < told["filtered"] == told["of_them"] < told["with_failing"]
+    for step, rows in zip(SHAPES, told["schedules"], strict=True):
+        for mine, theirs in zip(scheduled(step), rows, strict=True):
+            assert [pass_[2:] for pass_ in theirs] == [pass_[2:] for pass_ in mine], step
+            assert sum((pass_[:2] for pass_ in theirs), []) == pytest.approx(sum((pass_[:2] for pass_ in mine), []))
+    assert told["rows"] == 4 and told["after"] % 4 == 0 and told["ways"] == "backward forward"
+    assert told["pieces"] == [32, 32] and 0 < max(row[-1][1] for row in told["drawn"]) < told["total"]
+    assert told["overs"][0].startswith("forward pass of micro-batch 0, stage 0")
+    assert told["overs"][1] == "waiting for a neighbour, stage 3" and told["overs"][2].startswith("the optimizer")
+    assert re.match(r"\d+ micro-batches", told["note"])
+    assert told["chosen"] and told["tip"] and told["command"] and told["blocks"] > 10
+
+
+# The ten questions of docs/use/planner.md: each command runs, and says what the page says.
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "use" / "planner.md").read_text().split("## Ten questions")[1]
+ASKED = re.findall(r"\*\*(\d+)\. (.*?)```bash( refused)?\n(.*?)```", PAGE, re.DOTALL)
+AT_ONCE = {"1", "3"}  # in the usual run; the others with --full
+
+
+def cases() -> list:
+    return [pytest.param(*one, id=one[0], marks=[pytest.mark.full] * (one[0] not in AT_ONCE)) for one in ASKED]
+
+
+def test_there_are_ten() -> None:
+    assert [number for number, *_ in ASKED] == [str(number) for number in range(1, 11)]
+
+
+@pytest.mark.parametrize("number, text, refused, command", cases())
+def test_the_answer_is_what_the_page_says(
+    number: str, text: str, refused: str, command: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    program, tool, *words = shlex.split(command.replace("\\\n", " "))
+    assert (program, tool) == ("python", "tools/plan.py")
+    assert plan.main(words) == (2 if refused else 0)
+    said = re.sub(r"\s+", " ", "".join(capsys.readouterr()))
+    if refused:
+        assert "66 GiB" in text and "65.7 GiB optimizer states" in said and "--gpus 16" in said
+        return
+    for figure in re.findall(r"\d+\.\d+ (?:GiB|TB|s|days|hours|M tokens)\b", text):
+        amount = figure.removesuffix(" GiB")
+        assert amount in said or figure in converted(said), (number, figure)
+    if "--longest" in words:
+        longest = re.search(r"(\d+)M tokens", text)[1]
+        assert f"The plan for {longest}M:" in said
+
+
+def converted(said: str) -> set[str]:
+    """Steps in hours, and host memory in TB, as a page may round them."""
+    hours = {f"{float(seconds) / 3600:.1f} hours" for seconds in re.findall(r"(\d+(?:\.\d+)?) s a step", said)}
+    sizes = {float(size.replace(",", "")) for size in re.findall(r"Offloading needs ([\d,.]+) GiB", said)}
+    return hours | {f"{size * 2**30 / 1e12:.1f} TB" for size in sizes}

@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """What cannot run stops before any training step, with one clear line and exit code 2: as a user starts it."""
 
+from __future__ import annotations
+
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from megatron.training.arguments.config import Config
+from megatron.training.arguments.foreign import megatron_flags
+from megatron.training.arguments.parser import parse
+from megatron.training.refusal import Gather, Refusal, Refusals
+from tests.distributed.training_runs import LLAMA, SHAPE
 from tests.patience import patience
 from tests.program import run_forked
 
@@ -69,6 +78,7 @@ def test_settings_that_cannot_run(flags, world, expected):
     refused(f"{GOOD} {MOCK} {flags}", *expected, world=world)
 
 
+@pytest.mark.full
 def test_a_refusal_is_one_line_from_a_python_of_its_own_too():
     refused(f"{GOOD} {MOCK} --attention-kernel cudnn", "--attention-kernel cudnn", fresh=True)
 
@@ -121,3 +131,314 @@ def test_the_same_settings_without_the_fault_do_run():
     done = pretrain(f"{GOOD} {MOCK} --log-interval 1")
     assert done.returncode == 0, done.stderr
     assert "iteration        1/       1" in done.stdout
+
+
+# All refusals of a command line at once, in order, and the command line that would be taken.
+
+
+ACCEPTED = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 256 --max-position-embeddings 256 "
+    "--micro-batch-size 1 --train-iters 20 --lr 1e-3 --mock-data --vocab-size 99 --attention-dropout 0 --bf16"
+)
+
+
+def refused_with_command(flags: str, world_size: int = 8) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        parse(flags.split(), world_size=world_size)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def test_one_refusal_alone_stays_one_line():
+    refusal = refused_with_command(f"{ACCEPTED} --num-experts 8")
+    assert type(refusal) is Refusal and refusal.told() == str(refusal)
+    assert str(refusal) == "--num-experts: mixtures of experts are not built here: leave it out"
+
+
+def test_words_and_settings_are_refused_together_in_order():
+    """Unknown flags, refused ones, values, then what does not fit: each once, none that the others cause."""
+    refusal = refused_with_command(
+        f"{ACCEPTED} --num-experts 8 --seq-lenght 128 --optimizer muon --clip-grad x --zero-stage 7 "
+        "--ulysses-parallel-size 3 --recompute-granularity full --load-optim-state"
+    )
+    assert isinstance(refusal, Refusals) and refusal.lines == [
+        "--clip-grad: invalid number value: 'x'",
+        "--seq-lenght is not a known flag: did you mean --seq-length?",
+        "--load-optim-state is not a known flag: --help lists them",
+        "--num-experts: mixtures of experts are not built here: leave it out",
+        "--zero-stage 7: not supported; choose from 0, 1, 2, 3",
+        "--optimizer muon: not supported; choose from adam, sgd",
+        "--ulysses-parallel-size 3 = 3 ranks does not divide the 8 processes: start a multiple of 3, or lower one",
+        "--ulysses-parallel-size 3 does not divide the 8 query heads of a TP rank (--num-attention-heads 8, TP 1): use "
+        "--ulysses-parallel-size 1 --ring-parallel-size 3",
+        "--seq-length 256 cannot be cut over Ulysses 3 x Ring 1 (zigzag): use a multiple of 3, 255 or 258",
+        "--recompute-granularity full needs --recompute-method and --recompute-num-layers: for the least memory add "
+        "--recompute-method uniform --recompute-num-layers 1",
+    ]
+    assert refusal.command is None  # which optimizer, which grid: that is the user's to say
+
+
+def test_the_list_ends_with_the_command_line_that_is_taken():
+    refusal = refused_with_command(f"{ACCEPTED} --num-experts 8 --ulyses-parallel-size 4 --ulysses_degree 2 --fpdt")
+    assert isinstance(refusal, Refusals) and len(refusal.lines) == 4
+    assert refusal.command is None  # two sizes for one axis
+
+    refusal = refused_with_command(f"{ACCEPTED} --num-experts 8 --kd --ulyses-parallel-size 4 --fpdt")
+    told = refusal.told().splitlines()
+    assert told[0] == "4 settings cannot run" and told[1].startswith("  1. --ulyses-parallel-size is not a known flag")
+    assert "this would be accepted, without --num-experts, --kd, --ulyses-parallel-size, with " in told[5]
+    config = parse(shlex.split(told[6]), world_size=8)
+    assert config.parallel.ulysses_parallel_size == 4 and config.chunks.fpdt_chunk_size == 256
+
+
+FIXED = {  # flags beside two that must go -> what stands in their place
+    "--rope-theta 500000": "--rotary-base 500000",
+    "--num-hidden-layers 8": "",  # --num-layers is there already
+    "--num-hidden-layers 4": None,
+    "--kd": "",
+    "--ulysses-degree 2": "--ulysses-parallel-size 2",
+    "--lr-warmup-iter 5": "--lr-warmup-iters 5",
+    "--gradient-checkpointing": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "--recompute-granularity full": "--recompute-method uniform --recompute-num-layers 1",
+    "--position-embedding-type rope --yarn-beta-fast 16": None,
+    "--sequence-parallel --tensor-model-parallel-size 3": None,
+    "--ulysses-parallel-size 16 --num-query-groups 1": None,
+    "--optimizer sgd --zero-stage 1": "--zero-stage 0",
+    "--fpdt --fpdt-chunk-size 512": "--fpdt-chunk-size 256",
+    "--manual-gc-interval 5": "--manual-gc",
+    "--lr-warmup-samples 5": "--lr-warmup-iters 5",
+}
+
+
+@pytest.mark.parametrize("flags", FIXED)
+def test_ways_out(flags: str):
+    """The command line that is named is parsed as what was given, with the way out done and nothing else changed."""
+    refusal = refused_with_command(f"{ACCEPTED} {flags} --num-experts 8 --fp4-format e2m1")
+    wanted = FIXED[flags]
+    if wanted is None:
+        assert refusal.command is None, refusal.told()
+        return
+    kept = flags if flags.startswith(("--recompute", "--optimizer", "--fpdt", "--manual")) else ""
+    assert parse(shlex.split(refusal.command), world_size=8) == parse(
+        f"{ACCEPTED} {kept} {wanted}".split(), world_size=8
+    )
+
+
+def test_a_default_that_is_refused_is_in_the_list():
+    refusal = refused_with_command(f"{ACCEPTED} --fpdt --num-experts 8")
+    assert [line.split()[0] for line in refusal.lines] == ["--num-experts:", "--fpdt-chunk-size"]
+
+
+def test_what_only_follows_from_another_refusal_is_not_in_the_list():
+    for flags in ("--num-layers two", "--seq-length= 5", "--lr x --train-iters y"):
+        lines = getattr(refused_with_command(f"{ACCEPTED} {flags} --num-experts 8"), "lines", [])
+        assert not [line for line in lines if line.startswith("missing")], lines
+
+
+def test_gather_leaves_out_what_needs_a_refused_check():
+    gather, seen = Gather(), []
+
+    def refuse() -> None:
+        raise Refusal("first")
+
+    gather.check("a", refuse)
+    gather.check("b", lambda: seen.append("b"), "a")
+    gather.check("c", lambda: seen.append("c"), "b")
+    gather.check("d", lambda: seen.append("d"))
+    assert seen == ["d"]
+    with pytest.raises(Refusal, match="first") as caught:
+        gather.finish()
+    assert type(caught.value) is Refusal
+    gather.refusals += [Refusal("second"), Refusal("first")]
+    with pytest.raises(Refusals) as caught:
+        gather.finish()
+    assert caught.value.lines == ["first", "second"] and str(caught.value) == "first; second"
+
+
+def test_rewording_does_not_change_the_command_line(monkeypatch):
+    """Fixes are data: with other words in every refusal, the same command line is proposed."""
+    commands, plain = [], Refusal.__init__
+    for reword in (False, True):
+        if reword:
+            monkeypatch.setattr(Refusal, "__init__", lambda self, subject, reason="", *fixes, about="": plain(
+                self, subject, f"[{reason.replace('--', '')[::-1]}]", *fixes, about=about
+            ))  # fmt: skip
+        megatron_flags._unknown.cache_clear()
+        with pytest.raises(Refusals) as caught:
+            flags = (
+                f"{ACCEPTED} --num-experts 8 --ulyses-parallel-size 4 --rope-theta 1000 --fpdt --manual-gc-interval 5"
+            )
+            parse(flags.split(), world_size=8)
+        commands.append((caught.value.command, caught.value.changes))
+    megatron_flags._unknown.cache_clear()
+    assert commands[0] == commands[1] and commands[0][0] is not None
+
+
+def test_ranges_are_refused_together():
+    lines = refused_with_command(f"{ACCEPTED} --num-layers 0 --lr 0 --adam-beta1 2 --rotary-percent 3").lines
+    assert [line.split()[0] for line in lines] == ["--num-layers", "--lr", "--adam-beta1", "--rotary-percent"]
+
+
+def test_what_is_taken_is_read_once():
+    assert isinstance(parse(ACCEPTED.split(), world_size=8), Config)
+
+
+# Learning-rate schedules with warm-up, as our flags set them up.
+
+
+RUN = (
+    "--micro-batch-size 1 --global-batch-size 4 --mock-data --tokenizer-type NullTokenizer --vocab-size 301 "
+    "--eval-iters 0 --device cpu --lr 1.0 --min-lr 0.2"
+)
+
+
+def learning_rates(flags: str, steps: int) -> list[float]:
+    """The learning rate of each step."""
+    from megatron.training.arguments.schedule import schedule_unit
+    from megatron.training.model.optimizer import build_schedule
+
+    config = parse(f"{SHAPE} {RUN} {flags}".split(), LLAMA, 1)
+    optimizer = SimpleNamespace(param_groups=[{"default_config": True}])
+    schedule = build_schedule(optimizer, config)
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        schedule.step(config.data.global_batch_size * schedule_unit(config))
+    return rates
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        ("--lr-decay-style constant", [1, 1, 1, 1, 1, 1, 1, 1, 1]),
+        ("--lr-decay-style linear", [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]),
+        ("--lr-decay-style linear --lr-decay-iters 4", [1, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2, 0.2, 0.2]),
+        ("--lr-decay-style linear --lr-warmup-iters 4", [0, 0.25, 0.5, 0.75, 1, 0.8, 0.6, 0.4, 0.2]),
+        ("--lr-decay-style constant --lr-warmup-fraction 0.5", [0, 0.25, 0.5, 0.75, 1, 1, 1, 1, 1]),
+        ("--lr-decay-style cosine", [1, 0.97, 0.883, 0.753, 0.6, 0.447, 0.317, 0.23, 0.2]),
+        (
+            "--lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-iters 4 --lr-warmup-iters 2",
+            [0, 0.5, 1, 1, 1, 0.8, 0.6, 0.4, 0.2],
+        ),
+    ],
+)
+def test_schedules(flags, expected):
+    assert learning_rates(f"{flags} --train-iters 8", 9) == pytest.approx(expected, abs=1e-3)
+
+
+def test_by_samples():
+    by_iterations = learning_rates("--lr-decay-style cosine --lr-warmup-iters 2 --train-iters 8", 9)
+    by_samples = learning_rates("--lr-decay-style cosine --lr-warmup-samples 8 --train-samples 32", 9)
+    assert by_samples == by_iterations
+
+
+def test_by_tokens():
+    """SHAPE's samples have 64 tokens: the schedule is that of as many samples."""
+    by_samples = "--lr-decay-style cosine --lr-warmup-samples 8 --train-samples 32"
+    by_tokens = "--lr-decay-style cosine --lr-warmup-tokens {} --train-tokens {}"
+    length = parse(f"{SHAPE} {RUN}".split()).data.seq_length
+    rates = learning_rates(by_samples, 9)
+    assert learning_rates(by_tokens.format(8 * length, 32 * length), 9) == rates
+    both = f"--train-samples 1000 --lr-decay-tokens {32 * length} --lr-warmup-tokens {8 * length}"
+    assert learning_rates(f"--lr-decay-style cosine {both}", 9) == rates
+    iterations = f"--train-iters 250 --lr-decay-tokens {32 * length} --lr-warmup-iters 2"
+    assert learning_rates(f"--lr-decay-style cosine {iterations}", 9) == rates
+    wsd = "--lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-samples 16"
+    assert learning_rates(f"{wsd} --train-tokens {32 * length}", 9) == learning_rates(f"{wsd} --train-samples 32", 9)
+
+
+@pytest.mark.parametrize("ramp", ["", "--rampup-batch-size 2 1 11", "--rampup-batch-size 1 1 30"])
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [
+        ("--train-iters 7", None),
+        ("--train-samples 32", None),
+        ("--train-tokens 2048", 32),
+        ("--train-tokens 2049", 33),  # the step that reaches it is the last
+        ("--train-samples 1000 --train-tokens 2048", 32),
+        ("--train-samples 32 --train-tokens 204800", None),
+        ("--train-iters 7 --train-tokens 640000", None),
+        ("--train-iters 700 --train-tokens 2048", 32),
+    ],
+)
+def test_length_of_run(length: str, expected: int | None, ramp: str):
+    from megatron.core.num_microbatches_calculator import _build_num_microbatches_calculator
+
+    from megatron.training.arguments.schedule import samples_after
+    from megatron.training.job import length_of_run
+
+    config = parse(f"{SHAPE} {RUN} {length} {ramp}".split(), LLAMA, 1)
+    data = config.data
+    calculator = _build_num_microbatches_calculator(0, data.rampup_batch_size, data.global_batch_size, 1, 1, False)
+    iterations, samples = length_of_run(config, calculator)
+    assert samples == samples_after(config, iterations)
+    if expected is not None:
+        assert samples >= expected > samples_after(config, iterations - 1)
+    elif "iters" in length:
+        assert iterations == 7
+    else:
+        assert 32 <= samples < 36 and samples_after(config, iterations - 1) < 32
+
+
+def test_tokens_left_by_samples_of_another_length():
+    from megatron.training.checkpoint.run_state import Progress
+    from megatron.training.job import length_of_run
+
+    config = parse(f"{SHAPE} {RUN} --train-tokens 2048".split(), LLAMA, 1)
+    done = Progress(iteration=4, consumed_train_samples=16, consumed_train_tokens=16 * 32)
+    assert length_of_run(config, None, done) == (4 + 6, 16 + 24)  # 1536 tokens are left, 24 samples of 64
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [
+        ("--train-iters 12", (12, 32 + 8 * 2)),
+        ("--train-samples 40", (4 + 4, 40)),
+        ("--train-samples 41", (4 + 4, 40)),
+        ("--train-iters 3", (4, 32)),
+        ("--train-samples 20", (4, 32)),
+    ],
+)
+def test_what_is_left_with_batches_of_another_size(length: str, expected: tuple[int, int]):
+    """Four steps of 8 samples were taken, the next ones are of 2: the data must reach that far."""
+    from megatron.training.checkpoint.run_state import Progress
+    from megatron.training.job import length_of_run
+
+    config = parse(f"{SHAPE} {RUN} {length} --global-batch-size 2".split(), LLAMA, 1)
+    done = Progress(iteration=4, consumed_train_samples=32, consumed_train_tokens=32 * 64)
+    assert length_of_run(config, None, done) == expected
+
+
+def test_iterations_with_a_growing_batch_are_the_samples_they_take():
+    """Steps of 2, 2, 2, 3, 3, 4, 4, 4 and 4 samples."""
+    ramp = "--rampup-batch-size 2 1 11 --lr-decay-style cosine"
+    config = parse(f"{SHAPE} {RUN} {ramp} --train-iters 9 --lr-warmup-iters 2 --lr-decay-iters 6".split(), LLAMA, 1)
+    assert any("--train-iters 9 with --rampup-batch-size takes 28 samples" in note for note in config.notes)
+    by_iterations = learning_rates(f"{ramp} --train-iters 9 --lr-warmup-iters 2 --lr-decay-iters 6", 9)
+    by_samples = learning_rates(f"{ramp} --train-samples 28 --lr-warmup-samples 4 --lr-decay-samples 16", 9)
+    assert by_iterations == by_samples
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--train-tokens 2048 --lr-warmup-tokens 2048", "the warm-up takes 2048 tokens decay ends at 2048"),
+        ("--train-tokens 2048 --lr-decay-iters 4", "--lr-decay-iters --train-tokens use --lr-decay-tokens"),
+        ("--train-samples 64 --lr-decay-tokens 2048 --lr-warmup-fraction 0.5", "--lr-warmup-tokens 1024"),
+        ("--train-tokens 64 --lr-warmup-tokens 1 --lr-warmup-fraction 0.5", "--lr-warmup-fraction --lr-warmup-tokens"),
+        ("--train-tokens 64 --lr-decay-style WSD", "--lr-wsd-decay-samples"),
+        ("--train-tokens 0", "--train-tokens 0 at least 1"),
+    ],
+)
+def test_refusals_by_tokens(flags: str, words: str):
+    with pytest.raises(Refusal) as caught:
+        parse(f"{SHAPE} {RUN} {flags}".split(), LLAMA, 1)
+    assert all(word in str(caught.value) for word in words.split()), caught.value
+
+
+def test_samples_beside_tokens_are_not_read_and_said_so():
+    flags = (
+        "--train-samples 64 --lr-decay-samples 60 --lr-decay-tokens 2048 --lr-warmup-samples 4 --lr-warmup-tokens 64"
+    )
+    notes = parse(f"{SHAPE} {RUN} {flags}".split(), LLAMA, 1).notes
+    assert sum("is not read beside --lr-" in note for note in notes) == 2

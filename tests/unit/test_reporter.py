@@ -1,21 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """A log that cannot be written any more is told once, and training and the other logs go on."""
 
+from __future__ import annotations
+
 import json
 import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.fusions.fused_bias_gelu import bias_gelu
+from torch.nn import functional
 
+from megatron.context_parallel.layout.grid import Axis, Grid
+from megatron.training.arguments.config import ModelConfig
+from megatron.training.arguments.models import count_parameters, derive_shape, shape, vocabulary
 from megatron.training.arguments.parser import parse
 from megatron.training.features import bad_batches
+from megatron.training.model.core_config import transformer_config
+from megatron.training.refusal import Refusal
 from megatron.training.report import memory_profile, reporter
 from megatron.training.report.memory_picture import DEVICE_KINDS, KINDS
+from tests.distributed.training_runs import LLAMA, RUN, SHAPE
 from tests.unit.test_refusals import GOOD, MOCK
 
 STEPS = 40
@@ -122,3 +133,144 @@ def test_a_full_disk_leaves_no_picture_and_no_batch_and_nothing_ends(tiny_disk, 
     )
     result = SimpleNamespace(bad="the loss is nan", lm_loss=math.nan, grad_norm=1.0)
     assert "No space left on device" in bad_batches.write_batch(job, result)
+
+
+# megatron-core's configuration is one that core accepts, also for GPUs, which no test here has.
+
+
+GPT = "--hidden-dropout 0 --attention-dropout 0"
+PP = "--pipeline-model-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    "flags, llama, world",
+    [
+        ("", True, 1),
+        ("--hidden-dropout 0 --attention-dropout 0", False, 1),
+        ("--hidden-dropout 0 --attention-dropout 0 --disable-bias-linear --squared-relu", False, 1),
+        ("--hidden-dropout 0 --attention-dropout 0 --disable-bias-linear", False, 1),
+        (f"{PP} --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 1", True, 2),
+        (f"{PP} --bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", True, 2),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity selective --fp16", True, 2),
+    ],
+)
+def test_core_accepts_the_configuration(flags, llama, world):
+    config = parse(f"{SHAPE} {RUN} {flags}".split(), LLAMA if llama else None, world)
+    parallel = config.parallel
+    grid = Grid(tensor=Axis(parallel.tensor_model_parallel_size), pipeline=Axis(parallel.pipeline_model_parallel_size))
+    for on_gpu in (False, True):
+        core = transformer_config(config, grid, on_gpu=on_gpu)
+        assert core.num_layers == 4
+        assert not (core.batch_p2p_comm and core.overlap_p2p_comm)
+
+
+def by_fused_kernel(x):
+    return bias_gelu(torch.zeros_like(x), x)
+
+
+@pytest.mark.parametrize(
+    "flags, same, other",
+    [
+        ("", by_fused_kernel, functional.gelu),  # what Megatron-LM does without any flag
+        ("--no-bias-gelu-fusion", functional.gelu, by_fused_kernel),
+        ("--disable-bias-linear", functional.gelu, by_fused_kernel),  # switches the fused kernel off in Megatron-LM
+        ("--no-bias-gelu-fusion --openai-gelu", by_fused_kernel, functional.gelu),
+        ("--swiglu --no-bias-gelu-fusion", functional.silu, functional.gelu),
+    ],
+)
+def test_the_activation_is_megatrons(flags, same, other):
+    config = parse(f"{SHAPE} {RUN} {GPT} {flags}".split(), None, 1)
+    x = torch.linspace(-6, 6, 1001, dtype=torch.float64)
+    activation = transformer_config(config, Grid(), on_gpu=False).activation_func
+    with torch.compiler.set_stance("force_eager"):  # core compiles its kernel; the formula is what counts here
+        same_x, other_x = same(x), other(x)
+    assert torch.allclose(activation(x), same_x, rtol=0, atol=2e-8)  # the fused kernel has 8 digits of sqrt(2 / pi)
+    assert (activation(x) - other_x).abs().max() > 1e-4
+
+
+# Named shapes and parameter counts.
+
+
+PUBLISHED = {
+    "gpt-2.7b": 2.7e9,
+    "gpt-6.7b": 6.7e9,
+    "gpt-13b": 13e9,
+    "gpt-30b": 30e9,
+    "llama2-7b": 6.738e9,
+    "llama3-8b": 8.030e9,
+    "llama3-70b": 70.55e9,
+    "llama3-405b": 405.85e9,
+    "genslm-25b": 25e9,
+    "genslm-33b": 33e9,
+}
+
+
+@pytest.mark.parametrize(("name", "size"), PUBLISHED.items())
+def test_published_sizes(name: str, size: float):
+    model = ModelConfig(**shape(name))
+    near = 0.001 if name.startswith("llama") else 0.05
+    assert count_parameters(model, vocabulary(name)) == pytest.approx(size, rel=near)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_shapes_are_settings_that_fit(name: str):
+    settings = shape(name)
+    assert set(settings) <= {field.name for field in fields(ModelConfig)}
+    model = derive_shape(ModelConfig(**settings))
+    assert model.hidden_size == model.num_attention_heads * model.kv_channels
+    assert model.kv_channels % 8 == 0 and model.num_attention_heads % model.num_query_groups == 0
+    assert model.attention_dropout == 0
+
+
+def test_llama3_8b_to_the_last_parameter():
+    assert count_parameters(ModelConfig(**shape("llama3-8b")), 128256) == 8030261248
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(Refusal, match="--model gpt-4.*llama3-8b.*genslm-33b"):
+        shape("gpt-4")
+
+
+SMALL = ModelConfig(num_layers=3, hidden_size=64, num_attention_heads=4, max_position_embeddings=32)
+LLAMA_MODEL = {
+    "swiglu": True,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "parameters"),
+    [  # what megatron-core's GPTModel with these settings and 128 rows of vocabulary holds
+        ({}, 160320),
+        (LLAMA_MODEL, 127424),
+        (
+            {"add_bias_linear": False, "add_qkv_bias": True, "qk_layernorm": True, "kv_channels": 24, "swiglu": True},
+            159744,
+        ),
+        ({"swiglu": True}, 135744),
+        ({"embed_layernorm": True}, 160320 + 2 * 64),
+    ],
+)
+def test_counts_agree_with_megatron_core(changes: dict, parameters: int):
+    assert count_parameters(replace(SMALL, **changes), 128) == parameters
+
+
+@pytest.mark.parametrize(
+    ("changes", "derived"),
+    [
+        ({}, (16, 256, 4)),
+        ({"swiglu": True}, (16, 128, 4)),  # 8 * 64 / 3 = 170.7, down to a multiple of 64
+        ({"hidden_size": 4096, "swiglu": True, "num_attention_heads": 32}, (128, 10880, 32)),
+        ({"ffn_hidden_size": 100, "kv_channels": 8}, (8, 100, 4)),
+        ({"group_query_attention": True, "num_query_groups": 2}, (16, 256, 2)),
+        ({"group_query_attention": True}, (16, 256, 1)),
+    ],
+)
+def test_derived_shapes(changes: dict, derived: tuple[int, int, int]):
+    model = derive_shape(replace(SMALL, **changes))
+    assert (model.kv_channels, model.ffn_hidden_size, model.num_query_groups) == derived

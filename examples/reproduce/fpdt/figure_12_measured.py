@@ -34,7 +34,7 @@ def sweep(prefix: Path, seq_length: int) -> list[dict]:
     words = [*shape.split(), *how.split(), "--output", str(prefix)]
     program = [sys.executable, str(ROOT / "benchmarks" / "fpdt.py")]
     subprocess.run([*program, *words, "--", "--offload-checkpoints"], check=True, stdout=subprocess.DEVNULL)
-    from benchmarks.fpdt_report import merged
+    from benchmarks.fpdt import merged
 
     return merged(json.loads(prefix.with_suffix(".json").read_text()))
 

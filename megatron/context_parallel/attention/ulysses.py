@@ -90,7 +90,7 @@ def heads_to_sequence_grad(grad: Tensor, axis: Axis) -> Tensor:
         return grad
     sent = torch.cat(grad.chunk(axis.size, dim=2))
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=axis.group)
+    all_to_all(received, sent, axis.group)
     return received
 
 
@@ -118,10 +118,44 @@ class _HeadsToSequence(torch.autograd.Function):
         return heads_to_sequence_grad(grad, ctx.axis), None
 
 
+def all_to_all(
+    received: Tensor,
+    sent: Tensor,
+    group: dist.ProcessGroup,
+    receive_sizes: list[int] | None = None,
+    send_sizes: list[int] | None = None,
+) -> None:
+    """``dist.all_to_all_single`` that uses both directions of a link at once, on gloo too.
+
+    gloo's own all-to-all posts each send before its receive. If one rank is late, its message "ready to receive" waits
+    behind the data that it sends, and the two directions take turns. Here all receives are posted first.
+
+    Args:
+        received, sent: contiguous; their first dimension is split by rank.
+        receive_sizes, send_sizes: rows from and to each rank; None: equal parts.
+    """
+    if dist.get_backend(group) != "gloo":
+        dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=group)
+        return
+    size, rank = group.size(), group.rank()
+    arriving = received.split(receive_sizes or [len(received) // size] * size)
+    leaving = sent.split(send_sizes or [len(sent) // size] * size)
+
+    def messages(kind: Callable, parts: Sequence[Tensor]) -> list[dist.P2POp]:
+        peers = [(rank + step) % size for step in range(1, size)]
+        return [dist.P2POp(kind, parts[peer], group=group, group_peer=peer) for peer in peers if parts[peer].numel()]
+
+    both = messages(dist.irecv, arriving) + messages(dist.isend, leaving)
+    works = dist.batch_isend_irecv(both) if both else []
+    arriving[rank].copy_(leaving[rank])
+    for work in works:
+        work.wait()
+
+
 def _heads_to_sequence(out: Tensor, axis: Axis) -> Tensor:
     sent = out.contiguous()
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=axis.group)
+    all_to_all(received, sent, axis.group)
     return torch.cat(received.chunk(axis.size), dim=2)
 
 
@@ -140,7 +174,7 @@ def _to_heads(tensors: Sequence[Tensor], spans: Sequence[HeadSpans], axis: Axis)
         for place, x in zip(_by_tensor(part.view(s, b, -1), tensors, spans, rank), heads):
             place.copy_(x)
     received = sent.new_empty((axis.size * s, b, widths[axis.rank]))
-    dist.all_to_all_single(received.view(-1), sent, [sizes[axis.rank]] * axis.size, sizes, group=axis.group)
+    all_to_all(received.view(-1), sent, axis.group, [sizes[axis.rank]] * axis.size, sizes)
     return _by_tensor(received, tensors, spans, axis.rank)
 
 
@@ -151,7 +185,7 @@ def _to_sequence(tensors: Sequence[Tensor], spans: Sequence[HeadSpans], axis: Ax
     sent = torch.cat([x.flatten(2) for x in tensors], dim=2)
     sizes = [s * b * width for width in widths]
     received = sent.new_empty(sum(sizes))
-    dist.all_to_all_single(received, sent.view(-1), sizes, [sizes[axis.rank]] * axis.size, group=axis.group)
+    all_to_all(received, sent.view(-1), axis.group, sizes, [sizes[axis.rank]] * axis.size)
     parts = [part.view(s, b, -1) for part in received.split(sizes)]
     by_rank = [_by_tensor(part, tensors, spans, rank) for rank, part in enumerate(parts)]
     return tuple(_joined(pieces, of_rank) for pieces, of_rank in zip(zip(*by_rank), spans))

@@ -31,7 +31,7 @@ from megatron.context_parallel.fpdt import chunked_loss
 from megatron.context_parallel.fpdt.chunk_pass import attend_chunks, attend_chunks_grad
 from megatron.context_parallel.fpdt.chunk_work import ChunkWork
 from megatron.context_parallel.layout.tiles import Tile
-from megatron.platform.hooks import replaced
+from megatron.platform.hooks import Replaceable, replaced
 from megatron.platform.simulated_cluster import New
 from megatron.simulator.cost.trace import Event, HostCopy, Phase, Transfer, Wait
 from megatron.simulator.dry_run.recording.recorder import Recorder
@@ -298,8 +298,8 @@ def replayed_chunks(recorder: Recorder) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(replaced(attend_chunks, partial(_attend, cache)))
         stack.enter_context(replaced(attend_chunks_grad, partial(_attend_grad, cache)))
-        for function, work in WORK:
-            stack.enter_context(replaced(function, partial(work, cache)))
+        for call in CHUNK_CALLS:
+            stack.enter_context(replaced(call.function, partial(call.replayable, cache)))
         stack.enter_context(replaced(chunked_loss.loss_and_gradient, partial(_loss, cache)))
         yield
 
@@ -368,56 +368,44 @@ def _shapes(tiles: Sequence[Tile]) -> tuple:
     return tuple((tile.q, tile.k, tile.kind) for tile in tiles)
 
 
-def _project(cache: CallCache, project: Callable) -> Callable:
-    @wraps(project)
-    def run(work: ChunkWork, x: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-        if work.kernel is None or torch.is_grad_enabled():  # the first call chooses the kernel
-            return project(work, x, chunk)
-        return tuple(cache.call(work, ("project", _spans(work, chunk)), [x], lambda: project(work, x, chunk)))
+class ChunkCall(NamedTuple):
+    """A method of :class:`ChunkWork`, whose arguments are tensors, the number of a chunk, and other numbers.
 
-    return run
+    Attributes:
+        function: the method.
+        tensors: how many of its first arguments are tensors.
+        single: whether it returns one tensor instead of a tuple.
+        not_replayed: whether a call cannot be replayed.
+    """
 
+    function: Replaceable
+    tensors: int
+    single: bool
+    not_replayed: Callable[[ChunkWork], bool]
 
-def _project_grad(cache: CallCache, project_grad: Callable) -> Callable:
-    @wraps(project_grad)
-    def run(work: ChunkWork, x: Tensor, dq: Tensor | None, dkv: Tensor | None, chunk: int) -> Tensor:
-        key = "project_grad", _spans(work, chunk)
-        return cache.call(work, key, [x, dq, dkv], lambda: (project_grad(work, x, dq, dkv, chunk),))[0]
+    def replayable(self, cache: CallCache, call: Callable) -> Callable:
+        @wraps(call)
+        def run(work: ChunkWork, *args: Any) -> Any:
+            if self.not_replayed(work):
+                return call(work, *args)
+            chunk, *others = args[self.tensors :]
+            key = (self.function.__name__, _spans(work, chunk), *others)
+            given = list(args[: self.tensors])
+            if self.single:
+                return cache.call(work, key, given, lambda: (call(work, *args),))[0]
+            return tuple(cache.call(work, key, given, lambda: call(work, *args)))
 
-    return run
-
-
-def _output(cache: CallCache, output: Callable) -> Callable:
-    @wraps(output)
-    def run(work: ChunkWork, out: Tensor, x: Tensor, chunk: int) -> Tensor:
-        if work.layer.replay or torch.is_grad_enabled():
-            return output(work, out, x, chunk)
-        key = "output", _spans(work, chunk)
-        return cache.call(work, key, [out, x], lambda: (output(work, out, x, chunk),))[0]
-
-    return run
-
-
-def _output_grad(cache: CallCache, output_grad: Callable) -> Callable:
-    @wraps(output_grad)
-    def run(work: ChunkWork, out: Tensor, x: Tensor, dy: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-        if work.layer.replay:
-            return output_grad(work, out, x, dy, chunk)
-        key = "output_grad", _spans(work, chunk)
-        return tuple(cache.call(work, key, [out, x, dy], lambda: output_grad(work, out, x, dy, chunk)))
-
-    return run
+        return run
 
 
-def _ffn(cache: CallCache, ffn: Callable) -> Callable:
-    @wraps(ffn)
-    def run(work: ChunkWork, hidden: Tensor, chunk: int, start: int) -> Tensor:
-        if work.layer.replay or torch.is_grad_enabled():
-            return ffn(work, hidden, chunk, start)
-        key = "ffn", _spans(work, chunk), start
-        return cache.call(work, key, [hidden], lambda: (ffn(work, hidden, chunk, start),))[0]
-
-    return run
+CHUNK_CALLS = (
+    # The first call of project chooses the kernel.
+    ChunkCall(ChunkWork.project, 1, False, lambda work: work.kernel is None or torch.is_grad_enabled()),
+    ChunkCall(ChunkWork.project_grad, 3, True, lambda work: False),
+    ChunkCall(ChunkWork.output_of, 2, True, lambda work: work.layer.replay or torch.is_grad_enabled()),
+    ChunkCall(ChunkWork.output_grad, 3, False, lambda work: work.layer.replay),
+    ChunkCall(ChunkWork.ffn_of, 1, True, lambda work: work.layer.replay or torch.is_grad_enabled()),
+)
 
 
 def _loss(cache: CallCache, loss: Callable) -> Callable:
@@ -436,12 +424,3 @@ def _loss(cache: CallCache, loss: Callable) -> Callable:
 def _spans(work: ChunkWork, chunk: int) -> tuple[Any, ...]:
     """Numbers of rows of a chunk's spans of positions."""
     return tuple(stop - start for start, stop in work.layer.layout.local_chunk_spans(chunk))
-
-
-WORK = (
-    (ChunkWork.project, _project),
-    (ChunkWork.project_grad, _project_grad),
-    (ChunkWork.output_of, _output),
-    (ChunkWork.output_grad, _output_grad),
-    (ChunkWork.ffn_of, _ffn),
-)

@@ -20,6 +20,7 @@ import numpy as np
 from megatron.simulator.dry_run.dry_run import DryRun, RankReport
 from megatron.simulator.dry_run.replay import HOST, Interval, Replay, duration
 from megatron.simulator.dry_run.whole_step import Placed, stage_name
+from megatron.training.report.memory_picture import GREY, INK, PHASES
 
 COLUMNS = 1200
 COLOURS = {
@@ -37,8 +38,6 @@ COLOURS = {
 OTHER = "#444444"
 LANES = ("compute", "tp", "ulysses", "ring", "dp", "pp")
 NAMES = {"gemm": "matrix products", "memory": "other kernels"}
-PHASES = {"forward": "#dde6ee", "backward": "#f3e3d3", "optimizer": "#dcebdf"}
-INK, GREY = "#222222", "#8a8a8a"
 
 
 def lanes(result: Replay) -> list[str]:

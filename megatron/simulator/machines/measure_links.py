@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from megatron.context_parallel.attention.ulysses import all_to_all
 from megatron.simulator.machines.machine import KINDS
 from megatron.simulator.machines.measure_device import Effort, communicator, host_copy, settle
 from megatron.training.refusal import Refusal
@@ -71,7 +72,7 @@ def transfer(kind: str, size: int, group: dist.ProcessGroup, device: torch.devic
         return lambda: dist.all_reduce(whole, group=group), 2 * sent
     if kind == "all_to_all":
         out = torch.empty_like(whole)
-        return lambda: dist.all_to_all_single(out, whole, group=group), sent
+        return lambda: all_to_all(out, whole, group), sent
     outgoing, incoming = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     to, of = (dist.get_global_rank(group, (rank + step) % ranks) for step in (1, -1))
 

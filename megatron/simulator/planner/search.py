@@ -16,6 +16,7 @@ from megatron.formulas.strategy import Strategy, Workload
 from megatron.simulator.cost.estimate import estimate, pass_seconds, step_parts
 from megatron.simulator.cost.operations import Parts
 from megatron.simulator.machines.machine import Machine
+from megatron.simulator.machines.machine_file import load
 from megatron.simulator.planner.plans import Grid, Plan, Problem, better, memory_fit, priced, states_exceed_device
 from megatron.simulator.planner.search_space import (
     Limits,
@@ -30,6 +31,7 @@ from megatron.simulator.planner.search_space import (
     zero_stages,
 )
 from megatron.training.arguments.config import Config
+from megatron.training.arguments.stages import strategy_of, workload_of
 
 # Least time of FPDT over that of a step that computes the FFN's forward pass twice; FPDT's chunked loss may save some.
 NEVER_FASTER = 0.99
@@ -308,9 +310,6 @@ def fastest(configs: list[Config], world_size: int) -> int | None:
         Refusal: the GPU is not known.
     """
     from megatron.simulator.dry_run.one_rank import vocabulary_of
-    from megatron.simulator.machines.machine_file import load
-    from megatron.simulator.planner.plans import Problem, better, priced
-    from megatron.training.arguments.stages import strategy_of, workload_of
 
     machine, best = load(configs[0].simulation.gpu), None
     vocab_size, _ = vocabulary_of(configs[0])

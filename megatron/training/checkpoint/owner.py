@@ -164,7 +164,7 @@ class Owner:
         self.run, self.lost = "", ""
         self._card = folder / CARDS.replace("*", token)
         self._process, self._since, self._count = this_process(), time.strftime("%F %T"), 0
-        self._owns = False
+        self._owns, self._place = False, (0, 0)
         self._writing, self._end = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -193,6 +193,7 @@ class Owner:
     def _begin(self) -> None:
         """Create the card and start to renew it. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._place = _place(self.folder)
         os.close(os.open(self._card, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
         self._write()
         self._thread = threading.Thread(target=self._renew, daemon=True, name="owner of --save")
@@ -224,9 +225,9 @@ class Owner:
         try:
             card_access()
         except FileNotFoundError:
-            if not self.folder.is_dir():  # the file system may be unmounted for a moment
-                raise
             others = [str(card.process) for card in map(_parsed, _cards(self).values()) if card and card.owns]
+            if not others and _place(self.folder) != self._place:  # its file system may be unmounted for a moment
+                raise OSError(f"{self.folder} is not the folder that it was: is its file system mounted?") from None
             by = f"{others[0]} has taken it over" if others else "another job has taken it over, or somebody removed it"
             self.lost = f"--save {self.folder} is not this job's any more: {by}"
 
@@ -330,6 +331,12 @@ def _wait_for_others(owner: Owner, notes: list[str], silence: float) -> None:
         if not waiting:
             return
         time.sleep(POLL)
+
+
+def _place(folder: Path) -> tuple[int, int]:
+    """Device and inode of a folder. Raises OSError."""
+    found = folder.stat()
+    return found.st_dev, found.st_ino
 
 
 def _cards(owner: Owner) -> dict[Path, bytes]:

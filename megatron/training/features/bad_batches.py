@@ -142,10 +142,8 @@ def roll_back(job: Job, say: Callable[[str], None]) -> int | None:
         load=settings.save, save=settings.save, skip_damaged_checkpoints=settings.skip_damaged_checkpoints
     )
     last = together(lambda: checkpoint.find(again))
-    if last is None or run_of(last) not in (
-        "",
-        job.progress.run,
-    ):  # this run branched off it by --ckpt-step
+    # A checkpoint of another run is one from which this run branched off by --ckpt-step.
+    if last is None or run_of(last) not in ("", job.progress.run):
         return None
     notes: list[str] = []
     undamaged = choose_whole(last, again, notes)
