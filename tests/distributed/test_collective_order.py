@@ -132,7 +132,7 @@ def posted(what: str, folder: Path) -> list[str]:
         elif what == "fpdt":
             train_job(make_job("--ring-parallel-size 3 --seq-length 96 --fpdt --fpdt-chunk-size 48"), 1)
         elif what == "ulysses":
-            train_job(make_job("--ulysses-parallel-size 3 --seq-length 48 --num-attention-heads 6"), 1)
+            train_job(make_job("--ulysses-parallel-size 3 --seq-length 48 --num-attention-heads 6 --kv-channels 8"), 1)
         elif what == "links":
             from megatron.simulator.machines.measure_links import transfer
 

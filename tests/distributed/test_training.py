@@ -306,19 +306,19 @@ def covered(groups):
 
 
 @pytest.fixture(scope="module")
-def on_one_process(on_one_process):
+def few_steps_alone(on_one_process):
     """The run that others must equal: of each mask a few steps."""
     return partial(on_one_process, steps=STEPS)
 
 
 @pytest.mark.parametrize("world, what, grid", covered(LLAMA))
-def test_llama_with_a_mask_does_not_depend_on_the_grid(pool, on_one_process, world, what, grid):
-    check(pool, on_one_process, world, f"{GQA} {what}", grid, llama=True, steps=STEPS)
+def test_llama_with_a_mask_does_not_depend_on_the_grid(pool, few_steps_alone, world, what, grid):
+    check(pool, few_steps_alone, world, f"{GQA} {what}", grid, llama=True, steps=STEPS)
 
 
 @pytest.mark.parametrize("world, what, grid", by_pairs(cases(LEARNED), lambda world, what, grid: {what}, seconds))
-def test_learned_positions_do_not_depend_on_the_grid(pool, on_one_process, world, what, grid):
-    check(pool, on_one_process, world, f"{GPT} {what}", grid, llama=False, steps=STEPS)
+def test_learned_positions_do_not_depend_on_the_grid(pool, few_steps_alone, world, what, grid):
+    check(pool, few_steps_alone, world, f"{GPT} {what}", grid, llama=False, steps=STEPS)
 
 
 def test_there_are_enough_cases():
@@ -326,8 +326,8 @@ def test_there_are_enough_cases():
     assert len(json.loads((DATA / "blocks.json").read_text())) == 8
 
 
-def test_each_mask_changes_the_loss(on_one_process):
+def test_each_mask_changes_the_loss(few_steps_alone):
     """A mask that did nothing would pass every comparison above."""
-    found = {what: on_one_process(f"{GQA} {what} --num-layers 2", True)[0][0] for what, _ in LLAMA}
-    found["causal"] = on_one_process(f"{GQA} --num-layers 2", True)[0][0]
+    found = {what: few_steps_alone(f"{GQA} {what} --num-layers 2", True)[0][0] for what, _ in LLAMA}
+    found["causal"] = few_steps_alone(f"{GQA} --num-layers 2", True)[0][0]
     assert len({round(loss, 7) for loss in found.values()}) == len(found), found

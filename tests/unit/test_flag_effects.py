@@ -221,7 +221,7 @@ SHOWN = {
     "check_for_spiky_loss check_for_large_grads spike_factor",
     "tests/distributed/test_replicas.py": "check_weight_hash_across_dp_replicas_interval log_straggler",
     "tests/unit/test_elsewhere.py": "ckpt_format",
-    "tests/unit/test_kills.py": "elastic elastic_grids",
+    "tests/faults/test_kills.py": "elastic elastic_grids",
     "tests/unit/test_evaluation.py": "eval_tasks eval_lengths eval_depths eval_samples eval_haystack eval_files "
     "eval_stride",
     "tests/distributed/test_evaluation.py": "eval_output",

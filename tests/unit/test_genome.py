@@ -12,7 +12,6 @@ import sys
 import tracemalloc
 from pathlib import Path
 
-import preprocess_data  # noqa: E402
 import pytest
 import sentencepiece
 import zstandard
@@ -26,6 +25,7 @@ from megatron.training.data.genome import CODES
 from megatron.training.data.text_files import Reader, parse
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_vocab, padded_vocab_size
 from megatron.training.refusal import Refusal
+from tools import preprocess_data
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 

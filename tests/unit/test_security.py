@@ -108,7 +108,7 @@ def test_04_every_reader_is_given_broken_files():
 
     assert test_data_bytes.READERS == [*data_readers.READERS, *tokenizer_readers.READERS]
     source = inspect.getsource(test_data_bytes.test_new_inputs)
-    assert "10_000 if" in source and "else 15" in source and '"FUZZ"' in source
+    assert "10_000 if" in source and "else 5" in source and '"FUZZ"' in source
 
 
 def test_05_code_beside_a_tokenizer_is_not_run(tmp_path):
