@@ -265,7 +265,7 @@ def test_a_bad_batch_is_left_out_and_written_on_every_grid(pool, tmp_path: Path,
     by_hand = pool.run(train, 1, "--iterations-to-skip 4", str(tmp_path / "by_hand"))[0]
     assert by_hand[0] == {iteration: loss for iteration, loss in alone[0].items() if iteration != 5}
     assert same_weights(alone, by_hand)
-    grids = BAD_BATCH_GRIDS if long_runs else BAD_BATCH_GRIDS[:2]
+    grids = BAD_BATCH_GRIDS if long_runs else BAD_BATCH_GRIDS[:1]
     for number, (ranks, grid) in enumerate(grids):
         losses = pool.run(train, ranks, f"{skip} {grid}", str(tmp_path / str(number)))[0][0]
         assert losses.pop(5) is None

@@ -305,7 +305,11 @@ def continue_old(flags: str) -> tuple[int, list[float]]:
     [
         (1, ""),
         (2, "--ulysses-parallel-size 2 --zero-stage 3"),
-        (4, "--tensor-model-parallel-size 2 --sequence-parallel --ring-parallel-size 2 --fpdt --fpdt-chunk-size 8"),
+        pytest.param(
+            4,
+            "--tensor-model-parallel-size 2 --sequence-parallel --ring-parallel-size 2 --fpdt --fpdt-chunk-size 8",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_checkpoint_of_november_2026_goes_on(pool, tmp_path, world, grid):

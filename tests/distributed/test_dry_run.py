@@ -132,9 +132,7 @@ def profiled_step(flags: str, folder: str) -> None:
     profiler.export_chrome_trace(f"{folder}/rank-{dist.get_rank()}.json")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name[0] == "T" else [pytest.mark.full]) for name in TRACE_CASES]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full) for name in TRACE_CASES])
 def test_a_profilers_trace_is_laid_beside_the_predicted_one(pool, name: str, tmp_path: Path, capsys) -> None:
     from megatron.simulator.dry_run.dry_run import dry_run
     from megatron.simulator.dry_run.timeline import write_trace

@@ -65,6 +65,7 @@ def peak_of_a_step(flags):
     return meter.bytes - left
 
 
+@pytest.mark.full
 def test_the_metered_peak_falls_with_the_stage(pool):
     """Eight layers of 3 MB and hardly any activations: with Adam and gradients, 91 MB in all."""
     flags = f"{GQA} --hidden-size 256 --num-layers 8 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 1"

@@ -184,7 +184,7 @@ def ranks(backend):
 
 # Where every scheme is met: a ring in chunks has every kind of tile. Elsewhere masks alone are, but for these.
 WHOLE = ("one process", "Ring", "FPDT, USP")
-USUALLY_WHOLE = ("one process", "Ring", "FPDT")
+USUALLY_WHOLE = ("Ring",)
 MEETING = ("dropout and ALiBi, window both sides", "sinks, half sees nothing", "all of these, window 50")
 
 

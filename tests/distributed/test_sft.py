@@ -327,7 +327,7 @@ def tuned(pool, tmp_path_factory):
 @pytest.mark.parametrize(
     "world, grid",
     [
-        (2, f"--zero-stage 3 {R2_OF_LORA}"),
+        *also_in_full((2, f"--zero-stage 3 {R2_OF_LORA}")),
         *also_in_full((2, f"{P2} --micro-batch-size 1"), (2, f"--zero-stage 1 {U2_OF_LORA}")),
     ],
 )

@@ -74,6 +74,7 @@ HERE = Path(__file__).parent
 TIME_OF_DAY = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today"}
 
 
+@pytest.mark.full
 def test_no_program_measures_by_the_time_of_day():
     asked = []
     for path in [*(ROOT / "megatron").rglob("*.py"), *(ROOT / "tools").glob("*.py"), *ROOT.glob("*.py")]:

@@ -97,6 +97,7 @@ def run(folder: Path, flags: str, grids: list[str], processes: int) -> None:
     assert [one.returncode for one in done] == [0] * processes, said
 
 
+@pytest.mark.full
 def test_losses_after_changes_are_those_of_an_undisturbed_run(tmp_path):
     draw, iterations = random.Random(2), STEPS * (CHANGES + 1)
     run(tmp_path / "whole", f"--train-iters {iterations}", [], 1)

@@ -65,6 +65,7 @@ def test_a_few_layers_stand_for_all(ranks, flags):
     assert few.predicted_seconds == pytest.approx(every.predicted_seconds, rel=2e-2)
 
 
+@pytest.mark.full
 def test_where_one_number_of_layers_needs_every_micro_batch_so_does_the_other(monkeypatch):
     from megatron.simulator.dry_run import dry_run as module
 
