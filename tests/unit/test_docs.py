@@ -120,6 +120,14 @@ def test_a_stranger_can_read_it_all() -> None:
     assert sum(words.values()) <= 40_000
 
 
+def test_the_table_of_combinations_counts_the_tests() -> None:
+    from tests import what_works
+
+    text = (DOCS / "use" / "what-works.md").read_text()
+    assert what_works.table() in text, f"paste this table:\n{what_works.table()}"
+    assert f"\n{len(what_works.commands())} configurations." in text
+
+
 def test_what_does_not_work_yet_is_refused() -> None:
     text = (DOCS / "use" / "what-works.md").read_text().split("## What does not work yet")[1].split("\n## ")[0]
     flags = [span for span in re.findall(r"`(--[^`]+)`", text)]

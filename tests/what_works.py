@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of combinations in docs/use/what-works.md, counted from the cases that the tests run.
+
+    python -m tests.what_works    prints it
+"""
+
+from __future__ import annotations
+
+from tests.distributed import test_dropout, test_fpdt, test_rope, test_training
+
+# Heading: words of a command line, of which a case has at least one. An axis of size 1 does not count.
+SETTINGS = {
+    "TP": ("--tensor-model-parallel-size",),
+    "Ulysses": ("--ulysses-parallel-size",),
+    "Ring": ("--ring-parallel-size",),
+    "PP": ("--pipeline-model-parallel-size",),
+    "ZeRO1": ("--zero-stage 1",),
+    "ZeRO2,3": ("--zero-stage 2", "--zero-stage 3"),
+    "recompute": ("--recompute-granularity",),
+    "FPDT": ("--fpdt ",),
+    "masks": ("--attention-mask", "--window-size", "--reset-attention-mask"),
+    "ALiBi": ("alibi",),
+    "dropout": ("dropout 0.",),
+    "GQA": ("--num-query-groups",),
+}
+
+
+def commands() -> list[str]:
+    """Flags of all cases that compare losses and all gradients with one process, in the full run of the tests."""
+    triples = test_training.LLAMA_CASES + test_training.GPT_CASES + test_fpdt.LLAMA_CASES + test_fpdt.GPT_CASES
+    triples += test_dropout.LLAMA_CASES + test_dropout.GPT_CASES + test_rope.CASES
+    masked = test_training.cases(test_training.LLAMA)
+    triples += [(world, f"{test_training.GQA} {mask}", grid) for world, mask, grid in masked]
+    triples += test_training.cases(test_training.LEARNED)
+    return [f"{model} {grid} ".replace("-size 1 ", " ") for _, model, grid in triples]
+
+
+def held(command: str) -> set[str]:
+    """The settings of a command line."""
+    return {name for name, words in SETTINGS.items() if any(word in command for word in words)}
+
+
+def table() -> str:
+    """Markdown: how many cases have both settings; in the diagonal, how many have the one."""
+    found = [held(command) for command in commands()]
+    lines = [f"||{'|'.join(SETTINGS)}|", f"|---|{'---:|' * len(SETTINGS)}"]
+    for row in SETTINGS:
+        counts = (sum({row, column} <= one for one in found) for column in SETTINGS)
+        lines.append(f"|{row}|{'|'.join(f'{count or chr(8211)}' for count in counts)}|")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(f"{len(commands())} cases")
+    print(table())
