@@ -34,7 +34,7 @@ from megatron.context_parallel.fpdt.host_store import HostPool, Offload, is_host
 from megatron.platform.streams import COMPUTE, LOADS, STORES, Streams
 
 CPU = torch.device("cpu")
-ORDERING = ("record", "wait", "hold", "synchronize")  # the calls that keep things in order
+ORDERING = ("record", "wait", "synchronize")  # the calls that keep things in order
 
 
 @dataclass
@@ -70,13 +70,13 @@ class Memory:
     block: int | None  # address of the host block
 
     @classmethod
-    def of(cls, x: Tensor, *, held: bool = False) -> Memory:
+    def of(cls, x: Tensor) -> Memory:
         layout, storage = (x.dtype, x.storage_offset(), x.shape, x.stride()), x.untyped_storage()
         if is_host_buffer(x):  # its pool keeps the memory, whoever has it by then
             address, size = storage.data_ptr(), storage.nbytes()
             raw = torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8).untyped_storage()
             return cls(lambda: raw, layout, address)
-        return cls((lambda: storage) if held else weakref.ref(storage), layout, None)
+        return cls(weakref.ref(storage), layout, None)
 
     def tensor(self) -> Tensor | None:
         """None: it was let go."""
@@ -138,9 +138,8 @@ class Adversary(Streams):
 
     def copy(self, stream: str, to: Tensor, source: Tensor) -> None:
         queue = self.queues[stream]
-        held = getattr((to if stream == LOADS else source).untyped_storage(), "held_for", None) == stream
         ordered = queue.after >= self.now or self.draw.random() < 0.5
-        self._give(stream, Copy(Memory.of(to, held=held), Memory.of(source, held=held), ordered))
+        self._give(stream, Copy(Memory.of(to), Memory.of(source), ordered))
         self.now += 1
         self._some()
 
@@ -162,10 +161,6 @@ class Adversary(Streams):
             self.queues[stream].after = max(self.queues[stream].after, event.after)
             self._give(stream, event)
         self._some()
-
-    def hold(self, x: Tensor, stream: str) -> None:
-        if not self._skips():
-            x.untyped_storage().held_for = stream
 
     def synchronize(self) -> None:
         if not self._skips():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of combinations in docs/use/what-works.md, counted from the cases that the tests run.
 
-    python -m tests.what_works    prints it
+python -m tests.what_works    prints it
 """
 
 from __future__ import annotations

@@ -63,9 +63,6 @@ class Streams:
     def wait(self, stream: str, event: Event) -> None:
         """Let later work of ``stream`` start after ``event``. The host does not wait."""
 
-    def hold(self, x: Tensor, stream: str) -> None:
-        """When device tensor ``x`` is freed, keep its memory until ``stream`` has finished its work up to then."""
-
     def synchronize(self) -> None:
         """The host waits until all streams have finished their work."""
 
@@ -95,9 +92,6 @@ class CudaStreams(Streams):
     def wait(self, stream: str, event: Event) -> None:
         if event is not None:
             self._stream(stream).wait_event(event)
-
-    def hold(self, x: Tensor, stream: str) -> None:
-        x.record_stream(self._stream(stream))
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -94,6 +94,16 @@ def dropped_load(offload: Offload) -> list[Tensor]:
     return [loading.wait() for loading in kept]
 
 
+def dropped_host(offload: Offload) -> list[Tensor]:
+    """A host buffer is dropped while it is loaded, and its block gets another owner."""
+    kept = []
+    for step in range(3):
+        host = offload.to_host(torch.full((4,), float(step)))
+        kept.append(offload.load(host))
+        del host
+    return [loading.wait() for loading in kept]
+
+
 def closed_pool(offload: Offload) -> list[Tensor]:
     """The pool goes while copies are under way."""
     coming = offload.load(offload.to_host(torch.ones(4)))
@@ -112,6 +122,7 @@ SCENARIOS: dict[str, Callable[[Offload], list[Tensor]]] = {
     "saved inputs": saved_inputs(1),
     "saved inputs, hooks used again": saved_inputs(3),
     "dropped load": dropped_load,
+    "dropped host": dropped_host,
     "closed pool": closed_pool,
 }
 

@@ -194,7 +194,6 @@ class Offload:
         block = self.pool.block_of(host)
         streams.wait(LOADS, streams.record(COMPUTE))  # earlier kernels may still use the memory of x
         streams.wait(LOADS, self.pool.written.get(block))
-        streams.hold(x, LOADS)  # a Loading that is dropped before its wait must not free memory that is being written
         streams.copy(LOADS, x, host)
         self.pool.read[block] = done = streams.record(LOADS)
         return Loading(x, done, streams)
@@ -202,7 +201,11 @@ class Offload:
 
 @dataclass
 class Loading:
-    """A device tensor that is being loaded; without ``streams``, one that is complete."""
+    """A device tensor that is being loaded; without ``streams``, one that is complete.
+
+    It keeps the tensor until compute waits for the copy. So the memory can be reused by compute at once when the tensor
+    dies, while ``Tensor.record_stream`` would keep it until the host sees an event, and the host may run far ahead.
+    """
 
     x: Tensor
     done: Event = None
@@ -210,9 +213,13 @@ class Loading:
 
     def wait(self) -> Tensor:
         """The tensor, for use in the current stream."""
-        if self.streams is not None:
-            self.streams.wait(COMPUTE, self.done)
+        streams, self.streams = self.streams, None
+        if streams is not None:
+            streams.wait(COMPUTE, self.done)
         return self.x
+
+    def __del__(self) -> None:
+        self.wait()  # of a load that nobody used: its memory is still being written
 
 
 Item, Coming, There = TypeVar("Item"), TypeVar("Coming"), TypeVar("There")
