@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import random
 import weakref
 from collections.abc import Callable
@@ -238,6 +239,14 @@ def test_memory_that_is_being_loaded_is_not_reused_before_the_copy_is_done(monke
     cuda.done.clear()
     offload.load(host)  # and dropped: compute waits before it may reuse the memory
     assert cuda.done == [("copy", "waits for", "compute"), ("compute", "waits for", "copy")]
+
+
+def test_no_two_blocks_share_a_page(monkeypatch):
+    cuda, pool = FakeCuda(monkeypatch), HostPool(CudaStreams(torch.device("cuda", 0)))
+    buffers = [pool.empty((size,), torch.uint8) for size in (8192, 1, 5000, 65536)]
+    pages = [range(x.data_ptr() // mmap.PAGESIZE, (x.data_ptr() + x.nbytes - 1) // mmap.PAGESIZE + 1) for x in buffers]
+    assert sum(map(len, pages)) == len(set().union(*pages)) and len(cuda.done) == 4
+    assert all(x.data_ptr() % mmap.PAGESIZE == 0 for x in buffers)
 
 
 def test_pinned_blocks_are_unregistered_when_their_pool_and_its_last_buffer_are_gone(monkeypatch):

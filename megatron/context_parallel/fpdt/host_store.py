@@ -13,6 +13,7 @@ random legal moments.
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -92,7 +93,9 @@ class HostPool:
 
     def _allocate(self, size: int) -> np.ndarray:
         self.allocated += size
-        block = np.empty(size, dtype=np.uint8)
+        # Pages of its own: memory is pinned by pages, and a page cannot be pinned twice.
+        pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        block = np.frombuffer(pages, dtype=np.uint8)
         self.streams.pin(block)
         self._blocks[block.ctypes.data] = block
         return block
