@@ -69,7 +69,6 @@ def datasets(prefix: str, length: int, samples: int, cache: str) -> dict[str, GP
 
 
 def main() -> None:
-    """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 131072, 1048576])
     parser.add_argument("--documents", type=int, nargs="+", default=[500, 1000000])

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -228,7 +229,7 @@ def race(found: dict[str, Callable], case: Case, world: int, repeats: int) -> di
     return times
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seq-length", type=int, default=2048, help="for the times; the cases have 256 tokens")
@@ -252,9 +253,7 @@ def main() -> int:
         table.add_row(name, escape(taken) if isinstance(taken, str) else f"{statistics.median(taken):.3f} s")
     console.print(table)
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"cases": verdicts, "seconds": times}, file, indent=1)
-    return 0
+        Path(args.json).write_text(json.dumps({"cases": verdicts, "seconds": times}, indent=1))
 
 
 def verdict(error: float) -> str:
@@ -262,4 +261,4 @@ def verdict(error: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

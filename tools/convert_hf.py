@@ -78,7 +78,6 @@ def check(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; returns the exit code."""
     return run(convert, argv)
 
 

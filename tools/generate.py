@@ -73,7 +73,6 @@ def order_of(args: argparse.Namespace) -> Any:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; returns the exit code."""
     from megatron.training.pretrain import EXIT_REFUSED, print_refusal, quiet
 
     quiet()

@@ -91,7 +91,6 @@ def train(args: argparse.Namespace) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="files or globs")
     parser.add_argument("--json-key", default="text", help="key of the text")
