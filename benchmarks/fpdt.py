@@ -240,20 +240,16 @@ def row(run: Run, reference: Run, args: argparse.Namespace, peak: float | None) 
     if not run.steps:
         return figures
     seconds = statistics.median(step["seconds"] for step in run.steps)
-    figures |= {
-        "seconds": seconds,
-        "tokens_per_second": args.seq_length * args.micro_batch_size / seconds,
-        "mfu": run.steps[0]["flops"] / seconds / (peak or run.steps[0]["peak_flops"]),
-    }
+    figures |= {"seconds": seconds, "tokens_per_second": args.seq_length * args.micro_batch_size / seconds}
+    figures["mfu"] = run.steps[0]["flops"] / seconds / (peak or run.steps[0]["peak_flops"])
     pairs = list(zip(reference.steps, run.steps))
     quiet = [pair for pair in pairs if all(step["foreign"] <= QUIET for step in pair)]
     counted = quiet if len(quiet) >= 2 else pairs
     if counted:
+        by_cpu_time = statistics.median(a["cpu_seconds"] / max(b["cpu_seconds"], 1e-9) for a, b in counted)
         figures |= {
             "of_reference": statistics.median(a["seconds"] / b["seconds"] for a, b in counted),
-            "of_reference_by_cpu_time": statistics.median(
-                a["cpu_seconds"] / max(b["cpu_seconds"], 1e-9) for a, b in counted
-            ),
+            "of_reference_by_cpu_time": by_cpu_time,
             "rounds_that_count": len(counted),
             "undisturbed": counted is quiet,
         }
@@ -353,9 +349,9 @@ def draw(report: dict, file: Path) -> None:
     at = {size: place for place, size in enumerate(sizes)}
     figure, (speed, memory) = plt.subplots(1, 2, figsize=(13, 5.2), layout="constrained")
     reference = next((row for row in whole if row["mode"] == REFERENCE), None)
+    dashed = {"linestyle": "--", "linewidth": 1.2}
     for row in whole:
-        speed.axhline(row["tokens_per_second"], color=colours[row["mode"]], linestyle="--", linewidth=1.2,
-                      label=SAYS[row["mode"]])  # fmt: skip
+        speed.axhline(row["tokens_per_second"], color=colours[row["mode"]], label=SAYS[row["mode"]], **dashed)
     for mode in chunked:
         points = [row for row in rows if row["mode"] == mode and "seconds" in row]
         # Relative to the reference of the same rounds, so that the machine's load has less effect.
@@ -380,16 +376,14 @@ def draw(report: dict, file: Path) -> None:
                 continue
             x = at[row["chunk_size"]] + (number - (len(chunked) - 1) / 2) * bars
             if row["failed"]:
-                memory.text(
-                    x, 0.02 * tallest, row["failed"], rotation=90, ha="center", va="bottom", fontsize=8, color=grey
-                )
+                style = {"rotation": 90, "ha": "center", "va": "bottom", "fontsize": 8, "color": grey}
+                memory.text(x, 0.02 * tallest, row["failed"], **style)
             elif "states" in row:
                 memory.bar(x, row["states"] / GIB, bars * 0.92, color=states_colour)
                 memory.bar(x, row["activations"] / GIB, bars * 0.92, bottom=row["states"] / GIB, color=colours[mode])
     for row in whole:
         if "states" in row:
-            memory.axhline((row["states"] + row["activations"]) / GIB, color=colours[row["mode"]], linestyle="--",
-                           linewidth=1.2)  # fmt: skip
+            memory.axhline((row["states"] + row["activations"]) / GIB, color=colours[row["mode"]], **dashed)
     memory.bar(0, 0, color=states_colour, label="weights, gradients, optimizer")
     memory.set(ylabel="device memory at the peak, GiB", ylim=(0, 1.18 * tallest or None))
     memory.set_title("Device memory: activations in colour, on top of the model states", color=ink)

@@ -61,16 +61,9 @@ class Case:
         return self.heads * HEAD
 
     def model(self) -> PreTrainedModel:
-        shape = {
-            "vocab_size": VOCABULARY,
-            "hidden_size": self.width,
-            "intermediate_size": 2 * self.width,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": HEAD,
-            "max_position_embeddings": self.length,
-        }
+        shape = {"vocab_size": VOCABULARY, "hidden_size": self.width, "intermediate_size": 2 * self.width}
+        shape |= {"num_hidden_layers": self.layers, "max_position_embeddings": self.length}
+        shape |= {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "head_dim": HEAD}
         config = MistralConfig(**shape, sliding_window=self.window) if self.window else LlamaConfig(**shape)
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
@@ -139,13 +132,9 @@ def deepspeed(model: PreTrainedModel, batch: Batch) -> Iterator[Step]:
     deepspeed.comm.init_distributed("gloo", verbose=False)
     rank, world, before = dist.get_rank(), dist.get_world_size(), ALL_ATTENTION_FUNCTIONS["sdpa"]
     count = batch["labels"].size(1) - 1
+    sizes = {"sequence_parallel_size": world, "micro_batch_size": 1, "seq_length": batch["input_ids"].size(1)}
     UlyssesSPAttentionHF.register_with_transformers(
-        model_name_or_path=model,
-        core_attn_implementation="sdpa",
-        sequence_parallel_size=world,
-        micro_batch_size=1,
-        seq_length=batch["input_ids"].size(1),
-        seq_length_is_variable=True,
+        model_name_or_path=model, core_attn_implementation="sdpa", seq_length_is_variable=True, **sizes
     )
     parts = [x.chunk(world, dim=1)[rank] for x in (batch["input_ids"], batch["position_ids"], shifted(batch))]
 

@@ -41,7 +41,7 @@ def throughput_rows(clock: Clock, frameworks: Sequence[str] = ("new", "old")) ->
                 rows.append(Row(label, there, None, clock.mark, "TFLOPS/GPU", "speed alone is simulated here"))
                 continue
             note = "published dip, not explained: attention's share grows" if seq_length == 262144 else ""
-            tflops = from_seconds(throughput(clock, seq_length, framework), lambda value: round(value, 1))
+            tflops = from_seconds(throughput(clock, seq_length, framework), float, 1)
             rows.append(Row(label, there, tflops, clock.mark, "TFLOPS/GPU", note))
     return rows
 
