@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -42,7 +43,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 Round = dict[str, Sample]
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--seq-length", type=int, default=16384)
@@ -64,10 +65,7 @@ def main() -> int:
     else:
         report = run_on_cpu(problem, args.repeats, console)
     if args.json and report:
-        with open(args.json, "w") as file:
-            json.dump({"torch": torch.__version__, **report}, file, indent=2)
-            file.write("\n")
-    return 0
+        Path(args.json).write_text(json.dumps({"torch": torch.__version__, **report}, indent=2) + "\n")
 
 
 def run_on_cpu(problem: Problem, repeats: int, console: Console) -> dict:
@@ -132,19 +130,9 @@ def report_paths(problem: Problem, rounds: list[Round], counted: list[Round], er
         if path in PATHS:
             ratios = [each["local"].wall / each[path].wall for each in counted]
             by_cpu_time = statistics.median(each["local"].core / each[path].core for each in counted)
-            found[path]["of_local"] = {
-                "median": statistics.median(ratios),
-                "best": max(ratios),
-                "by_cpu_time": by_cpu_time,
-                "goal": GOAL,
-            }
-            found[path]["largest_relative_error"] = errors[path]
-            row += [
-                f"{statistics.median(ratios):.1%}",
-                f"{max(ratios):.1%}",
-                f"{by_cpu_time:.1%}",
-                f"{errors[path]:.0e}",
-            ]
+            shares = {"median": statistics.median(ratios), "best": max(ratios), "by_cpu_time": by_cpu_time}
+            found[path] |= {"of_local": shares | {"goal": GOAL}, "largest_relative_error": errors[path]}
+            row += [*(f"{share:.1%}" for share in shares.values()), f"{errors[path]:.0e}"]
         table.add_row(*row)
     console.print(table)
     return found
@@ -155,20 +143,8 @@ def compare_balance(problem: Problem, kernel: kernels.Kernel, repeats: int, cons
 
     The ranks' tiles run one rank after another in this process, on one thread and without communication.
     """
-    grid = cp.abstract_grid(ring=4)
-    plans = {
-        balance: [ring_plan(cp.SequenceLayout(problem.seq_length, grid, balance), cp.Causal(), r) for r in range(4)]
-        for balance in ("zigzag", "contiguous")
-    }
-    inputs = [x[: problem.seq_length // 4] for x in problem.inputs()]
-    seconds: dict[str, list[list[float]]] = {balance: [[] for _ in range(4)] for balance in plans}
-    torch.set_num_threads(1)
-    time_tiles(plans["zigzag"][0], kernel, *inputs)
-    for _ in range(repeats):
-        for rank in range(4):
-            for balance in plans:
-                seconds[balance][rank].append(time_tiles(plans[balance][rank], kernel, *inputs))
-    torch.set_num_threads(2)
+    plans = {balance: plans_of(4, balance, problem.seq_length) for balance in ("zigzag", "contiguous")}
+    seconds = time_balances(plans, problem, kernel, repeats)
     table = Table("Ring 4", "pairs of the busiest rank", "GFLOP", "its CPU seconds", "CPU seconds by rank")
     found: dict = {}
     for balance in plans:
@@ -190,6 +166,30 @@ def compare_balance(problem: Problem, kernel: kernels.Kernel, repeats: int, cons
     return found
 
 
+def plans_of(ring: int, balance: str, length: int) -> list[RingPlan]:
+    """Every rank's plan of a causal ring."""
+    layout = cp.SequenceLayout(length, cp.abstract_grid(ring=ring), balance)
+    return [ring_plan(layout, cp.Causal(), rank) for rank in range(ring)]
+
+
+def time_balances(
+    plans: dict[str, list[RingPlan]], problem: Problem, kernel: kernels.Kernel, repeats: int
+) -> dict[str, list[list[float]]]:
+    """CPU seconds by balance, rank and repetition, on one thread; ranks and balances take turns."""
+    ranks = len(plans["zigzag"])
+    inputs = [x[: problem.seq_length // ranks] for x in problem.inputs()]
+    seconds: dict[str, list[list[float]]] = {balance: [[] for _ in range(ranks)] for balance in plans}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    time_tiles(plans["zigzag"][0], kernel, *inputs)  # the first call of a kernel is slower
+    for _ in range(repeats):
+        for rank in range(ranks):
+            for balance in plans:
+                seconds[balance][rank].append(time_tiles(plans[balance][rank], kernel, *inputs))
+    torch.set_num_threads(threads)
+    return seconds
+
+
 def time_tiles(plan: RingPlan, kernel: kernels.Kernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> float:
     """CPU seconds of one rank's tiles, forward and backward, with the same tensors as every key block."""
     start = time.process_time()
@@ -204,4 +204,4 @@ def time_tiles(plan: RingPlan, kernel: kernels.Kernel, q: Tensor, k: Tensor, v: 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -11,6 +11,12 @@ starts new processes, which save twice and run `--steps` steps after each save; 
 `still`: time that the training loop waited for the save. `slower`: additional time of the steps after a save. Seconds
 are those of the slowest rank in each part; CPU seconds are those of all processes, with those that core's writer
 starts. `check`: verification of all files before loading, on one process.
+
+    python benchmarks/checkpoint.py --parts
+
+For busy machines: CPU seconds of each part of a save on one process, 1 GB, three saves. With --async-save, training
+waits for `begin` and `finish`, and for `copy` as far as it takes longer than the forward and backward pass of a step;
+without it, also for `write`.
 """
 
 from __future__ import annotations
@@ -42,9 +48,10 @@ RUN = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 2047 --num-workers 0"
 ).split()
 PARTS = ("still", "slower", "state", "plan", "write", "publish")
+ONE_GB = "--num-layers 5 --hidden-size 1024 --num-attention-heads 8".split()
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
@@ -52,12 +59,16 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2, help="after each save")
     parser.add_argument("--json", metavar="FILE", help="write the figures here")
     parser.add_argument("--folder", help="folder to save in; default: a temporary one")
+    parser.add_argument("--parts", action="store_true", help="print CPU seconds of the parts of a save on one process")
     parser.add_argument("--worker", metavar="FILE", help=argparse.SUPPRESS)
     parser.add_argument("flags", nargs="*", help="of pretrain_llama.py")
     args = parser.parse_args()
     if args.worker:
         work(args.writers[0], args.folder, args.flags, args.steps, Path(args.worker))
-        return 0
+        return
+    if args.parts:
+        parts()
+        return
     flags = args.flags or QUICKSTART
     grid = [] if args.flags or args.ranks != 4 else "--ulysses-parallel-size 2 --ring-parallel-size 2".split()
     turns = {writer: [] for writer in args.writers}
@@ -82,7 +93,6 @@ def main() -> int:
         print(f"our first save: best {min(one['saves'][0]['all'] for one in turns['ours']):.2f} s; goal {GOAL:.0f} s")
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=2) + "\n")
-    return 0
 
 
 def turn(writer: str, ranks: int, folder: str | None, steps: int, flags: list[str]) -> dict[str, Any]:
@@ -95,6 +105,41 @@ def turn(writer: str, ranks: int, folder: str | None, steps: int, flags: list[st
         own += ["--worker", str(answer), "--"]
         subprocess.run([*start, *own, *flags], check=True, env=environment, stdout=subprocess.DEVNULL)
         return json.loads(answer.read_text())
+
+
+def parts() -> None:
+    from megatron.platform.streams import streams_of
+    from megatron.training.arguments.models import LLAMA_DEFAULTS
+    from megatron.training.arguments.parser import parse
+    from megatron.training.checkpoint import checkpoint, checksums
+    from megatron.training.checkpoint.rank_file import HostCopies
+    from megatron.training.job import batches_for, prepare
+    from megatron.training.setup import start, stop
+    from megatron.training.step import train_step
+
+    def timed(name: str, action: Callable[[], Any]) -> Any:
+        wall, cpu = time.perf_counter(), time.thread_time()
+        result = action()
+        print(f"{name:6} {time.thread_time() - cpu:6.3f} CPU s, {time.perf_counter() - wall:6.2f} s", flush=True)
+        return result
+
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29818"}
+    config = parse([*RUN, *ONE_GB, "--global-batch-size", "1"], LLAMA_DEFAULTS, 1)
+    job = prepare(config, start(config))
+    batches, state = batches_for(job, job.datasets[0], 0, 0), (job.chunks, job.optimizer, job.schedule)
+    for _ in range(2):
+        timed("step", lambda: train_step(job.runtime, *state, batches, config, 1))
+    copies = HostCopies(streams_of(job.runtime.device))
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(3):
+            job.progress.iteration += 1
+            save = timed("begin", lambda: checkpoint.begin_save(folder, job.progress, *state, config))
+            print(f"{save.bytes / 1e6:.0f} MB")
+            timed("copy", lambda save=save: copies.take(save._writer, copies.begin()))
+            timed("write", save.write)
+            path = timed("finish", save.finish)
+        timed("check", lambda: checksums.damage(path))
+    stop()
 
 
 def work(writer: str, folder: str, flags: list[str], steps: int, answer: Path) -> None:
@@ -220,4 +265,4 @@ def cpu_seconds() -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

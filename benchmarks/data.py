@@ -30,6 +30,9 @@ from megatron.training.data.read_tokens import first_outside
 from megatron.training.data.tokenizer import build_tokenizer
 
 VOCABULARY = 128_000
+NO_MASKS = dict.fromkeys(
+    ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask"), False
+)
 
 
 def write(prefix: str, document: int, total: int) -> None:
@@ -52,24 +55,13 @@ def datasets(prefix: str, length: int, samples: int, cache: str) -> dict[str, GP
         ("ours", LocalBuilder, TokenDataset),
     ):
         for _ in range(2):  # built, then from the cache
-            config = LocalConfig(
-                random_seed=1,
-                sequence_length=length,
-                blend=([prefix], None),
-                split="1,0,0",
-                path_to_cache=os.path.join(cache, name),
-                tokenizer=tokenizer,
-                reset_position_ids=False,
-                reset_attention_mask=False,
-                eod_mask_loss=False,
-                create_attention_mask=False,
-            )
+            data = {"blend": ([prefix], None), "split": "1,0,0", "path_to_cache": os.path.join(cache, name)}
+            config = LocalConfig(random_seed=1, sequence_length=length, tokenizer=tokenizer, **data, **NO_MASKS)
             found[name] = builder(kind, [samples, 0, 0], lambda: True, config).build()[0]
     return found
 
 
 def main() -> None:
-    """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 131072, 1048576])
     parser.add_argument("--documents", type=int, nargs="+", default=[500, 1000000])

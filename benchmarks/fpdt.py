@@ -20,16 +20,17 @@ import argparse
 import csv
 import json
 import os
+import re
 import statistics
-import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.machine import QUIET  # noqa: E402
 from benchmarks.train import gemm_rates  # noqa: E402
 
@@ -45,6 +46,7 @@ SAYS = {
 REFERENCE = "recompute"
 GOALS = {1: 0.97, 8: 0.92}  # FPDT's share of the reference's speed, by number of chunks
 GIB = 2**30
+LIMIT = 1e6  # seconds to wait for a step: there is no limit in practice
 
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
 MODES: dict[str, list[str]] = {
@@ -82,20 +84,14 @@ class Run:
         return self.mode if self.chunks is None else f"{self.mode}, {self.chunks} chunks"
 
 
-def main() -> int:
-    if sys.argv[1:2] == ["--worker"]:
-        from benchmarks.fpdt_worker import work
-
-        return work(sys.argv[2:])
+def main() -> None:
     args = arguments()
     if args.plot:
         report = json.loads(Path(args.plot).read_text())
         draw(report, Path(args.plot).with_suffix(".png"))
         show(report)
-        return 0
-    environment = dict(os.environ, OMP_NUM_THREADS=str(args.threads), PYTHONWARNINGS="ignore")
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    peak = max(gemm_rates(args, environment).values()) if args.device == "cpu" else None
+        return
+    peak = max(gemm_rates(args).values()) if args.device == "cpu" else None
     report: dict = {"problem": {**vars(args), "peak_flops": peak}, "load_at_start": os.getloadavg()[0], "rows": []}
     for number, chunks in enumerate(args.chunks):
         if args.seq_length % chunks:
@@ -103,10 +99,9 @@ def main() -> int:
         # Modes without chunks are measured once, except the reference, which is measured with every chunk size.
         modes = [mode for mode in args.modes if "--fpdt" in MODES[mode] or number == 0 or mode == REFERENCE]
         group = [Run(mode, chunks if "--fpdt" in MODES[mode] else None) for mode in modes]
-        report["rows"] += measure(group, args, environment, peak)
+        report["rows"] += measure(group, args, peak)
         write(report, Path(args.output))
     show(report)
-    return 0
 
 
 def arguments() -> argparse.Namespace:
@@ -165,24 +160,18 @@ def flags(run: Run, args: argparse.Namespace) -> list[str]:
         "--hidden-size": args.hidden_size,
         "--num-attention-heads": args.num_attention_heads,
         "--num-query-groups": args.kv_heads,
-        "--seq-length": args.seq_length,
-        "--max-position-embeddings": args.seq_length,
-        "--micro-batch-size": args.micro_batch_size,
-        "--global-batch-size": args.micro_batch_size,
-        "--train-iters": args.repeats + 100,
-        "--lr": 1e-4,
-        "--tokenizer-type": "NullTokenizer",
         "--vocab-size": args.vocab_size - 1,  # one more for the end of a document
-        "--position-embedding-type": "rope",
-        "--num-workers": 0,
-        "--eval-iters": 0,
-        "--device": args.device,
         "--loss-chunks": _loss_chunks(args),
         "--fpdt-chunk-size": args.seq_length // run.chunks if run.chunks else None,
     }
     words = [str(word) for flag, value in settings.items() if value is not None for word in (flag, value)]
-    words += ["--mock-data", "--no-progress"] + ["--bf16"] * (args.dtype == "bf16")
-    words += ["--group-query-attention"] * bool(args.kv_heads)
+    words += (
+        f"--seq-length {args.seq_length} --max-position-embeddings {args.seq_length} --position-embedding-type rope "
+        f"--micro-batch-size {args.micro_batch_size} --global-batch-size {args.micro_batch_size} --lr 1e-4 --mock-data "
+        f"--train-iters {args.repeats + 100} --tokenizer-type NullTokenizer --num-workers 0 --eval-iters 0 "
+        f"--device {args.device} --no-progress"
+    ).split()
+    words += ["--bf16"] * (args.dtype == "bf16") + ["--group-query-attention"] * bool(args.kv_heads)
     return words + MODES[run.mode] + args.more
 
 
@@ -196,75 +185,46 @@ def _loss_chunks(args: argparse.Namespace) -> int | None:
     return args.loss_chunks or 2 * ceil(args.vocab_size / width)
 
 
-def measure(group: list[Run], args: argparse.Namespace, environment: dict[str, str], peak: float | None) -> list[dict]:
+def measure(group: list[Run], args: argparse.Namespace, peak: float | None) -> list[dict]:
     """The rows of a group of configurations: measured in turns on a CPU, one after another on a GPU."""
-    if args.device == "cpu":
-        _rounds(group, args, environment)
-    else:
-        for run in group:
-            _rounds([run], args, environment)
+    for together in [group] if args.device == "cpu" else [[run] for run in group]:
+        _rounds(together, args)
     reference = next(run for run in group if run.mode == REFERENCE)
     return [row(run, reference, args, peak) for run in group]
 
 
-def _rounds(group: list[Run], args: argparse.Namespace, environment: dict[str, str]) -> None:
-    workers: list[tuple[Run, Worker]] = []
-    try:
-        for run in group:
-            workers.append((run, Worker(run, flags(run, args), environment)))
+def _rounds(group: list[Run], args: argparse.Namespace) -> None:
+    import torch
+
+    from benchmarks.gpu.program import Failed, Program
+
+    torch.set_num_threads(args.threads)  # of the programs too, which on a CPU are forks of this process
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        programs = [Program(flags(run, args), args.device, logs / run.name) for run in group]
+        for program in programs:
+            stack.enter_context(program)
+
+        def answers(what: str) -> Iterator[tuple[Run, dict]]:
+            """The answer of each program that has not been out of memory."""
+            for run, program in zip(group, programs):
+                try:
+                    if not run.failed:
+                        yield run, program.ask(what, LIMIT)
+                except Failed as error:
+                    if not re.search("out of (host )?memory", str(error)):
+                        text = (logs / run.name).read_text()[-3000:]
+                        raise SystemExit(f"error: {run.name}: the training program ended:\n{text}") from None
+                    run.failed = "out of memory"
+                    _tell(f"{run.name}: out of memory")
+
         # The first step allocates memory that later ones use again, and does not count.
         for number in range(args.repeats + 1):
-            for run, worker in workers:
-                answer = worker.ask("step")
-                if answer and number:
-                    run.steps.append(answer)
-            _tell(f"{', '.join(run.name for run, _ in workers)}: round {number} of {args.repeats}")
-        for run, worker in workers if args.memory else ():
-            run.memory = worker.ask("meter") or {}
-    finally:
-        for _, worker in workers:
-            worker.close()
-
-
-class Worker:
-    """A process that trains one configuration, one step per request."""
-
-    def __init__(self, run: Run, words: list[str], environment: dict[str, str]) -> None:
-        self.run, self.errors = run, tempfile.TemporaryFile("w+")
-        command = [sys.executable, __file__, "--worker", *words]
-        self.process = subprocess.Popen(
-            command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors
-        )
-
-    def ask(self, what: str) -> dict | None:
-        """The worker's answer; None after it has failed."""
-        if self.run.failed:
-            return None
-        try:
-            self.process.stdin.write(f"{what}\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # the worker has ended; the loop below reads no answer
-        for line in self.process.stdout:
-            if line.startswith("answer "):
-                return json.loads(line.removeprefix("answer "))
-        code = self.process.wait()
-        self.errors.seek(0)
-        text = self.errors.read().strip()
-        self.run.failed = "out of memory" if "OutOfMemory" in text or code == -9 else (text or f"exit code {code}")
-        if self.run.failed != "out of memory":
-            raise SystemExit(f"error: {self.run.name}: the training program ended:\n{text[-3000:]}")
-        _tell(f"{self.run.name}: out of memory")
-        return None
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.stdin.close()
-            try:
-                self.process.wait(30)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-        self.errors.close()
+            for run, step in answers("step"):
+                run.steps += [step] if number else []
+            _tell(f"{', '.join(run.name for run in group)}: round {number} of {args.repeats}")
+        for run, memory in answers("meter") if args.memory else ():
+            run.memory = memory
 
 
 def row(run: Run, reference: Run, args: argparse.Namespace, peak: float | None) -> dict:
@@ -280,20 +240,16 @@ def row(run: Run, reference: Run, args: argparse.Namespace, peak: float | None) 
     if not run.steps:
         return figures
     seconds = statistics.median(step["seconds"] for step in run.steps)
-    figures |= {
-        "seconds": seconds,
-        "tokens_per_second": args.seq_length * args.micro_batch_size / seconds,
-        "mfu": run.steps[0]["flops"] / seconds / (peak or run.steps[0]["peak_flops"]),
-    }
+    figures |= {"seconds": seconds, "tokens_per_second": args.seq_length * args.micro_batch_size / seconds}
+    figures["mfu"] = run.steps[0]["flops"] / seconds / (peak or run.steps[0]["peak_flops"])
     pairs = list(zip(reference.steps, run.steps))
     quiet = [pair for pair in pairs if all(step["foreign"] <= QUIET for step in pair)]
     counted = quiet if len(quiet) >= 2 else pairs
     if counted:
+        by_cpu_time = statistics.median(a["cpu_seconds"] / max(b["cpu_seconds"], 1e-9) for a, b in counted)
         figures |= {
             "of_reference": statistics.median(a["seconds"] / b["seconds"] for a, b in counted),
-            "of_reference_by_cpu_time": statistics.median(
-                a["cpu_seconds"] / max(b["cpu_seconds"], 1e-9) for a, b in counted
-            ),
+            "of_reference_by_cpu_time": by_cpu_time,
             "rounds_that_count": len(counted),
             "undisturbed": counted is quiet,
         }
@@ -359,13 +315,10 @@ def show(report: dict) -> None:
 
 def describe(problem: dict) -> str:
     size = problem["model"] or f"{problem['num_layers']} layers of {problem['hidden_size']}"
+    cpu = f"CPU, {problem['threads']} thread{'s' * (problem['threads'] > 1)}"
     return (
         f"Llama, {size}, {problem['seq_length']:,} tokens, vocabulary {problem['vocab_size']:,}, {problem['dtype']}, "
-        + (
-            f"CPU, {problem['threads']} thread{'s' * (problem['threads'] > 1)}"
-            if problem["device"] == "cpu"
-            else "one GPU"
-        )
+        f"{cpu if problem['device'] == 'cpu' else 'one GPU'}"
     )
 
 
@@ -396,9 +349,9 @@ def draw(report: dict, file: Path) -> None:
     at = {size: place for place, size in enumerate(sizes)}
     figure, (speed, memory) = plt.subplots(1, 2, figsize=(13, 5.2), layout="constrained")
     reference = next((row for row in whole if row["mode"] == REFERENCE), None)
+    dashed = {"linestyle": "--", "linewidth": 1.2}
     for row in whole:
-        speed.axhline(row["tokens_per_second"], color=colours[row["mode"]], linestyle="--", linewidth=1.2,
-                      label=SAYS[row["mode"]])  # fmt: skip
+        speed.axhline(row["tokens_per_second"], color=colours[row["mode"]], label=SAYS[row["mode"]], **dashed)
     for mode in chunked:
         points = [row for row in rows if row["mode"] == mode and "seconds" in row]
         # Relative to the reference of the same rounds, so that the machine's load has less effect.
@@ -423,16 +376,14 @@ def draw(report: dict, file: Path) -> None:
                 continue
             x = at[row["chunk_size"]] + (number - (len(chunked) - 1) / 2) * bars
             if row["failed"]:
-                memory.text(
-                    x, 0.02 * tallest, row["failed"], rotation=90, ha="center", va="bottom", fontsize=8, color=grey
-                )
+                style = {"rotation": 90, "ha": "center", "va": "bottom", "fontsize": 8, "color": grey}
+                memory.text(x, 0.02 * tallest, row["failed"], **style)
             elif "states" in row:
                 memory.bar(x, row["states"] / GIB, bars * 0.92, color=states_colour)
                 memory.bar(x, row["activations"] / GIB, bars * 0.92, bottom=row["states"] / GIB, color=colours[mode])
     for row in whole:
         if "states" in row:
-            memory.axhline((row["states"] + row["activations"]) / GIB, color=colours[row["mode"]], linestyle="--",
-                           linewidth=1.2)  # fmt: skip
+            memory.axhline((row["states"] + row["activations"]) / GIB, color=colours[row["mode"]], **dashed)
     memory.bar(0, 0, color=states_colour, label="weights, gradients, optimizer")
     memory.set(ylabel="device memory at the peak, GiB", ylim=(0, 1.18 * tallest or None))
     memory.set_title("Device memory: activations in colour, on top of the model states", color=ink)
@@ -451,4 +402,4 @@ def draw(report: dict, file: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

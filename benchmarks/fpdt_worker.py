@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that trains one configuration step by step, for benchmarks/fpdt.py and benchmarks/gpu.
-
-A line on stdin, "step", "meter" or "profile", requests a step; a line on stdout, "answer {...}", has its figures.
-"""
+"""Trains one configuration step by step, for benchmarks/fpdt.py and benchmarks/gpu."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -25,13 +20,8 @@ from megatron.training.setup import start, stop
 from megatron.training.step import train_step
 
 
-def work(words: list[str]) -> int:
-    serve(words, (line.strip() for line in sys.stdin), lambda answer: print("answer", json.dumps(answer), flush=True))
-    return 0
-
-
 def serve(words: list[str], requests: Iterable[str], answer: Callable[[dict], None]) -> None:
-    """Prepare training with the flags ``words``; then run a step for each request."""
+    """Prepare training with the flags ``words``; then answer each request, a kind of step, with its figures."""
     named = words[words.index("--model") + 1] if "--model" in words else None
     defaults = None if named and not shape(named).get("swiglu") else LLAMA_DEFAULTS
     config = parse(words, defaults, 1)

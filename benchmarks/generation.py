@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import subprocess
@@ -24,15 +25,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.machine import environment  # noqa: E402
 
 VOCABULARY = 8192
 AXES = {"t": "--tensor-model-parallel-size", "u": "--ulysses-parallel-size", "r": "--ring-parallel-size",
         "p": "--pipeline-model-parallel-size"}  # fmt: skip
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--grids", nargs="+", default=["1", "u2", "r2", "t2", "u2r2"], help="as u2r2: Ulysses 2, Ring 2"
@@ -50,7 +51,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.worker:
         work(args)
-        return 0
+        return
     with tempfile.TemporaryDirectory() as folder:
         make_model(args, folder)
         turns: dict[str, list[dict[str, Any]]] = {name: [] for name in ("transformers", *args.grids)}
@@ -67,7 +68,6 @@ def main() -> int:
         print(f"{name:14}{read:28,.0f}{write:10,.1f}{results[0]['bytes']:16,}")
     if args.json:
         args.json.write_text(json.dumps({"arguments": {**vars(args), "json": None}, "turns": turns}, indent=1) + "\n")
-    return 0
 
 
 def make_model(args: argparse.Namespace, folder: str) -> None:
@@ -76,16 +76,9 @@ def make_model(args: argparse.Namespace, folder: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=args.hidden_size,
-        intermediate_size=args.hidden_size * 2,
-        num_hidden_layers=args.layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=2 * args.prompt_length,
-        eos_token_id=None,
-    )
+    sizes = {"hidden_size": args.hidden_size, "intermediate_size": 2 * args.hidden_size, "vocab_size": VOCABULARY}
+    sizes |= {"num_hidden_layers": args.layers, "num_attention_heads": 8, "num_key_value_heads": 4}
+    config = LlamaConfig(**sizes, max_position_embeddings=2 * args.prompt_length, eos_token_id=None)
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
@@ -99,18 +92,14 @@ def prompts(args: argparse.Namespace) -> list[list[int]]:
 def turn(name: str, args: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Start the processes of a grid, or of transformers, and return their figures."""
     axes = re.findall(r"([turp])(\d+)", name) if name != "transformers" else []
-    ranks = 1
-    for _, size in axes:
-        ranks *= int(size)
+    ranks = math.prod(int(size) for _, size in axes)
     sizes = [f"--prompt-length={args.prompt_length}", f"--new-tokens={args.new_tokens}", f"--prompts={args.prompts}"]
     flags = " ".join(f"{AXES[axis]} {size}" for axis, size in axes)
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         program = [__file__, *sizes, "--worker", file.name, "--folder", folder, "--grids", name, f"--flags={flags}"]
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            [sys.executable, *launcher, *program], env=environment, capture_output=True, text=True, timeout=900
-        )
+        command = [sys.executable, *launcher, *program]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=900)
         if done.returncode:
             raise SystemExit(f"{name} failed:\n{done.stderr}")
         return json.loads(Path(file.name).read_text())
@@ -161,15 +150,9 @@ def _transformers(args: argparse.Namespace) -> dict[str, Any]:
 
     def measured(count: int) -> tuple[float, float, Any]:
         begin, used = time.perf_counter(), time.process_time()
-        result = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=count,
-            min_new_tokens=count,
-            do_sample=False,
-            return_dict_in_generate=True,
-            pad_token_id=0,
-        )
+        lengths = {"max_new_tokens": count, "min_new_tokens": count}
+        how = {"do_sample": False, "return_dict_in_generate": True, "pad_token_id": 0}
+        result = model.generate(ids, attention_mask=torch.ones_like(ids), **lengths, **how)
         return time.perf_counter() - begin, time.process_time() - used, result.past_key_values
 
     wall, cpu, _ = measured(1)
@@ -179,4 +162,4 @@ def _transformers(args: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -62,17 +62,10 @@ def compare_kernels(
         del results
         seconds = measure(lambda kernel=kernel: run_kernel(kernel, *inputs), where, repeats)
         median = statistics.median(seconds)
-        found[name] = {
-            "seconds": seconds,
-            "median_seconds": median,
-            "tflops": problem.flops / median / 1e12,
-            "of_gemm_rate": problem.flops / median / rate,
-            "difference": error,
-        }
-        table.add_row(
-            name, f"{1e3 * median:.2f}", f"{problem.flops / median / 1e12:.1f}", f"{problem.flops / median / rate:.1%}",
-            f"{error:.0e}",
-        )  # fmt: skip
+        tflops, share = problem.flops / median / 1e12, problem.flops / median / rate
+        figures = {"seconds": seconds, "median_seconds": median, "tflops": tflops, "of_gemm_rate": share}
+        found[name] = figures | {"difference": error}
+        table.add_row(name, f"{1e3 * median:.2f}", f"{tflops:.1f}", f"{share:.1%}", f"{error:.0e}")
         if not error <= TOLERANCE:
             raise SystemExit(f"error: kernel {name} differs from {names[0]} by {error:.1e}: not benchmarked")
     console.print(table)

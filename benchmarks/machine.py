@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The share of the machine that other programs use during a measurement."""
+"""The share of the machine that other programs use during a measurement, and the environment of measured programs."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
 QUIET = 0.03  # largest share of the machine that others may use in a measurement that counts
 
 
@@ -37,3 +39,9 @@ def cpu_seconds_of(pid: int) -> float | None:
     except OSError:
         return None
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def environment(threads: int = 1) -> dict[str, str]:
+    """Of a program of this repository that runs in a separate process."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}

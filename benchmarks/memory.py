@@ -34,7 +34,7 @@ MODES = {
 }
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-layers", type=int, default=4)
     parser.add_argument("--hidden-size", type=int, default=512)
@@ -48,7 +48,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.one is not None:
         print(json.dumps(measure(options.one.split())))
-        return 0
+        return
     chunk, rows = options.chunk or options.seq_lengths[0] // 8, []
     for length in options.seq_lengths:
         for mode in options.modes:
@@ -57,7 +57,6 @@ def main() -> int:
     show(rows)
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=1))
-    return 0
 
 
 def run(options: argparse.Namespace, flags: str, length: int, chunk: int) -> dict[str, float]:
@@ -116,4 +115,4 @@ def show(rows: list[dict]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

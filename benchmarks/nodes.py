@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from benchmarks.machine import environment  # noqa: E402
 from tests.faults.network import Network, why_not  # noqa: E402
 
 PROGRAM = str(ROOT / "pretrain_llama.py")
@@ -134,9 +135,8 @@ def rows_of(log: Path) -> list[dict[str, Any]]:
 def alone(flags: str, steps: int, folder: Path) -> list[float]:
     """Losses of one process."""
     log = folder / f"alone{flags.replace(' ', '')}.jsonl"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, PROGRAM, *flags_of(flags, steps, log)]
-    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, env=environment(), check=True, stdout=subprocess.DEVNULL)
     return [row["lm_loss"] for row in rows_of(log)]
 
 
@@ -172,10 +172,9 @@ def step(network: Network, grid: Grid, steps: int, folder: Path) -> dict[str, An
 def predicted(grid: Grid, file: Path) -> float:
     """Milliseconds of a step by the dry run."""
     result = file.parent / "dry_run.json"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, PROGRAM, *f"{MODEL} {grid.flags} --train-iters 1".split(), "--dry-run"]
     command += ["--world-size", f"{grid.nodes * grid.per_node}", "--gpu", str(file), "--dry-run-json", str(result)]
-    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, env=environment(), check=True, stdout=subprocess.DEVNULL)
     return json.loads(result.read_text())["predicted_ms"]
 
 
@@ -207,24 +206,12 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         mine = [row for row in rows if row["mbit"] == rate][::-1]
         places = range(len(mine))
         measured = [row["measured_ms"] / 1000 for row in mine]
-        panel.barh([p + 0.19 for p in places], measured, 0.36, color="#0072b2", label="measured")
-        panel.barh(
-            [p - 0.19 for p in places],
-            [row["predicted_ms"] / 1000 for row in mine],
-            0.36,
-            color="#e69f00",
-            label="dry run with measured links",
-        )
-        panel.errorbar(
-            measured,
-            [p + 0.19 for p in places],
-            xerr=[GOAL * value for value in measured],
-            fmt="none",
-            ecolor="#222222",
-            elinewidth=0.8,
-            capsize=2,
-            label=f"{GOAL:.0%} around the measured time",
-        )
+        dry_run = [row["predicted_ms"] / 1000 for row in mine]
+        above, below = [p + 0.19 for p in places], [p - 0.19 for p in places]
+        panel.barh(above, measured, 0.36, color="#0072b2", label="measured")
+        panel.barh(below, dry_run, 0.36, color="#e69f00", label="dry run with measured links")
+        goal = {"xerr": [GOAL * value for value in measured], "label": f"{GOAL:.0%} around the measured time"}
+        panel.errorbar(measured, above, fmt="none", ecolor="#222222", elinewidth=0.8, capsize=2, **goal)
         panel.set_yticks(list(places), [row["grid"] if panel is panels[0][0] else "" for row in mine])
         panel.set_title(f"{rate:g} Mbit/s per node", loc="left", fontsize=10)
         panel.set_xlabel("seconds per step")

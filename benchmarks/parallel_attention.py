@@ -48,16 +48,9 @@ class Problem:
 
     def inputs(self, device: str = "cpu") -> list[Tensor]:
         """q, k, v and the gradient of the output, [s, b, heads, d]; the same in every process."""
-        generator = torch.Generator(device).manual_seed(7)
-        return [
-            torch.randn(
-                (self.seq_length, self.batch, heads, self.head_dim),
-                generator=generator,
-                dtype=torch.float32,
-                device=device,
-            ).to(self.dtype)
-            for heads in (self.heads, self.kv_heads, self.kv_heads, self.heads)
-        ]
+        how = {"generator": torch.Generator(device).manual_seed(7), "dtype": torch.float32, "device": device}
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        return [torch.randn(self.seq_length, self.batch, n, self.head_dim, **how).to(self.dtype) for n in heads]
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -60,16 +61,9 @@ class Case:
         return self.heads * HEAD
 
     def model(self) -> PreTrainedModel:
-        shape = {
-            "vocab_size": VOCABULARY,
-            "hidden_size": self.width,
-            "intermediate_size": 2 * self.width,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": HEAD,
-            "max_position_embeddings": self.length,
-        }
+        shape = {"vocab_size": VOCABULARY, "hidden_size": self.width, "intermediate_size": 2 * self.width}
+        shape |= {"num_hidden_layers": self.layers, "max_position_embeddings": self.length}
+        shape |= {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "head_dim": HEAD}
         config = MistralConfig(**shape, sliding_window=self.window) if self.window else LlamaConfig(**shape)
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
@@ -138,13 +132,9 @@ def deepspeed(model: PreTrainedModel, batch: Batch) -> Iterator[Step]:
     deepspeed.comm.init_distributed("gloo", verbose=False)
     rank, world, before = dist.get_rank(), dist.get_world_size(), ALL_ATTENTION_FUNCTIONS["sdpa"]
     count = batch["labels"].size(1) - 1
+    sizes = {"sequence_parallel_size": world, "micro_batch_size": 1, "seq_length": batch["input_ids"].size(1)}
     UlyssesSPAttentionHF.register_with_transformers(
-        model_name_or_path=model,
-        core_attn_implementation="sdpa",
-        sequence_parallel_size=world,
-        micro_batch_size=1,
-        seq_length=batch["input_ids"].size(1),
-        seq_length_is_variable=True,
+        model_name_or_path=model, core_attn_implementation="sdpa", seq_length_is_variable=True, **sizes
     )
     parts = [x.chunk(world, dim=1)[rank] for x in (batch["input_ids"], batch["position_ids"], shifted(batch))]
 
@@ -228,7 +218,7 @@ def race(found: dict[str, Callable], case: Case, world: int, repeats: int) -> di
     return times
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seq-length", type=int, default=2048, help="for the times; the cases have 256 tokens")
@@ -252,9 +242,7 @@ def main() -> int:
         table.add_row(name, escape(taken) if isinstance(taken, str) else f"{statistics.median(taken):.3f} s")
     console.print(table)
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"cases": verdicts, "seconds": times}, file, indent=1)
-    return 0
+        Path(args.json).write_text(json.dumps({"cases": verdicts, "seconds": times}, indent=1))
 
 
 def verdict(error: float) -> str:
@@ -262,4 +250,4 @@ def verdict(error: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

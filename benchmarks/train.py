@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks.machine import QUIET, busy_seconds, cpu_seconds_of, foreign_share  # noqa: E402
+from benchmarks.machine import QUIET, busy_seconds, cpu_seconds_of, environment, foreign_share  # noqa: E402
 
 GOAL = 0.60
 NOT_COUNTED = 2  # steps in which the program meters its memory
@@ -52,7 +52,7 @@ for size in map(int, sys.argv[4:]):
 """
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-layers", type=int, default=4)
     parser.add_argument("--hidden-size", type=int, default=512)
@@ -70,40 +70,36 @@ def main() -> int:
     args = parser.parse_args()
     if args.steps <= NOT_COUNTED:
         parser.error(f"--steps must be above {NOT_COUNTED}")
-
-    environment = dict(
-        os.environ, OMP_NUM_THREADS=str(args.threads), PYTHONPATH=_python_path(), PYTHONWARNINGS="ignore"
-    )
     load = os.getloadavg()[0]
-    rates = [gemm_rates(args, environment)]
-    rows = run_program(args, environment)
-    rates.append(gemm_rates(args, environment))
+    rates = [gemm_rates(args)]
+    rows = run_program(args)
+    rates.append(gemm_rates(args))
     best = {size: max(rate[size] for rate in rates) for size in SIZES}
     report = summarize(args, rows, best) | {"load_at_start": load}
     show(report)
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=2) + "\n")
-    return 0
 
 
-def gemm_rates(args: argparse.Namespace, environment: dict[str, str]) -> dict[int, float]:
+def gemm_rates(args: argparse.Namespace) -> dict[int, float]:
     """FLOP/s of square products by size, in a process like the one that trains."""
     dtype = "bfloat16" if args.dtype == "bf16" else "float32"
     command = [sys.executable, "-c", MEASURE, str(args.threads), dtype, args.device, *map(str, SIZES)]
-    answer = subprocess.run(command, env=environment, capture_output=True, text=True)
+    answer = subprocess.run(command, env=environment(args.threads), capture_output=True, text=True)
     if answer.returncode:
         raise SystemExit(f"error: the GEMM rate could not be measured:\n{answer.stderr[-2000:]}")
     return {int(size): float(rate) for size, rate in (line.split() for line in answer.stdout.splitlines())}
 
 
-def run_program(args: argparse.Namespace, environment: dict[str, str]) -> list[dict]:
+def run_program(args: argparse.Namespace) -> list[dict]:
     """A row for each step, with its CPU seconds and the share of the machine that other programs used meanwhile."""
     with tempfile.TemporaryDirectory() as folder:
         log, console = Path(folder) / "log.jsonl", Path(folder) / "console.txt"
         command = [sys.executable, str(ROOT / "pretrain_llama.py"), *flags(args), "--log-jsonl", str(log), *args.more]
         rows: list[dict] = []
         with console.open("w") as output:
-            process = subprocess.Popen(command, env=environment, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
+            how = {"env": environment(args.threads), "cwd": folder, "stdout": output, "stderr": subprocess.STDOUT}
+            process = subprocess.Popen(command, **how)
             before: tuple[float, float, float] | None = None
             try:
                 while process.poll() is None:
@@ -128,26 +124,16 @@ def run_program(args: argparse.Namespace, environment: dict[str, str]) -> list[d
 
 
 def flags(args: argparse.Namespace) -> list[str]:
-    settings = {
-        "--num-layers": args.num_layers,
-        "--hidden-size": args.hidden_size,
-        "--num-attention-heads": args.num_attention_heads,
-        "--seq-length": args.seq_length,
-        "--max-position-embeddings": args.seq_length,
-        "--micro-batch-size": args.micro_batch_size,
-        "--global-batch-size": args.micro_batch_size,
-        "--train-iters": args.steps,
-        "--lr": 1e-4,
-        "--tokenizer-type": "NullTokenizer",
-        "--vocab-size": args.vocab_size,
-        "--num-workers": 0,
-        "--eval-iters": 0,
-        "--device": args.device,
-    }
-    found = [str(word) for pair in settings.items() for word in pair] + ["--mock-data", "--no-progress"]
+    words = (
+        f"--num-layers {args.num_layers} --hidden-size {args.hidden_size} --num-attention-heads "
+        f"{args.num_attention_heads} --seq-length {args.seq_length} --max-position-embeddings {args.seq_length} "
+        f"--micro-batch-size {args.micro_batch_size} --global-batch-size {args.micro_batch_size} "
+        f"--train-iters {args.steps} --lr 1e-4 --mock-data --tokenizer-type NullTokenizer "
+        f"--vocab-size {args.vocab_size} --num-workers 0 --eval-iters 0 --device {args.device} --no-progress"
+    ).split()
     if args.kv_heads:
-        found += ["--group-query-attention", "--num-query-groups", str(args.kv_heads)]
-    return found + ["--bf16"] * (args.dtype == "bf16")
+        words += ["--group-query-attention", "--num-query-groups", str(args.kv_heads)]
+    return words + ["--bf16"] * (args.dtype == "bf16")
 
 
 def summarize(args: argparse.Namespace, rows: list[dict], rates: dict[int, float]) -> dict:
@@ -193,35 +179,22 @@ def show(report: dict) -> None:
     )
     rates = ", ".join(f"{size}: {rate:.0f}" for size, rate in report["gemm_gflops"].items())
     console.print(f"GEMM rate by size, GFLOP/s: {rates}; the best is the peak")
-    by_cpu_time = report["mfu_by_cpu_time"]
-    table = Table(
-        "step, median",
-        "tokens/s",
-        "model GFLOP/s",
-        "peak GFLOP/s",
-        "MFU",
-        "best step",
-        "by CPU time",
-        "the program's own",
-    )
-    table.add_row(
-        f"{report['iteration_ms']:.0f} ms",
-        f"{report['tokens_per_second']:.0f}",
-        f"{report['model_gflops']:.1f}",
-        f"{report['peak_gflops']:.1f}",
-        f"{report['mfu']:.1%}",
-        f"{report['mfu_best_step']:.1%}",
-        f"{by_cpu_time:.1%}" if by_cpu_time else "",
-        f"{report['mfu_of_the_program']:.1%}",
-    )
+    figures = {
+        "step, median": f"{report['iteration_ms']:.0f} ms",
+        "tokens/s": f"{report['tokens_per_second']:.0f}",
+        "model GFLOP/s": f"{report['model_gflops']:.1f}",
+        "peak GFLOP/s": f"{report['peak_gflops']:.1f}",
+        "MFU": f"{report['mfu']:.1%}",
+        "best step": f"{report['mfu_best_step']:.1%}",
+        "by CPU time": f"{report['mfu_by_cpu_time']:.1%}" if report["mfu_by_cpu_time"] else "",
+        "the program's own": f"{report['mfu_of_the_program']:.1%}",
+    }
+    table = Table(*figures)
+    table.add_row(*figures.values())
     console.print(table)
     if not report["undisturbed"]:
         console.print("Other programs ran during every step: MFU by the wall clock is too low; use the CPU time.")
 
 
-def _python_path() -> str:
-    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -25,37 +25,20 @@ say "3/5 Data: .bin and .idx"
 preprocess text python
 
 MODEL_ARGS=(
-    --num-layers 2
-    --hidden-size 256
-    --num-attention-heads 4
-    --group-query-attention --num-query-groups 2
-    --seq-length 8192
-    --max-position-embeddings 8192
+    --num-layers 2 --hidden-size 256 --num-attention-heads 4 --group-query-attention --num-query-groups 2
+    --seq-length 8192 --max-position-embeddings 8192
 )
-GRID_ARGS=(
-    --ulysses-parallel-size 2
-    --ring-parallel-size 2
-    --zero-stage 1
-)
+GRID_ARGS=(--ulysses-parallel-size 2 --ring-parallel-size 2 --zero-stage 1)
 TRAINING_ARGS=(
-    --micro-batch-size 1
-    --global-batch-size 1
-    --train-iters "$ITERATIONS"
+    --micro-batch-size 1 --global-batch-size 1 --train-iters "$ITERATIONS"
     --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 5 --init-method-std 0.04
     --adam-beta2 0.95 --weight-decay 0.1
-    --eval-interval "$((ITERATIONS / 2))" --eval-iters 2
-    --num-workers 1
+    --eval-interval "$((ITERATIONS / 2))" --eval-iters 2 --num-workers 1
 )
-DATA_ARGS=(
-    --data-path "$OUT/python_text_document"
-    --split 90,5,5
-    "${TOKENIZER_ARGS[@]}"
-)
+DATA_ARGS=(--data-path "$OUT/python_text_document" --split 90,5,5 "${TOKENIZER_ARGS[@]}")
 OUTPUT_ARGS=(
-    --save "$OUT/checkpoints" --load "$OUT/checkpoints"
-    --log-interval 5 --log-throughput
-    --log-jsonl "$OUT/log.jsonl"
-    --tensorboard-dir "$OUT/tensorboard"
+    --save "$OUT/checkpoints" --load "$OUT/checkpoints" --log-interval 5 --log-throughput
+    --log-jsonl "$OUT/log.jsonl" --tensorboard-dir "$OUT/tensorboard"
 )
 train() {
     launch 4 pretrain_llama.py \

@@ -67,7 +67,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; returns the exit code."""
     return run(check, argv)
 
 

@@ -63,7 +63,6 @@ def collect(args: argparse.Namespace) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     stdlib = sysconfig.get_paths()["stdlib"]
     parser.add_argument("--input", default=stdlib, metavar="DIR", help="folder to search (default: %(default)s)")

@@ -41,7 +41,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; returns the exit code."""
     return run(convert, argv)
 
 

@@ -52,12 +52,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--base", default="", metavar="NAME", help="with --to-peft: the model that adapters belong to")
     parser.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="dtype to write (default: the source's)")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to read of --from (default: the latest)")
-    parser.add_argument(
-        "--hf-files",
-        type=Path,
-        metavar="DIR",
-        help="folder with config.json, tokenizer etc. for --to-hf (default: hf/ in --from; else a new config.json)",
-    )
+    files = "folder with config.json, tokenizer etc. for --to-hf (default: hf/ in --from; else a new config.json)"
+    parser.add_argument("--hf-files", type=Path, metavar="DIR", help=files)
     return parser
 
 
@@ -78,7 +74,6 @@ def check(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; returns the exit code."""
     return run(convert, argv)
 
 

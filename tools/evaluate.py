@@ -27,11 +27,7 @@ from megatron.training.pretrain import EXIT_REFUSED, print_refusal
 from megatron.training.pretrain import main as program
 from megatron.training.refusal import Refusal
 
-DEFAULTS = {
-    "checkpoint.use_checkpoint_args": True,
-    "data.micro_batch_size": 1,
-    "run.skip_train": True,
-}
+DEFAULTS = {"checkpoint.use_checkpoint_args": True, "data.micro_batch_size": 1, "run.skip_train": True}
 LOADS = ("--load", "--pretrained-checkpoint")
 TOKENIZER = {"--tokenizer-type", "--tokenizer-model", "--tokenizer-name-or-path", "--tokenizer-file", "--vocab-file",
              "--merge-file", "--vocab-size"}  # fmt: skip

@@ -59,21 +59,11 @@ def order_of(args: argparse.Namespace) -> Any:
         raise Refusal(f"--top-k {args.top_k} must be at least 1; without it, all tokens can be sampled")
     if not 0 < drawn.get("top_p", 1.0) <= 1:
         raise Refusal(f"--top-p {args.top_p:g} must be above 0 and at most 1")
-    sampling = Sampling(greedy=not drawn, **drawn)
-    return Order(
-        load=args.load,
-        prompt=args.prompt,
-        prompts=args.prompts,
-        max_new_tokens=args.max_new_tokens,
-        sampling=sampling,
-        ckpt_step=args.ckpt_step,
-        dtype=args.dtype,
-        output=args.output,
-    )
+    same = ("load", "prompt", "prompts", "max_new_tokens", "ckpt_step", "dtype", "output")
+    return Order(**{name: getattr(args, name) for name in same}, sampling=Sampling(greedy=not drawn, **drawn))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; returns the exit code."""
     from megatron.training.pretrain import EXIT_REFUSED, print_refusal, quiet
 
     quiet()

@@ -199,9 +199,8 @@ def network_link(links: Figures) -> dict[str, Any] | None:
     latency, bandwidth = links.network["p2p"]
     link = {"bandwidth": bandwidth, "latency": latency, "kinds": of_kinds(links.network, links.nodes)}
     ratio = max(1.0, links.alone / bandwidth)
-    sharing = min(
-        (n for n in range(1, links.processes + 1) if links.processes % n == 0), key=lambda n: abs(math.log(n / ratio))
-    )
+    divisors = (n for n in range(1, links.processes + 1) if links.processes % n == 0)
+    sharing = min(divisors, key=lambda n: abs(math.log(n / ratio)))
     return link | ({"gpus_per_card": sharing} if sharing > 1 else {})
 
 
@@ -237,7 +236,6 @@ def print_result(output: str, busy: float) -> None:
         f"between processes {machine.link.bandwidth / 1e9:.1f}"
     )
     if busy > 0.5:
-        print(
-            f"note: {busy:.0%} of this machine's cores were busy before the start: an idle machine has higher figures"
-        )
+        busy_cores = f"{busy:.0%} of this machine's cores were busy before the start"
+        print(f"note: {busy_cores}: an idle machine has higher figures")
     print(f"written: {output}; use it as --gpu {output}")

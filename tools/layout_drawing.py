@@ -25,10 +25,9 @@ def draw_layout(figure: Any, layouts: list[SequenceLayout], mask: Mask) -> None:
                 shade = colour(r, ring, 0.55 * u / max(ulysses - 1, 1))
                 held = layout.spans(ulysses=u, ring=r)
                 for start, stop in held:
+                    style = {"left": start, "color": shade, "edgecolor": "white", "linewidth": 0.8}
                     for y, height in ((0, 1.1), (line, 0.8)):
-                        axes.barh(
-                            y, stop - start, left=start, color=shade, height=height, edgecolor="white", linewidth=0.8
-                        )
+                        axes.barh(y, stop - start, height=height, **style)
                     if lines <= 16 and len(held) == 1:
                         on_right = stop < 0.8 * layout.seq_length
                         gap = 0.012 * layout.seq_length
@@ -74,18 +73,13 @@ def draw_ring(figure: Any, layouts: list[SequenceLayout], mask: Mask) -> None:
 def _draw_hop(axes: Any, plan: RingPlan, number: int, hop: Hop, ring: int, block: int) -> None:
     width, height = 0.88, 0.5
     axes.add_patch(_box(number, plan.rank, width, height, facecolor=PALE))
+    style = {"facecolor": colour(hop.source, ring), "edgecolor": "white", "linewidth": 0.8}
     for start, stop in hop.held:
-        axes.add_patch(
-            _box(
-                number + width * start / block, plan.rank, width * (stop - start) / block, height,
-                facecolor=colour(hop.source, ring), edgecolor="white", linewidth=0.8,
-            )
-        )  # fmt: skip
+        x, part = number + width * start / block, width * (stop - start) / block
+        axes.add_patch(_box(x, plan.rank, part, height, **style))
     if hop.held:
-        text = f"block of R {hop.source}"
-        axes.text(
-            number, plan.rank + height + 0.06, text, fontsize=8, color=INK if hop.tiles else GREY, va="top", ha="left"
-        )
+        style = {"fontsize": 8, "color": INK if hop.tiles else GREY, "va": "top", "ha": "left"}
+        axes.text(number, plan.rank + height + 0.06, f"block of R {hop.source}", **style)
     else:
         axes.text(number + width / 2, plan.rank + height / 2, "idle", fontsize=8, color=GREY, va="center", ha="center")
 

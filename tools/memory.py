@@ -40,9 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         return _run(options)
-    except Refusal as refusal:
-        print(f"error: {refusal}", file=sys.stderr)
-    except OSError as error:
+    except (Refusal, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
     return 2
 
@@ -57,15 +55,9 @@ def _run(options: argparse.Namespace) -> int:
         shape = tables.shape_of_size(tables.size("--params", options.params, binary=False))
         name = f"a Llama of {shape.layers} layers of {shape.hidden}"
     machine = load(options.gpu) if options.gpu else None
-    rows = tables.rows(
-        shape,
-        length,
-        tables.strategies(
-            shape, gpus=options.gpus, tensor=options.tensor, pipeline=options.pipeline, seq_length=length
-        ),
-        itemsize=4 if options.fp32 else 2,
-        machine=machine,
-    )
+    sizes = {"gpus": options.gpus, "tensor": options.tensor, "pipeline": options.pipeline}
+    strategies = tables.strategies(shape, **sizes, seq_length=length)
+    rows = tables.rows(shape, length, strategies, itemsize=4 if options.fp32 else 2, machine=machine)
     numel = stage_parameters(shape, 1, 1, 0).numel
     grid = f"TP {options.tensor} x PP {options.pipeline}, " if options.tensor * options.pipeline > 1 else ""
     title = f"{name} ({numel / 1e9:.2f}B parameters), {length:,} tokens, {grid}{options.gpus} GPUs"

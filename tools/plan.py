@@ -27,19 +27,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.simulator.cost.jitter import Jitter, step_spread
 from megatron.simulator.cost.jitter import describe as spread_words
 from megatron.simulator.machines.machine_file import load
+from megatron.simulator.planner import explain
 from megatron.simulator.planner import limits as plan_limits
-from megatron.simulator.planner.explain import (
-    alternatives,
-    count,
-    failing,
-    gib,
-    losing,
-    padded_problem,
-    padding_words,
-    uncertain_words,
-    winning,
-    words,
-)
 from megatron.simulator.planner.limits import Offer, best_of, offers, offers_table, run_words
 from megatron.simulator.planner.plan_report import Report
 from megatron.simulator.planner.plans import Problem
@@ -77,8 +66,8 @@ def longest(request: Request, problem: Problem, console: Console) -> Problem:
     if not power:
         raise nothing_fits(problem)  # not even the shortest sequence
     console.print(
-        f"The longest power of two that fits is [bold]{count(power)}[/bold] tokens; in sixteenths of it, "
-        f"[bold]{count(length)}[/bold]. The plan for {count(length)}:\n"
+        f"The longest power of two that fits is [bold]{explain.count(power)}[/bold] tokens; in sixteenths of it, "
+        f"[bold]{explain.count(length)}[/bold]. The plan for {explain.count(length)}:\n"
     )
     return replace(problem, workload=request.workload(length))
 
@@ -108,16 +97,15 @@ def report(request: Request, offer: Offer, about: Terms | None, args: argparse.N
             varied = step_spread(problem.workload, plan.strategy, problem.machine, jitter)
             console.print(f"{number}: {spread_words(varied, jitter)}.")
     if not results.plans:
-        console.print(f"Nothing leaves the usual margin of {gib(problem.spare)}: these plans fit with less.")
+        console.print(f"Nothing leaves the usual margin of {explain.gib(problem.spare)}: these plans fit with less.")
     for plan in results.tight[:3] if results.plans else ():
-        console.print(
-            f"Nearer to the limit: {words(plan.strategy)}, {losing(plan, winner)}; {failing(plan, None, problem)}."
-        )
-    console.print(f"\n[bold]Why the first.[/bold] {winning(winner, problem)}\n")
-    for hint in (uncertain_words(winner, problem), padding_words(problem, winner)):
+        why = f"{explain.losing(plan, winner)}; {explain.failing(plan, None, problem)}"
+        console.print(f"Nearer to the limit: {explain.words(plan.strategy)}, {why}.")
+    console.print(f"\n[bold]Why the first.[/bold] {explain.winning(winner, problem)}\n")
+    for hint in (explain.uncertain_words(winner, problem), explain.padding_words(problem, winner)):
         if hint:
             console.print(f"{hint}.\n")
-    others = alternatives(winner, problem, results.known)
+    others = explain.alternatives(winner, problem, results.known)
     if others:
         console.print("[bold]Why no other.[/bold]")
     for line in others:
@@ -159,7 +147,8 @@ def confirm(ranking: Report, gpu: str, console: Console) -> None:
         plan = replace(results.plans[0], room=ranking.problem.machine.usable_memory)
         console.print(
             "\nIn the dry run it does not fit. Allowing for the additional memory that it took, the best plan is "
-            f"{words(plan.strategy)}, {losing(plan, ranking.plans[0])}:\n{ranking.command(plan.strategy)}",
+            f"{explain.words(plan.strategy)}, {explain.losing(plan, ranking.plans[0])}:\n"
+            f"{ranking.command(plan.strategy)}",
             soft_wrap=True,
         )
     raise Refusal("--confirm: no plan was found that also fits in a dry run: use more --gpus, or a smaller problem")
@@ -181,8 +170,8 @@ def nothing_fits(problem: Problem) -> Refusal:
     near = plan_limits.nearest(problem)
     text = f"--gpus {problem.gpus}: nothing fits"
     if near is not None:
-        lack = failing(near, None, problem)
-        text += f" on {problem.gpus} x {machine.name}; what comes nearest, {words(near.strategy)}, {lack}"
+        lack = explain.failing(near, None, problem)
+        text += f" on {problem.gpus} x {machine.name}; what comes nearest, {explain.words(near.strategy)}, {lack}"
     fewest = plan_limits.fewest_gpus(problem)
     if fewest is None:
         return Refusal(f"{text}. No number of GPUs would do: use a shorter --seq-length, or fewer options")
@@ -193,8 +182,8 @@ def too_little_left(offer: Offer, margin: str) -> str:
     roomiest = max(offer.plans, key=lambda plan: plan.margin)
     left = int(100 * roomiest.margin / offer.problem.machine.memory)
     return (
-        f"--margin {margin}: no plan leaves that much memory; {words(roomiest.strategy)} leaves the most, "
-        f"{gib(roomiest.margin)}: use --margin {left}%, or more --gpus"
+        f"--margin {margin}: no plan leaves that much memory; {explain.words(roomiest.strategy)} leaves the most, "
+        f"{explain.gib(roomiest.margin)}: use --margin {left}%, or more --gpus"
     )
 
 
@@ -202,7 +191,7 @@ def no_grid(problem: Problem) -> str:
     workload, unit = problem.workload, 2 * problem.gpus
     if next(all_strategies(replace(problem, limits=Limits())), None) is not None:
         left = f"the options that narrow the search leave no plan for --gpus {problem.gpus}: "
-        padded = padded_problem(problem)
+        padded = explain.padded_problem(problem)
         if padded is not problem and next(all_strategies(padded), None) is not None:
             length = padded.workload.seq_length
             unit = gcd(length, unit)

@@ -73,9 +73,8 @@ def draw(logs: dict[str, list[Row]], output: Path, resumed: Sequence[int] = ()) 
         axes.plot(list(tokens.values()), losses, color=line.get_color(), alpha=0.35, linewidth=0.8)
         points = [(tokens[row["iteration"]], row["validation_loss"]) for row in rows if "validation_loss" in row]
         if points:
-            axes.scatter(
-                *zip(*points), color=line.get_color(), edgecolor="black", zorder=3, label=f"{name}, validation"
-            )
+            how = {"color": line.get_color(), "edgecolor": "black", "label": f"{name}, validation"}
+            axes.scatter(*zip(*points), zorder=3, **how)
         marks |= {tokens[iteration] for iteration in resumed if iteration in tokens}
     for index, mark in enumerate(sorted(marks)):
         label = None if index else "resumed from the checkpoint"
@@ -143,12 +142,9 @@ def main(argv: list[str] | None = None) -> int:
             table.add_row(*name_and_value)
         table.add_row("picture", str(output))
         Console(markup=False).print(table)
-    falls = {name: first - last for name, (first, last) in ((n, first_and_last(r)) for n, r in logs.items())}
-    if options.fell_by is not None and min(falls.values()) < options.fell_by:
-        print(
-            f"error: the loss fell by {min(falls.values()):.3f} nats, less than --fell-by {options.fell_by}",
-            file=sys.stderr,
-        )
+    least = min(first - last for first, last in map(first_and_last, logs.values()))
+    if options.fell_by is not None and least < options.fell_by:
+        print(f"error: the loss fell by {least:.3f} nats, less than --fell-by {options.fell_by}", file=sys.stderr)
         return 1
     return 0
 

@@ -111,12 +111,8 @@ def layouts_of(options: argparse.Namespace, length: int, ends: tuple[int, ...]) 
     balances = options.balance or ["zigzag", "documents" if ends else "contiguous"]
     if "documents" in balances and not ends:
         raise ValueError("--balance documents needs documents: add --mask document or --document-ends")
-    return [
-        SequenceLayout(
-            length, grid, balance, chunks=options.chunks, document_ends=ends if balance == "documents" else ()
-        )
-        for balance in balances
-    ]
+    held = {balance: ends if balance == "documents" else () for balance in balances}
+    return [SequenceLayout(length, grid, name, chunks=options.chunks, document_ends=held[name]) for name in balances]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -140,12 +136,8 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     for field in fields(AttentionConfig):
         if field.name in MASK_FLAGS:
-            parser.add_argument(
-                "--" + field.name.replace("_", "-"),
-                type=field.metadata.get("type") or type(field.default),
-                default=field.default,
-                help=field.metadata["help"],
-            )
+            kind, about = field.metadata.get("type") or type(field.default), field.metadata["help"]
+            parser.add_argument("--" + field.name.replace("_", "-"), type=kind, default=field.default, help=about)
     parser.add_argument("--output", type=Path, required=True, metavar="PNG", help="picture to write")
     return parser
 

@@ -181,7 +181,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the program."""
     args = build_parser().parse_args(argv)
     signal.signal(signal.SIGTERM, _stopper())
     try:

@@ -22,6 +22,11 @@ from megatron.training.data.text_files import BadRecord, Reader, atomic_files, e
 from megatron.training.refusal import Refusal
 
 LONGEST_LINE = 4192  # bytes; SentencePiece drops longer lines
+# These settings make decoding give the same text.
+EXACT = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": False,
+         "allow_whitespace_only_pieces": True, "byte_fallback": True}  # fmt: skip
+SETTINGS = {"model_type": "bpe", "split_digits": True, "max_sentence_length": LONGEST_LINE, "num_threads": 1,
+            "minloglevel": 2, "unk_id": 0, "bos_id": 1, "eos_id": 2, "pad_id": -1}  # fmt: skip
 
 
 def lines(args: argparse.Namespace) -> Iterator[str]:
@@ -56,25 +61,9 @@ def train(args: argparse.Namespace) -> str:
         print(f"training on {len(sample):,} lines ...", file=sys.stderr)
         with open(names[0], "wb") as model:
             try:
+                how = {"vocab_size": args.vocab_size, "character_coverage": args.character_coverage}
                 sentencepiece.SentencePieceTrainer.train(
-                    sentence_iterator=iter(sample),
-                    model_writer=model,
-                    vocab_size=args.vocab_size,
-                    model_type="bpe",
-                    byte_fallback=True,
-                    normalization_rule_name="identity",
-                    remove_extra_whitespaces=False,
-                    add_dummy_prefix=False,
-                    allow_whitespace_only_pieces=True,
-                    split_digits=True,
-                    character_coverage=args.character_coverage,
-                    max_sentence_length=LONGEST_LINE,
-                    num_threads=1,
-                    minloglevel=2,
-                    unk_id=0,
-                    bos_id=1,
-                    eos_id=2,
-                    pad_id=-1,
+                    sentence_iterator=iter(sample), model_writer=model, **how, **EXACT, **SETTINGS
                 )
             except (RuntimeError, OSError) as error:
                 raise Refusal(f"--vocab-size {args.vocab_size}: {str(error).split(') ')[-1].strip()}") from error
@@ -91,7 +80,6 @@ def train(args: argparse.Namespace) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="files or globs")
     parser.add_argument("--json-key", default="text", help="key of the text")

@@ -30,14 +30,11 @@ def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
     names = usable(sizes, device)
     stage.report["kernels"] = names
     stage.report["why_not"] = missing(sizes, device)
-    causal = [
-        Case(
-            f"{name} {length}", partial(bare, name, length, names[0], sizes, device, rate), seconds(sizes, length), name
-        )
-        for length in sizes.lengths
-        for name in names
-    ]
-    masked = []
+    causal, masked = [], []
+    for length in sizes.lengths:
+        for name in names:
+            run_it = partial(bare, name, length, names[0], sizes, device, rate)
+            causal.append(Case(f"{name} {length}", run_it, seconds(sizes, length), name))
     for length in sizes.masked:
         for name, rule in rules(sizes, length).items():
             for kernel in ("auto", *(["triton"] if "triton" in names else [])):
@@ -82,24 +79,17 @@ def bare(name: str, length: int, first: str, sizes: Sizes, device: torch.device,
     """Figures of a kernel on a causal sequence; on the shortest one also its difference from the first kernel."""
     tensors, found = inputs(sizes, length, device), {}
     if length == min(sizes.lengths) and name != first:
-        mine, theirs = (
-            [forward(), *backward()] for forward, backward in (passes(kernel, *tensors) for kernel in (name, first))
-        )
+        both = (passes(kernel, *tensors) for kernel in (name, first))
+        mine, theirs = ([forward(), *backward()] for forward, backward in both)
         found["error"] = error = largest_error(mine, theirs)
         if not error <= TOLERANCE:
             raise ValueError(f"differs from {first} by {error:.1e}: not measured")
     forward, backward = (seconds_of(run, device, sizes.window) for run in passes(name, *tensors))
     work = flops(sizes, length * (length + 1) / 2)
-    return found | {
-        "kernel": name,
-        "length": length,
-        "forward": {"seconds": forward, "flops_per_second": work / forward, "of_gemm": work / forward / rate},
-        "backward": {
-            "seconds": backward,
-            "flops_per_second": 2.5 * work / backward,
-            "of_gemm": 2.5 * work / backward / rate,
-        },
-    }
+    found |= {"kernel": name, "length": length}
+    for way, took, done in (("forward", forward, work), ("backward", backward, 2.5 * work)):
+        found[way] = {"seconds": took, "flops_per_second": done / took, "of_gemm": done / took / rate}
+    return found
 
 
 def passes(

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.gpu.program import START, Plan, Program
+from benchmarks.gpu.program import START, Plan, Program, flags
 from benchmarks.gpu.stage import Case, Figures, Sizes, Stage
 from benchmarks.gpu.step import FULL, expected, log_of, step_flops, workload
 from megatron.formulas.device_memory import device_memory
@@ -36,9 +36,8 @@ def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
             break
         longest, length = length, 2 * length
         if growth(found) > stage.left():
-            ended = (
-                f"{length} tokens would take about {growth(found):.0f} s, of the stage {stage.left():.0f} s are left"
-            )
+            took, left = growth(found), stage.left()
+            ended = f"{length} tokens would take about {took:.0f} s, of the stage {left:.0f} s are left"
             break
     stage.report["longest"] = {"tokens": longest, "layers": LAYERS, "chunk": chunk, "ended": ended}
     if device.type == "cuda":
@@ -53,7 +52,7 @@ def growth(found: Figures) -> float:
 
 def one_step(plan: Plan, sizes: Sizes, device: str, stage: Stage) -> Figures:
     limit = min(START + expected(plan, sizes, 4), stage.left())
-    with Program(plan, sizes, device, log_of(stage)) as program:
+    with Program(flags(plan, sizes, device), device, log_of(stage)) as program:
         found = program.ask("meter", limit)
     seconds = found["metered_seconds"]
     figures = {"seconds": seconds, "tokens_per_second": plan.length / seconds}

@@ -26,11 +26,8 @@ def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
     stage.report["machines"] = {what: machine.name for what, machine in machines.items()}
     cases = []
     for name, found in finished(stage.folder, "attention").items():
-        if "kernel" in found:
-            cases += [
-                Case(f"{name} {way}", partial(of_kernel, found, way, sizes, machines))
-                for way in ("forward", "backward")
-            ]
+        for way in ("forward", "backward") if "kernel" in found else ():
+            cases.append(Case(f"{name} {way}", partial(of_kernel, found, way, sizes, machines)))
     for source in ("step", "fpdt", "longest"):
         for name, found in finished(stage.folder, source).items():
             cases.append(Case(f"{source}: {name}", partial(of_step, found, sizes, machines)))
@@ -62,16 +59,13 @@ def compared(measured: float, predicted: dict[str, float]) -> Figures:
 def of_kernel(found: Figures, way: str, sizes: Sizes, machines: dict[str, Machine]) -> Figures:
     """Prediction for a kernel, at the kernel's rate if the machine file has one, without calibration."""
     length, model = found["length"], sizes.model
-    machines = {
-        what: replace(
-            machine,
-            attention_kernel=found["kernel"],
-            calibration=replace(machine.calibration, attention=1.0),
-        )
-        for what, machine in machines.items()
-    }
     one = tile(length, length, model.heads, model.head_dim, length * length / 2, backward=way == "backward")
-    return compared(found[way]["seconds"], {what: kernel_seconds(one, machine) for what, machine in machines.items()})
+    predicted = {}
+    for what, machine in machines.items():
+        calibration = replace(machine.calibration, attention=1.0)
+        machine = replace(machine, attention_kernel=found["kernel"], calibration=calibration)
+        predicted[what] = kernel_seconds(one, machine)
+    return compared(found[way]["seconds"], predicted)
 
 
 def of_step(found: Figures, sizes: Sizes, machines: dict[str, Machine]) -> Figures:

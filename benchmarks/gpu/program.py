@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -65,32 +66,18 @@ class Plan:
 
 
 def flags(plan: Plan, sizes: Sizes, device: str) -> list[str]:
-    """Flags of the training program."""
+    """Flags of the training program, whose vocabulary has one token more, for the end of a document."""
     model = sizes.model
-    settings = {
-        "--num-layers": plan.layers,
-        "--hidden-size": model.hidden,
-        "--ffn-hidden-size": model.ffn,
-        "--num-attention-heads": model.heads,
-        "--num-query-groups": model.kv_heads,
-        "--kv-channels": model.head_dim,
-        "--vocab-size": model.vocab - 1,  # one more for the end of a document
-        "--make-vocab-size-divisible-by": 1,
-        "--rotary-base": 500000,
-        "--seq-length": plan.length,
-        "--max-position-embeddings": plan.length,
-        "--micro-batch-size": 1,
-        "--global-batch-size": 1,
-        "--train-iters": 1000,
-        "--lr": 1e-4,
-        "--tokenizer-type": "NullTokenizer",
-        "--num-workers": 0,
-        "--eval-iters": 0,
-        "--loss-chunks": plan.loss_chunks,
-        "--device": device,
-    }
-    words = [str(word) for pair in settings.items() for word in pair]
-    words += ["--group-query-attention", "--mock-data", "--no-progress"] + ["--bf16"] * (device == "cuda")
+    words = (
+        f"--num-layers {plan.layers} --hidden-size {model.hidden} --ffn-hidden-size {model.ffn} "
+        f"--num-attention-heads {model.heads} --group-query-attention --num-query-groups {model.kv_heads} "
+        f"--kv-channels {model.head_dim} --vocab-size {model.vocab - 1} --make-vocab-size-divisible-by 1 "
+        f"--rotary-base 500000 --seq-length {plan.length} --max-position-embeddings {plan.length} "
+        "--micro-batch-size 1 --global-batch-size 1 --train-iters 1000 --lr 1e-4 --mock-data "
+        f"--tokenizer-type NullTokenizer --num-workers 0 --eval-iters 0 --loss-chunks {plan.loss_chunks} "
+        f"--device {device} --no-progress"
+    ).split()
+    words += ["--bf16"] * (device == "cuda")
     if plan.chunk:
         words += ["--fpdt-chunk-size", str(plan.chunk)]
     return words + MODES[plan.mode]
@@ -102,10 +89,9 @@ class Program:
     On a CPU it is a fork of this process, which has imported everything; CUDA requires a new process.
     """
 
-    def __init__(self, plan: Plan, sizes: Sizes, device: str, log: Path) -> None:
+    def __init__(self, words: list[str], device: str, log: Path) -> None:
         context = mp.get_context("fork" if device == "cpu" else "spawn")
         self.pipe, theirs = context.Pipe()
-        words = flags(plan, sizes, device)
         self.process = context.Process(target=serve, args=(theirs, words, str(log)), daemon=True)
         self.process.start()
         theirs.close()
@@ -134,7 +120,8 @@ class Program:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None:
-            self.pipe.send(None)
+            with suppress(OSError):  # it has ended
+                self.pipe.send(None)
             self.process.join(20)
         if self.process.is_alive():
             self.process.kill()

@@ -24,14 +24,10 @@ def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
     dtype = dtype_of(device)
     cases = [Case(f"gemm {size}", partial(square, size, dtype, device, sizes.window)) for size in sizes.gemm]
     for name, (n, k) in products(sizes).items():
-        cases.append(
-            Case(f"{name} {n} x {k}", partial(product, sizes.gemm[-1] // 2, n, k, dtype, device, sizes.window))
-        )
-    cases += [
-        Case("memory", partial(memory, sizes, device)),
-        Case("host", partial(host, sizes, device)),
-        Case("launch", lambda: {"seconds": measure_device.launch_seconds(device, sizes.window)}),
-    ]
+        work = partial(product, sizes.gemm[-1] // 2, n, k, dtype, device, sizes.window)
+        cases.append(Case(f"{name} {n} x {k}", work))
+    cases += [Case("memory", partial(memory, sizes, device)), Case("host", partial(host, sizes, device))]
+    cases.append(Case("launch", lambda: {"seconds": measure_device.launch_seconds(device, sizes.window)}))
     model = sizes.model
     for length in sizes.rates:
         work = partial(measure_device.attention_rates, length, model.heads, model.head_dim, dtype, device, sizes.window)
@@ -131,12 +127,9 @@ def machine_of(report: Figures, device: torch.device) -> Figures:
         fields["memory"] = torch.cuda.get_device_properties(device).total_memory
         fields["capability"] = report["capability"]
     said = f"measured on {name}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
-    measured = [
-        key
-        for key, value in fields.items()
-        if value and key not in ("extends", "name", "gpus", "dtype", "attention_kernel")
-    ]
-    return {key: value for key, value in fields.items() if value} | {"sources": dict.fromkeys(measured, said)}
+    fields = {key: value for key, value in fields.items() if value}
+    chosen = ("extends", "name", "gpus", "dtype", "attention_kernel")
+    return fields | {"sources": {key: said for key in fields if key not in chosen}}
 
 
 def rising(cases: Figures, kind: str, rate: str) -> list[list[float]]:

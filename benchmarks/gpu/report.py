@@ -19,9 +19,8 @@ def write_report(folder: Path, names: list[str]) -> Path:
     if reports:
         about = next(iter(reports.values()))
         lines.append(f"# {about['device']}{', tiny' if about['tiny'] else ''}")
-        lines.append(
-            f"torch {about['torch']}, {about['cores']} cores, {about['host_memory'] / GIB:.0f} GiB of host memory"
-        )
+        memory = f"{about['host_memory'] / GIB:.0f} GiB of host memory"
+        lines.append(f"torch {about['torch']}, {about['cores']} cores, {memory}")
     for name, report in reports.items():
         lines += ["", f"## {name}", "", *TELL[name](report), *left_out(report)]
     path = folder / "report.md"
@@ -101,22 +100,13 @@ def step(report: Figures) -> list[str]:
     for name, found in good(report).items():
         rows.append([name, *figures_of(found), share(found["mfu"]), share(found["of_gemm_rate"])])
         profile = found.get("profile", {})
-        whole = profile.get("seconds")
-        if whole:
-            groups.append(
-                [
-                    name,
-                    ", ".join(
-                        f"{group} {share(s / whole)}" for group, s in profile["groups"].items() if s > 0.001 * whole
-                    ),
-                ]
-            )
-            groups += [
-                ["", f"{top['name'][:70]}: {share(top['seconds'] / whole)}, {top['count']} times"]
-                for top in profile["top"][:5]
-            ]
-    return [*table([*STEP_HEAD, "MFU", "of the GEMM rate"], rows), "",
-            *table(["", "where the time goes"], groups)]  # fmt: skip
+        if whole := profile.get("seconds"):
+            kinds = {group: seconds for group, seconds in profile["groups"].items() if seconds > 0.001 * whole}
+            groups.append([name, ", ".join(f"{group} {share(seconds / whole)}" for group, seconds in kinds.items())])
+            for top in profile["top"][:5]:
+                groups.append(["", f"{top['name'][:70]}: {share(top['seconds'] / whole)}, {top['count']} times"])
+    steps = table([*STEP_HEAD, "MFU", "of the GEMM rate"], rows)
+    return [*steps, "", *table(["", "where the time goes"], groups)]
 
 
 def figures_of(found: Figures) -> list[str]:

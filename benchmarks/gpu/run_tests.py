@@ -13,10 +13,11 @@ import time
 import types
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -127,26 +128,18 @@ def call(function: Callable[..., None], given: dict[str, Any], why: str | None) 
     if "monkeypatch" not in inspect.signature(function).parameters:
         function(**given)
         return
-    patched = Patches()
-    try:
-        function(**given, monkeypatch=patched)
-    finally:
-        patched.undo()
+    with ExitStack() as stack:
+        function(**given, monkeypatch=Patches(stack))
 
 
 class Patches:
-    """The part of the fixture ``monkeypatch`` that tests/gpu uses."""
+    """The part of the fixture ``monkeypatch`` that tests/gpu uses; ``stack`` undoes the changes."""
 
-    def __init__(self) -> None:
-        self.before: list[tuple[Any, str, Any]] = []
+    def __init__(self, stack: ExitStack) -> None:
+        self.stack = stack
 
     def setattr(self, target: Any, name: str, value: Any) -> None:
-        self.before.append((target, name, getattr(target, name)))
-        setattr(target, name, value)
-
-    def undo(self) -> None:
-        for target, name, value in reversed(self.before):
-            setattr(target, name, value)
+        self.stack.enter_context(patch.object(target, name, value))
 
 
 class Mark:

@@ -5,35 +5,11 @@ if [ -d .venv ]; then PATH="$PWD/.venv/bin:$PATH"; fi
 export OMP_NUM_THREADS=1
 
 LLAMA_ARGS=(
-    --num-layers 2
-    --hidden-size 128
-    --ffn-hidden-size 384
-    --num-attention-heads 4
-    --group-query-attention
-    --num-query-groups 2
-    --max-position-embeddings "$SEQ_LENGTH"
-    --position-embedding-type rope
-    --normalization RMSNorm
-    --swiglu
-    --disable-bias-linear
-    --untie-embeddings-and-output-weights
-    --attention-dropout 0.0
-    --hidden-dropout 0.0
+    --num-layers 2 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4
+    --group-query-attention --num-query-groups 2 --max-position-embeddings "$SEQ_LENGTH" --position-embedding-type rope
+    --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
+    --attention-dropout 0.0 --hidden-dropout 0.0
 )
-
-LEARNING_RATE_ARGS=(
-    --lr 1e-3
-    --lr-decay-style cosine
-)
-
-DATA_ARGS=(
-    --mock-data
-    --tokenizer-type NullTokenizer
-    --vocab-size 1023
-    --num-workers 0
-)
-
-LOGGING_ARGS=(
-    --log-interval 1
-    --eval-iters 0
-)
+LEARNING_RATE_ARGS=(--lr 1e-3 --lr-decay-style cosine)
+DATA_ARGS=(--mock-data --tokenizer-type NullTokenizer --vocab-size 1023 --num-workers 0)
+LOGGING_ARGS=(--log-interval 1 --eval-iters 0)

@@ -44,32 +44,16 @@ say "2/3 Data: codons, .bin and .idx"
     --tokenizer-type CodonTokenizer --overwrite
 
 MODEL_ARGS=(
-    --num-layers 2
-    --hidden-size 128
-    --num-attention-heads 4
-    --seq-length "$SEQ_LENGTH"
-    --max-position-embeddings "$SEQ_LENGTH"
-    --attention-dropout 0 --hidden-dropout 0
+    --num-layers 2 --hidden-size 128 --num-attention-heads 4 --attention-dropout 0 --hidden-dropout 0
+    --seq-length "$SEQ_LENGTH" --max-position-embeddings "$SEQ_LENGTH"
 )
-GRID_ARGS=(
-    --ulysses-parallel-size 2
-    --ring-parallel-size 2
-    --zero-stage 1
-)
+GRID_ARGS=(--ulysses-parallel-size 2 --ring-parallel-size 2 --zero-stage 1)
 TRAINING_ARGS=(
-    --micro-batch-size 1
-    --global-batch-size 2
-    --train-iters "$ITERATIONS"
+    --micro-batch-size 1 --global-batch-size 2 --train-iters "$ITERATIONS"
     --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 5
-    --adam-beta2 0.95 --weight-decay 0.1
-    --eval-iters 0
-    --num-workers 1
+    --adam-beta2 0.95 --weight-decay 0.1 --eval-iters 0 --num-workers 1
 )
-DATA_ARGS=(
-    --data-path "$OUT/genome_text_document"
-    --split 100,0,0
-    --tokenizer-type CodonTokenizer
-)
+DATA_ARGS=(--data-path "$OUT/genome_text_document" --split 100,0,0 --tokenizer-type CodonTokenizer)
 
 say "3/3 Training on 4 processes, Ulysses 2 x Ring 2"
 launch 4 pretrain_gpt.py \

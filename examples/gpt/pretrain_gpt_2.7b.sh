@@ -22,28 +22,15 @@ MODEL_ARGS=(
     --max-position-embeddings "$SEQ_LENGTH" --position-embedding-type learned_absolute
     --attention-dropout 0.0 --hidden-dropout 0.0 --init-method-std 0.006
 )
-
-PARALLEL_ARGS=(
-    --ulysses-parallel-size "$ULYSSES_SIZE"
-    "${ZERO_1_ARGS[@]}"
-)
-
+PARALLEL_ARGS=(--ulysses-parallel-size "$ULYSSES_SIZE" "${ZERO_1_ARGS[@]}")
 TRAINING_ARGS=(
     --bf16 --micro-batch-size 1 --global-batch-size 16 --seq-length "$SEQ_LENGTH" --train-iters 10000
     --lr 1.6e-4 --min-lr 1.6e-5 --lr-decay-style cosine --lr-warmup-fraction 0.01
     "${OPTIMIZER_ARGS[@]}" "${RECOMPUTE_ARGS[@]}"
 )
-
-if [ -n "${DATA_PATH:-}" ]; then
-    DATA_ARGS=(--data-path "$DATA_PATH" --split 99,1,0 "${GPT2_TOKENIZER[@]}" --num-workers 2)
-else
-    DATA_ARGS=(--mock-data --tokenizer-type NullTokenizer --vocab-size 50256)
-fi
-
-LOGGING_ARGS=(
-    "${PROGRESS_ARGS[@]}" --tensorboard-dir "${TENSORBOARD_DIR:-$CHECKPOINT_PATH/tensorboard}"
-    "${CHECKPOINT_ARGS[@]}" --save-interval 500 --eval-interval 500 --eval-iters 10
-)
+MOCK_VOCABULARY=50256
+choose_data 99,1,0 "${GPT2_TOKENIZER[@]}"
+LOGGING_ARGS=("${LOG_ARGS[@]}" "${TENSORBOARD_ARGS[@]}" --save-interval 500 --eval-interval 500 --eval-iters 10)
 
 exec torchrun --standalone --nproc-per-node "$GPUS_PER_NODE" pretrain_gpt.py \
     "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${LOGGING_ARGS[@]}" "$@"

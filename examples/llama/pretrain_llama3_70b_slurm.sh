@@ -32,30 +32,20 @@ PP_SIZE=4
 SEQ_LENGTH=131072
 
 MODEL_ARGS=(--model llama3-70b --max-position-embeddings "$SEQ_LENGTH")
-
 PARALLEL_ARGS=(
-    --tensor-model-parallel-size "$TP_SIZE" --sequence-parallel
-    --ulysses-parallel-size "$ULYSSES_SIZE"
+    --tensor-model-parallel-size "$TP_SIZE" --sequence-parallel --ulysses-parallel-size "$ULYSSES_SIZE"
     --ring-parallel-size "$RING_SIZE" --context-parallel-balance zigzag
     --pipeline-model-parallel-size "$PP_SIZE"
     "${ZERO_1_ARGS[@]}"
 )
-
 TRAINING_ARGS=(
     --bf16 --micro-batch-size 1 --global-batch-size 64 --seq-length "$SEQ_LENGTH" --train-iters "$TRAIN_ITERS"
     --lr 1.5e-4 --min-lr 1.5e-5 --lr-decay-style cosine --lr-warmup-iters 500
     "${OPTIMIZER_ARGS[@]}" "${RECOMPUTE_ARGS[@]}"
 )
-
-if [ -n "${DATA_PATH:-}" ]; then
-    DATA_ARGS=(--data-path "$DATA_PATH" --split 99,1,0 "${HUGGING_FACE_TOKENIZER[@]}" --num-workers 2)
-else
-    DATA_ARGS=(--mock-data)
-fi
-
+choose_data 99,1,0 "${HUGGING_FACE_TOKENIZER[@]}"
 LOGGING_ARGS=(
-    "${PROGRESS_ARGS[@]}" --tensorboard-dir "${TENSORBOARD_DIR:-$CHECKPOINT_PATH/tensorboard}"
-    "${CHECKPOINT_ARGS[@]}" --save-interval 200 --eval-interval 500 --eval-iters 4
+    "${LOG_ARGS[@]}" "${TENSORBOARD_ARGS[@]}" --save-interval 200 --eval-interval 500 --eval-iters 4
     --distributed-timeout-minutes 30
 )
 

@@ -24,29 +24,18 @@ MODEL_ARGS=(
     --normalization RMSNorm --norm-epsilon 1e-5 --swiglu --disable-bias-linear
     --untie-embeddings-and-output-weights --attention-dropout 0.0 --hidden-dropout 0.0 --init-method-std 0.02
 )
-
 PARALLEL_ARGS=(
-    --tensor-model-parallel-size "$TP_SIZE" --sequence-parallel
-    --ulysses-parallel-size "$ULYSSES_SIZE"
+    --tensor-model-parallel-size "$TP_SIZE" --sequence-parallel --ulysses-parallel-size "$ULYSSES_SIZE"
     "${ZERO_1_ARGS[@]}"
 )
-
 TRAINING_ARGS=(
     --bf16 --micro-batch-size 1 --global-batch-size 32 --seq-length "$SEQ_LENGTH" --train-iters 10000
     --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-iters 500
     "${OPTIMIZER_ARGS[@]}" "${RECOMPUTE_ARGS[@]}"
 )
-
-if [ -n "${DATA_PATH:-}" ]; then
-    DATA_ARGS=(--data-path "$DATA_PATH" --split 99,1,0 "${HUGGING_FACE_TOKENIZER[@]}" --num-workers 2)
-else
-    DATA_ARGS=(--mock-data --tokenizer-type NullTokenizer --vocab-size 128255)
-fi
-
-LOGGING_ARGS=(
-    "${PROGRESS_ARGS[@]}" --tensorboard-dir "${TENSORBOARD_DIR:-$CHECKPOINT_PATH/tensorboard}"
-    "${CHECKPOINT_ARGS[@]}" --save-interval 500 --eval-interval 500 --eval-iters 10
-)
+MOCK_VOCABULARY=128255
+choose_data 99,1,0 "${HUGGING_FACE_TOKENIZER[@]}"
+LOGGING_ARGS=("${LOG_ARGS[@]}" "${TENSORBOARD_ARGS[@]}" --save-interval 500 --eval-interval 500 --eval-iters 10)
 
 exec torchrun --standalone --nproc-per-node "$GPUS_PER_NODE" pretrain_llama.py \
     "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${LOGGING_ARGS[@]}" "$@"

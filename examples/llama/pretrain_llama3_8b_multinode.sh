@@ -22,30 +22,18 @@ SEQ_LENGTH=$((65536 * RING_SIZE))
 GLOBAL_BATCH_SIZE=$((16 * NNODES / RING_SIZE))
 
 MODEL_ARGS=(--model llama3-8b --max-position-embeddings "$SEQ_LENGTH")
-
 PARALLEL_ARGS=(
-    --tensor-model-parallel-size "$TP_SIZE" --sequence-parallel
-    --ulysses-parallel-size "$ULYSSES_SIZE"
+    --tensor-model-parallel-size "$TP_SIZE" --sequence-parallel --ulysses-parallel-size "$ULYSSES_SIZE"
     --ring-parallel-size "$RING_SIZE" --context-parallel-balance zigzag
     "${ZERO_1_ARGS[@]}"
 )
-
 TRAINING_ARGS=(
     --bf16 --micro-batch-size 1 --global-batch-size "$GLOBAL_BATCH_SIZE" --seq-length "$SEQ_LENGTH" --train-iters 10000
     --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-iters 500
     "${OPTIMIZER_ARGS[@]}" "${RECOMPUTE_ARGS[@]}"
 )
-
-if [ -n "${DATA_PATH:-}" ]; then
-    DATA_ARGS=(--data-path "$DATA_PATH" --split 99,1,0 "${HUGGING_FACE_TOKENIZER[@]}" --num-workers 2)
-else
-    DATA_ARGS=(--mock-data)
-fi
-
-LOGGING_ARGS=(
-    "${PROGRESS_ARGS[@]}" --tensorboard-dir "${TENSORBOARD_DIR:-$CHECKPOINT_PATH/tensorboard}"
-    "${CHECKPOINT_ARGS[@]}" --save-interval 500 --eval-interval 500 --eval-iters 10
-)
+choose_data 99,1,0 "${HUGGING_FACE_TOKENIZER[@]}"
+LOGGING_ARGS=("${LOG_ARGS[@]}" "${TENSORBOARD_ARGS[@]}" --save-interval 500 --eval-interval 500 --eval-iters 10)
 
 exec torchrun --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" "${NODE_ARGS[@]}" pretrain_llama.py \
     "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${LOGGING_ARGS[@]}" "$@"

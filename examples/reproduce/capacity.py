@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from examples.reproduce.report import Row
+from examples.reproduce.report import FORMULAS, PaperTable, Row
 
 Fits = Callable[[int], bool]
 AT_LEAST = "tested no further"  # how the note of a row begins where the published length is not the longest
@@ -43,8 +44,7 @@ def within_a_doubling(rows: Sequence[Row]) -> tuple[int, int]:
 
 def equal(rows: Sequence[Row]) -> int:
     """Rows where ours is the published length itself; rows that were tested no further do not count."""
-    compared = [row for row in rows if row.unit == "tokens" and row.published is not None]
-    return sum(row.doublings == 0 and not row.note.startswith(AT_LEAST) for row in compared)
+    return sum(row.doublings == 0 and not row.note.startswith(AT_LEAST) for row in rows)
 
 
 def _agrees(row: Row) -> bool:
@@ -57,3 +57,8 @@ def print_agreement(rows: Sequence[Row]) -> None:
     """Print how many rows agree, and how many of them to the token."""
     within, compared = within_a_doubling(rows)
     print(f"within one doubling: {within} of {compared} rows ({100 * within / compared:.0f} %); equal: {equal(rows)}")
+
+
+def context_table(title: str, about: str, rows: Callable[[], Sequence[Row]], **drawn: Any) -> PaperTable:
+    """A table of longest sequences, which formulas compute."""
+    return PaperTable(title, about, lambda _: rows(), drawn, not_measured=FORMULAS, then=print_agreement)

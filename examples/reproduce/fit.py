@@ -158,16 +158,15 @@ def distinct(name: str) -> int:
     return len(keys)
 
 
-def left_out(name: str) -> str:
-    """Errors of each table by constants fitted to the others."""
-    wanted, start = FITS[name], beginning(name)
-    found = []
+def left_out(name: str) -> dict[str, str]:
+    """Errors of each table by constants fitted to the others; empty for a single table."""
+    wanted, start, found = FITS[name], beginning(name), {}
     for out, table in wanted.tables.items():
         others = [other for key, other in wanted.tables.items() if key != out]
         if others:
             machine = fit(start, wanted.constants, others, wanted.limits)
-            found.append(f"{out.split(', ')[-1]} {mean_error(machine, [table]):.1f} %")
-    return ", ".join(found) or "one table alone"
+            found[out] = f"{mean_error(machine, [table]):.1f} %"
+    return found
 
 
 def how_much(names: Sequence[str], *, leave_out: bool = False) -> Iterator[str]:
@@ -182,7 +181,9 @@ def how_much(names: Sequence[str], *, leave_out: bool = False) -> Iterator[str]:
         wanted, tables = FITS[name], list(FITS[name].tables.values())
         means = [f"{mean_error(made(name), tables):.1f} %" for made in (unfitted, beginning, cluster)]
         counts = f"{len(errors(cluster(name), tables))}, {distinct(name)}"
-        last = f" {left_out(name)} |" if leave_out else ""
+        without = left_out(name) if leave_out else {}
+        each = ", ".join(f"{out.split(', ')[-1]} {error}" for out, error in without.items()) or "one table alone"
+        last = f" {each} |" if leave_out else ""
         yield (
             f"| {name} | {len(wanted.constants)} | {len(wanted.by_hand)}: {'; '.join(wanted.by_hand)} | {counts} | "
             f"{' | '.join(means)} |{last}"
@@ -196,14 +197,10 @@ def report(name: str) -> Machine:
     constants = ", ".join(f"{key} {getattr(found.calibration, key):.3g}" for key in wanted.constants)
     print(f"{name}: {constants}")
     print(f"  mean absolute error {mean_error(found, list(wanted.tables.values())):.1f} %")
-    for left_out, table in wanted.tables.items():
-        others = [other for key, other in wanted.tables.items() if key != left_out]
-        line = f"  {left_out}: {mean_error(found, [table]):.1f} %"
-        if others:
-            line += (
-                f"; fitted without it: {mean_error(fit(start, wanted.constants, others, wanted.limits), [table]):.1f} %"
-            )
-        print(line, flush=True)
+    without = left_out(name)
+    for key, table in wanted.tables.items():
+        refitted = f"; fitted without it: {without[key]}" if without else ""
+        print(f"  {key}: {mean_error(found, [table]):.1f} %{refitted}")
     return found
 
 

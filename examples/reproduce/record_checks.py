@@ -23,14 +23,14 @@ from typing import Any
 from examples.reproduce.open_records import AFTER_FREEZE, FILE, Record, records
 from examples.reproduce.record_fit import (
     Constants,
+    by_source,
     fitted,
-    mean,
     mean_of_rates,
     mean_of_records,
     mean_of_sources,
     predictions,
 )
-from examples.reproduce.record_price import predict, published_rate
+from examples.reproduce.record_price import Predicted, predict, published_rate
 
 
 @dataclass(frozen=True)
@@ -120,32 +120,21 @@ def _word(edit: Edit) -> str:
     return f"{edit.before} to {edit.after}" if isinstance(edit.before, str) else str(edit.after).lower()
 
 
-@dataclass(frozen=True)
-class PredictedRun:
-    """A run, and the tokens a second and GPU that were predicted when it was entered."""
-
-    record: Record
-    predicted: float
-
-    @property
-    def error(self) -> float:
-        """Of a step's seconds, in percent of the published."""
-        return 100 * (published_rate(self.record) / self.predicted - 1)
-
-
 def read_after_freeze(path: Path = AFTER_FREEZE) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def predicted_runs(path: Path = AFTER_FREEZE) -> list[PredictedRun]:
-    """
+def predicted_runs(path: Path = AFTER_FREEZE) -> list[Predicted]:
+    """The runs with what was predicted when they were entered.
+
     Raises:
         KeyError: a run has no prediction yet.
     """
     found = []
     for raw in read_after_freeze(path)["records"]:
         predicted = raw.pop("predicted")
-        found.append(PredictedRun(Record(**raw), predicted))
+        record = Record(**raw)
+        found.append(Predicted(record, published_rate(record), predicted, {}))
     return found
 
 
@@ -170,20 +159,13 @@ def write_after_freeze(path: Path, file: dict[str, Any]) -> None:
 
 def after_freeze_table(path: Path = AFTER_FREEZE) -> list[str]:
     """Markdown: each source, and all of them."""
-    groups: dict[str, list[PredictedRun]] = {}
-    for one in predicted_runs(path):
-        groups.setdefault(one.record.source, []).append(one)
+    every = predicted_runs(path)
     lines = ["| source | machines | runs | error of what was predicted | worst |", "|---" * 5 + "|"]
-    for source, rows in sorted(groups.items()):
+    for source, rows in sorted(by_source(every).items()):
         machines = ", ".join(dict.fromkeys(one.record.machine for one in rows))
         worst = max((one.error for one in rows), key=abs)
-        lines.append(f"| {source} | {machines} | {len(rows)} | {_mean_error(rows):.1f} % | {worst:+.0f} % |")
-    every = [one for rows in groups.values() for one in rows]
+        lines.append(f"| {source} | {machines} | {len(rows)} | {mean_of_records(rows):.1f} % | {worst:+.0f} % |")
     if every:
-        each = mean([_mean_error(rows) for rows in groups.values()])
-        lines.append(f"| **all** | | {len(every)} | {_mean_error(every):.1f} %; each source once {each:.1f} % | |")
+        mean, each = mean_of_records(every), mean_of_sources(every)
+        lines.append(f"| **all** | | {len(every)} | {mean:.1f} %; each source once {each:.1f} % | |")
     return lines
-
-
-def _mean_error(rows: list[PredictedRun]) -> float:
-    return mean([abs(one.error) for one in rows])

@@ -131,10 +131,7 @@ def left_out_one_by_one(rows: Sequence[Record]) -> dict[str, list[Predicted]]:
 def summary(constants: Constants) -> list[str]:
     """Markdown: each source with its half, runs, configurations, error without and with the constants; means and
     worst of what can be priced, if anything can."""
-    lines = [
-        "| source, half | runs, distinct, not priced | not fitted, with constants, worst, % |",
-        "|---" * 3 + "|",
-    ]
+    lines = ["| source, half | runs, distinct, not priced | not fitted, with constants, worst, % |", "|---" * 3 + "|"]
     before, after = by_source(predictions(unfitted())), by_source(predictions(constants))
     for source in sorted(after, key=lambda name: (not after[name][0].record.fitted, name)):
         rows = after[source]

@@ -17,13 +17,8 @@ from megatron.simulator.cost.seconds import transfer_seconds
 from megatron.simulator.machines.machine import Machine
 from megatron.simulator.machines.machine_file import load
 
-FAMILY = {
-    "A100": "Ampere",
-    "A800": "Ampere",
-    "H100": "Hopper",
-    "H200": "Hopper",
-    "B200": "Blackwell",
-}  # by the first four letters
+# By the first four letters.
+FAMILY = {"A100": "Ampere", "A800": "Ampere", "H100": "Hopper", "H200": "Hopper", "B200": "Blackwell"}
 # Adam on a CPU: fp32 gradient, weight and two moments read, three of them and a bf16 weight written; of a node's host
 # memory, bytes a second (assumed), which all of its ranks share.
 CPU_ADAM_BYTES, HOST_MEMORY = 30, 3e11
@@ -119,14 +114,10 @@ def published_rate(record: Record) -> float:
         return record.value
     if record.unit == "s/step":
         return record.global_batch * record.seq_length / record.value / record.gpus
-    one = forward_flops(replace(shape_of(record), **_own_ends(record)), record.seq_length)
+    own = {name: models()[record.model][name] for name in ("layers", "vocab")}
+    one = forward_flops(replace(shape_of(record), **own), record.seq_length)
     attention = one.attention * (0.5 if record.unit.startswith("causal") else 1.0)
     return record.value * 1e12 / (3 * (one.gemm + attention) / record.seq_length)
-
-
-def _own_ends(record: Record) -> dict[str, int]:
-    sizes = models()[record.model]
-    return {"layers": sizes["layers"], "vocab": sizes["vocab"]}
 
 
 def _parts(record: Record, machine: Machine) -> dict[str, float]:

@@ -31,9 +31,11 @@ from examples.reproduce.record_fit import (  # noqa: E402
     fit,
     fitted,
     left_out_one_by_one,
+    mean,
     mean_of_rates,
     mean_of_records,
     mean_of_sources,
+    of_priced,
     predictions,
     priced,
     summary,
@@ -103,6 +105,11 @@ def draw(figure: Any, found: list[Predicted]) -> None:
         axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13))
 
 
+def errors(found: list[Predicted]) -> str:
+    means = (mean_of_records(found), mean_of_sources(found), mean_of_rates(found))
+    return "records {:.1f} %, sources {:.1f} %, sources' rates {:.1f} %".format(*means)
+
+
 def show(title: str, constants: Constants) -> None:
     shares = "; ".join(
         f"{name} " + ", ".join(f"{key} {constants[name][key]:.3f}" for key in free) for name, free in FREE.items()
@@ -119,16 +126,12 @@ def fit_again() -> None:
         constants = fit(mine)
         show(title, constants)
         for name, rows in (("  these", mine), ("  the other half", others)):
-            found = predictions(constants, rows)
-            print(f"{name}: records {mean_of_records(found):.1f} %, sources {mean_of_sources(found):.1f} %, "
-                  f"sources' rates {mean_of_rates(found):.1f} %", flush=True)  # fmt: skip
+            print(f"{name}: {errors(predictions(constants, rows))}", flush=True)
     print("each source by constants fitted to all others:")
     every = left_out_one_by_one(runs)
     for source, found in sorted(every.items()):
         print(f"  {source}: {mean_of_records(found):.1f} %", flush=True)
-    found = [one for rows in every.values() for one in rows]
-    print(f"  records {mean_of_records(found):.1f} %, sources {mean_of_sources(found):.1f} %, "
-          f"sources' rates {mean_of_rates(found):.1f} %")  # fmt: skip
+    print(f"  {errors([one for rows in every.values() for one in rows])}")
 
 
 # The tables of docs/inside/published-runs.md, which --page writes between their marks.
@@ -136,33 +139,27 @@ def fit_again() -> None:
 
 def page_totals() -> list[str]:
     """Both halves, and the test half counted in other ways."""
-    lines = [
-        "| | runs | nothing fitted | with the constants | each source once | its tokens a second |",
-        "|---" * 6 + "|",
-    ]
+    head = "| | runs | nothing fitted | with the constants | each source once | its tokens a second |"
     found = predictions(fitted())
-    priced_runs = [one for one in found if not one.record.unpriced]
     test = [one for one in found if not one.record.fitted]
-    rest = [one for one in test if not one.record.unpriced]
-    for name, rows in (
-        ("half that they were fitted to", [one for one in priced_runs if one.record.fitted]),
-        ("the other half, without its unpriced runs", rest),
-        ("the other half, unpriced runs counted", test),
-        ("the same, all changes undone", predictions(fitted(), [record_checks.undone(one.record) for one in test])),
-    ):
-        lines.append(_page_line(name, rows))
-    return lines
+    groups = {
+        "half that they were fitted to": of_priced([one for one in found if one.record.fitted]),
+        "the other half, without its unpriced runs": of_priced(test),
+        "the other half, unpriced runs counted": test,
+        "the same, all changes undone": predictions(fitted(), [record_checks.undone(one.record) for one in test]),
+    }
+    return [head, "|---" * 6 + "|", *(_page_line(name, rows) for name, rows in groups.items())]
 
 
 def page_machines() -> list[str]:
     """What planner and dry run have for each machine: both halves together, and apart."""
     lines = ["| machine | runs | error | mean with signs | fitted half | other half |", "|---" * 6 + "|"]
-    found = [one for one in predictions({}) if not one.record.unpriced]
+    found = of_priced(predictions({}))
     for machine in sorted({one.record.machine for one in found}):
         mine = [one for one in found if one.record.machine == machine]
         halves = [[one for one in mine if one.record.fitted == half] for half in (True, False)]
         each = " | ".join(f"{mean_of_records(rows):.1f} % of {len(rows)}" if rows else "none" for rows in halves)
-        sign = sum(one.error for one in mine) / len(mine)
+        sign = mean([one.error for one in mine])
         lines.append(f"| {machine} | {len(mine)} | {mean_of_records(mine):.1f} % | {sign:+.1f} % | {each} |")
     return lines
 

@@ -97,6 +97,12 @@ def command(file: str, about: str) -> argparse.ArgumentParser:
     return parser
 
 
+def run_figure(file: str, about: str, title: str, rows: Callable[[], Sequence[Row]], **drawn: Any) -> None:
+    """The command ``FILE [OUT_DIR]`` of one figure, which has the name of its file; ``drawn``: as of :func:`write`."""
+    out_dir = command(file, about).parse_args().out_dir
+    write(out_dir, Path(file).stem, title, rows(), **drawn)
+
+
 @dataclass(frozen=True)
 class PaperTable:
     """A table or figure of a paper, as ``PAPER/tables.py NAME`` makes it.
@@ -132,19 +138,13 @@ def run_tables(file: str, about: str, tables: dict[str, PaperTable], argv: Seque
         print(*tables, sep="\n")
         return
     names = "\n".join(f"  {name}: {table.about}" for name, table in tables.items())
-    parser = argparse.ArgumentParser(
-        description=f"{about}\nNAME is one of these:\n\n{names}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    raw, about = argparse.RawDescriptionHelpFormatter, f"{about}\nNAME is one of these:\n\n{names}"
+    parser = argparse.ArgumentParser(description=about, formatter_class=raw, allow_abbrev=False)
     parser.add_argument("name", choices=tables, metavar="NAME", help="the table or figure: see above")
     default = Path("out/reproduce", Path(file).resolve().parent.name)
     parser.add_argument("out_dir", nargs="?", type=Path, metavar="OUT_DIR", help=f"{OUT}{default}/NAME)")
-    parser.add_argument(
-        "--measure", action="store_true",
-        help="run the training programs on this machine's GPUs in place of simulating; rows that need more GPUs "
-        "say so",
-    )  # fmt: skip
+    measure = "run the training programs on this machine's GPUs in place of simulating; rows that need more GPUs say so"
+    parser.add_argument("--measure", action="store_true", help=measure)
     args = parser.parse_args(words)
     table = tables[args.name]
     if args.measure and table.not_measured:
@@ -232,12 +232,13 @@ def _show(title: str, rows: Sequence[Row], prefix: Path) -> float | None:
         cells += ["" if row.doublings is None else f"{row.doublings:+.2f}"] * lengths + [row.note] * notes
         table.add_row(*cells)
     console.print(table)
-    errors = [(row.unit, abs(row.error)) for row in rows if row.error is not None]
-    mean = mean_error(rows)
+    compared, mean = [row for row in rows if row.error is not None], mean_error(rows)
     if mean is not None:
-        by_unit = {unit: _mean([error for name, error in errors if name == unit]) for unit, _ in errors}
-        each = ": " + ", ".join(f"{unit} {value:.1f} %" for unit, value in by_unit.items()) if len(by_unit) > 1 else ""
-        console.print(f"mean absolute error {mean:.1f} % over {len(errors)} of {len(rows)} rows{each}", highlight=False)
+        units = dict.fromkeys(row.unit for row in compared)
+        by_unit = [f"{unit} {mean_error(row for row in compared if row.unit == unit):.1f} %" for unit in units]
+        each = ": " + ", ".join(by_unit) if len(by_unit) > 1 else ""
+        line = f"mean absolute error {mean:.1f} % over {len(compared)} of {len(rows)} rows{each}"
+        console.print(line, highlight=False)
     words = [row for row in rows if row.agrees is not None]
     if words:
         console.print(f"words: {sum(row.agrees for row in words)} of {len(words)} the same", highlight=False)
@@ -247,8 +248,5 @@ def _show(title: str, rows: Sequence[Row], prefix: Path) -> float | None:
 
 def mean_error(rows: Iterable[Row]) -> float | None:
     """Without signs, in percent, of the rows that have two numbers; None: none has."""
-    return _mean([abs(row.error) for row in rows if row.error is not None])
-
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+    errors = [abs(row.error) for row in rows if row.error is not None]
+    return sum(errors) / len(errors) if errors else None

@@ -98,9 +98,12 @@ def clock(name: str, measure: bool) -> Clock:
         sys.exit(2)
 
 
-def from_seconds(seconds: float | str, count: Callable[[float], float]) -> float | str:
-    """``count(seconds)``; a word in place of the seconds, such as why a run was not measured, is returned as it is."""
-    return seconds if isinstance(seconds, str) else count(seconds)
+def from_seconds(seconds: float | str, count: Callable[[float], float], digits: int | None = None) -> float | str:
+    """``count(seconds)``, rounded to ``digits``; a word in place of the seconds, such as why a run was not measured, is
+    returned as it is."""
+    if isinstance(seconds, str):
+        return seconds
+    return count(seconds) if digits is None else round(count(seconds), digits)
 
 
 def shape_of(model: str, **sizes: int) -> Shape:

@@ -74,29 +74,16 @@ def make_model(folder: Path, texts: list[str]) -> None:
     words = Tokenizer(models.BPE())
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     words.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=1024, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    words.train_from_iterator(texts, trainer)
+    how = {"special_tokens": SPECIAL, "initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    words.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=1024, **how))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=SPECIAL[2], pad_token=SPECIAL[0])
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        initializer_range=0.05,
-    )
+    sizes = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "max_position_embeddings": 2048}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2}
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = LlamaConfig(len(tokenizer), **sizes, **heads, **ids, tie_word_embeddings=False, initializer_range=0.05)
     LlamaForCausalLM(config).save_pretrained(folder)
 
 

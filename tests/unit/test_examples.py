@@ -27,9 +27,12 @@ PROGRAMS = ("quickstart", "extrapolation", "finetune", "extend")  # several step
 COMMON = ROOT / "examples" / "common"  # what the scripts source
 EXAMPLES = (path for path in ROOT.glob("examples/*/*.sh") if path.parent.name not in ("common", "reproduce"))
 SCRIPTS = sorted(path for path in EXAMPLES if path.stem not in PROGRAMS)
-FPDT_SCRIPTS = [path for path in SCRIPTS if path.parent.name == "fpdt"]
-GENSLM = ROOT / "examples" / "genslm"
-PAPER_MODELS = {"gpt-2.7b", "gpt-6.7b", "gpt-13b", "gpt-30b", "llama3-8b", "llama3-70b"}
+FPDT, GENSLM = ROOT / "examples" / "fpdt", ROOT / "examples" / "genslm"
+PAPER_MODELS = ("gpt-2.7b", "gpt-6.7b", "gpt-13b", "gpt-30b", "llama3-8b", "llama3-70b")
+MODELS = {FPDT / "pretrain.sh": PAPER_MODELS, GENSLM / "pretrain.sh": ("genslm-25b", "genslm-33b")}
+LAUNCHES = [(path, model) for path in SCRIPTS for model in MODELS.get(path, ("",))]
+LAUNCH_IDS = [f"{path.parent.name}/{path.stem}{model and '-'}{model}" for path, model in LAUNCHES]
+FPDT_LAUNCHES = [(path, model) for path, model in LAUNCHES if path.parent == FPDT]
 STUBS = {
     "torchrun": 'printf "%s\\n" "$@" >"$CAPTURED"',
     "srun": 'while [ "${1#-}" != "$1" ]; do shift; done; exec "$@"',
@@ -39,9 +42,9 @@ REAL_DATA = {"DATA_PATH": "data/text_document", "TOKENIZER": "tokenizer", "VOCAB
 
 
 @pytest.mark.parametrize("data", [{}, REAL_DATA], ids=["mock", "real"])
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_launch_script(script: Path, data: dict[str, str], tmp_path: Path) -> None:
-    config, world_size = read(launch(script, tmp_path, data, "--seed", "7"))
+@pytest.mark.parametrize("script, model", LAUNCHES, ids=LAUNCH_IDS)
+def test_launch_script(script: Path, model: str, data: dict[str, str], tmp_path: Path) -> None:
+    config, world_size = read(launch(script, tmp_path, data | of_model(model), "--seed", "7"))
 
     assert config.run.seed == 7
     assert config.data.mock_data == (not data or "tiny" in script.stem)
@@ -53,10 +56,10 @@ def test_launch_script(script: Path, data: dict[str, str], tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("stream", ["", "1"], ids=["offload", "stream"])
-@pytest.mark.parametrize("script", FPDT_SCRIPTS, ids=lambda path: path.stem)
-def test_variables_of_the_fpdt_scripts(script: Path, stream: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("script, model", FPDT_LAUNCHES)
+def test_variables_of_the_fpdt_scripts(script: Path, model: str, stream: str, tmp_path: Path) -> None:
     tiny = "tiny" in script.stem
-    variables = {"SEQ_LENGTH": "262144", "CHUNK": "32768", "STREAM": stream}
+    variables = {"SEQ_LENGTH": "262144", "CHUNK": "32768", "STREAM": stream} | of_model(model)
     variables |= {} if tiny else {"GPUS": "2", "NNODES": "2", "ZERO_STAGE": "1"}
     config, world_size = read(launch(script, tmp_path, variables))
 
@@ -66,18 +69,31 @@ def test_variables_of_the_fpdt_scripts(script: Path, stream: str, tmp_path: Path
     assert (config.chunks.fpdt_stream_hidden, config.chunks.offload_checkpoints) == (bool(stream), not stream)
 
 
-def test_every_model_of_the_fpdt_paper_has_a_script(tmp_path: Path) -> None:
-    found = [launch(path, tmp_path / path.stem, {}) for path in FPDT_SCRIPTS]
-    assert {option(words, "--model") for words in found} - {None} == PAPER_MODELS
+def test_every_model_of_the_fpdt_paper_has_a_launch(tmp_path: Path) -> None:
+    found = [launch(path, tmp_path / f"{path.stem}{model}", of_model(model)) for path, model in FPDT_LAUNCHES]
+    assert {option(words, "--model") for words in found} - {None} == set(PAPER_MODELS)
     assert all("--fpdt" in words for words in found)
+
+
+@pytest.mark.parametrize("script", MODELS, ids=lambda path: path.parent.name)
+def test_an_unknown_model_is_refused(script: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", str(script)],
+        env={**os.environ, "MODEL": "gpt-9b", "CHECKPOINT_PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
+    )
+    assert done.returncode == 2 and done.stderr.startswith(f"error: MODEL=gpt-9b: use {MODELS[script][0]}")
 
 
 @pytest.mark.parametrize("model, length", [("genslm-25b", 524288), ("genslm-33b", 458752)])
 def test_genslm_scripts_reach_the_published_lengths(model: str, length: int, tmp_path: Path) -> None:
     """On 64 GPUs, with learned positions shared out; and eight times as far in chunks."""
-    script = GENSLM / f"pretrain_{model.replace('-', '_')}.sh"
-    plain, gpus = read(launch(script, tmp_path / "plain", {}))
-    far, _ = read(launch(script, tmp_path / "far", {"SEQ_LENGTH": "4194304", "CHUNK": "131072"}))
+    script = GENSLM / "pretrain.sh"
+    plain, gpus = read(launch(script, tmp_path / "plain", of_model(model)))
+    longer = {"SEQ_LENGTH": "4194304", "CHUNK": "131072"} | of_model(model)
+    far, _ = read(launch(script, tmp_path / "far", longer))
     assert gpus == 64 and plain.model.model == model and plain.data.seq_length == length
     for config in (plain, far):
         assert config.model.position_embedding_type == "learned_absolute"
@@ -136,16 +152,18 @@ def test_there_are_scripts_for_every_way_to_launch() -> None:
         assert any(way in t for t in text.values()), way
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+@pytest.mark.parametrize("script, model", LAUNCHES, ids=LAUNCH_IDS)
 def test_a_script_runs_from_any_folder_and_check_script_sees_the_same_command(
-    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    script: Path, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm starts a copy of the script, and the files that it sources are found from the folder of ``sbatch``."""
-    words = launch(script, tmp_path / "here", {}, "--seed", "7")
+    words = launch(script, tmp_path / "here", of_model(model), "--seed", "7")
     cwd = tmp_path / "elsewhere"
     cwd.mkdir()
-    assert launch(script, tmp_path / "there", {}, "--seed", "7", cwd=cwd) == words
+    assert launch(script, tmp_path / "there", of_model(model), "--seed", "7", cwd=cwd) == words
     monkeypatch.chdir(ROOT)
+    for name, value in of_model(model).items():
+        monkeypatch.setenv(name, value)
     if "slurm" in script.stem:
         assert launch(script, tmp_path / "spool", {}, "--seed", "7", cwd=cwd, spooled=True) == words
     trust = ["--trust-script"] if why_not() else []
@@ -197,6 +215,11 @@ def launch(
     )
     assert done.returncode == 0, done.stderr
     return (folder / "captured").read_text().splitlines()
+
+
+def of_model(model: str) -> dict[str, str]:
+    """The variable that names a script's model; empty for a script of one model."""
+    return {"MODEL": model} if model else {}
 
 
 def option(words: list[str], name: str, default: str | None = None) -> str | None:

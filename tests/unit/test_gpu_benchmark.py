@@ -180,19 +180,20 @@ def test_as_many_layers_as_fit(monkeypatch) -> None:
 
 
 def test_a_program_that_ends_or_hangs_says_why(tmp_path) -> None:
-    plan = program.Plan(1, 128, "none")
+    words = program.flags(program.Plan(1, 128, "none"), TINY, "cpu")
+    chunked = program.flags(program.Plan(1, 128, "none", chunk=64), TINY, "cpu")
     with (
         pytest.raises(program.Failed, match="--fpdt-chunk-size"),
-        program.Program(program.Plan(1, 128, "none", chunk=64), TINY, "cpu", tmp_path / "log") as wrong,
+        program.Program(chunked, "cpu", tmp_path / "log") as wrong,
     ):
         wrong.ask("step", 60)
     with (
         pytest.raises(program.Failed, match="no answer to step"),
-        program.Program(plan, TINY, "cpu", tmp_path / "log") as slow,
+        program.Program(words, "cpu", tmp_path / "log") as slow,
     ):
         slow.ask("step", 0)
     assert not slow.process.is_alive()
-    with pytest.raises(program.Failed, match="code -9"), program.Program(plan, TINY, "cpu", tmp_path / "log") as killed:
+    with pytest.raises(program.Failed, match="code -9"), program.Program(words, "cpu", tmp_path / "log") as killed:
         killed.process.kill()
         killed.ask("step", 60)
 

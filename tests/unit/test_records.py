@@ -179,7 +179,7 @@ def test_runs_after_the_freeze_are_predicted_once_and_never_fitted(tmp_path):
     file = record_checks.read_after_freeze()
     sources = {raw["source"] for raw in file["records"]}
     assert sources == set(file["sources"]) and not sources & {run.source for run in RUNS}
-    assert all(one.predicted > 0 for one in record_checks.predicted_runs())
+    assert all(one.ours > 0 for one in record_checks.predicted_runs())
     path = tmp_path / "after_freeze.json"
     run = {key: value for key, value in asdict(RUNS[0]).items()} | {"source": "made up"}
     record_checks.write_after_freeze(path, file | {"records": [run, run | {"predicted": 7.0}]})
@@ -187,7 +187,7 @@ def test_runs_after_the_freeze_are_predicted_once_and_never_fitted(tmp_path):
         record_checks.predicted_runs(path)
     assert record_checks.predict_new(path) == 1 and record_checks.predict_new(path) == 0
     new, old = record_checks.predicted_runs(path)
-    assert old.predicted == 7.0 and new.predicted == pytest.approx(predict(RUNS[0], record_fit.fitted()).ours, abs=0.1)
+    assert old.ours == 7.0 and new.ours == pytest.approx(predict(RUNS[0], record_fit.fitted()).ours, abs=0.1)
     assert any("made up" in line for line in record_checks.after_freeze_table(path))
 
 

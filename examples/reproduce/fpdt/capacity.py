@@ -141,14 +141,10 @@ def figure_11_rows(models: Sequence[str] = training.MODELS, *, per_gpu: bool = F
     Args:
         per_gpu: lengths over the number of GPUs, as in figure 1.
     """
-    shown: dict[tuple[str, str], dict] = {}
-    for line in published("fpdt_figure_11_mfu"):
-        key = line["model"], line["system"]
-        if line["model"] in models and (key not in shown or line["seq_length"] > shown[key]["seq_length"]):
-            shown[key] = line
     rows = []
-    for (model, name), line in sorted(shown.items(), key=lambda item: models.index(item[0][0])):
-        gpus, run = line["gpus"], system(model, name, line["gpus"])
+    for line in sorted(training.longest_shown(models), key=lambda line: models.index(line["model"])):
+        model, name, gpus = line["model"], line["system"], line["gpus"]
+        run = system(model, name, gpus)
         ours, there, parts = longest(run), line["seq_length"], gpus if per_gpu else 1
         label = {"model": model, "gpus": gpus, "system": name}
         note = "; ".join(filter(None, (further(ours, there), stopped_by(run, ours))))
@@ -187,9 +183,8 @@ def table_3_name(line: dict) -> str:
 def table_3_rows() -> list[Row]:
     """For each row of the paper: the longest sequence, device memory at the published length, and MFU there."""
     machine, shape, rows = machine_of("A100-80G"), shape_of("llama3-8b"), []
-    for line, speed in zip(
-        published("fpdt_table_3_strategies"), training.table_3_rows(Simulated(machine)), strict=True
-    ):
+    speeds = training.table_3_rows(Simulated(machine))
+    for line, speed in zip(published("fpdt_table_3_strategies"), speeds, strict=True):
         label, length = {"strategy": table_3_name(line)}, line["max_context_tokens"]
         as_named = Run(shape, machine, table_3_strategy(line))
         run, notes = as_named, []
@@ -204,7 +199,8 @@ def table_3_rows() -> list[Row]:
             notes = [_whole_states(run, length, line["hbm_gb"])]
         ours = longest(run)
         rows.append(Row(label, length, ours, "simulated", "tokens", stopped_by(run, ours)))
-        rows.append(Row(label, line["hbm_gb"], _gib(run, length), "simulated", "GiB at that length", "; ".join(notes)))
+        gib = round(memory(run, length).total / GIB, 1)  # the paper's G is taken as GiB, as its program prints memory
+        rows.append(Row(label, line["hbm_gb"], gib, "simulated", "GiB at that length", "; ".join(notes)))
         rows.append(replace(speed, label=label))
     return rows
 
@@ -213,18 +209,9 @@ def _whole_states(run: Run, length: int, published_gib: float) -> str:
     """Why ours holds less under FPDT: activations in units of a rank's whole hidden states."""
     held = memory(run, length)
     whole = 2 * length // run.strategy.context * run.shape.hidden
-    theirs = published_gib * GIB - 16 * _parameters(run.shape) / run.strategy.ranks
+    theirs = published_gib * GIB - 16 * stage_parameters(run.shape, 1, 1, 0).numel / run.strategy.ranks
     ours = (held.activations + held.temporary) / whole
     return (
         f"over model states, {theirs / whole:.0f} whole hidden states of {whole / 1e9:.1f} GB, ours {ours:.0f}: the "
         "published program keeps what passes between attention, norms and FFN whole"
     )
-
-
-def _parameters(shape: Shape) -> int:
-    return stage_parameters(shape, 1, 1, 0).numel
-
-
-def _gib(run: Run, length: int) -> float:
-    """The paper's G is taken as GiB, as its program prints memory."""
-    return round(memory(run, length).total / GIB, 1)

@@ -58,14 +58,13 @@ def rows_of(found: list[dict]) -> list[Row]:
     return rows
 
 
-def main() -> int:
+def main() -> None:
     args = command(__file__, __doc__).parse_args()
     seq_length = int(os.environ.get("SEQ_LENGTH", 4096))
     args.out_dir.mkdir(parents=True, exist_ok=True)
     rows = rows_of(sweep(args.out_dir / "sweep", seq_length))
     write(args.out_dir, "figure_12_measured", f"FPDT, figure 12, small: {seq_length:,} tokens", rows, over="chunks")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -16,7 +16,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,14 +75,14 @@ def record(seq_length: int, chunks: int, ffn_chunks: int) -> Backward:
     try:
         job = prepare(config, runtime)
         batches = batches_for(job, job.datasets[0], 0, 0)
-        with ExitStack() as stack:
-            meter = stack.enter_context(TensorMeter(runtime.device.type, record=True))
+        backward = staticmethod(timed("block", chunked_layer._Chunked.backward))
+        ffn_grad = timed("ffn", chunk_work.ChunkWork.ffn_grad)
+        with (
+            TensorMeter(runtime.device.type, record=True) as meter,
+            patch.object(chunked_layer._Chunked, "backward", backward),
+            patch.object(chunk_work.ChunkWork, "ffn_grad", ffn_grad),
+        ):
             before, before_host = meter.now, meter.host_now
-            backward = staticmethod(timed("block", chunked_layer._Chunked.backward))
-            stack.enter_context(patch.object(chunked_layer._Chunked, "backward", backward))
-            stack.enter_context(
-                patch.object(chunk_work.ChunkWork, "ffn_grad", timed("ffn", chunk_work.ChunkWork.ffn_grad))
-            )
             train_step(runtime, job.chunks, job.optimizer, job.schedule, batches, config, 1)
         return _within(meter.history, begins, before, before_host)
     finally:
@@ -138,7 +137,7 @@ def rows_of(recorded: dict[tuple[int, int], Backward]) -> list[Row]:
     return rows
 
 
-def main() -> int:
+def main() -> None:
     args = command(__file__, __doc__).parse_args()
     os.environ["PYTHONWARNINGS"] = "ignore"  # of megatron-core, about libraries that only GPUs need
     seq_length = int(os.environ.get("SEQ_LENGTH", 16384))
@@ -146,8 +145,7 @@ def main() -> int:
         recorded = {chunks: pool.apply(record, (seq_length, *chunks)) for chunks in CHUNKS}
     title = f"FPDT, figure 13, small: backward of a block, {seq_length:,} tokens"
     write(args.out_dir, "figure_13", title, rows_of(recorded), draw=lambda figure: draw(figure, recorded))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -15,28 +15,24 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-from examples.reproduce.capacity import print_agreement  # noqa: E402
+from examples.reproduce.capacity import context_table  # noqa: E402
 from examples.reproduce.fpdt import capacity, training  # noqa: E402
-from examples.reproduce.report import FORMULAS, PaperTable, run_tables  # noqa: E402
+from examples.reproduce.report import PaperTable, run_tables  # noqa: E402
 from examples.reproduce.simulate import clock, cluster  # noqa: E402
 
 TABLES = {
-    "table_1": PaperTable(
+    "table_1": context_table(
         "FPDT, table 1: longest context",
         "the longest context, by model and GPUs; ASSUMED marks two rows that need more than the paper states",
-        lambda _: capacity.table_1_rows(),
-        {"log": True},
-        not_measured=FORMULAS,
-        then=print_agreement,
+        capacity.table_1_rows,
+        log=True,
     ),
-    "table_3": PaperTable(
+    "table_3": context_table(
         "FPDT, table 3: Llama-3-8B on 8 A100-80G",
         "memory strategies: the longest sequence, device memory at the published length, and MFU there. AC: activation "
         "checkpoints; OC: in host memory",
-        lambda _: capacity.table_3_rows(),
-        {"log": "tokens"},
-        not_measured=FORMULAS,
-        then=print_agreement,
+        capacity.table_3_rows,
+        log="tokens",
     ),
     "table_3_mfu": PaperTable(
         "FPDT, table 3: MFU",
@@ -49,14 +45,12 @@ TABLES = {
         lambda measure: training.figure_1_rows(clock("fpdt-a100", measure)),
         {"panel": "model"},
     ),
-    "figure_1_context": PaperTable(
+    "figure_1_context": context_table(
         "FPDT, figure 1: longest context a GPU",
         "the longest context a GPU of each system, for 2.7B, 13B and 70B; published are the last points of figure 11 "
         "over the number of GPUs",
-        lambda _: capacity.figure_11_rows(("gpt-2.7b", "gpt-13b", "llama3-70b"), per_gpu=True),
-        {"log": True},
-        not_measured=FORMULAS,
-        then=print_agreement,
+        lambda: capacity.figure_11_rows(("gpt-2.7b", "gpt-13b", "llama3-70b"), per_gpu=True),
+        log=True,
     ),
     "figure_10": PaperTable(
         "FPDT, figure 10",
@@ -72,14 +66,12 @@ TABLES = {
         lambda measure: training.figure_11_rows(clock("fpdt-a100", measure)),
         {"over": "seq_length", "panel": "model"},
     ),
-    "figure_11_context": PaperTable(
+    "figure_11_context": context_table(
         "FPDT, figure 11: longest context",
         "where these systems run out of memory. Published is the last length that the figure shows; the paper's prose "
         "has other lengths for 2.7B (256K for both others) and 6.7B (256K for Ulysses, 128K for Megatron-SP)",
-        lambda _: capacity.figure_11_rows(),
-        {"log": True},
-        not_measured=FORMULAS,
-        then=print_agreement,
+        capacity.figure_11_rows,
+        log=True,
     ),
     "figure_12": PaperTable(
         "FPDT, figure 12",

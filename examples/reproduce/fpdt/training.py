@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 
 from examples.reproduce.report import Row, published
 from examples.reproduce.simulate import Clock, shape_of
@@ -71,12 +72,17 @@ def _mfu_row(clock: Clock, line: dict, convention: str = CONVENTIONS[1]) -> Row:
 
 def figure_1_rows(clock: Clock) -> list[Row]:
     """The longest context that figure 11 shows of each system."""
+    return [_mfu_row(clock, line) for line in longest_shown(("gpt-2.7b", "gpt-13b", "llama3-70b"))]
+
+
+def longest_shown(models: Sequence[str]) -> list[dict]:
+    """The line of figure 11 with the longest sequence, for each model and system."""
     longest: dict[tuple, dict] = {}
-    for line in _figure_11(("gpt-2.7b", "gpt-13b", "llama3-70b")):
+    for line in _figure_11(models):
         key = line["model"], line["system"]
         if key not in longest or line["seq_length"] > longest[key]["seq_length"]:
             longest[key] = line
-    return [_mfu_row(clock, line) for line in longest.values()]
+    return list(longest.values())
 
 
 def figure_12_rows(clock: Clock, length: int = 262144) -> list[Row]:
@@ -101,13 +107,9 @@ def table_3_rows(clock: Clock) -> list[Row]:
     rows = []
     for line in published("fpdt_table_3_strategies"):
         tensor, again = line["tensor_parallel"], line["checkpoint"] == "yes"
-        chosen = Strategy(
-            tensor=tensor,
-            ulysses=line["gpus"] // tensor,
-            zero=line["zero"],
-            recompute="full" if again else "none",
-            fpdt_chunk=CHUNK if line["fpdt"] == "yes" else 0,
-        )
+        chunk, recompute = CHUNK if line["fpdt"] == "yes" else 0, "full" if again else "none"
+        ulysses = line["gpus"] // tensor
+        chosen = Strategy(tensor=tensor, ulysses=ulysses, zero=line["zero"], recompute=recompute, fpdt_chunk=chunk)
         workload = Workload(shape(line["model"]), line["max_context_tokens"])
         offloads = line["checkpoint_offload"] == "yes"
         took = clock.seconds(line["model"], workload, chosen, inputs_in_host=offloads)
@@ -128,18 +130,12 @@ def figure_10_rows(machine: Machine) -> list[Row]:
     """Milliseconds: all-to-all of one tensor, attention of the whole sequence, fetching keys and values."""
     crossing = first_covered(machine)
     note = f"attention takes longer than fetching from {crossing // 1024}K tokens on; the text says 32K to 64K"
-    return [
-        Row(
-            {"part": part, "seq_length": length},
-            None,
-            round(1e3 * took, 3),
-            "simulated",
-            "ms",
-            note * (n == 3 and length == LENGTHS[0]),
-        )
-        for length in LENGTHS
-        for n, (part, took) in enumerate(latencies(machine, length).items())
-    ]
+    rows = []
+    for length in LENGTHS:
+        for n, (part, took) in enumerate(latencies(machine, length).items()):
+            label, said = {"part": part, "seq_length": length}, note * (n == 3 and length == LENGTHS[0])
+            rows.append(Row(label, None, round(1e3 * took, 3), "simulated", "ms", said))
+    return rows
 
 
 def latencies(machine: Machine, length: int) -> dict[str, float]:
@@ -163,9 +159,7 @@ def latencies(machine: Machine, length: int) -> dict[str, float]:
 
 def first_covered(machine: Machine) -> int:
     """The shortest length, in steps of 1K, whose forward attention takes as long as fetching."""
-    length = 1024
-    while True:
+    for length in count(1024, 1024):
         found = latencies(machine, length)
         if found["attention forward"] >= found["fetch, each GPU its own"]:
             return length
-        length += 1024

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-from examples.reproduce.report import Row, command, write  # noqa: E402
+from examples.reproduce.report import Row, run_figure  # noqa: E402
 
 LENGTHS = (16384, 32768, 51200, 65536, 131072)
 MASK_GB, SAVED_GB, PUBLISHED_AT = 10.0, 54.0 - 39.0, 51200
@@ -89,12 +89,6 @@ def rows_of(lengths: tuple[int, ...] = LENGTHS) -> list[Row]:
     return rows
 
 
-def main() -> int:
-    args = command(__file__, __doc__).parse_args()
-    title = "DeepSpeed4Science, figure 4: what a mask takes on the device"
-    write(args.out_dir, "figure_4", title, rows_of(), over="seq_length", log=True)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    title = "DeepSpeed4Science, figure 4: what a mask takes on the device"
+    run_figure(__file__, __doc__, title, rows_of, over="seq_length", log=True)

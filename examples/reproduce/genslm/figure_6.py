@@ -21,7 +21,7 @@ from unittest.mock import patch
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-from examples.reproduce.report import Row, command, write  # noqa: E402
+from examples.reproduce.report import Row, run_figure  # noqa: E402
 
 MODEL, RANKS = "genslm-25b", (16, 32, 64)
 LENGTHS = (16384, 32768, 65536, 102400, 131072, 262144, 524288)
@@ -91,13 +91,7 @@ def rows_of(lengths: tuple[int, ...] = LENGTHS, ranks: tuple[int, ...] = RANKS) 
     return rows
 
 
-def main() -> int:
-    args = command(__file__, __doc__).parse_args()
+if __name__ == "__main__":
     warnings.simplefilter("ignore")
     title = "DeepSpeed4Science, figure 6: a learned position embedding, trained"
-    write(args.out_dir, "figure_6", title, rows_of(), over="seq_length", log=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    run_figure(__file__, __doc__, title, rows_of, over="seq_length", log=True)

@@ -14,12 +14,12 @@ where two would not fit at once, it makes no difference. 64 heads, for 80 do not
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-from examples.reproduce.capacity import print_agreement  # noqa: E402
+from examples.reproduce.capacity import context_table  # noqa: E402
 from examples.reproduce.genslm.capacity import activation_rows, maxima_rows, scalability_rows  # noqa: E402
 from examples.reproduce.report import FORMULAS, PaperTable, Row, published, run_tables  # noqa: E402
 from examples.reproduce.simulate import Clock, clock, deepspeed_tflops, from_seconds, shape_of  # noqa: E402
@@ -41,7 +41,7 @@ def throughput_rows(clock: Clock, frameworks: Sequence[str] = ("new", "old")) ->
                 rows.append(Row(label, there, None, clock.mark, "TFLOPS/GPU", "speed alone is simulated here"))
                 continue
             note = "published dip, not explained: attention's share grows" if seq_length == 262144 else ""
-            tflops = from_seconds(throughput(clock, seq_length, framework), lambda value: round(value, 1))
+            tflops = from_seconds(throughput(clock, seq_length, framework), float, 1)
             rows.append(Row(label, there, tflops, clock.mark, "TFLOPS/GPU", note))
     return rows
 
@@ -56,6 +56,10 @@ def throughput(clock: Clock, seq_length: int, framework: str) -> float | str:
     return from_seconds(clock.seconds("genslm-33b", workload, strategy), partial(deepspeed_tflops, workload, gpus=GPUS))
 
 
+def maxima(figure: str, about: str, rows: Callable[[], list[Row]]) -> PaperTable:
+    return context_table(f"DeepSpeed4Science, {figure}", about, rows, over="gpus", log=True)
+
+
 TABLES = {
     "table_1": PaperTable(
         "GenSLM 33B, throughput",
@@ -63,47 +67,32 @@ TABLES = {
         lambda measure: throughput_rows(clock("genslm-a100", measure)),
         {"over": "seq_length"},
     ),
-    "figure_2": PaperTable(
-        "DeepSpeed4Science, figure 2: GenSLM 33B before",
+    "figure_2": maxima(
+        "figure 2: GenSLM 33B before",
         "longest sequences of 33B with the two older frameworks, under 60K tokens",
-        lambda _: maxima_rows("genslm-33b", ("old Megatron-DeepSpeed", "Megatron-LM")),
-        {"over": "gpus", "log": True},
-        not_measured=FORMULAS,
-        then=print_agreement,
+        lambda: maxima_rows("genslm-33b", ("old Megatron-DeepSpeed", "Megatron-LM")),
     ),
-    "figure_7": PaperTable(
-        "DeepSpeed4Science, figure 7: GenSLM 33B",
+    "figure_7": maxima(
+        "figure 7: GenSLM 33B",
         "longest sequences of 33B with three frameworks, A100-40G",
-        lambda _: maxima_rows("genslm-33b"),
-        {"over": "gpus", "log": True},
-        not_measured=FORMULAS,
-        then=print_agreement,
+        lambda: maxima_rows("genslm-33b"),
     ),
-    "figure_8": PaperTable(
-        "DeepSpeed4Science, figure 8: GenSLM 25B",
+    "figure_8": maxima(
+        "figure 8: GenSLM 25B",
         "longest sequences of 25B with three frameworks, A100-40G",
-        lambda _: maxima_rows("genslm-25b"),
-        {"over": "gpus", "log": True},
-        not_measured=FORMULAS,
-        then=print_agreement,
+        lambda: maxima_rows("genslm-25b"),
     ),
-    "figure_9": PaperTable(
-        "DeepSpeed4Science, figure 9: scalability of GenSLM 33B",
+    "figure_9": maxima(
+        "figure 9: scalability of GenSLM 33B",
         "longest sequences of 33B over GPUs, by memory saving. Published are the text's ceiling while every rank holds "
         "the whole position embedding, about 50K tokens, and figure 7's maxima",
-        lambda _: scalability_rows("genslm-33b"),
-        {"over": "gpus", "log": True},
-        not_measured=FORMULAS,
-        then=print_agreement,
+        lambda: scalability_rows("genslm-33b"),
     ),
-    "figure_10": PaperTable(
-        "DeepSpeed4Science, figure 10: scalability of GenSLM 25B",
+    "figure_10": maxima(
+        "figure 10: scalability of GenSLM 25B",
         "the same for 25B, with figure 8's maxima. figure_4.py counts what the mask alone takes, and figure_6.py what "
         "the position embedding takes",
-        lambda _: scalability_rows("genslm-25b"),
-        {"over": "gpus", "log": True},
-        not_measured=FORMULAS,
-        then=print_agreement,
+        lambda: scalability_rows("genslm-25b"),
     ),
     "section_scalability": PaperTable(
         "DeepSpeed4Science: activations of GenSLM 25B at 100K",

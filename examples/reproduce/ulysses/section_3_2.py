@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-from examples.reproduce.report import Row, command, write  # noqa: E402
+from examples.reproduce.report import Row, run_figure  # noqa: E402
 from megatron.simulator.dry_run.recording.recorder import sent, transfer  # noqa: E402
 
 LENGTH, HEADS, KV_HEADS, HEAD_DIM = 512, 64, 8, 4
@@ -153,13 +153,7 @@ def rows_of(ranks: tuple[int, ...] = RANKS) -> list[Row]:
     return rows
 
 
-def main() -> int:
-    args = command(__file__, __doc__).parse_args()
+if __name__ == "__main__":
     warnings.simplefilter("ignore")
     title = "Ulysses, section 3.2: what a rank sends in a layer's forward pass"
-    write(args.out_dir, "section_3_2", title, rows_of(), over="ranks", panel="heads", log=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    run_figure(__file__, __doc__, title, rows_of, over="ranks", panel="heads", log=True)

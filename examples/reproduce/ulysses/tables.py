@@ -53,19 +53,11 @@ def scaling_rows(clock: Clock, tables: Iterable[int] = (2, 3)) -> list[Row]:
         label = {"seq_length": line["seq_length"], "gpus": gpus, "ulysses": gpus // batch, "dp": batch}
         agrees = deepspeed_tflops(workload, line["step_ms"] / 1e3, gpus)
         note = f"the printed time is {agrees:.1f} TFLOPS by the formula"
-        ours = from_seconds(seconds, two_places)
+        ours = from_seconds(seconds, float, 2)
         rows.append(Row(label, round(line["step_ms"] / 1e3, 2), ours, clock.mark, "s", note))
-        ours = from_seconds(seconds, partial(tflops, workload, gpus=gpus))
+        ours = from_seconds(seconds, partial(deepspeed_tflops, workload, gpus=gpus), 1)
         rows.append(Row(label, round(line["tflops_per_gpu"], 1), ours, clock.mark, "TFLOPS/GPU"))
     return rows
-
-
-def two_places(seconds: float) -> float:
-    return round(seconds, 2)
-
-
-def tflops(workload: Workload, seconds: float, gpus: int) -> float:
-    return round(deepspeed_tflops(workload, seconds, gpus), 1)
 
 
 def figure_rows(clock: Clock, figure: int) -> list[Row]:
@@ -74,10 +66,8 @@ def figure_rows(clock: Clock, figure: int) -> list[Row]:
     for line in published("ulysses_figures_4_5_6_throughput"):
         if line["figure"] == figure:
             label = {"system": line["system"], "seq_length": line["seq_length"]}
-            ours, note = throughput(
-                clock, **{k: line[k] for k in ("model", "gpus", "seq_length", "system", "attention")}
-            )
-            column = line["tflops_per_gpu_read_off_chart"]
+            case = {key: line[key] for key in ("model", "gpus", "seq_length", "system", "attention")}
+            (ours, note), column = throughput(clock, **case), line["tflops_per_gpu_read_off_chart"]
             if column == "OOM" and clock.mark == "simulated":
                 ours, note = None, "speed alone is simulated here"
             rows.append(Row(label, column, ours, clock.mark, "TFLOPS/GPU", note))
@@ -102,7 +92,7 @@ def throughput(
     seconds = clock.seconds(MODELS[model], workload, strategy)
     kind = "Ulysses" if system == "ulysses" else "TP"
     note = f"{kind} {degree} x DP {data}, micro-batch {micro_batch}"
-    return from_seconds(seconds, partial(tflops, workload, gpus=gpus)), note
+    return from_seconds(seconds, partial(deepspeed_tflops, workload, gpus=gpus), 1), note
 
 
 def figure_7_rows(clock: Clock) -> list[Row]:
@@ -126,7 +116,8 @@ def figure_3_rows(clock: Clock) -> list[Row]:
                 continue
             workload = Workload(small, seq_length, gpus // degree, causal=False)
             chosen = replace(ULYSSES, ulysses=degree, data=gpus // degree)
-            ours = from_seconds(clock.seconds("gpt-2.7b", workload, chosen), partial(tflops, workload, gpus=gpus))
+            seconds = clock.seconds("gpt-2.7b", workload, chosen)
+            ours = from_seconds(seconds, partial(deepspeed_tflops, workload, gpus=gpus), 1)
             label = {"seq_length": seq_length, "gpus": gpus}
             rows.append(Row(label, None, ours, clock.mark, "TFLOPS/GPU", f"Ulysses {degree} x DP {gpus // degree}"))
     return rows

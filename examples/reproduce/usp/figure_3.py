@@ -25,13 +25,11 @@ LENGTH, HEADS, HEAD_DIM = 8192, 4, 64
 PUBLISHED = {("contiguous", 4): 7.0, ("zigzag", 4): 1.0}  # "almost 7 times"; "perfectly balanced"
 
 
-def plans_of(ring: int, balance: str, length: int = LENGTH) -> list:
+def plans_of(ring: int, balance: str) -> list:
     """Every rank's plan."""
-    import megatron.context_parallel as cp
-    from megatron.context_parallel.attention.ring_plan import ring_plan
+    from benchmarks import attention  # imports torch
 
-    layout = cp.SequenceLayout(length, cp.abstract_grid(ring=ring), balance)
-    return [ring_plan(layout, cp.Causal(), rank) for rank in range(ring)]
+    return attention.plans_of(ring, balance, LENGTH)
 
 
 def shares(amounts: list[float]) -> list[float]:
@@ -44,21 +42,13 @@ def timed(ring: int, repeats: int = 3) -> dict[str, list[float]]:
     """CPU seconds of each rank's tiles, forward and backward, by balance; ranks and balances take turns."""
     import torch
 
-    from benchmarks.attention import time_tiles
+    from benchmarks.attention import time_balances
     from benchmarks.parallel_attention import Problem
     from megatron.context_parallel.attention import kernels
 
-    torch.set_num_threads(1)
     problem = Problem(LENGTH, HEADS, HEADS, HEAD_DIM, torch.float32)
     kernel = kernels.select("auto", device="cpu", dtype=problem.dtype, head_dim=HEAD_DIM)
-    inputs = [x[: LENGTH // ring] for x in problem.inputs()]
-    plans = {balance: plans_of(ring, balance) for balance in BALANCES}
-    time_tiles(plans["zigzag"][0], kernel, *inputs)  # the first call of a kernel is slower
-    rounds: dict[str, list[list[float]]] = {balance: [[] for _ in range(ring)] for balance in BALANCES}
-    for _ in range(repeats):
-        for rank in range(ring):
-            for balance in BALANCES:
-                rounds[balance][rank].append(time_tiles(plans[balance][rank], kernel, *inputs))
+    rounds = time_balances({balance: plans_of(ring, balance) for balance in BALANCES}, problem, kernel, repeats)
     return {balance: [min(found) for found in by_rank] for balance, by_rank in rounds.items()}
 
 
@@ -81,7 +71,7 @@ def draw(figure: Any, seconds: dict[str, list[float]]) -> None:
     figure.axes[0].set_ylabel("work of a rank, of an even share")
 
 
-def main() -> int:
+def main() -> None:
     args = command(__file__, __doc__).parse_args()
     seconds, rows = timed(TIMED), []
     for ring in RINGS:
@@ -96,8 +86,7 @@ def main() -> int:
                 rows.append(Row(label, None, max(shares(amounts)), marked, "busiest rank / even share"))
     title = "USP, figure 3: balance of a causal ring"
     write(args.out_dir, "figure_3", title, rows, draw=lambda figure: draw(figure, seconds))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -27,6 +27,7 @@ from megatron.simulator.machines.machine import Machine  # noqa: E402
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 RINGS = {"basic": "contiguous", "balanced": "zigzag"}
+READ_AS_256K = "printed as 128K, read as 256K: at 128K it would be a quarter of the 32K rate's FLOPS"
 
 
 def attention_rows(machine: Machine, table: str) -> list[Row]:
@@ -42,10 +43,7 @@ def attention_rows(machine: Machine, table: str) -> list[Row]:
                 there: float | None = line[f"{ring}_ring_iters_per_s"]
                 remark = ""
                 if doubled and seq_length == written:
-                    there, remark = (
-                        None,
-                        "printed as 128K, read as 256K: at 128K it would be a quarter of the 32K rate's FLOPS",
-                    )
+                    there, remark = None, READ_AS_256K
                 elif doubled:
                     remark = "the rows printed as 128K"
                 rows.append(Row(label, there, round(rate, 2), "simulated", "iterations/s", remark))
@@ -77,13 +75,9 @@ def training_rows(clock: Clock, tables: Iterable[int] = (5, 6, 7)) -> list[Row]:
         strategy = Strategy(tensor=tensor, ulysses=ulysses, ring=ring, data=data, **DEFAULTS)
         seconds = clock.seconds(line["model"], workload, strategy)
         label = {key: line[key] for key in ("seq_length", "global_batch", "tp", "ulysses", "ring")} | {"dp": data}
-        ours = from_seconds(seconds, partial(tflops, workload, gpus=line["gpus"]))
+        ours = from_seconds(seconds, partial(usp_tflops, workload, gpus=line["gpus"]), 1)
         rows.append(Row(label, line["full_mask_tflops_per_gpu"], ours, clock.mark, "TFLOPS/GPU", note(line, data)))
     return rows
-
-
-def tflops(workload: Workload, seconds: float, gpus: int) -> float:
-    return round(usp_tflops(workload, seconds, gpus), 1)
 
 
 def note(line: dict, data: int) -> str:
@@ -103,9 +97,8 @@ def figure_5_rows(clock: Clock, overlap: bool = True) -> list[Row]:
     settings = DEFAULTS | {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
     rows = []
     for line in published("usp_figure_5_dp_vs_sp"):
-        workload = Workload(shape_of(line["model"]), line["seq_length"], line["global_batch"])
-        batch = line["global_batch"]
-        found: dict[tuple[int, int, int], float | str] = {}
+        batch, found = line["global_batch"], {}
+        workload = Workload(shape_of(line["model"]), line["seq_length"], batch)
         for data, ulysses, ring in ((8, 1, 1), (1, 8, 1), (1, 4, 2), (1, 2, 4), (1, 1, 8)):
             strategy = Strategy(ulysses=ulysses, ring=ring, data=data, micro_batch=batch // data, **settings)
             seconds = clock.seconds(line["model"], workload, strategy)
@@ -115,7 +108,7 @@ def figure_5_rows(clock: Clock, overlap: bool = True) -> list[Row]:
         for way, grid, column in (("DP", (8, 1, 1), "dp"), ("best SP", best, "best_sp")):
             label = {"seq_length": line["seq_length"], "way": way}
             how = f"Ulysses {best[1]} x Ring {best[2]}, all {batch} sequences at once" if way == "best SP" else ""
-            ours = from_seconds(found[grid], lambda value: round(value, 1))
+            ours = from_seconds(found[grid], float, 1)
             rows.append(Row(label, line[f"{column}_tflops_per_gpu"], ours, clock.mark, "TFLOPS/GPU", how))
     return rows
 
