@@ -160,10 +160,7 @@ def _train(job: Any, stopper: Any, beats: Any, started: float) -> int:
     together(lambda: check_profile(config, job.iterations - job.progress.iteration))
     reporter = together(
         lambda: Reporter(
-            config,
-            active=runtime.is_rank_zero,
-            first_iteration=job.progress.iteration,
-            last_iteration=job.iterations,
+            config, active=runtime.is_rank_zero, first_iteration=job.progress.iteration, last_iteration=job.iterations
         )
     )
     for line in (*config.notes, *describe(job)):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import exp, log
@@ -22,13 +23,10 @@ class Rate:
     """FLOP/s of a kind of kernel by size: points (size, FLOP/s), with logarithmic interpolation.
 
     Kernels smaller than the first point take as long as it; larger ones than the last point have its rate.
-
-    Attributes:
-        power: a kernel's FLOPs grow with this power of its size, and below the first point so does the rate.
     """
 
     points: tuple[tuple[float, float], ...]
-    power: float = 3.0
+    power: float = 3.0  # a kernel's FLOPs grow with this power of its size, and below the first point so does the rate
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_logs", [log(size) for size, _ in self.points])
@@ -49,15 +47,10 @@ class Rate:
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured bandwidth and latency of one kind of transfer over a link.
+    """Measured bandwidth and latency of one kind of transfer over a link."""
 
-    Attributes:
-        bandwidth: bytes per second that each rank sends, while all devices of the node take part.
-        latency: seconds of a hop, or of each of the n - 1 steps of a collective among n ranks.
-    """
-
-    bandwidth: float
-    latency: float
+    bandwidth: float  # bytes per second that each rank sends, while all devices of the node take part
+    latency: float  # seconds of a hop, or of each of the n - 1 steps of a collective among n ranks
 
 
 @dataclass(frozen=True)
@@ -99,47 +92,34 @@ class Power:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The constants that are fitted to a cluster; each is the share that is reached of another figure of the file.
+    """The constants that are fitted to a cluster; each is the share that is reached of another figure of the file."""
 
-    Attributes:
-        gemm, attention: of their rates. memory: of the memory's bandwidth, for kernels bound by it.
-        link: of a node's links, for collectives by rings. all_to_all, p2p: the same for these, in a node.
-        network, host: of these links.
-        overlap: share of a transfer's time that does not slow down concurrent compute; during the rest compute stops,
-            because NCCL's kernels use multiprocessors and memory bandwidth. Host copies use neither.
-        network_all_to_all: for all_to_all between nodes, in addition to ``network``.
-        interleaved: share of the further network cards that a collective uses whose ranks on a node are not neighbours,
-            such as DP with TP. 0: one card only.
-        fp8: of the speed-up over bf16 that the two peaks promise.
-    """
-
-    gemm: float = 1.0
-    attention: float = 1.0
-    memory: float = 1.0
-    link: float = 1.0
-    all_to_all: float = 1.0
-    p2p: float = 1.0
-    network: float = 1.0
-    host: float = 1.0
+    gemm: float = 1.0  # of their rates
+    attention: float = 1.0  # of their rates
+    memory: float = 1.0  # of the memory's bandwidth, for kernels bound by it
+    link: float = 1.0  # of a node's links, for collectives by rings
+    all_to_all: float = 1.0  # the same for these, in a node
+    p2p: float = 1.0  # the same for these, in a node
+    network: float = 1.0  # of these links
+    host: float = 1.0  # of these links
+    # share of a transfer's time that does not slow down concurrent compute; during the rest compute stops, because
+    # NCCL's kernels use multiprocessors and memory bandwidth. Host copies use neither.
     overlap: float = 1.0
-    network_all_to_all: float = 1.0
+    network_all_to_all: float = 1.0  # for all_to_all between nodes, in addition to `network`
+    # share of the further network cards that a collective uses whose ranks on a node are not neighbours, such as DP
+    # with TP. 0: one card only.
     interleaved: float = 1.0
-    fp8: float = 1.0
+    fp8: float = 1.0  # of the speed-up over bf16 that the two peaks promise
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """Bytes of device memory that no tensor holds; None: the defaults of allocation/reserved.py.
+    """Bytes of device memory that no tensor holds; None: the defaults of allocation/reserved.py."""
 
-    Attributes:
-        context: of the CUDA context with the loaded kernels. cublas: of cuBLAS' workspace.
-        nccl: of a communicator's buffers in a node; nccl_network: of one between nodes.
-    """
-
-    context: float | None = None
-    cublas: float | None = None
-    nccl: float | None = None
-    nccl_network: float | None = None
+    context: float | None = None  # of the CUDA context with the loaded kernels
+    cublas: float | None = None  # of cuBLAS' workspace
+    nccl: float | None = None  # of a communicator's buffers in a node
+    nccl_network: float | None = None  # of one between nodes
 
 
 @hashed_once
@@ -213,7 +193,15 @@ class Machine:
         self, name: str, dtype: torch.dtype, head_dim: int, *, many_tiles: bool = False, **needs: bool
     ) -> str:
         """The kernel that ``name`` means on this machine; see `kernels.choose_on`. Raises KernelUnavailable."""
-        return _choose(self.capability, self.attention_kernel, name, dtype, head_dim, many_tiles=many_tiles, **needs)
+        from megatron.context_parallel.attention.kernels import KernelUnavailable, choose_on
+
+        how = {"many_tiles": many_tiles, **needs}
+        if self.attention_kernel == "flash_attn":
+            how["flash_attn"] = 3 if self.capability == (9, 0) else 2
+        elif self.attention_kernel != "auto" and name == "auto" and not many_tiles:
+            with suppress(KernelUnavailable):
+                return choose_on(self.attention_kernel, self.capability, dtype, head_dim, **how)
+        return choose_on(name, self.capability, dtype, head_dim, **how)
 
     def slowest_and_fastest(self) -> tuple[Machine, Machine]:
         """This machine with all uncertain shares at their lowest, and at their highest."""
@@ -230,29 +218,6 @@ class Machine:
     def usable_memory(self) -> float:
         """Bytes that a training program can fill."""
         return self.memory - self.reserved
-
-
-def _choose(
-    capability: tuple[int, int],
-    attention_kernel: str,
-    name: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    *,
-    many_tiles: bool = False,
-    **needs: bool,
-) -> str:
-    from megatron.context_parallel.attention.kernels import KernelUnavailable, choose_on
-
-    how = {"many_tiles": many_tiles, **needs}
-    if attention_kernel == "flash_attn":
-        how["flash_attn"] = 3 if capability == (9, 0) else 2
-    elif attention_kernel != "auto" and name == "auto" and not many_tiles:
-        try:
-            return choose_on(attention_kernel, capability, dtype, head_dim, **how)
-        except KernelUnavailable:
-            pass
-    return choose_on(name, capability, dtype, head_dim, **how)
 
 
 @lru_cache(maxsize=1024)

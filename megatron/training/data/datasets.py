@@ -205,13 +205,12 @@ def build_datasets(
         packed = data.reset_attention_mask or data.reset_position_ids
         return _plan(core, tokenizer, samples, default_split=data.split is None, packed=packed)
 
-    files = together(plan) if torch.distributed.is_initialized() else plan()
+    files = together(plan)
     if not any(samples):
         return None, None, None
     folder = data_files.cache_folder(data, files, {**settings, "samples": samples})
     _build_cache(core, samples, folder)
-    check = functools.partial(data_files.check_cache, folder) if os.path.isdir(folder) else lambda: None
-    together(check) if torch.distributed.is_initialized() else check()
+    together(lambda: data_files.check_cache(folder) if os.path.isdir(folder) else None)
     if not needed:
         return None, None, None
     datasets = _build(core, samples, folder if os.path.isdir(folder) else "")

@@ -253,18 +253,15 @@ class Allocations:
 
 @dataclass(frozen=True)
 class Reserved:
-    """Memory that the allocator reserves.
+    """Memory that the allocator reserves."""
 
-    Attributes:
-        bytes: peak, by setting; if the device is too small, the peak on a device that is large enough.
-        retries: how often the cache was freed because the device was full, by setting; None: the device is too small.
-        scaled: the part of a step from which the peak was scaled, if the list could not be extrapolated; else empty.
-        notes: options of PYTORCH_ALLOC_CONF that are not modelled, and layers that were not replayed.
-    """
-
+    # peak, by setting; if the device is too small, the peak on a device that is large enough
     bytes: dict[str, float] = field(default_factory=dict)
+    # how often the cache was freed because the device was full, by setting; None: the device is too small
     retries: dict[str, int | None] = field(default_factory=dict)
+    # the part of a step from which the peak was scaled, if the list could not be extrapolated; else empty
     scaled: str = ""
+    # options of PYTORCH_ALLOC_CONF that are not modelled, and layers that were not replayed
     notes: tuple[str, ...] = ()
 
 

@@ -10,18 +10,13 @@ from megatron.training.refusal import LEAVE_OUT, SUBJECT, Fix
 
 
 class Advice(NamedTuple):
-    """Why flags are refused, and what to do.
+    """Why flags are refused, and what to do."""
 
-    Attributes:
-        reason: what the user reads after the flags.
-        fix: the same as a change of the command line; None if the user has a choice. One that sets flags replaces
-            the refused ones.
-        name: the flag here that takes the values of a refused one.
-    """
-
-    reason: str
+    reason: str  # what the user reads after the flags
+    # the same as a change of the command line; None if the user has a choice. One that sets flags replaces the refused
+    # ones.
     fix: Fix | None = None
-    name: str = ""
+    name: str = ""  # the flag here that takes the values of a refused one
 
     def fixes(self, flags: Sequence[str]) -> list[Fix]:
         """What to do about ``flags``, which are refused for this reason."""

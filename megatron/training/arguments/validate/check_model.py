@@ -56,8 +56,7 @@ def complete_model(config: Config) -> None:
     model = derive_shape(model)
     if model.ffn_hidden_size < 1:
         raise Refusal(
-            f"--swiglu with --hidden-size {model.hidden_size}",
-            "gives an MLP of width 0: give --ffn-hidden-size",
+            f"--swiglu with --hidden-size {model.hidden_size}", "gives an MLP of width 0: give --ffn-hidden-size"
         )
     _positions(model)
     config.model = model

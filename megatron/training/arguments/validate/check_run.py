@@ -124,10 +124,7 @@ def check_faults(config: Config, world_size: int) -> None:
             "--skip-bad-batches and --no-check-for-nan-in-loss-and-grad", "contradict each other: leave one out"
         )
     if faults.rollback_on_bad_batch:
-        needs = (
-            ("--skip-bad-batches", faults.skip_bad_batches),
-            ("--save-interval", config.checkpoint.save_interval),
-        )
+        needs = (("--skip-bad-batches", faults.skip_bad_batches), ("--save-interval", config.checkpoint.save_interval))
         for flag, value in needs:
             if not value:
                 raise idle("--rollback-on-bad-batch", flag)

@@ -31,20 +31,14 @@ LAYERS = "decoder.layers."
 NORM_1 = ("self_attention.linear_qkv.layer_norm_weight", "self_attention.linear_qkv.layer_norm_bias")
 SINKS = ("self_attention.core_attention.softmax_offset",)
 PROJ = ("self_attention.linear_proj.weight", "self_attention.linear_proj.bias")
-REST = (
-    "self_attention.linear_qkv.weight",
-    "self_attention.linear_qkv.bias",
-    "self_attention.q_layernorm.weight",
-    "self_attention.q_layernorm.bias",
-    "self_attention.k_layernorm.weight",
-    "self_attention.k_layernorm.bias",
-    "mlp.linear_fc1.layer_norm_weight",
-    "mlp.linear_fc1.layer_norm_bias",
-    "mlp.linear_fc1.weight",
-    "mlp.linear_fc1.bias",
-    "mlp.linear_fc2.weight",
-    "mlp.linear_fc2.bias",
-)
+REST = [
+    f"{module}{kind}"
+    for module in (
+        "self_attention.linear_qkv.", "self_attention.q_layernorm.", "self_attention.k_layernorm.",
+        "mlp.linear_fc1.layer_norm_", "mlp.linear_fc1.", "mlp.linear_fc2.",
+    )
+    for kind in ("weight", "bias")
+]  # fmt: skip
 # The order of a layer's parameters in core's layers, and in Transformer Engine's, where norms belong to linear layers.
 ORDERS = ((*NORM_1, *SINKS, *PROJ, *REST), (*SINKS, *PROJ, *NORM_1, *REST))
 
