@@ -109,26 +109,18 @@ FEW = (4, 5)  # units of layers of a stage in the two runs from which all layers
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank of the cluster.
-
-    Attributes:
-        stage: its kind: ``first``, ``middle`` or ``last`` of the pipeline.
-        layers: (of its stage, of them run).
-        micro_batches: (of a step, of them run).
-        profile, replayed: memory and time of the layers and micro-batches that ran, for pictures.
-        program: the passes of its complete step; None without a machine.
-        reserved: memory that PyTorch's allocator takes from the driver; empty without a GPU.
-    """
+    """One rank of the cluster."""
 
     rank: int
-    stage: str
-    layers: tuple[int, int]
-    micro_batches: tuple[int, int]
+    stage: str  # its kind: `first`, `middle` or `last` of the pipeline
+    layers: tuple[int, int]  # (of its stage, of them run)
+    micro_batches: tuple[int, int]  # (of a step, of them run)
     figures: Figures
+    # profile, replayed: memory and time of the layers and micro-batches that ran, for pictures
     profile: Profile
     replayed: Replay | None
-    program: Program | None = None
-    reserved: Reserved = Reserved()
+    program: Program | None = None  # the passes of its complete step; None without a machine
+    reserved: Reserved = Reserved()  # memory that PyTorch's allocator takes from the driver; empty without a GPU
 
 
 @dataclass(frozen=True)

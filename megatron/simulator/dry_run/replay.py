@@ -41,18 +41,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stretch:
-    """The micro-batches to run instead of all, and those of them that repeat.
+    """The micro-batches to run instead of all, and those of them that repeat."""
 
-    Attributes:
-        micro_batches: to run.
-        first, passes: the part that repeats begins with the forward pass ``first`` and has ``passes`` of them.
-        times: how often it repeats after it has run.
-    """
-
-    micro_batches: int
+    micro_batches: int  # to run
+    # first, passes: the part that repeats begins with the forward pass `first` and has `passes` of them
     first: int
     passes: int
-    times: int
+    times: int  # how often it repeats after it has run
 
 
 @dataclass(frozen=True)

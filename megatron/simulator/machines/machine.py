@@ -55,21 +55,17 @@ class Measured:
 
 @dataclass(frozen=True)
 class Link:
-    """A connection of a device.
+    """A connection of a device."""
 
-    Attributes:
-        bandwidth: bytes per second and direction that one device gets while all others of its node use theirs; of a
-            shared bus, the device's part.
-        latency: seconds of a message.
-        kinds: measured figures by kind of transfer (:data:`KINDS`); other kinds use ``bandwidth`` and ``latency``.
-        gpus_per_card: of a network: neighbouring devices of a node that share a network card. While only one of them
-            sends, it has the bandwidth of all.
-    """
-
+    # bytes per second and direction that one device gets while all others of its node use theirs; of a shared bus, the
+    # device's part
     bandwidth: float
-    latency: float
+    latency: float  # seconds of a message
     name: str = ""
+    # measured figures by kind of transfer (KINDS); other kinds use `bandwidth` and `latency`
     kinds: dict[str, Measured] = field(default_factory=dict, hash=False)
+    # of a network: neighbouring devices of a node that share a network card. While only one of them sends, it has the
+    # bandwidth of all.
     gpus_per_card: int = 1
 
     def of(self, kind: str) -> Link | Measured:
@@ -125,60 +121,45 @@ class Runtime:
 @hashed_once
 @dataclass(frozen=True)
 class Machine:
-    """A kind of GPU in its node and cluster.
-
-    Attributes:
-        memory: bytes of device memory; reserved: bytes of it for contexts, libraries and fragmentation.
-        peak: dense FLOP/s of the data sheet by dtype: ``bf16``, ``fp32``, if available ``fp8``, and on Blackwell
-            ``mxfp8``. MFU is measured against bf16's.
-        memory_bandwidth: bytes per second.
-        gemm, attention, attention_backward: rates by size (see cost/seconds.py). Attention counts as causal (half of
-            the pairs), its backward pass as five matrix products, 2.5 times the FLOPs of forward.
-        launch: least seconds of a kernel.
-        gpus: of a node. link: between them. host_link: to host memory, while all GPUs of a node copy.
-        host_memory: bytes of a node. network: between nodes, for one GPU.
-        sources: where each figure comes from.
-        collective: least seconds of a transfer, without its links' latency. With ``collectives`` it applies to
-            all_to_all and p2p only; the other kinds have their ``start``.
-        head_size: share of the attention rates by head size.
-        dtype: of the rates; those of other dtypes differ by the ratio of the peaks.
-        capability: of the GPU, major and minor version.
-        kernels: share of the attention rates that each attention kernel reaches; 1 for names that are missing.
-        attention_kernel: runs wherever it can; ``auto``: the first kernel that PyTorch has for the capability.
-        power: watts; None: the GPU runs under the limit that its rates were measured under.
-        collectives: NCCL's algorithms; the links' latency counts as far as it exceeds that of NCCL's table. None: rings
-            at one rate, with the links' latency.
-        dispatch: seconds in which the host launches a kernel or a transfer; 0: the host is never the bottleneck.
-        runtime: device memory of contexts and libraries, which is part of ``reserved``.
-        uncertain: lowest and highest value of a share of ``calibration``, where measurements disagree.
-    """
+    """A kind of GPU in its node and cluster."""
 
     name: str
-    memory: float
-    reserved: float
+    memory: float  # bytes of device memory
+    reserved: float  # bytes of it for contexts, libraries and fragmentation
+    # dense FLOP/s of the data sheet by dtype: `bf16`, `fp32`, if available `fp8`, and on Blackwell `mxfp8`. MFU is
+    # measured against bf16's.
     peak: dict[str, float] = field(hash=False)
-    memory_bandwidth: float
+    memory_bandwidth: float  # bytes per second
+    # gemm, attention, attention_backward: rates by size (see cost/seconds.py). Attention counts as causal (half of the
+    # pairs), its backward pass as five matrix products, 2.5 times the FLOPs of forward.
     gemm: Rate
     attention: Rate
     attention_backward: Rate
-    launch: float
-    gpus: int
-    link: Link
-    host_link: Link
-    host_memory: float
-    network: Link
-    sources: dict[str, str] = field(default_factory=dict, hash=False)
+    launch: float  # least seconds of a kernel
+    gpus: int  # of a node
+    link: Link  # between them
+    host_link: Link  # to host memory, while all GPUs of a node copy
+    host_memory: float  # bytes of a node
+    network: Link  # between nodes, for one GPU
+    sources: dict[str, str] = field(default_factory=dict, hash=False)  # where each figure comes from
+    # least seconds of a transfer, without its links' latency. With `collectives` it applies to all_to_all and p2p only;
+    # the other kinds have their `start`.
     collective: float = 0.0
-    head_size: Rate = Rate(((128.0, 1.0),), power=0.0)
-    dtype: str = "bf16"
+    head_size: Rate = Rate(((128.0, 1.0),), power=0.0)  # share of the attention rates by head size
+    dtype: str = "bf16"  # of the rates; those of other dtypes differ by the ratio of the peaks
     calibration: Calibration = Calibration()
-    capability: tuple[int, int] = (8, 0)
+    capability: tuple[int, int] = (8, 0)  # of the GPU, major and minor version
+    # share of the attention rates that each attention kernel reaches; 1 for names that are missing
     kernels: dict[str, float] = field(default_factory=dict, hash=False)
-    attention_kernel: str = "auto"
-    power: Power | None = None
+    attention_kernel: str = "auto"  # runs wherever it can; `auto`: the first kernel that PyTorch has for the capability
+    power: Power | None = None  # watts; None: the GPU runs under the limit that its rates were measured under
+    # NCCL's algorithms; the links' latency counts as far as it exceeds that of NCCL's table. None: rings at one rate,
+    # with the links' latency.
     collectives: Collectives | None = None
+    # seconds in which the host launches a kernel or a transfer; 0: the host is never the bottleneck
     dispatch: float = 0.0
-    runtime: Runtime = Runtime()
+    runtime: Runtime = Runtime()  # device memory of contexts and libraries, which is part of `reserved`
+    # lowest and highest value of a share of `calibration`, where measurements disagree
     uncertain: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:

@@ -61,11 +61,7 @@ class Confirmation:
 
 
 def confirm(report: Report, plan: Plan, gpu: str) -> Confirmation:
-    """Run the dry run of a plan and compare.
-
-    Raises:
-        Refusal: the program refuses the plan, or the dry run fails.
-    """
+    """Run the dry run of a plan and compare. Raises Refusal if the program refuses the plan, or the dry run fails."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "dry_run.json"
         entry, *flags = report.program(plan.strategy)

@@ -198,11 +198,7 @@ def _lengths(text: str) -> tuple[Callable[[], int], float]:
 
 
 def read_lengths(path: Path) -> list[int]:
-    """Lengths of a file's documents.
-
-    Raises:
-        Refusal: the file cannot be read, is truncated, or has no lengths.
-    """
+    """Lengths of a file's documents. Raises Refusal if the file cannot be read, is truncated, or has no lengths."""
     try:
         with path.open("rb") as file:
             if file.read(len(INDEX)) == INDEX:

@@ -40,32 +40,20 @@ class Rates:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """A run with failures.
+    """A run with failures."""
 
-    Attributes:
-        seconds: of the complete run.
-        failures: their number.
-        between: seconds between two failures.
-        interval: seconds of training between two saves.
-        save: seconds of a save.
-        saving, lost: seconds of the run for saves, and for repeated steps and restarts.
-    """
-
-    seconds: float
-    failures: float
-    between: float
-    interval: float
-    save: float
+    seconds: float  # of the complete run
+    failures: float  # their number
+    between: float  # seconds between two failures
+    interval: float  # seconds of training between two saves
+    save: float  # seconds of a save
+    # saving, lost: seconds of the run for saves, and for repeated steps and restarts
     saving: float
     lost: float
 
 
 def read_rates(path: Path) -> Rates:
-    """The rates of a JSON file.
-
-    Raises:
-        Refusal: the file cannot be read, or a field is unknown, missing or wrong.
-    """
+    """The rates of a JSON file. Raises Refusal if the file cannot be read, or a field is unknown, missing or wrong."""
     names = [field.name for field in fields(Rates)]
     raw = read_json(path, "--failures")
     if not isinstance(raw, dict) or "gpu_hours_per_failure" not in raw:
@@ -124,11 +112,7 @@ class Prices:
     currency: str
 
     def of(self, machine: str) -> float:
-        """The price for a machine.
-
-        Raises:
-            Refusal: there is none.
-        """
+        """The price for a machine. Raises Refusal if there is none."""
         if machine not in self.gpu_hour:
             known = ", ".join(sorted(self.gpu_hour))
             raise Refusal(f"--prices: no gpu_hour for {machine}; add it to the file, which has {known}")
@@ -165,11 +149,7 @@ class Run:
 
 
 def run_of(plan: Plan, problem: Problem, terms: Terms) -> Run:
-    """The complete run of a plan.
-
-    Raises:
-        Refusal: there is no price for the GPU, or it fails too often.
-    """
+    """The complete run of a plan. Raises Refusal if there is no price for the GPU, or it fails too often."""
     workload, gpus = problem.workload, problem.gpus
     steps = math.ceil(terms.tokens / (workload.seq_length * workload.global_batch))
     seconds, failures = steps * plan.seconds, None

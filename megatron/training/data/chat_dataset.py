@@ -156,11 +156,7 @@ def keep(store: Store, folder: str) -> None:
 
 
 def kept(path: str, folder: str) -> Store | None:
-    """The store in a folder; None if there is no folder.
-
-    Raises:
-        Refusal: the folder is damaged.
-    """
+    """The store in a folder; None if there is no folder. Raises Refusal if the folder is damaged."""
     if not os.path.isdir(folder):
         return None
     try:

@@ -70,11 +70,7 @@ class Tokenizer:
 
 
 def build_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer:
-    """The tokenizer of the flags.
-
-    Raises:
-        Refusal: a flag or a file is missing, or a file is invalid.
-    """
+    """The tokenizer of the flags. Raises Refusal if a flag or a file is missing, or a file is invalid."""
     kind = data.tokenizer_type
     if kind is None:
         raise Refusal(

@@ -93,11 +93,7 @@ FILE = "evaluation.json"
 
 
 def write(folder: str, about: dict[str, Any], results: dict[str, Result]) -> list[str]:
-    """Write evaluation.json and the pictures; returns their paths.
-
-    Raises:
-        Refusal: the folder cannot be written.
-    """
+    """Write evaluation.json and the pictures; returns their paths. Raises Refusal if the folder cannot be written."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         path = Path(folder) / FILE

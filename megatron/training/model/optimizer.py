@@ -142,7 +142,8 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel | FullySharded], co
         core.grad_scale_func = lambda loss: loss * scale
     core.finalize_model_grads_func = finalize_model_grads
     if parallel.overlap_grad_reduce:
-        core.no_sync_func = _for_each_chunk([chunk.no_sync for chunk in chunks])
+        no_sync = [chunk.no_sync for chunk in chunks]
+        core.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync  # as core's pipeline schedules expect
     return optimizer
 
 
@@ -164,11 +165,6 @@ def fill_states(optimizer: MegatronOptimizer) -> None:
             else:
                 inner.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
     optimizer.init_state_fn = lambda *_: None
-
-
-def _for_each_chunk(functions: list) -> object:
-    """As core's pipeline schedules expect: the function, or a list with one per virtual stage."""
-    return functions[0] if len(functions) == 1 else functions
 
 
 def build_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:

@@ -327,9 +327,7 @@ class CachingAllocator:
             self._moved(pool, before, block)
         if after is not None and not after.used and after.mapped:
             pool.take(after)
-            block.size, block.after = block.size + after.size, after.after
-            if block.after:
-                block.after.before = block
+            self._absorb(block, after)
         pool.add(block)
 
     @staticmethod

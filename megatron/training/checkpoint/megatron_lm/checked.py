@@ -103,12 +103,12 @@ _RIGHT: dict[Any, Callable[[Any], bool]] = {
 @cache
 def _kinds() -> dict[str, Callable[[Any], bool]]:
     """For each setting of a model, a function that checks the type of a value."""
-    return {name: _one_of(hint) for name, hint in get_type_hints(ModelConfig).items()}
 
+    def one_of(hint: Any) -> Callable[[Any], bool]:
+        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        return lambda value: any(_RIGHT[kind](value) for kind in kinds)
 
-def _one_of(hint: Any) -> Callable[[Any], bool]:
-    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    return lambda value: any(_RIGHT[kind](value) for kind in kinds)
+    return {name: one_of(hint) for name, hint in get_type_hints(ModelConfig).items()}
 
 
 # Files of ``torch.save`` are zip archives with a CRC-32 of each record, which ``torch.load`` does not check.
