@@ -93,7 +93,11 @@ def run(config: Config, work: Work | None = None, saves_memory: str = SAVES_MEMO
     try:
         return (work or train)(config, runtime, beats)
     except DataError as error:
-        end_together(f"error: {one_line(error)}", beats)
+        line = f"error: {one_line(error)}"
+        if beats is None:
+            print(line, file=sys.stderr, flush=True)
+        else:
+            beats.end(line)  # ends the other ranks, which wait for this one
         return EXIT_FAILED
     except Exception as error:
         lines = None if beats is None or isinstance(error, Refusal) else beats.failed(error)
@@ -108,14 +112,6 @@ def run(config: Config, work: Work | None = None, saves_memory: str = SAVES_MEMO
         if beats is not None:
             beats.stop()
         stop()
-
-
-def end_together(line: str, beats: Any) -> None:
-    """Print why the job ends, on the first rank that knows, and end the other ranks, which wait for this one."""
-    if beats is None:
-        print(line, file=sys.stderr, flush=True)
-    else:
-        beats.end(line)
 
 
 def out_of_memory(error: Exception) -> str:
@@ -160,10 +156,7 @@ def _train(job: Any, stopper: Any, beats: Any, started: float) -> int:
     together(lambda: check_profile(config, job.iterations - job.progress.iteration))
     reporter = together(
         lambda: Reporter(
-            config,
-            active=runtime.is_rank_zero,
-            first_iteration=job.progress.iteration,
-            last_iteration=job.iterations,
+            config, active=runtime.is_rank_zero, first_iteration=job.progress.iteration, last_iteration=job.iterations
         )
     )
     for line in (*config.notes, *describe(job)):

@@ -47,17 +47,11 @@ def near(value: int, unit: int) -> str:
 
 @dataclass(frozen=True)
 class Fix:
-    """A change of the command line that may answer a refusal.
+    """A change of the command line that may answer a refusal."""
 
-    Attributes:
-        use: flags to set, each with its values, as on a command line.
-        drop: flags to leave out, separated by spaces. SUBJECT stands for the flags that the refusal is about.
-        rename: a flag, and the name under which its values are given in its place.
-    """
-
-    use: str = ""
-    drop: str = ""
-    rename: tuple[str, str] | None = None
+    use: str = ""  # flags to set, each with its values, as on a command line
+    drop: str = ""  # flags to leave out, separated by spaces. SUBJECT stands for the flags that the refusal is about.
+    rename: tuple[str, str] | None = None  # a flag, and the name under which its values are given in its place
 
 
 SUBJECT = "SUBJECT"
@@ -193,11 +187,15 @@ def raise_all(refusals: Iterable[Refusal]) -> None:
 def together(action: Callable[[], T]) -> T:
     """Run ``action`` on every rank. If one rank refuses, all do, so that no rank waits for another.
 
+    Without process groups it just runs.
+
     Raises:
         Refusal: the one of the first rank that refused; ``everywhere`` is set, so that only rank 0 prints it.
     """
     import torch.distributed as dist  # slow to import, and not needed to refuse
 
+    if not dist.is_initialized():
+        return action()
     result, line = None, None
     try:
         with permitted():

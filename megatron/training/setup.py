@@ -24,7 +24,7 @@ from megatron.training.arguments.validate import transformer_engine_installed
 from megatron.training.arguments.validate.check_memory import attention_chunks
 from megatron.training.arguments.validate.check_model import varies_by_batch
 from megatron.training.model.attention_rule import attention_mask
-from megatron.training.model.core_config import compute_dtype
+from megatron.training.model.core_config import compute_dtype, virtual_stages
 from megatron.training.refusal import Refusal
 
 # --deterministic-mode: a run gives the same bits again on the same grid and the same kind of device. PyTorch's switch
@@ -140,7 +140,7 @@ def start(config: Config, where: platform.Platform | None = None, offload: Offlo
         ring=parallel.ring_parallel_size,
         tensor=parallel.tensor_model_parallel_size,
         pipeline=parallel.pipeline_model_parallel_size,
-        virtual_pipeline=_virtual_stages(config),
+        virtual_pipeline=virtual_stages(config),
         backend=where.backend,
         timeout_minutes=parallel.distributed_timeout_minutes,
         # Without experts, this size only makes core sum the gradients of partitioned positions over DP.
@@ -189,9 +189,3 @@ def stop() -> None:
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-
-
-def _virtual_stages(config: Config) -> int | None:
-    from megatron.training.model.core_config import virtual_stages
-
-    return virtual_stages(config)

@@ -21,30 +21,21 @@ from megatron.simulator.cost.trace import HostCopy, Kernel, Transfer
 
 @dataclass(frozen=True)
 class Attended:
-    """Sizes of a rank's attention, after the all-to-all.
+    """Sizes of a rank's attention, after the all-to-all."""
 
-    Attributes:
-        rows: tokens before the all-to-all, times the micro-batch.
-        queries: tokens of a ring rank's sequence.
-        batch: sequences.
-        heads, kv_heads: of this rank; sent_kv: key/value heads that it receives, before replication.
-        sent_kv_away: key/value heads that it sends to all other Ulysses ranks together.
-        blocks: what it sends on the ring.
-        seen: average number of keys that a query sees under a window or with documents; 0: as many as ``causal`` says.
-    """
-
-    rows: int
-    queries: int
-    batch: int
-    heads: int
-    kv_heads: int
-    sent_kv: int
-    sent_kv_away: int
+    rows: int  # tokens before the all-to-all, times the micro-batch
+    queries: int  # tokens of a ring rank's sequence
+    batch: int  # sequences
+    heads: int  # of this rank
+    kv_heads: int  # of this rank
+    sent_kv: int  # key/value heads that it receives, before replication
+    sent_kv_away: int  # key/value heads that it sends to all other Ulysses ranks together
     head_dim: int
     ring: int
-    blocks: RingBlocks
+    blocks: RingBlocks  # what it sends on the ring
     causal: bool
     balance: str
+    # average number of keys that a query sees under a window or with documents; 0: as many as `causal` says
     seen: float = 0.0
 
     @property

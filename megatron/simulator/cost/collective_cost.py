@@ -37,17 +37,12 @@ from megatron.simulator.machines.nccl_model import LL128_TREE_HOP, Algorithm, Co
 
 
 class Placement(NamedTuple):
-    """The placement of the worst placed group.
+    """The placement of the worst placed group."""
 
-    Attributes:
-        nodes: number of its nodes. fewest, most: of its ranks on one node.
-        neighbours: whether its ranks on a node are consecutive.
-    """
-
-    nodes: int
-    fewest: int
-    most: int
-    neighbours: bool
+    nodes: int  # number of its nodes
+    fewest: int  # least number of its ranks on a node
+    most: int  # largest number of its ranks on a node
+    neighbours: bool  # whether its ranks on a node are consecutive
 
     def cards(self, interleaved: float) -> float:
         """Network cards of a node that its rings use.
@@ -108,19 +103,14 @@ FILLED = {
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Seconds of an algorithm by bytes that a rank sends.
-
-    Attributes:
-        latency: seconds. rate: seconds per byte.
-        filled: share of the bandwidth that is reached, by powers of two of the tensor's bytes, from 64 on.
-        tensor: bytes of the tensor per byte that a rank sends.
-    """
+    """Seconds of an algorithm by bytes that a rank sends."""
 
     name: str
-    latency: float
-    rate: float
+    latency: float  # seconds
+    rate: float  # seconds per byte
+    # share of the bandwidth that is reached, by powers of two of the tensor's bytes, from 64 on
     filled: tuple[float, ...] = ()
-    tensor: float = 1.0
+    tensor: float = 1.0  # bytes of the tensor per byte that a rank sends
 
     def __call__(self, size: float) -> float:
         if not self.filled:
@@ -136,15 +126,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Price:
-    """Seconds by bytes: of the fastest of ``lines``, or of the slowest if they are concurrent parts (``together``).
-
-    Attributes:
-        beyond: from this number of bytes on the price is that of the line ``large``, as for most transfers of training.
-    """
+    """Seconds by bytes: of the fastest of ``lines``, or of the slowest if they are concurrent parts (``together``)."""
 
     lines: tuple[Line, ...]
     together: bool = False
     large: Line = field(init=False)
+    # from this number of bytes on the price is that of the line `large`, as for most transfers of training
     beyond: float = field(init=False)
 
     def __post_init__(self) -> None:

@@ -35,27 +35,18 @@ from megatron.simulator.machines.machine import Machine
 
 @dataclass(frozen=True)
 class Estimate:
-    """A step's time and throughput.
+    """A step's time and throughput."""
 
-    Attributes:
-        seconds: of a step.
-        parts: seconds by cause, which add up to ``seconds``: ``gemm``, ``attention``, ``memory`` (norms, activations,
-            copies on the device), ``optimizer``; waiting for ``tp``, ``ulysses``, ``ring``, ``dp``, ``pp`` or ``host``;
-            ``bubble`` of the pipeline; ``launching``, where the host is slower than the GPU.
-        flops: of the model in a step, all ranks together: causal, without recompute.
-        mfu: ``flops`` over the FLOPs that the GPUs' peak allows in the time.
-        mfu_full_mask_with_recompute: the same as older papers count: the full mask, and recompute as work.
-        tflops: TFLOP/s per GPU, of ``flops``.
-        tokens_per_second: of all ranks.
-    """
-
-    seconds: float
+    seconds: float  # of a step
+    # seconds by cause, which add up to `seconds`: `gemm`, `attention`, `memory` (norms, activations, copies on the
+    # device), `optimizer`; waiting for `tp`, `ulysses`, `ring`, `dp`, `pp` or `host`; `bubble` of the pipeline;
+    # `launching`, where the host is slower than the GPU
     parts: dict[str, float]
-    flops: float
-    mfu: float
-    mfu_full_mask_with_recompute: float
-    tflops: float
-    tokens_per_second: float
+    flops: float  # of the model in a step, all ranks together: causal, without recompute
+    mfu: float  # `flops` over the FLOPs that the GPUs' peak allows in the time
+    mfu_full_mask_with_recompute: float  # the same as older papers count: the full mask, and recompute as work
+    tflops: float  # TFLOP/s per GPU, of `flops`
+    tokens_per_second: float  # of all ranks
 
 
 def estimate(workload: Workload, strategy: Strategy, machine: Machine, program: Program = OURS) -> Estimate:

@@ -189,10 +189,7 @@ def _column_grad(name: str, shape: Shape, strategy: Strategy, tokens: float, wid
 def _row_grad(name: str, shape: Shape, strategy: Strategy, tokens: float, width: int, count: int) -> list[Segment]:
     dgrad = gemm(name + "_dgrad", tokens, width, shape.hidden, backward=True)
     wgrad = _weight_grad(name, strategy, tokens, shape.hidden, width, count)
-    return [
-        *_enter(shape, strategy, tokens, count),
-        Segment((dgrad, *wgrad), count=count),
-    ]
+    return [*_enter(shape, strategy, tokens, count), Segment((dgrad, *wgrad), count=count)]
 
 
 def layer(workload: Workload, strategy: Strategy) -> tuple[list[Segment], list[Segment]]:
@@ -332,11 +329,5 @@ def _backward(work: _Layer) -> list[Segment]:
     if not strategy.fpdt_chunk:  # a chunked FFN computes its forward pass again
         return [*work.ffn(mlp), *segments] if work.ffn_chunks else segments
     # Chunked layers keep nothing between a chunk's passes: projections and FFN run again before their gradients.
-    segments = [
-        *work.ffn(mlp),
-        *work.output(),
-        *to_sequence(a, strategy, rows, chunks),
-        *work.project(),
-        *segments,
-    ]
+    segments = [*work.ffn(mlp), *work.output(), *to_sequence(a, strategy, rows, chunks), *work.project(), *segments]
     return spread_by_work(segments, *loaded_in_backward(a, strategy, chunks))

@@ -37,25 +37,19 @@ OWN_ENDS, OWN_OPTIMIZER = (10, 47), (24, 19)
 
 @dataclass(frozen=True)
 class Program:
-    """The program that runs the layers.
+    """The program that runs the layers."""
 
-    Attributes:
-        runs: ``ours``: this program; ``eager``: PyTorch's separate operations; ``compiled``: torch.compile; ``fused``:
-            kernels of Transformer Engine and apex.
-        attention: the attention kernel, by its name in a machine's ``kernels``; empty: the machine's choice.
-        fp8: the linear layers of all layers run in FP8, but not the output layer.
-        overlap: TP's transfers overlap the products of the forward pass, and with virtual stages a pipeline's messages
-            overlap compute, as in Transformer Engine and Megatron-LM.
-        gradients: bytes of a number of the model's gradients, in memory and in transfers.
-        again: share of the forward matrix products that backward computes again, with all operations between them.
-    """
-
+    # `ours`: this program; `eager`: PyTorch's separate operations; `compiled`: torch.compile; `fused`: kernels of
+    # Transformer Engine and apex
     runs: Runs = "ours"
-    attention: str = ""
-    fp8: bool = False
+    attention: str = ""  # the attention kernel, by its name in a machine's `kernels`; empty: the machine's choice
+    fp8: bool = False  # the linear layers of all layers run in FP8, but not the output layer
+    # TP's transfers overlap the products of the forward pass, and with virtual stages a pipeline's messages overlap
+    # compute, as in Transformer Engine and Megatron-LM
     overlap: bool = False
+    # share of the forward matrix products that backward computes again, with all operations between them
     again: float = 0.0
-    gradients: int = FP32
+    gradients: int = FP32  # bytes of a number of the model's gradients, in memory and in transfers
 
     def launches(self, own: float, *, backward: bool = False) -> float:
         """Launches for a pass of a layer; ``own``: those of this program."""

@@ -33,17 +33,13 @@ ROW = re.compile(
 
 @dataclass(frozen=True)
 class Run:
-    """One table.
+    """One table."""
 
-    Attributes:
-        kind: as of `trace.Transfer`.
-        ranks, nodes: of the test, with the same number of ranks on each node; 0 nodes: unknown, full nodes are assumed.
-        rows: (bytes that a rank sends in a ring, seconds) by rising size, the better of out of place and in place.
-    """
-
-    kind: str
+    kind: str  # as of `trace.Transfer`
+    # ranks, nodes: of the test, with the same number of ranks on each node; 0 nodes: unknown, full nodes are assumed
     ranks: int
     nodes: int
+    # (bytes that a rank sends in a ring, seconds) by rising size, the better of out of place and in place
     rows: tuple[tuple[float, float], ...]
 
     @property

@@ -95,20 +95,14 @@ ADAM_BYTES, SCALED_IN_PLACE = 7 * FP32 + FP32 + BF16 + 5 * FP32, 2 * FP32
 
 @dataclass(frozen=True)
 class States:
-    """Numbers of parameters of a pipeline stage on one TP rank, before ZeRO splits them, with its padding.
+    """Numbers of parameters of a pipeline stage on one TP rank, before ZeRO splits them, with its padding."""
 
-    Attributes:
-        layer: of each of ``layers`` layers; ends: outside the layers; table: of an embedding.
-        all: of the stage.
-        vectors: of norms and biases, whose gradients TP-sp sums over TP.
-    """
-
-    layer: int
+    layer: int  # of each of `layers` layers
     layers: int
-    ends: int
-    table: int
-    all: int
-    vectors: int
+    ends: int  # outside the layers
+    table: int  # of an embedding
+    all: int  # of the stage
+    vectors: int  # of norms and biases, whose gradients TP-sp sums over TP
 
 
 def states(shape: Shape, strategy: Strategy, stage: int) -> States:

@@ -14,45 +14,34 @@ AXES = ("tp", "ulysses", "ring", "dp", "pp")
 
 @dataclass(slots=True)
 class Kernel:
-    """Work of the compute stream.
-
-    Attributes:
-        kind: ``gemm`` and ``attention`` are bound by arithmetic, ``memory`` by the device's memory.
-        flops: 2 for each multiply-add; attention counts only pairs that are computed.
-        bytes: read and written.
-        shape: ``gemm``: (batch, m, n, k). ``attention``: (queries, keys, batch x query heads, head size).
-        itemsize: bytes of an element, from which the dtype follows.
-        count: repetitions in a row.
-    """
+    """Work of the compute stream."""
 
     name: str
+    # `gemm` and `attention` are bound by arithmetic, `memory` by the device's memory
     kind: Literal["gemm", "attention", "memory"]
-    flops: float
-    bytes: float
+    flops: float  # 2 for each multiply-add; attention counts only pairs that are computed
+    bytes: float  # read and written
+    # `gemm`: (batch, m, n, k). `attention`: (queries, keys, batch x query heads, head size).
     shape: tuple[float, ...] = ()
-    itemsize: int = 2
+    itemsize: int = 2  # bytes of an element, from which the dtype follows
     backward: bool = False
-    count: int = 1
+    count: int = 1  # repetitions in a row
 
 
 @dataclass(slots=True)
 class Transfer:
-    """A collective, or a send and receive.
-
-    Attributes:
-        bytes: sent by this rank, if no byte is sent twice: (n-1)/n of the gathered or reduced tensor for all_gather and
-            reduce_scatter, twice that for all_reduce, the other ranks' part for all_to_all.
-        ticket: a :class:`Wait` names it; None: the compute stream waits immediately.
-        excess: bytes received minus bytes sent at the same time, if positive. Links are full duplex, so a hop of a ring
-            takes as long as its larger direction.
-    """
+    """A collective, or a send and receive."""
 
     kind: Collective
     axis: str
     group: Group
+    # sent by this rank, if no byte is sent twice: (n-1)/n of the gathered or reduced tensor for all_gather and
+    # reduce_scatter, twice that for all_reduce, the other ranks' part for all_to_all
     bytes: float
-    ticket: int | None = None
+    ticket: int | None = None  # a Wait names it; None: the compute stream waits immediately
     count: int = 1
+    # bytes received minus bytes sent at the same time, if positive. Links are full duplex, so a hop of a ring takes as
+    # long as its larger direction.
     excess: float = 0.0
 
 

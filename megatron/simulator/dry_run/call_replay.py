@@ -43,25 +43,19 @@ class ReplayMismatch(ValueError):
 
 
 class Out(NamedTuple):
-    """A tensor that a call returned.
+    """A tensor that a call returned."""
 
-    Attributes:
-        given: its index among the call's arguments, if it is one of them; None: a new tensor. The other attributes are
-            those of new tensors.
-        storage: index of its storage among those that the call made, or ``~index`` of the argument whose storage it
-            shares; ``bytes`` of the storage.
-        shape, stride, dtype, keys: the last are PyTorch's dispatch keys.
-        offset: in the storage; in an argument's storage, relative to the argument.
-    """
-
+    # its index among the call's arguments, if it is one of them; None: a new tensor. The other attributes are those of
+    # new tensors.
     given: int | None
+    # index of its storage among those that the call made, or `~index` of the argument whose storage it shares
     storage: int = 0
-    bytes: int = 0
+    bytes: int = 0  # of the storage
     shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
-    offset: int = 0
+    offset: int = 0  # in the storage; in an argument's storage, relative to the argument
     dtype: torch.dtype | None = None
-    keys: Any = None
+    keys: Any = None  # PyTorch's dispatch keys
 
 
 @dataclass
@@ -369,19 +363,12 @@ def _shapes(tiles: Sequence[Tile]) -> tuple:
 
 
 class ChunkCall(NamedTuple):
-    """A method of :class:`ChunkWork`, whose arguments are tensors, the number of a chunk, and other numbers.
+    """A method of :class:`ChunkWork`, whose arguments are tensors, the number of a chunk, and other numbers."""
 
-    Attributes:
-        function: the method.
-        tensors: how many of its first arguments are tensors.
-        single: whether it returns one tensor instead of a tuple.
-        not_replayed: whether a call cannot be replayed.
-    """
-
-    function: Replaceable
-    tensors: int
-    single: bool
-    not_replayed: Callable[[ChunkWork], bool]
+    function: Replaceable  # the method
+    tensors: int  # how many of its first arguments are tensors
+    single: bool  # whether it returns one tensor instead of a tuple
+    not_replayed: Callable[[ChunkWork], bool]  # whether a call cannot be replayed
 
     def replayable(self, cache: CallCache, call: Callable) -> Callable:
         @wraps(call)

@@ -39,25 +39,16 @@ from megatron.training.report.mfu import step_flops
 
 @dataclass(frozen=True)
 class Figures:
-    """Results of a rank's step; every number is linear in its layers.
+    """Results of a rank's step; every number is linear in its layers."""
 
-    Attributes:
-        peaks: peak device bytes in each phase, by kind.
-        host_peak: peak bytes of host memory.
-        flops: executed, with recompute, 2 for each multiply-add; attention counts the computed pairs only.
-        communication: bytes sent, by axis.
-        copies: bytes between device and host, by direction.
-        seconds, exposed, busy: of the replay on a machine; empty without one.
-    """
-
-    peaks: dict[str, dict[str, float]]
-    host_peak: float
-    flops: float
-    communication: dict[str, float]
-    copies: dict[str, float]
-    seconds: dict[str, float]
-    exposed: dict[str, float]
-    busy: dict[str, float]
+    peaks: dict[str, dict[str, float]]  # peak device bytes in each phase, by kind
+    host_peak: float  # peak bytes of host memory
+    flops: float  # executed, with recompute, 2 for each multiply-add; attention counts the computed pairs only
+    communication: dict[str, float]  # bytes sent, by axis
+    copies: dict[str, float]  # bytes between device and host, by direction
+    seconds: dict[str, float]  # of the replay on a machine; empty without one
+    exposed: dict[str, float]  # of the replay on a machine; empty without one
+    busy: dict[str, float]  # of the replay on a machine; empty without one
 
     @property
     def device_peak_by_kind(self) -> dict[str, int]:
@@ -118,49 +109,33 @@ FEW = (4, 5)  # units of layers of a stage in the two runs from which all layers
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank of the cluster.
-
-    Attributes:
-        stage: its kind: ``first``, ``middle`` or ``last`` of the pipeline.
-        layers: (of its stage, of them run).
-        micro_batches: (of a step, of them run).
-        profile, replayed: memory and time of the layers and micro-batches that ran, for pictures.
-        program: the passes of its complete step; None without a machine.
-        reserved: memory that PyTorch's allocator takes from the driver; empty without a GPU.
-    """
+    """One rank of the cluster."""
 
     rank: int
-    stage: str
-    layers: tuple[int, int]
-    micro_batches: tuple[int, int]
+    stage: str  # its kind: `first`, `middle` or `last` of the pipeline
+    layers: tuple[int, int]  # (of its stage, of them run)
+    micro_batches: tuple[int, int]  # (of a step, of them run)
     figures: Figures
+    # profile, replayed: memory and time of the layers and micro-batches that ran, for pictures
     profile: Profile
     replayed: Replay | None
-    program: Program | None = None
-    reserved: Reserved = Reserved()
+    program: Program | None = None  # the passes of its complete step; None without a machine
+    reserved: Reserved = Reserved()  # memory that PyTorch's allocator takes from the driver; empty without a GPU
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """Memory that a run needs and, on ``machine``, the time of a step.
-
-    Attributes:
-        predicted_seconds: of a step; None without a machine.
-        mfu: causal FLOPs without recompute over the machine's peak.
-        fits: whether device and host memory suffice.
-        reasons: why it does not fit.
-        step: the passes of all stages with their times; None without a machine.
-    """
+    """Memory that a run needs and, on ``machine``, the time of a step."""
 
     config: Config
     world_size: int
     machine: Machine | None
     ranks: list[RankReport]
-    predicted_seconds: float | None = None
-    mfu: float | None = None
-    fits: bool | None = None
-    reasons: tuple[str, ...] = ()
-    step: WholeStep | None = None
+    predicted_seconds: float | None = None  # of a step; None without a machine
+    mfu: float | None = None  # causal FLOPs without recompute over the machine's peak
+    fits: bool | None = None  # whether device and host memory suffice
+    reasons: tuple[str, ...] = ()  # why it does not fit
+    step: WholeStep | None = None  # the passes of all stages with their times; None without a machine
 
 
 def dry_run(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from megatron.simulator.cost.jitter import Jitter, describe, spread
 from megatron.simulator.cost.trace import AXES
@@ -105,11 +105,14 @@ def unequal(result: DryRun, jitter: Jitter) -> str:
     return describe(spread(result.predicted_seconds, waits, result.world_size, jitter), jitter)
 
 
+def _table(result: DryRun, title: str) -> Table:
+    """An empty table with a column for each rank."""
+    columns = (Column(name(report), justify="right") for report in result.ranks)
+    return Table("", *columns, title=title, title_justify="left")
+
+
 def _memory(result: DryRun) -> Table:
-    table = Table(title="memory of a rank at the peak of a step", title_justify="left")
-    table.add_column("")
-    for report in result.ranks:
-        table.add_column(name(report), justify="right")
+    table = _table(result, "memory of a rank at the peak of a step")
     kinds = [report.figures.device_peak_by_kind for report in result.ranks]
     for kind in DEVICE_KINDS:
         table.add_row(kind, *(readable(sizes.get(kind, 0)) for sizes in kinds))
@@ -122,10 +125,7 @@ def _memory(result: DryRun) -> Table:
 
 
 def _communication(result: DryRun) -> Table:
-    table = Table(title="bytes that a rank moves in a step, and its arithmetic", title_justify="left")
-    table.add_column("")
-    for report in result.ranks:
-        table.add_column(name(report), justify="right")
+    table = _table(result, "bytes that a rank moves in a step, and its arithmetic")
     for axis in (*AXES, "other"):
         sent = [report.figures.communication[axis] for report in result.ranks]
         if any(sent):
@@ -139,10 +139,7 @@ def _communication(result: DryRun) -> Table:
 
 
 def _time(result: DryRun) -> Table:
-    table = Table(title=f"where a rank's time goes on {result.machine.name}", title_justify="left")
-    table.add_column("")
-    for report in result.ranks:
-        table.add_column(name(report), justify="right")
+    table = _table(result, f"where a rank's time goes on {result.machine.name}")
     names = sorted({kind for report in result.ranks for kind in report.figures.exposed})
     for kind in names:
         table.add_row(kind, *(duration(report.figures.exposed.get(kind, 0.0)) for report in result.ranks))

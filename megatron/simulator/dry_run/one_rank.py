@@ -109,23 +109,17 @@ def _named(config: Config) -> Iterator[tuple[str, int]]:
 
 @dataclass
 class RankStep:
-    """Trace and memory of one rank's step.
-
-    Attributes:
-        peaks: peak device bytes in each phase (forward, backward, optimizer), by kind.
-        host_peak: peak bytes of host memory.
-        profile: the step's memory over time, as --profile-memory records it.
-        repeat: the events of the trace that repeat for the micro-batches that did not run; None: all ran.
-        allocations: (storage, change of its bytes) on the device in their order, beginning with what existed before
-            the step, and those that repeat.
-    """
+    """Trace and memory of one rank's step."""
 
     rank: int
-    peaks: dict[str, dict[str, int]]
-    host_peak: int
+    peaks: dict[str, dict[str, int]]  # peak device bytes in each phase (forward, backward, optimizer), by kind
+    host_peak: int  # peak bytes of host memory
     trace: Trace
-    profile: Profile = field(repr=False)
+    profile: Profile = field(repr=False)  # the step's memory over time, as --profile-memory records it
+    # the events of the trace that repeat for the micro-batches that did not run; None: all ran
     repeat: Repeat | None = None
+    # (storage, change of its bytes) on the device in their order, beginning with what existed before the step, and
+    # those that repeat
     allocations: Allocations = field(default_factory=lambda: Allocations([]), repr=False)
 
     @property

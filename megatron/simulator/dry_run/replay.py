@@ -41,18 +41,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stretch:
-    """The micro-batches to run instead of all, and those of them that repeat.
+    """The micro-batches to run instead of all, and those of them that repeat."""
 
-    Attributes:
-        micro_batches: to run.
-        first, passes: the part that repeats begins with the forward pass ``first`` and has ``passes`` of them.
-        times: how often it repeats after it has run.
-    """
-
-    micro_batches: int
+    micro_batches: int  # to run
+    # first, passes: the part that repeats begins with the forward pass `first` and has `passes` of them
     first: int
     passes: int
-    times: int
+    times: int  # how often it repeats after it has run
 
 
 @dataclass(frozen=True)
@@ -144,26 +139,17 @@ class Interval(NamedTuple):
 
 @dataclass
 class Replay:
-    """The result of a replay.
+    """The result of a replay."""
 
-    Attributes:
-        seconds: of the step, until all streams are done.
-        busy: seconds of work by stream.
-        exposed: the step's seconds by cause: compute by kind (gemm, attention, memory), and waiting for an axis, ``host
-            load``, ``host store`` or ``launching``. They add up to ``seconds``.
-        phases: (name, begin) of each.
-        spans: events in the order of the trace; empty if they were not kept.
-        waits: compute between collectives that compute waited for.
-        marks: number of spans before each phase.
-    """
-
-    seconds: float
-    busy: dict[str, float]
+    seconds: float  # of the step, until all streams are done
+    busy: dict[str, float]  # seconds of work by stream
+    # the step's seconds by cause: compute by kind (gemm, attention, memory), and waiting for an axis, `host load`,
+    # `host store` or `launching`. They add up to `seconds`.
     exposed: dict[str, float]
-    phases: list[tuple[str, float]]
-    spans: list[Interval]
-    waits: Waits = field(default_factory=Waits)
-    marks: list[int] = field(default_factory=list)
+    phases: list[tuple[str, float]]  # (name, begin) of each
+    spans: list[Interval]  # events in the order of the trace; empty if they were not kept
+    waits: Waits = field(default_factory=Waits)  # compute between collectives that compute waited for
+    marks: list[int] = field(default_factory=list)  # number of spans before each phase
 
     def mfu(self, model_flops: float, peak: float) -> float:
         """The rank's share of the model's FLOPs, without recompute, over what ``peak`` FLOP/s allow in the time."""

@@ -20,21 +20,13 @@ import numpy as np
 from megatron.simulator.dry_run.dry_run import DryRun, RankReport
 from megatron.simulator.dry_run.replay import HOST, Interval, Replay, duration
 from megatron.simulator.dry_run.whole_step import Placed, stage_name
-from megatron.training.report.memory_picture import GREY, INK, PHASES
+from megatron.training.report.memory_picture import GREY, INK, PHASES, pyplot_for_files
 
 COLUMNS = 1200
 COLOURS = {
-    "gemm": "#0072b2",
-    "attention": "#e69f00",
-    "memory": "#8a8a8a",
-    "tp": "#009e73",
-    "ulysses": "#56b4e9",
-    "ring": "#cc6677",
-    "dp": "#aa4499",
-    "pp": "#999933",
-    "host load": "#d55e00",
-    "host store": "#882255",
-}
+    "gemm": "#0072b2", "attention": "#e69f00", "memory": "#8a8a8a", "tp": "#009e73", "ulysses": "#56b4e9",
+    "ring": "#cc6677", "dp": "#aa4499", "pp": "#999933", "host load": "#d55e00", "host store": "#882255",
+}  # fmt: skip
 OTHER = "#444444"
 LANES = ("compute", "tp", "ulysses", "ring", "dp", "pp")
 NAMES = {"gemm": "matrix products", "memory": "other kernels"}
@@ -82,11 +74,7 @@ def draw(result: Replay, output: str | Path, title: str = "one step") -> None:
     """
     if not result.spans or not result.seconds:
         raise ValueError("nothing to draw: the replay has no spans, or none that takes time")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = pyplot_for_files()
     scale, unit = (1e3, "ms") if result.seconds < 10 else (1.0, "s")
     edges = np.linspace(0.0, result.seconds, COLUMNS + 1)
     filled, names = shares(result.spans, edges), lanes(result)

@@ -31,22 +31,13 @@ FILES = {
     "fpdt/": "FPDT: copies, sums",
 }
 FUNCTIONS = {"packed": "ring: buffers"}  # of attention/merge.py
-# Otherwise, purpose by the recorder's name of the operation.
+# Otherwise, the recorder's names of the operations by purpose.
 NAMES = {
-    "rms_norm": "norm",
-    "rms_norm_backward": "norm",
-    "native_layer_norm": "norm",
-    "native_layer_norm_backward": "norm",
-    "swiglu": "activation",
-    "swiglu_back": "activation",
-    "bias_swiglu": "activation",
-    "bias_swiglu_back": "activation",
-    "bias_dropout_add_fused_train": "residual",
-    "bias_dropout_add_fused_inference": "residual",
-    "add": "residual",  # of the gradients of both branches
-    "cat": "QKV: split, joined",
-    "clone": "QKV: split, joined",
-    "add_": "weight gradients: fp32 sums",
+    "norm": "rms_norm rms_norm_backward native_layer_norm native_layer_norm_backward",
+    "activation": "swiglu swiglu_back bias_swiglu bias_swiglu_back",
+    "residual": "bias_dropout_add_fused_train bias_dropout_add_fused_inference add",  # add: gradients of both branches
+    "QKV: split, joined": "cat clone",
+    "weight gradients: fp32 sums": "add_",
 }
 REST = "other"
 
@@ -100,7 +91,7 @@ def group_of(kernel: Kernel) -> str:
                 if file.startswith(begins):
                     return group
         frame = frame.f_back
-    return NAMES.get(kernel.name, REST)
+    return next((purpose for purpose, names in NAMES.items() if kernel.name in names.split()), REST)
 
 
 def layer_traffic(

@@ -102,18 +102,12 @@ END = "gradients"  # name of the phase between the last pass and the optimizer
 
 @dataclass(frozen=True)
 class Pass:
-    """A phase of a rank's step.
-
-    Attributes:
-        seconds: from its begin to that of the next phase.
-        sent: seconds from its begin until its message has arrived; ``seconds`` if it sends none.
-        spans: in program order; seconds from its begin.
-    """
+    """A phase of a rank's step."""
 
     name: str
-    seconds: float
-    sent: float
-    spans: list[Interval]
+    seconds: float  # from its begin to that of the next phase
+    sent: float  # seconds from its begin until its message has arrived; `seconds` if it sends none
+    spans: list[Interval]  # in program order; seconds from its begin
 
 
 @dataclass(frozen=True)

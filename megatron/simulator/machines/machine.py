@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import exp, log
@@ -22,13 +23,10 @@ class Rate:
     """FLOP/s of a kind of kernel by size: points (size, FLOP/s), with logarithmic interpolation.
 
     Kernels smaller than the first point take as long as it; larger ones than the last point have its rate.
-
-    Attributes:
-        power: a kernel's FLOPs grow with this power of its size, and below the first point so does the rate.
     """
 
     points: tuple[tuple[float, float], ...]
-    power: float = 3.0
+    power: float = 3.0  # a kernel's FLOPs grow with this power of its size, and below the first point so does the rate
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_logs", [log(size) for size, _ in self.points])
@@ -49,34 +47,25 @@ class Rate:
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured bandwidth and latency of one kind of transfer over a link.
+    """Measured bandwidth and latency of one kind of transfer over a link."""
 
-    Attributes:
-        bandwidth: bytes per second that each rank sends, while all devices of the node take part.
-        latency: seconds of a hop, or of each of the n - 1 steps of a collective among n ranks.
-    """
-
-    bandwidth: float
-    latency: float
+    bandwidth: float  # bytes per second that each rank sends, while all devices of the node take part
+    latency: float  # seconds of a hop, or of each of the n - 1 steps of a collective among n ranks
 
 
 @dataclass(frozen=True)
 class Link:
-    """A connection of a device.
+    """A connection of a device."""
 
-    Attributes:
-        bandwidth: bytes per second and direction that one device gets while all others of its node use theirs; of a
-            shared bus, the device's part.
-        latency: seconds of a message.
-        kinds: measured figures by kind of transfer (:data:`KINDS`); other kinds use ``bandwidth`` and ``latency``.
-        gpus_per_card: of a network: neighbouring devices of a node that share a network card. While only one of them
-            sends, it has the bandwidth of all.
-    """
-
+    # bytes per second and direction that one device gets while all others of its node use theirs; of a shared bus, the
+    # device's part
     bandwidth: float
-    latency: float
+    latency: float  # seconds of a message
     name: str = ""
+    # measured figures by kind of transfer (KINDS); other kinds use `bandwidth` and `latency`
     kinds: dict[str, Measured] = field(default_factory=dict, hash=False)
+    # of a network: neighbouring devices of a node that share a network card. While only one of them sends, it has the
+    # bandwidth of all.
     gpus_per_card: int = 1
 
     def of(self, kind: str) -> Link | Measured:
@@ -99,106 +88,78 @@ class Power:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The constants that are fitted to a cluster; each is the share that is reached of another figure of the file.
+    """The constants that are fitted to a cluster; each is the share that is reached of another figure of the file."""
 
-    Attributes:
-        gemm, attention: of their rates. memory: of the memory's bandwidth, for kernels bound by it.
-        link: of a node's links, for collectives by rings. all_to_all, p2p: the same for these, in a node.
-        network, host: of these links.
-        overlap: share of a transfer's time that does not slow down concurrent compute; during the rest compute stops,
-            because NCCL's kernels use multiprocessors and memory bandwidth. Host copies use neither.
-        network_all_to_all: for all_to_all between nodes, in addition to ``network``.
-        interleaved: share of the further network cards that a collective uses whose ranks on a node are not neighbours,
-            such as DP with TP. 0: one card only.
-        fp8: of the speed-up over bf16 that the two peaks promise.
-    """
-
-    gemm: float = 1.0
-    attention: float = 1.0
-    memory: float = 1.0
-    link: float = 1.0
-    all_to_all: float = 1.0
-    p2p: float = 1.0
-    network: float = 1.0
-    host: float = 1.0
+    gemm: float = 1.0  # of their rates
+    attention: float = 1.0  # of their rates
+    memory: float = 1.0  # of the memory's bandwidth, for kernels bound by it
+    link: float = 1.0  # of a node's links, for collectives by rings
+    all_to_all: float = 1.0  # the same for these, in a node
+    p2p: float = 1.0  # the same for these, in a node
+    network: float = 1.0  # of these links
+    host: float = 1.0  # of these links
+    # share of a transfer's time that does not slow down concurrent compute; during the rest compute stops, because
+    # NCCL's kernels use multiprocessors and memory bandwidth. Host copies use neither.
     overlap: float = 1.0
-    network_all_to_all: float = 1.0
+    network_all_to_all: float = 1.0  # for all_to_all between nodes, in addition to `network`
+    # share of the further network cards that a collective uses whose ranks on a node are not neighbours, such as DP
+    # with TP. 0: one card only.
     interleaved: float = 1.0
-    fp8: float = 1.0
+    fp8: float = 1.0  # of the speed-up over bf16 that the two peaks promise
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """Bytes of device memory that no tensor holds; None: the defaults of allocation/reserved.py.
+    """Bytes of device memory that no tensor holds; None: the defaults of allocation/reserved.py."""
 
-    Attributes:
-        context: of the CUDA context with the loaded kernels. cublas: of cuBLAS' workspace.
-        nccl: of a communicator's buffers in a node; nccl_network: of one between nodes.
-    """
-
-    context: float | None = None
-    cublas: float | None = None
-    nccl: float | None = None
-    nccl_network: float | None = None
+    context: float | None = None  # of the CUDA context with the loaded kernels
+    cublas: float | None = None  # of cuBLAS' workspace
+    nccl: float | None = None  # of a communicator's buffers in a node
+    nccl_network: float | None = None  # of one between nodes
 
 
 @hashed_once
 @dataclass(frozen=True)
 class Machine:
-    """A kind of GPU in its node and cluster.
-
-    Attributes:
-        memory: bytes of device memory; reserved: bytes of it for contexts, libraries and fragmentation.
-        peak: dense FLOP/s of the data sheet by dtype: ``bf16``, ``fp32``, if available ``fp8``, and on Blackwell
-            ``mxfp8``. MFU is measured against bf16's.
-        memory_bandwidth: bytes per second.
-        gemm, attention, attention_backward: rates by size (see cost/seconds.py). Attention counts as causal (half of
-            the pairs), its backward pass as five matrix products, 2.5 times the FLOPs of forward.
-        launch: least seconds of a kernel.
-        gpus: of a node. link: between them. host_link: to host memory, while all GPUs of a node copy.
-        host_memory: bytes of a node. network: between nodes, for one GPU.
-        sources: where each figure comes from.
-        collective: least seconds of a transfer, without its links' latency. With ``collectives`` it applies to
-            all_to_all and p2p only; the other kinds have their ``start``.
-        head_size: share of the attention rates by head size.
-        dtype: of the rates; those of other dtypes differ by the ratio of the peaks.
-        capability: of the GPU, major and minor version.
-        kernels: share of the attention rates that each attention kernel reaches; 1 for names that are missing.
-        attention_kernel: runs wherever it can; ``auto``: the first kernel that PyTorch has for the capability.
-        power: watts; None: the GPU runs under the limit that its rates were measured under.
-        collectives: NCCL's algorithms; the links' latency counts as far as it exceeds that of NCCL's table. None: rings
-            at one rate, with the links' latency.
-        dispatch: seconds in which the host launches a kernel or a transfer; 0: the host is never the bottleneck.
-        runtime: device memory of contexts and libraries, which is part of ``reserved``.
-        uncertain: lowest and highest value of a share of ``calibration``, where measurements disagree.
-    """
+    """A kind of GPU in its node and cluster."""
 
     name: str
-    memory: float
-    reserved: float
+    memory: float  # bytes of device memory
+    reserved: float  # bytes of it for contexts, libraries and fragmentation
+    # dense FLOP/s of the data sheet by dtype: `bf16`, `fp32`, if available `fp8`, and on Blackwell `mxfp8`. MFU is
+    # measured against bf16's.
     peak: dict[str, float] = field(hash=False)
-    memory_bandwidth: float
+    memory_bandwidth: float  # bytes per second
+    # gemm, attention, attention_backward: rates by size (see cost/seconds.py). Attention counts as causal (half of the
+    # pairs), its backward pass as five matrix products, 2.5 times the FLOPs of forward.
     gemm: Rate
     attention: Rate
     attention_backward: Rate
-    launch: float
-    gpus: int
-    link: Link
-    host_link: Link
-    host_memory: float
-    network: Link
-    sources: dict[str, str] = field(default_factory=dict, hash=False)
+    launch: float  # least seconds of a kernel
+    gpus: int  # of a node
+    link: Link  # between them
+    host_link: Link  # to host memory, while all GPUs of a node copy
+    host_memory: float  # bytes of a node
+    network: Link  # between nodes, for one GPU
+    sources: dict[str, str] = field(default_factory=dict, hash=False)  # where each figure comes from
+    # least seconds of a transfer, without its links' latency. With `collectives` it applies to all_to_all and p2p only;
+    # the other kinds have their `start`.
     collective: float = 0.0
-    head_size: Rate = Rate(((128.0, 1.0),), power=0.0)
-    dtype: str = "bf16"
+    head_size: Rate = Rate(((128.0, 1.0),), power=0.0)  # share of the attention rates by head size
+    dtype: str = "bf16"  # of the rates; those of other dtypes differ by the ratio of the peaks
     calibration: Calibration = Calibration()
-    capability: tuple[int, int] = (8, 0)
+    capability: tuple[int, int] = (8, 0)  # of the GPU, major and minor version
+    # share of the attention rates that each attention kernel reaches; 1 for names that are missing
     kernels: dict[str, float] = field(default_factory=dict, hash=False)
-    attention_kernel: str = "auto"
-    power: Power | None = None
+    attention_kernel: str = "auto"  # runs wherever it can; `auto`: the first kernel that PyTorch has for the capability
+    power: Power | None = None  # watts; None: the GPU runs under the limit that its rates were measured under
+    # NCCL's algorithms; the links' latency counts as far as it exceeds that of NCCL's table. None: rings at one rate,
+    # with the links' latency.
     collectives: Collectives | None = None
+    # seconds in which the host launches a kernel or a transfer; 0: the host is never the bottleneck
     dispatch: float = 0.0
-    runtime: Runtime = Runtime()
+    runtime: Runtime = Runtime()  # device memory of contexts and libraries, which is part of `reserved`
+    # lowest and highest value of a share of `calibration`, where measurements disagree
     uncertain: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -213,7 +174,15 @@ class Machine:
         self, name: str, dtype: torch.dtype, head_dim: int, *, many_tiles: bool = False, **needs: bool
     ) -> str:
         """The kernel that ``name`` means on this machine; see `kernels.choose_on`. Raises KernelUnavailable."""
-        return _choose(self.capability, self.attention_kernel, name, dtype, head_dim, many_tiles=many_tiles, **needs)
+        from megatron.context_parallel.attention.kernels import KernelUnavailable, choose_on
+
+        how = {"many_tiles": many_tiles, **needs}
+        if self.attention_kernel == "flash_attn":
+            how["flash_attn"] = 3 if self.capability == (9, 0) else 2
+        elif self.attention_kernel != "auto" and name == "auto" and not many_tiles:
+            with suppress(KernelUnavailable):
+                return choose_on(self.attention_kernel, self.capability, dtype, head_dim, **how)
+        return choose_on(name, self.capability, dtype, head_dim, **how)
 
     def slowest_and_fastest(self) -> tuple[Machine, Machine]:
         """This machine with all uncertain shares at their lowest, and at their highest."""
@@ -230,29 +199,6 @@ class Machine:
     def usable_memory(self) -> float:
         """Bytes that a training program can fill."""
         return self.memory - self.reserved
-
-
-def _choose(
-    capability: tuple[int, int],
-    attention_kernel: str,
-    name: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    *,
-    many_tiles: bool = False,
-    **needs: bool,
-) -> str:
-    from megatron.context_parallel.attention.kernels import KernelUnavailable, choose_on
-
-    how = {"many_tiles": many_tiles, **needs}
-    if attention_kernel == "flash_attn":
-        how["flash_attn"] = 3 if capability == (9, 0) else 2
-    elif attention_kernel != "auto" and name == "auto" and not many_tiles:
-        try:
-            return choose_on(attention_kernel, capability, dtype, head_dim, **how)
-        except KernelUnavailable:
-            pass
-    return choose_on(name, capability, dtype, head_dim, **how)
 
 
 @lru_cache(maxsize=1024)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -154,6 +154,14 @@ def refuse_unknown(path: Path, where: str, raw: Json, names: list[str]) -> None:
             raise Refusal(f"{path}: {where}{key}: no such field; {hint}")
 
 
+def members(path: Path, name: str, value: Any, what: str, names: Iterable[str]) -> Json:
+    """A JSON object that may only have the members ``names``; ``what``: its contents, for the message."""
+    if not isinstance(value, dict):
+        raise Refusal(f"{path}: {name}: must be an object with {what}, not {short(value)}")
+    refuse_unknown(path, f"{name}.", value, list(names))
+    return value
+
+
 def number(path: Path, name: str, value: Any, *, above: bool = True) -> float:
     """A number above 0; with ``above`` False, of 0 or more."""
     good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -221,10 +229,8 @@ def capability(path: Path, name: str, value: Any) -> tuple[int, int]:
 
 
 def kernel_shares(path: Path, name: str, value: Any) -> dict[str, float]:
-    if not isinstance(value, dict):
-        raise Refusal(f"{path}: {name}: must be an object with shares by kernel, not {short(value)}")
-    refuse_unknown(path, f"{name}.", value, list(PRICED))
-    return {kernel: share(path, f"{name}.{kernel}", item) for kernel, item in value.items()}
+    shares = members(path, name, value, "shares by kernel", PRICED)
+    return {kernel: share(path, f"{name}.{kernel}", item) for kernel, item in shares.items()}
 
 
 def kernel_name(path: Path, name: str, value: Any) -> str:
@@ -237,9 +243,7 @@ def record(kind: type, readers: dict[str, Callable], needed: tuple[str, ...] = (
     """A reader of a JSON object as a dataclass."""
 
     def read(path: Path, name: str, value: Any) -> Any:
-        if not isinstance(value, dict):
-            raise Refusal(f"{path}: {name}: must be an object with {', '.join(readers)}, not {short(value)}")
-        refuse_unknown(path, f"{name}.", value, list(readers))
+        members(path, name, value, ", ".join(readers), readers)
         for key in needed:
             if key not in value:
                 raise Refusal(f"{path}: {name}.{key}: missing")
@@ -250,11 +254,8 @@ def record(kind: type, readers: dict[str, Callable], needed: tuple[str, ...] = (
 
 def ranges(path: Path, name: str, value: Any) -> dict[str, tuple[float, float]]:
     """[lowest, highest] of shares of ``calibration``, by name."""
-    if not isinstance(value, dict):
-        raise Refusal(f"{path}: {name}: must be an object with [lowest, highest] by share, not {short(value)}")
-    refuse_unknown(path, f"{name}.", value, [f.name for f in fields(Calibration)])
-    result = {}
-    for key, item in value.items():
+    result, names = {}, [f.name for f in fields(Calibration)]
+    for key, item in members(path, name, value, "[lowest, highest] by share", names).items():
         where = f"{path}: {name}.{key}"
         if not isinstance(item, list) or len(item) != 2:
             raise Refusal(f"{where}: must be [lowest, highest], not {short(item)}")
@@ -287,9 +288,7 @@ def collectives(path: Path, name: str, value: Any) -> Collectives:
                 raise Refusal(f"{path}: {where}: NCCL always has it")
             given[key] = None
         elif key in ALGORITHMS:
-            if not isinstance(item, dict):
-                raise Refusal(f"{path}: {where}: must be an object with {', '.join(ALGORITHM)}, not {short(item)}")
-            refuse_unknown(path, f"{where}.", item, list(ALGORITHM))
+            members(path, where, item, ", ".join(ALGORITHM), ALGORITHM)
             figures = {part: ALGORITHM[part](path, f"{where}.{part}", figure) for part, figure in item.items()}
             if (default := getattr(base, key)) is None:
                 for part in ("start", "step", "hop", "between" if key == "nvls_tree" else "share"):
@@ -307,10 +306,8 @@ def notes(path: Path, name: str, value: Any) -> dict[str, str]:
 
 def kinds(path: Path, name: str, value: Any) -> dict[str, Measured]:
     """Measured figures by kind of transfer."""
-    if not isinstance(value, dict):
-        raise Refusal(f"{path}: {name}: must be an object with {', '.join(KINDS)}, not {short(value)}")
-    refuse_unknown(path, f"{name}.", value, list(KINDS))
-    return {kind: MEASURED(path, f"{name}.{kind}", item) for kind, item in value.items()}
+    figures = members(path, name, value, ", ".join(KINDS), KINDS)
+    return {kind: MEASURED(path, f"{name}.{kind}", item) for kind, item in figures.items()}
 
 
 MEASURED = record(Measured, {"bandwidth": number, "latency": seconds}, ("bandwidth", "latency"))
@@ -320,30 +317,22 @@ LINK = record(Link, LINK_FIELDS | {"kinds": kinds}, ("bandwidth", "latency"))
 NETWORK = record(Link, LINK_FIELDS | {"kinds": kinds, "gpus_per_card": whole}, ("bandwidth", "latency"))
 ALGORITHM = {"start": seconds, "step": seconds, "hop": seconds, "share": share, "between": share, "limits": limits}
 READERS: dict[str, Callable] = {
+    **dict.fromkeys(("memory", "memory_bandwidth", "host_memory"), number),
+    **dict.fromkeys(("reserved", "launch", "collective", "dispatch"), seconds),
+    **dict.fromkeys(("gemm", "attention", "attention_backward", "head_size"), rate),
     "name": label,
-    "memory": number,
-    "reserved": seconds,
     "peak": peak,
-    "memory_bandwidth": number,
-    "gemm": rate,
-    "attention": rate,
-    "attention_backward": rate,
-    "launch": seconds,
     "gpus": whole,
     "link": LINK,
     "host_link": HOST_LINK,
-    "host_memory": number,
     "network": NETWORK,
     "sources": notes,
-    "collective": seconds,
-    "head_size": rate,
     "dtype": dtype_name,
     "capability": capability,
     "kernels": kernel_shares,
     "attention_kernel": kernel_name,
     "power": record(Power, {"limit": number, "rated": number, "idle": seconds}, ("limit", "rated", "idle")),
     "collectives": collectives,
-    "dispatch": seconds,
     "runtime": record(Runtime, {f.name: seconds for f in fields(Runtime)}),
     "calibration": record(Calibration, {f.name: share for f in fields(Calibration)}),
     "uncertain": ranges,

@@ -20,20 +20,14 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Effort:
-    """Sizes and durations of a measurement.
+    """Sizes and durations of a measurement."""
 
-    Attributes:
-        window: seconds to spend on one figure, at least one call.
-        gemm: sizes of square products. attention: sequence lengths. heads: of attention.
-        copy_bytes: of a copy. message_bytes: of the large message of a collective.
-    """
-
-    window: float
-    gemm: tuple[int, ...]
-    attention: tuple[int, ...]
-    heads: int
-    copy_bytes: int
-    message_bytes: int
+    window: float  # seconds to spend on one figure, at least one call
+    gemm: tuple[int, ...]  # sizes of square products
+    attention: tuple[int, ...]  # sequence lengths
+    heads: int  # of attention
+    copy_bytes: int  # of a copy
+    message_bytes: int  # of the large message of a collective
 
 
 def effort(device: str, quick: bool) -> Effort:

@@ -34,23 +34,18 @@ CALLS = 200  # most calls in a batch
 
 @dataclass(frozen=True)
 class Figures:
-    """(Latency in seconds, bytes per second) by kind of transfer, and of host copies.
+    """(Latency in seconds, bytes per second) by kind of transfer, and of host copies."""
 
-    Attributes:
-        node: among the processes of a node; empty with one process.
-        network: among one process of each node, while the other processes do the same; empty with one node.
-        host: bytes per second and latency in seconds, while all processes copy.
-        alone: bytes per second between nodes, of p2p by one process of a node while its others idle; 0: not measured.
-        buffers: bytes that NCCL allocates for a communicator, in a node (``nccl``) and between nodes
-            (``nccl_network``); empty without GPUs.
-    """
-
-    node: dict[str, tuple[float, float]]
+    node: dict[str, tuple[float, float]]  # among the processes of a node; empty with one process
+    # among one process of each node, while the other processes do the same; empty with one node
     network: dict[str, tuple[float, float]]
-    host: tuple[float, float]
+    host: tuple[float, float]  # bytes per second and latency in seconds, while all processes copy
     processes: int
     nodes: int
+    # bytes per second between nodes, of p2p by one process of a node while its others idle; 0: not measured
     alone: float = 0.0
+    # bytes that NCCL allocates for a communicator, in a node (`nccl`) and between nodes (`nccl_network`); empty without
+    # GPUs
     buffers: dict[str, int] = field(default_factory=dict)
 
 
@@ -108,11 +103,7 @@ def seconds_together(
 
 
 def latency_and_bandwidth(
-    kind: str,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    plan: Effort,
-    everyone: dist.ProcessGroup | None = None,
+    kind: str, group: dist.ProcessGroup, device: torch.device, plan: Effort, everyone: dist.ProcessGroup | None = None
 ) -> tuple[float, float]:
     """(latency in seconds, bytes per second), from a small and a large message.
 

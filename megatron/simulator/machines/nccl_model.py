@@ -17,43 +17,32 @@ LL128_TREE_HOP = 8.5e-6  # seconds between nodes, of a tree, and of a ring with 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An algorithm with a protocol.
+    """An algorithm with a protocol."""
 
-    Attributes:
-        start: seconds before the first byte moves; step: seconds of a hop in a node; hop: of one between nodes.
-        share: share of plain rings' bandwidth that it reaches in a node; between: the same between nodes.
-        limits: most bytes per second in a node, on two nodes, on more.
-    """
-
-    start: float
-    step: float
-    hop: float
-    share: float = 1.0
-    between: float = 1.0
-    limits: tuple[float, float, float] = (inf, inf, inf)
+    start: float  # seconds before the first byte moves
+    step: float  # seconds of a hop in a node
+    hop: float  # of one between nodes
+    share: float = 1.0  # share of plain rings' bandwidth that it reaches in a node
+    between: float = 1.0  # the same between nodes
+    limits: tuple[float, float, float] = (inf, inf, inf)  # most bytes per second in a node, on two nodes, on more
 
 
 @dataclass(frozen=True)
 class Collectives:
-    """The algorithms that NCCL can choose from on a kind of GPU; None: not available.
+    """The algorithms that NCCL can choose from on a kind of GPU; None: not available."""
 
-    Attributes:
-        post: seconds per step in which the host posts work to a network card; three times that for Simple.
-        ring_ll, ring_ll128, ring_simple: rings. tree_ll, tree_ll128, tree_simple: trees, for all_reduce only.
-        nvls: all_reduce in a node, summed by NVSwitch; nvls_tree: the same in each node, with a tree between nodes.
-            Their ``share`` counts bytes of the tensor, not the bytes that rings would send.
-        pat: all_gather and reduce_scatter with one rank per node: a ``step`` per rank, a ``hop`` per doubling.
-    """
-
-    post: float
+    post: float  # seconds per step in which the host posts work to a network card; three times that for Simple
     ring_ll: Algorithm
     ring_simple: Algorithm
-    tree_ll: Algorithm
+    tree_ll: Algorithm  # trees are for all_reduce only
     tree_simple: Algorithm
     ring_ll128: Algorithm | None = None
     tree_ll128: Algorithm | None = None
-    nvls: Algorithm | None = None
+    nvls: Algorithm | None = None  # all_reduce in a node, summed by NVSwitch
+    # the same in each node, with a tree between nodes. Their `share` counts bytes of the tensor, not the bytes that
+    # rings would send.
     nvls_tree: Algorithm | None = None
+    # all_gather and reduce_scatter with one rank per node: a `step` per rank, a `hop` per doubling
     pat: Algorithm | None = None
 
     def protocols(self) -> list[tuple[str, Algorithm | None, Algorithm | None]]:

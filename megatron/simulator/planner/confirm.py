@@ -25,21 +25,15 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @dataclass(frozen=True)
 class Confirmation:
-    """A plan, and the result of its dry run.
-
-    Attributes:
-        device, host: bytes allocated on the rank that needs most.
-        seconds: of a step.
-        process: bytes that the GPU needs in all, with the better of the allocator's settings; 0: unknown.
-    """
+    """A plan, and the result of its dry run."""
 
     plan: Plan
-    device: int
-    host: int
-    seconds: float
+    device: int  # bytes allocated on the rank that needs most
+    host: int  # bytes allocated on the rank that needs most
+    seconds: float  # of a step
     mfu: float
     fits: bool
-    process: int = 0
+    process: int = 0  # bytes that the GPU needs in all, with the better of the allocator's settings; 0: unknown
 
     def table(self) -> Table:
         table = Table("", "planned", "dry run", "difference", title="Plan and dry run", title_justify="left")
@@ -67,11 +61,7 @@ class Confirmation:
 
 
 def confirm(report: Report, plan: Plan, gpu: str) -> Confirmation:
-    """Run the dry run of a plan and compare.
-
-    Raises:
-        Refusal: the program refuses the plan, or the dry run fails.
-    """
+    """Run the dry run of a plan and compare. Raises Refusal if the program refuses the plan, or the dry run fails."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "dry_run.json"
         entry, *flags = report.program(plan.strategy)

@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 from math import ceil
 
-from megatron.formulas.strategy import Strategy, Workload
+from megatron.formulas.strategy import Strategy
 from megatron.simulator.cost.estimate import estimate
 from megatron.simulator.dry_run.replay import duration
 from megatron.simulator.planner.plans import Fit, Plan, Problem
@@ -249,10 +249,15 @@ def padded_length(problem: Problem) -> int:
 
 
 def padded_problem(problem: Problem) -> Problem:
-    """The problem with sequences of :func:`padded_length`; the same object if they are no longer."""
-    length = padded_length(problem)
-    same = length == problem.workload.seq_length
-    return problem if same else replace(problem, workload=_longer(problem.workload, length))
+    """The problem with sequences of :func:`padded_length`, and as many learned positions, if it has these.
+
+    The same object if they are no longer.
+    """
+    length, workload, shape = padded_length(problem), problem.workload, problem.workload.shape
+    if length == workload.seq_length:
+        return problem
+    longer = replace(shape, positions=max(shape.positions, length) if shape.positions else 0)
+    return replace(problem, workload=replace(workload, seq_length=length, shape=longer))
 
 
 def padding_words(problem: Problem, plan: Plan) -> str:
@@ -269,10 +274,3 @@ def padding_words(problem: Problem, plan: Plan) -> str:
         f"--seq-length {length} divides badly: padded to --seq-length {padded}, {grid_words(best.strategy)} takes "
         f"{duration(best.seconds)} per step instead of {duration(plan.seconds)}"
     )
-
-
-def _longer(workload: Workload, length: int) -> Workload:
-    """The workload with longer sequences and, if it has learned positions, as many of them."""
-    shape = workload.shape
-    positions = max(shape.positions, length) if shape.positions else 0
-    return replace(workload, seq_length=length, shape=replace(shape, positions=positions))

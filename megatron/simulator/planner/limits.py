@@ -107,17 +107,12 @@ def fewest_gpus(problem: Problem) -> int | None:
 
 @dataclass(frozen=True)
 class Offer:
-    """A kind and number of GPUs to choose from, with its plans.
-
-    Attributes:
-        plans: fastest first; if none leaves enough memory, those that leave less.
-        run: time and cost of the complete run with the first plan; None: unknown.
-    """
+    """A kind and number of GPUs to choose from, with its plans."""
 
     problem: Problem
     found: SearchResult
-    plans: list[Plan]
-    run: Run | None
+    plans: list[Plan]  # fastest first; if none leaves enough memory, those that leave less
+    run: Run | None  # time and cost of the complete run with the first plan; None: unknown
 
     @property
     def plan(self) -> Plan:

@@ -133,12 +133,7 @@ def strategies(shape: Shape, *, gpus: int, tensor: int, pipeline: int, seq_lengt
 
 
 def rows(
-    shape: Shape,
-    seq_length: int,
-    strategies: Iterator[Strategy],
-    *,
-    itemsize: int = 2,
-    machine: Machine | None = None,
+    shape: Shape, seq_length: int, strategies: Iterator[Strategy], *, itemsize: int = 2, machine: Machine | None = None
 ) -> list[Row]:
     """For each strategy, the memory of the first or the last pipeline stage, whichever needs more."""
     result = []

@@ -19,6 +19,7 @@ from megatron.simulator.planner.request import JOB, Request
 from megatron.simulator.planner.run_cost import Run
 from megatron.simulator.planner.search import SearchResult, all_strategies
 from megatron.training.refusal import Refusal
+from megatron.training.report.memory_picture import INK, pyplot_for_files
 
 
 def training_flags(workload: Workload, strategy: Strategy) -> list[str]:
@@ -183,7 +184,7 @@ class Report:
 
 MOST = 12000  # if there are more strategies, the picture shows only those that the search has priced
 SLOWEST = 1.6  # slowest plan in the picture, as a multiple of the winner's time
-INK, BLUE, RED, GREEN = "#222222", "#0072b2", "#cc6677", "#009e73"
+BLUE, RED, GREEN = "#0072b2", "#cc6677", "#009e73"
 
 
 def front(plans: list[Plan]) -> list[Plan]:
@@ -201,11 +202,7 @@ def draw(result: SearchResult, problem: Problem, output: str, model: str) -> Non
     Raises:
         Refusal: it cannot be written.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = pyplot_for_files()
     winner, room = result.plans[0], problem.machine.usable_memory / GIB
     figure, axes = pyplot.subplots(figsize=(9.5, 5.6), dpi=120, layout="constrained")
     every = [*result.fitting, *result.failing]

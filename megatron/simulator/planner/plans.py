@@ -19,19 +19,14 @@ Grid = tuple[int, int, int, int, int]
 
 @dataclass(frozen=True)
 class Problem:
-    """What is planned: a workload on ``gpus`` GPUs of a machine, within the user's limits.
-
-    Attributes:
-        spare: bytes of a device that a plan must leave free.
-        node: GPUs of a node, if only ``machine.gpus`` of them are used; 0: all are used.
-    """
+    """What is planned: a workload on ``gpus`` GPUs of a machine, within the user's limits."""
 
     workload: Workload
     gpus: int
     machine: Machine
     limits: Limits = Limits()
-    spare: float = 0.0
-    node: int = 0
+    spare: float = 0.0  # bytes of a device that a plan must leave free
+    node: int = 0  # GPUs of a node, if only `machine.gpus` of them are used; 0: all are used
 
     @property
     def gpus_per_node(self) -> int:
@@ -51,18 +46,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Fit:
-    """A strategy, and whether it fits.
-
-    Attributes:
-        memory: of the pipeline stage that needs most.
-        room: usable bytes of a device; host_room: usable host memory per GPU; spare: bytes of ``room`` to leave free.
-    """
+    """A strategy, and whether it fits."""
 
     strategy: Strategy
-    memory: Memory
-    room: float
-    host_room: float
-    spare: float = field(default=0.0, kw_only=True)
+    memory: Memory  # of the pipeline stage that needs most
+    room: float  # usable bytes of a device
+    host_room: float  # usable host memory per GPU
+    spare: float = field(default=0.0, kw_only=True)  # bytes of `room` to leave free
 
     @property
     def margin(self) -> float:

@@ -198,11 +198,7 @@ def _lengths(text: str) -> tuple[Callable[[], int], float]:
 
 
 def read_lengths(path: Path) -> list[int]:
-    """Lengths of a file's documents.
-
-    Raises:
-        Refusal: the file cannot be read, is truncated, or has no lengths.
-    """
+    """Lengths of a file's documents. Raises Refusal if the file cannot be read, is truncated, or has no lengths."""
     try:
         with path.open("rb") as file:
             if file.read(len(INDEX)) == INDEX:
@@ -236,18 +232,12 @@ JOB = "--micro-batch-size 1 --train-iters 1000 --lr 3e-4 --mock-data".split()
 
 @dataclass(frozen=True)
 class Request:
-    """A model, as flags of the training program, and its data.
+    """A model, as flags of the training program, and its data."""
 
-    Attributes:
-        flags: ``--model NAME``, or sizes; other sizes are a Llama's.
-        documents: lengths of packed documents (:func:`packed`); empty: a sample is one document.
-        window: tokens that a query sees, including itself; 0: all before it.
-    """
-
-    flags: tuple[str, ...]
+    flags: tuple[str, ...]  # `--model NAME`, or sizes; other sizes are a Llama's
     global_batch: int = 1
-    documents: str = ""
-    window: int = 0
+    documents: str = ""  # lengths of packed documents (see `packed`); empty: a sample is one document
+    window: int = 0  # tokens that a query sees, including itself; 0: all before it
 
     @property
     def entry(self) -> str:

@@ -27,52 +27,33 @@ STATE_BYTES = 14  # per parameter in a checkpoint: bf16 weight, fp32 main weight
 
 @dataclass(frozen=True)
 class Rates:
-    """Failure rates of a cluster, from a JSON file.
+    """Failure rates of a cluster, from a JSON file."""
 
-    Attributes:
-        gpu_hours_per_failure: GPU-hours between two failures that end a run, for any reason.
-        restart_minutes: from a failure to the next step, with loading.
-        save_gb_per_second: from one node to the storage; 10^9 bytes.
-        save_seconds: for which a save interrupts training; 0: computed from the checkpoint's size. An asynchronous save
-            interrupts it for seconds.
-        source: where the figures come from.
-    """
-
-    gpu_hours_per_failure: float
-    restart_minutes: float = 10.0
-    save_gb_per_second: float = 2.0
+    gpu_hours_per_failure: float  # GPU-hours between two failures that end a run, for any reason
+    restart_minutes: float = 10.0  # from a failure to the next step, with loading
+    save_gb_per_second: float = 2.0  # from one node to the storage; 10^9 bytes
+    # seconds for which a save interrupts training; 0: computed from the checkpoint's size. An asynchronous save
+    # interrupts it for seconds.
     save_seconds: float = 0.0
-    source: str = ""
+    source: str = ""  # where the figures come from
 
 
 @dataclass(frozen=True)
 class Interrupted:
-    """A run with failures.
+    """A run with failures."""
 
-    Attributes:
-        seconds: of the complete run.
-        failures: their number.
-        between: seconds between two failures.
-        interval: seconds of training between two saves.
-        save: seconds of a save.
-        saving, lost: seconds of the run for saves, and for repeated steps and restarts.
-    """
-
-    seconds: float
-    failures: float
-    between: float
-    interval: float
-    save: float
+    seconds: float  # of the complete run
+    failures: float  # their number
+    between: float  # seconds between two failures
+    interval: float  # seconds of training between two saves
+    save: float  # seconds of a save
+    # saving, lost: seconds of the run for saves, and for repeated steps and restarts
     saving: float
     lost: float
 
 
 def read_rates(path: Path) -> Rates:
-    """The rates of a JSON file.
-
-    Raises:
-        Refusal: the file cannot be read, or a field is unknown, missing or wrong.
-    """
+    """The rates of a JSON file. Raises Refusal if the file cannot be read, or a field is unknown, missing or wrong."""
     names = [field.name for field in fields(Rates)]
     raw = read_json(path, "--failures")
     if not isinstance(raw, dict) or "gpu_hours_per_failure" not in raw:
@@ -131,11 +112,7 @@ class Prices:
     currency: str
 
     def of(self, machine: str) -> float:
-        """The price for a machine.
-
-        Raises:
-            Refusal: there is none.
-        """
+        """The price for a machine. Raises Refusal if there is none."""
         if machine not in self.gpu_hour:
             known = ", ".join(sorted(self.gpu_hour))
             raise Refusal(f"--prices: no gpu_hour for {machine}; add it to the file, which has {known}")
@@ -144,37 +121,26 @@ class Prices:
 
 @dataclass(frozen=True)
 class Terms:
-    """Size and limits of a run.
+    """Size and limits of a run."""
 
-    Attributes:
-        tokens: to train on.
-        deadline: seconds; 0: none.
-        budget: money, or GPU-hours without prices; 0: none.
-    """
-
-    tokens: float
+    tokens: float  # to train on
     prices: Prices | None = None
     rates: Rates | None = None
-    deadline: float = 0.0
-    budget: float = 0.0
+    deadline: float = 0.0  # seconds; 0: none
+    budget: float = 0.0  # money, or GPU-hours without prices; 0: none
 
 
 @dataclass(frozen=True)
 class Run:
-    """The complete run of a plan.
-
-    Attributes:
-        seconds: of the complete run, including failures.
-        cost: money, or GPU-hours without prices.
-    """
+    """The complete run of a plan."""
 
     plan: Plan
     problem: Problem
     steps: int
-    seconds: float
+    seconds: float  # of the complete run, including failures
     interrupted: Interrupted | None
     gpu_hours: float
-    cost: float
+    cost: float  # money, or GPU-hours without prices
 
     @property
     def save_interval(self) -> int:
@@ -183,11 +149,7 @@ class Run:
 
 
 def run_of(plan: Plan, problem: Problem, terms: Terms) -> Run:
-    """The complete run of a plan.
-
-    Raises:
-        Refusal: there is no price for the GPU, or it fails too often.
-    """
+    """The complete run of a plan. Raises Refusal if there is no price for the GPU, or it fails too often."""
     workload, gpus = problem.workload, problem.gpus
     steps = math.ceil(terms.tokens / (workload.seq_length * workload.global_batch))
     seconds, failures = steps * plan.seconds, None

@@ -162,30 +162,20 @@ MANY = 1500  # ... until there are this many
 
 @dataclass
 class SearchCache:
-    """Intermediate results, which another search within narrower limits can use.
+    """Intermediate results, which another search within narrower limits can use."""
 
-    Attributes:
-        bases: (lower bound in seconds, number, grid), the fastest first.
-        orders: memory savings on a grid, the fastest first.
-    """
-
-    bases: list[tuple[float, int, Strategy]]
-    orders: Orders = field(default_factory=dict)
+    bases: list[tuple[float, int, Strategy]]  # (lower bound in seconds, number, grid), the fastest first
+    orders: Orders = field(default_factory=dict)  # memory savings on a grid, the fastest first
 
 
 @dataclass
 class SearchResult:
-    """The result of a search.
+    """The result of a search."""
 
-    Attributes:
-        plans: the fastest plan of each grid that fits, fastest first.
-        fitting, failing: all plans that were priced, for pictures.
-    """
-
-    plans: list[Plan]
+    plans: list[Plan]  # the fastest plan of each grid that fits, fastest first
     known: SearchCache
-    fitting: list[Plan] = field(default_factory=list)
-    failing: list[Plan] = field(default_factory=list)
+    fitting: list[Plan] = field(default_factory=list)  # all plans that were priced, for pictures
+    failing: list[Plan] = field(default_factory=list)  # all plans that were priced, for pictures
 
     @property
     def tight(self) -> list[Plan]:

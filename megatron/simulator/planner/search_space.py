@@ -26,16 +26,10 @@ QUARTERS = range(2, 8, 2)  # the same with FPDT; the search then looks for the f
 
 @dataclass(frozen=True)
 class Limits:
-    """The user's restrictions; None and True leave the choice to the planner.
+    """The user's restrictions; None and True leave the choice to the planner."""
 
-    Attributes:
-        tensor, ulysses, ring, data, pipeline, virtual, micro_batch, zero, recompute, fpdt_chunk: the allowed values. A
-            ``fpdt_chunk`` of 0 is no FPDT; ``recompute`` has ``full`` for units and ``block`` for some layers.
-        offload: whether host memory may be used.
-        loss_chunks, ffn_chunks: whether the loss, and the FFN, may be computed in chunks without FPDT.
-        overlap: whether transfers of gradients and weights overlap compute.
-    """
-
+    # tensor, ulysses, ring, data, pipeline, virtual, micro_batch, zero, recompute, fpdt_chunk: the allowed values. A
+    # `fpdt_chunk` of 0 is no FPDT; `recompute` has `full` for units and `block` for some layers.
     tensor: tuple[int, ...] | None = None
     ulysses: tuple[int, ...] | None = None
     ring: tuple[int, ...] | None = None
@@ -46,10 +40,11 @@ class Limits:
     zero: tuple[int, ...] | None = None
     recompute: tuple[str, ...] | None = None
     fpdt_chunk: tuple[int, ...] | None = None
-    offload: bool = True
+    offload: bool = True  # whether host memory may be used
+    # loss_chunks, ffn_chunks: whether the loss, and the FFN, may be computed in chunks without FPDT
     loss_chunks: bool = True
     ffn_chunks: bool = True
-    overlap: bool = True
+    overlap: bool = True  # whether transfers of gradients and weights overlap compute
 
 
 def grids(workload: Workload, gpus: int, limits: Limits = Limits()) -> Iterator[Strategy]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron.training.arguments.foreign.foreign_settings import ElsewhereConfig
 from megatron.training.arguments.settings.job_settings import (
@@ -17,23 +18,6 @@ from megatron.training.arguments.settings.job_settings import (
 from megatron.training.arguments.settings.model_settings import ModelConfig
 from megatron.training.arguments.settings.parallel_settings import AttentionConfig, ChunkConfig, ParallelConfig
 from megatron.training.arguments.settings.training_settings import DataConfig, OptimizerSettings
-
-__all__ = [
-    "AttentionConfig",
-    "CheckpointConfig",
-    "ChunkConfig",
-    "Config",
-    "DataConfig",
-    "ElsewhereConfig",
-    "EvaluationConfig",
-    "FaultConfig",
-    "LoggingConfig",
-    "ModelConfig",
-    "OptimizerSettings",
-    "ParallelConfig",
-    "RunConfig",
-    "SimulationConfig",
-]
 
 
 @dataclass
@@ -54,3 +38,7 @@ class Config:
     elsewhere: ElsewhereConfig = field(default_factory=ElsewhereConfig)
     simulation: SimulationConfig = field(default_factory=SimulationConfig)
     notes: list[str] = field(default_factory=list)  # not a flag: lines that rank 0 prints once before training
+
+    def part_with(self, name: str) -> Any:
+        """The section that has a setting; no two sections have settings of the same name."""
+        return next(part for part in vars(self).values() if name in getattr(part, "__dataclass_fields__", ()))

@@ -47,9 +47,7 @@ def complete_dry_run(config: Config, started: int) -> Config:
         return config
     if simulation.dry_run_jitter and not simulation.gpu:
         raise Refusal(
-            "--dry-run-jitter",
-            ": it is about the time of a step: add --gpu NAME, or leave it out",
-            LEAVE_OUT,
+            "--dry-run-jitter", ": it is about the time of a step: add --gpu NAME, or leave it out", LEAVE_OUT
         )
     if not 0 <= simulation.dry_run_jitter < 1:
         raise Refusal(
@@ -60,9 +58,7 @@ def complete_dry_run(config: Config, started: int) -> Config:
     events = simulation.dry_run_trace_events
     if events is not None and not (simulation.gpu and simulation.dry_run_json):
         raise Refusal(
-            "--dry-run-trace-events",
-            "is of the trace: add --gpu and --dry-run-json, or leave it out",
-            LEAVE_OUT,
+            "--dry-run-trace-events", "is of the trace: add --gpu and --dry-run-json, or leave it out", LEAVE_OUT
         )
     if events is not None and events < 1:
         raise Refusal(f"--dry-run-trace-events {events}", ": give a number of at least 1")

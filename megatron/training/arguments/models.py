@@ -13,26 +13,17 @@ from megatron.training.refusal import Refusal
 
 # What every Llama has, whichever its size: for named models, pretrain_llama.py and the planner.
 LLAMA: dict[str, Any] = {
-    "position_embedding_type": "rope",
-    "normalization": "RMSNorm",
-    "norm_epsilon": 1e-5,
-    "swiglu": True,
-    "add_bias_linear": False,
-    "untie_embeddings_and_output_weights": True,
-    "hidden_dropout": 0.0,
+    "position_embedding_type": "rope", "normalization": "RMSNorm", "norm_epsilon": 1e-5, "swiglu": True,
+    "add_bias_linear": False, "untie_embeddings_and_output_weights": True, "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
-}
+}  # fmt: skip
 LLAMA_DEFAULTS = {f"model.{name}": value for name, value in LLAMA.items()}  # as `parser.parse` takes them
 
 # Values of --position-embedding-type that rotate queries and keys.
 ROTARY = ("rope", "yarn")
 
 # As many learned positions as --seq-length has, unless --max-position-embeddings is given.
-GPT: dict[str, Any] = {
-    "position_embedding_type": "learned_absolute",
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-}
+GPT: dict[str, Any] = {"position_embedding_type": "learned_absolute", "hidden_dropout": 0.0, "attention_dropout": 0.0}
 
 
 def shape(name: str) -> dict[str, Any]:

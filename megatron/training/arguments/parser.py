@@ -24,23 +24,11 @@ from megatron.training.refusal import LEAVE_OUT, Fix, Gather, Refusal, Unreadabl
 
 # ``--use-checkpoint-args``: for these settings the checkpoint wins over the flags, as in Megatron-LM
 # (load_args_from_checkpoint in its megatron/training/checkpointing.py); for the others, flags that are given win.
-CHECKPOINT_WINS = (
-    "num_query_groups",
-    "group_query_attention",
-    "position_embedding_type",
-    "rotary_base",
-    "rotary_percent",
-    "rotary_interleaved",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "squared_relu",
-    "swiglu",
-    "untie_embeddings_and_output_weights",
-    "apply_layernorm_1p",
-    "normalization",
-    "attention_dropout",
-    "hidden_dropout",
-)
+CHECKPOINT_WINS = """
+    num_query_groups group_query_attention position_embedding_type rotary_base rotary_percent rotary_interleaved
+    add_bias_linear add_qkv_bias squared_relu swiglu untie_embeddings_and_output_weights apply_layernorm_1p
+    normalization attention_dropout hidden_dropout
+""".split()
 # With --finetune and a longer sequence than the checkpoint's, these flags win: they stretch its positions.
 POSITIONS = ("position_embedding_type", "rotary_base", "rotary_percent")
 ShapeOf = Callable[[str, int | None, bool], dict[str, Any] | None]

@@ -15,21 +15,13 @@ from megatron.training.arguments.config import Config
 
 @dataclass(frozen=True)
 class Spans:
-    """Lengths in units of the schedule, counted from the start of the run.
+    """Lengths in units of the schedule, counted from the start of the run."""
 
-    Attributes:
-        unit: what one sample counts: 1, or its number of tokens.
-        warmup: length of the warm-up.
-        decay: end of the decay.
-        last: length of the last phase of WSD.
-        total: the run, over which weight decay changes.
-    """
-
-    unit: int
-    warmup: float
-    decay: float
-    last: float | None
-    total: float
+    unit: int  # what one sample counts: 1, or its number of tokens
+    warmup: float  # length of the warm-up
+    decay: float  # end of the decay
+    last: float | None  # length of the last phase of WSD
+    total: float  # the run, over which weight decay changes
 
 
 def schedule_unit(config: Config, length: int | None = None) -> int:

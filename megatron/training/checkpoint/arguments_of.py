@@ -15,19 +15,12 @@ from megatron.training.arguments.config import ModelConfig
 from megatron.training.checkpoint.checkpoint_folder import checkpoints_before
 from megatron.training.checkpoint.hugging_face import architectures, llama_settings
 from megatron.training.checkpoint.megatron_lm.checked import COMMON, Checked, glance
-from megatron.training.checkpoint.megatron_lm.megatron_args import namespace, settings_of
+from megatron.training.checkpoint.megatron_lm.megatron_args import NOT_READ, namespace, settings_of
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, is_hugging_face
 from megatron.training.refusal import Refusal
 
 # Fields of ModelConfig that the run sets itself.
-NOT_FROM_CHECKPOINT = (
-    "model",
-    "transformer_impl",
-    "vocab_size",
-    "init_method_std",
-    "init_method_xavier_uniform",
-    "fp8_format",
-)
+NOT_FROM_CHECKPOINT = (*NOT_READ, "fp8_format")
 
 
 def shape_of(folder: str | Path, step: int | None = None, skip: bool = False) -> dict[str, Any] | None:

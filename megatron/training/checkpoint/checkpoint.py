@@ -96,40 +96,16 @@ def without_adapters(state: dict[str, Any]) -> dict[str, Any]:
 
 
 # Settings that determine the shapes of the weights: a checkpoint and the run that loads it must agree on them.
-SHAPES = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "normalization",
-    "swiglu",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "softmax_type",
-    "embed_layernorm",
-    "untie_embeddings_and_output_weights",
-)
+SHAPES = """
+    num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization swiglu
+    add_bias_linear add_qkv_bias qk_layernorm softmax_type embed_layernorm untie_embeddings_and_output_weights
+""".split()
 # Settings that change the network but no shape: they may differ with --finetune, but not when a run resumes.
-FORMULAS = (
-    "rotary_base",
-    "rotary_percent",
-    "rotary_interleaved",
-    "rotary_seq_len_interpolation_factor",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-    "yarn_rotary_scaling_factor",
-    "yarn_original_max_position_embeddings",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-    "yarn_mscale",
-    "yarn_mscale_all_dim",
-    "yarn_correction_range_round_to_int",
-    "norm_epsilon",
-    "apply_layernorm_1p",
-)
+FORMULAS = """
+    rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling
+    rope_scaling_factor yarn_rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
+    yarn_mscale yarn_mscale_all_dim yarn_correction_range_round_to_int norm_epsilon apply_layernorm_1p
+""".split()
 
 
 def check_model(saved: dict[str, Any], config: Config, path: Path, weights_only: bool) -> None:

@@ -130,17 +130,11 @@ class Lost(OSError):
 
 @dataclass(frozen=True)
 class Card:
-    """The contents of a card.
+    """The contents of a card."""
 
-    Attributes:
-        process: the process that wrote it.
-        owns: whether its job owned the folder; otherwise it was trying to take it.
-        since: when it was created, for messages.
-    """
-
-    process: Process
-    owns: bool
-    since: str
+    process: Process  # the process that wrote it
+    owns: bool  # whether its job owned the folder; otherwise it was trying to take it
+    since: str  # when it was created, for messages
 
     def __str__(self) -> str:
         return f"{self.process} since {self.since}"

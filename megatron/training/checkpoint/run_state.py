@@ -19,16 +19,12 @@ from megatron.training.refusal import Refusal, one_line
 
 @dataclass
 class Progress:
-    """How far a run has come.
-
-    Attributes:
-        run: identity of the run, 32 hexadecimal digits; empty in checkpoints from before December 2026.
-    """
+    """How far a run has come."""
 
     iteration: int = 0
     consumed_train_samples: int = 0
     consumed_train_tokens: int = 0
-    run: str = ""
+    run: str = ""  # identity of the run, 32 hexadecimal digits; empty in checkpoints from before December 2026
 
     def advance(self, samples: int, seq_length: int) -> None:
         """Count one step."""

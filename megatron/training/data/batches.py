@@ -10,7 +10,7 @@ tokens of this rank to its device.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -99,12 +99,17 @@ def _stack(samples: list[Batch | DataError]) -> Batch | DataError:
             return sample
     keys = [key for key in (*BY_TOKEN, "numbers") if key in samples[0]]
     batch = {key: torch.stack([sample[key] for sample in samples]) for key in keys}
-    if "document_ends" in samples[0]:  # rows are padded with the length of the sequence
-        ends = [sample["document_ends"] for sample in samples]
-        batch["document_ends"] = batch["tokens"].new_full((len(ends), max(map(len, ends))), batch["tokens"].size(1))
-        for row, of_sample in zip(batch["document_ends"], ends):
-            row[: len(of_sample)] = of_sample
+    if "document_ends" in samples[0]:
+        batch["document_ends"] = stacked_ends([sample["document_ends"] for sample in samples], batch["tokens"].size(1))
     return batch
+
+
+def stacked_ends(ends: Sequence[torch.Tensor], seq_length: int) -> torch.Tensor:
+    """Ends of documents [b, n] from those of each sample, padded with the length of the sequence."""
+    stacked = torch.full((len(ends), max(map(len, ends))), seq_length)
+    for row, of_sample in zip(stacked, ends):
+        row[: len(of_sample)] = of_sample
+    return stacked
 
 
 class _Batches:

@@ -13,7 +13,6 @@ import logging
 import os
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -86,20 +85,13 @@ PARTS = {"tokens": np.int32, "spoken": np.bool_, "starts": np.int64, "lines": np
 
 @dataclass(frozen=True)
 class Store:
-    """The conversations of one file, one after another.
-
-    Attributes:
-        tokens: int32 [all tokens].
-        spoken: bool [all tokens], whether the assistant says it.
-        starts: int64 [conversations + 1], the first token of each, and the end.
-        lines: int64 [conversations], the line in the file.
-    """
+    """The conversations of one file, one after another."""
 
     path: str
-    tokens: np.ndarray | FileArray
-    spoken: np.ndarray | FileArray
-    starts: np.ndarray | FileArray
-    lines: np.ndarray | FileArray
+    tokens: np.ndarray | FileArray  # int32 [all tokens]
+    spoken: np.ndarray | FileArray  # bool [all tokens], whether the assistant says it
+    starts: np.ndarray | FileArray  # int64 [conversations + 1], the first token of each, and the end
+    lines: np.ndarray | FileArray  # int64 [conversations], the line in the file
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -164,11 +156,7 @@ def keep(store: Store, folder: str) -> None:
 
 
 def kept(path: str, folder: str) -> Store | None:
-    """The store in a folder; None if there is no folder.
-
-    Raises:
-        Refusal: the folder is damaged.
-    """
+    """The store in a folder; None if there is no folder. Raises Refusal if the folder is damaged."""
     if not os.path.isdir(folder):
         return None
     try:
@@ -297,8 +285,7 @@ def build_chat_datasets(
 
     It adds lines about the data, and about conversations that were left out, to ``config.notes``.
     """
-    agree = together if dist.is_initialized() else _alone
-    template, sources = agree(lambda: (_template(config, tokenizer), _sources(config, samples)))
+    template, sources = together(lambda: (_template(config, tokenizer), _sources(config, samples)))
     flags = {path: flag for paths, flag, _ in sources for path in paths or ()}
     first = not dist.is_initialized() or dist.get_rank() == 0
 
@@ -312,13 +299,9 @@ def build_chat_datasets(
         stores = {path: kept(path, folder_of(path, template, config.data)) for path in flags}
         return {path: store or render(path, flags[path], template) for path, store in stores.items()}
 
-    agree(write)
-    stores = agree(read)
-    return agree(lambda: _build(config, tokenizer, sources, samples, stores))
-
-
-def _alone(action: Callable) -> object:
-    return action()
+    together(write)
+    stores = together(read)
+    return together(lambda: _build(config, tokenizer, sources, samples, stores))
 
 
 def _template(config: Config, tokenizer: Tokenizer) -> ChatTemplate:

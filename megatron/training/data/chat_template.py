@@ -43,17 +43,12 @@ LONGEST = 32 << 20  # bytes of a line; each needs about 200 bytes of memory when
 
 @dataclass(frozen=True)
 class Chat:
-    """One conversation, checked.
+    """One conversation, checked."""
 
-    Attributes:
-        where: file and line, for error messages.
-        variables: of the template.
-    """
-
-    where: str
+    where: str  # file and line, for error messages
     messages: list[Message]
     tools: list[Any] | None = None
-    variables: dict[str, Any] = field(default_factory=dict)
+    variables: dict[str, Any] = field(default_factory=dict)  # of the template
 
 
 def read_chats(path: str, flag: str) -> Iterator[Chat]:

@@ -205,13 +205,12 @@ def build_datasets(
         packed = data.reset_attention_mask or data.reset_position_ids
         return _plan(core, tokenizer, samples, default_split=data.split is None, packed=packed)
 
-    files = together(plan) if torch.distributed.is_initialized() else plan()
+    files = together(plan)
     if not any(samples):
         return None, None, None
     folder = data_files.cache_folder(data, files, {**settings, "samples": samples})
     _build_cache(core, samples, folder)
-    check = functools.partial(data_files.check_cache, folder) if os.path.isdir(folder) else lambda: None
-    together(check) if torch.distributed.is_initialized() else check()
+    together(lambda: data_files.check_cache(folder) if os.path.isdir(folder) else None)
     if not needed:
         return None, None, None
     datasets = _build(core, samples, folder if os.path.isdir(folder) else "")
@@ -235,13 +234,9 @@ def _sources(core: LocalConfig, split: int) -> tuple[Blend | None, tuple[float, 
     """The blend of a split, the share of its documents that belongs to the split, and the flag."""
     if core.blend:
         return core.blend, core.split_matrix[split], "--data-path"
-    flag = "weighted-split-paths" if any(map(_has_portions, core.blend_per_split)) else "data-path"
+    prefixes = [prefix for blend in core.blend_per_split if blend for prefix in blend[0]]
+    flag = "weighted-split-paths" if any(portion(prefix)[1] for prefix in prefixes) else "data-path"
     return core.blend_per_split[split], (0.0, 1.0), f"--{SPLITS[split]}-{flag}"
-
-
-def _has_portions(blend: Blend | None) -> bool:
-    """Whether prefixes of a blend have portions of their documents."""
-    return blend is not None and any(portion(prefix)[1] for prefix in blend[0])
 
 
 def _plan(core: LocalConfig, tokenizer: Tokenizer, samples: list[int], default_split: bool, packed: bool) -> list:

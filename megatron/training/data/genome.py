@@ -42,11 +42,7 @@ class BadSequence(ValueError):
 
 
 def clean(text: bytes | bytearray) -> bytes:
-    """A sequence in upper case, without white space.
-
-    Raises:
-        BadSequence: a byte is not a nucleotide code.
-    """
+    """A sequence in upper case, without white space. Raises BadSequence if a byte is not a nucleotide code."""
     sequence = text.translate(UPPER, WHITE)
     if other := sequence.translate(None, CODES):
         at = min(text.find(bytes([byte])) for byte in set(other))

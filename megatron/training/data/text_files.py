@@ -115,7 +115,9 @@ class Reader:
                         self.bytes_read = before + size
                         yield Record(path, 0, content)
                     elif not is_fasta(path) and _head(stream).startswith(row_files.PARQUET):
-                        for number, content, share in self._parquet(path):
+                        if path.endswith(PACKED):
+                            raise Refusal(f"--input {path}: Parquet is compressed already: decompress it")
+                        for number, content, share in row_files.parquet_rows(path, self.columns):
                             self.bytes_read = before + int(share * size)
                             yield Record(path, number, content, "row")
                     else:
@@ -131,11 +133,6 @@ class Reader:
                 raise  # a Refusal is a ValueError too
             except (OSError, EOFError, ValueError, zlib.error) as error:
                 raise Refusal(f"--input {path}: cannot be read: {_reason(error)}") from error
-
-    def _parquet(self, path: str) -> Iterator[tuple[int, bytes, float]]:
-        if path.endswith(PACKED):
-            raise Refusal(f"--input {path}: Parquet is compressed already: decompress it")
-        return row_files.parquet_rows(path, self.columns)
 
 
 def unit_of(path: str) -> str:

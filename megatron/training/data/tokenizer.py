@@ -70,11 +70,7 @@ class Tokenizer:
 
 
 def build_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer:
-    """The tokenizer of the flags.
-
-    Raises:
-        Refusal: a flag or a file is missing, or a file is invalid.
-    """
+    """The tokenizer of the flags. Raises Refusal if a flag or a file is missing, or a file is invalid."""
     kind = data.tokenizer_type
     if kind is None:
         raise Refusal(
@@ -84,12 +80,10 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer:
         return _sentencepiece(kind, _existing(data.tokenizer_model, "--tokenizer-model", kind))
     if kind == "HuggingFaceTokenizer":
         return _hugging_face(kind, _existing(data.tokenizer_model, "--tokenizer-model", kind, folder=True))
-    if kind == "GPT2BPETokenizer":
+    if kind in ("GPT2BPETokenizer", "QwenTokenizer"):
         vocab_file = _existing(data.vocab_file, "--vocab-file", kind)
-        return _gpt2_bpe(kind, vocab_file, _existing(data.merge_file, "--merge-file", kind))
-    if kind == "QwenTokenizer":
-        vocab_file = _existing(data.vocab_file, "--vocab-file", kind)
-        return _gpt2_bpe(kind, vocab_file, _existing(data.merge_file, "--merge-file", kind), QWEN)
+        merge_file = _existing(data.merge_file, "--merge-file", kind)
+        return _gpt2_bpe(kind, vocab_file, merge_file, QWEN if kind == "QwenTokenizer" else None)
     if kind.startswith("TokenizerFromFile"):
         path = _existing(data.tokenizer_model, "--tokenizer-model", kind)
         return _from_file(kind, path, (END_OF_TEXT, *(FIM_TOKENS if kind.endswith("WithFIM") else ())))
@@ -111,15 +105,12 @@ def check_vocab(vocab_size: int | None, tokenizer: Tokenizer) -> int:
     """The unpadded vocabulary size of the model. ``vocab_size`` is --vocab-size, None if it is not set."""
     if vocab_size is None or tokenizer.kind == "NullTokenizer":  # for it, --vocab-size N means N ids and the eod
         return tokenizer.vocab_size
-    if vocab_size < tokenizer.vocab_size:
+    if vocab_size != tokenizer.vocab_size:
+        larger = vocab_size > tokenizer.vocab_size
         raise Refusal(
-            f"--vocab-size {vocab_size} is smaller than the {tokenizer.vocab_size} ids of {tokenizer.source}; "
-            "leave --vocab-size out"
-        )
-    if vocab_size > tokenizer.vocab_size:
-        raise Refusal(
-            f"--vocab-size {vocab_size} is larger than the {tokenizer.vocab_size} ids of {tokenizer.source}; "
-            "leave --vocab-size out and pad with --make-vocab-size-divisible-by"
+            f"--vocab-size {vocab_size} is {'larger' if larger else 'smaller'} than the {tokenizer.vocab_size} ids of "
+            f"{tokenizer.source}; leave --vocab-size out"
+            + (" and pad with --make-vocab-size-divisible-by" if larger else "")
         )
     return vocab_size
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron.training.evaluation.tasks import Result
 from megatron.training.refusal import Refusal, reason
+from megatron.training.report.memory_picture import pyplot_for_files
 
 
 def draw(results: dict[str, Result], folder: Path) -> list[str]:
@@ -27,13 +28,13 @@ def draw(results: dict[str, Result], folder: Path) -> list[str]:
         figure = function(result)
         figure.tight_layout()
         figure.savefig(folder / name)
-        _pyplot().close(figure)
+        pyplot_for_files().close(figure)
     return [str(folder / name) for name in pictures]
 
 
 def draw_losses(result: Result) -> Any:
     """Loss by position: one step per bucket, on a logarithmic axis."""
-    figure, axes = _pyplot().subplots(figsize=(8, 4.5), dpi=120)
+    figure, axes = pyplot_for_files().subplots(figsize=(8, 4.5), dpi=120)
     buckets = result["buckets"]
     edges = [max(bucket["from"], buckets[0]["to"] // 2 + 1) for bucket in buckets] + [buckets[-1]["to"] + 1]
     axes.stairs([bucket["loss"] for bucket in buckets], edges, baseline=None, linewidth=2)
@@ -54,7 +55,7 @@ def draw_needles(result: Result) -> Any:
     depths = list(dict.fromkeys(cell["depth"] for cell in cells))
     by_place = {(cell["depth"], cell["length"]): cell["hits"] for cell in cells}
     shares = [[by_place[depth, length] for length in lengths] for depth in depths]
-    figure, axes = _pyplot().subplots(figsize=(1.5 + 1.1 * len(lengths), 1.6 + 0.38 * len(depths)), dpi=120)
+    figure, axes = pyplot_for_files().subplots(figsize=(1.5 + 1.1 * len(lengths), 1.6 + 0.38 * len(depths)), dpi=120)
     image = axes.imshow(shares, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
     for row, line in enumerate(shares):
         for column, share in enumerate(line):
@@ -68,7 +69,7 @@ def draw_needles(result: Result) -> Any:
 
 def draw_ruler(results: dict[str, Result]) -> Any:
     """Share of right answer tokens over length, one line per task."""
-    figure, axes = _pyplot().subplots(figsize=(8, 4.5), dpi=120)
+    figure, axes = pyplot_for_files().subplots(figsize=(8, 4.5), dpi=120)
     for task, result in results.items():
         cells = result["cells"]
         axes.plot([cell["length"] for cell in cells], [cell["hits"] for cell in cells], marker="o", label=task)
@@ -88,24 +89,11 @@ def _short(tokens: int) -> str:
     return f"{tokens >> 10}K" if tokens >= 1024 and tokens % 1024 == 0 else str(tokens)
 
 
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
 FILE = "evaluation.json"
 
 
 def write(folder: str, about: dict[str, Any], results: dict[str, Result]) -> list[str]:
-    """Write evaluation.json and the pictures; returns their paths.
-
-    Raises:
-        Refusal: the folder cannot be written.
-    """
+    """Write evaluation.json and the pictures; returns their paths. Raises Refusal if the folder cannot be written."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         path = Path(folder) / FILE

@@ -79,18 +79,13 @@ Atom = str | Name | Number  # a str is a key of TEXT
 
 @dataclass(frozen=True, eq=False)
 class Words:
-    """How a tokenizer writes phrases.
-
-    Attributes:
-        names, numbers: both halves of a pair are below this.
-        sentences: of the haystack, ids [n] each; a haystack from a file is one sentence.
-        base, width: a symbol is ``width`` ids, its digits in this base; both 0 for text.
-    """
+    """How a tokenizer writes phrases."""
 
     tokenizer: Tokenizer
-    names: int
-    numbers: int
-    sentences: tuple[np.ndarray, ...]
+    names: int  # both halves of a pair are below this
+    numbers: int  # both halves of a pair are below this
+    sentences: tuple[np.ndarray, ...]  # of the haystack, ids [n] each; a haystack from a file is one sentence
+    # base, width: a symbol is `width` ids, its digits in this base; both 0 for text
     base: int = 0
     width: int = 0
 

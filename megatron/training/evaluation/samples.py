@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from megatron.training.data.batches import Batch
+from megatron.training.data.batches import Batch, stacked_ends
 from megatron.training.evaluation.haystack import Name, Number, Words, draw, pairs
 
 
@@ -28,15 +28,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Pieces:
-    """The parts of a sample in addition to its haystack.
+    """The parts of a sample in addition to its haystack."""
 
-    Attributes:
-        hidden: (depth from 0 to 1, ids) of each needle, by increasing depth.
-        tail: (ids, whether they are an answer) of the parts after the haystack.
-    """
-
-    hidden: list[tuple[float, np.ndarray]]
-    tail: list[tuple[np.ndarray, bool]]
+    hidden: list[tuple[float, np.ndarray]]  # (depth from 0 to 1, ids) of each needle, by increasing depth
+    tail: list[tuple[np.ndarray, bool]]  # (ids, whether they are an answer) of the parts after the haystack
 
     @property
     def size(self) -> int:
@@ -253,8 +248,5 @@ def stack(rows: Sequence[Batch], seq_length: int, by_documents: bool) -> Batch:
     """A batch of rows. The ends of documents are padded with the length of the sequence, or omitted."""
     batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0] if key != "document_ends"}
     if by_documents:
-        ends = [row["document_ends"] for row in rows]
-        batch["document_ends"] = torch.full((len(ends), max(map(len, ends))), seq_length)
-        for padded, of_row in zip(batch["document_ends"], ends):
-            padded[: len(of_row)] = of_row
+        batch["document_ends"] = stacked_ends([row["document_ends"] for row in rows], seq_length)
     return batch

@@ -41,24 +41,15 @@ DEEP = 8  # innermost frames in which a waiting stack has torch.distributed, bel
 
 @dataclass(frozen=True)
 class Beat:
-    """What one rank writes to the store.
-
-    Attributes:
-        count: increases as long as the process runs.
-        iteration: the last finished one.
-        place: where its main thread is.
-        waits: whether the main thread waits there for other ranks.
-        since: seconds that the main thread has been there.
-        failed: the error that ended the rank; empty if there is none.
-    """
+    """What one rank writes to the store."""
 
     process: Process
-    count: int
-    iteration: int
-    place: str
-    waits: bool
-    since: float
-    failed: str = ""
+    count: int  # increases as long as the process runs
+    iteration: int  # the last finished one
+    place: str  # where its main thread is
+    waits: bool  # whether the main thread waits there for other ranks
+    since: float  # seconds that the main thread has been there
+    failed: str = ""  # the error that ended the rank; empty if there is none
 
 
 class Heartbeat:
@@ -215,14 +206,7 @@ class Heartbeat:
         return verdict(before, after, self.rank)
 
 
-AXES = {
-    "tensor": "TP",
-    "ulysses": "Ulysses",
-    "ring": "Ring",
-    "context": "CP",
-    "data": "DP",
-    "pipeline": "PP",
-}
+AXES = {"tensor": "TP", "ulysses": "Ulysses", "ring": "Ring", "context": "CP", "data": "DP", "pipeline": "PP"}
 
 
 def heartbeat(grid: Grid, timeout_minutes: float) -> Heartbeat | None:

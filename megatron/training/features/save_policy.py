@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from megatron.platform.streams import streams_of
 from megatron.training.checkpoint import checkpoint
@@ -64,7 +66,7 @@ class Saver:
         job, settings = self.job, self.job.config.checkpoint
         self.saved_at, self.stall, self._begun = job.progress.iteration, 0.0, time.perf_counter()
         try:
-            with _Clock(self):
+            with self._stalled():
                 self._going = checkpoint.begin_save(
                     settings.save,
                     job.progress,
@@ -107,7 +109,7 @@ class Saver:
 
         def wait(phase: str) -> None:
             if phase == "optimizer":
-                with _Clock(self):
+                with self._stalled():
                     going.copied.wait()
             if mark is not None:
                 mark(phase)
@@ -124,7 +126,7 @@ class Saver:
         if self._going is None or writing:
             return
         try:
-            with _Clock(self):
+            with self._stalled():
                 done = self._going.advance()
             if done:
                 self._saved()
@@ -135,7 +137,7 @@ class Saver:
         """Wait for a save in the background; returns whether the last checkpoint could be saved."""
         if self._going is not None:
             try:
-                with _Clock(self):
+                with self._stalled():
                     self._going.finish()
                 self._saved()
             except OSError as error:
@@ -203,15 +205,11 @@ class Saver:
         self._going, self._saved_last = None, False
         self.reporter.say(f" WARNING: {error}; earlier checkpoints are untouched, training goes on")
 
-
-class _Clock:
-    """Adds the time inside to the seconds that training waits for a save."""
-
-    def __init__(self, saver: Saver) -> None:
-        self.saver = saver
-
-    def __enter__(self) -> None:
-        self.begin = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.saver.stall += time.perf_counter() - self.begin
+    @contextmanager
+    def _stalled(self) -> Iterator[None]:
+        """Add the time inside to the seconds that training waits for a save."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stall += time.perf_counter() - begin

@@ -18,6 +18,12 @@ from megatron.training.arguments.config import Config
 from megatron.training.arguments.models import activation
 from megatron.training.arguments.validate.check_memory import layers_recompute
 
+# Settings of the model with the same name in core.
+SAME_IN_CORE = """
+    num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization
+    add_bias_linear add_qkv_bias qk_layernorm softmax_type
+""".split()
+
 
 def compute_dtype(config: Config) -> torch.dtype:
     """The dtype of activations."""
@@ -27,7 +33,7 @@ def compute_dtype(config: Config) -> torch.dtype:
 def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> TransformerConfig:
     """megatron-core's configuration of the network and of the grid."""
     model, parallel, attention, optimizer = config.model, config.parallel, config.attention, config.optimizer
-    dtype = torch.bfloat16 if optimizer.bf16 else torch.float16 if optimizer.fp16 else torch.float32
+    dtype = compute_dtype(config)
     gated = model.swiglu
     overlap_p2p = on_gpu and virtual_stages(config) is not None
     fp8: dict[str, Any] = {}
@@ -46,22 +52,12 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
             "recompute_num_layers": attention.recompute_num_layers,
         }
     return TransformerConfig(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups,
-        kv_channels=model.kv_channels,
+        **{name: getattr(model, name) for name in SAME_IN_CORE},
         # Our dropout depends on the position: see ModelDropout.
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        normalization=model.normalization,
         layernorm_epsilon=model.norm_epsilon,
         layernorm_zero_centered_gamma=model.apply_layernorm_1p,
-        add_bias_linear=model.add_bias_linear,
-        add_qkv_bias=model.add_qkv_bias,
-        qk_layernorm=model.qk_layernorm,
-        softmax_type=model.softmax_type,
         gated_linear_unit=gated,
         activation_func=ACTIVATIONS[activation(model)],
         # Weights are initialized after construction, see weights.py.

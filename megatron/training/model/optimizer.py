@@ -25,6 +25,12 @@ from megatron.training.arguments.schedule import spans
 from megatron.training.model.core_config import compute_dtype
 from megatron.training.model.fsdp import FullySharded
 
+# Settings with the same name in core.
+SAME_IN_CORE = """
+    optimizer lr min_lr decoupled_lr decoupled_min_lr weight_decay loss_scale initial_loss_scale min_loss_scale
+    loss_scale_window hysteresis adam_beta1 adam_beta2 adam_eps sgd_momentum clip_grad
+""".split()
+
 # megatron-core scales fp16 losses only in its optimizers of 16-bit weights. Under FSDP (ZeRO 2 and 3) the weights are
 # fp32 shards, whose optimizer has no loss scale, so it gets core's scaler here.
 
@@ -109,27 +115,12 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel | FullySharded], co
     settings, parallel = config.optimizer, config.parallel
     fsdp = parallel.zero_stage >= 2  # the optimizer sees fp32 weights, in any compute dtype
     core_settings = OptimizerConfig(
-        optimizer=settings.optimizer,
-        lr=settings.lr,
-        min_lr=settings.min_lr,
-        decoupled_lr=settings.decoupled_lr,
-        decoupled_min_lr=settings.decoupled_min_lr,
-        weight_decay=settings.weight_decay,
+        **{name: getattr(settings, name) for name in SAME_IN_CORE},
         fp16=settings.fp16 and not fsdp,
         bf16=settings.bf16 and not fsdp,
         params_dtype=torch.float32 if fsdp else compute_dtype(config),
-        loss_scale=settings.loss_scale,
-        initial_loss_scale=settings.initial_loss_scale,
-        min_loss_scale=settings.min_loss_scale,
-        loss_scale_window=settings.loss_scale_window,
-        hysteresis=settings.hysteresis,
-        adam_beta1=settings.adam_beta1,
-        adam_beta2=settings.adam_beta2,
-        adam_eps=settings.adam_eps,
-        sgd_momentum=settings.sgd_momentum,
         use_distributed_optimizer=parallel.zero_stage == 1,
         overlap_param_gather=parallel.overlap_param_gather,
-        clip_grad=settings.clip_grad,
         log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
     )
     optimizer = get_megatron_optimizer(
@@ -151,7 +142,8 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel | FullySharded], co
         core.grad_scale_func = lambda loss: loss * scale
     core.finalize_model_grads_func = finalize_model_grads
     if parallel.overlap_grad_reduce:
-        core.no_sync_func = _for_each_chunk([chunk.no_sync for chunk in chunks])
+        no_sync = [chunk.no_sync for chunk in chunks]
+        core.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync  # as core's pipeline schedules expect
     return optimizer
 
 
@@ -173,11 +165,6 @@ def fill_states(optimizer: MegatronOptimizer) -> None:
             else:
                 inner.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
     optimizer.init_state_fn = lambda *_: None
-
-
-def _for_each_chunk(functions: list) -> object:
-    """As core's pipeline schedules expect: the function, or a list with one per virtual stage."""
-    return functions[0] if len(functions) == 1 else functions
 
 
 def build_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:

@@ -74,7 +74,9 @@ def initialize_weights(
         else:
             values = draw(name, shape, core, config, device)
         if name in VOCABULARY:
-            part = _vocabulary_part(values, parameter.size(0), core, chunk.pg_collection.tp.rank())
+            rows, rank = parameter.size(0), chunk.pg_collection.tp.rank()
+            real = values[rank * rows : (rank + 1) * rows]
+            part = torch.cat([real, values.new_zeros((rows - real.size(0), values.size(1)))])
         elif parallel:
             stride = getattr(parameter, "partition_stride", 1)
             part = tensor_parallel_part(
@@ -155,10 +157,3 @@ def tensor_parallel_part(whole: Tensor, dim: int, stride: int, size: int, rank: 
     With ``stride`` 2 (SwiGLU's first layer: gate above up) each half is split separately.
     """
     return torch.cat([half.chunk(size, dim)[rank] for half in whole.chunk(stride, dim)], dim)
-
-
-def _vocabulary_part(whole: Tensor, rows: int, core: TransformerConfig, rank: int) -> Tensor:
-    part = whole.new_zeros((rows, whole.size(1)))
-    real = whole[rank * rows : (rank + 1) * rows]
-    part[: real.size(0)] = real
-    return part

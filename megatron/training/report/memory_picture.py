@@ -18,13 +18,9 @@ MOST_BYTES = 1 << 29  # of a file; that of a large step has several hundred mill
 DEVICE_KINDS = ("parameters", "gradients", "optimizer", "activations", "temporary")
 KINDS = (*DEVICE_KINDS, "host")
 COLOURS = {
-    "parameters": "#0072b2",
-    "gradients": "#56b4e9",
-    "optimizer": "#009e73",
-    "activations": "#e69f00",
-    "temporary": "#cc6677",
-    "host": "#8a8a8a",
-}
+    "parameters": "#0072b2", "gradients": "#56b4e9", "optimizer": "#009e73", "activations": "#e69f00",
+    "temporary": "#cc6677", "host": "#8a8a8a",
+}  # fmt: skip
 LABELS = {"temporary": "temporary, and others", "optimizer": "optimizer states", "host": "host memory"}
 PHASES = {"forward": "#dde6ee", "backward": "#f3e3d3", "optimizer": "#dcebdf"}
 INK, GREY = "#222222", "#8a8a8a"
@@ -82,17 +78,23 @@ def unit_of(size: float) -> str:
     return next((unit for unit in ("GiB", "MiB", "KiB") if size >= UNITS[unit]), "B")
 
 
+def pyplot_for_files() -> Any:
+    """matplotlib.pyplot, which draws to files only."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
 def draw(profiles: list[Profile], titles: list[str], output: str | Path, by: str = "time") -> None:
     """Draw stacked areas over the step: one panel per profile, all to the same scale, with host memory below.
 
     Args:
         by: the x axis, "time" or "events".
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = pyplot_for_files()
     data = [series(profile) for profile in profiles]
     device = max(sizes[:, :-1].sum(axis=1).max() for _, sizes in data)
     host = max(sizes[:, -1].max() for _, sizes in data)

@@ -15,24 +15,10 @@ from megatron.training.model.attention_rule import attention_mask
 
 # Dense bf16 peak of one device, TFLOP/s (NVIDIA's data sheets, without sparsity), by a part of its name.
 GPU_PEAKS = {
-    "GB200": 2500.0,
-    "B200": 2250.0,
-    "GH200": 989.4,
-    "H200": 989.4,
-    "H100 PCIe": 756.0,
-    "H100": 989.4,
-    "H800": 989.4,
-    "H20": 148.0,
-    "L40S": 362.0,
-    "L20": 119.5,
-    "A100": 312.0,
-    "A800": 312.0,
-    "A40": 149.7,
-    "A10": 125.0,
-    "V100": 125.0,
-    "RTX 4090": 165.2,
-    "RTX 3090": 71.0,
-}
+    "GB200": 2500.0, "B200": 2250.0, "GH200": 989.4, "H200": 989.4, "H100 PCIe": 756.0, "H100": 989.4, "H800": 989.4,
+    "H20": 148.0, "L40S": 362.0, "L20": 119.5, "A100": 312.0, "A800": 312.0, "A40": 149.7, "A10": 125.0, "V100": 125.0,
+    "RTX 4090": 165.2, "RTX 3090": 71.0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

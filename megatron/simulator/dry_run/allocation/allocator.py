@@ -114,21 +114,15 @@ NOT_DEVICE_MEMORY = (  # options that affect host memory, locks or graphs only
 
 @dataclass(frozen=True)
 class Settings:
-    """The allocator's settings.
-
-    Attributes:
-        max_split_size: bytes; larger blocks are not split; None: no limit.
-        max_non_split_rounding: bytes by which such a block may exceed the request.
-        divisions: by interval of sizes from 1 MiB on: number of steps between two powers of two, to which sizes are
-            rounded up; 0 and 1: none.
-        fraction: share of the device's memory that the process may use.
-    """
+    """The allocator's settings."""
 
     expandable_segments: bool = False
-    max_split_size: int | None = None
-    max_non_split_rounding: int = LARGE_SEGMENT
+    max_split_size: int | None = None  # bytes; larger blocks are not split; None: no limit
+    max_non_split_rounding: int = LARGE_SEGMENT  # bytes by which such a block may exceed the request
+    # by interval of sizes from 1 MiB on: number of steps between two powers of two, to which sizes are rounded up; 0
+    # and 1: none
     divisions: tuple[int, ...] = ()
-    fraction: float = 1.0
+    fraction: float = 1.0  # share of the device's memory that the process may use
 
 
 def from_environment(environment: Mapping[str, str]) -> tuple[str, Settings, list[str]] | None:
@@ -333,9 +327,7 @@ class CachingAllocator:
             self._moved(pool, before, block)
         if after is not None and not after.used and after.mapped:
             pool.take(after)
-            block.size, block.after = block.size + after.size, after.after
-            if block.after:
-                block.after.before = block
+            self._absorb(block, after)
         pool.add(block)
 
     @staticmethod

@@ -204,7 +204,10 @@ def _add_older(
         if made_at[block] < end <= freed_at.get(block, end):
             later[changes[made_at[block]][1]].append(block)
     inside = {made_at[block] for at, to in stretches for block, change in changes[at:to] if change > 0}
-    for size, freed in _by_size(changes, made_at, older).items():
+    of_size: dict[int, list[int]] = defaultdict(list)
+    for block in older:
+        of_size[changes[made_at[block]][1]].append(block)
+    for size, freed in of_size.items():
         made = [block for block in later[size] if made_at[block] in inside][: len(freed)]
         if len(made) < len(freed):
             raise NoPattern("a stretch frees blocks that no other makes")
@@ -212,13 +215,6 @@ def _add_older(
         between = [block for block in waits if freed_at.get(block, len(changes)) < freed_at.get(made[0], len(changes))]
         for number, block in enumerate([*freed, *between]):
             chain_of[block] = chain_of[made[number % len(made)]]
-
-
-def _by_size(changes: Changes, made_at: dict[int, int], blocks: list[int]) -> dict[int, list[int]]:
-    result: dict[int, list[int]] = defaultdict(list)
-    for block in blocks:
-        result[changes[made_at[block]][1]].append(block)
-    return result
 
 
 def _newest_first(changes: Changes, chain_of: dict[int, int]) -> dict[int, bool]:
@@ -253,18 +249,15 @@ class Allocations:
 
 @dataclass(frozen=True)
 class Reserved:
-    """Memory that the allocator reserves.
+    """Memory that the allocator reserves."""
 
-    Attributes:
-        bytes: peak, by setting; if the device is too small, the peak on a device that is large enough.
-        retries: how often the cache was freed because the device was full, by setting; None: the device is too small.
-        scaled: the part of a step from which the peak was scaled, if the list could not be extrapolated; else empty.
-        notes: options of PYTORCH_ALLOC_CONF that are not modelled, and layers that were not replayed.
-    """
-
+    # peak, by setting; if the device is too small, the peak on a device that is large enough
     bytes: dict[str, float] = field(default_factory=dict)
+    # how often the cache was freed because the device was full, by setting; None: the device is too small
     retries: dict[str, int | None] = field(default_factory=dict)
+    # the part of a step from which the peak was scaled, if the list could not be extrapolated; else empty
     scaled: str = ""
+    # options of PYTORCH_ALLOC_CONF that are not modelled, and layers that were not replayed
     notes: tuple[str, ...] = ()
 
 

@@ -44,19 +44,12 @@ AMAXES = 5  # amax histories of a layer under delayed scaling: input, weight, ou
 
 @dataclass(frozen=True)
 class Fp8:
-    """How FP8 tensors are stored.
+    """How FP8 tensors are stored."""
 
-    Attributes:
-        scales: bytes of scales per element.
-        copies: number of copies of weights and gradients.
-        finds_amax: whether a kernel finds the largest value before the cast.
-        history: length of each amax history.
-    """
-
-    scales: float
-    copies: int
-    finds_amax: bool
-    history: int
+    scales: float  # bytes of scales per element
+    copies: int  # number of copies of weights and gradients
+    finds_amax: bool  # whether a kernel finds the largest value before the cast
+    history: int  # length of each amax history
 
     def size(self, elements: int) -> int:
         """Bytes of one copy."""

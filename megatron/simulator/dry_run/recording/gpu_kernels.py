@@ -19,7 +19,7 @@ from torch.optim import adam
 
 from megatron.context_parallel.attention import kernels
 from megatron.context_parallel.attention.kernels import KERNELS, math_kernel
-from megatron.context_parallel.attention.kernels.base import PAIR_BYTES, AnyMask, Kernel
+from megatron.context_parallel.attention.kernels.base import PAIR_BYTES, Kernel
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles import groups
 from megatron.context_parallel.fpdt import chunked_loss
 from megatron.context_parallel.fpdt.host_store import HostPool, Offload
@@ -30,7 +30,7 @@ from megatron.platform.streams import COMPUTE, STORES, Streams
 from megatron.simulator.cost import trace
 from megatron.simulator.cost.seconds import attention_named
 from megatron.simulator.cost.trace import Transfer
-from megatron.simulator.dry_run.recording.recorder import Recorder
+from megatron.simulator.dry_run.recording.recorder import Recorder, bytes_of
 from megatron.simulator.machines.machine import Machine
 
 # --- FSDP's streams ---
@@ -117,15 +117,13 @@ class SimulatedFused:
     def __init__(self, recorder: Recorder, name: str) -> None:
         self.recorder, self.name = recorder, name
 
-    def forward(
-        self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: AnyMask, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, *tensors: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
         with self.recorder.calling(attention_named(self.name)):
-            return KERNELS["flash"].forward(q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask, scale=scale)
+            return KERNELS["flash"].forward(*tensors, **how)
 
-    def backward(self, *tensors: Tensor, causal: bool, mask: AnyMask, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, *tensors: Tensor, **how: Any) -> tuple[Tensor, Tensor, Tensor]:
         with self.recorder.calling(attention_named(self.name)):
-            return KERNELS["flash"].backward(*tensors, causal=causal, mask=mask, scale=scale)
+            return KERNELS["flash"].backward(*tensors, **how)
 
 
 class SimulatedTriton:
@@ -170,7 +168,7 @@ class SimulatedTriton:
     def delta(self, out: Tensor, dout: Tensor) -> Tensor:
         """Row sums of ``dout * out``, fp32 [s, b, h]."""
         total = torch.empty(out.shape[:3], dtype=torch.float32, device=out.device)
-        self.recorder.price(trace.Kernel("delta", "memory", 0.0, _bytes(out, dout, total)))
+        self.recorder.price(trace.Kernel("delta", "memory", 0.0, bytes_of((out, dout, total))))
         return total
 
     def _price(
@@ -192,11 +190,7 @@ class SimulatedTriton:
         flops *= batch * heads * size * sum(tile.pairs for tile in tiles)
         shape = (rows, k.size(0), batch * heads, size)
         name = attention_named(self.name)
-        self.recorder.price(trace.Kernel(name, "attention", flops, _bytes(*moved), shape, q.element_size(), backward))
-
-
-def _bytes(*tensors: Tensor) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors)
+        self.recorder.price(trace.Kernel(name, "attention", flops, bytes_of(moved), shape, q.element_size(), backward))
 
 
 # --- host memory: buffers without memory, and a GPU's copy streams ---
@@ -286,15 +280,8 @@ def gpu_kernels(recorder: Recorder, machine: Machine, fused_rope: bool = True) -
             stack.enter_context(replaced(rope.rotated, lambda _: _as_one(recorder, _rotate)))
         # Sizes of pieces as on a GPU, not as for a CPU's caches.
         stack.enter_context(patched_items(rope.PIECE, {}))
-        stack.enter_context(
-            patched_items(math_kernel.SCORE_BYTES, math_kernel.SCORE_BYTES | {"cpu": math_kernel.SCORE_BYTES["cuda"]})
-        )
-        stack.enter_context(
-            patched_items(
-                position_dropout.ELEMENTS_AT_ONCE,
-                position_dropout.ELEMENTS_AT_ONCE | {"cpu": position_dropout.ELEMENTS_AT_ONCE["cuda"]},
-            )
-        )
+        for sizes in (math_kernel.SCORE_BYTES, position_dropout.ELEMENTS_AT_ONCE):
+            stack.enter_context(patched_items(sizes, sizes | {"cpu": sizes["cuda"]}))
         stack.enter_context(replaced(kernels.select, lambda _: partial(simulated_kernel, recorder, machine)))
         stack.enter_context(replaced(chunked_loss.adds_wide, lambda _: lambda *_: True))
         yield

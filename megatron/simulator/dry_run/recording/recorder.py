@@ -226,19 +226,13 @@ WHERE = torch.ops.prim.device.default
 
 @dataclass
 class _Hop:
-    """Messages of one hop of a ring so far.
-
-    Attributes:
-        receives: numbers of the receives that are not in the trace yet.
-        bytes: of these receives.
-        sends: the transfer whose ``excess`` stands for receives that are in the trace.
-    """
+    """Messages of one hop of a ring so far."""
 
     axis: str = ""
     group: Group = Group(1)
-    receives: list[int] = field(default_factory=list)
-    bytes: float = 0.0
-    sends: Transfer | None = None
+    receives: list[int] = field(default_factory=list)  # numbers of the receives that are not in the trace yet
+    bytes: float = 0.0  # of these receives
+    sends: Transfer | None = None  # the transfer whose `excess` stands for receives that are in the trace
 
 
 class Recorder(TensorMeter):

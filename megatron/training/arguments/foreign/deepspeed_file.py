@@ -264,19 +264,12 @@ class DeepSpeedFile:
 
     def _communication(self, value: Any, key: str = "communication_data_type") -> None:
         """The dtype that gradients are summed in: fp32, or bf16 with --grad-reduce-in-bf16."""
-        names = {
-            None: None,
-            "auto": None,
-            "fp32": False,
-            "float32": False,
-            "bf16": True,
-            "bfp16": True,
-            "bfloat16": True,
-        }
-        if not isinstance(value, str | None) or value not in names:
+        names = {"fp32": False, "float32": False, "bf16": True, "bfp16": True, "bfloat16": True}
+        if value in (None, "auto"):
+            return
+        if not isinstance(value, str) or value not in names:
             raise Refusal(f"{key} {_written(value)} in {self.path}: gradients are summed in fp32 or bf16 here")
-        if (in_bf16 := names[value]) is not None:
-            self.express("parallel.grad_reduce_in_bf16", in_bf16, f"{key} {value} in {self.path}")
+        self.express("parallel.grad_reduce_in_bf16", names[value], f"{key} {value} in {self.path}")
 
     def _clipping(self) -> None:
         if self.content.get("gradient_clipping") not in (None, "auto"):

@@ -91,11 +91,7 @@ def _deepspeed(config: Config, express: _Express) -> None:
 def _program(config: Config, express: _Express) -> None:
     other = config.elsewhere
     if other.rank is not None and config.simulation.world_size is None:
-        raise Refusal(
-            f"--rank {other.rank}",
-            "is one of how many: add --world-size, or leave it out",
-            LEAVE_OUT,
-        )
+        raise Refusal(f"--rank {other.rank}", "is one of how many: add --world-size, or leave it out", LEAVE_OUT)
     if other.no_cuda:
         express("run.device", "cpu", "--no-cuda")
     if other.eval_only is not None:
@@ -301,11 +297,7 @@ def _rope(config: Config, express: _Express) -> None:
     }
     for flag, (value, core) in constants.items():
         if value is not None and other.rope_scaling_type is None:
-            raise Refusal(
-                flag,
-                "is read by --rope-scaling-type llama3 alone: add that, or leave it out",
-                LEAVE_OUT,
-            )
+            raise Refusal(flag, "is read by --rope-scaling-type llama3 alone: add that, or leave it out", LEAVE_OUT)
         if value not in (None, core):
             raise Refusal(f"{flag} {value:g}", f"is not the {core} of Llama 3.1, the scaling built here: use {core}")
     if other.rope_scaling_type == "llama3":
@@ -318,9 +310,7 @@ def _checkpoints(config: Config) -> None:
         return
     if config.checkpoint.load is None:
         raise Refusal(
-            "--enable-hf2mg-convert",
-            "reads the folder that --load names: add --load, or leave it out",
-            LEAVE_OUT,
+            "--enable-hf2mg-convert", "reads the folder that --load names: add --load, or leave it out", LEAVE_OUT
         )
     config.checkpoint.exit_on_missing_checkpoint = True
     config.notes.append(

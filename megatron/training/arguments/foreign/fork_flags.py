@@ -8,159 +8,85 @@ from __future__ import annotations
 
 from megatron.training.arguments.foreign.refused_flags import Advice, leave_out
 
-HINTS: tuple[tuple[str, str], ...] = (
-    (
-        "fused or not, the result is the same",
-        """
-        --use-fused-swiglu --use-fused-rotary-pos-emb --use-fused-rmsnorm * --use-fused-sdpa *
-        --use-fused-sdpa-with-recompute * --use-fast-softmax * --use-te-custom-op * --use-flash-attn-builder
-        --abort-on-unmet-fused-kernel-constraints --no-scaled-masked-softmax-fusion
-        --scaled-upper-triang-masked-softmax-fusion * --disable-mem-efficient-ln --ds_fused_adam
-        --use-fusion-attn-v2 --alibi-fusion-attn-type 1 --jit-compile --optimization-level 1
-        """,
-    ),
-    (
-        "communication and computation overlap by other means here",
-        """
-        --use-ascend-coc --coc-fused-kernel --use-ascend-mc2 --use-cp-send-recv-overlap --cp-window-size 1
-        --use-fused-ring-attention-update --overlap-p2p-communication --no-delay-grad-reduce --delay-param-gather
-        --use-contiguous-buffers-in-ddp --no-contiguous-buffers-in-local-ddp --zero-reduce-scatter
-        --zero-contigious-gradients --zero-reduce-bucket-size 1 --zero-allgather-bucket-size 1 --reduce-bucket-size 1
-        --last-bucket-split-count 1 --use-ulysses-allgather-kv --use-multiparameter-pipeline-model-parallel
-        --enable-overlap-ag-with-matmul --enable-overlap-matmul-with-rs --enable-backward-overlap-ag-with-matmul
-        """,
-    ),
-    (
-        "memory is managed without it",
-        """
-        --distribute-checkpointed-activations --partition-activations --contigious-checkpointing
-        --synchronize-each-layer --profile-backward --reuse-fp32-param --swap-attention --recompute-in-advance
-        --recompute-activation-function --recompute-activation-function-num-layers 1 --recompute-norm
-        --recompute-norm-num-layers 1 --recompute-lgd --enable-recompute-layers-per-pp-rank --use-pin-memory
-        --memory-centric-tiled-linear --tile-factor 1 --split-transformers --scattered-embeddings
-        --recompute-in-bubble --context-parallel-kv-cache-policy 1 --context-parallel-cache-interval 1
-        """,
-    ),
-    ("stages hold equally many layers here, whatever the cut", "--num-layer-list 1"),
-    (
-        "1F1B and interleaved 1F1B are the schedules built here; what is computed is the same",
-        """
-        --enable-zbh1-pipeline --enable-zbh1-exact-semantics --enable-zero-bubble --enable-zb-runtime
-        --interleave-group-size 1 --enable-1f1b-v
-        """,
-    ),
-    ("Megatron-DeepSpeed does not read it either", "--no-load-lr-state"),
-    ("stages know each other's shapes, for a step has one sequence length", "--variable-seq-lengths"),
-    (
-        "training reads token ids: of the tokenizer, its size and its end of a document",
-        "--tokenizer-not-use-fast",
-    ),
-    ("TP cuts every matrix along one of its sides here", "--tp-2d --tp-x 1 --tp-y 1"),
-    (
-        "Ulysses over one rank is no Ulysses",
-        "--force-ds-sequence-parallel",
-    ),
-    ("this program is PyTorch's", "--ai-framework 1"),
-    (
-        "nothing is compiled here",
-        """
-        --use-torch-compile * --use-torch-compiled-autograd * --use-regional-compilation *
-        --allow-unspec-int-on-nn-module * --cache-size-limit 1
-        """,
-    ),
-    (
-        "always so here: softmax and loss are in fp32, gradients too unless --grad-reduce-in-bf16",
-        "--no-query-key-layer-scaling --fp32-allreduce",
-    ),
-    ("weights that TP ranks hold in common are equal by construction", "--sync-tp-duplicated-parameters"),
-    (
-        "data loading is tuned with --num-workers and --data-cache-path",
-        """
-        --no-shared-storage --valid-num-workers 1 --repeated-dataloader --mmap-warmup --return-data-index
-        --s3-cache-path 1
-        """,
-    ),
-    ("the mask is --attention-mask, causal without it", "--attention-mask-type 1"),
-    ("nothing is generated in training", "--max-new-tokens 1"),
-    ("data files are read as they are; how to make them is no part of a run", "--handler-name 1 --workers 1"),
-    (
-        "config.json says what a Hugging Face folder holds, and no copy of it is made",
-        "--model-type-hf 1 --mg-cache-dir 1",
-    ),
-    ("SIGTERM saves and stops a run", "--kill-switch-path 1 --kill-switch-file 1 --trigger-path 1"),
-    (
-        "what is logged is set by --log-interval, --log-jsonl, --tensorboard-dir and --wandb-project",
-        """
-        --codecarbon-dir 1 --log-level 1 --log-level-replica 1 --structured-logs --structured-logs-dir 1
-        --no-log-learnig-rate-to-tensorboard --profile_steps 1 --experiment_name 1 --experiment-name 1
-        --experiment-run-id 1 --experiment-root-dir 1 --job-name 1
-        """,
-    ),
-    (
-        "checkpoints are always torch_dist, fully reshardable, written and read in parallel, and loaded strictly",
-        """
-        --save-distrib-optimizer-method 1 --load-distrib-optimizer-method 1 --verify-checkpoint
-        --verify-checkpoint-model-type 1
-        """,
-    ),
-    (
-        "a dense model has none of it: --num-experts is what asks for experts",
-        """
-        --mlp-type 1 --topk 1 --expert-interval 1 --moe-expert-parallel-size 1 --create-moe-param-group
-        --disable-moe-token-dropping --moe-train-capacity-factor 1 --moe-eval-capacity-factor 1 --moe-min-capacity 1
-        --moe-loss-coeff 1 --disable-moe-top2-2nd-expert-sampling --enable-expert-tensor-parallelism --use-tutel
-        --norm-topk-prob
-        """,
-    ),
-    (
-        "a decoder alone has no encoder or retriever",
-        "--pipeline-model-parallel-split-rank 1 --retriever-seq-length 1 --standalone-embedding-stage",
-    ),
-)
+HINTS = """
+fused or not, the result is the same: --use-fused-swiglu --use-fused-rotary-pos-emb --use-fused-rmsnorm *
+    --use-fused-sdpa * --use-fused-sdpa-with-recompute * --use-fast-softmax * --use-te-custom-op *
+    --use-flash-attn-builder --abort-on-unmet-fused-kernel-constraints --no-scaled-masked-softmax-fusion
+    --scaled-upper-triang-masked-softmax-fusion * --disable-mem-efficient-ln --ds_fused_adam --use-fusion-attn-v2
+    --alibi-fusion-attn-type 1 --jit-compile --optimization-level 1
+communication and computation overlap by other means here: --use-ascend-coc --coc-fused-kernel --use-ascend-mc2
+    --use-cp-send-recv-overlap --cp-window-size 1 --use-fused-ring-attention-update --overlap-p2p-communication
+    --no-delay-grad-reduce --delay-param-gather --use-contiguous-buffers-in-ddp --no-contiguous-buffers-in-local-ddp
+    --zero-reduce-scatter --zero-contigious-gradients --zero-reduce-bucket-size 1 --zero-allgather-bucket-size 1
+    --reduce-bucket-size 1 --last-bucket-split-count 1 --use-ulysses-allgather-kv
+    --use-multiparameter-pipeline-model-parallel --enable-overlap-ag-with-matmul --enable-overlap-matmul-with-rs
+    --enable-backward-overlap-ag-with-matmul
+memory is managed without it: --distribute-checkpointed-activations --partition-activations --contigious-checkpointing
+    --synchronize-each-layer --profile-backward --reuse-fp32-param --swap-attention --recompute-in-advance
+    --recompute-activation-function --recompute-activation-function-num-layers 1 --recompute-norm
+    --recompute-norm-num-layers 1 --recompute-lgd --enable-recompute-layers-per-pp-rank --use-pin-memory
+    --memory-centric-tiled-linear --tile-factor 1 --split-transformers --scattered-embeddings --recompute-in-bubble
+    --context-parallel-kv-cache-policy 1 --context-parallel-cache-interval 1
+stages hold equally many layers here, whatever the cut: --num-layer-list 1
+1F1B and interleaved 1F1B are the schedules built here; what is computed is the same: --enable-zbh1-pipeline
+    --enable-zbh1-exact-semantics --enable-zero-bubble --enable-zb-runtime --interleave-group-size 1 --enable-1f1b-v
+Megatron-DeepSpeed does not read it either: --no-load-lr-state
+stages know each other's shapes, for a step has one sequence length: --variable-seq-lengths
+training reads token ids: of the tokenizer, its size and its end of a document: --tokenizer-not-use-fast
+TP cuts every matrix along one of its sides here: --tp-2d --tp-x 1 --tp-y 1
+Ulysses over one rank is no Ulysses: --force-ds-sequence-parallel
+this program is PyTorch's: --ai-framework 1
+nothing is compiled here: --use-torch-compile * --use-torch-compiled-autograd * --use-regional-compilation *
+    --allow-unspec-int-on-nn-module * --cache-size-limit 1
+always so here: softmax and loss are in fp32, gradients too unless --grad-reduce-in-bf16: --no-query-key-layer-scaling
+    --fp32-allreduce
+weights that TP ranks hold in common are equal by construction: --sync-tp-duplicated-parameters
+data loading is tuned with --num-workers and --data-cache-path: --no-shared-storage --valid-num-workers 1
+    --repeated-dataloader --mmap-warmup --return-data-index --s3-cache-path 1
+the mask is --attention-mask, causal without it: --attention-mask-type 1
+nothing is generated in training: --max-new-tokens 1
+data files are read as they are; how to make them is no part of a run: --handler-name 1 --workers 1
+config.json says what a Hugging Face folder holds, and no copy of it is made: --model-type-hf 1 --mg-cache-dir 1
+SIGTERM saves and stops a run: --kill-switch-path 1 --kill-switch-file 1 --trigger-path 1
+what is logged is set by --log-interval, --log-jsonl, --tensorboard-dir and --wandb-project: --codecarbon-dir 1
+    --log-level 1 --log-level-replica 1 --structured-logs --structured-logs-dir 1 --no-log-learnig-rate-to-tensorboard
+    --profile_steps 1 --experiment_name 1 --experiment-name 1 --experiment-run-id 1 --experiment-root-dir 1 --job-name 1
+checkpoints are always torch_dist, fully reshardable, written and read in parallel, and loaded strictly:
+    --save-distrib-optimizer-method 1 --load-distrib-optimizer-method 1 --verify-checkpoint
+    --verify-checkpoint-model-type 1
+a dense model has none of it: --num-experts is what asks for experts: --mlp-type 1 --topk 1 --expert-interval 1
+    --moe-expert-parallel-size 1 --create-moe-param-group --disable-moe-token-dropping --moe-train-capacity-factor 1
+    --moe-eval-capacity-factor 1 --moe-min-capacity 1 --moe-loss-coeff 1 --disable-moe-top2-2nd-expert-sampling
+    --enable-expert-tensor-parallelism --use-tutel --norm-topk-prob
+a decoder alone has no encoder or retriever: --pipeline-model-parallel-split-rank 1 --retriever-seq-length 1
+    --standalone-embedding-stage
+"""
 
-REFUSED: tuple[tuple[str | Advice, str], ...] = (
-    (
-        leave_out("checkpoints are torch_dist, and tools/convert_hf.py makes Hugging Face folders of them"),
-        "--enable-mg2hf-convert --only-convert-last-checkpoint --hf-save-dir 1 --mg-save-dir 1 --hf-cfg-dir 1",
-    ),
-    (leave_out("every batch of the data is used, in full"), "--skip-train-iteration-range +"),
-    (
-        leave_out("the loss here is the mean over all tokens that count"),
-        "--norm-target-loss --loss-on-targets-only",
-    ),
-    (leave_out("distillation is not built here"), "--kd --mos --load-teacher 1"),
-    (
-        leave_out("without --kd it is not read, and --kd is not built here"),
-        """
-        --kd-alpha-ce 1 --kd-beta-ce 1 --kd-temp 1 --num-layers-teacher 1 --hidden-size-teacher 1
-        --num-attention-heads-teacher 1 --num-experts-teacher +
-        """,
-    ),
-    (leave_out("stages hold as many layers as the flags say, none that do nothing"), "--allow-padding-num-layers"),
-    (
-        leave_out("gradients and activations are sent as they are, never compressed"),
-        """
-        --grad_comp --grad_comp_rank 1 --grad_comp_warm_up 1 --selective_grad_comp --selective_grad_comp_way 1
-        --inter_grad_comp --inter_grad_comp_rank 1 --inter_grad_comp_epilogue_only --emb_comm_opt --use_error_feedback
-        """,
-    ),
-    (
-        leave_out("this precision setting is not built here"),
-        "--embedding-weights-in-fp32",
-    ),
-    (leave_out("weights and states of the optimizer are in fp32 here"), "--o2-optimizer"),
-    (
-        leave_out("the optimizers built here are adam and sgd, on the training device"),
-        "--cpu-optimizer --cpu_torch_adam --use-bnb-optimizer --remote-device 1 none",
-    ),
-    (leave_out("all weights are trained here"), "--bitfit"),
-    ("weights are split by layer with --zero-stage 3: use that", "--layerzero --layerzero-config 1"),
-    ("heads and columns are cut evenly over TP: use a TP that divides them", "--unaligned-linear"),
-    (leave_out("each token is predicted from those before it, with the model's own output layer"), "--causal-lm"),
-    (leave_out("layers that do nothing are not built here"), "--noop-layers 1"),
-    (leave_out("layers and tokens are never dropped here"), "--random-ltd"),
-    (
-        leave_out("every batch has one sequence length here"),
-        "--data-efficiency-curriculum-learning --train-data-exact-num-epochs 1",
-    ),
-)
+REFUSED = {
+    leave_out: """
+checkpoints are torch_dist, and tools/convert_hf.py makes Hugging Face folders of them: --enable-mg2hf-convert
+    --only-convert-last-checkpoint --hf-save-dir 1 --mg-save-dir 1 --hf-cfg-dir 1
+every batch of the data is used, in full: --skip-train-iteration-range +
+the loss here is the mean over all tokens that count: --norm-target-loss --loss-on-targets-only
+distillation is not built here: --kd --mos --load-teacher 1
+without --kd it is not read, and --kd is not built here: --kd-alpha-ce 1 --kd-beta-ce 1 --kd-temp 1
+    --num-layers-teacher 1 --hidden-size-teacher 1 --num-attention-heads-teacher 1 --num-experts-teacher +
+stages hold as many layers as the flags say, none that do nothing: --allow-padding-num-layers
+gradients and activations are sent as they are, never compressed: --grad_comp --grad_comp_rank 1 --grad_comp_warm_up 1
+    --selective_grad_comp --selective_grad_comp_way 1 --inter_grad_comp --inter_grad_comp_rank 1
+    --inter_grad_comp_epilogue_only --emb_comm_opt --use_error_feedback
+this precision setting is not built here: --embedding-weights-in-fp32
+weights and states of the optimizer are in fp32 here: --o2-optimizer
+the optimizers built here are adam and sgd, on the training device: --cpu-optimizer --cpu_torch_adam --use-bnb-optimizer
+    --remote-device 1 none
+all weights are trained here: --bitfit
+each token is predicted from those before it, with the model's own output layer: --causal-lm
+layers that do nothing are not built here: --noop-layers 1
+layers and tokens are never dropped here: --random-ltd
+every batch has one sequence length here: --data-efficiency-curriculum-learning --train-data-exact-num-epochs 1
+""",
+    Advice: """
+weights are split by layer with --zero-stage 3: use that: --layerzero --layerzero-config 1
+heads and columns are cut evenly over TP: use a TP that divides them: --unaligned-linear
+""",
+}

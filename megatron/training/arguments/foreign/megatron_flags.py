@@ -2,12 +2,15 @@
 """Flags of Megatron-LM and DeepSpeed that are no settings here: which are ignored, and which are refused.
 
 A *hint* cannot change the result: it is accepted with a note. Any other flag is *refused* with the reason or the flag
-to use instead, unless its value is Megatron-LM's default. Entries of the tables read ``--flag [values] [default]``: the
-number of values (none, 1, 3, + or *) and Megatron-LM's default; ``same`` marks a flag that states its default.
+to use instead, unless its value is Megatron-LM's default. An entry of a table is a reason, a colon and flags, which may
+continue in indented lines. A flag reads ``--flag [values] [default]``: the number of values (none, 1, 3, + or *) and
+Megatron-LM's default; ``same`` marks a flag that states its default.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from difflib import SequenceMatcher, get_close_matches
 from functools import cache
 from typing import Any, NamedTuple
@@ -18,9 +21,24 @@ from megatron.training.arguments.foreign.refused_flags import Advice
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, raise_all
 
 TYPO = 0.86  # likeness of two flags from which one is the other, misspelt
-GROUPS: dict[str, tuple[tuple[str | Advice, str], ...]] = {
-    "hint": ignored_flags.HINTS + fork_flags.HINTS,
-    "refused": refused_flags.REFUSED + fork_flags.REFUSED + refused_flags.OTHER_NAMES,
+
+
+def entries(table: str) -> Iterator[tuple[str, str]]:
+    """(reason, flags) of each entry of a table."""
+    for entry in filter(None, re.split(r"\n(?! )", table)):
+        reason, _, flags = " ".join(entry.split()).rpartition(": ")
+        yield reason, flags
+
+
+REFUSED = (refused_flags.REFUSED, fork_flags.REFUSED, refused_flags.OTHER_NAMES)
+GROUPS: dict[str, list[tuple[Advice, str]]] = {
+    "hint": [(Advice(reason), flags) for reason, flags in entries(ignored_flags.HINTS + fork_flags.HINTS)],
+    "refused": [
+        (advise(reason), flags)
+        for tables in REFUSED
+        for advise, text in tables.items()
+        for reason, flags in entries(text)
+    ],
 }
 
 
@@ -43,12 +61,9 @@ def rows() -> dict[str, Row]:
     """The tables, by flag."""
     table = {}
     for verdict, groups in GROUPS.items():
-        for reason, text in groups:
-            advice = reason if isinstance(reason, Advice) else Advice(reason)
-            for entry in text.replace("\n", " ").split(" --"):
-                if not (words := entry.split()):
-                    continue
-                flag = "--" + words[0].removeprefix("--")
+        for advice, flags in groups:
+            for words in map(str.split, flags.removeprefix("--").split(" --")):
+                flag = "--" + words[0]
                 values = words[1] if len(words) > 1 else "0"
                 table[flag] = Row(flag, values, words[2] if len(words) > 2 else None, verdict, advice)
     return table

@@ -10,18 +10,13 @@ from megatron.training.refusal import LEAVE_OUT, SUBJECT, Fix
 
 
 class Advice(NamedTuple):
-    """Why flags are refused, and what to do.
+    """Why flags are refused, and what to do."""
 
-    Attributes:
-        reason: what the user reads after the flags.
-        fix: the same as a change of the command line; None if the user has a choice. One that sets flags replaces
-            the refused ones.
-        name: the flag here that takes the values of a refused one.
-    """
-
-    reason: str
+    reason: str  # what the user reads after the flags
+    # the same as a change of the command line; None if the user has a choice. One that sets flags replaces the refused
+    # ones.
     fix: Fix | None = None
-    name: str = ""
+    name: str = ""  # the flag here that takes the values of a refused one
 
     def fixes(self, flags: Sequence[str]) -> list[Fix]:
         """What to do about ``flags``, which are refused for this reason."""
@@ -38,284 +33,171 @@ def rename(name: str) -> Advice:
     return Advice(f"use {name}", name=name)
 
 
-def replace(words: str, reason: str = "") -> Advice:
-    """Other flags in the place of the refused ones. ``reason``: what the user reads, unless it is ``use WORDS``."""
+def replace(words: str) -> Advice:
+    """Flags to use in place of the refused ones; if the user reads more than ``use WORDS``, that after a semicolon."""
+    words, _, reason = words.partition("; ")
     return Advice(reason or f"use {words}", Fix(words, drop=SUBJECT))
 
 
-REFUSED: tuple[tuple[str | Advice, str], ...] = (
-    (leave_out("mixtures of experts are not built here"), "--num-experts 1 1"),
-    (leave_out("multi-latent attention is not built here"), "--multi-latent-attention"),
-    (
-        "it is of multi-latent attention: use --position-embedding-type yarn and --yarn-rotary-scaling-factor",
-        "--rotary-scaling-factor 1 1.0",
-    ),
-    (
-        "it is of multi-latent attention: use --position-embedding-type yarn with --yarn-mscale, --yarn-mscale-all-dim",
-        "--mscale 1 1.0 --mscale-all-dim 1 0.0",
-    ),
-    (leave_out("multi-token prediction is not built here"), "--mtp-num-layers 1"),
-    (
-        leave_out("the optimizers built here are adam and sgd, on the training device"),
-        """
-        --apply-wd-to-qk-layernorm --no-weight-decay-cond-type 1 --optimizer-cpu-offload
-        """,
-    ),
-    (
-        leave_out("what this writes is not written here"),
-        "--save-wgrads-interval 1 --save-dgrads-interval 1 --dump-param-to-param-group-map 1",
-    ),
-    (leave_out("the weights are made at once here"), "--lazy-mpu-init 1"),
-    (leave_out("data files are on a file system here"), "--object-storage-cache-path 1"),
-    (
-        leave_out("this way of reading data is not built here"),
-        "--allow-ambiguous-pad-tokens",
-    ),
-    (leave_out("all layers have the same mask"), "--window-attn-skip-freq 1"),
-    (
-        replace(
-            "--fpdt",
-            "use --fpdt, or --recompute-granularity full --offload-checkpoints, to keep activations in host memory",
-        ),
-        """
-        --cpu-offloading-num-layers 1 0 --fine-grained-activation-offloading --offload-modules +
-        --min-offloaded-tensor-size 1 1048576
-        """,
-    ),
-    (leave_out("megatron-core 0.16 has no such layer"), "--apply-residual-connection-post-layernorm"),
-    ("use --dry-run --world-size N", "--fake-process-group"),
-    (rename("--num-layers"), "--decoder-num-layers 1"),
-    (rename("--seq-length"), "--decoder-seq-length 1"),
-    (
-        "use tools/convert_hf.py",
-        "--ckpt-convert-format 1 --ckpt-convert-save 1 --ckpt-convert-update-legacy-dist-opt-format",
-    ),
-    (
-        leave_out("Mamba and hybrid models are not built here"),
-        """
-        --is-hybrid-model --hybrid-attention-ratio 1 0.0 --hybrid-mlp-ratio 1 0.0 --hybrid-override-pattern 1
-        --hybrid-layer-pattern 1 --mamba-state-dim 1 128 --mamba-head-dim 1 64 --mamba-num-groups 1 8
-        --mamba-num-heads 1 --disable-mamba-mem-eff-path
-        """,
-    ),
-    (
-        leave_out("only softmax attention over all heads of a layer is built here"),
-        """
-        --experimental-attention-variant 1 --dsa-indexer-n-heads 1 --dsa-indexer-head-dim 1 --dsa-indexer-topk 1
-        --dsa-indexer-loss-coeff 1 --dsa-indexer-use-sparse-loss --linear-conv-kernel-dim 1 4
-        --linear-key-head-dim 1 128 --linear-value-head-dim 1 128 --linear-num-key-heads 1 16
-        --linear-num-value-heads 1 32 --linear-attention-freq 1 --attention-output-gate
-        --qk-l2-norm --qk-clip --qk-clip-alpha 1 0.5 --qk-clip-threshold 1 100 --no-rope-freq 1 --use-kitchen-attention
-        --kitchen-attention-backend 1 sdpa --relative-attention-num-buckets 1 32 --relative-attention-max-distance 1 128
-        --mrope-section + --batch-invariant-mode
-        """,
-    ),
-    (
-        replace(
-            "--position-embedding-type yarn", "it is of multi-latent attention: use --position-embedding-type yarn"
-        ),
-        "--rope-type 1 rope",
-    ),
-    (
-        leave_out("not part of the GPT and Llama models built here"),
-        """
-        --quick-geglu --glu-linear-offset 1 0.0 --activation-func-clamp-value 1
-        --embedding-init-method-std 1 --heterogeneous-layers-config-path 1
-        --heterogeneous-layers-config-encoded-json 1
-        """,
-    ),
-    (
-        leave_out("hybrid context parallelism by sequence is not built here"),
-        "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank 1",
-    ),
-    (
-        "use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers",
-        "--pipeline-model-parallel-layout 1",
-    ),
-    (
-        leave_out("this precision setting is not built here"),
-        """
-        --fp32-residual-connection --disable-bf16-reduced-precision-matmul --fp16-lm-cross-entropy
-        --ddp-reduce-scatter-with-fp32-accumulation
-        """,
-    ),
-    (
-        leave_out("weights and states of the optimizer are in fp32 here"),
-        "--main-params-dtype 1 fp32 --exp-avg-dtype 1 fp32 --exp-avg-sq-dtype 1 fp32",
-    ),
-    (
-        "of FP8, only --fp8-format, --fp8-recipe and the amax settings are built here",
-        """
-        --fp8-quantizer-factory 1 --fp8-margin 1 0 --no-fp8-wgrad --disable-fp8-wgrad --first-last-layers-bf16
-        --num-layers-at-start-in-bf16 1 1 --num-layers-at-end-in-bf16 1 1 --te-precision-config-file 1
-        """,
-    ),
-    (
-        leave_out("FP4 is not built here"),
-        "--fp4-format 1 --fp4-recipe 1 nvfp4 --fp4-param-gather --fp4-quantizer-factory 1",
-    ),
-    (
-        leave_out("CUDA graphs are not built here"),
-        """
-        --enable-cuda-graph --external-cuda-graph --cuda-graph-impl 1 none --cuda-graph-scope +
-        --cuda-graph-warmup-steps 1 3
-        """,
-    ),
-    ("weights follow --seed alone, so that they do not depend on the grid", "--data-parallel-random-init"),
-    (
-        leave_out("every batch of the data is used, in full"),
-        """
-        --decrease-batch-size-if-needed --phase-transition-iterations 1
-        --step-batch-size-schedule +
-        """,
-    ),
-    (leave_out("SIGTERM and SIGUSR1 are the signals that save and stop"), "--exit-signal 1 SIGTERM"),
-    (
-        "settings come from the flags: give them again; a model's from a checkpoint with --use-checkpoint-args",
-        "--use-mp-args-from-checkpoint-args --yaml-cfg 1",
-    ),
-    (
-        "checkpoints are written by --save and --save-interval alone",
-        "--load-main-params-from-ckpt --dist-ckpt-save-pre-mcore-014",
-    ),
-    (
-        replace(
-            "--non-persistent-ckpt-type local",
-            "copies beside checkpoints are files of each node: use --non-persistent-ckpt-type local",
-        ),
-        "--non-persistent-global-ckpt-dir 1",
-    ),
-    ("evaluation uses one validation set and --eval-iters", "--full-validation --multiple-validation-sets"),
-    (
-        leave_out("the tokenizer is taken as it is"),
-        """
-        --vocab-extra-ids 1 0 --tokenizer-metadata 1 --tokenizer-special-tokens + --tiktoken-special-tokens +
-        --tokenizer-sentencepiece-legacy --tokenizer-hf-include-special-tokens
-        """,
-    ),
-    (
-        leave_out("this program trains GPT and Llama models only"),
-        """
-        --ict-head-size 1 --biencoder-projection-dim 1 0 --biencoder-shared-query-context-model --ict-load 1
-        --bert-load 1 --titles-data-path 1 --query-in-block-prob 1 0.1 --use-one-sent-docs --evidence-data-path 1
-        --retriever-report-topk-accuracies + --retriever-score-scaling --block-data-path 1 --embedding-path 1
-        --indexer-batch-size 1 128 --indexer-log-interval 1 1000 --sample-rate 1 1.0 --mask-prob 1 0.15
-        --short-seq-prob 1 0.1 --onnx-safe 1 --bert-no-binary-head
-        """,
-    ),
-    (
-        leave_out("this program trains on text only"),
-        """
-        --num-classes 1 1000 --img-h 1 224 --img-w 1 224 --num-channels 1 3 --patch-dim 1 16 --classes-fraction 1 1.0
-        --data-per-class-fraction 1 1.0 --no-data-sharding --head-lr-mult 1 1.0 --vision-pretraining
-        --vision-pretraining-type 1 classify --vision-backbone-type 1 vit --swin-backbone-type 1 tiny
-        --mask-type 1 random --mask-factor 1 1.0 --iter-per-epoch 1 1250 --dino-local-img-size 1 96
-        --dino-local-crops-number 1 10 --dino-head-hidden-size 1 2048 --dino-bottleneck-size 1 256
-        --dino-freeze-last-layer 1 1 --dino-norm-last-layer --dino-warmup-teacher-temp 1 0.04 --dino-teacher-temp 1 0.07
-        --dino-warmup-teacher-temp-epochs 1 30
-        """,
-    ),
-    (
-        leave_out("reinforcement learning is not built here"),
-        """
-        --perform-rl-step --rl-prompts-per-eval 1 32 --grpo-prompts-per-step 1 32 --grpo-group-size 1 2
-        --grpo-iterations 1 2 --grpo-clamp-eps-lower 1 0.01 --grpo-clamp-eps-upper 1 0.01 --grpo-kl-beta 1 0.001
-        --grpo-entropy-term-weight 1 0.0 --grpo-filter-groups-with-same-reward
-        --langrl-inference-server-type 1 inplace_megatron --langrl-inference-server-conversation-template 1
-        --langrl-external-server --no-langrl-external-server 0 same --langrl-env-config 1 --rl-default-temperature 1 1.0
-        --rl-default-top-p 1 0 --rl-default-top-k 1 -1 --rl-offload-optimizer-during-inference
-        --rl-offload-kv-cache-during-training --no-rl-offload-kv-cache-during-training 0 same
-        --rl-remove-kv-cache-during-training --no-rl-remove-kv-cache-during-training 0 same --rl-reset-cuda-graphs
-        --no-rl-reset-cuda-graphs 0 same --rl-partial-rollouts --no-rl-partial-rollouts 0 same
-        --rl-inference-logprobs-is-correction --no-rl-inference-logprobs-is-correction 0 same
-        --rl-importance-sampling-truncation-coef 1 --rl-use-sequence-packing --no-rl-use-sequence-packing 0 same
-        --rl-sequence-packing-max-sequences-per-bin 1 50 --rl-sequence-packing-algo 1 fifo --rl-training-cuda-graphs
-        --no-rl-training-cuda-graphs 0 same --rl-inference-tensor-model-parallel-size 1
-        --rl-inference-pipeline-model-parallel-size 1 --rl-inference-expert-model-parallel-size 1
-        --rl-inference-expert-tensor-model-parallel-size 1 --rl-inference-model-unified-memory-level 1 0
-        --rl-offload-inference-model-weights-when-idle --no-rl-offload-inference-model-weights-when-idle 0 same
-        --refit-method 1 gloo --rl-verify-model-weights-swap --no-rl-verify-model-weights-swap 0 same
-        --rl-parallel-generation-tasks 1 512 --rl-skip-bos-token --no-rl-skip-bos-token 0 same
-        """,
-    ),
-    (
-        leave_out("this program trains; for inference, convert the checkpoint with tools/convert_hf.py"),
-        """
-        --inference-batch-times-seqlen-threshold 1 -1 --max-tokens-to-oom 1 12000 --output-bert-embeddings
-        --bert-embedder-type 1 megatron --use-legacy-static-engine --inference-max-requests 1 8
-        --inference-max-seq-length 1 2560 --inference-max-batch-size 1 --inference-dynamic-batching
-        --inference-dynamic-batching-buffer-size-gb 1 40.0 --inference-dynamic-batching-paused-buffer-size-gb 1
-        --inference-dynamic-batching-block-size 1 256 --inference-dynamic-batching-max-requests 1
-        --inference-dynamic-batching-max-tokens 1 --inference-dynamic-batching-num-cuda-graphs 1 16
-        --inference-dynamic-batching-track-paused-request-events --decode-only-cuda-graphs
-        --inference-dynamic-batching-unified-memory-level 1 0 --nccl-all-reduce-for-prefill
-        --enable-chunked-prefill 0 same --disable-chunked-prefill
-        --inference-dynamic-batching-cuda-graph-max-tokens 1 16384
-        --inference-dynamic-batching-cuda-graph-mixed-prefill-count 1 16 --inference-logging-step-interval 1 0
-        --inference-wandb-logging --no-inference-wandb-logging 0 same --inference-coordinator-port 1 12346
-        --flash-decode --symmetric-ar-type 1 --inference-fuse-tp-communication --mlp-chunks-for-prefill 1 1
-        """,
-    ),
-    (
-        leave_out("restarts are left to torchrun or Slurm; SIGTERM saves and stops"),
-        """
-        --adlr-autoresume --adlr-autoresume-interval 1 1000 --inprocess-restart --inprocess-max-iterations 1
-        --inprocess-monitor-thread-interval 1 1.0 --inprocess-monitor-process-interval 1 1.0
-        --inprocess-progress-watchdog-interval 1 1.0 --inprocess-heartbeat-interval 1 30 --inprocess-soft-timeout 1 60
-        --inprocess-hard-timeout 1 90 --inprocess-heartbeat-timeout 1 60 --inprocess-barrier-timeout 1 120
-        --inprocess-completion-timeout 1 120 --inprocess-last-call-wait 1 1 --inprocess-termination-grace-time 1 1
-        --inprocess-granularity 1 node --inprocess-active-world-size 1 1 --inprocess-empty-cuda-cache
-        --enable-ft-package --calc-ft-timeouts --ft-num-warmup-iters 1 5
-        """,
-    ),
-)
+REFUSED = {
+    leave_out: """
+mixtures of experts are not built here: --num-experts 1 1
+multi-latent attention is not built here: --multi-latent-attention
+multi-token prediction is not built here: --mtp-num-layers 1
+the optimizers built here are adam and sgd, on the training device: --apply-wd-to-qk-layernorm
+    --no-weight-decay-cond-type 1 --optimizer-cpu-offload
+what this writes is not written here: --save-wgrads-interval 1 --save-dgrads-interval 1
+    --dump-param-to-param-group-map 1
+the weights are made at once here: --lazy-mpu-init 1
+data files are on a file system here: --object-storage-cache-path 1
+this way of reading data is not built here: --allow-ambiguous-pad-tokens
+all layers have the same mask: --window-attn-skip-freq 1
+megatron-core 0.16 has no such layer: --apply-residual-connection-post-layernorm
+Mamba and hybrid models are not built here: --is-hybrid-model --hybrid-attention-ratio 1 0.0 --hybrid-mlp-ratio 1 0.0
+    --hybrid-override-pattern 1 --hybrid-layer-pattern 1 --mamba-state-dim 1 128 --mamba-head-dim 1 64
+    --mamba-num-groups 1 8 --mamba-num-heads 1 --disable-mamba-mem-eff-path
+only softmax attention over all heads of a layer is built here: --experimental-attention-variant 1
+    --dsa-indexer-n-heads 1 --dsa-indexer-head-dim 1 --dsa-indexer-topk 1 --dsa-indexer-loss-coeff 1
+    --dsa-indexer-use-sparse-loss --linear-conv-kernel-dim 1 4 --linear-key-head-dim 1 128 --linear-value-head-dim 1 128
+    --linear-num-key-heads 1 16 --linear-num-value-heads 1 32 --linear-attention-freq 1 --attention-output-gate
+    --qk-l2-norm --qk-clip --qk-clip-alpha 1 0.5 --qk-clip-threshold 1 100 --no-rope-freq 1 --use-kitchen-attention
+    --kitchen-attention-backend 1 sdpa --relative-attention-num-buckets 1 32 --relative-attention-max-distance 1 128
+    --mrope-section + --batch-invariant-mode
+not part of the GPT and Llama models built here: --quick-geglu --glu-linear-offset 1 0.0 --activation-func-clamp-value 1
+    --embedding-init-method-std 1 --heterogeneous-layers-config-path 1 --heterogeneous-layers-config-encoded-json 1
+hybrid context parallelism by sequence is not built here: --hybrid-context-parallel --max-seqlen-per-dp-cp-rank 1
+this precision setting is not built here: --fp32-residual-connection --disable-bf16-reduced-precision-matmul
+    --fp16-lm-cross-entropy --ddp-reduce-scatter-with-fp32-accumulation
+weights and states of the optimizer are in fp32 here: --main-params-dtype 1 fp32 --exp-avg-dtype 1 fp32
+    --exp-avg-sq-dtype 1 fp32
+FP4 is not built here: --fp4-format 1 --fp4-recipe 1 nvfp4 --fp4-param-gather --fp4-quantizer-factory 1
+CUDA graphs are not built here: --enable-cuda-graph --external-cuda-graph --cuda-graph-impl 1 none --cuda-graph-scope +
+    --cuda-graph-warmup-steps 1 3
+every batch of the data is used, in full: --decrease-batch-size-if-needed --phase-transition-iterations 1
+    --step-batch-size-schedule +
+SIGTERM and SIGUSR1 are the signals that save and stop: --exit-signal 1 SIGTERM
+the tokenizer is taken as it is: --vocab-extra-ids 1 0 --tokenizer-metadata 1 --tokenizer-special-tokens +
+    --tiktoken-special-tokens + --tokenizer-sentencepiece-legacy --tokenizer-hf-include-special-tokens
+this program trains GPT and Llama models only: --ict-head-size 1 --biencoder-projection-dim 1 0
+    --biencoder-shared-query-context-model --ict-load 1 --bert-load 1 --titles-data-path 1 --query-in-block-prob 1 0.1
+    --use-one-sent-docs --evidence-data-path 1 --retriever-report-topk-accuracies + --retriever-score-scaling
+    --block-data-path 1 --embedding-path 1 --indexer-batch-size 1 128 --indexer-log-interval 1 1000 --sample-rate 1 1.0
+    --mask-prob 1 0.15 --short-seq-prob 1 0.1 --onnx-safe 1 --bert-no-binary-head
+this program trains on text only: --num-classes 1 1000 --img-h 1 224 --img-w 1 224 --num-channels 1 3 --patch-dim 1 16
+    --classes-fraction 1 1.0 --data-per-class-fraction 1 1.0 --no-data-sharding --head-lr-mult 1 1.0
+    --vision-pretraining --vision-pretraining-type 1 classify --vision-backbone-type 1 vit --swin-backbone-type 1 tiny
+    --mask-type 1 random --mask-factor 1 1.0 --iter-per-epoch 1 1250 --dino-local-img-size 1 96
+    --dino-local-crops-number 1 10 --dino-head-hidden-size 1 2048 --dino-bottleneck-size 1 256
+    --dino-freeze-last-layer 1 1 --dino-norm-last-layer --dino-warmup-teacher-temp 1 0.04 --dino-teacher-temp 1 0.07
+    --dino-warmup-teacher-temp-epochs 1 30
+reinforcement learning is not built here: --perform-rl-step --rl-prompts-per-eval 1 32 --grpo-prompts-per-step 1 32
+    --grpo-group-size 1 2 --grpo-iterations 1 2 --grpo-clamp-eps-lower 1 0.01 --grpo-clamp-eps-upper 1 0.01
+    --grpo-kl-beta 1 0.001 --grpo-entropy-term-weight 1 0.0 --grpo-filter-groups-with-same-reward
+    --langrl-inference-server-type 1 inplace_megatron --langrl-inference-server-conversation-template 1
+    --langrl-external-server --no-langrl-external-server 0 same --langrl-env-config 1 --rl-default-temperature 1 1.0
+    --rl-default-top-p 1 0 --rl-default-top-k 1 -1 --rl-offload-optimizer-during-inference
+    --rl-offload-kv-cache-during-training --no-rl-offload-kv-cache-during-training 0 same
+    --rl-remove-kv-cache-during-training --no-rl-remove-kv-cache-during-training 0 same --rl-reset-cuda-graphs
+    --no-rl-reset-cuda-graphs 0 same --rl-partial-rollouts --no-rl-partial-rollouts 0 same
+    --rl-inference-logprobs-is-correction --no-rl-inference-logprobs-is-correction 0 same
+    --rl-importance-sampling-truncation-coef 1 --rl-use-sequence-packing --no-rl-use-sequence-packing 0 same
+    --rl-sequence-packing-max-sequences-per-bin 1 50 --rl-sequence-packing-algo 1 fifo --rl-training-cuda-graphs
+    --no-rl-training-cuda-graphs 0 same --rl-inference-tensor-model-parallel-size 1
+    --rl-inference-pipeline-model-parallel-size 1 --rl-inference-expert-model-parallel-size 1
+    --rl-inference-expert-tensor-model-parallel-size 1 --rl-inference-model-unified-memory-level 1 0
+    --rl-offload-inference-model-weights-when-idle --no-rl-offload-inference-model-weights-when-idle 0 same
+    --refit-method 1 gloo --rl-verify-model-weights-swap --no-rl-verify-model-weights-swap 0 same
+    --rl-parallel-generation-tasks 1 512 --rl-skip-bos-token --no-rl-skip-bos-token 0 same
+this program trains; for inference, convert the checkpoint with tools/convert_hf.py:
+    --inference-batch-times-seqlen-threshold 1 -1 --max-tokens-to-oom 1 12000 --output-bert-embeddings
+    --bert-embedder-type 1 megatron --use-legacy-static-engine --inference-max-requests 1 8
+    --inference-max-seq-length 1 2560 --inference-max-batch-size 1 --inference-dynamic-batching
+    --inference-dynamic-batching-buffer-size-gb 1 40.0 --inference-dynamic-batching-paused-buffer-size-gb 1
+    --inference-dynamic-batching-block-size 1 256 --inference-dynamic-batching-max-requests 1
+    --inference-dynamic-batching-max-tokens 1 --inference-dynamic-batching-num-cuda-graphs 1 16
+    --inference-dynamic-batching-track-paused-request-events --decode-only-cuda-graphs
+    --inference-dynamic-batching-unified-memory-level 1 0 --nccl-all-reduce-for-prefill --enable-chunked-prefill 0 same
+    --disable-chunked-prefill --inference-dynamic-batching-cuda-graph-max-tokens 1 16384
+    --inference-dynamic-batching-cuda-graph-mixed-prefill-count 1 16 --inference-logging-step-interval 1 0
+    --inference-wandb-logging --no-inference-wandb-logging 0 same --inference-coordinator-port 1 12346 --flash-decode
+    --symmetric-ar-type 1 --inference-fuse-tp-communication --mlp-chunks-for-prefill 1 1
+restarts are left to torchrun or Slurm; SIGTERM saves and stops: --adlr-autoresume --adlr-autoresume-interval 1 1000
+    --inprocess-restart --inprocess-max-iterations 1 --inprocess-monitor-thread-interval 1 1.0
+    --inprocess-monitor-process-interval 1 1.0 --inprocess-progress-watchdog-interval 1 1.0
+    --inprocess-heartbeat-interval 1 30 --inprocess-soft-timeout 1 60 --inprocess-hard-timeout 1 90
+    --inprocess-heartbeat-timeout 1 60 --inprocess-barrier-timeout 1 120 --inprocess-completion-timeout 1 120
+    --inprocess-last-call-wait 1 1 --inprocess-termination-grace-time 1 1 --inprocess-granularity 1 node
+    --inprocess-active-world-size 1 1 --inprocess-empty-cuda-cache --enable-ft-package --calc-ft-timeouts
+    --ft-num-warmup-iters 1 5
+""",
+    Advice: """
+it is of multi-latent attention: use --position-embedding-type yarn and --yarn-rotary-scaling-factor:
+    --rotary-scaling-factor 1 1.0
+it is of multi-latent attention: use --position-embedding-type yarn with --yarn-mscale, --yarn-mscale-all-dim:
+    --mscale 1 1.0 --mscale-all-dim 1 0.0
+use --dry-run --world-size N: --fake-process-group
+use tools/convert_hf.py: --ckpt-convert-format 1 --ckpt-convert-save 1 --ckpt-convert-update-legacy-dist-opt-format
+use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers: --pipeline-model-parallel-layout 1
+of FP8, only --fp8-format, --fp8-recipe and the amax settings are built here: --fp8-quantizer-factory 1 --fp8-margin 1 0
+    --no-fp8-wgrad --disable-fp8-wgrad --first-last-layers-bf16 --num-layers-at-start-in-bf16 1 1
+    --num-layers-at-end-in-bf16 1 1 --te-precision-config-file 1
+weights follow --seed alone, so that they do not depend on the grid: --data-parallel-random-init
+settings come from the flags: give them again; a model's from a checkpoint with --use-checkpoint-args:
+    --use-mp-args-from-checkpoint-args --yaml-cfg 1
+checkpoints are written by --save and --save-interval alone: --load-main-params-from-ckpt --dist-ckpt-save-pre-mcore-014
+evaluation uses one validation set and --eval-iters: --full-validation --multiple-validation-sets
+""",
+    replace: """
+--fpdt; use --fpdt, or --recompute-granularity full --offload-checkpoints, to keep activations in host memory:
+    --cpu-offloading-num-layers 1 0 --fine-grained-activation-offloading --offload-modules +
+    --min-offloaded-tensor-size 1 1048576
+--position-embedding-type yarn; it is of multi-latent attention: use --position-embedding-type yarn: --rope-type 1 rope
+--non-persistent-ckpt-type local; copies beside checkpoints are files of each node: use --non-persistent-ckpt-type
+    local: --non-persistent-global-ckpt-dir 1
+""",
+    rename: """
+--num-layers: --decoder-num-layers 1
+--seq-length: --decoder-seq-length 1
+""",
+}
 
 
 # Names that USP (yunchang), LoongTrain, DeepSpeed and Hugging Face's trainer have for settings of this program. They
 # are refused, since their values do not always mean the same. Flags of Megatron-LM's forks are in `fork_flags.py`.
-OTHER_NAMES: tuple[tuple[str | Advice, str], ...] = (
-    # the grid
-    (rename("--tensor-model-parallel-size"), "--tp-size 1 --tp_size 1 --tp 1 --tensor-parallel 1"),
-    (rename("--pipeline-model-parallel-size"), "--pipeline-parallel-size 1 --pp-size 1 --pp_size 1 --pp 1"),
-    (rename("--context-parallel-size"), "--cp-size 1 --sp-size 1 --sp_size 1 --sequence_parallel_size 1"),
-    (
-        rename("--ulysses-parallel-size"),
-        """
-        --ulysses-degree 1 --ulysses_degree 1 --sp-ulysses-degree 1 --sp_ulysses_degree 1 --ulysses-size 1
-        --head-parallel-size 1 --head_size 1
-        """,
-    ),
-    (rename("--ds-sequence-parallel-size"), "--ds-sequence-parallel 1"),
-    (
-        rename("--ring-parallel-size"),
-        "--ring-degree 1 --ring_degree 1 --sp-ring-degree 1 --sp_ring_degree 1 --ring-size 1 --context_size 1",
-    ),
-    (
-        replace("--context-parallel-balance zigzag", "use --context-parallel-balance zigzag, or contiguous"),
-        "--ring-impl-type 1 --ring_impl_type 1",
-    ),
-    # the model
-    (rename("--qk-layernorm"), "--use-qk-norm --qk-norm"),
-    (rename("--rotary-base"), "--rope-theta 1 --rope_theta 1 --rotary-emb-base 1"),
-    (rename("--num-layers"), "--num-hidden-layers 1 --num_hidden_layers 1 --n-layers 1 --n_layers 1"),
-    (rename("--ffn-hidden-size"), "--intermediate-size 1 --intermediate_size 1"),
-    ("use --group-query-attention with --num-query-groups", "--num-kv-heads 1 --num_key_value_heads 1 --kv-heads 1"),
-    (rename("--norm-epsilon"), "--rms-norm-eps 1 --rms_norm_eps 1 --rmsnorm-epsilon 1"),
-    (replace("--position-embedding-type rope"), "--use-rope --use-rotary-emb"),
-    ("use --window-size N-1,0", "--sliding-window 1 --sliding_window 1 --sliding-window-size 1"),
-    (rename("--attention-kernel"), "--attn-implementation 1 --attn_implementation 1"),
-    # the batch and the schedule
-    (rename("--seq-length"), "--max-seq-length 1 --max_seq_length 1 --max-seq-len 1 --sequence-length 1 --seqlen 1"),
-    (rename("--micro-batch-size"), "--per-device-train-batch-size 1 --per_device_train_batch_size 1 --mbs 1"),
-    (rename("--global-batch-size"), "--train-batch-size 1 --gbs 1"),
-    (rename("--lr"), "--learning-rate 1 --learning_rate 1"),
-    (rename("--lr-warmup-iters"), "--warmup-steps 1 --warmup_steps 1"),
-    (rename("--lr-decay-style"), "--lr-scheduler-type 1 --lr_scheduler_type 1"),
-    (rename("--clip-grad"), "--max-grad-norm 1 --max_grad_norm 1 --gradient-clipping 1"),
-    (rename("--train-iters"), "--max-steps 1 --max_steps 1 --train-steps 1"),
-    # memory
-    (
-        replace("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
-        "--gradient-checkpointing --gradient_checkpointing --activation-checkpointing",
-    ),
-)
+OTHER_NAMES = {
+    rename: """
+--tensor-model-parallel-size: --tp-size 1 --tp_size 1 --tp 1 --tensor-parallel 1
+--pipeline-model-parallel-size: --pipeline-parallel-size 1 --pp-size 1 --pp_size 1 --pp 1
+--context-parallel-size: --cp-size 1 --sp-size 1 --sp_size 1 --sequence_parallel_size 1
+--ulysses-parallel-size: --ulysses-degree 1 --ulysses_degree 1 --sp-ulysses-degree 1 --sp_ulysses_degree 1
+    --ulysses-size 1 --head-parallel-size 1 --head_size 1
+--ds-sequence-parallel-size: --ds-sequence-parallel 1
+--ring-parallel-size: --ring-degree 1 --ring_degree 1 --sp-ring-degree 1 --sp_ring_degree 1 --ring-size 1
+    --context_size 1
+--qk-layernorm: --use-qk-norm --qk-norm
+--rotary-base: --rope-theta 1 --rope_theta 1 --rotary-emb-base 1
+--num-layers: --num-hidden-layers 1 --num_hidden_layers 1 --n-layers 1 --n_layers 1
+--ffn-hidden-size: --intermediate-size 1 --intermediate_size 1
+--norm-epsilon: --rms-norm-eps 1 --rms_norm_eps 1 --rmsnorm-epsilon 1
+--attention-kernel: --attn-implementation 1 --attn_implementation 1
+--seq-length: --max-seq-length 1 --max_seq_length 1 --max-seq-len 1 --sequence-length 1 --seqlen 1
+--micro-batch-size: --per-device-train-batch-size 1 --per_device_train_batch_size 1 --mbs 1
+--global-batch-size: --train-batch-size 1 --gbs 1
+--lr: --learning-rate 1 --learning_rate 1
+--lr-warmup-iters: --warmup-steps 1 --warmup_steps 1
+--lr-decay-style: --lr-scheduler-type 1 --lr_scheduler_type 1
+--clip-grad: --max-grad-norm 1 --max_grad_norm 1 --gradient-clipping 1
+--train-iters: --max-steps 1 --max_steps 1 --train-steps 1
+""",
+    replace: """
+--context-parallel-balance zigzag; use --context-parallel-balance zigzag, or contiguous: --ring-impl-type 1
+    --ring_impl_type 1
+--position-embedding-type rope: --use-rope --use-rotary-emb
+--recompute-granularity full --recompute-method uniform --recompute-num-layers 1: --gradient-checkpointing
+    --gradient_checkpointing --activation-checkpointing
+""",
+    Advice: """
+use --group-query-attention with --num-query-groups: --num-kv-heads 1 --num_key_value_heads 1 --kv-heads 1
+use --window-size N-1,0: --sliding-window 1 --sliding_window 1 --sliding-window-size 1
+""",
+}

@@ -14,44 +14,8 @@ from megatron.training.arguments.config import Config
 from megatron.training.arguments.dry_run_flags import priced, processes
 from megatron.training.arguments.stages import complete_virtual_stages
 from megatron.training.arguments.unused_flags import note_idle
-from megatron.training.arguments.validate.check_data import (
-    check_lengths,
-    complete_data,
-    complete_evaluation,
-    complete_lora,
-    complete_sft,
-)
-from megatron.training.arguments.validate.check_grid import (
-    check_grid,
-    check_heads,
-    complete_batch,
-    complete_context,
-    complete_sequence,
-)
-from megatron.training.arguments.validate.check_memory import (
-    complete_chunks,
-    complete_profile,
-    complete_recompute,
-    complete_zero,
-)
-from megatron.training.arguments.validate.check_model import (
-    complete_attention,
-    complete_model,
-    complete_partitioned_positions,
-    complete_required,
-)
-from megatron.training.arguments.validate.check_run import (
-    check_duration,
-    check_faults,
-    check_ranges,
-    complete_checkpoint,
-    complete_copies,
-    complete_intervals,
-    complete_schedule,
-)
+from megatron.training.arguments.validate import check_data, check_grid, check_memory, check_model, check_run
 from megatron.training.refusal import LEAVE_OUT, Fix, Gather, Refusal
-
-__all__ = ["complete", "data_parallel_size", "transformer_engine_installed"]
 
 
 def complete(config: Config, world_size: int) -> Config:
@@ -67,34 +31,36 @@ def complete(config: Config, world_size: int) -> Config:
     """
     config, world_size = deepcopy(config), processes(config, world_size)
     gather = Gather()
-    complete_intervals(config)
-    gather.check("required", lambda: complete_required(config))
-    gather.check("ranges", lambda: check_ranges(config), "required")
+    check_run.complete_intervals(config)
+    gather.check("required", lambda: check_model.complete_required(config))
+    gather.check("ranges", lambda: check_run.check_ranges(config), "required")
     shape = ("required", "ranges")
-    gather.check("model", lambda: complete_model(config), *shape)
-    gather.check("context", lambda: complete_context(config), "model")
-    gather.check("sft", lambda: complete_sft(config))
-    gather.check("attention", lambda: complete_attention(config), "model")
-    gather.check("grid", lambda: check_grid(config, world_size), "context")
-    gather.check("heads", lambda: check_heads(config), "context")
-    gather.check("sequence", lambda: complete_sequence(config), "context", "attention")
+    gather.check("model", lambda: check_model.complete_model(config), *shape)
+    gather.check("context", lambda: check_grid.complete_context(config), "model")
+    gather.check("sft", lambda: check_data.complete_sft(config))
+    gather.check("attention", lambda: check_model.complete_attention(config), "model")
+    gather.check("grid", lambda: check_grid.check_grid(config, world_size), "context")
+    gather.check("heads", lambda: check_grid.check_heads(config), "context")
+    gather.check("sequence", lambda: check_grid.complete_sequence(config), "context", "attention")
     gather.check("pipeline", lambda: complete_virtual_stages(config), "model")
     gather.check("precision", lambda: _complete_precision(config), *shape)
-    gather.check("lora", lambda: complete_lora(config), "model")
-    gather.check("partition", lambda: complete_partitioned_positions(config), "context", "attention")
-    gather.check("recompute", lambda: complete_recompute(config), "pipeline")
-    gather.check("zero", lambda: complete_zero(config), *shape)
-    gather.check("chunks", lambda: complete_chunks(config), "sequence", "recompute")
-    gather.check("batch", lambda: complete_batch(config, data_parallel_size(config, world_size)), "grid", "pipeline")
-    gather.check("duration", lambda: check_duration(config), "batch")
-    gather.check("lengths", lambda: check_lengths(config), "ranges", "attention")
-    gather.check("evaluation", lambda: complete_evaluation(config), "ranges", "attention", "sequence")
-    gather.check("profile", lambda: complete_profile(config))
-    gather.check("schedule", lambda: complete_schedule(config), "ranges", "duration")
-    gather.check("data", lambda: complete_data(config))
-    gather.check("checkpoint", lambda: complete_checkpoint(config), "ranges")
-    gather.check("copies", lambda: complete_copies(config, world_size), "ranges")
-    gather.check("faults", lambda: check_faults(config, world_size), "grid", "zero", "checkpoint")
+    gather.check("lora", lambda: check_data.complete_lora(config), "model")
+    gather.check("partition", lambda: check_model.complete_partitioned_positions(config), "context", "attention")
+    gather.check("recompute", lambda: check_memory.complete_recompute(config), "pipeline")
+    gather.check("zero", lambda: check_memory.complete_zero(config), *shape)
+    gather.check("chunks", lambda: check_memory.complete_chunks(config), "sequence", "recompute")
+    gather.check(
+        "batch", lambda: check_grid.complete_batch(config, data_parallel_size(config, world_size)), "grid", "pipeline"
+    )
+    gather.check("duration", lambda: check_run.check_duration(config), "batch")
+    gather.check("lengths", lambda: check_data.check_lengths(config), "ranges", "attention")
+    gather.check("evaluation", lambda: check_data.complete_evaluation(config), "ranges", "attention", "sequence")
+    gather.check("profile", lambda: check_memory.complete_profile(config))
+    gather.check("schedule", lambda: check_run.complete_schedule(config), "ranges", "duration")
+    gather.check("data", lambda: check_data.complete_data(config))
+    gather.check("checkpoint", lambda: check_run.complete_checkpoint(config), "ranges")
+    gather.check("copies", lambda: check_run.complete_copies(config, world_size), "ranges")
+    gather.check("faults", lambda: check_run.check_faults(config, world_size), "grid", "zero", "checkpoint")
     gather.finish()
     note_idle(config)
     config.notes = list(dict.fromkeys(config.notes))

@@ -159,16 +159,12 @@ def complete_sequence(config: Config) -> None:
             "--sequence-parallel has nothing to split with --tensor-model-parallel-size 1: switched off"
         )
     tensor = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    ulysses, ring, balance = (
-        parallel.ulysses_parallel_size,
-        parallel.ring_parallel_size,
-        parallel.context_parallel_balance,
-    )
+    ulysses, ring = parallel.ulysses_parallel_size, parallel.ring_parallel_size
+    balance = parallel.context_parallel_balance
     unit = length_unit(ulysses, ring, balance, tensor)
     if length % unit:
-        split = f"Ulysses {ulysses} x Ring {ring} ({balance})" + (
-            f" x TP {tensor} sequence-parallel" if tensor > 1 else ""
-        )
+        split = f"Ulysses {ulysses} x Ring {ring} ({balance})"
+        split += f" x TP {tensor} sequence-parallel" if tensor > 1 else ""
         raise Refusal(
             f"--seq-length {length}", f"cannot be cut over {split}: use a multiple of {unit}, {near(length, unit)}"
         )

@@ -56,8 +56,7 @@ def complete_model(config: Config) -> None:
     model = derive_shape(model)
     if model.ffn_hidden_size < 1:
         raise Refusal(
-            f"--swiglu with --hidden-size {model.hidden_size}",
-            "gives an MLP of width 0: give --ffn-hidden-size",
+            f"--swiglu with --hidden-size {model.hidden_size}", "gives an MLP of width 0: give --ffn-hidden-size"
         )
     _positions(model)
     config.model = model
@@ -151,17 +150,14 @@ def complete_attention(config: Config) -> None:
             "each sample has tiles of its own: use --micro-batch-size 1",
             Fix("--micro-batch-size 1"),
         )
-    if attention.mask_cpu_threshold != AttentionConfig.mask_cpu_threshold and not _has_dense_mask(attention):
+    narrow = attention.window_size is not None and sum(attention.window_size) < NARROW
+    dense = attention.attention_mask == "function" or narrow
+    if attention.mask_cpu_threshold != AttentionConfig.mask_cpu_threshold and not dense:
         config.notes.append(
             f"--mask-cpu-threshold has nothing to decide: --attention-mask {attention.attention_mask} is cut in tiles, "
             "and makes no mask of pairs"
         )
     _balance(config)
-
-
-def _has_dense_mask(attention: AttentionConfig) -> bool:
-    narrow = attention.window_size is not None and sum(attention.window_size) < NARROW
-    return attention.attention_mask == "function" or narrow
 
 
 def _own_flags(attention: AttentionConfig) -> None:

@@ -124,10 +124,7 @@ def check_faults(config: Config, world_size: int) -> None:
             "--skip-bad-batches and --no-check-for-nan-in-loss-and-grad", "contradict each other: leave one out"
         )
     if faults.rollback_on_bad_batch:
-        needs = (
-            ("--skip-bad-batches", faults.skip_bad_batches),
-            ("--save-interval", config.checkpoint.save_interval),
-        )
+        needs = (("--skip-bad-batches", faults.skip_bad_batches), ("--save-interval", config.checkpoint.save_interval))
         for flag, value in needs:
             if not value:
                 raise idle("--rollback-on-bad-batch", flag)
@@ -244,44 +241,33 @@ def _tokens(config: Config, own: str) -> None:
 
 
 # Ranges of single numbers. POSITIVE: counts, which are at least 1 if they are given.
-POSITIVE = {
-    "model": "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
-    "max_position_embeddings rotary_base make_vocab_size_divisible_by vocab_size padded_vocab_size "
-    "fp8_amax_history_len yarn_original_max_position_embeddings lora_rank",
-    "parallel": "tensor_model_parallel_size context_parallel_size ulysses_parallel_size ring_parallel_size "
-    "hierarchical_context_parallel_sizes pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
-    "num_virtual_stages_per_pipeline_rank microbatch_group_size_per_virtual_pipeline_stage "
-    "ddp_bucket_size distributed_timeout_minutes",
-    "attention": "recompute_num_layers",
-    "chunks": "fpdt_chunk_size ffn_chunks loss_chunks",
-    "optimizer": "lr_decay_iters lr_decay_samples lr_decay_tokens lr_wsd_decay_iters lr_wsd_decay_samples hysteresis",
-    "data": "micro_batch_size global_batch_size gradient_accumulation_steps seq_length rampup_seq_length "
-    "num_dataset_builder_threads",
-    "checkpoint": "save_interval save_retain_interval keep_last_checkpoints keep_best_checkpoints "
-    "non_persistent_save_interval replication_jump replication_factor",
-    "logging": "log_interval tensorboard_log_interval tensorboard_queue_size profile_memory_step",
-    "run": "train_iters train_samples train_tokens eval_interval exit_interval exit_duration_in_mins",
-    "faults": "check_weight_hash_across_dp_replicas_interval",
-    "evaluation": "eval_lengths eval_depths eval_samples eval_stride",
-}
-NOT_NEGATIVE = {
-    "model": "init_method_std norm_epsilon yarn_mscale yarn_mscale_all_dim",
-    "optimizer": "min_lr lr_warmup_iters lr_warmup_samples lr_warmup_tokens lr_warmup_init weight_decay clip_grad "
-    "adam_eps sgd_momentum decoupled_min_lr",
-    "data": "num_workers rampup_batch_size tiktoken_num_special_tokens",
-    "checkpoint": "ckpt_step",
-    "attention": "mask_cpu_threshold",
-    "run": "seed manual_gc_interval",
-    "faults": "skip_bad_batches iterations_to_skip",
-}
-ABOVE_ZERO = {
-    "model": "rotary_percent rotary_seq_len_interpolation_factor rope_scaling_factor yarn_rotary_scaling_factor "
-    "yarn_beta_fast yarn_beta_slow lora_alpha",
-    "optimizer": "lr decoupled_lr loss_scale initial_loss_scale min_loss_scale loss_scale_window",
-    "logging": "peak_tflops",
-}
-BELOW_ONE = {"model": "hidden_dropout attention_dropout", "optimizer": "adam_beta1 adam_beta2 lr_warmup_fraction"}
-DROPOUT = {"model": "hidden_dropout attention_dropout"}
+POSITIVE = """
+    num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels max_position_embeddings
+    rotary_base make_vocab_size_divisible_by vocab_size padded_vocab_size fp8_amax_history_len
+    yarn_original_max_position_embeddings lora_rank tensor_model_parallel_size context_parallel_size
+    ulysses_parallel_size ring_parallel_size hierarchical_context_parallel_sizes pipeline_model_parallel_size
+    num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
+    microbatch_group_size_per_virtual_pipeline_stage ddp_bucket_size distributed_timeout_minutes recompute_num_layers
+    fpdt_chunk_size ffn_chunks loss_chunks lr_decay_iters lr_decay_samples lr_decay_tokens lr_wsd_decay_iters
+    lr_wsd_decay_samples hysteresis micro_batch_size global_batch_size gradient_accumulation_steps seq_length
+    rampup_seq_length num_dataset_builder_threads save_interval save_retain_interval keep_last_checkpoints
+    keep_best_checkpoints non_persistent_save_interval replication_jump replication_factor log_interval
+    tensorboard_log_interval tensorboard_queue_size profile_memory_step train_iters train_samples train_tokens
+    eval_interval exit_interval exit_duration_in_mins check_weight_hash_across_dp_replicas_interval eval_lengths
+    eval_depths eval_samples eval_stride
+"""
+NOT_NEGATIVE = """
+    init_method_std norm_epsilon yarn_mscale yarn_mscale_all_dim min_lr lr_warmup_iters lr_warmup_samples
+    lr_warmup_tokens lr_warmup_init weight_decay clip_grad adam_eps sgd_momentum decoupled_min_lr num_workers
+    rampup_batch_size tiktoken_num_special_tokens ckpt_step mask_cpu_threshold seed manual_gc_interval skip_bad_batches
+    iterations_to_skip
+"""
+ABOVE_ZERO = """
+    rotary_percent rotary_seq_len_interpolation_factor rope_scaling_factor yarn_rotary_scaling_factor yarn_beta_fast
+    yarn_beta_slow lora_alpha lr decoupled_lr loss_scale initial_loss_scale min_loss_scale loss_scale_window peak_tflops
+"""
+DROPOUT = "hidden_dropout attention_dropout"
+BELOW_ONE = f"{DROPOUT} adam_beta1 adam_beta2 lr_warmup_fraction"
 
 
 def complete_intervals(config: Config) -> None:
@@ -311,11 +297,10 @@ def check_ranges(config: Config) -> None:
             raise Refusal(f"--{field.replace('_', '-')} {number:g}", text)
 
     for names, holds, text in rules:
-        for section, fields in names.items():
-            for field in fields.split():
-                value = getattr(getattr(config, section), field)
-                for number in value if isinstance(value, list) else [value]:
-                    gather.check(field, partial(check, field, number, holds, text))
+        for field in names.split():
+            value = getattr(config.part_with(field), field)
+            for number in value if isinstance(value, list) else [value]:
+                gather.check(field, partial(check, field, number, holds, text))
     minutes = config.parallel.distributed_timeout_minutes
     year = 366 * 24 * 60
     gather.check(

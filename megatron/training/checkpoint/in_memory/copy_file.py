@@ -40,16 +40,11 @@ class PrivateFolder:
     have created the folder, or may replace a part of the path by a link just before it is used. So each parent is
     opened from the one above it, without following links, and checked. Files are then reached through the descriptor
     of the last folder, so later changes of the path have no effect.
-
-    Attributes:
-        named: its absolute path, for messages.
-        number: its descriptor.
-        parent: descriptor of its parent folder.
     """
 
-    named: Path
-    number: int
-    parent: int
+    named: Path  # its absolute path, for messages
+    number: int  # its descriptor
+    parent: int  # descriptor of its parent folder
 
     @property
     def at(self) -> Path:
@@ -124,19 +119,10 @@ def _check(number: int, path: Path, trusted: set[int]) -> None:
 
 
 CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
 ABOUT, FIELD, NO_SUM = "__metadata__", b'"crc32":"', b"00000000"
 BLOCK = 1 << 22  # bytes
 

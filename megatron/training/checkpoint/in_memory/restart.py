@@ -110,7 +110,8 @@ def _fetch(
             if rank == holder or me not in (rank, holder):
                 continue
             if me == holder:
-                _send(copies, files[rank], rank)
+                dist.send(torch.tensor([files[rank].stat().st_size]), rank, group=copies.group)
+                swap((files[rank], rank), None, copies.group)
                 continue
             path = _receive(copies, iteration, holder)
             if path is None:
@@ -134,11 +135,6 @@ def _agreed(copies: Copies, bad: set[tuple[int, int]], wrong: list[tuple[int, in
     damaged = {one for of_rank in gathered(wrong, copies.group) for one in of_rank}
     bad |= damaged
     return not damaged
-
-
-def _send(copies: Copies, path: Path, rank: int) -> None:
-    dist.send(torch.tensor([path.stat().st_size]), rank, group=copies.group)
-    swap((path, rank), None, copies.group)
 
 
 def _receive(copies: Copies, iteration: int, holder: int) -> Path | None:

@@ -9,14 +9,13 @@ do not belong to the checkpoint, for example an extra ``.distcp``, are never rea
 
 from __future__ import annotations
 
-import errno
 import io
 import math
 import os
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_type_hints
@@ -33,6 +32,7 @@ from megatron.training.checkpoint.megatron_lm.file_list import (
     read_list,
 )
 from megatron.training.checkpoint.megatron_lm.places import is_hugging_face
+from megatron.training.checkpoint.megatron_lm.torch_saved import Window
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal, reason, short
 
@@ -103,12 +103,12 @@ _RIGHT: dict[Any, Callable[[Any], bool]] = {
 @cache
 def _kinds() -> dict[str, Callable[[Any], bool]]:
     """For each setting of a model, a function that checks the type of a value."""
-    return {name: _one_of(hint) for name, hint in get_type_hints(ModelConfig).items()}
 
+    def one_of(hint: Any) -> Callable[[Any], bool]:
+        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        return lambda value: any(_RIGHT[kind](value) for kind in kinds)
 
-def _one_of(hint: Any) -> Callable[[Any], bool]:
-    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    return lambda value: any(_RIGHT[kind](value) for kind in kinds)
+    return {name: one_of(hint) for name, hint in get_type_hints(ModelConfig).items()}
 
 
 # Files of ``torch.save`` are zip archives with a CRC-32 of each record, which ``torch.load`` does not check.
@@ -128,10 +128,16 @@ def check_torch_file(path: Path) -> bool:
 def check_torch_files_in(path: Path, places: Sequence[tuple[int, int]]) -> bool:
     """The same for several such files inside one, each at (offset, length) in bytes; False if any has no sums."""
     with open(path, "rb", buffering=0) as raw:
-        return all([_check(path, _Part(raw, offset, length)) for offset, length in places])
+        windows = (Window(length, partial(_read_into, raw, offset)) for offset, length in places)
+        return all([_check(path, window) for window in windows])
 
 
-def _check(path: Path, part: _Part) -> bool:
+def _read_into(file: io.FileIO, offset: int, buffer: memoryview, at: int) -> int:
+    file.seek(offset + at)
+    return file.readinto(buffer)
+
+
+def _check(path: Path, part: Window) -> bool:
     """False if there are no sums: before torch 1.6, and if they were switched off when the file was written."""
     is_zip = part.read(len(MAGIC)) == MAGIC or zipfile.is_zipfile(part)
     if not is_zip:
@@ -151,37 +157,6 @@ def _check(path: Path, part: _Part) -> bool:
     return True
 
 
-class _Part(io.RawIOBase):
-    """``length`` bytes of a file from ``offset`` on, as a file."""
-
-    def __init__(self, file: Any, offset: int, length: int) -> None:
-        self._file, self._offset, self.length, self._at = file, offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.length}[whence]
-        if at < 0:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))  # as zipfile expects
-        self._at = at
-        return at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        count = max(min(len(view), self.length - self._at), 0)
-        self._file.seek(self._offset + self._at)
-        read = self._file.readinto(view[:count])
-        self._at += read
-        return read
-
-
 COMMON, METADATA, FORM = "common.pt", ".metadata", "metadata.json"
 TORCH_FILES = (  # the files that are read of Megatron-LM's format torch, and of DeepSpeed's universal checkpoints
     "mp_rank_*/model_optim_rng.pt",
@@ -193,15 +168,11 @@ TORCH_FILES = (  # the files that are read of Megatron-LM's format torch, and of
 
 @dataclass(frozen=True)
 class Checked:
-    """The folder of a checkpoint or Hugging Face model, and those of its files that were checked.
-
-    Attributes:
-        files: their paths relative to the folder.
-        unchecked: whether some of them had no sums, so that at most their sizes could be checked.
-    """
+    """The folder of a checkpoint or Hugging Face model, and those of its files that were checked."""
 
     path: Path
-    files: frozenset[str]
+    files: frozenset[str]  # their paths relative to the folder
+    # whether some of them had no sums, so that at most their sizes could be checked
     unchecked: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:

@@ -36,23 +36,14 @@ class Sum:
 
 @dataclass(frozen=True)
 class FileList:
-    """The contents of ``checksums.json``.
+    """The contents of ``checksums.json``."""
 
-    Attributes:
-        files: by file name.
-        form: TORCH_DIST or HUGGING_FACE.
-        folder: name of the checkpoint's folder; None if it may have any name.
-        iteration: of the checkpoint; None if it has none.
-        run: identity of the run that wrote it; empty if unknown.
-        version: of the list's format.
-    """
-
-    files: Mapping[str, Sum]
-    form: str = TORCH_DIST
-    folder: str | None = None
-    iteration: int | None = None
-    run: str = ""
-    version: int = field(default=VERSION, compare=False)
+    files: Mapping[str, Sum]  # by file name
+    form: str = TORCH_DIST  # TORCH_DIST or HUGGING_FACE
+    folder: str | None = None  # name of the checkpoint's folder; None if it may have any name
+    iteration: int | None = None  # of the checkpoint; None if it has none
+    run: str = ""  # identity of the run that wrote it; empty if unknown
+    version: int = field(default=VERSION, compare=False)  # of the list's format
 
     def packed(self) -> bytes:
         """The list as JSON."""

@@ -136,18 +136,14 @@ def for_megatron(config: Config, vocab_size: int, iteration: int, consumed_sampl
 
     Names as in its megatron/training/checkpointing.py.
     """
+    forward = forward_flops(model_shape(config.model, vocab_size), config.data.seq_length)
+    sample = 3 * (forward.gemm + forward.attention / 2)  # forward and backward, causal, without recompute
     return {
         "args": args_of(config, vocab_size, iteration, consumed_samples, dist.get_world_size()),
         "checkpoint_version": 3.0,
         "iteration": iteration,
-        "num_floating_point_operations_so_far": flops_of_sample(config, vocab_size) * consumed_samples,
+        "num_floating_point_operations_so_far": sample * consumed_samples,
     }
-
-
-def flops_of_sample(config: Config, vocab_size: int) -> float:
-    """FLOPs of forward and backward for one sample, with causal attention and without recompute."""
-    forward = forward_flops(model_shape(config.model, vocab_size), config.data.seq_length)
-    return 3 * (forward.gemm + forward.attention / 2)
 
 
 def args_of(config: Config, vocab_size: int, iteration: int, consumed: int, world_size: int) -> Namespace:

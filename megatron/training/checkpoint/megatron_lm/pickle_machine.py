@@ -279,20 +279,9 @@ def _long(machine: Machine) -> None:
     machine.stack.append(int.from_bytes(machine.take(count), "little", signed=True))
 
 
-def _text(length: int) -> Callable[[Machine], None]:
-    return lambda machine: machine.stack.append(str(machine.take(machine.number(length)), "utf-8"))
-
-
-def _bytes(length: int) -> Callable[[Machine], None]:
-    return lambda machine: machine.stack.append(bytes(machine.take(machine.number(length))))
-
-
-def _whole(length: int) -> Callable[[Machine], None]:
-    return lambda machine: machine.stack.append(machine.number(length))
-
-
-def _get(length: int) -> Callable[[Machine], None]:
-    return lambda machine: machine.stack.append(machine.memo[machine.number(length)])
+def _made_of_number(length: int, make: Callable[[Machine, int], Any]) -> Callable[[Machine], None]:
+    """Push what ``make`` makes of a number of ``length`` bytes."""
+    return lambda machine: machine.stack.append(make(machine, machine.number(length)))
 
 
 def _put(length: int) -> Callable[[Machine], None]:
@@ -319,24 +308,14 @@ def _tuple(count: int) -> Callable[[Machine], None]:
     return step
 
 
-def _append(machine: Machine) -> None:
-    value = machine.stack.pop()
-    machine.put_items(machine.stack[-1], [value])
+def _put_last(put: Callable[[Machine, Any, list[Any]], None], count: int = 0) -> Callable[[Machine], None]:
+    """Put the last ``count`` objects, by default those since the mark, into the object below them."""
 
+    def step(machine: Machine) -> None:
+        items = [machine.stack.pop() for _ in range(count)][::-1] if count else machine.since_mark()
+        put(machine, machine.stack[-1], items)
 
-def _items(machine: Machine) -> None:
-    items = machine.since_mark()
-    machine.put_items(machine.stack[-1], items)
-
-
-def _pair(machine: Machine) -> None:
-    value, key = machine.stack.pop(), machine.stack.pop()
-    machine.put_pairs(machine.stack[-1], [key, value])
-
-
-def _pairs(machine: Machine) -> None:
-    items = machine.since_mark()
-    machine.put_pairs(machine.stack[-1], items)
+    return step
 
 
 def _frozen(machine: Machine) -> None:
@@ -385,31 +364,22 @@ _NAMED: dict[str, Callable[[Machine], None]] = {
     "N": _constant(None),
     "\x88": _constant(True),
     "\x89": _constant(False),
-    "K": _whole(1),
-    "M": _whole(2),
     "J": lambda machine: machine.stack.append(_INT.unpack(machine.take(4))[0]),
     "\x8a": _long,
     "G": lambda machine: machine.stack.append(_DOUBLE.unpack(machine.take(8))[0]),
-    "\x8c": _text(1),
-    "X": _text(4),
-    "\x8d": _text(8),
-    "C": _bytes(1),
-    "B": _bytes(4),
-    "\x8e": _bytes(8),
-    "\x96": lambda machine: machine.stack.append(bytearray(machine.take(machine.number(8)))),
     ")": _constant(()),
     "\x85": _tuple(1),
     "\x86": _tuple(2),
     "\x87": _tuple(3),
     "t": lambda machine: machine.push_tuple(machine.since_mark()),
     "]": _empty(list),
-    "a": _append,
-    "e": _items,
+    "a": _put_last(Machine.put_items, 1),
+    "e": _put_last(Machine.put_items),
     "}": _empty(dict),
-    "s": _pair,
-    "u": _pairs,
+    "s": _put_last(Machine.put_pairs, 2),
+    "u": _put_last(Machine.put_pairs),
     "\x8f": _empty(set),
-    "\x90": _items,
+    "\x90": _put_last(Machine.put_items),
     "\x91": _frozen,
     "c": _global,
     "\x93": _stack_global,
@@ -421,7 +391,13 @@ _NAMED: dict[str, Callable[[Machine], None]] = {
     "q": _put(1),
     "r": _put(4),
     "\x94": lambda machine: machine.remember(len(machine.memo)),
-    "h": _get(1),
-    "j": _get(4),
 }
+for _lengths, _make in (  # bytes of the number, by code
+    ({"K": 1, "M": 2}, lambda machine, number: number),
+    ({"\x8c": 1, "X": 4, "\x8d": 8}, lambda machine, size: str(machine.take(size), "utf-8")),
+    ({"C": 1, "B": 4, "\x8e": 8}, lambda machine, size: bytes(machine.take(size))),
+    ({"\x96": 8}, lambda machine, size: bytearray(machine.take(size))),
+    ({"h": 1, "j": 4}, lambda machine, number: machine.memo[number]),
+):
+    _NAMED |= {code: _made_of_number(length, _make) for code, length in _lengths.items()}
 STEPS: list[Callable[[Machine], None] | None] = [_NAMED.get(chr(code)) for code in range(256)]

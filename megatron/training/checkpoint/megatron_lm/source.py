@@ -31,20 +31,14 @@ LAYERS = "decoder.layers."
 NORM_1 = ("self_attention.linear_qkv.layer_norm_weight", "self_attention.linear_qkv.layer_norm_bias")
 SINKS = ("self_attention.core_attention.softmax_offset",)
 PROJ = ("self_attention.linear_proj.weight", "self_attention.linear_proj.bias")
-REST = (
-    "self_attention.linear_qkv.weight",
-    "self_attention.linear_qkv.bias",
-    "self_attention.q_layernorm.weight",
-    "self_attention.q_layernorm.bias",
-    "self_attention.k_layernorm.weight",
-    "self_attention.k_layernorm.bias",
-    "mlp.linear_fc1.layer_norm_weight",
-    "mlp.linear_fc1.layer_norm_bias",
-    "mlp.linear_fc1.weight",
-    "mlp.linear_fc1.bias",
-    "mlp.linear_fc2.weight",
-    "mlp.linear_fc2.bias",
-)
+REST = [
+    f"{module}{kind}"
+    for module in (
+        "self_attention.linear_qkv.", "self_attention.q_layernorm.", "self_attention.k_layernorm.",
+        "mlp.linear_fc1.layer_norm_", "mlp.linear_fc1.", "mlp.linear_fc2.",
+    )
+    for kind in ("weight", "bias")
+]  # fmt: skip
 # The order of a layer's parameters in core's layers, and in Transformer Engine's, where norms belong to linear layers.
 ORDERS = ((*NORM_1, *SINKS, *PROJ, *REST), (*SINKS, *PROJ, *NORM_1, *REST))
 
@@ -118,20 +112,18 @@ class Buckets:
     def _whole(self, state: str, key: str, layer: int | None) -> Tensor:
         if self._last is not None and self._last[0] == (state, key, layer):
             return self._last[1]
+        if (0, key, layer) not in self.places:
+            raise self._unknown(f"there is no {key}")
+        places = [self.places[rank, key, layer] for rank in range(self.saved.tensor)]
         parts = [
             self.stored.read(f"{place.bucket}.{state}", [place.start], [place.shape.numel()]).reshape(place.shape)
-            for place in self._places_of(key, layer)
+            for place in places
         ]
         whole = join_parts(parts, key, self.saved.gated)
         if state == "param" and not self._equals_weight(whole, key, layer):
             raise self._unknown(f"the values at the place of the main weights of {key} differ from its weights")
         self._last = ((state, key, layer), whole)
         return whole
-
-    def _places_of(self, key: str, layer: int | None) -> list[_Place]:
-        if (0, key, layer) not in self.places:
-            raise self._unknown(f"there is no {key}")
-        return [self.places[rank, key, layer] for rank in range(self.saved.tensor)]
 
     def _equals_weight(self, main: Tensor, key: str, layer: int | None) -> bool:
         name, offset = self._stored_as(key, layer)
@@ -248,11 +240,7 @@ class Source:
     requested: set[str] = field(default_factory=set)
 
     def read(self, wanted: ShardedTensor) -> Tensor:
-        """The data of ``wanted``, in its local shape.
-
-        Raises:
-            Refusal: it is missing, or has another shape.
-        """
+        """The data of ``wanted``, in its local shape. Raises Refusal if it is missing, or has another shape."""
         offset = tuple(wanted.global_offset)
         shape = (1,) * wanted.prepend_axis_num + tuple(wanted.local_shape)
         state, key = self._split(wanted.key)

@@ -8,12 +8,15 @@ more memory than its size. Compressed archives, which PyTorch never writes, are 
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import sys
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -32,19 +35,11 @@ def never_called(*_: Any) -> Any:
 
 
 STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64,
-    "ComplexDoubleStorage": torch.complex128,
-}
+    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
+    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64, "ComplexDoubleStorage": torch.complex128,
+}  # fmt: skip
 STORAGE_NAMES: dict[Pair, Callable[..., Any]] = {
     **{("torch", name): never_called for name in STORAGES},
     ("torch.storage", "UntypedStorage"): never_called,
@@ -100,7 +95,7 @@ def _records(view: memoryview) -> dict[str, memoryview]:
     """The uncompressed records of a zip archive by name."""
     records, ends = {}, []
     try:
-        with zipfile.ZipFile(_Window(view)) as archive:
+        with zipfile.ZipFile(Window(len(view), partial(_copy, view))) as archive:
             for info in archive.infolist():
                 if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
                     raise BadPickle("it is compressed, which torch.save never does")
@@ -120,32 +115,38 @@ def _records(view: memoryview) -> dict[str, memoryview]:
     return records
 
 
-class _Window(io.RawIOBase):
-    """A read-only file over a buffer, without copying it."""
+class Window(io.RawIOBase):
+    """``length`` bytes as a read-only file; ``copy`` fills a buffer from a position on and returns the bytes copied."""
 
-    def __init__(self, view: memoryview) -> None:
-        self.view, self.at = view, 0
-
-    def seekable(self) -> bool:
-        return True
+    def __init__(self, length: int, copy: Callable[[memoryview, int], int]) -> None:
+        self.length, self._copy, self._at = length, copy, 0
 
     def readable(self) -> bool:
         return True
 
-    def seek(self, offset: int, whence: int = 0) -> int:
-        at = offset + (0, self.at, len(self.view))[whence]
-        if at < 0:
-            raise OSError("a position before the start")
-        self.at = at
-        return at
+    def seekable(self) -> bool:
+        return True
 
     def tell(self) -> int:
-        return self.at
+        return self._at
 
-    def read(self, size: int = -1) -> bytes:
-        part = self.view[self.at :] if size is None or size < 0 else self.view[self.at : self.at + size]
-        self.at += len(part)
-        return bytes(part)
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.length}[whence]
+        if at < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))  # as zipfile expects
+        self._at = at
+        return at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        read = self._copy(view[: max(min(len(view), self.length - self._at), 0)], self._at)
+        self._at += read
+        return read
+
+
+def _copy(view: memoryview, buffer: memoryview, at: int) -> int:
+    buffer[:] = view[at : at + len(buffer)]
+    return len(buffer)
 
 
 def _load_older(view: memoryview, table: Table) -> Any:

@@ -125,18 +125,10 @@ def _or_refuse(where: object, act: Callable[[], Any]) -> Any:
 # Plain classes that checkpoints hold.
 
 
-def _make_namespace(kind: type) -> Callable[..., Any]:
-    return lambda: kind()
-
-
 def _build_namespace(target: Any, state: Any) -> None:
     if type(state) is not dict or any(type(name) is not str for name in state):
         raise BadPickle("the state of a namespace in it is invalid")
     vars(target).update(state)
-
-
-def _ignore(target: Any, state: Any) -> None:
-    """Ignore the state that a file gives to an object."""
 
 
 def _path(*parts: Any) -> Path:
@@ -151,19 +143,11 @@ def _device(kind: Any, index: Any = None) -> torch.device:
     return torch.device("cpu")  # all tensors are loaded to the CPU
 
 
-def _default_dict(*factory: Any) -> dict:
-    return {}
-
-
 def _encoded(text: Any, encoding: Any = "latin1") -> bytes:
     """Bytes as older pickle protocols store them."""
     if type(text) is not str or encoding != "latin1":
         raise BadPickle("bytes in it are invalid")
     return text.encode("latin1")
-
-
-def _no_bytes() -> bytes:
-    return b""
 
 
 def _set_of(items: Any = ()) -> set:
@@ -195,10 +179,6 @@ class _ArrayType:
         self.type = self.type.newbyteorder(state[1])
 
 
-def _array(*_: Any) -> np.ndarray:
-    return np.empty(0, np.int8)
-
-
 def _fill_array(array: np.ndarray, state: Any) -> None:
     if type(state) is not tuple or len(state) != 5:
         raise BadPickle("an array in it is invalid")
@@ -221,22 +201,21 @@ def _array_number(kind: Any, data: Any) -> Any:
 _MAKERS: dict[Pair, Callable[..., Any]] = {
     **torch_saved.TENSORS,
     ("torch", "device"): _device,
-    ("argparse", "Namespace"): _make_namespace(Namespace),
-    ("types", "SimpleNamespace"): _make_namespace(SimpleNamespace),
+    ("argparse", "Namespace"): lambda: Namespace(),
+    ("types", "SimpleNamespace"): lambda: SimpleNamespace(),
     ("pathlib", "PosixPath"): _path,
     ("pathlib._local", "PosixPath"): _path,
-    ("collections", "defaultdict"): _default_dict,
+    ("collections", "defaultdict"): lambda *factory: {},
     ("_codecs", "encode"): _encoded,
-    ("numpy", "ndarray"): _array,
+    ("numpy", "ndarray"): lambda *_: np.empty(0, np.int8),
     ("numpy", "dtype"): _ArrayType,
 }
 for _module in ("builtins", "__builtin__"):
-    _MAKERS |= {(_module, "bytes"): _no_bytes, (_module, "set"): _set_of, (_module, "complex"): _complex}
-    _MAKERS |= {
-        (_module, name): torch_saved.never_called for name in ("list", "dict", "int", "float")
-    }  # factories of defaultdict
+    _MAKERS |= {(_module, "bytes"): lambda: b"", (_module, "set"): _set_of, (_module, "complex"): _complex}
+    factories = ("list", "dict", "int", "float")  # of defaultdict
+    _MAKERS |= {(_module, name): torch_saved.never_called for name in factories}
 for _module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-    _MAKERS |= {(_module, "_reconstruct"): _array, (_module, "scalar"): _array_number}
+    _MAKERS |= {(_module, "_reconstruct"): _MAKERS["numpy", "ndarray"], (_module, "scalar"): _array_number}
 
 PLAIN = Table(
     constants=DTYPES,
@@ -244,7 +223,7 @@ PLAIN = Table(
     builders={
         Namespace: _build_namespace,
         SimpleNamespace: _build_namespace,
-        OrderedDict: _ignore,  # a state_dict's _metadata
+        OrderedDict: lambda target, state: None,  # a state_dict's _metadata
         np.ndarray: _fill_array,
         _ArrayType: _ArrayType.set_order,
     },
@@ -254,19 +233,10 @@ WHOLE = replace(PLAIN, strict=True)
 # The contents of the FP8 states of Transformer Engine's layers. It unpickles them itself with the plain unpickler, so
 # only names that are harmless there are permitted, and only recipes may be given a state.
 RECIPES = "transformer_engine.common.recipe"
-RECIPE_NAMES = (
-    "Format",
-    "_FormatHelper",
-    "Recipe",
-    "DelayedScaling",
-    "Float8CurrentScaling",
-    "Float8BlockScaling",
-    "MXFP8BlockScaling",
-    "NVFP4BlockScaling",
-    "MMParams",
-    "QParams",
-    "_OverrideLinearPrecision",
-)
+RECIPE_NAMES = """
+    Format _FormatHelper Recipe DelayedScaling Float8CurrentScaling Float8BlockScaling MXFP8BlockScaling
+    NVFP4BlockScaling MMParams QParams _OverrideLinearPrecision
+""".split()
 
 
 class _Recipe:
