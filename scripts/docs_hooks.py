@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-FENCE = re.compile(r"^```(\w+) (?:run=\d+|refused)$", re.MULTILINE)
+FENCE = re.compile(r"^```(\w+) (?:run=\d+|refused|extended|(?:file|line)=\S+)$", re.MULTILINE)
 OUTSIDE = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#\s]+)(?:#[^)\s]*)?\)")
 
 

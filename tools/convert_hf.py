@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Convert a Hugging Face Llama folder (config.json, *.safetensors, tokenizer) to a checkpoint for training, and back.
+"""Convert a Hugging Face folder (config.json, *.safetensors, tokenizer) to a checkpoint for training, and back.
 
     python tools/convert_hf.py --from-hf Llama-3.1-8B --to llama-8b      # then train with --load llama-8b --finetune
     python tools/convert_hf.py --from checkpoints --to-hf my-llama      # merges adapters, if there are any

@@ -25,15 +25,15 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.decisions.division import length_unit
 from megatron.training.arguments.config import AttentionConfig, Config
-from megatron.training.arguments.validate.check_model import OWN_FLAGS, complete_attention
+from megatron.training.arguments.settings.attention_settings import MASKS
+from megatron.training.arguments.validate.check_model import complete_attention
 
 if TYPE_CHECKING:  # modules that need torch are imported late, so that --help is fast
     from megatron.context_parallel.layout.masks import Mask
     from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 
 PICTURES = ("layout", "tiles", "ring")
-MASKS = ["causal", "full", "window", "document", "block-sparse", "function"]
-MASK_FLAGS = [name for names in OWN_FLAGS.values() for name in names if name != "mask_cpu_threshold"]
+MASK_FLAGS = [name for kind in MASKS.values() for name in kind.flags]
 
 
 def figure_size(show: str, ulysses: int, ring: int, columns: int) -> tuple[float, float]:

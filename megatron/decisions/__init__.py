@@ -2,5 +2,5 @@
 """Decisions that context_parallel and formulas share, in plain Python without torch.
 
 division.py divides heads, FPDT's pieces and lengths; ring_work.py counts what the ranks of a ring compute and send;
-kernels.py says which attention kernel a GPU runs. The planner starts without importing torch.
+kernel_order.py lists the attention kernels and says which one a GPU runs. The planner starts without importing torch.
 """

@@ -12,6 +12,7 @@ from megatron.inference.decoder import Decoder
 from megatron.training.arguments.argv import options
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.parser import parse, settings, spellings
+from megatron.training.arguments.settings.attention_settings import MASKS
 from megatron.training.arguments.validate.check_model import sees_ahead
 from megatron.training.checkpoint import checkpoint
 from megatron.training.checkpoint.arguments_of import shape_of
@@ -46,9 +47,7 @@ WHY = {
     "bf16": "use --dtype bf16",
     "fp16": "use --dtype fp16",
 }
-MASK = ("attention_mask", "window_size", "window_global_tokens", "mask_function", "sparse_block_size",
-        "sparse_pattern", "sparse_window_blocks", "sparse_global_blocks", "sparse_random_blocks",
-        "sparse_stride")  # fmt: skip
+MASK = ("attention_mask", *(name for kind in MASKS.values() for name in kind.flags))
 TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern",
              "tiktoken_num_special_tokens")  # fmt: skip
 DTYPES = ("fp32", "bf16", "fp16")

@@ -29,6 +29,7 @@ from torch.utils.data import Dataset
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.schedule import length_in_step, schedule_unit
 from megatron.training.arguments.validate import data_parallel_size
+from megatron.training.arguments.validate.host_memory import available_bytes, check_host_memory
 from megatron.training.checkpoint import checkpoint
 from megatron.training.checkpoint.checkpoint_folder import restore
 from megatron.training.checkpoint.checksums import choose_whole
@@ -43,7 +44,6 @@ from megatron.training.data.datasets import build_datasets
 from megatron.training.data.index_files import named_sets
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_vocab
 from megatron.training.evaluation.eval_plan import Plan, check_held_out, make_plan
-from megatron.training.host_memory import available_bytes, check_host_memory
 from megatron.training.model.build import build_model
 from megatron.training.model.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
 from megatron.training.refusal import together

@@ -9,18 +9,16 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.parallel_state import get_data_parallel_group
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from megatron.context_parallel.layout.documents import samples_tensor
-from megatron.platform.hooks import replaceable
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.schedule import schedule_unit
 from megatron.training.data.batches import shard_batch
+from megatron.training.loss import mean_loss, sum_of_losses
 from megatron.training.setup import Runtime
 from megatron.training.watch import Watch
 
@@ -97,18 +95,6 @@ def forward_step(
 def _measured(measure: Measure, batch: dict[str, Tensor | None], output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The same form as `sum_of_losses`, which core's schedules expect, with nothing to differentiate."""
     return output.new_zeros(()), torch.zeros((), dtype=torch.int, device=output.device), measure(batch, output)
-
-
-def sum_of_losses(loss_mask: Tensor, loss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(sum to differentiate, tokens counted, sum and count for the report) of this rank's tokens.
-
-    core divides by the tokens of the global batch, so a rank whose tokens are all masked contributes zero.
-    """
-    mask = loss_mask.reshape(-1).float()
-    losses = loss.reshape(-1).float() * mask if loss.dim() else loss.float()  # a sum already, with --loss-chunks
-    tokens = mask.sum(dtype=torch.float64)
-    report = torch.stack((losses.detach().double().sum(), tokens))
-    return losses.sum(), tokens.to(torch.int), report
 
 
 def train_step(
@@ -208,25 +194,6 @@ def evaluate(
     for chunk in chunks:
         chunk.train()
     return StepResult(*mean_loss(reports, runtime))
-
-
-@replaceable
-def mean_loss(reports: list[Tensor], runtime: Runtime) -> tuple[float, int]:
-    """Mean loss and number of tokens of the global batch, on every rank."""
-    loss_sum, tokens = sum_of_reports(reports, (2,), runtime).tolist()
-    return (loss_sum / tokens if tokens else 0.0), int(tokens)
-
-
-def sum_of_reports(reports: list[Tensor], shape: tuple[int, ...], runtime: Runtime) -> Tensor:
-    """The sum of the reports over micro-batches, DP and CP: float64 of ``shape``, the same on every rank."""
-    total = torch.zeros(shape, dtype=torch.float64, device=runtime.device)
-    for report in reports:
-        total += report
-    dist.all_reduce(total, group=get_data_parallel_group(with_context_parallel=True))
-    if runtime.grid.pipeline.size > 1:
-        last = runtime.grid.pipeline.global_rank(runtime.grid.pipeline.size - 1)
-        dist.broadcast(total, last, group=runtime.grid.pipeline.group)
-    return total
 
 
 def run_schedule(

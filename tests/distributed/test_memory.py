@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.memory import MODES, measure
 from megatron.training.arguments.parser import parse
-from megatron.training.host_memory import check_host_memory, host_bytes
+from megatron.training.arguments.validate.host_memory import check_host_memory, host_bytes
 from megatron.training.refusal import Refusal
 from tests.distributed.test_fpdt import DEVICE, HOST, STREAM, TWO, fpdt
 from tests.distributed.test_training import FULL, GQA, MHA, P2, SP, T2, cp

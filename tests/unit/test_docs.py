@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import runpy
@@ -32,7 +33,7 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 EXAMPLE = ROOT / "examples" / "context_parallel_attention.py"
 # Flags of other programs that the pages name: torchrun, ruff, pytest, pip, docker, git.
 OTHERS = {"--standalone", "--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-backend", "--rdzv-endpoint", "--gpus",
-          "--full", "--quick", "--schedules", "--signal", "--max-restarts"}  # fmt: skip
+          "--full", "--quick", "--schedules", "--signal", "--max-restarts", "--log-greeting"}  # fmt: skip
 SETTINGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
     "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --vocab-size 99 --attention-dropout 0"
@@ -89,8 +90,9 @@ def tool_flags() -> set[str]:
 @pages
 def test_files_are_there(page: Path) -> None:
     folders = "benchmarks|docs|examples|megatron|scripts|tests|tools"
-    for name in re.findall(rf"(?<![\w/.-])(?:{folders})/[\w./-]*\w", page.read_text()):
-        there = (ROOT / name).exists() or name.startswith("megatron/core")
+    text = page.read_text()
+    for name in re.findall(rf"(?<![\w/.-])(?:{folders})/[\w./-]*\w", text):
+        there = (ROOT / name).exists() or name.startswith("megatron/core") or f" file={name}\n" in text
         assert there, f"{page.name} names {name}"
 
 
@@ -212,6 +214,54 @@ RUNNABLE = [
 @pytest.mark.parametrize("text, processes", RUNNABLE)
 def test_code_blocks_run(pool, text: str, processes: int) -> None:
     pool.run(run_block, processes, text)
+
+
+EXTENDING = DOCS / "inside" / "extending.md"
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the code with every file and line that docs/inside/extending.md adds."""
+    copy = tmp_path_factory.mktemp("extended")
+    shutil.copytree(ROOT / "megatron", copy / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pretrain_gpt.py", copy)
+    for words, text in (*blocks(EXTENDING, "python"), *blocks(EXTENDING, "json")):
+        kind, _, name = words.partition("=")
+        if kind == "file":
+            assert not (copy / name).exists()
+            (copy / name).write_text(text)
+        elif kind == "line":
+            first, new = text.splitlines(keepends=True)
+            source = (copy / name).read_text()
+            assert source.count(first) == 1 and new not in source, f"{name} has no line {first}"
+            (copy / name).write_text(source.replace(first, first + new))
+    return copy
+
+
+def run_extended(extended: Path, *words: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(extended), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=extended, env=environment, capture_output=True, text=True, timeout=patience(120)
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_each_extension_does_what_the_page_says(extended: Path) -> None:
+    programs = [text for words, text in blocks(EXTENDING, "python") if words == "extended"]
+    assert len(programs) == 3
+    run_extended(extended, "-c", "\n".join(programs))
+
+
+def test_a_step_with_every_extension(extended: Path) -> None:
+    """A new model trains with a new mask, kernel and flag, and a dry run prices it on a new machine."""
+    words = (
+        "pretrain_gpt.py --model llama-tiny --attention-kernel counting --attention-mask parity --log-greeting hi "
+        "--seq-length 32 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --eval-iters 0 --log-jsonl log"
+    ).split()
+    run_extended(extended, *words)
+    assert json.loads((extended / "log").read_text())["lm_loss"] == pytest.approx(math.log(99), rel=0.1)
+    run_extended(extended, *words, "--dry-run", "--world-size", "4", "--gpu", "mine", "--dry-run-json", "out.json")
+    assert json.loads((extended / "out.json").read_text())["predicted_ms"] > 0
 
 
 def run_example(*options: str) -> int:

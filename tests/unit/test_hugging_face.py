@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tools/convert_hf.py: every file of a Llama comes back bit for bit, and what cannot is refused in one line."""
+"""tools/convert_hf.py: every file of a model comes back bit for bit, and what cannot is refused in one line."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shlex
 import shutil
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
 from megatron.training.checkpoint.checksums import list_files
 from megatron.training.checkpoint.hugging_face import llama_settings, llama_weights, safetensors_folder
+from megatron.training.checkpoint.hugging_face.architectures import FAMILIES, LlamaLike, described
 from megatron.training.checkpoint.hugging_face.llama_settings import LLAMA3 as FIXED
 from megatron.training.checkpoint.hugging_face.safetensors_folder import HEADERS
 from megatron.training.checkpoint.megatron_lm.checked import examine
 from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensors
 from megatron.training.model.build import rope
 from megatron.training.refusal import Refusal
+from tests.hugging_face import save_model
 from tools import check_checkpoint
 from tools.convert_hf import main
 
@@ -122,6 +125,54 @@ def test_round_trip(tmp_path: Path, dtype: torch.dtype, shard: str, kv_heads: in
 def test_round_trip_of_variants(tmp_path: Path, settings: dict[str, Any]) -> None:
     source = save_llama(tmp_path / "in", **settings)
     assert contents(there_and_back(source, tmp_path)) == contents(source)
+
+
+SIZES = {"vocab_size": 67, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "intermediate_size": 24, "max_position_embeddings": 128}
+KINDS = {
+    "qwen2": SIZES | {"tie_word_embeddings": True},
+    "qwen3": SIZES | {"head_dim": 8},
+    "bloom": {"vocab_size": 67, "hidden_size": 16, "n_layer": 2, "n_head": 4},
+    "mistral": SIZES | {"sliding_window": None},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_families(tmp_path: Path, kind: str, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conversion is exact with the original's files, and without them transformers computes the same.
+
+    Mistral is not in the table: the test adds it by one line. Without the original's config.json it becomes a Llama.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if kind == "mistral":
+        monkeypatch.setitem(FAMILIES, kind, LlamaLike(kind, "Mistral", "MistralForCausalLM"))
+    source = save_model(tmp_path / "in", kind, KINDS[kind])
+    assert contents(there_and_back(source, tmp_path)) == contents(source)
+    flags = shlex.split(capsys.readouterr().out.split("\npretrain_")[1].splitlines()[0])[1:]
+    wanted, _, family = described(llama_settings.read_config(source / "config.json"), "")
+    assert family is FAMILIES[kind]
+    length = [] if wanted.max_position_embeddings else ["--max-position-embeddings", "64"]
+    assert parse([*flags, *length, *RUN], world_size=1).model == replace(
+        wanted, max_position_embeddings=wanted.max_position_embeddings or 64, vocab_size=66
+    )
+
+    shutil.rmtree(tmp_path / "ours" / "hf")
+    assert main(["--from", str(tmp_path / "ours"), "--to-hf", str(tmp_path / "new")]) == 0
+    models = [AutoModelForCausalLM.from_pretrained(path).eval() for path in (source, tmp_path / "new")]
+    expected, got = (model(torch.arange(20)[None]).logits for model in models)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert expected.std() > 0.1
+
+
+def test_a_family_is_refused_the_settings_of_another(tmp_path: Path, capsys) -> None:
+    source = save_model(tmp_path / "in", "bloom", KINDS["bloom"])
+    assert main(["--from-hf", str(source), "--to", str(tmp_path / "ours")]) == 0
+    edit_common(tmp_path / "ours", lambda common: common["config"]["model"].update(norm_epsilon=1e-6, swiglu=True))
+    line = refused(capsys, tmp_path, "--from", tmp_path / "ours", "--to-hf", tmp_path / "back")
+    assert "not a BLOOM, as Hugging Face's BloomForCausalLM requires: --norm-epsilon 1e-06, --swiglu True" in line
+    with pytest.raises(Refusal, match="not a Qwen 2, as .* requires: --add-bias-linear True, --add-qkv-bias False"):
+        FAMILIES["qwen2"].config_json(ModelConfig(**LLAMA_SHAPE), 67, torch.float32)
 
 
 def test_round_trip_with_tensors_that_transformers_ignores(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from megatron.context_parallel.attention import kernels
 from megatron.context_parallel.attention.kernels import KERNELS, KernelUnavailable, available, flash_attn_kernel, select
 from megatron.context_parallel.attention.kernels.triton_kernels import triton_kernel
-from megatron.decisions import kernels as decided
-from megatron.decisions.kernels import preferred
+from megatron.decisions import kernel_order
+from megatron.decisions.kernel_order import preferred
 from tests.unit.test_kernels import CPU_KERNELS, assert_close, both_ways, dense, make
 
 
@@ -130,9 +130,9 @@ def test_flash_attn_is_found_by_generation(install):
 
 
 def test_kernels_are_named_in_one_place():
-    assert set(decided.KERNELS) == set(KERNELS)
+    assert set(kernel_order.KERNELS) == set(KERNELS)
     for capability in (None, (8, 0), (9, 0), (10, 0)):
-        assert sorted(preferred(capability, many_tiles=True)) == sorted(decided.KERNELS)
+        assert sorted(preferred(capability, many_tiles=True)) == sorted(kernel_order.KERNELS)
 
 
 def test_auto_on_the_cpu():

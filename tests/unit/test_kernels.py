@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.context_parallel.attention import kernels
-from megatron.context_parallel.attention.kernels import KERNELS, base, cpu_kernel, cudnn, math_kernel
+from megatron.context_parallel.attention.kernels import KERNELS, base, cpu_kernel, cudnn_kernel, math_kernel
 from tests.properties import examples
 
 CPU_KERNELS = ["math", "cpu"]
@@ -370,15 +370,15 @@ def test_cudnn_gets_lse_back_as_its_version_returned_it(dims, monkeypatch):
             dout, q, k, v, out, lse, 0.0, is_causal, scale=scale
         )
 
-    monkeypatch.setattr(cudnn, "_forward", forward)
-    monkeypatch.setattr(cudnn, "_backward", backward)
-    cudnn._lse_dims.cache_clear()
+    monkeypatch.setattr(cudnn_kernel, "_forward", forward)
+    monkeypatch.setattr(cudnn_kernel, "_backward", backward)
+    cudnn_kernel._lse_dims.cache_clear()
     try:
         for shape in (dict(), dict(sq=1), dict(sk=1)):
             tensors = make(**shape)
             assert_close(both_ways(KERNELS["cudnn"], *tensors), dense(*tensors), torch.float64)
     finally:
-        cudnn._lse_dims.cache_clear()
+        cudnn_kernel._lse_dims.cache_clear()
 
 
 def test_every_kernel_keeps_the_protocol():

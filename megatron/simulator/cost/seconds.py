@@ -14,7 +14,7 @@ The number of iterations of a flash kernel's inner loop is proportional to it.
 
 from __future__ import annotations
 
-from megatron.decisions.kernels import preferred
+from megatron.decisions.kernel_order import preferred
 from megatron.simulator.cost.collective_cost import price_of
 from megatron.simulator.cost.trace import HostCopy, Kernel, Transfer
 from megatron.simulator.machines.machine import Machine

@@ -161,7 +161,7 @@ def run_rank(
         Unsteady: the micro-batches of ``stretch`` do not repeat.
         ReplayMismatch: the calls of chunks do not repeat.
     """
-    from megatron.training import step
+    from megatron.training import loss, step
     from megatron.training.model.build import build_model
     from megatron.training.model.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
     from megatron.training.report.memory_profile import MemoryProfile, owned
@@ -212,7 +212,7 @@ def run_rank(
                 run = all_batches = micro_batches(config, runtime.grid.data.size)
                 if stretch:
                     run = stretch.micro_batches
-                    stack.enter_context(replaced(step.mean_loss, lambda mean: with_all_reports(mean, run, all_batches)))
+                    stack.enter_context(replaced(loss.mean_loss, lambda mean: with_all_reports(mean, run, all_batches)))
                 step.train_step(
                     runtime,
                     wrapped,

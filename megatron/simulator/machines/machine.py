@@ -10,7 +10,7 @@ from functools import lru_cache
 from math import exp, log
 from typing import TYPE_CHECKING
 
-from megatron.decisions.kernels import plain_kernel
+from megatron.decisions.kernel_order import plain_kernel
 from megatron.formulas.strategy import hashed_once
 from megatron.simulator.machines.nccl_model import Collectives
 

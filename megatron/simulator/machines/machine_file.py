@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from megatron.decisions.kernels import KERNELS
+from megatron.decisions.kernel_order import KERNELS
 from megatron.simulator.machines.machine import KINDS, Calibration, Link, Machine, Measured, Power, Rate, Runtime
 from megatron.simulator.machines.nccl_model import ALGORITHMS, GENERATIONS, Algorithm, Collectives
 from megatron.training.json_file import read_json
@@ -235,7 +235,8 @@ def kernel_shares(path: Path, name: str, value: Any) -> dict[str, float]:
 
 def kernel_name(path: Path, name: str, value: Any) -> str:
     if value not in ("auto", *KERNELS):
-        raise Refusal(f"{path}: {name}: must be auto, {', '.join(KERNELS[:-1])} or {KERNELS[-1]}, not {short(value)}")
+        *others, last = KERNELS
+        raise Refusal(f"{path}: {name}: must be auto, {', '.join(others)} or {last}, not {short(value)}")
     return value
 
 

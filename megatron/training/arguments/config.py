@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.training.arguments.foreign.foreign_settings import ElsewhereConfig
+from megatron.training.arguments.settings.attention_settings import AttentionConfig, ChunkConfig
 from megatron.training.arguments.settings.job_settings import (
     CheckpointConfig,
     EvaluationConfig,
@@ -16,7 +17,7 @@ from megatron.training.arguments.settings.job_settings import (
     SimulationConfig,
 )
 from megatron.training.arguments.settings.model_settings import ModelConfig
-from megatron.training.arguments.settings.parallel_settings import AttentionConfig, ChunkConfig, ParallelConfig
+from megatron.training.arguments.settings.parallel_settings import ParallelConfig
 from megatron.training.arguments.settings.training_settings import DataConfig, OptimizerSettings
 
 

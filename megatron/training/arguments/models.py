@@ -26,42 +26,59 @@ ROTARY = ("rope", "yarn")
 GPT: dict[str, Any] = {"position_embedding_type": "learned_absolute", "hidden_dropout": 0.0, "attention_dropout": 0.0}
 
 
+LLAMA3: dict[str, Any] = LLAMA | {
+    "group_query_attention": True,
+    "num_query_groups": 8,
+    "rotary_base": 500000,
+    "max_position_embeddings": 8192,
+}
+
+
+def _size(layers: int, width: int, heads: int, ffn: int | None = None) -> dict[str, Any]:
+    sizes = {"num_layers": layers, "hidden_size": width, "num_attention_heads": heads}
+    return sizes | ({"ffn_hidden_size": ffn} if ffn else {})  # else 4 * width, also with another --hidden-size
+
+
+# Every name of --model: the size of the vocabulary that it was published with (a run has its tokenizer's), and its
+# settings. A new model is one line here.
+#
+# The GPT shapes are GPT-3's (13B as 40 heads of 128) and, for 30B, OPT's. Dropout is 0 everywhere: no long-context
+# model is trained with it.
+#
+# The GenSLM page gives sizes (25B, 33B) and a learned position embedding, but no shapes. The shapes here have width
+# 5760 with 64 and 80 layers, as in Argonne's public launch scripts. That gives 25.8B and 32.1B parameters and, at 16
+# bytes per parameter, 9.2 GB for 100K positions (the page: 10 GB). They have 80 heads of 72, since flash kernels need
+# head sizes in multiples of 8; add ``--num-attention-heads 64`` for the page's runs on TP 32.
+MODELS: dict[str, tuple[int, dict[str, Any]]] = {
+    "gpt-2.7b": (50257, GPT | _size(32, 2560, 32)),
+    "gpt-6.7b": (50257, GPT | _size(32, 4096, 32)),
+    "gpt-13b": (50257, GPT | _size(40, 5120, 40)),
+    "gpt-30b": (50257, GPT | _size(48, 7168, 56)),
+    "llama2-7b": (32000, LLAMA | _size(32, 4096, 32, 11008) | {"max_position_embeddings": 4096}),
+    "llama3-8b": (128256, LLAMA3 | _size(32, 4096, 32, 14336)),
+    "llama3-70b": (128256, LLAMA3 | _size(80, 8192, 64, 28672)),
+    "llama3-405b": (128256, LLAMA3 | _size(126, 16384, 128, 53248)),
+    "genslm-25b": (50257, GPT | _size(64, 5760, 80)),
+    "genslm-33b": (50257, GPT | _size(80, 5760, 80)),
+}
+
+
 def shape(name: str) -> dict[str, Any]:
     """The settings of :class:`ModelConfig` that a named model sets.
-
-    The GPT shapes are GPT-3's (13B as 40 heads of 128) and, for 30B, OPT's. Dropout is 0 everywhere: no
-    long-context model is trained with it.
-
-    The GenSLM page gives sizes (25B, 33B) and a learned position embedding, but no shapes. The shapes here have width
-    5760 with 64 and 80 layers, as in Argonne's public launch scripts. That gives 25.8B and 32.1B parameters and, at 16
-    bytes per parameter, 9.2 GB for 100K positions (the page: 10 GB). They have 80 heads of 72, since flash kernels need
-    head sizes in multiples of 8; add ``--num-attention-heads 64`` for the page's runs on TP 32.
 
     Raises:
         Refusal: no such model.
     """
-    shapes = {
-        "gpt-2.7b": GPT | _size(32, 2560, 32),
-        "gpt-6.7b": GPT | _size(32, 4096, 32),
-        "gpt-13b": GPT | _size(40, 5120, 40),
-        "gpt-30b": GPT | _size(48, 7168, 56),
-        "llama2-7b": LLAMA | _size(32, 4096, 32, 11008) | {"max_position_embeddings": 4096},
-        "llama3-8b": LLAMA | _size(32, 4096, 32, 14336) | _llama3(),
-        "llama3-70b": LLAMA | _size(80, 8192, 64, 28672) | _llama3(),
-        "llama3-405b": LLAMA | _size(126, 16384, 128, 53248) | _llama3(),
-        "genslm-25b": GPT | _size(64, 5760, 80),
-        "genslm-33b": GPT | _size(80, 5760, 80),
-    }
-    if name not in shapes:
+    if name not in MODELS:
         raise Refusal(
-            f"--model {name}", f": not a known shape; choose from {', '.join(shapes)}, or give the sizes by flags"
+            f"--model {name}", f": not a known shape; choose from {', '.join(MODELS)}, or give the sizes by flags"
         )
-    return shapes[name]
+    return MODELS[name][1]
 
 
 def vocabulary(name: str) -> int:
-    """Size of the vocabulary that a named model was published with; a run has its tokenizer's."""
-    return 128256 if name.startswith("llama3") else 32000 if name.startswith("llama2") else 50257
+    """Size of the vocabulary that a named model was published with."""
+    return MODELS[name][0]
 
 
 def derive_shape(model: ModelConfig) -> ModelConfig:
@@ -106,20 +123,6 @@ def model_shape(model: ModelConfig, vocab_size: int) -> Shape:
         sinks=model.softmax_type == "learnable",
         embed_norm=model.embed_layernorm,
     )
-
-
-def _size(layers: int, width: int, heads: int, ffn: int | None = None) -> dict[str, Any]:
-    sizes = {"num_layers": layers, "hidden_size": width, "num_attention_heads": heads}
-    return sizes | ({"ffn_hidden_size": ffn} if ffn else {})  # else 4 * width, also with another --hidden-size
-
-
-def _llama3() -> dict[str, Any]:
-    return {
-        "group_query_attention": True,
-        "num_query_groups": 8,
-        "rotary_base": 500000,
-        "max_position_embeddings": 8192,
-    }
 
 
 def count_parameters(model: ModelConfig, vocab_size: int) -> int:

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Save and load checkpoints; a checkpoint written on one grid can be loaded on any other.
 
-Formats: Megatron-LM's, read and written (megatron_lm/), its older ones (older_formats.py), Hugging Face's, read and
-written (hugging_face/, converting/). Copies in host memory are in in_memory/.
+- checkpoint.py: save and load; checkpoint_folder.py: publishes and removes checkpoints; owner.py: locks their folder
+- sharded_state.py: the parts of a rank; run_state.py: the rest of its state; arguments_of.py: settings
+- save_job.py: the writer of a save; rank_file.py: a rank's file; checksums.py: the list of files
+- read_torch_dist.py: the reader; megatron_lm/: Megatron-LM's checkpoints; older_formats.py: its older ones
+- hugging_face/: Hugging Face's models and files; converting/: conversions for tools/
+- in_memory/: copies in host memory
 """

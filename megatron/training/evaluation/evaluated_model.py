@@ -10,13 +10,13 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from megatron.training.arguments.config import Config
+from megatron.training.arguments.validate.host_memory import check_host_memory
 from megatron.training.checkpoint import checkpoint
 from megatron.training.checkpoint.checksums import choose_whole
 from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.data.datasets import build_datasets
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_vocab
 from megatron.training.evaluation.eval_plan import Plan, check_held_out, make_plan
-from megatron.training.host_memory import check_host_memory
 from megatron.training.model.build import build_model
 from megatron.training.model.fsdp import FullySharded
 from megatron.training.model.optimizer import in_compute_dtype

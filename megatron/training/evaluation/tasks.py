@@ -19,8 +19,9 @@ from megatron.training.checkpoint.checkpoint import unwrap
 from megatron.training.data.batches import Batch, micro_batches
 from megatron.training.evaluation.eval_plan import Plan
 from megatron.training.evaluation.samples import MakeRow, micro_batches_of, pack, row_of, window, windows
+from megatron.training.loss import sum_of_reports
 from megatron.training.setup import Runtime
-from megatron.training.step import Batches, forward_step, run_schedule, sum_of_reports
+from megatron.training.step import Batches, forward_step, run_schedule
 
 # Losses and hits (right predictions) of tokens are summed by group over all ranks; the sums are the same on every grid.
 # The group of each token is in the batch ("groups"), or a function computes it.

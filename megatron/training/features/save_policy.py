@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron.platform.streams import streams_of
+from megatron.training.arguments.validate.host_memory import available_bytes
 from megatron.training.checkpoint import checkpoint
 from megatron.training.checkpoint.checkpoint_folder import remove_older
 from megatron.training.checkpoint.in_memory.state import TrainingState
 from megatron.training.checkpoint.rank_file import HostCopies
 from megatron.training.checkpoint.save_job import Save
 from megatron.training.features.feature import due
-from megatron.training.host_memory import available_bytes
 from megatron.training.job import Job
 from megatron.training.report.reporter import Reporter
 from megatron.training.step import Mark

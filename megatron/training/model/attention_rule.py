@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 from megatron.context_parallel.attention.tile import AttentionRule
@@ -17,9 +18,10 @@ from megatron.context_parallel.layout.block_sparse import (
     StridedBlocks,
 )
 from megatron.context_parallel.layout.grid import Grid
-from megatron.context_parallel.layout.masks import Causal, Full, Mask, MaskFunction, Window
+from megatron.context_parallel.layout.masks import Mask, MaskFunction, Window
 from megatron.context_parallel.positions.alibi import alibi_slopes
 from megatron.training.arguments.config import AttentionConfig, Config
+from megatron.training.arguments.settings.attention_settings import MASKS
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal
 
@@ -45,18 +47,27 @@ def attention_rule(config: Config, grid: Grid) -> AttentionRule:
 
 
 def attention_mask(config: Config) -> Mask:
-    """The mask inside a document."""
-    attention, length = config.attention, config.data.seq_length
-    if attention.attention_mask == "full":
-        return Full()
-    if attention.attention_mask == "window":
-        left, right = attention.window_size
-        return Window(length if left < 0 else left, length if right < 0 else right, attention.window_global_tokens)
-    if attention.attention_mask == "block-sparse":
-        return BlockSparse(attention.sparse_block_size, sparse_pattern(attention, length), length)
-    if attention.attention_mask == "function":
-        return MaskFunction(mask_function(attention.mask_function))
-    return Causal()
+    """The mask inside a document, by the table in settings/attention_settings.py."""
+    attention = config.attention
+    kind = MASKS[attention.attention_mask or "causal"]
+    module, _, name = kind.make.partition(":")
+    make = getattr(import_module(module), name)
+    if isinstance(make, type):
+        return make(*(getattr(attention, setting) for setting in kind.flags))
+    return make(attention, config.data.seq_length)
+
+
+def window_mask(attention: AttentionConfig, length: int) -> Mask:
+    left, right = attention.window_size
+    return Window(length if left < 0 else left, length if right < 0 else right, attention.window_global_tokens)
+
+
+def block_sparse_mask(attention: AttentionConfig, length: int) -> Mask:
+    return BlockSparse(attention.sparse_block_size, sparse_pattern(attention, length), length)
+
+
+def function_mask(attention: AttentionConfig, length: int) -> Mask:
+    return MaskFunction(mask_function(attention.mask_function))
 
 
 def sparse_pattern(attention: AttentionConfig, length: int) -> Pattern:

@@ -1,28 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local attention kernels, one file for each: (out, lse) of a tile, and its gradients from the final out and lse."""
+"""Local attention kernels, one file for each: (out, lse) of a tile, and its gradients from the final out and lse.
+
+base.py has their interface. A new kernel is a file here and a line in the table of megatron/decisions/kernel_order.py,
+which names all kernels and the order in which `auto` tries them.
+
+- math_kernel.py: plain PyTorch, the reference; cpu_kernel.py: PyTorch's flash attention for CPUs
+- flash_kernel.py, cudnn_kernel.py: fused kernels of PyTorch; flash_attn_kernel.py: those of the package flash-attn
+- triton_kernels/: one launch for all tiles, with masks, ALiBi, dropout and soft-cap
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 
 import torch
 
 from megatron.context_parallel.attention.kernels.base import Capability, Kernel, KernelUnavailable
-from megatron.context_parallel.attention.kernels.cpu_kernel import CpuKernel
-from megatron.context_parallel.attention.kernels.cudnn import CudnnKernel
-from megatron.context_parallel.attention.kernels.flash import FlashKernel
-from megatron.context_parallel.attention.kernels.flash_attn_kernel import FlashAttnKernel, installed_version
-from megatron.context_parallel.attention.kernels.math_kernel import MathKernel
-from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import TritonKernel
-from megatron.decisions.kernels import preferred
+from megatron.context_parallel.attention.kernels.flash_attn_kernel import installed_version
+from megatron.decisions.kernel_order import KERNELS as PLACES
+from megatron.decisions.kernel_order import preferred
 from megatron.platform.hooks import replaceable
 
 __all__ = ["KERNELS", "NEEDS", "Kernel", "KernelUnavailable", "available", "choose_on", "select"]
 
-KERNELS: dict[str, Kernel] = {
-    kernel.name: kernel
-    for kernel in (FlashAttnKernel(), CudnnKernel(), FlashKernel(), CpuKernel(), TritonKernel(), MathKernel())
-}
+
+def _made(module: str, name: str) -> Kernel:
+    return getattr(import_module(f"{__name__}.{module}"), name)()
+
+
+KERNELS: dict[str, Kernel] = {name: _made(*place.split(":")) for name, place in PLACES.items()}
 
 NEEDS = {
     "needs_mask": ("supports_mask", "does not support masks, which this attention pattern needs"),
@@ -60,7 +67,7 @@ def select(
     """The kernel named ``name``; ``auto`` takes the first of `available`. ``needs`` are some of :data:`NEEDS`.
 
     Args:
-        many_tiles: see `decisions.kernels.preferred`.
+        many_tiles: see `decisions.kernel_order.preferred`.
 
     Raises KernelUnavailable, a ValueError of one line, for an unknown name and for a kernel that cannot run.
     """

@@ -26,7 +26,7 @@ from megatron.context_parallel.attention.kernels.base import (
     gpu_reason,
     is_half,
 )
-from megatron.decisions.kernels import lacks
+from megatron.decisions.kernel_order import lacks
 
 
 class FlashAttnKernel:

@@ -1,18 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the grid, of attention, and of chunks."""
+"""Settings of the grid, and of what is split over it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.decisions.kernels import KERNELS
 from megatron.training.arguments.settings.flag import flag
-
-
-def window(text: str) -> tuple[int, int]:
-    """The two numbers of ``LEFT,RIGHT``, with or without parentheses, as Megatron-LM writes it."""
-    left, right = (int(part) for part in text.strip("() ").split(","))
-    return left, right
 
 
 @dataclass
@@ -96,75 +89,3 @@ class ParallelConfig:
         "the route to MASTER_ADDR",
         type=str,
     )
-
-
-@dataclass
-class AttentionConfig:
-    """The attention core, and recompute."""
-
-    attention_kernel: str = flag("auto", "kernel of one attention tile", choices=["auto", *KERNELS])
-    attention_mask: str | None = flag(
-        None,
-        "attention mask; default causal. document: causal, with --reset-attention-mask",
-        type=str,
-        choices=["causal", "full", "window", "document", "block-sparse", "function"],
-    )
-    window_size: tuple[int, int] | None = flag(
-        None, "LEFT,RIGHT: number of tokens before and after a query that it attends to; -1: no bound", type=window
-    )
-    window_global_tokens: int = flag(
-        0, "first tokens of the sequence, which attend and are attended to outside the window too"
-    )
-    sparse_block_size: int = flag(128, "tokens of a block of --attention-mask block-sparse")
-    sparse_pattern: str = flag(
-        "longformer",
-        "blocks to keep: longformer, bigbird, strided, or a JSON file with a list of key blocks for each query block",
-    )
-    sparse_window_blocks: int = flag(3, "longformer, bigbird: blocks before and after a query's own")
-    sparse_global_blocks: int = flag(1, "longformer, bigbird: first blocks, to which all queries attend")
-    sparse_random_blocks: int = flag(3, "bigbird: blocks drawn for each query block")
-    sparse_stride: int = flag(8, "strided: stride S; a query attends to the last S blocks and to every S-th block")
-    mask_function: str | None = flag(
-        None,
-        "FILE.py:NAME, for --attention-mask function: (query positions, key positions) -> boolean, within causal",
-        type=str,
-    )
-    mask_cpu_threshold: int = flag(
-        16384,
-        "dense masks (of functions and of windows below 32 tokens) are made in host memory, in blocks of rows, if the "
-        "sequence is longer than this",
-    )
-    recompute_granularity: str | None = flag(
-        None, "recompute attention only, or whole layers", type=str, choices=["selective", "full"]
-    )
-    recompute_method: str | None = flag(
-        None, "which layers --recompute-granularity full recomputes", type=str, choices=["uniform", "block"]
-    )
-    recompute_num_layers: int | None = flag(
-        None, "layers per recomputed unit (uniform), or per stage (block)", type=int
-    )
-    recompute_activations: bool = flag(False, "same as --recompute-granularity selective")
-
-
-@dataclass
-class ChunkConfig:
-    """Long sequences in chunks that may be kept in host memory (FPDT)."""
-
-    fpdt: bool = flag(False, "attention in pipelined chunks (FPDT)", aliases=["--ds-sequence-parallel-fpdt"])
-    fpdt_chunk_size: int = flag(
-        65536, "longest chunk, in tokens of the complete sequence", aliases=["--ds-sequence-parallel-fpdt-chunk-size"]
-    )
-    fpdt_offload: bool = flag(True, "keep finished chunks on the device", flags=["--no-fpdt-offload"])
-    fpdt_stream_hidden: bool = flag(
-        False, "keep hidden states in host memory too: device memory does not grow with the sequence"
-    )
-    ffn_chunks: int | None = flag(
-        None, "compute the MLP in this many chunks of tokens; default with --fpdt: twice as many as attention", type=int
-    )
-    loss_chunks: int | None = flag(
-        None,
-        "compute output layer and loss in this many chunks of tokens, which saves the complete logits; default with "
-        "--fpdt: 2 x vocabulary / hidden size, and logits no larger than an MLP chunk",
-        type=int,
-    )
-    offload_checkpoints: bool = flag(False, "keep the inputs of recomputed layers (or FPDT layers) in host memory")

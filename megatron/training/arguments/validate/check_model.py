@@ -9,6 +9,7 @@ from math import gcd
 from megatron.decisions.division import NARROW
 from megatron.training.arguments.config import AttentionConfig, Config, ModelConfig
 from megatron.training.arguments.models import ROTARY, derive_shape
+from megatron.training.arguments.settings.attention_settings import MASKS
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, near
 
 
@@ -98,18 +99,6 @@ def _positions(model: ModelConfig) -> None:
         raise Refusal(f"--rotary-base {model.rotary_base}", "leaves YaRN no slow pairs: use 2 or more")
 
 
-OWN_FLAGS = {  # settings that only one mask reads
-    "window": ("window_size", "window_global_tokens"),
-    "block-sparse": (
-        "sparse_block_size",
-        "sparse_pattern",
-        "sparse_window_blocks",
-        "sparse_global_blocks",
-        "sparse_random_blocks",
-        "sparse_stride",
-    ),
-    "function": ("mask_function",),
-}
 READ_BY = {  # settings that only some patterns read
     "sparse_window_blocks": ("longformer", "bigbird"),
     "sparse_global_blocks": ("longformer", "bigbird"),
@@ -162,8 +151,8 @@ def complete_attention(config: Config) -> None:
 
 def _own_flags(attention: AttentionConfig) -> None:
     default = AttentionConfig()
-    for mask, names in OWN_FLAGS.items():
-        given = [name for name in names if getattr(attention, name) != getattr(default, name)]
+    for mask, kind in MASKS.items():
+        given = [name for name in kind.flags if getattr(attention, name) != getattr(default, name)]
         if given and attention.attention_mask != mask:
             flag = "--" + given[0].replace("_", "-")
             raise Refusal(flag, f"is read by --attention-mask {mask} alone: add that, or leave {flag} out", LEAVE_OUT)
@@ -219,7 +208,8 @@ def varies_by_batch(config: Config) -> bool:
 
 def sees_ahead(attention: AttentionConfig) -> bool:
     """Whether a mask, completed by :func:`complete_attention`, lets tokens attend to later ones."""
-    return attention.attention_mask == "full" or (attention.window_size is not None and attention.window_size[1] != 0)
+    window = attention.window_size
+    return MASKS[attention.attention_mask or "causal"].sees_ahead or (window is not None and window[1] != 0)
 
 
 def complete_partitioned_positions(config: Config) -> None:

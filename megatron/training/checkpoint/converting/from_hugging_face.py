@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert a Llama from Hugging Face's format to ours, one tensor at a time, so the model need not fit into memory.
+"""Convert a model from Hugging Face's format to ours, one tensor at a time, so the model need not fit into memory.
 
 The result is a folder for ``--load FOLDER --finetune``::
 
@@ -23,7 +23,6 @@ from megatron.training.arguments.config import Config, ModelConfig
 from megatron.training.checkpoint.hugging_face import architectures, llama_settings, llama_weights, safetensors_folder
 from megatron.training.checkpoint.hugging_face.llama_weights import Piece
 from megatron.training.checkpoint.hugging_face.safetensors_folder import (
-    EMBEDDING,
     HEADERS,
     LM_HEAD,
     OTHERS,
@@ -53,7 +52,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 def from_hugging_face(source: Path, target: Path, dtype: torch.dtype | None, bar: Callable[[int], Done]) -> list[str]:
-    """Convert the Llama in the folder ``source``; returns lines to print at the end.
+    """Convert the model in the folder ``source``; returns lines to print at the end.
 
     Args:
         dtype: of the weights; default: the source's.
@@ -68,17 +67,18 @@ def from_hugging_face(source: Path, target: Path, dtype: torch.dtype | None, bar
     notes: list[str] = []
     checked = check(source, notes)
     config = llama_settings.read_config(checked.file(where.name))
-    model, vocab_size = llama_settings.settings(config, where)
+    model, vocab_size, _ = described = architectures.described(config, where)
     headers = safetensors_folder.read_folder(checked)
-    pieces = list(llama_weights.pieces(model, vocab_size))
+    pieces = architectures.pieces(described, {name for header in headers.values() for name in header.entries})
+    embedding = pieces[0].names[0]
     others, stored = architectures.check_source(
         source, headers, pieces, tied=not model.untie_embeddings_and_output_weights
     )
     dtype = dtype or stored
     with new_folder(target) as folder, safetensors_folder.reading(checked, headers) as read:
         if LM_HEAD in others:
-            if not torch.equal(read(LM_HEAD).view(torch.uint8), read(EMBEDDING).view(torch.uint8)):
-                raise Refusal(f"{where}: tie_word_embeddings is true, but {LM_HEAD} differs from {EMBEDDING}")
+            if not torch.equal(read(LM_HEAD).view(torch.uint8), read(embedding).view(torch.uint8)):
+                raise Refusal(f"{where}: tie_word_embeddings is true, but {LM_HEAD} differs from {embedding}")
             del others[LM_HEAD]
         hf = folder / "hf"
         hf.mkdir()

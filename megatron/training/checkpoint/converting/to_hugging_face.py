@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert our checkpoint of a Llama to a Hugging Face folder, one layer at a time, or its adapters to a PEFT folder."""
+"""Convert our checkpoint to a Hugging Face folder, one layer at a time, or its adapters to a PEFT folder."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron.training.arguments.config import CheckpointConfig, ModelConfig
-from megatron.training.checkpoint.hugging_face import llama_settings, llama_weights, safetensors_folder
+from megatron.training.checkpoint.hugging_face import architectures, llama_settings, llama_weights, safetensors_folder
 from megatron.training.checkpoint.hugging_face.llama_weights import Piece
 from megatron.training.checkpoint.hugging_face.safetensors_folder import (
-    EMBEDDING,
     HEADERS,
     IGNORED,
     LM_HEAD,
@@ -102,7 +101,8 @@ def to_peft(source: Path, target: Path, bar: Callable[[int], Done], step: int | 
     if model.lora_rank is None:
         raise Refusal(f"--from {source}: {path} has no adapters: --to-hf writes its weights")
     with one_process(), new_folder(target) as folder:
-        wanted = [piece for piece in llama_weights.pieces(model, common["vocab_size"]) if adapter_pieces(piece, model)]
+        pieces = architectures.family_of(model).pieces(model, common["vocab_size"], ())
+        wanted = [piece for piece in pieces if adapter_pieces(piece, model)]
         done, tensors, dtype = bar(len(wanted)), {}, tensors_in(path)[wanted[0].key].dtype
         for piece in wanted:
             tensors.update(_for_peft(path, piece, model, dtype))
@@ -151,7 +151,7 @@ def to_hugging_face(
             exist, a new config.json is written.
 
     Raises:
-        Refusal: there is no checkpoint, it is damaged, or it does not hold a Llama.
+        Refusal: there is no checkpoint, it is damaged, or its model is none that transformers has.
     """
     latest = checkpoint.find(CheckpointConfig(load=str(source), ckpt_step=step))
     if latest is None:
@@ -161,15 +161,18 @@ def to_hugging_face(
     given, along = along, along or source / "hf"
     original_files = check(along, notes) if is_hugging_face(along) else None
     original = llama_settings.read_config(original_files.file("config.json")) if original_files else None
+    before = architectures.described(original, along / "config.json") if original is not None else None
     with one_process(), new_folder(target) as folder:
         common, stored = path.common(), tensors_in(path)
         model = _model(path, common)
         if model.lora_rank:
             stored = checkpoint.without_adapters(stored)
         vocab_size = _vocabulary(path, common.get("vocab_size"), original, stored)
-        pieces = list(llama_weights.pieces(model, vocab_size))
-        config = llama_settings.config_json(model, vocab_size, torch.float32)  # refuses other models than Llama
-        stored_dtype = _check_stored(path, stored, pieces, model)
+        family = before.family if before else architectures.family_of(model)
+        names = {name for header in _original_headers(original_files).values() for name in header.entries}
+        pieces = list(family.pieces(model, vocab_size, names))
+        config = family.config_json(model, vocab_size, torch.float32)  # refuses models of another family
+        stored_dtype = _check_stored(path, stored, pieces, model, family.title)
         dtype = dtype or stored_dtype
         config["torch_dtype"] = str(dtype).removeprefix("torch.")
         tied = not model.untie_embeddings_and_output_weights
@@ -178,7 +181,8 @@ def to_hugging_face(
             if along != given:
                 _check_links(source, along)
             copy_files(companions(along), folder)
-            config = llama_settings.updated_config(original, along / "config.json", original_dtype, config)
+            written = family.config_json(before.settings, before.vocab_size, original_dtype or torch.float32)
+            config = llama_settings.updated_config(original, written, original_dtype, config)
             notes += [
                 f"note: {name} {original.get(name)} of the original config.json is now {config.get(name)}"
                 for name in sorted({*original, *config})
@@ -194,7 +198,7 @@ def to_hugging_face(
         with safetensors_folder.writing(folder, headers) as put:
             for name, tensor in _weights(path, pieces, model, stored_dtype, bar(len(pieces))):
                 put(name, tensor.to(dtype))
-                if name == EMBEDDING and LM_HEAD in names and tied:
+                if name == pieces[0].names[0] and LM_HEAD in names and tied:
                     put(LM_HEAD, tensor.to(dtype))
             if others := [name for name in names if name.endswith(IGNORED)]:
                 header = safetensors_folder.read_header(original_files.file(OTHERS))
@@ -241,19 +245,32 @@ def _vocabulary(
 
 
 def _check_stored(
-    path: Checked, stored: dict[str, ShardedTensor], pieces: list[Piece], model: ModelConfig
+    path: Checked, stored: dict[str, ShardedTensor], pieces: list[Piece], model: ModelConfig, title: str
 ) -> torch.dtype:
     """Check that all weights exist with the shapes that the settings require; returns their dtype."""
     wanted = {piece.key: sharded(piece, model.num_layers, torch.float32) for piece in pieces}
     there = {key for key in stored if key.startswith(("embedding.", "decoder.", "output_layer."))}
     if differing := sorted(there ^ wanted.keys()):
-        raise Refusal(f"{path}: its tensors are not those of a Llama with its settings: {some(differing)}")
+        raise Refusal(f"{path}: its tensors are not those of a {title} with its settings: {some(differing)}")
     for key, tensor in wanted.items():
         actual, shape = stored[key].global_shape, tensor.global_shape
         padded = tensor.allow_shape_mismatch and actual[0] >= shape[0] and actual[1:] == shape[1:]
         if actual != shape and not padded:
             raise Refusal(f"{path}: {key} is {list(actual)}, and {list(shape)} by its settings")
     return stored[pieces[0].key].dtype
+
+
+def _original_headers(along: Checked | None) -> dict[str, Header]:
+    """The headers of the original's files, which ``along`` has kept; empty if it has not."""
+    if along is None or HEADERS not in along.files:
+        return {}
+    texts = llama_settings.read_config(along.file(HEADERS))
+    if any(Path(name).name != name or not name.endswith(".safetensors") for name in texts):
+        raise Refusal(f"{along.file(HEADERS)}: it names files outside of its folder")
+    try:
+        return {name: safetensors_folder.parse_header(text) for name, text in texts.items()}
+    except ValueError as error:
+        raise Refusal(f"{along.file(HEADERS)}: {error}") from None
 
 
 def _headers(
@@ -266,14 +283,7 @@ def _headers(
     """
     wanted = {name: shape for piece in pieces for name, shape in zip(piece.names, piece.shapes)}
     dtype_code = safetensors_folder.NAMES[dtype]
-    if along is not None and HEADERS in along.files:
-        texts = llama_settings.read_config(along.file(HEADERS))
-        if any(Path(name).name != name or not name.endswith(".safetensors") for name in texts):
-            raise Refusal(f"{along.file(HEADERS)}: it names files outside of its folder")
-        try:
-            headers = {name: safetensors_folder.parse_header(text) for name, text in texts.items()}
-        except ValueError as error:
-            raise Refusal(f"{along.file(HEADERS)}: {error}") from None
+    if headers := _original_headers(along):
         entries = {name: entry for header in headers.values() for name, entry in header.entries.items()}
         same = all(name in entries and entries[name].shape == shape for name, shape in wanted.items())
         dtypes = {entries[name].dtype for name in wanted} if same else set()
@@ -281,7 +291,7 @@ def _headers(
         copies = {LM_HEAD} if tied else set()
         extra = entries.keys() - wanted.keys()
         if same and all(name in copies or _is_kept(along, name, entries[name]) for name in extra):
-            original_dtype = safetensors_folder.TORCH_DTYPES[entries[EMBEDDING].dtype]
+            original_dtype = safetensors_folder.TORCH_DTYPES[dtypes.pop()]
             if original_dtype == dtype:
                 return headers, original_dtype
             return {

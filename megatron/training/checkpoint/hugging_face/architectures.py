@@ -1,35 +1,174 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Hugging Face models that --load reads directly: Llama, models that differ from it by a flag (Qwen), and BLOOM.
+"""The Hugging Face models that --load reads and tools/convert_hf.py converts both ways: the table FAMILIES.
 
-Sources in transformers: models/llama, qwen2, qwen3 and bloom, configuration_*.py and modeling_*.py.
+A model that differs from a Llama by our settings alone (Qwen) is one line of the table; another one is a class like
+`Bloom`. Sources in transformers: models/llama, qwen2, qwen3 and bloom, configuration_*.py and modeling_*.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron.training.arguments.config import ModelConfig
-from megatron.training.arguments.models import derive_shape
+from megatron.training.arguments.models import activation, derive_shape
 from megatron.training.checkpoint.hugging_face import llama_settings, llama_weights, safetensors_folder
 from megatron.training.checkpoint.hugging_face.llama_weights import Piece
 from megatron.training.checkpoint.hugging_face.safetensors_folder import IGNORED, LM_HEAD, Entry, Header
 from megatron.training.refusal import Refusal, some
 
 EPSILON = 1e-5
-LLAMAS = {
-    "llama": {},
-    "qwen2": {"add_qkv_bias": True},
-    "qwen3": {"qk_layernorm": True},
-}
-ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "bloom": "BloomForCausalLM"}
 # Keys that a config.json of Qwen must have, because the defaults differ between these models.
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
         "rms_norm_eps", "vocab_size", "max_position_embeddings")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LlamaLike:
+    """Models that differ from a Llama by some of our settings alone.
+
+    Attributes:
+        kind: model_type in config.json.
+        title: the name in messages.
+        architecture: the class in transformers.
+        differs: those settings.
+    """
+
+    kind: str
+    title: str
+    architecture: str
+    differs: dict[str, Any] = field(default_factory=dict)
+
+    def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
+        """Our settings and the vocabulary size of a config.json. Raises Refusal if it is not supported."""
+        if self.kind != "llama":
+            config = self._as_llama(config, where)
+        model, vocab_size = llama_settings.settings(config, where)
+        return replace(model, **self.differs), vocab_size
+
+    def pieces(self, model: ModelConfig, vocab_size: int, names: Collection[str]) -> Iterator[Piece]:
+        """All weights; ``names``: the tensors in the files."""
+        return llama_weights.pieces(model, vocab_size)
+
+    def config_json(self, model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
+        """The config.json of a model with our settings. Raises Refusal if it is of another family."""
+        if self.kind == "llama":
+            return llama_settings.config_json(model, vocab_size, dtype)
+        fixed = llama_settings.FIXED | {"add_bias_linear": False} | self.differs
+        config = llama_settings.config_json(model, vocab_size, dtype, fixed, self.title, self.architecture)
+        biases = ("attention_bias", "mlp_bias")
+        config = {name: value for name, value in config.items() if name not in biases}
+        return config | {"model_type": self.kind, "architectures": [self.architecture]}
+
+    def _as_llama(self, config: dict[str, Any], where: object) -> dict[str, Any]:
+        required = (*REQUIRED, *(["head_dim"] * (self.kind == "qwen3")))
+        if missing := [name for name in required if config.get(name) is None]:
+            raise Refusal(f"{where}: {', '.join(missing)} of {self.kind} is missing")
+        layers = config.get("layer_types") or []
+        if config.get("use_sliding_window") or any(layer != "full_attention" for layer in layers):
+            raise Refusal(f"{where}: use_sliding_window is not supported: all layers have the mask given by flags")
+        if self.kind == "qwen3" and config.get("attention_bias"):
+            raise Refusal(f"{where}: attention_bias of qwen3 is not supported")
+        return {**config, "model_type": "llama", "architectures": None, "attention_bias": False}
+
+
+class Bloom:
+    """BLOOM, with the names of Megatron-LM before core; its queries, keys and values are ordered by head, as ours."""
+
+    kind, title, architecture = "bloom", "BLOOM", "BloomForCausalLM"
+    differs = {"position_embedding_type": "alibi", "embed_layernorm": True}
+
+    def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
+        """As `LlamaLike.settings`."""
+
+        def first(*names: str) -> int:
+            value = next((config[name] for name in names if config.get(name) is not None), None)
+            if not isinstance(value, int) or value < 1:
+                raise Refusal(f"{where}: {names[0]} {value!r} is not a positive whole number")
+            return value
+
+        if config.get("apply_residual_connection_post_layernorm"):
+            raise Refusal(f"{where}: apply_residual_connection_post_layernorm is not supported")
+        if config.get("layer_norm_epsilon", EPSILON) != EPSILON:
+            epsilon = config["layer_norm_epsilon"]
+            raise Refusal(f"{where}: layer_norm_epsilon {epsilon} is not supported: only {EPSILON:g}")
+        if config.get("tie_word_embeddings") is False:
+            raise Refusal(f"{where}: tie_word_embeddings false is not supported for bloom")
+        layers, heads = first("n_layer", "num_hidden_layers"), first("n_head", "num_attention_heads")
+        return self._shape(layers, first("hidden_size", "n_embed"), heads), first("vocab_size")
+
+    def _shape(self, layers: int, hidden: int, heads: int) -> ModelConfig:
+        model = ModelConfig(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, norm_epsilon=EPSILON)
+        return derive_shape(replace(model, hidden_dropout=0.0, attention_dropout=0.0, **self.differs))
+
+    def config_json(self, model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
+        """As `LlamaLike.config_json`."""
+        usual = self._shape(model.num_layers, model.hidden_size, model.num_attention_heads)
+        names = {*llama_settings.FIXED, *self.differs, "norm_epsilon", "ffn_hidden_size", "kv_channels",
+                 "num_query_groups", "add_bias_linear", "untie_embeddings_and_output_weights"}  # fmt: skip
+        wrong = [name for name in sorted(names) if getattr(model, name) != getattr(usual, name)]
+        llama_settings.refuse_other_settings(model, wrong, self.title, self.architecture)
+        if activation(model) != activation(usual):
+            raise Refusal(f"the model is not a BLOOM: its MLP computes {activation(model)}, not {activation(usual)}")
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.kind,
+            "vocab_size": vocab_size,
+            "hidden_size": model.hidden_size,
+            "n_layer": model.num_layers,
+            "n_head": model.num_attention_heads,
+            "layer_norm_epsilon": EPSILON,
+            "apply_residual_connection_post_layernorm": False,
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "torch_dtype": str(dtype).removeprefix("torch."),
+        }
+
+    def pieces(self, model: ModelConfig, vocab_size: int, names: Collection[str]) -> Iterator[Piece]:
+        """As `LlamaLike.pieces`; the names in older files have no prefix."""
+        prefix = "" if "word_embeddings.weight" in names else "transformer."
+        hidden, ffn = model.hidden_size, model.ffn_hidden_size
+
+        def piece(ours: str, theirs: str, *shape: int, layer: int | None = None) -> Piece:
+            return Piece(ours, (prefix + theirs,), (shape,), layer)
+
+        yield piece("embedding.word_embeddings.weight", "word_embeddings.weight", vocab_size, hidden)
+        for kind in ("weight", "bias"):
+            yield piece(f"embedding.word_embeddings.norm.{kind}", f"word_embeddings_layernorm.{kind}", hidden)
+            yield piece(f"decoder.final_layernorm.{kind}", f"ln_f.{kind}", hidden)
+        linear = (
+            ("self_attention.linear_qkv", "self_attention.query_key_value", hidden, 3 * hidden),
+            ("self_attention.linear_proj", "self_attention.dense", hidden, hidden),
+            ("mlp.linear_fc1", "mlp.dense_h_to_4h", hidden, ffn),
+            ("mlp.linear_fc2", "mlp.dense_4h_to_h", ffn, hidden),
+        )
+        norms = (("self_attention.linear_qkv", "input_layernorm"), ("mlp.linear_fc1", "post_attention_layernorm"))
+        for layer in range(model.num_layers):
+            for ours, theirs in norms:
+                for kind in ("weight", "bias"):
+                    name = f"decoder.layers.{ours}.layer_norm_{kind}"
+                    yield piece(name, f"h.{layer}.{theirs}.{kind}", hidden, layer=layer)
+            for ours, theirs, into, out in linear:
+                name = f"decoder.layers.{ours}"
+                yield piece(f"{name}.weight", f"h.{layer}.{theirs}.weight", out, into, layer=layer)
+                yield piece(f"{name}.bias", f"h.{layer}.{theirs}.bias", out, layer=layer)
+
+
+Family = LlamaLike | Bloom
+FAMILIES: dict[str, Family] = {
+    family.kind: family
+    for family in (
+        LlamaLike("llama", "Llama", "LlamaForCausalLM"),
+        LlamaLike("qwen2", "Qwen 2", "Qwen2ForCausalLM", {"add_qkv_bias": True}),
+        LlamaLike("qwen3", "Qwen 3", "Qwen3ForCausalLM", {"qk_layernorm": True}),
+        Bloom(),
+    )
+}
 
 
 class Described(NamedTuple):
@@ -37,34 +176,34 @@ class Described(NamedTuple):
 
     settings: ModelConfig
     vocab_size: int
-    kind: str
+    family: Family
 
 
 def described(config: dict[str, Any], where: object) -> Described:
     """Our settings for a config.json. Raises Refusal if the model is not supported."""
     kind = config.get("model_type")
-    if kind not in (*LLAMAS, "bloom"):
-        raise Refusal(f"{where}: model_type {kind!r} is not supported: only {', '.join(LLAMAS)} and bloom")
-    if kind != "llama" and config.get("architectures") not in (None, [ARCHITECTURES[kind]]):
-        raise Refusal(f"{where}: architectures {config['architectures']} is not supported: only {ARCHITECTURES[kind]}")
-    if kind == "bloom":
-        return Described(*_bloom(config, where), kind)
-    if kind != "llama":
-        config = _as_llama(config, where)
-    settings, vocab_size = llama_settings.settings(config, where)
-    return Described(replace(settings, **LLAMAS[kind]), vocab_size, kind)
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        *others, last = FAMILIES
+        raise Refusal(f"{where}: model_type {kind!r} is not supported: only {', '.join(others)} and {last}")
+    family = FAMILIES[kind]
+    if config.get("architectures") not in (None, [family.architecture]):
+        raise Refusal(f"{where}: architectures {config['architectures']} is not supported: only {family.architecture}")
+    return Described(*family.settings(config, where), family)
+
+
+def family_of(model: ModelConfig) -> Family:
+    """The family that has the most of the model's settings; the model may still be none of it (``config_json``)."""
+
+    def shared(family: Family) -> int:
+        fits = all(getattr(model, name) == value for name, value in family.differs.items())
+        return len(family.differs) if fits else -1
+
+    return max(FAMILIES.values(), key=shared)
 
 
 def pieces(model: Described, names: Collection[str]) -> list[Piece]:
-    """All weights of the model.
-
-    Args:
-        names: the tensors in the files; BLOOM's may have a prefix.
-    """
-    if model.kind == "bloom":
-        prefix = "transformer." if "transformer.word_embeddings.weight" in names else ""
-        return list(_bloom_pieces(model.settings, model.vocab_size, prefix))
-    return list(llama_weights.pieces(model.settings, model.vocab_size))
+    """All weights of the model; ``names``: the tensors in the files, as BLOOM's may have a prefix."""
+    return list(model.family.pieces(model.settings, model.vocab_size, names))
 
 
 def check_source(
@@ -94,71 +233,3 @@ def check_source(
             f"{source}: weights in {', '.join(dtypes)} are not supported: all in BF16, all in F16 or all in F32"
         )
     return others, safetensors_folder.TORCH_DTYPES[dtypes[0]]
-
-
-def _as_llama(config: dict[str, Any], where: object) -> dict[str, Any]:
-    """Qwen 2 is a Llama with biases for queries, keys and values; Qwen 3 is one with norms of queries and keys."""
-    kind = config["model_type"]
-    if missing := [name for name in (*REQUIRED, *(["head_dim"] * (kind == "qwen3"))) if config.get(name) is None]:
-        raise Refusal(f"{where}: {', '.join(missing)} of {kind} is missing")
-    layers = config.get("layer_types") or []
-    if config.get("use_sliding_window") or any(layer != "full_attention" for layer in layers):
-        raise Refusal(f"{where}: use_sliding_window is not supported: all layers have the mask given by flags")
-    if kind == "qwen3" and config.get("attention_bias"):
-        raise Refusal(f"{where}: attention_bias of qwen3 is not supported")
-    return {**config, "model_type": "llama", "architectures": None, "attention_bias": False}
-
-
-def _bloom(config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
-    def first(*names: str) -> int:
-        value = next((config[name] for name in names if config.get(name) is not None), None)
-        if not isinstance(value, int) or value < 1:
-            raise Refusal(f"{where}: {names[0]} {value!r} is not a positive whole number")
-        return value
-
-    if config.get("apply_residual_connection_post_layernorm"):
-        raise Refusal(f"{where}: apply_residual_connection_post_layernorm is not supported")
-    if config.get("layer_norm_epsilon", EPSILON) != EPSILON:
-        raise Refusal(f"{where}: layer_norm_epsilon {config['layer_norm_epsilon']} is not supported: only {EPSILON:g}")
-    if config.get("tie_word_embeddings") is False:
-        raise Refusal(f"{where}: tie_word_embeddings false is not supported for bloom")
-    model = ModelConfig(
-        num_layers=first("n_layer", "num_hidden_layers"),
-        hidden_size=first("hidden_size", "n_embed"),
-        num_attention_heads=first("n_head", "num_attention_heads"),
-        position_embedding_type="alibi",
-        embed_layernorm=True,
-        norm_epsilon=EPSILON,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-    )
-    return derive_shape(model), first("vocab_size")
-
-
-def _bloom_pieces(model: ModelConfig, vocab_size: int, prefix: str) -> Iterator[Piece]:
-    """BLOOM has the names of Megatron-LM before core; its queries, keys and values are ordered by head, as ours."""
-    hidden, ffn = model.hidden_size, model.ffn_hidden_size
-
-    def piece(ours: str, theirs: str, *shape: int, layer: int | None = None) -> Piece:
-        return Piece(ours, (prefix + theirs,), (shape,), layer)
-
-    yield piece("embedding.word_embeddings.weight", "word_embeddings.weight", vocab_size, hidden)
-    for kind in ("weight", "bias"):
-        yield piece(f"embedding.word_embeddings.norm.{kind}", f"word_embeddings_layernorm.{kind}", hidden)
-        yield piece(f"decoder.final_layernorm.{kind}", f"ln_f.{kind}", hidden)
-    linear = (
-        ("self_attention.linear_qkv", "self_attention.query_key_value", hidden, 3 * hidden),
-        ("self_attention.linear_proj", "self_attention.dense", hidden, hidden),
-        ("mlp.linear_fc1", "mlp.dense_h_to_4h", hidden, ffn),
-        ("mlp.linear_fc2", "mlp.dense_4h_to_h", ffn, hidden),
-    )
-    norms = (("self_attention.linear_qkv", "input_layernorm"), ("mlp.linear_fc1", "post_attention_layernorm"))
-    for layer in range(model.num_layers):
-        for ours, theirs in norms:
-            for kind in ("weight", "bias"):
-                name = f"decoder.layers.{ours}.layer_norm_{kind}"
-                yield piece(name, f"h.{layer}.{theirs}.{kind}", hidden, layer=layer)
-        for ours, theirs, into, out in linear:
-            name = f"decoder.layers.{ours}"
-            yield piece(f"{name}.weight", f"h.{layer}.{theirs}.weight", out, into, layer=layer)
-            yield piece(f"{name}.bias", f"h.{layer}.{theirs}.bias", out, layer=layer)

@@ -209,19 +209,26 @@ def settings(config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
     return derive_shape(model), whole("vocab_size", 32000)
 
 
-def config_json(model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
+def config_json(
+    model: ModelConfig,
+    vocab_size: int,
+    dtype: torch.dtype,
+    fixed: dict[str, Any] = FIXED,
+    title: str = "Llama",
+    architecture: str = "LlamaForCausalLM",
+) -> dict[str, Any]:
     """The config.json of one of our models, with keys that both transformers 4 and 5 read.
 
+    Args:
+        fixed: settings that every model of the ``architecture`` has.
+
     Raises:
-        Refusal: the model is not a Llama; the message names the settings.
+        Refusal: the model is not a Llama, or not what ``title`` says; the message names the settings.
     """
-    wrong = [
-        f"--{name.replace('_', '-')} {getattr(model, name)}" for name in FIXED if getattr(model, name) != FIXED[name]
-    ]
+    wrong = [name for name in fixed if getattr(model, name) != fixed[name]]
     if model.position_embedding_type not in ROTARY:
-        wrong.insert(0, f"--position-embedding-type {model.position_embedding_type}")
-    if wrong:
-        raise Refusal(f"the model is not a Llama, as Hugging Face's LlamaForCausalLM requires: {', '.join(wrong)}")
+        wrong.insert(0, "position_embedding_type")
+    refuse_other_settings(model, wrong, title, architecture)
     scaling = scaling_json(model)
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -247,17 +254,23 @@ def config_json(model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict
     }
 
 
+def refuse_other_settings(model: ModelConfig, wrong: list[str], title: str, architecture: str) -> None:
+    """Refuse a model if any settings are ``wrong`` for the architecture of transformers."""
+    if wrong:
+        given = ", ".join(f"--{name.replace('_', '-')} {getattr(model, name)}" for name in wrong)
+        raise Refusal(f"the model is not a {title}, as Hugging Face's {architecture} requires: {given}")
+
+
 def updated_config(
-    original: dict[str, Any], where: object, dtype: torch.dtype | None, new: dict[str, Any]
+    original: dict[str, Any], before: dict[str, Any], dtype: torch.dtype | None, new: dict[str, Any]
 ) -> dict[str, Any]:
     """``original`` with the changes of training.
 
     Args:
-        where: names the original in messages.
+        before: the config.json that we would write for the original.
         dtype: of the original's weights; None if only its config.json gives it.
-        new: :func:`config_json` of the trained model.
+        new: the same as ``before``, for the trained model.
     """
-    before = config_json(*settings(original, where), dtype or torch.float32)
     if dtype is None:
         before["torch_dtype"] = original.get("dtype", original.get("torch_dtype"))
     ignored = ("architectures", "bos_token_id", "eos_token_id")
@@ -275,12 +288,13 @@ def command_line(model: ModelConfig, dtype: torch.dtype) -> list[str]:
     """The flags that describe the model to the program that :func:`program` names."""
     names = ["num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"]
     names += ["group_query_attention", "num_query_groups"] if model.group_query_attention else []
-    names += ["kv_channels", "max_position_embeddings", "position_embedding_type", "rotary_base"]
+    names += ["kv_channels"] + ["max_position_embeddings"] * (model.max_position_embeddings is not None)
+    names += ["position_embedding_type"] + ["rotary_base"] * (model.position_embedding_type in ROTARY)
     names += ["rotary_seq_len_interpolation_factor"] if model.rotary_seq_len_interpolation_factor else []
     names += ["use_rope_scaling", "rope_scaling_factor"] if model.use_rope_scaling else []
     names += YARN if model.position_embedding_type == "yarn" else []
     names += ["normalization", "norm_epsilon", "swiglu", "add_bias_linear", "untie_embeddings_and_output_weights"]
-    names += ["hidden_dropout", "attention_dropout"]
+    names += ["add_qkv_bias", "qk_layernorm", "embed_layernorm", "hidden_dropout", "attention_dropout"]
     words: list[str] = []
     for name in names:
         value = getattr(model, name)
@@ -306,14 +320,9 @@ def saved_settings(saved: dict[str, Any]) -> ModelConfig:
 
 
 def _plain_llama(config: dict[str, Any], where: object) -> None:
-    """Refuse other models, and Llamas with code, quantization or another activation."""
-    kind = config.get("model_type")
-    if kind != "llama":
-        raise Refusal(f"{where}: model_type {kind!r} is not supported: only llama")
+    """Refuse Llamas with code, quantization or another activation."""
     if "auto_map" in config:
         raise Refusal(f"{where}: auto_map asks for code from the checkpoint, which is never run; only plain llama")
-    if (names := config.get("architectures")) not in (None, ["LlamaForCausalLM"]):
-        raise Refusal(f"{where}: architectures {names} is not supported: only LlamaForCausalLM")
     if config.get("quantization_config"):
         raise Refusal(f"{where}: quantization_config is not supported: save the model in bf16, fp16 or fp32")
     if (act := config.get("hidden_act", "silu")) != "silu":

@@ -232,7 +232,7 @@ def index_json(headers: Mapping[str, Header]) -> dict[str, Any]:
 HEADERS = "safetensors_headers.json"  # in hf/: the headers of the original's files
 OTHERS = "other_tensors.safetensors"  # in hf/: the original's tensors that transformers ignores
 IGNORED = ".rotary_emb.inv_freq"  # old checkpoints hold RoPE's frequencies, which follow from config.json
-LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
 # Files that are not copied: weights in any format, code, and files that this program writes.
 NOT_COPIED = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack", ".onnx", ".py", HEADERS, CHECKSUMS)
 

@@ -19,7 +19,7 @@ from megatron.context_parallel.attention.kernels.triton_kernels.triton_call impo
     interpreted,
 )
 from megatron.context_parallel.layout.tiles import Tile
-from megatron.decisions.kernels import LARGEST_HEAD, too_old
+from megatron.decisions.kernel_order import LARGEST_HEAD, too_old
 
 OLDEST = (3, 4)
 

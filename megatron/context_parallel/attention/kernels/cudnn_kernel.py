@@ -23,7 +23,7 @@ from megatron.context_parallel.attention.kernels.base import (
     is_half,
 )
 from megatron.context_parallel.attention.kernels.math_kernel import MathKernel
-from megatron.decisions.kernels import SHORTER_HEADS, lacks
+from megatron.decisions.kernel_order import SHORTER_HEADS, lacks
 
 
 class CudnnKernel:

@@ -14,8 +14,16 @@ The order comes from published measurements; our own should replace them:
 
 from __future__ import annotations
 
-# Every attention kernel, as --attention-kernel and machine files name it; `preferred` orders them.
-KERNELS = ("flash_attn", "cudnn", "flash", "triton", "cpu", "math")
+# Every attention kernel: its name in --attention-kernel and machine files, and its class in
+# context_parallel/attention/kernels/. A new kernel is a file there and a line here; `auto` takes it before `math`.
+KERNELS = {
+    "flash_attn": "flash_attn_kernel:FlashAttnKernel",
+    "cudnn": "cudnn_kernel:CudnnKernel",
+    "flash": "flash_kernel:FlashKernel",
+    "cpu": "cpu_kernel:CpuKernel",
+    "triton": "triton_kernels.triton_kernel:TritonKernel",
+    "math": "math_kernel:MathKernel",
+}
 HOPPER, BLACKWELL = (9,), (10, 11)  # major versions of the compute capability; 12 is treated like 8
 LARGEST_HEAD = 256  # of Triton's kernel
 SHORTER_HEADS = "needs a head dimension of at most 128 (256 on Hopper with cuDNN 9.10)"
@@ -26,24 +34,29 @@ def preferred(
 ) -> tuple[str, ...]:
     """Names of kernels, best first, whether or not they can run; slow kernels with all features come last.
 
+    Kernels that this function does not rank come before ``math``.
+
     Args:
         capability: of the GPU; None: a CPU.
         flash_attn: version of the package that would run on it; None: not installed.
         many_tiles: whether the mask gives many small tiles or tiles of many shapes (windows, documents, block-sparse).
     """
-    if capability is None:
-        return ("cpu", "triton", "math", "flash_attn", "cudnn", "flash")
-    major = capability[0]
+    major = capability[0] if capability else None
     if major in HOPPER:
         fused = ["flash_attn", "cudnn", "flash"] if flash_attn == 3 else ["cudnn", "flash_attn", "flash"]
     elif major in BLACKWELL:
         fused = ["cudnn", "flash_attn", "flash"]
     else:
         fused = ["flash_attn", "flash", "cudnn"]
-    if many_tiles:
+    if capability is None:
+        order = ["cpu", "triton", "math", "flash_attn", "cudnn", "flash"]
+    elif many_tiles:
         fused.remove("cudnn")
-        return ("triton", *fused, "cudnn", "cpu", "math")
-    return (*fused, "triton", "cpu", "math")
+        order = ["triton", *fused, "cudnn", "cpu", "math"]
+    else:
+        order = [*fused, "triton", "cpu", "math"]
+    math = order.index("math")
+    return (*order[:math], *(name for name in KERNELS if name not in order), *order[math:])
 
 
 def lacks(kernel: str, capability: tuple[int, int], head_dim: int, *, half: bool = True) -> str | None:
