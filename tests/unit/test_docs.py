@@ -223,7 +223,8 @@ EXTENDING = DOCS / "inside" / "extending.md"
 def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the code with every file and line that docs/inside/extending.md adds."""
     copy = tmp_path_factory.mktemp("extended")
-    shutil.copytree(ROOT / "megatron", copy / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("megatron", "tools"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pretrain_gpt.py", copy)
     for words, text in (*blocks(EXTENDING, "python"), *blocks(EXTENDING, "json")):
         kind, _, name = words.partition("=")
@@ -253,15 +254,17 @@ def test_each_extension_does_what_the_page_says(extended: Path) -> None:
 
 
 def test_a_step_with_every_extension(extended: Path) -> None:
-    """A new model trains with a new mask, kernel and flag, and a dry run prices it on a new machine."""
+    """A new model trains with a new mask, kernel and flag."""
     words = (
         "pretrain_gpt.py --model llama-tiny --attention-kernel counting --attention-mask parity --log-greeting hi "
         "--seq-length 32 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --eval-iters 0 --log-jsonl log"
-    ).split()
-    run_extended(extended, *words)
+    )
+    run_extended(extended, *words.split())
     assert json.loads((extended / "log").read_text())["lm_loss"] == pytest.approx(math.log(99), rel=0.1)
-    run_extended(extended, *words, "--dry-run", "--world-size", "4", "--gpu", "mine", "--dry-run-json", "out.json")
-    assert json.loads((extended / "out.json").read_text())["predicted_ms"] > 0
+
+
+def test_memory_on_a_new_machine(extended: Path) -> None:
+    run_extended(extended, *"tools/memory.py --model llama-tiny --seq-length 1K --gpus 4 --gpu mine".split())
 
 
 def run_example(*options: str) -> int:

@@ -171,7 +171,7 @@ def test_a_family_is_refused_the_settings_of_another(tmp_path: Path, capsys) -> 
     edit_common(tmp_path / "ours", lambda common: common["config"]["model"].update(norm_epsilon=1e-6, swiglu=True))
     line = refused(capsys, tmp_path, "--from", tmp_path / "ours", "--to-hf", tmp_path / "back")
     assert "not a BLOOM, as Hugging Face's BloomForCausalLM requires: --norm-epsilon 1e-06, --swiglu True" in line
-    with pytest.raises(Refusal, match="not a Qwen 2, as .* requires: --add-bias-linear True, --add-qkv-bias False"):
+    with pytest.raises(Refusal, match="not a Qwen 2, as .* requires: --add-qkv-bias False, --add-bias-linear True"):
         FAMILIES["qwen2"].config_json(ModelConfig(**LLAMA_SHAPE), 67, torch.float32)
 
 
