@@ -24,6 +24,7 @@ import re
 import statistics
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -194,6 +195,8 @@ def measure(group: list[Run], args: argparse.Namespace, peak: float | None) -> l
 
 
 def _rounds(group: list[Run], args: argparse.Namespace) -> None:
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    warnings.simplefilter("ignore")  # core warns at import about packages that are not installed
     import torch
 
     from benchmarks.gpu.program import Failed, Program

@@ -176,7 +176,7 @@ class HereSource:
 
     def blocks(self, k: Tensor, v: Tensor, own: KeyGradients | None = None) -> Iterator[KeyBlock]:
         for index, (hop, *kv) in enumerate(self.held):
-            yield KeyBlock(*kv, hop, grads=KeyGradients(k, hop.grads_out) if index else own)
+            yield KeyBlock(*kv, hop, grads=KeyGradients(k, v, hop.grads_out) if index else own)
 
 
 def _rows(x: Tensor, spans: Spans) -> Tensor:

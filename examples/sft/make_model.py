@@ -81,9 +81,9 @@ def make_model(folder: Path, texts: list[str]) -> None:
     tokenizer.save_pretrained(folder)
     torch.manual_seed(1)
     sizes = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "max_position_embeddings": 2048}
-    heads = {"num_attention_heads": 6, "num_key_value_heads": 2}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": len(tokenizer)}
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = LlamaConfig(len(tokenizer), **sizes, **heads, **ids, tie_word_embeddings=False, initializer_range=0.05)
+    config = LlamaConfig(**sizes, **heads, **ids, tie_word_embeddings=False, initializer_range=0.05)
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
