@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data that turn out to be unusable while a program trains: one line on all ranks, whatever the grid."""
+"""Data that become unusable during training: one line on all ranks, on every grid."""
 
 import json
 import math
@@ -46,7 +46,7 @@ USUAL = ("TP 2", "DP 2")
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """Documents of equal length that end with the end-of-document token; the prefix of their files."""
+    """Write documents of equal length that end with the end-of-document token; returns the prefix of their files."""
     random = np.random.default_rng(0)
     builder = IndexedDatasetBuilder(f"{tmp_path}/corpus.bin", dtype=np.int32)
     for _ in range(DOCUMENTS):
@@ -62,7 +62,7 @@ def flags(corpus: Path, steps: int, more: str = "") -> list[str]:
 
 
 def spoil(corpus: Path, steps: int, step: int, token: int) -> int:
-    """Fill a document that is first read in a step, and not by the check at the start, with a token id; its number."""
+    """Fill a document that the check at the start does not read with a token id; returns its number."""
     config = Config()
     config.data = DataConfig(seq_length=64, data_path=[str(corpus)], split="1,0,0", data_cache_path=f"{corpus}-other")
     config.run.seed = SEED
@@ -73,7 +73,7 @@ def spoil(corpus: Path, steps: int, step: int, token: int) -> int:
     document = min(read[2 * step - 1] - seen.union(*read[: 2 * step - 1]))
     with open(f"{corpus}.bin", "r+b") as file:
         file.seek(4 * document * LENGTH)
-        file.write(np.full(LENGTH, token, np.int32).tobytes())  # a sample may hold any part of it
+        file.write(np.full(LENGTH, token, np.int32).tobytes())  # a sample may contain any part of it
     return document
 
 
@@ -98,7 +98,7 @@ def line_of(done: list[subprocess.CompletedProcess]) -> str:
     ],
 )
 def test_an_id_beyond_the_vocabulary(corpus, grid, workers):
-    """The same line on every grid, after the same steps; with a loader's processes too."""
+    """The same line on every grid after the same steps, also with loader processes."""
     document = spoil(corpus, 8, 3, 5000)
     ranks = 4 if "x" in grid else 2
     line = line_of(run(flags(corpus, 8, f"{GRIDS[grid]} --num-workers {workers}"), ranks))
@@ -112,7 +112,7 @@ def test_an_id_beyond_the_vocabulary(corpus, grid, workers):
 
 @pytest.mark.full
 def test_a_negative_id_on_one_process_and_its_way_out(corpus):
-    """-1 is what core takes for padding: it would train in silence."""
+    """core treats -1 as padding and would silently train on it."""
     document = spoil(corpus, 4, 2, -1)
     line = line_of(run(flags(corpus, 4), 1))
     assert f"document {document} holds token id -1, outside the 101 ids" in line and "after iteration 1:" in line
@@ -132,7 +132,7 @@ def test_an_id_beyond_the_vocabulary_in_validation_data(corpus):
 
 
 def while_running(words: list[str], log: Path, action, ranks: int) -> list[subprocess.CompletedProcess]:
-    """Run a program, and do something to its data after its third step."""
+    """Run a program and change its data after the third step."""
 
     def wait() -> None:
         end = time.monotonic() + patience(60)
@@ -159,7 +159,7 @@ def while_running(words: list[str], log: Path, action, ranks: int) -> list[subpr
     ],
 )
 def test_a_file_that_becomes_shorter(corpus, what, ranks, workers):
-    """A page of a mapping behind the end of its file would end the process with SIGBUS, without a line."""
+    """With a mapped file, the process would end by SIGBUS and without a message."""
 
     def cut() -> None:
         path = f"{corpus}{what}"
@@ -174,7 +174,7 @@ def test_a_file_that_becomes_shorter(corpus, what, ranks, workers):
 
 @pytest.mark.full
 def test_files_that_are_deleted_while_they_are_read(corpus):
-    """They stay open: training goes on, as with any file."""
+    """The files stay open, so training continues."""
     cache = corpus.parent / "index-cache"
 
     def delete() -> None:
@@ -199,19 +199,19 @@ def test_evaluation_ends_in_the_same_line(corpus, tmp_path):
     assert line.startswith(f"error: {corpus}.bin: document {document} holds token id 5000")
 
 
-# Bad batches are left out, the same ones on every grid, and the rest of the run is as if they had never been.
+# The same bad batches are left out on every grid, and the rest of the run is as without them.
 
 
 BAD_BATCH_FLAGS = "--num-layers 2 --train-iters 7 --global-batch-size 2 --micro-batch-size 1 --log-interval 1"
 BAD_BATCH_GRIDS = (
     (2, "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1"),
     (4, "--pipeline-model-parallel-size 2 --ring-parallel-size 2"),
-    (2, "--zero-stage 3"),  # in full alone
+    (2, "--zero-stage 3"),  # only with --full
 )
 
 
 class Poisoned(Dataset):
-    """One sample has a weight with which no loss is finite, or labels of one kind only."""
+    """One sample makes the loss infinite, or has only one label."""
 
     def __init__(self, dataset: Any, number: int, kind: str) -> None:
         self.dataset, self.number, self.kind = dataset, number, kind
@@ -327,7 +327,7 @@ def watch(flags: str) -> Watch:
 
 def test_spikes_are_measured_by_good_steps():
     loss = watch("--check-for-spiky-loss --skip-bad-batches 9 --spike-factor 2")
-    assert not any(judged(loss, [(3.0, 1.0)] * (LEAST - 1) + [(100.0, 1.0)]))  # too few to measure by
+    assert not any(judged(loss, [(3.0, 1.0)] * (LEAST - 1) + [(100.0, 1.0)]))  # too few steps for a median
     found = judged(loss, [(3.0, 100.0), (6.1, 1.0), (6.1, 1.0), (5.9, 1.0)])
     assert [bool(one) for one in found] == [False, True, True, False]
     assert found[1] == "the loss is 6.1, 2.0 times the 3 of the 11 steps before"

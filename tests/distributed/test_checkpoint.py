@@ -22,7 +22,7 @@ P2 = "--pipeline-model-parallel-size 2"
 
 
 def train_and_save(flags, folder, steps_before, steps_after):
-    """Train, save, go on; the losses after the save."""
+    """Train, save and continue; returns the losses after the save."""
     from megatron.training.checkpoint import checkpoint
 
     job = make_job(flags)
@@ -89,7 +89,7 @@ GRIDS = {
 
 @pytest.fixture(scope="module")
 def saved(pool, shared, tmp_path_factory):
-    """What a grid has saved after three steps, once, and the losses of its next three."""
+    """A grid's checkpoint after three steps, made once, and the losses of its next three."""
 
     def run(name: str) -> tuple[str, list[float]]:
         (world, flags), folder = GRIDS[name], str(tmp_path_factory.mktemp("checkpoint"))
@@ -116,7 +116,7 @@ TRANSITIONS = [
 
 
 def kinds(saved_on, loaded_on):
-    """How each side holds weights and states: what is split over tokens alone changes neither."""
+    """How each side splits weights and states; axes that split only tokens do not change this."""
     sides = {"saved": settings(GRIDS[saved_on][1]), "loaded": settings(GRIDS[loaded_on][1])}
     split = ("--tensor", "--pipeline", "--zero", "--fpdt")
     return {f"{side} {level}" for side, found in sides.items() for level in found if level.startswith(split)}
@@ -146,7 +146,7 @@ def sinks_of(job):
 
 
 def train_sinks(flags, folder, steps_before, steps_after):
-    """Train, save in ``folder``, go on; without a save, go on from what is there. The sinks at both times."""
+    """Train and save in ``folder``, or load from there; then continue. Returns the sinks at both times."""
     from megatron.training.checkpoint import checkpoint
 
     job = make_job(flags)
@@ -167,7 +167,7 @@ def train_sinks(flags, folder, steps_before, steps_after):
     ],
 )
 def test_learned_sinks_go_from_grid_to_grid(pool, tmp_path, world, saved_on, loaded_on):
-    """Each head's, and its optimizer's states: what they become in the next steps is the same."""
+    """The sinks of each head and their optimizer states continue equally."""
     flags = f"{TWO} --softmax-type learnable --lr 1e-2"
 
     def whole(ranks):
@@ -228,7 +228,7 @@ def load_on_core_alone(flags, folder):
 
 
 def save_with(flags, folder, writer):
-    """Train two steps and save, in one of three ways; where, and how many processes ran beside meanwhile."""
+    """Train two steps and save in one of three ways; returns the path and the number of extra processes."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
     from torch.distributed.checkpoint import filesystem
@@ -259,7 +259,7 @@ def save_with(flags, folder, writer):
         if writer == "async":
             going.start(HostCopies(streams_of(job.runtime.device)))
             going.copied.wait()
-            train_job(job, 1)  # changes everything that is being written
+            train_job(job, 1)  # changes all tensors that are being written
         else:
             going.write()
         return str(going.finish()), max(found, default=0) - before
@@ -285,7 +285,7 @@ def test_a_save_starts_no_process_and_holds_what_cores_writer_writes(pool, tmp_p
 
 
 def save_and_be_killed(folder, beside):
-    """One process that saves, and is killed in the middle of writing its second checkpoint, beside training or not."""
+    """One process that is killed while it writes its second checkpoint, in the background or not."""
     os.setsid()
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     import torch.distributed as dist
@@ -358,7 +358,7 @@ def test_what_cannot_be_loaded_is_refused_by_name(pool, tmp_path):
     pool.run(train_and_save, 1, GQA, folder, 1, 0)
     (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --num-layers 2")
     assert "another model" in told and "--num-layers 4 there, 2 here" in told
-    (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} {YARN}")  # another network: a run may not go on as it
+    (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} {YARN}")  # another network: a run must not continue as this one
     assert "another model" in told and "--position-embedding-type rope there, yarn here" in told
     (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --finetune --position-embedding-type learned_absolute")
     assert "another model" in told and "--position-embedding-type rope there, learned_absolute here" in told
@@ -400,7 +400,7 @@ def test_finetune_takes_the_weights_and_starts_at_zero(pool, tmp_path):
 def test_older_checkpoints_are_removed(tmp_path, keep, multiple_of, left):
     from megatron.training.checkpoint.checkpoint_folder import remove_older
 
-    for iteration in (2, 4, 6, 8, 10, 12):  # the last is of a run that went further, before it was taken up here
+    for iteration in (2, 4, 6, 8, 10, 12):  # the last is from a run that went further before it was resumed here
         (tmp_path / f"iter_{iteration:07d}").mkdir()
     (tmp_path / "iter_0000002.bak").mkdir()
     (tmp_path / "iter_0000001").symlink_to("iter_0000002.bak")
@@ -412,7 +412,7 @@ def test_older_checkpoints_are_removed(tmp_path, keep, multiple_of, left):
 
 
 def train_on_tokens(flags, folder, steps):
-    """Train and save; (iterations of the whole run, learning rates)."""
+    """Train and save; returns (iterations of the run, learning rates)."""
     from megatron.training.checkpoint import checkpoint
 
     job = make_job(flags)
@@ -425,7 +425,7 @@ def train_on_tokens(flags, folder, steps):
 
 
 def test_a_run_that_counts_tokens_goes_on_with_samples_of_another_length(pool, tmp_path):
-    """Steps of 4 x 64 tokens, then of 4 x 32: the schedule goes on where it was, at half the pace."""
+    """Steps of 4 x 64 tokens, then of 4 x 32: the schedule continues where it was, at half the rate."""
     flags = f"{TWO} --lr-decay-style linear --train-iters 50 --train-tokens 2048 --lr-decay-tokens 12800"
     iterations, rates, tokens = pool.run(train_on_tokens, 1, flags, str(tmp_path), 2, timeout=120)[0]
     assert (iterations, tokens) == (8, 512) and rates == pytest.approx([1e-3, 0.98e-3])

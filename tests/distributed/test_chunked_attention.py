@@ -34,7 +34,7 @@ def make(heads: int, kv_heads: int, length: int, batch: int) -> dict[str, torch.
         "dy": (batch, WIDTH, length),
     }
     made = {name: torch.randn(*shape, generator=draw, dtype=torch.float64) / 3 for name, shape in shapes.items()}
-    made["dy"] = made["dy"].permute(2, 0, 1)  # memory in another order: wrong strides are the classic silent error
+    made["dy"] = made["dy"].permute(2, 0, 1)  # another memory order, to detect code that ignores strides
     return made
 
 
@@ -106,7 +106,7 @@ def compare_on_grid(ulysses, ring, heads, kv_heads, length, batch, chunks, balan
 
 
 def compare_on_schedules(schedules, ulysses, ring, heads, kv_heads, length, batch, chunks, balance, mask, streamed):
-    """The largest errors of all schedules of the copies (tests/adversary.py), another one on each rank."""
+    """The largest errors over all schedules of the copies (tests/adversary.py); each rank has another schedule."""
     grid = cp.initialize_grid(ulysses=ulysses, ring=ring)
     layout = cp.SequenceLayout(length, grid, balance, chunks=chunks)
     found = []

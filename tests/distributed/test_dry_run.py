@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A dry run tells what the run does: memory, communication and host memory of the same step on real processes."""
+"""A dry run predicts memory, communication and host memory of the same step on real processes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def watch(flags, llama):
 
 
 def what(name):
-    """Each setting."""
+    """All cases together contain each setting."""
     _, llama, flags = CASES[name]
     return settings(flags) | {"llama" if llama else "gpt"}
 
@@ -104,7 +104,7 @@ def test_dry_run_equals_the_run(pool, name):
         assert dry.device_peak == pytest.approx(device, rel=0.02), (rank, dry.device_peak / device)
 
 
-# A dry run's trace beside torch.profiler's of the same step on real processes: what it predicts is there, in order.
+# A dry run's trace compared with torch.profiler's of a real step: the predicted operations occur in the same order.
 
 
 TRACE_CASES = {
@@ -115,7 +115,7 @@ TRACE_CASES = {
 
 
 def profiled_step(flags: str, folder: str) -> None:
-    """A step under torch.profiler, as anybody would look at it; its trace is written."""
+    """Write torch.profiler's trace of a step."""
     import torch
     import torch.distributed as dist
 
@@ -148,7 +148,7 @@ def test_a_profilers_trace_is_laid_beside_the_predicted_one(pool, name: str, tmp
     machine = replace(load("A100-80G"), attention_kernel="cpu")
     dry = dry_run(config, ranks, machine, vocab_size=config.model.vocab_size + 1)
     if "accumulation" in name:
-        assert dry.ranks[-1].micro_batches == (4, 3)  # one of them is there as a copy
+        assert dry.ranks[-1].micro_batches == (4, 3)  # one of them is a copy
     write_trace(dry, tmp_path / "dry.json.gz")
     real = [str(tmp_path / f"rank-{rank}.json") for rank in range(ranks)]
     out, both = tmp_path / "compared.json", tmp_path / "both.json"

@@ -32,12 +32,12 @@ def compare(tensor: int, sequence_parallel: bool, chunks: int | None, vocab: int
     generator = torch.Generator().manual_seed(5)
     states = torch.randn(rows, batch, hidden, generator=generator, dtype=torch.float64)
     weight = torch.randn(width * tensor, hidden, generator=generator, dtype=torch.float64)
-    weight[2] = weight[1]  # these two are equal always: the first is the answer
+    weight[2] = weight[1]  # these two always have equal logits: the first is chosen
     weight[vocab - 1] = weight[0]
     logits = (states @ weight.t())[..., :vocab]
     labels = logits.argmax(-1)
     labels[::2] = torch.randint(0, vocab, labels[::2].shape, generator=generator)
-    states[0] = weight[1] * 50  # of the two equal ones, each is a label
+    states[0] = weight[1] * 50  # each of the two equal tokens is a label
     labels[0] = torch.tensor([1, 2, 1])
     states[1] = weight[0] * 50
     labels[1] = torch.tensor([0, vocab - 1, 0])
@@ -69,7 +69,7 @@ def compare(tensor: int, sequence_parallel: bool, chunks: int | None, vocab: int
     [(1, False, None), (2, False, 3), (2, True, 2), pytest.param(4, True, 100, marks=pytest.mark.full)],
 )
 def test_scores_are_those_of_dense_logits(pool, tensor, sequence_parallel, chunks):
-    for vocab in {12 * tensor, 12 * tensor - 5}:  # padding of the vocabulary takes no part
+    for vocab in {12 * tensor, 12 * tensor - 5}:  # padding of the vocabulary is ignored
         for errors, right in pool.run(compare, tensor, tensor, sequence_parallel, chunks, vocab):
             assert max(errors) < 1e-12 and all(right)
 
@@ -113,7 +113,7 @@ GRIDS = [
 
 
 def evaluated(flags: str, folder: str, packed: str = "") -> dict[str, Any]:
-    """What a fresh model's tasks come to."""
+    """Results of the tasks for a fresh model."""
     from megatron.training.evaluation.tasks import Subject, evaluate_tasks
 
     job = make_job(f"{TASKS} --eval-files {folder}/a.txt {folder}/b.txt {packed} {flags}")
@@ -141,7 +141,7 @@ def alone(pool, texts, shared):
 
 
 def numbers(found: Any) -> dict[str, float]:
-    """Every number of nested results, by its place; without names of files."""
+    """All numbers of nested results by their path, without file names."""
     if isinstance(found, (int, float)):
         return {"": float(found)}
     items = found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ()
@@ -151,7 +151,7 @@ def numbers(found: Any) -> dict[str, float]:
 @pytest.mark.parametrize("world, grid, packed", GRIDS)
 def test_the_same_numbers_on_every_grid(pool, texts, alone, world, grid, packed):
     found = pool.run(evaluated, world, grid, texts, packed, timeout=120)
-    assert all(other == found[0] for other in found)  # every rank knows them
+    assert all(other == found[0] for other in found)  # every rank has them
     here, there = numbers(found[0]), numbers(alone(packed))
     assert here.keys() == there.keys() and len(here) > 80
     tolerance = 0.03 if "bf16" in grid else 1e-5

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZeRO 2 and 3 beyond grid invariance: bytes a rank, bf16, evaluation, norms of shards."""
+"""ZeRO 2 and 3 beyond grid invariance: bytes per rank, bf16, evaluation, norms of shards."""
 
 import gc
 from functools import partial
@@ -56,7 +56,7 @@ def peak_of_a_step(flags):
 
     gc.collect()
     with TensorMeter() as meter:
-        left = meter.now  # what jobs before this one hold
+        left = meter.now  # bytes that earlier jobs hold
     job = make_job(flags)
     meter = PeakBytes(job.runtime.device, resized=job.config.parallel.zero_stage >= 2)
     batches = batches_for(job, job.datasets[0], 0, 0)
@@ -69,8 +69,8 @@ def test_the_metered_peak_falls_with_the_stage(pool):
     """Eight layers of 3 MB and hardly any activations: with Adam and gradients, 91 MB in all."""
     flags = f"{GQA} --hidden-size 256 --num-layers 8 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 1"
     peaks = {stage: pool.run(peak_of_a_step, 4, f"{flags} --zero-stage {stage}")[0] for stage in (3, 2, 0)}
-    assert peaks[3] < 0.4 * peaks[0]  # everything is split, a layer or two is whole
-    assert peaks[3] < 0.8 * peaks[2] < 0.5 * peaks[0]  # the weights are whole
+    assert peaks[3] < 0.4 * peaks[0]  # everything is split, except one or two gathered layers
+    assert peaks[3] < 0.8 * peaks[2] < 0.5 * peaks[0]  # the weights are not split
 
 
 @pytest.mark.parametrize("flags", ["--micro-batch-size 1 --grad-reduce-in-bf16", *also_in_full("", FULL)])
@@ -108,7 +108,7 @@ def fp16_run(flags, steps):
     ],
 )
 def test_fp16_trains_as_with_zero_1(pool, long_runs, scale):
-    """The same steps are skipped, at the same scale."""
+    """The same steps are skipped at the same scale."""
     steps = 8 if long_runs else 5
     runs = {stage: pool.run(fp16_run, 2, f"{scale} --zero-stage {stage}", steps)[0] for stage in (1, 2, 3)}
     expected, scales = runs[1]
@@ -122,7 +122,7 @@ def test_fp16_trains_as_with_zero_1(pool, long_runs, scale):
 
 
 class RunAgain(torch.autograd.Function):
-    """A part of a layer that keeps its input only, and takes its weights as inputs: as chunked layers do."""
+    """A part of a layer that keeps only its input and takes its weights as inputs, like chunked layers."""
 
     @staticmethod
     def forward(ctx, part, x, *weights):
@@ -162,7 +162,7 @@ def test_parts_of_a_layer_may_run_again_in_its_backward_pass(pool, on_one_proces
 
 
 def figures(flags):
-    """What the log and evaluation say, in the middle of training: before and after an evaluation."""
+    """Values of the log and of an evaluation in the middle of training, before and after it."""
     from megatron.training.job import batches_for, params_norm
     from megatron.training.step import evaluate, train_step
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation: transformers' own tokens, on any grid; decoding's logits are those of a pass over the whole sequence."""
+"""Generation gives transformers' tokens on any grid; logits of decoding equal those of one pass over the sequence."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("bloom", SIZES | {"n_layer": 2, "n_head": 8, "eos_token_id": 2}),
 }
 NULL = f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1}"
-LENGTHS, NEW = (5, 23, 5, 37, 1), 40  # decoded tokens come to every rank of a ring of two
+LENGTHS, NEW = (5, 23, 5, 37, 1), 40  # decoded tokens reach every rank of a ring of two
 GRIDS = {
     "one process": (1, ""),
     "U 2": (2, "--ulysses-parallel-size 2"),
     "R 2": (2, "--ring-parallel-size 2"),
     "R 3": (3, "--ring-parallel-size 3"),
-    "U 4": (4, "--ulysses-parallel-size 4"),  # of two KV heads
+    "U 4": (4, "--ulysses-parallel-size 4"),  # with two KV heads
     "U 2 x R 2": (4, "--ulysses-parallel-size 2 --ring-parallel-size 2"),
     "U 2 x R 2, contiguous": (
         4,
@@ -67,7 +67,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """One folder a kind, made when it is asked for."""
+    """One folder per kind, made when it is first needed."""
     return cache(lambda kind: save_model(tmp_path_factory.mktemp("model"), *KINDS[kind]))
 
 
@@ -135,7 +135,7 @@ def test_token_for_token_as_transformers(pool, folders, transformers_say, kind, 
     for tokens, held, formula in pool.run(answers, world, folders(kind), flags):
         assert tokens == expected
         assert held == formula or grid.startswith("DP")
-    assert len({token for answer in expected for token in answer}) > 10  # no loop of a few tokens
+    assert len({token for answer in expected for token in answer}) > 10  # not a loop of a few tokens
 
 
 @pytest.mark.parametrize("grid", ["R 2", pytest.param("TP 2 x R 2", marks=pytest.mark.full)])
@@ -192,7 +192,7 @@ def forced(flags: str, mask: str, grid: str) -> tuple[Tensor, Tensor | None]:
                 first = runtime.grid.tensor.rank * parameter.numel()
                 parameter.copy_(torch.linspace(-2, 2, 8)[first : first + parameter.numel()])
             else:
-                parameter *= 6 if parameter.dim() > 1 else 1  # so that attention is far from even
+                parameter *= 6 if parameter.dim() > 1 else 1  # so that attention weights differ clearly
     tokens = torch.randint(3, 300, (len(LENGTHS), TOTAL), generator=torch.Generator().manual_seed(1))
     whole = None
     if dist.get_world_size() == 1:
@@ -230,7 +230,7 @@ def test_logits_are_those_of_one_pass_over_the_whole(pool, shared, function, rul
 
 
 def test_the_program(folders, transformers_say, tmp_path):
-    """tools/generate.py as torchrun starts it, with what tools/convert_hf.py has made: answers in a file."""
+    """tools/generate.py under torchrun with a folder of tools/convert_hf.py: answers in a file."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     converted = ["--from-hf", str(folders("llama")), "--to", str(tmp_path / "ours")]
     assert run_forked(ROOT / "tools" / "convert_hf.py", converted, environment).returncode == 0

@@ -26,7 +26,7 @@ GRIDS = {"U2": (2, 1), "R2": (1, 2), "U2 x R2": (2, 2)}
 
 
 def over_ranks(model, batch, context) -> Outcome:
-    """The same of a model that is spread over ranks."""
+    """The same for a model distributed over ranks."""
     inputs = context.shard({name: x for name, x in batch.items() if name != "labels"})
     with torch.no_grad():
         logits = context.gather(model(**inputs).logits, inputs)
@@ -112,7 +112,7 @@ def compare_padded() -> dict[str, float]:
     with parallelize(model, grid, seq_length=LENGTH) as context:
         found = over_ranks(model, batch, context)
     for outcome in (found, expected):
-        outcome.logits[~kept] = 0  # nobody asks for them
+        outcome.logits[~kept] = 0  # they are not used
     return errors(found, expected)
 
 
@@ -121,7 +121,7 @@ def test_padding_at_the_right(pool):
 
 
 def compare_dropout(ulysses: int, ring: int) -> dict[str, float]:
-    """With itself on one process: transformers' own dropout draws other numbers."""
+    """Compared with our own dropout on one process, because transformers draws other numbers."""
     grid = cp.initialize_grid(ulysses=ulysses, ring=ring)
     model, batch, outcomes = tiny_model("llama", attention_dropout=0.3).train(), whole_batch(), []
     for where in (grid, cp.Grid()):
@@ -137,7 +137,7 @@ def test_dropout_of_attention_weights(pool):
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that any operation makes."""
+    """Number of elements of the largest tensor of all operations."""
 
     elements = 0
 
@@ -165,7 +165,7 @@ def largest_tensors(fpdt: Fpdt | None) -> tuple[int, int]:
 def test_no_tensor_of_length_by_length_or_by_vocabulary(pool, fpdt):
     for together, alone in pool.run(largest_tensors, 4, fpdt):
         assert alone >= 1024 * 1024
-        assert together < 1024 * 1024 // 8  # a rank's logits alone would be a fourth
+        assert together < 1024 * 1024 // 8  # the logits of one rank alone would have a fourth
 
 
 def beside(what: str) -> dict[str, float]:

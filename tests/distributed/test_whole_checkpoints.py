@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint is there whole or not at all: beside training, on a full disk, damaged, or made to do harm."""
+"""A checkpoint is complete or absent: saved in the background, on a full disk, damaged, or malicious."""
 
 import errno
 import json
@@ -24,7 +24,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class Lines:
-    """In place of a reporter: keeps what is said."""
+    """Replaces a reporter and keeps its lines."""
 
     def __init__(self):
         self.said = []
@@ -39,7 +39,7 @@ class Lines:
 
 
 def trained(flags, full_at=()):
-    """Run the real loop; (what it said, whether the last checkpoint was saved, losses after it).
+    """Run the real loop; returns (its lines, whether the last checkpoint was saved, the losses after it).
 
     ``full_at``: iterations whose checkpoints find the disk full.
     """
@@ -80,7 +80,7 @@ def going_on(flags):
     ],
 )
 def test_what_is_saved_beside_training_goes_on_exactly(pool, tmp_path, world, flags):
-    """Each save while the next step changes everything; the newest ones stay."""
+    """Each save runs while the next step changes all tensors; the newest checkpoints stay."""
     save = (
         f"--train-iters 9 --exit-interval 3 --save-interval 1 --save {tmp_path} --async-save --keep-last-checkpoints 2"
     )
@@ -103,7 +103,7 @@ def test_a_disk_that_is_full_meanwhile_costs_one_line_and_one_checkpoint(pool, t
 
 
 def saves_with(folder, refused):
-    """A save, then one for each (rank, file) that cannot be written; what was said, and what is left each time."""
+    """A save, then one for each (rank, file) that cannot be written; returns the lines and the remaining files."""
     import torch.distributed as dist
 
     from megatron.training.checkpoint import checkpoint, checkpoint_folder, rank_file
@@ -125,7 +125,7 @@ def saves_with(folder, refused):
             checkpoint.save(folder, job.progress, *state)
             told.append(None)
         except OSError as error:
-            dist.barrier()  # the first rank clears away
+            dist.barrier()  # the first rank removes partial files
             told.append((str(error), sorted(path.name for path in Path(folder).iterdir())))
         finally:
             rank_file._Summed.write, Path.mkdir = write, mkdir
@@ -222,14 +222,14 @@ def test_a_tracker_that_names_nothing(pool, two, tmp_path, name):
 
 
 def relist(path):
-    """Make the list of a checkpoint's files right again after they were changed."""
+    """Update a checkpoint's list of files after they were changed."""
     listed = read_list(path / CHECKSUMS)
     files = {name: sum_of(path / name) for name in listed.files}
     (path / CHECKSUMS).write_bytes(replace(listed, files=files).packed())
 
 
 def without_list(path):
-    """Make a checkpoint of Megatron-LM's of one of ours: without a list of files, and without our settings."""
+    """Turn our checkpoint into one of Megatron-LM: without the list of files and without our settings."""
     common = unpickle.read(path / "common.pt")
     del common["config"]
     torch.save(common, path / "common.pt")
@@ -311,7 +311,7 @@ HARM = [delete_the_list, empty_the_list, shorten_an_older_list, rename_an_older_
 
 @pytest.mark.parametrize("harm", HARM)
 def test_a_checkpoint_is_refused_whose_list_is_not_its_own(pool, two, tmp_path, harm):
-    """A flipped bit is loaded with none of them, whatever became of the list."""
+    """A flipped bit is never loaded, whatever happened to the list."""
     folder = Path(shutil.copytree(two, tmp_path / "c"))
     expected = harm(folder)
     (told,) = pool.run(refused, 1, f"--load {folder}")
@@ -353,7 +353,7 @@ def test_a_file_that_the_metadata_names_and_the_list_does_not_is_not_read(pool, 
 
 def test_settings_are_taken_from_files_that_were_compared(two, tmp_path):
     folder = Path(shutil.copytree(two, tmp_path / "c"))
-    flip(folder / "iter_0000002" / "__0_0.distcp", -200)  # no business of this
+    flip(folder / "iter_0000002" / "__0_0.distcp", -200)  # irrelevant here
     assert shape_of(folder)["num_layers"] == 1
     flip(folder / "iter_0000002" / "common.pt", 300)
     with pytest.raises(Refusal, match="common.pt is not what was written"):
@@ -365,7 +365,7 @@ def test_settings_are_taken_from_files_that_were_compared(two, tmp_path):
 
 
 def rolled_back(folder, skip):
-    """Save twice, damage the newer one, and roll back as after a bad batch; the iteration, what was said."""
+    """Save twice, damage the newer one, and roll back as after a bad batch; returns the iteration and the lines."""
     from megatron.training.checkpoint import checkpoint
     from megatron.training.features.bad_batches import roll_back
 
@@ -415,7 +415,7 @@ class Harmful:
 
 
 def save_harm(folder, harm):
-    """A checkpoint with right checksums whose random states do harm."""
+    """A checkpoint with correct checksums and malicious random states."""
     from megatron.training.checkpoint import checkpoint
 
     job, states = make_job(SMALL), checkpoint.random_state

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the real training program on a worker of the pool, and bring home its losses and gradients."""
+"""Run the real training program on a worker of the pool, and return its losses and gradients."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def run_training(flags: str, llama: bool = True, steps: int = 20) -> tuple[list[
 
 
 def run_training_with_fused_sums(flags: str, steps: int) -> tuple[list[float], list[float], dict]:
-    """As :func:`run_training`, with a stand-in for the kernel by which core's layers add to DDP's buffers on a GPU."""
+    """Like :func:`run_training`, with a stand-in for the GPU kernel that adds weight gradients to DDP's buffers."""
     from megatron.core.tensor_parallel import layers
 
     calls = []
@@ -89,9 +89,9 @@ def run_training_with_fused_sums(flags: str, steps: int) -> tuple[list[float], l
 
 
 def schedules_that_differ(flags: str, llama: bool, schedules: int) -> tuple[int, list[str]]:
-    """The first step with copies to and from the host at once, and then by so many schedules (tests/adversary.py).
+    """Compare the first step under several schedules of host copies (tests/adversary.py) with immediate copies.
 
-    Returns how many copies a step has, and which gradients are not bit for bit the same in all of them.
+    Returns the number of copies in a step, and the names of gradients that differ in any bit.
     """
     from megatron.training.job import batches_for
     from megatron.training.step import train_step
@@ -139,7 +139,7 @@ def whole_gradients(job: Any) -> dict[str, torch.Tensor]:
 
 
 def gather_gradient_shards(chunk: Any) -> None:
-    """Under ZeRO 1 each rank holds the sum of its shard of a bucket only."""
+    """Gather a chunk's gradients under ZeRO 1, where each rank holds the sums of only one shard of each bucket."""
     for buffer in chunk.buffers + chunk.expert_parallel_buffers:
         for bucket in buffer.buckets:
             group = buffer.data_parallel_group
@@ -158,7 +158,7 @@ def gather_over_tensor_parallel(grad: torch.Tensor, dim: int, stride: int, axis:
 
 
 def gather_by_position(grad: torch.Tensor, spans: Any) -> torch.Tensor:
-    """The gradient of a whole table of positions, from the ranks of its rows (TP x CP)."""
+    """The gradient of the complete table of positions, from the ranks that hold its rows (TP x CP)."""
     from megatron.core.parallel_state import get_expert_tensor_and_model_parallel_group
 
     group = get_expert_tensor_and_model_parallel_group()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kill -9`` of the whole job, or of one rank, at random moments: what goes on is the undisturbed run."""
+"""``kill -9`` of the whole job or of one rank at random moments: the resumed run equals the undisturbed one."""
 
 import os
 import random
@@ -52,12 +52,12 @@ def test_kills_at_random_moments(tmp_path):
         said = flags(folder, draw.choice(("", "--async-save --keep-last-checkpoints 1")))
         end = run_and_kill([said] * RANKS, tmp_path / f"logs{attempt}", draw, (0.05, seconds[before]))
         counts[end.what] += 1
-        if end.what == "over":  # machines are busy and idle by turns
+        if end.what == "over":  # the speed of machines varies
             seconds[before] = end.seconds
         found = losses(folder)
         assert found == {one: reference[one] for one in found}, f"after {end.what} was killed\n{end.errors}"
         assert saved(folder) >= before, end.errors
-        assert "common state dict differs" not in end.errors, end.errors  # core, of what every rank should save alike
+        assert "common state dict differs" not in end.errors, end.errors  # core's message about state that must be equal on all ranks
         repeated = max(repeated, max(found, default=0) - saved(folder))
         if saved(folder) >= ITERATIONS - INTERVAL:
             shutil.rmtree(folder)
@@ -65,12 +65,12 @@ def test_kills_at_random_moments(tmp_path):
     done = run_ranks(PROGRAM, flags(folder), ENVIRONMENT, RANKS)
     assert [one.returncode for one in done] == [0] * RANKS, done[0].stderr
     assert losses(folder) == reference
-    # The last step may be logged while its save is cut off, or, beside training, while the save before is written.
+    # The last step may be logged while its save, or with --async-save the previous one, is interrupted.
     assert repeated <= 2 * INTERVAL
     print(f"\n{dict(counts)} in {attempt} starts; at most {repeated} steps repeated; every loss and norm the same")
 
 
-# Machines come and go: the run goes on, on another grid, with the losses of an undisturbed one.
+# Machines come and go: the run continues on another grid with the losses of an undisturbed run.
 
 
 CHANGES = int(os.environ.get("CHANGES", "1"))
@@ -115,7 +115,7 @@ def test_losses_after_changes_are_those_of_an_undisturbed_run(tmp_path):
     print(f"\n{iterations} steps on {took} processes: losses within {worst:.1e} of one process")
 
 
-# ``kill -9`` at random moments of a run with copies in memory; every second time a node's memory is gone as well.
+# ``kill -9`` at random moments of a run with copies in memory; every second time a node's memory is lost too.
 
 
 LOST_NODES = int(os.environ.get("LOST_NODES", "0"))
@@ -162,23 +162,23 @@ def test_kills_and_lost_nodes(tmp_path):
             counts["with a neighbour's copy"] += bool(loaded and loaded[2])
             if loaded:
                 most = max(most, before - int(loaded[1]))
-            assert loaded or before <= 2, end.said  # a whole step is there from the second one on
+            assert loaded or before <= 2, end.said  # a complete step exists from the second one on
         if end.codes == [0] * NODES:
             assert found == reference and not list(folder.glob("memory*/*"))
             shutil.rmtree(folder)
             counts["runs"] += 1
-            if not last:  # machines are busy and idle by turns
+            if not last:  # the speed of machines varies
                 seconds[before] = end.seconds
             continue
         counts["kills"] += 1
         if draw.random() < 0.5:
             shutil.rmtree(folder / f"memory{draw.randrange(NODES)}", ignore_errors=True)
             counts["lost nodes"] += 1
-    assert most <= 2  # the copy of the last step may be on its way, and the one before as well
+    assert most <= 2  # the copies of the last two steps may be incomplete
     print(f"\n{dict(counts)} in {attempt} starts; at most {most} steps repeated; every loss and norm the same")
 
 
-# Many steps and many saves take no more memory, threads or files at the end than at the beginning.
+# After many steps and saves, memory, threads and open files have not grown.
 
 
 SOAK_STEPS = int(os.environ.get("SOAK", "0"))
@@ -187,7 +187,7 @@ SOAK_RANKS = 2
 
 
 def count(process: psutil.Process) -> dict[str, int]:
-    """What a process holds, from /proc."""
+    """Memory, threads and files of a process, from /proc."""
     folder = Path("/proc", str(process.pid))
     status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
     return {
@@ -225,7 +225,7 @@ def test_nothing_grows(tmp_path):
             first = max(counts[rank][name] for _, counts in rows[:tenth])
             last = max(counts[rank][name] for _, counts in rows[-tenth:])
             said.append(f"rank {rank} {name}: {first} at first, {last} at last")
-            allowed = first + 16 if "memory" in name else first  # MiB: an allocator's own habits
+            allowed = first + 16 if "memory" in name else first  # MiB: tolerance for the allocator
             assert last <= allowed, "\n".join(said)
     assert [path.name for path in (tmp_path / "c").glob("iter_*")] == [f"iter_{SOAK_STEPS:07d}"]
     print(f"\n{SOAK_STEPS} steps, {SOAK_STEPS // EVERY} saves in {time.monotonic() - begin:.0f} s: {'; '.join(said)}")

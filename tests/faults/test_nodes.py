@@ -38,7 +38,7 @@ def command(flags: str, folder: Path) -> list[str]:
 
 
 def rows(folder: Path) -> list[dict]:
-    """Whole lines of the log: the last one may be on its way."""
+    """Complete rows of the log; the last one may be incomplete."""
     file = folder / "log.jsonl"
     return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
 
@@ -48,7 +48,7 @@ def said(folder: Path) -> str:
 
 
 def until(holds: Callable[[], bool], seconds: float, folder: Path, launchers: list[subprocess.Popen]) -> float:
-    """Seconds that it took; fails where it takes too long, or a launcher has ended."""
+    """Seconds until then; fails if it takes too long or a launcher has ended."""
     begin = time.monotonic()
     while not holds():
         late, ended = time.monotonic() - begin > patience(seconds), any(one.poll() is not None for one in launchers)
@@ -68,7 +68,7 @@ def finish(launchers: list[subprocess.Popen], seconds: float, folder: Path) -> l
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Callable[[int], list[float]]:
-    """Losses of so many steps of one process."""
+    """Losses of one process for some steps."""
     folder = tmp_path_factory.mktemp("alone")
     done = run_forked(PROGRAM, command("--train-iters 20", folder)[1:], os.environ)
     assert done.returncode == 0, done.stderr
@@ -77,7 +77,7 @@ def alone(tmp_path_factory) -> Callable[[int], list[float]]:
 
 @pytest.fixture
 def network(request) -> Iterator[Network]:
-    """Nodes and Mbit/s as the test's parameter says."""
+    """A network with the parameter's number of nodes and Mbit/s."""
     with Network(*request.param) as made:
         yield made
 
@@ -213,7 +213,7 @@ def test_a_link_that_becomes_ten_times_slower_is_named(network, tmp_path):
     line = next(line for line in said(tmp_path).splitlines() if named.search(line))
     slowest = named.search(line)
     after = (1 + 1) % network.nodes
-    assert slowest.groups()[:4] == ("1", "1", f"{after}", f"{after}"), line  # what leaves node 1
+    assert slowest.groups()[:4] == ("1", "1", f"{after}", f"{after}"), line  # messages from node 1
     assert 80 < float(slowest[5]) < 1000, line  # 256 KiB at 20 Mbit/s take 105 ms
     print(f"\n{took:.0f} s after a link became slow: {line.strip()}")
 
@@ -231,7 +231,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("node", [0, 1])
 @pytest.mark.parametrize("how", ["read-only", "gone"])
 def test_a_node_that_loses_its_disk(network, node, how, tmp_path):
-    """Each save that fails is one line; training goes on, earlier saves are untouched; with the disk saves are back."""
+    """Each failed save gives one line; training continues, earlier saves stay; saves work again with the disk."""
     disk, mounted = tmp_path / "disk", tmp_path / "mounted"
     disk.mkdir()
     mounted.mkdir()
@@ -249,7 +249,7 @@ def test_a_node_that_loses_its_disk(network, node, how, tmp_path):
     until(lambda: len(failed()) >= 2, 60, tmp_path, launchers)
     after = contents(disk)
     changed = {name for name in before if after.get(name) != before[name] and "partial" not in name}
-    # A save that had begun may still have been published; nothing of those before it may change.
+    # A save that had begun may still be published; earlier ones must not change.
     assert {name for name in changed if not name.startswith(".owner")} <= {"latest_checkpointed_iteration.txt"}
     told = failed()
     assert all(f"mounted (rank {node}: " in line for line in told), told
@@ -262,7 +262,7 @@ def test_a_node_that_loses_its_disk(network, node, how, tmp_path):
 
 
 def agent(network: Network, node: int, folder: Path) -> subprocess.Popen:
-    """An elastic torchrun with one worker on a node; the agents meet on node 0."""
+    """An elastic torchrun with one worker per node; node 0 holds the store."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"]
     launcher += ["--max-restarts", "10", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{SUBNET}.1:29400"]
     launcher += ["--rdzv-id", "nodes", "--rdzv-conf", f"is_host={int(node == 0)},last_call_timeout=5"]
@@ -275,7 +275,7 @@ def agent(network: Network, node: int, folder: Path) -> subprocess.Popen:
 
 @pytest.mark.parametrize("network", [(2, 200)], indirect=True)
 def test_a_node_that_dies_and_comes_back(network, alone, tmp_path):
-    """An elastic job goes on with the other node, and grows again; its losses are those of one process."""
+    """An elastic job continues with the other node and grows again; its losses equal those of one process."""
     starts = lambda: [int(n) for n in re.findall(r"elastic: (\d) process", (tmp_path / "node0.log").read_text())]  # noqa: E731
     last = lambda: max((row["iteration"] for row in rows(tmp_path)), default=0)  # noqa: E731
     launchers = [agent(network, node, tmp_path) for node in range(2)]

@@ -34,7 +34,7 @@ def flags(folder: Path, more: str = "") -> list[str]:
 
 
 def undisturbed(folder: Path, more: str, ranks: int) -> tuple[dict, float]:
-    """Losses of the run that nobody disturbs, and the seconds that it took."""
+    """Losses and seconds of an undisturbed run."""
     begin = time.monotonic()
     done = run_ranks(PROGRAM, flags(folder, f"{more} --log-jsonl {folder}/log.jsonl"), ENVIRONMENT, ranks)
     assert [one.returncode for one in done] == [0] * ranks, done[0].stderr
@@ -42,7 +42,7 @@ def undisturbed(folder: Path, more: str, ranks: int) -> tuple[dict, float]:
 
 
 def assert_whole(folder: Path) -> None:
-    """All checkpoints of the folder are undamaged and of one run, and nothing else is left."""
+    """Check that all checkpoints of the folder are undamaged and of one run, and that no other file is left."""
     there = checkpoints_in(folder / "c")
     assert list(there) == list(range(1, ITERATIONS + 1))
     assert [damage(path) for path in there.values()] == [None] * ITERATIONS
@@ -108,7 +108,7 @@ def test_a_killed_job_is_followed_by_the_next_one_at_once(tmp_path):
         (done,) = run_ranks(PROGRAM, words, ENVIRONMENT, 1)
         assert done.returncode == 0, done.stderr
         told = re.findall(r"took over --save \S+ from process \d+ on \S+ since .*, which has ended", done.stdout)
-        # A job that was killed before it owned the folder has nothing that could be taken over.
+        # A job that was killed before it owned the folder leaves nothing to take over.
         assert len(told) == len(owned) or (not told and "ready after" not in killed.said), done.stdout
         assert losses(folder) == whole
         assert_whole(folder)
@@ -124,14 +124,14 @@ def until(holds, job) -> None:
 
 
 def test_a_job_that_has_lost_its_folder_ends_and_changes_nothing_there(tmp_path):
-    """As after a stop that was long enough for a job on another machine to take over."""
+    """As if the job had stopped so long that a job on another machine took over."""
     folder, logs = tmp_path / "c", tmp_path / "logs"
     words = [*flags(tmp_path, "--async-save"), "--train-iters", "1000000", "--keep-last-checkpoints", "2"]
     with meeting(ENVIRONMENT, 1) as (environment,):
         job = start_forked(PROGRAM, words, environment, logs)
         try:
             until(lambda: (folder / TRACKER).exists(), job)
-            next(folder.glob(CARDS)).unlink()  # what who takes over does first
+            next(folder.glob(CARDS)).unlink()  # the first action of a job that takes over
             owner = take(folder, [])
             job.join(patience(60))
             assert job.exitcode == 1
@@ -141,13 +141,13 @@ def test_a_job_that_has_lost_its_folder_ends_and_changes_nothing_there(tmp_path)
     said = [line for line in text(logs / "out").splitlines() if "any more" in line]
     assert any("stopped after iteration" in line for line in said) and "Traceback" not in text(logs / "err")
     assert f"--save {folder} is not this job's any more: process {os.getpid()} on " in said[-1]
-    assert len(said) <= 3, said  # a save that had begun, or one that was due before the loss was noticed, says so
+    assert len(said) <= 3, said  # one line for a save that was in progress or due
     owner.check()
     owner.release()
     assert all(damage(path) is None for path in checkpoints_in(folder).values())
 
 
-# Owners and modes: what a user may not read or write is one line, and nothing changes; the rest works.
+# Owners and modes: what a user may not read or write gives one line and changes nothing; the rest works.
 
 
 needs_root = pytest.mark.skipif(
@@ -159,13 +159,13 @@ OWNED_TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def run(words, umask="022", program=PROGRAM):
-    """A program that has given up root's privileges."""
+    """The result of a program without root's privileges."""
     wrapper = ROOT / "tests" / "without_privileges.py"
     return run_forked(wrapper, [umask, str(program), *words.split()], {**ENVIRONMENT, "PYTHONPATH": str(ROOT)})
 
 
 def give_away(path, mode=None):
-    """To another user, with all that lies in it."""
+    """Give a path and everything in it to another user."""
     for one in (path, *path.rglob("*")):
         os.chown(one, OTHER, -1)
     if mode is not None:
@@ -225,7 +225,7 @@ def test_everything_else_that_belongs_to_another_user(tmp_path):
         assert "ermission denied" in refused(tmp_path, words, program)
         count += 1
     save.chmod(0o755)
-    for path in (save / OWNED_TRACKER, save / "iter_0000002"):  # of modes 600 and 700
+    for path in (save / OWNED_TRACKER, save / "iter_0000002"):  # with modes 600 and 700
         line = refused(tmp_path, f"{RUN} --load {save}")
         assert "ermission denied" in line and str(path) in line
         path.chmod(0o755)
@@ -238,7 +238,7 @@ def test_everything_else_that_belongs_to_another_user(tmp_path):
         assert "ermission denied" in refused(tmp_path, words, program), path
         path.chmod(mode)
         count += 1
-    give_away(cache.parent, 0o700)  # then indices are made in memory
+    give_away(cache.parent, 0o700)  # indices are then built in memory
     done = run(read)
     assert done.returncode == 0 and "every rank builds in memory" in done.stderr
     print(f"\n{count} files and folders of another user: a line each, nothing changed")

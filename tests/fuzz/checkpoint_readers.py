@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The readers of what lies in a checkpoint's folder, each with valid files and what happens to them."""
+"""The readers of a checkpoint's files, each with valid files and a function that changes them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from tests.fuzz import mutations
 from tests.fuzz.harness import Reader
 
 OLD = Path(__file__).parents[1] / "distributed" / "data"
-OURS, CORE = "checkpoint_0b3becd.tgz", "megatron_core_0.12.tgz"  # of an earlier version of ours, of Megatron-LM
+OURS, CORE = "checkpoint_0b3becd.tgz", "megatron_core_0.12.tgz"  # from an earlier version of this program, and from Megatron-LM
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -61,13 +61,13 @@ def old_checkpoint(archive: str) -> dict[str, bytes]:
 
 
 def beside(archive: str, folder: str = "", without: str = "") -> dict[str, bytes]:
-    """The same, in a folder, without one file and without the tracker."""
+    """The same files in a folder, without one file and without the tracker."""
     found = old_checkpoint(archive).items()
     return {f"{folder}{name}": data for name, data in found if name not in (without, TRACKER)}
 
 
 def saved(value: Any, **options: Any) -> bytes:
-    """What ``torch.save`` writes."""
+    """The bytes that ``torch.save`` writes."""
     file = io.BytesIO()
     torch.save(value, file, **options)
     return file.getvalue()
@@ -142,7 +142,7 @@ def read_stored(folder: Path) -> None:
 
 
 def ours() -> bytes:
-    """A small common.pt of ours as it is written today, less what does not concern a reader."""
+    """A small common.pt in the current format, without fields that no reader uses."""
     model = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "rotary_base": 10000, "swiglu": True}
     model |= {"position_embedding_type": "rope", "norm_epsilon": 1e-5, "bias_gelu_fusion": True}
     data = {"seq_length": 32, "tokenizer_type": "NullTokenizer"}
@@ -288,14 +288,14 @@ def llama_parts() -> dict[str, bytes]:
 
 
 def read_weights(folder: Path) -> None:
-    """Every tensor of a Hugging Face folder, as a run that loads it has them."""
+    """All tensors of a Hugging Face folder, as a run loads them."""
     stored = load_folder.open_folder(as_it_is(folder)).stored
     for key in stored:
         stored.shape(key)
 
 
 def headers_json() -> bytes:
-    """What is kept of the original's files when a Hugging Face folder is converted."""
+    """The files that a conversion keeps from a Hugging Face folder."""
     texts = {}
     for name, data in llama_parts().items():
         if name != safetensors_folder.INDEX:
@@ -304,7 +304,7 @@ def headers_json() -> bytes:
 
 
 def headers_changed(random: Random, data: bytes) -> bytes:
-    """A header in the list changed as JSON, or the list."""
+    """Change a header in the list as JSON, or the list itself."""
     if random.random() < 0.5:
         return mutations.json_text(random, data)
     texts = json.loads(data)
@@ -340,7 +340,7 @@ def copy_of_state() -> bytes:
 
 
 def sealed(random: Random, data: bytes) -> bytes:
-    """A changed copy, most often with its right sum."""
+    """A changed copy, usually with its correct checksum."""
     new = mutations.safetensors(random, data)
     at = new.find(copy_file.FIELD) + len(copy_file.FIELD)
     if at < len(copy_file.FIELD) or random.random() < 0.2:
@@ -358,13 +358,13 @@ def read_copy(folder: Path) -> bool:
 
 
 def whole(folder: Path) -> None:
-    """What a program does about damage."""
+    """Turn Damaged into a Refusal, as programs do."""
     if wrong := checksums.damage(folder):
         raise Refusal(wrong)
 
 
 def read_sums(folder: Path) -> None:
-    """What a program does about a list that cannot be read."""
+    """Turn errors of reading a list into a Refusal, as programs do."""
     try:
         read_list(folder / CHECKSUMS)
     except Damaged as damaged:
@@ -534,8 +534,8 @@ READERS = [
 ]
 
 
-# A folder for those who test what reads its files, and not how they are compared with what was written.
+# A Checked without comparison, for tests of the readers of its files.
 def as_it_is(folder: Path) -> Checked:
-    """All files of a folder, and of those in it, as if they had been compared."""
+    """All files below a folder, as if they had been compared."""
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()]
     return Checked(folder, frozenset(names), unchecked=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The readers of data and of files of settings, each with valid files and what happens to them."""
+"""The readers of data and of settings, each with valid files and a function that changes them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ BYTES = build_tokenizer(DataConfig(tokenizer_type="ByteLevelTokenizer"), None)
 MIB = 1 << 20
 
 
-# How texts change.
+# Changes of texts.
 
 WORDS = [
     "-1", "0", "1e400", "nan", "inf", "9" * 5000, "²", "\ud800", "\x1b[2J", "\u202e", "'", '"', "$(id)", "`id`",
@@ -59,7 +59,7 @@ WORDS = [
 
 
 def text(random: Random, data: bytes) -> bytes:
-    """Words and lines of a text replaced, doubled, exchanged, left out; others put in."""
+    """Replace, repeat, exchange, remove and insert words and lines of a text."""
     if random.random() < 0.2:
         return mutations.any_bytes(random, data)
     lines = [line.split(" ") for line in data.decode("utf-8", "replace").split("\n")]
@@ -80,7 +80,7 @@ def text(random: Random, data: bytes) -> bytes:
 
 
 def json_lines(random: Random, data: bytes) -> bytes:
-    """One line of JSON lines changed as JSON, or the whole as a text."""
+    """Change one line of JSON lines as JSON, or the file as a text."""
     if random.random() < 0.3:
         return text(random, data)
     lines = data.splitlines()
@@ -90,7 +90,7 @@ def json_lines(random: Random, data: bytes) -> bytes:
 
 
 def array_text(random: Random, data: bytes) -> bytes:
-    """A JSON array changed as JSON, or as a text."""
+    """Change a JSON array as JSON, or as a text."""
     return text(random, data) if random.random() < 0.4 else mutations.json_text(random, data)
 
 
@@ -108,7 +108,7 @@ def parquet() -> list[bytes]:
 
 
 def packed_lines(random: Random, data: bytes) -> bytes:
-    """A .gz: its content changed, its bytes changed, or a bomb."""
+    """A .gz with changed content or changed bytes, or a decompression bomb."""
     kind = random.randrange(4)
     if kind == 0:
         return mutations.any_bytes(random, data)
@@ -137,7 +137,7 @@ def corpus() -> dict[str, bytes]:
 
 
 def index(random: Random, data: bytes) -> bytes:
-    """Counts, lengths and pointers of an index replaced, each alone or so that the file's size still fits."""
+    """Replace counts, lengths and pointers of an index, singly or so that the file's size still fits."""
     if random.random() < 0.2:
         return mutations.any_bytes(random, data)
     magic, version, code, sequences, documents = data_files.HEADER.unpack_from(data)
@@ -154,7 +154,7 @@ def index(random: Random, data: bytes) -> bytes:
             size = random.choice([4, 8])
             at = random.randrange(0, len(body), size)
             body[at : at + size] = number.to_bytes(8, "little")[:size]
-    if random.random() < 0.5:  # a size that the counts agree with, as far as there is room
+    if random.random() < 0.5:  # a size that agrees with the counts, if possible
         body = (body * 50)[: min(12 * sequences + 8 * documents, 10_000)]
     return data_files.HEADER.pack(magic, version, code, sequences % 2**64, documents % 2**64) + bytes(body)
 
@@ -188,7 +188,7 @@ HEADERS = [
 
 
 def numbers(random: Random, data: bytes) -> bytes:
-    """A .npy of another header, of objects (pickled), an archive, or any bytes."""
+    """A .npy with another header, with pickled objects, an archive, or random bytes."""
     kind = random.randrange(6)
     if kind == 0:
         return mutations.any_bytes(random, data)
@@ -216,7 +216,7 @@ CHATS = {
 
 
 def listed(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
-    """``read`` of a folder whose list of files (index_files.py) fits them as they are."""
+    """Call ``read`` on a folder whose list of files (index_files.py) was updated."""
 
     def of_listed(folder: Path) -> Any:
         sizes = {path.name: path.stat().st_size for path in folder.glob("*.npy")}
@@ -228,7 +228,7 @@ def listed(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
 
 def read_cache(folder: Path) -> None:
     data_files.check_cache(str(folder))
-    for path in folder.glob("*.npy"):  # as megatron-core does
+    for path in folder.glob("*.npy"):  # as in megatron-core
         np.load(path, mmap_mode="r", allow_pickle=True).sum()
 
 
@@ -236,7 +236,7 @@ def read_cache(folder: Path) -> None:
 
 
 def parsed(words: str) -> Any:
-    """A command line, read; of several refusals each, as a line."""
+    """Read a command line; several refusals are raised as one line each."""
     try:
         return parse(words.split(), None, 1).notes
     except Refusals as refusals:
@@ -289,12 +289,12 @@ SETTINGS = {"attention.attention_mask": "window", "attention.window_size": [9, 0
 
 
 def read_settings(folder: Path) -> None:
-    found = json.loads((folder / "file").read_bytes())  # stands for what was unpickled
+    found = json.loads((folder / "file").read_bytes())  # in place of an unpickled object
     check_saved({name: found[name] for name in SETTINGS if isinstance(found, dict) and name in found}, "folder")
 
 
 def plain_json(random: Random, data: bytes) -> bytes:
-    """JSON again: what it stands for is not read from a text."""
+    """Change JSON as JSON only, because it stands for an object that is not read from text."""
     while True:
         try:
             return json.dumps(json.loads(mutations.json_text(random, data))).encode()
@@ -311,7 +311,7 @@ def hugging_face(folder: Path) -> Saved:
 
 
 def traced() -> bytes:
-    """A dry run's trace, small."""
+    """A small trace of a dry run."""
     events: list[dict[str, Any]] = [{"ph": "M", "name": "process_sort_index", "pid": 0, "args": {"sort_index": 0}}]
     for at, name in enumerate(("forward", "gemm", "all_reduce", "backward", "gemm", "optimizer")):
         kind = "phase" if name in trace_alignment.PHASES else "gemm" if name == "gemm" else "dp"
@@ -327,7 +327,7 @@ def profiled() -> list[bytes]:
 
 
 def trace(random: Random, data: bytes) -> bytes:
-    """A trace changed as JSON, packed or not; or a bomb."""
+    """A trace changed as JSON, compressed or not; or a decompression bomb."""
     if data[:2] == b"\x1f\x8b":
         if random.random() < 0.3:
             return gzip.compress(random.choice([b" ", b"["]) * (40 * MIB))
@@ -336,7 +336,7 @@ def trace(random: Random, data: bytes) -> bytes:
 
 
 def in_line(action: Any) -> Any:
-    """Tools without a parser's refusals print their own errors in one line: these stand for them."""
+    """Turn the one-line errors of tools into Refusals."""
 
     def read(folder: Path) -> Any:
         try:
@@ -418,7 +418,7 @@ def script(folder: Path) -> None:
     slurm(found)
     try:
         elsewhere(found, "script.sh")
-    except ValueError as error:  # the filter's shell ends with this line
+    except ValueError as error:  # the filter's shell prints it and ends
         raise Refusal(str(error)) from None
     for line in found.splitlines():
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The harness catches readers that do what none must: each of these is bad in one way."""
+"""The harness detects forbidden actions: each of these readers is bad in one way."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def reader_of(read, *, valid: bytes = b"0", **options) -> Reader:
 
 
 def only_failure(reader: Reader, data: bytes, folder: Path) -> str:
-    """What the harness says of one input, between others that are harmless."""
+    """The harness's result for one input among harmless ones."""
     inputs = [("before", reader.seeds()[0]), ("bad", data), ("after", reader.seeds()[0])]
     outcome = harness.run(reader, inputs, folder)
     assert [one.label for one in outcome.failures] == ["bad"] and outcome.failures[0].data == data
@@ -79,7 +79,7 @@ def die(folder):
 
 
 class Unprintable(Refusal):
-    """A refusal that shows what it quotes as it is."""
+    """A refusal that quotes text without escaping it."""
 
     def __str__(self) -> str:
         return self.args[0]
@@ -151,7 +151,7 @@ def test_seeds_that_are_not_read_are_told(tmp_path):
         raise Refusal("no")
 
     outcome = harness.run(reader_of(refuse), [], tmp_path)
-    assert not outcome.failures  # nothing was to be read
+    assert not outcome.failures  # there was no input
     outcome = harness.run(reader_of(refuse), [("a", b"1")], tmp_path)
     assert "a valid file is not read" in outcome.failures[0].what
 

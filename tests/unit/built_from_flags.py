@@ -27,11 +27,11 @@ VOCABULARY = 301
 
 
 class _Enough(Exception):
-    """Stops a function where it has said what is asked."""
+    """Raised to stop a function once its arguments are known."""
 
 
 def built(config: Config, world_size: int) -> dict[str, Any]:
-    """What follows from a completed configuration, as {"part.name": value}; parts of one value have no name."""
+    """Everything built from a completed configuration, as {"part.name": value}; parts of one value have no name."""
     parallel, model = config.parallel, config.model
     grid = replace(
         abstract_grid(
@@ -95,7 +95,7 @@ def _plain(value: Any) -> Any:
 
 
 def _model(config: Config, grid: Any, layout: SequenceLayout) -> dict[str, Any]:
-    """What megatron-core's GPTModel and our layers are asked for."""
+    """The arguments of megatron-core's GPTModel and of our layers."""
     seen: dict[str, Any] = {"partitioned": False, "layer inputs in host memory": False}
 
     def spec(_: Any, settings: Any, **asked: Any) -> None:

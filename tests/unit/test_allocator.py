@@ -79,7 +79,7 @@ def test_large_requests_are_not_cut_from_small_segments_nor_small_from_large() -
 
 def test_a_rest_of_a_mebibyte_is_not_cut_off_a_large_block() -> None:
     allocator = CachingAllocator()
-    block = allocator.malloc(19 * MIB)  # of a segment of its own: 20 MiB
+    block = allocator.malloc(19 * MIB)  # in a separate segment of 20 MiB
     assert (block.size, allocator.reserved) == (20 * MIB, 20 * MIB)
     assert allocator.malloc(9 * MIB).size == 9 * MIB and allocator.reserved == 40 * MIB
 
@@ -99,14 +99,14 @@ def test_freed_neighbours_become_one_block() -> None:
     assert allocator.reserved == 20 * MIB  # 2 are left
     allocator.free(one)
     allocator.free(three)
-    assert allocator.malloc(9 * MIB).segment != one.segment  # 6 here, 8 there, with one in use between
+    assert allocator.malloc(9 * MIB).segment != one.segment  # 6 and 8 are free, separated by a block in use
     allocator.free(two)
     assert allocator.snapshot()[0]["free"] == [(0, 20 * MIB)]
     assert allocator.malloc(16 * MIB).segment == one.segment
 
 
 def test_a_hole_is_reserved_and_not_allocated() -> None:
-    """Blocks of growing sizes never fit the holes before them: what fragmentation is."""
+    """Fragmentation: blocks of growing sizes never fit into earlier holes."""
     allocator, smooth = CachingAllocator(), CachingAllocator(EXPANDABLE)
     for one in (allocator, smooth):
         before = None
@@ -145,12 +145,12 @@ def test_segments_in_part_in_use_stay() -> None:
 def test_blocks_above_max_split_size_are_kept_whole() -> None:
     allocator = CachingAllocator(Settings(max_split_size=32 * MIB))
     allocator.free(allocator.malloc(64 * MIB))
-    allocator.malloc(8 * MIB)  # not from the large one
+    allocator.malloc(8 * MIB)  # not from the large block
     assert allocator.reserved == 84 * MIB
-    assert allocator.malloc(50 * MIB).size == 64 * MIB  # nearly all of it, uncut
+    assert allocator.malloc(50 * MIB).size == 64 * MIB  # nearly all of it, not split
     allocator = CachingAllocator(Settings(max_split_size=32 * MIB))
     allocator.free(allocator.malloc(64 * MIB))
-    allocator.malloc(40 * MIB)  # 24 MiB would be lost
+    allocator.malloc(40 * MIB)  # 24 MiB would be wasted
     assert allocator.reserved == 104 * MIB
 
 
@@ -161,10 +161,10 @@ def test_an_expandable_segment_grows_by_pages_and_joins_what_is_free_at_its_end(
     second = allocator.malloc(9 * MIB)
     assert (second.begin, allocator.reserved) == (30 * MIB, 40 * MIB)
     allocator.free(second)
-    third = allocator.malloc(25 * MIB)  # the 10 that are free, and one page more
+    third = allocator.malloc(25 * MIB)  # the 10 free MiB and one more page
     assert (third.begin, allocator.reserved) == (30 * MIB, 60 * MIB)
     allocator.free(first)
-    allocator.empty_cache()  # the first page is free, the second one not quite
+    allocator.empty_cache()  # the first page is free, the second one only partly
     assert allocator.reserved == 40 * MIB
     assert allocator.malloc(20 * MIB).begin == 0 and allocator.reserved == 60 * MIB
 
@@ -200,7 +200,7 @@ def test_any_sequence_leaves_blocks_that_do_not_overlap(settings: Settings) -> N
 
 
 def test_a_recorded_sequence_is_replayed() -> None:
-    changes = [(0, 30 * MIB), (1, 5 * MIB), (0, -30 * MIB), (2, 4 * MIB), (2, 8 * MIB), (1, -5 * MIB)]  # 2 is resized
+    changes = [(0, 30 * MIB), (1, 5 * MIB), (0, -30 * MIB), (2, 4 * MIB), (2, 8 * MIB), (1, -5 * MIB)]  # block 2 is resized
     found = replayed(changes, Settings())
     assert found.allocated == 12 * MIB and found.peak_allocated == 35 * MIB and found.peak_reserved == 50 * MIB
 
@@ -221,16 +221,16 @@ def test_what_is_free_is_not_lost_where_an_expandable_range_refuses() -> None:
     with pytest.raises(OutOfMemory):
         allocator.malloc(80 * MIB)
     assert allocator.snapshot() == [{"segment": 1, "free": [(50 * MIB, allocator.reserved - 50 * MIB)]}]
-    assert kept.used and allocator.malloc(40 * MIB).begin == 50 * MIB  # what is left is enough for it
+    assert kept.used and allocator.malloc(40 * MIB).begin == 50 * MIB  # the rest is enough for it
 
 
 def test_a_full_device_gets_one_large_block_back_under_max_split_size() -> None:
     allocator = CachingAllocator(Settings(max_split_size=32 * MIB), 200 * MIB)
     for block in [allocator.malloc(size * MIB) for size in (40, 60, 80)]:
         allocator.free(block)
-    allocator.malloc(30 * MIB)  # below the limit: the 40 are given back for it, and the others wait
+    allocator.malloc(30 * MIB)  # below the limit: the block of 40 is returned, others stay
     assert (allocator.reserved, allocator.retries) == (170 * MIB, 0)
-    allocator.malloc(100 * MIB)  # none is large enough: the largest ones in turn, 80 and 60
+    allocator.malloc(100 * MIB)  # none is large enough: the largest ones are returned, 80 and 60
     assert (allocator.reserved, allocator.retries) == (130 * MIB, 0)
 
 
@@ -279,7 +279,7 @@ def test_settings_that_pytorch_refuses_are_refused(text: str) -> None:
         from_environment({"PYTORCH_ALLOC_CONF": text})
 
 
-# Lists of allocations, continued to more layers and micro-batches; what is reserved in a whole step.
+# Lists of allocations, extrapolated to more layers and micro-batches; memory reserved in a complete step.
 
 
 Changes = list[tuple[int, int]]
@@ -361,7 +361,7 @@ def test_more_layers_are_written_down_as_they_would_run(shared: float) -> None:
 
 @pytest.mark.parametrize("warm_up", [0, 1, 2])
 def test_more_micro_batches_are_written_down_as_they_would_run(warm_up: int) -> None:
-    """Under 1F1B a stretch frees what the micro-batch of a forward pass before it made."""
+    """Under 1F1B a stretch frees blocks that the forward pass of an earlier micro-batch made."""
     (some, marks), (many, _) = step(3, warm_up + 3, warm_up), step(3, warm_up + 9, warm_up)
     some, places = lifetimes(some)
     begin, end = (places[marks[at]] for at in (warm_up + 1, warm_up + 2))
@@ -383,7 +383,7 @@ def test_lists_that_differ_in_more_than_layers_are_not_continued() -> None:
 
 
 def test_a_whole_step_is_replayed() -> None:
-    """As if all had run; not as much more as the peak is higher."""
+    """The result equals a run of all layers; it is not scaled by the peak."""
     ran = [Allocations(step(layers)[0]) for layers in (4, 5)]
     (whole, _), found = step(17), reserved(ran, [4, 5], 17, 1e12, 0)
     assert found == reserved([Allocations(whole)], [17], 17, 1e12, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a checkpoint are read only after they were compared: by their list, or by sums that torch.save writes."""
+"""A checkpoint's files are read only after a comparison with their list or with torch.save's sums."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS, Damage
 from megatron.training.refusal import Refusal
 
 ROOT = Path(__file__).parents[2]
-# Who opens files of weights. Each of them gets its path from a Checked, which only the first one makes, or compares the
+# Modules that open files of weights. Each gets its path from a Checked, which only the first one makes, or compares the
 # sum itself; list_files of the second one writes the list.
 READERS = {
     "training/checkpoint/megatron_lm/checked.py",
@@ -28,7 +28,7 @@ READERS = {
     "training/checkpoint/in_memory/copy_file.py",
     "training/checkpoint/in_memory/state.py",
 }
-UNPICKLER = "training/checkpoint/megatron_lm/unpickle.py"  # which those call, and which looks at bytes in memory
+UNPICKLER = "training/checkpoint/megatron_lm/unpickle.py"  # called by those, and used for bytes in memory
 CALLS = ("unpickle.read", "unpickle.read_metadata", "safe_open", "load_file", "torch.load", "Checked")
 
 
@@ -69,7 +69,7 @@ def test_a_list_is_read_as_it_was_written_and_no_flipped_bit_in_it_goes_unseen(t
     for at in range(len(whole)):
         flipped(path, at, at % 8)
         try:
-            assert read_list(path) == a_list()  # of the space between two words one may become another
+            assert read_list(path) == a_list()  # a flipped bit may replace a blank by another white space
         except Damaged as damage:
             assert str(path) in str(damage) and "\n" not in str(damage)
         path.write_bytes(whole)
@@ -129,7 +129,7 @@ NUMBERS = WEIGHT["weight"].numpy().tobytes()
 
 
 def loaded(path: Path) -> list[float] | None:
-    """The weight in a file; None where torch finds out by itself that it cannot be read."""
+    """The weight in a file; None if torch itself detects the damage."""
     try:
         return torch.load(path)["weight"].tolist()
     except (RuntimeError, OSError, EOFError):
@@ -202,7 +202,7 @@ def test_of_other_programs_forms_every_file_that_is_read_is_compared(tmp_path):
     flipped(file, file.read_bytes().index(NUMBERS) + 7)
     with pytest.raises(Damaged, match=r"w/fp32\.pt is not what was written"):
         examine(path)
-    assert sum(passes(path, share) for share in range(2)) == 1  # of two ranks one has this file
+    assert sum(passes(path, share) for share in range(2)) == 1  # only one of two ranks reads this file
     torch.save(WEIGHT, file, _use_new_zipfile_serialization=False)
     assert examine(path).unchecked
 

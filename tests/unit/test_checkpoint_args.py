@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's model against the run's: the activation counts by what it computes, not by the flags that chose it."""
+"""A checkpoint's model compared with the run's: activations are compared by their formula, not by flags."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def gpt(flags):
 
 
 def before_there_was_a_flag(flags):
-    """What checkpoints said of a model then; GELU was by tanh."""
+    """Model settings in older checkpoints, whose GELU used tanh."""
     told = asdict(gpt(flags).model)
     return {name: value for name, value in told.items() if name not in ("bias_gelu_fusion", "openai_gelu")}
 
@@ -61,7 +61,7 @@ def test_a_run_goes_on_with_the_same_activation_alone(saved, flags, goes_on):
     assert any("the activation" in note for note in config.notes)
 
 
-# --use-checkpoint-args, and files of others that are read without running anything.
+# --use-checkpoint-args, and untrusted files, which are read without running code.
 
 
 CHECKPOINT_RUN = (
@@ -132,7 +132,7 @@ def test_sizes_that_flags_give_count_and_kinds_that_the_checkpoint_gives(tmp_pat
      ("--position-embedding-type yarn --yarn-rotary-scaling-factor 4", 5000, "yarn")],
 )  # fmt: skip
 def test_a_longer_context_needs_its_positions_alone(tmp_path, flags, base, kind):
-    """The rest of the shape comes from the checkpoint. A run of its length, or that goes on, keeps its positions."""
+    """The rest of the shape comes from the checkpoint. A run of equal length, or a resumed one, keeps its positions."""
     checkpoint_of(tmp_path, {"args": THEIRS})
     model, length, notes = model_of(f"--load {tmp_path} --finetune --seq-length 384 {flags}")
     assert (model.rotary_base, model.position_embedding_type, length) == (base, kind, 384)
@@ -216,7 +216,7 @@ def test_no_code_of_a_file_is_run(tmp_path):
     packed = io.BytesIO()
     torch.save({"more": harm}, packed)
     torch.load(io.BytesIO(packed.getvalue()), weights_only=False)
-    assert (tmp_path / "harm").exists()  # it would have
+    assert (tmp_path / "harm").exists()  # the attack works with the plain unpickler
 
 
 def test_classes_that_are_not_known_come_as_nothing(tmp_path):
@@ -271,14 +271,14 @@ def test_deepspeeds_folders_are_named(tmp_path, name, told):
         universal_path(tmp_path, None)
 
 
-# Which checkpoint is the latest, which run it is of, and which folders a run may save in.
+# The latest checkpoint, the run that it belongs to, and folders in which a run may save.
 
 
 A, B = "a" * 32, "b" * 32
 
 
 def folder_of(folder: Path, runs: dict[int, str | None], tracker: str | None = None) -> Path:
-    """A folder of checkpoints, each of a run; None: of a program that gives runs no identity."""
+    """A folder of checkpoints with their runs; None: written by a program without run identities."""
     for iteration, run in runs.items():
         path = folder / f"iter_{iteration:07d}"
         path.mkdir(parents=True)
@@ -323,7 +323,7 @@ def test_a_tracker_that_was_set_back_is_refused_with_both_ways_out(tmp_path, run
         latest(folder, notes)
     assert in_one_line(refused, f"{folder / TRACKER} says 4", "write 8 to it", "go back with --ckpt-step 4")
     assert checkpoint_path(folder, 4).name == "iter_0000004"
-    assert latest(folder, notes, whole=False) == "iter_0000008"  # --skip-damaged-checkpoints: nobody may ask
+    assert latest(folder, notes, whole=False) == "iter_0000008"  # --skip-damaged-checkpoints: the checkpoint need not exist
     (folder / TRACKER).write_text("8")
     assert latest(folder) == "iter_0000008"
 
@@ -345,7 +345,7 @@ def test_without_a_tracker_nothing_starts_anew(tmp_path):
         latest(folder)
     assert in_one_line(refused, "up to iteration 6", f"no {TRACKER}", "write 6 to it", "--ckpt-step")
     assert checkpoint_path(folder, 6).name == "iter_0000006"
-    (tmp_path / "torch" / "iter_0000003" / "mp_rank_00").mkdir(parents=True)  # one, of another form
+    (tmp_path / "torch" / "iter_0000003" / "mp_rank_00").mkdir(parents=True)  # one checkpoint in another format
     with pytest.raises(Refusal, match="--ckpt-step"):
         latest(tmp_path / "torch")
     assert latest(folder_of(tmp_path / "empty", {})) is None
@@ -436,8 +436,8 @@ def test_a_folder_of_another_run_is_refused_with_its_ways_out(tmp_path, flags, w
         settled(found, save=str(d), **flags)
     ways = (way_out.format(**places), "another folder to --save", "remove this one")
     assert in_one_line(refused, f"--save {d} holds checkpoints up to iteration 4", *ways)
-    settled(found, save=str(d), saves=False, **flags)  # an evaluation saves nothing
-    for path in d.iterdir():  # nothing was touched
+    settled(found, save=str(d), saves=False, **flags)  # an evaluation does not save
+    for path in d.iterdir():  # nothing was changed
         assert path.name in ("iter_0000002", "iter_0000004", TRACKER)
 
 
@@ -459,15 +459,15 @@ def test_going_back_by_name_is_a_run_of_its_own_and_told_in_a_line(tmp_path):
     (note,) = notes
     assert run != A and "up to iteration 6" in note and "overwritten" in note
     assert not (d / COPIES).exists()
-    folder_of(d, {3: run}, "3")  # its first checkpoint; a restart with or without --ckpt-step goes on from there
+    folder_of(d, {3: run}, "3")  # its first checkpoint, from which any restart continues
     assert latest(d) == "iter_0000003"
     assert settled(checkpoint_path(d, None), notes, load=str(d), save=str(d)) == run
     assert "are not of the run that goes on from iteration 3" in notes[1]
-    assert settled(checkpoint_path(d, 6), load=str(d), save=str(d), ckpt_step=6) == A  # there is nothing newer
+    assert settled(checkpoint_path(d, 6), load=str(d), save=str(d), ckpt_step=6) == A  # no checkpoint is newer
 
 
 def test_every_pair_of_runs_and_places_either_goes_on_or_is_refused(tmp_path):
-    """No start from 0, and none from an older checkpoint, is silent: all trackers over all folders of three."""
+    """A start from 0 or from an older checkpoint is never silent; for all trackers and all folders of three."""
     for number, runs in enumerate(itertools.product([A, B, None, "-"], repeat=3)):
         for tracker in (None, "2", "4", "6"):
             there = {2 * (place + 1): run for place, run in enumerate(runs) if run != "-"}

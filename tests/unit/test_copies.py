@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where copies in memory go, and whose they are."""
+"""Copies in memory: their destinations and owners."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def settings(flags: str, world: int = 1, folder: str = "a"):
     [
         ("", 16, 8, []),
         ("--replication", 16, 8, [8]),
-        ("--replication", 24, 8, [8]),  # around a ring: no number of nodes is odd
+        ("--replication", 24, 8, [8]),  # around a ring, so any number of nodes works
         ("--replication --replication-factor 3", 24, 8, [8, 16]),
         ("--replication --replication-jump 1", 4, 1, [1]),
         ("--replication --replication-jump 5", 12, 4, [5]),
@@ -83,7 +83,7 @@ def test_a_folder_is_this_runs_alone(tmp_path: Path):
     assert folder.named == memory / f"run-{run}" and folder.named.stat().st_mode & 0o777 == 0o700
     assert memory.stat().st_mode & 0o777 == 0o700
     assert copies._folder(found, run).at.samefile(folder.named)  # another rank of this node
-    (save / copies.COPIES).unlink()  # somebody cleared the folder: a new run, which old copies are not of
+    (save / copies.COPIES).unlink()  # the folder was cleared: a new run, to which old copies do not belong
     assert copies._id(str(save), "1" * 32) != run
     (save / copies.COPIES).write_text("../../../etc/0123456789012345678")
     with pytest.raises(Refusal, match="remove it"):
@@ -216,7 +216,7 @@ def test_a_link_that_is_put_in_place_of_the_folder_leads_nowhere(tmp_path: Path,
     assert sorted(os.listdir(victim)) == names
 
 
-# The file that a rank's copy in memory is: whole or known not to be; and which checkpoints are the best.
+# The file of a copy in memory is complete or detected as damaged; and the choice of the best checkpoints.
 
 
 TENSORS = [
@@ -274,7 +274,7 @@ def test_boxes_are_the_elements_in_their_order(data):
 
 
 def checkpoints(folder, losses):
-    """Empty checkpoints 10, 20, ... with such validation losses."""
+    """Empty checkpoints 10, 20, ... with these validation losses."""
     for number, loss in enumerate(losses, start=1):
         path = folder / f"iter_{10 * number:07d}"
         path.mkdir()
@@ -291,7 +291,7 @@ def checkpoints(folder, losses):
         ([3.0, 1.0, 2.0, 4.0], 2, None, 2, [20, 30, 40]),
         ([3.0, 1.0, 2.0, 0.5], 1, None, 1, [40]),
         ([3.0, 1.0, 2.0, 0.5], 1, 30, 2, [20, 30, 40]),
-        ([1.0, 1.0, 2.0], 1, None, 1, [20, 30]),  # of equals the later
+        ([1.0, 1.0, 2.0], 1, None, 1, [20, 30]),  # the later of two equal losses
         ([float("nan"), None, "torn", "[]", 5.0], 1, None, 3, [50]),
         ([1.0, 2.0, 3.0], 1, None, None, [30]),
     ],

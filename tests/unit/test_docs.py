@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages say what is: links lead somewhere, flags and files exist, commands are accepted, code blocks run."""
+"""The pages are correct: links lead somewhere, flags and files exist, commands are accepted, code blocks run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SETTINGS = (
     "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --vocab-size 99 --attention-dropout 0"
 )
 
-# What --use-checkpoint-args would find in a checkpoint that the pages' commands have not made here.
+# The shape for --use-checkpoint-args, whose checkpoint does not exist here.
 SHAPE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "position_embedding_type": "rope"}
 SHAPE |= {"seq_length": 64, "max_position_embeddings": 64, "hidden_dropout": 0.0, "attention_dropout": 0.0}
 
@@ -147,7 +147,7 @@ def stubs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pages
 def test_commands_are_accepted(page: Path, stubs: Path) -> None:
-    """Every training command is read and completed as the program would, and refused where the page says so."""
+    """Every training command is read and completed as by the program, and refused if the page says so."""
     for words, text in blocks(page, "bash"):
         if any(name in text for name in ("setup.sh", "quickstart.sh", "run.sh", "docker", "finetune.sh", "extend.sh")):
             continue
@@ -259,7 +259,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert "initialize_grid" in (tmp_path / "site" / "use" / "python-api.html").read_text()
 
 
-# The commands of README's table run as they are written, on small stand-ins for what a reader has.
+# The commands of README's table run as written, on small stand-ins for the reader's files.
 
 
 COMMANDS = re.findall(r"`(python tools/[^`]+)`", (ROOT / "README.md").read_text())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--dry-run: what it says, how few layers stand for all, and what it refuses. That it equals a real run is tested with
+"""--dry-run: its output, extrapolation from few layers, and refusals. Its equality with a real run is tested with
 real processes, in tests/distributed/test_dry_run.py."""
 
 import gc
@@ -47,7 +47,7 @@ def config_of(flags, ranks):
     ],
 )
 def test_a_few_layers_stand_for_all(ranks, flags):
-    machine = replace(load("A100-80G"), dispatch=0.0)  # of so small a model the host's launches would be all there is
+    machine = replace(load("A100-80G"), dispatch=0.0)  # with so small a model only the host's launches would count
     few, every = (
         dry_run(config_of(f"--num-layers 10 {flags}", ranks), ranks, machine, vocab_size=301, every_layer=every)
         for every in (False, True)
@@ -59,7 +59,7 @@ def test_a_few_layers_stand_for_all(ranks, flags):
         assert a.figures.flops == pytest.approx(b.figures.flops, rel=1e-12)
         assert a.figures.communication == pytest.approx(b.figures.communication, rel=2e-3)
         assert a.figures.copies == b.figures.copies
-        # ZeRO 1's optimizer updates a rank's part of every parameter, and how many parts it has depends on the layers.
+        # ZeRO 1's optimizer updates a rank's part of every parameter, and the number of parts depends on the layers.
         passes, all_passes = a.figures.seconds["passes"], b.figures.seconds["passes"]
         assert passes == pytest.approx(all_passes, rel=2e-3)
     assert few.predicted_seconds == pytest.approx(every.predicted_seconds, rel=2e-2)
@@ -87,7 +87,7 @@ def test_each_kind_of_stage_and_the_busiest_rank_of_a_ring():
     assert list(ranks_of(pipeline, 16)) == [(0, "first"), (8, "middle"), (12, "last")]
     ring = config_of("--ring-parallel-size 4 --tensor-model-parallel-size 2 --context-parallel-balance contiguous", 8)
     assert list(ranks_of(ring, 8)) == [(6, "first")]
-    # A zigzag ring's first rank has fewer keys within a window; with FPDT its neighbour has the fuller host.
+    # A zigzag ring's first rank has fewer keys within a window; with FPDT its neighbour uses more host memory.
     zigzag = "--ring-parallel-size 4 --ulysses-parallel-size 2 --context-parallel-balance zigzag"
     assert list(ranks_of(config_of(zigzag, 8), 8)) == [(0, "first")]
     assert list(ranks_of(config_of(zigzag + " --window-size 7,0", 8), 8)) == [(2, "first")]
@@ -125,7 +125,7 @@ def test_layer_inputs_leave_the_device_before_the_backward_pass():
         run_rank(config_of(f"{flags} {more}", 1), 1, 0, 301, machine=machine) for more in ("", "--offload-checkpoints")
     )
     hidden = 1024 * 64 * 2
-    # Of four inputs, the one in use and the one that comes are there; the other two are not.
+    # Of four inputs, the current and the prefetched one are on the device, the other two are not.
     assert kept.device_peak - left.device_peak >= 2 * hidden
     assert left.host_peak - kept.host_peak == 4 * hidden
 
@@ -151,7 +151,7 @@ def test_a_ring_moves_keys_and_neither_queries_nor_sums(balance):
 
 
 def test_weights_come_while_the_layer_before_computes():
-    """FSDP's transfers hide behind compute that is long enough, but for the first gather and the last reduction."""
+    """Long compute hides FSDP's transfers, except the first gather and the last reduction."""
     wide = "--hidden-size 1024 --num-attention-heads 8 --seq-length 8192 --max-position-embeddings 8192 --num-layers 4"
     config = config_of(f"{wide} --zero-stage 3 --bf16 --ulysses-parallel-size 4 --global-batch-size 1", 4)
     from megatron.simulator.dry_run.one_rank import run_rank
@@ -168,7 +168,7 @@ def test_weights_come_while_the_layer_before_computes():
 
 @pytest.mark.parametrize("data", [2, pytest.param(128, marks=pytest.mark.full)])
 def test_a_world_of_16384_ranks(data):
-    """Core lists every group's ranks on every rank: 256 of them are enough in the usual run."""
+    """core lists the ranks of every group on every rank; the usual run tests only 256 ranks."""
     world = 128 * data
     flags = "--tensor-model-parallel-size 4 --sequence-parallel --ulysses-parallel-size 4 --ring-parallel-size 2"
     flags += " --pipeline-model-parallel-size 4 --bf16 --zero-stage 1 --num-attention-heads 64 --hidden-size 512"
@@ -181,7 +181,7 @@ def test_a_world_of_16384_ranks(data):
 
 
 def test_the_verdict_says_which_setting_of_the_allocator_fits() -> None:
-    """20 GiB allocated, 30 or 22 reserved: on 25 GiB the constant of the machine's file would say 5 to spare."""
+    """20 GiB allocated, 30 or 22 reserved; with 25 GiB, the machine file's constant would leave 5 to spare."""
     config, gib = parse(f"{TINY} --seq-length 64 --max-position-embeddings 64 --bf16".split(), LLAMA, 1), 2**30
     machine = replace(load("A100-80G"), memory=25 * gib, reserved=0)
     peaks = {"forward": {"activations": 20 * gib}}
@@ -316,7 +316,7 @@ USUAL = {"virtual stages": 1}
 def test_a_few_micro_batches_stand_for_all(name, gpu, rank):
     ranks, batch, flags = MICRO_BATCHES[name]
     machine = gpu and load(gpu)
-    if "--zero-stage 3" in flags:  # a mesh of eight bytes stays in PyTorch's caches from a process's first run on
+    if "--zero-stage 3" in flags:  # after the first run PyTorch's caches keep a mesh of eight bytes
         run_job((config_of(f"--global-batch-size 1 {flags}", ranks), ranks, rank, 301, machine, True))
     config = config_of(f"--global-batch-size {batch} {flags}", ranks)
     few, every = (run_job((config, ranks, rank, 301, machine, every)) for every in (False, True))
@@ -337,7 +337,7 @@ def test_what_else_the_process_holds_does_not_count():
 
 
 def test_allocations_come_in_the_same_order_in_every_process(monkeypatch):
-    """What was there before the step is found by the garbage collector, in any order."""
+    """Tensors from before the step come from the garbage collector in any order."""
     from megatron.simulator.dry_run.one_rank import run_rank
 
     flags = "--num-layers 1 --global-batch-size 2 --bf16 --zero-stage 3 --ulysses-parallel-size 2"

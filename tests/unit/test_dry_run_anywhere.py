@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dry runs of launch commands that are made for other machines: FP8 and Transformer Engine that are not installed,
-tokenizers and data that are not there, launchers that start a process a GPU."""
+"""Dry runs of launch commands for other machines: without FP8 and Transformer Engine,
+without tokenizer and data files, and under launchers that start a process per GPU."""
 
 import importlib.util
 import json
@@ -35,7 +35,7 @@ NUMBERS = "--tokenizer-type NullTokenizer --vocab-size 300"
 
 @pytest.mark.full
 def test_nvidias_fp8_recipe_with_two_flags_added(capsys, tmp_path):
-    """All of train_llama3_8b_h100_fp8.sh (NVIDIA/Megatron-LM), on Ulysses 4 x Ring 2 of eight H100."""
+    """The complete train_llama3_8b_h100_fp8.sh (NVIDIA/Megatron-LM) on Ulysses 4 x Ring 2 of eight H100."""
     file = tmp_path / "found.json"
     added = "--ulysses-parallel-size 4 --ring-parallel-size 2"
     simulated = f"--dry-run --world-size 8 --gpu H100-80G --dry-run-json {file}"
@@ -45,7 +45,7 @@ def test_nvidias_fp8_recipe_with_two_flags_added(capsys, tmp_path):
     found = json.loads(file.read_text())
     (rank,) = found["ranks"]
     assert (rank["layers"], rank["micro_batches"], rank["micro_batches_run"]) == (32, 128, 3)
-    # Weights in bf16 and twice in FP8, of which the embeddings have none; gradients in bf16.
+    # Weights in bf16 and, except embeddings, twice in FP8; gradients in bf16.
     linear, embeddings = 32 * 4096 * (4096 * 2 + 1024 * 2 + 14336 * 3), 2 * 128384 * 4096
     kinds = rank["device_peak_by_kind"]
     assert kinds["parameters"] == pytest.approx(4 * linear + 2 * embeddings, rel=1e-3)
@@ -80,7 +80,7 @@ def test_memory_is_what_transformer_engine_holds(recipe, gpu, weights, saved):
         found.peaks["backward" if gpu is None else "forward"],
     )
     assert found["parameters"] - plain["parameters"] == weights
-    # The inputs of all four products in FP8. In bf16, attention keeps one of them, its output, all the same.
+    # The inputs of all four products are kept in FP8. With bf16, attention keeps one of them, its output, anyway.
     inputs, kept = LENGTH * (3 * HIDDEN + FFN), LENGTH * HIDDEN
     assert found["activations"] - plain["activations"] == LAYERS * (saved * inputs - 2 * (inputs - kept))
 
@@ -95,7 +95,7 @@ def test_products_run_at_the_rate_of_fp8():
     plain, found = fp8_run(flags), fp8_run(f"{flags} --fp8-format e4m3")
     assert found.flops == plain.flops
     share = found.exposed["gemm"] / plain.exposed["gemm"]
-    assert 1 / faster < share < 1 / faster + 0.1  # but for the output layer
+    assert 1 / faster < share < 1 / faster + 0.1  # except for the output layer
     assert found.exposed["memory"] > plain.exposed["memory"]  # casts
 
 
@@ -105,7 +105,7 @@ def test_products_run_at_the_rate_of_fp8():
 def test_tp_gathers_in_fp8_and_sums_in_bf16(sequence):
     flags = f"--tensor-model-parallel-size 2 {sequence}"
     plain, found = fp8_run(flags, ranks=2), fp8_run(f"{flags} --fp8-format hybrid", ranks=2)
-    gathers = 6 * LAYERS * 2 if sequence else 0  # of a layer, inputs in both passes and gradients; micro-batches
+    gathers = 6 * LAYERS * 2 if sequence else 0  # per layer: inputs in both passes, and gradients
     assert plain.communication["tp"] - found.communication["tp"] == gathers * LENGTH * HIDDEN // 2
     assert found.flops == plain.flops
 
@@ -187,7 +187,7 @@ def test_the_vocabulary_by_flags_or_by_name(flags, size, said):
     ["", pytest.param("--reset-attention-mask --recompute-granularity selective", marks=pytest.mark.full)],
 )
 def test_megatrons_own_dropout(flags, capsys):
-    """0.1 and 0.1, which GPT scripts leave out; in the draws, the samples' numbers are real within fake tensors."""
+    """Default dropout of 0.1, whose sample numbers are real tensors among fake ones."""
     small = f"{TINY} {NUMBERS} --num-layers 1 --gpu H100-80G --ulysses-parallel-size 2 --world-size 2 {flags}"
     assert main(small.split(), simulate=simulate) == 0
     assert "--attention-dropout 0.1: on a GPU Triton's kernel computes it" in " ".join(capsys.readouterr().out.split())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--elastic: the grid for as many processes as there are."""
+"""--elastic: the grid for the available processes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_flags_grid_as_far_as_it_fits(flags, processes, expected):
 
 
 def test_the_planners_grid():
-    """Long samples are split, short ones are not; as many GPUs as are left."""
+    """Long samples are split, short ones are not, for any number of remaining GPUs."""
     from megatron.simulator.planner.search import fastest
 
     def context(seq_length: int, processes: int) -> int:
@@ -110,7 +110,7 @@ def test_a_store_of_torchrun_that_keeps_later_nodes_out_is_noted(monkeypatch):
         assert any("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in note for note in notes) == noted
 
 
-# Ranks that come as flags: what the environment becomes, and what must agree with it.
+# Ranks that are given as flags: they set the environment and must agree with it.
 
 
 RANK_FLAGS = "--rank 3 --world-size 8 --local-rank 1 --dist-url tcp://host.of.0:34566"
@@ -202,7 +202,7 @@ SLURM = sorted(ROOT.glob("examples/*/*slurm.sh"))
 
 
 def slurm(script: Path, folder: Path, done: int, left: int, code: int = 0) -> tuple[int, str]:
-    """Exit code of a script, and what it tells scontrol, where srun ends after ``done`` iterations."""
+    """Exit code of a script and its calls of scontrol, if srun ends after ``done`` iterations."""
     stubs = folder / "stubs"
     stubs.mkdir(parents=True)
     tracker = folder / "c" / "latest_checkpointed_iteration.txt"
@@ -236,7 +236,7 @@ def test_a_slurm_job_queues_itself_again_when_its_time_is_up(script: Path, tmp_p
 
 
 def differences(value: Any, schema: dict[str, Any], place: str = "") -> list[str]:
-    """Where a value is not what an OpenAPI schema of Kubernetes says; a key that it does not know is an error."""
+    """Differences of a value from an OpenAPI schema of Kubernetes, unknown keys included."""
     if schema.get("x-kubernetes-int-or-string"):
         return [] if isinstance(value, (int, str)) else [f"{place} is neither number nor text"]
     kinds = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
@@ -283,7 +283,7 @@ def test_the_job_set_is_what_its_schema_says(tmp_path: Path) -> None:
     assert int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
     script = ROOT / re.search(r"exec bash (\S+)", container["args"][0])[1]
     last = script.read_text().rindex("torchrun ")
-    assert script.read_text()[last - 5 : last] == "exec "  # process 1 of a container gets no signal by default
+    assert script.read_text()[last - 5 : last] == "exec "  # by default, process 1 of a container ignores signals
     assert {mount["name"] for mount in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
 
 
@@ -299,7 +299,7 @@ def component() -> Any:
 
 
 def test_the_torchx_component(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With TorchX by its own rules; without, with a stand-in that takes what TorchX' ddp takes."""
+    """Checked by TorchX if it is installed, otherwise by a stand-in with the arguments of TorchX' ddp."""
     import sys
     from types import ModuleType, SimpleNamespace
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of older Megatron-LM, Megatron-DeepSpeed, NeMo and Megatron-FSDP: what they become here."""
+"""Flags of older Megatron-LM, Megatron-DeepSpeed, NeMo and Megatron-FSDP, and their settings here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def build(flags: str, world_size: int = 1) -> Config:
 
 
 def same(theirs: str, ours: str, world_size: int = 1) -> Config:
-    """Both command lines are one configuration, notes aside."""
+    """Both command lines give the same configuration, except for notes."""
     first, second = build(theirs, world_size), build(ours, world_size)
     first.notes = second.notes = []
     assert first == second

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's time in closed form: by hand on a toy machine, against the program's own byte counts, and in its trends."""
+"""A step's time in closed form: by hand on a toy machine, against the program's byte counts, and by its trends."""
 
 from __future__ import annotations
 
@@ -127,10 +127,10 @@ def test_the_last_rank_of_a_contiguous_ring_has_the_most_to_do(ring):
 def test_ring_exchanges_hide_behind_tiles_and_the_last_gradients_do_not():
     found = step(ring=4)
     grads = 2 * 4 * (65536 // 4) * 8 * 128  # keys and values in fp32
-    # The last gradients to go home are of rank 0's block, of which the others see the early half.
+    # The last returning gradients are those of rank 0's block, of which others see only the early half.
     assert found.parts["ring"] == pytest.approx(32 * grads / 2 / 1e11, rel=1e-6)
     slow = step(replace(TOY, link=Link(1e8, 0.0)), ring=4)
-    # Six windows forward and backward hold keys (half as wide as gradients), two and a half hold gradients.
+    # Keys (half as wide as gradients) are sent in six windows, gradients in two and a half.
     assert slow.parts["ring"] + slow.parts["attention"] == pytest.approx(
         32 * (6 * grads / 2 + 2.5 * grads) / 1e8, rel=0.25
     )
@@ -139,7 +139,7 @@ def test_ring_exchanges_hide_behind_tiles_and_the_last_gradients_do_not():
 def test_all_to_alls_carry_what_the_head_plan_says():
     strategy = Strategy(ulysses=16)
     a = attended(WORK, strategy)
-    assert (a.heads, a.kv_heads, a.sent_kv) == (2, 1, 1)  # 8 key/value heads on 16 ranks: each is sent twice
+    assert (a.heads, a.kv_heads, a.sent_kv) == (2, 1, 1)  # 8 key/value heads on 16 ranks: each is sent to two ranks
     there, back = (
         sum(t.bytes for segment in work for t in segment.transfers)
         for work in (to_heads(a, strategy, a.rows), to_sequence(a, strategy, a.rows))
@@ -173,7 +173,7 @@ def test_copies_are_those_of_the_program(kv_heads):
 def test_fpdt_computes_the_same_and_waits_for_the_host_when_chunks_are_small():
     whole, chunked = step(ulysses=4, recompute="full"), step(ulysses=4, recompute="full", fpdt_chunk=8192)
     assert chunked.parts["attention"] == pytest.approx(whole.parts["attention"])
-    # Projections and FFN run again in the backward pass, the FFN not a third time.
+    # Projections and FFN run again in the backward pass, but the FFN only once more.
     assert chunked.parts["gemm"] == pytest.approx(whole.parts["gemm"], rel=0.2)
     slow = replace(TOY, host_link=Link(4e9, 0.0))
     waits = [
@@ -187,7 +187,7 @@ def test_a_pipeline_fills_and_drains():
     work = replace(WORK, global_batch=8)
     found = step(workload=work, pipeline=4)
     busy = sum(seconds for name, seconds in found.parts.items() if name not in ("bubble", "optimizer", "pp", "dp"))
-    # The loss is on the last stage alone, which nobody waits for: with another shape of it the bubble is the same.
+    # The loss is on the last stage, which no stage waits for: its size does not change the bubble.
     shape = replace(work.shape, vocab=8 * work.shape.vocab)
     more = step(workload=replace(work, shape=shape), pipeline=4).parts["bubble"]
     assert more == pytest.approx(found.parts["bubble"])
@@ -200,9 +200,9 @@ def test_gradients_wait_unless_they_travel_beside_the_backward_pass():
     held = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336) + 2 * 128256 * 4096
     assert late.parts["dp"] == pytest.approx(6 * held * 7 / 8 / 1e11, rel=1e-3)  # fp32 gradients, bf16 weights
     early = step(data=8, workload=replace(WORK, global_batch=8))
-    # Beside nothing: the embedding's, and a bucket's of DDP.
+    # Not overlapped: the embedding's gradient, and a bucket of DDP.
     assert early.parts["dp"] == pytest.approx(late.parts["dp"] * (40e6 + 128256 * 4096) / held, rel=1e-3)
-    # ZeRO 3 gathers twice a micro-batch, and hides all but the ends of it
+    # ZeRO 3 gathers twice per micro-batch and hides all but the first and last transfers
     sharded = step(data=8, workload=replace(WORK, global_batch=8), zero=3)
     assert early.parts["dp"] < sharded.parts["dp"] < late.parts["dp"]
     shown = step(data=8, workload=replace(WORK, global_batch=8), zero=3, overlap_grad_reduce=False)
@@ -247,7 +247,7 @@ def test_no_step_is_faster_than_its_flops(
     assert 0 < found.mfu < 1
 
 
-# --- the USP paper's recommendations, as far as they are about speed ---
+# --- the USP paper's recommendations about speed ---
 
 A800 = load("A800-80G")
 
@@ -266,7 +266,7 @@ def test_data_parallelism_first():
 
 
 def test_zero_spans_data_and_sequence_parallel_ranks():
-    """3: the optimizer's work is shared by all of them, but for setting whole gradients to zero."""
+    """3: all ranks share the optimizer's work, except setting complete gradients to zero."""
     shared, both, alone = (step(A800, ulysses=8, zero=zero).parts["optimizer"] for zero in (2, 1, 0))
     assert shared == pytest.approx(alone / 8, rel=0.01) and shared < both < alone / 4
 
@@ -281,11 +281,11 @@ def test_sequence_parallelism_sends_less_than_tensor_parallelism_and_less_still_
     assert waits(32, ulysses=8) < waits(32, tensor=8)
     assert waits(8, ulysses=8) < waits(32, ulysses=8)
     assert waits(8, ring=8) < waits(32, ring=8)
-    assert waits(8, tensor=8) >= waits(32, tensor=8)  # as many bytes, and less to hide them behind
+    assert waits(8, tensor=8) >= waits(32, tensor=8)  # equal bytes, and less compute to hide them
 
 
 def test_more_ranks_of_a_ring_are_faster():
-    """6: where TP and Ulysses end at the heads, a ring goes on."""
+    """6: heads limit TP and Ulysses, but not a ring."""
     times = [step(A800, Workload(LLAMA, 1 << 20), ulysses=8, ring=ring).seconds for ring in (1, 2, 4, 8, 16)]
     assert times == sorted(times, reverse=True)
 
@@ -296,7 +296,7 @@ def test_the_fastest_link_goes_to_tensor_parallelism():
     assert inside < apart / 4
 
 
-# What the estimate prices, against the closed forms: the same bytes by axis, the same FLOPs, to the last one.
+# The estimate has exactly the bytes by axis and FLOPs of the closed forms.
 
 
 COUNTED_LLAMA = Shape(layers=4, hidden=256, ffn=768, heads=16, kv_heads=4, head_dim=32, vocab=1000)
@@ -319,8 +319,8 @@ def sharded_transfers(strategy: Strategy, held: States) -> Iterator[Transfer]:
 
 
 def step_trace(workload: Workload, strategy: Strategy) -> Trace:
-    """All kernels, transfers and copies that `estimate` prices, but for the
-    optimizer's, without saying what goes on beside what."""
+    """All kernels, transfers and copies that `estimate` prices, except the
+    optimizer's, without their concurrency."""
     batches, held = strategy.micro_batches(workload), states(workload.shape, strategy, busiest_stage(strategy))
     work, events = micro_batch(workload, strategy), []
     for how, layers in strategy.layer_kinds(held.layers):

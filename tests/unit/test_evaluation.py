@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of evaluations: exact lengths and depths, right answers, each token of a text once; results as files."""
+"""Samples of evaluations: exact lengths and depths, right answers, each token of a text scored once; result files."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_training_needles_are_others_than_those_of_evaluations(tmp_path, capsys)
         assert sorted(tails.tolist()) == sorted(found.tolist())
         counts.add(len(at))
     assert counts <= set(range(1, 8)) and len(counts) > 3
-    assert numbers == {True, False}  # else a model would learn never to answer with the others
+    assert numbers == {True, False}  # otherwise a model would learn never to answer with the others
     assert {part for pair in pairs(words.names, False) for part in pair} == set(range(words.names))
     assert make_needles.main(["--output-prefix", prefix, *flags]) == 2
     assert "give --overwrite" in capsys.readouterr().err
@@ -276,7 +276,7 @@ def test_a_text_that_cannot_be_scored(tmp_path):
 def test_default_lengths():
     plan = plan_of("ByteLevelTokenizer", f"--eval-tasks needle {COMMON} --eval-depths 2")
     assert [spec.length for spec in plan.specs["needle"][::8]] == [512, 1024, 2048]
-    assert [spec.length for spec in plan.specs[COMMON][::8]] == [1024, 2048]  # 512 would not hold it
+    assert [spec.length for spec in plan.specs[COMMON][::8]] == [1024, 2048]  # 512 tokens are too few
     assert {spec.depth for spec in plan.specs["needle"]} == {0.0, 1.0}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of checkpoints that are made to do harm: each is refused by what it does, and does nothing."""
+"""Malicious files of checkpoints: each is refused with the reason, and has no effect."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_names_in_metadata_are_not_looked_up(tmp_path, module, name):
         deadline = time.monotonic() + 60
         while not harm.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert harm.exists()  # the plain unpickler runs it, and gives the same metadata
+        assert harm.exists()  # the plain unpickler runs it and returns valid metadata
 
 
 def test_other_classes_of_the_same_modules_come_as_nothing(tmp_path):
@@ -133,7 +133,7 @@ def test_what_metadata_describes_is_read(tmp_path):
         (tmp_path / name).write_bytes(data)
     stored = StoredTensors(as_it_is(tmp_path))
     assert stored.read("weight", (1, 0), (2, 3)).tolist() == [[3, 4, 5], [6, 7, 8]]
-    found = stored.object("rng")["torch"]  # another moment's than now
+    found = stored.object("rng")["torch"]  # differs from the current state
     assert (found.dtype, found.shape) == (torch.uint8, random_state()["torch"].shape)
 
 
@@ -235,7 +235,7 @@ def test_what_torch_saves_is_read_as_torch_does(tmp_path, zipped):
     for ours in read:
         assert vars(ours.pop("args")) == vars(theirs["args"])
         assert same(ours, {name: one for name, one in theirs.items() if name != "args"})
-        ours["views"][0].add_(1)  # a memory of their own
+        ours["views"][0].add_(1)  # the tensors do not share memory with the file
         assert ours["views"][1].equal(ours["views"][0].t())
     assert (tmp_path / "x.pt").read_bytes() == data
 
@@ -288,7 +288,7 @@ def test_parts_of_an_archive_do_not_overlap():
         unpickle.read_bytes(bytes(data), "x")
 
 
-# What is said of a model, headers, JSON
+# Settings of a model, headers, JSON
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation without a model: who keeps which key, how a token is drawn, how prompts are read, what is refused."""
+"""Generation without a model: placement of keys, sampling of tokens, reading of prompts, refusals."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_formula_by_hand():
     assert cache_bytes(shape, abstract_grid(), **sizes) == 2 * 32 * 131072 * 8 * 128 * 2
     assert cache_bytes(shape, abstract_grid(ulysses=8, ring=4), **sizes) == 2 * 32 * 32768 * 1 * 128 * 2
     assert cache_bytes(shape, abstract_grid(ulysses=16, ring=2), **sizes) == 2 * 32 * 65536 * 1 * 128 * 2  # replicated
-    assert cached_heads(12, 3, 2) == 3  # heads of a rank fall unevenly on KV heads: one counts twice
+    assert cached_heads(12, 3, 2) == 3  # a rank's heads share KV heads unevenly: one is stored twice
 
 
 def logits() -> torch.Tensor:
@@ -157,7 +157,7 @@ def test_prompts_from_nowhere_or_twice(tmp_path):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A folder that says it is a Llama, which is enough to read flags with."""
+    """A folder with the config.json of a Llama, which is enough to read flags."""
     path = tmp_path_factory.mktemp("llama")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
@@ -199,7 +199,7 @@ def test_what_comes_from_a_hugging_face_folder(folder, tmp_path):
     assert not configure(NULL.split(), str(folder), None, "fp32", 1)[0].optimizer.bf16
     with pytest.raises(Refusal, match="--load .* holds no checkpoint"):
         configure(NULL.split(), str(tmp_path), None, None, 1)
-    with pytest.raises(Refusal, match="no such|not a|--tokenizer-model"):  # a tokenizer that is there is taken
+    with pytest.raises(Refusal, match="no such|not a|--tokenizer-model"):  # an existing tokenizer is accepted
         (folder / "tokenizer_config.json").write_text("{}")
         try:
             build_tokenizer(configure([], str(folder), None, None, 1)[0].data, None)

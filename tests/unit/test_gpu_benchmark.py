@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/gpu.sh in its tiny size on a CPU: every stage, what it leaves, going on, and stages that fail."""
+"""benchmarks/gpu.sh in its tiny size on a CPU: every stage, its files, continuing, and failing stages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.full
 def test_all_stages(tmp_path: Path) -> None:
-    """In a process of its own, as a user starts it: stages are forks, where threads of earlier tests would lack."""
+    """In a new process, as a user starts it, because stages are forks and threads of earlier tests would be missing."""
     command = [sys.executable, "-c", WITHOUT_PYTEST, "--device", "cpu", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(150))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -163,7 +163,7 @@ def test_out_of_memory_takes_fewer_layers(tmp_path, monkeypatch, capsys) -> None
     step.measured(program.Plan(9, 128, "none"), TINY, "cuda", stage, 1, False)
     assert seen == [9, 7, 5]
     monkeypatch.setattr(step, "steps_of", lambda *_: (_ for _ in ()).throw(program.Failed("out of memory")))
-    with pytest.raises(program.Failed):  # and not for ever
+    with pytest.raises(program.Failed):  # it does not wait forever
         step.measured(program.Plan(2, 128, "none"), TINY, "cuda", stage, 1, False)
 
 
@@ -226,8 +226,8 @@ def test_idle_time_and_hidden_copies() -> None:
     ran = [
         Ran("nvjet", 0, 40),
         Ran("nvjet", 50, 100),
-        Ran("Memcpy HtoD", 30, 50),  # half of it beside nothing
-        Ran("Memcpy DtoH", 60, 80),  # all of it beside a product
+        Ran("Memcpy HtoD", 30, 50),  # half of it is not overlapped
+        Ran("Memcpy DtoH", 60, 80),  # overlapped completely by a product
     ]
     found = summary(ran)
     assert found["seconds"] == pytest.approx(100e-6) and found["groups"]["idle"] == pytest.approx(0)
@@ -300,7 +300,7 @@ def test_the_machine_of_a_gpu_extends_the_shipped_one(monkeypatch) -> None:
     assert "host_link" not in found and "attention" not in found and json.dumps(found)
 
 
-# The FPDT benchmark: every mode's flags are accepted, and its figures become files and a picture. Peers are judged.
+# The FPDT benchmark: flags of all modes are accepted, and figures become files and a picture. Then peers.py.
 
 
 def benchmark(monkeypatch: pytest.MonkeyPatch, *words: str):
@@ -336,12 +336,12 @@ def test_figures_become_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert json.loads((tmp_path / "sweep.json").read_text())["rows"][1]["of_reference"] == 0.5
     assert len(list(csv.DictReader((tmp_path / "sweep.csv").open()))) == 2 * len(args.modes)
     assert (tmp_path / "sweep.png").stat().st_size > 5000
-    assert "out of" in capsys.readouterr().out  # the table may break the line
+    assert "out of" in capsys.readouterr().out  # the table may wrap the line
 
 
 @pytest.mark.full
 def test_peers_are_judged_by_one_process(tmp_path: Path) -> None:
-    """Ours are right in every case that they take; and the judge tells what is not."""
+    """Our gradients are right in every accepted case; and wrong ones are detected."""
     argv = ["--processes", "2", "--seq-length", "64", "--repeats", "1", "--json", str(tmp_path / "peers.json")]
     subprocess.run([sys.executable, "benchmarks/peers.py", *argv], check=True, cwd=ROOT, timeout=patience(300))
     found = json.loads((tmp_path / "peers.json").read_text())

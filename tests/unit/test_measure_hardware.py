@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tools/measure_hardware.py: what it writes is a machine; what cannot be written or measured is refused, early."""
+"""tools/measure_hardware.py writes a valid machine file; impossible measurements and outputs are refused early."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FAST = ["--device", "cpu", "--quick", "--gemm-sizes", "16", "32", "--attention-l
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows of a hundredth of a second; and PyTorch's number of threads as it was."""
+    """Use windows of a hundredth of a second, and restore PyTorch's number of threads."""
     monkeypatch.setattr(measure_device, "effort", lambda device, quick: TINY)
     threads = torch.get_num_threads()
     yield
@@ -125,7 +125,7 @@ def test_links_become_a_link_and_shares_of_it():
 
 @pytest.mark.parametrize("alone, sharing", [(10e6, 1), (13e6, 1), (19e6, 2), (33e6, 4), (90e6, 4)])
 def test_processes_that_share_a_card_are_recognised(alone, sharing):
-    """One process alone has as much as all that share its card have together."""
+    """One process alone has the bandwidth of all processes that share its card."""
     network = {"p2p": (1e-3, 10e6), "all_reduce": (4e-3, 8e6)}
     link = hardware_figures.network_link(Figures({}, network, (1e9, 0.0), 4, 3, alone))
     assert link.get("gpus_per_card", 1) == sharing and link["bandwidth"] == 10e6
@@ -134,7 +134,7 @@ def test_processes_that_share_a_card_are_recognised(alone, sharing):
 
 
 class Gpu:
-    """Stands for torch.cuda: what others take grows with the first product and with each communicator."""
+    """A stand-in for torch.cuda: memory outside PyTorch grows with the first product and each communicator."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.others, self.allocated = 400, 0
@@ -162,7 +162,7 @@ class Gpu:
 
 
 def test_a_gpu_is_asked_what_no_tensor_holds(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    """By stand-ins for torch.cuda: nobody has tried it on a GPU."""
+    """With stand-ins for torch.cuda; it has not run on a GPU."""
     device, _ = torch.device("cpu"), Gpu(monkeypatch)
     found = measure_device.context_and_workspace(device)
     assert found == {"context": 500, "cublas": 32}
@@ -211,7 +211,7 @@ def test_the_file_is_plain_json(tmp_path):
     assert raw["host_memory"] > raw["reserved"] and path.read_text().endswith("}\n")
 
 
-# Machines as files: what is shipped is whole and has sources; what a user writes is read, or refused by field.
+# Machine files: shipped ones are complete and have sources; a user's file is read, or refused by field.
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -250,7 +250,7 @@ def test_shipped_machines_are_whole_and_every_figure_has_a_source(name):
 
 
 def test_attention_is_priced_by_the_kernel_that_runs():
-    """Without a choice by the first that PyTorch brings for the GPU; a chosen one, and of a user's file, as it says."""
+    """By default the first kernel of PyTorch for the GPU; otherwise the chosen one, or the user file's."""
     from megatron.simulator.cost.operations import tile
     from megatron.simulator.cost.seconds import kernel_seconds
 
@@ -262,7 +262,7 @@ def test_attention_is_priced_by_the_kernel_that_runs():
     one = tile(32768, 32768, 32, 128, 32768**2 / 2)
     ratio = kernel_seconds(one, flash) / kernel_seconds(one, hopper)
     assert ratio == pytest.approx(hopper.kernels["cudnn"] / hopper.kernels["flash"])
-    assert replace(hopper, attention_kernel="cpu").attention_share() == 1  # of which the file says nothing
+    assert replace(hopper, attention_kernel="cpu").attention_share() == 1  # the file has no figure for it
 
 
 def test_the_machines_of_the_issue_are_there_and_ship_with_the_package(monkeypatch):
@@ -301,7 +301,7 @@ def test_a_file_can_build_on_another_and_loses_the_sources_of_what_it_replaces(t
     assert machine.gemm == base.gemm and machine.memory == base.memory
     assert "gpus" not in machine.sources and "network.bandwidth" not in machine.sources
     assert machine.sources["memory"] == base.sources["memory"]
-    twice = write(tmp_path, "twice.json", extends="mine.json", gpus=2)  # beside the file, from any folder
+    twice = write(tmp_path, "twice.json", extends="mine.json", gpus=2)  # next to the file, from any working directory
     assert load(str(twice)).gpus == 2 and load(twice).calibration.gemm == 0.9
 
 

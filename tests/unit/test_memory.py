@@ -28,14 +28,14 @@ from tools.memory import main
 
 
 def host_buffer(numbers: int) -> torch.Tensor:
-    """As the offload engine makes one."""
+    """A host buffer as the offload engine makes it."""
     buffer = torch.empty(numbers)
     buffer.untyped_storage().is_host_buffer = True
     return buffer
 
 
 def profiled(program: Callable) -> tuple[dict, TensorMeter]:
-    """The profile of ``program(profile, layer, adam)``, with a layer of 20 numbers whose states are there already."""
+    """The profile of ``program(profile, layer, adam)``, with a layer of 20 numbers whose states exist already."""
     layer = torch.nn.Linear(4, 4)
     adam = torch.optim.Adam(layer.parameters(), foreach=False)
     layer(torch.ones(2, 4)).sum().backward()
@@ -93,7 +93,7 @@ def test_every_tensor_of_a_known_program_has_its_kind():
 
 
 def test_activations_of_several_micro_batches():
-    """Two forwards before two backwards, as a pipeline does: each lives until its own backward."""
+    """Two forward passes before two backward passes, as in a pipeline: each activation lives until its backward."""
 
     def program(profile, layer, adam):
         profile.mark("forward")
@@ -179,11 +179,11 @@ def test_a_host_buffer_never_counts_on_the_device_not_even_before_it_is_marked()
         part = buffer[5:]
         del buffer
         gc.collect()
-        assert part.untyped_storage().is_host_buffer  # on no Python object but the storage's own, which PyTorch keeps
+        assert part.untyped_storage().is_host_buffer  # PyTorch keeps the storage's Python object
         part = torch.empty(1000)  # the old one ends between allocation and mark
         part.untyped_storage().is_host_buffer = True
         assert (meter.now - before, meter.host_now, meter.peak - before) == (0, 4000, 0)
-        assert meter.host_peak == 8000  # both were there for a moment
+        assert meter.host_peak == 8000  # both existed for a moment
         other = torch.ones(10)
         assert (meter.now - before, meter.peak - before) == (40, 40)
         del part
@@ -191,7 +191,7 @@ def test_a_host_buffer_never_counts_on_the_device_not_even_before_it_is_marked()
 
 
 def test_on_another_device_ordinary_cpu_tensors_do_not_count():
-    with TensorMeter("meta") as meter:  # stands for a GPU: it has storages, too
+    with TensorMeter("meta") as meter:  # in place of a GPU; its tensors have storages too
         before = meter.now
         ordinary, there, marked = torch.ones(10), torch.ones(20, device="meta"), host_buffer(30)
         assert (meter.now - before, meter.host_now) == (80, 120)
@@ -275,7 +275,7 @@ def test_a_run_writes_a_timeline_and_a_picture(tmp_path):
 def test_a_resumed_run_with_too_few_steps_left_says_so(tmp_path):
     config = Config()
     check_profile(config, 0)
-    assert not config.notes  # nothing was asked for
+    assert not config.notes  # the flag is not set
     config.logging.profile_memory, config.logging.profile_memory_step = str(tmp_path / "p"), 2
     with pytest.raises(Refusal, match="step 2 of the run, which has 1"):
         check_profile(config, 1)
@@ -312,7 +312,7 @@ def test_table_rows_and_picture(tmp_path, capsys):
     for row in found:
         kinds = ("parameters", "gradients", "optimizer", "activations", "temporary")
         assert row["total"] == sum(row[kind] for kind in kinds)
-        assert row["fits"] == (row["total"] < 78 * 2**30)  # host memory is enough in all of them
+        assert row["fits"] == (row["total"] < 78 * 2**30)  # host memory is sufficient in all rows
     assert any(row["fits"] for row in found) and not all(row["fits"] for row in found)
 
 

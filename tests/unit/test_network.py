@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two looks at the table of heartbeats say, and where a thread is."""
+"""Reports from two tables of heartbeats, the place of a thread, network interfaces, and processes."""
 
 from __future__ import annotations
 
@@ -109,14 +109,14 @@ def test_a_wait_in_the_code_is_seen_though_it_has_no_frame():
     found = sys._current_frames()[thread.ident]
     while found.f_code.co_name != "work":
         found = found.f_back
-    assert whereabouts([found], {}) == ("outside the program's code", False)  # none of ours
+    assert whereabouts([found], {}) == ("outside the program's code", False)  # no frame of this program
     go_on.set()
     thread.join()
 
 
 @pytest.fixture
 def sigterm_as_before() -> Iterator[None]:
-    """What fails does not heed SIGTERM any more, nor what it would start."""
+    """A failed rank ignores SIGTERM."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -143,12 +143,12 @@ def test_the_first_rank_that_ends_the_job_says_why_and_the_others_say_nothing(ca
     first.end("error: bad data")
     second.end("error: bad data as well")
     assert capsys.readouterr().err == f"error: bad data (rank 0 on {this_process().host})\n"
-    assert third.failed(RuntimeError("[gloo] connection closed by peer")) == []  # a rank that did not wait has ended
+    assert third.failed(RuntimeError("[gloo] connection closed by peer")) == []  # another rank reports it
     assert store.add("heartbeat/left", 0) == 2
 
 
 def test_a_stack_that_moves_while_it_is_read(monkeypatch):
-    """A frame between two lines has no number; whatever a look meets, the beat goes on."""
+    """A frame between two lines has no line number; the beat continues in any case."""
     code = types.SimpleNamespace(co_filename=__file__, co_name="step")
     frame = types.SimpleNamespace(f_code=code, f_lineno=None, f_locals={})
     assert whereabouts([frame], {}) == ("outside the program's code", False)
@@ -159,7 +159,7 @@ def test_a_stack_that_moves_while_it_is_read(monkeypatch):
 
 
 def test_a_rank_that_ends_before_all_have_met(monkeypatch, capsys):
-    """One is killed while process groups are made: the others say so in a line. What is their own fault is raised."""
+    """A rank is killed while groups are made: the others print one line. Their own errors are raised."""
     from megatron.training import pretrain, setup
 
     def fail(_):
@@ -183,8 +183,8 @@ def test_a_rank_that_ends_before_all_have_met(monkeypatch, capsys):
     [
         ({}, True),
         ({"boot": "of another node with the same host name"}, False),
-        ({"namespace": "pid:[1]"}, False),  # of another container
-        ({"started": 1}, False),  # the rank has ended, and its number was used again
+        ({"namespace": "pid:[1]"}, False),  # in another container
+        ({"started": 1}, False),  # the rank has ended, and its PID was reused
     ],
 )
 def test_a_silent_rank_is_killed_where_it_surely_is_that_process(change, killed):
@@ -207,7 +207,7 @@ def test_a_silent_rank_is_killed_where_it_surely_is_that_process(change, killed)
             other.kill()
 
 
-# Which network interface each rank gets, what is refused, and how the ranks agree on it through a store.
+# The network interface of each rank, refusals, and the agreement of ranks through a store.
 
 
 LO = {"lo": ["127.0.0.1", "::1"]}
@@ -223,7 +223,7 @@ def node(number: int, **change) -> Place:
 def test_on_one_node_it_is_the_loopback_whatever_its_name():
     assert choose([node(1), node(1)]) == [["lo"], ["lo"]]
     assert choose([node(1, interfaces={"lo0": ["127.0.0.1"], "en0": ["10.0.0.1"]})]) == [["lo0"]]
-    assert choose([node(1, interfaces={})]) == [[]]  # then gloo chooses
+    assert choose([node(1, interfaces={})]) == [[]]  # gloo then chooses
 
 
 def test_on_several_nodes_it_is_the_route_to_the_master():
@@ -299,7 +299,7 @@ def test_names_as_nccl_reads_them(value, name, takes):
 
 
 def on_all(places: list[Place], store: dist.Store, seconds: float = 60.0) -> tuple[list, list[dict[str, str]]]:
-    """What `agree` says to each rank, and the variables that it sets; a rank whose place is None does not come."""
+    """The result of `agree` on each rank, and the variables that it sets; a rank whose place is None does not come."""
     said: list = [None] * len(places)
     variables: list[dict[str, str]] = [{} for _ in places]
 
@@ -318,13 +318,13 @@ def on_all(places: list[Place], store: dist.Store, seconds: float = 60.0) -> tup
 
 
 def local(number: int, **change) -> Place:
-    """A node whose address is one of this machine, so that others can connect to it; see ``no_loopback``."""
+    """A node with an address of this machine, to which others can connect; see ``no_loopback``."""
     return replace(node(number, interfaces={"eth0": [f"127.0.0.{number}"]}, source=f"127.0.0.{number}"), **change)
 
 
 @pytest.fixture
 def no_loopback(monkeypatch):
-    """What is on this machine stands for other machines."""
+    """Treat this machine's addresses as those of other machines."""
     monkeypatch.setattr("megatron.platform.network.is_loopback", lambda address: False)
 
 
@@ -338,7 +338,7 @@ def test_ranks_of_one_node_agree_on_the_loopback_and_leave_nccl_alone():
 def test_nodes_that_reach_each_other_agree_and_say_what_they_use():
     places = [local(1), local(1), local(2), local(3, wanted="eth0", by=GLOO)]
     store = dist.HashStore()
-    for _ in range(2):  # a job that is started again meets in the same store
+    for _ in range(2):  # a restarted job uses the same store
         said, variables = on_all(places, store)
         assert set(said) == {
             "network by the route to MASTER_ADDR: node1, eth0 (127.0.0.1); node2, eth0 (127.0.0.2); node3, eth0 "
@@ -367,7 +367,7 @@ def test_an_answer_to_an_earlier_start_is_not_taken(monkeypatch):
 
 
 def linked(pairs: list[tuple[str, str]], monkeypatch) -> list[dict[str, str]]:
-    """What `try_link` says of ranks in a ring, each given as (its address, where it is looked for)."""
+    """Results of `try_link` in a ring of ranks, given as (own address, address used by others)."""
     monkeypatch.setattr(network, "CONNECT", 1.0)
     monkeypatch.setattr(network, "LATE", 0.2)
     store, count = dist.HashStore(), len(pairs)
@@ -386,7 +386,7 @@ def linked(pairs: list[tuple[str, str]], monkeypatch) -> list[dict[str, str]]:
 
 
 def test_two_that_cannot_connect_are_named(monkeypatch):
-    """192.0.2.0/24 belongs to nobody: first it is where a rank is looked for, then where it listens."""
+    """192.0.2.0/24 is reserved: first as the address of another rank, then as the own address."""
     fine = ("127.0.0.1", "127.0.0.1")
     assert linked([fine, fine], monkeypatch) == [{"connect": "", "accept": ""}] * 2
     said = linked([fine, ("127.0.0.1", "192.0.2.1")], monkeypatch)
@@ -397,7 +397,7 @@ def test_two_that_cannot_connect_are_named(monkeypatch):
 
 
 def test_another_host_at_the_same_address_is_noticed(monkeypatch):
-    """Rank 0 gets through to somebody, who is not rank 1."""
+    """Rank 0 connects to a process that is not rank 1."""
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         connect = socket.create_connection
 
@@ -411,11 +411,11 @@ def test_another_host_at_the_same_address_is_noticed(monkeypatch):
     assert said[1]["accept"].startswith("rank 0 does not reach rank 1 at 127.0.0.1, and may have reached another host")
 
 
-# No process stays behind: when the launcher goes, when a worker is killed, when the same signal comes twice.
+# No process survives the end of the launcher, the kill of a worker, or a repeated signal.
 
 
 ROOT = Path(__file__).resolve().parents[2]
-# As torchrun does, the launcher starts a worker in a session of its own. That has a child by fork and one by exec.
+# Like torchrun, the launcher starts a worker in a new session; the worker has a forked and an executed child.
 LAUNCHER = """
 import subprocess, sys
 subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True).wait()
@@ -495,7 +495,7 @@ def test_the_same_signal_again_ends_at_once():
     assert "a second SIGTERM: ended at once, nothing saved" in done.stderr
 
 
-# A process is known by boot, PID namespace, number and start time.
+# A process is identified by boot id, PID namespace, PID and start time.
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lock of a save folder: one owner at a time, whoever begins, stops, dies or awakes when."""
+"""The lock of a save folder: one owner at a time, whenever jobs begin, stop, die or continue."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONTEXT = multiprocessing.get_context("fork")
 
 
 def serve(pipe, machine: Path | None) -> None:
-    """A job in a process of its own, which does what it is told."""
+    """A job in a separate process that executes commands."""
     if machine is not None:
         processes.BOOT = machine
         processes._boot.cache_clear()
@@ -158,7 +158,7 @@ def test_a_stopped_owner_that_awakes_has_lost_the_folder_and_knows_it(tmp_path, 
     told, line = first.ask("check")
     assert told == "lost" and f"--save {folder} is not this job's any more: process {second.process.pid} on " in line
     assert "has taken it over" in line
-    time.sleep(3 * RENEWAL)  # its thread goes on
+    time.sleep(3 * RENEWAL)  # its thread continues
     assert second.ask("check") == ("has it", []) and len(cards(folder)) == 1
     first.ask("release")
     assert second.ask("check") == ("has it", []) and len(cards(folder)) == 1
@@ -235,7 +235,7 @@ def test_a_folder_out_of_reach_for_a_moment_is_not_lost(tmp_path, mount_point):
         folder.rmdir()
     (tmp_path / "away").rename(folder)
     held.check()
-    cards(folder)[0].unlink()  # somebody has cleared the folder: it may be another job's by now
+    cards(folder)[0].unlink()  # the folder was cleared and may belong to another job
     with pytest.raises(Lost, match="another job has taken it over, or somebody removed it"):
         held.check()
     held.release()

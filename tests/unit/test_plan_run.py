@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole runs, prices, failures, margins, packed documents: what a plan costs, and which one suits a limit."""
+"""Complete runs, prices, failures, margins, packed documents: the cost of a plan, and the choice within limits."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def eight() -> Problem:
     return Problem(Request(("--model", "llama3-8b"), 8).workload(64 * K), 8, A100, Limits(pipeline=(1,), tensor=(1,)))
 
 
-# --- memory that plans leave, and ways to save it ---
+# --- memory that plans leave, and memory savings ---
 
 
 def test_what_leaves_too_little_ranks_behind(eight: Problem) -> None:
@@ -109,11 +109,11 @@ def test_streamed_hidden_states_take_less_of_the_device_and_more_of_the_host() -
 
 
 def test_keys_of_packed_documents_are_counted() -> None:
-    """Against a sample packed token by token, documents of two lengths."""
+    """Compared with a sample packed token by token, with documents of two lengths."""
     assert packed("", 1000).keys == 500.5 and packed("", 1000).spread == 0
     assert packed("", 1000, 10).keys == (55 + 990 * 10) / 1000
     one = packed("mean:1K", 1 << 20)
-    # Of exponential lengths the mean square is twice the squared mean: a token has the mean length before it.
+    # Exponential lengths have a mean square of twice the squared mean, so a token sees the mean length.
     assert one.keys == pytest.approx(1024, rel=0.1) and one.spread < 0.2
     assert packed("mean:256K", 1 << 20).spread > one.spread
     assert (
@@ -124,7 +124,7 @@ def test_keys_of_packed_documents_are_counted() -> None:
 
 
 def test_a_zigzag_ring_waits_for_the_rank_with_the_most_pairs() -> None:
-    """Counted token by token; and what several samples in a micro-batch cost then."""
+    """The imbalance counted token by token, and its effect with several samples per micro-batch."""
     found = packed("mean:64", 256)
     draw, length, ring = random.Random(0), 256, 4
     left, samples = 0, []
@@ -155,7 +155,7 @@ def test_a_zigzag_ring_waits_for_the_rank_with_the_most_pairs() -> None:
 
 
 def test_an_offer_that_leaves_too_little_comes_after_the_others() -> None:
-    """The second is faster and leaves less than it should."""
+    """The second offer is faster but leaves too little memory."""
     limits = Limits(tensor=(1,), ulysses=(8,), zero=(3,), recompute=("full",), fpdt_chunk=(0,), offload=False)
     workload = Request(("--model", "llama3-8b")).workload(96 * K)
     first = Problem(workload, 8, A100, limits)
@@ -219,7 +219,7 @@ def test_short_documents_take_less_time_and_uneven_ones_more(eight: Problem) -> 
 
 
 def test_the_best_interval_between_saves_is_the_best() -> None:
-    """Daly's estimate against the time of the whole run, tried out."""
+    """Daly's estimate compared with the best interval by simulation."""
     shape, rates = Request(("--model", "llama3-70b")).workload(8 * K).shape, Rates(50_700, 10, 1.0)
     found = interrupted(30 * 86400, 4096, 512, shape, rates)
     assert found.save == pytest.approx(checkpoint_bytes(shape) / 512e9)
@@ -283,7 +283,7 @@ def test_refusals(options: str, said: str, tmp_path: Path, capsys: pytest.Captur
     assert said in capsys.readouterr().err
 
 
-# What tools/plan.py says beside plans: lengths to pad to, margins that none leaves, uncertainty, parts of nodes.
+# Other output of tools/plan.py: lengths to pad to, margins, uncertainty, partly used nodes.
 
 
 LLAMA = "--model llama3-8b --gpu H100-80G".split()
@@ -310,8 +310,8 @@ def test_padding_is_short_and_worth_it() -> None:
         return Problem(Request(("--model", "llama3-8b"), gpus).workload(length), gpus, load("H100-80G"))
 
     assert padded_length(problem(12345, 8)) == 12352 and padded_length(problem(8192, 8)) == 8192
-    assert padded_length(problem(4100, 512)) == 4224  # to 1,024 would be a quarter more
-    even = problem(4100, 8)  # a sample for each GPU: nothing is to be split
+    assert padded_length(problem(4100, 512)) == 4224  # a multiple of 1,024 would be a quarter longer
+    even = problem(4100, 8)  # one sample per GPU: nothing has to be split
     assert padding_words(even, search(even, 1).plans[0]) == ""
 
 
@@ -374,7 +374,7 @@ def test_three_heads_are_planned_as_the_program_takes_them(capsys: pytest.Captur
 Json = dict[str, Any]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
-# What a user does, and what is then to be seen, as text in the page's title.
+# A user's actions and their visible results, written to the page's title.
 USER = """
 <script>
 const SHAPES = /*SHAPES*/;
@@ -418,7 +418,7 @@ addEventListener("load", () => {
 
 
 def shape(stages: int, virtual: int, batches: int, message: float = 0.0, first: float = 1.0) -> Json:
-    """``first``: of the first stage's passes, the share of another's; a stage alone is the last."""
+    """``first``: time of the first stage's passes relative to others; a single stage counts as the last."""
     return {"stages": stages, "virtual": virtual, "batches": batches, "passes": [1.0, 2.0], "last": [1.5, 3.0],
             "first": [first, 2 * first], "message": message, "after": [["optimizer", 0.5]]}  # fmt: skip
 
@@ -427,7 +427,7 @@ SHAPES = [shape(1, 1, 3), shape(4, 1, 6, 0.25), shape(4, 1, 2), shape(2, 3, 6, 0
 
 
 def scheduled(step: Json) -> list[list[list[float]]]:
-    """(begin, end, backward, micro-batch, chunk) of every stage's passes, as the page works them out itself."""
+    """(begin, end, backward, micro-batch, chunk) of every stage's passes, computed by the page."""
     stages, virtual = step["stages"], step["virtual"]
     programs = [program(stage, stages, step["batches"], virtual) for stage in range(stages)]
 
@@ -452,7 +452,7 @@ def test_what_a_bar_is_made_of_can_be_told_apart() -> None:
 
 
 def test_a_plans_passes_end_when_its_step_does(tmp_path: Path) -> None:
-    """The schedule of what a plan's passes take, and the closed form's bubble: they know nothing of each other."""
+    """The page's schedule agrees with the closed form's bubble, which is computed independently."""
     words = "--model llama3-8b --gpus 16 --gpu A100-80G --seq-length 32K --global-batch 32 --pipeline 4 --top 3 --html"
     assert plan.main([*words.split(), str(tmp_path / "plans.html")]) == 0
     data = data_of((tmp_path / "plans.html").read_text())
@@ -487,7 +487,7 @@ def test_a_browser_sorts_filters_and_chooses(page: Path, tmp_path: Path) -> None
     catch = "<script>addEventListener('error', () => { window.failed = 1; });"
     text, ran = page.read_text(), page.read_text().count("<script>")
     assert ran == 1
-    # what the test adds has no hash, so that the policy would keep it from running
+    # the test's script has no hash, so the policy would block it
     watched = re.sub(r"<meta http-equiv.*>\n", "", text).replace("<script>", catch, 1)
     user = USER.replace("/*SHAPES*/", json.dumps(SHAPES))
     (tmp_path / "used.html").write_text(watched.replace("</body>", user + "</body>"))
@@ -514,7 +514,7 @@ def test_a_browser_sorts_filters_and_chooses(page: Path, tmp_path: Path) -> None
     assert told["chosen"] and told["tip"] and told["command"] and told["blocks"] > 10
 
 
-# The ten questions of docs/use/planner.md: each command runs, and says what the page says.
+# The ten questions of docs/use/planner.md: each command runs and prints the page's figures.
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "use" / "planner.md").read_text().split("## Ten questions")[1]
@@ -551,7 +551,7 @@ def test_the_answer_is_what_the_page_says(
 
 
 def converted(said: str) -> set[str]:
-    """Steps in hours, and host memory in TB, as a page may round them."""
+    """Step times in hours and host memory in TB, rounded as on the page."""
     hours = {f"{float(seconds) / 3600:.1f} hours" for seconds in re.findall(r"(\d+(?:\.\d+)?) s a step", said)}
     sizes = {float(size.replace(",", "")) for size in re.findall(r"Offloading needs ([\d,.]+) GiB", said)}
     return hours | {f"{size * 2**30 / 1e12:.1f} TB" for size in sizes}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner: what it plans runs, nothing beats it, it finds what the papers found."""
+"""The planner: its plans run, none is better, and it confirms the papers' findings."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from megatron.training.refusal import Refusal
 from tools import plan as plan_tool
 
 K = 1024
-# Settings of the USP paper, section 5: ZeRO 1, nothing recomputed, offloaded or beside compute.
+# Settings of the USP paper, section 5: ZeRO 1, no recompute, no offloading, no overlapped gradients.
 USP = Limits(
     zero=(1,),
     recompute=("none",),
@@ -90,7 +90,7 @@ def test_plans_are_accepted_by_the_program(model: str, length: int, batch: int, 
 
 
 def test_units_and_some_layers_go_with_every_other_saving() -> None:
-    """The first way of each kind, and it is accepted."""
+    """The first plan of each kind is accepted by the program."""
     asked = problem("llama3-8b", 512 * K, 1, 8)
     kinds = {}
     for s in savings(Strategy(ulysses=8, zero=3), asked.workload):
@@ -155,13 +155,13 @@ def test_nothing_beats_the_winner(model: str, length: int, batch: int, gpus: int
     assert found.plans[0].seconds <= 1.002 * min(best.values())
     for plan in found.plans[:3]:
         assert plan.seconds <= 1.002 * best[plan.grid]
-        if plan.strategy.recompute_method == "uniform":  # of some layers, fewer may do than the eighths that are tried
+        if plan.strategy.recompute_method == "uniform":  # with block recompute, fewer layers than the tried eighths may suffice
             assert plan.seconds == pytest.approx(best[plan.grid], rel=2e-3)
         assert plan.fits and device_memory(asked.workload, plan.strategy).total <= asked.machine.usable_memory
 
 
 def test_nothing_beats_the_winner_where_samples_differ() -> None:
-    """Ways are ordered as DP's busiest rank takes them: as the mean takes them, another came first, 8 % slower."""
+    """Savings are ordered by DP's busiest rank; by the mean, one that is 8 % slower would come first."""
     tight = replace(load("A100-80G"), memory=8.7571 * 2**30 + load("A100-80G").reserved)
     limits = Limits((1,), (8,), (1,), (64,), (1,), micro_batch=(1,), zero=(3,))
     workload = Request(("--model", "llama3-8b"), 64, "mean:1K,sigma:2.5").workload(128 * K)
@@ -178,21 +178,21 @@ def test_a_unit_whose_weights_are_too_many_does_not_end_the_search() -> None:
 
 
 def test_few_of_the_ways_on_a_thousand_gpus_are_priced() -> None:
-    """A plan's seconds, counted where no machine matters: a layer takes about 0.3 ms. All ways on each grid that is
-    looked at were 9,180 layers."""
+    """The planner's work, counted in priced layers of about 0.3 ms. All savings on each tried
+    grid would be 9,180 layers."""
     asked = problem("llama3-70b", 1024 * K, 16, 1024, "H100-80G")
     for cache in (priced_layer, priced_ends, device_memory):
         cache.cache_clear()
     assert len(search(asked, near=1.0).plans) >= 10
     assert priced_layer.cache_info().misses < 3500
-    assert priced_ends.cache_info().misses < 2500  # gradients are summed otherwise by each stage of ZeRO
+    assert priced_ends.cache_info().misses < 2500  # each ZeRO stage sums gradients differently
     assert device_memory.cache_info().misses < 3500
 
 
 @pytest.mark.parametrize("machine", ["A100-80G", "B200-192G"])
 @pytest.mark.parametrize("keys", [0.0, 4096.0])
 def test_ways_are_ranked_as_if_all_had_been_priced(machine: str, keys: float) -> None:
-    """A simpler way never takes longer, so that the order is that of the prices."""
+    """A simpler saving never takes longer, so the order is that of the prices."""
     for kv_heads, grid in product((32, 8), (dict(ulysses=4), dict(ring=4, tensor=2), dict(ulysses=2, ring=2))):
         workload = Workload(replace(LLAMA3, kv_heads=kv_heads), 256 * K, keys=keys)
         seconds = partial(pass_seconds, workload, machine=load(machine))
@@ -207,7 +207,7 @@ def test_host_memory_counts() -> None:
     asked = problem("llama3-8b", 2048 * K, 1, 4, "A100-80G")
     plan = search(asked).plans[0]
     assert plan.strategy.fpdt_chunk and plan.memory.host > 100 * 2**30
-    small = replace(asked, machine=replace(asked.machine, host_memory=4 * plan.memory.host))  # a tenth is kept free
+    small = replace(asked, machine=replace(asked.machine, host_memory=4 * plan.memory.host))  # a tenth stays free
     found = search(small)
     assert plan.strategy in {other.strategy for other in found.failing}
     assert all(other.strategy != plan.strategy for other in found.plans)
@@ -243,7 +243,7 @@ def test_fewest_gpus_are_enough_and_no_fewer() -> None:
 
 
 def test_the_best_published_grid_is_found() -> None:
-    """In each group of the tables, the row that is fastest by us was measured at most 2 % below the best."""
+    """In each group, the row that we predict to be fastest was measured at most 2 % below the best."""
     groups = defaultdict(list)
     for row in published("usp_tables_5_6_7"):
         groups[row["model"], row["gpus"], row["seq_length"], row["global_batch"]].append(row)
@@ -270,7 +270,7 @@ def test_what_ran_out_of_memory_does_not_fit() -> None:
     assert 5 < lacks < 20
 
 
-# --- its seven recommendations, as consequences ---
+# --- the paper's seven recommendations follow ---
 
 
 def test_1_unified_beats_pure_ulysses_and_pure_ring() -> None:
@@ -285,8 +285,8 @@ def test_1_unified_beats_pure_ulysses_and_pure_ring() -> None:
 
 
 def test_2_data_before_sequence_parallel() -> None:
-    """Figure 5: 8 sequences on 8 GPUs are faster one a GPU than over all, at every length."""
-    roomy = replace(A800, memory=1e13)  # the paper's lengths fit; this is about time alone
+    """Figure 5: for 8 sequences on 8 GPUs, DP is faster than sequence parallelism at every length."""
+    roomy = replace(A800, memory=1e13)  # the paper's lengths fit; only the time is compared
     for length in (2 * K, 8 * K, 16 * K):
         asked = Problem(Workload(LLAMA2, length, 8), 8, roomy, replace(USP, tensor=(1,), overlap=True))
         winner = search(asked).plans[0]
@@ -305,7 +305,7 @@ def test_3_zero_splits_model_states_over_sequence_parallel_ranks_as_over_data() 
         assert len({memory.optimizer for memory in of}) == 1
         states.append(of[0].parameters + of[0].gradients + of[0].optimizer)
     assert states[0] > 1.8 * states[1] and states == sorted(states, reverse=True)
-    # At 120K tokens ZeRO 1 does not fit, and a higher stage does for a hundredth of the time.
+    # At 120K tokens ZeRO 1 does not fit; a higher stage fits and costs 1 % of the time.
     asked = Problem(Workload(LLAMA3, 120 * K), 16, A800, replace(SP, zero=None, overlap=True))
     winner = search(asked).plans[0]
     assert winner.strategy.zero >= 2
@@ -327,7 +327,7 @@ def test_4_sequence_parallelism_waits_less_than_tp_and_less_still_with_gqa() -> 
         (tp, sp), (_, mha) = waits(8, gpus), waits(32, gpus)
         assert sp < mha < 0.5 * tp
     (tp_8, sp_8), (tp_32, sp_32) = waits(8, 8), waits(8, 32)
-    assert tp_32 > tp_8 and sp_32 < sp_8  # at scale: TP's messages do not shrink with its degree
+    assert tp_32 > tp_8 and sp_32 < sp_8  # TP's messages do not shrink with its degree
 
 
 def longest_of(gpus: int, **changed: tuple) -> int:
@@ -351,7 +351,7 @@ def test_6_more_devices_train_longer_sequences_by_sequence_parallelism_and_not_b
 @pytest.mark.parametrize("machine", [A800, load("A800-80G"), load("H100-80G")], ids=["usp-a800", "A800", "H100"])
 @pytest.mark.parametrize("length", [16 * K, 32 * K, 64 * K])
 def test_7_the_order_of_the_axes_is_that_of_what_a_slow_link_costs(machine, length: int) -> None:
-    """Two ranks of an axis on two nodes in place of one: seconds more a step of 8 sequences.
+    """Additional seconds per step of 8 sequences if an axis of two ranks spans two nodes.
 
     Without overlap, as in the paper. With it, DP hides behind compute and costs less than PP.
     """
@@ -372,7 +372,7 @@ PAPER = "--model llama3-8b --gpus 16 --gpu A800-80G --seq-length 120K".split()
 
 
 def told(capsys: pytest.CaptureFixture, *options: str, code: int = 0) -> str:
-    """What the tool prints, its line breaks taken out."""
+    """The tool's output without line breaks."""
     assert plan_tool.main(list(options)) == code
     printed = capsys.readouterr()
     return " ".join((printed.err if code else printed.out).split())
@@ -500,7 +500,7 @@ def test_what_fails_by_host_memory_says_so(
     assert not nearest(asked).fits
 
 
-# --- in words ---
+# --- explanations ---
 
 
 def test_losing_names_what_takes_longer(small_problem: Problem) -> None:
@@ -549,7 +549,7 @@ def test_the_front_is_what_nothing_beats(small_problem: Problem) -> None:
     assert [p.seconds for p in best] == sorted((p.seconds for p in best), reverse=True)
 
 
-# --- confirmed ---
+# --- --confirm ---
 
 
 def small(*options: str) -> list[str]:
@@ -560,7 +560,7 @@ def small(*options: str) -> list[str]:
 def test_where_the_dry_run_does_not_fit_another_plan_is_sought(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """The first dry run takes 100 GiB; what that is more than planned, the second plan leaves free."""
+    """The first dry run takes 100 GiB; the second plan leaves the excess over the first plan free."""
     commands: list[list[str]] = []
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--measure of the papers' tables: real runs in place of the cost model, and what stands where there is no time."""
+"""--measure of the papers' tables: real runs in place of the cost model, and the text of rows without a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.program import run_forked
 
 REPRODUCE = Path(measured.__file__).parent
 PAPERS = {"usp": usp.TABLES, "ulysses": ulysses.TABLES, "fpdt": fpdt_tables.TABLES, "genslm": genslm.TABLES}
-MEASURED = {  # the others are refused with a reason, before anything is looked up
+MEASURED = {  # others are refused with a reason before anything else
     *(f"usp/{name}" for name in ("table_5", "table_6", "table_7", "figure_5")),
     *(f"ulysses/{name}" for name in ("table_2", "table_3", *(f"figure_{number}" for number in range(3, 8)))),
     *(f"fpdt/{name}" for name in ("figure_1", "figure_11", "figure_12", "table_3_mfu")),
@@ -75,7 +75,7 @@ def test_a_step_of_a_real_run(monkeypatch):
 
 def test_the_time_is_the_median_after_the_first_two_steps(monkeypatch):
     assert step_of(monkeypatch, [9000, 5000, 100, 300]) == pytest.approx(0.2)
-    with pytest.raises(Unmeasured, match="failed with code 0"):  # a log that is too short is no measurement
+    with pytest.raises(Unmeasured, match="failed with code 0"):  # a log that is too short
         step_of(monkeypatch, [9000, 5000, 100])
 
 
@@ -158,7 +158,7 @@ def test_layer_inputs_wait_in_host_memory_where_the_paper_has_them_there(monkeyp
 
 
 def test_rows_without_a_time_are_kept_with_the_reason(monkeypatch, tmp_path, capsys):
-    """On 8 GPUs, table 6's 16 stay unknown; what was OOM in the paper can be OOM here."""
+    """On 8 GPUs, rows of table 6 with 16 GPUs stay unknown; a row that was OOM in the paper may be OOM here."""
 
     def full(*_) -> float:
         raise Unmeasured("OOM")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published numbers beside ours: errors, words, tables, files, pictures; and the folder's commands run one by one."""
+"""Published numbers compared with ours: errors, words, tables, files, pictures; and the run_all scripts."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_table_of_a_paper_is_written_where_it_is_asked_for(tmp_path, monkeypat
 
 
 def test_run_all_runs_every_command(tmp_path):
-    """In a copy of the tree with commands that only write down what they were given; one fails."""
+    """In a copy of the tree with commands that only record their arguments; one fails."""
     tree = tmp_path / "tree"
     for file in [REPRODUCE / "run_all.sh", REPRODUCE / "run_folder.sh", *REPRODUCE.glob("*/run_all.sh")]:
         copy = tree / file.relative_to(REPRODUCE.parents[1])
@@ -169,7 +169,7 @@ def test_run_all_runs_every_command(tmp_path):
 
 @pytest.mark.parametrize("script, runs", [("usp/figure_6", 2), ("fpdt/figure_14", 3), ("ulysses/figure_8", 5)])
 def test_curves_are_of_one_training(script: str, runs: int, tmp_path: Path):
-    """Each run of a figure is accepted, and they differ in nothing but how the work is shared out."""
+    """All runs of a figure are accepted and differ only in how the work is distributed."""
     tree, captured = tmp_path / "tree", tmp_path / "captured"
     for name in (f"{script}.sh", "convergence.sh"):
         copy = tree / "examples" / "reproduce" / name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/use/security.md, sentence by sentence: test_NN shows its sentence NN."""
+"""Tests of docs/use/security.md: test_NN proves sentence NN."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def sentences() -> dict[int, str]:
 
 @cache
 def nodes() -> list[tuple[str, ast.AST]]:
-    """(file, node) of all that looks up, imports or calls something."""
+    """(file, node) of all lookups, imports and calls."""
     kinds = (ast.Call, ast.Import, ast.Subscript, ast.Compare)
     trees = ((str(path.relative_to(ROOT)), ast.parse(path.read_text())) for path in CODE)
     return [(name, node) for name, tree in trees for node in ast.walk(tree) if isinstance(node, kinds)]
@@ -61,12 +61,12 @@ def nodes() -> list[tuple[str, ast.AST]]:
 
 @cache
 def calls() -> list[tuple[str, str, ast.Call]]:
-    """(file, what is called, the call)."""
+    """(file, called name, call)."""
     return [(name, ast.unparse(node.func), node) for name, node in nodes() if isinstance(node, ast.Call)]
 
 
 class Harm:
-    """Unpickled, it leaves a folder."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -421,7 +421,7 @@ def test_26_variables_that_are_read():
             parts = [node.left]
         found |= {part.value for part in parts if isinstance(part, ast.Constant)}
     told = set(re.findall(r"`([A-Z][A-Z0-9_]+)`", sentences()[26]))
-    assert found - {"TOKENIZERS_PARALLELISM"} <= told  # which is set for workers, and not read
+    assert found - {"TOKENIZERS_PARALLELISM"} <= told  # set for workers, but not read
     source = "".join(path.read_text() for path in CODE)
     assert not [name for name in told if f'"{name}"' not in source]
 

@@ -45,8 +45,8 @@ EXTRAS = {
 
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Callable]:
-    """Calls a function in a process of its own, where Triton interprets: it decides so when it is first imported."""
-    with ProcessPoolExecutor(1, fork_server()) as process:  # which has imported it
+    """Calls a function in a separate process with Triton's interpreter, which is chosen at the first import."""
+    with ProcessPoolExecutor(1, fork_server()) as process:  # its processes have imported Triton
         yield lambda function, *arguments: process.submit(function, *arguments).result(patience(60))
 
 
@@ -118,7 +118,7 @@ def test_a_step_of_several_words_of_a_mask(interpreted, block, step):
 @pytest.mark.parametrize("block, step", [(32, 16), (128, 64), (16, 128)])
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_walk_meets_each_pair_once_and_few_others(mask, block, step, side):
-    """The ranges alone, taken apart: which pairs are computed, and which of them count."""
+    """The ranges alone: which pairs are computed, and which of them are kept."""
     found = tiles(((0, 200), (400, 577)), ((0, 300), (300, 577)), MASKS[mask])
     wanted = torch.zeros(377, 577, dtype=torch.int32)
     for tile in found:
@@ -146,7 +146,7 @@ def test_a_walk_meets_each_pair_once_and_few_others(mask, block, step, side):
 
 
 def test_walks_of_long_sequences_are_short():
-    """Blocks' ranges grow with the blocks, not with their pairs."""
+    """The number of ranges grows with the blocks, not with their pairs."""
     found = tiles(((0, 2**20),), ((0, 2**20),), Window(2**15 - 1))
     walked = walk(found, "q", 2**20, 128, 64, torch.device("cpu"))
     assert len(walked.blocks) == 2**13 and len(walked.ranges) <= 6 * 2**13
@@ -164,7 +164,7 @@ def test_bits_of_long_tiles_come_in_several_launches(monkeypatch):
 
 
 def test_nothing_to_do(interpreted):
-    """Queries that no tile has keep what they had."""
+    """Queries that are in no tile keep their values."""
     case = Case(Documents((30, 60)), q_at=((30, 60),), blocks=(((0, 30),), ((30, 60),)))
     check(interpreted(triton_cases.errors, case))
 

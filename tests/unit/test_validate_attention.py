@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks, packed documents and their balance: what follows from the flags, and what is refused by name."""
+"""Masks, packed documents and their balance: derived settings and refusals."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The predicted step as a trace: all stages together, all layers, all micro-batches, until the printed step ends."""
+"""The trace of a predicted step: all stages, layers and micro-batches; it ends at the printed time."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_stages_wait_for_each_other(flags: str, ranks: int, tmp_path: Path) -> N
     assert ends(events) == pytest.approx(found.predicted_seconds, rel=1e-2)
     passes = [event for event in events if event["ph"] == "X" and event["cat"] == "phase"]
     stages = found.config.parallel.pipeline_model_parallel_size
-    first, last = 0, ranks - 1  # of the first stage and of the last
+    first, last = 0, ranks - 1  # ranks of the first and the last stage
     begin = {
         (rank, name): min(x["ts"] for x in passes if x["pid"] == rank and x["name"] == name)
         for rank in (first, last)
@@ -110,7 +110,7 @@ def test_stages_wait_for_each_other(flags: str, ranks: int, tmp_path: Path) -> N
     assert begin[first, "optimizer"] >= max(
         x["ts"] + x["dur"] for x in passes if x["name"] == "backward" and x["pid"] == last
     )
-    # Each micro-batch that a stage passes on has left it before the next one begins with it.
+    # A stage begins with a micro-batch only after the previous stage has sent it.
     sent = {event["id"]: event for event in events if event["ph"] == "s"}
     came = [event for event in events if event["ph"] == "f"]
     places = stages * (found.config.parallel.num_virtual_stages_per_pipeline_rank or 1)
@@ -122,7 +122,7 @@ def test_stages_wait_for_each_other(flags: str, ranks: int, tmp_path: Path) -> N
 
 
 def assert_no_overlap(events: list[dict[str, Any]]) -> None:
-    """A stream does one thing at a time."""
+    """Events of a stream do not overlap."""
     spans = [event for event in events if event["ph"] == "X"]
     for stream in {(event["pid"], event["tid"]) for event in spans}:
         mine = sorted((x["ts"], x["ts"] + x["dur"]) for x in spans if (x["pid"], x["tid"]) == stream)
@@ -162,7 +162,7 @@ def test_what_did_not_run_is_there_as_if_it_had(flags: str, ranks: int, tmp_path
             [event for event in events if event["ph"] == "X" and event["pid"] == rank and event["cat"] != "wait"]
             for events in (some, all_of_them)
         )
-        # ZeRO 1's optimizer updates a rank's part of every parameter: how many kernels depends on the layers.
+        # ZeRO 1's optimizer updates a rank's part of every parameter, so its kernels depend on the layers.
         begins_of = [next(x["ts"] for x in events if x["name"] == "optimizer") for events in (a, b)]
         a, b = ([x for x in events if x["ts"] < begin - 1e-3] for events, begin in zip((a, b), begins_of))
         assert [(x["tid"], x["name"]) for x in a] == [(x["tid"], x["name"]) for x in b]
@@ -202,7 +202,7 @@ def test_layers_that_cannot_be_told_apart_are_drawn_out_over_their_time() -> Non
 
 TOLERANCE = 0.05
 K = 1024
-# Two layers as wide as Llama-3-8B's, so that kernels take as long as they do in earnest.
+# Two layers of Llama-3-8B's width, so that kernels take realistic times.
 SHAPE = Shape(layers=2, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=32000)
 
 
@@ -250,11 +250,11 @@ MORE += [  # by keys: the host link decides
 ]
 
 
-WINDOW = 4 * K  # tokens of which each sees those before it
+WINDOW = 4 * K  # tokens that a query sees before it
 
 
 def sampled(name: str, tokens: int, batch: int = 1, kv_heads: int = 8, layers: int = 2, **grid: Any) -> Case:
-    """One of a random sample of which estimate, or memory, had once been further off than the tolerance."""
+    """Cases of a random sample whose estimate or memory was once outside of the tolerance."""
     found = case(name, tokens, batch, layers, **grid)
     keys = WINDOW - (WINDOW * WINDOW - WINDOW) / 2 / tokens if "window" in name else 0.0
     workload = replace(found.workload, shape=replace(SHAPE, layers=layers, kv_heads=kv_heads), keys=keys)
@@ -293,7 +293,7 @@ def names(cases: list[Case]) -> Any:
 
 @names(SAMPLED)
 def test_time_and_memory_are_those_of_dry_runs(case: Case) -> None:
-    """Device and host memory too, of the fullest rank: it may not be told to be less than it is."""
+    """Also device and host memory of the fullest rank, which must not be underestimated."""
     machine, ranks, workload, strategy = load("A100-80G"), case.strategy.ranks, case.workload, case.strategy
     window = ["--window-size", f"{WINDOW - 1},0"] if workload.keys else []
     config = parse([*flags(case), *window], dict(LLAMA), ranks)
