@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The console command of an installed package: ``longcontext NAME ...`` runs what ``python tools/NAME.py ...`` runs.
 
-A program keeps one file, which works in a clone and in an installed package. On several processes, the training
+Each program is one file, which works in a clone and in an installed package. On several processes, the training
 programs are started as ``torchrun --nproc-per-node 8 --no-python longcontext pretrain-llama ...``.
 """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A GPU's streams, simulated on a CPU: each copy happens at a random moment that the recorded events allow.
 
-Compute runs eagerly. A copy happens at the latest when compute waits for it, and otherwise at any earlier call. Until then
+Compute runs eagerly. A copy happens when compute waits for it, or at any call before. Until then
 
 - what is loaded is NaN, and what is stored may still change: a copy reads what its source holds when it happens;
 - memory that is freed without a wait is lost: a store from it stores NaN, and a load into it is a fault;

@@ -411,7 +411,7 @@ def prove(records: Mapping[str, tuple[Record, Judge]]) -> list[str]:
     """Check that no cut of any record leaves a bad state, and that each sync is needed for that.
 
     Without one of its calls there must be a bad state. (This need not hold for every single call, because what one call
-    writes another one may write as well.) A sync that is not needed shows that the judge overlooks something, or that the
+    writes another may write too.) A sync that is not needed shows that the judge overlooks something, or that the
     program syncs for nothing. Returns a line for each record.
     """
     needed, needless, lines = set(), set(), []

@@ -2,7 +2,7 @@
 """A published recipe started with stand-ins for its files: tokenizer, data, then one simulated step.
 
 Stand-ins are in a temporary folder under the recipe's names: a tokenizer of its type with about 300 ids,
-`.bin` and `.idx` of 3,000 short documents, chats. Samples have 32 tokens, so that the data hold several. The step is the
+`.bin` and `.idx` of 3,000 short documents, chats. Samples have 32 tokens, so the data hold several. The step is the
 last rank's, with the least layers and micro-batches that its grid permits; lengths and widths are the recipe's.
 """
 

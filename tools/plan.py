@@ -65,8 +65,8 @@ def main(argv: list[str] | None = None) -> int:
             problems = [longest(request, problems[0], console)]
         report(request, best_offer(problems, about, args, console), about, args, console)
     except Refusal as refusal:
-        told = Refusals(refusal.parts) if isinstance(refusal, Refusals) else refusal  # without a command of training
-        print(f"error: {told.told()}", file=sys.stderr)
+        shown = Refusals(refusal.parts) if isinstance(refusal, Refusals) else refusal  # without a command of training
+        print(f"error: {shown.render()}", file=sys.stderr)
         return EXIT_REFUSED
     return 0
 

@@ -32,7 +32,7 @@ RECOMPUTE_ARGS=(
     --recompute-num-layers 1
 )
 
-# The tokenizers that a script may name beside its data.
+# The tokenizers that a script may name in addition to its data.
 HUGGING_FACE_TOKENIZER=(
     --tokenizer-type HuggingFaceTokenizer
     --tokenizer-model "${TOKENIZER:-}"

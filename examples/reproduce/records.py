@@ -2,7 +2,7 @@
 """Published training runs compared with our cost model, on every machine that has a file.
 
     python examples/reproduce/records.py [OUT_DIR]
-    python examples/reproduce/records.py --fit        # fit again; swap the halves; leave each source out in turn
+    python examples/reproduce/records.py --fit        # fit again, also with halves swapped and without each source
     python examples/reproduce/records.py --page       # writes the tables of docs/inside/published-runs.md
     python examples/reproduce/records.py --predict    # predicts new runs of published/after_freeze.json, once
 
@@ -45,13 +45,13 @@ from examples.reproduce.record_price import Predicted, family  # noqa: E402
 from examples.reproduce.report import Row, command, write  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "inside" / "published-runs.md"
-AGREED = 0.05  # halves whose constants differ by no more of the smaller one
+AGREED = 0.05  # largest relative difference of constants that agree
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-MOST = 1.6  # times the published speed that the picture has room for
+MOST = 1.6  # upper end of the picture, in times the published speed
 
 
 def row(one: Predicted) -> Row:
-    """Seconds a step; the published ones follow from the figure in the record."""
+    """Seconds per step; the published ones follow from the figure in the record."""
     r = one.record
     tokens = r.global_batch * r.seq_length / r.gpus
     again = "" if r.recompute == "none" else f", again {r.recompute}"
@@ -67,9 +67,9 @@ def row(one: Predicted) -> Row:
 
 
 def grid(r: Record) -> str:
-    """TP, Ulysses, Ring, DP and PP of more than one."""
+    """The sizes above 1 of TP, Ulysses, Ring, DP and PP."""
     axes = (("TP", r.tp), ("U", r.ulysses), ("R", r.ring), ("DP", r.dp), ("PP", r.pp))
-    return " ".join(f"{name}{size}" for name, size in axes if size > 1) or "alone"
+    return " ".join(f"{name}{size}" for name, size in axes if size > 1) or "one GPU"
 
 
 def draw(figure: Any, found: list[Predicted]) -> None:
@@ -98,7 +98,7 @@ def draw(figure: Any, found: list[Predicted]) -> None:
                 label = f"{what}, beyond: {len(beyond)}, up to {max(one.ours / one.published for one in beyond):.1f}"
                 axes.scatter([one.published for one in beyond], [0.99 * MOST] * len(beyond),
                              s=50, marker="^", label=label, **style)  # fmt: skip
-        axes.set(xscale="log", ylim=(0.6, MOST), title=name, xlabel="published tokens a second and GPU")
+        axes.set(xscale="log", ylim=(0.6, MOST), title=name, xlabel="published tokens per second and GPU")
         axes.set_ylabel("simulated over published" if place == 1 else None)
         axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13))
 
@@ -137,7 +137,7 @@ def fit_again() -> None:
 def page_totals() -> list[str]:
     """Both halves, and the test half counted in other ways."""
     lines = [
-        "| | runs | nothing fitted | with the constants | each source once | its tokens a second |",
+        "| | runs | nothing fitted | with the constants | each source once | its tokens per second |",
         "|---" * 6 + "|",
     ]
     found = predictions(fitted())
@@ -155,7 +155,7 @@ def page_totals() -> list[str]:
 
 
 def page_machines() -> list[str]:
-    """What planner and dry run have for each machine: both halves together, and apart."""
+    """The error of planner and dry run for each machine: for both halves together, and separately."""
     lines = ["| machine | runs | error | mean with signs | fitted half | other half |", "|---" * 6 + "|"]
     found = [one for one in predictions({}) if not one.record.unpriced]
     for machine in sorted({one.record.machine for one in found}):
@@ -168,7 +168,7 @@ def page_machines() -> list[str]:
 
 
 def page_constants() -> list[str]:
-    """Each with what the other half makes of it."""
+    """Each constant, and its value fitted to the other half."""
     lines = ["| architecture | constant | shipped | by the other half | |", "|---" * 5 + "|"]
     shares, ends = fitted(), uncertain()
     for name, free in FREE.items():
@@ -235,7 +235,7 @@ def main() -> None:
     print("", "After the freeze:", *record_checks.after_freeze_table(), sep="\n")
     print("", "Left out:", sep="\n")
     for why, run in left_out():
-        ours = f"; simulated {row(predictions(fitted(), [run])[0]).ours:,.0f} s a step" if run else ""
+        ours = f"; simulated {row(predictions(fitted(), [run])[0]).ours:,.0f} s per step" if run else ""
         print(f"- {why}{ours}")
 
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Make what finetune.sh starts from: a small random Llama with a tokenizer and a chat template, and chats.
+"""Make the inputs of finetune.sh: a small random Llama with a tokenizer and a chat template, and chats.
 
     python examples/sft/make_model.py --model out/sft/model --chats out/sft/chats.jsonl
 
-The chats are about places that do not exist, so that the model can have the right answers from the chats only. Each
+The chats are about invented places, so that the model can learn the answers only from the chats. Each
 place has a river and a colour. A conversation asks about several places, one in each turn.
 """
 

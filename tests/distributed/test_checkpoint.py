@@ -358,7 +358,7 @@ def test_what_cannot_be_loaded_is_refused_by_name(pool, tmp_path):
     pool.run(train_and_save, 1, GQA, folder, 1, 0)
     (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --num-layers 2")
     assert "another model" in told and "--num-layers 4 there, 2 here" in told
-    (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} {YARN}")  # another network: a run must not continue as this one
+    (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} {YARN}")  # another network: cannot be resumed
     assert "another model" in told and "--position-embedding-type rope there, yarn here" in told
     (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --finetune --position-embedding-type learned_absolute")
     assert "another model" in told and "--position-embedding-type rope there, learned_absolute here" in told

@@ -210,7 +210,9 @@ def another_run(folder):
 
 
 def disk_is_newer(folder):
-    shutil.copytree(folder / "c" / "iter_0000001", folder / "c" / "iter_0000003")  # another state, to distinguish the two
+    shutil.copytree(
+        folder / "c" / "iter_0000001", folder / "c" / "iter_0000003"
+    )  # another state, to see the difference
     list_files(folder / "c" / "iter_0000003")
     (folder / "c" / "latest_checkpointed_iteration.txt").write_text("3")
     return REPLICATED, ""

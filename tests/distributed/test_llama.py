@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model is Llama: the same weights give the same logits in Hugging Face's LlamaForCausalLM.
 
-The test does what a user does: save_pretrained, tools/convert_hf.py, the printed flags, ``--load``; then a forward pass.
+The steps are a user's: save_pretrained, tools/convert_hf.py, the printed flags, ``--load``; then a forward pass.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ SMALL = "--num-layers 1 --hidden-size 32 --num-attention-heads 4"
 
 
 def loop(job):
-    """Run the real loop; returns (whether it saved at the end, for each garbage collection whether it was automatic)."""
+    """Run the real loop; returns (whether it saved at the end, whether each garbage collection was automatic)."""
     import gc
 
     from megatron.training.features.stopping import Stopper

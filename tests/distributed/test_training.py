@@ -28,7 +28,7 @@ GATHER = "--cp-comm-type all_gather"
 ACCOUNT = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
 
 WHOLE = "--micro-batch-size 4"  # no accumulation, which halves the messages; other cases accumulate
-SMALL_BUCKETS = "--micro-batch-size 1 --ddp-bucket-size 5000"  # as in a large model, the output layer has a separate bucket
+SMALL_BUCKETS = "--micro-batch-size 1 --ddp-bucket-size 5000"  # the output layer has a separate bucket
 BATCH_6 = "--micro-batch-size 1 --global-batch-size 6"
 
 

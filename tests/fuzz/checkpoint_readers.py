@@ -49,7 +49,7 @@ from tests.fuzz import mutations
 from tests.fuzz.harness import Reader
 
 OLD = Path(__file__).parents[1] / "distributed" / "data"
-OURS, CORE = "checkpoint_0b3becd.tgz", "megatron_core_0.12.tgz"  # from an earlier version of this program, and from Megatron-LM
+OURS, CORE = "checkpoint_0b3becd.tgz", "megatron_core_0.12.tgz"  # an older version's, Megatron-LM's
 TRACKER = "latest_checkpointed_iteration.txt"
 
 

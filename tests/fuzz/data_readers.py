@@ -360,7 +360,7 @@ def compared(predicted: str, real: str) -> Any:
         known = {x.name: x.kind for x in ours if x.kind not in trace_alignment.KINDS} | {"aten::mm": "gemm"}
         found = trace_alignment.compare(ours, measured(run, known))
         compare_trace._table(found, 0)
-        return json.dumps([merged(dry, [(0, run)]), found.rows(), found.alone()]) and None
+        return json.dumps([merged(dry, [(0, run)]), found.rows(), found.differences()]) and None
 
     return read
 

@@ -334,7 +334,7 @@ def _read(reader: Reader, folder: Path, data: bytes, watch: _Watch) -> tuple[str
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             signal.setitimer(signal.ITIMER_PROF, 0)
     except Refusal as refusal:
-        kind, line = "refusal", refusal.told()
+        kind, line = "refusal", refusal.render()
         if wrong := _wrong_refusal(refusal, line):
             return wrong, ""
     except Caught as caught:

@@ -200,7 +200,7 @@ def test_any_sequence_leaves_blocks_that_do_not_overlap(settings: Settings) -> N
 
 
 def test_a_recorded_sequence_is_replayed() -> None:
-    changes = [(0, 30 * MIB), (1, 5 * MIB), (0, -30 * MIB), (2, 4 * MIB), (2, 8 * MIB), (1, -5 * MIB)]  # block 2 is resized
+    changes = [(0, 30 * MIB), (1, 5 * MIB), (0, -30 * MIB), (2, 4 * MIB), (2, 8 * MIB), (1, -5 * MIB)]  # 2 resized
     found = replayed(changes, Settings())
     assert found.allocated == 12 * MIB and found.peak_allocated == 35 * MIB and found.peak_reserved == 50 * MIB
 

@@ -124,7 +124,7 @@ def attend_by_operator(x: Tensor) -> Tensor:
         return functional.scaled_dot_product_attention(q, q, q, is_causal=True)
 
 
-LAYER, VOCABULARY = usual_layer()[0], drawn(6, WIDTH).detach()  # made here, because torch.func permits no requires_grad_ inside
+LAYER, VOCABULARY = usual_layer()[0], drawn(6, WIDTH).detach()  # torch.func permits no requires_grad_ inside
 
 
 def loss_in_chunks(x: Tensor) -> Tensor:

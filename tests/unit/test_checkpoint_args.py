@@ -323,7 +323,7 @@ def test_a_tracker_that_was_set_back_is_refused_with_both_ways_out(tmp_path, run
         latest(folder, notes)
     assert in_one_line(refused, f"{folder / TRACKER} says 4", "write 8 to it", "go back with --ckpt-step 4")
     assert checkpoint_path(folder, 4).name == "iter_0000004"
-    assert latest(folder, notes, whole=False) == "iter_0000008"  # --skip-damaged-checkpoints: the checkpoint need not exist
+    assert latest(folder, notes, whole=False) == "iter_0000008"  # as with --skip-damaged-checkpoints
     (folder / TRACKER).write_text("8")
     assert latest(folder) == "iter_0000008"
 

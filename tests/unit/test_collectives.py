@@ -119,7 +119,7 @@ def test_nccl_tests_output_is_read_with_what_mpirun_puts_between(tmp_path):
     assert (run.kind, run.ranks, run.nodes, len(run.rows)) == ("all_reduce", 16, 2, 32)
     assert run.rows[-1] == pytest.approx((2 * 17179869184 * 15 / 16, 68652e-6))
     assert run.bus == pytest.approx(469.2e9, rel=1e-3)
-    (gather,) = read_runs(LOGS / "h100_16_gather.txt", "all_gather")  # with srun's labels, without ranks and name of the test
+    (gather,) = read_runs(LOGS / "h100_16_gather.txt", "all_gather")  # with srun's labels, without ranks
     assert (gather.kind, gather.ranks, gather.nodes) == ("all_gather", 16, 0)
     with pytest.raises(Refusal, match="KIND="):
         read_runs(LOGS / "h100_16_gather.txt")
@@ -280,7 +280,7 @@ def test_links_that_are_later_than_nccls_table(tmp_path):
     rings = price_of("all_gather", 8, 1, late)(8) - price_of("all_gather", 8, 1, H100)(8)
     assert rings == pytest.approx(7e-3, rel=1e-3)
     assert price_of("all_reduce", 8, 1, late)(8) == pytest.approx(2e-3 + 25e-6, rel=1e-3)
-    assert price_of("all_reduce", 16, 1, late)(8) == pytest.approx(14e-3, rel=0.01)  # a chain in each node, in both directions
+    assert price_of("all_reduce", 16, 1, late)(8) == pytest.approx(14e-3, rel=0.01)  # a chain in each node, both ways
     assert price_of("all_reduce", 16, 8, late) == price_of("all_reduce", 16, 8, H100)  # uses no link inside a node
 
 

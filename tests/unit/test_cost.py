@@ -134,7 +134,7 @@ def test_what_was_measured_of_a_kind_is_its_price():
     took = lambda kind, ranks, stride=1: transfer_seconds(transfer(kind, 400, ranks, stride), machine)  # noqa: E731
     assert took("all_reduce", 4) == pytest.approx(400 / 50 + 3 * 1)
     assert took("all_reduce", 2, 4) == pytest.approx(400 / 5 + 4)
-    assert took("all_reduce", 8) == pytest.approx(400 / (4 * 5) + 6 * 1 + 4)  # four ranks of a node use four parts of the card
+    assert took("all_reduce", 8) == pytest.approx(400 / (4 * 5) + 6 * 1 + 4)  # four ranks of a node use four parts
     assert took("p2p", 4) == pytest.approx(400 / 25 + 3) and took("p2p", 2, 4) == pytest.approx(400 / 8 + 5)
     assert took("all_to_all", 8) == pytest.approx(400 * 4 / 7 / 2 + 4 * 6)
     assert took("all_to_all", 4) == transfer_seconds(transfer("all_to_all", 400, 4), replace(TOY, collective=9.0))

@@ -92,7 +92,7 @@ def test_every_training_token_comes_once_an_epoch(corpus):
 
 
 def test_no_token_is_taken_for_padding(tmp_path):
-    """core masks every label that equals the tokenizer's pad and zeroes such tokens; Llama's pad is often a real token."""
+    """core masks labels and zeroes tokens that equal the tokenizer's pad; Llama's pad is often a real token."""
     prefix, _ = write(tmp_path / "few", high=4)
     train, *_ = build_datasets(configure(data_path=[prefix], split="1"), NULL, (20, 0, 0))
     assert (

@@ -184,7 +184,7 @@ def refusal_of(action: Callable[[], object]) -> str | None:
     try:
         action()
     except Refusal as refusal:
-        return refusal.told()
+        return refusal.render()
     return None
 
 

@@ -16,7 +16,7 @@ import longcontext
 from tests.patience import patience
 
 ROOT = Path(__file__).parents[2]
-FOLDER = sorted(path for path in (ROOT / "tools").glob("*.py") if path.name != "launch_redirect.py")  # this filter has no --help
+FOLDER = sorted(path for path in (ROOT / "tools").glob("*.py") if path.name != "launch_redirect.py")  # has no --help
 TOOLS = [path for path in FOLDER if re.search(r"^def main\(.*__main__", path.read_text(), re.M | re.S)]
 ENTRIES = [ROOT / "pretrain_gpt.py", ROOT / "pretrain_llama.py"]
 WITHOUT_TORCH = """

@@ -151,7 +151,7 @@ def refused_with_command(flags: str, world_size: int = 8) -> Refusal:
 
 def test_one_refusal_alone_stays_one_line():
     refusal = refused_with_command(f"{ACCEPTED} --num-experts 8")
-    assert type(refusal) is Refusal and refusal.told() == str(refusal)
+    assert type(refusal) is Refusal and refusal.render() == str(refusal)
     assert str(refusal) == "--num-experts: mixtures of experts are not built here: leave it out"
 
 
@@ -184,7 +184,7 @@ def test_the_list_ends_with_the_command_line_that_is_taken():
     assert refusal.command is None  # two sizes for one axis
 
     refusal = refused_with_command(f"{ACCEPTED} --num-experts 8 --kd --ulyses-parallel-size 4 --fpdt")
-    told = refusal.told().splitlines()
+    told = refusal.render().splitlines()
     assert told[0] == "4 settings cannot run" and told[1].startswith("  1. --ulyses-parallel-size is not a known flag")
     assert "this would be accepted, without --num-experts, --kd, --ulyses-parallel-size, with " in told[5]
     config = parse(shlex.split(told[6]), world_size=8)
@@ -216,7 +216,7 @@ def test_ways_out(flags: str):
     refusal = refused_with_command(f"{ACCEPTED} {flags} --num-experts 8 --fp4-format e2m1")
     wanted = FIXED[flags]
     if wanted is None:
-        assert refusal.command is None, refusal.told()
+        assert refusal.command is None, refusal.render()
         return
     kept = flags if flags.startswith(("--recompute", "--optimizer", "--fpdt", "--manual")) else ""
     assert parse(shlex.split(refusal.command), world_size=8) == parse(

@@ -83,7 +83,7 @@ def test_usp_winners_are_at_most_two_percent_below_the_published_best(usp):
 
 
 def test_usp_flops_are_counted_as_printed():
-    """The last version's 152.51 (causal) follows from the first's 266 only if the gate of Llama's MLP is not counted."""
+    """The last version's 152.51 (causal) follows from the first's 266 only without the gate of Llama's MLP."""
     workload = Workload(training_shape("llama3-8b"), 122880)
     full, half = (usp_tflops(replace(workload, seq_length=length), 1.0, 16) for length in (122880, 61440))
     attention = 2 * (full - 2 * half)  # the quadratic part for the full length

@@ -260,7 +260,7 @@ def test_12_the_page_runs_its_own_script_alone(tmp_path):
 
 
 def test_13_what_a_file_says_is_one_line():
-    told = Refusal("file \x1b]0;title\x07 says\r\n\u202e\ud800" + "x" * 10_000 + "way out").told()
+    told = Refusal("file \x1b]0;title\x07 says\r\n\u202e\ud800" + "x" * 10_000 + "way out").render()
     assert told.isprintable() and len(told) <= 1000 and told.endswith("way out") and "\\x1b" in told
     told.encode()
 

@@ -5,9 +5,9 @@
     python examples/reproduce/usp/tables.py table_5 [OUT_DIR] [--measure]
 
 Training: ZeRO 1 over DP x CP, sequence parallelism with TP, no recompute, a zigzag ring, as the paper has it. TFLOPS
-count the full mask, as the paper's first version does. A published row that does not fill its GPUs leaves the rest to
-DP. Attention alone, forward: the paper does not say how wide it is. We take 32 heads of 128 and one sequence, which the
-rates at 32K fit.
+count the full mask, like the paper's first version. If a published row does not use all GPUs, the rest are
+DP. Tables 3 and 4 (attention, forward): the paper gives no width. We assume 32 heads of 128 and one sequence, which the
+rates at 32K suggest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RINGS = {"basic": "contiguous", "balanced": "zigzag"}
 
 
 def attention_rows(machine: Machine, table: str) -> list[Row]:
-    """Iterations a second of ``usp_attention_TABLE``, Ulysses x Ring = 8; both readings of the A100 table's 128K."""
+    """Iterations per second of ``usp_attention_TABLE``, Ulysses x Ring = 8; both readings of the A100 table's 128K."""
     rows = []
     for line in published(f"usp_attention_{table}"):
         written = line["seq_length"]
@@ -66,7 +66,7 @@ DEFAULTS = {"zero": 1, "overlap_grad_reduce": False, "overlap_param_gather": Fal
 
 
 def training_rows(clock: Clock, tables: Iterable[int] = (5, 6, 7)) -> list[Row]:
-    """TFLOPS per GPU as the paper counts them."""
+    """TFLOPS per GPU by the paper's count."""
     rows = []
     for line in published("usp_tables_5_6_7"):
         if line["table"] not in tables:
@@ -90,15 +90,15 @@ def note(line: dict, data: int) -> str:
     if line["table"] == 6 and line["tp"] == 2:
         return "outlier, not explained in the paper: 40 % below its neighbours at 64K, 10 % at 120K"
     if line["global_batch"] == 16 and data == 1:
-        return "16 sequences at once would not fit: taken as 16 micro-batches, although the paper says no accumulation"
+        return "16 sequences at once would not fit: 16 micro-batches assumed, although the paper says no accumulation"
     return ""
 
 
 def figure_5_rows(clock: Clock, overlap: bool = True) -> list[Row]:
-    """DP 8 against the best of Ulysses x Ring = 8, one sequence a GPU or eight on all.
+    """DP 8 against the best of Ulysses x Ring = 8: one sequence per GPU, or eight on all GPUs.
 
-    At 512 tokens the published times leave no room for sending gradients and weights without overlap: here they are
-    sent while the ranks compute, unlike in tables 5 to 7. Without ``overlap`` they are sent as there.
+    At 512 tokens the published times are too short for sending gradients and weights without overlap: here they are
+    overlapped, unlike in tables 5 to 7. Without ``overlap`` they are sent as there.
     """
     settings = DEFAULTS | {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
     rows = []
@@ -132,7 +132,7 @@ def training_table(number: int, about: str) -> PaperTable:
 def print_without_overlap(rows: list[Row]) -> None:
     if rows[0].marked == "simulated":
         alone = mean_error(figure_5_rows(clock("usp-a800", False), overlap=False))
-        print(f"with gradients and weights alone, as in tables 5 to 7: {alone:.1f} %")
+        print(f"without overlap of gradients and weights, as in tables 5 to 7: {alone:.1f} %")
 
 
 NOT_RUN = (

@@ -122,8 +122,8 @@ class RankReport:
 
     Attributes:
         stage: its kind: ``first``, ``middle`` or ``last`` of the pipeline.
-        layers: (of its stage, of them run).
-        micro_batches: (of a step, of them run).
+        layers: (number in its stage, number that ran).
+        micro_batches: (number in a step, number that ran).
         profile, replayed: memory and time of the layers and micro-batches that ran, for pictures.
         program: the passes of its complete step; None without a machine.
         reserved: memory that PyTorch's allocator takes from the driver; empty without a GPU.
@@ -198,10 +198,10 @@ def dry_run(
     done = _run_jobs(jobs, workers)
     reports = []
     for index, (rank, stage) in enumerate(kinds):
-        of_this = slice(index * len(counts), (index + 1) * len(counts))
-        mine = done[of_this]
-        if len({job[4] for job in mine}) > 1:  # micro-batches repeat with one number of layers only: run them all
-            mine = [run_job((*job[:-1], True)) for job in jobs[of_this]]
+        of_rank = slice(index * len(counts), (index + 1) * len(counts))
+        mine = done[of_rank]
+        if len({job[4] for job in mine}) > 1:  # micro-batches repeat for only one number of layers: run all
+            mine = [run_job((*job[:-1], True)) for job in jobs[of_rank]]
         result, layers = mine[-1][0], depths[rank * len(depths) // world_size]
         if len(counts) > 1:
             result = extrapolated(mine[0][0], result, *counts, layers)
@@ -288,7 +288,7 @@ def run_job(job: Job) -> Done:
     """Simulate a rank's step.
 
     Returns:
-        (figures, (micro-batches, of them run), memory profile and replay of what ran, the micro-batches that repeat or
+        (figures, (micro-batches, how many ran), memory profile and replay of what ran, the micro-batches that repeat or
         None, allocations of what ran).
     """
     config, world_size, rank, vocab_size, machine, every_micro_batch = job

@@ -93,13 +93,13 @@ def _runtime(result: DryRun) -> Iterator[str]:
     own = runtime_memory(result.config, result.world_size, result.machine)
     yield (
         f"outside of PyTorch's allocator: context {readable(own.context)}, NCCL {readable(own.nccl)} for "
-        f"{own.communicators} groups; within: cuBLAS' workspace, {readable(own.cublas)} "
+        f"{own.communicators} groups; inside it: cuBLAS' workspace, {readable(own.cublas)} "
         f"({own.source.partition(':')[0]}); the machine's file reserves {readable(result.machine.reserved)}"
     )
 
 
 def unequal(result: DryRun, jitter: Jitter) -> str:
-    """A sentence about a step on ranks whose speed varies; the waits of what ran are scaled to the complete step."""
+    """A sentence about a step on ranks whose speed varies. The waits that ran are scaled to the complete step."""
     slowest = max(result.ranks, key=lambda report: report.figures.seconds["step"]).replayed
     waits = slowest.waits.scaled(result.predicted_seconds / slowest.seconds)
     return describe(spread(result.predicted_seconds, waits, result.world_size, jitter), jitter)
@@ -122,7 +122,7 @@ def _memory(result: DryRun) -> Table:
 
 
 def _communication(result: DryRun) -> Table:
-    table = Table(title="bytes that a rank moves in a step, and its arithmetic", title_justify="left")
+    table = Table(title="bytes moved and FLOPs of a rank in a step", title_justify="left")
     table.add_column("")
     for report in result.ranks:
         table.add_column(name(report), justify="right")
@@ -241,4 +241,4 @@ def write(result: DryRun, path: str, events: int | None = None) -> list[str]:
 def _ran(report: RankReport) -> str:
     """The numbers of layers and micro-batches that ran, if not all did."""
     all_of_them = (("layers", report.layers), ("micro-batches", report.micro_batches))
-    return "".join(f", {ran} of {there} {what}" for what, (there, ran) in all_of_them if ran != there)
+    return "".join(f", {ran} of {total} {what}" for what, (total, ran) in all_of_them if ran != total)

@@ -132,10 +132,10 @@ def offers(problems: Sequence[Problem], top: int, terms: Terms | None, near: flo
     """
     result = []
     for problem in problems:
-        found = search(problem, top, near=near)
-        plans = found.plans or found.tight
+        outcome = search(problem, top, near=near)
+        plans = outcome.plans or outcome.tight
         if plans:
-            result.append(Offer(problem, found, plans, run_of(plans[0], problem, terms) if terms else None))
+            result.append(Offer(problem, outcome, plans, run_of(plans[0], problem, terms) if terms else None))
     return result
 
 

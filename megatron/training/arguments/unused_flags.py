@@ -147,18 +147,18 @@ FILELESS = (
 )
 
 
-def note_idle(config: Config) -> None:
+def note_unused(config: Config) -> None:
     """Add a note to ``config.notes`` for settings that are not at their defaults and that nothing reads."""
     default = Config()
     for reader, reads, names in READERS:
         if reads(config):
             continue
-        idle = []
+        unused = []
         for name in names.split():
             section, field = name.split(".")
             part = getattr(config, section)
             if getattr(part, field) != getattr(getattr(default, section), field):
                 metadata = next(f.metadata for f in fields(part) if f.name == field)
-                idle.append(metadata.get("flags", ["--" + field.replace("_", "-")])[0])
-        if idle:
-            config.notes.append(f"no effect here: {', '.join(idle)} ({reader})")
+                unused.append(metadata.get("flags", ["--" + field.replace("_", "-")])[0])
+        if unused:
+            config.notes.append(f"no effect here: {', '.join(unused)} ({reader})")

@@ -135,7 +135,7 @@ class DataConfig:
     dataloader_type: str = flag(
         "single", "single: in order; cyclic: reshuffled each epoch", choices=["single", "cyclic"]
     )
-    reset_position_ids: bool = flag(False, "positions start anew after each end-of-document token")
+    reset_position_ids: bool = flag(False, "positions restart after each end-of-document token")
     reset_attention_mask: bool = flag(False, "no attention across end-of-document tokens")
     eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens")
     sft: bool = flag(

@@ -13,7 +13,7 @@ from copy import deepcopy
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.dry_run_flags import priced, processes
 from megatron.training.arguments.stages import complete_virtual_stages
-from megatron.training.arguments.unused_flags import note_idle
+from megatron.training.arguments.unused_flags import note_unused
 from megatron.training.arguments.validate.check_data import (
     check_lengths,
     complete_data,
@@ -96,7 +96,7 @@ def complete(config: Config, world_size: int) -> Config:
     gather.check("copies", lambda: complete_copies(config, world_size), "ranges")
     gather.check("faults", lambda: check_faults(config, world_size), "grid", "zero", "checkpoint")
     gather.finish()
-    note_idle(config)
+    note_unused(config)
     config.notes = list(dict.fromkeys(config.notes))
     return config
 

@@ -8,7 +8,7 @@ import os
 from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.data_paths import WEIGHTED, parse_blend, parse_split, weighted_groups
 from megatron.training.arguments.models import vocabulary
-from megatron.training.arguments.settings.job_settings import MADE, TASKS, EvaluationConfig
+from megatron.training.arguments.settings.job_settings import GENERATED, TASKS, EvaluationConfig
 from megatron.training.arguments.validate.check_model import sees_ahead
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal
 
@@ -133,7 +133,7 @@ def complete_sft(config: Config) -> None:
         "--mock-data": (data.mock_data, "it has no chats"),
         "--fim-data": (data.fim_data, "it cuts texts, and chats have none"),
         "--rampup-seq-length": (data.rampup_seq_length, "it would cut conversations off"),
-        "--dataloader-type cyclic": (data.dataloader_type == "cyclic", "epochs are shuffled anew without it"),
+        "--dataloader-type cyclic": (data.dataloader_type == "cyclic", "each epoch is shuffled without it"),
         "--eod-mask-loss": (data.eod_mask_loss, "the loss is on what the assistant says, the ends of its turns too"),
         **{"--" + name.replace("_", "-"): (getattr(data, name), "give --data-path FILE") for name in WEIGHTED},
     }
@@ -179,10 +179,10 @@ def complete_lora(config: Config) -> None:
 
 # Evaluation. What needs the tokenizer is checked when samples are planned. READ_BY: the tasks that read a setting.
 READ_BY = {
-    "eval_lengths": MADE,
-    "eval_depths": MADE,
-    "eval_samples": MADE,
-    "eval_haystack": MADE,
+    "eval_lengths": GENERATED,
+    "eval_depths": GENERATED,
+    "eval_samples": GENERATED,
+    "eval_haystack": GENERATED,
     "eval_files": ("perplexity",),
     "eval_stride": ("perplexity",),
     "eval_output": TASKS,

@@ -8,7 +8,7 @@ from math import gcd
 from megatron.formulas import sizes as counts
 from megatron.training.arguments.config import ChunkConfig, Config
 from megatron.training.arguments.stages import chunk_layers
-from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, idle
+from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, needs_flag
 
 
 def complete_chunks(config: Config) -> None:
@@ -23,7 +23,7 @@ def complete_chunks(config: Config) -> None:
             "--fpdt-stream-hidden": chunks.fpdt_stream_hidden,
         }
         for flag in (flag for flag, given in unused.items() if given):
-            raise idle(flag, "--fpdt", switch=True)
+            raise needs_flag(flag, "--fpdt", switch=True)
     if (chunks.fpdt or chunks.ffn_chunks) and model.fp8_format:
         flag = "--fpdt" if chunks.fpdt else "--ffn-chunks"
         raise Refusal(f"{flag} with --fp8-format", "is not supported: chunks would scale one by one; leave one out")

@@ -9,7 +9,7 @@ from functools import partial
 
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.schedule import samples_after, spans
-from megatron.training.refusal import Fix, Gather, Refusal, idle
+from megatron.training.refusal import Fix, Gather, Refusal, needs_flag
 
 ON = "--non-persistent-save-interval"
 
@@ -45,7 +45,7 @@ def complete_checkpoint(config: Config) -> None:
         checkpoint.ckpt_format = "torch_dist"
     for flag, value, other, need in needs:
         if value and not other:
-            raise idle(flag, need, switch=need == "--manual-gc")
+            raise needs_flag(flag, need, switch=need == "--manual-gc")
     if checkpoint.skip_damaged_checkpoints and checkpoint.ckpt_step is not None:
         raise Refusal(
             "--ckpt-step and --skip-damaged-checkpoints", "exclude each other: the first names the one to load"
@@ -130,7 +130,7 @@ def check_faults(config: Config, world_size: int) -> None:
         )
         for flag, value in needs:
             if not value:
-                raise idle("--rollback-on-bad-batch", flag)
+                raise needs_flag("--rollback-on-bad-batch", flag)
         if not config.checkpoint.save_optim:
             raise Refusal(
                 "--rollback-on-bad-batch",

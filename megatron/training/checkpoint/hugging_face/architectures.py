@@ -87,7 +87,9 @@ def check_source(
         raise Refusal(f"{source}: {len(extra)} tensors do not belong to the model in config.json: {some(extra)}")
     for name, shape in wanted.items():
         if there[name].shape != shape:
-            raise Refusal(f"{source}: {name} is {list(there[name].shape)}, and {list(shape)} by config.json")
+            raise Refusal(
+                f"{source}: {name} has shape {list(there[name].shape)}, not {list(shape)} as in config.json"
+            )
     dtypes = sorted({there[name].dtype for name in wanted})
     if len(dtypes) > 1 or dtypes[0] not in safetensors_folder.TORCH_DTYPES:
         raise Refusal(

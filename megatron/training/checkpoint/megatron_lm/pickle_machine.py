@@ -221,7 +221,7 @@ class Machine:
             if "." in name or module.partition(".")[0] in ACTING or (module in BUILTINS and name in ACTING_BUILTINS):
                 raise BadPickle(f"it asks for {module}.{name}, which could run code")
             if table.strict:
-                raise BadPickle(f"{module}.{name} does not belong into this file")
+                raise BadPickle(f"{module}.{name} does not belong in this file")
         self.stack.append(_Name(f"{module}.{name}", pair))
 
     def make(self, callee: Any, arguments: Any) -> None:
@@ -287,7 +287,7 @@ def _bytes(length: int) -> Callable[[Machine], None]:
     return lambda machine: machine.stack.append(bytes(machine.take(machine.number(length))))
 
 
-def _whole(length: int) -> Callable[[Machine], None]:
+def _unsigned(length: int) -> Callable[[Machine], None]:
     return lambda machine: machine.stack.append(machine.number(length))
 
 
@@ -385,8 +385,8 @@ _NAMED: dict[str, Callable[[Machine], None]] = {
     "N": _constant(None),
     "\x88": _constant(True),
     "\x89": _constant(False),
-    "K": _whole(1),
-    "M": _whole(2),
+    "K": _unsigned(1),
+    "M": _unsigned(2),
     "J": lambda machine: machine.stack.append(_INT.unpack(machine.take(4))[0]),
     "\x8a": _long,
     "G": lambda machine: machine.stack.append(_DOUBLE.unpack(machine.take(8))[0]),
