@@ -302,7 +302,7 @@ def bounds(program: Program, exact: dict[str, Tensor]) -> dict[str, float]:
 
 
 LINES = {  # by text: refusals of one line, and the programs for which they are correct
-    r"a sequence of \d+ tokens cannot be cut over": lambda p, u, r: True,
+    r"a sequence of \d+ tokens cannot be divided by": lambda p, u, r: True,
     r"a sequence of \d+ tokens cannot be cut in \d+ chunks": lambda p, u, r: any(s.chunks > 1 for s in p.steps),
     r"q is .*: cast them to one dtype": lambda p, u, r: any(s.mixed for s in p.steps),
     r"a second backward pass through (a chunked layer|the chunked loss) is not supported": lambda p, u, r: (

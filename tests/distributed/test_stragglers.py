@@ -122,8 +122,8 @@ def test_links_are_named_by_how_much_slower_they_are_than_usual():
     assert named(edges, [0.004, 0.004, 0.004, 0.004], [0.004] * 4, hosts) == ""
     line = named(edges, [0.004, 0.0432, 0.004, 0.2], [0.004] * 4, hosts)
     assert line == (
-        "--log-straggler: the link from rank 3 on b to rank 1 on a takes 200 ms for 256 KiB, usual are 4 ms; "
-        "the link from rank 1 on a to rank 3 on b takes 43.2 ms for 256 KiB, usual are 4 ms"
+        "--log-straggler: the link from rank 3 on b to rank 1 on a takes 200 ms for 256 KiB (usually 4 ms); "
+        "the link from rank 1 on a to rank 3 on b takes 43.2 ms for 256 KiB (usually 4 ms)"
     )
     assert named(edges, [1e-3, 1e-5, 1e-5, 1e-5], [1e-5] * 4, hosts) == ""  # a short moment, not a slow link
     many = [(rank, rank + 8) for rank in range(8)]

@@ -186,16 +186,16 @@ def test_a_damaged_file_is_named_and_an_older_checkpoint_taken_only_if_told(pool
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     (told,) = pool.run(refused, 1, f"--load {folder}")
     assert f"checkpoint {newest} is damaged: {newest}/__0_0.distcp is not what was written" in told
-    assert f"the next older whole one is {folder}/iter_0000001" in told and "--ckpt-step 1" in told
+    assert f"the next older complete one is {folder}/iter_0000001" in told and "--ckpt-step 1" in told
     iteration, _, notes = pool.run(going_on, 1, f"--load {folder} --skip-damaged-checkpoints")[0]
     assert iteration == 1
-    assert any(note.startswith("WARNING") and "1 iterations are done again" in note for note in notes)
+    assert any(note.startswith("WARNING") and "1 iterations are repeated" in note for note in notes)
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     shutil.rmtree(newest)
     assert pool.run(going_on, 1, f"--load {folder} --skip-damaged-checkpoints")[0][0] == 1
     os.unlink(folder / "iter_0000001" / "common.pt")
     (told,) = pool.run(refused, 1, f"--load {folder} --skip-damaged-checkpoints")
-    assert "there is no older whole one" in told and "\n" not in told
+    assert "there is no older complete one" in told and "\n" not in told
 
 
 def test_a_run_saves_neither_over_another_one_nor_over_its_own_later_state(pool, two, tmp_path):
@@ -316,7 +316,7 @@ def test_a_checkpoint_is_refused_whose_list_is_not_its_own(pool, two, tmp_path, 
     expected = harm(folder)
     (told,) = pool.run(refused, 1, f"--load {folder}")
     assert expected in told and "\n" not in told
-    assert f"the next older whole one is {folder}/iter_0000001: take it with --ckpt-step 1" in told
+    assert f"the next older complete one is {folder}/iter_0000001: load it with --ckpt-step 1" in told
     told, _ = pool.run(refused, 2, f"--load {folder} --micro-batch-size 1 --skip-damaged-checkpoints --finetune")
     assert told is None
 

@@ -462,7 +462,7 @@ def test_going_back_by_name_is_a_run_of_its_own_and_told_in_a_line(tmp_path):
     folder_of(d, {3: run}, "3")  # its first checkpoint, from which any restart continues
     assert latest(d) == "iter_0000003"
     assert settled(checkpoint_path(d, None), notes, load=str(d), save=str(d)) == run
-    assert "are not of the run that goes on from iteration 3" in notes[1]
+    assert "belong to another run than this one from iteration 3" in notes[1]
     assert settled(checkpoint_path(d, 6), load=str(d), save=str(d), ckpt_step=6) == A  # no checkpoint is newer
 
 

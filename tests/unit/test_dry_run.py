@@ -249,7 +249,7 @@ def test_without_a_gpu_nothing_is_predicted(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--world-size 4", "--world-size 4, and 1 process was started: start as many, or add --dry-run"),
+        ("--world-size 4", "--world-size 4, and 1 process was started: start that many, or add --dry-run"),
         ("--gpu A100-80G", "--gpu does nothing without --dry-run"),
         ("--dry-run --gpu A1000", "A100-80G"),
         (

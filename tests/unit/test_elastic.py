@@ -74,7 +74,7 @@ def test_the_planners_grid():
         flags += "--micro-batch-size 1 --global-batch-size 24 --train-iters 4 --lr 1e-3 --mock-data --save c --load c "
         flags += "--bf16 --zero-stage 1 --elastic --gpu H100-80G --tokenizer-type NullTokenizer --vocab-size 128255"
         config = parse(flags.split(), world_size=processes, fastest=fastest)
-        assert [note for note in config.notes if "the rest DP, the planner's choice for H100-80G" in note]
+        assert [note for note in config.notes if "x DP for the rest, the planner's choice for H100-80G" in note]
         return config.parallel.context_parallel_size
 
     assert context(4096, 8) == context(4096, 6) == 1 < min(context(2**17, 8), context(3 * 2**16, 6))
@@ -87,7 +87,7 @@ def test_the_planners_grid():
     [
         (["--elastic-grids", LIST], 5, "no grid for 5 processes, nor for a divisor of it"),
         (["--elastic-grids", "8: tp3"], 8, "TP 3 x Ulysses 1 x Ring 1 x PP 1 does not divide 8 processes"),
-        (["--elastic-grids", "8 tp2"], 8, "'8 tp2' cannot be read of --elastic-grids: write it as"),
+        (["--elastic-grids", "8 tp2"], 8, "'8 tp2' cannot be read in --elastic-grids: write it as"),
         (["--elastic-grids", "8: tp2 tp4"], 8, "cannot be read"),
         (["--elastic-grids", "8: tp2; 8: u2"], 8, "8 processes have a grid already; leave one out"),
         (["--elastic-grids", " ; "], 8, "holds no grid"),

@@ -169,10 +169,10 @@ def test_fsdp_that_contradicts_itself(flags: str, words: tuple[str, ...]):
 def test_a_sharding_strategy_without_fsdp_is_noted():
     config = build("--data-parallel-sharding-strategy optim_grads")
     assert config.parallel.zero_stage == 0 and any(
-        "says nothing without --use-megatron-fsdp" in n for n in config.notes
+        "has no effect without --use-megatron-fsdp" in n for n in config.notes
     )
     config = build("--torch-fsdp2-no-reshard-after-forward")
-    assert config.parallel.zero_stage == 0 and any("says nothing without --use-torch-fsdp2" in n for n in config.notes)
+    assert config.parallel.zero_stage == 0 and any("has no effect without --use-torch-fsdp2" in n for n in config.notes)
 
 
 # ---- other names for one setting, and for several
@@ -474,7 +474,7 @@ def test_keys_of_a_deepspeed_file(tmp_path: Path, content: dict, ours: str):
         ({"grad_clipping": 1.0}, "", ("grad_clipping", "did you mean gradient_clipping?")),
         ({"fp16": {"enabled": True, "hysteresi": 1}}, "", ("fp16.hysteresi", "fp16.hysteresis")),
         ("[1]", "", ("no JSON object",)),
-        ('{"train_batch_size": GBSIZE}', "", ("is no JSON (line 1)", "placeholders")),
+        ('{"train_batch_size": GBSIZE}', "", ("is not JSON (line 1)", "placeholders")),
     ],
 )
 def test_refusals_of_a_deepspeed_file(tmp_path: Path, content: object, flags: str, words: tuple[str, ...]):
@@ -486,7 +486,7 @@ def test_refusals_of_a_deepspeed_file(tmp_path: Path, content: object, flags: st
 def test_deepspeeds_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     refused(f"--deepspeed --deepspeed_config {tmp_path}/none.json", "--deepspeed_config", "no such file")
     refused("--deepspeed_config a.json", "--deepspeed_config", "--deepspeed")
-    assert any("the flags alone decide" in note for note in build("--deepspeed").notes)
+    assert any("only the flags count" in note for note in build("--deepspeed").notes)
     config = with_file(tmp_path, {}, "--clip-grad 2")
     assert config.optimizer.clip_grad == 2 and any("DeepSpeed would not clip" in note for note in config.notes)
     config = with_file(tmp_path, TEMPLATE, "--loss-scale 12")

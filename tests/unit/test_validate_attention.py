@@ -83,7 +83,7 @@ def test_what_follows(flags, mask, documents, balance):
         ("--mask-function a.py:b", "--mask-function is read by --attention-mask function alone"),
         (
             "--context-parallel-balance documents",
-            "--context-parallel-balance documents deals packed documents: add --attention-mask document",
+            "--context-parallel-balance documents distributes packed documents: add --attention-mask document",
         ),
         (
             "--attention-mask document --micro-batch-size 2 --context-parallel-balance documents",

@@ -19,17 +19,17 @@ READERS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
     ),
     ("--use-rope-scaling reads it", lambda c: c.model.use_rope_scaling, "model.rope_scaling_factor"),
     (
-        "GELU reads it, and the activation is another",
+        "only GELU reads it",
         lambda c: not (c.model.swiglu or c.model.squared_relu),
         "model.bias_gelu_fusion",
     ),
     (
-        "--init-method-xavier-uniform has no such number",
+        "--init-method-xavier-uniform does not read it",
         lambda c: not c.model.init_method_xavier_uniform,
         "model.init_method_std",
     ),
     (
-        "--padded-vocab-size says how many rows there are",
+        "--padded-vocab-size sets the number of rows",
         lambda c: c.model.padded_vocab_size is None,
         "model.make_vocab_size_divisible_by",
     ),
@@ -40,7 +40,7 @@ READERS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
         "model.fp8_amax_history_len model.fp8_amax_compute_algo",
     ),
     (
-        "--zero-stage 2 and 3 sum gradients layer by layer, beside the computation, by themselves",
+        "--zero-stage 2 and 3 always sum gradients layer by layer, overlapped with computation",
         lambda c: c.parallel.zero_stage < 2,
         "parallel.ddp_bucket_size parallel.overlap_grad_reduce",
     ),

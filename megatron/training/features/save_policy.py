@@ -201,7 +201,7 @@ class Saver:
 
     def _failed(self, error: OSError) -> None:
         self._going, self._saved_last = None, False
-        self.reporter.say(f" WARNING: {error}; earlier checkpoints are untouched, training goes on")
+        self.reporter.say(f" WARNING: {error}; earlier checkpoints are untouched, training continues")
 
 
 class _Clock:

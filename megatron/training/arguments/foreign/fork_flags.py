@@ -57,7 +57,7 @@ HINTS: tuple[tuple[str, str], ...] = (
     ),
     ("TP cuts every matrix along one of its sides here", "--tp-2d --tp-x 1 --tp-y 1"),
     (
-        "Ulysses over one rank is no Ulysses",
+        "it needs Ulysses over more than one rank",
         "--force-ds-sequence-parallel",
     ),
     ("this program is PyTorch's", "--ai-framework 1"),
@@ -69,7 +69,7 @@ HINTS: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "always so here: softmax and loss are in fp32, gradients too unless --grad-reduce-in-bf16",
+        "always the case: softmax and loss are in fp32, gradients too unless --grad-reduce-in-bf16",
         "--no-query-key-layer-scaling --fp32-allreduce",
     ),
     ("weights that TP ranks hold in common are equal by construction", "--sync-tp-duplicated-parameters"),
@@ -82,7 +82,7 @@ HINTS: tuple[tuple[str, str], ...] = (
     ),
     ("the mask is --attention-mask, causal without it", "--attention-mask-type 1"),
     ("nothing is generated in training", "--max-new-tokens 1"),
-    ("data files are read as they are; how to make them is no part of a run", "--handler-name 1 --workers 1"),
+    ("data files are prepared before a run", "--handler-name 1 --workers 1"),
     (
         "config.json says what a Hugging Face folder holds, and no copy of it is made",
         "--model-type-hf 1 --mg-cache-dir 1",

@@ -51,10 +51,10 @@ HINTS: tuple[tuple[str, str], ...] = (
     ),
     ("random streams do not depend on this here", "--te-rng-tracker --inference-rng-tracker"),
     (
-        "always so here: softmax and loss are in fp32, gradients too unless --grad-reduce-in-bf16",
+        "always the case: softmax and loss are in fp32, gradients too unless --grad-reduce-in-bf16",
         "--attention-softmax-in-fp32 --accumulate-allreduce-grads-in-fp32 --apply-query-key-layer-scaling",
     ),
-    ("always so here: the loss is the mean over the tokens of the global batch", "--calculate-per-token-loss"),
+    ("always the case: the loss is the mean over the tokens of the global batch", "--calculate-per-token-loss"),
     ("no dense attention mask is made here", "--no-create-attention-mask-in-dataloader"),
     (
         "memory is managed without it",
@@ -155,7 +155,7 @@ HINTS: tuple[tuple[str, str], ...] = (
         --no-pin-cpu-grads --no-pin-cpu-params
         """,
     ),
-    ("a run is no test of the program", "--test-mode"),
+    ("runs have no test mode", "--test-mode"),
     (
         "how memory and messages of FSDP are tuned does not change the result",
         """
@@ -169,9 +169,9 @@ HINTS: tuple[tuple[str, str], ...] = (
         "--num-distributed-optimizer-instances 1 1",
     ),
     ("Megatron-LM no longer reads it", "--dist-ckpt-format 1 torch_dist"),
-    ("every sample of the data is read, none is spared", "--mid-level-dataset-surplus 1 0.005"),
+    ("every sample of the data is used", "--mid-level-dataset-surplus 1 0.005"),
     (
-        "no step is run twice to look for faulty hardware, and no fault is feigned",
+        "no step is repeated to detect faulty hardware, and no fault is simulated",
         """
         --rerun-mode 1 validate_results --result-rejected-tracker-filename 1 --error-injection-rate 1 0
         --error-injection-type 1 transient_error

@@ -181,7 +181,7 @@ REFUSED: tuple[tuple[str | Advice, str], ...] = (
     (
         replace(
             "--non-persistent-ckpt-type local",
-            "copies beside checkpoints are files of each node: use --non-persistent-ckpt-type local",
+            "copies next to checkpoints are files of each node: use --non-persistent-ckpt-type local",
         ),
         "--non-persistent-global-ckpt-dir 1",
     ),

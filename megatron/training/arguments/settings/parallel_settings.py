@@ -135,7 +135,7 @@ class AttentionConfig:
         "sequence is longer than this",
     )
     recompute_granularity: str | None = flag(
-        None, "recompute attention only, or whole layers", type=str, choices=["selective", "full"]
+        None, "recompute attention only, or complete layers", type=str, choices=["selective", "full"]
     )
     recompute_method: str | None = flag(
         None, "which layers --recompute-granularity full recomputes", type=str, choices=["uniform", "block"]

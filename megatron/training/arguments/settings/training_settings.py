@@ -124,7 +124,7 @@ class DataConfig:
     )
     valid_weighted_split_paths_path: str | None = flag(None, "file with the same, in one line", type=str)
     test_weighted_split_paths: list[str] | None = flag(
-        None, 'BigScience: test data as "NAME: WEIGHT START:STOP PATH, ...", likewise', type=str, nargs="*"
+        None, 'BigScience: test data as "NAME: WEIGHT START:STOP PATH, ..."', type=str, nargs="*"
     )
     test_weighted_split_paths_path: str | None = flag(None, "file with the same, in one line", type=str)
     split: str | None = flag(None, "train,valid,test shares of --data-path, for example 969,30,1", type=str)

@@ -31,7 +31,7 @@ def complete_data(config: Config) -> None:
             weighted_groups(data, split)
     if weighted and data.split is not None:
         raise Refusal(
-            "--split", f"shares out --data-path; with --{weighted[0].replace('_', '-')}, leave it out", LEAVE_OUT
+            "--split", f"divides --data-path; with --{weighted[0].replace('_', '-')}, leave it out", LEAVE_OUT
         )
     files = [name for name in ("data_args_path", "data_file_list", "per_split_data_args_path") if getattr(data, name)]
     if sum((bool(data.data_path), splits, data.mock_data, bool(weighted), *(True for _ in files))) != 1:
@@ -43,7 +43,7 @@ def complete_data(config: Config) -> None:
     splits = splits or bool(data.per_split_data_args_path)
     _check_fim(data)
     if splits and data.split is not None:
-        raise Refusal("--split", "shares out --data-path; with --train-data-path and the like, leave it out", LEAVE_OUT)
+        raise Refusal("--split", "divides --data-path; with --train-data-path and the like, leave it out", LEAVE_OUT)
     if data.split is not None:
         data.split = data.split.strip("'\" ")  # published launch scripts pass the quotes on
         parse_split(data.split)
@@ -110,7 +110,7 @@ def check_lengths(config: Config) -> None:
     if not increment <= start <= data.seq_length:
         raise Refusal(
             f"--rampup-seq-length {start} {increment} {over}",
-            f"needs a start from its increment to --seq-length {data.seq_length}: use such a one",
+            f"needs a start from its increment to --seq-length {data.seq_length}: change the start or the increment",
         )
     if sees_ahead(config.attention):
         raise Refusal("--rampup-seq-length", "needs a mask by which no token sees a later one: leave one out")
@@ -215,9 +215,7 @@ def complete_evaluation(config: Config) -> None:
         )
     settings.eval_tasks = list(dict.fromkeys(tasks))
     if "perplexity" in tasks and not settings.eval_files:
-        raise Refusal(
-            "--eval-tasks perplexity", ": of which text? Add --eval-files FILE ..., or leave it out", LEAVE_OUT
-        )
+        raise Refusal("--eval-tasks perplexity", "needs text: add --eval-files FILE ..., or leave it out", LEAVE_OUT)
     if settings.eval_stride is not None and settings.eval_stride > length:
         raise Refusal(
             f"--eval-stride {settings.eval_stride}",
