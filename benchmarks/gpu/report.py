@@ -87,7 +87,7 @@ def attention(report: Figures) -> list[str]:
         more.append([name, f"{1e3 * found['seconds']:.2f}", share(found["pairs_of_causal"]), of_causal])
     why = [f"- {name}: {reason}" for name, reason in report.get("why_not", {}).items()]
     return [
-        f"Beside a GEMM rate of {tera(report.get('gemm_flops_per_second', 0))}. Not here:",
+        f"The GEMM rate is {tera(report.get('gemm_flops_per_second', 0))}. Not available:",
         *why,
         "",
         *table(["tokens", "kernel", "forward", "of GEMM", "backward", "of GEMM"], rows),

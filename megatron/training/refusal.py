@@ -52,7 +52,7 @@ class Fix:
     Attributes:
         use: flags to set, each with its values, as on a command line.
         drop: flags to leave out, separated by spaces. SUBJECT stands for the flags that the refusal is about.
-        rename: a flag, and the name under which its values are given in its place.
+        rename: a flag, and the name that replaces it, with the same values.
     """
 
     use: str = ""

@@ -131,7 +131,7 @@ def test_the_fast_cpu_kernel(pool, ulysses, ring, dtype, tolerance):
     assert worst(errors) < tolerance, errors
 
 
-def test_beside_tensor_parallelism(pool):
+def test_with_tensor_parallelism(pool):
     errors = pool.run(compare_with_dense, 8, 2, 2, 8, 2, 1, 48, "zigzag", "causal", "math", torch.float64, tensor=2)
     assert worst(errors) < 1e-10, errors
 

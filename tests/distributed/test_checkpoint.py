@@ -284,7 +284,7 @@ def test_a_save_starts_no_process_and_holds_what_cores_writer_writes(pool, tmp_p
     assert read["sync"] == read["async"] == read["core"]
 
 
-def save_and_be_killed(folder, beside):
+def save_and_be_killed(folder, asynchronous):
     """One process that is killed while it writes its second checkpoint, in the background or not."""
     os.setsid()
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
@@ -311,7 +311,7 @@ def save_and_be_killed(folder, beside):
         written.clear()
         train_job(job, 1)
         going = checkpoint.begin_save(folder, job.progress, *state)
-        if beside:
+        if asynchronous:
             going.start(copies)
             going.copied.wait()
             train_job(job, 1)
@@ -321,9 +321,9 @@ def save_and_be_killed(folder, beside):
         going.finish()
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_a_worker_killed_while_saving_leaves_the_earlier_checkpoint_and_no_process(pool, tmp_path, beside):
-    process = fork_server().Process(target=save_and_be_killed, args=(str(tmp_path), beside))
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_worker_killed_while_saving_leaves_the_earlier_checkpoint_and_no_process(pool, tmp_path, asynchronous):
+    process = fork_server().Process(target=save_and_be_killed, args=(str(tmp_path), asynchronous))
     process.start()
     session = process.pid
     process.join(100)

@@ -25,7 +25,7 @@ CASES = {
     "selective recompute": (2, True, "--recompute-granularity selective --bf16 --zero-stage 1"),
     "Ulysses, more ranks than KV heads": (4, True, f"--ulysses-parallel-size 4 {GROUPED}"),
     "Ring": (4, True, "--ring-parallel-size 4"),
-    "USP beside DP": (8, True, "--ulysses-parallel-size 2 --ring-parallel-size 2 --zero-stage 1 --bf16"),
+    "USP with DP": (8, True, "--ulysses-parallel-size 2 --ring-parallel-size 2 --zero-stage 1 --bf16"),
     "TP with sequence parallel": (4, True, "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1"),
     "TP x Ulysses x Ring": (
         8,
@@ -54,7 +54,7 @@ CASES = {
         "--offload-checkpoints --bf16 --zero-stage 1 --global-batch-size 2",
     ),
     "offloaded checkpoints": (2, True, f"{RECOMPUTE} --offload-checkpoints --ffn-chunks 4 --loss-chunks 4"),
-    "FPDT beside TP, streamed": (
+    "FPDT with TP, streamed": (
         4,
         True,
         "--tensor-model-parallel-size 2 --sequence-parallel --ulysses-parallel-size 2 --fpdt "
@@ -135,7 +135,7 @@ def profiled_step(flags: str, folder: str) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name[0] == "T" else [pytest.mark.full]) for name in TRACE_CASES]
 )
-def test_a_profilers_trace_is_laid_beside_the_predicted_one(pool, name: str, tmp_path: Path, capsys) -> None:
+def test_a_profilers_trace_is_compared_with_the_predicted_one(pool, name: str, tmp_path: Path, capsys) -> None:
     from megatron.simulator.dry_run.dry_run import dry_run
     from megatron.simulator.dry_run.timeline import write_trace
     from megatron.simulator.machines.machine_file import load

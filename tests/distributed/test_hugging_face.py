@@ -168,7 +168,7 @@ def test_no_tensor_of_length_by_length_or_by_vocabulary(pool, fpdt):
         assert together < 1024 * 1024 // 8  # the logits of one rank alone would have a fourth
 
 
-def beside(what: str) -> dict[str, float]:
+def wrapped_training(what: str) -> dict[str, float]:
     """DDP or FSDP2 over all ranks, with gradient checkpointing; they average gradients themselves."""
     grid = cp.initialize_grid(ulysses=2, ring=2)
     model, batch = tiny_model("llama"), whole_batch()
@@ -194,8 +194,8 @@ def beside(what: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("what", ["DDP", "FSDP2 first", *also_in_full("DDP, reentrant", "FSDP2, FPDT")])
-def test_beside_what_averages_gradients(pool, what):
-    found = pool.run(beside, 4, what)
+def test_with_a_wrapper_that_averages_gradients(pool, what):
+    found = pool.run(wrapped_training, 4, what)
     assert worst(rank.values() for rank in found) < 1e-5, found[0]
 
 

@@ -68,7 +68,7 @@ BACKENDS = {
     "Ulysses": (2, 1, 1, "zigzag", 1),
     "Ring": (1, 4, 1, "zigzag", 1),
     "Ring contiguous": (1, 3, 1, "contiguous", 1),
-    "USP beside TP": (2, 2, 2, "zigzag", 1),
+    "USP with TP": (2, 2, 2, "zigzag", 1),
     "Ring gathered": (1, 4, 1, "zigzag", 1),
     "USP gathered": (2, 3, 1, "contiguous", 1),
     "FPDT": (1, 1, 1, "zigzag", 5),
@@ -196,7 +196,7 @@ def check(pool, backend, kernel, dtype, tolerance, schemes):
 
 
 # Each part of them is in another case.
-IN_FULL = ("one process", "Ring contiguous", "FPDT", "USP beside TP", "USP gathered")
+IN_FULL = ("one process", "Ring contiguous", "FPDT", "USP with TP", "USP gathered")
 
 
 @pytest.mark.parametrize("backend", [*(name for name in BACKENDS if name not in IN_FULL), *also_in_full(*IN_FULL)])

@@ -135,7 +135,7 @@ def judge_of(record):
 
 
 RUNS = {
-    "beside training": (
+    "during training": (
         2,
         "--exit-interval 2 --save-interval 1 --eval-interval 1 --eval-iters 1 --async-save --zero-stage 1 "
         "--keep-last-checkpoints 1 --keep-best-checkpoints 1",
@@ -177,7 +177,7 @@ def loaded(folder):
         return str(refusal)
 
 
-@pytest.mark.parametrize("name", ["beside training", "twice, no exchange"])
+@pytest.mark.parametrize("name", ["during training", "twice, no exchange"])
 def test_the_program_finds_in_a_state_what_its_judge_says(pool, recorded, tmp_path, name):
     """Write some good and some bad states as real files, and load them."""
     record, draw = recorded(name), random.Random(0)

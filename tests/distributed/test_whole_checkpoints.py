@@ -79,7 +79,7 @@ def going_on(flags):
         pytest.param(2, "--zero-stage 3 --micro-batch-size 1", marks=pytest.mark.full),
     ],
 )
-def test_what_is_saved_beside_training_goes_on_exactly(pool, tmp_path, world, flags):
+def test_what_is_saved_during_training_continues_exactly(pool, tmp_path, world, flags):
     """Each save runs while the next step changes all tensors; the newest checkpoints stay."""
     save = (
         f"--train-iters 9 --exit-interval 3 --save-interval 1 --save {tmp_path} --async-save --keep-last-checkpoints 2"
@@ -321,7 +321,7 @@ def test_a_checkpoint_is_refused_whose_list_is_not_its_own(pool, two, tmp_path, 
     assert told is None
 
 
-def test_copies_under_their_own_names_and_files_beside_are_no_damage(pool, two, tmp_path):
+def test_copies_under_their_own_names_and_other_files_are_no_damage(pool, two, tmp_path):
     shutil.copytree(two / "iter_0000002", tmp_path / "other" / "iter_0000002")
     (tmp_path / "other" / TRACKER).write_text("2")
     path = tmp_path / "other" / "iter_0000002"

@@ -40,12 +40,12 @@ def train_job(job: Any, steps: int) -> tuple[list[float], list[float], dict[str,
     grads: dict[str, torch.Tensor] = {}
     update = job.optimizer.step
 
-    def step_after_looking() -> Any:
+    def step_and_count_gradients() -> Any:
         if not grads:
-            grads.update(whole_gradients(job))
+            grads.update(full_gradients(job))
         return update()
 
-    job.optimizer.step = step_after_looking
+    job.optimizer.step = step_and_count_gradients
     batches = batches_for(job, job.datasets[0], job.progress.consumed_train_samples, 0)
     losses, norms = [], []
     for _ in range(steps):
@@ -81,11 +81,11 @@ def run_training_with_fused_sums(flags: str, steps: int) -> tuple[list[float], l
             for module in chunk.modules():
                 if hasattr(module, "gradient_accumulation_fusion"):
                     module.gradient_accumulation_fusion = True
-        found = train_job(job, steps)
+        result = train_job(job, steps)
     finally:
         del layers.fused_weight_gradient_mlp_cuda
     assert calls
-    return found
+    return result
 
 
 def schedules_that_differ(flags: str, llama: bool, schedules: int) -> tuple[int, list[str]]:
@@ -97,24 +97,24 @@ def schedules_that_differ(flags: str, llama: bool, schedules: int) -> tuple[int,
     from megatron.training.step import train_step
     from tests.adversary import Adversary
 
-    streams, found = Adversary(1), []
+    streams, result = Adversary(1), []
     job = make_job(flags, llama, streams.offload())
-    job.optimizer.step = lambda: (found.append(whole_gradients(job)), (False, 1.0, 0))[1]
+    job.optimizer.step = lambda: (result.append(full_gradients(job)), (False, 1.0, 0))[1]
     for seed in range(1, schedules + 1):  # the first is as early as possible
         streams.start_again(seed * dist.get_world_size() + dist.get_rank() if seed > 1 else 1)
         batches = batches_for(job, job.datasets[0], 0, 0)
         train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get())
         streams.finish()
-    differ = {name for other in found for name, grad in other.items() if not torch.equal(grad, found[0][name])}
+    differ = {name for other in result for name, grad in other.items() if not torch.equal(grad, result[0][name])}
     return streams.now // schedules, sorted(differ)
 
 
-def whole_gradients(job: Any) -> dict[str, torch.Tensor]:
+def full_gradients(job: Any) -> dict[str, torch.Tensor]:
     """This stage's gradients, before clipping, by canonical name: gathered over ZeRO shards and TP, padding cut off."""
     from megatron.training.checkpoint.checkpoint import unwrap
     from megatron.training.model.weights import VOCABULARY, canonical_parameters
 
-    found = {}
+    result = {}
     for chunk in job.chunks:
         if job.config.parallel.zero_stage == 1:
             gather_gradient_shards(chunk)
@@ -134,8 +134,8 @@ def whole_gradients(job: Any) -> dict[str, torch.Tensor]:
                 )
             if name in VOCABULARY:
                 grad = grad[: job.vocab_size]
-            found[name] = grad.clone()
-    return found
+            result[name] = grad.clone()
+    return result
 
 
 def gather_gradient_shards(chunk: Any) -> None:

@@ -60,7 +60,7 @@ def old_checkpoint(archive: str) -> dict[str, bytes]:
         return {Path(one.name).name: tar.extractfile(one).read() for one in tar if one.isfile()}
 
 
-def beside(archive: str, folder: str = "", without: str = "") -> dict[str, bytes]:
+def archive_files(archive: str, folder: str = "", without: str = "") -> dict[str, bytes]:
     """The same files in a folder, without one file and without the tracker."""
     found = old_checkpoint(archive).items()
     return {f"{folder}{name}": data for name, data in found if name not in (without, TRACKER)}
@@ -386,7 +386,7 @@ READERS = [
         file=".metadata",
         seeds=lambda: [two_tensors()[".metadata"]],
         change=mutations.pickled,
-        beside={"__0_0.distcp": two_tensors()["__0_0.distcp"]},
+        other_files={"__0_0.distcp": two_tensors()["__0_0.distcp"]},
         read=read_stored,
     ),
     Reader(
@@ -394,7 +394,7 @@ READERS = [
         file="__0_0.distcp",
         seeds=lambda: [two_tensors()["__0_0.distcp"]],
         change=mutations.any_bytes,
-        beside={".metadata": two_tensors()[".metadata"]},
+        other_files={".metadata": two_tensors()[".metadata"]},
         read=read_stored,
     ),
     Reader(
@@ -402,7 +402,7 @@ READERS = [
         file="iter_0000002/common.pt",
         seeds=lambda: [ours()],
         change=mutations.archived,
-        beside={TRACKER: b"2", **beside(OURS, "iter_0000002/", "common.pt")},
+        other_files={TRACKER: b"2", **archive_files(OURS, "iter_0000002/", "common.pt")},
         read=read_common,
     ),
     Reader(
@@ -410,7 +410,7 @@ READERS = [
         file="iter_0000002/common.pt",
         seeds=lambda: [old_checkpoint(CORE)["common.pt"]],
         change=mutations.archived,
-        beside={TRACKER: b"2", **beside(CORE, "iter_0000002/", "common.pt")},
+        other_files={TRACKER: b"2", **archive_files(CORE, "iter_0000002/", "common.pt")},
         read=read_common,
     ),
     Reader(
@@ -418,7 +418,7 @@ READERS = [
         file="object",
         seeds=lambda: [saved([random_state()]), saved({"groups": [{"lr": 0.1}], "engine": {"a": b"xyz"}})],
         change=mutations.archived,
-        read=lambda folder: [unpickle.read_bytes((folder / "object").read_bytes(), "an object", whole=True)],
+        read=lambda folder: [unpickle.read_bytes((folder / "object").read_bytes(), "an object", complete=True)],
     ),
     Reader(
         name="engine_states",
@@ -432,7 +432,7 @@ READERS = [
         file="iter_0000007/mp_rank_00/model_optim_rng.pt",
         seeds=lambda: [torch_format(), torch_format(_use_new_zipfile_serialization=False)],
         change=mutations.archived,
-        beside={TRACKER: b"7"},
+        other_files={TRACKER: b"7"},
         read=lambda folder: all_weights(older_formats.open_source(as_it_is(older_formats._path(folder, None)))),
     ),
     Reader(
@@ -440,7 +440,7 @@ READERS = [
         file="u/mp_rank_00_model_states.pt",
         seeds=lambda: [universal_states()],
         change=mutations.archived,
-        beside=universal_files("u/mp_rank_00_model_states.pt"),
+        other_files=universal_files("u/mp_rank_00_model_states.pt"),
         read=read_universal,
     ),
     Reader(
@@ -448,7 +448,7 @@ READERS = [
         file=ONE_WEIGHT,
         seeds=lambda: [saved({"param": torch.ones(8), "cat_dim": 0}), saved(torch.ones(8))],
         change=mutations.archived,
-        beside=universal_files(ONE_WEIGHT),
+        other_files=universal_files(ONE_WEIGHT),
         read=read_universal,
     ),
     Reader(
@@ -456,7 +456,7 @@ READERS = [
         file="iter_0000002/metadata.json",
         seeds=lambda: [old_checkpoint(CORE)["metadata.json"], b'{"sharded_backend": "torch_dist"}'],
         change=mutations.json_text,
-        beside={TRACKER: b"2", **beside(CORE, "iter_0000002/", "metadata.json")},
+        other_files={TRACKER: b"2", **archive_files(CORE, "iter_0000002/", "metadata.json")},
         read=lambda folder: [checkpoint_path(folder, None), whole(folder / "iter_0000002")],
     ),
     Reader(
@@ -464,7 +464,7 @@ READERS = [
         file="checksums.json",
         seeds=lambda: [json.dumps(LISTED).encode()],
         change=mutations.json_text,
-        beside={"a": b"x", "b": b"y"},
+        other_files={"a": b"x", "b": b"y"},
         read=read_sums,
     ),
     Reader(
@@ -472,7 +472,7 @@ READERS = [
         file=TRACKER,
         seeds=lambda: [b"2", b"2\n"],
         change=mutations.line_of_text,
-        beside=beside(CORE, "iter_0000002/"),
+        other_files=archive_files(CORE, "iter_0000002/"),
         read=lambda folder: checkpoint_path(folder, None),
     ),
     Reader(
@@ -480,7 +480,7 @@ READERS = [
         file="latest_universal",
         seeds=lambda: [b"u"],
         change=mutations.line_of_text,
-        beside={"u/zero/a/fp32.pt": b""},
+        other_files={"u/zero/a/fp32.pt": b""},
         read=lambda folder: universal_path(folder, None),
     ),
     Reader(
@@ -495,7 +495,7 @@ READERS = [
         file=safetensors_folder.SINGLE,
         seeds=lambda: [safetensors_bytes(llama_tensors(), {"format": "pt"})],
         change=mutations.safetensors,
-        beside={"config.json": CONFIGS[0]},
+        other_files={"config.json": CONFIGS[0]},
         read=read_weights,
     ),
     Reader(
@@ -503,7 +503,7 @@ READERS = [
         file=safetensors_folder.INDEX,
         seeds=lambda: [llama_parts()[safetensors_folder.INDEX]],
         change=mutations.json_text,
-        beside={
+        other_files={
             "config.json": CONFIGS[0],
             **{name: data for name, data in llama_parts().items() if name != safetensors_folder.INDEX},
         },
@@ -521,7 +521,7 @@ READERS = [
         file=HEADERS,
         seeds=lambda: [headers_json()],
         change=headers_changed,
-        beside={"config.json": CONFIGS[0]},
+        other_files={"config.json": CONFIGS[0]},
         read=write_as_the_original,
     ),
     Reader(

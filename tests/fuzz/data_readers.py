@@ -478,12 +478,12 @@ def reader(name: str, seeds: Any, change: Any, read: Any, file: str = "file", **
 
 
 READERS = [
-    reader("index", lambda: [corpus()["c.idx"]], index, read_index, "c.idx", beside={"c.bin": corpus()["c.bin"]}),
+    reader("index", lambda: [corpus()["c.idx"]], index, read_index, "c.idx", other_files={"c.bin": corpus()["c.bin"]}),
     reader("index_cache", lambda: [array(np.arange(9))], numbers, listed(read_cache), "a.npy"),
     reader(
         "chat_cache", lambda: [CHATS["starts.npy"]], numbers,
         listed(lambda folder: chat_dataset.kept("chats", str(folder)).lengths()),
-        "starts.npy", beside={name: data for name, data in CHATS.items() if name != "starts.npy"},
+        "starts.npy", other_files={name: data for name, data in CHATS.items() if name != "starts.npy"},
     ),
     reader("data_args_path", b"1 a 2.5 b\n3 c\n", text, blend("data_args_path")),
     reader("data_file_list", b"1 a.bin x\n2.5 b.bin y\n", text, blend("data_file_list")),
@@ -502,8 +502,8 @@ READERS = [
     reader("document_lengths", documents_text, text, lambda folder: packed.__wrapped__("file", 64)),
     reader("nccl_log", tables, text, lambda folder: read_runs(folder / "file")),
     reader("predicted_trace", lambda: [traced()], bare_json, in_line(compared("file", "real.json")),
-           beside={"real.json": profiled()[0]}),
-    reader("measured_trace", profiled, trace, in_line(compared("dry.json", "file")), beside={"dry.json": traced()}),
+           other_files={"real.json": profiled()[0]}),
+    reader("measured_trace", profiled, trace, in_line(compared("dry.json", "file")), other_files={"dry.json": traced()}),
     reader("log_jsonl", lambda: [(as_json(ROW) + b"\n") * 3], json_lines, in_line(logged)),
     reader("memory_profile", as_json(PROFILE), bare_json, in_line(profile)),
     reader("script", SCRIPT, text, script),
@@ -523,6 +523,6 @@ READERS = [
         lambda folder: sparse_pattern(AttentionConfig(sparse_pattern="file", sparse_block_size=8), 32),
     ),
     reader("generation_config", as_json(GENERATION), bare_json, hugging_face, "generation_config.json",
-           beside={"config.json": as_json({"eos_token_id": 2, "torch_dtype": "float16"})}),
+           other_files={"config.json": as_json({"eos_token_id": 2, "torch_dtype": "float16"})}),
     reader("saved_settings", as_json(SETTINGS), plain_json, read_settings),
 ]  # fmt: skip

@@ -60,7 +60,7 @@ class Reader:
         seeds: makes valid inputs, which must be read without a refusal.
         change: makes a new input from a valid one; all chance comes from the ``Random``.
         read: reads the folder.
-        beside: further files in the folder, by name.
+        other_files: further files in the folder, by name.
         memory: MiB that reading one input may take.
         seconds: of CPU time that reading one input may take.
         trusted: installed packages of which the reader may import any module, whatever the input chooses.
@@ -71,7 +71,7 @@ class Reader:
     seeds: Callable[[], Sequence[bytes]]
     change: Callable[[Random, bytes], bytes]
     read: Callable[[Path], Any]
-    beside: Mapping[str, bytes] = field(default_factory=dict)
+    other_files: Mapping[str, bytes] = field(default_factory=dict)
     memory: int = 256
     seconds: float = 5.0
     trusted: tuple[str, ...] = ()
@@ -301,7 +301,7 @@ def _child(
 
 def _prepare(reader: Reader, folder: Path) -> None:
     folder.mkdir(parents=True)
-    for name, data in reader.beside.items():
+    for name, data in reader.other_files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)

@@ -119,7 +119,7 @@ def test_tp_gathers_in_fp8_and_sums_in_bf16(sequence):
         (2, "--swiglu --normalization LayerNorm --ulysses-parallel-size 2 --global-batch-size 16"),
     ],
 )
-def test_fp8_beside_other_settings(ranks, flags):
+def test_fp8_with_other_settings(ranks, flags):
     plain, found = fp8_run(flags, ranks=ranks), fp8_run(f"{flags} --fp8-format hybrid", ranks=ranks)
     assert (found.flops, found.communication) == (plain.flops, plain.communication)
     assert found.seconds["step"] > 0

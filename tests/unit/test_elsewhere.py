@@ -437,7 +437,7 @@ def test_keys_of_a_deepspeed_file(tmp_path: Path, content: dict, ours: str):
         ({"fp16": {"enabled": True, "loss_scale": 8}}, "--loss-scale 16", ("fp16.loss_scale 8", "--loss-scale 16")),
         ({"train_batch_size": 4, "gradient_accumulation_steps": 3}, "", ("--global-batch-size 4", "use 3")),
         ({"train_batch_size": "8"}, "", ('train_batch_size "8"', "number")),
-        ({"train_batch_size": 1.5}, "", ("train_batch_size 1.5", "whole number")),
+        ({"train_batch_size": 1.5}, "", ("train_batch_size 1.5", "not an integer")),
         ('{"gradient_clipping": NaN}', "", ("gradient_clipping NaN", "number")),
         ({"fp16": {"enabled": True, "initial_scale_power": "x"}}, "", ("fp16.initial_scale_power",)),
         ({"fp16": True}, "", ("fp16", "JSON object")),
@@ -462,7 +462,7 @@ def test_keys_of_a_deepspeed_file(tmp_path: Path, content: dict, ours: str):
         ),
         ({"curriculum_learning": {"enabled": True}}, "", ("curriculum_learning", "leave it out")),
         ({"curriculum_learning": {**GROWING, "max_difficulty": 64}}, "", ("max_difficulty 64", "--seq-length 192")),
-        ({"curriculum_learning": {**GROWING, "min_difficulty": 1.5}}, "", ("curriculum_learning", "whole numbers")),
+        ({"curriculum_learning": {**GROWING, "min_difficulty": 1.5}}, "", ("curriculum_learning", "integers")),
         ({"curriculum_learning": {**GROWING, "min_difficulty": 4}}, "", ("--rampup-seq-length 4 8 953", "start")),
         (
             {"curriculum_learning": GROWING},

@@ -163,10 +163,10 @@ def test_copies_are_those_of_the_program(kv_heads):
         return tuple(ways.values())
 
     assert goes_by_keys(a.heads, a.kv_heads, 2) == (kv_heads == 32)
-    beside = Segment(copies=stored_in_forward(a, strategy, chunks))
-    assert copied([beside, *chunked_forward(a, strategy, chunks, saving=True)]) == program.forward
-    beside = Segment(copies=copied_in_ffn_backward(a, strategy, chunks) + loaded_in_backward(a, strategy, chunks))
-    assert copied([beside, *chunked_backward(a, strategy, chunks)]) == program.backward
+    overlapped = Segment(copies=stored_in_forward(a, strategy, chunks))
+    assert copied([overlapped, *chunked_forward(a, strategy, chunks, saving=True)]) == program.forward
+    overlapped = Segment(copies=copied_in_ffn_backward(a, strategy, chunks) + loaded_in_backward(a, strategy, chunks))
+    assert copied([overlapped, *chunked_backward(a, strategy, chunks)]) == program.backward
     assert copied(chunked_forward(a, strategy, chunks, saving=False)) == (0, 0)
 
 
@@ -195,7 +195,7 @@ def test_a_pipeline_fills_and_drains():
     assert step(workload=work, pipeline=4, virtual=2).parts["bubble"] == pytest.approx(found.parts["bubble"] / 2)
 
 
-def test_gradients_wait_unless_they_travel_beside_the_backward_pass():
+def test_gradients_wait_unless_they_overlap_with_the_backward_pass():
     late = step(data=8, workload=replace(WORK, global_batch=8), overlap_grad_reduce=False, overlap_param_gather=False)
     held = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336) + 2 * 128256 * 4096
     assert late.parts["dp"] == pytest.approx(6 * held * 7 / 8 / 1e11, rel=1e-3)  # fp32 gradients, bf16 weights

@@ -231,7 +231,7 @@ def test_what_torch_saves_is_read_as_torch_does(tmp_path, zipped):
     data = saved(value, _use_new_zipfile_serialization=zipped)
     (tmp_path / "x.pt").write_bytes(data)
     theirs = torch.load(io.BytesIO(data), weights_only=False)
-    read = unpickle.read_bytes(data, "x", whole=True), unpickle.read(tmp_path / "x.pt", mmap=True)
+    read = unpickle.read_bytes(data, "x", complete=True), unpickle.read(tmp_path / "x.pt", mmap=True)
     for ours in read:
         assert vars(ours.pop("args")) == vars(theirs["args"])
         assert same(ours, {name: one for name, one in theirs.items() if name != "args"})

@@ -76,15 +76,15 @@ def apart(mine: list[Tensor], other: list[Tensor]) -> float:
     return max(float((a - b).norm() / b.norm()) for a, b in zip(mine, other, strict=True))
 
 
-def test_sums_in_the_buffers_are_the_sums_beside_them():
+def test_sums_in_the_buffers_equal_separate_sums():
     assert apart(run(torch.float32, torch.float32), run(torch.float32, None)) < 1e-6
     assert apart(run(torch.float64, torch.float64), run(torch.float64, None)) < 1e-14
 
 
 def test_in_half_precision_sums_in_the_buffers_are_nearer_to_exact_ones():
     exact = run(torch.float64, None)
-    beside, within, narrow = (apart(run(torch.bfloat16, b), exact) for b in (None, torch.float32, torch.bfloat16))
-    assert within <= beside and narrow >= beside  # adding chunk by chunk to a narrow buffer loses precision
+    separate, within, narrow = (apart(run(torch.bfloat16, b), exact) for b in (None, torch.float32, torch.bfloat16))
+    assert within <= separate and narrow >= separate  # adding chunk by chunk to a narrow buffer loses precision
 
 
 def test_a_weight_that_is_used_elsewhere_too_goes_the_usual_way():

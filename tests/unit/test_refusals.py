@@ -436,7 +436,7 @@ def test_refusals_by_tokens(flags: str, words: str):
     assert all(word in str(caught.value) for word in words.split()), caught.value
 
 
-def test_samples_beside_tokens_are_not_read_and_said_so():
+def test_samples_are_ignored_with_a_note_if_tokens_are_given():
     flags = (
         "--train-samples 64 --lr-decay-samples 60 --lr-decay-tokens 2048 --lr-warmup-samples 4 --lr-warmup-tokens 64"
     )

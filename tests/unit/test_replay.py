@@ -215,7 +215,7 @@ def test_compute_waits_at_once_without_a_ticket():
     assert went.busy == {"compute": 8, "ring": 3, "host load": 4}
 
 
-def test_a_ticket_hides_what_lasts_no_longer_than_the_compute_beside_it():
+def test_a_ticket_hides_what_lasts_no_longer_than_the_concurrent_compute():
     hidden = run(work(1), send(3, ticket=1), work(4), Wait((1,)), work(1))
     assert hidden.seconds == 6 and "ring" not in hidden.exposed
     late = run(work(1), send(3, ticket=1), work(2), Wait((1,)), work(1))
@@ -223,7 +223,7 @@ def test_a_ticket_hides_what_lasts_no_longer_than_the_compute_beside_it():
     assert [(span.stream, span.begin, span.end) for span in late.spans][1] == ("ring", 1, 4)
 
 
-def test_a_stream_works_in_order_and_axes_beside_each_other():
+def test_a_stream_works_in_order_and_axes_concurrently():
     went = run(
         send(3, ticket=1), send(2, ticket=2), send(4, "dp", ticket=3), load_chunk(1, ticket=4), Wait((4, 2, 3, 1))
     )
@@ -244,9 +244,7 @@ def test_overlap_makes_compute_stand_for_its_share():
     assert went.seconds == 9 and went.exposed == {"ring": 1, "gemm": 8}
     none = replace(TOY, calibration=Calibration(overlap=0.0))
     assert run(send(4, ticket=1), work(8), Wait((1,)), machine=none).seconds == 12  # the same as without a ticket
-    assert (
-        run(load_chunk(4, ticket=1), work(8), Wait((1,)), machine=none).seconds == 8
-    )  # a copy uses no multiprocessor
+    assert run(load_chunk(4, ticket=1), work(8), Wait((1,)), machine=none).seconds == 8  # a copy uses no multiprocessor
 
 
 def test_phases_counts_and_mfu():

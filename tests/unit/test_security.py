@@ -111,7 +111,7 @@ def test_04_every_reader_is_given_broken_files():
     assert "10_000 if" in source and "else 5" in source and '"FUZZ"' in source
 
 
-def test_05_code_beside_a_tokenizer_is_not_run(tmp_path):
+def test_05_code_next_to_a_tokenizer_is_not_run(tmp_path):
     folder = make_tokenizer(tmp_path / "hf")
     (folder / "harm.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\nclass Harm:\n    pass\n")
     config = json.loads((folder / "tokenizer_config.json").read_text())
@@ -386,7 +386,7 @@ def test_22_copies_in_memory_are_ours_alone():
         shutil.rmtree(parent / "run-ofatest" if there else parent)
 
 
-def test_23_index_caches_lie_beside_the_data():
+def test_23_index_caches_lie_next_to_the_data():
     file = data_files.DataFile("/data/c", np.uint16, 1, ("c",))
     assert data_files.cache_folder(DataConfig(), [file], {}).startswith("/data/index-cache/")
 

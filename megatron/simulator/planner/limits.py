@@ -164,7 +164,7 @@ def best_of(all_offers: Sequence[Offer], terms: Terms | None) -> Offer:
 
 
 def offers_table(all_offers: Sequence[Offer], best: Offer, terms: Terms | None) -> Table:
-    table = Table("", "GPUs", "plan", "a step", title="GPUs to choose from", title_justify="left")
+    table = Table("", "GPUs", "plan", "step", title="GPUs to choose from", title_justify="left")
     for name in ("the run", "cost") if terms else ():
         table.add_column(name, justify="right", no_wrap=True)
     for offer in all_offers:

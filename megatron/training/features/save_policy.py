@@ -175,7 +175,7 @@ class Saver:
         free = available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if need > 0 else 0
         if need > free:
             self.reporter.say(
-                f" WARNING: --async-save needs {need / 2**30:.1f} GiB more of host memory a rank, and "
+                f" WARNING: --async-save needs {need / 2**30:.1f} GiB more of host memory per rank, and "
                 f"{free / 2**30:.1f} GiB are free: training waits for this checkpoint to be written"
             )
         return need <= free

@@ -136,7 +136,7 @@ REFUSED: tuple[tuple[str | Advice, str], ...] = (
         --num-attention-heads-teacher 1 --num-experts-teacher +
         """,
     ),
-    (leave_out("stages hold as many layers as the flags say, none that do nothing"), "--allow-padding-num-layers"),
+    (leave_out("stages have no padding layers"), "--allow-padding-num-layers"),
     (
         leave_out("gradients and activations are sent as they are, never compressed"),
         """

@@ -87,9 +87,7 @@ def check_source(
         raise Refusal(f"{source}: {len(extra)} tensors do not belong to the model in config.json: {some(extra)}")
     for name, shape in wanted.items():
         if there[name].shape != shape:
-            raise Refusal(
-                f"{source}: {name} has shape {list(there[name].shape)}, not {list(shape)} as in config.json"
-            )
+            raise Refusal(f"{source}: {name} has shape {list(there[name].shape)}, not {list(shape)} as in config.json")
     dtypes = sorted({there[name].dtype for name in wanted})
     if len(dtypes) > 1 or dtypes[0] not in safetensors_folder.TORCH_DTYPES:
         raise Refusal(
@@ -115,7 +113,7 @@ def _bloom(config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
     def first(*names: str) -> int:
         value = next((config[name] for name in names if config.get(name) is not None), None)
         if not isinstance(value, int) or value < 1:
-            raise Refusal(f"{where}: {names[0]} {value!r} is not a positive whole number")
+            raise Refusal(f"{where}: {names[0]} {value!r} is not a positive integer")
         return value
 
     if config.get("apply_residual_connection_post_layernorm"):

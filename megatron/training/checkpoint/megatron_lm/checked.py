@@ -60,7 +60,7 @@ def read_common(path: Path) -> dict[str, Any]:
             raise Refusal(f"checkpoint {path} does not contain the progress of its run")
     for where, name in ((common.get("progress", {}), "iteration"), (common, "iteration"), (common, "vocab_size")):
         if name in where and where[name] is not None and not _whole(where[name]):
-            raise Refusal(f"checkpoint {path}: {name} {short(where[name])} is not a whole number")
+            raise Refusal(f"checkpoint {path}: {name} {short(where[name])} is not an integer")
     return common
 
 

@@ -63,7 +63,7 @@ def check_engine_state(data: bytes, where: object) -> None:
 
 def check_plain(data: bytes, where: object) -> None:
     """Raise Refusal if ``torch.load`` of ``data`` would create anything but tensors, numbers and strings."""
-    read_bytes(data, where, whole=True)
+    read_bytes(data, where, complete=True)
 
 
 @contextmanager
