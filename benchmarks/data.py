@@ -46,7 +46,7 @@ def write(prefix: str, document: int, total: int) -> None:
 def datasets(prefix: str, length: int, samples: int, cache: str) -> dict[str, GPTDataset]:
     """Datasets of both with the same samples and cached indices, as in a run."""
     tokenizer = build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), VOCABULARY)
-    found = {}
+    result = {}
     for name, builder, kind in (
         ("core", BlendedMegatronDatasetBuilder, GPTDataset),
         ("ours", LocalBuilder, TokenDataset),
@@ -64,8 +64,8 @@ def datasets(prefix: str, length: int, samples: int, cache: str) -> dict[str, GP
                 eod_mask_loss=False,
                 create_attention_mask=False,
             )
-            found[name] = builder(kind, [samples, 0, 0], lambda: True, config).build()[0]
-    return found
+            result[name] = builder(kind, [samples, 0, 0], lambda: True, config).build()[0]
+    return result
 
 
 def main() -> None:

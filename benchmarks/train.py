@@ -144,10 +144,10 @@ def flags(args: argparse.Namespace) -> list[str]:
         "--eval-iters": 0,
         "--device": args.device,
     }
-    found = [str(word) for pair in settings.items() for word in pair] + ["--mock-data", "--no-progress"]
+    result = [str(word) for pair in settings.items() for word in pair] + ["--mock-data", "--no-progress"]
     if args.kv_heads:
-        found += ["--group-query-attention", "--num-query-groups", str(args.kv_heads)]
-    return found + ["--bf16"] * (args.dtype == "bf16")
+        result += ["--group-query-attention", "--num-query-groups", str(args.kv_heads)]
+    return result + ["--bf16"] * (args.dtype == "bf16")
 
 
 def summarize(args: argparse.Namespace, rows: list[dict], rates: dict[int, float]) -> dict:

@@ -51,8 +51,8 @@ def main(argv: list[str] | None = None) -> int:
     out.backward(dout)
 
     expected = on_one_process(*whole)
-    found = (out.detach(), q.grad, k.grad, v.grad)
-    errors = torch.stack([largest_error(mine, layout.shard(all_)) for mine, all_ in zip(found, expected)])
+    result = (out.detach(), q.grad, k.grad, v.grad)
+    errors = torch.stack([largest_error(mine, layout.shard(all_)) for mine, all_ in zip(result, expected)])
     dist.all_reduce(errors, op=dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
         print(f"{grid}; {SEQ_LENGTH} tokens, {layout.local_length} per process; {dtype} on {device.type}")
@@ -83,8 +83,8 @@ def on_one_process(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torc
     return [out.detach(), *(x.grad for x in leaves)]
 
 
-def largest_error(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    return ((found - expected).abs().max() / expected.abs().max()).float()
+def largest_error(result: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    return ((result - expected).abs().max() / expected.abs().max()).float()
 
 
 if __name__ == "__main__":

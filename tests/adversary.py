@@ -281,11 +281,11 @@ def poison(x: Tensor) -> Tensor:
 
 def call_sites(folder: Path) -> list[str]:
     """All calls in ``folder`` that order streams."""
-    found = []
+    result = []
     for path in sorted(folder.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ORDERING:
                 if ast.unparse(node.func.value).split(".")[-1] == "streams":
-                    found.append(f"{path.name}:{node.lineno} {node.func.attr}")
-    assert len(found) == len(set(found)), "two calls of one kind in one line cannot be told apart"
-    return sorted(found)
+                    result.append(f"{path.name}:{node.lineno} {node.func.attr}")
+    assert len(result) == len(set(result)), "two calls of one kind in one line cannot be told apart"
+    return sorted(result)

@@ -151,18 +151,18 @@ class Recorder:
 
     def _entries(self, root: str) -> dict[str, Entry]:
         """The folder's contents by path, without files that another process removes meanwhile."""
-        found: dict[str, Entry] = {".": (os.stat(root).st_ino, None)}
+        results: dict[str, Entry] = {".": (os.stat(root).st_ino, None)}
         folders = [root]
         while folders:
             try:
                 listed = sorted(os.scandir(folders.pop()), key=lambda entry: entry.name)
                 for entry in listed:
                     content = None if entry.is_dir(follow_symlinks=False) else self._content(entry.path)
-                    found[os.path.relpath(entry.path, root)] = entry.inode(), content
+                    results[os.path.relpath(entry.path, root)] = entry.inode(), content
                     folders += [entry.path] if content is None else []
             except FileNotFoundError:
                 continue
-        return found
+        return results
 
     def _content(self, path: str) -> str:
         with open(path, "rb") as file:
@@ -296,11 +296,11 @@ class Disk:
         changes = list(self._changes)
         safe, data = dict(self._safe_names), dict(self._data)
         open_ = [number for number, change in enumerate(changes) if change.unsynced]
-        found = {*safe.values(), *(number for change in changes for number in change.names.values())}
+        results = {*safe.values(), *(number for change in changes for number in change.names.values())}
         choices = {
             number: self._versions(self._safe_data[number], key)
             for number, key in data.items()
-            if number in found and key != self._safe_data[number]
+            if number in results and key != self._safe_data[number]
         }
         many = 2 ** len(open_) * math.prod(map(len, choices.values()))
         for chosen, versions in self._all(open_, choices) if many <= MOST else self._some(open_, choices):
@@ -419,8 +419,8 @@ def prove(records: Mapping[str, tuple[Record, Judge]]) -> list[str]:
         verdict = try_all_cuts(record, judge)
         assert verdict.wrong is None, f"{name}: {verdict.wrong}"
         for number in sorted(verdict.busy):
-            found = try_all_cuts(record.without(number), judge, number).wrong is not None
-            (needed if found else needless).add(record.events[number].label)
+            results = try_all_cuts(record.without(number), judge, number).wrong is not None
+            (needed if results else needless).add(record.events[number].label)
         lines.append(f"{name}: {verdict.cuts} cuts, {verdict.states:,} states, {len(verdict.busy)} syncs")
     assert not needless - needed, needless - needed
     return lines

@@ -180,7 +180,7 @@ def outcome(family: str, ulysses: int = 2, ring: int = 2) -> dict[str, Any]:
     try:
         model = small_model(family)
     except Exception as error:  # noqa: BLE001 - whatever transformers raises is why
-        return {"outcome": "not buildable", "why": told(error)}
+        return {"outcome": "not buildable", "why": message(error)}
     try:
         context = parallelize(model, cp.initialize_grid(ulysses=ulysses, ring=ring), seq_length=LENGTH)
         inputs = context.shard({name: x for name, x in batch.items() if name != "labels"})
@@ -192,23 +192,23 @@ def outcome(family: str, ulysses: int = 2, ring: int = 2) -> dict[str, Any]:
         context.remove()
     except ValueError as error:
         true = is_true(str(error), small_model(family)) if first else None
-        return {"outcome": "refused", "why": told(error), "true": true}
+        return {"outcome": "refused", "why": message(error), "true": true}
     except Exception as error:  # noqa: BLE001 - it is what is looked for
-        return {"outcome": "crash", "why": told(error)}
+        return {"outcome": "crash", "why": message(error)}
     if not first:
         return {}
     try:
         expected = by_document(model, batch)
     except Exception as error:  # noqa: BLE001
-        return {"outcome": "not buildable", "why": told(error)}
+        return {"outcome": "not buildable", "why": message(error)}
     if missing := set(expected.grads) ^ set(grads):
         return {"outcome": "wrong", "why": f"gradients of {sorted(missing)[0]} and {len(missing) - 1} more"}
-    found = errors(Outcome(logits, loss.detach(), grads), expected)
-    name = max(found, key=found.get)
-    worst_one = worst(found.values())
+    result = errors(Outcome(logits, loss.detach(), grads), expected)
+    name = max(result, key=result.get)
+    worst_one = worst(result.values())
     if not worst_one < LIMIT and not worst_one < BITS * worst(last_bit(family, batch, expected)):
-        return {"outcome": "wrong", "why": f"{name} by {found[name]:.1e}", "loss": found["loss"]}
-    return {"outcome": "parity", "error": found[name]}
+        return {"outcome": "wrong", "why": f"{name} by {result[name]:.1e}", "loss": result["loss"]}
+    return {"outcome": "parity", "error": result[name]}
 
 
 def by_document(model: PreTrainedModel, batch: dict[str, Tensor]) -> Outcome:
@@ -235,7 +235,7 @@ def last_bit(family: str, batch: dict[str, Tensor], expected: Outcome) -> Iterab
     return errors(by_document(model, batch), expected).values()
 
 
-def told(error: BaseException) -> str:
+def message(error: BaseException) -> str:
     """A text in one line."""
     text = " ".join(str(error).split())
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"[:300]
@@ -384,9 +384,9 @@ def sees_later(model: PreTrainedModel, _: re.Match) -> bool:
 def other_loss(model: PreTrainedModel, _: re.Match) -> bool:
     """Its own loss is not the cross entropy of its own logits for the next token."""
     with torch.no_grad():
-        found = model(input_ids=TOKENS, labels=TOKENS)
-    expected = F.cross_entropy(found.logits[0, :-1], TOKENS[0, 1:])
-    return bool((found.loss - expected).abs() > 1e-4 * expected)
+        result = model(input_ids=TOKENS, labels=TOKENS)
+    expected = F.cross_entropy(result.logits[0, :-1], TOKENS[0, 1:])
+    return bool((result.loss - expected).abs() > 1e-4 * expected)
 
 
 def no_base(model: PreTrainedModel, match: re.Match) -> bool:

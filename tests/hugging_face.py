@@ -84,12 +84,12 @@ def whole_batch(packed: bool = True, length: int = LENGTH, batch: int = BATCH) -
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(3, VOCABULARY, (batch, length), generator=generator)
     labels = tokens.masked_fill(torch.rand(batch, length, generator=generator) < 0.2, -100)
-    found = {"input_ids": tokens, "labels": labels}
+    result = {"input_ids": tokens, "labels": labels}
     if packed:
         cuts = [(0, 11 + 6 * row, 30, length) for row in range(batch)]
         rows = [torch.cat([torch.arange(b - a) for a, b in zip(row, row[1:])]) for row in cuts]
-        found["position_ids"] = torch.stack(rows)
-    return found
+        result["position_ids"] = torch.stack(rows)
+    return result
 
 
 @dataclass
@@ -111,9 +111,9 @@ def on_one_process(model: PreTrainedModel, batch: dict[str, Tensor]) -> Outcome:
 
 
 def take_grads(model: torch.nn.Module) -> dict[str, Tensor]:
-    found = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    result = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
     model.zero_grad(set_to_none=True)
-    return found
+    return result
 
 
 def averaged(grads: dict[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, Tensor]:
@@ -124,14 +124,14 @@ def averaged(grads: dict[str, Tensor], group: dist.ProcessGroup | None) -> dict[
     return grads
 
 
-def errors(found: Outcome, expected: Outcome) -> dict[str, float]:
+def errors(result: Outcome, expected: Outcome) -> dict[str, float]:
     """The largest errors, relative to the largest entry.
 
     The bias of keys without RoPE has gradient 0 except for rounding, because it shifts all scores of a query equally.
     """
-    assert set(found.grads) == set(expected.grads)
-    pairs = {"logits": (found.logits, expected.logits), "loss": (found.loss, expected.loss)}
-    pairs |= {name: (grad, expected.grads[name]) for name, grad in found.grads.items()}
+    assert set(result.grads) == set(expected.grads)
+    pairs = {"logits": (result.logits, expected.logits), "loss": (result.loss, expected.loss)}
+    pairs |= {name: (grad, expected.grads[name]) for name, grad in result.grads.items()}
     largest = max(float(grad.abs().max()) for grad in expected.grads.values())
     pairs = {name: (a, b) for name, (a, b) in pairs.items() if max(a.abs().max(), b.abs().max()) > 1e-7 * largest}
     return {name: float((a.double() - b.double()).abs().max() / b.abs().max()) for name, (a, b) in pairs.items()}

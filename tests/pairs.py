@@ -47,14 +47,14 @@ def settings(flags: str) -> frozenset[str]:
             words.append(word)
         else:
             words[-1] += f" {word}"
-    found = set()
+    result = set()
     for word in words:
         name, _, value = word.partition(" ")
         if name in AMOUNTS and value != "1":
-            found.add(name)
+            result.add(name)
         elif name not in AMOUNTS and name not in PLAIN and word not in PLAIN:
-            found.add(word)
-    return frozenset(found)
+            result.add(word)
+    return frozenset(result)
 
 
 def pairs(levels: Set[Hashable]) -> set[frozenset[Hashable]]:
@@ -120,8 +120,8 @@ def grid_pairs(
     assert set(quick) <= set(cases), "no such case"
 
     def held(_: int, model: str, grid: str) -> Set[Hashable]:
-        found = settings(f"{model} {grid}")
-        return found if once else pairs(found)
+        result = settings(f"{model} {grid}")
+        return result if once else pairs(result)
 
-    found = by_pairs(cases, held, seconds)
-    return [pytest.param(*one.values, marks=pytest.mark.quick) if one.values in quick else one for one in found]
+    result = by_pairs(cases, held, seconds)
+    return [pytest.param(*one.values, marks=pytest.mark.quick) if one.values in quick else one for one in result]

@@ -92,10 +92,10 @@ def run_each(
         for process in processes:
             process.kill()
             process.join()
-        said = [[(mine / name).read_text() for name in ("out", "err")] for mine in folders]
+        output = [[(mine / name).read_text() for name in ("out", "err")] for mine in folders]
         if late and not any(one.exitcode for one in processes if one not in running):
-            raise subprocess.TimeoutExpired(command, patience(timeout), *map("\n".join, zip(*said)))
-    return [subprocess.CompletedProcess(command, one.exitcode, *texts) for one, texts in zip(processes, said)]
+            raise subprocess.TimeoutExpired(command, patience(timeout), *map("\n".join, zip(*output)))
+    return [subprocess.CompletedProcess(command, one.exitcode, *texts) for one, texts in zip(processes, output)]
 
 
 def _main(command: list[str], environment: dict[str, str], folder: str) -> None:

@@ -35,9 +35,9 @@ class Short:
     """Its ``repr`` contains only fields that differ from the defaults."""
 
     def __repr__(self) -> str:
-        said = (f"{field.name}={value!r}" for field in fields(self)
+        output = (f"{field.name}={value!r}" for field in fields(self)
                 if (value := getattr(self, field.name)) != field.default)  # fmt: skip
-        return f"{type(self).__name__}({', '.join(said)})"
+        return f"{type(self).__name__}({', '.join(output)})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -243,7 +243,7 @@ def plain_loss(program: Program, y: Tensor, params: dict[str, Tensor], noise: Ca
 def differentiate(program: Program, y: Tensor, loss: Tensor, params: dict[str, Tensor]) -> dict[str, Tensor]:
     """The output, the loss, and the gradients by name."""
     leaves = {name: x for name, x in params.items() if x.requires_grad}
-    found = {"y": y.detach(), "loss": loss.detach()}
+    result = {"y": y.detach(), "loss": loss.detach()}
     if leaves and loss.requires_grad:
         if program.backward == "grad":
             grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
@@ -251,8 +251,8 @@ def differentiate(program: Program, y: Tensor, loss: Tensor, params: dict[str, T
             for _ in range(2 if program.backward == "twice" else 1):
                 loss.backward(retain_graph=program.backward == "twice")
             grads = [x.grad for x in leaves.values()]
-        found |= {name: torch.zeros_like(x) if g is None else g.clone() for (name, x), g in zip(leaves.items(), grads)}
-    return found
+        result |= {name: torch.zeros_like(x) if g is None else g.clone() for (name, x), g in zip(leaves.items(), grads)}
+    return result
 
 
 class _Noise(torch.autograd.Function):
@@ -340,17 +340,17 @@ def run_on_ranks(programs: list[Program], ulysses: int, ring: int) -> list[dict[
     Raises:
         AssertionError: an error that is not a refusal of one line.
     """
-    grid, found = make_grid(ulysses=ulysses, ring=ring), []
+    grid, result = make_grid(ulysses=ulysses, ring=ring), []
     for program in programs:
         try:
-            found.append(run(program, grid))
+            result.append(run(program, grid))
         except Exception as error:
             line = refusal(program, error, ulysses, ring)
             if line is None:
                 raise AssertionError(f"Ulysses {ulysses} x Ring {ring}: {program}") from error
-            found.append(line)
+            result.append(line)
     forget()
-    return found if dist.get_rank() == 0 else []
+    return result if dist.get_rank() == 0 else []
 
 
 def forget() -> None:
@@ -380,13 +380,13 @@ def run(program: Program, grid: cp.Grid) -> dict[str, Tensor]:
                     y = function(y)
                 y = _Wrong.apply(y) if program.wrong and i == len(program.steps) - 1 else y
             loss = loss_of(program, y, layout, params)
-        found = differentiate(program, y, loss, params)
-    for name, x in found.items():
+        result = differentiate(program, y, loss, params)
+    for name, x in result.items():
         if name == "y":
-            found[name] = layout.gather(x)
+            result[name] = layout.gather(x)
         elif grid.context.size > 1:  # also the gradient of x, because every rank used its part
             dist.all_reduce(x, group=grid.context.group)
-    return found
+    return result
 
 
 def one_step(program: Program, i: int, x: Tensor, *, layout: cp.SequenceLayout, params: dict[str, Tensor]) -> Tensor:

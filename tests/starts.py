@@ -157,13 +157,13 @@ def place(config: Config, stand_ins: Path) -> Tokenizer:
 
 def _lists(data: DataConfig) -> dict[str, str]:
     """Files that name the data."""
-    found = {data.data_args_path: "1 listed", data.data_file_list: "1 listed corpus\n"}
+    result = {data.data_args_path: "1 listed", data.data_file_list: "1 listed corpus\n"}
     if data.per_split_data_args_path:
         words = {name: ["1", "listed"] for name in ("train", "valid", "test")}
-        found[data.per_split_data_args_path] = json.dumps(words)
+        result[data.per_split_data_args_path] = json.dumps(words)
     for split, more in (("train", ""), ("valid", ' "B: 1 0.9:1 listed, 2 0:1 other"'), ("test", "")):
-        found[getattr(data, f"{split}_weighted_split_paths_path")] = f'"A: 1 0:0.9 listed"{more}'
-    return {path: text for path, text in found.items() if path and not os.path.exists(path)}
+        result[getattr(data, f"{split}_weighted_split_paths_path")] = f'"A: 1 0:0.9 listed"{more}'
+    return {path: text for path, text in result.items() if path and not os.path.exists(path)}
 
 
 def write_corpus(prefix: Path, eod: int) -> None:

@@ -99,7 +99,7 @@ def best_offer(problems: list[Problem], about: Terms | None, args: argparse.Name
 
 
 def report(request: Request, offer: Offer, about: Terms | None, args: argparse.Namespace, console: Console) -> None:
-    top, problem, results = tokens(args.top, "--top"), offer.problem, offer.found
+    top, problem, results = tokens(args.top, "--top"), offer.problem, offer.results
     ranking, winner = Report(request, problem, offer.plans, offer.run), offer.plan
     console.print(ranking.table(top))
     if args.jitter:

@@ -130,13 +130,13 @@ def machine_of(report: Figures, device: torch.device) -> Figures:
     if cuda:
         fields["memory"] = torch.cuda.get_device_properties(device).total_memory
         fields["capability"] = report["capability"]
-    said = f"measured on {name}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
+    output = f"measured on {name}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
     measured = [
         key
         for key, value in fields.items()
         if value and key not in ("extends", "name", "gpus", "dtype", "attention_kernel")
     ]
-    return {key: value for key, value in fields.items() if value} | {"sources": dict.fromkeys(measured, said)}
+    return {key: value for key, value in fields.items() if value} | {"sources": dict.fromkeys(measured, output)}
 
 
 def rising(cases: Figures, kind: str, rate: str) -> list[list[float]]:

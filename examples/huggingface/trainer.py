@@ -87,14 +87,14 @@ def arguments(options: argparse.Namespace, data: int) -> TrainingArguments:
 
 def samples(length: int, count: int, fewer: int = 0) -> list[dict[str, torch.Tensor]]:
     """Repeated phrases, each with ``fewer`` labels less than the one before."""
-    found = []
+    result = []
     for number in range(count):
         generator = torch.Generator().manual_seed(number)
         tokens = torch.randint(256, (16,), generator=generator).repeat(length // 16)
         labels = tokens.clone()
         labels[: fewer * number] = -100
-        found.append({"input_ids": tokens, "labels": labels})
-    return found
+        result.append({"input_ids": tokens, "labels": labels})
+    return result
 
 
 if __name__ == "__main__":

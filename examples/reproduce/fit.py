@@ -106,8 +106,8 @@ def errors(machine: Machine, tables: Sequence[Table]) -> list[float]:
 
 
 def mean_error(machine: Machine, tables: Sequence[Table]) -> float:
-    found = errors(machine, tables)
-    return sum(map(abs, found)) / len(found)
+    result = errors(machine, tables)
+    return sum(map(abs, result)) / len(result)
 
 
 def fit(
@@ -161,13 +161,13 @@ def distinct(name: str) -> int:
 def left_out(name: str) -> str:
     """The error of each table with constants fitted to the others."""
     wanted, start = FITS[name], beginning(name)
-    found = []
+    result = []
     for out, table in wanted.tables.items():
         others = [other for key, other in wanted.tables.items() if key != out]
         if others:
             machine = fit(start, wanted.constants, others, wanted.limits)
-            found.append(f"{out.split(', ')[-1]} {mean_error(machine, [table]):.1f} %")
-    return ", ".join(found) or "one table alone"
+            result.append(f"{out.split(', ')[-1]} {mean_error(machine, [table]):.1f} %")
+    return ", ".join(result) or "one table alone"
 
 
 def how_much(names: Sequence[str], *, leave_out: bool = False) -> Iterator[str]:
@@ -192,19 +192,19 @@ def how_much(names: Sequence[str], *, leave_out: bool = False) -> Iterator[str]:
 def report(name: str) -> Machine:
     """Fit a cluster, print the result, return its machine."""
     wanted, start = FITS[name], beginning(name)
-    found = fit(start, wanted.constants, list(wanted.tables.values()), wanted.limits)
-    constants = ", ".join(f"{key} {getattr(found.calibration, key):.3g}" for key in wanted.constants)
+    result = fit(start, wanted.constants, list(wanted.tables.values()), wanted.limits)
+    constants = ", ".join(f"{key} {getattr(result.calibration, key):.3g}" for key in wanted.constants)
     print(f"{name}: {constants}")
-    print(f"  mean absolute error {mean_error(found, list(wanted.tables.values())):.1f} %")
+    print(f"  mean absolute error {mean_error(result, list(wanted.tables.values())):.1f} %")
     for left_out, table in wanted.tables.items():
         others = [other for key, other in wanted.tables.items() if key != left_out]
-        line = f"  {left_out}: {mean_error(found, [table]):.1f} %"
+        line = f"  {left_out}: {mean_error(result, [table]):.1f} %"
         if others:
             line += (
                 f"; fitted without it: {mean_error(fit(start, wanted.constants, others, wanted.limits), [table]):.1f} %"
             )
         print(line, flush=True)
-    return found
+    return result
 
 
 def write(name: str, machine: Machine) -> None:

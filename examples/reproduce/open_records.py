@@ -111,8 +111,8 @@ def records() -> list[Record]:
 
 def left_out() -> list[tuple[str, Record | None]]:
     """Runs that are not among the records, with the reason, and the run if enough is known to simulate it."""
-    found = published_file()["left_out"]
-    return [(f"{one['what']}: {one['why']}", Record(**one["run"]) if "run" in one else None) for one in found]
+    result = published_file()["left_out"]
+    return [(f"{one['what']}: {one['why']}", Record(**one["run"]) if "run" in one else None) for one in result]
 
 
 def distinct(rows: list[Record]) -> int:

@@ -88,11 +88,11 @@ def checksum(runs: Sequence[Record]) -> str:
 def edits_table(constants: Constants) -> list[str]:
     """Markdown: the error of the original test half, then its changes; equal ones share a row."""
     now, first = test_half(), [undone(record) for record in test_half()]
-    found = predictions(constants, [run for run in first if not run.unpriced])
+    result = predictions(constants, [run for run in first if not run.unpriced])
     lines = [
-        f"With all changes undone, and without {len(first) - len(found)} runs unpriced at once, the error of "
-        f"the {len(found)} runs left is {mean_of_records(found):.1f} %, of sources {mean_of_sources(found):.1f} %, "
-        f"and in tokens per second {mean_of_rates(found):.1f} %.",
+        f"With all changes undone, and without {len(first) - len(result)} runs unpriced at once, the error of "
+        f"the {len(result)} runs left is {mean_of_records(result):.1f} %, of sources {mean_of_sources(result):.1f} %, "
+        f"and in tokens per second {mean_of_rates(result):.1f} %.",
         "",
         "| source | runs | change | their error without it, with it, % | why |",
         "|---" * 5 + "|",
@@ -142,11 +142,11 @@ def predicted_runs(path: Path = AFTER_FREEZE) -> list[PredictedRun]:
     Raises:
         KeyError: a run has no prediction yet.
     """
-    found = []
+    result = []
     for raw in read_after_freeze(path)["records"]:
         predicted = raw.pop("predicted")
-        found.append(PredictedRun(Record(**raw), predicted))
-    return found
+        result.append(PredictedRun(Record(**raw), predicted))
+    return result
 
 
 def predict_new(path: Path = AFTER_FREEZE) -> int:

@@ -44,30 +44,30 @@ def priced(rows: Sequence[Record]) -> list[Record]:
     return [record for record in rows if not record.unpriced]
 
 
-def by_source(found: Sequence[Predicted]) -> dict[str, list[Predicted]]:
+def by_source(result: Sequence[Predicted]) -> dict[str, list[Predicted]]:
     groups: dict[str, list[Predicted]] = {}
-    for one in found:
+    for one in result:
         groups.setdefault(one.record.source, []).append(one)
     return groups
 
 
-def of_priced(found: Sequence[Predicted]) -> list[Predicted]:
+def of_priced(result: Sequence[Predicted]) -> list[Predicted]:
     """Predictions of runs that can be priced; all of them if none can."""
-    return [one for one in found if not one.record.unpriced] or list(found)
+    return [one for one in result if not one.record.unpriced] or list(result)
 
 
-def mean_of_sources(found: Sequence[Predicted]) -> float:
+def mean_of_sources(result: Sequence[Predicted]) -> float:
     """The mean over sources of each one's mean error, so that sources with more rows do not count more."""
-    return mean([mean_of_records(rows) for rows in by_source(found).values()])
+    return mean([mean_of_records(rows) for rows in by_source(result).values()])
 
 
-def mean_of_records(found: Sequence[Predicted]) -> float:
-    return mean([abs(one.error) for one in found])
+def mean_of_records(result: Sequence[Predicted]) -> float:
+    return mean([abs(one.error) for one in result])
 
 
-def mean_of_rates(found: Sequence[Predicted]) -> float:
+def mean_of_rates(result: Sequence[Predicted]) -> float:
     """The error of tokens per second; each source counts once."""
-    return mean([mean([abs(one.rate_error) for one in rows]) for rows in by_source(found).values()])
+    return mean([mean([abs(one.rate_error) for one in rows]) for rows in by_source(result).values()])
 
 
 def unfitted() -> Constants:
@@ -77,8 +77,8 @@ def unfitted() -> Constants:
 
 def fitted() -> Constants:
     """The constants of the shipped machines, which planner and dry run use: fitted to the even half."""
-    found = {name: load(machine).calibration for name, machine in MACHINES.items()}
-    return {name: {share: getattr(found[name], share) for share in SHARES} for name in FREE}
+    result = {name: load(machine).calibration for name, machine in MACHINES.items()}
+    return {name: {share: getattr(result[name], share) for share in SHARES} for name in FREE}
 
 
 def uncertain() -> dict[str, dict[str, tuple[float, float]]]:
@@ -89,16 +89,16 @@ def uncertain() -> dict[str, dict[str, tuple[float, float]]]:
 def fit(half: Sequence[Record]) -> Constants:
     """Coordinate search for the least :func:`mean_of_sources` by architecture. Architectures without records
     in the half keep the initial values. Unpriced runs are not used."""
-    found, half = unfitted(), priced(half)
+    result, half = unfitted(), priced(half)
     for name, free in FREE.items():
         if name in TAKES:
             other, taken = TAKES[name]
-            found[name] |= {constant: found[other][constant] for constant in taken}
+            result[name] |= {constant: result[other][constant] for constant in taken}
         mine = [record for record in half if family(record.machine) == name]
         if mine:
-            found[name] = _search(found[name], free, lambda shares, name=name, mine=mine: mean_of_sources(
+            result[name] = _search(result[name], free, lambda shares, name=name, mine=mine: mean_of_sources(
                 [predict(record, {name: shares}) for record in mine]))  # fmt: skip
-    return found
+    return result
 
 
 def _search(shares: dict[str, float], free: Sequence[str], error: Callable[[dict[str, float]], float]) -> dict:
@@ -110,8 +110,8 @@ def _search(shares: dict[str, float], free: Sequence[str], error: Callable[[dict
             for name in free:
                 for factor in (step, 1 / step):
                     moved = shares | {name: round(shares[name] * factor, 4)}
-                    if moved[name] <= 1 and (found := error(moved)) < best - 1e-3:
-                        shares, best, better = moved, found, True
+                    if moved[name] <= 1 and (result := error(moved)) < best - 1e-3:
+                        shares, best, better = moved, result, True
     return shares
 
 
@@ -121,11 +121,11 @@ def predictions(constants: Constants, rows: Sequence[Record] | None = None) -> l
 
 def left_out_one_by_one(rows: Sequence[Record]) -> dict[str, list[Predicted]]:
     """Predictions of each source with constants fitted to all others, of both halves."""
-    found = {}
+    result = {}
     for source in dict.fromkeys(record.source for record in rows):
         mine = [record for record in rows if record.source == source]
-        found[source] = predictions(fit([record for record in rows if record.source != source]), mine)
-    return found
+        result[source] = predictions(fit([record for record in rows if record.source != source]), mine)
+    return result
 
 
 def summary(constants: Constants) -> list[str]:
@@ -140,7 +140,7 @@ def summary(constants: Constants) -> list[str]:
         rows = after[source]
         counts = f"{len(rows)}, {distinct([one.record for one in rows])}"
         unpriced = sum(bool(one.record.unpriced) for one in rows)
-        with_constants, without = (of_priced(found[source]) for found in (after, before))
+        with_constants, without = (of_priced(result[source]) for result in (after, before))
         worst = max((one.error for one in with_constants), key=abs)
         half = "fitted" if rows[0].record.fitted else "test"
         lines.append(

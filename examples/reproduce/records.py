@@ -72,12 +72,12 @@ def grid(r: Record) -> str:
     return " ".join(f"{name}{size}" for name, size in axes if size > 1) or "one GPU"
 
 
-def draw(figure: Any, found: list[Predicted]) -> None:
+def draw(figure: Any, result: list[Predicted]) -> None:
     """Simulated over published speed, a panel for each architecture. Points outside become triangles at its edge."""
     figure.set_size_inches(13, 6.2)
     for place, name in enumerate(FREE, 1):
         axes = figure.add_subplot(1, len(FREE), place)
-        mine = [one for one in found if family(one.record.machine) == name]
+        mine = [one for one in result if family(one.record.machine) == name]
         axes.axhspan(1 / 1.12, 1.12, color=GREY, alpha=0.2, linewidth=0, label="within 12 %")
         axes.axhline(1, color=INK, linewidth=0.8)
         priced_runs = [one for one in mine if not one.record.unpriced]
@@ -119,16 +119,16 @@ def fit_again() -> None:
         constants = fit(mine)
         show(title, constants)
         for name, rows in (("  these", mine), ("  the other half", others)):
-            found = predictions(constants, rows)
-            print(f"{name}: records {mean_of_records(found):.1f} %, sources {mean_of_sources(found):.1f} %, "
-                  f"sources' rates {mean_of_rates(found):.1f} %", flush=True)  # fmt: skip
+            result = predictions(constants, rows)
+            print(f"{name}: records {mean_of_records(result):.1f} %, sources {mean_of_sources(result):.1f} %, "
+                  f"sources' rates {mean_of_rates(result):.1f} %", flush=True)  # fmt: skip
     print("each source by constants fitted to all others:")
     every = left_out_one_by_one(runs)
-    for source, found in sorted(every.items()):
-        print(f"  {source}: {mean_of_records(found):.1f} %", flush=True)
-    found = [one for rows in every.values() for one in rows]
-    print(f"  records {mean_of_records(found):.1f} %, sources {mean_of_sources(found):.1f} %, "
-          f"sources' rates {mean_of_rates(found):.1f} %")  # fmt: skip
+    for source, result in sorted(every.items()):
+        print(f"  {source}: {mean_of_records(result):.1f} %", flush=True)
+    result = [one for rows in every.values() for one in rows]
+    print(f"  records {mean_of_records(result):.1f} %, sources {mean_of_sources(result):.1f} %, "
+          f"sources' rates {mean_of_rates(result):.1f} %")  # fmt: skip
 
 
 # The tables of docs/inside/published-runs.md, which --page writes between their marks.
@@ -140,9 +140,9 @@ def page_totals() -> list[str]:
         "| | runs | nothing fitted | with the constants | each source once | its tokens per second |",
         "|---" * 6 + "|",
     ]
-    found = predictions(fitted())
-    priced_runs = [one for one in found if not one.record.unpriced]
-    test = [one for one in found if not one.record.fitted]
+    result = predictions(fitted())
+    priced_runs = [one for one in result if not one.record.unpriced]
+    test = [one for one in result if not one.record.fitted]
     rest = [one for one in test if not one.record.unpriced]
     for name, rows in (
         ("half that they were fitted to", [one for one in priced_runs if one.record.fitted]),
@@ -157,9 +157,9 @@ def page_totals() -> list[str]:
 def page_machines() -> list[str]:
     """The error of planner and dry run for each machine: for both halves together, and separately."""
     lines = ["| machine | runs | error | mean with signs | fitted half | other half |", "|---" * 6 + "|"]
-    found = [one for one in predictions({}) if not one.record.unpriced]
-    for machine in sorted({one.record.machine for one in found}):
-        mine = [one for one in found if one.record.machine == machine]
+    result = [one for one in predictions({}) if not one.record.unpriced]
+    for machine in sorted({one.record.machine for one in result}):
+        mine = [one for one in result if one.record.machine == machine]
         halves = [[one for one in mine if one.record.fitted == half] for half in (True, False)]
         each = " | ".join(f"{mean_of_records(rows):.1f} % of {len(rows)}" if rows else "none" for rows in halves)
         sign = sum(one.error for one in mine) / len(mine)
@@ -224,10 +224,10 @@ def main() -> None:
         PAGE.write_text(filled(text), encoding="utf-8")
     if args.fit or args.page or args.predict:
         return
-    found = predictions(fitted())
-    order = sorted(found, key=lambda one: (one.record.machine, one.record.fitted, one.record.source))
+    result = predictions(fitted())
+    order = sorted(result, key=lambda one: (one.record.machine, one.record.fitted, one.record.source))
     write(args.out_dir, "records", "Published training runs", [row(one) for one in order],
-          draw=lambda figure: draw(figure, found))  # fmt: skip
+          draw=lambda figure: draw(figure, result))  # fmt: skip
     print()
     show("constants", fitted())
     print(*summary(fitted()), "", *totals(fitted()), "", "Set by hand:", *(f"- {line}" for line in BY_HAND), sep="\n")

@@ -207,8 +207,8 @@ def _write_csv(file: Path, rows: Sequence[Row]) -> None:
         table = csv.writer(lines)
         table.writerow([*columns, "unit", "published", "ours", "marked", "error_percent", "doublings", "same", "note"])
         for row in rows:
-            found = [*(row.label.get(column) for column in columns), row.unit, row.published, row.ours, row.marked]
-            table.writerow([*found, row.error, row.doublings, row.agrees, row.note])
+            result = [*(row.label.get(column) for column in columns), row.unit, row.published, row.ours, row.marked]
+            table.writerow([*result, row.error, row.doublings, row.agrees, row.note])
 
 
 def _show(title: str, rows: Sequence[Row], prefix: Path) -> float | None:

@@ -46,12 +46,12 @@ def facts(places: int) -> dict[str, str]:
     def name() -> str:
         return "".join(draw.sample(SOUNDS, 3)).capitalize()
 
-    found = {}
+    result = {}
     for _ in range(places):
         place = name()
-        found[f"Which river runs through {place}?"] = f"The {name()} runs through {place}."
-        found[f"What colour is the tower of {place}?"] = f"It is {draw.choice(COLOURS)}."
-    return found
+        result[f"Which river runs through {place}?"] = f"The {name()} runs through {place}."
+        result[f"What colour is the tower of {place}?"] = f"It is {draw.choice(COLOURS)}."
+    return result
 
 
 def chats(known: dict[str, str], count: int) -> Iterator[dict[str, Any]]:

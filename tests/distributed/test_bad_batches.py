@@ -83,9 +83,9 @@ def run(words: list[str], ranks: int, program: Path = PROGRAM) -> list[subproces
 
 def line_of(done: list[subprocess.CompletedProcess]) -> str:
     """The one line of errors of a run that failed on all ranks, without the rank."""
-    said = "".join(one.stderr for one in done)
-    assert [one.returncode for one in done] == [1] * len(done), said
-    (line,) = said.splitlines()
+    printed = "".join(one.stderr for one in done)
+    assert [one.returncode for one in done] == [1] * len(done), printed
+    (line,) = printed.splitlines()
     return re.sub(r" \(rank \d+ on .*\)$", "", line)
 
 
@@ -270,8 +270,8 @@ def test_a_bad_batch_is_left_out_and_written_on_every_grid(pool, tmp_path: Path,
         losses = pool.run(train, ranks, f"{skip} {grid}", str(tmp_path / str(number)))[0][0]
         assert losses.pop(5) is None
         assert losses == {iteration: pytest.approx(alone[0][iteration], rel=1e-5) for iteration in losses}, grid
-    told = json.loads((tmp_path / "alone" / "bad_batches" / "iter_0000005.json").read_text())
-    assert told["samples"] == [8, 9] and told["reason"] == "the loss is inf" and told["lm_loss"] == "inf"
+    message = json.loads((tmp_path / "alone" / "bad_batches" / "iter_0000005.json").read_text())
+    assert message["samples"] == [8, 9] and message["reason"] == "the loss is inf" and message["lm_loss"] == "inf"
     for folder in ("alone", *map(str, range(len(grids)))):
         batch = load_file(tmp_path / folder / "bad_batches" / "iter_0000005.safetensors")
         assert batch["numbers"].tolist() == [8, 9] and batch["tokens"].shape == (2, 64)
@@ -286,14 +286,14 @@ def test_one_more_than_allowed_ends_the_run(pool, tmp_path: Path):
 @pytest.mark.full
 def test_a_spike_of_the_gradient_norm(pool, tmp_path: Path):
     flags = "--train-iters 14 --check-for-large-grads --spike-factor 1.5"
-    told = pool.run(train, 1, flags, str(tmp_path / "told"), 24, "labels")[0]
-    assert None not in told[0].values() and not (tmp_path / "told" / "bad_batches").exists()
+    message = pool.run(train, 1, flags, str(tmp_path / "told"), 24, "labels")[0]
+    assert None not in message[0].values() and not (tmp_path / "told" / "bad_batches").exists()
     for ranks, grid in ((1, ""), (2, "--ulysses-parallel-size 2")):
         folder = tmp_path / f"skipped{ranks}"
         pool.run(train, ranks, f"{flags} --skip-bad-batches 1 {grid}", str(folder), 24, "labels")
         (path,) = (folder / "bad_batches").glob("*.json")
-        found = json.loads(path.read_text())
-        assert found["iteration"] == 13 and found["reason"].startswith("the gradient norm is "), found
+        result = json.loads(path.read_text())
+        assert result["iteration"] == 13 and result["reason"].startswith("the gradient norm is "), result
 
 
 OVERLAP = "1 --overlap-grad-reduce --overlap-param-gather"
@@ -328,12 +328,12 @@ def watch(flags: str) -> Watch:
 def test_spikes_are_measured_by_good_steps():
     loss = watch("--check-for-spiky-loss --skip-bad-batches 9 --spike-factor 2")
     assert not any(judged(loss, [(3.0, 1.0)] * (LEAST - 1) + [(100.0, 1.0)]))  # too few steps for a median
-    found = judged(loss, [(3.0, 100.0), (6.1, 1.0), (6.1, 1.0), (5.9, 1.0)])
-    assert [bool(one) for one in found] == [False, True, True, False]
-    assert found[1] == "the loss is 6.1, 2.0 times the 3 of the 11 steps before"
-    told = watch("--check-for-spiky-loss --check-for-large-grads")
-    assert not any(judged(told, [(3.0, 1.0)] * LEAST + [(31.0, 11.0)]))
-    assert len(told.take_spikes()) == 2 and told.take_spikes() == []
+    result = judged(loss, [(3.0, 100.0), (6.1, 1.0), (6.1, 1.0), (5.9, 1.0)])
+    assert [bool(one) for one in result] == [False, True, True, False]
+    assert result[1] == "the loss is 6.1, 2.0 times the 3 of the 11 steps before"
+    message = watch("--check-for-spiky-loss --check-for-large-grads")
+    assert not any(judged(message, [(3.0, 1.0)] * LEAST + [(31.0, 11.0)]))
+    assert len(message.take_spikes()) == 2 and message.take_spikes() == []
     assert not any(judged(watch(""), [(3.0, 1.0)] * LEAST + [(31.0, 11.0)]))
     assert judged(watch("--no-check-for-nan-in-loss-and-grad"), [(math.nan, math.inf)]) == [""]
     assert judged(watch(""), [(3.0, math.inf)]) == ["the gradient norm is inf"]

@@ -119,7 +119,7 @@ def kinds(saved_on, loaded_on):
     """How each side splits weights and states; axes that split only tokens do not change this."""
     sides = {"saved": settings(GRIDS[saved_on][1]), "loaded": settings(GRIDS[loaded_on][1])}
     split = ("--tensor", "--pipeline", "--zero", "--fpdt")
-    return {f"{side} {level}" for side, found in sides.items() for level in found if level.startswith(split)}
+    return {f"{side} {level}" for side, result in sides.items() for level in result if level.startswith(split)}
 
 
 @pytest.mark.parametrize("saved_on, loaded_on", by_pairs(TRANSITIONS, kinds))
@@ -136,13 +136,13 @@ def sinks_of(job):
     from megatron.training.checkpoint.checkpoint import unwrap
     from megatron.training.model.weights import canonical_parameters
 
-    found = {}
+    result = {}
     for chunk in job.chunks:
         for name, parameter in canonical_parameters(unwrap(chunk)):
             if name.endswith("softmax_offset"):
                 first = job.runtime.grid.tensor.rank * len(parameter)
-                found |= {(name, first + head): value for head, value in enumerate(parameter.tolist())}
-    return found
+                result |= {(name, first + head): value for head, value in enumerate(parameter.tolist())}
+    return result
 
 
 def train_sinks(flags, folder, steps_before, steps_after):
@@ -239,10 +239,10 @@ def save_with(flags, folder, writer):
 
     job = make_job(flags)
     train_job(job, 2)
-    write, found = filesystem._write_item, []
+    write, result = filesystem._write_item, []
 
     def look_and_write(*args, **kwargs):
-        found.append(len(psutil.Process().children(recursive=True)))
+        result.append(len(psutil.Process().children(recursive=True)))
         return write(*args, **kwargs)
 
     before = len(psutil.Process().children(recursive=True))
@@ -262,7 +262,7 @@ def save_with(flags, folder, writer):
             train_job(job, 1)  # changes all tensors that are being written
         else:
             going.write()
-        return str(going.finish()), max(found, default=0) - before
+        return str(going.finish()), max(result, default=0) - before
     finally:
         filesystem._write_item = write
 
@@ -356,23 +356,23 @@ def refusal_of(flags):
 def test_what_cannot_be_loaded_is_refused_by_name(pool, tmp_path):
     folder = str(tmp_path)
     pool.run(train_and_save, 1, GQA, folder, 1, 0)
-    (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --num-layers 2")
-    assert "another model" in told and "--num-layers 4 there, 2 here" in told
-    (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} {YARN}")  # another network: cannot be resumed
-    assert "another model" in told and "--position-embedding-type rope there, yarn here" in told
-    (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --finetune --position-embedding-type learned_absolute")
-    assert "another model" in told and "--position-embedding-type rope there, learned_absolute here" in told
-    (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --optimizer sgd")
-    assert "--optimizer adam" in told and "--no-load-optim" in told
-    (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --vocab-size 200")
-    assert "vocabulary of 302 tokens" in told and "here 201" in told
-    (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --ckpt-step 7")
-    assert "iter_0000007 is missing" in told and "--ckpt-step" in told
+    (text,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --num-layers 2")
+    assert "another model" in text and "--num-layers 4 there, 2 here" in text
+    (text,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} {YARN}")  # another network: cannot be resumed
+    assert "another model" in text and "--position-embedding-type rope there, yarn here" in text
+    (text,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --finetune --position-embedding-type learned_absolute")
+    assert "another model" in text and "--position-embedding-type rope there, learned_absolute here" in text
+    (text,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --optimizer sgd")
+    assert "--optimizer adam" in text and "--no-load-optim" in text
+    (text,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --vocab-size 200")
+    assert "vocabulary of 302 tokens" in text and "here 201" in text
+    (text,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --ckpt-step 7")
+    assert "iter_0000007 is missing" in text and "--ckpt-step" in text
     shutil.rmtree(Path(folder) / "iter_0000001")
-    (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder}")
-    assert "iter_0000001 is missing or incomplete" in told
-    (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder}/nothing --exit-on-missing-checkpoint")
-    assert "holds no checkpoint" in told
+    (text,) = pool.run(refusal_of, 1, f"{GQA} --load {folder}")
+    assert "iter_0000001 is missing or incomplete" in text
+    (text,) = pool.run(refusal_of, 1, f"{GQA} --load {folder}/nothing --exit-on-missing-checkpoint")
+    assert "holds no checkpoint" in text
 
 
 def weights_only(flags, folder):
@@ -405,9 +405,9 @@ def test_older_checkpoints_are_removed(tmp_path, keep, multiple_of, left):
     (tmp_path / "iter_0000002.bak").mkdir()
     (tmp_path / "iter_0000001").symlink_to("iter_0000002.bak")
     remove_older(tmp_path, 10, keep, multiple_of)
-    found = {path.name for path in tmp_path.iterdir()}
-    assert {"iter_0000012", "iter_0000002.bak", "iter_0000001"} <= found
-    numbers = sorted(int(name[5:]) for name in found if name[5:].isdigit() and name[5:] not in ("0000001", "0000012"))
+    result = {path.name for path in tmp_path.iterdir()}
+    assert {"iter_0000012", "iter_0000002.bak", "iter_0000001"} <= result
+    numbers = sorted(int(name[5:]) for name in result if name[5:].isdigit() and name[5:] not in ("0000001", "0000012"))
     assert numbers == ([2, 4, 6, 8, 10] if left == "all" else left)
 
 

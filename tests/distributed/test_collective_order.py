@@ -89,12 +89,12 @@ def begun(flags: str) -> tuple[list[tuple], list[bool]]:
     ],
 )
 def test_all_ranks_begin_their_collectives_in_one_order(pool, world, grid):
-    found = pool.run(begun, world, f"{GQA} --num-layers 2 {OVERLAP} {grid}", timeout=180)
-    for mine, (order, _) in enumerate(found):
-        for other, (others, _) in enumerate(found):
+    result = pool.run(begun, world, f"{GQA} --num-layers 2 {OVERLAP} {grid}", timeout=180)
+    for mine, (order, _) in enumerate(result):
+        for other, (others, _) in enumerate(result):
             both = [[one for one in begun if {mine, other} <= set(one[1])] for begun in (order, others)]
             assert both[0] == both[1]
-    order, threads = found[0]
+    order, threads = result[0]
     # DDP reduces between two collectives of a layer (from the second step on; in the first, at the end).
     layer = CP_SENDS + (TP_SENDS if T2 in grid else ())
     kinds = ["layer" if one[0] in layer else one[0] for one in order]
@@ -165,8 +165,8 @@ DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 
 
 def run_and_look(flags: str, llama: bool) -> tuple:
-    found = run_training(flags, llama, 3)
-    return *found, torch.are_deterministic_algorithms_enabled(), {name: os.environ.get(name) for name in VARIABLES}
+    result = run_training(flags, llama, 3)
+    return *result, torch.are_deterministic_algorithms_enabled(), {name: os.environ.get(name) for name in VARIABLES}
 
 
 @pytest.mark.parametrize(

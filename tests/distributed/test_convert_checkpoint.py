@@ -176,7 +176,7 @@ def test_converted_weights_compute_what_they_did(pool, tmp_path, capsys, write, 
     assert ours == pytest.approx(theirs, rel=1e-5)
     if write is universal and how == (True, True):
         assert there_and_back(new, tmp_path) == 4 * 6 + 3  # every weight, bit for bit
-    with_optimizer = pool.run(told, 1, here, str(new), how[0])[0]
+    with_optimizer = pool.run(message, 1, here, str(new), how[0])[0]
     assert "no optimizer state: pass --finetune" in with_optimizer
 
 
@@ -200,7 +200,8 @@ def test_a_flipped_bit_is_found_by_the_sums_that_torch_writes(pool, tmp_path, ca
     assert line.count("\n") == 1 and f"{file} is not what was written (the CRC-32 of its record " in line
     if write is universal:
         assert (
-            f"{file} is not what was written" in pool.run(told, 1, f"{FLAGS} --universal-checkpoint", str(old), True)[0]
+            f"{file} is not what was written"
+            in pool.run(message, 1, f"{FLAGS} --universal-checkpoint", str(old), True)[0]
         )
     flip(file)
     assert convert_checkpoint.main(["--from", str(old), "--to", str(tmp_path / "new")]) == 0
@@ -210,7 +211,9 @@ def test_a_flipped_bit_is_found_by_the_sums_that_torch_writes(pool, tmp_path, ca
     data = bytearray((new / "__0_0.distcp").read_bytes())
     data[len(data) // 2] ^= 1 << 6
     (new / "__0_0.distcp").write_bytes(data)
-    line = pool.run(told, 1, f"{MHA if write is before_core else FLAGS} --finetune", str(tmp_path / "new"), how[0])[0]
+    line = pool.run(message, 1, f"{MHA if write is before_core else FLAGS} --finetune", str(tmp_path / "new"), how[0])[
+        0
+    ]
     assert f"{new}/__0_0.distcp is not what was written (the CRC-32 of its record" in line
 
 
@@ -271,7 +274,7 @@ def there_and_back(folder, scratch):
     return same
 
 
-def told(flags, folder, llama):
+def message(flags, folder, llama):
     from megatron.training.refusal import Refusal
 
     try:

@@ -40,7 +40,7 @@ def run(folder, flags, nodes=1, copies=(), more=0, save_at=()):
     from megatron.training.checkpoint import checkpoint
     from megatron.training.checkpoint.in_memory.state import TrainingState
 
-    before, said = os.environ.get("LOCAL_WORLD_SIZE"), []
+    before, output = os.environ.get("LOCAL_WORLD_SIZE"), []
     try:
         job = make_job(with_copies(folder, flags, nodes))
         first = job.progress.iteration
@@ -51,8 +51,8 @@ def run(folder, flags, nodes=1, copies=(), more=0, save_at=()):
                 checkpoint.save(f"{folder}/c", job.progress, *state)
             job.copies.begin(job.progress, TrainingState(*state).tensors())
             job.copies.finish()
-            said += job.copies.take_lines()
-        return first, train_job(job, more)[0], job.config.notes, said
+            output += job.copies.take_lines()
+        return first, train_job(job, more)[0], job.config.notes, output
     finally:
         os.environ.pop("LOCAL_WORLD_SIZE")
         if before is not None:
@@ -86,9 +86,9 @@ def the_file(folder, node, name):
 )
 def test_a_run_goes_on_from_memory_exactly(pool, tmp_path, world, flags):
     flags = flags.replace("GPT", "--position-embedding-type learned_absolute")
-    _, losses, notes, said = pool.run(run, world, tmp_path, flags, 1, (1, 2), 3, timeout=120)[0]
+    _, losses, notes, output = pool.run(run, world, tmp_path, flags, 1, (1, 2), 3, timeout=120)[0]
     assert files(tmp_path) == [f"iter_0000003.rank_{rank:05d}" for rank in range(world)]
-    assert not [note for note in notes if "cop" in note] and len(said) == 1 and "training waited" in said[0]
+    assert not [note for note in notes if "cop" in note] and len(output) == 1 and "training waited" in output[0]
     first, resumed, notes, _ = pool.run(run, world, tmp_path, flags, 1, (), 3, timeout=120)[0]
     assert first == 3 and resumed == losses  # to the last bit
     assert "loaded iteration 3 from the copies in memory; on the disk is no checkpoint" in notes
@@ -103,8 +103,8 @@ def two_nodes(pool, shared, tmp_path_factory):
 
     def make():
         folder = tmp_path_factory.mktemp("nodes")
-        _, losses, _, said = pool.run(run, 4, folder, REPLICATED, 2, (1, 2), 2, (1,), timeout=120)[0]
-        assert "and on rank n + 2" in said[0]
+        _, losses, _, output = pool.run(run, 4, folder, REPLICATED, 2, (1, 2), 2, (1,), timeout=120)[0]
+        assert "and on rank n + 2" in output[0]
         return str(folder), losses
 
     return shared("two nodes with copies", make)

@@ -82,12 +82,12 @@ def test_packed_documents_of_several_samples(pool, on_one_process, world, grid):
 
 
 def test_each_dropout_changes_the_loss(on_one_process):
-    found = {
+    result = {
         flags: on_one_process(f"{GQA} --num-layers 2 {flags}", True, 2)[0][0]
         for flags in ("", BOTH, HIDDEN, WEIGHTS, "--hidden-dropout 0.1", "--attention-dropout 0.1")
     }
-    assert len({round(loss, 7) for loss in found.values()}) == len(found), found
-    assert all(abs(loss / found[""] - 1) < 0.05 for loss in found.values()), found
+    assert len({round(loss, 7) for loss in result.values()}) == len(result), result
+    assert all(abs(loss / result[""] - 1) < 0.05 for loss in result.values()), result
 
 
 def evaluation_losses(flags):

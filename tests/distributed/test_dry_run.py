@@ -155,9 +155,9 @@ def test_a_profilers_trace_is_compared_with_the_predicted_one(pool, name: str, t
     words = [str(tmp_path / "dry.json.gz"), *real, "--json", str(out), "--merged", str(both)]
     assert compare_trace.main(words) == 0
     print(capsys.readouterr().out[:6000])
-    found = json.loads(out.read_text())
-    assert [one["rank"] for one in found] == list(range(ranks))
-    for one in found:
+    result = json.loads(out.read_text())
+    assert [one["rank"] for one in result] == list(range(ranks))
+    for one in result:
         assert one["share"] > 0.95, one["alone"]
         kinds = {(row["phase"], row["kind"]): row for row in one["rows"]}
         for phase in ("forward", "backward"):

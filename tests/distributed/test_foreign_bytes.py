@@ -52,14 +52,14 @@ def test_no_code_is_run_through_any_door(pool, attacked, tmp_path, capsys, liste
     if not listed:
         for path in folder.glob("*/checksums.json"):
             path.unlink()
-    (told,) = pool.run(refused, 1, f"--load {folder}")
-    assert told and "\n" not in told and str(folder) in told
+    (message,) = pool.run(refused, 1, f"--load {folder}")
+    assert message and "\n" not in message and str(folder) in message
     assert convert_hf.main(["--from", str(folder), "--to-hf", str(tmp_path / "hf")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
     assert not harm.exists() and not (tmp_path / "hf").exists()
     if listed:
-        assert "could run code" in told and "could run code" in error
+        assert "could run code" in message and "could run code" in error
 
 
 def test_the_program_ends_in_a_line(attacked):

@@ -20,7 +20,7 @@ def bytes_held(flags):
     from megatron.core.utils import to_local_if_dtensor
 
     job = make_job(flags)
-    found = []
+    results = []
 
     def look():
         inner = getattr(job.optimizer, "chained_optimizers", [job.optimizer])[0].optimizer
@@ -32,12 +32,12 @@ def bytes_held(flags):
         for tensor in tensors:
             storage = to_local_if_dtensor(tensor).untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
-        found.append(sum(storages.values()))
+        results.append(sum(storages.values()))
         return update()
 
     update, job.optimizer.step = job.optimizer.step, look
     train_job(job, 1)
-    return found[0]
+    return results[0]
 
 
 @pytest.mark.parametrize("flags", ["", *also_in_full(T2, FULL)])
@@ -167,7 +167,7 @@ def figures(flags):
     from megatron.training.step import evaluate, train_step
 
     job = make_job(f"{flags} --log-num-zeros-in-grad --eval-iters 1 --make-vocab-size-divisible-by 8")
-    found = []
+    results = []
     for _ in range(2):
         for index in (0, 1):
             batches = batches_for(job, job.datasets[index], 0, 0)
@@ -176,8 +176,8 @@ def figures(flags):
                 result = evaluate(job.runtime, job.chunks, batches, *arguments, 1)
             else:
                 result = train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, *arguments)
-            found += [result.lm_loss, params_norm(job), result.zeros_in_grad or 0]
-    return found
+            results += [result.lm_loss, params_norm(job), result.zeros_in_grad or 0]
+    return results
 
 
 @pytest.mark.parametrize(

@@ -82,14 +82,14 @@ def transformers_say(folders, shared):
 
     def ask(kind: str) -> list[list[int]]:
         model = AutoModelForCausalLM.from_pretrained(folders(kind), attn_implementation="eager").eval()
-        found = []
+        result = []
         for prompt in prompts():
             ids = torch.tensor([prompt])
             whole = model.generate(
                 ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, pad_token_id=0
             )
-            found.append(whole[0, len(prompt) :].tolist())
-        return found
+            result.append(whole[0, len(prompt) :].tolist())
+        return result
 
     return lambda kind: shared(("transformers generate", kind), lambda: ask(kind))
 
@@ -115,7 +115,7 @@ def answers(folder: Path, flags: str, drawn: dict[str, Any] | None = None) -> tu
     decoder, config = decoder_of(folder, flags)
     sampling = Sampling(**({"greedy": False, "seed": 5} | drawn if drawn else {}))
     request = Request(NEW, sampling, stop=(2,), batch=config.data.micro_batch_size)
-    found, counts = generate(decoder, prompts(), request)
+    result, counts = generate(decoder, prompts(), request)
     formula = cache_bytes(
         model_shape(config.model, VOCABULARY),
         decoder.grid,
@@ -125,7 +125,7 @@ def answers(folder: Path, flags: str, drawn: dict[str, Any] | None = None) -> tu
         itemsize=4,
         balance=decoder.balance,
     )
-    return [answer.tokens for answer in found], counts.cache_bytes, formula
+    return [answer.tokens for answer in result], counts.cache_bytes, formula
 
 
 @pytest.mark.parametrize("kind, grid", CASES)
@@ -200,12 +200,12 @@ def forced(flags: str, mask: str, grid: str) -> tuple[Tensor, Tensor | None]:
         with torch.no_grad():
             whole = model.eval()(tokens, positions, None)[..., :VOCABULARY]
     decoder, lengths, steps = Decoder(model, runtime.grid, runtime.layout.balance), sorted(LENGTHS), NEW
-    found = [decoder.prefill([row[:n].tolist() for row, n in zip(tokens, lengths)], steps)]
+    result = [decoder.prefill([row[:n].tolist() for row, n in zip(tokens, lengths)], steps)]
     for step in range(steps):
-        found.append(decoder.decode(torch.stack([row[n + step] for row, n in zip(tokens, lengths)])))
+        result.append(decoder.decode(torch.stack([row[n + step] for row, n in zip(tokens, lengths)])))
     if whole is not None:
         whole = torch.stack([row[n - 1 : n + steps] for row, n in zip(whole, lengths)])
-    return torch.stack(found, dim=1), whole
+    return torch.stack(result, dim=1), whole
 
 
 @pytest.fixture
@@ -225,8 +225,8 @@ def test_logits_are_those_of_one_pass_over_the_whole(pool, shared, function, rul
     assert (decoded - whole).abs().max() <= 1e-5 * scale and scale > 1
     world, words = GRIDS[grid]
     if world > 1:
-        for found, _ in pool.run(forced, world, flags, mask, words):
-            assert (found - whole).abs().max() <= 1e-5 * scale
+        for result, _ in pool.run(forced, world, flags, mask, words):
+            assert (result - whole).abs().max() <= 1e-5 * scale
 
 
 def test_the_program(folders, transformers_say, tmp_path):
@@ -241,10 +241,10 @@ def test_the_program(folders, transformers_say, tmp_path):
     argv += f"--max-new-tokens {NEW} --ring-parallel-size 2 --device cpu {NULL}".split()
     first, second = run_ranks(ROOT / "tools" / "generate.py", argv, environment, 2)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    found = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [row["tokens"] for row in found] == transformers_say("llama")[:2]
-    assert [row["prompt_tokens"] for row in found] == prompts()[:2]
-    kept = [[token for token in row["tokens"] if token != 2] for row in found]
+    result = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["tokens"] for row in result] == transformers_say("llama")[:2]
+    assert [row["prompt_tokens"] for row in result] == prompts()[:2]
+    kept = [[token for token in row["tokens"] if token != 2] for row in result]
     assert first.stdout.splitlines() == [f"[{n}] {' '.join(map(str, row))}" for n, row in enumerate(kept, 1)]
     assert "Ring 2" in first.stderr and "tokens/s" in first.stderr and not second.stdout
 

@@ -44,8 +44,8 @@ def compare(
         model.set_attn_implementation("sdpa")  # eager's softmax is fp32
     expected = on_one_process(model, batch)
     with parallelize(model, grid, seq_length=LENGTH, fpdt=fpdt, **options) as context:
-        found = over_ranks(model, batch, context)
-    return errors(found, expected)
+        result = over_ranks(model, batch, context)
+    return errors(result, expected)
 
 
 USUAL = [(kind, list(GRIDS)[index % len(GRIDS)]) for index, kind in enumerate(KINDS)]
@@ -54,8 +54,8 @@ OTHERS = [(kind, grid) for kind in KINDS for grid in GRIDS if (kind, grid) not i
 
 @pytest.mark.parametrize("kind, grid", [*USUAL, *also_in_full(*OTHERS)])
 def test_every_architecture(pool, kind, grid):
-    found = pool.run(compare, GRIDS[grid][0] * GRIDS[grid][1], kind, *GRIDS[grid], packed=kind not in UNPACKED)
-    assert worst(rank.values() for rank in found) < 1e-5, found[0]
+    result = pool.run(compare, GRIDS[grid][0] * GRIDS[grid][1], kind, *GRIDS[grid], packed=kind not in UNPACKED)
+    assert worst(rank.values() for rank in result) < 1e-5, result[0]
 
 
 LONGROPE = {
@@ -98,9 +98,9 @@ CHUNKS = Fpdt(chunk_size=16)
 )  # fmt: skip
 def test_settings(pool, world, settings):
     ulysses = settings.get("ulysses", 2)
-    found = pool.run(compare, world, **(settings | {"ulysses": ulysses, "ring": world // ulysses}))
+    result = pool.run(compare, world, **(settings | {"ulysses": ulysses, "ring": world // ulysses}))
     limit = 1e-10 if settings.get("dtype") == torch.float64 else 1e-5
-    assert worst(rank.values() for rank in found) < limit, found[0]
+    assert worst(rank.values() for rank in result) < limit, result[0]
 
 
 def compare_padded() -> dict[str, float]:
@@ -110,10 +110,10 @@ def compare_padded() -> dict[str, float]:
     batch |= {"attention_mask": kept.long(), "labels": batch["labels"].masked_fill(~kept, -100)}
     expected = on_one_process(model, batch)
     with parallelize(model, grid, seq_length=LENGTH) as context:
-        found = over_ranks(model, batch, context)
-    for outcome in (found, expected):
+        result = over_ranks(model, batch, context)
+    for outcome in (result, expected):
         outcome.logits[~kept] = 0  # they are not used
-    return errors(found, expected)
+    return errors(result, expected)
 
 
 def test_padding_at_the_right(pool):
@@ -195,8 +195,8 @@ def wrapped_training(what: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("what", ["DDP", "FSDP2 first", *also_in_full("DDP, reentrant", "FSDP2, FPDT")])
 def test_with_a_wrapper_that_averages_gradients(pool, what):
-    found = pool.run(wrapped_training, 4, what)
-    assert worst(rank.values() for rank in found) < 1e-5, found[0]
+    result = pool.run(wrapped_training, 4, what)
+    assert worst(rank.values() for rank in result) < 1e-5, result[0]
 
 
 def compare_lora() -> dict[str, float]:
@@ -211,12 +211,12 @@ def compare_lora() -> dict[str, float]:
     batch = whole_batch()
     expected = on_one_process(model.eval(), batch)
     with parallelize(model, grid, seq_length=LENGTH) as context:
-        found = over_ranks(model, batch, context)
-    return errors(found, expected)
+        result = over_ranks(model, batch, context)
+    return errors(result, expected)
 
 
 def test_lora(pool):
     pytest.importorskip("peft", reason="peft is not installed")
-    found = pool.run(compare_lora, 4)
-    assert all("lora" in name for name in found[0] if name not in ("logits", "loss"))
-    assert worst(rank.values() for rank in found) < 1e-5, found[0]
+    result = pool.run(compare_lora, 4)
+    assert all("lora" in name for name in result[0] if name not in ("logits", "loss"))
+    assert worst(rank.values() for rank in result) < 1e-5, result[0]

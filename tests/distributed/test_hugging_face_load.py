@@ -75,7 +75,7 @@ def flags_of(kind: str, folder: Path, grid: str = "") -> str:
 
 
 @pytest.fixture(scope="module")
-def told(pool, folders, shared):
+def message(pool, folders, shared):
     """transformers' loss on the first batch."""
 
     def ask(kind: str) -> float:
@@ -92,11 +92,11 @@ def told(pool, folders, shared):
 
 
 @pytest.mark.parametrize("kind, grid", CASES)
-def test_the_first_loss_is_that_of_transformers(pool, folders, told, kind, grid):
+def test_the_first_loss_is_that_of_transformers(pool, folders, message, kind, grid):
     world, flags = GRIDS[grid]
     loss, first, _ = pool.run(first_loss, world, flags_of(kind, folders(kind), flags), kind != "bloom")[0]
-    assert loss == pytest.approx(told(kind), rel=1e-5) and first == 0
-    assert abs(told(kind) - math.log(301)) > 0.05  # the loss of an untrained model
+    assert loss == pytest.approx(message(kind), rel=1e-5) and first == 0
+    assert abs(message(kind) - math.log(301)) > 0.05  # the loss of an untrained model
 
 
 def refusal(pool, flags: str) -> str:
@@ -142,8 +142,8 @@ def test_a_folder_that_we_have_written_is_compared(pool, folders, tmp_path):
         flags_of("llama", folder),
         f"{flags_of('llama', tmp_path / 'none')} --pretrained-checkpoint {folder}",
     ):
-        told = refusal(pool, flags)
-        assert f"checkpoint {folder} is damaged: {file} is not what was written (its CRC-32 differs)" in told
+        message = refusal(pool, flags)
+        assert f"checkpoint {folder} is damaged: {file} is not what was written (its CRC-32 differs)" in message
 
 
 def test_the_model_from_config_json(folders):
@@ -171,25 +171,25 @@ USUAL = ("afmoe", "gemma3", "roberta", "marian", "doge", "rwkv", "llama4_text", 
 @HERE
 @pytest.mark.parametrize("family", [pytest.param(x, marks=() if x in USUAL else pytest.mark.full) for x in ROWS])
 def test_the_table_says_what_is(pool, family):
-    said, last = ROWS[family]
-    ulysses, ring = (2, 2) if said == "parity" else (1, 1)
-    found = pool.run(outcome, ulysses * ring, family, ulysses, ring, timeout=120)[0]
-    assert found["outcome"] == said and good(found), found
-    if said == "refused":
-        assert found["why"] == last
+    output, last = ROWS[family]
+    ulysses, ring = (2, 2) if output == "parity" else (1, 1)
+    result = pool.run(outcome, ulysses * ring, family, ulysses, ring, timeout=120)[0]
+    assert result["outcome"] == output and good(result), result
+    if output == "refused":
+        assert result["why"] == last
 
 
 @HERE
 def test_every_family_is_in_the_table_and_none_is_wrong():
     assert tuple(ROWS) == FAMILIES
-    assert {said for said, _ in ROWS.values()} <= {"parity", "refused", "not buildable"}
+    assert {output for output, _ in ROWS.values()} <= {"parity", "refused", "not buildable"}
     assert START + "\n" + table(read(RESULTS), FAMILIES) + END in TABLE
 
 
 def test_a_new_family_appears_as_not_tried():
-    said = table({"llama": {"outcome": "parity", "error": 1e-6}}, ("llama", "llama9"))
-    assert "2 families, 1 parity, 1 not tried." in said
-    assert "| parity | llama |" in said and "| not tried | llama9 |" in said
+    output = table({"llama": {"outcome": "parity", "error": 1e-6}}, ("llama", "llama9"))
+    assert "2 families, 1 parity, 1 not tried." in output
+    assert "| parity | llama |" in output and "| not tried | llama9 |" in output
 
 
 def test_a_large_error_is_shown():

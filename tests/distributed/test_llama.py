@@ -78,8 +78,8 @@ def largest_difference(case: Case, grid: list[str]) -> float:
     runtime = start(config)
     model = build_model(config, runtime.grid, runtime.layout, VOCABULARY, runtime.device)
     no_optimizer = SimpleNamespace(reload_model_params=lambda: None)
-    found = choose_whole(checkpoint.find(config.checkpoint), config.checkpoint, config.notes)
-    checkpoint.load(found, model, no_optimizer, None, config)
+    result = choose_whole(checkpoint.find(config.checkpoint), config.checkpoint, config.notes)
+    checkpoint.load(result, model, no_optimizer, None, config)
     layout, tensor = runtime.layout, runtime.grid.tensor
     with torch.no_grad():
         mine = (

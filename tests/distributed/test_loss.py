@@ -205,13 +205,13 @@ def compare_with_core(softmax_type):
         assert list(dict(ours.named_parameters())) == list(dict(theirs.named_parameters()))
         theirs.load_state_dict(ours.state_dict())
     future = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
-    found = []
+    result = []
     for attention, mask in ((ours, None), (theirs, future)):
         inputs = [q, k, v, *attention.parameters()]
         with patch.object(dot_product_attention.tensor_parallel, "get_cuda_rng_tracker", nothing_random):
             out = attention(q, k, v, mask)
-        found.append([out, *torch.autograd.grad(out, inputs, dout)])
-    return [float((mine - full).detach().abs().max() / full.detach().abs().max()) for mine, full in zip(*found)]
+        result.append([out, *torch.autograd.grad(out, inputs, dout)])
+    return [float((mine - full).detach().abs().max() / full.detach().abs().max()) for mine, full in zip(*result)]
 
 
 @pytest.mark.parametrize("softmax_type, gradients", [("vanilla", 3), ("off-by-one", 3), ("learnable", 4)])

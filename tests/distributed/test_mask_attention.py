@@ -190,8 +190,8 @@ MEETING = ("dropout and ALiBi, window both sides", "sinks, half sees nothing", "
 
 def check(pool, backend, kernel, dtype, tolerance, schemes):
     """All in one job, because starting a job costs more than attention on 192 tokens."""
-    found = pool.run(compare_schemes, ranks(backend), list(schemes), backend, kernel, dtype, timeout=180)
-    errors = {scheme: worst(rank[scheme] for rank in found) for scheme in schemes}
+    result = pool.run(compare_schemes, ranks(backend), list(schemes), backend, kernel, dtype, timeout=180)
+    errors = {scheme: worst(rank[scheme] for rank in result) for scheme in schemes}
     assert len(errors) >= 24 and not {scheme: error for scheme, error in errors.items() if not error < tolerance}
 
 
@@ -212,8 +212,8 @@ def test_the_fast_kernel(pool, backend):
 
 @pytest.mark.parametrize("threshold", [8, 16384])
 def test_masks_in_host_memory_and_on_the_device_are_the_same(pool, threshold):
-    found = pool.run(compare, 4, "function", (2, 2, 1, "zigzag", 1), "cpu", torch.float64, threshold)
-    assert worst(found) < 1e-10
+    result = pool.run(compare, 4, "function", (2, 2, 1, "zigzag", 1), "cpu", torch.float64, threshold)
+    assert worst(result) < 1e-10
 
 
 def compare_recomputed(backend):
@@ -222,8 +222,8 @@ def compare_recomputed(backend):
 
 @pytest.mark.parametrize("backend", ["FPDT", "FPDT, USP"])
 def test_sinks_under_recompute(pool, backend):
-    found = pool.run(compare_recomputed, ranks(backend), backend)
-    assert worst(found) < 1e-10, found
+    result = pool.run(compare_recomputed, ranks(backend), backend)
+    assert worst(result) < 1e-10, result
 
 
 def compare_dealt(ends, ulysses, ring, chunks, grid):
@@ -252,8 +252,8 @@ def compare_all_dealt(ulysses, ring, chunks):
 
 @pytest.mark.parametrize("ulysses, ring, chunks", [(1, 4, 1), (2, 2, 1), (1, 2, 5)])
 def test_dealt_documents(pool, ulysses, ring, chunks):
-    for found in pool.run(compare_all_dealt, ulysses * ring, ulysses, ring, chunks):
-        assert len(found) == 4 and all(worst([one]) < 1e-10 for one in found.values()), found
+    for result in pool.run(compare_all_dealt, ulysses * ring, ulysses, ring, chunks):
+        assert len(result) == 4 and all(worst([one]) < 1e-10 for one in result.values()), result
 
 
 def compare_samples(ulysses, ring):
@@ -305,8 +305,8 @@ def compare_cross(mask, ulysses, ring, keys, balance):
     "ulysses, ring, keys, balance", [(1, 1, 7, "zigzag"), (2, 2, 64, "contiguous"), (1, 4, 304, "zigzag")]
 )
 def test_cross_attention(pool, mask, ulysses, ring, keys, balance):
-    found = pool.run(compare_cross, ulysses * ring, mask, ulysses, ring, keys, balance)
-    assert worst(found) < 1e-10, found
+    result = pool.run(compare_cross, ulysses * ring, mask, ulysses, ring, keys, balance)
+    assert worst(result) < 1e-10, result
 
 
 def refusals():

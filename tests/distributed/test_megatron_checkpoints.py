@@ -224,7 +224,7 @@ def states_of(model, optimizer, distributed):
     from megatron.training.model.weights import canonical_parameters
 
     part = optimizer.chained_optimizers[0] if hasattr(optimizer, "chained_optimizers") else optimizer
-    found = {}
+    result = {}
     for name, parameter in canonical_parameters(model):
         if distributed:
             tensors = part._get_main_param_and_optimizer_states(parameter)
@@ -232,8 +232,8 @@ def states_of(model, optimizer, distributed):
         else:
             main = getattr(parameter, "main_param", parameter)
             three = [main, *(part.optimizer.state[main][key] for key in ("exp_avg", "exp_avg_sq"))]
-        found[name] = [one.detach().flatten().clone() for one in three]
-    return found
+        result[name] = [one.detach().flatten().clone() for one in three]
+    return result
 
 
 def our_states(flags, folder):
@@ -269,7 +269,7 @@ def change_args(folder, **changes):
     torch.save(common, path)
 
 
-def told(flags, folder, **changes):
+def message(flags, folder, **changes):
     """The refusal of a run for a checkpoint with changed args; None if it starts."""
     from megatron.training.refusal import Refusal
 
@@ -290,7 +290,7 @@ def test_what_does_not_fit_is_refused_by_name(pool, written, tmp_path):
     shutil.copytree(source, folder)
 
     def refused(flags="", **changes):
-        return pool.run(told, 1, f"{FLAGS} --zero-stage 0 {flags}", folder, **changes)[0]
+        return pool.run(message, 1, f"{FLAGS} --zero-stage 0 {flags}", folder, **changes)[0]
 
     text = refused("--num-layers 2 --rotary-base 5000")
     assert "another model" in text and "--num-layers 4 there, 2 here" in text and "--rotary-base 10000" in text
@@ -351,10 +351,10 @@ def test_what_one_stage_misses_all_ranks_refuse(pool, written, tmp_path):
     folder = str(tmp_path / "copy")
     shutil.copytree(source, folder)
     without(folder, "decoder.final_layernorm.weight")
-    for text in pool.run(told, 2, f"{FLAGS} {P2}", folder):
+    for text in pool.run(message, 2, f"{FLAGS} {P2}", folder):
         assert "has no decoder.final_layernorm.weight" in text
     source, _ = written("GPT, PP 2, dp_reshardable")
-    (text,) = pool.run(told, 1, FLAGS, source)
+    (text,) = pool.run(message, 1, FLAGS, source)
     assert "--normalization LayerNorm there, RMSNorm here" in text
 
 

@@ -59,13 +59,13 @@ def bytes_after(flags, *steps):
     """(device bytes, host bytes in use, host bytes allocated) after some steps and after more steps."""
     from megatron.training.report.tensor_memory import TensorMeter
 
-    job, found = make_job(flags), []
+    job, result = make_job(flags), []
     for count in steps:
         train_job(job, count)
         gc.collect()
         with TensorMeter() as meter:
-            found.append((meter.now, job.runtime.offload.pool.in_use, job.runtime.offload.pool.allocated))
-    return found
+            result.append((meter.now, job.runtime.offload.pool.in_use, job.runtime.offload.pool.allocated))
+    return result
 
 
 @pytest.mark.parametrize(

@@ -55,9 +55,9 @@ def on_two_nodes(
     return run_each(ON_A_NODE, [str(PROGRAM), *TRAIN.split(), *flags.split()], environments)
 
 
-def lines(said: str) -> list[str]:
+def lines(output: str) -> list[str]:
     """Without PyTorch's warnings that an address has no name."""
-    return [line for line in said.splitlines() if line and not line.startswith("[W")]
+    return [line for line in output.splitlines() if line and not line.startswith("[W")]
 
 
 def test_nodes_whose_names_lead_to_the_loopback_meet_all_the_same(network, tmp_path):

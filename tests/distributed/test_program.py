@@ -83,7 +83,7 @@ def stopped_by_sigterm(folder: Path, flags: str) -> tuple[str, str]:
             for number, one in enumerate(environments)
         ]
         said, end = folder / "said0" / "out", time.monotonic() + patience(120)
-        while not (said.exists() and "iteration        5/" in said.read_text()):
+        while not (log.exists() and "iteration        5/" in log.read_text()):
             assert time.monotonic() < end and all(rank.is_alive() for rank in ranks)
             time.sleep(0.02)
         for rank in ranks:  # torchrun passes its signal on in the same way
@@ -91,7 +91,7 @@ def stopped_by_sigterm(folder: Path, flags: str) -> tuple[str, str]:
         for rank in ranks:
             rank.join(patience(60))
             rank.kill()
-    return said.read_text(), "".join((folder / f"said{number}" / "err").read_text() for number in range(2))
+    return log.read_text(), "".join((folder / f"said{number}" / "err").read_text() for number in range(2))
 
 
 def stopped_by_sigterm_to_torchrun(folder: Path, flags: str) -> tuple[str, str]:

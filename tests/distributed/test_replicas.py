@@ -22,7 +22,7 @@ def flipped(flags: str, rank: int, name: str, bit: int) -> list[str]:
 
     job = make_job(flags)
     train_job(job, 2)
-    said = []
+    output = []
     for number in range(2):
         if number and dist.get_rank() == rank:
             weight = dict(canonical_parameters(unwrap(job.chunks[0])))[name]
@@ -32,10 +32,10 @@ def flipped(flags: str, rank: int, name: str, bit: int) -> list[str]:
             )
         try:
             check_replicas(job)
-            said.append("")
+            output.append("")
         except ReplicasDiffer as error:
-            said.append(str(error))
-    return said
+            output.append(str(error))
+    return output
 
 
 NORM = "decoder.final_layernorm.weight"
@@ -60,16 +60,16 @@ MORE = (
 
 
 @pytest.mark.parametrize(
-    ("ranks", "flags", "rank", "name", "bit", "told"),
+    ("ranks", "flags", "rank", "name", "bit", "message"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)],
 )
-def test_a_flipped_bit_is_named(pool, ranks: int, flags: str, rank: int, name: str, bit: int, told: str):
+def test_a_flipped_bit_is_named(pool, ranks: int, flags: str, rank: int, name: str, bit: int, message: str):
     results = pool.run(flipped, ranks, flags, rank, name, bit)
     assert all(result == results[0] for result in results)
     before, after = results[0]
     assert before == ""
-    if told:
-        assert after.startswith(f"{name}: {told.format(host=socket.gethostname())}"), after
+    if message:
+        assert after.startswith(f"{name}: {message.format(host=socket.gethostname())}"), after
     else:
         assert after == ""
 

@@ -361,5 +361,7 @@ def refusal_of(flags):
 
 
 def test_another_number_of_positions_is_refused(pool, saved):
-    told = pool.run(refusal_of, 2, f"{TRAINED} {GRIDS['R 2'][1]} --max-position-embeddings 78 --load {saved('R 2')[0]}")
-    assert "--max-position-embeddings 77 there, 78 here" in told[0]
+    message = pool.run(
+        refusal_of, 2, f"{TRAINED} {GRIDS['R 2'][1]} --max-position-embeddings 78 --load {saved('R 2')[0]}"
+    )
+    assert "--max-position-embeddings 77 there, 78 here" in message[0]

@@ -60,10 +60,10 @@ def over_ranks(ulysses, ring, balance, causal, recompute, mask=None):
     layout = cp.SequenceLayout(LENGTH, cp.initialize_grid(ulysses=ulysses, ring=ring), balance)
     with cp.context_parallel(layout, mask=mask):
         logits = model(layout.shard(tokens, dim=1), layout.positions)
-        found = gradients(model, logits, layout.shard(targets, dim=1))
-    for grad in found:
+        result = gradients(model, logits, layout.shard(targets, dim=1))
+    for grad in result:
         torch.distributed.all_reduce(grad, group=layout.grid.context.group)
-    pairs = [(logits.detach(), layout.shard(seen.detach(), dim=1)), *zip(found, expected)]
+    pairs = [(logits.detach(), layout.shard(seen.detach(), dim=1)), *zip(result, expected)]
     after = model(tokens, torch.arange(LENGTH))  # as before
     pairs.append((after.detach(), seen.detach()))
     return max(float((mine - full).abs().max()) for mine, full in pairs)
@@ -165,9 +165,9 @@ def compiled(ulysses, ring, backend):
         worst += [(out - seen).abs().max(), *((a - b).abs().max() / b.abs().max() for a, b in zip(grads, wanted))]
         worst.append((model(x) - eager(x)).abs().max())
     worst.append((layout.gather(out, dim=1) - eager(x)).abs().max())
-    found = max(map(float, worst)), counters["stats"]["unique_graphs"], counters["graph_break"].total()
+    result = max(map(float, worst)), counters["stats"]["unique_graphs"], counters["graph_break"].total()
     torch._dynamo.reset()
-    return found
+    return result
 
 
 @pytest.mark.parametrize(
@@ -195,8 +195,8 @@ def checked(ulysses, ring):
 
 @pytest.mark.parametrize("ulysses, ring", [(1, 1), (2, 1), (1, 2)])
 def test_the_node_of_a_graph_keeps_pytorchs_rules(pool, ulysses, ring):
-    for found in pool.run(checked, ulysses * ring, ulysses, ring, timeout=120):
-        assert set(found.values()) == {"SUCCESS"}, found
+    for result in pool.run(checked, ulysses * ring, ulysses, ring, timeout=120):
+        assert set(result.values()) == {"SUCCESS"}, result
 
 
 def node_elsewhere(where):
@@ -216,7 +216,7 @@ def node_elsewhere(where):
 
 
 @pytest.mark.parametrize(
-    "where, told",
+    "where, message",
     [
         ("outside", "runs outside of it: call it within a context"),
         ("full", "a call has is_causal=True, but context_parallel has mask=Full"),
@@ -225,8 +225,8 @@ def node_elsewhere(where):
         ("too late", "runs after 1024 other context_parallel"),
     ],
 )
-def test_a_node_that_has_lost_its_context(pool, where, told):
-    with pytest.raises(RankError, match=told):
+def test_a_node_that_has_lost_its_context(pool, where, message):
+    with pytest.raises(RankError, match=message):
         pool.run(node_elsewhere, 2, where)
 
 
@@ -253,7 +253,7 @@ def twice():
 
 
 @pytest.mark.parametrize(
-    "settings, call, told",
+    "settings, call, message",
     [
         ({}, {"attn_mask": torch.ones(24, 24, dtype=torch.bool)}, "does not support attn_mask: give mask="),
         ({}, {"dropout_p": 0.1}, "does not support dropout_p"),
@@ -262,8 +262,8 @@ def twice():
         ({}, {"few": True}, "2 query heads and 1 key heads need enable_gqa=True"),
     ],
 )
-def test_what_it_does_not_take_is_refused_by_name(pool, settings, call, told):
-    with pytest.raises(RankError, match=told):
+def test_what_it_does_not_take_is_refused_by_name(pool, settings, call, message):
+    with pytest.raises(RankError, match=message):
         pool.run(refused, 2, settings, **call)
 
 
@@ -299,15 +299,15 @@ def other_attention(how):
 
 
 @pytest.mark.parametrize(
-    "how, told",
+    "how, message",
     [
         ("weights", "pass need_weights=False"),
         ("flex", "flex_attention over ranks"),
         ("varlen", "varlen_attn over ranks"),
     ],
 )
-def test_attention_of_this_ranks_tokens_alone_is_refused(pool, how, told):
-    with pytest.raises(RankError, match=told):
+def test_attention_of_this_ranks_tokens_alone_is_refused(pool, how, message):
+    with pytest.raises(RankError, match=message):
         pool.run(other_attention, 2, how)
 
 

@@ -402,8 +402,8 @@ def refusal_of(flags: str) -> str:
 def assert_refused(pool, flags, expected):
     import re
 
-    told = pool.run(refusal_of, 1, flags)[0]
-    assert re.search(expected, told), told
+    message = pool.run(refusal_of, 1, flags)[0]
+    assert re.search(expected, message), message
 
 
 def test_weights_without_adapters_need_finetune(pool, tmp_path):

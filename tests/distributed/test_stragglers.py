@@ -166,8 +166,10 @@ def test_the_slow_link_is_named_when_steps_become_slow(pool, slow_from, monkeypa
     assert all(one == results[0] for one in results) and edges == 4
     assert measured == 3  # at the start, at the first slow step and after the rest
     assert not any(lines[: LEAST - 1] + lines[LEAST:8])
-    told = [number for number, line in enumerate(lines) if f"from rank 3 on {socket.gethostname()} to rank 1" in line]
-    assert told == ([8, 8 + REST + 1] if slow_from else []), lines
+    message = [
+        number for number, line in enumerate(lines) if f"from rank 3 on {socket.gethostname()} to rank 1" in line
+    ]
+    assert message == ([8, 8 + REST + 1] if slow_from else []), lines
 
 
 def one_node() -> list[str]:
@@ -197,7 +199,7 @@ def hang(port: int):
     beats = Heartbeat(grid, 600, store, rank, 4, EVERY).start()
     beats.iteration = lambda: 6
     dist.barrier()
-    said = None
+    output = None
     if rank == stopped:
         beats._done.set()  # like SIGSTOP, which would end the pool: no more beats
         beats._thread.join()
@@ -207,13 +209,13 @@ def hang(port: int):
         before = beats.table()
         time.sleep(10 * EVERY)
         after = beats.table()
-        said = silent_ranks(before, after, 0), verdict(before, after, 0)
+        output = silent_ranks(before, after, 0), verdict(before, after, 0)
         store.set("over", "yes")
     for who, axis in ((1, grid.ring), (2, grid.ulysses)):  # who waits for rank 3 there
         if rank in (who, stopped):
             dist.all_reduce(torch.ones(1), group=axis.group)
     beats.stop()
-    return said
+    return output
 
 
 def test_the_rank_that_does_not_answer_is_named_and_the_axis_that_waits(pool):

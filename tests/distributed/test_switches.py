@@ -59,7 +59,7 @@ def shorter(pool):
 def test_a_step_is_that_of_shorter_samples(pool, shorter, world, flags):
     results = pool.run(one_step, world, flags, False, timeout=120)
     losses, norms, expected = shorter
-    gradients = {name: value for _, _, found in results for name, value in found.items()}
+    gradients = {name: value for _, _, result in results for name, value in result.items()}
     assert results[0][0] == pytest.approx(losses, rel=1e-5) and results[0][1] == pytest.approx(norms, rel=1e-5)
     assert set(gradients) == set(expected)
     for name, value in expected.items():
@@ -330,11 +330,11 @@ def steps_of(flags, folder):
     """Adam's counts after loading and after one more step, and how many tensors they are."""
     job = make_job(f"{flags} --load {folder}")
     parts = [part.optimizer for part in getattr(job.optimizer, "chained_optimizers", [job.optimizer])]
-    states, found = [state for part in parts for state in part.state.values()], []
+    states, result = [state for part in parts for state in part.state.values()], []
     for _ in range(2):
-        found.append({float(state["step"]) for state in states})
+        result.append({float(state["step"]) for state in states})
         train_job(job, 1)
-    return *found, len(states) - len({state["step"].data_ptr() for state in states})
+    return *result, len(states) - len({state["step"].data_ptr() for state in states})
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -328,6 +328,6 @@ def test_there_are_enough_cases():
 
 def test_each_mask_changes_the_loss(few_steps_alone):
     """The masks change the loss; otherwise the comparisons above would prove nothing."""
-    found = {what: few_steps_alone(f"{GQA} {what} --num-layers 2", True)[0][0] for what, _ in LLAMA}
-    found["causal"] = few_steps_alone(f"{GQA} --num-layers 2", True)[0][0]
-    assert len({round(loss, 7) for loss in found.values()}) == len(found), found
+    result = {what: few_steps_alone(f"{GQA} {what} --num-layers 2", True)[0][0] for what, _ in LLAMA}
+    result["causal"] = few_steps_alone(f"{GQA} --num-layers 2", True)[0][0]
+    assert len({round(loss, 7) for loss in result.values()}) == len(result), result

@@ -47,8 +47,8 @@ def compare_interpreted(schemes, backend):
 
 
 def check(pool, backend, schemes):
-    found = pool.run(compare_interpreted, ranks(backend), schemes, backend, timeout=240)
-    errors = {scheme: worst(rank[scheme] for rank in found) for scheme in schemes}
+    result = pool.run(compare_interpreted, ranks(backend), schemes, backend, timeout=240)
+    errors = {scheme: worst(rank[scheme] for rank in result) for scheme in schemes}
     assert worst(errors.values()) < 2e-5, errors
 
 

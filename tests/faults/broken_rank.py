@@ -39,8 +39,8 @@ def main() -> int:
         def sum_of_losses(mask, losses):
             return loss(mask, losses * float("nan") if how == "loss" and steps[0] == 3 else losses)
 
-        def judge(watch, found, grad_norm, device):
-            return norm(watch, found, float("nan") if how == "norm" and steps[0] == 3 else grad_norm, device)
+        def judge(watch, result, grad_norm, device):
+            return norm(watch, result, float("nan") if how == "norm" and steps[0] == 3 else grad_norm, device)
 
         def write_file(save):
             if how == "save" and steps[0] == 3:

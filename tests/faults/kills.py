@@ -25,14 +25,14 @@ class Ended:
     Attributes:
         what: what was killed, "job" or "rank"; "over" if all had ended before.
         seconds: from the start until then; 0 if nothing was to be killed.
-        said: standard output of rank 0.
+        output: standard output of rank 0.
         errors: standard error of all ranks.
         codes: exit codes.
     """
 
     what: str
     seconds: float
-    said: str
+    output: str
     errors: str
     codes: list[int]
 
@@ -86,14 +86,14 @@ def run_and_kill(
 
 def losses(folder: Path) -> dict[int, tuple[float, float]]:
     """Loss and norm by step, from complete lines of ``folder/log.jsonl``: a kill may truncate the last one."""
-    found = {}
+    result = {}
     for line in text(folder / "log.jsonl").splitlines():
         try:
             row = json.loads(line)
         except ValueError:
             continue
-        found[row["iteration"]] = (row["lm_loss"], row["grad_norm"])
-    return found
+        result[row["iteration"]] = (row["lm_loss"], row["grad_norm"])
+    return result
 
 
 def text(file: Path) -> str:

@@ -54,6 +54,6 @@ def relay(delay: float, cards: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    found = [card(name) for name in sys.argv[2:]]
+    result = [card(name) for name in sys.argv[2:]]
     print("ready", flush=True)
-    relay(float(sys.argv[1]), found)
+    relay(float(sys.argv[1]), result)

@@ -149,13 +149,13 @@ def whole(folder):
     [(1, ""), *[pytest.param(r, g, marks=pytest.mark.full) for g in ONE_RANK_GRIDS for r in (0, 1) if g or not r]],
 )
 def test_nan_in_the_loss_of_one_rank(tmp_path, rank, more):
-    codes, said, errors = broken(tmp_path, "loss", rank, more)
+    codes, printed, errors = broken(tmp_path, "loss", rank, more)
     assert "Traceback" not in "".join(errors), errors
     if "pipeline" in more and rank == 0:  # its first stage has no loss
         assert codes == [0, 0]
         return
-    assert codes == [1, 1] and list(losses(tmp_path)) == [1, 2] == whole(tmp_path), (said, errors)
-    (line,) = re.findall("error: .*", said[0])
+    assert codes == [1, 1] and list(losses(tmp_path)) == [1, 2] == whole(tmp_path), (printed, errors)
+    (line,) = re.findall("error: .*", printed[0])
     assert re.match("error: the (loss|gradient norm) is nan at iteration 3", line), line  # it differs between TP ranks
     named = re.findall(r"in the loss of rank (\d+) on", line)
     assert named == ([] if "pipeline" in more else [str(rank)]), line
@@ -164,10 +164,10 @@ def test_nan_in_the_loss_of_one_rank(tmp_path, rank, more):
 @pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
 def test_nan_in_what_one_rank_has_of_the_sums(tmp_path, rank):
-    codes, said, errors = broken(tmp_path, "norm", rank, "")
+    codes, printed, errors = broken(tmp_path, "norm", rank, "")
     assert 0 not in codes and "Traceback" not in "".join(errors), errors
     assert whole(tmp_path) == [1, 2]
-    lines = "".join(said + errors)
+    lines = "".join(printed + errors)
     assert f"rank {rank} on" in lines and "the gradient norm is nan" in lines, lines
 
 
@@ -176,14 +176,14 @@ def test_nan_in_what_one_rank_has_of_the_sums(tmp_path, rank):
 @pytest.mark.parametrize("how, more", [("train", ""), ("save", ""), ("save", "--async-save")])
 def test_memory_runs_out(tmp_path, how, more, ranks, rank):
     """One rank cannot allocate more memory; a wide MLP makes each step need much."""
-    codes, said, errors = broken(tmp_path, how, rank, f"--ffn-hidden-size 60000 {more}", ranks)
-    told, there = [int(number) for number in re.findall(r"> saved \S+/iter_(\d+) ", said[0])], whole(tmp_path)
-    assert set(told) <= set(there) and "Traceback" not in "".join(errors), errors
+    codes, printed, errors = broken(tmp_path, how, rank, f"--ffn-hidden-size 60000 {more}", ranks)
+    message, there = [int(number) for number in re.findall(r"> saved \S+/iter_(\d+) ", printed[0])], whole(tmp_path)
+    assert set(message) <= set(there) and "Traceback" not in "".join(errors), errors
     if any(codes):
         assert codes == [1] * ranks and "can't allocate memory" in "".join(errors), errors
     else:
         assert there[-1] == 6 and how == "save"
-    print(f"\n{how} {more}, rank {rank} of {ranks}: codes {codes}, told {told}, there {there}")
+    print(f"\n{how} {more}, rank {rank} of {ranks}: codes {codes}, told {message}, there {there}")
 
 
 # Lines of 100 MB: memory is bounded, and if it runs out, no record is silently left out.
@@ -320,7 +320,7 @@ def test_a_signal_while_an_index_is_built(tmp_path, number):
 @pytest.mark.full
 def test_signals_in_the_first_seconds(tmp_path):
     """At random moments from the start to the first steps, each signal in turn."""
-    draw, flags, found = random.Random(1), f"{FLAGS} --train-iters 1000000 --eval-iters 0", []
+    draw, flags, result = random.Random(1), f"{FLAGS} --train-iters 1000000 --eval-iters 0", []
     for turn in range(int(os.environ.get("SIGNALS", "30"))):
         number, logs = SIGNALS[turn % 3], tmp_path / f"logs{turn}"
         process = start_forked(PROGRAM, f"{flags} --save {tmp_path}/{turn}".split(), ENVIRONMENT, logs)
@@ -328,10 +328,10 @@ def test_signals_in_the_first_seconds(tmp_path):
             time.sleep(0.01)
         time.sleep(patience(draw.uniform(0.3, 1.5)))  # in the first 0.1 s Python itself handles it
         seconds = ended(process, number)
-        errors, said = text(logs / "err"), text(logs / "out")
+        errors, printed = text(logs / "err"), text(logs / "out")
         assert seconds < patience(10) and "Traceback" not in errors and len(errors.splitlines()) <= 1, errors
         saved = (tmp_path / str(turn) / "latest_checkpointed_iteration.txt").exists()
-        assert saved == (process.exitcode == 0) == ("stopped after iteration" in said), (process.exitcode, said)
+        assert saved == (process.exitcode == 0) == ("stopped after iteration" in printed), (process.exitcode, printed)
         assert process.exitcode in (0, -number, 128 + number), process.exitcode
-        found.append("saved" if saved else "a line" if errors else "ended by the signal")
-    print({what: found.count(what) for what in set(found)})
+        result.append("saved" if saved else "a line" if errors else "ended by the signal")
+    print({what: result.count(what) for what in set(result)})

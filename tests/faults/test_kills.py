@@ -49,16 +49,16 @@ def test_kills_at_random_moments(tmp_path):
     while counts["job"] + counts["rank"] < KILLS:
         attempt += 1
         before = saved(folder)
-        said = flags(folder, draw.choice(("", "--async-save --keep-last-checkpoints 1")))
-        end = run_and_kill([said] * RANKS, tmp_path / f"logs{attempt}", draw, (0.05, seconds[before]))
+        output = flags(folder, draw.choice(("", "--async-save --keep-last-checkpoints 1")))
+        end = run_and_kill([output] * RANKS, tmp_path / f"logs{attempt}", draw, (0.05, seconds[before]))
         counts[end.what] += 1
         if end.what == "over":  # the speed of machines varies
             seconds[before] = end.seconds
-        found = losses(folder)
-        assert found == {one: reference[one] for one in found}, f"after {end.what} was killed\n{end.errors}"
+        result = losses(folder)
+        assert result == {one: reference[one] for one in result}, f"after {end.what} was killed\n{end.errors}"
         assert saved(folder) >= before, end.errors
         assert "common state dict differs" not in end.errors, end.errors  # a warning of core
-        repeated = max(repeated, max(found, default=0) - saved(folder))
+        repeated = max(repeated, max(result, default=0) - saved(folder))
         if saved(folder) >= ITERATIONS - INTERVAL:
             shutil.rmtree(folder)
             counts["runs"] += 1
@@ -93,8 +93,8 @@ def run(folder: Path, flags: str, grids: list[str], processes: int) -> None:
     done = run_ranks(
         PROGRAM, [*f"{ELASTIC_FLAGS} {save} {flags}".split(), *grids], ELASTIC_ENVIRONMENT, processes, timeout=200
     )
-    said = "".join(one.stdout + one.stderr for one in done)
-    assert [one.returncode for one in done] == [0] * processes, said
+    output = "".join(one.stdout + one.stderr for one in done)
+    assert [one.returncode for one in done] == [0] * processes, output
 
 
 def test_losses_after_changes_are_those_of_an_undisturbed_run(tmp_path):
@@ -143,7 +143,7 @@ def test_kills_and_lost_nodes(tmp_path):
     draw, counts, begin = random.Random(3), Counter(), time.monotonic()
     whole = tmp_path / "whole"
     end = start(whole, tmp_path / "logs", None)
-    assert end.codes == [0] * NODES, end.said
+    assert end.codes == [0] * NODES, end.output
     seconds, reference = defaultdict(lambda whole=time.monotonic() - begin: whole), losses(whole)
     assert list(reference) == list(range(1, LOST_NODE_STEPS + 1))
     assert not list(whole.glob("memory*/*")) and not list(whole.glob("c/copies*"))  # the run ended well
@@ -154,17 +154,17 @@ def test_kills_and_lost_nodes(tmp_path):
         before = max(losses(folder), default=0)
         last = counts["kills"] >= LOST_NODES
         end = start(folder, tmp_path / f"logs{attempt}", None if last else draw, seconds[before])
-        found = losses(folder)
-        assert found == {iteration: reference[iteration] for iteration in found}, end.said
-        if "ready after" in end.said:
-            loaded = LOADED.search(end.said)
+        result = losses(folder)
+        assert result == {iteration: reference[iteration] for iteration in result}, end.output
+        if "ready after" in end.output:
+            loaded = LOADED.search(end.output)
             counts["from memory" if loaded else "from the disk or anew"] += 1
             counts["with a neighbour's copy"] += bool(loaded and loaded[2])
             if loaded:
                 most = max(most, before - int(loaded[1]))
-            assert loaded or before <= 2, end.said  # a complete step exists from the second one on
+            assert loaded or before <= 2, end.output  # a complete step exists from the second one on
         if end.codes == [0] * NODES:
-            assert found == reference and not list(folder.glob("memory*/*"))
+            assert result == reference and not list(folder.glob("memory*/*"))
             shutil.rmtree(folder)
             counts["runs"] += 1
             if not last:  # the speed of machines varies
@@ -212,20 +212,20 @@ def test_nothing_grows(tmp_path):
     text, begin = "", time.monotonic()
     for line in launcher.stdout:
         text = (text + line)[-20000:]
-        found = re.search(r"iteration +(\d+)/", line)
-        if found and int(found[1]) % EVERY == EVERY // 2 and int(found[1]) > 3 * EVERY:  # between two saves
+        result = re.search(r"iteration +(\d+)/", line)
+        if result and int(result[1]) % EVERY == EVERY // 2 and int(result[1]) > 3 * EVERY:  # between two saves
             workers = sorted(psutil.Process(launcher.pid).children(), key=lambda one: one.environ()["RANK"])
-            rows.append((int(found[1]), [count(worker) for worker in workers]))
+            rows.append((int(result[1]), [count(worker) for worker in workers]))
         assert time.monotonic() - begin < patience(SOAK_STEPS), text
     assert launcher.wait() == 0, text
     tenth = max(1, len(rows) // 10)
-    said = []
+    output = []
     for rank in range(SOAK_RANKS):
         for name in rows[0][1][rank]:
             first = max(counts[rank][name] for _, counts in rows[:tenth])
             last = max(counts[rank][name] for _, counts in rows[-tenth:])
-            said.append(f"rank {rank} {name}: {first} at first, {last} at last")
+            output.append(f"rank {rank} {name}: {first} at first, {last} at last")
             allowed = first + 16 if "memory" in name else first  # MiB: tolerance for the allocator
-            assert last <= allowed, "\n".join(said)
+            assert last <= allowed, "\n".join(output)
     assert [path.name for path in (tmp_path / "c").glob("iter_*")] == [f"iter_{SOAK_STEPS:07d}"]
-    print(f"\n{SOAK_STEPS} steps, {SOAK_STEPS // EVERY} saves in {time.monotonic() - begin:.0f} s: {'; '.join(said)}")
+    print(f"\n{SOAK_STEPS} steps, {SOAK_STEPS // EVERY} saves in {time.monotonic() - begin:.0f} s: {'; '.join(output)}")

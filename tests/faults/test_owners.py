@@ -87,8 +87,8 @@ def test_of_two_jobs_in_one_folder_one_is_refused_and_nothing_is_damaged(tmp_pat
             seconds *= 0.9
             continue
         refused = codes.index([2] * RANKS)
-        told = [line for line in errors[refused].splitlines() if "error: " in line]
-        assert len(told) == 1 and f"error: --save {folder}/c is in use by process " in told[0], errors
+        message = [line for line in errors[refused].splitlines() if "error: " in line]
+        assert len(message) == 1 and f"error: --save {folder}/c is in use by process " in message[0], errors
         assert losses(folder / f"log{1 - refused}") == whole
         counts["refused"] += 1
         counts[f"job {refused} of the two"] += 1
@@ -107,12 +107,12 @@ def test_a_killed_job_is_followed_by_the_next_one_at_once(tmp_path):
         owned = list((folder / "c").glob(".owner.*")) if killed.what != "over" else []
         (done,) = run_ranks(PROGRAM, words, ENVIRONMENT, 1)
         assert done.returncode == 0, done.stderr
-        told = re.findall(r"took over --save \S+ from process \d+ on \S+ since .*, which has ended", done.stdout)
+        message = re.findall(r"took over --save \S+ from process \d+ on \S+ since .*, which has ended", done.stdout)
         # A job that was killed before it owned the folder leaves nothing to take over.
-        assert len(told) == len(owned) or (not told and "ready after" not in killed.said), done.stdout
+        assert len(message) == len(owned) or (not message and "ready after" not in killed.output), done.stdout
         assert losses(folder) == whole
         assert_whole(folder)
-        counts["taken over" if told else "killed before or after"] += 1
+        counts["taken over" if message else "killed before or after"] += 1
     print(f"\n{dict(counts)} in {rounds} rounds; every checkpoint whole and of one run, every loss the same")
 
 
@@ -138,10 +138,10 @@ def test_a_job_that_has_lost_its_folder_ends_and_changes_nothing_there(tmp_path)
         finally:
             job.kill()
             job.join()
-    said = [line for line in text(logs / "out").splitlines() if "any more" in line]
-    assert any("stopped after iteration" in line for line in said) and "Traceback" not in text(logs / "err")
-    assert f"--save {folder} is not this job's any more: process {os.getpid()} on " in said[-1]
-    assert len(said) <= 3, said  # one line for a save that was in progress or due
+    printed = [line for line in text(logs / "out").splitlines() if "any more" in line]
+    assert any("stopped after iteration" in line for line in printed) and "Traceback" not in text(logs / "err")
+    assert f"--save {folder} is not this job's any more: process {os.getpid()} on " in printed[-1]
+    assert len(printed) <= 3, printed  # one line for a save that was in progress or due
     owner.check()
     owner.release()
     assert all(damage(path) is None for path in checkpoints_in(folder).values())
@@ -252,8 +252,8 @@ def test_groups_masks_and_older_checkpoints_of_others(tmp_path):
     os.chown(shared, -1, OTHER)
     shared.chmod(0o2775)
     assert run(f"{RUN} --save {shared}/c", umask="027").returncode == 0
-    found = [path.stat() for path in (shared / "c", *(shared / "c").rglob("*"))]
-    assert {one.st_gid for one in found} == {OTHER} and {one.st_mode & 0o7777 for one in found} == {0o2750, 0o640}
+    result = [path.stat() for path in (shared / "c", *(shared / "c").rglob("*"))]
+    assert {one.st_gid for one in result} == {OTHER} and {one.st_mode & 0o7777 for one in result} == {0o2750, 0o640}
 
     give_away(shared / "c" / "iter_0000002", 0o755)  # in a folder of ours
     for path in (shared / "c" / "iter_0000002").iterdir():

@@ -30,12 +30,12 @@ def fill(job, value):
 
 def numbers_in(job):
     """The distinct numbers among weights and states."""
-    found = {float(number) for chunk in job.chunks for p in chunk.parameters() for number in p.detach().unique()}
+    result = {float(number) for chunk in job.chunks for p in chunk.parameters() for number in p.detach().unique()}
     for one in getattr(job.optimizer, "chained_optimizers", [job.optimizer]):
         for states in one.optimizer.state.values():
             for state in states.values():
-                found |= {float(number) for number in state.unique()}
-    return found
+                result |= {float(number) for number in state.unique()}
+    return result
 
 
 def save_again_and_again(folder, same_iteration):
@@ -97,8 +97,8 @@ def saved(folder, number):
 def test_a_checkpoint_that_is_replaced_in_the_middle_of_a_load(pool, tmp_path):
     for number in (1, 2):
         pool.run(saved, 1, str(tmp_path / str(number)), number)
-    told = pool.run(loaded_while_replaced, 1, tmp_path / "1", tmp_path / "2")[0]
-    assert f"{tmp_path}/1/iter_0000001 was removed or replaced while it was loaded" in told
+    message = pool.run(loaded_while_replaced, 1, tmp_path / "1", tmp_path / "2")[0]
+    assert f"{tmp_path}/1/iter_0000001 was removed or replaced while it was loaded" in message
     assert pool.run(loaded, 1, tmp_path / "1")[0][0] == 1
 
 
@@ -115,9 +115,9 @@ def test_a_load_while_another_job_saves(pool, tmp_path, same_iteration):
             time.sleep(0.05)
         whole, refused = [], []
         for _ in range(times):
-            found = pool.run(loaded, 1, str(folder), timeout=60)[0]
+            result = pool.run(loaded, 1, str(folder), timeout=60)[0]
             assert saver.is_alive()
-            (refused if isinstance(found, str) else whole).append(found)
+            (refused if isinstance(result, str) else whole).append(result)
     finally:
         os.kill(saver.pid, signal.SIGKILL)
         saver.join()

@@ -62,8 +62,8 @@ def old_checkpoint(archive: str) -> dict[str, bytes]:
 
 def archive_files(archive: str, folder: str = "", without: str = "") -> dict[str, bytes]:
     """The same files in a folder, without one file and without the tracker."""
-    found = old_checkpoint(archive).items()
-    return {f"{folder}{name}": data for name, data in found if name not in (without, TRACKER)}
+    result = old_checkpoint(archive).items()
+    return {f"{folder}{name}": data for name, data in result if name not in (without, TRACKER)}
 
 
 def saved(value: Any, **options: Any) -> bytes:
@@ -225,12 +225,12 @@ def universal_states() -> bytes:
 
 
 def universal_files(without: str) -> dict[str, bytes]:
-    found = {"u/mp_rank_00_model_states.pt": universal_states()}
+    result = {"u/mp_rank_00_model_states.pt": universal_states()}
     for name, tensor in language_model().items():
         for kind in ("fp32", "exp_avg", "exp_avg_sq"):
-            found[f"u/zero/{name}/{kind}.pt"] = saved({"param": tensor, "cat_dim": 0})
-        found[f"u/zero/{name}/step.pt"] = saved(torch.tensor(3.0))
-    return {name: data for name, data in found.items() if name != without}
+            result[f"u/zero/{name}/{kind}.pt"] = saved({"param": tensor, "cat_dim": 0})
+        result[f"u/zero/{name}/step.pt"] = saved(torch.tensor(3.0))
+    return {name: data for name, data in result.items() if name != without}
 
 
 def read_universal(folder: Path) -> None:
@@ -278,13 +278,13 @@ def llama_tensors() -> dict[str, torch.Tensor]:
 def llama_parts() -> dict[str, bytes]:
     names = list(llama_tensors())
     shards = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
-    found = {
+    result = {
         file: safetensors_bytes({name: llama_tensors()[name] for name in inside}, {"format": "pt"})
         for file, inside in shards.items()
     }
     places = {name: file for file, inside in shards.items() for name in inside}
-    found[safetensors_folder.INDEX] = json.dumps({"metadata": {"total_size": 1}, "weight_map": places}).encode()
-    return found
+    result[safetensors_folder.INDEX] = json.dumps({"metadata": {"total_size": 1}, "weight_map": places}).encode()
+    return result
 
 
 def read_weights(folder: Path) -> None:

@@ -99,12 +99,12 @@ def parquet() -> list[bytes]:
     import pyarrow
     from pyarrow import parquet
 
-    table, found = pyarrow.Table.from_pylist([{"text": "abc", "n": [1]}, {"text": "", "n": None}] * 9), []
+    table, result = pyarrow.Table.from_pylist([{"text": "abc", "n": [1]}, {"text": "", "n": None}] * 9), []
     for compression in ("none", "snappy"):
         stream = io.BytesIO()
         parquet.write_table(table, stream, compression=compression, row_group_size=5)
-        found.append(stream.getvalue())
-    return found
+        result.append(stream.getvalue())
+    return result
 
 
 def packed_lines(random: Random, data: bytes) -> bytes:
@@ -289,8 +289,8 @@ SETTINGS = {"attention.attention_mask": "window", "attention.window_size": [9, 0
 
 
 def read_settings(folder: Path) -> None:
-    found = json.loads((folder / "file").read_bytes())  # in place of an unpickled object
-    check_saved({name: found[name] for name in SETTINGS if isinstance(found, dict) and name in found}, "folder")
+    result = json.loads((folder / "file").read_bytes())  # in place of an unpickled object
+    check_saved({name: result[name] for name in SETTINGS if isinstance(result, dict) and name in result}, "folder")
 
 
 def plain_json(random: Random, data: bytes) -> bytes:
@@ -322,8 +322,8 @@ def traced() -> bytes:
 
 def profiled() -> list[bytes]:
     folder = ROOT / "tests" / "unit" / "data" / "traces"
-    found = [path.read_bytes() for path in sorted(folder.glob("*.json"))]
-    return [*found, gzip.compress(found[0], mtime=0)]
+    result = [path.read_bytes() for path in sorted(folder.glob("*.json"))]
+    return [*result, gzip.compress(result[0], mtime=0)]
 
 
 def trace(random: Random, data: bytes) -> bytes:
@@ -358,9 +358,9 @@ def compared(predicted: str, real: str) -> Any:
             raise trace_alignment.NoTrace("is no dry run's")
         ours = trace_alignment.predicted(dry, 0)
         known = {x.name: x.kind for x in ours if x.kind not in trace_alignment.KINDS} | {"aten::mm": "gemm"}
-        found = trace_alignment.compare(ours, measured(run, known))
-        compare_trace._table(found, 0)
-        return json.dumps([merged(dry, [(0, run)]), found.rows(), found.differences()]) and None
+        result = trace_alignment.compare(ours, measured(run, known))
+        compare_trace._table(result, 0)
+        return json.dumps([merged(dry, [(0, run)]), result.rows(), result.differences()]) and None
 
     return read
 
@@ -377,11 +377,11 @@ PROFILE = {
 
 
 def profile(folder: Path) -> None:
-    found = memory_picture.read(folder / "file")
-    memory_picture.peak_of(found)
-    seconds, sizes = memory_picture.series(found)
+    result = memory_picture.read(folder / "file")
+    memory_picture.peak_of(result)
+    seconds, sizes = memory_picture.series(result)
     for by in ("time", "events"):
-        memory_picture._positions(found, seconds, by)
+        memory_picture._positions(result, seconds, by)
 
 
 def logged(folder: Path) -> None:
@@ -414,13 +414,13 @@ srun -n 16 --ntasks-per-node=8 python pretrain_gpt.py --num-layers=2
 
 
 def script(folder: Path) -> None:
-    found = (folder / "file").read_text(errors="replace")
-    slurm(found)
+    result = (folder / "file").read_text(errors="replace")
+    slurm(result)
     try:
-        elsewhere(found, "script.sh")
+        elsewhere(result, "script.sh")
     except ValueError as error:  # the filter's shell prints it and ends
         raise Refusal(str(error)) from None
-    for line in found.splitlines():
+    for line in result.splitlines():
         try:
             words = shlex.split(line)
         except ValueError:
@@ -437,8 +437,8 @@ def encoded(name: str) -> Any:
         settings = Settings((("tokenizer_type", "ByteLevelTokenizer"),), None, "uint16", ("text",), True, 0)
         try:
             records = list(text_files.Reader([str(folder / name)]))
-            if (found := encode(settings, records)).bad:
-                raise Refusal(found.bad[0])
+            if (result := encode(settings, records)).bad:
+                raise Refusal(result.bad[0])
         finally:
             text_files.LONGEST = longest
 
@@ -503,7 +503,8 @@ READERS = [
     reader("nccl_log", tables, text, lambda folder: read_runs(folder / "file")),
     reader("predicted_trace", lambda: [traced()], bare_json, in_line(compared("file", "real.json")),
            other_files={"real.json": profiled()[0]}),
-    reader("measured_trace", profiled, trace, in_line(compared("dry.json", "file")), other_files={"dry.json": traced()}),
+    reader("measured_trace", profiled, trace, in_line(compared("dry.json", "file")),
+           other_files={"dry.json": traced()}),
     reader("log_jsonl", lambda: [(as_json(ROW) + b"\n") * 3], json_lines, in_line(logged)),
     reader("memory_profile", as_json(PROFILE), bare_json, in_line(profile)),
     reader("script", SCRIPT, text, script),

@@ -318,14 +318,14 @@ def hostile_value(random: Random) -> Any:
 
 def places(value: Any) -> list[tuple[Any, Any]]:
     """(container, key) of all nested values."""
-    found, todo = [], [value]
+    result, todo = [], [value]
     while todo:
         one = todo.pop()
         pairs = list(one.items()) if isinstance(one, dict) else list(enumerate(one)) if isinstance(one, list) else []
         for key, inner in pairs:
-            found.append((one, key))
+            result.append((one, key))
             todo.append(inner)
-    return found
+    return result
 
 
 def _write(value: Any) -> str:
@@ -372,8 +372,8 @@ def safetensors(random: Random, data: bytes) -> bytes:
         return any_bytes(random, data)
     length = int.from_bytes(data[:8], "little")
     text = changed_json(random, json.loads(data[8 : 8 + length])).encode("utf-8", "surrogatepass")
-    told = random.choice(INTEGERS) & (2**64 - 1) if random.random() < 0.1 else len(text)
-    return told.to_bytes(8, "little") + text + data[8 + length :]
+    message = random.choice(INTEGERS) & (2**64 - 1) if random.random() < 0.1 else len(text)
+    return message.to_bytes(8, "little") + text + data[8 + length :]
 
 
 def line_of_text(random: Random, data: bytes) -> bytes:

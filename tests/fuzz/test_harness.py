@@ -41,8 +41,8 @@ def only_failure(reader: Reader, data: bytes, folder: Path) -> str:
 
 def test_a_plain_unpickler_is_caught_before_anything_is_run(tmp_path):
     reader = reader_of(lambda folder: pickle.loads((folder / "file").read_bytes()), valid=pickle.dumps(1))
-    told = only_failure(reader, pickle.dumps(Harmful(tmp_path / "harm")), tmp_path / "a")
-    assert "pickle.find_class posix.system" in told and not (tmp_path / "harm").exists()
+    message = only_failure(reader, pickle.dumps(Harmful(tmp_path / "harm")), tmp_path / "a")
+    assert "pickle.find_class posix.system" in message and not (tmp_path / "harm").exists()
 
 
 def test_a_plain_unpickler_is_caught_among_random_inputs(tmp_path):
@@ -110,7 +110,7 @@ def swallow(folder):
 
 
 @pytest.mark.parametrize(
-    "act, told",
+    "act, message",
     [
         (lambda folder: os.system("true"), "os.system"),
         (lambda folder: subprocess.run(["true"]), "subprocess.Popen"),
@@ -134,9 +134,9 @@ def swallow(folder):
         (lambda folder: "two\nlines", "not one short line"),
     ],
 )
-def test_bad_readers_are_caught(tmp_path, act, told):
+def test_bad_readers_are_caught(tmp_path, act, message):
     reader = reader_of(lambda folder: act(folder) if (folder / "file").read_bytes() == b"1" else 0, seconds=0.3)
-    assert told in only_failure(reader, b"1", tmp_path / "a")
+    assert message in only_failure(reader, b"1", tmp_path / "a")
     assert not (tmp_path / "a" / "elsewhere").exists()
 
 

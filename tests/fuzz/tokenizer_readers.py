@@ -59,8 +59,8 @@ def files(kind: str) -> dict[str, bytes]:
             make_tokenizer(Path(folder))
         else:
             make(kind, Path(folder))
-        found = {path.name: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
-    return found
+        result = {path.name: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+    return result
 
 
 def without(kind: str, name: str) -> dict[str, bytes]:

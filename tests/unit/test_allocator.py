@@ -201,8 +201,8 @@ def test_any_sequence_leaves_blocks_that_do_not_overlap(settings: Settings) -> N
 
 def test_a_recorded_sequence_is_replayed() -> None:
     changes = [(0, 30 * MIB), (1, 5 * MIB), (0, -30 * MIB), (2, 4 * MIB), (2, 8 * MIB), (1, -5 * MIB)]  # 2 resized
-    found = replayed(changes, Settings())
-    assert found.allocated == 12 * MIB and found.peak_allocated == 35 * MIB and found.peak_reserved == 50 * MIB
+    result = replayed(changes, Settings())
+    assert result.allocated == 12 * MIB and result.peak_allocated == 35 * MIB and result.peak_reserved == 50 * MIB
 
 
 def test_an_expandable_range_gets_back_free_pages_before_it_refuses() -> None:
@@ -250,7 +250,7 @@ def test_a_program_may_be_given_a_share_of_the_memory() -> None:
 
 def test_settings_of_the_environment() -> None:
     assert from_environment({}) is None
-    name, found, notes = from_environment(
+    name, result, notes = from_environment(
         {
             "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True, max_split_size_mb:64,"
             "roundup_power2_divisions:[256:1,512:2,1024:4,>:8],max_non_split_rounding_mb:40,"
@@ -258,7 +258,7 @@ def test_settings_of_the_environment() -> None:
         }
     )
     assert (name, notes) == ("PYTORCH_CUDA_ALLOC_CONF", [])
-    assert found == Settings(True, 64 * MIB, 40 * MIB, (1,) * 9 + (2, 4) + (8,) * 5, 0.9)
+    assert result == Settings(True, 64 * MIB, 40 * MIB, (1,) * 9 + (2, 4) + (8,) * 5, 0.9)
     both = {"PYTORCH_ALLOC_CONF": "roundup_power2_divisions:4", "PYTORCH_CUDA_ALLOC_CONF": "nonsense"}
     assert from_environment(both)[:2] == ("PYTORCH_ALLOC_CONF", Settings(divisions=(4,) * 16))
 
@@ -354,8 +354,8 @@ def test_more_layers_are_written_down_as_they_would_run(shared: float) -> None:
     few, more, many = (lifetimes(step(layers, shared=shared)[0])[0] for layers in (4, 5, 17))
     stretches, larger = added(few, more)
     assert sum(end - begin for begin, end in stretches) == len(more) - len(few)
-    found, places = extrapolated(more, stretches, 12, larger)
-    assert found == many
+    result, places = extrapolated(more, stretches, 12, larger)
+    assert result == many
     assert places[0] == 0 and places[-1] == len(many)
 
 
@@ -385,25 +385,25 @@ def test_lists_that_differ_in_more_than_layers_are_not_continued() -> None:
 def test_a_whole_step_is_replayed() -> None:
     """The result equals a run of all layers; it is not scaled by the peak."""
     ran = [Allocations(step(layers)[0]) for layers in (4, 5)]
-    (whole, _), found = step(17), reserved(ran, [4, 5], 17, 1e12, 0)
-    assert found == reserved([Allocations(whole)], [17], 17, 1e12, 0)
+    (whole, _), result = step(17), reserved(ran, [4, 5], 17, 1e12, 0)
+    assert result == reserved([Allocations(whole)], [17], 17, 1e12, 0)
     few = reserved(ran[1:], [5], 5, 1e12, 0)
     share = peak(whole) / peak(ran[1].changes)
-    assert found.bytes["default"] != pytest.approx(share * few.bytes["default"], rel=0.01)
-    assert not found.scaled and set(found.bytes) == {"default", "expandable_segments"}
+    assert result.bytes["default"] != pytest.approx(share * few.bytes["default"], rel=0.01)
+    assert not result.scaled and set(result.bytes) == {"default", "expandable_segments"}
 
 
 def test_of_very_many_layers_some_are_replayed_and_the_others_counted_without_gaps(monkeypatch) -> None:
     ran = [Allocations(step(layers)[0]) for layers in (4, 5)]
     whole = reserved(ran, [4, 5], 40, 1e12, 0)
     monkeypatch.setattr(module, "LONGEST", 16 * (len(ran[1].changes) - len(ran[0].changes)))
-    found = reserved(ran, [4, 5], 40, 1e12, 0)
-    assert "reserved: 21 of 40 layers replayed" in found.notes[0] and not whole.notes and not found.scaled
+    result = reserved(ran, [4, 5], 40, 1e12, 0)
+    assert "reserved: 21 of 40 layers replayed" in result.notes[0] and not whole.notes and not result.scaled
     some = reserved(ran, [4, 5], 21, 1e12, 0)
     rest = peak(step(40)[0]) - peak(step(21)[0])
     for setting, size in whole.bytes.items():
-        assert found.bytes[setting] == pytest.approx(some.bytes[setting] + rest, rel=0.02)
-        assert peak(step(40)[0]) < found.bytes[setting] <= size
+        assert result.bytes[setting] == pytest.approx(some.bytes[setting] + rest, rel=0.02)
+        assert peak(step(40)[0]) < result.bytes[setting] <= size
 
 
 def test_what_cannot_be_continued_is_run_where_that_is_cheap_and_else_scaled_by_name(monkeypatch) -> None:
@@ -420,17 +420,17 @@ def test_what_cannot_be_continued_is_run_where_that_is_cheap_and_else_scaled_by_
 
 def test_a_device_that_is_full_gives_back_and_one_that_is_too_small_is_told() -> None:
     changes = [(0, 40 * MIB), (1, 40 * MIB), (0, -40 * MIB), (2, 60 * MIB)]
-    found = reserved([Allocations(changes)], [1], 1, 110 * MIB, 0)
-    assert found.bytes["default"] == 100 * MIB and found.retries == {"default": 1, "expandable_segments": 1}
-    found = reserved([Allocations(changes)], [1], 1, 90 * MIB, 0)
-    assert found.bytes["default"] == 140 * MIB and found.retries == {"default": None, "expandable_segments": None}
+    result = reserved([Allocations(changes)], [1], 1, 110 * MIB, 0)
+    assert result.bytes["default"] == 100 * MIB and result.retries == {"default": 1, "expandable_segments": 1}
+    result = reserved([Allocations(changes)], [1], 1, 90 * MIB, 0)
+    assert result.bytes["default"] == 140 * MIB and result.retries == {"default": None, "expandable_segments": None}
 
 
 def test_the_environment_is_asked(monkeypatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:20,garbage_collection_threshold:0.5")
-    found = reserved([Allocations([(0, 64 * MIB), (0, -64 * MIB), (1, 4 * MIB)])], [1], 1, 1e12, 0)
-    assert found.bytes["PYTORCH_CUDA_ALLOC_CONF"] == 84 * MIB and found.bytes["default"] == 64 * MIB
-    assert "garbage_collection_threshold is not modelled" in found.notes[0]
+    result = reserved([Allocations([(0, 64 * MIB), (0, -64 * MIB), (1, 4 * MIB)])], [1], 1, 1e12, 0)
+    assert result.bytes["PYTORCH_CUDA_ALLOC_CONF"] == 84 * MIB and result.bytes["default"] == 64 * MIB
+    assert "garbage_collection_threshold is not modelled" in result.notes[0]
 
 
 @pytest.mark.full

@@ -314,7 +314,7 @@ def test_a_token_wise_function_whose_result_is_narrower_than_x():
 def test_the_chunked_loss_casts_as_a_linear_layer_does():
     hidden, weight = autocast_case(TOKENS, 1, HIDDEN), autocast_case(48, HIDDEN)
     labels, weights = torch.arange(TOKENS).view(-1, 1), torch.ones(TOKENS, 1)
-    found = []
+    results = []
     for loss in (
         lambda: chunked_linear_cross_entropy(hidden, weight, labels, weights, chunks=4, vocab_size=48),
         lambda: functional.cross_entropy(functional.linear(hidden, weight)[:, 0], labels[:, 0], reduction="sum"),
@@ -323,9 +323,9 @@ def test_the_chunked_loss_casts_as_a_linear_layer_does():
         with autocast():
             value = loss()
         value.backward()
-        found.append((value, hidden.grad, weight.grad))
-    for a, b in zip(*found):
+        results.append((value, hidden.grad, weight.grad))
+    for a, b in zip(*results):
         assert a.dtype == torch.float32 and error(a, b) < 2**-6
     with autocast(enabled=False):
         exact = chunked_linear_cross_entropy(hidden, weight, labels, weights, chunks=4, vocab_size=48)
-    assert not exact.equal(found[0][0])
+    assert not exact.equal(results[0][0])

@@ -206,11 +206,11 @@ def write_parquet(path: Path, rows: list[dict[str, Any]], **options: Any) -> str
 
 
 def texts(path: str) -> list[str]:
-    found = encode(BYTES, list(Reader([path], ("text",))))
-    assert not found.bad
-    ends = [sum(found.lengths["text"][: n + 1]) for n in range(len(found.lengths["text"]))]
+    result = encode(BYTES, list(Reader([path], ("text",))))
+    assert not result.bad
+    ends = [sum(result.lengths["text"][: n + 1]) for n in range(len(result.lengths["text"]))]
     return [
-        bytes(part.tolist()).decode() for part in map(found.tokens["text"].__getitem__, map(slice, [0, *ends], ends))
+        bytes(part.tolist()).decode() for part in map(result.tokens["text"].__getitem__, map(slice, [0, *ends], ends))
     ]
 
 
@@ -271,8 +271,8 @@ def test_an_array_is_cut_where_its_elements_end(values: list[Any], part: int) ->
 def test_arrays_that_are_none(tmp_path: Path, text: str, expected: str) -> None:
     path = tmp_path / "rows.json"
     path.write_text(text)
-    assert f"{path}" in (told := refused(tmp_path, path)) or "--input" in told
-    assert expected in told
+    assert f"{path}" in (message := refused(tmp_path, path)) or "--input" in message
+    assert expected in message
 
 
 def test_an_element_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,8 +307,8 @@ def test_parquet_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     pytest.importorskip("pyarrow")
     assert f"--input {path}: cannot be read: " in refused(tmp_path, path)
     write_parquet(path, [{"body": "a"}])
-    told = refused(tmp_path, path)
-    assert f'{path}, row 1: no key "text"; it has "body": name keys with --json-keys' in told
+    message = refused(tmp_path, path)
+    assert f'{path}, row 1: no key "text"; it has "body": name keys with --json-keys' in message
 
 
 def test_parquet_is_read_in_bounded_memory(tmp_path: Path) -> None:
@@ -388,8 +388,10 @@ def test_rows_that_are_no_conversation_say_what_to_do(tmp_path: Path, row: dict[
 def test_preprocessing_says_what_conversations_are(tmp_path: Path, form: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(FORMS[form][0]))
-    told = refused(tmp_path, path)
-    assert f'line 1: no key "text"; the row has the format {form}, which pretrain_gpt.py --sft reads directly' in told
+    message = refused(tmp_path, path)
+    assert (
+        f'line 1: no key "text"; the row has the format {form}, which pretrain_gpt.py --sft reads directly' in message
+    )
 
 
 # ---- templates that omit something

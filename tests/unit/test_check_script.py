@@ -276,17 +276,17 @@ def test_processes(launcher: str, expected: int | None):
 
 def test_the_training_program_is_the_one_with_flags_of_a_model():
     assert launch("python tools/preprocess_data.py --input a --workers 4".split()) is None
-    found = launch("torchrun --nproc_per_node 2 /m/pretrain_gpt.py --num-layers=2 --bf16".split())
-    assert found.program == "/m/pretrain_gpt.py" and found.flags == ["--num-layers=2", "--bf16"]
+    result = launch("torchrun --nproc_per_node 2 /m/pretrain_gpt.py --num-layers=2 --bf16".split())
+    assert result.program == "/m/pretrain_gpt.py" and result.flags == ["--num-layers=2", "--bf16"]
     assert (
         grid("--tensor-model-parallel-size 2 --pipeline-model-parallel-size=3 --ulysses-parallel-size 4".split()) == 24
     )
 
 
 def test_what_slurm_says():
-    told = slurm("#SBATCH -N 3\n#SBATCH --ntasks-per-node=2 # two\n#SBATCH --gres=gpu:4\n")
-    assert (told["SLURM_NNODES"], told["SLURM_NTASKS"], told["SLURM_GPUS_ON_NODE"]) == ("3", "6", "4")
-    assert slurm("#!/bin/bash\n") == {} and json.dumps(told)
+    notice = slurm("#SBATCH -N 3\n#SBATCH --ntasks-per-node=2 # two\n#SBATCH --gres=gpu:4\n")
+    assert (notice["SLURM_NNODES"], notice["SLURM_NTASKS"], notice["SLURM_GPUS_ON_NODE"]) == ("3", "6", "4")
+    assert slurm("#!/bin/bash\n") == {} and json.dumps(notice)
 
 
 # Published launch commands: how many are accepted unchanged, and the refusals of the others.

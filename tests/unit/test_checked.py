@@ -39,14 +39,16 @@ def calls(path: Path) -> Iterator[str]:
 
 
 def test_nobody_opens_files_of_weights_but_those_who_have_them_compared():
-    found = {
+    result = {
         path.relative_to(ROOT / "megatron").as_posix(): set(calls(path)) & set(CALLS)
         for path in (ROOT / "megatron").rglob("*.py")
         if "core" not in path.relative_to(ROOT / "megatron").parts[:1]
     }
-    readers = {name for name, used in found.items() if used}
+    readers = {name for name, used in result.items() if used}
     assert readers - {UNPICKLER} == READERS
-    assert [name for name, used in found.items() if "Checked" in used] == ["training/checkpoint/megatron_lm/checked.py"]
+    assert [name for name, used in result.items() if "Checked" in used] == [
+        "training/checkpoint/megatron_lm/checked.py"
+    ]
     for tool in (ROOT / "tools").glob("*.py"):
         assert not set(calls(tool)) & set(CALLS), tool
 
@@ -85,33 +87,33 @@ def test_a_list_of_the_first_version_is_read(tmp_path):
     assert read_list(path) == FileList(a_list().files)
 
 
-def later(said: dict) -> None:
-    said["version"] = 3
+def later(output: dict) -> None:
+    output["version"] = 3
 
 
-def without_files(said: dict) -> None:
-    said["files"] = {}
+def without_files(output: dict) -> None:
+    output["files"] = {}
 
 
-def outside(said: dict) -> None:
-    said["files"]["../c"] = said["files"]["a"]
+def outside(output: dict) -> None:
+    output["files"]["../c"] = output["files"]["a"]
 
 
-def in_words(said: dict) -> None:
-    said["files"]["a"]["size"] = "three"
+def in_words(output: dict) -> None:
+    output["files"]["a"]["size"] = "three"
 
 
 @pytest.mark.parametrize(
-    "change, told",
+    "change, message",
     [(later, "has version 3"), (without_files, "names no files"), (outside, "../c, which lies"), (in_words, "read")],
 )
-def test_a_list_whose_sum_is_right_and_which_says_something_odd_is_refused(tmp_path, change: Callable, told: str):
-    said = json.loads(a_list().packed())
-    del said["crc32"]
-    change(said)
-    said["crc32"] = zlib.crc32(json.dumps(said, sort_keys=True, separators=(",", ":")).encode())
-    (tmp_path / CHECKSUMS).write_text(json.dumps(said))
-    with pytest.raises(Damaged, match=told):
+def test_a_list_whose_sum_is_right_and_which_says_something_odd_is_refused(tmp_path, change: Callable, message: str):
+    output = json.loads(a_list().packed())
+    del output["crc32"]
+    change(output)
+    output["crc32"] = zlib.crc32(json.dumps(output, sort_keys=True, separators=(",", ":")).encode())
+    (tmp_path / CHECKSUMS).write_text(json.dumps(output))
+    with pytest.raises(Damaged, match=message):
         read_list(tmp_path / CHECKSUMS)
 
 

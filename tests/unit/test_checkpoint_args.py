@@ -32,8 +32,8 @@ def gpt(flags):
 
 def before_there_was_a_flag(flags):
     """Model settings in older checkpoints, whose GELU used tanh."""
-    told = asdict(gpt(flags).model)
-    return {name: value for name, value in told.items() if name not in ("bias_gelu_fusion", "openai_gelu")}
+    message = asdict(gpt(flags).model)
+    return {name: value for name, value in message.items() if name not in ("bias_gelu_fusion", "openai_gelu")}
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_without_a_checkpoint_the_flags_count(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes, told",
+    "changes, message",
     [
         ({"num_experts": 8}, r"--num-experts \(experts\)"),
         ({"multi_latent_attention": True}, "--multi-latent-attention"),
@@ -183,9 +183,9 @@ def test_without_a_checkpoint_the_flags_count(tmp_path):
         ({"num_layers": None}, "no --num-layers"),
     ],
 )
-def test_models_that_are_not_built_here_are_refused_by_name(tmp_path, changes, told):
+def test_models_that_are_not_built_here_are_refused_by_name(tmp_path, changes, message):
     checkpoint_of(tmp_path, {"args": Namespace(**(vars(THEIRS) | changes))})
-    with pytest.raises(Refusal, match=told):
+    with pytest.raises(Refusal, match=message):
         shape_of(tmp_path)
 
 
@@ -228,7 +228,7 @@ def test_classes_that_are_not_known_come_as_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "inside, told",
+    "inside, message",
     [
         (
             "mp_rank_00/model_optim_rng.pt",
@@ -239,12 +239,12 @@ def test_classes_that_are_not_known_come_as_nothing(tmp_path):
         ("common.pt", "missing or incomplete"),
     ],
 )
-def test_other_forms_are_named(tmp_path, inside, told):
+def test_other_forms_are_named(tmp_path, inside, message):
     file = tmp_path / "iter_0000007" / inside
     file.parent.mkdir(parents=True)
     file.write_bytes(b"")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
-    with pytest.raises(Refusal, match=told):
+    with pytest.raises(Refusal, match=message):
         checkpoint_path(tmp_path, CheckpointConfig().ckpt_step)
 
 
@@ -260,12 +260,12 @@ def test_zarr_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, told", [("latest", "own format: .*ds_to_universal"), ("latest_universal", "universal checkpoint of")]
+    "name, message", [("latest", "own format: .*ds_to_universal"), ("latest_universal", "universal checkpoint of")]
 )
-def test_deepspeeds_folders_are_named(tmp_path, name, told):
+def test_deepspeeds_folders_are_named(tmp_path, name, message):
     assert checkpoint_path(tmp_path, None) is None
     (tmp_path / name).write_text("global_step7")
-    with pytest.raises(Refusal, match=f"{told}.*--universal-checkpoint"):
+    with pytest.raises(Refusal, match=f"{message}.*--universal-checkpoint"):
         checkpoint_path(tmp_path, None)
     with pytest.raises(Refusal, match="--universal-checkpoint: .* does not exist: convert"):
         universal_path(tmp_path, None)
@@ -381,18 +381,18 @@ def test_deepspeeds_trackers_stay_in_their_folder(tmp_path, name):
         assert in_one_line(refused, "not in its folder", "--ckpt-step")
 
 
-def settled(found: Path | None, notes: list[str] | None = None, saves: bool = True, **flags) -> str:
-    return identity(found, CheckpointConfig(**flags), [] if notes is None else notes, saves=saves)
+def settled(result: Path | None, notes: list[str] | None = None, saves: bool = True, **flags) -> str:
+    return identity(result, CheckpointConfig(**flags), [] if notes is None else notes, saves=saves)
 
 
 def test_a_run_keeps_its_identity_and_a_new_one_gets_its_own(tmp_path):
     folder = str(folder_of(tmp_path, {2: A, 4: A}, "4"))
-    found = checkpoint_path(tmp_path, None)
-    assert settled(found, load=folder, save=folder) == A == settled(found, load=folder)
-    assert settled(found, load=folder, save=str(tmp_path / "elsewhere")) == A
+    result = checkpoint_path(tmp_path, None)
+    assert settled(result, load=folder, save=folder) == A == settled(result, load=folder)
+    assert settled(result, load=folder, save=str(tmp_path / "elsewhere")) == A
     new = {settled(None, save=str(tmp_path / "new")) for _ in range(3)}
-    new |= {settled(found, load=folder, finetune=True), settled(found, load=folder, reset_iteration=True)}
-    new.add(settled(found, pretrained_checkpoint=folder))
+    new |= {settled(result, load=folder, finetune=True), settled(result, load=folder, reset_iteration=True)}
+    new.add(settled(result, pretrained_checkpoint=folder))
     assert len(new) == 6 and A not in new and all(len(run) == 32 for run in new)
 
 
@@ -431,23 +431,23 @@ def test_a_folder_of_another_run_is_refused_with_its_ways_out(tmp_path, flags, w
     folder = Path(flags.get("load") or flags.get("pretrained_checkpoint") or tmp_path / "none")
     if folder == places["empty"] and "pretrained_checkpoint" in flags:
         folder = places["x"]
-    found = checkpoint_path(folder, flags.get("ckpt_step"))
+    result = checkpoint_path(folder, flags.get("ckpt_step"))
     with pytest.raises(Refusal) as refused:
-        settled(found, save=str(d), **flags)
+        settled(result, save=str(d), **flags)
     ways = (way_out.format(**places), "another folder to --save", "remove this one")
     assert in_one_line(refused, f"--save {d} holds checkpoints up to iteration 4", *ways)
-    settled(found, save=str(d), saves=False, **flags)  # an evaluation does not save
+    settled(result, save=str(d), saves=False, **flags)  # an evaluation does not save
     for path in d.iterdir():  # nothing was changed
         assert path.name in ("iter_0000002", "iter_0000004", TRACKER)
 
 
 def test_the_same_run_in_two_folders_goes_on_only_in_the_one_that_is_further(tmp_path):
     first, second = folder_of(tmp_path / "first", {2: A, 4: A}, "4"), folder_of(tmp_path / "second", {4: A}, "4")
-    found = checkpoint_path(first, None)
-    assert settled(found, load=str(first), save=str(second)) == A
+    result = checkpoint_path(first, None)
+    assert settled(result, load=str(first), save=str(second)) == A
     folder_of(second, {6: A}, "6")
     with pytest.raises(Refusal, match=f"go on with that run by --load {second},"):
-        settled(found, load=str(first), save=str(second))
+        settled(result, load=str(first), save=str(second))
 
 
 def test_going_back_by_name_is_a_run_of_its_own_and_told_in_a_line(tmp_path):
@@ -473,10 +473,10 @@ def test_every_pair_of_runs_and_places_either_goes_on_or_is_refused(tmp_path):
             there = {2 * (place + 1): run for place, run in enumerate(runs) if run != "-"}
             d, notes = folder_of(tmp_path / f"{number}-{tracker}", there, tracker), []
             try:
-                found = checkpoint_path(d, None, notes=notes)
-                settled(found, notes, load=str(d), save=str(d))
+                result = checkpoint_path(d, None, notes=notes)
+                settled(result, notes, load=str(d), save=str(d))
             except Refusal:
                 continue
-            assert (found is None) == (not there)
-            if there and int(found.name[5:]) < max(there):
+            assert (result is None) == (not there)
+            if there and int(result.name[5:]) < max(there):
                 assert notes, (runs, tracker)

@@ -62,7 +62,7 @@ CASES = {  # processes, flags
 USUAL = [("zigzag", "A100-80G")]
 
 
-def told(step):
+def message(step):
     """Everything about a step except the times of memory changes, which depend on this machine."""
     changes = [change for _, *change in step.profile["events"]]
     phases = [name for name, _ in step.profile["phases"]]
@@ -91,7 +91,7 @@ def test_a_few_chunks_stand_for_all(name, gpu, monkeypatch):
         for every in (False, True)
     )
     assert len(written) > 10
-    assert told(few) == told(every)
+    assert message(few) == message(every)
 
 
 def config_of(flags, ranks):
@@ -146,13 +146,13 @@ def test_what_is_written_down_is_what_happens(recorder, monkeypatch):
     ran = []
     exp = torch.Tensor.exp
     monkeypatch.setattr(torch.Tensor, "exp", lambda x: (ran.append(1), exp(x))[1])
-    found = []
+    result = []
     for alike in (True, False):
         begin = recorder.counts()
         kept = calls(recorder, 6, alike=alike)
         first, events, changes, tickets = begin
         counts = recorder.counts()
-        found.append(
+        result.append(
             (
                 recorder.trace.events[events:],
                 [(number - first, change) for _, number, change in recorder.history.events[changes:]],
@@ -161,7 +161,7 @@ def test_what_is_written_down_is_what_happens(recorder, monkeypatch):
             )
         )
         del kept
-    assert found[0] == found[1]
+    assert result[0] == result[1]
     assert len(ran) == 2 + 6  # the first two, and then all
     assert not recorder.live
 
@@ -270,9 +270,9 @@ def test_where_a_few_do_not_stand_for_all_every_chunk_runs(monkeypatch):
         return run_rank(*args, every_chunk=every_chunk, **how)
 
     monkeypatch.setattr(dry_run, "run_rank", tells)
-    found = run_job(job)[0]
+    result = run_job(job)[0]
     assert tried == [False, True]
-    assert found == expected
+    assert result == expected
 
 
 # The cache of operations on fake tensors: it gives PyTorch's result, as a new tensor each time.
@@ -331,13 +331,13 @@ def test_slices_of_equal_sizes_are_one_question(monkeypatch):
     asked, keep = [], Remembered.keep
     cuts = [(0, 2), (1, 3), (4, 6), (-3, -1), (6, 100), (5, 7), (7, 100), (3, 4), (7, 3), (8, 9)]
 
-    def found():
+    def result():
         return [(x[a:b].shape, x[a:b].stride(), x[a:b].storage_offset()) for x in (y, y[1:]) for a, b in cuts]
 
     with fake_tensors():
         y = torch.empty(8, 3, 4)
         monkeypatch.setattr(Remembered, "keep", lambda *args: (asked.append(args[1]), keep(*args)))
-        answered = found()
+        answered = result()
     assert asked.count(aten.slice.Tensor) <= 8  # for each tensor: three sizes, and the slice at its beginning
     assert answered == [
         (x[a:b].shape, x[a:b].stride(), x[a:b].storage_offset())
@@ -351,8 +351,8 @@ def test_numbers_of_other_types_are_other_questions():
     with fake_tensors():
         x = torch.empty(4, dtype=torch.int64)
         for _ in range(2):
-            found = [(x + number).dtype for number in (1, 1.0, True)]
-    assert found == [torch.int64, torch.float32, torch.int64]
+            result = [(x + number).dtype for number in (1, 1.0, True)]
+    assert result == [torch.int64, torch.float32, torch.int64]
 
 
 def test_what_does_more_than_return_tensors_is_asked_each_time():

@@ -87,11 +87,11 @@ def test_groups_are_placed_on_nodes_of_eight():
 def test_which_axis_crosses_which_link():
     """TP 2 x Ulysses 4 x Ring 2 x DP 2 x PP 2 on eight nodes: only the first two stay inside."""
     grid = Strategy(tensor=2, ulysses=4, ring=2, data=2, pipeline=2)
-    found = {
+    result = {
         axis: placed(*((g := grid.group(axis)).size, g.stride), 8) for axis in ("tp", "ulysses", "ring", "dp", "pp")
     }
-    assert {axis: where.nodes for axis, where in found.items()} == {"tp": 1, "ulysses": 1, "ring": 2, "dp": 4, "pp": 2}
-    assert found["dp"].fewest == 4 and not found["dp"].neighbours
+    assert {axis: where.nodes for axis, where in result.items()} == {"tp": 1, "ulysses": 1, "ring": 2, "dp": 4, "pp": 2}
+    assert result["dp"].fewest == 4 and not result["dp"].neighbours
     # With 16 ranks on 2 nodes, 8 of 15 parts of an all_to_all leave by one card; an even ring uses all cards.
     apart = transfer_seconds(collective("all_to_all", "ulysses", Group(16), 1e9), A100)
     network = A100.network.bandwidth * A100.calibration.network
@@ -163,16 +163,16 @@ def log(path: Path, rows: list[tuple], ranks: int = 0, nodes: int = 1, redop: st
 def test_a_log_of_few_gpus_a_node_is_one_between_nodes(tmp_path):
     file = log(tmp_path / "a.log", [(8, 30.0, 0.0, 0.0), (2**30, 25000.0, 42.95, 42.95)], ranks=2, nodes=2)
     (run,) = read_runs(file, "all_reduce")
-    found = fields([run], H100)
-    rows = compare(run, machine_of(tmp_path, extends="H100-80G", **found))
+    result = fields([run], H100)
+    rows = compare(run, machine_of(tmp_path, extends="H100-80G", **result))
     assert [ours for _, _, ours, _ in rows] == pytest.approx([took for _, took, _, _ in rows], rel=0.02)
-    assert set(found["calibration"]) == {"network"}
+    assert set(result["calibration"]) == {"network"}
     with pytest.raises(Refusal, match="16 ranks per node, H100-80G has 8"):
         fields([replace(run, ranks=16, nodes=1)], H100)
 
 
 @pytest.mark.parametrize(
-    "kind, redop, rows, ranks, nodes, said",
+    "kind, redop, rows, ranks, nodes, output",
     [
         ("all_gather", "none", [(2**20, 100.0, 10.0, 10.0)], 0, 1, "is not from all_gather"),
         ("all_reduce", "sum", [(2**20, 1000.0, 0.01, 0.02)], 0, 1, "is not from all_reduce"),
@@ -182,8 +182,8 @@ def test_a_log_of_few_gpus_a_node_is_one_between_nodes(tmp_path):
         ("all_reduce", "sum", [(2**20, 100.0, 10.0, 13.3)], 3, 2, "3 ranks on 2 nodes"),
     ],
 )
-def test_logs_that_say_too_little_are_refused(tmp_path, kind, redop, rows, ranks, nodes, said):
-    with pytest.raises(Refusal, match=said):
+def test_logs_that_say_too_little_are_refused(tmp_path, kind, redop, rows, ranks, nodes, output):
+    with pytest.raises(Refusal, match=output):
         read_runs(log(tmp_path / "a.log", rows, ranks, nodes, redop), kind)
 
 
@@ -317,10 +317,10 @@ UNEVEN = [
     (4, 8, None), (5, 4, None),
 ])  # fmt: skip
 def test_what_the_ends_lack(layers: int, pipeline: int, expected: tuple[int, int] | None) -> None:
-    found = fewer_layers(layers, pipeline)
-    assert found == expected
-    if found:
-        s = Strategy(pipeline=pipeline, first_less=found[0], last_less=found[1])
+    result = fewer_layers(layers, pipeline)
+    assert result == expected
+    if result:
+        s = Strategy(pipeline=pipeline, first_less=result[0], last_less=result[1])
         each = [s.stage_layers(layers, stage) for stage in range(pipeline)]
         assert sum(each) == layers and min(each) >= 1 and max(each) == s.most_layers(layers)
 
@@ -352,10 +352,10 @@ def test_the_program_cuts_stages_as_the_plan_says() -> None:
 )
 def test_time_and_memory_are_those_of_dry_runs(case) -> None:
     machine, ranks = load("H100-80G"), case.strategy.ranks
-    found = dry_run(parse(flags(case), dict(LLAMA), ranks), ranks, machine, vocab_size=SHAPE.vocab, every_layer=True)
-    told = estimate(case.workload, case.strategy, machine)
-    assert told.seconds == pytest.approx(found.predicted_seconds, rel=TOLERANCE)
-    device = max(one.figures.device_peak for one in found.ranks)
+    result = dry_run(parse(flags(case), dict(LLAMA), ranks), ranks, machine, vocab_size=SHAPE.vocab, every_layer=True)
+    message = estimate(case.workload, case.strategy, machine)
+    assert message.seconds == pytest.approx(result.predicted_seconds, rel=TOLERANCE)
+    device = max(one.figures.device_peak for one in result.ranks)
     assert 0.99 * device < fullest(case.workload, case.strategy).total < (1 + TOLERANCE) * device
 
 

@@ -269,8 +269,8 @@ def test_a_step_grows_with_ranks_and_variation_and_hangs_on_the_seed_alone():
     waits = Waits()
     waits.add(8, 0.01, 100)
     times = [spread(2.0, waits, ranks, Jitter(0.05)) for ranks in (8, 64, 512)]
-    assert [found.mean for found in times] == sorted(found.mean for found in times) and times[0].mean > 2.0
-    assert all(found.p95 > found.mean for found in times)
+    assert [results.mean for results in times] == sorted(results.mean for results in times) and times[0].mean > 2.0
+    assert all(results.p95 > results.mean for results in times)
     assert spread(2.0, waits, 64, Jitter(0.05)) == times[1] != spread(2.0, waits, 64, Jitter(0.05, seed=1))
     assert spread(2.0, waits, 64, Jitter(0.0)).p95 == pytest.approx(2.0)
     assert spread(2.0, waits, 64, Jitter(0.1)).mean > times[1].mean
@@ -303,12 +303,12 @@ def test_closed_form_and_replay_lose_alike(case, monkeypatch):
     monkeypatch.setattr(
         dry_runs, "replay", lambda trace, *args, **more: (traces.append(trace), replay(trace, *args))[1]
     )
-    found = dry_runs.dry_run(
+    results = dry_runs.dry_run(
         parse(flags(case), dict(LLAMA), ranks), ranks, A100, vocab_size=SHAPE.vocab, every_layer=True
     )
-    told, plain = dry_run_report.unequal(found, jitter), estimate(case.workload, case.strategy, A100)
+    message, plain = dry_run_report.unequal(results, jitter), estimate(case.workload, case.strategy, A100)
     ours = step_spread(case.workload, case.strategy, A100, jitter).mean / plain.seconds
-    theirs = float(told.split(" takes ")[1].split()[0]) / found.predicted_seconds
+    theirs = float(message.split(" takes ")[1].split()[0]) / results.predicted_seconds
     assert ours > 1.015 and ours == pytest.approx(theirs, abs=0.01)
     slow = replace(A100, dispatch=0.05)
     waited, launched = estimate(case.workload, case.strategy, slow), replay(traces[0], slow)
@@ -351,17 +351,17 @@ def test_the_planner_tells_mean_and_percentile(capsys):
 def test_a_replay_notes_what_it_waits_for():
     work, send = Kernel("add", "memory", 0.0, 10.0), Transfer("all_gather", "dp", Group(4), 100.0, ticket=1)
     now = Transfer("all_gather", "tp", Group(2), 100.0)
-    found = replay(Trace([work, now, work, work, send, work, Wait((1,)), work]), TOY).waits.by_ranks
+    results = replay(Trace([work, now, work, work, send, work, Wait((1,)), work]), TOY).waits.by_ranks
     once = 0.5 + 1.0  # a launch, and ten bytes
-    assert found == {2: (1, once, once**2), 4: (1, 3 * once, 9 * once**2), 1: (1, once, once**2)}
+    assert results == {2: (1, once, once**2), 4: (1, 3 * once, 9 * once**2), 1: (1, once, once**2)}
 
 
 def test_a_slow_host_is_waited_for_by_hand():
     """The first kernel is launched at the start of the step, each further one two seconds later."""
     slow = replace(TOY, dispatch=2.0)
     work = [Kernel("add", "memory", 0.0, 10.0)] * 3  # 1.5 s each
-    found = replay(Trace(list(work)), slow)
-    assert found.seconds == pytest.approx(4 + 1.5) and found.exposed["launching"] == pytest.approx(1.0)
+    results = replay(Trace(list(work)), slow)
+    assert results.seconds == pytest.approx(4 + 1.5) and results.exposed["launching"] == pytest.approx(1.0)
     long = Kernel("add", "memory", 0.0, 100.0)  # 10.5 s, while the host runs ahead
     assert replay(Trace([long, *work]), slow).seconds == pytest.approx(10.5 + 3 * 1.5)
     assert replay(Trace([long, *work]), slow).exposed.get("launching", 0.0) == 0

@@ -434,7 +434,7 @@ def test_files_that_name_the_data(tmp_path):
     ours, *_ = build_datasets(configure(data_args_path=str(words), split="1"), NULL, (40, 0, 0))
     theirs, *_ = build_datasets(configure(**named, split="1"), NULL, (40, 0, 0))
     assert samples_of(ours, 40) == samples_of(theirs, 40)
-    for flag, text, said in (
+    for flag, text, output in (
         ("data_args_path", None, "--data-args-path .*: no such file"),
         ("data_file_list", "1 a", "--data-file-list .*: each line must be WEIGHT PREFIX CORPUS"),
         ("per_split_data_args_path", "[1]", "--per-split-data-args-path .*: must be a JSON object"),
@@ -444,5 +444,5 @@ def test_files_that_name_the_data(tmp_path):
         path.unlink(missing_ok=True)
         if text is not None:
             path.write_text(text)
-        with pytest.raises(Refusal, match=said):
+        with pytest.raises(Refusal, match=output):
             parse_blends(DataConfig(**{flag: str(path)}))

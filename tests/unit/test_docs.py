@@ -47,8 +47,8 @@ pages = pytest.mark.parametrize("page", PAGES, ids=NAMES)
 
 def blocks(page: Path, language: str) -> list[tuple[str, str]]:
     """(words after the language, text) of the page's code blocks."""
-    found = re.findall(rf"^```{language}\b *(.*?)$\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    return [(words, text) for words, text in found]
+    result = re.findall(rf"^```{language}\b *(.*?)$\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [(words, text) for words, text in result]
 
 
 @pages
@@ -83,7 +83,7 @@ def tool_flags() -> set[str]:
     """Flags that our tools, benchmarks and examples add to their parsers."""
     files = [*ROOT.glob("tools/*.py"), *ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("examples/**/*.py")]
     words = (re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", file.read_text()) for file in files)
-    return {flag for found in words for flag in found}
+    return {flag for result in words for flag in result}
 
 
 @pages
@@ -160,10 +160,10 @@ def test_commands_are_accepted(page: Path, stubs: Path) -> None:
             if "--help" in command or "--attention-kernel cudnn" in text:  # refused later, by the device
                 continue
             defaults = runpy.run_path(str(ROOT / command[entry]), run_name="docs").get("LLAMA")
-            told = refusal_of(lambda: parse(command[entry + 1 :], defaults, world, lambda *_: SHAPE))  # noqa: B023
-            assert bool(told) == ("refused" in words and "out/nothing" not in text), f"{page.name}: {told}\n{text}"
-            if told and f"error: {told}" not in page.read_text():
-                raise AssertionError(f"{page.name} shows another message than: {told}")
+            notice = refusal_of(lambda: parse(command[entry + 1 :], defaults, world, lambda *_: SHAPE))  # noqa: B023
+            assert bool(notice) == ("refused" in words and "out/nothing" not in text), f"{page.name}: {notice}\n{text}"
+            if notice and f"error: {notice}" not in page.read_text():
+                raise AssertionError(f"{page.name} shows another message than: {notice}")
 
 
 def captured(text: str, stubs: Path) -> Iterator[list[str]]:
@@ -298,10 +298,10 @@ def test_an_evaluation_takes_mask_length_tokenizer_and_data_from_the_checkpoint(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (command,) = (command for command in COMMANDS if "evaluate.py" in command)
-    said = run("tools/evaluate.py", as_written(command, trained / "checkpoint"))
-    assert "--seq-length 256, the longest of the checkpoint" in said and "256 tokens a row" in said
-    assert "--tokenizer-type ByteLevelTokenizer" in said and "data_text_document" in said
-    assert "--attention-mask window, the checkpoint's" in said
+    printed = run("tools/evaluate.py", as_written(command, trained / "checkpoint"))
+    assert "--seq-length 256, the longest of the checkpoint" in printed and "256 tokens a row" in printed
+    assert "--tokenizer-type ByteLevelTokenizer" in printed and "data_text_document" in printed
+    assert "--attention-mask window, the checkpoint's" in printed
     assert (tmp_path / "out" / "evaluation" / "evaluation.json").is_file()
 
 

@@ -44,8 +44,8 @@ def of_transformers(name: str) -> set[str]:
 
     if name == "attention":
         modules = (flash_attention, flex_attention, sdpa_attention)
-        found = [of(getattr(module, f"{module.__name__.rpartition('.')[2]}_forward")) for module in modules]
-        return set.union(*found, set(TransformersKwargs.__annotations__))
+        result = [of(getattr(module, f"{module.__name__.rpartition('.')[2]}_forward")) for module in modules]
+        return set.union(*result, set(TransformersKwargs.__annotations__))
     tree = ast.parse(inspect.getsource(masking_utils))
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
     return {word.arg for call in calls if ast.unparse(call.func) == "mask_interface" for word in call.keywords}

@@ -77,9 +77,9 @@ def test_where_one_number_of_layers_needs_every_micro_batch_so_does_the_other(mo
 
     monkeypatch.setattr(module, "run_rank", sometimes)
     config = config_of("--num-layers 10 --global-batch-size 6", 1)
-    found = dry_run(config, 1, load("A100-80G"), vocab_size=301)
-    assert found.ranks[0].micro_batches == (6, 6) and len(found.ranks[0].program.forward) == 6
-    assert found.predicted_seconds > 0
+    result = dry_run(config, 1, load("A100-80G"), vocab_size=301)
+    assert result.ranks[0].micro_batches == (6, 6) and len(result.ranks[0].program.forward) == 6
+    assert result.predicted_seconds > 0
 
 
 def test_each_kind_of_stage_and_the_busiest_rank_of_a_ring():
@@ -96,9 +96,9 @@ def test_each_kind_of_stage_and_the_busiest_rank_of_a_ring():
 
 def test_stages_of_unequal_depth():
     flags = "--num-layers 4 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1"
-    found = dry_run(config_of(flags, 2), 2, load("H100-80G"), vocab_size=301)
-    assert [report.layers for report in found.ranks] == [(1, 1), (3, 3)]
-    first, last = (report.figures.peaks["optimizer"]["parameters"] for report in found.ranks)
+    result = dry_run(config_of(flags, 2), 2, load("H100-80G"), vocab_size=301)
+    assert [report.layers for report in result.ranks] == [(1, 1), (3, 3)]
+    first, last = (report.figures.peaks["optimizer"]["parameters"] for report in result.ranks)
     layer = 4 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64)
     assert last - first == 2 * layer + 4 * 64  # and the final norm
 
@@ -174,10 +174,10 @@ def test_a_world_of_16384_ranks(data):
     flags += " --pipeline-model-parallel-size 4 --bf16 --zero-stage 1 --num-attention-heads 64 --hidden-size 512"
     flags += f" --seq-length 1024 --max-position-embeddings 1024 --global-batch-size {2 * data}"
     config = parse(f"{TINY} {flags}".split(), LLAMA, world)
-    found = dry_run(config, world, load("H100-80G"), vocab_size=301)
-    assert [report.rank for report in found.ranks] == [0, world // 2, world * 3 // 4]
-    assert found.fits and found.predicted_seconds > 0
-    assert all(report.figures.communication[axis] > 0 for report in found.ranks for axis in ("tp", "ulysses", "ring"))
+    result = dry_run(config, world, load("H100-80G"), vocab_size=301)
+    assert [report.rank for report in result.ranks] == [0, world // 2, world * 3 // 4]
+    assert result.fits and result.predicted_seconds > 0
+    assert all(report.figures.communication[axis] > 0 for report in result.ranks for axis in ("tp", "ulysses", "ring"))
 
 
 def test_the_verdict_says_which_setting_of_the_allocator_fits() -> None:
@@ -189,18 +189,18 @@ def test_the_verdict_says_which_setting_of_the_allocator_fits() -> None:
     one = RankReport(0, "first", (1, 1), (1, 1), Figures(peaks, 0, 0, {}, {}, {}, {}, {}), None, None)
     one = replace(one, reserved=Reserved(reserved))
 
-    def told(machine: Machine, report: RankReport) -> tuple[list[str], list[str]]:
+    def message(machine: Machine, report: RankReport) -> tuple[list[str], list[str]]:
         reasons = list(too_full(config, [report], 1, machine))
         return reasons, verdict(DryRun(config, 1, machine, [report], 1.0, 0.5, not reasons, tuple(reasons)))
 
     own = runtime_memory(config, 1, machine).outside_allocator
-    reasons, (default, expandable) = told(machine, one)
+    reasons, (default, expandable) = message(machine, one)
     assert not reasons
     assert "default allocator it does not fit: 5.5 GiB of device memory are missing" in default
     assert f"expandable_segments:True it fits, with {readable(3 * gib - own)} of device memory to spare" in expandable
-    (reason,), lines = told(replace(machine, memory=21 * gib), one)
+    (reason,), lines = message(replace(machine, memory=21 * gib), one)
     assert "needs 22.5 GiB of device memory: 20.0 allocated" in reason and not any("it fits" in line for line in lines)
-    reasons, (line,) = told(machine, replace(one, reserved=Reserved()))
+    reasons, (line,) = message(machine, replace(one, reserved=Reserved()))
     assert not reasons and line == "it fits, with 5.0 GiB of device memory to spare"
 
 
@@ -209,13 +209,13 @@ def test_the_program_writes_what_it_found(tmp_path, capsys):
     flags = "--model llama3-8b --num-layers 2 --hidden-size 256 --ffn-hidden-size 512 --seq-length 1024 --dry-run "
     flags += f"--world-size 4 --ulysses-parallel-size 4 --gpu A100-80G --bf16 --dry-run-json {path}"
     assert main(flags.split(), LLAMA, simulate) == 0
-    said = capsys.readouterr().out
-    assert "memory of a rank" in said and "sent over ulysses" in said and "it fits" in said
-    found = json.loads(path.read_text())
-    (rank,) = found["ranks"]
+    output = capsys.readouterr().out
+    assert "memory of a rank" in output and "sent over ulysses" in output and "it fits" in output
+    result = json.loads(path.read_text())
+    (rank,) = result["ranks"]
     assert set(rank["communication_bytes"]) == {"tp", "ulysses", "ring", "dp", "pp", "other"}
     assert rank["device_peak_bytes"] == sum(rank["device_peak_by_kind"].values())
-    assert found["fits"] is True and 0 < found["mfu"] < 1 and found["predicted_ms"] > 0
+    assert result["fits"] is True and 0 < result["mfu"] < 1 and result["predicted_ms"] > 0
     made = {"plan.json", "plan_memory.png", "plan_time_rank0.png", "plan_trace.json.gz"}
     assert made == {file.name for file in path.parent.iterdir()}
 
@@ -228,8 +228,8 @@ def test_a_full_disk_is_told_after_the_tables(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(dry_run_report, "write", fail)
     assert main(f"{TINY} --num-layers 1 --dry-run --dry-run-json {tmp_path / 'x.json'}".split(), LLAMA, simulate) == 1
-    said = capsys.readouterr()
-    assert "memory of a rank" in said.out and said.err.endswith("No space left on device\n")
+    output = capsys.readouterr()
+    assert "memory of a rank" in output.out and output.err.endswith("No space left on device\n")
 
 
 def test_what_does_not_fit_is_told(capsys):
@@ -241,13 +241,13 @@ def test_what_does_not_fit_is_told(capsys):
 def test_without_a_gpu_nothing_is_predicted(tmp_path, capsys):
     path = tmp_path / "cpu.json"
     assert main(f"{TINY} --dry-run --dry-run-json {path}".split(), LLAMA, simulate) == 0
-    found = json.loads(path.read_text())
-    assert (found["predicted_ms"], found["mfu"], found["fits"]) == (None, None, None)
+    result = json.loads(path.read_text())
+    assert (result["predicted_ms"], result["mfu"], result["fits"]) == (None, None, None)
     assert not list(tmp_path.glob("*_time_*"))
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "output"),
     [
         ("--world-size 4", "--world-size 4, and 1 process was started: start that many, or add --dry-run"),
         ("--gpu A100-80G", "--gpu does nothing without --dry-run"),
@@ -261,10 +261,10 @@ def test_without_a_gpu_nothing_is_predicted(tmp_path, capsys):
         ("--dry-run --dry-run-json /proc/nothing/x.json", "--dry-run-json /proc/nothing/x.json cannot be written"),
     ],
 )
-def test_refusals(flags, said, capsys):
+def test_refusals(flags, output, capsys):
     assert main(f"{TINY} {flags}".split(), LLAMA, simulate) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    assert output in error and error.count("\n") == 1
 
 
 PIPELINE = "--pipeline-model-parallel-size 2"
@@ -342,11 +342,11 @@ def test_allocations_come_in_the_same_order_in_every_process(monkeypatch):
 
     flags = "--num-layers 1 --global-batch-size 2 --bf16 --zero-stage 3 --ulysses-parallel-size 2"
     config, objects = config_of(flags, 2), gc.get_objects
-    found = []
+    result = []
     for order in (1, -1):
         monkeypatch.setattr(gc, "get_objects", lambda order=order: objects()[::order])
-        found.append(run_rank(config, 2, 0, 301, machine=load("A100-80G")).allocations)
-    assert found[0] == found[1]
+        result.append(run_rank(config, 2, 0, 301, machine=load("A100-80G")).allocations)
+    assert result[0] == result[1]
 
 
 @pytest.mark.parametrize("balance", ["zigzag", "contiguous"])

@@ -187,9 +187,9 @@ def test_a_run_whose_ranks_are_flags(tmp_path: Path):
     ]
     for process in processes:
         process.join(patience(100))
-    said = [(folder / name).read_text() for folder in folders for name in ("out", "err")]
-    assert [process.exitcode for process in processes] == [0, 0], said
-    assert "DP 2 x PP 1 on 2 x" in said[0] and "iteration" in said[0] and "iteration" not in said[2]
+    output = [(folder / name).read_text() for folder in folders for name in ("out", "err")]
+    assert [process.exitcode for process in processes] == [0, 0], output
+    assert "DP 2 x PP 1 on 2 x" in output[0] and "iteration" in output[0] and "iteration" not in output[2]
 
 
 # The files of examples/ for schedulers: Slurm's scripts queue themselves again, Kubernetes' and TorchX' are valid.
@@ -242,27 +242,27 @@ def differences(value: Any, schema: dict[str, Any], place: str = "") -> list[str
     kinds = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
     if not isinstance(value, kinds[schema["type"]]) or isinstance(value, bool) != (schema["type"] == "boolean"):
         return [f"{place} is no {schema['type']}"]
-    found = []
+    result = []
     if "enum" in schema and value not in schema["enum"]:
-        found.append(f"{place} is {value}, not one of {schema['enum']}")
+        result.append(f"{place} is {value}, not one of {schema['enum']}")
     if isinstance(value, dict):
-        found += [f"{place}.{name} is missing" for name in schema.get("required", []) if name not in value]
+        result += [f"{place}.{name} is missing" for name in schema.get("required", []) if name not in value]
         for name, one in value.items():
             inner = schema.get("properties", {}).get(name, schema.get("additionalProperties"))
             if inner:
-                found += differences(one, inner, f"{place}.{name}")
+                result += differences(one, inner, f"{place}.{name}")
             elif "properties" in schema:
-                found.append(f"{place}.{name} is unknown")
+                result.append(f"{place}.{name} is unknown")
     for number, one in enumerate(value if isinstance(value, list) else []):
-        found += differences(one, schema["items"], f"{place}[{number}]")
-    return found
+        result += differences(one, schema["items"], f"{place}[{number}]")
+    return result
 
 
 def test_the_job_set_is_what_its_schema_says(tmp_path: Path) -> None:
-    told = json.loads((Path(__file__).parent / "data" / "jobset.json").read_text())
+    message = json.loads((Path(__file__).parent / "data" / "jobset.json").read_text())
     manifest = yaml.safe_load(MANIFEST.read_text())
-    assert manifest["apiVersion"] == f"{told['group']}/{told['version']}" and manifest["kind"] == told["kind"]
-    assert differences(manifest, told["schema"]) == []
+    assert manifest["apiVersion"] == f"{message['group']}/{message['version']}" and manifest["kind"] == message["kind"]
+    assert differences(manifest, message["schema"]) == []
     for change, wanted in (
         (lambda pod: pod["containers"][0].update(imag="x"), ".imag is unknown"),
         (lambda pod: pod["containers"][0].pop("name"), ".name is missing"),
@@ -271,7 +271,7 @@ def test_the_job_set_is_what_its_schema_says(tmp_path: Path) -> None:
     ):
         other = copy.deepcopy(manifest)
         change(pod_of(other))
-        assert [wanted in line for line in differences(other, told["schema"])] == [True], wanted
+        assert [wanted in line for line in differences(other, message["schema"])] == [True], wanted
 
     pod, name = pod_of(manifest), manifest["metadata"]["name"]
     (container,) = pod["containers"]

@@ -80,22 +80,22 @@ def linear_flops(seq_length: int) -> float:
 
 
 def test_one_gpu_by_hand():
-    found = step()
-    assert found.parts["gemm"] == pytest.approx(3 * linear_flops(65536) / GEMM, rel=1e-6)
+    result = step()
+    assert result.parts["gemm"] == pytest.approx(3 * linear_flops(65536) / GEMM, rel=1e-6)
     flash = attention_flops(65536)
-    assert found.parts["attention"] == pytest.approx(flash / FORWARD + 2.5 * flash / BACKWARD, rel=1e-6)
+    assert result.parts["attention"] == pytest.approx(flash / FORWARD + 2.5 * flash / BACKWARD, rel=1e-6)
     assert (
-        found.seconds
-        == pytest.approx(sum(found.parts.values()))
-        == pytest.approx(found.parts["gemm"] + found.parts["attention"], rel=1e-3)
+        result.seconds
+        == pytest.approx(sum(result.parts.values()))
+        == pytest.approx(result.parts["gemm"] + result.parts["attention"], rel=1e-3)
     )
-    assert found.flops == pytest.approx(3 * (linear_flops(65536) + flash), rel=1e-9)
-    assert found.mfu == pytest.approx(found.flops / found.seconds / 2e14)
-    assert found.tflops == pytest.approx(found.flops / found.seconds / 1e12)
-    assert found.mfu_full_mask_with_recompute * found.seconds * 2e14 == pytest.approx(
+    assert result.flops == pytest.approx(3 * (linear_flops(65536) + flash), rel=1e-9)
+    assert result.mfu == pytest.approx(result.flops / result.seconds / 2e14)
+    assert result.tflops == pytest.approx(result.flops / result.seconds / 1e12)
+    assert result.mfu_full_mask_with_recompute * result.seconds * 2e14 == pytest.approx(
         3 * (linear_flops(65536) + 2 * flash)
     )
-    assert found.tokens_per_second == pytest.approx(65536 / found.seconds)
+    assert result.tokens_per_second == pytest.approx(65536 / result.seconds)
 
 
 def test_recompute_adds_a_forward_pass():
@@ -103,8 +103,8 @@ def test_recompute_adds_a_forward_pass():
     inside = 2 * 65536 * 32 * 4096 * (4096 + 2048 + 4096 + 3 * 14336)
     assert full.parts["gemm"] - plain.parts["gemm"] == pytest.approx(inside / GEMM, rel=1e-6)
     assert selective.parts["gemm"] == plain.parts["gemm"]
-    for found in (full, selective):
-        again = found.parts["attention"] - plain.parts["attention"]
+    for result in (full, selective):
+        again = result.parts["attention"] - plain.parts["attention"]
         assert again == pytest.approx(attention_flops(65536) / FORWARD, rel=1e-6)
 
 
@@ -125,10 +125,10 @@ def test_the_last_rank_of_a_contiguous_ring_has_the_most_to_do(ring):
 
 
 def test_ring_exchanges_hide_behind_tiles_and_the_last_gradients_do_not():
-    found = step(ring=4)
+    result = step(ring=4)
     grads = 2 * 4 * (65536 // 4) * 8 * 128  # keys and values in fp32
     # The last returning gradients are those of rank 0's block, of which others see only the early half.
-    assert found.parts["ring"] == pytest.approx(32 * grads / 2 / 1e11, rel=1e-6)
+    assert result.parts["ring"] == pytest.approx(32 * grads / 2 / 1e11, rel=1e-6)
     slow = step(replace(TOY, link=Link(1e8, 0.0)), ring=4)
     # Keys (half as wide as gradients) are sent in six windows, gradients in two and a half.
     assert slow.parts["ring"] + slow.parts["attention"] == pytest.approx(
@@ -185,14 +185,14 @@ def test_fpdt_computes_the_same_and_waits_for_the_host_when_chunks_are_small():
 
 def test_a_pipeline_fills_and_drains():
     work = replace(WORK, global_batch=8)
-    found = step(workload=work, pipeline=4)
-    busy = sum(seconds for name, seconds in found.parts.items() if name not in ("bubble", "optimizer", "pp", "dp"))
+    result = step(workload=work, pipeline=4)
+    busy = sum(seconds for name, seconds in result.parts.items() if name not in ("bubble", "optimizer", "pp", "dp"))
     # The loss is on the last stage, which no stage waits for: its size does not change the bubble.
     shape = replace(work.shape, vocab=8 * work.shape.vocab)
     more = step(workload=replace(work, shape=shape), pipeline=4).parts["bubble"]
-    assert more == pytest.approx(found.parts["bubble"])
-    assert 0.5 * busy * 3 / 8 < found.parts["bubble"] < busy * 3 / 8
-    assert step(workload=work, pipeline=4, virtual=2).parts["bubble"] == pytest.approx(found.parts["bubble"] / 2)
+    assert more == pytest.approx(result.parts["bubble"])
+    assert 0.5 * busy * 3 / 8 < result.parts["bubble"] < busy * 3 / 8
+    assert step(workload=work, pipeline=4, virtual=2).parts["bubble"] == pytest.approx(result.parts["bubble"] / 2)
 
 
 def test_gradients_wait_unless_they_overlap_with_the_backward_pass():
@@ -241,10 +241,10 @@ def test_no_step_is_faster_than_its_flops(
         tensor=tensor, ulysses=ulysses, ring=ring, data=data, pipeline=pipeline, zero=zero, recompute=recompute,
         fpdt_chunk=8192 if fpdt else 0, balance="contiguous" if contiguous else "zigzag",
     )  # fmt: skip
-    found = estimate(Workload(LLAMA, 131072, batches * data), strategy, machine)
-    assert all(seconds >= 0 for seconds in found.parts.values())
-    assert found.seconds == pytest.approx(sum(found.parts.values()))
-    assert 0 < found.mfu < 1
+    result = estimate(Workload(LLAMA, 131072, batches * data), strategy, machine)
+    assert all(seconds >= 0 for seconds in result.parts.values())
+    assert result.seconds == pytest.approx(sum(result.parts.values()))
+    assert 0 < result.mfu < 1
 
 
 # --- the USP paper's recommendations about speed ---
@@ -275,8 +275,8 @@ def test_sequence_parallelism_sends_less_than_tensor_parallelism_and_less_still_
     """4."""
 
     def waits(kv_heads: int, **grid: int) -> float:
-        found = step(A800, Workload(replace(LLAMA, kv_heads=kv_heads), 131072), **grid).parts
-        return found.get("tp", 0.0) + found.get("ulysses", 0.0) + found.get("ring", 0.0)
+        result = step(A800, Workload(replace(LLAMA, kv_heads=kv_heads), 131072), **grid).parts
+        return result.get("tp", 0.0) + result.get("ulysses", 0.0) + result.get("ring", 0.0)
 
     assert waits(32, ulysses=8) < waits(32, tensor=8)
     assert waits(8, ulysses=8) < waits(32, ulysses=8)
@@ -356,11 +356,11 @@ def check(workload: Workload, strategy: Strategy) -> None:
             if isinstance(event, Kernel) and event.kind == kind and word in event.name
         )
 
-    logits, told = computed("gemm", "logits"), step_flops(workload, strategy)
+    logits, message = computed("gemm", "logits"), step_flops(workload, strategy)
     gemm = computed("gemm") - logits + logits / strategy.pipeline  # one stage has them
-    assert strategy.ranks * gemm == pytest.approx(told.gemm, rel=1e-12)
+    assert strategy.ranks * gemm == pytest.approx(message.gemm, rel=1e-12)
     share = busiest_share(strategy.ring, strategy.balance, workload.causal)
-    assert strategy.ranks * computed("attention") == pytest.approx(told.attention * share, rel=1e-12)
+    assert strategy.ranks * computed("attention") == pytest.approx(message.attention * share, rel=1e-12)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

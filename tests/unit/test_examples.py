@@ -67,9 +67,9 @@ def test_variables_of_the_fpdt_scripts(script: Path, stream: str, tmp_path: Path
 
 
 def test_every_model_of_the_fpdt_paper_has_a_script(tmp_path: Path) -> None:
-    found = [launch(path, tmp_path / path.stem, {}) for path in FPDT_SCRIPTS]
-    assert {option(words, "--model") for words in found} - {None} == PAPER_MODELS
-    assert all("--fpdt" in words for words in found)
+    result = [launch(path, tmp_path / path.stem, {}) for path in FPDT_SCRIPTS]
+    assert {option(words, "--model") for words in result} - {None} == PAPER_MODELS
+    assert all("--fpdt" in words for words in result)
 
 
 @pytest.mark.parametrize("model, length", [("genslm-25b", 524288), ("genslm-33b", 458752)])

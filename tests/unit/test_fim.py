@@ -31,8 +31,8 @@ def settings(rate: float = 1.0, spm_rate: float = 0.0, split: bool = False, **mo
 
 
 def filled(text: str, number: int = 0, **how: object) -> str:
-    found = fill_in(np.array([ord(c) for c in text]), settings(**how), generator(1, number))
-    return LETTERS.detokenize(found)
+    result = fill_in(np.array([ord(c) for c in text]), settings(**how), generator(1, number))
+    return LETTERS.detokenize(result)
 
 
 def untangled(text: str) -> str:
@@ -51,9 +51,9 @@ def untangled(text: str) -> str:
 @given(st.lists(st.text("xyz", min_size=1, max_size=9), min_size=1, max_size=4), st.integers(0, 99), st.booleans())
 def test_every_text_is_there_in_another_order(texts: list[str], number: int, spm: bool):
     sample = "E".join(texts)
-    found = filled(sample + "w" * 40, number, spm_rate=float(spm))  # the w at the end may be cut off
-    assert len(found) == len(sample) + 40
-    parts = found.split("E")
+    result = filled(sample + "w" * 40, number, spm_rate=float(spm))  # the w at the end may be cut off
+    assert len(result) == len(sample) + 40
+    parts = result.split("E")
     assert [untangled(part) for part in parts[:-1]] == texts[:-1]
     assert all(part.startswith("AC") for part in parts) or not spm
     assert parts[-1].startswith("A")
@@ -81,8 +81,8 @@ def test_rates():
 
 def test_parts_of_a_text_are_cut_alone():
     text = "xxxxFyyyyFzzzz" + "E" + "w" * 9
-    found = filled(text, rate=1.0, split=True, fragment_rate=1.0).split("E")[0].split("F")
-    assert [untangled(part) for part in found] == ["xxxx", "yyyy", "zzzz"] and all(part[0] == "A" for part in found)
+    result = filled(text, rate=1.0, split=True, fragment_rate=1.0).split("E")[0].split("F")
+    assert [untangled(part) for part in result] == ["xxxx", "yyyy", "zzzz"] and all(part[0] == "A" for part in result)
     assert filled(text, rate=1.0, split=True, fragment_rate=0.0).split("E")[0] == text.split("E")[0]
     assert filled(text, rate=0.0, split=True, fragment_rate=1.0) == text
 
@@ -114,8 +114,8 @@ NAMED = Tokenizer("named", "a file", 9, 6, lambda text: [0, 0], str, IDS.get)
 def test_every_flag_comes_where_it_is_read():
     data = parse(f"{RUN} --fim-data {FLAGS}".split(), world_size=1).data
     expected = {"rate": 0.25, "spm_rate": 0.75, "fragment_rate": 0.125, "no_prefix": "no", "prefix": 2, "middle": 3}
-    found = fim_of(data, NAMED)
-    assert found == Fim(NAMED, **expected, suffix=4, pad=5, eod=6, split=1)
+    result = fim_of(data, NAMED)
+    assert result == Fim(NAMED, **expected, suffix=4, pad=5, eod=6, split=1)
     assert fim_of(parse(RUN.split(), world_size=1).data, NAMED) is None
     assert fim_of(DataConfig(fim_data=True), LETTERS_WITH_DEFAULTS).split is None
 

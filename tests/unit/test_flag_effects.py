@@ -263,9 +263,9 @@ def test_a_flag_changes_what_it_should(context: str, flags: str, changed: str):
     if "--train-" in flags and "--train-" not in context:
         context = f"{context} --train-iters 20"
     before, after = facts(context.strip()), facts(f"{context} {flags}".strip())
-    found = {name for name in {*before, *after} if before.get(name) != after.get(name)}
+    results = {name for name in {*before, *after} if before.get(name) != after.get(name)}
     expected = set(changed.split()) - {"..."}
-    assert expected <= found and (found == expected or "..." in changed.split()), sorted(found)
+    assert expected <= results and (results == expected or "..." in changed.split()), sorted(results)
 
 
 def names(flag: str, field: str, text: str) -> bool:
@@ -327,9 +327,11 @@ def test_what_nobody_reads_is_noted(flags: str):
     config = parse(f"{BASE} --train-iters 20 {flags}".split(), world_size=RANKS)
     (note,) = [note for note in config.notes if "no effect here" in note]
     reader = next(entry for entry in READERS if entry[0] in note)
-    told = [spelling for _, _, field in settings() for spelling in spellings(field)[:1] if names(spelling, "-", note)]
+    message = [
+        spelling for _, _, field in settings() for spelling in spellings(field)[:1] if names(spelling, "-", note)
+    ]
     wanted = [flag for flag in re.findall(r"--[\w-]+", flags) if flag in note.split("(")[0]]
-    assert wanted and flags.split()[0] in wanted and set(wanted) <= set(told) and not reader[1](config)
+    assert wanted and flags.split()[0] in wanted and set(wanted) <= set(message) and not reader[1](config)
 
 
 def test_what_is_read_has_no_note():
@@ -389,11 +391,11 @@ def test_loggers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     )
     for more, bar in (("", True), ("--no-progress", False)):
         config = parse(f"{BASE} --train-iters 20 {flags} {more}".split(), world_size=1)
-        told = reporter.Reporter(config, active=True, first_iteration=0, last_iteration=20)
-        assert (told.bar is not None) == bar
+        message = reporter.Reporter(config, active=True, first_iteration=0, last_iteration=20)
+        assert (message.bar is not None) == bar
     for iteration in (1, 2, 3, 4):
         row = {"iteration": iteration, "lm_loss": 1.0}
-        told.step(row, learning_rate=1.0, loss_scale=1.0, extra={})
+        message.step(row, learning_rate=1.0, loss_scale=1.0, extra={})
     assert (seen["project"], seen["name"], seen["dir"], seen["entity"], seen["queue"]) == ("a", "b", "c", "d", 7)
     assert set(points) == {2, 4}
     assert mfu.peak_flops(config, torch.device("cpu")) == 3e12
@@ -436,8 +438,8 @@ def test_dry_run_trace_events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
     asked: list[int] = []
     monkeypatch.setattr(timeline, "write_trace", lambda result, path, most: asked.append(most))
-    found = SimpleNamespace(ranks=[], machine="A100-80G", fits=True)
-    monkeypatch.setattr(dry_run, "dry_run", lambda *args, **how: found)
+    results = SimpleNamespace(ranks=[], machine="A100-80G", fits=True)
+    monkeypatch.setattr(dry_run, "dry_run", lambda *args, **how: results)
     monkeypatch.setattr(dry_run_report, "show", lambda *args: None)
     monkeypatch.setattr(dry_run_report, "as_json", lambda result: {})
     monkeypatch.setattr(dry_run_report, "draw", lambda *args, **how: None)

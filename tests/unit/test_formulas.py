@@ -134,24 +134,24 @@ def test_model_states_are_exact(case: Case, measured: Mapping[str, Measured]) ->
     strategy = case.strategy
     held = stage_parameters(case.workload.shape, strategy.tensor, strategy.pipeline, case.stage)
     states = model_states(held, strategy.zero, strategy.group("dp").size, case.itemsize)
-    found = measured[case.name].states
-    counters = found.pop("optimizer") - states.optimizer  # Adam's step counters, one number per parameter
+    result = measured[case.name].states
+    counters = result.pop("optimizer") - states.optimizer  # Adam's step counters, one number per parameter
     assert 0 <= counters <= 8 * 16 * case.workload.shape.layers + 64
-    assert {"parameters": states.parameters, "gradients": states.gradients} == found
+    assert {"parameters": states.parameters, "gradients": states.gradients} == result
 
 
 @names
 def test_host_bytes_are_exact(case: Case, measured: Mapping[str, Measured]) -> None:
-    found = device_memory(case.workload, case.strategy, itemsize=case.itemsize).host
-    assert found == measured[case.name].host
+    result = device_memory(case.workload, case.strategy, itemsize=case.itemsize).host
+    assert result == measured[case.name].host
 
 
 @names
 def test_sent_bytes_are_exact(case: Case, measured: Mapping[str, Measured]) -> None:
     sent = sent_bytes(case.workload, case.strategy, case.itemsize, stage=case.stage)
-    found = measured[case.name].sent
-    assert {axis for axis, size in sent.items() if size} == set(found)
-    for axis, size in found.items():
+    result = measured[case.name].sent
+    assert {axis for axis, size in sent.items() if size} == set(result)
+    for axis, size in result.items():
         assert 0 <= size - sent[axis] < 64, axis  # the difference is the loss and the gradient norm
 
 

@@ -93,8 +93,8 @@ def test_temperature_top_k_and_top_p_as_transformers(temperature, top_k, top_p):
         expected = TopKLogitsWarper(top_k)(None, expected)
     if top_p < 1:
         expected = TopPLogitsWarper(top_p)(None, expected)
-    found = allowed_logits(logits(), Sampling(False, temperature, top_k, top_p))
-    assert torch.equal(found, expected) and (top_k == 0 or found.isfinite().sum() <= 3 * top_k)
+    result = allowed_logits(logits(), Sampling(False, temperature, top_k, top_p))
+    assert torch.equal(result, expected) and (top_k == 0 or result.isfinite().sum() <= 3 * top_k)
 
 
 def test_draws_follow_the_distribution_and_hang_on_seed_prompt_and_place_alone():
@@ -119,9 +119,9 @@ def test_prompts_of_each_kind(tmp_path):
     assert [prompt.tokens for prompt in read_prompts([], lines, null(), 100)] == [(5, 6), (7,)]
     rows = tmp_path / "prompts.jsonl"
     rows.write_text('{"prompt": "5 6", "id": 3}\n\n{"tokens": [8, 99]}\n{"text": "1"}\n')
-    found = read_prompts([], rows, null(), 100)
-    assert [(prompt.text, prompt.tokens) for prompt in found] == [("5 6", (5, 6)), (None, (8, 99)), ("1", (1,))]
-    assert found[1].where == f"{rows}:3"
+    result = read_prompts([], rows, null(), 100)
+    assert [(prompt.text, prompt.tokens) for prompt in result] == [("5 6", (5, 6)), (None, (8, 99)), ("1", (1,))]
+    assert result[1].where == f"{rows}:3"
 
 
 @pytest.mark.parametrize(
@@ -215,10 +215,10 @@ def test_what_comes_from_a_checkpoint_of_ours(tmp_path):
     (saved / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     torch.save({"config": asdict(parse(words.split(), None, 1))}, saved / "common.pt")
-    config, found = configure([], str(tmp_path), None, None, 3)
+    config, result = configure([], str(tmp_path), None, None, 3)
     assert config.attention.attention_mask == "window" and tuple(config.attention.window_size) == (9, 0)
     assert (config.data.tokenizer_type, config.model.vocab_size) == ("NullTokenizer", 99)
-    assert config.optimizer.bf16 and config.model.num_layers == 2 and found.stop is None
+    assert config.optimizer.bf16 and config.model.num_layers == 2 and result.stop is None
     other = "--attention-mask causal --tokenizer-type ByteLevelTokenizer --ring-parallel-size 3"
     config, _ = configure(other.split(), str(tmp_path), None, "fp32", 3)
     assert (config.attention.attention_mask, config.attention.window_size) == ("causal", None)

@@ -56,20 +56,20 @@ def run(dtype: torch.dtype, buffer: torch.dtype | None, passes: int = 2) -> list
     if buffer is not None:
         weights = [with_buffer(weight, dtype=buffer) for weight in weights]
     matrix, bias, words = weights
-    found = [torch.zeros(weight.shape, dtype=torch.float64) for weight in weights]
+    result = [torch.zeros(weight.shape, dtype=torch.float64) for weight in weights]
     for _ in range(passes):
         x = torch.randn(TOKENS, 1, HIDDEN, generator=draw).to(dtype)
         labels = torch.randint(WORDS, (TOKENS, 1), generator=draw)
         y = apply_in_chunks(lambda part, _: torch.tanh(part @ matrix + bias), x, [matrix, bias], even_spans(TOKENS, 5))
         loss = chunked_linear_cross_entropy(y, words, labels, torch.ones(TOKENS, 1), chunks=8, vocab_size=WORDS)
         (loss * 0.25).backward()
-        for weight, total in zip(weights, found):
+        for weight, total in zip(weights, result):
             if buffer is None:
                 total += weight.grad
                 weight.grad = None
             else:
                 as_ddp_does(weight)
-    return found if buffer is None else [weight.main_grad.double() for weight in weights]
+    return result if buffer is None else [weight.main_grad.double() for weight in weights]
 
 
 def apart(mine: list[Tensor], other: list[Tensor]) -> float:
@@ -131,7 +131,7 @@ def test_gradients_that_are_one_tensor_are_added_up_apart(buffer):
     def function(part: Tensor, span: object) -> Tensor:
         return torch.nn.functional.linear(part, a + b) + added
 
-    found = []
+    result = []
     for chunked in (False, True):
         a.grad = b.grad = added.grad = x.grad = None
         if buffer and chunked:
@@ -140,8 +140,8 @@ def test_gradients_that_are_one_tensor_are_added_up_apart(buffer):
         y = apply_in_chunks(function, x, [a, b, added, a], spans) if chunked else torch.cat(parts)  # a is named twice
         y.square().sum().backward()
         sums = [as_ddp_does(w) if buffer and chunked else w.grad for w in (a, b)]
-        found.append([*sums, added.grad, x.grad])
-    assert apart(*found) < 1e-6
+        result.append([*sums, added.grad, x.grad])
+    assert apart(*result) < 1e-6
 
 
 @pytest.mark.parametrize("chunks, products", [(1, 1), (8, 8), (16, 8), (64, 8)])

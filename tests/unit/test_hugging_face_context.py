@@ -228,14 +228,14 @@ def test_a_head_that_does_more_is_told_from_a_plain_one():
 @pytest.mark.parametrize("kind, fpdt", [("qwen3", None), ("gemma2", None), ("mixtral", Fpdt(16))])
 def test_under_autocast(kind, fpdt):
     """As with Trainer's bf16=True: weights in fp32, products in bf16."""
-    own, batch, found = tiny_model(kind).train(), whole_batch(), []
+    own, batch, result = tiny_model(kind).train(), whole_batch(), []
     for _ in range(2):
-        context = parallelize(own, GRID, seq_length=LENGTH, fpdt=fpdt) if found else None
+        context = parallelize(own, GRID, seq_length=LENGTH, fpdt=fpdt) if result else None
         with torch.autocast("cpu", torch.bfloat16):
             loss = own(**(context.shard(batch) if context else batch)).loss
         loss.backward()
-        found.append((float(loss), take_grads(own)))
-    (expected, theirs), (loss, mine) = found
+        result.append((float(loss), take_grads(own)))
+    (expected, theirs), (loss, mine) = result
     assert loss == pytest.approx(expected, rel=1e-3) and set(mine) == set(theirs)
     for name, grad in mine.items():  # a token routed to another expert differs by more than rounding
         assert (grad - theirs[name]).norm() < (0.3 if kind == "mixtral" else 0.05) * theirs[name].norm(), name

@@ -232,8 +232,8 @@ def test_preferences_on_a_gpu(pretend_gpu, install, monkeypatch):
     ],
 )
 def test_the_order_by_machine(capability, version, order):
-    found = list(preferred(capability, flash_attn=version))
-    assert found == [*order, "triton", "cpu", "math"]
+    result = list(preferred(capability, flash_attn=version))
+    assert result == [*order, "triton", "cpu", "math"]
     many = list(preferred(capability, flash_attn=version, many_tiles=True))
     order.remove("cudnn")  # it makes a plan for each shape
     assert many == ["triton", *order, "cudnn", "cpu", "math"]

@@ -24,10 +24,10 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 @pytest.fixture
 def launches(monkeypatch):
     """The recorded launches; none is executed."""
-    found = []
-    monkeypatch.setattr(triton_call.Launch, "run", lambda launch: found.append(launch))
+    results = []
+    monkeypatch.setattr(triton_call.Launch, "run", lambda launch: results.append(launch))
     monkeypatch.setattr(triton_call, "interpreted", lambda: True)
-    return found
+    return results
 
 
 def walk(ring, mask, rank, launches):

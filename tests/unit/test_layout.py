@@ -198,7 +198,7 @@ def plan_by_definition(queries, keys, mask, rank: int, step: int) -> tuple[int, 
         (home, hop): tiles(queries[(home + step * hop) % size], keys[home], mask)
         for home, hop in product(range(size), repeat=2)
     }
-    rows = {key: union(tile.k for tile in found) for key, found in needs.items()}
+    rows = {key: union(tile.k for tile in results) for key, results in needs.items()}
 
     def carried(home: int, hop: int) -> Spans:
         return union(*(rows[home, later] for later in range(hop, size))) if hop < size else ()
@@ -419,13 +419,13 @@ def test_what_a_rank_sends_at_a_step_its_peer_receives_at_that_step(balance, mas
         sent, received = [], []
         for rank in range(ring):
             step = steps[rank][at]
-            for found, kind, message in (
+            for results, kind, message in (
                 (sent, "keys", step.keys_out),
                 (sent, "grads", step.grads_out),
                 (received, "keys", step.keys_in),
                 (received, "grads", step.grads_in),
                 (received, "grads", step.grads_home),
             ):
-                ends = (rank, message.peer) if found is sent else (message.peer, rank)
-                found += [(kind, ends, message.rows)] if message.rows else []
+                ends = (rank, message.peer) if results is sent else (message.peer, rank)
+                results += [(kind, ends, message.rows)] if message.rows else []
         assert sorted(sent) == sorted(received)

@@ -161,10 +161,10 @@ def test_a_custom_mask_at_65536_tokens_never_holds_64_mb(grid, kernel):
     rule = cp.AttentionRule(mask, kernel)
     compute = rule.tile_kernel(torch.randn(1, 1, 1, 8), layout.grid.ulysses, length)
     assert compute.mask_in_host
-    found = list(compute.parts([largest]))
-    assert sum(tile.pairs for tile in found) == largest.pairs
+    result = list(compute.parts([largest]))
+    assert sum(tile.pairs for tile in result) == largest.pairs
     q, k = (torch.randn(span[1], 1, 1, 8) for span in (largest.q, largest.k))
-    for tile in found[:: max(len(found) // 4, 1)]:
+    for tile in result[:: max(len(result) // 4, 1)]:
         held_by(compute, tile, q, k)
 
 
@@ -224,21 +224,21 @@ def test_as_many_are_kept_as_asked_for(probability):
 
 
 def test_rows_and_columns_are_independent():
-    found = kept(BASE)[0, 0]
+    result = kept(BASE)[0, 0]
     for rows, columns in [(0, 1), (0, 2), (0, 3), (0, 4), (1, 0), (4, 0), (1, 1), (64, 64), (3, 509), (500, 0)]:
-        later, earlier = found[rows:, columns:], found[: SIZE - rows, : SIZE - columns]
+        later, earlier = result[rows:, columns:], result[: SIZE - rows, : SIZE - columns]
         assert sigmas(later, earlier) < 4.5, (rows, columns)
     p = BASE.threshold / LEVELS
     for dim in (0, 1):  # rows and columns have their share: sum of squares of SIZE standard normals
-        z = (SIZE * (1 - p) - found.double().sum(dim)) / math.sqrt(SIZE * p * (1 - p))
+        z = (SIZE * (1 - p) - result.double().sum(dim)) / math.sqrt(SIZE * p * (1 - p))
         assert abs(float(z.square().sum()) - SIZE) < 4.5 * math.sqrt(2 * SIZE)
 
 
 def test_corners_of_rectangles_are_independent():
     """Bits of pairs are independent, although the xor of the keys of four corners is 0."""
-    found = kept(replace(BASE, probability=0.5))[0, 0].double() * 2 - 1
+    result = kept(replace(BASE, probability=0.5))[0, 0].double() * 2 - 1
     for rows, columns in [(1, 1), (1, 4), (64, 64), (512, 256), (3, 16)]:
-        one, two = found[rows:], found[: SIZE - rows]
+        one, two = result[rows:], result[: SIZE - rows]
         product = one[:, columns:] * one[:, : SIZE - columns] * two[:, columns:] * two[:, : SIZE - columns]
         assert abs(float(product.mean())) * math.sqrt(product.numel()) < 4.5, (rows, columns)
 

@@ -46,13 +46,13 @@ def profiled(program: Callable) -> tuple[dict, TensorMeter]:
         profile = MemoryProfile(meter, [layer], SimpleNamespace(optimizer=adam))
         before = meter.now
         program(profile, layer, adam)
-        found = profile.finish()
-    assert sum(found["start"].values()) == before
-    return found, meter
+        result = profile.finish()
+    assert sum(result["start"].values()) == before
+    return result, meter
 
 
-def changes(found: dict) -> list[tuple[str, int]]:
-    return [(found["kinds"][kind], change) for _, kind, change in found["events"]]
+def changes(result: dict) -> list[tuple[str, int]]:
+    return [(result["kinds"][kind], change) for _, kind, change in result["events"]]
 
 
 def test_every_tensor_of_a_known_program_has_its_kind():
@@ -68,8 +68,8 @@ def test_every_tensor_of_a_known_program_has_its_kind():
         profile.mark("optimizer")
         del scratch, buffer
 
-    found, _ = profiled(program)
-    assert changes(found) == [
+    result, _ = profiled(program)
+    assert changes(result) == [
         ("activations", 4000),
         ("temporary", 2000),
         ("temporary", -2000),
@@ -80,15 +80,15 @@ def test_every_tensor_of_a_known_program_has_its_kind():
         ("host", -1200),
     ]
     steps = 2 * 4  # Adam's two counters
-    assert found["start"] | {"temporary": 0} == {
+    assert result["start"] | {"temporary": 0} == {
         **dict.fromkeys(KINDS, 0),
         "parameters": 80,
         "gradients": 80,
         "optimizer": 160 + steps,
     }
-    assert [name for name, _ in found["phases"]] == ["forward", "backward", "optimizer"]
-    others = found["start"]["temporary"]
-    most, kinds = peak_of(found)
+    assert [name for name, _ in result["phases"]] == ["forward", "backward", "optimizer"]
+    others = result["start"]["temporary"]
+    most, kinds = peak_of(result)
     assert most == 80 + 80 + 168 + others + 4000 + 2800 and kinds["activations"] == 4000
 
 
@@ -111,11 +111,11 @@ def test_activations_of_several_micro_batches():
         profile.mark("optimizer")
         del late
 
-    found, _ = profiled(program)
-    made = [(kind, change) for kind, change in changes(found) if change > 0]
+    result, _ = profiled(program)
+    made = [(kind, change) for kind, change in changes(result) if change > 0]
     forward = [("activations", 40), ("activations", 80), ("temporary", 120)]
     assert made == [*forward, ("temporary", 160), ("temporary", 200)]
-    assert [name for name, _ in found["phases"]] == ["forward", "forward", "backward", "forward", "optimizer"]
+    assert [name for name, _ in result["phases"]] == ["forward", "forward", "backward", "forward", "optimizer"]
 
 
 def test_gradients_and_states_made_in_the_step_are_known_too():
@@ -130,9 +130,9 @@ def test_gradients_and_states_made_in_the_step_are_known_too():
         adam.step()
         del loss
 
-    found, meter = profiled(program)
-    seconds, sizes = series(found)
-    assert dict(zip(KINDS, sizes[-1])) == found["start"]
+    result, meter = profiled(program)
+    seconds, sizes = series(result)
+    assert dict(zip(KINDS, sizes[-1])) == result["start"]
     assert sizes[:, KINDS.index("gradients")].min() == 0 and sizes[:, KINDS.index("optimizer")].min() == 0
     assert (seconds[1:] >= seconds[:-1]).all() and sizes.min() >= 0
     assert sizes[:, :-1].sum(axis=1).max() == meter.peak
@@ -163,8 +163,8 @@ def test_the_kinds_add_up_to_the_truth_at_every_moment(actions):
             truth.append((len(events) - profile.first_event, first + device, host))
             assert (profile.meter.now, profile.meter.host_now) == (first + device, host)
 
-    found, meter = profiled(program)
-    _, sizes = series(found)
+    result, meter = profiled(program)
+    _, sizes = series(result)
     for index, device, host in truth:
         assert (sizes[index, :-1].sum(), sizes[index, -1]) == (device, host)
     if truth:
@@ -307,13 +307,13 @@ def test_table_rows_and_picture(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "131,072 tokens" in out and "8.03B" in out and "Qwen2 7B" in out and "3.9 + 4.0" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
-    found = json.loads(rows.read_text())
-    assert len(found) == 24 and {row["strategy"]["zero"] for row in found} == {0, 1, 2, 3}
-    for row in found:
+    result = json.loads(rows.read_text())
+    assert len(result) == 24 and {row["strategy"]["zero"] for row in result} == {0, 1, 2, 3}
+    for row in result:
         kinds = ("parameters", "gradients", "optimizer", "activations", "temporary")
         assert row["total"] == sum(row[kind] for kind in kinds)
         assert row["fits"] == (row["total"] < 78 * 2**30)  # host memory is sufficient in all rows
-    assert any(row["fits"] for row in found) and not all(row["fits"] for row in found)
+    assert any(row["fits"] for row in result) and not all(row["fits"] for row in result)
 
 
 def test_each_saving_saves(tmp_path):
@@ -348,7 +348,7 @@ def test_sizes():
 
 
 @pytest.mark.parametrize(
-    "words, told",
+    "words, message",
     [
         ("--model llama4", "llama3-8b"),
         ("--model llama3-8b --seq-length long", "--seq-length long"),
@@ -360,7 +360,7 @@ def test_sizes():
         ("--params 1K", "--params 1000"),
     ],
 )
-def test_refusals(words, told, capsys):
+def test_refusals(words, message, capsys):
     assert main(words.split()) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and told in error and error.count("\n") == 1
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1

@@ -106,10 +106,10 @@ def test_a_wait_in_the_code_is_seen_though_it_has_no_frame():
     thread = threading.Thread(target=work)
     thread.start()
     begun.wait()
-    found = sys._current_frames()[thread.ident]
-    while found.f_code.co_name != "work":
-        found = found.f_back
-    assert whereabouts([found], {}) == ("outside the program's code", False)  # no frame of this program
+    result = sys._current_frames()[thread.ident]
+    while result.f_code.co_name != "work":
+        result = result.f_back
+    assert whereabouts([result], {}) == ("outside the program's code", False)  # no frame of this program
     go_on.set()
     thread.join()
 
@@ -163,16 +163,16 @@ def test_a_rank_that_ends_before_all_have_met(monkeypatch, capsys):
     from megatron.training import pretrain, setup
 
     def fail(_):
-        raise RuntimeError(said)
+        raise RuntimeError(output)
 
     monkeypatch.setattr(setup, "start", fail)
     monkeypatch.delenv("RANK", raising=False)
-    said = "Gloo connectFullMesh failed with [pair.cc:152]\n timed out connecting: Connection refused"
+    output = "Gloo connectFullMesh failed with [pair.cc:152]\n timed out connecting: Connection refused"
     assert pretrain.run(Config()) == pretrain.EXIT_FAILED
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error on rank 0: the processes could not connect") and "Connection refused" in line
-    said = "a fault of ours"
-    with pytest.raises(RuntimeError, match=said):
+    output = "a fault of ours"
+    with pytest.raises(RuntimeError, match=output):
         pretrain.run(Config())
 
 
@@ -300,21 +300,21 @@ def test_names_as_nccl_reads_them(value, name, takes):
 
 def on_all(places: list[Place], store: dist.Store, seconds: float = 60.0) -> tuple[list, list[dict[str, str]]]:
     """The result of `agree` on each rank, and the variables that it sets; a rank whose place is None does not come."""
-    said: list = [None] * len(places)
+    output: list = [None] * len(places)
     variables: list[dict[str, str]] = [{} for _ in places]
 
     def one(rank: int) -> None:
         try:
-            said[rank] = agree(store, rank, len(places), timedelta(seconds=seconds), places[rank], variables[rank])
+            output[rank] = agree(store, rank, len(places), timedelta(seconds=seconds), places[rank], variables[rank])
         except (Unusable, RuntimeError) as error:
-            said[rank] = error
+            output[rank] = error
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank, place in enumerate(places) if place]
     for thread in reversed(threads):  # rank 0 comes last
         thread.start()
     for thread in threads:
         thread.join(patience(60))
-    return said, variables
+    return output, variables
 
 
 def local(number: int, **change) -> Place:
@@ -329,8 +329,8 @@ def no_loopback(monkeypatch):
 
 
 def test_ranks_of_one_node_agree_on_the_loopback_and_leave_nccl_alone():
-    said, variables = on_all([node(1)] * 3, dist.HashStore())
-    assert said == [""] * 3 and variables == [{GLOO: "lo"}] * 3
+    output, variables = on_all([node(1)] * 3, dist.HashStore())
+    assert output == [""] * 3 and variables == [{GLOO: "lo"}] * 3
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/net"), reason="Linux has all addresses of 127.0.0.0/8")
@@ -339,8 +339,8 @@ def test_nodes_that_reach_each_other_agree_and_say_what_they_use():
     places = [local(1), local(1), local(2), local(3, wanted="eth0", by=GLOO)]
     store = dist.HashStore()
     for _ in range(2):  # a restarted job uses the same store
-        said, variables = on_all(places, store)
-        assert set(said) == {
+        output, variables = on_all(places, store)
+        assert set(output) == {
             "network by the route to MASTER_ADDR: node1, eth0 (127.0.0.1); node2, eth0 (127.0.0.2); node3, eth0 "
             "(127.0.0.3)"
         }
@@ -348,22 +348,22 @@ def test_nodes_that_reach_each_other_agree_and_say_what_they_use():
 
 
 def test_a_refusal_comes_to_all_ranks():
-    said, variables = on_all([node(1), node(2, wanted="lo", by=GLOO), node(3)], dist.HashStore())
-    assert all(isinstance(one, Unusable) and "rank 1 on node2" in str(one) for one in said), said
+    output, variables = on_all([node(1), node(2, wanted="lo", by=GLOO), node(3)], dist.HashStore())
+    assert all(isinstance(one, Unusable) and "rank 1 on node2" in str(one) for one in output), output
     assert variables == [{}] * 3
 
 
 def test_a_rank_that_does_not_come_is_named_to_the_others():
-    said, _ = on_all([node(1), None, node(1)], dist.HashStore(), seconds=1.0)
-    assert [str(one) for one in said] == ["timed out after 1 s: rank 1 did not arrive", "None"] + [str(said[0])]
+    output, _ = on_all([node(1), None, node(1)], dist.HashStore(), seconds=1.0)
+    assert [str(one) for one in output] == ["timed out after 1 s: rank 1 did not arrive", "None"] + [str(output[0])]
 
 
 def test_an_answer_to_an_earlier_start_is_not_taken(monkeypatch):
     monkeypatch.setattr(network, "POLL", 0.2)
     store = dist.HashStore()
     store.set("start", "an earlier one")
-    said, _ = on_all([node(1), node(1)], store)
-    assert said == ["", ""]
+    output, _ = on_all([node(1), node(1)], store)
+    assert output == ["", ""]
 
 
 def linked(pairs: list[tuple[str, str]], monkeypatch) -> list[dict[str, str]]:
@@ -371,29 +371,29 @@ def linked(pairs: list[tuple[str, str]], monkeypatch) -> list[dict[str, str]]:
     monkeypatch.setattr(network, "CONNECT", 1.0)
     monkeypatch.setattr(network, "LATE", 0.2)
     store, count = dist.HashStore(), len(pairs)
-    said: list = [None] * count
+    output: list = [None] * count
 
     def one(rank: int) -> None:
         after = (rank + 1) % count
-        said[rank] = try_link(store, rank, pairs[rank][0], after, pairs[after][1], f"node{after}, eth0")
+        output[rank] = try_link(store, rank, pairs[rank][0], after, pairs[after][1], f"node{after}, eth0")
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(patience(60))
-    return said
+    return output
 
 
 def test_two_that_cannot_connect_are_named(monkeypatch):
     """192.0.2.0/24 is reserved: first as the address of another rank, then as the own address."""
     fine = ("127.0.0.1", "127.0.0.1")
     assert linked([fine, fine], monkeypatch) == [{"connect": "", "accept": ""}] * 2
-    said = linked([fine, ("127.0.0.1", "192.0.2.1")], monkeypatch)
-    assert said[0]["connect"].startswith("rank 0 at 127.0.0.1 cannot connect to rank 1 on node1, eth0: ")
-    assert FLAG in said[0]["connect"] and said[1] == {"connect": "", "accept": ""}
-    said = linked([fine, ("192.0.2.1", "192.0.2.1")], monkeypatch)
-    assert said[0]["connect"] == "" and said[1]["connect"].startswith("rank 1 cannot listen at 192.0.2.1: ")
+    output = linked([fine, ("127.0.0.1", "192.0.2.1")], monkeypatch)
+    assert output[0]["connect"].startswith("rank 0 at 127.0.0.1 cannot connect to rank 1 on node1, eth0: ")
+    assert FLAG in output[0]["connect"] and output[1] == {"connect": "", "accept": ""}
+    output = linked([fine, ("192.0.2.1", "192.0.2.1")], monkeypatch)
+    assert output[0]["connect"] == "" and output[1]["connect"].startswith("rank 1 cannot listen at 192.0.2.1: ")
 
 
 def test_another_host_at_the_same_address_is_noticed(monkeypatch):
@@ -406,9 +406,11 @@ def test_another_host_at_the_same_address_is_noticed(monkeypatch):
             return connect(("127.0.0.1", port), timeout)
 
         monkeypatch.setattr(network.socket, "create_connection", misled)
-        said = linked([("127.0.0.1", "127.0.0.1"), ("127.0.0.1", "127.0.0.9")], monkeypatch)
-    assert said[0] == {"connect": "", "accept": ""}
-    assert said[1]["accept"].startswith("rank 0 does not reach rank 1 at 127.0.0.1, and may have reached another host")
+        output = linked([("127.0.0.1", "127.0.0.1"), ("127.0.0.1", "127.0.0.9")], monkeypatch)
+    assert output[0] == {"connect": "", "accept": ""}
+    assert output[1]["accept"].startswith(
+        "rank 0 does not reach rank 1 at 127.0.0.1, and may have reached another host"
+    )
 
 
 # No process survives the end of the launcher, the kill of a worker, or a repeated signal.

@@ -449,8 +449,8 @@ def test_key_heads_in_the_all_to_all(monkeypatch):
     q, k, v = (torch.empty(16, 1, heads, 8, device=META) for heads in (12, 6, 6))  # 3 heads a rank, groups of 2
     axis = Axis(4, 1)
     with Waits() as waits:
-        found = ulysses.sequence_to_heads(q, k, v, axis)
-        grads = ulysses.sequence_to_heads_grad(*found, axis, heads=12, kv_heads=6)
+        results = ulysses.sequence_to_heads(q, k, v, axis)
+        grads = ulysses.sequence_to_heads_grad(*results, axis, heads=12, kv_heads=6)
     assert [x.shape for x in grads] == [x.shape for x in (q, k, v)] and not waits.found
 
 

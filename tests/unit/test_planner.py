@@ -150,10 +150,10 @@ def test_nothing_beats_the_winner(model: str, length: int, batch: int, gpus: int
     for one in (priced(asked, strategy) for strategy in all_strategies(asked)):
         if one.fits:
             best[one.grid] = min(best[one.grid], one.seconds)
-    found = search(asked, top=3)
-    assert [plan.seconds for plan in found.plans] == sorted(plan.seconds for plan in found.plans)
-    assert found.plans[0].seconds <= 1.002 * min(best.values())
-    for plan in found.plans[:3]:
+    result = search(asked, top=3)
+    assert [plan.seconds for plan in result.plans] == sorted(plan.seconds for plan in result.plans)
+    assert result.plans[0].seconds <= 1.002 * min(best.values())
+    for plan in result.plans[:3]:
         assert plan.seconds <= 1.002 * best[plan.grid]
         if plan.strategy.recompute_method == "uniform":  # block recompute may need fewer layers than the eighths
             assert plan.seconds == pytest.approx(best[plan.grid], rel=2e-3)
@@ -198,9 +198,9 @@ def test_ways_are_ranked_as_if_all_had_been_priced(machine: str, keys: float) ->
         seconds = partial(pass_seconds, workload, machine=load(machine))
         ways = list(enumerate(savings(Strategy(**grid), workload)))
         ranked = Ranked(ways, seconds)
-        found = [ranked.at(place) for place in range(len(ways))]
+        result = [ranked.at(place) for place in range(len(ways))]
         assert ranked.at(len(ways)) is None
-        assert found == sorted((seconds(way), number, way) for number, way in ways)
+        assert result == sorted((seconds(way), number, way) for number, way in ways)
 
 
 def test_host_memory_counts() -> None:
@@ -208,9 +208,9 @@ def test_host_memory_counts() -> None:
     plan = search(asked).plans[0]
     assert plan.strategy.fpdt_chunk and plan.memory.host > 100 * 2**30
     small = replace(asked, machine=replace(asked.machine, host_memory=4 * plan.memory.host))  # a tenth stays free
-    found = search(small)
-    assert plan.strategy in {other.strategy for other in found.failing}
-    assert all(other.strategy != plan.strategy for other in found.plans)
+    result = search(small)
+    assert plan.strategy in {other.strategy for other in result.failing}
+    assert all(other.strategy != plan.strategy for other in result.plans)
 
 
 def test_one_chunk_on_a_ring_has_a_time() -> None:
@@ -275,10 +275,10 @@ def test_what_ran_out_of_memory_does_not_fit() -> None:
 
 def test_1_unified_beats_pure_ulysses_and_pure_ring() -> None:
     """Table 6, 64K tokens: Ulysses 4 x Ring 4 is 13 % above Ring 16. Table 3: on PCIe, 2 x 4 is the best of 8."""
-    found = search(Problem(Workload(LLAMA3, 64 * K), 16, A800, SP), top=9)
-    seconds = {plan.grid[1:3]: plan.seconds for plan in found.plans}
-    assert found.plans[0].grid[1] > 1 < found.plans[0].grid[2]
-    best = found.plans[0].seconds
+    result = search(Problem(Workload(LLAMA3, 64 * K), 16, A800, SP), top=9)
+    seconds = {plan.grid[1:3]: plan.seconds for plan in result.plans}
+    assert result.plans[0].grid[1] > 1 < result.plans[0].grid[2]
+    best = result.plans[0].seconds
     assert seconds[1, 16] > 1.1 * best and seconds[16, 1] > 1.02 * best
     on_pcie = search(Problem(Workload(LLAMA3, 16 * K), 8, cluster("usp-l20"), replace(SP, zero=(3,), recompute=None)))
     assert on_pcie.plans[0].grid[1:3] == (2, 4)
@@ -371,7 +371,7 @@ def test_7_the_order_of_the_axes_is_that_of_what_a_slow_link_costs(machine, leng
 PAPER = "--model llama3-8b --gpus 16 --gpu A800-80G --seq-length 120K".split()
 
 
-def told(capsys: pytest.CaptureFixture, *options: str, code: int = 0) -> str:
+def message(capsys: pytest.CaptureFixture, *options: str, code: int = 0) -> str:
     """The tool's output without line breaks."""
     assert plan_tool.main(list(options)) == code
     printed = capsys.readouterr()
@@ -385,7 +385,7 @@ def small_problem() -> Problem:
 
 def test_plans_as_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     file, picture = tmp_path / "plans.json", tmp_path / "folder" / "plans.png"
-    text = told(capsys, *PAPER, "--top", "3", "--json", str(file), "--output", str(picture))
+    text = message(capsys, *PAPER, "--top", "3", "--json", str(file), "--output", str(picture))
     rows = json.loads(file.read_text())
     assert picture.stat().st_size > 20_000
     assert [row["predicted_ms"] for row in rows] == sorted(row["predicted_ms"] for row in rows)
@@ -419,7 +419,7 @@ def program(command: str) -> list[str]:
 def test_options_narrow_the_search(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     file = tmp_path / "plans.json"
     options = "--zero 1 --recompute none --no-fpdt --no-offload --no-loss-chunks --no-overlap --pipeline 1 --tensor 4 8"
-    told(capsys, *PAPER, *options.split(), "--json", str(file))
+    message(capsys, *PAPER, *options.split(), "--json", str(file))
     rows = json.loads(file.read_text())
     assert {row["tensor"] for row in rows} == {4, 8} and {row["zero"] for row in rows} == {1}
     assert not any(row["fpdt_chunk"] or row["loss_chunks"] for row in rows)
@@ -428,7 +428,7 @@ def test_options_narrow_the_search(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_sizes_by_flags_and_one_node(capsys: pytest.CaptureFixture) -> None:
     sizes = "--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --vocab-size 32000"
-    text = told(capsys, *f"{sizes} --gpus 4 --gpu L20-48G --seq-length 32K --global-batch 8".split())
+    text = message(capsys, *f"{sizes} --gpus 4 --gpu L20-48G --seq-length 32K --global-batch 8".split())
     assert "a model at 32K tokens on 4 x L20-48G, global batch 8" in text
     command = shlex.split(text[text.index("PYTORCH_CUDA") :])
     assert "--nnodes" not in command
@@ -437,13 +437,13 @@ def test_sizes_by_flags_and_one_node(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_the_longest(capsys: pytest.CaptureFixture) -> None:
-    text = told(capsys, *"--model gpt-2.7b --gpus 1 --gpu A100-80G --longest --no-fpdt --no-offload".split())
+    text = message(capsys, *"--model gpt-2.7b --gpus 1 --gpu A100-80G --longest --no-fpdt --no-offload".split())
     power, length = re.findall(r"that fits is (\w+) tokens; in sixteenths of it, (\w+)\.", text)[0]
     assert f"--seq-length {tokens(length, '')}" in text and tokens(power, "") <= tokens(length, "") < 1024 * 1024
 
 
 @pytest.mark.parametrize(
-    "options, said",
+    "options, output",
     [
         (
             "--model llama4 --gpus 4 --gpu A100-80G --seq-length 1M",
@@ -477,13 +477,13 @@ def test_the_longest(capsys: pytest.CaptureFixture) -> None:
         ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --no-fpdt --fpdt-chunk 1K", "leave one out"),
     ],
 )
-def test_refusals(options: str, said: str, capsys: pytest.CaptureFixture) -> None:
-    text = told(capsys, *options.split(), code=2)
-    assert text.startswith("error: ") and said in text
+def test_refusals(options: str, output: str, capsys: pytest.CaptureFixture) -> None:
+    text = message(capsys, *options.split(), code=2)
+    assert text.startswith("error: ") and output in text
 
 
 def test_what_fits_nowhere_gets_the_fewest_gpus(capsys: pytest.CaptureFixture) -> None:
-    text = told(capsys, *"--model llama3-70b --gpus 4 --gpu A100-80G --seq-length 64K".split(), code=2)
+    text = message(capsys, *"--model llama3-70b --gpus 4 --gpu A100-80G --seq-length 64K".split(), code=2)
     lack, gpus = re.findall(r"needs .*?, ([\d.]+) GiB more than an A100-80G has for it.* --gpus (\d+)$", text)[0]
     assert float(lack) > 100 and "optimizer states" in text
     assert plan_tool.main(f"--model llama3-70b --gpus {gpus} --gpu A100-80G --seq-length 64K".split()) == 0
@@ -494,7 +494,7 @@ def test_what_fails_by_host_memory_says_so(
 ) -> None:
     machine = tmp_path / "small-host.json"
     machine.write_text('{"extends": "A100-80G", "gpus": 4, "host_memory": 64e9}')
-    text = told(capsys, *f"--model llama3-8b --gpus 4 --gpu {machine} --seq-length 2M --zero 3".split(), code=2)
+    text = message(capsys, *f"--model llama3-8b --gpus 4 --gpu {machine} --seq-length 2M --zero 3".split(), code=2)
     assert "of host memory per node" in text or "more than a small-host has" in text
     asked = Problem(Request(("--model", "llama3-8b")).workload(2 * 2**20), 4, load(machine))
     assert not nearest(asked).fits
@@ -541,9 +541,9 @@ def test_words() -> None:
 
 
 def test_the_front_is_what_nothing_beats(small_problem: Problem) -> None:
-    found = search(small_problem)
-    best = front(found.fitting)
-    for plan_ in found.fitting:
+    result = search(small_problem)
+    best = front(result.fitting)
+    for plan_ in result.fitting:
         beaten = [p for p in best if p.seconds <= plan_.seconds and p.memory.total <= plan_.memory.total]
         assert beaten
     assert [p.seconds for p in best] == sorted((p.seconds for p in best), reverse=True)
@@ -566,12 +566,12 @@ def test_where_the_dry_run_does_not_fit_another_plan_is_sought(
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess:
         commands.append(command)
         rank = {"device_peak_bytes": 100 * 2**30 if len(commands) == 1 else 2**30, "host_peak_bytes": 0}
-        found = {"ranks": [rank], "predicted_ms": 1000.0, "mfu": 0.5, "fits": len(commands) > 1}
-        Path(command[command.index("--dry-run-json") + 1]).write_text(json.dumps(found))
+        result = {"ranks": [rank], "predicted_ms": 1000.0, "mfu": 0.5, "fits": len(commands) > 1}
+        Path(command[command.index("--dry-run-json") + 1]).write_text(json.dumps(result))
         return subprocess.CompletedProcess(command, int(len(commands) == 1), "", "")
 
     monkeypatch.setattr(plan_confirm.subprocess, "run", run)
-    text = told(capsys, *PAPER, "--confirm", "--top", "1")
+    text = message(capsys, *PAPER, "--confirm", "--top", "1")
     assert len(commands) == 2 and commands[0] != commands[1]
     for command in commands:
         simulation = parse(command[2:]).simulation
@@ -586,4 +586,4 @@ def test_a_dry_run_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, capsys: p
         return subprocess.CompletedProcess(command, 2, "", "note\nerror: --this is wrong")
 
     monkeypatch.setattr(plan_confirm.subprocess, "run", run)
-    assert "--confirm: the dry run ended with code 2: --this is wrong" in told(capsys, *small(), code=2)
+    assert "--confirm: the dry run ended with code 2: --this is wrong" in message(capsys, *small(), code=2)

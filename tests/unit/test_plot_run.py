@@ -165,18 +165,18 @@ def counted(more: str, gpus: int = 1, **how):
 
 
 def test_a_layer_on_one_gpu() -> None:
-    found = counted("")
+    result = counted("")
     linear = [(HIDDEN, QKV), (HEADS * SIZE, HIDDEN), (HIDDEN, 2 * FFN), (FFN, HIDDEN)]
     products = sum(2 * (TOKENS * (a + b) + a * b) for a, b in linear)
-    assert found["GEMM"] == {"forward": products, "backward": 2 * products}
+    assert result["GEMM"] == {"forward": products, "backward": 2 * products}
     numbers, angles = TOKENS * (HEADS + KV) * SIZE, TOKENS * SIZE // 2
-    assert found["RoPE"] == dict.fromkeys(("forward", "backward"), 2 * 2 * numbers + 2 * 4 * angles)
+    assert result["RoPE"] == dict.fromkeys(("forward", "backward"), 2 * 2 * numbers + 2 * 4 * angles)
     norm = 2 * 2 * 2 * (TOKENS * HIDDEN) + 2 * 2 * HIDDEN
-    assert found["norm"]["forward"] == norm
-    assert found["activation"]["forward"] == 2 * TOKENS * 3 * FFN
+    assert result["norm"]["forward"] == norm
+    assert result["activation"]["forward"] == 2 * TOKENS * 3 * FFN
     weights = sum(a * b for a, b in linear) + 2 * HIDDEN
-    assert found["weight gradients: fp32 sums"] == {"backward": (2 + 4 + 4) * weights}
-    assert REST not in found and not [group for group in found if group.startswith(("all-to-all", "ring", "FPDT"))]
+    assert result["weight gradients: fp32 sums"] == {"backward": (2 + 4 + 4) * weights}
+    assert REST not in result and not [group for group in result if group.startswith(("all-to-all", "ring", "FPDT"))]
 
 
 def test_rope_by_pytorch_reads_and_writes_eight_times_as_much() -> None:
@@ -190,9 +190,11 @@ def test_the_tool_prints_what_ulysses_and_a_ring_take(tmp_path, capsys) -> None:
     file = tmp_path / "bytes.json"
     words = f"{WORDS} --ulysses-parallel-size 2 --ring-parallel-size 2".split()
     assert traffic.main(["--gpus", "4", "--json", str(file), "--", *words]) == 0
-    found, text = json.loads(file.read_text()), capsys.readouterr().out
-    assert {"all-to-all: packing, unpacking", "ring: buffers", "attention: merges, sums, casts"} <= set(found)
-    assert all(group in text for group in found) and math.isclose(found["RoPE"]["forward"], found["RoPE"]["backward"])
+    result, text = json.loads(file.read_text()), capsys.readouterr().out
+    assert {"all-to-all: packing, unpacking", "ring: buffers", "attention: merges, sums, casts"} <= set(result)
+    assert all(group in text for group in result) and math.isclose(
+        result["RoPE"]["forward"], result["RoPE"]["backward"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -311,18 +313,18 @@ def test_a_real_trace_whose_all_to_alls_run_as_sends() -> None:
     trace = read(DATA / "all_to_all.json")
     names = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "kernel"]
     assert sum(name.startswith("ncclKernel_SendRecv") for name in names) == 3
-    found = measured(trace, {"aten::mm": "gemm"})
-    assert [x.name for x in found] == ["all_to_all"] * 2 + ["aten::mm"] * 3 + ["all_reduce"] + ["aten::mm"] * 4
-    assert [x.took for x in found][:6] == [30669.0, 62783.0, 11.0, 1385.0, 1246.0, 11727.0]
+    result = measured(trace, {"aten::mm": "gemm"})
+    assert [x.name for x in result] == ["all_to_all"] * 2 + ["aten::mm"] * 3 + ["all_reduce"] + ["aten::mm"] * 4
+    assert [x.took for x in result][:6] == [30669.0, 62783.0, 11.0, 1385.0, 1246.0, 11727.0]
     # Ordered by kernels, the reduction would come after products that were called later.
-    assert found[5].begin > found[6].begin
+    assert result[5].begin > result[6].begin
 
 
 def test_a_real_trace_that_says_collectives_names() -> None:
     trace = read(DATA / "collective_names.json")
-    found = measured(trace, {"aten::mm": "gemm", "aten::addmm": "gemm"})
-    assert [x.name for x in found] == ["broadcast", "aten::addmm", "aten::mm", "aten::mm", "all_reduce", "all_reduce"]
-    assert [x.took for x in found][-2:] == [2636.669, 2129.38]
+    result = measured(trace, {"aten::mm": "gemm", "aten::addmm": "gemm"})
+    assert [x.name for x in result] == ["broadcast", "aten::addmm", "aten::mm", "aten::mm", "all_reduce", "all_reduce"]
+    assert [x.took for x in result][-2:] == [2636.669, 2129.38]
     comms = [event for event in trace["traceEvents"] if event["name"] == "record_param_comms"]
     assert [collective(event) for event in comms].count("all_reduce") == 2
     for event in trace["traceEvents"]:  # its kernels are also linked by the call's id

@@ -34,11 +34,11 @@ def folders_judge(record, *, promised=True):
     whole = {event.label: below(tree_of(event), event.label) for event in record.events if event.promise}
 
     def judge(cut, state):
-        told = {name for _, name in cut.promises}
+        message = {name for _, name in cut.promises}
         for name, files in whole.items():
-            found = below(state, name)
-            if found != files and (found or promised and name in told):
-                return f"{name} is {'not whole' if found else 'gone'}"
+            result = below(state, name)
+            if result != files and (result or promised and name in message):
+                return f"{name} is {'not whole' if result else 'gone'}"
         return None
 
     return judge
@@ -75,10 +75,10 @@ def pair_judge(record, prefix):
     pairs = [[tree_of(event)[name] for name in names] for event in record.events if event.promise]
 
     def judge(cut, state):
-        found = [state.get(name) for name in names]
-        if None not in found and found not in pairs:
+        result = [state.get(name) for name in names]
+        if None not in result and result not in pairs:
             return "the two files do not fit together"
-        if not cut.promises or found in pairs[len(cut.promises) - 1 :]:
+        if not cut.promises or result in pairs[len(cut.promises) - 1 :]:
             return None
         coming = pairs[len(cut.promises)] if len(cut.promises) < len(pairs) else [None, None]
         for name, key in zip(names, coming):  # under its name, or still under the temporary one
@@ -112,5 +112,5 @@ def test_a_checkpoint_whose_replacement_was_cut_off_has_its_name_again(tmp_path)
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(name)
     clear(tmp_path)
-    found = {path.name: (path / "file").read_text() for path in tmp_path.iterdir()}
-    assert found == {"iter_0000001": ".iter_0000001.replaced", "iter_0000002": "iter_0000002"}
+    result = {path.name: (path / "file").read_text() for path in tmp_path.iterdir()}
+    assert result == {"iter_0000001": ".iter_0000001.replaced", "iter_0000002": "iter_0000002"}

@@ -54,16 +54,16 @@ def test_an_array_in_a_file_is_that_array(tmp_path_factory, data, rows, columns)
     path = tmp_path_factory.mktemp("array") / "a.npy"
     whole = np.arange(rows * (columns[0] if columns else 1), dtype=np.int32).reshape(rows, *columns)
     np.save(path, whole)
-    found = unmapped(np.load(path, mmap_mode="r")) if rows else whole
-    assert (np.asarray(found) == whole).all() and found.shape == whole.shape and found.dtype == whole.dtype
+    result = unmapped(np.load(path, mmap_mode="r")) if rows else whole
+    assert (np.asarray(result) == whole).all() and result.shape == whole.shape and result.dtype == whole.dtype
     a, b = (data.draw(st.one_of(st.none(), st.integers(-12, 12))) for _ in range(2))
-    assert np.array_equal(found[a:b], whole[a:b])
+    assert np.array_equal(result[a:b], whole[a:b])
     for row in range(-rows - 2, rows + 2):
         if -rows <= row < rows:
-            assert np.array_equal(found[row], whole[row])
+            assert np.array_equal(result[row], whole[row])
         else:
             with pytest.raises(IndexError):
-                found[row]
+                result[row]
 
 
 def test_errors_of_a_file_server_may_pass(tmp_path, monkeypatch, caplog):
@@ -132,13 +132,13 @@ def unseen(prefix, token, document=70, documents=200, dtype=np.int32):
 
 def bad_samples(dataset, count):
     """The unusable samples and their error lines."""
-    found = {}
+    result = {}
     for number in range(count):
         try:
             dataset[number]
         except DataError as error:
-            found[number] = str(error)
-    return found
+            result[number] = str(error)
+    return result
 
 
 @pytest.mark.parametrize("token", [1001, 70_000, -1, -100])

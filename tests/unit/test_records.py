@@ -26,7 +26,7 @@ RUNS = read_records()
 
 
 @pytest.fixture(scope="module")
-def found() -> list:
+def result() -> list:
     return record_fit.predictions(record_fit.fitted())
 
 
@@ -60,21 +60,21 @@ def test_the_split_is_by_source_and_by_the_rule():
         assert {family(run.machine) for run in priced} == {"Ampere", "Hopper", "Blackwell"}
 
 
-def test_the_constants_suit_the_half_that_they_were_fitted_to(found):
+def test_the_constants_suit_the_half_that_they_were_fitted_to(result):
     """No test asserts the error on the other half, so that it is not used for tuning."""
-    fitted = [one for one in found if one.record.fitted and not one.record.unpriced]
+    fitted = [one for one in result if one.record.fitted and not one.record.unpriced]
     assert record_fit.mean_of_records(fitted) < 10.5
     before = record_fit.predictions(record_fit.unfitted(), [one.record for one in fitted])
     assert record_fit.mean_of_records(before) > 2 * record_fit.mean_of_records(fitted)
 
 
-def test_what_is_not_priced_is_few_shown_and_taught_nothing(found):
+def test_what_is_not_priced_is_few_shown_and_taught_nothing(result):
     """Unpriced runs are marked in the table, named by source, and not used in the fit."""
     unpriced = [run for run in RUNS if run.unpriced]
     assert len(unpriced) == 8 and {run.source for run in unpriced} == {
         "huggingface-ulysses-sp", "torchao-training-benchmarks", "kempnerforge-weak-scaling-2026-06"
     }  # fmt: skip
-    rows = [records.row(one) for one in found if one.record.unpriced]
+    rows = [records.row(one) for one in result if one.record.unpriced]
     assert all(row.note.startswith("not priced: ") for row in rows)
     mine = [run for run in RUNS if run.source == "fms-fsdp-readme" and run.machine == "A100-80G"]
     odd = [replace(run, value=run.value / 9, unpriced="made up") for run in mine]
@@ -105,11 +105,11 @@ def test_new_weights_by_a_broadcast_a_rank_cost_more_the_more_ranks():
     more = []
     for gpus in (8, 256, 1024):
         run = next(r for r in RUNS if r.weights == "broadcast" and r.gpus == gpus and r.tp == 1 and not r.shard)
-        told = [
+        message = [
             sum(predict(replace(run, weights=how), record_fit.fitted()).parts.values())
             for how in ("gather", "broadcast")
         ]
-        more.append(told[1] - told[0])
+        more.append(message[1] - message[0])
     assert 0 <= more[0] < 0.1 and more[0] < more[1] < 0.6 * more[2] < 3.2  # published: 3.2 s on 1,024
 
 
@@ -119,7 +119,7 @@ def test_gradients_in_bf16_travel_in_half_the_time():
     assert 0.4 < half / full < 0.75
 
 
-def test_planner_and_records_use_the_same_constants(found):
+def test_planner_and_records_use_the_same_constants(result):
     """For every machine of a record, planner, record and file have the same shares and times."""
     assert sum(len(free) for free in record_fit.FREE.values()) == 4
     constants = record_fit.fitted()
@@ -131,7 +131,7 @@ def test_planner_and_records_use_the_same_constants(found):
         for share, value in constants[family(name)].items():
             assert getattr(machine.calibration, share) == value, (name, share)
     shipped = record_fit.predictions({})
-    assert [one.ours for one in found] == [one.ours for one in shipped]
+    assert [one.ours for one in result] == [one.ours for one in shipped]
 
 
 @pytest.mark.full
@@ -198,11 +198,11 @@ def test_a_search_finds_a_constant_again():
     assert record_fit.fit(as_slow)["Ampere"]["gemm"] == pytest.approx(0.8, abs=0.01)
 
 
-def test_the_tables_of_the_page_are_those_that_the_command_writes(found):
+def test_the_tables_of_the_page_are_those_that_the_command_writes(result):
     page = records.PAGE.read_text()
     assert {name for _, name, _ in records.MARKED.findall(page)} == set(records.TABLES)
     assert records.filled(page) == page, "python examples/reproduce/records.py --page"
-    assert all(records.row(one).error == pytest.approx(one.error) for one in found)
+    assert all(records.row(one).error == pytest.approx(one.error) for one in result)
 
 
 # --- programs ---

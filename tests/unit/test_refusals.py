@@ -184,10 +184,12 @@ def test_the_list_ends_with_the_command_line_that_is_taken():
     assert refusal.command is None  # two sizes for one axis
 
     refusal = refused_with_command(f"{ACCEPTED} --num-experts 8 --kd --ulyses-parallel-size 4 --fpdt")
-    told = refusal.render().splitlines()
-    assert told[0] == "4 settings cannot run" and told[1].startswith("  1. --ulyses-parallel-size is not a known flag")
-    assert "this would be accepted, without --num-experts, --kd, --ulyses-parallel-size, with " in told[5]
-    config = parse(shlex.split(told[6]), world_size=8)
+    message = refusal.render().splitlines()
+    assert message[0] == "4 settings cannot run" and message[1].startswith(
+        "  1. --ulyses-parallel-size is not a known flag"
+    )
+    assert "this would be accepted, without --num-experts, --kd, --ulyses-parallel-size, with " in message[5]
+    config = parse(shlex.split(message[6]), world_size=8)
     assert config.parallel.ulysses_parallel_size == 4 and config.chunks.fpdt_chunk_size == 256
 
 

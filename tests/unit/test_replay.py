@@ -154,26 +154,26 @@ def test_products_that_add_to_a_sum_are_products():
 
 
 def test_tritons_launches_are_priced_by_the_pairs_of_their_tiles():
-    found, _ = launches(cp.Causal(), alibi_slopes=alibi_slopes(4))
-    assert {one.name for one in found} == {attention_named("triton")}
+    result, _ = launches(cp.Causal(), alibi_slopes=alibi_slopes(4))
+    assert {one.name for one in result} == {attention_named("triton")}
     pairs = 2 * 4 * 64 * 256 * 257 // 2
-    assert [(one.flops, one.backward) for one in found] == [(4 * pairs, False), (6 * pairs, True), (8 * pairs, True)]
+    assert [(one.flops, one.backward) for one in result] == [(4 * pairs, False), (6 * pairs, True), (8 * pairs, True)]
     machine = load("H100-80G")
     assert machine.kernels["triton"] < machine.attention_share()
-    assert all(kernel_seconds(one, machine) >= machine.launch for one in found)
+    assert all(kernel_seconds(one, machine) >= machine.launch for one in result)
 
 
 def test_a_window_is_one_launch_and_two():
-    found, _ = launches(cp.Window(63))
-    assert [one.backward for one in found] == [False, True, True]
+    result, _ = launches(cp.Window(63))
+    assert [one.backward for one in result] == [False, True, True]
     pairs = sum(min(row + 1, 64) for row in range(256))
-    assert found[0].flops == 4 * 2 * 4 * 64 * pairs
+    assert result[0].flops == 4 * 2 * 4 * 64 * pairs
 
 
 def test_a_mask_of_pairs_is_asked_once_a_pass(monkeypatch):
     mask = cp.MaskFunction(lambda q, k: (q - k) % 3 != 1)
-    found, trace = launches(mask)
-    assert len(found) == 3
+    result, trace = launches(mask)
+    assert len(result) == 3
     asked = [event.bytes for event in trace.events if getattr(event, "name", "") == "mask_bits"]
     assert len(asked) == 2 and asked[0] == asked[1] == 24 * 256 * 256
     # Bits that do not fit at once need more launches, as in the kernel itself.
@@ -367,13 +367,13 @@ def test_what_repeats_is_played_as_if_it_were_written_out(seconds):
         ]
 
     repeat = Repeat(len(before), len(before) + len(stretch), 40, tickets)
-    found = replay(Trace([*before, *stretch, *after]), machine, repeat=repeat)
+    result = replay(Trace([*before, *stretch, *after]), machine, repeat=repeat)
     written_out = [event for times in range(41) for event in moved(stretch, times * tickets)]
     whole = replay(Trace([*before, *written_out, *moved(after, 40 * tickets)]), machine)
-    assert found.seconds == pytest.approx(whole.seconds, rel=1e-12)
-    assert found.exposed == pytest.approx(whole.exposed, rel=1e-12)
-    assert found.busy == pytest.approx(whole.busy, rel=1e-12)
-    assert len(found.spans) < len(whole.spans) / 4  # repetitions were not played
+    assert result.seconds == pytest.approx(whole.seconds, rel=1e-12)
+    assert result.exposed == pytest.approx(whole.exposed, rel=1e-12)
+    assert result.busy == pytest.approx(whole.busy, rel=1e-12)
+    assert len(result.spans) < len(whole.spans) / 4  # repetitions were not played
 
 
 def test_a_stretch_that_is_waited_for_from_afar_does_not_repeat():
@@ -393,11 +393,11 @@ GRIDS = [(1, 1, 1, 1, 1), (2, 2, 2, 2, 2), (1, 4, 2, 3, 1), (4, 1, 3, 2, 5), (2,
 
 def coordinates(rank, sizes):
     """The definition: rank = tp + T * (u + U * (r + R * (d + D * p)))."""
-    found = []
+    result = []
     for size in sizes:
-        found.append(rank % size)
+        result.append(rank % size)
         rank //= size
-    return found
+    return result
 
 
 def world_size(sizes):

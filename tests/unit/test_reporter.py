@@ -67,9 +67,9 @@ def fill(folder: Path) -> None:
 def test_a_full_disk_under_tensorboard_ends_that_log_alone(tiny_disk, tmp_path, capfd):
     log = tmp_path / "log.jsonl"
     run(f"--tensorboard-dir {tiny_disk}/board --log-jsonl {log}", lambda: fill(tiny_disk))
-    said = capfd.readouterr()
-    assert said.out.count("WARNING: --tensorboard-dir: No space left on device; going on without it") == 1
-    assert "Traceback" not in said.err and "Exception" not in said.err
+    output = capfd.readouterr()
+    assert output.out.count("WARNING: --tensorboard-dir: No space left on device; going on without it") == 1
+    assert "Traceback" not in output.err and "Exception" not in output.err
     assert [json.loads(line)["iteration"] for line in log.open()] == list(range(1, STEPS + 1))
 
 
@@ -88,8 +88,8 @@ def test_weights_and_biases_may_fail_at_any_time(where, tmp_path, monkeypatch, c
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=called("init")))
     run(f"--wandb-project p --tensorboard-dir {tmp_path}/board --log-jsonl {tmp_path}/log.jsonl")
-    told = "WARNING: --wandb-project: the server does not answer; going on without it"
-    assert capsys.readouterr().out.count(told) == 1
+    message = "WARNING: --wandb-project: the server does not answer; going on without it"
+    assert capsys.readouterr().out.count(message) == 1
     assert calls.count("log") == {"init": 0, "log": 5, "finish": STEPS}[where]
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == STEPS and list((tmp_path / "board").iterdir())
 

@@ -36,7 +36,7 @@ MEASURED = {  # others are refused with a reason before anything else
     *(f"fpdt/{name}" for name in ("figure_1", "figure_11", "figure_12", "table_3_mfu")),
     "genslm/table_1",
 }
-COMMANDS = [f"{paper}/{name}" for paper, found in PAPERS.items() for name in found]
+COMMANDS = [f"{paper}/{name}" for paper, result in PAPERS.items() for name in result]
 TABLES: list[Callable[[Clock], list[Row]]] = [
     usp.training_rows, usp.figure_5_rows, ulysses.scaling_rows, ulysses.figure_3_rows, ulysses.figure_7_rows,
     lambda clock: [row for figure in (4, 5, 6) for row in ulysses.figure_rows(clock, figure)],
@@ -91,7 +91,7 @@ def step_of(monkeypatch, milliseconds: list[int]) -> float:
 
 
 @pytest.mark.parametrize(
-    "output, told",
+    "output, message",
     [
         ("[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20 GiB\nerror: rank 1 ended", "OOM"),
         ("[rank0]: RuntimeError: CUDA error: out of memory", "OOM"),
@@ -102,10 +102,10 @@ def step_of(monkeypatch, milliseconds: list[int]) -> float:
         ("", "failed with code 1"),
     ],
 )
-def test_why_a_run_gave_no_time(monkeypatch, output: str, told: str):
-    assert reason(1, output) == told
+def test_why_a_run_gave_no_time(monkeypatch, output: str, message: str):
+    assert reason(1, output) == message
     monkeypatch.setattr(measured, "launch", lambda *_: (1, output))
-    assert of_gpus(8).seconds("gpt-2.7b", TINY, Strategy(ulysses=4)) == told
+    assert of_gpus(8).seconds("gpt-2.7b", TINY, Strategy(ulysses=4)) == message
 
 
 def test_a_run_that_takes_too_long_is_ended(tmp_path):
@@ -146,15 +146,15 @@ def test_the_rows_count_as_simulated_ones_do(monkeypatch):
 
 
 def test_layer_inputs_wait_in_host_memory_where_the_paper_has_them_there(monkeypatch):
-    found = []
+    result = []
 
     def run(model: str, workload: Workload, strategy: Strategy) -> float:
-        found.append(strategy.offload_checkpoints)
+        result.append(strategy.offload_checkpoints)
         return 1.0
 
     monkeypatch.setattr(measured, "step_seconds", run)
     fpdt.table_3_rows(of_gpus(8))
-    assert found == [line["checkpoint_offload"] == "yes" for line in published("fpdt_table_3_strategies")]
+    assert result == [line["checkpoint_offload"] == "yes" for line in published("fpdt_table_3_strategies")]
 
 
 def test_rows_without_a_time_are_kept_with_the_reason(monkeypatch, tmp_path, capsys):
@@ -172,8 +172,8 @@ def test_rows_without_a_time_are_kept_with_the_reason(monkeypatch, tmp_path, cap
     assert any(row.agrees for row in dense if row.published == "OOM")
     write(tmp_path, "table_6", "USP, table 6", rows, panel="seq_length")
     write(tmp_path, "figure_3", "a figure", ulysses.figure_3_rows(of_gpus(0)), over="gpus")
-    told = capsys.readouterr().out
-    assert "needs 16 GPUs" in told and "ours: measured" in told
+    message = capsys.readouterr().out
+    assert "needs 16 GPUs" in message and "ours: measured" in message
 
 
 def test_a_shape_that_flags_cannot_say_is_an_error():
@@ -190,9 +190,9 @@ def test_without_gpus_measure_is_refused(name: str, tmp_path, monkeypatch, capsy
     file = REPRODUCE / paper / "tables.py"
     with pytest.raises(SystemExit) as ended:
         run_tables(str(file), "", PAPERS[paper], [table, str(out), "--measure"])
-    told = capsys.readouterr()
-    assert ended.value.code == 2 and not out.exists() and not told.out
-    assert told.err.startswith("error: --measure") and told.err.count("\n") == 1 and "leave" in told.err
+    message = capsys.readouterr()
+    assert ended.value.code == 2 and not out.exists() and not message.out
+    assert message.err.startswith("error: --measure") and message.err.count("\n") == 1 and "leave" in message.err
     assert (not PAPERS[paper][table].not_measured) == (name in MEASURED)
 
 

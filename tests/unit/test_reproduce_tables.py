@@ -201,8 +201,8 @@ def test_a_fit_finds_a_constant_again():
         return [replace(there, published=there.ours, ours=ours.ours) for there, ours in pairs]
 
     assert fit.mean_error(start, [table]) > 5
-    found = fit.fit(start, ("gemm",), [table])
-    assert found.calibration.gemm == pytest.approx(0.6, rel=0.03) and fit.mean_error(found, [table]) < 1
+    result = fit.fit(start, ("gemm",), [table])
+    assert result.calibration.gemm == pytest.approx(0.6, rel=0.03) and fit.mean_error(result, [table]) < 1
 
 
 # Longest contexts and device memory of the papers' runs, by our closed forms.
@@ -218,8 +218,8 @@ def lengths(theirs: int | None, ours: int, note: str = "") -> Row:
 @pytest.mark.parametrize("most", [0, 4095, 4096, 5000, 8192, 100_000])
 def test_the_longest_that_fits(most):
     tried = []
-    found = longest_power(lambda length: tried.append(length) or length <= most)
-    assert found == max((4096 << n for n in range(6) if 4096 << n <= most), default=0)
+    result = longest_power(lambda length: tried.append(length) or length <= most)
+    assert result == max((4096 << n for n in range(6) if 4096 << n <= most), default=0)
     assert longest_multiple(lambda length: length <= most, 1000) == most // 1000 * 1000
 
 
@@ -384,11 +384,11 @@ def test_a_layer_sends_what_the_closed_form_says(method, ranks, kv_heads):
     sent = section_3_2.sent_by_a_layer(method, ranks, kv_heads)
     group = section_3_2.HEADS // kv_heads
     assert sent == pytest.approx(section_3_2.exact_form(method, ranks, group), rel=1e-9)
-    told = section_3_2.closed_form(method, ranks, group)
+    message = section_3_2.closed_form(method, ranks, group)
     if ranks <= kv_heads:
-        assert sent == pytest.approx(told * (ranks - 1) / ranks, rel=1e-9)
+        assert sent == pytest.approx(message * (ranks - 1) / ranks, rel=1e-9)
     else:
-        assert sent > told * (ranks - 1) / ranks
+        assert sent > message * (ranks - 1) / ranks
 
 
 def test_a_ring_sends_keys_and_values():
@@ -410,8 +410,8 @@ def test_contiguous_rings_are_unbalanced_by_twice_their_size(ring):
 @pytest.mark.parametrize("partitioned, parts", [(False, 1), (True, 16)])
 def test_a_table_takes_16_bytes_a_number(partitioned, parts):
     weights = 16384 * 5760 * 4 // parts
-    found = figure_6.table_bytes(16384, 16, partitioned, rank=5)
-    assert found == {"parameters": weights, "gradients": weights, "optimizer": 2 * weights}
+    result = figure_6.table_bytes(16384, 16, partitioned, rank=5)
+    assert result == {"parameters": weights, "gradients": weights, "optimizer": 2 * weights}
 
 
 def test_dense_masks_grow_and_ours_do_not():
@@ -441,9 +441,9 @@ def test_the_part_of_a_step_that_is_a_blocks_backward(tmp_path: Path):
     blocks = [SimpleNamespace(place=place) for place in ("device", "device", "host", "elsewhere")]
     events = [(0, 0, 100), (1, 1, 30), (2, 2, 7), (3, 1, 20), (3.5, 3, 1), (4, 1, -50), (9, 0, -100)]
     history = SimpleNamespace(blocks=blocks, events=events)
-    found = figure_13._within(history, {"block": [(2, 5)], "ffn": [(2.5, 3.2)]}, 100, 0)
-    assert (found.device, found.host) == ([30, 50, 50, 0], [7, 7, 7, 7])
-    assert found.in_ffn == [False, True, False, False] and (found.peak(True), found.peak(False)) == (50, 50)
+    result = figure_13._within(history, {"block": [(2, 5)], "ffn": [(2.5, 3.2)]}, 100, 0)
+    assert (result.device, result.host) == ([30, 50, 50, 0], [7, 7, 7, 7])
+    assert result.in_ffn == [False, True, False, False] and (result.peak(True), result.peak(False)) == (50, 50)
     recorded = {(2, 4): figure_13.Backward([3, 8, 5], [1, 2, 1], [True, False, False])}
     rows = {row.label["in"]: row for row in figure_13.rows_of(recorded)}
     assert rows["the block"].agrees and rows["attention"].ours == 8 / 2**20

@@ -125,15 +125,15 @@ def test_angles_at_four_million_are_exact_to_fp32_rounding(ring, ulysses, chunks
     rope = Rope(16, 10000, yarn=Yarn(8.0))
     embedding = LayoutRotaryEmbedding(rope, layout)
     far = (layout.positions >= FAR - 2).nonzero()[:6].flatten().tolist() + [-1]
-    found = [(int(layout.positions[row]), embedding.angles()[row, 0, 0]) for row in far]
+    result = [(int(layout.positions[row]), embedding.angles()[row, 0, 0]) for row in far]
     spans = layout.local_chunk_spans(chunks - 1)
     positions = [position for start, stop in spans for position in (start, stop - 1)]
     ends = embedding.of_spans(tuple((position, position + 1) for position in positions))
-    found += [(position, ends[row, 0, 0]) for row, position in enumerate(positions)]
-    assert max(position for position, _ in found) >= FAR
+    result += [(position, ends[row, 0, 0]) for row, position in enumerate(positions)]
+    assert max(position for position, _ in result) >= FAR
     with mpmath.workdps(50):
         base, kept = mpmath.mpf(10000), rope.inverse_frequencies() / Rope(16, 10000).inverse_frequencies()
-        for position, angles in found:
+        for position, angles in result:
             assert angles.dtype == torch.float32 and angles.shape == (8,)
             for pair, angle in enumerate(angles.tolist()):
                 frequency = base ** (-mpmath.mpf(pair) / 8)
@@ -347,7 +347,7 @@ def test_a_short_table_is_one_drawing():
 
 
 @pytest.mark.parametrize(
-    "flags, world, told",
+    "flags, world, message",
     [
         ("--position-embedding-type rope --ulysses-parallel-size 2", 2, "--position-embedding-type learned_absolute"),
         ("--position-embedding-type none --ulysses-parallel-size 2", 2, "--position-embedding-type none"),
@@ -360,10 +360,10 @@ def test_a_short_table_is_one_drawing():
         ),
     ],
 )
-def test_refused_by_name(flags, world, told):
+def test_refused_by_name(flags, world, message):
     with pytest.raises(Refusal) as caught:
         config_of(f"{PARTITION} {flags}", world)
-    assert "--partition-position-embedding" in str(caught.value) and told in str(caught.value)
+    assert "--partition-position-embedding" in str(caught.value) and message in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -397,9 +397,9 @@ GRIDS = [
 ]
 
 
-def same_on_all_ranks(found, mine, group=None):
+def same_on_all_ranks(result, mine, group=None):
     """all_gather_object without messages, whose lengths fake tensors do not have."""
-    found[:] = [mine] * len(found)
+    result[:] = [mine] * len(result)
 
 
 @pytest.mark.parametrize("flags", GRIDS)
@@ -433,10 +433,10 @@ def test_a_million_positions_over_8_ranks_are_an_eighth_on_each(flags, rank, mon
         with FakeTensorMode(allow_non_fake_inputs=True):
             chunks = wrap_for_data_parallelism(build_model(config, grid, layout, 64, device), config)
             optimizer = build_optimizer(chunks, config)
-            found = {}
+            result = {}
             for kind, tensor in owned(chunks, optimizer):
                 storage = tensor.untyped_storage()
-                found.setdefault(storage._cdata, (kind, storage.nbytes()))
-    large = sorted((size, kind) for kind, size in found.values() if size > positions * hidden // 16)
+                result.setdefault(storage._cdata, (kind, storage.nbytes()))
+    large = sorted((size, kind) for kind, size in result.values() if size > positions * hidden // 16)
     eighth = positions * hidden * 4 // 8
     assert large == [(eighth, kind) for kind in ("gradients", "optimizer", "optimizer", "parameters")]

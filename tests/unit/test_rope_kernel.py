@@ -71,15 +71,15 @@ def errors(rope: Rope, size: int, dtype: torch.dtype, per_sample: bool, heads: i
         wide[..., :size].permute(3, 2, 1, 0).contiguous(),
     ]
     ways[2] = ways[2].permute(3, 2, 1, 0)
-    found = []
+    results = []
     for x, sign in zip(ways, (1, -1, 1)):
         out = rotated(x, angles, rope.dim, rope.attention_factor, rope.interleaved, sign)
         exact = exactly(x, angles, rope, sign)
         assert out.dtype == dtype and out.shape == x.shape
         assert torch.equal(out[..., rope.dim :], x[..., rope.dim :])
         unit = torch.finfo(dtype).eps * exact.abs().clamp(min=1e-2) if dtype != torch.float32 else torch.tensor(1.0)
-        found.append(float(((out.double() - exact).abs() / unit).max()))
-    return found
+        results.append(float(((out.double() - exact).abs() / unit).max()))
+    return results
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def errors(rope: Rope, size: int, dtype: torch.dtype, per_sample: bool, heads: i
 def test_rotation_of_any_strides(interpreted, rope, size, dtype, per_sample, heads) -> None:
     # Rounded once, at the end. The interpreter truncates bf16, but a GPU rounds it, as checked below.
     limit = {torch.float32: 1e-6, torch.float16: 0.51, torch.bfloat16: 1.0}[dtype]
-    found = interpreted(errors, rope, size, dtype, per_sample, heads)
-    assert worst(found) < limit, found
+    results = interpreted(errors, rope, size, dtype, per_sample, heads)
+    assert worst(results) < limit, results
 
 
 def through_autograd(rope: Rope) -> list[float]:
@@ -219,5 +219,7 @@ REST = [(c, *how) for c in (80, 90, 100) for how in COMPILED if (c, *how) not in
 @pytest.mark.full
 @pytest.mark.parametrize("how", [*SOME, *REST], ids=str)
 def test_compiled_without_spills_and_with_wide_loads(compiling, tmp_path, how) -> None:
-    found = compiling(resources, *how)
-    assert found["spills"] == 0 and found["registers"] <= 128 and found["wide"] >= 2 and found["rounds"], found
+    results = compiling(resources, *how)
+    assert results["spills"] == 0 and results["registers"] <= 128 and results["wide"] >= 2 and results["rounds"], (
+        results
+    )

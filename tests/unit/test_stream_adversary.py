@@ -71,14 +71,14 @@ def saved_inputs(passes: int) -> Callable:
 
     def run(offload: Offload) -> list[Tensor]:
         x = torch.arange(12.0).view(3, 4).requires_grad_()
-        hooks, found = SavedInHost(offload, x.shape), []
+        hooks, result = SavedInHost(offload, x.shape), []
         for scale in range(passes):
             y = x + scale
             with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
                 for _ in range(5):
                     y = y.sin()
-            found += torch.autograd.grad(y.sum(), x)
-        return found
+            result += torch.autograd.grad(y.sum(), x)
+        return result
 
     return run
 
@@ -123,10 +123,10 @@ def expected(name: str) -> list[Tensor]:
 
 def check(name: str, streams: Adversary) -> None:
     """The scenario gives bit for bit the results of immediate copies."""
-    found = SCENARIOS[name](streams.offload())
+    result = SCENARIOS[name](streams.offload())
     gc.collect()
     streams.finish()
-    for mine, right in zip(found, expected(name), strict=True):
+    for mine, right in zip(result, expected(name), strict=True):
         assert torch.equal(mine, right)
 
 

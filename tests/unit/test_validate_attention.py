@@ -164,10 +164,10 @@ def test_a_mask_function_of_ones_own(tmp_path):
 
 
 def test_a_threshold_without_masks_of_pairs_is_told():
-    told = "--mask-cpu-threshold has nothing to decide"
-    assert any(told in note for note in build("--mask-cpu-threshold 4").notes)
-    assert not any(told in note for note in build("--mask-cpu-threshold 4 --window-size 9,0").notes)
-    assert not any(told in note for note in build("--window-size 99,0").notes)
+    message = "--mask-cpu-threshold has nothing to decide"
+    assert any(message in note for note in build("--mask-cpu-threshold 4").notes)
+    assert not any(message in note for note in build("--mask-cpu-threshold 4 --window-size 9,0").notes)
+    assert not any(message in note for note in build("--window-size 99,0").notes)
 
 
 def test_alibi_slopes_go_with_the_heads():

@@ -127,11 +127,11 @@ def truth(case: Case, x: Tensors) -> dict[str, Tensor]:
     return {"out": out.detach(), "lse": lse.detach().permute(2, 0, 1), **dict(zip(("dq", "dk", "dv"), grads))}
 
 
-def largest_errors(found: dict[str, Tensor], true: dict[str, Tensor]) -> dict[str, float]:
+def largest_errors(result: dict[str, Tensor], true: dict[str, Tensor]) -> dict[str, float]:
     """Relative to the largest entry; infinite where one has no keys and the other has some."""
     errors = {}
     for name, want in true.items():
-        have = found[name].double()
+        have = result[name].double()
         if not torch.equal(have.isfinite(), want.isfinite()):
             errors[name] = float("inf")
             continue

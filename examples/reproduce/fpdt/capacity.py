@@ -57,10 +57,10 @@ def shape_of(model: str) -> Shape:
 
 def memory(run: Run, seq_length: int) -> Memory:
     """Memory of a rank with one sequence per step."""
-    found = device_memory(Workload(run.shape, seq_length), run.strategy)
+    result = device_memory(Workload(run.shape, seq_length), run.strategy)
     if run.adam_on_host:
-        found = replace(found, optimizer=0, host=found.host + found.optimizer)
-    return found
+        result = replace(result, optimizer=0, host=result.host + result.optimizer)
+    return result
 
 
 def fits(run: Run, seq_length: int) -> bool:

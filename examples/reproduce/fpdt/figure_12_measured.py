@@ -39,10 +39,10 @@ def sweep(prefix: Path, seq_length: int) -> list[dict]:
     return merged(json.loads(prefix.with_suffix(".json").read_text()))
 
 
-def rows_of(found: list[dict]) -> list[Row]:
+def rows_of(result: list[dict]) -> list[Row]:
     """Rows for each number of chunks, as shares of the reference, and in bytes and tokens per second."""
-    whole, rows = found[0], []
-    for row in found:
+    whole, rows = result[0], []
+    for row in result:
         chunks = row["chunks"] or 0
         label = {"layers": "in chunks (FPDT)" if chunks else "whole, recomputed", "chunks": max(chunks, 1)}
         rows.append(Row(label, None, row["activations"] / MIB, "measured", "MiB of activations on the device"))

@@ -94,28 +94,28 @@ def _within(history: Any, spans: dict[str, list[tuple[float, float]]], before: i
     """The part of a history within the block's backward pass; bytes relative to those before the step."""
     ((begin, end),) = spans["block"]
     levels = {"device": -before, "host": -before_host}
-    found = Backward([], [], [])
+    result = Backward([], [], [])
     for when, number, change in history.events:
         place = history.blocks[number].place
         if place in levels:
             levels[place] += change
         if begin <= when <= end:
-            found.device.append(levels["device"])
-            found.host.append(levels["host"])
-            found.in_ffn.append(any(low <= when <= high for low, high in spans["ffn"]))
-    return found
+            result.device.append(levels["device"])
+            result.host.append(levels["host"])
+            result.in_ffn.append(any(low <= when <= high for low, high in spans["ffn"]))
+    return result
 
 
 def draw(figure: Any, recorded: dict[tuple[int, int], Backward]) -> None:
     panels = figure.subplots(1, len(recorded), sharey=True, squeeze=False)[0]
-    for axes, ((chunks, ffn_chunks), found) in zip(panels, recorded.items()):
-        places = range(len(found.device))
-        sizes = [size / MIB for size in found.device]
+    for axes, ((chunks, ffn_chunks), result) in zip(panels, recorded.items()):
+        places = range(len(result.device))
+        sizes = [size / MIB for size in result.device]
         for inside, colour, name in ((False, REST, "attention and projections"), (True, FFN, "FFN")):
-            where = [flag == inside for flag in found.in_ffn]
+            where = [flag == inside for flag in result.in_ffn]
             style = {"color": colour, "linewidth": 0, "label": f"{name} (measured)"}
             axes.fill_between(places, sizes, where=where, step="post", **style)
-        host = [size / MIB for size in found.host]
+        host = [size / MIB for size in result.host]
         axes.plot(places, host, color=HOST, linewidth=1.2, label="host memory (measured)")
         most = f"at most {max(sizes):.0f} MiB"
         axes.set_title(f"{chunks} chunks, FFN in {ffn_chunks}:\n{most}", fontsize=11)
@@ -128,11 +128,11 @@ def draw(figure: Any, recorded: dict[tuple[int, int], Backward]) -> None:
 
 def rows_of(recorded: dict[tuple[int, int], Backward]) -> list[Row]:
     rows = []
-    for (chunks, ffn_chunks), found in recorded.items():
+    for (chunks, ffn_chunks), result in recorded.items():
         label = {"chunks": chunks, "ffn_chunks": ffn_chunks}
-        sizes = {"FFN": found.peak(True), "attention": found.peak(False)}
+        sizes = {"FFN": result.peak(True), "attention": result.peak(False)}
         rows += [Row({**label, "in": name}, None, size / MIB, "measured", "MiB") for name, size in sizes.items()]
-        rows.append(Row({**label, "in": "host memory"}, None, max(found.host) / MIB, "measured", "MiB"))
+        rows.append(Row({**label, "in": "host memory"}, None, max(result.host) / MIB, "measured", "MiB"))
         printed, fullest = "attention" if ffn_chunks == 2 * chunks else None, max(sizes, key=sizes.get)
         rows.append(Row({**label, "in": "the block"}, printed, fullest, "measured", "fullest in", NOTE))
     return rows

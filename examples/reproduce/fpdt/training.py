@@ -165,7 +165,7 @@ def first_covered(machine: Machine) -> int:
     """The shortest length, in steps of 1K, whose forward attention takes as long as fetching."""
     length = 1024
     while True:
-        found = latencies(machine, length)
-        if found["attention forward"] >= found["fetch, each GPU its own"]:
+        result = latencies(machine, length)
+        if result["attention forward"] >= result["fetch, each GPU its own"]:
             return length
         length += 1024

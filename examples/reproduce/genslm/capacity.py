@@ -218,7 +218,7 @@ def activation_rows(length: int = 102400) -> list[Row]:
     shape = shape_of("genslm-25b")
     channels = shape.layers * length * shape.hidden
     note = "activations and ranks are not specified: 480 GB are 12.7 bytes per layer, token and channel"
-    found = {
+    result = {
         "all activations, 1 rank": (480.0, 34 * channels),
         "all activations, 64 ranks": (12.0, 34 * channels // 64),
         "layer inputs alone, 1 rank": (None, 2 * channels),
@@ -226,5 +226,5 @@ def activation_rows(length: int = 102400) -> list[Row]:
     }
     return [
         Row({"savings": name}, there, round(size / GB, 2), "simulated", "GB", note if there else "")
-        for name, (there, size) in found.items()
+        for name, (there, size) in result.items()
     ]

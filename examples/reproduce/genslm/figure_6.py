@@ -64,16 +64,18 @@ def table_bytes(length: int, ranks: int, partitioned: bool, rank: int = 0) -> Co
         return _of_the_table(chunks[0], optimizer)
 
 
-def _alike(found: list, mine: object, group: object = None) -> None:
-    found[:] = [mine] * len(found)
+def _alike(result: list, mine: object, group: object = None) -> None:
+    result[:] = [mine] * len(result)
 
 
 def _of_the_table(chunk: torch.nn.Module, optimizer: object) -> Counter[str]:
     table = next(p for name, p in chunk.named_parameters() if "position_embeddings" in name)
-    found = Counter(parameters=_size(table), gradients=_size(table.main_grad))
+    result = Counter(parameters=_size(table), gradients=_size(table.main_grad))
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        found["optimizer"] += sum(_size(state) for state in part.optimizer.state.get(table, {}).values() if state.dim())
-    return found
+        result["optimizer"] += sum(
+            _size(state) for state in part.optimizer.state.get(table, {}).values() if state.dim()
+        )
+    return result
 
 
 def _size(x: torch.Tensor) -> int:

@@ -51,9 +51,9 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        found = transfer(func, args, out) if func.namespace == "c10d" else None
-        if found is not None and found[0] != "broadcast":
-            kind, group, size = found
+        result = transfer(func, args, out) if func.namespace == "c10d" else None
+        if result is not None and result[0] != "broadcast":
+            kind, group, size = result
             itemsize = next(x.element_size() for x in tree_leaves(args) if isinstance(x, torch.Tensor))
             name = "send" if kind == "p2p" else kind.replace("_", "-")
             self.sent[name] += sent(kind, size, group.size()) // itemsize

@@ -59,7 +59,7 @@ def timed(ring: int, repeats: int = 3) -> dict[str, list[float]]:
         for rank in range(ring):
             for balance in BALANCES:
                 rounds[balance][rank].append(time_tiles(plans[balance][rank], kernel, *inputs))
-    return {balance: [min(found) for found in by_rank] for balance, by_rank in rounds.items()}
+    return {balance: [min(result) for result in by_rank] for balance, by_rank in rounds.items()}
 
 
 def draw(figure: Any, seconds: dict[str, list[float]]) -> None:

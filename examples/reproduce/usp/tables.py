@@ -105,17 +105,17 @@ def figure_5_rows(clock: Clock, overlap: bool = True) -> list[Row]:
     for line in published("usp_figure_5_dp_vs_sp"):
         workload = Workload(shape_of(line["model"]), line["seq_length"], line["global_batch"])
         batch = line["global_batch"]
-        found: dict[tuple[int, int, int], float | str] = {}
+        result: dict[tuple[int, int, int], float | str] = {}
         for data, ulysses, ring in ((8, 1, 1), (1, 8, 1), (1, 4, 2), (1, 2, 4), (1, 1, 8)):
             strategy = Strategy(ulysses=ulysses, ring=ring, data=data, micro_batch=batch // data, **settings)
             seconds = clock.seconds(line["model"], workload, strategy)
-            found[data, ulysses, ring] = from_seconds(seconds, partial(usp_tflops, workload, gpus=8))
-        rates = {grid: -1.0 if isinstance(rate, str) else rate for grid, rate in found.items()}
-        best = max((grid for grid in found if grid[0] == 1), key=rates.__getitem__)
+            result[data, ulysses, ring] = from_seconds(seconds, partial(usp_tflops, workload, gpus=8))
+        rates = {grid: -1.0 if isinstance(rate, str) else rate for grid, rate in result.items()}
+        best = max((grid for grid in result if grid[0] == 1), key=rates.__getitem__)
         for way, grid, column in (("DP", (8, 1, 1), "dp"), ("best SP", best, "best_sp")):
             label = {"seq_length": line["seq_length"], "way": way}
             how = f"Ulysses {best[1]} x Ring {best[2]}, all {batch} sequences at once" if way == "best SP" else ""
-            ours = from_seconds(found[grid], lambda value: round(value, 1))
+            ours = from_seconds(result[grid], lambda value: round(value, 1))
             rows.append(Row(label, line[f"{column}_tflops_per_gpu"], ours, clock.mark, "TFLOPS/GPU", how))
     return rows
 

@@ -115,7 +115,7 @@ class Offer:
     """
 
     problem: Problem
-    found: SearchResult
+    results: SearchResult
     plans: list[Plan]
     run: Run | None
 
