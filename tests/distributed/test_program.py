@@ -79,10 +79,10 @@ def stopped_by_sigterm(folder: Path, flags: str) -> tuple[str, str]:
     """Standard output and errors of a run on 2 processes that SIGTERM stopped."""
     with meeting({**os.environ, "OMP_NUM_THREADS": "1"}, 2) as environments:
         ranks = [
-            start_forked(PROGRAM, f"{FLAGS} {flags}".split(), one, folder / f"said{number}")
+            start_forked(PROGRAM, f"{FLAGS} {flags}".split(), one, folder / f"rank{number}")
             for number, one in enumerate(environments)
         ]
-        said, end = folder / "said0" / "out", time.monotonic() + patience(120)
+        log, end = folder / "rank0" / "out", time.monotonic() + patience(120)
         while not (log.exists() and "iteration        5/" in log.read_text()):
             assert time.monotonic() < end and all(rank.is_alive() for rank in ranks)
             time.sleep(0.02)
@@ -91,7 +91,7 @@ def stopped_by_sigterm(folder: Path, flags: str) -> tuple[str, str]:
         for rank in ranks:
             rank.join(patience(60))
             rank.kill()
-    return log.read_text(), "".join((folder / f"said{number}" / "err").read_text() for number in range(2))
+    return log.read_text(), "".join((folder / f"rank{number}" / "err").read_text() for number in range(2))
 
 
 def stopped_by_sigterm_to_torchrun(folder: Path, flags: str) -> tuple[str, str]:
