@@ -133,7 +133,7 @@ def fpdt(report: Figures) -> list[str]:
     if report.get("copies"):
         result = report["copies"]
         lines += ["", f"Copies of {result['copy_seconds']:.3f} s per step, {share(result['hidden'])} overlapped (not: "
-                  f"{result['felt_seconds']:.3f} s); by the profiler {share(result['hidden_by_profiler'])}."]  # fmt: skip
+                  f"{result['felt_seconds']:.3f} s); profiler: {share(result['hidden_by_profiler'])}."]  # fmt: skip
     return lines
 
 

@@ -43,7 +43,7 @@ TABLES: list[Callable[[Clock], list[Row]]] = [
     fpdt.figure_1_rows, fpdt.figure_11_rows, fpdt.figure_12_rows, fpdt.table_3_rows, genslm.throughput_rows,
 ]  # fmt: skip
 TINY = Workload(shape_of("gpt-2.7b", num_layers=1, hidden_size=64, num_attention_heads=4), 128)
-ABSENT = {"the paper's block-sparse kernel is not here", "the old framework is not here"}
+ABSENT = {"the paper's block-sparse kernel is not available", "the old framework is not available"}
 
 
 def of_gpus(count: int) -> Measured:
@@ -95,7 +95,7 @@ def step_of(monkeypatch, milliseconds: list[int]) -> float:
     [
         ("[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20 GiB\nerror: rank 1 ended", "OOM"),
         ("[rank0]: RuntimeError: CUDA error: out of memory", "OOM"),
-        ("Root Cause: exitcode : -9 (pid: 7)\ntraceback : Signal 9 (SIGKILL)", "killed, as where host memory ends"),
+        ("Root Cause: exitcode : -9 (pid: 7)\ntraceback : Signal 9 (SIGKILL)", "killed, as if host memory had run out"),
         ("a warning\nerror: --seq-length 100 cannot be cut\nraise ChildFailedError(", "--seq-length 100 cannot be cut"),
         ("error on rank 3: --zero-stage 9 is unknown", "--zero-stage 9 is unknown"),
         ("Traceback\n[rank0]: ValueError: no such kernel\n  error_file: <N/A>", "ValueError: no such kernel"),
