@@ -85,7 +85,7 @@ setup(
         "gpu": ["transformer-engine[pytorch]>=2.1", "flash-attn>=2.7"],
         "triton": TRITON,
         "parquet": PARQUET,  # data in Parquet files
-        "huggingface": ["accelerate>=1"],  # transformers.Trainer needs it, and nothing else here
+        "huggingface": ["accelerate>=1"],  # only transformers.Trainer needs it
         "test": TEST,
         "docs": DOCS,
         "dev": [*TEST, *HUGGING_FACE, *PARQUET, *DOCS, "ruff>=0.6"],

@@ -168,7 +168,7 @@ def fewer_layers(usual: PreTrainedConfig, fields: dict[str, Any]) -> dict[str, A
 
 
 LIMIT = 1e-5  # of the largest entry, in fp32
-BITS = 4  # rounding affects every operation, not only the weights
+BITS = 4  # factor on the effect of rounding weights, as every operation rounds
 
 
 def outcome(family: str, ulysses: int = 2, ring: int = 2) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def outcome(family: str, ulysses: int = 2, ring: int = 2) -> dict[str, Any]:
     except ValueError as error:
         true = is_true(str(error), small_model(family)) if first else None
         return {"outcome": "refused", "why": message(error), "true": true}
-    except Exception as error:  # noqa: BLE001 - it is what is looked for
+    except Exception as error:  # noqa: BLE001 - it is what the check searches for
         return {"outcome": "crash", "why": message(error)}
     if not first:
         return {}

@@ -38,7 +38,7 @@ def calls(path: Path) -> Iterator[str]:
             yield ast.unparse(node.func)
 
 
-def test_nobody_opens_files_of_weights_but_those_who_have_them_compared():
+def test_only_modules_that_compare_checksums_open_files_of_weights():
     result = {
         path.relative_to(ROOT / "megatron").as_posix(): set(calls(path)) & set(CALLS)
         for path in (ROOT / "megatron").rglob("*.py")
@@ -107,7 +107,7 @@ def in_words(output: dict) -> None:
     "change, message",
     [(later, "has version 3"), (without_files, "names no files"), (outside, "../c, which lies"), (in_words, "read")],
 )
-def test_a_list_whose_sum_is_right_and_which_says_something_odd_is_refused(tmp_path, change: Callable, message: str):
+def test_a_list_with_a_correct_sum_and_invalid_content_is_refused(tmp_path, change: Callable, message: str):
     output = json.loads(a_list().packed())
     del output["crc32"]
     change(output)
@@ -118,7 +118,7 @@ def test_a_list_whose_sum_is_right_and_which_says_something_odd_is_refused(tmp_p
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "3", '{"a": 3}', '{"a": {"size": 3}}', "[" * 100_000])
-def test_what_is_no_list_is_refused(tmp_path, text):
+def test_a_file_that_is_not_a_list_is_refused(tmp_path, text):
     (tmp_path / CHECKSUMS).write_text(text)
     with pytest.raises(Damaged, match="cannot be read.*--write-list"):
         read_list(tmp_path / CHECKSUMS)
@@ -160,7 +160,7 @@ def test_no_flipped_bit_of_a_record_of_torch_save_goes_unseen(tmp_path):
             check_torch_file(path)
 
 
-def test_several_files_in_one_are_looked_at_each(tmp_path):
+def test_each_file_in_an_archive_is_compared(tmp_path):
     parts, places = b"", []
     for number in range(3):
         torch.save({**WEIGHT, "number": number}, tmp_path / "one")
@@ -177,7 +177,7 @@ def test_several_files_in_one_are_looked_at_each(tmp_path):
             check_torch_files_in(path, places)
 
 
-def test_files_without_sums_are_told_apart(tmp_path):
+def test_files_without_sums_are_distinguished(tmp_path):
     torch.save(WEIGHT, tmp_path / "old", _use_new_zipfile_serialization=False)
     assert not check_torch_file(tmp_path / "old")
     torch.serialization.set_crc32_options(False)
@@ -196,7 +196,7 @@ def universal(folder: Path) -> Path:
     return path
 
 
-def test_of_other_programs_forms_every_file_that_is_read_is_compared(tmp_path):
+def test_every_file_of_other_formats_is_compared(tmp_path):
     path = universal(tmp_path)
     checked = examine(path)
     assert checked.files == {"zero/w/fp32.pt", "mp_rank_00_model_states.pt"} and not checked.unchecked

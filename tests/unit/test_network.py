@@ -49,7 +49,7 @@ def test_a_rank_whose_count_stands_still_is_named():
     ]
 
 
-def test_who_tells_is_not_silent_to_itself():
+def test_the_reporting_rank_is_not_silent():
     lines = verdict({0: WAITS, 1: WORKS}, {0: WAITS, 1: later(WORKS)}, reporter=0)
     assert lines == [
         "error: rank 1 on b is alive and does not wait: iteration 21, training/data/files.py:8 (read), for 55 s",
@@ -57,7 +57,7 @@ def test_who_tells_is_not_silent_to_itself():
     ]
 
 
-def test_a_rank_that_failed_says_why_and_one_that_never_told_is_missing():
+def test_a_rank_that_failed_gives_its_reason_and_one_without_reports_is_missing():
     failed = replace(later(WORKS), failed="OutOfMemoryError: no room")
     lines = verdict({0: WAITS, 1: WORKS, 2: None}, {0: later(WAITS), 1: failed, 2: None}, reporter=0)
     assert lines[0] == "error: rank 1 on b failed in iteration 21, training/data/files.py:8 (read): " + failed.failed
@@ -96,7 +96,7 @@ def test_where_a_thread_is(stack, place, waits):
     assert whereabouts([frames[name] for name in stack], {id(group): "TP"}) == (place, waits)
 
 
-def test_a_wait_in_the_code_is_seen_though_it_has_no_frame():
+def test_a_wait_without_a_frame_is_detected():
     begun, go_on = threading.Event(), threading.Event()
 
     def work():

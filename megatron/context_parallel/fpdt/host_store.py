@@ -327,7 +327,7 @@ class HiddenStates:
 class SavedInHost:
     """Hooks for ``torch.autograd.graph.saved_tensors_hooks``: layer inputs saved for backward go to host memory.
 
-    When the backward pass needs one of them, the one that was saved before it starts to load as well.
+    When the backward pass needs an input, it also starts to load the one that was saved before.
 
     Args:
         offload: copies them.

@@ -89,7 +89,7 @@ HINTS: tuple[tuple[str, str], ...] = (
     ),
     ("SIGTERM saves and stops a run", "--kill-switch-path 1 --kill-switch-file 1 --trigger-path 1"),
     (
-        "what is logged is set by --log-interval, --log-jsonl, --tensorboard-dir and --wandb-project",
+        "logging is set by --log-interval, --log-jsonl, --tensorboard-dir and --wandb-project",
         """
         --codecarbon-dir 1 --log-level 1 --log-level-replica 1 --structured-logs --structured-logs-dir 1
         --no-log-learnig-rate-to-tensorboard --profile_steps 1 --experiment_name 1 --experiment-name 1
@@ -104,7 +104,7 @@ HINTS: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "a dense model has none of it: --num-experts is what asks for experts",
+        "a dense model has no experts (--num-experts)",
         """
         --mlp-type 1 --topk 1 --expert-interval 1 --moe-expert-parallel-size 1 --create-moe-param-group
         --disable-moe-token-dropping --moe-train-capacity-factor 1 --moe-eval-capacity-factor 1 --moe-min-capacity 1

@@ -6,7 +6,7 @@ from __future__ import annotations
 HINTS: tuple[tuple[str, str], ...] = (
     ("models are always built by megatron-core", "--use-mcore-models --use-legacy-models"),
     ("megatron-core's DDP is the only one, with the same sums", "--DDP-impl 1 local"),
-    ("it switches nothing on by itself", "--enable-experimental"),
+    ("no effect without other flags", "--enable-experimental"),
     ("files are read from the file system", "--disable-msc"),
     (
         "the attention kernel is chosen with --attention-kernel",
@@ -91,7 +91,7 @@ HINTS: tuple[tuple[str, str], ...] = (
     ("data files are always read and never mapped", "--no-mmap-bin-files"),
     ("the schedule of the loop is fixed", "--no-manual-gc-eval --disable-manual-gc-eval --train-sync-interval 1"),
     (
-        "what is logged is set by --log-interval, --log-jsonl, --tensorboard-dir and --wandb-project",
+        "logging is set by --log-interval, --log-jsonl, --tensorboard-dir and --wandb-project",
         """
         --timing-log-level 1 0 --timing-log-option 1 minmax --log-timers-to-tensorboard
         --no-log-loss-scale-to-tensorboard --disable-log-loss-scale-to-tensorboard --log-validation-ppl-to-tensorboard
@@ -110,11 +110,11 @@ HINTS: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "where memory goes is shown by --profile-memory",
+        "--profile-memory shows memory",
         "--record-memory-history --memory-snapshot-path 1 snapshot.pickle",
     ),
     (
-        "a dense model has none of it: --num-experts is what asks for experts",
+        "a dense model has no experts (--num-experts)",
         """
         --expert-model-parallel-size 1 1 --expert-tensor-parallel-size 1 --moe-extended-tp
         --moe-shared-expert-intermediate-size 1 --moe-shared-expert-gate --moe-shared-expert-overlap
