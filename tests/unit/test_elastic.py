@@ -85,7 +85,7 @@ def test_the_planners_grid():
 @pytest.mark.parametrize(
     "flags, processes, line",
     [
-        (["--elastic-grids", LIST], 5, "no grid for 5 processes, nor for a divisor of it"),
+        (["--elastic-grids", LIST], 5, "no grid for 5 processes, nor for a divisor"),
         (["--elastic-grids", "8: tp3"], 8, "TP 3 x Ulysses 1 x Ring 1 x PP 1 does not divide 8 processes"),
         (["--elastic-grids", "8 tp2"], 8, "'8 tp2' cannot be read in --elastic-grids: write it as"),
         (["--elastic-grids", "8: tp2 tp4"], 8, "cannot be read"),
