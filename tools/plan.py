@@ -182,19 +182,19 @@ def nothing_fits(problem: Problem) -> Refusal:
     text = f"--gpus {problem.gpus}: nothing fits"
     if near is not None:
         lack = failing(near, None, problem)
-        text += f" on {problem.gpus} x {machine.name}; what comes nearest, {words(near.strategy)}, {lack}"
+        text += f" on {problem.gpus} x {machine.name}; the closest plan, {words(near.strategy)}, {lack}"
     fewest = plan_limits.fewest_gpus(problem)
     if fewest is None:
-        return Refusal(f"{text}. No number of GPUs would do: use a shorter --seq-length, or fewer options")
-    return Refusal(f"{text}. The smallest number of GPUs that would do is --gpus {fewest}")
+        return Refusal(f"{text}. No number of GPUs is enough: use a shorter --seq-length, or fewer options")
+    return Refusal(f"{text}. The smallest sufficient number is --gpus {fewest}")
 
 
 def too_little_left(offer: Offer, margin: str) -> str:
-    roomiest = max(offer.plans, key=lambda plan: plan.margin)
-    left = int(100 * roomiest.margin / offer.problem.machine.memory)
+    freest = max(offer.plans, key=lambda plan: plan.margin)
+    left = int(100 * freest.margin / offer.problem.machine.memory)
     return (
-        f"--margin {margin}: no plan leaves that much memory; {words(roomiest.strategy)} leaves the most, "
-        f"{gib(roomiest.margin)}: use --margin {left}%, or more --gpus"
+        f"--margin {margin}: no plan leaves that much memory; {words(freest.strategy)} leaves the most, "
+        f"{gib(freest.margin)}: use --margin {left}%, or more --gpus"
     )
 
 

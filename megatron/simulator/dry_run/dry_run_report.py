@@ -146,7 +146,7 @@ def _time(result: DryRun) -> Table:
     names = sorted({kind for report in result.ranks for kind in report.figures.exposed})
     for kind in names:
         table.add_row(kind, *(duration(report.figures.exposed.get(kind, 0.0)) for report in result.ranks))
-    table.add_row("a step", *(duration(report.figures.seconds["step"]) for report in result.ranks), style="bold")
+    table.add_row("step", *(duration(report.figures.seconds["step"]) for report in result.ranks), style="bold")
     return table
 
 

@@ -164,7 +164,7 @@ class Report:
         table = Table(title=title, title_justify="left")
         for column in ("", "grid", "micro-batch", "ZeRO", "saves memory by"):
             table.add_column(column, justify="right" if column in ("", "micro-batch", "ZeRO") else "left")
-        for column in ("a step", "MFU", "GiB", "to OOM", "host, GiB"):
+        for column in ("step", "MFU", "GiB", "to OOM", "host, GiB"):
             table.add_column(column, justify="right", no_wrap=True)
         for number, plan in enumerate(self.plans[:top], 1):
             s, memory = plan.strategy, plan.memory
