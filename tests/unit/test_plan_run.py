@@ -346,7 +346,7 @@ def test_how_many_gpus_of_a_node_are_used(gpus: int, used: int | None) -> None:
 
 def test_the_fewest_gpus_are_whole_nodes_again(capsys: pytest.CaptureFixture) -> None:
     output = notice(capsys, "--gpus 12 --seq-length 8K --num-layers 200 --hidden-size 8192 --recompute full", code=2)
-    assert int(output.split("would do is --gpus ")[1]) % 8 == 0
+    assert int(output.split("sufficient number is --gpus ")[1]) % 8 == 0
 
 
 def test_uncertain_constants_make_a_step_uncertain(capsys: pytest.CaptureFixture) -> None:
