@@ -50,7 +50,7 @@ HINTS: tuple[tuple[str, str], ...] = (
         """,
     ),
     ("Megatron-DeepSpeed does not read it either", "--no-load-lr-state"),
-    ("stages know each other's shapes, for a step has one sequence length", "--variable-seq-lengths"),
+    ("stages know each other's shapes, because a step has one sequence length", "--variable-seq-lengths"),
     (
         "training reads token ids: of the tokenizer, its size and its end of a document",
         "--tokenizer-not-use-fast",
