@@ -210,9 +210,7 @@ def another_run(folder):
 
 
 def disk_is_newer(folder):
-    shutil.copytree(
-        folder / "c" / "iter_0000001", folder / "c" / "iter_0000003"
-    )  # another state, to see the difference
+    shutil.copytree(folder / "c" / "iter_0000001", folder / "c" / "iter_0000003")  # another state
     list_files(folder / "c" / "iter_0000003")
     (folder / "c" / "latest_checkpointed_iteration.txt").write_text("3")
     return REPLICATED, ""

@@ -114,22 +114,18 @@ def judge_of(record):
                 result = inside(state, path)
                 if result not in [files for _, files in versions[name]]:
                     return f"{name} is not whole"
-        told_at, message = cut.promises[-1] if cut.promises else (0, "")
+        since, saved = cut.promises[-1] if cut.promises else (0, "")
         latest = ""
         if f"{SAVE}/{TRACKER}" in state:
             written = record.contents.get(state[f"{SAVE}/{TRACKER}"], b"")
             latest = f"iter_{int(written):07d}" if written.isdigit() else "nothing"
             if f"{SAVE}/{latest}" not in state:
                 return f"the tracker names {latest}, which is not there"
-        if latest < message:
-            return f"{message} was told, the tracker names {latest or 'nothing'}"
+        if latest < saved:
+            return f"{saved} was told, the tracker names {latest or 'nothing'}"
         result = inside(state, f"{SAVE}/{latest}")
-        if (
-            message
-            and latest == message
-            and result not in [files for number, files in versions[message] if number >= told_at]
-        ):
-            return f"{message} is what it was before"
+        if saved and latest == saved and result not in [files for number, files in versions[saved] if number >= since]:
+            return f"{saved} is what it was before"
         for name in {name for _, name in cut.promises}:
             if f"{SAVE}/{name}" in cut.logical and f"{SAVE}/{name}" not in state:
                 return f"{name} is gone"
@@ -189,21 +185,19 @@ def test_the_program_finds_in_a_state_what_its_judge_says(pool, recorded, tmp_pa
 
     def collect(cut, state):
         if cut.promises and draw.random() < 0.2:
-            message, wrong = cut.promises[-1][1], judge(cut, state)
+            saved, wrong = cut.promises[-1][1], judge(cut, state)
             if wrong is None:
-                good.append((message, state))
-            elif wrong.startswith(
-                (f"{message} is not whole", "the tracker names")
-            ):  # without a tracker it may be loaded
-                bad.append((message, state))
+                good.append((saved, state))
+            elif wrong.startswith((f"{saved} is not whole", "the tracker names")):  # without a tracker it may be loaded
+                bad.append((saved, state))
 
     for number, event in enumerate(record.events):
         if event.label.startswith((f"{SAVE}/.iter_N.partial/common.pt", f"{SAVE} by")):
             contents |= try_all_cuts(record.without(number), collect, number).contents
-    for number, (message, state) in enumerate(draw.sample(good, 3) + draw.sample(bad, 3)):
+    for number, (saved, state) in enumerate(draw.sample(good, 3) + draw.sample(bad, 3)):
         lay_out(state, contents, tmp_path / str(number))
-        result, least = pool.run(loaded, 1, str(tmp_path / str(number) / SAVE))[0], int(message[5:])
+        result, least = pool.run(loaded, 1, str(tmp_path / str(number) / SAVE))[0], int(saved[5:])
         if number < 3:
-            assert isinstance(result, int) and result >= least, (message, result)
+            assert isinstance(result, int) and result >= least, (saved, result)
         else:  # refused, unless a newer one of the run is complete
-            assert isinstance(result, str) or result > least, (message, result)
+            assert isinstance(result, str) or result > least, (saved, result)

@@ -39,16 +39,14 @@ def calls(path: Path) -> Iterator[str]:
 
 
 def test_only_modules_that_compare_checksums_open_files_of_weights():
-    result = {
+    uses = {
         path.relative_to(ROOT / "megatron").as_posix(): set(calls(path)) & set(CALLS)
         for path in (ROOT / "megatron").rglob("*.py")
         if "core" not in path.relative_to(ROOT / "megatron").parts[:1]
     }
-    readers = {name for name, used in result.items() if used}
+    readers = {name for name, used in uses.items() if used}
     assert readers - {UNPICKLER} == READERS
-    assert [name for name, used in result.items() if "Checked" in used] == [
-        "training/checkpoint/megatron_lm/checked.py"
-    ]
+    assert [name for name, used in uses.items() if "Checked" in used] == ["training/checkpoint/megatron_lm/checked.py"]
     for tool in (ROOT / "tools").glob("*.py"):
         assert not set(calls(tool)) & set(CALLS), tool
 

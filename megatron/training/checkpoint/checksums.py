@@ -123,9 +123,8 @@ def _older(path: Path, damaged: str, settings: CheckpointConfig, notes: list[str
         return checked
     else:
         skip = ", or load it with --skip-damaged-checkpoints" if settings.load else ""
-        refusal = Refusal(
-            f"{line}; the next older complete one is {checked}: load it with --ckpt-step {iteration}{skip}"
-        )
+        line += f"; the next older complete one is {checked}: load it with --ckpt-step {iteration}{skip}"
+        refusal = Refusal(line)
     refusal.everywhere = dist.is_initialized()
     raise refusal
 
