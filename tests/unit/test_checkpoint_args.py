@@ -446,7 +446,7 @@ def test_the_same_run_in_two_folders_goes_on_only_in_the_one_that_is_further(tmp
     result = checkpoint_path(first, None)
     assert settled(result, load=str(first), save=str(second)) == A
     folder_of(second, {6: A}, "6")
-    with pytest.raises(Refusal, match=f"go on with that run by --load {second},"):
+    with pytest.raises(Refusal, match=f"continue that run with --load {second},"):
         settled(result, load=str(first), save=str(second))
 
 

@@ -257,7 +257,7 @@ REFUSALS = [
         8,
         "--cp-comm-type all_gather --fpdt --cp-comm-type p2p",
     ),
-    ("--context-parallel-size 8 --cp-comm-type p2p a2a", 8, "--cp-comm-type p2p a2a give one word"),
+    ("--context-parallel-size 8 --cp-comm-type p2p a2a", 8, "--cp-comm-type p2p a2a give one type"),
     ("--context-parallel-size 8 --cp-comm-type nvlink", 8, "--cp-comm-type nvlink unknown p2p"),
     ("--hierarchical-context-parallel-sizes 2 2 2", 8, "--hierarchical-context-parallel-sizes two sizes"),
     (
@@ -596,4 +596,4 @@ def test_a_dropout_that_would_be_none_is_refused():
 def test_what_megatron_does_not_read_is_noted():
     config = build("--recompute-method uniform --recompute-num-layers 1 --exit-interval 0")
     assert config.attention.recompute_method is None and config.run.exit_interval is None
-    assert any("--recompute-method and --recompute-num-layers say nothing" in note for note in config.notes)
+    assert any("no effect without --recompute-granularity: --recompute-method" in note for note in config.notes)
