@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The console command of an installed package: ``longcontext NAME ...`` runs what ``python tools/NAME.py ...`` runs.
 
-A program keeps one file, which works in a clone and in an installed package. On several processes, the training
+Each program is one file, which works in a clone and in an installed package. On several processes, the training
 programs are started as ``torchrun --nproc-per-node 8 --no-python longcontext pretrain-llama ...``.
 """
 
@@ -32,9 +32,9 @@ def programs() -> dict[str, Path]:
 
 def listing() -> str:
     """One line for each program: the first sentence of its file."""
-    found = programs()
-    order = [*FIRST, *(name for name in found if name not in FIRST and name not in SHORT.values())]
-    lines = [(ast.get_docstring(ast.parse(found[name].read_text())) or "").split("\n")[0] for name in order]
+    result = programs()
+    order = [*FIRST, *(name for name in result if name not in FIRST and name not in SHORT.values())]
+    lines = [(ast.get_docstring(ast.parse(result[name].read_text())) or "").split("\n")[0] for name in order]
     return "\n".join(f"  {name:22} {line}" for name, line in zip(order, lines))
 
 
@@ -44,13 +44,13 @@ def main(argv: list[str] | None = None) -> None:
     if name in ("-h", "--help"):
         print(f"usage: longcontext NAME [ARGUMENTS]; longcontext NAME --help explains one\n\n{listing()}")
         return
-    found = programs()
-    if name not in found:
-        near = get_close_matches(name, found, 1)
+    result = programs()
+    if name not in result:
+        near = get_close_matches(name, result, 1)
         hint = f"did you mean {near[0]}?" if near else "longcontext --help lists them"
         sys.exit(f"longcontext: error: no program is named {name!r}; {hint}")
     sys.argv = [f"longcontext {name}", *rest]
-    runpy.run_path(str(found[name]), run_name="__main__")
+    runpy.run_path(str(result[name]), run_name="__main__")
 
 
 if __name__ == "__main__":

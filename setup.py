@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distribution `megatron-longcontext`: the packages beside megatron-core in the namespace package `megatron`."""
+"""Distribution `megatron-longcontext`: packages in the namespace package `megatron`, which megatron-core shares."""
 
 from pathlib import Path
 from shutil import copy, copytree, ignore_patterns
@@ -7,8 +7,8 @@ from shutil import copy, copytree, ignore_patterns
 from setuptools import find_namespace_packages, setup
 from setuptools.command.build_py import build_py
 
-# PyTorch for GPUs brings a Triton of its own, which stays. Tests need one without a GPU too: they interpret and compile
-# kernels, which want 3.4.
+# PyTorch for GPUs contains Triton, which is kept. Tests need Triton without a GPU too: they interpret and compile
+# kernels, which need version 3.4.
 TRITON = ['triton>=3,<3.10; sys_platform == "linux"']
 TEST = ["pytest>=8", "pytest-cov>=5", "pytest-timeout", "pytest-xdist", "hypothesis", *TRITON]
 HUGGING_FACE = ["accelerate>=1", "peft>=0.18"]  # transformers.Trainer, LoRA
@@ -17,7 +17,7 @@ DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.2
 
 
 class WithPrograms(build_py):
-    """A wheel holds tools/ and the training programs too, as files that longcontext.py runs."""
+    """Adds tools/ and the training programs to a wheel, as files that longcontext.py runs."""
 
     def run(self) -> None:
         super().run()
@@ -85,7 +85,7 @@ setup(
         "gpu": ["transformer-engine[pytorch]>=2.1", "flash-attn>=2.7"],
         "triton": TRITON,
         "parquet": PARQUET,  # data in Parquet files
-        "huggingface": ["accelerate>=1"],  # transformers.Trainer needs it, and nothing else here
+        "huggingface": ["accelerate>=1"],  # only transformers.Trainer needs it
         "test": TEST,
         "docs": DOCS,
         "dev": [*TEST, *HUGGING_FACE, *PARQUET, *DOCS, "ruff>=0.6"],

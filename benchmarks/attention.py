@@ -118,10 +118,10 @@ def is_quiet(samples: Round) -> bool:
 def report_paths(problem: Problem, rounds: list[Round], counted: list[Round], errors: dict, console: Console) -> dict:
     """Medians of the rounds that count; ratios are taken round by round."""
     table = Table("", "median s", "GFLOP/s", "of local", "best round", "of local by CPU time", "largest error")
-    found: dict = {"rounds": len(rounds), "rounds_that_count": len(counted), "undisturbed": is_quiet(counted[0])}
+    result: dict = {"rounds": len(rounds), "rounds_that_count": len(counted), "undisturbed": is_quiet(counted[0])}
     for path in ("local", *PATHS):
         wall = statistics.median(each[path].wall for each in counted)
-        found[path] = {
+        result[path] = {
             "median_seconds": wall,
             "gflops": problem.flops / wall / 1e9,
             "rounds": [{**asdict(each[path]), "counts": each in counted} for each in rounds],
@@ -131,11 +131,11 @@ def report_paths(problem: Problem, rounds: list[Round], counted: list[Round], er
             ratios = [each["local"].wall / each[path].wall for each in counted]
             by_cpu_time = statistics.median(each["local"].core / each[path].core for each in counted)
             shares = {"median": statistics.median(ratios), "best": max(ratios), "by_cpu_time": by_cpu_time}
-            found[path] |= {"of_local": shares | {"goal": GOAL}, "largest_relative_error": errors[path]}
+            result[path] |= {"of_local": shares | {"goal": GOAL}, "largest_relative_error": errors[path]}
             row += [*(f"{share:.1%}" for share in shares.values()), f"{errors[path]:.0e}"]
         table.add_row(*row)
     console.print(table)
-    return found
+    return result
 
 
 def compare_balance(problem: Problem, kernel: kernels.Kernel, repeats: int, console: Console) -> dict:
@@ -146,16 +146,16 @@ def compare_balance(problem: Problem, kernel: kernels.Kernel, repeats: int, cons
     plans = {balance: plans_of(4, balance, problem.seq_length) for balance in ("zigzag", "contiguous")}
     seconds = time_balances(plans, problem, kernel, repeats)
     table = Table("Ring 4", "pairs of the busiest rank", "GFLOP", "its CPU seconds", "CPU seconds by rank")
-    found: dict = {}
+    result: dict = {}
     for balance in plans:
         pairs = [plan.pairs for plan in plans[balance]]
         medians = [statistics.median(rank) for rank in seconds[balance]]
-        found[balance] = {"pairs": pairs, "median_cpu_seconds": medians}
+        result[balance] = {"pairs": pairs, "median_cpu_seconds": medians}
         gflop, by_rank = problem.flops_of(max(pairs)) / 1e9, "  ".join(f"{x:.3f}" for x in medians)
         table.add_row(balance, f"{max(pairs):,}", f"{gflop:.0f}", f"{max(medians):.3f}", by_rank)
-    found["contiguous_over_zigzag"] = ratio = {
-        "counted": max(found["contiguous"]["pairs"]) / max(found["zigzag"]["pairs"]),
-        "timed": max(found["contiguous"]["median_cpu_seconds"]) / max(found["zigzag"]["median_cpu_seconds"]),
+    result["contiguous_over_zigzag"] = ratio = {
+        "counted": max(result["contiguous"]["pairs"]) / max(result["zigzag"]["pairs"]),
+        "timed": max(result["contiguous"]["median_cpu_seconds"]) / max(result["zigzag"]["median_cpu_seconds"]),
         "goal": RING4_GOAL,
     }
     console.print(table)
@@ -163,7 +163,7 @@ def compare_balance(problem: Problem, kernel: kernels.Kernel, repeats: int, cons
         f"The busiest rank of contiguous has {ratio['counted']:.2f} x the work of zigzag's counted, "
         f"{ratio['timed']:.2f} x timed"
     )
-    return found
+    return result
 
 
 def plans_of(ring: int, balance: str, length: int) -> list[RingPlan]:

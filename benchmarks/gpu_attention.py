@@ -52,7 +52,7 @@ def compare_kernels(
     names = kernels.available(where.device, problem.dtype, problem.head_dim)
     names = [name for name in names if name != "math"] or names
     expected: list[Tensor] = []
-    found: dict = {}
+    result: dict = {}
     table = Table("local kernel", "median ms", "TFLOP/s", "of the GEMM rate", f"difference from {names[0]}")
     for name in names:
         kernel = kernels.KERNELS[name]
@@ -64,12 +64,12 @@ def compare_kernels(
         median = statistics.median(seconds)
         tflops, share = problem.flops / median / 1e12, problem.flops / median / rate
         figures = {"seconds": seconds, "median_seconds": median, "tflops": tflops, "of_gemm_rate": share}
-        found[name] = figures | {"difference": error}
+        result[name] = figures | {"difference": error}
         table.add_row(name, f"{1e3 * median:.2f}", f"{tflops:.1f}", f"{share:.1%}", f"{error:.0e}")
         if not error <= TOLERANCE:
             raise SystemExit(f"error: kernel {name} differs from {names[0]} by {error:.1e}: not benchmarked")
     console.print(table)
-    return found, expected
+    return result, expected
 
 
 def compare_paths(
@@ -85,7 +85,7 @@ def compare_paths(
     ranks = dist.get_world_size()
     inputs = problem.inputs(str(where.device))
     table = Table(f"{ranks} ranks, kernel {kernel}", "median ms", "TFLOP/s per rank", "of local", "largest error")
-    found: dict = {}
+    result: dict = {}
     for path, shape in (("ulysses", {"ulysses": ranks, "ring": 1}), ("ring", {"ulysses": 1, "ring": ranks})):
         if path == "ulysses" and problem.heads % ranks:
             continue
@@ -101,10 +101,10 @@ def compare_paths(
         median = statistics.median(seconds)
         share = local["median_seconds"] / (ranks * median)
         tflops = problem.flops / ranks / median / 1e12
-        found[path] = {"seconds": seconds, "tflops_per_rank": tflops, "of_local": share, "error": error}
+        result[path] = {"seconds": seconds, "tflops_per_rank": tflops, "of_local": share, "error": error}
         table.add_row(path, f"{1e3 * median:.2f}", f"{tflops:.1f}", f"{share:.1%}", f"{error:.0e}")
     console.print(table)
-    return found
+    return result
 
 
 def measure(run: Callable[[], object], where: platform.Platform, repeats: int) -> list[float]:

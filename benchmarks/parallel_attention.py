@@ -97,9 +97,9 @@ def run_parallel(layout: cp.SequenceLayout, kernel: str, q: Tensor, k: Tensor, v
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-def largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
+def largest_error(result: list[Tensor], expected: list[Tensor]) -> float:
     """Over out, dq, dk, dv: the largest difference, relative to the tensor's largest entry."""
-    return max(float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in zip(found, expected))
+    return max(float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in zip(result, expected))
 
 
 def log_normal(documents: int, length: int, seed: int = 0) -> tuple[int, ...]:

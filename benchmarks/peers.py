@@ -171,10 +171,10 @@ def pytorch(model: PreTrainedModel, batch: Batch) -> Iterator[Step]:
 
 
 def parties(world: int) -> dict[str, Callable]:
-    found = {f"ours, Ulysses {world}": ours(world, 1), f"ours, Ring {world}": ours(1, world)}
+    result = {f"ours, Ulysses {world}": ours(world, 1), f"ours, Ring {world}": ours(1, world)}
     if world % 2 == 0 and world > 2:
-        found[f"ours, Ulysses 2 x Ring {world // 2}"] = ours(2, world // 2)
-    return found | {"DeepSpeed's Ulysses": deepspeed, "PyTorch's context_parallel": pytorch}
+        result[f"ours, Ulysses 2 x Ring {world // 2}"] = ours(2, world // 2)
+    return result | {"DeepSpeed's Ulysses": deepspeed, "PyTorch's context_parallel": pytorch}
 
 
 def gradients(party: Callable, case: Case) -> list[Tensor]:
@@ -207,11 +207,11 @@ def seconds_of(party: Callable, case: Case, steps: int) -> list[float]:
     return seconds[1:]
 
 
-def race(found: dict[str, Callable], case: Case, world: int, repeats: int) -> dict[str, list[float] | str]:
+def race(result: dict[str, Callable], case: Case, world: int, repeats: int) -> dict[str, list[float] | str]:
     """Seconds of steps, measured in turns; for a library that cannot run, the reason."""
-    times: dict[str, list[float] | str] = {name: [] for name in found}
+    times: dict[str, list[float] | str] = {name: [] for name in result}
     for _ in tqdm(range(repeats), desc="rounds", disable=not sys.stderr.isatty()):
-        for name, party in found.items():
+        for name, party in result.items():
             if not isinstance(times[name], str):
                 taken = on_ranks(world, seconds_of, party, case, STEPS)
                 times[name] = taken if isinstance(taken, str) else times[name] + taken
@@ -225,16 +225,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", help="write the figures here")
     args = parser.parse_args()
-    found, console = parties(args.processes), Console(width=None if sys.stdout.isatty() else 200)
+    result, console = parties(args.processes), Console(width=None if sys.stdout.isatty() else 200)
     verdicts: dict[str, dict[str, float | str]] = {}
     for name, case in tqdm(CASES.items(), desc="cases", disable=not sys.stderr.isatty()):
-        verdicts[name] = {party: on_ranks(args.processes, error_of, enter, case) for party, enter in found.items()}
-    table = Table("case", *found, title=f"gradients compared with one process, {args.processes} processes")
+        verdicts[name] = {party: on_ranks(args.processes, error_of, enter, case) for party, enter in result.items()}
+    table = Table("case", *result, title=f"gradients compared with one process, {args.processes} processes")
     for name, of_party in verdicts.items():
         table.add_row(name, *(escape(x) if isinstance(x, str) else verdict(x) for x in of_party.values()))
     console.print(table)
     first = next(iter(verdicts.values()))
-    able = {name: enter for name, enter in found.items() if not isinstance(first[name], str)}
+    able = {name: enter for name, enter in result.items() if not isinstance(first[name], str)}
     case = Case(length=args.seq_length, layers=4)
     times = race(able, case, args.processes, args.repeats)
     table = Table("library", "step", title=f"{args.seq_length} tokens, {case.layers} layers of {case.width}, fp32")

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Context-parallel attention in a program of your own: each process holds a part of the sequence and none the whole.
+"""Context-parallel attention in a program of your own: each process holds only a part of the sequence.
 
     torchrun --nproc-per-node 4 examples/context_parallel_attention.py
 
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     layout = cp.SequenceLayout(SEQ_LENGTH, grid, options.balance)
 
     # The whole sequence, equal on every process. A real program would make or load only its own part:
-    # that of the tokens at layout.positions.
+    # the tokens at layout.positions.
     generator = torch.Generator().manual_seed(1)
     whole = [
         torch.randn(SEQ_LENGTH, BATCH, heads, HEAD_DIM, generator=generator).to(device, dtype)
@@ -51,11 +51,11 @@ def main(argv: list[str] | None = None) -> int:
     out.backward(dout)
 
     expected = on_one_process(*whole)
-    found = (out.detach(), q.grad, k.grad, v.grad)
-    errors = torch.stack([largest_error(mine, layout.shard(all_)) for mine, all_ in zip(found, expected)])
+    result = (out.detach(), q.grad, k.grad, v.grad)
+    errors = torch.stack([largest_error(mine, layout.shard(all_)) for mine, all_ in zip(result, expected)])
     dist.all_reduce(errors, op=dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
-        print(f"{grid}; {SEQ_LENGTH} tokens, {layout.local_length} a process; {dtype} on {device.type}")
+        print(f"{grid}; {SEQ_LENGTH} tokens, {layout.local_length} per process; {dtype} on {device.type}")
         for r in range(grid.ring.size):
             for u in range(grid.ulysses.size):
                 held = ", ".join(f"{start}..{stop - 1}" for start, stop in layout.spans(ulysses=u, ring=r))
@@ -83,8 +83,8 @@ def on_one_process(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torc
     return [out.detach(), *(x.grad for x in leaves)]
 
 
-def largest_error(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    return ((found - expected).abs().max() / expected.abs().max()).float()
+def largest_error(result: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    return ((result - expected).abs().max() / expected.abs().max()).float()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the pages of docs/, written for reading in a repository, pages of a site (a hook of mkdocs.yml)."""
+"""Adapts the pages of docs/ to the site (a hook of mkdocs.yml)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Code blocks without the words that the tests read; links out of docs/ as the names of their files.
+    """The page without words for tests after ``` and with file names instead of links to files outside docs/.
 
     Raises:
         FileNotFoundError: a link leads to no file of the repository.
@@ -41,7 +41,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def _named(link: re.Match, folder: Path) -> str:
     path = (folder / link[2]).resolve()
     if not path.exists():
-        raise FileNotFoundError(f"a page links to {link[2]}, which is not there")
+        raise FileNotFoundError(f"a page links to {link[2]}, which does not exist")
     if path.is_relative_to(ROOT / "docs"):
         return link[0]
     name = str(path.relative_to(ROOT))

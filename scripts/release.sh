@@ -58,5 +58,5 @@ To be done by hand:
   1. bash tests/run.sh --full on a quiet machine, and bash benchmarks/gpu.sh on a GPU
   2. git tag -s v$VERSION and push the tag
   3. upload $WHEEL
-  4. put $OUT/docs/$VERSION beside the pages of the earlier versions
+  4. put $OUT/docs/$VERSION next to the pages of the earlier versions
 TEXT

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPU's streams on a CPU, at their worst: each copy happens at a random moment that the recorded events allow.
+"""A GPU's streams, simulated on a CPU: each copy happens at a random moment that the recorded events allow.
 
-Compute runs eagerly, so a copy must have happened when compute waits for it, and happens at any call before. Until then
+Compute runs eagerly. A copy happens when compute waits for it, or at any call before. Until then
 
 - what is loaded is NaN, and what is stored may still change: a copy reads what its source holds when it happens;
-- memory that was let go without a wait is lost: a store of it stores NaN, a load into it is a fault;
-- a host block that is lent again is NaN once the copies of its last owner are done, and the next owner's copies may
-  overtake those that nothing orders;
+- memory that is freed without a wait is lost: a store from it stores NaN, and a load into it is a fault;
+- a host block that is reused becomes NaN once the copies of its last owner are done, and the next owner's copies may
+  overtake unordered ones;
 - compute may lag behind the host: a copy that does not wait for what was launched just before it may read its source
-  before that is written (NaN is stored), and its target may still be written by whoever had its memory (NaN is loaded).
+before that is written (NaN is stored), and the previous owner of its target may still write there (NaN is loaded).
 
-``Mutant`` leaves one call out, to show that it is needed. docs/inside/host-copies.md tells more.
+``Mutant`` leaves one call out, to show that it is needed. See docs/inside/host-copies.md.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from megatron.context_parallel.fpdt.host_store import HostPool, Offload, is_host
 from megatron.platform.streams import COMPUTE, LOADS, STORES, Streams
 
 CPU = torch.device("cpu")
-ORDERING = ("record", "wait", "synchronize")  # the calls that keep things in order
+ORDERING = ("record", "wait", "synchronize")  # the calls that order copies
 
 
 @dataclass
 class Queue:
-    """A stream: what it was given and has not done.
+    """A stream: its queue of work that is not done yet.
 
     Attributes:
-        given, done: how many things.
-        after: a moment of compute that all it is given from now on comes after.
+        given, done: numbers of items.
+        after: the moment of compute after which all later items come.
     """
 
     todo: deque = field(default_factory=deque)
@@ -54,7 +54,7 @@ class Queue:
 
 @dataclass(frozen=True)
 class Event:
-    """A stream has done ``number`` things, and compute was at ``after``."""
+    """A stream has done ``number`` items, and compute has reached ``after``."""
 
     stream: str
     number: int
@@ -63,7 +63,7 @@ class Event:
 
 @dataclass
 class Memory:
-    """Where a tensor is, without keeping it there."""
+    """The place of a tensor, without keeping the tensor alive."""
 
     storage: Callable[[], Any]
     layout: tuple
@@ -72,21 +72,21 @@ class Memory:
     @classmethod
     def of(cls, x: Tensor) -> Memory:
         layout, storage = (x.dtype, x.storage_offset(), x.shape, x.stride()), x.untyped_storage()
-        if is_host_buffer(x):  # its pool keeps the memory, whoever has it by then
+        if is_host_buffer(x):  # the pool keeps the memory, even for another owner
             address, size = storage.data_ptr(), storage.nbytes()
             raw = torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8).untyped_storage()
             return cls(lambda: raw, layout, address)
         return cls(weakref.ref(storage), layout, None)
 
     def tensor(self) -> Tensor | None:
-        """None: it was let go."""
+        """None: it was freed."""
         storage, (dtype, *rest) = self.storage(), self.layout
         return None if storage is None else torch.empty(0, dtype=dtype).set_(storage, *rest)
 
 
 @dataclass
 class Copy:
-    """``ordered``: after what compute was given before it. ``then`` is called when it has happened."""
+    """``ordered``: it comes after compute's earlier work. ``then`` is called when it has happened."""
 
     to: Memory
     source: Memory
@@ -98,11 +98,11 @@ class Copy:
 
 
 class Adversary(Streams):
-    """Streams whose copies happen as ``seed`` says: 0 as late as they may, 1 as early, others in between.
+    """Streams whose copies happen by ``seed``: 0 as late as allowed, 1 as early as allowed, others at random.
 
     Attributes:
-        faults: what happened that no value would show.
-        called: call sites that were met.
+        faults: errors that no value would show.
+        called: call sites that were reached.
     """
 
     asynchronous = True
@@ -110,22 +110,22 @@ class Adversary(Streams):
     def __init__(self, seed: int) -> None:
         super().__init__(CPU)
         self.queues = {STORES: Queue(), LOADS: Queue()}
-        self.now = 0  # compute's moments: what it was given before a copy may happen as late as at the last of them
+        self.now = 0  # the current moment of compute
         self.faults: list[str] = []
         self.called: set[str] = set()
         self.start_again(seed)
 
     def start_again(self, seed: int) -> None:
-        """Another schedule from now on."""
+        """Use another schedule from now on."""
         self.draw = random.Random(seed)
         self.eager = {name: {0: 0.0, 1: 1.0}.get(seed, self.draw.choice([0.1, 0.5, 0.9])) for name in self.queues}
 
     def offload(self) -> Offload:
-        """An offload of its own."""
+        """An offload that uses these streams."""
         return Offload(CPU, self, PoisoningPool(self))
 
     def finish(self) -> None:
-        """The end of a run.
+        """End a run and check it.
 
         Raises:
             AssertionError: something went wrong.
@@ -212,7 +212,7 @@ class Adversary(Streams):
                 pass
 
     def _step(self, stream: str) -> bool:
-        """One thing of a stream; False: it waits."""
+        """Do the next item of a stream; False if it has to wait."""
         queue = self.queues[stream]
         item = queue.todo[0]
         if isinstance(item, Event):
@@ -239,7 +239,7 @@ class Adversary(Streams):
         return event.stream == COMPUTE or self.queues[event.stream].done >= event.number
 
     def _force(self, event: Event) -> None:
-        """Now it is needed: all that must have happened before an event."""
+        """Do everything that must have happened before an event."""
         while not self._been(event):
             if not self._step(event.stream):
                 self._force(self.queues[event.stream].todo[0])
@@ -250,7 +250,7 @@ class Adversary(Streams):
 
 
 class Mutant(Adversary):
-    """Leaves out the calls of one site."""
+    """Leaves out the calls at one call site."""
 
     def __init__(self, seed: int, without: str) -> None:
         super().__init__(seed)
@@ -261,7 +261,7 @@ class Mutant(Adversary):
 
 
 class PoisoningPool(HostPool):
-    """Nobody finds in a buffer what was there before."""
+    """Overwrite a buffer, so that no reader sees its earlier contents."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         buffer = super().empty(shape, dtype)
@@ -270,17 +270,17 @@ class PoisoningPool(HostPool):
 
 
 def poison(x: Tensor) -> Tensor:
-    """NaN in every element, 1 where there is none."""
+    """Fill with NaN, or with 1 if the dtype has no NaN."""
     return x.fill_(torch.nan if x.is_floating_point() else 1)
 
 
 def call_sites(folder: Path) -> list[str]:
-    """Every call in ``folder`` that orders streams."""
-    found = []
+    """All calls in ``folder`` that order streams."""
+    result = []
     for path in sorted(folder.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ORDERING:
                 if ast.unparse(node.func.value).split(".")[-1] == "streams":
-                    found.append(f"{path.name}:{node.lineno} {node.func.attr}")
-    assert len(found) == len(set(found)), "two calls of one kind in one line cannot be told apart"
-    return sorted(found)
+                    result.append(f"{path.name}:{node.lineno} {node.func.attr}")
+    assert len(result) == len(set(result)), "two calls of one kind in one line cannot be told apart"
+    return sorted(result)

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-# As of Qwen: a heading in words between two special tokens, a line break after each turn.
+# Like Qwen's: a heading as text between two special tokens, and a line break after each turn.
 CHATML = """\
 {% if tools %}<|im_start|>system
 tools: {{ tools | tojson }}<|im_end|>
@@ -29,7 +29,7 @@ tools: {{ tools | tojson }}<|im_end|>
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
-# As of Llama 3: a token at the beginning, headings between two tokens, texts without white space around them.
+# Like Llama 3's: a token at the beginning, headings between two tokens, texts without surrounding white space.
 LLAMA3 = """\
 {{- bos_token }}
 {%- for message in messages %}
@@ -44,7 +44,7 @@ LLAMA3 = """\
 {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}
 """
-# As of Llama 2: nothing asks for an answer, it just follows.
+# Like Llama 2's: there is no generation prompt; the answer follows directly.
 LLAMA2 = """\
 {%- for message in messages %}
 {%- if message['role'] == 'assistant' %}
@@ -67,7 +67,7 @@ WORDS = TEXT.split()
 
 
 def strip_marks(template: str) -> str:
-    """The same text without the marks; white space around them stays as Jinja treats it."""
+    """A template without the generation marks; Jinja treats the white space around them as before."""
     opened = re.sub(r"\{%(-?) generation %\}", r"{%\1 if true %}", template)
     return re.sub(r"\{%(-?) endgeneration %\}", r"{%\1 endif %}", opened)
 

@@ -18,10 +18,10 @@ import tests.properties  # noqa: E402, F401 (the profiles)
 from tests.distributed.pool import Pool  # noqa: E402
 from tests.shared import Shared  # noqa: E402
 
-settings.load_profile("ci")  # --hypothesis-profile comes later, and wins
+settings.load_profile("ci")  # --hypothesis-profile is read later and replaces it
 
 LEFT = pytest.StashKey[dict[str, int]]()
-SLOW = {  # of tests/unit: not in --quick, but for tests that say ``quick``
+SLOW = {  # files of tests/unit that --quick leaves out, except tests marked ``quick``
     "test_dry_run.py",
     "test_whole_step.py",
     "test_examples.py",
@@ -49,7 +49,7 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
-    """What is made once for all tests, also of the other processes of pytest-xdist."""
+    """Values that are made once for all tests, in all processes of pytest-xdist."""
     folder = tmp_path_factory.getbasetemp()
     return Shared((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "shared")
 
@@ -66,7 +66,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def schedules(pytestconfig: pytest.Config) -> int:
-    """How many schedules of copies (tests/adversary.py) a case goes through."""
+    """The number of schedules of copies (tests/adversary.py) for each case."""
     return pytestconfig.getoption("--schedules") if pytestconfig.getoption("--full") else 3
 
 
@@ -77,7 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what was not asked for; skip what needs a GPU (all of tests/gpu does) where there is none."""
+    """Deselect tests that were not requested; without a GPU skip those that need one (all of tests/gpu)."""
     import torch
 
     left = {} if config.getoption("--full") else {"--full": [item for item in items if item.get_closest_marker("full")]}
@@ -90,7 +90,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in gone]
         config.hook.pytest_deselected(items=list(gone))
     config.stash[LEFT] = {option: len(some) for option, some in left.items() if some}
-    if hasattr(config, "workeroutput"):  # of pytest-xdist: what its controller is told at the end
+    if hasattr(config, "workeroutput"):  # of pytest-xdist: reported to its controller at the end
         config.workeroutput["left"] = config.stash[LEFT]
     if torch.cuda.is_available():
         return
@@ -106,9 +106,9 @@ def quick(item: pytest.Item) -> bool:
 
 @pytest.fixture(autouse=True, scope="module")
 def _little_to_collect() -> None:
-    """Keep garbage collections, and what walks through all tensors, out of the million objects that were imported.
+    """Exclude the million imported objects from garbage collections and from searches for tensors.
 
-    Before each module again, as tests import more: what asks for a collection otherwise waits a second for it.
+    It is repeated before each module, because tests import more. Otherwise each collection takes a second.
     """
     gc.collect()
     gc.freeze()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A disk that keeps only what was synced: what a program did to a folder is recorded, and then cut off anywhere.
+"""A simulated power cut: a program's writes to a folder are recorded, and the record is then cut off anywhere.
 
-A recorder notes the calls that a program makes in a folder, with what the folder held before and after each. From that
-record follow all states in which a power cut may leave the disk:
+A recorder notes the calls that a program makes in a folder, and the folder's contents before and after each. From that
+record all states in which a power cut may leave the disk are derived:
 
 - The data of a file is safe up to its last fsync. What was written later may be there, in part, as zeros, or not.
 - The names in a folder (new, renamed, removed) are safe up to the folder's last fsync. Of later changes any subset may
@@ -32,22 +32,22 @@ CALLS = (
     "ftruncate", "fsync", "fdatasync",
 )  # fmt: skip
 SYNCS = ("fsync", "fdatasync")
-MOST = 100  # states after one cut that are looked at one by one; of more, so many random ones
+MOST = 100  # states after one cut; if there are more, this many random ones are checked
 
-Entry = tuple[int, str | None]  # inode, and the content of a file by its key, None of a folder
-Tree = dict[str, str | None]  # what there is, by path: the content of a file by its key, None of a folder
+Entry = tuple[int, str | None]  # inode, and the key of a file's content; None for a folder
+Tree = dict[str, str | None]  # by path: the key of a file's content; None for a folder
 
 
 @dataclass
 class Event:
-    """What one call left.
+    """The effect of one call.
 
     Attributes:
-        at: when, in nanoseconds; the same clock for all processes.
-        entries: what the folder holds, by path.
+        at: time in nanoseconds; all processes use the same clock.
+        entries: the folder's contents, by path.
         synced: inode of the file or folder that the call brought to the disk.
-        label: of a sync, what and from where; of a promise to the user, its words.
-        promise: whether it is one.
+        label: of a sync: the target and the caller; of a promise to the user: its text.
+        promise: whether it is a promise.
     """
 
     at: int
@@ -70,7 +70,7 @@ class Record:
         return Record(self.root, events, self.contents | other.contents)
 
     def without(self, number: int) -> Record:
-        """The same as if the sync of this event had been forgotten."""
+        """The same record without the sync of this event."""
         events = list(self.events)
         events[number] = Event(events[number].at, events[number].entries)
         return Record(self.root, events, self.contents)
@@ -100,7 +100,7 @@ class Recorder:
         os.close(self._number)
 
     def promise(self, words: str) -> None:
-        """The user is told now that what was done stays."""
+        """Record that the user is now told that the work so far is saved."""
         with self._alone():
             self._note(label=words, promise=True)
 
@@ -121,7 +121,7 @@ class Recorder:
 
     @contextmanager
     def _alone(self) -> Iterator[bool]:
-        """One call at a time, of all threads and processes; whether it is no call of a call's own."""
+        """Serialize calls of all threads and processes; yields whether this call is not nested in another one."""
         with self._lock:
             self._depth += 1
             if self._depth == 1:
@@ -150,19 +150,19 @@ class Recorder:
             self.record.events.append(Event(time.monotonic_ns(), entries, synced, label, promise))
 
     def _entries(self, root: str) -> dict[str, Entry]:
-        """What there is, by path; what another process removes meanwhile is not."""
-        found: dict[str, Entry] = {".": (os.stat(root).st_ino, None)}
+        """The folder's contents by path, without files that another process removes meanwhile."""
+        results: dict[str, Entry] = {".": (os.stat(root).st_ino, None)}
         folders = [root]
         while folders:
             try:
                 listed = sorted(os.scandir(folders.pop()), key=lambda entry: entry.name)
                 for entry in listed:
                     content = None if entry.is_dir(follow_symlinks=False) else self._content(entry.path)
-                    found[os.path.relpath(entry.path, root)] = entry.inode(), content
+                    results[os.path.relpath(entry.path, root)] = entry.inode(), content
                     folders += [entry.path] if content is None else []
             except FileNotFoundError:
                 continue
-        return found
+        return results
 
     def _content(self, path: str) -> str:
         with open(path, "rb") as file:
@@ -172,14 +172,14 @@ class Recorder:
         return key
 
 
-# --- what a cut may leave
+# --- states after a cut
 
 Place = tuple[int, str]  # a folder, by its number, and a name in it
 
 
 @dataclass
 class _Change:
-    """What one call changed: which object each name belongs to afterwards; None: to none."""
+    """The change by one call: the object that each name refers to afterwards; None: no object."""
 
     names: dict[Place, int | None]
     unsynced: set[int]  # folders
@@ -187,13 +187,13 @@ class _Change:
 
 @dataclass(frozen=True)
 class Cut:
-    """The power goes at one moment.
+    """A power cut at one moment.
 
     Attributes:
-        number: of the last event before it.
-        logical: what the folder held for everyone who looked.
-        promises: made before, with the number of each one's event.
-        states: each a state in which the disk may be found.
+        number: that of the last event before it.
+        logical: the folder's contents as processes saw them.
+        promises: earlier promises, each with the number of its event.
+        states: the possible states of the disk.
     """
 
     number: int
@@ -203,10 +203,10 @@ class Cut:
 
 
 class Disk:
-    """Follows a record, and knows at each moment what is safe.
+    """Follows a record and tracks what is safe at each moment.
 
     Attributes:
-        busy: numbers of the events that were syncs and had something to bring to the disk.
+        busy: numbers of the sync events that had something to write.
     """
 
     def __init__(self, record: Record, seed: int = 0) -> None:
@@ -223,7 +223,7 @@ class Disk:
         self.busy: set[int] = set()
 
     def cuts(self) -> Iterator[Cut]:
-        """After each event in turn."""
+        """Yields the cut after each event."""
         promises: list[tuple[int, str]] = []
         for number, event in enumerate(self.record.events):
             self._follow(number, event)
@@ -233,7 +233,7 @@ class Disk:
             yield Cut(number, logical, list(promises), self._states())
 
     def _number(self, entries: Mapping[str, Entry]) -> dict[Place, int]:
-        """Who belongs to which name."""
+        """The object of each name."""
         there = {inode for inode, _ in entries.values()}
         self._numbers = {inode: number for inode, number in self._numbers.items() if inode in there}
         for inode in there - set(self._numbers):
@@ -270,7 +270,7 @@ class Disk:
             self._apply(self._safe_names, self._changes.pop(0))
 
     def _calls_between(self, before: dict[Place, int], after: dict[Place, int]) -> list[_Change]:
-        """Changes of names, those of one rename or exchange together: they move one object."""
+        """Changes of names; those of one rename or exchange are grouped, because they happen together."""
         changed = {place for place in {*before, *after} if before.get(place) != after.get(place)}
         changes: list[_Change] = []
         while changed:
@@ -296,11 +296,11 @@ class Disk:
         changes = list(self._changes)
         safe, data = dict(self._safe_names), dict(self._data)
         open_ = [number for number, change in enumerate(changes) if change.unsynced]
-        found = {*safe.values(), *(number for change in changes for number in change.names.values())}
+        results = {*safe.values(), *(number for change in changes for number in change.names.values())}
         choices = {
             number: self._versions(self._safe_data[number], key)
             for number, key in data.items()
-            if number in found and key != self._safe_data[number]
+            if number in results and key != self._safe_data[number]
         }
         many = 2 ** len(open_) * math.prod(map(len, choices.values()))
         for chosen, versions in self._all(open_, choices) if many <= MOST else self._some(open_, choices):
@@ -317,8 +317,8 @@ class Disk:
             yield chosen, dict(zip(choices, versions))
 
     def _some(self, open_: list[int], choices: dict[int, list[str]]) -> Iterator[tuple[Iterable[int], dict[int, str]]]:
-        """None, all, each alone, all but one, and random ones."""
-        for kind in range(2):  # nothing written later is there, or all of it
+        """Subsets: none, all, each alone, all but one, and random ones."""
+        for kind in range(2):  # without later writes, and with all of them
             versions = {number: keys[-kind] for number, keys in choices.items()}
             yield [], versions
             yield open_, versions
@@ -333,7 +333,7 @@ class Disk:
             )
 
     def _versions(self, safe: str, written: str) -> list[str]:
-        """What may be found of a file: as it was synced, as it was written, the first half, or zeros."""
+        """Possible contents of a file: as it was synced, as it was written, the first half, or zeros."""
         data = self.contents[written]
         torn = [data[: len(data) // 2], bytes(len(data)), data[: len(data) // 2] + bytes(len(data) - len(data) // 2)]
         return list(dict.fromkeys([safe, *(self._key(part) for part in torn), written]))
@@ -360,7 +360,7 @@ class Disk:
 
 
 def lay_out(tree: Tree, contents: Mapping[str, bytes], folder: Path) -> None:
-    """Make real files of a state."""
+    """Write a state as real files."""
     for path, key in sorted(tree.items()):
         if key is None:
             (folder / path).mkdir(parents=True, exist_ok=True)
@@ -373,12 +373,12 @@ Judge = Callable[[Cut, Tree], str | None]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of looking at all states after all cuts, up to the first bad one.
+    """The result of checking all states after all cuts, up to the first bad one.
 
     Attributes:
-        wrong: what is wrong with it, and where the cut was; None: no state is bad.
+        wrong: the error, and the place of the cut; None: no state is bad.
         state: the bad one.
-        busy: as the disk's.
+        busy: as in :class:`Disk`.
     """
 
     cuts: int
@@ -390,7 +390,7 @@ class Verdict:
 
 
 def try_all_cuts(record: Record, judge: Judge, since: int = 0) -> Verdict:
-    """Let ``judge`` say what is wrong with each state after each cut, until there is something.
+    """Call ``judge`` on each state after each cut, until it reports an error.
 
     ``since``: the number of the first event to cut after.
     """
@@ -410,8 +410,8 @@ def try_all_cuts(record: Record, judge: Judge, since: int = 0) -> Verdict:
 def prove(records: Mapping[str, tuple[Record, Judge]]) -> list[str]:
     """Check that no cut of any record leaves a bad state, and that each sync is needed for that.
 
-    Without one call of it alone there must be a bad state. (Not without each call: what one call has to bring to the
-    disk another one may bring as well.) A sync that is not needed shows that the judge overlooks something, or that the
+    Without one of its calls there must be a bad state. (This need not hold for every single call, because what one call
+    writes another may write too.) A sync that is not needed shows that the judge overlooks something, or that the
     program syncs for nothing. Returns a line for each record.
     """
     needed, needless, lines = set(), set(), []
@@ -419,8 +419,8 @@ def prove(records: Mapping[str, tuple[Record, Judge]]) -> list[str]:
         verdict = try_all_cuts(record, judge)
         assert verdict.wrong is None, f"{name}: {verdict.wrong}"
         for number in sorted(verdict.busy):
-            found = try_all_cuts(record.without(number), judge, number).wrong is not None
-            (needed if found else needless).add(record.events[number].label)
+            results = try_all_cuts(record.without(number), judge, number).wrong is not None
+            (needed if results else needless).add(record.events[number].label)
         lines.append(f"{name}: {verdict.cuts} cuts, {verdict.states:,} states, {len(verdict.busy)} syncs")
     assert not needless - needed, needless - needed
     return lines

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far results are from what they should be."""
+"""Errors of results."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small random model of any family that transformers registers as a decoder, made from its configuration class alone.
 
-Numbers of a configuration are made small by their names; fields that go with each other in another way are in OWN.
+Numbers in a configuration are reduced according to their names; OWN has the exceptions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tests.hugging_face import LENGTH, VOCABULARY, Outcome, averaged, draw_weigh
 
 FAMILIES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 LARGEST = 8_000_000  # parameters; a model with more was not made small
-# The first pattern that a field's name matches says its number.
+# The value for a field is that of the first pattern that matches its name.
 SMALL: list[tuple[str, float | int]] = [
     (r"dropout|pdrop|layerdrop|jitter|drop_path", 0.0),
     (r"vocab", VOCABULARY),
@@ -80,7 +80,7 @@ SWA = {
 QSA = {
     "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 2
 }  # fmt: skip
-WIDE = 64  # numbers up to here that no pattern names stay
+WIDE = 64  # numbers up to this that match no pattern are kept
 EXPERTS = {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1}
 UNSAID = EXPERTS | {"head_dim": 8, "num_key_value_heads": 2}  # None in some, by default
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64}
@@ -112,7 +112,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def small_model(family: str) -> PreTrainedModel:
-    """Random, every weight shows, in evaluation mode. ValueError: it cannot be made small."""
+    """A random model in evaluation mode whose weights all matter. ValueError: it cannot be made small."""
     torch.manual_seed(3)
     config = CONFIG_MAPPING[family](**small_config(CONFIG_MAPPING[family]))
     config._attn_implementation = "eager"
@@ -124,7 +124,7 @@ def small_model(family: str) -> PreTrainedModel:
 
 
 def small_config(kind: type[PreTrainedConfig]) -> dict[str, Any]:
-    """What to call a configuration class with."""
+    """The arguments for a configuration class."""
     usual = kind()
     fields = {x.name: vars(usual).get(x.name) for x in dataclasses.fields(kind)}
     made: dict[str, Any] = {}
@@ -152,7 +152,7 @@ def smaller(name: str, value: float) -> float:
 
 
 def fewer_layers(usual: PreTrainedConfig, fields: dict[str, Any]) -> dict[str, Any]:
-    """One layer of each kind, two or more, and the lists that say what each is."""
+    """One layer of each kind, at least two, and the lists of their kinds."""
     count = getattr(usual, "num_hidden_layers", None)
     lists = {name: value for name, value in fields.items() if isinstance(value, (list, tuple)) and len(value) == count}
     if not lists or not isinstance(count, int):
@@ -164,23 +164,23 @@ def fewer_layers(usual: PreTrainedConfig, fields: dict[str, Any]) -> dict[str, A
     return {name: len(chosen)} | {key: [value[i] for i in chosen] for key, value in lists.items()}
 
 
-# What becomes of a family over ranks: the numbers of one process, or a refusal whose reason is true.
+# The outcome of a family over ranks: the results of one process, or a refusal with a correct reason.
 
 
 LIMIT = 1e-5  # of the largest entry, in fp32
-BITS = 4  # rounding meets every operation, and not the weights alone
+BITS = 4  # factor on the effect of rounding weights, as every operation rounds
 
 
 def outcome(family: str, ulysses: int = 2, ring: int = 2) -> dict[str, Any]:
     """On the first rank: ``outcome`` and, by it, ``error`` or ``why``, and whether a refusal's reason is ``true``."""
     first = dist.get_rank() == 0
     batch = whole_batch()
-    batch["input_ids"] = batch["input_ids"] % 80 + 3  # images, sounds and what pads have others
+    batch["input_ids"] = batch["input_ids"] % 80 + 3  # special tokens (images, sounds, padding) have other ids
     batch["labels"] = torch.where(batch["labels"] == -100, -100, batch["input_ids"])
     try:
         model = small_model(family)
     except Exception as error:  # noqa: BLE001 - whatever transformers raises is why
-        return {"outcome": "not buildable", "why": told(error)}
+        return {"outcome": "not buildable", "why": message(error)}
     try:
         context = parallelize(model, cp.initialize_grid(ulysses=ulysses, ring=ring), seq_length=LENGTH)
         inputs = context.shard({name: x for name, x in batch.items() if name != "labels"})
@@ -192,27 +192,27 @@ def outcome(family: str, ulysses: int = 2, ring: int = 2) -> dict[str, Any]:
         context.remove()
     except ValueError as error:
         true = is_true(str(error), small_model(family)) if first else None
-        return {"outcome": "refused", "why": told(error), "true": true}
-    except Exception as error:  # noqa: BLE001 - it is what is looked for
-        return {"outcome": "crash", "why": told(error)}
+        return {"outcome": "refused", "why": message(error), "true": true}
+    except Exception as error:  # noqa: BLE001 - it is what the check searches for
+        return {"outcome": "crash", "why": message(error)}
     if not first:
         return {}
     try:
         expected = by_document(model, batch)
     except Exception as error:  # noqa: BLE001
-        return {"outcome": "not buildable", "why": told(error)}
+        return {"outcome": "not buildable", "why": message(error)}
     if missing := set(expected.grads) ^ set(grads):
         return {"outcome": "wrong", "why": f"gradients of {sorted(missing)[0]} and {len(missing) - 1} more"}
-    found = errors(Outcome(logits, loss.detach(), grads), expected)
-    name = max(found, key=found.get)
-    worst_one = worst(found.values())
+    result = errors(Outcome(logits, loss.detach(), grads), expected)
+    name = max(result, key=result.get)
+    worst_one = worst(result.values())
     if not worst_one < LIMIT and not worst_one < BITS * worst(last_bit(family, batch, expected)):
-        return {"outcome": "wrong", "why": f"{name} by {found[name]:.1e}", "loss": found["loss"]}
-    return {"outcome": "parity", "error": found[name]}
+        return {"outcome": "wrong", "why": f"{name} by {result[name]:.1e}", "loss": result["loss"]}
+    return {"outcome": "parity", "error": result[name]}
 
 
 def by_document(model: PreTrainedModel, batch: dict[str, Tensor]) -> Outcome:
-    """What transformers alone makes of each document by itself, so that none can see another."""
+    """Results of transformers for each document alone."""
     tokens, labels, positions = batch["input_ids"], batch["labels"], batch["position_ids"]
     targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
     rows = []
@@ -227,7 +227,7 @@ def by_document(model: PreTrainedModel, batch: dict[str, Tensor]) -> Outcome:
 
 
 def last_bit(family: str, batch: dict[str, Tensor], expected: Outcome) -> Iterable[float]:
-    """How far numbers on one process move where each weight changes by about its last bit."""
+    """Change of the results on one process if each weight changes by about its last bit."""
     model = small_model(family)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -235,16 +235,16 @@ def last_bit(family: str, batch: dict[str, Tensor], expected: Outcome) -> Iterab
     return errors(by_document(model, batch), expected).values()
 
 
-def told(error: BaseException) -> str:
-    """In one line."""
+def message(error: BaseException) -> str:
+    """A text in one line."""
     text = " ".join(str(error).split())
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"[:300]
 
 
-# Whether a refusal of a family says what is so, by transformers alone on one process.
+# Checks on one process with transformers alone that a refusal's reason is true.
 #
-# Which masks a model makes, what it hands to attention, which outputs move when one token changes: an attention
-# function that computes as transformers does records it.
+# The masks that a model makes, the arguments of attention, and the outputs that change with one token: an attention
+# function that computes like transformers' records them.
 
 
 RECORDER = "records_what_attention_is_asked"
@@ -253,18 +253,18 @@ PLACE = 8  # of the token that is changed
 
 
 def is_true(why: str, model: PreTrainedModel) -> bool | None:
-    """Whether a refusal's reason holds; None: nothing here can tell."""
+    """Whether a refusal's reason is true; None: unknown."""
     return next((check(model, match) for pattern, check in CHECKS if (match := re.search(pattern, why))), None)
 
 
 @dataclass
 class Seen:
-    """What a model asks of attention.
+    """Calls of a model's attention.
 
     Attributes:
         masks: [q, k] of each call, True where a query sees a key; None: none was given.
-        altered: a mask that attention got is not one that transformers made.
-        ruled: a mask was made by a rule beside the causal one.
+        altered: attention got a mask that transformers did not make.
+        ruled: a mask was made with a rule in addition to the causal one.
     """
 
     masks: list[Tensor | None] = field(default_factory=list)
@@ -273,7 +273,7 @@ class Seen:
 
 
 def observe(model: PreTrainedModel, tokens: Tensor, alone: bool = False, **given: Any) -> tuple[Tensor, Seen]:
-    """Logits of transformers' own forward, and what it asked; ``alone``: in attention each token sees itself alone."""
+    """Logits of transformers' forward, and the record; ``alone``: in attention each token sees only itself."""
     seen, made = Seen(), []
 
     def mask_of(*args: Any, **kwargs: Any) -> Tensor:
@@ -301,7 +301,7 @@ def observe(model: PreTrainedModel, tokens: Tensor, alone: bool = False, **given
 
 
 def moved(before: Tensor, after: Tensor) -> Tensor:
-    """[s]: whose logits [1, s, vocabulary] differ by more than rounding."""
+    """[s]: tokens whose logits [1, s, vocabulary] differ by more than rounding."""
     return (before - after).abs().amax(dim=(0, 2)) > 1e-4 * before.abs().max()
 
 
@@ -310,7 +310,7 @@ def changed(tokens: Tensor) -> Tensor:
 
 
 def tokens_mix(model: PreTrainedModel, _: re.Match) -> bool:
-    """A token moves the outputs of others though in attention each sees itself alone."""
+    """A token changes outputs of others, although in attention each sees only itself."""
     others = moved(*(observe(model, tokens, alone=True)[0] for tokens in (TOKENS, changed(TOKENS))))
     return bool(others.index_fill(0, torch.tensor(PLACE), False).any())
 
@@ -324,7 +324,7 @@ def mask_is_neither(model: PreTrainedModel, _: re.Match) -> bool:
 
 
 def mask_is_altered(model: PreTrainedModel, _: re.Match) -> bool:
-    """What reaches attention is not the mask that transformers' functions made, or nothing reaches it."""
+    """Attention gets another mask than the one that transformers' functions made, or none."""
     seen = observe(model, TOKENS)[1]
     return seen.altered or not seen.masks
 
@@ -334,7 +334,7 @@ def mask_is_ruled(model: PreTrainedModel, _: re.Match) -> bool:
 
 
 def selects_keys(model: PreTrainedModel, _: re.Match) -> bool:
-    """Outputs move where its indexers select all keys."""
+    """Outputs change if its indexers select all keys."""
     with torch.no_grad():
         before = model(TOKENS).logits
         for module in model.modules():
@@ -344,13 +344,13 @@ def selects_keys(model: PreTrainedModel, _: re.Match) -> bool:
 
 
 def own_attention(model: PreTrainedModel, match: re.Match) -> bool:
-    """The module that it names does not call what AttentionInterface gives."""
+    """The named module does not call the function from AttentionInterface."""
     named = next(type(module) for module in model.modules() if type(module).__name__ == match[1])
     return "ALL_ATTENTION_FUNCTIONS.get_interface(" not in inspect.getsource(sys.modules[named.__module__])
 
 
 def goes_by_place(model: PreTrainedModel, _: re.Match) -> bool:
-    """Two tokens that change places and keep their positions get other outputs, though each sees itself alone."""
+    """Two exchanged tokens with their positions get other outputs, although each sees only itself."""
     order = torch.arange(TOKENS.size(1))
     order[[PLACE, -1]] = order[[-1, PLACE]]
     positions = torch.arange(TOKENS.size(1))[None]
@@ -360,7 +360,7 @@ def goes_by_place(model: PreTrainedModel, _: re.Match) -> bool:
 
 
 def counts_otherwise(model: PreTrainedModel, _: re.Match) -> bool:
-    """0, 1, 2, ... as position_ids and none give other outputs."""
+    """Outputs with position_ids 0, 1, 2, ... differ from those without."""
     positions = torch.arange(TOKENS.size(1))[None]
     with torch.no_grad():
         return bool(moved(*(model(TOKENS, **given).logits for given in ({}, {"position_ids": positions}))).any())
@@ -376,7 +376,7 @@ def takes_none(model: PreTrainedModel, match: re.Match) -> bool:
 
 
 def sees_later(model: PreTrainedModel, _: re.Match) -> bool:
-    """A token moves the outputs of those before it."""
+    """A token changes the outputs of earlier tokens."""
     with torch.no_grad():
         return bool(moved(*(model(tokens).logits for tokens in (TOKENS, changed(TOKENS))))[:PLACE].any())
 
@@ -384,9 +384,9 @@ def sees_later(model: PreTrainedModel, _: re.Match) -> bool:
 def other_loss(model: PreTrainedModel, _: re.Match) -> bool:
     """Its own loss is not the cross entropy of its own logits for the next token."""
     with torch.no_grad():
-        found = model(input_ids=TOKENS, labels=TOKENS)
-    expected = F.cross_entropy(found.logits[0, :-1], TOKENS[0, 1:])
-    return bool((found.loss - expected).abs() > 1e-4 * expected)
+        result = model(input_ids=TOKENS, labels=TOKENS)
+    expected = F.cross_entropy(result.logits[0, :-1], TOKENS[0, 1:])
+    return bool((result.loss - expected).abs() > 1e-4 * expected)
 
 
 def no_base(model: PreTrainedModel, match: re.Match) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny random decoders of transformers, a batch for them, and what one process makes of it."""
+"""Tiny random decoders of transformers, a batch for them, and its results on one process."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ UNPACKED = ("gpt_oss", "opt")
 
 
 def tiny_model(kind: str, dtype: torch.dtype = torch.float32, **sizes: Any) -> PreTrainedModel:
-    """A random model whose every weight shows, in evaluation mode, the same on every rank."""
+    """A random model in evaluation mode whose weights all matter; the same on every rank."""
     torch.manual_seed(3)
     config = AutoConfig.for_model(kind, **(SIZES | KINDS[kind] | sizes))
     return draw_weights(AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval())
 
 
 def save_model(folder: Path, kind: str, sizes: dict[str, Any]) -> Path:
-    """A random model whose every weight shows, in several files; returns the folder."""
+    """Write a random model whose weights all matter, in several files; returns the folder."""
     torch.manual_seed(3)
     model = draw_weights(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)))
     model.save_pretrained(folder, max_shard_size="100KB")
@@ -63,9 +63,9 @@ def save_model(folder: Path, kind: str, sizes: dict[str, Any]) -> Path:
 
 
 def draw_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """Random ones, so large that each shows, and that no token is likely without the tokens before it.
+    """Set random weights, so large that each matters and that every token depends on the tokens before it.
 
-    The token that pads is embedded as 0, as in every model whose embedding knows of it.
+    The padding token's embedding is 0, as in models whose embedding has a padding index.
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -80,16 +80,16 @@ def draw_weights(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def whole_batch(packed: bool = True, length: int = LENGTH, batch: int = BATCH) -> dict[str, Tensor]:
-    """Tokens, labels of which some do not count, and positions of documents, other ones in each sample."""
+    """Tokens, labels (some ignored) and positions, with other documents in each sample."""
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(3, VOCABULARY, (batch, length), generator=generator)
     labels = tokens.masked_fill(torch.rand(batch, length, generator=generator) < 0.2, -100)
-    found = {"input_ids": tokens, "labels": labels}
+    result = {"input_ids": tokens, "labels": labels}
     if packed:
         cuts = [(0, 11 + 6 * row, 30, length) for row in range(batch)]
         rows = [torch.cat([torch.arange(b - a) for a, b in zip(row, row[1:])]) for row in cuts]
-        found["position_ids"] = torch.stack(rows)
-    return found
+        result["position_ids"] = torch.stack(rows)
+    return result
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Outcome:
 
 
 def on_one_process(model: PreTrainedModel, batch: dict[str, Tensor]) -> Outcome:
-    """As transformers has it; the loss in the model's own dtype."""
+    """Results of transformers; the loss has the model's dtype."""
     inputs = {name: x for name, x in batch.items() if name != "labels"}
     logits = model(**inputs, use_cache=False).logits
     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
@@ -111,9 +111,9 @@ def on_one_process(model: PreTrainedModel, batch: dict[str, Tensor]) -> Outcome:
 
 
 def take_grads(model: torch.nn.Module) -> dict[str, Tensor]:
-    found = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    result = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
     model.zero_grad(set_to_none=True)
-    return found
+    return result
 
 
 def averaged(grads: dict[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, Tensor]:
@@ -124,14 +124,14 @@ def averaged(grads: dict[str, Tensor], group: dist.ProcessGroup | None) -> dict[
     return grads
 
 
-def errors(found: Outcome, expected: Outcome) -> dict[str, float]:
-    """How far off, each relative to the largest entry.
+def errors(result: Outcome, expected: Outcome) -> dict[str, float]:
+    """The largest errors, relative to the largest entry.
 
-    A bias of keys without RoPE adds one number to all scores of a query: its gradient is 0, and both hold rounding.
+    The bias of keys without RoPE has gradient 0 except for rounding, because it shifts all scores of a query equally.
     """
-    assert set(found.grads) == set(expected.grads)
-    pairs = {"logits": (found.logits, expected.logits), "loss": (found.loss, expected.loss)}
-    pairs |= {name: (grad, expected.grads[name]) for name, grad in found.grads.items()}
+    assert set(result.grads) == set(expected.grads)
+    pairs = {"logits": (result.logits, expected.logits), "loss": (result.loss, expected.loss)}
+    pairs |= {name: (grad, expected.grads[name]) for name, grad in result.grads.items()}
     largest = max(float(grad.abs().max()) for grad in expected.grads.values())
     pairs = {name: (a, b) for name, (a, b) in pairs.items() if max(a.abs().max(), b.abs().max()) > 1e-7 * largest}
     return {name: float((a.double() - b.double()).abs().max() / b.abs().max()) for name, (a, b) in pairs.items()}

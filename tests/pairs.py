@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Combinations by covering pairs: the few of many cases in which every two axes that meet anywhere still meet.
+"""Pairwise testing: a few of many cases that still contain every combination of two settings.
 
-A matrix of cases stays as it is written. ``by_pairs`` marks those that bring no new pair as ``full``: they run with
-``--full`` alone.
+The matrix of cases stays complete. ``by_pairs`` marks cases without a new pair as ``full``: they run only with
+``--full``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-# Of these it matters that they are there, not how many: 1 is off. All other settings count with their values.
+# For these only on or off matters (1 is off), not the value. For other settings each value counts.
 AMOUNTS = (
     "--tensor-model-parallel-size",
     "--ulysses-parallel-size",
@@ -24,7 +24,7 @@ AMOUNTS = (
     "--ffn-chunks",
     "--loss-chunks",
 )
-# Of no weight: they follow from others, or only make a run shorter.
+# Ignored: they follow from others, or only shorten a run.
 PLAIN = (
     "--fpdt",
     "--group-query-attention",
@@ -35,38 +35,38 @@ PLAIN = (
     "--global-batch-size",
     "--recompute-num-layers",
 )
-# These act on each other; it is enough to meet any other setting once.
+# These interact; for any other setting one occurrence is enough.
 AXES = ("--tensor", "--ulysses", "--ring", "--pipeline", "--zero", "--fpdt", "saved --", "loaded --")
 
 
 def settings(flags: str) -> frozenset[str]:
-    """What a command line sets: ``--zero-stage 3``, or the name alone for an amount above 1."""
+    """The settings of a command line: ``--zero-stage 3``, or only the name for a size above 1."""
     words: list[str] = []
     for word in flags.split():
         if word.startswith("--"):
             words.append(word)
         else:
             words[-1] += f" {word}"
-    found = set()
+    result = set()
     for word in words:
         name, _, value = word.partition(" ")
         if name in AMOUNTS and value != "1":
-            found.add(name)
+            result.add(name)
         elif name not in AMOUNTS and name not in PLAIN and word not in PLAIN:
-            found.add(word)
-    return frozenset(found)
+            result.add(word)
+    return frozenset(result)
 
 
 def pairs(levels: Set[Hashable]) -> set[frozenset[Hashable]]:
-    """Every level, and every two of them that may act on each other."""
+    """Every setting, and every two settings that may interact."""
     acting = [level for level in levels if str(level).startswith(AXES)]
     return {frozenset(two) for two in combinations(acting, 2)} | {frozenset([one]) for one in levels} | {frozenset()}
 
 
 def covering(held: Sequence[Set[Hashable]], costs: Sequence[float]) -> list[int]:
-    """Indices of cases that together hold everything that any case holds.
+    """Indices of cases that together contain everything that any case contains.
 
-    Greedy and deterministic: each time the case with the most that is new for its cost, the first of equals.
+    Greedy and deterministic: always the case with the most new pairs for its cost, the first of equals.
     """
     left = set().union(*held)
     chosen: list[int] = []
@@ -83,12 +83,12 @@ def by_pairs(
     cost: Callable[..., float] = lambda *_: 1.0,
     ids: Callable[..., str] | None = None,
 ) -> list[Any]:
-    """``cases`` for ``pytest.mark.parametrize``, with ``full`` on those that hold nothing which others do not.
+    """``cases`` for ``pytest.mark.parametrize``; those that add nothing are marked ``full``.
 
     Args:
-        held: of a case, given as arguments: the pairs that it is there for.
-        cost: of a case, given as arguments: for equal use the cheaper is kept.
-        ids: of a case, given as arguments: its name.
+        held: returns the pairs that a case (passed as arguments) contains.
+        cost: returns the cost of a case; of equally useful ones the cheaper is kept.
+        ids: returns the name of a case.
     """
     kept = set(covering([held(*case) for case in cases], [cost(*case) for case in cases]))
     return [
@@ -98,13 +98,13 @@ def by_pairs(
 
 
 def also_in_full(*cases: Any) -> list[Any]:
-    """Cases for ``pytest.mark.parametrize`` that run with ``--full`` alone."""
+    """Cases for ``pytest.mark.parametrize`` that run with ``--full``."""
     every = (case if isinstance(case, tuple) else (case,) for case in cases)
     return [pytest.param(*case, marks=pytest.mark.full) for case in every]
 
 
 def seconds(world: int, model: str, grid: str) -> float:
-    """About how long a run takes, on few cores: sharded weights and small chunks mean many messages and calls."""
+    """Rough relative time of a run on few cores: sharded weights and small chunks need many messages and calls."""
     flags = f"{model} {grid}"
     size = next((int(rest.split()[0]) for rest in flags.split("--fpdt-chunk-size ")[1:]), 64)
     return 2.0 + world * (2.0 if "--zero-stage 2" in flags or "--zero-stage 3" in flags else 1.0) * (1 + 8 / size)
@@ -115,13 +115,13 @@ def grid_pairs(
 ) -> list[Any]:
     """The same for cases of (processes, model flags, grid flags); those in ``quick`` run with --quick too.
 
-    ``once``: each setting is met, and no more; how they act on each other is shown by other tests.
+    ``once``: each setting occurs once; other tests cover their combinations.
     """
     assert set(quick) <= set(cases), "no such case"
 
     def held(_: int, model: str, grid: str) -> Set[Hashable]:
-        found = settings(f"{model} {grid}")
-        return found if once else pairs(found)
+        result = settings(f"{model} {grid}")
+        return result if once else pairs(result)
 
-    found = by_pairs(cases, held, seconds)
-    return [pytest.param(*one.values, marks=pytest.mark.quick) if one.values in quick else one for one in found]
+    result = by_pairs(cases, held, seconds)
+    return [pytest.param(*one.values, marks=pytest.mark.quick) if one.values in quick else one for one in result]

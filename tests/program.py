@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program of the repository, run as by its command line, in forks of a process that has imported everything."""
+"""Runs programs of the repository with a command line, in forks of a process that has imported everything."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from typing import Any
 from tests.distributed.pool import fork_server
 from tests.patience import patience
 
-GRACE = 10.0  # seconds the other ranks have when one has failed
+GRACE = 10.0  # seconds for the other ranks to end after one has failed
 
 
 def run_forked(
     script: Path, argv: Sequence[str], environment: Mapping[str, str], timeout: float = 100
 ) -> subprocess.CompletedProcess:
-    """What ``python script *argv`` does, without the seconds that its imports take.
+    """Run ``python script *argv`` without the time for its imports.
 
-    ``timeout``: seconds on a quiet machine; on a busy one as many times more as it is slower.
+    ``timeout``: seconds on a quiet machine; it is longer on a busy one.
     """
     return run_each(script, argv, [environment], timeout)[0]
 
@@ -34,9 +34,9 @@ def run_forked(
 def run_ranks(
     script: Path, argv: Sequence[str], environment: Mapping[str, str], ranks: int, timeout: float = 100
 ) -> list[subprocess.CompletedProcess]:
-    """What ``torchrun --nproc-per-node ranks script *argv`` does, by rank; where one fails, the rest are ended.
+    """Run ``torchrun --nproc-per-node ranks script *argv``; returns results by rank. If one fails, the rest are ended.
 
-    The ranks meet as torchrun's do, in a store of this process, at a port that the system chose.
+    As under torchrun the ranks use a store, here in this process at a free port.
     """
     with meeting(environment, ranks) as environments:
         return run_each(script, argv, environments, timeout)
@@ -44,7 +44,7 @@ def run_ranks(
 
 @contextmanager
 def meeting(environment: Mapping[str, str], ranks: int) -> Iterator[list[dict[str, str]]]:
-    """The environment of each rank; the store in which they meet lives as long as the context."""
+    """The environment of each rank; their store lives as long as the context."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -64,8 +64,8 @@ def meeting(environment: Mapping[str, str], ranks: int) -> Iterator[list[dict[st
 
 
 def start_forked(script: Path, argv: Sequence[str], environment: Mapping[str, str], folder: Path) -> Any:
-    """``python script *argv`` in a fork; what it prints goes to ``out`` and ``err`` in
-    ``folder``, which is made."""
+    """Start ``python script *argv`` in a fork; its output goes to ``out`` and ``err`` in
+    ``folder``, which is created."""
     folder.mkdir(parents=True)
     process = fork_server().Process(target=_main, args=([str(script), *argv], dict(environment), str(folder)))
     process.start()
@@ -75,7 +75,7 @@ def start_forked(script: Path, argv: Sequence[str], environment: Mapping[str, st
 def run_each(
     script: Path, argv: Sequence[str], environments: Sequence[Mapping[str, str]], timeout: float = 100
 ) -> list[subprocess.CompletedProcess]:
-    """The same script once in each environment; where one fails, the rest are ended after a while."""
+    """Run the script once in each environment; if one fails, the rest are ended after a while."""
     command = [str(script), *argv]
     with tempfile.TemporaryDirectory() as folder:
         folders = [Path(folder, str(number)) for number in range(len(environments))]
@@ -92,10 +92,10 @@ def run_each(
         for process in processes:
             process.kill()
             process.join()
-        said = [[(mine / name).read_text() for name in ("out", "err")] for mine in folders]
+        output = [[(mine / name).read_text() for name in ("out", "err")] for mine in folders]
         if late and not any(one.exitcode for one in processes if one not in running):
-            raise subprocess.TimeoutExpired(command, patience(timeout), *map("\n".join, zip(*said)))
-    return [subprocess.CompletedProcess(command, one.exitcode, *texts) for one, texts in zip(processes, said)]
+            raise subprocess.TimeoutExpired(command, patience(timeout), *map("\n".join, zip(*output)))
+    return [subprocess.CompletedProcess(command, one.exitcode, *texts) for one, texts in zip(processes, output)]
 
 
 def _main(command: list[str], environment: dict[str, str], folder: str) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small programs at random around the public functions, as plain PyTorch on one process computes them.
+"""Small random programs of the public functions, and their results by plain PyTorch on one process.
 
-A :class:`Program` is a value that prints as it is written, so that a failing one can be pasted into a test. What it
-computes is here; how the same is asked of ranks is in ``programs.py``.
+The ``repr`` of a :class:`Program` is Python code, so that a failing one can be pasted into a test. The first half
+computes it with PyTorch alone; the second half runs it on ranks.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from megatron.context_parallel.layout.grid import make_grid
 
 WIDTH, WORDS = 8, 5
 WITH_TOKENS_MIXED = ("attention", "operator", "mha", "encoder", "chunked")
-BY_CONTEXT = ("operator", "mha", "encoder")  # which attend by what cp.context_parallel says
+BY_CONTEXT = ("operator", "mha", "encoder")  # attention within cp.context_parallel
 
 
 class Short:
-    """Prints what differs from the defaults."""
+    """Its ``repr`` contains only fields that differ from the defaults."""
 
     def __repr__(self) -> str:
-        said = (f"{field.name}={value!r}" for field in fields(self)
+        output = (f"{field.name}={value!r}" for field in fields(self)
                 if (value := getattr(self, field.name)) != field.default)  # fmt: skip
-        return f"{type(self).__name__}({', '.join(said)})"
+        return f"{type(self).__name__}({', '.join(output)})"
 
 
 @dataclass(frozen=True, repr=False)
 class Step(Short):
-    """One operation on [s, b, WIDTH]; a field that a kind has no use for means nothing."""
+    """One operation on [s, b, WIDTH]; each kind ignores fields that it does not need."""
 
     kind: str = "linear"
     kv_heads: int = 4
     mask: str = "causal"
     checkpoint: str = ""  # or reentrant, not reentrant
-    tied: bool = False  # has the parameters of the first step
+    tied: bool = False  # shares the parameters of the first step
     alias: bool = False  # its weight is a sum of two parameters
     chunks: int = 1
     pieces: int = 1
@@ -68,13 +68,13 @@ class Program(Short):
     length: int = 8
     batch: int = 1
     balance: str = "zigzag"
-    dtype: str = "float64"  # or float32, autocast: float32 under autocast to bfloat16
-    mask: str = ""  # of cp.context_parallel; none: causal by the call
+    dtype: str = "float64"  # or float32; autocast: float32 under autocast to bfloat16
+    mask: str = ""  # of cp.context_parallel; empty: is_causal of the call
     loss: str = "square"
     backward: str = "backward"
     frozen: tuple[int, ...] = ()  # steps, -1 for x
     seed: int = 0
-    wrong: bool = False  # a gradient is falsified: what a test of programs must notice
+    wrong: bool = False  # a gradient is falsified, which a check must detect
 
     @property
     def kernel(self) -> str:
@@ -112,19 +112,19 @@ def heads_first_masks(step: Step, n: int, batch: int) -> Tensor:
 
 
 def mask_of(program: Program, step: Step) -> str:
-    """Of a step with attention; "each" is known to attention alone."""
+    """The mask of an attention step; only cp.attention supports "each"."""
     if step.kind in BY_CONTEXT:
         return program.mask or "causal"
     return "causal" if step.kind == "chunked" and step.mask == "each" else step.mask
 
 
 def sample_masks(mask: str, batch: int) -> list[str]:
-    """Of each sample; "each" gives them masks of their own."""
+    """The mask of each sample; they differ for "each"."""
     return [["documents", "window", "causal"][i] for i in range(batch)] if mask == "each" else [mask] * batch
 
 
 def parameters(program: Program) -> dict[str, Tensor]:
-    """All of a program's numbers, by name; those of the step i begin with i."""
+    """All tensors of a program by name; names of step i begin with i."""
     dtype, made = program.torch_dtype, {}
 
     def draw(name: str, *shape: int) -> None:
@@ -180,7 +180,7 @@ def project(x: Tensor, p: dict[str, Tensor], kv_heads: int, noise: Callable) -> 
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, noise: Callable, step: Step, sinks: Tensor | None) -> Tensor:
-    """[s, b, heads, 2] each; the whole matrix."""
+    """q, k, v [s, b, heads, 2] from the complete matrix."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
     scores = noise(q @ k.mT) * q.size(-1) ** -0.5
@@ -195,7 +195,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, noise: Callable, step: 
 
 
 def plain_step(program: Program, i: int, x: Tensor, params: dict[str, Tensor], noise: Callable) -> Tensor:
-    """A step as PyTorch alone computes it, on the whole sequence."""
+    """A step computed by PyTorch alone on the complete sequence."""
     step, p = program.steps[i], named(program, i, params)
     n, batch = x.size(0), x.size(1)
     if step.kind == "linear":
@@ -220,7 +220,7 @@ def plain_step(program: Program, i: int, x: Tensor, params: dict[str, Tensor], n
 
 
 def targets(program: Program) -> tuple[Tensor, Tensor]:
-    """What the loss multiplies with [s, b, WIDTH], and labels [s, b]."""
+    """Factors of the loss [s, b, WIDTH], and labels [s, b]."""
     at = torch.arange(program.length * program.batch * WIDTH, dtype=torch.float64)
     return torch.cos(at).view(program.length, program.batch, WIDTH), torch.arange(program.length * program.batch).view(
         program.length, program.batch
@@ -228,14 +228,14 @@ def targets(program: Program) -> tuple[Tensor, Tensor]:
 
 
 def plain_loss(program: Program, y: Tensor, params: dict[str, Tensor], noise: Callable, parts: tuple) -> Tensor:
-    """Of the tokens that are here; ``parts``: their targets."""
+    """The loss of the given tokens; ``parts``: their targets."""
     factors, labels = parts
     if program.loss == "cross entropy":
         logits = noise(F.linear(y, params[f"{len(program.steps)}.words"]))
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     y = y if y.dtype == torch.float64 else y.float()
     factors = factors.to(y.dtype)
-    if program.loss == "transposed":  # its gradient lies in another order
+    if program.loss == "transposed":  # its gradient has another memory order
         return (y.permute(2, 1, 0) * factors.permute(2, 1, 0)).sum()
     return y.sum() if program.loss == "sum" else (y * factors).sum() + y.square().sum() / 2
 
@@ -243,7 +243,7 @@ def plain_loss(program: Program, y: Tensor, params: dict[str, Tensor], noise: Ca
 def differentiate(program: Program, y: Tensor, loss: Tensor, params: dict[str, Tensor]) -> dict[str, Tensor]:
     """The output, the loss, and the gradients by name."""
     leaves = {name: x for name, x in params.items() if x.requires_grad}
-    found = {"y": y.detach(), "loss": loss.detach()}
+    result = {"y": y.detach(), "loss": loss.detach()}
     if leaves and loss.requires_grad:
         if program.backward == "grad":
             grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
@@ -251,8 +251,8 @@ def differentiate(program: Program, y: Tensor, loss: Tensor, params: dict[str, T
             for _ in range(2 if program.backward == "twice" else 1):
                 loss.backward(retain_graph=program.backward == "twice")
             grads = [x.grad for x in leaves.values()]
-        found |= {name: torch.zeros_like(x) if g is None else g.clone() for (name, x), g in zip(leaves.items(), grads)}
-    return found
+        result |= {name: torch.zeros_like(x) if g is None else g.clone() for (name, x), g in zip(leaves.items(), grads)}
+    return result
 
 
 class _Noise(torch.autograd.Function):
@@ -269,7 +269,7 @@ class _Noise(torch.autograd.Function):
 
 
 def run_plain(program: Program, noisy: int | None = None) -> dict[str, Tensor]:
-    """All results in float64; with ``noisy``, as if every operation rounded as the program's precision does."""
+    """All results in float64; with ``noisy``, every operation adds rounding noise of the program's precision."""
     # A sum of n products in float32 is exact to n units. Under autocast both factors of a product, the product and
     # its gradient are rounded to bfloat16, each by half a unit at most.
     unit = max(WIDTH, program.length) * 2.0**-24 + (4 * 2.0**-9 if program.dtype == "autocast" else 0.0)
@@ -288,9 +288,9 @@ def run_plain(program: Program, noisy: int | None = None) -> dict[str, Tensor]:
 
 
 def bounds(program: Program, exact: dict[str, Tensor]) -> dict[str, float]:
-    """How far each result may be from the exact one: 1e-10 in float64.
+    """The tolerance of each result: 1e-10 in float64.
 
-    Else four times as far as the farthest of six results of random roundings, each as large as any of the program's.
+    Otherwise four times the largest deviation among six results with random rounding of the program's size.
     """
     if program.dtype == "float64":
         return {name: 1e-10 * max(1.0, float(x.abs().max())) for name, x in exact.items()}
@@ -298,11 +298,11 @@ def bounds(program: Program, exact: dict[str, Tensor]) -> dict[str, float]:
     return {name: 4 * max(float((one[name] - x).norm()) for one in some) for name, x in exact.items()}
 
 
-# The programs of ``programs.py`` over ranks, by the public functions of ``megatron.context_parallel``.
+# The programs on ranks, by the public functions of ``megatron.context_parallel``.
 
 
-LINES = {  # by what it says: refusals of one line, and of which programs they are right
-    r"a sequence of \d+ tokens cannot be cut over": lambda p, u, r: True,
+LINES = {  # by text: refusals of one line, and the programs for which they are correct
+    r"a sequence of \d+ tokens cannot be divided by": lambda p, u, r: True,
     r"a sequence of \d+ tokens cannot be cut in \d+ chunks": lambda p, u, r: any(s.chunks > 1 for s in p.steps),
     r"q is .*: cast them to one dtype": lambda p, u, r: any(s.mixed for s in p.steps),
     r"a second backward pass through (a chunked layer|the chunked loss) is not supported": lambda p, u, r: (
@@ -326,7 +326,7 @@ class _Wrong(torch.autograd.Function):
 
 
 def refusal(program: Program, error: Exception, ulysses: int, ring: int) -> str | None:
-    """What a refusal of one line says, where it is right."""
+    """The text of a refusal of one line that is correct for the program."""
     text = str(error)
     for line, right in LINES.items():
         if isinstance(error, (ValueError, RuntimeError)) and re.match(line, text) and right(program, ulysses, ring):
@@ -335,26 +335,26 @@ def refusal(program: Program, error: Exception, ulysses: int, ring: int) -> str 
 
 
 def run_on_ranks(programs: list[Program], ulysses: int, ring: int) -> list[dict[str, Tensor] | str]:
-    """The whole results of each, or how it was refused.
+    """The gathered results of each program, or its refusal.
 
     Raises:
-        AssertionError: an error that is no refusal of one line.
+        AssertionError: an error that is not a refusal of one line.
     """
-    grid, found = make_grid(ulysses=ulysses, ring=ring), []
+    grid, result = make_grid(ulysses=ulysses, ring=ring), []
     for program in programs:
         try:
-            found.append(run(program, grid))
+            result.append(run(program, grid))
         except Exception as error:
             line = refusal(program, error, ulysses, ring)
             if line is None:
                 raise AssertionError(f"Ulysses {ulysses} x Ring {ring}: {program}") from error
-            found.append(line)
+            result.append(line)
     forget()
-    return found if dist.get_rank() == 0 else []
+    return result if dist.get_rank() == 0 else []
 
 
 def forget() -> None:
-    """Empty the caches, whose layouts hold this job's process groups, and gloo's threads with them."""
+    """Empty the caches, whose layouts keep this job's process groups and gloo's threads alive."""
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.context_parallel"):
             for one in vars(module).values():
@@ -372,7 +372,7 @@ def run(program: Program, grid: cp.Grid) -> dict[str, Tensor]:
             y = layout.shard(params["x"])
             for i, step in enumerate(program.steps):
                 function = partial(one_step, program, i, layout=layout, params=params)
-                # PyTorch's reentrant one needs an input that wants a gradient, and .backward().
+                # PyTorch's reentrant checkpoint needs an input that requires a gradient, and .backward().
                 reentrant_works = y.requires_grad and program.backward != "grad"
                 if step.checkpoint == "not reentrant" or (step.checkpoint and reentrant_works):
                     y = checkpoint(function, y, use_reentrant=step.checkpoint == "reentrant")
@@ -380,13 +380,13 @@ def run(program: Program, grid: cp.Grid) -> dict[str, Tensor]:
                     y = function(y)
                 y = _Wrong.apply(y) if program.wrong and i == len(program.steps) - 1 else y
             loss = loss_of(program, y, layout, params)
-        found = differentiate(program, y, loss, params)
-    for name, x in found.items():
+        result = differentiate(program, y, loss, params)
+    for name, x in result.items():
         if name == "y":
-            found[name] = layout.gather(x)
-        elif grid.context.size > 1:  # that of x too: every rank cut its part of it
+            result[name] = layout.gather(x)
+        elif grid.context.size > 1:  # also the gradient of x, because every rank used its part
             dist.all_reduce(x, group=grid.context.group)
-    return found
+    return result
 
 
 def one_step(program: Program, i: int, x: Tensor, *, layout: cp.SequenceLayout, params: dict[str, Tensor]) -> Tensor:
@@ -418,7 +418,7 @@ def one_step(program: Program, i: int, x: Tensor, *, layout: cp.SequenceLayout, 
 
 
 def chunked(program: Program, step, p: dict[str, Tensor], x: Tensor, layout: cp.SequenceLayout) -> Tensor:
-    """A layer in chunks, whose layout may deal tokens otherwise."""
+    """A layer in chunks, whose layout may distribute tokens differently."""
     other = cp.SequenceLayout(
         program.length, layout.grid, program.balance, step.chunks, document_ends=layout.document_ends
     )

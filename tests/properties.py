@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How hard Hypothesis looks: the same few examples in every run, or many new ones with --hypothesis-profile=explore."""
+"""Hypothesis' profiles: the same few examples in every run, or many new ones with --hypothesis-profile=explore."""
 
 from __future__ import annotations
 
 from hypothesis import settings
 
-USUAL, FAR = 100, 2500  # examples of a test that names no number
+USUAL, FAR = 100, 2500  # examples of a test without a number
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=USUAL, database=None)
 settings.register_profile("explore", derandomize=False, deadline=None, max_examples=FAR, print_blob=True)
 
 
 def examples(count: int) -> settings:
-    """For a test of which ``count`` examples are enough in every run; exploring, it gets as many times more as all."""
+    """For a test that needs only ``count`` examples; exploring multiplies them by the same factor as for others."""
     return settings(max_examples=max(1, count * settings.default.max_examples // USUAL))

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published launch commands, as data: `tests/unit/data/recipes.json`, by the repositories they come from.
+"""Published launch commands (`tests/unit/data/recipes.json`), by their repositories.
 
-All start pretrain_gpt.py, or what a fork calls it, on a dense model. A recipe holds its flags as its script would pass
-them with the script's own defaults (paths became plain names), the number of processes, and, where we refuse it, what
-we say. ``stated_processes`` is there where the script leaves the number open (null), or states one that its own grid
-does not fit; ``processes`` was raised to the grid then. A repository with ``drawn`` holds a draw of that day:
-repositories that were not here, of each at most eight scripts that start without arguments, by the lowest SHA-1 of
-their paths; no experts, no copies of flags that were here. They were read once before anything was changed for them:
-11 of 50 were taken, and a twelfth wrongly. The second draw went by turns through the repositories that the index of
+All start pretrain_gpt.py, or a fork's program, on a dense model. A recipe holds its flags as its script would pass
+them with the script's defaults (with short names for paths), the number of processes, and our refusal if there is
+one. ``stated_processes`` exists if the script does not give the number (null), or gives one that its own grid
+does not fit; ``processes`` was then raised to the grid. A repository with ``drawn`` was drawn on that day:
+new repositories, with at most eight scripts each that start without arguments, by the lowest SHA-1 of
+their paths; without experts and without copies of known flags. Before any change for them,
+11 of 50 were accepted, and a twelfth wrongly. The second draw took turns among the repositories that an index of
 public code lists for "Megatron-LM", "Megatron-DeepSpeed", "MindSpeed", pretrain_llama.py and pretrain_gpt.py, to 43
-recipes of seven, of which 17 were taken at first sight, and 14 of two more, of which 8 were.
+recipes of seven, of which 17 were accepted unchanged, and 14 of two more, of which 8 were.
 
-Forks invent flags for what their programs alone can do, and those are rightly refused. So the share is counted once
-more among the recipes whose flags are all in `tests/unit/data/upstream_flags.json`: names that the argument parsers of
+Forks have flags for features that only they have, which we refuse rightly. So the share is also counted
+among the recipes whose flags are all in `tests/unit/data/upstream_flags.json`: names that the argument parsers of
 Megatron-LM (core 0.12.0, 0.12.3, 0.13.1, 0.14.0, 0.15.3, 0.16.1), Megatron-DeepSpeed and DeepSpeed themselves know.
 
-    python -m tests.recipes          # which are taken, and why the others are not
-    python -m tests.recipes --write  # after a change that takes more of them: brings the data up to date
+    python -m tests.recipes          # which are accepted, and why the others are not
+    python -m tests.recipes --write  # updates the data after a change
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def recipes() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def refused(recipe: dict[str, Any]) -> list[str]:
-    """What we say against a recipe; nothing where it is taken. As on a machine with Transformer Engine."""
+    """The refusals of a recipe, as on a machine with Transformer Engine; empty if it is accepted."""
     installed = "megatron.training.arguments.validate.transformer_engine_installed"
     with _files(recipe.get("files", {})), patch(installed, lambda: True):
         try:
@@ -72,13 +72,13 @@ def flags_of(recipe: dict[str, Any]) -> set[str]:
 
 @cache
 def upstream_flags() -> frozenset[str]:
-    """Every flag that Megatron-LM or Megatron-DeepSpeed know."""
+    """All flags of Megatron-LM and Megatron-DeepSpeed."""
     return frozenset(flag for flags in json.loads(UPSTREAM.read_text()).values() for flag in flags)
 
 
 @contextmanager
 def _files(files: dict[str, Any]) -> Iterator[None]:
-    """The JSON files that a recipe names lie in the working directory."""
+    """Write the JSON files that a recipe names into the working directory."""
     if not files:
         yield
         return
@@ -94,7 +94,7 @@ def _files(files: dict[str, Any]) -> Iterator[None]:
 
 
 def main() -> None:
-    """Print the shares that are taken; with --write, store what is said against the others."""
+    """Print the accepted shares; with --write, store the refusals of the others."""
     reasons: Counter[str] = Counter()
     taken: list[bool] = []
     upstream: list[bool] = []

@@ -3,11 +3,11 @@
 # Set everything up, then lint and test:
 #
 #   bash tests/run.sh --quick     most unit tests and a few grids: after every change
-#   bash tests/run.sh             every promise, combinations by covering pairs: before a pull request, and in CI
+#   bash tests/run.sh             every feature, combinations by pairs: before a pull request, and in CI
 #   bash tests/run.sh --full      whole matrices: before a release
 #
-# All other arguments are pytest's. Two processes share the tests, each with a pool of workers of its own; -n 0 runs all
-# in one, as --pdb needs it. --hypothesis-profile=explore looks for new counterexamples.
+# All other arguments are pytest's. Two processes share the tests, each with its own pool of workers; -n 0 runs all
+# in one, which --pdb needs. --hypothesis-profile=explore looks for new counterexamples.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

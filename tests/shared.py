@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several tests need and one makes, also where the tests run in several processes."""
+"""Values that several tests need and that are made once, also if tests run in several processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Shared:
-    """Values that are made once for a whole run of pytest, each under a key, and kept in a folder."""
+    """Values by key that are made once per run of pytest and kept in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -20,17 +20,17 @@ class Shared:
         folder.mkdir(exist_ok=True)
 
     def __call__(self, key: object, make: Callable[[], Any]) -> Any:
-        """The value of ``make()``, from whichever process came first; the others wait for it.
+        """The value of ``make()`` from the first process that needs it; others wait for it.
 
         Args:
-            key: its ``repr`` tells values apart.
+            key: its ``repr`` identifies the value.
             make: returns something that can be pickled. If it raises, the next one tries again.
         """
         name = hashlib.sha256(repr(key).encode()).hexdigest()
         if name not in self._known:
             file = self._folder / name
             with open(file.with_suffix(".lock"), "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # the system lets go of it, even if this process is killed
+                fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it even if this process is killed
                 if not file.exists():
                     value = pickle.dumps(make())
                     file.with_suffix(".part").write_bytes(value)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A published recipe started with stand-ins for its files: tokenizer, data, then one simulated step.
 
-Stand-ins lie in a temporary folder under the names that the recipe asks for: a tokenizer of its type with some 300 ids,
-`.bin` and `.idx` of 3,000 short documents, chats. Samples are of 32 tokens, so that these hold some. The step is the
-last rank's, of as many layers and micro-batches as its grid needs; lengths and widths are the recipe's.
+Stand-ins are in a temporary folder under the recipe's names: a tokenizer of its type with about 300 ids,
+`.bin` and `.idx` of 3,000 short documents, chats. Samples have 32 tokens, so the data hold several. The step is the
+last rank's, with the least layers and micro-batches that its grid permits; lengths and widths are the recipe's.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from megatron.training.data import index_files as data_files
 from megatron.training.data.tokenizer import FIM_TOKENS, SENTENCEPIECE, Tokenizer, build_tokenizer, check_vocab
 from tests.chats import make_tokenizer, write_chats
 
-GPU = "H100-80G"  # whose kernels are one call each, and so the quickest to simulate
+GPU = "H100-80G"  # its kernels are single calls, which are the quickest to simulate
 LENGTH, DOCUMENTS, TOKENS = 32, 3000, 40
 LISTS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
 
 def start(recipe: dict[str, Any], folder: Path, stand_ins: Path, step: bool = True) -> None:
-    """Take a recipe through what comes before its first step, and through one simulated step.
+    """Prepare a recipe's run up to its first step, and simulate one step.
 
     Args:
         folder: empty; the recipe's working directory.
@@ -83,7 +83,7 @@ def start(recipe: dict[str, Any], folder: Path, stand_ins: Path, step: bool = Tr
 
 @contextmanager
 def chdir(folder: Path) -> Iterator[None]:
-    """In that working directory."""
+    """Change the working directory within the context."""
     before = Path.cwd()
     os.chdir(folder)
     try:
@@ -93,7 +93,7 @@ def chdir(folder: Path) -> Iterator[None]:
 
 
 def _inside(word: str) -> str:
-    """A word whose absolute path lies in the working directory."""
+    """A word with its absolute path moved into the working directory."""
     flag, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
     return f"{flag}{equals}{value.lstrip('/')}" if value.startswith("/") and value != "/dev/null" else word
 
@@ -134,7 +134,7 @@ def place(config: Config, stand_ins: Path) -> Tokenizer:
     if kind == "TikTokenizer":
         data.tiktoken_num_special_tokens = 100
     tokenizer = build_tokenizer(data, config.model.vocab_size)
-    if config.model.vocab_size and kind != "NullTokenizer":  # the recipe's own file has so many
+    if config.model.vocab_size and kind != "NullTokenizer":  # the recipe's file has this many
         tokenizer = replace(tokenizer, vocab_size=config.model.vocab_size)
     if data.sft:
         for prefix in (word for name in LISTS for word in getattr(data, name) or ()):
@@ -157,13 +157,13 @@ def place(config: Config, stand_ins: Path) -> Tokenizer:
 
 def _lists(data: DataConfig) -> dict[str, str]:
     """Files that name the data."""
-    found = {data.data_args_path: "1 listed", data.data_file_list: "1 listed corpus\n"}
+    result = {data.data_args_path: "1 listed", data.data_file_list: "1 listed corpus\n"}
     if data.per_split_data_args_path:
         words = {name: ["1", "listed"] for name in ("train", "valid", "test")}
-        found[data.per_split_data_args_path] = json.dumps(words)
+        result[data.per_split_data_args_path] = json.dumps(words)
     for split, more in (("train", ""), ("valid", ' "B: 1 0.9:1 listed, 2 0:1 other"'), ("test", "")):
-        found[getattr(data, f"{split}_weighted_split_paths_path")] = f'"A: 1 0:0.9 listed"{more}'
-    return {path: text for path, text in found.items() if path and not os.path.exists(path)}
+        result[getattr(data, f"{split}_weighted_split_paths_path")] = f'"A: 1 0:0.9 listed"{more}'
+    return {path: text for path, text in result.items() if path and not os.path.exists(path)}
 
 
 def write_corpus(prefix: Path, eod: int) -> None:
@@ -178,7 +178,7 @@ def write_corpus(prefix: Path, eod: int) -> None:
 
 
 def _link(source: Path, path: str) -> None:
-    """The stand-in under the name that the recipe has for it."""
+    """Put the stand-in under the recipe's name."""
     if not os.path.lexists(path):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).symlink_to(source)

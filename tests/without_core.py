@@ -16,7 +16,7 @@ LENGTH, HEADS, SIZE = 48, 4, 8
 
 
 class NoCore(MetaPathFinder):
-    """As where megatron-core is not installed."""
+    """Hide megatron-core from imports."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> None:
         if name == "megatron.core" or name.startswith("megatron.core."):
@@ -70,7 +70,7 @@ def compare(ulysses: int, ring: int) -> None:
 
 
 def rank_of(rank: int, store: str, ulysses: int, ring: int) -> int:
-    """Be this rank, to the end of the process; its exit status."""
+    """Run this rank in this process; returns its exit status."""
     try:
         world = ulysses * ring
         dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)

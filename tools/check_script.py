@@ -97,20 +97,20 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
-def report(found: Launch, cwd: Path, done: Record, processes: int | None) -> bool:
+def report(result: Launch, cwd: Path, done: Record, processes: int | None) -> bool:
     """Print what the parser says about one command; returns whether it is accepted."""
-    count = processes or found.processes or grid(found.flags)
-    launcher = " ".join(Path(word).name if "/" in word else word for word in found.launcher)
-    stated = f"{count} processes" if processes or found.processes else f"processes left open: read for {count}"
-    print(f"{' '.join([launcher, Path(found.program).name]).strip()} ... ({stated})")
-    for flag, after in zip(found.launcher, [*found.launcher[1:], "-"]):
+    count = processes or result.processes or grid(result.flags)
+    launcher = " ".join(Path(word).name if "/" in word else word for word in result.launcher)
+    stated = f"{count} processes" if processes or result.processes else f"processes left open: read for {count}"
+    print(f"{' '.join([launcher, Path(result.program).name]).strip()} ... ({stated})")
+    for flag, after in zip(result.launcher, [*result.launcher[1:], "-"]):
         if flag in done.empty and after.startswith("-"):
             print(f"{flag}: {empty(flag, done)}, and the number of processes is a guess")
-    name = Path(found.program).name
+    name = Path(result.program).name
     if not name.startswith(("pretrain_gpt", "pretrain_llama")):
         print(f"{name} is another program: only its flags are checked, as those of pretrain_gpt.py")
     defaults = LLAMA_DEFAULTS if "pretrain_llama" in name else None
-    flags = [written(word, cwd, done) for word in found.flags]
+    flags = [written(word, cwd, done) for word in result.flags]
     before = Path.cwd()
     os.chdir(cwd)
     try:
@@ -118,14 +118,14 @@ def report(found: Launch, cwd: Path, done: Record, processes: int | None) -> boo
         with patch.object(validate, "transformer_engine_installed", lambda: True):
             config = parse(flags, defaults, count, shape_of)
     except Refusal as refusal:
-        report_refusals(refusal, found, done)
+        report_refusals(refusal, result, done)
         return False
     finally:
         os.chdir(before)
     print("accepted" + (", with these notes:" if config.notes else ""))
     for note in config.notes:
         print(f"  - {unwritten(note, done)}")
-    print("start it with\n  " + command(found, shlex.join(found.flags)))
+    print("start it with\n  " + command(result, shlex.join(result.flags)))
     return True
 
 
@@ -136,7 +136,7 @@ def shape_of(folder: str, step: int | None, skip: bool) -> dict[str, Any] | None
     return arguments_of.shape_of(folder, step, skip)
 
 
-def report_refusals(refusal: Refusal, found: Launch, done: Record) -> None:
+def report_refusals(refusal: Refusal, result: Launch, done: Record) -> None:
     """Print what is refused, and the command that would be accepted."""
     print("refused" if len(refusal.parts) == 1 else f"refused, for {len(refusal.parts)} reasons")
     for part in refusal.parts:
@@ -144,7 +144,7 @@ def report_refusals(refusal: Refusal, found: Launch, done: Record) -> None:
         blamed = isinstance(part, Unreadable) and flag in done.empty
         print(f"  - {flag}: {empty(flag, done)}" if blamed else f"  - {unwritten(str(part), done)}")
     if isinstance(refusal, Refusals) and refusal.command is not None:
-        print(f"this would be accepted, {refusal.changes}\n  {command(found, unwritten(refusal.command, done))}")
+        print(f"this would be accepted, {refusal.changes}\n  {command(result, unwritten(refusal.command, done))}")
 
 
 def empty(flag: str, done: Record) -> str:
@@ -167,15 +167,15 @@ def unwritten(text: str, done: Record) -> str:
     return text.replace(f"{done.folder}/files", "")
 
 
-def command(found: Launch, flags: str) -> str:
+def command(result: Launch, flags: str) -> str:
     """The same command with this program and these flags."""
-    program = "pretrain_llama.py" if "llama" in Path(found.program).name else "pretrain_gpt.py"
-    return f"{shlex.join([*found.launcher, program])} {flags}"
+    program = "pretrain_llama.py" if "llama" in Path(result.program).name else "pretrain_gpt.py"
+    return f"{shlex.join([*result.launcher, program])} {flags}"
 
 
 def report_others(done: Record) -> None:
     """Print which other programs the script called."""
-    starters = {found.launcher[0] for call in done.calls if (found := launch(call.words)) and found.launcher}
+    starters = {result.launcher[0] for call in done.calls if (result := launch(call.words)) and result.launcher}
     names = Counter(
         Path(call.words[0]).name
         for call in done.calls

@@ -60,9 +60,9 @@ def _run(options: argparse.Namespace, ranks: list[int]) -> int:
         else:
             both = f"{len(result.pairs)} of {len(result.ours)} predicted and {len(result.theirs)} measured operations"
             console.print(f"Rank {rank}: {both} are in both, in the same order: {result.share:.1%} of the predicted.")
-        for name, more in result.alone()[:8]:
+        for name, more in result.differences()[:8]:
             console.print(f"- {name}: {abs(more)} more {'predicted' if more > 0 else 'measured'}")
-        rows.append({"rank": rank, "share": result.share, "rows": result.rows(), "alone": dict(result.alone())})
+        rows.append({"rank": rank, "share": result.share, "rows": result.rows(), "alone": dict(result.differences())})
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
     if options.merged:

@@ -95,8 +95,8 @@ def slurm(script: str) -> dict[str, str]:
 
     def number(*names: str) -> int:
         for name in names:
-            if found := re.search(r"([0-9]{1,9})$", given.get(name, "")):
-                return int(found[1])
+            if result := re.search(r"([0-9]{1,9})$", given.get(name, "")):
+                return int(result[1])
         return 0
 
     nodes = number("nodes", "N") or 1

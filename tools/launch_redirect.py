@@ -45,19 +45,19 @@ def _renamed(text: str, source: str | None) -> str:
         end, new = _stays(text, at), None
         if end > at:
             pass
-        elif found := DOCUMENT.match(text, at):
-            end = found.end()
+        elif result := DOCUMENT.match(text, at):
+            end = result.end()
             if not text.startswith("<<<", at):
-                waiting.append((found[3], bool(found[1])))
+                waiting.append((result[3], bool(result[1])))
         elif text[at] == "\n" and waiting:
             end, waiting = _documents(text, at, waiting), []
         elif text.startswith("<>", at):
             end, new = at + 2, "<"
         elif EXEC.match(text, at) and COMMAND.search(text, 0, at):
             end, new = at + 4, "_exec"
-        elif found := REDIRECT.match(text, at):
-            end = max(_word(text, found.end()), found.end())
-            new = _redirected(found[0], text[found.end() : end])
+        elif result := REDIRECT.match(text, at):
+            end = max(_word(text, result.end()), result.end())
+            new = _redirected(result[0], text[result.end() : end])
         else:
             end = at + 1
         out.append(text[at:end] if new is None else new)

@@ -13,9 +13,9 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from tools.launch_command import slurm
 
-ALONE = """exclusive parsable requeue no-requeue wait hold test-only verbose quiet oversubscribe overcommit spread-job
-use-min-nodes reboot contiguous no-kill get-user-env nice propagate ignore-pbs help usage version""".split()
-ALONE_SHORT = "HhIkOQsvVW"
+NO_VALUE = """exclusive parsable requeue no-requeue wait hold test-only verbose quiet oversubscribe overcommit
+spread-job use-min-nodes reboot contiguous no-kill get-user-env nice propagate ignore-pbs help usage version""".split()
+NO_VALUE_SHORT = "HhIkOQsvVW"
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:
@@ -23,13 +23,13 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
     at = 0
     while at < len(words) and words[at].startswith("-") and words[at] != "-":
         name = words[at]
-        alone = name[2:] in ALONE or "=" in name if name.startswith("--") else len(name) > 2 or name[1:] in ALONE_SHORT
-        at += 1 if alone else 2
+        long, short = name[2:] in NO_VALUE or "=" in name, len(name) > 2 or name[1:] in NO_VALUE_SHORT
+        at += 1 if (long if name.startswith("--") else short) else 2
     return words[:at], words[at:]
 
 
 def code(words: list[str], files: str) -> str:
-    """Code for ``_submit`` of launch_setup.sh: it sets script or text, and words, slurm and receipt.
+    """Code for ``_submit`` of launch_setup.sh: it sets the variables script or text, words, slurm and receipt.
 
     Args:
         files: folder of the files that the script has written.

@@ -76,8 +76,8 @@ def record(
     shutil.copy(Path(__file__).with_name("launch_setup.sh"), setup)
     bash = shutil.which("bash") or "/bin/bash"
     for name in READERS:
-        if found := shutil.which(name):
-            (programs / name).symlink_to(found)
+        if result := shutil.which(name):
+            (programs / name).symlink_to(result)
     for name in STARTERS:
         _program(programs / name, f'#!{bash}\n_called "${{0##*/}}" "$@"\n')
     for name in ("bash", "sh"):

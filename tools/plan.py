@@ -54,8 +54,8 @@ def main(argv: list[str] | None = None) -> int:
             problems = [longest(request, problems[0], console)]
         report(request, best_offer(problems, about, args, console), about, args, console)
     except Refusal as refusal:
-        told = Refusals(refusal.parts) if isinstance(refusal, Refusals) else refusal  # without a command of training
-        print(f"error: {told.told()}", file=sys.stderr)
+        shown = Refusals(refusal.parts) if isinstance(refusal, Refusals) else refusal  # without a command of training
+        print(f"error: {shown.render()}", file=sys.stderr)
         return EXIT_REFUSED
     return 0
 
@@ -88,7 +88,7 @@ def best_offer(problems: list[Problem], about: Terms | None, args: argparse.Name
 
 
 def report(request: Request, offer: Offer, about: Terms | None, args: argparse.Namespace, console: Console) -> None:
-    top, problem, results = tokens(args.top, "--top"), offer.problem, offer.found
+    top, problem, results = tokens(args.top, "--top"), offer.problem, offer.results
     ranking, winner = Report(request, problem, offer.plans, offer.run), offer.plan
     console.print(ranking.table(top))
     if args.jitter:
@@ -171,19 +171,19 @@ def nothing_fits(problem: Problem) -> Refusal:
     text = f"--gpus {problem.gpus}: nothing fits"
     if near is not None:
         lack = explain.failing(near, None, problem)
-        text += f" on {problem.gpus} x {machine.name}; what comes nearest, {explain.words(near.strategy)}, {lack}"
+        text += f" on {problem.gpus} x {machine.name}; the closest plan, {explain.words(near.strategy)}, {lack}"
     fewest = plan_limits.fewest_gpus(problem)
     if fewest is None:
-        return Refusal(f"{text}. No number of GPUs would do: use a shorter --seq-length, or fewer options")
-    return Refusal(f"{text}. The smallest number of GPUs that would do is --gpus {fewest}")
+        return Refusal(f"{text}. No number of GPUs is enough: use a shorter --seq-length, or fewer options")
+    return Refusal(f"{text}. The smallest sufficient number is --gpus {fewest}")
 
 
 def too_little_left(offer: Offer, margin: str) -> str:
-    roomiest = max(offer.plans, key=lambda plan: plan.margin)
-    left = int(100 * roomiest.margin / offer.problem.machine.memory)
+    freest = max(offer.plans, key=lambda plan: plan.margin)
+    left = int(100 * freest.margin / offer.problem.machine.memory)
     return (
-        f"--margin {margin}: no plan leaves that much memory; {explain.words(roomiest.strategy)} leaves the most, "
-        f"{explain.gib(roomiest.margin)}: use --margin {left}%, or more --gpus"
+        f"--margin {margin}: no plan leaves that much memory; {explain.words(freest.strategy)} leaves the most, "
+        f"{explain.gib(freest.margin)}: use --margin {left}%, or more --gpus"
     )
 
 

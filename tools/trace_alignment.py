@@ -94,8 +94,8 @@ def predicted(trace: Json, rank: int) -> list[Operation]:
     """
     spans = [event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get("pid") == rank]
     if not spans:
-        there = sorted({str(event.get("pid")) for event in trace["traceEvents"] if event.get("ph") == "X"})
-        raise NoTrace(f"rank {rank} is not in the dry run's trace, which has {', '.join(there[:20])}")
+        ranks = sorted({str(event.get("pid")) for event in trace["traceEvents"] if event.get("ph") == "X"})
+        raise NoTrace(f"rank {rank} is not in the dry run's trace, which has {', '.join(ranks[:20])}")
     marks = sorted(
         (event["ts"], event["name"]) for event in spans if event["cat"] == "phase" and event["name"] in PHASES
     )
@@ -185,7 +185,7 @@ class Comparison:
             for (phase, kind), row in sorted(sums.items(), key=lambda item: (order.get(item[0][0], 9), item[0][1]))
         ]
 
-    def alone(self) -> list[tuple[str, int]]:
+    def differences(self) -> list[tuple[str, int]]:
         """(name, predicted minus measured calls) of operations that are not called equally often."""
         ours, theirs = (Counter(x.name for x in operations) for operations in (self.ours, self.theirs))
         differing = ((name, ours[name] - theirs[name]) for name in {*ours, *theirs})

@@ -128,7 +128,7 @@ def about(device: torch.device, tiny: bool) -> dict[str, Any]:
     from megatron.platform.cpu import processor_name
 
     cuda = device.type == "cuda"
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if cuda else processor_name(),
         "tiny": tiny,
         "torch": torch.__version__,
@@ -137,12 +137,12 @@ def about(device: torch.device, tiny: bool) -> dict[str, Any]:
         "host_memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }
     if cuda:
-        found |= {
+        result |= {
             "capability": list(torch.cuda.get_device_capability(device)),
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
         }
-    return found
+    return result
 
 
 if __name__ == "__main__":

@@ -77,19 +77,19 @@ def inputs(sizes: Sizes, length: int, device: torch.device) -> list[Tensor]:
 
 def bare(name: str, length: int, first: str, sizes: Sizes, device: torch.device, rate: float) -> Figures:
     """Figures of a kernel on a causal sequence; on the shortest one also its difference from the first kernel."""
-    tensors, found = inputs(sizes, length, device), {}
+    tensors, result = inputs(sizes, length, device), {}
     if length == min(sizes.lengths) and name != first:
         both = (passes(kernel, *tensors) for kernel in (name, first))
         mine, theirs = ([forward(), *backward()] for forward, backward in both)
-        found["error"] = error = largest_error(mine, theirs)
+        result["error"] = error = largest_error(mine, theirs)
         if not error <= TOLERANCE:
             raise ValueError(f"differs from {first} by {error:.1e}: not measured")
     forward, backward = (seconds_of(run, device, sizes.window) for run in passes(name, *tensors))
     work = flops(sizes, length * (length + 1) / 2)
-    found |= {"kernel": name, "length": length}
+    result |= {"kernel": name, "length": length}
     for way, took, done in (("forward", forward, work), ("backward", backward, 2.5 * work)):
-        found[way] = {"seconds": took, "flops_per_second": done / took, "of_gemm": done / took / rate}
-    return found
+        result[way] = {"seconds": took, "flops_per_second": done / took, "of_gemm": done / took / rate}
+    return result
 
 
 def passes(
@@ -109,12 +109,12 @@ def passes(
 def rules(sizes: Sizes, length: int) -> dict[str, Figures]:
     """Arguments of cp.attention, by name."""
     ends = log_normal(sizes.documents, length)
-    found: dict[str, Figures] = {"causal": {"mask": cp.Causal()}}
-    found |= {f"window {left + 1}": {"mask": cp.Window(left)} for left in sizes.windows}
-    found[f"{len(ends)} documents"] = {"mask": cp.Documents(ends)}
-    found["ALiBi"] = {"mask": cp.Causal(), "alibi_slopes": cp.alibi_slopes(sizes.model.heads)}
-    found["dropout 0.1"] = {"mask": cp.Causal(), "dropout": Dropout(0.1, 1234, 1, samples=(0,))}
-    return found
+    result: dict[str, Figures] = {"causal": {"mask": cp.Causal()}}
+    result |= {f"window {left + 1}": {"mask": cp.Window(left)} for left in sizes.windows}
+    result[f"{len(ends)} documents"] = {"mask": cp.Documents(ends)}
+    result["ALiBi"] = {"mask": cp.Causal(), "alibi_slopes": cp.alibi_slopes(sizes.model.heads)}
+    result["dropout 0.1"] = {"mask": cp.Causal(), "dropout": Dropout(0.1, 1234, 1, samples=(0,))}
+    return result
 
 
 def masked_case(rule: Figures, kernel: str, length: int, sizes: Sizes, device: torch.device) -> Figures:

@@ -30,13 +30,13 @@ def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
         plan = Plan(LAYERS, length, MODE, chunk)
         name = f"{length} tokens"
         stage.run([Case(name, partial(one_step, plan, sizes, device.type, stage), expected(plan, sizes, 1) + 30)])
-        found = stage.report["cases"].get(name, {})
-        if "failed" in found:
-            ended = f"{length} tokens: {found['failed']}"
+        result = stage.report["cases"].get(name, {})
+        if "failed" in result:
+            ended = f"{length} tokens: {result['failed']}"
             break
         longest, length = length, 2 * length
-        if growth(found) > stage.left():
-            took, left = growth(found), stage.left()
+        if growth(result) > stage.left():
+            took, left = growth(result), stage.left()
             ended = f"{length} tokens would take about {took:.0f} s, of the stage {left:.0f} s are left"
             break
     stage.report["longest"] = {"tokens": longest, "layers": LAYERS, "chunk": chunk, "ended": ended}
@@ -45,18 +45,18 @@ def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
         stage.report["longest"]["by_formula"] = by_formula(sizes, FULL * room, HOST * stage.report["host_memory"])
 
 
-def growth(found: Figures) -> float:
+def growth(result: Figures) -> float:
     """Seconds of twice the context, whose attention is four times the work."""
-    return found["took"] + 3 * found["seconds"]
+    return result["took"] + 3 * result["seconds"]
 
 
 def one_step(plan: Plan, sizes: Sizes, device: str, stage: Stage) -> Figures:
     limit = min(START + expected(plan, sizes, 4), stage.left())
     with Program(flags(plan, sizes, device), device, log_of(stage)) as program:
-        found = program.ask("meter", limit)
-    seconds = found["metered_seconds"]
+        result = program.ask("meter", limit)
+    seconds = result["metered_seconds"]
     figures = {"seconds": seconds, "tokens_per_second": plan.length / seconds}
-    return plan.figures() | found | figures | {"flops_per_second": step_flops(plan, sizes) / seconds}
+    return plan.figures() | result | figures | {"flops_per_second": step_flops(plan, sizes) / seconds}
 
 
 def by_formula(sizes: Sizes, device: float, host: float) -> dict[str, int]:
@@ -64,13 +64,13 @@ def by_formula(sizes: Sizes, device: float, host: float) -> dict[str, int]:
 
     0: not even the first length fits.
     """
-    found = {}
+    result = {}
     for layers in (LAYERS, sizes.model.layers):
         length = sizes.longest[0]
         while fits(Plan(layers, length, MODE, sizes.longest[1]), sizes, device, host):
             length *= 2
-        found[f"{layers} layers"] = length // 2 if length > sizes.longest[0] else 0
-    return found
+        result[f"{layers} layers"] = length // 2 if length > sizes.longest[0] else 0
+    return result
 
 
 def fits(plan: Plan, sizes: Sizes, device: float, host: float) -> bool:

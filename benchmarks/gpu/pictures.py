@@ -21,14 +21,14 @@ def draw_all(folder: Path) -> list[Path]:
     """Draw a PNG for each stage that has figures; none without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         return []
-    found = []
+    result = []
     for name, draw in DRAW.items():
         report = read(folder, name)
         if report and good(report):
             path = folder / f"{name}.png"
             if draw(report, path):
-                found.append(path)
-    return found
+                result.append(path)
+    return result
 
 
 def figure(report: Figures, title: str, wide: int = 1) -> tuple[Any, Any]:
@@ -46,15 +46,15 @@ def figure(report: Figures, title: str, wide: int = 1) -> tuple[Any, Any]:
 
 def attention(report: Figures, path: Path) -> bool:
     """Share of the GEMM rate over the sequence length, with a line for each kernel."""
-    bare = [found for found in good(report).values() if "kernel" in found]
+    bare = [result for result in good(report).values() if "kernel" in result]
     if not bare:
         return False
     made, axes = figure(report, "Causal attention as a share of the GEMM rate", 2)
     for one, way in zip(axes, ("forward", "backward")):
-        for colour, kernel in zip(COLOURS, dict.fromkeys(found["kernel"] for found in bare)):
+        for colour, kernel in zip(COLOURS, dict.fromkeys(result["kernel"] for result in bare)):
             points = sorted((f["length"], 100 * f[way]["of_gemm"]) for f in bare if f["kernel"] == kernel)
             one.plot(*zip(*points), "o-", color=colour, label=kernel)
-        lengths(one, [found["length"] for found in bare])
+        lengths(one, [result["length"] for result in bare])
         one.set(title=way, ylabel="% of the GEMM rate")
         one.set_ylim(0)
         one.legend(frameon=False)
@@ -76,9 +76,9 @@ def step(report: Figures, path: Path) -> bool:
         shares = [100 * f["profile"]["groups"].get(kind, 0.0) / f["profile"]["seconds"] for f in cases.values()]
         one.barh(list(cases), shares, left=left, color=colour, label=kind, height=0.6)
         left = [a + b for a, b in zip(left, shares)]
-    for row, (end, found) in enumerate(zip(left, cases.values())):
-        text = f"{found['layers']} layers, {found['seconds']:.3g} s"
-        text += f", MFU {100 * found['mfu']:.1f} %" if found["mfu"] else ""
+    for row, (end, result) in enumerate(zip(left, cases.values())):
+        text = f"{result['layers']} layers, {result['seconds']:.3g} s"
+        text += f", MFU {100 * result['mfu']:.1f} %" if result["mfu"] else ""
         one.text(end + 1, row, text, va="center", fontsize=9)
     one.set(xlabel="% of the step (streams overlap)", xlim=(0, max(left) * 1.32), xticks=range(0, 101, 20))
     one.invert_yaxis()
@@ -89,23 +89,23 @@ def step(report: Figures, path: Path) -> bool:
 
 def fpdt(report: Figures, path: Path) -> bool:
     """Speed and device memory over the chunk, compared with full recompute."""
-    cases = [found for name, found in good(report).items() if not name.startswith("longest")]
-    chunked = [found for found in cases if found["chunk"]]
+    cases = [result for name, result in good(report).items() if not name.startswith("longest")]
+    chunked = [result for result in cases if result["chunk"]]
     if not chunked:
         return False
     made, axes = figure(report, f"FPDT, {chunked[0]['length']:,} tokens, layers: {chunked[0]['layers']}", 2)
-    plain = next((found for found in cases if not found["chunk"]), None)
+    plain = next((result for result in cases if not result["chunk"]), None)
     looks: tuple[Callable[[Figures], float], ...] = (
         lambda f: f["tokens_per_second"],
         lambda f: (f["states"] + f["activations"]) / 2**30,
     )
     for one, look, says in zip(axes, looks, ("tokens per second", "device memory, GiB")):
-        for colour, mode in zip(COLOURS, dict.fromkeys(found["mode"] for found in chunked)):
+        for colour, mode in zip(COLOURS, dict.fromkeys(result["mode"] for result in chunked)):
             points = sorted((f["chunk"], look(f)) for f in chunked if f["mode"] == mode)
             one.plot(*zip(*points), "o-", color=colour, label=mode)
         if plain:
             one.axhline(look(plain), color="black", linestyle="--", linewidth=1, label="full recompute")
-        lengths(one, [found["chunk"] for found in chunked])
+        lengths(one, [result["chunk"] for result in chunked])
         one.set(xlabel="chunk, tokens", ylabel=says)
         one.set_ylim(0)
     axes[0].legend(frameon=False)
@@ -125,8 +125,8 @@ def simulator(report: Figures, path: Path) -> bool:
     one.axvline(1, color="black", linewidth=1)
     one.set_yticks(range(len(cases)), list(cases), fontsize=8)
     one.invert_yaxis()
-    found = [f[f"{what}_over_measured"] for f in cases.values() for what in machines]
-    ticks = [x for x in RATIOS if min(*found, 0.8) <= x <= max(*found, 1.25)]
+    result = [f[f"{what}_over_measured"] for f in cases.values() for what in machines]
+    ticks = [x for x in RATIOS if min(*result, 0.8) <= x <= max(*result, 1.25)]
     one.set_xscale("log")
     one.set_xticks(ticks, [f"{x:g}" for x in ticks])
     one.minorticks_off()

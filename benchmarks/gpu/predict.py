@@ -25,29 +25,29 @@ def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
     machines = machines_of(stage.folder, stage.report["device"])
     stage.report["machines"] = {what: machine.name for what, machine in machines.items()}
     cases = []
-    for name, found in finished(stage.folder, "attention").items():
-        for way in ("forward", "backward") if "kernel" in found else ():
-            cases.append(Case(f"{name} {way}", partial(of_kernel, found, way, sizes, machines)))
+    for name, result in finished(stage.folder, "attention").items():
+        for way in ("forward", "backward") if "kernel" in result else ():
+            cases.append(Case(f"{name} {way}", partial(of_kernel, result, way, sizes, machines)))
     for source in ("step", "fpdt", "longest"):
-        for name, found in finished(stage.folder, source).items():
-            cases.append(Case(f"{source}: {name}", partial(of_step, found, sizes, machines)))
+        for name, result in finished(stage.folder, source).items():
+            cases.append(Case(f"{source}: {name}", partial(of_step, result, sizes, machines)))
     stage.run(cases)
 
 
 def machines_of(folder: Path, device: str) -> dict[str, Machine]:
-    found = {}
+    result = {}
     if (folder / MACHINE).exists():
-        found["measured"] = load(folder / MACHINE)
+        result["measured"] = load(folder / MACHINE)
     if shipped(device):
-        found["shipped"] = load(shipped(device))
-    if not found:
+        result["shipped"] = load(shipped(device))
+    if not result:
         raise FileNotFoundError(f"{folder / MACHINE}: run the stage rates first")
-    return found
+    return result
 
 
 def finished(folder: Path, stage: str) -> dict[str, Figures]:
     cases = (read(folder, stage) or {}).get("cases", {})
-    return {name: found for name, found in cases.items() if "failed" not in found}
+    return {name: result for name, result in cases.items() if "failed" not in result}
 
 
 def compared(measured: float, predicted: dict[str, float]) -> Figures:
@@ -56,21 +56,21 @@ def compared(measured: float, predicted: dict[str, float]) -> Figures:
     return {"seconds": measured, "predicted": predicted, **ratio}
 
 
-def of_kernel(found: Figures, way: str, sizes: Sizes, machines: dict[str, Machine]) -> Figures:
+def of_kernel(result: Figures, way: str, sizes: Sizes, machines: dict[str, Machine]) -> Figures:
     """Prediction for a kernel, at the kernel's rate if the machine file has one, without calibration."""
-    length, model = found["length"], sizes.model
+    length, model = result["length"], sizes.model
     one = tile(length, length, model.heads, model.head_dim, length * length / 2, backward=way == "backward")
     predicted = {}
     for what, machine in machines.items():
         calibration = replace(machine.calibration, attention=1.0)
-        machine = replace(machine, attention_kernel=found["kernel"], calibration=calibration)
+        machine = replace(machine, attention_kernel=result["kernel"], calibration=calibration)
         predicted[what] = kernel_seconds(one, machine)
-    return compared(found[way]["seconds"], predicted)
+    return compared(result[way]["seconds"], predicted)
 
 
-def of_step(found: Figures, sizes: Sizes, machines: dict[str, Machine]) -> Figures:
-    plan = Plan(found["layers"], found["length"], found["mode"], found["chunk"])
+def of_step(result: Figures, sizes: Sizes, machines: dict[str, Machine]) -> Figures:
+    plan = Plan(result["layers"], result["length"], result["mode"], result["chunk"])
     work, strategy = workload(plan, sizes), plan.strategy()
     estimates = {what: estimate(work, strategy, machine) for what, machine in machines.items()}
     parts = {what: one.parts for what, one in estimates.items()}
-    return compared(found["seconds"], {what: one.seconds for what, one in estimates.items()}) | {"parts": parts}
+    return compared(result["seconds"], {what: one.seconds for what, one in estimates.items()}) | {"parts": parts}

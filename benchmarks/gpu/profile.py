@@ -50,7 +50,7 @@ def where_time_goes(run: Callable[[], object], device: torch.device) -> dict:
     """Seconds of one run by group, ``idle`` time, the ``TOP`` kernels, and the share of host copies overlapped."""
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
-    with profile(activities=activities) as found:
+    with profile(activities=activities) as result:
         begin = time.perf_counter()
         run()
         if cuda:
@@ -58,9 +58,9 @@ def where_time_goes(run: Callable[[], object], device: torch.device) -> dict:
         wall = time.perf_counter() - begin
     if cuda:
         wanted = torch.autograd.DeviceType.CUDA
-        events = found.events()
+        events = result.events()
         return summary([Ran(e.name, e.time_range.start, e.time_range.end) for e in events if e.device_type == wanted])
-    rows = [(row.key, row.self_cpu_time_total / 1e6, row.count) for row in found.key_averages()]
+    rows = [(row.key, row.self_cpu_time_total / 1e6, row.count) for row in result.key_averages()]
     rows = [row for row in rows if row[0].startswith(("aten::", "c10d::"))]
     return report(rows, max(0.0, wall - sum(seconds for _, seconds, _ in rows)), wall)
 
@@ -104,13 +104,13 @@ def hidden(ran: list[Ran]) -> float | None:
 
 def union(spans: Iterable[tuple[float, float]]) -> Spans:
     """Spans that do not overlap, in order."""
-    found: Spans = []
+    result: Spans = []
     for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if result and begin <= result[-1][1]:
+            result[-1] = (result[-1][0], max(end, result[-1][1]))
         else:
-            found.append((begin, end))
-    return found
+            result.append((begin, end))
+    return result
 
 
 def length(spans: Spans) -> float:

@@ -126,10 +126,10 @@ def machine_of(report: Figures, device: torch.device) -> Figures:
     if cuda:
         fields["memory"] = torch.cuda.get_device_properties(device).total_memory
         fields["capability"] = report["capability"]
-    said = f"measured on {name}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
+    output = f"measured on {name}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
     fields = {key: value for key, value in fields.items() if value}
     chosen = ("extends", "name", "gpus", "dtype", "attention_kernel")
-    return fields | {"sources": {key: said for key in fields if key not in chosen}}
+    return fields | {"sources": {key: output for key in fields if key not in chosen}}
 
 
 def rising(cases: Figures, kind: str, rate: str) -> list[list[float]]:

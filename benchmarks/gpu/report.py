@@ -29,12 +29,12 @@ def write_report(folder: Path, names: list[str]) -> Path:
 
 
 def good(report: Figures) -> dict[str, Figures]:
-    return {name: found for name, found in report["cases"].items() if "failed" not in found}
+    return {name: result for name, result in report["cases"].items() if "failed" not in result}
 
 
 def left_out(report: Figures) -> Iterator[str]:
     """Lines about failures and their reasons."""
-    failed = {name: found["failed"] for name, found in report["cases"].items() if "failed" in found}
+    failed = {name: result["failed"] for name, result in report["cases"].items() if "failed" in result}
     if report.get("failed"):
         yield from ("", f"**The stage failed: {report['failed']}**")
     elif not report["finished"]:
@@ -50,43 +50,43 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 def tests(report: Figures) -> list[str]:
     rows, wrong = [], []
-    for name, found in good(report).items():
-        skipped = "; ".join(f"{count}: {why}" for why, count in found["skipped"].items())
-        rows.append([name, str(found["passed"]), str(len(found["wrong"])), skipped, clock(found["took"])])
-        wrong += [f"- **{test}**: {why}" for test, why in found["wrong"].items()]
+    for name, result in good(report).items():
+        skipped = "; ".join(f"{count}: {why}" for why, count in result["skipped"].items())
+        rows.append([name, str(result["passed"]), str(len(result["wrong"])), skipped, clock(result["took"])])
+        wrong += [f"- **{test}**: {why}" for test, why in result["wrong"].items()]
     return [*table(["file", "passed", "wrong", "skipped", "took"], rows), *([""] if wrong else []), *wrong]
 
 
 def rates(report: Figures) -> list[str]:
     rows = []
-    for name, found in good(report).items():
-        if "flops_per_second" in found:
-            rows.append([name, tera(found["flops_per_second"])])
-        elif "forward" in found:
-            rows.append([f"{name}, forward and backward", f"{tera(found['forward'])}, {tera(found['backward'])}"])
-        elif "bytes_per_second" in found:
-            rows.append([name, f"{found['bytes_per_second'] / 1e9:,.1f} GB/s"])
+    for name, result in good(report).items():
+        if "flops_per_second" in result:
+            rows.append([name, tera(result["flops_per_second"])])
+        elif "forward" in result:
+            rows.append([f"{name}, forward and backward", f"{tera(result['forward'])}, {tera(result['backward'])}"])
+        elif "bytes_per_second" in result:
+            rows.append([name, f"{result['bytes_per_second'] / 1e9:,.1f} GB/s"])
         else:
-            rows.append([name, f"{1e6 * found['seconds']:.1f} µs"])
+            rows.append([name, f"{1e6 * result['seconds']:.1f} µs"])
     return table(["", "rate"], rows)
 
 
 def attention(report: Figures) -> list[str]:
-    bare = [found for found in good(report).values() if "kernel" in found]
+    bare = [result for result in good(report).values() if "kernel" in result]
     rows = []
-    for found in sorted(bare, key=lambda found: found["length"]):
-        ways = [found[way] for way in ("forward", "backward")]
+    for result in sorted(bare, key=lambda result: result["length"]):
+        ways = [result[way] for way in ("forward", "backward")]
         texts = [text for way in ways for text in (tera(way["flops_per_second"]), share(way["of_gemm"]))]
-        rows.append([f"{found['length']:,}", found["kernel"], *texts])
-    masked = {name: found for name, found in good(report).items() if "kernel" not in found}
-    causal = {found["length"]: found["seconds"] for name, found in masked.items() if name.startswith("causal, auto")}
+        rows.append([f"{result['length']:,}", result["kernel"], *texts])
+    masked = {name: result for name, result in good(report).items() if "kernel" not in result}
+    causal = {result["length"]: result["seconds"] for name, result in masked.items() if name.startswith("causal, auto")}
     more = []
-    for name, found in masked.items():
-        of_causal = ratio(found["seconds"], causal.get(found["length"]))
-        more.append([name, f"{1e3 * found['seconds']:.2f}", share(found["pairs_of_causal"]), of_causal])
+    for name, result in masked.items():
+        of_causal = ratio(result["seconds"], causal.get(result["length"]))
+        more.append([name, f"{1e3 * result['seconds']:.2f}", share(result["pairs_of_causal"]), of_causal])
     why = [f"- {name}: {reason}" for name, reason in report.get("why_not", {}).items()]
     return [
-        f"Beside a GEMM rate of {tera(report.get('gemm_flops_per_second', 0))}. Not here:",
+        f"The GEMM rate is {tera(report.get('gemm_flops_per_second', 0))}. Not available:",
         *why,
         "",
         *table(["tokens", "kernel", "forward", "of GEMM", "backward", "of GEMM"], rows),
@@ -97,9 +97,9 @@ def attention(report: Figures) -> list[str]:
 
 def step(report: Figures) -> list[str]:
     rows, groups = [], []
-    for name, found in good(report).items():
-        rows.append([name, *figures_of(found), share(found["mfu"]), share(found["of_gemm_rate"])])
-        profile = found.get("profile", {})
+    for name, result in good(report).items():
+        rows.append([name, *figures_of(result), share(result["mfu"]), share(result["of_gemm_rate"])])
+        profile = result.get("profile", {})
         if whole := profile.get("seconds"):
             kinds = {group: seconds for group, seconds in profile["groups"].items() if seconds > 0.001 * whole}
             groups.append([name, ", ".join(f"{group} {share(seconds / whole)}" for group, seconds in kinds.items())])
@@ -109,30 +109,30 @@ def step(report: Figures) -> list[str]:
     return [*steps, "", *table(["", "where the time goes"], groups)]
 
 
-def figures_of(found: Figures) -> list[str]:
-    device = (found["states"] + found["activations"]) / GIB
-    sizes = [f"{device:.1f}", f"{found['host'] / GIB:.1f}"]
-    return [str(found["layers"]), f"{found['seconds']:.3f}", f"{found['tokens_per_second']:,.0f}", *sizes]
+def figures_of(result: Figures) -> list[str]:
+    device = (result["states"] + result["activations"]) / GIB
+    sizes = [f"{device:.1f}", f"{result['host'] / GIB:.1f}"]
+    return [str(result["layers"]), f"{result['seconds']:.3f}", f"{result['tokens_per_second']:,.0f}", *sizes]
 
 
 def fpdt(report: Figures) -> list[str]:
     cases = good(report)
     reference = cases.get("recompute", {}).get("seconds")
-    rows = [[name, *figures_of(found), ratio(reference, found["seconds"])] for name, found in cases.items()]
+    rows = [[name, *figures_of(result), ratio(reference, result["seconds"])] for name, result in cases.items()]
     lines = table([*STEP_HEAD, "speed of recompute"], rows)
     if report.get("copies"):
-        found = report["copies"]
-        lines += ["", f"Copies of {found['copy_seconds']:.3f} s per step, {share(found['hidden'])} overlapped (rest: "
-                  f"{found['felt_seconds']:.3f} s); by the profiler {share(found['hidden_by_profiler'])}."]  # fmt: skip
+        result = report["copies"]
+        lines += ["", f"Copies of {result['copy_seconds']:.3f} s per step, {share(result['hidden'])} overlapped (not: "
+                  f"{result['felt_seconds']:.3f} s); profiler: {share(result['hidden_by_profiler'])}."]  # fmt: skip
     return lines
 
 
 def longest(report: Figures) -> list[str]:
-    lines = table(STEP_HEAD, [[name, *figures_of(found)] for name, found in good(report).items()])
+    lines = table(STEP_HEAD, [[name, *figures_of(result)] for name, result in good(report).items()])
     if report.get("longest"):
-        found = report["longest"]
-        text = f"Longest context that ran: {found['tokens']:,} tokens, layers: {found['layers']}; {found['ended']}."
-        fits = ", ".join(f"{tokens:,} tokens with {layers}" for layers, tokens in found.get("by_formula", {}).items())
+        result = report["longest"]
+        text = f"Longest context that ran: {result['tokens']:,} tokens, layers: {result['layers']}; {result['ended']}."
+        fits = ", ".join(f"{tokens:,} tokens with {layers}" for layers, tokens in result.get("by_formula", {}).items())
         lines += ["", text + (f" By the formula, memory is sufficient for {fits}." if fits else "")]
     return lines
 
@@ -140,8 +140,12 @@ def longest(report: Figures) -> list[str]:
 def simulator(report: Figures) -> list[str]:
     machines = report.get("machines", {})
     rows = [
-        [name, f"{found['seconds']:.4g}", *(ratio(found["predicted"].get(what), found["seconds"]) for what in machines)]
-        for name, found in good(report).items()
+        [
+            name,
+            f"{result['seconds']:.4g}",
+            *(ratio(result["predicted"].get(what), result["seconds"]) for what in machines),
+        ]
+        for name, result in good(report).items()
     ]
     return table(["", "measured, s", *(f"predicted/measured, {what} machine" for what in machines)], rows)
 

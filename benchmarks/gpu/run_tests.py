@@ -54,18 +54,18 @@ def by_pytest(file: Path, stage: Stage) -> Figures:
 
 def counted(cases: Iterator[ElementTree.Element]) -> Figures:
     """Number of passed tests, reasons of skipped ones, and first lines of failures."""
-    found: Figures = {"passed": 0, "skipped": {}, "wrong": {}}
+    result: Figures = {"passed": 0, "skipped": {}, "wrong": {}}
     for case in cases:
         skipped, wrong = case.find("skipped"), case.find("failure")
         wrong = case.find("error") if wrong is None else wrong
         if wrong is not None:
-            found["wrong"][case.get("name")] = (wrong.get("message") or "").splitlines()[0][:300]
+            result["wrong"][case.get("name")] = (wrong.get("message") or "").splitlines()[0][:300]
         elif skipped is not None:
             why = skipped.get("message") or ""
-            found["skipped"][why] = found["skipped"].get(why, 0) + 1
+            result["skipped"][why] = result["skipped"].get(why, 0) + 1
         else:
-            found["passed"] += 1
-    return found
+            result["passed"] += 1
+    return result
 
 
 # --- without pytest ---
@@ -76,22 +76,22 @@ class Skipped(Exception):
 
 
 def by_ourselves(file: Path, stage: Stage) -> Figures:
-    found: Figures = {"passed": 0, "skipped": {}, "wrong": {}}
+    result: Figures = {"passed": 0, "skipped": {}, "wrong": {}}
     with standing_in():
         module = fresh(file)
         for name, test in tests_of(module):
             if stage.left() < 5:
-                raise RuntimeError(f"no time left after {found['passed']} tests")
+                raise RuntimeError(f"no time left after {result['passed']} tests")
             begin = time.monotonic()
             try:
                 test()
-                found["passed"] += 1
+                result["passed"] += 1
             except Skipped as skipped:
-                found["skipped"][str(skipped)] = found["skipped"].get(str(skipped), 0) + 1
+                result["skipped"][str(skipped)] = result["skipped"].get(str(skipped), 0) + 1
             except Exception as error:
-                found["wrong"][name] = reason(error)
+                result["wrong"][name] = reason(error)
                 stage.say(f"   {name}: {reason(error)} after {time.monotonic() - begin:.1f} s")
-    return found
+    return result
 
 
 def fresh(file: Path) -> types.ModuleType:
@@ -157,8 +157,8 @@ class Marks:
 
 
 def marks(module: types.ModuleType) -> list[Mark]:
-    found = getattr(module, "pytestmark", [])
-    return found if isinstance(found, list) else [found]
+    result = getattr(module, "pytestmark", [])
+    return result if isinstance(result, list) else [result]
 
 
 @contextmanager

@@ -42,9 +42,9 @@ def fitting(sizes: Sizes, plan: Plan, device: torch.device) -> Plan:
         return plan
     room = FULL * torch.cuda.get_device_properties(device).total_memory
     for layers in range(plan.layers, 1, -1):
-        found = replace(plan, layers=layers)
-        if device_memory(workload(found, sizes), found.strategy()).total <= room:
-            return found
+        result = replace(plan, layers=layers)
+        if device_memory(workload(result, sizes), result.strategy()).total <= room:
+            return result
     return replace(plan, layers=1)
 
 
@@ -85,7 +85,7 @@ def steps_of(plan: Plan, sizes: Sizes, device: str, stage: Stage, repeats: int, 
     flops = step_flops(plan, sizes)
     peak = steps[0]["peak_flops"]
     rate = best_gemm(stage.folder)
-    found = plan.figures() | {
+    result = plan.figures() | {
         "of_gemm_rate": flops / seconds / rate if rate else None,
         "seconds": seconds,
         "steps": [step["seconds"] for step in steps],
@@ -94,7 +94,7 @@ def steps_of(plan: Plan, sizes: Sizes, device: str, stage: Stage, repeats: int, 
         "mfu": flops / seconds / peak if peak else None,
         **memory,
     }
-    return found | ({"profile": where} if where else {})
+    return result | ({"profile": where} if where else {})
 
 
 def log_of(stage: Stage) -> Path:

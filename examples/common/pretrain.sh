@@ -19,7 +19,7 @@ LOG_ARGS=(
 )
 TENSORBOARD_ARGS=(--tensorboard-dir "${TENSORBOARD_DIR:-$CHECKPOINT_PATH/tensorboard}")
 
-# The tokenizers that a script may name beside its data.
+# The tokenizers that a script may name in addition to its data.
 HUGGING_FACE_TOKENIZER=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "${TOKENIZER:-}")
 GPT2_TOKENIZER=(
     --tokenizer-type GPT2BPETokenizer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# What the scripts for a tiny model on a CPU share. A script sets SEQ_LENGTH and sources this file from the root of the
+# Shared by the scripts for a tiny model on a CPU. A script sets SEQ_LENGTH and sources this file from the root of the
 # repository.
 if [ -d .venv ]; then PATH="$PWD/.venv/bin:$PATH"; fi
 export OMP_NUM_THREADS=1

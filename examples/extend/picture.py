@@ -4,7 +4,7 @@
 
     python examples/extend/picture.py "before=out/a" "after=out/b" --trained 512 --output out/extension.png
 
-Each folder is one that tools/evaluate.py has written with --eval-tasks loss-by-position.
+Each folder is an output of tools/evaluate.py with --eval-tasks loss-by-position.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def draw(curves: dict[str, list[Bucket]], trained: int, output: Path) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(ends, [f"{int(end):,}" for end in ends])
     axes.minorticks_off()
-    axes.set(xlabel="positions up to", ylabel="loss, nats a token", title="Loss by position, on long held-out files")
+    axes.set(xlabel="positions up to", ylabel="loss, nats per token", title="Loss by position, on long held-out files")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.savefig(output)

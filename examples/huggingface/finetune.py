@@ -43,17 +43,17 @@ def main(argv: list[str] | None = None) -> int:
     grid = cp.initialize_grid(ulysses=options.ulysses, ring=world // options.ulysses)
     device = pick_device()
     model = make_model(options).to(device)
-    model.config.use_cache = False  # with a cache, transformers' own masks do not part packed documents
+    model.config.use_cache = False  # with a cache, transformers' masks do not separate packed documents
     other = copy.deepcopy(model)
 
     fpdt = Fpdt(options.fpdt_chunk_size) if options.fpdt_chunk_size else None
     with parallelize(model, grid, seq_length=options.seq_length, fpdt=fpdt) as context:
-        runs = DistributedDataParallel(model) if world > 1 else model  # averages gradients, as the losses want it
+        runs = DistributedDataParallel(model) if world > 1 else model  # averages gradients, as the loss requires
         losses = train(runs, options, device, context.shard)
 
     error = 0.0
     if dist.get_rank() == 0:
-        print(f"{grid}; {options.seq_length} tokens, {context.layout.local_length} a process")
+        print(f"{grid}; {options.seq_length} tokens, {context.layout.local_length} per process")
         expected = train(other, options, device, dict) if options.alone else losses
         for step, (mine, theirs) in enumerate(zip(losses, expected), 1):
             print(f"step {step:3}  loss {mine:.6f}  on one process {theirs:.6f}")
@@ -72,7 +72,7 @@ def pick_device() -> torch.device:
 
 
 def make_model(options: argparse.Namespace) -> PreTrainedModel:
-    """The same on every process."""
+    """A random model, the same on every process."""
     if options.model:
         return AutoModelForCausalLM.from_pretrained(options.model)
     torch.manual_seed(1)
@@ -83,7 +83,7 @@ def make_model(options: argparse.Namespace) -> PreTrainedModel:
 
 
 def make_batch(options: argparse.Namespace, step: int, device: torch.device) -> dict[str, Tensor]:
-    """A whole sample, equal on every process: two documents of one repeated phrase each."""
+    """A complete sample, equal on every process: two documents, each a repeated phrase."""
     generator = torch.Generator().manual_seed(step)
     lengths = [options.seq_length // 3, options.seq_length - options.seq_length // 3]
     phrases = [torch.randint(VOCABULARY, (16,), generator=generator) for _ in lengths]

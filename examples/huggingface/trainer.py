@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(vocab_size=256, max_position_embeddings=options.seq_length, **sizes, **heads)
     model = LlamaForCausalLM(config)
-    # Trainer's evaluation is a mean over batches: with as many labels in each, it does not depend on their size.
+    # Trainer's evaluation is a mean over batches; with equal numbers of labels it does not depend on their size.
     data, held_out = samples(options.seq_length, 32, fewer=2), samples(options.seq_length, 8)
     if world == 1:
         trainer = Trainer(model=model, args=arguments(options, 1), train_dataset=data)
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def arguments(options: argparse.Namespace, data: int) -> TrainingArguments:
-    """With ``data`` data-parallel groups."""
+    """Arguments of the Trainer, with ``data`` data-parallel groups."""
     return TrainingArguments(
         max_steps=options.steps,
         per_device_train_batch_size=options.micro_batch,
@@ -81,20 +81,20 @@ def arguments(options: argparse.Namespace, data: int) -> TrainingArguments:
         report_to=[],
         use_cpu=not torch.cuda.is_available(),
         disable_tqdm=True,
-        ddp_find_unused_parameters=False,  # all are used; Trainer's default looks for others, and warns
+        ddp_find_unused_parameters=False,  # all parameters are used; Trainer's default searches for unused ones
     )
 
 
 def samples(length: int, count: int, fewer: int = 0) -> list[dict[str, torch.Tensor]]:
-    """Repeated phrases, each with so many labels ``fewer`` than the one before."""
-    found = []
+    """Repeated phrases, each with ``fewer`` labels less than the one before."""
+    result = []
     for number in range(count):
         generator = torch.Generator().manual_seed(number)
         tokens = torch.randint(256, (16,), generator=generator).repeat(length // 16)
         labels = tokens.clone()
         labels[: fewer * number] = -100
-        found.append({"input_ids": tokens, "labels": labels})
-    return found
+        result.append({"input_ids": tokens, "labels": labels})
+    return result
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ def pretrain(
     checkpoints: str = "checkpoints/llama3_8b",
     max_retries: int = 100,
 ) -> specs.AppDef:
-    """Pretrain Llama 3 8B: TP 2 x Ulysses 4 inside a node, and over the nodes what fits (``--elastic``).
+    """Pretrain Llama 3 8B: TP 2 x Ulysses 4 inside a node; ``--elastic`` chooses Ring and DP over the nodes.
 
     Args:
         flags: more flags of pretrain_llama.py, after ``--``
@@ -46,7 +46,7 @@ def pretrain(
         rdzv_backend="c10d",
         env={
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # or a node that comes later is not let in
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "270",  # torchrun's own patience with a save is 30 seconds
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # otherwise a node that joins later is not admitted
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "270",  # torchrun's default is 30 seconds, too short for a save
         },
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a sequence can be: the longest that fits, and how many rows of a table agree."""
+"""The longest sequence that fits, and how many rows of a table agree."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from examples.reproduce.report import FORMULAS, PaperTable, Row
 
 Fits = Callable[[int], bool]
-AT_LEAST = "tested no further"  # how the note of a row begins where the published length is not the longest
+AT_LEAST = "tested no further"  # beginning of a row's note if the paper tested no longer sequences
 LONGEST = 2**40
 
 
@@ -22,7 +22,7 @@ def longest_power(fits: Fits, start: int = 4096) -> int:
 
 
 def longest_multiple(fits: Fits, step: int) -> int:
-    """The longest multiple of ``step`` that fits, where all shorter ones do; 0 if none."""
+    """The longest multiple of ``step`` that fits; 0 if none. All shorter ones are assumed to fit."""
     above = step
     while fits(above) and above < LONGEST:
         above *= 2
@@ -34,7 +34,7 @@ def longest_multiple(fits: Fits, step: int) -> int:
 
 
 def within_a_doubling(rows: Sequence[Row]) -> tuple[int, int]:
-    """(rows where ours is half to twice the published length, rows with a published length).
+    """(number of rows with half to twice the published length, number of rows with a published length).
 
     A row that was tested no further agrees if ours is as long or longer.
     """
@@ -43,18 +43,18 @@ def within_a_doubling(rows: Sequence[Row]) -> tuple[int, int]:
 
 
 def equal(rows: Sequence[Row]) -> int:
-    """Rows where ours is the published length itself; rows that were tested no further do not count."""
+    """The number of rows with exactly the published length, without rows that were tested no further."""
     return sum(row.doublings == 0 and not row.note.startswith(AT_LEAST) for row in rows)
 
 
 def _agrees(row: Row) -> bool:
-    if row.doublings is None:  # ours is 0: it does not fit at all
+    if row.doublings is None:  # ours is 0: nothing fits
         return False
     return row.doublings >= 0 if row.note.startswith(AT_LEAST) else abs(row.doublings) <= 1
 
 
 def print_agreement(rows: Sequence[Row]) -> None:
-    """Print how many rows agree, and how many of them to the token."""
+    """Print how many rows agree, and how many are equal."""
     within, compared = within_a_doubling(rows)
     print(f"within one doubling: {within} of {compared} rows ({100 * within / compared:.0f} %); equal: {equal(rows)}")
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""How far loss curves that should coincide are apart: a table, a CSV and a picture.
+"""Compare loss curves that should coincide: a table, a CSV and a picture of their differences.
 
     python examples/reproduce/convergence.py OUT_DIR NAME TITLE BASELINE RUN...
 
@@ -20,7 +20,7 @@ from examples.reproduce.picture import GREY, INK, SERIES  # noqa: E402
 from examples.reproduce.report import Row, write  # noqa: E402
 
 COINCIDE = 1e-4
-"""Curves coincide that are nowhere further apart than this share of the loss: a tenth of a line's width."""
+"""Curves coincide if they differ nowhere by more than this share of the loss: a tenth of a line's width."""
 
 
 def losses(log: Path) -> list[float]:
@@ -29,7 +29,7 @@ def losses(log: Path) -> list[float]:
 
 
 def compare(curves: dict[str, list[float]]) -> list[Row]:
-    """Rows for each curve against the first one.
+    """Rows that compare each curve with the first one.
 
     Raises:
         ValueError: the curves do not have the same steps.
@@ -50,7 +50,7 @@ def compare(curves: dict[str, list[float]]) -> list[Row]:
 
 
 def draw(figure: Any, curves: dict[str, list[float]]) -> None:
-    """The curves, those beneath wider; below, their distance from the first one."""
+    """The curves, lower ones drawn wider; and below them their distance from the first one."""
     above, below = figure.subplots(2, 1, height_ratios=[2, 1], sharex=True)
     reference = next(iter(curves.values()))
     for number, (name, curve) in enumerate(curves.items()):

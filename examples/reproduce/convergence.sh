@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# What the loss curves of the papers share. figure_6.sh, figure_8.sh and figure_14.sh set OUT, where to write, and
+# Shared by the loss curves of the papers. figure_6.sh, figure_8.sh and figure_14.sh set OUT, where to write, and
 # source this file from the root of the repository. It makes data and a tokenizer, and defines `train`. ITERATIONS (100)
 # is the number of steps of each run.
 ITERATIONS=${ITERATIONS:-100}
@@ -10,7 +10,7 @@ GPUS=$( (nvidia-smi -L 2>/dev/null || true) | wc -l)
 DEVICE=${DEVICE:-$( ((GPUS >= 4)) && echo cuda || echo cpu)} # four processes need as many GPUs
 mkdir -p "$OUT" "$DATA"
 
-# The sources of Python's standard library, in 1,024 pieces.
+# Text: the sources of Python's standard library; a tokenizer with 1,024 tokens.
 [ -e "$DATA/text.jsonl" ] || "$PYTHON" tools/collect_text.py --output "$DATA/text.jsonl" --max-bytes 4000000
 [ -e "$DATA/tokenizer.model" ] || "$PYTHON" tools/train_tokenizer.py --input "$DATA/text.jsonl" \
     --model-prefix "$DATA/tokenizer" --vocab-size 1024 --input-bytes 1000000

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fit the few constants of a paper's cluster to its tables, and print how well they predict a table left out.
+"""Fit the constants of a paper's cluster to its tables, and print the error on each table that was left out.
 
     python examples/reproduce/fit.py [CLUSTER ...] [--write]
 
-For each cluster: the constants, the mean absolute error, and for each table the error with constants fitted to the
-others alone. ``--write`` puts the constants into clusters/CLUSTER.json.
+Prints for each cluster the constants, the mean absolute error, and for each table the error with constants of the
+other tables. ``--write`` writes the constants into clusters/CLUSTER.json.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from megatron.simulator.machines.machine_file import load  # noqa: E402
 
 Table = Callable[[Machine], list[Row]]
 STEPS = (1.25, 1.08, 1.02, 1.5, 1.1, 1.02)
-LIMITS = {"gemm": 1.05, "attention": 1.05, "network_all_to_all": 1.1}  # of the shares of what was measured; else 1
+LIMITS = {"gemm": 1.05, "attention": 1.05, "network_all_to_all": 1.1}  # upper limits of constants; otherwise 1
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Which constants of a machine's :class:`Calibration` are free, and the tables they are for.
+    """Which constants of a machine's :class:`Calibration` are free, and the tables to which they are fitted.
 
-    ``start``: where the search begins for some of them; the rest begin where the shipped machine has them. ``limits``:
-    how far above a shipped machine's rates some may go, where those are no measurements. ``by_hand``: what else the
-    cluster's file or its tables state that nobody measured there, chosen by reading or by the look of a curve.
+    ``start``: initial values of some constants; others start with the shipped machine's values. ``limits``:
+    upper limits of constants whose shipped rates were not measured. ``by_hand``: other choices in the
+    cluster's file or its tables that were not measured, but chosen by reading or by the shape of a curve.
     """
 
     constants: tuple[str, ...]
@@ -50,7 +50,7 @@ class Fit:
 
 
 def simulated(rows: Callable[..., list[Row]], **given: Any) -> Table:
-    """A table that takes a clock, as one that takes a machine."""
+    """Turn a table that takes a clock into one that takes a machine."""
     return lambda machine: rows(Simulated(machine), **given)
 
 
@@ -58,10 +58,10 @@ FITS = {
     "usp-a800": Fit(
         ("gemm", "attention", "link", "all_to_all", "network", "interleaved", "overlap"),
         {f"table {table}": simulated(usp.training_rows, tables=(table,)) for table in (5, 6, 7)},
-        {"interleaved": 1.0, "gemm": 1.0},  # the shipped A800's are from table 6 and from published runs
+        {"interleaved": 1.0, "gemm": 1.0},  # the shipped A800's come from table 6 and published runs
         by_hand=(
             "gradients travel alone",
-            "in figure 5 beside compute",
+            "overlapped with compute in figure 5",
             "16 micro-batches of 30K",
             "an MLP counted as two matrices",
             "link rounded up, for figure 5",
@@ -82,7 +82,7 @@ FITS = {
     "ulysses-a100": Fit(
         ("gemm", "attention", "network_all_to_all"),
         {f"table {table}": simulated(ulysses.scaling_rows, tables=(table,)) for table in (2, 3)},
-        {"gemm": 1.0},  # the shipped A100 has what published runs say of it
+        {"gemm": 1.0},  # the shipped A100's is fitted to published runs
         by_hand=("full mask", "MEGATRON_TP of 7B", "MEGATRON_TP of 30B", "TOKENS", "SPARSE"),
     ),
     "fpdt-a100": Fit(
@@ -101,19 +101,19 @@ FITS = {
 
 
 def errors(machine: Machine, tables: Sequence[Table]) -> list[float]:
-    """Of all rows with two numbers, in percent."""
+    """The errors of all rows with two numbers, in percent."""
     return [row.error for table in tables for row in table(machine) if row.error is not None]
 
 
 def mean_error(machine: Machine, tables: Sequence[Table]) -> float:
-    found = errors(machine, tables)
-    return sum(map(abs, found)) / len(found)
+    result = errors(machine, tables)
+    return sum(map(abs, result)) / len(result)
 
 
 def fit(
     machine: Machine, constants: Sequence[str], tables: Sequence[Table], limits: dict[str, float] | None = None
 ) -> Machine:
-    """Coordinate search: each constant up and down by a step, as long as that helps, then by a smaller step."""
+    """Coordinate search: change each constant by a step as long as the error falls, then by a smaller step."""
     best, limits = mean_error(machine, tables), LIMITS | (limits or {})
     for step in STEPS:
         better = True
@@ -132,7 +132,7 @@ def fit(
 
 
 def unfitted(name: str) -> Machine:
-    """The cluster with the constants that are to be fitted as the shipped machine has them."""
+    """The cluster with the shipped machine's values of the constants to fit."""
     machine = cluster(name)
     base = load(json.loads((CLUSTERS / f"{name}.json").read_text())["extends"]).calibration
     values = {key: getattr(base, key) for key in FITS[name].constants}
@@ -140,14 +140,14 @@ def unfitted(name: str) -> Machine:
 
 
 def beginning(name: str) -> Machine:
-    """The same, but for the constants that a search begins elsewhere with."""
+    """The same with the initial values of the search."""
     machine = unfitted(name)
     return replace(machine, calibration=replace(machine.calibration, **FITS[name].start))
 
 
 def distinct(name: str) -> int:
-    """Measurements of different configurations: two units of one run are one, a configuration in two tables is one, and
-    Ulysses over all ranks has no ring that could be of several kinds."""
+    """Number of different configurations: two units of one run count once, as does a configuration in two tables, and
+    the kind of ring does not matter if Ulysses uses all ranks."""
     rows = [row for table in FITS[name].tables.values() for row in table(cluster(name)) if row.error is not None]
     keys = set()
     for row in rows:
@@ -159,7 +159,7 @@ def distinct(name: str) -> int:
 
 
 def left_out(name: str) -> dict[str, str]:
-    """Errors of each table by constants fitted to the others; empty for a single table."""
+    """The error of each table with constants fitted to the others; empty for a single table."""
     wanted, start, found = FITS[name], beginning(name), {}
     for out, table in wanted.tables.items():
         others = [other for key, other in wanted.tables.items() if key != out]
@@ -170,8 +170,8 @@ def left_out(name: str) -> dict[str, str]:
 
 
 def how_much(names: Sequence[str], *, leave_out: bool = False) -> Iterator[str]:
-    """A table in Markdown: constants and data of each fit, and the error without, with and, if asked for, without a
-    table."""
+    """A Markdown table: constants and data of each fit, the error without and with the fit and, on request, with one
+    table left out."""
     more = " one table left out |" if leave_out else ""
     yield (
         "| cluster | fitted constants | set by hand | rows, distinct | unfitted | where the search begins | fitted |"
@@ -191,17 +191,17 @@ def how_much(names: Sequence[str], *, leave_out: bool = False) -> Iterator[str]:
 
 
 def report(name: str) -> Machine:
-    """Fit a cluster, print what comes out, return its machine."""
+    """Fit a cluster, print the result, return its machine."""
     wanted, start = FITS[name], beginning(name)
-    found = fit(start, wanted.constants, list(wanted.tables.values()), wanted.limits)
-    constants = ", ".join(f"{key} {getattr(found.calibration, key):.3g}" for key in wanted.constants)
+    result = fit(start, wanted.constants, list(wanted.tables.values()), wanted.limits)
+    constants = ", ".join(f"{key} {getattr(result.calibration, key):.3g}" for key in wanted.constants)
     print(f"{name}: {constants}")
-    print(f"  mean absolute error {mean_error(found, list(wanted.tables.values())):.1f} %")
+    print(f"  mean absolute error {mean_error(result, list(wanted.tables.values())):.1f} %")
     without = left_out(name)
     for key, table in wanted.tables.items():
         refitted = f"; fitted without it: {without[key]}" if without else ""
-        print(f"  {key}: {mean_error(found, [table]):.1f} %{refitted}")
-    return found
+        print(f"  {key}: {mean_error(result, [table]):.1f} %{refitted}")
+    return result
 
 
 def write(name: str, machine: Machine) -> None:

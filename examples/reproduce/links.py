@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""all_reduce by size on 8 to 64 GPUs, by our model and in published outputs of nccl-tests.
+"""Time of all_reduce by size on 8 to 64 GPUs, by our model and by published outputs of nccl-tests.
 
     python examples/reproduce/links.py [OUT_DIR]
 
@@ -29,16 +29,16 @@ PUBLISHED = {
     "H100": ("H100-80G", ("h100_8", "h100_16", "h100_32", "h100_64")),
     "A100": ("A100-80G", ("a100_8",)),
 }
-SHOWN = (1024, 65536, 2**20, 2**24, 2**28, 2**32)  # bytes of the tensor, of the rows that are printed
+SHOWN = (1024, 65536, 2**20, 2**24, 2**28, 2**32)  # bytes of the tensor in the printed rows
 
 
 def tensor(run: Run, sent: float) -> float:
-    """Bytes of the tensor of which a rank of a ring sends ``sent``."""
+    """Bytes of the tensor if a rank of a ring sends ``sent``."""
     return sent * run.ranks / (2 * (run.ranks - 1))
 
 
 def table(runs: list[tuple[Machine, Run]]) -> list[str]:
-    """In Markdown: microseconds measured and ours of some sizes, and the mean error of all."""
+    """A Markdown table: measured and our microseconds for some sizes, and the mean error of all."""
     lines = ["| GPUs | tensor | measured, us | ours, us | | by |", "|---|---|---|---|---|---|"]
     for machine, run in runs:
         rows = compare(run, machine)
@@ -55,7 +55,7 @@ def table(runs: list[tuple[Machine, Run]]) -> list[str]:
 
 
 def draw(file: Path, panels: dict[str, list[tuple[Machine, Run]]]) -> None:
-    """Bus bandwidth over size: lines are ours, rings what was measured."""
+    """Bus bandwidth over size: lines are ours, rings are measured."""
     import matplotlib
 
     matplotlib.use("Agg")

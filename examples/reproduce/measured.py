@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clock of ``--measure``: it runs the training of a row on the GPUs of this machine.
+"""The clock of ``--measure``: runs the training of a row on the GPUs of this machine.
 
 Each row starts the training program for a few steps on random tokens, with the flags that the planner would print for
 its strategy. A row whose attention is not causal in its paper runs with ``--attention-mask full``.
@@ -26,7 +26,7 @@ from megatron.training.refusal import Refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, NOT_COUNTED = 4, 2  # kernels are chosen and memory is reserved in the first ones
-LIMIT = 3600.0  # seconds a row may take
+LIMIT = 3600.0  # seconds, time limit of a row
 SIZES = {"layers": "num_layers", "hidden": "hidden_size", "heads": "num_attention_heads"}
 PEAK = """
 import torch
@@ -37,7 +37,7 @@ print(peak_flops(Config(), torch.device("cuda", 0)))
 
 
 class Unmeasured(Exception):
-    """A run that gave no time; its message is the reason, in few words."""
+    """A run gave no time; the message is the reason, in few words."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Measured:
     """Step times of runs on ``gpus`` GPUs of this machine; rows that need more are not run.
 
     Attributes:
-        missing: what the rows need and is not here; then none is run.
+        missing: a requirement of the rows that is not available; then none is run.
     """
 
     gpus: int
@@ -54,8 +54,8 @@ class Measured:
 
     @cached_property
     def peak(self) -> float:
-        """The data sheet's, or the measured GEMM rate of a GPU without one here. In a process of its own, for this one
-        shall hold no memory of a GPU."""
+        """The peak of the data sheet, or else the measured GEMM rate. It runs in a separate process, because this one
+        must not use GPU memory."""
         done = subprocess.run(
             [sys.executable, "-c", PEAK], env=_environment(), stdout=subprocess.PIPE, text=True, check=True
         )
@@ -65,7 +65,7 @@ class Measured:
         self, model: str, workload: Workload, strategy: Strategy, *, inputs_in_host: bool = False
     ) -> float | str:
         if self.missing:
-            return f"{self.missing} is not here"
+            return f"{self.missing} is not available"
         if strategy.ranks > self.gpus:
             return f"needs {strategy.ranks} GPUs"
         strategy = replace(strategy, offload_checkpoints=strategy.offload_checkpoints or inputs_in_host)
@@ -87,7 +87,7 @@ def gpus_here() -> Measured:
 
     gpus = torch.cuda.device_count()
     if not gpus:
-        raise Refusal("--measure needs GPUs and there are none: leave it out to simulate, or go to a machine with GPUs")
+        raise Refusal("--measure needs GPUs, but there are none: leave it out to simulate, or use a machine with GPUs")
     return Measured(gpus)
 
 
@@ -113,7 +113,7 @@ def step_seconds(
 
 
 def run_flags(model: str, workload: Workload, strategy: Strategy) -> list[str]:
-    """The program and its flags, but for device and log.
+    """The program and its flags, without device and log.
 
     Raises:
         ValueError: the workload's shape differs from the named model's in more than layers, width and heads.
@@ -126,7 +126,7 @@ def run_flags(model: str, workload: Workload, strategy: Strategy) -> list[str]:
     flags = [str(ROOT / entry), "--model", model]
     for flag, size in other.items():
         flags += ["--" + flag.replace("_", "-"), str(size)]
-    # One token more than --vocab-size: a run without a tokenizer of its own counts the end of a document.
+    # One token more than --vocab-size: a run without a tokenizer adds the end of a document.
     flags += ["--vocab-size", str(shape.vocab - 1), *training_flags(workload, strategy)]
     flags += [] if workload.causal else ["--attention-mask", "full"]
     return [*flags, *f"--train-iters {STEPS} --eval-iters 0 --lr 1e-4 --mock-data".split()]
@@ -161,7 +161,7 @@ def reason(code: int, output: str) -> str:
     if re.search(r"OutOfMemoryError|CUDA out of memory|CUDA error: out of memory", output):
         return "OOM"
     if "SIGKILL" in output:
-        return "killed, as where host memory ends"
+        return "killed, as if host memory had run out"
     message = re.search(r"^error(?: on rank \d+)?: (.*)$", output, re.MULTILINE)
     if message:
         return message[1]
@@ -170,7 +170,7 @@ def reason(code: int, output: str) -> str:
 
 
 def _sizes(shape: Shape) -> Shape:
-    return replace(shape, positions=0)  # a run has as many as tokens
+    return replace(shape, positions=0)  # a run has one position per token
 
 
 def _environment() -> dict[str, str]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training runs that others have published, on many machines and by many programs: read, and split in two halves.
+"""Reads training runs that others have published, on many machines and by many programs, and splits them in two halves.
 
-The split was written down before anything was fitted: a source, not a row, belongs to one half, by the parity of the
+The split was fixed before anything was fitted: each source belongs to one half with all its rows, by the parity of the
 SHA-256 of its name in ``published/records.json``. Constants are fitted to the even half; the odd half is the test.
 """
 
@@ -20,26 +20,26 @@ AFTER_FREEZE = FILE.parent / "after_freeze.json"  # runs that came later: record
 
 @dataclass(frozen=True)
 class Record:
-    """One published figure, and all that is known of the run.
+    """One published figure, and everything known about the run.
 
     Attributes:
         where: in the source.
         machine: a shipped machine's name.
-        precision: of the linear layers: ``bf16``, ``fp8`` (a scale a tensor) or ``mxfp8``.
-        zero: 0 and 1: whole weights; 3: FSDP. shard: ranks that FSDP splits over (HSDP); 0: all.
-        recompute: ``none``, ``full``, ``op`` (every second product and what lies between), ``alternate`` (every second
-            layer), or the share of the layers.
+        precision: of the linear layers: ``bf16``, ``fp8`` (one scale per tensor) or ``mxfp8``.
+        zero: 0 and 1: weights not split; 3: FSDP. shard: ranks that FSDP splits over (HSDP); 0: all.
+        recompute: ``none``, ``full``, ``op`` (every second product, operations between), ``alternate`` (every second
+            layer), or a share of the layers.
         kernel: of attention: ``flash1``, ``flash`` (FlashAttention-2), ``flash_attn`` (3 on Hopper), ``cudnn``.
         runs: ``eager``, ``compiled`` (torch.compile) or ``fused`` (Transformer Engine's and apex' kernels).
         overlap: TP's transfers overlap its products, and messages of a pipeline with virtual stages overlap its work.
         balance: how a ring splits the sequence.
-        offload: layer inputs wait in host memory.
+        offload: layer inputs are kept in host memory.
         gradients: how its program sums them over ranks: ``fp32`` or ``bf16``.
         weights: how new ones reach all ranks: by one ``gather``, or by a ``broadcast`` of each rank's shard.
         optimizer: ``gpu``; ``cpu``: in host memory, at its speed; ``deepspeed``: DeepSpeed's in host memory.
-        network: bytes a second and GPU between nodes, where it is not the machine's; likewise node, its GPUs, and
-            link, bytes a second and GPU within it.
-        unpriced: why, by the source's words or figures, no model of the run as described can be right; such runs are
+        network: bytes per second and GPU between nodes, if not the machine's; also node, its GPUs, and
+            link, bytes per second and GPU within it.
+        unpriced: why no model of the run as described can be right, by the source's own statements; such runs are
             shown, and counted separately.
         value, unit: the figure: tokens/s/GPU, s/step, causal or full-mask TFLOPS/GPU.
     """
@@ -110,12 +110,12 @@ def records() -> list[Record]:
 
 
 def left_out() -> list[tuple[str, Record | None]]:
-    """What is not among the records and why, and the run if enough is known to simulate it."""
-    found = published_file()["left_out"]
-    return [(f"{one['what']}: {one['why']}", Record(**one["run"]) if "run" in one else None) for one in found]
+    """Runs that are not among the records, with the reason, and the run if enough is known to simulate it."""
+    result = published_file()["left_out"]
+    return [(f"{one['what']}: {one['why']}", Record(**one["run"]) if "run" in one else None) for one in result]
 
 
 def distinct(rows: list[Record]) -> int:
-    """Configurations: rows that differ in more than their value and the place where they stand."""
+    """Number of configurations: rows that differ only in value and place count once."""
     names = [field.name for field in fields(Record) if field.name not in ("value", "where", "source")]
     return len({tuple(getattr(row, name) for name in names) for row in rows})

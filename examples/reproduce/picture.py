@@ -55,7 +55,7 @@ def draw_rows(
     labels = {column for row in rows for column in row.label} - {over, panel}
     # A label that is the same in a whole panel does not distinguish its series.
     varying = {column for column in labels
-            if any(len({row.label.get(column) for row in found}) > 1 for found in groups.values())}  # fmt: skip
+            if any(len({row.label.get(column) for row in members}) > 1 for members in groups.values())}  # fmt: skip
     names = list(dict.fromkeys(_series(row, varying) for row in rows))
     across = len(groups) if not over else 2 if len(groups) in (2, 4) else min(len(groups), 3)
     down = math.ceil(len(groups) / across)
@@ -67,11 +67,11 @@ def draw_rows(
         draw(figure)
     else:
         panels = figure.subplots(down, across, squeeze=False).flat
-        for axes, (name, found) in zip(panels, groups.items()):
-            _lines(axes, found, over, varying, names) if over else _bars(axes, found, panel)
+        for axes, (name, members) in zip(panels, groups.items()):
+            _lines(axes, members, over, varying, names) if over else _bars(axes, members, panel)
             title = f"{panel.replace('_', ' ')} {text(name)}" if panel and is_number(name) else name
             axes.set_title(title if panel else "", fontsize=11, color=INK)
-            logarithmic = log is True or log == found[0].unit
+            logarithmic = log is True or log == members[0].unit
             (axes.set_yscale if over else axes.set_xscale)("log" if logarithmic else "linear")
             if not logarithmic:
                 low, high = (axes.get_ylim if over else axes.get_xlim)()
@@ -80,10 +80,10 @@ def draw_rows(
             axes.spines[["top", "right"]].set_visible(False)
         for axes in list(panels):
             axes.axis("off")
-        if not over:  # below, for bars fill their panels
+        if not over:  # below, because bars fill their panels
             from matplotlib.patches import Patch
 
-            marks = [Patch(color=COLOURS[name], label=name) for name in _there(rows)]
+            marks = [Patch(color=COLOURS[name], label=name) for name in _sources(rows)]
             figure.legend(handles=marks, frameon=False, fontsize=8, loc="outside lower center", ncols=len(marks))
     figure.savefig(file)
     pyplot.close(figure)
@@ -108,13 +108,13 @@ def _bars(axes: Any, rows: list[Row], panel: str | None) -> None:
 
 
 def _lines(axes: Any, rows: list[Row], over: str, varying: set[str], names: list[str]) -> None:
-    """A colour for each series; published dashed and hollow, ours solid. Words, such as OOM, end a line."""
+    """A colour for each series; published lines are dashed and hollow. A line ends at a word such as OOM."""
     for number, name in enumerate(names):
-        found = [row for row in rows if _series(row, varying) == name]
-        if not found:
+        members = [row for row in rows if _series(row, varying) == name]
+        if not members:
             continue
         for mark, style in STYLES.items():
-            values = [(row, row.published if mark == "published" else row.ours) for row in found]
+            values = [(row, row.published if mark == "published" else row.ours) for row in members]
             points = [(row.label[over], value) for row, value in values
                       if is_number(value) and mark in ("published", row.marked)]  # fmt: skip
             if points:
@@ -136,8 +136,8 @@ def _series(row: Row, varying: set[str]) -> str:
     return ", ".join(f"{column.replace('_', ' ')} {text(v)}" if is_number(v) else str(v) for column, v in rest.items())
 
 
-def _there(rows: Sequence[Row]) -> list[str]:
-    """Of published, measured and simulated, what the rows have."""
+def _sources(rows: Sequence[Row]) -> list[str]:
+    """Those of published, measured and simulated that occur in the rows."""
     there = ["published"] * any(row.published is not None for row in rows)
     return there + list(dict.fromkeys(row.marked for row in rows if row.ours is not None))
 
@@ -146,7 +146,7 @@ def _legend(axes: Any, rows: list[Row]) -> None:
     """The series, and below them what is published, measured, simulated."""
     from matplotlib.lines import Line2D
 
-    marks = [Line2D([], [], color=GREY, label=name, **STYLES[name]) for name in _there(rows)]
+    marks = [Line2D([], [], color=GREY, label=name, **STYLES[name]) for name in _sources(rows)]
     marks = axes.get_legend_handles_labels()[0] + marks
     outside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
     axes.legend(handles=marks, frameon=False, fontsize=8, **({"loc": "best"} if len(marks) < 8 else outside))

@@ -5,9 +5,9 @@ Edits: ``published/edits.json`` lists what was changed in runs of the test half 
 with a checksum of the test half in which all changes are undone. A change that is not listed alters the checksum.
 
 Runs after the freeze: ``published/after_freeze.json`` holds runs that were read after constants and model had been
-frozen, each with the tokens a second and GPU that were predicted when it was entered. They are never fitted. Enter a
-run without ``predicted``; then ``python examples/reproduce/records.py --predict`` adds it, and never changes one that
-is there.
+frozen, each with the tokens per second and GPU that were predicted when it was entered. They are never fitted. Enter a
+run without ``predicted``; then ``python examples/reproduce/records.py --predict`` adds it, and never changes an
+existing one.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Edit:
     """One change of a field of some runs.
 
     Attributes:
-        source, only: which runs: those of the source that have these values today.
-        runs: how many they are.
+        source, only: select runs: those of the source that have these values today.
+        runs: their number.
         before, after: the value of ``field``.
-        seen: whether the runs' errors were known when it was made.
+        seen: whether the runs' errors were known at that time.
     """
 
     source: str
@@ -70,7 +70,7 @@ def as_committed() -> str:
 
 
 def undone(record: Record, which: Sequence[Edit] | None = None) -> Record:
-    """The run without some changes, or without any."""
+    """The run without some or all of the changes."""
     mine = [edit for edit in (edits() if which is None else which) if edit.concerns(record)]
     return replace(record, **{edit.field: edit.before for edit in mine})
 
@@ -80,19 +80,19 @@ def test_half() -> list[Record]:
 
 
 def checksum(runs: Sequence[Record]) -> str:
-    """Of all fields of all runs, in whatever order the file has them."""
+    """A checksum of all fields of all runs, independent of their order."""
     lines = sorted(json.dumps(asdict(run), sort_keys=True) for run in runs)
     return sha256("\n".join(lines).encode()).hexdigest()
 
 
 def edits_table(constants: Constants) -> list[str]:
-    """Markdown: the error of the test half as it first was, then its changes, with equal ones in one row."""
+    """Markdown: the error of the original test half, then its changes; equal ones share a row."""
     now, first = test_half(), [undone(record) for record in test_half()]
-    found = predictions(constants, [run for run in first if not run.unpriced])
+    result = predictions(constants, [run for run in first if not run.unpriced])
     lines = [
-        f"With all changes undone, and without {len(first) - len(found)} runs unpriced at once, the error of "
-        f"the {len(found)} runs left is {mean_of_records(found):.1f} %, of sources {mean_of_sources(found):.1f} %, "
-        f"and in tokens a second {mean_of_rates(found):.1f} %.",
+        f"With all changes undone, and without {len(first) - len(result)} runs unpriced at once, the error of "
+        f"the {len(result)} runs left is {mean_of_records(result):.1f} %, of sources {mean_of_sources(result):.1f} %, "
+        f"and in tokens per second {mean_of_rates(result):.1f} %.",
         "",
         "| source | runs | change | their error without it, with it, % | why |",
         "|---" * 5 + "|",
@@ -130,16 +130,16 @@ def predicted_runs(path: Path = AFTER_FREEZE) -> list[Predicted]:
     Raises:
         KeyError: a run has no prediction yet.
     """
-    found = []
+    result = []
     for raw in read_after_freeze(path)["records"]:
         predicted = raw.pop("predicted")
         record = Record(**raw)
-        found.append(Predicted(record, published_rate(record), predicted, {}))
-    return found
+        result.append(Predicted(record, published_rate(record), predicted, {}))
+    return result
 
 
 def predict_new(path: Path = AFTER_FREEZE) -> int:
-    """Predict the runs of the file that have no prediction; how many these were."""
+    """Predict the runs of the file that have no prediction; returns their number."""
     file = read_after_freeze(path)
     new = [raw for raw in file["records"] if "predicted" not in raw]
     for raw in new:
@@ -158,7 +158,7 @@ def write_after_freeze(path: Path, file: dict[str, Any]) -> None:
 
 
 def after_freeze_table(path: Path = AFTER_FREEZE) -> list[str]:
-    """Markdown: each source, and all of them."""
+    """Markdown: a row for each source, and one for all."""
     every = predicted_runs(path)
     lines = ["| source | machines | runs | error of what was predicted | worst |", "|---" * 5 + "|"]
     for source, rows in sorted(by_source(every).items()):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Four constants for every published run: fitted to one half of the sources, for the other half to test.
+"""Four constants for all published runs: fitted to one half of the sources and tested on the other half.
 
-Each is a share of what single kernels were measured to do: of matrix products (``gemm``), of what FP8 promises over
-them (``fp8``), of attention. All machines of one architecture share them; Blackwell takes Hopper's for
+Each is a share of the measured rates of single kernels: of matrix products (``gemm``), of the speed-up of FP8 over
+bf16 (``fp8``), of attention. All machines of one architecture share them; Blackwell uses Hopper's for
 matrix products.
 """
 
@@ -22,15 +22,15 @@ MACHINES = {"Hopper": "H100-80G", "Blackwell": "B200-192G", "Ampere": "A100-80G"
 STEPS = (1.15, 1.06, 1.02, 1.01)
 Constants = dict[str, dict[str, float]]
 
-# What our model needs and what is not fitted: it is set by hand, from physics, from published measurements, or assumed.
+# Constants that are not fitted: set by hand, from physics or published measurements, or assumed.
 BY_HAND = (
-    "record_price.py: seconds a parameter of DeepSpeed's optimizer in host memory (1)",
+    "record_price.py: seconds per parameter of DeepSpeed's optimizer in host memory (1)",
     "cost/layer_program.py: bytes of PyTorch's operations for RMSNorm, SwiGLU, cross-entropy and casts, counted (9)",
-    "cost/layer_program.py: launches of the host a layer, eager, compiled, fused (3)",
+    "cost/layer_program.py: launches of the host per layer, eager, compiled, fused (3)",
     "cost/seconds.py: power grows with the square of the clock (1); idle watts of each GPU (1)",
     "kernels.flash1: half of FlashAttention-2 (1)",
     "record_price.py: bytes of Adam on a CPU, bandwidth of host memory (2)",
-    "calibration.memory, overlap, link, p2p, all_to_all, network, host of the machines' files (7 a machine)",
+    "calibration.memory, overlap, link, p2p, all_to_all, network, host of the machines' files (7 per machine)",
     "records.json: kernels where a source names none, torchtitan's unbalanced rings, Llama 3's virtual stages",
 )
 
@@ -40,65 +40,65 @@ def mean(values: Sequence[float]) -> float:
 
 
 def priced(rows: Sequence[Record]) -> list[Record]:
-    """Those that can be predicted from what their source says (:attr:`Record.unpriced`)."""
+    """Records that can be predicted from their source (:attr:`Record.unpriced`)."""
     return [record for record in rows if not record.unpriced]
 
 
-def by_source(found: Sequence[Predicted]) -> dict[str, list[Predicted]]:
+def by_source(result: Sequence[Predicted]) -> dict[str, list[Predicted]]:
     groups: dict[str, list[Predicted]] = {}
-    for one in found:
+    for one in result:
         groups.setdefault(one.record.source, []).append(one)
     return groups
 
 
-def of_priced(found: Sequence[Predicted]) -> list[Predicted]:
-    """Those whose runs can be priced; all of them, if none can."""
-    return [one for one in found if not one.record.unpriced] or list(found)
+def of_priced(result: Sequence[Predicted]) -> list[Predicted]:
+    """Predictions of runs that can be priced; all of them if none can."""
+    return [one for one in result if not one.record.unpriced] or list(result)
 
 
-def mean_of_sources(found: Sequence[Predicted]) -> float:
-    """The mean over sources of the mean error of each: no source counts more for having more rows."""
-    return mean([mean_of_records(rows) for rows in by_source(found).values()])
+def mean_of_sources(result: Sequence[Predicted]) -> float:
+    """The mean over sources of each one's mean error, so that sources with more rows do not count more."""
+    return mean([mean_of_records(rows) for rows in by_source(result).values()])
 
 
-def mean_of_records(found: Sequence[Predicted]) -> float:
-    return mean([abs(one.error) for one in found])
+def mean_of_records(result: Sequence[Predicted]) -> float:
+    return mean([abs(one.error) for one in result])
 
 
-def mean_of_rates(found: Sequence[Predicted]) -> float:
-    """Of tokens a second, each source once."""
-    return mean([mean([abs(one.rate_error) for one in rows]) for rows in by_source(found).values()])
+def mean_of_rates(result: Sequence[Predicted]) -> float:
+    """The error of tokens per second; each source counts once."""
+    return mean([mean([abs(one.rate_error) for one in rows]) for rows in by_source(result).values()])
 
 
 def unfitted() -> Constants:
-    """Nothing fitted: single kernels' measured rates hold in training."""
+    """Constants without a fit: training reaches the measured rates of single kernels."""
     return {name: dict.fromkeys(SHARES, 1.0) for name in FREE}
 
 
 def fitted() -> Constants:
-    """Those that the shipped machines have, which planner and dry run use: fitted to the even half."""
-    found = {name: load(machine).calibration for name, machine in MACHINES.items()}
-    return {name: {share: getattr(found[name], share) for share in SHARES} for name in FREE}
+    """The constants of the shipped machines, which planner and dry run use: fitted to the even half."""
+    result = {name: load(machine).calibration for name, machine in MACHINES.items()}
+    return {name: {share: getattr(result[name], share) for share in SHARES} for name in FREE}
 
 
 def uncertain() -> dict[str, dict[str, tuple[float, float]]]:
-    """What the two halves of the sources make of each constant, lower value first, as the shipped machines have it."""
+    """Each constant as fitted to either half, lower value first, as in the shipped machines' ``uncertain``."""
     return {name: {key: load(MACHINES[name]).uncertain[key] for key in free} for name, free in FREE.items()}
 
 
 def fit(half: Sequence[Record]) -> Constants:
-    """Coordinate search for the least :func:`mean_of_sources`, an architecture at a time; one that no record of the
-    half has keeps what it begins with. Runs that no model of them can price teach nothing."""
-    found, half = unfitted(), priced(half)
+    """Coordinate search for the least :func:`mean_of_sources` by architecture. Architectures without records
+    in the half keep the initial values. Unpriced runs are not used."""
+    result, half = unfitted(), priced(half)
     for name, free in FREE.items():
         if name in TAKES:
             other, taken = TAKES[name]
-            found[name] |= {constant: found[other][constant] for constant in taken}
+            result[name] |= {constant: result[other][constant] for constant in taken}
         mine = [record for record in half if family(record.machine) == name]
         if mine:
-            found[name] = _search(found[name], free, lambda shares, name=name, mine=mine: mean_of_sources(
+            result[name] = _search(result[name], free, lambda shares, name=name, mine=mine: mean_of_sources(
                 [predict(record, {name: shares}) for record in mine]))  # fmt: skip
-    return found
+    return result
 
 
 def _search(shares: dict[str, float], free: Sequence[str], error: Callable[[dict[str, float]], float]) -> dict:
@@ -110,8 +110,8 @@ def _search(shares: dict[str, float], free: Sequence[str], error: Callable[[dict
             for name in free:
                 for factor in (step, 1 / step):
                     moved = shares | {name: round(shares[name] * factor, 4)}
-                    if moved[name] <= 1 and (found := error(moved)) < best - 1e-3:
-                        shares, best, better = moved, found, True
+                    if moved[name] <= 1 and (result := error(moved)) < best - 1e-3:
+                        shares, best, better = moved, result, True
     return shares
 
 
@@ -120,12 +120,12 @@ def predictions(constants: Constants, rows: Sequence[Record] | None = None) -> l
 
 
 def left_out_one_by_one(rows: Sequence[Record]) -> dict[str, list[Predicted]]:
-    """Each source by constants that are fitted to all others, of both halves."""
-    found = {}
+    """Predictions of each source with constants fitted to all others, of both halves."""
+    result = {}
     for source in dict.fromkeys(record.source for record in rows):
         mine = [record for record in rows if record.source == source]
-        found[source] = predictions(fit([record for record in rows if record.source != source]), mine)
-    return found
+        result[source] = predictions(fit([record for record in rows if record.source != source]), mine)
+    return result
 
 
 def summary(constants: Constants) -> list[str]:
@@ -137,7 +137,7 @@ def summary(constants: Constants) -> list[str]:
         rows = after[source]
         counts = f"{len(rows)}, {distinct([one.record for one in rows])}"
         unpriced = sum(bool(one.record.unpriced) for one in rows)
-        with_constants, without = (of_priced(found[source]) for found in (after, before))
+        with_constants, without = (of_priced(result[source]) for result in (after, before))
         worst = max((one.error for one in with_constants), key=abs)
         half = "fitted" if rows[0].record.fitted else "test"
         lines.append(
@@ -148,7 +148,7 @@ def summary(constants: Constants) -> list[str]:
 
 
 def totals(constants: Constants) -> list[str]:
-    """Markdown: the same by half and machine. Unpriced runs have a line of their own, and further lines count the test
+    """Markdown: the same by half and machine. Unpriced runs have a separate line, and further lines count the test
     half in other ways."""
     lines = ["| half, machine | records | distinct | not fitted | with the constants |", "|---" * 5 + "|"]
     pairs = list(zip(predictions(unfitted()), predictions(constants)))
@@ -164,21 +164,21 @@ def totals(constants: Constants) -> list[str]:
 
 
 def other_counts(test: Sequence[Predicted], name: str) -> list[str]:
-    """The same error counted otherwise: by source, of rates, the median, without the largest and the worst source."""
+    """Other counts of the same error: by source, of rates, the median, without the largest and the worst source."""
     groups = by_source(test)
     largest = max(groups.values(), key=len)[0].record.source
     worst = max(groups, key=lambda source: mean_of_records(groups[source]))
     rates = mean([abs(one.rate_error) for one in test])
     lines = [
         f"{name}: {len(test)} records of {len(groups)} sources; seconds {mean_of_records(test):.1f} %, "
-        f"tokens a second {rates:.1f} %; each source once: seconds {mean_of_sources(test):.1f} %, "
-        f"tokens a second {mean_of_rates(test):.1f} %; median {median(abs(one.error) for one in test):.1f} %"
+        f"tokens per second {rates:.1f} %; each source once: seconds {mean_of_sources(test):.1f} %, "
+        f"tokens per second {mean_of_rates(test):.1f} %; median {median(abs(one.error) for one in test):.1f} %"
     ]
     for source in dict.fromkeys((largest, worst)):
         rest = [one for one in test if one.record.source != source]
         lines.append(
             f"  without {source}: seconds {mean_of_records(rest):.1f} %; each source once {mean_of_sources(rest):.1f} "
-            f"%, tokens a second {mean_of_rates(rest):.1f} %"
+            f"%, tokens per second {mean_of_rates(rest):.1f} %"
         )
     return lines
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a published training run should take by our cost model: its shape, grid, program and machine."""
+"""Predicts the time of a published training run by our cost model, from its shape, grid, program and machine."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from megatron.simulator.machines.machine_file import load
 
 # By the first four letters.
 FAMILY = {"A100": "Ampere", "A800": "Ampere", "H100": "Hopper", "H200": "Hopper", "B200": "Blackwell"}
-# Adam on a CPU: fp32 gradient, weight and two moments read, three of them and a bf16 weight written; of a node's host
-# memory, bytes a second (assumed), which all of its ranks share.
+# Adam on a CPU reads fp32 gradient, weight and two moments, and writes three of them and a bf16 weight. Bandwidth of a
+# node's host memory in bytes per second (assumed), which all of its ranks share.
 CPU_ADAM_BYTES, HOST_MEMORY = 30, 3e11
-# DeepSpeed's offloaded optimizer, seconds a parameter of a node: Llama 2 7B on 4 A100 goes from 0.5 to "over 7" s a
+# DeepSpeed's offloaded optimizer, seconds per parameter of a node: Llama 2 7B on 4 A100 goes from 0.5 to "over 7" s per
 # step (DeepSpeed, blogs/deepspeed-zenflow/README.md): it also waits for its copies, clips and casts on the CPU.
 DEEPSPEED_ADAM = 6.5 / 6.74e9
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """Tokens a second and GPU, published and by the model, and the model's seconds by what they went to."""
+    """Tokens per second and GPU, published and by the model, and the model's seconds by cause."""
 
     record: Record
     published: float
@@ -38,12 +38,12 @@ class Predicted:
 
     @property
     def error(self) -> float:
-        """Of a step's seconds, in percent of the published."""
+        """The error of a step's seconds, in percent of the published ones."""
         return 100 * (self.published / self.ours - 1)
 
     @property
     def rate_error(self) -> float:
-        """Of the tokens a second, in percent of the published."""
+        """The error of tokens per second, in percent of the published ones."""
         return 100 * (self.ours / self.published - 1)
 
 
@@ -53,8 +53,8 @@ def family(machine: str) -> str:
 
 
 def shape_of(record: Record) -> Shape:
-    """Where pipeline stages do not divide the layers, the program counts embedding and loss as layers: so many layers
-    that they do, and next to no loss."""
+    """If pipeline stages do not divide the layers, the program counts embedding and loss as layers. This is modelled by
+    a divisible number of layers and a very small loss."""
     sizes = dict(models()[record.model])
     learned = sizes.pop("learned_positions", False)
     shape = Shape(**sizes, positions=record.seq_length if learned else 0)
@@ -94,7 +94,7 @@ def _machine(name: str, network: float, node: int, link: float) -> Machine:
 
 
 def machine_of(record: Record, constants: dict[str, dict[str, float]]) -> Machine:
-    """The shipped machine with the ``constants`` of its family in place of the file's shares."""
+    """The shipped machine with the ``constants`` of its family instead of the file's shares."""
     machine = _machine(record.machine, record.network, record.node, record.link)
     shares = constants.get(family(record.machine), {})
     return replace(machine, calibration=replace(machine.calibration, **shares))
@@ -109,7 +109,7 @@ def predict(record: Record, constants: dict[str, dict[str, float]]) -> Predicted
 
 
 def published_rate(record: Record) -> float:
-    """Tokens a second and GPU, whatever the unit of the figure."""
+    """Tokens per second and GPU, for any unit of the figure."""
     if record.unit == "tokens/s/GPU":
         return record.value
     if record.unit == "s/step":
@@ -142,19 +142,19 @@ def _parts(record: Record, machine: Machine) -> dict[str, float]:
 
 
 def _across_nodes(record: Record, machine: Machine, step: float) -> float:
-    """Each node has all weights (HSDP) or states (ZeRO 1); gradients, in bf16, are summed over nodes while the backward
+    """Each node has all weights (HSDP) or states (ZeRO 1). Gradients in bf16 are summed over nodes while the backward
     pass runs: FSDP's in each micro-batch, ZeRO 1's in the last."""
     held = stage_parameters(shape_of(record), 1, 1, 0).numel / record.shard
     group = Group(record.gpus // record.shard, record.shard)
     took = transfer_seconds(collective("all_reduce", "dp", group, BF16 * held), machine)
-    beside = step * 2 / 3
+    backward = step * 2 / 3
     if record.zero < 2:
-        beside /= record.global_batch // (record.dp * record.micro_batch)
-    return max((1 - machine.calibration.overlap) * took, took - beside)
+        backward /= record.global_batch // (record.dp * record.micro_batch)
+    return max((1 - machine.calibration.overlap) * took, took - backward)
 
 
 def _broadcasts(record: Record, machine: Machine) -> float:
-    """New weights by one broadcast of each rank's shard, and not by one all-gather: what that takes more."""
+    """Additional seconds if each rank's shard of new weights is broadcast instead of one all-gather."""
     group = strategy_of(record, "none").group("dp")
     held = BF16 * stage_parameters(shape_of(record), record.tp, record.pp, 0).numel
     one = transfer_seconds(collective("broadcast", "dp", group, held / group.size), machine)
@@ -162,7 +162,7 @@ def _broadcasts(record: Record, machine: Machine) -> float:
 
 
 def _on_the_cpu(record: Record, machine: Machine) -> float:
-    """Adam in host memory: gradients there, weights back, and its own traffic."""
+    """Adam in host memory: copies of gradients and weights, and its own memory traffic."""
     held = stage_parameters(shape_of(record), 1, 1, 0).numel / record.gpus
     ranks = min(record.gpus, machine.gpus)
     if record.optimizer == "deepspeed":

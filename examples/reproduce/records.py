@@ -2,7 +2,7 @@
 """Published training runs compared with our cost model, on every machine that has a file.
 
     python examples/reproduce/records.py [OUT_DIR]
-    python examples/reproduce/records.py --fit        # fit again; swap the halves; leave each source out in turn
+    python examples/reproduce/records.py --fit        # fit again, also with halves swapped and without each source
     python examples/reproduce/records.py --page       # writes the tables of docs/inside/published-runs.md
     python examples/reproduce/records.py --predict    # predicts new runs of published/after_freeze.json, once
 
@@ -47,13 +47,13 @@ from examples.reproduce.record_price import Predicted, family  # noqa: E402
 from examples.reproduce.report import Row, command, write  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "inside" / "published-runs.md"
-AGREED = 0.05  # halves whose constants differ by no more of the smaller one
+AGREED = 0.05  # largest relative difference of constants that agree
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-MOST = 1.6  # times the published speed that the picture has room for
+MOST = 1.6  # upper end of the picture, in times the published speed
 
 
 def row(one: Predicted) -> Row:
-    """Seconds a step; the published ones follow from the figure in the record."""
+    """Seconds per step; the published ones follow from the figure in the record."""
     r = one.record
     tokens = r.global_batch * r.seq_length / r.gpus
     again = "" if r.recompute == "none" else f", again {r.recompute}"
@@ -69,17 +69,17 @@ def row(one: Predicted) -> Row:
 
 
 def grid(r: Record) -> str:
-    """TP, Ulysses, Ring, DP and PP of more than one."""
+    """The sizes above 1 of TP, Ulysses, Ring, DP and PP."""
     axes = (("TP", r.tp), ("U", r.ulysses), ("R", r.ring), ("DP", r.dp), ("PP", r.pp))
-    return " ".join(f"{name}{size}" for name, size in axes if size > 1) or "alone"
+    return " ".join(f"{name}{size}" for name, size in axes if size > 1) or "one GPU"
 
 
-def draw(figure: Any, found: list[Predicted]) -> None:
+def draw(figure: Any, result: list[Predicted]) -> None:
     """Simulated over published speed, a panel for each architecture. Points outside become triangles at its edge."""
     figure.set_size_inches(13, 6.2)
     for place, name in enumerate(FREE, 1):
         axes = figure.add_subplot(1, len(FREE), place)
-        mine = [one for one in found if family(one.record.machine) == name]
+        mine = [one for one in result if family(one.record.machine) == name]
         axes.axhspan(1 / 1.12, 1.12, color=GREY, alpha=0.2, linewidth=0, label="within 12 %")
         axes.axhline(1, color=INK, linewidth=0.8)
         priced_runs = [one for one in mine if not one.record.unpriced]
@@ -100,7 +100,7 @@ def draw(figure: Any, found: list[Predicted]) -> None:
                 label = f"{what}, beyond: {len(beyond)}, up to {max(one.ours / one.published for one in beyond):.1f}"
                 axes.scatter([one.published for one in beyond], [0.99 * MOST] * len(beyond),
                              s=50, marker="^", label=label, **style)  # fmt: skip
-        axes.set(xscale="log", ylim=(0.6, MOST), title=name, xlabel="published tokens a second and GPU")
+        axes.set(xscale="log", ylim=(0.6, MOST), title=name, xlabel="published tokens per second and GPU")
         axes.set_ylabel("simulated over published" if place == 1 else None)
         axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13))
 
@@ -129,8 +129,8 @@ def fit_again() -> None:
             print(f"{name}: {errors(predictions(constants, rows))}", flush=True)
     print("each source by constants fitted to all others:")
     every = left_out_one_by_one(runs)
-    for source, found in sorted(every.items()):
-        print(f"  {source}: {mean_of_records(found):.1f} %", flush=True)
+    for source, result in sorted(every.items()):
+        print(f"  {source}: {mean_of_records(result):.1f} %", flush=True)
     print(f"  {errors([one for rows in every.values() for one in rows])}")
 
 
@@ -139,11 +139,11 @@ def fit_again() -> None:
 
 def page_totals() -> list[str]:
     """Both halves, and the test half counted in other ways."""
-    head = "| | runs | nothing fitted | with the constants | each source once | its tokens a second |"
-    found = predictions(fitted())
-    test = [one for one in found if not one.record.fitted]
+    head = "| | runs | nothing fitted | with the constants | each source once | its tokens per second |"
+    result = predictions(fitted())
+    test = [one for one in result if not one.record.fitted]
     groups = {
-        "half that they were fitted to": of_priced([one for one in found if one.record.fitted]),
+        "half that they were fitted to": of_priced([one for one in result if one.record.fitted]),
         "the other half, without its unpriced runs": of_priced(test),
         "the other half, unpriced runs counted": test,
         "the same, all changes undone": predictions(fitted(), [record_checks.undone(one.record) for one in test]),
@@ -152,11 +152,11 @@ def page_totals() -> list[str]:
 
 
 def page_machines() -> list[str]:
-    """What planner and dry run have for each machine: both halves together, and apart."""
+    """The error of planner and dry run for each machine: for both halves together, and separately."""
     lines = ["| machine | runs | error | mean with signs | fitted half | other half |", "|---" * 6 + "|"]
-    found = of_priced(predictions({}))
-    for machine in sorted({one.record.machine for one in found}):
-        mine = [one for one in found if one.record.machine == machine]
+    result = of_priced(predictions({}))
+    for machine in sorted({one.record.machine for one in result}):
+        mine = [one for one in result if one.record.machine == machine]
         halves = [[one for one in mine if one.record.fitted == half] for half in (True, False)]
         each = " | ".join(f"{mean_of_records(rows):.1f} % of {len(rows)}" if rows else "none" for rows in halves)
         sign = mean([one.error for one in mine])
@@ -165,7 +165,7 @@ def page_machines() -> list[str]:
 
 
 def page_constants() -> list[str]:
-    """Each with what the other half makes of it."""
+    """Each constant, and its value fitted to the other half."""
     lines = ["| architecture | constant | shipped | by the other half | |", "|---" * 5 + "|"]
     shares, ends = fitted(), uncertain()
     for name, free in FREE.items():
@@ -221,10 +221,10 @@ def main() -> None:
         PAGE.write_text(filled(text), encoding="utf-8")
     if args.fit or args.page or args.predict:
         return
-    found = predictions(fitted())
-    order = sorted(found, key=lambda one: (one.record.machine, one.record.fitted, one.record.source))
+    result = predictions(fitted())
+    order = sorted(result, key=lambda one: (one.record.machine, one.record.fitted, one.record.source))
     write(args.out_dir, "records", "Published training runs", [row(one) for one in order],
-          draw=lambda figure: draw(figure, found))  # fmt: skip
+          draw=lambda figure: draw(figure, result))  # fmt: skip
     print()
     show("constants", fitted())
     print(*summary(fitted()), "", *totals(fitted()), "", "Set by hand:", *(f"- {line}" for line in BY_HAND), sep="\n")
@@ -232,7 +232,7 @@ def main() -> None:
     print("", "After the freeze:", *record_checks.after_freeze_table(), sep="\n")
     print("", "Left out:", sep="\n")
     for why, run in left_out():
-        ours = f"; simulated {row(predictions(fitted(), [run])[0]).ours:,.0f} s a step" if run else ""
+        ours = f"; simulated {row(predictions(fitted(), [run])[0]).ours:,.0f} s per step" if run else ""
         print(f"- {why}{ours}")
 
 

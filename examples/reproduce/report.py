@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published numbers and ours: a table in the terminal, a CSV, and a picture.
 
-Every command of this folder makes rows and hands them to :func:`write`. The papers' numbers are in ``published/``, as
+Every command of this folder makes rows and passes them to :func:`write`. The papers' numbers are in ``published/``, as
 CSV; :func:`published` reads them.
 """
 
@@ -29,11 +29,11 @@ Value = float | int | str | None
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table: what was published, and what we found.
+    """One line of a table: the published number and ours.
 
     Attributes:
-        label: what the line is about, by column: {"model": "llama3-8b", "seq_length": 65536, "ulysses": 4}.
-        published: a number, a word such as "OOM", or None where the paper has nothing.
+        label: the subject of the line, by column: {"model": "llama3-8b", "seq_length": 65536, "ulysses": 4}.
+        published: a number, a word such as "OOM", or None if the paper has nothing.
         ours: the same.
         marked: where ours comes from: "measured" on this machine (timed, metered, or counted in what really ran or was
             sent) or "simulated" (by a model of other machines).
@@ -68,17 +68,17 @@ class Row:
 
     @property
     def agrees(self) -> bool | None:
-        """Where one of both is a word: whether the other is the same word. None elsewhere."""
+        """Whether both are the same word, if at least one is a word; otherwise None."""
         if self.published is None or self.ours is None or (is_number(self.published) and is_number(self.ours)):
             return None
         return self.published == self.ours
 
 
 def published(name: str) -> list[dict[str, Value]]:
-    """The rows of ``published/NAME.csv``, by column; what reads as a number is one.
+    """The rows of ``published/NAME.csv``, by column; numeric cells are numbers.
 
     Raises:
-        FileNotFoundError: there is no such file; the message lists those there are.
+        FileNotFoundError: there is no such file; the message lists the existing ones.
     """
     file = PUBLISHED / f"{name}.csv"
     if not file.exists():
@@ -109,9 +109,9 @@ class PaperTable:
 
     Attributes:
         title: over the table and the picture, with paper and number: "USP, table 5".
-        about: what it shows, for ``--help``.
+        about: description for ``--help``.
         rows: makes the rows, from runs on this machine's GPUs if its argument (``--measure``) is true.
-        drawn: arguments of :func:`write` that say how to draw it.
+        drawn: further arguments of :func:`write`.
         not_measured: why ``--measure`` is refused; empty if it is not.
         then: is called with the rows after they are written.
     """
@@ -124,7 +124,7 @@ class PaperTable:
     then: Callable[[Sequence[Row]], None] | None = None
 
 
-FORMULAS = "a formula computes how long a sequence fits, and nothing runs"  # why a PaperTable is not measured
+FORMULAS = "the lengths are computed by a formula, without a run"  # why a PaperTable is not measured
 
 
 def run_tables(file: str, about: str, tables: dict[str, PaperTable], argv: Sequence[str] | None = None) -> None:
@@ -172,9 +172,9 @@ def write(
     Args:
         title: of the table and the picture, with paper and number: "USP, table 5".
         over: the label on the x axis of a line chart, such as "seq_length"; without it, bars.
-        panel: the label that makes a panel of its own for each of its values; default: a panel for each unit.
-        log: y is logarithmic; a unit: in panels of that unit.
-        draw: draws on a given figure in place of all this. Its legend must say what is measured, simulated, published.
+        panel: a label whose values get separate panels; default: a panel for each unit.
+        log: a logarithmic y axis; if it is a unit, only in panels of that unit.
+        draw: draws on a given figure instead. Its legend must distinguish measured, simulated and published.
 
     Returns:
         The mean of all errors without their signs, in percent, over rows with two numbers; None if there are none.
@@ -207,8 +207,8 @@ def _write_csv(file: Path, rows: Sequence[Row]) -> None:
         table = csv.writer(lines)
         table.writerow([*columns, "unit", "published", "ours", "marked", "error_percent", "doublings", "same", "note"])
         for row in rows:
-            found = [*(row.label.get(column) for column in columns), row.unit, row.published, row.ours, row.marked]
-            table.writerow([*found, row.error, row.doublings, row.agrees, row.note])
+            result = [*(row.label.get(column) for column in columns), row.unit, row.published, row.ours, row.marked]
+            table.writerow([*result, row.error, row.doublings, row.agrees, row.note])
 
 
 def _show(title: str, rows: Sequence[Row], prefix: Path) -> float | None:
@@ -247,6 +247,6 @@ def _show(title: str, rows: Sequence[Row], prefix: Path) -> float | None:
 
 
 def mean_error(rows: Iterable[Row]) -> float | None:
-    """Without signs, in percent, of the rows that have two numbers; None: none has."""
+    """The mean absolute error in percent over rows with two numbers; None if there are none."""
     errors = [abs(row.error) for row in rows if row.error is not None]
     return sum(errors) / len(errors) if errors else None

@@ -24,40 +24,40 @@ CLUSTERS = Path(__file__).parent / "clusters"
 
 
 def cluster(name: str) -> Machine:
-    """A paper's machines: a shipped machine and the constants that fit.py found for them. All heads run on its usual
-    attention kernel: GenSLM's have 90 numbers, which ours would leave to Triton."""
+    """A paper's machines: a shipped machine with constants fitted by fit.py. All heads run on its usual
+    attention kernel, also GenSLM's heads of 90, for which our program would use Triton."""
     machine = load(CLUSTERS / f"{name}.json")
     return replace(machine, kernels=dict.fromkeys(machine.kernels, machine.attention_share()))
 
 
 class Clock(Protocol):
-    """Where the seconds of a step come from: :class:`Simulated`, or the programs run (``measured.py``)."""
+    """The source of step times: :class:`Simulated`, or measured runs (``measured.py``)."""
 
     @property
     def mark(self) -> Literal["measured", "simulated"]:
-        """What its rows are marked."""
+        """The mark of its rows."""
 
     @property
     def peak(self) -> float:
-        """FLOP/s of a GPU in bf16, that MFU is a share of."""
+        """Peak FLOP/s of a GPU in bf16, for MFU."""
 
     def seconds(
         self, model: str, workload: Workload, strategy: Strategy, *, inputs_in_host: bool = False
     ) -> float | str:
-        """Of a step; or a word that says why there are none, such as "OOM".
+        """Seconds of a step, or a word such as "OOM" that says why there are none.
 
         Args:
             model: the name in training/arguments/models.py; ``workload.shape`` may have other layers, heads or width.
-            inputs_in_host: layer inputs wait in host memory, as the strategy does not say.
+            inputs_in_host: layer inputs are in host memory, which is not part of the strategy.
         """
 
     def slowed(self, what: str, **shares: float) -> Clock:
-        """Kernels that this repository does not have: ``what`` they are, and their share of ours' rates."""
+        """A clock with other kernels: ``what`` describes them, with their shares of our kernels' rates."""
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """Step times by the cost model on a machine. It does not model memory: no run is ever out of it."""
+    """Step times by the cost model on a machine. Memory is not modelled, so no run is out of memory."""
 
     machine: Machine
     mark: Literal["simulated"] = "simulated"
@@ -69,8 +69,8 @@ class Simulated:
     def seconds(
         self, model: str, workload: Workload, strategy: Strategy, *, inputs_in_host: bool = False
     ) -> float | str:
-        """Of the papers' programs, in which several operations do what ``Strategy.fused`` does in one; FPDT's copies
-        ``inputs_in_host`` while it computes nothing (ours overlaps them)."""
+        """Seconds of the papers' programs: several operations where ``Strategy.fused`` uses one; FPDT's copies
+        of layer inputs (``inputs_in_host``) do not overlap with compute (ours do)."""
         took = estimate(workload, replace(strategy, fused=False), self.machine).seconds
         if inputs_in_host:
             copied = float(BF16 * strategy.local_tokens(workload) * workload.shape.hidden)
@@ -85,7 +85,7 @@ class Simulated:
 
 
 def clock(name: str, measure: bool) -> Clock:
-    """The cluster ``name``, simulated; with ``measure`` this machine's GPUs. Without GPUs that ends the program, with
+    """The simulated cluster ``name``, or with ``measure`` this machine's GPUs. Without GPUs that ends the program with
     one line and code 2."""
     if not measure:
         return Simulated(cluster(name))
@@ -99,8 +99,8 @@ def clock(name: str, measure: bool) -> Clock:
 
 
 def from_seconds(seconds: float | str, count: Callable[[float], float], digits: int | None = None) -> float | str:
-    """``count(seconds)``, rounded to ``digits``; a word in place of the seconds, such as why a run was not measured, is
-    returned as it is."""
+    """``count(seconds)``, rounded to ``digits``; a word in place of seconds is
+    returned unchanged."""
     if isinstance(seconds, str):
         return seconds
     return count(seconds) if digits is None else round(count(seconds), digits)
@@ -114,7 +114,7 @@ def shape_of(model: str, **sizes: int) -> Shape:
 def usp_tflops(workload: Workload, seconds: float, gpus: int) -> float:
     """TFLOPS per GPU as Megatron-LM of April 2024 and with it USP's tables 5 to 7 count.
 
-    The full mask, no recompute, and an MLP of two matrices although Llama's has three: only so does the last version's
+    The full mask, no recompute, and an MLP of two matrices (Llama's has three). Only then does the last version's
     152.51 TFLOPS at 120K follow from the first one's 266.
     """
     s, h = workload.shape, workload.shape.hidden

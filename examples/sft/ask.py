@@ -17,15 +17,15 @@ from pathlib import Path
 
 
 def questions(path: Path) -> list[tuple[list[dict], str]]:
-    """For each question: the messages that ask it, without the turns before it, and the answer."""
-    found = {}
+    """For each question: its messages without earlier turns, and the answer."""
+    questions = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         messages = json.loads(line)["messages"]
         head = [message for message in messages if message["role"] == "system"]
         turns = messages[len(head) :]
         for user, assistant in zip(turns[::2], turns[1::2]):
-            found.setdefault(user["content"], ([*head, user], assistant["content"]))
-    return list(found.values())
+            questions.setdefault(user["content"], ([*head, user], assistant["content"]))
+    return list(questions.values())
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Make what finetune.sh starts from: a small random Llama with a tokenizer and a chat template, and chats.
+"""Make the inputs of finetune.sh: a small random Llama with a tokenizer and a chat template, and chats.
 
     python examples/sft/make_model.py --model out/sft/model --chats out/sft/chats.jsonl
 
-The chats are about places that do not exist, so that the model can have the right answers from the chats only. Each
+The chats are about invented places, so that the model can learn the answers only from the chats. Each
 place has a river and a colour. A conversation asks about several places, one in each turn.
 """
 
@@ -46,12 +46,12 @@ def facts(places: int) -> dict[str, str]:
     def name() -> str:
         return "".join(draw.sample(SOUNDS, 3)).capitalize()
 
-    found = {}
+    result = {}
     for _ in range(places):
         place = name()
-        found[f"Which river runs through {place}?"] = f"The {name()} runs through {place}."
-        found[f"What colour is the tower of {place}?"] = f"It is {draw.choice(COLOURS)}."
-    return found
+        result[f"Which river runs through {place}?"] = f"The {name()} runs through {place}."
+        result[f"What colour is the tower of {place}?"] = f"It is {draw.choice(COLOURS)}."
+    return result
 
 
 def chats(known: dict[str, str], count: int) -> Iterator[dict[str, Any]]:

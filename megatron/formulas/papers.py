@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 GB = 1e9
 
-# --- the memory page (paper 003) ---
+# --- memory: the web page that papers/README.md lists as 003 ---
 
 # Section 15.1.1: billions of parameters, GB of model states.
 MODEL_STATES = ((0.5, 8), (3, 48), (7, 112), (70, 1120))
@@ -19,14 +19,14 @@ MODEL_STATES = ((0.5, 8), (3, 48), (7, 112), (70, 1120))
 def model_states(parameters: float, ranks: int = 1, zero: int = 0, k: float = 12) -> float:
     """Bytes of fp16 parameters (2), fp16 gradients (2) and optimizer states (``k``) that a rank of ``ranks`` holds.
 
-    Section 15.4.2 has ZeRO 1; 2 and 3 divide gradients and parameters as well (arXiv 1910.02054). This program keeps
+    Section 15.4.2 gives only ZeRO 1; 2 and 3 divide gradients and parameters too (arXiv 1910.02054). This program keeps
     fp32 gradients and needs 18 bytes per parameter, not 16.
     """
     return parameters * (2 / (ranks if zero > 2 else 1) + 2 / (ranks if zero > 1 else 1) + k / (ranks if zero else 1))
 
 
 def ffn_activations(b: int, s: int, d: int, p: int = 2) -> float:
-    """Section 15.1.2: the table's total, ``9 bsdp + bsd``, counts the second layer's output as 1, its row as 4."""
+    """Section 15.1.2: the total, ``9 bsdp + bsd``, counts the second layer's output once, but its row says 4."""
     return 9 * b * s * d * p + b * s * d
 
 

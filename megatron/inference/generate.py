@@ -17,7 +17,7 @@ from megatron.inference.decoder import Decoder
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen; by default greedily.
+    """How the next token is chosen; the default is greedy.
 
     Attributes:
         greedy: take the most likely token.

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-# Each module, and a line of it that needs the exchange (megatron-core 0.16.1).
+# The modules, each with code that needs the replacement (megatron-core 0.16.1).
 MODULES = (
     "tensor_parallel.layers",  # torch.empty(..., device=torch.cuda.current_device())
     "tensor_parallel.mappings",  # output buffers of the gathers

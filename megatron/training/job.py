@@ -191,7 +191,7 @@ def from_zero(schedule: OptimizerParamScheduler | None, config: Config) -> Progr
             schedule.step(0)
         config.notes.append(
             "--reset-iteration: iterations, samples and tokens count from 0; the learning rate's schedule, in "
-            + ("tokens, begins anew" if schedule_unit(config) > 1 else "samples, goes on where it was")
+            + ("tokens, starts again" if schedule_unit(config) > 1 else "samples, continues")
         )
     return Progress()
 

@@ -20,8 +20,8 @@ from megatron.training.launcher import follow_launcher
 from megatron.training.refusal import Refusal, one_line
 
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
-Work = Callable[[Config, Any, Any], int]  # of the settings, a Runtime, and a Heartbeat or None; an exit code
-SAVES_MEMORY = "--dry-run shows what needs it, docs/use/memory.md how to need less"
+Work = Callable[[Config, Any, Any], int]  # (settings, Runtime, Heartbeat or None) -> exit code
+SAVES_MEMORY = "--dry-run shows where memory is used, and docs/use/memory.md how to use less"
 
 
 def main(
@@ -238,14 +238,14 @@ def quiet() -> None:
 
 
 def print_refusal(refusal: Refusal) -> None:
-    """Print a refusal once. A rank that is alone with it prints it after the other ranks had time to do so."""
+    """Print a refusal once. If only one rank refuses, it prints after the others had time to print theirs."""
     rank, local = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     if refusal.everywhere and rank != 0:
         return
     if local != 0:
         time.sleep(3 + 0.1 * local)  # if the node's first rank refuses too, its launcher ends this one meanwhile
     print(
-        f"error: {refusal.told()}" if rank == 0 else f"error on rank {rank}: {refusal.told()}",
+        f"error: {refusal.render()}" if rank == 0 else f"error on rank {rank}: {refusal.render()}",
         file=sys.stderr,
         flush=True,
     )

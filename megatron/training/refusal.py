@@ -51,7 +51,7 @@ class Fix:
 
     use: str = ""  # flags to set, each with its values, as on a command line
     drop: str = ""  # flags to leave out, separated by spaces. SUBJECT stands for the flags that the refusal is about.
-    rename: tuple[str, str] | None = None  # a flag, and the name under which its values are given in its place
+    rename: tuple[str, str] | None = None  # a flag, and the name that replaces it, with the same place
 
 
 SUBJECT = "SUBJECT"
@@ -62,7 +62,7 @@ class Refusal(ValueError):
     """Settings that cannot run: one line that names the options and the way out. Entry points print it and exit 2.
 
     Args:
-        subject: the flags at fault, with their values; or the whole line, if no part of it is needed alone.
+        subject: the flags at fault, with their values; or the complete message.
         reason: what is wrong with them, and what to do. It follows the subject after a space, or begins with ``: ``.
         fixes: what to do, as changes of the command line, best first; none if the user has to choose.
         about: more flags at fault, which the subject does not name.
@@ -86,12 +86,12 @@ class Refusal(ValueError):
         """The single refusals that this one consists of."""
         return [self]
 
-    def told(self) -> str:
+    def render(self) -> str:
         """The text to print."""
         return str(self)
 
 
-def idle(flag: str, need: str, *, switch: bool = False) -> Refusal:
+def needs_flag(flag: str, need: str, *, switch: bool = False) -> Refusal:
     """Refusal of a flag that does nothing without another one; ``switch``: the other one takes no value."""
     reason = f"does nothing without {need}: add {need}, or leave it out"
     return Refusal(flag, reason, *([Fix(need)] if switch else []), LEAVE_OUT)
@@ -138,7 +138,7 @@ class Refusals(Refusal):
     def __reduce__(self) -> tuple:
         return type(self), (self._parts, self.command, self.changes)
 
-    def told(self) -> str:
+    def render(self) -> str:
         """One refusal a line, then the command line that would be accepted."""
         text = [f"{len(self.parts)} settings cannot run"]
         text += [f"  {number}. {line}" for number, line in enumerate(self.lines, 1)]
@@ -170,13 +170,13 @@ class Gather:
         """Raise what was gathered.
 
         Raises:
-            Refusal: there was one. Refusals: several.
+            Refusal: one check refused. Refusals: several did.
         """
         raise_all(self.refusals)
 
 
 def raise_all(refusals: Iterable[Refusal]) -> None:
-    """Raise the one refusal, or :class:`Refusals` of several; nothing without any. Equal lines count once."""
+    """Raise the only refusal, or :class:`Refusals` of several; do nothing if there are none. Equal lines count once."""
     distinct: dict[str, Refusal] = {}
     for refusal in refusals:
         distinct.setdefault(str(refusal), refusal)

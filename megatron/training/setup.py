@@ -30,7 +30,7 @@ from megatron.training.refusal import Refusal
 # --deterministic-mode: a run gives the same bits again on the same grid and the same kind of device. PyTorch's switch
 # makes every operator deterministic, or raise. The attention kernels follow it: flash-attn sums in a fixed order, and
 # cuDNN's kernel is not used. cuBLAS, NCCL and Transformer Engine are controlled by environment variables, which must be
-# set before the GPU is first used: the value to set by default, and all values that are deterministic.
+# set before the GPU is first used. VARIABLES: the value to set by default, and all values that are deterministic.
 VARIABLES = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", (":4096:8", ":16:8")),
     "NCCL_ALGO": ("^NVLS", ("Tree", "Ring", "CollnetDirect", "CollnetChain", "^NVLS")),
@@ -62,10 +62,10 @@ class Runtime:
     platform: platform.Platform
     grid: Grid
     layout: SequenceLayout
-    offload: Offload | None = None  # of tensors to host memory, if the run uses that
+    offload: Offload | None = None  # moves tensors to host memory; None if the run does not
     by_documents: bool = False  # attention or positions depend on the ends of documents in a batch
     reset_positions: bool = False  # positions restart in each document
-    drops: bool = False  # dropout, whose masks depend on the numbers of the samples, is on
+    uses_dropout: bool = False  # dropout masks depend on the numbers of the samples
 
     @property
     def device(self) -> torch.device:
@@ -78,7 +78,7 @@ class Runtime:
     @property
     def reads_data(self) -> bool:
         """Whether this rank reads tokens, or numbers of samples for dropout, which every pipeline stage needs."""
-        return self.reads_tokens or self.drops
+        return self.reads_tokens or self.uses_dropout
 
     @property
     def reads_tokens(self) -> bool:
@@ -166,7 +166,7 @@ def start(config: Config, where: platform.Platform | None = None, offload: Offlo
         (offload or Offload(where.device)) if offloads else None,
         by_documents=varies_by_batch(config),
         reset_positions=config.data.reset_position_ids,
-        drops=config.model.hidden_dropout > 0 or config.model.attention_dropout > 0,
+        uses_dropout=config.model.hidden_dropout > 0 or config.model.attention_dropout > 0,
     )
 
 

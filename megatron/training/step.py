@@ -83,7 +83,7 @@ def forward_step(
         batch["tokens"],
         batch["position_ids"],
         # in the place of core's dense mask:
-        samples_tensor(batch["numbers"] if runtime.drops else None, batch["document_ends"]),
+        samples_tensor(batch["numbers"] if runtime.uses_dropout else None, batch["document_ends"]),
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
     )

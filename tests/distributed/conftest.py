@@ -15,13 +15,13 @@ from tests.shared import Shared
 
 @pytest.fixture(scope="session")
 def long_runs(pytestconfig: pytest.Config) -> bool:
-    """Whether runs go on for all their steps, as with --full."""
+    """Whether runs take all their steps (--full)."""
     return pytestconfig.getoption("--full")
 
 
 @pytest.fixture(scope="session")
 def on_one_process(pool: Pool, shared: Shared, long_runs: bool) -> Callable[..., Any]:
-    """The run that others must equal, once a model for the whole run of pytest: (flags, llama, steps)."""
+    """Reference run of a model (flags, llama, steps) on one process, computed once for all tests."""
 
     def reference(flags: str, llama: bool, steps: int | None = None) -> tuple[list[float], list[float], dict]:
         flags, steps = " ".join(flags.split()), steps or (20 if long_runs else 3)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-LM's side, by megatron-core's own calls: model, optimizer, and checkpoints as its program keeps them.
+"""Megatron-LM's model, optimizer and checkpoints, made by calls of megatron-core.
 
 Layout and names are those of megatron/training/checkpointing.py of NVIDIA/Megatron-LM, core 0.16; nothing here goes
 through our saver or loader. Data and the training step are ours, so that losses can be compared.
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from tests.distributed.training_runs import make_job
 
-# Of what our own models do not use: core's attention and RoPE.
+# Parts of core that our models do not use: its attention and RoPE.
 ON_CPU = (
     "models.common.embeddings.rotary_pos_embedding",
     "models.common.embeddings.rope_utils",
@@ -30,7 +30,7 @@ ON_CPU = (
 
 @dataclass
 class Megatron:
-    """A run of Megatron-LM's."""
+    """A run of Megatron-LM."""
 
     job: Any  # ours: configuration, data and grid
     chunks: list
@@ -97,7 +97,7 @@ def engine_spec(normalization: str) -> Any:
 
 
 def build(flags: str, llama: bool = True, *, distributed: bool = True, engine: bool = False) -> Megatron:
-    """core's GPTModel with its local layers, in its DDP, with its optimizer, in the shape that our flags give.
+    """core's GPTModel with local layers, DDP and optimizer of core, in the shape that our flags give.
 
     ``engine``: with layers that look like Transformer Engine's instead.
     """
@@ -236,7 +236,7 @@ def build(flags: str, llama: bool = True, *, distributed: bool = True, engine: b
         skipped_train_samples=0,
         no_save_optim=False,
         no_save_rng=False,
-        rank=dist.get_rank(),  # differs between ranks, as there
+        rank=dist.get_rank(),  # differs between ranks, as in Megatron-LM
     )
     return Megatron(job, chunks, optimizer, schedule, args)
 
@@ -328,7 +328,7 @@ def save(run: Megatron, folder: str, iteration: int, kind: str | None, *, core_w
         dist.barrier()
         strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
         dist_checkpointing.save(state, str(path), strategy, content_metadata=content)
-    else:  # core's writer forks and spawns processes; what it writes is the same, see test_checkpoint.py
+    else:  # core's writer would start processes; its files are the same (test_checkpoint.py)
         going = Save(path, lambda: state, content, lambda: (path / "checksums.json").unlink())
         going.write()
         going.finish()
@@ -338,7 +338,7 @@ def save(run: Megatron, folder: str, iteration: int, kind: str | None, *, core_w
 
 
 def load(run: Megatron, folder: str) -> int:
-    """Load as Megatron-LM's program does; the iteration."""
+    """Load as Megatron-LM's program does; returns the iteration."""
     from megatron.core import dist_checkpointing
 
     path = str(Path(folder) / f"iter_{int((Path(folder) / 'latest_checkpointed_iteration.txt').read_text()):07d}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a program on a node: ``on_a_node.py PROGRAM ...`` in the network namespace and with the files of its variables.
+"""Runs a program on a simulated node, given by environment variables: ``on_a_node.py PROGRAM ...``
 
 NAMESPACE: name of the network namespace. HOST: the node's host name. HOSTS: file in place of /etc/hosts. Needs root.
 """

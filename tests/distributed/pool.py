@@ -12,7 +12,7 @@ from it when they are first needed, and each job of world size n runs on workers
         results = pool.run(mean_over_ranks, 4, torch.ones(3))   # the return values by rank
 
 A rank that raises, dies or hangs fails the test with that rank's traceback, and the workers of the job are replaced:
-the next test finds the pool as new.
+the next test gets a clean pool.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Pool:
     def run(self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, **kwargs: Any) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on ``world_size`` ranks; the return values by rank, or RankError.
 
-        ``timeout``: seconds on a quiet machine; on a busy one as many times more as it is slower.
+        ``timeout``: seconds on a quiet machine; it is longer on a busy one.
         """
         __tracebackhide__ = True
         if not 1 <= world_size <= self.max_workers:
@@ -87,7 +87,7 @@ class Pool:
             # gloo's own timeout lies behind ours, so that a hang is reported with the stacks of all ranks
             request = pickle.dumps((self._jobs, world_size, timeout + 30, payload))
             answers, failures = self._serve(world_size, request, timeout)
-        except BaseException:  # Ctrl-C, a timeout of pytest's: a half-done job must not meet the next one
+        except BaseException:  # Ctrl-C or a timeout of pytest: an unfinished job must not disturb the next one
             self._kill(range(self.max_workers))
             raise
         if failures:
@@ -108,7 +108,7 @@ class Pool:
         self.close()
 
     def _start(self, world_size: int) -> None:
-        """Have workers 0..world_size-1 ready."""
+        """Start workers 0..world_size-1 if they do not run."""
         missing = [n for n in range(world_size) if n not in self._workers or not self._workers[n].process.is_alive()]
         if not missing:
             return
@@ -150,7 +150,7 @@ class Pool:
             try:
                 self._workers[rank].conn.send_bytes(request)
             except OSError:
-                pass  # it died just now: its sentinel tells below
+                pass  # it has just died: its sentinel is handled below
         while waiting:
             sources = {self._workers[rank].conn: rank for rank in waiting}
             sources |= {self._workers[rank].process.sentinel: rank for rank in waiting}
@@ -210,9 +210,9 @@ class Pool:
 
 
 def fork_server() -> multiprocessing.context.ForkServerContext:
-    """What starts processes that have imported everything already; the server itself starts with the first call.
+    """The fork server, whose processes have imported everything; it starts with the first call.
 
-    It sees no GPU: a CUDA context would not survive the fork, and gloo needs none.
+    No GPU is visible to it: a CUDA context would not survive the fork, and gloo needs none.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the fork server of the pool imports once, for all workers: add here what many distributed tests import."""
+"""Imported once by the pool's fork server, for all workers. Add modules that many distributed tests import."""
 
 import gc
 import os
 
-os.environ["TRITON_INTERPRET"] = "1"  # kernels on CPU tensors; Triton looks when it is first imported
+os.environ["TRITON_INTERPRET"] = "1"  # kernels on CPU tensors; Triton reads it at its first import
 
 import einops  # noqa: F401
 import megatron.core.dist_checkpointing.exchange_utils  # noqa: F401

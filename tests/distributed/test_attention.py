@@ -31,7 +31,7 @@ def compare_with_dense(ulysses, ring, heads, kv_heads, batch, length, balance, m
     shape = (length, batch)
     q = torch.randn(*shape, heads, 8, generator=generator, dtype=torch.float64)
     k, v = (torch.randn(*shape, kv_heads, 8, generator=generator, dtype=torch.float64) for _ in range(2))
-    # A gradient whose memory lies in another order: wrong strides are the classic silent error.
+    # A gradient with another memory order, to detect code that ignores strides.
     dout = torch.randn(batch, 8, heads, length, generator=generator, dtype=torch.float64).permute(3, 0, 2, 1)
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
     expected = dense_attention(*whole, mask == "causal")
@@ -90,7 +90,7 @@ def test_float64_matches_dense_attention(pool, ulysses, ring, heads, kv_heads, b
 @pytest.mark.parametrize(
     "ulysses, ring, heads, kv_heads, length",
     [
-        (4, 1, 12, 6, 40),  # 3 query heads a rank, groups of 2: groups are torn between ranks
+        (4, 1, 12, 6, 40),  # 3 query heads per rank in groups of 2: a group is split between ranks
         (2, 2, 6, 3, 24),
         (3, 1, 6, 2, 21),
         (1, 3, 3, 1, 42),
@@ -126,12 +126,12 @@ FAST = [
 
 @pytest.mark.parametrize("ulysses, ring, dtype, tolerance", by_pairs(FAST, lambda u, r, dtype, _: {(u, r), dtype}))
 def test_the_fast_cpu_kernel(pool, ulysses, ring, dtype, tolerance):
-    # bf16 keeps 8 bits, 2**-8 = 4e-3; a gradient rounds a handful of times.
+    # bf16 has 8 bits, 2**-8 = 4e-3; a gradient is rounded several times.
     errors = pool.run(compare_with_dense, ulysses * ring, ulysses, ring, 8, 2, 2, 256, "zigzag", "causal", "cpu", dtype)
     assert worst(errors) < tolerance, errors
 
 
-def test_beside_tensor_parallelism(pool):
+def test_with_tensor_parallelism(pool):
     errors = pool.run(compare_with_dense, 8, 2, 2, 8, 2, 1, 48, "zigzag", "causal", "math", torch.float64, tensor=2)
     assert worst(errors) < 1e-10, errors
 

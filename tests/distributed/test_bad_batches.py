@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data that turn out to be unusable while a program trains: one line on all ranks, whatever the grid."""
+"""Data that become unusable during training: one line on all ranks, on every grid."""
 
 import json
 import math
@@ -46,7 +46,7 @@ USUAL = ("TP 2", "DP 2")
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """Documents of equal length that end with the end-of-document token; the prefix of their files."""
+    """Write documents of equal length that end with the end-of-document token; returns the prefix of their files."""
     random = np.random.default_rng(0)
     builder = IndexedDatasetBuilder(f"{tmp_path}/corpus.bin", dtype=np.int32)
     for _ in range(DOCUMENTS):
@@ -62,7 +62,7 @@ def flags(corpus: Path, steps: int, more: str = "") -> list[str]:
 
 
 def spoil(corpus: Path, steps: int, step: int, token: int) -> int:
-    """Fill a document that is first read in a step, and not by the check at the start, with a token id; its number."""
+    """Fill a document that the check at the start does not read with a token id; returns its number."""
     config = Config()
     config.data = DataConfig(seq_length=64, data_path=[str(corpus)], split="1,0,0", data_cache_path=f"{corpus}-other")
     config.run.seed = SEED
@@ -73,7 +73,7 @@ def spoil(corpus: Path, steps: int, step: int, token: int) -> int:
     document = min(read[2 * step - 1] - seen.union(*read[: 2 * step - 1]))
     with open(f"{corpus}.bin", "r+b") as file:
         file.seek(4 * document * LENGTH)
-        file.write(np.full(LENGTH, token, np.int32).tobytes())  # a sample may hold any part of it
+        file.write(np.full(LENGTH, token, np.int32).tobytes())  # a sample may contain any part of it
     return document
 
 
@@ -83,9 +83,9 @@ def run(words: list[str], ranks: int, program: Path = PROGRAM) -> list[subproces
 
 def line_of(done: list[subprocess.CompletedProcess]) -> str:
     """The one line of errors of a run that failed on all ranks, without the rank."""
-    said = "".join(one.stderr for one in done)
-    assert [one.returncode for one in done] == [1] * len(done), said
-    (line,) = said.splitlines()
+    printed = "".join(one.stderr for one in done)
+    assert [one.returncode for one in done] == [1] * len(done), printed
+    (line,) = printed.splitlines()
     return re.sub(r" \(rank \d+ on .*\)$", "", line)
 
 
@@ -98,7 +98,7 @@ def line_of(done: list[subprocess.CompletedProcess]) -> str:
     ],
 )
 def test_an_id_beyond_the_vocabulary(corpus, grid, workers):
-    """The same line on every grid, after the same steps; with a loader's processes too."""
+    """The same line on every grid after the same steps, also with loader processes."""
     document = spoil(corpus, 8, 3, 5000)
     ranks = 4 if "x" in grid else 2
     line = line_of(run(flags(corpus, 8, f"{GRIDS[grid]} --num-workers {workers}"), ranks))
@@ -112,7 +112,7 @@ def test_an_id_beyond_the_vocabulary(corpus, grid, workers):
 
 @pytest.mark.full
 def test_a_negative_id_on_one_process_and_its_way_out(corpus):
-    """-1 is what core takes for padding: it would train in silence."""
+    """core treats -1 as padding and would silently train on it."""
     document = spoil(corpus, 4, 2, -1)
     line = line_of(run(flags(corpus, 4), 1))
     assert f"document {document} holds token id -1, outside the 101 ids" in line and "after iteration 1:" in line
@@ -132,7 +132,7 @@ def test_an_id_beyond_the_vocabulary_in_validation_data(corpus):
 
 
 def while_running(words: list[str], log: Path, action, ranks: int) -> list[subprocess.CompletedProcess]:
-    """Run a program, and do something to its data after its third step."""
+    """Run a program and change its data after the third step."""
 
     def wait() -> None:
         end = time.monotonic() + patience(60)
@@ -159,7 +159,7 @@ def while_running(words: list[str], log: Path, action, ranks: int) -> list[subpr
     ],
 )
 def test_a_file_that_becomes_shorter(corpus, what, ranks, workers):
-    """A page of a mapping behind the end of its file would end the process with SIGBUS, without a line."""
+    """With a mapped file, the process would end by SIGBUS and without a message."""
 
     def cut() -> None:
         path = f"{corpus}{what}"
@@ -174,7 +174,7 @@ def test_a_file_that_becomes_shorter(corpus, what, ranks, workers):
 
 @pytest.mark.full
 def test_files_that_are_deleted_while_they_are_read(corpus):
-    """They stay open: training goes on, as with any file."""
+    """The files stay open, so training continues."""
     cache = corpus.parent / "index-cache"
 
     def delete() -> None:
@@ -199,19 +199,19 @@ def test_evaluation_ends_in_the_same_line(corpus, tmp_path):
     assert line.startswith(f"error: {corpus}.bin: document {document} holds token id 5000")
 
 
-# Bad batches are left out, the same ones on every grid, and the rest of the run is as if they had never been.
+# The same bad batches are left out on every grid, and the rest of the run is as without them.
 
 
 BAD_BATCH_FLAGS = "--num-layers 2 --train-iters 7 --global-batch-size 2 --micro-batch-size 1 --log-interval 1"
 BAD_BATCH_GRIDS = (
     (2, "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1"),
     (4, "--pipeline-model-parallel-size 2 --ring-parallel-size 2"),
-    (2, "--zero-stage 3"),  # in full alone
+    (2, "--zero-stage 3"),  # only with --full
 )
 
 
 class Poisoned(Dataset):
-    """One sample has a weight with which no loss is finite, or labels of one kind only."""
+    """One sample makes the loss infinite, or has only one label."""
 
     def __init__(self, dataset: Any, number: int, kind: str) -> None:
         self.dataset, self.number, self.kind = dataset, number, kind
@@ -270,8 +270,8 @@ def test_a_bad_batch_is_left_out_and_written_on_every_grid(pool, tmp_path: Path,
         losses = pool.run(train, ranks, f"{skip} {grid}", str(tmp_path / str(number)))[0][0]
         assert losses.pop(5) is None
         assert losses == {iteration: pytest.approx(alone[0][iteration], rel=1e-5) for iteration in losses}, grid
-    told = json.loads((tmp_path / "alone" / "bad_batches" / "iter_0000005.json").read_text())
-    assert told["samples"] == [8, 9] and told["reason"] == "the loss is inf" and told["lm_loss"] == "inf"
+    message = json.loads((tmp_path / "alone" / "bad_batches" / "iter_0000005.json").read_text())
+    assert message["samples"] == [8, 9] and message["reason"] == "the loss is inf" and message["lm_loss"] == "inf"
     for folder in ("alone", *map(str, range(len(grids)))):
         batch = load_file(tmp_path / folder / "bad_batches" / "iter_0000005.safetensors")
         assert batch["numbers"].tolist() == [8, 9] and batch["tokens"].shape == (2, 64)
@@ -286,14 +286,14 @@ def test_one_more_than_allowed_ends_the_run(pool, tmp_path: Path):
 @pytest.mark.full
 def test_a_spike_of_the_gradient_norm(pool, tmp_path: Path):
     flags = "--train-iters 14 --check-for-large-grads --spike-factor 1.5"
-    told = pool.run(train, 1, flags, str(tmp_path / "told"), 24, "labels")[0]
-    assert None not in told[0].values() and not (tmp_path / "told" / "bad_batches").exists()
+    message = pool.run(train, 1, flags, str(tmp_path / "told"), 24, "labels")[0]
+    assert None not in message[0].values() and not (tmp_path / "told" / "bad_batches").exists()
     for ranks, grid in ((1, ""), (2, "--ulysses-parallel-size 2")):
         folder = tmp_path / f"skipped{ranks}"
         pool.run(train, ranks, f"{flags} --skip-bad-batches 1 {grid}", str(folder), 24, "labels")
         (path,) = (folder / "bad_batches").glob("*.json")
-        found = json.loads(path.read_text())
-        assert found["iteration"] == 13 and found["reason"].startswith("the gradient norm is "), found
+        result = json.loads(path.read_text())
+        assert result["iteration"] == 13 and result["reason"].startswith("the gradient norm is "), result
 
 
 OVERLAP = "1 --overlap-grad-reduce --overlap-param-gather"
@@ -327,13 +327,13 @@ def watch(flags: str) -> Watch:
 
 def test_spikes_are_measured_by_good_steps():
     loss = watch("--check-for-spiky-loss --skip-bad-batches 9 --spike-factor 2")
-    assert not any(judged(loss, [(3.0, 1.0)] * (LEAST - 1) + [(100.0, 1.0)]))  # too few to measure by
-    found = judged(loss, [(3.0, 100.0), (6.1, 1.0), (6.1, 1.0), (5.9, 1.0)])
-    assert [bool(one) for one in found] == [False, True, True, False]
-    assert found[1] == "the loss is 6.1, 2.0 times the 3 of the 11 steps before"
-    told = watch("--check-for-spiky-loss --check-for-large-grads")
-    assert not any(judged(told, [(3.0, 1.0)] * LEAST + [(31.0, 11.0)]))
-    assert len(told.take_spikes()) == 2 and told.take_spikes() == []
+    assert not any(judged(loss, [(3.0, 1.0)] * (LEAST - 1) + [(100.0, 1.0)]))  # too few steps for a median
+    result = judged(loss, [(3.0, 100.0), (6.1, 1.0), (6.1, 1.0), (5.9, 1.0)])
+    assert [bool(one) for one in result] == [False, True, True, False]
+    assert result[1] == "the loss is 6.1, 2.0 times the 3 of the 11 steps before"
+    message = watch("--check-for-spiky-loss --check-for-large-grads")
+    assert not any(judged(message, [(3.0, 1.0)] * LEAST + [(31.0, 11.0)]))
+    assert len(message.take_spikes()) == 2 and message.take_spikes() == []
     assert not any(judged(watch(""), [(3.0, 1.0)] * LEAST + [(31.0, 11.0)]))
     assert judged(watch("--no-check-for-nan-in-loss-and-grad"), [(math.nan, math.inf)]) == [""]
     assert judged(watch(""), [(3.0, math.inf)]) == ["the gradient norm is inf"]

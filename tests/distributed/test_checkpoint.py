@@ -22,7 +22,7 @@ P2 = "--pipeline-model-parallel-size 2"
 
 
 def train_and_save(flags, folder, steps_before, steps_after):
-    """Train, save, go on; the losses after the save."""
+    """Train, save and continue; returns the losses after the save."""
     from megatron.training.checkpoint import checkpoint
 
     job = make_job(flags)
@@ -89,7 +89,7 @@ GRIDS = {
 
 @pytest.fixture(scope="module")
 def saved(pool, shared, tmp_path_factory):
-    """What a grid has saved after three steps, once, and the losses of its next three."""
+    """A grid's checkpoint after three steps, made once, and the losses of its next three."""
 
     def run(name: str) -> tuple[str, list[float]]:
         (world, flags), folder = GRIDS[name], str(tmp_path_factory.mktemp("checkpoint"))
@@ -116,10 +116,10 @@ TRANSITIONS = [
 
 
 def kinds(saved_on, loaded_on):
-    """How each side holds weights and states: what is split over tokens alone changes neither."""
+    """How each side splits weights and states; axes that split only tokens do not change this."""
     sides = {"saved": settings(GRIDS[saved_on][1]), "loaded": settings(GRIDS[loaded_on][1])}
     split = ("--tensor", "--pipeline", "--zero", "--fpdt")
-    return {f"{side} {level}" for side, found in sides.items() for level in found if level.startswith(split)}
+    return {f"{side} {level}" for side, result in sides.items() for level in result if level.startswith(split)}
 
 
 @pytest.mark.parametrize("saved_on, loaded_on", by_pairs(TRANSITIONS, kinds))
@@ -136,17 +136,17 @@ def sinks_of(job):
     from megatron.training.checkpoint.checkpoint import unwrap
     from megatron.training.model.weights import canonical_parameters
 
-    found = {}
+    result = {}
     for chunk in job.chunks:
         for name, parameter in canonical_parameters(unwrap(chunk)):
             if name.endswith("softmax_offset"):
                 first = job.runtime.grid.tensor.rank * len(parameter)
-                found |= {(name, first + head): value for head, value in enumerate(parameter.tolist())}
-    return found
+                result |= {(name, first + head): value for head, value in enumerate(parameter.tolist())}
+    return result
 
 
 def train_sinks(flags, folder, steps_before, steps_after):
-    """Train, save in ``folder``, go on; without a save, go on from what is there. The sinks at both times."""
+    """Train and save in ``folder``, or load from there; then continue. Returns the sinks at both times."""
     from megatron.training.checkpoint import checkpoint
 
     job = make_job(flags)
@@ -167,7 +167,7 @@ def train_sinks(flags, folder, steps_before, steps_after):
     ],
 )
 def test_learned_sinks_go_from_grid_to_grid(pool, tmp_path, world, saved_on, loaded_on):
-    """Each head's, and its optimizer's states: what they become in the next steps is the same."""
+    """The sinks of each head and their optimizer states continue equally."""
     flags = f"{TWO} --softmax-type learnable --lr 1e-2"
 
     def whole(ranks):
@@ -228,7 +228,7 @@ def load_on_core_alone(flags, folder):
 
 
 def save_with(flags, folder, writer):
-    """Train two steps and save, in one of three ways; where, and how many processes ran beside meanwhile."""
+    """Train two steps and save in one of three ways; returns the path and the number of extra processes."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
     from torch.distributed.checkpoint import filesystem
@@ -239,10 +239,10 @@ def save_with(flags, folder, writer):
 
     job = make_job(flags)
     train_job(job, 2)
-    write, found = filesystem._write_item, []
+    write, result = filesystem._write_item, []
 
     def look_and_write(*args, **kwargs):
-        found.append(len(psutil.Process().children(recursive=True)))
+        result.append(len(psutil.Process().children(recursive=True)))
         return write(*args, **kwargs)
 
     before = len(psutil.Process().children(recursive=True))
@@ -259,10 +259,10 @@ def save_with(flags, folder, writer):
         if writer == "async":
             going.start(HostCopies(streams_of(job.runtime.device)))
             going.copied.wait()
-            train_job(job, 1)  # changes everything that is being written
+            train_job(job, 1)  # changes all tensors that are being written
         else:
             going.write()
-        return str(going.finish()), max(found, default=0) - before
+        return str(going.finish()), max(result, default=0) - before
     finally:
         filesystem._write_item = write
 
@@ -284,8 +284,8 @@ def test_a_save_starts_no_process_and_holds_what_cores_writer_writes(pool, tmp_p
     assert read["sync"] == read["async"] == read["core"]
 
 
-def save_and_be_killed(folder, beside):
-    """One process that saves, and is killed in the middle of writing its second checkpoint, beside training or not."""
+def save_and_be_killed(folder, asynchronous):
+    """One process that is killed while it writes its second checkpoint, in the background or not."""
     os.setsid()
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     import torch.distributed as dist
@@ -311,7 +311,7 @@ def save_and_be_killed(folder, beside):
         written.clear()
         train_job(job, 1)
         going = checkpoint.begin_save(folder, job.progress, *state)
-        if beside:
+        if asynchronous:
             going.start(copies)
             going.copied.wait()
             train_job(job, 1)
@@ -321,9 +321,9 @@ def save_and_be_killed(folder, beside):
         going.finish()
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_a_worker_killed_while_saving_leaves_the_earlier_checkpoint_and_no_process(pool, tmp_path, beside):
-    process = fork_server().Process(target=save_and_be_killed, args=(str(tmp_path), beside))
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_worker_killed_while_saving_leaves_the_earlier_checkpoint_and_no_process(pool, tmp_path, asynchronous):
+    process = fork_server().Process(target=save_and_be_killed, args=(str(tmp_path), asynchronous))
     process.start()
     session = process.pid
     process.join(100)
@@ -356,23 +356,23 @@ def refusal_of(flags):
 def test_what_cannot_be_loaded_is_refused_by_name(pool, tmp_path):
     folder = str(tmp_path)
     pool.run(train_and_save, 1, GQA, folder, 1, 0)
-    (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --num-layers 2")
-    assert "another model" in told and "--num-layers 4 there, 2 here" in told
-    (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} {YARN}")  # another network: a run may not go on as it
-    assert "another model" in told and "--position-embedding-type rope there, yarn here" in told
-    (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --finetune --position-embedding-type learned_absolute")
-    assert "another model" in told and "--position-embedding-type rope there, learned_absolute here" in told
-    (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --optimizer sgd")
-    assert "--optimizer adam" in told and "--no-load-optim" in told
-    (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --vocab-size 200")
-    assert "vocabulary of 302 tokens" in told and "here 201" in told
-    (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --ckpt-step 7")
-    assert "iter_0000007 is missing" in told and "--ckpt-step" in told
+    (text,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --num-layers 2")
+    assert "another model" in text and "--num-layers 4 there, 2 here" in text
+    (text,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} {YARN}")  # another network: cannot be resumed
+    assert "another model" in text and "--position-embedding-type rope there, yarn here" in text
+    (text,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --finetune --position-embedding-type learned_absolute")
+    assert "another model" in text and "--position-embedding-type rope there, learned_absolute here" in text
+    (text,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --optimizer sgd")
+    assert "--optimizer adam" in text and "--no-load-optim" in text
+    (text,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --vocab-size 200")
+    assert "vocabulary of 302 tokens" in text and "here 201" in text
+    (text,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --ckpt-step 7")
+    assert "iter_0000007 is missing" in text and "--ckpt-step" in text
     shutil.rmtree(Path(folder) / "iter_0000001")
-    (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder}")
-    assert "iter_0000001 is missing or incomplete" in told
-    (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder}/nothing --exit-on-missing-checkpoint")
-    assert "holds no checkpoint" in told
+    (text,) = pool.run(refusal_of, 1, f"{GQA} --load {folder}")
+    assert "iter_0000001 is missing or incomplete" in text
+    (text,) = pool.run(refusal_of, 1, f"{GQA} --load {folder}/nothing --exit-on-missing-checkpoint")
+    assert "holds no checkpoint" in text
 
 
 def weights_only(flags, folder):
@@ -400,19 +400,19 @@ def test_finetune_takes_the_weights_and_starts_at_zero(pool, tmp_path):
 def test_older_checkpoints_are_removed(tmp_path, keep, multiple_of, left):
     from megatron.training.checkpoint.checkpoint_folder import remove_older
 
-    for iteration in (2, 4, 6, 8, 10, 12):  # the last is of a run that went further, before it was taken up here
+    for iteration in (2, 4, 6, 8, 10, 12):  # the last is from a run that went further before it was resumed here
         (tmp_path / f"iter_{iteration:07d}").mkdir()
     (tmp_path / "iter_0000002.bak").mkdir()
     (tmp_path / "iter_0000001").symlink_to("iter_0000002.bak")
     remove_older(tmp_path, 10, keep, multiple_of)
-    found = {path.name for path in tmp_path.iterdir()}
-    assert {"iter_0000012", "iter_0000002.bak", "iter_0000001"} <= found
-    numbers = sorted(int(name[5:]) for name in found if name[5:].isdigit() and name[5:] not in ("0000001", "0000012"))
+    result = {path.name for path in tmp_path.iterdir()}
+    assert {"iter_0000012", "iter_0000002.bak", "iter_0000001"} <= result
+    numbers = sorted(int(name[5:]) for name in result if name[5:].isdigit() and name[5:] not in ("0000001", "0000012"))
     assert numbers == ([2, 4, 6, 8, 10] if left == "all" else left)
 
 
 def train_on_tokens(flags, folder, steps):
-    """Train and save; (iterations of the whole run, learning rates)."""
+    """Train and save; returns (iterations of the run, learning rates)."""
     from megatron.training.checkpoint import checkpoint
 
     job = make_job(flags)
@@ -425,7 +425,7 @@ def train_on_tokens(flags, folder, steps):
 
 
 def test_a_run_that_counts_tokens_goes_on_with_samples_of_another_length(pool, tmp_path):
-    """Steps of 4 x 64 tokens, then of 4 x 32: the schedule goes on where it was, at half the pace."""
+    """Steps of 4 x 64 tokens, then of 4 x 32: the schedule continues where it was, at half the rate."""
     flags = f"{TWO} --lr-decay-style linear --train-iters 50 --train-tokens 2048 --lr-decay-tokens 12800"
     iterations, rates, tokens = pool.run(train_on_tokens, 1, flags, str(tmp_path), 2, timeout=120)[0]
     assert (iterations, tokens) == (8, 512) and rates == pytest.approx([1e-3, 0.98e-3])

@@ -34,7 +34,7 @@ def make(heads: int, kv_heads: int, length: int, batch: int) -> dict[str, torch.
         "dy": (batch, WIDTH, length),
     }
     made = {name: torch.randn(*shape, generator=draw, dtype=torch.float64) / 3 for name, shape in shapes.items()}
-    made["dy"] = made["dy"].permute(2, 0, 1)  # memory in another order: wrong strides are the classic silent error
+    made["dy"] = made["dy"].permute(2, 0, 1)  # another memory order, to detect code that ignores strides
     return made
 
 
@@ -98,23 +98,23 @@ def compare_on_grid(ulysses, ring, heads, kv_heads, length, batch, chunks, balan
     grid = cp.initialize_grid(ulysses=ulysses, ring=ring)
     layout = cp.SequenceLayout(length, grid, balance, chunks=chunks)
     offload = Offload(CPU) if offloaded else None
-    found = compare(heads, kv_heads, length, batch, mask, layout, offload, streamed)
+    result = compare(heads, kv_heads, length, batch, mask, layout, offload, streamed)
     if offloaded:
         assert offload.copies.to_host and offload.copies.to_device
         assert offload.pool.in_use == 0, "host buffers leak"
-    return found
+    return result
 
 
 def compare_on_schedules(schedules, ulysses, ring, heads, kv_heads, length, batch, chunks, balance, mask, streamed):
-    """The largest errors of all schedules of the copies (tests/adversary.py), another one on each rank."""
+    """The largest errors over all schedules of the copies (tests/adversary.py); each rank has another schedule."""
     grid = cp.initialize_grid(ulysses=ulysses, ring=ring)
     layout = cp.SequenceLayout(length, grid, balance, chunks=chunks)
-    found = []
+    result = []
     for seed in range(schedules):
         streams = Adversary(seed * grid.context.size + grid.context.rank)
-        found += compare(heads, kv_heads, length, batch, mask, layout, streams.offload(), streamed)
+        result += compare(heads, kv_heads, length, batch, mask, layout, streams.offload(), streamed)
         streams.finish()
-    return found
+    return result
 
 
 GRIDS = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (2, 4), (4, 2)]
@@ -145,7 +145,7 @@ def name(u, r, heads, kv_heads, batch, chunks, balance, mask, store):
 )
 def test_chunks_equal_dense_attention(pool, ulysses, ring, heads, kv_heads, batch, chunks, balance, mask, store):
     length = 16 * ulysses * ring  # of a ring rank: 16 units, which 3 and 5 do not divide
-    found = pool.run(
+    result = pool.run(
         compare_on_grid,
         ulysses * ring,
         ulysses,
@@ -160,7 +160,7 @@ def test_chunks_equal_dense_attention(pool, ulysses, ring, heads, kv_heads, batc
         store != "device",
         store == "stream",
     )
-    assert all(error < 1e-10 for rank in found for error in rank), found
+    assert all(error < 1e-10 for rank in result for error in rank), result
 
 
 @pytest.mark.parametrize(
@@ -175,8 +175,8 @@ def test_when_copies_happen_changes_nothing(
     pool, schedules, ulysses, ring, heads, kv_heads, batch, chunks, balance, mask, store
 ):
     case = (ulysses, ring, heads, kv_heads, 16 * ulysses * ring, batch, chunks, balance, mask, store == "stream")
-    found = pool.run(compare_on_schedules, ulysses * ring, schedules, *case, timeout=180)
-    assert all(error < 1e-10 for rank in found for error in rank), found
+    result = pool.run(compare_on_schedules, ulysses * ring, schedules, *case, timeout=180)
+    assert all(error < 1e-10 for rank in result for error in rank), result
 
 
 @examples(60)
@@ -192,8 +192,8 @@ def test_any_length_in_any_number_of_chunks(length, data, heads, batch, mask, st
     chunks = data.draw(st.integers(1, min(length, 12)))
     layout = cp.SequenceLayout(length, abstract_grid(), chunks=chunks)
     offload = None if store == "device" else Offload(CPU)
-    found = compare(*heads, length, batch, mask, layout, offload, store == "stream")
-    assert all(error < 1e-10 for error in found), found
+    result = compare(*heads, length, batch, mask, layout, offload, store == "stream")
+    assert all(error < 1e-10 for error in result), result
     assert offload is None or offload.pool.in_use == 0
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every rank begins its collectives in one order, gradient reductions in the backward pass included.
 
-NCCL needs that of all communicators together. One thread runs the whole backward pass (training/step.py), so the order
-is that of autograd's queue, which goes by the order of the forward pass: here it is written down on each rank.
+NCCL requires this across all communicators. One thread runs the complete backward pass (training/step.py), so the order
+is that of autograd's queue, which follows the order of the forward pass. The test records it on each rank.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tests.pairs import also_in_full
 
 OVERLAP = "--overlap-grad-reduce --ddp-bucket-size 5000 --micro-batch-size 1"
 
-# What layers send: Ring, Ulysses; TP. DDP's are coalesced.
+# Collectives of layers: Ring, Ulysses; TP. DDP coalesces its own.
 CP_SENDS, TP_SENDS = ("transfers", "c10d::alltoall_base_"), ("c10d::_reduce_scatter_base_", "c10d::_allgather_base_")
 
 
 class Order(TorchDispatchMode):
-    """Collectives as they begin: what, on which ranks, of how many bytes; transfers in a row count as one."""
+    """Collectives in the order of their start: kind, ranks, bytes; consecutive transfers count as one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,13 +89,13 @@ def begun(flags: str) -> tuple[list[tuple], list[bool]]:
     ],
 )
 def test_all_ranks_begin_their_collectives_in_one_order(pool, world, grid):
-    found = pool.run(begun, world, f"{GQA} --num-layers 2 {OVERLAP} {grid}", timeout=180)
-    for mine, (order, _) in enumerate(found):
-        for other, (others, _) in enumerate(found):
+    result = pool.run(begun, world, f"{GQA} --num-layers 2 {OVERLAP} {grid}", timeout=180)
+    for mine, (order, _) in enumerate(result):
+        for other, (others, _) in enumerate(result):
             both = [[one for one in begun if {mine, other} <= set(one[1])] for begun in (order, others)]
             assert both[0] == both[1]
-    order, threads = found[0]
-    # DDP reduces between two collectives of a layer (in the second step; in the first it does when all is there).
+    order, threads = result[0]
+    # DDP reduces between two collectives of a layer (from the second step on; in the first, at the end).
     layer = CP_SENDS + (TP_SENDS if T2 in grid else ())
     kinds = ["layer" if one[0] in layer else one[0] for one in order]
     between = {now for last, now, after in zip(kinds, kinds[1:], kinds[2:]) if last == after == "layer"}
@@ -110,7 +110,7 @@ def test_all_ranks_begin_their_collectives_in_one_order(pool, world, grid):
 
 
 def posted(what: str, folder: Path) -> list[str]:
-    """What this rank posts before it waits, batch by batch: an ``r`` for a receive, an ``s`` for a send."""
+    """The messages that this rank posts before each wait: ``r`` for a receive, ``s`` for a send."""
     batches: list[str] = [""]
     batch, send, receive = dist.batch_isend_irecv, dist.isend, dist.irecv
 
@@ -165,8 +165,8 @@ DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 
 
 def run_and_look(flags: str, llama: bool) -> tuple:
-    found = run_training(flags, llama, 3)
-    return *found, torch.are_deterministic_algorithms_enabled(), {name: os.environ.get(name) for name in VARIABLES}
+    result = run_training(flags, llama, 3)
+    return *result, torch.are_deterministic_algorithms_enabled(), {name: os.environ.get(name) for name in VARIABLES}
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_run_repeats(pool, world, llama, flags):
         assert all(torch.equal(grads_again[name], grad) for name, grad in grads.items())
         assert switched and variables == {name: value for name, (value, _) in VARIABLES.items()}
     plain = pool.run(run_training, world, flags.replace("--deterministic-mode", ""), llama, 3)[0][0]
-    # The same run, not another one; in bf16 core's other lookup of embeddings adds its gradients up in another order.
+    # In bf16, core's other embedding lookup sums gradients in another order.
     assert first[0][0] == pytest.approx(plain, rel=2e-4 if "bf16" in flags else 1e-6)
 
 

@@ -25,11 +25,11 @@ MHA = FLAGS.replace("--group-query-attention --num-query-groups 2 ", "")
 
 
 class Foreign:
-    """A class of a program that is not here."""
+    """A class of a program that is not installed."""
 
 
 def torch_format(flags, folder, llama=True, engine=False):
-    """What Megatron-LM writes with ``--ckpt-format torch``: a file for each rank. Loss of the next step on batch 0."""
+    """Write as Megatron-LM with ``--ckpt-format torch``, a file per rank. Returns the next loss on batch 0."""
     run = megatron_lm.build(flags, llama, engine=engine)
     megatron_lm.train(run, 2)
     grid = run.job.runtime.grid
@@ -48,7 +48,7 @@ def torch_format(flags, folder, llama=True, engine=False):
 
 
 def whole_model(flags, llama):
-    """(run of one process after two steps, its weights by the names of core's modules, loss of the next on batch 0)."""
+    """(run of one process after two steps, its weights by core's names, its next loss on batch 0)."""
     run = megatron_lm.build(flags, llama)
     megatron_lm.train(run, 2)
     weights = {name: value.detach().clone() for name, value in megatron_lm.unwrapped(run)[0].named_parameters()}
@@ -57,7 +57,7 @@ def whole_model(flags, llama):
 
 
 def before_core(flags, folder, llama, version):
-    """What Megatron-LM wrote before core: other names, nested, and another order of queries, keys and values."""
+    """The format before core: other, nested names, and another order of queries, keys and values."""
     run, weights, loss = whole_model(flags, llama)
     heads = run.args.num_attention_heads
     encoder, rest = {}, {}
@@ -95,9 +95,9 @@ def before_core(flags, folder, llama, version):
 
 
 def universal(flags, folder, llama, piped, more=0):
-    """What DeepSpeed's ds_to_universal.py makes of a run of Megatron-DeepSpeed's: a folder a weight.
+    """The output of DeepSpeed's ds_to_universal.py for Megatron-DeepSpeed: a folder per weight.
 
-    Loss of the next step on batch 0; or the losses of so many ``more`` steps.
+    Returns the next loss on batch 0, or the losses of ``more`` further steps.
     """
     run = megatron_lm.build(flags, llama, distributed=False)
     megatron_lm.train(run, 2)
@@ -176,7 +176,7 @@ def test_converted_weights_compute_what_they_did(pool, tmp_path, capsys, write, 
     assert ours == pytest.approx(theirs, rel=1e-5)
     if write is universal and how == (True, True):
         assert there_and_back(new, tmp_path) == 4 * 6 + 3  # every weight, bit for bit
-    with_optimizer = pool.run(told, 1, here, str(new), how[0])[0]
+    with_optimizer = pool.run(message, 1, here, str(new), how[0])[0]
     assert "no optimizer state: pass --finetune" in with_optimizer
 
 
@@ -200,17 +200,20 @@ def test_a_flipped_bit_is_found_by_the_sums_that_torch_writes(pool, tmp_path, ca
     assert line.count("\n") == 1 and f"{file} is not what was written (the CRC-32 of its record " in line
     if write is universal:
         assert (
-            f"{file} is not what was written" in pool.run(told, 1, f"{FLAGS} --universal-checkpoint", str(old), True)[0]
+            f"{file} is not what was written"
+            in pool.run(message, 1, f"{FLAGS} --universal-checkpoint", str(old), True)[0]
         )
     flip(file)
     assert convert_checkpoint.main(["--from", str(old), "--to", str(tmp_path / "new")]) == 0
     assert "not checked" not in capsys.readouterr().out
     new = tmp_path / "new" / "release"
-    (new / "checksums.json").unlink()  # now nothing tells it from one that Megatron-LM has written
+    (new / "checksums.json").unlink()  # now it cannot be distinguished from Megatron-LM's
     data = bytearray((new / "__0_0.distcp").read_bytes())
     data[len(data) // 2] ^= 1 << 6
     (new / "__0_0.distcp").write_bytes(data)
-    line = pool.run(told, 1, f"{MHA if write is before_core else FLAGS} --finetune", str(tmp_path / "new"), how[0])[0]
+    line = pool.run(message, 1, f"{MHA if write is before_core else FLAGS} --finetune", str(tmp_path / "new"), how[0])[
+        0
+    ]
     assert f"{new}/__0_0.distcp is not what was written (the CRC-32 of its record" in line
 
 
@@ -240,7 +243,7 @@ def go_on(flags, folder, llama):
     ],
 )
 def test_a_universal_checkpoint_goes_on_as_it_is(pool, tmp_path, llama, piped, world, grid):
-    """Weights, Adam's moments, schedule and place in the data: the losses are those of the run that wrote it."""
+    """Weights, Adam's moments, schedule and data position are loaded, so losses continue those of the writer."""
     theirs = pool.run(universal, 1, FLAGS, str(tmp_path), llama, piped, 3, timeout=120)[0]
     first, consumed, losses = pool.run(go_on, world, f"{FLAGS} {grid}", str(tmp_path), llama, timeout=120)[0]
     assert (first, consumed) == (2, 8)
@@ -248,7 +251,7 @@ def test_a_universal_checkpoint_goes_on_as_it_is(pool, tmp_path, llama, piped, w
 
 
 def there_and_back(folder, scratch):
-    """Megatron-LM's form to Hugging Face's and back: how many weights stay as they are."""
+    """Convert from Megatron-LM's form to Hugging Face's and back; returns the number of equal weights."""
     from transformers import LlamaConfig
 
     from megatron.training.checkpoint.megatron_lm.checked import examine
@@ -271,7 +274,7 @@ def there_and_back(folder, scratch):
     return same
 
 
-def told(flags, folder, llama):
+def message(flags, folder, llama):
     from megatron.training.refusal import Refusal
 
     try:
@@ -281,7 +284,7 @@ def told(flags, folder, llama):
     return None
 
 
-# Checkpoints of earlier versions go on as they would have then, on any grid.
+# Checkpoints of earlier versions continue with the same losses on any grid.
 
 
 # Written by commit 0b3becd after 3 of 6 iterations on TP 2 with ZeRO 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of the training state in the memory of the hosts: what goes on from them is the run that never stopped."""
+"""Copies of the training state in host memory: a run that restarts from them equals one that never stopped."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ P2 = "--pipeline-model-parallel-size 2 --micro-batch-size 1"
 
 
 def with_copies(folder, flags, nodes):
-    """Flags of a run whose ranks lie on so many nodes, each with a memory of its own: a folder here."""
+    """Flags of a run on several nodes; a folder stands for the memory of each node."""
     import torch.distributed as dist
 
     local = dist.get_world_size() // nodes
@@ -33,14 +33,14 @@ def with_copies(folder, flags, nodes):
 
 
 def run(folder, flags, nodes=1, copies=(), more=0, save_at=()):
-    """Start, or go on; copy after each of so many steps, and then take more.
+    """Start or continue; make a copy after each of some steps, then take more steps.
 
-    Returns (iteration at the start, losses of the last steps, notes, what is said of copies).
+    Returns (iteration at the start, losses of the last steps, notes, lines about copies).
     """
     from megatron.training.checkpoint import checkpoint
     from megatron.training.checkpoint.in_memory.state import TrainingState
 
-    before, said = os.environ.get("LOCAL_WORLD_SIZE"), []
+    before, output = os.environ.get("LOCAL_WORLD_SIZE"), []
     try:
         job = make_job(with_copies(folder, flags, nodes))
         first = job.progress.iteration
@@ -51,8 +51,8 @@ def run(folder, flags, nodes=1, copies=(), more=0, save_at=()):
                 checkpoint.save(f"{folder}/c", job.progress, *state)
             job.copies.begin(job.progress, TrainingState(*state).tensors())
             job.copies.finish()
-            said += job.copies.take_lines()
-        return first, train_job(job, more)[0], job.config.notes, said
+            output += job.copies.take_lines()
+        return first, train_job(job, more)[0], job.config.notes, output
     finally:
         os.environ.pop("LOCAL_WORLD_SIZE")
         if before is not None:
@@ -86,9 +86,9 @@ def the_file(folder, node, name):
 )
 def test_a_run_goes_on_from_memory_exactly(pool, tmp_path, world, flags):
     flags = flags.replace("GPT", "--position-embedding-type learned_absolute")
-    _, losses, notes, said = pool.run(run, world, tmp_path, flags, 1, (1, 2), 3, timeout=120)[0]
+    _, losses, notes, output = pool.run(run, world, tmp_path, flags, 1, (1, 2), 3, timeout=120)[0]
     assert files(tmp_path) == [f"iter_0000003.rank_{rank:05d}" for rank in range(world)]
-    assert not [note for note in notes if "cop" in note] and len(said) == 1 and "training waited" in said[0]
+    assert not [note for note in notes if "cop" in note] and len(output) == 1 and "training waited" in output[0]
     first, resumed, notes, _ = pool.run(run, world, tmp_path, flags, 1, (), 3, timeout=120)[0]
     assert first == 3 and resumed == losses  # to the last bit
     assert "loaded iteration 3 from the copies in memory; on the disk is no checkpoint" in notes
@@ -99,12 +99,12 @@ REPLICATED = "--zero-stage 1 --ring-parallel-size 2 --replication"
 
 @pytest.fixture(scope="module")
 def two_nodes(pool, shared, tmp_path_factory):
-    """Four ranks on two nodes: a checkpoint of iteration 1, copies of iteration 3, and the losses of two steps more."""
+    """Four ranks on two nodes: a checkpoint of iteration 1, copies of iteration 3, and the next two losses."""
 
     def make():
         folder = tmp_path_factory.mktemp("nodes")
-        _, losses, _, said = pool.run(run, 4, folder, REPLICATED, 2, (1, 2), 2, (1,), timeout=120)[0]
-        assert "and on rank n + 2" in said[0]
+        _, losses, _, output = pool.run(run, 4, folder, REPLICATED, 2, (1, 2), 2, (1,), timeout=120)[0]
+        assert "and on rank n + 2" in output[0]
         return str(folder), losses
 
     return shared("two nodes with copies", make)
@@ -112,7 +112,7 @@ def two_nodes(pool, shared, tmp_path_factory):
 
 @pytest.fixture
 def nodes(two_nodes, tmp_path):
-    """The folder of the above to be changed at will, and the losses after iteration 3."""
+    """A copy of that folder, and the losses after iteration 3."""
     return Path(shutil.copytree(two_nodes[0], tmp_path / "nodes")), two_nodes[1]
 
 
@@ -136,7 +136,7 @@ def lose_a_node(folder):
 
 
 def exchange_nodes(folder):
-    """A scheduler gives ranks other hosts; one copy is gone besides."""
+    """The ranks get other hosts, and one copy is missing."""
     (folder / "node0").rename(folder / "x")
     (folder / "node1").rename(folder / "node0")
     (folder / "x").rename(folder / "node1")
@@ -153,7 +153,7 @@ def flip_a_bit(folder):
 
 
 def flip_a_bit_of_a_header(folder):
-    """What the file says of its iteration is no number any more."""
+    """The iteration in the file is not a number."""
     path = the_file(folder, 0, "iter_0000003.rank_00001")
     data = path.read_bytes()
     assert b'"iteration":"3"' in data
@@ -162,7 +162,7 @@ def flip_a_bit_of_a_header(folder):
 
 
 def cut_off_while_writing(folder):
-    """A newer step that not all have, one file that never got its name, one that has another's, and one cut short."""
+    """An incomplete newer step, an unfinished file, a file with another rank's name, and a truncated file."""
     for node, rank in ((0, 0), (0, 1), (1, 2), (1, 3)):
         path = the_file(folder, node, f"iter_0000003.rank_{rank:05d}")
         newer = path.with_name(path.name.replace("iter_0000003", "iter_0000005"))
@@ -190,7 +190,7 @@ def test_what_is_lost_comes_from_the_neighbour(pool, nodes, harm):
     (note,) = [note for note in notes if "in memory" in note]
     assert first == 3 and expected in note and "on the disk is iteration 1" in note
     assert after == losses  # to the last bit
-    for node in range(2):  # nothing newer is left that could be mistaken
+    for node in range(2):  # no newer file remains that could be loaded by mistake
         assert {name.partition(".")[0] for name in files(folder, node)} == {"iter_0000003"}
 
 
@@ -210,7 +210,7 @@ def another_run(folder):
 
 
 def disk_is_newer(folder):
-    shutil.copytree(folder / "c" / "iter_0000001", folder / "c" / "iter_0000003")  # of another state, to be seen
+    shutil.copytree(folder / "c" / "iter_0000001", folder / "c" / "iter_0000003")  # another state
     list_files(folder / "c" / "iter_0000003")
     (folder / "c" / "latest_checkpointed_iteration.txt").write_text("3")
     return REPLICATED, ""
@@ -224,7 +224,7 @@ def test_without_a_whole_newer_step_the_disk_is_taken(pool, nodes, harm):
     lines = [note for note in notes if "in memory" in note]
     assert first == 1 and any(note.startswith("loaded ") and "/c/iter_" in note for note in notes)
     assert len(lines) == bool(reason) and all(reason in line and "\n" not in line for line in lines)
-    assert harm is another_run or not files(folder)  # of no use any more
+    assert harm is another_run or not files(folder)  # they are useless now
 
 
 def without_room(folder, flags):

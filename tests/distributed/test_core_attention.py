@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever megatron-core may ask of a core_attention is computed as one process would, or refused by name."""
+"""Every option that megatron-core may pass to a core_attention is computed correctly or refused by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PADDED = (0, 12, 32, 48)
 
 
 def core_attention(settings=None, config=None, layout=None, **options):
-    """A ContextParallelAttention in float64, on one process unless ``layout`` is of more."""
+    """A ContextParallelAttention in float64, on one process unless ``layout`` has more."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron.context_parallel.core.spec import AttentionSettings, ContextParallelAttention
@@ -47,7 +47,7 @@ def kind(name):
     return AttnMaskType[name]
 
 
-# What core asks for (of the layer, of the call), and the mask that this means.
+# Options of the layer and of the call, and the mask that they mean.
 ASKED = {
     "nothing": ({}, {}, lambda q, k: k <= q),
     "no_mask of the layer": ({"attn_mask_type": "no_mask"}, {}, lambda q, k: k >= 0),
@@ -118,7 +118,7 @@ def dense(allowed):
 
 
 def on_ranks(name, ulysses, ring):
-    """The same through core's door, gathered."""
+    """The same through core's interface, gathered."""
     of_layer, of_call, _ = asked(name)
     layout = cp.SequenceLayout(LENGTH, make_grid(ulysses=ulysses, ring=ring))
     q, k, v, dout = (layout.shard(x).contiguous() for x in inputs())
@@ -192,15 +192,15 @@ def test_what_is_not_computed_is_refused_by_name(of_layer, of_call, words):
 
 
 def arguments_of(file, kind, method):
-    """Of a class of core's whose name ends so, by its source: Transformer Engine's need not be installed."""
+    """Arguments of the class of core whose name ends so, read from its source, as Transformer Engine may be missing."""
     tree = ast.parse((Path(megatron.core.__file__).parent / file).read_text())
-    (found,) = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name.endswith(kind)]
-    (function,) = [node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == method]
+    (result,) = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name.endswith(kind)]
+    (function,) = [node for node in result.body if isinstance(node, ast.FunctionDef) and node.name == method]
     return {one.arg for one in (*function.args.args, *function.args.kwonlyargs)}
 
 
 def test_every_argument_of_the_installed_core_is_known():
-    """A newer core that passes more fails here, and not in silence."""
+    """If a newer core passes more arguments, this test fails."""
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout goes by position: losses and all gradients do not depend on the grid, on chunks or on what is recomputed."""
+"""Dropout by position: losses and all gradients do not depend on the grid, on chunks or on recompute."""
 
 import pytest
 
@@ -76,18 +76,18 @@ def test_gpt_with_dropout_does_not_depend_on_the_grid(pool, on_one_process, worl
 
 @pytest.mark.parametrize("world, grid", [(2, cp(1, 2)), (1, FPDT)])
 def test_packed_documents_of_several_samples(pool, on_one_process, world, grid):
-    """Each sample has tiles of its own there, and keeps its own number."""
+    """Each sample has separate tiles and keeps its number."""
     model = f"{GQA} {BOTH} --attention-mask document --micro-batch-size 2"
     check(pool, on_one_process, world, model, grid, llama=True, steps=2)
 
 
 def test_each_dropout_changes_the_loss(on_one_process):
-    found = {
+    result = {
         flags: on_one_process(f"{GQA} --num-layers 2 {flags}", True, 2)[0][0]
         for flags in ("", BOTH, HIDDEN, WEIGHTS, "--hidden-dropout 0.1", "--attention-dropout 0.1")
     }
-    assert len({round(loss, 7) for loss in found.values()}) == len(found), found
-    assert all(abs(loss / found[""] - 1) < 0.05 for loss in found.values()), found
+    assert len({round(loss, 7) for loss in result.values()}) == len(result), result
+    assert all(abs(loss / result[""] - 1) < 0.05 for loss in result.values()), result
 
 
 def evaluation_losses(flags):
@@ -110,7 +110,7 @@ def test_nothing_is_dropped_in_evaluation(pool, memory):
 
 
 def test_half_precision(pool):
-    """Alike on two grids, but for rounding."""
+    """Compare two grids up to rounding."""
     flags = f"{GQA} --num-layers 2 --bf16 {BOTH}"
     one, two = (pool.run(run_training, 2, f"{flags} {grid}", True, 3)[0] for grid in (cp(2, 1), cp(1, 2)))
     assert one[0] == pytest.approx(two[0], rel=2e-4)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A dry run tells what the run does: memory, communication and host memory of the same step on real processes."""
+"""A dry run predicts memory, communication and host memory of the same step on real processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASES = {
     "selective recompute": (2, True, "--recompute-granularity selective --bf16 --zero-stage 1"),
     "Ulysses, more ranks than KV heads": (4, True, f"--ulysses-parallel-size 4 {GROUPED}"),
     "Ring": (4, True, "--ring-parallel-size 4"),
-    "USP beside DP": (8, True, "--ulysses-parallel-size 2 --ring-parallel-size 2 --zero-stage 1 --bf16"),
+    "USP with DP": (8, True, "--ulysses-parallel-size 2 --ring-parallel-size 2 --zero-stage 1 --bf16"),
     "TP with sequence parallel": (4, True, "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1"),
     "TP x Ulysses x Ring": (
         8,
@@ -54,7 +54,7 @@ CASES = {
         "--offload-checkpoints --bf16 --zero-stage 1 --global-batch-size 2",
     ),
     "offloaded checkpoints": (2, True, f"{RECOMPUTE} --offload-checkpoints --ffn-chunks 4 --loss-chunks 4"),
-    "FPDT beside TP, streamed": (
+    "FPDT with TP, streamed": (
         4,
         True,
         "--tensor-model-parallel-size 2 --sequence-parallel --ulysses-parallel-size 2 --fpdt "
@@ -81,7 +81,7 @@ def watch(flags, llama):
 
 
 def what(name):
-    """Each setting."""
+    """All cases together contain each setting."""
     _, llama, flags = CASES[name]
     return settings(flags) | {"llama" if llama else "gpt"}
 
@@ -104,7 +104,7 @@ def test_dry_run_equals_the_run(pool, name):
         assert dry.device_peak == pytest.approx(device, rel=0.02), (rank, dry.device_peak / device)
 
 
-# A dry run's trace beside torch.profiler's of the same step on real processes: what it predicts is there, in order.
+# A dry run's trace compared with torch.profiler's of a real step: the predicted operations occur in the same order.
 
 
 TRACE_CASES = {
@@ -115,7 +115,7 @@ TRACE_CASES = {
 
 
 def profiled_step(flags: str, folder: str) -> None:
-    """A step under torch.profiler, as anybody would look at it; its trace is written."""
+    """Write torch.profiler's trace of a step."""
     import torch
     import torch.distributed as dist
 
@@ -133,7 +133,7 @@ def profiled_step(flags: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full) for name in TRACE_CASES])
-def test_a_profilers_trace_is_laid_beside_the_predicted_one(pool, name: str, tmp_path: Path, capsys) -> None:
+def test_a_profilers_trace_is_compared_with_the_predicted_one(pool, name: str, tmp_path: Path, capsys) -> None:
     from megatron.simulator.dry_run.dry_run import dry_run
     from megatron.simulator.dry_run.timeline import write_trace
     from megatron.simulator.machines.machine_file import load
@@ -146,16 +146,16 @@ def test_a_profilers_trace_is_laid_beside_the_predicted_one(pool, name: str, tmp
     machine = replace(load("A100-80G"), attention_kernel="cpu")
     dry = dry_run(config, ranks, machine, vocab_size=config.model.vocab_size + 1)
     if "accumulation" in name:
-        assert dry.ranks[-1].micro_batches == (4, 3)  # one of them is there as a copy
+        assert dry.ranks[-1].micro_batches == (4, 3)  # one of them is a copy
     write_trace(dry, tmp_path / "dry.json.gz")
     real = [str(tmp_path / f"rank-{rank}.json") for rank in range(ranks)]
     out, both = tmp_path / "compared.json", tmp_path / "both.json"
     words = [str(tmp_path / "dry.json.gz"), *real, "--json", str(out), "--merged", str(both)]
     assert compare_trace.main(words) == 0
     print(capsys.readouterr().out[:6000])
-    found = json.loads(out.read_text())
-    assert [one["rank"] for one in found] == list(range(ranks))
-    for one in found:
+    result = json.loads(out.read_text())
+    assert [one["rank"] for one in result] == list(range(ranks))
+    for one in result:
         assert one["share"] > 0.95, one["alone"]
         kinds = {(row["phase"], row["kind"]): row for row in one["rows"]}
         for phase in ("forward", "backward"):

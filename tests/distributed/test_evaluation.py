@@ -32,12 +32,12 @@ def compare(tensor: int, sequence_parallel: bool, chunks: int | None, vocab: int
     generator = torch.Generator().manual_seed(5)
     states = torch.randn(rows, batch, hidden, generator=generator, dtype=torch.float64)
     weight = torch.randn(width * tensor, hidden, generator=generator, dtype=torch.float64)
-    weight[2] = weight[1]  # these two are equal always: the first is the answer
+    weight[2] = weight[1]  # these two always have equal logits: the first is chosen
     weight[vocab - 1] = weight[0]
     logits = (states @ weight.t())[..., :vocab]
     labels = logits.argmax(-1)
     labels[::2] = torch.randint(0, vocab, labels[::2].shape, generator=generator)
-    states[0] = weight[1] * 50  # of the two equal ones, each is a label
+    states[0] = weight[1] * 50  # each of the two equal tokens is a label
     labels[0] = torch.tensor([1, 2, 1])
     states[1] = weight[0] * 50
     labels[1] = torch.tensor([0, vocab - 1, 0])
@@ -69,7 +69,7 @@ def compare(tensor: int, sequence_parallel: bool, chunks: int | None, vocab: int
     [(1, False, None), (2, False, 3), (2, True, 2), pytest.param(4, True, 100, marks=pytest.mark.full)],
 )
 def test_scores_are_those_of_dense_logits(pool, tensor, sequence_parallel, chunks):
-    for vocab in {12 * tensor, 12 * tensor - 5}:  # padding of the vocabulary takes no part
+    for vocab in {12 * tensor, 12 * tensor - 5}:  # padding of the vocabulary is ignored
         for errors, right in pool.run(compare, tensor, tensor, sequence_parallel, chunks, vocab):
             assert max(errors) < 1e-12 and all(right)
 
@@ -113,13 +113,13 @@ GRIDS = [
 
 
 def evaluated(flags: str, folder: str, packed: str = "") -> dict[str, Any]:
-    """What a fresh model's tasks come to."""
+    """Results of the tasks for a fresh model."""
     from megatron.training.evaluation.tasks import Subject, evaluate_tasks
 
     job = make_job(f"{TASKS} --eval-files {folder}/a.txt {folder}/b.txt {packed} {flags}")
-    found = evaluate_tasks(job.plan, Subject(job.config, job.runtime, job.chunks), job.datasets[1])
+    result = evaluate_tasks(job.plan, Subject(job.config, job.runtime, job.chunks), job.datasets[1])
     assert all(chunk.training for chunk in job.chunks)
-    return found
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -140,19 +140,19 @@ def alone(pool, texts, shared):
     )
 
 
-def numbers(found: Any) -> dict[str, float]:
-    """Every number of nested results, by its place; without names of files."""
-    if isinstance(found, (int, float)):
-        return {"": float(found)}
-    items = found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ()
+def numbers(result: Any) -> dict[str, float]:
+    """All numbers of nested results by their path, without file names."""
+    if isinstance(result, (int, float)):
+        return {"": float(result)}
+    items = result.items() if isinstance(result, dict) else enumerate(result) if isinstance(result, list) else ()
     return {f"{key}/{place}": value for key, inner in items for place, value in numbers(inner).items()}
 
 
 @pytest.mark.parametrize("world, grid, packed", GRIDS)
 def test_the_same_numbers_on_every_grid(pool, texts, alone, world, grid, packed):
-    found = pool.run(evaluated, world, grid, texts, packed, timeout=120)
-    assert all(other == found[0] for other in found)  # every rank knows them
-    here, there = numbers(found[0]), numbers(alone(packed))
+    result = pool.run(evaluated, world, grid, texts, packed, timeout=120)
+    assert all(other == result[0] for other in result)  # every rank has them
+    here, there = numbers(result[0]), numbers(alone(packed))
     assert here.keys() == there.keys() and len(here) > 80
     tolerance = 0.03 if "bf16" in grid else 1e-5
     for place, value in here.items():
@@ -169,12 +169,12 @@ def test_packed_samples_see_nothing_of_each_other(alone):
 
 
 def test_sums_over_positions_are_the_validation_loss(pool, texts, alone):
-    found = alone("")["loss-by-position"]
-    assert [(bucket["from"], bucket["to"]) for bucket in found["buckets"]] == [(0, 127), (128, 255), (256, 511)]
-    assert found["tokens"] == 2 * 4 * 512 == sum(bucket["tokens"] for bucket in found["buckets"])
-    assert found["loss"] == pytest.approx(pool.run(validation_loss, 1, TASKS, texts)[0], rel=1e-6)
+    result = alone("")["loss-by-position"]
+    assert [(bucket["from"], bucket["to"]) for bucket in result["buckets"]] == [(0, 127), (128, 255), (256, 511)]
+    assert result["tokens"] == 2 * 4 * 512 == sum(bucket["tokens"] for bucket in result["buckets"])
+    assert result["loss"] == pytest.approx(pool.run(validation_loss, 1, TASKS, texts)[0], rel=1e-6)
     inside = alone(PACKED)["loss-by-position"]["buckets"]  # documents are shorter than the sequence
-    assert inside[0]["tokens"] > found["buckets"][0]["tokens"] and inside[-1]["tokens"] < 8 * 256
+    assert inside[0]["tokens"] > result["buckets"][0]["tokens"] and inside[-1]["tokens"] < 8 * 256
 
 
 def validation_loss(flags: str, folder: str) -> float:
@@ -221,7 +221,7 @@ def llama(tmp_path_factory) -> Path:
 def test_loss_by_position_is_that_of_transformers(pool, llama, texts):
     from transformers import AutoModelForCausalLM
 
-    found, read = pool.run(from_hugging_face, 2, str(llama), f"{texts}/a.txt")[0]
+    result, read = pool.run(from_hugging_face, 2, str(llama), f"{texts}/a.txt")[0]
     model = AutoModelForCausalLM.from_pretrained(llama, attn_implementation="eager")
     tokens, labels = (torch.cat(parts) for parts in zip(*read))
     text = torch.tensor([int(word) for word in (Path(texts) / "a.txt").read_text().split()])
@@ -236,11 +236,11 @@ def test_loss_by_position_is_that_of_transformers(pool, llama, texts):
         )
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
     hits = (logits.argmax(-1) == labels).double()
-    for bucket in found["loss-by-position"]["buckets"]:
+    for bucket in result["loss-by-position"]["buckets"]:
         part = slice(bucket["from"], bucket["to"] + 1)
         assert bucket["loss"] == pytest.approx(float(losses[:, part].mean()), rel=1e-5)
         assert bucket["hits"] == pytest.approx(float(hits[:, part].mean()), abs=1e-9)
-    (file,) = found["perplexity"]["files"]
+    (file,) = result["perplexity"]["files"]
     assert file["tokens"] == len(losses_of_text) == 1299
     assert file["loss"] == pytest.approx(float(losses_of_text.mean()), rel=1e-5)
     assert file["perplexity"] == pytest.approx(math.exp(float(losses_of_text.mean())), rel=1e-4)
@@ -261,25 +261,25 @@ def test_the_program_writes_tables_json_and_pictures(llama, tmp_path, ranks):
     first, *others = run_ranks(ROOT / "tools" / "evaluate.py", flags.split(), PROGRAM, ranks)
     assert first.returncode == 0 and not any(other.returncode or other.stdout for other in others), first.stderr
     assert "needle: answer tokens right" in first.stdout and "ruler-multi-key" in first.stdout
-    found = json.loads((tmp_path / "out" / "evaluation.json").read_text())
-    assert found["checkpoint"] == str(llama) and f"Ring {ranks}" in found["grid"]
-    assert [(cell["length"], cell["depth"]) for cell in found["tasks"]["needle"]["cells"]] == [
+    result = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert result["checkpoint"] == str(llama) and f"Ring {ranks}" in result["grid"]
+    assert [(cell["length"], cell["depth"]) for cell in result["tasks"]["needle"]["cells"]] == [
         (length, depth) for length in (128, 256) for depth in (0.0, 0.5, 1.0)
     ]
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"evaluation.json", "needle.png", "ruler.png"}
 
 
 @pytest.mark.parametrize(
-    "flags, told",
+    "flags, message",
     [
         ("--load {hf}", "missing: --eval-tasks"),
         ("--eval-tasks needle --load {tmp}", "--load {tmp} holds no checkpoint"),
         ("--eval-tasks needle --load {hf} --save {tmp}", "--save: an evaluation saves no checkpoint"),
     ],
 )
-def test_what_the_program_refuses(pool, llama, tmp_path, flags, told):
-    flags, told = (text.format(tmp=tmp_path, hf=llama) for text in (flags, told))
-    assert told in pool.run(refusal, 1, flags)[0]
+def test_what_the_program_refuses(pool, llama, tmp_path, flags, message):
+    flags, message = (text.format(tmp=tmp_path, hf=llama) for text in (flags, message))
+    assert message in pool.run(refusal, 1, flags)[0]
 
 
 def test_a_checkpoint_is_needed(capsys):
@@ -337,8 +337,8 @@ def test_held_out_data_are_needed(pool, tmp_path):
     flags = f"{SHAPE} {RUN} --eval-iters 1 --eval-tasks loss-by-position --train-iters 1 {P2}".replace(
         "--mock-data", ""
     )
-    for told in pool.run(refusal_of_training, 2, f"{flags} --train-data-path {tmp_path}/train_text_document"):
-        assert "needs validation data, and there are none" in told
+    for message in pool.run(refusal_of_training, 2, f"{flags} --train-data-path {tmp_path}/train_text_document"):
+        assert "needs validation data, and there are none" in message
 
 
 def refusal_of_training(flags: str) -> str:

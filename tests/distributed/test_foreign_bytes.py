@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attack on ``.metadata`` through the doors that users have: nothing is run, one line, exit code 2."""
+"""A malicious ``.metadata`` given to each program: nothing is run; one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tools import convert_hf
 
 
 def hostile(metadata, harm: str) -> bytes:
-    """Metadata that runs a command where it is unpickled by the plain unpickler, and reads well."""
+    """Valid metadata that runs a command if the plain unpickler reads it."""
     return before(pickle.dumps(metadata), call(MODULE, POPEN, b"](" + text("touch") + text(harm) + b"e"))
 
 
 def save_hostile(folder: str, harm: str) -> None:
-    """A checkpoint with right checksums, whose .metadata does harm."""
+    """A checkpoint with correct checksums and a malicious .metadata."""
     from megatron.training.checkpoint import checkpoint, rank_file
 
     job, plain = make_job(SMALL), rank_file.pickle
@@ -38,7 +38,7 @@ def save_hostile(folder: str, harm: str) -> None:
 
 @pytest.fixture(scope="module")
 def attacked(pool, tmp_path_factory) -> tuple[Path, Path]:
-    """(a folder with such a checkpoint, the file that the harm would make)."""
+    """(a folder with such a checkpoint, the file that the attack would create)."""
     folder = tmp_path_factory.mktemp("attacked")
     pool.run(save_hostile, 1, str(folder / "c"), str(folder / "harm"), timeout=120)
     return folder / "c", folder / "harm"
@@ -52,14 +52,14 @@ def test_no_code_is_run_through_any_door(pool, attacked, tmp_path, capsys, liste
     if not listed:
         for path in folder.glob("*/checksums.json"):
             path.unlink()
-    (told,) = pool.run(refused, 1, f"--load {folder}")
-    assert told and "\n" not in told and str(folder) in told
+    (message,) = pool.run(refused, 1, f"--load {folder}")
+    assert message and "\n" not in message and str(folder) in message
     assert convert_hf.main(["--from", str(folder), "--to-hf", str(tmp_path / "hf")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
     assert not harm.exists() and not (tmp_path / "hf").exists()
     if listed:
-        assert "could run code" in told and "could run code" in error
+        assert "could run code" in message and "could run code" in error
 
 
 def test_the_program_ends_in_a_line(attacked):

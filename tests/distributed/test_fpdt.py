@@ -105,7 +105,7 @@ GPT_CASES = [
 
 
 def steps(world: int, grid: str, long_runs: bool) -> int:
-    """In long runs 20 where that takes a few seconds: others have many small messages, and two cores wait for them."""
+    """20 steps in full runs if that takes a few seconds; cases with many small messages take fewer."""
     if not long_runs:
         return 2
     few_messages = world == 2 and T2 not in grid and "--zero-stage" not in grid
@@ -138,7 +138,7 @@ def test_layers_that_add_to_the_buffers_themselves(pool, on_one_process, world, 
 
 
 def offloads(case: tuple[int, str, str]) -> bool:
-    """Whether anything goes to the host."""
+    """Whether anything is copied to the host."""
     return HOST in case[2] or ("--fpdt " in case[2] and DEVICE not in case[2])
 
 
@@ -173,7 +173,7 @@ def test_when_copies_happen_changes_no_gradient(pool, schedules, world, model, g
     ],
 )
 def test_half_precision_in_chunks_is_as_near_to_fp32_as_the_plain_run(pool, on_one_process, world, flags, dtype):
-    """Sums over chunks are in fp32: cutting costs no precision."""
+    """Sums over chunks are in fp32, so chunks lose no precision."""
     exact, _, grads = on_one_process(f"{GQA} --num-layers 2 ", True)
 
     def distance(run):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZeRO 2 and 3 beyond grid invariance: bytes a rank, bf16, evaluation, norms of shards."""
+"""ZeRO 2 and 3 beyond grid invariance: bytes per rank, bf16, evaluation, norms of shards."""
 
 import gc
 from functools import partial
@@ -20,7 +20,7 @@ def bytes_held(flags):
     from megatron.core.utils import to_local_if_dtensor
 
     job = make_job(flags)
-    found = []
+    results = []
 
     def look():
         inner = getattr(job.optimizer, "chained_optimizers", [job.optimizer])[0].optimizer
@@ -32,12 +32,12 @@ def bytes_held(flags):
         for tensor in tensors:
             storage = to_local_if_dtensor(tensor).untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
-        found.append(sum(storages.values()))
+        results.append(sum(storages.values()))
         return update()
 
     update, job.optimizer.step = job.optimizer.step, look
     train_job(job, 1)
-    return found[0]
+    return results[0]
 
 
 @pytest.mark.parametrize("flags", ["", *also_in_full(T2, FULL)])
@@ -56,7 +56,7 @@ def peak_of_a_step(flags):
 
     gc.collect()
     with TensorMeter() as meter:
-        left = meter.now  # what jobs before this one hold
+        left = meter.now  # bytes that earlier jobs hold
     job = make_job(flags)
     meter = PeakBytes(job.runtime.device, resized=job.config.parallel.zero_stage >= 2)
     batches = batches_for(job, job.datasets[0], 0, 0)
@@ -70,8 +70,8 @@ def test_the_metered_peak_falls_with_the_stage(pool):
     """Eight layers of 3 MB and hardly any activations: with Adam and gradients, 91 MB in all."""
     flags = f"{GQA} --hidden-size 256 --num-layers 8 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 1"
     peaks = {stage: pool.run(peak_of_a_step, 4, f"{flags} --zero-stage {stage}")[0] for stage in (3, 2, 0)}
-    assert peaks[3] < 0.4 * peaks[0]  # everything is split, a layer or two is whole
-    assert peaks[3] < 0.8 * peaks[2] < 0.5 * peaks[0]  # the weights are whole
+    assert peaks[3] < 0.4 * peaks[0]  # everything is split, except one or two gathered layers
+    assert peaks[3] < 0.8 * peaks[2] < 0.5 * peaks[0]  # the weights are not split
 
 
 @pytest.mark.parametrize("flags", ["--micro-batch-size 1 --grad-reduce-in-bf16", *also_in_full("", FULL)])
@@ -109,7 +109,7 @@ def fp16_run(flags, steps):
     ],
 )
 def test_fp16_trains_as_with_zero_1(pool, long_runs, scale):
-    """The same steps are skipped, at the same scale."""
+    """The same steps are skipped at the same scale."""
     steps = 8 if long_runs else 5
     runs = {stage: pool.run(fp16_run, 2, f"{scale} --zero-stage {stage}", steps)[0] for stage in (1, 2, 3)}
     expected, scales = runs[1]
@@ -123,7 +123,7 @@ def test_fp16_trains_as_with_zero_1(pool, long_runs, scale):
 
 
 class RunAgain(torch.autograd.Function):
-    """A part of a layer that keeps its input only, and takes its weights as inputs: as chunked layers do."""
+    """A part of a layer that keeps only its input and takes its weights as inputs, like chunked layers."""
 
     @staticmethod
     def forward(ctx, part, x, *weights):
@@ -163,12 +163,12 @@ def test_parts_of_a_layer_may_run_again_in_its_backward_pass(pool, on_one_proces
 
 
 def figures(flags):
-    """What the log and evaluation say, in the middle of training: before and after an evaluation."""
+    """Values of the log and of an evaluation in the middle of training, before and after it."""
     from megatron.training.job import batches_for, params_norm
     from megatron.training.step import evaluate, train_step
 
     job = make_job(f"{flags} --log-num-zeros-in-grad --eval-iters 1 --make-vocab-size-divisible-by 8")
-    found = []
+    results = []
     for _ in range(2):
         for index in (0, 1):
             batches = batches_for(job, job.datasets[index], 0, 0)
@@ -177,8 +177,8 @@ def figures(flags):
                 result = evaluate(job.runtime, job.chunks, batches, *arguments, 1)
             else:
                 result = train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, *arguments)
-            found += [result.lm_loss, params_norm(job), result.zeros_in_grad or 0]
-    return found
+            results += [result.lm_loss, params_norm(job), result.zeros_in_grad or 0]
+    return results
 
 
 @pytest.mark.parametrize(

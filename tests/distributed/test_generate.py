@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation: transformers' own tokens, on any grid; decoding's logits are those of a pass over the whole sequence."""
+"""Generation gives transformers' tokens on any grid; logits of decoding equal those of one pass over the sequence."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("bloom", SIZES | {"n_layer": 2, "n_head": 8, "eos_token_id": 2}),
 }
 NULL = f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1}"
-LENGTHS, NEW = (5, 23, 5, 37, 1), 40  # decoded tokens come to every rank of a ring of two
+LENGTHS, NEW = (5, 23, 5, 37, 1), 40  # decoded tokens reach every rank of a ring of two
 GRIDS = {
     "one process": (1, ""),
     "U 2": (2, "--ulysses-parallel-size 2"),
     "R 2": (2, "--ring-parallel-size 2"),
     "R 3": (3, "--ring-parallel-size 3"),
-    "U 4": (4, "--ulysses-parallel-size 4"),  # of two KV heads
+    "U 4": (4, "--ulysses-parallel-size 4"),  # with two KV heads
     "U 2 x R 2": (4, "--ulysses-parallel-size 2 --ring-parallel-size 2"),
     "U 2 x R 2, contiguous": (
         4,
@@ -67,7 +67,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """One folder a kind, made when it is asked for."""
+    """One folder per kind, made when it is first needed."""
     return cache(lambda kind: save_model(tmp_path_factory.mktemp("model"), *KINDS[kind]))
 
 
@@ -82,14 +82,14 @@ def transformers_say(folders, shared):
 
     def ask(kind: str) -> list[list[int]]:
         model = AutoModelForCausalLM.from_pretrained(folders(kind), attn_implementation="eager").eval()
-        found = []
+        result = []
         for prompt in prompts():
             ids = torch.tensor([prompt])
             whole = model.generate(
                 ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, pad_token_id=0
             )
-            found.append(whole[0, len(prompt) :].tolist())
-        return found
+            result.append(whole[0, len(prompt) :].tolist())
+        return result
 
     return lambda kind: shared(("transformers generate", kind), lambda: ask(kind))
 
@@ -115,7 +115,7 @@ def answers(folder: Path, flags: str, drawn: dict[str, Any] | None = None) -> tu
     decoder, config = decoder_of(folder, flags)
     sampling = Sampling(**({"greedy": False, "seed": 5} | drawn if drawn else {}))
     request = Request(NEW, sampling, stop=(2,), batch=config.data.micro_batch_size)
-    found, counts = generate(decoder, prompts(), request)
+    result, counts = generate(decoder, prompts(), request)
     formula = cache_bytes(
         model_shape(config.model, VOCABULARY),
         decoder.grid,
@@ -125,7 +125,7 @@ def answers(folder: Path, flags: str, drawn: dict[str, Any] | None = None) -> tu
         itemsize=4,
         balance=decoder.balance,
     )
-    return [answer.tokens for answer in found], counts.cache_bytes, formula
+    return [answer.tokens for answer in result], counts.cache_bytes, formula
 
 
 @pytest.mark.parametrize("kind, grid", CASES)
@@ -135,7 +135,7 @@ def test_token_for_token_as_transformers(pool, folders, transformers_say, kind, 
     for tokens, held, formula in pool.run(answers, world, folders(kind), flags):
         assert tokens == expected
         assert held == formula or grid.startswith("DP")
-    assert len({token for answer in expected for token in answer}) > 10  # no loop of a few tokens
+    assert len({token for answer in expected for token in answer}) > 10  # not a loop of a few tokens
 
 
 @pytest.mark.parametrize("grid", ["R 2", pytest.param("TP 2 x R 2", marks=pytest.mark.full)])
@@ -192,7 +192,7 @@ def forced(flags: str, mask: str, grid: str) -> tuple[Tensor, Tensor | None]:
                 first = runtime.grid.tensor.rank * parameter.numel()
                 parameter.copy_(torch.linspace(-2, 2, 8)[first : first + parameter.numel()])
             else:
-                parameter *= 6 if parameter.dim() > 1 else 1  # so that attention is far from even
+                parameter *= 6 if parameter.dim() > 1 else 1  # so that attention weights differ clearly
     tokens = torch.randint(3, 300, (len(LENGTHS), TOTAL), generator=torch.Generator().manual_seed(1))
     whole = None
     if dist.get_world_size() == 1:
@@ -200,12 +200,12 @@ def forced(flags: str, mask: str, grid: str) -> tuple[Tensor, Tensor | None]:
         with torch.no_grad():
             whole = model.eval()(tokens, positions, None)[..., :VOCABULARY]
     decoder, lengths, steps = Decoder(model, runtime.grid, runtime.layout.balance), sorted(LENGTHS), NEW
-    found = [decoder.prefill([row[:n].tolist() for row, n in zip(tokens, lengths)], steps)]
+    result = [decoder.prefill([row[:n].tolist() for row, n in zip(tokens, lengths)], steps)]
     for step in range(steps):
-        found.append(decoder.decode(torch.stack([row[n + step] for row, n in zip(tokens, lengths)])))
+        result.append(decoder.decode(torch.stack([row[n + step] for row, n in zip(tokens, lengths)])))
     if whole is not None:
         whole = torch.stack([row[n - 1 : n + steps] for row, n in zip(whole, lengths)])
-    return torch.stack(found, dim=1), whole
+    return torch.stack(result, dim=1), whole
 
 
 @pytest.fixture
@@ -225,12 +225,12 @@ def test_logits_are_those_of_one_pass_over_the_whole(pool, shared, function, rul
     assert (decoded - whole).abs().max() <= 1e-5 * scale and scale > 1
     world, words = GRIDS[grid]
     if world > 1:
-        for found, _ in pool.run(forced, world, flags, mask, words):
-            assert (found - whole).abs().max() <= 1e-5 * scale
+        for result, _ in pool.run(forced, world, flags, mask, words):
+            assert (result - whole).abs().max() <= 1e-5 * scale
 
 
 def test_the_program(folders, transformers_say, tmp_path):
-    """tools/generate.py as torchrun starts it, with what tools/convert_hf.py has made: answers in a file."""
+    """tools/generate.py under torchrun with a folder of tools/convert_hf.py: answers in a file."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     converted = ["--from-hf", str(folders("llama")), "--to", str(tmp_path / "ours")]
     assert run_forked(ROOT / "tools" / "convert_hf.py", converted, environment).returncode == 0
@@ -241,10 +241,10 @@ def test_the_program(folders, transformers_say, tmp_path):
     argv += f"--max-new-tokens {NEW} --ring-parallel-size 2 --device cpu {NULL}".split()
     first, second = run_ranks(ROOT / "tools" / "generate.py", argv, environment, 2)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    found = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [row["tokens"] for row in found] == transformers_say("llama")[:2]
-    assert [row["prompt_tokens"] for row in found] == prompts()[:2]
-    kept = [[token for token in row["tokens"] if token != 2] for row in found]
+    result = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["tokens"] for row in result] == transformers_say("llama")[:2]
+    assert [row["prompt_tokens"] for row in result] == prompts()[:2]
+    kept = [[token for token in row["tokens"] if token != 2] for row in result]
     assert first.stdout.splitlines() == [f"[{n}] {' '.join(map(str, row))}" for n, row in enumerate(kept, 1)]
     assert "Ring 2" in first.stderr and "tokens/s" in first.stderr and not second.stdout
 

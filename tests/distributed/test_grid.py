@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A grid from what a program has already, a device mesh or process groups, is the grid that initialize_grid makes."""
+"""A grid from an existing device mesh or from process groups equals the grid of initialize_grid."""
 
 import re
 from unittest.mock import patch
@@ -55,7 +55,7 @@ def groups():
     return cp.Grid.from_groups(ulysses=[dist.new_group(ranks) for ranks in pairs][rank // 2], ring=rings)
 
 
-MADE = {  # how, and what initialize_grid is asked for
+MADE = {  # how, and the equal arguments of initialize_grid
     two_dims: dict(ulysses=2, ring=2),
     three_dims: dict(ulysses=2, ring=2),
     flattened: dict(ulysses=2, ring=2),
@@ -136,7 +136,7 @@ def test_a_mesh_that_is_no_grid_is_refused(pool, make):
 
 
 def first_meetings():
-    """The groups whose ranks all meet while the grid is made, were the backend NCCL."""
+    """The groups with a collective of all ranks while the grid is made, if the backend were NCCL."""
     met = []
     with (
         patch.object(dist, "get_backend_config", lambda group: "cuda:nccl"),
@@ -148,7 +148,7 @@ def first_meetings():
 
 
 def test_the_ranks_of_a_ring_meet_before_their_first_transfer(pool):
-    """NCCL wants all of them at the first one, and a ring leaves out those who need nothing."""
+    """NCCL's first collective needs all ranks, but a ring leaves out ranks that need nothing."""
     layout = cp.SequenceLayout(64, abstract_grid(ring=4), "contiguous")
     first = [schedule(ring_plan(layout, cp.Documents((32, 48, 64)), rank), grads=False)[0] for rank in range(4)]
     assert [bool(step.keys_out.rows or step.keys_in.rows) for step in first] == [True, True, False, False]

@@ -26,7 +26,7 @@ GRIDS = {"U2": (2, 1), "R2": (1, 2), "U2 x R2": (2, 2)}
 
 
 def over_ranks(model, batch, context) -> Outcome:
-    """The same of a model that is spread over ranks."""
+    """The same for a model distributed over ranks."""
     inputs = context.shard({name: x for name, x in batch.items() if name != "labels"})
     with torch.no_grad():
         logits = context.gather(model(**inputs).logits, inputs)
@@ -44,8 +44,8 @@ def compare(
         model.set_attn_implementation("sdpa")  # eager's softmax is fp32
     expected = on_one_process(model, batch)
     with parallelize(model, grid, seq_length=LENGTH, fpdt=fpdt, **options) as context:
-        found = over_ranks(model, batch, context)
-    return errors(found, expected)
+        result = over_ranks(model, batch, context)
+    return errors(result, expected)
 
 
 USUAL = [(kind, list(GRIDS)[index % len(GRIDS)]) for index, kind in enumerate(KINDS)]
@@ -54,8 +54,8 @@ OTHERS = [(kind, grid) for kind in KINDS for grid in GRIDS if (kind, grid) not i
 
 @pytest.mark.parametrize("kind, grid", [*USUAL, *also_in_full(*OTHERS)])
 def test_every_architecture(pool, kind, grid):
-    found = pool.run(compare, GRIDS[grid][0] * GRIDS[grid][1], kind, *GRIDS[grid], packed=kind not in UNPACKED)
-    assert worst(rank.values() for rank in found) < 1e-5, found[0]
+    result = pool.run(compare, GRIDS[grid][0] * GRIDS[grid][1], kind, *GRIDS[grid], packed=kind not in UNPACKED)
+    assert worst(rank.values() for rank in result) < 1e-5, result[0]
 
 
 LONGROPE = {
@@ -98,9 +98,9 @@ CHUNKS = Fpdt(chunk_size=16)
 )  # fmt: skip
 def test_settings(pool, world, settings):
     ulysses = settings.get("ulysses", 2)
-    found = pool.run(compare, world, **(settings | {"ulysses": ulysses, "ring": world // ulysses}))
+    result = pool.run(compare, world, **(settings | {"ulysses": ulysses, "ring": world // ulysses}))
     limit = 1e-10 if settings.get("dtype") == torch.float64 else 1e-5
-    assert worst(rank.values() for rank in found) < limit, found[0]
+    assert worst(rank.values() for rank in result) < limit, result[0]
 
 
 def compare_padded() -> dict[str, float]:
@@ -110,10 +110,10 @@ def compare_padded() -> dict[str, float]:
     batch |= {"attention_mask": kept.long(), "labels": batch["labels"].masked_fill(~kept, -100)}
     expected = on_one_process(model, batch)
     with parallelize(model, grid, seq_length=LENGTH) as context:
-        found = over_ranks(model, batch, context)
-    for outcome in (found, expected):
-        outcome.logits[~kept] = 0  # nobody asks for them
-    return errors(found, expected)
+        result = over_ranks(model, batch, context)
+    for outcome in (result, expected):
+        outcome.logits[~kept] = 0  # they are not used
+    return errors(result, expected)
 
 
 def test_padding_at_the_right(pool):
@@ -121,7 +121,7 @@ def test_padding_at_the_right(pool):
 
 
 def compare_dropout(ulysses: int, ring: int) -> dict[str, float]:
-    """With itself on one process: transformers' own dropout draws other numbers."""
+    """Compared with our own dropout on one process, because transformers draws other numbers."""
     grid = cp.initialize_grid(ulysses=ulysses, ring=ring)
     model, batch, outcomes = tiny_model("llama", attention_dropout=0.3).train(), whole_batch(), []
     for where in (grid, cp.Grid()):
@@ -137,7 +137,7 @@ def test_dropout_of_attention_weights(pool):
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that any operation makes."""
+    """Number of elements of the largest tensor of all operations."""
 
     elements = 0
 
@@ -165,10 +165,10 @@ def largest_tensors(fpdt: Fpdt | None) -> tuple[int, int]:
 def test_no_tensor_of_length_by_length_or_by_vocabulary(pool, fpdt):
     for together, alone in pool.run(largest_tensors, 4, fpdt):
         assert alone >= 1024 * 1024
-        assert together < 1024 * 1024 // 8  # a rank's logits alone would be a fourth
+        assert together < 1024 * 1024 // 8  # the logits of one rank alone would have a fourth
 
 
-def beside(what: str) -> dict[str, float]:
+def wrapped_training(what: str) -> dict[str, float]:
     """DDP or FSDP2 over all ranks, with gradient checkpointing; they average gradients themselves."""
     grid = cp.initialize_grid(ulysses=2, ring=2)
     model, batch = tiny_model("llama"), whole_batch()
@@ -194,9 +194,9 @@ def beside(what: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("what", ["DDP", "FSDP2 first", *also_in_full("DDP, reentrant", "FSDP2, FPDT")])
-def test_beside_what_averages_gradients(pool, what):
-    found = pool.run(beside, 4, what)
-    assert worst(rank.values() for rank in found) < 1e-5, found[0]
+def test_with_a_wrapper_that_averages_gradients(pool, what):
+    result = pool.run(wrapped_training, 4, what)
+    assert worst(rank.values() for rank in result) < 1e-5, result[0]
 
 
 def compare_lora() -> dict[str, float]:
@@ -211,12 +211,12 @@ def compare_lora() -> dict[str, float]:
     batch = whole_batch()
     expected = on_one_process(model.eval(), batch)
     with parallelize(model, grid, seq_length=LENGTH) as context:
-        found = over_ranks(model, batch, context)
-    return errors(found, expected)
+        result = over_ranks(model, batch, context)
+    return errors(result, expected)
 
 
 def test_lora(pool):
     pytest.importorskip("peft", reason="peft is not installed")
-    found = pool.run(compare_lora, 4)
-    assert all("lora" in name for name in found[0] if name not in ("logits", "loss"))
-    assert worst(rank.values() for rank in found) < 1e-5, found[0]
+    result = pool.run(compare_lora, 4)
+    assert all("lora" in name for name in result[0] if name not in ("logits", "loss"))
+    assert worst(rank.values() for rank in result) < 1e-5, result[0]

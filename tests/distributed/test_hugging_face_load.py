@@ -56,12 +56,12 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """One folder a kind, made when it is asked for."""
+    """One folder per kind, made when it is first needed."""
     return cache(lambda kind: save_model(tmp_path_factory.mktemp(kind), kind, KINDS[kind][0]))
 
 
 def first_loss(flags: str, llama: bool) -> tuple[float, int, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """The loss of the first step, where it began, and on one process what it read."""
+    """The first loss, the iteration at the start, and on one process the batch."""
     from megatron.training.job import batches_for
 
     job = make_job(flags, llama)
@@ -75,8 +75,8 @@ def flags_of(kind: str, folder: Path, grid: str = "") -> str:
 
 
 @pytest.fixture(scope="module")
-def told(pool, folders, shared):
-    """transformers' loss on what the first step reads."""
+def message(pool, folders, shared):
+    """transformers' loss on the first batch."""
 
     def ask(kind: str) -> float:
         read = pool.run(first_loss, 1, flags_of(kind, folders(kind)), kind != "bloom")[0][2]
@@ -92,11 +92,11 @@ def told(pool, folders, shared):
 
 
 @pytest.mark.parametrize("kind, grid", CASES)
-def test_the_first_loss_is_that_of_transformers(pool, folders, told, kind, grid):
+def test_the_first_loss_is_that_of_transformers(pool, folders, message, kind, grid):
     world, flags = GRIDS[grid]
     loss, first, _ = pool.run(first_loss, world, flags_of(kind, folders(kind), flags), kind != "bloom")[0]
-    assert loss == pytest.approx(told(kind), rel=1e-5) and first == 0
-    assert abs(told(kind) - math.log(301)) > 0.05  # a new model's
+    assert loss == pytest.approx(message(kind), rel=1e-5) and first == 0
+    assert abs(message(kind) - math.log(301)) > 0.05  # the loss of an untrained model
 
 
 def refusal(pool, flags: str) -> str:
@@ -142,8 +142,8 @@ def test_a_folder_that_we_have_written_is_compared(pool, folders, tmp_path):
         flags_of("llama", folder),
         f"{flags_of('llama', tmp_path / 'none')} --pretrained-checkpoint {folder}",
     ):
-        told = refusal(pool, flags)
-        assert f"checkpoint {folder} is damaged: {file} is not what was written (its CRC-32 differs)" in told
+        message = refusal(pool, flags)
+        assert f"checkpoint {folder} is damaged: {file} is not what was written (its CRC-32 differs)" in message
 
 
 def test_the_model_from_config_json(folders):
@@ -155,7 +155,7 @@ def test_the_model_from_config_json(folders):
     assert config.model.position_embedding_type == "alibi"
 
 
-# Families of transformers' decoders do what docs/use/hugging-face.md says: parity, or a refusal that is true.
+# Decoder families of transformers: parity or a correct refusal, as docs/use/hugging-face.md lists.
 
 
 TABLE = PAGE.read_text()
@@ -163,33 +163,33 @@ ROWS = {family: (row["outcome"], row.get("why")) for family, row in read(RESULTS
 HERE = pytest.mark.skipif(
     f"transformers {transformers.__version__}," not in TABLE, reason="the page is about another version of transformers"
 )
-# The first has layers that take a view of attention's output, the second its sizes under text_config; the others are
-# refused for one reason each.
+# The first takes a view of attention's output, the second has its sizes under text_config; the others are
+# refused, each for another reason.
 USUAL = ("afmoe", "gemma3", "roberta", "marian", "doge", "rwkv", "llama4_text", "blt")
 
 
 @HERE
 @pytest.mark.parametrize("family", [pytest.param(x, marks=() if x in USUAL else pytest.mark.full) for x in ROWS])
 def test_the_table_says_what_is(pool, family):
-    said, last = ROWS[family]
-    ulysses, ring = (2, 2) if said == "parity" else (1, 1)
-    found = pool.run(outcome, ulysses * ring, family, ulysses, ring, timeout=120)[0]
-    assert found["outcome"] == said and good(found), found
-    if said == "refused":
-        assert found["why"] == last
+    output, last = ROWS[family]
+    ulysses, ring = (2, 2) if output == "parity" else (1, 1)
+    result = pool.run(outcome, ulysses * ring, family, ulysses, ring, timeout=120)[0]
+    assert result["outcome"] == output and good(result), result
+    if output == "refused":
+        assert result["why"] == last
 
 
 @HERE
 def test_every_family_is_in_the_table_and_none_is_wrong():
     assert tuple(ROWS) == FAMILIES
-    assert {said for said, _ in ROWS.values()} <= {"parity", "refused", "not buildable"}
+    assert {output for output, _ in ROWS.values()} <= {"parity", "refused", "not buildable"}
     assert START + "\n" + table(read(RESULTS), FAMILIES) + END in TABLE
 
 
 def test_a_new_family_appears_as_not_tried():
-    said = table({"llama": {"outcome": "parity", "error": 1e-6}}, ("llama", "llama9"))
-    assert "2 families, 1 parity, 1 not tried." in said
-    assert "| parity | llama |" in said and "| not tried | llama9 |" in said
+    output = table({"llama": {"outcome": "parity", "error": 1e-6}}, ("llama", "llama9"))
+    assert "2 families, 1 parity, 1 not tried." in output
+    assert "| parity | llama |" in output and "| not tried | llama9 |" in output
 
 
 def test_a_large_error_is_shown():
@@ -201,7 +201,7 @@ def test_what_is_wrong_stands_out(one):
     assert f"| **{one['outcome']}**: so | llama |" in table({"llama": one | {"why": "so"}}, ("llama",))
 
 
-# The examples of Hugging Face: a loop of one's own, and transformers' Trainer, each beside one process.
+# The Hugging Face examples (own loop, Trainer), each compared with one process.
 
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "huggingface"
@@ -210,7 +210,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "huggingface"
 @pytest.mark.parametrize("options", ["--steps 2", pytest.param("--fpdt-chunk-size 64", marks=pytest.mark.full)])
 def test_a_loop_of_ones_own(options):
     ranks = run_ranks(EXAMPLES / "finetune.py", [*options.split(), "--seq-length", "128"], os.environ, 4)
-    assert [rank.returncode for rank in ranks] == [0] * 4, ranks[0].stderr  # it is not 0 where losses differ
+    assert [rank.returncode for rank in ranks] == [0] * 4, ranks[0].stderr  # not 0 if losses differ
     assert "Ulysses 2 x Ring 2" in ranks[0].stdout and "largest difference" in ranks[0].stdout
 
 
@@ -221,7 +221,7 @@ def steps(long_runs):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, steps):
-    """The losses of transformers' Trainer by itself."""
+    """The losses of transformers' Trainer without this package."""
     pytest.importorskip("accelerate", reason="accelerate is not installed, which transformers.Trainer needs")
     file = tmp_path_factory.mktemp("alone") / "losses.json"
     done = run_forked(EXAMPLES / "trainer.py", ["--steps", str(steps), "--json", str(file)], os.environ)

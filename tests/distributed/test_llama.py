@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""It is Llama: the same weights in Hugging Face's LlamaForCausalLM and here give the same logits.
+"""The model is Llama: the same weights give the same logits in Hugging Face's LlamaForCausalLM.
 
-The way is the user's: save_pretrained, tools/convert_hf.py, the flags it prints, ``--load``; then one forward pass.
+The steps are a user's: save_pretrained, tools/convert_hf.py, the printed flags, ``--load``; then a forward pass.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 
 @dataclass
 class Case:
-    """A converted model, and what Hugging Face's says to some tokens."""
+    """A converted model, and the logits of Hugging Face's model for some tokens."""
 
     flags: list[str]
     folder: str
@@ -36,7 +36,7 @@ class Case:
 
 
 def make(folder: Path, **settings: object) -> Case:
-    """A random Llama, saved, converted and asked. Its weights are large, so that all of it shows in the logits."""
+    """A random Llama, saved, converted and run. Its weights are large, so that each affects the logits."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(3)
@@ -66,7 +66,7 @@ def make(folder: Path, **settings: object) -> Case:
 
 
 def largest_difference(case: Case, grid: list[str]) -> float:
-    """Between the logits of the model here, on a grid, and Hugging Face's; on every rank of that grid."""
+    """Largest difference between our logits on a grid and Hugging Face's; on every rank."""
     from megatron.training.arguments.parser import parse
     from megatron.training.checkpoint import checkpoint
     from megatron.training.checkpoint.checksums import choose_whole
@@ -78,8 +78,8 @@ def largest_difference(case: Case, grid: list[str]) -> float:
     runtime = start(config)
     model = build_model(config, runtime.grid, runtime.layout, VOCABULARY, runtime.device)
     no_optimizer = SimpleNamespace(reload_model_params=lambda: None)
-    found = choose_whole(checkpoint.find(config.checkpoint), config.checkpoint, config.notes)
-    checkpoint.load(found, model, no_optimizer, None, config)
+    result = choose_whole(checkpoint.find(config.checkpoint), config.checkpoint, config.notes)
+    checkpoint.load(result, model, no_optimizer, None, config)
     layout, tensor = runtime.layout, runtime.grid.tensor
     with torch.no_grad():
         mine = (
@@ -99,7 +99,7 @@ def largest_difference(case: Case, grid: list[str]) -> float:
 
 
 def check(pool, world_size: int, case: Case, grid: str = "") -> None:
-    assert case.logits.std() > 0.5  # else the tolerance says little
+    assert case.logits.std() > 0.5  # otherwise the tolerance would be too wide
     differences = pool.run(largest_difference, world_size, case, shlex.split(grid))
     assert worst(differences) < 1e-4, differences
 
@@ -127,7 +127,7 @@ def test_grids(pool, gqa: Case, world_size: int, grid: str) -> None:
 
 
 def test_llama3_scaling(pool, tmp_path: Path) -> None:
-    """Wavelengths below, inside and above the range that is interpolated; and the scaling shows in the logits."""
+    """Wavelengths below, inside and above the interpolated range; the scaling changes the logits."""
     rope = {"rope_theta": 500000.0, "rope_type": "llama3", **LLAMA3}
     case = make(tmp_path, head_dim=32, rope_parameters=rope)
     check(pool, 1, case)
@@ -137,7 +137,7 @@ def test_llama3_scaling(pool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scaling", [{}, {"mscale": 0.707, "mscale_all_dim": 0.2, "truncate": False}], ids=str)
 def test_yarn(pool, tmp_path: Path, scaling: dict) -> None:
-    """Its frequencies and its attention factor show in the logits, each by itself."""
+    """Frequencies and attention factor each change the logits."""
     rope = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 8.0, **scaling}
     rope["original_max_position_embeddings"] = 32
     case = make(tmp_path, head_dim=32, rope_parameters=rope)

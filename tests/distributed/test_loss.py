@@ -41,7 +41,7 @@ def compare(tensor, sequence_parallel, chunks, vocab, scale, dtype):
     (expected * 0.7).backward()
 
     rows = -(-vocab // (4 * tensor)) * 4  # padded
-    padded = torch.full((rows * tensor, H), 50.0, dtype=torch.float64)  # padding that would win, were it looked at
+    padded = torch.full((rows * tensor, H), 50.0, dtype=torch.float64)  # padding with the largest logits
     padded[:vocab] = weight
     mine = padded[rows * grid.tensor.rank : rows * (grid.tensor.rank + 1)].to(dtype).requires_grad_()
     part = slice(None)
@@ -119,14 +119,14 @@ def test_spans_cover_the_rows_evenly(rows, chunks):
 def test_a_fixed_loss_scale_changes_nothing(pool, zero, dtype):
     flags = f"--num-layers 2 --zero-stage {zero} {dtype}"
     plain, scaled = (pool.run(run_training, 2, f"{flags} {more}", steps=3) for more in ("", "--loss-scale 1024"))
-    factor = 1 if zero >= 2 or (zero == 0 and not dtype) else 1024  # where core's optimizer unscales
+    factor = 1 if zero >= 2 or (zero == 0 and not dtype) else 1024  # here core's optimizer unscales later
     for (losses, norms, grads), (scaled_losses, scaled_norms, scaled_grads) in zip(plain, scaled):
         assert (scaled_losses, scaled_norms) == (losses, norms)  # powers of two are exact
         assert all(torch.equal(scaled_grads[name], factor * grad) for name, grad in grads.items())
 
 
-# --embed-layernorm: losses and all gradients, the norm's among them, do not depend on the grid. That it is BLOOM's is
-# test_hugging_face_load.py's to show.
+# --embed-layernorm: losses and all gradients do not depend on the grid. test_hugging_face_load.py shows that the model
+# is BLOOM's.
 
 
 SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --attention-dropout 0 --hidden-dropout 0"
@@ -205,13 +205,13 @@ def compare_with_core(softmax_type):
         assert list(dict(ours.named_parameters())) == list(dict(theirs.named_parameters()))
         theirs.load_state_dict(ours.state_dict())
     future = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
-    found = []
+    result = []
     for attention, mask in ((ours, None), (theirs, future)):
         inputs = [q, k, v, *attention.parameters()]
         with patch.object(dot_product_attention.tensor_parallel, "get_cuda_rng_tracker", nothing_random):
             out = attention(q, k, v, mask)
-        found.append([out, *torch.autograd.grad(out, inputs, dout)])
-    return [float((mine - full).detach().abs().max() / full.detach().abs().max()) for mine, full in zip(*found)]
+        result.append([out, *torch.autograd.grad(out, inputs, dout)])
+    return [float((mine - full).detach().abs().max() / full.detach().abs().max()) for mine, full in zip(*result)]
 
 
 @pytest.mark.parametrize("softmax_type, gradients", [("vanilla", 3), ("off-by-one", 3), ("learnable", 4)])

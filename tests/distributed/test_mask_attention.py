@@ -68,7 +68,7 @@ BACKENDS = {
     "Ulysses": (2, 1, 1, "zigzag", 1),
     "Ring": (1, 4, 1, "zigzag", 1),
     "Ring contiguous": (1, 3, 1, "contiguous", 1),
-    "USP beside TP": (2, 2, 2, "zigzag", 1),
+    "USP with TP": (2, 2, 2, "zigzag", 1),
     "Ring gathered": (1, 4, 1, "zigzag", 1),
     "USP gathered": (2, 3, 1, "contiguous", 1),
     "FPDT": (1, 1, 1, "zigzag", 5),
@@ -108,13 +108,13 @@ def inputs(heads, kv_heads, batch, keys=LENGTH, value_size=SIZE):
     draw = torch.Generator().manual_seed(3)
     q = torch.randn(LENGTH, batch, heads, SIZE, generator=draw, dtype=torch.float64)
     k, v = (torch.randn(keys, batch, kv_heads, d, generator=draw, dtype=torch.float64) for d in (SIZE, value_size))
-    # A gradient whose memory lies in another order: wrong strides are the classic silent error.
+    # A gradient with another memory order, to detect code that ignores strides.
     dout = torch.randn(batch, value_size, heads, LENGTH, generator=draw, dtype=torch.float64).permute(3, 0, 2, 1)
     return q, k, v, dout
 
 
 def errors(pairs):
-    # dq and dk are zero where a query sees one key alone; inputs, and all other gradients, are of order one.
+    # dq and dk are zero if each query sees one key; inputs and all other gradients are of order one.
     return [float((mine.double() - full).abs().max() / full.abs().max().clamp_min(0.1)) for mine, full in pairs]
 
 
@@ -182,21 +182,21 @@ def ranks(backend):
     return ulysses * ring * tensor
 
 
-# Where every scheme is met: a ring in chunks has every kind of tile. Elsewhere masks alone are, but for these.
+# Here every scheme is tested, because a ring in chunks has every kind of tile. Elsewhere only masks and these.
 WHOLE = ("one process", "Ring", "FPDT, USP")
 USUALLY_WHOLE = ("Ring",)
 MEETING = ("dropout and ALiBi, window both sides", "sinks, half sees nothing", "all of these, window 50")
 
 
 def check(pool, backend, kernel, dtype, tolerance, schemes):
-    """All in one job: starting one costs more than attention on 192 tokens."""
-    found = pool.run(compare_schemes, ranks(backend), list(schemes), backend, kernel, dtype, timeout=180)
-    errors = {scheme: worst(rank[scheme] for rank in found) for scheme in schemes}
+    """All in one job, because starting a job costs more than attention on 192 tokens."""
+    result = pool.run(compare_schemes, ranks(backend), list(schemes), backend, kernel, dtype, timeout=180)
+    errors = {scheme: worst(rank[scheme] for rank in result) for scheme in schemes}
     assert len(errors) >= 24 and not {scheme: error for scheme, error in errors.items() if not error < tolerance}
 
 
-# Each part of them is in another one.
-IN_FULL = ("one process", "Ring contiguous", "FPDT", "USP beside TP", "USP gathered")
+# Each part of them is in another case.
+IN_FULL = ("one process", "Ring contiguous", "FPDT", "USP with TP", "USP gathered")
 
 
 @pytest.mark.parametrize("backend", [*(name for name in BACKENDS if name not in IN_FULL), *also_in_full(*IN_FULL)])
@@ -212,8 +212,8 @@ def test_the_fast_kernel(pool, backend):
 
 @pytest.mark.parametrize("threshold", [8, 16384])
 def test_masks_in_host_memory_and_on_the_device_are_the_same(pool, threshold):
-    found = pool.run(compare, 4, "function", (2, 2, 1, "zigzag", 1), "cpu", torch.float64, threshold)
-    assert worst(found) < 1e-10
+    result = pool.run(compare, 4, "function", (2, 2, 1, "zigzag", 1), "cpu", torch.float64, threshold)
+    assert worst(result) < 1e-10
 
 
 def compare_recomputed(backend):
@@ -222,8 +222,8 @@ def compare_recomputed(backend):
 
 @pytest.mark.parametrize("backend", ["FPDT", "FPDT, USP"])
 def test_sinks_under_recompute(pool, backend):
-    found = pool.run(compare_recomputed, ranks(backend), backend)
-    assert worst(found) < 1e-10, found
+    result = pool.run(compare_recomputed, ranks(backend), backend)
+    assert worst(result) < 1e-10, result
 
 
 def compare_dealt(ends, ulysses, ring, chunks, grid):
@@ -244,7 +244,7 @@ def compare_dealt(ends, ulysses, ring, chunks, grid):
 
 
 def compare_all_dealt(ulysses, ring, chunks):
-    """By the ends of documents: the errors."""
+    """Errors by the ends of documents."""
     grid = cp.initialize_grid(ulysses=ulysses, ring=ring)
     every = (ENDS, LONG, tuple(range(1, LENGTH + 1)), (LENGTH,))
     return {ends: compare_dealt(ends, ulysses, ring, chunks, grid) for ends in every}
@@ -252,12 +252,12 @@ def compare_all_dealt(ulysses, ring, chunks):
 
 @pytest.mark.parametrize("ulysses, ring, chunks", [(1, 4, 1), (2, 2, 1), (1, 2, 5)])
 def test_dealt_documents(pool, ulysses, ring, chunks):
-    for found in pool.run(compare_all_dealt, ulysses * ring, ulysses, ring, chunks):
-        assert len(found) == 4 and all(worst([one]) < 1e-10 for one in found.values()), found
+    for result in pool.run(compare_all_dealt, ulysses * ring, ulysses, ring, chunks):
+        assert len(result) == 4 and all(worst([one]) < 1e-10 for one in result.values()), result
 
 
 def compare_samples(ulysses, ring):
-    """Each sample of a batch has documents of its own."""
+    """Each sample of a batch has other documents."""
     masks = [cp.Documents(ENDS), cp.Documents(LONG), cp.Causal()]
     layout = make_layout((ulysses, ring, 1, "zigzag", 1))
     q, k, v, dout = inputs(4, 2, 3)
@@ -305,8 +305,8 @@ def compare_cross(mask, ulysses, ring, keys, balance):
     "ulysses, ring, keys, balance", [(1, 1, 7, "zigzag"), (2, 2, 64, "contiguous"), (1, 4, 304, "zigzag")]
 )
 def test_cross_attention(pool, mask, ulysses, ring, keys, balance):
-    found = pool.run(compare_cross, ulysses * ring, mask, ulysses, ring, keys, balance)
-    assert worst(found) < 1e-10, found
+    result = pool.run(compare_cross, ulysses * ring, mask, ulysses, ring, keys, balance)
+    assert worst(result) < 1e-10, result
 
 
 def refusals():
@@ -333,7 +333,7 @@ def test_bad_masks_are_refused_by_name(pool):
 
 
 def test_ranks_out_of_the_window_exchange_nothing():
-    """On a contiguous ring, keys of a window go to the next rank and no further, and only the rows it needs."""
+    """On a contiguous ring with a window, only the next rank gets keys, and only those that it needs."""
     from megatron.context_parallel.attention.ring_plan import ring_plan
     from megatron.context_parallel.layout.spans import count
 

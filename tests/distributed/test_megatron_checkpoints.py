@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that Megatron-LM has written go on here with its losses, and ours there with ours, on any grid."""
+"""Megatron-LM's checkpoints continue here, and ours in Megatron-LM, with the writer's losses, on any grid."""
 
 import tarfile
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from tests.distributed import megatron_lm
 from tests.distributed.training_runs import make_job, train_job
 
-# No row pads the vocabulary: Megatron-LM counts those in its loss.
+# The vocabulary has no padding, which Megatron-LM would count in its loss.
 FLAGS = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
     "--ffn-hidden-size 48 --seq-length 32 --max-position-embeddings 32 --vocab-size 63 "
@@ -21,7 +21,7 @@ V2 = "--num-virtual-stages-per-pipeline-rank 2"
 
 
 def megatron_saves(flags, folder, kind, distributed, llama=True, engine=False, core_writer=False):
-    """Two steps of Megatron-LM's, its checkpoint, and the losses of its next three."""
+    """Two steps of Megatron-LM, its checkpoint, and its next three losses."""
     run = megatron_lm.build(flags, llama, distributed=distributed, engine=engine)
     megatron_lm.train(run, 2)
     megatron_lm.save(run, folder, 2, kind, core_writer=core_writer)
@@ -64,7 +64,7 @@ PAIRS = [
 
 @pytest.fixture(scope="module")
 def written(pool, shared, tmp_path_factory):
-    """What Megatron-LM has saved after two steps, once, and the losses of its next three."""
+    """Megatron-LM's checkpoint after two steps, made once, and its next three losses."""
 
     def run(name):
         world, grid, *how = KINDS[name]
@@ -133,9 +133,9 @@ def test_what_we_saved_goes_on_there(pool, tmp_path, grid, there, llama, engine)
 
 
 def rewritten(source, folder, *, change):
-    """The checkpoint of ``source``, saved anew by one process with its tensors as ``change`` makes them.
+    """The checkpoint of ``source``, saved again by one process with tensors changed by ``change``.
 
-    ``change``: (key, whole tensor) -> what core shall save, a list.
+    ``change``: (key, complete tensor) -> the list of objects to save.
     """
     import torch
     from megatron.core import dist_checkpointing
@@ -173,7 +173,7 @@ def flat(key, tensor):
     sides = [side for count, length in zip(parts, tensor.shape) for side in (count, length // count)]
     order = [*range(0, len(sides), 2), *range(1, len(sides), 2)]
     blocks = tensor.reshape(sides).permute(order).reshape(*parts, -1)
-    first = blocks.shape[-1] // 3  # what a data-parallel rank holds ends anywhere
+    first = blocks.shape[-1] // 3  # a data-parallel rank's part may end anywhere
     cuts = (0, first), (first, blocks.shape[-1])
     return [
         ShardedTensor(
@@ -190,7 +190,7 @@ def flat(key, tensor):
 
 
 def by_layer(key, tensor):
-    """Names with a layer's number in them, as Megatron-LM writes where layers may differ."""
+    """Names with layer numbers, as Megatron-LM writes them if layers may differ."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     if ".layers." not in key:
@@ -224,7 +224,7 @@ def states_of(model, optimizer, distributed):
     from megatron.training.model.weights import canonical_parameters
 
     part = optimizer.chained_optimizers[0] if hasattr(optimizer, "chained_optimizers") else optimizer
-    found = {}
+    result = {}
     for name, parameter in canonical_parameters(model):
         if distributed:
             tensors = part._get_main_param_and_optimizer_states(parameter)
@@ -232,8 +232,8 @@ def states_of(model, optimizer, distributed):
         else:
             main = getattr(parameter, "main_param", parameter)
             three = [main, *(part.optimizer.state[main][key] for key in ("exp_avg", "exp_avg_sq"))]
-        found[name] = [one.detach().flatten().clone() for one in three]
-    return found
+        result[name] = [one.detach().flatten().clone() for one in three]
+    return result
 
 
 def our_states(flags, folder):
@@ -269,8 +269,8 @@ def change_args(folder, **changes):
     torch.save(common, path)
 
 
-def told(flags, folder, **changes):
-    """What a run is refused with on a checkpoint with changed args; None where it starts."""
+def message(flags, folder, **changes):
+    """The refusal of a run for a checkpoint with changed args; None if it starts."""
     from megatron.training.refusal import Refusal
 
     if changes:
@@ -290,7 +290,7 @@ def test_what_does_not_fit_is_refused_by_name(pool, written, tmp_path):
     shutil.copytree(source, folder)
 
     def refused(flags="", **changes):
-        return pool.run(told, 1, f"{FLAGS} --zero-stage 0 {flags}", folder, **changes)[0]
+        return pool.run(message, 1, f"{FLAGS} --zero-stage 0 {flags}", folder, **changes)[0]
 
     text = refused("--num-layers 2 --rotary-base 5000")
     assert "another model" in text and "--num-layers 4 there, 2 here" in text and "--rotary-base 10000" in text
@@ -335,7 +335,7 @@ def told_with_other_orders(flags, folder):
 
 
 def without(folder, key):
-    """Save the metadata anew as if there were no tensor ``key``."""
+    """Save the metadata again without the tensor ``key``."""
     import pickle
 
     path = next(Path(folder).glob("iter_*")) / ".metadata"
@@ -351,10 +351,10 @@ def test_what_one_stage_misses_all_ranks_refuse(pool, written, tmp_path):
     folder = str(tmp_path / "copy")
     shutil.copytree(source, folder)
     without(folder, "decoder.final_layernorm.weight")
-    for text in pool.run(told, 2, f"{FLAGS} {P2}", folder):
+    for text in pool.run(message, 2, f"{FLAGS} {P2}", folder):
         assert "has no decoder.final_layernorm.weight" in text
     source, _ = written("GPT, PP 2, dp_reshardable")
-    (text,) = pool.run(told, 1, FLAGS, source)
+    (text,) = pool.run(message, 1, FLAGS, source)
     assert "--normalization LayerNorm there, RMSNorm here" in text
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory of whole runs: what was estimated before the first step, what was used, and that nothing leaks."""
+"""Host memory of complete runs: the estimate, the use, and the absence of leaks."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ def test_the_estimate_holds_and_is_not_far_off(pool, world, flags):
 
 
 def bytes_after(flags, *steps):
-    """(device bytes, host bytes in use, host bytes allocated) after so many steps, and after so many more."""
+    """(device bytes, host bytes in use, host bytes allocated) after some steps and after more steps."""
     from megatron.training.report.tensor_memory import TensorMeter
 
-    job, found = make_job(flags), []
+    job, result = make_job(flags), []
     for count in steps:
         train_job(job, count)
         gc.collect()
         with TensorMeter() as meter:
-            found.append((meter.now, job.runtime.offload.pool.in_use, job.runtime.offload.pool.allocated))
-    return found
+            result.append((meter.now, job.runtime.offload.pool.in_use, job.runtime.offload.pool.allocated))
+    return result
 
 
 @pytest.mark.parametrize(
@@ -153,11 +153,11 @@ def test_without_offload_nothing_is_in_host_memory(bytes_of):
     assert bytes_of("fpdt", 1024)["device"] < bytes_of("fpdt-device", 1024)["device"]
 
 
-# --profile-memory on several ranks: what it calls parameters, gradients and optimizer states is what is there.
+# --profile-memory on several ranks: bytes of parameters, gradients and optimizer states are correct.
 
 
 def train_and_count(flags: str, folder: str) -> dict[str, Any]:
-    """On a rank: train two steps with --profile-memory, and count by other means what the profile should say."""
+    """Train two steps with --profile-memory on a rank, and compute the expected values independently."""
     from megatron.training.features.stopping import Stopper
     from megatron.training.loop import training_loop
     from megatron.training.report.reporter import Reporter

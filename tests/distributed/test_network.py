@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program on two nodes with networks of their own: right without a word, and refused at once where it cannot work.
+"""The program on two nodes with separate networks: it works by default, or is refused at once.
 
-What --network-interface and the variables lead to by themselves is in tests/unit/test_network.py.
+The choice of interfaces is tested in tests/unit/test_network.py.
 """
 
 import os
@@ -27,7 +27,7 @@ TRAIN = f"{FLAGS} --ring-parallel-size 2 --train-iters 1 --eval-iters 0 --distri
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
-    """Two nodes, each with a second card that leads nowhere, and a third one whose address is the same on both."""
+    """Two nodes; each has an unconnected second card and a third one with the same address on both."""
     with Network(2, prefix=PREFIX, subnet=SUBNET) as made:
         for node in range(2):
             for name, address in (("eth1", f"10.79.0.{node + 1}/32"), ("docker0", "172.17.0.1/16")):
@@ -43,7 +43,7 @@ def network() -> Iterator[Network]:
 def on_two_nodes(
     folder: Path, flags: str, variables: Mapping[str, str] | None = None
 ) -> list[subprocess.CompletedProcess]:
-    """The program by rank, one a node. As on Debian, each node's own name leads to a loopback address."""
+    """The program by rank, one rank per node. As on Debian, a node's name resolves to a loopback address."""
     environments = []
     for rank in range(2):
         hosts = folder / f"hosts{rank}"
@@ -55,9 +55,9 @@ def on_two_nodes(
     return run_each(ON_A_NODE, [str(PROGRAM), *TRAIN.split(), *flags.split()], environments)
 
 
-def lines(said: str) -> list[str]:
+def lines(output: str) -> list[str]:
     """Without PyTorch's warnings that an address has no name."""
-    return [line for line in said.splitlines() if line and not line.startswith("[W")]
+    return [line for line in output.splitlines() if line and not line.startswith("[W")]
 
 
 def test_nodes_whose_names_lead_to_the_loopback_meet_all_the_same(network, tmp_path):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool itself: results by rank, honest failures, and a usable pool after each of them."""
+"""The pool: results by rank, failures with their cause, and a usable pool after each failure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def environment() -> dict[str, str]:
 
 
 def model_parallel_groups() -> tuple[int, int, bool]:
-    """Leaves everything dirty that the pool has to clean."""
+    """Leaves all kinds of state behind that the pool has to clean up."""
     clean = "LEFT_BEHIND" not in os.environ and not parallel_state.is_initialized()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=2,
@@ -196,5 +196,5 @@ def _alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    stat = Path(f"/proc/{pid}/stat")  # a zombie that nobody waited for has ended as well
+    stat = Path(f"/proc/{pid}/stat")  # a zombie has ended too
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The power goes at any moment of a save: what the user was told is there, whole, and every sync is needed for that."""
+"""Power cuts at any moment of a save: reported checkpoints are complete, and every sync is necessary for that."""
 
 import random
 from pathlib import Path
@@ -18,11 +18,11 @@ TINY = (
 )
 
 
-SAVE = "new/c"  # neither folder is there before
+SAVE = "new/c"  # neither folder exists before
 
 
 class Teller:
-    """In place of a reporter: what it says is a promise."""
+    """Replaces a reporter; its lines are promises to the user."""
 
     def __init__(self, recorder):
         self.recorder = recorder
@@ -59,7 +59,7 @@ def trained(flags, root, lock):
 
 
 def saved_twice(root, lock, exchange):
-    """The same iteration, with other weights the second time."""
+    """Save the same iteration twice, with other weights the second time."""
     from megatron.training.checkpoint import checkpoint, checkpoint_folder
 
     job = make_job(TINY)
@@ -80,14 +80,14 @@ def saved_twice(root, lock, exchange):
 
 
 def inside(tree, folder):
-    """What lies in a folder of a state; None where it is not there."""
+    """The contents of a folder in a state; None if it does not exist."""
     if folder not in tree:
         return None
     return {path.removeprefix(f"{folder}/"): key for path, key in tree.items() if path.startswith(f"{folder}/")}
 
 
 def restored(state):
-    """As the next run finds it: a checkpoint whose replacement was cut off has its name again (``shelf.restore``)."""
+    """The state after the next run has restored an interrupted replacement of a checkpoint."""
     for path in [path for path in state if path.startswith(f"{SAVE}/.") and path.endswith(REPLACED)]:
         final = f"{SAVE}/{path.removeprefix(f'{SAVE}/.').removesuffix(REPLACED)}"
         if final not in state:
@@ -99,7 +99,7 @@ def restored(state):
 
 
 def judge_of(record):
-    """What is wrong with a state of the disk: by names and contents alone."""
+    """The error in a state of the disk, judged by names and contents."""
     versions = {}  # by name: (event, files)
     for number, event in enumerate(record.events):
         if event.promise:
@@ -111,21 +111,21 @@ def judge_of(record):
         for path in state:
             folder, _, name = path.rpartition("/")
             if folder == SAVE and name.startswith("iter_"):
-                found = inside(state, path)
-                if found not in [files for _, files in versions[name]]:
+                result = inside(state, path)
+                if result not in [files for _, files in versions[name]]:
                     return f"{name} is not whole"
-        told_at, told = cut.promises[-1] if cut.promises else (0, "")
+        since, saved = cut.promises[-1] if cut.promises else (0, "")
         latest = ""
         if f"{SAVE}/{TRACKER}" in state:
             written = record.contents.get(state[f"{SAVE}/{TRACKER}"], b"")
             latest = f"iter_{int(written):07d}" if written.isdigit() else "nothing"
             if f"{SAVE}/{latest}" not in state:
                 return f"the tracker names {latest}, which is not there"
-        if latest < told:
-            return f"{told} was told, the tracker names {latest or 'nothing'}"
-        found = inside(state, f"{SAVE}/{latest}")
-        if told and latest == told and found not in [files for number, files in versions[told] if number >= told_at]:
-            return f"{told} is what it was before"
+        if latest < saved:
+            return f"{saved} was told, the tracker names {latest or 'nothing'}"
+        result = inside(state, f"{SAVE}/{latest}")
+        if saved and latest == saved and result not in [files for number, files in versions[saved] if number >= since]:
+            return f"{saved} is what it was before"
         for name in {name for _, name in cut.promises}:
             if f"{SAVE}/{name}" in cut.logical and f"{SAVE}/{name}" not in state:
                 return f"{name} is gone"
@@ -135,7 +135,7 @@ def judge_of(record):
 
 
 RUNS = {
-    "beside training": (
+    "during training": (
         2,
         "--exit-interval 2 --save-interval 1 --eval-interval 1 --eval-iters 1 --async-save --zero-stage 1 "
         "--keep-last-checkpoints 1 --keep-best-checkpoints 1",
@@ -170,34 +170,34 @@ def test_after_any_cut_what_was_told_is_there_and_each_sync_is_needed(recorded):
 
 
 def loaded(folder):
-    """What ``--load`` finds: the iteration, or the line that refuses it."""
+    """The iteration that ``--load`` finds, or the refusal."""
     try:
         return make_job(f"{TINY} --save {folder} --load {folder}").progress.iteration
     except Refusal as refusal:
         return str(refusal)
 
 
-@pytest.mark.parametrize("name", ["beside training", "twice, no exchange"])
+@pytest.mark.parametrize("name", ["during training", "twice, no exchange"])
 def test_the_program_finds_in_a_state_what_its_judge_says(pool, recorded, tmp_path, name):
-    """Real files of some states, good ones and such as a forgotten sync leaves, and a run that loads them."""
+    """Write some good and some bad states as real files, and load them."""
     record, draw = recorded(name), random.Random(0)
     judge, good, bad, contents = judge_of(record), [], [], {}
 
     def collect(cut, state):
         if cut.promises and draw.random() < 0.2:
-            told, wrong = cut.promises[-1][1], judge(cut, state)
+            saved, wrong = cut.promises[-1][1], judge(cut, state)
             if wrong is None:
-                good.append((told, state))
-            elif wrong.startswith((f"{told} is not whole", "the tracker names")):  # with no tracker it may be found
-                bad.append((told, state))
+                good.append((saved, state))
+            elif wrong.startswith((f"{saved} is not whole", "the tracker names")):  # without a tracker it may be loaded
+                bad.append((saved, state))
 
     for number, event in enumerate(record.events):
         if event.label.startswith((f"{SAVE}/.iter_N.partial/common.pt", f"{SAVE} by")):
             contents |= try_all_cuts(record.without(number), collect, number).contents
-    for number, (told, state) in enumerate(draw.sample(good, 3) + draw.sample(bad, 3)):
+    for number, (saved, state) in enumerate(draw.sample(good, 3) + draw.sample(bad, 3)):
         lay_out(state, contents, tmp_path / str(number))
-        found, least = pool.run(loaded, 1, str(tmp_path / str(number) / SAVE))[0], int(told[5:])
+        result, least = pool.run(loaded, 1, str(tmp_path / str(number) / SAVE))[0], int(saved[5:])
         if number < 3:
-            assert isinstance(found, int) and found >= least, (told, found)
-        else:  # refused, unless a newer one of the same run is whole, which choose_whole has seen
-            assert isinstance(found, str) or found > least, (told, found)
+            assert isinstance(result, int) and result >= least, (saved, result)
+        else:  # refused, unless a newer one of the run is complete
+            assert isinstance(result, str) or result > least, (saved, result)

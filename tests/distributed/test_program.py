@@ -43,7 +43,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def start(flags: str, *launcher: str) -> subprocess.Popen:
-    """As a user does, with the seconds that it takes."""
+    """Start the program like a user; its imports take seconds."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     command = [*launcher, str(PROGRAM), *FLAGS.split(), *flags.split()]
     return subprocess.Popen(
@@ -76,26 +76,26 @@ def rows(path: Path) -> list[dict]:
 
 
 def stopped_by_sigterm(folder: Path, flags: str) -> tuple[str, str]:
-    """What a run on 2 processes said that was stopped by SIGTERM on the way, and its errors."""
+    """Standard output and errors of a run on 2 processes that SIGTERM stopped."""
     with meeting({**os.environ, "OMP_NUM_THREADS": "1"}, 2) as environments:
         ranks = [
-            start_forked(PROGRAM, f"{FLAGS} {flags}".split(), one, folder / f"said{number}")
+            start_forked(PROGRAM, f"{FLAGS} {flags}".split(), one, folder / f"rank{number}")
             for number, one in enumerate(environments)
         ]
-        said, end = folder / "said0" / "out", time.monotonic() + patience(120)
-        while not (said.exists() and "iteration        5/" in said.read_text()):
+        log, end = folder / "rank0" / "out", time.monotonic() + patience(120)
+        while not (log.exists() and "iteration        5/" in log.read_text()):
             assert time.monotonic() < end and all(rank.is_alive() for rank in ranks)
             time.sleep(0.02)
-        for rank in ranks:  # as torchrun does with the signal that it gets
+        for rank in ranks:  # torchrun passes its signal on in the same way
             rank.terminate()
         for rank in ranks:
             rank.join(patience(60))
             rank.kill()
-    return said.read_text(), "".join((folder / f"said{number}" / "err").read_text() for number in range(2))
+    return log.read_text(), "".join((folder / f"rank{number}" / "err").read_text() for number in range(2))
 
 
 def stopped_by_sigterm_to_torchrun(folder: Path, flags: str) -> tuple[str, str]:
-    """The same, where torchrun starts the processes and gets the signal."""
+    """The same, but torchrun starts the processes and gets the signal."""
     process = start(flags, *TORCHRUN)
     seen = ""
     watch = threading.Timer(patience(120), os.killpg, (process.pid, signal.SIGKILL))
@@ -168,7 +168,7 @@ def test_evaluation_alone(tmp_path):
 LIMITED = f"""
 import os, resource, runpy, sys
 
-pipe = os.open(sys.argv.pop(1), os.O_WRONLY)  # what is printed is no file, and has no limit
+pipe = os.open(sys.argv.pop(1), os.O_WRONLY)  # printed output goes to a pipe, which has no limit
 for number in (1, 2):
     os.dup2(pipe, number)
 sys.stdout, sys.stderr = (os.fdopen(os.dup(pipe), "w", buffering=1) for _ in range(2))
@@ -184,9 +184,9 @@ def test_a_disk_that_fills_up_does_not_end_the_run(tmp_path):
     os.mkfifo(pipe)
     flags = f"--train-iters 20 --eval-iters 0 --save {tmp_path}/c --save-interval 4 --log-jsonl {tmp_path}/log.jsonl"
     with ThreadPoolExecutor(1) as reader:
-        read = reader.submit(pipe.read_text)  # until all who write have ended
+        read = reader.submit(pipe.read_text)  # until all writers have ended
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        with open(pipe, "w"):  # also where the program ends before it opens it
+        with open(pipe, "w"):  # otherwise the reader waits forever if the program ends early
             done = run_forked(script, [str(pipe), *FLAGS.split(), *flags.split()], environment)
         code, out, err = done.returncode, read.result(), done.stdout + done.stderr
     assert "iteration       20/      20" in out, out + err

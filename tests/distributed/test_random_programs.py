@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random programs around the public functions, on 1, 2 and 4 ranks, are what plain PyTorch on one process computes.
+"""Random programs of the public functions on 1, 2 and 4 ranks compute what plain PyTorch computes on one process.
 
     python -m pytest -n 0 -s tests/distributed/test_random_programs.py --hypothesis-profile=explore --hypothesis-seed=1
 
-A program that differs is printed as it is written; ``check`` takes it again.
+A program that differs is printed as Python code, which ``check`` accepts.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One bit that flips on one rank is found, and its place named."""
+"""One flipped bit on one rank is detected, and its place is named."""
 
 import io
 import socket
@@ -15,14 +15,14 @@ from tests.distributed.training_runs import LLAMA, RUN, SHAPE, make_job, train_j
 
 
 def flipped(flags: str, rank: int, name: str, bit: int) -> list[str]:
-    """What is said after two steps, and after one bit of a weight has changed on one rank."""
+    """The report after two steps, and after one bit of a weight was flipped on one rank."""
     from megatron.training.checkpoint.checkpoint import unwrap
     from megatron.training.features.replicas import ReplicasDiffer, check_replicas
     from megatron.training.model.weights import canonical_parameters
 
     job = make_job(flags)
     train_job(job, 2)
-    said = []
+    output = []
     for number in range(2):
         if number and dist.get_rank() == rank:
             weight = dict(canonical_parameters(unwrap(job.chunks[0])))[name]
@@ -32,50 +32,50 @@ def flipped(flags: str, rank: int, name: str, bit: int) -> list[str]:
             )
         try:
             check_replicas(job)
-            said.append("")
+            output.append("")
         except ReplicasDiffer as error:
-            said.append(str(error))
-    return said
+            output.append(str(error))
+    return output
 
 
 NORM = "decoder.final_layernorm.weight"
 FC1, LAST = "decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.3.mlp.linear_fc1.weight"
 
 
-CASES = (  # ranks, flags, which rank, weight and bit change, what is told
+CASES = (  # ranks, flags; rank, weight and bit to change; expected message
     (4, "--ring-parallel-size 2", 2, FC1, 0, "rank 2 on {host} differs over DP x CP from rank 0 on {host}"),
     (2, "--tensor-model-parallel-size 2 --sequence-parallel", 1, NORM, 7,
      "ranks 0 on {host}, 1 on {host} differ over TP"),
     (4, "--tensor-model-parallel-size 2 --zero-stage 3", 3, NORM, 3, "ranks 2 on {host}, 3 on {host} differ over TP"),
-    # Weights are sent to all ranks anew before they are compared: what changed on one rank is gone.
+    # Weights are gathered again before the comparison, which overwrites the change.
     (2, "--zero-stage 1 --overlap-grad-reduce --overlap-param-gather", 1, NORM, 31, ""),
 )  # fmt: skip
 MORE = (
     (4, "--ring-parallel-size 2 --zero-stage 1", 0, NORM, 31,
      "rank 0 on {host} differs over DP x CP from rank 1 on {host} and the others"),
-    (2, "--tensor-model-parallel-size 2", 1, FC1, 7, ""),  # TP splits it: there is no other
+    (2, "--tensor-model-parallel-size 2", 1, FC1, 7, ""),  # TP splits it, so there is no copy
     (2, "--zero-stage 3", 1, FC1, 3, ""),
     (2, "--pipeline-model-parallel-size 2", 1, LAST, 3, ""),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("ranks", "flags", "rank", "name", "bit", "told"),
+    ("ranks", "flags", "rank", "name", "bit", "message"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)],
 )
-def test_a_flipped_bit_is_named(pool, ranks: int, flags: str, rank: int, name: str, bit: int, told: str):
+def test_a_flipped_bit_is_named(pool, ranks: int, flags: str, rank: int, name: str, bit: int, message: str):
     results = pool.run(flipped, ranks, flags, rank, name, bit)
     assert all(result == results[0] for result in results)
     before, after = results[0]
     assert before == ""
-    if told:
-        assert after.startswith(f"{name}: {told.format(host=socket.gethostname())}"), after
+    if message:
+        assert after.startswith(f"{name}: {message.format(host=socket.gethostname())}"), after
     else:
         assert after == ""
 
 
 def whole_program(flags: str, rank: int) -> tuple[int, str]:
-    """Exit code and console of a run in which the bits of one rank are others, and some rank is slow."""
+    """Exit code and output of a run with a flipped bit on one rank and a slow rank."""
     from megatron.training import pretrain
     from megatron.training.arguments.parser import parse
     from megatron.training.features import replicas

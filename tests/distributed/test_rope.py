@@ -52,7 +52,7 @@ def test_gpt_with_yarn_does_not_depend_on_the_grid(pool, on_one_process):
 
 
 def far_away(flags: str, start: int) -> tuple[Any, list[LayoutRotaryEmbedding]]:
-    """A job whose first token stands at position ``start``, and the rotary embeddings of its layers."""
+    """A job whose first token has position ``start``, and the rotary embeddings of its layers."""
     from megatron.training.checkpoint.checkpoint import unwrap
 
     job = make_job(f"{GQA} --num-layers 2 --init-method-std 0.2 {flags}", True)
@@ -78,7 +78,7 @@ def losses_from(start: int, flags: str) -> list[float]:
 
 @pytest.mark.parametrize("world, grid", [(1, ""), (2, cp(1, 2)), (1, fpdt(16))])
 def test_the_model_is_the_same_four_million_tokens_later(pool, world, grid):
-    """RoPE sees distances alone. With positions times frequencies in fp32 the loss would move by 2e-4."""
+    """RoPE depends on distances only. With positions times frequencies in fp32 the loss would change by 2e-4."""
     here, there = (pool.run(losses_from, world, start, grid)[0] for start in (0, FAR))
     assert there != here
     assert there == pytest.approx(here, rel=1e-6)
@@ -114,7 +114,7 @@ def test_in_bf16_queries_and_keys_at_four_million_are_rounded_once(pool, world, 
     assert worst(pool.run(worst_rounding, world, f"--bf16 {grid}")) < 0.51
 
 
-# --partition-position-embedding: the run of the whole table, with a part of it on each rank, saved as one table.
+# --partition-position-embedding: the same run with a part of the table on each rank, saved as one table.
 
 
 PARTITION = "--partition-position-embedding"
@@ -133,7 +133,7 @@ CASES = [
     (2, "", f"{T2} {SP}"),
     (2, UNTIED, f"{cp(2, 1)} {fpdt(13)}"),
     (2, SPARE, f"{T2} {SP} {fpdt(22, STREAM)}"),
-    (2, DOCUMENTS, "--ring-parallel-size 2"),  # zigzag, not dealt
+    (2, DOCUMENTS, "--ring-parallel-size 2"),  # zigzag, not the balance "documents"
     (4, "", cp(2, 2)),
     (4, "", f"{T2} {cp(1, 2, 'contiguous')}"),
     (4, SPARE, f"{T2} {cp(2, 1)} {ZERO1}"),
@@ -215,7 +215,7 @@ def test_figures_count_each_row_once(pool, world, grid):
 
 
 def bytes_of_positions(flags):
-    """(weights and gradients, optimizer states) of the table that this rank holds; rows of it."""
+    """(weights and gradients, optimizer states) of this rank's part of the table; its rows."""
     job = make_job(flags, False)
     train_job(job, 1)
     (weight,) = [weight for name, weight in job.chunks[0].named_parameters() if "position_embeddings" in name]
@@ -241,7 +241,7 @@ def test_a_rank_holds_its_share(pool, grid, states):
 
 
 def table(job) -> torch.Tensor | None:
-    """The whole table of positions, on the first pipeline stage."""
+    """The complete table of positions, on the first pipeline stage."""
     from megatron.training.checkpoint.checkpoint import unwrap
     from megatron.training.model.weights import POSITIONS, canonical_parameters
 
@@ -255,7 +255,7 @@ def table(job) -> torch.Tensor | None:
 
 
 def train_and_save(flags, folder, steps_before, steps_after):
-    """Train, save, go on; losses and table from there."""
+    """Train, save and continue; returns losses and table after the save."""
     from megatron.training.checkpoint import checkpoint
 
     job = make_job(flags, False)
@@ -289,7 +289,7 @@ TRAINED = f"{SMALL} --hidden-dropout 0 {SPARE}"
 
 @pytest.fixture(scope="module")
 def saved(pool, shared, tmp_path_factory):
-    """What a grid has saved after three steps, once; the losses of its next two, the table before and after them."""
+    """A grid's checkpoint after three steps, made once; its next two losses, and the table before and after them."""
 
     def run(name):
         (world, flags), folder = GRIDS[name], str(tmp_path_factory.mktemp("checkpoint"))
@@ -317,7 +317,7 @@ TRANSITIONS = [
 
 
 def sides(saved_on, loaded_on):
-    """Each way of holding the table is written once, and read once."""
+    """Each way to store the table is saved once and loaded once."""
     names = {"saved": GRIDS[saved_on][1], "loaded": GRIDS[loaded_on][1]}
     split = ("--tensor", "--pipeline", "--zero", "--fpdt", "--partition")
     return {(side, level) for side, flags in names.items() for level in settings(flags) if level.startswith(split)}
@@ -334,7 +334,7 @@ def test_any_grid_reads_what_another_wrote(pool, saved, saved_on, loaded_on):
     mine, loaded, my_after = pool.run(resume, world, f"{TRAINED} {flags}", folder, 2, timeout=120)[0]
     assert torch.equal(loaded, before)
     assert mine == pytest.approx(losses, rel=1e-5)
-    # Adam's states are in these steps: without them the rows would have gone elsewhere.
+    # These steps depend on Adam's states: without them the rows would differ.
     assert float((my_after - after).abs().max() / (after - before).abs().max()) < 1e-5
     assert float((my_after[64:] - before[64:]).abs().max()) > 0  # spare rows decay, also where they are split
 
@@ -361,5 +361,7 @@ def refusal_of(flags):
 
 
 def test_another_number_of_positions_is_refused(pool, saved):
-    told = pool.run(refusal_of, 2, f"{TRAINED} {GRIDS['R 2'][1]} --max-position-embeddings 78 --load {saved('R 2')[0]}")
-    assert "--max-position-embeddings 77 there, 78 here" in told[0]
+    message = pool.run(
+        refusal_of, 2, f"{TRAINED} {GRIDS['R 2'][1]} --max-position-embeddings 78 --load {saved('R 2')[0]}"
+    )
+    assert "--max-position-embeddings 77 there, 78 here" in message[0]

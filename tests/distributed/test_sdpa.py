@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's own layers and operator over the grid are what they are on one process."""
+"""PyTorch's layers and operator over the grid give the results of one process."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ LENGTH, WIDTH = 48, 32
 
 
 class Model(nn.Module):
-    """Words, two layers of PyTorch's, and a head: they know nothing of ranks."""
+    """An embedding, two layers of PyTorch and a head, unaware of ranks."""
 
     def __init__(self, causal: bool, recompute: bool) -> None:
         super().__init__()
@@ -60,10 +60,10 @@ def over_ranks(ulysses, ring, balance, causal, recompute, mask=None):
     layout = cp.SequenceLayout(LENGTH, cp.initialize_grid(ulysses=ulysses, ring=ring), balance)
     with cp.context_parallel(layout, mask=mask):
         logits = model(layout.shard(tokens, dim=1), layout.positions)
-        found = gradients(model, logits, layout.shard(targets, dim=1))
-    for grad in found:
+        result = gradients(model, logits, layout.shard(targets, dim=1))
+    for grad in result:
         torch.distributed.all_reduce(grad, group=layout.grid.context.group)
-    pairs = [(logits.detach(), layout.shard(seen.detach(), dim=1)), *zip(found, expected)]
+    pairs = [(logits.detach(), layout.shard(seen.detach(), dim=1)), *zip(result, expected)]
     after = model(tokens, torch.arange(LENGTH))  # as before
     pairs.append((after.detach(), seen.detach()))
     return max(float((mine - full).abs().max()) for mine, full in pairs)
@@ -98,7 +98,7 @@ def calls(kind):
     allowed = mask.allowed(at[:, None], at[None])
     expected = functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=0.3, enable_gqa=True)
     local = [layout.shard(x, dim=2) for x in (q, k, v)]
-    same = functional.scaled_dot_product_attention  # a name taken before
+    same = functional.scaled_dot_product_attention  # a reference from before the context
     with cp.context_parallel(layout, mask=mask):
         if kind == "inference":
             with torch.inference_mode():
@@ -144,7 +144,7 @@ class Layer(nn.Module):
 
 
 def compiled(ulysses, ring, backend):
-    """Errors of a compiled model, within contexts and without, in turns; the graphs it takes, and their breaks."""
+    """Errors of a compiled model, alternately within contexts and outside; number of graphs and graph breaks."""
     from torch._dynamo.utils import counters
 
     torch.manual_seed(1)
@@ -161,13 +161,13 @@ def compiled(ulysses, ring, backend):
     for mask in (None, cp.Documents((11, 30, LENGTH)), None):
         with cp.context_parallel(layout, mask=mask):
             out, grads = step(model, layout.shard(x, dim=1))
-            seen, wanted = step(eager, layout.shard(x, dim=1))  # what the tests above prove
+            seen, wanted = step(eager, layout.shard(x, dim=1))  # verified by the tests above
         worst += [(out - seen).abs().max(), *((a - b).abs().max() / b.abs().max() for a, b in zip(grads, wanted))]
         worst.append((model(x) - eager(x)).abs().max())
     worst.append((layout.gather(out, dim=1) - eager(x)).abs().max())
-    found = max(map(float, worst)), counters["stats"]["unique_graphs"], counters["graph_break"].total()
+    result = max(map(float, worst)), counters["stats"]["unique_graphs"], counters["graph_break"].total()
     torch._dynamo.reset()
-    return found
+    return result
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def compiled(ulysses, ring, backend):
     [(1, 2, "aot_eager"), *also_in_full((2, 2, "aot_eager"), (4, 1, "aot_eager"), (1, 2, "inductor"))],
 )
 def test_compiled_as_one_graph(pool, ulysses, ring, backend):
-    """Without a break; one graph serves all contexts, and another one what is outside of them."""
+    """No graph breaks; one graph for all contexts, and another one outside of them."""
     for error, graphs, breaks in pool.run(compiled, ulysses * ring, ulysses, ring, backend, timeout=180):
         assert error < 1e-5 and (graphs, breaks) == (2, 0)
 
@@ -195,8 +195,8 @@ def checked(ulysses, ring):
 
 @pytest.mark.parametrize("ulysses, ring", [(1, 1), (2, 1), (1, 2)])
 def test_the_node_of_a_graph_keeps_pytorchs_rules(pool, ulysses, ring):
-    for found in pool.run(checked, ulysses * ring, ulysses, ring, timeout=120):
-        assert set(found.values()) == {"SUCCESS"}, found
+    for result in pool.run(checked, ulysses * ring, ulysses, ring, timeout=120):
+        assert set(result.values()) == {"SUCCESS"}, result
 
 
 def node_elsewhere(where):
@@ -216,7 +216,7 @@ def node_elsewhere(where):
 
 
 @pytest.mark.parametrize(
-    "where, told",
+    "where, message",
     [
         ("outside", "runs outside of it: call it within a context"),
         ("full", "a call has is_causal=True, but context_parallel has mask=Full"),
@@ -225,8 +225,8 @@ def node_elsewhere(where):
         ("too late", "runs after 1024 other context_parallel"),
     ],
 )
-def test_a_node_that_has_lost_its_context(pool, where, told):
-    with pytest.raises(RankError, match=told):
+def test_a_node_that_has_lost_its_context(pool, where, message):
+    with pytest.raises(RankError, match=message):
         pool.run(node_elsewhere, 2, where)
 
 
@@ -253,7 +253,7 @@ def twice():
 
 
 @pytest.mark.parametrize(
-    "settings, call, told",
+    "settings, call, message",
     [
         ({}, {"attn_mask": torch.ones(24, 24, dtype=torch.bool)}, "does not support attn_mask: give mask="),
         ({}, {"dropout_p": 0.1}, "does not support dropout_p"),
@@ -262,8 +262,8 @@ def twice():
         ({}, {"few": True}, "2 query heads and 1 key heads need enable_gqa=True"),
     ],
 )
-def test_what_it_does_not_take_is_refused_by_name(pool, settings, call, told):
-    with pytest.raises(RankError, match=told):
+def test_what_it_does_not_take_is_refused_by_name(pool, settings, call, message):
+    with pytest.raises(RankError, match=message):
         pool.run(refused, 2, settings, **call)
 
 
@@ -273,7 +273,7 @@ def test_one_context_at_a_time(pool):
 
 
 def other_attention(how):
-    """Attention of PyTorch's that does not call the operator."""
+    """PyTorch's attention functions that do not call the operator."""
     x = torch.randn(1, LENGTH, WIDTH)
     layer = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
     q = x.unflatten(2, (4, -1)).transpose(1, 2)
@@ -292,22 +292,22 @@ def other_attention(how):
     try:
         with cp.context_parallel(layout):
             mine = calls[how](layout.shard(x, dim=1), layout.shard(q, dim=2))
-    finally:  # nothing stays behind
+    finally:  # everything is restored
         if how != "varlen":
             calls[how](x, q)
     torch.testing.assert_close(layout.gather(mine, dim=1), calls[how](x, q), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    "how, told",
+    "how, message",
     [
         ("weights", "pass need_weights=False"),
         ("flex", "flex_attention over ranks"),
         ("varlen", "varlen_attn over ranks"),
     ],
 )
-def test_attention_of_this_ranks_tokens_alone_is_refused(pool, how, told):
-    with pytest.raises(RankError, match=told):
+def test_attention_of_this_ranks_tokens_alone_is_refused(pool, how, message):
+    with pytest.raises(RankError, match=message):
         pool.run(other_attention, 2, how)
 
 

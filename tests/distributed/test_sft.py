@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fine-tuning on chats: packed conversations have the loss that transformers gives each alone, on every grid."""
+"""Fine-tuning on chats: packed conversations have the loss of transformers for each alone, on every grid."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ R2, U2, U2R2 = "--ring-parallel-size 2", "--ulysses-parallel-size 2", "--ulysses
 
 
 def chat_job(flags: str):
-    """As make_job, of chats."""
+    """Like make_job, for chats."""
     from megatron.training.arguments.parser import parse
     from megatron.training.job import prepare
     from megatron.training.setup import start
@@ -106,7 +106,7 @@ def test_packed_loss_is_that_of_each_conversation_alone(data, alone):
     "world, grid",
     [
         (4, U2R2),
-        (2, ""),  # ranks with different numbers of words that count
+        (2, ""),  # ranks with different numbers of tokens in the loss
         *also_in_full(
             (2, R2),
             (2, U2),
@@ -130,7 +130,7 @@ def test_the_grid_does_not_matter(pool, data, alone, world, grid):
 
 
 def losses_in_float64(flags: str) -> tuple[float, float]:
-    """The mean loss of some samples in float64: as they are, and of their conversations one by one."""
+    """The mean loss of some samples in float64: packed, and conversation by conversation."""
     from megatron.training.checkpoint.checkpoint import unwrap
     from megatron.training.step import shard_batch
 
@@ -190,7 +190,7 @@ def tune_and_save(flags: str, folder: str):
     return losses
 
 
-# Adapters: grid invariance of losses and gradients, the base as it was, checkpoints, and the way to Hugging Face.
+# Adapters: grid invariance of losses and gradients, unchanged base weights, checkpoints, conversion to Hugging Face.
 
 
 GQA = "--group-query-attention --num-query-groups 2 --num-layers 2"
@@ -202,7 +202,7 @@ FPDT = "--fpdt --fpdt-chunk-size 16"
 
 
 def tune_lora(flags: str, steps: int = 3, llama: bool = True, zeros: bool = False):
-    """Losses and first gradients of a run whose adapters begin with a B that shows, unless with ``zeros``."""
+    """Losses and first gradients of a run whose adapters begin with a nonzero B, unless ``zeros`` is set."""
     from megatron.training.model import weights
 
     def seen(name, shape, config, device):
@@ -286,7 +286,7 @@ def test_fresh_adapters_change_nothing(pool):
 
 
 def tune_folder(flags: str, folder: str, steps: int):
-    """Train, save, and go on for a step; the losses."""
+    """Train, save, and continue for a step; returns the losses."""
     from megatron.training.checkpoint import checkpoint
 
     job = make_job(flags)
@@ -402,8 +402,8 @@ def refusal_of(flags: str) -> str:
 def assert_refused(pool, flags, expected):
     import re
 
-    told = pool.run(refusal_of, 1, flags)[0]
-    assert re.search(expected, told), told
+    message = pool.run(refusal_of, 1, flags)[0]
+    assert re.search(expected, message), message
 
 
 def test_weights_without_adapters_need_finetune(pool, tmp_path):

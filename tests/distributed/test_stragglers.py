@@ -27,7 +27,7 @@ from tests.patience import patience
 
 
 def steps(slow: int | None, count: int, least: int) -> tuple[str, float, float]:
-    """What is said after some steps in which one rank works twice as long; a step's own and whole milliseconds."""
+    """Lines after some steps in which one rank works twice as long; milliseconds of own work and of a step."""
     usual, stragglers.LEAST = stragglers.LEAST, least
     clock = Stragglers(make_job("--global-batch-size 8").runtime)
     begin = time.perf_counter()
@@ -45,7 +45,7 @@ def steps(slow: int | None, count: int, least: int) -> tuple[str, float, float]:
 
 
 def slowest(line: str) -> int:
-    """The slowest rank of those named: a busy machine may slow down others too, though not by as much."""
+    """The slowest named rank; a busy machine may also slow down others, but less."""
     named = {int(rank): float(ms) for rank, ms in re.findall(r"rank (\d+) on \S+ takes (\S+) ms", line)}
     worst = max(named, key=named.get)
     assert all(ms < 0.8 * named[worst] for rank, ms in named.items() if rank != worst), line
@@ -122,18 +122,18 @@ def test_links_are_named_by_how_much_slower_they_are_than_usual():
     assert named(edges, [0.004, 0.004, 0.004, 0.004], [0.004] * 4, hosts) == ""
     line = named(edges, [0.004, 0.0432, 0.004, 0.2], [0.004] * 4, hosts)
     assert line == (
-        "--log-straggler: the link from rank 3 on b to rank 1 on a takes 200 ms for 256 KiB, usual are 4 ms; "
-        "the link from rank 1 on a to rank 3 on b takes 43.2 ms for 256 KiB, usual are 4 ms"
+        "--log-straggler: the link from rank 3 on b to rank 1 on a takes 200 ms for 256 KiB (usually 4 ms); "
+        "the link from rank 1 on a to rank 3 on b takes 43.2 ms for 256 KiB (usually 4 ms)"
     )
-    assert named(edges, [1e-3, 1e-5, 1e-5, 1e-5], [1e-5] * 4, hosts) == ""  # a moment, and no link
+    assert named(edges, [1e-3, 1e-5, 1e-5, 1e-5], [1e-5] * 4, hosts) == ""  # a short moment, not a slow link
     many = [(rank, rank + 8) for rank in range(8)]
     assert named(many, [1.0] * 8, [0.1] * 8, ["a"] * 8 + ["b"] * 8).endswith("; and 4 more")
 
 
 def watch(slow_from: int | None) -> tuple[list[str], int, float]:
-    """Lines after steps of which the eighth and those after it are slow; measurements; and this rank's edges.
+    """Lines after each step, of which those from the eighth on are slow; number of measurements; this rank's edges.
 
-    Four ranks stand for two nodes. From the eighth step on what ``slow_from`` sends takes 50 ms longer.
+    Four ranks stand for two nodes. From the eighth step on, messages of ``slow_from`` take 50 ms longer.
     """
     os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
     links, lines, measured = SlowLinks(torch.device("cpu")), [], 0
@@ -160,14 +160,16 @@ def watch(slow_from: int | None) -> tuple[list[str], int, float]:
 
 @pytest.mark.parametrize("slow_from", [3, None])
 def test_the_slow_link_is_named_when_steps_become_slow(pool, slow_from, monkeypatch):
-    """Threads of a busy machine make links slow as well: what is known is the one that is."""
+    """A busy machine may make other links slow too, so only the slow link is checked."""
     results = pool.run(watch, 4, slow_from)
     lines, measured, edges = results[0]
     assert all(one == results[0] for one in results) and edges == 4
-    assert measured == 3  # once before, and of the slow steps the first and the one after a rest
+    assert measured == 3  # at the start, at the first slow step and after the rest
     assert not any(lines[: LEAST - 1] + lines[LEAST:8])
-    told = [number for number, line in enumerate(lines) if f"from rank 3 on {socket.gethostname()} to rank 1" in line]
-    assert told == ([8, 8 + REST + 1] if slow_from else []), lines
+    message = [
+        number for number, line in enumerate(lines) if f"from rank 3 on {socket.gethostname()} to rank 1" in line
+    ]
+    assert message == ([8, 8 + REST + 1] if slow_from else []), lines
 
 
 def one_node() -> list[str]:
@@ -182,14 +184,14 @@ def test_on_one_node_nothing_is_measured(pool):
     assert stragglers.LEAST > 2
 
 
-# A rank that hangs is named by those who wait for it, wherever it hangs.
+# A rank that hangs is named by the ranks that wait for it, wherever it hangs.
 
 
 EVERY = 0.2
 
 
 def hang(port: int):
-    """Rank 3 stops while rank 1 waits for it in a ring and rank 2 in Ulysses: what rank 0 finds out."""
+    """The report of rank 0 after rank 3 has stopped, while rank 1 waits in a ring and rank 2 in Ulysses."""
     stopped = 3
     grid = make_grid(ulysses=2, ring=2)
     rank = dist.get_rank()
@@ -197,9 +199,9 @@ def hang(port: int):
     beats = Heartbeat(grid, 600, store, rank, 4, EVERY).start()
     beats.iteration = lambda: 6
     dist.barrier()
-    said = None
+    output = None
     if rank == stopped:
-        beats._done.set()  # stands for SIGSTOP, which would end the pool: no beat comes any more
+        beats._done.set()  # like SIGSTOP, which would end the pool: no more beats
         beats._thread.join()
         store.wait(["over"], timedelta(seconds=60))
     if rank == 0:
@@ -207,13 +209,13 @@ def hang(port: int):
         before = beats.table()
         time.sleep(10 * EVERY)
         after = beats.table()
-        said = silent_ranks(before, after, 0), verdict(before, after, 0)
+        output = silent_ranks(before, after, 0), verdict(before, after, 0)
         store.set("over", "yes")
     for who, axis in ((1, grid.ring), (2, grid.ulysses)):  # who waits for rank 3 there
         if rank in (who, stopped):
             dist.all_reduce(torch.ones(1), group=axis.group)
     beats.stop()
-    return said
+    return output
 
 
 def test_the_rank_that_does_not_answer_is_named_and_the_axis_that_waits(pool):
@@ -226,7 +228,7 @@ def test_the_rank_that_does_not_answer_is_named_and_the_axis_that_waits(pool):
 
 
 def stopped_by(numbers: list[int]):
-    """What a Stopper makes of signals that this process gets."""
+    """The reaction of a Stopper to signals."""
     from megatron.training.features.stopping import Stopper
 
     stopper = Stopper(torch.device("cpu"), None)
@@ -245,7 +247,7 @@ def test_signals_that_save_and_stop(pool):
         ([], ""),
         ([signal.SIGTERM], "SIGTERM"),
         ([signal.SIGUSR1], "SIGUSR1"),
-        ([signal.SIGUSR1, signal.SIGTERM], "SIGUSR1"),  # the scheduler's warning, then its end: still one stop
+        ([signal.SIGUSR1, signal.SIGTERM], "SIGUSR1"),  # a scheduler's warning and its SIGTERM: one stop
         ([signal.SIGTERM, signal.SIGTERM], "SIGTERM"),  # from launcher and scheduler within a moment
     ):
         assert pool.run(stopped_by, 1, numbers)[0] == reason

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--rampup-seq-length: a step is that of shorter samples, on every grid; and what is counted along the way."""
+"""--rampup-seq-length: a step equals one with shorter samples on every grid; and its counts of tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LENGTHS = [24, 32, 40, 48, 56, 64, 64]
 
 
 def one_step(flags, cut):
-    """Loss and gradients of the first step at 24 of 64 tokens: the rest not counting, or not there."""
+    """Loss and gradients of the first step with 24 of 64 tokens: the rest is masked, or absent."""
     from megatron.training import job as jobs
     from megatron.training import step
     from megatron.training.arguments.parser import parse
@@ -59,7 +59,7 @@ def shorter(pool):
 def test_a_step_is_that_of_shorter_samples(pool, shorter, world, flags):
     results = pool.run(one_step, world, flags, False, timeout=120)
     losses, norms, expected = shorter
-    gradients = {name: value for _, _, found in results for name, value in found.items()}
+    gradients = {name: value for _, _, result in results for name, value in result.items()}
     assert results[0][0] == pytest.approx(losses, rel=1e-5) and results[0][1] == pytest.approx(norms, rel=1e-5)
     assert set(gradients) == set(expected)
     for name, value in expected.items():
@@ -94,14 +94,14 @@ def test_what_a_run_counts(pool):
     assert [rate for _, rate in seen] == pytest.approx([1e-3 * (1 - count / 2000) for count in tokens[:7]])
 
 
-# Flags that switch something off, or that only the loop reads: each is seen in one short run on one process.
+# Flags that switch something off or that only the loop reads, each in one short run on one process.
 
 
 SMALL = "--num-layers 1 --hidden-size 32 --num-attention-heads 4"
 
 
 def loop(job):
-    """The real loop, silent; (whether it saved at the end, how often garbage was collected, whether at will)."""
+    """Run the real loop; returns (whether it saved at the end, whether each garbage collection was automatic)."""
     import gc
 
     from megatron.training.features.stopping import Stopper
@@ -123,7 +123,7 @@ def save_some(folder):
     """Two steps, a checkpoint after each; without optimizer and random state."""
     flags = "--train-iters 2 --save-interval 1 --save-retain-interval 2 --no-save-optim --no-save-rng --manual-gc "
     saved, collected = loop(make_job(f"{SMALL} {flags} --manual-gc-interval 1 --peak-tflops 1 --save {folder}"))
-    assert saved and collected.count(False) >= 2  # by hand, after each step
+    assert saved and collected.count(False) >= 2  # explicit, after each step
 
 
 def contents(folder):
@@ -147,7 +147,7 @@ def begin(flags):
 
 
 def save_and_draw(folder):
-    """The random number that follows upon a save."""
+    """The next random number after a save."""
     import torch
 
     from megatron.training.checkpoint import checkpoint
@@ -205,7 +205,7 @@ def train_to_the_end(flags):
 
 
 def test_going_on_with_a_smaller_batch(pool, tmp_path: Path):
-    """The data were built for as many samples as a run of small batches alone takes, and ended before it."""
+    """Once, too few samples were built for a run whose batches grow, and the data ended early."""
     assert pool.run(train_to_the_end, 1, f"--exit-interval 2 --save {tmp_path}", timeout=120)[0] == (2, 8)
     flags = f"--global-batch-size 1 --load {tmp_path} --override-opt-param-scheduler"
     assert pool.run(train_to_the_end, 1, flags, timeout=120)[0] == (4, 10)
@@ -249,7 +249,7 @@ def test_several_validation_sets_by_name(pool, tmp_path: Path):
 
 
 def trained(flags, losses):
-    """Run the real loop; validation losses are as told, by iteration."""
+    """Run the real loop with the given validation losses by iteration."""
     from megatron.training import loop
     from megatron.training.features import held_out
     from megatron.training.features.stopping import Stopper
@@ -287,14 +287,14 @@ def test_the_best_stays_over_restarts(pool, tmp_path):
     assert there() == [2, 7]
 
 
-# What a run that is loaded counts: Adam's steps, each once; and with --reset-iteration, the iterations anew.
+# Counts after loading: each of Adam's steps counts once; with --reset-iteration iterations start at 0.
 
 
 RESET_RUN = "--lr-decay-style linear --train-iters 50"
 
 
 def train_and_save(flags, folder):
-    """Three steps, a save, and what the fourth has: its learning rate, and the gradient that it reads first."""
+    """Three steps, a save, and the learning rate and the first gradient of the fourth step."""
     from megatron.training.checkpoint import checkpoint
 
     job = make_job(flags)
@@ -322,7 +322,7 @@ def test_counts_begin_anew(pool, tmp_path, tokens):
     assert again.pop("run") != going["run"]
     assert set(again.values()) == {0} and iterations == 50 and new_steps == steps
     assert new_rate == (pytest.approx(1e-3) if tokens else rate) and rate == pytest.approx(0.94e-3)
-    assert new_loss < 5.5 and new_loss != loss  # trained weights, and the first batch once more
+    assert new_loss < 5.5 and new_loss != loss  # trained weights on the first batch again
     assert any("--reset-iteration" in note for note in notes)
 
 
@@ -330,16 +330,16 @@ def steps_of(flags, folder):
     """Adam's counts after loading and after one more step, and how many tensors they are."""
     job = make_job(f"{flags} --load {folder}")
     parts = [part.optimizer for part in getattr(job.optimizer, "chained_optimizers", [job.optimizer])]
-    states, found = [state for part in parts for state in part.state.values()], []
+    states, result = [state for part in parts for state in part.state.values()], []
     for _ in range(2):
-        found.append({float(state["step"]) for state in states})
+        result.append({float(state["step"]) for state in states})
         train_job(job, 1)
-    return *found, len(states) - len({state["step"].data_ptr() for state in states})
+    return *result, len(states) - len({state["step"].data_ptr() for state in states})
 
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_every_parameter_counts_its_own_steps_after_loading(pool, tmp_path, stage):
-    """One tensor for all would be counted up by each of them."""
+    """A shared tensor would be incremented by every parameter."""
     flags = f"{RESET_RUN} --zero-stage {stage}"
     pool.run(train_and_save, 1, flags, str(tmp_path))
     assert pool.run(steps_of, 1, flags, str(tmp_path)) == [({3.0}, {4.0}, 0)]

@@ -27,8 +27,8 @@ SELECTIVE = "--recompute-granularity selective"
 GATHER = "--cp-comm-type all_gather"
 ACCOUNT = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
 
-WHOLE = "--micro-batch-size 4"  # no accumulation: half the messages. Its grids are in other cases with it.
-SMALL_BUCKETS = "--micro-batch-size 1 --ddp-bucket-size 5000"  # as of a large model: the output layer has its own
+WHOLE = "--micro-batch-size 4"  # no accumulation, which halves the messages; other cases accumulate
+SMALL_BUCKETS = "--micro-batch-size 1 --ddp-bucket-size 5000"  # the output layer has a separate bucket
 BATCH_6 = "--micro-batch-size 1 --global-batch-size 6"
 
 
@@ -130,11 +130,11 @@ ALWAYS_ONE_PROCESS = (
     "--attention-mask full",
     "--optimizer sgd --lr 0.03 --weight-decay 0.1",
     BATCH_6,
-)  # these change the numbers
+)  # these change the results
 
 
 def steps(world: int, grid: str, long_runs: bool) -> int:
-    """In long runs 20, but for FSDP, whose many small messages take seconds on two cores; else 3."""
+    """20 steps in full runs, except for FSDP, whose small messages take seconds; otherwise 3."""
     if not long_runs:
         return 3
     return 5 if "--zero-stage 2" in grid or "--zero-stage 3" in grid else 20
@@ -142,7 +142,7 @@ def steps(world: int, grid: str, long_runs: bool) -> int:
 
 def check(pool, on_one_process, world, model, grid, llama, steps):
     if not any(flags in grid for flags in (P4, V2, BLOCK, "pipeline-num-layers")):
-        model += " --num-layers 2"  # half the time; more stages, and blocks of two layers a stage, need the four
+        model += " --num-layers 2"  # half the time; other cases need four layers
     changes = " ".join(flags for flags in ALWAYS_ONE_PROCESS if flags in grid)
     losses, norms, grads = on_one_process(f"{model} {changes}", llama)
     assert losses[0] - losses[-1] > 0.1 * len(losses) / 20, "the reference does not learn"
@@ -152,8 +152,8 @@ def check(pool, on_one_process, world, model, grid, llama, steps):
     ):
         assert mine == pytest.approx(losses[:steps], rel=1e-5), f"losses of rank {rank}"
         assert my_norms[0] == pytest.approx(norms[0], rel=1e-6), f"first gradient norm of rank {rank}"
-        # Later ones are looser for a reason: Adam divides by the gradient's size, so where a gradient is zero but for
-        # rounding (a key bias) its steps are noise. With --adam-eps 1e-4, or with SGD, they agree to 1e-7.
+        # Later losses have a wider tolerance: Adam divides by the gradient's size, so if a gradient is zero except for
+        # rounding (a key bias), its updates are noise. With --adam-eps 1e-4, or with SGD, they agree to 1e-7.
         assert my_norms == pytest.approx(norms[:steps], rel=1e-3), f"gradient norms of rank {rank}"
         for name, grad in my_grads.items():
             error = float((grad - grads[name]).abs().max() / grads[name].abs().max())
@@ -175,13 +175,13 @@ def test_gpt_does_not_depend_on_the_grid(pool, on_one_process, long_runs, world,
 
 
 def test_larger_groups_of_micro_batches(pool, on_one_process):
-    """Interleaved 1F1B in a group of five, and the two that are left."""
+    """Interleaved 1F1B with a group of five micro-batches and a group of the remaining two."""
     model, grid = f"{GQA} --micro-batch-size 1 --global-batch-size 7", f"{P2} {V2}"
     check(pool, on_one_process, 2, model, f"{grid} --microbatch-group-size-per-virtual-pipeline-stage 5", True, steps=3)
 
 
 def threads() -> int:
-    """Of this rank: each process group of gloo has three, which wake up a hundred times a second."""
+    """Threads of this rank; each process group of gloo has three, which wake up a hundred times per second."""
     return psutil.Process().num_threads()
 
 
@@ -196,8 +196,8 @@ def test_a_run_leaves_no_groups_and_so_no_model_behind(pool, flags):
 
 # Masks and position schemes in whole training runs: losses and all gradients do not depend on the grid.
 #
-# The reference of each is the same run on one process, in one piece; that this is right is what
-# `test_mask_attention.py` shows against dense attention.
+# The reference of each is the same run on one process without chunks, which
+# `test_mask_attention.py` compares with dense attention.
 
 
 STEPS = 2
@@ -213,7 +213,7 @@ LONGFORMER = "--attention-mask block-sparse --sparse-block-size 8 --sparse-windo
 BIGBIRD = f"{LONGFORMER} --sparse-pattern bigbird --sparse-random-blocks 2"
 STRIDED = "--attention-mask block-sparse --sparse-block-size 4 --sparse-pattern strided --sparse-stride 3"
 ALIBI = "--position-embedding-type alibi"
-ONE = "--micro-batch-size 1 --global-batch-size 2"  # dealt by documents
+ONE = "--micro-batch-size 1 --global-batch-size 2"  # with the balance "documents"
 FPDT = "--fpdt --fpdt-chunk-size 16"
 FPDT_ALL = f"{FPDT} --fpdt-stream-hidden"
 
@@ -300,14 +300,14 @@ def cases(groups):
 def covered(groups):
     """Each mask once, and every setting once.
 
-    How axes act on each other is tested without masks, and each mask on each axis in test_mask_attention.py.
+    Combinations of axes are tested without masks, and each mask on each axis in test_mask_attention.py.
     """
     return by_pairs(cases(groups), lambda _, what, grid: {what, *settings(grid)}, seconds)
 
 
 @pytest.fixture(scope="module")
 def few_steps_alone(on_one_process):
-    """The run that others must equal: of each mask a few steps."""
+    """The reference run of a mask, a few steps long."""
     return partial(on_one_process, steps=STEPS)
 
 
@@ -327,7 +327,7 @@ def test_there_are_enough_cases():
 
 
 def test_each_mask_changes_the_loss(few_steps_alone):
-    """A mask that did nothing would pass every comparison above."""
-    found = {what: few_steps_alone(f"{GQA} {what} --num-layers 2", True)[0][0] for what, _ in LLAMA}
-    found["causal"] = few_steps_alone(f"{GQA} --num-layers 2", True)[0][0]
-    assert len({round(loss, 7) for loss in found.values()}) == len(found), found
+    """The masks change the loss; otherwise the comparisons above would prove nothing."""
+    result = {what: few_steps_alone(f"{GQA} {what} --num-layers 2", True)[0][0] for what, _ in LLAMA}
+    result["causal"] = few_steps_alone(f"{GQA} --num-layers 2", True)[0][0]
+    assert len({round(loss, 7) for loss in result.values()}) == len(result), result

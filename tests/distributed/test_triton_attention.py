@@ -30,7 +30,7 @@ from tests.pairs import also_in_full
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
-# Where kinds of tiles, of sums and of positions meet.
+# Cases that combine kinds of tiles, sums and positions.
 USUAL = {
     "one process": ["wide values, full"],
     "Ring": ["all of these, window 50"],
@@ -39,7 +39,7 @@ USUAL = {
 
 
 def compare_interpreted(schemes, backend):
-    """In large blocks, which the interpreter gets through in fewer steps; test_triton.py is about small ones."""
+    """Use large blocks, which take the interpreter fewer steps; test_triton.py tests small ones."""
     layout, gather = make_layout(backend), "gathered" in backend
     options = {"batch": 1, "layout": layout, "gather": gather}
     with patch.object(triton_call, "INTERPRETED", triton_call.Blocks(64, 64)):
@@ -47,8 +47,8 @@ def compare_interpreted(schemes, backend):
 
 
 def check(pool, backend, schemes):
-    found = pool.run(compare_interpreted, ranks(backend), schemes, backend, timeout=240)
-    errors = {scheme: worst(rank[scheme] for rank in found) for scheme in schemes}
+    result = pool.run(compare_interpreted, ranks(backend), schemes, backend, timeout=240)
+    errors = {scheme: worst(rank[scheme] for rank in result) for scheme in schemes}
     assert worst(errors.values()) < 2e-5, errors
 
 
@@ -61,7 +61,7 @@ def test_float32_matches_dense_attention(pool, backend):
 @pytest.mark.parametrize("fifth", range(5))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_scheme(pool, backend, fifth):
-    """Some schemes a job; as in test_mask_attention.py, all of them where all kinds of tiles are."""
+    """Some schemes per job; all of them on grids with all kinds of tiles, as in test_mask_attention.py."""
     schemes = SCHEMES if backend in WHOLE else (*MASKS, *MEETING)
     check(pool, backend, list(schemes)[fifth::5])
 
@@ -70,7 +70,7 @@ DROPOUT = Dropout(0.3, seed=11, stream=4, samples=(6,))
 
 
 def kept(backend):
-    """Which weights survive dropout, [queries, heads, keys]: scores are all alike, and a key's value is its number."""
+    """The weights that dropout keeps, [queries, heads, keys]: all scores are equal, and a key's value is its number."""
     layout = make_layout(backend)
     q = k = torch.zeros(LENGTH, 1, 4, SIZE)
     v = torch.eye(LENGTH)[:, None, None].expand(LENGTH, 1, 4, LENGTH)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint is there whole or not at all: beside training, on a full disk, damaged, or made to do harm."""
+"""A checkpoint is complete or absent: saved in the background, on a full disk, damaged, or malicious."""
 
 import errno
 import json
@@ -24,7 +24,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class Lines:
-    """In place of a reporter: keeps what is said."""
+    """Replaces a reporter and keeps its lines."""
 
     def __init__(self):
         self.said = []
@@ -39,7 +39,7 @@ class Lines:
 
 
 def trained(flags, full_at=()):
-    """Run the real loop; (what it said, whether the last checkpoint was saved, losses after it).
+    """Run the real loop; returns (its lines, whether the last checkpoint was saved, the losses after it).
 
     ``full_at``: iterations whose checkpoints find the disk full.
     """
@@ -79,13 +79,13 @@ def going_on(flags):
         pytest.param(2, "--zero-stage 3 --micro-batch-size 1", marks=pytest.mark.full),
     ],
 )
-def test_what_is_saved_beside_training_goes_on_exactly(pool, tmp_path, world, flags):
-    """Each save while the next step changes everything; the newest ones stay."""
+def test_what_is_saved_during_training_continues_exactly(pool, tmp_path, world, flags):
+    """Each save runs while the next step changes all tensors; the newest checkpoints stay."""
     save = (
         f"--train-iters 9 --exit-interval 3 --save-interval 1 --save {tmp_path} --async-save --keep-last-checkpoints 2"
     )
-    said, whole, after = pool.run(trained, world, f"{flags} {save}", timeout=120)[0]
-    assert whole and sum(" while training went on, except for " in line for line in said) == 3
+    output, whole, after = pool.run(trained, world, f"{flags} {save}", timeout=120)[0]
+    assert whole and sum(" while training went on, except for " in line for line in output) == 3
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000002", "iter_0000003", TRACKER}
     goes_on = f"{flags} --train-iters 9 --load {tmp_path}"
     iteration, losses, _ = pool.run(going_on, world, goes_on, timeout=120)[0]
@@ -94,8 +94,8 @@ def test_what_is_saved_beside_training_goes_on_exactly(pool, tmp_path, world, fl
 
 def test_a_disk_that_is_full_meanwhile_costs_one_line_and_one_checkpoint(pool, tmp_path):
     flags = "--train-iters 9 --exit-interval 4 --save-interval 1 --async-save --zero-stage 1"
-    said, whole, _ = pool.run(trained, 2, f"{flags} --save {tmp_path}", (2, 3), timeout=120)[0]
-    warnings = [line for line in said if "WARNING" in line]
+    output, whole, _ = pool.run(trained, 2, f"{flags} --save {tmp_path}", (2, 3), timeout=120)[0]
+    warnings = [line for line in output if "WARNING" in line]
     assert whole and len(warnings) == 2 and all("No space left on device" in line for line in warnings)
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", "iter_0000004", TRACKER}
     _, whole, _ = pool.run(trained, 2, f"{flags} --save {tmp_path}/more", (4,), timeout=120)[0]
@@ -103,7 +103,7 @@ def test_a_disk_that_is_full_meanwhile_costs_one_line_and_one_checkpoint(pool, t
 
 
 def saves_with(folder, refused):
-    """A save, then one for each (rank, file) that cannot be written; what was said, and what is left each time."""
+    """A save, then one for each (rank, file) that cannot be written; returns the lines and the remaining files."""
     import torch.distributed as dist
 
     from megatron.training.checkpoint import checkpoint, checkpoint_folder, rank_file
@@ -112,7 +112,7 @@ def saves_with(folder, refused):
     train_job(job, 1)
     state, write, mkdir = (job.chunks, job.optimizer, job.schedule, job.config), rank_file._Summed.write, Path.mkdir
     checkpoint.save(folder, job.progress, *state)
-    job.progress.iteration, told = 2, []
+    job.progress.iteration, message = 2, []
     for rank, name in refused:
         if dist.get_rank() == rank:
             rank_file._Summed.write = lambda file, data, at=name: (
@@ -123,15 +123,15 @@ def saves_with(folder, refused):
             )
         try:
             checkpoint.save(folder, job.progress, *state)
-            told.append(None)
+            message.append(None)
         except OSError as error:
-            dist.barrier()  # the first rank clears away
-            told.append((str(error), sorted(path.name for path in Path(folder).iterdir())))
+            dist.barrier()  # the first rank removes partial files
+            message.append((str(error), sorted(path.name for path in Path(folder).iterdir())))
         finally:
             rank_file._Summed.write, Path.mkdir = write, mkdir
         dist.barrier()
     assert checkpoint_folder.partial_of(Path(folder) / "iter_0000002").exists() is False
-    return told
+    return message
 
 
 def test_a_disk_that_is_full_in_any_phase_leaves_what_was_there(pool, tmp_path):
@@ -184,52 +184,52 @@ def test_a_damaged_file_is_named_and_an_older_checkpoint_taken_only_if_told(pool
     newest = folder / "iter_0000002"
     flip(newest / "__0_0.distcp", -200)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    (told,) = pool.run(refused, 1, f"--load {folder}")
-    assert f"checkpoint {newest} is damaged: {newest}/__0_0.distcp is not what was written" in told
-    assert f"the next older whole one is {folder}/iter_0000001" in told and "--ckpt-step 1" in told
+    (message,) = pool.run(refused, 1, f"--load {folder}")
+    assert f"checkpoint {newest} is damaged: {newest}/__0_0.distcp is not what was written" in message
+    assert f"the next older complete one is {folder}/iter_0000001" in message and "--ckpt-step 1" in message
     iteration, _, notes = pool.run(going_on, 1, f"--load {folder} --skip-damaged-checkpoints")[0]
     assert iteration == 1
-    assert any(note.startswith("WARNING") and "1 iterations are done again" in note for note in notes)
+    assert any(note.startswith("WARNING") and "1 iterations are repeated" in note for note in notes)
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     shutil.rmtree(newest)
     assert pool.run(going_on, 1, f"--load {folder} --skip-damaged-checkpoints")[0][0] == 1
     os.unlink(folder / "iter_0000001" / "common.pt")
-    (told,) = pool.run(refused, 1, f"--load {folder} --skip-damaged-checkpoints")
-    assert "there is no older whole one" in told and "\n" not in told
+    (message,) = pool.run(refused, 1, f"--load {folder} --skip-damaged-checkpoints")
+    assert "there is no older complete one" in message and "\n" not in message
 
 
 def test_a_run_saves_neither_over_another_one_nor_over_its_own_later_state(pool, two, tmp_path):
     folder = Path(shutil.copytree(two, tmp_path / "c"))
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
     for flags in ("", f"--load {folder} --finetune", f"--load {two}/none", f"--load {folder} --reset-iteration"):
-        (told,) = pool.run(refused, 1, f"--save {folder} {flags}")
-        assert f"--save {folder} holds checkpoints up to iteration 2" in told and f"--load {folder}" in told
+        (message,) = pool.run(refused, 1, f"--save {folder} {flags}")
+        assert f"--save {folder} holds checkpoints up to iteration 2" in message and f"--load {folder}" in message
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
     iteration, _, notes = pool.run(going_on, 1, f"--load {folder} --save {folder} --ckpt-step 1")[0]
     assert iteration == 1 and any("each is overwritten when this run comes to it" in note for note in notes)
     (folder / TRACKER).unlink()
-    (told,) = pool.run(refused, 1, f"--load {folder} --save {folder}")
-    assert f"no {TRACKER}, which names the latest: write 2 to it" in told
+    (message,) = pool.run(refused, 1, f"--load {folder} --save {folder}")
+    assert f"no {TRACKER}, which names the latest: write 2 to it" in message
 
 
 @pytest.mark.parametrize("name", [b"", b"\xff\xfe2", b"1\n2", "\u00b2".encode()])
 def test_a_tracker_that_names_nothing(pool, two, tmp_path, name):
     folder = Path(shutil.copytree(two, tmp_path / "c"))
     (folder / "latest_checkpointed_iteration.txt").write_bytes(name)
-    (told,) = pool.run(refused, 1, f"--load {folder}")
-    assert str(folder) in told and "--ckpt-step" in told and "\n" not in told
+    (message,) = pool.run(refused, 1, f"--load {folder}")
+    assert str(folder) in message and "--ckpt-step" in message and "\n" not in message
     assert pool.run(going_on, 1, f"--load {folder} --ckpt-step 2")[0][0] == 2
 
 
 def relist(path):
-    """Make the list of a checkpoint's files right again after they were changed."""
+    """Update a checkpoint's list of files after they were changed."""
     listed = read_list(path / CHECKSUMS)
     files = {name: sum_of(path / name) for name in listed.files}
     (path / CHECKSUMS).write_bytes(replace(listed, files=files).packed())
 
 
 def without_list(path):
-    """Make a checkpoint of Megatron-LM's of one of ours: without a list of files, and without our settings."""
+    """Turn our checkpoint into one of Megatron-LM: without the list of files and without our settings."""
     common = unpickle.read(path / "common.pt")
     del common["config"]
     torch.save(common, path / "common.pt")
@@ -243,8 +243,8 @@ def test_a_broken_description_of_a_checkpoint_without_sums(pool, two, tmp_path, 
     without_list(newest)
     assert checksums.damage(newest) is None
     (newest / "metadata.json").write_bytes(content)
-    (told,) = pool.run(refused, 1, f"--load {folder}")
-    assert f"{newest}/metadata.json cannot be read" in told and f"{folder}/iter_0000001" in told
+    (message,) = pool.run(refused, 1, f"--load {folder}")
+    assert f"{newest}/metadata.json cannot be read" in message and f"{folder}/iter_0000001" in message
 
 
 def test_every_file_is_looked_at(two, tmp_path):
@@ -311,17 +311,17 @@ HARM = [delete_the_list, empty_the_list, shorten_an_older_list, rename_an_older_
 
 @pytest.mark.parametrize("harm", HARM)
 def test_a_checkpoint_is_refused_whose_list_is_not_its_own(pool, two, tmp_path, harm):
-    """A flipped bit is loaded with none of them, whatever became of the list."""
+    """A flipped bit is never loaded, whatever happened to the list."""
     folder = Path(shutil.copytree(two, tmp_path / "c"))
     expected = harm(folder)
-    (told,) = pool.run(refused, 1, f"--load {folder}")
-    assert expected in told and "\n" not in told
-    assert f"the next older whole one is {folder}/iter_0000001: take it with --ckpt-step 1" in told
-    told, _ = pool.run(refused, 2, f"--load {folder} --micro-batch-size 1 --skip-damaged-checkpoints --finetune")
-    assert told is None
+    (message,) = pool.run(refused, 1, f"--load {folder}")
+    assert expected in message and "\n" not in message
+    assert f"the next older complete one is {folder}/iter_0000001: load it with --ckpt-step 1" in message
+    message, _ = pool.run(refused, 2, f"--load {folder} --micro-batch-size 1 --skip-damaged-checkpoints --finetune")
+    assert message is None
 
 
-def test_copies_under_their_own_names_and_files_beside_are_no_damage(pool, two, tmp_path):
+def test_copies_under_their_own_names_and_other_files_are_no_damage(pool, two, tmp_path):
     shutil.copytree(two / "iter_0000002", tmp_path / "other" / "iter_0000002")
     (tmp_path / "other" / TRACKER).write_text("2")
     path = tmp_path / "other" / "iter_0000002"
@@ -347,13 +347,13 @@ def test_a_file_that_the_metadata_names_and_the_list_does_not_is_not_read(pool, 
     (path / ".metadata").write_bytes(metadata.replace(b"__0_0.distcp", b"__0_1.distcp"))
     shutil.copy(path / "__0_0.distcp", path / "__0_1.distcp")
     relist(path)
-    (told,) = pool.run(refused, 1, f"--load {folder}")
-    assert f"{path}/__0_1.distcp: it is not in checksums.json" in told and "\n" not in told
+    (message,) = pool.run(refused, 1, f"--load {folder}")
+    assert f"{path}/__0_1.distcp: it is not in checksums.json" in message and "\n" not in message
 
 
 def test_settings_are_taken_from_files_that_were_compared(two, tmp_path):
     folder = Path(shutil.copytree(two, tmp_path / "c"))
-    flip(folder / "iter_0000002" / "__0_0.distcp", -200)  # no business of this
+    flip(folder / "iter_0000002" / "__0_0.distcp", -200)  # irrelevant here
     assert shape_of(folder)["num_layers"] == 1
     flip(folder / "iter_0000002" / "common.pt", 300)
     with pytest.raises(Refusal, match="common.pt is not what was written"):
@@ -365,24 +365,24 @@ def test_settings_are_taken_from_files_that_were_compared(two, tmp_path):
 
 
 def rolled_back(folder, skip):
-    """Save twice, damage the newer one, and roll back as after a bad batch; the iteration, what was said."""
+    """Save twice, damage the newer one, and roll back as after a bad batch; returns the iteration and the lines."""
     from megatron.training.checkpoint import checkpoint
     from megatron.training.features.bad_batches import roll_back
 
-    job, said = make_job(f"{SMALL} --save {folder} --load {folder}{' --skip-damaged-checkpoints' * skip}"), []
+    job, output = make_job(f"{SMALL} --save {folder} --load {folder}{' --skip-damaged-checkpoints' * skip}"), []
     for _ in range(2):
         train_job(job, 1)
         checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
     flip(Path(folder) / "iter_0000002" / "__0_0.distcp", -200)
     try:
-        return roll_back(job, said.append), said
+        return roll_back(job, output.append), output
     except Refusal as refusal:
-        return str(refusal), said
+        return str(refusal), output
 
 
 def test_a_run_does_not_roll_back_to_a_damaged_checkpoint(pool, tmp_path):
-    (told, _), *_ = pool.run(rolled_back, 1, str(tmp_path / "a"), False)
-    assert "iter_0000002/__0_0.distcp is not what was written" in told
+    (message, _), *_ = pool.run(rolled_back, 1, str(tmp_path / "a"), False)
+    assert "iter_0000002/__0_0.distcp is not what was written" in message
     (iteration, (line,)), *_ = pool.run(rolled_back, 1, str(tmp_path / "b"), True)
     assert iteration == 1 and line.startswith("WARNING") and "iter_0000002 is damaged" in line
 
@@ -397,11 +397,11 @@ def test_of_a_checkpoint_of_others_without_sums_the_sizes_are_compared_and_one_l
     ]
     file = newest / "__0_0.distcp"
     os.truncate(file, file.stat().st_size - 1)
-    (told,) = pool.run(refused, 1, f"--load {folder}")
-    assert f"{file} has" in told and "were written" in told
+    (message,) = pool.run(refused, 1, f"--load {folder}")
+    assert f"{file} has" in message and "were written" in message
     os.unlink(newest / ".metadata")
-    (told,) = pool.run(refused, 1, f"--load {folder}")
-    assert str(newest) in told and ".metadata" in told and "\n" not in told
+    (message,) = pool.run(refused, 1, f"--load {folder}")
+    assert str(newest) in message and ".metadata" in message and "\n" not in message
 
 
 class Harmful:
@@ -415,7 +415,7 @@ class Harmful:
 
 
 def save_harm(folder, harm):
-    """A checkpoint with right checksums whose random states do harm."""
+    """A checkpoint with correct checksums and malicious random states."""
     from megatron.training.checkpoint import checkpoint
 
     job, states = make_job(SMALL), checkpoint.random_state
@@ -440,8 +440,8 @@ def test_a_checkpoint_that_would_run_code_is_refused(pool, two, tmp_path, place)
             common = unpickle.read(path / place)
             torch.save({**common, "more": Harmful(harm)}, path / place)
         relist(path)
-    (told,) = pool.run(refused, 1, f"--load {folder}")
-    assert told and "\n" not in told and str(folder) in told
+    (message,) = pool.run(refused, 1, f"--load {folder}")
+    assert message and "\n" not in message and str(folder) in message
     assert not harm.exists()
 
 
@@ -469,5 +469,5 @@ def test_states_of_engine_layers_are_tensors_and_numbers_or_refused(tmp_path):
 @pytest.mark.parametrize("folder", ["file/c", "file"])
 def test_a_folder_that_cannot_be_saved_in_is_refused_at_the_start(pool, tmp_path, folder):
     (tmp_path / "file").write_text("")
-    (told,) = pool.run(refused, 1, f"--save {tmp_path / folder}")
-    assert told == f"--save {tmp_path / folder}: {tmp_path / 'file'} is not a folder"
+    (message,) = pool.run(refused, 1, f"--save {tmp_path / folder}")
+    assert message == f"--save {tmp_path / folder}: {tmp_path / 'file'} is not a folder"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the real training program on a worker of the pool, and bring home its losses and gradients."""
+"""Run the real training program on a worker of the pool, and return its losses and gradients."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def train_job(job: Any, steps: int) -> tuple[list[float], list[float], dict[str,
     grads: dict[str, torch.Tensor] = {}
     update = job.optimizer.step
 
-    def step_after_looking() -> Any:
+    def step_and_count_gradients() -> Any:
         if not grads:
-            grads.update(whole_gradients(job))
+            grads.update(full_gradients(job))
         return update()
 
-    job.optimizer.step = step_after_looking
+    job.optimizer.step = step_and_count_gradients
     batches = batches_for(job, job.datasets[0], job.progress.consumed_train_samples, 0)
     losses, norms = [], []
     for _ in range(steps):
@@ -65,7 +65,7 @@ def run_training(flags: str, llama: bool = True, steps: int = 20) -> tuple[list[
 
 
 def run_training_with_fused_sums(flags: str, steps: int) -> tuple[list[float], list[float], dict]:
-    """As :func:`run_training`, with a stand-in for the kernel by which core's layers add to DDP's buffers on a GPU."""
+    """Like :func:`run_training`, with a stand-in for the GPU kernel that adds weight gradients to DDP's buffers."""
     from megatron.core.tensor_parallel import layers
 
     calls = []
@@ -81,40 +81,40 @@ def run_training_with_fused_sums(flags: str, steps: int) -> tuple[list[float], l
             for module in chunk.modules():
                 if hasattr(module, "gradient_accumulation_fusion"):
                     module.gradient_accumulation_fusion = True
-        found = train_job(job, steps)
+        result = train_job(job, steps)
     finally:
         del layers.fused_weight_gradient_mlp_cuda
     assert calls
-    return found
+    return result
 
 
 def schedules_that_differ(flags: str, llama: bool, schedules: int) -> tuple[int, list[str]]:
-    """The first step with copies to and from the host at once, and then by so many schedules (tests/adversary.py).
+    """Compare the first step under several schedules of host copies (tests/adversary.py) with immediate copies.
 
-    Returns how many copies a step has, and which gradients are not bit for bit the same in all of them.
+    Returns the number of copies in a step, and the names of gradients that differ in any bit.
     """
     from megatron.training.job import batches_for
     from megatron.training.step import train_step
     from tests.adversary import Adversary
 
-    streams, found = Adversary(1), []
+    streams, result = Adversary(1), []
     job = make_job(flags, llama, streams.offload())
-    job.optimizer.step = lambda: (found.append(whole_gradients(job)), (False, 1.0, 0))[1]
+    job.optimizer.step = lambda: (result.append(full_gradients(job)), (False, 1.0, 0))[1]
     for seed in range(1, schedules + 1):  # the first is as early as possible
         streams.start_again(seed * dist.get_world_size() + dist.get_rank() if seed > 1 else 1)
         batches = batches_for(job, job.datasets[0], 0, 0)
         train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get())
         streams.finish()
-    differ = {name for other in found for name, grad in other.items() if not torch.equal(grad, found[0][name])}
+    differ = {name for other in result for name, grad in other.items() if not torch.equal(grad, result[0][name])}
     return streams.now // schedules, sorted(differ)
 
 
-def whole_gradients(job: Any) -> dict[str, torch.Tensor]:
+def full_gradients(job: Any) -> dict[str, torch.Tensor]:
     """This stage's gradients, before clipping, by canonical name: gathered over ZeRO shards and TP, padding cut off."""
     from megatron.training.checkpoint.checkpoint import unwrap
     from megatron.training.model.weights import VOCABULARY, canonical_parameters
 
-    found = {}
+    result = {}
     for chunk in job.chunks:
         if job.config.parallel.zero_stage == 1:
             gather_gradient_shards(chunk)
@@ -134,12 +134,12 @@ def whole_gradients(job: Any) -> dict[str, torch.Tensor]:
                 )
             if name in VOCABULARY:
                 grad = grad[: job.vocab_size]
-            found[name] = grad.clone()
-    return found
+            result[name] = grad.clone()
+    return result
 
 
 def gather_gradient_shards(chunk: Any) -> None:
-    """Under ZeRO 1 each rank holds the sum of its shard of a bucket only."""
+    """Gather a chunk's gradients under ZeRO 1, where each rank holds the sums of only one shard of each bucket."""
     for buffer in chunk.buffers + chunk.expert_parallel_buffers:
         for bucket in buffer.buckets:
             group = buffer.data_parallel_group
@@ -158,7 +158,7 @@ def gather_over_tensor_parallel(grad: torch.Tensor, dim: int, stride: int, axis:
 
 
 def gather_by_position(grad: torch.Tensor, spans: Any) -> torch.Tensor:
-    """The gradient of a whole table of positions, from the ranks of its rows (TP x CP)."""
+    """The gradient of the complete table of positions, from the ranks that hold its rows (TP x CP)."""
     from megatron.core.parallel_state import get_expert_tensor_and_model_parallel_group
 
     group = get_expert_tensor_and_model_parallel_group()

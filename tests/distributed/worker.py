@@ -16,19 +16,19 @@ import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
-# What a rank says when the real fault is another rank's: never the root cause where there is another candidate.
+# Errors of ranks whose peer has failed: never the root cause if there is another candidate.
 SECONDARY = ("Connection closed", "Connection reset", "Broken pipe", "Socket closed", "Connection refused")
 
 
 def serve(worker: int, conn: Connection, life: Connection, root: str, log: str, store_port: int) -> None:
     """Main function of a worker: answer (job) with ("ok", value) or ("error", ...) until the pipe closes."""
-    os.setpgid(0, 0)  # a group of its own: what it starts (the managers of megatron-core's checkpoints) ends with it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    os.setpgid(0, 0)  # a separate group: processes that it starts end with it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     fd = os.open(log, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     sys.stdout, sys.stderr = (os.fdopen(os.dup(n), "w", buffering=1) for n in (1, 2))
-    faulthandler.enable(file=fd, all_threads=True)  # an abort inside gloo tells where Python was
+    faulthandler.enable(file=fd, all_threads=True)  # an abort inside gloo then prints the Python stack
     faulthandler.register(signal.SIGUSR1, file=fd, all_threads=True)
     threading.Thread(target=_exit_with_parent, args=(life,), daemon=True).start()
     if root not in sys.path:
@@ -56,7 +56,7 @@ def serve(worker: int, conn: Connection, life: Connection, root: str, log: str, 
 
 
 def _job(rank: int, request: bytes, store: object) -> bytes:
-    """Run one job and put the process back as it was. Returns the pickled answer."""
+    """Run one job and restore the process. Returns the pickled answer."""
     environment = dict(os.environ)
     try:
         number, world_size, timeout, payload = pickle.loads(request)
@@ -76,7 +76,7 @@ def _job(rank: int, request: bytes, store: object) -> bytes:
 
 
 def _keep_coverage() -> None:
-    """Workers are killed in the end: with ``--cov``, what a job has run is written down after it."""
+    """Save coverage data after a job, because workers are killed at the end."""
     if coverage := sys.modules.get("coverage"):
         if running := coverage.Coverage.current():
             running.save()
@@ -111,17 +111,17 @@ def _end(environment: dict[str, str]) -> None:
     from torch.distributed.tensor import debug
 
     parallel_state.destroy_model_parallel()
-    for name, value in vars(parallel_state).items():  # it forgets to forget some
+    for name, value in vars(parallel_state).items():  # destroy_model_parallel leaves some of them
         if isinstance(value[0] if isinstance(value, list) and value else value, dist.ProcessGroup):
             setattr(parallel_state, name, None)
     num_microbatches_calculator.unset_num_microbatches_calculator()
     rerun_state_machine.destroy_rerun_state_machine()
     core_random._CUDA_RNG_STATE_TRACKER = None
     core_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
-    gc.collect()  # a failed job's frames may hold groups: gloo aborts if those die later than the world they are in
+    gc.collect()  # frames of a failed job may hold groups, which must be freed before their world
     if dist.is_initialized():
         dist.destroy_process_group()
-    # DTensor keeps meshes of the groups that are gone, and takes one of the same ranks for the same.
+    # DTensor caches meshes by their ranks, also those of destroyed groups.
     debug._clear_sharding_prop_cache()
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
@@ -130,7 +130,7 @@ def _end(environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     gc.collect()
-    gc.freeze()  # what is left are modules and caches: later collections, two a job, do not walk through them again
+    gc.freeze()  # the rest are modules and caches, which later collections should skip
 
 
 def _exit_with_parent(life: Connection) -> None:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What breaks jobs, done to a job: see docs/use/reliability.md. A few of each in the usual run, many by run.sh."""
+"""Fault injection into jobs (docs/use/reliability.md). The usual run has a few cases of each kind, run.sh many."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad inputs of a program, generated: what is broken, and the command line that reads it."""
+"""Generates bad inputs of programs: broken files, and the command lines that read them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Case:
     flags: list[str]
 
 
-# --- how a file breaks
+# --- ways to break a file
 
 BREAKS: dict[str, Callable[[bytes, random.Random], bytes | None]] = {
     "missing": lambda data, draw: None,
@@ -65,11 +65,11 @@ def broken(source: Path, folder: Path, file: str, how: str, draw: random.Random)
     return target
 
 
-# --- good inputs, each in a folder of its own
+# --- valid inputs, each in a separate folder
 
 
 def make_good(folder: Path) -> None:
-    """Every kind of input, whole."""
+    """A valid input of each kind."""
     from tests.unit.test_genome import make
 
     for kind in (
@@ -119,7 +119,7 @@ BPE = f"{TOKENIZED} GPT2BPETokenizer --vocab-file {{folder}}/vocab.json --merge-
 EVERY_WAY = (*BREAKS, "a folder")
 ANY_TEXT = {"empty", "truncated", "of other words", "of zeros"}
 
-# (what is copied, the file of it that breaks, who reads it, with which flags, the ways that break nothing)
+# (what is copied, the file to break, the program, its flags, the changes that break nothing)
 FILES: tuple[tuple[str, str, Path, str, set[str]], ...] = (
     ("SentencePieceTokenizer/sp.model", "sp.model", PROGRAM,
      f"{TOKENIZED} SentencePieceTokenizer --tokenizer-model {{path}}", set()),
@@ -153,7 +153,7 @@ FILES: tuple[tuple[str, str, Path, str, set[str]], ...] = (
 
 
 def of_files(good: Path, work: Path, draw: random.Random) -> Iterator[Case]:
-    """Every file that is read, broken in every way."""
+    """Every file that is read, with every change."""
     for number, (source, file, program, flags, harmless) in enumerate(FILES):
         for how in EVERY_WAY:
             if how not in harmless:
@@ -162,7 +162,7 @@ def of_files(good: Path, work: Path, draw: random.Random) -> Iterator[Case]:
                 yield Case(f"{file} {how}, read by {program.name}", program, given)
 
 
-MAY_BE_NEGATIVE = ("--eval-iters", "--local-rank")  # -1: none, and a process that has no number
+MAY_BE_NEGATIVE = ("--eval-iters", "--local-rank")  # -1: no validation, and an unnumbered process
 
 
 def of_values(draw: random.Random) -> Iterator[Case]:

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 def no_memory_left() -> None:
-    """This process may take no more from the system."""
+    """Limit the memory of this process to what it has."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 20),) * 2)
 
@@ -39,8 +39,8 @@ def main() -> int:
         def sum_of_losses(mask, losses):
             return loss(mask, losses * float("nan") if how == "loss" and steps[0] == 3 else losses)
 
-        def judge(watch, found, grad_norm, device):
-            return norm(watch, found, float("nan") if how == "norm" and steps[0] == 3 else grad_norm, device)
+        def judge(watch, result, grad_norm, device):
+            return norm(watch, result, float("nan") if how == "norm" and steps[0] == 3 else grad_norm, device)
 
         def write_file(save):
             if how == "save" and steps[0] == 3:

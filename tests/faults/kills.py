@@ -20,19 +20,19 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 @dataclass(frozen=True)
 class Ended:
-    """What became of the ranks.
+    """The end of the ranks.
 
     Attributes:
-        what: was killed, "job" or "rank"; "over" where all had ended before.
-        seconds: from the start until then; 0 where nothing was to be killed.
-        said: by rank 0, on its standard output.
-        errors: of all ranks, on their standard error.
-        codes: with which they ended.
+        what: what was killed, "job" or "rank"; "over" if all had ended before.
+        seconds: from the start until then; 0 if nothing was to be killed.
+        output: standard output of rank 0.
+        errors: standard error of all ranks.
+        codes: exit codes.
     """
 
     what: str
     seconds: float
-    said: str
+    output: str
     errors: str
     codes: list[int]
 
@@ -44,12 +44,12 @@ def run_and_kill(
     window: tuple[float, float] = (0.0, 0.0),
     more: dict[str, str] | None = None,
 ) -> Ended:
-    """Start a rank for each command line, kill all or one of them, and see that those left end by themselves.
+    """Start a rank for each command line, kill all or one of them, and check that the others end by themselves.
 
     Args:
-        logs: folder for what they print; it must not be there yet.
+        logs: folder for their output; it must not exist.
         draw: None kills nobody.
-        window: seconds from the start between which the kill comes.
+        window: earliest and latest time of the kill, in seconds from the start.
         more: environment of each rank.
     """
     what, seconds, met = "over", 0.0, True
@@ -68,7 +68,7 @@ def run_and_kill(
             victims = ranks if draw.random() < 0.5 else [draw.choice(ranks)]
             if any(rank.is_alive() for rank in ranks):
                 what = "job" if len(victims) > 1 else "rank"
-            met = "ready after" in text(logs / "0" / "out")  # until then nobody but their launcher would notice
+            met = "ready after" in text(logs / "0" / "out")  # before that only their launcher would notice
             for victim in victims:
                 victim.kill()
             end = time.monotonic() + (patience(20) if met else 1.0)
@@ -85,17 +85,17 @@ def run_and_kill(
 
 
 def losses(folder: Path) -> dict[int, tuple[float, float]]:
-    """Loss and norm by step, of whole lines of ``folder/log.jsonl``: a kill may tear the last one."""
-    found = {}
+    """Loss and norm by step, from complete lines of ``folder/log.jsonl``: a kill may truncate the last one."""
+    result = {}
     for line in text(folder / "log.jsonl").splitlines():
         try:
             row = json.loads(line)
         except ValueError:
             continue
-        found[row["iteration"]] = (row["lm_loss"], row["grad_norm"])
-    return found
+        result[row["iteration"]] = (row["lm_loss"], row["grad_norm"])
+    return result
 
 
 def text(file: Path) -> str:
-    """Empty where its rank was killed before it opened it."""
+    """The text of a file; empty if its rank was killed before opening it."""
     return file.read_text() if file.exists() else ""

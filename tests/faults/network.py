@@ -2,7 +2,7 @@
 """Several nodes on one machine: network namespaces with addresses, host names and links of limited rate of their own.
 
 Each node is a namespace ``sn0``, ``sn1``, ... with one network card ``eth0`` (10.77.0.1, 10.77.0.2, ...). The cards are
-plugged into a bridge, in a namespace ``snsw`` of its own, so that nothing of this touches the machine's own network.
+plugged into a bridge, in the namespace ``snsw``, so that the machine's own network is not affected.
 Needs root.
 """
 
@@ -22,7 +22,7 @@ from typing import IO
 
 PREFIX, SUBNET = "sn", "10.77.0"
 MASTER = f"{SUBNET}.1"  # address of the first node
-BURST, QUEUE = "16kb", 3_000_000  # of the token bucket; bytes that wait for it
+BURST, QUEUE = "16kb", 3_000_000  # of the token bucket: burst, and bytes of the queue
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -34,7 +34,7 @@ def _ip(*words: str, check: bool = True) -> str:
 
 
 def why_not(prefix: str = PREFIX) -> str:
-    """Why this machine cannot have such nodes; empty where it can."""
+    """Why this machine cannot have such nodes; empty if it can."""
     missing = [name for name in ("ip", "tc", "unshare", "nsenter") if not shutil.which(name)]
     if missing:
         return f"no {missing[0]} here (Debian: apt-get install iproute2 util-linux)"
@@ -48,13 +48,13 @@ def why_not(prefix: str = PREFIX) -> str:
 
 
 class Network:
-    """The nodes; a context, which removes what it made and ends the processes in it.
+    """The nodes, as a context manager that removes them and ends their processes.
 
     Args:
         nodes: how many.
         mbit: of each card and direction; None: unlimited.
-        delay: seconds that a packet is on its way; then a program carries packets (relay.py), and not a bridge.
-        prefix, subnet: of the namespaces' names and addresses; networks with different ones can be there at once.
+        delay: seconds of latency; then a program (relay.py) carries packets instead of a bridge.
+        prefix, subnet: of the namespaces' names and addresses; networks that differ in both can exist at once.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Network:
 
     def __enter__(self) -> Network:
         self._lock = _lock(self.prefix)
-        remove(self.prefix)  # what a run left that was killed
+        remove(self.prefix)  # left over from a killed run
         switch = f"{self.prefix}sw"
         try:
             _ip("netns", "add", switch)
@@ -108,7 +108,7 @@ class Network:
             raise OSError("no cards of /dev/net/tun can be made here")
 
     def limit(self, mbit: float | None, *nodes: int) -> None:
-        """What leaves these nodes (all of them) has this rate from now on; None: any."""
+        """Limit the outgoing rate of these nodes (default: all); None: unlimited."""
         for node in nodes or range(self.nodes):
             tc = ["netns", "exec", f"{self.prefix}{node}", "tc", "qdisc"]
             _ip(*tc, "del", "dev", "eth0", "root", check=False)
@@ -117,11 +117,11 @@ class Network:
                 _ip(*tc, "add", "dev", "eth0", "root", "tbf", "rate", rate, "burst", BURST, "limit", f"{QUEUE}")
 
     def plug(self, node: int, plugged: bool) -> None:
-        """The cable of a node's card is pulled out, or put in again."""
+        """Disconnect or reconnect a node's card."""
         _ip("-n", f"{self.prefix}sw", "link", "set", f"p{node}", "up" if plugged else "down")
 
     def lose(self, node: int, share: float) -> None:
-        """This share of the packets that reach a node is lost, at random (needs iptables).
+        """Drop this share of the packets that reach a node, at random (needs iptables).
 
         Raises:
             OSError: iptables is missing, or its module for it.
@@ -137,7 +137,7 @@ class Network:
 
         Args:
             log: where its output goes, added to the file's end.
-            prepare: a shell command that runs before, in the same mount namespace, which nobody else is in.
+            prepare: a shell command that runs before, in the same private mount namespace.
         """
         script = f'hostname node{node} && {prepare} && exec "$@"'
         name = f"{self.prefix}{node}"
@@ -183,7 +183,7 @@ def processes_in(name: str) -> list[int]:
 
 
 def remove(prefix: str = PREFIX) -> None:
-    """End all processes in these namespaces, and remove them; there need not be any."""
+    """End all processes in these namespaces and remove the namespaces, if there are any."""
     every = [line.split()[0] for line in _ip("netns", "list", check=False).splitlines() if line]
     for name in every:
         if name == f"{prefix}sw" or (name.startswith(prefix) and name[len(prefix) :].isdigit()):
@@ -194,13 +194,13 @@ def remove(prefix: str = PREFIX) -> None:
 
 
 def _lock(prefix: str = PREFIX) -> IO[str]:
-    """A file that is locked as long as it is open: the names of these namespaces are the machine's.
+    """A file that is locked while it is open, because the namespaces' names are global on the machine.
 
     Raises:
         OSError: someone else has it.
     """
     path = os.path.join(tempfile.gettempdir(), f"megatron-nodes-{prefix}.lock")
-    # Another user's link of that name must lead root nowhere.
+    # root must not follow another user's link of that name.
     file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

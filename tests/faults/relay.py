@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cards of network namespaces whose packets arrive late: ``python -m tests.faults.relay 0.01 sn0 sn1``.
+"""Network cards with a delay, for network namespaces: ``python -m tests.faults.relay 0.01 sn0 sn1``.
 
 Makes ``eth0`` in each namespace and carries packets to addresses that end in 1, 2, ... until it is ended. Linux' netem
-does this better, where the kernel has it.
+does this better, if the kernel has it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 1, 0x1000
 
 
 def card(namespace: str) -> int:
-    """A descriptor from which what the namespace sends by ``eth0`` is read, and to which what reaches it is written."""
+    """A descriptor of the namespace's ``eth0``: reading gives sent packets, and writing delivers packets."""
     libc = ctypes.CDLL(None, use_errno=True)
     home, there = os.open("/proc/self/ns/net", os.O_RDONLY), os.open(f"/var/run/netns/{namespace}", os.O_RDONLY)
     if libc.setns(there, 0):
@@ -49,11 +49,11 @@ def relay(delay: float, cards: list[int]) -> None:
             _, _, target, packet = heapq.heappop(waiting)
             try:
                 os.write(target, packet)
-            except BlockingIOError:  # its queue is full: a packet that is lost
+            except BlockingIOError:  # its queue is full: the packet is lost
                 pass
 
 
 if __name__ == "__main__":
-    found = [card(name) for name in sys.argv[2:]]
+    result = [card(name) for name in sys.argv[2:]]
     print("ready", flush=True)
-    relay(float(sys.argv[1]), found)
+    relay(float(sys.argv[1]), result)

@@ -40,7 +40,7 @@ def flags(folder: Path) -> list[str]:
 
 
 class Agent:
-    """``torchrun`` as on one of two machines; ``log`` is what it and its workers say."""
+    """``torchrun`` as on one of two machines; ``log`` is its output and that of its workers."""
 
     def __init__(self, folder: Path, name: str, port: int) -> None:
         self.log, self.begin = folder / f"{name}.log", time.monotonic()
@@ -68,18 +68,18 @@ def until(holds: Callable[[], bool], seconds: float, agents: list[Agent]) -> flo
 
 
 def logged(folder: Path) -> list[dict]:
-    """Whole lines: a kill may tear one."""
-    file, found = folder / "log.jsonl", []
+    """Complete rows of the log: a kill may truncate the last one."""
+    file, result = folder / "log.jsonl", []
     for line in file.read_text().splitlines() if file.exists() else ():
         try:
-            found.append(json.loads(line))
+            result.append(json.loads(line))
         except ValueError:
             continue
-    return found
+    return result
 
 
 def starts(agent: Agent) -> list[int]:
-    """How many processes each start of the job had."""
+    """The number of processes of each start of the job."""
     return [int(number) for number in re.findall(r"elastic: (\d+) processes", agent.log.read_text())]
 
 
@@ -90,7 +90,7 @@ def test_job_goes_on_with_one_agent_and_grows_again(tmp_path, number):
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     last = lambda: max((row["iteration"] for row in logged(tmp_path)), default=0)  # noqa: E731
-    first = Agent(tmp_path, "first", port)  # keeps the store in which the agents meet
+    first = Agent(tmp_path, "first", port)  # holds the agents' store
     agents = [first]
     try:
         time.sleep(3)
@@ -116,14 +116,14 @@ def test_job_goes_on_with_one_agent_and_grows_again(tmp_path, number):
                 agent.process.wait(patience(40))
             except subprocess.TimeoutExpired:
                 os.killpg(agent.process.pid, signal.SIGKILL)
-    found = {row["iteration"]: row["lm_loss"] for row in logged(tmp_path)}
-    count = max(found)
-    assert sorted(found) == list(range(1, count + 1))
+    result = {row["iteration"]: row["lm_loss"] for row in logged(tmp_path)}
+    count = max(result)
+    assert sorted(result) == list(range(1, count + 1))
     whole = [*flags(tmp_path / "whole"), "--exit-interval", str(count)]
     done = run_forked(PROGRAM, whole, ENVIRONMENT, timeout=200)
     assert done.returncode == 0, done.stderr
     wanted = {row["iteration"]: row["lm_loss"] for row in logged(tmp_path / "whole")}
-    worst = max(abs(found[iteration] / wanted[iteration] - 1) for iteration in found)
+    worst = max(abs(result[iteration] / wanted[iteration] - 1) for iteration in result)
     assert worst < 1e-5
     print(
         f"\none agent of two killed: on with the other after {shrunk:.0f} s; back: both after {grown:.0f} s; "

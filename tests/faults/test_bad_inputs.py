@@ -16,7 +16,7 @@ from tests.faults.bad_inputs import all_cases, make_good, of_unknown_flags, of_v
 from tests.program import run_forked
 
 COUNT = int(os.environ.get("BAD_INPUTS", "0"))
-STARTED = re.compile(r"/dev/null|nowhere|hf:$|--gpu|999$|--use-checkpoint-args")  # what only a run looks at
+STARTED = re.compile(r"/dev/null|nowhere|hf:$|--gpu|999$|--use-checkpoint-args")  # checked only by a run
 
 
 def files(folder: Path) -> dict[str, tuple[int, int]]:

@@ -67,7 +67,7 @@ def test_the_rank_that_hangs_is_named(number):
     print(f"\n{number + 1} of {HANGS}: rank {victim} named, over after {seconds:.0f} s")
 
 
-# The time of day may jump, and files may be of tomorrow: durations go by a clock that does neither.
+# The time of day may jump, and files may have future dates: durations use a monotonic clock.
 
 
 HERE = Path(__file__).parent
@@ -105,7 +105,7 @@ def test_a_clock_that_jumps(tmp_path, more):
 
 @pytest.mark.parametrize("when", [0, 2**31 + 10**8, 2**32 + 10**8])
 def test_data_of_another_time(tmp_path, when):
-    """Written in 1970, 2041 or 2109: the cached index is taken the second time all the same."""
+    """Files dated 1970, 2041 or 2109: the second run still uses the cached index."""
     prefix, _ = write(tmp_path / "corpus")
     for end in ("bin", "idx"):
         os.utime(f"{prefix}.{end}", (when, when))
@@ -117,13 +117,13 @@ def test_data_of_another_time(tmp_path, when):
         os.utime(path, (when, when))
     again = samples_of(build_datasets(config, NULL, (10, 0, 0))[0], 10)
     assert first == again and [path.name for path in (tmp_path / "index-cache").iterdir()] == [folder.name]
-    assert all(path.stat().st_mtime == when for path in folder.iterdir())  # nothing was made anew
+    assert all(path.stat().st_mtime == when for path in folder.iterdir())  # no file was written again
     os.utime(f"{prefix}.bin", (time.time(), time.time()))
     build_datasets(config, NULL, (10, 0, 0))
     assert len(list((tmp_path / "index-cache").iterdir())) == 2
 
 
-# NaN, or no memory left, on one rank only: all ranks end together, the rank is named, what was saved stays.
+# NaN, or no memory left, on one rank: all ranks end together, the rank is named, and checkpoints stay.
 
 
 SCRIPT = Path(__file__).parent / "broken_rank.py"
@@ -139,7 +139,7 @@ def broken(folder, how, rank, more, ranks=2):
 
 
 def whole(folder):
-    """Iterations of the checkpoints, each of which must be whole."""
+    """Iterations of the checkpoints, which must all be complete."""
     paths = sorted((folder / "c").glob("iter_*"))
     assert not any(map(checksums.damage, paths))
     return [int(path.name[5:]) for path in paths]
@@ -150,14 +150,14 @@ def whole(folder):
     [(1, ""), *[pytest.param(r, g, marks=pytest.mark.full) for g in ONE_RANK_GRIDS for r in (0, 1) if g or not r]],
 )
 def test_nan_in_the_loss_of_one_rank(tmp_path, rank, more):
-    codes, said, errors = broken(tmp_path, "loss", rank, more)
+    codes, printed, errors = broken(tmp_path, "loss", rank, more)
     assert "Traceback" not in "".join(errors), errors
     if "pipeline" in more and rank == 0:  # its first stage has no loss
         assert codes == [0, 0]
         return
-    assert codes == [1, 1] and list(losses(tmp_path)) == [1, 2] == whole(tmp_path), (said, errors)
-    (line,) = re.findall("error: .*", said[0])
-    assert re.match("error: the (loss|gradient norm) is nan at iteration 3", line), line  # over TP each has its own
+    assert codes == [1, 1] and list(losses(tmp_path)) == [1, 2] == whole(tmp_path), (printed, errors)
+    (line,) = re.findall("error: .*", printed[0])
+    assert re.match("error: the (loss|gradient norm) is nan at iteration 3", line), line  # it differs between TP ranks
     named = re.findall(r"in the loss of rank (\d+) on", line)
     assert named == ([] if "pipeline" in more else [str(rank)]), line
 
@@ -165,10 +165,10 @@ def test_nan_in_the_loss_of_one_rank(tmp_path, rank, more):
 @pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
 def test_nan_in_what_one_rank_has_of_the_sums(tmp_path, rank):
-    codes, said, errors = broken(tmp_path, "norm", rank, "")
+    codes, printed, errors = broken(tmp_path, "norm", rank, "")
     assert 0 not in codes and "Traceback" not in "".join(errors), errors
     assert whole(tmp_path) == [1, 2]
-    lines = "".join(said + errors)
+    lines = "".join(printed + errors)
     assert f"rank {rank} on" in lines and "the gradient norm is nan" in lines, lines
 
 
@@ -176,18 +176,18 @@ def test_nan_in_what_one_rank_has_of_the_sums(tmp_path, rank):
 @pytest.mark.parametrize("ranks, rank", [(1, 0), (2, 0), (2, 1)])
 @pytest.mark.parametrize("how, more", [("train", ""), ("save", ""), ("save", "--async-save")])
 def test_memory_runs_out(tmp_path, how, more, ranks, rank):
-    """On one rank, which may take no more from the system; a wide MLP makes each step ask for much."""
-    codes, said, errors = broken(tmp_path, how, rank, f"--ffn-hidden-size 60000 {more}", ranks)
-    told, there = [int(number) for number in re.findall(r"> saved \S+/iter_(\d+) ", said[0])], whole(tmp_path)
-    assert set(told) <= set(there) and "Traceback" not in "".join(errors), errors
+    """One rank cannot allocate more memory; a wide MLP makes each step need much."""
+    codes, printed, errors = broken(tmp_path, how, rank, f"--ffn-hidden-size 60000 {more}", ranks)
+    message, there = [int(number) for number in re.findall(r"> saved \S+/iter_(\d+) ", printed[0])], whole(tmp_path)
+    assert set(message) <= set(there) and "Traceback" not in "".join(errors), errors
     if any(codes):
         assert codes == [1] * ranks and "can't allocate memory" in "".join(errors), errors
     else:
         assert there[-1] == 6 and how == "save"
-    print(f"\n{how} {more}, rank {rank} of {ranks}: codes {codes}, told {told}, there {there}")
+    print(f"\n{how} {more}, rank {rank} of {ranks}: codes {codes}, told {message}, there {there}")
 
 
-# Lines of 100 MB: memory is bounded, and where it runs out nothing is left out in silence.
+# Lines of 100 MB: memory is bounded, and if it runs out, no record is silently left out.
 
 
 LONG = 100_000_000
@@ -200,7 +200,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def preprocess(folder, source, workers, most):
-    """(exit code, its last line, GiB that the largest process took)."""
+    """(exit code, last line, GiB of the largest process)."""
     argv = f"--input {source} --output-prefix {folder}/o --tokenizer-type ByteLevelTokenizer --workers {workers}"
     command = [sys.executable, "-c", LIMITED, str(most), str(ROOT / "tools" / "preprocess_data.py"), *argv.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=patience(300))
@@ -233,7 +233,7 @@ def test_a_line_of_100_mb(tmp_path, workers):
 
 
 def test_a_record_that_memory_has_no_room_for_is_not_a_bad_record(monkeypatch):
-    """It would be left out with --skip-bad-lines."""
+    """Otherwise --skip-bad-lines would leave it out."""
     from megatron.training.data import encoding
 
     class Full:
@@ -274,7 +274,7 @@ def test_a_conversation_that_is_too_long(tmp_path, monkeypatch):
         list(read_chats(str(file), "--data-path"))
 
 
-# Signals while a run starts or builds an index of its data: it ends at once, and no half index is believed.
+# Signals while a run starts or builds an index: it ends at once, and no incomplete index is used.
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGKILL)
@@ -288,7 +288,7 @@ def data_flags(folder):
 
 
 def ended(process, number):
-    """Send a signal; the seconds until the end."""
+    """Send a signal; returns the seconds until the end."""
     begin = time.monotonic()
     os.kill(process.pid, number)
     process.join(patience(30))
@@ -320,19 +320,19 @@ def test_a_signal_while_an_index_is_built(tmp_path, number):
 
 @pytest.mark.full
 def test_signals_in_the_first_seconds(tmp_path):
-    """At random moments from the start to the first steps, one after the other of the signals that one may send."""
-    draw, flags, found = random.Random(1), f"{FLAGS} --train-iters 1000000 --eval-iters 0", []
+    """At random moments from the start to the first steps, each signal in turn."""
+    draw, flags, result = random.Random(1), f"{FLAGS} --train-iters 1000000 --eval-iters 0", []
     for turn in range(int(os.environ.get("SIGNALS", "30"))):
         number, logs = SIGNALS[turn % 3], tmp_path / f"logs{turn}"
         process = start_forked(PROGRAM, f"{flags} --save {tmp_path}/{turn}".split(), ENVIRONMENT, logs)
         while not (logs / "err").exists():
             time.sleep(0.01)
-        time.sleep(patience(draw.uniform(0.3, 1.5)))  # before, it is Python's to answer, for 0.1 s
+        time.sleep(patience(draw.uniform(0.3, 1.5)))  # in the first 0.1 s Python itself handles it
         seconds = ended(process, number)
-        errors, said = text(logs / "err"), text(logs / "out")
+        errors, printed = text(logs / "err"), text(logs / "out")
         assert seconds < patience(10) and "Traceback" not in errors and len(errors.splitlines()) <= 1, errors
         saved = (tmp_path / str(turn) / "latest_checkpointed_iteration.txt").exists()
-        assert saved == (process.exitcode == 0) == ("stopped after iteration" in said), (process.exitcode, said)
+        assert saved == (process.exitcode == 0) == ("stopped after iteration" in printed), (process.exitcode, printed)
         assert process.exitcode in (0, -number, 128 + number), process.exitcode
-        found.append("saved" if saved else "a line" if errors else "ended by the signal")
-    print({what: found.count(what) for what in set(found)})
+        result.append("saved" if saved else "a line" if errors else "ended by the signal")
+    print({what: result.count(what) for what in set(result)})

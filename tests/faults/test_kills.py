@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kill -9`` of the whole job, or of one rank, at random moments: what goes on is the undisturbed run."""
+"""``kill -9`` of the whole job or of one rank at random moments: the resumed run equals the undisturbed one."""
 
 import os
 import random
@@ -49,28 +49,28 @@ def test_kills_at_random_moments(tmp_path):
     while counts["job"] + counts["rank"] < KILLS:
         attempt += 1
         before = saved(folder)
-        said = flags(folder, draw.choice(("", "--async-save --keep-last-checkpoints 1")))
-        end = run_and_kill([said] * RANKS, tmp_path / f"logs{attempt}", draw, (0.05, seconds[before]))
+        output = flags(folder, draw.choice(("", "--async-save --keep-last-checkpoints 1")))
+        end = run_and_kill([output] * RANKS, tmp_path / f"logs{attempt}", draw, (0.05, seconds[before]))
         counts[end.what] += 1
-        if end.what == "over":  # machines are busy and idle by turns
+        if end.what == "over":  # the speed of machines varies
             seconds[before] = end.seconds
-        found = losses(folder)
-        assert found == {one: reference[one] for one in found}, f"after {end.what} was killed\n{end.errors}"
+        result = losses(folder)
+        assert result == {one: reference[one] for one in result}, f"after {end.what} was killed\n{end.errors}"
         assert saved(folder) >= before, end.errors
-        assert "common state dict differs" not in end.errors, end.errors  # core, of what every rank should save alike
-        repeated = max(repeated, max(found, default=0) - saved(folder))
+        assert "common state dict differs" not in end.errors, end.errors  # a warning of core
+        repeated = max(repeated, max(result, default=0) - saved(folder))
         if saved(folder) >= ITERATIONS - INTERVAL:
             shutil.rmtree(folder)
             counts["runs"] += 1
     done = run_ranks(PROGRAM, flags(folder), ENVIRONMENT, RANKS)
     assert [one.returncode for one in done] == [0] * RANKS, done[0].stderr
     assert losses(folder) == reference
-    # The last step may be logged while its save is cut off, or, beside training, while the save before is written.
+    # The last step may be logged while its save, or with --async-save the previous one, is interrupted.
     assert repeated <= 2 * INTERVAL
     print(f"\n{dict(counts)} in {attempt} starts; at most {repeated} steps repeated; every loss and norm the same")
 
 
-# Machines come and go: the run goes on, on another grid, with the losses of an undisturbed one.
+# Machines come and go: the run continues on another grid with the losses of an undisturbed run.
 
 
 CHANGES = int(os.environ.get("CHANGES", "1"))
@@ -93,8 +93,8 @@ def run(folder: Path, flags: str, grids: list[str], processes: int) -> None:
     done = run_ranks(
         PROGRAM, [*f"{ELASTIC_FLAGS} {save} {flags}".split(), *grids], ELASTIC_ENVIRONMENT, processes, timeout=200
     )
-    said = "".join(one.stdout + one.stderr for one in done)
-    assert [one.returncode for one in done] == [0] * processes, said
+    output = "".join(one.stdout + one.stderr for one in done)
+    assert [one.returncode for one in done] == [0] * processes, output
 
 
 @pytest.mark.full
@@ -116,7 +116,7 @@ def test_losses_after_changes_are_those_of_an_undisturbed_run(tmp_path):
     print(f"\n{iterations} steps on {took} processes: losses within {worst:.1e} of one process")
 
 
-# ``kill -9`` at random moments of a run with copies in memory; every second time a node's memory is gone as well.
+# ``kill -9`` at random moments of a run with copies in memory; every second time a node's memory is lost too.
 
 
 LOST_NODES = int(os.environ.get("LOST_NODES", "0"))
@@ -144,7 +144,7 @@ def test_kills_and_lost_nodes(tmp_path):
     draw, counts, begin = random.Random(3), Counter(), time.monotonic()
     whole = tmp_path / "whole"
     end = start(whole, tmp_path / "logs", None)
-    assert end.codes == [0] * NODES, end.said
+    assert end.codes == [0] * NODES, end.output
     seconds, reference = defaultdict(lambda whole=time.monotonic() - begin: whole), losses(whole)
     assert list(reference) == list(range(1, LOST_NODE_STEPS + 1))
     assert not list(whole.glob("memory*/*")) and not list(whole.glob("c/copies*"))  # the run ended well
@@ -155,31 +155,31 @@ def test_kills_and_lost_nodes(tmp_path):
         before = max(losses(folder), default=0)
         last = counts["kills"] >= LOST_NODES
         end = start(folder, tmp_path / f"logs{attempt}", None if last else draw, seconds[before])
-        found = losses(folder)
-        assert found == {iteration: reference[iteration] for iteration in found}, end.said
-        if "ready after" in end.said:
-            loaded = LOADED.search(end.said)
+        result = losses(folder)
+        assert result == {iteration: reference[iteration] for iteration in result}, end.output
+        if "ready after" in end.output:
+            loaded = LOADED.search(end.output)
             counts["from memory" if loaded else "from the disk or anew"] += 1
             counts["with a neighbour's copy"] += bool(loaded and loaded[2])
             if loaded:
                 most = max(most, before - int(loaded[1]))
-            assert loaded or before <= 2, end.said  # a whole step is there from the second one on
+            assert loaded or before <= 2, end.output  # a complete step exists from the second one on
         if end.codes == [0] * NODES:
-            assert found == reference and not list(folder.glob("memory*/*"))
+            assert result == reference and not list(folder.glob("memory*/*"))
             shutil.rmtree(folder)
             counts["runs"] += 1
-            if not last:  # machines are busy and idle by turns
+            if not last:  # the speed of machines varies
                 seconds[before] = end.seconds
             continue
         counts["kills"] += 1
         if draw.random() < 0.5:
             shutil.rmtree(folder / f"memory{draw.randrange(NODES)}", ignore_errors=True)
             counts["lost nodes"] += 1
-    assert most <= 2  # the copy of the last step may be on its way, and the one before as well
+    assert most <= 2  # the copies of the last two steps may be incomplete
     print(f"\n{dict(counts)} in {attempt} starts; at most {most} steps repeated; every loss and norm the same")
 
 
-# Many steps and many saves take no more memory, threads or files at the end than at the beginning.
+# After many steps and saves, memory, threads and open files have not grown.
 
 
 SOAK_STEPS = int(os.environ.get("SOAK", "0"))
@@ -188,7 +188,7 @@ SOAK_RANKS = 2
 
 
 def count(process: psutil.Process) -> dict[str, int]:
-    """What a process holds, from /proc."""
+    """Memory, threads and files of a process, from /proc."""
     folder = Path("/proc", str(process.pid))
     status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
     return {
@@ -213,20 +213,20 @@ def test_nothing_grows(tmp_path):
     text, begin = "", time.monotonic()
     for line in launcher.stdout:
         text = (text + line)[-20000:]
-        found = re.search(r"iteration +(\d+)/", line)
-        if found and int(found[1]) % EVERY == EVERY // 2 and int(found[1]) > 3 * EVERY:  # between two saves
+        result = re.search(r"iteration +(\d+)/", line)
+        if result and int(result[1]) % EVERY == EVERY // 2 and int(result[1]) > 3 * EVERY:  # between two saves
             workers = sorted(psutil.Process(launcher.pid).children(), key=lambda one: one.environ()["RANK"])
-            rows.append((int(found[1]), [count(worker) for worker in workers]))
+            rows.append((int(result[1]), [count(worker) for worker in workers]))
         assert time.monotonic() - begin < patience(SOAK_STEPS), text
     assert launcher.wait() == 0, text
     tenth = max(1, len(rows) // 10)
-    said = []
+    output = []
     for rank in range(SOAK_RANKS):
         for name in rows[0][1][rank]:
             first = max(counts[rank][name] for _, counts in rows[:tenth])
             last = max(counts[rank][name] for _, counts in rows[-tenth:])
-            said.append(f"rank {rank} {name}: {first} at first, {last} at last")
-            allowed = first + 16 if "memory" in name else first  # MiB: an allocator's own habits
-            assert last <= allowed, "\n".join(said)
+            output.append(f"rank {rank} {name}: {first} at first, {last} at last")
+            allowed = first + 16 if "memory" in name else first  # MiB: tolerance for the allocator
+            assert last <= allowed, "\n".join(output)
     assert [path.name for path in (tmp_path / "c").glob("iter_*")] == [f"iter_{SOAK_STEPS:07d}"]
-    print(f"\n{SOAK_STEPS} steps, {SOAK_STEPS // EVERY} saves in {time.monotonic() - begin:.0f} s: {'; '.join(said)}")
+    print(f"\n{SOAK_STEPS} steps, {SOAK_STEPS // EVERY} saves in {time.monotonic() - begin:.0f} s: {'; '.join(output)}")

@@ -38,21 +38,21 @@ def command(flags: str, folder: Path) -> list[str]:
 
 
 def rows(folder: Path) -> list[dict]:
-    """Whole lines of the log: the last one may be on its way."""
+    """Complete rows of the log; the last one may be incomplete."""
     file = folder / "log.jsonl"
     return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
 
 
-def said(folder: Path) -> str:
+def output(folder: Path) -> str:
     return "\n".join(path.read_text() for path in sorted(folder.glob("node*.log")))
 
 
 def until(holds: Callable[[], bool], seconds: float, folder: Path, launchers: list[subprocess.Popen]) -> float:
-    """Seconds that it took; fails where it takes too long, or a launcher has ended."""
+    """Seconds until then; fails if it takes too long or a launcher has ended."""
     begin = time.monotonic()
     while not holds():
         late, ended = time.monotonic() - begin > patience(seconds), any(one.poll() is not None for one in launchers)
-        assert not late and not ended, said(folder)[-9000:]
+        assert not late and not ended, output(folder)[-9000:]
         time.sleep(0.1)
     return time.monotonic() - begin
 
@@ -63,12 +63,12 @@ def finish(launchers: list[subprocess.Popen], seconds: float, folder: Path) -> l
     try:
         return [one.wait(max(0.1, deadline - time.monotonic())) for one in launchers]
     except subprocess.TimeoutExpired:
-        raise AssertionError(f"not done after {patience(seconds):.0f} s\n{said(folder)[-9000:]}") from None
+        raise AssertionError(f"not done after {patience(seconds):.0f} s\n{output(folder)[-9000:]}") from None
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Callable[[int], list[float]]:
-    """Losses of so many steps of one process."""
+    """Losses of one process for some steps."""
     folder = tmp_path_factory.mktemp("alone")
     done = run_forked(PROGRAM, command("--train-iters 20", folder)[1:], os.environ)
     assert done.returncode == 0, done.stderr
@@ -77,7 +77,7 @@ def alone(tmp_path_factory) -> Callable[[int], list[float]]:
 
 @pytest.fixture
 def network(request) -> Iterator[Network]:
-    """Nodes and Mbit/s as the test's parameter says."""
+    """A network with the parameter's number of nodes and Mbit/s."""
     with Network(*request.param) as made:
         yield made
 
@@ -97,7 +97,7 @@ GRIDS = [
 @pytest.mark.parametrize("network, per_node, flags", GRIDS, indirect=["network"])
 def test_losses_are_those_of_one_process(network, per_node, flags, alone, tmp_path):
     launchers = network.torchrun(per_node, command(f"{flags} --train-iters 4", tmp_path), tmp_path)
-    assert set(finish(launchers, 100, tmp_path)) == {0}, said(tmp_path)
+    assert set(finish(launchers, 100, tmp_path)) == {0}, output(tmp_path)
     losses, wanted = [row["lm_loss"] for row in rows(tmp_path)], alone(4)
     worst = max(abs(a / b - 1) for a, b in zip(losses, wanted, strict=True))
     assert worst < 1e-6
@@ -111,10 +111,10 @@ def test_packets_that_are_lost(network, share, alone, tmp_path):
     for node in range(2):
         network.lose(node, share)
     launchers = network.torchrun(1, command("--ring-parallel-size 2 --train-iters 10", tmp_path), tmp_path)
-    assert finish(launchers, 200, tmp_path) == [0, 0], said(tmp_path)
-    found = rows(tmp_path)
-    assert max(abs(row["lm_loss"] / b - 1) for row, b in zip(found, alone(10), strict=True)) < 1e-6
-    took = sorted(row["iteration_ms"] for row in found[2:])
+    assert finish(launchers, 200, tmp_path) == [0, 0], output(tmp_path)
+    result = rows(tmp_path)
+    assert max(abs(row["lm_loss"] / b - 1) for row, b in zip(result, alone(10), strict=True)) < 1e-6
+    took = sorted(row["iteration_ms"] for row in result[2:])
     print(f"\n{100 * share:g} % of packets lost: a step {took[0]:.0f} to {took[-1]:.0f} ms, losses as before")
 
 
@@ -123,10 +123,10 @@ def test_packets_that_are_lost(network, share, alone, tmp_path):
 def test_packets_that_take_long(network, alone, tmp_path):
     """20 ms each way, as between two cities."""
     launchers = network.torchrun(1, command("--ring-parallel-size 2 --train-iters 10", tmp_path), tmp_path)
-    assert finish(launchers, 200, tmp_path) == [0, 0], said(tmp_path)
-    found = rows(tmp_path)
-    assert max(abs(row["lm_loss"] / b - 1) for row, b in zip(found, alone(10), strict=True)) < 1e-6
-    took = sorted(row["iteration_ms"] for row in found[2:])
+    assert finish(launchers, 200, tmp_path) == [0, 0], output(tmp_path)
+    result = rows(tmp_path)
+    assert max(abs(row["lm_loss"] / b - 1) for row, b in zip(result, alone(10), strict=True)) < 1e-6
+    took = sorted(row["iteration_ms"] for row in result[2:])
     assert took[0] > 200  # a step waits for more than ten messages
     print(f"\n20 ms each way: a step {took[0]:.0f} to {took[-1]:.0f} ms, losses as before")
 
@@ -159,8 +159,8 @@ def test_a_ring_of_two_sends_both_ways_at_once(network, tmp_path):
     """1 MiB each way over 50 Mbit/s takes 0.17 s, or twice that where one direction waits for the other."""
     (tmp_path / "hop.py").write_text(HOP)
     launchers = network.torchrun(1, [str(tmp_path / "hop.py")], tmp_path, {"GLOO_SOCKET_IFNAME": "eth0"})
-    assert finish(launchers, 60, tmp_path) == [0, 0], said(tmp_path)
-    took = float(re.search(r"both ways in (\S+) s", said(tmp_path))[1])
+    assert finish(launchers, 60, tmp_path) == [0, 0], output(tmp_path)
+    took = float(re.search(r"both ways in (\S+) s", output(tmp_path))[1])
     ideal = 2**20 * 8 / 50e6
     assert 0.8 * ideal < took < 1.5 * ideal
     print(f"\n1 MiB each way at 50 Mbit/s: {1000 * took:.0f} ms, one direction alone {1000 * ideal:.0f}")
@@ -191,12 +191,12 @@ def test_a_link_that_is_down_for_good(network, tmp_path):
     begin = time.monotonic()
     assert all(finish(launchers, TIMEOUT + 60, tmp_path))
     took = time.monotonic() - begin
-    assert took < TIMEOUT + patience(40), said(tmp_path)
+    assert took < TIMEOUT + patience(40), output(tmp_path)
     # Node 0 holds the store, so its ranks can say who does not answer; those of node 1 have lost it.
     first = (tmp_path / "node0.log").read_text()
     blamed = {int(rank) for rank in re.findall(r"error: rank (\d) on node1 does not answer", first)}
     blamed |= {int(rank) for rank in re.findall(r"rank (\d) on node1 does not answer", first)}
-    assert blamed == {2, 3}, said(tmp_path)
+    assert blamed == {2, 3}, output(tmp_path)
     assert not [pid for node in range(2) for pid in processes_in(f"sn{node}")]
     print(f"\nlink down for good: all ended after {took:.0f} s, ranks 2 and 3 named")
 
@@ -209,11 +209,11 @@ def test_a_link_that_becomes_ten_times_slower_is_named(network, tmp_path):
     until(lambda: len(rows(tmp_path)) > 12, 100, tmp_path, launchers)
     network.limit(20, 1)
     named = re.compile(r"the link from rank (\d) on node(\d) to rank (\d) on node(\d) takes (\S+) ms for 256 KiB")
-    took = until(lambda: named.search(said(tmp_path)), 100, tmp_path, launchers)
-    line = next(line for line in said(tmp_path).splitlines() if named.search(line))
+    took = until(lambda: named.search(output(tmp_path)), 100, tmp_path, launchers)
+    line = next(line for line in output(tmp_path).splitlines() if named.search(line))
     slowest = named.search(line)
     after = (1 + 1) % network.nodes
-    assert slowest.groups()[:4] == ("1", "1", f"{after}", f"{after}"), line  # what leaves node 1
+    assert slowest.groups()[:4] == ("1", "1", f"{after}", f"{after}"), line  # messages from node 1
     assert 80 < float(slowest[5]) < 1000, line  # 256 KiB at 20 Mbit/s take 105 ms
     print(f"\n{took:.0f} s after a link became slow: {line.strip()}")
 
@@ -231,7 +231,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("node", [0, 1])
 @pytest.mark.parametrize("how", ["read-only", "gone"])
 def test_a_node_that_loses_its_disk(network, node, how, tmp_path):
-    """Each save that fails is one line; training goes on, earlier saves are untouched; with the disk saves are back."""
+    """Each failed save gives one line; training continues, earlier saves stay; saves work again with the disk."""
     disk, mounted = tmp_path / "disk", tmp_path / "mounted"
     disk.mkdir()
     mounted.mkdir()
@@ -245,24 +245,24 @@ def test_a_node_that_loses_its_disk(network, node, how, tmp_path):
         "gone": (["umount", "--lazy", mounted], ["mount", "--bind", disk, mounted]),
     }[how]
     in_mounts_of(launchers[node], *map(str, lose))
-    before, failed = contents(disk), lambda: re.findall(r".*no checkpoint was written to.*", said(tmp_path))
+    before, failed = contents(disk), lambda: re.findall(r".*no checkpoint was written to.*", output(tmp_path))
     until(lambda: len(failed()) >= 2, 60, tmp_path, launchers)
     after = contents(disk)
     changed = {name for name in before if after.get(name) != before[name] and "partial" not in name}
-    # A save that had begun may still have been published; nothing of those before it may change.
+    # A save that had begun may still be published; earlier ones must not change.
     assert {name for name in changed if not name.startswith(".owner")} <= {"latest_checkpointed_iteration.txt"}
-    told = failed()
-    assert all(f"mounted (rank {node}: " in line for line in told), told
+    message = failed()
+    assert all(f"mounted (rank {node}: " in line for line in message), message
     steps, count = len(rows(tmp_path)), len(saved())
     until(lambda: len(rows(tmp_path)) > steps + 2, 60, tmp_path, launchers)
     in_mounts_of(launchers[node], *map(str, find))
     until(lambda: len(saved()) > count, 60, tmp_path, launchers)
-    assert "Traceback" not in said(tmp_path)
-    print(f"\nthe disk of node {node} {how}: {told[0].strip()}")
+    assert "Traceback" not in output(tmp_path)
+    print(f"\nthe disk of node {node} {how}: {message[0].strip()}")
 
 
 def agent(network: Network, node: int, folder: Path) -> subprocess.Popen:
-    """An elastic torchrun with one worker on a node; the agents meet on node 0."""
+    """An elastic torchrun with one worker per node; node 0 holds the store."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"]
     launcher += ["--max-restarts", "10", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{SUBNET}.1:29400"]
     launcher += ["--rdzv-id", "nodes", "--rdzv-conf", f"is_host={int(node == 0)},last_call_timeout=5"]
@@ -275,7 +275,7 @@ def agent(network: Network, node: int, folder: Path) -> subprocess.Popen:
 
 @pytest.mark.parametrize("network", [(2, 200)], indirect=True)
 def test_a_node_that_dies_and_comes_back(network, alone, tmp_path):
-    """An elastic job goes on with the other node, and grows again; its losses are those of one process."""
+    """An elastic job continues with the other node and grows again; its losses equal those of one process."""
     starts = lambda: [int(n) for n in re.findall(r"elastic: (\d) process", (tmp_path / "node0.log").read_text())]  # noqa: E731
     last = lambda: max((row["iteration"] for row in rows(tmp_path)), default=0)  # noqa: E731
     launchers = [agent(network, node, tmp_path) for node in range(2)]
@@ -293,8 +293,8 @@ def test_a_node_that_dies_and_comes_back(network, alone, tmp_path):
     grown = until(lambda: starts()[-1] == 2, 120, tmp_path, launchers)
     before = last()
     until(lambda: last() >= before + 4, 120, tmp_path, launchers)
-    found = {row["iteration"]: row["lm_loss"] for row in rows(tmp_path)}
+    result = {row["iteration"]: row["lm_loss"] for row in rows(tmp_path)}
     wanted = alone(20)
-    worst = max(abs(found[number] / loss - 1) for number, loss in enumerate(wanted, 1) if number in found)
-    assert sorted(found) == list(range(1, max(found) + 1)) and worst < 1e-5
+    worst = max(abs(result[number] / loss - 1) for number, loss in enumerate(wanted, 1) if number in result)
+    assert sorted(result) == list(range(1, max(result) + 1)) and worst < 1e-5
     print(f"\na node died: on with the other after {shrunk:.0f} s; back: both after {grown:.0f} s")

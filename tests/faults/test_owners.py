@@ -34,7 +34,7 @@ def flags(folder: Path, more: str = "") -> list[str]:
 
 
 def undisturbed(folder: Path, more: str, ranks: int) -> tuple[dict, float]:
-    """Losses of the run that nobody disturbs, and the seconds that it took."""
+    """Losses and seconds of an undisturbed run."""
     begin = time.monotonic()
     done = run_ranks(PROGRAM, flags(folder, f"{more} --log-jsonl {folder}/log.jsonl"), ENVIRONMENT, ranks)
     assert [one.returncode for one in done] == [0] * ranks, done[0].stderr
@@ -42,7 +42,7 @@ def undisturbed(folder: Path, more: str, ranks: int) -> tuple[dict, float]:
 
 
 def assert_whole(folder: Path) -> None:
-    """All checkpoints of the folder are undamaged and of one run, and nothing else is left."""
+    """Check that all checkpoints of the folder are undamaged and of one run, and that no other file is left."""
     there = checkpoints_in(folder / "c")
     assert list(there) == list(range(1, ITERATIONS + 1))
     assert [damage(path) for path in there.values()] == [None] * ITERATIONS
@@ -87,8 +87,8 @@ def test_of_two_jobs_in_one_folder_one_is_refused_and_nothing_is_damaged(tmp_pat
             seconds *= 0.9
             continue
         refused = codes.index([2] * RANKS)
-        told = [line for line in errors[refused].splitlines() if "error: " in line]
-        assert len(told) == 1 and f"error: --save {folder}/c is in use by process " in told[0], errors
+        message = [line for line in errors[refused].splitlines() if "error: " in line]
+        assert len(message) == 1 and f"error: --save {folder}/c is in use by process " in message[0], errors
         assert losses(folder / f"log{1 - refused}") == whole
         counts["refused"] += 1
         counts[f"job {refused} of the two"] += 1
@@ -107,12 +107,12 @@ def test_a_killed_job_is_followed_by_the_next_one_at_once(tmp_path):
         owned = list((folder / "c").glob(".owner.*")) if killed.what != "over" else []
         (done,) = run_ranks(PROGRAM, words, ENVIRONMENT, 1)
         assert done.returncode == 0, done.stderr
-        told = re.findall(r"took over --save \S+ from process \d+ on \S+ since .*, which has ended", done.stdout)
-        # A job that was killed before it owned the folder has nothing that could be taken over.
-        assert len(told) == len(owned) or (not told and "ready after" not in killed.said), done.stdout
+        message = re.findall(r"took over --save \S+ from process \d+ on \S+ since .*, which has ended", done.stdout)
+        # A job that was killed before it owned the folder leaves nothing to take over.
+        assert len(message) == len(owned) or (not message and "ready after" not in killed.output), done.stdout
         assert losses(folder) == whole
         assert_whole(folder)
-        counts["taken over" if told else "killed before or after"] += 1
+        counts["taken over" if message else "killed before or after"] += 1
     print(f"\n{dict(counts)} in {rounds} rounds; every checkpoint whole and of one run, every loss the same")
 
 
@@ -124,30 +124,30 @@ def until(holds, job) -> None:
 
 
 def test_a_job_that_has_lost_its_folder_ends_and_changes_nothing_there(tmp_path):
-    """As after a stop that was long enough for a job on another machine to take over."""
+    """As if the job had stopped so long that a job on another machine took over."""
     folder, logs = tmp_path / "c", tmp_path / "logs"
     words = [*flags(tmp_path, "--async-save"), "--train-iters", "1000000", "--keep-last-checkpoints", "2"]
     with meeting(ENVIRONMENT, 1) as (environment,):
         job = start_forked(PROGRAM, words, environment, logs)
         try:
             until(lambda: (folder / TRACKER).exists(), job)
-            next(folder.glob(CARDS)).unlink()  # what who takes over does first
+            next(folder.glob(CARDS)).unlink()  # the first action of a job that takes over
             owner = take(folder, [])
             job.join(patience(60))
             assert job.exitcode == 1
         finally:
             job.kill()
             job.join()
-    said = [line for line in text(logs / "out").splitlines() if "any more" in line]
-    assert any("stopped after iteration" in line for line in said) and "Traceback" not in text(logs / "err")
-    assert f"--save {folder} is not this job's any more: process {os.getpid()} on " in said[-1]
-    assert len(said) <= 3, said  # a save that had begun, or one that was due before the loss was noticed, says so
+    printed = [line for line in text(logs / "out").splitlines() if "any more" in line]
+    assert any("stopped after iteration" in line for line in printed) and "Traceback" not in text(logs / "err")
+    assert f"--save {folder} is not this job's any more: process {os.getpid()} on " in printed[-1]
+    assert len(printed) <= 3, printed  # one line for a save that was in progress or due
     owner.check()
     owner.release()
     assert all(damage(path) is None for path in checkpoints_in(folder).values())
 
 
-# Owners and modes: what a user may not read or write is one line, and nothing changes; the rest works.
+# Owners and modes: what a user may not read or write gives one line and changes nothing; the rest works.
 
 
 needs_root = pytest.mark.skipif(
@@ -159,13 +159,13 @@ OWNED_TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def run(words, umask="022", program=PROGRAM):
-    """A program that has given up root's privileges."""
+    """The result of a program without root's privileges."""
     wrapper = ROOT / "tests" / "without_privileges.py"
     return run_forked(wrapper, [umask, str(program), *words.split()], {**ENVIRONMENT, "PYTHONPATH": str(ROOT)})
 
 
 def give_away(path, mode=None):
-    """To another user, with all that lies in it."""
+    """Give a path and everything in it to another user."""
     for one in (path, *path.rglob("*")):
         os.chown(one, OTHER, -1)
     if mode is not None:
@@ -225,7 +225,7 @@ def test_everything_else_that_belongs_to_another_user(tmp_path):
         assert "ermission denied" in refused(tmp_path, words, program)
         count += 1
     save.chmod(0o755)
-    for path in (save / OWNED_TRACKER, save / "iter_0000002"):  # of modes 600 and 700
+    for path in (save / OWNED_TRACKER, save / "iter_0000002"):  # with modes 600 and 700
         line = refused(tmp_path, f"{RUN} --load {save}")
         assert "ermission denied" in line and str(path) in line
         path.chmod(0o755)
@@ -238,7 +238,7 @@ def test_everything_else_that_belongs_to_another_user(tmp_path):
         assert "ermission denied" in refused(tmp_path, words, program), path
         path.chmod(mode)
         count += 1
-    give_away(cache.parent, 0o700)  # then indices are made in memory
+    give_away(cache.parent, 0o700)  # indices are then built in memory
     done = run(read)
     assert done.returncode == 0 and "every rank builds in memory" in done.stderr
     print(f"\n{count} files and folders of another user: a line each, nothing changed")
@@ -252,8 +252,8 @@ def test_groups_masks_and_older_checkpoints_of_others(tmp_path):
     os.chown(shared, -1, OTHER)
     shared.chmod(0o2775)
     assert run(f"{RUN} --save {shared}/c", umask="027").returncode == 0
-    found = [path.stat() for path in (shared / "c", *(shared / "c").rglob("*"))]
-    assert {one.st_gid for one in found} == {OTHER} and {one.st_mode & 0o7777 for one in found} == {0o2750, 0o640}
+    result = [path.stat() for path in (shared / "c", *(shared / "c").rglob("*"))]
+    assert {one.st_gid for one in result} == {OTHER} and {one.st_mode & 0o7777 for one in result} == {0o2750, 0o640}
 
     give_away(shared / "c" / "iter_0000002", 0o755)  # in a folder of ours
     for path in (shared / "c" / "iter_0000002").iterdir():

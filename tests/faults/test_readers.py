@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job loads while another one saves, and removes what is older: one checkpoint, whole, or one line; never a mix."""
+"""A job loads while another one saves and removes old ones: one complete checkpoint or one line, never a mix."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --hidden-dropou
 
 
 def fill(job, value):
-    """Make every weight and every state of the optimizer this number."""
+    """Set every weight and every optimizer state to this number."""
     with torch.no_grad():
         for chunk in job.chunks:
             for parameter in chunk.parameters():
@@ -29,17 +29,17 @@ def fill(job, value):
 
 
 def numbers_in(job):
-    """All different numbers among weights and states."""
-    found = {float(number) for chunk in job.chunks for p in chunk.parameters() for number in p.detach().unique()}
+    """The distinct numbers among weights and states."""
+    result = {float(number) for chunk in job.chunks for p in chunk.parameters() for number in p.detach().unique()}
     for one in getattr(job.optimizer, "chained_optimizers", [job.optimizer]):
         for states in one.optimizer.state.values():
             for state in states.values():
-                found |= {float(number) for number in state.unique()}
-    return found
+                result |= {float(number) for number in state.unique()}
+    return result
 
 
 def save_again_and_again(folder, same_iteration):
-    """One process: a checkpoint after the other, each of one number throughout; the older ones are removed."""
+    """One process that saves checkpoints in a row, each filled with one number, and removes older ones."""
     os.setsid()
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     import torch.distributed as dist
@@ -59,7 +59,7 @@ def save_again_and_again(folder, same_iteration):
 
 
 def loaded(folder):
-    """(iteration, numbers) of what was loaded, or the line that refused it."""
+    """(iteration, numbers) of the loaded checkpoint, or the refusal."""
     try:
         job = make_job(f"{SMALL} --load {folder}")
     except Refusal as refusal:
@@ -68,7 +68,7 @@ def loaded(folder):
 
 
 def loaded_while_replaced(folder, others):
-    """Another checkpoint of the same iteration takes this one's place in the middle of a load; what refuses it."""
+    """Replace the checkpoint by another one of the same iteration during a load; returns the refusal."""
     from megatron.training.checkpoint import checkpoint
 
     read = checkpoint.load_state
@@ -97,8 +97,8 @@ def saved(folder, number):
 def test_a_checkpoint_that_is_replaced_in_the_middle_of_a_load(pool, tmp_path):
     for number in (1, 2):
         pool.run(saved, 1, str(tmp_path / str(number)), number)
-    told = pool.run(loaded_while_replaced, 1, tmp_path / "1", tmp_path / "2")[0]
-    assert f"{tmp_path}/1/iter_0000001 was removed or replaced while it was loaded" in told
+    message = pool.run(loaded_while_replaced, 1, tmp_path / "1", tmp_path / "2")[0]
+    assert f"{tmp_path}/1/iter_0000001 was removed or replaced while it was loaded" in message
     assert pool.run(loaded, 1, tmp_path / "1")[0][0] == 1
 
 
@@ -115,9 +115,9 @@ def test_a_load_while_another_job_saves(pool, tmp_path, same_iteration):
             time.sleep(0.05)
         whole, refused = [], []
         for _ in range(times):
-            found = pool.run(loaded, 1, str(folder), timeout=60)[0]
+            result = pool.run(loaded, 1, str(folder), timeout=60)[0]
             assert saver.is_alive()
-            (refused if isinstance(found, str) else whole).append(found)
+            (refused if isinstance(result, str) else whole).append(result)
     finally:
         os.kill(saver.pid, signal.SIGKILL)
         saver.join()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of files from elsewhere, each given thousands of broken and hostile files; see harness.py."""
+"""Fuzz tests of all readers of untrusted files; see harness.py."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The readers of what lies in a checkpoint's folder, each with valid files and what happens to them."""
+"""The readers of a checkpoint's files, each with valid files and a function that changes them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from tests.fuzz import mutations
 from tests.fuzz.harness import Reader
 
 OLD = Path(__file__).parents[1] / "distributed" / "data"
-OURS, CORE = "checkpoint_0b3becd.tgz", "megatron_core_0.12.tgz"  # of an earlier version of ours, of Megatron-LM
+OURS, CORE = "checkpoint_0b3becd.tgz", "megatron_core_0.12.tgz"  # an older version's, Megatron-LM's
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -60,14 +60,14 @@ def old_checkpoint(archive: str) -> dict[str, bytes]:
         return {Path(one.name).name: tar.extractfile(one).read() for one in tar if one.isfile()}
 
 
-def beside(archive: str, folder: str = "", without: str = "") -> dict[str, bytes]:
-    """The same, in a folder, without one file and without the tracker."""
-    found = old_checkpoint(archive).items()
-    return {f"{folder}{name}": data for name, data in found if name not in (without, TRACKER)}
+def archive_files(archive: str, folder: str = "", without: str = "") -> dict[str, bytes]:
+    """The same files in a folder, without one file and without the tracker."""
+    result = old_checkpoint(archive).items()
+    return {f"{folder}{name}": data for name, data in result if name not in (without, TRACKER)}
 
 
 def saved(value: Any, **options: Any) -> bytes:
-    """What ``torch.save`` writes."""
+    """The bytes that ``torch.save`` writes."""
     file = io.BytesIO()
     torch.save(value, file, **options)
     return file.getvalue()
@@ -142,7 +142,7 @@ def read_stored(folder: Path) -> None:
 
 
 def ours() -> bytes:
-    """A small common.pt of ours as it is written today, less what does not concern a reader."""
+    """A small common.pt in the current format, without fields that no reader uses."""
     model = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "rotary_base": 10000, "swiglu": True}
     model |= {"position_embedding_type": "rope", "norm_epsilon": 1e-5, "bias_gelu_fusion": True}
     data = {"seq_length": 32, "tokenizer_type": "NullTokenizer"}
@@ -225,12 +225,12 @@ def universal_states() -> bytes:
 
 
 def universal_files(without: str) -> dict[str, bytes]:
-    found = {"u/mp_rank_00_model_states.pt": universal_states()}
+    result = {"u/mp_rank_00_model_states.pt": universal_states()}
     for name, tensor in language_model().items():
         for kind in ("fp32", "exp_avg", "exp_avg_sq"):
-            found[f"u/zero/{name}/{kind}.pt"] = saved({"param": tensor, "cat_dim": 0})
-        found[f"u/zero/{name}/step.pt"] = saved(torch.tensor(3.0))
-    return {name: data for name, data in found.items() if name != without}
+            result[f"u/zero/{name}/{kind}.pt"] = saved({"param": tensor, "cat_dim": 0})
+        result[f"u/zero/{name}/step.pt"] = saved(torch.tensor(3.0))
+    return {name: data for name, data in result.items() if name != without}
 
 
 def read_universal(folder: Path) -> None:
@@ -278,24 +278,24 @@ def llama_tensors() -> dict[str, torch.Tensor]:
 def llama_parts() -> dict[str, bytes]:
     names = list(llama_tensors())
     shards = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
-    found = {
+    result = {
         file: safetensors_bytes({name: llama_tensors()[name] for name in inside}, {"format": "pt"})
         for file, inside in shards.items()
     }
     places = {name: file for file, inside in shards.items() for name in inside}
-    found[safetensors_folder.INDEX] = json.dumps({"metadata": {"total_size": 1}, "weight_map": places}).encode()
-    return found
+    result[safetensors_folder.INDEX] = json.dumps({"metadata": {"total_size": 1}, "weight_map": places}).encode()
+    return result
 
 
 def read_weights(folder: Path) -> None:
-    """Every tensor of a Hugging Face folder, as a run that loads it has them."""
+    """All tensors of a Hugging Face folder, as a run loads them."""
     stored = load_folder.open_folder(as_it_is(folder)).stored
     for key in stored:
         stored.shape(key)
 
 
 def headers_json() -> bytes:
-    """What is kept of the original's files when a Hugging Face folder is converted."""
+    """The files that a conversion keeps from a Hugging Face folder."""
     texts = {}
     for name, data in llama_parts().items():
         if name != safetensors_folder.INDEX:
@@ -304,7 +304,7 @@ def headers_json() -> bytes:
 
 
 def headers_changed(random: Random, data: bytes) -> bytes:
-    """A header in the list changed as JSON, or the list."""
+    """Change a header in the list as JSON, or the list itself."""
     if random.random() < 0.5:
         return mutations.json_text(random, data)
     texts = json.loads(data)
@@ -340,7 +340,7 @@ def copy_of_state() -> bytes:
 
 
 def sealed(random: Random, data: bytes) -> bytes:
-    """A changed copy, most often with its right sum."""
+    """A changed copy, usually with its correct checksum."""
     new = mutations.safetensors(random, data)
     at = new.find(copy_file.FIELD) + len(copy_file.FIELD)
     if at < len(copy_file.FIELD) or random.random() < 0.2:
@@ -358,13 +358,13 @@ def read_copy(folder: Path) -> bool:
 
 
 def whole(folder: Path) -> None:
-    """What a program does about damage."""
+    """Turn Damaged into a Refusal, as programs do."""
     if wrong := checksums.damage(folder):
         raise Refusal(wrong)
 
 
 def read_sums(folder: Path) -> None:
-    """What a program does about a list that cannot be read."""
+    """Turn errors of reading a list into a Refusal, as programs do."""
     try:
         read_list(folder / CHECKSUMS)
     except Damaged as damaged:
@@ -386,7 +386,7 @@ READERS = [
         file=".metadata",
         seeds=lambda: [two_tensors()[".metadata"]],
         change=mutations.pickled,
-        beside={"__0_0.distcp": two_tensors()["__0_0.distcp"]},
+        other_files={"__0_0.distcp": two_tensors()["__0_0.distcp"]},
         read=read_stored,
     ),
     Reader(
@@ -394,7 +394,7 @@ READERS = [
         file="__0_0.distcp",
         seeds=lambda: [two_tensors()["__0_0.distcp"]],
         change=mutations.any_bytes,
-        beside={".metadata": two_tensors()[".metadata"]},
+        other_files={".metadata": two_tensors()[".metadata"]},
         read=read_stored,
     ),
     Reader(
@@ -402,7 +402,7 @@ READERS = [
         file="iter_0000002/common.pt",
         seeds=lambda: [ours()],
         change=mutations.archived,
-        beside={TRACKER: b"2", **beside(OURS, "iter_0000002/", "common.pt")},
+        other_files={TRACKER: b"2", **archive_files(OURS, "iter_0000002/", "common.pt")},
         read=read_common,
     ),
     Reader(
@@ -410,7 +410,7 @@ READERS = [
         file="iter_0000002/common.pt",
         seeds=lambda: [old_checkpoint(CORE)["common.pt"]],
         change=mutations.archived,
-        beside={TRACKER: b"2", **beside(CORE, "iter_0000002/", "common.pt")},
+        other_files={TRACKER: b"2", **archive_files(CORE, "iter_0000002/", "common.pt")},
         read=read_common,
     ),
     Reader(
@@ -418,7 +418,7 @@ READERS = [
         file="object",
         seeds=lambda: [saved([random_state()]), saved({"groups": [{"lr": 0.1}], "engine": {"a": b"xyz"}})],
         change=mutations.archived,
-        read=lambda folder: [unpickle.read_bytes((folder / "object").read_bytes(), "an object", whole=True)],
+        read=lambda folder: [unpickle.read_bytes((folder / "object").read_bytes(), "an object", complete=True)],
     ),
     Reader(
         name="engine_states",
@@ -432,7 +432,7 @@ READERS = [
         file="iter_0000007/mp_rank_00/model_optim_rng.pt",
         seeds=lambda: [torch_format(), torch_format(_use_new_zipfile_serialization=False)],
         change=mutations.archived,
-        beside={TRACKER: b"7"},
+        other_files={TRACKER: b"7"},
         read=lambda folder: all_weights(older_formats.open_source(as_it_is(older_formats._path(folder, None)))),
     ),
     Reader(
@@ -440,7 +440,7 @@ READERS = [
         file="u/mp_rank_00_model_states.pt",
         seeds=lambda: [universal_states()],
         change=mutations.archived,
-        beside=universal_files("u/mp_rank_00_model_states.pt"),
+        other_files=universal_files("u/mp_rank_00_model_states.pt"),
         read=read_universal,
     ),
     Reader(
@@ -448,7 +448,7 @@ READERS = [
         file=ONE_WEIGHT,
         seeds=lambda: [saved({"param": torch.ones(8), "cat_dim": 0}), saved(torch.ones(8))],
         change=mutations.archived,
-        beside=universal_files(ONE_WEIGHT),
+        other_files=universal_files(ONE_WEIGHT),
         read=read_universal,
     ),
     Reader(
@@ -456,7 +456,7 @@ READERS = [
         file="iter_0000002/metadata.json",
         seeds=lambda: [old_checkpoint(CORE)["metadata.json"], b'{"sharded_backend": "torch_dist"}'],
         change=mutations.json_text,
-        beside={TRACKER: b"2", **beside(CORE, "iter_0000002/", "metadata.json")},
+        other_files={TRACKER: b"2", **archive_files(CORE, "iter_0000002/", "metadata.json")},
         read=lambda folder: [checkpoint_path(folder, None), whole(folder / "iter_0000002")],
     ),
     Reader(
@@ -464,7 +464,7 @@ READERS = [
         file="checksums.json",
         seeds=lambda: [json.dumps(LISTED).encode()],
         change=mutations.json_text,
-        beside={"a": b"x", "b": b"y"},
+        other_files={"a": b"x", "b": b"y"},
         read=read_sums,
     ),
     Reader(
@@ -472,7 +472,7 @@ READERS = [
         file=TRACKER,
         seeds=lambda: [b"2", b"2\n"],
         change=mutations.line_of_text,
-        beside=beside(CORE, "iter_0000002/"),
+        other_files=archive_files(CORE, "iter_0000002/"),
         read=lambda folder: checkpoint_path(folder, None),
     ),
     Reader(
@@ -480,7 +480,7 @@ READERS = [
         file="latest_universal",
         seeds=lambda: [b"u"],
         change=mutations.line_of_text,
-        beside={"u/zero/a/fp32.pt": b""},
+        other_files={"u/zero/a/fp32.pt": b""},
         read=lambda folder: universal_path(folder, None),
     ),
     Reader(
@@ -495,7 +495,7 @@ READERS = [
         file=safetensors_folder.SINGLE,
         seeds=lambda: [safetensors_bytes(llama_tensors(), {"format": "pt"})],
         change=mutations.safetensors,
-        beside={"config.json": CONFIGS[0]},
+        other_files={"config.json": CONFIGS[0]},
         read=read_weights,
     ),
     Reader(
@@ -503,7 +503,7 @@ READERS = [
         file=safetensors_folder.INDEX,
         seeds=lambda: [llama_parts()[safetensors_folder.INDEX]],
         change=mutations.json_text,
-        beside={
+        other_files={
             "config.json": CONFIGS[0],
             **{name: data for name, data in llama_parts().items() if name != safetensors_folder.INDEX},
         },
@@ -521,7 +521,7 @@ READERS = [
         file=HEADERS,
         seeds=lambda: [headers_json()],
         change=headers_changed,
-        beside={"config.json": CONFIGS[0]},
+        other_files={"config.json": CONFIGS[0]},
         read=write_as_the_original,
     ),
     Reader(
@@ -534,8 +534,8 @@ READERS = [
 ]
 
 
-# A folder for those who test what reads its files, and not how they are compared with what was written.
+# A Checked without comparison, for tests of the readers of its files.
 def as_it_is(folder: Path) -> Checked:
-    """All files of a folder, and of those in it, as if they had been compared."""
+    """All files below a folder, as if they had been compared."""
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()]
     return Checked(folder, frozenset(names), unchecked=True)

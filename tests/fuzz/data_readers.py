@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The readers of data and of files of settings, each with valid files and what happens to them."""
+"""The readers of data and of settings, each with valid files and a function that changes them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ BYTES = build_tokenizer(DataConfig(tokenizer_type="ByteLevelTokenizer"), None)
 MIB = 1 << 20
 
 
-# How texts change.
+# Changes of texts.
 
 WORDS = [
     "-1", "0", "1e400", "nan", "inf", "9" * 5000, "²", "\ud800", "\x1b[2J", "\u202e", "'", '"', "$(id)", "`id`",
@@ -59,7 +59,7 @@ WORDS = [
 
 
 def text(random: Random, data: bytes) -> bytes:
-    """Words and lines of a text replaced, doubled, exchanged, left out; others put in."""
+    """Replace, repeat, exchange, remove and insert words and lines of a text."""
     if random.random() < 0.2:
         return mutations.any_bytes(random, data)
     lines = [line.split(" ") for line in data.decode("utf-8", "replace").split("\n")]
@@ -80,7 +80,7 @@ def text(random: Random, data: bytes) -> bytes:
 
 
 def json_lines(random: Random, data: bytes) -> bytes:
-    """One line of JSON lines changed as JSON, or the whole as a text."""
+    """Change one line of JSON lines as JSON, or the file as a text."""
     if random.random() < 0.3:
         return text(random, data)
     lines = data.splitlines()
@@ -90,7 +90,7 @@ def json_lines(random: Random, data: bytes) -> bytes:
 
 
 def array_text(random: Random, data: bytes) -> bytes:
-    """A JSON array changed as JSON, or as a text."""
+    """Change a JSON array as JSON, or as a text."""
     return text(random, data) if random.random() < 0.4 else mutations.json_text(random, data)
 
 
@@ -99,16 +99,16 @@ def parquet() -> list[bytes]:
     import pyarrow
     from pyarrow import parquet
 
-    table, found = pyarrow.Table.from_pylist([{"text": "abc", "n": [1]}, {"text": "", "n": None}] * 9), []
+    table, result = pyarrow.Table.from_pylist([{"text": "abc", "n": [1]}, {"text": "", "n": None}] * 9), []
     for compression in ("none", "snappy"):
         stream = io.BytesIO()
         parquet.write_table(table, stream, compression=compression, row_group_size=5)
-        found.append(stream.getvalue())
-    return found
+        result.append(stream.getvalue())
+    return result
 
 
 def packed_lines(random: Random, data: bytes) -> bytes:
-    """A .gz: its content changed, its bytes changed, or a bomb."""
+    """A .gz with changed content or changed bytes, or a decompression bomb."""
     kind = random.randrange(4)
     if kind == 0:
         return mutations.any_bytes(random, data)
@@ -137,7 +137,7 @@ def corpus() -> dict[str, bytes]:
 
 
 def index(random: Random, data: bytes) -> bytes:
-    """Counts, lengths and pointers of an index replaced, each alone or so that the file's size still fits."""
+    """Replace counts, lengths and pointers of an index, singly or so that the file's size still fits."""
     if random.random() < 0.2:
         return mutations.any_bytes(random, data)
     magic, version, code, sequences, documents = data_files.HEADER.unpack_from(data)
@@ -154,7 +154,7 @@ def index(random: Random, data: bytes) -> bytes:
             size = random.choice([4, 8])
             at = random.randrange(0, len(body), size)
             body[at : at + size] = number.to_bytes(8, "little")[:size]
-    if random.random() < 0.5:  # a size that the counts agree with, as far as there is room
+    if random.random() < 0.5:  # a size that agrees with the counts, if possible
         body = (body * 50)[: min(12 * sequences + 8 * documents, 10_000)]
     return data_files.HEADER.pack(magic, version, code, sequences % 2**64, documents % 2**64) + bytes(body)
 
@@ -188,7 +188,7 @@ HEADERS = [
 
 
 def numbers(random: Random, data: bytes) -> bytes:
-    """A .npy of another header, of objects (pickled), an archive, or any bytes."""
+    """A .npy with another header, with pickled objects, an archive, or random bytes."""
     kind = random.randrange(6)
     if kind == 0:
         return mutations.any_bytes(random, data)
@@ -216,7 +216,7 @@ CHATS = {
 
 
 def listed(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
-    """``read`` of a folder whose list of files (index_files.py) fits them as they are."""
+    """Call ``read`` on a folder whose list of files (index_files.py) was updated."""
 
     def of_listed(folder: Path) -> Any:
         sizes = {path.name: path.stat().st_size for path in folder.glob("*.npy")}
@@ -228,7 +228,7 @@ def listed(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
 
 def read_cache(folder: Path) -> None:
     data_files.check_cache(str(folder))
-    for path in folder.glob("*.npy"):  # as megatron-core does
+    for path in folder.glob("*.npy"):  # as in megatron-core
         np.load(path, mmap_mode="r", allow_pickle=True).sum()
 
 
@@ -236,7 +236,7 @@ def read_cache(folder: Path) -> None:
 
 
 def parsed(words: str) -> Any:
-    """A command line, read; of several refusals each, as a line."""
+    """Read a command line; several refusals are raised as one line each."""
     try:
         return parse(words.split(), None, 1).notes
     except Refusals as refusals:
@@ -289,12 +289,12 @@ SETTINGS = {"attention.attention_mask": "window", "attention.window_size": [9, 0
 
 
 def read_settings(folder: Path) -> None:
-    found = json.loads((folder / "file").read_bytes())  # stands for what was unpickled
-    check_saved({name: found[name] for name in SETTINGS if isinstance(found, dict) and name in found}, "folder")
+    result = json.loads((folder / "file").read_bytes())  # in place of an unpickled object
+    check_saved({name: result[name] for name in SETTINGS if isinstance(result, dict) and name in result}, "folder")
 
 
 def plain_json(random: Random, data: bytes) -> bytes:
-    """JSON again: what it stands for is not read from a text."""
+    """Change JSON as JSON only, because it stands for an object that is not read from text."""
     while True:
         try:
             return json.dumps(json.loads(mutations.json_text(random, data))).encode()
@@ -311,7 +311,7 @@ def hugging_face(folder: Path) -> Saved:
 
 
 def traced() -> bytes:
-    """A dry run's trace, small."""
+    """A small trace of a dry run."""
     events: list[dict[str, Any]] = [{"ph": "M", "name": "process_sort_index", "pid": 0, "args": {"sort_index": 0}}]
     for at, name in enumerate(("forward", "gemm", "all_reduce", "backward", "gemm", "optimizer")):
         kind = "phase" if name in trace_alignment.PHASES else "gemm" if name == "gemm" else "dp"
@@ -322,12 +322,12 @@ def traced() -> bytes:
 
 def profiled() -> list[bytes]:
     folder = ROOT / "tests" / "unit" / "data" / "traces"
-    found = [path.read_bytes() for path in sorted(folder.glob("*.json"))]
-    return [*found, gzip.compress(found[0], mtime=0)]
+    result = [path.read_bytes() for path in sorted(folder.glob("*.json"))]
+    return [*result, gzip.compress(result[0], mtime=0)]
 
 
 def trace(random: Random, data: bytes) -> bytes:
-    """A trace changed as JSON, packed or not; or a bomb."""
+    """A trace changed as JSON, compressed or not; or a decompression bomb."""
     if data[:2] == b"\x1f\x8b":
         if random.random() < 0.3:
             return gzip.compress(random.choice([b" ", b"["]) * (40 * MIB))
@@ -336,7 +336,7 @@ def trace(random: Random, data: bytes) -> bytes:
 
 
 def in_line(action: Any) -> Any:
-    """Tools without a parser's refusals print their own errors in one line: these stand for them."""
+    """Turn the one-line errors of tools into Refusals."""
 
     def read(folder: Path) -> Any:
         try:
@@ -358,9 +358,9 @@ def compared(predicted: str, real: str) -> Any:
             raise trace_alignment.NoTrace("is no dry run's")
         ours = trace_alignment.predicted(dry, 0)
         known = {x.name: x.kind for x in ours if x.kind not in trace_alignment.KINDS} | {"aten::mm": "gemm"}
-        found = trace_alignment.compare(ours, measured(run, known))
-        compare_trace._table(found, 0)
-        return json.dumps([merged(dry, [(0, run)]), found.rows(), found.alone()]) and None
+        result = trace_alignment.compare(ours, measured(run, known))
+        compare_trace._table(result, 0)
+        return json.dumps([merged(dry, [(0, run)]), result.rows(), result.differences()]) and None
 
     return read
 
@@ -377,11 +377,11 @@ PROFILE = {
 
 
 def profile(folder: Path) -> None:
-    found = memory_picture.read(folder / "file")
-    memory_picture.peak_of(found)
-    seconds, sizes = memory_picture.series(found)
+    result = memory_picture.read(folder / "file")
+    memory_picture.peak_of(result)
+    seconds, sizes = memory_picture.series(result)
     for by in ("time", "events"):
-        memory_picture._positions(found, seconds, by)
+        memory_picture._positions(result, seconds, by)
 
 
 def logged(folder: Path) -> None:
@@ -414,13 +414,13 @@ srun -n 16 --ntasks-per-node=8 python pretrain_gpt.py --num-layers=2
 
 
 def script(folder: Path) -> None:
-    found = (folder / "file").read_text(errors="replace")
-    slurm(found)
+    result = (folder / "file").read_text(errors="replace")
+    slurm(result)
     try:
-        elsewhere(found, "script.sh")
-    except ValueError as error:  # the filter's shell ends with this line
+        elsewhere(result, "script.sh")
+    except ValueError as error:  # the filter's shell prints it and ends
         raise Refusal(str(error)) from None
-    for line in found.splitlines():
+    for line in result.splitlines():
         try:
             words = shlex.split(line)
         except ValueError:
@@ -437,8 +437,8 @@ def encoded(name: str) -> Any:
         settings = Settings((("tokenizer_type", "ByteLevelTokenizer"),), None, "uint16", ("text",), True, 0)
         try:
             records = list(text_files.Reader([str(folder / name)]))
-            if (found := encode(settings, records)).bad:
-                raise Refusal(found.bad[0])
+            if (result := encode(settings, records)).bad:
+                raise Refusal(result.bad[0])
         finally:
             text_files.LONGEST = longest
 
@@ -478,12 +478,12 @@ def reader(name: str, seeds: Any, change: Any, read: Any, file: str = "file", **
 
 
 READERS = [
-    reader("index", lambda: [corpus()["c.idx"]], index, read_index, "c.idx", beside={"c.bin": corpus()["c.bin"]}),
+    reader("index", lambda: [corpus()["c.idx"]], index, read_index, "c.idx", other_files={"c.bin": corpus()["c.bin"]}),
     reader("index_cache", lambda: [array(np.arange(9))], numbers, listed(read_cache), "a.npy"),
     reader(
         "chat_cache", lambda: [CHATS["starts.npy"]], numbers,
         listed(lambda folder: chat_dataset.kept("chats", str(folder)).lengths()),
-        "starts.npy", beside={name: data for name, data in CHATS.items() if name != "starts.npy"},
+        "starts.npy", other_files={name: data for name, data in CHATS.items() if name != "starts.npy"},
     ),
     reader("data_args_path", b"1 a 2.5 b\n3 c\n", text, blend("data_args_path")),
     reader("data_file_list", b"1 a.bin x\n2.5 b.bin y\n", text, blend("data_file_list")),
@@ -502,8 +502,9 @@ READERS = [
     reader("document_lengths", documents_text, text, lambda folder: packed.__wrapped__("file", 64)),
     reader("nccl_log", tables, text, lambda folder: read_runs(folder / "file")),
     reader("predicted_trace", lambda: [traced()], bare_json, in_line(compared("file", "real.json")),
-           beside={"real.json": profiled()[0]}),
-    reader("measured_trace", profiled, trace, in_line(compared("dry.json", "file")), beside={"dry.json": traced()}),
+           other_files={"real.json": profiled()[0]}),
+    reader("measured_trace", profiled, trace, in_line(compared("dry.json", "file")),
+           other_files={"dry.json": traced()}),
     reader("log_jsonl", lambda: [(as_json(ROW) + b"\n") * 3], json_lines, in_line(logged)),
     reader("memory_profile", as_json(PROFILE), bare_json, in_line(profile)),
     reader("script", SCRIPT, text, script),
@@ -523,6 +524,6 @@ READERS = [
         lambda folder: sparse_pattern(AttentionConfig(sparse_pattern="file", sparse_block_size=8), 32),
     ),
     reader("generation_config", as_json(GENERATION), bare_json, hugging_face, "generation_config.json",
-           beside={"config.json": as_json({"eos_token_id": 2, "torch_dtype": "float16"})}),
+           other_files={"config.json": as_json({"eos_token_id": 2, "torch_dtype": "float16"})}),
     reader("saved_settings", as_json(SETTINGS), plain_json, read_settings),
 ]  # fmt: skip

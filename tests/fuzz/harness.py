@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give a reader thousands of broken and hostile files, and catch everything that it must not do.
+"""Give a reader thousands of broken and hostile files, and detect all forbidden behaviour.
 
 A reader is one :class:`Reader`: valid files to begin with, a function that changes them, and the call. Inputs are read
-in a forked child that watches itself: with an audit hook for what is run, imported, opened and sent, with limits for
-memory and CPU time, and it checks what comes out. A reader may end in two ways: with a value, or with one ``Refusal``
+in a forked child that monitors itself: an audit hook sees what is run, imported, opened and sent; there are limits for
+memory and CPU time, and the result is checked. A reader may end in two ways: with a value, or with one ``Refusal``
 whose text is one short line that can be printed.
 
-Input number N of a reader is always the same, so a failure is known by its number. The input is added to
+Input number N of a reader is always the same, so its number identifies a failure. The input is added to
 ``tests/fuzz/corpus.zip``, from where every later run reads it again.
 
     python -m pytest tests/fuzz                                 # the corpus, and a few new inputs for each reader
-    FUZZ=10000 python -m pytest tests/fuzz                      # so many new inputs for each reader
+    FUZZ=10000 python -m pytest tests/fuzz                      # 10,000 new inputs for each reader
     FUZZ=10000 FUZZ_SEED=7 python -m pytest tests/fuzz -k json  # others, of some readers
 """
 
@@ -40,7 +40,7 @@ from typing import Any
 from megatron.training.refusal import Refusal
 from tests.patience import patience
 
-# Of the standard library, looked up by the names of encodings: not in the middle of a watched read.
+# Modules of the standard library that encodings import by name: import them before a monitored read.
 for _name in ("cp437", "idna", "latin_1", "utf_16", "utf_16_be", "utf_16_le", "utf_32", "utf_32_be", "utf_32_le"):
     importlib.import_module(f"encodings.{_name}")
 
@@ -60,7 +60,7 @@ class Reader:
         seeds: makes valid inputs, which must be read without a refusal.
         change: makes a new input from a valid one; all chance comes from the ``Random``.
         read: reads the folder.
-        beside: other files in the folder, by name.
+        other_files: further files in the folder, by name.
         memory: MiB that reading one input may take.
         seconds: of CPU time that reading one input may take.
         trusted: installed packages of which the reader may import any module, whatever the input chooses.
@@ -71,7 +71,7 @@ class Reader:
     seeds: Callable[[], Sequence[bytes]]
     change: Callable[[Random, bytes], bytes]
     read: Callable[[Path], Any]
-    beside: Mapping[str, bytes] = field(default_factory=dict)
+    other_files: Mapping[str, bytes] = field(default_factory=dict)
     memory: int = 256
     seconds: float = 5.0
     trusted: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ class Reader:
 
 @dataclass
 class Failure:
-    """What a reader did that it must not do."""
+    """A forbidden action of a reader."""
 
     label: str  # names the input
     what: str
@@ -88,12 +88,12 @@ class Failure:
 
 @dataclass
 class Outcome:
-    """What came of a number of inputs."""
+    """The results for some inputs."""
 
     values: int = 0
     refusals: int = 0
     seconds: float = 0.0
-    lines: Counter[str] = field(default_factory=Counter)  # refusals without digits, for a look at what was reached
+    lines: Counter[str] = field(default_factory=Counter)  # refusals without digits, to see which were reached
     failures: list[Failure] = field(default_factory=list)
 
 
@@ -106,7 +106,7 @@ def fresh(reader: Reader, seed: int, count: int) -> Iterator[tuple[str, bytes]]:
 
 
 def corpus(reader: Reader) -> list[tuple[str, bytes]]:
-    """(name, input) of what is kept of a reader."""
+    """(name, input) of a reader's inputs in the corpus."""
     with zipfile.ZipFile(CORPUS) as kept:
         names = sorted(name for name in kept.namelist() if name.startswith(f"{reader.name}/"))
         return [(name, kept.read(name)) for name in names]
@@ -122,7 +122,7 @@ def keep(reader: Reader, failure: Failure) -> Path:
 
 
 def run(reader: Reader, inputs: Iterator[tuple[str, bytes]] | list[tuple[str, bytes]], folder: Path) -> Outcome:
-    """Read all inputs, in one child as long as it lives; a child that dies is blamed on its input, another goes on.
+    """Read all inputs in a child; if it dies, its input is a failure, and another child continues.
 
     Args:
         folder: an empty one, for this reader alone.
@@ -178,7 +178,7 @@ def _run_child(reader: Reader, todo: list[tuple[str, bytes]], first: int, folder
 
 
 def _listen(receiving: int, progress: mmap.mmap) -> tuple[list[dict[str, Any]], bool]:
-    """(what a child tells, whether it stopped answering)."""
+    """(message of a child, whether it stopped answering)."""
     import select
 
     text, last, since = b"", progress[:], time.monotonic()
@@ -199,16 +199,16 @@ def _listen(receiving: int, progress: mmap.mmap) -> tuple[list[dict[str, Any]], 
 
 
 class Caught(BaseException):
-    """Something that a reader must not do, before it is done."""
+    """Raised before a forbidden action."""
 
 
 @dataclass
 class _Watch:
-    """What the audit hook knows; a hook cannot be taken away, so it lives in the child alone."""
+    """State of the audit hook, which cannot be removed and therefore exists only in the child."""
 
     folder: str
     trusted: tuple[str, ...] = ()
-    learning: bool = True  # valid files are read, and what that does is right
+    learning: bool = True  # while valid files are read, all actions are permitted
     on: bool = False
     seen: set[tuple[str, str]] = field(default_factory=set)
     caught: str = ""
@@ -226,11 +226,11 @@ class _Watch:
         raise Caught(self.caught)
 
     def _is_trusted(self, event: str, what: str) -> bool:
-        if event == "marshal.loads":  # of a .pyc, which was opened just before
+        if event == "marshal.loads":  # of a .pyc that was just opened
             return bool(self.trusted)
         if event == "import":
             return what.split(".")[0] in self.trusted
-        # jinja2 turns templates into code of its own.
+        # jinja2 compiles templates to Python code.
         if "jinja2" in self.trusted and event in ("compile", "code.__new__", "exec"):
             if "<unknown>" in what or "<template>" in what:
                 return True
@@ -278,7 +278,7 @@ def _child(
     sys.addaudithook(watch)
     signal.signal(signal.SIGVTALRM, _late)
     progress[:] = struct.pack("q", -1)
-    for data in [one for one in reader.seeds() for _ in range(2)]:  # the second time nothing new happens any more
+    for data in [one for one in reader.seeds() for _ in range(2)]:  # twice, because the first read imports modules
         what, _ = _read(reader, folder, data, watch)
         if what != "value":
             tell(kind="failure", number=-1, what=f"a valid file is not read: {what}")
@@ -301,7 +301,7 @@ def _child(
 
 def _prepare(reader: Reader, folder: Path) -> None:
     folder.mkdir(parents=True)
-    for name, data in reader.beside.items():
+    for name, data in reader.other_files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
@@ -319,13 +319,13 @@ def _limit_memory(most: int) -> None:
 
 
 def _read(reader: Reader, folder: Path, data: bytes, watch: _Watch) -> tuple[str, str]:
-    """("value" or "refusal", its line), or (what was wrong, "")."""
+    """("value" or "refusal", its line), or (the error, "")."""
     (folder / reader.file).write_bytes(data)
     watch.caught = ""
     kind, line, value = "value", "", None
     try:
         signal.setitimer(signal.ITIMER_VIRTUAL, reader.seconds)
-        signal.setitimer(signal.ITIMER_PROF, 2 * reader.seconds)  # ends what does not come back from C
+        signal.setitimer(signal.ITIMER_PROF, 2 * reader.seconds)  # ends calls that do not return from C
         watch.on = True
         try:
             value = reader.read(folder)
@@ -334,7 +334,7 @@ def _read(reader: Reader, folder: Path, data: bytes, watch: _Watch) -> tuple[str
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             signal.setitimer(signal.ITIMER_PROF, 0)
     except Refusal as refusal:
-        kind, line = "refusal", refusal.told()
+        kind, line = "refusal", refusal.render()
         if wrong := _wrong_refusal(refusal, line):
             return wrong, ""
     except Caught as caught:
@@ -353,7 +353,7 @@ def _wrong_refusal(refusal: Refusal, line: str) -> str | None:
     if not _is_line(str(refusal)) or not _is_line(line):
         return f"its refusal is not one short line that can be printed: {str(refusal)[:200]!r}"
     error: BaseException | None = refusal
-    while error is not None:  # what was refused for want of memory was asked for
+    while error is not None:  # also if the refusal was caused by a MemoryError
         if isinstance(error, MemoryError) or "allocate memory" in str(error):
             return f"wants more memory than it may have: {str(error)[:200]}"
         error = error.__cause__ or error.__context__

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How valid files become broken and hostile ones: any bytes, pickles, zip archives, JSON, safetensors."""
+"""Turns valid files into broken and hostile ones: any bytes, pickles, zip archives, JSON, safetensors."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ NAMES = [
 
 
 def any_bytes(random: Random, data: bytes) -> bytes:
-    """Bits flipped, parts cut out, doubled, exchanged; numbers in their place."""
+    """Flip bits; remove, repeat and exchange parts; replace parts by numbers."""
     new = bytearray(data)
     for _ in range(random.choice([1, 1, 1, 2, 4, 16])):
         if not new:
@@ -142,7 +142,7 @@ def name_of(module: str, name: str, random: Random) -> bytes:
 
 
 def hostile(random: Random) -> bytes:
-    """Instructions that leave one object on the stack, and mean no good."""
+    """Hostile instructions that leave one object on the stack."""
     kind = random.randrange(16)
     module, name = random.choice(NAMES)
     if kind <= 4:
@@ -158,9 +158,9 @@ def hostile(random: Random) -> bytes:
         return random.choice([b"]", b"(", b"}"]) * random.choice([50, 2000, 100_000]) + b"N"
     if kind == 7:
         return b"]" * 2000 + b"a" * 1999
-    if kind == 8:  # twice in each other, forty times
+    if kind == 8:  # nested forty times, each containing the previous one twice
         return b"]" + b"".join(b"q%c0]h%ch%c\x86a" % (i, i, i) for i in range(random.choice([10, 40, 90])))
-    if kind == 9:  # as a key, whose hash has to walk through all of it
+    if kind == 9:  # as a key, whose hash visits all of it
         return b"}N" + b"".join(b"q%c0h%ch%c\x86" % (i, i, i) for i in range(40)) + b"Ns"
     if kind == 10:
         return random.choice([b"\x8e", b"\x8d", b"\x96"]) + struct.pack("<Q", random.choice([2**40, 2**62, 2**64 - 1]))
@@ -170,27 +170,27 @@ def hostile(random: Random) -> bytes:
         return whole_of(random.choice(INTEGERS)) if random.random() < 0.8 else b"\x8b" + struct.pack("<i", 2**31 - 1)
     if kind == 13:
         return text_of(random.choice(TEXTS))
-    if kind == 14:  # itself in itself
+    if kind == 14:  # contains itself
         return random.choice([b"]q\x07h\x07a", b"}q\x07Nh\x07s", b"]q\x07h\x07\x85q\x080h\x07h\x08a"])
     return b"I" + b"9" * random.choice([10, 10_000]) + b"\n"
 
 
 def spans(data: bytes) -> list[tuple[int, int]]:
-    """[begin, end) of each instruction, as far as they can be told."""
+    """[begin, end) of each instruction, as far as they can be parsed."""
     begins = []
     try:
         for _, _, at in pickletools.genops(data):
             begins.append(at)
-    except Exception:  # a pickle that was broken before
+    except Exception:  # the pickle was already broken
         pass
     return list(zip(begins, [*begins[1:], len(data)]))
 
 
 def pickled(random: Random, data: bytes) -> bytes:
-    """Instructions of a pickle replaced, left out, doubled, exchanged; hostile ones put in."""
+    """Replace, remove, repeat and exchange instructions of a pickle; insert hostile ones."""
     if random.random() < 0.15:
         return any_bytes(random, data)
-    if random.random() < 0.15:  # nothing else
+    if random.random() < 0.15:  # only the hostile ones
         return b"\x80\x04" + hostile(random) + b"."
     parts = [data[begin:end] for begin, end in spans(data)]
     if not parts:
@@ -236,7 +236,7 @@ def archive_parts(data: bytes) -> list[tuple[str, bytes]] | None:
 
 
 def archived(random: Random, data: bytes) -> bytes:
-    """A file of ``torch.save``: its pickle changed, its records renamed, left out, doubled, packed, made huge."""
+    """Change a file of ``torch.save``: its pickle, or records (renamed, removed, repeated, compressed, huge)."""
     parts = archive_parts(data)
     if parts is None or random.random() < 0.2:
         return any_bytes(random, data)
@@ -259,7 +259,7 @@ def archived(random: Random, data: bytes) -> bytes:
         parts[at] = name, any_bytes(random, parts[at][1])
     file = io.BytesIO()
     with warnings.catch_warnings(), zipfile.ZipFile(file, "w", packed) as archive:
-        warnings.simplefilter("ignore")  # of a name that is there twice
+        warnings.simplefilter("ignore")  # about a repeated name
         for name, part in parts:
             archive.writestr(zipfile.ZipInfo(name), part, packed)
     new = file.getvalue()
@@ -270,7 +270,7 @@ def archived(random: Random, data: bytes) -> bytes:
 
 
 class _Raw:
-    """A text that is put into JSON as it is."""
+    """A text that is inserted into JSON unchanged."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -317,15 +317,15 @@ def hostile_value(random: Random) -> Any:
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:
-    """(container, key) of everything inside."""
-    found, todo = [], [value]
+    """(container, key) of all nested values."""
+    result, todo = [], [value]
     while todo:
         one = todo.pop()
         pairs = list(one.items()) if isinstance(one, dict) else list(enumerate(one)) if isinstance(one, list) else []
         for key, inner in pairs:
-            found.append((one, key))
+            result.append((one, key))
             todo.append(inner)
-    return found
+    return result
 
 
 def _write(value: Any) -> str:
@@ -339,7 +339,7 @@ def _write(value: Any) -> str:
 
 
 def changed_json(random: Random, value: Any) -> str:
-    """JSON of a value with some of it replaced, removed, renamed or doubled."""
+    """JSON of a value with some parts replaced, removed, renamed or repeated."""
     value = json.loads(json.dumps(value))
     for _ in range(random.choice([1, 1, 1, 2, 4])):
         inside = places(value)
@@ -353,7 +353,7 @@ def changed_json(random: Random, value: Any) -> str:
             del where[key]
         elif kind == 4 and isinstance(where, dict):
             where[random.choice([*TEXTS, str(key) * 2])] = where.pop(key)
-        elif isinstance(where, dict):  # the same key twice
+        elif isinstance(where, dict):  # a repeated key
             where[key] = _Raw(_write(where[key]) + f",{json.dumps(key)}:{_write(hostile_value(random))}")
         else:
             where.append(where[key])
@@ -367,17 +367,17 @@ def json_text(random: Random, data: bytes) -> bytes:
 
 
 def safetensors(random: Random, data: bytes) -> bytes:
-    """The header changed as JSON, its length, or any bytes."""
+    """Change the header as JSON, its length, or any bytes."""
     if random.random() < 0.2:
         return any_bytes(random, data)
     length = int.from_bytes(data[:8], "little")
     text = changed_json(random, json.loads(data[8 : 8 + length])).encode("utf-8", "surrogatepass")
-    told = random.choice(INTEGERS) & (2**64 - 1) if random.random() < 0.1 else len(text)
-    return told.to_bytes(8, "little") + text + data[8 + length :]
+    message = random.choice(INTEGERS) & (2**64 - 1) if random.random() < 0.1 else len(text)
+    return message.to_bytes(8, "little") + text + data[8 + length :]
 
 
 def line_of_text(random: Random, data: bytes) -> bytes:
-    """A file of one name or number."""
+    """A file with one name or number."""
     if random.random() < 0.3:
         return any_bytes(random, data)
     return random.choice([*TEXTS, *map(str, INTEGERS), "9" * 5000, "²", "٣", "release\n\n", "\ufeff2"]).encode(

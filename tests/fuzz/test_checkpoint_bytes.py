@@ -27,5 +27,5 @@ def check(reader: harness.Reader, outcome: harness.Outcome) -> None:
     print(f"{reader.name}: {outcome.values} values, {outcome.refusals} refusals, {outcome.seconds:.1f} s")
     for line, count in outcome.lines.most_common(40):
         print(f"  {count:6} {line}")
-    told = [f"{one.label}: {one.what} (kept as {harness.keep(reader, one)})" for one in outcome.failures[:20]]
-    assert not told, "\n".join(told)
+    message = [f"{one.label}: {one.what} (kept as {harness.keep(reader, one)})" for one in outcome.failures[:20]]
+    assert not message, "\n".join(message)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The harness catches readers that do what none must: each of these is bad in one way."""
+"""The harness detects forbidden actions: each of these readers is bad in one way."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def reader_of(read, *, valid: bytes = b"0", **options) -> Reader:
 
 
 def only_failure(reader: Reader, data: bytes, folder: Path) -> str:
-    """What the harness says of one input, between others that are harmless."""
+    """The harness's result for one input among harmless ones."""
     inputs = [("before", reader.seeds()[0]), ("bad", data), ("after", reader.seeds()[0])]
     outcome = harness.run(reader, inputs, folder)
     assert [one.label for one in outcome.failures] == ["bad"] and outcome.failures[0].data == data
@@ -41,8 +41,8 @@ def only_failure(reader: Reader, data: bytes, folder: Path) -> str:
 
 def test_a_plain_unpickler_is_caught_before_anything_is_run(tmp_path):
     reader = reader_of(lambda folder: pickle.loads((folder / "file").read_bytes()), valid=pickle.dumps(1))
-    told = only_failure(reader, pickle.dumps(Harmful(tmp_path / "harm")), tmp_path / "a")
-    assert "pickle.find_class posix.system" in told and not (tmp_path / "harm").exists()
+    message = only_failure(reader, pickle.dumps(Harmful(tmp_path / "harm")), tmp_path / "a")
+    assert "pickle.find_class posix.system" in message and not (tmp_path / "harm").exists()
 
 
 def test_a_plain_unpickler_is_caught_among_random_inputs(tmp_path):
@@ -79,7 +79,7 @@ def die(folder):
 
 
 class Unprintable(Refusal):
-    """A refusal that shows what it quotes as it is."""
+    """A refusal that quotes text without escaping it."""
 
     def __str__(self) -> str:
         return self.args[0]
@@ -110,7 +110,7 @@ def swallow(folder):
 
 
 @pytest.mark.parametrize(
-    "act, told",
+    "act, message",
     [
         (lambda folder: os.system("true"), "os.system"),
         (lambda folder: subprocess.run(["true"]), "subprocess.Popen"),
@@ -134,9 +134,9 @@ def swallow(folder):
         (lambda folder: "two\nlines", "not one short line"),
     ],
 )
-def test_bad_readers_are_caught(tmp_path, act, told):
+def test_bad_readers_are_caught(tmp_path, act, message):
     reader = reader_of(lambda folder: act(folder) if (folder / "file").read_bytes() == b"1" else 0, seconds=0.3)
-    assert told in only_failure(reader, b"1", tmp_path / "a")
+    assert message in only_failure(reader, b"1", tmp_path / "a")
     assert not (tmp_path / "a" / "elsewhere").exists()
 
 
@@ -151,7 +151,7 @@ def test_seeds_that_are_not_read_are_told(tmp_path):
         raise Refusal("no")
 
     outcome = harness.run(reader_of(refuse), [], tmp_path)
-    assert not outcome.failures  # nothing was to be read
+    assert not outcome.failures  # there was no input
     outcome = harness.run(reader_of(refuse), [("a", b"1")], tmp_path)
     assert "a valid file is not read" in outcome.failures[0].what
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The readers of tokenizers and chat templates, each with valid files and what happens to them."""
+"""The readers of tokenizers and chat templates, each with valid files and a function that changes them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.fuzz.data_readers import bare_json, reader, text
 from tests.unit.test_genome import make
 
 TEXT = "The ring sends keys on. äöü 12\n"
-OPTIONS = {  # files that a tokenizer_config.json has in those that others publish, and names of code
+OPTIONS = {  # entries of published tokenizer_config.json files, and names of code
     "auto_map": {"AutoTokenizer": ["harm.Harm", "harm.Harm"]},
     "tokenizer_class": "Harm",
     "trust_remote_code": True,
@@ -59,8 +59,8 @@ def files(kind: str) -> dict[str, bytes]:
             make_tokenizer(Path(folder))
         else:
             make(kind, Path(folder))
-        found = {path.name: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
-    return found
+        result = {path.name: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+    return result
 
 
 def without(kind: str, name: str) -> dict[str, bytes]:
@@ -71,14 +71,14 @@ def read(kind: str, **settings: Any) -> Any:
     def build(folder: Path) -> None:
         data = DataConfig(tokenizer_type=kind, tiktoken_num_special_tokens=10, **settings)
         tokenizer = build_tokenizer(data, None)
-        if tokenizer.vocab_size < 100_000:  # as a program would, which makes a model first
+        if tokenizer.vocab_size < 100_000:  # like a program, which creates a model first
             tokenizer.detokenize(tokenizer.tokenize(TEXT))
 
     return build
 
 
 def config(random: Random, data: bytes) -> bytes:
-    """A tokenizer_config.json with names of code, or changed as JSON."""
+    """Add names of code to a tokenizer_config.json, or change it as JSON."""
     if random.random() < 0.4:
         return mutations.json_text(random, data)
     value = json.loads(data)
@@ -90,7 +90,7 @@ def config(random: Random, data: bytes) -> bytes:
 
 
 def template(random: Random, data: bytes) -> bytes:
-    """A Jinja template with expressions that reach for Python, or changed as a text."""
+    """Add expressions that access Python to a Jinja template, or change it as a text."""
     if random.random() < 0.4:
         return text(random, data)
     put = random.choice(PUT)
@@ -122,19 +122,19 @@ READERS = [
            read("TokenizerFromFile", tokenizer_model="tokenizer.json"), "tokenizer.json", memory=1024),
     reader("gpt2_vocab", lambda: [files("GPT2BPETokenizer")["vocab.json"]], bare_json,
            read("GPT2BPETokenizer", **BPE), "vocab.json",
-           beside=without("GPT2BPETokenizer", "vocab.json"), memory=1024),
+           other_files=without("GPT2BPETokenizer", "vocab.json"), memory=1024),
     reader("gpt2_merges", lambda: [files("GPT2BPETokenizer")["merges.txt"]], text,
            read("GPT2BPETokenizer", **BPE), "merges.txt",
-           beside=without("GPT2BPETokenizer", "merges.txt"), memory=1024),
+           other_files=without("GPT2BPETokenizer", "merges.txt"), memory=1024),
     reader("tiktoken", lambda: [files("TikTokenizer")["tik.json"]], bare_json,
            read("TikTokenizer", tokenizer_model="tik.json"), "tik.json", memory=1024),
     reader("sentencepiece", lambda: [files("SentencePieceTokenizer")["sp.model"]], mutations.any_bytes,
            read("SentencePieceTokenizer", tokenizer_model="sp.model"), "sp.model", memory=1024),
     reader("hf_tokenizer", lambda: [files("HuggingFaceTokenizer")["tokenizer.json"]], bare_json, HF,
-           "tokenizer.json", beside=without("HuggingFaceTokenizer", "tokenizer.json"), memory=1024),
+           "tokenizer.json", other_files=without("HuggingFaceTokenizer", "tokenizer.json"), memory=1024),
     reader("hf_tokenizer_config", lambda: [files("HuggingFaceTokenizer")["tokenizer_config.json"]], config, HF,
-           "tokenizer_config.json", beside=without("HuggingFaceTokenizer", "tokenizer_config.json"), memory=1024,
+           "tokenizer_config.json", other_files=without("HuggingFaceTokenizer", "tokenizer_config.json"), memory=1024,
            trusted=("transformers",)),
     reader("chat_template", lambda: [CHATML.encode(), LLAMA3.encode()], template, render,
-           beside=files("chats") | {"harm.py": HARM}, memory=1024, trusted=("jinja2",)),
+           other_files=files("chats") | {"harm.py": HARM}, memory=1024, trusted=("jinja2",)),
 ]  # fmt: skip

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FPDT on a GPU: bf16 against dense float64 attention, copies on streams of their own, no wait on the host."""
+"""FPDT on a GPU: bf16 against dense float64 attention, copies on separate streams, no wait on the host."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def test_rows_whose_final_lse_is_minus_infinity(name):
 
 @pytest.mark.parametrize("name", FUSED)
 def test_in_pieces(name, monkeypatch):
-    """As if 2^31 elements were few: the kernel takes two query heads at a time, half of a group."""
+    """With a lowered limit of elements, the kernel takes two query heads at a time, half of a group."""
     kernel, tensors = kernel_or_skip(name, 64), make()
     want = exact(*tensors)
     for function in (base.forward_in_pieces, base.backward_in_pieces):

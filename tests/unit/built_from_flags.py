@@ -27,11 +27,11 @@ VOCABULARY = 301
 
 
 class _Enough(Exception):
-    """Stops a function where it has said what is asked."""
+    """Raised to stop a function once its arguments are known."""
 
 
 def built(config: Config, world_size: int) -> dict[str, Any]:
-    """What follows from a completed configuration, as {"part.name": value}; parts of one value have no name."""
+    """Everything built from a completed configuration, as {"part.name": value}; parts of one value have no name."""
     parallel, model = config.parallel, config.model
     grid = replace(
         abstract_grid(
@@ -49,7 +49,7 @@ def built(config: Config, world_size: int) -> dict[str, Any]:
         chunks=attention_chunks(config),
     )
     rule = attention_rule(config, grid)
-    found = {
+    result = {
         "grid": str(grid),
         "balance": parallel.context_parallel_balance,
         "layout": layout.positions.tolist(),
@@ -71,23 +71,23 @@ def built(config: Config, world_size: int) -> dict[str, Any]:
         "zero": parallel.zero_stage,
     }
     core = core_config.transformer_config(config, grid, on_gpu=False)
-    found |= {f"core.{field.name}": _plain(getattr(core, field.name)) for field in fields(core)}
-    found |= {"weights": float(draw("linear.weight", (4, 4), core, config, torch.device("cpu")).sum())}
-    found |= _model(config, grid, layout)
-    found |= {f"ddp.{name}": value for name, value in _data_parallel(config).items()}
-    found |= {f"optimizer.{name}": value for name, value in _optimizer(config, core).items()}
+    result |= {f"core.{field.name}": _plain(getattr(core, field.name)) for field in fields(core)}
+    result |= {"weights": float(draw("linear.weight", (4, 4), core, config, torch.device("cpu")).sum())}
+    result |= _model(config, grid, layout)
+    result |= {f"ddp.{name}": value for name, value in _data_parallel(config).items()}
+    result |= {f"optimizer.{name}": value for name, value in _optimizer(config, core).items()}
     if not config.run.skip_train:
         groups = SimpleNamespace(param_groups=[{"default_config": True}])
         schedule = vars(optimizer.build_schedule(groups, config))
-        found |= {f"schedule.{name}": value for name, value in schedule.items() if name != "optimizer"}
+        result |= {f"schedule.{name}": value for name, value in schedule.items() if name != "optimizer"}
     data = config.data
     sizes = _build_num_microbatches_calculator(
         0, data.rampup_batch_size, data.global_batch_size, data.micro_batch_size, grid.data.size, False
     )
     iterations, samples = job.length_of_run(config, sizes)
-    found |= {"iterations": iterations, "samples": samples, "micro-batches": sizes.get()}
-    found |= {"evaluations": job.evaluations(config, iterations)}
-    return found
+    result |= {"iterations": iterations, "samples": samples, "micro-batches": sizes.get()}
+    result |= {"evaluations": job.evaluations(config, iterations)}
+    return result
 
 
 def _plain(value: Any) -> Any:
@@ -95,7 +95,7 @@ def _plain(value: Any) -> Any:
 
 
 def _model(config: Config, grid: Any, layout: SequenceLayout) -> dict[str, Any]:
-    """What megatron-core's GPTModel and our layers are asked for."""
+    """The arguments of megatron-core's GPTModel and of our layers."""
     seen: dict[str, Any] = {"partitioned": False, "layer inputs in host memory": False}
 
     def spec(_: Any, settings: Any, **asked: Any) -> None:

@@ -34,7 +34,7 @@ class Case:
 
     @property
     def fused(self) -> bool:
-        """bf16 is simulated on a GPU, fp32 on a CPU."""
+        """Whether a GPU is simulated: for bf16; fp32 is simulated on a CPU."""
         return self.itemsize == 2
 
 
@@ -106,14 +106,14 @@ def measure(case: Case) -> Measured:
 
     shape, ranks = case.workload.shape, case.strategy.ranks
     config = parse(flags(case), dict(GPT if shape.positions else LLAMA), ranks)
-    found = run_rank(config, ranks, case.rank, shape.vocab, machine=load("A100-80G") if case.fused else None)
-    _, sizes = series(found.profile)
-    left = dict(zip(KINDS, sizes[-1].tolist()))  # when the step is over
+    result = run_rank(config, ranks, case.rank, shape.vocab, machine=load("A100-80G") if case.fused else None)
+    _, sizes = series(result.profile)
+    left = dict(zip(KINDS, sizes[-1].tolist()))  # after the step
     states = {kind: left[kind] for kind in ("parameters", "gradients", "optimizer")}
-    sent = {axis: size for axis, size in found.trace.communication_bytes().items() if size > 64}
-    return Measured(found.device_peak, states, found.host_peak, sent)
+    sent = {axis: size for axis, size in result.trace.communication_bytes().items() if size > 64}
+    return Measured(result.device_peak, states, result.host_peak, sent)
 
 
 def measure_all(cases: list[Case], file: Path) -> None:
-    """Measure all cases, in this process, and write what was found."""
+    """Measure all cases in this process and write the results."""
     file.write_bytes(pickle.dumps([measure(case) for case in cases]))

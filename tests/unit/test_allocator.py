@@ -79,7 +79,7 @@ def test_large_requests_are_not_cut_from_small_segments_nor_small_from_large() -
 
 def test_a_rest_of_a_mebibyte_is_not_cut_off_a_large_block() -> None:
     allocator = CachingAllocator()
-    block = allocator.malloc(19 * MIB)  # of a segment of its own: 20 MiB
+    block = allocator.malloc(19 * MIB)  # in a separate segment of 20 MiB
     assert (block.size, allocator.reserved) == (20 * MIB, 20 * MIB)
     assert allocator.malloc(9 * MIB).size == 9 * MIB and allocator.reserved == 40 * MIB
 
@@ -99,14 +99,14 @@ def test_freed_neighbours_become_one_block() -> None:
     assert allocator.reserved == 20 * MIB  # 2 are left
     allocator.free(one)
     allocator.free(three)
-    assert allocator.malloc(9 * MIB).segment != one.segment  # 6 here, 8 there, with one in use between
+    assert allocator.malloc(9 * MIB).segment != one.segment  # 6 and 8 are free, separated by a block in use
     allocator.free(two)
     assert allocator.snapshot()[0]["free"] == [(0, 20 * MIB)]
     assert allocator.malloc(16 * MIB).segment == one.segment
 
 
 def test_a_hole_is_reserved_and_not_allocated() -> None:
-    """Blocks of growing sizes never fit the holes before them: what fragmentation is."""
+    """Fragmentation: blocks of growing sizes never fit into earlier holes."""
     allocator, smooth = CachingAllocator(), CachingAllocator(EXPANDABLE)
     for one in (allocator, smooth):
         before = None
@@ -145,12 +145,12 @@ def test_segments_in_part_in_use_stay() -> None:
 def test_blocks_above_max_split_size_are_kept_whole() -> None:
     allocator = CachingAllocator(Settings(max_split_size=32 * MIB))
     allocator.free(allocator.malloc(64 * MIB))
-    allocator.malloc(8 * MIB)  # not from the large one
+    allocator.malloc(8 * MIB)  # not from the large block
     assert allocator.reserved == 84 * MIB
-    assert allocator.malloc(50 * MIB).size == 64 * MIB  # nearly all of it, uncut
+    assert allocator.malloc(50 * MIB).size == 64 * MIB  # nearly all of it, not split
     allocator = CachingAllocator(Settings(max_split_size=32 * MIB))
     allocator.free(allocator.malloc(64 * MIB))
-    allocator.malloc(40 * MIB)  # 24 MiB would be lost
+    allocator.malloc(40 * MIB)  # 24 MiB would be wasted
     assert allocator.reserved == 104 * MIB
 
 
@@ -161,10 +161,10 @@ def test_an_expandable_segment_grows_by_pages_and_joins_what_is_free_at_its_end(
     second = allocator.malloc(9 * MIB)
     assert (second.begin, allocator.reserved) == (30 * MIB, 40 * MIB)
     allocator.free(second)
-    third = allocator.malloc(25 * MIB)  # the 10 that are free, and one page more
+    third = allocator.malloc(25 * MIB)  # the 10 free MiB and one more page
     assert (third.begin, allocator.reserved) == (30 * MIB, 60 * MIB)
     allocator.free(first)
-    allocator.empty_cache()  # the first page is free, the second one not quite
+    allocator.empty_cache()  # the first page is free, the second one only partly
     assert allocator.reserved == 40 * MIB
     assert allocator.malloc(20 * MIB).begin == 0 and allocator.reserved == 60 * MIB
 
@@ -200,9 +200,9 @@ def test_any_sequence_leaves_blocks_that_do_not_overlap(settings: Settings) -> N
 
 
 def test_a_recorded_sequence_is_replayed() -> None:
-    changes = [(0, 30 * MIB), (1, 5 * MIB), (0, -30 * MIB), (2, 4 * MIB), (2, 8 * MIB), (1, -5 * MIB)]  # 2 is resized
-    found = replayed(changes, Settings())
-    assert found.allocated == 12 * MIB and found.peak_allocated == 35 * MIB and found.peak_reserved == 50 * MIB
+    changes = [(0, 30 * MIB), (1, 5 * MIB), (0, -30 * MIB), (2, 4 * MIB), (2, 8 * MIB), (1, -5 * MIB)]  # 2 resized
+    result = replayed(changes, Settings())
+    assert result.allocated == 12 * MIB and result.peak_allocated == 35 * MIB and result.peak_reserved == 50 * MIB
 
 
 def test_an_expandable_range_gets_back_free_pages_before_it_refuses() -> None:
@@ -221,16 +221,16 @@ def test_what_is_free_is_not_lost_where_an_expandable_range_refuses() -> None:
     with pytest.raises(OutOfMemory):
         allocator.malloc(80 * MIB)
     assert allocator.snapshot() == [{"segment": 1, "free": [(50 * MIB, allocator.reserved - 50 * MIB)]}]
-    assert kept.used and allocator.malloc(40 * MIB).begin == 50 * MIB  # what is left is enough for it
+    assert kept.used and allocator.malloc(40 * MIB).begin == 50 * MIB  # the rest is enough for it
 
 
 def test_a_full_device_gets_one_large_block_back_under_max_split_size() -> None:
     allocator = CachingAllocator(Settings(max_split_size=32 * MIB), 200 * MIB)
     for block in [allocator.malloc(size * MIB) for size in (40, 60, 80)]:
         allocator.free(block)
-    allocator.malloc(30 * MIB)  # below the limit: the 40 are given back for it, and the others wait
+    allocator.malloc(30 * MIB)  # below the limit: the block of 40 is returned, others stay
     assert (allocator.reserved, allocator.retries) == (170 * MIB, 0)
-    allocator.malloc(100 * MIB)  # none is large enough: the largest ones in turn, 80 and 60
+    allocator.malloc(100 * MIB)  # none is large enough: the largest ones are returned, 80 and 60
     assert (allocator.reserved, allocator.retries) == (130 * MIB, 0)
 
 
@@ -250,7 +250,7 @@ def test_a_program_may_be_given_a_share_of_the_memory() -> None:
 
 def test_settings_of_the_environment() -> None:
     assert from_environment({}) is None
-    name, found, notes = from_environment(
+    name, result, notes = from_environment(
         {
             "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True, max_split_size_mb:64,"
             "roundup_power2_divisions:[256:1,512:2,1024:4,>:8],max_non_split_rounding_mb:40,"
@@ -258,7 +258,7 @@ def test_settings_of_the_environment() -> None:
         }
     )
     assert (name, notes) == ("PYTORCH_CUDA_ALLOC_CONF", [])
-    assert found == Settings(True, 64 * MIB, 40 * MIB, (1,) * 9 + (2, 4) + (8,) * 5, 0.9)
+    assert result == Settings(True, 64 * MIB, 40 * MIB, (1,) * 9 + (2, 4) + (8,) * 5, 0.9)
     both = {"PYTORCH_ALLOC_CONF": "roundup_power2_divisions:4", "PYTORCH_CUDA_ALLOC_CONF": "nonsense"}
     assert from_environment(both)[:2] == ("PYTORCH_ALLOC_CONF", Settings(divisions=(4,) * 16))
 
@@ -279,7 +279,7 @@ def test_settings_that_pytorch_refuses_are_refused(text: str) -> None:
         from_environment({"PYTORCH_ALLOC_CONF": text})
 
 
-# Lists of allocations, continued to more layers and micro-batches; what is reserved in a whole step.
+# Lists of allocations, extrapolated to more layers and micro-batches; memory reserved in a complete step.
 
 
 Changes = list[tuple[int, int]]
@@ -354,14 +354,14 @@ def test_more_layers_are_written_down_as_they_would_run(shared: float) -> None:
     few, more, many = (lifetimes(step(layers, shared=shared)[0])[0] for layers in (4, 5, 17))
     stretches, larger = added(few, more)
     assert sum(end - begin for begin, end in stretches) == len(more) - len(few)
-    found, places = extrapolated(more, stretches, 12, larger)
-    assert found == many
+    result, places = extrapolated(more, stretches, 12, larger)
+    assert result == many
     assert places[0] == 0 and places[-1] == len(many)
 
 
 @pytest.mark.parametrize("warm_up", [0, 1, 2])
 def test_more_micro_batches_are_written_down_as_they_would_run(warm_up: int) -> None:
-    """Under 1F1B a stretch frees what the micro-batch of a forward pass before it made."""
+    """Under 1F1B a stretch frees blocks that the forward pass of an earlier micro-batch made."""
     (some, marks), (many, _) = step(3, warm_up + 3, warm_up), step(3, warm_up + 9, warm_up)
     some, places = lifetimes(some)
     begin, end = (places[marks[at]] for at in (warm_up + 1, warm_up + 2))
@@ -383,27 +383,27 @@ def test_lists_that_differ_in_more_than_layers_are_not_continued() -> None:
 
 
 def test_a_whole_step_is_replayed() -> None:
-    """As if all had run; not as much more as the peak is higher."""
+    """The result equals a run of all layers; it is not scaled by the peak."""
     ran = [Allocations(step(layers)[0]) for layers in (4, 5)]
-    (whole, _), found = step(17), reserved(ran, [4, 5], 17, 1e12, 0)
-    assert found == reserved([Allocations(whole)], [17], 17, 1e12, 0)
+    (whole, _), result = step(17), reserved(ran, [4, 5], 17, 1e12, 0)
+    assert result == reserved([Allocations(whole)], [17], 17, 1e12, 0)
     few = reserved(ran[1:], [5], 5, 1e12, 0)
     share = peak(whole) / peak(ran[1].changes)
-    assert found.bytes["default"] != pytest.approx(share * few.bytes["default"], rel=0.01)
-    assert not found.scaled and set(found.bytes) == {"default", "expandable_segments"}
+    assert result.bytes["default"] != pytest.approx(share * few.bytes["default"], rel=0.01)
+    assert not result.scaled and set(result.bytes) == {"default", "expandable_segments"}
 
 
 def test_of_very_many_layers_some_are_replayed_and_the_others_counted_without_gaps(monkeypatch) -> None:
     ran = [Allocations(step(layers)[0]) for layers in (4, 5)]
     whole = reserved(ran, [4, 5], 40, 1e12, 0)
     monkeypatch.setattr(module, "LONGEST", 16 * (len(ran[1].changes) - len(ran[0].changes)))
-    found = reserved(ran, [4, 5], 40, 1e12, 0)
-    assert "reserved: 21 of 40 layers replayed" in found.notes[0] and not whole.notes and not found.scaled
+    result = reserved(ran, [4, 5], 40, 1e12, 0)
+    assert "reserved: 21 of 40 layers replayed" in result.notes[0] and not whole.notes and not result.scaled
     some = reserved(ran, [4, 5], 21, 1e12, 0)
     rest = peak(step(40)[0]) - peak(step(21)[0])
     for setting, size in whole.bytes.items():
-        assert found.bytes[setting] == pytest.approx(some.bytes[setting] + rest, rel=0.02)
-        assert peak(step(40)[0]) < found.bytes[setting] <= size
+        assert result.bytes[setting] == pytest.approx(some.bytes[setting] + rest, rel=0.02)
+        assert peak(step(40)[0]) < result.bytes[setting] <= size
 
 
 def test_what_cannot_be_continued_is_run_where_that_is_cheap_and_else_scaled_by_name(monkeypatch) -> None:
@@ -420,17 +420,17 @@ def test_what_cannot_be_continued_is_run_where_that_is_cheap_and_else_scaled_by_
 
 def test_a_device_that_is_full_gives_back_and_one_that_is_too_small_is_told() -> None:
     changes = [(0, 40 * MIB), (1, 40 * MIB), (0, -40 * MIB), (2, 60 * MIB)]
-    found = reserved([Allocations(changes)], [1], 1, 110 * MIB, 0)
-    assert found.bytes["default"] == 100 * MIB and found.retries == {"default": 1, "expandable_segments": 1}
-    found = reserved([Allocations(changes)], [1], 1, 90 * MIB, 0)
-    assert found.bytes["default"] == 140 * MIB and found.retries == {"default": None, "expandable_segments": None}
+    result = reserved([Allocations(changes)], [1], 1, 110 * MIB, 0)
+    assert result.bytes["default"] == 100 * MIB and result.retries == {"default": 1, "expandable_segments": 1}
+    result = reserved([Allocations(changes)], [1], 1, 90 * MIB, 0)
+    assert result.bytes["default"] == 140 * MIB and result.retries == {"default": None, "expandable_segments": None}
 
 
 def test_the_environment_is_asked(monkeypatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:20,garbage_collection_threshold:0.5")
-    found = reserved([Allocations([(0, 64 * MIB), (0, -64 * MIB), (1, 4 * MIB)])], [1], 1, 1e12, 0)
-    assert found.bytes["PYTORCH_CUDA_ALLOC_CONF"] == 84 * MIB and found.bytes["default"] == 64 * MIB
-    assert "garbage_collection_threshold is not modelled" in found.notes[0]
+    result = reserved([Allocations([(0, 64 * MIB), (0, -64 * MIB), (1, 4 * MIB)])], [1], 1, 1e12, 0)
+    assert result.bytes["PYTORCH_CUDA_ALLOC_CONF"] == 84 * MIB and result.bytes["default"] == 64 * MIB
+    assert "garbage_collection_threshold is not modelled" in result.notes[0]
 
 
 @pytest.mark.full

@@ -20,7 +20,7 @@ from tests.properties import examples
 
 REFERENCE = Path(__file__).parents[3] / "shared" / "reference" / "megatron_flags_0.16.1.tsv"
 
-# Flags that Megatron-LM 0.16.1 does not have: the contract's new ones and spellings from elsewhere.
+# Flags that Megatron-LM 0.16.1 does not have: ours, and other programs' spellings.
 OURS = """--model --layernorm-epsilon --ulysses-parallel-size --ds-sequence-parallel-size --ulysses-degree-in-cp
 --ring-parallel-size --context-parallel-balance --zero-stage --attention-kernel --attention-mask --log-jsonl
 --device --network-interface --peak-tflops --no-progress --fpdt --fpdt-chunk-size --fpdt-offload --no-fpdt-offload
@@ -92,10 +92,10 @@ def test_every_flag_has_one_verdict():
     assert len(own) == len(set(own))
     assert not set(own) & set(table)
     written = " ".join(text for groups in megatron_flags.GROUPS.values() for _, text in groups)
-    assert sum(word.startswith("--") for word in written.split()) == len(table)  # none is there twice
+    assert sum(word.startswith("--") for word in written.split()) == len(table)  # none is repeated
     assert {row.values for row in table.values()} <= {"0", "1", "3", "+", "*"}
     assert {row.verdict for row in table.values()} == {"hint", "refused"}
-    build_parser()  # argparse refuses a flag that is there twice
+    build_parser()  # argparse refuses a repeated flag
 
 
 def test_every_setting_has_a_flag_and_a_help_line():
@@ -104,18 +104,18 @@ def test_every_setting_has_a_flag_and_a_help_line():
         assert spellings(field)[0].startswith("--")
 
 
-@pytest.mark.skipif(not REFERENCE.exists(), reason="no reference list beside the repository")
+@pytest.mark.skipif(not REFERENCE.exists(), reason="no reference list next to the repository")
 def test_all_of_megatron_is_known():
-    """Each of Megatron-LM's flags is supported, a hint or refused; takes as many values here, with the same default."""
+    """Each of Megatron-LM's flags is supported, ignored or refused, with the same number of values and default."""
     table, own = megatron_flags.rows(), set(supported_flags())
     fields = {flag: field for _, _, field in all_settings() for flag in spellings(field)}
     differ = {"--exit-signal-handler", "--context-parallel-size", "--transformer-impl", "--distributed-backend"}
     differ |= {"--dataloader-type"}  # theirs fills None in later
-    differ |= {"--cp-comm-type"}  # without it the split is chosen
-    differ |= {"--model-parallel-size"}  # theirs refuses it: it is an older spelling of another
-    differ |= {"--recompute-modules"}  # theirs says core_attn in another place
+    differ |= {"--cp-comm-type"}  # without it the split is chosen automatically
+    differ |= {"--model-parallel-size"}  # Megatron-LM refuses it as an older spelling
+    differ |= {"--recompute-modules"}  # Megatron-LM sets core_attn elsewhere
     differ |= {"--iterations-to-skip"}  # theirs is an empty list
-    differ |= {"--sft-tokenizer-prompt-format"}  # theirs is a format of its own, here the tokenizer's counts
+    differ |= {"--sft-tokenizer-prompt-format"}  # Megatron-LM has its own format; ours is the tokenizer's
     seen = set()
     with REFERENCE.open() as lines:
         for flag, _, default, _, action, values, *_ in csv.reader(lines, delimiter="\t"):
@@ -132,7 +132,7 @@ def test_all_of_megatron_is_known():
 
 
 def test_judgement_of_each_flag():
-    """A value that is not the default: one note for a hint, else a refusal that names flag and reason."""
+    """A value other than the default gives one note for a hint, or a refusal that names flag and reason."""
     for flag, row in megatron_flags.rows().items():
         values = {"0": [], "1": ["x"], "3": ["x"] * 3, "+": ["x"], "*": []}[row.values]
         if row.default == "same":
@@ -187,7 +187,7 @@ def test_nothing_given_is_the_defaults():
 
 
 def test_precedence():
-    """Flags given win over the named model, that over the entry point's defaults, those over the dataclass's."""
+    """Precedence: flags, the named model, the entry point's defaults, the dataclass's defaults."""
     defaults = {"model.rotary_base": 7, "model.num_layers": 5, "data.num_workers": 0, "optimizer.lr": 1.0}
     config = parse("--model llama3-8b --num-layers 4 --lr 2".split(), defaults)
     assert config.model.rotary_base == 500000 and config.model.num_layers == 4 and config.model.swiglu
@@ -343,7 +343,7 @@ def test_parse_raises_nothing_but_refusals(words: list[list[str]]):
 
 @examples(100)
 @given(st.lists(options(), max_size=4), st.sampled_from([1, 2, 4, 6, 8, 64]))
-@example([["--dry-run"]], 2)  # is completed for its own --world-size
+@example([["--dry-run"]], 2)  # it is completed for --world-size
 def test_complete_raises_nothing_but_refusals_and_is_idempotent(words: list[list[str]], world_size: int):
     base = "--model llama3-8b --mock-data --train-iters 4 --lr 1e-3 --micro-batch-size 1 --seq-length 512".split()
     try:

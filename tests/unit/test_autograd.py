@@ -39,7 +39,7 @@ KEYS = torch.linspace(-1, 1, 6 * WIDTH, dtype=torch.float64).view(6, 1, HEADS, W
 
 
 def layers(name: str, qkv: Tensor, out: Tensor):
-    """Layers that leave out what most have."""
+    """Layers without parts that most layers have."""
 
     def project(x, chunk):
         q, k, v = heads(x @ qkv)
@@ -124,7 +124,7 @@ def attend_by_operator(x: Tensor) -> Tensor:
         return functional.scaled_dot_product_attention(q, q, q, is_causal=True)
 
 
-LAYER, VOCABULARY = usual_layer()[0], drawn(6, WIDTH).detach()  # made here: torch.func wants no requires_grad_ inside
+LAYER, VOCABULARY = usual_layer()[0], drawn(6, WIDTH).detach()  # torch.func permits no requires_grad_ inside
 
 
 def loss_in_chunks(x: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ def test_transforms_of_torch_func_are_refused_by_name(name, how):
 
 @pytest.mark.parametrize("name", [name for name in DOORS if name != "gather"])
 def test_a_second_derivative_is_refused_and_not_wrong(name):
-    """Also where the gradient that comes in is constant."""
+    """Also if the incoming gradient is constant."""
     x = drawn(LENGTH, 1, WIDTH)
     (grad,) = torch.autograd.grad(DOORS[name](x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="has no second derivative: call backward or torch.autograd.grad without"):
@@ -197,7 +197,7 @@ def test_contexts_that_have_ended_hold_no_layouts():
     assert [layout() for layout in layouts] == [None] * 3
 
 
-# Under autocast our operations do what PyTorch's own would, and repeat it in the backward pass.
+# Under autocast our operations cast like PyTorch's, also when the backward pass recomputes.
 
 
 TOKENS, HIDDEN, AUTOCAST_HEADS = 32, 32, 4
@@ -233,7 +233,7 @@ def test_attention_casts_as_pytorchs_does(kernel):
         theirs = functional.scaled_dot_product_attention(*heads_first, is_causal=True).permute(2, 0, 1, 3)
     cast = cp.attention(*(x.bfloat16() for x in qkv), layout=layout, kernel=kernel)
     assert mine.dtype == theirs.dtype == torch.bfloat16
-    assert mine.equal(cast) and error(mine, theirs) < 2**-6  # which differ by rounding to bf16
+    assert mine.equal(cast) and error(mine, theirs) < 2**-6  # they differ by rounding to bf16
     for a, b in zip(grads_of(mine, qkv), grads_of(cast, qkv)):
         assert a.dtype == torch.float32 and a.equal(b)
 
@@ -262,7 +262,7 @@ def test_a_chunked_layer_repeats_the_forward_pass_as_it_was(recompute, inside):
 
     def project(x: Tensor, chunk: int) -> tuple[Tensor, ...]:
         q, k, v = (part.unflatten(2, (AUTOCAST_HEADS, -1)) for part in qkv(x).chunk(3, -1))
-        return q.float(), k, v  # as rotated queries often are
+        return q.float(), k, v  # like rotated queries
 
     def ffn(x: Tensor) -> Tensor:
         y = first(x)
@@ -281,7 +281,7 @@ def test_a_chunked_layer_repeats_the_forward_pass_as_it_was(recompute, inside):
         )
         with autocast():
             y = layer(x)
-            other = first(x.detach())  # a cast that was made without gradients must not be used here
+            other = first(x.detach())  # its cast, made without gradients, must not be reused below
             if inside:
                 return y, grads_of(y.float() + other.float(), [x, *parameters])
         return y, grads_of(y.float() + other.float(), [x, *parameters])
@@ -314,7 +314,7 @@ def test_a_token_wise_function_whose_result_is_narrower_than_x():
 def test_the_chunked_loss_casts_as_a_linear_layer_does():
     hidden, weight = autocast_case(TOKENS, 1, HIDDEN), autocast_case(48, HIDDEN)
     labels, weights = torch.arange(TOKENS).view(-1, 1), torch.ones(TOKENS, 1)
-    found = []
+    results = []
     for loss in (
         lambda: chunked_linear_cross_entropy(hidden, weight, labels, weights, chunks=4, vocab_size=48),
         lambda: functional.cross_entropy(functional.linear(hidden, weight)[:, 0], labels[:, 0], reduction="sum"),
@@ -323,9 +323,9 @@ def test_the_chunked_loss_casts_as_a_linear_layer_does():
         with autocast():
             value = loss()
         value.backward()
-        found.append((value, hidden.grad, weight.grad))
-    for a, b in zip(*found):
+        results.append((value, hidden.grad, weight.grad))
+    for a, b in zip(*results):
         assert a.dtype == torch.float32 and error(a, b) < 2**-6
     with autocast(enabled=False):
         exact = chunked_linear_cross_entropy(hidden, weight, labels, weights, chunks=4, vocab_size=48)
-    assert not exact.equal(found[0][0])
+    assert not exact.equal(results[0][0])

@@ -39,7 +39,7 @@ from tools import preprocess_data
 
 
 class Numbers(Dataset):
-    """Sample i holds i everywhere."""
+    """All tokens of sample i are i."""
 
     def __init__(self, size):
         self.size = size
@@ -53,7 +53,7 @@ class Numbers(Dataset):
 
 
 def numbers(size, *, consumed=0, micro=1, rank=0, ranks=1, take=None, **options):
-    """The samples that a rank gets, a list a micro-batch."""
+    """The samples of a rank, as a list for each micro-batch."""
     batches = micro_batches(
         Numbers(size),
         consumed_samples=consumed,
@@ -68,7 +68,7 @@ def numbers(size, *, consumed=0, micro=1, rank=0, ranks=1, take=None, **options)
 @examples(60)
 @given(data=st.data(), kind=st.sampled_from(["single", "cyclic"]))
 def test_global_batches_do_not_depend_on_the_grid(data, kind):
-    """A step of G samples is the next G of one order, for any cut into ranks and micro-batches, G growing or not."""
+    """A step takes the next G samples of one order, for any ranks and micro-batches, with constant or growing G."""
     ranks, micro, rounds = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
     accumulation = data.draw(st.lists(st.integers(1, 4), min_size=rounds, max_size=rounds))
     consumed = data.draw(st.integers(0, 30))
@@ -122,7 +122,7 @@ def test_cyclic_epochs_are_shuffled_anew():
 
 
 def test_workers_and_resume():
-    """Worker processes, and a start in the middle, change nothing; nor does a loader draw random numbers of ours."""
+    """Worker processes and a start in the middle change nothing, and a loader does not use our random numbers."""
     config = Config(data=DataConfig(seq_length=16))
     train = MockDataset(config, build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), 1000), 0, 43)
     options = {"micro_batch_size": 2, "data_parallel_rank": 1, "data_parallel_size": 2}
@@ -140,7 +140,7 @@ def test_workers_and_resume():
 
 
 def test_a_sigterm_to_the_group_leaves_the_loader_alive():
-    """The trainer answers SIGTERM by saving; its data must not end before."""
+    """The trainer saves on SIGTERM, so its data must not end before that."""
 
     def trainer(channel):
         os.setpgid(0, 0)
@@ -153,7 +153,7 @@ def test_a_sigterm_to_the_group_leaves_the_loader_alive():
             data_parallel_size=1,
             num_workers=2,
         )
-        first = [next(batches)["tokens"][0, 0].item() for _ in range(2)]  # one of each worker: both are up
+        first = [next(batches)["tokens"][0, 0].item() for _ in range(2)]  # one of each worker: both have started
         os.killpg(0, signal.SIGTERM)
         time.sleep(0.2)
         channel.send(first + [next(batches)["tokens"][0, 0].item() for _ in range(100)])
@@ -186,7 +186,7 @@ def test_shard_batch(data):
     assert "labels" not in shard_batch({"tokens": batch["tokens"]}, SimpleNamespace(positions=torch.tensor([0])), "cpu")
 
 
-# Rows of JSON arrays and of Parquet, the forms that data are published in, and templates that leave something out.
+# Rows of JSON arrays and of Parquet, published formats of rows, and templates that omit something.
 
 
 BYTES = Settings((("tokenizer_type", "ByteLevelTokenizer"),), None, "uint16", ("text",), False, 0)
@@ -206,11 +206,11 @@ def write_parquet(path: Path, rows: list[dict[str, Any]], **options: Any) -> str
 
 
 def texts(path: str) -> list[str]:
-    found = encode(BYTES, list(Reader([path], ("text",))))
-    assert not found.bad
-    ends = [sum(found.lengths["text"][: n + 1]) for n in range(len(found.lengths["text"]))]
+    result = encode(BYTES, list(Reader([path], ("text",))))
+    assert not result.bad
+    ends = [sum(result.lengths["text"][: n + 1]) for n in range(len(result.lengths["text"]))]
     return [
-        bytes(part.tolist()).decode() for part in map(found.tokens["text"].__getitem__, map(slice, [0, *ends], ends))
+        bytes(part.tolist()).decode() for part in map(result.tokens["text"].__getitem__, map(slice, [0, *ends], ends))
     ]
 
 
@@ -222,13 +222,13 @@ def test_rows_are_read_from_arrays_and_parquet(tmp_path: Path, form: str) -> Non
     path = tmp_path / "rows.json"
     text = json.dumps(ROWS, indent=2 if form == "indented" else None, ensure_ascii=form == "gz").encode()
     if form == "parquet":
-        path = Path(write_parquet(tmp_path / "rows.bin", ROWS, row_group_size=2))  # told by what is in it
+        path = Path(write_parquet(tmp_path / "rows.bin", ROWS, row_group_size=2))  # recognized by its content
     elif form == "gz":
         path = tmp_path / "rows.json.gz"
         path.write_bytes(gzip.compress(text))
     else:
         path.write_bytes(b"\xef\xbb\xbf" + text if form == "bom" else text)
-    assert texts(str(path)) == ["größer", 'a "b" \\ [1, {}]', "z"]  # blanks are no document
+    assert texts(str(path)) == ["größer", 'a "b" \\ [1, {}]', "z"]  # blank texts are not documents
     records = list(Reader([str(path)]))
     assert [record.where() for record in records] == [f"{path}, row {n}" for n in (1, 2, 3, 4)]
     assert unit_of(str(path)) == "row"
@@ -245,7 +245,7 @@ VALUES = st.recursive(
 @example([0.0, -1.5e-300, 2], 1)
 @given(st.lists(VALUES, max_size=5), st.integers(1, 9))
 def test_an_array_is_cut_where_its_elements_end(values: list[Any], part: int) -> None:
-    """Wherever the parts that are read end: within a literal, an escape, a character of several bytes."""
+    """Parts may end anywhere: within a literal, an escape or a character of several bytes."""
     whole, row_files.PART = row_files.PART, part
     try:
         for ascii_only in (True, False):
@@ -271,8 +271,8 @@ def test_an_array_is_cut_where_its_elements_end(values: list[Any], part: int) ->
 def test_arrays_that_are_none(tmp_path: Path, text: str, expected: str) -> None:
     path = tmp_path / "rows.json"
     path.write_text(text)
-    assert f"{path}" in (told := refused(tmp_path, path)) or "--input" in told
-    assert expected in told
+    assert f"{path}" in (message := refused(tmp_path, path)) or "--input" in message
+    assert expected in message
 
 
 def test_an_element_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,12 +307,12 @@ def test_parquet_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     pytest.importorskip("pyarrow")
     assert f"--input {path}: cannot be read: " in refused(tmp_path, path)
     write_parquet(path, [{"body": "a"}])
-    told = refused(tmp_path, path)
-    assert f'{path}, row 1: no key "text"; it has "body": name keys with --json-keys' in told
+    message = refused(tmp_path, path)
+    assert f'{path}, row 1: no key "text"; it has "body": name keys with --json-keys' in message
 
 
 def test_parquet_is_read_in_bounded_memory(tmp_path: Path) -> None:
-    """Four row groups of 16 MiB, unpacked, of which Arrow holds some batches of rows at a time."""
+    """Four row groups of 16 MiB, decompressed, of which Arrow holds some batches of rows at a time."""
     pyarrow = pytest.importorskip("pyarrow")
     rows = [{"text": chr(97 + n % 26) * (1 << 18), "other": n} for n in range(256)]
     path = write_parquet(tmp_path / "rows.parquet", rows, row_group_size=64, use_dictionary=False)
@@ -388,11 +388,13 @@ def test_rows_that_are_no_conversation_say_what_to_do(tmp_path: Path, row: dict[
 def test_preprocessing_says_what_conversations_are(tmp_path: Path, form: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(FORMS[form][0]))
-    told = refused(tmp_path, path)
-    assert f'line 1: no key "text"; the row has the format {form}, which pretrain_gpt.py --sft reads directly' in told
+    message = refused(tmp_path, path)
+    assert (
+        f'line 1: no key "text"; the row has the format {form}, which pretrain_gpt.py --sft reads directly' in message
+    )
 
 
-# ---- templates that leave something out
+# ---- templates that omit something
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chats: what is read and refused, whose words count, and how conversations share samples."""
+"""Chats: accepted and refused rows, tokens in the loss, and packing of conversations."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def configure(folder, **data):
     return config
 
 
-# ---- whose words count
+# ---- tokens in the loss
 
 
 CHATS = [
@@ -60,7 +60,7 @@ WITH_TOOLS = [USER, CALL, {"role": "tool", "content": "7"}, SAYS, USER, SAYS]
 @pytest.mark.parametrize("style", TEMPLATES)
 @pytest.mark.parametrize("marked", [True, False])
 def test_the_assistants_words_are_those_that_transformers_finds(tokenizer, style, marked):
-    """With marks, and found turn by turn without them."""
+    """With generation marks, and turn by turn without them."""
     theirs, template = tokenizer.transformers, TEMPLATES[style]
     chats = [(messages, None) for messages in CHATS] + ([(WITH_TOOLS, TOOLS)] if style == "chatml" else [])
     render = ChatTemplate(theirs, template if marked else strip_marks(template), "x")
@@ -142,7 +142,7 @@ def test_what_a_line_may_hold(tmp_path):
     system = {"role": "system", "content": "be brief"}
     lines = [
         {"system": "be brief", "messages": [USER, SAYS]},
-        {"messages": [system, USER, SAYS, system, USER, SAYS, USER, SAYS]},  # two of them, as in Megatron-LM
+        {"messages": [system, USER, SAYS, system, USER, SAYS, USER, SAYS]},  # two conversations, as in Megatron-LM
         {"messages": WITH_TOOLS, "tools": json.dumps(TOOLS), "chat_template_kwargs": {"date": "today"}, "id": 3},
     ]
     path = tmp_path / "chats.jsonl"
@@ -177,7 +177,7 @@ def test_epochs_are_shuffled_anew_and_do_not_depend_on_the_length_of_the_run(tmp
     for n in range(10):
         assert torch.equal(short[n]["tokens"], long[n]["tokens"])
     held = [sorted(np.concatenate(long.samples[at : at + per_epoch]).tolist()) for at in (0, per_epoch)]
-    if len(long.samples) // per_epoch * per_epoch == len(long.samples):  # all epochs came out equally long
+    if len(long.samples) // per_epoch * per_epoch == len(long.samples):  # all epochs have equal lengths
         assert held[0] == held[1] == list(range(40))
     assert [s.tolist() for s in long.samples[:per_epoch]] != [
         s.tolist() for s in long.samples[per_epoch : 2 * per_epoch]
@@ -185,7 +185,7 @@ def test_epochs_are_shuffled_anew_and_do_not_depend_on_the_length_of_the_run(tmp
 
 
 def test_a_sample(tmp_path, folder, tokenizer):
-    """Tokens, labels and loss within documents; padding is no document's; resuming begins at the right sample."""
+    """Tokens, labels and loss stay within documents; padding is separate; resuming begins at the right sample."""
     path = write_chats(tmp_path / "chats.jsonl", 12)
     config = configure(folder, data_path=[str(path)], split="1,0,0")
     dataset, _, _ = build_datasets(config, tokenizer, (8, 0, 0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tools/check_script.py: which command a launch script would start, and that it starts nothing and writes nothing."""
+"""tools/check_script.py reports the command that a launch script would start, and starts and writes nothing."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ torchrun --nproc_per_node $M pretrain_gpt.py {MODEL} $N
     assert code == 0 and "--num-layers 6\n" in text and "(4 processes)" in text
     assert "python -c 'import torch; print(torch.__version__)': its output is unknown here" in text
     assert not (desk / "made").exists() and text.count("its output is unknown") == 2
-    code, text = check(capsys, "--trust-script", "count.sh")  # without the kernel's confinement nobody's code runs
+    code, text = check(capsys, "--trust-script", "count.sh")  # without confinement no Python code of the script is run
     assert code == 2 and "--num-layers: the script's variable N is empty" in text and "--nproc_per_node" in text
 
 
@@ -227,7 +227,7 @@ def test_no_program_runs_and_no_file_is_made(desk: Path, tmp_path: Path):
     [
         ("torchrun x.py '1 2' \"$1\"", "torchrun x.py 1 2 a b"),
         ("echo 'a > b' > log; torchrun $(cat log | wc -w)", "torchrun 3"),
-        ("torchrun x.py 1 \\\n", "torchrun x.py 1"),  # bash reads nothing more, and so no backslash
+        ("torchrun x.py 1 \\\n", "torchrun x.py 1"),  # at the end of the input bash drops the backslash
         ("N=$(nvidia-smi -L | wc -l); torchrun -n $N", "torchrun -n 8"),
         ("torchrun ${0##*/} $(basename ${BASH_SOURCE[0]})", "torchrun script.sh script.sh"),
         ("cd nowhere && torchrun x.py", "torchrun x.py"),
@@ -276,23 +276,23 @@ def test_processes(launcher: str, expected: int | None):
 
 def test_the_training_program_is_the_one_with_flags_of_a_model():
     assert launch("python tools/preprocess_data.py --input a --workers 4".split()) is None
-    found = launch("torchrun --nproc_per_node 2 /m/pretrain_gpt.py --num-layers=2 --bf16".split())
-    assert found.program == "/m/pretrain_gpt.py" and found.flags == ["--num-layers=2", "--bf16"]
+    result = launch("torchrun --nproc_per_node 2 /m/pretrain_gpt.py --num-layers=2 --bf16".split())
+    assert result.program == "/m/pretrain_gpt.py" and result.flags == ["--num-layers=2", "--bf16"]
     assert (
         grid("--tensor-model-parallel-size 2 --pipeline-model-parallel-size=3 --ulysses-parallel-size 4".split()) == 24
     )
 
 
 def test_what_slurm_says():
-    told = slurm("#SBATCH -N 3\n#SBATCH --ntasks-per-node=2 # two\n#SBATCH --gres=gpu:4\n")
-    assert (told["SLURM_NNODES"], told["SLURM_NTASKS"], told["SLURM_GPUS_ON_NODE"]) == ("3", "6", "4")
-    assert slurm("#!/bin/bash\n") == {} and json.dumps(told)
+    notice = slurm("#SBATCH -N 3\n#SBATCH --ntasks-per-node=2 # two\n#SBATCH --gres=gpu:4\n")
+    assert (notice["SLURM_NNODES"], notice["SLURM_NTASKS"], notice["SLURM_GPUS_ON_NODE"]) == ("3", "6", "4")
+    assert slurm("#!/bin/bash\n") == {} and json.dumps(notice)
 
 
-# Published launch commands run here as they are: how many, and what is said against the others.
+# Published launch commands: how many are accepted unchanged, and the refusals of the others.
 
 
-AT_LEAST = 341  # of those in the data; it only grows
+AT_LEAST = 341  # of the recipes in the data; it must not fall
 ALL = [pytest.param(recipe, id=f"{repository}:{recipe['name']}") for repository, recipe in recipes()]
 
 
@@ -308,7 +308,7 @@ def test_the_share_that_is_taken_does_not_shrink():
 
 @pytest.mark.parametrize("recipe", ALL)
 def test_recipe(recipe: dict):
-    """Taken, or refused for the reasons in the data; each names a flag, of the recipe or of ours, or its file."""
+    """Accepted, or refused for the stored reasons; each reason names a flag or the recipe's file."""
     lines = refused(recipe)
     assert lines == recipe.get("refused", []), "python -m tests.recipes --write, where this is what was wanted"
     known = {word.split("=")[0] for word in recipe["flags"].split()} | set(supported_flags())
@@ -318,11 +318,11 @@ def test_recipe(recipe: dict):
         assert known & set(re.findall(r"--?[A-Za-z][\w-]*", line)) or any(file in line for file in files), line
 
 
-# What is taken, starts: published recipes go through tokenizer, data and a simulated step, on stand-ins for files.
+# Accepted recipes start: they run tokenizer, data and a simulated step with stand-ins for files.
 
 
 def kind(recipe: dict[str, Any]) -> str:
-    """How a recipe names its tokenizer and its data."""
+    """How a recipe names its tokenizer and its data; recipes with the same result are of one kind."""
     words = shlex.split(recipe["flags"])
     named = words[words.index("--tokenizer-type") + 1] if "--tokenizer-type" in words else "none"
     return named + next((word for word in words if "weighted" in word or word == "--train-data-path"), "")
@@ -354,10 +354,10 @@ def test_a_recipe_that_is_taken_starts(recipe: dict[str, Any], stand_ins: Path, 
     start(recipe, tmp_path, stand_ins)
 
 
-# Misspelt flags and other programs' names: each is answered with the flag that is meant.
+# Misspelt flags and other programs' names: the refusal suggests the right flag.
 
 
-MEANT = {  # what is written -> what is meant
+MEANT = {  # given flag -> suggested flag
     # misspelt
     "--num_layers 2": "--num-layers",
     "--num-layer 2": "--num-layers",
@@ -415,7 +415,7 @@ MEANT = {  # what is written -> what is meant
     "--cp_size 2": "--context-parallel-size",
 }
 
-TAKEN_BY_SUGGESTION = {  # what is written -> section.field and its value
+TAKEN_BY_SUGGESTION = {  # given flag -> section.field and its value
     "--ds-sequence-parallel-size 4": ("parallel.ulysses_parallel_size", 4),
     "--ulysses-degree-in-cp 4": ("parallel.ulysses_parallel_size", 4),
     "--ds-sequence-parallel-fpdt": ("chunks.fpdt", True),
@@ -427,7 +427,7 @@ TAKEN_BY_SUGGESTION = {  # what is written -> section.field and its value
     "--context-parallel-algo megatron_cp_algo": ("parallel.cp_comm_type", ["p2p"]),
     "--context-parallel-algo hybrid_cp_algo": ("parallel.cp_comm_type", ["a2a+p2p"]),
     "--tokenizer-name-or-path x": ("data.tokenizer_model", "x"),
-    # values in other programs' way
+    # values in other programs' notation
     "--bf16 true": ("optimizer.bf16", True),
     "--bf16=True": ("optimizer.bf16", True),
     "--bf16 false": ("optimizer.bf16", False),
@@ -486,7 +486,7 @@ def test_what_cannot_change_the_result_is_noted(written: str):
 
 
 def test_no_suggestion_is_itself_refused():
-    """Neither those of the tables, nor the nearest of a flag with a letter less."""
+    """A refused flag is never suggested, neither by the tables nor for a flag with a missing letter."""
     rows = megatron_flags.rows()
     wrong = {flag for flag, row in rows.items() if row.verdict == "refused"}
     for flag, row in rows.items():

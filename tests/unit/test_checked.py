@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a checkpoint are read only after they were compared: by their list, or by sums that torch.save writes."""
+"""A checkpoint's files are read only after a comparison with their list or with torch.save's sums."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS, Damage
 from megatron.training.refusal import Refusal
 
 ROOT = Path(__file__).parents[2]
-# Who opens files of weights. Each of them gets its path from a Checked, which only the first one makes, or compares the
+# Modules that open files of weights. Each gets its path from a Checked, which only the first one makes, or compares the
 # sum itself; list_files of the second one writes the list.
 READERS = {
     "training/checkpoint/megatron_lm/checked.py",
@@ -28,7 +28,7 @@ READERS = {
     "training/checkpoint/in_memory/copy_file.py",
     "training/checkpoint/in_memory/state.py",
 }
-UNPICKLER = "training/checkpoint/megatron_lm/unpickle.py"  # which those call, and which looks at bytes in memory
+UNPICKLER = "training/checkpoint/megatron_lm/unpickle.py"  # called by those, and used for bytes in memory
 CALLS = ("unpickle.read", "unpickle.read_metadata", "safe_open", "load_file", "torch.load", "Checked")
 
 
@@ -38,15 +38,15 @@ def calls(path: Path) -> Iterator[str]:
             yield ast.unparse(node.func)
 
 
-def test_nobody_opens_files_of_weights_but_those_who_have_them_compared():
-    found = {
+def test_only_modules_that_compare_checksums_open_files_of_weights():
+    uses = {
         path.relative_to(ROOT / "megatron").as_posix(): set(calls(path)) & set(CALLS)
         for path in (ROOT / "megatron").rglob("*.py")
         if "core" not in path.relative_to(ROOT / "megatron").parts[:1]
     }
-    readers = {name for name, used in found.items() if used}
+    readers = {name for name, used in uses.items() if used}
     assert readers - {UNPICKLER} == READERS
-    assert [name for name, used in found.items() if "Checked" in used] == ["training/checkpoint/megatron_lm/checked.py"]
+    assert [name for name, used in uses.items() if "Checked" in used] == ["training/checkpoint/megatron_lm/checked.py"]
     for tool in (ROOT / "tools").glob("*.py"):
         assert not set(calls(tool)) & set(CALLS), tool
 
@@ -69,7 +69,7 @@ def test_a_list_is_read_as_it_was_written_and_no_flipped_bit_in_it_goes_unseen(t
     for at in range(len(whole)):
         flipped(path, at, at % 8)
         try:
-            assert read_list(path) == a_list()  # of the space between two words one may become another
+            assert read_list(path) == a_list()  # a flipped bit may replace a blank by another white space
         except Damaged as damage:
             assert str(path) in str(damage) and "\n" not in str(damage)
         path.write_bytes(whole)
@@ -85,38 +85,38 @@ def test_a_list_of_the_first_version_is_read(tmp_path):
     assert read_list(path) == FileList(a_list().files)
 
 
-def later(said: dict) -> None:
-    said["version"] = 3
+def later(output: dict) -> None:
+    output["version"] = 3
 
 
-def without_files(said: dict) -> None:
-    said["files"] = {}
+def without_files(output: dict) -> None:
+    output["files"] = {}
 
 
-def outside(said: dict) -> None:
-    said["files"]["../c"] = said["files"]["a"]
+def outside(output: dict) -> None:
+    output["files"]["../c"] = output["files"]["a"]
 
 
-def in_words(said: dict) -> None:
-    said["files"]["a"]["size"] = "three"
+def in_words(output: dict) -> None:
+    output["files"]["a"]["size"] = "three"
 
 
 @pytest.mark.parametrize(
-    "change, told",
+    "change, message",
     [(later, "has version 3"), (without_files, "names no files"), (outside, "../c, which lies"), (in_words, "read")],
 )
-def test_a_list_whose_sum_is_right_and_which_says_something_odd_is_refused(tmp_path, change: Callable, told: str):
-    said = json.loads(a_list().packed())
-    del said["crc32"]
-    change(said)
-    said["crc32"] = zlib.crc32(json.dumps(said, sort_keys=True, separators=(",", ":")).encode())
-    (tmp_path / CHECKSUMS).write_text(json.dumps(said))
-    with pytest.raises(Damaged, match=told):
+def test_a_list_with_a_correct_sum_and_invalid_content_is_refused(tmp_path, change: Callable, message: str):
+    output = json.loads(a_list().packed())
+    del output["crc32"]
+    change(output)
+    output["crc32"] = zlib.crc32(json.dumps(output, sort_keys=True, separators=(",", ":")).encode())
+    (tmp_path / CHECKSUMS).write_text(json.dumps(output))
+    with pytest.raises(Damaged, match=message):
         read_list(tmp_path / CHECKSUMS)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "3", '{"a": 3}', '{"a": {"size": 3}}', "[" * 100_000])
-def test_what_is_no_list_is_refused(tmp_path, text):
+def test_a_file_that_is_not_a_list_is_refused(tmp_path, text):
     (tmp_path / CHECKSUMS).write_text(text)
     with pytest.raises(Damaged, match="cannot be read.*--write-list"):
         read_list(tmp_path / CHECKSUMS)
@@ -129,7 +129,7 @@ NUMBERS = WEIGHT["weight"].numpy().tobytes()
 
 
 def loaded(path: Path) -> list[float] | None:
-    """The weight in a file; None where torch finds out by itself that it cannot be read."""
+    """The weight in a file; None if torch itself detects the damage."""
     try:
         return torch.load(path)["weight"].tolist()
     except (RuntimeError, OSError, EOFError):
@@ -158,7 +158,7 @@ def test_no_flipped_bit_of_a_record_of_torch_save_goes_unseen(tmp_path):
             check_torch_file(path)
 
 
-def test_several_files_in_one_are_looked_at_each(tmp_path):
+def test_each_file_in_an_archive_is_compared(tmp_path):
     parts, places = b"", []
     for number in range(3):
         torch.save({**WEIGHT, "number": number}, tmp_path / "one")
@@ -175,7 +175,7 @@ def test_several_files_in_one_are_looked_at_each(tmp_path):
             check_torch_files_in(path, places)
 
 
-def test_files_without_sums_are_told_apart(tmp_path):
+def test_files_without_sums_are_distinguished(tmp_path):
     torch.save(WEIGHT, tmp_path / "old", _use_new_zipfile_serialization=False)
     assert not check_torch_file(tmp_path / "old")
     torch.serialization.set_crc32_options(False)
@@ -194,7 +194,7 @@ def universal(folder: Path) -> Path:
     return path
 
 
-def test_of_other_programs_forms_every_file_that_is_read_is_compared(tmp_path):
+def test_every_file_of_other_formats_is_compared(tmp_path):
     path = universal(tmp_path)
     checked = examine(path)
     assert checked.files == {"zero/w/fp32.pt", "mp_rank_00_model_states.pt"} and not checked.unchecked
@@ -202,7 +202,7 @@ def test_of_other_programs_forms_every_file_that_is_read_is_compared(tmp_path):
     flipped(file, file.read_bytes().index(NUMBERS) + 7)
     with pytest.raises(Damaged, match=r"w/fp32\.pt is not what was written"):
         examine(path)
-    assert sum(passes(path, share) for share in range(2)) == 1  # of two ranks one has this file
+    assert sum(passes(path, share) for share in range(2)) == 1  # only one of two ranks reads this file
     torch.save(WEIGHT, file, _use_new_zipfile_serialization=False)
     assert examine(path).unchecked
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's model against the run's: the activation counts by what it computes, not by the flags that chose it."""
+"""A checkpoint's model compared with the run's: activations are compared by their formula, not by flags."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def gpt(flags):
 
 
 def before_there_was_a_flag(flags):
-    """What checkpoints said of a model then; GELU was by tanh."""
-    told = asdict(gpt(flags).model)
-    return {name: value for name, value in told.items() if name not in ("bias_gelu_fusion", "openai_gelu")}
+    """Model settings in older checkpoints, whose GELU used tanh."""
+    message = asdict(gpt(flags).model)
+    return {name: value for name, value in message.items() if name not in ("bias_gelu_fusion", "openai_gelu")}
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_run_goes_on_with_the_same_activation_alone(saved, flags, goes_on):
     assert any("the activation" in note for note in config.notes)
 
 
-# --use-checkpoint-args, and files of others that are read without running anything.
+# --use-checkpoint-args, and untrusted files, which are read without running code.
 
 
 CHECKPOINT_RUN = (
@@ -132,7 +132,7 @@ def test_sizes_that_flags_give_count_and_kinds_that_the_checkpoint_gives(tmp_pat
      ("--position-embedding-type yarn --yarn-rotary-scaling-factor 4", 5000, "yarn")],
 )  # fmt: skip
 def test_a_longer_context_needs_its_positions_alone(tmp_path, flags, base, kind):
-    """The rest of the shape comes from the checkpoint. A run of its length, or that goes on, keeps its positions."""
+    """The rest of the shape comes from the checkpoint. A run of equal length, or a resumed one, keeps its positions."""
     checkpoint_of(tmp_path, {"args": THEIRS})
     model, length, notes = model_of(f"--load {tmp_path} --finetune --seq-length 384 {flags}")
     assert (model.rotary_base, model.position_embedding_type, length) == (base, kind, 384)
@@ -173,7 +173,7 @@ def test_without_a_checkpoint_the_flags_count(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes, told",
+    "changes, message",
     [
         ({"num_experts": 8}, r"--num-experts \(experts\)"),
         ({"multi_latent_attention": True}, "--multi-latent-attention"),
@@ -183,9 +183,9 @@ def test_without_a_checkpoint_the_flags_count(tmp_path):
         ({"num_layers": None}, "no --num-layers"),
     ],
 )
-def test_models_that_are_not_built_here_are_refused_by_name(tmp_path, changes, told):
+def test_models_that_are_not_built_here_are_refused_by_name(tmp_path, changes, message):
     checkpoint_of(tmp_path, {"args": Namespace(**(vars(THEIRS) | changes))})
-    with pytest.raises(Refusal, match=told):
+    with pytest.raises(Refusal, match=message):
         shape_of(tmp_path)
 
 
@@ -216,7 +216,7 @@ def test_no_code_of_a_file_is_run(tmp_path):
     packed = io.BytesIO()
     torch.save({"more": harm}, packed)
     torch.load(io.BytesIO(packed.getvalue()), weights_only=False)
-    assert (tmp_path / "harm").exists()  # it would have
+    assert (tmp_path / "harm").exists()  # the attack works with the plain unpickler
 
 
 def test_classes_that_are_not_known_come_as_nothing(tmp_path):
@@ -228,7 +228,7 @@ def test_classes_that_are_not_known_come_as_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "inside, told",
+    "inside, message",
     [
         (
             "mp_rank_00/model_optim_rng.pt",
@@ -239,12 +239,12 @@ def test_classes_that_are_not_known_come_as_nothing(tmp_path):
         ("common.pt", "missing or incomplete"),
     ],
 )
-def test_other_forms_are_named(tmp_path, inside, told):
+def test_other_forms_are_named(tmp_path, inside, message):
     file = tmp_path / "iter_0000007" / inside
     file.parent.mkdir(parents=True)
     file.write_bytes(b"")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
-    with pytest.raises(Refusal, match=told):
+    with pytest.raises(Refusal, match=message):
         checkpoint_path(tmp_path, CheckpointConfig().ckpt_step)
 
 
@@ -260,25 +260,25 @@ def test_zarr_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, told", [("latest", "own format: .*ds_to_universal"), ("latest_universal", "universal checkpoint of")]
+    "name, message", [("latest", "own format: .*ds_to_universal"), ("latest_universal", "universal checkpoint of")]
 )
-def test_deepspeeds_folders_are_named(tmp_path, name, told):
+def test_deepspeeds_folders_are_named(tmp_path, name, message):
     assert checkpoint_path(tmp_path, None) is None
     (tmp_path / name).write_text("global_step7")
-    with pytest.raises(Refusal, match=f"{told}.*--universal-checkpoint"):
+    with pytest.raises(Refusal, match=f"{message}.*--universal-checkpoint"):
         checkpoint_path(tmp_path, None)
     with pytest.raises(Refusal, match="--universal-checkpoint: .* does not exist: convert"):
         universal_path(tmp_path, None)
 
 
-# Which checkpoint is the latest, which run it is of, and which folders a run may save in.
+# The latest checkpoint, the run that it belongs to, and folders in which a run may save.
 
 
 A, B = "a" * 32, "b" * 32
 
 
 def folder_of(folder: Path, runs: dict[int, str | None], tracker: str | None = None) -> Path:
-    """A folder of checkpoints, each of a run; None: of a program that gives runs no identity."""
+    """A folder of checkpoints with their runs; None: written by a program without run identities."""
     for iteration, run in runs.items():
         path = folder / f"iter_{iteration:07d}"
         path.mkdir(parents=True)
@@ -323,7 +323,7 @@ def test_a_tracker_that_was_set_back_is_refused_with_both_ways_out(tmp_path, run
         latest(folder, notes)
     assert in_one_line(refused, f"{folder / TRACKER} says 4", "write 8 to it", "go back with --ckpt-step 4")
     assert checkpoint_path(folder, 4).name == "iter_0000004"
-    assert latest(folder, notes, whole=False) == "iter_0000008"  # --skip-damaged-checkpoints: nobody may ask
+    assert latest(folder, notes, whole=False) == "iter_0000008"  # as with --skip-damaged-checkpoints
     (folder / TRACKER).write_text("8")
     assert latest(folder) == "iter_0000008"
 
@@ -345,7 +345,7 @@ def test_without_a_tracker_nothing_starts_anew(tmp_path):
         latest(folder)
     assert in_one_line(refused, "up to iteration 6", f"no {TRACKER}", "write 6 to it", "--ckpt-step")
     assert checkpoint_path(folder, 6).name == "iter_0000006"
-    (tmp_path / "torch" / "iter_0000003" / "mp_rank_00").mkdir(parents=True)  # one, of another form
+    (tmp_path / "torch" / "iter_0000003" / "mp_rank_00").mkdir(parents=True)  # one checkpoint in another format
     with pytest.raises(Refusal, match="--ckpt-step"):
         latest(tmp_path / "torch")
     assert latest(folder_of(tmp_path / "empty", {})) is None
@@ -381,18 +381,18 @@ def test_deepspeeds_trackers_stay_in_their_folder(tmp_path, name):
         assert in_one_line(refused, "not in its folder", "--ckpt-step")
 
 
-def settled(found: Path | None, notes: list[str] | None = None, saves: bool = True, **flags) -> str:
-    return identity(found, CheckpointConfig(**flags), [] if notes is None else notes, saves=saves)
+def settled(result: Path | None, notes: list[str] | None = None, saves: bool = True, **flags) -> str:
+    return identity(result, CheckpointConfig(**flags), [] if notes is None else notes, saves=saves)
 
 
 def test_a_run_keeps_its_identity_and_a_new_one_gets_its_own(tmp_path):
     folder = str(folder_of(tmp_path, {2: A, 4: A}, "4"))
-    found = checkpoint_path(tmp_path, None)
-    assert settled(found, load=folder, save=folder) == A == settled(found, load=folder)
-    assert settled(found, load=folder, save=str(tmp_path / "elsewhere")) == A
+    result = checkpoint_path(tmp_path, None)
+    assert settled(result, load=folder, save=folder) == A == settled(result, load=folder)
+    assert settled(result, load=folder, save=str(tmp_path / "elsewhere")) == A
     new = {settled(None, save=str(tmp_path / "new")) for _ in range(3)}
-    new |= {settled(found, load=folder, finetune=True), settled(found, load=folder, reset_iteration=True)}
-    new.add(settled(found, pretrained_checkpoint=folder))
+    new |= {settled(result, load=folder, finetune=True), settled(result, load=folder, reset_iteration=True)}
+    new.add(settled(result, pretrained_checkpoint=folder))
     assert len(new) == 6 and A not in new and all(len(run) == 32 for run in new)
 
 
@@ -431,23 +431,23 @@ def test_a_folder_of_another_run_is_refused_with_its_ways_out(tmp_path, flags, w
     folder = Path(flags.get("load") or flags.get("pretrained_checkpoint") or tmp_path / "none")
     if folder == places["empty"] and "pretrained_checkpoint" in flags:
         folder = places["x"]
-    found = checkpoint_path(folder, flags.get("ckpt_step"))
+    result = checkpoint_path(folder, flags.get("ckpt_step"))
     with pytest.raises(Refusal) as refused:
-        settled(found, save=str(d), **flags)
+        settled(result, save=str(d), **flags)
     ways = (way_out.format(**places), "another folder to --save", "remove this one")
     assert in_one_line(refused, f"--save {d} holds checkpoints up to iteration 4", *ways)
-    settled(found, save=str(d), saves=False, **flags)  # an evaluation saves nothing
-    for path in d.iterdir():  # nothing was touched
+    settled(result, save=str(d), saves=False, **flags)  # an evaluation does not save
+    for path in d.iterdir():  # nothing was changed
         assert path.name in ("iter_0000002", "iter_0000004", TRACKER)
 
 
 def test_the_same_run_in_two_folders_goes_on_only_in_the_one_that_is_further(tmp_path):
     first, second = folder_of(tmp_path / "first", {2: A, 4: A}, "4"), folder_of(tmp_path / "second", {4: A}, "4")
-    found = checkpoint_path(first, None)
-    assert settled(found, load=str(first), save=str(second)) == A
+    result = checkpoint_path(first, None)
+    assert settled(result, load=str(first), save=str(second)) == A
     folder_of(second, {6: A}, "6")
-    with pytest.raises(Refusal, match=f"go on with that run by --load {second},"):
-        settled(found, load=str(first), save=str(second))
+    with pytest.raises(Refusal, match=f"continue that run with --load {second},"):
+        settled(result, load=str(first), save=str(second))
 
 
 def test_going_back_by_name_is_a_run_of_its_own_and_told_in_a_line(tmp_path):
@@ -459,24 +459,24 @@ def test_going_back_by_name_is_a_run_of_its_own_and_told_in_a_line(tmp_path):
     (note,) = notes
     assert run != A and "up to iteration 6" in note and "overwritten" in note
     assert not (d / COPIES).exists()
-    folder_of(d, {3: run}, "3")  # its first checkpoint; a restart with or without --ckpt-step goes on from there
+    folder_of(d, {3: run}, "3")  # its first checkpoint, from which any restart continues
     assert latest(d) == "iter_0000003"
     assert settled(checkpoint_path(d, None), notes, load=str(d), save=str(d)) == run
-    assert "are not of the run that goes on from iteration 3" in notes[1]
-    assert settled(checkpoint_path(d, 6), load=str(d), save=str(d), ckpt_step=6) == A  # there is nothing newer
+    assert "belong to another run than this one from iteration 3" in notes[1]
+    assert settled(checkpoint_path(d, 6), load=str(d), save=str(d), ckpt_step=6) == A  # no checkpoint is newer
 
 
 def test_every_pair_of_runs_and_places_either_goes_on_or_is_refused(tmp_path):
-    """No start from 0, and none from an older checkpoint, is silent: all trackers over all folders of three."""
+    """A start from 0 or from an older checkpoint is never silent; for all trackers and all folders of three."""
     for number, runs in enumerate(itertools.product([A, B, None, "-"], repeat=3)):
         for tracker in (None, "2", "4", "6"):
             there = {2 * (place + 1): run for place, run in enumerate(runs) if run != "-"}
             d, notes = folder_of(tmp_path / f"{number}-{tracker}", there, tracker), []
             try:
-                found = checkpoint_path(d, None, notes=notes)
-                settled(found, notes, load=str(d), save=str(d))
+                result = checkpoint_path(d, None, notes=notes)
+                settled(result, notes, load=str(d), save=str(d))
             except Refusal:
                 continue
-            assert (found is None) == (not there)
-            if there and int(found.name[5:]) < max(there):
+            assert (result is None) == (not there)
+            if there and int(result.name[5:]) < max(there):
                 assert notes, (runs, tracker)

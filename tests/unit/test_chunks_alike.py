@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few chunks stand for all of a dry run's: event by event and byte by byte what all of them do."""
+"""Replayed chunks of a dry run have exactly the events and bytes of chunks that run."""
 
 import pytest
 import torch
@@ -62,8 +62,8 @@ CASES = {  # processes, flags
 USUAL = [("zigzag", "A100-80G")]
 
 
-def told(step):
-    """All of a step but when its memory changed, which is by this machine's clock."""
+def message(step):
+    """Everything about a step except the times of memory changes, which depend on this machine."""
     changes = [change for _, *change in step.profile["events"]]
     phases = [name for name, _ in step.profile["phases"]]
     memory = step.peaks, step.host_peak, step.profile["start"], changes, phases
@@ -84,14 +84,14 @@ def test_a_few_chunks_stand_for_all(name, gpu, monkeypatch):
     monkeypatch.setattr(CallCache, "_replay", lambda *args: (written.append(args[1]), again(*args))[1])
     ranks, flags = CASES[name]
     machine = gpu and load(gpu)
-    if "--zero-stage 3" in flags:  # a mesh of eight bytes stays in PyTorch's caches from a process's first run on
+    if "--zero-stage 3" in flags:  # after the first run PyTorch's caches keep a mesh of eight bytes
         run_rank(config_of(flags, ranks), ranks, ranks - 1, 301, machine=machine)
     few, every = (
         run_rank(config_of(flags, ranks), ranks, ranks - 1, 301, machine=machine, every_chunk=every)
         for every in (False, True)
     )
     assert len(written) > 10
-    assert told(few) == told(every)
+    assert message(few) == message(every)
 
 
 def config_of(flags, ranks):
@@ -108,18 +108,18 @@ def recorder():
 
 
 class Owner:
-    """Whose calls are alike."""
+    """An owner of equal calls."""
 
 
 def state_of(recorder):
-    """What a recorder has seen, and what there is now."""
+    """The events of a recorder, and the live bytes."""
     changes = [change for _, *change in recorder.history.events]
     live = sorted((block.number, block.size) for block in recorder.live.values())
     return recorder.trace.events, changes, live, recorder.peak, recorder.tickets
 
 
 def calls(recorder, count, *, alike):
-    """A program whose state holds a sum, of which each call lets the last go; its tensors."""
+    """A program whose calls each replace a sum and free the previous one; returns its tensors."""
     owner, known = Owner(), CallCache(recorder)
     state, x = [torch.empty(8, dtype=torch.bfloat16)], torch.empty(4, 8)
     seen = []
@@ -146,13 +146,13 @@ def test_what_is_written_down_is_what_happens(recorder, monkeypatch):
     ran = []
     exp = torch.Tensor.exp
     monkeypatch.setattr(torch.Tensor, "exp", lambda x: (ran.append(1), exp(x))[1])
-    found = []
+    result = []
     for alike in (True, False):
         begin = recorder.counts()
         kept = calls(recorder, 6, alike=alike)
         first, events, changes, tickets = begin
         counts = recorder.counts()
-        found.append(
+        result.append(
             (
                 recorder.trace.events[events:],
                 [(number - first, change) for _, number, change in recorder.history.events[changes:]],
@@ -161,8 +161,8 @@ def test_what_is_written_down_is_what_happens(recorder, monkeypatch):
             )
         )
         del kept
-    assert found[0] == found[1]
-    assert len(ran) == 2 + 6  # the first two, and all
+    assert result[0] == result[1]
+    assert len(ran) == 2 + 6  # the first two, and then all
     assert not recorder.live
 
 
@@ -185,7 +185,7 @@ def test_a_tensor_that_should_have_ended_is_noticed(recorder):
 
 
 def test_what_differs_runs(recorder):
-    """Another shape, another tensor in the same place, another owner, and a call that keeps what it makes."""
+    """Calls that are not replayed: another shape, tensor or owner, or a call that keeps a new tensor."""
     known, owners = CallCache(recorder), [Owner(), Owner()]
     ran, kept = [], []
 
@@ -204,7 +204,7 @@ def test_what_differs_runs(recorder):
     assert runs(x) == 2
     assert runs(x) == 0
     assert runs(x[1:]) == 2
-    assert runs(x[:3]) == 0  # where it begins does not matter
+    assert runs(x[:3]) == 0  # its offset does not matter
     assert runs(x, owners[1]) == 2
     assert runs(x, keeps=True) == 3
     with recorder.muted():
@@ -215,14 +215,14 @@ def test_views_of_what_is_given_move_with_it(recorder):
     known, owner, x = CallCache(recorder), Owner(), torch.empty(9, 8)
 
     def begins(*given):
-        """Of a view of the last tensor, how far it is from where it should be."""
+        """The error of the offset of a replayed view."""
         (out,) = known.call(owner, (), list(given), lambda: (given[-1][1:, 2:],))
         assert out.untyped_storage()._cdata == x.untyped_storage()._cdata and out.shape == (1, 6)
         return out.storage_offset() - given[-1].storage_offset()
 
     assert [begins(x[row : row + 2]) for row in range(6)] == [10] * 6
     assert [begins(x[row : row + 2], x[row + 2 : row + 4]) for row in range(5)] == [10] * 5
-    assert [begins(x[row : row + 2], x[7:9]) for row in range(5)] == [10] * 5  # not as far apart
+    assert [begins(x[row : row + 2], x[7:9]) for row in range(5)] == [10] * 5  # another distance between the views
 
 
 def test_tickets_go_on(recorder):
@@ -245,7 +245,7 @@ def test_tickets_go_on(recorder):
         recorder.wait(1)
         return ()
 
-    for _ in range(3):  # for what began before it: that is no ticket of its own
+    for _ in range(3):  # waits for an earlier transfer, whose ticket is not its own
         known.call(owner, ("waits",), [], waits)
     assert [event.tickets for event in events[-3:]] == [(1,)] * 3
 
@@ -258,7 +258,7 @@ def test_where_a_few_do_not_stand_for_all_every_chunk_runs(monkeypatch):
     again, held = CallCache._replay, []
 
     def holds(self, effect, given, *others):
-        held.extend(x for x in given if x is not None)  # nothing that a call lets go of ends
+        held.extend(x for x in given if x is not None)  # keep all tensors alive that a call frees
         return again(self, effect, given, *others)
 
     monkeypatch.setattr(CallCache, "_replay", holds)
@@ -270,12 +270,12 @@ def test_where_a_few_do_not_stand_for_all_every_chunk_runs(monkeypatch):
         return run_rank(*args, every_chunk=every_chunk, **how)
 
     monkeypatch.setattr(dry_run, "run_rank", tells)
-    found = run_job(job)[0]
+    result = run_job(job)[0]
     assert tried == [False, True]
-    assert found == expected
+    assert result == expected
 
 
-# Operations on fake tensors, answered from memory: the same as PyTorch's own answer, and a new tensor each time.
+# The cache of operations on fake tensors: it gives PyTorch's result, as a new tensor each time.
 
 
 aten = torch.ops.aten
@@ -293,7 +293,7 @@ OPERATIONS = {
 
 
 def recorded(out):
-    """All that may be asked of tensors, and which of them share memory."""
+    """All properties of tensors, and which of them share memory."""
     tensors = [out] if isinstance(out, torch.Tensor) else list(out)
     storages = [x.untyped_storage() for x in tensors]
     return [
@@ -306,7 +306,7 @@ def recorded(out):
 def test_an_answer_from_memory_is_what_pytorch_answers(name, monkeypatch):
     asked = []
     with fake_tensors():
-        # Fake tensors of two shapes, one after another: what is remembered of one is none of the other's.
+        # Fake tensors of two shapes in turn, whose cache entries must not be mixed.
         x, y = (torch.empty(8, rows, 16, dtype=torch.bfloat16) for rows in (8, 12))
         run = OPERATIONS[name]
         with monkeypatch.context() as without:
@@ -317,7 +317,7 @@ def test_an_answer_from_memory_is_what_pytorch_answers(name, monkeypatch):
         keep = Remembered.keep
         monkeypatch.setattr(Remembered, "keep", lambda *args: (asked.append(args[1]), keep(*args)))
         second = [run(z) for z in (x, y)]
-    assert not asked  # all were known
+    assert not asked  # all results were cached
     assert [recorded(out) for out in first] == [recorded(out) for out in second] == expected
     for a, b in zip(first, second):
         for p, q in zip(*([z] if isinstance(z, torch.Tensor) else z for z in (a, b))):
@@ -327,18 +327,18 @@ def test_an_answer_from_memory_is_what_pytorch_answers(name, monkeypatch):
 
 
 def test_slices_of_equal_sizes_are_one_question(monkeypatch):
-    """Their answers begin elsewhere, and end where the tensor does."""
+    """Slices at other offsets, cut at the end of the tensor."""
     asked, keep = [], Remembered.keep
     cuts = [(0, 2), (1, 3), (4, 6), (-3, -1), (6, 100), (5, 7), (7, 100), (3, 4), (7, 3), (8, 9)]
 
-    def found():
+    def result():
         return [(x[a:b].shape, x[a:b].stride(), x[a:b].storage_offset()) for x in (y, y[1:]) for a, b in cuts]
 
     with fake_tensors():
         y = torch.empty(8, 3, 4)
         monkeypatch.setattr(Remembered, "keep", lambda *args: (asked.append(args[1]), keep(*args)))
-        answered = found()
-    assert asked.count(aten.slice.Tensor) <= 8  # of each tensor: three sizes and the tensor's beginning
+        answered = result()
+    assert asked.count(aten.slice.Tensor) <= 8  # for each tensor: three sizes, and the slice at its beginning
     assert answered == [
         (x[a:b].shape, x[a:b].stride(), x[a:b].storage_offset())
         for z in [torch.empty(8, 3, 4)]
@@ -351,8 +351,8 @@ def test_numbers_of_other_types_are_other_questions():
     with fake_tensors():
         x = torch.empty(4, dtype=torch.int64)
         for _ in range(2):
-            found = [(x + number).dtype for number in (1, 1.0, True)]
-    assert found == [torch.int64, torch.float32, torch.int64]
+            result = [(x + number).dtype for number in (1, 1.0, True)]
+    assert result == [torch.int64, torch.float32, torch.int64]
 
 
 def test_what_does_more_than_return_tensors_is_asked_each_time():

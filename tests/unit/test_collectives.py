@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives by size and place: which of NCCL's algorithms, how long, and against what nccl-tests measured."""
+"""Collectives by size and placement: NCCL's algorithm, the time, and the error against nccl-tests."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def reduce_by(machine, ranks: int, size: float, stride: int = 1) -> str:
 
 
 def test_the_algorithm_is_chosen_by_size_place_and_generation():
-    """In a node of H100 LL up to 1 MB and NVLS from 2 MB on, as NCCL_DEBUG=INFO said there (nccl-tests issue 309)."""
+    """In a node of H100, LL up to 1 MB and NVLS from 2 MB on, as NCCL_DEBUG=INFO printed (nccl-tests issue 309)."""
     assert reduce_by(H100, 8, MIB // 8).endswith(" ll") and reduce_by(H100, 8, 64 * MIB) == "nvls"
     assert reduce_by(H100, 16, 1024) == "tree ll" and reduce_by(H100, 16, MIB) == "tree ll128"
     assert reduce_by(H100, 16, 1024 * MIB) == "nvls tree" == reduce_by(B200, 64, 1024 * MIB)
     assert reduce_by(A100, 8, 1024 * MIB) == "ring simple"  # no NVLS before Hopper
-    assert reduce_by(H100, 2, 1024 * MIB) == "ring simple"  # of two there is nothing for the switch to sum
+    assert reduce_by(H100, 2, 1024 * MIB) == "ring simple"  # between two GPUs the switch has nothing to sum
     assert reduce_by(H100, 16, 1024 * MIB, stride=8) in ("ring simple", "tree simple")  # one GPU a node: no NVLS
     gather = {size: price_of("all_gather", 8, 1, H100).chosen(size) for size in (1024, MIB, 1024 * MIB)}
     assert list(gather.values()) == ["ring ll", "ring ll", "ring simple"]
-    assert price_of("all_gather", 64, 8, H100).chosen(MIB) == "pat"  # as many hops as rings, but log2 at a time
+    assert price_of("all_gather", 64, 8, H100).chosen(MIB) == "pat"  # fewer steps than rings
     assert {line.name for line in price_of("all_reduce", 8, 1, load("L20-48G")).lines}.isdisjoint(
         {"ring ll128", "tree ll128", "nvls"}
     )
@@ -75,9 +75,9 @@ def test_more_bytes_take_longer_and_the_ends_are_latency_and_bandwidth(machine, 
 def test_groups_are_placed_on_nodes_of_eight():
     assert placed(8, 1, 8) == (1, 8, 8, True) and placed(4, 2, 8) == (1, 4, 4, False)
     assert placed(16, 1, 8) == (2, 8, 8, True)  # DP over two nodes: eight cards
-    assert placed(16, 2, 8) == (4, 4, 4, False)  # DP beside TP 2: four of eight GPUs a node
+    assert placed(16, 2, 8) == (4, 4, 4, False)  # DP with TP 2: four of eight GPUs per node
     assert placed(4, 8, 8) == (4, 1, 1, True) == placed(4, 16, 8)  # PP across nodes, one GPU of each
-    assert placed(12, 1, 8) == (2, 4, 8, True)  # 8 + 4, and its neighbour 4 + 8: four cards
+    assert placed(12, 1, 8) == (2, 4, 8, True)  # 8 + 4, and the next group 4 + 8: four cards
     assert placed(20, 1, 8) == (3, 4, 8, True)  # 8 + 8 + 4, and 4 + 8 + 8
     assert placed(6, 2, 8) == (2, 2, 4, False) and placed(3, 1, 8) == (1, 3, 3, True)
     assert Placement(2, 4, 4, True).cards(0.0) == 4 and Placement(2, 4, 4, False).cards(0.0) == 1
@@ -87,12 +87,12 @@ def test_groups_are_placed_on_nodes_of_eight():
 def test_which_axis_crosses_which_link():
     """TP 2 x Ulysses 4 x Ring 2 x DP 2 x PP 2 on eight nodes: only the first two stay inside."""
     grid = Strategy(tensor=2, ulysses=4, ring=2, data=2, pipeline=2)
-    found = {
+    result = {
         axis: placed(*((g := grid.group(axis)).size, g.stride), 8) for axis in ("tp", "ulysses", "ring", "dp", "pp")
     }
-    assert {axis: where.nodes for axis, where in found.items()} == {"tp": 1, "ulysses": 1, "ring": 2, "dp": 4, "pp": 2}
-    assert found["dp"].fewest == 4 and not found["dp"].neighbours
-    # Of 16 ranks on 2 nodes 8 of 15 parts of an all_to_all leave, by one card; an even ring uses all of them.
+    assert {axis: where.nodes for axis, where in result.items()} == {"tp": 1, "ulysses": 1, "ring": 2, "dp": 4, "pp": 2}
+    assert result["dp"].fewest == 4 and not result["dp"].neighbours
+    # With 16 ranks on 2 nodes, 8 of 15 parts of an all_to_all leave by one card; an even ring uses all cards.
     apart = transfer_seconds(collective("all_to_all", "ulysses", Group(16), 1e9), A100)
     network = A100.network.bandwidth * A100.calibration.network
     assert apart == pytest.approx(1e9 * 8 / 16 / network, rel=1e-2)
@@ -106,8 +106,8 @@ def test_which_axis_crosses_which_link():
      ("h100_64", H100, 0.25, 0.57), ("a100_8", A100, 0.30, 0.56)],
 )  # fmt: skip
 def test_against_published_nccl_tests(log, machine, typical, worst):
-    """Nothing is fitted to any of them but NVLS' two shares. Furthest off: 2 to 16 MB on 64 GPUs, where it measured a
-    jump that NCCL's own table does not have; and A100's small messages, eight of them launched by one thread."""
+    """Only NVLS' two shares are fitted to them. The largest errors: 2 to 16 MB on 64 GPUs, where nccl-tests show a
+    jump that NCCL's own table does not have; and A100's small messages, launched by one thread for eight GPUs."""
     (run,) = read_runs(LOGS / f"{log}.txt", "all_reduce")
     errors = [abs(ours / took - 1) for _, took, ours, _ in compare(run, machine)]
     assert sum(errors) / len(errors) < typical and max(errors) < worst
@@ -119,7 +119,7 @@ def test_nccl_tests_output_is_read_with_what_mpirun_puts_between(tmp_path):
     assert (run.kind, run.ranks, run.nodes, len(run.rows)) == ("all_reduce", 16, 2, 32)
     assert run.rows[-1] == pytest.approx((2 * 17179869184 * 15 / 16, 68652e-6))
     assert run.bus == pytest.approx(469.2e9, rel=1e-3)
-    (gather,) = read_runs(LOGS / "h100_16_gather.txt", "all_gather")  # srun's labels; no ranks, no name of the test
+    (gather,) = read_runs(LOGS / "h100_16_gather.txt", "all_gather")  # with srun's labels, without ranks
     assert (gather.kind, gather.ranks, gather.nodes) == ("all_gather", 16, 0)
     with pytest.raises(Refusal, match="KIND="):
         read_runs(LOGS / "h100_16_gather.txt")
@@ -152,7 +152,7 @@ def test_a_machine_from_logs_is_as_fast_as_they_say(tmp_path, capsys):
 
 
 def log(path: Path, rows: list[tuple], ranks: int = 0, nodes: int = 1, redop: str = "sum") -> Path:
-    """An output of nccl-tests; of each row bytes, microseconds and both bandwidths."""
+    """An output of nccl-tests with rows of bytes, microseconds and both bandwidths."""
     lines = [f"#  Rank {rank:2d} Group  0 Pid 1 on  n{rank * nodes // ranks} device  0 [0x00]" for rank in range(ranks)]
     for size, took, alg, bus in rows:
         lines.append(f" {size}  {size // 4}  float  {redop}  -1  {took}  {alg}  {bus}  0  {took}  {alg}  {bus}  0")
@@ -163,16 +163,16 @@ def log(path: Path, rows: list[tuple], ranks: int = 0, nodes: int = 1, redop: st
 def test_a_log_of_few_gpus_a_node_is_one_between_nodes(tmp_path):
     file = log(tmp_path / "a.log", [(8, 30.0, 0.0, 0.0), (2**30, 25000.0, 42.95, 42.95)], ranks=2, nodes=2)
     (run,) = read_runs(file, "all_reduce")
-    found = fields([run], H100)
-    rows = compare(run, machine_of(tmp_path, extends="H100-80G", **found))
+    result = fields([run], H100)
+    rows = compare(run, machine_of(tmp_path, extends="H100-80G", **result))
     assert [ours for _, _, ours, _ in rows] == pytest.approx([took for _, took, _, _ in rows], rel=0.02)
-    assert set(found["calibration"]) == {"network"}
+    assert set(result["calibration"]) == {"network"}
     with pytest.raises(Refusal, match="16 ranks per node, H100-80G has 8"):
         fields([replace(run, ranks=16, nodes=1)], H100)
 
 
 @pytest.mark.parametrize(
-    "kind, redop, rows, ranks, nodes, said",
+    "kind, redop, rows, ranks, nodes, output",
     [
         ("all_gather", "none", [(2**20, 100.0, 10.0, 10.0)], 0, 1, "is not from all_gather"),
         ("all_reduce", "sum", [(2**20, 1000.0, 0.01, 0.02)], 0, 1, "is not from all_reduce"),
@@ -182,8 +182,8 @@ def test_a_log_of_few_gpus_a_node_is_one_between_nodes(tmp_path):
         ("all_reduce", "sum", [(2**20, 100.0, 10.0, 13.3)], 3, 2, "3 ranks on 2 nodes"),
     ],
 )
-def test_logs_that_say_too_little_are_refused(tmp_path, kind, redop, rows, ranks, nodes, said):
-    with pytest.raises(Refusal, match=said):
+def test_logs_that_say_too_little_are_refused(tmp_path, kind, redop, rows, ranks, nodes, output):
+    with pytest.raises(Refusal, match=output):
         read_runs(log(tmp_path / "a.log", rows, ranks, nodes, redop), kind)
 
 
@@ -199,7 +199,7 @@ def test_a_second_log_is_added_to_ones_own_file(tmp_path, capsys):
     assert load(mine).calibration.network < 0.9 and str(between) in load(mine).sources["calibration.network"]
     base, before = tmp_path / "base.json", mine.read_text()
     base.write_text(before)
-    mine.write_text('{"extends": "base.json"}')  # what it would extend builds on it
+    mine.write_text('{"extends": "base.json"}')  # its base extends it in turn
     words[1] = str(base)
     capsys.readouterr()
     assert measure_hardware.main([*words, "--overwrite"]) == 2 and base.read_text() == before
@@ -247,7 +247,7 @@ def test_a_ring_without_its_tree_and_a_tree_without_its_ring(tmp_path):
     pcie = machine_of(tmp_path, extends="L20-48G", collectives={"ring_ll128": given})
     assert "ring ll128" in names("all_gather", pcie) and "tree ll128" not in names("all_reduce", pcie)
     bare = machine_of(tmp_path, extends="H100-80G", collectives={"tree_ll128": None})
-    for stride in (1, 8):  # a hop of rings, where a group has one rank a node, is the tree's in NCCL's table
+    for stride in (1, 8):  # with one rank per node, NCCL's table has the tree's hop for rings
         gather = price_of("all_gather", 8, stride, bare)
         assert gather.lines == price_of("all_gather", 8, stride, H100).lines
     assert "ring ll128" in names("all_gather", bare) and "tree ll128" in names("all_reduce", H100, 8)
@@ -275,13 +275,13 @@ def test_an_algorithm_that_the_generation_lacks_is_given_whole(tmp_path):
 
 
 def test_links_that_are_later_than_nccls_table(tmp_path):
-    """1 ms more a step: seven steps of a ring in a node, for all_reduce the switch and back."""
+    """1 ms more per step: seven steps of a ring in a node; for all_reduce to the switch and back."""
     late = machine_of(tmp_path, extends="H100-80G", link={"latency": 1.0006e-3}, collectives={"nvls_tree": None})
     rings = price_of("all_gather", 8, 1, late)(8) - price_of("all_gather", 8, 1, H100)(8)
     assert rings == pytest.approx(7e-3, rel=1e-3)
     assert price_of("all_reduce", 8, 1, late)(8) == pytest.approx(2e-3 + 25e-6, rel=1e-3)
     assert price_of("all_reduce", 16, 1, late)(8) == pytest.approx(14e-3, rel=0.01)  # a chain in each node, both ways
-    assert price_of("all_reduce", 16, 8, late) == price_of("all_reduce", 16, 8, H100)  # crosses none of them
+    assert price_of("all_reduce", 16, 8, late) == price_of("all_reduce", 16, 8, H100)  # uses no link inside a node
 
 
 def test_a_price_is_kept():
@@ -297,10 +297,10 @@ def test_a_price_is_kept():
         for _ in range(500):
             transfer_seconds(transfer, machine)
         best = min(best, (time.process_time() - start) / 500)
-    assert best < 20e-6  # 3 on a quiet core
+    assert best < 20e-6  # 3 us on a quiet core
 
 
-# Pipelines that do not divide the layers: flags that the program reads as meant, time and memory of dry runs.
+# Pipelines that do not divide the layers: flags are read correctly; time and memory equal those of dry runs.
 
 
 UNEVEN = [
@@ -317,10 +317,10 @@ UNEVEN = [
     (4, 8, None), (5, 4, None),
 ])  # fmt: skip
 def test_what_the_ends_lack(layers: int, pipeline: int, expected: tuple[int, int] | None) -> None:
-    found = fewer_layers(layers, pipeline)
-    assert found == expected
-    if found:
-        s = Strategy(pipeline=pipeline, first_less=found[0], last_less=found[1])
+    result = fewer_layers(layers, pipeline)
+    assert result == expected
+    if result:
+        s = Strategy(pipeline=pipeline, first_less=result[0], last_less=result[1])
         each = [s.stage_layers(layers, stage) for stage in range(pipeline)]
         assert sum(each) == layers and min(each) >= 1 and max(each) == s.most_layers(layers)
 
@@ -352,15 +352,15 @@ def test_the_program_cuts_stages_as_the_plan_says() -> None:
 )
 def test_time_and_memory_are_those_of_dry_runs(case) -> None:
     machine, ranks = load("H100-80G"), case.strategy.ranks
-    found = dry_run(parse(flags(case), dict(LLAMA), ranks), ranks, machine, vocab_size=SHAPE.vocab, every_layer=True)
-    told = estimate(case.workload, case.strategy, machine)
-    assert told.seconds == pytest.approx(found.predicted_seconds, rel=TOLERANCE)
-    device = max(one.figures.device_peak for one in found.ranks)
+    result = dry_run(parse(flags(case), dict(LLAMA), ranks), ranks, machine, vocab_size=SHAPE.vocab, every_layer=True)
+    message = estimate(case.workload, case.strategy, machine)
+    assert message.seconds == pytest.approx(result.predicted_seconds, rel=TOLERANCE)
+    device = max(one.figures.device_peak for one in result.ranks)
     assert 0.99 * device < fullest(case.workload, case.strategy).total < (1 + TOLERANCE) * device
 
 
 def test_405b_on_512_gpus_goes_through_a_pipeline() -> None:
-    """By name. Pipelines had to divide its 126 layers, so ZeRO 3 over all GPUs was the best."""
+    """llama3-405b by name: its 126 layers need uneven stages; without these ZeRO 3 over all GPUs was best."""
     workload = Request(("--model", "llama3-405b"), 512).workload(8 * K)
     limits = Limits(micro_batch=(1,), tensor=(8,), fpdt_chunk=(0,))
     problem = Problem(workload, 512, load("H100-80G"), limits)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where copies in memory go, and whose they are."""
+"""Copies in memory: their destinations and owners."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def settings(flags: str, world: int = 1, folder: str = "a"):
     [
         ("", 16, 8, []),
         ("--replication", 16, 8, [8]),
-        ("--replication", 24, 8, [8]),  # around a ring: no number of nodes is odd
+        ("--replication", 24, 8, [8]),  # around a ring, so any number of nodes works
         ("--replication --replication-factor 3", 24, 8, [8, 16]),
         ("--replication --replication-jump 1", 4, 1, [1]),
         ("--replication --replication-jump 5", 12, 4, [5]),
@@ -69,8 +69,8 @@ def test_a_copy_on_its_own_node_is_none(monkeypatch, flags, ranks, local, words)
 
 
 def test_one_process_has_no_neighbour():
-    found, notes = settings("--replication")
-    assert not found.replication and any("no effect here: --replication" in note for note in notes)
+    result, notes = settings("--replication")
+    assert not result.replication and any("no effect here: --replication" in note for note in notes)
 
 
 def test_a_folder_is_this_runs_alone(tmp_path: Path):
@@ -78,19 +78,19 @@ def test_a_folder_is_this_runs_alone(tmp_path: Path):
     save.mkdir()
     run = copies._id(str(save), "0" * 32)
     assert run == copies._id(str(save), "1" * 32) == "0" * 32
-    found, _ = settings(f"--non-persistent-local-ckpt-dir {memory}", folder=str(save))
-    folder = copies._folder(found, run)
+    result, _ = settings(f"--non-persistent-local-ckpt-dir {memory}", folder=str(save))
+    folder = copies._folder(result, run)
     assert folder.named == memory / f"run-{run}" and folder.named.stat().st_mode & 0o777 == 0o700
     assert memory.stat().st_mode & 0o777 == 0o700
-    assert copies._folder(found, run).at.samefile(folder.named)  # another rank of this node
-    (save / copies.COPIES).unlink()  # somebody cleared the folder: a new run, which old copies are not of
+    assert copies._folder(result, run).at.samefile(folder.named)  # another rank of this node
+    (save / copies.COPIES).unlink()  # the folder was cleared: a new run, to which old copies do not belong
     assert copies._id(str(save), "1" * 32) != run
     (save / copies.COPIES).write_text("../../../etc/0123456789012345678")
     with pytest.raises(Refusal, match="remove it"):
         copies._id(str(save), run)
-    found.non_persistent_local_ckpt_dir = str(save / copies.COPIES)
+    result.non_persistent_local_ckpt_dir = str(save / copies.COPIES)
     with pytest.raises(Refusal, match="--non-persistent-local-ckpt-dir .* cannot be written to"):
-        copies._folder(found, "y")
+        copies._folder(result, "y")
 
 
 def a_link(scratch: Path, victim: Path) -> str:
@@ -161,32 +161,32 @@ def test_a_folder_that_another_user_could_change_is_refused(tmp_path: Path, atta
     scratch.chmod(0o1777)  # as /dev/shm and /tmp are
     (victim / "iter_0000001.file").write_text("precious")
     words = attack(scratch, victim)
-    found, _ = settings(f"--non-persistent-local-ckpt-dir {scratch}/mine")
+    result, _ = settings(f"--non-persistent-local-ckpt-dir {scratch}/mine")
     with pytest.raises(Refusal, match=f"--non-persistent-local-ckpt-dir .*{words}.* give --non-persistent") as refused:
-        copies._folder(found, "x")
+        copies._folder(result, "x")
     assert "\n" not in str(refused.value)
     assert os.listdir(victim) == ["iter_0000001.file"]
 
 
 def test_what_root_left_is_not_taken_for_this_users(tmp_path: Path, monkeypatch):
-    found, _ = settings(f"--non-persistent-local-ckpt-dir {tmp_path}/memory")
-    copies._folder(found, "x")
+    result, _ = settings(f"--non-persistent-local-ckpt-dir {tmp_path}/memory")
+    copies._folder(result, "x")
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(Refusal, match="belongs to user"):
-        copies._folder(found, "x")
+        copies._folder(result, "x")
 
 
 def test_in_the_default_folder_a_link_of_another_user_is_refused(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(copies, "MEMORY", tmp_path)
     tmp_path.chmod(0o1777)
     (tmp_path / "victim").mkdir()
-    found, _ = settings("")
+    result, _ = settings("")
     link = tmp_path / f"megatron-{os.geteuid()}"
     link.symlink_to("victim")
     with pytest.raises(Refusal, match="--non-persistent-save-interval: .*is a link.* give --non-persistent-local"):
-        copies._folder(found, "x")
+        copies._folder(result, "x")
     link.unlink()
-    assert copies._folder(found, "x").named == link / "run-x" and not os.listdir(tmp_path / "victim")
+    assert copies._folder(result, "x").named == link / "run-x" and not os.listdir(tmp_path / "victim")
     assert link.stat().st_mode & 0o777 == 0o700
 
 
@@ -195,10 +195,10 @@ def test_a_link_that_is_put_in_place_of_the_folder_leads_nowhere(tmp_path: Path,
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 1)
     monkeypatch.setattr(copies, "gathered", lambda value, group: [value])
-    victim, found = tmp_path / "victim", settings(f"--non-persistent-local-ckpt-dir {tmp_path}/mine")[0]
+    victim, result = tmp_path / "victim", settings(f"--non-persistent-local-ckpt-dir {tmp_path}/mine")[0]
     victim.mkdir()
     names = [f"iter_000000{number}.rank_00000.safetensors" for number in (1, 2)]
-    kept = copies.Copies(copies._folder(found, "x"), [], {}, None, lambda: 2**40)
+    kept = copies.Copies(copies._folder(result, "x"), [], {}, None, lambda: 2**40)
     for name in names:
         (victim / name).write_text("precious")
         (kept.folder.at / name).write_text("a copy")
@@ -216,7 +216,7 @@ def test_a_link_that_is_put_in_place_of_the_folder_leads_nowhere(tmp_path: Path,
     assert sorted(os.listdir(victim)) == names
 
 
-# The file that a rank's copy in memory is: whole or known not to be; and which checkpoints are the best.
+# The file of a copy in memory is complete or detected as damaged; and the choice of the best checkpoints.
 
 
 TENSORS = [
@@ -239,10 +239,10 @@ def written(path):
 def test_any_reader_of_safetensors_reads_it(tmp_path):
     path = written(tmp_path / "a")
     assert copy_file.intact(path) and copy_file.about(path)["iteration"] == "7"
-    found = load_file(path)
-    assert found.keys() == dict(TENSORS).keys()
+    result = load_file(path)
+    assert result.keys() == dict(TENSORS).keys()
     for name, tensor in TENSORS:
-        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+        assert result[name].dtype == tensor.dtype and torch.equal(result[name], tensor)
 
 
 def test_no_flipped_bit_and_no_missing_end_goes_unseen(tmp_path):
@@ -265,16 +265,16 @@ def test_boxes_are_the_elements_in_their_order(data):
     whole = torch.arange(prod(shape)).view(shape)
     start = data.draw(st.integers(-3, whole.numel()))
     stop = data.draw(st.integers(start, whole.numel() + 3))
-    found = list(boxes(shape, start, stop))
-    for first, corner, inner in found:
+    result = list(boxes(shape, start, stop))
+    for first, corner, inner in result:
         part = whole[tuple(slice(at, at + size) for at, size in zip(corner, inner))]
         assert part.shape == inner and part.flatten().tolist() == list(range(first, first + prod(inner)))
-    assert sum(prod(inner) for _, _, inner in found) == max(0, min(stop, whole.numel()) - max(start, 0))
-    assert len(found) <= max(1, 2 * len(shape) - 1)
+    assert sum(prod(inner) for _, _, inner in result) == max(0, min(stop, whole.numel()) - max(start, 0))
+    assert len(result) <= max(1, 2 * len(shape) - 1)
 
 
 def checkpoints(folder, losses):
-    """Empty checkpoints 10, 20, ... with such validation losses."""
+    """Empty checkpoints 10, 20, ... with these validation losses."""
     for number, loss in enumerate(losses, start=1):
         path = folder / f"iter_{10 * number:07d}"
         path.mkdir()
@@ -291,7 +291,7 @@ def checkpoints(folder, losses):
         ([3.0, 1.0, 2.0, 4.0], 2, None, 2, [20, 30, 40]),
         ([3.0, 1.0, 2.0, 0.5], 1, None, 1, [40]),
         ([3.0, 1.0, 2.0, 0.5], 1, 30, 2, [20, 30, 40]),
-        ([1.0, 1.0, 2.0], 1, None, 1, [20, 30]),  # of equals the later
+        ([1.0, 1.0, 2.0], 1, None, 1, [20, 30]),  # the later of two equal losses
         ([float("nan"), None, "torn", "[]", 5.0], 1, None, 3, [50]),
         ([1.0, 2.0, 3.0], 1, None, None, [30]),
     ],

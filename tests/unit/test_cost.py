@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels, transfers and copies cost: by hand, in order of size, and never better than the hardware."""
+"""The cost of kernels, transfers and copies: compared by hand, monotonic, and never better than the hardware."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_kernels_by_hand():
     assert kernel_seconds(gemm(100, 100, 100, count=3), TOY) == pytest.approx(3 * 2e6 / 80)
     assert kernel_seconds(gemm(100, 100, 100, itemsize=4), TOY) == pytest.approx(2e6 / 40)
     assert kernel_seconds(Kernel("tiny", "gemm", 0.002, 0.0), TOY) == 0.5  # a launch
-    assert kernel_seconds(Kernel("wide", "gemm", 2e6, 1e6), TOY) == pytest.approx(1e5)  # bound by its traffic
+    assert kernel_seconds(Kernel("wide", "gemm", 2e6, 1e6), TOY) == pytest.approx(1e5)  # bound by memory traffic
     assert kernel_seconds(Kernel("add", "memory", 0.0, 30.0, count=2), TOY) == pytest.approx(2 * (0.5 + 3))
     assert kernel_seconds(Kernel("empty", "gemm", 0.0, 0.0), TOY) == 0.5
 
@@ -75,7 +75,7 @@ def test_kernels_by_hand():
 def test_attention_goes_by_the_keys_that_a_query_sees():
     causal = attention(100, 100, 0.5)
     assert kernel_seconds(causal, TOY) == pytest.approx(causal.flops / 40)  # 100 is half-way between 10 and 1000
-    full = attention(100, 50)  # every query sees 50
+    full = attention(100, 50)  # every query sees 50 keys
     assert kernel_seconds(full, TOY) == pytest.approx(full.flops / 40)
     backward = attention(100, 100, 0.5, backward=True)
     assert kernel_seconds(backward, TOY) == pytest.approx(backward.flops / 20)
@@ -100,7 +100,7 @@ def test_transfers_between_nodes_by_hand():
     assert transfer_seconds(transfer("all_gather", 400, 8), TOY) == pytest.approx(10 + 6 * 0.25 + 2)
     # up and down a tree of 3 steps in a node and one between two nodes
     assert transfer_seconds(transfer("all_reduce", 400, 8), TOY) == pytest.approx(10 + 2 * (3 * 0.25 + 2))
-    # 4 of 7 parts leave by the rank's own card
+    # 4 of 7 parts leave by the rank's card
     assert transfer_seconds(transfer("all_to_all", 700, 8), TOY) == pytest.approx(40 + 4 * 2)
     assert transfer_seconds(transfer("p2p", 700, 8), TOY) == pytest.approx(70 + 2)
     # one rank on each of 8 nodes: one card each
@@ -111,14 +111,14 @@ def test_transfers_between_nodes_by_hand():
 
 
 def test_ranks_of_a_node_that_share_a_card():
-    """Of a ring's ranks on a node one sends out: it has the whole card, unless rings beside it want it too."""
+    """Only one of a ring's ranks on a node sends out: it has the complete card, unless other rings share it."""
     shared = replace(TOY, network=replace(TOY.network, gpus_per_card=4))
     pairs = replace(TOY, network=replace(TOY.network, gpus_per_card=2))
 
     def hop(machine: Machine, ranks: int, stride: int) -> float:
         return transfer_seconds(transfer("p2p", 4000, ranks, stride), machine) - 2
 
-    # One card of 40 bytes a second for a node of four: one ring of 8, two of 4 beside each other, four of 2.
+    # A card of 40 bytes/s for a node of four: one ring of 8, two concurrent rings of 4, four of 2.
     assert [hop(shared, 8, 1), hop(shared, 4, 2), hop(shared, 2, 4)] == pytest.approx([100, 200, 400])
     assert [hop(pairs, 8, 1), hop(pairs, 4, 2), hop(pairs, 2, 4)] == pytest.approx([200, 400, 400])  # two cards of 20
     assert {hop(TOY, 8, 1), hop(TOY, 4, 2), hop(TOY, 2, 4)} == {400.0}  # four of 10
@@ -127,19 +127,19 @@ def test_ranks_of_a_node_that_share_a_card():
 
 
 def test_what_was_measured_of_a_kind_is_its_price():
-    """Bytes of a kind by its own bandwidth, and its own latency a step, which has the start of a call in it."""
+    """Measured kinds have their own bandwidth and latency per step, which includes the start of a call."""
     near = {"all_reduce": Measured(50.0, 1.0), "p2p": Measured(25.0, 3.0)}
     far = {"all_reduce": Measured(5.0, 4.0), "p2p": Measured(8.0, 5.0), "all_to_all": Measured(2.0, 6.0)}
     machine = replace(TOY, collective=9.0, link=replace(TOY.link, kinds=near), network=replace(TOY.network, kinds=far))
     took = lambda kind, ranks, stride=1: transfer_seconds(transfer(kind, 400, ranks, stride), machine)  # noqa: E731
     assert took("all_reduce", 4) == pytest.approx(400 / 50 + 3 * 1)
     assert took("all_reduce", 2, 4) == pytest.approx(400 / 5 + 4)
-    assert took("all_reduce", 8) == pytest.approx(400 / (4 * 5) + 6 * 1 + 4)  # four ranks of a node have four parts
+    assert took("all_reduce", 8) == pytest.approx(400 / (4 * 5) + 6 * 1 + 4)  # four ranks of a node use four parts
     assert took("p2p", 4) == pytest.approx(400 / 25 + 3) and took("p2p", 2, 4) == pytest.approx(400 / 8 + 5)
     assert took("all_to_all", 8) == pytest.approx(400 * 4 / 7 / 2 + 4 * 6)
     assert took("all_to_all", 4) == transfer_seconds(transfer("all_to_all", 400, 4), replace(TOY, collective=9.0))
     assert took("all_gather", 8) == transfer_seconds(transfer("all_gather", 400, 8), replace(TOY, collective=9.0))
-    h100 = load("H100-80G")  # what was measured counts before NCCL's table
+    h100 = load("H100-80G")  # measured figures replace NCCL's table
     measured = replace(h100, link=replace(h100.link, kinds=near))
     assert transfer_seconds(transfer("all_reduce", 400, 8), measured) == pytest.approx(
         400 / (50 * h100.calibration.link) + 7
@@ -175,7 +175,7 @@ def test_between_nodes_all_to_all_and_interleaved_groups_have_shares_of_their_ow
     machine = replace(TOY, calibration=Calibration(network_all_to_all=0.5, interleaved=0.5))
     assert transfer_seconds(transfer("all_to_all", 7e9, 8), machine) == pytest.approx(8e8, rel=1e-6)
     assert transfer_seconds(transfer("all_gather", 4e9, 8), machine) == pytest.approx(1e8, rel=1e-6)  # neighbours
-    # two ranks a node, every second one: a card and half of the other; one rank a node keeps its card
+    # two ranks per node, not neighbours: a card and half of the other; one rank per node has its card
     assert transfer_seconds(transfer("all_gather", 6e9, 4, stride=2), machine) == pytest.approx(4e8, rel=1e-6)
     assert transfer_seconds(transfer("all_gather", 4e9, 4, stride=4), machine) == pytest.approx(4e8, rel=1e-6)
 
@@ -208,7 +208,7 @@ def test_transfers_are_in_order_and_never_above_the_links(machine, kind, size, o
     small, large = sorted((size, other))
     took = transfer_seconds(transfer(kind, large, ranks, stride), machine)
     assert transfer_seconds(transfer(kind, small, ranks, stride), machine) <= took
-    # NVSwitch sums, and a tree on two nodes sends each byte there and back once, where a ring sends it twice.
+    # NVSwitch sums; a tree on two nodes sends each byte once in each direction, a ring twice.
     fewer = 2 if kind == "all_reduce" else 1
     assert took >= large / (fewer * machine.link.bandwidth + machine.network.bandwidth)
     where = placed(ranks, stride, machine.gpus)
@@ -219,8 +219,8 @@ def test_transfers_are_in_order_and_never_above_the_links(machine, kind, size, o
 
 
 def test_an_h100_runs_the_products_that_were_measured():
-    """OpenXLA's table for sm_90 again, shapes that are not points of our curve: within a fifth. Each ran alone: what a
-    training step keeps of it, the calibration, is left out."""
+    """Other shapes of OpenXLA's table for sm_90 are predicted within a fifth, without the calibration, because each
+    product ran alone."""
     measured = {
         (1, 4096, 512, 4096): 650e12,
         (1, 256, 4096, 4096): 412e12,
@@ -249,7 +249,7 @@ def test_a_call_takes_microseconds():
     assert best < 20e-6  # 2 to 4 microseconds on a quiet core
 
 
-# Ranks that are not equally fast, and hosts that launch too slowly: by hand, in order, and alike in both models.
+# Ranks of unequal speed, and hosts that launch too slowly: by hand, monotonic, and equal in both models.
 
 
 A100 = load("A100-80G")
@@ -260,7 +260,7 @@ def test_the_largest_of_more_is_later_and_varies_less():
     assert largest_of(1, 0.1) == pytest.approx((1.0, 0.1), rel=5e-3) and largest_of(64, 0.0) == (1.0, 0.0)
     means, deviations = zip(*(largest_of(ranks, 0.02) for ranks in (1, 2, 8, 64, 1024)))
     assert list(means) == sorted(means) and list(deviations) == sorted(deviations, reverse=True)
-    # of normal numbers so many deviations above the mean (Harter, Expected values of normal order statistics, 1961)
+    # expected maxima of normal numbers in deviations (Harter, Expected values of normal order statistics, 1961)
     for ranks, above in ((2, 0.564), (8, 1.424), (1000, 3.241)):
         assert largest_of(ranks, 0.001)[0] == pytest.approx(1 + 0.001 * above, abs=1e-5)
 
@@ -269,8 +269,8 @@ def test_a_step_grows_with_ranks_and_variation_and_hangs_on_the_seed_alone():
     waits = Waits()
     waits.add(8, 0.01, 100)
     times = [spread(2.0, waits, ranks, Jitter(0.05)) for ranks in (8, 64, 512)]
-    assert [found.mean for found in times] == sorted(found.mean for found in times) and times[0].mean > 2.0
-    assert all(found.p95 > found.mean for found in times)
+    assert [results.mean for results in times] == sorted(results.mean for results in times) and times[0].mean > 2.0
+    assert all(results.p95 > results.mean for results in times)
     assert spread(2.0, waits, 64, Jitter(0.05)) == times[1] != spread(2.0, waits, 64, Jitter(0.05, seed=1))
     assert spread(2.0, waits, 64, Jitter(0.0)).p95 == pytest.approx(2.0)
     assert spread(2.0, waits, 64, Jitter(0.1)).mean > times[1].mean
@@ -297,18 +297,18 @@ CASES = [
 
 @pytest.mark.parametrize("case", [CASES[0], *(pytest.param(one, marks=pytest.mark.full) for one in CASES[1:])])
 def test_closed_form_and_replay_lose_alike(case, monkeypatch):
-    """By jitter within a hundredth of a step, of the two to three that are lost; by a host that is much too slow within
-    a third, as closely as the closed form counts launches."""
+    """The loss by jitter agrees within a hundredth of a step; the loss by a host that is much too slow within
+    a third, because the closed form only estimates launches."""
     traces, ranks, jitter = [], case.strategy.ranks, Jitter(0.03)
     monkeypatch.setattr(
         dry_runs, "replay", lambda trace, *args, **more: (traces.append(trace), replay(trace, *args))[1]
     )
-    found = dry_runs.dry_run(
+    results = dry_runs.dry_run(
         parse(flags(case), dict(LLAMA), ranks), ranks, A100, vocab_size=SHAPE.vocab, every_layer=True
     )
-    told, plain = dry_run_report.unequal(found, jitter), estimate(case.workload, case.strategy, A100)
+    message, plain = dry_run_report.unequal(results, jitter), estimate(case.workload, case.strategy, A100)
     ours = step_spread(case.workload, case.strategy, A100, jitter).mean / plain.seconds
-    theirs = float(told.split(" takes ")[1].split()[0]) / found.predicted_seconds
+    theirs = float(message.split(" takes ")[1].split()[0]) / results.predicted_seconds
     assert ours > 1.015 and ours == pytest.approx(theirs, abs=0.01)
     slow = replace(A100, dispatch=0.05)
     waited, launched = estimate(case.workload, case.strategy, slow), replay(traces[0], slow)
@@ -351,17 +351,17 @@ def test_the_planner_tells_mean_and_percentile(capsys):
 def test_a_replay_notes_what_it_waits_for():
     work, send = Kernel("add", "memory", 0.0, 10.0), Transfer("all_gather", "dp", Group(4), 100.0, ticket=1)
     now = Transfer("all_gather", "tp", Group(2), 100.0)
-    found = replay(Trace([work, now, work, work, send, work, Wait((1,)), work]), TOY).waits.by_ranks
+    results = replay(Trace([work, now, work, work, send, work, Wait((1,)), work]), TOY).waits.by_ranks
     once = 0.5 + 1.0  # a launch, and ten bytes
-    assert found == {2: (1, once, once**2), 4: (1, 3 * once, 9 * once**2), 1: (1, once, once**2)}
+    assert results == {2: (1, once, once**2), 4: (1, 3 * once, 9 * once**2), 1: (1, once, once**2)}
 
 
 def test_a_slow_host_is_waited_for_by_hand():
-    """The first kernel is launched as the step begins, each other one two seconds later than the one before."""
+    """The first kernel is launched at the start of the step, each further one two seconds later."""
     slow = replace(TOY, dispatch=2.0)
     work = [Kernel("add", "memory", 0.0, 10.0)] * 3  # 1.5 s each
-    found = replay(Trace(list(work)), slow)
-    assert found.seconds == pytest.approx(4 + 1.5) and found.exposed["launching"] == pytest.approx(1.0)
+    results = replay(Trace(list(work)), slow)
+    assert results.seconds == pytest.approx(4 + 1.5) and results.exposed["launching"] == pytest.approx(1.0)
     long = Kernel("add", "memory", 0.0, 100.0)  # 10.5 s, while the host runs ahead
     assert replay(Trace([long, *work]), slow).seconds == pytest.approx(10.5 + 3 * 1.5)
     assert replay(Trace([long, *work]), slow).exposed.get("launching", 0.0) == 0

@@ -92,7 +92,7 @@ def test_every_training_token_comes_once_an_epoch(corpus):
 
 
 def test_no_token_is_taken_for_padding(tmp_path):
-    """Core masks every label, and zeroes every token, that equals the tokenizer's pad; Llama's is often a real one."""
+    """core masks labels and zeroes tokens that equal the tokenizer's pad; Llama's pad is often a real token."""
     prefix, _ = write(tmp_path / "few", high=4)
     train, *_ = build_datasets(configure(data_path=[prefix], split="1"), NULL, (20, 0, 0))
     assert (
@@ -102,7 +102,7 @@ def test_no_token_is_taken_for_padding(tmp_path):
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_blends(tmp_path, grouped):
-    """Weights are kept, in any order of the flags; with and without a process group."""
+    """Weights are kept, with and without a process group."""
     low, _ = write(tmp_path / "low", high=500)
     high, _ = write(tmp_path / "high", low=500)
     other, _ = write(tmp_path / "other", low=990)
@@ -132,11 +132,11 @@ def test_blends(tmp_path, grouped):
 @examples(20)
 @given(data=st.data())
 def test_blends_of_few_samples(tmp_path_factory, data):
-    """Long sequences mean few samples: core's margin for blends must still do."""
+    """With long sequences there are few samples, for which core's margin for blends is too small."""
     folder = tmp_path_factory.mktemp("blend")
     count, size = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 60))
     path = []
-    for i in range(count):  # a sample a document: nothing to spare
+    for i in range(count):  # each document is one sample, so there is no reserve
         builder = IndexedDatasetBuilder(f"{folder}/{i}.bin", dtype=np.uint16)
         for _ in range(data.draw(st.integers(1, 9))):
             builder.add_document(np.arange(17), [17])
@@ -153,18 +153,18 @@ def test_containers_that_agree_in_host_name_and_process_number_do_not_write_into
     target = str(tmp_path / "folder")
     with pytest.raises(OSError), atomic_folder(target) as one:
         Path(one, "first").write_text("1")
-        with atomic_folder(target) as other:  # this process stands for both: same name, same number
+        with atomic_folder(target) as other:  # this process plays both: same host name and process id
             Path(other, "second").write_text("2")
     assert sorted(os.listdir(target)) == ["files.json", "second"]
     target = str(tmp_path / "file")
     with atomic_files([target], overwrite=True) as (one,), atomic_files([target], overwrite=True) as (other,):
         Path(one).write_text("1")
         Path(other).write_text("2")
-    assert Path(target).read_text() == "1"  # the last one to end
+    assert Path(target).read_text() == "1"  # the last one to finish
 
 
 def test_cache(corpus, tmp_path, monkeypatch, caplog):
-    """Built once, whole or not at all, never mistaken for another's; and not needed."""
+    """The cache is built once, complete or not at all, never confused with another one, and not required."""
     config = configure(data_path=[corpus[0]], split="9,1")
     first = samples_of(build_datasets(config, NULL, (50, 5, 0))[0])
     (folder,) = (tmp_path / "index-cache").iterdir()
@@ -316,7 +316,7 @@ def test_mock_data():
     train, valid, test = build_datasets(config, NULL, (50, 10, 0))
     assert (len(train), len(valid), test) == (50, 10, None)
     again, *_ = build_datasets(config, NULL, (70, 10, 0))
-    assert samples_of(again, 50) == samples_of(train)  # of the index, not of the size
+    assert samples_of(again, 50) == samples_of(train)  # it depends on the index, not on the size
     assert len(set(samples_of(train) + samples_of(valid))) == 60
     other = dataclasses.replace(config, run=dataclasses.replace(config.run, seed=8))
     assert samples_of(build_datasets(other, NULL, (50, 0, 0))[0]) != samples_of(train)
@@ -343,7 +343,7 @@ def test_mock_data_of_any_vocabulary(vocab, length, index):
 
 
 def test_portions_are_those_documents(tmp_path):
-    """--train-weighted-split-paths: the documents that core's own split of the same bounds gives, blended alike."""
+    """--train-weighted-split-paths gives the documents and blend of core's split with the same bounds."""
     a, b = (write(tmp_path / name, seed=seed)[0] for seed, name in enumerate("ab"))
     text = f"TRAIN: 0.3 0:0.6 {a}, 0.7 0.5:1 {b}"
     one = [f"ONE: 1 0.6:0.8 {a}", f"BOTH: 1 .6:.8 {a}, 3 0.6:0.8 {b}"]
@@ -418,7 +418,7 @@ def test_more_groups_that_are_refused(tmp_path):
 
 
 def test_files_that_name_the_data(tmp_path):
-    """--data-args-path, --data-file-list and --per-split-data-args-path are the flags whose words they hold."""
+    """--data-args-path, --data-file-list and --per-split-data-args-path equal the flags that their files contain."""
     low, _ = write(tmp_path / "low", high=500)
     high, _ = write(tmp_path / "high", low=500)
     words, lines, splits = tmp_path / "words", tmp_path / "lines", tmp_path / "splits.json"
@@ -434,7 +434,7 @@ def test_files_that_name_the_data(tmp_path):
     ours, *_ = build_datasets(configure(data_args_path=str(words), split="1"), NULL, (40, 0, 0))
     theirs, *_ = build_datasets(configure(**named, split="1"), NULL, (40, 0, 0))
     assert samples_of(ours, 40) == samples_of(theirs, 40)
-    for flag, text, said in (
+    for flag, text, output in (
         ("data_args_path", None, "--data-args-path .*: no such file"),
         ("data_file_list", "1 a", "--data-file-list .*: each line must be WEIGHT PREFIX CORPUS"),
         ("per_split_data_args_path", "[1]", "--per-split-data-args-path .*: must be a JSON object"),
@@ -444,5 +444,5 @@ def test_files_that_name_the_data(tmp_path):
         path.unlink(missing_ok=True)
         if text is not None:
             path.write_text(text)
-        with pytest.raises(Refusal, match=said):
+        with pytest.raises(Refusal, match=output):
             parse_blends(DataConfig(**{flag: str(path)}))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages say what is: links lead somewhere, flags and files exist, commands are accepted, code blocks run."""
+"""The pages are correct: links lead somewhere, flags and files exist, commands are accepted, code blocks run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SETTINGS = (
     "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --vocab-size 99 --attention-dropout 0"
 )
 
-# What --use-checkpoint-args would find in a checkpoint that the pages' commands have not made here.
+# The shape for --use-checkpoint-args, whose checkpoint does not exist here.
 SHAPE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "position_embedding_type": "rope"}
 SHAPE |= {"seq_length": 64, "max_position_embeddings": 64, "hidden_dropout": 0.0, "attention_dropout": 0.0}
 
@@ -48,8 +48,8 @@ pages = pytest.mark.parametrize("page", PAGES, ids=NAMES)
 
 def blocks(page: Path, language: str) -> list[tuple[str, str]]:
     """(words after the language, text) of the page's code blocks."""
-    found = re.findall(rf"^```{language}\b *(.*?)$\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    return [(words, text) for words, text in found]
+    result = re.findall(rf"^```{language}\b *(.*?)$\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [(words, text) for words, text in result]
 
 
 @pages
@@ -84,7 +84,7 @@ def tool_flags() -> set[str]:
     """Flags that our tools, benchmarks and examples add to their parsers."""
     files = [*ROOT.glob("tools/*.py"), *ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("examples/**/*.py")]
     words = (re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", file.read_text()) for file in files)
-    return {flag for found in words for flag in found}
+    return {flag for result in words for flag in result}
 
 
 @pages
@@ -157,7 +157,7 @@ def stubs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pages
 def test_commands_are_accepted(page: Path, stubs: Path) -> None:
-    """Every training command is read and completed as the program would, and refused where the page says so."""
+    """Every training command is read and completed as by the program, and refused if the page says so."""
     for words, text in blocks(page, "bash"):
         if any(name in text for name in ("setup.sh", "quickstart.sh", "run.sh", "docker", "finetune.sh", "extend.sh")):
             continue
@@ -170,10 +170,10 @@ def test_commands_are_accepted(page: Path, stubs: Path) -> None:
             if "--help" in command or "--attention-kernel cudnn" in text:  # refused later, by the device
                 continue
             defaults = runpy.run_path(str(ROOT / command[entry]), run_name="docs").get("LLAMA")
-            told = refusal_of(lambda: parse(command[entry + 1 :], defaults, world, lambda *_: SHAPE))  # noqa: B023
-            assert bool(told) == ("refused" in words and "out/nothing" not in text), f"{page.name}: {told}\n{text}"
-            if told and f"error: {told}" not in page.read_text():
-                raise AssertionError(f"{page.name} shows another message than: {told}")
+            notice = refusal_of(lambda: parse(command[entry + 1 :], defaults, world, lambda *_: SHAPE))  # noqa: B023
+            assert bool(notice) == ("refused" in words and "out/nothing" not in text), f"{page.name}: {notice}\n{text}"
+            if notice and f"error: {notice}" not in page.read_text():
+                raise AssertionError(f"{page.name} shows another message than: {notice}")
 
 
 def captured(text: str, stubs: Path) -> Iterator[list[str]]:
@@ -194,7 +194,7 @@ def refusal_of(action: Callable[[], object]) -> str | None:
     try:
         action()
     except Refusal as refusal:
-        return refusal.told()
+        return refusal.render()
     return None
 
 
@@ -320,7 +320,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert "initialize_grid" in (tmp_path / "site" / "use" / "python-api.html").read_text()
 
 
-# The commands of README's table run as they are written, on small stand-ins for what a reader has.
+# The commands of README's table run as written, on small stand-ins for the reader's files.
 
 
 COMMANDS = re.findall(r"`(python tools/[^`]+)`", (ROOT / "README.md").read_text())
@@ -359,10 +359,10 @@ def test_an_evaluation_takes_mask_length_tokenizer_and_data_from_the_checkpoint(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (command,) = (command for command in COMMANDS if "evaluate.py" in command)
-    said = run("tools/evaluate.py", as_written(command, trained / "checkpoint"))
-    assert "--seq-length 256, the longest of the checkpoint" in said and "256 tokens a row" in said
-    assert "--tokenizer-type ByteLevelTokenizer" in said and "data_text_document" in said
-    assert "--attention-mask window, the checkpoint's" in said
+    printed = run("tools/evaluate.py", as_written(command, trained / "checkpoint"))
+    assert "--seq-length 256, the longest of the checkpoint" in printed and "256 tokens a row" in printed
+    assert "--tokenizer-type ByteLevelTokenizer" in printed and "data_text_document" in printed
+    assert "--attention-mask window, the checkpoint's" in printed
     assert (tmp_path / "out" / "evaluation" / "evaluation.json").is_file()
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What our functions stand in for: every argument of the installed libraries' is computed or refused by name.
+"""Functions of libraries that ours replace: every argument of theirs is computed or refused by name.
 
-A newer PyTorch or transformers that takes more fails here, and not in silence. megatron-core's attention has a test of
-its own (tests/distributed/test_core_attention.py).
+A newer PyTorch or transformers with more arguments fails here. megatron-core's attention has a separate test
+(tests/distributed/test_core_attention.py).
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def of_transformers(name: str) -> set[str]:
 
     if name == "attention":
         modules = (flash_attention, flex_attention, sdpa_attention)
-        found = [of(getattr(module, f"{module.__name__.rpartition('.')[2]}_forward")) for module in modules]
-        return set.union(*found, set(TransformersKwargs.__annotations__))
+        result = [of(getattr(module, f"{module.__name__.rpartition('.')[2]}_forward")) for module in modules]
+        return set.union(*result, set(TransformersKwargs.__annotations__))
     tree = ast.parse(inspect.getsource(masking_utils))
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
     return {word.arg for call in calls if ast.unparse(call.func) == "mask_interface" for word in call.keywords}
@@ -78,9 +78,9 @@ push_to_hub remove_unused_columns report_to restore_callback_states_from_checkpo
 save_on_each_node save_only_model save_steps save_strategy save_total_limit seed skip_memory_metrics tf32
 torch_compile torch_compile_backend torch_compile_mode torch_empty_cache_steps trackio_bucket_id trackio_space_id
 trackio_static_space_id train_sampling_strategy use_cache use_cpu warmup_steps weight_decay
-"""  # of loops, optimizers, logs and files, which are the Trainer's own; or of what compute_loss and loaders read
+"""  # about loops, optimizers, logs and files, which the Trainer handles; or read by compute_loss and loaders
 
-# By interface: what it has, what is computed, what is refused by name.
+# By interface: all arguments, computed ones, refused ones.
 INTERFACES: dict[str, tuple[Callable[[], set[str]], set[str], set[str]]] = {
     "scaled_dot_product_attention": (
         operator,
@@ -94,7 +94,7 @@ INTERFACES: dict[str, tuple[Callable[[], set[str]], set[str], set[str]]] = {
     ),
     "MultiheadAttention.forward": (
         lambda: of(nn.MultiheadAttention.forward),
-        {*TOKENS, "is_causal", "average_attn_weights"},  # the last one says how weights are given, which are not
+        {*TOKENS, "is_causal", "average_attn_weights"},  # the last one is about returned weights, which are refused
         {"key_padding_mask", "need_weights", "attn_mask"},
     ),
     "flex_attention": (lambda: of(flex_attention), set(), of(flex_attention)),  # whole

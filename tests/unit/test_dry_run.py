@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--dry-run: what it says, how few layers stand for all, and what it refuses. That it equals a real run is tested with
+"""--dry-run: its output, extrapolation from few layers, and refusals. Its equality with a real run is tested with
 real processes, in tests/distributed/test_dry_run.py."""
 
 import gc
@@ -47,7 +47,7 @@ def config_of(flags, ranks):
     ],
 )
 def test_a_few_layers_stand_for_all(ranks, flags):
-    machine = replace(load("A100-80G"), dispatch=0.0)  # of so small a model the host's launches would be all there is
+    machine = replace(load("A100-80G"), dispatch=0.0)  # with so small a model only the host's launches would count
     few, every = (
         dry_run(config_of(f"--num-layers 10 {flags}", ranks), ranks, machine, vocab_size=301, every_layer=every)
         for every in (False, True)
@@ -59,7 +59,7 @@ def test_a_few_layers_stand_for_all(ranks, flags):
         assert a.figures.flops == pytest.approx(b.figures.flops, rel=1e-12)
         assert a.figures.communication == pytest.approx(b.figures.communication, rel=2e-3)
         assert a.figures.copies == b.figures.copies
-        # ZeRO 1's optimizer updates a rank's part of every parameter, and how many parts it has depends on the layers.
+        # ZeRO 1's optimizer updates a rank's part of every parameter, and the number of parts depends on the layers.
         passes, all_passes = a.figures.seconds["passes"], b.figures.seconds["passes"]
         assert passes == pytest.approx(all_passes, rel=2e-3)
     assert few.predicted_seconds == pytest.approx(every.predicted_seconds, rel=2e-2)
@@ -78,9 +78,9 @@ def test_where_one_number_of_layers_needs_every_micro_batch_so_does_the_other(mo
 
     monkeypatch.setattr(module, "run_rank", sometimes)
     config = config_of("--num-layers 10 --global-batch-size 6", 1)
-    found = dry_run(config, 1, load("A100-80G"), vocab_size=301)
-    assert found.ranks[0].micro_batches == (6, 6) and len(found.ranks[0].program.forward) == 6
-    assert found.predicted_seconds > 0
+    result = dry_run(config, 1, load("A100-80G"), vocab_size=301)
+    assert result.ranks[0].micro_batches == (6, 6) and len(result.ranks[0].program.forward) == 6
+    assert result.predicted_seconds > 0
 
 
 def test_each_kind_of_stage_and_the_busiest_rank_of_a_ring():
@@ -88,7 +88,7 @@ def test_each_kind_of_stage_and_the_busiest_rank_of_a_ring():
     assert list(ranks_of(pipeline, 16)) == [(0, "first"), (8, "middle"), (12, "last")]
     ring = config_of("--ring-parallel-size 4 --tensor-model-parallel-size 2 --context-parallel-balance contiguous", 8)
     assert list(ranks_of(ring, 8)) == [(6, "first")]
-    # A zigzag ring's first rank has fewer keys within a window; with FPDT its neighbour has the fuller host.
+    # A zigzag ring's first rank has fewer keys within a window; with FPDT its neighbour uses more host memory.
     zigzag = "--ring-parallel-size 4 --ulysses-parallel-size 2 --context-parallel-balance zigzag"
     assert list(ranks_of(config_of(zigzag, 8), 8)) == [(0, "first")]
     assert list(ranks_of(config_of(zigzag + " --window-size 7,0", 8), 8)) == [(2, "first")]
@@ -97,9 +97,9 @@ def test_each_kind_of_stage_and_the_busiest_rank_of_a_ring():
 
 def test_stages_of_unequal_depth():
     flags = "--num-layers 4 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1"
-    found = dry_run(config_of(flags, 2), 2, load("H100-80G"), vocab_size=301)
-    assert [report.layers for report in found.ranks] == [(1, 1), (3, 3)]
-    first, last = (report.figures.peaks["optimizer"]["parameters"] for report in found.ranks)
+    result = dry_run(config_of(flags, 2), 2, load("H100-80G"), vocab_size=301)
+    assert [report.layers for report in result.ranks] == [(1, 1), (3, 3)]
+    first, last = (report.figures.peaks["optimizer"]["parameters"] for report in result.ranks)
     layer = 4 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64)
     assert last - first == 2 * layer + 4 * 64  # and the final norm
 
@@ -126,7 +126,7 @@ def test_layer_inputs_leave_the_device_before_the_backward_pass():
         run_rank(config_of(f"{flags} {more}", 1), 1, 0, 301, machine=machine) for more in ("", "--offload-checkpoints")
     )
     hidden = 1024 * 64 * 2
-    # Of four inputs, the one in use and the one that comes are there; the other two are not.
+    # Of four inputs, the current and the prefetched one are on the device, the other two are not.
     assert kept.device_peak - left.device_peak >= 2 * hidden
     assert left.host_peak - kept.host_peak == 4 * hidden
 
@@ -152,7 +152,7 @@ def test_a_ring_moves_keys_and_neither_queries_nor_sums(balance):
 
 
 def test_weights_come_while_the_layer_before_computes():
-    """FSDP's transfers hide behind compute that is long enough, but for the first gather and the last reduction."""
+    """Long compute hides FSDP's transfers, except the first gather and the last reduction."""
     wide = "--hidden-size 1024 --num-attention-heads 8 --seq-length 8192 --max-position-embeddings 8192 --num-layers 4"
     config = config_of(f"{wide} --zero-stage 3 --bf16 --ulysses-parallel-size 4 --global-batch-size 1", 4)
     from megatron.simulator.dry_run.one_rank import run_rank
@@ -169,20 +169,20 @@ def test_weights_come_while_the_layer_before_computes():
 
 @pytest.mark.parametrize("data", [2, pytest.param(128, marks=pytest.mark.full)])
 def test_a_world_of_16384_ranks(data):
-    """Core lists every group's ranks on every rank: 256 of them are enough in the usual run."""
+    """core lists the ranks of every group on every rank; the usual run tests only 256 ranks."""
     world = 128 * data
     flags = "--tensor-model-parallel-size 4 --sequence-parallel --ulysses-parallel-size 4 --ring-parallel-size 2"
     flags += " --pipeline-model-parallel-size 4 --bf16 --zero-stage 1 --num-attention-heads 64 --hidden-size 512"
     flags += f" --seq-length 1024 --max-position-embeddings 1024 --global-batch-size {2 * data}"
     config = parse(f"{TINY} {flags}".split(), LLAMA, world)
-    found = dry_run(config, world, load("H100-80G"), vocab_size=301)
-    assert [report.rank for report in found.ranks] == [0, world // 2, world * 3 // 4]
-    assert found.fits and found.predicted_seconds > 0
-    assert all(report.figures.communication[axis] > 0 for report in found.ranks for axis in ("tp", "ulysses", "ring"))
+    result = dry_run(config, world, load("H100-80G"), vocab_size=301)
+    assert [report.rank for report in result.ranks] == [0, world // 2, world * 3 // 4]
+    assert result.fits and result.predicted_seconds > 0
+    assert all(report.figures.communication[axis] > 0 for report in result.ranks for axis in ("tp", "ulysses", "ring"))
 
 
 def test_the_verdict_says_which_setting_of_the_allocator_fits() -> None:
-    """20 GiB allocated, 30 or 22 reserved: on 25 GiB the constant of the machine's file would say 5 to spare."""
+    """20 GiB allocated, 30 or 22 reserved; with 25 GiB, the machine file's constant would leave 5 to spare."""
     config, gib = parse(f"{TINY} --seq-length 64 --max-position-embeddings 64 --bf16".split(), LLAMA, 1), 2**30
     machine = replace(load("A100-80G"), memory=25 * gib, reserved=0)
     peaks = {"forward": {"activations": 20 * gib}}
@@ -190,18 +190,18 @@ def test_the_verdict_says_which_setting_of_the_allocator_fits() -> None:
     one = RankReport(0, "first", (1, 1), (1, 1), Figures(peaks, 0, 0, {}, {}, {}, {}, {}), None, None)
     one = replace(one, reserved=Reserved(reserved))
 
-    def told(machine: Machine, report: RankReport) -> tuple[list[str], list[str]]:
+    def message(machine: Machine, report: RankReport) -> tuple[list[str], list[str]]:
         reasons = list(too_full(config, [report], 1, machine))
         return reasons, verdict(DryRun(config, 1, machine, [report], 1.0, 0.5, not reasons, tuple(reasons)))
 
     own = runtime_memory(config, 1, machine).outside_allocator
-    reasons, (default, expandable) = told(machine, one)
+    reasons, (default, expandable) = message(machine, one)
     assert not reasons
     assert "default allocator it does not fit: 5.5 GiB of device memory are missing" in default
     assert f"expandable_segments:True it fits, with {readable(3 * gib - own)} of device memory to spare" in expandable
-    (reason,), lines = told(replace(machine, memory=21 * gib), one)
+    (reason,), lines = message(replace(machine, memory=21 * gib), one)
     assert "needs 22.5 GiB of device memory: 20.0 allocated" in reason and not any("it fits" in line for line in lines)
-    reasons, (line,) = told(machine, replace(one, reserved=Reserved()))
+    reasons, (line,) = message(machine, replace(one, reserved=Reserved()))
     assert not reasons and line == "it fits, with 5.0 GiB of device memory to spare"
 
 
@@ -210,13 +210,13 @@ def test_the_program_writes_what_it_found(tmp_path, capsys):
     flags = "--model llama3-8b --num-layers 2 --hidden-size 256 --ffn-hidden-size 512 --seq-length 1024 --dry-run "
     flags += f"--world-size 4 --ulysses-parallel-size 4 --gpu A100-80G --bf16 --dry-run-json {path}"
     assert main(flags.split(), LLAMA, simulate) == 0
-    said = capsys.readouterr().out
-    assert "memory of a rank" in said and "sent over ulysses" in said and "it fits" in said
-    found = json.loads(path.read_text())
-    (rank,) = found["ranks"]
+    output = capsys.readouterr().out
+    assert "memory of a rank" in output and "sent over ulysses" in output and "it fits" in output
+    result = json.loads(path.read_text())
+    (rank,) = result["ranks"]
     assert set(rank["communication_bytes"]) == {"tp", "ulysses", "ring", "dp", "pp", "other"}
     assert rank["device_peak_bytes"] == sum(rank["device_peak_by_kind"].values())
-    assert found["fits"] is True and 0 < found["mfu"] < 1 and found["predicted_ms"] > 0
+    assert result["fits"] is True and 0 < result["mfu"] < 1 and result["predicted_ms"] > 0
     made = {"plan.json", "plan_memory.png", "plan_time_rank0.png", "plan_trace.json.gz"}
     assert made == {file.name for file in path.parent.iterdir()}
 
@@ -229,8 +229,8 @@ def test_a_full_disk_is_told_after_the_tables(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(dry_run_report, "write", fail)
     assert main(f"{TINY} --num-layers 1 --dry-run --dry-run-json {tmp_path / 'x.json'}".split(), LLAMA, simulate) == 1
-    said = capsys.readouterr()
-    assert "memory of a rank" in said.out and said.err.endswith("No space left on device\n")
+    output = capsys.readouterr()
+    assert "memory of a rank" in output.out and output.err.endswith("No space left on device\n")
 
 
 def test_what_does_not_fit_is_told(capsys):
@@ -242,15 +242,15 @@ def test_what_does_not_fit_is_told(capsys):
 def test_without_a_gpu_nothing_is_predicted(tmp_path, capsys):
     path = tmp_path / "cpu.json"
     assert main(f"{TINY} --dry-run --dry-run-json {path}".split(), LLAMA, simulate) == 0
-    found = json.loads(path.read_text())
-    assert (found["predicted_ms"], found["mfu"], found["fits"]) == (None, None, None)
+    result = json.loads(path.read_text())
+    assert (result["predicted_ms"], result["mfu"], result["fits"]) == (None, None, None)
     assert not list(tmp_path.glob("*_time_*"))
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "output"),
     [
-        ("--world-size 4", "--world-size 4, and 1 process was started: start as many, or add --dry-run"),
+        ("--world-size 4", "--world-size 4, and 1 process was started: start that many, or add --dry-run"),
         ("--gpu A100-80G", "--gpu does nothing without --dry-run"),
         ("--dry-run --gpu A1000", "A100-80G"),
         (
@@ -262,10 +262,10 @@ def test_without_a_gpu_nothing_is_predicted(tmp_path, capsys):
         ("--dry-run --dry-run-json /proc/nothing/x.json", "--dry-run-json /proc/nothing/x.json cannot be written"),
     ],
 )
-def test_refusals(flags, said, capsys):
+def test_refusals(flags, output, capsys):
     assert main(f"{TINY} {flags}".split(), LLAMA, simulate) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    assert output in error and error.count("\n") == 1
 
 
 PIPELINE = "--pipeline-model-parallel-size 2"
@@ -317,7 +317,7 @@ USUAL = {"virtual stages": 1}
 def test_a_few_micro_batches_stand_for_all(name, gpu, rank):
     ranks, batch, flags = MICRO_BATCHES[name]
     machine = gpu and load(gpu)
-    if "--zero-stage 3" in flags:  # a mesh of eight bytes stays in PyTorch's caches from a process's first run on
+    if "--zero-stage 3" in flags:  # after the first run PyTorch's caches keep a mesh of eight bytes
         run_job((config_of(f"--global-batch-size 1 {flags}", ranks), ranks, rank, 301, machine, True))
     config = config_of(f"--global-batch-size {batch} {flags}", ranks)
     few, every = (run_job((config, ranks, rank, 301, machine, every)) for every in (False, True))
@@ -338,16 +338,16 @@ def test_what_else_the_process_holds_does_not_count():
 
 
 def test_allocations_come_in_the_same_order_in_every_process(monkeypatch):
-    """What was there before the step is found by the garbage collector, in any order."""
+    """Tensors from before the step come from the garbage collector in any order."""
     from megatron.simulator.dry_run.one_rank import run_rank
 
     flags = "--num-layers 1 --global-batch-size 2 --bf16 --zero-stage 3 --ulysses-parallel-size 2"
     config, objects = config_of(flags, 2), gc.get_objects
-    found = []
+    result = []
     for order in (1, -1):
         monkeypatch.setattr(gc, "get_objects", lambda order=order: objects()[::order])
-        found.append(run_rank(config, 2, 0, 301, machine=load("A100-80G")).allocations)
-    assert found[0] == found[1]
+        result.append(run_rank(config, 2, 0, 301, machine=load("A100-80G")).allocations)
+    assert result[0] == result[1]
 
 
 @pytest.mark.parametrize("balance", ["zigzag", "contiguous"])

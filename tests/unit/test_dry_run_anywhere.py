@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dry runs of launch commands that are made for other machines: FP8 and Transformer Engine that are not installed,
-tokenizers and data that are not there, launchers that start a process a GPU."""
+"""Dry runs of launch commands for other machines: without FP8 and Transformer Engine,
+without tokenizer and data files, and under launchers that start a process per GPU."""
 
 import importlib.util
 import json
@@ -35,22 +35,22 @@ NUMBERS = "--tokenizer-type NullTokenizer --vocab-size 300"
 
 @pytest.mark.full
 def test_nvidias_fp8_recipe_with_two_flags_added(capsys, tmp_path):
-    """All of train_llama3_8b_h100_fp8.sh (NVIDIA/Megatron-LM), on Ulysses 4 x Ring 2 of eight H100."""
+    """The complete train_llama3_8b_h100_fp8.sh (NVIDIA/Megatron-LM) on Ulysses 4 x Ring 2 of eight H100."""
     file = tmp_path / "found.json"
     added = "--ulysses-parallel-size 4 --ring-parallel-size 2"
     simulated = f"--dry-run --world-size 8 --gpu H100-80G --dry-run-json {file}"
     assert main(shlex.split(f"{RECIPE['flags']} {added} {simulated}"), simulate=simulate) == 0
-    said = capsys.readouterr().out
-    assert "--fp8-format hybrid is priced, not run" in said and "of the bf16 peak" in said and "it fits" in said
-    found = json.loads(file.read_text())
-    (rank,) = found["ranks"]
+    output = capsys.readouterr().out
+    assert "--fp8-format hybrid is priced, not run" in output and "of the bf16 peak" in output and "it fits" in output
+    result = json.loads(file.read_text())
+    (rank,) = result["ranks"]
     assert (rank["layers"], rank["micro_batches"], rank["micro_batches_run"]) == (32, 128, 3)
-    # Weights in bf16 and twice in FP8, of which the embeddings have none; gradients in bf16.
+    # Weights in bf16 and, except embeddings, twice in FP8; gradients in bf16.
     linear, embeddings = 32 * 4096 * (4096 * 2 + 1024 * 2 + 14336 * 3), 2 * 128384 * 4096
     kinds = rank["device_peak_by_kind"]
     assert kinds["parameters"] == pytest.approx(4 * linear + 2 * embeddings, rel=1e-3)
     assert kinds["gradients"] == pytest.approx(2 * (linear + embeddings), rel=1e-3)
-    assert 5_000 < found["predicted_ms"] < 30_000 and found["fits"]
+    assert 5_000 < result["predicted_ms"] < 30_000 and result["fits"]
 
 
 def fp8_run(flags="", gpu="H100-80G", ranks=1):
@@ -74,15 +74,15 @@ HISTORIES = LAYERS * 4 * 5 * 4 * 1025
     ],
 )
 def test_memory_is_what_transformer_engine_holds(recipe, gpu, weights, saved):
-    plain, found = fp8_run(gpu=gpu), fp8_run(f"--fp8-format hybrid --fp8-recipe {recipe}", gpu)
-    plain, found = (
+    plain, result = fp8_run(gpu=gpu), fp8_run(f"--fp8-format hybrid --fp8-recipe {recipe}", gpu)
+    plain, result = (
         plain.peaks["backward" if gpu is None else "forward"],
-        found.peaks["backward" if gpu is None else "forward"],
+        result.peaks["backward" if gpu is None else "forward"],
     )
-    assert found["parameters"] - plain["parameters"] == weights
-    # The inputs of all four products in FP8. In bf16, attention keeps one of them, its output, all the same.
+    assert result["parameters"] - plain["parameters"] == weights
+    # The inputs of all four products are kept in FP8. With bf16, attention keeps one of them, its output, anyway.
     inputs, kept = LENGTH * (3 * HIDDEN + FFN), LENGTH * HIDDEN
-    assert found["activations"] - plain["activations"] == LAYERS * (saved * inputs - 2 * (inputs - kept))
+    assert result["activations"] - plain["activations"] == LAYERS * (saved * inputs - 2 * (inputs - kept))
 
 
 def test_products_run_at_the_rate_of_fp8():
@@ -92,11 +92,11 @@ def test_products_run_at_the_rate_of_fp8():
     faster = machine.peak["fp8"] / machine.peak["bf16"] * machine.calibration.fp8
     assert seconds[1] / seconds[0] == pytest.approx(faster)
     flags = "--hidden-size 2048 --ffn-hidden-size 8192 --seq-length 4096 --max-position-embeddings 4096"
-    plain, found = fp8_run(flags), fp8_run(f"{flags} --fp8-format e4m3")
-    assert found.flops == plain.flops
-    share = found.exposed["gemm"] / plain.exposed["gemm"]
-    assert 1 / faster < share < 1 / faster + 0.1  # but for the output layer
-    assert found.exposed["memory"] > plain.exposed["memory"]  # casts
+    plain, result = fp8_run(flags), fp8_run(f"{flags} --fp8-format e4m3")
+    assert result.flops == plain.flops
+    share = result.exposed["gemm"] / plain.exposed["gemm"]
+    assert 1 / faster < share < 1 / faster + 0.1  # except for the output layer
+    assert result.exposed["memory"] > plain.exposed["memory"]  # casts
 
 
 @pytest.mark.parametrize(
@@ -104,10 +104,10 @@ def test_products_run_at_the_rate_of_fp8():
 )
 def test_tp_gathers_in_fp8_and_sums_in_bf16(sequence):
     flags = f"--tensor-model-parallel-size 2 {sequence}"
-    plain, found = fp8_run(flags, ranks=2), fp8_run(f"{flags} --fp8-format hybrid", ranks=2)
-    gathers = 6 * LAYERS * 2 if sequence else 0  # of a layer, inputs in both passes and gradients; micro-batches
-    assert plain.communication["tp"] - found.communication["tp"] == gathers * LENGTH * HIDDEN // 2
-    assert found.flops == plain.flops
+    plain, result = fp8_run(flags, ranks=2), fp8_run(f"{flags} --fp8-format hybrid", ranks=2)
+    gathers = 6 * LAYERS * 2 if sequence else 0  # per layer: inputs in both passes, and gradients
+    assert plain.communication["tp"] - result.communication["tp"] == gathers * LENGTH * HIDDEN // 2
+    assert result.flops == plain.flops
 
 
 @pytest.mark.full
@@ -119,10 +119,10 @@ def test_tp_gathers_in_fp8_and_sums_in_bf16(sequence):
         (2, "--swiglu --normalization LayerNorm --ulysses-parallel-size 2 --global-batch-size 16"),
     ],
 )
-def test_fp8_beside_other_settings(ranks, flags):
-    plain, found = fp8_run(flags, ranks=ranks), fp8_run(f"{flags} --fp8-format hybrid", ranks=ranks)
-    assert (found.flops, found.communication) == (plain.flops, plain.communication)
-    assert found.seconds["step"] > 0
+def test_fp8_with_other_settings(ranks, flags):
+    plain, result = fp8_run(flags, ranks=ranks), fp8_run(f"{flags} --fp8-format hybrid", ranks=ranks)
+    assert (result.flops, result.communication) == (plain.flops, plain.communication)
+    assert result.seconds["step"] > 0
 
 
 def test_transformer_engine_is_stood_for(capsys):
@@ -140,15 +140,15 @@ def test_training_without_transformer_engine_is_refused(flags):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "output"),
     [
         ("--gpu A100-80G", "--fp8-format hybrid with --gpu A100-80G: it has no FP8"),
         ("--gpu H100-80G --fp8-recipe mxfp8", "--fp8-recipe mxfp8 with --gpu H100-80G: it has no MXFP8"),
     ],
 )
-def test_a_gpu_without_fp8_is_refused(flags, said, capsys):
+def test_a_gpu_without_fp8_is_refused(flags, output, capsys):
     assert main(f"{TINY} {NUMBERS} --fp8-format hybrid {flags}".split(), LLAMA, simulate) == 2
-    assert said in capsys.readouterr().err
+    assert output in capsys.readouterr().err
 
 
 def test_blackwell_needs_one_copy_for_scales_of_tensors():
@@ -158,7 +158,7 @@ def test_blackwell_needs_one_copy_for_scales_of_tensors():
 
 
 @pytest.mark.parametrize(
-    ("flags", "size", "said"),
+    ("flags", "size", "output"),
     [
         ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model meta-llama/Llama-3.1-8B", 128256, "Llama-3.1-8B"),
         ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model /nfs/hf/Qwen2.5-7B", 151665, "assumed"),
@@ -175,11 +175,11 @@ def test_blackwell_needs_one_copy_for_scales_of_tensors():
         (NUMBERS, 301, None),
     ],
 )
-def test_the_vocabulary_by_flags_or_by_name(flags, size, said):
+def test_the_vocabulary_by_flags_or_by_name(flags, size, output):
     config = parse(f"{TINY} --data-path /nowhere/text_document {flags}".split(), LLAMA, 1)
-    found, note = vocabulary_of(config)
-    assert found == size
-    assert said is None or said in note
+    result, note = vocabulary_of(config)
+    assert result == size
+    assert output is None or output in note
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_the_vocabulary_by_flags_or_by_name(flags, size, said):
     ["", pytest.param("--reset-attention-mask --recompute-granularity selective", marks=pytest.mark.full)],
 )
 def test_megatrons_own_dropout(flags, capsys):
-    """0.1 and 0.1, which GPT scripts leave out; in the draws, the samples' numbers are real within fake tensors."""
+    """Default dropout of 0.1, whose sample numbers are real tensors among fake ones."""
     small = f"{TINY} {NUMBERS} --num-layers 1 --gpu H100-80G --ulysses-parallel-size 2 --world-size 2 {flags}"
     assert main(small.split(), simulate=simulate) == 0
     assert "--attention-dropout 0.1: on a GPU Triton's kernel computes it" in " ".join(capsys.readouterr().out.split())
@@ -219,8 +219,8 @@ def test_one_process_of_a_launcher_simulates_all():
 def test_the_others_leave_before_anything_is_read(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     assert main(["--dry-run", "--no-such-flag"], LLAMA, simulate) == 0
-    said = capsys.readouterr()
-    assert not said.out and not said.err
+    output = capsys.readouterr()
+    assert not output.out and not output.err
 
 
 def test_world_size_wins_over_the_launchers(capsys, monkeypatch):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--elastic: the grid for as many processes as there are."""
+"""--elastic: the grid for the available processes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_flags_grid_as_far_as_it_fits(flags, processes, expected):
 
 
 def test_the_planners_grid():
-    """Long samples are split, short ones are not; as many GPUs as are left."""
+    """Long samples are split, short ones are not, for any number of remaining GPUs."""
     from megatron.simulator.planner.search import fastest
 
     def context(seq_length: int, processes: int) -> int:
@@ -74,7 +74,7 @@ def test_the_planners_grid():
         flags += "--micro-batch-size 1 --global-batch-size 24 --train-iters 4 --lr 1e-3 --mock-data --save c --load c "
         flags += "--bf16 --zero-stage 1 --elastic --gpu H100-80G --tokenizer-type NullTokenizer --vocab-size 128255"
         config = parse(flags.split(), world_size=processes, fastest=fastest)
-        assert [note for note in config.notes if "the rest DP, the planner's choice for H100-80G" in note]
+        assert [note for note in config.notes if "x DP for the rest, the planner's choice for H100-80G" in note]
         return config.parallel.context_parallel_size
 
     assert context(4096, 8) == context(4096, 6) == 1 < min(context(2**17, 8), context(3 * 2**16, 6))
@@ -85,9 +85,9 @@ def test_the_planners_grid():
 @pytest.mark.parametrize(
     "flags, processes, line",
     [
-        (["--elastic-grids", LIST], 5, "no grid for 5 processes, nor for a divisor of it"),
+        (["--elastic-grids", LIST], 5, "no grid for 5 processes, nor for a divisor"),
         (["--elastic-grids", "8: tp3"], 8, "TP 3 x Ulysses 1 x Ring 1 x PP 1 does not divide 8 processes"),
-        (["--elastic-grids", "8 tp2"], 8, "'8 tp2' cannot be read of --elastic-grids: write it as"),
+        (["--elastic-grids", "8 tp2"], 8, "'8 tp2' cannot be read in --elastic-grids: write it as"),
         (["--elastic-grids", "8: tp2 tp4"], 8, "cannot be read"),
         (["--elastic-grids", "8: tp2; 8: u2"], 8, "8 processes have a grid already; leave one out"),
         (["--elastic-grids", " ; "], 8, "holds no grid"),
@@ -110,7 +110,7 @@ def test_a_store_of_torchrun_that_keeps_later_nodes_out_is_noted(monkeypatch):
         assert any("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in note for note in notes) == noted
 
 
-# Ranks that come as flags: what the environment becomes, and what must agree with it.
+# Ranks that are given as flags: they set the environment and must agree with it.
 
 
 RANK_FLAGS = "--rank 3 --world-size 8 --local-rank 1 --dist-url tcp://host.of.0:34566"
@@ -187,9 +187,9 @@ def test_a_run_whose_ranks_are_flags(tmp_path: Path):
     ]
     for process in processes:
         process.join(patience(100))
-    said = [(folder / name).read_text() for folder in folders for name in ("out", "err")]
-    assert [process.exitcode for process in processes] == [0, 0], said
-    assert "DP 2 x PP 1 on 2 x" in said[0] and "iteration" in said[0] and "iteration" not in said[2]
+    output = [(folder / name).read_text() for folder in folders for name in ("out", "err")]
+    assert [process.exitcode for process in processes] == [0, 0], output
+    assert "DP 2 x PP 1 on 2 x" in output[0] and "iteration" in output[0] and "iteration" not in output[2]
 
 
 # The files of examples/ for schedulers: Slurm's scripts queue themselves again, Kubernetes' and TorchX' are valid.
@@ -202,7 +202,7 @@ SLURM = sorted(ROOT.glob("examples/*/*slurm.sh"))
 
 
 def slurm(script: Path, folder: Path, done: int, left: int, code: int = 0) -> tuple[int, str]:
-    """Exit code of a script, and what it tells scontrol, where srun ends after ``done`` iterations."""
+    """Exit code of a script and its calls of scontrol, if srun ends after ``done`` iterations."""
     stubs = folder / "stubs"
     stubs.mkdir(parents=True)
     tracker = folder / "c" / "latest_checkpointed_iteration.txt"
@@ -236,33 +236,33 @@ def test_a_slurm_job_queues_itself_again_when_its_time_is_up(script: Path, tmp_p
 
 
 def differences(value: Any, schema: dict[str, Any], place: str = "") -> list[str]:
-    """Where a value is not what an OpenAPI schema of Kubernetes says; a key that it does not know is an error."""
+    """Differences of a value from an OpenAPI schema of Kubernetes, unknown keys included."""
     if schema.get("x-kubernetes-int-or-string"):
         return [] if isinstance(value, (int, str)) else [f"{place} is neither number nor text"]
     kinds = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
     if not isinstance(value, kinds[schema["type"]]) or isinstance(value, bool) != (schema["type"] == "boolean"):
         return [f"{place} is no {schema['type']}"]
-    found = []
+    result = []
     if "enum" in schema and value not in schema["enum"]:
-        found.append(f"{place} is {value}, not one of {schema['enum']}")
+        result.append(f"{place} is {value}, not one of {schema['enum']}")
     if isinstance(value, dict):
-        found += [f"{place}.{name} is missing" for name in schema.get("required", []) if name not in value]
+        result += [f"{place}.{name} is missing" for name in schema.get("required", []) if name not in value]
         for name, one in value.items():
             inner = schema.get("properties", {}).get(name, schema.get("additionalProperties"))
             if inner:
-                found += differences(one, inner, f"{place}.{name}")
+                result += differences(one, inner, f"{place}.{name}")
             elif "properties" in schema:
-                found.append(f"{place}.{name} is unknown")
+                result.append(f"{place}.{name} is unknown")
     for number, one in enumerate(value if isinstance(value, list) else []):
-        found += differences(one, schema["items"], f"{place}[{number}]")
-    return found
+        result += differences(one, schema["items"], f"{place}[{number}]")
+    return result
 
 
 def test_the_job_set_is_what_its_schema_says(tmp_path: Path) -> None:
-    told = json.loads((Path(__file__).parent / "data" / "jobset.json").read_text())
+    message = json.loads((Path(__file__).parent / "data" / "jobset.json").read_text())
     manifest = yaml.safe_load(MANIFEST.read_text())
-    assert manifest["apiVersion"] == f"{told['group']}/{told['version']}" and manifest["kind"] == told["kind"]
-    assert differences(manifest, told["schema"]) == []
+    assert manifest["apiVersion"] == f"{message['group']}/{message['version']}" and manifest["kind"] == message["kind"]
+    assert differences(manifest, message["schema"]) == []
     for change, wanted in (
         (lambda pod: pod["containers"][0].update(imag="x"), ".imag is unknown"),
         (lambda pod: pod["containers"][0].pop("name"), ".name is missing"),
@@ -271,7 +271,7 @@ def test_the_job_set_is_what_its_schema_says(tmp_path: Path) -> None:
     ):
         other = copy.deepcopy(manifest)
         change(pod_of(other))
-        assert [wanted in line for line in differences(other, told["schema"])] == [True], wanted
+        assert [wanted in line for line in differences(other, message["schema"])] == [True], wanted
 
     pod, name = pod_of(manifest), manifest["metadata"]["name"]
     (container,) = pod["containers"]
@@ -283,7 +283,7 @@ def test_the_job_set_is_what_its_schema_says(tmp_path: Path) -> None:
     assert int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
     script = ROOT / re.search(r"exec bash (\S+)", container["args"][0])[1]
     last = script.read_text().rindex("torchrun ")
-    assert script.read_text()[last - 5 : last] == "exec "  # process 1 of a container gets no signal by default
+    assert script.read_text()[last - 5 : last] == "exec "  # by default, process 1 of a container ignores signals
     assert {mount["name"] for mount in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
 
 
@@ -299,7 +299,7 @@ def component() -> Any:
 
 
 def test_the_torchx_component(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With TorchX by its own rules; without, with a stand-in that takes what TorchX' ddp takes."""
+    """Checked by TorchX if it is installed, otherwise by a stand-in with the arguments of TorchX' ddp."""
     import sys
     from types import ModuleType, SimpleNamespace
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of older Megatron-LM, Megatron-DeepSpeed, NeMo and Megatron-FSDP: what they become here."""
+"""Flags of older Megatron-LM, Megatron-DeepSpeed, NeMo and Megatron-FSDP, and their settings here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def build(flags: str, world_size: int = 1) -> Config:
 
 
 def same(theirs: str, ours: str, world_size: int = 1) -> Config:
-    """Both command lines are one configuration, notes aside."""
+    """Both command lines give the same configuration, except for notes."""
     first, second = build(theirs, world_size), build(ours, world_size)
     first.notes = second.notes = []
     assert first == second
@@ -113,13 +113,13 @@ def test_recompute_that_contradicts_itself(flags: str, words: tuple[str, ...]):
     ("flags", "word"),
     [
         ("--deepspeed-activation-checkpointing", "recomputes nothing by itself"),
-        ("--checkpoint-num-layers 2", "--checkpoint-num-layers says nothing"),
+        ("--checkpoint-num-layers 2", "--checkpoint-num-layers has no effect"),
         ("--checkpoint-in-cpu", "--checkpoint-in-cpu has nothing to move"),
-        ("--recompute-modules mlp", "--recompute-modules says nothing"),
-        ("--recompute-activations --recompute-modules core_attn layernorm", "core_attn layernorm: selective"),
+        ("--recompute-modules mlp", "--recompute-modules has no effect"),
+        ("--recompute-activations --recompute-modules core_attn layernorm", "core_attn layernorm: only core_attn"),
     ],
 )
-def test_recompute_that_says_nothing_is_noted(flags: str, word: str):
+def test_recompute_without_effect_is_noted(flags: str, word: str):
     assert any(word in note for note in build(flags).notes)
 
 
@@ -169,10 +169,10 @@ def test_fsdp_that_contradicts_itself(flags: str, words: tuple[str, ...]):
 def test_a_sharding_strategy_without_fsdp_is_noted():
     config = build("--data-parallel-sharding-strategy optim_grads")
     assert config.parallel.zero_stage == 0 and any(
-        "says nothing without --use-megatron-fsdp" in n for n in config.notes
+        "has no effect without --use-megatron-fsdp" in n for n in config.notes
     )
     config = build("--torch-fsdp2-no-reshard-after-forward")
-    assert config.parallel.zero_stage == 0 and any("says nothing without --use-torch-fsdp2" in n for n in config.notes)
+    assert config.parallel.zero_stage == 0 and any("has no effect without --use-torch-fsdp2" in n for n in config.notes)
 
 
 # ---- other names for one setting, and for several
@@ -309,11 +309,11 @@ def test_names_that_contradict(flags: str, words: tuple[str, ...]):
     refused(flags, *words, world_size=4 if "context-parallel" in flags else 1)
 
 
-def test_what_is_not_written_is_said():
-    assert any("--use-precision-aware-optimizer: all of it is in fp32" in note for note in
+def test_ignored_formats_are_noted():
+    assert any("--use-precision-aware-optimizer: its state is in fp32" in note for note in
                build("--use-precision-aware-optimizer").notes)  # fmt: skip
     pipeline = build("--pipeline-model-parallel-size 2 --pp-partition-method parameters", 2)
-    assert any("--pp-partition-method parameters: stages hold equally many" in note for note in pipeline.notes)
+    assert any("--pp-partition-method parameters: stages hold equal numbers" in note for note in pipeline.notes)
     assert any("nothing is saved" in note for note in build("--save-interval 5").notes)
     assert any(
         "--ckpt-format torch: checkpoints are written as torch_dist" in n for n in build("--ckpt-format torch").notes
@@ -436,8 +436,8 @@ def test_keys_of_a_deepspeed_file(tmp_path: Path, content: dict, ours: str):
         ({"bf16": {"enabled": False}}, "--bf16", ("bf16.enabled false", "--bf16")),
         ({"fp16": {"enabled": True, "loss_scale": 8}}, "--loss-scale 16", ("fp16.loss_scale 8", "--loss-scale 16")),
         ({"train_batch_size": 4, "gradient_accumulation_steps": 3}, "", ("--global-batch-size 4", "use 3")),
-        ({"train_batch_size": "8"}, "", ('train_batch_size "8"', "number")),
-        ({"train_batch_size": 1.5}, "", ("train_batch_size 1.5", "whole number")),
+        ({"train_batch_size": "8"}, "", ('train_batch_size "8"', "not an integer")),
+        ({"train_batch_size": 1.5}, "", ("train_batch_size 1.5", "not an integer")),
         ('{"gradient_clipping": NaN}', "", ("gradient_clipping NaN", "number")),
         ({"fp16": {"enabled": True, "initial_scale_power": "x"}}, "", ("fp16.initial_scale_power",)),
         ({"fp16": True}, "", ("fp16", "JSON object")),
@@ -462,7 +462,7 @@ def test_keys_of_a_deepspeed_file(tmp_path: Path, content: dict, ours: str):
         ),
         ({"curriculum_learning": {"enabled": True}}, "", ("curriculum_learning", "leave it out")),
         ({"curriculum_learning": {**GROWING, "max_difficulty": 64}}, "", ("max_difficulty 64", "--seq-length 192")),
-        ({"curriculum_learning": {**GROWING, "min_difficulty": 1.5}}, "", ("curriculum_learning", "whole numbers")),
+        ({"curriculum_learning": {**GROWING, "min_difficulty": 1.5}}, "", ("curriculum_learning", "integers")),
         ({"curriculum_learning": {**GROWING, "min_difficulty": 4}}, "", ("--rampup-seq-length 4 8 953", "start")),
         (
             {"curriculum_learning": GROWING},
@@ -473,8 +473,8 @@ def test_keys_of_a_deepspeed_file(tmp_path: Path, content: dict, ours: str):
         ({"communication_data_type": "fp16"}, "", ("communication_data_type",)),
         ({"grad_clipping": 1.0}, "", ("grad_clipping", "did you mean gradient_clipping?")),
         ({"fp16": {"enabled": True, "hysteresi": 1}}, "", ("fp16.hysteresi", "fp16.hysteresis")),
-        ("[1]", "", ("no JSON object",)),
-        ('{"train_batch_size": GBSIZE}', "", ("is no JSON (line 1)", "placeholders")),
+        ("[1]", "", ("not hold a JSON object",)),
+        ('{"train_batch_size": GBSIZE}', "", ("is not JSON (line 1)", "placeholders")),
     ],
 )
 def test_refusals_of_a_deepspeed_file(tmp_path: Path, content: object, flags: str, words: tuple[str, ...]):
@@ -486,11 +486,11 @@ def test_refusals_of_a_deepspeed_file(tmp_path: Path, content: object, flags: st
 def test_deepspeeds_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     refused(f"--deepspeed --deepspeed_config {tmp_path}/none.json", "--deepspeed_config", "no such file")
     refused("--deepspeed_config a.json", "--deepspeed_config", "--deepspeed")
-    assert any("the flags alone decide" in note for note in build("--deepspeed").notes)
+    assert any("only the flags count" in note for note in build("--deepspeed").notes)
     config = with_file(tmp_path, {}, "--clip-grad 2")
     assert config.optimizer.clip_grad == 2 and any("DeepSpeed would not clip" in note for note in config.notes)
     config = with_file(tmp_path, TEMPLATE, "--loss-scale 12")
-    assert config.optimizer.loss_scale is None and any("--loss-scale 12 is not read" in note for note in config.notes)
+    assert config.optimizer.loss_scale is None and any("--loss-scale 12 is ignored" in note for note in config.notes)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
     refused("--deepspeed --deepspeed_mpi", "--deepspeed_mpi", "torchrun")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's time in closed form: by hand on a toy machine, against the program's own byte counts, and in its trends."""
+"""A step's time in closed form: by hand on a toy machine, against the program's byte counts, and by its trends."""
 
 from __future__ import annotations
 
@@ -80,22 +80,22 @@ def linear_flops(seq_length: int) -> float:
 
 
 def test_one_gpu_by_hand():
-    found = step()
-    assert found.parts["gemm"] == pytest.approx(3 * linear_flops(65536) / GEMM, rel=1e-6)
+    result = step()
+    assert result.parts["gemm"] == pytest.approx(3 * linear_flops(65536) / GEMM, rel=1e-6)
     flash = attention_flops(65536)
-    assert found.parts["attention"] == pytest.approx(flash / FORWARD + 2.5 * flash / BACKWARD, rel=1e-6)
+    assert result.parts["attention"] == pytest.approx(flash / FORWARD + 2.5 * flash / BACKWARD, rel=1e-6)
     assert (
-        found.seconds
-        == pytest.approx(sum(found.parts.values()))
-        == pytest.approx(found.parts["gemm"] + found.parts["attention"], rel=1e-3)
+        result.seconds
+        == pytest.approx(sum(result.parts.values()))
+        == pytest.approx(result.parts["gemm"] + result.parts["attention"], rel=1e-3)
     )
-    assert found.flops == pytest.approx(3 * (linear_flops(65536) + flash), rel=1e-9)
-    assert found.mfu == pytest.approx(found.flops / found.seconds / 2e14)
-    assert found.tflops == pytest.approx(found.flops / found.seconds / 1e12)
-    assert found.mfu_full_mask_with_recompute * found.seconds * 2e14 == pytest.approx(
+    assert result.flops == pytest.approx(3 * (linear_flops(65536) + flash), rel=1e-9)
+    assert result.mfu == pytest.approx(result.flops / result.seconds / 2e14)
+    assert result.tflops == pytest.approx(result.flops / result.seconds / 1e12)
+    assert result.mfu_full_mask_with_recompute * result.seconds * 2e14 == pytest.approx(
         3 * (linear_flops(65536) + 2 * flash)
     )
-    assert found.tokens_per_second == pytest.approx(65536 / found.seconds)
+    assert result.tokens_per_second == pytest.approx(65536 / result.seconds)
 
 
 def test_recompute_adds_a_forward_pass():
@@ -103,8 +103,8 @@ def test_recompute_adds_a_forward_pass():
     inside = 2 * 65536 * 32 * 4096 * (4096 + 2048 + 4096 + 3 * 14336)
     assert full.parts["gemm"] - plain.parts["gemm"] == pytest.approx(inside / GEMM, rel=1e-6)
     assert selective.parts["gemm"] == plain.parts["gemm"]
-    for found in (full, selective):
-        again = found.parts["attention"] - plain.parts["attention"]
+    for result in (full, selective):
+        again = result.parts["attention"] - plain.parts["attention"]
         assert again == pytest.approx(attention_flops(65536) / FORWARD, rel=1e-6)
 
 
@@ -125,12 +125,12 @@ def test_the_last_rank_of_a_contiguous_ring_has_the_most_to_do(ring):
 
 
 def test_ring_exchanges_hide_behind_tiles_and_the_last_gradients_do_not():
-    found = step(ring=4)
+    result = step(ring=4)
     grads = 2 * 4 * (65536 // 4) * 8 * 128  # keys and values in fp32
-    # The last gradients to go home are of rank 0's block, of which the others see the early half.
-    assert found.parts["ring"] == pytest.approx(32 * grads / 2 / 1e11, rel=1e-6)
+    # The last returning gradients are those of rank 0's block, of which others see only the early half.
+    assert result.parts["ring"] == pytest.approx(32 * grads / 2 / 1e11, rel=1e-6)
     slow = step(replace(TOY, link=Link(1e8, 0.0)), ring=4)
-    # Six windows forward and backward hold keys (half as wide as gradients), two and a half hold gradients.
+    # Keys (half as wide as gradients) are sent in six windows, gradients in two and a half.
     assert slow.parts["ring"] + slow.parts["attention"] == pytest.approx(
         32 * (6 * grads / 2 + 2.5 * grads) / 1e8, rel=0.25
     )
@@ -139,7 +139,7 @@ def test_ring_exchanges_hide_behind_tiles_and_the_last_gradients_do_not():
 def test_all_to_alls_carry_what_the_head_plan_says():
     strategy = Strategy(ulysses=16)
     a = attended(WORK, strategy)
-    assert (a.heads, a.kv_heads, a.sent_kv) == (2, 1, 1)  # 8 key/value heads on 16 ranks: each is sent twice
+    assert (a.heads, a.kv_heads, a.sent_kv) == (2, 1, 1)  # 8 key/value heads on 16 ranks: each is sent to two ranks
     there, back = (
         sum(t.bytes for segment in work for t in segment.transfers)
         for work in (to_heads(a, strategy, a.rows), to_sequence(a, strategy, a.rows))
@@ -163,17 +163,17 @@ def test_copies_are_those_of_the_program(kv_heads):
         return tuple(ways.values())
 
     assert goes_by_keys(a.heads, a.kv_heads, 2) == (kv_heads == 32)
-    beside = Segment(copies=stored_in_forward(a, strategy, chunks))
-    assert copied([beside, *chunked_forward(a, strategy, chunks, saving=True)]) == program.forward
-    beside = Segment(copies=copied_in_ffn_backward(a, strategy, chunks) + loaded_in_backward(a, strategy, chunks))
-    assert copied([beside, *chunked_backward(a, strategy, chunks)]) == program.backward
+    overlapped = Segment(copies=stored_in_forward(a, strategy, chunks))
+    assert copied([overlapped, *chunked_forward(a, strategy, chunks, saving=True)]) == program.forward
+    overlapped = Segment(copies=copied_in_ffn_backward(a, strategy, chunks) + loaded_in_backward(a, strategy, chunks))
+    assert copied([overlapped, *chunked_backward(a, strategy, chunks)]) == program.backward
     assert copied(chunked_forward(a, strategy, chunks, saving=False)) == (0, 0)
 
 
 def test_fpdt_computes_the_same_and_waits_for_the_host_when_chunks_are_small():
     whole, chunked = step(ulysses=4, recompute="full"), step(ulysses=4, recompute="full", fpdt_chunk=8192)
     assert chunked.parts["attention"] == pytest.approx(whole.parts["attention"])
-    # Projections and FFN run again in the backward pass, the FFN not a third time.
+    # Projections and FFN run again in the backward pass, but the FFN only once more.
     assert chunked.parts["gemm"] == pytest.approx(whole.parts["gemm"], rel=0.2)
     slow = replace(TOY, host_link=Link(4e9, 0.0))
     waits = [
@@ -185,24 +185,24 @@ def test_fpdt_computes_the_same_and_waits_for_the_host_when_chunks_are_small():
 
 def test_a_pipeline_fills_and_drains():
     work = replace(WORK, global_batch=8)
-    found = step(workload=work, pipeline=4)
-    busy = sum(seconds for name, seconds in found.parts.items() if name not in ("bubble", "optimizer", "pp", "dp"))
-    # The loss is on the last stage alone, which nobody waits for: with another shape of it the bubble is the same.
+    result = step(workload=work, pipeline=4)
+    busy = sum(seconds for name, seconds in result.parts.items() if name not in ("bubble", "optimizer", "pp", "dp"))
+    # The loss is on the last stage, which no stage waits for: its size does not change the bubble.
     shape = replace(work.shape, vocab=8 * work.shape.vocab)
     more = step(workload=replace(work, shape=shape), pipeline=4).parts["bubble"]
-    assert more == pytest.approx(found.parts["bubble"])
-    assert 0.5 * busy * 3 / 8 < found.parts["bubble"] < busy * 3 / 8
-    assert step(workload=work, pipeline=4, virtual=2).parts["bubble"] == pytest.approx(found.parts["bubble"] / 2)
+    assert more == pytest.approx(result.parts["bubble"])
+    assert 0.5 * busy * 3 / 8 < result.parts["bubble"] < busy * 3 / 8
+    assert step(workload=work, pipeline=4, virtual=2).parts["bubble"] == pytest.approx(result.parts["bubble"] / 2)
 
 
-def test_gradients_wait_unless_they_travel_beside_the_backward_pass():
+def test_gradients_wait_unless_they_overlap_with_the_backward_pass():
     late = step(data=8, workload=replace(WORK, global_batch=8), overlap_grad_reduce=False, overlap_param_gather=False)
     held = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336) + 2 * 128256 * 4096
     assert late.parts["dp"] == pytest.approx(6 * held * 7 / 8 / 1e11, rel=1e-3)  # fp32 gradients, bf16 weights
     early = step(data=8, workload=replace(WORK, global_batch=8))
-    # Beside nothing: the embedding's, and a bucket's of DDP.
+    # Not overlapped: the embedding's gradient, and a bucket of DDP.
     assert early.parts["dp"] == pytest.approx(late.parts["dp"] * (40e6 + 128256 * 4096) / held, rel=1e-3)
-    # ZeRO 3 gathers twice a micro-batch, and hides all but the ends of it
+    # ZeRO 3 gathers twice per micro-batch and hides all but the first and last transfers
     sharded = step(data=8, workload=replace(WORK, global_batch=8), zero=3)
     assert early.parts["dp"] < sharded.parts["dp"] < late.parts["dp"]
     shown = step(data=8, workload=replace(WORK, global_batch=8), zero=3, overlap_grad_reduce=False)
@@ -241,13 +241,13 @@ def test_no_step_is_faster_than_its_flops(
         tensor=tensor, ulysses=ulysses, ring=ring, data=data, pipeline=pipeline, zero=zero, recompute=recompute,
         fpdt_chunk=8192 if fpdt else 0, balance="contiguous" if contiguous else "zigzag",
     )  # fmt: skip
-    found = estimate(Workload(LLAMA, 131072, batches * data), strategy, machine)
-    assert all(seconds >= 0 for seconds in found.parts.values())
-    assert found.seconds == pytest.approx(sum(found.parts.values()))
-    assert 0 < found.mfu < 1
+    result = estimate(Workload(LLAMA, 131072, batches * data), strategy, machine)
+    assert all(seconds >= 0 for seconds in result.parts.values())
+    assert result.seconds == pytest.approx(sum(result.parts.values()))
+    assert 0 < result.mfu < 1
 
 
-# --- the USP paper's recommendations, as far as they are about speed ---
+# --- the USP paper's recommendations about speed ---
 
 A800 = load("A800-80G")
 
@@ -266,7 +266,7 @@ def test_data_parallelism_first():
 
 
 def test_zero_spans_data_and_sequence_parallel_ranks():
-    """3: the optimizer's work is shared by all of them, but for setting whole gradients to zero."""
+    """3: all ranks share the optimizer's work, except setting complete gradients to zero."""
     shared, both, alone = (step(A800, ulysses=8, zero=zero).parts["optimizer"] for zero in (2, 1, 0))
     assert shared == pytest.approx(alone / 8, rel=0.01) and shared < both < alone / 4
 
@@ -275,17 +275,17 @@ def test_sequence_parallelism_sends_less_than_tensor_parallelism_and_less_still_
     """4."""
 
     def waits(kv_heads: int, **grid: int) -> float:
-        found = step(A800, Workload(replace(LLAMA, kv_heads=kv_heads), 131072), **grid).parts
-        return found.get("tp", 0.0) + found.get("ulysses", 0.0) + found.get("ring", 0.0)
+        result = step(A800, Workload(replace(LLAMA, kv_heads=kv_heads), 131072), **grid).parts
+        return result.get("tp", 0.0) + result.get("ulysses", 0.0) + result.get("ring", 0.0)
 
     assert waits(32, ulysses=8) < waits(32, tensor=8)
     assert waits(8, ulysses=8) < waits(32, ulysses=8)
     assert waits(8, ring=8) < waits(32, ring=8)
-    assert waits(8, tensor=8) >= waits(32, tensor=8)  # as many bytes, and less to hide them behind
+    assert waits(8, tensor=8) >= waits(32, tensor=8)  # equal bytes, and less compute to hide them
 
 
 def test_more_ranks_of_a_ring_are_faster():
-    """6: where TP and Ulysses end at the heads, a ring goes on."""
+    """6: heads limit TP and Ulysses, but not a ring."""
     times = [step(A800, Workload(LLAMA, 1 << 20), ulysses=8, ring=ring).seconds for ring in (1, 2, 4, 8, 16)]
     assert times == sorted(times, reverse=True)
 
@@ -296,7 +296,7 @@ def test_the_fastest_link_goes_to_tensor_parallelism():
     assert inside < apart / 4
 
 
-# What the estimate prices, against the closed forms: the same bytes by axis, the same FLOPs, to the last one.
+# The estimate has exactly the bytes by axis and FLOPs of the closed forms.
 
 
 COUNTED_LLAMA = Shape(layers=4, hidden=256, ffn=768, heads=16, kv_heads=4, head_dim=32, vocab=1000)
@@ -319,8 +319,8 @@ def sharded_transfers(strategy: Strategy, held: States) -> Iterator[Transfer]:
 
 
 def step_trace(workload: Workload, strategy: Strategy) -> Trace:
-    """All kernels, transfers and copies that `estimate` prices, but for the
-    optimizer's, without saying what goes on beside what."""
+    """All kernels, transfers and copies that `estimate` prices, except the
+    optimizer's, without their concurrency."""
     batches, held = strategy.micro_batches(workload), states(workload.shape, strategy, busiest_stage(strategy))
     work, events = micro_batch(workload, strategy), []
     for how, layers in strategy.layer_kinds(held.layers):
@@ -356,11 +356,11 @@ def check(workload: Workload, strategy: Strategy) -> None:
             if isinstance(event, Kernel) and event.kind == kind and word in event.name
         )
 
-    logits, told = computed("gemm", "logits"), step_flops(workload, strategy)
+    logits, message = computed("gemm", "logits"), step_flops(workload, strategy)
     gemm = computed("gemm") - logits + logits / strategy.pipeline  # one stage has them
-    assert strategy.ranks * gemm == pytest.approx(told.gemm, rel=1e-12)
+    assert strategy.ranks * gemm == pytest.approx(message.gemm, rel=1e-12)
     share = busiest_share(strategy.ring, strategy.balance, workload.causal)
-    assert strategy.ranks * computed("attention") == pytest.approx(told.attention * share, rel=1e-12)
+    assert strategy.ranks * computed("attention") == pytest.approx(message.attention * share, rel=1e-12)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

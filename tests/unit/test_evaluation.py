@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of evaluations: exact lengths and depths, right answers, each token of a text once; results as files."""
+"""Samples of evaluations: exact lengths and depths, right answers, each token of a text scored once; result files."""
 
 from __future__ import annotations
 
@@ -188,15 +188,15 @@ def test_training_needles_are_others_than_those_of_evaluations(tmp_path, capsys)
     for ids in dataset:
         assert ids.size == 512 and ids[-1] == 255
         at = np.flatnonzero(ids == 0)  # the mark of a needle
-        found = ids[at[:, None] + np.arange(1, 5)].astype(int) - MARKS - words.names * np.arange(4)
-        assert not any(is_held_out(tuple(row[:2])) for row in found.tolist())
-        numbers |= {is_held_out(tuple(row[2:])) for row in found.tolist()}
+        result = ids[at[:, None] + np.arange(1, 5)].astype(int) - MARKS - words.names * np.arange(4)
+        assert not any(is_held_out(tuple(row[:2])) for row in result.tolist())
+        numbers |= {is_held_out(tuple(row[2:])) for row in result.tolist()}
         asked = np.flatnonzero(ids == 1)
         tails = ids[asked[:, None] + np.arange(1, 5)].astype(int) - MARKS - words.names * np.arange(4)
-        assert sorted(tails.tolist()) == sorted(found.tolist())
+        assert sorted(tails.tolist()) == sorted(result.tolist())
         counts.add(len(at))
     assert counts <= set(range(1, 8)) and len(counts) > 3
-    assert numbers == {True, False}  # else a model would learn never to answer with the others
+    assert numbers == {True, False}  # otherwise a model would learn never to answer with the others
     assert {part for pair in pairs(words.names, False) for part in pair} == set(range(words.names))
     assert make_needles.main(["--output-prefix", prefix, *flags]) == 2
     assert "give --overwrite" in capsys.readouterr().err
@@ -216,7 +216,7 @@ def test_questions_are_asked_as_often_as_fits(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags, told",
+    "flags, message",
     [
         ("--length 99 --documents 9 --needles 9 --questions 0.9", "or less --questions"),
         ("--length 99 --documents 9 --questions 1", "--questions 1.0 is a share"),
@@ -226,18 +226,18 @@ def test_questions_are_asked_as_often_as_fits(tmp_path):
         ("--length 9 --documents 1 --seed -1", "--seed -1"),
     ],
 )
-def test_training_sets_that_cannot_be(flags, told, tmp_path, capsys):
+def test_training_sets_that_cannot_be(flags, message, tmp_path, capsys):
     tokenizer = "--tokenizer-type NullTokenizer --vocab-size 255"
     assert make_needles.main(f"--output-prefix {tmp_path}/x {flags} {tokenizer}".split()) == 2
     error = capsys.readouterr().err
-    assert told in error and error.count("\n") == 1 and not list(tmp_path.iterdir())
+    assert message in error and error.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
 # ---- refusals and results
 
 
 @pytest.mark.parametrize(
-    "flags, told",
+    "flags, message",
     [
         ("--eval-tasks needles", "--eval-tasks needles: not a task; choose from loss-by-position, needle"),
         ("--eval-lengths 64", "--eval-lengths does nothing without --eval-tasks needle or ruler-multi-key"),
@@ -255,10 +255,10 @@ def test_training_sets_that_cannot_be(flags, told, tmp_path, capsys):
         ("--eval-tasks needle --eval-haystack /none", "--eval-haystack /none cannot be read"),
     ],
 )
-def test_refused(flags, told):
+def test_refused(flags, message):
     with pytest.raises(Refusal) as refused:
         plan_of("ByteLevelTokenizer", flags)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_a_text_that_cannot_be_scored(tmp_path):
@@ -276,7 +276,7 @@ def test_a_text_that_cannot_be_scored(tmp_path):
 def test_default_lengths():
     plan = plan_of("ByteLevelTokenizer", f"--eval-tasks needle {COMMON} --eval-depths 2")
     assert [spec.length for spec in plan.specs["needle"][::8]] == [512, 1024, 2048]
-    assert [spec.length for spec in plan.specs[COMMON][::8]] == [1024, 2048]  # 512 would not hold it
+    assert [spec.length for spec in plan.specs[COMMON][::8]] == [1024, 2048]  # 512 tokens are too few
     assert {spec.depth for spec in plan.specs["needle"]} == {0.0, 1.0}
 
 

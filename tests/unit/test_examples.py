@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launch scripts of examples/: every flag they end up with is read and accepted."""
+"""The launch scripts of examples/: all their flags are accepted."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tools.launch_confined import why_not
 arguments = pytest.importorskip("megatron.training.arguments.parser")
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = ("quickstart", "extrapolation", "finetune", "extend")  # several steps, from data to a table
-COMMON = ROOT / "examples" / "common"  # what the scripts source
+PROGRAMS = ("quickstart", "extrapolation", "finetune", "extend")  # several commands, from data to a table
+COMMON = ROOT / "examples" / "common"  # files that the scripts source
 EXAMPLES = (path for path in ROOT.glob("examples/*/*.sh") if path.parent.name not in ("common", "reproduce"))
 SCRIPTS = sorted(path for path in EXAMPLES if path.stem not in PROGRAMS)
 FPDT, GENSLM = ROOT / "examples" / "fpdt", ROOT / "examples" / "genslm"
@@ -70,9 +70,9 @@ def test_variables_of_the_fpdt_scripts(script: Path, model: str, stream: str, tm
 
 
 def test_every_model_of_the_fpdt_paper_has_a_launch(tmp_path: Path) -> None:
-    found = [launch(path, tmp_path / f"{path.stem}{model}", of_model(model)) for path, model in FPDT_LAUNCHES]
-    assert {option(words, "--model") for words in found} - {None} == set(PAPER_MODELS)
-    assert all("--fpdt" in words for words in found)
+    result = [launch(path, tmp_path / f"{path.stem}{model}", of_model(model)) for path, model in FPDT_LAUNCHES]
+    assert {option(words, "--model") for words in result} - {None} == set(PAPER_MODELS)
+    assert all("--fpdt" in words for words in result)
 
 
 @pytest.mark.parametrize("script", MODELS, ids=lambda path: path.parent.name)
@@ -89,7 +89,7 @@ def test_an_unknown_model_is_refused(script: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model, length", [("genslm-25b", 524288), ("genslm-33b", 458752)])
 def test_genslm_scripts_reach_the_published_lengths(model: str, length: int, tmp_path: Path) -> None:
-    """On 64 GPUs, with learned positions shared out; and eight times as far in chunks."""
+    """On 64 GPUs with partitioned learned positions; and with eight times the length in chunks."""
     script = GENSLM / "pretrain.sh"
     plain, gpus = read(launch(script, tmp_path / "plain", of_model(model)))
     longer = {"SEQ_LENGTH": "4194304", "CHUNK": "131072"} | of_model(model)
@@ -104,7 +104,7 @@ def test_genslm_scripts_reach_the_published_lengths(model: str, length: int, tmp
 
 
 def test_genslm_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its commands are accepted and make the files that they read; without a genome it says so in a line."""
+    """Its commands are accepted and make the files that they read; without a genome it prints one line."""
     tree, captured = tmp_path / "tree", tmp_path / "captured"
     script = tree / "examples" / "genslm" / "quickstart.sh"
     for name in (script, tree / "scripts" / "setup.sh"):
@@ -116,7 +116,7 @@ def test_genslm_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     stub.chmod(0o755)
     (tree / "scripts" / "setup.sh").write_text(f"echo {stub}\n")
     (tmp_path / "genome.fa").write_text(">a\n" + "ACGTTGCAAC\n" * 300)
-    monkeypatch.chdir(tmp_path)  # the genome is named from here, not from the tree
+    monkeypatch.chdir(tmp_path)  # the genome's path is relative to this folder
     done = run_quickstart(script, "genome.fa", "out/new")
     assert done.returncode == 0, done.stderr
     preprocess, train, plot = (text.splitlines() for text in captured.read_text().strip().split("\n\n"))
@@ -135,7 +135,7 @@ def test_genslm_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def run_quickstart(script: Path, genome: str, out: str) -> subprocess.CompletedProcess:
-    """With an apt-get that fetches nothing."""
+    """With a stand-in for apt-get."""
     stub = script.parent / "apt-get"
     stub.write_text("#!/bin/sh\nexit 100\n")
     stub.chmod(0o755)
@@ -174,7 +174,7 @@ def test_a_script_runs_from_any_folder_and_check_script_sees_the_same_command(
 
 
 def read(words: list[str]) -> tuple[Any, int]:
-    """What the program makes of a command, and the number of processes."""
+    """The configuration of a command, and the number of processes."""
     entry = next(n for n, word in enumerate(words) if word.startswith("pretrain_"))
     launcher, argv, defaults = words[:entry], words[entry + 1 :], entry_defaults(words[entry])
     world_size = int(option(launcher, "--nproc-per-node")) * int(option(launcher, "--nnodes", "1"))
@@ -184,10 +184,10 @@ def read(words: list[str]) -> tuple[Any, int]:
 def launch(
     script: Path, folder: Path, data: dict[str, str], *flags: str, cwd: Path | None = None, spooled: bool = False
 ) -> list[str]:
-    """Run a script in a copy of the tree with stubs for the launchers; the words that torchrun was given.
+    """Run a script in a copy of the tree with stubs for the launchers; returns torchrun's arguments.
 
     Args:
-        cwd: where it is started.
+        cwd: the working directory.
         spooled: as sbatch does, which copies the script to another folder.
     """
     copy = folder / "repository" / script.relative_to(ROOT)
@@ -227,5 +227,5 @@ def option(words: list[str], name: str, default: str | None = None) -> str | Non
 
 
 def entry_defaults(entry: str) -> dict[str, object]:
-    """What an entry point sets before the flags (LLAMA in pretrain_llama.py)."""
+    """The defaults of an entry point (LLAMA in pretrain_llama.py)."""
     return runpy.run_path(str(ROOT / entry), run_name="entry").get("LLAMA", {})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fill in the middle: what becomes of a sample, each flag of it, and that it hangs on the sample's number alone."""
+"""Fill in the middle: the changed sample, each flag, and that only the sample's number determines the cuts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.training.data.tokenizer import END_OF_TEXT, Tokenizer, build_token
 from megatron.training.refusal import Refusal
 from tests.properties import examples
 
-# A token a character; A to F stand for the special ones.
+# One token per character; A to F are the special tokens.
 SPECIAL = dict(zip(("prefix", "middle", "suffix", "pad", "eod", "split"), map(ord, "ABCDEF")))
 LETTERS = Tokenizer(
     "letters", "letters", 128, ord("E"), lambda text: [ord(c) for c in text], lambda ids: "".join(map(chr, ids))
@@ -31,15 +31,15 @@ def settings(rate: float = 1.0, spm_rate: float = 0.0, split: bool = False, **mo
 
 
 def filled(text: str, number: int = 0, **how: object) -> str:
-    found = fill_in(np.array([ord(c) for c in text]), settings(**how), generator(1, number))
-    return LETTERS.detokenize(found)
+    result = fill_in(np.array([ord(c) for c in text]), settings(**how), generator(1, number))
+    return LETTERS.detokenize(result)
 
 
 def untangled(text: str) -> str:
-    """One text put together again."""
+    """The original text, restored."""
     if not text.startswith("A"):
         return text
-    if text.startswith("AC"):  # suffix first; an empty prefix in the other order reads the same
+    if text.startswith("AC"):  # suffix first, or an empty prefix in the other order
         suffix, _, rest = text[2:].partition("B")
         return rest + suffix
     prefix, _, rest = text[1:].partition("C")
@@ -51,9 +51,9 @@ def untangled(text: str) -> str:
 @given(st.lists(st.text("xyz", min_size=1, max_size=9), min_size=1, max_size=4), st.integers(0, 99), st.booleans())
 def test_every_text_is_there_in_another_order(texts: list[str], number: int, spm: bool):
     sample = "E".join(texts)
-    found = filled(sample + "w" * 40, number, spm_rate=float(spm))  # what is cut off at the end are those
-    assert len(found) == len(sample) + 40
-    parts = found.split("E")
+    result = filled(sample + "w" * 40, number, spm_rate=float(spm))  # the w at the end may be cut off
+    assert len(result) == len(sample) + 40
+    parts = result.split("E")
     assert [untangled(part) for part in parts[:-1]] == texts[:-1]
     assert all(part.startswith("AC") for part in parts) or not spm
     assert parts[-1].startswith("A")
@@ -75,14 +75,14 @@ def test_rates():
     cut = [filled(text, number, rate=0.3).startswith("A") for number in range(2000)]
     assert np.mean(cut) == pytest.approx(0.3, abs=0.03)
     first = [filled(text, number, spm_rate=0.7).startswith("AC") for number in range(2000)]
-    assert np.mean(first) == pytest.approx(0.7 + 0.3 / 13 * 1.9, abs=0.04)  # and those with an empty prefix
+    assert np.mean(first) == pytest.approx(0.7 + 0.3 / 13 * 1.9, abs=0.04)  # including those with an empty prefix
     assert filled(text, rate=0.0) == text
 
 
 def test_parts_of_a_text_are_cut_alone():
     text = "xxxxFyyyyFzzzz" + "E" + "w" * 9
-    found = filled(text, rate=1.0, split=True, fragment_rate=1.0).split("E")[0].split("F")
-    assert [untangled(part) for part in found] == ["xxxx", "yyyy", "zzzz"] and all(part[0] == "A" for part in found)
+    result = filled(text, rate=1.0, split=True, fragment_rate=1.0).split("E")[0].split("F")
+    assert [untangled(part) for part in result] == ["xxxx", "yyyy", "zzzz"] and all(part[0] == "A" for part in result)
     assert filled(text, rate=1.0, split=True, fragment_rate=0.0).split("E")[0] == text.split("E")[0]
     assert filled(text, rate=0.0, split=True, fragment_rate=1.0) == text
 
@@ -92,7 +92,7 @@ def test_a_text_that_begins_so_is_left():
 
 
 def test_what_is_missing_at_the_end_is_filled_up():
-    """Empty texts go with the mark behind them."""
+    """Empty texts are dropped with the mark behind them."""
     assert filled("EEExy", rate=0.0) == "xyDDD" and filled("xyEzE", rate=0.0) == "xyEzE"
 
 
@@ -114,8 +114,8 @@ NAMED = Tokenizer("named", "a file", 9, 6, lambda text: [0, 0], str, IDS.get)
 def test_every_flag_comes_where_it_is_read():
     data = parse(f"{RUN} --fim-data {FLAGS}".split(), world_size=1).data
     expected = {"rate": 0.25, "spm_rate": 0.75, "fragment_rate": 0.125, "no_prefix": "no", "prefix": 2, "middle": 3}
-    found = fim_of(data, NAMED)
-    assert found == Fim(NAMED, **expected, suffix=4, pad=5, eod=6, split=1)
+    result = fim_of(data, NAMED)
+    assert result == Fim(NAMED, **expected, suffix=4, pad=5, eod=6, split=1)
     assert fim_of(parse(RUN.split(), world_size=1).data, NAMED) is None
     assert fim_of(DataConfig(fim_data=True), LETTERS_WITH_DEFAULTS).split is None
 
@@ -155,7 +155,7 @@ def test_a_token_that_the_tokenizer_has_not():
 
 
 def test_samples_of_files(tmp_path: Path):
-    """The same whenever they are read, in whatever order, for one seed; the text is the data's own."""
+    """For one seed, samples do not depend on the order of reading, and keep the data's text."""
     from tests.unit.test_genome import make
 
     data, _ = make("TokenizerFromFileWithFIM", tmp_path, special=())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every setting does something: each flag changes what is named here and nothing else, or a note says it cannot.
+"""Every setting has an effect: each flag changes exactly the values named here, or a note says that it has none.
 
-Three kinds of proof. ``EFFECTS``: with the flags on the left of ``|``, those in the middle change what stands on the
-right, of all that `built_from_flags.py` knows of a run. ``SHOWN``: the effect is a file, a message, a number of a run:
-a test elsewhere shows it. ``IDLE``: the flag's reader is switched off, and the run says so.
+Three kinds of proof. ``EFFECTS``: with the flags left of the first ``|``, those in the middle change the values on the
+right, among all values of `built_from_flags.py`. ``SHOWN``: the effect is a file, a message or a number of a run, and
+another test shows it. ``IDLE``: no feature that is switched on reads the flag, and a note says so.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ WITHOUT --global-batch-size | --gradient-accumulation-steps 3 | micro-batches sa
 | --eval-interval 5 | evaluations
 """
 
-# Settings whose effect is no configuration but a file, a message, a number of a run: the tests that show it.
+# Settings whose effect is a file, a message or a number of a run: the tests that show it.
 SHOWN = {
     "tests/unit/test_data.py": "train_weighted_split_paths train_weighted_split_paths_path valid_weighted_split_paths "
     "valid_weighted_split_paths_path test_weighted_split_paths test_weighted_split_paths_path "
@@ -254,7 +254,7 @@ def facts(flags: str) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Configurations alone are made here, not layers."""
+    """Build configurations only, without layers."""
     monkeypatch.setattr(validate, "transformer_engine_installed", lambda: True)
 
 
@@ -263,9 +263,9 @@ def test_a_flag_changes_what_it_should(context: str, flags: str, changed: str):
     if "--train-" in flags and "--train-" not in context:
         context = f"{context} --train-iters 20"
     before, after = facts(context.strip()), facts(f"{context} {flags}".strip())
-    found = {name for name in {*before, *after} if before.get(name) != after.get(name)}
+    results = {name for name in {*before, *after} if before.get(name) != after.get(name)}
     expected = set(changed.split()) - {"..."}
-    assert expected <= found and (found == expected or "..." in changed.split()), sorted(found)
+    assert expected <= results and (results == expected or "..." in changed.split()), sorted(results)
 
 
 def names(flag: str, field: str, text: str) -> bool:
@@ -285,7 +285,7 @@ def test_every_setting_has_its_effect_shown():
         assert names(flag, field_name, path.read_text()), f"{path} does not show {flag}"
 
 
-# ---- what no reader reads
+# ---- flags without a reader
 
 
 @pytest.mark.parametrize(
@@ -323,13 +323,15 @@ def test_every_setting_has_its_effect_shown():
     ],
 )
 def test_what_nobody_reads_is_noted(flags: str):
-    """The first flag is named, and those beside it that have the same reader; what is read has no note."""
+    """The note names the first flag and others with the same reader; flags that are read have no note."""
     config = parse(f"{BASE} --train-iters 20 {flags}".split(), world_size=RANKS)
     (note,) = [note for note in config.notes if "no effect here" in note]
     reader = next(entry for entry in READERS if entry[0] in note)
-    told = [spelling for _, _, field in settings() for spelling in spellings(field)[:1] if names(spelling, "-", note)]
+    message = [
+        spelling for _, _, field in settings() for spelling in spellings(field)[:1] if names(spelling, "-", note)
+    ]
     wanted = [flag for flag in re.findall(r"--[\w-]+", flags) if flag in note.split("(")[0]]
-    assert wanted and flags.split()[0] in wanted and set(wanted) <= set(told) and not reader[1](config)
+    assert wanted and flags.split()[0] in wanted and set(wanted) <= set(message) and not reader[1](config)
 
 
 def test_what_is_read_has_no_note():
@@ -338,11 +340,11 @@ def test_what_is_read_has_no_note():
     assert not [note for note in config.notes if "no effect" in note]
 
 
-# ---- what is asked of others
+# ---- values passed to other libraries
 
 
 def test_process_groups(monkeypatch: pytest.MonkeyPatch):
-    """--distributed-timeout-minutes, --distributed-backend and --network-interface come where groups are made."""
+    """--distributed-timeout-minutes, --distributed-backend and --network-interface reach the code that makes groups."""
     from megatron.training import setup
 
     class Asked(Exception):
@@ -369,7 +371,7 @@ def test_process_groups(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_loggers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """--wandb-*, --tensorboard-*, --no-progress and --peak-tflops come where things are written."""
+    """--wandb-*, --tensorboard-*, --no-progress and --peak-tflops reach the code that writes logs."""
     import torch
     from torch.utils import tensorboard
 
@@ -389,11 +391,11 @@ def test_loggers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     )
     for more, bar in (("", True), ("--no-progress", False)):
         config = parse(f"{BASE} --train-iters 20 {flags} {more}".split(), world_size=1)
-        told = reporter.Reporter(config, active=True, first_iteration=0, last_iteration=20)
-        assert (told.bar is not None) == bar
+        message = reporter.Reporter(config, active=True, first_iteration=0, last_iteration=20)
+        assert (message.bar is not None) == bar
     for iteration in (1, 2, 3, 4):
         row = {"iteration": iteration, "lm_loss": 1.0}
-        told.step(row, learning_rate=1.0, loss_scale=1.0, extra={})
+        message.step(row, learning_rate=1.0, loss_scale=1.0, extra={})
     assert (seen["project"], seen["name"], seen["dir"], seen["entity"], seen["queue"]) == ("a", "b", "c", "d", 7)
     assert set(points) == {2, 4}
     assert mfu.peak_flops(config, torch.device("cpu")) == 3e12
@@ -436,8 +438,8 @@ def test_dry_run_trace_events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
     asked: list[int] = []
     monkeypatch.setattr(timeline, "write_trace", lambda result, path, most: asked.append(most))
-    found = SimpleNamespace(ranks=[], machine="A100-80G", fits=True)
-    monkeypatch.setattr(dry_run, "dry_run", lambda *args, **how: found)
+    results = SimpleNamespace(ranks=[], machine="A100-80G", fits=True)
+    monkeypatch.setattr(dry_run, "dry_run", lambda *args, **how: results)
     monkeypatch.setattr(dry_run_report, "show", lambda *args: None)
     monkeypatch.setattr(dry_run_report, "as_json", lambda result: {})
     monkeypatch.setattr(dry_run_report, "draw", lambda *args, **how: None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of checkpoints that are made to do harm: each is refused by what it does, and does nothing."""
+"""Malicious files of checkpoints: each is refused with the reason, and has no effect."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_names_in_metadata_are_not_looked_up(tmp_path, module, name):
         deadline = time.monotonic() + 60
         while not harm.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert harm.exists()  # the plain unpickler runs it, and gives the same metadata
+        assert harm.exists()  # the plain unpickler runs it and returns valid metadata
 
 
 def test_other_classes_of_the_same_modules_come_as_nothing(tmp_path):
@@ -100,7 +100,7 @@ def test_files_outside_of_the_folder_are_not_named(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "kind, told",
+    "kind, message",
     [
         ("link", "leads out of the checkpoint's folder"),
         ("folder", "is not in checksums.json"),
@@ -109,7 +109,7 @@ def test_files_outside_of_the_folder_are_not_named(tmp_path, name):
         ("none", "no such file"),
     ],
 )
-def test_what_metadata_names_is_a_file_of_the_folder(tmp_path, kind, told):
+def test_what_metadata_names_is_a_file_of_the_folder(tmp_path, kind, message):
     folder = tmp_path / "c"
     folder.mkdir()
     (folder / ".metadata").write_bytes(two_tensors()[".metadata"])
@@ -123,7 +123,7 @@ def test_what_metadata_names_is_a_file_of_the_folder(tmp_path, kind, told):
         os.mkfifo(path)
     elif kind == "short":
         path.write_bytes(data[:-1])
-    with pytest.raises(Refusal, match=told):
+    with pytest.raises(Refusal, match=message):
         stored = StoredTensors(as_it_is(folder))
         [stored.read("weight", (0, 0), (4, 3)), stored.read("other", (0,), (5,)), stored.object("rng")]
 
@@ -133,8 +133,8 @@ def test_what_metadata_describes_is_read(tmp_path):
         (tmp_path / name).write_bytes(data)
     stored = StoredTensors(as_it_is(tmp_path))
     assert stored.read("weight", (1, 0), (2, 3)).tolist() == [[3, 4, 5], [6, 7, 8]]
-    found = stored.object("rng")["torch"]  # another moment's than now
-    assert (found.dtype, found.shape) == (torch.uint8, random_state()["torch"].shape)
+    result = stored.object("rng")["torch"]  # differs from the current state
+    assert (result.dtype, result.shape) == (torch.uint8, random_state()["torch"].shape)
 
 
 def changed(**lengths: tuple[int, ...]) -> bytes:
@@ -151,7 +151,7 @@ def changed(**lengths: tuple[int, ...]) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "lengths, told",
+    "lengths, message",
     [
         ({"size": (1 << 31, 1 << 31)}, "larger than any tensor"),
         ({"chunk": (5, 3)}, "outside of the tensor"),
@@ -161,12 +161,12 @@ def changed(**lengths: tuple[int, ...]) -> bytes:
         ({"length": (1 << 70,)}, "length of an object"),
     ],
 )
-def test_sizes_are_those_of_the_bytes(tmp_path, lengths, told):
-    assert told in refused(tmp_path / ".metadata", changed(**lengths))
+def test_sizes_are_those_of_the_bytes(tmp_path, lengths, message):
+    assert message in refused(tmp_path / ".metadata", changed(**lengths))
 
 
 @pytest.mark.parametrize(
-    "data, told",
+    "data, message",
     [
         (b"\x80\x04Nr\xff\xff\xff\x7f.", "memo is too large"),
         (b"\x80\x04" + b"(" * 5000 + b".", "levels"),
@@ -184,10 +184,10 @@ def test_sizes_are_those_of_the_bytes(tmp_path, lengths, told):
         (b"", "too early"),
     ],
 )
-def test_work_and_memory_are_bounded_by_the_file(tmp_path, data, told):
+def test_work_and_memory_are_bounded_by_the_file(tmp_path, data, message):
     begin = time.process_time()
     line = refused(tmp_path / ".metadata", data)
-    assert any(one in line for one in told.split("|")), line
+    assert any(one in line for one in message.split("|")), line
     assert time.process_time() - begin < 2
 
 
@@ -231,11 +231,11 @@ def test_what_torch_saves_is_read_as_torch_does(tmp_path, zipped):
     data = saved(value, _use_new_zipfile_serialization=zipped)
     (tmp_path / "x.pt").write_bytes(data)
     theirs = torch.load(io.BytesIO(data), weights_only=False)
-    read = unpickle.read_bytes(data, "x", whole=True), unpickle.read(tmp_path / "x.pt", mmap=True)
+    read = unpickle.read_bytes(data, "x", complete=True), unpickle.read(tmp_path / "x.pt", mmap=True)
     for ours in read:
         assert vars(ours.pop("args")) == vars(theirs["args"])
         assert same(ours, {name: one for name, one in theirs.items() if name != "args"})
-        ours["views"][0].add_(1)  # a memory of their own
+        ours["views"][0].add_(1)  # the tensors do not share memory with the file
         assert ours["views"][1].equal(ours["views"][0].t())
     assert (tmp_path / "x.pt").read_bytes() == data
 
@@ -261,7 +261,7 @@ HUGE = b"\x8a\x06\x00\x00\x00\x00\x00\x01"  # 2^40
 
 
 @pytest.mark.parametrize(
-    "data, told",
+    "data, message",
     [
         (rewritten(saved(torch.zeros(1_000_000)), zipfile.ZIP_DEFLATED), "compressed"),
         (claiming(HUGE, b"K\x01"), "more elements than bytes"),
@@ -272,8 +272,8 @@ HUGE = b"\x8a\x06\x00\x00\x00\x00\x00\x01"  # 2^40
         (b"", "too early"),
     ],
 )
-def test_tensors_lie_within_their_bytes(data, told):
-    with pytest.raises(Refusal, match=told):
+def test_tensors_lie_within_their_bytes(data, message):
+    with pytest.raises(Refusal, match=message):
         unpickle.read_bytes(data, "x")
 
 
@@ -288,11 +288,11 @@ def test_parts_of_an_archive_do_not_overlap():
         unpickle.read_bytes(bytes(data), "x")
 
 
-# What is said of a model, headers, JSON
+# Settings of a model, headers, JSON
 
 
 @pytest.mark.parametrize(
-    "change, told",
+    "change, message",
     [
         ({"config": {"model": {"num_layers": "2"}}}, "num_layers '2' is not a value for --num-layers"),
         ({"config": {"model": {"num_layers": 10**9}}}, "more than 100000"),
@@ -305,11 +305,11 @@ def test_parts_of_an_archive_do_not_overlap():
         ({5: 5}, "does not contain"),
     ],
 )
-def test_values_of_another_kind_are_named(tmp_path, change, told):
+def test_values_of_another_kind_are_named(tmp_path, change, message):
     torch.save(change, tmp_path / "common.pt")
     with pytest.raises(Refusal) as refusal:
         read_common(tmp_path)
-    assert told in str(refusal.value)
+    assert message in str(refusal.value)
 
 
 def header(table: object) -> bytes:
@@ -321,7 +321,7 @@ ROW = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
 
 
 @pytest.mark.parametrize(
-    "data, told",
+    "data, message",
     [
         (header({"a": {**ROW, "shape": [1.0]}}), "cannot be read"),
         (header({"a": {**ROW, "shape": [-1], "data_offsets": [0, -4]}}), "cannot be read"),
@@ -334,10 +334,10 @@ ROW = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
         ((1 << 60).to_bytes(8, "little") + b"{}", "truncated"),
     ],
 )
-def test_headers_of_safetensors(tmp_path, data, told):
+def test_headers_of_safetensors(tmp_path, data, message):
     path = tmp_path / "model.safetensors"
     path.write_bytes(data + bytes(4))
-    with pytest.raises(Refusal, match=told):
+    with pytest.raises(Refusal, match=message):
         safetensors_folder.read_header(path)
 
 

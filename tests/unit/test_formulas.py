@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Closed forms against steps of the real program, and the papers' forms against the papers and against ours."""
+"""Closed forms compared with steps of the real program; the papers' forms compared with the papers and with ours."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def case(name: str, shape: Shape, strategy: Strategy, batch: int = 1, **more: in
     return Case(name, Workload(shape, 2048, batch), strategy, **more)
 
 
-# TP, and data parallelism with little else, are compared on a simulated GPU: gloo reduces copies, which formulas leave
+# TP, and DP with few other axes, are compared on a simulated GPU, because gloo reduces copies, which formulas leave
 # out.
 USUAL = [
     case("gpt", OPT, S(zero=0)),
@@ -56,7 +56,7 @@ USUAL = [
     case("pipeline, last", GQA, S(pipeline=2), 4, rank=1, stage=1),
     case("virtual stages", GQA, S(pipeline=2, virtual=2), 4),
 ]
-FULL = [  # what they are made of is met above
+FULL = [  # combinations of the settings above
     case("fpdt on the device, units of two", GQA, S(fpdt_offload=False, zero=3, **UNITS), 2, itemsize=2),
     case("fpdt, units of two, offloaded", GQA, S(offload_checkpoints=True, zero=2, **UNITS), 2, itemsize=2),
     case("fpdt, some layers, offloaded", GQA, S(offload_checkpoints=True, zero=3, **SOME_LAYERS), 2, itemsize=2),
@@ -94,12 +94,12 @@ FULL = [  # what they are made of is met above
 ]
 CASES = USUAL + FULL
 SOME = 4  # cases that one process measures
-TOLERANCE = 0.025  # of most, a tenth of that: docs/use/memory.md
+TOLERANCE = 0.025  # most errors are a tenth of that: docs/use/memory.md
 
 
 @pytest.fixture(scope="module")
 def measured(shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Measured]:
-    """What each case's step was, by name: a few cases at a time, so that two processes of tests share the work."""
+    """The measured step of each case by name; a few cases at a time, so that test processes share the work."""
 
     def measure_some(cases: list[Case]) -> dict[str, Measured]:
         file: Path = tmp_path_factory.mktemp("formulas") / "measured"
@@ -134,25 +134,25 @@ def test_model_states_are_exact(case: Case, measured: Mapping[str, Measured]) ->
     strategy = case.strategy
     held = stage_parameters(case.workload.shape, strategy.tensor, strategy.pipeline, case.stage)
     states = model_states(held, strategy.zero, strategy.group("dp").size, case.itemsize)
-    found = measured[case.name].states
-    counters = found.pop("optimizer") - states.optimizer  # of Adam's steps, one number a parameter
+    result = measured[case.name].states
+    counters = result.pop("optimizer") - states.optimizer  # Adam's step counters, one number per parameter
     assert 0 <= counters <= 8 * 16 * case.workload.shape.layers + 64
-    assert {"parameters": states.parameters, "gradients": states.gradients} == found
+    assert {"parameters": states.parameters, "gradients": states.gradients} == result
 
 
 @names
 def test_host_bytes_are_exact(case: Case, measured: Mapping[str, Measured]) -> None:
-    found = device_memory(case.workload, case.strategy, itemsize=case.itemsize).host
-    assert found == measured[case.name].host
+    result = device_memory(case.workload, case.strategy, itemsize=case.itemsize).host
+    assert result == measured[case.name].host
 
 
 @names
 def test_sent_bytes_are_exact(case: Case, measured: Mapping[str, Measured]) -> None:
     sent = sent_bytes(case.workload, case.strategy, case.itemsize, stage=case.stage)
-    found = measured[case.name].sent
-    assert {axis for axis, size in sent.items() if size} == set(found)
-    for axis, size in found.items():
-        assert 0 <= size - sent[axis] < 64, axis  # the loss and the gradient norm are a few numbers more
+    result = measured[case.name].sent
+    assert {axis for axis, size in sent.items() if size} == set(result)
+    for axis, size in result.items():
+        assert 0 <= size - sent[axis] < 64, axis  # the difference is the loss and the gradient norm
 
 
 @pytest.mark.parametrize("name", ["llama3-8b", "gpt-2.7b"])
@@ -167,7 +167,7 @@ def test_parameters_are_those_of_the_model(name: str) -> None:
 def test_a_gpus_kernels_hold_less() -> None:
     for one in CASES:
         eager, fused = (device_memory(one.workload, one.strategy, fused=fused).total for fused in (False, True))
-        # Copies to the host are under way there, and hold what they read.
+        # Copies to the host are still running and keep their sources alive.
         assert fused <= eager or (one.strategy.fpdt_chunk and one.strategy.fpdt_offload)
 
 
@@ -227,7 +227,7 @@ def test_the_memory_pages_activations() -> None:
             (papers.activations(row.layers, 1, row.length, row.hidden, row.heads) / papers.GB)
             - 2 * row.layers * row.length * row.hidden / papers.GB
         )
-        assert square > 10 * row.square  # the printed square is that of one layer
+        assert square > 10 * row.square  # the printed quadratic term is that of one layer
         assert row.as_printed[1] <= row.square <= row.as_printed[1] + 0.6
         if "7B" not in row.name:
             assert row.as_printed[0] == pytest.approx(row.linear, rel=0.01)
@@ -251,13 +251,13 @@ def test_usps_table_2_is_what_we_send() -> None:
     def activations(strategy: Strategy, axis: str) -> float:
         return sent_bytes(Workload(MHA, 512, strategy.data), strategy, 2)[axis] / layers / one
 
-    # The paper takes (n-1)/n for 1; of Ulysses a rank's own quarter stays. TP: also embedding, loss and norms.
+    # The paper approximates (n-1)/n by 1; under Ulysses a rank keeps a quarter. TP: also embedding, loss and norms.
     assert activations(S(ulysses=4), "ulysses") == pytest.approx(table["SP-Ulysses"].activations * 3 / 4)
     deep = replace(MHA, layers=200, vocab=128)
     for method, strategy in (("TP-sp", S(tensor=4)), ("TP", S(tensor=4, sequence_parallel=False))):
         sent = sent_bytes(Workload(deep, 512), strategy, 2)["tp"] / 200 / one
         assert sent == pytest.approx(table[method].activations * 3 / 4, rel=0.02)
-    # The paper has k and v on their way forward, and as much back. Ours sends k and v again on the way back, and their
+    # The paper counts k and v forward, and as much backward. Our backward sends k and v again, and their
     # gradients in fp32: 2 + 2 + 4.
     full = sent_bytes(Workload(MHA, 512, causal=False), S(ring=4), 2)["ring"] / layers / one
     assert full == pytest.approx(2 * table["SP-Ring"].activations * 3 / 4)
@@ -274,6 +274,6 @@ def test_usps_table_2_is_what_we_send() -> None:
 def test_ulysses_section_3_2() -> None:
     for ranks in (2, 4, 8):
         sent = sent_bytes(Workload(MHA, 512), S(ulysses=ranks), 2)["ulysses"]
-        forward = sent / 2 / MHA.layers / 2  # half of it, elements
+        forward = sent / 2 / MHA.layers / 2  # the forward half, in elements
         assert forward == papers.ulysses_per_link(512, MHA.hidden, ranks) * (ranks - 1) / ranks
     assert papers.megatron_sp_per_link(512, 128) == 4 * 512 * 128

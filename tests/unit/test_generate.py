@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation without a model: who keeps which key, how a token is drawn, how prompts are read, what is refused."""
+"""Generation without a model: placement of keys, sampling of tokens, reading of prompts, refusals."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_formula_by_hand():
     assert cache_bytes(shape, abstract_grid(), **sizes) == 2 * 32 * 131072 * 8 * 128 * 2
     assert cache_bytes(shape, abstract_grid(ulysses=8, ring=4), **sizes) == 2 * 32 * 32768 * 1 * 128 * 2
     assert cache_bytes(shape, abstract_grid(ulysses=16, ring=2), **sizes) == 2 * 32 * 65536 * 1 * 128 * 2  # replicated
-    assert cached_heads(12, 3, 2) == 3  # heads of a rank fall unevenly on KV heads: one counts twice
+    assert cached_heads(12, 3, 2) == 3  # a rank's heads share KV heads unevenly: one is stored twice
 
 
 def logits() -> torch.Tensor:
@@ -93,8 +93,8 @@ def test_temperature_top_k_and_top_p_as_transformers(temperature, top_k, top_p):
         expected = TopKLogitsWarper(top_k)(None, expected)
     if top_p < 1:
         expected = TopPLogitsWarper(top_p)(None, expected)
-    found = allowed_logits(logits(), Sampling(False, temperature, top_k, top_p))
-    assert torch.equal(found, expected) and (top_k == 0 or found.isfinite().sum() <= 3 * top_k)
+    result = allowed_logits(logits(), Sampling(False, temperature, top_k, top_p))
+    assert torch.equal(result, expected) and (top_k == 0 or result.isfinite().sum() <= 3 * top_k)
 
 
 def test_draws_follow_the_distribution_and_hang_on_seed_prompt_and_place_alone():
@@ -119,9 +119,9 @@ def test_prompts_of_each_kind(tmp_path):
     assert [prompt.tokens for prompt in read_prompts([], lines, null(), 100)] == [(5, 6), (7,)]
     rows = tmp_path / "prompts.jsonl"
     rows.write_text('{"prompt": "5 6", "id": 3}\n\n{"tokens": [8, 99]}\n{"text": "1"}\n')
-    found = read_prompts([], rows, null(), 100)
-    assert [(prompt.text, prompt.tokens) for prompt in found] == [("5 6", (5, 6)), (None, (8, 99)), ("1", (1,))]
-    assert found[1].where == f"{rows}:3"
+    result = read_prompts([], rows, null(), 100)
+    assert [(prompt.text, prompt.tokens) for prompt in result] == [("5 6", (5, 6)), (None, (8, 99)), ("1", (1,))]
+    assert result[1].where == f"{rows}:3"
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_prompts_from_nowhere_or_twice(tmp_path):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A folder that says it is a Llama, which is enough to read flags with."""
+    """A folder with the config.json of a Llama, which is enough to read flags."""
     path = tmp_path_factory.mktemp("llama")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
@@ -199,7 +199,7 @@ def test_what_comes_from_a_hugging_face_folder(folder, tmp_path):
     assert not configure(NULL.split(), str(folder), None, "fp32", 1)[0].optimizer.bf16
     with pytest.raises(Refusal, match="--load .* holds no checkpoint"):
         configure(NULL.split(), str(tmp_path), None, None, 1)
-    with pytest.raises(Refusal, match="no such|not a|--tokenizer-model"):  # a tokenizer that is there is taken
+    with pytest.raises(Refusal, match="no such|not a|--tokenizer-model"):  # an existing tokenizer is accepted
         (folder / "tokenizer_config.json").write_text("{}")
         try:
             build_tokenizer(configure([], str(folder), None, None, 1)[0].data, None)
@@ -215,10 +215,10 @@ def test_what_comes_from_a_checkpoint_of_ours(tmp_path):
     (saved / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     torch.save({"config": asdict(parse(words.split(), None, 1))}, saved / "common.pt")
-    config, found = configure([], str(tmp_path), None, None, 3)
+    config, result = configure([], str(tmp_path), None, None, 3)
     assert config.attention.attention_mask == "window" and tuple(config.attention.window_size) == (9, 0)
     assert (config.data.tokenizer_type, config.model.vocab_size) == ("NullTokenizer", 99)
-    assert config.optimizer.bf16 and config.model.num_layers == 2 and found.stop is None
+    assert config.optimizer.bf16 and config.model.num_layers == 2 and result.stop is None
     other = "--attention-mask causal --tokenizer-type ByteLevelTokenizer --ring-parallel-size 3"
     config, _ = configure(other.split(), str(tmp_path), None, "fp32", 3)
     assert (config.attention.attention_mask, config.attention.window_size) == ("causal", None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Genomes: FASTA to nucleotide and codon tokens and back, and every way a file can be wrong."""
+"""Genomes: FASTA to nucleotide and codon tokens and back, and all kinds of invalid files."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_ids_of_codons():
 
 @given(st.text(alphabet=CODES.decode() + CODES.decode().lower() + " \n", max_size=50))
 def test_sequences_come_back(text: str):
-    """As they were read: upper case, U as T, ambiguous bases as N, no white space; whole codons."""
+    """Decoded sequences: upper case, U as T, ambiguous bases as N, no white space, complete codons."""
     read = "".join(text.split()).upper().replace("U", "T")
     bases = "".join(base if base in "ACGT" else "N" for base in read)
     mine = tokenizer("NucleotideTokenizer")
@@ -109,7 +109,7 @@ def test_a_document_a_record(tmp_path: Path, suffix: str):
     path = tmp_path / f"genome{suffix}"
     half = zstandard.ZstdCompressor().compress
     pack = {".gz": lambda x: gzip.compress(x[:30]) + gzip.compress(x[30:]), ".zst": lambda x: half(x[:9]) + half(x[9:])}
-    path.write_bytes(pack.get(path.suffix, bytes)(FASTA))  # bgzip, for one, writes .gz of several members
+    path.write_bytes(pack.get(path.suffix, bytes)(FASTA))  # bgzip, for example, writes .gz with several members
     assert preprocess(tmp_path, path) == [[0, 1, 2, 3, 0, 1, 2, 3, 4, 4, 4, 4, 3, 5], [3, 3, 3, 2, 2, 2, 1, 1, 5]]
 
 
@@ -186,7 +186,7 @@ def settings_of(kind: str) -> encoding.Settings:
 
 
 def test_memory_of_a_long_record(tmp_path: Path):
-    """What reading and tokenizing hold at once, in bytes a base of the longest record."""
+    """Peak memory of reading and tokenizing, in bytes per base of the longest record."""
     path, bases = tmp_path / "x.fa", 3_000_000
     path.write_bytes(b">chr\n" + b"ACGTN" * 12 + b"\n" + (b"ACGTACGTAC" * 6 + b"\n") * (bases // 60))
     for kind, limit in (("NucleotideTokenizer", 8), ("CodonTokenizer", 8)):
@@ -224,7 +224,7 @@ def test_parse_is_the_sequence(tmp_path: Path):
     ]
 
 
-# Every tokenizer that can be made without a network, and each refusal.
+# All tokenizers that need no network, and all refusals.
 
 
 TEXTS = ["def f(x):\n    return x  # größer, 数字 12\n", "a  b\t c\n\n", "the cat sat on the mat " * 20]
@@ -314,7 +314,7 @@ KINDS = [
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
-    """One of each kind, made with the network cut off."""
+    """A tokenizer of each kind, made without network access."""
     connect = socket.socket.connect
     socket.socket.connect = lambda *_: pytest.fail("a tokenizer wanted the network")
     try:
@@ -367,7 +367,7 @@ def test_a_file_of_the_tokenizers_library_as_in_bigcode(tmp_path):
 
     fim = [END, "<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>"]
     for kind, special in (("TokenizerFromFile", [END]), ("TokenizerFromFileWithFIM", fim)):
-        data, _ = make(kind, tmp_path, special=())  # the file has none of them
+        data, _ = make(kind, tmp_path, special=())  # the file has no special tokens
         ours = build_tokenizer(data, None)
         theirs = PreTrainedTokenizerFast(tokenizer_file=data.tokenizer_model)
         theirs.add_special_tokens({"additional_special_tokens": special})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/gpu.sh in its tiny size on a CPU: every stage, what it leaves, going on, and stages that fail."""
+"""benchmarks/gpu.sh in its tiny size on a CPU: every stage, its files, continuing, and failing stages."""
 
 from __future__ import annotations
 
@@ -44,36 +44,36 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.full
 def test_all_stages(tmp_path: Path) -> None:
-    """In a process of its own, as a user starts it: stages are forks, where threads of earlier tests would lack."""
+    """In a new process, as a user starts it, because stages are forks and threads of earlier tests would be missing."""
     command = [sys.executable, "-c", WITHOUT_PYTEST, "--device", "cpu", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(150))
     assert done.returncode == 0, done.stdout + done.stderr
-    found = {name: read(tmp_path, name) for name in gpu.STAGES}
-    for name, report in found.items():
+    result = {name: read(tmp_path, name) for name in gpu.STAGES}
+    for name, report in result.items():
         assert report["finished"] and report["tiny"] and report["cases"], name
         assert not [figures for figures in report["cases"].values() if "failed" in figures], (name, report["cases"])
-    skipped = [sum(case["skipped"].values()) for case in found["tests"]["cases"].values()]
-    assert found["tests"]["runner"] == "by_ourselves" and min(skipped) > 0 and sum(skipped) > 100
+    skipped = [sum(case["skipped"].values()) for case in result["tests"]["cases"].values()]
+    assert result["tests"]["runner"] == "by_ourselves" and min(skipped) > 0 and sum(skipped) > 100
     machine = load(tmp_path / "machine.json")
     assert machine.dtype == "fp32" and len(machine.gemm.points) == len(TINY.gemm) and machine.gpus == 1
-    cpu = found["attention"]["cases"]["cpu 256"]
+    cpu = result["attention"]["cases"]["cpu 256"]
     assert cpu["backward"]["of_gemm"] == pytest.approx(
         2.5
         * attention.flops(TINY, 256 * 257 / 2)
         / cpu["backward"]["seconds"]
-        / found["attention"]["gemm_flops_per_second"]
+        / result["attention"]["gemm_flops_per_second"]
     )
-    window = found["attention"]["cases"]["window 16, auto, 128"]
+    window = result["attention"]["cases"]["window 16, auto, 128"]
     assert window["pairs_of_causal"] == (16 * 17 / 2 + 112 * 16) / (128 * 129 / 2)
-    for case in found["step"]["cases"].values():
+    for case in result["step"]["cases"].values():
         profile = case["profile"]
         assert sum(profile["groups"].values()) == pytest.approx(profile["seconds"], rel=0.05)
         assert {"GEMM", "attention", "elementwise", "idle"} <= set(profile["groups"])
-    assert found["fpdt"]["copies"]["copy_seconds"] > 0 and 0 <= found["fpdt"]["copies"]["hidden"] <= 1
-    assert found["longest"]["longest"]["tokens"] == 2 * TINY.longest[0]
-    for name, case in found["simulator"]["cases"].items():
+    assert result["fpdt"]["copies"]["copy_seconds"] > 0 and 0 <= result["fpdt"]["copies"]["hidden"] <= 1
+    assert result["longest"]["longest"]["tokens"] == 2 * TINY.longest[0]
+    for name, case in result["simulator"]["cases"].items():
         assert case["measured_over_measured"] == case["predicted"]["measured"] / case["seconds"] > 0, name
-    assert len(found["simulator"]["cases"]) == 4 + 2 + 5 + 2
+    assert len(result["simulator"]["cases"]) == 4 + 2 + 5 + 2
     text = (tmp_path / "report.md").read_text()
     assert all(f"## {name}" in text for name in gpu.STAGES) and "MFU" in text
     assert all((tmp_path / f"{name}.png").stat().st_size > 5000 for name in pictures.DRAW)
@@ -98,8 +98,8 @@ def test_a_stage_that_hangs_is_stopped_and_keeps_what_it_has(tmp_path, monkeypat
     monkeypatch.setattr(rates, "run", run_stage)
     monkeypatch.setattr(gpu, "GRACE", 0.5)
     assert run(tmp_path, "--stage", "rates", "--minutes", "0.02") == 1
-    found = read(tmp_path, "rates")
-    assert found["cases"]["one"]["seconds"] == 1 and not found["finished"] and "stopped after" in found["failed"]
+    result = read(tmp_path, "rates")
+    assert result["cases"]["one"]["seconds"] == 1 and not result["finished"] and "stopped after" in result["failed"]
 
 
 def test_a_lost_gpu_starts_the_stage_again_where_it_was(tmp_path, monkeypatch, capfd) -> None:
@@ -111,8 +111,8 @@ def test_a_lost_gpu_starts_the_stage_again_where_it_was(tmp_path, monkeypatch, c
 
     monkeypatch.setattr(rates, "run", run_stage)
     assert run(tmp_path, "--stage", "rates") == 0
-    found = read(tmp_path, "rates")["cases"]
-    assert found["three"]["seconds"] == 3 and "illegal memory access" in found["two"]["failed"]
+    result = read(tmp_path, "rates")["cases"]
+    assert result["three"]["seconds"] == 3 and "illegal memory access" in result["two"]["failed"]
 
 
 def test_cases_by_the_time_that_is_left(tmp_path, capsys) -> None:
@@ -163,7 +163,7 @@ def test_out_of_memory_takes_fewer_layers(tmp_path, monkeypatch, capsys) -> None
     step.measured(program.Plan(9, 128, "none"), TINY, "cuda", stage, 1, False)
     assert seen == [9, 7, 5]
     monkeypatch.setattr(step, "steps_of", lambda *_: (_ for _ in ()).throw(program.Failed("out of memory")))
-    with pytest.raises(program.Failed):  # and not for ever
+    with pytest.raises(program.Failed):  # it does not wait forever
         step.measured(program.Plan(2, 128, "none"), TINY, "cuda", stage, 1, False)
 
 
@@ -227,13 +227,13 @@ def test_idle_time_and_hidden_copies() -> None:
     ran = [
         Ran("nvjet", 0, 40),
         Ran("nvjet", 50, 100),
-        Ran("Memcpy HtoD", 30, 50),  # half of it beside nothing
-        Ran("Memcpy DtoH", 60, 80),  # all of it beside a product
+        Ran("Memcpy HtoD", 30, 50),  # half of it is not overlapped
+        Ran("Memcpy DtoH", 60, 80),  # overlapped completely by a product
     ]
-    found = summary(ran)
-    assert found["seconds"] == pytest.approx(100e-6) and found["groups"]["idle"] == pytest.approx(0)
-    assert found["groups"]["GEMM"] == pytest.approx(90e-6) and found["top"][0]["count"] == 2
-    assert found["hidden_copies"] == hidden(ran) == pytest.approx(30 / 40)
+    result = summary(ran)
+    assert result["seconds"] == pytest.approx(100e-6) and result["groups"]["idle"] == pytest.approx(0)
+    assert result["groups"]["GEMM"] == pytest.approx(90e-6) and result["top"][0]["count"] == 2
+    assert result["hidden_copies"] == hidden(ran) == pytest.approx(30 / 40)
     assert hidden(ran[:2]) is None and summary([])["groups"] == {}
     assert summary([Ran("nvjet", 0, 10), Ran("nvjet", 30, 40)])["groups"]["idle"] == pytest.approx(20e-6)
     assert union([(5, 6), (0, 2), (1, 3)]) == [(0, 3), (5, 6)]
@@ -260,8 +260,8 @@ def test_tests_without_pytest(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.syspath_prepend(str(tmp_path / "tests"))
     monkeypatch.setattr(run_tests, "ROOT", tmp_path / "tests")
     stage = Stage("tests", tmp_path, ABOUT, 1)
-    found = run_tests.by_ourselves(tmp_path / "tests" / "test_some_of_ours.py", stage)
-    assert found == {"passed": 5, "skipped": {"not here": 1}, "wrong": {"test_wrong[]": "AssertionError: no"}}
+    result = run_tests.by_ourselves(tmp_path / "tests" / "test_some_of_ours.py", stage)
+    assert result == {"passed": 5, "skipped": {"not here": 1}, "wrong": {"test_wrong[]": "AssertionError: no"}}
 
 
 def test_our_runner_knows_what_the_tests_use() -> None:
@@ -280,8 +280,8 @@ def test_results_of_pytest() -> None:
     text = """<testsuite><testcase name="a"/><testcase name="b"><skipped message="no GPU"/></testcase>
     <testcase name="c"><failure message="assert 1 == 2&#10;more">text</failure></testcase>
     <testcase name="d"><error message="it broke"/></testcase></testsuite>"""
-    found = run_tests.counted(ElementTree.fromstring(text).iter("testcase"))
-    assert found == {"passed": 1, "skipped": {"no GPU": 1}, "wrong": {"c": "assert 1 == 2", "d": "it broke"}}
+    result = run_tests.counted(ElementTree.fromstring(text).iter("testcase"))
+    assert result == {"passed": 1, "skipped": {"no GPU": 1}, "wrong": {"c": "assert 1 == 2", "d": "it broke"}}
 
 
 def test_the_machine_of_a_gpu_extends_the_shipped_one(monkeypatch) -> None:
@@ -296,12 +296,12 @@ def test_the_machine_of_a_gpu_extends_the_shipped_one(monkeypatch) -> None:
         "attention_kernel": "cudnn",
         "cases": cases | {"host": {"failed": "out of memory"}},
     }
-    found = rates.machine_of(report, torch.device("cuda"))
-    assert found["extends"] == "H200-141G" and found["peak"]["bf16"] == 989.4e12 and found["memory"] == 85e9
-    assert "host_link" not in found and "attention" not in found and json.dumps(found)
+    result = rates.machine_of(report, torch.device("cuda"))
+    assert result["extends"] == "H200-141G" and result["peak"]["bf16"] == 989.4e12 and result["memory"] == 85e9
+    assert "host_link" not in result and "attention" not in result and json.dumps(result)
 
 
-# The FPDT benchmark: every mode's flags are accepted, and its figures become files and a picture. Peers are judged.
+# The FPDT benchmark: flags of all modes are accepted, and figures become files and a picture. Then peers.py.
 
 
 def benchmark(monkeypatch: pytest.MonkeyPatch, *words: str):
@@ -337,18 +337,18 @@ def test_figures_become_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert json.loads((tmp_path / "sweep.json").read_text())["rows"][1]["of_reference"] == 0.5
     assert len(list(csv.DictReader((tmp_path / "sweep.csv").open()))) == 2 * len(args.modes)
     assert (tmp_path / "sweep.png").stat().st_size > 5000
-    assert "out of" in capsys.readouterr().out  # the table may break the line
+    assert "out of" in capsys.readouterr().out  # the table may wrap the line
 
 
 @pytest.mark.full
 def test_peers_are_judged_by_one_process(tmp_path: Path) -> None:
-    """Ours are right in every case that they take; and the judge tells what is not."""
+    """Our gradients are right in every accepted case; and wrong ones are detected."""
     argv = ["--processes", "2", "--seq-length", "64", "--repeats", "1", "--json", str(tmp_path / "peers.json")]
     subprocess.run([sys.executable, "benchmarks/peers.py", *argv], check=True, cwd=ROOT, timeout=patience(300))
-    found = json.loads((tmp_path / "peers.json").read_text())
+    result = json.loads((tmp_path / "peers.json").read_text())
     refused = {"ours, Ulysses 2": {"3 heads", "255 tokens"}, "ours, Ring 2": {"255 tokens"}}
     for party, cannot in refused.items():
-        assert {case for case, errors in found["cases"].items() if isinstance(errors[party], str)} == cannot
-        assert all(errors[party] < 1e-5 for case, errors in found["cases"].items() if case not in cannot)
-        assert len(found["seconds"][party]) == peers.STEPS
+        assert {case for case, errors in result["cases"].items() if isinstance(errors[party], str)} == cannot
+        assert all(errors[party] < 1e-5 for case, errors in result["cases"].items() if case not in cannot)
+        assert len(result["seconds"][party]) == peers.STEPS
     assert peers.verdict(0.3) == "WRONG, by 30 %" and peers.verdict(1e-6).startswith("right")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the gradients of chunks are summed: beside DDP's buffers or in them, and how often the loss writes its sum."""
+"""Sums of chunks' gradients: in DDP's buffers or separately, and how often the loss writes its sum."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HIDDEN, WORDS, TOKENS = 32, 48, 64
 
 
 class Watch(TorchDispatchMode):
-    """Counts operations by name, and remembers the largest tensor that one makes."""
+    """Counts operations by name, and records the largest tensor that one makes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,13 +35,13 @@ class Watch(TorchDispatchMode):
 
 
 def with_buffer(parameter: Tensor, start: float = 0.0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """As core's DDP leaves it."""
+    """A parameter as core's DDP prepares it."""
     parameter.main_grad, parameter.grad_added_to_main_grad = torch.full(parameter.shape, start, dtype=dtype), False
     return parameter
 
 
 def as_ddp_does(parameter: Tensor) -> Tensor:
-    """What core's hook makes of a gradient (distributed_data_parallel.py, _make_backward_post_hook)."""
+    """Process a gradient like core's hook (distributed_data_parallel.py, _make_backward_post_hook)."""
     if parameter.grad is not None and not parameter.grad_added_to_main_grad:
         parameter.main_grad += parameter.grad
     parameter.grad = None
@@ -56,35 +56,35 @@ def run(dtype: torch.dtype, buffer: torch.dtype | None, passes: int = 2) -> list
     if buffer is not None:
         weights = [with_buffer(weight, dtype=buffer) for weight in weights]
     matrix, bias, words = weights
-    found = [torch.zeros(weight.shape, dtype=torch.float64) for weight in weights]
+    result = [torch.zeros(weight.shape, dtype=torch.float64) for weight in weights]
     for _ in range(passes):
         x = torch.randn(TOKENS, 1, HIDDEN, generator=draw).to(dtype)
         labels = torch.randint(WORDS, (TOKENS, 1), generator=draw)
         y = apply_in_chunks(lambda part, _: torch.tanh(part @ matrix + bias), x, [matrix, bias], even_spans(TOKENS, 5))
         loss = chunked_linear_cross_entropy(y, words, labels, torch.ones(TOKENS, 1), chunks=8, vocab_size=WORDS)
         (loss * 0.25).backward()
-        for weight, total in zip(weights, found):
+        for weight, total in zip(weights, result):
             if buffer is None:
                 total += weight.grad
                 weight.grad = None
             else:
                 as_ddp_does(weight)
-    return found if buffer is None else [weight.main_grad.double() for weight in weights]
+    return result if buffer is None else [weight.main_grad.double() for weight in weights]
 
 
 def apart(mine: list[Tensor], other: list[Tensor]) -> float:
     return max(float((a - b).norm() / b.norm()) for a, b in zip(mine, other, strict=True))
 
 
-def test_sums_in_the_buffers_are_the_sums_beside_them():
+def test_sums_in_the_buffers_equal_separate_sums():
     assert apart(run(torch.float32, torch.float32), run(torch.float32, None)) < 1e-6
     assert apart(run(torch.float64, torch.float64), run(torch.float64, None)) < 1e-14
 
 
 def test_in_half_precision_sums_in_the_buffers_are_nearer_to_exact_ones():
     exact = run(torch.float64, None)
-    beside, within, narrow = (apart(run(torch.bfloat16, b), exact) for b in (None, torch.float32, torch.bfloat16))
-    assert within <= beside and narrow >= beside  # a narrow buffer is no place to add chunk by chunk
+    separate, within, narrow = (apart(run(torch.bfloat16, b), exact) for b in (None, torch.float32, torch.bfloat16))
+    assert within <= separate and narrow >= separate  # adding chunk by chunk to a narrow buffer loses precision
 
 
 def test_a_weight_that_is_used_elsewhere_too_goes_the_usual_way():
@@ -98,7 +98,7 @@ def test_what_a_layer_has_added_by_itself_is_not_added_again():
     weight = with_buffer(torch.ones(4, 4, requires_grad=True))
 
     class Fused(torch.autograd.Function):
-        """As core's linear layer with gradient accumulation fusion (tensor_parallel/layers.py)."""
+        """Like core's linear layer with gradient accumulation fusion (tensor_parallel/layers.py)."""
 
         @staticmethod
         def forward(ctx, x, weight):
@@ -122,7 +122,7 @@ def test_what_a_layer_has_added_by_itself_is_not_added_again():
 
 @pytest.mark.parametrize("buffer", [False, True])
 def test_gradients_that_are_one_tensor_are_added_up_apart(buffer):
-    """Autograd gives both terms of a sum one tensor, and what is added to the result the gradient of the result."""
+    """Autograd gives one tensor to both terms of a sum, and to a term of the result."""
     shapes = ((HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (TOKENS // 4, 1, HIDDEN))
     a, b, added = (torch.randn(shape, requires_grad=True) for shape in shapes)
     x = torch.randn(TOKENS, 1, HIDDEN, requires_grad=True)
@@ -131,7 +131,7 @@ def test_gradients_that_are_one_tensor_are_added_up_apart(buffer):
     def function(part: Tensor, span: object) -> Tensor:
         return torch.nn.functional.linear(part, a + b) + added
 
-    found = []
+    result = []
     for chunked in (False, True):
         a.grad = b.grad = added.grad = x.grad = None
         if buffer and chunked:
@@ -140,13 +140,13 @@ def test_gradients_that_are_one_tensor_are_added_up_apart(buffer):
         y = apply_in_chunks(function, x, [a, b, added, a], spans) if chunked else torch.cat(parts)  # a is named twice
         y.square().sum().backward()
         sums = [as_ddp_does(w) if buffer and chunked else w.grad for w in (a, b)]
-        found.append([*sums, added.grad, x.grad])
-    assert apart(*found) < 1e-6
+        result.append([*sums, added.grad, x.grad])
+    assert apart(*result) < 1e-6
 
 
 @pytest.mark.parametrize("chunks, products", [(1, 1), (8, 8), (16, 8), (64, 8)])
 def test_chunks_of_few_tokens_are_added_to_the_weights_gradient_together(chunks, products):
-    """At 32 wide in fp32, until they are eight rows."""
+    """With width 32 in fp32, chunks are collected up to eight rows."""
     assert pieces_together(TOKENS // chunks, HIDDEN, 4) == max(chunks // 8, 1)
     hidden, words = torch.randn(TOKENS, 1, HIDDEN, requires_grad=True), torch.randn(WORDS, HIDDEN, requires_grad=True)
     with Watch() as seen:

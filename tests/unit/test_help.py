@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--help answers at once: no tool imports torch for it, nor does a planner that plans."""
+"""--help is fast: no tool imports torch for it, and the planner does not need torch at all."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def run(*words: str) -> tuple[int, float]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", WITHOUT_TORCH, *words]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=patience(60))
-    found = re.search(r"ended (\d+) after ([\d.]+) s", done.stderr)
-    assert found, done.stderr
-    return int(found[1]), float(found[2])
+    result = re.search(r"ended (\d+) after ([\d.]+) s", done.stderr)
+    assert result, done.stderr
+    return int(result[1]), float(result[2])
 
 
 def test_all_tools_are_met() -> None:

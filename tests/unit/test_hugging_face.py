@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tools/convert_hf.py: every file of a model comes back bit for bit, and what cannot is refused in one line."""
+"""tools/convert_hf.py restores every file of a model bit for bit; unsupported models are refused in one line."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def ours(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """What a model's folder holds beside our list of checksums."""
+    """Names of a model's files, without our list of checksums."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "checksums.json"}
 
 
@@ -92,7 +92,7 @@ def there_and_back(source: Path, tmp_path: Path) -> Path:
 
 
 def refused(capsys: pytest.CaptureFixture, tmp_path: Path, *argv: object) -> str:
-    """The one line of a conversion that fails, after which nothing of the output is there."""
+    """The error line of a failed conversion, which must leave no output."""
     before = sorted(tmp_path.rglob("*"))
     capsys.readouterr()
     assert main([str(word) for word in argv]) == 2
@@ -176,7 +176,7 @@ def test_a_family_is_refused_the_settings_of_another(tmp_path: Path, capsys) -> 
 
 
 def test_round_trip_with_tensors_that_transformers_ignores(tmp_path: Path) -> None:
-    """Old checkpoints hold RoPE's frequencies, and tied ones the output layer, a copy of the embedding."""
+    """Old checkpoints contain RoPE's frequencies, and tied ones a copy of the embedding as output layer."""
     source = save_llama(tmp_path / "in", torch.bfloat16, tie_word_embeddings=True)
     weights = load_file(source / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
@@ -191,7 +191,7 @@ def test_round_trip_with_tensors_that_transformers_ignores(tmp_path: Path) -> No
 
 
 def test_our_layout(ours: Path, small: Path) -> None:
-    """By query group, its queries, its key, its value; the gate above the other half; no padding is stored."""
+    """Rows are ordered by query group (queries, key, value); the gate comes before the other half; no padding."""
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
 
@@ -249,7 +249,7 @@ def test_printed_flags_give_the_model(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_new_config_and_new_files(tmp_path: Path, ours: Path, small: Path) -> None:
-    """A checkpoint of a training run has no hf/: the same weights and meaning come out."""
+    """A checkpoint of a training run has no hf/; the result has the same weights and equivalent settings."""
     from transformers import LlamaForCausalLM
 
     trained = shutil.copytree(ours, tmp_path / "trained", ignore=lambda *_: ["hf"])
@@ -274,7 +274,7 @@ def test_several_files_and_their_index(tmp_path: Path, ours: Path, monkeypatch: 
 
 
 def test_what_changed_in_training_is_in_config_json(tmp_path: Path, ours: Path, small: Path, capsys) -> None:
-    """The original's config.json stays, but for what is different now."""
+    """The original's config.json is kept, except changed settings."""
     trained = shutil.copytree(ours, tmp_path / "trained")
     common = torch.load(trained / "release" / "common.pt", weights_only=False)
     common["config"]["model"] |= {"max_position_embeddings": 4096, "use_rope_scaling": True, "rope_scaling_factor": 8.0}
@@ -334,7 +334,7 @@ def test_rope_of_transformers_4_and_5(new: bool) -> None:
         {},
         {"factor": None},  # 128 / 32
         {"truncate": False, "beta_fast": 16, "beta_slow": 2},
-        {"mscale": 0.7},  # transformers takes both or neither
+        {"mscale": 0.7},  # transformers uses both or neither
         {"mscale": 0.707, "mscale_all_dim": 0.5},
         {"attention_factor": 1.25},
         {"attention_factor": 1},
@@ -372,7 +372,7 @@ CONFIGS = [
     ({"mlp_bias": True}, "attention_bias False with mlp_bias True is not supported"),
     ({"rope_scaling": YARN | {"factor": 1.0}}, "yarn with factor 1 has no effect"),
     ({"rope_scaling": YARN | {"attention_factor": 0.9}}, "attention_factor 0.9 is not supported: at least 1"),
-    ({"rope_scaling": YARN | {"original_max_position_embeddings": 32.5}}, "32.5 is not a whole number"),
+    ({"rope_scaling": YARN | {"original_max_position_embeddings": 32.5}}, "32.5 is not an integer"),
     ({"rope_scaling": YARN | {"beta_slow": -1}}, "beta_slow of rope_scaling -1 is not a positive number"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling of type dynamic is not supported"),
     ({"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor 2.0: Megatron's is fixed at 1"),
@@ -384,8 +384,8 @@ CONFIGS = [
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
     ({"num_hidden_layers": 4}, "9 tensors that config.json requires are missing: model.layers.3.input_"),
     ({"num_hidden_layers": 2}, "9 tensors do not belong to the model in config.json: model.layers.2.input_"),
-    ({"num_hidden_layers": "3"}, "num_hidden_layers '3' is not a positive whole number"),
-    ({"hidden_size": 0}, "hidden_size 0 is not a positive whole number"),
+    ({"num_hidden_layers": "3"}, "num_hidden_layers '3' is not a positive integer"),
+    ({"hidden_size": 0}, "hidden_size 0 is not a positive integer"),
     ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
     ({"head_dim": 5}, "head_dim 5 is odd"),
     ({"head_dim": None, "num_attention_heads": 6}, "hidden_size 16 is not a multiple of num_attention_heads 6"),
@@ -427,7 +427,7 @@ def rewrite_index(folder: Path, change: Callable[[dict[str, str]], object]) -> N
 
 
 def second(folder: Path) -> Path:
-    """The second of its files of weights."""
+    """The second file of weights."""
     return sorted(folder.glob("*.safetensors"))[1]
 
 
@@ -502,14 +502,14 @@ def change_headers(folder: Path, text: str) -> None:
 
 
 def flip(path: Path, at: int = -1) -> None:
-    """One bit, of the exponent of an fp32 number that ends at this byte."""
+    """Flip an exponent bit of the fp32 number that ends at this byte."""
     data = bytearray(path.read_bytes())
     data[at] ^= 1 << 6
     path.write_bytes(data)
 
 
 def flip_a_weight(folder: Path) -> None:
-    """In our checkpoint, where nothing but the list can tell: not in a header of torch's."""
+    """A byte of our checkpoint outside of torch's headers, where only the list detects a change."""
     weight = StoredTensors(examine(folder / "release")).read("output_layer.weight", (0, 0), (67, 16))
     path = folder / "release" / "__0_0.distcp"
     flip(path, path.read_bytes().index(weight.numpy().tobytes()) + 3)

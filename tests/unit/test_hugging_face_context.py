@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused of models of transformers and of batches, and that a model comes back as it was."""
+"""Refused models and batches of transformers, and restoring a model."""
 
 import copy
 from functools import cache
@@ -28,7 +28,7 @@ def model(kind="llama"):
 
 
 def state_of(module):
-    """All that parallelize may touch."""
+    """Everything that parallelize may change."""
     config = module.config.to_dict() | {"attention": module.config._attn_implementation}
     hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in module.modules()]
     return config, hooks, [set(vars(m)) for m in module.modules()], [m.training for m in module.modules()]
@@ -213,7 +213,7 @@ def test_masks_are_taken_for_what_they_are():
             (causal_mask_function, {"use_vmap": True}),
             (causal_mask_function, {"allow_is_causal_skip": False}),
         ):
-            made = mask_interface(mask_function=function, **options)  # models make some that no attention uses
+            made = mask_interface(mask_function=function, **options)  # models make masks that no attention uses
             says = "adds to its causal mask" if function is causal_mask_function else "neither causal nor"
             with pytest.raises(ValueError, match=says):
                 attend(torch.nn.Identity(), *torch.zeros(3, 1, 1, 1, 1), made, sliding_window=8)
@@ -221,23 +221,23 @@ def test_masks_are_taken_for_what_they_are():
 
 def test_a_head_that_does_more_is_told_from_a_plain_one():
     assert plain_weight(model()) is model().lm_head.weight
-    assert plain_weight(tiny_model("gemma2").bfloat16()) is None  # a soft-cap that small logits would not show
+    assert plain_weight(tiny_model("gemma2").bfloat16()) is None  # small logits would not show the soft-cap
     assert plain_weight(tiny_model("granite")) is None
 
 
 @pytest.mark.parametrize("kind, fpdt", [("qwen3", None), ("gemma2", None), ("mixtral", Fpdt(16))])
 def test_under_autocast(kind, fpdt):
-    """As Trainer's bf16=True has it: weights in fp32, products in bf16."""
-    own, batch, found = tiny_model(kind).train(), whole_batch(), []
+    """As with Trainer's bf16=True: weights in fp32, products in bf16."""
+    own, batch, result = tiny_model(kind).train(), whole_batch(), []
     for _ in range(2):
-        context = parallelize(own, GRID, seq_length=LENGTH, fpdt=fpdt) if found else None
+        context = parallelize(own, GRID, seq_length=LENGTH, fpdt=fpdt) if result else None
         with torch.autocast("cpu", torch.bfloat16):
             loss = own(**(context.shard(batch) if context else batch)).loss
         loss.backward()
-        found.append((float(loss), take_grads(own)))
-    (expected, theirs), (loss, mine) = found
+        result.append((float(loss), take_grads(own)))
+    (expected, theirs), (loss, mine) = result
     assert loss == pytest.approx(expected, rel=1e-3) and set(mine) == set(theirs)
-    for name, grad in mine.items():  # a token that goes to another expert makes more of a difference than rounding
+    for name, grad in mine.items():  # a token routed to another expert differs by more than rounding
         assert (grad - theirs[name]).norm() < (0.3 if kind == "mixtral" else 0.05) * theirs[name].norm(), name
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel runs where: refusals, the order of ``auto``, and the releases of flash-attn by their arguments."""
+"""The choice of kernels: refusals, the order of ``auto``, and the releases of flash-attn by their arguments."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_no_kernel_at_all():
 
 @pytest.fixture
 def pretend_gpu(monkeypatch, install):
-    """A GPU, as far as `why_not` looks."""
+    """A stand-in for a GPU, sufficient for `why_not`."""
 
     def pretend(capability=(9, 0), cudnn=91000):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -232,10 +232,10 @@ def test_preferences_on_a_gpu(pretend_gpu, install, monkeypatch):
     ],
 )
 def test_the_order_by_machine(capability, version, order):
-    found = list(preferred(capability, flash_attn=version))
-    assert found == [*order, "triton", "cpu", "math"]
+    result = list(preferred(capability, flash_attn=version))
+    assert result == [*order, "triton", "cpu", "math"]
     many = list(preferred(capability, flash_attn=version, many_tiles=True))
-    order.remove("cudnn")  # which plans anew for each shape
+    order.remove("cudnn")  # it makes a plan for each shape
     assert many == ["triton", *order, "cudnn", "cpu", "math"]
     assert set(KERNELS) <= set(many)
 

@@ -57,7 +57,7 @@ def dense(dout, q, k, v, *, causal=False, mask=None, scale=0.25):
 
 
 def both_ways(kernel, dout, q, k, v, *, causal=False, mask=None, scale=0.25):
-    """(out, lse, dq, dk, dv) of one kernel, the tile being the whole."""
+    """(out, lse, dq, dk, dv) of one kernel with a single tile."""
     out, lse = kernel.forward(q, k, v, causal=causal, mask=mask, scale=scale)
     return out, lse, *kernel.backward(dout, q, k, v, out, lse, causal=causal, mask=mask, scale=scale)
 
@@ -76,7 +76,7 @@ def assert_close(got, want, dtype: torch.dtype) -> None:
 
 def random_mask(b, h, sq, sk, seed=1, dead_row: int | None = 3) -> Tensor:
     mask = torch.rand(b, h, sq, sk, generator=torch.Generator().manual_seed(seed)) < 0.6
-    mask[..., 0] = True  # no row is empty by chance
+    mask[..., 0] = True  # no row is empty
     if dead_row is not None:
         mask[..., dead_row, :] = False
     return mask
@@ -191,7 +191,7 @@ def merge(out: Tensor, lse: Tensor, out_t: Tensor, lse_t: Tensor) -> tuple[Tenso
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("masked", [False, True])
 def test_tiles_merge_to_the_whole(name, dtype, masked):
-    """The keys in two tiles: merged forward, then each tile's backward with the final out and lse."""
+    """Keys in two tiles: forward is merged, and each tile's backward gets the final out and lse."""
     kernel, (dout, q, k, v), cut = KERNELS[name], make(sk=40, dtype=dtype), 15
     mask = None
     if masked:
@@ -206,7 +206,7 @@ def test_tiles_merge_to_the_whole(name, dtype, masked):
         if out is None:
             out, lse = out_t.to(acc), lse_t
         else:
-            if not masked:  # the formula of the design
+            if not masked:  # the usual formula
                 torch.testing.assert_close(lse - F.logsigmoid(lse - lse_t), merge(out, lse, out_t.to(acc), lse_t)[1])
             out, lse = merge(out, lse, out_t.to(acc), lse_t)
     dq, dk, dv = torch.zeros_like(q, dtype=acc), torch.empty_like(k), torch.empty_like(v)
@@ -221,7 +221,7 @@ def test_tiles_merge_to_the_whole(name, dtype, masked):
 @pytest.mark.parametrize("name", CPU_KERNELS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_rows_whose_final_lse_is_minus_infinity(name, causal):
-    """They give zeros, not NaN, even to a tile that is computed without a mask."""
+    """Rows without keys give zeros, not NaN, even for a tile without a mask."""
     dout, q, k, v = make(sk=24)
     out, lse = KERNELS[name].forward(q, k, v, causal=causal, mask=None, scale=0.25)
     lse[:, :, 3], out[:, :, 3] = float("-inf"), 0.0
@@ -336,10 +336,10 @@ def test_pieces_of_ordinary_tensors():
     q = torch.empty(1, 32, 2**20, 128, device="meta", dtype=torch.bfloat16)
     k = torch.empty(1, 8, 2**20, 128, device="meta", dtype=torch.bfloat16)
     assert all((p[1].stop - p[1].start) * 2**20 * 128 < 2**31 for p in base.pieces(q, k))
-    assert len(base.pieces(q, k)) == 3  # three groups of four heads a call: 12, 12, 8
+    assert len(base.pieces(q, k)) == 3  # three groups of four heads per call: 12, 12, 8
 
 
-# Backends that cannot run here: that they call their ops by the right names, in the right shapes
+# Backends that cannot run here must call their operators with the right names and shapes
 
 
 @pytest.mark.parametrize("name", ["flash", "cudnn"])
@@ -355,7 +355,7 @@ def test_gpu_ops_on_the_meta_device(name, hk, causal):
 
 @pytest.mark.parametrize("dims", [3, 4])
 def test_cudnn_gets_lse_back_as_its_version_returned_it(dims, monkeypatch):
-    """With the CPU's op in cuDNN's place."""
+    """With the CPU's operator in place of cuDNN's."""
     aten = torch.ops.aten
 
     def forward(q, k, v, attn_bias, compute_log_sumexp, dropout_p, is_causal, *, scale):

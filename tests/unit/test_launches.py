@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often a GPU is started: once for all tiles between a query block and a key block, however many there are."""
+"""The number of kernel launches: one for all tiles between a query block and a key block."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 @pytest.fixture
 def launches(monkeypatch):
-    """The launches so far; none is carried out."""
-    found = []
-    monkeypatch.setattr(triton_call.Launch, "run", lambda launch: found.append(launch))
+    """The recorded launches; none is executed."""
+    results = []
+    monkeypatch.setattr(triton_call.Launch, "run", lambda launch: results.append(launch))
     monkeypatch.setattr(triton_call, "interpreted", lambda: True)
-    return found
+    return results
 
 
 def walk(ring, mask, rank, launches):

@@ -42,7 +42,7 @@ def all_ranks(layout: SequenceLayout) -> list[SequenceLayout]:
 
 
 def draw_layout(data, case) -> SequenceLayout:
-    """A layout of any shape, whole or in chunks, with or without TP sequence parallelism."""
+    """A layout of any shape, with or without chunks and TP sequence parallelism."""
     ulysses, ring, balance, times = case
     tensor = data.draw(st.integers(1, 3))
     length = length_unit(ulysses, ring, balance, tensor) * times
@@ -96,7 +96,7 @@ def test_gathering_a_chunk_over_tp_and_then_ulysses_gives_it_in_order(case, data
         for chunk, (start, stop) in enumerate(layout.local_chunks):
             gathered = []
             for rank in ranks:
-                rows = rank.positions.view(parts, -1)[:, start:stop].flatten()  # what TP ranks hold, one after another
+                rows = rank.positions.view(parts, -1)[:, start:stop].flatten()  # the TP ranks' parts in order
                 assert rows.tolist() == [p for span in rank.local_chunk_spans(chunk) for p in range(*span)]
                 gathered.append(rows)
             spans = [p for span in layout.chunk_spans(chunk, r) for p in range(*span)]
@@ -150,7 +150,7 @@ def test_a_causal_ring_sends_nothing_that_no_later_tile_needs():
     layout = SequenceLayout(64, abstract_grid(ring=4), "contiguous")
     plans = [ring_plan(layout, Causal(), rank) for rank in range(4)]
     sent = [sum(stop - start for hop in plan.hops for start, stop in hop.forward) for plan in plans]
-    assert sent == [16, 32, 48, 0]  # rank 3's keys are of no use to anybody
+    assert sent == [16, 32, 48, 0]  # no other rank needs rank 3's keys
     layout = SequenceLayout(64, abstract_grid(ring=4), "zigzag")
     plans = [ring_plan(layout, Causal(), rank) for rank in range(4)]
     sent = sum(stop - start for plan in plans for hop in plan.hops for start, stop in hop.forward)
@@ -188,17 +188,17 @@ def test_a_tensor_of_another_length_is_refused():
         layout.gather(torch.zeros(9))
 
 
-# Plans of a ring are what their definition says, tile by tile, and cost little to make.
+# Plans of a ring equal their definition tile by tile, and are cheap.
 
 
 def plan_by_definition(queries, keys, mask, rank: int, step: int) -> tuple[int, RingPlan]:
-    """One direction's plan, and the rows that all ranks send in it: everything from the tiles of everybody."""
+    """The plan in one direction and the rows that all ranks send, derived from all tiles."""
     size = len(keys)
     needs = {
         (home, hop): tiles(queries[(home + step * hop) % size], keys[home], mask)
         for home, hop in product(range(size), repeat=2)
     }
-    rows = {key: union(tile.k for tile in found) for key, found in needs.items()}
+    rows = {key: union(tile.k for tile in results) for key, results in needs.items()}
 
     def carried(home: int, hop: int) -> Spans:
         return union(*(rows[home, later] for later in range(hop, size))) if hop < size else ()
@@ -289,11 +289,11 @@ def test_spans_are_sets_of_numbers(some, others, size):
 
     both = union(some, others)
     assert members(both) == sorted({*members(some), *members(others)})
-    assert all(a[1] < b[0] for a, b in zip(both, both[1:]))  # what touches is one
+    assert all(a[1] < b[0] for a, b in zip(both, both[1:]))  # adjacent spans are joined
     assert members(joined(both[::-1])) == members(both[::-1])
     parts = [part for span in both for part in split(span, size)]
     assert members(parts) == members(both) and max((b - a for a, b in parts), default=0) <= size
-    backwards = both[::-1]  # a block's spans are in any order
+    backwards = both[::-1]  # a block's spans may have any order
     rows = [(i, min(i + size, count(both))) for i in range(0, count(both), size)][::-1]
     assert members(positions_of(rows, backwards)) == [members(backwards)[row] for row in members(rows)]
     for part in parts:
@@ -310,7 +310,7 @@ def log_normal(documents: int, length: int, seed: int) -> tuple[int, ...]:
 
 
 def cpu_seconds(work) -> float:
-    """The least of three, in seconds of the CPU: what else the machine does counts little."""
+    """The least of three CPU times, so that other programs have little effect."""
 
     def once() -> float:
         for cached in (planning._plan, tiles, reach):
@@ -333,17 +333,17 @@ def test_a_thousand_documents_in_a_million_tokens_are_planned_in_no_time(balance
         for chunk in range(chunks) if chunks > 1 else [None]:
             ring_plan(layout, mask, 3, chunk)
 
-    # The bands of all documents, once each: what any plan has to look at. A plan costs one or two of these, 16 plans of
-    # chunks three to seven; by the definition above it is some twenty.
+    # The cost of all documents' bands, which every plan needs. A plan costs one or two times that, 16 plans of
+    # chunks three to seven times, and the definition above about twenty times.
     looks = cpu_seconds(lambda: [list(mask.bands(span, (0, length))) for span in zip((0, *ends), ends)])
     assert cpu_seconds(plans) < (6 if chunks == 1 else 18) * looks
 
 
-# Partial outputs merge in fp32, whatever the inputs' dtype, and rows without keys do no harm.
+# Partial outputs are merged in fp32 for every input dtype, also with rows without keys.
 
 
 def tiles_of(dtype: torch.dtype, pieces: int):
-    """Outputs and lse of one query block against ``pieces`` key blocks, from float64; and the whole in float64."""
+    """Outputs and lse of a query block for ``pieces`` key blocks, computed in float64; and the complete result."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, 2, 64, 16, generator=generator, dtype=torch.float64)
     k, v = (torch.randn(1, 2, 64 * pieces, 16, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -419,13 +419,13 @@ def test_what_a_rank_sends_at_a_step_its_peer_receives_at_that_step(balance, mas
         sent, received = [], []
         for rank in range(ring):
             step = steps[rank][at]
-            for found, kind, message in (
+            for results, kind, message in (
                 (sent, "keys", step.keys_out),
                 (sent, "grads", step.grads_out),
                 (received, "keys", step.keys_in),
                 (received, "grads", step.grads_in),
                 (received, "grads", step.grads_home),
             ):
-                ends = (rank, message.peer) if found is sent else (message.peer, rank)
-                found += [(kind, ends, message.rows)] if message.rows else []
+                ends = (rank, message.peer) if results is sent else (message.peer, rank)
+                results += [(kind, ends, message.rows)] if message.rows else []
         assert sorted(sent) == sorted(received)

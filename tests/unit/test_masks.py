@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bands and tiles say what each mask says pair by pair; documents are dealt evenly; ALiBi's slopes."""
+"""Bands and tiles agree with each mask pair by pair; even distribution of documents; ALiBi's slopes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_window_is_cut_in_squares_no_kernel_needs_a_mask_for():
     assert not any(tile.masked for tile in whole)
     exact = 2048 * 65536 - 2048 * 2047 // 2
     assert sum(tile.pairs for tile in whole) == exact
-    assert len(whole) < 100  # few large ones, linear in the length
+    assert len(whole) < 100  # few large tiles, linear in the length
 
 
 def test_a_zigzag_block_is_one_causal_tile():
@@ -142,7 +142,7 @@ def test_where_documents_end():
 
 
 def test_alibi_slopes():
-    """The paper's own examples (section 3), and heads that are no power of two."""
+    """The paper's examples (section 3), and numbers of heads that are not powers of two."""
     assert alibi_slopes(8).tolist() == [2.0**-i for i in range(1, 9)]
     assert alibi_slopes(16)[:4].tolist() == pytest.approx([2**-0.5, 2**-1, 2**-1.5, 2**-2])
     twelve = alibi_slopes(12).tolist()
@@ -152,7 +152,7 @@ def test_alibi_slopes():
 @pytest.mark.parametrize("grid", [{"ring": 4}, {"ulysses": 4}, {"ulysses": 2, "ring": 2}])
 @pytest.mark.parametrize("kernel", ["cpu", "math"])
 def test_a_custom_mask_at_65536_tokens_never_holds_64_mb(grid, kernel):
-    """The largest tiles of 4 ranks: one block of rows of each part is made, and counted."""
+    """Memory of the largest tiles of 4 ranks: one block of rows of each part is made and measured."""
     length, mask = 65536, cp.MaskFunction(lambda q, k: (q - k) % 3 == 0)
     layout = cp.SequenceLayout(length, abstract_grid(**grid))
     plans = [ring_plan(layout, mask, rank) for rank in range(layout.grid.ring.size)]
@@ -161,10 +161,10 @@ def test_a_custom_mask_at_65536_tokens_never_holds_64_mb(grid, kernel):
     rule = cp.AttentionRule(mask, kernel)
     compute = rule.tile_kernel(torch.randn(1, 1, 1, 8), layout.grid.ulysses, length)
     assert compute.mask_in_host
-    found = list(compute.parts([largest]))
-    assert sum(tile.pairs for tile in found) == largest.pairs
+    result = list(compute.parts([largest]))
+    assert sum(tile.pairs for tile in result) == largest.pairs
     q, k = (torch.randn(span[1], 1, 1, 8) for span in (largest.q, largest.k))
-    for tile in found[:: max(len(found) // 4, 1)]:
+    for tile in result[:: max(len(result) // 4, 1)]:
         held_by(compute, tile, q, k)
 
 
@@ -176,7 +176,7 @@ def held_by(compute, tile, q, k):
     assert 2**20 < meter.peak < 64 * 2**20, f"{meter.peak / 2**20:.1f} MiB"
 
 
-# Dropout by position: what the generator draws, and what kernels make of it.
+# Dropout by position: the generator's numbers and their use in kernels.
 
 
 CPU = torch.device("cpu")
@@ -192,7 +192,7 @@ def kept(dropout: Dropout, heads: int = 1, q=((0, SIZE),), k=((0, SIZE),), flip:
 
 
 def sigmas(a: torch.Tensor, b: torch.Tensor) -> float:
-    """How many standard deviations the correlation of two series of +-x is from 0."""
+    """Correlation of two series of +-x, in standard deviations."""
     a, b = a.double() - a.double().mean(), b.double() - b.double().mean()
     return abs(float((a * b).mean() / (a.var() * b.var()).sqrt())) * math.sqrt(a.numel())
 
@@ -201,7 +201,7 @@ def sigmas(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def test_known_numbers():
-    """They must never change: a resumed run would drop something else."""
+    """The numbers must never change: a resumed run would drop other elements."""
     of_splitmix64 = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]  # from state 0, as published
     assert [by_position._hash(n * by_position.GOLDEN % 2**64) for n in (1, 2, 3)] == of_splitmix64
     dropout = Dropout(0.5, seed=7, stream=1, samples=(2, 3), head=4)
@@ -224,21 +224,21 @@ def test_as_many_are_kept_as_asked_for(probability):
 
 
 def test_rows_and_columns_are_independent():
-    found = kept(BASE)[0, 0]
+    result = kept(BASE)[0, 0]
     for rows, columns in [(0, 1), (0, 2), (0, 3), (0, 4), (1, 0), (4, 0), (1, 1), (64, 64), (3, 509), (500, 0)]:
-        later, earlier = found[rows:, columns:], found[: SIZE - rows, : SIZE - columns]
+        later, earlier = result[rows:, columns:], result[: SIZE - rows, : SIZE - columns]
         assert sigmas(later, earlier) < 4.5, (rows, columns)
     p = BASE.threshold / LEVELS
-    for dim in (0, 1):  # no row or column with more than its share: sum of squares of SIZE standard normals
-        z = (SIZE * (1 - p) - found.double().sum(dim)) / math.sqrt(SIZE * p * (1 - p))
+    for dim in (0, 1):  # rows and columns have their share: sum of squares of SIZE standard normals
+        z = (SIZE * (1 - p) - result.double().sum(dim)) / math.sqrt(SIZE * p * (1 - p))
         assert abs(float(z.square().sum()) - SIZE) < 4.5 * math.sqrt(2 * SIZE)
 
 
 def test_corners_of_rectangles_are_independent():
-    """A pair's bits come from a key of its row and one of its column, whose xor over four corners is nothing."""
-    found = kept(replace(BASE, probability=0.5))[0, 0].double() * 2 - 1
+    """Bits of pairs are independent, although the xor of the keys of four corners is 0."""
+    result = kept(replace(BASE, probability=0.5))[0, 0].double() * 2 - 1
     for rows, columns in [(1, 1), (1, 4), (64, 64), (512, 256), (3, 16)]:
-        one, two = found[rows:], found[: SIZE - rows]
+        one, two = result[rows:], result[: SIZE - rows]
         product = one[:, columns:] * one[:, : SIZE - columns] * two[:, columns:] * two[:, : SIZE - columns]
         assert abs(float(product.mean())) * math.sqrt(product.numel()) < 4.5, (rows, columns)
 
@@ -252,7 +252,7 @@ def test_another_seed_stream_sample_or_head_draws_anew(other):
 
 @pytest.mark.parametrize("flip", [False, True])
 def test_it_depends_on_positions_alone(flip):
-    """A tile of any spans, in any order, is a part of the whole."""
+    """A tile of any spans, in any order, has the bits of the complete matrix."""
     dropout, far = replace(BASE, samples=(5, 9)), 2**40 + 3
     q, k = ((far + 7, far + 10), (far, far + 2)), ((far + 1, far + 6), (far + 9, far + 23), (far + 8, far + 9))
     whole = kept(dropout, 3, ((far, far + 10),), ((far, far + 24),))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tools/measure_hardware.py: what it writes is a machine; what cannot be written or measured is refused, early."""
+"""tools/measure_hardware.py writes a valid machine file; impossible measurements and outputs are refused early."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FAST = ["--device", "cpu", "--quick", "--gemm-sizes", "16", "32", "--attention-l
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows of a hundredth of a second; and PyTorch's number of threads as it was."""
+    """Use windows of a hundredth of a second, and restore PyTorch's number of threads."""
     monkeypatch.setattr(measure_device, "effort", lambda device, quick: TINY)
     threads = torch.get_num_threads()
     yield
@@ -73,22 +73,22 @@ def test_what_cannot_be_written_is_refused_before_anything_is_measured(tmp_path,
 
         monkeypatch.setattr(os, "fsync", no_space)
     assert measure_hardware.main(["--output", str(path), *FAST]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: cannot write") and ("the disk is full" in told) == full
+    notice = capsys.readouterr().err
+    assert notice.startswith("error: cannot write") and ("the disk is full" in notice) == full
     assert os.listdir(tmp_path) == ["file"]
 
 
 @pytest.mark.parametrize(
-    "flags, told",
+    "flags, notice",
     [
         (["--processes", "0"], "--processes 0: give a number above 0"),
         (["--gemm-sizes", "4", "2"], "--gemm-sizes: give sizes above 0 in increasing order"),
     ],
 )
-def test_bad_settings_are_refused(tmp_path, capsys, flags, told):
+def test_bad_settings_are_refused(tmp_path, capsys, flags, notice):
     with pytest.raises(SystemExit, match="2"):
         measure_hardware.main(["--output", str(tmp_path / "x.json"), *flags])
-    assert told in capsys.readouterr().err
+    assert notice in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -99,17 +99,19 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path, capsys):
 
 def measure_here(per_node: int) -> Figures:
     """On a rank of the pool."""
-    told = []
-    result = figures(torch.device("cpu"), per_node, TINY, told.append)
-    assert told[-1] == "copies to the host, all at once"
+    notice = []
+    result = figures(torch.device("cpu"), per_node, TINY, notice.append)
+    assert notice[-1] == "copies to the host, all at once"
     return result
 
 
 def test_processes_measure_what_they_send_each_other(pool):
-    found = pool.run(measure_here, 4, 2)[0]
-    assert set(found.node) == set(KINDS) and found.processes == found.nodes == 2
-    assert all(seconds > 0 and bandwidth > 0 for seconds, bandwidth in [*found.node.values(), *found.network.values()])
-    assert set(found.network) == set(KINDS) and found.alone > 0
+    results = pool.run(measure_here, 4, 2)[0]
+    assert set(results.node) == set(KINDS) and results.processes == results.nodes == 2
+    assert all(
+        seconds > 0 and bandwidth > 0 for seconds, bandwidth in [*results.node.values(), *results.network.values()]
+    )
+    assert set(results.network) == set(KINDS) and results.alone > 0
     alone = pool.run(measure_here, 1, 1)[0]
     assert alone.node == alone.network == {} and alone.host[0] > 0
 
@@ -125,7 +127,7 @@ def test_links_become_a_link_and_shares_of_it():
 
 @pytest.mark.parametrize("alone, sharing", [(10e6, 1), (13e6, 1), (19e6, 2), (33e6, 4), (90e6, 4)])
 def test_processes_that_share_a_card_are_recognised(alone, sharing):
-    """One process alone has as much as all that share its card have together."""
+    """One process alone has the bandwidth of all processes that share its card."""
     network = {"p2p": (1e-3, 10e6), "all_reduce": (4e-3, 8e6)}
     link = hardware_figures.network_link(Figures({}, network, (1e9, 0.0), 4, 3, alone))
     assert link.get("gpus_per_card", 1) == sharing and link["bandwidth"] == 10e6
@@ -134,7 +136,7 @@ def test_processes_that_share_a_card_are_recognised(alone, sharing):
 
 
 class Gpu:
-    """Stands for torch.cuda: what others take grows with the first product and with each communicator."""
+    """A stand-in for torch.cuda: memory outside PyTorch grows with the first product and each communicator."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.others, self.allocated = 400, 0
@@ -162,13 +164,13 @@ class Gpu:
 
 
 def test_a_gpu_is_asked_what_no_tensor_holds(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    """By stand-ins for torch.cuda: nobody has tried it on a GPU."""
+    """With stand-ins for torch.cuda; it has not run on a GPU."""
     device, _ = torch.device("cpu"), Gpu(monkeypatch)
-    found = measure_device.context_and_workspace(device)
-    assert found == {"context": 500, "cublas": 32}
+    results = measure_device.context_and_workspace(device)
+    assert results == {"context": 500, "cublas": 32}
     assert measure_device.communicator(None, device) == 128
     links = Figures({}, {}, (1.0, 0.0), 4, 1, buffers={"nccl": 128})
-    raw = hardware_figures.named({"sources": {}} | hardware_figures.runtime_fields(found, links), "x.json", device)
+    raw = hardware_figures.named({"sources": {}} | hardware_figures.runtime_fields(results, links), "x.json", device)
     assert raw["runtime"] == {"context": 500, "cublas": 32, "nccl": 128}
     path = tmp_path / "x.json"
     path.write_text(json.dumps({"extends": "H100-80G", **raw}))
@@ -182,25 +184,25 @@ def test_a_gpu_is_asked_what_no_tensor_holds(monkeypatch: pytest.MonkeyPatch, tm
 
 @pytest.mark.full
 def test_processes_of_its_own_are_started_and_ended():
-    told: list[str] = []
-    found = measure_in_processes(2, "cpu", TINY, 200, told.append)
-    assert set(found.node) == set(KINDS) and len(told) == len(KINDS) + 1
+    notice: list[str] = []
+    results = measure_in_processes(2, "cpu", TINY, 200, notice.append)
+    assert set(results.node) == set(KINDS) and len(notice) == len(KINDS) + 1
     assert not [child for child in multiprocessing.active_children() if child.name.startswith("Spawn")]
 
 
 @pytest.mark.parametrize(
-    "said, code, told",
+    "output, code, notice",
     [
         ([], None, "--processes 2: not done after 1 s; give --timeout more, or give --processes 1"),
         ([], 9, "--processes 2: one ended with code 9; give --processes 1 to leave the links out"),
         (["p2p", RuntimeError("no route")], None, "--processes 2: no route; give --processes 1"),
     ],
 )
-def test_processes_that_fail_or_hang_are_told(said, code, told):
+def test_processes_that_fail_or_hang_are_told(output, code, notice):
     messages: queue.Queue = queue.Queue()
-    for message in said:
+    for message in output:
         messages.put(message)
-    with pytest.raises(Refusal, match=told):
+    with pytest.raises(Refusal, match=notice):
         listen([SimpleNamespace(exitcode=code), SimpleNamespace(exitcode=None)], messages, 0.6, lambda text: None)
 
 
@@ -211,7 +213,7 @@ def test_the_file_is_plain_json(tmp_path):
     assert raw["host_memory"] > raw["reserved"] and path.read_text().endswith("}\n")
 
 
-# Machines as files: what is shipped is whole and has sources; what a user writes is read, or refused by field.
+# Machine files: shipped ones are complete and have sources; a user's file is read, or refused by field.
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -237,7 +239,7 @@ def test_shipped_machines_are_whole_and_every_figure_has_a_source(name):
     assert 0 < machine.reserved < machine.memory
     for rates in (machine.gemm, machine.attention, machine.attention_backward):
         assert all(rate <= machine.peak["bf16"] for _, rate in rates.points)
-    told = set(machine.sources)
+    notice = set(machine.sources)
     for field in fields(Machine):
         value = getattr(machine, field.name)
         if field.name in ("name", "sources", "dtype", "capability", "attention_kernel") or value == {}:
@@ -245,12 +247,12 @@ def test_shipped_machines_are_whole_and_every_figure_has_a_source(name):
         parts = [part.name for part in fields(value)] if isinstance(value, Link | Calibration) else []
         same = {p for p in parts if p == "name" or isinstance(value, Calibration) and getattr(value, p) == 1.0}
         same |= {p for p in ("kinds", "gpus_per_card") if isinstance(value, Link) and getattr(value, p) in ({}, 1)}
-        missing = [part for part in parts if part not in same and f"{field.name}.{part}" not in told]
-        assert field.name in told or (parts and not missing), f"{name}: no source for {field.name} {missing}"
+        missing = [part for part in parts if part not in same and f"{field.name}.{part}" not in notice]
+        assert field.name in notice or (parts and not missing), f"{name}: no source for {field.name} {missing}"
 
 
 def test_attention_is_priced_by_the_kernel_that_runs():
-    """Without a choice by the first that PyTorch brings for the GPU; a chosen one, and of a user's file, as it says."""
+    """By default the first kernel of PyTorch for the GPU; otherwise the chosen one, or the user file's."""
     from megatron.simulator.cost.operations import tile
     from megatron.simulator.cost.seconds import kernel_seconds
 
@@ -262,18 +264,18 @@ def test_attention_is_priced_by_the_kernel_that_runs():
     one = tile(32768, 32768, 32, 128, 32768**2 / 2)
     ratio = kernel_seconds(one, flash) / kernel_seconds(one, hopper)
     assert ratio == pytest.approx(hopper.kernels["cudnn"] / hopper.kernels["flash"])
-    assert replace(hopper, attention_kernel="cpu").attention_share() == 1  # of which the file says nothing
+    assert replace(hopper, attention_kernel="cpu").attention_share() == 1  # the file has no figure for it
 
 
 def test_the_machines_of_the_issue_are_there_and_ship_with_the_package(monkeypatch):
     assert {"A100-40G", "A100-80G", "A800-80G", "H100-80G", "H200-141G", "B200-192G", "L20-48G"} <= set(known())
-    told = {}
-    monkeypatch.setattr("setuptools.setup", lambda **options: told.update(options))
+    notice = {}
+    monkeypatch.setattr("setuptools.setup", lambda **options: notice.update(options))
     monkeypatch.chdir(ROOT)
     runpy.run_path(str(ROOT / "setup.py"))
-    patterns = told["package_data"]["megatron.simulator.machines"]
+    patterns = notice["package_data"]["megatron.simulator.machines"]
     shipped = {path for pattern in patterns for path in (ROOT / "megatron" / "simulator" / "machines").glob(pattern)}
-    assert "megatron.simulator.machines" in told["packages"] and shipped == set(MACHINES.glob("*.json"))
+    assert "megatron.simulator.machines" in notice["packages"] and shipped == set(MACHINES.glob("*.json"))
 
 
 def test_peaks_are_those_that_training_logs_mfu_against():
@@ -301,7 +303,7 @@ def test_a_file_can_build_on_another_and_loses_the_sources_of_what_it_replaces(t
     assert machine.gemm == base.gemm and machine.memory == base.memory
     assert "gpus" not in machine.sources and "network.bandwidth" not in machine.sources
     assert machine.sources["memory"] == base.sources["memory"]
-    twice = write(tmp_path, "twice.json", extends="mine.json", gpus=2)  # beside the file, from any folder
+    twice = write(tmp_path, "twice.json", extends="mine.json", gpus=2)  # next to the file, from any working directory
     assert load(str(twice)).gpus == 2 and load(twice).calibration.gemm == 0.9
 
 
@@ -323,7 +325,7 @@ def test_a_whole_file_needs_no_base(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change, told",
+    "change, notice",
     [
         ({"memory": "80 GB"}, "memory: must be a number above 0, not '80 GB'"),
         ({"memory": True}, "memory: must be a number above 0"),
@@ -376,18 +378,18 @@ def test_a_whole_file_needs_no_base(tmp_path):
         ({"extends": "bad.json"}, "extends: a file cannot build on itself"),
     ],
 )
-def test_bad_files_are_refused_by_file_and_field(tmp_path, change, told):
+def test_bad_files_are_refused_by_file_and_field(tmp_path, change, notice):
     path = write(tmp_path, "bad.json", **(whole_file() | change))
     with pytest.raises(Refusal) as refusal:
         load(path)
-    assert str(refusal.value).startswith(f"{path}: {told}") and "\n" not in str(refusal.value)
+    assert str(refusal.value).startswith(f"{path}: {notice}") and "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("content, told", [("{", "not JSON"), ("[]", "holds list"), ("[" * 100000, "not JSON")])
-def test_what_is_no_machine_is_refused(tmp_path, content, told):
+@pytest.mark.parametrize("content, notice", [("{", "not JSON"), ("[]", "holds list"), ("[" * 100000, "not JSON")])
+def test_what_is_no_machine_is_refused(tmp_path, content, notice):
     path = tmp_path / "bad.json"
     path.write_text(content)
-    with pytest.raises(Refusal, match=f"bad.json: {told}"):
+    with pytest.raises(Refusal, match=f"bad.json: {notice}"):
         load(path)
 
 

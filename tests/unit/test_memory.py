@@ -28,14 +28,14 @@ from tools.memory import main
 
 
 def host_buffer(numbers: int) -> torch.Tensor:
-    """As the offload engine makes one."""
+    """A host buffer as the offload engine makes it."""
     buffer = torch.empty(numbers)
     buffer.untyped_storage().is_host_buffer = True
     return buffer
 
 
 def profiled(program: Callable) -> tuple[dict, TensorMeter]:
-    """The profile of ``program(profile, layer, adam)``, with a layer of 20 numbers whose states are there already."""
+    """The profile of ``program(profile, layer, adam)``, with a layer of 20 numbers whose states exist already."""
     layer = torch.nn.Linear(4, 4)
     adam = torch.optim.Adam(layer.parameters(), foreach=False)
     layer(torch.ones(2, 4)).sum().backward()
@@ -46,13 +46,13 @@ def profiled(program: Callable) -> tuple[dict, TensorMeter]:
         profile = MemoryProfile(meter, [layer], SimpleNamespace(optimizer=adam))
         before = meter.now
         program(profile, layer, adam)
-        found = profile.finish()
-    assert sum(found["start"].values()) == before
-    return found, meter
+        result = profile.finish()
+    assert sum(result["start"].values()) == before
+    return result, meter
 
 
-def changes(found: dict) -> list[tuple[str, int]]:
-    return [(found["kinds"][kind], change) for _, kind, change in found["events"]]
+def changes(result: dict) -> list[tuple[str, int]]:
+    return [(result["kinds"][kind], change) for _, kind, change in result["events"]]
 
 
 def test_every_tensor_of_a_known_program_has_its_kind():
@@ -68,8 +68,8 @@ def test_every_tensor_of_a_known_program_has_its_kind():
         profile.mark("optimizer")
         del scratch, buffer
 
-    found, _ = profiled(program)
-    assert changes(found) == [
+    result, _ = profiled(program)
+    assert changes(result) == [
         ("activations", 4000),
         ("temporary", 2000),
         ("temporary", -2000),
@@ -80,20 +80,20 @@ def test_every_tensor_of_a_known_program_has_its_kind():
         ("host", -1200),
     ]
     steps = 2 * 4  # Adam's two counters
-    assert found["start"] | {"temporary": 0} == {
+    assert result["start"] | {"temporary": 0} == {
         **dict.fromkeys(KINDS, 0),
         "parameters": 80,
         "gradients": 80,
         "optimizer": 160 + steps,
     }
-    assert [name for name, _ in found["phases"]] == ["forward", "backward", "optimizer"]
-    others = found["start"]["temporary"]
-    most, kinds = peak_of(found)
+    assert [name for name, _ in result["phases"]] == ["forward", "backward", "optimizer"]
+    others = result["start"]["temporary"]
+    most, kinds = peak_of(result)
     assert most == 80 + 80 + 168 + others + 4000 + 2800 and kinds["activations"] == 4000
 
 
 def test_activations_of_several_micro_batches():
-    """Two forwards before two backwards, as a pipeline does: each lives until its own backward."""
+    """Two forward passes before two backward passes, as in a pipeline: each activation lives until its backward."""
 
     def program(profile, layer, adam):
         profile.mark("forward")
@@ -111,11 +111,11 @@ def test_activations_of_several_micro_batches():
         profile.mark("optimizer")
         del late
 
-    found, _ = profiled(program)
-    made = [(kind, change) for kind, change in changes(found) if change > 0]
+    result, _ = profiled(program)
+    made = [(kind, change) for kind, change in changes(result) if change > 0]
     forward = [("activations", 40), ("activations", 80), ("temporary", 120)]
     assert made == [*forward, ("temporary", 160), ("temporary", 200)]
-    assert [name for name, _ in found["phases"]] == ["forward", "forward", "backward", "forward", "optimizer"]
+    assert [name for name, _ in result["phases"]] == ["forward", "forward", "backward", "forward", "optimizer"]
 
 
 def test_gradients_and_states_made_in_the_step_are_known_too():
@@ -130,9 +130,9 @@ def test_gradients_and_states_made_in_the_step_are_known_too():
         adam.step()
         del loss
 
-    found, meter = profiled(program)
-    seconds, sizes = series(found)
-    assert dict(zip(KINDS, sizes[-1])) == found["start"]
+    result, meter = profiled(program)
+    seconds, sizes = series(result)
+    assert dict(zip(KINDS, sizes[-1])) == result["start"]
     assert sizes[:, KINDS.index("gradients")].min() == 0 and sizes[:, KINDS.index("optimizer")].min() == 0
     assert (seconds[1:] >= seconds[:-1]).all() and sizes.min() >= 0
     assert sizes[:, :-1].sum(axis=1).max() == meter.peak
@@ -163,8 +163,8 @@ def test_the_kinds_add_up_to_the_truth_at_every_moment(actions):
             truth.append((len(events) - profile.first_event, first + device, host))
             assert (profile.meter.now, profile.meter.host_now) == (first + device, host)
 
-    found, meter = profiled(program)
-    _, sizes = series(found)
+    result, meter = profiled(program)
+    _, sizes = series(result)
     for index, device, host in truth:
         assert (sizes[index, :-1].sum(), sizes[index, -1]) == (device, host)
     if truth:
@@ -179,11 +179,11 @@ def test_a_host_buffer_never_counts_on_the_device_not_even_before_it_is_marked()
         part = buffer[5:]
         del buffer
         gc.collect()
-        assert part.untyped_storage().is_host_buffer  # on no Python object but the storage's own, which PyTorch keeps
+        assert part.untyped_storage().is_host_buffer  # PyTorch keeps the storage's Python object
         part = torch.empty(1000)  # the old one ends between allocation and mark
         part.untyped_storage().is_host_buffer = True
         assert (meter.now - before, meter.host_now, meter.peak - before) == (0, 4000, 0)
-        assert meter.host_peak == 8000  # both were there for a moment
+        assert meter.host_peak == 8000  # both existed for a moment
         other = torch.ones(10)
         assert (meter.now - before, meter.peak - before) == (40, 40)
         del part
@@ -191,7 +191,7 @@ def test_a_host_buffer_never_counts_on_the_device_not_even_before_it_is_marked()
 
 
 def test_on_another_device_ordinary_cpu_tensors_do_not_count():
-    with TensorMeter("meta") as meter:  # stands for a GPU: it has storages, too
+    with TensorMeter("meta") as meter:  # in place of a GPU; its tensors have storages too
         before = meter.now
         ordinary, there, marked = torch.ones(10), torch.ones(20, device="meta"), host_buffer(30)
         assert (meter.now - before, meter.host_now) == (80, 120)
@@ -275,7 +275,7 @@ def test_a_run_writes_a_timeline_and_a_picture(tmp_path):
 def test_a_resumed_run_with_too_few_steps_left_says_so(tmp_path):
     config = Config()
     check_profile(config, 0)
-    assert not config.notes  # nothing was asked for
+    assert not config.notes  # the flag is not set
     config.logging.profile_memory, config.logging.profile_memory_step = str(tmp_path / "p"), 2
     with pytest.raises(Refusal, match="step 2 of the run, which has 1"):
         check_profile(config, 1)
@@ -307,13 +307,13 @@ def test_table_rows_and_picture(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "131,072 tokens" in out and "8.03B" in out and "Qwen2 7B" in out and "3.9 + 4.0" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
-    found = json.loads(rows.read_text())
-    assert len(found) == 24 and {row["strategy"]["zero"] for row in found} == {0, 1, 2, 3}
-    for row in found:
+    result = json.loads(rows.read_text())
+    assert len(result) == 24 and {row["strategy"]["zero"] for row in result} == {0, 1, 2, 3}
+    for row in result:
         kinds = ("parameters", "gradients", "optimizer", "activations", "temporary")
         assert row["total"] == sum(row[kind] for kind in kinds)
-        assert row["fits"] == (row["total"] < 78 * 2**30)  # host memory is enough in all of them
-    assert any(row["fits"] for row in found) and not all(row["fits"] for row in found)
+        assert row["fits"] == (row["total"] < 78 * 2**30)  # host memory is sufficient in all rows
+    assert any(row["fits"] for row in result) and not all(row["fits"] for row in result)
 
 
 def test_each_saving_saves(tmp_path):
@@ -348,7 +348,7 @@ def test_sizes():
 
 
 @pytest.mark.parametrize(
-    "words, told",
+    "words, message",
     [
         ("--model llama4", "llama3-8b"),
         ("--model llama3-8b --seq-length long", "--seq-length long"),
@@ -360,7 +360,7 @@ def test_sizes():
         ("--params 1K", "--params 1000"),
     ],
 )
-def test_refusals(words, told, capsys):
+def test_refusals(words, message, capsys):
     assert main(words.split()) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and told in error and error.count("\n") == 1
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1

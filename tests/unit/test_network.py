@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two looks at the table of heartbeats say, and where a thread is."""
+"""Reports from two tables of heartbeats, the place of a thread, network interfaces, and processes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_rank_whose_count_stands_still_is_named():
     ]
 
 
-def test_who_tells_is_not_silent_to_itself():
+def test_the_reporting_rank_is_not_silent():
     lines = verdict({0: WAITS, 1: WORKS}, {0: WAITS, 1: later(WORKS)}, reporter=0)
     assert lines == [
         "error: rank 1 on b is alive and does not wait: iteration 21, training/data/files.py:8 (read), for 55 s",
@@ -57,7 +57,7 @@ def test_who_tells_is_not_silent_to_itself():
     ]
 
 
-def test_a_rank_that_failed_says_why_and_one_that_never_told_is_missing():
+def test_a_rank_that_failed_gives_its_reason_and_one_without_reports_is_missing():
     failed = replace(later(WORKS), failed="OutOfMemoryError: no room")
     lines = verdict({0: WAITS, 1: WORKS, 2: None}, {0: later(WAITS), 1: failed, 2: None}, reporter=0)
     assert lines[0] == "error: rank 1 on b failed in iteration 21, training/data/files.py:8 (read): " + failed.failed
@@ -96,7 +96,7 @@ def test_where_a_thread_is(stack, place, waits):
     assert whereabouts([frames[name] for name in stack], {id(group): "TP"}) == (place, waits)
 
 
-def test_a_wait_in_the_code_is_seen_though_it_has_no_frame():
+def test_a_wait_without_a_frame_is_detected():
     begun, go_on = threading.Event(), threading.Event()
 
     def work():
@@ -106,17 +106,17 @@ def test_a_wait_in_the_code_is_seen_though_it_has_no_frame():
     thread = threading.Thread(target=work)
     thread.start()
     begun.wait()
-    found = sys._current_frames()[thread.ident]
-    while found.f_code.co_name != "work":
-        found = found.f_back
-    assert whereabouts([found], {}) == ("outside the program's code", False)  # none of ours
+    result = sys._current_frames()[thread.ident]
+    while result.f_code.co_name != "work":
+        result = result.f_back
+    assert whereabouts([result], {}) == ("outside the program's code", False)  # no frame of this program
     go_on.set()
     thread.join()
 
 
 @pytest.fixture
 def sigterm_as_before() -> Iterator[None]:
-    """What fails does not heed SIGTERM any more, nor what it would start."""
+    """A failed rank ignores SIGTERM."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -143,12 +143,12 @@ def test_the_first_rank_that_ends_the_job_says_why_and_the_others_say_nothing(ca
     first.end("error: bad data")
     second.end("error: bad data as well")
     assert capsys.readouterr().err == f"error: bad data (rank 0 on {this_process().host})\n"
-    assert third.failed(RuntimeError("[gloo] connection closed by peer")) == []  # a rank that did not wait has ended
+    assert third.failed(RuntimeError("[gloo] connection closed by peer")) == []  # another rank reports it
     assert store.add("heartbeat/left", 0) == 2
 
 
 def test_a_stack_that_moves_while_it_is_read(monkeypatch):
-    """A frame between two lines has no number; whatever a look meets, the beat goes on."""
+    """A frame between two lines has no line number; the beat continues in any case."""
     code = types.SimpleNamespace(co_filename=__file__, co_name="step")
     frame = types.SimpleNamespace(f_code=code, f_lineno=None, f_locals={})
     assert whereabouts([frame], {}) == ("outside the program's code", False)
@@ -159,20 +159,20 @@ def test_a_stack_that_moves_while_it_is_read(monkeypatch):
 
 
 def test_a_rank_that_ends_before_all_have_met(monkeypatch, capsys):
-    """One is killed while process groups are made: the others say so in a line. What is their own fault is raised."""
+    """A rank is killed while groups are made: the others print one line. Their own errors are raised."""
     from megatron.training import pretrain, setup
 
     def fail(_):
-        raise RuntimeError(said)
+        raise RuntimeError(output)
 
     monkeypatch.setattr(setup, "start", fail)
     monkeypatch.delenv("RANK", raising=False)
-    said = "Gloo connectFullMesh failed with [pair.cc:152]\n timed out connecting: Connection refused"
+    output = "Gloo connectFullMesh failed with [pair.cc:152]\n timed out connecting: Connection refused"
     assert pretrain.run(Config()) == pretrain.EXIT_FAILED
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error on rank 0: the processes could not connect") and "Connection refused" in line
-    said = "a fault of ours"
-    with pytest.raises(RuntimeError, match=said):
+    output = "a fault of ours"
+    with pytest.raises(RuntimeError, match=output):
         pretrain.run(Config())
 
 
@@ -183,8 +183,8 @@ def test_a_rank_that_ends_before_all_have_met(monkeypatch, capsys):
     [
         ({}, True),
         ({"boot": "of another node with the same host name"}, False),
-        ({"namespace": "pid:[1]"}, False),  # of another container
-        ({"started": 1}, False),  # the rank has ended, and its number was used again
+        ({"namespace": "pid:[1]"}, False),  # in another container
+        ({"started": 1}, False),  # the rank has ended, and its PID was reused
     ],
 )
 def test_a_silent_rank_is_killed_where_it_surely_is_that_process(change, killed):
@@ -207,7 +207,7 @@ def test_a_silent_rank_is_killed_where_it_surely_is_that_process(change, killed)
             other.kill()
 
 
-# Which network interface each rank gets, what is refused, and how the ranks agree on it through a store.
+# The network interface of each rank, refusals, and the agreement of ranks through a store.
 
 
 LO = {"lo": ["127.0.0.1", "::1"]}
@@ -223,7 +223,7 @@ def node(number: int, **change) -> Place:
 def test_on_one_node_it_is_the_loopback_whatever_its_name():
     assert choose([node(1), node(1)]) == [["lo"], ["lo"]]
     assert choose([node(1, interfaces={"lo0": ["127.0.0.1"], "en0": ["10.0.0.1"]})]) == [["lo0"]]
-    assert choose([node(1, interfaces={})]) == [[]]  # then gloo chooses
+    assert choose([node(1, interfaces={})]) == [[]]  # gloo then chooses
 
 
 def test_on_several_nodes_it_is_the_route_to_the_master():
@@ -299,38 +299,38 @@ def test_names_as_nccl_reads_them(value, name, takes):
 
 
 def on_all(places: list[Place], store: dist.Store, seconds: float = 60.0) -> tuple[list, list[dict[str, str]]]:
-    """What `agree` says to each rank, and the variables that it sets; a rank whose place is None does not come."""
-    said: list = [None] * len(places)
+    """The result of `agree` on each rank, and the variables that it sets; a rank whose place is None does not come."""
+    output: list = [None] * len(places)
     variables: list[dict[str, str]] = [{} for _ in places]
 
     def one(rank: int) -> None:
         try:
-            said[rank] = agree(store, rank, len(places), timedelta(seconds=seconds), places[rank], variables[rank])
+            output[rank] = agree(store, rank, len(places), timedelta(seconds=seconds), places[rank], variables[rank])
         except (Unusable, RuntimeError) as error:
-            said[rank] = error
+            output[rank] = error
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank, place in enumerate(places) if place]
     for thread in reversed(threads):  # rank 0 comes last
         thread.start()
     for thread in threads:
         thread.join(patience(60))
-    return said, variables
+    return output, variables
 
 
 def local(number: int, **change) -> Place:
-    """A node whose address is one of this machine, so that others can connect to it; see ``no_loopback``."""
+    """A node with an address of this machine, to which others can connect; see ``no_loopback``."""
     return replace(node(number, interfaces={"eth0": [f"127.0.0.{number}"]}, source=f"127.0.0.{number}"), **change)
 
 
 @pytest.fixture
 def no_loopback(monkeypatch):
-    """What is on this machine stands for other machines."""
+    """Treat this machine's addresses as those of other machines."""
     monkeypatch.setattr("megatron.platform.network.is_loopback", lambda address: False)
 
 
 def test_ranks_of_one_node_agree_on_the_loopback_and_leave_nccl_alone():
-    said, variables = on_all([node(1)] * 3, dist.HashStore())
-    assert said == [""] * 3 and variables == [{GLOO: "lo"}] * 3
+    output, variables = on_all([node(1)] * 3, dist.HashStore())
+    assert output == [""] * 3 and variables == [{GLOO: "lo"}] * 3
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/net"), reason="Linux has all addresses of 127.0.0.0/8")
@@ -338,9 +338,9 @@ def test_ranks_of_one_node_agree_on_the_loopback_and_leave_nccl_alone():
 def test_nodes_that_reach_each_other_agree_and_say_what_they_use():
     places = [local(1), local(1), local(2), local(3, wanted="eth0", by=GLOO)]
     store = dist.HashStore()
-    for _ in range(2):  # a job that is started again meets in the same store
-        said, variables = on_all(places, store)
-        assert set(said) == {
+    for _ in range(2):  # a restarted job uses the same store
+        output, variables = on_all(places, store)
+        assert set(output) == {
             "network by the route to MASTER_ADDR: node1, eth0 (127.0.0.1); node2, eth0 (127.0.0.2); node3, eth0 "
             "(127.0.0.3)"
         }
@@ -348,56 +348,56 @@ def test_nodes_that_reach_each_other_agree_and_say_what_they_use():
 
 
 def test_a_refusal_comes_to_all_ranks():
-    said, variables = on_all([node(1), node(2, wanted="lo", by=GLOO), node(3)], dist.HashStore())
-    assert all(isinstance(one, Unusable) and "rank 1 on node2" in str(one) for one in said), said
+    output, variables = on_all([node(1), node(2, wanted="lo", by=GLOO), node(3)], dist.HashStore())
+    assert all(isinstance(one, Unusable) and "rank 1 on node2" in str(one) for one in output), output
     assert variables == [{}] * 3
 
 
 def test_a_rank_that_does_not_come_is_named_to_the_others():
-    said, _ = on_all([node(1), None, node(1)], dist.HashStore(), seconds=1.0)
-    assert [str(one) for one in said] == ["timed out after 1 s: rank 1 did not arrive", "None"] + [str(said[0])]
+    output, _ = on_all([node(1), None, node(1)], dist.HashStore(), seconds=1.0)
+    assert [str(one) for one in output] == ["timed out after 1 s: rank 1 did not arrive", "None"] + [str(output[0])]
 
 
 def test_an_answer_to_an_earlier_start_is_not_taken(monkeypatch):
     monkeypatch.setattr(network, "POLL", 0.2)
     store = dist.HashStore()
     store.set("start", "an earlier one")
-    said, _ = on_all([node(1), node(1)], store)
-    assert said == ["", ""]
+    output, _ = on_all([node(1), node(1)], store)
+    assert output == ["", ""]
 
 
 def linked(pairs: list[tuple[str, str]], monkeypatch) -> list[dict[str, str]]:
-    """What `try_link` says of ranks in a ring, each given as (its address, where it is looked for)."""
+    """Results of `try_link` in a ring of ranks, given as (own address, address used by others)."""
     monkeypatch.setattr(network, "CONNECT", 1.0)
     monkeypatch.setattr(network, "LATE", 0.2)
     store, count = dist.HashStore(), len(pairs)
-    said: list = [None] * count
+    output: list = [None] * count
 
     def one(rank: int) -> None:
         after = (rank + 1) % count
-        said[rank] = try_link(store, rank, pairs[rank][0], after, pairs[after][1], f"node{after}, eth0")
+        output[rank] = try_link(store, rank, pairs[rank][0], after, pairs[after][1], f"node{after}, eth0")
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(patience(60))
-    return said
+    return output
 
 
 def test_two_that_cannot_connect_are_named(monkeypatch):
-    """192.0.2.0/24 belongs to nobody: first it is where a rank is looked for, then where it listens."""
+    """192.0.2.0/24 is reserved: first as the address of another rank, then as the own address."""
     fine = ("127.0.0.1", "127.0.0.1")
     assert linked([fine, fine], monkeypatch) == [{"connect": "", "accept": ""}] * 2
-    said = linked([fine, ("127.0.0.1", "192.0.2.1")], monkeypatch)
-    assert said[0]["connect"].startswith("rank 0 at 127.0.0.1 cannot connect to rank 1 on node1, eth0: ")
-    assert FLAG in said[0]["connect"] and said[1] == {"connect": "", "accept": ""}
-    said = linked([fine, ("192.0.2.1", "192.0.2.1")], monkeypatch)
-    assert said[0]["connect"] == "" and said[1]["connect"].startswith("rank 1 cannot listen at 192.0.2.1: ")
+    output = linked([fine, ("127.0.0.1", "192.0.2.1")], monkeypatch)
+    assert output[0]["connect"].startswith("rank 0 at 127.0.0.1 cannot connect to rank 1 on node1, eth0: ")
+    assert FLAG in output[0]["connect"] and output[1] == {"connect": "", "accept": ""}
+    output = linked([fine, ("192.0.2.1", "192.0.2.1")], monkeypatch)
+    assert output[0]["connect"] == "" and output[1]["connect"].startswith("rank 1 cannot listen at 192.0.2.1: ")
 
 
 def test_another_host_at_the_same_address_is_noticed(monkeypatch):
-    """Rank 0 gets through to somebody, who is not rank 1."""
+    """Rank 0 connects to a process that is not rank 1."""
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         connect = socket.create_connection
 
@@ -406,16 +406,18 @@ def test_another_host_at_the_same_address_is_noticed(monkeypatch):
             return connect(("127.0.0.1", port), timeout)
 
         monkeypatch.setattr(network.socket, "create_connection", misled)
-        said = linked([("127.0.0.1", "127.0.0.1"), ("127.0.0.1", "127.0.0.9")], monkeypatch)
-    assert said[0] == {"connect": "", "accept": ""}
-    assert said[1]["accept"].startswith("rank 0 does not reach rank 1 at 127.0.0.1, and may have reached another host")
+        output = linked([("127.0.0.1", "127.0.0.1"), ("127.0.0.1", "127.0.0.9")], monkeypatch)
+    assert output[0] == {"connect": "", "accept": ""}
+    assert output[1]["accept"].startswith(
+        "rank 0 does not reach rank 1 at 127.0.0.1, and may have reached another host"
+    )
 
 
-# No process stays behind: when the launcher goes, when a worker is killed, when the same signal comes twice.
+# No process survives the end of the launcher, the kill of a worker, or a repeated signal.
 
 
 ROOT = Path(__file__).resolve().parents[2]
-# As torchrun does, the launcher starts a worker in a session of its own. That has a child by fork and one by exec.
+# Like torchrun, the launcher starts a worker in a new session; the worker has a forked and an executed child.
 LAUNCHER = """
 import subprocess, sys
 subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True).wait()
@@ -495,7 +497,7 @@ def test_the_same_signal_again_ends_at_once():
     assert "a second SIGTERM: ended at once, nothing saved" in done.stderr
 
 
-# A process is known by boot, PID namespace, number and start time.
+# A process is identified by boot id, PID namespace, PID and start time.
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 

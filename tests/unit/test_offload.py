@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory: buffers that come back, and how many bytes move to and from the host, against the formula in docs."""
+"""Host memory: reused buffers, and bytes copied to and from the host compared with the formula in docs."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_saved_layer_inputs_wait_in_host_memory():
     small = torch.randn(3, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
         for _ in range(3):
-            x = x.sin() + small.exp()  # sin saves its input; exp saves what is no layer input
+            x = x.sin() + small.exp()  # sin saves its input; exp saves another tensor
     size = shape.numel() * 4
     assert offload.copies.to_host == offload.pool.in_use == 3 * size
     grads = torch.autograd.grad(x.sum(), (start, small))
@@ -145,7 +145,7 @@ def test_hooks_that_serve_several_passes_load_each_input_once():
 
 
 def run_layer(heads, kv_heads, chunks, offload, streamed=False, train=True, length=40, batch=2, size=8, width=16):
-    """One pass of an attention half in float32, forward and, if it trains, backward."""
+    """One pass of an attention half in float32: forward and, in training, backward."""
     layout = cp.SequenceLayout(length, abstract_grid(), chunks=chunks)
     w_qkv = torch.randn(width, (heads + 2 * kv_heads) * size, requires_grad=True)
     w_out = torch.randn(heads * size, width, requires_grad=True)
@@ -201,7 +201,7 @@ def test_host_bytes_are_the_same_after_three_passes_and_after_fifty(streamed):
 
 
 class FakeCuda:
-    """A GPU's streams and pinned memory, written down."""
+    """Records calls for a GPU's streams and pinned memory."""
 
     def __init__(self, monkeypatch):
         self.done = []
@@ -237,7 +237,7 @@ def test_memory_that_is_being_loaded_is_not_reused_before_the_copy_is_done(monke
     offload = Offload(CPU, streams)
     host = offload.empty((3,), torch.float32)
     cuda.done.clear()
-    offload.load(host)  # and dropped: compute waits before it may reuse the memory
+    offload.load(host)  # dropped, so compute waits before it may reuse the memory
     assert cuda.done == [("copy", "waits for", "compute"), ("compute", "waits for", "copy")]
 
 
@@ -257,7 +257,7 @@ def test_pinned_blocks_are_unregistered_when_their_pool_and_its_last_buffer_are_
     cuda.done.clear()
     del pool, first
     gc.collect()
-    assert cuda.done == []  # somebody still has a buffer
+    assert cuda.done == []  # a buffer is still in use
     del second
     gc.collect()
     assert cuda.done == ["synchronize", *(("unregister", address) for address in addresses)]
@@ -284,11 +284,11 @@ def test_a_second_backward_pass_through_the_loss_is_refused_in_one_line():
         loss.backward()
 
 
-# A pool of host memory stays small, whatever lengths it is asked for.
+# A pool of host memory stays small for any sequence of lengths.
 
 
 class CountedStreams(Streams):
-    """Knows what is pinned, and how often the host waited."""
+    """Records pinned blocks and how often the host waited."""
 
     def __init__(self) -> None:
         super().__init__(CPU)
@@ -326,7 +326,7 @@ def test_a_hundred_lengths_take_little_more_than_the_longest():
         gc.collect(0)
         pool = offload.pool
         assert pool.in_use == 0 and pool.allocated == sum(streams.pinned.values()) <= MOST * pool.peak
-    assert streams.waits <= 20  # larger blocks serve, so that memory is seldom given back
+    assert streams.waits <= 20  # larger blocks are reused, so memory is rarely returned
 
 
 def test_steps_that_are_alike_allocate_once():
@@ -345,7 +345,7 @@ def test_any_order_of_sizes_stays_within_the_bound():
     for _ in range(2000):
         if out and draw.random() < 0.5:
             size, buffer = out.pop(draw.randrange(len(out)))
-            assert bytes(buffer.numpy()) == bytes([size % 251]) * size  # nobody else has written to it
+            assert bytes(buffer.numpy()) == bytes([size % 251]) * size  # no other buffer has overwritten it
             del buffer
         else:
             size = draw.choice([1, 7, 64, 100, 1000, draw.randrange(1, 5000)])
@@ -371,7 +371,7 @@ def test_a_block_is_forgotten_with_all_that_is_known_of_it():
 
 
 def pass_on(streams: Adversary) -> bool:
-    """Whether tensors of more and more sizes come back as they were."""
+    """Check that tensors of many sizes are restored unchanged."""
     offload, coming = streams.offload(), []
     for length in (100, 101, 102, 103, 104):
         coming.append((length, offload.load(offload.to_host(torch.full((length,), float(length))))))
@@ -391,7 +391,7 @@ def test_without_the_hosts_wait_copies_would_meet_memory_of_another():
         pass_on(Mutant(0, site))
 
 
-# Nothing in a layer makes the host wait for a GPU: on a device without memory, no copy that waits, no number read.
+# Nothing in a layer makes the host wait for a GPU, tested on a device without memory.
 
 
 LENGTH = 192
@@ -457,8 +457,8 @@ def test_key_heads_in_the_all_to_all(monkeypatch):
     q, k, v = (torch.empty(16, 1, heads, 8, device=META) for heads in (12, 6, 6))  # 3 heads a rank, groups of 2
     axis = Axis(4, 1)
     with Waits() as waits:
-        found = ulysses.sequence_to_heads(q, k, v, axis)
-        grads = ulysses.sequence_to_heads_grad(*found, axis, heads=12, kv_heads=6)
+        results = ulysses.sequence_to_heads(q, k, v, axis)
+        grads = ulysses.sequence_to_heads_grad(*results, axis, heads=12, kv_heads=6)
     assert [x.shape for x in grads] == [x.shape for x in (q, k, v)] and not waits.found
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lock of a save folder: one owner at a time, whoever begins, stops, dies or awakes when."""
+"""The lock of a save folder: one owner at a time, whenever jobs begin, stop, die or continue."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONTEXT = multiprocessing.get_context("fork")
 
 
 def serve(pipe, machine: Path | None) -> None:
-    """A job in a process of its own, which does what it is told."""
+    """A job in a separate process that executes commands."""
     if machine is not None:
         processes.BOOT = machine
         processes._boot.cache_clear()
@@ -106,8 +106,8 @@ def dead_card(folder: Path, machine: str = "") -> Path:
         process = replace(process, boot=machine, host=machine)
     folder.mkdir(exist_ok=True)
     card = folder / owner.CARDS.replace("*", "0" * 32)
-    said = {"process": asdict(process), "owns": True, "since": "2026-11-23 09:00:00", "run": "", "renewed": 7}
-    card.write_bytes(json.dumps(said).encode().ljust(owner.SIZE))
+    output = {"process": asdict(process), "owns": True, "since": "2026-11-23 09:00:00", "run": "", "renewed": 7}
+    card.write_bytes(json.dumps(output).encode().ljust(owner.SIZE))
     return card
 
 
@@ -115,8 +115,8 @@ def test_a_second_job_is_refused_in_a_line_that_names_the_first_and_the_way_out(
     first, second, folder = worker(), worker(), tmp_path / "c"
     assert first.ask("take", folder) == ("has it", [])
     for _ in range(3):
-        told, line = second.ask("take", folder)
-        assert told == "refused" and "\n" not in line
+        message, line = second.ask("take", folder)
+        assert message == "refused" and "\n" not in line
         assert f"--save {folder} is in use by process {first.process.pid} on " in line
         assert "wait for it to end, end it, or give another folder to --save" in line
     assert first.ask("check") == ("has it", []) and len(cards(folder)) == 1
@@ -130,8 +130,8 @@ def test_a_killed_job_is_followed_at_once_and_told_in_a_line(tmp_path, worker):
     first.ask("take", folder)
     first.kill()
     begin = time.monotonic()
-    told, (note,) = second.ask("take", folder)
-    assert told == "has it" and time.monotonic() - begin < patience(SILENCE) / 2
+    message, (note,) = second.ask("take", folder)
+    assert message == "has it" and time.monotonic() - begin < patience(SILENCE) / 2
     assert note.startswith(f"took over --save {folder} from process {first.process.pid} on ")
     assert note.endswith("which has ended")
     assert len(cards(folder)) == 1
@@ -140,12 +140,12 @@ def test_a_killed_job_is_followed_at_once_and_told_in_a_line(tmp_path, worker):
 def test_a_job_on_another_machine_is_known_by_its_counter_alone(tmp_path, worker):
     first, second, folder = worker("elsewhere"), worker(), tmp_path / "c"
     first.ask("take", folder)
-    told, line = second.ask("take", folder)
-    assert told == "refused" and f"process {first.process.pid} on " in line
+    message, line = second.ask("take", folder)
+    assert message == "refused" and f"process {first.process.pid} on " in line
     first.kill()
     begin = time.monotonic()
-    told, (note,) = second.ask("take", folder)
-    assert told == "has it" and time.monotonic() - begin >= SILENCE * 0.9
+    message, (note,) = second.ask("take", folder)
+    assert message == "has it" and time.monotonic() - begin >= SILENCE * 0.9
     assert "has given no sign of life for" in note
 
 
@@ -155,10 +155,10 @@ def test_a_stopped_owner_that_awakes_has_lost_the_folder_and_knows_it(tmp_path, 
     os.kill(first.process.pid, signal.SIGSTOP)
     assert second.ask("take", folder)[0] == "has it"
     os.kill(first.process.pid, signal.SIGCONT)
-    told, line = first.ask("check")
-    assert told == "lost" and f"--save {folder} is not this job's any more: process {second.process.pid} on " in line
+    message, line = first.ask("check")
+    assert message == "lost" and f"--save {folder} is not this job's any more: process {second.process.pid} on " in line
     assert "has taken it over" in line
-    time.sleep(3 * RENEWAL)  # its thread goes on
+    time.sleep(3 * RENEWAL)  # its thread continues
     assert second.ask("check") == ("has it", []) and len(cards(folder)) == 1
     first.ask("release")
     assert second.ask("check") == ("has it", []) and len(cards(folder)) == 1
@@ -186,10 +186,10 @@ def test_of_several_that_begin_at_once_exactly_one_gets_the_folder(tmp_path, wor
         for job in jobs:
             job.tell("take", folder)
         answers = [job.answer() for job in jobs]
-        winners = [job for job, (told, _) in zip(jobs, answers) if told == "has it"]
+        winners = [job for job, (message, _) in zip(jobs, answers) if message == "has it"]
         assert len(winners) == 1, answers
         assert winners[0].ask("check") == ("has it", []) and len(cards(folder)) == 1
-        assert {told for told, _ in answers} == {"has it", "refused"}
+        assert {message for message, _ in answers} == {"has it", "refused"}
         winners[0].ask("release")
         assert not cards(folder)
 
@@ -235,7 +235,7 @@ def test_a_folder_out_of_reach_for_a_moment_is_not_lost(tmp_path, mount_point):
         folder.rmdir()
     (tmp_path / "away").rename(folder)
     held.check()
-    cards(folder)[0].unlink()  # somebody has cleared the folder: it may be another job's by now
+    cards(folder)[0].unlink()  # the folder was cleared and may belong to another job
     with pytest.raises(Lost, match="another job has taken it over, or somebody removed it"):
         held.check()
     held.release()
@@ -256,8 +256,8 @@ def test_no_lock_of_the_system_and_no_renaming_is_needed(tmp_path, monkeypatch):
     time.sleep(3 * RENEWAL)
     held.check()
     (card,) = cards(tmp_path)
-    said = json.loads(card.read_bytes())
-    assert said["owns"] and said["renewed"] > 2 and processes.Process(**said["process"]) == this_process()
+    output = json.loads(card.read_bytes())
+    assert output["owns"] and output["renewed"] > 2 and processes.Process(**output["process"]) == this_process()
     held.release()
     assert len(notes) == 1 and not cards(tmp_path)
 

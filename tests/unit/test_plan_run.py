@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole runs, prices, failures, margins, packed documents: what a plan costs, and which one suits a limit."""
+"""Complete runs, prices, failures, margins, packed documents: the cost of a plan, and the choice within limits."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ def eight() -> Problem:
     return Problem(Request(("--model", "llama3-8b"), 8).workload(64 * K), 8, A100, Limits(pipeline=(1,), tensor=(1,)))
 
 
-# --- memory that plans leave, and ways to save it ---
+# --- memory that plans leave, and memory savings ---
 
 
 def test_what_leaves_too_little_ranks_behind(eight: Problem) -> None:
     winner = search(eight).plans[0]
     asked = replace(eight, spare=winner.margin + GIB)
-    found = search(asked)
-    assert all(plan.margin >= asked.spare for plan in found.plans)
-    assert found.tight and all(0 <= plan.margin < asked.spare for plan in found.tight)
-    assert found.tight[0].seconds <= found.plans[0].seconds
+    result = search(asked)
+    assert all(plan.margin >= asked.spare for plan in result.plans)
+    assert result.tight and all(0 <= plan.margin < asked.spare for plan in result.tight)
+    assert result.tight[0].seconds <= result.plans[0].seconds
 
 
 def test_ffn_in_runs_fits_where_nothing_did() -> None:
@@ -71,9 +71,9 @@ def test_ffn_in_runs_fits_where_nothing_did() -> None:
     plain = Limits(recompute=("none",), offload=False, fpdt_chunk=(0,), micro_batch=(1,), ffn_chunks=False)
     asked = Problem(Request(("--model", "llama3-8b"), 1).workload(128 * K), 8, A100, plain)
     assert not search(asked, near=1.0).plans
-    found = search(replace(asked, limits=replace(plain, ffn_chunks=True)), near=1.0)
-    assert found.plans and all(plan_.strategy.ffn_chunks for plan_ in found.plans)
-    assert found.plans[0].fits and min(plan_.memory.total for plan_ in found.plans) < 60 * GIB
+    result = search(replace(asked, limits=replace(plain, ffn_chunks=True)), near=1.0)
+    assert result.plans and all(plan_.strategy.ffn_chunks for plan_ in result.plans)
+    assert result.plans[0].fits and min(plan_.memory.total for plan_ in result.plans) < 60 * GIB
 
 
 def test_as_few_layers_are_recomputed_as_fit() -> None:
@@ -109,11 +109,11 @@ def test_streamed_hidden_states_take_less_of_the_device_and_more_of_the_host() -
 
 
 def test_keys_of_packed_documents_are_counted() -> None:
-    """Against a sample packed token by token, documents of two lengths."""
+    """Compared with a sample packed token by token, with documents of two lengths."""
     assert packed("", 1000).keys == 500.5 and packed("", 1000).spread == 0
     assert packed("", 1000, 10).keys == (55 + 990 * 10) / 1000
     one = packed("mean:1K", 1 << 20)
-    # Of exponential lengths the mean square is twice the squared mean: a token has the mean length before it.
+    # Exponential lengths have a mean square of twice the squared mean, so a token sees the mean length.
     assert one.keys == pytest.approx(1024, rel=0.1) and one.spread < 0.2
     assert packed("mean:256K", 1 << 20).spread > one.spread
     assert (
@@ -124,8 +124,8 @@ def test_keys_of_packed_documents_are_counted() -> None:
 
 
 def test_a_zigzag_ring_waits_for_the_rank_with_the_most_pairs() -> None:
-    """Counted token by token; and what several samples in a micro-batch cost then."""
-    found = packed("mean:64", 256)
+    """The imbalance counted token by token, and its effect with several samples per micro-batch."""
+    result = packed("mean:64", 256)
     draw, length, ring = random.Random(0), 256, 4
     left, samples = 0, []
     for _ in range(512):
@@ -139,7 +139,7 @@ def test_a_zigzag_ring_waits_for_the_rank_with_the_most_pairs() -> None:
         samples.append([blocks[rank] + blocks[-1 - rank] for rank in range(ring)])
     pairs = [[a + b for a, b in zip(one, next_)] for one, next_ in zip(samples, samples[1:] + samples[:1])]
     expected = sum(map(max, pairs)) / (sum(map(sum, pairs)) / ring)
-    assert found.uneven[1][:2] == (1.0, pytest.approx(expected)) and expected > 1.2
+    assert result.uneven[1][:2] == (1.0, pytest.approx(expected)) and expected > 1.2
     assert packed("mean:64", 256, 32).uneven[1][0] > 1.1  # a window's parts are contiguous
 
     workload = Request(("--model", "llama3-8b"), 64, "mean:4K").workload(32 * K)
@@ -155,19 +155,19 @@ def test_a_zigzag_ring_waits_for_the_rank_with_the_most_pairs() -> None:
 
 
 def test_an_offer_that_leaves_too_little_comes_after_the_others() -> None:
-    """The second is faster and leaves less than it should."""
+    """The second offer is faster but leaves too little memory."""
     limits = Limits(tensor=(1,), ulysses=(8,), zero=(3,), recompute=("full",), fpdt_chunk=(0,), offload=False)
     workload = Request(("--model", "llama3-8b")).workload(96 * K)
     first = Problem(workload, 8, A100, limits)
     second = replace(first, gpus=16)
     second = replace(second, spare=search(second, near=1.0).plans[0].margin + 5 * GIB)
-    found = offers([first, second], 1, None, near=1.0)
-    assert [offer.plan.tight for offer in found] == [False, True]
-    assert found[1].plan.seconds < found[0].plan.seconds
-    assert best_of(found, None) is found[0] and best_of(found[1:], None) is found[1]
-    table = offers_table(found, found[0], None)
+    result = offers([first, second], 1, None, near=1.0)
+    assert [offer.plan.tight for offer in result] == [False, True]
+    assert result[1].plan.seconds < result[0].plan.seconds
+    assert best_of(result, None) is result[0] and best_of(result[1:], None) is result[1]
+    table = offers_table(result, result[0], None)
     assert [("less than the --margin of" in cell) for cell in table.columns[2].cells] == [False, True]
-    terms = Terms(1e9, deadline=run_of(found[0].plan, first, Terms(1e9)).seconds * 0.99)
+    terms = Terms(1e9, deadline=run_of(result[0].plan, first, Terms(1e9)).seconds * 0.99)
     hurried = offers([first, second], 1, terms, near=1.0)
     assert best_of(hurried, terms) is hurried[1]
 
@@ -219,19 +219,21 @@ def test_short_documents_take_less_time_and_uneven_ones_more(eight: Problem) -> 
 
 
 def test_the_best_interval_between_saves_is_the_best() -> None:
-    """Daly's estimate against the time of the whole run, tried out."""
+    """Daly's estimate compared with the best interval by simulation."""
     shape, rates = Request(("--model", "llama3-70b")).workload(8 * K).shape, Rates(50_700, 10, 1.0)
-    found = interrupted(30 * 86400, 4096, 512, shape, rates)
-    assert found.save == pytest.approx(checkpoint_bytes(shape) / 512e9)
+    result = interrupted(30 * 86400, 4096, 512, shape, rates)
+    assert result.save == pytest.approx(checkpoint_bytes(shape) / 512e9)
 
     def whole(interval: float) -> float:
-        between = found.between
-        return between * math.exp(600 / between) * math.expm1((interval + found.save) / between) * 30 * 86400 / interval
+        between = result.between
+        return (
+            between * math.exp(600 / between) * math.expm1((interval + result.save) / between) * 30 * 86400 / interval
+        )
 
-    assert found.seconds == pytest.approx(whole(found.interval))
-    assert all(whole(found.interval) <= whole(found.interval * share) for share in (0.5, 0.8, 1.25, 2))
+    assert result.seconds == pytest.approx(whole(result.interval))
+    assert all(whole(result.interval) <= whole(result.interval * share) for share in (0.5, 0.8, 1.25, 2))
     assert best_interval(1, 1e6) == pytest.approx(math.sqrt(2e6), rel=0.01)  # Young's
-    assert found.seconds == pytest.approx(30 * 86400 + found.saving + found.lost)
+    assert result.seconds == pytest.approx(30 * 86400 + result.saving + result.lost)
     with pytest.raises(Refusal, match="makes no progress"):
         interrupted(86400, 16384, 2048, shape, Rates(1.0))
 
@@ -263,7 +265,7 @@ def test_a_run_is_told_with_its_cost_and_its_command_saves(capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    "options, said",
+    "options, output",
     [
         ("--prices nowhere.json", "--prices is about a complete run: add --train-tokens"),
         ("--train-tokens 1e30", "--train-tokens 1e30"),
@@ -276,33 +278,33 @@ def test_a_run_is_told_with_its_cost_and_its_command_saves(capsys: pytest.Captur
         ("--window x", "--window x"),
     ],
 )
-def test_refusals(options: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_refusals(options: str, output: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "wrong.json").write_text(json.dumps({"restart_minutes": 3}))
     words = "--model llama3-8b --gpus 8 --gpu A100-80G --seq-length 8K " + options.format(wrong=tmp_path / "wrong.json")
     assert plan.main(words.split()) == 2
-    assert said in capsys.readouterr().err
+    assert output in capsys.readouterr().err
 
 
-# What tools/plan.py says beside plans: lengths to pad to, margins that none leaves, uncertainty, parts of nodes.
+# Other output of tools/plan.py: lengths to pad to, margins, uncertainty, partly used nodes.
 
 
 LLAMA = "--model llama3-8b --gpu H100-80G".split()
 
 
-def told(capsys: pytest.CaptureFixture, options: str, code: int = 0) -> str:
+def notice(capsys: pytest.CaptureFixture, options: str, code: int = 0) -> str:
     assert plan.main([*LLAMA, *options.split()]) == code
     printed = capsys.readouterr()
     return " ".join((printed.err if code else printed.out).split())
 
 
 def test_a_length_that_divides_badly_is_told_what_to_pad_to(capsys: pytest.CaptureFixture) -> None:
-    text = told(capsys, "--gpus 8 --seq-length 12345")
+    text = notice(capsys, "--gpus 8 --seq-length 12345")
     assert "--seq-length 12345 divides badly: padded to --seq-length 12352, " in text
-    assert "divides badly" not in told(capsys, "--gpus 8 --seq-length 12352")
-    said = told(capsys, "--gpus 8 --seq-length 12345 --pipeline 1", code=2)
-    assert "pad to --seq-length 12352, a multiple of 16, or leave an option out" in said
-    said = told(capsys, "--gpus 24 --seq-length 99999 --global-batch 7", code=2)
-    assert "pad to --seq-length 100032, a multiple of 48" in said
+    assert "divides badly" not in notice(capsys, "--gpus 8 --seq-length 12352")
+    output = notice(capsys, "--gpus 8 --seq-length 12345 --pipeline 1", code=2)
+    assert "pad to --seq-length 12352, a multiple of 16, or leave an option out" in output
+    output = notice(capsys, "--gpus 24 --seq-length 99999 --global-batch 7", code=2)
+    assert "pad to --seq-length 100032, a multiple of 48" in output
 
 
 def test_padding_is_short_and_worth_it() -> None:
@@ -310,21 +312,21 @@ def test_padding_is_short_and_worth_it() -> None:
         return Problem(Request(("--model", "llama3-8b"), gpus).workload(length), gpus, load("H100-80G"))
 
     assert padded_length(problem(12345, 8)) == 12352 and padded_length(problem(8192, 8)) == 8192
-    assert padded_length(problem(4100, 512)) == 4224  # to 1,024 would be a quarter more
-    even = problem(4100, 8)  # a sample for each GPU: nothing is to be split
+    assert padded_length(problem(4100, 512)) == 4224  # a multiple of 1,024 would be a quarter longer
+    even = problem(4100, 8)  # one sample per GPU: nothing has to be split
     assert padding_words(even, search(even, 1).plans[0]) == ""
 
 
 def test_a_margin_that_no_plan_leaves_is_refused(capsys: pytest.CaptureFixture) -> None:
-    said = told(capsys, "--gpus 8 --seq-length 8K --margin 99%", code=2)
-    assert "--margin 99%: no plan leaves that much memory; " in said and " or more --gpus" in said
-    least = said.split("use --margin ")[1].split(",")[0]
-    assert "Start it" in told(capsys, f"--gpus 8 --seq-length 8K --margin {least}")
+    output = notice(capsys, "--gpus 8 --seq-length 8K --margin 99%", code=2)
+    assert "--margin 99%: no plan leaves that much memory; " in output and " or more --gpus" in output
+    least = output.split("use --margin ")[1].split(",")[0]
+    assert "Start it" in notice(capsys, f"--gpus 8 --seq-length 8K --margin {least}")
 
 
 def test_twelve_gpus_are_six_on_each_of_two_nodes(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     file = tmp_path / "plans.json"
-    text = told(capsys, f"--gpus 12 --seq-length 8K --global-batch 12 --json {file}")
+    text = notice(capsys, f"--gpus 12 --seq-length 8K --global-batch 12 --json {file}")
     assert "12 x H100-80G, global batch 12, 6 of a node's 8 in use" in text
     for row in json.loads(file.read_text()):
         words = shlex.split(row["command"])
@@ -343,12 +345,12 @@ def test_how_many_gpus_of_a_node_are_used(gpus: int, used: int | None) -> None:
 
 
 def test_the_fewest_gpus_are_whole_nodes_again(capsys: pytest.CaptureFixture) -> None:
-    said = told(capsys, "--gpus 12 --seq-length 8K --num-layers 200 --hidden-size 8192 --recompute full", code=2)
-    assert int(said.split("would do is --gpus ")[1]) % 8 == 0
+    output = notice(capsys, "--gpus 12 --seq-length 8K --num-layers 200 --hidden-size 8192 --recompute full", code=2)
+    assert int(output.split("sufficient number is --gpus ")[1]) % 8 == 0
 
 
 def test_uncertain_constants_make_a_step_uncertain(capsys: pytest.CaptureFixture) -> None:
-    text = told(capsys, "--gpus 8 --seq-length 8K --global-batch 8")
+    text = notice(capsys, "--gpus 8 --seq-length 8K --global-batch 8")
     assert "Published runs on H100-80G reach different shares of its benchmark rates (gemm 0.76 to 0.84" in text
     problem = Problem(Request(("--model", "llama3-8b"), 8).workload(8192), 8, load("H100-80G"))
     best = search(problem, 1).plans[0]
@@ -374,51 +376,51 @@ def test_three_heads_are_planned_as_the_program_takes_them(capsys: pytest.Captur
 Json = dict[str, Any]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
-# What a user does, and what is then to be seen, as text in the page's title.
+# A user's actions and their visible results, written to the page's title.
 USER = """
 <script>
 const SHAPES = /*SHAPES*/;
 addEventListener("load", () => {
   const rows = () => [...document.querySelectorAll("tbody tr")];
   const cells = row => [...row.cells].map(cell => cell.textContent);
-  const told = { all: rows().length, dots: document.querySelectorAll("circle").length };
+  const state = { all: rows().length, dots: document.querySelectorAll("circle").length };
   const head = [...document.querySelectorAll("th")].find(one => one.dataset.key === "memory");
-  head.click(); told.least = cells(rows()[0])[7];
-  head.click(); told.most = cells(rows()[0])[7];
-  $("fitting").click(); told.with_failing = rows().length;
+  head.click(); state.least = cells(rows()[0])[7];
+  head.click(); state.most = cells(rows()[0])[7];
+  $("fitting").click(); state.with_failing = rows().length;
   $("filter").value = "ring"; $("filter").dispatchEvent(new Event("input"));
-  told.filtered = rows().length; told.of_them = rows().filter(row => cells(row)[1].includes("Ring")).length;
-  const first = $("name").textContent; rows()[0].click(); told.chosen = $("name").textContent !== first;
+  state.filtered = rows().length; state.of_them = rows().filter(row => cells(row)[1].includes("Ring")).length;
+  const first = $("name").textContent; rows()[0].click(); state.chosen = $("name").textContent !== first;
   $("filter").value = ""; $("filter").dispatchEvent(new Event("input")); choose(0);
   document.querySelector("circle[data-at='1']").dispatchEvent(new MouseEvent("mousemove", { clientX: 9, clientY: 9 }));
-  told.tip = $("tip").style.display === "block" && $("tip").textContent.startsWith("1. ");
-  told.schedules = SHAPES.map(schedule);
+  state.tip = $("tip").style.display === "block" && $("tip").textContent.startsWith("1. ");
+  state.schedules = SHAPES.map(schedule);
   const real = data.steps[0];
   data.steps[0] = { ...real, stages: 4, virtual: 1, batches: 8, message: 0 };
-  told.drawn = drawStep(); told.total = data.plans[0].seconds;
+  state.drawn = drawStep(); state.total = data.plans[0].seconds;
   const drawn = what => [...document.querySelectorAll("#step " + what)];
-  told.rows = drawn("rect.bubble").length; told.after = drawn("rect.after").length;
+  state.rows = drawn("rect.bubble").length; state.after = drawn("rect.after").length;
   const passes = drawn("path.passes");
-  told.ways = passes.map(path => path.dataset.way).sort().join(" ");
-  told.pieces = passes.map(path => path.getAttribute("d").split("M").length - 1);
+  state.ways = passes.map(path => path.dataset.way).sort().join(" ");
+  state.pieces = passes.map(path => path.getAttribute("d").split("M").length - 1);
   const seen = $("stephover").getBoundingClientRect();
   const over = (x, y) => {
     const at = { clientX: seen.left + x * seen.width, clientY: seen.top + y * seen.height };
     $("stephover").dispatchEvent(new MouseEvent("mousemove", at));
     return $("tip").textContent;
   };
-  told.overs = [over(0.002, 0.1), over(0.002, 0.9), over(0.9999, 0.5)];
-  data.steps[0] = real; choose(0); told.note = $("stepnote").textContent;
-  told.blocks = document.querySelectorAll("rect.block").length;
-  told.command = $("command").textContent.includes("pretrain_llama.py");
-  told.errors = window.failed || 0; document.title = "TOLD " + JSON.stringify(told);
+  state.overs = [over(0.002, 0.1), over(0.002, 0.9), over(0.9999, 0.5)];
+  data.steps[0] = real; choose(0); state.note = $("stepnote").textContent;
+  state.blocks = document.querySelectorAll("rect.block").length;
+  state.command = $("command").textContent.includes("pretrain_llama.py");
+  state.errors = window.failed || 0; document.title = "TOLD " + JSON.stringify(state);
 });
 </script>
 """
 
 
 def shape(stages: int, virtual: int, batches: int, message: float = 0.0, first: float = 1.0) -> Json:
-    """``first``: of the first stage's passes, the share of another's; a stage alone is the last."""
+    """``first``: time of the first stage's passes relative to others; a single stage counts as the last."""
     return {"stages": stages, "virtual": virtual, "batches": batches, "passes": [1.0, 2.0], "last": [1.5, 3.0],
             "first": [first, 2 * first], "message": message, "after": [["optimizer", 0.5]]}  # fmt: skip
 
@@ -427,7 +429,7 @@ SHAPES = [shape(1, 1, 3), shape(4, 1, 6, 0.25), shape(4, 1, 2), shape(2, 3, 6, 0
 
 
 def scheduled(step: Json) -> list[list[list[float]]]:
-    """(begin, end, backward, micro-batch, chunk) of every stage's passes, as the page works them out itself."""
+    """(begin, end, backward, micro-batch, chunk) of every stage's passes, computed by the page."""
     stages, virtual = step["stages"], step["virtual"]
     programs = [program(stage, stages, step["batches"], virtual) for stage in range(stages)]
 
@@ -452,15 +454,15 @@ def test_what_a_bar_is_made_of_can_be_told_apart() -> None:
 
 
 def test_a_plans_passes_end_when_its_step_does(tmp_path: Path) -> None:
-    """The schedule of what a plan's passes take, and the closed form's bubble: they know nothing of each other."""
+    """The page's schedule agrees with the closed form's bubble, which is computed independently."""
     words = "--model llama3-8b --gpus 16 --gpu A100-80G --seq-length 32K --global-batch 32 --pipeline 4 --top 3 --html"
     assert plan.main([*words.split(), str(tmp_path / "plans.html")]) == 0
     data = data_of((tmp_path / "plans.html").read_text())
     assert len(data["steps"]) == len(data["plans"]) > 20
     assert {step["virtual"] for step in data["steps"]} > {1, 2}
-    for step, told in zip(data["steps"][::7], data["plans"][::7]):
+    for step, notice in zip(data["steps"][::7], data["plans"][::7]):
         end = max(row[-1][1] for row in scheduled(step)) + sum(seconds for _, seconds in step["after"])
-        assert end == pytest.approx(told["seconds"], rel=5e-3), told["name"]
+        assert end == pytest.approx(notice["seconds"], rel=5e-3), notice["name"]
 
 
 def data_of(page: str) -> dict:
@@ -487,7 +489,7 @@ def test_a_browser_sorts_filters_and_chooses(page: Path, tmp_path: Path) -> None
     catch = "<script>addEventListener('error', () => { window.failed = 1; });"
     text, ran = page.read_text(), page.read_text().count("<script>")
     assert ran == 1
-    # what the test adds has no hash, so that the policy would keep it from running
+    # the test's script has no hash, so the policy would block it
     watched = re.sub(r"<meta http-equiv.*>\n", "", text).replace("<script>", catch, 1)
     user = USER.replace("/*SHAPES*/", json.dumps(SHAPES))
     (tmp_path / "used.html").write_text(watched.replace("</body>", user + "</body>"))
@@ -496,25 +498,25 @@ def test_a_browser_sorts_filters_and_chooses(page: Path, tmp_path: Path) -> None
     done = subprocess.run(
         [*command, (tmp_path / "used.html").as_uri()], capture_output=True, text=True, timeout=patience(60)
     )
-    found = re.search(r"<title>TOLD (.*?)</title>", done.stdout)
-    assert found, done.stderr[-2000:]
-    told = json.loads(html.unescape(found[1]))
-    assert told["errors"] == 0 and told["all"] > 5 and told["dots"] >= told["all"] - 2
-    assert float(told["least"]) < float(told["most"]) and told["with_failing"] > told["all"]
-    assert 0 < told["filtered"] == told["of_them"] < told["with_failing"]
-    for step, rows in zip(SHAPES, told["schedules"], strict=True):
+    result = re.search(r"<title>TOLD (.*?)</title>", done.stdout)
+    assert result, done.stderr[-2000:]
+    notice = json.loads(html.unescape(result[1]))
+    assert notice["errors"] == 0 and notice["all"] > 5 and notice["dots"] >= notice["all"] - 2
+    assert float(notice["least"]) < float(notice["most"]) and notice["with_failing"] > notice["all"]
+    assert 0 < notice["filtered"] == notice["of_them"] < notice["with_failing"]
+    for step, rows in zip(SHAPES, notice["schedules"], strict=True):
         for mine, theirs in zip(scheduled(step), rows, strict=True):
             assert [pass_[2:] for pass_ in theirs] == [pass_[2:] for pass_ in mine], step
             assert sum((pass_[:2] for pass_ in theirs), []) == pytest.approx(sum((pass_[:2] for pass_ in mine), []))
-    assert told["rows"] == 4 and told["after"] % 4 == 0 and told["ways"] == "backward forward"
-    assert told["pieces"] == [32, 32] and 0 < max(row[-1][1] for row in told["drawn"]) < told["total"]
-    assert told["overs"][0].startswith("forward pass of micro-batch 0, stage 0")
-    assert told["overs"][1] == "waiting for a neighbour, stage 3" and told["overs"][2].startswith("the optimizer")
-    assert re.match(r"\d+ micro-batches", told["note"])
-    assert told["chosen"] and told["tip"] and told["command"] and told["blocks"] > 10
+    assert notice["rows"] == 4 and notice["after"] % 4 == 0 and notice["ways"] == "backward forward"
+    assert notice["pieces"] == [32, 32] and 0 < max(row[-1][1] for row in notice["drawn"]) < notice["total"]
+    assert notice["overs"][0].startswith("forward pass of micro-batch 0, stage 0")
+    assert notice["overs"][1] == "waiting for a neighbour, stage 3" and notice["overs"][2].startswith("the optimizer")
+    assert re.match(r"\d+ micro-batches", notice["note"])
+    assert notice["chosen"] and notice["tip"] and notice["command"] and notice["blocks"] > 10
 
 
-# The ten questions of docs/use/planner.md: each command runs, and says what the page says.
+# The ten questions of docs/use/planner.md: each command runs and prints the page's figures.
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "use" / "planner.md").read_text().split("## Ten questions")[1]
@@ -538,20 +540,20 @@ def test_the_answer_is_what_the_page_says(
     program, tool, *words = shlex.split(command.replace("\\\n", " "))
     assert (program, tool) == ("python", "tools/plan.py")
     assert plan.main(words) == (2 if refused else 0)
-    said = re.sub(r"\s+", " ", "".join(capsys.readouterr()))
+    output = re.sub(r"\s+", " ", "".join(capsys.readouterr()))
     if refused:
-        assert "66 GiB" in text and "65.7 GiB optimizer states" in said and "--gpus 16" in said
+        assert "66 GiB" in text and "65.7 GiB optimizer states" in output and "--gpus 16" in output
         return
     for figure in re.findall(r"\d+\.\d+ (?:GiB|TB|s|days|hours|M tokens)\b", text):
         amount = figure.removesuffix(" GiB")
-        assert amount in said or figure in converted(said), (number, figure)
+        assert amount in output or figure in converted(output), (number, figure)
     if "--longest" in words:
         longest = re.search(r"(\d+)M tokens", text)[1]
-        assert f"The plan for {longest}M:" in said
+        assert f"The plan for {longest}M:" in output
 
 
-def converted(said: str) -> set[str]:
-    """Steps in hours, and host memory in TB, as a page may round them."""
-    hours = {f"{float(seconds) / 3600:.1f} hours" for seconds in re.findall(r"(\d+(?:\.\d+)?) s a step", said)}
-    sizes = {float(size.replace(",", "")) for size in re.findall(r"Offloading needs ([\d,.]+) GiB", said)}
+def converted(output: str) -> set[str]:
+    """Step times in hours and host memory in TB, rounded as on the page."""
+    hours = {f"{float(seconds) / 3600:.1f} hours" for seconds in re.findall(r"(\d+(?:\.\d+)?) s a step", output)}
+    sizes = {float(size.replace(",", "")) for size in re.findall(r"Offloading needs ([\d,.]+) GiB", output)}
     return hours | {f"{size * 2**30 / 1e12:.1f} TB" for size in sizes}

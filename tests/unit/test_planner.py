@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner: what it plans runs, nothing beats it, it finds what the papers found."""
+"""The planner: its plans run, none is better, and it confirms the papers' findings."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from megatron.training.refusal import Refusal
 from tools import plan as plan_tool
 
 K = 1024
-# Settings of the USP paper, section 5: ZeRO 1, nothing recomputed, offloaded or beside compute.
+# Settings of the USP paper, section 5: ZeRO 1, no recompute, no offloading, no overlapped gradients.
 USP = Limits(
     zero=(1,),
     recompute=("none",),
@@ -90,7 +90,7 @@ def test_plans_are_accepted_by_the_program(model: str, length: int, batch: int, 
 
 
 def test_units_and_some_layers_go_with_every_other_saving() -> None:
-    """The first way of each kind, and it is accepted."""
+    """The first plan of each kind is accepted by the program."""
     asked = problem("llama3-8b", 512 * K, 1, 8)
     kinds = {}
     for s in savings(Strategy(ulysses=8, zero=3), asked.workload):
@@ -150,18 +150,18 @@ def test_nothing_beats_the_winner(model: str, length: int, batch: int, gpus: int
     for one in (priced(asked, strategy) for strategy in all_strategies(asked)):
         if one.fits:
             best[one.grid] = min(best[one.grid], one.seconds)
-    found = search(asked, top=3)
-    assert [plan.seconds for plan in found.plans] == sorted(plan.seconds for plan in found.plans)
-    assert found.plans[0].seconds <= 1.002 * min(best.values())
-    for plan in found.plans[:3]:
+    result = search(asked, top=3)
+    assert [plan.seconds for plan in result.plans] == sorted(plan.seconds for plan in result.plans)
+    assert result.plans[0].seconds <= 1.002 * min(best.values())
+    for plan in result.plans[:3]:
         assert plan.seconds <= 1.002 * best[plan.grid]
-        if plan.strategy.recompute_method == "uniform":  # of some layers, fewer may do than the eighths that are tried
+        if plan.strategy.recompute_method == "uniform":  # block recompute may need fewer layers than the eighths
             assert plan.seconds == pytest.approx(best[plan.grid], rel=2e-3)
         assert plan.fits and device_memory(asked.workload, plan.strategy).total <= asked.machine.usable_memory
 
 
 def test_nothing_beats_the_winner_where_samples_differ() -> None:
-    """Ways are ordered as DP's busiest rank takes them: as the mean takes them, another came first, 8 % slower."""
+    """Savings are ordered by DP's busiest rank; by the mean, one that is 8 % slower would come first."""
     tight = replace(load("A100-80G"), memory=8.7571 * 2**30 + load("A100-80G").reserved)
     limits = Limits((1,), (8,), (1,), (64,), (1,), micro_batch=(1,), zero=(3,))
     workload = Request(("--model", "llama3-8b"), 64, "mean:1K,sigma:2.5").workload(128 * K)
@@ -178,39 +178,39 @@ def test_a_unit_whose_weights_are_too_many_does_not_end_the_search() -> None:
 
 
 def test_few_of_the_ways_on_a_thousand_gpus_are_priced() -> None:
-    """A plan's seconds, counted where no machine matters: a layer takes about 0.3 ms. All ways on each grid that is
-    looked at were 9,180 layers."""
+    """The planner's work, counted in priced layers of about 0.3 ms. All savings on each tried
+    grid would be 9,180 layers."""
     asked = problem("llama3-70b", 1024 * K, 16, 1024, "H100-80G")
     for cache in (priced_layer, priced_ends, device_memory):
         cache.cache_clear()
     assert len(search(asked, near=1.0).plans) >= 10
     assert priced_layer.cache_info().misses < 3500
-    assert priced_ends.cache_info().misses < 2500  # gradients are summed otherwise by each stage of ZeRO
+    assert priced_ends.cache_info().misses < 2500  # each ZeRO stage sums gradients differently
     assert device_memory.cache_info().misses < 3500
 
 
 @pytest.mark.parametrize("machine", ["A100-80G", "B200-192G"])
 @pytest.mark.parametrize("keys", [0.0, 4096.0])
 def test_ways_are_ranked_as_if_all_had_been_priced(machine: str, keys: float) -> None:
-    """A simpler way never takes longer, so that the order is that of the prices."""
+    """A simpler saving never takes longer, so the order is that of the prices."""
     for kv_heads, grid in product((32, 8), (dict(ulysses=4), dict(ring=4, tensor=2), dict(ulysses=2, ring=2))):
         workload = Workload(replace(LLAMA3, kv_heads=kv_heads), 256 * K, keys=keys)
         seconds = partial(pass_seconds, workload, machine=load(machine))
         ways = list(enumerate(savings(Strategy(**grid), workload)))
         ranked = Ranked(ways, seconds)
-        found = [ranked.at(place) for place in range(len(ways))]
+        result = [ranked.at(place) for place in range(len(ways))]
         assert ranked.at(len(ways)) is None
-        assert found == sorted((seconds(way), number, way) for number, way in ways)
+        assert result == sorted((seconds(way), number, way) for number, way in ways)
 
 
 def test_host_memory_counts() -> None:
     asked = problem("llama3-8b", 2048 * K, 1, 4, "A100-80G")
     plan = search(asked).plans[0]
     assert plan.strategy.fpdt_chunk and plan.memory.host > 100 * 2**30
-    small = replace(asked, machine=replace(asked.machine, host_memory=4 * plan.memory.host))  # a tenth is kept free
-    found = search(small)
-    assert plan.strategy in {other.strategy for other in found.failing}
-    assert all(other.strategy != plan.strategy for other in found.plans)
+    small = replace(asked, machine=replace(asked.machine, host_memory=4 * plan.memory.host))  # a tenth stays free
+    result = search(small)
+    assert plan.strategy in {other.strategy for other in result.failing}
+    assert all(other.strategy != plan.strategy for other in result.plans)
 
 
 def test_one_chunk_on_a_ring_has_a_time() -> None:
@@ -243,7 +243,7 @@ def test_fewest_gpus_are_enough_and_no_fewer() -> None:
 
 
 def test_the_best_published_grid_is_found() -> None:
-    """In each group of the tables, the row that is fastest by us was measured at most 2 % below the best."""
+    """In each group, the row that we predict to be fastest was measured at most 2 % below the best."""
     groups = defaultdict(list)
     for row in published("usp_tables_5_6_7"):
         groups[row["model"], row["gpus"], row["seq_length"], row["global_batch"]].append(row)
@@ -270,23 +270,23 @@ def test_what_ran_out_of_memory_does_not_fit() -> None:
     assert 5 < lacks < 20
 
 
-# --- its seven recommendations, as consequences ---
+# --- the paper's seven recommendations follow ---
 
 
 def test_1_unified_beats_pure_ulysses_and_pure_ring() -> None:
     """Table 6, 64K tokens: Ulysses 4 x Ring 4 is 13 % above Ring 16. Table 3: on PCIe, 2 x 4 is the best of 8."""
-    found = search(Problem(Workload(LLAMA3, 64 * K), 16, A800, SP), top=9)
-    seconds = {plan.grid[1:3]: plan.seconds for plan in found.plans}
-    assert found.plans[0].grid[1] > 1 < found.plans[0].grid[2]
-    best = found.plans[0].seconds
+    result = search(Problem(Workload(LLAMA3, 64 * K), 16, A800, SP), top=9)
+    seconds = {plan.grid[1:3]: plan.seconds for plan in result.plans}
+    assert result.plans[0].grid[1] > 1 < result.plans[0].grid[2]
+    best = result.plans[0].seconds
     assert seconds[1, 16] > 1.1 * best and seconds[16, 1] > 1.02 * best
     on_pcie = search(Problem(Workload(LLAMA3, 16 * K), 8, cluster("usp-l20"), replace(SP, zero=(3,), recompute=None)))
     assert on_pcie.plans[0].grid[1:3] == (2, 4)
 
 
 def test_2_data_before_sequence_parallel() -> None:
-    """Figure 5: 8 sequences on 8 GPUs are faster one a GPU than over all, at every length."""
-    roomy = replace(A800, memory=1e13)  # the paper's lengths fit; this is about time alone
+    """Figure 5: for 8 sequences on 8 GPUs, DP is faster than sequence parallelism at every length."""
+    roomy = replace(A800, memory=1e13)  # the paper's lengths fit; only the time is compared
     for length in (2 * K, 8 * K, 16 * K):
         asked = Problem(Workload(LLAMA2, length, 8), 8, roomy, replace(USP, tensor=(1,), overlap=True))
         winner = search(asked).plans[0]
@@ -305,7 +305,7 @@ def test_3_zero_splits_model_states_over_sequence_parallel_ranks_as_over_data() 
         assert len({memory.optimizer for memory in of}) == 1
         states.append(of[0].parameters + of[0].gradients + of[0].optimizer)
     assert states[0] > 1.8 * states[1] and states == sorted(states, reverse=True)
-    # At 120K tokens ZeRO 1 does not fit, and a higher stage does for a hundredth of the time.
+    # At 120K tokens ZeRO 1 does not fit; a higher stage fits and costs 1 % of the time.
     asked = Problem(Workload(LLAMA3, 120 * K), 16, A800, replace(SP, zero=None, overlap=True))
     winner = search(asked).plans[0]
     assert winner.strategy.zero >= 2
@@ -327,7 +327,7 @@ def test_4_sequence_parallelism_waits_less_than_tp_and_less_still_with_gqa() -> 
         (tp, sp), (_, mha) = waits(8, gpus), waits(32, gpus)
         assert sp < mha < 0.5 * tp
     (tp_8, sp_8), (tp_32, sp_32) = waits(8, 8), waits(8, 32)
-    assert tp_32 > tp_8 and sp_32 < sp_8  # at scale: TP's messages do not shrink with its degree
+    assert tp_32 > tp_8 and sp_32 < sp_8  # TP's messages do not shrink with its degree
 
 
 def longest_of(gpus: int, **changed: tuple) -> int:
@@ -351,7 +351,7 @@ def test_6_more_devices_train_longer_sequences_by_sequence_parallelism_and_not_b
 @pytest.mark.parametrize("machine", [A800, load("A800-80G"), load("H100-80G")], ids=["usp-a800", "A800", "H100"])
 @pytest.mark.parametrize("length", [16 * K, 32 * K, 64 * K])
 def test_7_the_order_of_the_axes_is_that_of_what_a_slow_link_costs(machine, length: int) -> None:
-    """Two ranks of an axis on two nodes in place of one: seconds more a step of 8 sequences.
+    """Additional seconds per step of 8 sequences if an axis of two ranks spans two nodes.
 
     Without overlap, as in the paper. With it, DP hides behind compute and costs less than PP.
     """
@@ -371,8 +371,8 @@ def test_7_the_order_of_the_axes_is_that_of_what_a_slow_link_costs(machine, leng
 PAPER = "--model llama3-8b --gpus 16 --gpu A800-80G --seq-length 120K".split()
 
 
-def told(capsys: pytest.CaptureFixture, *options: str, code: int = 0) -> str:
-    """What the tool prints, its line breaks taken out."""
+def message(capsys: pytest.CaptureFixture, *options: str, code: int = 0) -> str:
+    """The tool's output without line breaks."""
     assert plan_tool.main(list(options)) == code
     printed = capsys.readouterr()
     return " ".join((printed.err if code else printed.out).split())
@@ -385,7 +385,7 @@ def small_problem() -> Problem:
 
 def test_plans_as_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     file, picture = tmp_path / "plans.json", tmp_path / "folder" / "plans.png"
-    text = told(capsys, *PAPER, "--top", "3", "--json", str(file), "--output", str(picture))
+    text = message(capsys, *PAPER, "--top", "3", "--json", str(file), "--output", str(picture))
     rows = json.loads(file.read_text())
     assert picture.stat().st_size > 20_000
     assert [row["predicted_ms"] for row in rows] == sorted(row["predicted_ms"] for row in rows)
@@ -419,7 +419,7 @@ def program(command: str) -> list[str]:
 def test_options_narrow_the_search(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     file = tmp_path / "plans.json"
     options = "--zero 1 --recompute none --no-fpdt --no-offload --no-loss-chunks --no-overlap --pipeline 1 --tensor 4 8"
-    told(capsys, *PAPER, *options.split(), "--json", str(file))
+    message(capsys, *PAPER, *options.split(), "--json", str(file))
     rows = json.loads(file.read_text())
     assert {row["tensor"] for row in rows} == {4, 8} and {row["zero"] for row in rows} == {1}
     assert not any(row["fpdt_chunk"] or row["loss_chunks"] for row in rows)
@@ -428,7 +428,7 @@ def test_options_narrow_the_search(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_sizes_by_flags_and_one_node(capsys: pytest.CaptureFixture) -> None:
     sizes = "--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --vocab-size 32000"
-    text = told(capsys, *f"{sizes} --gpus 4 --gpu L20-48G --seq-length 32K --global-batch 8".split())
+    text = message(capsys, *f"{sizes} --gpus 4 --gpu L20-48G --seq-length 32K --global-batch 8".split())
     assert "a model at 32K tokens on 4 x L20-48G, global batch 8" in text
     command = shlex.split(text[text.index("PYTORCH_CUDA") :])
     assert "--nnodes" not in command
@@ -437,13 +437,13 @@ def test_sizes_by_flags_and_one_node(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_the_longest(capsys: pytest.CaptureFixture) -> None:
-    text = told(capsys, *"--model gpt-2.7b --gpus 1 --gpu A100-80G --longest --no-fpdt --no-offload".split())
+    text = message(capsys, *"--model gpt-2.7b --gpus 1 --gpu A100-80G --longest --no-fpdt --no-offload".split())
     power, length = re.findall(r"that fits is (\w+) tokens; in sixteenths of it, (\w+)\.", text)[0]
     assert f"--seq-length {tokens(length, '')}" in text and tokens(power, "") <= tokens(length, "") < 1024 * 1024
 
 
 @pytest.mark.parametrize(
-    "options, said",
+    "options, output",
     [
         (
             "--model llama4 --gpus 4 --gpu A100-80G --seq-length 1M",
@@ -477,13 +477,13 @@ def test_the_longest(capsys: pytest.CaptureFixture) -> None:
         ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --no-fpdt --fpdt-chunk 1K", "leave one out"),
     ],
 )
-def test_refusals(options: str, said: str, capsys: pytest.CaptureFixture) -> None:
-    text = told(capsys, *options.split(), code=2)
-    assert text.startswith("error: ") and said in text
+def test_refusals(options: str, output: str, capsys: pytest.CaptureFixture) -> None:
+    text = message(capsys, *options.split(), code=2)
+    assert text.startswith("error: ") and output in text
 
 
 def test_what_fits_nowhere_gets_the_fewest_gpus(capsys: pytest.CaptureFixture) -> None:
-    text = told(capsys, *"--model llama3-70b --gpus 4 --gpu A100-80G --seq-length 64K".split(), code=2)
+    text = message(capsys, *"--model llama3-70b --gpus 4 --gpu A100-80G --seq-length 64K".split(), code=2)
     lack, gpus = re.findall(r"needs .*?, ([\d.]+) GiB more than an A100-80G has for it.* --gpus (\d+)$", text)[0]
     assert float(lack) > 100 and "optimizer states" in text
     assert plan_tool.main(f"--model llama3-70b --gpus {gpus} --gpu A100-80G --seq-length 64K".split()) == 0
@@ -494,13 +494,13 @@ def test_what_fails_by_host_memory_says_so(
 ) -> None:
     machine = tmp_path / "small-host.json"
     machine.write_text('{"extends": "A100-80G", "gpus": 4, "host_memory": 64e9}')
-    text = told(capsys, *f"--model llama3-8b --gpus 4 --gpu {machine} --seq-length 2M --zero 3".split(), code=2)
+    text = message(capsys, *f"--model llama3-8b --gpus 4 --gpu {machine} --seq-length 2M --zero 3".split(), code=2)
     assert "of host memory per node" in text or "more than a small-host has" in text
     asked = Problem(Request(("--model", "llama3-8b")).workload(2 * 2**20), 4, load(machine))
     assert not nearest(asked).fits
 
 
-# --- in words ---
+# --- explanations ---
 
 
 def test_losing_names_what_takes_longer(small_problem: Problem) -> None:
@@ -541,15 +541,15 @@ def test_words() -> None:
 
 
 def test_the_front_is_what_nothing_beats(small_problem: Problem) -> None:
-    found = search(small_problem)
-    best = front(found.fitting)
-    for plan_ in found.fitting:
+    result = search(small_problem)
+    best = front(result.fitting)
+    for plan_ in result.fitting:
         beaten = [p for p in best if p.seconds <= plan_.seconds and p.memory.total <= plan_.memory.total]
         assert beaten
     assert [p.seconds for p in best] == sorted((p.seconds for p in best), reverse=True)
 
 
-# --- confirmed ---
+# --- --confirm ---
 
 
 def small(*options: str) -> list[str]:
@@ -560,18 +560,18 @@ def small(*options: str) -> list[str]:
 def test_where_the_dry_run_does_not_fit_another_plan_is_sought(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """The first dry run takes 100 GiB; what that is more than planned, the second plan leaves free."""
+    """The first dry run takes 100 GiB; the second plan leaves the excess over the first plan free."""
     commands: list[list[str]] = []
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess:
         commands.append(command)
         rank = {"device_peak_bytes": 100 * 2**30 if len(commands) == 1 else 2**30, "host_peak_bytes": 0}
-        found = {"ranks": [rank], "predicted_ms": 1000.0, "mfu": 0.5, "fits": len(commands) > 1}
-        Path(command[command.index("--dry-run-json") + 1]).write_text(json.dumps(found))
+        result = {"ranks": [rank], "predicted_ms": 1000.0, "mfu": 0.5, "fits": len(commands) > 1}
+        Path(command[command.index("--dry-run-json") + 1]).write_text(json.dumps(result))
         return subprocess.CompletedProcess(command, int(len(commands) == 1), "", "")
 
     monkeypatch.setattr(plan_confirm.subprocess, "run", run)
-    text = told(capsys, *PAPER, "--confirm", "--top", "1")
+    text = message(capsys, *PAPER, "--confirm", "--top", "1")
     assert len(commands) == 2 and commands[0] != commands[1]
     for command in commands:
         simulation = parse(command[2:]).simulation
@@ -586,4 +586,4 @@ def test_a_dry_run_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, capsys: p
         return subprocess.CompletedProcess(command, 2, "", "note\nerror: --this is wrong")
 
     monkeypatch.setattr(plan_confirm.subprocess, "run", run)
-    assert "--confirm: the dry run ended with code 2: --this is wrong" in told(capsys, *small(), code=2)
+    assert "--confirm: the dry run ended with code 2: --this is wrong" in message(capsys, *small(), code=2)

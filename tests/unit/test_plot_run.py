@@ -66,7 +66,7 @@ def test_an_empty_log_is_refused(tmp_path, capsys):
     assert "holds no training step" in capsys.readouterr().err
 
 
-# Pictures of tiles show each pair that a mask allows once, and nothing else.
+# Pictures of tiles show each allowed pair exactly once.
 
 
 LENGTH = 120
@@ -149,7 +149,7 @@ def test_bad_options_are_refused(options, message, tmp_path, capsys):
     assert message in capsys.readouterr().err and not output.exists()
 
 
-# Bytes that one layer's kernels read and write: counted by hand here, and the tool that prints them.
+# Bytes that one layer's kernels read and write, counted by hand; and the tool that prints them.
 
 
 WORDS = "--num-layers 4 --hidden-size 64 --ffn-hidden-size 160 --num-attention-heads 8 --group-query-attention "
@@ -165,34 +165,36 @@ def counted(more: str, gpus: int = 1, **how):
 
 
 def test_a_layer_on_one_gpu() -> None:
-    found = counted("")
+    result = counted("")
     linear = [(HIDDEN, QKV), (HEADS * SIZE, HIDDEN), (HIDDEN, 2 * FFN), (FFN, HIDDEN)]
     products = sum(2 * (TOKENS * (a + b) + a * b) for a, b in linear)
-    assert found["GEMM"] == {"forward": products, "backward": 2 * products}
+    assert result["GEMM"] == {"forward": products, "backward": 2 * products}
     numbers, angles = TOKENS * (HEADS + KV) * SIZE, TOKENS * SIZE // 2
-    assert found["RoPE"] == dict.fromkeys(("forward", "backward"), 2 * 2 * numbers + 2 * 4 * angles)
+    assert result["RoPE"] == dict.fromkeys(("forward", "backward"), 2 * 2 * numbers + 2 * 4 * angles)
     norm = 2 * 2 * 2 * (TOKENS * HIDDEN) + 2 * 2 * HIDDEN
-    assert found["norm"]["forward"] == norm
-    assert found["activation"]["forward"] == 2 * TOKENS * 3 * FFN
+    assert result["norm"]["forward"] == norm
+    assert result["activation"]["forward"] == 2 * TOKENS * 3 * FFN
     weights = sum(a * b for a, b in linear) + 2 * HIDDEN
-    assert found["weight gradients: fp32 sums"] == {"backward": (2 + 4 + 4) * weights}
-    assert REST not in found and not [group for group in found if group.startswith(("all-to-all", "ring", "FPDT"))]
+    assert result["weight gradients: fp32 sums"] == {"backward": (2 + 4 + 4) * weights}
+    assert REST not in result and not [group for group in result if group.startswith(("all-to-all", "ring", "FPDT"))]
 
 
 def test_rope_by_pytorch_reads_and_writes_eight_times_as_much() -> None:
     fused, plain = (counted("", fused_rope=fused)["RoPE"]["forward"] for fused in (True, False))
     assert plain > 7 * fused
     numbers = TOKENS * (HEADS + KV) * SIZE
-    assert plain == pytest.approx(UNFUSED_ROTARY_BYTES * numbers, rel=0.13)  # and sine and cosine
+    assert plain == pytest.approx(UNFUSED_ROTARY_BYTES * numbers, rel=0.13)  # the rest is sine and cosine
 
 
 def test_the_tool_prints_what_ulysses_and_a_ring_take(tmp_path, capsys) -> None:
     file = tmp_path / "bytes.json"
     words = f"{WORDS} --ulysses-parallel-size 2 --ring-parallel-size 2".split()
     assert traffic.main(["--gpus", "4", "--json", str(file), "--", *words]) == 0
-    found, text = json.loads(file.read_text()), capsys.readouterr().out
-    assert {"all-to-all: packing, unpacking", "ring: buffers", "attention: merges, sums, casts"} <= set(found)
-    assert all(group in text for group in found) and math.isclose(found["RoPE"]["forward"], found["RoPE"]["backward"])
+    result, text = json.loads(file.read_text()), capsys.readouterr().out
+    assert {"all-to-all: packing, unpacking", "ring: buffers", "attention: merges, sums, casts"} <= set(result)
+    assert all(group in text for group in result) and math.isclose(
+        result["RoPE"]["forward"], result["RoPE"]["backward"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -210,7 +212,7 @@ def test_refusals(words, says, capsys) -> None:
     assert capsys.readouterr().err.startswith(f"error: {says}")
 
 
-# torch.profiler's traces of GPUs, read by calls and kernels: one made by hand, two real ones; and merged ones.
+# torch.profiler's traces of GPUs: one made by hand, two real ones, and merged ones.
 
 
 DATA = Path(__file__).with_name("data") / "traces"
@@ -226,7 +228,7 @@ CALLS = {
 
 def gpu_trace(late: float = 5000.0, launches: bool = True, coalesced: bool = False) -> Json:
     """Two steps as torch.profiler writes them: products' kernels begin ``late`` microseconds after their calls,
-    those of NCCL at once, on a stream of their own."""
+    those of NCCL immediately, on a separate stream."""
     events: list[Json] = [
         {"ph": "M", "name": "process_name", "pid": 7, "tid": 0, "ts": 0, "args": {"name": "python"}},
         {"ph": "M", "name": "process_labels", "pid": 0, "tid": 0, "ts": 0, "args": {"labels": "GPU 0"}},
@@ -265,7 +267,7 @@ def gpu_trace(late: float = 5000.0, launches: bool = True, coalesced: bool = Fal
 
 
 def dry_trace() -> Json:
-    """The same step as a dry run predicts it."""
+    """A dry run's trace of the same step."""
     events, now = [], 500.0
     for phase in ("start", "forward", "backward", "optimizer"):
         names = {"start": (), "optimizer": ("all_reduce",)}.get(phase, STEP)
@@ -292,7 +294,7 @@ def test_calls_say_what_kernels_are_and_in_which_order(launches: bool, coalesced
     assert compare(ours, theirs).share == 1.0 and len(ours) == len(theirs)
     assert [x.name for x in theirs] == [*STEP, *STEP, "all_reduce"]
     assert [x.phase for x in theirs] == ["forward"] * 6 + ["backward"] * 6 + ["optimizer"]
-    assert all(x.took == 60.0 for x in theirs)  # of the kernel; its call takes 40
+    assert all(x.took == 60.0 for x in theirs)  # the kernel's time; its call takes 40
     kernels = {event["ts"] for event in trace["traceEvents"] if event.get("cat") == "kernel"}
     assert {x.begin for x in theirs} <= kernels
 
@@ -311,21 +313,21 @@ def test_a_real_trace_whose_all_to_alls_run_as_sends() -> None:
     trace = read(DATA / "all_to_all.json")
     names = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "kernel"]
     assert sum(name.startswith("ncclKernel_SendRecv") for name in names) == 3
-    found = measured(trace, {"aten::mm": "gemm"})
-    assert [x.name for x in found] == ["all_to_all"] * 2 + ["aten::mm"] * 3 + ["all_reduce"] + ["aten::mm"] * 4
-    assert [x.took for x in found][:6] == [30669.0, 62783.0, 11.0, 1385.0, 1246.0, 11727.0]
-    # In the order of kernels the reduction would be behind products that were called after it.
-    assert found[5].begin > found[6].begin
+    result = measured(trace, {"aten::mm": "gemm"})
+    assert [x.name for x in result] == ["all_to_all"] * 2 + ["aten::mm"] * 3 + ["all_reduce"] + ["aten::mm"] * 4
+    assert [x.took for x in result][:6] == [30669.0, 62783.0, 11.0, 1385.0, 1246.0, 11727.0]
+    # Ordered by kernels, the reduction would come after products that were called later.
+    assert result[5].begin > result[6].begin
 
 
 def test_a_real_trace_that_says_collectives_names() -> None:
     trace = read(DATA / "collective_names.json")
-    found = measured(trace, {"aten::mm": "gemm", "aten::addmm": "gemm"})
-    assert [x.name for x in found] == ["broadcast", "aten::addmm", "aten::mm", "aten::mm", "all_reduce", "all_reduce"]
-    assert [x.took for x in found][-2:] == [2636.669, 2129.38]
+    result = measured(trace, {"aten::mm": "gemm", "aten::addmm": "gemm"})
+    assert [x.name for x in result] == ["broadcast", "aten::addmm", "aten::mm", "aten::mm", "all_reduce", "all_reduce"]
+    assert [x.took for x in result][-2:] == [2636.669, 2129.38]
     comms = [event for event in trace["traceEvents"] if event["name"] == "record_param_comms"]
     assert [collective(event) for event in comms].count("all_reduce") == 2
-    for event in trace["traceEvents"]:  # its kernels are found by the call's id as well
+    for event in trace["traceEvents"]:  # its kernels are also linked by the call's id
         if event["name"] == "record_param_comms" or event.get("cat") != "cpu_op":
             continue
         event["name"] = event["name"].replace("c10d::allreduce_", "another")
@@ -341,7 +343,7 @@ def test_merged_traces_begin_together(tmp_path: Path, capsys) -> None:
     events = merged(dry, [(0, real)])["traceEvents"]
     spans = [event for event in events if event["ph"] == "X" and event["pid"] >= 1000]
     marks = [event for event in spans if event["cat"] == "user_annotation"]
-    assert [event["name"] for event in marks] == ["forward", "backward", "optimizer"]  # of the compared step alone
+    assert [event["name"] for event in marks] == ["forward", "backward", "optimizer"]  # only of the compared step
     assert marks[0]["ts"] == 500.0 and min(event["ts"] for event in spans) >= 500.0
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {"rank 0, measured", "rank 0, measured: GPU 0"}

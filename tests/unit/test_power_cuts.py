@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The power goes at any moment while a tool writes: what has a name is whole, and every sync is needed for that."""
+"""Power cuts at any moment while a tool writes: files under their final names are complete, and all syncs necessary."""
 
 import json
 import os
@@ -30,15 +30,15 @@ def below(tree, folder):
 
 
 def folders_judge(record, *, promised=True):
-    """Each folder that was promised is whole or not there, and there once the user was told."""
+    """Each folder is complete or absent, and present once the user was told."""
     whole = {event.label: below(tree_of(event), event.label) for event in record.events if event.promise}
 
     def judge(cut, state):
-        told = {name for _, name in cut.promises}
+        message = {name for _, name in cut.promises}
         for name, files in whole.items():
-            found = below(state, name)
-            if found != files and (found or promised and name in told):
-                return f"{name} is {'not whole' if found else 'gone'}"
+            result = below(state, name)
+            if result != files and (result or promised and name in message):
+                return f"{name} is {'not whole' if result else 'gone'}"
         return None
 
     return judge
@@ -70,15 +70,15 @@ def test_an_index_cache(tmp_path):
 
 
 def pair_judge(record, prefix):
-    """A pair of files is of one run, of the one told last; and none is lost while another takes its place."""
+    """A pair of files belongs to one run, the last reported one; no pair is lost during a replacement."""
     names = [f"{prefix}.bin", f"{prefix}.idx"]
     pairs = [[tree_of(event)[name] for name in names] for event in record.events if event.promise]
 
     def judge(cut, state):
-        found = [state.get(name) for name in names]
-        if None not in found and found not in pairs:
+        result = [state.get(name) for name in names]
+        if None not in result and result not in pairs:
             return "the two files do not fit together"
-        if not cut.promises or found in pairs[len(cut.promises) - 1 :]:
+        if not cut.promises or result in pairs[len(cut.promises) - 1 :]:
             return None
         coming = pairs[len(cut.promises)] if len(cut.promises) < len(pairs) else [None, None]
         for name, key in zip(names, coming):  # under its name, or still under the temporary one
@@ -94,7 +94,7 @@ def test_tokenized_data_that_replace_others(tmp_path):
     handler = signal.getsignal(signal.SIGTERM)
     try:
         with Recorder(tmp_path / "disk", tmp_path / "lock") as recorder:
-            for words in (["one", "three"], ["three", "one"]):  # .bin files of one size, which only contents tell apart
+            for words in (["one", "three"], ["three", "one"]):  # .bin files of equal size, distinguished by contents
                 text = tmp_path / "text.jsonl"
                 text.write_text("".join(json.dumps({"text": word}) + "\n" for word in words))
                 argv = ["--input", str(text), "--output-prefix", str(tmp_path / "disk" / "new" / "data")]
@@ -107,10 +107,10 @@ def test_tokenized_data_that_replace_others(tmp_path):
 
 
 def test_a_checkpoint_whose_replacement_was_cut_off_has_its_name_again(tmp_path):
-    """Where two folders cannot be exchanged, the earlier one has another name for a moment."""
+    """Without an atomic exchange of folders, the earlier one has another name for a moment."""
     for name in (".iter_0000001.replaced", ".iter_0000002.replaced", "iter_0000002"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(name)
     clear(tmp_path)
-    found = {path.name: (path / "file").read_text() for path in tmp_path.iterdir()}
-    assert found == {"iter_0000001": ".iter_0000001.replaced", "iter_0000002": "iter_0000002"}
+    result = {path.name: (path / "file").read_text() for path in tmp_path.iterdir()}
+    assert result == {"iter_0000001": ".iter_0000001.replaced", "iter_0000002": "iter_0000002"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text to .bin/.idx and back, in every packing, over any number of workers, and every way to fail."""
+"""Text to .bin/.idx and back, with all compressions, any number of workers, and all errors."""
 
 import errno
 import gzip
@@ -53,7 +53,7 @@ def run(folder, *inputs, workers=1, extra=(), prefix="out"):
 
 
 def refused(capsys, *args, **options):
-    """The one line that the tool ends in."""
+    """The tool's error line."""
     with pytest.raises(SystemExit) as stop:
         run(*args, **options)
     assert stop.value.code == 2
@@ -108,7 +108,7 @@ def test_the_same_bytes_over_any_workers(tmp_path, small_batches):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_the_tokenizer_is_built_once(tmp_path, monkeypatch, small_batches, workers):
-    """By the program, for itself and for the workers that it forks: building one can take a minute."""
+    """The program builds the tokenizer once for itself and its forked workers, because it can take a minute."""
     built, build = tmp_path / "built", encoding.build_tokenizer
 
     def counted(*settings):
@@ -233,7 +233,7 @@ def start(folder, source, limit=None):
 
 
 def test_write_error(tmp_path):
-    """A real one, from the system: one line, and nothing left behind."""
+    """A real signal: one line, and no files left."""
     source = pack(tmp_path / "x.jsonl", jsonl(DOCUMENTS * 200))
     process = start(tmp_path, source, limit=100_000)
     process.join(patience(60))
@@ -252,7 +252,7 @@ def test_a_pipe(tmp_path):
 
 
 def test_sigterm(tmp_path):
-    """In the middle of the work: nothing left behind."""
+    """A signal during the work leaves no files."""
     fifo = tmp_path / "slow.jsonl"
     os.mkfifo(fifo)
     process = start(tmp_path, fifo)
@@ -263,7 +263,7 @@ def test_sigterm(tmp_path):
         while process.is_alive() and not outputs(tmp_path) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert outputs(tmp_path)
-        while process.is_alive() and time.monotonic() < deadline:  # one that comes just before a blocking read is lost
+        while process.is_alive() and time.monotonic() < deadline:  # a signal just before a blocking read is lost
             process.terminate()
             process.join(0.5)
     assert process.exitcode == 143 and "Traceback" not in (tmp_path / "messages").read_text()
@@ -280,7 +280,7 @@ def test_megatrons_flags_that_are_refused(tmp_path, capsys, flag):
 
 
 def test_collect_and_train_tokenizer(tmp_path, capsys):
-    """Python's own sources to a tokenizer, the same one twice, that keeps any text."""
+    """A tokenizer trained on Python's sources: reproducible, and decoding restores any text."""
     for name in ("a", "b"):
         collected = tmp_path / f"{name}.jsonl"
         collect_text.main(["--output", str(collected), "--max-bytes", "300000"])

@@ -54,16 +54,16 @@ def test_an_array_in_a_file_is_that_array(tmp_path_factory, data, rows, columns)
     path = tmp_path_factory.mktemp("array") / "a.npy"
     whole = np.arange(rows * (columns[0] if columns else 1), dtype=np.int32).reshape(rows, *columns)
     np.save(path, whole)
-    found = unmapped(np.load(path, mmap_mode="r")) if rows else whole
-    assert (np.asarray(found) == whole).all() and found.shape == whole.shape and found.dtype == whole.dtype
+    result = unmapped(np.load(path, mmap_mode="r")) if rows else whole
+    assert (np.asarray(result) == whole).all() and result.shape == whole.shape and result.dtype == whole.dtype
     a, b = (data.draw(st.one_of(st.none(), st.integers(-12, 12))) for _ in range(2))
-    assert np.array_equal(found[a:b], whole[a:b])
+    assert np.array_equal(result[a:b], whole[a:b])
     for row in range(-rows - 2, rows + 2):
         if -rows <= row < rows:
-            assert np.array_equal(found[row], whole[row])
+            assert np.array_equal(result[row], whole[row])
         else:
             with pytest.raises(IndexError):
-                found[row]
+                result[row]
 
 
 def test_errors_of_a_file_server_may_pass(tmp_path, monkeypatch, caplog):
@@ -83,11 +83,11 @@ def test_errors_of_a_file_server_may_pass(tmp_path, monkeypatch, caplog):
     fails[:] = [errno.EIO] * (len(read_tokens.PAUSES) + 1)
     with pytest.raises(DataError, match="file: cannot be read at byte 3: not now"):
         file.read(4, 3)
-    fails[:] = [errno.ESTALE]  # the file is another one, or gone: it stays so
+    fails[:] = [errno.ESTALE]  # the file was replaced or removed: the error is permanent
     with pytest.raises(DataError, match="cannot be read"):
         file.read(4, 3)
     monkeypatch.setattr(os, "pread", lambda number, count, offset: read(number, min(count, 3), offset))
-    assert file.read(10, 0) == b"0123456789"  # a piece at a time, as the system gives more than 2 GiB
+    assert file.read(10, 0) == b"0123456789"  # in pieces, like reads of more than 2 GiB
     with pytest.raises(DataError, match="ends before byte 12"):
         file.read(10, 2)
     with pytest.raises(DataError, match="gone: No such file"):
@@ -97,7 +97,7 @@ def test_errors_of_a_file_server_may_pass(tmp_path, monkeypatch, caplog):
 @pytest.mark.parametrize("blend", [False, True])
 @pytest.mark.parametrize("what", [".bin", ".idx", "document_index.npy", "sample_index.npy", "shuffle_index.npy"])
 def test_files_that_become_shorter_after_the_start(tmp_path, what, blend):
-    """Mapped, they would end this process with SIGBUS."""
+    """With mapped files, this process would end by SIGBUS."""
     prefix, _ = write(tmp_path / "corpus")
     path = ["1", prefix, "2", prefix] if blend else [prefix]
     train, *_ = build_datasets(configure(data_path=path, split="1,0,0"), NULL, (50, 0, 0))
@@ -121,7 +121,7 @@ def test_files_that_are_deleted_or_replaced_after_the_start(tmp_path):
 
 
 def unseen(prefix, token, document=70, documents=200, dtype=np.int32):
-    """Files with an id in one document that the check at the start does not read; as `write` otherwise."""
+    """Like `write`, with an id in one document that the check at the start does not read."""
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     for number in range(documents):
         text = np.full(17, token if number == document else number)
@@ -131,14 +131,14 @@ def unseen(prefix, token, document=70, documents=200, dtype=np.int32):
 
 
 def bad_samples(dataset, count):
-    """The samples that cannot be used, and the lines that say why."""
-    found = {}
+    """The unusable samples and their error lines."""
+    result = {}
     for number in range(count):
         try:
             dataset[number]
         except DataError as error:
-            found[number] = str(error)
-    return found
+            result[number] = str(error)
+    return result
 
 
 @pytest.mark.parametrize("token", [1001, 70_000, -1, -100])
@@ -187,7 +187,7 @@ def test_a_loader_hands_the_error_on_in_one_line_and_goes_on_behind_it(tmp_path,
 
 @pytest.mark.parametrize("what", ["sample_index", *also_in_full("document_index", "shuffle_index")])
 def test_a_damaged_index_of_samples_is_noticed_where_it_is_read(tmp_path, what):
-    """Of the right size, and of numbers: the start believes it."""
+    """A damaged index of the right size and type, which the check at the start accepts."""
     prefix, _ = write(tmp_path / "corpus")
     train, *_ = build_datasets(configure(data_path=[prefix], split="1,0,0"), NULL, (20, 0, 0))
     (path,) = tmp_path.glob(f"index-cache/*/*{what}.npy")
@@ -207,7 +207,7 @@ def test_a_damaged_index_of_samples_is_noticed_where_it_is_read(tmp_path, what):
 
 
 def build_in_a_fork(prefix, after):
-    """A process that builds an index after some seconds, or reads one, and says what its samples are."""
+    """A process that builds an index after some seconds, or reads one, and reports its samples."""
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
 
@@ -224,7 +224,7 @@ def build_in_a_fork(prefix, after):
 
 @pytest.mark.parametrize("rounds", [3, pytest.param(50, marks=pytest.mark.full)])
 def test_two_builders_of_one_index(tmp_path, rounds):
-    """Started at about the same time: both read the same samples, and one whole cache is left."""
+    """Started at about the same time, both read the same samples, and one complete cache remains."""
     draw, right = random.Random(1), set()
     for turn in range(rounds):
         folder = tmp_path / str(turn)
@@ -278,7 +278,7 @@ def test_what_killed_builders_left_is_removed_after_a_day(tmp_path):
 
 @pytest.mark.parametrize("lost", ["description.txt", "document_index.npy", "files.json"])
 def test_a_cache_of_which_files_were_deleted_is_not_filled_up_by_several_runs_at_once(tmp_path, lost):
-    """Core would write the missing ones in place, where another run reads half of them."""
+    """core would write missing files in place, where another run could read incomplete ones."""
     prefix, _ = write(tmp_path / "corpus")
     config = configure(data_path=[prefix], split="1,0,0")
     build_datasets(config, NULL, (10, 0, 0))

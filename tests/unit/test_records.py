@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published training runs: data and split are whole, planner and page have the constants, changes are listed."""
+"""Published training runs: data and split are unchanged, planner and page use the constants, changes are listed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RUNS = read_records()
 
 
 @pytest.fixture(scope="module")
-def found() -> list:
+def result() -> list:
     return record_fit.predictions(record_fit.fitted())
 
 
@@ -43,7 +43,7 @@ def test_every_run_has_a_source_a_machine_a_model_and_fills_its_gpus():
 
 
 def test_shapes_are_those_whose_flops_a_page_prints():
-    """NeMo's page has tokens and TFLOPS of each run, the full mask counted."""
+    """NeMo's page gives tokens and TFLOPS of each run, counting the full mask."""
     per_token = {"gpt3-175b": 782 / 726, "nemotron-340b": 678 / 322, "llama2-70b": 759 / 1707, "gpt3-5b": 736 / 22521}
     for model, teraflops in per_token.items():
         run = next(run for run in RUNS if run.model == model and run.source == "nemo-performance-24.07")
@@ -60,21 +60,21 @@ def test_the_split_is_by_source_and_by_the_rule():
         assert {family(run.machine) for run in priced} == {"Ampere", "Hopper", "Blackwell"}
 
 
-def test_the_constants_suit_the_half_that_they_were_fitted_to(found):
-    """Of the other half no test says how good we are: it is for people to read, not for us to hold on to."""
-    fitted = [one for one in found if one.record.fitted and not one.record.unpriced]
+def test_the_constants_suit_the_half_that_they_were_fitted_to(result):
+    """No test asserts the error on the other half, so that it is not used for tuning."""
+    fitted = [one for one in result if one.record.fitted and not one.record.unpriced]
     assert record_fit.mean_of_records(fitted) < 10.5
     before = record_fit.predictions(record_fit.unfitted(), [one.record for one in fitted])
     assert record_fit.mean_of_records(before) > 2 * record_fit.mean_of_records(fitted)
 
 
-def test_what_is_not_priced_is_few_shown_and_taught_nothing(found):
-    """Marked in the table, named by source, and without a say in the fit."""
+def test_what_is_not_priced_is_few_shown_and_taught_nothing(result):
+    """Unpriced runs are marked in the table, named by source, and not used in the fit."""
     unpriced = [run for run in RUNS if run.unpriced]
     assert len(unpriced) == 8 and {run.source for run in unpriced} == {
         "huggingface-ulysses-sp", "torchao-training-benchmarks", "kempnerforge-weak-scaling-2026-06"
     }  # fmt: skip
-    rows = [records.row(one) for one in found if one.record.unpriced]
+    rows = [records.row(one) for one in result if one.record.unpriced]
     assert all(row.note.startswith("not priced: ") for row in rows)
     mine = [run for run in RUNS if run.source == "fms-fsdp-readme" and run.machine == "A100-80G"]
     odd = [replace(run, value=run.value / 9, unpriced="made up") for run in mine]
@@ -82,7 +82,7 @@ def test_what_is_not_priced_is_few_shown_and_taught_nothing(found):
 
 
 def test_the_posts_own_figures_contradict_each_other():
-    """Hugging Face: what 64K tokens need beyond 32K is more than the data sheet's peak would do in the difference."""
+    """Hugging Face: the additional work of 64K over 32K tokens would exceed the data sheet's peak."""
     half, whole = (next(run for run in RUNS if run.source == "huggingface-ulysses-sp" and run.seq_length == length)
                    for length in (32768, 65536))  # fmt: skip
     seconds = [run.seq_length / run.value / run.gpus for run in (half, whole)]  # of a micro-batch
@@ -101,15 +101,15 @@ def test_an_optimizer_in_host_memory_costs_what_its_program_does():
 
 
 def test_new_weights_by_a_broadcast_a_rank_cost_more_the_more_ranks():
-    """InternEvo's ZeRO 1 over all ranks; within a node next to nothing."""
+    """InternEvo's ZeRO 1 over all ranks; within a node the cost is nearly 0."""
     more = []
     for gpus in (8, 256, 1024):
         run = next(r for r in RUNS if r.weights == "broadcast" and r.gpus == gpus and r.tp == 1 and not r.shard)
-        told = [
+        message = [
             sum(predict(replace(run, weights=how), record_fit.fitted()).parts.values())
             for how in ("gather", "broadcast")
         ]
-        more.append(told[1] - told[0])
+        more.append(message[1] - message[0])
     assert 0 <= more[0] < 0.1 and more[0] < more[1] < 0.6 * more[2] < 3.2  # published: 3.2 s on 1,024
 
 
@@ -119,8 +119,8 @@ def test_gradients_in_bf16_travel_in_half_the_time():
     assert 0.4 < half / full < 0.75
 
 
-def test_planner_and_records_use_the_same_constants(found):
-    """Every machine of a record: the planner's, the record's and the file's shares are the same, and so are times."""
+def test_planner_and_records_use_the_same_constants(result):
+    """For every machine of a record, planner, record and file have the same shares and times."""
     assert sum(len(free) for free in record_fit.FREE.values()) == 4
     constants = record_fit.fitted()
     for name in sorted({run.machine for run in RUNS}):
@@ -131,7 +131,7 @@ def test_planner_and_records_use_the_same_constants(found):
         for share, value in constants[family(name)].items():
             assert getattr(machine.calibration, share) == value, (name, share)
     shipped = record_fit.predictions({})
-    assert [one.ours for one in found] == [one.ours for one in shipped]
+    assert [one.ours for one in result] == [one.ours for one in shipped]
 
 
 @pytest.mark.full
@@ -165,7 +165,7 @@ def test_a_doubt_that_is_none_is_refused(tmp_path, wrong, why):
 
 
 def test_every_change_of_the_test_half_is_listed():
-    """With the listed changes undone it is the half that was committed, to the last field."""
+    """Without the listed changes, the test half is exactly the committed one."""
     for edit in record_checks.edits():
         mine = [run for run in RUNS if edit.concerns(run)]
         assert len(mine) == edit.runs and edit.why and not in_fitted_half(edit.source), edit
@@ -198,11 +198,11 @@ def test_a_search_finds_a_constant_again():
     assert record_fit.fit(as_slow)["Ampere"]["gemm"] == pytest.approx(0.8, abs=0.01)
 
 
-def test_the_tables_of_the_page_are_those_that_the_command_writes(found):
+def test_the_tables_of_the_page_are_those_that_the_command_writes(result):
     page = records.PAGE.read_text()
     assert {name for _, name, _ in records.MARKED.findall(page)} == set(records.TABLES)
     assert records.filled(page) == page, "python examples/reproduce/records.py --page"
-    assert all(records.row(one).error == pytest.approx(one.error) for one in found)
+    assert all(records.row(one).error == pytest.approx(one.error) for one in result)
 
 
 # --- programs ---
@@ -244,5 +244,5 @@ def test_a_power_limit_slows_what_draws_most():
     half_kilowatt = load("H100-96G-500W")
     assert sustained(full, H100) == full
     assert sustained(full, half_kilowatt) == pytest.approx(full * (400 / 600) ** 0.5)
-    assert sustained(0.5 * full, half_kilowatt) == 0.5 * full  # draws 400 of the 400 W above idle
+    assert sustained(0.5 * full, half_kilowatt) == 0.5 * full  # it draws all of the 400 W above idle
     assert step(Program("compiled"), half_kilowatt) > 1.1 * step(Program("compiled"))

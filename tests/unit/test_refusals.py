@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot run stops before any training step, with one clear line and exit code 2: as a user starts it."""
+"""Settings that cannot run are refused before the first step with one line and exit code 2, as a user sees it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOCK = "--mock-data --tokenizer-type NullTokenizer --vocab-size 100"
 def pretrain(flags: str, world: int = 1, fresh: bool = False) -> subprocess.CompletedProcess:
     """Start pretrain_llama.py as rank 0 of ``world`` processes; a refusal comes before it would wait for the others.
 
-    ``fresh``: in a Python of its own, as a user does; otherwise a fork saves the seconds of importing.
+    ``fresh``: in a new Python process; otherwise in a fork, which saves the time for imports.
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
@@ -133,7 +133,7 @@ def test_the_same_settings_without_the_fault_do_run():
     assert "iteration        1/       1" in done.stdout
 
 
-# All refusals of a command line at once, in order, and the command line that would be taken.
+# All refusals of a command line at once, in order, and the command line that would be accepted.
 
 
 ACCEPTED = (
@@ -151,12 +151,12 @@ def refused_with_command(flags: str, world_size: int = 8) -> Refusal:
 
 def test_one_refusal_alone_stays_one_line():
     refusal = refused_with_command(f"{ACCEPTED} --num-experts 8")
-    assert type(refusal) is Refusal and refusal.told() == str(refusal)
+    assert type(refusal) is Refusal and refusal.render() == str(refusal)
     assert str(refusal) == "--num-experts: mixtures of experts are not built here: leave it out"
 
 
 def test_words_and_settings_are_refused_together_in_order():
-    """Unknown flags, refused ones, values, then what does not fit: each once, none that the others cause."""
+    """The order: unknown flags, refused ones, values, conflicts; each once, without consequences of others."""
     refusal = refused_with_command(
         f"{ACCEPTED} --num-experts 8 --seq-lenght 128 --optimizer muon --clip-grad x --zero-stage 7 "
         "--ulysses-parallel-size 3 --recompute-granularity full --load-optim-state"
@@ -171,11 +171,11 @@ def test_words_and_settings_are_refused_together_in_order():
         "--ulysses-parallel-size 3 = 3 ranks does not divide the 8 processes: start a multiple of 3, or lower one",
         "--ulysses-parallel-size 3 does not divide the 8 query heads of a TP rank (--num-attention-heads 8, TP 1): use "
         "--ulysses-parallel-size 1 --ring-parallel-size 3",
-        "--seq-length 256 cannot be cut over Ulysses 3 x Ring 1 (zigzag): use a multiple of 3, 255 or 258",
+        "--seq-length 256 cannot be divided by Ulysses 3 x Ring 1 (zigzag): use a multiple of 3, 255 or 258",
         "--recompute-granularity full needs --recompute-method and --recompute-num-layers: for the least memory add "
         "--recompute-method uniform --recompute-num-layers 1",
     ]
-    assert refusal.command is None  # which optimizer, which grid: that is the user's to say
+    assert refusal.command is None  # the user has to choose the optimizer and the grid
 
 
 def test_the_list_ends_with_the_command_line_that_is_taken():
@@ -184,16 +184,18 @@ def test_the_list_ends_with_the_command_line_that_is_taken():
     assert refusal.command is None  # two sizes for one axis
 
     refusal = refused_with_command(f"{ACCEPTED} --num-experts 8 --kd --ulyses-parallel-size 4 --fpdt")
-    told = refusal.told().splitlines()
-    assert told[0] == "4 settings cannot run" and told[1].startswith("  1. --ulyses-parallel-size is not a known flag")
-    assert "this would be accepted, without --num-experts, --kd, --ulyses-parallel-size, with " in told[5]
-    config = parse(shlex.split(told[6]), world_size=8)
+    message = refusal.render().splitlines()
+    assert message[0] == "4 settings cannot run" and message[1].startswith(
+        "  1. --ulyses-parallel-size is not a known flag"
+    )
+    assert "this would be accepted, without --num-experts, --kd, --ulyses-parallel-size, with " in message[5]
+    config = parse(shlex.split(message[6]), world_size=8)
     assert config.parallel.ulysses_parallel_size == 4 and config.chunks.fpdt_chunk_size == 256
 
 
-FIXED = {  # flags beside two that must go -> what stands in their place
+FIXED = {  # flags next to two that must be removed -> their replacement
     "--rope-theta 500000": "--rotary-base 500000",
-    "--num-hidden-layers 8": "",  # --num-layers is there already
+    "--num-hidden-layers 8": "",  # --num-layers is given already
     "--num-hidden-layers 4": None,
     "--kd": "",
     "--ulysses-degree 2": "--ulysses-parallel-size 2",
@@ -212,11 +214,11 @@ FIXED = {  # flags beside two that must go -> what stands in their place
 
 @pytest.mark.parametrize("flags", FIXED)
 def test_ways_out(flags: str):
-    """The command line that is named is parsed as what was given, with the way out done and nothing else changed."""
+    """The proposed command line equals the given one, except for the fix."""
     refusal = refused_with_command(f"{ACCEPTED} {flags} --num-experts 8 --fp4-format e2m1")
     wanted = FIXED[flags]
     if wanted is None:
-        assert refusal.command is None, refusal.told()
+        assert refusal.command is None, refusal.render()
         return
     kept = flags if flags.startswith(("--recompute", "--optimizer", "--fpdt", "--manual")) else ""
     assert parse(shlex.split(refusal.command), world_size=8) == parse(
@@ -293,7 +295,7 @@ RUN = (
 
 
 def learning_rates(flags: str, steps: int) -> list[float]:
-    """The learning rate of each step."""
+    """The learning rates by step."""
     from megatron.training.arguments.schedule import schedule_unit
     from megatron.training.model.optimizer import build_schedule
 
@@ -333,7 +335,7 @@ def test_by_samples():
 
 
 def test_by_tokens():
-    """SHAPE's samples have 64 tokens: the schedule is that of as many samples."""
+    """SHAPE's samples have 64 tokens: the schedule equals that of the same number of samples."""
     by_samples = "--lr-decay-style cosine --lr-warmup-samples 8 --train-samples 32"
     by_tokens = "--lr-decay-style cosine --lr-warmup-tokens {} --train-tokens {}"
     length = parse(f"{SHAPE} {RUN}".split()).data.seq_length
@@ -354,7 +356,7 @@ def test_by_tokens():
         ("--train-iters 7", None),
         ("--train-samples 32", None),
         ("--train-tokens 2048", 32),
-        ("--train-tokens 2049", 33),  # the step that reaches it is the last
+        ("--train-tokens 2049", 33),  # the last step reaches it
         ("--train-samples 1000 --train-tokens 2048", 32),
         ("--train-samples 32 --train-tokens 204800", None),
         ("--train-iters 7 --train-tokens 640000", None),
@@ -386,7 +388,7 @@ def test_tokens_left_by_samples_of_another_length():
 
     config = parse(f"{SHAPE} {RUN} --train-tokens 2048".split(), LLAMA, 1)
     done = Progress(iteration=4, consumed_train_samples=16, consumed_train_tokens=16 * 32)
-    assert length_of_run(config, None, done) == (4 + 6, 16 + 24)  # 1536 tokens are left, 24 samples of 64
+    assert length_of_run(config, None, done) == (4 + 6, 16 + 24)  # 1536 tokens remain, 24 samples of 64
 
 
 @pytest.mark.parametrize(
@@ -400,7 +402,7 @@ def test_tokens_left_by_samples_of_another_length():
     ],
 )
 def test_what_is_left_with_batches_of_another_size(length: str, expected: tuple[int, int]):
-    """Four steps of 8 samples were taken, the next ones are of 2: the data must reach that far."""
+    """After four steps of 8 samples, steps of 2 follow: the data must be sufficient."""
     from megatron.training.checkpoint.run_state import Progress
     from megatron.training.job import length_of_run
 
@@ -436,9 +438,9 @@ def test_refusals_by_tokens(flags: str, words: str):
     assert all(word in str(caught.value) for word in words.split()), caught.value
 
 
-def test_samples_beside_tokens_are_not_read_and_said_so():
+def test_samples_are_ignored_with_a_note_if_tokens_are_given():
     flags = (
         "--train-samples 64 --lr-decay-samples 60 --lr-decay-tokens 2048 --lr-warmup-samples 4 --lr-warmup-tokens 64"
     )
     notes = parse(f"{SHAPE} {RUN} {flags}".split(), LLAMA, 1).notes
-    assert sum("is not read beside --lr-" in note for note in notes) == 2
+    assert sum("is ignored, because --lr-" in note for note in notes) == 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated GPU takes the attention kernel that `kernels.select` would take there, and prices its launches."""
+"""A simulated GPU uses the attention kernel that `kernels.select` would choose there, and prices its launches."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ MASK, MANY = {"needs_mask": True}, {"many_tiles": True}
         ("H100-80G", "auto", bf16, 128, {}, "cudnn"),
         ("B200-192G", "auto", bf16, 128, {}, "cudnn"),
         ("H100-80G", "auto", bf16, 256, {}, "cudnn"),
-        ("B200-192G", "auto", bf16, 256, {}, "flash"),  # cuDNN has heads above 128 on Hopper alone
-        ("L20-48G", "auto", bf16, 256, {}, "triton"),  # nor has flash attention, backward, on a small GPU
-        ("H100-80G", "auto", bf16, 100, {}, "triton"),  # no multiple of 8
+        ("B200-192G", "auto", bf16, 256, {}, "flash"),  # cuDNN supports heads above 128 only on Hopper
+        ("L20-48G", "auto", bf16, 256, {}, "triton"),  # flash attention's backward does not support them on small GPUs
+        ("H100-80G", "auto", bf16, 100, {}, "triton"),  # not a multiple of 8
         ("H100-80G", "auto", fp32, 128, {}, "triton"),
         ("H100-80G", "auto", fp64, 128, {}, "math"),
         ("H100-80G", "auto", bf16, 512, {}, "math"),
@@ -78,7 +78,7 @@ def test_what_a_gpu_would_take(gpu, name, dtype, head, how, chosen):
     "gpu, kernel, many, chosen",
     [
         ("H100-80G", "flash_attn", False, "flash_attn"),  # version 3
-        ("B200-192G", "flash_attn", False, "cudnn"),  # version 2, which has nothing of Blackwell's
+        ("B200-192G", "flash_attn", False, "cudnn"),  # version 2 does not use Blackwell's instructions
         ("H100-80G", "flash", False, "flash"),
         ("H100-80G", "flash", True, "triton"),
     ],
@@ -113,7 +113,7 @@ def test_a_gpu_that_is_here_and_one_that_is_not_choose_alike(monkeypatch, gpu, h
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
     for many in (False, True):
         order = kernels.available("cuda", bf16, head, many_tiles=many)
-        here = [name for name in order if name not in ("triton", "flash_attn")]  # which may not be installed here
+        here = [name for name in order if name not in ("triton", "flash_attn")]  # they may not be installed here
         there = machine.choose_attention("auto", bf16, head, many_tiles=many)
         assert there == ("triton" if many or here[0] == "math" else here[0])
 
@@ -154,35 +154,35 @@ def test_products_that_add_to_a_sum_are_products():
 
 
 def test_tritons_launches_are_priced_by_the_pairs_of_their_tiles():
-    found, _ = launches(cp.Causal(), alibi_slopes=alibi_slopes(4))
-    assert {one.name for one in found} == {attention_named("triton")}
+    result, _ = launches(cp.Causal(), alibi_slopes=alibi_slopes(4))
+    assert {one.name for one in result} == {attention_named("triton")}
     pairs = 2 * 4 * 64 * 256 * 257 // 2
-    assert [(one.flops, one.backward) for one in found] == [(4 * pairs, False), (6 * pairs, True), (8 * pairs, True)]
+    assert [(one.flops, one.backward) for one in result] == [(4 * pairs, False), (6 * pairs, True), (8 * pairs, True)]
     machine = load("H100-80G")
     assert machine.kernels["triton"] < machine.attention_share()
-    assert all(kernel_seconds(one, machine) >= machine.launch for one in found)
+    assert all(kernel_seconds(one, machine) >= machine.launch for one in result)
 
 
 def test_a_window_is_one_launch_and_two():
-    found, _ = launches(cp.Window(63))
-    assert [one.backward for one in found] == [False, True, True]
+    result, _ = launches(cp.Window(63))
+    assert [one.backward for one in result] == [False, True, True]
     pairs = sum(min(row + 1, 64) for row in range(256))
-    assert found[0].flops == 4 * 2 * 4 * 64 * pairs
+    assert result[0].flops == 4 * 2 * 4 * 64 * pairs
 
 
 def test_a_mask_of_pairs_is_asked_once_a_pass(monkeypatch):
     mask = cp.MaskFunction(lambda q, k: (q - k) % 3 != 1)
-    found, trace = launches(mask)
-    assert len(found) == 3
+    result, trace = launches(mask)
+    assert len(result) == 3
     asked = [event.bytes for event in trace.events if getattr(event, "name", "") == "mask_bits"]
     assert len(asked) == 2 and asked[0] == asked[1] == 24 * 256 * 256
-    # Bits that do not fit at once make more launches, as of the kernel itself.
+    # Bits that do not fit at once need more launches, as in the kernel itself.
     monkeypatch.setattr(triton_tiles, "BITS_AT_ONCE", 4096)
     monkeypatch.setattr(triton_tiles, "MASKED_ROWS", 64)
     assert len(launches(mask)[0]) == 3 * 2
 
 
-# Replays on a toy machine, each against a time line made by hand; the table and the picture of where time goes.
+# Replays on a toy machine compared with time lines made by hand; the table and the picture.
 
 
 ONE = Rate(((1.0, 1.0),), power=0.0)
@@ -215,7 +215,7 @@ def test_compute_waits_at_once_without_a_ticket():
     assert went.busy == {"compute": 8, "ring": 3, "host load": 4}
 
 
-def test_a_ticket_hides_what_lasts_no_longer_than_the_compute_beside_it():
+def test_a_ticket_hides_what_lasts_no_longer_than_the_concurrent_compute():
     hidden = run(work(1), send(3, ticket=1), work(4), Wait((1,)), work(1))
     assert hidden.seconds == 6 and "ring" not in hidden.exposed
     late = run(work(1), send(3, ticket=1), work(2), Wait((1,)), work(1))
@@ -223,14 +223,14 @@ def test_a_ticket_hides_what_lasts_no_longer_than_the_compute_beside_it():
     assert [(span.stream, span.begin, span.end) for span in late.spans][1] == ("ring", 1, 4)
 
 
-def test_a_stream_works_in_order_and_axes_beside_each_other():
+def test_a_stream_works_in_order_and_axes_concurrently():
     went = run(
         send(3, ticket=1), send(2, ticket=2), send(4, "dp", ticket=3), load_chunk(1, ticket=4), Wait((4, 2, 3, 1))
     )
     times = {(span.stream, span.begin): span.end for span in went.spans}
     assert times == {("ring", 0): 3, ("ring", 3): 5, ("dp", 0): 4, ("host load", 0): 1}
     assert went.seconds == 5
-    assert went.exposed == {"host load": 1, "ring": 3, "dp": 1}  # who ended last while compute stood
+    assert went.exposed == {"host load": 1, "ring": 3, "dp": 1}  # the stream that compute waited for last
 
 
 def test_what_nobody_waits_for_still_belongs_to_the_step():
@@ -243,10 +243,8 @@ def test_overlap_makes_compute_stand_for_its_share():
     went = run(send(4, ticket=1), work(8), Wait((1,)), machine=machine)
     assert went.seconds == 9 and went.exposed == {"ring": 1, "gemm": 8}
     none = replace(TOY, calibration=Calibration(overlap=0.0))
-    assert run(send(4, ticket=1), work(8), Wait((1,)), machine=none).seconds == 12  # as if it had no ticket
-    assert (
-        run(load_chunk(4, ticket=1), work(8), Wait((1,)), machine=none).seconds == 8
-    )  # a copy takes no multiprocessor
+    assert run(send(4, ticket=1), work(8), Wait((1,)), machine=none).seconds == 12  # the same as without a ticket
+    assert run(load_chunk(4, ticket=1), work(8), Wait((1,)), machine=none).seconds == 8  # a copy uses no multiprocessor
 
 
 def test_phases_counts_and_mfu():
@@ -344,7 +342,7 @@ def test_there_must_be_something_to_draw(tmp_path):
 
 
 def ahead(*seconds: float) -> list:
-    """A stretch that waits for what the one before it began, and begins as much itself."""
+    """A stretch that waits for a transfer of the previous one, and starts one for the next."""
     events = []
     for index, long in enumerate(seconds, 1):
         events += [Wait((index - len(seconds),)), work(1), send(long, ("ring", "dp")[index % 2], ticket=index)]
@@ -369,13 +367,13 @@ def test_what_repeats_is_played_as_if_it_were_written_out(seconds):
         ]
 
     repeat = Repeat(len(before), len(before) + len(stretch), 40, tickets)
-    found = replay(Trace([*before, *stretch, *after]), machine, repeat=repeat)
+    result = replay(Trace([*before, *stretch, *after]), machine, repeat=repeat)
     written_out = [event for times in range(41) for event in moved(stretch, times * tickets)]
     whole = replay(Trace([*before, *written_out, *moved(after, 40 * tickets)]), machine)
-    assert found.seconds == pytest.approx(whole.seconds, rel=1e-12)
-    assert found.exposed == pytest.approx(whole.exposed, rel=1e-12)
-    assert found.busy == pytest.approx(whole.busy, rel=1e-12)
-    assert len(found.spans) < len(whole.spans) / 4  # it was not played to the end
+    assert result.seconds == pytest.approx(whole.seconds, rel=1e-12)
+    assert result.exposed == pytest.approx(whole.exposed, rel=1e-12)
+    assert result.busy == pytest.approx(whole.busy, rel=1e-12)
+    assert len(result.spans) < len(whole.spans) / 4  # repetitions were not played
 
 
 def test_a_stretch_that_is_waited_for_from_afar_does_not_repeat():
@@ -386,7 +384,7 @@ def test_a_stretch_that_is_waited_for_from_afar_does_not_repeat():
         find_repeat(Trace([*passes, send(1, ticket=3), Wait((0,))]), Stretch(3, 1, 1, 5))
 
 
-# A simulated world: real grids of ranks that do not exist.
+# A simulated world: real grids for ranks that do not exist.
 
 
 # (tensor, ulysses, ring, data, pipeline)
@@ -394,12 +392,12 @@ GRIDS = [(1, 1, 1, 1, 1), (2, 2, 2, 2, 2), (1, 4, 2, 3, 1), (4, 1, 3, 2, 5), (2,
 
 
 def coordinates(rank, sizes):
-    """By the design: rank = tp + T * (u + U * (r + R * (d + D * p)))."""
-    found = []
+    """The definition: rank = tp + T * (u + U * (r + R * (d + D * p)))."""
+    result = []
     for size in sizes:
-        found.append(rank % size)
+        result.append(rank % size)
         rank //= size
-    return found
+    return result
 
 
 def world_size(sizes):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A log that cannot be written any more is told once, and training and the other logs go on."""
+"""A log that can no longer be written is reported once; training and other logs continue."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STEPS = 40
 
 
 def run(flags: str, between=lambda: None) -> None:
-    """All that a run's logs see of it."""
+    """The values that a run logs."""
     config = parse(f"{GOOD} {MOCK} --log-interval 100 {flags}".split(), world_size=1)
     reports = reporter.Reporter(config, active=True, first_iteration=0, last_iteration=STEPS)
     between()
@@ -67,9 +67,9 @@ def fill(folder: Path) -> None:
 def test_a_full_disk_under_tensorboard_ends_that_log_alone(tiny_disk, tmp_path, capfd):
     log = tmp_path / "log.jsonl"
     run(f"--tensorboard-dir {tiny_disk}/board --log-jsonl {log}", lambda: fill(tiny_disk))
-    said = capfd.readouterr()
-    assert said.out.count("WARNING: --tensorboard-dir: No space left on device; going on without it") == 1
-    assert "Traceback" not in said.err and "Exception" not in said.err
+    output = capfd.readouterr()
+    assert output.out.count("WARNING: --tensorboard-dir: No space left on device; going on without it") == 1
+    assert "Traceback" not in output.err and "Exception" not in output.err
     assert [json.loads(line)["iteration"] for line in log.open()] == list(range(1, STEPS + 1))
 
 
@@ -88,8 +88,8 @@ def test_weights_and_biases_may_fail_at_any_time(where, tmp_path, monkeypatch, c
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=called("init")))
     run(f"--wandb-project p --tensorboard-dir {tmp_path}/board --log-jsonl {tmp_path}/log.jsonl")
-    told = "WARNING: --wandb-project: the server does not answer; going on without it"
-    assert capsys.readouterr().out.count(told) == 1
+    message = "WARNING: --wandb-project: the server does not answer; going on without it"
+    assert capsys.readouterr().out.count(message) == 1
     assert calls.count("log") == {"init": 0, "log": 5, "finish": STEPS}[where]
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == STEPS and list((tmp_path / "board").iterdir())
 
@@ -114,7 +114,7 @@ def test_a_full_disk_leaves_no_picture_and_no_batch_and_nothing_ends(tiny_disk, 
         "phases": [["forward", 0.0]],
         "seconds": 9.0,
     }
-    line = memory_profile.write_profile(str(tiny_disk), 2, profile, "cpu")  # there is room for the numbers alone
+    line = memory_profile.write_profile(str(tiny_disk), 2, profile, "cpu")  # there is only space for the numbers
     assert line == f" WARNING: --profile-memory {tiny_disk}: No space left on device; going on without it"
     assert (tiny_disk / "memory_rank0.json").stat().st_size
     fill(tiny_disk)
@@ -135,7 +135,7 @@ def test_a_full_disk_leaves_no_picture_and_no_batch_and_nothing_ends(tiny_disk, 
     assert "No space left on device" in bad_batches.write_batch(job, result)
 
 
-# megatron-core's configuration is one that core accepts, also for GPUs, which no test here has.
+# core accepts its configuration, also for GPUs, which are not available here.
 
 
 GPT = "--hidden-dropout 0 --attention-dropout 0"
@@ -171,7 +171,7 @@ def by_fused_kernel(x):
 @pytest.mark.parametrize(
     "flags, same, other",
     [
-        ("", by_fused_kernel, functional.gelu),  # what Megatron-LM does without any flag
+        ("", by_fused_kernel, functional.gelu),  # Megatron-LM's default
         ("--no-bias-gelu-fusion", functional.gelu, by_fused_kernel),
         ("--disable-bias-linear", functional.gelu, by_fused_kernel),  # switches the fused kernel off in Megatron-LM
         ("--no-bias-gelu-fusion --openai-gelu", by_fused_kernel, functional.gelu),
@@ -182,7 +182,7 @@ def test_the_activation_is_megatrons(flags, same, other):
     config = parse(f"{SHAPE} {RUN} {GPT} {flags}".split(), None, 1)
     x = torch.linspace(-6, 6, 1001, dtype=torch.float64)
     activation = transformer_config(config, Grid(), on_gpu=False).activation_func
-    with torch.compiler.set_stance("force_eager"):  # core compiles its kernel; the formula is what counts here
+    with torch.compiler.set_stance("force_eager"):  # core compiles its kernel; only the formula matters here
         same_x, other_x = same(x), other(x)
     assert torch.allclose(activation(x), same_x, rtol=0, atol=2e-8)  # the fused kernel has 8 digits of sqrt(2 / pi)
     assert (activation(x) - other_x).abs().max() > 1e-4
@@ -245,7 +245,7 @@ LLAMA_MODEL = {
 
 @pytest.mark.parametrize(
     ("changes", "parameters"),
-    [  # what megatron-core's GPTModel with these settings and 128 rows of vocabulary holds
+    [  # parameters of megatron-core's GPTModel with these settings and 128 rows of vocabulary
         ({}, 160320),
         (LLAMA_MODEL, 127424),
         (

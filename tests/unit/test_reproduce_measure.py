@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--measure of the papers' tables: real runs in place of the cost model, and what stands where there is no time."""
+"""--measure of the papers' tables: real runs in place of the cost model, and the text of rows without a time."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from tests.program import run_forked
 
 REPRODUCE = Path(measured.__file__).parent
 PAPERS = {"usp": usp.TABLES, "ulysses": ulysses.TABLES, "fpdt": fpdt_tables.TABLES, "genslm": genslm.TABLES}
-MEASURED = {  # the others are refused with a reason, before anything is looked up
+MEASURED = {  # others are refused with a reason before anything else
     *(f"usp/{name}" for name in ("table_5", "table_6", "table_7", "figure_5")),
     *(f"ulysses/{name}" for name in ("table_2", "table_3", *(f"figure_{number}" for number in range(3, 8)))),
     *(f"fpdt/{name}" for name in ("figure_1", "figure_11", "figure_12", "table_3_mfu")),
     "genslm/table_1",
 }
-COMMANDS = [f"{paper}/{name}" for paper, found in PAPERS.items() for name in found]
+COMMANDS = [f"{paper}/{name}" for paper, result in PAPERS.items() for name in result]
 TABLES: list[Callable[[Clock], list[Row]]] = [
     usp.training_rows, usp.figure_5_rows, ulysses.scaling_rows, ulysses.figure_3_rows, ulysses.figure_7_rows,
     lambda clock: [row for figure in (4, 5, 6) for row in ulysses.figure_rows(clock, figure)],
     fpdt.figure_1_rows, fpdt.figure_11_rows, fpdt.figure_12_rows, fpdt.table_3_rows, genslm.throughput_rows,
 ]  # fmt: skip
 TINY = Workload(shape_of("gpt-2.7b", num_layers=1, hidden_size=64, num_attention_heads=4), 128)
-ABSENT = {"the paper's block-sparse kernel is not here", "the old framework is not here"}
+ABSENT = {"the paper's block-sparse kernel is not available", "the old framework is not available"}
 
 
 def of_gpus(count: int) -> Measured:
@@ -75,7 +75,7 @@ def test_a_step_of_a_real_run(monkeypatch):
 
 def test_the_time_is_the_median_after_the_first_two_steps(monkeypatch):
     assert step_of(monkeypatch, [9000, 5000, 100, 300]) == pytest.approx(0.2)
-    with pytest.raises(Unmeasured, match="failed with code 0"):  # a log that is too short is no measurement
+    with pytest.raises(Unmeasured, match="failed with code 0"):  # a log that is too short
         step_of(monkeypatch, [9000, 5000, 100])
 
 
@@ -91,21 +91,21 @@ def step_of(monkeypatch, milliseconds: list[int]) -> float:
 
 
 @pytest.mark.parametrize(
-    "output, told",
+    "output, message",
     [
         ("[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20 GiB\nerror: rank 1 ended", "OOM"),
         ("[rank0]: RuntimeError: CUDA error: out of memory", "OOM"),
-        ("Root Cause: exitcode : -9 (pid: 7)\ntraceback : Signal 9 (SIGKILL)", "killed, as where host memory ends"),
+        ("Root Cause: exitcode : -9 (pid: 7)\ntraceback : Signal 9 (SIGKILL)", "killed, as if host memory had run out"),
         ("a warning\nerror: --seq-length 100 cannot be cut\nraise ChildFailedError(", "--seq-length 100 cannot be cut"),
         ("error on rank 3: --zero-stage 9 is unknown", "--zero-stage 9 is unknown"),
         ("Traceback\n[rank0]: ValueError: no such kernel\n  error_file: <N/A>", "ValueError: no such kernel"),
         ("", "failed with code 1"),
     ],
 )
-def test_why_a_run_gave_no_time(monkeypatch, output: str, told: str):
-    assert reason(1, output) == told
+def test_why_a_run_gave_no_time(monkeypatch, output: str, message: str):
+    assert reason(1, output) == message
     monkeypatch.setattr(measured, "launch", lambda *_: (1, output))
-    assert of_gpus(8).seconds("gpt-2.7b", TINY, Strategy(ulysses=4)) == told
+    assert of_gpus(8).seconds("gpt-2.7b", TINY, Strategy(ulysses=4)) == message
 
 
 def test_a_run_that_takes_too_long_is_ended(tmp_path):
@@ -146,19 +146,19 @@ def test_the_rows_count_as_simulated_ones_do(monkeypatch):
 
 
 def test_layer_inputs_wait_in_host_memory_where_the_paper_has_them_there(monkeypatch):
-    found = []
+    result = []
 
     def run(model: str, workload: Workload, strategy: Strategy) -> float:
-        found.append(strategy.offload_checkpoints)
+        result.append(strategy.offload_checkpoints)
         return 1.0
 
     monkeypatch.setattr(measured, "step_seconds", run)
     fpdt.table_3_rows(of_gpus(8))
-    assert found == [line["checkpoint_offload"] == "yes" for line in published("fpdt_table_3_strategies")]
+    assert result == [line["checkpoint_offload"] == "yes" for line in published("fpdt_table_3_strategies")]
 
 
 def test_rows_without_a_time_are_kept_with_the_reason(monkeypatch, tmp_path, capsys):
-    """On 8 GPUs, table 6's 16 stay unknown; what was OOM in the paper can be OOM here."""
+    """On 8 GPUs, rows of table 6 with 16 GPUs stay unknown; a row that was OOM in the paper may be OOM here."""
 
     def full(*_) -> float:
         raise Unmeasured("OOM")
@@ -172,8 +172,8 @@ def test_rows_without_a_time_are_kept_with_the_reason(monkeypatch, tmp_path, cap
     assert any(row.agrees for row in dense if row.published == "OOM")
     write(tmp_path, "table_6", "USP, table 6", rows, panel="seq_length")
     write(tmp_path, "figure_3", "a figure", ulysses.figure_3_rows(of_gpus(0)), over="gpus")
-    told = capsys.readouterr().out
-    assert "needs 16 GPUs" in told and "ours: measured" in told
+    message = capsys.readouterr().out
+    assert "needs 16 GPUs" in message and "ours: measured" in message
 
 
 def test_a_shape_that_flags_cannot_say_is_an_error():
@@ -190,9 +190,9 @@ def test_without_gpus_measure_is_refused(name: str, tmp_path, monkeypatch, capsy
     file = REPRODUCE / paper / "tables.py"
     with pytest.raises(SystemExit) as ended:
         run_tables(str(file), "", PAPERS[paper], [table, str(out), "--measure"])
-    told = capsys.readouterr()
-    assert ended.value.code == 2 and not out.exists() and not told.out
-    assert told.err.startswith("error: --measure") and told.err.count("\n") == 1 and "leave" in told.err
+    message = capsys.readouterr()
+    assert ended.value.code == 2 and not out.exists() and not message.out
+    assert message.err.startswith("error: --measure") and message.err.count("\n") == 1 and "leave" in message.err
     assert (not PAPERS[paper][table].not_measured) == (name in MEASURED)
 
 

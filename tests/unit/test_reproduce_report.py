@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published numbers beside ours: errors, words, tables, files, pictures; and the folder's commands run one by one."""
+"""Published numbers compared with ours: errors, words, tables, files, pictures; and the run_all scripts."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def row(published, ours, unit="ms", **label) -> Row:
     ],
 )
 def test_error_of_a_row(published, ours, error, agrees):
-    found = row(published, ours)
-    assert found.error == pytest.approx(error) if error is not None else found.error is None
-    assert found.agrees is agrees and found.doublings is None
+    result = row(published, ours)
+    assert result.error == pytest.approx(error) if error is not None else result.error is None
+    assert result.agrees is agrees and result.doublings is None
 
 
 def test_lengths_are_compared_in_doublings():
@@ -80,15 +80,15 @@ def test_write(options, tmp_path, capsys):
     ]
     mean = report.write(tmp_path / "new", "table_9", "Paper, table 9", rows, **options)
     assert mean == pytest.approx((10 + 25 + 100) / 3)
-    told = capsys.readouterr().out
+    message = capsys.readouterr().out
     for words in ("Paper, table 9", "ours: simulated and measured", "+10.0 %", "same", "+1.00", "a note", "16,384"):
-        assert words in told
-    assert "mean absolute error 45.0 % over 3 of 5 rows: ms 17.5 %, tokens 100.0 %" in told
-    assert "words: 1 of 1 the same" in told
-    found = list(csv.DictReader((tmp_path / "new" / "table_9.csv").open()))
-    assert [r["ours"] for r in found] == ["110.0", "150.0", "OOM", "3", "16384"]
-    assert float(found[1]["error_percent"]) == pytest.approx(-25) and found[3]["published"] == ""
-    assert found[2]["same"] == "True" and found[4]["doublings"] == "1.0"
+        assert words in message
+    assert "mean absolute error 45.0 % over 3 of 5 rows: ms 17.5 %, tokens 100.0 %" in message
+    assert "words: 1 of 1 the same" in message
+    result = list(csv.DictReader((tmp_path / "new" / "table_9.csv").open()))
+    assert [r["ours"] for r in result] == ["110.0", "150.0", "OOM", "3", "16384"]
+    assert float(result[1]["error_percent"]) == pytest.approx(-25) and result[3]["published"] == ""
+    assert result[2]["same"] == "True" and result[4]["doublings"] == "1.0"
     assert (tmp_path / "new" / "table_9.png").stat().st_size > 5000
 
 
@@ -120,19 +120,19 @@ def test_a_command_writes_to_a_folder_of_its_own():
 
 def test_a_table_of_a_paper_is_written_where_it_is_asked_for(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    asked, told = [], []
+    asked, message = [], []
 
     def rows(measure: bool) -> list[Row]:
         asked.append(measure)
         return [row(1.0, 2.0)]
 
-    table = report.PaperTable("Paper, table 5", "about", rows, then=told.extend)
+    table = report.PaperTable("Paper, table 5", "about", rows, then=message.extend)
     file, tables = str(tmp_path / "usp" / "tables.py"), {"table_5": table, "figure_6": table}
     report.run_tables(file, "of a paper", tables, ["table_5"])
     report.run_tables(file, "of a paper", tables, ["figure_6", "here", "--measure"])
     written = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.csv")]
     assert sorted(written) == ["here/figure_6.csv", "out/reproduce/usp/table_5/table_5.csv"]
-    assert asked == [False, True] and len(told) == 2
+    assert asked == [False, True] and len(message) == 2
     capsys.readouterr()
     report.run_tables(file, "of a paper", tables, ["--names"])
     assert capsys.readouterr().out == "table_5\nfigure_6\n"
@@ -142,7 +142,7 @@ def test_a_table_of_a_paper_is_written_where_it_is_asked_for(tmp_path, monkeypat
 
 
 def test_run_all_runs_every_command(tmp_path):
-    """In a copy of the tree with commands that only write down what they were given; one fails."""
+    """In a copy of the tree with commands that only record their arguments; one fails."""
     tree = tmp_path / "tree"
     for file in (REPRODUCE / "run_all.sh", REPRODUCE / "run_folder.sh"):
         copy = tree / file.relative_to(REPRODUCE.parents[1])
@@ -170,7 +170,7 @@ def test_run_all_runs_every_command(tmp_path):
 
 @pytest.mark.parametrize("script, runs", [("usp/figure_6", 2), ("fpdt/figure_14", 3), ("ulysses/figure_8", 5)])
 def test_curves_are_of_one_training(script: str, runs: int, tmp_path: Path):
-    """Each run of a figure is accepted, and they differ in nothing but how the work is shared out."""
+    """All runs of a figure are accepted and differ only in how the work is distributed."""
     tree, captured = tmp_path / "tree", tmp_path / "captured"
     for name in (f"{script}.sh", "convergence.sh"):
         copy = tree / "examples" / "reproduce" / name

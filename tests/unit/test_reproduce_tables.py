@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The papers' throughput tables, simulated: how far from the published numbers, and who wins."""
+"""The papers' throughput tables, simulated: errors against the published numbers, and the fastest row."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def usp() -> list[Row]:
     return training_rows(clock("usp-a800", measure=False))
 
 
-BARS = {  # mean errors in percent, as they were when models of links, launches and other programs came in
+BARS = {  # largest permitted mean errors in percent
     "USP, tables 5 to 7": (2.8, lambda: training_rows(clock("usp-a800", measure=False))),
     "USP, table 4": (3.3, lambda: attention_rows(cluster("usp-a100"), "8xA100_nvlink")),
     "USP, table 3": (3.6, lambda: attention_rows(cluster("usp-l20"), "8xL20_pcie")),
@@ -83,10 +83,10 @@ def test_usp_winners_are_at_most_two_percent_below_the_published_best(usp):
 
 
 def test_usp_flops_are_counted_as_printed():
-    """152.51 of the last version, causal, follows from 266 of the first: only so without the gate of Llama's MLP."""
+    """The last version's 152.51 (causal) follows from the first's 266 only without the gate of Llama's MLP."""
     workload = Workload(training_shape("llama3-8b"), 122880)
     full, half = (usp_tflops(replace(workload, seq_length=length), 1.0, 16) for length in (122880, 61440))
-    attention = 2 * (full - 2 * half)  # of the whole length: what grows with its square
+    attention = 2 * (full - 2 * half)  # the quadratic part for the full length
     assert 266 * (1 - attention / 2 / full) == pytest.approx(152.51, rel=0.005)
 
 
@@ -113,7 +113,7 @@ def test_data_parallelism_wins_figure_5():
     assert mean_error(rows) < 10
     for data, sequence in zip(rows[::2], rows[1::2]):
         assert data.ours >= sequence.ours and data.published > sequence.published
-        # At 512 tokens ours wait for gradients, as many either way.
+        # At 512 tokens both wait for the same gradients.
         assert data.ours > sequence.ours or data.label["seq_length"] == 512
 
 
@@ -143,7 +143,7 @@ def test_ulysses_figures_have_their_shape():
             if row.label["system"] == "ulysses" and other is not None and figure != 6:
                 assert row.ours > other
     sparse = [row.ours for row in figure_rows(time, 6) if row.label["system"] == "ulysses"]
-    assert sparse == sorted(sparse, reverse=True)  # the kernel's rate is what is left of long sequences
+    assert sparse == sorted(sparse, reverse=True)  # for long sequences the kernel's rate decides
     assert all(row.published is None for row in figure_3_rows(time) + figure_7_rows(time))
 
 
@@ -157,9 +157,9 @@ def test_fpdt_mfu_over_the_length():
         assert rising == sorted(rising)
     assert 32 * 1024 <= first_covered(machine) <= 64 * 1024  # section 4.2
     by_chunk = [row.ours for row in figure_12_rows(time) if row.label["model"] == "gpt-6.7b"]
-    assert by_chunk[:4] == sorted(by_chunk[:4])  # up to 64K, the paper's choice; longer chunks win nothing
+    assert by_chunk[:4] == sorted(by_chunk[:4])  # up to 64K, the paper's choice; longer chunks are not faster
     assert by_chunk[4] < 1.01 * by_chunk[3]
-    # 64K costs little: the first loads of each backward pass, which nothing hides.
+    # With 64K only the first loads of each backward pass are not hidden.
     assert by_chunk[0] < 0.6 * by_chunk[-1] and by_chunk[3] > 0.92 * by_chunk[-1]
 
 
@@ -201,11 +201,11 @@ def test_a_fit_finds_a_constant_again():
         return [replace(there, published=there.ours, ours=ours.ours) for there, ours in pairs]
 
     assert fit.mean_error(start, [table]) > 5
-    found = fit.fit(start, ("gemm",), [table])
-    assert found.calibration.gemm == pytest.approx(0.6, rel=0.03) and fit.mean_error(found, [table]) < 1
+    result = fit.fit(start, ("gemm",), [table])
+    assert result.calibration.gemm == pytest.approx(0.6, rel=0.03) and fit.mean_error(result, [table]) < 1
 
 
-# Longest contexts and device memory of the papers' runs, by our closed forms: what examples/reproduce has to show.
+# Longest contexts and device memory of the papers' runs, by our closed forms.
 
 
 GIB_OF_80 = 60  # a row of table 3 with this much of an A100-80G, or more, fills it
@@ -218,8 +218,8 @@ def lengths(theirs: int | None, ours: int, note: str = "") -> Row:
 @pytest.mark.parametrize("most", [0, 4095, 4096, 5000, 8192, 100_000])
 def test_the_longest_that_fits(most):
     tried = []
-    found = longest_power(lambda length: tried.append(length) or length <= most)
-    assert found == max((4096 << n for n in range(6) if 4096 << n <= most), default=0)
+    result = longest_power(lambda length: tried.append(length) or length <= most)
+    assert result == max((4096 << n for n in range(6) if 4096 << n <= most), default=0)
     assert longest_multiple(lambda length: length <= most, 1000) == most // 1000 * 1000
 
 
@@ -249,9 +249,9 @@ def test_agreement_is_within_a_doubling(row, agrees, capsys):
 def test_fpdt_table_3():
     """Lengths of all rows within a doubling; device memory within 15 % where the paper's rows fill it.
 
-    FPDT's own row is another matter: ours holds half of what the published program does, and host memory is its limit.
-    Under ZeRO 2 (which stands for 1, too) our FSDP holds the buffer of what it gathered last, the output layer, through
-    the loss, as dry runs say; DeepSpeed gathers whole weights after a step, and none in it.
+    FPDT's own row differs: our program holds half as much as the published one, and host memory is its limit.
+    Under ZeRO 2 (which stands for 1, too) our FSDP keeps the buffer of its last gather, the output layer, during
+    the loss, as in dry runs; DeepSpeed gathers weights only after a step.
     """
     rows = fpdt.table_3_rows()
     assert within_a_doubling(rows) == (10, 10)
@@ -283,7 +283,7 @@ def test_fpdt_table_1():
 
 @pytest.mark.parametrize("model, gpu, gpus", [("gpt-2.7b", "A100-40G", 1), ("llama3-70b", "A100-80G", 16)])
 def test_two_rows_of_table_1_need_an_assumption(model, gpu, gpus):
-    """Without it nothing fits at all, and with it no more than twice what was published."""
+    """Without the assumption nothing fits, and with it at most twice the published length."""
     run = fpdt.table_1_run(model, gpu, gpus)
     plain = replace(run, strategy=fpdt.fpdt(run.shape, gpus), adam_on_host=False)
     assert fpdt.longest(plain) == 0 < fpdt.longest(run)
@@ -350,7 +350,7 @@ def test_without_sharing_out_the_table_50k_is_the_ceiling():
     assert "blames the table" in rows["TP, SP", 64].note
 
 
-# What examples/reproduce counts: messages, tiles, tables, masks, and how far loss curves are apart.
+# Counts of examples/reproduce: messages, tiles, tables, masks, and distances of loss curves.
 
 
 def test_messages_are_counted_once_for_each_receiver():
@@ -384,15 +384,15 @@ def test_a_layer_sends_what_the_closed_form_says(method, ranks, kv_heads):
     sent = section_3_2.sent_by_a_layer(method, ranks, kv_heads)
     group = section_3_2.HEADS // kv_heads
     assert sent == pytest.approx(section_3_2.exact_form(method, ranks, group), rel=1e-9)
-    told = section_3_2.closed_form(method, ranks, group)
+    message = section_3_2.closed_form(method, ranks, group)
     if ranks <= kv_heads:
-        assert sent == pytest.approx(told * (ranks - 1) / ranks, rel=1e-9)
+        assert sent == pytest.approx(message * (ranks - 1) / ranks, rel=1e-9)
     else:
-        assert sent > told * (ranks - 1) / ranks
+        assert sent > message * (ranks - 1) / ranks
 
 
 def test_a_ring_sends_keys_and_values():
-    """All but what is masked: the rank that sends most passes its own block and those of all ranks but the next on."""
+    """Without masked blocks: the rank that sends most sends its own block and those of all ranks except the next."""
     assert section_3_2.sent_by_a_layer("Ring", 4, 64) == pytest.approx(2 * 3 / 4)
     assert section_3_2.sent_by_a_layer("Ring", 4, 8) == pytest.approx(2 * 3 / 4 / 8)
     least = min(section_3_2.sent_by_a_layer("Ring", 4, 64, rank) for rank in range(4))
@@ -410,8 +410,8 @@ def test_contiguous_rings_are_unbalanced_by_twice_their_size(ring):
 @pytest.mark.parametrize("partitioned, parts", [(False, 1), (True, 16)])
 def test_a_table_takes_16_bytes_a_number(partitioned, parts):
     weights = 16384 * 5760 * 4 // parts
-    found = figure_6.table_bytes(16384, 16, partitioned, rank=5)
-    assert found == {"parameters": weights, "gradients": weights, "optimizer": 2 * weights}
+    result = figure_6.table_bytes(16384, 16, partitioned, rank=5)
+    assert result == {"parameters": weights, "gradients": weights, "optimizer": 2 * weights}
 
 
 def test_dense_masks_grow_and_ours_do_not():
@@ -441,9 +441,9 @@ def test_the_part_of_a_step_that_is_a_blocks_backward(tmp_path: Path):
     blocks = [SimpleNamespace(place=place) for place in ("device", "device", "host", "elsewhere")]
     events = [(0, 0, 100), (1, 1, 30), (2, 2, 7), (3, 1, 20), (3.5, 3, 1), (4, 1, -50), (9, 0, -100)]
     history = SimpleNamespace(blocks=blocks, events=events)
-    found = figure_13._within(history, {"block": [(2, 5)], "ffn": [(2.5, 3.2)]}, 100, 0)
-    assert (found.device, found.host) == ([30, 50, 50, 0], [7, 7, 7, 7])
-    assert found.in_ffn == [False, True, False, False] and (found.peak(True), found.peak(False)) == (50, 50)
+    result = figure_13._within(history, {"block": [(2, 5)], "ffn": [(2.5, 3.2)]}, 100, 0)
+    assert (result.device, result.host) == ([30, 50, 50, 0], [7, 7, 7, 7])
+    assert result.in_ffn == [False, True, False, False] and (result.peak(True), result.peak(False)) == (50, 50)
     recorded = {(2, 4): figure_13.Backward([3, 8, 5], [1, 2, 1], [True, False, False])}
     rows = {row.label["in"]: row for row in figure_13.rows_of(recorded)}
     assert rows["the block"].agrees and rows["attention"].ours == 8 / 2**20

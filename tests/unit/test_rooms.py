@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports go one way, downwards: a room uses what is below it, never what is above."""
+"""Imports go in one direction: a package uses packages below it, never those above."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.shared import Shared
 
 ROOT = Path(__file__).parents[2]
 
-# From the ground up. A module belongs to the longest name that begins its own.
+# Packages from the lowest up. A module belongs to the longest name that is a prefix of its own.
 FLOORS = [
     "decisions",
     "formulas",
@@ -102,9 +102,9 @@ def test_no_two_modules_import_each_other_even_by_way_of_others():
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_no_module_patches_or_uses_private_names_of_another(module):
-    """What a simulation may replace is marked where it is defined: platform/hooks.py."""
+    """Functions that a simulation replaces are marked at their definition: platform/hooks.py."""
     tree = ast.parse(MODULES[module].read_text())
-    own: set[str] = set()  # names that stand for modules of ours
+    own: set[str] = set()  # names of our modules
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(OURS):
             private = [n.name for n in node.names if n.name.startswith("_")]
@@ -162,7 +162,7 @@ def test_errors_of_the_library_name_arguments_and_never_flags():
                 assert not re.search(r"--[a-z]", node.value), f"{path}:{node.lineno}"
 
 
-# Which tests run: pairs that are covered, what --quick and --full leave out, what is made once.
+# Which tests run: covered pairs, --quick and --full, and values that are made once.
 
 
 def test_settings_of_a_command_line() -> None:
@@ -173,11 +173,11 @@ def test_settings_of_a_command_line() -> None:
 def test_every_pair_stays_and_few_cases_do() -> None:
     axes = ("--tensor", "--ulysses", "--ring", "--zero")
     cases = [frozenset(f"{axis} {n}" for axis, n in zip(axes, levels)) for levels in product(range(3), repeat=4)]
-    assert len(pairs.pairs({"--tensor 2", "--zero 1", "--bf16"})) == 5  # none, each, and the two axes
+    assert len(pairs.pairs({"--tensor 2", "--zero 1", "--bf16"})) == 5  # nothing, each setting, and the two axes
     held = [pairs.pairs(levels) for levels in cases]
     kept = pairs.covering(held, [1.0] * len(cases))
     assert set().union(*(held[index] for index in kept)) == set().union(*held)
-    assert 9 <= len(kept) <= 16  # of 81: nine would do, were the choice not greedy
+    assert 9 <= len(kept) <= 16  # of 81; nine are sufficient, but the choice is greedy
     assert kept == pairs.covering(held, [1.0] * len(cases))
 
 

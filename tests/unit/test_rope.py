@@ -39,7 +39,7 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 
 
 class InDouble(ModuleType):
-    """torch, in which what asks for fp32 gets fp64."""
+    """torch with fp64 in place of fp32."""
 
     def __getattr__(self, name: str) -> object:
         return torch.float64 if name in ("float", "float32") else getattr(torch, name)
@@ -125,19 +125,19 @@ def test_angles_at_four_million_are_exact_to_fp32_rounding(ring, ulysses, chunks
     rope = Rope(16, 10000, yarn=Yarn(8.0))
     embedding = LayoutRotaryEmbedding(rope, layout)
     far = (layout.positions >= FAR - 2).nonzero()[:6].flatten().tolist() + [-1]
-    found = [(int(layout.positions[row]), embedding.angles()[row, 0, 0]) for row in far]
+    result = [(int(layout.positions[row]), embedding.angles()[row, 0, 0]) for row in far]
     spans = layout.local_chunk_spans(chunks - 1)
     positions = [position for start, stop in spans for position in (start, stop - 1)]
     ends = embedding.of_spans(tuple((position, position + 1) for position in positions))
-    found += [(position, ends[row, 0, 0]) for row, position in enumerate(positions)]
-    assert max(position for position, _ in found) >= FAR
+    result += [(position, ends[row, 0, 0]) for row, position in enumerate(positions)]
+    assert max(position for position, _ in result) >= FAR
     with mpmath.workdps(50):
         base, kept = mpmath.mpf(10000), rope.inverse_frequencies() / Rope(16, 10000).inverse_frequencies()
-        for position, angles in found:
+        for position, angles in result:
             assert angles.dtype == torch.float32 and angles.shape == (8,)
             for pair, angle in enumerate(angles.tolist()):
                 frequency = base ** (-mpmath.mpf(pair) / 8)
-                share = (float(kept[pair]) * 8 - 1) / 7  # of the frequency that YaRN leaves alone
+                share = (float(kept[pair]) * 8 - 1) / 7  # share of the unchanged frequency
                 frequency *= share + (1 - share) / mpmath.mpf(8)
                 apart = mpmath.fmod(angle - exact_angle(position, frequency) + 3 * mpmath.pi, 2 * mpmath.pi) - mpmath.pi
                 # Half a unit in the last place of an fp32 below 8, and 2e-8 for fp64 frequencies at eight million.
@@ -145,7 +145,7 @@ def test_angles_at_four_million_are_exact_to_fp32_rounding(ring, ulysses, chunks
 
 
 def test_angles_restart_with_documents_of_each_sample() -> None:
-    """And the angles of the last batch are not those of the next."""
+    """Angles of one batch are not reused for the next."""
     layout = SequenceLayout(16, abstract_grid(ring=2).at(ring=1))  # 4 to 11
     inv_freq = Rope(8).inverse_frequencies()
     plain, restarting = (LayoutRotaryEmbedding(Rope(8), layout, restarts=restarts) for restarts in (False, True))
@@ -196,7 +196,7 @@ def turned(x: Tensor, angles: Tensor, rope: Rope) -> Tensor:
 @pytest.mark.parametrize("per_sample", [False, True])
 @pytest.mark.parametrize("rope", [Rope(8), Rope(6, interleaved=True), Rope(4, yarn=Yarn(40.0))], ids=str)
 def test_rotation_and_its_gradient(monkeypatch: pytest.MonkeyPatch, rope: Rope, per_sample: bool) -> None:
-    """Of heads that are a view of a larger tensor, in pieces of two rows and a shorter one."""
+    """Heads that are a view of a larger tensor, in pieces of two rows and a shorter one."""
     monkeypatch.setitem(rope_module.PIECE, "cpu", 2 * 2 * 3 * 8)
     torch.manual_seed(0)
     whole = torch.randn(5, 2, 3, 20, dtype=torch.float64, requires_grad=True)
@@ -234,7 +234,7 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
 
 
 def test_scores_depend_on_the_distance_alone() -> None:
-    """Also between fp32 queries and keys at four million; not where position times frequency is taken in fp32."""
+    """Also for fp32 queries and keys at four million; it fails if position times frequency is computed in fp32."""
     torch.manual_seed(0)
     rope = Rope(64)
     q, k = (torch.randn(8, 1, 1, 64) for _ in range(2))
@@ -274,7 +274,7 @@ def test_model_settings_become_a_rope() -> None:
     ) == Rope(16, 500, yarn=Yarn(8.0, 2048, 16, 2, 0.7, 0.5, False))
 
 
-# A partitioned table: every row is on one rank, is drawn as in the whole table, and takes its share of memory.
+# A partitioned table: every row is on one rank, has the initial value of the complete table, and its share of memory.
 
 
 PARTITION = "--partition-position-embedding --hidden-dropout 0 --attention-dropout 0"
@@ -300,7 +300,7 @@ def test_every_position_has_one_row_and_tokens_theirs(case, times, spare, data):
         rows = PositionRows(layout, length + spare, 3, sequence_parallel=sequence_parallel)
         positions = [position for start, stop in rows.weight.spans for position in range(start, stop)]
         assert rows.weight.shape == (len(positions), 3)
-        # the tokens that this TP rank embeds: what core's scatter of the local tokens leaves it
+        # the tokens that this TP rank embeds, as core's scatter distributes them
         mine = layout.positions.chunk(parts)[t if sequence_parallel else 0].tolist()
         assert positions[: rows.tokens] == mine
         assert rows().shape == (len(mine), 3)
@@ -335,11 +335,11 @@ def test_rows_are_those_of_the_whole_table(flags, monkeypatch):
     mine = torch.full((50 + 7 + 123 + 2 + 251, 6), torch.nan)
     rows(mine, spans)
     assert torch.equal(mine, torch.cat([whole[start:stop] for start, stop in spans]))
-    assert max(asked) == 100  # never the whole
+    assert max(asked) == 100  # never all rows at once
 
 
 def test_a_short_table_is_one_drawing():
-    """As every other parameter, so tables of up to 4,096 rows are what they were before tables were drawn in runs."""
+    """Tables of up to 4,096 rows are drawn like other parameters, so their values are those of earlier versions."""
     config, shape = config_of(PARTITION), (weights.ROWS_DRAWN, 2)
     part = torch.empty(shape)
     weights.draw_rows(part, [(0, shape[0])], weights.POSITIONS, shape, None, config)
@@ -347,7 +347,7 @@ def test_a_short_table_is_one_drawing():
 
 
 @pytest.mark.parametrize(
-    "flags, world, told",
+    "flags, world, message",
     [
         ("--position-embedding-type rope --ulysses-parallel-size 2", 2, "--position-embedding-type learned_absolute"),
         ("--position-embedding-type none --ulysses-parallel-size 2", 2, "--position-embedding-type none"),
@@ -360,10 +360,10 @@ def test_a_short_table_is_one_drawing():
         ),
     ],
 )
-def test_refused_by_name(flags, world, told):
+def test_refused_by_name(flags, world, message):
     with pytest.raises(Refusal) as caught:
         config_of(f"{PARTITION} {flags}", world)
-    assert "--partition-position-embedding" in str(caught.value) and told in str(caught.value)
+    assert "--partition-position-embedding" in str(caught.value) and message in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ def test_nothing_to_split_is_said(flags, world, on):
 
 
 def test_packed_documents_are_not_dealt():
-    """Their balance would move positions from rank to rank with each batch: zigzag stays the default."""
+    """With the balance "documents" positions would change ranks in each batch, so zigzag stays the default."""
     flags = "--attention-mask document --ring-parallel-size 2 --micro-batch-size 1"
     assert config_of(f"{PARTITION} {flags}", 2).parallel.context_parallel_balance == "zigzag"
     whole = f"--hidden-dropout 0 --attention-dropout 0 {flags}"
@@ -397,9 +397,9 @@ GRIDS = [
 ]
 
 
-def same_on_all_ranks(found, mine, group=None):
-    """all_gather_object without messages, of which fake tensors have no lengths."""
-    found[:] = [mine] * len(found)
+def same_on_all_ranks(result, mine, group=None):
+    """all_gather_object without messages, whose lengths fake tensors do not have."""
+    result[:] = [mine] * len(result)
 
 
 @pytest.mark.parametrize("flags", GRIDS)
@@ -419,7 +419,7 @@ def test_a_million_positions_over_8_ranks_are_an_eighth_on_each(flags, rank, mon
     config = config_of(f"{PARTITION} {length} --num-layers 1 --micro-batch-size 1 --global-batch-size 1 {flags}", 8)
     parallel = config.parallel
     device = platform.select("cpu", 0, None).device
-    monkeypatch.setattr(CudaRNGStatesTracker, "fork", lambda *_: nullcontext())  # it would look into fake states
+    monkeypatch.setattr(CudaRNGStatesTracker, "fork", lambda *_: nullcontext())  # it would read fake states
     monkeypatch.setattr(torch.nn.Module, "to", lambda module, _: module)  # fake tensors cannot move, and need not
     monkeypatch.setattr(torch.distributed, "all_gather_object", same_on_all_ranks)
     with simulated_world(8, rank):
@@ -433,10 +433,10 @@ def test_a_million_positions_over_8_ranks_are_an_eighth_on_each(flags, rank, mon
         with FakeTensorMode(allow_non_fake_inputs=True):
             chunks = wrap_for_data_parallelism(build_model(config, grid, layout, 64, device), config)
             optimizer = build_optimizer(chunks, config)
-            found = {}
+            result = {}
             for kind, tensor in owned(chunks, optimizer):
                 storage = tensor.untyped_storage()
-                found.setdefault(storage._cdata, (kind, storage.nbytes()))
-    large = sorted((size, kind) for kind, size in found.values() if size > positions * hidden // 16)
+                result.setdefault(storage._cdata, (kind, storage.nbytes()))
+    large = sorted((size, kind) for kind, size in result.values() if size > positions * hidden // 16)
     eighth = positions * hidden * 4 // 8
     assert large == [(eighth, kind) for kind in ("gradients", "optimizer", "optimizer", "parameters")]

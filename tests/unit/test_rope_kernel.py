@@ -27,18 +27,18 @@ FAR = 2**22
 
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Callable]:
-    """Calls functions in a process of its own: Triton decides when it is first imported whether it interprets."""
-    with ProcessPoolExecutor(1, fork_server()) as one:  # which has imported it so
+    """Calls functions in a separate process, because Triton chooses its interpreter at its first import."""
+    with ProcessPoolExecutor(1, fork_server()) as one:  # its processes have imported Triton with the interpreter
         yield lambda function, *arguments: one.submit(function, *arguments).result(patience(100))
 
 
 @pytest.fixture(scope="module")
 def compiling() -> Iterator[Callable]:
-    """The same, where Triton compiles."""
+    """The same with Triton's compiler."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as one:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TRITON_INTERPRET", "0")
-            started = one.submit(abs, 0)  # with the environment of now
+            started = one.submit(abs, 0)  # with the current environment
         started.result(patience(60))
         yield lambda function, *arguments: one.submit(function, *arguments).result(patience(100))
 
@@ -59,7 +59,7 @@ def exactly(x: torch.Tensor, angles: torch.Tensor, rope: Rope, sign: int) -> tor
 
 
 def errors(rope: Rope, size: int, dtype: torch.dtype, per_sample: bool, heads: int) -> list[float]:
-    """Of several strides and both signs, in units of the last place; or of 1 for entries that are small or fp32."""
+    """Errors for several strides and both signs, in units of the last place; or of 1 for small or fp32 entries."""
     from megatron.context_parallel.positions.rope_kernel import rotated
 
     torch.manual_seed(0)
@@ -71,22 +71,22 @@ def errors(rope: Rope, size: int, dtype: torch.dtype, per_sample: bool, heads: i
         wide[..., :size].permute(3, 2, 1, 0).contiguous(),
     ]
     ways[2] = ways[2].permute(3, 2, 1, 0)
-    found = []
+    results = []
     for x, sign in zip(ways, (1, -1, 1)):
         out = rotated(x, angles, rope.dim, rope.attention_factor, rope.interleaved, sign)
         exact = exactly(x, angles, rope, sign)
         assert out.dtype == dtype and out.shape == x.shape
         assert torch.equal(out[..., rope.dim :], x[..., rope.dim :])
         unit = torch.finfo(dtype).eps * exact.abs().clamp(min=1e-2) if dtype != torch.float32 else torch.tensor(1.0)
-        found.append(float(((out.double() - exact).abs() / unit).max()))
-    return found
+        results.append(float(((out.double() - exact).abs() / unit).max()))
+    return results
 
 
 @pytest.mark.parametrize(
     "rope, size, dtype, per_sample, heads",
     [
         (Rope(16), 16, torch.float32, False, 3),
-        (Rope(12, yarn=Yarn(40.0)), 20, torch.float32, True, 9),  # pairs, rest and heads that fill no block
+        (Rope(12, yarn=Yarn(40.0)), 20, torch.float32, True, 9),  # sizes that do not fill a block
         (Rope(16, interleaved=True), 16, torch.float32, True, 2),
         (Rope(6, interleaved=True), 10, torch.bfloat16, False, 3),
         (Rope(16, llama3=8.0), 16, torch.bfloat16, False, 1),
@@ -95,14 +95,14 @@ def errors(rope: Rope, size: int, dtype: torch.dtype, per_sample: bool, heads: i
     ids=str,
 )
 def test_rotation_of_any_strides(interpreted, rope, size, dtype, per_sample, heads) -> None:
-    # Rounded once, at the end. The interpreter cuts bf16 off where a GPU rounds it; that it does is seen below.
+    # Rounded once, at the end. The interpreter truncates bf16, but a GPU rounds it, as checked below.
     limit = {torch.float32: 1e-6, torch.float16: 0.51, torch.bfloat16: 1.0}[dtype]
-    found = interpreted(errors, rope, size, dtype, per_sample, heads)
-    assert worst(found) < limit, found
+    results = interpreted(errors, rope, size, dtype, per_sample, heads)
+    assert worst(results) < limit, results
 
 
 def through_autograd(rope: Rope) -> list[float]:
-    """As a GPU would run `Rope.rotate`; and what is left to PyTorch."""
+    """`Rope.rotate` as on a GPU, and the cases that PyTorch computes."""
     from megatron.context_parallel.positions import rope as module
     from megatron.context_parallel.positions import rope_kernel
 
@@ -149,7 +149,7 @@ def test_sine_and_cosine_within_a_turn(interpreted) -> None:
 
 
 def far_apart() -> bool:
-    """Rows of one tensor that lie further apart than 32 bits say, in memory that only they take."""
+    """Rows of one tensor with offsets beyond 32 bits, in memory that only they use."""
     from megatron.context_parallel.positions.rope_kernel import rotated
 
     rope = Rope(8)
@@ -169,7 +169,7 @@ def test_addresses_in_64_bits(interpreted) -> None:
 
 
 def resources(capability: int, size: int, dim: int, dtype: torch.dtype, interleaved: bool) -> dict[str, int]:
-    """Of the compiled kernel: registers, bytes of stack and local memory, 16-byte loads and stores, whether bf16 is
+    """Properties of the compiled kernel: registers, stack and local memory, 16-byte loads and stores, whether bf16 is
     rounded to the nearest."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -219,5 +219,7 @@ REST = [(c, *how) for c in (80, 90, 100) for how in COMPILED if (c, *how) not in
 @pytest.mark.full
 @pytest.mark.parametrize("how", [*SOME, *REST], ids=str)
 def test_compiled_without_spills_and_with_wide_loads(compiling, tmp_path, how) -> None:
-    found = compiling(resources, *how)
-    assert found["spills"] == 0 and found["registers"] <= 128 and found["wide"] >= 2 and found["rounds"], found
+    results = compiling(resources, *how)
+    assert results["spills"] == 0 and results["registers"] <= 128 and results["wide"] >= 2 and results["rounds"], (
+        results
+    )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/use/security.md, sentence by sentence: test_NN shows its sentence NN."""
+"""Tests of docs/use/security.md: test_NN proves sentence NN."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ MACHINE = '{"extends": "H100-80G", "gpus": "eight"}'
 
 
 def sentences() -> dict[int, str]:
-    found = re.findall(r"^- \*\*(\d+)\.\*\* (.*?)(?=^- |^#|^\w|\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    return {int(number): " ".join(text.split()) for number, text in found}
+    result = re.findall(r"^- \*\*(\d+)\.\*\* (.*?)(?=^- |^#|^\w|\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    return {int(number): " ".join(text.split()) for number, text in result}
 
 
 @cache
 def nodes() -> list[tuple[str, ast.AST]]:
-    """(file, node) of all that looks up, imports or calls something."""
+    """(file, node) of all lookups, imports and calls."""
     kinds = (ast.Call, ast.Import, ast.Subscript, ast.Compare)
     trees = ((str(path.relative_to(ROOT)), ast.parse(path.read_text())) for path in CODE)
     return [(name, node) for name, tree in trees for node in ast.walk(tree) if isinstance(node, kinds)]
@@ -61,12 +61,12 @@ def nodes() -> list[tuple[str, ast.AST]]:
 
 @cache
 def calls() -> list[tuple[str, str, ast.Call]]:
-    """(file, what is called, the call)."""
+    """(file, called name, call)."""
     return [(name, ast.unparse(node.func), node) for name, node in nodes() if isinstance(node, ast.Call)]
 
 
 class Harm:
-    """Unpickled, it leaves a folder."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -111,7 +111,7 @@ def test_04_every_reader_is_given_broken_files():
     assert "10_000 if" in source and "else 5" in source and '"FUZZ"' in source
 
 
-def test_05_code_beside_a_tokenizer_is_not_run(tmp_path):
+def test_05_code_next_to_a_tokenizer_is_not_run(tmp_path):
     folder = make_tokenizer(tmp_path / "hf")
     (folder / "harm.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\nclass Harm:\n    pass\n")
     config = json.loads((folder / "tokenizer_config.json").read_text())
@@ -139,10 +139,10 @@ def test_06_a_chat_template_cannot_reach_python(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = make_tokenizer(tmp_path / "hf")
     data = DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
-    found = tokenizer.build_tokenizer(data, None)
+    result = tokenizer.build_tokenizer(data, None)
     chat = Chat("a, line 1", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
     with pytest.raises(Refusal, match="chat template"):
-        ChatTemplate(found.transformers, words, "a tokenizer")(chat)
+        ChatTemplate(result.transformers, words, "a tokenizer")(chat)
     assert not (tmp_path / "ran").exists()
 
 
@@ -220,8 +220,8 @@ def test_10_a_script_changes_nothing(tmp_path, capsys):
     text = "\n".join(f"(\n{line.format(made=file)}\n)" for line, file in zip(ESCAPES, made))
     text += f"\nbuiltin trap - DEBUG\nPATH=/usr/bin:/bin\nchmod 777 {victim}\ntruncate -s 0 {victim}\nrm {victim}\n"
     text += f"builtin kill -0 {os.getpid()} && echo found > {victim}\n(exec 3<> /dev/tcp/127.0.0.1/1) 2>&1 | cat >&2\n"
-    code, told = checked(tmp_path / "script.sh", text, capsys)
-    assert code == 1 and "socket: Operation not permitted" in told
+    code, message = checked(tmp_path / "script.sh", text, capsys)
+    assert code == 1 and "socket: Operation not permitted" in message
     assert not [line for line, file in zip(ESCAPES, made) if file.exists()]
     assert victim.read_text() == "whole" and stat.S_IMODE(victim.stat().st_mode) == 0o600
     assert sorted(path.name for path in tmp_path.iterdir()) == ["script.sh", "victim"]
@@ -229,16 +229,16 @@ def test_10_a_script_changes_nothing(tmp_path, capsys):
 
 @CONFINED
 def test_10_a_script_cannot_forge_what_it_called(tmp_path, capsys):
-    code, told = checked(tmp_path / "script.sh", 'builtin printf "x\\0" >> "$CHECK_LOG"', capsys)
-    assert code in (1, 2) and "Traceback" not in told and told.startswith("error: ")
+    code, message = checked(tmp_path / "script.sh", 'builtin printf "x\\0" >> "$CHECK_LOG"', capsys)
+    assert code in (1, 2) and "Traceback" not in message and message.startswith("error: ")
 
 
 def test_11_without_a_kernel_that_confines_nothing_is_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(check_script, "why_not", lambda: "this kernel has no Landlock")
-    code, told = checked(tmp_path / "script.sh", f"builtin echo > {tmp_path}/made", capsys)
-    assert code == 2 and told.count("\n") == 1 and "--trust-script" in told and not (tmp_path / "made").exists()
-    code, told = checked(tmp_path / "script.sh", "echo why", capsys, "--trust-script")
-    assert code == 1 and "started no training program" in told and "why" in told
+    code, message = checked(tmp_path / "script.sh", f"builtin echo > {tmp_path}/made", capsys)
+    assert code == 2 and message.count("\n") == 1 and "--trust-script" in message and not (tmp_path / "made").exists()
+    code, message = checked(tmp_path / "script.sh", "echo why", capsys, "--trust-script")
+    assert code == 1 and "started no training program" in message and "why" in message
 
 
 def test_12_the_page_runs_its_own_script_alone(tmp_path):
@@ -260,9 +260,9 @@ def test_12_the_page_runs_its_own_script_alone(tmp_path):
 
 
 def test_13_what_a_file_says_is_one_line():
-    told = Refusal("file \x1b]0;title\x07 says\r\n\u202e\ud800" + "x" * 10_000 + "way out").told()
-    assert told.isprintable() and len(told) <= 1000 and told.endswith("way out") and "\\x1b" in told
-    told.encode()
+    message = Refusal("file \x1b]0;title\x07 says\r\n\u202e\ud800" + "x" * 10_000 + "way out").render()
+    assert message.isprintable() and len(message) <= 1000 and message.endswith("way out") and "\\x1b" in message
+    message.encode()
 
 
 def test_14_bounds(tmp_path, monkeypatch):
@@ -299,11 +299,11 @@ def listening(process: int | str = "self") -> list[str]:
     links = [os.readlink(f"/proc/{process}/fd/{number}") for number in os.listdir(f"/proc/{process}/fd") if
              os.path.islink(f"/proc/{process}/fd/{number}")]  # fmt: skip
     own = {link[8:-1] for link in links if link.startswith("socket:[")}
-    found = []
+    result = []
     for name in ("tcp", "tcp6"):
         rows = [line.split() for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]]
-        found += [row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in own]
-    return found
+        result += [row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in own]
+    return result
 
 
 def test_16_the_store_listens_everywhere_and_asks_nobody():
@@ -386,7 +386,7 @@ def test_22_copies_in_memory_are_ours_alone():
         shutil.rmtree(parent / "run-ofatest" if there else parent)
 
 
-def test_23_index_caches_lie_beside_the_data():
+def test_23_index_caches_lie_next_to_the_data():
     file = data_files.DataFile("/data/c", np.uint16, 1, ("c",))
     assert data_files.cache_folder(DataConfig(), [file], {}).startswith("/data/index-cache/")
 
@@ -410,7 +410,7 @@ def test_25_no_module_runs_a_text():
 
 
 def test_26_variables_that_are_read():
-    found = set(setup.VARIABLES) | set(allocator.VARIABLES) | set(argv.NAMES.values())
+    result = set(setup.VARIABLES) | set(allocator.VARIABLES) | set(argv.NAMES.values())
     for _, node in nodes():
         parts: list[ast.expr] = []
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.environ.get", "os.getenv"):
@@ -419,11 +419,11 @@ def test_26_variables_that_are_read():
             parts = [node.slice]
         elif isinstance(node, ast.Compare) and "os.environ" in map(ast.unparse, node.comparators):
             parts = [node.left]
-        found |= {part.value for part in parts if isinstance(part, ast.Constant)}
-    told = set(re.findall(r"`([A-Z][A-Z0-9_]+)`", sentences()[26]))
-    assert found - {"TOKENIZERS_PARALLELISM"} <= told  # which is set for workers, and not read
+        result |= {part.value for part in parts if isinstance(part, ast.Constant)}
+    message = set(re.findall(r"`([A-Z][A-Z0-9_]+)`", sentences()[26]))
+    assert result - {"TOKENIZERS_PARALLELISM"} <= message  # set for workers, but not read
     source = "".join(path.read_text() for path in CODE)
-    assert not [name for name in told if f'"{name}"' not in source]
+    assert not [name for name in message if f'"{name}"' not in source]
 
 
 def test_27_how_to_report():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offload under random legal schedules of its copies, and that every call which orders them is needed."""
+"""Offload under random legal schedules of its copies; and every call that orders copies is necessary."""
 
 from __future__ import annotations
 
@@ -67,29 +67,29 @@ def model(heads: int, kv_heads: int, mode: str, chunks: int = 5, mask: cp.Mask |
 
 
 def saved_inputs(passes: int) -> Callable:
-    """Plain layers whose inputs wait in host memory; with several passes, under the same hooks."""
+    """Plain layers whose inputs are kept in host memory; several passes may share the hooks."""
 
     def run(offload: Offload) -> list[Tensor]:
         x = torch.arange(12.0).view(3, 4).requires_grad_()
-        hooks, found = SavedInHost(offload, x.shape), []
+        hooks, result = SavedInHost(offload, x.shape), []
         for scale in range(passes):
             y = x + scale
             with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
                 for _ in range(5):
                     y = y.sin()
-            found += torch.autograd.grad(y.sum(), x)
-        return found
+            result += torch.autograd.grad(y.sum(), x)
+        return result
 
     return run
 
 
 def dropped_load(offload: Offload) -> list[Tensor]:
-    """What is on its way is dropped, on both sides, and the host block gets another owner."""
+    """Tensors are dropped during their copies, on both sides, and the host block gets another owner."""
     kept = []
     for step in range(3):
         host = offload.to_host(torch.full((4,), float(step)))
         kept.append(offload.load(host))
-        offload.load(host)  # nobody waits for this one
+        offload.load(host)  # this load is never waited for
         del host
     return [loading.wait() for loading in kept]
 
@@ -105,7 +105,7 @@ def dropped_host(offload: Offload) -> list[Tensor]:
 
 
 def closed_pool(offload: Offload) -> list[Tensor]:
-    """The pool goes while copies are under way."""
+    """The pool is freed while copies are running."""
     coming = offload.load(offload.to_host(torch.ones(4)))
     offload.pool = None
     gc.collect()
@@ -133,11 +133,11 @@ def expected(name: str) -> list[Tensor]:
 
 
 def check(name: str, streams: Adversary) -> None:
-    """The scenario gives, bit for bit, what it gives with copies that are done at once."""
-    found = SCENARIOS[name](streams.offload())
+    """The scenario gives bit for bit the results of immediate copies."""
+    result = SCENARIOS[name](streams.offload())
     gc.collect()
     streams.finish()
-    for mine, right in zip(found, expected(name), strict=True):
+    for mine, right in zip(result, expected(name), strict=True):
         assert torch.equal(mine, right)
 
 
@@ -148,7 +148,7 @@ def test_a_schedule_changes_nothing(name):
 
 @pytest.mark.parametrize("seed", range(1, 10))
 def test_blocks_that_are_lent_again_hold_in_any_schedule(seed):
-    """A call of ``SITES`` that somebody takes out of the source is no longer in that list: one of these fails then."""
+    """If a call of ``SITES`` is removed from the source, one of these tests fails."""
     check("dropped load", Adversary(seed))
 
 

@@ -45,8 +45,8 @@ EXTRAS = {
 
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Callable]:
-    """Calls a function in a process of its own, where Triton interprets: it decides so when it is first imported."""
-    with ProcessPoolExecutor(1, fork_server()) as process:  # which has imported it
+    """Calls a function in a separate process with Triton's interpreter, which is chosen at the first import."""
+    with ProcessPoolExecutor(1, fork_server()) as process:  # its processes have imported Triton
         yield lambda function, *arguments: process.submit(function, *arguments).result(patience(60))
 
 
@@ -118,16 +118,16 @@ def test_a_step_of_several_words_of_a_mask(interpreted, block, step):
 @pytest.mark.parametrize("block, step", [(32, 16), (128, 64), (16, 128)])
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_walk_meets_each_pair_once_and_few_others(mask, block, step, side):
-    """The ranges alone, taken apart: which pairs are computed, and which of them count."""
-    found = tiles(((0, 200), (400, 577)), ((0, 300), (300, 577)), MASKS[mask])
+    """The ranges alone: which pairs are computed, and which of them are kept."""
+    results = tiles(((0, 200), (400, 577)), ((0, 300), (300, 577)), MASKS[mask])
     wanted = torch.zeros(377, 577, dtype=torch.int32)
-    for tile in found:
+    for tile in results:
         i, j = torch.arange(*tile.q)[:, None], torch.arange(*tile.k)
         beyond = (j - i) - (tile.k[0] - tile.q[0])
         wanted[i, j] += {"full": beyond < 10**6, "causal": beyond <= 0, "anticausal": beyond >= 0}[tile.kind].int()
     wanted = wanted if side == "q" else wanted.t()
     met = torch.zeros_like(wanted)
-    walked = walk(found, side, wanted.size(0), block, step, torch.device("cpu"))
+    walked = walk(results, side, wanted.size(0), block, step, torch.device("cpu"))
     steps = 0
     for number, *ends in walked.blocks.tolist():
         rows = torch.arange(number * block, min(number * block + block, wanted.size(0)))
@@ -146,25 +146,25 @@ def test_a_walk_meets_each_pair_once_and_few_others(mask, block, step, side):
 
 
 def test_walks_of_long_sequences_are_short():
-    """Blocks' ranges grow with the blocks, not with their pairs."""
-    found = tiles(((0, 2**20),), ((0, 2**20),), Window(2**15 - 1))
-    walked = walk(found, "q", 2**20, 128, 64, torch.device("cpu"))
+    """The number of ranges grows with the blocks, not with their pairs."""
+    results = tiles(((0, 2**20),), ((0, 2**20),), Window(2**15 - 1))
+    walked = walk(results, "q", 2**20, 128, 64, torch.device("cpu"))
     assert len(walked.blocks) == 2**13 and len(walked.ranges) <= 6 * 2**13
-    wanted = sum(tile.pairs for tile in found)
+    wanted = sum(tile.pairs for tile in results)
     assert wanted < walked.pairs < 1.02 * wanted
 
 
 def test_bits_of_long_tiles_come_in_several_launches(monkeypatch):
     monkeypatch.setattr(triton_tiles, "BITS_AT_ONCE", 64)
     monkeypatch.setattr(triton_tiles, "MASKED_ROWS", 16)
-    found = tiles(((0, 40),), ((0, 40),), MASKS["function"])
-    parts = list(triton_tiles.groups((*found, *tiles(((0, 40),), ((0, 40),), Causal()))))
+    results = tiles(((0, 40),), ((0, 40),), MASKS["function"])
+    parts = list(triton_tiles.groups((*results, *tiles(((0, 40),), ((0, 40),), Causal()))))
     assert len(parts) == 6, "six masked squares of 64 bytes; what is not masked goes along"
     assert sum(tile.pairs for part in parts for tile in part) == 2 * (40 * 41 // 2)
 
 
 def test_nothing_to_do(interpreted):
-    """Queries that no tile has keep what they had."""
+    """Queries that are in no tile keep their values."""
     case = Case(Documents((30, 60)), q_at=((30, 60),), blocks=(((0, 30),), ((30, 60),)))
     check(interpreted(triton_cases.errors, case))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels compiled for A100, H100 and B200, without one: no spills, tensor cores, memory that is there."""
+"""The Triton kernels compiled for A100, H100 and B200 without a GPU: no spills, tensor cores, enough shared memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ALL = [
 
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable]:
-    """Compiles in a process of its own, where Triton does not interpret, whatever it does in this one."""
+    """Compiles in a separate process, where Triton's interpreter is off."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         with pytest.MonkeyPatch.context() as patch:
             patch.delenv("TRITON_INTERPRET", raising=False)
@@ -63,7 +63,7 @@ def test_every_variant_compiles(compiler, capability, head, which, variant):
     check(compiler(capability, head, which, variant, torch.bfloat16), capability, CORES[capability])
 
 
-# Known to spill, with heads of 256: to be mended, and then to be taken out here.
+# Known to spill, with heads of 256; remove entries here once they are fixed.
 SPILLING = {(90, 256, "queries"), (90, 256, "keys"), (100, 256, "keys")}
 SPILLING_FP32: set = set()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `complete` derives, and what it refuses: one line each, with the options and the way out."""
+"""Values that `complete` derives, and its refusals of one line, with the options and the fix."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def no_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validate, "transformer_engine_installed", lambda: False)
 
 
-# ---- what is derived
+# ---- derived values
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_evaluation_alone_needs_no_schedule():
 def test_named_gpt_has_as_many_positions_as_the_sequence():
     flags = "--model gpt-2.7b --seq-length 65536 --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data"
     model = parse(flags.split(), world_size=1).model
-    assert model.max_position_embeddings == 65536 and model.vocab_size == 50256  # and the end of a document
+    assert model.max_position_embeddings == 65536 and model.vocab_size == 50256  # without the end of a document
 
 
 def test_rope_may_go_beyond_the_length_it_was_made_for():
@@ -233,7 +233,7 @@ def test_transformer_engine_is_used_for_fp8(monkeypatch: pytest.MonkeyPatch):
         build("--fp8-format hybrid --zero-stage 3")
 
 
-# ---- what is refused: flags, processes, words of the line
+# ---- refusals: flags, processes, words of the line
 
 BEST = "--save a --save-interval 6 --keep-best-checkpoints 1"
 COPIES = "--non-persistent-save-interval 2 --non-persistent-ckpt-type local"
@@ -257,7 +257,7 @@ REFUSALS = [
         8,
         "--cp-comm-type all_gather --fpdt --cp-comm-type p2p",
     ),
-    ("--context-parallel-size 8 --cp-comm-type p2p a2a", 8, "--cp-comm-type p2p a2a give one word"),
+    ("--context-parallel-size 8 --cp-comm-type p2p a2a", 8, "--cp-comm-type p2p a2a give one type"),
     ("--context-parallel-size 8 --cp-comm-type nvlink", 8, "--cp-comm-type nvlink unknown p2p"),
     ("--hierarchical-context-parallel-sizes 2 2 2", 8, "--hierarchical-context-parallel-sizes two sizes"),
     (
@@ -503,7 +503,7 @@ def test_everything_missing_is_named_in_one_line():
 def test_lengths_are_refused_exactly_where_the_layout_cannot_cut_them(
     ulysses: int, ring: int, balance: str, length: int, tensor: int
 ):
-    """The refusal's two lengths work, and what passes here passes there."""
+    """Both lengths of the refusal are accepted, and the layout accepts the same lengths."""
     config = parse(SMALL.split())
     config.model.num_attention_heads, config.model.hidden_size = 360, 720
     config.model.max_position_embeddings, config.data.seq_length = 10**6, length
@@ -596,4 +596,4 @@ def test_a_dropout_that_would_be_none_is_refused():
 def test_what_megatron_does_not_read_is_noted():
     config = build("--recompute-method uniform --recompute-num-layers 1 --exit-interval 0")
     assert config.attention.recompute_method is None and config.run.exit_interval is None
-    assert any("--recompute-method and --recompute-num-layers say nothing" in note for note in config.notes)
+    assert any("no effect without --recompute-granularity: --recompute-method" in note for note in config.notes)

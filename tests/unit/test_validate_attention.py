@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks, packed documents and their balance: what follows from the flags, and what is refused by name."""
+"""Masks, packed documents and their balance: derived settings and refusals."""
 
 from __future__ import annotations
 
@@ -69,21 +69,21 @@ def test_what_follows(flags, mask, documents, balance):
     "flags, words",
     [
         ("--attention-mask window", "--attention-mask window needs --window-size"),
-        ("--attention-mask causal --window-size 15,0", "--window-size is read by --attention-mask window alone"),
+        ("--attention-mask causal --window-size 15,0", "--window-size is read by --attention-mask window only"),
         ("--window-size 15", "--window-size"),
         ("--window-size 15,-2", "sizes are counts of tokens"),
-        ("--window-global-tokens 4", "--window-global-tokens is read by --attention-mask window alone"),
-        ("--sparse-block-size 64", "--sparse-block-size is read by --attention-mask block-sparse alone"),
+        ("--window-global-tokens 4", "--window-global-tokens is read by --attention-mask window only"),
+        ("--sparse-block-size 64", "--sparse-block-size is read by --attention-mask block-sparse only"),
         (
             "--attention-mask block-sparse --sparse-stride 4",
             "--sparse-stride is read by --sparse-pattern strided alone, not by longformer",
         ),
         ("--attention-mask block-sparse --sparse-block-size 0", "--sparse-block-size"),
         ("--attention-mask function", "needs --mask-function FILE.py:NAME"),
-        ("--mask-function a.py:b", "--mask-function is read by --attention-mask function alone"),
+        ("--mask-function a.py:b", "--mask-function is read by --attention-mask function only"),
         (
             "--context-parallel-balance documents",
-            "--context-parallel-balance documents deals packed documents: add --attention-mask document",
+            "--context-parallel-balance documents distributes packed documents: add --attention-mask document",
         ),
         (
             "--attention-mask document --micro-batch-size 2 --context-parallel-balance documents",
@@ -164,10 +164,10 @@ def test_a_mask_function_of_ones_own(tmp_path):
 
 
 def test_a_threshold_without_masks_of_pairs_is_told():
-    told = "--mask-cpu-threshold has nothing to decide"
-    assert any(told in note for note in build("--mask-cpu-threshold 4").notes)
-    assert not any(told in note for note in build("--mask-cpu-threshold 4 --window-size 9,0").notes)
-    assert not any(told in note for note in build("--window-size 99,0").notes)
+    message = "--mask-cpu-threshold has nothing to decide"
+    assert any(message in note for note in build("--mask-cpu-threshold 4").notes)
+    assert not any(message in note for note in build("--mask-cpu-threshold 4 --window-size 9,0").notes)
+    assert not any(message in note for note in build("--window-size 99,0").notes)
 
 
 def test_alibi_slopes_go_with_the_heads():

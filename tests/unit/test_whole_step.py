@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The predicted step as a trace: all stages together, all layers, all micro-batches, until the printed step ends."""
+"""The trace of a predicted step: all stages, layers and micro-batches; it ends at the printed time."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def simulated(flags: str, ranks: int, **how: Any) -> DryRun:
     return dry_run(config_of(flags, ranks), ranks, load("A100-80G"), vocab_size=301, **how)
 
 
-def written(found: DryRun, path: Path, **how: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    write_trace(found, path, **how)
+def written(result: DryRun, path: Path, **how: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    write_trace(result, path, **how)
     trace = json.loads(path.read_text())
     return trace["traceEvents"], trace["otherData"]
 
@@ -75,8 +75,8 @@ def test_even_stages_have_the_bubble_of_the_papers() -> None:
     for stages, batches, virtual in ((4, 8, 1), (4, 8, 2), (2, 6, 3)):
         turns = [program(stage, stages, batches, virtual) for stage in range(stages)]
         took = {False: (1.0 / virtual,) * 2, True: (2.0 / virtual,) * 2}
-        found = begins(turns, lambda _, turn, took=took: took[turn.backward])
-        end = max(row[-1] + 2.0 / virtual for row in found)
+        result = begins(turns, lambda _, turn, took=took: took[turn.backward])
+        end = max(row[-1] + 2.0 / virtual for row in result)
         assert end == pytest.approx(3 * batches + 3 * (stages - 1) / virtual)
 
 
@@ -92,13 +92,13 @@ def test_even_stages_have_the_bubble_of_the_papers() -> None:
     ],
 )
 def test_stages_wait_for_each_other(flags: str, ranks: int, tmp_path: Path) -> None:
-    found = simulated(flags, ranks)
-    events, about = written(found, tmp_path / "trace.json")
-    assert about["predicted_ms"] == 1e3 * found.predicted_seconds and about["left_out"] == []
-    assert ends(events) == pytest.approx(found.predicted_seconds, rel=1e-2)
+    result = simulated(flags, ranks)
+    events, about = written(result, tmp_path / "trace.json")
+    assert about["predicted_ms"] == 1e3 * result.predicted_seconds and about["left_out"] == []
+    assert ends(events) == pytest.approx(result.predicted_seconds, rel=1e-2)
     passes = [event for event in events if event["ph"] == "X" and event["cat"] == "phase"]
-    stages = found.config.parallel.pipeline_model_parallel_size
-    first, last = 0, ranks - 1  # of the first stage and of the last
+    stages = result.config.parallel.pipeline_model_parallel_size
+    first, last = 0, ranks - 1  # ranks of the first and the last stage
     begin = {
         (rank, name): min(x["ts"] for x in passes if x["pid"] == rank and x["name"] == name)
         for rank in (first, last)
@@ -110,11 +110,11 @@ def test_stages_wait_for_each_other(flags: str, ranks: int, tmp_path: Path) -> N
     assert begin[first, "optimizer"] >= max(
         x["ts"] + x["dur"] for x in passes if x["name"] == "backward" and x["pid"] == last
     )
-    # Each micro-batch that a stage passes on has left it before the next one begins with it.
+    # A stage begins with a micro-batch only after the previous stage has sent it.
     sent = {event["id"]: event for event in events if event["ph"] == "s"}
     came = [event for event in events if event["ph"] == "f"]
-    places = stages * (found.config.parallel.num_virtual_stages_per_pipeline_rank or 1)
-    batches = found.ranks[0].micro_batches[0]
+    places = stages * (result.config.parallel.num_virtual_stages_per_pipeline_rank or 1)
+    batches = result.ranks[0].micro_batches[0]
     assert len(came) == len(sent) == 2 * (places - 1) * batches * (ranks // stages)
     assert all(sent[event["id"]]["ts"] <= event["ts"] + 1e-3 for event in came)
     assert all(sent[event["id"]]["pid"] != event["pid"] for event in came)
@@ -122,7 +122,7 @@ def test_stages_wait_for_each_other(flags: str, ranks: int, tmp_path: Path) -> N
 
 
 def assert_no_overlap(events: list[dict[str, Any]]) -> None:
-    """A stream does one thing at a time."""
+    """Events of a stream do not overlap."""
     spans = [event for event in events if event["ph"] == "X"]
     for stream in {(event["pid"], event["tid"]) for event in spans}:
         mine = sorted((x["ts"], x["ts"] + x["dur"]) for x in spans if (x["pid"], x["tid"]) == stream)
@@ -153,7 +153,7 @@ def test_what_did_not_run_is_there_as_if_it_had(flags: str, ranks: int, tmp_path
     assert few.ranks[0].layers[1] < few.ranks[0].layers[0] == every.ranks[0].layers[1]
     assert few.ranks[0].micro_batches[1] < every.ranks[0].micro_batches[1] == few.ranks[0].micro_batches[0]
     some, all_of_them = (
-        written(found, tmp_path / name)[0] for found, name in ((few, "few.json"), (every, "every.json"))
+        written(result, tmp_path / name)[0] for result, name in ((few, "few.json"), (every, "every.json"))
     )
     assert ends(some) == pytest.approx(few.predicted_seconds, rel=1e-2)
     assert ends(all_of_them) == pytest.approx(every.predicted_seconds, rel=1e-2)
@@ -162,7 +162,7 @@ def test_what_did_not_run_is_there_as_if_it_had(flags: str, ranks: int, tmp_path
             [event for event in events if event["ph"] == "X" and event["pid"] == rank and event["cat"] != "wait"]
             for events in (some, all_of_them)
         )
-        # ZeRO 1's optimizer updates a rank's part of every parameter: how many kernels depends on the layers.
+        # ZeRO 1's optimizer updates a rank's part of every parameter, so its kernels depend on the layers.
         begins_of = [next(x["ts"] for x in events if x["name"] == "optimizer") for events in (a, b)]
         a, b = ([x for x in events if x["ts"] < begin - 1e-3] for events, begin in zip((a, b), begins_of))
         assert [(x["tid"], x["name"]) for x in a] == [(x["tid"], x["name"]) for x in b]
@@ -171,12 +171,12 @@ def test_what_did_not_run_is_there_as_if_it_had(flags: str, ranks: int, tmp_path
 
 
 def test_a_trace_with_a_limit_says_what_it_leaves_out(tmp_path: Path) -> None:
-    found = simulated(PIPELINE, 8)
-    whole, _ = written(found, tmp_path / "whole.json")
+    result = simulated(PIPELINE, 8)
+    whole, _ = written(result, tmp_path / "whole.json")
     kinds = ("phase", "wait")
     count = sum(event["ph"] == "X" and event["cat"] not in kinds for event in whole)
     for most, less in ((count // 2 + 1, 1), (count // 4, 2), (5, 2)):
-        events, about = written(found, tmp_path / "less.json", most=most)
+        events, about = written(result, tmp_path / "less.json", most=most)
         spans = [event for event in events if event["ph"] == "X"]
         assert {event["pid"] for event in spans} == {0, 2, 4, 6} and len(about["left_out"]) == less
         inside = sum(event["cat"] not in kinds for event in spans)
@@ -202,7 +202,7 @@ def test_layers_that_cannot_be_told_apart_are_drawn_out_over_their_time() -> Non
 
 TOLERANCE = 0.05
 K = 1024
-# Two layers as wide as Llama-3-8B's, so that kernels take as long as they do in earnest.
+# Two layers of Llama-3-8B's width, so that kernels take realistic times.
 SHAPE = Shape(layers=2, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=32000)
 
 
@@ -250,15 +250,15 @@ MORE += [  # by keys: the host link decides
 ]
 
 
-WINDOW = 4 * K  # tokens of which each sees those before it
+WINDOW = 4 * K  # tokens that a query sees before it
 
 
 def sampled(name: str, tokens: int, batch: int = 1, kv_heads: int = 8, layers: int = 2, **grid: Any) -> Case:
-    """One of a random sample of which estimate, or memory, had once been further off than the tolerance."""
-    found = case(name, tokens, batch, layers, **grid)
+    """Cases of a random sample whose estimate or memory was once outside of the tolerance."""
+    result = case(name, tokens, batch, layers, **grid)
     keys = WINDOW - (WINDOW * WINDOW - WINDOW) / 2 / tokens if "window" in name else 0.0
-    workload = replace(found.workload, shape=replace(SHAPE, layers=layers, kv_heads=kv_heads), keys=keys)
-    return replace(found, workload=workload)
+    workload = replace(result.workload, shape=replace(SHAPE, layers=layers, kv_heads=kv_heads), keys=keys)
+    return replace(result, workload=workload)
 
 
 FULL, IN_HOST = {"recompute": "full"}, {"recompute": "full", "offload_checkpoints": True}
@@ -293,14 +293,14 @@ def names(cases: list[Case]) -> Any:
 
 @names(SAMPLED)
 def test_time_and_memory_are_those_of_dry_runs(case: Case) -> None:
-    """Device and host memory too, of the fullest rank: it may not be told to be less than it is."""
+    """Also device and host memory of the fullest rank, which must not be underestimated."""
     machine, ranks, workload, strategy = load("A100-80G"), case.strategy.ranks, case.workload, case.strategy
     window = ["--window-size", f"{WINDOW - 1},0"] if workload.keys else []
     config = parse([*flags(case), *window], dict(LLAMA), ranks)
-    found = dry_run(config, ranks, machine, vocab_size=SHAPE.vocab, every_layer=True)
-    assert estimate(workload, strategy, machine).seconds == pytest.approx(found.predicted_seconds, rel=TOLERANCE)
+    result = dry_run(config, ranks, machine, vocab_size=SHAPE.vocab, every_layer=True)
+    assert estimate(workload, strategy, machine).seconds == pytest.approx(result.predicted_seconds, rel=TOLERANCE)
     memory = fullest(workload, strategy)
-    device, host = (max(getattr(one.figures, of) for one in found.ranks) for of in ("device_peak", "host_peak"))
+    device, host = (max(getattr(one.figures, of) for one in result.ranks) for of in ("device_peak", "host_peak"))
     assert 0.99 * device < memory.total < (1 + TOLERANCE) * device
     assert 0.99 * host <= memory.host <= (1 + TOLERANCE) * host
 
@@ -309,9 +309,9 @@ def test_time_and_memory_are_those_of_dry_runs(case: Case) -> None:
 def test_a_step_takes_as_long_as_its_dry_run(case: Case, gpu: str = "A100-80G") -> None:
     machine, ranks = load(gpu), case.strategy.ranks
     config = parse(flags(case), dict(LLAMA), ranks)
-    found = dry_run(config, ranks, machine, vocab_size=SHAPE.vocab, every_layer=True)
-    told = estimate(case.workload, case.strategy, machine)
-    assert told.seconds == pytest.approx(found.predicted_seconds, rel=TOLERANCE)
+    result = dry_run(config, ranks, machine, vocab_size=SHAPE.vocab, every_layer=True)
+    message = estimate(case.workload, case.strategy, machine)
+    assert message.seconds == pytest.approx(result.predicted_seconds, rel=TOLERANCE)
 
 
 @pytest.mark.full
@@ -351,9 +351,12 @@ def test_in_fp8_a_step_takes_as_long_as_its_dry_run(case: Case, recipe: str) -> 
         str(ranks),
     ]
     config = parse([*flags(case), *given], dict(LLAMA), ranks)
-    found = dry_run(config, ranks, machine, vocab_size=SHAPE.vocab, every_layer=True)
-    told, plain = (estimate(case.workload, case.strategy, machine, Program(fp8=fp8)) for fp8 in (True, False))
-    assert told.seconds == pytest.approx(found.predicted_seconds, rel=TOLERANCE) and told.seconds < 0.95 * plain.seconds
+    result = dry_run(config, ranks, machine, vocab_size=SHAPE.vocab, every_layer=True)
+    message, plain = (estimate(case.workload, case.strategy, machine, Program(fp8=fp8)) for fp8 in (True, False))
+    assert (
+        message.seconds == pytest.approx(result.predicted_seconds, rel=TOLERANCE)
+        and message.seconds < 0.95 * plain.seconds
+    )
 
 
 @pytest.mark.full

@@ -44,7 +44,7 @@ class Case:
 
 
 def some_pairs(q: Tensor, k: Tensor) -> Tensor:
-    """A mask function: most pairs, and none at all for every 9th query."""
+    """A mask function that allows most pairs, but none for every 9th query."""
     return ((q * 7 + k * 3) % 5 != 0) & (q % 9 != 4)
 
 
@@ -61,7 +61,7 @@ def make(case: Case, device: torch.device = CPU) -> Tensors:
     s, lengths = len(positions(case.q_at, CPU)), [len(positions(at, CPU)) for at in case.blocks]
 
     def random(rows: int, heads: int, size: int) -> Tensor:
-        if case.layout == "strided":  # [b, d, h, s] memory: no dimension is where a kernel likes it
+        if case.layout == "strided":  # [b, d, h, s] memory: an unfavourable order for kernels
             return torch.randn(case.b, size, heads, rows).to(device, case.dtype).permute(3, 0, 2, 1)
         return torch.randn(rows, case.b, heads, size).to(device, case.dtype)
 
@@ -70,7 +70,7 @@ def make(case: Case, device: torch.device = CPU) -> Tensors:
     values = [random(t, case.hk, case.dv) for t in lengths]
     dout = random(s, case.h, case.dv)
     if case.layout == "strided":
-        dout = dout[:1, :, :1].expand(dout.shape)  # one for all
+        dout = dout[:1, :, :1].expand(dout.shape)  # one gradient for all
     return Tensors(q, keys, values, dout)
 
 
@@ -79,7 +79,7 @@ def computed(case: Case, x: Tensors) -> dict[str, Tensor]:
     s, device = x.q.size(0), x.q.device
 
     def sums(shape: tuple[int, ...], fill: float = 0.0) -> Tensor:
-        if case.layout == "strided":  # every second one of a larger memory, which stays as it is
+        if case.layout == "strided":  # every second entry of a larger tensor, which must stay unchanged
             return torch.full((shape[0], 2, *shape[1:]), fill, device=device)[:, 1]
         return torch.full(shape, fill, device=device)
 
@@ -98,7 +98,7 @@ def computed(case: Case, x: Tensors) -> dict[str, Tensor]:
     final = {"dout": x.dout, "lse": lse, "delta_SBH": delta(out, x.dout)}
     for some, k, v, dk, dv in zip(todo, x.k, x.v, grads["dk"], grads["dv"]):
         attend_tiles_grad(some, x.q, k, v, **final, dq=grads["dq"], dk=dk, dv=dv, **common)
-    out = torch.where(lse.isneginf()[..., None], 0.0, out)  # of queries in no tile: nobody's
+    out = torch.where(lse.isneginf()[..., None], 0.0, out)  # undefined for queries in no tile
     return {"out": out, "lse": lse, "dq": grads["dq"], "dk": torch.cat(grads["dk"]), "dv": torch.cat(grads["dv"])}
 
 
@@ -127,11 +127,11 @@ def truth(case: Case, x: Tensors) -> dict[str, Tensor]:
     return {"out": out.detach(), "lse": lse.detach().permute(2, 0, 1), **dict(zip(("dq", "dk", "dv"), grads))}
 
 
-def largest_errors(found: dict[str, Tensor], true: dict[str, Tensor]) -> dict[str, float]:
+def largest_errors(result: dict[str, Tensor], true: dict[str, Tensor]) -> dict[str, float]:
     """Relative to the largest entry; infinite where one has no keys and the other has some."""
     errors = {}
     for name, want in true.items():
-        have = found[name].double()
+        have = result[name].double()
         if not torch.equal(have.isfinite(), want.isfinite()):
             errors[name] = float("inf")
             continue
@@ -146,7 +146,7 @@ def errors(case: Case, device: torch.device = CPU) -> dict[str, float]:
 
 
 def errors_and_flash_errors(case: Case) -> tuple[dict[str, float], dict[str, float]]:
-    """Besides, those of PyTorch's flash attention for the CPU."""
+    """In addition, errors of PyTorch's flash attention for the CPU."""
     x = make(case)
     q, k, v, dout = (y.permute(1, 2, 0, 3) for y in (x.q, x.k[0], x.v[0], x.dout))
     causal, scale = isinstance(case.mask, Causal), case.d**-0.5
@@ -166,7 +166,7 @@ def errors_in_blocks_of(case: Case, block: int, step: int) -> dict[str, float]:
 
 
 def errors_far_apart(case: Case, folder: Path) -> dict[str, float]:
-    """With inputs whose rows and heads lie more than 2^31 elements apart, in files that are mostly holes."""
+    """With inputs whose rows and heads are more than 2^31 elements apart, in sparse files."""
     number = 0
 
     def far(y: Tensor) -> Tensor:

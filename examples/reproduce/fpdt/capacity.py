@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The longest sequences of FPDT and the systems it is compared with (tables 1 and 3, figures 1 and 11), by simulation.
+"""The longest sequences of FPDT and other systems (tables 1 and 3, figures 1 and 11 of the FPDT paper), simulated.
 
-Device memory is that of this project's program (formulas/device_memory.py), run as the paper says: batch 1, full
-recompute with layer inputs in host memory, ZeRO 3 over all ranks, chunks of 64K tokens. Lengths go in powers of two,
-as the paper's do but for its 3M. A node has 4 GPUs and 1 TB of host memory; with A100-40G, not described, 8 GPUs (DGX
+Device memory is that of this project's program (formulas/device_memory.py) with the paper's settings: batch 1, full
+recompute with layer inputs in host memory, ZeRO 3 over all ranks, chunks of 64K tokens. Lengths are powers of two,
+as in the paper except for its 3M. A node has 4 GPUs and 1 TB of host memory; with A100-40G (not described) 8 GPUs (DGX
 A100).
 
 GPT models have rotary positions here, as in the launch scripts of the published program: a learned table of 8M rows
-would be longer than the model. Their 30B has 64 heads of 112, for OPT's 56 do not divide over 16 ranks.
+would be larger than the model. The 30B has 64 heads of 112, because OPT's 56 heads do not divide over 16 ranks.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from megatron.simulator.machines.machine import Machine
 from megatron.simulator.machines.machine_file import load
 
 K, MIB, GIB = 1024, 2**20, 2**30
-SPIKES = "perhaps for the spikes when ZeRO 3 sums gradients (the paper's section 6), which ours does not have"
+SPIKES = "perhaps because of memory spikes when ZeRO 3 sums gradients (section 6), which ours does not have"
 
 
 @dataclass(frozen=True)
 class Run:
-    """A model on GPUs, and where it departs from what the paper says.
+    """A model on GPUs, and differences from the paper's description.
 
     Attributes:
-        adam_on_host: Adam's two states wait in host memory, 8 bytes a parameter.
+        adam_on_host: Adam's two states are in host memory, 8 bytes per parameter.
         assumed: the note of the row.
     """
 
@@ -47,7 +47,7 @@ class Run:
 
 
 def machine_of(gpu: str) -> Machine:
-    """With its node: the paper's for A100-80G."""
+    """The machine of a GPU; for A100-80G with the paper's node."""
     return cluster("fpdt-a100") if gpu == "A100-80G" else load(gpu)
 
 
@@ -56,26 +56,26 @@ def shape_of(model: str) -> Shape:
 
 
 def memory(run: Run, seq_length: int) -> Memory:
-    """Of a rank, for one sequence a step."""
-    found = device_memory(Workload(run.shape, seq_length), run.strategy)
+    """Memory of a rank with one sequence per step."""
+    result = device_memory(Workload(run.shape, seq_length), run.strategy)
     if run.adam_on_host:
-        found = replace(found, optimizer=0, host=found.host + found.optimizer)
-    return found
+        result = replace(result, optimizer=0, host=result.host + result.optimizer)
+    return result
 
 
 def fits(run: Run, seq_length: int) -> bool:
-    """In the GPU, and in the host memory of a node together with its other ranks."""
+    """Whether it fits in the GPU and, with the node's other ranks, in its host memory."""
     held, ranks = memory(run, seq_length), min(run.machine.gpus, run.strategy.ranks)
     return held.total <= run.machine.usable_memory and held.host * ranks <= run.machine.host_memory
 
 
 def longest(run: Run) -> int:
-    """In tokens; 0: not even 4K."""
+    """The longest length in tokens; 0: not even 4K fits."""
     return longest_power(partial(fits, run))
 
 
 def stopped_by(run: Run, seq_length: int) -> str:
-    """What twice ``seq_length`` would take too much of."""
+    """The memory that ``2 * seq_length`` would exceed."""
     held = memory(run, 2 * seq_length)
     if held.total > run.machine.usable_memory:
         return f"{length_text(2 * seq_length)} would take {held.total / GIB:.0f} GiB of the GPU"
@@ -85,7 +85,7 @@ def stopped_by(run: Run, seq_length: int) -> str:
 
 def further(ours: int, there: int) -> str:
     """The note of a row where ours is more than twice the published length."""
-    return f"ours {ours / there:.0f} times as long: {SPIKES}" if ours > 2 * there else ""
+    return f"ours is {ours / there:.0f} times as long: {SPIKES}" if ours > 2 * there else ""
 
 
 def length_text(tokens: int) -> str:
@@ -93,7 +93,7 @@ def length_text(tokens: int) -> str:
 
 
 def fpdt(shape: Shape, gpus: int, tensor: int = 1) -> Strategy:
-    """FPDT over all GPUs; Ulysses takes as many of them as divide the heads, the ring the rest."""
+    """FPDT over all GPUs: the largest Ulysses degree that divides the heads, and Ring for the rest."""
     ulysses = gpus // tensor
     while shape.heads // tensor % ulysses:
         ulysses //= 2
@@ -102,16 +102,16 @@ def fpdt(shape: Shape, gpus: int, tensor: int = 1) -> Strategy:
 
 
 def table_1_run(model: str, gpu: str, gpus: int) -> Run:
-    """A row of table 1. Two could not have run with what the paper states, and depart from it."""
+    """A row of table 1. Two rows could not have run as stated, and need an assumption."""
     run = Run(shape_of(model), machine_of(gpu), fpdt(shape_of(model), gpus))
     if run.strategy.ring > 1:
         grid = f"Ulysses {run.strategy.ulysses} x Ring {run.strategy.ring}"
         run = replace(run, assumed=f"{run.shape.heads} heads: {grid}")
     if (model, gpu, gpus) == ("gpt-2.7b", "A100-40G", 1):
-        why = "ASSUMED: Adam's states in host memory; 16 bytes a parameter, 42 GB, are more than the GPU has"
+        why = "ASSUMED: Adam's states in host memory; 16 bytes per parameter, 42 GB, exceed the GPU's memory"
         return replace(run, adam_on_host=True, assumed=why)
     if (model, gpus) == ("llama3-70b", 16):
-        why = "ASSUMED: TP 4 x Ulysses 4; beside 71 GB of model states whole layers under way do not fit"
+        why = "ASSUMED: TP 4 x Ulysses 4; with 71 GB of model states, complete layers do not fit"
         return replace(run, strategy=fpdt(run.shape, gpus, tensor=4), assumed=why)
     return run
 
@@ -128,7 +128,7 @@ def table_1_rows() -> list[Row]:
 
 
 def system(model: str, name: str, gpus: int) -> Run:
-    """A system of figure 11. Megatron-SP has TP over all GPUs, with sequence parallelism."""
+    """A system of figure 11. Megatron-SP uses TP over all GPUs, with sequence parallelism."""
     if name == "fpdt":
         return Run(shape_of(model), cluster("fpdt-a100"), fpdt(shape_of(model), gpus))
     chosen = replace(training.strategy(name, gpus), zero=0 if name == "megatron-sp" else 3, offload_checkpoints=True)
@@ -136,10 +136,10 @@ def system(model: str, name: str, gpus: int) -> Run:
 
 
 def figure_11_rows(models: Sequence[str] = training.MODELS, *, per_gpu: bool = False) -> list[Row]:
-    """The length after which each system of figure 11 is out of memory, or is shown no further.
+    """The last length of each system in figure 11, after which it is out of memory or not shown.
 
     Args:
-        per_gpu: lengths over the number of GPUs, as in figure 1.
+        per_gpu: divide lengths by the number of GPUs, as in figure 1.
     """
     rows = []
     for line in sorted(training.longest_shown(models), key=lambda line: models.index(line["model"])):
@@ -154,15 +154,14 @@ def figure_11_rows(models: Sequence[str] = training.MODELS, *, per_gpu: bool = F
 
 # Table 3: Llama-3-8B on 8 A100-80G.
 
-TP_ALONE = "without Megatron's sequence parallelism, which the paper's column does not name"
+TP_ALONE = "without Megatron's sequence parallelism, which the paper's column does not mention"
 ZERO_1 = (
-    "ASSUMED: DeepSpeed's ZeRO 1 has no gradient buffers, and one micro-batch no gradients when memory is fullest: "
-    "counted as ours of ZeRO 2"
+    "ASSUMED: DeepSpeed's ZeRO 1 has no gradient buffers, and no gradients at the memory peak: counted as our ZeRO 2"
 )
 
 
 def table_3_strategy(line: dict, zero: int | None = None) -> Strategy:
-    """What a row names. ``zero`` replaces its stage."""
+    """The strategy of a row; ``zero`` replaces its stage."""
     return Strategy(
         tensor=line["tensor_parallel"],
         ulysses=8 if line["ulysses"] == "yes" else 1,
@@ -206,12 +205,12 @@ def table_3_rows() -> list[Row]:
 
 
 def _whole_states(run: Run, length: int, published_gib: float) -> str:
-    """Why ours holds less under FPDT: activations in units of a rank's whole hidden states."""
+    """Why ours needs less memory under FPDT: activations in units of a rank's complete hidden states."""
     held = memory(run, length)
     whole = 2 * length // run.strategy.context * run.shape.hidden
     theirs = published_gib * GIB - 16 * stage_parameters(run.shape, 1, 1, 0).numel / run.strategy.ranks
     ours = (held.activations + held.temporary) / whole
     return (
-        f"over model states, {theirs / whole:.0f} whole hidden states of {whole / 1e9:.1f} GB, ours {ours:.0f}: the "
-        "published program keeps what passes between attention, norms and FFN whole"
+        f"on top of model states {theirs / whole:.0f} hidden states of {whole / 1e9:.1f} GB, ours {ours:.0f}: the "
+        "published program keeps the tensors between attention, norms and FFN unchunked"
     )

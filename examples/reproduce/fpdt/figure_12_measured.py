@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Figure 12 of the FPDT paper, small and measured: speed and device memory over the chunk size.
+"""Figure 12 of the FPDT paper, measured with a small model: speed and device memory over the chunk size.
 
     python examples/reproduce/fpdt/figure_12_measured.py [OUT_DIR]
 
 A Llama of 2 layers, 256 wide, on 4,096 tokens (SEQ_LENGTH), in 1 to 8 chunks, and with full recompute without
 chunks. Layer inputs are in host memory in all runs, as in the paper. benchmarks/fpdt.py measures, and has more options.
-The paper's models and GPUs are others, so only ratios can be compared.
+The paper uses other models and GPUs, so only ratios can be compared.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ def sweep(prefix: Path, seq_length: int) -> list[dict]:
     return merged(json.loads(prefix.with_suffix(".json").read_text()))
 
 
-def rows_of(found: list[dict]) -> list[Row]:
-    """Rows for each number of chunks, as shares of the reference, and in bytes and tokens a second."""
-    whole, rows = found[0], []
-    for row in found:
+def rows_of(result: list[dict]) -> list[Row]:
+    """Rows for each number of chunks, as shares of the reference, and in bytes and tokens per second."""
+    whole, rows = result[0], []
+    for row in result:
         chunks = row["chunks"] or 0
         label = {"layers": "in chunks (FPDT)" if chunks else "whole, recomputed", "chunks": max(chunks, 1)}
         rows.append(Row(label, None, row["activations"] / MIB, "measured", "MiB of activations on the device"))
-        rows.append(Row(label, None, row["tokens_per_second"], "measured", "tokens a second"))
+        rows.append(Row(label, None, row["tokens_per_second"], "measured", "tokens per second"))
         if chunks:
             share, note = row["activations"] / whole["activations"], ""
             if chunks in PUBLISHED:
                 note = "published: GPT-2.7B, 256K tokens, 4 A100"
             rows.append(Row(label, PUBLISHED.get(chunks), share, "measured", "activations, of the whole", note))
-            # Their steps took turns; by CPU time where that is known, for other programs take none of it.
+            # Steps took turns. CPU time is preferred, because other programs do not affect it.
             speed = row.get("of_reference_by_cpu_time", row["of_reference"])
             rows.append(Row(label, None, speed, "measured", "speed, of the whole"))
     return rows

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Figure 13 of the FPDT paper, small: memory in the backward pass of a Transformer block, by number of chunks.
+"""Figure 13 of the FPDT paper with a small model: memory in the backward pass of a Transformer block, by chunks.
 
     python examples/reproduce/fpdt/figure_13.py [OUT_DIR]
 
-A block shaped as Llama-3-8B's, but 128 wide, takes 16,384 tokens on one process; SEQ_LENGTH changes that. The FFN has
-twice as many chunks as the attention, as in the paper, and in one run four times as many. Every tensor that is made or
-freed is counted. Weights, gradients and optimizer states, which exist before the step, are not.
+A block like Llama-3-8B's, but of width 128, on 16,384 tokens (SEQ_LENGTH) and one process. The FFN has
+twice as many chunks as attention, as in the paper, and in one run four times as many. Every tensor that is made or
+freed is counted, but not weights, gradients and optimizer states, which exist before the step.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from examples.reproduce.report import Row, command, write  # noqa: E402
 
 CHUNKS = ((2, 4), (4, 8), (8, 16), (4, 16))  # of attention, of the FFN; the first three are the paper's
 MIB = 2**20
-NOTE = "on a CPU SwiGLU is not fused: its parts are held one by one"
+NOTE = "on a CPU SwiGLU is not fused, so its parts are separate tensors"
 FFN, REST, HOST = "#e69f00", "#0072b2", "#8a8a8a"
 
 
 @dataclass(frozen=True)
 class Backward:
-    """A block's backward pass: bytes after each event, and whether it happened in the FFN."""
+    """A block's backward pass: bytes after each event, and whether the event was in the FFN."""
 
     device: list[int]
     host: list[int]
@@ -43,7 +43,7 @@ class Backward:
 
 
 def record(seq_length: int, chunks: int, ffn_chunks: int) -> Backward:
-    """Train a model of one block for a step, and watch its backward pass."""
+    """Train a model of one block for a step, and record its backward pass."""
     from megatron.context_parallel.fpdt import chunk_work, chunked_layer
     from megatron.training.arguments.models import LLAMA_DEFAULTS
     from megatron.training.arguments.parser import parse
@@ -90,48 +90,48 @@ def record(seq_length: int, chunks: int, ffn_chunks: int) -> Backward:
 
 
 def _within(history: Any, spans: dict[str, list[tuple[float, float]]], before: int, before_host: int) -> Backward:
-    """The part of a history that lies in the block's backward pass; levels over those before the step."""
+    """The part of a history within the block's backward pass; bytes relative to those before the step."""
     ((begin, end),) = spans["block"]
     levels = {"device": -before, "host": -before_host}
-    found = Backward([], [], [])
+    result = Backward([], [], [])
     for when, number, change in history.events:
         place = history.blocks[number].place
         if place in levels:
             levels[place] += change
         if begin <= when <= end:
-            found.device.append(levels["device"])
-            found.host.append(levels["host"])
-            found.in_ffn.append(any(low <= when <= high for low, high in spans["ffn"]))
-    return found
+            result.device.append(levels["device"])
+            result.host.append(levels["host"])
+            result.in_ffn.append(any(low <= when <= high for low, high in spans["ffn"]))
+    return result
 
 
 def draw(figure: Any, recorded: dict[tuple[int, int], Backward]) -> None:
     panels = figure.subplots(1, len(recorded), sharey=True, squeeze=False)[0]
-    for axes, ((chunks, ffn_chunks), found) in zip(panels, recorded.items()):
-        places = range(len(found.device))
-        sizes = [size / MIB for size in found.device]
+    for axes, ((chunks, ffn_chunks), result) in zip(panels, recorded.items()):
+        places = range(len(result.device))
+        sizes = [size / MIB for size in result.device]
         for inside, colour, name in ((False, REST, "attention and projections"), (True, FFN, "FFN")):
-            where = [flag == inside for flag in found.in_ffn]
+            where = [flag == inside for flag in result.in_ffn]
             style = {"color": colour, "linewidth": 0, "label": f"{name} (measured)"}
             axes.fill_between(places, sizes, where=where, step="post", **style)
-        host = [size / MIB for size in found.host]
+        host = [size / MIB for size in result.host]
         axes.plot(places, host, color=HOST, linewidth=1.2, label="host memory (measured)")
         most = f"at most {max(sizes):.0f} MiB"
         axes.set_title(f"{chunks} chunks, FFN in {ffn_chunks}:\n{most}", fontsize=11)
-        axes.set(xlabel="tensors that came or went", xlim=(0, len(places)), ylim=(0, None))
+        axes.set(xlabel="allocations and frees", xlim=(0, len(places)), ylim=(0, None))
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("MiB beside weights, gradients, states")
+    panels[0].set_ylabel("MiB without weights, gradients, states")
     handles, names = panels[0].get_legend_handles_labels()
     figure.legend(handles, names, frameon=False, fontsize=9, loc="outside lower center", ncols=3)
 
 
 def rows_of(recorded: dict[tuple[int, int], Backward]) -> list[Row]:
     rows = []
-    for (chunks, ffn_chunks), found in recorded.items():
+    for (chunks, ffn_chunks), result in recorded.items():
         label = {"chunks": chunks, "ffn_chunks": ffn_chunks}
-        sizes = {"FFN": found.peak(True), "attention": found.peak(False)}
+        sizes = {"FFN": result.peak(True), "attention": result.peak(False)}
         rows += [Row({**label, "in": name}, None, size / MIB, "measured", "MiB") for name, size in sizes.items()]
-        rows.append(Row({**label, "in": "host memory"}, None, max(found.host) / MIB, "measured", "MiB"))
+        rows.append(Row({**label, "in": "host memory"}, None, max(result.host) / MIB, "measured", "MiB"))
         printed, fullest = "attention" if ffn_chunks == 2 * chunks else None, max(sizes, key=sizes.get)
         rows.append(Row({**label, "in": "the block"}, printed, fullest, "measured", "fullest in", NOTE))
     return rows
@@ -139,7 +139,7 @@ def rows_of(recorded: dict[tuple[int, int], Backward]) -> list[Row]:
 
 def main() -> None:
     args = command(__file__, __doc__).parse_args()
-    os.environ["PYTHONWARNINGS"] = "ignore"  # of megatron-core, about libraries that only GPUs need
+    os.environ["PYTHONWARNINGS"] = "ignore"  # megatron-core warns about libraries that only GPUs need
     seq_length = int(os.environ.get("SEQ_LENGTH", 16384))
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:  # a process trains once
         recorded = {chunks: pool.apply(record, (seq_length, *chunks)) for chunks in CHUNKS}

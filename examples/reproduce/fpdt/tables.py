@@ -41,24 +41,24 @@ TABLES = {
     ),
     "figure_1": PaperTable(
         "FPDT, figure 1",
-        "MFU of each system at the longest context it is shown with; the points are those of figure 11",
+        "MFU of each system at its longest context; the points are those of figure 11",
         lambda measure: training.figure_1_rows(clock("fpdt-a100", measure)),
         {"panel": "model"},
     ),
     "figure_1_context": context_table(
-        "FPDT, figure 1: longest context a GPU",
-        "the longest context a GPU of each system, for 2.7B, 13B and 70B; published are the last points of figure 11 "
-        "over the number of GPUs",
+        "FPDT, figure 1: longest context per GPU",
+        "the longest context per GPU of each system, for 2.7B, 13B and 70B; published are the last points of figure 11 "
+        "divided by the number of GPUs",
         lambda: capacity.figure_11_rows(("gpt-2.7b", "gpt-13b", "llama3-70b"), per_gpu=True),
         log=True,
     ),
     "figure_10": PaperTable(
         "FPDT, figure 10",
-        "how long the parts of a layer take, on 4 A100; published is only the text: attention overtakes fetching from "
-        "the host between 32K and 64K tokens",
+        "time of the parts of a layer on 4 A100; only the text has numbers: attention takes longer than fetching from "
+        "the host from 32K to 64K tokens on",
         lambda _: training.figure_10_rows(cluster("fpdt-a100")),
         {"over": "seq_length", "log": True},
-        not_measured="the parts of a layer are simulated one by one, and no program here runs them alone",
+        not_measured="the parts of a layer are simulated, and no program here runs them separately",
     ),
     "figure_11": PaperTable(
         "FPDT, figure 11",

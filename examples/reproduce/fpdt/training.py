@@ -26,19 +26,19 @@ CONVENTIONS = ("causal", "causal with recompute", "full mask with recompute")
 
 
 def shape(model: str) -> Shape:
-    """30B: OPT's width and depth with 64 heads of 112, for its 56 do not divide over 16 ranks."""
+    """The shape of a model. 30B has OPT's width and depth with 64 heads of 112: 56 do not divide over 16 ranks."""
     return shape_of(model, **({"num_attention_heads": 64} if model == "gpt-30b" else {}))
 
 
 def strategy(system: str, gpus: int, chunk: int = CHUNK) -> Strategy:
-    """Without the layer inputs in host memory, which the clock takes as an argument."""
+    """The strategy; that layer inputs are in host memory is an argument of the clock."""
     if system == "megatron-sp":
         return Strategy(tensor=gpus, recompute="full")
     return Strategy(ulysses=gpus, zero=3, recompute="full", fpdt_chunk=chunk if system == "fpdt" else 0)
 
 
 def mfu(workload: Workload, seconds: float, gpus: int, peak: float) -> dict[str, float]:
-    """In percent, by each convention of counting FLOPs; recompute is a second forward pass."""
+    """MFU in percent by each convention of counting FLOPs; recompute is a second forward pass."""
     causal, full = (model_flops(replace(workload, causal=way), recompute=False)[0] for way in (True, False))
     capacity = seconds * gpus * peak / 100
     return dict(zip(CONVENTIONS, (causal / capacity, causal * 4 / 3 / capacity, full * 4 / 3 / capacity)))
@@ -71,7 +71,7 @@ def _mfu_row(clock: Clock, line: dict, convention: str = CONVENTIONS[1]) -> Row:
 
 
 def figure_1_rows(clock: Clock) -> list[Row]:
-    """The longest context that figure 11 shows of each system."""
+    """The longest context of each system in figure 11."""
     return [_mfu_row(clock, line) for line in longest_shown(("gpt-2.7b", "gpt-13b", "llama3-70b"))]
 
 
@@ -86,7 +86,7 @@ def longest_shown(models: Sequence[str]) -> list[dict]:
 
 
 def figure_12_rows(clock: Clock, length: int = 262144) -> list[Row]:
-    """MFU by chunk; one chunk of all tokens is Ulysses without FPDT. 30B on 8 GPUs, the others on 4."""
+    """MFU by chunk size; one chunk with all tokens is Ulysses without FPDT. 30B on 8 GPUs, others on 4."""
     rows = []
     for model in ("gpt-2.7b", "gpt-6.7b", "gpt-13b", "gpt-30b"):
         gpus = 8 if model == "gpt-30b" else 4
@@ -127,7 +127,7 @@ LENGTHS = tuple(4096 << n for n in range(8))
 
 
 def figure_10_rows(machine: Machine) -> list[Row]:
-    """Milliseconds: all-to-all of one tensor, attention of the whole sequence, fetching keys and values."""
+    """Milliseconds of an all-to-all of one tensor, attention over the sequence, and fetching keys and values."""
     crossing = first_covered(machine)
     note = f"attention takes longer than fetching from {crossing // 1024}K tokens on; the text says 32K to 64K"
     rows = []
@@ -139,7 +139,7 @@ def figure_10_rows(machine: Machine) -> list[Row]:
 
 
 def latencies(machine: Machine, length: int) -> dict[str, float]:
-    """Seconds, by what it is."""
+    """Seconds by part."""
     heads, group = HEADS // GPUS, Group(GPUS)
     tensor = BF16 * length * heads * HEAD_DIM  # of q, k, v or out on one GPU, before or after the all-to-all
     forward, backward = (
@@ -160,6 +160,6 @@ def latencies(machine: Machine, length: int) -> dict[str, float]:
 def first_covered(machine: Machine) -> int:
     """The shortest length, in steps of 1K, whose forward attention takes as long as fetching."""
     for length in count(1024, 1024):
-        found = latencies(machine, length)
-        if found["attention forward"] >= found["fetch, each GPU its own"]:
+        result = latencies(machine, length)
+        if result["attention forward"] >= result["fetch, each GPU its own"]:
             return length

@@ -2,20 +2,20 @@
 """Longest sequences of GenSLM 25B and 33B (DeepSpeed4Science's figures 2 and 7 to 10), by simulation.
 
 New Megatron-DeepSpeed is this project's program with the same savings: TP over all GPUs with sequence parallelism,
-FlashAttention, full recompute, a position embedding that is split over the ranks, and no mask that is ever whole; layer
-inputs stay on the device. 64 heads, for 80 do not divide over 32 ranks.
+FlashAttention, full recompute, a position embedding that is split over the ranks, and no complete mask; layer
+inputs stay on the device. There are 64 heads, because 80 do not divide over 32 ranks.
 
 Neither this project's program nor its formulas do what the older systems did, so their memory has closed forms here,
 with stated assumptions:
 
-- a dense attention mask, made on the device: ones in fp32 and their lower triangle, 4 bytes an entry each, at once
+- a dense attention mask, made on the device: ones in fp32 and their lower triangle, 4 bytes per entry each, together
   (the page: over 10 GB at 50K tokens, and at least twice that while it is made); then booleans, 1 byte;
-- a learned position embedding, whole on every rank, trained as any weight;
-- full recompute: each layer keeps its input, and one layer at a time its activations, by equations 1, 2 and 4 of
+- a learned position embedding, complete on every rank, trained like other weights;
+- full recompute: each layer keeps its input, and one layer at a time has its activations, by equations 1, 2 and 4 of
   Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models".
 
-The page does not say which parallel sizes a published row has: we take TP over all GPUs, as its throughput table (TP 32
-on 32 GPUs) and the names in its figures 9 and 10 have it. Batch 1, 2 bytes a number.
+The page does not give the parallel sizes of its rows. We use TP over all GPUs, like its throughput table (TP 32
+on 32 GPUs) and its figures 9 and 10. Batch 1, 2 bytes per number.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ NARROW, WIDE = 2, 4  # bytes of a number in bf16 or fp16, and in fp32
 
 @dataclass(frozen=True)
 class System:
-    """Which long-context features a system has.
+    """The long-context features of a system.
 
     Attributes:
-        sequence_parallel: Megatron's, together with TP; without it every TP rank holds the whole inputs of all layers.
-        flash: FlashAttention; without it scores and dropout masks are written out.
+        sequence_parallel: Megatron's; without it every TP rank holds the complete inputs of all layers.
+        flash: FlashAttention; without it scores and dropout masks are stored.
         adam_on_host: DeepSpeed's ZeRO-Offload: fp32 weights and Adam's states are in host memory, and gradients in 16
-            bits on the device, 4 bytes a parameter in place of 18.
+            bits on the device, 4 bytes per parameter instead of 18.
         why: the note of its rows.
     """
 
@@ -55,13 +55,13 @@ OLD_MEGATRON_DEEPSPEED = System(
     sequence_parallel=False,
     flash=False,
     adam_on_host=True,
-    why="ASSUMED: ZeRO-Offload, for model states and the published length's layer inputs are more than the GPU has",
+    why="ASSUMED: ZeRO-Offload, because model states and layer inputs exceed the GPU's memory",
 )
 MEGATRON_LM = System(
     sequence_parallel=True,
     flash=True,
     adam_on_host=False,
-    why="ASSUMED: FlashAttention, for on 16 and 32 GPUs the published lengths' scores do not fit; a dense mask even so",
+    why="ASSUMED: FlashAttention, because the scores do not fit on 16 and 32 GPUs; but with a dense mask",
 )
 TENSOR_PARALLEL = System(sequence_parallel=False, flash=True, adam_on_host=False, why="")
 
@@ -93,7 +93,7 @@ class OldMemory:
 
 
 def old_memory(shape: Shape, seq_length: int, tensor: int, system: System) -> OldMemory:
-    """Of a rank of ``tensor``, for one sequence a step."""
+    """Memory of a rank of ``tensor``, with one sequence per step."""
     s, split = seq_length, tensor if system.sequence_parallel else 1
     states, with_table = (_states(replace(shape, positions=n), tensor, system) for n in (0, s))
     return OldMemory(
@@ -109,7 +109,7 @@ def old_memory(shape: Shape, seq_length: int, tensor: int, system: System) -> Ol
 def layer_activations(shape: Shape, seq_length: int, tensor: int, system: System) -> int:
     """Bytes that a layer keeps without recompute (equations 2 and 4), and during attention's backward pass.
 
-    Equation 1 is that of one rank. FlashAttention leaves out its term in the square of the length.
+    Equation 1 is for one rank. With FlashAttention its quadratic term is absent.
     """
     s, h, heads = seq_length, shape.hidden, shape.heads
     kept = 34 * s * h // tensor if system.sequence_parallel else s * (10 * h + 24 * h // tensor)
@@ -138,18 +138,18 @@ GB = 1e9
 
 
 def shape_of(model: str) -> Shape:
-    """Without positions, which depend on the length."""
+    """The shape without positions, whose number depends on the length."""
     return replace(named_shape(model, num_attention_heads=64), positions=0)
 
 
 def new_memory(shape: Shape, seq_length: int, tensor: int, *, inputs_on_host: bool = False) -> Memory:
-    """Of a rank of this project's program."""
+    """Memory of a rank of this project's program."""
     strategy = Strategy(tensor=tensor, zero=0, recompute="full", offload_checkpoints=inputs_on_host)
     return device_memory(Workload(replace(shape, positions=seq_length // tensor), seq_length), strategy)
 
 
 def longest(shape: Shape, gpus: int, system: System | None, *, inputs_on_host: bool = False) -> int:
-    """In tokens, a multiple of 1024."""
+    """The longest length in tokens, a multiple of 1024."""
     limit = load(GPU).usable_memory
 
     def fits(length: int) -> bool:
@@ -175,11 +175,11 @@ def maxima_rows(model: str, systems: tuple[str, ...] = tuple(SYSTEMS)) -> list[R
 
 
 def _fullest(shape: Shape, length: int, gpus: int, system: System) -> str:
-    """What a longer sequence has no room for."""
+    """What limits the length."""
     held = old_memory(shape, length + STEP, gpus, system)
     if held.making_mask > held.mask + held.inputs + held.layer:
-        return f"stopped by making the mask, {held.making_mask / GB:.1f} GB"
-    return f"stopped by layer inputs, {held.inputs / GB:.1f} GB, and one layer, {held.layer / GB:.1f} GB"
+        return f"limited by making the mask, {held.making_mask / GB:.1f} GB"
+    return f"limited by layer inputs, {held.inputs / GB:.1f} GB, and one layer, {held.layer / GB:.1f} GB"
 
 
 def _with_host(shape: Shape, gpus: int) -> str:
@@ -192,12 +192,12 @@ SAVINGS: dict[str, System | None] = {
     "TP, SP": MEGATRON_LM,
     "TP, SP, table and mask": None,
 }
-CEILING = 51200  # the page: about 50K without sharing out the table, however many GPUs
+CEILING = 51200  # the page: about 50K on any number of GPUs, unless the table is split
 NOT_THE_TABLE = "the page blames the table, here {table:.1f} GB; making the dense mask takes {mask:.1f} GB"
 
 
 def scalability_rows(model: str) -> list[Row]:
-    """Figures 9 and 10: what each saving is worth. Their numbers are not in published/ but for the text's."""
+    """Figures 9 and 10: the effect of each saving. published/ has only the numbers of the text."""
     shape, rows = shape_of(model), []
     published_tokens = {line["gpus"]: line["new_megatron_deepspeed_tokens"] for line in published("genslm_max_context")
             if line["model"] == model}  # fmt: skip
@@ -214,11 +214,11 @@ def scalability_rows(model: str) -> list[Row]:
 
 
 def activation_rows(length: int = 102400) -> list[Row]:
-    """What the page says of 25B at 100K: 480 GB of activations, 12 GB where they are shared out."""
+    """The page's figures for 25B at 100K: 480 GB of activations, 12 GB if they are split."""
     shape = shape_of("genslm-25b")
     channels = shape.layers * length * shape.hidden
-    note = "which activations, and over how many ranks, is not said: 480 GB are 12.7 bytes a layer, token and channel"
-    found = {
+    note = "activations and ranks are not specified: 480 GB are 12.7 bytes per layer, token and channel"
+    result = {
         "all activations, 1 rank": (480.0, 34 * channels),
         "all activations, 64 ranks": (12.0, 34 * channels // 64),
         "layer inputs alone, 1 rank": (None, 2 * channels),
@@ -226,5 +226,5 @@ def activation_rows(length: int = 102400) -> list[Row]:
     }
     return [
         Row({"savings": name}, there, round(size / GB, 2), "simulated", "GB", note if there else "")
-        for name, (there, size) in found.items()
+        for name, (there, size) in result.items()
     ]

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Figure 4 of DeepSpeed4Science's page: what an attention mask takes on the device, by where and how it is made.
+"""Figure 4 of DeepSpeed4Science's page: device memory of an attention mask, by the place and method of its creation.
 
     python examples/reproduce/genslm/figure_4.py [OUT_DIR]
 
-Dense masks of the whole sequence are made of fake tensors, as Megatron's code made them, and every byte is counted. Our
-masks (--attention-mask function) never are whole: a part of the largest tile is made and attended with, for real, with
-the mask on the device and in blocks of rows in host memory (--mask-cpu-threshold), and metered. On a CPU both are the
-same memory, and what is metered includes the tile's scores.
+Dense masks of the complete sequence are made with fake tensors as in Megatron's code, and every byte is counted. Our
+masks (--attention-mask function) are never complete: a part of the largest tile is really made and used, with
+the mask on the device and in blocks of rows in host memory (--mask-cpu-threshold), and measured. On a CPU both are the
+same memory, and the measured bytes include the tile's scores.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ WAYS = {"device": 2**62, "host, by rows": 0}  # the threshold that makes all of 
 
 
 def dense_bytes(length: int) -> tuple[int, int, int]:
-    """Bytes of a dense fp32 mask [length, length], of the making of it on the device, and of its booleans alone, which
-    are what has to be there where it was made in host memory.
+    """Bytes of a dense fp32 mask [length, length], of its creation on the device, and of only its booleans, which
+    are on the device if it is made in host memory.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -78,7 +78,7 @@ def rows_of(lengths: tuple[int, ...] = LENGTHS) -> list[Row]:
             "dense, made on the device": (peak, 2 * MASK_GB, "the page: at least twice the mask while it is made"),
             "dense, made in host memory": (moved, None, ""),
             "saved by the host": (peak - moved, SAVED_GB,
-                                  "the page: peak 54 to 39 GB, of a model and length that it does not name"),
+                                  "the page: peak 54 to 39 GB, for an unknown model and length"),
         }  # fmt: skip
         for way, (size, printed, note) in counted.items():
             label = {"mask": way, "seq_length": length}
@@ -90,5 +90,5 @@ def rows_of(lengths: tuple[int, ...] = LENGTHS) -> list[Row]:
 
 
 if __name__ == "__main__":
-    title = "DeepSpeed4Science, figure 4: what a mask takes on the device"
+    title = "DeepSpeed4Science, figure 4: device memory of a mask"
     run_figure(__file__, __doc__, title, rows_of, over="seq_length", log=True)

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Figure 6 of DeepSpeed4Science's page: what a learned position embedding takes on a rank, whole and shared out.
+"""Figure 6 of DeepSpeed4Science's page: memory of a learned position embedding on a rank, complete and split.
 
     python examples/reproduce/genslm/figure_6.py [OUT_DIR]
 
-Weights, gradients and optimizer states of GenSLM's table (width 5,760) in bytes of the tensors that one rank of a
-simulated world makes with the real code, TP ranks with --sequence-parallel. In fp32 with Adam: 16 bytes a number, as
-many as bf16 weights and gradients with fp32 main weights and states. The tensors are fake, so any length is possible.
+Bytes of the weights, gradients and optimizer states of GenSLM's table (width 5,760) that one rank of a
+simulated world makes with the real code, for TP with --sequence-parallel. In fp32 with Adam: 16 bytes per number, as
+many as for bf16 weights and gradients with fp32 main weights and states. The tensors are fake, so any length works.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def table_bytes(length: int, ranks: int, partitioned: bool, rank: int = 0) -> Co
     from megatron.training.model.optimizer import build_optimizer, wrap_for_data_parallelism
 
     size = shape(MODEL)
-    # One layer with few heads and a narrow FFN: the table does not depend on them, and 64 ranks have to divide them.
+    # One layer with as many heads as ranks and a narrow FFN: the table does not depend on them.
     words = (
         f"--num-layers 1 --hidden-size {size['hidden_size']} --num-attention-heads {ranks} --ffn-hidden-size {ranks} "
         f"--kv-channels 16 --seq-length {length} --max-position-embeddings {length} --position-embedding-type "
@@ -54,7 +54,7 @@ def table_bytes(length: int, ranks: int, partitioned: bool, rank: int = 0) -> Co
     config, device = parse(words.split(), None, ranks), platform.select("cpu", 0, None).device
     with simulated_world(ranks, rank), ExitStack() as stack:
         grid = initialize_grid(tensor=ranks, core_options={"expert_model_parallel_size": 1} if partitioned else None)
-        # Fake tensors have no contents: there is no random state to read, nothing to move, no length to send to others.
+        # Fake tensors have no contents: reading random states, moving tensors and sending lengths is replaced.
         stack.enter_context(patch.object(CudaRNGStatesTracker, "fork", lambda *_: nullcontext()))
         stack.enter_context(patch.object(torch.nn.Module, "to", lambda module, *_: module))
         stack.enter_context(patch.object(torch.distributed, "all_gather_object", _alike))
@@ -64,16 +64,18 @@ def table_bytes(length: int, ranks: int, partitioned: bool, rank: int = 0) -> Co
         return _of_the_table(chunks[0], optimizer)
 
 
-def _alike(found: list, mine: object, group: object = None) -> None:
-    found[:] = [mine] * len(found)
+def _alike(result: list, mine: object, group: object = None) -> None:
+    result[:] = [mine] * len(result)
 
 
 def _of_the_table(chunk: torch.nn.Module, optimizer: object) -> Counter[str]:
     table = next(p for name, p in chunk.named_parameters() if "position_embeddings" in name)
-    found = Counter(parameters=_size(table), gradients=_size(table.main_grad))
+    result = Counter(parameters=_size(table), gradients=_size(table.main_grad))
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        found["optimizer"] += sum(_size(state) for state in part.optimizer.state.get(table, {}).values() if state.dim())
-    return found
+        result["optimizer"] += sum(
+            _size(state) for state in part.optimizer.state.get(table, {}).values() if state.dim()
+        )
+    return result
 
 
 def _size(x: torch.Tensor) -> int:
@@ -83,11 +85,11 @@ def _size(x: torch.Tensor) -> int:
 def rows_of(lengths: tuple[int, ...] = LENGTHS, ranks: tuple[int, ...] = RANKS) -> list[Row]:
     rows = []
     for length in lengths:
-        for held, size in (("whole on each rank", 0), *((f"shared by {size} ranks", size) for size in ranks)):
+        for held, size in (("complete on each rank", 0), *((f"split over {size} ranks", size) for size in ranks)):
             ours = sum(table_bytes(length, size or ranks[0], bool(size)).values()) / 1e9
             printed = PUBLISHED_GB if length == PUBLISHED_AT and not size else None  # the page has one number
-            note = "the page: about 10, beyond some 100K, and names neither width nor optimizer" if printed else ""
-            rows.append(Row({"table": held, "seq_length": length}, printed, ours, "simulated", "GB a rank", note))
+            note = "the page: about 10 beyond 100K; width and optimizer are not given" if printed else ""
+            rows.append(Row({"table": held, "seq_length": length}, printed, ours, "simulated", "GB per rank", note))
     return rows
 
 

@@ -5,10 +5,10 @@
     python examples/reproduce/genslm/tables.py table_1 [OUT_DIR] [--measure]
     python examples/reproduce/genslm/tables.py figure_7 [OUT_DIR]
 
-Throughput is that of 33B on 32 A100-40G with TP 32. The page gives TP 32 and no ZeRO, and neither the batch nor how
-FLOPs are counted: we count as Megatron-DeepSpeed does, full mask and recompute, and take two sequences a step. With
-one, the latency of rings through 32 ranks would cost a quarter of the speed at 2K tokens that was published; at 256K,
-where two would not fit at once, it makes no difference. 64 heads, for 80 do not divide over 32 ranks.
+Throughput is that of 33B on 32 A100-40G with TP 32. The page gives TP 32 and no ZeRO, but neither the batch nor how
+FLOPs are counted. We count like Megatron-DeepSpeed (full mask and recompute) and assume two sequences per step. With
+one, the latency of rings over 32 ranks would cost a quarter of the published speed at 2K tokens; at 256K,
+where two would not fit at once, it makes no difference. There are 64 heads, because 80 do not divide over 32 ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.formulas.strategy import Strategy, Workload  # noqa: E402
 
 GPUS, BATCH = 32, 2
 # The old framework's share of the new one's rates, fitted to its two figures: eager kernels for softmax, norms and
-# activation, attention written out, a smaller batch. It predicts nothing.
+# activation, unfused attention, a smaller batch. It predicts nothing.
 OLD = 0.39
 
 
@@ -38,7 +38,7 @@ def throughput_rows(clock: Clock, frameworks: Sequence[str] = ("new", "old")) ->
             seq_length, there = line["seq_length"], line[f"{framework}_megatron_deepspeed_tflops"]
             label = {"framework": framework, "seq_length": seq_length}
             if there == "OOM" and clock.mark == "simulated":
-                rows.append(Row(label, there, None, clock.mark, "TFLOPS/GPU", "speed alone is simulated here"))
+                rows.append(Row(label, there, None, clock.mark, "TFLOPS/GPU", "only the speed is simulated here"))
                 continue
             note = "published dip, not explained: attention's share grows" if seq_length == 262144 else ""
             tflops = from_seconds(throughput(clock, seq_length, framework), float, 1)
@@ -84,19 +84,19 @@ TABLES = {
     ),
     "figure_9": maxima(
         "figure 9: scalability of GenSLM 33B",
-        "longest sequences of 33B over GPUs, by memory saving. Published are the text's ceiling while every rank holds "
-        "the whole position embedding, about 50K tokens, and figure 7's maxima",
+        "longest sequences of 33B over GPUs, by memory saving. Published are the text's limit while every rank holds "
+        "the complete position embedding, about 50K tokens, and figure 7's maxima",
         lambda: scalability_rows("genslm-33b"),
     ),
     "figure_10": maxima(
         "figure 10: scalability of GenSLM 25B",
-        "the same for 25B, with figure 8's maxima. figure_4.py counts what the mask alone takes, and figure_6.py what "
-        "the position embedding takes",
+        "the same for 25B, with figure 8's maxima. figure_4.py counts the bytes of the mask, and figure_6.py those of "
+        "the position embedding",
         lambda: scalability_rows("genslm-25b"),
     ),
     "section_scalability": PaperTable(
         "DeepSpeed4Science: activations of GenSLM 25B at 100K",
-        "activations, from 480 GB to 12 GB a device. By Korthikanti et al., 34 bytes a layer, token and channel "
+        "activations, from 480 GB to 12 GB per device. By Korthikanti et al., 34 bytes per layer, token and channel "
         "without recompute (equation 4), and 2 of layer inputs with full recompute",
         lambda _: activation_rows(),
         {"log": True},

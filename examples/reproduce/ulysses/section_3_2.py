@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Section 3.2 of the DeepSpeed-Ulysses paper: what a rank sends per layer as the ranks grow, with each method.
+"""Section 3.2 of the DeepSpeed-Ulysses paper: numbers sent per rank and layer over the number of ranks, by method.
 
     python examples/reproduce/ulysses/section_3_2.py [OUT_DIR]
 
-One rank of a simulated world of P runs the forward pass of a real model, and every collective and message is counted:
-a model of two layers less one of one layer is a layer. The unit is N h, sequence length times width: neither matters.
-Without and with GQA; for Ring, the rank that sends most is the one that is counted.
+One rank of a simulated world of P runs the forward pass of a real model, and all collectives and messages are counted.
+A layer is the difference between models of two layers and one. The unit is N h, sequence length times width.
+Without and with GQA; for Ring, the rank that sends most is counted.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ METHODS = {
 class Traffic(TorchDispatchMode):
     """Counts, while it is active, the numbers (not bytes) that this rank sends to other ranks, by kind of message.
 
-    A collective over n ranks on a message of M numbers in all counts as a ring or pairwise algorithm carries it out:
-    all-gather, reduce-scatter and all-to-all send ``M (n - 1) / n`` over every link, M being the whole message for the
+    A collective over n ranks on a message of M numbers counts as in a ring or pairwise algorithm:
+    all-gather, reduce-scatter and all-to-all send ``M (n - 1) / n`` over every link; M is the whole message for the
     first two and this rank's part of it for the third; all-reduce is a reduce-scatter and an all-gather.
 
     Attributes:
@@ -51,9 +51,9 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        found = transfer(func, args, out) if func.namespace == "c10d" else None
-        if found is not None and found[0] != "broadcast":
-            kind, group, size = found
+        result = transfer(func, args, out) if func.namespace == "c10d" else None
+        if result is not None and result[0] != "broadcast":
+            kind, group, size = result
             itemsize = next(x.element_size() for x in tree_leaves(args) if isinstance(x, torch.Tensor))
             name = "send" if kind == "p2p" else kind.replace("_", "-")
             self.sent[name] += sent(kind, size, group.size()) // itemsize
@@ -61,16 +61,16 @@ class Traffic(TorchDispatchMode):
 
 
 def closed_form(method: str, ranks: int, group: int) -> float | None:
-    """What was published, in N h a layer: 4/P for Ulysses, 4 for Megatron; under GQA (USP paper, section on SP against
+    """Published numbers in N h per layer: 4/P for Ulysses, 4 for Megatron; under GQA (USP paper, section on SP against
     TP-sp) the keys and values, half of Ulysses' four, shrink by the group of query heads that share them.
     """
     return {"Ulysses": (2 + 2 / group) / ranks, "Megatron-SP": 4.0}.get(method)
 
 
 def exact_form(method: str, ranks: int, group: int) -> float | None:
-    """The same for any P. Of a rank's message of an all-to-all a P-th part is its own and stays; so it is with the
-    other two. Where ranks outnumber key/value heads, Ulysses ranks get a whole one each, and megatron-core's TP ranks
-    gather the queries, keys and values of all of them before each takes its own.
+    """The same for any P. A P-th part of a rank's message stays on the rank, in an all-to-all and in the
+    other two. With more ranks than KV heads, each Ulysses rank gets a complete head, and megatron-core's TP ranks
+    gather the queries, keys and values of all heads first.
     """
     others = (ranks - 1) / ranks
     if method == "Ulysses":
@@ -145,15 +145,15 @@ def rows_of(ranks: tuple[int, ...] = RANKS) -> list[Row]:
                 ours, exact = sent_by_a_layer(method, size, kv_heads), exact_form(method, size, group)
                 note = "for any P: " + ("as ours" if exact and abs(ours / exact - 1) < 1e-9 else f"{exact}, NOT ours")
                 if exact is None:
-                    note = "keys and values go round; what is masked does not"
+                    note = "keys and values travel around the ring; masked ones are not sent"
                 elif size > kv_heads:
-                    note += "; a whole KV head a rank" if method == "Ulysses" else "; core gathers all of q, k, v"
+                    note += "; a complete KV head per rank" if method == "Ulysses" else "; core gathers all of q, k, v"
                 label = {"heads": heads, "method": method, "ranks": size}
-                rows.append(Row(label, closed_form(method, size, group), ours, "simulated", "N h a layer", note))
+                rows.append(Row(label, closed_form(method, size, group), ours, "simulated", "N h per layer", note))
     return rows
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    title = "Ulysses, section 3.2: what a rank sends in a layer's forward pass"
+    title = "Ulysses, section 3.2: numbers that a rank sends in a layer's forward pass"
     run_figure(__file__, __doc__, title, rows_of, over="ranks", panel="heads", log=True)

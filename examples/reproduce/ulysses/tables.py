@@ -5,11 +5,11 @@
     python examples/reproduce/ulysses/tables.py table_2 [OUT_DIR] [--measure]
 
 ZeRO 3 over all ranks and full recompute; TFLOPS count the full mask and recompute. The batch and the degree of sequence
-parallelism are given for tables 2 and 3 only (a global batch of 8); there, 8 sequences in parallel leave P / 8 ranks to
-each. The figures give the best of several settings without naming it; ours are in the notes.
+parallelism are given only for tables 2 and 3 (a global batch of 8); there, 8 parallel sequences have P / 8 ranks
+each. The figures show the best of several unnamed settings; ours are in the notes.
 
-Attention counts as computed in full. The published times are twice what causal FlashAttention-2 would need, which
-came out in the same summer; the paper does not say whether the mask was not used or the kernel was an older one.
+Attention is assumed to use the full mask. The published times are twice those of causal FlashAttention-2, which
+was released in the same summer; the paper does not say whether the mask was not used or the kernel was older.
 Measured runs have no causal mask either.
 """
 
@@ -28,20 +28,20 @@ from megatron.formulas.strategy import Shape, Strategy, Workload  # noqa: E402
 
 ULYSSES = Strategy(zero=3, recompute="full")
 MEGATRON_SP = Strategy(zero=1, recompute="full")
-MEGATRON_TP = {"gpt-7b": 8, "gpt-30b": 64}  # not given; those whose curves look like the published ones
-TOKENS = 16384  # of a GPU in flight: what full recompute leaves room for
+MEGATRON_TP = {"gpt-7b": 8, "gpt-30b": 64}  # not given; chosen so that curves look like the published ones
+TOKENS = 16384  # tokens per GPU that fit with full recompute
 SPARSE = 0.45  # of the attention rate, in full-mask FLOPs: the paper's block-sparse kernel, fitted to figure 6
 MODELS = {"gpt-7b": "gpt-6.7b", "gpt-30b": "gpt-30b"}
 
 
 def shape(name: str) -> Shape:
-    """7B: the shape whose FLOPs give tables 2 and 3. 30B: not given; OPT's width and depth, with 64 heads of 112, for
+    """7B: the shape whose FLOPs give tables 2 and 3. 30B: not given; OPT's width and depth, 64 heads of 112, because
     56 do not divide over 64 ranks."""
     return shape_of(MODELS[name], **({"num_attention_heads": 64} if name == "gpt-30b" else {}))
 
 
 def scaling_rows(clock: Clock, tables: Iterable[int] = (2, 3)) -> list[Row]:
-    """Seconds a step, and TFLOPS per GPU, of tables 2 and 3."""
+    """Seconds per step and TFLOPS per GPU of tables 2 and 3."""
     rows = []
     for line in published("ulysses_scaling"):
         if line["table"] not in tables:
@@ -69,7 +69,7 @@ def figure_rows(clock: Clock, figure: int) -> list[Row]:
             case = {key: line[key] for key in ("model", "gpus", "seq_length", "system", "attention")}
             (ours, note), column = throughput(clock, **case), line["tflops_per_gpu_read_off_chart"]
             if column == "OOM" and clock.mark == "simulated":
-                ours, note = None, "speed alone is simulated here"
+                ours, note = None, "only the speed is simulated here"
             rows.append(Row(label, column, ours, clock.mark, "TFLOPS/GPU", note))
     return rows
 
@@ -77,7 +77,7 @@ def figure_rows(clock: Clock, figure: int) -> list[Row]:
 def throughput(
     clock: Clock, model: str, gpus: int, seq_length: int, system: str, attention: str
 ) -> tuple[float | str, str]:
-    """TFLOPS per GPU, and the settings taken."""
+    """TFLOPS per GPU, and the assumed settings."""
     if attention == "block-sparse":
         clock = clock.slowed("the paper's block-sparse kernel", attention=SPARSE)
     degree = MEGATRON_TP[model]
@@ -106,7 +106,7 @@ def figure_7_rows(clock: Clock) -> list[Row]:
 
 
 def figure_3_rows(clock: Clock) -> list[Row]:
-    """1.2B: 24 layers of 2048, 32 heads of 64 (assumed). Where a GPU holds 4K to 32K tokens; one sequence a group."""
+    """1.2B: 24 layers of 2048, 32 heads of 64 (assumed). Rows with 4K to 32K tokens per GPU; one sequence per group."""
     small = shape_of("gpt-2.7b", num_layers=24, hidden_size=2048, num_attention_heads=32)
     rows = []
     for seq_length in (8192 << n for n in range(8)):

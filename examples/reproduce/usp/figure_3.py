@@ -5,7 +5,7 @@
     python examples/reproduce/usp/figure_3.py [OUT_DIR]
 
 Work is counted from the tiles that a training run computes (rings of 2 to 16). For a ring of 4, every rank's tiles are
-also run here one rank after the other, on one thread, and their CPU seconds measured.
+also run here, one rank after another on one thread, and their CPU seconds are measured.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def plans_of(ring: int, balance: str) -> list:
 
 
 def shares(amounts: list[float]) -> list[float]:
-    """Amounts over their mean."""
+    """Amounts divided by their mean."""
     mean = statistics.mean(amounts)
     return [amount / mean for amount in amounts]
 
@@ -49,7 +49,7 @@ def timed(ring: int, repeats: int = 3) -> dict[str, list[float]]:
     problem = Problem(LENGTH, HEADS, HEADS, HEAD_DIM, torch.float32)
     kernel = kernels.select("auto", device="cpu", dtype=problem.dtype, head_dim=HEAD_DIM)
     rounds = time_balances({balance: plans_of(ring, balance) for balance in BALANCES}, problem, kernel, repeats)
-    return {balance: [min(found) for found in by_rank] for balance, by_rank in rounds.items()}
+    return {balance: [min(result) for result in by_rank] for balance, by_rank in rounds.items()}
 
 
 def draw(figure: Any, seconds: dict[str, list[float]]) -> None:
@@ -68,7 +68,7 @@ def draw(figure: Any, seconds: dict[str, list[float]]) -> None:
         axes.axhline(1, color=GREY, linewidth=0.8, linestyle=":")
         axes.set(title=f"ring of {ring}", xlabel="rank", ylim=(0, 2.3), xticks=range(0, ring, 1 if ring < 16 else 3))
         axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].set_ylabel("work of a rank, of an even share")
+    figure.axes[0].set_ylabel("work of a rank over an even share")
 
 
 def main() -> None:

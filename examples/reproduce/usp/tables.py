@@ -5,9 +5,9 @@
     python examples/reproduce/usp/tables.py table_5 [OUT_DIR] [--measure]
 
 Training: ZeRO 1 over DP x CP, sequence parallelism with TP, no recompute, a zigzag ring, as the paper has it. TFLOPS
-count the full mask, as the paper's first version does. A published row that does not fill its GPUs leaves the rest to
-DP. Attention alone, forward: the paper does not say how wide it is. We take 32 heads of 128 and one sequence, which the
-rates at 32K fit.
+count the full mask, like the paper's first version. If a published row does not use all GPUs, the rest are
+DP. Tables 3 and 4 (attention, forward): the paper gives no width. We assume 32 heads of 128 and one sequence, which the
+rates at 32K suggest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ READ_AS_256K = "printed as 128K, read as 256K: at 128K it would be a quarter of 
 
 
 def attention_rows(machine: Machine, table: str) -> list[Row]:
-    """Iterations a second of ``usp_attention_TABLE``, Ulysses x Ring = 8; both readings of the A100 table's 128K."""
+    """Iterations per second of ``usp_attention_TABLE``, Ulysses x Ring = 8; both readings of the A100 table's 128K."""
     rows = []
     for line in published(f"usp_attention_{table}"):
         written = line["seq_length"]
@@ -64,7 +64,7 @@ DEFAULTS = {"zero": 1, "overlap_grad_reduce": False, "overlap_param_gather": Fal
 
 
 def training_rows(clock: Clock, tables: Iterable[int] = (5, 6, 7)) -> list[Row]:
-    """TFLOPS per GPU as the paper counts them."""
+    """TFLOPS per GPU by the paper's count."""
     rows = []
     for line in published("usp_tables_5_6_7"):
         if line["table"] not in tables:
@@ -84,31 +84,31 @@ def note(line: dict, data: int) -> str:
     if line["table"] == 6 and line["tp"] == 2:
         return "outlier, not explained in the paper: 40 % below its neighbours at 64K, 10 % at 120K"
     if line["global_batch"] == 16 and data == 1:
-        return "16 sequences at once would not fit: taken as 16 micro-batches, although the paper says no accumulation"
+        return "16 sequences at once would not fit: 16 micro-batches assumed, although the paper says no accumulation"
     return ""
 
 
 def figure_5_rows(clock: Clock, overlap: bool = True) -> list[Row]:
-    """DP 8 against the best of Ulysses x Ring = 8, one sequence a GPU or eight on all.
+    """DP 8 against the best of Ulysses x Ring = 8: one sequence per GPU, or eight on all GPUs.
 
-    At 512 tokens the published times leave no room for sending gradients and weights without overlap: here they are
-    sent while the ranks compute, unlike in tables 5 to 7. Without ``overlap`` they are sent as there.
+    At 512 tokens the published times are too short for sending gradients and weights without overlap: here they are
+    overlapped, unlike in tables 5 to 7. Without ``overlap`` they are sent as there.
     """
     settings = DEFAULTS | {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
     rows = []
     for line in published("usp_figure_5_dp_vs_sp"):
-        batch, found = line["global_batch"], {}
+        batch, result = line["global_batch"], {}
         workload = Workload(shape_of(line["model"]), line["seq_length"], batch)
         for data, ulysses, ring in ((8, 1, 1), (1, 8, 1), (1, 4, 2), (1, 2, 4), (1, 1, 8)):
             strategy = Strategy(ulysses=ulysses, ring=ring, data=data, micro_batch=batch // data, **settings)
             seconds = clock.seconds(line["model"], workload, strategy)
-            found[data, ulysses, ring] = from_seconds(seconds, partial(usp_tflops, workload, gpus=8))
-        rates = {grid: -1.0 if isinstance(rate, str) else rate for grid, rate in found.items()}
-        best = max((grid for grid in found if grid[0] == 1), key=rates.__getitem__)
+            result[data, ulysses, ring] = from_seconds(seconds, partial(usp_tflops, workload, gpus=8))
+        rates = {grid: -1.0 if isinstance(rate, str) else rate for grid, rate in result.items()}
+        best = max((grid for grid in result if grid[0] == 1), key=rates.__getitem__)
         for way, grid, column in (("DP", (8, 1, 1), "dp"), ("best SP", best, "best_sp")):
             label = {"seq_length": line["seq_length"], "way": way}
             how = f"Ulysses {best[1]} x Ring {best[2]}, all {batch} sequences at once" if way == "best SP" else ""
-            ours = from_seconds(found[grid], float, 1)
+            ours = from_seconds(result[grid], float, 1)
             rows.append(Row(label, line[f"{column}_tflops_per_gpu"], ours, clock.mark, "TFLOPS/GPU", how))
     return rows
 
@@ -125,7 +125,7 @@ def training_table(number: int, about: str) -> PaperTable:
 def print_without_overlap(rows: list[Row]) -> None:
     if rows[0].marked == "simulated":
         alone = mean_error(figure_5_rows(clock("usp-a800", False), overlap=False))
-        print(f"with gradients and weights alone, as in tables 5 to 7: {alone:.1f} %")
+        print(f"without overlap of gradients and weights, as in tables 5 to 7: {alone:.1f} %")
 
 
 NOT_RUN = (

@@ -28,7 +28,7 @@ from megatron.context_parallel.layout.spans import Span, Spans, count, joined
 from megatron.context_parallel.layout.tiles import Tile, tiles
 
 TURN = 16
-"""Consecutive decoded tokens that one ring rank keeps before it is the next one's turn: few spans, even caches."""
+"""Consecutive decoded tokens that a ring rank keeps before the next rank does: few spans, equal caches."""
 
 
 @dataclass(frozen=True)

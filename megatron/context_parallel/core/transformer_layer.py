@@ -64,7 +64,7 @@ class ChunkSettings:
     Attributes:
         attention: settings of the attention.
         fpdt: compute the layer in the layout's chunks; otherwise core's attention is unchanged.
-        ffn_chunks: compute the FFN in (at least) this many spans; None, only without FPDT: in one.
+        ffn_chunks: compute the FFN in at least this many spans; None (only without FPDT): in one span.
         offload: host memory for FPDT's chunks and for streamed hidden states; None: everything stays on the device.
         streamed: hidden states are host buffers.
     """
@@ -105,14 +105,14 @@ class LongContextLayer(TransformerLayer):
 
     def self_attn_bda(self, training: bool, fused: bool) -> Callable:
         """(output of attention with its bias, residual, _) -> their sum, after dropout."""
-        return self.adding(self.dropout, ATTENTION)
+        return self.dropout_add(self.dropout, ATTENTION)
 
     def mlp_bda(self, training: bool, fused: bool) -> Callable:
-        """The same of the FFN."""
-        return self.adding(self.dropout, FFN)
+        """(output of the FFN with its bias, residual, _) -> their sum, after dropout."""
+        return self.dropout_add(self.dropout, FFN)
 
-    def adding(self, dropout: HiddenDropout | None, which: int, rows: Span | None = None) -> Callable:
-        """The same for ``rows`` of this rank's tokens; without dropout core's own, which may be a fused kernel."""
+    def dropout_add(self, dropout: HiddenDropout | None, which: int, rows: Span | None = None) -> Callable:
+        """The same for ``rows`` of this rank's tokens; core's function, perhaps a fused kernel, without dropout."""
         if dropout is None:
             return self.core_add[which](self.training, self.config.bias_dropout_fusion)
 

@@ -47,7 +47,7 @@ class ChunkTiles:
         return [replace(tile, k=place(tile.k, block.hop.held)) for tile in between]
 
     def source(self, key: int, query: int | None = None) -> RingSource:
-        """Key chunk ``key`` of every rank, around the ring; for all query chunks, or only for each rank's ``query``."""
+        """Key chunk ``key`` of every rank, as it travels around the ring; for one or all query chunks."""
         plan = ring_plan(self.layout, self.mask, chunk=key, query_chunk=query)
         return RingSource(plan, self.layout.grid.ring)
 
@@ -95,7 +95,7 @@ class ChunkPass:
         self.store = ChunkStore(layer.offload if saving or layer.streamed else None)
 
     def finish(self, query: int, result: Accumulator, x: Tensor | None, y: HiddenStates | None) -> None:
-        """A query chunk has met all its keys. ``x``: its input, if it is still on the device."""
+        """Finish a query chunk after its last key chunk. ``x``: its input, if it is still on the device."""
         out, lse = result.finish(self.work.sinks)
         if self.saving:
             self.store.put(("out", query), out)
@@ -104,7 +104,7 @@ class ChunkPass:
             self.work.output(out, self.x.read(self.spans[query]) if x is None else x, query, y)
 
     def finish_grad(self, chunk: int, x: Tensor, dq: Tensor | None, dkv: Tensor | None, residual: Tensor) -> None:
-        """A chunk's gradients are complete. dq is None for queries without keys, dkv for keys without queries."""
+        """Finish a chunk with complete gradients. dq is None for queries without keys, dkv for keys without queries."""
         self.dx.write(self.spans[chunk], residual + self.work.project_grad(x, dq, dkv, chunk))
         self.store.drop(*((name, chunk) for name in ("kv", "dkv", "q", "dq")))
 
@@ -112,6 +112,6 @@ class ChunkPass:
         """Finish chunks whose gradients are in the store or still on the device (``fresh``)."""
         spans = [self.spans[chunk] for chunk in chunks]
         waiting = self.store.walk([[("dq", chunk), ("dkv", chunk)] for chunk in chunks], fresh)
-        for chunk, x, there in zip(chunks, self.x.walk(spans), waiting):
-            dq, dkv = there.pop(("dq", chunk), None), there.pop(("dkv", chunk), None)
+        for chunk, x, grads in zip(chunks, self.x.walk(spans), waiting):
+            dq, dkv = grads.pop(("dq", chunk), None), grads.pop(("dkv", chunk), None)
             self.finish_grad(chunk, x, dq, dkv, self.dx.read(self.spans[chunk]))

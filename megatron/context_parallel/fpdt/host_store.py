@@ -81,7 +81,7 @@ class HostPool:
         return host.untyped_storage().data_ptr()
 
     def _block(self, size: int) -> np.ndarray:
-        """A block of this size; if the pool may not grow, a larger idle one. Without that, idle blocks are freed."""
+        """A block of this size. If the pool is full, a larger idle block; if none, idle blocks are freed first."""
         full = self.allocated + size > MOST * max(self.peak, self.in_use + size)
         if full and not self._free.get(size):
             larger = [other for other, free in self._free.items() if free and size < other <= MOST * size]
@@ -337,7 +337,7 @@ class HiddenStates:
 class SavedInHost:
     """Hooks for ``torch.autograd.graph.saved_tensors_hooks``: layer inputs saved for backward go to host memory.
 
-    When the backward pass needs one of them, the one that was saved before it starts to load as well.
+    When the backward pass needs an input, it also starts to load the one that was saved before.
 
     Args:
         offload: copies them.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distribute a model of transformers over the grid, and restore it.
 
-Changed are the attention's name and ``use_cache`` in the model's configuration, and the ``forward`` of the model and,
+This changes the attention's name and ``use_cache`` in the model's configuration, and ``forward`` of the model and,
 with FPDT, of its layers. Weights, their names, hooks and classes stay, so that gradient checkpointing, DDP, fully_shard
 and LoRA work as before.
 """
@@ -43,7 +43,7 @@ def by_length(module: nn.Module) -> bool:
     return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
 
 
-def tell_length(module: nn.Module, longest: Callable[[], int]) -> list[RemovableHandle]:
+def pass_length(module: nn.Module, longest: Callable[[], int]) -> list[RemovableHandle]:
     """Hooks that make a RoPE's (x, position_ids [b, s]) -> (cos, sin) [b, s, d] use the length ``longest()``."""
 
     def more(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -183,7 +183,7 @@ class ContextParallel:
                 self._replace_forward(layer, forward)
         for module in model.modules():
             if by_length(module):
-                for handle in tell_length(module, self._longest):
+                for handle in pass_length(module, self._longest):
                     self._undo.append(handle.remove)
         self._replace_forward(model, self._forward)
 
@@ -209,7 +209,7 @@ class ContextParallel:
 
         def undo() -> None:
             nonlocal active
-            active = False  # in case that another function was put around it since
+            active = False  # another function may have wrapped it in the meantime
             if vars(module).get("forward") is ours:
                 del module.forward
                 if before is not None:
@@ -221,7 +221,7 @@ class ContextParallel:
         return self._part.longest
 
     @contextmanager
-    def _about(self, part: Part) -> Iterator[None]:
+    def _with_part(self, part: Part) -> Iterator[None]:
         self._part = part
         try:
             with masks_by(lambda window: Shared(part, self._kernel, window, self._seed)):
@@ -247,11 +247,11 @@ class ContextParallel:
             )
         for name in (*REFUSED, "past_key_values", "logits_to_keep", "inputs_embeds", "attention_mask"):
             asked = kwargs.pop(name, None)
-            if asked is not None and not (isinstance(asked, int) and asked == 0):  # False is one
+            if asked is not None and not (isinstance(asked, int) and asked == 0):  # 0 and False are allowed
                 raise ValueError(f"{name} is not supported over ranks: leave it out")
-        # With a mask transformers does not look for new documents in a rank's positions.
+        # With a mask, transformers does not search a rank's positions for document boundaries.
         kwargs |= {"attention_mask": torch.ones_like(kwargs["input_ids"]), "use_cache": False, "return_dict": True}
-        with self._about(context_part):
+        with self._with_part(context_part):
             if shift_labels is None:
                 return own(**kwargs)
             output = model.base_model(**kwargs)

@@ -70,7 +70,7 @@ class SequenceLayout:
         if self.seq_length < 1 or self.seq_length % unit:
             below, above = self.seq_length // unit * unit, (self.seq_length // unit + 1) * unit
             raise ValueError(
-                f"a sequence of {self.seq_length} tokens cannot be cut over Ulysses {self.grid.ulysses.size} x Ring "
+                f"a sequence of {self.seq_length} tokens cannot be divided by Ulysses {self.grid.ulysses.size} x Ring "
                 f"{self.grid.ring.size} ({self.balance}): use a multiple of {unit}, for example "
                 f"{below or above} or {above}"
             )

@@ -113,8 +113,8 @@ class RankReport:
 
     rank: int
     stage: str  # its kind: `first`, `middle` or `last` of the pipeline
-    layers: tuple[int, int]  # (of its stage, of them run)
-    micro_batches: tuple[int, int]  # (of a step, of them run)
+    layers: tuple[int, int]  # (number in its stage, number that ran)
+    micro_batches: tuple[int, int]  # (number in a step, number that ran)
     figures: Figures
     # profile, replayed: memory and time of the layers and micro-batches that ran, for pictures
     profile: Profile
@@ -173,10 +173,10 @@ def dry_run(
     done = _run_jobs(jobs, workers)
     reports = []
     for index, (rank, stage) in enumerate(kinds):
-        of_this = slice(index * len(counts), (index + 1) * len(counts))
-        mine = done[of_this]
-        if len({job[4] for job in mine}) > 1:  # micro-batches repeat with one number of layers only: run them all
-            mine = [run_job((*job[:-1], True)) for job in jobs[of_this]]
+        of_rank = slice(index * len(counts), (index + 1) * len(counts))
+        mine = done[of_rank]
+        if len({job[4] for job in mine}) > 1:  # micro-batches repeat for only one number of layers: run all
+            mine = [run_job((*job[:-1], True)) for job in jobs[of_rank]]
         result, layers = mine[-1][0], depths[rank * len(depths) // world_size]
         if len(counts) > 1:
             result = extrapolated(mine[0][0], result, *counts, layers)
@@ -263,7 +263,7 @@ def run_job(job: Job) -> Done:
     """Simulate a rank's step.
 
     Returns:
-        (figures, (micro-batches, of them run), memory profile and replay of what ran, the micro-batches that repeat or
+        (figures, (micro-batches, how many ran), memory profile and replay of what ran, the micro-batches that repeat or
         None, allocations of what ran).
     """
     config, world_size, rank, vocab_size, machine, every_micro_batch = job

@@ -93,13 +93,13 @@ def _runtime(result: DryRun) -> Iterator[str]:
     own = runtime_memory(result.config, result.world_size, result.machine)
     yield (
         f"outside of PyTorch's allocator: context {readable(own.context)}, NCCL {readable(own.nccl)} for "
-        f"{own.communicators} groups; within: cuBLAS' workspace, {readable(own.cublas)} "
+        f"{own.communicators} groups; inside it: cuBLAS' workspace, {readable(own.cublas)} "
         f"({own.source.partition(':')[0]}); the machine's file reserves {readable(result.machine.reserved)}"
     )
 
 
 def unequal(result: DryRun, jitter: Jitter) -> str:
-    """A sentence about a step on ranks whose speed varies; the waits of what ran are scaled to the complete step."""
+    """A sentence about a step on ranks whose speed varies. The waits that ran are scaled to the complete step."""
     slowest = max(result.ranks, key=lambda report: report.figures.seconds["step"]).replayed
     waits = slowest.waits.scaled(result.predicted_seconds / slowest.seconds)
     return describe(spread(result.predicted_seconds, waits, result.world_size, jitter), jitter)
@@ -125,7 +125,7 @@ def _memory(result: DryRun) -> Table:
 
 
 def _communication(result: DryRun) -> Table:
-    table = _table(result, "bytes that a rank moves in a step, and its arithmetic")
+    table = _table(result, "bytes moved and FLOPs of a rank in a step")
     for axis in (*AXES, "other"):
         sent = [report.figures.communication[axis] for report in result.ranks]
         if any(sent):
@@ -143,7 +143,7 @@ def _time(result: DryRun) -> Table:
     names = sorted({kind for report in result.ranks for kind in report.figures.exposed})
     for kind in names:
         table.add_row(kind, *(duration(report.figures.exposed.get(kind, 0.0)) for report in result.ranks))
-    table.add_row("a step", *(duration(report.figures.seconds["step"]) for report in result.ranks), style="bold")
+    table.add_row("step", *(duration(report.figures.seconds["step"]) for report in result.ranks), style="bold")
     return table
 
 
@@ -238,4 +238,4 @@ def write(result: DryRun, path: str, events: int | None = None) -> list[str]:
 def _ran(report: RankReport) -> str:
     """The numbers of layers and micro-batches that ran, if not all did."""
     all_of_them = (("layers", report.layers), ("micro-batches", report.micro_batches))
-    return "".join(f", {ran} of {there} {what}" for what, (there, ran) in all_of_them if ran != there)
+    return "".join(f", {ran} of {total} {what}" for what, (total, ran) in all_of_them if ran != total)

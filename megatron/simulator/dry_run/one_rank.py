@@ -181,7 +181,7 @@ def run_rank(
         watch.axes.update(axes_of(runtime.grid))
         data = config.data
         # Layers read the values of these tensors, which therefore are not fake.
-        real = {"numbers": torch.arange(data.micro_batch_size)} if runtime.drops else {}
+        real = {"numbers": torch.arange(data.micro_batch_size)} if runtime.uses_dropout else {}
         if runtime.by_documents:  # each sample is one document, which needs the most work and memory
             real["document_ends"] = torch.full((data.micro_batch_size, 1), data.seq_length)
         with fake_tensors(watch.waited, gloo=not on_gpu) as watch.answer, ExitStack() as ends:

@@ -45,7 +45,7 @@ class Confirmation:
             if ours or theirs:
                 table.add_row(name, f"{ours / GIB:.2f} GiB", f"{theirs / GIB:.2f} GiB", _difference(ours, theirs))
         times = duration(plan.seconds), duration(self.seconds), _difference(plan.seconds, self.seconds)
-        table.add_row("a step", *times)
+        table.add_row("step", *times)
         table.add_row("MFU", f"{100 * plan.estimate.mfu:.1f} %", f"{100 * self.mfu:.1f} %", "")
         table.add_row("fits", "yes", "yes" if self.fits else "no", "")
         return table

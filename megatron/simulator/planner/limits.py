@@ -127,10 +127,10 @@ def offers(problems: Sequence[Problem], top: int, terms: Terms | None, near: flo
     """
     result = []
     for problem in problems:
-        found = search(problem, top, near=near)
-        plans = found.plans or found.tight
+        outcome = search(problem, top, near=near)
+        plans = outcome.plans or outcome.tight
         if plans:
-            result.append(Offer(problem, found, plans, run_of(plans[0], problem, terms) if terms else None))
+            result.append(Offer(problem, outcome, plans, run_of(plans[0], problem, terms) if terms else None))
     return result
 
 
@@ -159,7 +159,7 @@ def best_of(all_offers: Sequence[Offer], terms: Terms | None) -> Offer:
 
 
 def offers_table(all_offers: Sequence[Offer], best: Offer, terms: Terms | None) -> Table:
-    table = Table("", "GPUs", "plan", "a step", title="GPUs to choose from", title_justify="left")
+    table = Table("", "GPUs", "plan", "step", title="GPUs to choose from", title_justify="left")
     for name in ("the run", "cost") if terms else ():
         table.add_column(name, justify="right", no_wrap=True)
     for offer in all_offers:

@@ -165,7 +165,7 @@ class Report:
         table = Table(title=title, title_justify="left")
         for column in ("", "grid", "micro-batch", "ZeRO", "saves memory by"):
             table.add_column(column, justify="right" if column in ("", "micro-batch", "ZeRO") else "left")
-        for column in ("a step", "MFU", "GiB", "to OOM", "host, GiB"):
+        for column in ("step", "MFU", "GiB", "to OOM", "host, GiB"):
             table.add_column(column, justify="right", no_wrap=True)
         for number, plan in enumerate(self.plans[:top], 1):
             s, memory = plan.strategy, plan.memory
@@ -203,12 +203,12 @@ def draw(result: SearchResult, problem: Problem, output: str, model: str) -> Non
         Refusal: it cannot be written.
     """
     pyplot = pyplot_for_files()
-    winner, room = result.plans[0], problem.machine.usable_memory / GIB
+    winner, usable = result.plans[0], problem.machine.usable_memory / GIB
     figure, axes = pyplot.subplots(figsize=(9.5, 5.6), dpi=120, layout="constrained")
     every = [*result.fitting, *result.failing]
     if len(strategies := list(islice(all_strategies(problem), MOST))) < MOST:
         every = [priced(problem, strategy) for strategy in strategies]
-    shown = [plan for plan in every if plan.seconds < SLOWEST * winner.seconds and plan.memory.total < 2 * room * GIB]
+    shown = [plan for plan in every if plan.seconds < SLOWEST * winner.seconds and plan.memory.total < 2 * usable * GIB]
     fitting = [plan for plan in shown if plan.fits]
     device, host = ([plan for plan in shown if not plan.fits and (plan.margin < 0) == full] for full in (True, False))
     for plans, colour, name in (
@@ -219,9 +219,9 @@ def draw(result: SearchResult, problem: Problem, output: str, model: str) -> Non
         if plans:
             label = f"{name}: {len(plans)}"
             axes.scatter(*points(plans), s=16, color=colour, alpha=0.55, linewidths=0, label=label, zorder=2)
-    axes.plot(*points(front(fitting)), color=BLUE, linewidth=1.2, label="none is faster with less memory", zorder=3)
-    axes.axvline(room, color=INK, linewidth=1, linestyle="--")
-    axes.text(room, 0.99, f" {room:.1f} GiB", transform=axes.get_xaxis_transform(), va="top", fontsize=9, color=INK)
+    axes.plot(*points(front(fitting)), color=BLUE, linewidth=1.2, label="fastest for its memory", zorder=3)
+    axes.axvline(usable, color=INK, linewidth=1, linestyle="--")
+    axes.text(usable, 0.99, f" {usable:.1f} GiB", transform=axes.get_xaxis_transform(), va="top", fontsize=9, color=INK)
     x, y = winner.memory.total / GIB, winner.seconds
     axes.scatter([x], [y], s=90, marker="*", color="#e69f00", edgecolor=INK, linewidth=0.6, zorder=4)
     saved = saving_words(winner.strategy)

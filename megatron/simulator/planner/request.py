@@ -290,7 +290,7 @@ def _config(flags: tuple[str, ...], seq_length: int) -> Config:
     if read.model.model is None and read.model.max_position_embeddings is None:
         words += ["--max-position-embeddings", str(seq_length)]
     if read.model.model is None and read.model.vocab_size is None:
-        raise Refusal("missing: --vocab-size; --model names a whole shape, for example --model llama3-8b")
+        raise Refusal("missing: --vocab-size; --model sets a complete shape, for example --model llama3-8b")
     config = parse(words, LLAMA_DEFAULTS, world_size=1)
     _known(config)
     return config

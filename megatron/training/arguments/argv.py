@@ -13,22 +13,22 @@ FLAG = re.compile(r"--?[A-Za-z]")
 
 def options(words: Iterable[str]) -> list[list[str]]:
     """Words grouped into options: a flag and its values, ``--flag=value`` split; each word before the first flag."""
-    found: list[list[str]] = []
+    result: list[list[str]] = []
     for word in words:
         if FLAG.match(word):
             flag, equals, value = word.partition("=")
-            found.append([flag, value] if equals else [flag])
-        elif found and found[-1][0].startswith("-"):
-            found[-1].append(word)
+            result.append([flag, value] if equals else [flag])
+        elif result and result[-1][0].startswith("-"):
+            result[-1].append(word)
         else:
-            found.append([word])
-    return found
+            result.append([word])
+    return result
 
 
-def flat(found: Iterable[list[str]]) -> list[str]:
+def flat(split: Iterable[list[str]]) -> list[str]:
     """The options as one list of words. A value that looks like a flag is joined to its flag by ``=``."""
     words = []
-    for flag, *values in found:
+    for flag, *values in split:
         if len(values) == 1 and re.match(r"-(?!\d+$|\d*\.\d+$)", values[0]):
             words.append(f"{flag}={values[0]}")
         else:
@@ -51,20 +51,20 @@ def plain(
         lists: flags with a list of words; one word is a list only in brackets.
         pairs: flags with two numbers.
     """
-    found = []
+    result = []
     for flag, *values in options(words):
         word = values[0].lower() if flag in switches and len(values) == 1 else ""
         if word == "true":
-            found.append([flag])
+            result.append([flag])
         elif word == "false" and flag not in defaults:
             continue
         elif flag in pairs and values:
-            found.append([flag, ",".join(re.split(r"[\s,]+", " ".join(values).strip("()[] ")))])
+            result.append([flag, ",".join(re.split(r"[\s,]+", " ".join(values).strip("()[] ")))])
         elif flag in numbers and values or flag in lists and values and values[0].startswith("["):
-            found.append([flag, *(part.strip("'\"") for part in re.split(r"[\s,]+", " ".join(values).strip("()[] ")))])
+            result.append([flag, *(part.strip("'\"") for part in re.split(r"[\s,]+", " ".join(values).strip("()[] ")))])
         else:
-            found.append([flag, *values])
-    return flat(found)
+            result.append([flag, *values])
+    return flat(result)
 
 
 NAMES = {"--rank": "RANK", "--world-size": "WORLD_SIZE", "--local-rank": "LOCAL_RANK", "--local_rank": "LOCAL_RANK"}
@@ -84,12 +84,12 @@ def take_ranks(argv: Sequence[str], environment: MutableMapping[str, str]) -> No
     given = {option[0]: option[1] for option in options(argv) if len(option) == 2}
     if not given.get("--rank", "").isdigit() or "--dry-run" in argv:
         return
-    found = {name: (flag, given[flag]) for flag, name in NAMES.items() if given.get(flag, "").isdigit()}
+    settings = {name: (flag, given[flag]) for flag, name in NAMES.items() if given.get(flag, "").isdigit()}
     for flag in (flag for flag in URLS if given.get(flag, "env://") != "env://"):
         place = re.fullmatch(r"tcp://([^/:]+|\[[^\]]+\]):(\d+)/?", given[flag])
         if place is None:
             raise Refusal(f"{flag} {given[flag]}", ": give tcp://HOST:PORT, or set MASTER_ADDR and MASTER_PORT")
-        found |= {"MASTER_ADDR": (flag, place[1].strip("[]")), "MASTER_PORT": (flag, place[2])}
-    for name, (flag, value) in found.items():
+        settings |= {"MASTER_ADDR": (flag, place[1].strip("[]")), "MASTER_PORT": (flag, place[2])}
+    for name, (flag, value) in settings.items():
         if environment.setdefault(name, value) != value:
             raise Refusal(f"{flag} {value}", f"and {name}={environment[name]} of the environment differ: leave one out")

@@ -28,7 +28,7 @@ def parse_blend(values: Sequence[str], flag: str) -> Blend:
     if all(weight is None for weight in weights):
         return [word.strip() for word in values], None
     if any(weight is None for weight in weights):
-        raise Refusal(flag, ": give prefixes alone, or a weight before each prefix: 1 PREFIX 2.5 PREFIX")
+        raise Refusal(flag, ": give only prefixes, or a weight before each prefix: 1 PREFIX 2.5 PREFIX")
     prefixes = [word.strip() for word in values[1::2]]
     for prefix, weight in zip(prefixes, weights):
         if not (math.isfinite(weight) and weight > 0):
@@ -84,7 +84,7 @@ def weighted_groups(data: DataConfig, split: str) -> list[Group]:
     if split == "train" and len(groups) > 1:
         raise Refusal(flag, f"names {len(groups)} groups: there is one of training data")
     if len({group.name for group in groups}) < len(groups):
-        raise Refusal(flag, "names two groups alike: give each a name of its own")
+        raise Refusal(flag, "gives two groups the same name: use different names")
     return groups
 
 
@@ -98,7 +98,7 @@ def _group(text: str, flag: str) -> Group:
     name, colon, rest = text.partition(":")
     entries = [ENTRY.fullmatch(part.strip()) for part in rest.split(",")]
     if not colon or not name.strip() or not all(entries):
-        raise Refusal(f"{flag} {text!r}", f"is not of the form {FORM}: give it so")
+        raise Refusal(f"{flag} {text!r}", f"is not of the form {FORM}: use that form")
     for entry in entries:
         start, stop = float(entry[2]), float(entry[3])
         if not 0 <= start < stop <= 1 or not float(entry[1]) > 0:

@@ -26,7 +26,7 @@ def complete_dry_run(config: Config, started: int) -> Config:
             here = "1 process was" if started == 1 else f"{started} processes were"
             raise Refusal(
                 f"--world-size {simulation.world_size}",
-                f", and {here} started: start as many, or add --dry-run, which simulates them",
+                f", and {here} started: start that many, or add --dry-run, which simulates them",
                 Fix("--dry-run"),
             )
         given = {
@@ -46,9 +46,7 @@ def complete_dry_run(config: Config, started: int) -> Config:
             )
         return config
     if simulation.dry_run_jitter and not simulation.gpu:
-        raise Refusal(
-            "--dry-run-jitter", ": it is about the time of a step: add --gpu NAME, or leave it out", LEAVE_OUT
-        )
+        raise Refusal("--dry-run-jitter", "varies the time of a step: add --gpu NAME, or leave it out", LEAVE_OUT)
     if not 0 <= simulation.dry_run_jitter < 1:
         raise Refusal(
             f"--dry-run-jitter {simulation.dry_run_jitter:g}", ": give a share from 0 to below 1, such as 0.02"
@@ -58,7 +56,7 @@ def complete_dry_run(config: Config, started: int) -> Config:
     events = simulation.dry_run_trace_events
     if events is not None and not (simulation.gpu and simulation.dry_run_json):
         raise Refusal(
-            "--dry-run-trace-events", "is of the trace: add --gpu and --dry-run-json, or leave it out", LEAVE_OUT
+            "--dry-run-trace-events", "limits the trace: add --gpu and --dry-run-json, or leave it out", LEAVE_OUT
         )
     if events is not None and events < 1:
         raise Refusal(f"--dry-run-trace-events {events}", ": give a number of at least 1")
@@ -91,14 +89,14 @@ def priced(config: Config) -> list[str]:
     if model.fp8_format:
         notes.append(
             f"--fp8-format {model.fp8_format} is priced, not run: megatron-core's layers stand for Transformer "
-            "Engine's; FP8 copies of weights, inputs and gradients of linear layers, casts and products go by formula"
+            "Engine's; FP8 copies of weights, inputs and gradients of linear layers, casts and products use formulas"
         )
     elif model.transformer_impl == "transformer_engine":
         notes.append("--transformer-impl transformer_engine: megatron-core's layers stand for Transformer Engine's")
     if model.attention_dropout and config.simulation.gpu:
         notes.append(
-            f"--attention-dropout {model.attention_dropout:g}: on a GPU Triton's kernel computes it, and what drawing "
-            "takes is not priced; --attention-dropout 0 has flash attention (docs/inside/grid-invariance.md)"
+            f"--attention-dropout {model.attention_dropout:g}: on a GPU Triton's kernel computes it, and random "
+            "numbers are not priced; --attention-dropout 0 has flash attention (docs/inside/grid-invariance.md)"
         )
     return notes
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Elastic runs: at each start, a grid is chosen for the processes that there are.
+"""Elastic runs: at each start, a grid is chosen for the number of processes.
 
 Losses do not depend on the grid, checkpoints are read on any grid, and the schedule counts samples. A job that loses
 nodes can therefore restart on another grid.
@@ -50,7 +50,7 @@ def read_grids(text: str) -> dict[int, Sizes]:
         parts = [PART.fullmatch(word) for word in words.lower().split()]
         names = [part[1] for part in parts if part]
         if not (colon and processes.strip().isdigit() and all(parts) and len(set(names)) == len(parts)):
-            raise Refusal(f"{entry!r} cannot be read of {HOW}", about="--elastic-grids")
+            raise Refusal(f"{entry!r} cannot be read in {HOW}", about="--elastic-grids")
         number, sizes = int(processes), Sizes(**{part[1]: int(part[2]) for part in parts})
         if number < 1 or sizes.model < 1 or number % sizes.model:
             raise Refusal(
@@ -70,14 +70,14 @@ def read_grids(text: str) -> dict[int, Sizes]:
 
 Complete = Callable[[Config, int], Config]
 Fastest = Callable[[list[Config], int], int | None]
-"""Index of the fastest of some completed configurations on so many processes; None if none fits in memory."""
+"""Index of the fastest of some completed configurations on this number of processes; None if none fits in memory."""
 
 
 def choose_grid(config: Config, world_size: int, complete: Complete, fastest: Fastest | None = None) -> Config:
     """A copy of ``config`` with a grid for ``world_size`` processes; ``config`` itself if the run is not elastic.
 
-    With ``--elastic-grids``: the entry with the largest number of processes that divides them; the rest is more DP.
-    With ``--gpu``: the grid that the planner finds to be the fastest, with the memory savings that the flags name.
+    With ``--elastic-grids``: the entry with the largest number of processes that divides theirs; the rest is DP.
+    With ``--gpu``: the fastest grid by the planner, with the memory savings of the flags.
     Otherwise: TP and PP as given, and the largest context-parallel size that fits.
 
     Args:
@@ -89,17 +89,16 @@ def choose_grid(config: Config, world_size: int, complete: Complete, fastest: Fa
         return config
     folders = config.checkpoint.save, config.checkpoint.load
     if None in folders or folders[0] != folders[1]:
-        raise Refusal("--elastic", "goes on from its own checkpoints: give --save DIR and --load with the same folder")
+        raise Refusal("--elastic", "resumes from its own checkpoints: give --save DIR and --load with the same folder")
     if config.data.global_batch_size is None and config.data.rampup_batch_size is None:
-        raise Refusal("--elastic", ": without --global-batch-size the batch would change with the processes; give it")
+        raise Refusal("--elastic", ": without --global-batch-size the batch would depend on the processes; give it")
     if parallel.elastic_grids:
         grids = read_grids(parallel.elastic_grids)
         fitting = [number for number in sorted(grids) if world_size % number == 0]
         if not fitting:
             raise Refusal(
                 "--elastic-grids",
-                f"has no grid for {world_size} processes, nor for a divisor of it: add one, or raise the minimum "
-                "of --nnodes",
+                f"has no grid for {world_size} processes, nor for a divisor: add one, or raise the minimum of --nnodes",
             )
         chosen = _with(config, grids[fitting[-1]])
     elif config.simulation.gpu and fastest is not None:
@@ -110,11 +109,11 @@ def choose_grid(config: Config, world_size: int, complete: Complete, fastest: Fa
     one = chosen.parallel
     chosen.notes.append(
         f"elastic: {world_size} processes as TP {one.tensor_model_parallel_size} x CP {one.context_parallel_size} "
-        f"x PP {one.pipeline_model_parallel_size}, the rest DP{_planner(config, fastest)}"
+        f"x PP {one.pipeline_model_parallel_size} x DP for the rest{_planner(config, fastest)}"
     )
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         chosen.notes.append(  # torch 2.13: agents that are running publish no address for one that joins later
-            "elastic: a node that joins later is not let in, unless torchrun was started with "
+            "elastic: a node that joins later is not admitted, unless torchrun was started with "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
         )
     return chosen
@@ -134,13 +133,13 @@ def _planner(config: Config, fastest: Fastest | None) -> str:
     gpu = config.simulation.gpu
     if config.parallel.elastic_grids or not gpu:
         return ""
-    return f", the planner's choice for {gpu}" if fastest else f"; pretrain_*.py ask the planner, for {gpu}"
+    return f", the planner's choice for {gpu}" if fastest else f"; pretrain_*.py would ask the planner, for {gpu}"
 
 
 def _planned(config: Config, world_size: int, complete: Complete, fastest: Fastest) -> Config:
     """The grid that ``fastest`` chooses, of all that divide ``world_size`` and that the program accepts."""
     grids, completed, refused = [], [], None
-    for sizes in _every(world_size):
+    for sizes in _all_sizes(world_size):
         grid = _with(config, sizes)
         try:
             completed.append(complete(deepcopy(grid), world_size))
@@ -160,7 +159,7 @@ def _planned(config: Config, world_size: int, complete: Complete, fastest: Faste
     return grids[best]
 
 
-def _every(world_size: int) -> Iterator[Sizes]:
+def _all_sizes(world_size: int) -> Iterator[Sizes]:
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
     for tp, u, r, pp in product(sizes, repeat=4):
         if world_size % (tp * u * r * pp) == 0:
@@ -168,7 +167,7 @@ def _every(world_size: int) -> Iterator[Sizes]:
 
 
 def _largest(config: Config, world_size: int, complete: Complete) -> Config:
-    """The grid of the flags, with the largest context-parallel size up to theirs that the processes can run."""
+    """The grid of the flags, with the largest context-parallel size, at most theirs, that the processes can run."""
     parallel, refused = config.parallel, None
     ulysses, ring = parallel.ulysses_parallel_size, parallel.ring_parallel_size
     given = (ulysses or 1) * (ring or 1) if ulysses or ring else parallel.context_parallel_size or 1

@@ -48,7 +48,7 @@ def take_checkpoint_args(config: Config, given: Collection[str], shape_of: Shape
     """
     settings = config.checkpoint
     if settings.load is None and settings.pretrained_checkpoint is None:
-        raise Refusal("--use-checkpoint-args", ": from which checkpoint? Give --load or --pretrained-checkpoint")
+        raise Refusal("--use-checkpoint-args", "needs a checkpoint: give --load or --pretrained-checkpoint")
     saved = None
     if settings.load:
         saved = shape_of(settings.load, settings.ckpt_step, settings.skip_damaged_checkpoints)
@@ -74,7 +74,7 @@ def take_checkpoint_args(config: Config, given: Collection[str], shape_of: Shape
     if stretched:
         _stretch(config, given, saved, stretched)
     if overridden:
-        config.notes.append(f"--use-checkpoint-args: the checkpoint's count, not the flags': {', '.join(overridden)}")
+        config.notes.append(f"--use-checkpoint-args: the checkpoint overrides flags: {', '.join(overridden)}")
 
 
 def _longer_than(saved: dict[str, Any], config: Config, given: Collection[str]) -> int:
@@ -345,5 +345,5 @@ def _check_values(given: dict[str, Any]) -> None:
                 Refusal(f"{flag} {value}", f": not supported; choose from {', '.join(map(str, choices))}", *only)
             )
         elif any(isinstance(number, int) and abs(number) > LARGEST for number in numbers):
-            refused.append(Refusal(f"{flag} {value}", ": nothing here counts so far; use less"))
+            refused.append(Refusal(f"{flag} {value}", ": exceeds 2**53; use a smaller number"))
     raise_all(refused)

@@ -46,7 +46,7 @@ def slots(config: Config) -> list[int]:
             more = f", with {' and '.join(counted)}," if counted else ""
             raise Refusal(
                 f"--num-layers {config.model.num_layers}{more}",
-                f"is no multiple of --pipeline-model-parallel-size {stages}: use "
+                f"is not a multiple of --pipeline-model-parallel-size {stages}: use "
                 f"{' or '.join(str(n) for n in near if n > 0)}",
             )
         return [layers // stages] * stages
@@ -64,7 +64,7 @@ def slots(config: Config) -> list[int]:
             f"--pipeline-model-parallel-size {stages} stages: leave each the same number, at least one",
         )
     if not others and left:
-        raise Refusal(words, f"are not --num-layers {layers} in all: make them")
+        raise Refusal(words, f"do not add up to --num-layers {layers}: change them")
     middle = left // others if others else 0
     counts = [middle] * stages
     counts[0] = middle if first is None else first

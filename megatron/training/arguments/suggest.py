@@ -116,4 +116,4 @@ def _changes(before: Options, after: Options) -> str:
     new = [" ".join(option) for option in after if option not in before]
     parts = [f"without {', '.join(gone)}"] if gone else []
     parts += [f"with {', '.join(new)}"] if new else []
-    return ", ".join(parts) or "as it is written here"
+    return ", ".join(parts) or "in this notation"

@@ -20,17 +20,17 @@ READERS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
     ),
     ("--use-rope-scaling reads it", lambda c: c.model.use_rope_scaling, "rope_scaling_factor"),
     (
-        "GELU reads it, and the activation is another",
+        "only GELU reads it",
         lambda c: not (c.model.swiglu or c.model.squared_relu),
         "bias_gelu_fusion",
     ),
     (
-        "--init-method-xavier-uniform has no such number",
+        "--init-method-xavier-uniform does not read it",
         lambda c: not c.model.init_method_xavier_uniform,
         "init_method_std",
     ),
     (
-        "--padded-vocab-size says how many rows there are",
+        "--padded-vocab-size sets the number of rows",
         lambda c: c.model.padded_vocab_size is None,
         "make_vocab_size_divisible_by",
     ),
@@ -41,7 +41,7 @@ READERS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
         "fp8_amax_history_len fp8_amax_compute_algo",
     ),
     (
-        "--zero-stage 2 and 3 sum gradients layer by layer, beside the computation, by themselves",
+        "--zero-stage 2 and 3 always sum gradients layer by layer, overlapped with computation",
         lambda c: c.parallel.zero_stage < 2,
         "ddp_bucket_size overlap_grad_reduce",
     ),
@@ -118,16 +118,16 @@ READERS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
 )
 
 
-def note_idle(config: Config) -> None:
+def note_unused(config: Config) -> None:
     """Add a note to ``config.notes`` for settings that are not at their defaults and that nothing reads."""
     default = Config()
     for reader, reads, names in READERS:
         if reads(config):
             continue
-        idle = []
+        unused = []
         for name in names.split():
             part = config.part_with(name)
             if getattr(part, name) != getattr(default.part_with(name), name):
-                idle.append(part.__dataclass_fields__[name].metadata.get("flags", ["--" + name.replace("_", "-")])[0])
-        if idle:
-            config.notes.append(f"no effect here: {', '.join(idle)} ({reader})")
+                unused.append(part.__dataclass_fields__[name].metadata.get("flags", ["--" + name.replace("_", "-")])[0])
+        if unused:
+            config.notes.append(f"no effect here: {', '.join(unused)} ({reader})")

@@ -281,7 +281,7 @@ def _load(
     with_optimizer = settings.load_optim and not weights_only
     if with_optimizer and not (theirs.has_optimizer if theirs else "optimizer" in common):
         raise Refusal(
-            f"checkpoint {path} has no optimizer state: pass --finetune, or --no-load-optim to go on without it"
+            f"checkpoint {path} has no optimizer state: pass --finetune, or --no-load-optim to continue without it"
         )
     there = theirs.args.get("optimizer") if theirs else common.get("config", {}).get("optimizer", {}).get("optimizer")
     if with_optimizer and there not in (None, config.optimizer.optimizer):

@@ -149,5 +149,5 @@ def remove_older(folder: str | Path, latest: int, keep: int, multiple_of: int | 
             shutil.rmtree(gone, ignore_errors=True)
             path.rename(gone)  # so that a half-removed checkpoint does not look like a complete one
         except OSError:
-            continue  # training goes on with a fuller disk
+            continue  # training continues with a fuller disk
     clear(Path(folder))

@@ -113,17 +113,18 @@ def _older(path: Path, damaged: str, settings: CheckpointConfig, notes: list[str
     iteration, checked = next(((one, result) for one, result in older if isinstance(result, Checked)), (0, None))
     line = f"checkpoint {path} is damaged: {damaged}"
     if checked is None:
-        there = f"there is no older whole one in {path.parent}; " if number.isdigit() else ""
+        there = f"there is no older complete one in {path.parent}; " if number.isdigit() else ""
         refusal = Refusal(f"{line}; {there}{way_out(path)}")
     elif settings.skip_damaged_checkpoints and settings.load and path.parent == Path(settings.load):
         notes.append(
-            f"WARNING: {line}; --skip-damaged-checkpoints: going on from {checked}, {int(number) - iteration} "
-            "iterations are done again"
+            f"WARNING: {line}; --skip-damaged-checkpoints: continuing from {checked}, {int(number) - iteration} "
+            "iterations are repeated"
         )
         return checked
     else:
-        skip = ", or have it taken with --skip-damaged-checkpoints" if settings.load else ""
-        refusal = Refusal(f"{line}; the next older whole one is {checked}: take it with --ckpt-step {iteration}{skip}")
+        skip = ", or load it with --skip-damaged-checkpoints" if settings.load else ""
+        line += f"; the next older complete one is {checked}: load it with --ckpt-step {iteration}{skip}"
+        refusal = Refusal(line)
     refusal.everywhere = dist.is_initialized()
     raise refusal
 

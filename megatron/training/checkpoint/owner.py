@@ -6,7 +6,7 @@ it every few seconds with a counter. Then it lists the cards. It owns the folder
 may still be alive. Cards of dead jobs are removed. A job that was only stopped for a while, or cut off from the file
 system, notices from its missing card that it has lost the folder.
 
-Of two jobs, the one that lists the cards later sees the other's card, so both can never continue, whatever their
+Of two jobs, the one that lists the cards later sees the other's card, so they can never both continue, whatever their
 timing. The only requirement is that listing the folder shows files created before: no flock, no atomic exchange, no
 rename and no synchronised clocks are needed.
 
@@ -67,8 +67,8 @@ def identity(loaded: Path | None, settings: CheckpointConfig, notes: list[str], 
         raise Refusal(_other_run(settings, newest))
     if same_folder and newest > start:
         notes.append(
-            f"newer checkpoints in {settings.save}, up to iteration {newest}, are not of the run that goes on from "
-            f"iteration {start}: each is overwritten when this run comes to it"
+            f"newer checkpoints in {settings.save}, up to iteration {newest}, belong to another run than this one from "
+            f"iteration {start}: each is overwritten when this run reaches its iteration"
         )
     if resumes and settings.ckpt_step is not None and max(checkpoints_in(loaded.parent)) > start:
         if same_folder:
@@ -89,7 +89,7 @@ def _other_run(settings: CheckpointConfig, newest: int) -> str:
         go_on += f" and --ckpt-step {newest}"
     return (
         f"--save {settings.save} holds checkpoints up to iteration {newest}, of a run that this job does not "
-        f"continue from there, and could overwrite: go on with that run by {go_on}, give another folder to --save, or "
+        f"continue from there and could overwrite: continue that run with {go_on}, give another folder to --save, or "
         "remove this one"
     )
 
@@ -329,8 +329,8 @@ def _wait_for_others(owner: Owner, notes: list[str], silence: float) -> None:
 
 def _place(folder: Path) -> tuple[int, int]:
     """Device and inode of a folder. Raises OSError."""
-    found = folder.stat()
-    return found.st_dev, found.st_ino
+    status = folder.stat()
+    return status.st_dev, status.st_ino
 
 
 def _cards(owner: Owner) -> dict[Path, bytes]:

@@ -126,7 +126,7 @@ class Writer(FileSystemWriterAsync):
 
 @contextmanager
 def without_inner_sums() -> Iterator[None]:
-    """Switch off torch.save's checksums of each tensor: nothing checks them, and they take four times the writing."""
+    """Switch off torch.save's checksums of each tensor: nothing checks them, and they take longer than writing."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:

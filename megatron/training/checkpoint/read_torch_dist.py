@@ -127,7 +127,7 @@ class _Reader(FileSystemReader):
 class _Planner(MCoreLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
-        read = unpickle.read_bytes(value.getvalue(), name, whole=True)
+        read = unpickle.read_bytes(value.getvalue(), name, complete=True)
         set_element(self.original_state_dict, self.mappings[name], read)
 
 

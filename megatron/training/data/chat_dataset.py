@@ -35,14 +35,14 @@ from megatron.training.refusal import Refusal, one_line, together
 
 # Conversations share a sample by best-fit packing (Ding et al. 2024, Fewer Truncations Improve Language Modeling,
 # section 3), in a new random order for each epoch.
-GROUP = 64  # samples that are packed together: less than an epoch, so that epochs differ in their samples
+GROUP = 64  # samples packed together: few enough that each epoch has other samples
 
 
 def pack(lengths: np.ndarray, room: int) -> list[list[int]]:
     """Sort items into bins of size ``room`` by best-fit decreasing; returns the items of each bin.
 
     Args:
-        lengths: of each item, at most ``room``.
+        lengths: length of each item, at most ``room``.
     """
     bins: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (room left, bin), ascending
@@ -64,8 +64,8 @@ def epoch(lengths: np.ndarray, room: int, key: tuple[int, ...]) -> list[np.ndarr
     """The samples of one pass over all conversations, each as indices [n] of its conversations.
 
     Args:
-        lengths: of each conversation.
-        room: of a sample.
+        lengths: tokens of each conversation.
+        room: tokens of a sample.
         key: the seed, the split, the number of the epoch; the order depends on it.
     """
     generator = torch.Generator().manual_seed(int(hashlib.sha256(repr(key).encode()).hexdigest()[:14], 16))
@@ -105,7 +105,7 @@ def render(path: str, flag: str, template: ChatTemplate, bar: bool = False) -> S
     """All conversations of a file as tokens.
 
     Raises:
-        Refusal: with file and line, the first that is invalid or that the template cannot render; or there is none.
+        Refusal: a conversation is invalid or the template cannot render it (with file and line); or there is none.
     """
     tokens, spoken, starts, lines = array("i"), bytearray(), array("q", [0]), array("q")
     with tqdm(unit=" chats", desc=os.path.basename(path), disable=None if bar else True) as progress:
@@ -183,7 +183,7 @@ class Conversations:
     """Some conversations of some files, cut to a length.
 
     Args:
-        stores: of each file.
+        stores: the conversations of each file.
         chosen: numbers [n] of the conversations, counted over all files.
         longest: most tokens of a conversation.
         over_length: what to do with longer ones: "refuse", "truncate", "skip".

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from megatron.training.arguments.config import Config, EvaluationConfig
-from megatron.training.arguments.settings.job_settings import MADE
+from megatron.training.arguments.settings.job_settings import GENERATED
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.evaluation import samples
 from megatron.training.evaluation.haystack import Words, make_words, read_ids
@@ -72,7 +72,7 @@ class Plan:
 
     def _pieces(self, spec: Spec) -> tuple[Pieces, np.random.Generator]:
         depth = 0 if spec.depth is None else round(1e6 * spec.depth)
-        random = np.random.default_rng([self.seed, MADE.index(spec.task), spec.length, depth, spec.number])
+        random = np.random.default_rng([self.seed, GENERATED.index(spec.task), spec.length, depth, spec.number])
         return MAKERS[spec.task](self.words, random, spec.length, spec.depth), random
 
 
@@ -84,7 +84,7 @@ def make_plan(config: Config, tokenizer: Tokenizer) -> Plan:
     """
     settings = config.evaluation
     tasks = list(settings.eval_tasks or ())
-    made = [task for task in tasks if task in MADE]
+    made = [task for task in tasks if task in GENERATED]
     plan = Plan(
         tasks,
         config.run.seed,

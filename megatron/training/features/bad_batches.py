@@ -99,7 +99,7 @@ def write_batch(job: Job, result: StepResult) -> str:
     folder, config, first = folder_of(job.config), job.config, job.progress.consumed_train_samples
     samples = job.batch_sizes.get_current_running_global_batch_size()
     if folder is None:
-        return "not written, for want of --log-jsonl or --save"
+        return "not written without --log-jsonl or --save"
     batch = next(
         micro_batches(
             job.datasets[0],

@@ -10,7 +10,7 @@ from megatron.training.step import StepResult
 
 @dataclass
 class Step:
-    """One iteration. The loop fills in the later fields as the step goes on."""
+    """One iteration. The loop sets the later fields during the step."""
 
     iteration: int  # the first one of a run is 1
     samples: int  # of the global batch

@@ -85,6 +85,6 @@ def evaluate_on_tasks(job: Job, reporter: Reporter) -> dict[str, float]:
     if folder and reporter.active:
         try:
             write(folder, {"iteration": job.progress.iteration}, results)
-        except Refusal as refusal:  # a full disk: as with --log-jsonl, training goes on
+        except Refusal as refusal:  # a full disk: as with --log-jsonl, training continues
             reporter.say(f" WARNING: {refusal}")
     return metrics(results)

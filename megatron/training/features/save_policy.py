@@ -177,7 +177,7 @@ class Saver:
         free = available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if need > 0 else 0
         if need > free:
             self.reporter.say(
-                f" WARNING: --async-save needs {need / 2**30:.1f} GiB more of host memory a rank, and "
+                f" WARNING: --async-save needs {need / 2**30:.1f} GiB more of host memory per rank, and "
                 f"{free / 2**30:.1f} GiB are free: training waits for this checkpoint to be written"
             )
         return need <= free
@@ -203,7 +203,7 @@ class Saver:
 
     def _failed(self, error: OSError) -> None:
         self._going, self._saved_last = None, False
-        self.reporter.say(f" WARNING: {error}; earlier checkpoints are untouched, training goes on")
+        self.reporter.say(f" WARNING: {error}; earlier checkpoints are untouched, training continues")
 
     @contextmanager
     def _stalled(self) -> Iterator[None]:

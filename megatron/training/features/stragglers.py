@@ -172,7 +172,7 @@ def named(edges: Sequence[Edge], times: Sequence[float], usual: Sequence[float],
     slow.sort(reverse=True)
     words = [
         f"the link from rank {a} on {hosts[a]} to rank {b} on {hosts[b]} takes {1000 * took:.3g} ms for "
-        f"{BYTES // 1024} KiB, usual are {1000 * before:.3g} ms"
+        f"{BYTES // 1024} KiB (usually {1000 * before:.3g} ms)"
         for took, (a, b), before in slow[:NAMED]
     ]
     more = f"; and {len(slow) - NAMED} more" if len(slow) > NAMED else ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mask as a user would write it: itself, and every third token before."""
+"""A user's mask function: a query attends to itself and to every third token before it."""
 
 
 def every_third(q, k):

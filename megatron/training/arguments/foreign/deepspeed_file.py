@@ -78,9 +78,9 @@ def read_file(path: str) -> dict[str, Any]:
         raise Refusal(f"--deepspeed_config {path}", f": {(error.strerror or 'cannot be read').lower()}") from None
     except ValueError as error:
         where = f"line {error.lineno}" if isinstance(error, json.JSONDecodeError) else one_line(error, 100)
-        raise Refusal(f"--deepspeed_config {path}", f"is no JSON ({where}): are its placeholders filled in?") from None
+        raise Refusal(f"--deepspeed_config {path}", f"is not JSON ({where}): are its placeholders filled in?") from None
     if not isinstance(content, dict):
-        raise Refusal(f"--deepspeed_config {path}", "holds no JSON object")
+        raise Refusal(f"--deepspeed_config {path}", "does not hold a JSON object")
     return content
 
 
@@ -118,7 +118,7 @@ class DeepSpeedFile:
             ),
             "curriculum_learning": self._curriculum,
             "optimizer": lambda v: self.config.notes.append(
-                f"optimizer in {self.path} is not read, as in Megatron-DeepSpeed: the flags say which one, and how"
+                f"optimizer in {self.path} is ignored, as in Megatron-DeepSpeed: flags set the optimizer"
             ),
         }
         for key, value in self.content.items():
@@ -158,12 +158,14 @@ class DeepSpeedFile:
             return
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         if not number or kind(value) != value or abs(value) > 2**53:
-            raise Refusal(f"{key} {_written(value)} in {self.path} is no {'whole ' if kind is int else ''}number")
+            raise Refusal(
+                f"{key} {_written(value)} in {self.path} is not {'an integer' if kind is int else 'a number'}"
+            )
         self.express(name, kind(value), f"{key} {value:g} in {self.path}")
 
     def _section(self, value: Any, key: str) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise Refusal(f"{key} in {self.path} is no JSON object")
+            raise Refusal(f"{key} in {self.path} is not a JSON object")
         return value
 
     def _zero(self, value: Any) -> None:
@@ -202,13 +204,13 @@ class DeepSpeedFile:
             self._number("optimizer.loss_scale", fixed, "fp16.loss_scale", float)
         elif settings.loss_scale is not None:  # Megatron-DeepSpeed takes the loss scale from the file
             self.config.notes.append(
-                f"--loss-scale {settings.loss_scale:g} is not read beside fp16 in {self.path}, as in "
+                f"--loss-scale {settings.loss_scale:g} is ignored with fp16 in {self.path}, as in "
                 "Megatron-DeepSpeed: the loss scale is dynamic"
             )
             settings.loss_scale = None
         power = section.get("initial_scale_power", 16)
         if isinstance(power, bool) or not isinstance(power, int) or not 0 <= power <= 64:
-            raise Refusal(f"fp16.initial_scale_power {_written(power)} in {self.path} is no whole number up to 64")
+            raise Refusal(f"fp16.initial_scale_power {_written(power)} in {self.path} is not an integer from 0 to 64")
         if "initial_scale_power" in section or not self.express.is_given("optimizer.initial_loss_scale"):
             source = f"fp16.initial_scale_power {power} in {self.path}"
             self.express("optimizer.initial_loss_scale", 2.0**power, source)
@@ -249,7 +251,7 @@ class DeepSpeedFile:
         numbers += [schedule.get("total_curriculum_step"), section.get("max_difficulty")]
         if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
             raise Refusal(
-                f"curriculum_learning in {self.path} needs whole numbers for min_difficulty, max_difficulty, "
+                f"curriculum_learning in {self.path} needs integers for min_difficulty, max_difficulty, "
                 "difficulty_step and total_curriculum_step"
             )
         *ramp, most = numbers

@@ -74,31 +74,33 @@ def _words(field: str, value: Any) -> str:
 def _deepspeed(config: Config, express: _Express) -> None:
     other = config.elsewhere
     if other.deepspeed_config and not other.deepspeed:
-        raise Refusal("--deepspeed_config", "is read with --deepspeed alone: add that, or leave it out", LEAVE_OUT)
+        raise Refusal("--deepspeed_config", "is read only with --deepspeed: add that, or leave it out", LEAVE_OUT)
     started_by_mpi = max(int(os.environ.get(name, "1")) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
     if other.deepspeed_mpi and started_by_mpi > 1 and "WORLD_SIZE" not in os.environ:
         raise Refusal(
-            "--deepspeed_mpi", ": ranks are read from RANK and WORLD_SIZE: start with torchrun in place of mpirun"
+            "--deepspeed_mpi", ": ranks are read from RANK and WORLD_SIZE: start with torchrun instead of mpirun"
         )
     if other.deepspeed_mpi:
         config.notes.append("--deepspeed_mpi: ranks are read from RANK and WORLD_SIZE, as torchrun sets them")
     if other.deepspeed_config:
         DeepSpeedFile(other.deepspeed_config, config, express).translate()
     elif other.deepspeed:
-        config.notes.append("--deepspeed without --deepspeed_config: the flags alone decide")
+        config.notes.append("--deepspeed without --deepspeed_config: only the flags count")
 
 
 def _program(config: Config, express: _Express) -> None:
     other = config.elsewhere
     if other.rank is not None and config.simulation.world_size is None:
-        raise Refusal(f"--rank {other.rank}", "is one of how many: add --world-size, or leave it out", LEAVE_OUT)
+        raise Refusal(
+            f"--rank {other.rank}", "needs the number of processes: add --world-size, or leave it out", LEAVE_OUT
+        )
     if other.no_cuda:
         express("run.device", "cpu", "--no-cuda")
     if other.eval_only is not None:
         if any(word.lower() in ("false", "0") for word in other.eval_only):
             raise Refusal(
                 f"--eval-only {' '.join(other.eval_only)}",
-                "means yes in BigScience's program too: leave it out",
+                "also means yes in BigScience's program: leave it out",
                 LEAVE_OUT,
             )
         express("run.skip_train", True, "--eval-only")
@@ -114,13 +116,13 @@ def _precision(config: Config, express: _Express) -> None:
     if other.main_grads_dtype == "bf16" and not other.use_precision_aware_optimizer:
         raise Refusal(
             source,
-            "is read with --use-precision-aware-optimizer alone: use --grad-reduce-in-bf16",
+            "is read only with --use-precision-aware-optimizer: use --grad-reduce-in-bf16",
             Fix("--grad-reduce-in-bf16"),
         )
     if other.main_grads_dtype == "bf16":
         express("parallel.grad_reduce_in_bf16", True, source)
     elif other.use_precision_aware_optimizer:
-        config.notes.append("--use-precision-aware-optimizer: all of it is in fp32, as without it")
+        config.notes.append("--use-precision-aware-optimizer: its state is in fp32, as without the flag")
 
 
 def _recompute(config: Config, express: _Express) -> None:
@@ -164,7 +166,7 @@ def _recompute(config: Config, express: _Express) -> None:
             express("attention.recompute_num_layers", layers, with_counts)
     if counts and not sources:
         config.notes.append(
-            f"{', '.join(counts)} says nothing without --checkpoint-activations or --activations-checkpoint-method"
+            f"{', '.join(counts)} has no effect without --checkpoint-activations or --activations-checkpoint-method"
         )
     if other.deepspeed_activation_checkpointing and not sources:
         config.notes.append(
@@ -185,10 +187,10 @@ def _selective(config: Config) -> None:
         return
     attention = config.attention
     if attention.recompute_granularity != "selective" and not attention.recompute_activations:
-        config.notes.append("--recompute-modules says nothing without --recompute-granularity selective")
+        config.notes.append("--recompute-modules has no effect without --recompute-granularity selective")
     else:
         config.notes.append(
-            f"--recompute-modules {' '.join(modules)}: selective recompute is of core_attn here, with the same result; "
+            f"--recompute-modules {' '.join(modules)}: only core_attn is recomputed, with the same result; "
             "--recompute-granularity full needs less memory"
         )
 
@@ -208,10 +210,10 @@ def _zero(config: Config, express: _Express) -> None:
         express("parallel.zero_stage", stage, source)
         if stage != 1 and parallel.use_distributed_optimizer:
             parallel.use_distributed_optimizer = False
-            config.notes.append(f"{source} is --zero-stage {stage}; --use-distributed-optimizer says nothing beside it")
+            config.notes.append(f"{source} is --zero-stage {stage}; --use-distributed-optimizer is ignored")
         _overlap(config, source, stage)
     elif strategy != "no_shard":
-        config.notes.append(f"--data-parallel-sharding-strategy {strategy} says nothing without --use-megatron-fsdp")
+        config.notes.append(f"--data-parallel-sharding-strategy {strategy} has no effect without --use-megatron-fsdp")
     if other.overlapped_distributed_optimizer:
         for name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
             express(f"parallel.{name}", True, "--overlapped-distributed-optimizer")
@@ -221,7 +223,7 @@ def _zero(config: Config, express: _Express) -> None:
         express("parallel.zero_stage", stage, source if stage == 3 else f"{source} without resharding")
         _overlap(config, source, stage)
     elif not other.torch_fsdp2_reshard_after_forward:
-        config.notes.append("--torch-fsdp2-no-reshard-after-forward says nothing without --use-torch-fsdp2")
+        config.notes.append("--torch-fsdp2-no-reshard-after-forward has no effect without --use-torch-fsdp2")
 
 
 def _overlap(config: Config, source: str, stage: int) -> None:
@@ -252,7 +254,7 @@ def _layers(config: Config, express: _Express) -> None:
     if other.spec and other.spec not in PLAIN_SPECS:
         raise Refusal(
             f"--spec {' '.join(other.spec)}",
-            ": layers of a module of yours are not built here: leave it out",
+            ": custom layers are not supported: leave it out",
             LEAVE_OUT,
         )
     if other.glu_activation == "swiglu":
@@ -284,7 +286,7 @@ def _partition(config: Config, express: _Express) -> None:
         for name in ("embedding", "loss"):
             express(f"parallel.account_for_{name}_in_pipeline_split", True, f"--pp-partition-method {method}")
     elif stages > 1:
-        config.notes.append(f"--pp-partition-method {method}: stages hold equally many layers here, to the same result")
+        config.notes.append(f"--pp-partition-method {method}: stages hold equal numbers of layers; same result")
 
 
 def _rope(config: Config, express: _Express) -> None:
@@ -297,9 +299,9 @@ def _rope(config: Config, express: _Express) -> None:
     }
     for flag, (value, core) in constants.items():
         if value is not None and other.rope_scaling_type is None:
-            raise Refusal(flag, "is read by --rope-scaling-type llama3 alone: add that, or leave it out", LEAVE_OUT)
+            raise Refusal(flag, "is read only with --rope-scaling-type llama3: add that, or leave it out", LEAVE_OUT)
         if value not in (None, core):
-            raise Refusal(f"{flag} {value:g}", f"is not the {core} of Llama 3.1, the scaling built here: use {core}")
+            raise Refusal(f"{flag} {value:g}", f"is not the {core} of Llama 3.1, the supported scaling: use {core}")
     if other.rope_scaling_type == "llama3":
         express("model.use_rope_scaling", True, "--rope-scaling-type llama3")
 
@@ -309,9 +311,7 @@ def _checkpoints(config: Config) -> None:
     if not config.elsewhere.enable_hf2mg_convert:
         return
     if config.checkpoint.load is None:
-        raise Refusal(
-            "--enable-hf2mg-convert", "reads the folder that --load names: add --load, or leave it out", LEAVE_OUT
-        )
+        raise Refusal("--enable-hf2mg-convert", "converts the folder of --load: add --load, or leave it out", LEAVE_OUT)
     config.checkpoint.exit_on_missing_checkpoint = True
     config.notes.append(
         f"--enable-hf2mg-convert: a Hugging Face folder in --load {config.checkpoint.load} is read as it is"

@@ -57,7 +57,7 @@ class ElsewhereConfig:
         False, "DeepSpeed: processes started by MPI", flags=["--deepspeed_mpi"], aliases=["--use-mpi"]
     )
     rank: int | None = flag(None, "number of this process, for launchers that set no RANK", type=int)
-    local_rank: int = flag(0, "number of this process on its node, likewise", aliases=["--local_rank"])
+    local_rank: int = flag(0, "number of this process on its node", aliases=["--local_rank"])
     dist_url: str | None = flag(
         None, "tcp://HOST:PORT of process 0, instead of MASTER_ADDR and MASTER_PORT", type=str, aliases=["--dist_url"]
     )

@@ -31,21 +31,21 @@ stages hold equally many layers here, whatever the cut: --num-layer-list 1
 1F1B and interleaved 1F1B are the schedules built here; what is computed is the same: --enable-zbh1-pipeline
     --enable-zbh1-exact-semantics --enable-zero-bubble --enable-zb-runtime --interleave-group-size 1 --enable-1f1b-v
 Megatron-DeepSpeed does not read it either: --no-load-lr-state
-stages know each other's shapes, for a step has one sequence length: --variable-seq-lengths
+stages know each other's shapes, because a step has one sequence length: --variable-seq-lengths
 training reads token ids: of the tokenizer, its size and its end of a document: --tokenizer-not-use-fast
 TP cuts every matrix along one of its sides here: --tp-2d --tp-x 1 --tp-y 1
-Ulysses over one rank is no Ulysses: --force-ds-sequence-parallel
+Ulysses over more than one Ulysses: --force-ds-sequence-parallel
 this program is PyTorch's: --ai-framework 1
 nothing is compiled here: --use-torch-compile * --use-torch-compiled-autograd * --use-regional-compilation *
     --allow-unspec-int-on-nn-module * --cache-size-limit 1
-always so here: softmax and loss are in fp32, gradients too unless --grad-reduce-in-bf16: --no-query-key-layer-scaling
+always the case: softmax and loss are in fp32, gradients too unless --grad-reduce-in-bf16: --no-query-key-layer-scaling
     --fp32-allreduce
 weights that TP ranks hold in common are equal by construction: --sync-tp-duplicated-parameters
 data loading is tuned with --num-workers and --data-cache-path: --no-shared-storage --valid-num-workers 1
     --repeated-dataloader --mmap-warmup --return-data-index --s3-cache-path 1
 the mask is --attention-mask, causal without it: --attention-mask-type 1
 nothing is generated in training: --max-new-tokens 1
-data files are read as they are; how to make them is no part of a run: --handler-name 1 --workers 1
+data files are prepared before a run: --handler-name 1 --workers 1
 config.json says what a Hugging Face folder holds, and no copy of it is made: --model-type-hf 1 --mg-cache-dir 1
 SIGTERM saves and stops a run: --kill-switch-path 1 --kill-switch-file 1 --trigger-path 1
 what is logged is set by --log-interval, --log-jsonl, --tensorboard-dir and --wandb-project: --codecarbon-dir 1
@@ -54,7 +54,7 @@ what is logged is set by --log-interval, --log-jsonl, --tensorboard-dir and --wa
 checkpoints are always torch_dist, fully reshardable, written and read in parallel, and loaded strictly:
     --save-distrib-optimizer-method 1 --load-distrib-optimizer-method 1 --verify-checkpoint
     --verify-checkpoint-model-type 1
-a dense model has none of it: --num-experts is what asks for experts: --mlp-type 1 --topk 1 --expert-interval 1
+a dense model has no experts (--num-experts is what asks for experts: --mlp-type 1 --topk 1 --expert-interval 1
     --moe-expert-parallel-size 1 --create-moe-param-group --disable-moe-token-dropping --moe-train-capacity-factor 1
     --moe-eval-capacity-factor 1 --moe-min-capacity 1 --moe-loss-coeff 1 --disable-moe-top2-2nd-expert-sampling
     --enable-expert-tensor-parallelism --use-tutel --norm-topk-prob
@@ -71,7 +71,7 @@ the loss here is the mean over all tokens that count: --norm-target-loss --loss-
 distillation is not built here: --kd --mos --load-teacher 1
 without --kd it is not read, and --kd is not built here: --kd-alpha-ce 1 --kd-beta-ce 1 --kd-temp 1
     --num-layers-teacher 1 --hidden-size-teacher 1 --num-attention-heads-teacher 1 --num-experts-teacher +
-stages hold as many layers as the flags say, none that do nothing: --allow-padding-num-layers
+stages have no padding layers as the flags say, none that do nothing: --allow-padding-num-layers
 gradients and activations are sent as they are, never compressed: --grad_comp --grad_comp_rank 1 --grad_comp_warm_up 1
     --selective_grad_comp --selective_grad_comp_way 1 --inter_grad_comp --inter_grad_comp_rank 1
     --inter_grad_comp_epilogue_only --emb_comm_opt --use_error_feedback

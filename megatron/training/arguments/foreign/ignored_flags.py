@@ -6,7 +6,7 @@ from __future__ import annotations
 HINTS = """
 models are always built by megatron-core: --use-mcore-models --use-legacy-models
 megatron-core's DDP is the only one, with the same sums: --DDP-impl 1 local
-it switches nothing on by itself: --enable-experimental
+it effect without other itself: --enable-experimental
 files are read from the file system: --disable-msc
 the attention kernel is chosen with --attention-kernel: --attention-backend 1 auto --use-flash-attn --use-flash-attn-v1
     --use-flash-attn-v2 --use-flash-attn-triton
@@ -32,9 +32,9 @@ ranks are always ordered TP < Ulysses < Ring < DP < PP: --use-tp-pp-dp-mapping
 weights are always initialised, and do not depend on the grid: --no-initialization --use-cpu-initialization
     --init-model-with-meta-device
 random streams do not depend on this here: --te-rng-tracker --inference-rng-tracker
-always so here: softmax and loss are in fp32, gradients too unless --grad-reduce-in-bf16: --attention-softmax-in-fp32
+always the case: softmax and loss are in fp32, gradients too unless --grad-reduce-in-bf16: --attention-softmax-in-fp32
     --accumulate-allreduce-grads-in-fp32 --apply-query-key-layer-scaling
-always so here: the loss is the mean over the tokens of the global batch: --calculate-per-token-loss
+always the case: the loss is the mean over the tokens of the global batch: --calculate-per-token-loss
 no dense attention mask is made here: --no-create-attention-mask-in-dataloader
 memory is managed without it: --empty-unused-memory-level 1 0 --no-clone-scatter-output-in-embedding
     --disable-clone-scatter-output-in-embedding --distribute-saved-activations --reuse-grad-buf-for-mxfp8-param-ag
@@ -64,7 +64,7 @@ what is logged is set by --log-interval, --log-jsonl, --tensorboard-dir and --wa
 no profile is written: --profile --profile-step-start 1 10 --profile-step-end 1 12 --use-pytorch-profiler
     --profile-ranks + 0
 where memory goes is shown by --profile-memory: --record-memory-history --memory-snapshot-path 1 snapshot.pickle
-a dense model has none of it: --num-experts is what asks for experts: --expert-model-parallel-size 1 1
+a dense model has no experts (--num-experts is what asks for experts: --expert-model-parallel-size 1 1
     --expert-tensor-parallel-size 1 --moe-extended-tp --moe-shared-expert-intermediate-size 1 --moe-shared-expert-gate
     --moe-shared-expert-overlap --moe-ffn-hidden-size 1 --moe-router-topk 1 2 --moe-enable-routing-replay
     --moe-router-padding-for-quantization --moe-router-padding-for-fp8 --moe-router-num-groups 1
@@ -86,14 +86,14 @@ without --optimizer muon nothing reads it: --muon-momentum 1 0.9 --muon-no-split
     --muon-extra-scale-factor 1 1.0
 without --optimizer-cpu-offload nothing reads it: --optimizer-offload-fraction 1 1.0
     --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params
-a run is no test of the program: --test-mode
+a have no test of the program: --test-mode
 how memory and messages of FSDP are tuned does not change the result: --outer-dp-sharding-strategy 1 no_shard
     --fsdp-manual-registration --fsdp-double-buffer --suggested-communication-unit-size 1 --keep-fp8-transpose-cache
     --enable-full-sharding-in-hsdp --no-strict-fsdp-dtensor-load --disable-strict-fsdp-dtensor-load
 states are split over all of DP x CP here, to the same result: --num-distributed-optimizer-instances 1 1
 Megatron-LM no longer reads it: --dist-ckpt-format 1 torch_dist
 every sample of the data is read, none is spared: --mid-level-dataset-surplus 1 0.005
-no step is run twice to look for faulty hardware, and no fault is feigned: --rerun-mode 1 validate_results
+no step is repeated to detect faulty hardware, and no fault is feigned: --rerun-mode 1 validate_results
     --result-rejected-tracker-filename 1 --error-injection-rate 1 0 --error-injection-type 1 transient_error
 RoPE, or no positions, is --position-embedding-type: --no-position-embedding
 """

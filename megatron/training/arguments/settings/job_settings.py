@@ -167,7 +167,7 @@ class FaultConfig:
     check_for_spiky_loss: bool = flag(
         False, "a spike of the loss makes a batch bad; without --skip-bad-batches it is only reported"
     )
-    check_for_large_grads: bool = flag(False, "a spike of the gradient norm makes a batch bad, likewise")
+    check_for_large_grads: bool = flag(False, "the same for a spike of the gradient norm")
     spike_factor: float = flag(10.0, "a spike is above this many times the median of the last 100 good steps")
     check_weight_hash_across_dp_replicas_interval: int | None = flag(
         None, "iterations between comparisons of the weights that several ranks hold", type=int
@@ -179,9 +179,9 @@ class FaultConfig:
     )
 
 
-# Tasks of --eval-tasks, in addition to the loss on held-out data. MADE: their samples are generated.
-MADE = ("needle", "ruler-multi-key", "ruler-variable-tracking", "ruler-common-words")
-TASKS = ("loss-by-position", *MADE, "perplexity")
+# Tasks of --eval-tasks, in addition to the loss on held-out data. GENERATED: their samples are generated.
+GENERATED = ("needle", "ruler-multi-key", "ruler-variable-tracking", "ruler-common-words")
+TASKS = ("loss-by-position", *GENERATED, "perplexity")
 
 
 @dataclass
@@ -192,7 +192,7 @@ class EvaluationConfig:
     eval_lengths: list[int] | None = flag(
         None,
         "needle and ruler-*: lengths of the samples in tokens; default: --seq-length, a half, a quarter and an eighth "
-        "of it, those of at least 512 that hold the task",
+        "of it, without lengths below 512 or too short for the task",
         type=int,
         nargs="+",
     )

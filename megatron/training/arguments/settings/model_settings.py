@@ -54,10 +54,10 @@ class ModelConfig:
         1.0, "YaRN: pairs that turn less often than this within the original length are interpolated"
     )
     yarn_mscale: float = flag(1.0, "YaRN: numerator of the attention factor, (0.1 ln(factor) x this + 1)")
-    yarn_mscale_all_dim: float = flag(0.0, "YaRN: denominator of the attention factor, likewise")
+    yarn_mscale_all_dim: float = flag(0.0, "YaRN: coefficient in the denominator of the attention factor")
     yarn_correction_range_round_to_int: bool = flag(
         True,
-        "YaRN: do not round the two bounds of --yarn-beta-fast and --yarn-beta-slow to whole pairs",
+        "YaRN: do not round the two bounds of --yarn-beta-fast and --yarn-beta-slow to integers",
         flags=["--no-yarn-correction-range-round-to-int"],
     )
     normalization: str = flag("LayerNorm", "normalization layer", type=normalization, choices=["LayerNorm", "RMSNorm"])

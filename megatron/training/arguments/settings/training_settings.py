@@ -124,7 +124,7 @@ class DataConfig:
     )
     valid_weighted_split_paths_path: str | None = flag(None, "file with the same, in one line", type=str)
     test_weighted_split_paths: list[str] | None = flag(
-        None, 'BigScience: test data as "NAME: WEIGHT START:STOP PATH, ...", likewise', type=str, nargs="*"
+        None, 'BigScience: test data as "NAME: WEIGHT START:STOP PATH, ..."', type=str, nargs="*"
     )
     test_weighted_split_paths_path: str | None = flag(None, "file with the same, in one line", type=str)
     split: str | None = flag(None, "train,valid,test shares of --data-path, for example 969,30,1", type=str)
@@ -135,7 +135,7 @@ class DataConfig:
     dataloader_type: str = flag(
         "single", "single: in order; cyclic: reshuffled each epoch", choices=["single", "cyclic"]
     )
-    reset_position_ids: bool = flag(False, "positions start anew after each end-of-document token")
+    reset_position_ids: bool = flag(False, "positions restart after each end-of-document token")
     reset_attention_mask: bool = flag(False, "no attention across end-of-document tokens")
     eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens")
     sft: bool = flag(

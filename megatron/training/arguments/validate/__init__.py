@@ -13,7 +13,7 @@ from copy import deepcopy
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.dry_run_flags import priced, processes
 from megatron.training.arguments.stages import complete_virtual_stages
-from megatron.training.arguments.unused_flags import note_idle
+from megatron.training.arguments.unused_flags import note_unused
 from megatron.training.arguments.validate import check_data, check_grid, check_memory, check_model, check_run
 from megatron.training.refusal import LEAVE_OUT, Fix, Gather, Refusal
 
@@ -62,7 +62,7 @@ def complete(config: Config, world_size: int) -> Config:
     gather.check("copies", lambda: check_run.complete_copies(config, world_size), "ranges")
     gather.check("faults", lambda: check_run.check_faults(config, world_size), "grid", "zero", "checkpoint")
     gather.finish()
-    note_idle(config)
+    note_unused(config)
     config.notes = list(dict.fromkeys(config.notes))
     return config
 

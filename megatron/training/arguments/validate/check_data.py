@@ -8,7 +8,7 @@ import os
 from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.data_paths import WEIGHTED, parse_blend, parse_split, weighted_groups
 from megatron.training.arguments.models import vocabulary
-from megatron.training.arguments.settings.job_settings import MADE, TASKS, EvaluationConfig
+from megatron.training.arguments.settings.job_settings import GENERATED, TASKS, EvaluationConfig
 from megatron.training.arguments.validate.check_model import sees_ahead
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal
 
@@ -31,7 +31,7 @@ def complete_data(config: Config) -> None:
             weighted_groups(data, split)
     if weighted and data.split is not None:
         raise Refusal(
-            "--split", f"shares out --data-path; with --{weighted[0].replace('_', '-')}, leave it out", LEAVE_OUT
+            "--split", f"divides --data-path; with --{weighted[0].replace('_', '-')}, leave it out", LEAVE_OUT
         )
     files = [name for name in ("data_args_path", "data_file_list", "per_split_data_args_path") if getattr(data, name)]
     if sum((bool(data.data_path), splits, data.mock_data, bool(weighted), *(True for _ in files))) != 1:
@@ -43,7 +43,7 @@ def complete_data(config: Config) -> None:
     splits = splits or bool(data.per_split_data_args_path)
     _check_fim(data)
     if splits and data.split is not None:
-        raise Refusal("--split", "shares out --data-path; with --train-data-path and the like, leave it out", LEAVE_OUT)
+        raise Refusal("--split", "divides --data-path; with --train-data-path and the like, leave it out", LEAVE_OUT)
     if data.split is not None:
         data.split = data.split.strip("'\" ")  # published launch scripts pass the quotes on
         parse_split(data.split)
@@ -110,7 +110,7 @@ def check_lengths(config: Config) -> None:
     if not increment <= start <= data.seq_length:
         raise Refusal(
             f"--rampup-seq-length {start} {increment} {over}",
-            f"needs a start from its increment to --seq-length {data.seq_length}: use such a one",
+            f"needs a start from its increment to --seq-length {data.seq_length}: change the start or the increment",
         )
     if sees_ahead(config.attention):
         raise Refusal("--rampup-seq-length", "needs a mask by which no token sees a later one: leave one out")
@@ -133,7 +133,7 @@ def complete_sft(config: Config) -> None:
         "--mock-data": (data.mock_data, "it has no chats"),
         "--fim-data": (data.fim_data, "it cuts texts, and chats have none"),
         "--rampup-seq-length": (data.rampup_seq_length, "it would cut conversations off"),
-        "--dataloader-type cyclic": (data.dataloader_type == "cyclic", "epochs are shuffled anew without it"),
+        "--dataloader-type cyclic": (data.dataloader_type == "cyclic", "each epoch is shuffled without it"),
         "--eod-mask-loss": (data.eod_mask_loss, "the loss is on what the assistant says, the ends of its turns too"),
         **{"--" + name.replace("_", "-"): (getattr(data, name), "give --data-path FILE") for name in WEIGHTED},
     }
@@ -179,10 +179,10 @@ def complete_lora(config: Config) -> None:
 
 # Evaluation. What needs the tokenizer is checked when samples are planned. READ_BY: the tasks that read a setting.
 READ_BY = {
-    "eval_lengths": MADE,
-    "eval_depths": MADE,
-    "eval_samples": MADE,
-    "eval_haystack": MADE,
+    "eval_lengths": GENERATED,
+    "eval_depths": GENERATED,
+    "eval_samples": GENERATED,
+    "eval_haystack": GENERATED,
     "eval_files": ("perplexity",),
     "eval_stride": ("perplexity",),
     "eval_output": TASKS,
@@ -215,9 +215,7 @@ def complete_evaluation(config: Config) -> None:
         )
     settings.eval_tasks = list(dict.fromkeys(tasks))
     if "perplexity" in tasks and not settings.eval_files:
-        raise Refusal(
-            "--eval-tasks perplexity", ": of which text? Add --eval-files FILE ..., or leave it out", LEAVE_OUT
-        )
+        raise Refusal("--eval-tasks perplexity", "needs text: add --eval-files FILE ..., or leave it out", LEAVE_OUT)
     if settings.eval_stride is not None and settings.eval_stride > length:
         raise Refusal(
             f"--eval-stride {settings.eval_stride}",

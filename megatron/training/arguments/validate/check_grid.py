@@ -42,7 +42,7 @@ def complete_context(config: Config) -> None:
             config.notes.append(
                 f"--context-parallel-size {total} is split into Ulysses {ulysses} x Ring {total // ulysses}, as far as "
                 f"{model.num_attention_heads} query and {model.num_query_groups} key/value heads over TP "
-                f"{parallel.tensor_model_parallel_size} go without copies; --ulysses-parallel-size decides otherwise"
+                f"{parallel.tensor_model_parallel_size} allow without copies; --ulysses-parallel-size overrides it"
             )
     if ulysses is None:
         ulysses = (total or ring or 1) // (ring or 1)
@@ -59,7 +59,7 @@ def _by_comm_type(config: Config, total: int | None, ulysses: int | None, ring: 
     if unknown := kinds - {"p2p", "a2a", "a2a+p2p", "all_gather"}:
         raise Refusal(words, f": {sorted(unknown)[0]} is unknown; use p2p, a2a, a2a+p2p or all_gather")
     if len(kinds) > 1:
-        raise Refusal(words, ": layers that share a sequence in different ways are not built here: give one word")
+        raise Refusal(words, ": different types for different layers are not supported: give one type")
     (kind,) = kinds
     if kind == "all_gather" and (ring or total or 1) > 1:
         if config.chunks.fpdt:
@@ -70,7 +70,7 @@ def _by_comm_type(config: Config, total: int | None, ulysses: int | None, ring: 
             )
         return (ulysses, ring) if ulysses or ring else (1, total)
     if total in (None, 1):
-        config.notes.append(f"{words} says nothing without --context-parallel-size above 1")
+        config.notes.append(f"{words} has no effect without --context-parallel-size above 1")
         return ulysses, ring
     if kind == "a2a+p2p":
         if ulysses is None and ring is None:
@@ -94,7 +94,7 @@ def _choose_ulysses(total: int, config: Config) -> int:
 
 
 def check_grid(config: Config, world_size: int) -> None:
-    """Refuse a number of processes that is no multiple of the grid."""
+    """Refuse a number of processes that is not a multiple of the grid."""
     parallel = config.parallel
     sizes = {
         "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
@@ -120,7 +120,7 @@ def check_heads(config: Config) -> None:
     if heads % tensor:
         raise Refusal(
             f"--num-attention-heads {heads}",
-            f"is no multiple of --tensor-model-parallel-size {tensor}: use --tensor-model-parallel-size "
+            f"is not a multiple of --tensor-model-parallel-size {tensor}: use --tensor-model-parallel-size "
             f"{gcd(heads, tensor)}",
             Fix(f"--tensor-model-parallel-size {gcd(heads, tensor)}"),
             about="--tensor-model-parallel-size",
@@ -136,7 +136,7 @@ def check_heads(config: Config) -> None:
     if model.ffn_hidden_size % tensor:
         raise Refusal(
             f"--ffn-hidden-size {model.ffn_hidden_size}",
-            f"is no multiple of --tensor-model-parallel-size {tensor}: use {near(model.ffn_hidden_size, tensor)}",
+            f"is not a multiple of --tensor-model-parallel-size {tensor}: use {near(model.ffn_hidden_size, tensor)}",
             about="--tensor-model-parallel-size",
         )
     ulysses, ring = parallel.ulysses_parallel_size, parallel.ring_parallel_size
@@ -166,7 +166,7 @@ def complete_sequence(config: Config) -> None:
         split = f"Ulysses {ulysses} x Ring {ring} ({balance})"
         split += f" x TP {tensor} sequence-parallel" if tensor > 1 else ""
         raise Refusal(
-            f"--seq-length {length}", f"cannot be cut over {split}: use a multiple of {unit}, {near(length, unit)}"
+            f"--seq-length {length}", f"cannot be divided by {split}: use a multiple of {unit}, {near(length, unit)}"
         )
     if model.max_position_embeddings < length:
         if model.position_embedding_type == "learned_absolute":
@@ -176,7 +176,7 @@ def complete_sequence(config: Config) -> None:
                 "--position-embedding-type rope",
             )
         config.notes.append(
-            f"--seq-length {length} is beyond --max-position-embeddings {model.max_position_embeddings}, the length "
+            f"--seq-length {length} is above --max-position-embeddings {model.max_position_embeddings}, the length "
             "the model is made for"
         )
 
@@ -209,7 +209,7 @@ def complete_batch(config: Config, data_parallel: int) -> None:
         if start < 1 or step < 1 or start >= data.global_batch_size or (data.global_batch_size - start) % step:
             raise Refusal(
                 f"--rampup-batch-size {start} {step}",
-                f"does not lead to --global-batch-size {data.global_batch_size} in whole steps: use a start below "
+                f"does not lead to --global-batch-size {data.global_batch_size} in equal steps: use a start below "
                 "it and an increment that divides the difference",
             )
         sizes |= {"--rampup-batch-size (start)": start, "--rampup-batch-size (increment)": step}
@@ -217,14 +217,14 @@ def complete_batch(config: Config, data_parallel: int) -> None:
         if size % unit:
             raise Refusal(
                 f"{flag} {size}",
-                f"is no multiple of --micro-batch-size {data.micro_batch_size} x {data_parallel} data-parallel "
+                f"is not a multiple of --micro-batch-size {data.micro_batch_size} x {data_parallel} data-parallel "
                 f"ranks: use a multiple of {unit}, {near(size, unit)}",
                 about="--micro-batch-size",
             )
     if virtual:
         _groups(config, unit)
     elif parallel.microbatch_group_size_per_virtual_pipeline_stage is not None:
-        config.notes.append("--microbatch-group-size-per-virtual-pipeline-stage says nothing without virtual stages")
+        config.notes.append("--microbatch-group-size-per-virtual-pipeline-stage has no effect without virtual stages")
         parallel.microbatch_group_size_per_virtual_pipeline_stage = None
 
 

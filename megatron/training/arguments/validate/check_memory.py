@@ -8,7 +8,7 @@ from math import gcd
 from megatron.formulas import sizes as counts
 from megatron.training.arguments.config import ChunkConfig, Config
 from megatron.training.arguments.stages import chunk_layers
-from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, idle
+from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, needs_flag
 
 
 def complete_chunks(config: Config) -> None:
@@ -23,10 +23,10 @@ def complete_chunks(config: Config) -> None:
             "--fpdt-stream-hidden": chunks.fpdt_stream_hidden,
         }
         for flag in (flag for flag, given in unused.items() if given):
-            raise idle(flag, "--fpdt", switch=True)
+            raise needs_flag(flag, "--fpdt", switch=True)
     if (chunks.fpdt or chunks.ffn_chunks) and model.fp8_format:
         flag = "--fpdt" if chunks.fpdt else "--ffn-chunks"
-        raise Refusal(f"{flag} with --fp8-format", "is not supported: chunks would scale one by one; leave one out")
+        raise Refusal(f"{flag} with --fp8-format", "is not supported: each chunk would have a scale; leave one out")
     if not chunks.offload_checkpoints:
         return
     if chunks.fpdt_stream_hidden:
@@ -84,8 +84,8 @@ def _fpdt(config: Config) -> None:
     if chunks.fpdt_stream_hidden and parallel.pipeline_model_parallel_size > 1:
         raise Refusal(
             f"--fpdt-stream-hidden with --pipeline-model-parallel-size {parallel.pipeline_model_parallel_size}",
-            "is not supported: stages pass whole hidden states; use --pipeline-model-parallel-size 1, or "
-            "--offload-checkpoints in its place",
+            "is not supported: stages pass complete hidden states; use --pipeline-model-parallel-size 1, or "
+            "--offload-checkpoints instead",
         )
     if chunks.ffn_chunks is None:
         chunks.ffn_chunks = counts.ffn_chunks(attention_chunks(config))
@@ -174,7 +174,7 @@ def complete_recompute(config: Config) -> None:
                 "need --recompute-granularity full: add it",
                 Fix("--recompute-granularity full"),
             )
-        config.notes.append("--recompute-method and --recompute-num-layers say nothing without --recompute-granularity")
+        config.notes.append("no effect without --recompute-granularity: --recompute-method and --recompute-num-layers")
         attention.recompute_method = attention.recompute_num_layers = None
 
 

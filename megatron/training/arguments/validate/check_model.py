@@ -24,7 +24,7 @@ def complete_required(config: Config) -> None:
     missing += [name for name in ("seq_length", "micro_batch_size") if getattr(data, name) is None]
     if missing:
         flags = ["--" + name.replace("_", "-") for name in missing]
-        shape = "" if model.model else "; --model names a whole shape, for example --model llama3-8b"
+        shape = "" if model.model else "; --model sets a complete shape, for example --model llama3-8b"
         raise Refusal(f"missing: {', '.join(flags)}{shape}", about=" ".join(flags))
 
 
@@ -34,7 +34,7 @@ def complete_model(config: Config) -> None:
     if model.kv_channels is None and model.hidden_size % heads:
         raise Refusal(
             f"--hidden-size {model.hidden_size}",
-            f"is no multiple of --num-attention-heads {heads}: use {near(model.hidden_size, heads)}, or give "
+            f"is not a multiple of --num-attention-heads {heads}: use {near(model.hidden_size, heads)}, or give "
             "--kv-channels",
         )
     groups = model.num_query_groups
@@ -47,7 +47,7 @@ def complete_model(config: Config) -> None:
     if model.group_query_attention and heads % groups:
         raise Refusal(
             f"--num-attention-heads {heads}",
-            f"is no multiple of --num-query-groups {groups}: use --num-query-groups {gcd(heads, groups)}",
+            f"is not a multiple of --num-query-groups {groups}: use --num-query-groups {gcd(heads, groups)}",
             Fix(f"--num-query-groups {gcd(heads, groups)}"),
         )
     chosen = {"--swiglu": model.swiglu, "--squared-relu": model.squared_relu, "--openai-gelu": model.openai_gelu}
@@ -76,7 +76,7 @@ def _positions(model: ModelConfig) -> None:
         given = [name for name in names if getattr(model, name) != getattr(ModelConfig, name)]
         if given:
             flags = ", ".join("--" + name.replace("_", "-").replace("yarn-corr", "no-yarn-corr") for name in given)
-            raise Refusal(f"{flags} without --position-embedding-type yarn", ": add it, or leave out what is YaRN's")
+            raise Refusal(f"{flags} without --position-embedding-type yarn", ": add it, or leave them out")
         return
     for flag in ("rotary_seq_len_interpolation_factor", "use_rope_scaling"):
         if getattr(model, flag):
@@ -155,7 +155,7 @@ def _own_flags(attention: AttentionConfig) -> None:
         given = [name for name in kind.flags if getattr(attention, name) != getattr(default, name)]
         if given and attention.attention_mask != mask:
             flag = "--" + given[0].replace("_", "-")
-            raise Refusal(flag, f"is read by --attention-mask {mask} alone: add that, or leave {flag} out", LEAVE_OUT)
+            raise Refusal(flag, f"is read by --attention-mask {mask} only: add that, or leave {flag} out", LEAVE_OUT)
     for name, patterns in READ_BY.items():
         if getattr(attention, name) != getattr(default, name) and attention.sparse_pattern not in patterns:
             flag = "--" + name.replace("_", "-")
@@ -174,13 +174,13 @@ def _balance(config: Config) -> None:
         if not documents:
             raise Refusal(
                 "--context-parallel-balance documents",
-                "deals packed documents: add --attention-mask document, or use zigzag or contiguous",
+                "distributes packed documents: add --attention-mask document, or use zigzag or contiguous",
                 Fix("--attention-mask document"),
             )
         if data.micro_batch_size > 1:
             raise Refusal(
                 f"--context-parallel-balance documents with --micro-batch-size {data.micro_batch_size}",
-                "is not supported, since each sample would be dealt in its own way: use --micro-batch-size 1, "
+                "is not supported, because each sample would have a layout of its own: use --micro-batch-size 1, "
                 "or zigzag",
                 Fix("--micro-batch-size 1"),
             )
@@ -229,7 +229,7 @@ def complete_partitioned_positions(config: Config) -> None:
         flag = "--reset-position-ids" if reset else "--context-parallel-balance documents"
         raise Refusal(
             f"--partition-position-embedding with {flag}",
-            "is not supported, since a rank's positions would hang on the documents in the batch: leave one "
+            "is not supported, because a rank's positions would depend on the documents in the batch: leave one "
             f"out{'' if reset else ', or use --context-parallel-balance zigzag'}",
         )
     if config.optimizer.fp16:  # the table has a separate optimizer in core, which would scale the loss separately

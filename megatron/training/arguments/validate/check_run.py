@@ -9,7 +9,7 @@ from functools import partial
 
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.schedule import samples_after, spans
-from megatron.training.refusal import Fix, Gather, Refusal, idle
+from megatron.training.refusal import Fix, Gather, Refusal, needs_flag
 
 ON = "--non-persistent-save-interval"
 
@@ -38,17 +38,17 @@ def complete_checkpoint(config: Config) -> None:
         config.notes.append("--save-interval without --save: nothing is saved")
         checkpoint.save_interval = None
     if config.logging.log_progress and not save:
-        config.notes.append("--log-progress without --save: there is no folder for progress.txt")
+        config.notes.append("--log-progress needs --save, the folder of progress.txt: ignored")
         config.logging.log_progress = False
     if checkpoint.ckpt_format != "torch_dist":
         config.notes.append(f"--ckpt-format {checkpoint.ckpt_format}: checkpoints are written as torch_dist")
         checkpoint.ckpt_format = "torch_dist"
     for flag, value, other, need in needs:
         if value and not other:
-            raise idle(flag, need, switch=need == "--manual-gc")
+            raise needs_flag(flag, need, switch=need == "--manual-gc")
     if checkpoint.skip_damaged_checkpoints and checkpoint.ckpt_step is not None:
         raise Refusal(
-            "--ckpt-step and --skip-damaged-checkpoints", "exclude each other: the first names the one to load"
+            "--ckpt-step and --skip-damaged-checkpoints", "exclude each other: --ckpt-step selects the checkpoint"
         )
     if checkpoint.save_retain_interval and checkpoint.save_retain_interval % checkpoint.save_interval:
         raise Refusal(
@@ -85,7 +85,7 @@ def complete_copies(config: Config, world_size: int) -> None:
             Fix("--non-persistent-ckpt-type local"),
         )
     if not (settings.save and settings.load) or os.path.abspath(settings.save) != os.path.abspath(settings.load):
-        raise Refusal(ON, "is for restarts of one run: give --save DIR and --load with the same folder")
+        raise Refusal(ON, "needs checkpoints of the same run: give --save DIR and --load with the same folder")
     others = (
         ("--finetune", settings.finetune),
         ("--ckpt-step", settings.ckpt_step is not None),
@@ -97,7 +97,7 @@ def complete_copies(config: Config, world_size: int) -> None:
     )
     for flag, given in others:
         if given:
-            raise Refusal(f"{ON} and {flag}", ": a restart goes on from all of the last state; leave one out")
+            raise Refusal(f"{ON} and {flag}", ": a restart continues from the complete last state; leave one out")
     if not settings.replication:
         return
     if settings.replication_factor < 2:
@@ -127,7 +127,7 @@ def check_faults(config: Config, world_size: int) -> None:
         needs = (("--skip-bad-batches", faults.skip_bad_batches), ("--save-interval", config.checkpoint.save_interval))
         for flag, value in needs:
             if not value:
-                raise idle("--rollback-on-bad-batch", flag)
+                raise needs_flag("--rollback-on-bad-batch", flag)
         if not config.checkpoint.save_optim:
             raise Refusal(
                 "--rollback-on-bad-batch",
@@ -165,11 +165,11 @@ def check_duration(config: Config) -> None:
             flag = "--" + name.replace("_", "-")
             length = own if getattr(run, f"train_{own}") is not None else "tokens"
             name = flag.removesuffix(other) + length
-            raise Refusal(flag, f"does not go with --train-{length}: use {name}", Fix(rename=(flag, name)))
+            raise Refusal(flag, f"cannot be used with --train-{length}: use {name}", Fix(rename=(flag, name)))
     if config.data.rampup_batch_size and run.train_iters is not None:
         config.notes.append(
             f"--train-iters {run.train_iters} with --rampup-batch-size takes {samples_after(config, run.train_iters)} "
-            "samples, and each count of iterations in the schedule the samples that so many steps take"
+            "samples, and each count of iterations in the schedule the samples of that number of steps"
         )
 
 
@@ -226,7 +226,7 @@ def _tokens(config: Config, own: str) -> None:
     for name in ("decay", "warmup"):
         other = getattr(optimizer, f"lr_{name}_{own}")
         if getattr(optimizer, f"lr_{name}_tokens") is not None and other:
-            config.notes.append(f"--lr-{name}-{own} {other} is not read beside --lr-{name}-tokens")
+            config.notes.append(f"--lr-{name}-{own} {other} is ignored, because --lr-{name}-tokens is given")
     share = optimizer.lr_warmup_fraction
     if share is None:
         return
@@ -235,7 +235,7 @@ def _tokens(config: Config, own: str) -> None:
     if optimizer.lr_decay_tokens is not None:
         raise Refusal(
             f"--lr-warmup-fraction {share:g} with --lr-decay-tokens",
-            "is a share of what Megatron-DeepSpeed counts in samples: use --lr-warmup-tokens "
+            "is a share of samples in Megatron-DeepSpeed: use --lr-warmup-tokens "
             f"{int(share * optimizer.lr_decay_tokens)} for a share of the tokens",
         )
 

@@ -35,7 +35,7 @@ class LazySave(SaveShardedStrategy):
     """A strategy for ``dist_checkpointing.save`` on one process.
 
     Args:
-        compute: returns the data of a ShardedTensor (whose own may be on the meta device); called in the state's order.
+        compute: returns the data of a ShardedTensor, which may be on the meta device; called in order.
         done: called after each tensor.
     """
 
@@ -48,7 +48,7 @@ class LazySave(SaveShardedStrategy):
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
         """Write the tensors and objects. Raises OSError."""
         planner = _LazyPlanner(list(nested_values(sharded_state_dict)), self.compute, self.done)
-        # No read-ahead, for which a GPU stream would be created; new_folder syncs the complete folder later.
+        # No read-ahead, because it would create a GPU stream; new_folder syncs the complete folder later.
         writer = torch_checkpoint.FileSystemWriter(
             str(checkpoint_dir), thread_count=1, per_thread_copy_ahead=0, sync_files=False
         )

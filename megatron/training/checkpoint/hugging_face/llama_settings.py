@@ -32,7 +32,7 @@ def rope_settings(config: dict[str, Any], where: object) -> dict[str, Any]:
         raise Refusal(f"{where}: rope_parameters by layer type are not supported")
     theta = positive(rope.get("rope_theta", config.get("rope_theta", 10000.0)), "rope_theta", where)
     if theta != int(theta):
-        raise Refusal(f"{where}: rope_theta {theta} is not supported: --rotary-base must be a whole number")
+        raise Refusal(f"{where}: rope_theta {theta} is not supported: --rotary-base must be an integer")
     if (share := rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))) not in (None, 1.0):
         raise Refusal(f"{where}: partial_rotary_factor {share} is not supported for llama")
     result: dict[str, Any] = {"rotary_base": int(theta)}
@@ -63,7 +63,7 @@ def _yarn(rope: dict[str, Any], config: dict[str, Any], where: object) -> dict[s
     longest, length = config.get("max_position_embeddings") or 2048, config.get(YARN_LENGTH)
     length = number(YARN_LENGTH, longest) if length is None else positive(length, YARN_LENGTH, where)
     if length != int(length):
-        raise Refusal(f"{where}: {YARN_LENGTH} {length} is not a whole number")
+        raise Refusal(f"{where}: {YARN_LENGTH} {length} is not an integer")
     factor = number("factor", longest / length)
     if factor <= 1:
         raise Refusal(f"{where}: rope_scaling yarn with factor {factor:g} has no effect: use type default")
@@ -166,15 +166,15 @@ def settings(config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
     """
     _plain_llama(config, where)
 
-    def whole(name: str, default: int) -> int:
+    def integer(name: str, default: int) -> int:
         value = config.get(name)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise Refusal(f"{where}: {name} {value!r} is not a positive whole number")
+            raise Refusal(f"{where}: {name} {value!r} is not a positive integer")
         return value
 
-    heads, hidden = whole("num_attention_heads", 32), whole("hidden_size", 4096)
-    groups = whole("num_key_value_heads", heads)
+    heads, hidden = integer("num_attention_heads", 32), integer("hidden_size", 4096)
+    groups = integer("num_key_value_heads", heads)
     if heads % groups:
         raise Refusal(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}")
     if config.get("head_dim") is None and hidden % heads:
@@ -188,14 +188,14 @@ def settings(config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
             "megatron-core has biases in all of its linear layers or in none"
         )
     model = ModelConfig(
-        num_layers=whole("num_hidden_layers", 32),
+        num_layers=integer("num_hidden_layers", 32),
         hidden_size=hidden,
-        ffn_hidden_size=whole("intermediate_size", 11008),
+        ffn_hidden_size=integer("intermediate_size", 11008),
         num_attention_heads=heads,
         group_query_attention=groups != heads,
         num_query_groups=groups,
-        kv_channels=whole("head_dim", hidden // heads),
-        max_position_embeddings=whole("max_position_embeddings", 2048),
+        kv_channels=integer("head_dim", hidden // heads),
+        max_position_embeddings=integer("max_position_embeddings", 2048),
         norm_epsilon=positive(config.get("rms_norm_eps", 1e-6), "rms_norm_eps", where),
         add_bias_linear=biases[0],
         untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", False),
@@ -206,7 +206,7 @@ def settings(config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
     )
     if model.kv_channels % 2:
         raise Refusal(f"{where}: head_dim {model.kv_channels} is odd, but RoPE rotates pairs")
-    return derive_shape(model), whole("vocab_size", 32000)
+    return derive_shape(model), integer("vocab_size", 32000)
 
 
 def config_json(

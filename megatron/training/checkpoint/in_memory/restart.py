@@ -57,7 +57,7 @@ def newest(copies: Copies, on_disk: int, notes: list[str]) -> CopyToLoad | None:
     copies.clear(chosen and chosen.progress.iteration)
     if chosen is None and (newer or others):
         reason = missing or f"they are of {min(others)}, but this run is of {_layout(copies.about)[0]}"
-        notes.append(f"the copies in memory cannot be used ({reason}): going on from the disk")
+        notes.append(f"the copies in memory cannot be used ({reason}): continuing from the disk")
     return chosen
 
 

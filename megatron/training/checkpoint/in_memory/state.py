@@ -73,7 +73,7 @@ class TrainingState:
             for part in self._kept():
                 part.tensor.copy_(file.get_tensor(part.name))
             named = path.resolve()  # for messages, because ``path`` contains a descriptor
-            objects = unpickle.read_bytes(file.get_tensor(OBJECTS).numpy().tobytes(), named, whole=True)
+            objects = unpickle.read_bytes(file.get_tensor(OBJECTS).numpy().tobytes(), named, complete=True)
         for part in self._parts():
             if part.owner is not None:
                 dist.broadcast(part.tensor, dist.get_global_rank(group, part.owner), group=group)

@@ -26,8 +26,8 @@ from megatron.training.checkpoint.megatron_lm.file_list import (
     CHECKSUMS,
     HUGGING_FACE,
     Damaged,
-    anew,
     crc32_of_file,
+    how_to_list,
     outside,
     read_list,
 )
@@ -60,7 +60,7 @@ def read_common(path: Path) -> dict[str, Any]:
             raise Refusal(f"checkpoint {path} does not contain the progress of its run")
     for where, name in ((common.get("progress", {}), "iteration"), (common, "iteration"), (common, "vocab_size")):
         if name in where and where[name] is not None and not _whole(where[name]):
-            raise Refusal(f"checkpoint {path}: {name} {short(where[name])} is not a whole number")
+            raise Refusal(f"checkpoint {path}: {name} {short(where[name])} is not an integer")
     return common
 
 
@@ -241,7 +241,7 @@ def glance(path: Path, name: str) -> Checked:
 
 def way_out(path: Path) -> str:
     """What to do about a damaged checkpoint if there is no older one."""
-    return f"restore the file; {anew(path)}" if is_hugging_face(path) else "choose another one with --ckpt-step"
+    return f"restore the file; {how_to_list(path)}" if is_hugging_face(path) else "choose another one with --ckpt-step"
 
 
 def _opened(path: Path, names: Iterable[str], only: Collection[str], unchecked: bool) -> Checked:
@@ -294,7 +294,7 @@ def _torch_dist(path: Path, share: int, shares: int, only: Collection[str]) -> C
     for name in sorted(files)[share::shares]:
         if not check_torch_files_in(path / name, files[name]):
             if isinstance(common, dict) and "config" in common:
-                raise Damaged(f"{path / CHECKSUMS} is missing, the list of its files; {anew(path)}")
+                raise Damaged(f"{path / CHECKSUMS} is missing, the list of its files; {how_to_list(path)}")
             summed = False
     return _opened(path, (FORM, COMMON, METADATA, *files), only, not summed)
 

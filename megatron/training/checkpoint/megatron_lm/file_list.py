@@ -68,13 +68,13 @@ def read_list(path: Path) -> FileList:
         if not all(isinstance(number, int) for number in numbers):
             raise ValueError("sizes and sums are numbers")
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
-        raise Damaged(f"{path} cannot be read; {anew(path.parent)}") from None
+        raise Damaged(f"{path} cannot be read; {how_to_list(path.parent)}") from None
     if not version_1 and crc32 != _crc32_of(table):
-        raise Damaged(f"{path} is not what was written (its own CRC-32 differs); {anew(path.parent)}")
+        raise Damaged(f"{path} is not what was written (its own CRC-32 differs); {how_to_list(path.parent)}")
     if not version_1 and table["version"] != VERSION:
         raise Damaged(f"{path} has version {table['version']}, but this program reads {VERSION}: use a newer program")
     if not files:
-        raise Damaged(f"{path} names no files; {anew(path.parent)}")
+        raise Damaged(f"{path} names no files; {how_to_list(path.parent)}")
     if wrong := outside(files):
         raise Damaged(f"{path} names {wrong}, which lies outside of its folder")
     if version_1:
@@ -82,9 +82,9 @@ def read_list(path: Path) -> FileList:
     return FileList(files, table["form"], table["folder"], table["iteration"], table["run"])
 
 
-def anew(path: Path) -> str:
+def how_to_list(path: Path) -> str:
     """How to list the files of a checkpoint that was changed on purpose."""
-    return f"if its files are meant to be as they are, python tools/check_checkpoint.py {path} --write-list lists them"
+    return f"if that was intended, python tools/check_checkpoint.py {path} --write-list lists them again"
 
 
 def outside(names: Iterable[str]) -> str | None:

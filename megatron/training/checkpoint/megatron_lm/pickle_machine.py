@@ -221,7 +221,7 @@ class Machine:
             if "." in name or module.partition(".")[0] in ACTING or (module in BUILTINS and name in ACTING_BUILTINS):
                 raise BadPickle(f"it asks for {module}.{name}, which could run code")
             if table.strict:
-                raise BadPickle(f"{module}.{name} does not belong into this file")
+                raise BadPickle(f"{module}.{name} does not belong in this file")
         self.stack.append(_Name(f"{module}.{name}", pair))
 
     def make(self, callee: Any, arguments: Any) -> None:

@@ -81,7 +81,7 @@ def _latest(folder: Path, whole: bool, notes: list[str]) -> str | None:
                 f"{folder} holds checkpoints up to iteration {newest}, but no {TRACKER}, which names the latest: write "
                 f"{newest} to it, or choose with --ckpt-step"
             )
-        notes.append(f"{tracker} is missing, as after a kill: going on from {listed[newest]}, the only one there")
+        notes.append(f"{tracker} is missing, as after a kill: continuing from {listed[newest]}, the only one there")
         return listed[newest].name
     text = name_in(tracker)
     if text == "release":
@@ -102,7 +102,7 @@ def _latest(folder: Path, whole: bool, notes: list[str]) -> str | None:
     if newer:
         notes.append(
             f"{tracker} says {named}, but iteration {max(newer)} of the same run is there, as after a kill just before "
-            f"the file was moved on: going on from {max(newer)}; --ckpt-step {named} goes back"
+            f"the file was moved on: continuing from {max(newer)}; --ckpt-step {named} goes back"
         )
     return f"iter_{max(newer, default=named):07d}"
 

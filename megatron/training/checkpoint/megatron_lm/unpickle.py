@@ -44,15 +44,15 @@ def read(path: Path, *, mmap: bool = False) -> Any:
     return _or_refuse(path, lambda: torch_saved.load(_file(path, mmap), PLAIN))
 
 
-def read_bytes(data: Any, where: object, *, whole: bool = False) -> Any:
+def read_bytes(data: Any, where: object, *, complete: bool = False) -> Any:
     """The same for a file's bytes.
 
     Args:
         data: a buffer; if it is writable, the tensors share its memory.
         where: names it in messages.
-        whole: refuse objects that would become an :class:`Unread`.
+        complete: refuse objects that would become an :class:`Unread`.
     """
-    return _or_refuse(where, lambda: torch_saved.load(data, WHOLE if whole else PLAIN))
+    return _or_refuse(where, lambda: torch_saved.load(data, WHOLE if complete else PLAIN))
 
 
 def check_engine_state(data: bytes, where: object) -> None:
@@ -63,7 +63,7 @@ def check_engine_state(data: bytes, where: object) -> None:
 
 def check_plain(data: bytes, where: object) -> None:
     """Raise Refusal if ``torch.load`` of ``data`` would create anything but tensors, numbers and strings."""
-    read_bytes(data, where, whole=True)
+    read_bytes(data, where, complete=True)
 
 
 @contextmanager
@@ -188,7 +188,7 @@ def _fill_array(array: np.ndarray, state: Any) -> None:
     if type(shape) is not tuple or not all(map(whole_number, shape)) or len(shape) > 32:
         raise BadPickle("an array in it has an invalid shape")
     if prod(shape) * kind.type.itemsize != len(data):
-        raise BadPickle("an array in it has another number of bytes than it says")
+        raise BadPickle("an array in it does not have the number of bytes of its shape")
     array.__setstate__((1, shape, kind.type, by_columns, data))
 
 

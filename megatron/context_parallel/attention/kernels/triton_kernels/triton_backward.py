@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of a block of queries, and of a block of keys, from all ranges of the other side that it meets.
+"""Gradients of a block of queries, and of a block of keys, summed over all tiles that the block is in.
 
 It is FlashAttention-2's backward pass (arXiv 2307.08691) in two kernels, so that each sum is written by one program:
 without atomics, and deterministic. With the *final* lse and delta the gradients of tiles can be added, here to fp32
@@ -43,14 +43,14 @@ def delta_kernel(
 
 @triton.jit
 def _weights(
-    products, lse, factor, cap, slope, q_at, k_at, counts, row_key, column_key, threshold, kept_scale,
+    products, lse, factor, cap, slope, q_at, k_at, visible, row_key, column_key, threshold, kept_scale,
     EDGE: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
     """For each pair: the softmax weight, the derivative of the score with respect to the product, dropout's factor."""
     scores, tangent = log2_scores(products, factor, cap, slope, q_at, k_at, ALIBI, CAPPED)
     p = tl.exp2(scores - lse)
     if EDGE:
-        p = tl.where(counts, p, 0.0)
+        p = tl.where(visible, p, 0.0)
     steepness = tangent
     if CAPPED:
         steepness = 1 - tangent * tangent
@@ -95,17 +95,17 @@ def _walk_keys(
             keys = key + tl.arange(0, STEP)
             k_at = keys
             column_key = keys
-            counts = keys[None, :]
+            visible = keys[None, :]
             if ALIBI or DROPS:
                 k_at = tl.load(k_places + keys, mask=keys < stop, other=0)
             if DROPS:
                 column_key = tl.load(column_keys + keys, mask=keys < stop, other=0)
             if KIND > 0:
-                counts = (keys[None, :] >= lowest[:, None]) & (keys[None, :] <= highest[:, None])
+                visible = (keys[None, :] >= lowest[:, None]) & (keys[None, :] <= highest[:, None])
                 if KIND == 2:
-                    counts &= marked(at, row, words, key - first_key, belongs, STEP)
+                    visible &= marked(at, row, words, key - first_key, belongs, STEP)
             p, steepness, drop = _weights(
-                products, lse[:, None], factor, cap, slope, q_at[:, None], k_at[None, :], counts,
+                products, lse[:, None], factor, cap, slope, q_at[:, None], k_at[None, :], visible,
                 row_key[:, None], column_key[None, :], threshold, kept_scale, KIND > 0, ALIBI, CAPPED, DROPS,
             )  # fmt: skip
             dp = dot(dout, tl.trans(v_block), None, PRECISION)
@@ -191,17 +191,17 @@ def _walk_queries(
             products = dot(k, tl.trans(q_block), None, PRECISION)
             q_at = rows
             row_key = rows
-            counts = rows[None, :]
+            visible = rows[None, :]
             if ALIBI:
                 q_at = tl.load(q_places + rows, mask=here, other=0)
             if DROPS:
                 row_key = tl.load(row_keys + rows, mask=here, other=0)
             if KIND > 0:
-                counts = (rows[None, :] >= lowest[:, None]) & (rows[None, :] <= highest[:, None])
+                visible = (rows[None, :] >= lowest[:, None]) & (rows[None, :] <= highest[:, None])
                 if KIND == 2:
-                    counts &= marked(at, row, words, query - first_query, belongs, STEP)
+                    visible &= marked(at, row, words, query - first_query, belongs, STEP)
             p, steepness, drop = _weights(
-                products, lse_here[None, :], factor, cap, slope, q_at[None, :], k_at[:, None], counts,
+                products, lse_here[None, :], factor, cap, slope, q_at[None, :], k_at[:, None], visible,
                 row_key[None, :], column_key[:, None], threshold, kept_scale, KIND > 0, ALIBI, CAPPED, DROPS,
             )  # fmt: skip
             dout_block = load_rows(dout, query, stop, dout_ss, dout_sd, STEP, VALUE, VALUE_BLOCK, WIDE, KIND > 0)

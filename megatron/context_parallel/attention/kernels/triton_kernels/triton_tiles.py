@@ -52,7 +52,7 @@ class Walk:
 
 @lru_cache(maxsize=1024)
 def walk(tiles: tuple[Tile, ...], side: Side, rows: int, block: int, step: int, device: torch.device) -> Walk:
-    """The walk of blocks of ``block`` rows, of a side with ``rows`` rows, over the other side in steps of ``step``."""
+    """The walk for one side, ``rows`` rows in blocks of ``block``, over the other side in steps of ``step``."""
     t = _table(tiles, side)
     first = t["a0"] // block
     count = (t["a1"] - 1) // block - first + 1
