@@ -193,7 +193,7 @@ class ChunkedTransformerLayer(LongContextLayer):
         self, layout: SequenceLayout, dropout: HiddenDropout | None, out: Tensor, x: Tensor, chunk: int
     ) -> Tensor:
         """Output projection of [c, b, heads, d], bias, dropout and the residual x."""
-        add = self.adding(dropout, ATTENTION, layout.local_chunks[chunk])
+        add = self.dropout_add(dropout, ATTENTION, layout.local_chunks[chunk])
         return add(self.self_attention.linear_proj(out.flatten(2)), x, 0.0)
 
     def _forward_mlp(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -208,5 +208,5 @@ class ChunkedTransformerLayer(LongContextLayer):
         )
 
     def _ffn(self, dropout: HiddenDropout | None, x: Tensor, rows: Span) -> Tensor:
-        add = self.adding(dropout, FFN, rows)
+        add = self.dropout_add(dropout, FFN, rows)
         return add(self.mlp(self.pre_mlp_layernorm(x)), x, 0.0)
