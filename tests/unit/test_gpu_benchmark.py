@@ -351,4 +351,4 @@ def test_peers_are_judged_by_one_process(tmp_path: Path) -> None:
         assert {case for case, errors in result["cases"].items() if isinstance(errors[party], str)} == cannot
         assert all(errors[party] < 1e-5 for case, errors in result["cases"].items() if case not in cannot)
         assert len(result["seconds"][party]) == peers.STEPS
-    assert peers.verdict(0.3) == "WRONG, by 30 %" and peers.verdict(1e-6).startswith("right")
+    assert peers.verdict(0.3) == "WRONG by 30 %" and peers.verdict(1e-6).startswith("right")

@@ -110,7 +110,7 @@ class Offer:
     """A kind and number of GPUs to choose from, with its plans."""
 
     problem: Problem
-    found: SearchResult
+    results: SearchResult
     plans: list[Plan]  # fastest first; if none leaves enough memory, those that leave less
     run: Run | None  # time and cost of the complete run with the first plan; None: unknown
 
