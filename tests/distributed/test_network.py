@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program on two nodes with separate networks: it works by default, or is refused at once.
 
-The choice of interfaces is tested in tests/unit/test_network.py.
+The choice of --network-interface is tested in tests/unit/test_network.py.
 """
 
 import os

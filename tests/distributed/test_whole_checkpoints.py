@@ -206,7 +206,7 @@ def test_a_run_saves_neither_over_another_one_nor_over_its_own_later_state(pool,
         assert f"--save {folder} holds checkpoints up to iteration 2" in message and f"--load {folder}" in message
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
     iteration, _, notes = pool.run(going_on, 1, f"--load {folder} --save {folder} --ckpt-step 1")[0]
-    assert iteration == 1 and any("each is overwritten when this run comes to it" in note for note in notes)
+    assert iteration == 1 and any("each is overwritten when this run reaches its iteration" in note for note in notes)
     (folder / TRACKER).unlink()
     (message,) = pool.run(refused, 1, f"--load {folder} --save {folder}")
     assert f"no {TRACKER}, which names the latest: write 2 to it" in message

@@ -177,7 +177,7 @@ torchrun --nproc_per_node $GPUS pretrain_gpt.py $GPT_ARGS "${ARRAY[@]}" --bf16 $
         ("--data-path x --tokenizer-type GPT2BPETokenizer --vocab-file x", "needs --merge-file, a file: add it"),
         ("--data-path x", "--tokenizer-type is missing"),
         ("--data-path 1 x 2 y --split 9,-1 --tokenizer-type ByteLevelTokenizer", "--split 9,-1: give up to three"),
-        ("--data-path 1 x y 2 --tokenizer-type ByteLevelTokenizer", "--data-path: give prefixes alone, or a weight"),
+        ("--data-path 1 x y 2 --tokenizer-type ByteLevelTokenizer", "--data-path: give only prefixes, or a weight"),
         ("--mock-data --tokenizer-type NullTokenizer", "--tokenizer-type NullTokenizer needs --vocab-size"),
     ],
 )  # fmt: skip

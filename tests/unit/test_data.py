@@ -402,8 +402,8 @@ def test_more_groups_that_are_refused(tmp_path):
     good = "A: 1 0:1 a"
     for data, words in (
         ({"train_weighted_split_paths": [good, "B: 1 0:1 b"]}, "names 2 groups"),
-        ({"valid_weighted_split_paths": [good, good]}, "two groups alike"),
-        ({"test_weighted_split_paths": [good, good]}, "two groups alike"),
+        ({"valid_weighted_split_paths": [good, good]}, "two groups the same name"),
+        ({"test_weighted_split_paths": [good, good]}, "two groups the same name"),
         ({"train_weighted_split_paths": [good], "train_weighted_split_paths_path": "x"}, "name the same data"),
         ({"train_weighted_split_paths_path": str(tmp_path / "x")}, "No such file"),
     ):

@@ -244,7 +244,7 @@ def test_training_sets_that_cannot_be(flags, message, tmp_path, capsys):
         ("--eval-tasks needle --eval-files a", "--eval-files does nothing without --eval-tasks perplexity"),
         ("--eval-output a", "--eval-output does nothing without --eval-tasks:"),
         ("--eval-tasks needle --eval-lengths 4096", "--eval-lengths 4096 is above --seq-length 2048"),
-        ("--eval-tasks perplexity", "of which text? Add --eval-files"),
+        ("--eval-tasks perplexity", "needs text: add --eval-files FILE"),
         ("--eval-tasks perplexity --eval-files a --eval-stride 4096", "--eval-stride 4096 is above"),
         ("--eval-tasks loss-by-position --eval-iters 0", "--eval-iters"),
         ("--eval-tasks needle --attention-mask full", "--attention-mask full tokens see later ones"),

@@ -98,7 +98,7 @@ def _group(text: str, flag: str) -> Group:
     name, colon, rest = text.partition(":")
     entries = [ENTRY.fullmatch(part.strip()) for part in rest.split(",")]
     if not colon or not name.strip() or not all(entries):
-        raise Refusal(f"{flag} {text!r}", f"is not of the form {FORM}: use that form")
+        raise Refusal(f"{flag} {text!r}", f"must have the form {FORM}")
     for entry in entries:
         start, stop = float(entry[2]), float(entry[3])
         if not 0 <= start < stop <= 1 or not float(entry[1]) > 0:

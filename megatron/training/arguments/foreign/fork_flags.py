@@ -71,7 +71,7 @@ the loss here is the mean over all tokens that count: --norm-target-loss --loss-
 distillation is not built here: --kd --mos --load-teacher 1
 without --kd it is not read, and --kd is not built here: --kd-alpha-ce 1 --kd-beta-ce 1 --kd-temp 1
     --num-layers-teacher 1 --hidden-size-teacher 1 --num-attention-heads-teacher 1 --num-experts-teacher +
-stages have no padding layers as the flags say, none that do nothing: --allow-padding-num-layers
+no stage gets layers that do nothing: --allow-padding-num-layers
 gradients and activations are sent as they are, never compressed: --grad_comp --grad_comp_rank 1 --grad_comp_warm_up 1
     --selective_grad_comp --selective_grad_comp_way 1 --inter_grad_comp --inter_grad_comp_rank 1
     --inter_grad_comp_epilogue_only --emb_comm_opt --use_error_feedback
