@@ -548,12 +548,12 @@ def test_the_answer_is_what_the_page_says(
         amount = figure.removesuffix(" GiB")
         assert amount in output or figure in converted(output), (number, figure)
     if "--longest" in words:
-        longest = re.search(r"(\d+)M tokens", text)[1]
+        longest = re.search(r"(\d+)M\s+tokens", text)[1]
         assert f"The plan for {longest}M:" in output
 
 
 def converted(output: str) -> set[str]:
     """Step times in hours and host memory in TB, rounded as on the page."""
-    hours = {f"{float(seconds) / 3600:.1f} hours" for seconds in re.findall(r"(\d+(?:\.\d+)?) s a step", output)}
+    hours = {f"{float(seconds) / 3600:.1f} hours" for seconds in re.findall(r"(\d+(?:\.\d+)?) s per step", output)}
     sizes = {float(size.replace(",", "")) for size in re.findall(r"Offloading needs ([\d,.]+) GiB", output)}
     return hours | {f"{size * 2**30 / 1e12:.1f} TB" for size in sizes}

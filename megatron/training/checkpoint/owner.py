@@ -188,6 +188,7 @@ class Owner:
         """Create the card and start to renew it. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._place = _place(self.folder)
+        os.listdir(self.folder)  # before the first write: other jobs could not be seen
         os.close(os.open(self._card, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
         self._write()
         self._thread = threading.Thread(target=self._renew, daemon=True, name="owner of --save")

@@ -10,6 +10,7 @@ import functools
 import multiprocessing
 import os
 import signal
+import sys
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -124,7 +125,8 @@ def encode_all(settings: Settings, reader: Reader, workers: int, method: str) ->
         for records, position in batches(reader):
             yield encode(settings, records), position
         return
-    context = multiprocessing.get_context(method)
+    context = type(multiprocessing.get_context(method))()
+    context.Process = {"fork": _ForkedWorker, "spawn": _SpawnedWorker}[method]
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker) as pool:
         waiting: deque[tuple[Future, int, int]] = deque()
         held = 0
@@ -146,6 +148,24 @@ def encode_all(settings: Settings, reader: Reader, workers: int, method: str) ->
             raise Refusal("a worker process died, perhaps because memory ran out: try fewer --workers") from None
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _Worker:
+    """Ends without a traceback if it cannot receive a batch, for lack of memory; the parent reports its end."""
+
+    def run(self) -> None:
+        try:
+            super().run()
+        except Exception:  # those of a batch's records go to the parent
+            sys.exit(1)
+
+
+class _ForkedWorker(_Worker, multiprocessing.context.ForkProcess):
+    pass
+
+
+class _SpawnedWorker(_Worker, multiprocessing.context.SpawnProcess):
+    pass
 
 
 def _start_worker() -> None:
