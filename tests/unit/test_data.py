@@ -385,9 +385,9 @@ def test_groups_from_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("A: 1 0:0.5", "is not of the form"),
-        ("1 0:0.5 a", "is not of the form"),
-        ("A: 1 0:0.5 a 1 0:1 b", "is not of the form"),
+        ("A: 1 0:0.5", "must have the form"),
+        ("1 0:0.5 a", "must have the form"),
+        ("A: 1 0:0.5 a 1 0:1 b", "must have the form"),
         ("A: 1 0.5:0.5 a", "0 <= START < STOP <= 1"),
         ("A: 0 0:1 a", "a weight above 0"),
         ("A: 1 0:1.5 a", "0 <= START < STOP <= 1"),
