@@ -118,7 +118,7 @@ class KeyBlock:
 
 
 class RingSource:
-    """Key blocks of a ring, and the way back for their gradients. On a ring of one rank nothing is sent.
+    """Gives the key blocks of a ring and sends back their gradients. On a ring of one rank nothing is sent.
 
     Args:
         plan: what to compute and to send.
@@ -181,8 +181,8 @@ class _Transfer:
     """Sends and receives that run together while the caller computes.
 
     Receives are posted before sends, whatever the order of calls. gloo sends its "ready to receive" message over the
-    same connection as the data. Posted after a large send, that message would wait behind it, and a link between two
-    ranks would carry one direction at a time. NCCL groups the operations of a batch; there the order does not matter.
+    same connection as the data. If it were posted after a large send, it would wait behind the data, and a link between
+    two ranks would carry one direction at a time. NCCL groups the operations of a batch; their order does not matter.
     """
 
     def __init__(self, axis: Axis) -> None:

@@ -133,7 +133,7 @@ def _library(hopper: bool) -> ModuleType | str:
 
 
 def installed_version(capability: tuple[int, int] | None) -> int | None:
-    """The version of the package that would run on such a GPU: 3, 2, or None if neither can be imported."""
+    """The version of the package that would run on this GPU: 3 or 2; None without a GPU or if neither imports."""
     if capability is None:
         return None
     hopper = capability == (9, 0)
