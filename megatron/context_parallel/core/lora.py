@@ -3,7 +3,7 @@
 
 LoRA (Hu et al. 2021, section 4.1). Under TP the messages of an adapter are small: their width is LoRA's rank. In a
 column-parallel layer B is sharded like W and A is replicated; in a row-parallel layer A is sharded and B is replicated.
-With sequence parallelism the replicated one sees only the tokens of its TP rank, and core sums its gradients over TP,
+With sequence parallelism the replicated matrix sees only one TP rank's tokens, and core sums its gradients over TP,
 as it does for norms.
 """
 

@@ -112,7 +112,7 @@ class GradientSums:
         self._own = [False] * len(self.wanted)  # whether a sum may be updated in place
 
     def differentiate(self, y: Any, inputs: Sequence[Tensor], dy: Any) -> list[Tensor]:
-        """The gradients of ``inputs``, 0 if ``y`` does not depend on one; those of parameters are added to the sums."""
+        """The gradients of ``inputs``, 0 if ``y`` does not depend on one. Adds those of parameters to the sums."""
         for parameter in self.wanted:
             if main_grad_of(parameter) is not None:
                 parameter.grad_added_to_main_grad = False  # layers with fused accumulation set it below
@@ -180,7 +180,7 @@ def even_spans(rows: int, count: int) -> list[Span]:
 def keep(value: Any) -> Tensor:
     """A tensor without elements that keeps ``value`` for a backward pass, as long as autograd keeps the tensor.
 
-    It follows the hooks for saved tensors: a non-reentrant checkpoint, for example, drops it with the value.
+    Hooks for saved tensors apply to it: a non-reentrant checkpoint, for example, drops it with the value.
     """
     holder = torch.empty(0)
     holder.untyped_storage().kept = [value]  # the storage is shared by every alias of the tensor
