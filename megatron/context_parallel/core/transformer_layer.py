@@ -112,7 +112,7 @@ class LongContextLayer(TransformerLayer):
         return self.dropout_add(self.dropout, FFN)
 
     def dropout_add(self, dropout: HiddenDropout | None, which: int, rows: Span | None = None) -> Callable:
-        """The same for ``rows`` of this rank's tokens; core's function, perhaps a fused kernel, without dropout."""
+        """As in these methods, for ``rows`` of this rank's tokens; without dropout core's function, perhaps fused."""
         if dropout is None:
             return self.core_add[which](self.training, self.config.bias_dropout_fusion)
 

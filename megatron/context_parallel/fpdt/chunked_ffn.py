@@ -144,7 +144,7 @@ class GradientSums:
             self._sums[index], self._own[index] = total + grad, True
 
     def take(self) -> list[Tensor | None]:
-        """One gradient for each of ``parameters``, in its dtype; None if it has none, or occurs a second time."""
+        """One gradient for each of ``parameters``, in its dtype; None if there is none, or for a repeated parameter."""
         sums = {id(parameter): total for parameter, total in zip(self.wanted, self._sums)}
         self._sums = []
         totals = [(parameter, sums.pop(id(parameter), None)) for parameter in self.parameters]
@@ -161,7 +161,7 @@ def main_grad_of(parameter: Tensor) -> Tensor | None:
 
 
 def in_main_grad(parameter: Tensor, memory: Tensor | None = None) -> Tensor:
-    """The gradient to return if it is already in ``main_grad``: a tensor that is not read, ``memory`` or a new one."""
+    """What to return if the gradient is already in ``main_grad``: ``memory`` or a new tensor, which is not read."""
     parameter.grad_added_to_main_grad = True
     return torch.empty_like(parameter) if memory is None else memory
 

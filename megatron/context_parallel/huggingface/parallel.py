@@ -115,7 +115,7 @@ class ContextParallel:
 
     Attributes:
         model: the causal language model.
-        layout: of its sequences; with the balance "documents", the one without a batch's documents.
+        layout: of its sequences; with the balance "documents", the layout of a batch without documents.
         grid: of the layout.
     """
 

@@ -27,7 +27,7 @@ REFUSED = {  # of TrainingArguments
 
 
 class ContextParallelMixin:
-    """Put it before a Trainer in the list of base classes.
+    """A mixin to be put before a Trainer in the list of base classes.
 
     Args:
         context: from ``parallelize``, for the trained model.
