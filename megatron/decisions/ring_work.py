@@ -4,8 +4,8 @@
 The program derives a plan from the tiles of any mask (context_parallel/attention/ring_plan.py). The formulas and the
 simulator use these figures, and tests/unit/test_ring_work.py compares them with the plans of many grids.
 
-A causal zigzag ring is even: every rank computes as much, and rank 1 sends the most. On a causal contiguous ring the
-last rank computes the most; it sends no keys and waits for all that are sent to it.
+A causal zigzag ring is even: all ranks compute equally much, and rank 1 sends the most. On a causal contiguous ring the
+last rank computes the most; it sends no keys and waits for all keys of the other ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def ring_blocks(ring: int, balance: str, causal: bool) -> RingBlocks:
 def key_blocks_by_queries(ring: int, balance: str, causal: bool, chunks: int) -> int:
     """Blocks of keys that the busiest rank sends in a forward pass of FPDT by queries (fpdt/by_queries.py).
 
-    There the keys of all ranks go around the ring once for each of ``chunks`` query chunks. On a causal zigzag ring,
+    It sends the keys of all ranks around the ring once for each of ``chunks`` query chunks. On a causal zigzag ring,
     counted in half blocks: for a chunk of the first half rank 1 sends on rank 0's and its own, unless it is the last
     rank; for a chunk of the second half it sends R - 1 first halves and R - 1 second halves.
     """
@@ -71,7 +71,7 @@ def busiest_share(ring: int, balance: str, causal: bool) -> float:
 
 
 def chunk_pairs(chunks: int, ring: int, balance: str, causal: bool) -> float:
-    """Pairs of a query chunk and a different key chunk, of any rank, that the busiest rank computes under FPDT."""
+    """Number of pairs (query chunk, different key chunk of any rank) that the busiest rank computes under FPDT."""
     every, own = chunks * chunks * ring, chunks * chunks
     if not causal:
         return every - chunks

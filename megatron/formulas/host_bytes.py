@@ -14,7 +14,7 @@ from megatron.formulas.strategy import Strategy, Workload
 
 @dataclass(frozen=True)
 class CopiedBytes:
-    """Bytes (to the host, to the device) of one layer, on one rank (docs/use/fpdt.md, "What is copied")."""
+    """Bytes (to the host, to the device) of one layer, on one rank (docs/inside/host-copies.md, "What is copied")."""
 
     forward: tuple[int, int]
     backward: tuple[int, int]
@@ -29,7 +29,7 @@ class Loads:
 
 
 def forward_loads(chunks: int, ring: int = 1, *, causal: bool = True, early_half: bool = True) -> Loads:
-    """Loads with chunks of one size. On a ring a key chunk is sent to all query chunks of any rank that need it.
+    """Loads with chunks of equal size. On a ring a key chunk is sent to all query chunks of any rank that need it.
 
     Args:
         early_half: True for a zigzag ring under a causal mask: no query of the first half of any rank's chunks sees
@@ -46,11 +46,11 @@ def forward_loads(chunks: int, ring: int = 1, *, causal: bool = True, early_half
 
 
 def waiting_chunks(chunks: int, *, balanced: bool) -> int:
-    """Most key chunks of a ring rank whose gradients exist before the query gradients of the same chunk are complete.
+    """Largest number of a ring rank's key chunks with gradients while the chunk's query gradients are incomplete.
 
     In a backward pass by keys, a query chunk is complete after the last key chunk of any rank that it sees. On a
     contiguous ring that is the last chunk of all. On a zigzag ring early queries see early halves only, and late
-    queries see late halves on the first rank only; of half of the chunks all but the last wait.
+    queries see late halves on the first rank only; in half of the chunks all but the last wait.
     """
     return (chunks - 1) // 2 if balanced else chunks - 1
 

@@ -39,8 +39,8 @@ class Yarn:
     Attributes:
         factor: how many times longer sequences become.
         original_length: sequence length of the original training.
-        beta_fast, beta_slow: pairs with more turns than the first in ``original_length`` keep their frequency; those
-            with fewer turns than the second have it divided by ``factor``; in between it is interpolated.
+        beta_fast, beta_slow: pairs with more than ``beta_fast`` turns in ``original_length`` keep their frequency; in
+            those with fewer than ``beta_slow`` it is divided by ``factor``; in between it is interpolated.
         mscale, mscale_all_dim: parameters of :attr:`attention_factor`.
         whole_pairs: whether the two bounds are rounded outwards to whole pairs.
     """
