@@ -31,7 +31,7 @@ class RingBlocks:
 def ring_blocks(ring: int, balance: str, causal: bool) -> RingBlocks:
     """What the busiest of ``ring`` ranks sends: rank 1 of a zigzag ring, the last one of a contiguous ring.
 
-    The last block that reaches rank 1 of a causal zigzag ring is rank 0's, and only its first half is visible there.
+    The last block that reaches rank 1 of a causal zigzag ring is rank 0's, and rank 1 sees only its first half.
     """
     last = 0.5 if causal and balance == "zigzag" else 1.0
     return RingBlocks(ring - 1, ring - 2 + last, last) if ring > 1 else RingBlocks(0, 0.0, 0.0)

@@ -39,8 +39,8 @@ def forward_loads(chunks: int, ring: int = 1, *, causal: bool = True, early_half
         return Loads(chunks * (chunks - 1) // 2, 0) if causal else Loads(chunks * (chunks - 1), chunks - 1)
     early = chunks // 2 if early_half else 0
     # Each query chunk meets one key chunk that has just been projected and is still on the device. The queries that
-    # were projected last before a half is computed are on the device too: the last chunk, and the last of the early
-    # half if a half ends there.
+    # were projected last before a half is computed are on the device too: the last chunk and, if the number of
+    # chunks is even, the last of the early half.
     keys = early * (chunks - chunks // 2) + (chunks - early) * chunks - chunks
     return Loads(keys, chunks - 1 - (early > 0 and chunks % 2 == 0))
 

@@ -335,7 +335,7 @@ def _wait_for_readers(entries: dist.Store, rank: int, readers: Iterable[int]) ->
 
 
 def try_link(entries: dist.Store, rank: int, at: str, to: int, address: str, where: str) -> dict[str, str]:
-    """Connect to the first rank of the next node, while the first rank of the previous node connects here.
+    """Connect to the first rank of the next node, while the first rank of the previous node connects to this one.
 
     Args:
         at: this rank's address.

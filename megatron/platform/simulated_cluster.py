@@ -330,7 +330,7 @@ def fake_tensors(waited: Callable[[int], None] | None = None, *, gloo: bool = Fa
     make_mesh = DeviceMesh.from_group
 
     def from_group(*args: Any, **kwargs: Any) -> DeviceMesh:
-        with _disable_current_modes():  # it reads its own rank from a tensor of ranks
+        with _disable_current_modes():  # from_group reads its rank from a tensor of ranks
             return make_mesh(*args, **kwargs)
 
     with ExitStack() as stack:

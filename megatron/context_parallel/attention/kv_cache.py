@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key/value cache for generation: distributed over the grid, with attention of one new token to all of it.
+"""The key/value cache for generation: distributed over the grid, with attention of a new token to the complete cache.
 
 Heads are distributed over the Ulysses ranks and the sequence over the ring: a prompt by its layout, decoded tokens in
 turn. In decoding no keys are sent. Every rank has the new token's query and attends to the keys that it keeps; one

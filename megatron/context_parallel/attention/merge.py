@@ -85,7 +85,7 @@ class GradientSum:
         self.sum_dtype = accumulation_dtype(like_SBHD.dtype)
 
     def add(self, rows: Span, grad_SBHD: Tensor) -> None:
-        """Add the gradient of some rows. If the first one is of all rows, it becomes the sum, and nothing is zeroed."""
+        """Add the gradient of some rows. If the first gradient has all rows, it becomes the sum; nothing is zeroed."""
         if self.total is None and rows == (0, self.rows):
             self.total = grad_SBHD
         else:

@@ -127,9 +127,9 @@ class _Path:
 
     def __init__(self, needed: list[Spans], home: int, step: int) -> None:
         self.stops = [needed[(home + step * hop) % len(needed)] for hop in range(len(needed))]
-        # Rows that arrive at a stop: all that are needed there or later; after the last stop none.
+        # Rows that arrive at a stop: all that are needed at this or a later stop; after the last stop none.
         self.carried = [*accumulate(reversed(self.stops), union, initial=())][::-1]
-        # Rows whose gradients leave a stop: all that were needed there or before, without the home rank's.
+        # Rows whose gradients leave a stop: all that were needed at this or an earlier stop, except at home.
         self.touched = [*accumulate(self.stops[1:], union, initial=())]
         self.last = max((hop for hop, rows in enumerate(self.stops) if hop and rows), default=0)
         self.sent = sum(count(rows) for rows in self.carried[1:])

@@ -67,7 +67,7 @@ class TileKernel:
         delta: Tensor,
         sums: tuple[Tensor, Tensor, Tensor],
     ) -> None:
-        """Add the gradients of tiles to the fp32 ``sums`` for q, k, v; ``lse`` and ``delta`` are the final ones."""
+        """Add the gradients of tiles to the fp32 ``sums`` for q, k, v; ``lse`` and ``delta`` are final."""
         final = {"dout": dout, "lse": lse, "delta_SBH": delta}
         into = dict(zip(("dq", "dk", "dv"), sums))
         self.kernel.attend_grad(computed, *qkv, **final, **into, **self._options())
@@ -101,7 +101,7 @@ class TileKernel:
     def backward(
         self, tile: Tile, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor
     ) -> list[Tensor]:
-        """dq, dk, dv of a tile as [s, b, h, d]; ``out`` [s, b, h, d] and ``lse`` [s, b, h] are the final ones."""
+        """dq, dk, dv of a tile as [s, b, h, d]; ``out`` [s, b, h, d] and ``lse`` [s, b, h] are the final results."""
         flip = _backwards if tile.kind == "anticausal" else _as_is
         rows = slice(*tile.q)
         grads = self.kernel.backward(

@@ -42,7 +42,7 @@ class ChunkedLayer(LayerFunctions):
         ffn_pieces: number of spans in which a chunk goes through ``ffn``.
         offload: host memory for finished chunks; None keeps them on the device.
         streamed: the result and the gradient of x are host buffers (and x may be one).
-        recompute: keep only x for the backward pass, and compute attention again there.
+        recompute: keep only x for the backward pass, and compute attention again in that pass.
         replay: needed if ``output`` or ``ffn`` draws random numbers from a generator.
     """
 

@@ -48,7 +48,7 @@ def chunked_linear_cross_entropy(
 
     Args:
         hidden_SBH: [s, b, h]; under ``sequence_parallel`` [s / TP, b, h], this TP rank's tokens. It may be a host
-            buffer; then its gradient is one as well.
+            buffer; then its gradient is a host buffer too.
         weight_VH: [padded vocab / TP, h], this TP rank's rows.
         labels_SB, token_weights_SB: [s, b], all tokens of the TP group. A weight of 0 masks a token.
         chunks: number of spans of tokens; at most one for each token is used.

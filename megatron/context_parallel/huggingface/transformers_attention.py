@@ -2,7 +2,7 @@
 """Our attention and masks, registered in transformers (AttentionInterface, AttentionMaskInterface).
 
 In place of a mask with s x s entries a model gets a small object with a method ``attend``. The model passes it to each
-attention as ``attention_mask``, and a recomputed layer gets the same object, so that no global state is needed.
+attention as ``attention_mask``, and a recomputed layer gets the same object, which holds all state that it needs.
 :func:`masks_by` chooses this object for the models that are called within a context.
 """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local attention kernels, one file for each: (out, lse) of a tile, and its gradients from the final out and lse.
 
-base.py has their interface. A new kernel is a file here and a line in the table of megatron/decisions/kernel_order.py,
+base.py has their interface. A new kernel needs a file in this folder and a line in megatron/decisions/kernel_order.py,
 which names all kernels and the order in which `auto` tries them.
 
 - math_kernel.py: plain PyTorch, the reference; cpu_kernel.py: PyTorch's flash attention for CPUs

@@ -161,7 +161,7 @@ def _parameters(function: Callable[..., Any]) -> dict[str, bool]:
 
 
 def _call(function: Callable[..., Any], **values: Any) -> Any:
-    """Call ``function`` with those of ``values`` that it has as arguments, and None for other required arguments."""
+    """Call ``function`` with the ``values`` that it has as arguments, and None for other required arguments."""
     parameters = _parameters(function)
     return function(**{name: values.get(name) for name, needed in parameters.items() if name in values or needed})
 

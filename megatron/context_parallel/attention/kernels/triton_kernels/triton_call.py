@@ -29,7 +29,7 @@ from megatron.platform.streams import to_device
 # Block sizes of the Triton kernels, by head size and GPU; there is no autotuning at run time.
 #
 # They were chosen without a GPU, from the compiler's output (`benchmarks/triton_resources.py`): the largest of a few
-# usual sizes that spill no register with any mask, bias, cap or dropout. They should be replaced by measured ones.
+# usual sizes that spill no register with any mask, bias, cap or dropout. They should be replaced by measured sizes.
 
 
 Pass = Literal["forward", "queries", "keys"]

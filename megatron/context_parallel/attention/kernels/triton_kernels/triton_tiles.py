@@ -90,7 +90,7 @@ def walk(tiles: tuple[Tile, ...], side: Side, rows: int, block: int, step: int, 
 
 
 def _table(tiles: tuple[Tile, ...], side: Side) -> dict[str, np.ndarray]:
-    """The tiles as columns: a is the block's side, b the other one."""
+    """The tiles as columns: a is the block's side, b the other side."""
     q, k = (
         np.array([t.q for t in tiles], np.int64).reshape(-1, 2),
         np.array([t.k for t in tiles], np.int64).reshape(-1, 2),
