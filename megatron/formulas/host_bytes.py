@@ -46,7 +46,7 @@ def forward_loads(chunks: int, ring: int = 1, *, causal: bool = True, early_half
 
 
 def waiting_chunks(chunks: int, *, balanced: bool) -> int:
-    """Largest number of a ring rank's key chunks with gradients while the chunk's query gradients are incomplete.
+    """Largest number of a ring rank's key chunks whose gradients wait for the same chunk's query gradients.
 
     In a backward pass by keys, a query chunk is complete after the last key chunk of any rank that it sees. On a
     contiguous ring that is the last chunk of all. On a zigzag ring early queries see early halves only, and late

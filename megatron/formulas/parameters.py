@@ -10,7 +10,7 @@ from math import ceil, lcm
 from megatron.formulas.strategy import Shape
 
 DIVISIBLE_BY = 128  # Megatron's --make-vocab-size-divisible-by
-BUCKET = 40_000_000  # least parameters in a bucket of core's DDP (--overlap-grad-reduce), or a million per rank
+BUCKET = 40_000_000  # smallest bucket of core's DDP (--overlap-grad-reduce), or a million per rank
 
 Tensor = tuple[int, int]
 """Rows and columns; a vector has one column."""

@@ -72,7 +72,7 @@ class SameAutocast:
 
 
 def refuse_transforms(who: str) -> None:
-    """Refuse to run under ``torch.func``: it wraps tensors, and wrapped tensors cannot be sent to ranks.
+    """Refuse to run under ``torch.func``, which wraps tensors: wrapped tensors cannot be sent to other ranks.
 
     Raises:
         ValueError: a transform of torch.func is active.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""USP: Ulysses around Ring (USP paper, algorithm 1). Only Ulysses, only Ring and one process are special cases."""
+"""USP: Ulysses around Ring (USP paper, algorithm 1). Ulysses alone, Ring alone and one process are special cases."""
 
 from __future__ import annotations
 

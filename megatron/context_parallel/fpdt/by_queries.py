@@ -25,7 +25,7 @@ def forward(run: ChunkPass, y: HiddenStates | None) -> None:
             store.put(("q", chunk), q)
         del q, kv
         for query in queries:
-            keys = sorted(needs[query], key=lambda key: key != chunk)  # first the chunk on the device; others load
+            keys = sorted(needs[query], key=lambda key: key != chunk)  # first this chunk, which is on the device
             q = store.load([("q", query)], fresh)[0].wait()
             result = Accumulator(q, run.work.value_dim)
             for key, loaded in zip(keys, store.walk([[("kv", key)] for key in keys], fresh)):

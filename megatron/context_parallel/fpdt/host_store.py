@@ -222,7 +222,7 @@ class Loading:
         return self.x
 
     def __del__(self) -> None:
-        self.wait()  # nobody may have used the load, whose memory is still being written
+        self.wait()  # the copy of a load that nobody used may still be writing to its memory
 
 
 Item, Coming, Loaded = TypeVar("Item"), TypeVar("Coming"), TypeVar("Loaded")
@@ -337,7 +337,7 @@ class HiddenStates:
 class SavedInHost:
     """Hooks for ``torch.autograd.graph.saved_tensors_hooks``: layer inputs saved for backward go to host memory.
 
-    When the backward pass needs an input, the load of the input that was saved before it starts too.
+    When the backward pass needs an input, it also starts to load the input that was saved before that one.
 
     Args:
         offload: copies the inputs.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference: attention in plain PyTorch on any device, in any float dtype, with any mask, in bounded memory.
+"""The reference: attention in plain PyTorch for any device, float dtype, mask and dropout, in bounded memory.
 
 Scores are computed for a block of rows and heads at a time. On a CPU a block fits the cache of a core; on a GPU it is
 large enough to keep the GPU busy.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile the Triton kernels for a GPU that this machine does not have, and read the resources that they use.
 
-Triton includes NVIDIA's assembler. A `Launch` with tensors on the ``meta`` device is compiled exactly as its first
-call on a GPU would be.
+Triton includes NVIDIA's assembler. A `Launch` with tensors on the ``meta`` device is compiled as in its first call
+on a GPU.
 """
 
 from __future__ import annotations
