@@ -60,7 +60,7 @@ def block_pairs(length: int, balance: str, causal: bool, *, own: bool) -> tuple[
     pairs = float(length) * length
     if causal and own:
         return pairs / 2, length
-    if causal and balance == "zigzag":  # later ranks' second halves and earlier ranks' first halves
+    if causal and balance == "zigzag":  # all queries see half of an earlier rank's keys; half see all of a later rank's
         return pairs / 2, length // 2
     return pairs, length
 
