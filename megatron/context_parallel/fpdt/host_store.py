@@ -4,7 +4,7 @@
 :class:`HostPool` allocates host memory once and reuses it. :class:`Offload` copies between the device and such buffers;
 the copies overlap with compute. On top of these, :class:`ChunkStore` keeps chunks by name, :class:`HiddenStates` keeps
 one long tensor by rows, and :class:`SavedInHost` keeps layer inputs that autograd saves. Each loads data one step
-before its use (the double buffer). The first two also work without host memory.
+before its use (the double buffer). ChunkStore and HiddenStates also work without host memory.
 
 Two streams copy, one in each direction, ordered with compute by events (platform/streams.py). The host never waits. On
 a CPU the same calls copy from memory to memory. Every wait below is needed: the tests remove each in turn and copy at
