@@ -112,7 +112,7 @@ class LongContextLayer(TransformerLayer):
         return self.dropout_add(self.dropout, FFN)
 
     def dropout_add(self, dropout: HiddenDropout | None, which: int, rows: Span | None = None) -> Callable:
-        """As in both methods above, for ``rows`` of this rank's tokens. Without dropout, it is core's function."""
+        """As in both methods above, for ``rows`` of this rank's tokens. Without dropout: core's, perhaps fused."""
         if dropout is None:
             return self.core_add[which](self.training, self.config.bias_dropout_fusion)
 
