@@ -42,7 +42,7 @@ class HeadPlan:
 
     q_heads: int  # query heads of each rank
     kv_heads: tuple[tuple[int, ...], ...]  # by rank: the key/value heads that are sent to it
-    kv_index: tuple[tuple[int, ...], ...]  # by rank: for each local key/value head, its index among those
+    kv_index: tuple[tuple[int, ...], ...]  # by rank: for each local key/value head, its index among kv_heads
 
     @property
     def q_spans(self) -> HeadSpans:

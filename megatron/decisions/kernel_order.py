@@ -6,7 +6,7 @@ The order comes from published measurements; our own should replace them:
 - Hopper: flash-attn 3 and cuDNN use its new instructions and are 1.6 to 1.75 times as fast as FlashAttention-2
   (FlashAttention-3 paper, figure 5).
 - Blackwell's data-centre GPUs: cuDNN is as fast as FlashAttention-4 (flash-attention pull request 2605); version 2 of
-  the package does not use their new instructions.
+  flash-attn does not use their new instructions.
 - Ampere, Ada and Blackwell's other GPUs: FlashAttention-2; cuDNN has 0.82 to 1.0 of its speed (Hugging Face's
   transformers, pull request 48163: A100, A10G, L40S, RTX PRO 6000).
 - Many tiles of different shapes: Triton's kernel needs one launch, while cuDNN makes a plan for each new shape.
@@ -38,7 +38,7 @@ def preferred(
 
     Args:
         capability: of the GPU; None: a CPU.
-        flash_attn: version of the package that would run on it; None: not installed.
+        flash_attn: version of flash-attn that would run on it; None: not installed.
         many_tiles: whether the mask gives many small tiles or tiles of many shapes (windows, documents, block-sparse).
     """
     major = capability[0] if capability else None

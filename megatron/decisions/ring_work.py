@@ -4,8 +4,8 @@
 The program derives a plan from the tiles of any mask (context_parallel/attention/ring_plan.py). The formulas and the
 simulator use these figures, and tests/unit/test_ring_work.py compares them with the plans of many grids.
 
-A causal zigzag ring is even: every rank computes as much, and rank 1 sends the most. On a causal contiguous ring the
-last rank computes the most; it sends no keys and waits for all that are sent to it.
+A causal zigzag ring is even: all ranks compute equally much, and rank 1 sends the most. On a causal contiguous ring the
+last rank computes the most; it sends no keys and waits for all keys of the other ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RingBlocks:
 def ring_blocks(ring: int, balance: str, causal: bool) -> RingBlocks:
     """What the busiest of ``ring`` ranks sends: rank 1 of a zigzag ring, the last one of a contiguous ring.
 
-    The last block that reaches rank 1 of a causal zigzag ring is rank 0's, and only its first half is visible there.
+    The last block that reaches rank 1 of a causal zigzag ring is rank 0's, and rank 1 sees only its first half.
     """
     last = 0.5 if causal and balance == "zigzag" else 1.0
     return RingBlocks(ring - 1, ring - 2 + last, last) if ring > 1 else RingBlocks(0, 0.0, 0.0)
@@ -40,9 +40,9 @@ def ring_blocks(ring: int, balance: str, causal: bool) -> RingBlocks:
 def key_blocks_by_queries(ring: int, balance: str, causal: bool, chunks: int) -> int:
     """Blocks of keys that the busiest rank sends in a forward pass of FPDT by queries (fpdt/by_queries.py).
 
-    There the keys of all ranks go around the ring once for each of ``chunks`` query chunks. On a causal zigzag ring,
-    counted in half blocks: for a chunk of the first half rank 1 sends on rank 0's and its own, unless it is the last
-    rank; for a chunk of the second half it sends R - 1 first halves and R - 1 second halves.
+    The keys of all ranks go around the ring once for each of ``chunks`` query chunks. On a causal zigzag ring, counted
+    in half blocks: for a chunk of the first half rank 1 sends on rank 0's and its own, unless it is the last rank; for
+    a chunk of the second half it sends R - 1 first halves and R - 1 second halves.
     """
     if ring == 1 or not causal or balance == "contiguous":
         return chunks * (ring - 1)
@@ -60,7 +60,7 @@ def block_pairs(length: int, balance: str, causal: bool, *, own: bool) -> tuple[
     pairs = float(length) * length
     if causal and own:
         return pairs / 2, length
-    if causal and balance == "zigzag":  # later ranks' second halves and earlier ranks' first halves
+    if causal and balance == "zigzag":  # all queries see half of an earlier rank's keys; half see all of a later rank's
         return pairs / 2, length // 2
     return pairs, length
 
@@ -71,7 +71,7 @@ def busiest_share(ring: int, balance: str, causal: bool) -> float:
 
 
 def chunk_pairs(chunks: int, ring: int, balance: str, causal: bool) -> float:
-    """Pairs of a query chunk and a different key chunk, of any rank, that the busiest rank computes under FPDT."""
+    """Number of pairs (query chunk, different key chunk of any rank) that the busiest rank computes under FPDT."""
     every, own = chunks * chunks * ring, chunks * chunks
     if not causal:
         return every - chunks

@@ -15,7 +15,7 @@ from megatron.formulas.parameters import StageParameters, model_states, numel, s
 from megatron.formulas.sizes import WIDE, chunks_of, sizes_of
 from megatron.formulas.strategy import Shape, Strategy, Workload
 
-LOSS_SUMS = 3  # numbers per token that cross-entropy reduces over TP: largest logit, the label's, sum of exponentials
+LOSS_SUMS = 3  # numbers per token that cross-entropy reduces over TP: largest logit, label's logit, sum of exponentials
 
 
 @lru_cache(maxsize=65536)
@@ -33,11 +33,11 @@ def _sent(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -> 
 def sent_bytes(workload: Workload, strategy: Strategy, itemsize: int = 2, *, stage: int = 0) -> dict[str, int]:
     """Bytes by axis: ``tp``, ``ulysses``, ``ring``, ``dp`` (DP x CP) and ``pp``.
 
-    They are those of the first Ulysses rank and of the busiest ring rank (:func:`ring_blocks_sent`).
+    They are those of the first Ulysses rank and of the busiest ring rank (:func:`ring_blocks`).
 
     Args:
         itemsize: bytes of the compute dtype.
-        stage: pipeline stage. Of Ulysses ranks it is the first, of a ring the busiest (:func:`ring_blocks`).
+        stage: pipeline stage, from 0.
     """
     return dict(_sent(workload, strategy, itemsize, stage))
 
@@ -81,7 +81,7 @@ def _tensor(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -
 def whole_vectors(shape: Shape, held: StageParameters) -> int:
     """Elements of the vectors that TP does not split: norms, and biases after row-parallel matrices.
 
-    Under TP-sp each TP rank applies them to other tokens, so their gradients are summed over TP.
+    Under TP-sp each TP rank applies them to different tokens, so their gradients are summed over TP.
     """
     norm = 2 if shape.layer_norm else 1
     layer = 2 * norm * shape.hidden + 2 * shape.bias * shape.hidden + 2 * norm * shape.qk_norm * shape.head_dim
@@ -98,12 +98,12 @@ def _ulysses(workload: Workload, strategy: Strategy, itemsize: int) -> int:
     plan = head_plan(heads, kv_heads, ranks)
     token = workload.seq_length // strategy.context * strategy.micro_batch * shape.head_dim * itemsize
     outputs = token * plan.q_heads * (ranks - 1)
-    there = outputs + 2 * token * sum(map(len, plan.kv_heads[1:]))
-    back = outputs + 2 * token * (ranks - 1) * len(plan.kv_heads[0])
+    inputs = outputs + 2 * token * sum(map(len, plan.kv_heads[1:]))
+    input_grads = outputs + 2 * token * (ranks - 1) * len(plan.kv_heads[0])
     run = passes_of(workload, strategy)
     # FPDT's backward pass computes the output projection again, chunk by chunk, and sends its input again.
     outputs *= (run.out if strategy.fpdt_chunk else run.attention) + 1
-    layer = there * run.attention + back + outputs
+    layer = inputs * run.attention + input_grads + outputs
     return layer * strategy.most_layers(shape.layers) * _micro_batches(workload, strategy)
 
 
@@ -144,10 +144,10 @@ def _pipeline(workload: Workload, strategy: Strategy, itemsize: int, stage: int)
     stages, virtual = strategy.pipeline, strategy.virtual
     if stages == 1:
         return 0
-    there = virtual - (stage == stages - 1)
-    back = virtual - (stage == 0)
+    forward = virtual - (stage == stages - 1)
+    backward = virtual - (stage == 0)
     hidden = sizes_of(workload, strategy, itemsize).hidden
-    total = (there + back) * hidden * _micro_batches(workload, strategy)
+    total = (forward + backward) * hidden * _micro_batches(workload, strategy)
     if workload.shape.tied and stage in (0, stages - 1):  # first and last stage add up their embedding's gradient
         total += WIDE * numel(stage_parameters(workload.shape, strategy.tensor, stages, 0).embedding[:1])
     return total

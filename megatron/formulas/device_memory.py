@@ -44,7 +44,7 @@ class Memory:
 def device_memory(
     workload: Workload, strategy: Strategy, *, itemsize: int = 2, stage: int = 0, fused: bool = True
 ) -> Memory:
-    """Bytes of the rank of pipeline stage ``stage`` that needs most.
+    """Bytes of the rank that needs most in pipeline stage ``stage``.
 
     Args:
         workload, strategy: what is trained, and how.
@@ -132,11 +132,11 @@ def _backward_peaks(
         one_by_one: FSDP creates a layer's gradients when its backward pass runs.
     """
     how, sizes = layers.how, sizes_of(workload, layers.how, itemsize)
-    of = chunked_layer if how.fpdt_chunk else whole_layer
-    layer, again = of(workload, how, itemsize, fused), how.recompute == "full"
+    layer_of = chunked_layer if how.fpdt_chunk else whole_layer
+    layer, again = layer_of(workload, how, itemsize, fused), how.recompute == "full"
     unit = min(how.recompute_layers, layers.count) if again else 1
     # What a layer keeps until its backward pass, after its unit has been recomputed.
-    whole = of(workload, how.but(recompute="none"), itemsize, fused).kept if unit > 1 else layer.kept
+    whole = layer_of(workload, how.but(recompute="none"), itemsize, fused).kept if unit > 1 else layer.kept
     state = 0 if how.stream_hidden else sizes.hidden
     kept, more = _kept(workload, layers, whole, state, stage)
     busy, left, made = more + layer.backward, layers.below + layers.count, weights.output_share
@@ -147,9 +147,9 @@ def _backward_peaks(
         return kept, moments
     sent, units = busy + weights.layer_sent, layers.count // unit
     made += layers.above * weights.layer_share
-    if unit > 1:  # of the layer before it in its unit, while the unit's output and its gradient are kept
+    if unit > 1:  # backward of the unit's last layer but one: the unit's output and its gradient are kept
         moments.append((kept + state, sent - whole, weights.gathered(left - 1, unit - 1), made + weights.layer_share))
-    # Of the last layer of a unit, while FSDP sums another layer's gradients: in the next unit or in the first.
+    # Backward of a unit's last layer, while FSDP sums another layer's gradients: in the next unit or in the first.
     places = {1, units - 2, units - 1} if one_by_one else {1}
     one = state if again else layer.kept
     for gone in range(0 if layers.above else 1, units):
@@ -166,7 +166,7 @@ def _backward_peaks(
 def _kept(workload: Workload, layers: _Layers, layer: int, hidden: int, stage: int) -> tuple[int, int]:
     """(bytes kept by the micro-batches in flight before the backward pass of the last, bytes that recompute adds).
 
-    Without recompute the second is minus one layer, because the layer whose backward pass runs is among those kept.
+    Without recompute the second number is minus one layer, because the layer that runs backward is among those kept.
     Layers below keep their inputs only.
     """
     strategy, count = layers.how, layers.count
@@ -193,7 +193,7 @@ def _kept(workload: Workload, layers: _Layers, layer: int, hidden: int, stage: i
 
 
 def _loss(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
-    """Bytes of the final norm, and of logits and their gradients or a chunk of them."""
+    """Bytes of the final norm, and of logits and their gradients, complete or for one chunk."""
     sizes, shape, chunks = sizes_of(workload, strategy, itemsize), workload.shape, chunks_of(workload, strategy)
     weight = sizes.logits // (sizes.whole // shape.hidden) * shape.hidden
     narrow = itemsize < WIDE
@@ -221,8 +221,8 @@ class _Sharded:
         loss: weights that are gathered while the loss is computed.
         root, layer: gathered weights of the root, which stay through the backward pass, and of one layer.
         output_sent, layer_sent: unsharded gradients while they are reduced, of the output layer and of one layer.
-        output_share, layer_share: this rank's shard of them.
-        words_sent: unsharded gradients while a chunked embedding's are reduced, a layer's among them.
+        output_share, layer_share: this rank's shards of these gradients.
+        words_sent: unsharded gradients, including a layer's, while those of a chunked embedding are reduced.
     """
 
     stage: int = 0
@@ -236,7 +236,7 @@ class _Sharded:
     words_sent: int = 0
 
     def gathered(self, layers: int, unit: int) -> int:
-        """Bytes of gathered weights in the backward pass of the last of ``layers`` layers, whose unit has ``unit``.
+        """Bytes of gathered weights when the last of ``layers`` layers runs backward; its unit has ``unit`` layers.
 
         A unit is gathered when it is recomputed; a layer's weights are freed after its backward pass.
         """
@@ -247,7 +247,7 @@ class _Sharded:
 
 @lru_cache(maxsize=4096)
 def _gathered(workload: Workload, strategy: Strategy, held: StageParameters, itemsize: int, last: bool) -> _Sharded:
-    """Under ZeRO 2 and 3. FSDP's units are layers, the embedding, the output layer, and the root with the rest."""
+    """All 0 below ZeRO 2. FSDP's units are layers, the embedding, the output layer, and the root with the rest."""
     if strategy.zero < 2:
         return _Sharded()
     chunks, ranks = chunks_of(workload, strategy), strategy.group("dp").size

@@ -14,7 +14,7 @@ from megatron.formulas.strategy import Strategy, Workload
 
 @dataclass(frozen=True)
 class CopiedBytes:
-    """Bytes (to the host, to the device) of one layer, on one rank (docs/use/fpdt.md, "What is copied")."""
+    """Bytes (to the host, to the device) of one layer, on one rank (docs/inside/host-copies.md, "What is copied")."""
 
     forward: tuple[int, int]
     backward: tuple[int, int]
@@ -29,7 +29,7 @@ class Loads:
 
 
 def forward_loads(chunks: int, ring: int = 1, *, causal: bool = True, early_half: bool = True) -> Loads:
-    """Loads with chunks of one size. On a ring a key chunk is sent to all query chunks of any rank that need it.
+    """Loads with chunks of equal size. On a ring a key chunk is sent to all query chunks of any rank that need it.
 
     Args:
         early_half: True for a zigzag ring under a causal mask: no query of the first half of any rank's chunks sees
@@ -39,18 +39,18 @@ def forward_loads(chunks: int, ring: int = 1, *, causal: bool = True, early_half
         return Loads(chunks * (chunks - 1) // 2, 0) if causal else Loads(chunks * (chunks - 1), chunks - 1)
     early = chunks // 2 if early_half else 0
     # Each query chunk meets one key chunk that has just been projected and is still on the device. The queries that
-    # were projected last before a half is computed are on the device too: the last chunk, and the last of the early
-    # half if a half ends there.
+    # were projected last before a half is computed are on the device too: the last chunk and, if the number of
+    # chunks is even, the last of the early half.
     keys = early * (chunks - chunks // 2) + (chunks - early) * chunks - chunks
     return Loads(keys, chunks - 1 - (early > 0 and chunks % 2 == 0))
 
 
 def waiting_chunks(chunks: int, *, balanced: bool) -> int:
-    """Most key chunks of a ring rank whose gradients exist before the query gradients of the same chunk are complete.
+    """Largest number of a ring rank's key chunks whose gradients wait for the same chunk's query gradients.
 
     In a backward pass by keys, a query chunk is complete after the last key chunk of any rank that it sees. On a
     contiguous ring that is the last chunk of all. On a zigzag ring early queries see early halves only, and late
-    queries see late halves on the first rank only; of half of the chunks all but the last wait.
+    queries see late halves on the first rank only; in half of the chunks all but the last wait.
     """
     return (chunks - 1) // 2 if balanced else chunks - 1
 

@@ -29,7 +29,7 @@ class Layer:
 
 @lru_cache(maxsize=8192)
 def whole_layer(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> Layer:
-    """A layer of megatron-core with this package's attention; its FFN may run in chunks (--ffn-chunks)."""
+    """A layer of megatron-core with this program's attention; its FFN may run in chunks (--ffn-chunks)."""
     shape, sizes, chunks = workload.shape, sizes_of(workload, strategy, itemsize), chunks_of(workload, strategy)
     norm = norm_kept(workload, strategy, itemsize, fused)
     spread = strategy.ulysses > 1
@@ -64,7 +64,7 @@ def whole_layer(workload: Workload, strategy: Strategy, itemsize: int, fused: bo
 
 
 def _attention_kept(workload: Workload, strategy: Strategy, itemsize: int) -> int:
-    """Queries, keys and values as the kernel reads them (with the tensor they are views of), its output and lse."""
+    """Bytes of q, k and v as the kernel reads them (with the tensor that they are views of), its output and lse."""
     shape, sizes = workload.shape, sizes_of(workload, strategy, itemsize)
     groups = max(shape.kv_heads // strategy.tensor, 1)
     copied = sizes.q if shape.heads > shape.kv_heads and groups > 1 else 0  # core copies interleaved GQA queries
@@ -79,8 +79,8 @@ def _attention_kept(workload: Workload, strategy: Strategy, itemsize: int) -> in
 def norm_kept(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
     """Bytes that a norm keeps in addition to its input: output and statistics.
 
-    Without a fused kernel RMSNorm is several operations: they keep one intermediate tensor in fp32; in bf16 two in
-    fp32, but not the input.
+    Without a fused kernel RMSNorm is several operations: in fp32 they keep one intermediate tensor; in bf16 they
+    keep two fp32 tensors, but not the input.
     """
     sizes = sizes_of(workload, strategy, itemsize)
     if workload.shape.layer_norm:

@@ -103,7 +103,7 @@ class UspRow:
             1 for all-gather and reduce-scatter.
         activations: elements sent for activations, forward and backward, in units of bs L h.
         states: shares of (parameters, gradients, optimizer states) that a rank holds.
-        kept: share of the activations that it holds; None: between 1/N and 1.
+        kept: share of the activations that a rank holds; None: between 1/N and 1.
     """
 
     method: str

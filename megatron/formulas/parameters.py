@@ -10,7 +10,7 @@ from math import ceil, lcm
 from megatron.formulas.strategy import Shape
 
 DIVISIBLE_BY = 128  # Megatron's --make-vocab-size-divisible-by
-BUCKET = 40_000_000  # least parameters of a bucket of core's DDP with --overlap-grad-reduce; or a million per rank
+BUCKET = 40_000_000  # smallest bucket of core's DDP (--overlap-grad-reduce), or a million per rank
 
 Tensor = tuple[int, int]
 """Rows and columns; a vector has one column."""
@@ -48,14 +48,14 @@ class States:
 
 
 def padded_vocab(vocab: int, tensor: int) -> int:
-    """Rows of the embedding of all TP ranks together."""
+    """Rows of the padded word embedding, all TP ranks together."""
     multiple = DIVISIBLE_BY * tensor
     return ceil(vocab / multiple) * multiple
 
 
 @lru_cache(maxsize=4096)
 def stage_parameters(shape: Shape, tensor: int, pipeline: int, stage: int, *, padded: bool = True) -> StageParameters:
-    """Parameters of a rank of ``stage`` of ``pipeline`` stages, all its virtual stages together.
+    """Parameters of a rank in stage ``stage`` of ``pipeline`` stages, all its virtual stages together.
 
     TP does not split learned positions. With several stages, the first and the last each have a copy of tied weights.
 
@@ -145,7 +145,7 @@ def _padded(parameters: StageParameters, ranks: int, bucket: int | None) -> int:
 
 
 def numel(tensors: tuple[Tensor, ...]) -> int:
-    """Elements of tensors."""
+    """Number of elements of all ``tensors`` together."""
     return sum(rows * columns for rows, columns in tensors)
 
 

@@ -16,7 +16,7 @@ FPDT_LOSS_ROWS = 256  # least tokens in a chunk of FPDT's loss, unless the paper
 
 @dataclass(frozen=True)
 class Chunks:
-    """How many chunks the work of a rank is cut into. The program uses the same numbers (validate/chunks.py)."""
+    """How many chunks the work of a rank is cut into. The program uses the same numbers (validate/check_memory.py)."""
 
     all_rows: int  # tokens of a rank, between the layers
     attention: int  # FPDT's chunks; 1 without FPDT

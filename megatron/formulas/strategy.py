@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def hashed_once(kind: type[T]) -> type[T]:
-    """Lets a frozen dataclass compute its hash once per object: a plan looks its objects up in caches very often.
+    """Lets a frozen dataclass compute its hash once per object, because the planner looks it up in caches very often.
 
     Pickles leave the hash out, because hashes of strings differ between processes.
     """
@@ -79,11 +79,11 @@ class Shape:
 @hashed_once
 @dataclass(frozen=True)
 class Workload:
-    """What is trained: a model on sequences of ``seq_length`` tokens, ``global_batch`` of them per step.
+    """What is trained: a model on ``global_batch`` sequences of ``seq_length`` tokens per step.
 
     Attributes:
         keys: average number of keys that a query sees, under a window or in packed documents; 0: given by ``causal``.
-        spread: standard deviation over mean, among samples, of the (query, key) pairs that attention computes.
+        spread: standard deviation divided by mean, over samples, of the (query, key) pairs that attention computes.
         uneven: pairs of a ring's busiest rank over the mean in a micro-batch of packed documents: rows for rings of 2,
             4, 8, ..., columns for micro-batches of 1, 2, 4, ...; empty: the same on all ranks.
     """
@@ -105,7 +105,7 @@ class Workload:
 
 
 class Group(NamedTuple):
-    """The ranks of a collective: ``size`` of them, ``stride`` apart."""
+    """The ranks of a collective: ``size`` ranks, ``stride`` apart."""
 
     size: int
     stride: int = 1
@@ -114,7 +114,7 @@ class Group(NamedTuple):
 @hashed_once
 @dataclass(frozen=True)
 class Strategy:
-    """How it is trained: the grid (ranks in the order TP, Ulysses, Ring, DP, PP) and every memory saving.
+    """How a model is trained: the grid (ranks in the order TP, Ulysses, Ring, DP, PP) and all that saves memory.
 
     Attributes:
         micro_batch: sequences in a forward pass.
@@ -125,7 +125,7 @@ class Strategy:
         offload_checkpoints: layer inputs are kept in host memory.
         fpdt_chunk: FPDT's chunk in global tokens; 0: no FPDT.
         fpdt_offload: FPDT's chunks are kept in host memory.
-        stream_hidden: hidden states too; they pass through the device chunk by chunk.
+        stream_hidden: hidden states are in host memory too, and pass through the device chunk by chunk.
         ffn_chunks, loss_chunks: chunks of FFN and loss; 0: derived by the program with FPDT, else one.
         virtual: virtual pipeline stages of a rank.
         first_less, last_less: layers that the first and the last pipeline stage have less than the others.
@@ -161,7 +161,7 @@ class Strategy:
     last_less: int = 0
 
     def but(self, **changes: Any) -> Strategy:
-        """The same with other values of some fields."""
+        """This strategy with other values of some fields."""
         return changed(self, changes)
 
     @property
@@ -189,7 +189,7 @@ class Strategy:
         """(Query, key) pairs of the busiest rank over the mean, on a ring under a window or among data-parallel ranks.
 
         Under a window of w keys only the ring rank with the sequence's beginning has queries that see fewer keys: of S
-        tokens, w S - w^2 / 2 pairs in all. With packed documents data-parallel ranks have different work: its sums over
+        tokens, w S - w^2 / 2 pairs in all. With packed documents data-parallel ranks have different work: the sums over
         micro-batches are close to normal, and the expected largest of ``data`` sums is near Blom's quantile
         (Statistical Estimates and Transformed Beta-Variables, 1958).
         """

@@ -15,7 +15,7 @@ class Platform:
     """The device of tensors and the backend of torch.distributed. Made by :func:`select`, or for a simulation.
 
     Attributes:
-        simulated: whether it is simulated, with fake tensors.
+        simulated: whether the device is simulated, with fake tensors.
     """
 
     name: str

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-# Autocast casts the inputs of our operations like those of PyTorch's operators. Inside an operation it is off. A user's
+# Autocast casts the inputs of our operations as for PyTorch's operators; inside an operation autocast is off. A user's
 # function that an operation calls runs under the autocast state of the forward pass, also when the backward pass runs
 # it again.
 
@@ -72,7 +72,7 @@ class SameAutocast:
 
 
 def refuse_transforms(who: str) -> None:
-    """Refuse to run under ``torch.func``: tensors are wrapped there, and wrapped ones cannot be sent to other ranks.
+    """Refuse to run under ``torch.func``, which wraps tensors: wrapped tensors cannot be sent to other ranks.
 
     Raises:
         ValueError: a transform of torch.func is active.

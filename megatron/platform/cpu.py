@@ -53,7 +53,7 @@ WORDS = {
 
 
 def run_core_on_cpu() -> None:
-    """Replace the words in megatron-core's modules, once in each process."""
+    """Replace the words in megatron-core's modules. A second call has no further effect."""
     from megatron.core import jit
 
     jit.disable_jit_fuser()  # torch.compile needs a C++ compiler and pays off on GPUs only

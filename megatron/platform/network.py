@@ -2,12 +2,12 @@
 """Choose the network interface of each process of a job, before gloo and NCCL connect.
 
 Every rank writes what it sees of the network to the store of torch.distributed's rendezvous, and rank 0 chooses for
-all. Then the first rank of each node connects to that of the next node. If this fails, all ranks stop within seconds
+all. Then the first rank of each node connects to the first of the next. If this fails, all ranks stop within seconds
 with a message (rank, host, address, interface), while gloo and NCCL would wait until they time out.
 
 By default gloo listens at the address of the host's name. On many machines this is a loopback address, which other
-nodes cannot reach. Here the interface is the loopback for a job on one node; for several nodes it is the one on each
-node's route to the master, unless the user names one.
+nodes cannot reach. Unless the user names an interface, this module chooses the loopback for a job on one node. For
+several nodes it chooses on each node the interface on the route to the master.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FLAG, GLOO, NCCL = "--network-interface", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFN
 
 
 class Unusable(ValueError):
-    """The network cannot be used as chosen; the message is one line with the way out."""
+    """The network cannot be used as chosen; the message is one line that says what to do."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Place:
         node: identifies machine and network namespace; ranks with the same value reach each other over the loopback.
         interfaces: addresses of each interface by its name; gloo uses the first one.
         master: address of MASTER_ADDR as resolved on this host; empty if there is no route.
-        source: this rank's address on the route to it; empty if there is no route.
+        source: this rank's address on the route to the master; empty if there is no route.
         wanted: names of the interfaces that the user has chosen, separated by commas; empty: none.
         by: the flag or variable that names them.
         problem: why this rank cannot continue, as one line; empty if it can.
@@ -136,7 +136,7 @@ def choose(places: Sequence[Place]) -> list[list[str]]:
 
 
 def _names(place: Place, masters: set[str], several: bool) -> tuple[list[str], str]:
-    """(interfaces of a rank, what is wrong with that)."""
+    """(interfaces of a rank, the problem with this choice or an empty string)."""
     if place.problem:
         return [], place.problem
     if place.wanted:
@@ -157,7 +157,7 @@ def _names(place: Place, masters: set[str], several: bool) -> tuple[list[str], s
 
 
 def nccl_takes(value: str, name: str) -> bool:
-    """Whether NCCL would use an interface by its variable: a list of prefixes, ``=`` for exact names, ``^`` for not."""
+    """Whether NCCL would use an interface by its variable: a list of prefixes; ``=``: exact names; ``^``: not these."""
     negative = value.startswith("^")
     value = value.removeprefix("^")
     exact = value.startswith("=")
@@ -195,11 +195,11 @@ NAMED = 4  # most nodes that a line names
 def meet(backend: str, timeout: timedelta, interface: str | None = None) -> str:
     """Initialize torch.distributed from torchrun's environment, over interfaces that reach each other.
 
-    It sets GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME unless they are set; the latter only for several nodes, because
-    NCCL needs no network on one.
+    It sets GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME unless they are set; the latter only for several nodes or with
+    ``interface``, because NCCL needs no network on one node.
 
     Args:
-        interface: the one to use on every node; default: the one that the variables name, or the one on the route.
+        interface: to use on every node; default: the interface that the variables name, or else that on the route.
 
     Returns:
         A line with the interfaces, if there are several nodes or ``interface`` is given; else an empty string.
@@ -298,13 +298,13 @@ def _plans(places: Sequence[Place], chosen: Sequence[list[str]]) -> list[dict[st
 def _follow(
     store: dist.Store, rank: int, ranks: int, timeout: timedelta, mine: Place
 ) -> tuple[dist.Store, dict[str, Any]]:
-    """Another rank: report what it sees. Returns (the store of this start, the plan from rank 0)."""
+    """Any rank but 0: report what it sees. Returns (the store of this start, the plan from rank 0)."""
     nonce, start, entries = uuid.uuid4().hex, "", store
     poll = max(POLL, ranks / 1000)  # the store answers a few thousand requests in a second
     end = time.monotonic() + timeout.total_seconds() + 2 * poll + LATE
     while True:
         latest = store.get("start").decode()
-        if latest != start:  # the first value may be that of an earlier start
+        if latest != start:  # the first value may belong to an earlier start
             start, entries = latest, dist.PrefixStore(latest, store)
             entries.set(f"place/{rank}", json.dumps({**asdict(mine), "nonce": nonce}))
         try:
@@ -335,7 +335,7 @@ def _wait_for_readers(entries: dist.Store, rank: int, readers: Iterable[int]) ->
 
 
 def try_link(entries: dist.Store, rank: int, at: str, to: int, address: str, where: str) -> dict[str, str]:
-    """Connect to the first rank of the next node, while that of the previous node connects to this one.
+    """Connect to the first rank of the next node, while the first rank of the previous node connects to this one.
 
     Args:
         at: this rank's address.

@@ -32,7 +32,7 @@ from megatron.platform.hooks import patched
 
 
 UNKNOWN = object()
-"""In place of a result: the operation has to be called."""
+"""Returned in place of a result: the operation has to be called."""
 
 CHANGES_TENSORS = ("resize_", "set_", "lift", "_resize")  # prefixes of operations that change shapes or storages
 SLICE = torch.ops.aten.slice.Tensor
@@ -195,22 +195,20 @@ class New:
 
     def __call__(self, given: Sequence[Any]) -> Tensor:
         with torch._C._DisableTorchDispatch():  # dispatch modes must not count the meta tensor inside a fake tensor
-            behind = torch.empty_strided(*self.size, dtype=self.dtype, device="meta")
+            meta = torch.empty_strided(*self.size, dtype=self.dtype, device="meta")
             if self.of is not None:
-                behind.set_(given[self.of].untyped_storage(), self.offset, *self.size)
-            return self._before(behind)
+                meta.set_(given[self.of].untyped_storage(), self.offset, *self.size)
+            return self._fake_of(meta)
 
     def over(self, storage: torch.UntypedStorage, offset: int) -> Tensor:
         """A tensor at ``offset`` elements in ``storage``."""
         with torch._C._DisableTorchDispatch():
-            behind = torch.empty(0, dtype=self.dtype, device="meta").set_(storage, offset, *self.size)
-            return self._before(behind)
+            meta = torch.empty(0, dtype=self.dtype, device="meta").set_(storage, offset, *self.size)
+            return self._fake_of(meta)
 
-    def _before(self, behind: Tensor) -> Tensor:
+    def _fake_of(self, meta: Tensor) -> Tensor:
         # Like FakeTensor's constructor, which takes four times as long.
-        new = Tensor._make_subclass(
-            FakeTensor, behind, False, dispatch_device=True, device_for_backend_keys=self.device
-        )
+        new = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=self.device)
         torch._C._set_throw_on_mutable_data_ptr(new)
         vars(new).update(self.attributes)
         return new
@@ -254,7 +252,7 @@ def simulated_world(world_size: int, rank: int = 0) -> Iterator[None]:
         with simulated_world(16384, rank=77):
             grid = cp.initialize_grid(tensor=8, ulysses=8, ring=4, pipeline=4)
 
-    If ranks gather objects, each of them is this rank's own. At the end torch.distributed and megatron-core are not
+    Gathered objects are all this rank's own. At the end torch.distributed and megatron-core are not
     initialized, as before. The random states, PyTorch's deterministic mode and the environment are restored.
 
     Raises:
@@ -332,7 +330,7 @@ def fake_tensors(waited: Callable[[int], None] | None = None, *, gloo: bool = Fa
     make_mesh = DeviceMesh.from_group
 
     def from_group(*args: Any, **kwargs: Any) -> DeviceMesh:
-        with _disable_current_modes():  # it reads its own rank from a tensor of ranks
+        with _disable_current_modes():  # from_group reads its rank from a tensor of ranks
             return make_mesh(*args, **kwargs)
 
     with ExitStack() as stack:
@@ -357,7 +355,7 @@ def outside_fakes(function: Callable) -> Callable:
 
 
 class Collectives(TorchDispatchMode):
-    """Gives the results that fake tensors cannot: collectives, and numbers read from tensors (1, or 0 for overflow).
+    """Gives results that fake tensors cannot give: collectives, and numbers read from tensors (1, or 0 for overflow).
 
     Args:
         remembered: the cache for all other operations.
@@ -383,7 +381,7 @@ class Collectives(TorchDispatchMode):
         """The result of an operation, or ``UNKNOWN`` if it must be called."""
         kind = _kind(func)
         if kind == "device":
-            return CPU  # of all tensors
+            return CPU  # the device of all tensors
         if kind == "in place":
             return args[0]  # shapes do not change, and calling it would be slow
         if kind == "collective":

@@ -33,7 +33,7 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 COMPUTE, STORES, LOADS = "compute", "stores", "loads"
 
 Event = Any
-"""What :meth:`Streams.record` returns; None is an event that has happened."""
+"""What :meth:`Streams.record` returns; None is an event that has already happened."""
 
 
 class Streams:

@@ -112,7 +112,7 @@ def attend_grad(
 
     Args:
         dout_SBHD: gradient of the final output, [s, b, heads, d].
-        out_SBHD, lse_SBH: the *final* ones, of all tiles of these queries.
+        out_SBHD, lse_SBH: the *final* results, merged over all tiles of these queries.
         delta_SBH: from ``kernel.delta``, for kernels that use it in place of ``out``; else None.
     """
     if kernel.at_once:
@@ -137,7 +137,7 @@ def _attend_grad_at_once(
 ) -> None:
     """The gradients of all tiles in one call, added directly to the sums if their rows have the same order as the keys.
 
-    On a ring they may differ: a block holds the keys that are needed later, and the gradients of keys used before.
+    On a ring the orders may differ: a block holds keys that are needed later and gradients of keys used before.
     """
     q, k, v = qkv
     offsets = {dkv.at(tile.k)[0] - tile.k[0] for tile in tiles}

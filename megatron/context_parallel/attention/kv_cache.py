@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key/value cache for generation: distributed over the grid, with attention of one new token to all of it.
+"""The key/value cache for generation: distributed over the grid, with attention of a new token to the complete cache.
 
 Heads are distributed over the Ulysses ranks and the sequence over the ring: a prompt by its layout, decoded tokens in
 turn. In decoding no keys are sent. Every rank has the new token's query and attends to the keys that it keeps; one
@@ -28,7 +28,7 @@ from megatron.context_parallel.layout.spans import Span, Spans, count, joined
 from megatron.context_parallel.layout.tiles import Tile, tiles
 
 TURN = 16
-"""Consecutive decoded tokens that a ring rank keeps before the next rank does: few spans, equal caches."""
+"""Consecutive decoded tokens that a ring rank keeps before the next rank does. Spans are few, and caches equal."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class CachePlan:
     """Which ring rank keeps the keys and values of which tokens.
 
     Attributes:
-        layout: of the prompts, each padded on the right to its length. No query attends to the padding: the causal mask
-            hides it from the prompt, and decoded tokens overwrite it.
+        layout: of the prompts, each padded on the right to the layout's length. No query attends to the padding: the
+            causal mask hides it from the prompt, and decoded tokens overwrite it.
         lengths: tokens of each sample's prompt; samples of equal length are next to each other.
         decoded: the largest number of tokens after a prompt that are kept.
     """
@@ -56,7 +56,7 @@ class CachePlan:
         return groups
 
     def home(self, step: int) -> tuple[int, int]:
-        """The ring rank that keeps the ``step``-th decoded token, and the token's number among those it keeps."""
+        """The ring rank that keeps the ``step``-th decoded token, and the token's number among those of that rank."""
         turn, place = divmod(step, TURN)
         number, ring = divmod(turn, self.layout.grid.ring.size)
         return ring, number * TURN + place

@@ -13,7 +13,7 @@ from megatron.context_parallel.layout.spans import Span, Spans, count, place
 
 
 def packed(k_SBHD: Tensor, v_SBHD: Tensor) -> Tensor:
-    """[s, b, heads, key head size + value head size]."""
+    """Keys and values as one tensor [s, b, heads, key head size + value head size]."""
     return torch.cat((k_SBHD, v_SBHD), dim=-1)
 
 
@@ -85,7 +85,7 @@ class GradientSum:
         self.sum_dtype = accumulation_dtype(like_SBHD.dtype)
 
     def add(self, rows: Span, grad_SBHD: Tensor) -> None:
-        """Add the gradient of some rows. If the first one is of all rows, it becomes the sum, and nothing is zeroed."""
+        """Add the gradient of some rows. If the first gradient has all rows, it becomes the sum; nothing is zeroed."""
         if self.total is None and rows == (0, self.rows):
             self.total = grad_SBHD
         else:
@@ -97,7 +97,7 @@ class GradientSum:
         return self.total
 
     def finish(self) -> Tensor:
-        """The sum [rows, b, heads, d], 0 in rows without a tile; in the tile's dtype if there was only one."""
+        """The sum [rows, b, heads, d], 0 in rows without a tile; in the tile's dtype if only one was added."""
         if self.total is None:
             self.total = self.like.new_zeros((self.rows, *self.like.shape[1:]), dtype=self.sum_dtype)
         return self.total
@@ -118,7 +118,7 @@ class KeyGradients:
         self.dk, self.dv = (GradientSum(x, count(rows), part) for x, part in zip((k_SBHD, v_SBHD), parts))
 
     def add(self, rows: Span, dk_SBHD: Tensor, dv_SBHD: Tensor) -> None:
-        """Add gradients of ``rows``, which are within one span of the kept ones."""
+        """Add gradients of ``rows``, which must be within one span of the kept rows."""
         at = self.at(rows)
         self.dk.add(at, dk_SBHD)
         self.dv.add(at, dv_SBHD)

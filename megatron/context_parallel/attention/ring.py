@@ -95,7 +95,7 @@ class KeyBlock:
         return self.hop.tiles
 
     def add(self, rows: Span, dk_SBHD: Tensor, dv_SBHD: Tensor) -> None:
-        """Add gradients; ``rows`` count within the held rows, as those of tiles do."""
+        """Add gradients; ``rows`` are numbered within the held rows, like the rows of tiles."""
         first = 0
         for start, stop in positions_of([rows], self.hop.held):
             part = slice(first, first + stop - start)
@@ -118,7 +118,7 @@ class KeyBlock:
 
 
 class RingSource:
-    """Key blocks of a ring, and the way back for their gradients. On a ring of one rank nothing is sent.
+    """Gives the key blocks of a ring and sends back their gradients. On a ring of one rank nothing is sent.
 
     Args:
         plan: what to compute and to send.
@@ -129,7 +129,7 @@ class RingSource:
         self.plan, self.axis = plan, axis
 
     def blocks(self, k: Tensor, v: Tensor, own: KeyGradients | None = None) -> Iterator[KeyBlock]:
-        """Every block this rank needs, its own first. While the caller computes on one, the next one is received.
+        """Every block that this rank needs, its own first. While the caller computes on a block, the next is received.
 
         With ``own``, the caller adds the gradients of its tiles to each block before it asks for the next. They are
         summed in fp32 (fp64) and sent on with their block. After the last block, ``own`` has the gradients of ``k`` and
@@ -181,8 +181,8 @@ class _Transfer:
     """Sends and receives that run together while the caller computes.
 
     Receives are posted before sends, whatever the order of calls. gloo sends its "ready to receive" message over the
-    same connection as the data. Posted after a large send, that message would wait behind it, and a link between two
-    ranks would carry one direction at a time. NCCL groups the operations of a batch; there the order does not matter.
+    same connection as the data. If it were posted after a large send, it would wait behind the data, and a link between
+    two ranks would carry one direction at a time. NCCL groups the operations of a batch; their order does not matter.
     """
 
     def __init__(self, axis: Axis) -> None:
@@ -232,7 +232,7 @@ class GatherSource:
         self.tiles = tiles(layout.ring_spans(self.axis.rank), spans, mask)
 
     def blocks(self, k: Tensor, v: Tensor, own: KeyGradients | None = None) -> Iterator[KeyBlock]:
-        """The one block. ``own`` then gets the gradients of ``k`` and ``v``, summed in fp32 (fp64)."""
+        """The only block. ``own`` then gets the gradients of ``k`` and ``v``, summed in fp32 (fp64)."""
         kv, rows = packed(k, v), ((0, self.axis.size * k.size(0)),)
         gathered = kv.new_empty((rows[0][1], *kv.shape[1:]))
         dist.all_gather_into_tensor(gathered, kv, group=self.axis.group)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each rank of a ring computes and sends at each hop, derived from the tiles.
 
-Of a block, only the rows that a later rank on its path needs are sent on. Of its gradient, only the rows to which some
-rank has added are sent.
+A rank sends on only those rows of a block that a later rank on the block's path needs. It sends only those rows of the
+block's gradient to which some rank has added.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Hop:
     """What one rank does at one hop of the ring. Rows are row numbers of the block's home rank."""
 
     source: int
-    held: Spans  # rows of the block that arrive here
+    held: Spans  # rows of the block that this rank holds at this hop
     tiles: tuple[Tile, ...]  # what this rank computes with them; key rows count within ``held``
     forward: Spans  # rows that are sent on to the next rank
     grads_in: Spans  # rows whose gradients arrive from the previous rank
     grads_out: Spans  # rows whose gradients this rank sends
-    grads_to: int  # to which rank: the next one, or the block's home
+    grads_to: int  # the rank that receives grads_out: the next one, or the block's home
 
 
 @dataclass(frozen=True)
@@ -120,23 +120,23 @@ class _Path:
     """A block's path around the ring, with the rows at each stop.
 
     Args:
-        needed: by rank, the rows of the block that it needs.
+        needed: for each rank, the rows of the block that it needs.
         home: the rank that holds the block.
         step: 1 or -1, the direction.
     """
 
     def __init__(self, needed: list[Spans], home: int, step: int) -> None:
         self.stops = [needed[(home + step * hop) % len(needed)] for hop in range(len(needed))]
-        # Rows that arrive at a stop: all that are needed there or later; after the last stop none.
+        # Rows that arrive at a stop: all that are needed at this or a later stop; after the last stop none.
         self.carried = [*accumulate(reversed(self.stops), union, initial=())][::-1]
-        # Rows whose gradients leave a stop: all that were needed there or before, without the home rank's.
+        # Rows whose gradients leave a stop: all that were needed at this or an earlier stop, except at home.
         self.touched = [*accumulate(self.stops[1:], union, initial=())]
         self.last = max((hop for hop, rows in enumerate(self.stops) if hop and rows), default=0)
         self.sent = sum(count(rows) for rows in self.carried[1:])
 
 
 def _needed(queries: Blocks, keys: Blocks, mask: Mask, length: int) -> list[list[Spans]]:
-    """By home, and by rank: the rows of the home's block that the rank needs."""
+    """``[home][rank]``: the rows of the block of rank ``home`` that rank ``rank`` needs."""
     held = sorted((*span, home, row) for home, spans in enumerate(keys) for row, span in numbered(spans))
     starts, stops = [item[0] for item in held], [item[1] for item in held]
     needed: list[list[list[Span]]] = [[[] for _ in queries] for _ in keys]

@@ -2,8 +2,8 @@
 """A context in which PyTorch's ``scaled_dot_product_attention`` runs over the grid, for unchanged programs.
 
 The operator itself is replaced, in PyTorch's dispatcher. It therefore works for every caller, under every name and in
-every thread (a backward pass that recomputes on a GPU runs in its own threads). The idea of such a context is that of
-PyTorch's ``context_parallel``, which replaces a function in a module.
+every thread (a backward pass that recomputes on a GPU runs in its own threads). The idea comes from PyTorch's
+``context_parallel``, which replaces a function in a module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.attention.flex_attention  # makes its operator known
+import torch.nn.attention.flex_attention  # registers its operator
 from torch import Tensor
 from torch.nn import functional
 
@@ -103,7 +103,7 @@ def begin(meaning: Meaning) -> None:
 
 
 def end() -> None:
-    """The context has ended."""
+    """Leave the context: forward passes have no ``Meaning`` any more."""
     torch.set_autocast_enabled(MARK, False)
     _now.clear()
 
@@ -226,7 +226,7 @@ FIRST_OF_FLEX = "_validate_sdpa_input"  # PyTorch's flex_attention calls it befo
 
 @contextmanager
 def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel: str = "auto") -> Iterator[None]:
-    """Let ``scaled_dot_product_attention`` attend over the complete sequence, of which each rank has its tokens.
+    """Let ``scaled_dot_product_attention`` attend over the complete sequence, of which each rank has a part.
 
     Tensors have PyTorch's shape [b, heads, s_local, d], for the tokens of ``layout.positions``; keys and values may
     have fewer heads. DTensors may be sharded over samples and heads. A backward pass that recomputes must also run
@@ -241,7 +241,7 @@ def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel
     Raises:
         RuntimeError: such a context is already active.
         ValueError: a call passes ``attn_mask`` or ``dropout_p``, or its lengths differ from the layout's; or the
-            program calls attention of PyTorch's that does not use the operator: ``MultiheadAttention`` with
+            program calls an attention function of PyTorch that does not use the operator: ``MultiheadAttention`` with
             ``need_weights``, ``flex_attention``, ``varlen_attn``.
     """
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{OPERATOR}", KEYS[0]):
@@ -286,7 +286,7 @@ def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel
         for name in KEYS:
             library.impl(OPERATOR, attend, name)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # "overriding a previously registered kernel", that of vmap
+            warnings.simplefilter("ignore", UserWarning)  # "overriding a previously registered kernel", namely vmap's
             library.impl(OPERATOR, batched, "FuncTorchVmapMode", allow_override=True)
         begin(held[0])
         with _refused() if layout.grid.context.size > 1 or mask is not None else nullcontext():
@@ -319,7 +319,7 @@ def _refused() -> Iterator[None]:
 
     replaced = [
         (functional, heads.__name__, multi_head_attention),
-        (flex, "__call__", flex_attention),  # also for those who have imported the function before
+        (flex, "__call__", flex_attention),  # works also in modules that have already imported the function
     ]
     if hasattr(torch.nn.attention.flex_attention, FIRST_OF_FLEX):  # else the compiler would wrap our message
         replaced.append((torch.nn.attention.flex_attention, FIRST_OF_FLEX, flex_attention))
@@ -350,7 +350,7 @@ def _check_shapes(layout: SequenceLayout, query: Tensor, key: Tensor, value: Ten
 
 
 def _as_sharded(*tensors: Tensor) -> DTensor | None:
-    """The first of the DTensors, which must have one sharding, over samples and heads; None for other tensors."""
+    """The first tensor if they are DTensors, which must all be sharded equally, over samples and heads; else None."""
     from torch.distributed.tensor import DTensor
 
     if not any(isinstance(x, DTensor) for x in tensors):

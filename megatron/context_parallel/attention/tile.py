@@ -54,7 +54,7 @@ class TileKernel:
 
     @without_autocast
     def attend(self, computed: tuple[Tile, ...], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Tiles between two blocks, merged into fp32 sums: out [s, b, h, dv] and lse [s, b, h]."""
+        """Merge the tiles between two blocks into fp32 sums: out [s, b, h, dv] and lse [s, b, h]."""
         self.kernel.attend(computed, q, k, v, out_SBHD=out, lse_SBH=lse, **self._options())
 
     @without_autocast
@@ -67,14 +67,14 @@ class TileKernel:
         delta: Tensor,
         sums: tuple[Tensor, Tensor, Tensor],
     ) -> None:
-        """Add the gradients of tiles to the fp32 ``sums`` for q, k, v; ``lse`` and ``delta`` are the final ones."""
+        """Add the gradients of tiles to the fp32 ``sums`` for q, k, v; ``lse`` and ``delta`` are final."""
         final = {"dout": dout, "lse": lse, "delta_SBH": delta}
         into = dict(zip(("dq", "dk", "dv"), sums))
         self.kernel.attend_grad(computed, *qkv, **final, **into, **self._options())
 
     @without_autocast
     def delta(self, out: Tensor, dout: Tensor) -> Tensor | None:
-        """Row sums of ``dout * out``, once for all tiles of some queries; None if the kernel computes its own."""
+        """Row sums of ``dout * out``, once for all tiles of these queries; None if the kernel computes them itself."""
         return self.kernel.delta(out, dout) if self.at_once else None
 
     def _options(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class TileKernel:
 
     @without_autocast
     def forward(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """out [b, h, sq, d] and lse [b, h, sq] of a tile; q, k, v [s, b, heads, d] are the blocks it is a part of."""
+        """out [b, h, sq, d] and lse [b, h, sq] of a tile; q, k, v [s, b, heads, d] are the blocks that contain it."""
         flip = _backwards if tile.kind == "anticausal" else _as_is
         qkv = (flip(x) for x in tile_of(tile, q, k, v))
         out, lse = self.kernel.forward(*qkv, causal=tile.kind != "full", mask=self._row_mask(tile, q), scale=self.scale)
@@ -101,7 +101,7 @@ class TileKernel:
     def backward(
         self, tile: Tile, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor
     ) -> list[Tensor]:
-        """dq, dk, dv of a tile as [s, b, h, d]; ``out`` [s, b, h, d] and ``lse`` [s, b, h] are the final ones."""
+        """dq, dk, dv of a tile as [s, b, h, d]; ``out`` [s, b, h, d] and ``lse`` [s, b, h] are the final results."""
         flip = _backwards if tile.kind == "anticausal" else _as_is
         rows = slice(*tile.q)
         grads = self.kernel.backward(
@@ -191,7 +191,7 @@ class AttentionRule:
             raise ValueError(f"softcap={self.softcap} must be above 0; use None for no cap")
 
     def tile_kernel(self, q_SBHD: Tensor, ulysses: Axis, seq_length: int, value_dim: int | None = None) -> TileKernel:
-        """For queries [s, b, heads of this rank, d], after the all-to-all.
+        """The kernel and its options for queries [s, b, heads of this rank, d], after the all-to-all.
 
         Args:
             value_dim: size of the value heads; default d.
@@ -241,7 +241,7 @@ def one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _of_rank(x: Tensor | None, name: str, heads: int, ulysses: Axis) -> Tensor | None:
-    """The part of a tensor [all heads] for this Ulysses rank, which has ``heads`` of them."""
+    """The part of a tensor [all heads] for this Ulysses rank, which has ``heads`` heads."""
     if x is None:
         return None
     if x.shape != (heads * ulysses.size,):

@@ -128,7 +128,7 @@ def all_to_all(
     """``dist.all_to_all_single`` that uses both directions of a link at once, on gloo too.
 
     gloo's own all-to-all posts each send before its receive. If one rank is late, its message "ready to receive" waits
-    behind the data that it sends, and the two directions take turns. Here all receives are posted first.
+    behind the data that it sends, and the two directions take turns. This function posts all receives first.
 
     Args:
         received, sent: contiguous; their first dimension is split by rank.
@@ -179,7 +179,7 @@ def _to_heads(tensors: Sequence[Tensor], spans: Sequence[HeadSpans], axis: Axis)
 
 
 def _to_sequence(tensors: Sequence[Tensor], spans: Sequence[HeadSpans], axis: Axis) -> tuple[Tensor, ...]:
-    """The reverse of :func:`_to_heads`, for gradients: those of replicated heads are summed."""
+    """The reverse of :func:`_to_heads`, for gradients: the gradients of replicated heads are summed."""
     widths = _widths(tensors, spans)
     s, b = tensors[0].size(0) // axis.size, tensors[0].size(1)
     sent = torch.cat([x.flatten(2) for x in tensors], dim=2)
@@ -192,7 +192,7 @@ def _to_sequence(tensors: Sequence[Tensor], spans: Sequence[HeadSpans], axis: Ax
 
 
 def _joined(pieces: Sequence[Tensor], spans: HeadSpans) -> Tensor:
-    """All heads [s, b, heads, d], from one piece for each of ``spans``."""
+    """All heads [s, b, heads, d], from one piece for each of ``spans``; overlapping pieces are added."""
     if all(before[1] == after[0] for before, after in pairwise(spans)):
         return torch.cat(pieces, dim=2)
     (s, b, _, size), heads = pieces[0].shape, spans[-1][1]

@@ -82,7 +82,7 @@ def attention_by_rule(
     masks: Sequence[Mask],
     key_layout: SequenceLayout | None = None,
 ) -> Tensor:
-    """:func:`attention` with a rule.
+    """:func:`attention` with its options given as a rule.
 
     Args:
         masks: one for all samples of the batch, or one for each; they replace the rule's mask.

@@ -34,7 +34,7 @@ class Generation:
         self._angles: tuple[Tensor, Tensor] | None = None
 
     def advance(self) -> None:
-        """Go on to the next decoded token; the first call goes to the one after the prompts."""
+        """Go on to the next decoded token; the first call goes to the first token after the prompts."""
         self.step = 0 if self.step is None else self.step + 1
         self.positions = torch.tensor([[length + self.step for length in self.plan.lengths]])
 
@@ -80,7 +80,7 @@ class CachedAttention(MegatronModule):
 
 
 def keep_keys(model: nn.Module) -> list[CachedAttention]:
-    """Replace each core attention of a model by a :class:`CachedAttention`, after its weights were loaded."""
+    """Replace each core attention of a model by a :class:`CachedAttention`; call it after loading the weights."""
     replaced = []
     for module in model.modules():
         inner = getattr(module, "core_attention", None)

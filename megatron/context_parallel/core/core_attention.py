@@ -23,7 +23,7 @@ from megatron.context_parallel.layout.masks import Causal, Full, Mask, Window
 from megatron.context_parallel.positions.position_dropout import Dropout
 
 PADDED = (AttnMaskType.padding, AttnMaskType.padding_causal)
-CAUSAL = (AttnMaskType.causal, AttnMaskType.causal_bottom_right)  # the same for equally many queries and keys
+CAUSAL = (AttnMaskType.causal, AttnMaskType.causal_bottom_right)  # equal if there are as many queries as keys
 
 
 class ContextParallelAttention(MegatronModule):
@@ -191,7 +191,7 @@ class ContextParallelAttention(MegatronModule):
 def with_packed(seen: Samples, packed: PackedSeqParams | None, mask: Mask) -> Samples:
     """The samples of a batch, with the documents that ``packed`` describes.
 
-    Padding belongs to the document before it: under a causal mask it does not change the tokens before it.
+    Padding becomes part of the document before it. Under a causal mask it does not change that document's tokens.
 
     Args:
         mask: the mask inside a document.

@@ -73,7 +73,7 @@ class HiddenDropout:
     sequence_parallel: bool
 
     def __call__(self, x: Tensor, stream: int, rows: Span | None = None) -> Tensor:
-        """Dropout of ``x`` [s, b, h], this rank's tokens or the ``rows`` of them."""
+        """Dropout of ``x`` [s, b, h], which holds all of this rank's tokens, or only the span ``rows``."""
         dropout = self.model.of_hidden(stream, self.seen)
         if dropout is None:
             return x

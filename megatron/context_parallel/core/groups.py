@@ -26,7 +26,7 @@ def initialize_grid(
 ) -> Grid:
     """Create the process groups and return the grid. The size of data parallelism follows from the world size.
 
-    torch.distributed is initialized from the environment (torchrun) unless it is initialized; a single process without
+    torch.distributed is initialized from the environment (torchrun) unless it already is; a single process without
     torchrun becomes a world of one. If megatron-core is installed, the groups are its own (``parallel_state``).
 
     Args:

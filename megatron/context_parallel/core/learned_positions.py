@@ -7,7 +7,7 @@ experts, with expert-parallel groups over the context-parallel ranks
 (``initialize_grid(core_options={"expert_model_parallel_size": U * R})``), so that its DDP, optimizers and gradient norm
 work unchanged.
 
-The idea is that of ``SequenceParallelPositionEmbedding`` in Megatron-LM's public derivatives. That one subtracts an
+The idea comes from ``SequenceParallelPositionEmbedding`` in Megatron-LM's public derivatives. That class subtracts an
 offset from the ids, which requires contiguous parts; zigzag's and FPDT's parts are not contiguous.
 """
 
@@ -38,7 +38,7 @@ def token_spans(layout: SequenceLayout, *, sequence_parallel: bool) -> tuple[Spa
 
 
 def spare_span(layout: SequenceLayout, max_positions: int, *, sequence_parallel: bool) -> Span:
-    """This rank's share of the positions after the sequence: they have no tokens, but weight decay and are saved."""
+    """This rank's share of the positions after the sequence. No token uses them, but they decay and are saved."""
     tensor, context = layout.grid.tensor, layout.grid.context
     ranks, index = context.size, context.rank
     if sequence_parallel:
@@ -48,7 +48,7 @@ def spare_span(layout: SequenceLayout, max_positions: int, *, sequence_parallel:
 
 
 class PositionRows(nn.Module):
-    """Rows of a table [max_positions, hidden]: those of this rank's tokens, then its share of the spare ones.
+    """Rows of a table [max_positions, hidden]: the rows of this rank's tokens, then its share of the spare rows.
 
     Args:
         layout: which positions this rank holds.
@@ -67,7 +67,7 @@ class PositionRows(nn.Module):
         self.tokens = sum(stop - start for start, stop in tokens)
         self.shape = (max_positions, hidden)
         grid = layout.grid
-        # (PP, TP, DP) numbers of the copy, as core counts them; it saves the first copy of each row.
+        # (PP, TP, DP) numbers of the copy, as core counts them; core saves the first copy of each row.
         self.replica = (0, 0 if sequence_parallel else grid.tensor.rank, grid.data.rank)
         self.weight = nn.Parameter(torch.empty(self.tokens + spare[1] - spare[0], hidden))
         self.weight.spans = (*tokens, spare) if spare[0] < spare[1] else tokens
@@ -75,7 +75,7 @@ class PositionRows(nn.Module):
         self.weight.tensor_model_parallel = sequence_parallel  # core: whether every TP rank counts in the gradient norm
 
     def forward(self, rows: Span | None = None) -> Tensor:
-        """The rows [s_local, hidden] of this rank's tokens, or the span ``rows`` of them."""
+        """The rows [s_local, hidden] of this rank's tokens, or only the span ``rows`` of these rows."""
         start, stop = rows or (0, self.tokens)
         return self.weight if stop - start == self.weight.size(0) else self.weight[start:stop]
 
@@ -103,7 +103,7 @@ class PositionRows(nn.Module):
 
 
 class PartitionedEmbedding(MegatronModule):
-    """Replaces megatron-core's embedding: its word embedding, with our position rows.
+    """Replaces megatron-core's embedding: core's word embedding with our position rows.
 
     The word embeddings are summed over TP (under sequence parallelism by a reduce-scatter); then each rank adds its
     rows. Core adds the positions before it scatters.

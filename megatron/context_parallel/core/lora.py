@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Low-rank adapters for core's linear layers: y = W x + (alpha / rank) B A x, where only A and B are trained.
 
-LoRA (Hu et al. 2021, section 4.1). Under TP the adapter's own messages are small: they have the width of the rank. In a
+LoRA (Hu et al. 2021, section 4.1). Under TP the messages of an adapter are small: their width is LoRA's rank. In a
 column-parallel layer B is sharded like W and A is replicated; in a row-parallel layer A is sharded and B is replicated.
-With sequence parallelism the replicated one sees only the tokens of its TP rank, and core sums its gradients over TP,
+With sequence parallelism the replicated matrix sees only one TP rank's tokens, and core sums its gradients over TP,
 as it does for norms.
 """
 
@@ -52,7 +52,7 @@ def is_adapter(name: str) -> bool:
 
 
 def train_adapters_alone(model: nn.Module) -> None:
-    """Freeze every other parameter."""
+    """Freeze every parameter that does not belong to an adapter."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
 

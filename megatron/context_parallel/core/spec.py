@@ -37,14 +37,14 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
 
 from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
 
-INPUTS_CUT = ("linear_proj", "linear_fc2")  # layers whose inputs TP cuts
+INPUTS_CUT = ("linear_proj", "linear_fc2")  # layers whose inputs are split over TP
 __all__ = ["AttentionSettings", "ChunkSettings", "ChunkedNorm", "ContextParallelAttention", "Norm", "block_spec"]
 
 
 class Norm(nn.Module):
     """PyTorch's LayerNorm or RMSNorm, usable under TP sequence parallelism.
 
-    There every TP rank normalizes its own tokens, and the gradients of the weights are partial sums. Core sums the
+    With it every TP rank normalizes its own tokens, and the gradients of the weights are partial sums. Core sums the
     gradients of parameters with the attribute ``sequence_parallel`` over TP.
     """
 
@@ -147,7 +147,7 @@ class NormedWords(VocabParallelEmbedding):
     """BLOOM's word embedding: a LayerNorm after the lookup, before positions are added. Takes over the table of
     ``words``.
 
-    ``--embed-layernorm`` of BigScience's Megatron-DeepSpeed (megatron/mpu/layers.py, VocabParallelEmbedding), and
+    It is ``--embed-layernorm`` of BigScience's Megatron-DeepSpeed (megatron/mpu/layers.py, VocabParallelEmbedding), and
     ``word_embeddings_layernorm`` of transformers' BloomModel. The norm's weights are replicated over TP. If ``words``
     scatters its result over TP, each TP rank normalizes its own tokens and has a part of the norm's gradient; otherwise
     each has all tokens and the complete gradient.

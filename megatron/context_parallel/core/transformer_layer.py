@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """megatron-core's TransformerLayer with dropout by position, optionally in chunks: the layer (FPDT) or only the FFN.
 
-The sub-modules are core's, and therefore the parameters' names and checkpoints as well. Only the order in which tokens
-pass through them, and the dropout, are different.
+The sub-modules, the parameters' names and the checkpoints are core's. Only the dropout, and the order in which tokens
+pass through the sub-modules, are different.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class AttentionSettings:
 
     Attributes:
         layout: which rank holds which tokens.
-        rule: what attention computes; its mask is the one inside a document.
+        rule: what attention computes; its mask applies inside a document.
         separate: whether packed documents are separated.
         rotary: RoPE; None if positions are encoded otherwise.
         dropout: probabilities; core's own dropout is 0.
@@ -53,7 +53,7 @@ class AttentionSettings:
         return self.layout.of_documents(seen.ends[0]) if seen.ends else self.layout
 
     def masks_of(self, seen: Samples, mask: Mask) -> list[Mask]:
-        """One mask, or one for each sample of a batch; ``mask`` is the one inside a document."""
+        """One mask, or one for each sample of a batch; ``mask`` applies inside a document."""
         return [Documents(row, mask) for row in seen.ends] if seen.ends and self.separate else [mask]
 
 
@@ -112,7 +112,7 @@ class LongContextLayer(TransformerLayer):
         return self.dropout_add(self.dropout, FFN)
 
     def dropout_add(self, dropout: HiddenDropout | None, which: int, rows: Span | None = None) -> Callable:
-        """The same for ``rows`` of this rank's tokens; core's function, perhaps a fused kernel, without dropout."""
+        """As in both methods above, for ``rows`` of this rank's tokens. Without dropout: core's, perhaps fused."""
         if dropout is None:
             return self.core_add[which](self.training, self.config.bias_dropout_fusion)
 
@@ -182,7 +182,7 @@ class ChunkedTransformerLayer(LongContextLayer):
     def _project(
         self, layout: SequenceLayout, ends: tuple[int, ...] | None, x: Tensor, chunk: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """[c, b, h] -> q, k, v [c, b, heads, d], rotated; under TP sequence parallelism c grows by TP."""
+        """[c, b, h] -> q, k, v [c, b, heads, d], rotated; under TP sequence parallelism c grows by a factor of TP."""
         query, key, value = self.self_attention.get_query_key_value_tensors(self.input_layernorm(x), None)
         rotary = self.chunks.attention.rotary
         if rotary is not None:

@@ -12,14 +12,14 @@ from megatron.context_parallel.fpdt.host_store import HiddenStates
 
 
 def forward(run: ChunkPass, y: HiddenStates | None) -> None:
-    """The forward pass into ``y``; without ``y``, only what the backward pass needs."""
+    """The forward pass; writes the result to ``y``. Without ``y``, computes only what the backward pass needs."""
     store, chunks, last = run.store, run.chunks, run.tiles.last_keys()
     for chunk, x in enumerate(run.x.walk(run.spans)):
         q, kv = run.work.project(x, chunk)
         store.put(("q", chunk), q)
         store.put(("kv", chunk), kv)
-    for key, there in zip(chunks, store.walk([[("kv", key)] for key in chunks])):
-        for block in run.tiles.source(key).blocks(*run.work.unpacked(there["kv", key])):
+    for key, loaded in zip(chunks, store.walk([[("kv", key)] for key in chunks])):
+        for block in run.tiles.source(key).blocks(*run.work.unpacked(loaded["kv", key])):
             queries = run.tiles.queries_of(key, block.hop.source)
             for query, kept in zip(queries, store.walk([_forward_names(query) for query in queries])):
                 q = kept["q", query]
@@ -49,18 +49,18 @@ def backward(run: ChunkPass, dy: HiddenStates) -> None:
     """Key chunks from first to last: under a causal mask a chunk's queries are finished when its keys are."""
     store, last, chunks = run.store, run.tiles.last_keys(), run.chunks
     outs = store.walk([[("out", chunk), *[("lse", chunk)] * (run.work.sinks is not None)] for chunk in chunks])
-    for chunk, x, dy_chunk, there in zip(chunks, run.x.walk(run.spans), dy.walk(run.spans), outs):
-        dout, residual = run.work.output_grad(there["out", chunk], x, dy_chunk, chunk)
-        run.work.add_sinks_grad(dout, there["out", chunk], there.get(("lse", chunk)))
+    for chunk, x, dy_chunk, loaded in zip(chunks, run.x.walk(run.spans), dy.walk(run.spans), outs):
+        dout, residual = run.work.output_grad(loaded["out", chunk], x, dy_chunk, chunk)
+        run.work.add_sinks_grad(dout, loaded["out", chunk], loaded.get(("lse", chunk)))
         store.put(("dout", chunk), dout)
-        delta = run.work.kernel.delta(there["out", chunk], dout)
+        delta = run.work.kernel.delta(loaded["out", chunk], dout)
         if delta is not None:  # then out is not needed any more
             store.put(("delta", chunk), delta)
             store.drop(("out", chunk))
         run.dx.write(run.spans[chunk], residual)
-    for key, there in zip(chunks, store.walk([[("kv", key)] for key in chunks])):
+    for key, loaded in zip(chunks, store.walk([[("kv", key)] for key in chunks])):
         finished = [chunk for chunk in chunks if max(chunk, last[chunk]) == key]
-        fresh = {("dkv", key): _key_grads(run, key, there.pop(("kv", key)))}
+        fresh = {("dkv", key): _key_grads(run, key, loaded.pop(("kv", key)))}
         if key not in finished:
             store.put(*fresh.popitem())
         run.finish_waiting(finished, fresh)
@@ -69,23 +69,23 @@ def backward(run: ChunkPass, dy: HiddenStates) -> None:
 
 
 def _key_grads(run: ChunkPass, key: int, kv: Tensor) -> Tensor:
-    """dk and dv of a key chunk; dq of this rank's query chunks that meet it is added to the sums in the store."""
+    """dk and dv of a key chunk. Adds dq of this rank's query chunks that meet it to the sums in the store."""
     k, v = run.work.unpacked(kv)
     own = KeyGradients(k, v, ((0, k.size(0)),))
     for block in run.tiles.source(key).blocks(k, v, own):
         queries = run.tiles.queries_of(key, block.hop.source)
         names = [[(name, query) for name in ("q", "dout", "out", "delta", "lse", "dq")] for query in queries]
-        for query, there in zip(queries, run.store.walk(names)):
-            _pair_grads(run, query, key, block, there)
+        for query, loaded in zip(queries, run.store.walk(names)):
+            _pair_grads(run, query, key, block, loaded)
     return own.packed()
 
 
-def _pair_grads(run: ChunkPass, query: int, key: int, block: KeyBlock, there: dict) -> None:
+def _pair_grads(run: ChunkPass, query: int, key: int, block: KeyBlock, loaded: dict) -> None:
     """The gradients of one pair of chunks; a separate function, so that its tensors are freed before the next pair."""
-    q, dout, lse = (there.pop((name, query)) for name in ("q", "dout", "lse"))
-    out, delta = (there.pop((name, query), None) for name in ("out", "delta"))
+    q, dout, lse = (loaded.pop((name, query)) for name in ("q", "dout", "lse"))
+    out, delta = (loaded.pop((name, query), None) for name in ("out", "delta"))
     final = {"dout_SBHD": dout, "out_SBHD": out, "lse_SBH": lse, "delta_SBH": delta}
-    dq = GradientSum(q, q.size(0), there.pop(("dq", query), None))
+    dq = GradientSum(q, q.size(0), loaded.pop(("dq", query), None))
     computed = run.tiles.of_block(query, key, block)
     attend_chunks_grad(computed, q, block.k, block.v, **final, kernel=run.work.kernel, dq=dq, dkv=block)
     run.store.put(("dq", query), dq.finish().to(dq.sum_dtype))  # in the sum's dtype, as in the forward pass

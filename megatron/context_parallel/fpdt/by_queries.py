@@ -11,10 +11,10 @@ from megatron.context_parallel.fpdt.host_store import HiddenStates
 
 
 def forward(run: ChunkPass, y: HiddenStates | None) -> None:
-    """The forward pass into ``y``; without ``y``, only what the backward pass needs."""
+    """The forward pass; writes the result to ``y``. Without ``y``, computes only what the backward pass needs."""
     store, chunks = run.store, run.chunks
     needs = [run.tiles.keys_of(query) for query in chunks]
-    ready = [max([query, *needs[query]]) for query in chunks]  # the chunk after whose projection it can be computed
+    ready = [max([query, *needs[query]]) for query in chunks]  # each is computed after this chunk's projection
     for chunk, x in enumerate(run.x.walk(run.spans)):
         q, kv = run.work.project(x, chunk)
         fresh = {("q", chunk): q, ("kv", chunk): kv}
@@ -25,11 +25,11 @@ def forward(run: ChunkPass, y: HiddenStates | None) -> None:
             store.put(("q", chunk), q)
         del q, kv
         for query in queries:
-            keys = sorted(needs[query], key=lambda key: key != chunk)  # first the one on the device, while others load
+            keys = sorted(needs[query], key=lambda key: key != chunk)  # first this chunk, which is on the device
             q = store.load([("q", query)], fresh)[0].wait()
             result = Accumulator(q, run.work.value_dim)
-            for key, there in zip(keys, store.walk([[("kv", key)] for key in keys], fresh)):
-                for block in run.tiles.source(key, query).blocks(*run.work.unpacked(there["kv", key])):
+            for key, loaded in zip(keys, store.walk([[("kv", key)] for key in keys], fresh)):
+                for block in run.tiles.source(key, query).blocks(*run.work.unpacked(loaded["kv", key])):
                     attend_chunks(block.tiles, q, block.k, block.v, kernel=run.work.kernel, result=result)
             run.finish(query, result, x if query == chunk else None, y)
             if not run.saving:
@@ -43,9 +43,9 @@ def backward(run: ChunkPass, dy: HiddenStates) -> None:
     done = [min([key, *(query for query in queries if key in needs[query])]) for key in run.chunks]
     spans = [run.spans[query] for query in queries]
     saved = store.walk([[("q", query), ("out", query), ("lse", query)] for query in queries])
-    for query, x, dy_chunk, there in zip(queries, run.x.walk(spans), dy.walk(spans), saved):
+    for query, x, dy_chunk, loaded in zip(queries, run.x.walk(spans), dy.walk(spans), saved):
         finished = [chunk for chunk in run.chunks if done[chunk] == query]
-        dq, dkv, residual = _query_grads(run, query, x, dy_chunk, there, needs[query], last=query in finished)
+        dq, dkv, residual = _query_grads(run, query, x, dy_chunk, loaded, needs[query], last=query in finished)
         if query in finished:
             run.finish_grad(query, x, dq, dkv, residual)
         else:
@@ -56,7 +56,7 @@ def backward(run: ChunkPass, dy: HiddenStates) -> None:
 
 
 def _query_grads(
-    run: ChunkPass, query: int, x: Tensor, dy: Tensor, there: dict, keys: list[int], *, last: bool
+    run: ChunkPass, query: int, x: Tensor, dy: Tensor, loaded: dict, keys: list[int], *, last: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(dq of a query chunk, dk and dv of the same chunk or None, gradient of x that does not go through attention).
 
@@ -64,9 +64,9 @@ def _query_grads(
     they are returned and not stored.
     """
     store = run.store
-    keys = sorted(keys, key=lambda key: key == query)  # its own last
+    keys = sorted(keys, key=lambda key: key == query)  # the query chunk's own keys last
     coming = store.walk([[("kv", key), ("dkv", key)] for key in keys])
-    q, out, lse = (there.pop((name, query)) for name in ("q", "out", "lse"))
+    q, out, lse = (loaded.pop((name, query)) for name in ("q", "out", "lse"))
     dout, residual = run.work.output_grad(out, x, dy, query)
     run.work.add_sinks_grad(dout, out, lse)
     delta = run.work.kernel.delta(out, dout)

@@ -31,7 +31,7 @@ attend_chunks, attend_chunks_grad = replaceable(attend), replaceable(attend_grad
 
 @dataclass(frozen=True)
 class ChunkTiles:
-    """The tiles between this ring rank's query chunks and the key chunks of any ring rank."""
+    """The tiles between this ring rank's query chunks and any ring rank's key chunks; chunks with tiles *meet*."""
 
     layout: SequenceLayout
     mask: Mask
@@ -47,7 +47,7 @@ class ChunkTiles:
         return [replace(tile, k=place(tile.k, block.hop.held)) for tile in between]
 
     def source(self, key: int, query: int | None = None) -> RingSource:
-        """Key chunk ``key`` of every rank, as it travels around the ring; for one or all query chunks."""
+        """Key chunk ``key`` of every rank, as it travels around the ring; for one query chunk, or for all."""
         plan = ring_plan(self.layout, self.mask, chunk=key, query_chunk=query)
         return RingSource(plan, self.layout.grid.ring)
 
@@ -79,7 +79,7 @@ class ChunkPass:
         work: the functions of one chunk, without attention.
         tiles: which chunks meet.
         store: chunks and sums by name: ("q", "kv", "out", "lse", "dout", "delta", "dq", "dkv" or "sum", chunk).
-        x, dx: the layer's input and its gradient; ``spans``: each chunk's rows of them.
+        x, dx: the layer's input and its gradient; ``spans``: each chunk's rows in both.
         saving: whether a backward pass follows.
     """
 
@@ -90,8 +90,8 @@ class ChunkPass:
         self.chunks, self.spans = range(layer.layout.chunks), layer.layout.local_chunks
         self.x: HiddenStates | None = HiddenStates(x, layer.offload)
         self.dx: HiddenStates | None = None
-        # Without a backward pass chunks stay on the device, which saves the copies. With streamed hidden states device
-        # memory is scarce, and they are offloaded.
+        # Without a backward pass chunks stay on the device, which avoids copies. With streamed hidden states device
+        # memory is scarce, and chunks are offloaded.
         self.store = ChunkStore(layer.offload if saving or layer.streamed else None)
 
     def finish(self, query: int, result: Accumulator, x: Tensor | None, y: HiddenStates | None) -> None:

@@ -24,7 +24,7 @@ from megatron.platform.hooks import replaceable
 
 @dataclass(frozen=True)
 class LayerFunctions:
-    """The fields of :class:`~megatron.context_parallel.fpdt.chunked_layer.ChunkedLayer`; see there."""
+    """The fields of :class:`~megatron.context_parallel.fpdt.chunked_layer.ChunkedLayer`, which describes them."""
 
     project: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
     output: Callable[[Tensor, Tensor, int], Tensor]
@@ -95,7 +95,7 @@ class ChunkWork:
         self.sinks_sum[first : first + self.local_heads] += sinks_grad(self.sinks, dout, out, lse)
 
     def take_grads(self) -> list[Tensor | None]:
-        """One gradient for each of the layer's ``learned``, in its dtype."""
+        """One gradient for each tensor in the layer's ``learned``, in the tensor's dtype."""
         grads, sinks = self.parameter_grads.take(), self.layer.rule.sinks
         if self.sinks_sum is None:
             return grads
@@ -103,7 +103,7 @@ class ChunkWork:
         return [sinks_grad if x is sinks else grad for x, grad in zip(self.layer.learned, grads)]
 
     def output(self, out: Tensor, x: Tensor, chunk: int, y: HiddenStates) -> None:
-        """From a chunk's attention output to the layer's output."""
+        """Compute the layer's output from a chunk's attention output, and write it to ``y``."""
         if self.layer.replay:
             self.random[chunk] = self.layer.replay()
         hidden, (first, _) = self.output_of(out, x, chunk), self.layer.layout.local_chunks[chunk]

@@ -112,7 +112,7 @@ class GradientSums:
         self._own = [False] * len(self.wanted)  # whether a sum may be updated in place
 
     def differentiate(self, y: Any, inputs: Sequence[Tensor], dy: Any) -> list[Tensor]:
-        """The gradients of ``inputs``, 0 if ``y`` does not depend on one; those of parameters are added to the sums."""
+        """The gradients of ``inputs``, 0 if ``y`` does not depend on one. Adds those of parameters to the sums."""
         for parameter in self.wanted:
             if main_grad_of(parameter) is not None:
                 parameter.grad_added_to_main_grad = False  # layers with fused accumulation set it below
@@ -144,7 +144,7 @@ class GradientSums:
             self._sums[index], self._own[index] = total + grad, True
 
     def take(self) -> list[Tensor | None]:
-        """One gradient for each of ``parameters``, in its dtype; None if it has none, or occurs a second time."""
+        """One gradient for each of ``parameters``, in its dtype; None if there is none, or for a repeated parameter."""
         sums = {id(parameter): total for parameter, total in zip(self.wanted, self._sums)}
         self._sums = []
         totals = [(parameter, sums.pop(id(parameter), None)) for parameter in self.parameters]
@@ -161,7 +161,7 @@ def main_grad_of(parameter: Tensor) -> Tensor | None:
 
 
 def in_main_grad(parameter: Tensor, memory: Tensor | None = None) -> Tensor:
-    """The gradient to return if it is already in ``main_grad``: a tensor that is not read, ``memory`` or a new one."""
+    """What to return if the gradient is already in ``main_grad``: ``memory`` or a new tensor, which is not read."""
     parameter.grad_added_to_main_grad = True
     return torch.empty_like(parameter) if memory is None else memory
 
@@ -180,7 +180,7 @@ def even_spans(rows: int, count: int) -> list[Span]:
 def keep(value: Any) -> Tensor:
     """A tensor without elements that keeps ``value`` for a backward pass, as long as autograd keeps the tensor.
 
-    It follows the hooks for saved tensors: a non-reentrant checkpoint, for example, drops it with the value.
+    Hooks for saved tensors apply to it: a non-reentrant checkpoint, for example, drops it with the value.
     """
     holder = torch.empty(0)
     holder.untyped_storage().kept = [value]  # the storage is shared by every alias of the tensor

@@ -38,11 +38,11 @@ class ChunkedLayer(LayerFunctions):
         layout: of the sequence, with its chunks.
         rule: mask, kernel, scale, ALiBi, dropout, soft-cap and sinks; sinks get a gradient if they require one.
         ffn: token-wise, on the result of ``output``: [n, b, h] -> [n, b, h]; None if the layer ends with ``output``.
-        ffn_by_rows: ``ffn`` also gets the numbers of its rows among those of this rank: (x, (first, end)).
+        ffn_by_rows: ``ffn`` also gets the span of its rows among this rank's rows: (x, (first, end)).
         ffn_pieces: number of spans in which a chunk goes through ``ffn``.
         offload: host memory for finished chunks; None keeps them on the device.
         streamed: the result and the gradient of x are host buffers (and x may be one).
-        recompute: keep only x for the backward pass, and compute attention again there.
+        recompute: keep only x for the backward pass, and compute attention again in that pass.
         replay: needed if ``output`` or ``ffn`` draws random numbers from a generator.
     """
 
@@ -93,8 +93,8 @@ class _Chunked(torch.autograd.Function):
 
 
 def _forward(run: ChunkPass, y: HiddenStates | None) -> None:
-    """By queries; on a ring all ranks' keys go around for each query chunk. On a ring without offload by keys, because
-    keys then go around once."""
+    """By keys on a ring without offload, so that keys go around once. Otherwise by queries; on a ring all ranks' keys
+    then go around for each query chunk."""
     on_device = run.layer.layout.grid.ring.size > 1 and run.layer.offload is None
     (by_keys if on_device else by_queries).forward(run, y)
 

@@ -48,7 +48,7 @@ def chunked_linear_cross_entropy(
 
     Args:
         hidden_SBH: [s, b, h]; under ``sequence_parallel`` [s / TP, b, h], this TP rank's tokens. It may be a host
-            buffer; then its gradient is one as well.
+            buffer; then its gradient is a host buffer too.
         weight_VH: [padded vocab / TP, h], this TP rank's rows.
         labels_SB, token_weights_SB: [s, b], all tokens of the TP group. A weight of 0 masks a token.
         chunks: number of spans of tokens; at most one for each token is used.
@@ -227,7 +227,7 @@ def gather(part: Tensor, tensor: Axis) -> Tensor:
 
 
 def _sum_over_tensor(grad: Tensor, tensor: Axis, scatter: bool) -> Tensor:
-    """Sum of the TP ranks' gradients of the same tokens; with ``scatter`` each rank gets those of its own tokens."""
+    """Sum of the TP ranks' gradients of the same tokens; with ``scatter`` each rank gets the sum for its own tokens."""
     if tensor.size == 1:
         return grad
     grad = grad.contiguous()
@@ -239,7 +239,7 @@ def _sum_over_tensor(grad: Tensor, tensor: Axis, scatter: bool) -> Tensor:
     return mine
 
 
-LOGITS = 2**24  # at most in a chunk of chunked_token_scores, by default
+LOGITS = 2**24  # default limit for a chunk of chunked_token_scores
 
 
 @torch.no_grad()
@@ -257,12 +257,12 @@ def chunked_token_scores(
 ) -> Tensor:
     """For evaluation: the loss of each token's label, and 1 if greedy decoding would choose that label.
 
-    Of equal logits the lowest id is chosen. The logits are computed in chunks of tokens.
+    If logits are equal, the lowest id is chosen. The logits are computed in chunks of tokens.
 
     Args:
         hidden_SBH, weight_VH, labels_SB, vocab_size, tensor, sequence_parallel, offload: see
             :func:`~megatron.context_parallel.fpdt.chunked_loss.chunked_linear_cross_entropy`.
-        wanted_SB: [s, b]; tokens with 0 are not scored, and both numbers are 0. Chunks without wanted tokens are
+        wanted_SB: [s, b]; tokens with 0 are not scored: their loss and hit are 0. Chunks without wanted tokens are
             skipped.
         chunks: number of spans of tokens; default: so many that a span has at most ``LOGITS`` logits.
 

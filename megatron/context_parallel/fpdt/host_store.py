@@ -4,7 +4,7 @@
 :class:`HostPool` allocates host memory once and reuses it. :class:`Offload` copies between the device and such buffers;
 the copies overlap with compute. On top of these, :class:`ChunkStore` keeps chunks by name, :class:`HiddenStates` keeps
 one long tensor by rows, and :class:`SavedInHost` keeps layer inputs that autograd saves. Each loads data one step
-before its use (the double buffer). They also work without host memory.
+before its use (the double buffer). ChunkStore and HiddenStates also work without host memory.
 
 Two streams copy, one in each direction, ordered with compute by events (platform/streams.py). The host never waits. On
 a CPU the same calls copy from memory to memory. Every wait below is needed: the tests remove each in turn and copy at
@@ -77,11 +77,11 @@ class HostPool:
         return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape))
 
     def block_of(self, host: Tensor) -> int:
-        """Identifies the block of a buffer (or of rows of one), also after it was given back."""
+        """A number that identifies the block of a buffer (or of its rows), also after the buffer was given back."""
         return host.untyped_storage().data_ptr()
 
     def _block(self, size: int) -> np.ndarray:
-        """A block of this size. If the pool is full, a larger idle block; if none, idle blocks are freed first."""
+        """A block of this size. If the pool is full, a larger idle block; without one, idle blocks are freed first."""
         full = self.allocated + size > MOST * max(self.peak, self.in_use + size)
         if full and not self._free.get(size):
             larger = [other for other, free in self._free.items() if free and size < other <= MOST * size]
@@ -93,7 +93,7 @@ class HostPool:
 
     def _allocate(self, size: int) -> np.ndarray:
         self.allocated += size
-        # Pages of its own: memory is pinned by pages, and a page cannot be pinned twice.
+        # The block has its own pages: memory is pinned by pages, and a page cannot be pinned twice.
         pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         block = np.frombuffer(pages, dtype=np.uint8)
         self.streams.pin(block)
@@ -181,7 +181,7 @@ class Offload:
         self._let_go(0)
 
     def _let_go(self, count: int) -> None:
-        """The same for all but the last ``count`` copies, which need no wait yet."""
+        """Let compute wait for all but the last ``count`` copies to the host."""
         while len(self._leaving) > count:
             self.streams.wait(COMPUTE, self._leaving[0][1])
             self._leaving.popleft()
@@ -204,7 +204,7 @@ class Offload:
 
 @dataclass
 class Loading:
-    """A device tensor that is being loaded; without ``streams``, one that is complete.
+    """A device tensor that is being loaded; without ``streams`` it is complete.
 
     It keeps the tensor until compute waits for the copy. So the memory can be reused by compute at once when the tensor
     dies, while ``Tensor.record_stream`` would keep it until the host sees an event, and the host may run far ahead.
@@ -222,10 +222,10 @@ class Loading:
         return self.x
 
     def __del__(self) -> None:
-        self.wait()  # of a load that nobody used: its memory is still being written
+        self.wait()  # the copy of a load that nobody used may still be writing to its memory
 
 
-Item, Coming, There = TypeVar("Item"), TypeVar("Coming"), TypeVar("There")
+Item, Coming, Loaded = TypeVar("Item"), TypeVar("Coming"), TypeVar("Loaded")
 
 
 class ChunkStore:
@@ -248,7 +248,7 @@ class ChunkStore:
             self._kept[name] = self.offload.to_host(x)
 
     def load(self, names: Sequence[tuple], fresh: Mapping[tuple, Tensor] = {}) -> list[Loading]:
-        """Start to load tensors to the device; those in ``fresh`` are already there."""
+        """Start to load tensors to the device; those in ``fresh`` are already on it."""
         kept = self._kept
         if self.offload is None:
             return [Loading(fresh[name] if name in fresh else kept[name]) for name in names]
@@ -279,21 +279,21 @@ class ChunkStore:
         """
 
         def start(item: Sequence[tuple]) -> dict[tuple, Loading]:
-            there = [name for name in item if name in fresh or name in self._kept]
-            return dict(zip(there, self.load(there, fresh)))
+            names = [name for name in item if name in fresh or name in self._kept]
+            return dict(zip(names, self.load(names, fresh)))
 
-        def wait(there: dict[tuple, Loading]) -> dict[tuple, Tensor]:
-            return {name: loading.wait() for name, loading in there.items()}
+        def wait(started: dict[tuple, Loading]) -> dict[tuple, Tensor]:
+            return {name: loading.wait() for name, loading in started.items()}
 
         return _one_ahead(items, start, wait)
 
 
 def _one_ahead(
-    items: Sequence[Item], start: Callable[[Item], Coming], wait: Callable[[Coming], There]
-) -> Iterator[There]:
-    """``wait(start(item))`` of each item; the first is started now, each other one while the previous one is used."""
+    items: Sequence[Item], start: Callable[[Item], Coming], wait: Callable[[Coming], Loaded]
+) -> Iterator[Loaded]:
+    """``wait(start(item))`` of each item. The first is started now, each later one while the previous is used."""
 
-    def steps(coming: Coming | None) -> Iterator[There]:
+    def steps(coming: Coming | None) -> Iterator[Loaded]:
         for index in range(len(items)):
             current, coming = coming, start(items[index + 1]) if index + 1 < len(items) else None
             yield wait(current)
@@ -337,10 +337,10 @@ class HiddenStates:
 class SavedInHost:
     """Hooks for ``torch.autograd.graph.saved_tensors_hooks``: layer inputs saved for backward go to host memory.
 
-    When the backward pass needs an input, it also starts to load the one that was saved before.
+    When the backward pass needs an input, it also starts to load the input that was saved before that one.
 
     Args:
-        offload: copies them.
+        offload: copies the inputs.
         shape: of a layer input; saved tensors of other shapes stay on the device.
     """
 

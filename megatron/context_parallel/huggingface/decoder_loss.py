@@ -33,7 +33,7 @@ def cross_entropy_sum(model: PreTrainedModel, hidden_BSH: Tensor, targets_BS: Te
 
     Args:
         hidden_BSH: the output of the model's base.
-        targets_BS: int64, -100 for ignored ones.
+        targets_BS: int64, -100 for ignored targets.
         chunks: number of spans of tokens; default as in FPDT: twice the vocabulary size divided by the hidden size.
 
     Returns:
@@ -61,7 +61,7 @@ def logits_of(model: PreTrainedModel, hidden_BSH: Tensor) -> Tensor:
     """The logits that the model's own forward computes from hidden states.
 
     Raises:
-        ValueError: it needs more than the hidden states of its base.
+        ValueError: this forward needs more from the model's base than hidden states.
     """
     try:
         return type(model).forward(_OnlyHead(model, hidden_BSH), inputs_embeds=hidden_BSH, return_dict=True).logits
@@ -72,7 +72,7 @@ def logits_of(model: PreTrainedModel, hidden_BSH: Tensor) -> Tensor:
 
 
 def plain_weight(model: PreTrainedModel) -> Tensor | None:
-    """The output layer's weight, if logits are just its product with hidden states (also large logits), else None."""
+    """The output layer's weight, if even large logits are just its product with hidden states, else None."""
     head = _head(model)
     if not isinstance(head, nn.Linear) or head.bias is not None or not head.weight.is_floating_point():
         return None
@@ -90,7 +90,7 @@ def vocabulary(model: PreTrainedModel) -> int:
 
 
 def mean_over(axis: Axis, local: Tensor) -> Tensor:
-    """The sum of ``local`` over ranks, on each of them; its gradients *averaged* over ranks are those of the sum."""
+    """The sum of ``local`` over ranks, on each rank. Gradients *averaged* over ranks are those of this sum."""
     return local if axis.size == 1 else _Sum.apply(local, axis)
 
 

@@ -53,7 +53,7 @@ class Fpdt:
             raise ValueError(f"sizes must be 1 or more: {self}")
 
     def chunks(self, seq_length: int, grid: Grid) -> int:
-        """Number of chunks of a ring rank's sequence. Raises ValueError if ``chunk_size`` is too long or too short."""
+        """Number of chunks of a ring rank's sequence. Raises ValueError if ``chunk_size`` is too large or too small."""
         ring, unit = grid.ring.size, counts.chunk_unit(grid.ulysses.size, 1, False)
         longest = counts.chunk_rows(self.chunk_size, ring, unit)
         if longest < 1 or self.chunk_size > seq_length:
@@ -62,7 +62,7 @@ class Fpdt:
 
 
 def chunked_layers(model: PreTrainedModel, fpdt: Fpdt) -> list[tuple[nn.Module, Callable[..., Tensor]]]:
-    """The decoder layers of a model, each with the function that replaces its forward: (layer, its forward, ...).
+    """The decoder layers of a model, each with a function of (layer, its forward, ...) that replaces its forward.
 
     Raises:
         ValueError: a layer has another form.
@@ -102,8 +102,8 @@ def _forward(
         return run(x, masks[0], position_embeddings).transpose(0, 1)
     done = []  # sample by sample, because each has its own tiles
     for sample, mask in enumerate(masks):
-        here = tuple(e if e.size(0) == 1 else e[sample : sample + 1] for e in position_embeddings)
-        done.append(run(x[:, sample : sample + 1], mask, here))
+        embeddings = tuple(e if e.size(0) == 1 else e[sample : sample + 1] for e in position_embeddings)
+        done.append(run(x[:, sample : sample + 1], mask, embeddings))
     return torch.cat(done, dim=1).transpose(0, 1)
 
 
@@ -154,7 +154,7 @@ class _Projected(Exception):
 
 
 @dataclass(frozen=True)
-class _StopThere:
+class _StopLayer:
     """Attention that stops the layer."""
 
     window: int | None
@@ -169,7 +169,7 @@ def _project(
     normed = layer.input_layernorm(x_SBH).transpose(0, 1)
     try:
         layer.self_attn(
-            hidden_states=normed, position_embeddings=position_embeddings, attention_mask=_StopThere(window)
+            hidden_states=normed, position_embeddings=position_embeddings, attention_mask=_StopLayer(window)
         )
     except _Projected as projected:
         return projected

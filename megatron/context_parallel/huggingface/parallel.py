@@ -78,7 +78,7 @@ def parallelize(
     loss_chunks: int | None = None,
     dropout_seed: int = 0,
 ) -> ContextParallel:
-    """Distribute a decoder's sequences over ``grid.context``. Its ranks call it, before or after DDP or fully_shard.
+    """Distribute a decoder's sequences over ``grid.context``. Its ranks call this, before or after DDP or fully_shard.
 
     ``model(**context.shard(batch)).loss`` is the mean over the complete batch on every rank. Gradients *averaged* over
     ``grid.context``, as by DDP and fully_shard, are those of this mean. Without labels the model returns the logits of
@@ -115,7 +115,7 @@ class ContextParallel:
 
     Attributes:
         model: the causal language model.
-        layout: of its sequences; with the balance "documents", the one without a batch's documents.
+        layout: of its sequences; with the balance "documents", the layout of a batch without documents.
         grid: of the layout.
     """
 

@@ -38,7 +38,7 @@ class Ran:
 
     Attributes:
         logits: [3, 8, vocabulary].
-        loss: the model's own.
+        loss: computed by the model.
         expected: cross-entropy of the next token, from these logits.
         heads: (query heads, key heads) of its attention layers.
     """
@@ -52,8 +52,8 @@ class Ran:
 def run_alone(model: PreTrainedModel, then: Callable[[], None] = lambda: None, with_positions: bool = True) -> Ran:
     """Run a model on a few tokens that see only themselves.
 
-    The first two samples end with the same token at the same position. The third is the first one with its last token
-    and the one at :data:`MOVED` exchanged, with their position ids.
+    The first two samples end with the same token at the same position. The third is the first
+    with its last token and its token at :data:`MOVED` exchanged, each together with its position id.
 
     The model itself is called, because fully_shard has hooks on it.
 
@@ -120,8 +120,8 @@ def _refuse_unknown(model: PreTrainedModel, given: dict[str, Any]) -> None:
 def refuse_mixing(model: PreTrainedModel) -> set[tuple[int, int]]:
     """Refuse a model that mixes tokens outside of the attention function: convolutions, recurrences, other attention.
 
-    If tokens see only themselves, the result for one must not depend on the tokens before it or on its index in the
-    input. The loss must be the one that is computed over ranks.
+    If tokens see only themselves, the result for a token must not depend on earlier tokens or on its index in the
+    input. The model's loss must be the loss that is computed over ranks.
 
     Returns:
         (query heads, key heads) of its attention layers.

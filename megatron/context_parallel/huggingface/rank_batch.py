@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank's part of a batch, with properties of the complete batch: documents, number of labels, largest position.
 
-They are read from the complete batch, before it is cut: documents from positions that restart, padding from the
+These properties are read before the batch is cut: documents from positions that restart, padding from the
 attention mask.
 """
 
@@ -53,7 +53,7 @@ def cut(batch: Mapping[str, Any], layout: SequenceLayout, number: int) -> tuple[
     """This rank's part of a complete batch.
 
     Args:
-        batch: ``input_ids`` [b, s]. Optional: ``labels`` [b, s], not shifted, -100 for ignored ones; ``position_ids``
+        batch: ``input_ids`` [b, s]. Optional: ``labels`` [b, s], not shifted, -100 for ignored labels; ``position_ids``
             [b, s] or [1, s], which restart at each document; ``attention_mask`` [b, s], 1 for tokens and 0 for padding
             on the right; ``num_items_in_batch``; the documents' ends in the form for flash attention.
         layout: of all batches; with the balance "documents" it is made again for the first sample's documents.
@@ -106,7 +106,7 @@ def _same_shape(x: Tensor, tokens: Tensor, name: str) -> Tensor:
 
 
 def _ends(tokens: Tensor, positions: Tensor | None) -> tuple[tuple[int, ...], ...]:
-    """The ends of each sample's documents. As in transformers, a document ends if the next position is not one more."""
+    """The ends of each sample's documents. As in transformers, a document ends where positions do not rise by 1."""
     length = tokens.size(1)
     if positions is None:
         return ((length,),) * tokens.size(0)

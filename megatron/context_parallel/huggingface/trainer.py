@@ -27,7 +27,7 @@ REFUSED = {  # of TrainingArguments
 
 
 class ContextParallelMixin:
-    """Put it before a Trainer in the list of base classes.
+    """A mixin to be put before a Trainer in the list of base classes.
 
     Args:
         context: from ``parallelize``, for the trained model.
@@ -75,7 +75,7 @@ class ContextParallelMixin:
         outputs = model(**self.context.shard({**inputs, "num_items_in_batch": count}))
         loss = outputs.loss
         if count is not None and self.args.average_tokens_across_devices:
-            loss = loss * grid.data.size  # the count is that of all data-parallel ranks
+            loss = loss * grid.data.size  # the count covers all data-parallel ranks
         return (loss, outputs) if return_outputs else loss
 
     def prediction_step(self, model: nn.Module, inputs: Mapping[str, Any], prediction_loss_only: bool, *args: Any,

@@ -2,8 +2,8 @@
 """Our attention and masks, registered in transformers (AttentionInterface, AttentionMaskInterface).
 
 In place of a mask with s x s entries a model gets a small object with a method ``attend``. The model passes it to each
-attention as ``attention_mask``, and a recomputed layer gets the same one, so that no state is needed between them.
-:func:`masks_by` sets the kind of this object for the time of a call.
+attention as ``attention_mask``, and a recomputed layer gets the same object, which holds all state that it needs.
+:func:`masks_by` chooses this object for the models that are called within a context.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Shared:
     seed: int
 
     def rule(self, call: Call, samples: int) -> AttentionRule:
-        """All but the mask."""
+        """The attention rule of a call, without its mask."""
         dropout, data = None, self.part.layout.grid.data.rank
         if call.dropout:
             numbers = tuple(range(data * samples, (data + 1) * samples))
@@ -119,7 +119,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class NotCausal:
-    """A mask that is refused when attention uses it, because some decoders make masks that they never use."""
+    """A mask that is refused only when attention uses it: some decoders make masks that they never use."""
 
     why: str
 

@@ -31,7 +31,7 @@ class LongformerBlocks:
     """A window of blocks around the diagonal, and global blocks, which see all blocks and are seen by all.
 
     Attributes:
-        window: blocks to each side of the query's own.
+        window: number of blocks to each side of the query's block.
         global_blocks: number of global blocks, at the start of the sequence.
     """
 

@@ -45,14 +45,14 @@ def restart(positions: Tensor, ends: tuple[int, ...]) -> Tensor:
 
 @lru_cache(maxsize=64)
 def deal(ends: tuple[int, ...], ranks: int) -> tuple[Spans, ...]:
-    """Distribute the tokens of packed documents over ring ranks: as many tokens, and nearly the same causal work, each.
+    """Distribute the tokens of packed documents over ring ranks, with equally many tokens and nearly equal causal work.
 
     A document that stays on one rank needs no transfer and has large tiles. But a long one is too much work for one
-    rank: it is cut in zigzag order over as few ranks as keep each rank's part of it below a limit. The limit is lowered
+    rank: it is cut in zigzag order over the fewest ranks that keep each rank's part below a limit. The limit is lowered
     until the work is even.
 
     Args:
-        ends: one past the last token of each document; ``ranks`` divides the last of them.
+        ends: one past the last token of each document; ``ranks`` divides the last end.
         ranks: number of ring ranks.
 
     Returns:
@@ -93,7 +93,7 @@ class _Share:
 
 
 def _deal(documents: list[Span], ranks: int, capacity: int, limit: float) -> list[_Share]:
-    """Distribute documents, longest first, each over enough ranks that none gets more than ``limit`` of its work.
+    """Distribute documents, longest first, each over so many ranks that no rank gets more than ``limit`` of its work.
 
     Args:
         capacity: tokens of a rank.

@@ -26,8 +26,8 @@ class Axis:
 
     Attributes:
         size: how many ranks the axis has.
-        rank: which of them this is.
-        group: their process group; None if nothing is ever sent. It does not count in comparisons.
+        rank: this process' rank on the axis.
+        group: the axis' process group; None if nothing is ever sent. Comparisons ignore it.
     """
 
     size: int = 1
@@ -121,9 +121,9 @@ class Grid:
         """The grid of existing process groups. An axis without a group has size 1.
 
         Args:
-            ring: on GPUs every rank of it has to call this, because the group's first collective is here.
+            ring: on GPUs all its ranks have to call this, because it runs the group's first collective.
             context: the ranks of Ulysses x Ring, Ulysses innermost. Without it, the group is created if both axes are
-                larger than 1; then every rank of it has to call this.
+                larger than 1; then all ranks of the new group have to call this.
 
         Raises:
             ValueError: ``context`` is not Ulysses x Ring, or not in this order.
@@ -162,7 +162,7 @@ def make_grid(
     backend: str | None = None,
     timeout_minutes: float = 10,
 ) -> Grid:
-    """Create the process groups with torch.distributed alone, and return the grid.
+    """Create the process groups with torch.distributed only, and return the grid.
 
     For the arguments see ``cp.initialize_grid``.
     """
@@ -199,7 +199,7 @@ def model_size(*, ulysses: int, ring: int, tensor: int, pipeline: int) -> int:
 
 
 def initialize_world(backend: str | None, timeout_minutes: float, interface: str | None = None) -> str:
-    """Initialize torch.distributed from the environment unless it is initialized; without torchrun, a world of one.
+    """Initialize torch.distributed from the environment unless it already is; without torchrun, a world of one.
 
     Args:
         interface: network interface of every node; default: chosen by :mod:`megatron.platform.network`.
@@ -226,7 +226,7 @@ def _connect(ring: dist.ProcessGroup | None) -> None:
     """Let NCCL create the ring's communicator now, while all ranks take part.
 
     Otherwise it would do so at the first transfer, which then needs every rank of the group (torch.distributed's
-    ``batch_isend_irecv``). But ranks of a ring from which nothing is needed make no transfer.
+    ``batch_isend_irecv``). But a rank that has nothing to send or receive makes no transfer.
     """
     if ring is not None and ring.size() > 1 and "nccl" in dist.get_backend_config(ring):
         dist.barrier(ring, device_ids=[torch.cuda.current_device()])
@@ -239,7 +239,7 @@ def _context_group(ulysses: dist.ProcessGroup | None, ring: dist.ProcessGroup | 
     rows: list = [None] * ring.size()
     dist.all_gather_object(rows, dist.get_process_group_ranks(ulysses), group=ring)
     ranks = [rank for row in rows for rank in row]
-    if ranks != sorted(ranks):  # a group's ranks ascend with the world's
+    if ranks != sorted(ranks):  # a group orders its ranks as the world does
         raise ValueError(
             f"Ulysses x Ring over the ranks {ranks} cannot be one group in this order: the ranks must ascend; "
             "put the dim of Ring before that of Ulysses in the mesh"

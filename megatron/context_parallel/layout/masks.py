@@ -172,7 +172,7 @@ class Window:
 
 
 class NarrowedMask:
-    """A mask that keeps rectangles of another one, ``within``, and is pairwise or fine if that is."""
+    """A mask that keeps rectangles of another mask, ``within``, and is pairwise or fine if ``within`` is."""
 
     within: Mask
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which global token positions each rank holds, in local order.
 
-Tokens, labels, loss mask, position ids, RoPE, tiles and the data loader are all derived from it.
+Tokens, labels, loss mask, position ids, RoPE, tiles and the data loader are all derived from the layout.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class SequenceLayout:
 
     @property
     def local_length(self) -> int:
-        """Tokens this rank holds."""
+        """Number of tokens that this rank (with all its TP ranks) holds."""
         return self.seq_length // (self.grid.ulysses.size * self.grid.ring.size)
 
     def ring_spans(self, ring: int) -> Spans:
@@ -101,7 +101,7 @@ class SequenceLayout:
         return ((low * block, (low + 1) * block), (high * block, (high + 1) * block))
 
     def of_documents(self, ends: tuple[int, ...]) -> SequenceLayout:
-        """The layout of a sequence of packed documents; itself unless the balance depends on them."""
+        """The layout for a sequence of packed documents; this layout itself unless the balance depends on documents."""
         return replace(self, document_ends=ends) if self.balance == "documents" else self
 
     @property
@@ -111,14 +111,14 @@ class SequenceLayout:
 
     @cached_property
     def chunk_rows(self) -> Spans:
-        """Each chunk's rows among those of a ring rank (all its Ulysses ranks)."""
+        """Each chunk's rows among the rows of a ring rank (all its Ulysses ranks)."""
         units = self.seq_length // (self.grid.ring.size * self.chunk_unit)
         bounds = [units * index // self.chunks * self.chunk_unit for index in range(self.chunks + 1)]
         return tuple(zip(bounds, bounds[1:]))
 
     @cached_property
     def local_chunks(self) -> Spans:
-        """Each chunk's rows among those of one rank; under TP sequence parallelism, of one TP rank."""
+        """Each chunk's rows among the rows of one rank; under TP sequence parallelism, of one TP rank."""
         return tuple((start // self.chunk_unit, stop // self.chunk_unit) for start, stop in self.chunk_rows)
 
     def chunk_spans(self, chunk: int, ring: int) -> Spans:

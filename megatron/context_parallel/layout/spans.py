@@ -21,7 +21,7 @@ Spans = tuple[Span, ...]
 
 
 def count(spans: Spans) -> int:
-    """How many rows or positions there are."""
+    """Number of rows or positions in ``spans``."""
     return sum(stop - start for start, stop in spans)
 
 
@@ -79,7 +79,7 @@ def place(span: Span, kept: Spans) -> Span:
 
 
 def positions(spans: Spans, device: torch.device, flip: bool = False) -> Tensor:
-    """Global positions of spans, in any order, as a tensor int64 [s]; last first with ``flip``."""
+    """The positions in ``spans``, which may have any order, as an int64 tensor [s]; reversed with ``flip``."""
     parts = [torch.arange(start, stop, device=device) for start, stop in spans]
     result = parts[0] if len(parts) == 1 else torch.cat(parts)
     return result.flip(0) if flip else result

@@ -45,7 +45,7 @@ class Tile:
         return rows * columns if self.kind == "full" else rows * (rows + 1) // 2
 
 
-@lru_cache(maxsize=2**14)  # FPDT needs all pairs of chunks: 8,192 of them for 32 chunks and Ring 8
+@lru_cache(maxsize=2**14)  # FPDT needs all pairs of chunks: 8,192 for 32 chunks and Ring 8
 def tiles(q_spans: Spans, k_spans: Spans, mask: Mask) -> tuple[Tile, ...]:
     """The tiles between a query block and a key block.
 
@@ -113,7 +113,7 @@ def parts(tile: Tile, size: int) -> Iterator[Tile]:
 
 
 def _at(spans: Spans, rows: Span, whole: Span) -> Spans:
-    """Positions of some of a tile's rows; ``spans`` are those of the rows ``whole``."""
+    """Positions of some of a tile's rows; ``spans`` are the positions of the rows ``whole``."""
     return positions_of([(rows[0] - whole[0], rows[1] - whole[0])], spans)
 
 
@@ -130,7 +130,7 @@ def _local(part: Span, span: Span, first_row: int) -> Span:
 
 
 def _merge(pieces: list[Tile]) -> list[Tile]:
-    """Fewer, larger kernel calls: join full tiles in a row, triangles on a diagonal, and full tiles in a column."""
+    """Join tiles, for fewer kernel calls: full ones in a row, triangles on a diagonal, and full ones in a column."""
     wide: list[Tile] = []
     for tile in sorted(pieces, key=lambda t: (t.q, t.masked, t.k)):
         last = wide[-1] if wide else None

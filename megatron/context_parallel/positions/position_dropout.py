@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron.context_parallel.layout.spans import Spans, positions
 from megatron.platform.streams import to_device
 
-LEVELS = 2**15  # of probabilities
+LEVELS = 2**15  # probabilities are multiples of 1 / LEVELS
 LANES = 4  # consecutive elements of a row that share one hash
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -37,7 +37,7 @@ class Dropout:
     Attributes:
         probability: of dropping an element, at least 0 and below 1; rounded to a multiple of 1/32768.
         seed: of the run.
-        stream: which dropout of the model; each draws other numbers.
+        stream: which dropout of the model; each stream draws different numbers.
         samples: the number of each sample of the batch among all samples of the run.
         head: the first head's number among all heads of the layer.
     """
@@ -115,7 +115,7 @@ class TileDropout:
     ) -> None:
         self.dropout, self.flip, self.scale = dropout, flip, dropout.scale
         self._rows = dropout.row_keys(positions(q_at, device, flip), heads)
-        # For each span of keys: hash keys of its groups of four columns, its first column in them, and its length.
+        # For each span of keys: hash keys of its groups of four columns, its offset in the first group, its length.
         self._columns: list[tuple[Tensor, int, int]] = []
         for start, stop in k_at:
             groups = torch.arange(start // LANES, -(-stop // LANES), device=device)

@@ -39,8 +39,8 @@ class Yarn:
     Attributes:
         factor: how many times longer sequences become.
         original_length: sequence length of the original training.
-        beta_fast, beta_slow: pairs with more turns than the first in ``original_length`` keep their frequency; those
-            with fewer turns than the second have it divided by ``factor``; in between it is interpolated.
+        beta_fast, beta_slow: pairs with more than ``beta_fast`` turns in ``original_length`` keep their frequency; in
+            those with fewer than ``beta_slow`` it is divided by ``factor``; in between it is interpolated.
         mscale, mscale_all_dim: parameters of :attr:`attention_factor`.
         whole_pairs: whether the two bounds are rounded outwards to whole pairs.
     """
@@ -83,9 +83,9 @@ class Rope:
     """Rotary position embedding of one model.
 
     Attributes:
-        dim: entries of a head that are rotated, the first ones; even.
+        dim: number of entries at the start of a head that are rotated; even.
         base: of the frequencies.
-        interleaved: pairs are neighbours in place of entry i of either half.
+        interleaved: pairs are neighbouring entries; otherwise a pair is entry i of each half.
         interpolation: positions are divided by this (linear interpolation).
         llama3: factor of Llama 3.1's scaling; None for none.
         yarn: YaRN; None for none.
@@ -139,7 +139,7 @@ def rotary_angles(positions: Tensor, inv_freq: Tensor) -> Tensor:
 
     Returns:
         fp32 [..., dim / 2]. The product is computed in fp64 and reduced to one turn before it is rounded. Angles are
-        therefore as exact at position four million as at four; in fp32 the error there would be a tenth of a radian.
+        therefore as exact at position four million as at four; in fp32 the error would be a tenth of a radian.
     """
     return (positions.double()[..., None] * inv_freq.to(positions.device) % (2 * torch.pi)).float()
 
@@ -201,8 +201,8 @@ Ends = tuple[int, ...]
 class LayoutRotaryEmbedding:
     """RoPE at the positions this rank holds. It replaces megatron-core's, inside the attention core.
 
-    Core has a fixed zigzag order of positions, computes angles in fp32 and rotates in the dtype of the heads. Here
-    positions come from the layout.
+    Core has a fixed zigzag order of positions, computes angles in fp32 and rotates in the dtype of the heads. In
+    this class positions come from the layout.
 
     Args:
         rope: frequencies and pairs.

@@ -2,7 +2,7 @@
 """The rotation of RoPE as one Triton kernel for NVIDIA GPUs, which reads and writes each element once.
 
 Sine and cosine are computed in the kernel, in fp32, once for all heads of a block. The angles are within one turn.
-Subtracting multiples of a quarter turn exactly gives the range of the polynomials of Cephes' sinf and cosf.
+An exact subtraction of quarter turns brings them into the range of the polynomials in Cephes' sinf and cosf.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def rotate_kernel(
     """Rotates ``ROWS`` of the ``tokens`` (sequence times batch) in ``HEADS`` heads; entries after the pairs are
     copied."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    there = (row < tokens)[:, None]
+    exists = (row < tokens)[:, None]
     place, sample = (row // batch).to(tl.int64)[:, None], (row % batch).to(tl.int64)[:, None]
     pair = tl.arange(0, PAIRS_BLOCK)[None, :]
-    mask = there & (pair < PAIRS)
+    mask = exists & (pair < PAIRS)
     cos, sin = cos_sin(tl.load(angles + place * angles_ss + sample * angles_sb + pair, mask, other=0.0))
     cos, sin = cos * factor, sin * (factor * sign)
     x += place * x_ss + sample * x_sb
@@ -89,12 +89,12 @@ def rotate_kernel(
             tl.store(to_head + (pair + PAIRS) * out_sd, (second * cos + first * sin).to(out.dtype.element_ty), mask)
         if REST_BLOCK:
             rest = 2 * PAIRS + tl.arange(0, REST_BLOCK)[None, :]
-            left = there & (rest < SIZE)
+            left = exists & (rest < SIZE)
             tl.store(to_head + rest * out_sd, tl.load(from_head + rest * x_sd, left), left)
 
 
 def rotated(x: Tensor, angles: Tensor, dim: int, factor: float, interleaved: bool, sign: int) -> Tensor:
-    """See `Rope.rotate`; ``sign`` -1 is the inverse. x [s, b, heads, d] in fp32, bf16 or fp16, with any strides."""
+    """See `Rope.rotate`; ``sign`` -1 rotates back. x [s, b, heads, d] in fp32, bf16 or fp16, with any strides."""
     out = torch.empty_like(x)
     if x.numel():
         arguments, constants = launch(x, out, angles, dim, factor, interleaved, sign)

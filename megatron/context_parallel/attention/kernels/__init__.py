@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local attention kernels, one file for each: (out, lse) of a tile, and its gradients from the final out and lse.
 
-base.py has their interface. A new kernel is a file here and a line in the table of megatron/decisions/kernel_order.py,
+base.py has their interface. A new kernel needs a file in this folder and a line in megatron/decisions/kernel_order.py,
 which names all kernels and the order in which `auto` tries them.
 
 - math_kernel.py: plain PyTorch, the reference; cpu_kernel.py: PyTorch's flash attention for CPUs
@@ -37,7 +37,7 @@ NEEDS = {
     "needs_softcap": ("supports_softcap", "does not support a soft-cap of attention scores"),
     "needs_value_dim": ("supports_value_dim", "does not support value heads of another size than key heads"),
 }
-"""Optional features of a kernel: the attribute that says whether it has it, and the message if not."""
+"""Optional features of a kernel: the attribute that says whether the kernel has it, and the message if it has not."""
 
 
 def available(
@@ -48,7 +48,7 @@ def available(
     many_tiles: bool = False,
     **needs: bool,
 ) -> list[str]:
-    """Names of the kernels that can run such tensors, best first; ``needs``: some of :data:`NEEDS`."""
+    """Names of the kernels that can run on these tensors, best first; ``needs``: some of :data:`NEEDS`."""
     device = torch.device(device)
     order = _order(device, many_tiles)
     return [name for name in order if _why_not(name, device, dtype, head_dim, needs) is None]
@@ -93,7 +93,7 @@ def choose_on(
     """The name of the kernel that `select` would choose on a GPU of ``capability``, which this machine need not have.
 
     Args:
-        flash_attn: version of the package that is installed there; None: it is not installed.
+        flash_attn: version of the package flash-attn on the machine with that GPU; None: it is not installed.
 
     Raises KernelUnavailable like `select`.
     """

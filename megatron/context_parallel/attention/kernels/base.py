@@ -117,7 +117,7 @@ class Kernel(Protocol):
     the gradient of the complete attention. Under dropout the weights that multiply v are p of the kept pairs divided by
     the probability of keeping; the rest is unchanged.
 
-    A row without any key, by ``mask``, has out 0 and lse -inf. A row whose final lse is -inf has gradient 0.
+    A row that ``mask`` leaves without any key has out 0 and lse -inf. A row whose final lse is -inf has gradient 0.
 
     Both methods are plain functions of tensors, to be called from a ``torch.autograd.Function``. They accept strided
     views, usually of ``[s, b, h, d]`` memory, and may return any strides.
@@ -130,7 +130,7 @@ class Kernel(Protocol):
     supports_value_dim: bool
 
     def why_not(self, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        """None if the kernel can run such tensors, else a short reason, for example "needs a GPU"."""
+        """None if the kernel can run on these tensors, else a short reason, for example "needs a GPU"."""
         ...
 
     def why_not_on(self, capability: Capability, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -296,7 +296,7 @@ def pieces(q: Tensor, k: Tensor, limit: int = INT32_ELEMENTS) -> list[tuple[slic
     """Slices (batch, query heads, key heads) of pieces whose tensors have fewer than ``limit`` elements.
 
     Keys and values are counted with the number of query heads, since kernels expand their gradients. A piece has at
-    least one head, however large. There is nearly always one piece.
+    least one head, even if that head exceeds ``limit``. Nearly always one piece is enough.
     """
     b, h, sq, d = q.shape
     hk, sk = k.shape[1:3]

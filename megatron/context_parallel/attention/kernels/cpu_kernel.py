@@ -3,13 +3,13 @@
 
 Limits of the operator (torch 2.13), and what this file does about them:
 
-- It reads q, k, v, out by their strides, but assumes that the last one is 1 and is silently wrong otherwise: we copy.
+- It reads q, k, v, out by their strides, but is silently wrong if the last stride is not 1: we copy.
 - It supports only additive masks, and is silently wrong in fp64 if their dtype differs from q's: we make them in the
   dtype of q.
 - It returns lse 0 for a row without keys, and NaN gradients for a final lse of -inf: we return -inf, and pass +inf.
 - It returns gradients as ``[b, s, h, d]`` memory.
 - It needs value heads of the key heads' size: we pad the smaller ones with zeros.
-- It has no dropout and no soft-cap: such tiles use the math kernel, whose blocks fit the cache.
+- It has no dropout and no soft-cap: tiles with either use the math kernel, whose blocks fit the cache.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MASK_BYTES = 64 * 2**20  # a tile with a larger additive mask is computed in blo
 
 
 class CpuKernel:
-    """fp32, fp64, bf16 and fp16; grouped heads, masks. The default where there is no GPU."""
+    """Supports fp32, fp64, bf16, fp16, grouped heads and masks. It is the default on a machine without a GPU."""
 
     name = "cpu"
     supports_mask = True
@@ -102,10 +102,10 @@ class CpuKernel:
         tensors = (q_BHSD, k_BHSD, v_BHSD, out_BHSD.to(q_BHSD.dtype))
         q, k, v, out, dout = _one_size(*(compact(x) for x in tensors), dout_BHSD.to(q_BHSD.dtype))
         lse = lse_for_backward(lse_BHS, accumulation_dtype(q.dtype))
-        own = [slice(x.shape[3]) for x in (q_BHSD, k_BHSD, v_BHSD)]  # without the padding of _one_size
+        unpadded = [slice(x.shape[3]) for x in (q_BHSD, k_BHSD, v_BHSD)]  # without the padding of _one_size
         if mask is None:
             grads = _backward(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
-            return tuple(grad[..., part] for grad, part in zip(grads, own))
+            return tuple(grad[..., part] for grad, part in zip(grads, unpadded))
         dq = torch.empty_like(q)
         dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
         for start, end, keys, allowed, bias in _blocks(q, k, causal, mask):
@@ -116,7 +116,7 @@ class CpuKernel:
             )
             dk[:, :, :keys] += dk_part
             dv[:, :, :keys] += dv_part
-        return tuple(grad[..., part].to(q.dtype) for grad, part in zip((dq, dk, dv), own))
+        return tuple(grad[..., part].to(q.dtype) for grad, part in zip((dq, dk, dv), unpadded))
 
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -124,7 +124,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 
 def _one_size(*tensors: Tensor) -> list[Tensor]:
-    """All heads padded with zeros to the size of the largest; zeros do not change the products."""
+    """The tensors with all heads padded to the largest head size; the zeros do not change the products."""
     size = max(x.shape[3] for x in tensors)
     return [x if x.shape[3] == size else functional.pad(x, (0, size - x.shape[3])) for x in tensors]
 
@@ -142,9 +142,9 @@ def _blocks(q: Tensor, k: Tensor, causal: bool, mask: Tensor | RowMask):
 
 
 def _additive(allowed: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The bias, or 0, where a pair is allowed, -inf where not.
+    """The additive mask: the bias (or 0) where a pair is allowed, -inf where it is not.
 
-    It computes ``1 - 1 / allowed``, which is ten times as fast on the CPU as `masked_fill`.
+    It is computed as ``1 - 1 / allowed``, which is ten times as fast on the CPU as `masked_fill`.
     """
     if allowed is None:
         return bias.to(dtype)

@@ -118,6 +118,6 @@ _backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 
 @functools.cache
 def _lse_dims(device: torch.device, dtype: torch.dtype) -> int:
-    """3 or 4: PyTorch versions return lse as [b, h, s] or [b, h, s, 1], and expect this shape in backward."""
+    """3 or 4: PyTorch returns lse as [b, h, s] or, in some versions, [b, h, s, 1]; backward needs the same shape."""
     x = torch.zeros(1, 1, 64, 64, dtype=dtype, device=device)
     return _forward(x, x, x, None, True, 0.0, False, scale=1.0)[1].dim()

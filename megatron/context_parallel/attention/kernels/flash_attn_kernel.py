@@ -133,7 +133,7 @@ def _library(hopper: bool) -> ModuleType | str:
 
 
 def installed_version(capability: tuple[int, int] | None) -> int | None:
-    """The version of the package that would run on such a GPU: 3, 2, or None if neither can be imported."""
+    """The version of the package that would run on this GPU: 3 or 2; None without a GPU or if neither imports."""
     if capability is None:
         return None
     hopper = capability == (9, 0)
@@ -161,7 +161,7 @@ def _parameters(function: Callable[..., Any]) -> dict[str, bool]:
 
 
 def _call(function: Callable[..., Any], **values: Any) -> Any:
-    """Call ``function`` with those of ``values`` that it has as arguments, and None for other required arguments."""
+    """Call ``function`` with the ``values`` that it has as arguments, and None for other required arguments."""
     parameters = _parameters(function)
     return function(**{name: values.get(name) for name, needed in parameters.items() if name in values or needed})
 

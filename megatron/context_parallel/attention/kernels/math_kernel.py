@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in plain PyTorch, the reference: any device, float dtype, mask, and dropout, in bounded memory.
+"""The reference: attention in plain PyTorch for any device, float dtype, mask and dropout, in bounded memory.
 
 Scores are computed for a block of rows and heads at a time. On a CPU a block fits the cache of a core; on a GPU it is
-large enough to keep it busy.
+large enough to keep the GPU busy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron.context_parallel.attention.kernels.base import (
     softcap_of,
 )
 
-SCORE_BYTES = {"cpu": 2**21, "cuda": 2**26}  # of a block's scores; a few buffers of this size exist at once
+SCORE_BYTES = {"cpu": 2**21, "cuda": 2**26}  # limit for a block's scores; a few buffers of this size exist at once
 FEW_ROWS = 128  # a block with fewer rows has only one head
 FEWEST_ROWS = 16  # of a block on a CPU, for any number of keys, so that products stay efficient
 
@@ -116,7 +116,7 @@ class MathKernel:
                 _mask_(p, _part(allowed, batch, heads), _part(bias, batch, heads), causal)
                 p.sub_(lse[batch, heads, rows].unsqueeze(-1)).exp_()
                 dout = _fold(dout, k)
-                weights = p  # of v
+                weights = p  # the weights that multiply v
                 if dropout:
                     dout = dout * dropout.scale
                     weights = p * dropout.rows(start, end, keys, batch, heads)
@@ -139,7 +139,7 @@ def _blocks(q: Tensor, k: Tensor, causal: bool, mask: AnyMask) -> Iterator[tuple
     if k.device.type == "cpu":
         limit *= torch.get_num_threads()  # each core has its own cache
     row = group * keys * k.dtype.itemsize  # bytes of a row's scores with one key head
-    at_once = min(max(limit // (row * -(-min(sq, FEW_ROWS) // group)), 1), b * hk)  # key heads, of all samples
+    at_once = min(max(limit // (row * -(-min(sq, FEW_ROWS) // group)), 1), b * hk)  # pairs of a sample and a key head
     if at_once >= hk:
         step = at_once // hk
         heads = [(slice(i, min(i + step, b)), slice(0, h), slice(0, hk)) for i in range(0, b, step)]
@@ -182,7 +182,7 @@ def _products(q: Tensor, k: Tensor, scale: float, rows: int) -> Tensor:
 
 
 def _mask_(scores: Tensor, allowed: Tensor | None, bias: Tensor | None, causal: bool) -> None:
-    """Add the bias to scores [b, h, rows, keys], and set those of pairs that are not allowed to -inf.
+    """Add the bias to scores [b, h, rows, keys], and set the scores that ``allowed`` excludes to -inf.
 
     ``causal``: the last row sees all keys, each earlier row one key less.
     """

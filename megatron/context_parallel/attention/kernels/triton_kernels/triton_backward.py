@@ -2,8 +2,8 @@
 """Gradients of a block of queries, and of a block of keys, summed over all tiles that the block is in.
 
 It is FlashAttention-2's backward pass (arXiv 2307.08691) in two kernels, so that each sum is written by one program:
-without atomics, and deterministic. With the *final* lse and delta the gradients of tiles can be added, here to fp32
-sums in place.
+without atomics, and deterministic. All tiles use the *final* lse and delta, so that their gradients can
+be added, which is done in place in fp32.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _walk_queries(
     STEP: tl.constexpr, KIND: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, DROPS: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Rows are keys and columns are queries, so that nothing has to be transposed before the second product."""
+    """Scores are transposed, [keys, queries], so that nothing has to be transposed before the second product."""
     for index in range(first, last):
         entry = ranges + index * 9
         start, stop = tl.load(entry), tl.load(entry + 1)

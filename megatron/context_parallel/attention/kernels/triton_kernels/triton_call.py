@@ -5,7 +5,7 @@ The kernels are in triton_forward.py and triton_backward.py; triton_tiles.py mak
 ``TRITON_INTERPRET=1``, set before Triton is first imported, they run on CPU tensors, slowly, for tests.
 
 Sinks (a learned logit for each head, without a value) need no kernel: after all tiles, ``out *= sigmoid(lse - sink)``
-and ``lse = logaddexp(lse, sink)``. The backward pass uses that lse and out unchanged, and the gradient of a head's sink
+and ``lse = logaddexp(lse, sink)``. The backward pass uses this out and lse, and the gradient of a head's sink
 is ``-sum(exp(sink - lse) * delta)`` over its queries.
 """
 
@@ -29,7 +29,7 @@ from megatron.platform.streams import to_device
 # Block sizes of the Triton kernels, by head size and GPU; there is no autotuning at run time.
 #
 # They were chosen without a GPU, from the compiler's output (`benchmarks/triton_resources.py`): the largest of a few
-# usual sizes that spill no register with any mask, bias, cap or dropout. They should be replaced by measured ones.
+# usual sizes that spill no register with any mask, bias, cap or dropout. They should be replaced by measured sizes.
 
 
 Pass = Literal["forward", "queries", "keys"]
@@ -57,7 +57,7 @@ class Blocks:
 
 INTERPRETED = Blocks(32, 16)  # small, so that short sequences have several blocks
 
-# (GPU, head up to) -> blocks, for elements of two bytes.
+# (compute capability * 10, largest head size) -> block sizes, for elements of two bytes.
 TABLE: dict[Pass, dict[tuple[int, int], Blocks]] = {
     "forward": {
         (80, 64): Blocks(128, 64, 8, 3),
@@ -162,7 +162,7 @@ def attend_tiles(
     It is one launch, unless the bits of masked tiles need more than `triton_tiles.BITS_AT_ONCE` bytes.
 
     Args:
-        tiles: their rows count within q and k, v.
+        tiles: their row numbers are indices into q, and into k and v.
         q_SBHD: [s, b, heads, d]; k_SBHD: [t, b, kv_heads, d]; v_SBHD: [t, b, kv_heads, dv]. Any strides.
         scale: factor on q @ k^T, above 0.
         out_SBHD, lse_SBH: fp32 [s, b, heads, dv] and [s, b, heads], any strides: the output for all keys so far and
@@ -205,7 +205,7 @@ def attend_tiles_grad(
 
     Args:
         dout: [s, b, heads, dv], any strides.
-        lse: the *final* one, of all tiles of these queries, fp32 [s, b, heads].
+        lse: the *final* lse, merged over all tiles of these queries, fp32 [s, b, heads].
         delta_SBH: :func:`delta` of the final output, fp32 [s, b, heads].
         dq, dk, dv: the sums, fp32 in the shapes of q, k, v, with any strides.
     """
@@ -281,7 +281,7 @@ class Call:
     def backward(
         self, tiles: tuple[Tile, ...], dout: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> tuple[Launch, Launch]:
-        """The launch for dq, and that for dk and dv."""
+        """Two launches: the first for dq, the second for dk and dv."""
         if dout.shape != (*self.q.shape[:3], self.v.size(3)):
             raise ValueError(f"dout {list(dout.shape)} does not fit q {list(self.q.shape)}, v {list(self.v.shape)}")
         rows = self.q.shape[:3]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile the Triton kernels for a GPU that this machine does not have, and read the resources that they use.
 
-Triton includes NVIDIA's assembler. A `Launch` with tensors on the ``meta`` device is compiled as the first call with
-such tensors on a GPU would compile it.
+Triton includes NVIDIA's assembler. A `Launch` with tensors on the ``meta`` device is compiled as in its first call
+on a GPU.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Resources:
         warps: of a block.
         products: number of tensor core instructions in its PTX, by name.
         columns: of tensor memory (Blackwell).
-        step: instructions of the innermost loop for plain pairs; None without tensor cores.
+        step: instructions of the shortest innermost loop that uses tensor cores; None if there is none.
         capability: the compute capability that it was compiled for.
     """
 
@@ -148,7 +148,7 @@ def _step(sass: str) -> int | None:
 def example(
     capability: int, head: int, dtype: torch.dtype = torch.bfloat16, features: Collection[str] = ()
 ) -> dict[Pass, Launch]:
-    """The launches of a causal attention of 8 heads and 2 key heads with some of `FEATURES`."""
+    """Example launches: causal attention with 8 heads and 2 key heads; ``features``: some of `FEATURES`."""
     rows, heads, key_heads = 4096, 8, 2
 
     def meta(*shape: int, kind: torch.dtype = torch.float32) -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of a block of queries to all ranges of keys that it meets, merged into a running output.
+"""Attention of a block of queries to all ranges of keys that it attends to, merged into a running output.
 
 It is FlashAttention-2's forward pass (arXiv 2307.08691) with the running output as the initial state: as one additional
 key, whose score is the running lse and whose value is the running output.
@@ -60,7 +60,7 @@ def _walk(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Computes ranges ``first .. last`` of a KIND, 0: plain; 1: edges, pairs are compared; 2: masked, bits are read."""
+    """Computes ranges of one KIND: 0: plain; 1: edges, where pairs are compared; 2: masked, where bits are read."""
     for index in range(first, last):
         entry = ranges + index * 9
         start, stop = tl.load(entry), tl.load(entry + 1)
@@ -83,10 +83,10 @@ def _walk(
                 scores, _ = log2_scores(products, factor, cap, slope, q_at[:, None], k_at[None, :], ALIBI, CAPPED)
                 unit = 1.0
             if KIND > 0:
-                counts = (keys[None, :] >= lowest[:, None]) & (keys[None, :] <= highest[:, None])
+                visible = (keys[None, :] >= lowest[:, None]) & (keys[None, :] <= highest[:, None])
                 if KIND == 2:
-                    counts &= marked(at, row, words, key - first_key, belongs, STEP)
-                scores = tl.where(counts, scores, float("-inf"))
+                    visible &= marked(at, row, words, key - first_key, belongs, STEP)
+                scores = tl.where(visible, scores, float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, 1) * unit)
             above = new_top
             if KIND > 0:

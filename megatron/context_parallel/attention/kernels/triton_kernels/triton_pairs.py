@@ -61,7 +61,7 @@ def load_rows(
 
 @triton.jit
 def dot(a, b, total, PRECISION: tl.constexpr):
-    """``a @ b + total`` in fp32. The interpreter treats bf16 as integers; there both are converted to fp32 first."""
+    """``a @ b + total`` in fp32. The interpreter treats bf16 as integers, so for it both become fp32 first."""
     if PRECISION == "interpreted":
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
     else:
@@ -70,7 +70,7 @@ def dot(a, b, total, PRECISION: tl.constexpr):
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr, PRECISION: tl.constexpr):
-    """fp32 rounded to the nearest in ``dtype``. The interpreter would truncate to bf16; there we round the bits."""
+    """fp32 rounded to the nearest in ``dtype``. The interpreter would truncate to bf16, so for it we round the bits."""
     if PRECISION == "interpreted" and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
@@ -97,7 +97,7 @@ def log2_scores(products, factor, cap, slope, q_at, k_at, ALIBI: tl.constexpr, C
 
 @triton.jit
 def marked(bits, row, words, first, exists, STEP: tl.constexpr):
-    """The mask of rows of the block's side, ``row`` [rows], and STEP rows of the other side from ``first`` on.
+    """The mask [rows, STEP]: rows ``row`` of the block's side, and STEP rows of the other side from ``first`` on.
 
     ``bits``: the tile's mask, ``words`` words for each row. ``exists``: which rows exist. A word is read once for all
     its pairs.

@@ -30,7 +30,7 @@ Side = Literal["q", "k"]
 FAR = 2**30  # more than the distance of any two rows
 WORD = 32  # pairs in a word of bits
 BITS_AT_ONCE = 2**28  # most bytes of bits in one launch
-MASKED_ROWS = 2**14  # a masked tile with more bits is cut into parts of so many queries and keys (32 MiB)
+MASKED_ROWS = 2**14  # a masked tile above that limit is cut into parts of this many queries and keys (32 MiB)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def walk(tiles: tuple[Tile, ...], side: Side, rows: int, block: int, step: int, 
 
 
 def _table(tiles: tuple[Tile, ...], side: Side) -> dict[str, np.ndarray]:
-    """The tiles as columns: a is the block's side, b the other one."""
+    """The tiles as columns: a is the block's side, b the other side."""
     q, k = (
         np.array([t.q for t in tiles], np.int64).reshape(-1, 2),
         np.array([t.k for t in tiles], np.int64).reshape(-1, 2),
@@ -109,7 +109,7 @@ def _table(tiles: tuple[Tile, ...], side: Side) -> dict[str, np.ndarray]:
 
 
 def _int32(x: np.ndarray, device: torch.device) -> Tensor:
-    """On the device, after the copy is done, because cached results may be used on any stream."""
+    """``x`` on the device. Waits for the copy, because cached results may be used on any stream."""
     return torch.from_numpy(x.astype(np.int32)).to(device)
 
 
