@@ -209,7 +209,7 @@ def _rounds(group: list[Run], args: argparse.Namespace) -> None:
             stack.enter_context(program)
 
         def answers(what: str) -> Iterator[tuple[Run, dict]]:
-            """The answer of each program that has not been out of memory."""
+            """The answer of each program that has not run out of memory."""
             for run, program in zip(group, programs):
                 try:
                     if not run.failed:
@@ -277,7 +277,7 @@ def write(report: dict, prefix: Path) -> None:
 
 
 def merged(report: dict) -> list[dict]:
-    """One row for each configuration. The reference, measured with every chunk size, has the median of its rows."""
+    """One row for each configuration; the reference's row has medians, as it is measured with every chunk size."""
     reference = [row for row in report["rows"] if row["mode"] == REFERENCE]
     median = dict(reference[0])
     for name in ("seconds", "tokens_per_second", "mfu"):
