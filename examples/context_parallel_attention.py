@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Context-parallel attention in a program of your own: each process holds only a part of the sequence.
+"""Context-parallel attention in your own program: each process holds only a part of the sequence.
 
     torchrun --nproc-per-node 4 examples/context_parallel_attention.py
 
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def pick_device() -> tuple[torch.device, torch.dtype, float]:
-    """A GPU of this process with bf16, or the CPU with fp32; and how far results may differ."""
+    """This process's GPU with bf16, or the CPU with fp32; and the largest relative difference allowed."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         return torch.device("cuda", torch.cuda.current_device()), torch.bfloat16, 3e-2
