@@ -16,7 +16,7 @@ writer starts. `check`: verification of all files before loading, on one process
 
 For busy machines: CPU seconds of each part of a save on one process, 1 GB, three saves. With --async-save, training
 waits for `begin` and `finish`, and for the time by which `copy` exceeds the forward and backward pass of a step.
-Without --async-save it waits for all of `copy` and for `write`, too.
+Without --async-save, training also waits for `write`.
 """
 
 from __future__ import annotations

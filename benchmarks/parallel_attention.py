@@ -145,11 +145,11 @@ class Team:
         """out, dq, dk, dv of the complete sequence, put together from all ranks."""
         parts = self.call("results", path)
         order = torch.cat([torch.from_numpy(positions) for positions, _ in parts])
-        whole = []
+        complete = []
         for pieces in zip(*(tensors for _, tensors in parts)):
             joined = torch.cat([torch.from_numpy(piece) for piece in pieces])
-            whole.append(torch.empty_like(joined).index_copy_(0, order, joined))
-        return whole
+            complete.append(torch.empty_like(joined).index_copy_(0, order, joined))
+        return complete
 
     def close(self) -> None:
         for pipe in self.pipes:
@@ -167,9 +167,9 @@ def _serve(rank: int, size: int, pipe: Connection, port: int, problem: Problem, 
         "ulysses": world_layout(problem.seq_length, ulysses=size, ring=1),
         "ring": world_layout(problem.seq_length, ulysses=1, ring=size),
     }
-    whole = problem.inputs()
-    tensors = {path: [layout.shard(x) for x in whole] for path, layout in layouts.items()}
-    del whole
+    complete = problem.inputs()
+    tensors = {path: [layout.shard(x) for x in complete] for path, layout in layouts.items()}
+    del complete
     while True:
         try:
             what, path = pipe.recv()

@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 4 examples/context_parallel_attention.py
 
 Attention runs over Ulysses 2 x Ring 2, forward and backward, and is then compared with PyTorch's attention over the
-whole sequence on one process. Also runs as a single process: python examples/context_parallel_attention.py
+complete sequence on one process. Also runs as a single process: python examples/context_parallel_attention.py
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     grid = cp.initialize_grid(ulysses=options.ulysses, ring=options.ring or world // options.ulysses)
     layout = cp.SequenceLayout(SEQ_LENGTH, grid, options.balance)
 
-    # The whole sequence, equal on every process. A real program would make or load only its own part:
+    # The complete sequence, equal on every process. A real program would make or load only its own part:
     # the tokens at layout.positions.
     generator = torch.Generator().manual_seed(1)
     whole = [
@@ -75,7 +75,7 @@ def pick_device() -> tuple[torch.device, torch.dtype, float]:
 
 
 def on_one_process(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> list[torch.Tensor]:
-    """PyTorch's attention over the whole sequence: out, dq, dk, dv as [s, b, heads, d]."""
+    """PyTorch's attention over the complete sequence: out, dq, dk, dv as [s, b, heads, d]."""
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out = scaled_dot_product_attention(*(x.permute(1, 2, 0, 3) for x in leaves), is_causal=True, enable_gqa=True)
     out = out.permute(2, 0, 1, 3)

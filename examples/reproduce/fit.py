@@ -160,13 +160,13 @@ def distinct(name: str) -> int:
 
 def left_out(name: str) -> dict[str, str]:
     """The error of each table with constants fitted to the others; empty for a single table."""
-    wanted, start, found = FITS[name], beginning(name), {}
+    wanted, start, result = FITS[name], beginning(name), {}
     for out, table in wanted.tables.items():
         others = [other for key, other in wanted.tables.items() if key != out]
         if others:
             machine = fit(start, wanted.constants, others, wanted.limits)
-            found[out] = f"{mean_error(machine, [table]):.1f} %"
-    return found
+            result[out] = f"{mean_error(machine, [table]):.1f} %"
+    return result
 
 
 def how_much(names: Sequence[str], *, leave_out: bool = False) -> Iterator[str]:

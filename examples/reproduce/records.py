@@ -105,8 +105,8 @@ def draw(figure: Any, result: list[Predicted]) -> None:
         axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13))
 
 
-def errors(found: list[Predicted]) -> str:
-    means = (mean_of_records(found), mean_of_sources(found), mean_of_rates(found))
+def errors(runs: list[Predicted]) -> str:
+    means = (mean_of_records(runs), mean_of_sources(runs), mean_of_rates(runs))
     return "records {:.1f} %, sources {:.1f} %, sources' rates {:.1f} %".format(*means)
 
 

@@ -180,7 +180,7 @@ def table_3_name(line: dict) -> str:
 
 
 def table_3_rows() -> list[Row]:
-    """For each row of the paper: the longest sequence, device memory at the published length, and MFU there."""
+    """For each row of the paper: the longest sequence, and device memory and MFU at the published length."""
     machine, shape, rows = machine_of("A100-80G"), shape_of("llama3-8b"), []
     speeds = training.table_3_rows(Simulated(machine))
     for line, speed in zip(published("fpdt_table_3_strategies"), speeds, strict=True):

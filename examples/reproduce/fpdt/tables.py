@@ -29,7 +29,7 @@ TABLES = {
     ),
     "table_3": context_table(
         "FPDT, table 3: Llama-3-8B on 8 A100-80G",
-        "memory strategies: the longest sequence, device memory at the published length, and MFU there. AC: activation "
+        "memory strategies: the longest sequence, and device memory and MFU at the published length. AC: activation "
         "checkpoints; OC: in host memory",
         capacity.table_3_rows,
         log="tokens",

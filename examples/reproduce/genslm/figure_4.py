@@ -38,9 +38,9 @@ def dense_bytes(length: int) -> tuple[int, int, int]:
     with FakeTensorMode(), TensorMeter("cpu") as meter:
         before = meter.now
         mask = torch.tril(torch.ones(1, length, length))
-        alone = meter.now - before
+        finished = meter.now - before
         mask = mask < 0.5
-        return alone, meter.peak - before, meter.now - before
+        return finished, meter.peak - before, meter.now - before
 
 
 def part_bytes(length: int, threshold: int) -> int:
@@ -71,10 +71,10 @@ def every_third(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 def rows_of(lengths: tuple[int, ...] = LENGTHS) -> list[Row]:
     rows = []
     for length in lengths:
-        alone, peak, moved = dense_bytes(length)
+        finished, peak, moved = dense_bytes(length)
         compared = length == PUBLISHED_AT
         counted = {
-            "dense mask, fp32": (alone, MASK_GB, "the page: over 10 GB beyond 50K tokens"),
+            "dense mask, fp32": (finished, MASK_GB, "the page: over 10 GB beyond 50K tokens"),
             "dense, made on the device": (peak, 2 * MASK_GB, "the page: at least twice the mask while it is made"),
             "dense, made in host memory": (moved, None, ""),
             "saved by the host": (peak - moved, SAVED_GB,

@@ -38,7 +38,7 @@ class Traffic(TorchDispatchMode):
     """Counts, while it is active, the numbers (not bytes) that this rank sends to other ranks, by kind of message.
 
     A collective over n ranks on a message of M numbers counts as in a ring or pairwise algorithm:
-    all-gather, reduce-scatter and all-to-all send ``M (n - 1) / n`` over every link; M is the whole message for the
+    all-gather, reduce-scatter and all-to-all send ``M (n - 1) / n`` over every link; M is the complete message for the
     first two and this rank's part of it for the third; all-reduce is a reduce-scatter and an all-gather.
 
     Attributes:
