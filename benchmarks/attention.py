@@ -4,10 +4,10 @@
 
     python benchmarks/attention.py --json attention.json
 
-On a CPU: the local kernel (one process, two threads) against Ulysses 2 and Ring 2 (two processes of one thread),
-measured in turns, so that other programs affect all of them; rounds in which these used more than 3 % of the machine
-are repeated. Then the work of a Ring of 4, zigzag against contiguous. On a GPU: every local kernel against the device's
-GEMM rate; under torchrun Ulysses and Ring, too.
+On a CPU, the local kernel (one process, two threads), Ulysses 2 and Ring 2 (two processes of one thread) are measured
+in turns, so that other programs affect all of them; rounds in which those programs used more than 3 % of the machine
+are repeated. Then zigzag and contiguous are compared by the work of a Ring of 4. On a GPU, every local kernel is
+compared with the device's GEMM rate; under torchrun, Ulysses and Ring are measured, too.
 """
 
 from __future__ import annotations

@@ -9,14 +9,14 @@
 Default: the Llama of examples/quickstart.sh on 4 processes. Flags after `--` are pretrain_llama.py's. Each repetition
 starts new processes, which save twice and run `--steps` steps after each save; with `async`, writing overlaps them.
 `still`: time that the training loop waited for the save. `slower`: additional time of the steps after a save. Seconds
-are those of the slowest rank in each part; CPU seconds are those of all processes, with those that core's writer
-starts. `check`: verification of all files before loading, on one process.
+are those of the slowest rank in each part; CPU seconds are those of all processes, including the ones that core's
+writer starts. `check`: verification of all files before loading, on one process.
 
     python benchmarks/checkpoint.py --parts
 
 For busy machines: CPU seconds of each part of a save on one process, 1 GB, three saves. With --async-save, training
-waits for `begin` and `finish`, and for `copy` as far as it takes longer than the forward and backward pass of a step;
-without it, also for `write`.
+waits for `begin` and `finish`, and for the time by which `copy` exceeds the forward and backward pass of a step.
+Without --async-save, training also waits for `write`.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--writers", nargs="+", choices=("core", "ours", "async"), default=["core", "ours", "async"])
-    parser.add_argument("--steps", type=int, default=2, help="after each save")
+    parser.add_argument("--steps", type=int, default=2, help="training steps after each save")
     parser.add_argument("--json", metavar="FILE", help="write the figures here")
     parser.add_argument("--folder", help="folder to save in; default: a temporary one")
     parser.add_argument("--parts", action="store_true", help="print CPU seconds of the parts of a save on one process")
     parser.add_argument("--worker", metavar="FILE", help=argparse.SUPPRESS)
-    parser.add_argument("flags", nargs="*", help="of pretrain_llama.py")
+    parser.add_argument("flags", nargs="*", help="flags of pretrain_llama.py")
     args = parser.parse_args()
     if args.worker:
         work(args.writers[0], args.folder, args.flags, args.steps, Path(args.worker))
@@ -198,7 +198,7 @@ def work(writer: str, folder: str, flags: list[str], steps: int, answer: Path) -
         slowest = {key: max(one[key] for one in every) for key in mine}
         saves.append(slowest | {"cpu": sum(one["cpu"] for one in every)})
         if writer == "core":
-            train(1)  # the next save needs another name
+            train(1)  # the next save's folder is named by another iteration
     path = sorted(Path(folder).glob("iter_*"))[-1]
     dist.barrier()
     checked = examine(path)
@@ -233,7 +233,7 @@ def core_save(checkpoint: Any, folder: str, job: Any) -> None:
 
 
 def measure_parts(checkpoint: Any) -> Counter[str]:
-    """Seconds by part, which later saves of this package fill, on any thread."""
+    """An empty counter of seconds by part; later saves of this package add to it, on any thread."""
     from megatron.training.checkpoint import rank_file, save_job
 
     spent: Counter[str] = Counter()
@@ -256,7 +256,7 @@ def measure_parts(checkpoint: Any) -> Counter[str]:
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process and its children, with those that have ended."""
+    """CPU seconds of this process and its children, including those that have ended."""
     import psutil
 
     own = psutil.Process()

@@ -47,14 +47,14 @@ def write(prefix: str, document: int, total: int) -> None:
 
 
 def datasets(prefix: str, length: int, samples: int, cache: str) -> dict[str, GPTDataset]:
-    """Datasets of both with the same samples and cached indices, as in a run."""
+    """Datasets of both packages with the same samples and cached indices, as in a run."""
     tokenizer = build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), VOCABULARY)
     result = {}
     for name, builder, kind in (
         ("core", BlendedMegatronDatasetBuilder, GPTDataset),
         ("ours", LocalBuilder, TokenDataset),
     ):
-        for _ in range(2):  # built, then from the cache
+        for _ in range(2):  # the first builds the indices, the second reads them from the cache
             data = {"blend": ([prefix], None), "split": "1,0,0", "path_to_cache": os.path.join(cache, name)}
             config = LocalConfig(random_seed=1, sequence_length=length, tokenizer=tokenizer, **data, **NO_MASKS)
             result[name] = builder(kind, [samples, 0, 0], lambda: True, config).build()[0]

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Tests every decoder that the installed transformers registers on Ulysses 2 x Ring 2 against one process.
+"""Compares Ulysses 2 x Ring 2 with one process, for every decoder that the installed transformers registers.
 
     python benchmarks/families.py --results tests/distributed/data/families.jsonl
 
@@ -87,7 +87,7 @@ def read(results: Path) -> Results:
 
 
 def table(results: Results, families: tuple[str, ...]) -> str:
-    """Markdown: counts, and the families by outcome and reason, tried or not."""
+    """Markdown: counts, and all families, even those not tried, by outcome and reason."""
     rows = {family: results.get(family, {"outcome": "not tried"}) for family in families}
     counts = Counter(row["outcome"] for row in rows.values())
     outcomes = ", ".join(f"{counts[name]} {name}" for name in ORDER if counts[name])

@@ -209,7 +209,7 @@ def _rounds(group: list[Run], args: argparse.Namespace) -> None:
             stack.enter_context(program)
 
         def answers(what: str) -> Iterator[tuple[Run, dict]]:
-            """The answer of each program that has not been out of memory."""
+            """The answer of each program that has not run out of memory."""
             for run, program in zip(group, programs):
                 try:
                     if not run.failed:
@@ -277,7 +277,7 @@ def write(report: dict, prefix: Path) -> None:
 
 
 def merged(report: dict) -> list[dict]:
-    """One row for each configuration. The reference, measured with every chunk size, has the median of its rows."""
+    """One row for each configuration; the reference's row has medians, as it is measured with every chunk size."""
     reference = [row for row in report["rows"] if row["mode"] == REFERENCE]
     median = dict(reference[0])
     for name in ("seconds", "tokens_per_second", "mfu"):
@@ -348,12 +348,12 @@ def draw(report: dict, file: Path) -> None:
     problem, rows = report["problem"], merged(report)
     sizes = sorted({row["chunk_size"] for row in rows if row["chunk_size"]}, reverse=True)
     chunked = [mode for mode in SAYS if any(row["mode"] == mode and row["chunks"] for row in rows)]
-    whole = [row for row in rows if not row["chunks"] and "seconds" in row]
+    unchunked = [row for row in rows if not row["chunks"] and "seconds" in row]
     at = {size: place for place, size in enumerate(sizes)}
     figure, (speed, memory) = plt.subplots(1, 2, figsize=(13, 5.2), layout="constrained")
-    reference = next((row for row in whole if row["mode"] == REFERENCE), None)
+    reference = next((row for row in unchunked if row["mode"] == REFERENCE), None)
     dashed = {"linestyle": "--", "linewidth": 1.2}
-    for row in whole:
+    for row in unchunked:
         speed.axhline(row["tokens_per_second"], color=colours[row["mode"]], label=SAYS[row["mode"]], **dashed)
     for mode in chunked:
         points = [row for row in rows if row["mode"] == mode and "seconds" in row]
@@ -384,7 +384,7 @@ def draw(report: dict, file: Path) -> None:
             elif "states" in row:
                 memory.bar(x, row["states"] / GIB, bars * 0.92, color=states_colour)
                 memory.bar(x, row["activations"] / GIB, bars * 0.92, bottom=row["states"] / GIB, color=colours[mode])
-    for row in whole:
+    for row in unchunked:
         if "states" in row:
             memory.axhline((row["states"] + row["activations"]) / GIB, color=colours[row["mode"]], **dashed)
     memory.bar(0, 0, color=states_colour, label="weights, gradients, optimizer")

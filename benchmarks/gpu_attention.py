@@ -47,7 +47,7 @@ def run_on_gpu(problem: Problem, repeats: int, console: Console, device: str = "
 def compare_kernels(
     problem: Problem, where: platform.Platform, repeats: int, rate: float, console: Console
 ) -> tuple[dict, list[Tensor]]:
-    """(figures of each usable kernel on the complete sequence, out, dq, dk, dv of the first one)."""
+    """The figures of each usable kernel on the complete sequence, and [out, dq, dk, dv] of the first kernel."""
     inputs = problem.inputs(str(where.device))
     names = kernels.available(where.device, problem.dtype, problem.head_dim)
     names = [name for name in names if name != "math"] or names
@@ -81,7 +81,7 @@ def compare_paths(
     expected: list[Tensor],
     console: Console,
 ) -> dict:
-    """Ulysses and Ring over all ranks; 100 % is the local kernel's time divided by the ranks."""
+    """Ulysses and Ring over all ranks; 100 % is the local kernel's time divided by the number of ranks."""
     ranks = dist.get_world_size()
     inputs = problem.inputs(str(where.device))
     table = Table(f"{ranks} ranks, kernel {kernel}", "median ms", "TFLOP/s per rank", "of local", "largest error")

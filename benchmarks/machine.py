@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-QUIET = 0.03  # largest share of the machine that others may use in a measurement that counts
+QUIET = 0.03  # largest share of the machine that other programs may use in a measurement that counts
 
 
 def busy_seconds() -> float:
-    """CPU seconds of all programs of the machine, with time stolen by the hypervisor; 0: unknown."""
+    """CPU seconds of all programs of the machine, including time stolen by the hypervisor; 0: unknown."""
     try:
         with open("/proc/stat") as file:
             user, nice, system, _, _, irq, softirq, steal = map(int, file.readline().split()[1:9])
@@ -42,6 +42,6 @@ def cpu_seconds_of(pid: int) -> float | None:
 
 
 def environment(threads: int = 1) -> dict[str, str]:
-    """Of a program of this repository that runs in a separate process."""
+    """Environment variables for a program of this repository that runs in a separate process."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}

@@ -153,7 +153,7 @@ def share_of_rank(ends: tuple[int, ...], rank: int, args: argparse.Namespace) ->
     plan = ring_plan(layout, mask, rank)
     q, k, v, dout = tensors(ends[-1], args)
     mine = [_rows(x, layout.ring_spans(rank)).requires_grad_() for x in (q, k, v)]
-    source = HereSource(plan, layout, k, v)
+    source = LocalSource(plan, layout, k, v)
     kernel = cp.AttentionRule(mask).tile_kernel(q, layout.grid.ulysses, ends[-1])
     my_dout = _rows(dout, layout.ring_spans(rank))
 
@@ -164,7 +164,7 @@ def share_of_rank(ends: tuple[int, ...], rank: int, args: argparse.Namespace) ->
     return run
 
 
-class HereSource:
+class LocalSource:
     """A ring's blocks without transfers."""
 
     def __init__(self, plan: RingPlan, layout: cp.SequenceLayout, k: Tensor, v: Tensor) -> None:
@@ -184,7 +184,7 @@ def _rows(x: Tensor, spans: Spans) -> Tensor:
 
 
 def fastest(runs: dict[str, Callable[[], None]], args: argparse.Namespace, console: Console) -> dict[str, float]:
-    """CPU seconds of each run, the least of several rounds, each of which runs all of them."""
+    """The least CPU seconds of each run over several rounds; each round runs all of them."""
     best: dict[str, float] = {}
     tensors(args.seq_length, args)
     with console.status("") as status:

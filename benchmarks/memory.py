@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--num-attention-heads", type=int, default=8)
     parser.add_argument("--vocab-size", type=int, default=32000)
     parser.add_argument("--seq-lengths", type=int, nargs="+", default=[8192])
-    parser.add_argument("--chunk", type=int, help="tokens of a chunk; default an eighth of the first length")
+    parser.add_argument("--chunk", type=int, help="tokens of a chunk; default: an eighth of the first length")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--json", help="file for all figures")
     parser.add_argument("--one", help=argparse.SUPPRESS)

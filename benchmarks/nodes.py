@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""A step over links of limited rate, measured and predicted by a dry run for the same links.
+"""Compares measured training steps over links of limited rate with the dry run's prediction for the same links.
 
     python benchmarks/nodes.py --json out/nodes.json --picture out/nodes.png
 
@@ -69,7 +69,7 @@ def main() -> int:
     )
     parser.add_argument("--only", metavar="WORD", default="", help="grids with this word in their name")
     parser.add_argument("--json", metavar="FILE", help="write the figures here")
-    parser.add_argument("--picture", metavar="FILE", help="draw them here")
+    parser.add_argument("--picture", metavar="FILE", help="draw the figures here")
     parser.add_argument(
         "--from", dest="source", metavar="FILE", help="use the figures of an earlier run instead of measuring"
     )
@@ -120,7 +120,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def batch_flags(grid: Grid) -> str:
-    """The flags of a grid that a single process has, too."""
+    """The flags of a grid that the run on one process gets, too."""
     return grid.flags[grid.flags.index("--global-batch-size") :]
 
 
@@ -148,7 +148,7 @@ def finish(launchers: list[subprocess.Popen], folder: Path) -> None:
 
 
 def measure_links(network: Network, per_node: int, folder: Path) -> Path:
-    """The file of a machine with these links."""
+    """Measure the links and return the path of the machine file."""
     file = folder / "machine.json"
     program = [str(ROOT / "tools" / "measure_hardware.py"), "--device", "cpu", "--quick", "--output", str(file)]
     finish(network.torchrun(per_node, program, folder), folder)

@@ -40,7 +40,7 @@ class Problem:
 
     @property
     def flops(self) -> float:
-        """Matrix products of forward (2) and backward (5), each of 2 * d FLOPs per pair of query and key."""
+        """FLOPs of the matrix products of forward (2) and backward (5), each with 2 * d per pair of query and key."""
         return self.flops_of(self.seq_length * (self.seq_length + 1) // 2)
 
     def flops_of(self, pairs: int) -> float:
@@ -80,7 +80,7 @@ def run_kernel(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) ->
 
 
 def world_layout(seq_length: int, *, ulysses: int, ring: int) -> cp.SequenceLayout:
-    """The zigzag layout of a grid that is the whole world along one axis."""
+    """The zigzag layout of a grid of all ranks; ``ulysses`` or ``ring`` is their number, the other is 1."""
     me, everyone = dist.get_rank(), dist.group.WORLD
     grid = Grid(
         ulysses=Axis(ulysses, me if ulysses > 1 else 0, everyone),
@@ -128,13 +128,13 @@ class Team:
             self.pipes.append(ours)
 
     def call(self, *request: Any) -> list[Any]:
-        """Answers by rank."""
+        """Send a request to all workers; returns their answers by rank."""
         for pipe in self.pipes:
             pipe.send(request)
         return [pipe.recv() for pipe in self.pipes]
 
     def time(self, path: str) -> Sample:
-        """One run; all ranks start together. The wall clock runs from the first one's start to the last one's end."""
+        """One run; all ranks start together. Wall time is from the first rank's start to the last rank's end."""
         busy = busy_seconds()
         times = self.call("time", path)
         cpu = [own for _, _, own in times]
@@ -142,14 +142,14 @@ class Team:
         return Sample(wall, max(cpu), foreign_share(busy, sum(cpu), wall))
 
     def results(self, path: str) -> list[Tensor]:
-        """out, dq, dk, dv of the whole sequence, put together from all ranks."""
+        """out, dq, dk, dv of the complete sequence, put together from all ranks."""
         parts = self.call("results", path)
         order = torch.cat([torch.from_numpy(positions) for positions, _ in parts])
-        whole = []
+        complete = []
         for pieces in zip(*(tensors for _, tensors in parts)):
             joined = torch.cat([torch.from_numpy(piece) for piece in pieces])
-            whole.append(torch.empty_like(joined).index_copy_(0, order, joined))
-        return whole
+            complete.append(torch.empty_like(joined).index_copy_(0, order, joined))
+        return complete
 
     def close(self) -> None:
         for pipe in self.pipes:
@@ -167,9 +167,9 @@ def _serve(rank: int, size: int, pipe: Connection, port: int, problem: Problem, 
         "ulysses": world_layout(problem.seq_length, ulysses=size, ring=1),
         "ring": world_layout(problem.seq_length, ulysses=1, ring=size),
     }
-    whole = problem.inputs()
-    tensors = {path: [layout.shard(x) for x in whole] for path, layout in layouts.items()}
-    del whole
+    complete = problem.inputs()
+    tensors = {path: [layout.shard(x) for x in complete] for path, layout in layouts.items()}
+    del complete
     while True:
         try:
             what, path = pipe.recv()

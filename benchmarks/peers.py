@@ -4,9 +4,9 @@
 
     python benchmarks/peers.py --processes 2 --json peers.json
 
-All libraries train the same small model in the same run. The first table shows for several cases whether gradients are
-those of one process, the second the seconds of a step, measured in turns. A library that is not installed is reported
-as such. The others are called as in their documentation: DeepSpeed by
+All libraries train the same small model in the same run. The first table shows for several cases whether gradients
+equal those of one process. The second shows the seconds of a step, measured in turns. A library that is missing is
+reported as not installed. The other libraries are called as in their documentation: DeepSpeed by
 ``UlyssesSPAttentionHF.register_with_transformers`` around ``sdpa`` with contiguous shards and ``position_ids``, PyTorch
 around the forward and backward pass with buffers for tokens, labels and positions, as in accelerate.
 """
@@ -89,7 +89,7 @@ CASES = {
 
 
 def shifted(batch: Batch) -> Tensor:
-    """The label of each token, the next one; the last has none."""
+    """The label of each token is the next token; the last token has the label -100, which means none."""
     return functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
 
 

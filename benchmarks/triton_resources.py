@@ -4,10 +4,10 @@
 
     python benchmarks/triton_resources.py --capability 80 90 100 --head 64 128
 
-Registers, spills and shared memory are the assembler's figures. A step is a program's work on one block of the other
-side without a mask; its instructions are counted in the machine code. From the tensor cores' cycles of a step, and the
-cycles in which a multiprocessor issues its instructions, the share of the GEMM rate is estimated: with no overlap of
-the two, and with full overlap. This is arithmetic, not a measurement, and it ignores memory traffic.
+Registers, spills and shared memory are the assembler's figures. A step is a program's work on one block of keys (of
+queries in the kernel "keys") without a mask; its instructions are counted in the machine code. The share of the GEMM
+rate is estimated from the tensor cores' cycles of a step and the cycles in which a multiprocessor issues its
+instructions, without and with full overlap of the two. This arithmetic ignores memory traffic.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Context-parallel attention in a program of your own: each process holds only a part of the sequence.
+"""Context-parallel attention in your own program: each process holds only a part of the sequence.
 
     torchrun --nproc-per-node 4 examples/context_parallel_attention.py
 
 Attention runs over Ulysses 2 x Ring 2, forward and backward, and is then compared with PyTorch's attention over the
-whole sequence on one process. Also runs as a single process: python examples/context_parallel_attention.py
+complete sequence on one process. Also runs as a single process: python examples/context_parallel_attention.py
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     grid = cp.initialize_grid(ulysses=options.ulysses, ring=options.ring or world // options.ulysses)
     layout = cp.SequenceLayout(SEQ_LENGTH, grid, options.balance)
 
-    # The whole sequence, equal on every process. A real program would make or load only its own part:
+    # The complete sequence, equal on every process. A real program would make or load only its own part:
     # the tokens at layout.positions.
     generator = torch.Generator().manual_seed(1)
     whole = [
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def pick_device() -> tuple[torch.device, torch.dtype, float]:
-    """A GPU of this process with bf16, or the CPU with fp32; and how far results may differ."""
+    """This process's GPU with bf16, or the CPU with fp32; and the largest relative difference allowed."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         return torch.device("cuda", torch.cuda.current_device()), torch.bfloat16, 3e-2
@@ -75,7 +75,7 @@ def pick_device() -> tuple[torch.device, torch.dtype, float]:
 
 
 def on_one_process(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> list[torch.Tensor]:
-    """PyTorch's attention over the whole sequence: out, dq, dk, dv as [s, b, heads, d]."""
+    """PyTorch's attention over the complete sequence: out, dq, dk, dv as [s, b, heads, d]."""
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out = scaled_dot_product_attention(*(x.permute(1, 2, 0, 3) for x in leaves), is_causal=True, enable_gqa=True)
     out = out.permute(2, 0, 1, 3)

@@ -143,6 +143,6 @@ def masked_case(rule: Figures, kernel: str, length: int, sizes: Sizes, device: t
 
 
 def pairs_of(mask: Mask, length: int) -> int:
-    """Pairs of query and key that it allows."""
+    """Number of pairs of query and key that the mask allows."""
     whole = (0, length)
     return sum(piece.pairs for band in mask.bands(whole, whole) for piece in band.clip(whole))

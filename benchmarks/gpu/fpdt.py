@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FPDT against plain recompute: a sweep over chunks, and how far copies are overlapped."""
+"""FPDT against plain recompute: a sweep over chunk sizes, and which part of the copies is overlapped."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
 def copies(stage: Stage, chunk: int) -> Figures | None:
     """Seconds of copies with the middle chunk size at the measured rate, and the part that is not overlapped.
 
-    The latter is the difference between steps with chunks in host memory and on the device.
+    The latter is the time of a step with chunks in host memory minus the time of a step with chunks on the device.
     """
     cases = stage.report["cases"]
-    there, here = (cases.get(f"{mode}, chunks of {chunk}", {}) for mode in ("fpdt", "fpdt on the device"))
+    on_host, on_device = (cases.get(f"{mode}, chunks of {chunk}", {}) for mode in ("fpdt", "fpdt on the device"))
     host = ((read(stage.folder, "rates") or {}).get("cases", {}).get("host", {})).get("bytes_per_second")
-    if not host or "seconds" not in there or "seconds" not in here:
+    if not host or "seconds" not in on_host or "seconds" not in on_device:
         return None
-    took = max(there["to_host"], there["to_device"]) / host  # the two directions overlap
-    felt = max(0.0, there["seconds"] - here["seconds"])
-    by_profile = there.get("profile", {}).get("hidden_copies")
+    took = max(on_host["to_host"], on_host["to_device"]) / host  # the two directions overlap
+    felt = max(0.0, on_host["seconds"] - on_device["seconds"])
+    by_profile = on_host.get("profile", {}).get("hidden_copies")
     hidden = 1 - min(felt / took, 1.0) if took else None
     return {"copy_seconds": took, "felt_seconds": felt, "hidden": hidden, "hidden_by_profiler": by_profile}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The longest context on one GPU within its host memory: doubled until a step fails or time is too short for the next.
 
-Hidden states are streamed and layers recomputed, which needs least memory. The model has two layers, because at a
-million tokens one takes more than a minute; the memory of more layers follows from the formula.
+Hidden states are streamed and layers recomputed, which needs least memory. The model has two layers, because each
+takes more than a minute at a million tokens; the memory of more layers follows from the formula.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
         longest, length = length, 2 * length
         if growth(result) > stage.left():
             took, left = growth(result), stage.left()
-            ended = f"{length} tokens would take about {took:.0f} s, of the stage {left:.0f} s are left"
+            ended = f"{length} tokens would take about {took:.0f} s, and the stage has {left:.0f} s left"
             break
     stage.report["longest"] = {"tokens": longest, "layers": LAYERS, "chunk": chunk, "ended": ended}
     if device.type == "cuda":
-        room = torch.cuda.get_device_properties(device).total_memory
-        stage.report["longest"]["by_formula"] = by_formula(sizes, FULL * room, HOST * stage.report["host_memory"])
+        memory = torch.cuda.get_device_properties(device).total_memory
+        stage.report["longest"]["by_formula"] = by_formula(sizes, FULL * memory, HOST * stage.report["host_memory"])
 
 
 def growth(result: Figures) -> float:
-    """Seconds of twice the context, whose attention is four times the work."""
+    """Expected seconds at twice the length, where attention is four times the work."""
     return result["took"] + 3 * result["seconds"]
 
 
@@ -60,7 +60,7 @@ def one_step(plan: Plan, sizes: Sizes, device: str, stage: Stage) -> Figures:
 
 
 def by_formula(sizes: Sizes, device: float, host: float) -> dict[str, int]:
-    """The longest length, doubling, that fits by the formula, with the search's number of layers and with the model's.
+    """The longest of the doubled lengths that fits by the formula, with two layers and with all layers of the model.
 
     0: not even the first length fits.
     """

@@ -66,7 +66,7 @@ def where_time_goes(run: Callable[[], object], device: torch.device) -> dict:
 
 
 def summary(ran: list[Ran]) -> dict:
-    """The same from a device's kernels; streams overlap, so groups may add up to more than the step."""
+    """:func:`where_time_goes` from a device's kernels; streams overlap, so groups may add up to more than the step."""
     if not ran:
         return {"seconds": 0.0, "groups": {}, "top": []}
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
@@ -96,10 +96,10 @@ def hidden(ran: list[Ran]) -> float | None:
     is_host_copy = {group: group.startswith("copies to") for group in (*GROUPS, OTHER)}
     copies = union((each.begin, each.end) for each in ran if is_host_copy[group_of(each.name)])
     kernels = union((each.begin, each.end) for each in ran if not is_host_copy[group_of(each.name)])
-    whole = length(copies)
-    if not whole:
+    total = length(copies)
+    if not total:
         return None
-    return (whole + length(kernels) - length(union([*copies, *kernels]))) / whole
+    return (total + length(kernels) - length(union([*copies, *kernels]))) / total
 
 
 def union(spans: Iterable[tuple[float, float]]) -> Spans:

@@ -71,7 +71,7 @@ def memory(sizes: Sizes, device: torch.device) -> Figures:
 
 
 def host(sizes: Sizes, device: torch.device) -> Figures:
-    """The slower direction."""
+    """Bandwidth and latency of copies between host and device, in the slower direction."""
     bandwidth, latency = measure_device.host_copy(sizes.copy_bytes, device, sizes.window)
     return {"bytes_per_second": bandwidth, "latency": latency}
 
@@ -89,7 +89,7 @@ def best_gemm(folder: Path) -> float | None:
 
 
 def gemm_rate(folder: Path, sizes: Sizes, device: torch.device) -> float:
-    """The GEMM rate to compare kernels with: that of the stage "rates", or measured now."""
+    """The GEMM rate to compare kernels with, from the stage "rates" if it has run, otherwise measured now."""
     return best_gemm(folder) or measure_device.gemm_rate(sizes.gemm[-1], dtype_of(device), device, sizes.window)
 
 

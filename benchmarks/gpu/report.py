@@ -75,8 +75,8 @@ def attention(report: Figures) -> list[str]:
     bare = [result for result in good(report).values() if "kernel" in result]
     rows = []
     for result in sorted(bare, key=lambda result: result["length"]):
-        ways = [result[way] for way in ("forward", "backward")]
-        texts = [text for way in ways for text in (tera(way["flops_per_second"]), share(way["of_gemm"]))]
+        passes = [result[name] for name in ("forward", "backward")]
+        texts = [text for one in passes for text in (tera(one["flops_per_second"]), share(one["of_gemm"]))]
         rows.append([f"{result['length']:,}", result["kernel"], *texts])
     masked = {name: result for name, result in good(report).items() if "kernel" not in result}
     causal = {result["length"]: result["seconds"] for name, result in masked.items() if name.startswith("causal, auto")}
@@ -100,11 +100,11 @@ def step(report: Figures) -> list[str]:
     for name, result in good(report).items():
         rows.append([name, *figures_of(result), share(result["mfu"]), share(result["of_gemm_rate"])])
         profile = result.get("profile", {})
-        if whole := profile.get("seconds"):
-            kinds = {group: seconds for group, seconds in profile["groups"].items() if seconds > 0.001 * whole}
-            groups.append([name, ", ".join(f"{group} {share(seconds / whole)}" for group, seconds in kinds.items())])
+        if total := profile.get("seconds"):
+            kinds = {group: seconds for group, seconds in profile["groups"].items() if seconds > 0.001 * total}
+            groups.append([name, ", ".join(f"{group} {share(seconds / total)}" for group, seconds in kinds.items())])
             for top in profile["top"][:5]:
-                groups.append(["", f"{top['name'][:70]}: {share(top['seconds'] / whole)}, {top['count']} times"])
+                groups.append(["", f"{top['name'][:70]}: {share(top['seconds'] / total)}, {top['count']} times"])
     steps = table([*STEP_HEAD, "MFU", "of the GEMM rate"], rows)
     return [*steps, "", *table(["", "where the time goes"], groups)]
 

@@ -163,7 +163,7 @@ def marks(module: types.ModuleType) -> list[Mark]:
 
 @contextmanager
 def standing_in() -> Iterator[None]:
-    """Within, ``import pytest`` imports a module with the functions that tests/gpu uses."""
+    """In this context, ``import pytest`` imports a module with the functions that tests/gpu uses."""
 
     def skip(why: str) -> None:
         raise Skipped(why)

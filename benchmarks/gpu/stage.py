@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage: cases that run one after another within a time limit; each one's figures are written at once."""
+"""A stage: cases that run one after another within a time limit; each case's figures are written when it ends."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ class Stage:
         return 60 * self.minutes - (time.monotonic() - self.begun)
 
     def run(self, cases: list[Case]) -> None:
-        """Run the cases; one is left out if, judging by earlier ones, time is too short for it."""
+        """Run the cases; leave out a case that, judging by earlier ones, needs more time than is left."""
         todo = [case for case in cases if case.name not in self.known]
-        pace: dict[str, float] = {}  # of a family: seconds its last case took, over those expected
+        pace: dict[str, float] = {}  # by family: measured over expected seconds of its last case
         for index, case in enumerate(todo):
             later = sum(pace.get(other.family, 1.0) * other.expected for other in todo[index:])
             self.say(f"{index + 1} of {len(todo)}, about {clock(min(later, self.left()))} left: {case.name}")
@@ -148,13 +148,13 @@ class Sizes:
 
     Attributes:
         model: the shape to train; ``layers`` is the largest number.
-        gemm: sizes of square products. copy_bytes: of a copy. window: seconds to spend on one figure.
+        gemm: sizes of square products. copy_bytes: size of a copy. window: seconds to spend on one figure.
         rates: sequence lengths of attention in the machine file.
-        lengths: sequence lengths of the kernels. masked: of the masks. blocks: of block-sparse masks.
-        windows: of sliding windows. documents: packed ones.
+        lengths: sequence lengths for the kernels. masked: sequence lengths for the masks.
+        windows: keys before each query in sliding windows. documents: number of packed documents.
         steps: (sequence length, recompute) of the training steps.
-        fpdt_length, fpdt_layers, fpdt_chunks: of the chunk sweep. longest: first length of the search for the longest
-            context, and its chunk.
+        fpdt_length, fpdt_layers, fpdt_chunks: sequence length, layers and chunk sizes of the chunk sweep.
+        longest: first length and chunk size of the search for the longest context.
         repeats: steps that count.
     """
 

@@ -40,10 +40,10 @@ def fitting(sizes: Sizes, plan: Plan, device: torch.device) -> Plan:
     """The plan with as many layers as should fit, at least one."""
     if device.type != "cuda":
         return plan
-    room = FULL * torch.cuda.get_device_properties(device).total_memory
+    available = FULL * torch.cuda.get_device_properties(device).total_memory
     for layers in range(plan.layers, 1, -1):
         result = replace(plan, layers=layers)
-        if device_memory(workload(result, sizes), result.strategy()).total <= room:
+        if device_memory(workload(result, sizes), result.strategy()).total <= available:
             return result
     return replace(plan, layers=1)
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-# What the launch scripts for GPUs share. A script sets CHECKPOINT_PATH and sources this file from the root of the
+# Shared by the launch scripts for GPUs. A script sets CHECKPOINT_PATH and sources this file from the root of the
 # repository; then it builds its command from these arrays and from its own.
 if [ -d .venv ]; then PATH="$PWD/.venv/bin:$PATH"; fi
 export CUDA_DEVICE_MAX_CONNECTIONS=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
 mkdir -p "$CHECKPOINT_PATH"
 
-# For torchrun, where the script is started on each node by hand, with the same MASTER_ADDR and its own NODE_RANK.
+# For torchrun, if you start the script on each node by hand, with one MASTER_ADDR and a different NODE_RANK on each.
 NODE_ARGS=(
     --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER_ADDR:-localhost}" --master-port "${MASTER_PORT:-6000}"
 )
@@ -26,8 +26,8 @@ GPT2_TOKENIZER=(
     --vocab-file "${VOCAB_FILE:-gpt2-vocab.json}" --merge-file "${MERGE_FILE:-gpt2-merges.txt}"
 )
 
-# choose_data SPLIT TOKENIZER_FLAGS...: DATA_ARGS are the files at DATA_PATH or, without DATA_PATH, random tokens: of a
-# vocabulary of MOCK_VOCABULARY, or of the vocabulary that --model names.
+# choose_data SPLIT TOKENIZER_FLAGS...: sets DATA_ARGS to the files at DATA_PATH or, without DATA_PATH, to random tokens
+# from MOCK_VOCABULARY ids or, if that is not set, from the vocabulary of --model.
 choose_data() {
     if [ -n "${DATA_PATH:-}" ]; then
         DATA_ARGS=(--data-path "$DATA_PATH" --split "$1" "${@:2}" --num-workers 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# What the Slurm scripts share: how the processes find each other, and a job that queues itself again.
+# Shared by the Slurm scripts: how the processes find each other, and a job that queues itself again.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=270 # torchrun itself waits 30 seconds for a checkpoint that is being written
 
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

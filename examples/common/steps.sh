@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# What the examples of several steps share. A script sets OUT, its folder for results, and sources this file from the
-# root of the repository. It makes a Python that runs the repository, and brings the functions below.
+# Shared by the examples with several steps. A script sets OUT, its folder for results, and sources this file from the
+# root of the repository. This file sets PYTHON, which can run the repository, and defines the functions below.
 PYTHON=$(bash scripts/setup.sh)
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -8,7 +8,7 @@ start=$SECONDS
 
 say() { printf '\n=== %s\n' "$*"; }
 
-# refuse_if_there COMMAND NAME...: stop if OUT has one of these from a run before; COMMAND says how to name another OUT.
+# refuse_if_there COMMAND NAME...: stop if OUT has one of these files; COMMAND shows how to name another OUT.
 refuse_if_there() {
     local command=$1 name
     for name in "${@:2}"; do
@@ -23,7 +23,7 @@ refuse_if_there() {
 # launch PROCESSES PROGRAM [FLAGS]
 launch() { "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$@"; }
 
-# The three functions that make data do nothing if their file is there. TOKENIZER_ARGS are the flags of the tokenizer.
+# The three functions that make data do nothing if their file exists. TOKENIZER_ARGS are the flags of the tokenizer.
 TOKENIZER_ARGS=(--tokenizer-type SentencePieceTokenizer --tokenizer-model "$OUT/tokenizer.model")
 
 # collect_text BYTES: the sources of Python's standard library, as OUT/text.jsonl

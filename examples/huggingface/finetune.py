@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--ulysses", type=int, default=2 if world % 2 == 0 else 1, help="Ulysses degree; Ring the rest")
     parser.add_argument("--fpdt-chunk-size", type=int, help="run decoder layers in chunks of this many tokens")
-    parser.add_argument("--alone", type=int, default=1, help="0: do not train on one process as well")
+    parser.add_argument("--alone", type=int, default=1, help="0: do not also train on one process")
     options = parser.parse_args(argv)
 
     grid = cp.initialize_grid(ulysses=options.ulysses, ring=world // options.ulysses)

@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 4 examples/huggingface/trainer.py --json out/four.json
     python examples/huggingface/trainer.py --json out/one.json
 
-Both commands give the same losses. On one process this is transformers alone, and no code of this project runs.
+Both commands give the same losses. On one process, only transformers runs, and no code of this project.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# A tiny Llama on a laptop without a GPU: 4 processes as Ulysses 2 x Ring 2, random tokens, 10 steps. It shows the whole
-# program at work. Flags at the end override the script's:  bash examples/llama/pretrain_tiny_cpu.sh --train-iters 50
+# A tiny Llama on a laptop without a GPU: 4 processes as Ulysses 2 x Ring 2, random tokens, 10 steps. It runs the
+# complete program. Flags at the end override the script's:  bash examples/llama/pretrain_tiny_cpu.sh --train-iters 50
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 ULYSSES_SIZE=2

@@ -37,7 +37,7 @@ evaluate() { # NAME
 
 train short 2 256 32 "$SHORT_ITERATIONS" 8000 6 0.6 4e-3 --micro-batch-size 16
 evaluate short
-# From here on, each question is asked once: if it came again, the model could copy the answer that stands close by.
+# From here on, each question is asked once: if it were repeated, the model could copy the earlier answer.
 train middle 2 2048 8 "$MIDDLE_ITERATIONS" $((8 * MIDDLE_ITERATIONS + 1)) 64 0 2e-3 --micro-batch-size 4 \
     --load "$OUT/short" --finetune
 train long 4 "$LONG" 2 "$LONG_ITERATIONS" $((2 * LONG_ITERATIONS + 1)) 400 0 1e-3 --micro-batch-size 1 \

@@ -20,7 +20,7 @@ from examples.reproduce.picture import GREY, INK, SERIES  # noqa: E402
 from examples.reproduce.report import Row, write  # noqa: E402
 
 COINCIDE = 1e-4
-"""Curves coincide if they differ nowhere by more than this share of the loss: a tenth of a line's width."""
+"""Curves coincide if they never differ by more than this share of the loss, a tenth of a drawn line's width."""
 
 
 def losses(log: Path) -> list[float]:

@@ -58,7 +58,7 @@ FITS = {
     "usp-a800": Fit(
         ("gemm", "attention", "link", "all_to_all", "network", "interleaved", "overlap"),
         {f"table {table}": simulated(usp.training_rows, tables=(table,)) for table in (5, 6, 7)},
-        {"interleaved": 1.0, "gemm": 1.0},  # the shipped A800's come from table 6 and published runs
+        {"interleaved": 1.0, "gemm": 1.0},  # the shipped A800's values come from table 6 and published runs
         by_hand=(
             "gradients travel alone",
             "overlapped with compute in figure 5",
@@ -140,7 +140,7 @@ def unfitted(name: str) -> Machine:
 
 
 def beginning(name: str) -> Machine:
-    """The same with the initial values of the search."""
+    """The cluster with the initial values of the search for the constants to fit."""
     machine = unfitted(name)
     return replace(machine, calibration=replace(machine.calibration, **FITS[name].start))
 
@@ -160,13 +160,13 @@ def distinct(name: str) -> int:
 
 def left_out(name: str) -> dict[str, str]:
     """The error of each table with constants fitted to the others; empty for a single table."""
-    wanted, start, found = FITS[name], beginning(name), {}
+    wanted, start, result = FITS[name], beginning(name), {}
     for out, table in wanted.tables.items():
         others = [other for key, other in wanted.tables.items() if key != out]
         if others:
             machine = fit(start, wanted.constants, others, wanted.limits)
-            found[out] = f"{mean_error(machine, [table]):.1f} %"
-    return found
+            result[out] = f"{mean_error(machine, [table]):.1f} %"
+    return result
 
 
 def how_much(names: Sequence[str], *, leave_out: bool = False) -> Iterator[str]:

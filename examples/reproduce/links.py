@@ -38,7 +38,7 @@ def tensor(run: Run, sent: float) -> float:
 
 
 def table(runs: list[tuple[Machine, Run]]) -> list[str]:
-    """A Markdown table: measured and our microseconds for some sizes, and the mean error of all."""
+    """A Markdown table: measured and our microseconds for some sizes, and the mean error over all sizes."""
     lines = ["| GPUs | tensor | measured, us | ours, us | | by |", "|---|---|---|---|---|---|"]
     for machine, run in runs:
         rows = compare(run, machine)
@@ -55,7 +55,7 @@ def table(runs: list[tuple[Machine, Run]]) -> list[str]:
 
 
 def draw(file: Path, panels: dict[str, list[tuple[Machine, Run]]]) -> None:
-    """Bus bandwidth over size: lines are ours, rings are measured."""
+    """Bus bandwidth over size: lines are our model, ring marks are measurements."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -45,7 +45,7 @@ class Measured:
     """Step times of runs on ``gpus`` GPUs of this machine; rows that need more are not run.
 
     Attributes:
-        missing: a requirement of the rows that is not available; then none is run.
+        missing: a requirement of the rows that is not available; then no row is run.
     """
 
     gpus: int
@@ -54,8 +54,8 @@ class Measured:
 
     @cached_property
     def peak(self) -> float:
-        """The peak of the data sheet, or else the measured GEMM rate. It runs in a separate process, because this one
-        must not use GPU memory."""
+        """FLOP/s of the data sheet, or else the measured GEMM rate; a separate process finds it, because this one must
+        not use GPU memory."""
         done = subprocess.run(
             [sys.executable, "-c", PEAK], env=_environment(), stdout=subprocess.PIPE, text=True, check=True
         )
@@ -79,10 +79,7 @@ class Measured:
 
 
 def gpus_here() -> Measured:
-    """
-    Raises:
-        Refusal: there are none.
-    """
+    """The clock for all GPUs of this machine; raises :class:`Refusal` if there are none."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -94,8 +91,8 @@ def gpus_here() -> Measured:
 def step_seconds(
     model: str, workload: Workload, strategy: Strategy, *, device: str = "cuda", limit: float = LIMIT
 ) -> float:
-    """Seconds of a step of the training program, on as many processes as the strategy has ranks: the median of those
-    after the first two.
+    """Seconds of a step of the training program, on as many processes as the strategy has ranks: the median of the
+    steps after the first two.
 
     Raises:
         Unmeasured: out of memory, refused, failed, or not done within ``limit`` seconds.

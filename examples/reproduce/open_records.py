@@ -23,7 +23,7 @@ class Record:
     """One published figure, and everything known about the run.
 
     Attributes:
-        where: in the source.
+        where: the place in the source.
         machine: a shipped machine's name.
         precision: of the linear layers: ``bf16``, ``fp8`` (one scale per tensor) or ``mxfp8``.
         zero: 0 and 1: weights not split; 3: FSDP. shard: ranks that FSDP splits over (HSDP); 0: all.
@@ -36,7 +36,7 @@ class Record:
         offload: layer inputs are kept in host memory.
         gradients: how its program sums them over ranks: ``fp32`` or ``bf16``.
         weights: how new ones reach all ranks: by one ``gather``, or by a ``broadcast`` of each rank's shard.
-        optimizer: ``gpu``; ``cpu``: in host memory, at its speed; ``deepspeed``: DeepSpeed's in host memory.
+        optimizer: ``gpu``; ``cpu``: in host memory, at that memory's speed; ``deepspeed``: DeepSpeed's in host memory.
         network: bytes per second and GPU between nodes, if not the machine's; also node, its GPUs, and
             link, bytes per second and GPU within it.
         unpriced: why no model of the run as described can be right, by the source's own statements; such runs are
@@ -96,12 +96,12 @@ def published_file() -> dict[str, Any]:
 
 @lru_cache
 def models() -> dict[str, dict[str, Any]]:
-    """Sizes by name: of the records, and of the runs that came later."""
+    """Sizes of the models by name, for the records and for the runs that came later."""
     return published_file()["models"] | json.loads(AFTER_FREEZE.read_text(encoding="utf-8"))["models"]
 
 
 def records() -> list[Record]:
-    """All of them, in the file's order.
+    """All records, in the file's order.
 
     Raises:
         TypeError: a record lacks a field or has one that is unknown.

@@ -138,8 +138,8 @@ def _series(row: Row, varying: set[str]) -> str:
 
 def _sources(rows: Sequence[Row]) -> list[str]:
     """Those of published, measured and simulated that occur in the rows."""
-    there = ["published"] * any(row.published is not None for row in rows)
-    return there + list(dict.fromkeys(row.marked for row in rows if row.ours is not None))
+    published = ["published"] * any(row.published is not None for row in rows)
+    return published + list(dict.fromkeys(row.marked for row in rows if row.ours is not None))
 
 
 def _legend(axes: Any, rows: list[Row]) -> None:

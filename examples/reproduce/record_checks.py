@@ -38,7 +38,7 @@ class Edit:
     """One change of a field of some runs.
 
     Attributes:
-        source, only: select runs: those of the source that have these values today.
+        source, only: select the source's runs that have these values today.
         runs: their number.
         before, after: the value of ``field``.
         seen: whether the runs' errors were known at that time.
@@ -86,7 +86,7 @@ def checksum(runs: Sequence[Record]) -> str:
 
 
 def edits_table(constants: Constants) -> list[str]:
-    """Markdown: the error of the original test half, then its changes; equal ones share a row."""
+    """Markdown: the error of the original test half, then its changes; equal changes share a row."""
     now, first = test_half(), [undone(record) for record in test_half()]
     result = predictions(constants, [run for run in first if not run.unpriced])
     lines = [
@@ -101,15 +101,15 @@ def edits_table(constants: Constants) -> list[str]:
     for edit in edits():
         change = "marked not priced" if edit.field == "unpriced" else f"`{edit.field}` {_word(edit)}"
         groups.setdefault(change, []).append(edit)
-    for change, alike in groups.items():
+    for change, members in groups.items():
         errors = []
-        for edit in alike:
+        for edit in members:
             mine = [run for run in now if edit.concerns(run)]
             both = ([undone(run, [edit]) for run in mine], mine)
             errors.append(", ".join(f"{mean_of_records(predictions(constants, runs)):.1f}" for runs in both))
-        sources = ", ".join(edit.source for edit in alike)
-        why = "; ".join(edit.why for edit in alike if "as above" not in edit.why)
-        counts = ", ".join(str(edit.runs) for edit in alike)
+        sources = ", ".join(edit.source for edit in members)
+        why = "; ".join(edit.why for edit in members if "as above" not in edit.why)
+        counts = ", ".join(str(edit.runs) for edit in members)
         lines.append(f"| {sources} | {counts} | {change} | {'; '.join(errors)} | {why} |")
     return lines
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Four constants for all published runs: fitted to one half of the sources and tested on the other half.
 
-Each is a share of the measured rates of single kernels: of matrix products (``gemm``), of the speed-up of FP8 over
-bf16 (``fp8``), of attention. All machines of one architecture share them; Blackwell uses Hopper's for
-matrix products.
+Each is the share of a rate measured for single kernels that training reaches: for matrix products (``gemm``), FP8's
+speed-up over bf16 (``fp8``), and attention. All machines of one architecture share them; Blackwell uses Hopper's
+``gemm`` and ``fp8``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def of_priced(result: Sequence[Predicted]) -> list[Predicted]:
 
 
 def mean_of_sources(result: Sequence[Predicted]) -> float:
-    """The mean over sources of each one's mean error, so that sources with more rows do not count more."""
+    """The mean of the sources' mean errors, so that sources with more rows do not count more."""
     return mean([mean_of_records(rows) for rows in by_source(result).values()])
 
 
@@ -148,8 +148,8 @@ def summary(constants: Constants) -> list[str]:
 
 
 def totals(constants: Constants) -> list[str]:
-    """Markdown: the same by half and machine. Unpriced runs have a separate line, and further lines count the test
-    half in other ways."""
+    """Markdown: runs and errors by half and machine. Unpriced runs have a separate line; further lines have
+    :func:`other_counts` of the test half."""
     lines = ["| half, machine | records | distinct | not fitted | with the constants |", "|---" * 5 + "|"]
     pairs = list(zip(predictions(unfitted()), predictions(constants)))
     every = [pair for pair in pairs if not pair[1].record.unpriced]

@@ -17,7 +17,7 @@ from megatron.simulator.cost.seconds import transfer_seconds
 from megatron.simulator.machines.machine import Machine
 from megatron.simulator.machines.machine_file import load
 
-# By the first four letters.
+# The architecture by the first four letters of the machine's name.
 FAMILY = {"A100": "Ampere", "A800": "Ampere", "H100": "Hopper", "H200": "Hopper", "B200": "Blackwell"}
 # Adam on a CPU reads fp32 gradient, weight and two moments, and writes three of them and a bf16 weight. Bandwidth of a
 # node's host memory in bytes per second (assumed), which all of its ranks share.
@@ -101,7 +101,7 @@ def machine_of(record: Record, constants: dict[str, dict[str, float]]) -> Machin
 
 
 def predict(record: Record, constants: dict[str, dict[str, float]]) -> Predicted:
-    """``constants``: by family, of :class:`Calibration`; those of the machine's file for what is missing."""
+    """Predict a run. ``constants`` by family replace those of the machine file; missing constants keep its values."""
     machine = machine_of(record, constants)
     parts = _parts(record, machine)
     tokens = record.global_batch * record.seq_length / record.gpus

@@ -6,8 +6,8 @@
     python examples/reproduce/records.py --page       # writes the tables of docs/inside/published-runs.md
     python examples/reproduce/records.py --predict    # predicts new runs of published/after_freeze.json, once
 
-Prints every record in seconds a step, published and simulated, then sources and totals: four constants fitted to one
-half of the sources, the other half as the test. The constants are those of the shipped machines, which tools/plan.py
+Prints every record in seconds a step, published and simulated, then sources and totals. Four constants are fitted to
+one half of the sources; the other half tests them. They are the constants of the shipped machines, which tools/plan.py
 uses. Runs whose sources do not say enough are marked, and counted separately. The command writes the rows as CSV and a
 picture.
 """
@@ -75,7 +75,7 @@ def grid(r: Record) -> str:
 
 
 def draw(figure: Any, result: list[Predicted]) -> None:
-    """Simulated over published speed, a panel for each architecture. Points outside become triangles at its edge."""
+    """Simulated over published speed, a panel for each architecture; triangles at its top are points beyond it."""
     figure.set_size_inches(13, 6.2)
     for place, name in enumerate(FREE, 1):
         axes = figure.add_subplot(1, len(FREE), place)
@@ -105,8 +105,8 @@ def draw(figure: Any, result: list[Predicted]) -> None:
         axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13))
 
 
-def errors(found: list[Predicted]) -> str:
-    means = (mean_of_records(found), mean_of_sources(found), mean_of_rates(found))
+def errors(runs: list[Predicted]) -> str:
+    means = (mean_of_records(runs), mean_of_sources(runs), mean_of_rates(runs))
     return "records {:.1f} %, sources {:.1f} %, sources' rates {:.1f} %".format(*means)
 
 

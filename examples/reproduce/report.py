@@ -82,14 +82,14 @@ def published(name: str) -> list[dict[str, Value]]:
     """
     file = PUBLISHED / f"{name}.csv"
     if not file.exists():
-        there = ", ".join(sorted(path.stem for path in PUBLISHED.glob("*.csv")))
-        raise FileNotFoundError(f"nothing was published as {name}: there are {there}")
+        existing = ", ".join(sorted(path.stem for path in PUBLISHED.glob("*.csv")))
+        raise FileNotFoundError(f"nothing was published as {name}: there are {existing}")
     with file.open(newline="") as lines:
         return [{column: _read(text) for column, text in row.items()} for row in csv.DictReader(lines)]
 
 
 def command(file: str, about: str) -> argparse.ArgumentParser:
-    """The parser of a command, ``FILE [OUT_DIR]``; OUT_DIR is ``out/reproduce/PAPER/NAME`` by the file's own place."""
+    """The parser of a command, ``FILE [OUT_DIR]``; OUT_DIR is ``out/reproduce/PAPER/NAME``, from the file's path."""
     path = Path(file).resolve()
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = Path("out/reproduce", path.parent.name, path.stem)

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # Run every command of one paper's folder:  bash examples/reproduce/run_folder.sh PAPER [OUT_DIR]
 #
-# The commands are `tables.py NAME` with each of its names, and the files named figure_* or section_*, a .py or a .sh.
-# Each takes the folder to write to, OUT_DIR/PAPER/NAME, and what it prints is kept there as report.txt. The script runs
-# them all, and names those that failed at the end.
+# The commands are `tables.py NAME` for each of its names, and the .py and .sh files named figure_* or section_*. Each
+# writes to the folder OUT_DIR/PAPER/NAME, where its printed output is kept as report.txt. The script runs all commands,
+# and names those that failed at the end.
 set -euo pipefail
 PAPER=${1:?error: which paper? name a folder of examples/reproduce, such as usp}
 OUT=${2:-out/reproduce}

@@ -24,7 +24,7 @@ CLUSTERS = Path(__file__).parent / "clusters"
 
 
 def cluster(name: str) -> Machine:
-    """A paper's machines: a shipped machine with constants fitted by fit.py. All heads run on its usual
+    """A paper's machines: a shipped machine with constants fitted by fit.py. All heads run on the machine's usual
     attention kernel, also GenSLM's heads of 90, for which our program would use Triton."""
     machine = load(CLUSTERS / f"{name}.json")
     return replace(machine, kernels=dict.fromkeys(machine.kernels, machine.attention_share()))
@@ -52,7 +52,7 @@ class Clock(Protocol):
         """
 
     def slowed(self, what: str, **shares: float) -> Clock:
-        """A clock with other kernels: ``what`` describes them, with their shares of our kernels' rates."""
+        """A clock with other kernels, which ``what`` describes; ``shares`` are their rates over our kernels' rates."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class Simulated:
 
 
 def clock(name: str, measure: bool) -> Clock:
-    """The simulated cluster ``name``, or with ``measure`` this machine's GPUs. Without GPUs that ends the program with
-    one line and code 2."""
+    """The simulated cluster ``name``, or with ``measure`` this machine's GPUs. If there are no GPUs, the program ends
+    with one line and exit code 2."""
     if not measure:
         return Simulated(cluster(name))
     from examples.reproduce.measured import gpus_here
@@ -112,10 +112,10 @@ def shape_of(model: str, **sizes: int) -> Shape:
 
 
 def usp_tflops(workload: Workload, seconds: float, gpus: int) -> float:
-    """TFLOPS per GPU as Megatron-LM of April 2024 and with it USP's tables 5 to 7 count.
+    """TFLOPS per GPU as counted by Megatron-LM of April 2024, and thus in USP's tables 5 to 7.
 
-    The full mask, no recompute, and an MLP of two matrices (Llama's has three). Only then does the last version's
-    152.51 TFLOPS at 120K follow from the first one's 266.
+    They count the full mask, no recompute, and an MLP of two matrices (Llama's has three). Only with this count do the
+    152.51 TFLOPS at 120K in the paper's last version follow from the 266 in its first.
     """
     s, h = workload.shape, workload.shape.hidden
     per_token = 1 + s.kv_heads / s.heads + workload.seq_length / h + s.ffn / h + s.vocab / (2 * s.layers * h)

@@ -4,8 +4,8 @@
 
     python examples/sft/ask.py out/sft/tuned --chats out/sft/chats.jsonl
 
-The first answer that the file gives to a question counts as the right one. The script prints some answers, and how many
-of all are equal to it word for word.
+The first answer that the file gives to a question counts as correct. The script prints some of the model's answers, and
+how many of all are correct word for word.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 #
 # The training uses four processes, Ulysses 2 x Ring 2. Chats are packed to SEQ_LENGTH, and the packed documents are
 # split over the ring. By default a small random Llama learns facts about places that do not exist, in a few minutes on
-# 2 cores. With a model and chats of your own:
+# 2 cores. With your own model and chats:
 #
 #   MODEL=Llama-3.2-1B-Instruct CHATS=chats.jsonl SEQ_LENGTH=8192 ITERATIONS=500 LR=1e-5 \
 #       bash examples/sft/finetune.sh OUT

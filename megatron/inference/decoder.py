@@ -26,7 +26,7 @@ class Decoder:
 
     Args:
         model: this rank's pipeline stage with its weights; the decoder changes it.
-        grid: with TP without sequence parallelism.
+        grid: the model's grid; TP must be without sequence parallelism.
         balance: how prompts are split over the ring, zigzag or contiguous.
     """
 
@@ -51,7 +51,7 @@ class Decoder:
 
         Args:
             prompts: token ids, the same on every rank of a replica.
-            decoded: most calls of :meth:`decode` that follow.
+            decoded: largest number of calls of :meth:`decode` that follow.
 
         Returns:
             Logits of the token after each prompt, [b, vocabulary] in fp32, on the ranks of the last pipeline stage.
@@ -93,9 +93,9 @@ class Decoder:
     def _rows(self, hidden: Tensor, layout: SequenceLayout, lengths: tuple[int, ...]) -> Tensor:
         """Hidden states [1, b, h] of the last token of each prompt, on every rank, from [s_local, b, h] of the rank."""
         is_last = layout.positions[None] == torch.tensor(lengths)[:, None] - 1  # [b, s_local]
-        here, row = (x.to(hidden.device) for x in (is_last.any(1), is_last.int().argmax(1)))
+        held, row = (x.to(hidden.device) for x in (is_last.any(1), is_last.int().argmax(1)))
         rows = hidden[row, torch.arange(len(lengths), device=hidden.device)]
-        rows = torch.where(here[:, None], rows, torch.zeros_like(rows))
+        rows = torch.where(held[:, None], rows, torch.zeros_like(rows))
         if self.grid.context.size > 1:
             dist.all_reduce(rows, group=self.grid.context.group)
         return rows[None]
@@ -108,5 +108,5 @@ class Decoder:
         return logits[0, :, : model.real_vocab_size].float()
 
     def _tied(self) -> bool:
-        """Whether the output layer uses the embedding's weight here; on later stages it has a copy."""
+        """Whether the output layer uses the embedding's weight on this stage; on a later stage it has a copy."""
         return self.model.share_embeddings_and_output_weights and self.model.pre_process

@@ -81,7 +81,7 @@ class Request:
     """The settings for all prompts.
 
     Attributes:
-        max_new_tokens: of each answer.
+        max_new_tokens: largest number of tokens of an answer.
         stop: ids that end an answer; such an id is its last token.
         batch: prompts in one batch of a replica of the model.
     """

@@ -3,8 +3,8 @@
 
 Device memory is that of this project's program (formulas/device_memory.py) with the paper's settings: batch 1, full
 recompute with layer inputs in host memory, ZeRO 3 over all ranks, chunks of 64K tokens. Lengths are powers of two,
-as in the paper except for its 3M. A node has 4 GPUs and 1 TB of host memory; with A100-40G (not described) 8 GPUs (DGX
-A100).
+as in the paper except for its 3M. A node has 4 GPUs and 1 TB of host memory. The paper does not describe its nodes of
+A100-40G; ours are DGX A100 with 8 GPUs.
 
 GPT models have rotary positions here, as in the launch scripts of the published program: a learned table of 8M rows
 would be larger than the model. The 30B has 64 heads of 112, because OPT's 56 heads do not divide over 16 ranks.
@@ -64,7 +64,7 @@ def memory(run: Run, seq_length: int) -> Memory:
 
 
 def fits(run: Run, seq_length: int) -> bool:
-    """Whether it fits in the GPU and, with the node's other ranks, in its host memory."""
+    """Whether a rank of the run fits in the GPU and, with the node's other ranks, in the node's host memory."""
     held, ranks = memory(run, seq_length), min(run.machine.gpus, run.strategy.ranks)
     return held.total <= run.machine.usable_memory and held.host * ranks <= run.machine.host_memory
 
@@ -83,9 +83,9 @@ def stopped_by(run: Run, seq_length: int) -> str:
     return f"{length_text(2 * seq_length)} would take {held.host * ranks / 1e12:.2f} TB of the node's host memory"
 
 
-def further(ours: int, there: int) -> str:
-    """The note of a row where ours is more than twice the published length."""
-    return f"ours is {ours / there:.0f} times as long: {SPIKES}" if ours > 2 * there else ""
+def further(ours: int, theirs: int) -> str:
+    """The note of a row where ours is more than twice the published length; otherwise empty."""
+    return f"ours is {ours / theirs:.0f} times as long: {SPIKES}" if ours > 2 * theirs else ""
 
 
 def length_text(tokens: int) -> str:
@@ -121,9 +121,9 @@ def table_1_rows() -> list[Row]:
     for line in published("fpdt_table_1_max_context"):
         run = table_1_run(line["model"], line["gpu"], line["gpus"])
         ours, label = longest(run), {key: line[key] for key in ("model", "gpu", "gpus")}
-        there, tested = line["max_context_tokens"], line["only_tested_to_this"] == "yes"
-        notes = [AT_LEAST if tested else further(ours, there), run.assumed, stopped_by(run, ours)]
-        rows.append(Row(label, there, ours, "simulated", "tokens", "; ".join(filter(None, notes))))
+        theirs, tested = line["max_context_tokens"], line["only_tested_to_this"] == "yes"
+        notes = [AT_LEAST if tested else further(ours, theirs), run.assumed, stopped_by(run, ours)]
+        rows.append(Row(label, theirs, ours, "simulated", "tokens", "; ".join(filter(None, notes))))
     return rows
 
 
@@ -145,10 +145,10 @@ def figure_11_rows(models: Sequence[str] = training.MODELS, *, per_gpu: bool = F
     for line in sorted(training.longest_shown(models), key=lambda line: models.index(line["model"])):
         model, name, gpus = line["model"], line["system"], line["gpus"]
         run = system(model, name, gpus)
-        ours, there, parts = longest(run), line["seq_length"], gpus if per_gpu else 1
+        ours, theirs, parts = longest(run), line["seq_length"], gpus if per_gpu else 1
         label = {"model": model, "gpus": gpus, "system": name}
-        note = "; ".join(filter(None, (further(ours, there), stopped_by(run, ours))))
-        rows.append(Row(label, there // parts, ours // parts, "simulated", "tokens", note))
+        note = "; ".join(filter(None, (further(ours, theirs), stopped_by(run, ours))))
+        rows.append(Row(label, theirs // parts, ours // parts, "simulated", "tokens", note))
     return rows
 
 
@@ -180,7 +180,7 @@ def table_3_name(line: dict) -> str:
 
 
 def table_3_rows() -> list[Row]:
-    """For each row of the paper: the longest sequence, device memory at the published length, and MFU there."""
+    """For each row of the paper: the longest sequence, and device memory and MFU at the published length."""
     machine, shape, rows = machine_of("A100-80G"), shape_of("llama3-8b"), []
     speeds = training.table_3_rows(Simulated(machine))
     for line, speed in zip(published("fpdt_table_3_strategies"), speeds, strict=True):

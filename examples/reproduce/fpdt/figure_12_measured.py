@@ -4,7 +4,7 @@
 
     python examples/reproduce/fpdt/figure_12_measured.py [OUT_DIR]
 
-A Llama of 2 layers, 256 wide, on 4,096 tokens (SEQ_LENGTH), in 1 to 8 chunks, and with full recompute without
+A Llama of 2 layers, 256 wide, is trained on 4,096 tokens (SEQ_LENGTH), in 1 to 8 chunks and with full recompute without
 chunks. Layer inputs are in host memory in all runs, as in the paper. benchmarks/fpdt.py measures, and has more options.
 The paper uses other models and GPUs, so only ratios can be compared.
 """
@@ -41,14 +41,14 @@ def sweep(prefix: Path, seq_length: int) -> list[dict]:
 
 def rows_of(result: list[dict]) -> list[Row]:
     """Rows for each number of chunks, as shares of the reference, and in bytes and tokens per second."""
-    whole, rows = result[0], []
+    reference, rows = result[0], []
     for row in result:
         chunks = row["chunks"] or 0
         label = {"layers": "in chunks (FPDT)" if chunks else "whole, recomputed", "chunks": max(chunks, 1)}
         rows.append(Row(label, None, row["activations"] / MIB, "measured", "MiB of activations on the device"))
         rows.append(Row(label, None, row["tokens_per_second"], "measured", "tokens per second"))
         if chunks:
-            share, note = row["activations"] / whole["activations"], ""
+            share, note = row["activations"] / reference["activations"], ""
             if chunks in PUBLISHED:
                 note = "published: GPT-2.7B, 256K tokens, 4 A100"
             rows.append(Row(label, PUBLISHED.get(chunks), share, "measured", "activations, of the whole", note))

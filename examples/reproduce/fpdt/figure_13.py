@@ -4,7 +4,7 @@
 
     python examples/reproduce/fpdt/figure_13.py [OUT_DIR]
 
-A block like Llama-3-8B's, but of width 128, on 16,384 tokens (SEQ_LENGTH) and one process. The FFN has
+The block is like Llama-3-8B's, but of width 128, on 16,384 tokens (SEQ_LENGTH) and one process. The FFN has
 twice as many chunks as attention, as in the paper, and in one run four times as many. Every tensor that is made or
 freed is counted, but not weights, gradients and optimizer states, which exist before the step.
 """
@@ -59,7 +59,7 @@ def record(seq_length: int, chunks: int, ffn_chunks: int) -> Backward:
         f"--num-workers 0 --fpdt --fpdt-chunk-size {seq_length // chunks} --ffn-chunks {ffn_chunks}"
     )
     config = parse(words.split(), LLAMA_DEFAULTS, 1)
-    begins: dict[str, list[tuple[float, float]]] = {"block": [], "ffn": []}
+    spans: dict[str, list[tuple[float, float]]] = {"block": [], "ffn": []}
 
     def timed(name: str, function: Callable) -> Callable:
         def run(*args: Any) -> Any:
@@ -67,7 +67,7 @@ def record(seq_length: int, chunks: int, ffn_chunks: int) -> Backward:
             try:
                 return function(*args)
             finally:
-                begins[name].append((begin, time.perf_counter()))
+                spans[name].append((begin, time.perf_counter()))
 
         return run
 
@@ -84,7 +84,7 @@ def record(seq_length: int, chunks: int, ffn_chunks: int) -> Backward:
         ):
             before, before_host = meter.now, meter.host_now
             train_step(runtime, job.chunks, job.optimizer, job.schedule, batches, config, 1)
-        return _within(meter.history, begins, before, before_host)
+        return _within(meter.history, spans, before, before_host)
     finally:
         stop()
 

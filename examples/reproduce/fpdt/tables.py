@@ -5,8 +5,8 @@
     python examples/reproduce/fpdt/tables.py table_1 [OUT_DIR]
     python examples/reproduce/fpdt/tables.py figure_11 [OUT_DIR] [--measure]
 
-The paper does not say how it counts FLOPs. Figures 1, 11 and 12 count causal attention, and recompute as work; the
-notes of figures 1 and 11 have the two other conventions. The constants of the machine are fitted to figure 11 only.
+The paper does not say how it counts FLOPs. Our figures 1, 11 and 12 count causal attention, and count recompute as
+work; notes of figures 1 and 11 have the two other conventions. The machine's constants are fitted to figure 11 only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TABLES = {
     ),
     "table_3": context_table(
         "FPDT, table 3: Llama-3-8B on 8 A100-80G",
-        "memory strategies: the longest sequence, device memory at the published length, and MFU there. AC: activation "
+        "memory strategies: the longest sequence, and device memory and MFU at the published length. AC: activation "
         "checkpoints; OC: in host memory",
         capacity.table_3_rows,
         log="tokens",
@@ -47,8 +47,8 @@ TABLES = {
     ),
     "figure_1_context": context_table(
         "FPDT, figure 1: longest context per GPU",
-        "the longest context per GPU of each system, for 2.7B, 13B and 70B; published are the last points of figure 11 "
-        "divided by the number of GPUs",
+        "the longest context per GPU of each system, for 2.7B, 13B and 70B; the published values are the last points "
+        "of figure 11 divided by the number of GPUs",
         lambda: capacity.figure_11_rows(("gpt-2.7b", "gpt-13b", "llama3-70b"), per_gpu=True),
         log=True,
     ),
@@ -69,7 +69,7 @@ TABLES = {
     "figure_11_context": context_table(
         "FPDT, figure 11: longest context",
         "where these systems run out of memory. Published is the last length that the figure shows; the paper's prose "
-        "has other lengths for 2.7B (256K for both others) and 6.7B (256K for Ulysses, 128K for Megatron-SP)",
+        "has other lengths for 2.7B (256K for both other systems) and 6.7B (256K for Ulysses, 128K for Megatron-SP)",
         capacity.figure_11_rows,
         log=True,
     ),

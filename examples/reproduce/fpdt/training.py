@@ -31,7 +31,7 @@ def shape(model: str) -> Shape:
 
 
 def strategy(system: str, gpus: int, chunk: int = CHUNK) -> Strategy:
-    """The strategy; that layer inputs are in host memory is an argument of the clock."""
+    """The strategy of a system; the clock's argument says whether layer inputs are in host memory."""
     if system == "megatron-sp":
         return Strategy(tensor=gpus, recompute="full")
     return Strategy(ulysses=gpus, zero=3, recompute="full", fpdt_chunk=chunk if system == "fpdt" else 0)
@@ -39,13 +39,13 @@ def strategy(system: str, gpus: int, chunk: int = CHUNK) -> Strategy:
 
 def mfu(workload: Workload, seconds: float, gpus: int, peak: float) -> dict[str, float]:
     """MFU in percent by each convention of counting FLOPs; recompute is a second forward pass."""
-    causal, full = (model_flops(replace(workload, causal=way), recompute=False)[0] for way in (True, False))
+    causal, full = (model_flops(replace(workload, causal=flag), recompute=False)[0] for flag in (True, False))
     capacity = seconds * gpus * peak / 100
     return dict(zip(CONVENTIONS, (causal / capacity, causal * 4 / 3 / capacity, full * 4 / 3 / capacity)))
 
 
 def counted(workload: Workload, seconds: float | str, gpus: int, clock: Clock) -> dict[str, float | str]:
-    """:func:`mfu`, rounded; a word in place of the seconds is repeated for each convention."""
+    """:func:`mfu`, rounded; if ``seconds`` is a word such as OOM, every convention has this word."""
     if isinstance(seconds, str):
         return dict.fromkeys(CONVENTIONS, seconds)
     return {name: round(share, 1) for name, share in mfu(workload, seconds, gpus, clock.peak).items()}
@@ -139,7 +139,7 @@ def figure_10_rows(machine: Machine) -> list[Row]:
 
 
 def latencies(machine: Machine, length: int) -> dict[str, float]:
-    """Seconds by part."""
+    """Seconds of each part of the layer with sequences of ``length``."""
     heads, group = HEADS // GPUS, Group(GPUS)
     tensor = BF16 * length * heads * HEAD_DIM  # of q, k, v or out on one GPU, before or after the all-to-all
     forward, backward = (

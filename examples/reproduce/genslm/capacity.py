@@ -8,8 +8,8 @@ inputs stay on the device. There are 64 heads, because 80 do not divide over 32 
 Neither this project's program nor its formulas do what the older systems did, so their memory has closed forms here,
 with stated assumptions:
 
-- a dense attention mask, made on the device: ones in fp32 and their lower triangle, 4 bytes per entry each, together
-  (the page: over 10 GB at 50K tokens, and at least twice that while it is made); then booleans, 1 byte;
+- a dense attention mask, made on the device: ones in fp32 and their lower triangle at the same time, 4 bytes per entry
+  each (the page: over 10 GB at 50K tokens, and at least twice that while it is made); then booleans, 1 byte;
 - a learned position embedding, complete on every rank, trained like other weights;
 - full recompute: each layer keeps its input, and one layer at a time has its activations, by equations 1, 2 and 4 of
   Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models".
@@ -129,7 +129,7 @@ def _states(shape: Shape, tensor: int, system: System) -> int:
 
 STEP = 1024  # published lengths are multiples of it
 GPU = "A100-40G"
-SYSTEMS: dict[str, tuple[str, System | None]] = {  # names here and in published/; None: this project's program
+SYSTEMS: dict[str, tuple[str, System | None]] = {  # (column in published/, system); None: this project's program
     "old Megatron-DeepSpeed": ("old_megatron_deepspeed_tokens", OLD_MEGATRON_DEEPSPEED),
     "Megatron-LM": ("megatron_lm_tokens", MEGATRON_LM),
     "new Megatron-DeepSpeed": ("new_megatron_deepspeed_tokens", None),
@@ -203,13 +203,13 @@ def scalability_rows(model: str) -> list[Row]:
             if line["model"] == model}  # fmt: skip
     for name, system in SAVINGS.items():
         for gpus in published_tokens:
-            ours, there, note = longest(shape, gpus, system), None, ""
+            ours, theirs, note = longest(shape, gpus, system), None, ""
             if system is None:
-                there = published_tokens[gpus]
+                theirs = published_tokens[gpus]
             elif system is MEGATRON_LM and gpus == max(published_tokens):
                 held = old_memory(shape, ours, gpus, system)
-                there, note = CEILING, NOT_THE_TABLE.format(table=held.positions / GB, mask=held.making_mask / GB)
-            rows.append(Row({"savings": name, "gpus": gpus}, there, ours, "simulated", "tokens", note))
+                theirs, note = CEILING, NOT_THE_TABLE.format(table=held.positions / GB, mask=held.making_mask / GB)
+            rows.append(Row({"savings": name, "gpus": gpus}, theirs, ours, "simulated", "tokens", note))
     return rows
 
 
@@ -225,6 +225,6 @@ def activation_rows(length: int = 102400) -> list[Row]:
         "layer inputs alone, 64 ranks": (None, 2 * channels // 64),
     }
     return [
-        Row({"savings": name}, there, round(size / GB, 2), "simulated", "GB", note if there else "")
-        for name, (there, size) in result.items()
+        Row({"savings": name}, theirs, round(size / GB, 2), "simulated", "GB", note if theirs else "")
+        for name, (theirs, size) in result.items()
     ]

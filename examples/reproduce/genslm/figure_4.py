@@ -23,7 +23,7 @@ from examples.reproduce.report import Row, run_figure  # noqa: E402
 
 LENGTHS = (16384, 32768, 51200, 65536, 131072)
 MASK_GB, SAVED_GB, PUBLISHED_AT = 10.0, 54.0 - 39.0, 51200
-WAYS = {"device": 2**62, "host, by rows": 0}  # the threshold that makes all of our masks there
+PLACES = {"device": 2**62, "host, by rows": 0}  # the threshold with which all of our masks are made in this place
 
 
 def dense_bytes(length: int) -> tuple[int, int, int]:
@@ -38,9 +38,9 @@ def dense_bytes(length: int) -> tuple[int, int, int]:
     with FakeTensorMode(), TensorMeter("cpu") as meter:
         before = meter.now
         mask = torch.tril(torch.ones(1, length, length))
-        alone = meter.now - before
+        finished = meter.now - before
         mask = mask < 0.5
-        return alone, meter.peak - before, meter.now - before
+        return finished, meter.peak - before, meter.now - before
 
 
 def part_bytes(length: int, threshold: int) -> int:
@@ -71,19 +71,19 @@ def every_third(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 def rows_of(lengths: tuple[int, ...] = LENGTHS) -> list[Row]:
     rows = []
     for length in lengths:
-        alone, peak, moved = dense_bytes(length)
-        here = length == PUBLISHED_AT
+        finished, peak, moved = dense_bytes(length)
+        compared = length == PUBLISHED_AT
         counted = {
-            "dense mask, fp32": (alone, MASK_GB, "the page: over 10 GB beyond 50K tokens"),
+            "dense mask, fp32": (finished, MASK_GB, "the page: over 10 GB beyond 50K tokens"),
             "dense, made on the device": (peak, 2 * MASK_GB, "the page: at least twice the mask while it is made"),
             "dense, made in host memory": (moved, None, ""),
             "saved by the host": (peak - moved, SAVED_GB,
                                   "the page: peak 54 to 39 GB, for an unknown model and length"),
         }  # fmt: skip
-        for way, (size, printed, note) in counted.items():
-            label = {"mask": way, "seq_length": length}
-            rows.append(Row(label, printed if here else None, size / 1e9, "simulated", "GB", note if here else ""))
-        for place, threshold in WAYS.items():
+        for mask, (size, printed, note) in counted.items():
+            label, value = {"mask": mask, "seq_length": length}, printed if compared else None
+            rows.append(Row(label, value, size / 1e9, "simulated", "GB", note if compared else ""))
+        for place, threshold in PLACES.items():
             label = {"mask": f"ours, made in parts ({place})", "seq_length": length}
             rows.append(Row(label, None, part_bytes(length, threshold) / 1e9, "measured", "GB"))
     return rows

@@ -57,14 +57,14 @@ def table_bytes(length: int, ranks: int, partitioned: bool, rank: int = 0) -> Co
         # Fake tensors have no contents: reading random states, moving tensors and sending lengths is replaced.
         stack.enter_context(patch.object(CudaRNGStatesTracker, "fork", lambda *_: nullcontext()))
         stack.enter_context(patch.object(torch.nn.Module, "to", lambda module, *_: module))
-        stack.enter_context(patch.object(torch.distributed, "all_gather_object", _alike))
+        stack.enter_context(patch.object(torch.distributed, "all_gather_object", _gather_equal))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         chunks = wrap_for_data_parallelism(build_model(config, grid, SequenceLayout(length, grid), 68, device), config)
         optimizer = build_optimizer(chunks, config)
         return _of_the_table(chunks[0], optimizer)
 
 
-def _alike(result: list, mine: object, group: object = None) -> None:
+def _gather_equal(result: list, mine: object, group: object = None) -> None:
     result[:] = [mine] * len(result)
 
 

@@ -35,14 +35,14 @@ def throughput_rows(clock: Clock, frameworks: Sequence[str] = ("new", "old")) ->
     rows = []
     for line in published("genslm_throughput_33b_32xA100_40G_tp32"):
         for framework in frameworks:
-            seq_length, there = line["seq_length"], line[f"{framework}_megatron_deepspeed_tflops"]
+            seq_length, theirs = line["seq_length"], line[f"{framework}_megatron_deepspeed_tflops"]
             label = {"framework": framework, "seq_length": seq_length}
-            if there == "OOM" and clock.mark == "simulated":
-                rows.append(Row(label, there, None, clock.mark, "TFLOPS/GPU", "only the speed is simulated here"))
+            if theirs == "OOM" and clock.mark == "simulated":
+                rows.append(Row(label, theirs, None, clock.mark, "TFLOPS/GPU", "only the speed is simulated here"))
                 continue
             note = "published dip, not explained: attention's share grows" if seq_length == 262144 else ""
             tflops = from_seconds(throughput(clock, seq_length, framework), float, 1)
-            rows.append(Row(label, there, tflops, clock.mark, "TFLOPS/GPU", note))
+            rows.append(Row(label, theirs, tflops, clock.mark, "TFLOPS/GPU", note))
     return rows
 
 
@@ -84,8 +84,8 @@ TABLES = {
     ),
     "figure_9": maxima(
         "figure 9: scalability of GenSLM 33B",
-        "longest sequences of 33B over GPUs, by memory saving. Published are the text's limit while every rank holds "
-        "the complete position embedding, about 50K tokens, and figure 7's maxima",
+        "longest sequences of 33B over GPUs, by memory saving. The published values are the text's limit while every "
+        "rank holds the complete position embedding, about 50K tokens, and figure 7's maxima",
         lambda: scalability_rows("genslm-33b"),
     ),
     "figure_10": maxima(

@@ -6,7 +6,7 @@
 
 One rank of a simulated world of P runs the forward pass of a real model, and all collectives and messages are counted.
 A layer is the difference between models of two layers and one. The unit is N h, sequence length times width.
-Without and with GQA; for Ring, the rank that sends most is counted.
+The rows are without and with GQA; for Ring, the rank that sends most is counted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Traffic(TorchDispatchMode):
     """Counts, while it is active, the numbers (not bytes) that this rank sends to other ranks, by kind of message.
 
     A collective over n ranks on a message of M numbers counts as in a ring or pairwise algorithm:
-    all-gather, reduce-scatter and all-to-all send ``M (n - 1) / n`` over every link; M is the whole message for the
+    all-gather, reduce-scatter and all-to-all send ``M (n - 1) / n`` over every link; M is the complete message for the
     first two and this rank's part of it for the third; all-reduce is a reduce-scatter and an all-gather.
 
     Attributes:
@@ -68,8 +68,8 @@ def closed_form(method: str, ranks: int, group: int) -> float | None:
 
 
 def exact_form(method: str, ranks: int, group: int) -> float | None:
-    """The same for any P. A P-th part of a rank's message stays on the rank, in an all-to-all and in the
-    other two. With more ranks than KV heads, each Ulysses rank gets a complete head, and megatron-core's TP ranks
+    """The same for any P: a P-th part of a message stays on its rank, in all-to-all, all-gather and
+    reduce-scatter. With more ranks than KV heads, each Ulysses rank gets a complete head, and megatron-core's TP ranks
     gather the queries, keys and values of all heads first.
     """
     others = (ranks - 1) / ranks

@@ -5,7 +5,7 @@
     python examples/reproduce/ulysses/tables.py table_2 [OUT_DIR] [--measure]
 
 ZeRO 3 over all ranks and full recompute; TFLOPS count the full mask and recompute. The batch and the degree of sequence
-parallelism are given only for tables 2 and 3 (a global batch of 8); there, 8 parallel sequences have P / 8 ranks
+parallelism are given only for tables 2 and 3 (a global batch of 8), where 8 parallel sequences have P / 8 ranks
 each. The figures show the best of several unnamed settings; ours are in the notes.
 
 Attention is assumed to use the full mask. The published times are twice those of causal FlashAttention-2, which
@@ -35,8 +35,8 @@ MODELS = {"gpt-7b": "gpt-6.7b", "gpt-30b": "gpt-30b"}
 
 
 def shape(name: str) -> Shape:
-    """7B: the shape whose FLOPs give tables 2 and 3. 30B: not given; OPT's width and depth, 64 heads of 112, because
-    56 do not divide over 64 ranks."""
+    """7B is the shape whose FLOPs give tables 2 and 3. 30B is not given: we take OPT's width and depth with 64 heads of
+    112, because OPT's 56 do not divide over 64 ranks."""
     return shape_of(MODELS[name], **({"num_attention_heads": 64} if name == "gpt-30b" else {}))
 
 

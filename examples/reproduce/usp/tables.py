@@ -4,7 +4,7 @@
 
     python examples/reproduce/usp/tables.py table_5 [OUT_DIR] [--measure]
 
-Training: ZeRO 1 over DP x CP, sequence parallelism with TP, no recompute, a zigzag ring, as the paper has it. TFLOPS
+Training: ZeRO 1 over DP x CP, sequence parallelism with TP, no recompute, a zigzag ring, as in the paper. TFLOPS
 count the full mask, like the paper's first version. If a published row does not use all GPUs, the rest are
 DP. Tables 3 and 4 (attention, forward): the paper gives no width. We assume 32 heads of 128 and one sequence, which the
 rates at 32K suggest.
@@ -40,18 +40,18 @@ def attention_rows(machine: Machine, table: str) -> list[Row]:
             for ring, balance in RINGS.items():
                 rate = 1 / attention_seconds(machine, seq_length, line["ulysses"], 8 // line["ulysses"], balance)
                 label = {"seq_length": seq_length, "ulysses": line["ulysses"], "ring": ring}
-                there: float | None = line[f"{ring}_ring_iters_per_s"]
+                theirs: float | None = line[f"{ring}_ring_iters_per_s"]
                 remark = ""
                 if doubled and seq_length == written:
-                    there, remark = None, READ_AS_256K
+                    theirs, remark = None, READ_AS_256K
                 elif doubled:
                     remark = "the rows printed as 128K"
-                rows.append(Row(label, there, round(rate, 2), "simulated", "iterations/s", remark))
+                rows.append(Row(label, theirs, round(rate, 2), "simulated", "iterations/s", remark))
     return rows
 
 
 def attention_seconds(machine: Machine, seq_length: int, ulysses: int, ring: int, balance: str) -> float:
-    """One forward pass of the attention of one layer."""
+    """Seconds of one layer's attention in the forward pass."""
     shape = Shape(1, HEADS * HEAD_DIM, 1, HEADS, KV_HEADS, HEAD_DIM, 1)
     strategy = Strategy(ulysses=ulysses, ring=ring, balance=balance, fused=False)
     a = attended(Workload(shape, seq_length), strategy)
@@ -91,8 +91,8 @@ def note(line: dict, data: int) -> str:
 def figure_5_rows(clock: Clock, overlap: bool = True) -> list[Row]:
     """DP 8 against the best of Ulysses x Ring = 8: one sequence per GPU, or eight on all GPUs.
 
-    At 512 tokens the published times are too short for sending gradients and weights without overlap: here they are
-    overlapped, unlike in tables 5 to 7. Without ``overlap`` they are sent as there.
+    At 512 tokens the published times are too short for sending gradients and weights without overlap. They are
+    therefore overlapped with compute, unlike in tables 5 to 7; with ``overlap`` False they are not.
     """
     settings = DEFAULTS | {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
     rows = []
@@ -124,8 +124,8 @@ def training_table(number: int, about: str) -> PaperTable:
 
 def print_without_overlap(rows: list[Row]) -> None:
     if rows[0].marked == "simulated":
-        alone = mean_error(figure_5_rows(clock("usp-a800", False), overlap=False))
-        print(f"without overlap of gradients and weights, as in tables 5 to 7: {alone:.1f} %")
+        error = mean_error(figure_5_rows(clock("usp-a800", False), overlap=False))
+        print(f"without overlap of gradients and weights, as in tables 5 to 7: {error:.1f} %")
 
 
 NOT_RUN = (
