@@ -69,7 +69,7 @@ class Spread:
 
 
 def spread(seconds: float, waits: Waits, ranks: int, jitter: Jitter) -> Spread:
-    """Of a step that takes ``seconds`` if all ``ranks`` are equally fast."""
+    """Mean and 95th percentile of a step that takes ``seconds`` if all ``ranks`` are equally fast."""
     mean = variance = 0.0
     for group, (_, total, squares) in waits.by_ranks.items():
         largest, deviation = largest_of(group, jitter.variation)

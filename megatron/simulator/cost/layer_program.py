@@ -18,7 +18,7 @@ from megatron.simulator.cost.trace import Kernel
 
 Runs = Literal["ours", "eager", "compiled", "fused"]
 
-# Bytes that PyTorch's separate operations move over those of one fused kernel (forward, backward). RMSNorm in fp32:
+# Ratio of the bytes that PyTorch's separate operations move to one fused kernel's (forward, backward). RMSNorm in fp32:
 # cast up 6, square 8, mean 4, scale 8, cast down 6, weight 4, where a fused kernel moves 4; its gradient about 60
 # instead of 10. SwiGLU: 4 + 6 instead of 6; 12 + 6 instead of 10. Megatron-core's cross-entropy moves 46 and 26,
 # PyTorch's 18 and 22.
@@ -132,7 +132,7 @@ def _kernels(kernel: Kernel, shape: Shape, program: Program, linear: bool) -> tu
 
 
 def _traffic(kernel: Kernel, shape: Shape, runs: Runs) -> float:
-    """Bytes that the program moves over those that this program moves."""
+    """Ratio of the bytes that the program moves to those that this program moves."""
     if runs == "ours":
         return 1.0
     if kernel.name in OWN_MERGES:
@@ -149,7 +149,7 @@ def _traffic(kernel: Kernel, shape: Shape, runs: Runs) -> float:
 
 
 def _overlap_products(segments: list[Segment]) -> list[Segment]:
-    """TP's all-gathers overlap the product that reads them, reduce-scatters the product that made their input."""
+    """Let TP's all-gathers overlap the product that reads them, reduce-scatters the product that made their input."""
     result: list[Segment] = []
     gathers: Segment | None = None
     for part in segments:

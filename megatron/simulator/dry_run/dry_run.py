@@ -201,7 +201,7 @@ def dry_run(
         reports.append(RankReport(rank, stage, ran, ran_batches, result, profile, replayed, whole, taken))
     if machine is None:
         return DryRun(config, world_size, None, reports)
-    # A stage's time is that of its first rank; the neighbour on a ring (`ranks_of`) is simulated for its memory.
+    # A stage's time is its first report's; the neighbour on a ring (`ranks_of`) is simulated for its memory only.
     step = whole_step_of(
         config, {report.stage: report.program for report in reports[::-1]}, reports[0].micro_batches[0]
     )

@@ -63,8 +63,8 @@ LONGEST_TIKTOKEN = 2**17  # core's default limit on a tiktoken vocabulary
 def vocabulary_of(config: Config) -> tuple[int, str | None]:
     """(vocabulary size of a dry run without padding, a line about the assumption if one was made).
 
-    Like a run, it reads the tokenizer if its files exist. Otherwise the size is --vocab-size, --padded-vocab-size, or
-    that of a known tokenizer by the name of --tokenizer-model, --model or --tokenizer-type.
+    It reads the tokenizer if its files exist, as a run does. Otherwise the size is --vocab-size, --padded-vocab-size,
+    or the size of a known tokenizer, which the name in --tokenizer-model, --model or --tokenizer-type identifies.
 
     Raises:
         Refusal: none of these gives the size, or the run would refuse the tokenizer.
@@ -118,8 +118,8 @@ class RankStep:
     profile: Profile = field(repr=False)  # the step's memory over time, as --profile-memory records it
     # the events of the trace that repeat for the micro-batches that did not run; None: all ran
     repeat: Repeat | None = None
-    # (storage, change of its bytes) on the device in their order, beginning with what existed before the step, and
-    # those that repeat
+    # (storage, change of its bytes) on the device in order, beginning with what existed before the step; and which of
+    # these changes repeat
     allocations: Allocations = field(default_factory=lambda: Allocations([]), repr=False)
 
     @property

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A replay as a picture, and a step as a trace file for chrome://tracing.
 
-The picture has a lane for each stream, cut into columns. A colour's height in a column is the share of its time that
-the stream spends on that kind of work. So long events appear as blocks, short ones as a measure of how busy the stream
-is, and a million spans draw as fast as a hundred.
+The picture has a lane for each stream, cut into columns. A colour's height is the share of the column's
+time that the stream spends on that kind of work. So long events appear as blocks, short ones show how busy the stream
+is, and a million spans are drawn as fast as a hundred.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ def _turn(one: Placed) -> Event:
 
 
 def arrows(result: DryRun, rank: int, stage: int, one: Placed) -> Iterator[Event]:
-    """Ends of message arrows at a pass: to the pass that waits for it, and from the one that it waits for."""
+    """Ends of message arrows at a pass: to the pass that waits for it, and from the pass that it waits for."""
     if one.turn is None:
         return
     stages, turn = len(result.step.stages), one.turn

@@ -61,7 +61,7 @@ def added(few: Changes, more: Changes) -> tuple[list[tuple[int, int]], dict[int,
     """(stretches (begin, end) of ``more`` that ``few`` lacks, growth in bytes of blocks that both have).
 
     Raises:
-        NoPattern: the lists differ in something else.
+        NoPattern: the lists differ in anything else.
     """
     a, b = (array("q", [size for _, size in changes]) for changes in (few, more))
     whole = b.tobytes()
@@ -95,7 +95,7 @@ def _matching(a: Sequence[int], b: Sequence[int], i: int, j: int, step: int) -> 
 def _next_match(a: array, b: array, whole: bytes, i: int, j: int) -> int | None:
     """The index in ``b`` after ``j`` with the longest match of ``a`` from ``i`` on; ``whole``: bytes of ``b``."""
     width, best, length = a.itemsize, None, 0
-    last = (len(b) - (len(a) - i)) * width  # the rest of ``a`` must fit behind
+    last = (len(b) - (len(a) - i)) * width  # the rest of ``a`` must fit after the match
     for window in WINDOWS:
         wanted, at = a[i : i + window].tobytes(), (j + 1) * width
         for _ in range(PLACES):
@@ -167,9 +167,9 @@ def extrapolated(
 def _chains(changes: Changes, stretches: Sequence[tuple[int, int]], whole: bool) -> dict[int, int]:
     """Number of the chain by block.
 
-    A stretch's block is in one chain with the blocks at its place in the loop's other rounds. Older blocks that a
-    stretch frees join the chain of blocks of the same size that it makes. ``whole``: only complete rounds count, for
-    micro-batches.
+    A block of a stretch is in one chain with the blocks at the same place in other rounds of the loop. Older blocks
+    that a stretch frees join a chain of blocks of the same size that the stretch makes. ``whole``: only complete rounds
+    count, for micro-batches.
     """
     chain_of: dict[int, int] = {}
     sizes = [size for _, size in changes]
@@ -193,8 +193,8 @@ def _add_older(
 ) -> None:
     """Add older blocks to chains, by size.
 
-    The first block that a stretch frees joins the chain of the first one that it makes and that is freed later; blocks
-    that were made before and are freed in between join the chains in turn.
+    The first older block that a stretch frees joins the chain of the first block that the stretch makes and that is
+    freed later. Other blocks that were made before, and are freed in between, join the chains in turn.
     """
     begin, end = stretches[0][0], stretches[-1][1]
     made_at = {block: at for at, (block, change) in enumerate(changes) if change > 0}
