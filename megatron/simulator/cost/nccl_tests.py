@@ -122,7 +122,7 @@ def fields(runs: list[Run], machine: Machine) -> dict[str, Any]:
     """The fields with which ``machine`` has the measured bandwidth of large and the measured latency of small messages.
 
     Raises:
-        Refusal: a bandwidth is more than twice the machine's, or a run's nodes have more ranks than the machine's GPUs.
+        Refusal: a bandwidth is more than twice the machine's, or a run had more ranks per node than there are GPUs.
     """
     for run in runs:
         if run.nodes and run.ranks > run.nodes * machine.gpus:

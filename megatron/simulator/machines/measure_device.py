@@ -31,7 +31,7 @@ class Effort:
 
 
 def effort(device: str, quick: bool) -> Effort:
-    """Sizes that suit a ``cuda`` or a ``cpu`` device; ``quick`` takes fewer and less time."""
+    """Sizes that suit a ``cuda`` or a ``cpu`` device; ``quick``: fewer sizes and less time."""
     if device == "cuda":
         if quick:
             return Effort(0.1, (512, 1024, 2048, 4096, 8192), (1024, 4096, 16384), 16, 2**28, 2**26)

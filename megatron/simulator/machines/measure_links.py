@@ -42,7 +42,7 @@ class Figures:
     host: tuple[float, float]  # bytes per second and latency in seconds, while all processes copy
     processes: int
     nodes: int
-    # bytes per second between nodes, of p2p by one process of a node while its others idle; 0: not measured
+    # bytes per second between nodes, of p2p by one process of each node while all others idle; 0: not measured
     alone: float = 0.0
     # bytes that NCCL allocates for a communicator, in a node (`nccl`) and between nodes (`nccl_network`); empty without
     # GPUs

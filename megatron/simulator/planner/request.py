@@ -82,7 +82,7 @@ def share_of_memory(text: str, whole: float, flag: str) -> float:
 # attention of one with short documents, and other ranks wait for the ranks that have it (WLB-LLM, arXiv:2503.17924).
 
 INDEX = b"MMIDIDX\x00\x00"  # first bytes of an index of Megatron-LM's datasets
-MOST_LENGTHS, MOST_TEXT = 1 << 22, 16 << 20  # lengths that are read of a dataset; bytes of a text file of lengths
+MOST_LENGTHS, MOST_TEXT = 1 << 22, 16 << 20  # most lengths to read of a dataset; most bytes of a text file
 LONGEST = 2**53  # tokens of a document
 DRAWS = 100_000  # documents to draw, about; the number of samples stays between FEWEST and MOST
 FEWEST, MOST = 16, 512  # samples
@@ -96,7 +96,7 @@ class Packed:
     """Attention work of packed samples."""
 
     keys: float  # average number of keys that a token sees
-    spread: float  # standard deviation of that over its mean, among samples
+    spread: float  # standard deviation of that average among samples, divided by its mean
     uneven: tuple[tuple[float, ...], ...] = ()  # busiest ring rank over the mean, by RINGS and MICRO_BATCHES
 
 

@@ -423,7 +423,7 @@ class Recorder(TensorMeter):
             self._pair_with_receives(moved)
 
     def _pair_with_receives(self, moved: Transfer) -> None:
-        """Merge a hop's receives, which are issued before its sends, into the send: only their excess takes longer."""
+        """Merge a hop's receives, issued before its sends, into the send; only their bytes beyond it take longer."""
         hop = self._hop
         if hop.receives:
             moved.excess = max(0.0, hop.bytes - moved.bytes)
