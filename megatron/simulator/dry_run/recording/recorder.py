@@ -339,7 +339,7 @@ class Recorder(TensorMeter):
 
     @contextmanager
     def deferring(self) -> Iterator[list[int]]:
-        """Within, waits are not recorded; their tickets are collected so that the caller can wait later."""
+        """Inside this context, waits are not recorded, but their tickets are collected for the caller to wait later."""
         before, self._deferred = self._deferred, []
         try:
             yield self._deferred
