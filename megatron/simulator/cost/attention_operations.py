@@ -196,7 +196,7 @@ def _tile(a: Attended, *, first: bool, backward: bool = False) -> Kernel:
 
 # --- FPDT: tiles between chunks, and copies from and to host memory ---
 #
-# The loops are those of fpdt/by_queries.py, which loads keys for each query chunk, and fpdt/by_keys.py, which loads
+# These are the loops of fpdt/by_queries.py, which loads keys for each query chunk, and fpdt/by_keys.py, which loads
 # queries for each key chunk. A ring's backward pass runs by keys, and so does its forward pass without offloading. The
 # double buffer lets a tile overlap the copies for the next one. Nothing overlaps the loads for the first chunk of a
 # backward pass; with one chunk nothing overlaps at all.

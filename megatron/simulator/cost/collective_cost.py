@@ -131,7 +131,7 @@ class Price:
     lines: tuple[Line, ...]
     together: bool = False
     large: Line = field(init=False)
-    # from this number of bytes on the price is that of the line `large`, as for most transfers of training
+    # from this number of bytes on the line `large` gives the price, as for most transfers of training
     beyond: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -218,7 +218,7 @@ def _hop(where: Placement, stride: int, machine: Machine) -> Line:
 
 
 def _all_to_all(size: int, where: Placement, machine: Machine) -> Price:
-    """Messages within the node and to other nodes travel at the same time, the latter through the GPU's network card.
+    """Messages within the node travel at the same time as messages to other nodes, which use the GPU's network card.
 
     The worst placed rank has k of the n ranks on its node and sends (n - k) / (n - 1) of its bytes to other nodes. With
     two ranks on a node, the transfer within it is one hop.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time of a training step in closed form, within microseconds, for planners and tables.
+"""A closed form for the time of a training step, computed in microseconds, for planners and tables.
 
 A step consists of layers, embedding and loss, micro-batches in a pipeline, gradients and optimizer. Layers are segments
 of work (layer_operations.py), priced once for each machine and cached.
@@ -53,7 +53,7 @@ def estimate(workload: Workload, strategy: Strategy, machine: Machine, program: 
     """The time of a step on the busiest rank, under this program or another one.
 
     Raises:
-        ValueError: the strategy does not divide the model or the batch: there are too few heads for Ulysses, say.
+        ValueError: the strategy does not divide the model or the batch; Ulysses may exceed a rank's heads.
     """
     parts = step_parts(workload, strategy, machine, program)
     seconds = sum(parts.values())

@@ -27,9 +27,9 @@ from megatron.simulator.cost.trace import Collective, HostCopy, Kernel, Transfer
 
 # Projections, norms, MLP, and their tensor parallelism.
 #
-# ``tokens`` are those of a TP group; between linear layers each of its ranks has a share of them (sequence parallel) or
-# all. The forward pass waits for TP's transfers; in the backward pass megatron-core overlaps those of a column-parallel
-# layer with its two matrix products (core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication).
+# ``tokens``: number of tokens of a TP group. Between linear layers each rank has a share of them (sequence parallel) or
+# all. The forward pass waits for TP's transfers. In the backward pass megatron-core overlaps a column-parallel layer's
+# transfers with its two products (core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication).
 
 # Bytes per rotated number. One kernel (context_parallel/positions/rope_kernel.py) reads and writes it once. PyTorch's
 # operations in fp32 (rope.py): cast up 6, times cosine 8, plus the other half times sine 12, cast down 6.

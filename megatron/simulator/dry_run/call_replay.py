@@ -45,8 +45,8 @@ class ReplayMismatch(ValueError):
 class Out(NamedTuple):
     """A tensor that a call returned."""
 
-    # its index among the call's arguments, if it is one of them; None: a new tensor. The other attributes are those of
-    # new tensors.
+    # its index among the call's arguments, if it is one of them; None: a new tensor, which the other attributes
+    # describe
     given: int | None
     # index of its storage among those that the call made, or `~index` of the argument whose storage it shares
     storage: int = 0

@@ -102,7 +102,7 @@ def _named(config: Config) -> Iterator[tuple[str, int]]:
     if model:
         yield f"--model {model}", vocabulary(model)
     if data.tokenizer_type == "TikTokenizer":
-        yield "TikTokenizer at most", LONGEST_TIKTOKEN
+        yield "the largest TikTokenizer", LONGEST_TIKTOKEN
     if data.tokenizer_type in BY_TYPE:
         yield ("GPT-2" if data.tokenizer_type == "GPT2BPETokenizer" else "Llama-2"), BY_TYPE[data.tokenizer_type]
 
@@ -150,7 +150,7 @@ def run_rank(
         config: completed for ``world_size``; it is not changed.
         vocab_size: vocabulary size without padding.
         machine: simulate its GPU's kernels, streams and fused operations; None: those of a CPU.
-        stretch: the micro-batches to run, and those of them that repeat; None: run all.
+        stretch: the micro-batches to run, and which of these repeat; None: run all.
         fp8: how tensors are stored under --fp8-format; default: as on GPUs before Blackwell.
         recorder: makes the recorder of the step.
         fused_rope: Triton's kernel rotates queries and keys; False: PyTorch's operations do.

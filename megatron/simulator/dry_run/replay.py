@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 # --- micro-batches that repeat, of which only a few are run ---
 #
 # Under 1F1B a stage begins with forward passes, then alternates, and ends with backward passes (Megatron-LM,
-# arXiv:2104.04473). The first backward pass allocates gradients, and the last one reduces them. Those in between
-# repeat: a forward and a backward pass; with virtual stages, the passes of a group of micro-batches (by default as many
-# as there are stages) on every virtual stage.
+# arXiv:2104.04473). The first backward pass allocates gradients, and the last one reduces them. The passes between
+# them repeat: a forward and a backward pass; with virtual stages, all passes of a group of micro-batches (by default as
+# many as there are stages) on every virtual stage.
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """The micro-batches to run instead of all, and those of them that repeat."""
+    """The micro-batches to run instead of all, and which of these repeat."""
 
     micro_batches: int  # to run
-    # first, passes: the part that repeats begins with the forward pass `first` and has `passes` of them
+    # first, passes: the part that repeats begins with forward pass number `first` and has `passes` forward passes
     first: int
     passes: int
     times: int  # how often it repeats after it has run
@@ -72,7 +72,7 @@ class Unsteady(ValueError):
 
 
 def stretch_of(config: Config, stage: int, micro_batches: int) -> Stretch | None:
-    """The micro-batches of a pipeline stage to run instead of all; None: all, because nothing would be saved."""
+    """The micro-batches of a pipeline stage to run instead of all; None: all (few repeat, or groups differ)."""
     stages = config.parallel.pipeline_model_parallel_size
     virtual = config.parallel.num_virtual_stages_per_pipeline_rank
     group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage or stages
@@ -113,7 +113,7 @@ def find_repeat(trace: Trace, stretch: Stretch) -> Repeat:
 def with_growth(profile: Profile, begin: int, end: int, times: int) -> Profile:
     """A memory profile with what ``times`` repetitions of its events ``begin`` to ``end`` leave allocated.
 
-    Repetitions leave the losses that a step reports. They are assumed to come before these events.
+    A repetition leaves the losses that a step reports. All repetitions are assumed to come before these events.
     """
     left = dict.fromkeys(range(len(profile["kinds"])), 0)
     for _, kind, change in profile["events"][begin:end]:

@@ -31,7 +31,7 @@ FILES = {
     "fpdt/": "FPDT: copies, sums",
 }
 FUNCTIONS = {"packed": "ring: buffers"}  # of attention/merge.py
-# For all other operations: the recorder's names of them, by purpose.
+# For other operations: the names that the recorder gives them, by purpose.
 NAMES = {
     "norm": "rms_norm rms_norm_backward native_layer_norm native_layer_norm_backward",
     "activation": "swiglu swiglu_back bias_swiglu bias_swiglu_back",

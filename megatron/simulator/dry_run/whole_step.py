@@ -105,7 +105,7 @@ class Pass:
     """A phase of a rank's step."""
 
     name: str
-    seconds: float  # from its begin to that of the next phase
+    seconds: float  # from its begin until the next phase begins
     sent: float  # seconds from its begin until its message has arrived; `seconds` if it sends none
     spans: list[Interval]  # in program order; seconds from its begin
 

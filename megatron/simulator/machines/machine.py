@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Rate:
     """FLOP/s of a kind of kernel by size: points (size, FLOP/s), with logarithmic interpolation.
 
-    Kernels smaller than the first point's take as long as those; kernels larger than the last point's have their rate.
+    A kernel below the first point takes as long as a kernel at that point; above the last point the rate is constant.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -64,8 +64,8 @@ class Link:
     name: str = ""
     # measured figures by kind of transfer (KINDS); other kinds use `bandwidth` and `latency`
     kinds: dict[str, Measured] = field(default_factory=dict, hash=False)
-    # of a network: neighbouring devices of a node that share a network card. While only one of them sends, it has the
-    # bandwidth of all.
+    # of a network: number of neighbouring devices of a node that share a network card. While only one of them sends, it
+    # has the bandwidth of all.
     gpus_per_card: int = 1
 
     def of(self, kind: str) -> Link | Measured:
@@ -146,7 +146,7 @@ class Machine:
     # the other kinds have their `start`.
     collective: float = 0.0
     head_size: Rate = Rate(((128.0, 1.0),), power=0.0)  # share of the attention rates by head size
-    dtype: str = "bf16"  # of the rates; those of other dtypes differ by the ratio of the peaks
+    dtype: str = "bf16"  # of the rates; rates of other dtypes differ by the ratio of the peaks
     calibration: Calibration = Calibration()
     capability: tuple[int, int] = (8, 0)  # of the GPU, major and minor version
     # share of the attention rates that each attention kernel reaches; 1 for names that are missing
@@ -167,7 +167,7 @@ class Machine:
         object.__setattr__(self, "prices", {})
 
     def attention_share(self, head_size: int = 128) -> float:
-        """Share of the attention rates that the kernel for plain tiles with such heads in bf16 reaches."""
+        """Share of the attention rates that the kernel for plain tiles in bf16 reaches with heads of this size."""
         return self.kernels.get(_for_plain_tiles(self.capability, self.attention_kernel, head_size), 1.0)
 
     def choose_attention(

@@ -96,7 +96,7 @@ def read_merged(path: Path, below: tuple[Path, ...] = ()) -> Json:
 
 
 def merged(path: Path, raw: Json, below: tuple[Path, ...] = ()) -> Json:
-    """The fields of a file on top of those of the file that it extends. Objects are merged, other values replaced."""
+    """``raw`` merged over the fields of the file that it extends: objects are merged, other values replaced."""
     if path.resolve() in below:
         raise Refusal(f"{path}: extends: a file cannot build on itself")
     raw = {"name": path.stem} | raw

@@ -103,7 +103,7 @@ def launch_seconds(device: torch.device, window: float) -> float:
 def host_copy(size: int, device: torch.device, window: float) -> tuple[float, float]:
     """(Bytes per second, seconds of a tiny copy) between the device and pinned host memory, in the slower direction.
 
-    On a CPU, between two buffers.
+    On a CPU it measures copies between two buffers.
     """
     cuda = device.type == "cuda"
     host, tiny = (torch.zeros(n, dtype=torch.uint8, pin_memory=cuda) for n in (size, 8))

@@ -144,7 +144,7 @@ class Run:
 
     @property
     def save_interval(self) -> int:
-        """Steps between two saves."""
+        """Steps between two saves; 0 without failure rates."""
         return max(1, round(self.interrupted.interval / self.plan.seconds)) if self.interrupted else 0
 
 

@@ -33,7 +33,7 @@ from megatron.simulator.planner.search_space import (
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.stages import strategy_of, workload_of
 
-# Least time of FPDT over that of a step that computes the FFN's forward pass twice; FPDT's chunked loss may save some.
+# A step with FPDT takes at least this share of a step with a chunked FFN; its chunked loss may save a little time.
 NEVER_FASTER = 0.99
 ROUNDING = 1 - 1e-9  # factor on a lower bound, against rounding errors of sums in another order
 
@@ -103,8 +103,8 @@ def fastest_savings(
 ) -> Iterator[Strategy]:
     """All savings on a grid, the fastest first.
 
-    Their order depends neither on ZeRO and PP nor on DP, so many grids share it. It depends on DP only where samples
-    differ, because DP waits for the sample with most pairs (`Strategy.slowest`).
+    Their order does not depend on ZeRO and PP, so many grids share it. It depends on DP only if samples differ, because
+    DP waits for the sample with most pairs (`Strategy.slowest`).
 
     A step without recompute is the fastest. FPDT, which computes projections and FFN twice, is not faster than a step
     with a chunked FFN. Groups of savings are therefore ranked as late as these bounds allow, and units of several

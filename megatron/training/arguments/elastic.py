@@ -112,7 +112,7 @@ def choose_grid(config: Config, world_size: int, complete: Complete, fastest: Fa
         f"x PP {one.pipeline_model_parallel_size} x DP for the rest{_planner(config, fastest)}"
     )
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        chosen.notes.append(  # torch 2.13: agents that are running publish no address for one that joins later
+        chosen.notes.append(  # torch 2.13: running agents publish no address for an agent that joins later
             "elastic: a node that joins later is not admitted, unless torchrun was started with "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
         )

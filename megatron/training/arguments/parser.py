@@ -272,7 +272,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Errors become refusals."""
+    """A parser whose errors are refusals."""
 
     def error(self, message: str) -> Any:
         raise Refusal(" ".join(message.removeprefix("argument ").split()))

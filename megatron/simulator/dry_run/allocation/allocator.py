@@ -129,7 +129,7 @@ def from_environment(environment: Mapping[str, str]) -> tuple[str, Settings, lis
     """(name of the variable that is set, its settings, a line for each option that is not modelled); None: none is set.
 
     Raises:
-        Refusal: PyTorch would refuse it, too.
+        Refusal: PyTorch would refuse the settings, too.
     """
     name = next((name for name in VARIABLES if environment.get(name)), None)
     if name is None:
@@ -278,7 +278,7 @@ class CachingAllocator:
                     self._unmap(pool, block)
 
     def snapshot(self) -> list[dict[str, int | list[tuple[int, bool]]]]:
-        """Segments with free blocks, as (begin, size); for tests."""
+        """The free blocks of each segment, as (begin, size); for tests."""
         free = {}
         for pool in self._pools.values():
             for size, segment, begin, _ in pool.free:

@@ -3,7 +3,7 @@
 
 A layer or a micro-batch allocates and frees in a few stretches of the list of allocations. Repeating these stretches
 extrapolates the list to the complete step. The stretches of a layer are the difference between the lists of five and of
-four layers; those of a micro-batch are known (replay.py). Blocks that are made at the same place of a loop, one period
+four layers; for a micro-batch they are known (replay.py). Blocks that are made at the same place of a loop, one period
 after another, form a chain. A repeated stretch frees the newest block of a chain if the recorded stretch does so, as in
 backward passes, otherwise the oldest.
 """
@@ -262,7 +262,7 @@ class Reserved:
 
 
 def settings() -> tuple[dict[str, Settings], tuple[str, ...]]:
-    """(settings by name: PyTorch's default, expandable segments, those of the environment; notes)."""
+    """(settings by name: PyTorch's default, expandable segments, the environment's settings; notes)."""
     by_name = {"default": Settings(), "expandable_segments": Settings(expandable_segments=True)}
     given = from_environment(os.environ)
     if given is None:
@@ -352,7 +352,7 @@ def checked(changes: Changes, places: list[int], wanted: float) -> tuple[Changes
     """An extrapolated list, if its peak is ``wanted``.
 
     Raises:
-        NoPattern: it is not.
+        NoPattern: the list has another peak.
     """
     if abs(peak(changes) - wanted) > 0.005 * wanted + MIB:
         raise NoPattern("the peak of the extrapolated list is not the sum over layers and micro-batches")

@@ -182,7 +182,7 @@ class SimulatedTriton:
         backward: bool = False,
         reads_mask: bool = True,
     ) -> None:
-        """Record a launch. ``reads_mask``: it reads the mask of all pairs in masked tiles; a pass's first does."""
+        """Record a launch. ``reads_mask``: it reads the masks of masked tiles, as the first launch of a pass does."""
         masked = reads_mask * sum((tile.q[1] - tile.q[0]) * (tile.k[1] - tile.k[0]) for tile in tiles if tile.masked)
         if masked:
             self.recorder.price(trace.Kernel("mask_bits", "memory", 0.0, masked * PAIR_BYTES))

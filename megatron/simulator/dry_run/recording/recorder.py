@@ -226,7 +226,7 @@ WHERE = torch.ops.prim.device.default
 
 @dataclass
 class _Hop:
-    """Messages of one hop of a ring so far."""
+    """Messages of a ring's current hop."""
 
     axis: str = ""
     group: Group = Group(1)
@@ -423,7 +423,7 @@ class Recorder(TensorMeter):
             self._pair_with_receives(moved)
 
     def _pair_with_receives(self, moved: Transfer) -> None:
-        """Merge a hop's receives, issued before its sends, into the send; only their bytes beyond it take longer."""
+        """Merge a hop's receives, issued before its sends, into the send, with the excess of received bytes."""
         hop = self._hop
         if hop.receives:
             moved.excess = max(0.0, hop.bytes - moved.bytes)

@@ -126,7 +126,7 @@ def _precision(config: Config, express: _Express) -> None:
 
 
 def _recompute(config: Config, express: _Express) -> None:
-    """As in Megatron-LM 2.6: --checkpoint-activations is --activations-checkpoint-method uniform, with units of 1."""
+    """As in Megatron-LM 2.6, --checkpoint-activations means method uniform, by default in units of one layer."""
     other, attention = config.elsewhere, config.attention
     read = attention.recompute_granularity and attention.recompute_method != "block"
     if attention.recompute_num_layers == 0 and not read:

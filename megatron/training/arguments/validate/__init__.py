@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Completes a :class:`Config` and refuses what cannot run, before anything is built.
 
-Functions named complete_* change the configuration, those named check_* only read it. Each refusal is one line that
-names the flags and what to do. Kernels and data files are checked when they are opened.
+Functions named complete_* change the configuration; functions named check_* only read it. Each refusal is one line
+that names the flags and what to do. Kernels and data files are checked when they are opened.
 """
 
 from __future__ import annotations
