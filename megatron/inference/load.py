@@ -84,7 +84,7 @@ def configure(words: Sequence[str], load: str, step: int | None, dtype: str | No
     path = checkpoint_path(Path(load), step)
     if path is None:
         raise Refusal(
-            f"--load {load} holds no checkpoint: give a folder of this program, of Megatron-LM or of Hugging Face"
+            f"--load {load} holds no checkpoint: give a checkpoint of this program, Megatron-LM or Hugging Face"
         )
     saved = read_saved(path, Path(load))
     saved_settings = dict(saved.settings)

@@ -53,7 +53,7 @@ class Placement(NamedTuple):
         return self.fewest if self.neighbours else 1 + interleaved * (self.fewest - 1)
 
     def hop_share(self, stride: int, gpus_per_card: int) -> int:
-        """Bandwidth of a ring's hop to another node, as a multiple of one GPU's part of its network card.
+        """Bandwidth of a hop to another node, such as a ring's, as a multiple of one GPU's part of a network card.
 
         Only one of the group's ranks on a node sends to the next node. The card carries one message for each of the
         ``stride`` interleaved groups, not one for each GPU.

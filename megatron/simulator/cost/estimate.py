@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A closed form for the time of a training step, computed in microseconds, for planners and tables.
+"""The time of a training step in closed form, which takes microseconds to compute, for planners and tables.
 
 A step consists of layers, embedding and loss, micro-batches in a pipeline, gradients and optimizer. Layers are segments
 of work (layer_operations.py), priced once for each machine and cached.

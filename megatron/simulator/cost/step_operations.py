@@ -53,7 +53,7 @@ def loss(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> list[Seg
 
 
 def loss_grad(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> list[Segment]:
-    """Backward pass. A chunk's follows its forward pass, which gathered the tokens; then nothing overlaps transfers."""
+    """Backward pass. Each chunk's follows its forward pass, which gathered the tokens, and overlaps no transfers."""
     pieces, groups = chunks or 1, _groups(shape, strategy, tokens, chunks)
     rows, vocab = tokens / pieces, padded_vocab(shape.vocab, strategy.tensor) // strategy.tensor
     entropy = memory("cross_entropy", BACKWARD * rows * vocab, backward=True)

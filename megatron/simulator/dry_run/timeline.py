@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A replay as a picture, and a step as a trace file for chrome://tracing.
 
-The picture has a lane for each stream, cut into columns. A colour's height is the share of the column's
-time that the stream spends on that kind of work. So long events appear as blocks, short ones show how busy the stream
-is, and a million spans are drawn as fast as a hundred.
+The picture has a lane for each stream, cut into columns. A colour's height is the share of the column's time that the
+stream spends on that kind of work. So long events appear as blocks, short ones show how busy the stream is, and a
+million spans are drawn as fast as a hundred.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class Power:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The constants that are fitted to a cluster; each is a share of another figure of the file that kernels reach."""
+    """The constants that are fitted to a cluster; each is the share of another figure of the file that is reached."""
 
     gemm: float = 1.0  # of the rates of matrix products
     attention: float = 1.0  # of the rates of attention

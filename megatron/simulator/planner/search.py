@@ -33,7 +33,7 @@ from megatron.simulator.planner.search_space import (
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.stages import strategy_of, workload_of
 
-# A step with FPDT takes at least this share of a step with a chunked FFN; its chunked loss may save a little time.
+# FPDT takes at least this share of the time of a step with a chunked FFN; its chunked loss may save a little time.
 NEVER_FASTER = 0.99
 ROUNDING = 1 - 1e-9  # factor on a lower bound, against rounding errors of sums in another order
 
