@@ -60,7 +60,7 @@ class Saved:
     Attributes:
         settings: mask and tokenizer, as {"section.field": value}.
         dtype: one of :data:`DTYPES`.
-        stop: ids that end an answer; None for the tokenizer's.
+        stop: ids that end an answer; None: the tokenizer's end of a document.
     """
 
     settings: dict[str, Any]
@@ -72,9 +72,9 @@ def configure(words: Sequence[str], load: str, step: int | None, dtype: str | No
     """A checked configuration of the model in ``load``.
 
     Args:
-        words: further flags of training, of those in :data:`READ`.
-        step: iteration; default the latest.
-        dtype: of the computation; default the checkpoint's.
+        words: flags of training; only those of the settings in :data:`READ` are accepted.
+        step: iteration of the checkpoint; default the latest.
+        dtype: dtype of the computation; default the checkpoint's.
         world: number of processes.
 
     Raises:
@@ -84,7 +84,7 @@ def configure(words: Sequence[str], load: str, step: int | None, dtype: str | No
     path = checkpoint_path(Path(load), step)
     if path is None:
         raise Refusal(
-            f"--load {load} holds no checkpoint: give the folder of one of this program, Megatron-LM or Hugging Face"
+            f"--load {load} holds no checkpoint: give a checkpoint of this program, Megatron-LM or Hugging Face"
         )
     saved = read_saved(path, Path(load))
     saved_settings = dict(saved.settings)
@@ -119,7 +119,7 @@ def configure(words: Sequence[str], load: str, step: int | None, dtype: str | No
 
 
 def _given(words: Sequence[str]) -> set[str]:
-    """Names of the settings of the flags. Raises Refusal if one is unsupported."""
+    """Names of the settings that the flags set. Raises Refusal if a flag is unsupported."""
     known = {flag: (section, field.name) for section, _, field in settings() for flag in spellings(field)}
     names = set()
     for flag, *_ in options(words):
@@ -174,7 +174,7 @@ def read_saved(path: Path, folder: Path) -> Saved:
         dtype = {"bfloat16": "bf16", "float16": "fp16"}.get(kind, "fp32")
         return Saved(_tokenizer_in(path), dtype, _stop_in(path))
     ours = glance(path, COMMON).common().get("config")
-    if not isinstance(ours, dict):  # Megatron-LM's: the mask is causal, the tokenizer's files are not in the checkpoint
+    if not isinstance(ours, dict):  # written by Megatron-LM: the mask is causal, and it has no files of the tokenizer
         return Saved({}, "fp32", None)
     attention, data, optimizer = (ours.get(name) or {} for name in ("attention", "data", "optimizer"))
     if not all(isinstance(part, dict) for part in (attention, data, optimizer, ours.get("model") or {})):
@@ -183,7 +183,7 @@ def read_saved(path: Path, folder: Path) -> Saved:
     tokenizer = {f"data.{name}": data[name] for name in TOKENIZER if data.get(name) is not None}
     if "data.tokenizer_type" in tokenizer:
         size = (ours.get("model") or {}).get("vocab_size")
-        tokenizer |= {} if size is None else {"model.vocab_size": size}  # else the tokenizer's
+        tokenizer |= {} if size is None else {"model.vocab_size": size}  # without it, the tokenizer's size
     else:
         tokenizer = _tokenizer_in(folder / "hf")
     dtype = "bf16" if optimizer.get("bf16") else "fp16" if optimizer.get("fp16") else "fp32"
@@ -191,7 +191,7 @@ def read_saved(path: Path, folder: Path) -> Saved:
 
 
 def _tokenizer_in(folder: Path) -> dict[str, Any]:
-    """A Hugging Face tokenizer, if the folder has one."""
+    """The settings of the folder's Hugging Face tokenizer; empty if it has none."""
     if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         return {"data.tokenizer_type": "HuggingFaceTokenizer", "data.tokenizer_model": str(folder)}
     return {}
@@ -216,7 +216,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def check_length(config: Config, longest: int, new_tokens: int, where: str) -> None:
-    """Refuse answers that are longer than a table of learned positions."""
+    """Refuse prompts that, with their answers, are longer than a table of learned positions."""
     table = config.model.max_position_embeddings
     if config.model.position_embedding_type == "learned_absolute" and longest + new_tokens - 1 > table:
         raise Refusal(
@@ -229,7 +229,7 @@ def load_decoder(config: Config, runtime: Runtime, vocab_size: int) -> Decoder:
     """Build this rank's part of the model and read its weights. All ranks call it.
 
     Raises:
-        Refusal: on every rank; the checkpoint is damaged or of another model.
+        Refusal: on every rank, if the checkpoint is damaged or belongs to another model.
     """
     last = together(lambda: checkpoint.find(config.checkpoint, config.notes))
     path = choose_whole(last, config.checkpoint, config.notes)

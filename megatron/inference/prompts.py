@@ -26,7 +26,7 @@ from megatron.training.setup import Runtime
 
 @dataclass(frozen=True)
 class Prompt:
-    """``where`` is its name in messages; ``text`` is None for a prompt of tokens."""
+    """A prompt: ``where`` names it in messages; ``text`` is None if it was given as tokens."""
 
     where: str
     text: str | None
@@ -115,7 +115,7 @@ def run(order: Order, words: Sequence[str]) -> int:
     """Answer the prompts on all processes of torchrun; returns the exit code.
 
     Raises:
-        Refusal: before the model reads a prompt, if something is not possible.
+        Refusal: before the model reads a prompt, if the flags, the checkpoint or a prompt cannot be used.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     config, saved = configure(words, order.load, order.ckpt_step, order.dtype, world)
@@ -132,7 +132,7 @@ def run(order: Order, words: Sequence[str]) -> int:
     )
 
     def answer(config: Config, runtime: Runtime, _: Any) -> int:
-        # The longest sequence limits a window of -1, and decides where masks of pairs are made.
+        # The longest sequence limits a window of -1, and decides whether masks of pairs are made in host memory.
         config.data.seq_length = len(longest.tokens) + order.max_new_tokens
         decoder = load_decoder(config, runtime, vocab_size)
         first = runtime.is_rank_zero
@@ -179,10 +179,10 @@ def summary(runtime: Runtime, by_rank: Sequence[Counts]) -> str:
     """One line: tokens read and generated, their rates, and the bytes of the largest cache.
 
     Args:
-        by_rank: the ranks of a replica have the same counts.
+        by_rank: the counts of each rank; ranks of a replica have the same.
     """
     grid = runtime.grid
-    # Data parallelism is the axis outside TP and CP, and PP is outside of it.
+    # Ranks are numbered in the order TP, CP, DP, PP.
     replicas = [by_rank[data * grid.tensor.size * grid.context.size] for data in range(grid.data.size)]
     read, written = (sum(getattr(counts, name) for counts in replicas) for name in ("prompt_tokens", "new_tokens"))
     slow = max(counts.decode_seconds for counts in replicas)

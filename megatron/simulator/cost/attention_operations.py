@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of one layer on the busiest rank, as segments: Ulysses' all-to-alls, a ring's hops, FPDT's copies.
 
-A ring's transfers overlap the tiles of the previous block, and gradients of keys follow one hop later. Nothing overlaps
-the last gradients (context_parallel/attention/ring.py).
+A ring's transfers overlap the tiles of the previous block. Gradients of keys travel one hop later, and nothing overlaps
+the last of these transfers (context_parallel/attention/ring.py).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Attended:
     batch: int  # sequences
     heads: int  # of this rank
     kv_heads: int  # of this rank
-    sent_kv: int  # key/value heads that it receives, before replication
-    sent_kv_away: int  # key/value heads that it sends to all other Ulysses ranks together
+    sent_kv: int  # key/value heads that are sent to this rank, before they are repeated
+    sent_kv_away: int  # key/value heads that this rank sends to all other Ulysses ranks together
     head_dim: int
     ring: int
-    blocks: RingBlocks  # what it sends on the ring
+    blocks: RingBlocks  # what the busiest rank sends on the ring
     causal: bool
     balance: str
     # average number of keys that a query sees under a window or with documents; 0: as many as `causal` says
@@ -81,7 +81,7 @@ def attended(workload: Workload, strategy: Strategy) -> Attended:
 
 
 def to_heads(a: Attended, strategy: Strategy, rows: float, count: int = 1, backward: bool = False) -> list[Segment]:
-    """The common all-to-all of q, k and v, with packing; ``rows`` are tokens of this rank."""
+    """One all-to-all for q, k and v, with packing; ``rows``: tokens of this rank."""
     others = strategy.ulysses - 1
     sent = a.heads * others + 2 * (a.sent_kv * others if backward else a.sent_kv_away)
     return _exchange(strategy, rows * a.head_dim, a.heads + 2 * a.sent_kv, sent, 2, count, backward)
@@ -125,8 +125,8 @@ def ring_forward(a: Attended, strategy: Strategy) -> list[Segment]:
 def merges(strategy: Strategy, size: float) -> tuple[Kernel, Kernel]:
     """(casts of an output of ``size`` numbers to fp32 and back, merge of another output into it).
 
-    A merge (attention/merge.py) computes a difference, weights it and subtracts it, each reading and writing fp32. The
-    papers' programs are assumed to use one kernel.
+    A merge (attention/merge.py) computes a difference, weights it and subtracts it; each of these kernels reads and
+    writes fp32. The papers' programs are assumed to use one kernel.
     """
     one = BF16 + 2 * FP32
     first, other = (2 * (BF16 + FP32), one + 5 * FP32) if strategy.fused else (one, one)
@@ -158,8 +158,8 @@ def ring_backward(a: Attended, strategy: Strategy) -> list[Segment]:
 def _meeting(a: Attended) -> int:
     """Number of other ranks' blocks that the busiest rank's queries need.
 
-    Under a window these hold the keys just before each half of a zigzag rank, or just before a contiguous rank. On a
-    ring of two, one half's are the rank's own.
+    Under a window these blocks hold the keys just before each half of a zigzag rank, or just before a contiguous rank.
+    On a ring of two ranks, the keys before one of the halves are in the rank's own block.
     """
     if not a.seen:
         return a.ring - 1
@@ -179,14 +179,14 @@ def _hop(a: Attended, strategy: Strategy, itemsize: int, blocks: float = 1.0) ->
 
 
 def _tile(a: Attended, *, first: bool, backward: bool = False) -> Kernel:
-    """The busiest rank's own block (``first``), or another rank's."""
+    """The kernel for the busiest rank's own block (``first``), or for another rank's block."""
     n = a.queries
     pairs, keys = block_pairs(n, a.balance, a.causal, own=first)
-    if a.seen:  # those nearest a query are its own block's
+    if a.seen:  # the keys nearest to a query are in its own block
         spans, length = (2, n / 2) if a.balanced and a.ring > 1 else (1, n)
         near = min(a.seen, length)
         own = spans * (length - near / 2) * near
-        if spans == a.ring == 2:  # the keys before the second half are this rank's too
+        if spans == a.ring == 2:  # the keys before the second half also belong to this rank
             own += near * near / 2
         every = max(n * a.seen, own)
         pairs = own if first and a.ring > 1 else every if first else (every - own) / _meeting(a)
@@ -196,7 +196,7 @@ def _tile(a: Attended, *, first: bool, backward: bool = False) -> Kernel:
 
 # --- FPDT: tiles between chunks, and copies from and to host memory ---
 #
-# The loops are those of fpdt/by_queries.py, which loads keys for each query chunk, and fpdt/by_keys.py, which loads
+# These are the loops of fpdt/by_queries.py, which loads keys for each query chunk, and fpdt/by_keys.py, which loads
 # queries for each key chunk. A ring's backward pass runs by keys, and so does its forward pass without offloading. The
 # double buffer lets a tile overlap the copies for the next one. Nothing overlaps the loads for the first chunk of a
 # backward pass; with one chunk nothing overlaps at all.
@@ -221,7 +221,7 @@ def chunked_forward(a: Attended, strategy: Strategy, chunks: int, *, saving: boo
     back = _copies(0, (loaded.keys * kv + loaded.queries * q) / met) if offload else ()
     hops = _hops(a, strategy, size, chunks, travelling)
     return [
-        Segment(own, copies=first),  # the first chunk's queries and keys leave before its output does
+        Segment(own, copies=first),  # the first chunk's queries and keys are copied before its output
         Segment(own, copies=kept, count=chunks - 1),
         Segment((_chunk_tile(a, size), merge), hops, back, met),
     ]
@@ -230,7 +230,7 @@ def chunked_forward(a: Attended, strategy: Strategy, chunks: int, *, saving: boo
 def stored_in_forward(a: Attended, strategy: Strategy, chunks: int) -> tuple[HostCopy, ...]:
     """Copies to the host for backward that overlap the complete layer, the FFN included.
 
-    The queries and keys of the first chunk are not among them: `chunked_forward` has these.
+    The queries and keys of the first chunk are not included: `chunked_forward` counts them.
     """
     if not _overlaps_layer(a, strategy):
         return ()
@@ -253,7 +253,7 @@ def _overlaps_layer(a: Attended, strategy: Strategy) -> bool:
     """Whether copies overlap the complete layer.
 
     They do not on a ring, where attention of all chunks comes before the first FFN. For the papers' programs
-    (``fused`` False) it is unknown; there copies are assumed to overlap attention's tiles only.
+    (``fused`` False) this is unknown; their copies are assumed to overlap attention's tiles only.
     """
     return strategy.fpdt_offload and strategy.fused and a.ring == 1
 
@@ -303,7 +303,7 @@ def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Segme
             Segment((own, sums)),
             Segment((other, sums), travel, pair, met),
         ]
-    # Queries are loaded after a block of keys has arrived: nothing overlaps the first ones.
+    # Queries are loaded after a block of keys has arrived, so nothing overlaps the first load of each block.
     blocks, coming = chunks * a.ring, _copies(0, 5 * q + lse)
     if a.seen:  # blocks within the window of each half of a zigzag rank, or of a contiguous rank
         blocks = min(blocks, chunks + (2 if a.balanced else 1) * ceil(a.seen / size))
@@ -324,7 +324,7 @@ def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Segme
 
 
 def copied_in_ffn_backward(a: Attended, strategy: Strategy, chunks: int) -> tuple[HostCopy, ...]:
-    """Copies for attention that overlap the FFN's backward pass, by keys without a ring.
+    """In a backward pass by keys without a ring, copies for attention that overlap the FFN's backward pass.
 
     All outputs but the first are loaded, and their gradients stored.
     """
@@ -347,13 +347,13 @@ def _by_keys(
     queries are loaded during a tile; the last tile overlaps nothing. Then dq of the chunk, which is complete, is loaded
     for the all-to-all. With the first key chunk no dq is loaded, because its sums begin there. Outputs have been loaded
     before, and their gradients stored (:func:`copied_in_ffn_backward`). FPDT's public code (DeepSpeed,
-    sequence/fpdt_layer.py) loads the next key chunk's queries during the last tile and keeps dq on the device; there
-    all loads but the first are overlapped.
+    sequence/fpdt_layer.py) loads the next key chunk's queries during the last tile and keeps dq on the device, so that
+    all its loads but the first are overlapped.
     """
-    new, summed = 3 * q + lse, 5 * q + lse  # queries, dout and out; with dq
-    pairs = max(met - (chunks - 1), 0.0)  # of two chunks, with a load of other queries during the tile
+    new, summed = 3 * q + lse, 5 * q + lse  # bytes of queries, dout, out and lse; the same with dq sums
+    pairs = max(met - (chunks - 1), 0.0)  # pairs of two chunks during whose tile other queries are loaded
     alone = _copies(2 * q, 0)
-    first = min(max(chunks - 2, 0), pairs)  # those with the first key chunk
+    first = min(max(chunks - 2, 0), pairs)  # the pairs with the first key chunk
     return [
         Segment(copies=_copies(0, q + kv + new)),
         Segment(copies=_copies(0, kv + summed), count=chunks - 1),
@@ -369,7 +369,7 @@ def _by_keys(
 
 def _met(a: Attended, chunks: int) -> float:
     """Pairs of a query chunk and another key chunk, of any rank, that meet on the busiest rank."""
-    if a.seen:  # a query chunk meets those within its reach
+    if a.seen:  # a query chunk meets only the key chunks that its queries see
         return min((chunks * chunks * a.ring - chunks) / 2, chunks * ceil(a.seen / (a.queries / chunks)))
     return chunk_pairs(chunks, a.ring, a.balance, a.causal)
 

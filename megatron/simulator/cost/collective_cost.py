@@ -5,11 +5,11 @@ For each message NCCL compares ``latency + bytes / bandwidth`` of all its algori
 (``src/graph/tuning.cc``), and takes the least. This module does the same, with the latencies of that table
 (machines/nccl_model.py) and the bandwidths of the machine's links:
 
-- **rings**: n - 1 hops, all_reduce 2 (n - 1); every rank's bytes cross every edge. An edge between nodes has the lesser
-  of the link's bandwidth and that of as many network cards as the group has ranks on a node.
+- **rings**: n - 1 hops, all_reduce 2 (n - 1); every rank's bytes cross every edge. An edge between nodes is as fast as
+  the link or as the group's network cards, one for each of its ranks on a node, whichever is slower.
 - **trees**, for all_reduce: up and down a chain in a node and a tree of depth log2(nodes); half of a ring's bandwidth
-  for the tensor. On two nodes it crosses the network once in each direction, which has the effect of twice the cards.
-- **NVLS**, for all_reduce on NVSwitch from Hopper on: the switch sums; between nodes a tree.
+  for the tensor. On two nodes the tensor crosses the network once in each direction, as if the cards were doubled.
+- **NVLS**, for all_reduce on NVSwitch from Hopper on: the switch adds up within a node, a tree between nodes.
 - **PAT**, for all_gather and reduce_scatter with one rank per node: log2(nodes) hops of latency.
 
 A machine whose file has no ``collectives`` (a CPU, or a measured machine) has rings only, at one rate. A kind of
@@ -31,9 +31,9 @@ from megatron.simulator.machines.nccl_model import LL128_TREE_HOP, Algorithm, Co
 # --- placement of a group's ranks on nodes, which decides the links that they cross ---
 #
 # Ranks are numbered in the order TP, Ulysses, Ring, DP, PP, and each node holds consecutive ranks. A group is ``size``
-# ranks ``stride`` apart. ``stride`` groups of its kind interleave in a block of ``size`` x ``stride`` ranks. If blocks
-# and nodes do not divide each other, groups are placed differently; all wait for the one that spans the most nodes, and
-# of these for the one with the fewest ranks on a node.
+# ranks ``stride`` apart. ``stride`` groups of one kind interleave in a block of ``size`` x ``stride`` ranks. If blocks
+# and nodes do not divide each other, groups are placed differently; all wait for the group that spans the most nodes.
+# If several do, all wait for the one with the fewest ranks on a node.
 
 
 class Placement(NamedTuple):
@@ -47,13 +47,13 @@ class Placement(NamedTuple):
     def cards(self, interleaved: float) -> float:
         """Network cards of a node that its rings use.
 
-        Each of its ranks on the node can use one, because every ring leaves by another GPU. If the ranks are not
-        neighbours, the rings use one card and a share ``interleaved`` of the others.
+        Each of its ranks on the node can use one card, because every ring leaves the node from another GPU. If the
+        ranks are not neighbours, the rings use one card and a share ``interleaved`` of the others.
         """
         return self.fewest if self.neighbours else 1 + interleaved * (self.fewest - 1)
 
     def hop_share(self, stride: int, gpus_per_card: int) -> int:
-        """Bandwidth of a hop out of the node, such as a ring's, in GPUs' parts of a shared network card.
+        """Bandwidth of a hop to another node, such as a ring's, as a multiple of one GPU's part of a network card.
 
         Only one of the group's ranks on a node sends to the next node. The card carries one message for each of the
         ``stride`` interleaved groups, not one for each GPU.
@@ -63,7 +63,7 @@ class Placement(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def placed(size: int, stride: int, gpus: int) -> Placement:
-    """Placement on nodes of ``gpus`` GPUs. A group whose block fits into a node is assumed to be in one."""
+    """Placement on nodes of ``gpus`` GPUs. A group whose block fits into a node is assumed to be in one node."""
     if stride >= gpus:
         return Placement(size, 1, 1, True)
     if size * stride <= gpus:
@@ -131,7 +131,7 @@ class Price:
     lines: tuple[Line, ...]
     together: bool = False
     large: Line = field(init=False)
-    # from this number of bytes on the price is that of the line `large`, as for most transfers of training
+    # from this number of bytes on the line `large` gives the price, as for most transfers of training
     beyond: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -198,7 +198,7 @@ def pruned(lines: Iterator[Line]) -> tuple[Line, ...]:
     def beaten(place: int, line: Line) -> bool:
         for index, other in enumerate(candidates):
             equal = not line.filled and (other.latency, other.rate) == (line.latency, line.rate)
-            if index == place or other.filled or (equal and index > place):  # of equals the first stays
+            if index == place or other.filled or (equal and index > place):  # the first of equal lines stays
                 continue
             if other.latency <= line.latency and other.rate <= line.rate:
                 return True
@@ -218,7 +218,7 @@ def _hop(where: Placement, stride: int, machine: Machine) -> Line:
 
 
 def _all_to_all(size: int, where: Placement, machine: Machine) -> Price:
-    """Messages within the node and to other nodes travel at the same time, the latter through the GPU's network card.
+    """Messages within the node travel at the same time as messages to other nodes, which use the GPU's network card.
 
     The worst placed rank has k of the n ranks on its node and sends (n - k) / (n - 1) of its bytes to other nodes. With
     two ranks on a node, the transfer within it is one hop.
@@ -252,7 +252,7 @@ def _lines(kind: str, size: int, where: Placement, machine: Machine, algorithms:
     tensor = size / (2 * (size - 1)) if reduces else size / (size - 1)  # bytes of the tensor per byte that a ring sends
     nodes, passes = where.nodes, 2 if reduces else 1
     plain = bandwidth(where, machine)
-    # Latency in excess of the links of NCCL's table. Simple's fence adds it a second time.
+    # Latency of the machine's links in excess of NCCL's table. Simple's fence adds it a second time.
     near = max(0.0, machine.link.latency - algorithms.ring_ll.step)
     slower = max(0.0, machine.network.latency - algorithms.ring_ll.hop)
     for name, ring, tree in algorithms.protocols():
@@ -269,7 +269,7 @@ def _lines(kind: str, size: int, where: Placement, machine: Machine, algorithms:
                 latency *= PLATEAU
             yield Line(f"ring {name}", latency, 1 / _capped(plain, ring, nodes))
         if reduces and tree:
-            # The tensor has half of a ring's bandwidth; per byte that a ring sends this is (n - 1) / n of it.
+            # A tree has half of a ring's bandwidth for the tensor; for bytes that a ring sends, (n - 1) / n of it.
             wide = bandwidth(where, machine, 2.0 if nodes == 2 else 1.0)
             rate = size / (size - 1) / _capped(wide, tree, nodes)
             step, hop = tree.step + fences * near, tree.hop + fences * slower

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time of a training step in closed form, within microseconds, for planners and tables.
+"""The time of a training step in closed form, which takes microseconds to compute, for planners and tables.
 
 A step consists of layers, embedding and loss, micro-batches in a pipeline, gradients and optimizer. Layers are segments
 of work (layer_operations.py), priced once for each machine and cached.
@@ -44,7 +44,7 @@ class Estimate:
     parts: dict[str, float]
     flops: float  # of the model in a step, all ranks together: causal, without recompute
     mfu: float  # `flops` over the FLOPs that the GPUs' peak allows in the time
-    mfu_full_mask_with_recompute: float  # the same as older papers count: the full mask, and recompute as work
+    mfu_full_mask_with_recompute: float  # as older papers count it: with the full mask and with recompute
     tflops: float  # TFLOP/s per GPU, of `flops`
     tokens_per_second: float  # of all ranks
 
@@ -53,7 +53,7 @@ def estimate(workload: Workload, strategy: Strategy, machine: Machine, program: 
     """The time of a step on the busiest rank, under this program or another one.
 
     Raises:
-        ValueError: the strategy does not divide the model or the batch, such as Ulysses beyond a rank's heads.
+        ValueError: the strategy does not divide the model or the batch; Ulysses may exceed a rank's heads.
     """
     parts = step_parts(workload, strategy, machine, program)
     seconds = sum(parts.values())
@@ -175,13 +175,13 @@ def _sharded_layers(
 def _exposed_states(
     forward: Parts, backward: Parts, strategy: Strategy, held: States, machine: Machine, program: Program
 ) -> float:
-    """DDP and ZeRO 1: seconds of gradients and weights that the last backward and the first forward do not overlap."""
+    """DDP and ZeRO 1: seconds of transfers that the last backward and the first forward pass do not overlap."""
     slowdown = 1 - machine.calibration.overlap
 
     def exposed(took: float, overlapped: bool, layer: float) -> float:
         if not overlapped:
             return took
-        # Nothing overlaps the last transfers (the embedding's gradient and a bucket), or the first of weights.
+        # Nothing overlaps the last transfers of gradients (the embedding's and a bucket) or the first of weights.
         tail = took * min(1.0, (last_bucket(strategy, held, ours=program.runs == "ours") + held.table) / held.all)
         return tail + max(slowdown * (took - tail), took - tail - layer * held.layers)
 
@@ -224,7 +224,7 @@ def _layer_key(strategy: Strategy) -> Strategy:
 
 
 def _ends_key(strategy: Strategy) -> Strategy:
-    """The strategy without fields that do not change the ends' price. FPDT's chunk decides those of the loss."""
+    """The strategy without fields that do not change the ends' price. FPDT's chunk size decides the loss's chunks."""
     return strategy.but(
         recompute="none", recompute_layers=1, recompute_method="uniform", offload_checkpoints=False,
         fpdt_offload=False, ffn_chunks=strategy.ffn_chunks if strategy.fpdt_chunk else 0, zero=_summing(strategy),

@@ -5,7 +5,7 @@ A rank's compute time between two waits is log-normal, with a coefficient of var
 after the largest of n such times, and a step adds these up. Groups that wait for each other only at the end of the
 step, such as data-parallel replicas, differ in their sums, and the largest sum counts.
 
-Sums of many waits are taken as normal. Times are drawn from a generator with a fixed seed.
+Sums of many waits are assumed to be normally distributed. Times are drawn from a generator with a fixed seed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Spread:
 
 
 def spread(seconds: float, waits: Waits, ranks: int, jitter: Jitter) -> Spread:
-    """Of a step that takes ``seconds`` if all ``ranks`` are equally fast."""
+    """Mean and 95th percentile of a step that takes ``seconds`` if all ``ranks`` are equally fast."""
     mean = variance = 0.0
     for group, (_, total, squares) in waits.by_ranks.items():
         largest, deviation = largest_of(group, jitter.variation)
@@ -85,7 +85,7 @@ def spread(seconds: float, waits: Waits, ranks: int, jitter: Jitter) -> Spread:
 
 
 def describe(result: Spread, jitter: Jitter) -> str:
-    """A sentence for reports."""
+    """A sentence about a spread, for reports."""
     return (
         f"with ranks whose compute varies by {100 * jitter.variation:g} % a step takes {result.mean:.4g} s on average, "
         f"and one in twenty more than {result.p95:.4g} s (seed {jitter.seed})"
@@ -108,15 +108,15 @@ def largest_of(ranks: int, variation: float) -> tuple[float, float]:
 
 # --- the closed form of a step ---
 #
-# A layer's compute is assumed to be spread evenly between the transfers that it waits for: those of TP, Ulysses and
-# Ring, and under ZeRO 2 and 3 those of weights and gradients. Without any of them, ranks wait once, at the end of the
+# A layer's compute is assumed to be spread evenly between the transfers that it waits for: over TP, Ulysses and Ring,
+# and of weights and gradients under ZeRO 2 and 3. Without any such transfer, ranks wait once, at the end of the
 # step.
 
 
 def step_spread(
     workload: Workload, strategy: Strategy, machine: Machine, jitter: Jitter, program: Program = OURS
 ) -> Spread:
-    """Mean and 95th percentile of a step's seconds; without jitter both are those of ``estimate``."""
+    """Mean and 95th percentile of a step's seconds; without jitter both are the seconds of ``estimate``."""
     seconds = estimate(workload, strategy, machine, program).seconds
     return spread(seconds, step_waits(workload, strategy, machine, program), strategy.ranks, jitter)
 

@@ -27,9 +27,9 @@ from megatron.simulator.cost.trace import Collective, HostCopy, Kernel, Transfer
 
 # Projections, norms, MLP, and their tensor parallelism.
 #
-# ``tokens`` are those of a TP group; between linear layers each of its ranks has a share of them (sequence parallel) or
-# all. The forward pass waits for TP's transfers; in the backward pass megatron-core overlaps those of a column-parallel
-# layer with its two matrix products (core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication).
+# ``tokens``: number of tokens of a TP group. Between linear layers each rank has a share of them (sequence parallel) or
+# all. The forward pass waits for TP's transfers. In the backward pass megatron-core overlaps a column-parallel layer's
+# transfers with its two products (core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication).
 
 # Bytes per rotated number. One kernel (context_parallel/positions/rope_kernel.py) reads and writes it once. PyTorch's
 # operations in fp32 (rope.py): cast up 6, times cosine 8, plus the other half times sine 12, cast down 6.
@@ -105,7 +105,7 @@ def mlp_grad(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) ->
 
 
 def entering(strategy: Strategy, width: int, tokens: float) -> tuple[Transfer, ...]:
-    """The gather in front of a column-parallel layer, and of a row-parallel layer's gradient; tokens have ``width``."""
+    """The all-gather before a column-parallel layer or a row-parallel layer's gradient; ``width``: numbers a token."""
     if strategy.tensor == 1 or not strategy.sequence_parallel:
         return ()
     return (collective("all_gather", "tp", strategy.group("tp"), BF16 * tokens * width),)
@@ -248,10 +248,10 @@ class _Layer:
 def streamed(
     workload: Workload, strategy: Strategy, a: Attended, forward: list[Segment], backward: list[Segment]
 ) -> tuple[list[Segment], list[Segment]]:
-    """Both passes with the copies of streamed hidden states (docs/use/fpdt.md, "What is copied").
+    """Both passes with the copies of streamed hidden states (docs/inside/host-copies.md, "What is copied").
 
-    Forward loads one state and stores one. Backward loads input and gradient and stores a gradient; by keys it also
-    loads input and gradient a second time. Recompute loads the input again.
+    Forward loads one state and stores one. Backward loads input and gradient and stores a gradient; by keys it loads
+    and stores all of these a second time. Recompute loads the input again.
     """
     state = BF16 * strategy.local_tokens(workload) * workload.shape.hidden
     by_keys = a.ring > 1 or goes_by_keys(a.heads, a.kv_heads, BF16)
@@ -267,12 +267,12 @@ FLOPS_PER_BYTE = 200.0  # bf16 FLOP/s over memory bandwidth in data sheets: 156 
 
 
 def spread_evenly(segments: list[Segment], *copies: HostCopy) -> list[Segment]:
-    """The copies divided over all segments with kernels, in equal shares."""
+    """The segments, with the copies divided over those with kernels, in equal shares."""
     return _spread(segments, [1.0 if segment.kernels else 0.0 for segment in segments], copies)
 
 
 def spread_by_work(segments: list[Segment], *copies: HostCopy) -> list[Segment]:
-    """The copies, which depend on nothing in the pass, divided over all segments by their kernels' work."""
+    """The segments, with copies that depend on nothing in the pass divided over them by their kernels' work."""
     work = [sum(kernel.flops + FLOPS_PER_BYTE * kernel.bytes for kernel in segment.kernels) for segment in segments]
     return _spread(segments, work, copies) if copies else segments
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Differences between programs that run the same layer: fused kernels, FP8, recompute, launches by the host.
 
-The segments of layer_operations.py are those of this program. :func:`as_run` converts them to those of other programs,
+The segments of layer_operations.py describe this program. :func:`as_run` converts them to segments of other programs,
 for published runs. Bytes are counted operation by operation, not fitted.
 """
 
@@ -18,7 +18,7 @@ from megatron.simulator.cost.trace import Kernel
 
 Runs = Literal["ours", "eager", "compiled", "fused"]
 
-# Bytes that PyTorch's separate operations move over those of one fused kernel (forward, backward). RMSNorm in fp32:
+# Ratio of the bytes that PyTorch's separate operations move to one fused kernel's (forward, backward). RMSNorm in fp32:
 # cast up 6, square 8, mean 4, scale 8, cast down 6, weight 4, where a fused kernel moves 4; its gradient about 60
 # instead of 10. SwiGLU: 4 + 6 instead of 6; 12 + 6 instead of 10. Megatron-core's cross-entropy moves 46 and 26,
 # PyTorch's 18 and 22.
@@ -31,7 +31,7 @@ CAST_BYTES = BF16 + 2
 # Launches for a layer's forward pass, twice as many for backward: PyTorch's operations with FSDP's hooks. The GPU waits
 # for them only if it is faster. The numbers are assumed, because no published run is short enough to show them.
 LAUNCHES = {"eager": 60, "compiled": 30, "fused": 40}
-# Launches of this program: for embedding and loss; for the optimizer per layer and in addition.
+# Launches of this program: (embedding, loss); (optimizer for each layer, optimizer in addition).
 OWN_ENDS, OWN_OPTIMIZER = (10, 47), (24, 19)
 
 
@@ -52,7 +52,7 @@ class Program:
     gradients: int = FP32  # bytes of a number of the model's gradients, in memory and in transfers
 
     def launches(self, own: float, *, backward: bool = False) -> float:
-        """Launches for a pass of a layer; ``own``: those of this program."""
+        """Launches for a pass of a layer; ``own``: the number that this program makes."""
         return own if self.runs == "ours" else LAUNCHES[self.runs] * (2 if backward else 1)
 
     def optimizer_launches(self, layers: int) -> float:
@@ -65,7 +65,7 @@ TE = ("ours", "fused")  # programs whose FP8 layers are Transformer Engine's
 
 
 def as_run(segments: Iterable[Segment], shape: Shape, program: Program, *, linear: bool = True) -> list[Segment]:
-    """The segments with the kernels of ``program``. ``linear``: they are a layer's, whose products may be in FP8."""
+    """The segments with the kernels of ``program``. ``linear``: they belong to a layer, whose products may be FP8."""
     segments = list(segments)
     if program == OURS:
         return segments
@@ -132,7 +132,7 @@ def _kernels(kernel: Kernel, shape: Shape, program: Program, linear: bool) -> tu
 
 
 def _traffic(kernel: Kernel, shape: Shape, runs: Runs) -> float:
-    """Bytes that the program moves over those that this program moves."""
+    """Ratio of the bytes that the program moves to those that this program moves."""
     if runs == "ours":
         return 1.0
     if kernel.name in OWN_MERGES:
@@ -149,7 +149,7 @@ def _traffic(kernel: Kernel, shape: Shape, runs: Runs) -> float:
 
 
 def _overlap_products(segments: list[Segment]) -> list[Segment]:
-    """TP's all-gathers overlap the product that reads them, reduce-scatters the product that made their input."""
+    """Let TP's all-gathers overlap the product that reads them, reduce-scatters the product that made their input."""
     result: list[Segment] = []
     gathers: Segment | None = None
     for part in segments:

@@ -35,7 +35,7 @@ ROW = re.compile(
 class Run:
     """One table."""
 
-    kind: str  # as of `trace.Transfer`
+    kind: str  # as in `trace.Transfer`
     # ranks, nodes: of the test, with the same number of ranks on each node; 0 nodes: unknown, full nodes are assumed
     ranks: int
     nodes: int
@@ -122,7 +122,7 @@ def fields(runs: list[Run], machine: Machine) -> dict[str, Any]:
     """The fields with which ``machine`` has the measured bandwidth of large and the measured latency of small messages.
 
     Raises:
-        Refusal: a bandwidth is more than twice the machine's, or a run has more ranks per node than the machine GPUs.
+        Refusal: a bandwidth is more than twice the machine's, or a run had more ranks per node than there are GPUs.
     """
     for run in runs:
         if run.nodes and run.ranks > run.nodes * machine.gpus:

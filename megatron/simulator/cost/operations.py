@@ -41,7 +41,7 @@ def tile(
     """A flash attention kernel on ``pairs`` of ``queries`` x ``keys``; ``heads`` is batch x heads.
 
     Forward has two matrix products. Backward has five, because it computes scores again (FlashAttention-2 paper,
-    section 3.1). Triton's kernel for many tiles has two backward launches, and computes them in both.
+    section 3.1). Triton's kernel for many tiles has two backward launches, and computes scores in both.
     """
     many = name == MANY_TILES
     flops = ((7.0 if many else 10.0) if backward else 4.0) * pairs * heads * head_dim

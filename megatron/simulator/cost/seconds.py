@@ -6,7 +6,7 @@ These functions take a few microseconds, because a planner prices a million even
 **Kernels** follow a roofline: the slower of arithmetic, at the rate of a kernel of this size, and memory traffic, but
 at least a launch. The size of a GEMM is the geometric mean of its dimensions, batch included: on an H100, one curve
 over that mean describes measured products of all shapes between 256 and 4096. The size of attention is twice the
-average number of keys that a query sees: the length of a causal tile, twice that of a full tile, and less under masks.
+average number of keys that a query sees: the length of a causal tile, twice a full tile's length, less under masks.
 The number of iterations of a flash kernel's inner loop is proportional to it.
 
 **Transfers** depend on their size and on the nodes of the group's ranks: see collective_cost.py.

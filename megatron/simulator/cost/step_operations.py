@@ -33,7 +33,7 @@ def embedding_grad(shape: Shape, strategy: Strategy, tokens: int, pieces: int = 
     table = padded_vocab(shape.vocab, strategy.tensor) // strategy.tensor * shape.hidden
     each = pieces * (2 * BF16 + 2 * FP32)
     if strategy.zero > 1 and strategy.fused:
-        each = BF16 if pieces == 1 else each + 2 * BF16  # FSDP: the first is cast up, the sum down
+        each = BF16 if pieces == 1 else each + 2 * BF16  # FSDP casts the first gradient up and the sum down
     lookup = memory("embedding", 2 * BF16 * tokens * shape.hidden + each * table, backward=True)
     return [Segment((), entering(strategy, shape.hidden, tokens)), Segment((lookup,))]
 
@@ -53,7 +53,7 @@ def loss(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> list[Seg
 
 
 def loss_grad(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> list[Segment]:
-    """Backward pass. In chunks, each follows its forward pass, which gathered the tokens; transfers overlap nothing."""
+    """Backward pass. Each chunk's follows its forward pass, which gathered the tokens, and overlaps no transfers."""
     pieces, groups = chunks or 1, _groups(shape, strategy, tokens, chunks)
     rows, vocab = tokens / pieces, padded_vocab(shape.vocab, strategy.tensor) // strategy.tensor
     entropy = memory("cross_entropy", BACKWARD * rows * vocab, backward=True)
@@ -106,7 +106,7 @@ class States:
 
 
 def states(shape: Shape, strategy: Strategy, stage: int) -> States:
-    """Raises ValueError where pipeline stages do not divide the layers."""
+    """Parameters of a pipeline stage. Raises ValueError if the stages do not divide the layers."""
     if (shape.layers + strategy.first_less + strategy.last_less) % strategy.pipeline:
         raise ValueError(f"{strategy.pipeline} pipeline stages do not divide {shape.layers} layers")
     layers = strategy.stage_layers(shape.layers, stage)
@@ -131,7 +131,7 @@ def _states(
 def last_bucket(strategy: Strategy, held: States, *, ours: bool = True) -> int:
     """Parameters in the last bucket of the layers under DDP (core/distributed/distributed_data_parallel.py).
 
-    It is unknown for the papers' programs, where a layer's parameters are assumed.
+    It is unknown for the papers' programs; a layer's parameters are assumed for them.
     """
     return (
         min(held.layer, max(40_000_000, 1_000_000 * strategy.group("dp").size))
@@ -152,7 +152,7 @@ def gather_parameters(strategy: Strategy, parameters: int) -> Transfer:
 
 
 def sum_shared_gradients(shape: Shape, strategy: Strategy, held: States) -> list[Transfer]:
-    """Once per step: of vectors that TP does not split, and of a tied embedding on the first and the last stage."""
+    """All-reduces of a step: for vectors that TP does not split, and a tied embedding on the first and last stage."""
     transfers = []
     if strategy.tensor > 1 and strategy.sequence_parallel:
         transfers.append(collective("all_reduce", "tp", strategy.group("tp"), FP32 * held.vectors))
@@ -187,7 +187,7 @@ class MicroBatch:
 
 
 def micro_batch(workload: Workload, strategy: Strategy) -> MicroBatch:
-    """Raises ValueError where Ulysses does not divide a TP rank's heads."""
+    """The work of a micro-batch. Raises ValueError if Ulysses does not divide a TP rank's heads."""
     return MicroBatch(*layer(workload, strategy), *ends(workload, strategy))
 
 

@@ -45,8 +45,8 @@ class ReplayMismatch(ValueError):
 class Out(NamedTuple):
     """A tensor that a call returned."""
 
-    # its index among the call's arguments, if it is one of them; None: a new tensor. The other attributes are those of
-    # new tensors.
+    # its index among the call's arguments, if it is one of them; None: a new tensor, which the other attributes
+    # describe
     given: int | None
     # index of its storage among those that the call made, or `~index` of the argument whose storage it shares
     storage: int = 0
@@ -191,7 +191,7 @@ class CallCache:
     """Effects of calls.
 
     Args:
-        recorder: of the step, with a history.
+        recorder: the recorder of the step, which keeps a history.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -240,7 +240,7 @@ class CallCache:
 
     def _effects_of(self, owner: Any) -> dict[tuple, tuple[Effect | None, bool]]:
         ref, known = self._known.get(id(owner), (None, None))
-        if ref is None or ref() is not owner:  # the id was that of an object that is gone
+        if ref is None or ref() is not owner:  # the id belonged to an object that no longer exists
             known = {}
             self._known[id(owner)] = weakref.ref(owner), known
         return known
@@ -287,7 +287,7 @@ def _signature(
 
 @contextmanager
 def replayed_chunks(recorder: Recorder) -> Iterator[None]:
-    """Within, the calls of a chunk or of a pair of chunks are run a few times and then replayed."""
+    """Inside this context, the calls for a chunk or a pair of chunks run a few times and are then replayed."""
     cache = CallCache(recorder)
     with ExitStack() as stack:
         stack.enter_context(replaced(attend_chunks, partial(_attend, cache)))
@@ -396,7 +396,7 @@ CHUNK_CALLS = (
 
 
 def _loss(cache: CallCache, loss: Callable) -> Callable:
-    """For the loss in chunks, which FPDT uses."""
+    """Replays the loss in chunks, which FPDT uses."""
 
     @wraps(loss)
     def run(tokens: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, *others: Any) -> tuple[Tensor, ...]:
@@ -409,5 +409,5 @@ def _loss(cache: CallCache, loss: Callable) -> Callable:
 
 
 def _spans(work: ChunkWork, chunk: int) -> tuple[Any, ...]:
-    """Numbers of rows of a chunk's spans of positions."""
+    """The length of each span of positions of a chunk."""
     return tuple(stop - start for start, stop in work.layer.layout.local_chunk_spans(chunk))

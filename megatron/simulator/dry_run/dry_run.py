@@ -46,9 +46,9 @@ class Figures:
     flops: float  # executed, with recompute, 2 for each multiply-add; attention counts the computed pairs only
     communication: dict[str, float]  # bytes sent, by axis
     copies: dict[str, float]  # bytes between device and host, by direction
-    seconds: dict[str, float]  # of the replay on a machine; empty without one
-    exposed: dict[str, float]  # of the replay on a machine; empty without one
-    busy: dict[str, float]  # of the replay on a machine; empty without one
+    seconds: dict[str, float]  # of the `step` and of its `passes`; empty without a machine
+    exposed: dict[str, float]  # as in `Replay`; empty without a machine
+    busy: dict[str, float]  # as in `Replay`; empty without a machine
 
     @property
     def device_peak_by_kind(self) -> dict[str, int]:
@@ -93,7 +93,7 @@ def copied(trace: Trace) -> dict[str, float]:
 
 
 def extrapolated(a: Figures, b: Figures, few: int, more: int, all_of_them: int) -> Figures:
-    """Figures of ``all_of_them`` layers, from those of ``few`` and ``more``."""
+    """Figures of ``all_of_them`` layers, from the figures ``a`` of ``few`` layers and ``b`` of ``more`` layers."""
     share = (all_of_them - few) / (more - few)
 
     def along(x: Any, y: Any) -> Any:
@@ -201,7 +201,7 @@ def dry_run(
         reports.append(RankReport(rank, stage, ran, ran_batches, result, profile, replayed, whole, taken))
     if machine is None:
         return DryRun(config, world_size, None, reports)
-    # A stage's time is that of its first rank; the neighbour on a ring (`ranks_of`) is simulated for its memory.
+    # A stage's time is its first report's; the neighbour on a ring (`ranks_of`) is simulated for its memory only.
     step = whole_step_of(
         config, {report.stage: report.program for report in reports[::-1]}, reports[0].micro_batches[0]
     )
@@ -231,7 +231,7 @@ def ranks_of(config: Config, world_size: int) -> Iterator[tuple[int, str]]:
     elif zigzag and config.attention.window_size:
         inside = neighbour
     kinds = {0: "first"}
-    if stages > 2:  # if the end stages are shorter, the second needs most: it has more micro-batches in flight
+    if stages > 2:  # if the end stages are shorter, the second needs more: it has more micro-batches in flight
         kinds[1 if len(set(stage_layers(config))) > 1 else stages // 2] = "middle"
     if stages > 1:
         kinds[stages - 1] = "last"

@@ -63,8 +63,8 @@ LONGEST_TIKTOKEN = 2**17  # core's default limit on a tiktoken vocabulary
 def vocabulary_of(config: Config) -> tuple[int, str | None]:
     """(vocabulary size of a dry run without padding, a line about the assumption if one was made).
 
-    Like a run, it reads the tokenizer if its files exist. Otherwise the size is --vocab-size, --padded-vocab-size, or
-    that of a known tokenizer by the name of --tokenizer-model, --model or --tokenizer-type.
+    It reads the tokenizer if its files exist, as a run does. Otherwise the size is --vocab-size, --padded-vocab-size,
+    or the size of a known tokenizer, which the name in --tokenizer-model, --model or --tokenizer-type identifies.
 
     Raises:
         Refusal: none of these gives the size, or the run would refuse the tokenizer.
@@ -102,7 +102,7 @@ def _named(config: Config) -> Iterator[tuple[str, int]]:
     if model:
         yield f"--model {model}", vocabulary(model)
     if data.tokenizer_type == "TikTokenizer":
-        yield "TikTokenizer at most", LONGEST_TIKTOKEN
+        yield "the largest TikTokenizer", LONGEST_TIKTOKEN
     if data.tokenizer_type in BY_TYPE:
         yield ("GPT-2" if data.tokenizer_type == "GPT2BPETokenizer" else "Llama-2"), BY_TYPE[data.tokenizer_type]
 
@@ -118,8 +118,8 @@ class RankStep:
     profile: Profile = field(repr=False)  # the step's memory over time, as --profile-memory records it
     # the events of the trace that repeat for the micro-batches that did not run; None: all ran
     repeat: Repeat | None = None
-    # (storage, change of its bytes) on the device in their order, beginning with what existed before the step, and
-    # those that repeat
+    # (storage, change of its bytes) on the device in order, beginning with what existed before the step; and which of
+    # these changes repeat
     allocations: Allocations = field(default_factory=lambda: Allocations([]), repr=False)
 
     @property
@@ -150,7 +150,7 @@ def run_rank(
         config: completed for ``world_size``; it is not changed.
         vocab_size: vocabulary size without padding.
         machine: simulate its GPU's kernels, streams and fused operations; None: those of a CPU.
-        stretch: the micro-batches to run, and those of them that repeat; None: run all.
+        stretch: the micro-batches to run, and which of these repeat; None: run all.
         fp8: how tensors are stored under --fp8-format; default: as on GPUs before Blackwell.
         recorder: makes the recorder of the step.
         fused_rope: Triton's kernel rotates queries and keys; False: PyTorch's operations do.

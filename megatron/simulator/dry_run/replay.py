@@ -8,7 +8,7 @@ Because NCCL's kernels use part of the device, compute stops for a share (1 - ``
 that it overlaps; that counts as waiting for the transfer's axis.
 
 The host launches all events in the same order, each in ``Machine.dispatch`` seconds, ahead of the device where it can.
-Where it falls behind, compute waits for ``launching``.
+If it falls behind, the time that compute waits for it is ``launching``.
 
 One rank is replayed; all others are assumed to be as fast. :attr:`Replay.waits` records the compute before each wait,
 from which cost/jitter.py estimates the effect of unequal ranks.
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 # --- micro-batches that repeat, of which only a few are run ---
 #
 # Under 1F1B a stage begins with forward passes, then alternates, and ends with backward passes (Megatron-LM,
-# arXiv:2104.04473). The first backward pass allocates gradients, and the last one reduces them. Those in between
-# repeat: a forward and a backward pass; with virtual stages, the passes of a group of micro-batches (by default as many
-# as there are stages) on every virtual stage.
+# arXiv:2104.04473). The first backward pass allocates gradients, and the last one reduces them. The passes between
+# them repeat: a forward and a backward pass; with virtual stages, all passes of a group of micro-batches (by default as
+# many as there are stages) on every virtual stage.
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """The micro-batches to run instead of all, and those of them that repeat."""
+    """The micro-batches to run instead of all, and which of these repeat."""
 
     micro_batches: int  # to run
-    # first, passes: the part that repeats begins with the forward pass `first` and has `passes` of them
+    # first, passes: the part that repeats begins with forward pass number `first` and has `passes` forward passes
     first: int
     passes: int
     times: int  # how often it repeats after it has run
@@ -72,7 +72,7 @@ class Unsteady(ValueError):
 
 
 def stretch_of(config: Config, stage: int, micro_batches: int) -> Stretch | None:
-    """The micro-batches of a pipeline stage to run instead of all; None: all, because nothing would be saved."""
+    """The micro-batches of a pipeline stage to run instead of all; None: all (few repeat, or groups differ)."""
     stages = config.parallel.pipeline_model_parallel_size
     virtual = config.parallel.num_virtual_stages_per_pipeline_rank
     group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage or stages
@@ -95,7 +95,7 @@ def find_repeat(trace: Trace, stretch: Stretch) -> Repeat:
     """The repeating events of a trace.
 
     Raises:
-        Unsteady: they, or later events, wait for something that began more than one repetition before.
+        Unsteady: these or later events wait for something that began more than one repetition before.
     """
     forward = [at for at, event in enumerate(trace.events) if isinstance(event, Phase) and event.name == "forward"]
     begin, end = forward[stretch.first], forward[stretch.first + stretch.passes]
@@ -113,7 +113,7 @@ def find_repeat(trace: Trace, stretch: Stretch) -> Repeat:
 def with_growth(profile: Profile, begin: int, end: int, times: int) -> Profile:
     """A memory profile with what ``times`` repetitions of its events ``begin`` to ``end`` leave allocated.
 
-    These are the losses that a step reports. The repetitions are taken to come before the events.
+    A repetition leaves the losses that a step reports. All repetitions are assumed to come before these events.
     """
     left = dict.fromkeys(range(len(profile["kinds"])), 0)
     for _, kind, change in profile["events"][begin:end]:
@@ -152,7 +152,7 @@ class Replay:
     marks: list[int] = field(default_factory=list)  # number of spans before each phase
 
     def mfu(self, model_flops: float, peak: float) -> float:
-        """The rank's share of the model's FLOPs, without recompute, over what ``peak`` FLOP/s allow in the time."""
+        """The rank's share of the model's FLOPs, without recompute, over the FLOPs at ``peak`` FLOP/s in this time."""
         return model_flops / (self.seconds * peak) if self.seconds else 0.0
 
 
@@ -160,7 +160,7 @@ def replay(trace: Trace, machine: Machine, keep_spans: bool = True, repeat: Repe
     """Replay a trace.
 
     Args:
-        repeat: events that repeat. They are played until the streams' positions relative to each other are those of
+        repeat: events that repeat. They are played until the streams' positions relative to each other are the same as
             one repetition before; all further repetitions then take the same time.
 
     Raises:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A replay as a picture, and a step as a trace file for chrome://tracing.
 
-The picture has a lane for each stream, cut into columns. A colour's height in a column is the share of its time that
-the stream spends on that kind of work. So long events appear as blocks, short ones as a measure of how busy the stream
-is, and a million spans draw as fast as a hundred.
+The picture has a lane for each stream, cut into columns. A colour's height is the share of the column's time that the
+stream spends on that kind of work. So long events appear as blocks, short ones show how busy the stream is, and a
+million spans are drawn as fast as a hundred.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def draw_legend(figure: Any, kinds: list[str]) -> None:
 # --- the trace file, for chrome://tracing and https://ui.perfetto.dev ---
 #
 # It has Google's Trace Event Format, like torch.profiler's files: a process is a rank, a thread is a stream. Kernels
-# have the names of torch.profiler (``aten::mm``), phases those of the ranges of a real run (forward, backward,
+# have the names of torch.profiler (``aten::mm``), phases have those of a real run's ranges (forward, backward,
 # optimizer), so that tools/compare_trace.py can compare the two. Arrows are messages between pipeline stages.
 #
 # The file has all layers and micro-batches of all stages (whole_step.py). If that is too much for a browser, it has one
@@ -213,7 +213,7 @@ def metadata(result: DryRun, ranks: list[int], detailed: int) -> Event:
         "micro_batches": result.ranks[0].micro_batches[0],
         "micro_batches_run": {report.stage: report.micro_batches[1] for report in result.ranks},
         "left_out": [
-            *(["ranks that are like another one of their stage"] if len(ranks) < result.world_size else []),
+            *(["ranks that do the same as another rank of their stage"] if len(ranks) < result.world_size else []),
             *(
                 [f"the contents of passes {detailed + 1} to {longest - detailed} of a rank"]
                 if 2 * detailed < longest
@@ -261,7 +261,7 @@ def _turn(one: Placed) -> Event:
 
 
 def arrows(result: DryRun, rank: int, stage: int, one: Placed) -> Iterator[Event]:
-    """Ends of message arrows at a pass: to the pass that waits for it, and from the one that it waits for."""
+    """Ends of message arrows at a pass: to the pass that waits for it, and from the pass that it waits for."""
     if one.turn is None:
         return
     stages, turn = len(result.step.stages), one.turn

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes that the kernels of one layer read and write, forward and backward, by purpose.
 
-They are the difference of two dry runs with one layer more or less. The purpose of an operation follows from the
-package file that called it last or, if that is not in ``FILES``, from the operation's name.
+They are the difference between dry runs with three and with two layers. The purpose of an operation follows from the
+package file that called it last or, if that file is not in ``FILES``, from the operation's name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FILES = {
     "fpdt/": "FPDT: copies, sums",
 }
 FUNCTIONS = {"packed": "ring: buffers"}  # of attention/merge.py
-# Otherwise, the recorder's names of the operations by purpose.
+# For other operations: the names that the recorder gives them, by purpose.
 NAMES = {
     "norm": "rms_norm rms_norm_backward native_layer_norm native_layer_norm_backward",
     "activation": "swiglu swiglu_back bias_swiglu bias_swiglu_back",
@@ -101,7 +101,7 @@ def layer_traffic(
 
     Args:
         config: completed for ``world_size``, one pipeline stage.
-        fused_rope: RoPE by Triton's kernel; False: by PyTorch's operations, as where Triton is not installed.
+        fused_rope: Triton's kernel computes RoPE; False: PyTorch's operations do, as if Triton were not installed.
 
     Raises:
         Refusal: the run itself would be refused.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step of all pipeline stages together, from a dry run's replays of each kind of rank.
 
-A replay is of one rank that waits for no other stage, often with a few layers and a few micro-batches. It is cut into
+A replay shows one rank that waits for no other stage, often with few layers and few micro-batches. It is cut into
 passes. Copies of the last layer are added for the layers that did not run, and micro-batches are repeated. Then the
 passes of all stages are scheduled so that each begins when its input has arrived. Reductions of gradients that stages
 share, and of the optimizer's norm, begin when the last stage is done.
@@ -105,7 +105,7 @@ class Pass:
     """A phase of a rank's step."""
 
     name: str
-    seconds: float  # from its begin to that of the next phase
+    seconds: float  # from its begin until the next phase begins
     sent: float  # seconds from its begin until its message has arrived; `seconds` if it sends none
     spans: list[Interval]  # in program order; seconds from its begin
 
@@ -158,7 +158,7 @@ def with_all_layers(few: Pass, more: Pass, units: float) -> Pass:
     """``more`` with ``units`` further units of layers; the difference between ``more`` and ``few`` is one unit.
 
     If ``units`` is fractional, because recompute leaves an incomplete unit at the end of a stage, the fraction is added
-    to the time only. If the two differ in several places (reductions of gradients, whose buckets do not end with a
+    to the time only. If the passes differ in several places (reductions of gradients, whose buckets do not end with a
     layer), the spans of ``more`` are stretched over the time.
     """
     step = more.seconds - few.seconds
@@ -201,7 +201,7 @@ def program_of(
 
     Args:
         few, more: replays with ``layers[0]`` and ``layers[1]`` layers; the same one if all layers ran.
-        layers: these two numbers and that of all layers.
+        layers: these two numbers, and the number of all layers.
         stretch: the micro-batches that repeat; None: all ran.
     """
     phases = passes(more)
@@ -223,7 +223,7 @@ def program_of(
 
 
 def _split_last(last: Pass) -> tuple[Pass, Pass]:
-    """(the last backward pass, the phase from the first collective of all stages on)."""
+    """(the last backward pass, the phase that begins with the first collective over the pipeline's stages)."""
     spans = last.spans
     at = next((at for at, x in enumerate(spans) if x.stream == "pp" and x.name != "p2p"), len(spans))
     when = spans[at].begin if at < len(spans) else last.seconds

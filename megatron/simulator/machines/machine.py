@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Rate:
     """FLOP/s of a kind of kernel by size: points (size, FLOP/s), with logarithmic interpolation.
 
-    Kernels smaller than the first point take as long as it; larger ones than the last point have its rate.
+    A kernel below the first point takes as long as a kernel at that point; above the last point the rate is constant.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -64,8 +64,8 @@ class Link:
     name: str = ""
     # measured figures by kind of transfer (KINDS); other kinds use `bandwidth` and `latency`
     kinds: dict[str, Measured] = field(default_factory=dict, hash=False)
-    # of a network: neighbouring devices of a node that share a network card. While only one of them sends, it has the
-    # bandwidth of all.
+    # of a network: number of neighbouring devices of a node that share a network card. While only one of them sends, it
+    # has the bandwidth of all.
     gpus_per_card: int = 1
 
     def of(self, kind: str) -> Link | Measured:
@@ -88,21 +88,21 @@ class Power:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The constants that are fitted to a cluster; each is the share that is reached of another figure of the file."""
+    """The constants that are fitted to a cluster; each is the share of another figure of the file that is reached."""
 
-    gemm: float = 1.0  # of their rates
-    attention: float = 1.0  # of their rates
+    gemm: float = 1.0  # of the rates of matrix products
+    attention: float = 1.0  # of the rates of attention
     memory: float = 1.0  # of the memory's bandwidth, for kernels bound by it
     link: float = 1.0  # of a node's links, for collectives by rings
-    all_to_all: float = 1.0  # the same for these, in a node
-    p2p: float = 1.0  # the same for these, in a node
-    network: float = 1.0  # of these links
-    host: float = 1.0  # of these links
+    all_to_all: float = 1.0  # of a node's links, for all_to_all
+    p2p: float = 1.0  # of a node's links, for p2p
+    network: float = 1.0  # of the links between nodes
+    host: float = 1.0  # of the links to host memory
     # share of a transfer's time that does not slow down concurrent compute; during the rest compute stops, because
     # NCCL's kernels use multiprocessors and memory bandwidth. Host copies use neither.
     overlap: float = 1.0
     network_all_to_all: float = 1.0  # for all_to_all between nodes, in addition to `network`
-    # share of the further network cards that a collective uses whose ranks on a node are not neighbours, such as DP
+    # share of the other network cards that a collective uses if its ranks on a node are not neighbours, such as DP
     # with TP. 0: one card only.
     interleaved: float = 1.0
     fp8: float = 1.0  # of the speed-up over bf16 that the two peaks promise
@@ -115,7 +115,7 @@ class Runtime:
     context: float | None = None  # of the CUDA context with the loaded kernels
     cublas: float | None = None  # of cuBLAS' workspace
     nccl: float | None = None  # of a communicator's buffers in a node
-    nccl_network: float | None = None  # of one between nodes
+    nccl_network: float | None = None  # of a communicator's buffers between nodes
 
 
 @hashed_once
@@ -146,15 +146,15 @@ class Machine:
     # the other kinds have their `start`.
     collective: float = 0.0
     head_size: Rate = Rate(((128.0, 1.0),), power=0.0)  # share of the attention rates by head size
-    dtype: str = "bf16"  # of the rates; those of other dtypes differ by the ratio of the peaks
+    dtype: str = "bf16"  # of the rates; rates of other dtypes differ by the ratio of the peaks
     calibration: Calibration = Calibration()
     capability: tuple[int, int] = (8, 0)  # of the GPU, major and minor version
     # share of the attention rates that each attention kernel reaches; 1 for names that are missing
     kernels: dict[str, float] = field(default_factory=dict, hash=False)
     attention_kernel: str = "auto"  # runs wherever it can; `auto`: the first kernel that PyTorch has for the capability
     power: Power | None = None  # watts; None: the GPU runs under the limit that its rates were measured under
-    # NCCL's algorithms; the links' latency counts as far as it exceeds that of NCCL's table. None: rings at one rate,
-    # with the links' latency.
+    # NCCL's algorithms; the links add the latency by which they exceed NCCL's table. None: rings at one rate, with the
+    # links' latency.
     collectives: Collectives | None = None
     # seconds in which the host launches a kernel or a transfer; 0: the host is never the bottleneck
     dispatch: float = 0.0
@@ -167,7 +167,7 @@ class Machine:
         object.__setattr__(self, "prices", {})
 
     def attention_share(self, head_size: int = 128) -> float:
-        """Share of the attention rates that the kernel for plain tiles with such heads in bf16 reaches."""
+        """Share of the attention rates that the kernel for plain tiles in bf16 reaches with heads of this size."""
         return self.kernels.get(_for_plain_tiles(self.capability, self.attention_kernel, head_size), 1.0)
 
     def choose_attention(

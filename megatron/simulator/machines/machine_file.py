@@ -58,7 +58,7 @@ def find(name_or_path: str | Path) -> Path:
 
 
 def find_known(name: str) -> Path | None:
-    """The file of a machine that comes with the package, by its name in any case; no path is looked at."""
+    """The file of a machine that comes with the package, by its name in any case; a path is not accepted."""
     return {path.stem.lower(): path for path in MACHINES.glob("*.json")}.get(name.lower())
 
 
@@ -96,7 +96,7 @@ def read_merged(path: Path, below: tuple[Path, ...] = ()) -> Json:
 
 
 def merged(path: Path, raw: Json, below: tuple[Path, ...] = ()) -> Json:
-    """The fields of a file on top of those of the file that it extends. Objects are merged, other values replaced."""
+    """``raw`` merged over the fields of the file that it extends: objects are merged, other values replaced."""
     if path.resolve() in below:
         raise Refusal(f"{path}: extends: a file cannot build on itself")
     raw = {"name": path.stem} | raw
@@ -119,7 +119,7 @@ def merged(path: Path, raw: Json, below: tuple[Path, ...] = ()) -> Json:
     if isinstance(sources, dict):  # a replaced figure has another source
         base["sources"] = {key: text for key, text in sources.items() if not is_replaced(key, raw)}
     uncertain = base.get("uncertain", {})
-    if isinstance(uncertain, dict):  # nor does the base's uncertainty apply to it
+    if isinstance(uncertain, dict):  # the base's uncertainty does not apply to it either
         base["uncertain"] = {key: ends for key, ends in uncertain.items() if not is_replaced(f"calibration.{key}", raw)}
     return merge(base, raw)
 
@@ -241,7 +241,7 @@ def kernel_name(path: Path, name: str, value: Any) -> str:
 
 
 def record(kind: type, readers: dict[str, Callable], needed: tuple[str, ...] = ()) -> Callable:
-    """A reader of a JSON object as a dataclass."""
+    """A function that reads a JSON object as the dataclass ``kind``."""
 
     def read(path: Path, name: str, value: Any) -> Any:
         members(path, name, value, ", ".join(readers), readers)

@@ -31,7 +31,7 @@ class Effort:
 
 
 def effort(device: str, quick: bool) -> Effort:
-    """Sizes that suit a ``cuda`` or a ``cpu`` device; ``quick`` takes fewer and less time."""
+    """Sizes that suit a ``cuda`` or a ``cpu`` device; ``quick``: fewer sizes and less time."""
     if device == "cuda":
         if quick:
             return Effort(0.1, (512, 1024, 2048, 4096, 8192), (1024, 4096, 16384), 16, 2**28, 2**26)
@@ -103,7 +103,7 @@ def launch_seconds(device: torch.device, window: float) -> float:
 def host_copy(size: int, device: torch.device, window: float) -> tuple[float, float]:
     """(Bytes per second, seconds of a tiny copy) between the device and pinned host memory, in the slower direction.
 
-    On a CPU, between two buffers.
+    On a CPU it measures copies between two buffers.
     """
     cuda = device.type == "cuda"
     host, tiny = (torch.zeros(n, dtype=torch.uint8, pin_memory=cuda) for n in (size, 8))

@@ -28,7 +28,7 @@ from megatron.training.refusal import Refusal
 
 SMALL = 4096  # bytes of a message that measures latency
 FIRST = 2**18  # bytes of the message whose time decides the size of the large message
-LONGEST = 0.5  # seconds that the large message of a slow link takes, about
+LONGEST = 0.5  # about how many seconds the large message takes over a slow link
 CALLS = 200  # most calls in a batch
 
 
@@ -42,7 +42,7 @@ class Figures:
     host: tuple[float, float]  # bytes per second and latency in seconds, while all processes copy
     processes: int
     nodes: int
-    # bytes per second between nodes, of p2p by one process of a node while its others idle; 0: not measured
+    # bytes per second between nodes, of p2p by one process of each node while all others idle; 0: not measured
     alone: float = 0.0
     # bytes that NCCL allocates for a communicator, in a node (`nccl`) and between nodes (`nccl_network`); empty without
     # GPUs
@@ -129,7 +129,7 @@ def latency_and_bandwidth(
 
 
 def figures(device: torch.device, per_node: int, plan: Effort, report: Callable[[str], None]) -> Figures:
-    """All figures of this job. All its processes call this; those of a node have consecutive ranks.
+    """All figures of this job. All its processes call this; the processes of a node have consecutive ranks.
 
     ``report`` is called with a line of text before each measurement.
     """

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from math import inf
 
-LL128_TREE_HOP = 8.5e-6  # seconds between nodes, of a tree, and of a ring with one rank per node
+LL128_TREE_HOP = 8.5e-6  # seconds of a hop between nodes, in a tree or in a ring with one rank per node
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Algorithm:
 
     start: float  # seconds before the first byte moves
     step: float  # seconds of a hop in a node
-    hop: float  # of one between nodes
+    hop: float  # seconds of a hop between nodes
     share: float = 1.0  # share of plain rings' bandwidth that it reaches in a node
     between: float = 1.0  # the same between nodes
     limits: tuple[float, float, float] = (inf, inf, inf)  # most bytes per second in a node, on two nodes, on more
@@ -39,8 +39,8 @@ class Collectives:
     ring_ll128: Algorithm | None = None
     tree_ll128: Algorithm | None = None
     nvls: Algorithm | None = None  # all_reduce in a node, summed by NVSwitch
-    # the same in each node, with a tree between nodes. Their `share` counts bytes of the tensor, not the bytes that
-    # rings would send.
+    # NVLS in each node, with a tree between nodes. The shares of `nvls` and `nvls_tree` count bytes of the tensor, not
+    # the bytes that rings would send.
     nvls_tree: Algorithm | None = None
     # all_gather and reduce_scatter with one rank per node: a `step` per rank, a `hop` per doubling
     pat: Algorithm | None = None
@@ -54,7 +54,7 @@ class Collectives:
 def _nccl(
     ll: tuple[float, float, float], post: float, nvls: tuple[float, float] | None = None, *, nvlink: bool = True
 ) -> Collectives:
-    """``ll``: limits of LL in GB/s. ``post`` in microseconds. ``nvls``: shares of NVLS and of NVLS with a tree."""
+    """A generation. ``ll``: limits of LL in GB/s; ``post``: microseconds; ``nvls``: shares without and with a tree."""
     us = 1e-6
     limits = tuple(1e9 * rate for rate in ll)
     step = (0.6, 1.9, 3.4, 0.6, 1.25, 4.0) if nvlink else (1.0, 2.5, 5.7, 1.0, 1.9, 4.0)

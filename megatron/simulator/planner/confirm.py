@@ -51,7 +51,7 @@ class Confirmation:
         return table
 
     def narrowed(self, problem: Problem) -> Problem:
-        """The problem with less memory: by as much as the dry run needs more than planned."""
+        """The problem with less memory, by the number of bytes that the dry run needs beyond the plan."""
         machine, node = problem.machine, problem.gpus_per_node
         more = max(self.device, self.process - machine.reserved) - self.plan.memory.total
         more = max(more, 0)

@@ -68,7 +68,7 @@ def saving_words(s: Strategy) -> str:
 
 
 def words(s: Strategy) -> str:
-    """The complete strategy."""
+    """The complete strategy in words."""
     parts = [grid_words(s), f"ZeRO {s.zero}"]
     if s.micro_batch > 1:
         parts.append(f"micro-batch {s.micro_batch}")
@@ -171,7 +171,7 @@ def holding(s: Strategy) -> str:
 def alternatives(winner: Plan, problem: Problem, known: SearchCache | None = None) -> list[str]:
     """Sentences about the best plans with one decision of the winner changed: their cost, or the memory they lack.
 
-    ``known``: of the search for the winner.
+    ``known``: the cache of the search for the winner.
     """
     texts: dict[Strategy, tuple[float, str]] = {}
     for label, limits in _changes(winner.strategy, problem):
@@ -221,7 +221,7 @@ WORTH = 0.98  # padding is mentioned if it shortens the step to at most this sha
 
 
 def uncertain_words(plan: Plan, problem: Problem) -> str:
-    """The range of the step's time over the machine's uncertain shares; empty: it is narrow."""
+    """The range of the step's time over the machine's uncertain shares; empty if it is narrow."""
     machine = problem.machine
     ends = machine.slowest_and_fastest()
     slow, fast = (estimate(problem.workload, plan.strategy, end).seconds for end in ends)
@@ -251,7 +251,7 @@ def padded_length(problem: Problem) -> int:
 def padded_problem(problem: Problem) -> Problem:
     """The problem with sequences of :func:`padded_length`, and as many learned positions, if it has these.
 
-    The same object if they are no longer.
+    The same object if the sequences have this length already.
     """
     length, workload, shape = padded_length(problem), problem.workload, problem.workload.shape
     if length == workload.seq_length:

@@ -81,7 +81,7 @@ def longest(problem: Problem, workload: Callable[[int], Workload]) -> tuple[int,
 
 
 def fewest_gpus(problem: Problem) -> int | None:
-    """The smallest number of GPUs on which some strategy fits, where none fits on the problem's.
+    """The smallest number of GPUs on which some strategy fits, if none fits on the problem's GPUs.
 
     Any number within one node is tried, then numbers of nodes; beyond 32 nodes in steps of a sixteenth. None: no number
     suffices, because the sequence or the model cannot be split further.
@@ -120,7 +120,7 @@ class Offer:
 
 
 def offers(problems: Sequence[Problem], top: int, terms: Terms | None, near: float) -> list[Offer]:
-    """One for each problem that has a plan.
+    """An offer for each problem that has a plan.
 
     Raises:
         Refusal: see :func:`run_of`.

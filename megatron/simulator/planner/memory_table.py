@@ -57,7 +57,7 @@ def size(flag: str, text: str, *, binary: bool = True) -> int:
     """``128K`` as tokens (K = 1024) or, with ``binary=False``, ``7B`` as parameters (K = 1000).
 
     Raises:
-        Refusal: not a positive number with K, M, B or G after it.
+        Refusal: not a positive number, with K, M, G, B, T or nothing after it.
     """
     number, power = text.strip().upper(), 0
     if number[-1:] in SUFFIXES:
@@ -158,7 +158,7 @@ def gib(size: float) -> str:
 
 
 def table(rows: Sequence[Row], title: str) -> Table:
-    """GiB of one rank."""
+    """A table of one rank's memory in GiB."""
     result = Table(
         title=title,
         caption="GiB per GPU at the peak (with ZeRO 2 and 3 few gradients exist then); host: part of the node's memory",
@@ -184,7 +184,7 @@ def table(rows: Sequence[Row], title: str) -> Table:
 
 
 def papers_tables(shape: Shape, seq_length: int) -> list[Table]:
-    """Tables that compare the memory page (paper 003) with this package's formulas, and with its own for Qwen2."""
+    """Tables of the memory page (paper 003): its formulas and this package's; its figures for Qwen2 and its formula."""
     numel = stage_parameters(shape, 1, 1, 0).numel
     workload = Workload(shape, seq_length)
     ours = device_memory(workload, Strategy(zero=0))

@@ -53,9 +53,9 @@ def step_shape(plan: Plan, problem: Problem) -> Json:
     loss divide it between forward and backward. The page computes the schedule as dry_run/whole_step.py does.
 
     Returns:
-        Seconds: ``passes``: (forward, backward) of a stage with all its virtual stages, ``first`` and ``last``: the
-        same of the first and the last stage, ``message``: of a message between stages, ``after``: of the work after the
-        last pass, by name.
+        Numbers of stages, virtual stages and micro-batches; seconds of ``passes``: (forward, backward) of a stage with
+        all its virtual stages; ``first``, ``last``: the same for the first and the last stage; ``message``: between two
+        stages; ``after``: work after the last pass, by name.
     """
     s, workload, machine, parts = plan.strategy, problem.workload, problem.machine, plan.estimate.parts
     batches = s.micro_batches(workload)

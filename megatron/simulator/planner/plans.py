@@ -91,7 +91,7 @@ class Plan(Fit):
 
 
 def memory_fit(problem: Problem, strategy: Strategy) -> Fit:
-    """Memory of a strategy."""
+    """Memory of a strategy, and whether it fits."""
     room = problem.machine.usable_memory
     return Fit(strategy, fullest(problem.workload, strategy), room, problem.host_room, spare=problem.spare)
 

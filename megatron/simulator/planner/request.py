@@ -79,12 +79,12 @@ def share_of_memory(text: str, whole: float, flag: str) -> float:
 #
 # A sample is a sequence of documents, cut where the sample ends, as in Megatron-LM's GPT datasets. Attention stays in a
 # document, so its work grows with the square of their lengths: a sample with one long document has many times the
-# attention of one with short documents, and other ranks wait for the ranks that have it (WLB-LLM, arXiv:2503.17924).
+# work of a sample with short documents, and other ranks wait for the ranks that have it (WLB-LLM, arXiv:2503.17924).
 
 INDEX = b"MMIDIDX\x00\x00"  # first bytes of an index of Megatron-LM's datasets
-MOST_LENGTHS, MOST_TEXT = 1 << 22, 16 << 20  # lengths that are read of a dataset; bytes of a text file of lengths
+MOST_LENGTHS, MOST_TEXT = 1 << 22, 16 << 20  # most lengths to read of a dataset; most bytes of a text file
 LONGEST = 2**53  # tokens of a document
-DRAWS = 100_000  # documents to draw, about; the number of samples stays between FEWEST and MOST
+DRAWS = 100_000  # about how many documents to draw; the number of samples stays between FEWEST and MOST
 FEWEST, MOST = 16, 512  # samples
 RINGS = (2, 4, 8, 16, 32, 64)
 MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -96,8 +96,8 @@ class Packed:
     """Attention work of packed samples."""
 
     keys: float  # average number of keys that a token sees
-    spread: float  # standard deviation of that over its mean, among samples
-    uneven: tuple[tuple[float, ...], ...] = ()  # busiest ring rank over the mean, by RINGS and MICRO_BATCHES
+    spread: float  # standard deviation of that average among samples, divided by its mean
+    uneven: tuple[tuple[float, ...], ...] = ()  # busiest ring rank's work over the mean, by RINGS and MICRO_BATCHES
 
 
 @lru_cache(maxsize=64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The complete run of a plan: steps, days, GPU-hours and, with a file of prices, money; and the best run in limits."""
+"""The complete run of a plan: steps, days, GPU-hours and, with a file of prices, money; the best run within limits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Rates:
     restart_minutes: float = 10.0  # from a failure to the next step, with loading
     save_gb_per_second: float = 2.0  # from one node to the storage; 10^9 bytes
     # seconds for which a save interrupts training; 0: computed from the checkpoint's size. An asynchronous save
-    # interrupts it for seconds.
+    # interrupts training for a few seconds only.
     save_seconds: float = 0.0
     source: str = ""  # where the figures come from
 
@@ -144,12 +144,12 @@ class Run:
 
     @property
     def save_interval(self) -> int:
-        """Steps between two saves."""
+        """Steps between two saves; 0 without failure rates."""
         return max(1, round(self.interrupted.interval / self.plan.seconds)) if self.interrupted else 0
 
 
 def run_of(plan: Plan, problem: Problem, terms: Terms) -> Run:
-    """The complete run of a plan. Raises Refusal if there is no price for the GPU, or it fails too often."""
+    """The complete run of a plan. Raises Refusal if there is no price for the GPU, or the run fails too often."""
     workload, gpus = problem.workload, problem.gpus
     steps = math.ceil(terms.tokens / (workload.seq_length * workload.global_batch))
     seconds, failures = steps * plan.seconds, None

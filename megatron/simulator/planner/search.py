@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The search for the fastest strategy that fits on given GPUs.
 
-Grids are tried in the order of a lower bound of their time: without memory savings and without gradient transfers. On
-each grid, memory savings are tried from the fastest on, until one fits. The search ends when the next grid's bound is
-slower than the plans that are known.
+Grids are tried in the order of a lower bound: their time without memory savings and without gradient transfers. On
+each grid, memory savings are tried from the fastest on, until one fits. The search ends when the next grid's bound
+exceeds the time of the known plans.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron.simulator.planner.search_space import (
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.stages import strategy_of, workload_of
 
-# Least time of FPDT over that of a step that computes the FFN's forward pass twice; FPDT's chunked loss may save some.
+# FPDT takes at least this share of the time of a step with a chunked FFN; its chunked loss may save a little time.
 NEVER_FASTER = 0.99
 ROUNDING = 1 - 1e-9  # factor on a lower bound, against rounding errors of sums in another order
 
@@ -46,12 +46,12 @@ Entry = tuple[float, int, Strategy]
 class Ranked:
     """Strategies in the order of their seconds, then of their numbers, priced as late as possible.
 
-    Most strategies on most grids need no price, because a faster one fits or the search ends. Until one is needed, the
-    price of a simpler strategy, without recompute or host copies, serves as a lower bound.
+    Most strategies on most grids need no price, because a faster one fits or the search ends. Until a price is needed,
+    the price of a simpler strategy, without recompute or host copies, serves as a lower bound.
 
     Args:
-        strategies: numbered.
-        seconds: prices a strategy.
+        strategies: pairs of a number and a strategy.
+        seconds: a function that returns a strategy's seconds.
     """
 
     def __init__(self, strategies: Iterable[tuple[int, Strategy]], seconds: Callable[[Strategy], float]) -> None:
@@ -63,7 +63,7 @@ class Ranked:
         heapify(self._waiting)
 
     def at(self, place: int) -> Entry | None:
-        """The entry at this place of the order; None: there are fewer."""
+        """The entry at this place of the order; None if there are fewer entries."""
         while len(self._ranked) <= place and self._waiting:
             least, own, number, steps = self._waiting[0]
             if own:
@@ -103,8 +103,8 @@ def fastest_savings(
 ) -> Iterator[Strategy]:
     """All savings on a grid, the fastest first.
 
-    Their order depends neither on ZeRO and PP nor on DP, so many grids share it. It depends on DP only where samples
-    differ, because DP waits for the sample with most pairs (`Strategy.slowest`).
+    Their order does not depend on ZeRO and PP, so many grids share it. It depends on DP only if samples differ, because
+    DP waits for the sample with most pairs (`Strategy.slowest`).
 
     A step without recompute is the fastest. FPDT, which computes projections and FFN twice, is not faster than a step
     with a chunked FFN. Groups of savings are therefore ranked as late as these bounds allow, and units of several
@@ -193,7 +193,7 @@ def search(problem: Problem, top: int = 10, known: SearchCache | None = None, ne
 
     Args:
         near: plans up to this multiple of the winner's time are searched as well.
-        known: of a search for the same problem within wider limits.
+        known: the cache of a search for the same problem within wider limits.
     """
     if known is None:
         known = SearchCache(sorted((least, index, base) for index, (least, base) in enumerate(_bases(problem))))
@@ -289,12 +289,12 @@ def _seconds(plan: Plan | None) -> float:
 
 
 def fastest(configs: list[Config], world_size: int) -> int | None:
-    """For an elastic run: the index of the fastest configuration on ``world_size`` of its ``--gpu``; None: none fits.
+    """For an elastic run, the index of the fastest configuration on ``world_size`` GPUs (``--gpu``); None: none fits.
 
-    Among configurations whose times differ by less than a thousandth, the one that needs least memory.
+    If times differ by less than a thousandth, the configuration that needs less memory is chosen.
 
     Args:
-        configs: completed, of one run on different grids.
+        configs: completed configurations of one run, on different grids.
 
     Raises:
         Refusal: the GPU is not known.

@@ -29,7 +29,7 @@ class Limits:
     """The user's restrictions; None and True leave the choice to the planner."""
 
     # tensor, ulysses, ring, data, pipeline, virtual, micro_batch, zero, recompute, fpdt_chunk: the allowed values. A
-    # `fpdt_chunk` of 0 is no FPDT; `recompute` has `full` for units and `block` for some layers.
+    # `fpdt_chunk` of 0 means no FPDT; `recompute` may be `full` (all layers, in units) or `block` (some layers).
     tensor: tuple[int, ...] | None = None
     ulysses: tuple[int, ...] | None = None
     ring: tuple[int, ...] | None = None
@@ -90,7 +90,7 @@ def _schedules(base: Strategy, workload: Workload, limits: Limits) -> Iterator[S
 
 
 def fewer_layers(layers: int, pipeline: int) -> tuple[int, int] | None:
-    """(layers that the first stage has less than the middle ones, the same of the last) of ``pipeline`` stages.
+    """(how many layers less than a middle stage the first of ``pipeline`` stages has, how many less the last has).
 
     If the sum is odd, the last stage, which has the loss, has one layer less than the first. None: a stage would have
     no layer.
@@ -168,7 +168,7 @@ def recompute_savings(grid: Strategy, workload: Workload, limits: Limits = Limit
 
 
 def unit_savings(grid: Strategy, workload: Workload, limits: Limits = Limits()) -> Iterator[Strategy]:
-    """Full recompute in units of several layers, with and without FPDT, which is never faster than layer by layer."""
+    """Full recompute in units of several layers, with and without FPDT. Layer by layer it is at least as fast."""
     layers = grid.most_layers(workload.shape.layers)
     if not allowed("full", limits.recompute):
         return

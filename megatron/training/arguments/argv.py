@@ -12,7 +12,7 @@ FLAG = re.compile(r"--?[A-Za-z]")
 
 
 def options(words: Iterable[str]) -> list[list[str]]:
-    """Words grouped into options: a flag and its values, ``--flag=value`` split; each word before the first flag."""
+    """Words as options: a flag and its values (``--flag=value`` is split), or a single word before the first flag."""
     result: list[list[str]] = []
     for word in words:
         if FLAG.match(word):
@@ -46,7 +46,7 @@ def plain(
 
     Args:
         switches: flags without a value.
-        defaults: those of them that state the default; their ``false`` stays, to be refused.
+        defaults: the switches that state the default; a ``false`` after them stays, so that it is refused.
         numbers: flags with a list of numbers.
         lists: flags with a list of words; one word is a list only in brackets.
         pairs: flags with two numbers.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """--data-path, --split, and BigScience's ``--train-weighted-split-paths "NAME: WEIGHT START:STOP PATH, ..."``.
 
-A group of the latter is a blend in which each prefix has a portion of its documents. Validation and test data may have
-several groups, which are evaluated one by one. Facts from megatron/arguments.py (parse_data_paths) and
+A group of the last flag is a blend in which each prefix has a portion of its documents. Validation and test data may
+have several groups, which are evaluated one by one. These rules are from megatron/arguments.py (parse_data_paths) and
 megatron/data/dataset_utils.py (get_split_by_range_) of bigscience-workshop/Megatron-DeepSpeed.
 """
 
@@ -71,7 +71,7 @@ def weighted_groups(data: DataConfig, split: str) -> list[Group]:
     """The groups of ``train``, ``valid`` or ``test``; an empty list if no flag gives any.
 
     Raises:
-        Refusal: a group is not of this form, two have one name, or a file cannot be read.
+        Refusal: a group does not have this form, two groups have the same name, or a file cannot be read.
     """
     flag = f"--{split}-weighted-split-paths"
     texts, file = getattr(data, f"{split}_weighted_split_paths"), getattr(data, f"{split}_weighted_split_paths_path")

@@ -112,7 +112,7 @@ def choose_grid(config: Config, world_size: int, complete: Complete, fastest: Fa
         f"x PP {one.pipeline_model_parallel_size} x DP for the rest{_planner(config, fastest)}"
     )
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        chosen.notes.append(  # torch 2.13: agents that are running publish no address for one that joins later
+        chosen.notes.append(  # torch 2.13: running agents publish no address for an agent that joins later
             "elastic: a node that joins later is not admitted, unless torchrun was started with "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
         )
@@ -167,7 +167,7 @@ def _all_sizes(world_size: int) -> Iterator[Sizes]:
 
 
 def _largest(config: Config, world_size: int, complete: Complete) -> Config:
-    """The grid of the flags, with the largest context-parallel size, at most theirs, that the processes can run."""
+    """The grid of the flags with the largest context-parallel size, up to the given one, that the processes can run."""
     parallel, refused = config.parallel, None
     ulysses, ring = parallel.ulysses_parallel_size, parallel.ring_parallel_size
     given = (ulysses or 1) * (ring or 1) if ulysses or ring else parallel.context_parallel_size or 1

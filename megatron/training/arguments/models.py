@@ -11,7 +11,7 @@ from megatron.formulas.strategy import Shape
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.refusal import Refusal
 
-# What every Llama has, whichever its size: for named models, pretrain_llama.py and the planner.
+# Settings of every Llama, whatever its size: for named models, pretrain_llama.py and the planner.
 LLAMA: dict[str, Any] = {
     "position_embedding_type": "rope", "normalization": "RMSNorm", "norm_epsilon": 1e-5, "swiglu": True,
     "add_bias_linear": False, "untie_embeddings_and_output_weights": True, "hidden_dropout": 0.0,
@@ -36,11 +36,11 @@ LLAMA3: dict[str, Any] = LLAMA | {
 
 def _size(layers: int, width: int, heads: int, ffn: int | None = None) -> dict[str, Any]:
     sizes = {"num_layers": layers, "hidden_size": width, "num_attention_heads": heads}
-    return sizes | ({"ffn_hidden_size": ffn} if ffn else {})  # else 4 * width, also with another --hidden-size
+    return sizes | ({"ffn_hidden_size": ffn} if ffn else {})  # without it: 4 x --hidden-size, also if that is given
 
 
 # Every name of --model: the size of the vocabulary that it was published with (a run has its tokenizer's), and its
-# settings. A new model is one line here.
+# settings. To add a model, add a line here.
 #
 # The GPT shapes are GPT-3's (13B as 40 heads of 128) and, for 30B, OPT's. Dropout is 0 everywhere: no long-context
 # model is trained with it.

@@ -119,8 +119,8 @@ def parse(
 ) -> Config:
     """Read a command line; with ``world_size``, also complete and check it.
 
-    Flags that are given win over the shape of ``--model``. That wins over ``defaults`` of an entry point, and those win
-    over the defaults of the dataclasses. ``--help`` prints and exits.
+    Flags that are given win over the shape of ``--model``. The shape wins over the entry point's ``defaults``, which
+    win over the defaults of the dataclasses. ``--help`` prints and exits.
 
     Args:
         argv: the words after the program's name; None reads them from ``sys.argv``.
@@ -147,7 +147,7 @@ def _read(
     shape_of: ShapeOf | None,
     fastest: Fastest | None = None,
 ) -> Config:
-    """Read once. Faults of the words are refused first; only a readable command line is completed and checked."""
+    """Read once. Words that cannot be read are refused first; only a readable command line is completed and checked."""
     gather = Gather()
     words = plain(argv, *_kinds())
     namespace, unread = _namespace(words, gather)
@@ -205,7 +205,7 @@ def _namespace(words: list[str], gather: Gather) -> tuple[argparse.Namespace, li
 
 @cache
 def _kinds() -> tuple[set[str], set[str], set[str], set[str], set[str]]:
-    """Flags without a value; those of them that state the default; flags with numbers, with words, with a pair."""
+    """Flags: without a value; of these, those that state the default; with numbers; with words; with a pair."""
     table = megatron_flags.rows().items()
     switches = {flag for flag, row in table if row.values == "0"} | set(megatron_flags.SPELLINGS)
     defaults = {flag for flag, (name, value) in megatron_flags.SPELLINGS.items() if value is True}
@@ -272,7 +272,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Errors become refusals."""
+    """A parser whose errors are refusals."""
 
     def error(self, message: str) -> Any:
         raise Refusal(" ".join(message.removeprefix("argument ").split()))

@@ -2,7 +2,7 @@
 """Lengths of the phases of a run's schedule, from flags in iterations, samples or tokens.
 
 Megatron-LM's schedule counts samples. Megatron-DeepSpeed's may count tokens (--lr-decay-tokens): samples times their
-length. With any such flag the whole schedule counts tokens, so that a run can continue at another --seq-length.
+length. With any such flag the complete schedule counts tokens, so that a run can continue at another --seq-length.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def schedule_unit(config: Config, length: int | None = None) -> int:
 def length_in_step(config: Config, iteration: int) -> int:
     """Number of tokens of each sample that count in a step, by --rampup-seq-length; the first iteration is 1.
 
-    As DeepSpeed's curriculum learning with ``fixed_linear`` (deepspeed/runtime/data_pipeline/curriculum_scheduler.py).
+    This is DeepSpeed's curriculum with ``fixed_linear`` (deepspeed/runtime/data_pipeline/curriculum_scheduler.py).
     """
     longest = config.data.seq_length
     if config.data.rampup_seq_length is None:

@@ -93,7 +93,7 @@ def _names(given: Options) -> set[str]:
 
 
 def _fixed(given: Options, fix: Fix, about: Iterable[str]) -> Options:
-    """``given`` with a fix; unchanged if the new name of a flag is there already with another value."""
+    """``given`` with a fix; unchanged if the new name of a flag is given already with another value."""
     if fix.rename:
         old, new = fix.rename
         renamed = [[new, *option[1:]] if option[0] == old else option for option in given]

@@ -2,9 +2,9 @@
 """Save and load checkpoints; a checkpoint written on one grid can be loaded on any other.
 
 - checkpoint.py: save and load; checkpoint_folder.py: publishes and removes checkpoints; owner.py: locks their folder
-- sharded_state.py: the parts of a rank; run_state.py: the rest of its state; arguments_of.py: settings
+- sharded_state.py: a rank's tensors; run_state.py: the state without tensors; arguments_of.py: settings
 - save_job.py: the writer of a save; rank_file.py: a rank's file; checksums.py: the list of files
-- read_torch_dist.py: the reader; megatron_lm/: Megatron-LM's checkpoints; older_formats.py: its older ones
+- read_torch_dist.py: the reader; megatron_lm/: Megatron-LM's checkpoints; older_formats.py: older formats
 - hugging_face/: Hugging Face's models and files; converting/: conversions for tools/
 - in_memory/: copies in host memory
 """

@@ -9,8 +9,8 @@ and kept in its pool for later requests, which take the best fit. Blocks in a po
 Under ``expandable_segments`` each pool is one range of addresses, to which memory is mapped page by page (2 or 20 MiB)
 when needed, so that only holes in it are lost.
 
-Only one stream is modelled, where PyTorch has pools for each stream: blocks that another stream still reads are free
-immediately.
+Only one stream is modelled, although PyTorch has pools for each stream. So a block that another stream still reads is
+free immediately.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def from_environment(environment: Mapping[str, str]) -> tuple[str, Settings, lis
     """(name of the variable that is set, its settings, a line for each option that is not modelled); None: none is set.
 
     Raises:
-        Refusal: PyTorch would refuse it, too.
+        Refusal: PyTorch would refuse the settings, too.
     """
     name = next((name for name in VARIABLES if environment.get(name)), None)
     if name is None:
@@ -188,7 +188,7 @@ def _share(name: str, key: str, value: str) -> float:
 
 
 def _divisions(name: str, text: str) -> tuple[int, ...]:
-    """By interval, from ``4`` for all sizes or ``[256:1,512:2,>:8]``: 1 up to 511 MiB, 2 from 512 on, 8 above."""
+    """Steps by interval, from ``4`` for all or ``[256:1,512:2,>:8]``: 1 up to 511 MiB, 2 up to 1023 MiB, 8 above."""
 
     def power(value: str, least: int) -> int:
         if not value.isdigit() or int(value) & (int(value) - 1) or int(value) < least:
@@ -225,7 +225,7 @@ class CachingAllocator:
         retries: how often the cache was freed because the device was full.
 
     Args:
-        capacity: bytes that the device has for it, of which it uses at most the settings' ``fraction``.
+        capacity: bytes of the device for the allocator, which uses at most the settings' ``fraction`` of this.
     """
 
     def __init__(self, settings: Settings = Settings(), capacity: float = float("inf")) -> None:
@@ -268,7 +268,7 @@ class CachingAllocator:
         self._join(pool, block)
 
     def empty_cache(self) -> None:
-        """Free segments without blocks in use, and pages of ranges without parts of such blocks."""
+        """Free segments without blocks in use, and pages of address ranges that overlap no block in use."""
         for pool in self._pools.values():
             for *_, block in list(pool.free):
                 if block.whole and not self.settings.expandable_segments:
@@ -278,7 +278,7 @@ class CachingAllocator:
                     self._unmap(pool, block)
 
     def snapshot(self) -> list[dict[str, int | list[tuple[int, bool]]]]:
-        """Segments with free blocks, as (begin, size); for tests."""
+        """The free blocks of each segment, as (begin, size); for tests."""
         free = {}
         for pool in self._pools.values():
             for size, segment, begin, _ in pool.free:
@@ -425,7 +425,7 @@ class CachingAllocator:
 
     @staticmethod
     def _free_run(block: Block) -> int:
-        """Adjacent free bytes from the block on, mapped or not, with those just before it."""
+        """Number of adjacent free bytes, mapped or not, that begin at the block or at a free block just before it."""
         size = block.before.size if block.before is not None and not block.before.used else 0
         while block is not None and not block.used:
             size, block = size + block.size, block.after

@@ -3,7 +3,7 @@
 
 A layer or a micro-batch allocates and frees in a few stretches of the list of allocations. Repeating these stretches
 extrapolates the list to the complete step. The stretches of a layer are the difference between the lists of five and of
-four layers; those of a micro-batch are known (replay.py). Blocks that are made at the same place of a loop, one period
+four layers; for a micro-batch they are known (replay.py). Blocks that are made at the same place of a loop, one period
 after another, form a chain. A repeated stretch frees the newest block of a chain if the recorded stretch does so, as in
 backward passes, otherwise the oldest.
 """
@@ -61,7 +61,7 @@ def added(few: Changes, more: Changes) -> tuple[list[tuple[int, int]], dict[int,
     """(stretches (begin, end) of ``more`` that ``few`` lacks, growth in bytes of blocks that both have).
 
     Raises:
-        NoPattern: the lists differ in something else.
+        NoPattern: the lists differ in anything else.
     """
     a, b = (array("q", [size for _, size in changes]) for changes in (few, more))
     whole = b.tobytes()
@@ -95,7 +95,7 @@ def _matching(a: Sequence[int], b: Sequence[int], i: int, j: int, step: int) -> 
 def _next_match(a: array, b: array, whole: bytes, i: int, j: int) -> int | None:
     """The index in ``b`` after ``j`` with the longest match of ``a`` from ``i`` on; ``whole``: bytes of ``b``."""
     width, best, length = a.itemsize, None, 0
-    last = (len(b) - (len(a) - i)) * width  # the rest of ``a`` must fit behind
+    last = (len(b) - (len(a) - i)) * width  # the rest of ``a`` must fit after the match
     for window in WINDOWS:
         wanted, at = a[i : i + window].tobytes(), (j + 1) * width
         for _ in range(PLACES):
@@ -167,9 +167,9 @@ def extrapolated(
 def _chains(changes: Changes, stretches: Sequence[tuple[int, int]], whole: bool) -> dict[int, int]:
     """Number of the chain by block.
 
-    A stretch's block is in one chain with the blocks at its place in the loop's other rounds. Older blocks that a
-    stretch frees join the chain of blocks of the same size that it makes. ``whole``: only complete rounds count, for
-    micro-batches.
+    A block of a stretch is in one chain with the blocks at the same place in other rounds of the loop. Older blocks
+    that a stretch frees join a chain of blocks of the same size that the stretch makes. ``whole``: only complete rounds
+    count, for micro-batches.
     """
     chain_of: dict[int, int] = {}
     sizes = [size for _, size in changes]
@@ -193,8 +193,8 @@ def _add_older(
 ) -> None:
     """Add older blocks to chains, by size.
 
-    The first block that a stretch frees joins the chain of the first one that it makes and that is freed later; blocks
-    that were made before and are freed in between join the chains in turn.
+    The first older block that a stretch frees joins the chain of the first block that the stretch makes and that is
+    freed later. Other blocks that were made before, and are freed in between, join the chains in turn.
     """
     begin, end = stretches[0][0], stretches[-1][1]
     made_at = {block: at for at, (block, change) in enumerate(changes) if change > 0}
@@ -262,7 +262,7 @@ class Reserved:
 
 
 def settings() -> tuple[dict[str, Settings], tuple[str, ...]]:
-    """(settings by name: PyTorch's default, expandable segments, those of the environment; notes)."""
+    """(settings by name: PyTorch's default, expandable segments, the environment's settings; notes)."""
     by_name = {"default": Settings(), "expandable_segments": Settings(expandable_segments=True)}
     given = from_environment(os.environ)
     if given is None:
@@ -352,7 +352,7 @@ def checked(changes: Changes, places: list[int], wanted: float) -> tuple[Changes
     """An extrapolated list, if its peak is ``wanted``.
 
     Raises:
-        NoPattern: it is not.
+        NoPattern: the list has another peak.
     """
     if abs(peak(changes) - wanted) > 0.005 * wanted + MIB:
         raise NoPattern("the peak of the extrapolated list is not the sum over layers and micro-batches")

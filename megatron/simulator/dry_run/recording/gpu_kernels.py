@@ -42,11 +42,11 @@ from megatron.simulator.machines.machine import Machine
 
 @contextmanager
 def sharded_streams(recorder: Recorder) -> Iterator[None]:
-    """Within, the trace waits for FSDP's collectives where a GPU would."""
+    """Inside this context, the trace waits for FSDP's collectives where a GPU would."""
     events = recorder.trace.events
     gathered: dict[int, list[int]] = {}  # tickets, by the id of FSDP's result
     reduced: list[int] = []
-    free_since: list[int | None] = [None]  # index in the trace since when the stream of gathers is idle
+    free_since: list[int | None] = [None]  # index in the trace from which on the all-gathers' stream is idle
     gather, reduce = fsdp.foreach_all_gather, fsdp.foreach_reduce
     wait, finish = fsdp.FSDPParamGroup.wait_for_unshard, fsdp.FSDPParamGroup.finalize_backward
 
@@ -182,7 +182,7 @@ class SimulatedTriton:
         backward: bool = False,
         reads_mask: bool = True,
     ) -> None:
-        """Record a launch. ``reads_mask``: it reads the mask of all pairs of masked tiles, as the first of a pass."""
+        """Record a launch. ``reads_mask``: it reads the masks of masked tiles, as the first launch of a pass does."""
         masked = reads_mask * sum((tile.q[1] - tile.q[0]) * (tile.k[1] - tile.k[0]) for tile in tiles if tile.masked)
         if masked:
             self.recorder.price(trace.Kernel("mask_bits", "memory", 0.0, masked * PAIR_BYTES))
@@ -262,7 +262,7 @@ FUSED = (
 
 @contextmanager
 def gpu_kernels(recorder: Recorder, machine: Machine, fused_rope: bool = True) -> Iterator[None]:
-    """Within, operations that a GPU fuses are recorded as one kernel without intermediate memory.
+    """Inside this context, operations that a GPU fuses are recorded as one kernel without intermediate memory.
 
     Attention uses a simulation of the kernel that ``machine`` would choose.
 
@@ -278,7 +278,7 @@ def gpu_kernels(recorder: Recorder, machine: Machine, fused_rope: bool = True) -
         stack.enter_context(sharded_streams(recorder))
         if fused_rope:
             stack.enter_context(replaced(rope.rotated, lambda _: _as_one(recorder, _rotate)))
-        # Sizes of pieces as on a GPU, not as for a CPU's caches.
+        # The sizes of pieces are those of a GPU, not those chosen for a CPU's caches.
         stack.enter_context(patched_items(rope.PIECE, {}))
         for sizes in (math_kernel.SCORE_BYTES, position_dropout.ELEMENTS_AT_ONCE):
             stack.enter_context(patched_items(sizes, sizes | {"cpu": sizes["cuda"]}))

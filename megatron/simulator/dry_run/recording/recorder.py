@@ -69,7 +69,7 @@ def moves_nothing(func: Any) -> bool:
 
 
 def host_copy(func: Any, args: tuple, out: Any) -> HostCopy | None:
-    """The copy between a host buffer and the device that an operation is; None: it is another operation."""
+    """The operation as a copy between a host buffer and the device; None if it is no such copy."""
     if func is aten.copy_.default:
         to, source = args[0], args[1]
     elif func is aten.clone.default:
@@ -99,7 +99,7 @@ ATTENTION = ("_scaled_dot_product_", "_flash_attention_")
 
 
 def kernel(func: Any, args: tuple, kwargs: dict, out: Any) -> Kernel | None:
-    """The kernel that an operation runs on the compute stream; None: none."""
+    """The kernel that an operation runs on the compute stream; None if it runs none."""
     name = called(func)
     given = [value for name, value in kwargs.items() if name != "out"]  # "out" is the result
     tensors = [getattr(x, "_local_tensor", x) for x in tensors_in((args, given, out))]
@@ -226,7 +226,7 @@ WHERE = torch.ops.prim.device.default
 
 @dataclass
 class _Hop:
-    """Messages of one hop of a ring so far."""
+    """Messages of a ring's current hop."""
 
     axis: str = ""
     group: Group = Group(1)
@@ -316,7 +316,7 @@ class Recorder(TensorMeter):
         return dict(self._of_collective)
 
     def counts(self) -> tuple[int, int, int, int]:
-        """Storages, events, changes of memory and tickets so far."""
+        """Numbers of storages, events, changes of memory and tickets until now."""
         return self._count, len(self.trace.events), len(self.history.events), self.tickets
 
     def ticket(self) -> int:
@@ -339,7 +339,7 @@ class Recorder(TensorMeter):
 
     @contextmanager
     def deferring(self) -> Iterator[list[int]]:
-        """Within, waits are not recorded; their tickets are collected so that the caller can wait later."""
+        """Inside this context, waits are not recorded, but their tickets are collected for the caller to wait later."""
         before, self._deferred = self._deferred, []
         try:
             yield self._deferred
@@ -354,7 +354,7 @@ class Recorder(TensorMeter):
 
     @contextmanager
     def calling(self, attention: str) -> Iterator[None]:
-        """Within, attention kernels have this name."""
+        """Inside this context, attention kernels have this name."""
         before, self.attention = self.attention, attention
         try:
             yield
@@ -363,7 +363,7 @@ class Recorder(TensorMeter):
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Within, operations are not recorded; their memory counts."""
+        """Inside this context, operations are not recorded, but their memory is counted."""
         self.quiet += 1
         try:
             yield
@@ -423,7 +423,7 @@ class Recorder(TensorMeter):
             self._pair_with_receives(moved)
 
     def _pair_with_receives(self, moved: Transfer) -> None:
-        """Merge a hop's receives, which are issued before its sends, into the send: only their excess takes longer."""
+        """Merge a hop's receives, issued before its sends, into the send, with the excess of received bytes."""
         hop = self._hop
         if hop.receives:
             moved.excess = max(0.0, hop.bytes - moved.bytes)

@@ -94,7 +94,7 @@ class DeepSpeedFile:
         self.unread: list[str] = []
 
     def translate(self) -> None:
-        """Express every key.
+        """Copy every key into the settings.
 
         Raises:
             Refusal: for every key that is not supported, or that contradicts a flag.
@@ -174,14 +174,14 @@ class DeepSpeedFile:
         if stage not in (0, 1, 2, 3):
             raise Refusal(f"zero_optimization.stage {_written(stage)} in {self.path}: use 0, 1, 2 or 3")
         self.express("parallel.zero_stage", int(stage), f"zero_optimization.stage {int(stage)} in {self.path}")
-        for key, there in section.items():
+        for key, entry in section.items():
             name = f"zero_optimization.{key}"
             if key in OFFLOAD:
-                device = there.get("device", "none") if isinstance(there, dict) else there
+                device = entry.get("device", "none") if isinstance(entry, dict) else entry
                 if device not in (None, False, "none"):
                     self._fault(name, f": {OFFLOAD[key]}")
             elif key in ZERO_REFUSED:
-                if there:
+                if entry:
                     self._fault(name, f": {ZERO_REFUSED[key]}")
             elif key in ZERO_HINTS:
                 self.unread.append(name)

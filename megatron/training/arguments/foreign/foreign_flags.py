@@ -2,7 +2,7 @@
 """Copies other programs' flags into settings of this one.
 
 Older Megatron-LM, Megatron-DeepSpeed, NeMo and Megatron-FSDP have flags that mean one or several of our settings. Each
-is expressed exactly, or refused if it contradicts another given flag. A note says if the other program ignores it.
+is converted exactly, or refused if it contradicts another given flag. A note says if the other program ignores it.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class _Express:
     def __call__(self, name: str, value: Any, source: str) -> None:
         section, field = name.split(".")
         part = getattr(self.config, section)
-        if name in self.given and (there := getattr(part, field)) != value:
+        if name in self.given and (current := getattr(part, field)) != value:
             raise Refusal(
                 source,
-                f"is {_words(field, value)}, and {_words(field, there)} is given: leave one out",
+                f"is {_words(field, value)}, and {_words(field, current)} is given: leave one out",
                 about=_flag(field),
             )
         setattr(part, field, value)
@@ -126,7 +126,7 @@ def _precision(config: Config, express: _Express) -> None:
 
 
 def _recompute(config: Config, express: _Express) -> None:
-    """As Megatron-LM 2.6: --checkpoint-activations is --activations-checkpoint-method uniform; units have one layer."""
+    """As in Megatron-LM 2.6, --checkpoint-activations means method uniform, by default in units of one layer."""
     other, attention = config.elsewhere, config.attention
     read = attention.recompute_granularity and attention.recompute_method != "block"
     if attention.recompute_num_layers == 0 and not read:

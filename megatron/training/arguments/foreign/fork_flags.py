@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags of Megatron-LM's forks and of its older versions, for `megatron_flags.py`.
 
-The forks are Megatron-DeepSpeed, those of BigScience and BigCode, MindSpeed-LLM (Ascend) and Habana's Megatron-LM.
+The forks are Megatron-DeepSpeed, BigScience's, BigCode's and Habana's Megatron-LM, and MindSpeed-LLM (Ascend).
 """
 
 from __future__ import annotations

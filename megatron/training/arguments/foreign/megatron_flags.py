@@ -58,7 +58,7 @@ class Row(NamedTuple):
 
 @cache
 def rows() -> dict[str, Row]:
-    """The tables, by flag."""
+    """The rows of all tables, by flag."""
     table = {}
     for verdict, groups in GROUPS.items():
         for advice, flags in groups:

@@ -13,8 +13,8 @@ class Advice(NamedTuple):
     """Why flags are refused, and what to do."""
 
     reason: str  # what the user reads after the flags
-    # the same as a change of the command line; None if the user has a choice. One that sets flags replaces the refused
-    # ones.
+    # what to do, as a change of the command line; None if the user has a choice. A fix that sets flags replaces the
+    # refused flags.
     fix: Fix | None = None
     name: str = ""  # the flag here that takes the values of a refused one
 
@@ -34,7 +34,7 @@ def rename(name: str) -> Advice:
 
 
 def replace(words: str) -> Advice:
-    """Flags to use in place of the refused ones; if the user reads more than ``use WORDS``, that after a semicolon."""
+    """Advice to use other flags. ``words``: these flags, then "; " and the message if it is not ``use FLAGS``."""
     words, _, reason = words.partition("; ")
     return Advice(reason or f"use {words}", Fix(words, drop=SUBJECT))
 

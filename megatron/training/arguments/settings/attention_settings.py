@@ -28,7 +28,7 @@ class MaskKind(NamedTuple):
 LAYOUT, RULE = "megatron.context_parallel.layout", "megatron.training.model.attention_rule"
 SPARSE = ("sparse_block_size", "sparse_pattern", "sparse_window_blocks", "sparse_global_blocks",
           "sparse_random_blocks", "sparse_stride")  # fmt: skip
-# Every name of --attention-mask. A new mask is a class in context_parallel/layout/masks.py and a line here.
+# Every name of --attention-mask. To add a mask, write a class in context_parallel/layout/masks.py, and add a line here.
 MASKS = {
     "causal": MaskKind(f"{LAYOUT}.masks:Causal"),
     "full": MaskKind(f"{LAYOUT}.masks:Full", sees_ahead=True),

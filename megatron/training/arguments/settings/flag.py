@@ -11,8 +11,8 @@ def flag(default: Any, help: str, **extra: Any) -> Any:
     """A dataclass field that is a command-line flag.
 
     ``extra`` may hold ``choices``; ``nargs``; ``type`` (needed when the default is None); ``aliases``, other spellings
-    of the flag; ``flags``, the spellings that replace the one made from the field's name; ``const``, the value a flag
-    without argument stores (a bool field stores ``not default``).
+    of the flag; ``flags``, the spellings that replace the one made from the field's name. The flag of a bool field
+    stores True, or False if the default is True and ``flags`` are given.
     """
     metadata = {"help": help, **extra}
     if isinstance(default, list):

@@ -179,7 +179,7 @@ class FaultConfig:
     )
 
 
-# Tasks of --eval-tasks, in addition to the loss on held-out data. GENERATED: their samples are generated.
+# Tasks of --eval-tasks, in addition to the loss on held-out data. GENERATED: tasks whose samples are generated.
 GENERATED = ("needle", "ruler-multi-key", "ruler-variable-tracking", "ruler-common-words")
 TASKS = ("loss-by-position", *GENERATED, "perplexity")
 

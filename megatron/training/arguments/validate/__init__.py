@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Completes a :class:`Config` and refuses what cannot run, before anything is built.
 
-Functions named complete_* change the configuration, those named check_* only read it. Each refusal is one line that
-names the flags and the way out. Kernels and data files are checked when they are opened.
+Functions named complete_* change the configuration; functions named check_* only read it. Each refusal is one line
+that names the flags and what to do. Kernels and data files are checked when they are opened.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.training.refusal import LEAVE_OUT, Fix, Gather, Refusal
 
 
 def complete(config: Config, world_size: int) -> Config:
-    """A copy of ``config`` in which everything is derived that the flags leave open; idempotent.
+    """A copy of ``config`` in which all settings that the flags leave open are derived; idempotent.
 
     Remarks for the user are added to ``config.notes``.
 

@@ -66,7 +66,7 @@ def complete_data(config: Config) -> None:
 
 
 def check_tokenizer(data: DataConfig, vocab_size: int | None) -> None:
-    """Refuse a tokenizer without the flags that it is read from; whether its files exist is checked later.
+    """Refuse a tokenizer if a flag that names its files is missing; whether these files exist is checked later.
 
     Raises:
         Refusal: names the missing flag, and a given flag that this tokenizer does not read.

@@ -92,7 +92,7 @@ def _fpdt(config: Config) -> None:
 
 
 def _unit(config: Config) -> int:
-    """Number of tokens that the chunk of a ring rank is a multiple of."""
+    """Number of tokens of which a ring rank's chunk is a multiple."""
     parallel = config.parallel
     return counts.chunk_unit(
         parallel.ulysses_parallel_size, parallel.tensor_model_parallel_size, parallel.sequence_parallel
@@ -124,7 +124,7 @@ def loss_chunks(config: Config, vocab_size: int) -> int | None:
 
 
 def layers_recompute(config: Config) -> bool:
-    """Whether FPDT recomputes each layer by itself, instead of megatron-core in units of layers."""
+    """Whether each FPDT layer recomputes itself. Otherwise megatron-core recomputes units of layers, if any."""
     attention = config.attention
     if not config.chunks.fpdt or attention.recompute_granularity != "full":
         return False
@@ -132,7 +132,7 @@ def layers_recompute(config: Config) -> bool:
 
 
 def complete_recompute(config: Config) -> None:
-    """Complete recompute."""
+    """Complete the settings of recompute."""
     attention = config.attention
     if attention.recompute_activations:
         if attention.recompute_granularity == "full":
@@ -179,7 +179,7 @@ def complete_recompute(config: Config) -> None:
 
 
 def complete_zero(config: Config) -> None:
-    """Complete ZeRO."""
+    """Complete the settings of ZeRO."""
     parallel, optimizer = config.parallel, config.optimizer
     if parallel.zero_stage is None:
         parallel.zero_stage = int(parallel.use_distributed_optimizer)

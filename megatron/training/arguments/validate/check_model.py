@@ -196,7 +196,7 @@ def _balance(config: Config) -> None:
 
 
 def _even_rows(attention: AttentionConfig) -> bool:
-    """Whether each query attends to about the same number of keys, most of them near: then nothing needs balance."""
+    """Whether each query attends to about the same number of keys, most of them near, so that no zigzag is needed."""
     sparse = attention.attention_mask == "block-sparse" and attention.sparse_pattern in ("longformer", "bigbird")
     return attention.attention_mask == "window" or sparse
 

@@ -31,7 +31,7 @@ def host_bytes(config: Config) -> HostBytes:
 
 
 def check_host_memory(config: Config, available: Callable[[], int] | None = None) -> None:
-    """Compare the need of all ranks of this machine with its free memory.
+    """Compare the host memory that the ranks of this machine need with its free memory.
 
     Raises:
         Refusal: this machine has too little memory; the message has the numbers and flags that need less.
