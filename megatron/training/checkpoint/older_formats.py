@@ -230,9 +230,9 @@ def _merger(
     """A function that joins a weight's parts on the TP ranks.
 
     Args:
-        parts: of each TP rank, its tensors by the file's names.
+        parts: for each TP rank, its tensors by their names in the file.
         name: the weight's name in the file.
-        key: core's name of it.
+        key: the weight's name in core.
         version: of the checkpoint's format, see :func:`reordered`.
         heads: attention heads per TP rank.
     """

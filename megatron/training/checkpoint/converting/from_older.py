@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert older formats to Megatron-LM's ``torch_dist``, for ``--load DIR --finetune`` here and in Megatron-LM::
+"""Convert older formats to Megatron-LM's ``torch_dist``, which it and this program load with --load DIR --finetune::
 
 FOLDER/release/                            the weights, and the args that came with them
 FOLDER/latest_checkpointed_iteration.txt   contains "release"
