@@ -19,7 +19,7 @@ class Step:
     last: bool  # whether the run ends with it
     result: StepResult | None = None
     seconds: float = 0.0
-    slow: bool = False  # whether it took much longer than recent steps: on this rank, and after the vote on any rank
+    slow: bool = False  # whether it took much longer than recent steps, on this rank or (after the vote) on any rank
 
 
 class Feature:
