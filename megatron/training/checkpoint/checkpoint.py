@@ -135,7 +135,7 @@ def check_model(saved: dict[str, Any], config: Config, path: Path, weights_only:
             wrong.append(changed[-1])
     if wrong:
         raise Refusal(f"checkpoint {path} is of another model: {'; '.join(wrong)}")
-    config.notes += [f"weights of another network: {change}" for change in changed]
+    config.notes += [f"the checkpoint has weights of another network: {change}" for change in changed]
 
 
 def _activation_of(saved: dict[str, Any]) -> str | None:
@@ -395,7 +395,7 @@ def _state(
 
 
 def _places(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None, config: Config) -> list[Places]:
-    """Where each parameter lies in the checkpoint; with ZeRO 1, each optimizer shard of it."""
+    """Where each parameter lies in the checkpoint; with ZeRO 1, where this rank's optimizer shard of it lies."""
     shard = None
     if config.parallel.zero_stage == 1:
         if optimizer is None:

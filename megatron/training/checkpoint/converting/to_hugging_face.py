@@ -251,12 +251,12 @@ def _check_stored(
     wanted = {piece.key: sharded(piece, model.num_layers, torch.float32) for piece in pieces}
     there = {key for key in stored if key.startswith(("embedding.", "decoder.", "output_layer."))}
     if differing := sorted(there ^ wanted.keys()):
-        raise Refusal(f"{path}: its tensors are not those of a {title} with its settings: {some(differing)}")
+        raise Refusal(f"{path}: tensors are missing or unexpected for a {title} of its settings: {some(differing)}")
     for key, tensor in wanted.items():
         actual, shape = stored[key].global_shape, tensor.global_shape
         padded = tensor.allow_shape_mismatch and actual[0] >= shape[0] and actual[1:] == shape[1:]
         if actual != shape and not padded:
-            raise Refusal(f"{path}: {key} is {list(actual)}, and {list(shape)} by its settings")
+            raise Refusal(f"{path}: {key} is {list(actual)}, but its settings require {list(shape)}")
     return stored[pieces[0].key].dtype
 
 

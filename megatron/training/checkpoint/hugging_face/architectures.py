@@ -226,7 +226,7 @@ def check_source(
         raise Refusal(f"{source}: {len(extra)} tensors do not belong to the model in config.json: {some(extra)}")
     for name, shape in wanted.items():
         if there[name].shape != shape:
-            raise Refusal(f"{source}: {name} is {list(there[name].shape)}, and {list(shape)} by config.json")
+            raise Refusal(f"{source}: {name} is {list(there[name].shape)}, but config.json requires {list(shape)}")
     dtypes = sorted({there[name].dtype for name in wanted})
     if len(dtypes) > 1 or dtypes[0] not in safetensors_folder.TORCH_DTYPES:
         raise Refusal(

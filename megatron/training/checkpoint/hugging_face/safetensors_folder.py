@@ -78,7 +78,7 @@ def parse_header(text: str) -> Header:
     for name, entry in entries.items():
         size = math.prod(entry.shape) * BYTES.get(entry.dtype, 0)
         if entry.start != end or (entry.dtype in BYTES and entry.stop - entry.start != size):
-            raise ValueError(f"the header's place of {name} is wrong")
+            raise ValueError(f"its header gives a wrong place for {name}")
         end = entry.stop
     return Header(text, entries, metadata)
 

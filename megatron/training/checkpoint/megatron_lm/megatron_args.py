@@ -26,7 +26,7 @@ from megatron.training.checkpoint.megatron_lm.checked import fitting
 from megatron.training.data.tokenizer import padded_vocab_size
 from megatron.training.refusal import Refusal
 
-# Fields of ModelConfig that affect neither the shapes of weights nor the computation.
+# Fields of ModelConfig that are not read: the tokenizer gives vocab_size, and the others do not change the network.
 NOT_READ = ("model", "transformer_impl", "vocab_size", "init_method_std", "init_method_xavier_uniform")
 # Arguments of networks that are not supported: name, values without effect, and the feature's name.
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
