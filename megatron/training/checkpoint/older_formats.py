@@ -53,7 +53,7 @@ IGNORED = re.compile(r"^word_embeddings_for_head\.|\.?inv_freq$|_extra_state$")
 
 @dataclass(frozen=True)
 class Name:
-    """Core's name of a weight; ``layer`` is counted as in the file."""
+    """Core's name of a weight, and the number of its layer if it belongs to one."""
 
     key: str
     layer: int | None = None

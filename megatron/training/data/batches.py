@@ -186,7 +186,7 @@ def shard_batch(
     """This rank's part of a batch, on its device: ``layout.positions`` [s_local] of each [b, s] tensor.
 
     ``position_ids`` [b, s_local] are the global positions, or with ``reset_positions`` those within the documents.
-    ``document_ends`` [b, n] and ``numbers`` [b] stay in host memory. What the batch lacks is left out.
+    ``document_ends`` [b, n] and ``numbers`` [b] stay in host memory. Tensors that the batch lacks are left out.
     """
     device, ends = torch.device(device), batch.get("document_ends")
     rows = next(iter(batch.values())).shape[0]

@@ -294,7 +294,7 @@ def check_token_ids(file: DataFile, vocab_size: int, source: str, documents: int
 
 
 def check_document_ends(file: DataFile, eod: int, documents: int = 64) -> None:
-    """Check that one of a sample of documents ends with the end-of-document token, which packing needs."""
+    """Check that at least one of some sampled documents ends with the end-of-document token, which packing needs."""
     lengths, starts, size = file.lengths(), file.starts(), np.dtype(file.dtype).itemsize
     chosen = np.unique(np.linspace(0, file.sequences - 1, min(documents, file.sequences)).astype(np.int64))
     with open(f"{file.prefix}.bin", "rb") as stream:

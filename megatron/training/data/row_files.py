@@ -240,7 +240,7 @@ class _Text:
         self.decode = codecs.getincrementaldecoder("utf-8-sig")().decode
 
     def more(self) -> None:
-        """About double the unparsed text, so that repeated attempts to parse an element cost little."""
+        """Read until the unparsed text has about doubled, so that repeated attempts to parse an element cost little."""
         self.text, self.at = self.text[self.at :], 0
         if len(self.text) > self.longest:
             raise ValueError(f"an element of its JSON array has more than {self.longest:,} characters: split it")

@@ -55,7 +55,7 @@ def rope_settings(config: dict[str, Any], where: object) -> dict[str, Any]:
 
 
 def _yarn(rope: dict[str, Any], config: dict[str, Any], where: object) -> dict[str, Any]:
-    """YaRN settings. As in transformers, the length may stand outside of rope_scaling; missing ones are derived."""
+    """YaRN settings. As in transformers, the original length may be outside rope_scaling; defaults are derived."""
 
     def number(name: str, default: float) -> float:
         return positive(default if rope.get(name) is None else rope[name], f"{name} of rope_scaling", where)

@@ -126,7 +126,7 @@ def check_torch_file(path: Path) -> bool:
 
 
 def check_torch_files_in(path: Path, places: Sequence[tuple[int, int]]) -> bool:
-    """Like `check_torch_file` for files that lie at (offset, length) in bytes inside one; False if any has no sums."""
+    """Like `check_torch_file` for files at (offset, length) in bytes inside ``path``; False if any has no sums."""
     with open(path, "rb", buffering=0) as raw:
         windows = (Window(length, partial(_read_into, raw, offset)) for offset, length in places)
         return all([_check(path, window) for window in windows])
