@@ -52,7 +52,7 @@ from megatron.training.setup import Runtime
 
 @dataclass(kw_only=True)
 class Job:
-    """Made by :func:`prepare`."""
+    """What a run keeps between its steps. :func:`prepare` makes it."""
 
     config: Config
     runtime: Runtime
@@ -202,7 +202,7 @@ def named_datasets(
     """Several sets of validation or test data, by kind and name.
 
     Args:
-        first: the training, validation and test data that are built already; the latter two are the first sets.
+        first: the training, validation and test data that are built already; the latter two are sets number 0.
     """
     sets: dict[str, dict[str, Dataset | None]] = {}
     for kind, index, split in (("validation", 1, "valid"), ("test", 2, "test")):

@@ -11,7 +11,7 @@ from typing import IO, Any
 from megatron.training.refusal import Refusal, one_line, reason
 
 PART = 1 << 20
-MOST_BYTES = 64 << 20  # of a file of settings; its Python objects may take about thirty times as much
+MOST_BYTES = 64 << 20  # limit of a settings file; its Python objects may take about thirty times as much
 DEEPEST = 100  # nested lists and objects, so that recursive functions can walk through them
 LONGEST_NUMBER = 300  # digits of an integer, so that it fits in a float
 SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -22,7 +22,7 @@ def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
 
     Args:
         text: bytes are UTF-8.
-        unique: refuse an object with a repeated key, of which another reader might take the other value.
+        unique: refuse an object with a repeated key, because another reader might take its other value.
 
     Raises:
         ValueError: the text is not JSON, is nested deeper than ``DEEPEST``, or has an integer too large for a float or

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""End a worker when its launcher is gone, together with all that the worker has started.
+"""End a worker when its launcher is gone, together with all processes that the worker has started.
 
-torchrun starts each worker in a new session. If torchrun is killed, they would wait for each other and keep their GPU
-memory. Therefore a thread checks the launcher every second. Linux' parent-death signal is not used for this, because
-it is also sent when the *thread* that started a process ends, and launchers use threads. Forks of a worker (data
-loader) get that signal if the main thread forks.
+torchrun starts each worker in a new session. If torchrun were killed, the workers would wait for each other and keep
+their GPU memory. Therefore a thread checks the launcher every second. Linux' parent-death signal is not used for this,
+because it is also sent when the *thread* that started a process ends, and launchers use threads. It is used for forks
+of a worker (the data loader's) that the main thread starts.
 """
 
 from __future__ import annotations

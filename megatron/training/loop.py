@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training loop. Features beyond a step, an evaluation, a log line and a checkpoint are in features/."""
+"""The training loop. What it does in addition to the steps (evaluate, log, save and more) is in features/."""
 
 from __future__ import annotations
 

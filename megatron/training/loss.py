@@ -5,8 +5,8 @@ The loss is one mean over all tokens of the global batch that the loss mask keep
 
 1. The model computes the cross-entropy of each token of a rank (model/gpt.py), or with --loss-chunks their sum
    (context_parallel/fpdt/chunked_loss.py). The ranks of TP compute it together and all have the result.
-2. `sum_of_losses` adds up a rank's tokens in a micro-batch and counts them. Nothing is divided here, because the ranks
-   of CP and DP hold different numbers of kept tokens.
+2. `sum_of_losses` adds up the losses of a rank's tokens in a micro-batch and counts the tokens. It does not divide,
+   because the ranks of CP and DP hold different numbers of kept tokens.
 3. megatron-core adds up the gradients and the counts over micro-batches, CP and DP, and divides the gradients once by
    the count (its finalize_model_grads.py; model/core_config.py sets calculate_per_token_loss).
 4. Only the last pipeline stage has losses. `mean_loss` adds up their sums and counts in float64, sends both to the

@@ -59,7 +59,7 @@ LEAVE_OUT = Fix(drop=SUBJECT)
 
 
 class Refusal(ValueError):
-    """Settings that cannot run: one line that names the options and the way out. Entry points print it and exit 2.
+    """Settings that cannot run: one line that names the options and what to do. Entry points print it and exit 2.
 
     Args:
         subject: the flags at fault, with their values; or the complete message.
@@ -78,7 +78,7 @@ class Refusal(ValueError):
         self.fixes = fixes
 
     def __str__(self) -> str:
-        """One printable line, even if it quotes settings or files that are not."""
+        """One printable line, even if it quotes settings or files with other characters."""
         return printable(super().__str__())
 
     @property
@@ -107,7 +107,7 @@ def permitted() -> Iterator[None]:
 
 
 class Unreadable(Refusal):
-    """A flag that has no value, or one that cannot be read."""
+    """A flag without a value, or with a value that cannot be read."""
 
 
 class Refusals(Refusal):
@@ -155,7 +155,7 @@ class Gather:
         self._failed: set[str] = set()
 
     def check(self, name: str, action: Callable[[], T], *needs: str) -> T | None:
-        """Run ``action``, unless one of the checks it ``needs`` was refused or left out; None where it was not run."""
+        """Run ``action``, unless a check that it ``needs`` failed or did not run; None if it refused or did not run."""
         if self._failed.intersection(needs):
             self._failed.add(name)
             return None

@@ -56,7 +56,7 @@ def test_the_slow_rank_is_named_and_waits_are_no_work(pool):
     results = pool.run(steps, 4, 2, 20, 50)
     lines, own, whole = zip(*results)
     assert len(set(lines)) == 1
-    assert slowest(lines[0]) == 2 and " for a step of its own work; the median is " in lines[0], results
+    assert slowest(lines[0]) == 2 and " for its own work in a step; the median is " in lines[0], results
     assert max(own[:2] + own[3:]) < 0.8 * own[2] and own[2] < 1.1 * min(whole), results
 
 

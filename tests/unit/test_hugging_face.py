@@ -389,8 +389,8 @@ CONFIGS = [
     ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
     ({"head_dim": 5}, "head_dim 5 is odd"),
     ({"head_dim": None, "num_attention_heads": 6}, "hidden_size 16 is not a multiple of num_attention_heads 6"),
-    ({"vocab_size": 68}, "model.embed_tokens.weight is [67, 16], and [68, 16] by config.json"),
-    ({"intermediate_size": 32}, "by config.json"),
+    ({"vocab_size": 68}, "model.embed_tokens.weight is [67, 16], but config.json requires [68, 16]"),
+    ({"intermediate_size": 32}, "but config.json requires"),
     ({"rms_norm_eps": "x"}, "rms_norm_eps 'x' is not a positive number"),
     ({"tie_word_embeddings": True}, "tie_word_embeddings is true, but lm_head.weight differs"),
 ]
@@ -450,7 +450,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: rewrite_index(f, lambda m: m.update({NORM: "../x"})), "names files outside of its folder"),
     (lambda f: edit(f, lambda w: w.pop(NORM)), f"1 tensors that config.json requires are missing: {NORM}"),
     (lambda f: edit(f, lambda w: w.update(odd=torch.ones(1))), "model in config.json: odd"),
-    (lambda f: edit(f, lambda w: w.update({NORM: torch.ones(15)})), f"{NORM} is [15], and [16] by config.json"),
+    (lambda f: edit(f, lambda w: w.update({NORM: torch.ones(15)})), f"{NORM} is [15], but config.json requires [16]"),
     (lambda f: edit(f, lambda w: w.update({NORM: w[NORM].half()})), "weights in F16, F32 are not supported"),
     (lambda f: edit(f, lambda w: w.update({n: t.double() for n, t in w.items()})), "weights in F64 are not supported"),
 ]

@@ -62,7 +62,7 @@ def shape_of(folder: str | Path, step: int | None = None, skip: bool = False) ->
 
 
 def length_of(folder: str | Path, step: int | None = None) -> int | None:
-    """The sequence length of the training run; for a Hugging Face folder, its ``max_position_embeddings``.
+    """The sequence length of the run that wrote the checkpoint; for a Hugging Face folder, ``max_position_embeddings``.
 
     Raises:
         Refusal: as `shape_of`.
@@ -88,7 +88,7 @@ def held_out_data(path: Path) -> dict[str, Any]:
 
 
 def _first_readable(path: Path, skip: bool) -> Checked:
-    """``path``; if its settings are damaged and ``skip`` is set, the next older checkpoint whose settings are not."""
+    """``path``; if its settings are damaged and ``skip`` is set, the next older checkpoint with undamaged settings."""
     try:
         return glance(path, COMMON)
     except Refusal:

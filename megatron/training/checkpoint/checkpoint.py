@@ -3,7 +3,7 @@
 
 A checkpoint is written under a temporary name and renamed when it is complete, so a full disk or a kill never harms
 earlier ones. ``latest_checkpointed_iteration.txt`` names the latest, as in Megatron-LM. Megatron-LM's training program
-can load these checkpoints: they also hold the arguments that it expects. Its own are loaded through megatron_lm/.
+can load these checkpoints: they also hold the arguments that it expects. megatron_lm/ loads Megatron-LM's checkpoints.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def adapters_are_new(saved: dict[str, Any], model: ModelConfig, path: Path, weig
     """Whether this run has adapters (--lora-rank) and the checkpoint has none.
 
     Args:
-        saved: the checkpoint's settings of its model.
+        saved: the model settings stored in the checkpoint.
 
     Raises:
         Refusal: the checkpoint's adapters have other settings or would be left out, or the run would resume with new
@@ -135,7 +135,7 @@ def check_model(saved: dict[str, Any], config: Config, path: Path, weights_only:
             wrong.append(changed[-1])
     if wrong:
         raise Refusal(f"checkpoint {path} is of another model: {'; '.join(wrong)}")
-    config.notes += [f"weights of another network: {change}" for change in changed]
+    config.notes += [f"the checkpoint has weights of another network: {change}" for change in changed]
 
 
 def _activation_of(saved: dict[str, Any]) -> str | None:
@@ -190,7 +190,7 @@ def begin_save(
     validation_loss: float | None = None,
     owner: Owner | None = None,
 ) -> Save:
-    """Prepare the same save; the returned :class:`Save` writes it, possibly in the background. All ranks call it.
+    """Prepare a checkpoint; the returned :class:`Save` writes it, possibly in the background. All ranks call it.
 
     Args:
         after: called on rank 0 when the checkpoint is complete.
@@ -214,7 +214,7 @@ def find(settings: CheckpointConfig, notes: list[str] | None = None) -> Path | N
     """The checkpoint that ``--load``, or else ``--pretrained-checkpoint``, refers to; None if there is none.
 
     Args:
-        notes: receives a line if this is not the one that the folder's tracker names as the latest.
+        notes: receives a line if the folder's tracker names another checkpoint as the latest.
 
     Raises:
         Refusal: a checkpoint was asked for explicitly and does not exist, or it is not clear which is the latest.
@@ -316,7 +316,7 @@ def _load(
 
 
 def progress_in(path: Checked, settings: CheckpointConfig) -> Progress:
-    """The iteration and the samples at which a run that loads this checkpoint starts."""
+    """The progress (iteration, samples, tokens) at which a run that loads this checkpoint starts."""
     if settings.finetune or is_pretrained(path.path, settings):
         return Progress()
     theirs = open_foreign(path)
@@ -395,7 +395,7 @@ def _state(
 
 
 def _places(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None, config: Config) -> list[Places]:
-    """Where each parameter lies in the checkpoint; with ZeRO 1, each optimizer shard of it."""
+    """Where each parameter lies in the checkpoint; with ZeRO 1, where this rank's optimizer shard of it lies."""
     shard = None
     if config.parallel.zero_stage == 1:
         if optimizer is None:

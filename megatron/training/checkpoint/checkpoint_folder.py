@@ -31,7 +31,7 @@ def partial_of(final: Path, token: str = "") -> Path:
     """The temporary path of a checkpoint while it is written.
 
     Args:
-        token: of the job that owns the folder, so that a job that has lost the folder writes to other files.
+        token: identifies the job that owns the folder; a job that has lost the folder then writes to other files.
     """
     return final.with_name(f".{final.name}{token and '.'}{token[:8]}{PARTIAL}")
 
@@ -87,7 +87,7 @@ def publish(final: Path, token: str = "") -> None:
         partial.rename(final)
     if (folder / TRACKER).exists():
         sync_folder(folder)
-    else:  # the first checkpoint here: the folder may be new as well
+    else:  # the folder's first checkpoint: the folder may be new as well
         sync_folders_up(folder)
     new_tracker = partial_of(folder / TRACKER, token)
     write_bytes(new_tracker, (final.name.removeprefix("iter_").lstrip("0") or "0").encode(), {})
@@ -122,7 +122,7 @@ def validation_loss(path: Path) -> float:
 
 
 def best_of(paths: dict[int, Path], count: int) -> list[int]:
-    """At most ``count`` iterations with the lowest validation losses, best first; of equal losses, the later first."""
+    """At most ``count`` iterations with the lowest validation losses, best first; for equal losses, the later first."""
     losses = {iteration: validation_loss(path) for iteration, path in paths.items()}
     known = [iteration for iteration, loss in losses.items() if loss < math.inf]
     return sorted(known, key=lambda iteration: (losses[iteration], -iteration))[:count]
@@ -134,10 +134,10 @@ def remove_older(folder: str | Path, latest: int, keep: int, multiple_of: int | 
     Args:
         keep: how many of the newest to keep, including ``latest``.
         multiple_of: iterations that are multiples of this are kept as well.
-        best: this many with the lowest validation losses are kept as well.
+        best: this number of checkpoints with the lowest validation losses are kept as well.
 
     Raises:
-        OSError: some that should be removed remain, under names that begin with a dot.
+        OSError: checkpoints that should be removed are left, under names that begin with a dot.
     """
     before = dict(checkpoints_before(Path(folder), latest))
     stay = best_of({latest: Path(folder) / f"iter_{latest:07d}", **before}, best or 0)

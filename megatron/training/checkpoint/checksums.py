@@ -80,7 +80,7 @@ def choose_whole(path: Path, settings: CheckpointConfig, notes: list[str]) -> Ch
         notes: receives a line about a checkpoint that was skipped or could not be checked.
 
     Raises:
-        Refusal: on every rank; ``path`` is damaged. The line says how to load the next older undamaged one.
+        Refusal: on every rank; ``path`` is damaged. The message says how to load the next older undamaged one.
     """
     checked = _examine_together(path)
     if isinstance(checked, str):
@@ -91,7 +91,7 @@ def choose_whole(path: Path, settings: CheckpointConfig, notes: list[str]) -> Ch
 
 
 def check(path: Path, notes: list[str]) -> Checked:
-    """The same for a program that converts ``path``: no other checkpoint takes its place.
+    """Like :func:`choose_whole`, for a program that converts ``path``: no other checkpoint takes its place.
 
     Raises:
         Refusal: it is damaged.

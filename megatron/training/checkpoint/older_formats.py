@@ -53,7 +53,7 @@ IGNORED = re.compile(r"^word_embeddings_for_head\.|\.?inv_freq$|_extra_state$")
 
 @dataclass(frozen=True)
 class Name:
-    """Core's name of a weight; ``layer`` is counted as in the file."""
+    """Core's name of a weight, and the number of its layer if it belongs to one."""
 
     key: str
     layer: int | None = None
@@ -230,9 +230,9 @@ def _merger(
     """A function that joins a weight's parts on the TP ranks.
 
     Args:
-        parts: of each TP rank, its tensors by the file's names.
+        parts: for each TP rank, its tensors by their names in the file.
         name: the weight's name in the file.
-        key: core's name of it.
+        key: the weight's name in core.
         version: of the checkpoint's format, see :func:`reordered`.
         heads: attention heads per TP rank.
     """

@@ -95,7 +95,7 @@ def _other_run(settings: CheckpointConfig, newest: int) -> str:
 
 
 def is_pretrained(path: Path | None, settings: CheckpointConfig) -> bool:
-    """Whether the checkpoint ``path`` is that of --pretrained-checkpoint."""
+    """Whether ``path`` is the checkpoint that --pretrained-checkpoint gives."""
     folder = settings.pretrained_checkpoint
     return path is not None and folder is not None and Path(folder) == path.parent
 
@@ -188,7 +188,7 @@ class Owner:
         """Create the card and start to renew it. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._place = _place(self.folder)
-        os.listdir(self.folder)  # before the first write: other jobs could not be seen
+        os.listdir(self.folder)  # raises before the first write if other jobs' cards cannot be listed
         os.close(os.open(self._card, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
         self._write()
         self._thread = threading.Thread(target=self._renew, daemon=True, name="owner of --save")
@@ -275,8 +275,8 @@ def own(folder: str, notes: list[str]) -> Owner:
 def take(folder: Path, notes: list[str], renewal: float = RENEWAL, silence: float = SILENCE) -> Owner:
     """Take the folder on rank 0, for :func:`own`.
 
-    Whether a process of this machine is alive is known at once. For one of another machine, the card is watched until
-    it is renewed or has not been renewed for ``silence`` seconds by this machine's clock.
+    Whether a process of this machine is alive is known at once. The card of a process on another machine is watched
+    until it is renewed, or has not been renewed for ``silence`` seconds by this machine's clock.
 
     Args:
         renewal: seconds between renewals of this job's card.
@@ -297,7 +297,7 @@ def take(folder: Path, notes: list[str], renewal: float = RENEWAL, silence: floa
 
 
 def _wait_for_others(owner: Owner, notes: list[str], silence: float) -> None:
-    """Return once no other job can have the folder. Raises Refusal if another one has or gets it; OSError."""
+    """Return once no other job can have the folder. Raises Refusal if another job has or gets it, or OSError."""
     watched: dict[Path, _Watched] = {}
     begin = time.monotonic()
     while True:

@@ -2,9 +2,9 @@
 """Write a rank's part of a checkpoint in megatron-core's ``torch_dist`` format: one file, without extra processes.
 
 For each save, core's FileSystemWriterAsync forks two processes per rank and spawns a third that imports torch again.
-That takes seconds even for small files, and the processes outlive a rank that is killed. Here a rank writes its file
-itself, in the main thread or another one; the slow parts (checksums, writing, syncing) release Python's lock. Names,
-contents and metadata of the files are the same as core's.
+That takes seconds even for small files, and the processes outlive a rank that is killed. With this module a rank writes
+its file itself, in any thread; the slow parts (checksums, writing, syncing) release Python's lock. Names, contents and
+metadata of the files are the same as core's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read a folder in core's format ``torch_dist`` without running code that the files contain.
 
-core reads ``.metadata``, and every object among the tensors, with the plain unpickler. Here both are read by
-:mod:`unpickle`, as are ``common.pt`` and the tensors. Transformer Engine unpickles the states of its FP8 layers
+core reads ``.metadata``, and every object among the tensors, with the plain unpickler. This module reads both with
+:mod:`unpickle`, and also ``common.pt`` and the tensors. Transformer Engine unpickles the states of its FP8 layers
 itself, so those are checked first.
 """
 
@@ -45,7 +45,7 @@ EXTRA_STATE = "_extra_state"
 
 
 def load_state(state: dict[str, Any], path: Checked, *, whole_tensors_once: bool = True) -> dict[str, Any]:
-    """core's ``dist_checkpointing.load``. All ranks call it.
+    """Load a sharded state as core's ``dist_checkpointing.load`` does. All ranks call it.
 
     Args:
         whole_tensors_once: whether to check that the parts requested by all ranks cover each tensor exactly once.
@@ -69,7 +69,7 @@ def tensors_in(path: Checked) -> dict[str, ShardedTensor]:
 
 @contextmanager
 def _refusals(path: Checked) -> Iterator[None]:
-    """Raise a Refusal again that torch has wrapped in a CheckpointException."""
+    """If torch has wrapped a Refusal in a CheckpointException, raise that Refusal."""
     try:
         yield
     except Refusal as refusal:
@@ -82,7 +82,7 @@ def _refusals(path: Checked) -> Iterator[None]:
 
 
 class _Reader(FileSystemReader):
-    """PyTorch's reader, except that it reads ``.metadata`` only once and unpickles everything by :mod:`unpickle`."""
+    """PyTorch's reader, except that it reads ``.metadata`` only once and unpickles everything with :mod:`unpickle`."""
 
     def __init__(self, checked: Checked) -> None:
         super().__init__(str(checked))
@@ -143,7 +143,7 @@ class _LoadCommon(TorchCommonLoadStrategy):
 class _LoadTensors(TorchDistLoadShardedStrategy):
     """core's strategy with the reader and planner above.
 
-    core's ``load`` names its own reader and planner, so it is repeated here line by line.
+    core's ``load`` creates its reader and planner itself, so this class repeats it line by line.
     """
 
     def __init__(self, checked: Checked) -> None:

@@ -84,7 +84,7 @@ class Save:
             self._error = error_line(problem)
         try:
             common, self._writer, self._metadata = _planned(describe(), content, self.partial)
-            self._common = packed(common) if self._first else b""  # now: it may refer to objects that a step changes
+            self._common = packed(common) if self._first else b""  # packed now: a step may change objects in it
         except (Exception, CheckpointException) as problem:  # torch's CheckpointException is a BaseException
             self._error = self._error or error_line(problem)
         errors: list[str | None] = [None] * dist.get_world_size()
@@ -161,7 +161,7 @@ class Save:
         self.write()
 
     def _publish(self, every: list[tuple[list[Any], dict[str, Sum], str | None]]) -> None:
-        """On rank 0: complete the checkpoint from the files of all ranks, and give it its name."""
+        """On rank 0: complete the checkpoint from the files of all ranks, and give it its final name."""
         failed = [f"rank {rank}: {error}" for rank, (_, _, error) in enumerate(every) if error]
         if failed:
             self._error = failed[0]

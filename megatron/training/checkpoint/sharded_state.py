@@ -62,7 +62,7 @@ class Places:
     others: list[Any]  # what core saves in addition to parameters
 
     def only(self, wanted: Callable[[nn.Parameter, str], bool]) -> Places:
-        """The places of the parameters for which ``wanted(parameter, name in the checkpoint)`` is true, no others."""
+        """The places of the parameters for which ``wanted(parameter, key in the checkpoint)`` is true, no `others`."""
         names = {parameter: pieces[0].place.key if pieces else "" for parameter, pieces in self.pieces.items()}
         return Places({one: pieces for one, pieces in self.pieces.items() if wanted(one, names[one])}, [])
 
@@ -232,7 +232,7 @@ def optimizer_state(optimizer: MegatronOptimizer, places: Iterable[Places], *, l
         for number, (parameter, pieces) in enumerate(_parameters(places))
         if pieces
     }
-    # core would report a dictionary that is empty on some ranks only as a difference between ranks.
+    # If a dictionary were empty on only some ranks, core would report a difference between ranks.
     here = {number: tensors for number, tensors in here.items() if tensors}
     if here:
         state["param_state"] = here
@@ -277,13 +277,13 @@ def _load_groups(part: MegatronOptimizer, saved: Sequence[dict[str, Any]]) -> No
         if _identity(group) not in known:
             raise Refusal(
                 "the checkpoint's optimizer has no group of parameters with these multipliers of weight decay and "
-                f"learning rate ({_identity(group)}): give --decoupled-lr as there, or pass --no-load-optim"
+                f"learning rate ({_identity(group)}): give its --decoupled-lr, or pass --no-load-optim"
             )
         group.update(known[_identity(group)] | {PARTITIONED: group[PARTITIONED]})
 
 
 def parts_of(optimizer: MegatronOptimizer) -> tuple[MegatronOptimizer, MegatronOptimizer | None]:
-    """The optimizers in core's chain: the main one, and that of partitioned positions if there are any."""
+    """(main optimizer in core's chain, optimizer of the partitioned positions or None)."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return parts[0], parts[1] if len(parts) > 1 else None
 
@@ -300,7 +300,7 @@ def _parameters(places: Iterable[Places]) -> Iterator[tuple[nn.Parameter, Sequen
 
 
 def _tensors(optimizer: MegatronOptimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """The fp32 weight that the optimizer updates and its states, of this rank's shard of the parameter."""
+    """For this rank's shard of the parameter: the fp32 weight that the optimizer updates, and its states."""
     part = _part_with(optimizer, parameter)
     if not isinstance(part, DistributedOptimizer):
         main = getattr(parameter, "main_param", parameter)

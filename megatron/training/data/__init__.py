@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From files of text to the batches of a step: tokenizers, .bin/.idx files, an order that no grid changes.
+"""From files of text to the batches of a step: tokenizers, .bin/.idx files, an order that is the same on every grid.
 
 - text_files.py, row_files.py: files of texts and of chats; encoding.py: from texts to ids; tokenizer.py
 - index_files.py, read_tokens.py: .bin/.idx files; genome.py: codons
-- datasets.py: samples and their order; chat_dataset.py, chat_template.py: those of --sft
-- batches.py: the batch of a step, and the part of a rank
+- datasets.py: samples and their order; chat_dataset.py, chat_template.py: the same for --sft
+- batches.py: the batch of a step, and each rank's part of it
 """

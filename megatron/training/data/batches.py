@@ -2,9 +2,9 @@
 """Micro-batches in an order that does not depend on the grid, and this rank's part of a batch.
 
 Data take three steps, each a function. `build_datasets` of datasets.py has a barrier, so every rank calls it.
-`micro_batches` runs on the pipeline stages that read tokens or labels (the first and the last), there on *every* rank
-of a tensor- and context-parallel group: each rank reads its data, nothing is broadcast. `shard_batch` moves only the
-tokens of this rank to its device.
+`micro_batches` runs on the pipeline stages that read tokens or labels (the first and the last), on *every* rank of
+their tensor- and context-parallel groups: each rank reads its data, and nothing is broadcast. `shard_batch` moves only
+the tokens of this rank to its device.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Batch = dict[str, torch.Tensor]
 class MicroBatchSampler(Sampler[list[tuple[int, bool, int]]]):
     """The samples of this data-parallel rank, micro-batch by micro-batch.
 
-    Each time, the ranks take the next ``micro_batch_size * data_parallel_size`` samples of one order, rank d the d-th
-    part. So the n-th global batch of G samples has samples nG to (n+1)G - 1 on every grid. The order is that of the
-    dataset ("single"), or endless and shuffled again in each epoch ("cyclic").
+    For each micro-batch, the ranks share the next ``micro_batch_size * data_parallel_size`` samples of one order, and
+    rank d takes the d-th part. So the n-th global batch of G samples has samples nG to (n+1)G - 1 on every grid. The
+    order is that of the dataset ("single"), or endless and shuffled again in each epoch ("cyclic").
     """
 
     def __init__(
@@ -105,7 +105,7 @@ def _stack(samples: list[Batch | DataError]) -> Batch | DataError:
 
 
 def stacked_ends(ends: Sequence[torch.Tensor], seq_length: int) -> torch.Tensor:
-    """Ends of documents [b, n] from those of each sample, padded with the length of the sequence."""
+    """Ends of documents [b, n]: the ends in each sample, padded with the sequence length."""
     stacked = torch.full((len(ends), max(map(len, ends))), seq_length)
     for row, of_sample in zip(stacked, ends):
         row[: len(of_sample)] = of_sample
@@ -126,13 +126,13 @@ class _Batches:
         if isinstance(batch, DataError):
             try:
                 raise batch
-            finally:  # the error holds this frame, and a loader that is garbage-collected later ends 10 s later
+            finally:  # else error and frame keep the loader until a garbage collection, and it ends 10 s later
                 del batch
         return batch
 
 
 def _start_worker(_: int) -> None:
-    """Leave the trainer's process group: on a SIGTERM to the group the trainer still needs data for its last step."""
+    """Leave the trainer's process group: after a SIGTERM to it, the trainer still needs data for its last step."""
     os.setpgid(0, 0)
 
 
@@ -153,11 +153,11 @@ def micro_batches(
     """CPU tensors ``tokens``, ``labels``, ``loss_mask`` [b, s], from the first sample not yet consumed.
 
     ``numbers`` [b] are the numbers of the samples in the run, which seed dropout; with ``numbers_only`` nothing else is
-    read. With ``eod``, the end-of-document token, also ``document_ends`` [b, n]: the ends of the documents in each
+    read. With ``eod``, the end-of-document token, ``document_ends`` [b, n] are added: the ends of the documents in each
     sample, from the dataset or from this token.
 
     Call it only on pipeline stages that need the data: the first and the last, and all with ``eod``. The global batch
-    may grow; take as many micro-batches as a step needs. "single" ends with the data; "cyclic" does not end.
+    may grow; take as many micro-batches as a step needs. "single" ends with the data; "cyclic" never ends.
 
     Raises:
         DataError: by the iterator; a sample cannot be read or used.
@@ -186,7 +186,7 @@ def shard_batch(
     """This rank's part of a batch, on its device: ``layout.positions`` [s_local] of each [b, s] tensor.
 
     ``position_ids`` [b, s_local] are the global positions, or with ``reset_positions`` those within the documents.
-    ``document_ends`` [b, n] and ``numbers`` [b] stay in host memory. The result has only tensors of the batch.
+    ``document_ends`` [b, n] and ``numbers`` [b] stay in host memory. Tensors that the batch lacks are left out.
     """
     device, ends = torch.device(device), batch.get("document_ends")
     rows = next(iter(batch.values())).shape[0]

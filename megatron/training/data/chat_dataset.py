@@ -35,7 +35,7 @@ from megatron.training.refusal import Refusal, one_line, together
 
 # Conversations share a sample by best-fit packing (Ding et al. 2024, Fewer Truncations Improve Language Modeling,
 # section 3), in a new random order for each epoch.
-GROUP = 64  # samples packed together: few enough that each epoch has other samples
+GROUP = 64  # samples packed together: few enough that each epoch has different samples
 
 
 def pack(lengths: np.ndarray, room: int) -> list[list[int]]:
@@ -176,7 +176,7 @@ def kept(path: str, folder: str) -> Store | None:
 
 
 SPLITS = ("train", "valid", "test")
-FILLER = 1024  # most tokens of a document of padding, so that attention within it is cheap
+FILLER = 1024  # limit of the tokens in a document of padding, so that attention within it is cheap
 
 
 class Conversations:
@@ -185,11 +185,11 @@ class Conversations:
     Args:
         stores: the conversations of each file.
         chosen: numbers [n] of the conversations, counted over all files.
-        longest: most tokens of a conversation.
+        longest: limit of the tokens of a conversation.
         over_length: what to do with longer ones: "refuse", "truncate", "skip".
 
     Raises:
-        Refusal: one is longer, and ``over_length`` is "refuse".
+        Refusal: a conversation is longer, and ``over_length`` is "refuse".
     """
 
     def __init__(self, stores: list[Store], chosen: np.ndarray, longest: int, over_length: str) -> None:
@@ -219,7 +219,7 @@ class Conversations:
         return len(self.number)
 
     def of(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens, and whether the assistant says each."""
+        """(tokens [n] of a conversation, whether the assistant says each [n])."""
         store, number = self.stores[self.file[index]], self.number[index]
         start = store.starts[number]
         span = slice(start, start + self.lengths[index])

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts a conversation to tokens by the tokenizer's chat template, and finds those that the assistant says.
+"""Convert a conversation to tokens with the tokenizer's chat template, and find the tokens that the assistant says.
 
 If a template marks the assistant's words by ``{% generation %} ... {% endgeneration %}``, transformers finds them.
 Otherwise the conversation is rendered up to each of the assistant's turns, with the generation prompt, and to the end
-of the turn; the difference is the turn. This requires that a template renders the beginning of a conversation
-independently of what follows; other conversations are refused.
+of the turn; the difference is the turn. This requires that the template renders the beginning of a conversation
+independently of what follows; otherwise the conversation is refused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ AFTER = {
     "tool": ("assistant", "tool"),
 }
 Message = dict[str, Any]
-LONGEST = 32 << 20  # bytes of a line; each needs about 200 bytes of memory when it is tokenized
+LONGEST = 32 << 20  # limit of a line in bytes; tokenization takes about 200 bytes of memory for each
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class ChatTemplate:
     """Renders conversations.
 
     Args:
-        tokenizer: a fast one of transformers.
+        tokenizer: a fast tokenizer of transformers.
         template: Jinja that replaces the tokenizer's template.
         source: name of the tokenizer in messages.
 
@@ -224,7 +224,7 @@ class ChatTemplate:
         return rendered
 
     def _check_shown(self, chat: Chat) -> None:
-        """Refuse a template that does not show tools or calls of them, or fails for an answer of only calls."""
+        """Refuse a template that does not show tools or their calls, or fails for an answer that has only calls."""
         calls = [number for number, message in enumerate(chat.messages) if message.get("tool_calls")]
         nulls = [number for number in calls if chat.messages[number].get("content") is None]
         if nulls:
@@ -250,7 +250,7 @@ class ChatTemplate:
         try:
             text = self._text(chat, len(chat.messages))
             wrong = "prints None for" if text.count("None") > expected.count("None") else ""
-        except Exception as error:  # a template may raise anything; with "" it did not
+        except Exception as error:  # a template may raise anything; with content "" it did not
             wrong = f"fails ({one_line(error, 100)}) on"
         if wrong:
             raise Refusal(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megatron-core's datasets: files are checked before they are read, one rank builds the index, fill in the middle.
+"""megatron-core's datasets, with files checked before they are read, one rank's index, and fill in the middle.
 
 Sample n depends on the data, the seed, the sequence length and the number of samples, but not on the grid.
 """
@@ -35,9 +35,9 @@ from megatron.training.refusal import Refusal, together
 class MockDataset(Dataset):
     """--mock-data: random but learnable token sequences, a function of (seed, split, index).
 
-    Consecutive ids follow each other in runs of 8 on average, and runs more often start at small ids. A document has on
-    average an eighth of a sequence, and at most 1,024 tokens. core's mock data are always 1, 2, 3, ... up to 4095
-    for every seed and vocabulary.
+    Consecutive ids follow each other in runs of 8 on average, and runs more often start at small ids. The average
+    length of a document is an eighth of the sequence, but at most 1,024 tokens. core's mock data are always 1, 2, 3,
+    ... up to 4095 for every seed and vocabulary.
     """
 
     def __init__(self, config: Config, tokenizer: Tokenizer, split: int, size: int) -> None:
@@ -69,7 +69,7 @@ class MockDataset(Dataset):
 # As in Megatron-LM's GPTFIMDataset (megatron/training/datasets/fim_dataset.py), each text between ends of documents is
 # cut with probability --fim-rate at two of its characters. It becomes `<prefix> a <suffix> c <middle> b`, or with
 # probability --fim-spm-rate `<prefix> <suffix> c <middle> a b`. The sample is then cut or padded to its former length.
-# In Megatron-LM the random numbers depend on the worker and on what it read before; here only on the sample's number.
+# The random numbers depend on the sample's number; in Megatron-LM, on the worker and on what it has read before.
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def fill_in(sample: np.ndarray, fim: Fim, draw: np.random.Generator) -> np.ndarr
 
 
 def _between(ids: np.ndarray, mark: int) -> Iterator[np.ndarray]:
-    """The texts between marks. Empty ones are dropped with the mark behind them, except the last, as in Megatron-LM."""
+    """The texts between marks. An empty text is dropped with the mark after it, except the last, as in Megatron-LM."""
     ends = [*np.flatnonzero(ids == mark), len(ids)]
     for start, end in zip([0, *(end + 1 for end in ends)], ends):
         if end > start or end == len(ids):
@@ -242,7 +242,7 @@ def _sources(core: LocalConfig, split: int) -> tuple[Blend | None, tuple[float, 
 def _plan(core: LocalConfig, tokenizer: Tokenizer, samples: list[int], default_split: bool, packed: bool) -> list:
     """Check each file that will be read: it is complete, fits the vocabulary, and has data for each needed split.
 
-    As in Megatron-LM, a run without validation or test data has no evaluation: ``samples`` becomes 0 there.
+    As in Megatron-LM, a run without validation or test data has no evaluation: ``samples`` becomes 0 for it.
     """
     files: dict[str, data_files.DataFile] = {}
     for i, name in enumerate(SPLITS):
@@ -367,7 +367,7 @@ class TokenDataset(GPTDataset):
 
 
 class FimDataset(TokenDataset):
-    """The same samples with fill in the middle; sample n still depends only on the data and the seed."""
+    """The samples of `TokenDataset` with fill in the middle; sample n still depends only on the data and the seed."""
 
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
         text, documents = super()._query_document_sample_shuffle_indices(idx)
@@ -379,7 +379,7 @@ class FimDataset(TokenDataset):
 
 
 class LocalBuilder(BlendedMegatronDatasetBuilder):
-    """core's builder without its barriers and its rule that only rank 0 builds, which are in `_build_cache`."""
+    """core's builder without its barriers and its rule that only rank 0 builds; `_build_cache` has both."""
 
     @staticmethod
     def build_generic_dataset(cls: type, is_built_on_rank: Any, synchronize_ranks: bool, *args: Any) -> Any:

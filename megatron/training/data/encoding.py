@@ -25,7 +25,7 @@ from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_v
 from megatron.training.refusal import Refusal
 
 BATCH_BYTES, BATCH_RECORDS, LONGEST = 1 << 19, 512, 2**31 - 1
-WAITING_BYTES = 1 << 28  # of input in workers, so that long records do not accumulate
+WAITING_BYTES = 1 << 28  # limit of the input in workers, so that long records do not accumulate
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Encoded:
 
 @functools.cache
 def tokenizer_of(flags: tuple[tuple[str, object], ...], vocab_size: int | None) -> Tokenizer:
-    """One tokenizer per process; a forked worker has that of its parent."""
+    """One tokenizer per process; a forked worker uses its parent's."""
     tokenizer = build_tokenizer(DataConfig(**dict(flags)), vocab_size)
     check_vocab(vocab_size, tokenizer)
     return tokenizer
@@ -98,7 +98,7 @@ def _ids(tokenizer: Tokenizer, text: str, settings: Settings, dtype: type) -> np
     if not ids.size:
         return ids.astype(dtype)
     if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
-        raise BadRecord(f"{tokenizer.kind} gave an id outside its {tokenizer.vocab_size}")
+        raise BadRecord(f"{tokenizer.kind} gave an id outside its vocabulary of {tokenizer.vocab_size}")
     if ids.size >= LONGEST:
         raise BadRecord(f"longer than {LONGEST} tokens, the limit of a document: split it")
     ids = ids.astype(dtype)
@@ -151,12 +151,12 @@ def encode_all(settings: Settings, reader: Reader, workers: int, method: str) ->
 
 
 class _Worker:
-    """Ends without a traceback if it cannot receive a batch, for lack of memory; the parent reports its end."""
+    """A process that ends without a traceback if memory is too small to receive a batch; the parent reports it."""
 
     def run(self) -> None:
         try:
             super().run()
-        except Exception:  # those of a batch's records go to the parent
+        except Exception:  # errors in a batch's records go to the parent instead
             sys.exit(1)
 
 

@@ -28,14 +28,14 @@ from megatron.training.json_file import read_bytes, read_json
 from megatron.training.refusal import Refusal, one_line, reason
 
 LIST = "files.json"  # {name: bytes} of the files in a cache folder, which shows later whether some were deleted
-LEFT_BEHIND = 24 * 3600  # seconds after which nobody still builds an unfinished folder
+LEFT_BEHIND = 24 * 3600  # seconds after which an unfinished folder counts as abandoned
 
 
 @contextmanager
 def atomic_folder(folder: str) -> Iterator[str]:
     """Yields a temporary folder to fill, which is renamed to ``folder`` at the end, or removed after an error.
 
-    If several processes build the same folder, the first one wins. An interrupted one leaves no ``folder`` behind.
+    If several processes build the same folder, the first one wins. An interrupted process leaves no ``folder`` behind.
 
     Raises:
         OSError: the folder cannot be written, or ``folder`` exists because another run was faster.
@@ -55,10 +55,10 @@ def atomic_folder(folder: str) -> Iterator[str]:
 
 
 def check_complete(folder: str) -> None:
-    """Check that a cache folder still has all files in their sizes.
+    """Check that a cache folder still has all its files, with their sizes.
 
     Raises:
-        Refusal: it has not.
+        Refusal: a file is missing or has another size.
     """
     name = LIST
     try:
@@ -84,7 +84,7 @@ def _remove_left_behind(root: str, name: str, now: float) -> None:
 
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents
 MAGIC, NPY = b"MMIDIDX\x00\x00", b"\x93NUMPY"
-LONGEST_HEADER = 10_000  # bytes of a .npy header; numpy parses no longer ones
+LONGEST_HEADER = 10_000  # limit of a .npy header in bytes, as in numpy
 TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 FORM = 2  # version of index caches: a folder with a list of its files
 
@@ -294,7 +294,7 @@ def check_token_ids(file: DataFile, vocab_size: int, source: str, documents: int
 
 
 def check_document_ends(file: DataFile, eod: int, documents: int = 64) -> None:
-    """Check that some of a sample of documents end with the end-of-document token, which packing needs."""
+    """Check that at least one of some sampled documents ends with the end-of-document token, which packing needs."""
     lengths, starts, size = file.lengths(), file.starts(), np.dtype(file.dtype).itemsize
     chosen = np.unique(np.linspace(0, file.sequences - 1, min(documents, file.sequences)).astype(np.int64))
     with open(f"{file.prefix}.bin", "rb") as stream:
@@ -316,7 +316,7 @@ def documents_of(file: DataFile, share: tuple[float, float]) -> range:
 
 
 def check_share(file: DataFile, share: tuple[float, float], need: int, name: str, flag: str) -> None:
-    """Check that the documents of a split hold at least ``need`` tokens; with none, core loops forever."""
+    """Check that the documents of a split hold at least ``need`` tokens; with no tokens, core loops forever."""
     documents, tokens = documents_of(file, share), 0
     if documents:
         starts, size = file.starts(), np.dtype(file.dtype).itemsize

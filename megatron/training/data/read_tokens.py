@@ -119,7 +119,7 @@ class FileArray:
         return self._rows(row % len(self), row % len(self) + 1)[0]
 
     def number(self, row: int) -> int:
-        """One element of an array [n] of signed integers, in half the time of an index."""
+        """One element of an array [n] of signed integers; takes half the time of ``self[row]``."""
         data = self.file.read(self.row_bytes, self.offset + row * self.row_bytes)
         return int.from_bytes(data, sys.byteorder, signed=True)
 
@@ -132,7 +132,7 @@ class FileArray:
 
 
 def unmapped(array: np.ndarray) -> np.ndarray | FileArray:
-    """The same array; if it is memory-mapped, as one that reads from the file."""
+    """The same array; a memory-mapped array becomes one that reads from its file."""
     if not isinstance(array, np.memmap):
         return array
     if not array.flags.c_contiguous:
@@ -161,7 +161,7 @@ def check_ids(ids: np.ndarray, size: int, source: str, where: Callable[[], str])
         where: returns the name of the file and the document, for the message.
 
     Raises:
-        DataError: one is not.
+        DataError: an id is not in the vocabulary.
     """
     if (at := first_outside(ids, size)) is not None:
         raise DataError(
@@ -198,7 +198,7 @@ class TokenFile:
         """``length`` ids of a document (by default all) from its token ``offset`` on, unchecked.
 
         Raises:
-            DataError: the document has fewer, or a file cannot be read.
+            DataError: the document has fewer tokens, or a file cannot be read.
         """
         if not 0 <= document < self.documents:
             raise DataError(f"{self.file.path} has {self.documents} documents, but no document {document}")

@@ -66,7 +66,7 @@ class Zstd(io.RawIOBase):
         return count
 
 
-# Common formats of rows. Read as conversations are ``messages``, ShareGPT's ``conversations``, Alpaca's
+# Common formats of rows. These are read as conversations: ``messages``, ShareGPT's ``conversations``, Alpaca's
 # ``instruction``, ``input`` and ``output``, and ``prompt`` with ``completion`` (texts, or messages).
 
 
@@ -95,7 +95,7 @@ def form_of(row: Row) -> str:
 
 
 def advice(row: Row) -> str:
-    """The end of a refusal of a row without the requested key: what to do with it."""
+    """What to do with a row that lacks the requested key, as the end of the refusal's message."""
     form, keys = form_of(row), _keys(row)
     if form in ("messages", "ShareGPT", "Alpaca", "prompt and completion"):
         return (
@@ -203,7 +203,7 @@ def array_rows(stream: IO[bytes], longest: int) -> Iterator[tuple[int, bytes]]:
     """The elements of a JSON array, numbered from 1, as JSON.
 
     Args:
-        longest: most characters of an element.
+        longest: limit of the characters of an element.
 
     Raises:
         ValueError: it is not a JSON array; the message of one line names the element.
@@ -240,7 +240,7 @@ class _Text:
         self.decode = codecs.getincrementaldecoder("utf-8-sig")().decode
 
     def more(self) -> None:
-        """Read about as much as is left, so that repeated attempts to parse an element cost little."""
+        """Read until the unparsed text has about doubled, so that repeated attempts to parse an element cost little."""
         self.text, self.at = self.text[self.at :], 0
         if len(self.text) > self.longest:
             raise ValueError(f"an element of its JSON array has more than {self.longest:,} characters: split it")

@@ -21,7 +21,7 @@ from megatron.training.disk import sync_file, sync_folder, sync_folders_up
 from megatron.training.json_file import PART, read_most
 from megatron.training.refusal import Refusal
 
-LONGEST = 1 << 31  # bytes of a document, decompressed: an index counts no more tokens
+LONGEST = 1 << 31  # limit of a decompressed document in bytes: an index cannot count more tokens
 
 
 class Record(NamedTuple):

@@ -2,7 +2,7 @@
 """megatron-core's tokenizers with a small interface: ``vocab_size``, ``eod``, ``tokenize``, ``detokenize``.
 
 Where megatron-core 0.16 would download, guess or lose text, the library below it is called directly; each function
-gives the reason. Tokenizers without a file need no library: the import of core's takes longer than a small run.
+gives the reason. Tokenizers without a file need no library: importing core's tokenizers takes longer than a small run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2T
 # How Qwen 2 splits words: as GPT-2, but with separate digits and line breaks.
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LARGEST_VOCABULARY = 1 << 24  # sixty times the largest known one
-MOST_BYTES = 1 << 28  # of a tiktoken vocabulary
+MOST_BYTES = 1 << 28  # limit of a tiktoken vocabulary
 FIM_TOKENS = ("<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>")
 
 
@@ -48,7 +48,7 @@ class Tokenizer:
         return self.array(text).tolist()
 
     def array(self, text: str) -> np.ndarray:
-        """The same as integers [n] of any dtype: one byte per base for genomes, whose texts are long."""
+        """The ids as integers [n] of any dtype: uint8 for genomes, whose texts are long."""
         ids = _reading(lambda: self.encode(text), f"{self.source} cannot tokenize a text")
         return ids if isinstance(ids, np.ndarray) else np.array(list(ids), np.int64)
 

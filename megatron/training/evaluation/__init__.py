@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluates whether a model uses its context, by tasks with teacher forcing: one pass and no generation.
 
-haystack.py writes phrases with any tokenizer, samples.py makes samples of them and packs these, eval_plan.py selects
-the samples of a run, tasks.py scores them over the grid, eval_report.py shows the results, and evaluated_model.py loads
-a model that is only evaluated.
+haystack.py writes phrases with any tokenizer, samples.py makes samples from the phrases and packs samples into rows,
+eval_plan.py selects the samples of a run, tasks.py scores the samples over the grid, eval_report.py shows the results,
+and evaluated_model.py loads a model that is only evaluated.
 """

@@ -23,12 +23,12 @@ from megatron.training.refusal import Refusal
 MAKERS: dict[str, Callable[[Words, np.random.Generator, int, float | None], Pieces]] = {
     "needle": needle
 } | samples.TASKS
-HALVINGS, SHORTEST = 4, 512  # of the lengths without --eval-lengths
+HALVINGS, SHORTEST = 4, 512  # the default lengths: --seq-length halved up to 4 times, at least 512 tokens
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A sample to make: length in tokens, depth of the needle from 0 to 1 or None, number among equal ones."""
+    """A sample to make: length in tokens, depth of the needle from 0 to 1 or None, number among equal specs."""
 
     task: str
     length: int

@@ -2,7 +2,7 @@
 """Phrases, names, numbers and a haystack for any tokenizer: as text, or as symbols for ids without text.
 
 A name and a number are each a pair. A quarter of the names is held out for evaluation (:func:`is_held_out`): a training
-set of needles never has these pairs, but has both halves of each of them in other pairs.
+set of needles never has these pairs, but has both halves of each pair in other pairs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ TEXT = {
 }
 SYMBOLS = {"needle": 0, "ask": 1, "let": 2, "which": 3, "common": 4}  # symbols do not need the other marks
 MARKS, ALPHABET, MOST, HALVES = 12, 64, 4096, 32
-MOST_TEXT = 1 << 30  # bytes of a haystack
+MOST_TEXT = 1 << 30  # limit of a haystack in bytes
 SENTENCE = 8  # symbols of a sentence in the haystack
 
 
@@ -173,13 +173,13 @@ def read_ids(tokenizer: Tokenizer, path: str, flag: str) -> np.ndarray:
 
 
 def is_held_out(pair: tuple[int, int]) -> bool:
-    """Whether the name of a pair is only for evaluation."""
+    """Whether the name with this pair is used only in evaluations."""
     return sum(pair) % 4 == 0
 
 
 @lru_cache
 def pairs(halves: int, held_out: bool | None) -> tuple[tuple[int, int], ...]:
-    """All pairs, or those for evaluation, or those for training."""
+    """All pairs if ``held_out`` is None; else the pairs for evaluation (True) or for training (False)."""
     every = ((i, j) for i in range(halves) for j in range(halves))
     return tuple(pair for pair in every if held_out is None or is_held_out(pair) == held_out)
 

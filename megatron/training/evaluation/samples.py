@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples of an exact length: needles hidden in a haystack, and a question at the end.
 
-A needle at depth d has the share d of the haystack's tokens before it, exactly. The test is G. Kamradt's "Needle in a
-haystack" (2023); here the tokens of the answer are scored, each after the right ones before it (teacher forcing).
+Exactly the share d of the haystack's tokens precedes a needle at depth d. The test is G. Kamradt's "Needle in a
+haystack" (2023), but the answer is not generated: its tokens are scored with teacher forcing.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def many_needles(words: Words, random: np.random.Generator, count: int, ask: int
 
 
 def repeat_questions(pieces: Pieces, random: np.random.Generator, rounds: int) -> Pieces:
-    """The same with all questions of its tail asked ``rounds`` times, each time in another order."""
+    """``pieces`` with all questions of its tail asked ``rounds`` times, each time in another order."""
     pairs = list(zip(pieces.tail[::2], pieces.tail[1::2]))
     more = [part for _ in range(rounds - 1) for index in random.permutation(len(pairs)) for part in pairs[index]]
     return Pieces(pieces.hidden, pieces.tail + more)
@@ -99,7 +99,7 @@ def repeat_questions(pieces: Pieces, random: np.random.Generator, rounds: int) -
 # variables, and the most frequent words of a list.
 NEEDLES = 4
 CHAINS, HOPS = 2, 4
-COMMON = 10  # names, or at most a ninth of all
+COMMON = 10  # frequent names in a list, but at most a ninth of all names
 
 
 def multi_key(words: Words, random: np.random.Generator, length: int, depth: float | None = None) -> Pieces:
@@ -108,7 +108,7 @@ def multi_key(words: Words, random: np.random.Generator, length: int, depth: flo
 
 
 def variable_tracking(words: Words, random: np.random.Generator, length: int, depth: float | None = None) -> Pieces:
-    """Two chains of assignments, each of a number to five names in turn; the answer is the names of one number."""
+    """Two chains, in each of which five names get the same number in turn; the answer is the names of one number."""
     names = np.array(draw(random, words.names, CHAINS * (HOPS + 1), None)).reshape(CHAINS, HOPS + 1, 2).tolist()
     chains = [[Name(tuple(pair)) for pair in chain] for chain in names]
     numbers = [Number(pair) for pair in draw(random, words.numbers, CHAINS, None)]
@@ -123,7 +123,7 @@ def variable_tracking(words: Words, random: np.random.Generator, length: int, de
 
 
 def common_words(words: Words, random: np.random.Generator, length: int, depth: float | None = None) -> Pieces:
-    """A list as long as the sample, a quarter of which is ten names; the answer is these, by first occurrence."""
+    """A list as long as the sample, a quarter of which is ten names; the answer is these names by first occurrence."""
     all_pairs = pairs(words.names, None)
     common = min(COMMON, len(all_pairs) // 9)
     order = random.permutation(len(all_pairs)).tolist()

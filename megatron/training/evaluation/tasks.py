@@ -75,7 +75,7 @@ def score(
 
 
 def _together(config: Config, chunks: int) -> int:
-    """The group of micro-batches of an interleaved schedule; 1 for others."""
+    """The number of micro-batches in a group of an interleaved schedule; 1 for other schedules."""
     if chunks == 1:
         return 1
     parallel = config.parallel
@@ -83,7 +83,7 @@ def _together(config: Config, chunks: int) -> int:
 
 
 def _sums(groups: int, groups_of: GroupsOf | None, batch: dict[str, Tensor | None], scores: Tensor) -> Tensor:
-    """[groups, 3] of this rank's scores [2, b, s_local]."""
+    """The sums [groups, 3] of this rank's scores [2, b, s_local], see :func:`score`."""
     index = batch["groups"] if groups_of is None else groups_of(batch)
     counted = (batch["loss_mask"] != 0).flatten()
     values = torch.cat((scores.flatten(1), torch.ones_like(scores[:1]).flatten(1))).t().double()[counted]

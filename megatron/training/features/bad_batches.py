@@ -50,7 +50,7 @@ class BadBatches(Feature):
             iteration = roll_back(job, self.reporter.say)
             if iteration is None:
                 raise Diverged(result)
-            since = f", with all since iteration {iteration}, whose weights were loaded"
+            since = f", with all batches since iteration {iteration}, whose weights were loaded"
         self.reporter.say(
             f" WARNING: {result.bad} at iteration {job.progress.iteration + 1}: its batch is left out{since} "
             f"({self.count} of {faults.skip_bad_batches}); {where}"
@@ -68,7 +68,7 @@ def skip_batch(job: Job, reporter: Reporter, batches: Batches | list[Batches] | 
 
 
 def pass_over(batches: Batches | list[Batches] | None, microbatches: int) -> None:
-    """Read the micro-batches of a step and drop them. One that cannot be read is no error: it may be the reason."""
+    """Read and drop the micro-batches of a step. One that cannot be read may be why it is left out, and is no error."""
     for iterator in batches if isinstance(batches, list) else [batches]:
         for _ in range(microbatches if iterator is not None else 0):
             with suppress(DataError):
@@ -127,7 +127,7 @@ def write_batch(job: Job, result: StepResult) -> str:
 
 
 def roll_back(job: Job, say: Callable[[str], None]) -> int | None:
-    """Load weights, optimizer and schedule of the last checkpoint in --save; returns its iteration, None without one.
+    """Load weights, optimizer and schedule of the last checkpoint in --save; returns its iteration, or None.
 
     The job's progress stays: the samples since that checkpoint are left out.
 

@@ -19,23 +19,23 @@ class Step:
     last: bool  # whether the run ends with it
     result: StepResult | None = None
     seconds: float = 0.0
-    slow: bool = False  # whether it took much longer than recent steps: on this rank, and after the vote on any rank
+    slow: bool = False  # whether it took much longer than recent steps, on this rank or (after the vote) on any rank
 
 
 class Feature:
     """One feature of a run. The loop calls each method on every rank, so a method may use collectives."""
 
     def before_step(self) -> None:
-        """The forward pass comes next."""
+        """Called before the forward pass."""
 
     def after_step(self, step: Step) -> None:
-        """The update is done; ``result`` and ``seconds`` of the step are known."""
+        """Called after the update, when ``result`` and ``seconds`` of the step are known."""
 
     def after_log(self, step: Step) -> None:
-        """The step was evaluated and logged; checkpoints are saved after this."""
+        """Called after the step was evaluated and logged; checkpoints are saved after this."""
 
     def stop(self) -> None:
-        """Training has ended without an error."""
+        """Called when training has ended without an error."""
 
 
 def due(interval: int | None, iteration: int) -> bool:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the rank that hangs, died or fell behind, and what the others wait for.
 
-A collective that times out only says which rank *waited*. Here a thread of every rank writes a beat to the rendezvous
+A collective that times out only says which rank *waited*. So a thread of every rank writes a beat to the rendezvous
 store every few seconds: its iteration and the place of its main thread, whose stack the thread reads, so a step does no
 work for it. A reader compares the beats at two times: a rank whose count has not changed is stopped, dead or cut off.
 """
@@ -36,7 +36,7 @@ COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
 HERE = str(Path(__file__).resolve().parents[2])  # megatron/
 OF_MESSAGES = re.compile(r"gloo|nccl|timed? ?out|by peer|broken pipe|connection", re.IGNORECASE)
 KEY = "heartbeat"
-DEEP = 8  # innermost frames in which a waiting stack has torch.distributed, below core's wrappers
+DEEP = 8  # a stack that waits has torch.distributed within this many innermost frames, below core's wrappers
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Heartbeat:
         return self
 
     def stop(self) -> None:
-        """No more beats: the run is over."""
+        """Write no more beats, because the run is over."""
         self._done.set()
         self._thread.join(2 * self.every)
 
@@ -297,7 +297,7 @@ def is_waiting(frames: Sequence[FrameType]) -> bool:
 
 
 def _collective(frame: FrameType, axes: Mapping[int, str]) -> str | None:
-    """For example ``all_reduce over TP``, of a frame of torch.distributed; None if the frame has no group."""
+    """What a frame of torch.distributed does, such as ``all_reduce over TP``; None if the frame has no group."""
     seen: Any = frame.f_locals
     if "group" not in seen:
         return None
@@ -310,4 +310,4 @@ def _collective(frame: FrameType, axes: Mapping[int, str]) -> str | None:
 
 def _waits(frame: FrameType) -> bool:
     """Whether the frame's present line calls ``wait``. The wait for a message is in C++ and has no frame."""
-    return ".wait(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)  # None between two lines
+    return ".wait(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)  # f_lineno may be None

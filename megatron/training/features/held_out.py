@@ -38,7 +38,7 @@ class Evaluation:
 
     @property
     def validation_loss(self) -> float | None:
-        """Mean over the validation sets, of the weights as they are now; None if these were not evaluated."""
+        """Mean loss of the present weights over the validation sets; None if these weights were not evaluated."""
         return self._loss if self._evaluated_at == self.job.progress.iteration else None
 
 

@@ -4,8 +4,8 @@
 Each rank sums the bits of each parameter on its device. The sums are compared over DP x CP (not under ZeRO 2 and 3,
 which keep one copy of each weight), and over TP for parameters that TP does not split. Each bit adds an odd multiple of
 a power of two to its parameter's sum modulo 2**64, so a single flipped bit always changes the sum. As in Megatron-LM,
-weights under --overlap-param-gather are gathered first; this overwrites, unseen, a change on a rank that does not own
-them.
+weights under --overlap-param-gather are gathered first; this overwrites a wrong weight on a rank that does not own it,
+so that such an error is not noticed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron.training.job import Job
 from megatron.training.model.weights import canonical_parameters
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
-MOST = 4  # parameters that the message names
+MOST = 4  # limit of the parameters that the message names
 PIECE = 2**22  # elements summed at once: the sum converts them to int64, up to eight times their memory
 
 

@@ -22,7 +22,7 @@ from megatron.training.step import Mark
 
 
 class Saver:
-    """Every rank makes one and calls its methods at the same steps.
+    """Saves the checkpoints of a run. Every rank makes a Saver and calls its methods at the same steps.
 
     Attributes:
         saved_at: the iteration of the last checkpoint, written or being written.
@@ -51,7 +51,7 @@ class Saver:
         """Save nothing more, because another job has taken over the folder. All ranks call it.
 
         Returns:
-            why; rank 0 knows which job it is.
+            the reason; on rank 0 it names the other job.
         """
         self.saved_at, self._gave_up = self.job.progress.iteration, True
         return self.job.owner.lost or "another job has taken over --save"
@@ -102,7 +102,7 @@ class Saver:
         job.copies.begin(job.progress, state.tensors())
 
     def before_update(self, mark: Mark | None) -> Mark | None:
-        """``mark``, or one that also delays the step's update until the tensors to save are copied."""
+        """``mark``, or a function that also delays the step's update until the tensors to save are copied."""
         going = self._going
         if going is None or going.copied.is_set():
             return mark
@@ -117,7 +117,7 @@ class Saver:
         return wait
 
     def go_on(self, writing: bool | int) -> None:
-        """Take the next part of a save in the background. All ranks call it after each step.
+        """Start the next phase of a save in the background. All ranks call it after each step.
 
         Args:
             writing: whether any rank is still writing.
@@ -207,7 +207,7 @@ class Saver:
 
     @contextmanager
     def _stalled(self) -> Iterator[None]:
-        """Add the time inside to the seconds that training waits for a save."""
+        """Add the time spent in the block to the seconds that training waits for a save."""
         begin = time.perf_counter()
         try:
             yield

@@ -26,8 +26,8 @@ class StepLog:
         """The step's fields of --log-jsonl.
 
         Args:
-            device_peak: most bytes of any rank on its device.
-            host_peak: the same in host memory.
+            device_peak: the largest peak of a rank's device memory, in bytes.
+            host_peak: the same for host memory.
         """
         result, flops = step.result, self._flops
         per_device = flops.model * step.samples / step.seconds / dist.get_world_size()

@@ -32,7 +32,7 @@ class StepMemory(Feature):
 
     @contextmanager
     def measure(self, iteration: int) -> Iterator[Mark | None]:
-        """Measure the step inside; yields what to call at the beginning of each of its phases."""
+        """Measure the step in the block; yields a function to call when each of its phases begins, or None."""
         record = iteration == self._recorded
         with self.peak.step(record=record) as meter:
             profile = MemoryProfile(meter, self.job.chunks, self.job.optimizer) if record else None

@@ -24,7 +24,7 @@ from megatron.training.setup import Runtime
 
 
 class LogStragglers(Feature):
-    """Made by all ranks at the same time."""
+    """Reports slow links and slow ranks. All ranks make it at the same time."""
 
     def __init__(self, job: Job, reporter: Reporter) -> None:
         self.reporter, self.log_interval = reporter, job.config.logging.log_interval
@@ -54,12 +54,12 @@ class LogStragglers(Feature):
 
 SLOW_STEP = 1.5  # times the median of recent steps
 SLOW_LINK = 2.0  # times the usual time of the link
-NOISE = 1e-3  # seconds above the usual time that a slow link takes at least
+NOISE = 1e-3  # a slow link takes at least this many seconds more than usual
 RECENT, LEAST_STEPS = 20, 5  # steps for the median: at most, at least
-REST = 5  # steps after a measurement without another one
+REST = 5  # steps between a measurement and the next
 BYTES = 2**18  # of the message
 REPEATS = 5  # the fastest one counts
-NAMED = 4  # links in a line
+NAMED = 4  # limit of the links that a line names
 
 Edge = tuple[int, int]  # ranks that send and receive
 
@@ -87,7 +87,7 @@ class SlowLinks:
         self.rest = 0
 
     def is_slow(self, seconds: float) -> bool:
-        """Whether a step took much longer than recent ones; the step is recent from then on."""
+        """Whether a step took much longer than recent ones. The step then counts as a recent one."""
         known = len(self.recent) >= LEAST_STEPS
         slow = known and seconds > SLOW_STEP * statistics.median(self.recent)
         self.recent.append(seconds)
@@ -127,7 +127,7 @@ class SlowLinks:
         return times.tolist()
 
     def _hop(self, edge: Edge, data: torch.Tensor) -> float:
-        """Seconds that a message takes; on the receiver this is exact, because it first sends that it is ready."""
+        """Seconds that a message takes: exact on the receiver, which tells the sender first that it is ready."""
         sender, receiver = edge
         receives, ready = dist.get_rank() == receiver, data[:1].clone()
         self._do(dist.isend if receives else dist.irecv, ready, sender if receives else receiver)
@@ -179,10 +179,10 @@ def named(edges: Sequence[Edge], times: Sequence[float], usual: Sequence[float],
     return f"--log-straggler: {'; '.join(words)}{more}"
 
 
-# Ranks. All ranks take the same time for a step, because each waits for the slowest. A slow rank differs by the time
-# that it does not wait. On a CPU a thread looks every 10 ms whether the main thread waits for a message; the rest of
-# the step is the rank's own work. On a GPU the messages wait in the device's queue, which the host cannot see; there a
-# small matrix product is timed in each step by CUDA events. Ranks exchange one number each per --log-interval.
+# Ranks. All ranks take the same time for a step, because each waits for the slowest, which itself waits least. On a
+# CPU a thread looks every 10 ms whether the main thread waits for a message; the rest of the step is the rank's own
+# work. On a GPU the messages wait in the device's queue, which the host cannot see; so a small matrix product is timed
+# in each step by CUDA events. Ranks exchange one number each per --log-interval.
 
 OVER = 1.2  # times the median
 EVERY = 0.01  # seconds between two looks
@@ -190,9 +190,9 @@ LEAST = 300  # looks for a reliable share; with fewer, chance would name ranks
 
 
 class Looks:
-    """Milliseconds of own work that this rank has in a step, sampled by looks at its main thread."""
+    """Measures this rank's own work in a step, in milliseconds, by looking at its main thread at intervals."""
 
-    what = "a step of its own work"
+    what = "its own work in a step"
 
     def __init__(self) -> None:
         self._main = threading.main_thread().ident
@@ -237,7 +237,7 @@ class Looks:
 
 
 class Products:
-    """Milliseconds of a matrix product on this rank's GPU, timed at the end of each step."""
+    """Measures the milliseconds of a matrix product on this rank's GPU at the end of each step."""
 
     what, size, least = "a matrix product", 4096, 5
 
@@ -294,6 +294,6 @@ class Stragglers:
 
 
 def slow_ranks(own: Sequence[float]) -> list[int]:
-    """Those whose own time is more than ``OVER`` times the median."""
+    """The ranks whose own time is more than ``OVER`` times the median."""
     usual = statistics.median(own)
     return [rank for rank, mine in enumerate(own) if mine > OVER * usual]

@@ -44,7 +44,7 @@ def build_model(
 
     Args:
         config: the completed settings.
-        vocab_size: without padding, which is added here.
+        vocab_size: without padding, which this function adds.
         offload: needed by --fpdt with offload and by --offload-checkpoints.
         on_gpu: whether core may use the kernels that it compiles for GPUs; by default, if ``device`` is one.
     """
@@ -121,7 +121,7 @@ def _build_chunk(
         pre_process=first,
         post_process=last,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-        # Other than learned positions are applied in our attention; partitioned ones follow below.
+        # Positions that are not learned are applied in our attention; partitioned ones follow below.
         position_embedding_type="learned_absolute" if learned and not partitioned else "none",
         vp_stage=stage,
     )

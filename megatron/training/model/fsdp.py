@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """ZeRO 2 and 3: gradients and weights split over DP x CP by PyTorch's FSDP2.
 
-megatron-core's wrapper (TorchFullyShardedDataParallel) cannot be used here: it averages gradients, where ours are sums
-over tokens; it does not scale them by the tokens of the batch; and it shards a tied embedding separately from the
-output layer that reads it.
+megatron-core's wrapper (TorchFullyShardedDataParallel) cannot be used: it averages gradients, but ours are sums over
+tokens; it does not scale them by the tokens of the batch; and it shards a tied embedding separately from the output
+layer that reads it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def partitioned_parameters(chunk: nn.Module) -> set[nn.Parameter]:
 
 
 def shard(chunk: GPTModel, config: Config) -> list[FSDPModule]:
-    """Make units, which are gathered as one: each layer, the embedding, the output layer, and the rest (the root).
+    """Make units that FSDP gathers at once: each layer, the embedding, the output layer, and the rest (the root).
 
     A layer is not split further, because parts of it may run again outside its forward pass with its weights gathered.
     """

@@ -32,7 +32,7 @@ SAME_IN_CORE = """
 """.split()
 
 # megatron-core scales fp16 losses only in its optimizers of 16-bit weights. Under FSDP (ZeRO 2 and 3) the weights are
-# fp32 shards, whose optimizer has no loss scale, so it gets core's scaler here.
+# fp32 shards, whose optimizer has no loss scale, so `scale_losses` gives it core's scaler.
 
 
 class ScaledFP32Optimizer(FP32Optimizer):
@@ -45,7 +45,7 @@ class ScaledFP32Optimizer(FP32Optimizer):
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Divide the gradients by the scale; returns whether some rank has one that is not finite: skip the step."""
+        """Divide the gradients by the scale; returns True (skip the step) if any rank has one that is not finite."""
         super().prepare_grads()
         grads = [
             to_local_if_dtensor(parameter.grad)
@@ -102,7 +102,7 @@ def wrap_for_data_parallelism(
 
 
 def in_compute_dtype(chunk: nn.Module, config: Config) -> nn.Module:
-    """The model in Float16Module, which casts parameters, inputs and outputs; an fp32 model as it is."""
+    """The model in Float16Module, which casts parameters, inputs and outputs; an fp32 model is returned unchanged."""
     if compute_dtype(config) == torch.float32:
         return chunk
     from megatron.core.transformer.module import Float16Module

@@ -13,7 +13,7 @@ from megatron.training.json_file import parse_json, read_bytes
 
 Profile = dict[str, Any]
 
-MOST_BYTES = 1 << 29  # of a file; that of a large step has several hundred million
+MOST_BYTES = 1 << 29  # limit of a file; the file of a large step has several hundred million bytes
 
 DEVICE_KINDS = ("parameters", "gradients", "optimizer", "activations", "temporary")
 KINDS = (*DEVICE_KINDS, "host")
@@ -123,7 +123,7 @@ def draw(profiles: list[Profile], titles: list[str], output: str | Path, by: str
 
 
 def _positions(profile: Profile, seconds: np.ndarray, by: str) -> tuple[np.ndarray, list[float]]:
-    """x of each event; x of the beginning of each phase and of the end of the step."""
+    """(x of each event, [x of the beginning of each phase, x of the end of the step])."""
     begins = [begin for _, begin in profile["phases"]]
     if by == "time":
         return 1000 * seconds, [1000 * begin for begin in (*begins, profile["seconds"])]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert older formats to Megatron-LM's ``torch_dist``, for ``--load DIR --finetune`` here and in Megatron-LM::
+"""Convert older formats to ``torch_dist``, which this program and Megatron-LM load with ``--load DIR --finetune``::
 
 FOLDER/release/                            the weights, and the args that came with them
 FOLDER/latest_checkpointed_iteration.txt   contains "release"
@@ -145,7 +145,7 @@ def _save(
         name = names[part.key, part.global_offset]
         tensor = weights.tensors[name]()
         if tensor.shape != wanted[name]:
-            raise Refusal(f"{weights.path}: {name.key} is {list(tensor.shape)}, and {list(wanted[name])} by its args")
+            raise Refusal(f"{weights.path}: {name.key} is {list(tensor.shape)}, its args require {list(wanted[name])}")
         return tensor.to(dtype).contiguous()
 
     plain = {name: value for name, value in weights.args.items() if isinstance(value, PLAIN)}

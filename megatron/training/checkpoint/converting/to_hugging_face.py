@@ -50,7 +50,7 @@ WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
 
 def adapter_pieces(piece: Piece, model: ModelConfig) -> tuple[Piece, Piece] | None:
-    """A and B of the adapter of these rows of a weight; None if they have no adapter."""
+    """The pieces (A, B) of the adapter that belongs to this piece of a weight; None if it has no adapter."""
     layer, _, kind = piece.key.rpartition(".")
     if model.lora_rank is None or kind != "weight" or layer.rpartition(".")[2] not in model.lora_targets:
         return None
@@ -60,7 +60,7 @@ def adapter_pieces(piece: Piece, model: ModelConfig) -> tuple[Piece, Piece] | No
 
 
 def load_adapter(path: Checked, piece: Piece, model: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """(A [rank, in], B [out, rank]) of these rows of a weight; None if they have no adapter."""
+    """(A [rank, in], B [out, rank]) of the adapter for this piece of a weight; None if it has no adapter."""
     pieces = adapter_pieces(piece, model)
     if pieces is None:
         return None
@@ -81,14 +81,14 @@ def merge(path: Checked, piece: Piece, rows: Tensor, model: ModelConfig) -> Tens
 def to_peft(source: Path, target: Path, bar: Callable[[int], Done], step: int | None, base: str) -> list[str]:
     """Write the adapters of a checkpoint as a folder that PEFT loads; returns lines to print at the end.
 
-    A layer here corresponds to several of Hugging Face's (query, key and value; gate and up). These share A, so it is
-    written several times.
+    Each of our layers corresponds to several of Hugging Face's (query, key and value; gate and up). They share A, so it
+    is written several times.
 
     Args:
         base: the value of ``base_model_name_or_path``.
 
     Raises:
-        Refusal: there is no checkpoint, or none with adapters.
+        Refusal: there is no checkpoint, or it has no adapters.
     """
     latest = checkpoint.find(CheckpointConfig(load=str(source), ckpt_step=step))
     if latest is None:
@@ -151,7 +151,7 @@ def to_hugging_face(
             exist, a new config.json is written.
 
     Raises:
-        Refusal: there is no checkpoint, it is damaged, or its model is none that transformers has.
+        Refusal: there is no checkpoint, it is damaged, or transformers does not have its model.
     """
     latest = checkpoint.find(CheckpointConfig(load=str(source), ckpt_step=step))
     if latest is None:
@@ -251,17 +251,17 @@ def _check_stored(
     wanted = {piece.key: sharded(piece, model.num_layers, torch.float32) for piece in pieces}
     there = {key for key in stored if key.startswith(("embedding.", "decoder.", "output_layer."))}
     if differing := sorted(there ^ wanted.keys()):
-        raise Refusal(f"{path}: its tensors are not those of a {title} with its settings: {some(differing)}")
+        raise Refusal(f"{path}: tensors are missing or unexpected for a {title} of its settings: {some(differing)}")
     for key, tensor in wanted.items():
         actual, shape = stored[key].global_shape, tensor.global_shape
         padded = tensor.allow_shape_mismatch and actual[0] >= shape[0] and actual[1:] == shape[1:]
         if actual != shape and not padded:
-            raise Refusal(f"{path}: {key} is {list(actual)}, and {list(shape)} by its settings")
+            raise Refusal(f"{path}: {key} is {list(actual)}, but its settings require {list(shape)}")
     return stored[pieces[0].key].dtype
 
 
 def _original_headers(along: Checked | None) -> dict[str, Header]:
-    """The headers of the original's files, which ``along`` has kept; empty if it has not."""
+    """The headers of the original model's files, as stored in ``along``; empty if they are not stored."""
     if along is None or HEADERS not in along.files:
         return {}
     texts = llama_settings.read_config(along.file(HEADERS))
@@ -278,8 +278,8 @@ def _headers(
 ) -> tuple[dict[str, Header], torch.dtype | None]:
     """(headers of the files to write, dtype of the original's weights).
 
-    The files hold the same tensors as the original's if ``along`` has its headers and they fit the model; otherwise
-    new files are planned, and the dtype is None.
+    The files hold the same tensors as the original's if ``along`` has the original's headers and they fit the model;
+    otherwise new files are planned, and the dtype is None.
     """
     wanted = {name: shape for piece in pieces for name, shape in zip(piece.names, piece.shapes)}
     dtype_code = safetensors_folder.NAMES[dtype]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Hugging Face models that --load reads and tools/convert_hf.py converts both ways: the table FAMILIES.
+"""The table FAMILIES: Hugging Face models that --load reads and tools/convert_hf.py converts in both directions.
 
-A model that differs from a Llama by our settings alone (Qwen) is one line of the table; another one is a class like
-`Bloom`. Sources in transformers: models/llama, qwen2, qwen3 and bloom, configuration_*.py and modeling_*.py.
+A model that differs from a Llama only in our settings, such as Qwen, is one line of the table; any other is a class
+like `Bloom`. Sources in transformers: models/llama, qwen2, qwen3 and bloom, configuration_*.py and modeling_*.py.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attent
 
 @dataclass(frozen=True)
 class LlamaLike:
-    """Models that differ from a Llama by some of our settings alone.
+    """A kind of model that differs from a Llama only in some of our settings.
 
     Attributes:
         kind: model_type in config.json.
         title: the name in messages.
         architecture: the class in transformers.
-        differs: those settings.
+        differs: those settings, with their values.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class LlamaLike:
         return llama_weights.pieces(model, vocab_size)
 
     def config_json(self, model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
-        """The config.json of a model with our settings. Raises Refusal if it is of another family."""
+        """The config.json of a model with our settings. Raises Refusal if the model is of another family."""
         if self.kind == "llama":
             return llama_settings.config_json(model, vocab_size, dtype)
         fixed = llama_settings.FIXED | {"add_bias_linear": False} | self.differs
@@ -77,7 +77,7 @@ class LlamaLike:
 
 
 class Bloom:
-    """BLOOM, with the names of Megatron-LM before core; its queries, keys and values are ordered by head, as ours."""
+    """BLOOM. Its weights are named as in Megatron-LM before core; query, key and value are ordered by head, as ours."""
 
     kind, title, architecture = "bloom", "BLOOM", "BloomForCausalLM"
     differs = {"position_embedding_type": "alibi", "embed_layernorm": True}
@@ -192,7 +192,7 @@ def described(config: dict[str, Any], where: object) -> Described:
 
 
 def family_of(model: ModelConfig) -> Family:
-    """The family that has the most of the model's settings; the model may still be none of it (``config_json``)."""
+    """The family with the most special settings, all of which the model has; ``config_json`` may still refuse it."""
 
     def shared(family: Family) -> int:
         fits = all(getattr(model, name) == value for name, value in family.differs.items())
@@ -202,7 +202,7 @@ def family_of(model: ModelConfig) -> Family:
 
 
 def pieces(model: Described, names: Collection[str]) -> list[Piece]:
-    """All weights of the model; ``names``: the tensors in the files, as BLOOM's may have a prefix."""
+    """All weights of the model; ``names``: the tensors in the files (BLOOM's may have a prefix)."""
     return list(model.family.pieces(model.settings, model.vocab_size, names))
 
 
@@ -226,7 +226,7 @@ def check_source(
         raise Refusal(f"{source}: {len(extra)} tensors do not belong to the model in config.json: {some(extra)}")
     for name, shape in wanted.items():
         if there[name].shape != shape:
-            raise Refusal(f"{source}: {name} is {list(there[name].shape)}, and {list(shape)} by config.json")
+            raise Refusal(f"{source}: {name} is {list(there[name].shape)}, but config.json requires {list(shape)}")
     dtypes = sorted({there[name].dtype for name in wanted})
     if len(dtypes) > 1 or dtypes[0] not in safetensors_folder.TORCH_DTYPES:
         raise Refusal(

@@ -55,7 +55,7 @@ def rope_settings(config: dict[str, Any], where: object) -> dict[str, Any]:
 
 
 def _yarn(rope: dict[str, Any], config: dict[str, Any], where: object) -> dict[str, Any]:
-    """YaRN settings. As in transformers, some may stand outside of rope_scaling, and missing ones are derived."""
+    """YaRN settings. As in transformers, the original length may be outside rope_scaling; defaults are derived."""
 
     def number(name: str, default: float) -> float:
         return positive(default if rope.get(name) is None else rope[name], f"{name} of rope_scaling", where)
@@ -135,7 +135,7 @@ OFF = {
     "add_bias_linear": "--disable-bias-linear",
     "yarn_correction_range_round_to_int": "--no-yarn-correction-range-round-to-int",
 }
-# Settings that every Llama has, including features that it does not have.
+# Settings that all Llama models share, including the features that are off.
 FIXED = {
     **{name: LLAMA[name] for name in ("normalization", "swiglu")},
     **dict.fromkeys(
@@ -264,7 +264,7 @@ def refuse_other_settings(model: ModelConfig, wrong: list[str], title: str, arch
 def updated_config(
     original: dict[str, Any], before: dict[str, Any], dtype: torch.dtype | None, new: dict[str, Any]
 ) -> dict[str, Any]:
-    """``original`` with the changes of training.
+    """``original`` with the settings that training changed.
 
     Args:
         before: the config.json that we would write for the original.
@@ -320,7 +320,7 @@ def saved_settings(saved: dict[str, Any]) -> ModelConfig:
 
 
 def _plain_llama(config: dict[str, Any], where: object) -> None:
-    """Refuse Llamas with code, quantization or another activation."""
+    """Refuse a Llama with custom code, quantization or another activation."""
     if "auto_map" in config:
         raise Refusal(f"{where}: auto_map asks for code from the checkpoint, which is never run; only plain llama")
     if config.get("quantization_config"):

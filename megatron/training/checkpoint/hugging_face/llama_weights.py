@@ -17,7 +17,7 @@ class Piece:
     """Rows of one of our tensors, and the Hugging Face tensors that they are made of.
 
     Our checkpoints hold each weight of all layers in one tensor [layers, ...]; ``mlp.linear_fc1`` has the gate's rows
-    first, then those of the other half.
+    first, then those of the up projection.
     """
 
     key: str

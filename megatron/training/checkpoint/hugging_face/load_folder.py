@@ -23,7 +23,7 @@ from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.checkpoint.megatron_lm.load_torch_dist import Theirs
 from megatron.training.checkpoint.megatron_lm.stored_tensors import WholeTensors
 
-PADDING = 1024  # the embeddings of Qwen and BLOOM have up to this many rows more than their tokenizers have ids
+PADDING = 1024  # in Qwen and BLOOM, the embedding may have this many rows more than the tokenizer has ids
 
 
 def open_folder(path: Checked) -> Theirs:

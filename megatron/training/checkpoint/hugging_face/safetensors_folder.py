@@ -2,8 +2,8 @@
 """Read and write folders of .safetensors files, one tensor at a time; headers are checked before anything is read.
 
 A file consists of eight bytes with the length of its header, the header (JSON: name -> dtype, shape, offsets), and the
-data. The library needs all tensors of a file at once to write it; here a 50 GB file takes the memory of its largest
-tensor. A model's original header can be written again unchanged, so the file is the same byte for byte.
+data. The library needs all tensors of a file at once to write it; this module needs only memory for the largest tensor,
+also for a 50 GB file. A model's original header can be written again unchanged, so the file is the same byte for byte.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from megatron.training.refusal import Refusal, reason
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD_BYTES = 5_000_000_000
-LONGEST = 100_000_000  # bytes of a header, as in the library
-DIMENSIONS = 64  # most of a tensor
+LONGEST = 100_000_000  # limit of a header in bytes, as in the library
+DIMENSIONS = 64  # limit for a tensor
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -78,13 +78,13 @@ def parse_header(text: str) -> Header:
     for name, entry in entries.items():
         size = math.prod(entry.shape) * BYTES.get(entry.dtype, 0)
         if entry.start != end or (entry.dtype in BYTES and entry.stop - entry.start != size):
-            raise ValueError(f"the header's place of {name} is wrong")
+            raise ValueError(f"its header gives a wrong place for {name}")
         end = entry.stop
     return Header(text, entries, metadata)
 
 
 def _entry(dtype: Any, shape: Any, data_offsets: Any) -> Entry:
-    """Raises ValueError, TypeError."""
+    """The entry of one tensor, from its row in the header. Raises ValueError or TypeError if the row is invalid."""
     start, stop = data_offsets
     if not isinstance(dtype, str) or not isinstance(shape, list) or len(shape) > DIMENSIONS:
         raise TypeError
@@ -172,7 +172,7 @@ def writing(folder: Path, headers: Mapping[str, Header]) -> Iterator[Callable[[s
     """Yields a function that writes a tensor by name, in any order, into the files that ``headers`` describe.
 
     Raises:
-        ValueError: a tensor has another dtype or shape than in its header, or was not written until the end.
+        ValueError: a tensor has another dtype or shape than in its header, or has not been written at the end.
     """
     places = {tensor: name for name, header in headers.items() for tensor in header.entries}
     left = set(places)
@@ -276,7 +276,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def one_process() -> Iterator[None]:
-    """A process group of this process alone, which megatron-core's checkpoints need."""
+    """A process group of only this process, which megatron-core's checkpoints need."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield

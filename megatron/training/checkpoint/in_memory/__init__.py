@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of the training state in host memory, on each rank's own node and on another one, for a restart on the same
-grid (the idea of Gemini, SOSP '23; flags of Megatron-LM's local checkpoints).
+"""Copies of the training state in host memory, on each rank's node and on another node, for a restart on the same grid.
+The idea is from Gemini (SOSP '23); the flags are those of Megatron-LM's local checkpoints.
 """

@@ -2,8 +2,8 @@
 """Make copies of a run's state in host memory during training, and keep them until newer ones are complete.
 
 The copies are files in tmpfs, which outlive the process that wrote them. A thread sends them to other nodes, in a
-process group of its own. A file gets its name once every rank has its own file and those it receives, and older files
-are removed once every rank knows that. So at any moment, even after a kill, there is a step with every rank's state.
+separate process group. Files get their final names once every rank has its own file and all files sent to it, and older
+files are removed once all have their names. So at any moment, even after a kill, some step has every rank's state.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Copies:
         folder: this run's folder on this node, which the ranks of the node share.
         distances: rank n's copy is also sent to rank n + each of these.
         about: metadata of each copy, for :mod:`restart`.
-        group: of all ranks, on gloo, used for nothing else.
+        group: a gloo group of all ranks that is used for nothing else.
         available: returns the bytes of memory that this host has free.
     """
 
@@ -63,11 +63,11 @@ class Copies:
         self._stall, self._first = 0.0, True
 
     def path(self, iteration: int, rank: int) -> Path:
-        """The file of a rank's state, on a node that has it."""
+        """The path of a rank's copy, the same on each node that has one."""
         return self.folder.at / f"iter_{iteration:07d}.rank_{rank:05d}.safetensors"
 
     def partial(self, iteration: int, rank: int) -> Path:
-        """The same while this rank is writing it."""
+        """The temporary path of that copy while this rank writes it."""
         path = self.path(iteration, rank)
         return path.with_name(f".{path.name}.by_{self.rank}{PARTIAL}")
 
@@ -110,7 +110,7 @@ class Copies:
             (Path(save) / COPIES).unlink(missing_ok=True)
 
     def clear(self, stays: int | None) -> None:
-        """Remove all copies except those of one iteration, and partial ones. Call it while no rank writes any."""
+        """Remove partial copies, and all complete ones except those of iteration ``stays``. No rank may be writing."""
         for path in self.folder.at.iterdir():
             if stays is None or not path.name.startswith(f"iter_{stays:07d}."):
                 path.unlink(missing_ok=True)
@@ -132,7 +132,7 @@ class Copies:
             raise OSError(f"{self.folder.named} has room for {have} MiB per rank, but {needed} MiB are needed")
 
     def _replicate(self, iteration: int, error: str) -> None:
-        """Runs in the thread: write the checksum, exchange files, give them their names. Raises nothing."""
+        """Runs in the thread: write the checksum, exchange files, give them their final names. Raises nothing."""
         mine, written = self.partial(iteration, self.rank), [self.rank]
         try:
             size = 0 if error else copy_file.seal(mine)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's state as a safetensors file with a CRC-32 of all of it, in a folder that only this user can change.
+"""One rank's state as a safetensors file with a CRC-32 of the complete file, in a folder only this user can change.
 
-It is written tensor by tensor, so nothing is in memory twice; safetensors' own writer needs all tensors at once. The
+It is written tensor by tensor, so nothing is in memory twice; the safetensors library needs all tensors at once. The
 checksum is written into the header at the end.
 """
 
@@ -48,7 +48,7 @@ class PrivateFolder:
 
     @property
     def at(self) -> Path:
-        """On Linux, a path to this folder that does not depend on its name; elsewhere, its name."""
+        """On Linux, a path to this folder that does not depend on its name; on other systems, its path."""
         return Path(f"/proc/self/fd/{self.number}") if sys.platform == "linux" else self.named
 
     def remove(self) -> None:
@@ -210,8 +210,7 @@ def swap(sent: tuple[Path, int] | None, wanted: tuple[Path, int, int] | None, gr
         group: of all ranks, on gloo.
 
     Raises:
-        OSError: the file could not be written; it was received completely all the same, so that the sender does not
-            wait.
+        OSError: the file could not be written; it was still received completely, so that the sender does not wait.
     """
     mine = sent[0].stat().st_size if sent else 0
     theirs = wanted[2] if wanted else 0

@@ -20,7 +20,7 @@ from megatron.training.checkpoint.in_memory.copies import Copies
 from megatron.training.checkpoint.in_memory.copy_file import gathered, swap
 from megatron.training.checkpoint.run_state import Progress
 
-Step = tuple[int, str]  # iteration, and the start of the run that wrote it
+Step = tuple[int, str]  # iteration, and identity of the program start that wrote it
 Files = dict[Step, dict[int, Path]]  # by rank
 
 
@@ -118,8 +118,8 @@ def _fetch(
                 wrong = [(rank, holder)]
         if _agreed(copies, bad, wrong):
             break
-    moved = [rank for rank, holder in plan.items() if rank != holder]
-    fetched = f", of rank{'s' * (len(moved) > 1)} {', '.join(map(str, moved))} from another node's" if moved else ""
+    moved = [str(rank) for rank, holder in plan.items() if rank != holder]
+    fetched = f", those of rank{'s' * (len(moved) > 1)} {', '.join(moved)} from another node's" if moved else ""
     progress = Progress(**json.loads(copy_file.about(path)["progress"]))
     return CopyToLoad(path, progress, f"loaded iteration {iteration} from the copies in memory{fetched}"), ""
 

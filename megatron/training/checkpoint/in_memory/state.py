@@ -85,8 +85,8 @@ class TrainingState:
         if there != here:
             name = next(name for name in (*here, *there) if there.get(name) != here.get(name))
             raise Refusal(
-                f"the copy {path.resolve()} is of another state: {name} is {there.get(name, 'missing')} there, "
-                f"{here.get(name, 'missing')} here; remove its folder to go on from the disk"
+                f"the copy {path.resolve()} does not fit this run: {name} is {there.get(name, 'missing')} in the copy, "
+                f"{here.get(name, 'missing')} in this run; remove its folder to continue from the disk"
             )
 
     def _kept(self) -> list[Part]:
@@ -129,7 +129,7 @@ class TrainingState:
         return parts
 
     def _states(self) -> list[tuple[str, Tensor, dict[str, Any]]]:
-        """(name, weight that the optimizer updates, the optimizer's states of it)."""
+        """(name, weight that the optimizer updates, its optimizer states)."""
         return [
             (f"optimizer{number}.{at}.{index}", main, part.optimizer.state[main])
             for number, part in enumerate(_optimizers(self.optimizer))

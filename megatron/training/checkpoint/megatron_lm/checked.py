@@ -37,7 +37,7 @@ from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal, reason, short
 
 # ``common.pt`` holds settings and progress. Their types and ranges are checked here, so readers can rely on them.
-MOST = {"num_layers": 100_000}  # code loops over the layers
+MOST = {"num_layers": 100_000}  # limits; code loops over the layers
 SECTIONS = ("model", "data", "optimizer", "attention")  # sections of the settings that are read
 LARGEST = 1 << 40  # far above any width or vocabulary
 
@@ -126,7 +126,7 @@ def check_torch_file(path: Path) -> bool:
 
 
 def check_torch_files_in(path: Path, places: Sequence[tuple[int, int]]) -> bool:
-    """The same for several such files inside one, each at (offset, length) in bytes; False if any has no sums."""
+    """Like `check_torch_file` for files at (offset, length) in bytes inside ``path``; False if any has no sums."""
     with open(path, "rb", buffering=0) as raw:
         windows = (Window(length, partial(_read_into, raw, offset)) for offset, length in places)
         return all([_check(path, window) for window in windows])
@@ -138,7 +138,7 @@ def _read_into(file: io.FileIO, offset: int, buffer: memoryview, at: int) -> int
 
 
 def _check(path: Path, part: Window) -> bool:
-    """False if there are no sums: before torch 1.6, and if they were switched off when the file was written."""
+    """Compare a file's records with their sums; False if it has none (torch before 1.6, or sums switched off)."""
     is_zip = part.read(len(MAGIC)) == MAGIC or zipfile.is_zipfile(part)
     if not is_zip:
         return False
@@ -202,12 +202,12 @@ def examine(path: Path, share: int = 0, shares: int = 1, only: Collection[str] =
     """Compare the files of a folder with their checksums.
 
     Args:
-        share, shares: compare the sizes of all files, and the contents of every ``shares``-th from ``share`` on; other
-            ranks compare the rest.
+        share, shares: compare the sizes of all files, and the contents of every ``shares``-th file from number
+            ``share`` on; other ranks compare the rest.
         only: compare only these files, and give access to no others.
 
     Raises:
-        Damaged: with the first damaged file.
+        Damaged: a file is damaged; the message names the first.
     """
     try:
         if (path / CHECKSUMS).exists():
@@ -273,7 +273,7 @@ def _listed(path: Path, share: int, shares: int, only: Collection[str]) -> Check
 
 
 def _torch_dist(path: Path, share: int, shares: int, only: Collection[str]) -> Checked:
-    """A ``torch_dist`` folder without a list: Megatron-LM's, or ours from before there were lists.
+    """A ``torch_dist`` folder without a list, from Megatron-LM or from an old version of this program.
 
     Our files without a list have the sums of ``torch.save``; those with a list do not.
     """

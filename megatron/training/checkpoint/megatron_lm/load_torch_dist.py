@@ -173,7 +173,7 @@ def _groups(theirs: Theirs) -> tuple[list[dict[str, Any]], Any]:
 
 
 def _matched(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Our groups with their values. Keys that only our kind of Adam has keep our values."""
+    """Our parameter groups with the checkpoint's values. Keys that only our kind of Adam has keep our values."""
 
     def identity(group: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(
@@ -186,7 +186,7 @@ def _matched(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -
         if identity(group) not in known:
             names = ", ".join(f"{name} {value}" for name, value in zip(param_group_identifier_keys, identity(group)))
             raise Refusal(
-                f"the checkpoint's optimizer has no group of parameters with {names}: give --decoupled-lr as there, or "
+                f"the checkpoint's optimizer has no group of parameters with {names}: give its --decoupled-lr, or "
                 "pass --no-load-optim"
             )
         other = known[identity(group)]

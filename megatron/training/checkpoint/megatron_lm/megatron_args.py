@@ -26,7 +26,7 @@ from megatron.training.checkpoint.megatron_lm.checked import fitting
 from megatron.training.data.tokenizer import padded_vocab_size
 from megatron.training.refusal import Refusal
 
-# Fields of ModelConfig that affect neither the shapes of weights nor the computation.
+# Fields of ModelConfig that are not read: the tokenizer gives vocab_size, and the others do not change the network.
 NOT_READ = ("model", "transformer_impl", "vocab_size", "init_method_std", "init_method_xavier_uniform")
 # Arguments of networks that are not supported: name, values without effect, and the feature's name.
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -110,7 +110,7 @@ def settings_of(args: dict[str, Any], where: object) -> dict[str, Any]:
 
 
 def model_of(args: dict[str, Any], where: object) -> ModelConfig:
-    """The complete model settings; missing ``args`` get Megatron-LM's defaults, which are ours."""
+    """The complete model settings; missing ``args`` get Megatron-LM's defaults, which are also ours."""
     return derive_shape(ModelConfig(**settings_of(args, where)))
 
 
@@ -134,7 +134,7 @@ OTHER_MEANING = ("model", "transformer_impl", "padded_vocab_size")  # fields of 
 def for_megatron(config: Config, vocab_size: int, iteration: int, consumed_samples: int) -> dict[str, Any]:
     """What Megatron-LM's program expects in a checkpoint in addition to weights, optimizer and schedule.
 
-    Names as in its megatron/training/checkpointing.py.
+    The names are as in its megatron/training/checkpointing.py.
     """
     forward = forward_flops(model_shape(config.model, vocab_size), config.data.seq_length)
     sample = 3 * (forward.gemm + forward.attention / 2)  # forward and backward, causal, without recompute
@@ -199,9 +199,9 @@ def args_of(config: Config, vocab_size: int, iteration: int, consumed: int, worl
 
 
 def engine_states(chunk: GPTModel) -> list[ShardedObject]:
-    """Empty extra states that Transformer Engine's layers expect in a checkpoint, and core's layers do not write.
+    """The empty extra states that Transformer Engine's layers expect in a checkpoint and that core does not write.
 
-    core itself writes the (empty) extra states of its linear layers.
+    They are those of attention and norms; core writes the (empty) extra states of its linear layers.
     """
     if not isinstance(chunk.decoder.layers[0].self_attention.linear_qkv, ColumnParallelLinear):
         return []

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read the ``.metadata`` of a ``torch_dist`` checkpoint: its tensors, and where each part of them lies.
 
-PyTorch writes it as a pickle of its own classes. Here :class:`Machine` reads it, which creates only the few classes
-below and checks each value: no path leaves the folder, and no tensor has more elements than its file has bytes for.
+PyTorch writes it as a pickle of PyTorch's classes. This module reads it with :class:`Machine`, creates only the classes
+below, and checks each value: no path leaves the folder, and no tensor has more elements than its file has bytes for.
 Everything else in it (mainly the writer's plans) is ignored.
 """
 
@@ -95,7 +95,7 @@ def _dict_of(key: type, *kinds: type) -> Callable[[Any], bool]:
 def _build_index(index: MetadataIndex, state: Any) -> None:
     vars(index).update(
         _state(state, fqn=_is(str), offset=_is(torch.Size, type(None)), index=_is(int, type(None)))
-    )  # a frozen class
+    )  # the class is frozen
 
 
 def _build_place(place: _StorageInfo, state: Any) -> None:

@@ -22,7 +22,7 @@ SCALARS = frozenset((int, float, bool, str, bytes, type(None)))
 DEEPEST = 100  # levels of nested containers
 INTEGER_BYTES = 64  # random generators have integers of 128 bits; nothing in a checkpoint is longer than this
 KEY_PARTS = 64  # bounds the cost of hashing a tuple that is a dictionary's key
-# These would not be called either, but only an attack names them, so such a file is refused.
+# Modules and functions that only an attack names. They would not be called either, but a file with them is refused.
 ACTING = frozenset("os posix nt sys subprocess socket shutil importlib runpy ctypes pty code codeop webbrowser".split())
 BUILTINS = ("builtins", "__builtin__")
 ACTING_BUILTINS = frozenset("eval exec execfile compile open __import__ input breakpoint apply".split())
@@ -73,11 +73,11 @@ class Machine:
         # By id of a container: its depth, its number of parts when traversed, whether it is in another container.
         self.sizes: dict[int, list[int]] = {}
         self.kept: list[Any] = []  # keeps all containers alive, so that their ids in ``sizes`` stay unique
-        self.most = 1000 + (len(data) - start) // 4  # containers
-        self.largest = 100_000 + 16 * (len(data) - start)  # parts when traversed
+        self.most = 1000 + (len(data) - start) // 4  # limit of the number of containers
+        self.largest = 100_000 + 16 * (len(data) - start)  # limit of the number of parts when traversed
 
     def load(self) -> Any:
-        """The object; ``at`` is then after the end of the pickle. Raises BadPickle."""
+        """Returns the object, and moves ``at`` to the end of the pickle. Raises BadPickle."""
         data, stop = self.data, len(self.data)
         try:
             while self.at < stop:
@@ -280,7 +280,7 @@ def _long(machine: Machine) -> None:
 
 
 def _made_of_number(length: int, make: Callable[[Machine, int], Any]) -> Callable[[Machine], None]:
-    """Push what ``make`` makes of a number of ``length`` bytes."""
+    """A step that reads a number of ``length`` bytes and pushes what ``make`` returns for it."""
     return lambda machine: machine.stack.append(make(machine, machine.number(length)))
 
 
@@ -309,7 +309,7 @@ def _tuple(count: int) -> Callable[[Machine], None]:
 
 
 def _put_last(put: Callable[[Machine, Any, list[Any]], None], count: int = 0) -> Callable[[Machine], None]:
-    """Put the last ``count`` objects, by default those since the mark, into the object below them."""
+    """A step that puts the last ``count`` objects, by default those since the mark, into the object below them."""
 
     def step(machine: Machine) -> None:
         items = [machine.stack.pop() for _ in range(count)][::-1] if count else machine.since_mark()

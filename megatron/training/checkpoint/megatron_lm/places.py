@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the checkpoint to load in a folder, whose files are named as in Megatron-LM.
 
-The tracker, a file in the folder, names the latest checkpoint. It is updated after a checkpoint has its name, so a
-kill between the two leaves one checkpoint newer than the tracker. All other contradictions are refused, because a
+The tracker, a file in the folder, names the latest checkpoint. It is updated after a checkpoint gets its name, so a
+kill between the two leaves a checkpoint newer than the tracker's. All other contradictions are refused, because a
 start from an older state, or from none, would overwrite checkpoints.
 """
 
@@ -31,7 +31,7 @@ def checkpoint_path(
     A Hugging Face folder is a checkpoint itself.
 
     Args:
-        whole: refuse a checkpoint that is missing or incomplete; otherwise its path is returned all the same.
+        whole: refuse a checkpoint that is missing or incomplete; if False, its path is returned.
         notes: receives a line if the latest is not the one that the tracker names.
 
     Raises:
@@ -102,7 +102,7 @@ def _latest(folder: Path, whole: bool, notes: list[str]) -> str | None:
     if newer:
         notes.append(
             f"{tracker} says {named}, but iteration {max(newer)} of the same run is there, as after a kill just before "
-            f"the file was moved on: continuing from {max(newer)}; --ckpt-step {named} goes back"
+            f"the file was updated: continuing from {max(newer)}; --ckpt-step {named} goes back"
         )
     return f"iter_{max(newer, default=named):07d}"
 

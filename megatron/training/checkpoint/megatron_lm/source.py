@@ -2,7 +2,7 @@
 """Read a part of one of our tensors from a checkpoint of Megatron-LM, in any of its forms.
 
 Weights are stored with all layers in one tensor [layers, ...], or with one tensor per layer. Norms have Transformer
-Engine's names for both kinds of layers, as core maps them; older names are tried too. Optimizer states are stored
+Engine's names, to which core maps those of its own layers; older names are tried too. Optimizer states are stored
 
 - like the weights (``fully_reshardable``, and optimizers that are not distributed);
 - as ``fully_sharded_model_space`` (core before 0.15): [X, Y] in local parts [x, y] is stored as [X/x, Y/y, x*y];
@@ -65,7 +65,7 @@ class _Place:
 class Buckets:
     """Optimizer states in the form ``dp_reshardable``: the distributed optimizer's buckets, each a flat tensor.
 
-    This is Megatron-LM's default since core 0.15, which reads it on the same TP x PP only. The file does not say where
+    This is Megatron-LM's default since core 0.15, which reads it only on the same TP x PP. The file does not say where
     each parameter lies, but that follows from how core fills its buckets (megatron/core/distributed/
     param_and_grad_buffer.py): a model chunk's parameters in reverse order, each aligned to 64 elements, until the
     bucket has the stored length. The order of a layer's parameters differs between core's and Transformer Engine's
@@ -98,7 +98,7 @@ class Buckets:
         raise self._unknown("the order of parameters in its buckets is unknown")
 
     def read(self, state: str, key: str, offset: Shape, shape: Shape) -> Tensor:
-        """A block of a state of the weight ``key``; weights of layers have a leading dimension of layers."""
+        """A block of one optimizer state of the weight ``key``; for weights of layers, dimension 0 is the layer."""
         out = torch.zeros(shape, dtype=torch.float32)
         if key.startswith(LAYERS):
             for layer in range(offset[0], offset[0] + shape[0]):
@@ -209,10 +209,10 @@ def split_dim(key: str) -> int | None:
 
 
 def join_parts(parts: Sequence[Tensor], key: str, gated: bool) -> Tensor:
-    """A complete weight from its parts on the TP ranks; of a weight that TP does not split, the first rank's.
+    """A complete weight from its parts on the TP ranks; for a weight that TP does not split, the first rank's.
 
     Args:
-        gated: SwiGLU: each rank's part of the first MLP layer consists of a part of the gate and one of the other half.
+        gated: with SwiGLU, each rank's part of the first MLP layer has rows of the gate, then of the up projection.
     """
     dim = split_dim(key)
     if dim is None or len(parts) == 1:
@@ -233,7 +233,7 @@ OLDER_NORMS = {
 
 @dataclass
 class Source:
-    """Reads parts of tensors; ``requested`` collects the names of weights that were read, or whose states were."""
+    """Reads parts of tensors; ``requested`` collects the names of weights that were read, or whose states were read."""
 
     stored: StoredTensors | WholeTensors
     buckets: Buckets | None = None

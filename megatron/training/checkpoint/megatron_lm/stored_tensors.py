@@ -65,7 +65,7 @@ class StoredTensors:
         return out
 
     def object(self, key: str) -> Any:
-        """The object that is not a tensor, by the key of core's ShardedObject; None if there is none."""
+        """The object (not a tensor) stored under the key of core's ShardedObject; None if there is none."""
         for name, places in self._places.items():
             if name.rpartition("/")[0] == key and name not in self._tensors:
                 stored = self._read(name, next(iter(places)))
@@ -104,7 +104,7 @@ def copy_overlap(out: Tensor, offset: Sequence[int], data: Tensor, at: Sequence[
 
 
 class WholeTensors:
-    """The same interface for formats in which a function reads each complete weight.
+    """The interface of `StoredTensors`, for formats in which a function reads each complete weight.
 
     A weight is read when a block of it is requested, and only the last one is kept, so memory holds one weight.
     """

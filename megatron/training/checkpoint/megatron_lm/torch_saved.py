@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read files of ``torch.save``, in both of its formats, with :class:`Machine` instead of ``torch.load``.
 
-A file is a zip archive with a pickle and a record of bytes for each storage; before PyTorch 1.6, several pickles
-followed by the bytes. Each tensor must lie within the bytes that the file really has, so reading a file never takes
-more memory than its size. Compressed archives, which PyTorch never writes, are refused.
+A file is a zip archive with a pickle and a record of bytes for each storage. A file from PyTorch before 1.6 is several
+pickles followed by the bytes. Each tensor must lie within the bytes that the file really has, so reading a file never
+takes more memory than its size. Compressed archives, which PyTorch never writes, are refused.
 """
 
 from __future__ import annotations

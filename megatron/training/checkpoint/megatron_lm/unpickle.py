@@ -45,7 +45,7 @@ def read(path: Path, *, mmap: bool = False) -> Any:
 
 
 def read_bytes(data: Any, where: object, *, complete: bool = False) -> Any:
-    """The same for a file's bytes.
+    """As :func:`read`, from the bytes of a file.
 
     Args:
         data: a buffer; if it is writable, the tensors share its memory.
@@ -71,8 +71,8 @@ def parts_of(path: Path) -> Iterator[Callable[[int, int], bytearray]]:
     """A function that reads ``length`` bytes at ``offset`` of a file in a checkpoint's folder.
 
     Raises:
-        Refusal: the path leads out of that folder, is not a file, or ends before such a part; or the block that uses
-            the parts raises OSError or ValueError.
+        Refusal: the path leads out of that folder, is not a file, or ends before a requested part; or the block that
+            uses the parts raises OSError or ValueError.
     """
     try:
         if path.resolve().parent != path.parent.resolve():
@@ -240,7 +240,7 @@ RECIPE_NAMES = """
 
 
 class _Recipe:
-    """Stands for a recipe."""
+    """Stands for one of Transformer Engine's recipes."""
 
     def set_state(self, state: Any) -> None:
         if type(state) is not dict or any(type(name) is not str or name.startswith("__") for name in state):
