@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-USUAL, FAR = 100, 2500  # examples of a test that gives no number: in the profile ci, in the profile explore
+USUAL, FAR = 100, 2500  # examples per test in the profiles ci and explore, unless the test gives a number
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=USUAL, database=None)
 settings.register_profile("explore", derandomize=False, deadline=None, max_examples=FAR, print_blob=True)

@@ -59,7 +59,7 @@ def test_a_few_layers_stand_for_all(ranks, flags):
         assert a.figures.flops == pytest.approx(b.figures.flops, rel=1e-12)
         assert a.figures.communication == pytest.approx(b.figures.communication, rel=2e-3)
         assert a.figures.copies == b.figures.copies
-        # ZeRO 1's optimizer updates a rank's part of every parameter, and the number of parts depends on the layers.
+        # ZeRO 1's optimizer updates a rank's part of every parameter; the number of these parts depends on the layers.
         passes, all_passes = a.figures.seconds["passes"], b.figures.seconds["passes"]
         assert passes == pytest.approx(all_passes, rel=2e-3)
     assert few.predicted_seconds == pytest.approx(every.predicted_seconds, rel=2e-2)
@@ -133,7 +133,7 @@ def test_layer_inputs_leave_the_device_before_the_backward_pass():
 
 @pytest.mark.parametrize("balance", ["zigzag", "contiguous"])
 def test_a_ring_moves_keys_and_neither_queries_nor_sums(balance):
-    """A forward pass of FPDT: docs/inside/host-copies.md, "What is copied"."""
+    """docs/inside/host-copies.md, "What is copied", describes this for a forward pass of FPDT."""
     from megatron.simulator.dry_run.one_rank import run_rank
 
     flags = f"--fpdt --fpdt-chunk-size 64 --ring-parallel-size 2 --context-parallel-balance {balance} --bf16"
@@ -190,18 +190,18 @@ def test_the_verdict_says_which_setting_of_the_allocator_fits() -> None:
     one = RankReport(0, "first", (1, 1), (1, 1), Figures(peaks, 0, 0, {}, {}, {}, {}, {}), None, None)
     one = replace(one, reserved=Reserved(reserved))
 
-    def message(machine: Machine, report: RankReport) -> tuple[list[str], list[str]]:
+    def outcome(machine: Machine, report: RankReport) -> tuple[list[str], list[str]]:
         reasons = list(too_full(config, [report], 1, machine))
         return reasons, verdict(DryRun(config, 1, machine, [report], 1.0, 0.5, not reasons, tuple(reasons)))
 
     own = runtime_memory(config, 1, machine).outside_allocator
-    reasons, (default, expandable) = message(machine, one)
+    reasons, (default, expandable) = outcome(machine, one)
     assert not reasons
     assert "default allocator it does not fit: 5.5 GiB of device memory are missing" in default
     assert f"expandable_segments:True it fits, with {readable(3 * gib - own)} of device memory to spare" in expandable
-    (reason,), lines = message(replace(machine, memory=21 * gib), one)
+    (reason,), lines = outcome(replace(machine, memory=21 * gib), one)
     assert "needs 22.5 GiB of device memory: 20.0 allocated" in reason and not any("it fits" in line for line in lines)
-    reasons, (line,) = message(machine, replace(one, reserved=Reserved()))
+    reasons, (line,) = outcome(machine, replace(one, reserved=Reserved()))
     assert not reasons and line == "it fits, with 5.0 GiB of device memory to spare"
 
 

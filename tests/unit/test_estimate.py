@@ -130,7 +130,7 @@ def test_ring_exchanges_hide_behind_tiles_and_the_last_gradients_do_not():
     # The last returning gradients are those of rank 0's block, of which others see only the early half.
     assert result.parts["ring"] == pytest.approx(32 * grads / 2 / 1e11, rel=1e-6)
     slow = step(replace(TOY, link=Link(1e8, 0.0)), ring=4)
-    # Keys (half as wide as gradients) are sent in six windows, gradients in two and a half.
+    # Keys (half as wide as gradients) take six hops, gradients two and a half.
     assert slow.parts["ring"] + slow.parts["attention"] == pytest.approx(
         32 * (6 * grads / 2 + 2.5 * grads) / 1e8, rel=0.25
     )

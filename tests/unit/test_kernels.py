@@ -129,7 +129,7 @@ def test_masks_and_rows_without_keys(name, dtype, causal, mask, monkeypatch):
     tensors, mask = make(sk=24, dtype=dtype), mask()
     want = dense(*tensors, causal=causal, mask=mask)
     assert_close(both_ways(KERNELS[name], *tensors, causal=causal, mask=mask), want, dtype)
-    monkeypatch.setattr(cpu_kernel, "MASK_BYTES", 5 * 24 * 8)  # again, in blocks of five rows and a shorter one
+    monkeypatch.setattr(cpu_kernel, "MASK_BYTES", 5 * 24 * 8)  # again, in blocks of a few rows, the last one shorter
     monkeypatch.setitem(math_kernel.SCORE_BYTES, "cpu", 5 * 8 * 24 * 8)
     monkeypatch.setattr(math_kernel, "FEWEST_ROWS", 1)
     assert_close(both_ways(KERNELS[name], *tensors, causal=causal, mask=mask), want, dtype)
