@@ -43,7 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v3": MLA | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16},
     "gpt_oss": BOTH_KINDS | MOE | {"head_dim": 8},
 }
-# The masks that transformers makes for these do not separate documents: the models pass it no position_ids.
+# transformers makes masks for these that do not separate documents, because the models pass it no position_ids.
 UNPACKED = ("gpt_oss", "opt")
 
 
@@ -80,7 +80,7 @@ def draw_weights(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def whole_batch(packed: bool = True, length: int = LENGTH, batch: int = BATCH) -> dict[str, Tensor]:
-    """Tokens, labels (some ignored) and positions, with other documents in each sample."""
+    """Tokens, labels (some ignored) and, if ``packed``, positions of documents that differ between samples."""
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(3, VOCABULARY, (batch, length), generator=generator)
     labels = tokens.masked_fill(torch.rand(batch, length, generator=generator) < 0.2, -100)
@@ -127,7 +127,7 @@ def averaged(grads: dict[str, Tensor], group: dist.ProcessGroup | None) -> dict[
 def errors(result: Outcome, expected: Outcome) -> dict[str, float]:
     """The largest errors, relative to the largest entry.
 
-    The bias of keys without RoPE has gradient 0 except for rounding, because it shifts all scores of a query equally.
+    Gradients of only rounding errors are left out: a bias of keys without RoPE shifts all scores of a query equally.
     """
     assert set(result.grads) == set(expected.grads)
     pairs = {"logits": (result.logits, expected.logits), "loss": (result.loss, expected.loss)}

@@ -66,7 +66,7 @@ def pairs(levels: Set[Hashable]) -> set[frozenset[Hashable]]:
 def covering(held: Sequence[Set[Hashable]], costs: Sequence[float]) -> list[int]:
     """Indices of cases that together contain everything that any case contains.
 
-    Greedy and deterministic: always the case with the most new pairs for its cost, the first of equals.
+    The search is greedy and deterministic: it always takes the first case with the most new pairs for its cost.
     """
     left = set().union(*held)
     chosen: list[int] = []
@@ -98,7 +98,7 @@ def by_pairs(
 
 
 def also_in_full(*cases: Any) -> list[Any]:
-    """Cases for ``pytest.mark.parametrize`` that run with ``--full``."""
+    """Cases for ``pytest.mark.parametrize`` that run only with ``--full``."""
     every = (case if isinstance(case, tuple) else (case,) for case in cases)
     return [pytest.param(*case, marks=pytest.mark.full) for case in every]
 
@@ -113,9 +113,9 @@ def seconds(world: int, model: str, grid: str) -> float:
 def grid_pairs(
     cases: Sequence[tuple[int, str, str]], quick: Collection[tuple[int, str, str]] = (), *, once: bool = False
 ) -> list[Any]:
-    """The same for cases of (processes, model flags, grid flags); those in ``quick`` run with --quick too.
+    """Apply :func:`by_pairs` to cases of (processes, model flags, grid flags); those in ``quick`` run with --quick too.
 
-    ``once``: each setting occurs once; other tests cover their combinations.
+    ``once``: the chosen cases contain each setting, not each pair; other tests cover the pairs.
     """
     assert set(quick) <= set(cases), "no such case"
 

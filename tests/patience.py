@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 
-MOST = 8.0  # the limits themselves are generous
+MOST = 8.0  # largest factor, because the limits themselves are generous
 
 
 def patience(seconds: float) -> float:

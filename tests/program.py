@@ -36,7 +36,7 @@ def run_ranks(
 ) -> list[subprocess.CompletedProcess]:
     """Run ``torchrun --nproc-per-node ranks script *argv``; returns results by rank. If one fails, the rest are ended.
 
-    As under torchrun the ranks use a store, here in this process at a free port.
+    As under torchrun, the ranks use a store; it is in this process, at a free port.
     """
     with meeting(environment, ranks) as environments:
         return run_each(script, argv, environments, timeout)
@@ -64,7 +64,7 @@ def meeting(environment: Mapping[str, str], ranks: int) -> Iterator[list[dict[st
 
 
 def start_forked(script: Path, argv: Sequence[str], environment: Mapping[str, str], folder: Path) -> Any:
-    """Start ``python script *argv`` in a fork; its output goes to ``out`` and ``err`` in
+    """Start ``python script *argv`` in a fork; returns the process. Its output goes to the files ``out`` and ``err`` in
     ``folder``, which is created."""
     folder.mkdir(parents=True)
     process = fork_server().Process(target=_main, args=([str(script), *argv], dict(environment), str(folder)))

@@ -2,7 +2,7 @@
 """Small random programs of the public functions, and their results by plain PyTorch on one process.
 
 The ``repr`` of a :class:`Program` is Python code, so that a failing one can be pasted into a test. The first half
-computes it with PyTorch alone; the second half runs it on ranks.
+of this file computes it with only PyTorch; the second half runs it on ranks.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class Program(Short):
     batch: int = 1
     balance: str = "zigzag"
     dtype: str = "float64"  # or float32; autocast: float32 under autocast to bfloat16
-    mask: str = ""  # of cp.context_parallel; empty: is_causal of the call
+    mask: str = ""  # of cp.context_parallel; if empty, calls pass is_causal
     loss: str = "square"
     backward: str = "backward"
-    frozen: tuple[int, ...] = ()  # steps, -1 for x
+    frozen: tuple[int, ...] = ()  # steps whose parameters get no gradients; -1 for x
     seed: int = 0
     wrong: bool = False  # a gradient is falsified, which a check must detect
 
@@ -107,7 +107,7 @@ def allowed(name: str, n: int) -> Tensor:
 
 
 def heads_first_masks(step: Step, n: int, batch: int) -> Tensor:
-    """[b, 1, s, s]."""
+    """The masks of all samples, [b, 1, s, s]."""
     return torch.stack([allowed(name, n) for name in sample_masks(step.mask, batch)])[:, None]
 
 
@@ -164,7 +164,7 @@ USED = {
 
 
 def named(program: Program, i: int, params: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters of a step by their last names."""
+    """The parameters of step i by name, without its number; a tied step has those of step 0."""
     own = {name.split(".")[1]: x for name, x in params.items() if name.startswith(f"{i}.")}
     return own or named(program, 0, params)
 
@@ -180,7 +180,7 @@ def project(x: Tensor, p: dict[str, Tensor], kv_heads: int, noise: Callable) -> 
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, noise: Callable, step: Step, sinks: Tensor | None) -> Tensor:
-    """q, k, v [s, b, heads, 2] from the complete matrix."""
+    """Attention of q, k, v [s, b, heads, 2] by the complete matrix of scores; the result has the shape of q."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
     scores = noise(q @ k.mT) * q.size(-1) ** -0.5
@@ -195,7 +195,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, noise: Callable, step: 
 
 
 def plain_step(program: Program, i: int, x: Tensor, params: dict[str, Tensor], noise: Callable) -> Tensor:
-    """A step computed by PyTorch alone on the complete sequence."""
+    """The result of a step on the complete sequence, computed with only PyTorch."""
     step, p = program.steps[i], named(program, i, params)
     n, batch = x.size(0), x.size(1)
     if step.kind == "linear":
@@ -256,7 +256,7 @@ def differentiate(program: Program, y: Tensor, loss: Tensor, params: dict[str, T
 
 
 class _Noise(torch.autograd.Function):
-    """Rounding of a value, and of its gradient, by at most ``eps``, upwards or downwards at random."""
+    """Changes each element of a value, and of its gradient, by ``eps`` of it, up or down at random."""
 
     @staticmethod
     def forward(ctx, x: Tensor, eps: float, draw: torch.Generator) -> Tensor:
@@ -288,9 +288,9 @@ def run_plain(program: Program, noisy: int | None = None) -> dict[str, Tensor]:
 
 
 def bounds(program: Program, exact: dict[str, Tensor]) -> dict[str, float]:
-    """The tolerance of each result: 1e-10 in float64.
+    """The tolerance of each result: in float64, 1e-10 of its largest entry, or 1e-10 if that is larger.
 
-    Otherwise four times the largest deviation among six results with random rounding of the program's size.
+    Otherwise it is four times the largest deviation (norm) of six results with random rounding of the program's size.
     """
     if program.dtype == "float64":
         return {name: 1e-10 * max(1.0, float(x.abs().max())) for name, x in exact.items()}
@@ -298,10 +298,10 @@ def bounds(program: Program, exact: dict[str, Tensor]) -> dict[str, float]:
     return {name: 4 * max(float((one[name] - x).norm()) for one in some) for name, x in exact.items()}
 
 
-# The programs on ranks, by the public functions of ``megatron.context_parallel``.
+# The programs on ranks, with the public functions of ``megatron.context_parallel``.
 
 
-LINES = {  # by text: refusals of one line, and the programs for which they are correct
+LINES = {  # patterns of one-line refusals; whether each is correct for (program, Ulysses, Ring)
     r"a sequence of \d+ tokens cannot be divided by": lambda p, u, r: True,
     r"a sequence of \d+ tokens cannot be cut in \d+ chunks": lambda p, u, r: any(s.chunks > 1 for s in p.steps),
     r"q is .*: cast them to one dtype": lambda p, u, r: any(s.mixed for s in p.steps),
@@ -326,7 +326,7 @@ class _Wrong(torch.autograd.Function):
 
 
 def refusal(program: Program, error: Exception, ulysses: int, ring: int) -> str | None:
-    """The text of a refusal of one line that is correct for the program."""
+    """The pattern in LINES of a one-line refusal that is correct for the program; None for other errors."""
     text = str(error)
     for line, right in LINES.items():
         if isinstance(error, (ValueError, RuntimeError)) and re.match(line, text) and right(program, ulysses, ring):
@@ -335,10 +335,10 @@ def refusal(program: Program, error: Exception, ulysses: int, ring: int) -> str 
 
 
 def run_on_ranks(programs: list[Program], ulysses: int, ring: int) -> list[dict[str, Tensor] | str]:
-    """The gathered results of each program, or its refusal.
+    """The gathered results of each program, or the pattern of its refusal; empty on ranks other than 0.
 
     Raises:
-        AssertionError: an error that is not a refusal of one line.
+        AssertionError: a program raised an error that is not a correct one-line refusal.
     """
     grid, result = make_grid(ulysses=ulysses, ring=ring), []
     for program in programs:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-USUAL, FAR = 100, 2500  # examples of a test without a number
+USUAL, FAR = 100, 2500  # examples per test in the profiles ci and explore, unless the test gives a number
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=USUAL, database=None)
 settings.register_profile("explore", derandomize=False, deadline=None, max_examples=FAR, print_blob=True)
 
 
 def examples(count: int) -> settings:
-    """For a test that needs only ``count`` examples; exploring multiplies them by the same factor as for others."""
+    """Settings of a test that needs only ``count`` examples; exploring multiplies the number as for other tests."""
     return settings(max_examples=max(1, count * settings.default.max_examples // USUAL))

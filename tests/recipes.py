@@ -4,14 +4,14 @@
 All start pretrain_gpt.py, or a fork's program, on a dense model. A recipe holds its flags as its script would pass
 them with the script's defaults (with short names for paths), the number of processes, and our refusal if there is
 one. ``stated_processes`` exists if the script does not give the number (null), or gives one that its own grid
-does not fit; ``processes`` was then raised to the grid. A repository with ``drawn`` was drawn on that day:
-new repositories, with at most eight scripts each that start without arguments, by the lowest SHA-1 of
-their paths; without experts and without copies of known flags. Before any change for them,
-11 of 50 were accepted, and a twelfth wrongly. The second draw took turns among the repositories that an index of
-public code lists for "Megatron-LM", "Megatron-DeepSpeed", "MindSpeed", pretrain_llama.py and pretrain_gpt.py, to 43
-recipes of seven, of which 17 were accepted unchanged, and 14 of two more, of which 8 were.
+does not fit; ``processes`` was then raised to the grid. A repository with ``drawn`` was new to us on that day. We took
+at most eight of its scripts, those whose paths have the lowest SHA-1. They start without arguments, have no experts,
+and do not copy the flags of a known recipe. Of the 50 recipes of the first draw, 11 were accepted before we changed
+anything for them, and a twelfth wrongly. The second draw took turns among the repositories that an index of public
+code lists for "Megatron-LM", "Megatron-DeepSpeed", "MindSpeed", pretrain_llama.py and pretrain_gpt.py. It gave 43
+recipes of seven repositories, of which 17 were accepted unchanged, and 14 recipes of two more, of which 8 were.
 
-Forks have flags for features that only they have, which we refuse rightly. So the share is also counted
+Forks have flags for features that only they have, which we refuse rightly. Therefore the share is also counted
 among the recipes whose flags are all in `tests/unit/data/upstream_flags.json`: names that the argument parsers of
 Megatron-LM (core 0.12.0, 0.12.3, 0.13.1, 0.14.0, 0.15.3, 0.16.1), Megatron-DeepSpeed and DeepSpeed themselves know.
 
@@ -113,7 +113,7 @@ def main() -> None:
         RECIPES.write_text(json.dumps(documents, indent=1) + "\n")
     for reason, count in reasons.most_common():
         print(f"{count:4d} {reason}")
-    print(f"{sum(taken)} of {len(taken)} taken")
+    print(f"{sum(taken)} of {len(taken)} accepted")
     print(f"{sum(upstream)} of {len(upstream)} of those whose flags Megatron-LM or Megatron-DeepSpeed know")
 
 

@@ -4,7 +4,7 @@
 #
 #   bash tests/run.sh --quick     most unit tests and a few grids: after every change
 #   bash tests/run.sh             every feature, combinations by pairs: before a pull request, and in CI
-#   bash tests/run.sh --full      whole matrices: before a release
+#   bash tests/run.sh --full      complete matrices: before a release
 #
 # All other arguments are pytest's. Two processes share the tests, each with its own pool of workers; -n 0 runs all
 # in one, which --pdb needs. --hypothesis-profile=explore looks for new counterexamples.

@@ -24,7 +24,7 @@ class Shared:
 
         Args:
             key: its ``repr`` identifies the value.
-            make: returns something that can be pickled. If it raises, the next one tries again.
+            make: returns something that can be pickled. If it raises, the next process that needs it tries again.
         """
         name = hashlib.sha256(repr(key).encode()).hexdigest()
         if name not in self._known:

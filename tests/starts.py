@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A published recipe started with stand-ins for its files: tokenizer, data, then one simulated step.
+"""Start a published recipe with stand-ins for its files: build tokenizer and data, then simulate one step.
 
 Stand-ins are in a temporary folder under the recipe's names: a tokenizer of its type with about 300 ids,
-`.bin` and `.idx` of 3,000 short documents, chats. Samples have 32 tokens, so the data hold several. The step is the
-last rank's, with the least layers and micro-batches that its grid permits; lengths and widths are the recipe's.
+`.bin` and `.idx` of 3,000 short documents, chats. Samples have 32 tokens, so the data contain several. The step is the
+last rank's, with the fewest layers and micro-batches that its grid permits; lengths and widths are the recipe's.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _inside(word: str) -> str:
 
 
 def make(folder: Path) -> Path:
-    """The stand-ins of every kind; returns the folder."""
+    """Write the stand-ins of every kind into ``folder``; returns it."""
     import sentencepiece
 
     make_tokenizer(folder / "hf")
@@ -134,7 +134,7 @@ def place(config: Config, stand_ins: Path) -> Tokenizer:
     if kind == "TikTokenizer":
         data.tiktoken_num_special_tokens = 100
     tokenizer = build_tokenizer(data, config.model.vocab_size)
-    if config.model.vocab_size and kind != "NullTokenizer":  # the recipe's file has this many
+    if config.model.vocab_size and kind != "NullTokenizer":  # the recipe's tokenizer file has this many ids
         tokenizer = replace(tokenizer, vocab_size=config.model.vocab_size)
     if data.sft:
         for prefix in (word for name in LISTS for word in getattr(data, name) or ()):
@@ -156,7 +156,7 @@ def place(config: Config, stand_ins: Path) -> Tokenizer:
 
 
 def _lists(data: DataConfig) -> dict[str, str]:
-    """Files that name the data."""
+    """(path: text) of the files that list the data and do not exist yet."""
     result = {data.data_args_path: "1 listed", data.data_file_list: "1 listed corpus\n"}
     if data.per_split_data_args_path:
         words = {name: ["1", "listed"] for name in ("train", "valid", "test")}

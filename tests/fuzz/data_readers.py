@@ -80,7 +80,7 @@ def text(random: Random, data: bytes) -> bytes:
 
 
 def json_lines(random: Random, data: bytes) -> bytes:
-    """Change one line of JSON lines as JSON, or the file as a text."""
+    """Change one line of a JSON Lines file as JSON, or the complete file as text."""
     if random.random() < 0.3:
         return text(random, data)
     lines = data.splitlines()
@@ -90,12 +90,12 @@ def json_lines(random: Random, data: bytes) -> bytes:
 
 
 def array_text(random: Random, data: bytes) -> bytes:
-    """Change a JSON array as JSON, or as a text."""
+    """Change a JSON array as JSON, or as text."""
     return text(random, data) if random.random() < 0.4 else mutations.json_text(random, data)
 
 
 def parquet() -> list[bytes]:
-    """A Parquet file with and without compression."""
+    """Two Parquet files with the same rows: one without compression, one with snappy."""
     import pyarrow
     from pyarrow import parquet
 
@@ -137,7 +137,7 @@ def corpus() -> dict[str, bytes]:
 
 
 def index(random: Random, data: bytes) -> bytes:
-    """Replace counts, lengths and pointers of an index, singly or so that the file's size still fits."""
+    """Replace counts, lengths and pointers of an index; sometimes, also resize the file to fit its counts."""
     if random.random() < 0.2:
         return mutations.any_bytes(random, data)
     magic, version, code, sequences, documents = data_files.HEADER.unpack_from(data)
@@ -216,7 +216,7 @@ CHATS = {
 
 
 def listed(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
-    """Call ``read`` on a folder whose list of files (index_files.py) was updated."""
+    """Return a function that updates a folder's list of files (index_files.py) and then calls ``read`` on it."""
 
     def of_listed(folder: Path) -> Any:
         sizes = {path.name: path.stat().st_size for path in folder.glob("*.npy")}
@@ -236,7 +236,7 @@ def read_cache(folder: Path) -> None:
 
 
 def parsed(words: str) -> Any:
-    """Read a command line; several refusals are raised as one line each."""
+    """Return the notes about a command line; of several refusals, raise only the last."""
     try:
         return parse(words.split(), None, 1).notes
     except Refusals as refusals:
@@ -294,7 +294,7 @@ def read_settings(folder: Path) -> None:
 
 
 def plain_json(random: Random, data: bytes) -> bytes:
-    """Change JSON as JSON only, because it stands for an object that is not read from text."""
+    """Change JSON so that it stays valid, because it stands for an object that is not read from text."""
     while True:
         try:
             return json.dumps(json.loads(mutations.json_text(random, data))).encode()
@@ -336,7 +336,7 @@ def trace(random: Random, data: bytes) -> bytes:
 
 
 def in_line(action: Any) -> Any:
-    """Turn the one-line errors of tools into Refusals."""
+    """Return ``action`` as a function that raises the one-line errors of tools as Refusals."""
 
     def read(folder: Path) -> Any:
         try:
@@ -418,7 +418,7 @@ def script(folder: Path) -> None:
     slurm(result)
     try:
         elsewhere(result, "script.sh")
-    except ValueError as error:  # the filter's shell prints it and ends
+    except ValueError as error:  # the shell that runs the filter prints the error and ends
         raise Refusal(str(error)) from None
     for line in result.splitlines():
         try:

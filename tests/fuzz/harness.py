@@ -11,7 +11,7 @@ Input number N of a reader is always the same, so its number identifies a failur
 
     python -m pytest tests/fuzz                                 # the corpus, and a few new inputs for each reader
     FUZZ=10000 python -m pytest tests/fuzz                      # 10,000 new inputs for each reader
-    FUZZ=10000 FUZZ_SEED=7 python -m pytest tests/fuzz -k json  # others, of some readers
+    FUZZ=10000 FUZZ_SEED=7 python -m pytest tests/fuzz -k json  # other inputs, only for some readers
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Reader:
     """One reader of files from elsewhere.
 
     Args:
-        name: of the reader and its folder in the corpus.
+        name: the name of the reader and of its folder in the corpus.
         file: the name that each input has in its folder.
         seeds: makes valid inputs, which must be read without a refusal.
         change: makes a new input from a valid one; all chance comes from the ``Random``.
@@ -63,7 +63,7 @@ class Reader:
         other_files: further files in the folder, by name.
         memory: MiB that reading one input may take.
         seconds: of CPU time that reading one input may take.
-        trusted: installed packages of which the reader may import any module, whatever the input chooses.
+        trusted: installed packages; the reader may import all of their modules, also those that an input names.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Outcome:
     values: int = 0
     refusals: int = 0
     seconds: float = 0.0
-    lines: Counter[str] = field(default_factory=Counter)  # refusals without digits, to see which were reached
+    lines: Counter[str] = field(default_factory=Counter)  # refusals without their digits, to see which ones occurred
     failures: list[Failure] = field(default_factory=list)
 
 
@@ -117,15 +117,15 @@ def keep(reader: Reader, failure: Failure) -> Path:
     name = f"{reader.name}/failed_" + "".join(one if one.isalnum() else "_" for one in failure.label)
     with CORPUS.open("r+b") as file, zipfile.ZipFile(file, "a") as kept:
         if name not in kept.namelist():
-            kept.writestr(zipfile.ZipInfo(name), failure.data, zipfile.ZIP_DEFLATED)  # without the time of day
+            kept.writestr(zipfile.ZipInfo(name), failure.data, zipfile.ZIP_DEFLATED)  # always with the same date
     return CORPUS
 
 
 def run(reader: Reader, inputs: Iterator[tuple[str, bytes]] | list[tuple[str, bytes]], folder: Path) -> Outcome:
-    """Read all inputs in a child; if it dies, its input is a failure, and another child continues.
+    """Read all inputs in a child. If the child dies, the input that it was reading fails, and another child continues.
 
     Args:
-        folder: an empty one, for this reader alone.
+        folder: an empty folder that only this reader uses.
     """
     outcome, begin = Outcome(), time.monotonic()
     left = iter(inputs)
@@ -178,7 +178,7 @@ def _run_child(reader: Reader, todo: list[tuple[str, bytes]], first: int, folder
 
 
 def _listen(receiving: int, progress: mmap.mmap) -> tuple[list[dict[str, Any]], bool]:
-    """(message of a child, whether it stopped answering)."""
+    """(messages of a child, whether it stopped answering)."""
     import select
 
     text, last, since = b"", progress[:], time.monotonic()
@@ -226,7 +226,7 @@ class _Watch:
         raise Caught(self.caught)
 
     def _is_trusted(self, event: str, what: str) -> bool:
-        if event == "marshal.loads":  # of a .pyc that was just opened
+        if event == "marshal.loads":  # loads a .pyc that was just opened
             return bool(self.trusted)
         if event == "import":
             return what.split(".")[0] in self.trusted
@@ -319,7 +319,7 @@ def _limit_memory(most: int) -> None:
 
 
 def _read(reader: Reader, folder: Path, data: bytes, watch: _Watch) -> tuple[str, str]:
-    """("value" or "refusal", its line), or (the error, "")."""
+    """("value", ""), ("refusal", its text), or (what the reader did wrong, "")."""
     (folder / reader.file).write_bytes(data)
     watch.caught = ""
     kind, line, value = "value", "", None

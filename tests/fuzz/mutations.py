@@ -130,7 +130,7 @@ def text_of(text: str) -> bytes:
     return b"X" + struct.pack("<I", len(data)) + data
 
 
-def whole_of(number: int) -> bytes:
+def integer_of(number: int) -> bytes:
     data = number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)
     return b"\x8a" + bytes([len(data)]) + data
 
@@ -146,9 +146,9 @@ def hostile(random: Random) -> bytes:
     kind = random.randrange(16)
     module, name = random.choice(NAMES)
     if kind <= 4:
-        arguments = random.choice([text_of("touch /tmp/harm"), b")", whole_of(2**60), b"]", b"}"])
+        arguments = random.choice([text_of("touch /tmp/harm"), b")", integer_of(2**60), b"]", b"}"])
         call = random.choice([b"R", b"\x81"])
-        state = random.choice([b"", b"", b"}b", b"}" + text_of("__class__") + whole_of(1) + b"sb", b"]b"])
+        state = random.choice([b"", b"", b"}b", b"}" + text_of("__class__") + integer_of(1) + b"sb", b"]b"])
         return name_of(module, name, random) + b"(" + arguments + b"t" + call + state
     if kind == 5:
         return (
@@ -158,19 +158,19 @@ def hostile(random: Random) -> bytes:
         return random.choice([b"]", b"(", b"}"]) * random.choice([50, 2000, 100_000]) + b"N"
     if kind == 7:
         return b"]" * 2000 + b"a" * 1999
-    if kind == 8:  # nested forty times, each containing the previous one twice
+    if kind == 8:  # nested lists, each of which contains the previous one twice
         return b"]" + b"".join(b"q%c0]h%ch%c\x86a" % (i, i, i) for i in range(random.choice([10, 40, 90])))
-    if kind == 9:  # as a key, whose hash visits all of it
+    if kind == 9:  # nested tuples as a key of a dict, whose hash visits all of them
         return b"}N" + b"".join(b"q%c0h%ch%c\x86" % (i, i, i) for i in range(40)) + b"Ns"
     if kind == 10:
         return random.choice([b"\x8e", b"\x8d", b"\x96"]) + struct.pack("<Q", random.choice([2**40, 2**62, 2**64 - 1]))
     if kind == 11:
         return random.choice([b"X", b"B"]) + struct.pack("<I", 2**32 - 1) + b"x"
     if kind == 12:
-        return whole_of(random.choice(INTEGERS)) if random.random() < 0.8 else b"\x8b" + struct.pack("<i", 2**31 - 1)
+        return integer_of(random.choice(INTEGERS)) if random.random() < 0.8 else b"\x8b" + struct.pack("<i", 2**31 - 1)
     if kind == 13:
         return text_of(random.choice(TEXTS))
-    if kind == 14:  # contains itself
+    if kind == 14:  # a list or a dict that contains itself
         return random.choice([b"]q\x07h\x07a", b"}q\x07Nh\x07s", b"]q\x07h\x07\x85q\x080h\x07h\x08a"])
     return b"I" + b"9" * random.choice([10, 10_000]) + b"\n"
 
@@ -214,7 +214,7 @@ def pickled(random: Random, data: bytes) -> bytes:
         elif kind == 7:
             numbers = [n for n, part in enumerate(parts) if part[:1] in (b"K", b"M", b"J")]
             if numbers:
-                parts[random.choice(numbers)] = whole_of(random.choice(INTEGERS))
+                parts[random.choice(numbers)] = integer_of(random.choice(INTEGERS))
         elif kind == 8:
             texts = [n for n, part in enumerate(parts) if part[:1] in (b"X", b"\x8c")]
             if texts:
@@ -236,7 +236,7 @@ def archive_parts(data: bytes) -> list[tuple[str, bytes]] | None:
 
 
 def archived(random: Random, data: bytes) -> bytes:
-    """Change a file of ``torch.save``: its pickle, or records (renamed, removed, repeated, compressed, huge)."""
+    """Change a file of ``torch.save``: its pickle, or its records (renamed, removed, repeated, compressed, huge)."""
     parts = archive_parts(data)
     if parts is None or random.random() < 0.2:
         return any_bytes(random, data)
@@ -367,13 +367,13 @@ def json_text(random: Random, data: bytes) -> bytes:
 
 
 def safetensors(random: Random, data: bytes) -> bytes:
-    """Change the header as JSON, its length, or any bytes."""
+    """Change the header as JSON, and sometimes its stated length; or change any bytes."""
     if random.random() < 0.2:
         return any_bytes(random, data)
     length = int.from_bytes(data[:8], "little")
     text = changed_json(random, json.loads(data[8 : 8 + length])).encode("utf-8", "surrogatepass")
-    message = random.choice(INTEGERS) & (2**64 - 1) if random.random() < 0.1 else len(text)
-    return message.to_bytes(8, "little") + text + data[8 + length :]
+    stated = random.choice(INTEGERS) & (2**64 - 1) if random.random() < 0.1 else len(text)
+    return stated.to_bytes(8, "little") + text + data[8 + length :]
 
 
 def line_of_text(random: Random, data: bytes) -> bytes:

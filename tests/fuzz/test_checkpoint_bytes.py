@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of a checkpoint's files under broken and hostile input: a value or a line, whatever the bytes are."""
+"""Readers of a checkpoint's files return a value or refuse in one line, also for broken and hostile files."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def reader_of(read, *, valid: bytes = b"0", **options) -> Reader:
 
 
 def only_failure(reader: Reader, data: bytes, folder: Path) -> str:
-    """The harness's result for one input among harmless ones."""
+    """The failure that the harness reports for ``data``, which it reads between two harmless inputs."""
     inputs = [("before", reader.seeds()[0]), ("bad", data), ("after", reader.seeds()[0])]
     outcome = harness.run(reader, inputs, folder)
     assert [one.label for one in outcome.failures] == ["bad"] and outcome.failures[0].data == data
@@ -146,7 +146,7 @@ def test_a_child_that_does_not_answer_is_killed(tmp_path, monkeypatch):
     assert only_failure(reader, b"1", tmp_path) == "hangs"
 
 
-def test_seeds_that_are_not_read_are_told(tmp_path):
+def test_seeds_that_are_not_read_are_reported(tmp_path):
     def refuse(folder):
         raise Refusal("no")
 

@@ -19,7 +19,7 @@ from tests.fuzz.data_readers import bare_json, reader, text
 from tests.unit.test_genome import make
 
 TEXT = "The ring sends keys on. äöü 12\n"
-OPTIONS = {  # entries of published tokenizer_config.json files, and names of code
+OPTIONS = {  # entries of published tokenizer_config.json files; some name code to run
     "auto_map": {"AutoTokenizer": ["harm.Harm", "harm.Harm"]},
     "tokenizer_class": "Harm",
     "trust_remote_code": True,
@@ -71,14 +71,14 @@ def read(kind: str, **settings: Any) -> Any:
     def build(folder: Path) -> None:
         data = DataConfig(tokenizer_type=kind, tiktoken_num_special_tokens=10, **settings)
         tokenizer = build_tokenizer(data, None)
-        if tokenizer.vocab_size < 100_000:  # like a program, which creates a model first
+        if tokenizer.vocab_size < 100_000:  # a program creates a model of this size before it tokenizes
             tokenizer.detokenize(tokenizer.tokenize(TEXT))
 
     return build
 
 
 def config(random: Random, data: bytes) -> bytes:
-    """Add names of code to a tokenizer_config.json, or change it as JSON."""
+    """Add entries that name code to a tokenizer_config.json, or change it as JSON."""
     if random.random() < 0.4:
         return mutations.json_text(random, data)
     value = json.loads(data)
@@ -90,7 +90,7 @@ def config(random: Random, data: bytes) -> bytes:
 
 
 def template(random: Random, data: bytes) -> bytes:
-    """Add expressions that access Python to a Jinja template, or change it as a text."""
+    """Add expressions that access Python to a Jinja template, or change it as text."""
     if random.random() < 0.4:
         return text(random, data)
     put = random.choice(PUT)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU kernels in bf16 against the math kernel in float64, which tests/unit/test_kernels.py holds to dense autograd.
+"""The GPU kernels in bf16 against the math kernel in float64, which tests/unit/test_kernels.py compares with autograd.
 
 Run with ``pytest tests/gpu/test_kernels.py -rs`` to see which backends were skipped, and why.
 """
@@ -168,7 +168,7 @@ def test_auto_takes_a_fused_kernel():
     assert select("auto", device="cuda", dtype=torch.float32, head_dim=128).name == "math"
 
 
-# The Triton kernels as a GPU runs them, against attention's definition in float64.
+# The Triton kernels, compiled for the GPU, against attention's definition in float64.
 NO_TRITON = missing_triton()
 triton_only = pytest.mark.skipif(NO_TRITON is not None, reason=NO_TRITON or "")
 GPU = torch.device("cuda")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks on a GPU: tiles of every kind on the fused kernels in bf16, and masks of pairs from host memory."""
+"""Masks on a GPU: tiles of every kind with the fused kernels in bf16, and masks of pairs from host memory."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ TILED = {
     "bigbird": cp.BlockSparse(64, cp.BigBirdBlocks(1, 1, 2), LENGTH),
 }
 PAIRS = {"narrow window": cp.Window(9), "function": cp.MaskFunction(lambda q, k: (q - k) % 3 == 0)}
-# bf16 rounds to 2^-9 of an entry, probabilities and their gradients are rounded on the way.
+# bf16 rounds to 2^-9 of an entry; probabilities and their gradients are rounded, too.
 TOLERANCE = 2e-2
 
 
 def largest_error(mask, kernel: str, slopes=None, threshold: int = 16384) -> float:
-    """Over out, dq, dk, dv in bf16, against dense attention in float64."""
+    """The largest relative error of out, dq, dk and dv in bf16, against dense attention in float64."""
     draw = torch.Generator(DEVICE).manual_seed(3)
     q, k, v, dout = (
         torch.randn(LENGTH, 2, heads, SIZE, generator=draw, device=DEVICE).bfloat16() for heads in (HEADS, 2, 2, HEADS)

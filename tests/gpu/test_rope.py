@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RoPE's fused kernel on a GPU against the rotation in float64, which stays PyTorch's."""
+"""RoPE's fused kernel on a GPU against the rotation in float64, which PyTorch computes."""
 
 from __future__ import annotations
 

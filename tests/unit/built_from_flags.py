@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that a run builds from its settings, without building it: numbers and configurations by name."""
+"""What a run builds from its settings, without building the model: numbers and configurations by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Enough(Exception):
 
 
 def built(config: Config, world_size: int) -> dict[str, Any]:
-    """Everything built from a completed configuration, as {"part.name": value}; parts of one value have no name."""
+    """All that is built from a completed configuration: {"part.name": value}, or {"part": value} for a single value."""
     parallel, model = config.parallel, config.model
     grid = replace(
         abstract_grid(

@@ -34,13 +34,13 @@ class Case:
 
     @property
     def fused(self) -> bool:
-        """Whether a GPU is simulated: for bf16; fp32 is simulated on a CPU."""
+        """Whether a GPU is simulated (bf16) or a CPU (fp32)."""
         return self.itemsize == 2
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes: the device's peak, model states by kind, host memory, sent by axis."""
+    """Bytes: the device's peak, model states by kind, the peak of host memory, and bytes sent by axis."""
 
     peak: int
     states: dict[str, int]
@@ -98,7 +98,7 @@ def flags(case: Case) -> list[str]:
 
 
 def measure(case: Case) -> Measured:
-    """A step of a case on one simulated rank: in bf16 of a GPU, in fp32 of a CPU."""
+    """A case's step on one simulated rank: on a GPU for bf16, on a CPU for fp32."""
     from megatron.simulator.dry_run.one_rank import run_rank
     from megatron.simulator.machines.machine_file import load
     from megatron.training.arguments.parser import parse

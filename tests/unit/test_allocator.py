@@ -96,10 +96,10 @@ def test_the_smallest_block_that_is_enough_is_taken() -> None:
 def test_freed_neighbours_become_one_block() -> None:
     allocator = CachingAllocator()
     one, two, three = (allocator.malloc(6 * MIB) for _ in range(3))
-    assert allocator.reserved == 20 * MIB  # 2 are left
+    assert allocator.reserved == 20 * MIB  # 2 MiB are left
     allocator.free(one)
     allocator.free(three)
-    assert allocator.malloc(9 * MIB).segment != one.segment  # 6 and 8 are free, separated by a block in use
+    assert allocator.malloc(9 * MIB).segment != one.segment  # 6 and 8 MiB are free, separated by a block in use
     allocator.free(two)
     assert allocator.snapshot()[0]["free"] == [(0, 20 * MIB)]
     assert allocator.malloc(16 * MIB).segment == one.segment
@@ -147,7 +147,7 @@ def test_blocks_above_max_split_size_are_kept_whole() -> None:
     allocator.free(allocator.malloc(64 * MIB))
     allocator.malloc(8 * MIB)  # not from the large block
     assert allocator.reserved == 84 * MIB
-    assert allocator.malloc(50 * MIB).size == 64 * MIB  # nearly all of it, not split
+    assert allocator.malloc(50 * MIB).size == 64 * MIB  # gets the 64 MiB block, which is not split
     allocator = CachingAllocator(Settings(max_split_size=32 * MIB))
     allocator.free(allocator.malloc(64 * MIB))
     allocator.malloc(40 * MIB)  # 24 MiB would be wasted
@@ -200,7 +200,7 @@ def test_any_sequence_leaves_blocks_that_do_not_overlap(settings: Settings) -> N
 
 
 def test_a_recorded_sequence_is_replayed() -> None:
-    changes = [(0, 30 * MIB), (1, 5 * MIB), (0, -30 * MIB), (2, 4 * MIB), (2, 8 * MIB), (1, -5 * MIB)]  # 2 resized
+    changes = [(0, 30 * MIB), (1, 5 * MIB), (0, -30 * MIB), (2, 4 * MIB), (2, 8 * MIB), (1, -5 * MIB)]  # block 2 grows
     result = replayed(changes, Settings())
     assert result.allocated == 12 * MIB and result.peak_allocated == 35 * MIB and result.peak_reserved == 50 * MIB
 
@@ -216,7 +216,7 @@ def test_an_expandable_range_gets_back_free_pages_before_it_refuses() -> None:
 
 def test_what_is_free_is_not_lost_where_an_expandable_range_refuses() -> None:
     allocator = CachingAllocator(EXPANDABLE, 102 * MIB)
-    kept, gone = allocator.malloc(50 * MIB), allocator.malloc(20 * MIB)  # 10 of the fourth page are never used
+    kept, gone = allocator.malloc(50 * MIB), allocator.malloc(20 * MIB)  # 10 MiB of the fourth page are never used
     allocator.free(gone)
     with pytest.raises(OutOfMemory):
         allocator.malloc(80 * MIB)
@@ -235,7 +235,7 @@ def test_a_full_device_gets_one_large_block_back_under_max_split_size() -> None:
 
 
 def test_sizes_are_rounded_to_parts_of_powers_of_two() -> None:
-    """In blocks of no less than 512 bytes."""
+    """The parts have at least 512 bytes."""
     assert rounded(1200, (4,) * 16) == 1536 and rounded(4000, (4,) * 16) == 4096
     assert [rounded(size * MIB, (4,) * 16) // MIB for size in (33, 40, 41, 64, 65)] == [40, 40, 48, 64, 80]
     allocator = CachingAllocator(Settings(divisions=(1,) * 8 + (2,) * 8))
@@ -302,8 +302,8 @@ class Tape:
 
 
 def step(layers: int, micro_batches: int = 1, warm_up: int = 0, shared: float = 0.0) -> tuple[Changes, list[int]]:
-    """A step: what each forward pass of a layer keeps is freed in the opposite order; one gradient is kept of each.
-    Returns where forward passes begin, too. ``shared``: a buffer that grows with the layers."""
+    """(changes of a step, indices at which forward passes begin). The backward pass frees what layers kept, last layer
+    first, and each layer keeps one gradient. ``shared``: MiB per layer of a buffer that grows with the layers."""
     tape, marks, waiting = Tape(), [], []
     if shared:
         tape.new(shared * layers)
@@ -418,7 +418,7 @@ def test_what_cannot_be_continued_is_run_where_that_is_cheap_and_else_scaled_by_
     assert reserved(ran, [4, 5], 17, 1e12, 0, lambda: Allocations(whole)).scaled == "5 of 17 layers"
 
 
-def test_a_device_that_is_full_gives_back_and_one_that_is_too_small_is_told() -> None:
+def test_a_device_that_is_full_gives_back_and_one_that_is_too_small_is_reported() -> None:
     changes = [(0, 40 * MIB), (1, 40 * MIB), (0, -40 * MIB), (2, 60 * MIB)]
     result = reserved([Allocations(changes)], [1], 1, 110 * MIB, 0)
     assert result.bytes["default"] == 100 * MIB and result.retries == {"default": 1, "expandable_segments": 1}

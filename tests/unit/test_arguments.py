@@ -110,12 +110,12 @@ def test_all_of_megatron_is_known():
     table, own = megatron_flags.rows(), set(supported_flags())
     fields = {flag: field for _, _, field in all_settings() for flag in spellings(field)}
     differ = {"--exit-signal-handler", "--context-parallel-size", "--transformer-impl", "--distributed-backend"}
-    differ |= {"--dataloader-type"}  # theirs fills None in later
+    differ |= {"--dataloader-type"}  # Megatron-LM replaces its None later
     differ |= {"--cp-comm-type"}  # without it the split is chosen automatically
     differ |= {"--model-parallel-size"}  # Megatron-LM refuses it as an older spelling
     differ |= {"--recompute-modules"}  # Megatron-LM sets core_attn elsewhere
-    differ |= {"--iterations-to-skip"}  # theirs is an empty list
-    differ |= {"--sft-tokenizer-prompt-format"}  # Megatron-LM has its own format; ours is the tokenizer's
+    differ |= {"--iterations-to-skip"}  # Megatron-LM's default is an empty list
+    differ |= {"--sft-tokenizer-prompt-format"}  # Megatron-LM's default is a format of its own, ours the tokenizer's
     seen = set()
     with REFERENCE.open() as lines:
         for flag, _, default, _, action, values, *_ in csv.reader(lines, delimiter="\t"):
@@ -132,7 +132,7 @@ def test_all_of_megatron_is_known():
 
 
 def test_judgement_of_each_flag():
-    """A value other than the default gives one note for a hint, or a refusal that names flag and reason."""
+    """A value other than the default gives one note if the verdict is a hint, else a refusal with flag and reason."""
     for flag, row in megatron_flags.rows().items():
         values = {"0": [], "1": ["x"], "3": ["x"] * 3, "+": ["x"], "*": []}[row.values]
         if row.default == "same":
@@ -251,7 +251,7 @@ def test_megatrons_defaults_ask_for_nothing(argv: str):
     assert parse(argv.split()) == Config()
 
 
-def test_hints_take_their_values_and_leave_a_line_a_reason():
+def test_hints_take_their_values_and_give_one_note_for_each_reason():
     config = parse(
         "--no-rope-fusion --num-layers 2 --attention-backend flash --no-masked-softmax-fusion --profile-ranks 0 1 "
         "--timing-log-level 2 --cross-entropy-fusion-impl te --hidden-size 64 --no-rope-fusion".split()
@@ -275,7 +275,7 @@ def test_help(capsys: pytest.CaptureFixture[str]):
     assert "--moe-router-topk" not in text and "``" not in text
 
 
-# ---- whole launch scripts
+# ---- complete launch scripts
 
 
 def test_llama_launch_script():
@@ -321,7 +321,7 @@ VALUES = st.one_of(
 
 @st.composite
 def options(draw: st.DrawFn) -> list[str]:
-    """One flag, ours or one of the tables, with values that mostly fit."""
+    """A supported flag, or one of Megatron-LM's that are not, with values that are mostly valid."""
     flag = draw(st.sampled_from([*TABLE] if draw(st.integers(0, 4)) == 0 else [*FIELDS]))
     field, row = FIELDS.get(flag), TABLE.get(flag)
     if field is not None and field.type == "bool" or row is not None and row.values == "0":
@@ -343,7 +343,7 @@ def test_parse_raises_nothing_but_refusals(words: list[list[str]]):
 
 @examples(100)
 @given(st.lists(options(), max_size=4), st.sampled_from([1, 2, 4, 6, 8, 64]))
-@example([["--dry-run"]], 2)  # it is completed for --world-size
+@example([["--dry-run"]], 2)  # the parser completes it for --world-size
 def test_complete_raises_nothing_but_refusals_and_is_idempotent(words: list[list[str]], world_size: int):
     base = "--model llama3-8b --mock-data --train-iters 4 --lr 1e-3 --micro-batch-size 1 --seq-length 512".split()
     try:

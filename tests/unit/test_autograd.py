@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to differentiate: what layers may leave out, checkpoints, torch.func, second derivatives."""
+"""Differentiation: layers that lack some parts, checkpoints, torch.func, second derivatives, autocast."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KEYS = torch.linspace(-1, 1, 6 * WIDTH, dtype=torch.float64).view(6, 1, HEADS, W
 
 
 def layers(name: str, qkv: Tensor, out: Tensor):
-    """Layers without parts that most layers have."""
+    """(project, output, ffn) of a layer that lacks something; ``name`` says what."""
 
     def project(x, chunk):
         q, k, v = heads(x @ qkv)
@@ -137,7 +137,7 @@ def attend(x: Tensor) -> Tensor:
     return cp.attention(q, q, q, layout=cp.SequenceLayout(LENGTH, ALONE))
 
 
-DOORS = {
+FUNCTIONS = {
     "attention": attend,
     "context_parallel": attend_by_operator,
     "ChunkedLayer": LAYER,
@@ -147,13 +147,13 @@ DOORS = {
 }
 
 
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("how", ["grad", "vjp", "vmap", "jvp"])
 def test_transforms_of_torch_func_are_refused_by_name(name, how):
     x = drawn(LENGTH, 1, WIDTH).detach()
 
     def function(x: Tensor) -> Tensor:
-        return DOORS[name](x).sum()
+        return FUNCTIONS[name](x).sum()
 
     calls = {
         "grad": lambda: torch.func.grad(function)(x),
@@ -165,11 +165,11 @@ def test_transforms_of_torch_func_are_refused_by_name(name, how):
         calls[how]()
 
 
-@pytest.mark.parametrize("name", [name for name in DOORS if name != "gather"])
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "gather"])
 def test_a_second_derivative_is_refused_and_not_wrong(name):
     """Also if the incoming gradient is constant."""
     x = drawn(LENGTH, 1, WIDTH)
-    (grad,) = torch.autograd.grad(DOORS[name](x).sum(), x, create_graph=True)
+    (grad,) = torch.autograd.grad(FUNCTIONS[name](x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="has no second derivative: call backward or torch.autograd.grad without"):
         (grad * x).sum().backward()
 
@@ -183,7 +183,7 @@ def test_a_checkpoint_that_computes_again_may_go_back_twice():
 
 
 def test_contexts_that_have_ended_hold_no_layouts():
-    """A program may open one in each step, with a layout of that step's documents."""
+    """A program may open a context in each step, with a layout for that step's documents."""
 
     def attend():
         layout = cp.SequenceLayout(16, cp.abstract_grid())
@@ -255,7 +255,7 @@ def test_queries_keys_and_values_of_different_dtypes_are_refused():
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_chunked_layer_repeats_the_forward_pass_as_it_was(recompute, inside):
-    """Against the same layer in one piece. ``inside``: the backward pass runs under autocast too."""
+    """Against the same layer in one chunk, and plain PyTorch. ``inside``: the backward pass is under autocast, too."""
     qkv, out, first = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
     parameters = [*qkv.parameters(), *out.parameters(), *first.parameters()]
     dtypes = set()
@@ -281,7 +281,7 @@ def test_a_chunked_layer_repeats_the_forward_pass_as_it_was(recompute, inside):
         )
         with autocast():
             y = layer(x)
-            other = first(x.detach())  # its cast, made without gradients, must not be reused below
+            other = first(x.detach())  # must not reuse the layer's cast weights, which have no gradients
             if inside:
                 return y, grads_of(y.float() + other.float(), [x, *parameters])
         return y, grads_of(y.float() + other.float(), [x, *parameters])

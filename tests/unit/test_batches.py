@@ -122,7 +122,7 @@ def test_cyclic_epochs_are_shuffled_anew():
 
 
 def test_workers_and_resume():
-    """Worker processes and a start in the middle change nothing, and a loader does not use our random numbers."""
+    """Worker processes and a start in the middle change nothing, and a loader keeps PyTorch's random state."""
     config = Config(data=DataConfig(seq_length=16))
     train = MockDataset(config, build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), 1000), 0, 43)
     options = {"micro_batch_size": 2, "data_parallel_rank": 1, "data_parallel_size": 2}
@@ -153,7 +153,7 @@ def test_a_sigterm_to_the_group_leaves_the_loader_alive():
             data_parallel_size=1,
             num_workers=2,
         )
-        first = [next(batches)["tokens"][0, 0].item() for _ in range(2)]  # one of each worker: both have started
+        first = [next(batches)["tokens"][0, 0].item() for _ in range(2)]  # one of each worker, so both have started
         os.killpg(0, signal.SIGTERM)
         time.sleep(0.2)
         channel.send(first + [next(batches)["tokens"][0, 0].item() for _ in range(100)])

@@ -60,7 +60,7 @@ WITH_TOOLS = [USER, CALL, {"role": "tool", "content": "7"}, SAYS, USER, SAYS]
 @pytest.mark.parametrize("style", TEMPLATES)
 @pytest.mark.parametrize("marked", [True, False])
 def test_the_assistants_words_are_those_that_transformers_finds(tokenizer, style, marked):
-    """With generation marks, and turn by turn without them."""
+    """The template has generation marks, or has none and is rendered turn by turn."""
     theirs, template = tokenizer.transformers, TEMPLATES[style]
     chats = [(messages, None) for messages in CHATS] + ([(WITH_TOOLS, TOOLS)] if style == "chatml" else [])
     render = ChatTemplate(theirs, template if marked else strip_marks(template), "x")
@@ -128,7 +128,7 @@ def test_a_template_that_cannot_tell_is_refused(tokenizer, template, expected):
         (b"\xff\xfe", "not UTF-8"),
     ],
 )
-def test_a_bad_line_is_told_by_file_and_number(tmp_path, line, expected):
+def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, expected):
     good = json.dumps({"messages": [USER, SAYS]}).encode()
     bad = line if isinstance(line, bytes) else (line if isinstance(line, str) else json.dumps(line)).encode()
     path = tmp_path / "chats.jsonl"
@@ -219,7 +219,7 @@ def test_the_tokens_are_kept_and_made_anew_when_anything_changes(tmp_path, folde
     (cache,) = (tmp_path / "index-cache").iterdir()
     again = build(seq_length=256)
     assert all((again.conversations.of(n)[0] == first.conversations.of(n)[0]).all() for n in range(6))
-    assert len(list((tmp_path / "index-cache").iterdir())) == 1, "the length does not matter"
+    assert len(list((tmp_path / "index-cache").iterdir())) == 1, "the sequence length does not change the cache"
     template = tmp_path / "other.jinja"
     template.write_text(TEMPLATES["llama3"])
     build(sft_tokenizer_prompt_format=str(template))
@@ -251,7 +251,7 @@ def test_conversations_that_are_too_long(tmp_path, folder, tokenizer):
     with pytest.raises(Refusal, match=r"chats.jsonl, line 2: a conversation of \d+ tokens and 1 more, .*--seq-length"):
         build("refuse")
     truncated, note = build("truncate")
-    assert truncated.lengths.max() == 129 and len(truncated) == 3, "nothing is left to learn of one"
+    assert truncated.lengths.max() == 129 and len(truncated) == 3, "one has no words left to learn and is skipped"
     assert "1 conversations truncated, 1 skipped" in note
     skipped, note = build("skip")
     assert len(skipped) == 2 and "0 conversations truncated, 2 skipped" in note

@@ -144,7 +144,7 @@ torchrun --nproc_per_node $M pretrain_gpt.py {MODEL} $N
     assert code == 0 and "--num-layers 6\n" in text and "(4 processes)" in text
     assert "python -c 'import torch; print(torch.__version__)': its output is unknown here" in text
     assert not (desk / "made").exists() and text.count("its output is unknown") == 2
-    code, text = check(capsys, "--trust-script", "count.sh")  # without confinement no Python code of the script is run
+    code, text = check(capsys, "--trust-script", "count.sh")  # without confinement, check_script runs no Python code
     assert code == 2 and "--num-layers: the script's variable N is empty" in text and "--nproc_per_node" in text
 
 
@@ -292,7 +292,7 @@ def test_what_slurm_says():
 # Published launch commands: how many are accepted unchanged, and the refusals of the others.
 
 
-AT_LEAST = 341  # of the recipes in the data; it must not fall
+AT_LEAST = 341  # accepted recipes; this number must not be lowered
 ALL = [pytest.param(recipe, id=f"{repository}:{recipe['name']}") for repository, recipe in recipes()]
 
 
@@ -310,7 +310,7 @@ def test_the_share_that_is_taken_does_not_shrink():
 def test_recipe(recipe: dict):
     """Accepted, or refused for the stored reasons; each reason names a flag or the recipe's file."""
     lines = refused(recipe)
-    assert lines == recipe.get("refused", []), "python -m tests.recipes --write, where this is what was wanted"
+    assert lines == recipe.get("refused", []), "if this change is wanted, run python -m tests.recipes --write"
     known = {word.split("=")[0] for word in recipe["flags"].split()} | set(supported_flags())
     files = recipe.get("files", {})
     for line in lines:
@@ -486,7 +486,7 @@ def test_what_cannot_change_the_result_is_noted(written: str):
 
 
 def test_no_suggestion_is_itself_refused():
-    """A refused flag is never suggested, neither by the tables nor for a flag with a missing letter."""
+    """A refused flag is never suggested, either by the tables or for a flag with a missing letter."""
     rows = megatron_flags.rows()
     wrong = {flag for flag, row in rows.items() if row.verdict == "refused"}
     for flag, row in rows.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's files are read only after a comparison with their list or with torch.save's sums."""
+"""A checkpoint's files are read only after a comparison with checksums.json or with torch.save's checksums."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS, Damage
 from megatron.training.refusal import Refusal
 
 ROOT = Path(__file__).parents[2]
-# Modules that open files of weights. Each gets its path from a Checked, which only the first one makes, or compares the
-# sum itself; list_files of the second one writes the list.
+# Modules that open files of weights. Each gets its path from a Checked, which only checked.py makes, or compares the
+# checksum itself. list_files of checksums.py writes the list.
 READERS = {
     "training/checkpoint/megatron_lm/checked.py",
     "training/checkpoint/checksums.py",
@@ -28,7 +28,7 @@ READERS = {
     "training/checkpoint/in_memory/copy_file.py",
     "training/checkpoint/in_memory/state.py",
 }
-UNPICKLER = "training/checkpoint/megatron_lm/unpickle.py"  # called by those, and used for bytes in memory
+UNPICKLER = "training/checkpoint/megatron_lm/unpickle.py"  # called by these modules, and used for bytes in memory
 CALLS = ("unpickle.read", "unpickle.read_metadata", "safe_open", "load_file", "torch.load", "Checked")
 
 

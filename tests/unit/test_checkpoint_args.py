@@ -32,8 +32,8 @@ def gpt(flags):
 
 def before_there_was_a_flag(flags):
     """Model settings in older checkpoints, whose GELU used tanh."""
-    message = asdict(gpt(flags).model)
-    return {name: value for name, value in message.items() if name not in ("bias_gelu_fusion", "openai_gelu")}
+    settings = asdict(gpt(flags).model)
+    return {name: value for name, value in settings.items() if name not in ("bias_gelu_fusion", "openai_gelu")}
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ A, B = "a" * 32, "b" * 32
 
 
 def folder_of(folder: Path, runs: dict[int, str | None], tracker: str | None = None) -> Path:
-    """A folder of checkpoints with their runs; None: written by a program without run identities."""
+    """A folder with checkpoints {iteration: run} and a tracker; the run is None if the program had no identities."""
     for iteration, run in runs.items():
         path = folder / f"iter_{iteration:07d}"
         path.mkdir(parents=True)
@@ -450,7 +450,7 @@ def test_the_same_run_in_two_folders_goes_on_only_in_the_one_that_is_further(tmp
         settled(result, load=str(first), save=str(second))
 
 
-def test_going_back_by_name_is_a_run_of_its_own_and_told_in_a_line(tmp_path):
+def test_going_back_by_name_is_a_new_run_and_gives_one_note(tmp_path):
     d = folder_of(tmp_path, {2: A, 4: A, 6: A}, "6")
     (d / COPIES).write_text(A)
     notes: list[str] = []
@@ -467,7 +467,7 @@ def test_going_back_by_name_is_a_run_of_its_own_and_told_in_a_line(tmp_path):
 
 
 def test_every_pair_of_runs_and_places_either_goes_on_or_is_refused(tmp_path):
-    """A start from 0 or from an older checkpoint is never silent; for all trackers and all folders of three."""
+    """No start from 0 or from an older checkpoint is silent, for any tracker and any three checkpoints."""
     for number, runs in enumerate(itertools.product([A, B, None, "-"], repeat=3)):
         for tracker in (None, "2", "4", "6"):
             there = {2 * (place + 1): run for place, run in enumerate(runs) if run != "-"}

@@ -62,7 +62,7 @@ CASES = {  # processes, flags
 USUAL = [("zigzag", "A100-80G")]
 
 
-def message(step):
+def without_times(step):
     """Everything about a step except the times of memory changes, which depend on this machine."""
     changes = [change for _, *change in step.profile["events"]]
     phases = [name for name, _ in step.profile["phases"]]
@@ -91,7 +91,7 @@ def test_a_few_chunks_stand_for_all(name, gpu, monkeypatch):
         for every in (False, True)
     )
     assert len(written) > 10
-    assert message(few) == message(every)
+    assert without_times(few) == without_times(every)
 
 
 def config_of(flags, ranks):
@@ -108,7 +108,7 @@ def recorder():
 
 
 class Owner:
-    """An owner of equal calls."""
+    """Owns calls that the cache may replay."""
 
 
 def state_of(recorder):
@@ -118,8 +118,8 @@ def state_of(recorder):
     return recorder.trace.events, changes, live, recorder.peak, recorder.tickets
 
 
-def calls(recorder, count, *, alike):
-    """A program whose calls each replace a sum and free the previous one; returns its tensors."""
+def calls(recorder, count, *, cached):
+    """Make calls, through the cache if ``cached``; each replaces a sum and frees the last one. Returns the tensors."""
     owner, known = Owner(), CallCache(recorder)
     state, x = [torch.empty(8, dtype=torch.bfloat16)], torch.empty(4, 8)
     seen = []
@@ -132,7 +132,7 @@ def calls(recorder, count, *, alike):
         state[0] = outs[0]
 
     for _ in range(count):
-        outs = known.call(owner, (), [state[0], x], run, put) if alike else run()
+        outs = known.call(owner, (), [state[0], x], run, put) if cached else run()
         assert outs[0] is state[0] and outs[1] is x and outs[3] is None
         assert outs[2].untyped_storage()._cdata == x.untyped_storage()._cdata and outs[2].shape == (2, 8)
         assert outs[2].storage_offset() == 8 and state[0].dtype == torch.bfloat16
@@ -147,9 +147,9 @@ def test_what_is_written_down_is_what_happens(recorder, monkeypatch):
     exp = torch.Tensor.exp
     monkeypatch.setattr(torch.Tensor, "exp", lambda x: (ran.append(1), exp(x))[1])
     result = []
-    for alike in (True, False):
+    for cached in (True, False):
         begin = recorder.counts()
-        kept = calls(recorder, 6, alike=alike)
+        kept = calls(recorder, 6, cached=cached)
         first, events, changes, tickets = begin
         counts = recorder.counts()
         result.append(
@@ -162,7 +162,7 @@ def test_what_is_written_down_is_what_happens(recorder, monkeypatch):
         )
         del kept
     assert result[0] == result[1]
-    assert len(ran) == 2 + 6  # the first two, and then all
+    assert len(ran) == 2 + 6  # with the cache the first two of six calls, without it all
     assert not recorder.live
 
 
@@ -215,7 +215,7 @@ def test_views_of_what_is_given_move_with_it(recorder):
     known, owner, x = CallCache(recorder), Owner(), torch.empty(9, 8)
 
     def begins(*given):
-        """The error of the offset of a replayed view."""
+        """Elements from the beginning of the last given tensor to the view of it that the call returns."""
         (out,) = known.call(owner, (), list(given), lambda: (given[-1][1:, 2:],))
         assert out.untyped_storage()._cdata == x.untyped_storage()._cdata and out.shape == (1, 6)
         return out.storage_offset() - given[-1].storage_offset()
@@ -245,7 +245,7 @@ def test_tickets_go_on(recorder):
         recorder.wait(1)
         return ()
 
-    for _ in range(3):  # waits for an earlier transfer, whose ticket is not its own
+    for _ in range(3):  # these calls wait for the transfer of an earlier call
         known.call(owner, ("waits",), [], waits)
     assert [event.tickets for event in events[-3:]] == [(1,)] * 3
 
@@ -258,18 +258,18 @@ def test_where_a_few_do_not_stand_for_all_every_chunk_runs(monkeypatch):
     again, held = CallCache._replay, []
 
     def holds(self, effect, given, *others):
-        held.extend(x for x in given if x is not None)  # keep all tensors alive that a call frees
+        held.extend(x for x in given if x is not None)  # keep alive all tensors that a call frees
         return again(self, effect, given, *others)
 
     monkeypatch.setattr(CallCache, "_replay", holds)
     tried = []
 
-    def tells(*args, every_chunk, **how):
+    def noting(*args, every_chunk, **how):
         tried.append(every_chunk)
         held.clear()
         return run_rank(*args, every_chunk=every_chunk, **how)
 
-    monkeypatch.setattr(dry_run, "run_rank", tells)
+    monkeypatch.setattr(dry_run, "run_rank", noting)
     result = run_job(job)[0]
     assert tried == [False, True]
     assert result == expected

@@ -38,13 +38,13 @@ MIB = 2**20
 
 
 def reduce_by(machine, ranks: int, size: float, stride: int = 1) -> str:
-    """The algorithm of an all_reduce of ``size`` bytes of tensor."""
+    """NCCL's algorithm for an all_reduce of a tensor of ``size`` bytes."""
     sent = collective("all_reduce", "dp", Group(ranks, stride), size).bytes
     return price_of("all_reduce", ranks, stride, machine).chosen(sent)
 
 
 def test_the_algorithm_is_chosen_by_size_place_and_generation():
-    """In a node of H100, LL up to 1 MB and NVLS from 2 MB on, as NCCL_DEBUG=INFO printed (nccl-tests issue 309)."""
+    """On a node of H100s, NCCL_DEBUG=INFO printed LL up to 1 MB and NVLS from 2 MB on (nccl-tests issue 309)."""
     assert reduce_by(H100, 8, MIB // 8).endswith(" ll") and reduce_by(H100, 8, 64 * MIB) == "nvls"
     assert reduce_by(H100, 16, 1024) == "tree ll" and reduce_by(H100, 16, MIB) == "tree ll128"
     assert reduce_by(H100, 16, 1024 * MIB) == "nvls tree" == reduce_by(B200, 64, 1024 * MIB)
@@ -85,7 +85,7 @@ def test_groups_are_placed_on_nodes_of_eight():
 
 
 def test_which_axis_crosses_which_link():
-    """TP 2 x Ulysses 4 x Ring 2 x DP 2 x PP 2 on eight nodes: only the first two stay inside."""
+    """TP 2 x Ulysses 4 x Ring 2 x DP 2 x PP 2 on eight nodes: only TP and Ulysses stay inside a node."""
     grid = Strategy(tensor=2, ulysses=4, ring=2, data=2, pipeline=2)
     result = {
         axis: placed(*((g := grid.group(axis)).size, g.stride), 8) for axis in ("tp", "ulysses", "ring", "dp", "pp")
@@ -106,8 +106,8 @@ def test_which_axis_crosses_which_link():
      ("h100_64", H100, 0.25, 0.57), ("a100_8", A100, 0.30, 0.56)],
 )  # fmt: skip
 def test_against_published_nccl_tests(log, machine, typical, worst):
-    """Only NVLS' two shares are fitted to them. The largest errors: 2 to 16 MB on 64 GPUs, where nccl-tests show a
-    jump that NCCL's own table does not have; and A100's small messages, launched by one thread for eight GPUs."""
+    """Only the two shares of NVLS are fitted to these logs. The largest errors are at 2 to 16 MB on 64 GPUs, where the
+    logs have a jump that NCCL's table lacks, and at A100's small messages, which one thread launches for eight GPUs."""
     (run,) = read_runs(LOGS / f"{log}.txt", "all_reduce")
     errors = [abs(ours / took - 1) for _, took, ours, _ in compare(run, machine)]
     assert sum(errors) / len(errors) < typical and max(errors) < worst
@@ -209,10 +209,10 @@ def test_a_second_log_is_added_to_ones_own_file(tmp_path, capsys):
     assert "leave out --quick, --message-mib" in capsys.readouterr().err
 
 
-def test_a_machine_file_may_change_an_algorithm_and_is_told_what_is_wrong(tmp_path):
-    def write(**ways) -> Path:
+def test_a_machine_file_may_change_an_algorithm_and_its_errors_are_named(tmp_path):
+    def write(**algorithms) -> Path:
         path = tmp_path / "mine.json"
-        path.write_text(json.dumps({"extends": "H100-80G", "collectives": ways}))
+        path.write_text(json.dumps({"extends": "H100-80G", "collectives": algorithms}))
         return path
 
     slow = load(write(ring_simple={"step": 34e-6}))
@@ -226,9 +226,9 @@ def test_a_machine_file_may_change_an_algorithm_and_is_told_what_is_wrong(tmp_pa
         "ring_ll.limits": {"ring_ll": {"limits": [1]}},
         "tree_ll": {"tree_ll": None},
     }
-    for field, ways in wrong.items():
+    for field, algorithms in wrong.items():
         with pytest.raises(Refusal, match=f"collectives.{field}"):
-            load(write(**ways))
+            load(write(**algorithms))
     assert load("A100-40G").collectives is not None and replace(A100, collectives=None).collectives is None
 
 
@@ -258,29 +258,29 @@ def test_a_ring_without_its_tree_and_a_tree_without_its_ring(tmp_path):
 
 def test_of_equal_algorithms_the_first_stays(tmp_path):
     same = {"start": 8e-6, "step": 1e-6, "hop": 1e-6, "share": 0.9, "between": 0.9}
-    ways = {"ring_ll": {**same, "limits": [1e15] * 3}, "ring_ll128": same, "ring_simple": same}
-    tie = machine_of(tmp_path, extends="H100-80G", collectives=ways)
+    algorithms = {"ring_ll": {**same, "limits": [1e15] * 3}, "ring_ll128": same, "ring_simple": same}
+    tie = machine_of(tmp_path, extends="H100-80G", collectives=algorithms)
     assert names("all_gather", tie) == {"ring ll"} and price_of("all_gather", 8, 1, tie)(0) == pytest.approx(15e-6)
 
 
 def test_an_algorithm_that_the_generation_lacks_is_given_whole(tmp_path):
     whole = {"start": 0.0, "step": 25e-6, "hop": 18e-6, "share": 0.7}
     for part in whole:
-        ways = {"nvls": {key: figure for key, figure in whole.items() if key != part}}
+        algorithms = {"nvls": {key: figure for key, figure in whole.items() if key != part}}
         with pytest.raises(Refusal, match=f"collectives.nvls.{part}: missing; pcie"):
-            machine_of(tmp_path, extends="L20-48G", collectives=ways)
+            machine_of(tmp_path, extends="L20-48G", collectives=algorithms)
     assert "nvls" in names("all_reduce", machine_of(tmp_path, extends="L20-48G", collectives={"nvls": whole}))
     with pytest.raises(Refusal, match="collectives.generation"):
         machine_of(tmp_path, extends="H100-80G", collectives={"generation": ["hopper"]})
 
 
 def test_links_that_are_later_than_nccls_table(tmp_path):
-    """1 ms more per step: seven steps of a ring in a node; for all_reduce to the switch and back."""
+    """Each hop takes 1 ms longer: a ring in a node has seven, an all_reduce has two, to the switch and back."""
     late = machine_of(tmp_path, extends="H100-80G", link={"latency": 1.0006e-3}, collectives={"nvls_tree": None})
     rings = price_of("all_gather", 8, 1, late)(8) - price_of("all_gather", 8, 1, H100)(8)
     assert rings == pytest.approx(7e-3, rel=1e-3)
     assert price_of("all_reduce", 8, 1, late)(8) == pytest.approx(2e-3 + 25e-6, rel=1e-3)
-    assert price_of("all_reduce", 16, 1, late)(8) == pytest.approx(14e-3, rel=0.01)  # a chain in each node, both ways
+    assert price_of("all_reduce", 16, 1, late)(8) == pytest.approx(14e-3, rel=0.01)  # up and down a chain in each node
     assert price_of("all_reduce", 16, 8, late) == price_of("all_reduce", 16, 8, H100)  # uses no link inside a node
 
 
@@ -326,7 +326,7 @@ def test_what_the_ends_lack(layers: int, pipeline: int, expected: tuple[int, int
 
 
 def test_the_program_cuts_stages_as_the_plan_says() -> None:
-    """Each uneven grid of 6 layers on 4, and of 11 on 5 GPUs, with each number of recomputed layers."""
+    """Each uneven grid of 6 layers on 4 GPUs and of 11 layers on 5, with each number of recomputed layers."""
     seen = set()
     for layers, gpus in ((6, 4), (11, 5)):
         workload = Workload(replace(SHAPE, layers=layers), 5 * K, 8)
@@ -336,11 +336,11 @@ def test_the_program_cuts_stages_as_the_plan_says() -> None:
         for grid in grids(workload, gpus, Limits(micro_batch=(1,))):
             if not grid.uneven:
                 continue
-            ways = list(savings(grid, workload, Limits(fpdt_chunk=(0,))))
-            for way in (ways[0], *{way.recompute_layers: way for way in ways}.values()):
-                given = training_flags(workload, way)
+            plans = list(savings(grid, workload, Limits(fpdt_chunk=(0,))))
+            for plan in (plans[0], *{plan.recompute_layers: plan for plan in plans}.values()):
+                given = training_flags(workload, plan)
                 config = parse([*request.program_flags(workload.seq_length), *given, *JOB[2:]], None, gpus)
-                each = [way.stage_layers(layers, stage) for stage in range(way.pipeline)]
+                each = [plan.stage_layers(layers, stage) for stage in range(plan.pipeline)]
                 assert stage_layers(config) == each, given
                 seen |= {word for word in given if "split" in word or "decoder" in word}
     assert len(seen) == 4
@@ -353,14 +353,14 @@ def test_the_program_cuts_stages_as_the_plan_says() -> None:
 def test_time_and_memory_are_those_of_dry_runs(case) -> None:
     machine, ranks = load("H100-80G"), case.strategy.ranks
     result = dry_run(parse(flags(case), dict(LLAMA), ranks), ranks, machine, vocab_size=SHAPE.vocab, every_layer=True)
-    message = estimate(case.workload, case.strategy, machine)
-    assert message.seconds == pytest.approx(result.predicted_seconds, rel=TOLERANCE)
+    estimated = estimate(case.workload, case.strategy, machine)
+    assert estimated.seconds == pytest.approx(result.predicted_seconds, rel=TOLERANCE)
     device = max(one.figures.device_peak for one in result.ranks)
     assert 0.99 * device < fullest(case.workload, case.strategy).total < (1 + TOLERANCE) * device
 
 
 def test_405b_on_512_gpus_goes_through_a_pipeline() -> None:
-    """llama3-405b by name: its 126 layers need uneven stages; without these ZeRO 3 over all GPUs was best."""
+    """The 126 layers of llama3-405b need uneven stages; without these, ZeRO 3 over all GPUs was the best plan."""
     workload = Request(("--model", "llama3-405b"), 512).workload(8 * K)
     limits = Limits(micro_batch=(1,), tensor=(8,), fpdt_chunk=(0,))
     problem = Problem(workload, 512, load("H100-80G"), limits)

@@ -37,7 +37,7 @@ def settings(flags: str, world: int = 1, folder: str = "a"):
     [
         ("", 16, 8, []),
         ("--replication", 16, 8, [8]),
-        ("--replication", 24, 8, [8]),  # around a ring, so any number of nodes works
+        ("--replication", 24, 8, [8]),  # copies go around a ring, so any number of nodes works
         ("--replication --replication-factor 3", 24, 8, [8, 16]),
         ("--replication --replication-jump 1", 4, 1, [1]),
         ("--replication --replication-jump 5", 12, 4, [5]),

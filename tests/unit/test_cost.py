@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of kernels, transfers and copies: compared by hand, monotonic, and never better than the hardware."""
+"""The cost of kernels, transfers and copies: equal to sums by hand, monotonic, never better than the hardware."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_kernels_by_hand():
     assert kernel_seconds(Kernel("empty", "gemm", 0.0, 0.0), TOY) == 0.5
 
 
-def test_attention_goes_by_the_keys_that_a_query_sees():
+def test_the_rate_of_attention_depends_on_the_keys_that_a_query_sees():
     causal = attention(100, 100, 0.5)
     assert kernel_seconds(causal, TOY) == pytest.approx(causal.flops / 40)  # 100 is half-way between 10 and 1000
     full = attention(100, 50)  # every query sees 50 keys
@@ -122,7 +122,7 @@ def test_ranks_of_a_node_that_share_a_card():
     assert [hop(shared, 8, 1), hop(shared, 4, 2), hop(shared, 2, 4)] == pytest.approx([100, 200, 400])
     assert [hop(pairs, 8, 1), hop(pairs, 4, 2), hop(pairs, 2, 4)] == pytest.approx([200, 400, 400])  # two cards of 20
     assert {hop(TOY, 8, 1), hop(TOY, 4, 2), hop(TOY, 2, 4)} == {400.0}  # four of 10
-    for kind in ("all_gather", "all_reduce", "all_to_all"):  # bytes of all ranks leave the node: shared or not
+    for kind in ("all_gather", "all_reduce", "all_to_all"):  # all ranks use the card, shared or not
         assert transfer_seconds(transfer(kind, 400, 8), shared) == transfer_seconds(transfer(kind, 400, 8), TOY)
 
 
@@ -175,7 +175,7 @@ def test_between_nodes_all_to_all_and_interleaved_groups_have_shares_of_their_ow
     machine = replace(TOY, calibration=Calibration(network_all_to_all=0.5, interleaved=0.5))
     assert transfer_seconds(transfer("all_to_all", 7e9, 8), machine) == pytest.approx(8e8, rel=1e-6)
     assert transfer_seconds(transfer("all_gather", 4e9, 8), machine) == pytest.approx(1e8, rel=1e-6)  # neighbours
-    # two ranks per node, not neighbours: a card and half of the other; one rank per node has its card
+    # two ranks per node, not neighbours: a card and half of the other; one rank per node: one card
     assert transfer_seconds(transfer("all_gather", 6e9, 4, stride=2), machine) == pytest.approx(4e8, rel=1e-6)
     assert transfer_seconds(transfer("all_gather", 4e9, 4, stride=4), machine) == pytest.approx(4e8, rel=1e-6)
 
@@ -241,7 +241,7 @@ def test_a_call_takes_microseconds():
     machine = load("A100-80G")
     events = [(kernel_seconds, attention(4096, 4096, 0.5)), (transfer_seconds, transfer("all_to_all", 1e8, 16))]
     best = float("inf")
-    for _ in range(20):  # CPU time, and the best of several: others share the cores
+    for _ in range(20):  # the least CPU time of several runs, because other processes share the cores
         start = time.process_time()
         for price, event in events * 500:
             price(event, machine)
@@ -249,7 +249,7 @@ def test_a_call_takes_microseconds():
     assert best < 20e-6  # 2 to 4 microseconds on a quiet core
 
 
-# Ranks of unequal speed, and hosts that launch too slowly: by hand, monotonic, and equal in both models.
+# Ranks of unequal speed, and hosts that launch too slowly: sums by hand, monotonic, and equal in both models.
 
 
 A100 = load("A100-80G")
@@ -265,7 +265,7 @@ def test_the_largest_of_more_is_later_and_varies_less():
         assert largest_of(ranks, 0.001)[0] == pytest.approx(1 + 0.001 * above, abs=1e-5)
 
 
-def test_a_step_grows_with_ranks_and_variation_and_hangs_on_the_seed_alone():
+def test_a_step_grows_with_ranks_and_variation_and_depends_only_on_the_seed():
     waits = Waits()
     waits.add(8, 0.01, 100)
     times = [spread(2.0, waits, ranks, Jitter(0.05)) for ranks in (8, 64, 512)]

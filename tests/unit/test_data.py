@@ -316,7 +316,7 @@ def test_mock_data():
     train, valid, test = build_datasets(config, NULL, (50, 10, 0))
     assert (len(train), len(valid), test) == (50, 10, None)
     again, *_ = build_datasets(config, NULL, (70, 10, 0))
-    assert samples_of(again, 50) == samples_of(train)  # it depends on the index, not on the size
+    assert samples_of(again, 50) == samples_of(train)  # a sample depends on its index, not on the number of samples
     assert len(set(samples_of(train) + samples_of(valid))) == 60
     other = dataclasses.replace(config, run=dataclasses.replace(config.run, seed=8))
     assert samples_of(build_datasets(other, NULL, (50, 0, 0))[0]) != samples_of(train)

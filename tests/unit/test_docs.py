@@ -31,7 +31,7 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 EXAMPLE = ROOT / "examples" / "context_parallel_attention.py"
-# Flags of other programs that the pages name: torchrun, ruff, pytest, pip, docker, git.
+# Flags in the pages that our programs lack: of torchrun, ruff, pytest, pip, docker, git, and of extending.md's example.
 OTHERS = {"--standalone", "--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-backend", "--rdzv-endpoint", "--gpus",
           "--full", "--quick", "--schedules", "--signal", "--max-restarts", "--log-greeting"}  # fmt: skip
 SETTINGS = (
@@ -39,7 +39,7 @@ SETTINGS = (
     "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --vocab-size 99 --attention-dropout 0"
 )
 
-# The shape for --use-checkpoint-args, whose checkpoint does not exist here.
+# The shape that --use-checkpoint-args would read from a checkpoint, which these tests do not have.
 SHAPE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "position_embedding_type": "rope"}
 SHAPE |= {"seq_length": 64, "max_position_embeddings": 64, "hidden_dropout": 0.0, "attention_dropout": 0.0}
 
@@ -157,7 +157,7 @@ def stubs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pages
 def test_commands_are_accepted(page: Path, stubs: Path) -> None:
-    """Every training command is read and completed as by the program, and refused if the page says so."""
+    """Every training command is read and completed as the program does it, and is refused if the page says so."""
     for words, text in blocks(page, "bash"):
         if any(name in text for name in ("setup.sh", "quickstart.sh", "run.sh", "docker", "finetune.sh", "extend.sh")):
             continue
@@ -199,7 +199,7 @@ def refusal_of(action: Callable[[], object]) -> str | None:
 
 
 def run_block(text: str) -> None:
-    """On a rank of the pool."""
+    """Run a code block on a rank of the pool."""
     exec(compile(text, "block", "exec", dont_inherit=True), {"__name__": "block"})
 
 
@@ -268,7 +268,7 @@ def test_memory_on_a_new_machine(extended: Path) -> None:
 
 
 def run_example(*options: str) -> int:
-    """The example's main function, on a rank of the pool."""
+    """Run the example's main function on a rank of the pool; returns its exit code."""
     return runpy.run_path(str(EXAMPLE), run_name="docs")["main"](list(options))
 
 
@@ -320,7 +320,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert "initialize_grid" in (tmp_path / "site" / "use" / "python-api.html").read_text()
 
 
-# The commands of README's table run as written, on small stand-ins for the reader's files.
+# The commands in README's table run as they are written, on small stand-ins for the reader's files.
 
 
 COMMANDS = re.findall(r"`(python tools/[^`]+)`", (ROOT / "README.md").read_text())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of libraries that ours replace: every argument of theirs is computed or refused by name.
+"""Library functions that our functions replace: every argument is computed, or refused by name.
 
 A newer PyTorch or transformers with more arguments fails here. megatron-core's attention has a separate test
 (tests/distributed/test_core_attention.py).
@@ -37,7 +37,7 @@ def of(function: Callable) -> set[str]:
 
 
 def of_transformers(name: str) -> set[str]:
-    """Arguments of the functions of one kind, all together."""
+    """The arguments of all functions of one kind: "attention" or masks."""
     from transformers import masking_utils
     from transformers.integrations import flash_attention, flex_attention, sdpa_attention
     from transformers.utils import TransformersKwargs
@@ -78,9 +78,9 @@ push_to_hub remove_unused_columns report_to restore_callback_states_from_checkpo
 save_on_each_node save_only_model save_steps save_strategy save_total_limit seed skip_memory_metrics tf32
 torch_compile torch_compile_backend torch_compile_mode torch_empty_cache_steps trackio_bucket_id trackio_space_id
 trackio_static_space_id train_sampling_strategy use_cache use_cpu warmup_steps weight_decay
-"""  # about loops, optimizers, logs and files, which the Trainer handles; or read by compute_loss and loaders
+"""  # settings of loops, optimizers, logs and files, which the Trainer handles, or that compute_loss or loaders read
 
-# By interface: all arguments, computed ones, refused ones.
+# By interface: a function that returns all arguments; the computed ones; the refused ones.
 INTERFACES: dict[str, tuple[Callable[[], set[str]], set[str], set[str]]] = {
     "scaled_dot_product_attention": (
         operator,
@@ -97,7 +97,7 @@ INTERFACES: dict[str, tuple[Callable[[], set[str]], set[str], set[str]]] = {
         {*TOKENS, "is_causal", "average_attn_weights"},  # the last one is about returned weights, which are refused
         {"key_padding_mask", "need_weights", "attn_mask"},
     ),
-    "flex_attention": (lambda: of(flex_attention), set(), of(flex_attention)),  # whole
+    "flex_attention": (lambda: of(flex_attention), set(), of(flex_attention)),  # all are refused
     "attention functions of PyTorch": (
         lambda: {name for name in vars(F) if "attention" in name},
         {"scaled_dot_product_attention", "multi_head_attention_forward"},
@@ -118,7 +118,7 @@ INTERFACES: dict[str, tuple[Callable[[], set[str]], set[str], set[str]]] = {
     "Trainer()": (
         lambda: of_trainer("__init__"),
         {"model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class", "callbacks",
-         "optimizers", "optimizer_cls_and_kwargs", "compute_metrics", "preprocess_logits_for_metrics"},  # of losses
+         "optimizers", "optimizer_cls_and_kwargs", "compute_metrics", "preprocess_logits_for_metrics"},  # losses only
         {"model_init", "compute_loss_func"},
     ),
     "Trainer.compute_loss": (

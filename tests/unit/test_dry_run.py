@@ -47,7 +47,7 @@ def config_of(flags, ranks):
     ],
 )
 def test_a_few_layers_stand_for_all(ranks, flags):
-    machine = replace(load("A100-80G"), dispatch=0.0)  # with so small a model only the host's launches would count
+    machine = replace(load("A100-80G"), dispatch=0.0)  # the host's launches would hide all else in so small a model
     few, every = (
         dry_run(config_of(f"--num-layers 10 {flags}", ranks), ranks, machine, vocab_size=301, every_layer=every)
         for every in (False, True)
@@ -59,7 +59,7 @@ def test_a_few_layers_stand_for_all(ranks, flags):
         assert a.figures.flops == pytest.approx(b.figures.flops, rel=1e-12)
         assert a.figures.communication == pytest.approx(b.figures.communication, rel=2e-3)
         assert a.figures.copies == b.figures.copies
-        # ZeRO 1's optimizer updates a rank's part of every parameter, and the number of parts depends on the layers.
+        # ZeRO 1's optimizer updates a rank's part of every parameter; the number of these parts depends on the layers.
         passes, all_passes = a.figures.seconds["passes"], b.figures.seconds["passes"]
         assert passes == pytest.approx(all_passes, rel=2e-3)
     assert few.predicted_seconds == pytest.approx(every.predicted_seconds, rel=2e-2)
@@ -133,7 +133,7 @@ def test_layer_inputs_leave_the_device_before_the_backward_pass():
 
 @pytest.mark.parametrize("balance", ["zigzag", "contiguous"])
 def test_a_ring_moves_keys_and_neither_queries_nor_sums(balance):
-    """A forward pass of FPDT: docs/inside/host-copies.md, "What is copied"."""
+    """docs/inside/host-copies.md, "What is copied", describes this for a forward pass of FPDT."""
     from megatron.simulator.dry_run.one_rank import run_rank
 
     flags = f"--fpdt --fpdt-chunk-size 64 --ring-parallel-size 2 --context-parallel-balance {balance} --bf16"
@@ -141,8 +141,8 @@ def test_a_ring_moves_keys_and_neither_queries_nor_sums(balance):
     events = run_rank(config, 2, 1, 301, machine=load("A100-80G")).trace.events
     forward = events[: next(i for i, e in enumerate(events) if isinstance(e, Phase) and e.name == "backward")]
     sent, came = (
-        sum(e.bytes for e in forward if isinstance(e, HostCopy) and e.direction == way)
-        for way in ("to_host", "to_device")
+        sum(e.bytes for e in forward if isinstance(e, HostCopy) and e.direction == direction)
+        for direction in ("to_host", "to_device")
     )
     q, kv, lse = 32 * 8 * 8 * 2, 2 * 32 * 2 * 8 * 2, 32 * 8 * 4
     assert sent == 4 * (2 * q + kv + lse)
@@ -190,18 +190,18 @@ def test_the_verdict_says_which_setting_of_the_allocator_fits() -> None:
     one = RankReport(0, "first", (1, 1), (1, 1), Figures(peaks, 0, 0, {}, {}, {}, {}, {}), None, None)
     one = replace(one, reserved=Reserved(reserved))
 
-    def message(machine: Machine, report: RankReport) -> tuple[list[str], list[str]]:
+    def outcome(machine: Machine, report: RankReport) -> tuple[list[str], list[str]]:
         reasons = list(too_full(config, [report], 1, machine))
         return reasons, verdict(DryRun(config, 1, machine, [report], 1.0, 0.5, not reasons, tuple(reasons)))
 
     own = runtime_memory(config, 1, machine).outside_allocator
-    reasons, (default, expandable) = message(machine, one)
+    reasons, (default, expandable) = outcome(machine, one)
     assert not reasons
     assert "default allocator it does not fit: 5.5 GiB of device memory are missing" in default
     assert f"expandable_segments:True it fits, with {readable(3 * gib - own)} of device memory to spare" in expandable
-    (reason,), lines = message(replace(machine, memory=21 * gib), one)
+    (reason,), lines = outcome(replace(machine, memory=21 * gib), one)
     assert "needs 22.5 GiB of device memory: 20.0 allocated" in reason and not any("it fits" in line for line in lines)
-    reasons, (line,) = message(machine, replace(one, reserved=Reserved()))
+    reasons, (line,) = outcome(machine, replace(one, reserved=Reserved()))
     assert not reasons and line == "it fits, with 5.0 GiB of device memory to spare"
 
 
@@ -221,7 +221,7 @@ def test_the_program_writes_what_it_found(tmp_path, capsys):
     assert made == {file.name for file in path.parent.iterdir()}
 
 
-def test_a_full_disk_is_told_after_the_tables(tmp_path, capsys, monkeypatch):
+def test_a_full_disk_is_reported_after_the_tables(tmp_path, capsys, monkeypatch):
     from megatron.simulator.dry_run import dry_run_report as dry_run_report
 
     def fail(*_):
@@ -233,7 +233,7 @@ def test_a_full_disk_is_told_after_the_tables(tmp_path, capsys, monkeypatch):
     assert "memory of a rank" in output.out and output.err.endswith("No space left on device\n")
 
 
-def test_what_does_not_fit_is_told(capsys):
+def test_what_does_not_fit_is_reported(capsys):
     flags = "--model llama3-70b --num-layers 16 --seq-length 2048 --dry-run --world-size 1 --gpu A100-40G --bf16"
     assert main(flags.split(), LLAMA, simulate) == 1
     assert "does not fit: rank 0 needs" in capsys.readouterr().out
@@ -338,7 +338,7 @@ def test_what_else_the_process_holds_does_not_count():
 
 
 def test_allocations_come_in_the_same_order_in_every_process(monkeypatch):
-    """Tensors from before the step come from the garbage collector in any order."""
+    """The garbage collector lists tensors from before the step in any order."""
     from megatron.simulator.dry_run.one_rank import run_rank
 
     flags = "--num-layers 1 --global-batch-size 2 --bf16 --zero-stage 3 --ulysses-parallel-size 2"
@@ -352,7 +352,7 @@ def test_allocations_come_in_the_same_order_in_every_process(monkeypatch):
 
 @pytest.mark.parametrize("balance", ["zigzag", "contiguous"])
 def test_a_hop_of_a_ring_takes_as_long_as_its_larger_direction(balance):
-    """On a ring of two, one rank's message arrives while the other's leaves, and they differ."""
+    """On a ring of two ranks, each sends while it receives, and the two messages have different sizes."""
     from megatron.simulator.dry_run.one_rank import run_rank
 
     flags = f"--ring-parallel-size 2 --context-parallel-balance {balance} --num-layers 1 --global-batch-size 1"

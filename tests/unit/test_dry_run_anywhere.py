@@ -95,7 +95,7 @@ def test_products_run_at_the_rate_of_fp8():
     plain, result = fp8_run(flags), fp8_run(f"{flags} --fp8-format e4m3")
     assert result.flops == plain.flops
     share = result.exposed["gemm"] / plain.exposed["gemm"]
-    assert 1 / faster < share < 1 / faster + 0.1  # except for the output layer
+    assert 1 / faster < share < 1 / faster + 0.1  # not 1 / faster, because the output layer runs in bf16
     assert result.exposed["memory"] > plain.exposed["memory"]  # casts
 
 

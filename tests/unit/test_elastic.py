@@ -192,7 +192,7 @@ def test_a_run_whose_ranks_are_flags(tmp_path: Path):
     assert "DP 2 x PP 1 on 2 x" in output[0] and "iteration" in output[0] and "iteration" not in output[2]
 
 
-# The files of examples/ for schedulers: Slurm's scripts queue themselves again, Kubernetes' and TorchX' are valid.
+# The files of examples/ for schedulers: Slurm scripts queue themselves again; those of Kubernetes and TorchX are valid.
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -202,13 +202,13 @@ SLURM = sorted(ROOT.glob("examples/*/*slurm.sh"))
 
 
 def slurm(script: Path, folder: Path, done: int, left: int, code: int = 0) -> tuple[int, str]:
-    """Exit code of a script and its calls of scontrol, if srun ends after ``done`` iterations."""
+    """(exit code, last call of scontrol) of a script whose srun ends with ``code`` after ``done`` iterations."""
     stubs = folder / "stubs"
     stubs.mkdir(parents=True)
     tracker = folder / "c" / "latest_checkpointed_iteration.txt"
     for name, text in {
         "srun": f"echo {done} >{tracker}; exit {code}",
-        "scontrol": f'echo "$@" >>{folder}/told',
+        "scontrol": f'echo "$@" >>{folder}/calls',
     }.items():
         (stubs / name).write_text(f"#!/bin/sh\n{text}\n")
         (stubs / name).chmod(0o755)
@@ -221,7 +221,7 @@ def slurm(script: Path, folder: Path, done: int, left: int, code: int = 0) -> tu
     }
     environment |= {"TRAIN_ITERS": "100", "SLURM_JOB_END_TIME": str(int(time.time()) + left)}
     ended = subprocess.run(["bash", str(script)], env=environment, capture_output=True, timeout=patience(20))
-    return ended.returncode, (folder / "told").read_text().splitlines()[-1]
+    return ended.returncode, (folder / "calls").read_text().splitlines()[-1]
 
 
 @pytest.mark.parametrize("script", SLURM, ids=lambda path: path.stem)
@@ -259,10 +259,10 @@ def differences(value: Any, schema: dict[str, Any], place: str = "") -> list[str
 
 
 def test_the_job_set_is_what_its_schema_says(tmp_path: Path) -> None:
-    message = json.loads((Path(__file__).parent / "data" / "jobset.json").read_text())
+    source = json.loads((Path(__file__).parent / "data" / "jobset.json").read_text())
     manifest = yaml.safe_load(MANIFEST.read_text())
-    assert manifest["apiVersion"] == f"{message['group']}/{message['version']}" and manifest["kind"] == message["kind"]
-    assert differences(manifest, message["schema"]) == []
+    assert manifest["apiVersion"] == f"{source['group']}/{source['version']}" and manifest["kind"] == source["kind"]
+    assert differences(manifest, source["schema"]) == []
     for change, wanted in (
         (lambda pod: pod["containers"][0].update(imag="x"), ".imag is unknown"),
         (lambda pod: pod["containers"][0].pop("name"), ".name is missing"),
@@ -271,7 +271,7 @@ def test_the_job_set_is_what_its_schema_says(tmp_path: Path) -> None:
     ):
         other = copy.deepcopy(manifest)
         change(pod_of(other))
-        assert [wanted in line for line in differences(other, message["schema"])] == [True], wanted
+        assert [wanted in line for line in differences(other, source["schema"])] == [True], wanted
 
     pod, name = pod_of(manifest), manifest["metadata"]["name"]
     (container,) = pod["containers"]
@@ -299,7 +299,7 @@ def component() -> Any:
 
 
 def test_the_torchx_component(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checked by TorchX if it is installed, otherwise by a stand-in with the arguments of TorchX' ddp."""
+    """TorchX' linter checks it if TorchX is installed. A stand-in for TorchX' ddp returns its arguments."""
     import sys
     from types import ModuleType, SimpleNamespace
 

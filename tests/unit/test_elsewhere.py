@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of older Megatron-LM, Megatron-DeepSpeed, NeMo and Megatron-FSDP, and their settings here."""
+"""Flags of older Megatron-LM, Megatron-DeepSpeed, NeMo and Megatron-FSDP, and the settings that they become."""
 
 from __future__ import annotations
 

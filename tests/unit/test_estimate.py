@@ -130,7 +130,7 @@ def test_ring_exchanges_hide_behind_tiles_and_the_last_gradients_do_not():
     # The last returning gradients are those of rank 0's block, of which others see only the early half.
     assert result.parts["ring"] == pytest.approx(32 * grads / 2 / 1e11, rel=1e-6)
     slow = step(replace(TOY, link=Link(1e8, 0.0)), ring=4)
-    # Keys (half as wide as gradients) are sent in six windows, gradients in two and a half.
+    # Keys (half as wide as gradients) take six hops, gradients two and a half.
     assert slow.parts["ring"] + slow.parts["attention"] == pytest.approx(
         32 * (6 * grads / 2 + 2.5 * grads) / 1e8, rel=0.25
     )
@@ -156,11 +156,11 @@ def test_copies_are_those_of_the_program(kv_heads):
     program = copied_bytes(chunks, tokens=8192, heads=a.heads, kv_heads=a.kv_heads, head_dim=128, itemsize=2)
 
     def copied(work: list[Segment]) -> tuple[float, ...]:
-        ways = dict.fromkeys(("to_host", "to_device"), 0.0)
+        sizes = dict.fromkeys(("to_host", "to_device"), 0.0)
         for segment in work:
             for copy in segment.copies:
-                ways[copy.direction] += copy.bytes * segment.count
-        return tuple(ways.values())
+                sizes[copy.direction] += copy.bytes * segment.count
+        return tuple(sizes.values())
 
     assert goes_by_keys(a.heads, a.kv_heads, 2) == (kv_heads == 32)
     overlapped = Segment(copies=stored_in_forward(a, strategy, chunks))
@@ -247,19 +247,19 @@ def test_no_step_is_faster_than_its_flops(
     assert 0 < result.mfu < 1
 
 
-# --- the USP paper's recommendations about speed ---
+# --- the USP paper's recommendations about speed, by their numbers ---
 
 A800 = load("A800-80G")
 
 
 def test_unified_beats_pure_ones_across_nodes():
-    """1: on links of unlike speed, Ulysses inside and Ring across."""
+    """1: if links differ in speed, use Ulysses inside a node and Ring between nodes."""
     unified = step(A800, ulysses=8, ring=2).seconds
     assert unified < step(A800, ulysses=1, ring=16).seconds and unified < step(A800, ulysses=16).seconds
 
 
 def test_data_parallelism_first():
-    """2: DP where the batch allows it."""
+    """2: use DP if the batch is large enough for it."""
     work = Workload(replace(LLAMA, kv_heads=32), 8192, 8)
     shared = [step(A800, work, ulysses=u, ring=8 // u, micro_batch=8).seconds for u in (1, 2, 4, 8)]
     assert step(A800, work, data=8).seconds < min(shared)
@@ -272,7 +272,7 @@ def test_zero_spans_data_and_sequence_parallel_ranks():
 
 
 def test_sequence_parallelism_sends_less_than_tensor_parallelism_and_less_still_with_gqa():
-    """4."""
+    """4: compared by the seconds that compute waits for transfers."""
 
     def waits(kv_heads: int, **grid: int) -> float:
         result = step(A800, Workload(replace(LLAMA, kv_heads=kv_heads), 131072), **grid).parts
@@ -291,7 +291,7 @@ def test_more_ranks_of_a_ring_are_faster():
 
 
 def test_the_fastest_link_goes_to_tensor_parallelism():
-    """7: TP innermost. Its group as neighbours, or a node apart."""
+    """7: TP is the innermost axis. Its group is faster as neighbours than with one rank per node."""
     inside, apart = (transfer_seconds(Transfer("all_gather", "tp", Group(8, stride), 1e9), A800) for stride in (1, 8))
     assert inside < apart / 4
 
@@ -310,7 +310,7 @@ SHAPES = {
 
 
 def sharded_transfers(strategy: Strategy, held: States) -> Iterator[Transfer]:
-    """ZeRO 2 and 3, each micro-batch."""
+    """The gathers and reductions of ZeRO 2 and 3 in each micro-batch."""
     gathers = 2 if strategy.zero == 3 else 1  # forward, and again backward
     yield replace(gather_parameters(strategy, held.layer), count=gathers * held.layers)
     yield replace(reduce_gradients(strategy, held.layer), count=held.layers)
@@ -356,18 +356,18 @@ def check(workload: Workload, strategy: Strategy) -> None:
             if isinstance(event, Kernel) and event.kind == kind and word in event.name
         )
 
-    logits, message = computed("gemm", "logits"), step_flops(workload, strategy)
-    gemm = computed("gemm") - logits + logits / strategy.pipeline  # one stage has them
-    assert strategy.ranks * gemm == pytest.approx(message.gemm, rel=1e-12)
+    logits, formula = computed("gemm", "logits"), step_flops(workload, strategy)
+    gemm = computed("gemm") - logits + logits / strategy.pipeline  # only one stage has logits
+    assert strategy.ranks * gemm == pytest.approx(formula.gemm, rel=1e-12)
     share = busiest_share(strategy.ring, strategy.balance, workload.causal)
-    assert strategy.ranks * computed("attention") == pytest.approx(message.attention * share, rel=1e-12)
+    assert strategy.ranks * computed("attention") == pytest.approx(formula.attention * share, rel=1e-12)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     "given",
     [
-        {"tensor": 16},  # beyond the key/value heads
+        {"tensor": 16},  # more ranks than key/value heads
         {"tensor": 8, "sequence_parallel": False, "recompute": "full"},
         {"tensor": 2, "ulysses": 4, "ring": 2, "data": 2, "zero": 3, "recompute": "selective"},
         {"ring": 2, "recompute": "full"},

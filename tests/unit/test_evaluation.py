@@ -65,7 +65,7 @@ def test_a_needle_lies_at_its_depth_in_a_haystack_of_its_length(kind):
         rest = np.concatenate((sample.ids[:at], sample.ids[at + needle.size :]))
         assert np.array_equal(rest[: hay.size], hay)
         answer = sample.ids[sample.scored]
-        assert sample.scored[-answer.size :].all()  # the answer ends the sample, and the needle holds it
+        assert sample.scored[-answer.size :].all()  # the answer ends the sample and is part of the needle
         assert any(np.array_equal(needle[n : n + answer.size], answer) for n in range(needle.size))
 
 
@@ -196,7 +196,7 @@ def test_training_needles_are_others_than_those_of_evaluations(tmp_path, capsys)
         assert sorted(tails.tolist()) == sorted(result.tolist())
         counts.add(len(at))
     assert counts <= set(range(1, 8)) and len(counts) > 3
-    assert numbers == {True, False}  # otherwise a model would learn never to answer with the others
+    assert numbers == {True, False}  # or a model would learn never to answer with the numbers that are missing
     assert {part for pair in pairs(words.names, False) for part in pair} == set(range(words.names))
     assert make_needles.main(["--output-prefix", prefix, *flags]) == 2
     assert "give --overwrite" in capsys.readouterr().err

@@ -89,7 +89,7 @@ def test_an_unknown_model_is_refused(script: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model, length", [("genslm-25b", 524288), ("genslm-33b", 458752)])
 def test_genslm_scripts_reach_the_published_lengths(model: str, length: int, tmp_path: Path) -> None:
-    """On 64 GPUs with partitioned learned positions; and with eight times the length in chunks."""
+    """On 64 GPUs with partitioned learned positions; and, in chunks, 4,194,304 tokens."""
     script = GENSLM / "pretrain.sh"
     plain, gpus = read(launch(script, tmp_path / "plain", of_model(model)))
     longer = {"SEQ_LENGTH": "4194304", "CHUNK": "131072"} | of_model(model)
@@ -135,7 +135,7 @@ def test_genslm_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def run_quickstart(script: Path, genome: str, out: str) -> subprocess.CompletedProcess:
-    """With a stand-in for apt-get."""
+    """Run the script with a stand-in for apt-get, which fails."""
     stub = script.parent / "apt-get"
     stub.write_text("#!/bin/sh\nexit 100\n")
     stub.chmod(0o755)
@@ -188,7 +188,7 @@ def launch(
 
     Args:
         cwd: the working directory.
-        spooled: as sbatch does, which copies the script to another folder.
+        spooled: run a copy of the script in another folder, as Slurm does.
     """
     copy = folder / "repository" / script.relative_to(ROOT)
     copy.parent.mkdir(parents=True)

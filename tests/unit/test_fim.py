@@ -60,7 +60,7 @@ def test_every_text_is_there_in_another_order(texts: list[str], number: int, spm
 
 
 def test_the_order_of_the_parts():
-    """As in Megatron-LM: prefix, suffix, middle; or suffix, prefix, middle, the latter two in one."""
+    """As in Megatron-LM: prefix, suffix, middle; or suffix, then prefix and middle as one part."""
     draw = generator(1, 5)
     draw.random()
     first, second = sorted(draw.integers(0, 9, 2))
@@ -87,12 +87,12 @@ def test_parts_of_a_text_are_cut_alone():
     assert filled(text, rate=0.0, split=True, fragment_rate=1.0) == text
 
 
-def test_a_text_that_begins_so_is_left():
+def test_a_text_that_begins_with_no_prefix_is_unchanged():
     assert filled("xxyyE" + "z" * 20, no_prefix="xx").startswith("xxyyEA")
 
 
 def test_what_is_missing_at_the_end_is_filled_up():
-    """Empty texts are dropped with the mark behind them."""
+    """Empty texts are dropped together with the end-of-document token after them."""
     assert filled("EEExy", rate=0.0) == "xyDDD" and filled("xyEzE", rate=0.0) == "xyEzE"
 
 

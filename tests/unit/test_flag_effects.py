@@ -254,7 +254,7 @@ def facts(flags: str) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Build configurations only, without layers."""
+    """Pretend that Transformer Engine is installed; only configurations are built, no layers."""
     monkeypatch.setattr(validate, "transformer_engine_installed", lambda: True)
 
 
@@ -280,7 +280,7 @@ def test_every_setting_has_its_effect_shown():
         flag = spellings(field)[0]
         if flag in probed or field.name in ALWAYS:
             continue
-        path = FOREIGN if section == "elsewhere" else root / cited[field.name]  # KeyError: show what the flag does
+        path = FOREIGN if section == "elsewhere" else root / cited[field.name]  # KeyError: test what the flag does
         field_name = "-" if path.name == Path(__file__).name else field.name  # this file lists the names itself
         assert names(flag, field_name, path.read_text()), f"{path} does not show {flag}"
 
@@ -327,11 +327,9 @@ def test_what_nobody_reads_is_noted(flags: str):
     config = parse(f"{BASE} --train-iters 20 {flags}".split(), world_size=RANKS)
     (note,) = [note for note in config.notes if "no effect here" in note]
     reader = next(entry for entry in READERS if entry[0] in note)
-    message = [
-        spelling for _, _, field in settings() for spelling in spellings(field)[:1] if names(spelling, "-", note)
-    ]
+    named = [spelling for _, _, field in settings() for spelling in spellings(field)[:1] if names(spelling, "-", note)]
     wanted = [flag for flag in re.findall(r"--[\w-]+", flags) if flag in note.split("(")[0]]
-    assert wanted and flags.split()[0] in wanted and set(wanted) <= set(message) and not reader[1](config)
+    assert wanted and flags.split()[0] in wanted and set(wanted) <= set(named) and not reader[1](config)
 
 
 def test_what_is_read_has_no_note():
@@ -391,11 +389,11 @@ def test_loggers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     )
     for more, bar in (("", True), ("--no-progress", False)):
         config = parse(f"{BASE} --train-iters 20 {flags} {more}".split(), world_size=1)
-        message = reporter.Reporter(config, active=True, first_iteration=0, last_iteration=20)
-        assert (message.bar is not None) == bar
+        report = reporter.Reporter(config, active=True, first_iteration=0, last_iteration=20)
+        assert (report.bar is not None) == bar
     for iteration in (1, 2, 3, 4):
         row = {"iteration": iteration, "lm_loss": 1.0}
-        message.step(row, learning_rate=1.0, loss_scale=1.0, extra={})
+        report.step(row, learning_rate=1.0, loss_scale=1.0, extra={})
     assert (seen["project"], seen["name"], seen["dir"], seen["entity"], seen["queue"]) == ("a", "b", "c", "d", 7)
     assert set(points) == {2, 4}
     assert mfu.peak_flops(config, torch.device("cpu")) == 3e12

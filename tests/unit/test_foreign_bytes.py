@@ -46,7 +46,7 @@ def text(value: str) -> bytes:
 
 
 def call(module: str, name: str, argument: bytes) -> bytes:
-    """Instructions that call a function with one argument and forget what it returns."""
+    """Pickle instructions that call a function with one argument and discard what it returns."""
     return text(module) + text(name) + b"\x93" + argument + b"\x85R0"
 
 
@@ -138,7 +138,7 @@ def test_what_metadata_describes_is_read(tmp_path):
 
 
 def changed(**lengths: tuple[int, ...]) -> bytes:
-    """The metadata with other sizes of the tensor ``weight``."""
+    """The pickled metadata with other sizes of the tensor ``weight``."""
     metadata = pickle.loads(small_metadata())
     tensor = metadata.state_dict_metadata["weight"]
     if "size" in lengths:
@@ -249,7 +249,7 @@ def rewritten(data: bytes, packed: int = zipfile.ZIP_STORED, **records: bytes) -
 
 
 def claiming(size: bytes, stride: bytes) -> bytes:
-    """A tensor of four numbers that claims another shape."""
+    """A file of torch.save whose tensor of four numbers claims another size and stride."""
     old = saved(torch.zeros(4))
     pickled = zipfile.ZipFile(io.BytesIO(old)).read("archive/data.pkl")
     new = pickled.replace(b"K\x04\x85", size + b"\x85", 1).replace(b"K\x01\x85", stride + b"\x85", 1)

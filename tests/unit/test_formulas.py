@@ -99,7 +99,7 @@ TOLERANCE = 0.025  # most errors are a tenth of that: docs/use/memory.md
 
 @pytest.fixture(scope="module")
 def measured(shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Measured]:
-    """The measured step of each case by name; a few cases at a time, so that test processes share the work."""
+    """The measured step of each case by name. A few are measured at a time, so that test processes share the work."""
 
     def measure_some(cases: list[Case]) -> dict[str, Measured]:
         file: Path = tmp_path_factory.mktemp("formulas") / "measured"
@@ -109,13 +109,13 @@ def measured(shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> Mappin
         assert process.exitcode == 0
         return dict(zip((case.name for case in cases), pickle.loads(file.read_bytes())))
 
-    class Found(dict[str, Measured]):
+    class Results(dict[str, Measured]):
         def __missing__(self, name: str) -> Measured:
             first = [case.name for case in CASES].index(name) // SOME * SOME
             self.update(shared(("formulas", first), lambda: measure_some(CASES[first : first + SOME])))
             return self[name]
 
-    return Found()
+    return Results()
 
 
 names = pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_model_states_are_exact(case: Case, measured: Mapping[str, Measured]) ->
     held = stage_parameters(case.workload.shape, strategy.tensor, strategy.pipeline, case.stage)
     states = model_states(held, strategy.zero, strategy.group("dp").size, case.itemsize)
     result = measured[case.name].states
-    counters = result.pop("optimizer") - states.optimizer  # Adam's step counters, one number per parameter
+    counters = result.pop("optimizer") - states.optimizer  # Adam's step counters, one number per parameter tensor
     assert 0 <= counters <= 8 * 16 * case.workload.shape.layers + 64
     assert {"parameters": states.parameters, "gradients": states.gradients} == result
 
@@ -227,7 +227,7 @@ def test_the_memory_pages_activations() -> None:
             (papers.activations(row.layers, 1, row.length, row.hidden, row.heads) / papers.GB)
             - 2 * row.layers * row.length * row.hidden / papers.GB
         )
-        assert square > 10 * row.square  # the printed quadratic term is that of one layer
+        assert square > 10 * row.square  # the paper prints the quadratic term of one layer
         assert row.as_printed[1] <= row.square <= row.as_printed[1] + 0.6
         if "7B" not in row.name:
             assert row.as_printed[0] == pytest.approx(row.linear, rel=0.01)
@@ -251,18 +251,18 @@ def test_usps_table_2_is_what_we_send() -> None:
     def activations(strategy: Strategy, axis: str) -> float:
         return sent_bytes(Workload(MHA, 512, strategy.data), strategy, 2)[axis] / layers / one
 
-    # The paper approximates (n-1)/n by 1; under Ulysses a rank keeps a quarter. TP: also embedding, loss and norms.
+    # The paper approximates (n-1)/n by 1; under Ulysses a rank keeps a quarter. TP also has embedding, loss and norms.
     assert activations(S(ulysses=4), "ulysses") == pytest.approx(table["SP-Ulysses"].activations * 3 / 4)
     deep = replace(MHA, layers=200, vocab=128)
     for method, strategy in (("TP-sp", S(tensor=4)), ("TP", S(tensor=4, sequence_parallel=False))):
         sent = sent_bytes(Workload(deep, 512), strategy, 2)["tp"] / 200 / one
         assert sent == pytest.approx(table[method].activations * 3 / 4, rel=0.02)
-    # The paper counts k and v forward, and as much backward. Our backward sends k and v again, and their
-    # gradients in fp32: 2 + 2 + 4.
+    # The paper counts k and v in the forward pass, and as much in the backward pass. Our backward pass sends k and v
+    # again, and their gradients in fp32: 2 bytes per element forward, 2 + 4 backward.
     full = sent_bytes(Workload(MHA, 512, causal=False), S(ring=4), 2)["ring"] / layers / one
     assert full == pytest.approx(2 * table["SP-Ring"].activations * 3 / 4)
     zero = {row.method: row.parameters for row in papers.usp_table_2(4)}
-    for stage in (0, 1):  # fp32 gradients: 2 x 4 bytes an element; with ZeRO 1 4, and 2 for new weights
+    for stage in (0, 1):  # bytes per element: 2 x 4 for fp32 gradients; ZeRO 1: 4, and 2 for new weights
         sent = sent_bytes(Workload(deep, 512, 4), S(data=4, zero=stage), 2)["dp"]
         numel = stage_parameters(deep, 1, 1, 0).numel
         assert sent == pytest.approx((8 if stage == 0 else 6) * numel * 3 / 4, rel=0.01)

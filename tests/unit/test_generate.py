@@ -97,7 +97,7 @@ def test_temperature_top_k_and_top_p_as_transformers(temperature, top_k, top_p):
     assert torch.equal(result, expected) and (top_k == 0 or result.isfinite().sum() <= 3 * top_k)
 
 
-def test_draws_follow_the_distribution_and_hang_on_seed_prompt_and_place_alone():
+def test_draws_follow_the_distribution_and_depend_only_on_seed_prompt_and_place():
     sampling, scores = Sampling(greedy=False, seed=1), torch.tensor([[0.0, 1.0, 2.0, -1.0]])
     counts = torch.bincount(torch.cat([choose(scores, sampling, (0,), place) for place in range(4000)]), minlength=4)
     assert (counts / 4000 - scores.softmax(-1)[0]).abs().max() < 0.03
@@ -199,7 +199,7 @@ def test_what_comes_from_a_hugging_face_folder(folder, tmp_path):
     assert not configure(NULL.split(), str(folder), None, "fp32", 1)[0].optimizer.bf16
     with pytest.raises(Refusal, match="--load .* holds no checkpoint"):
         configure(NULL.split(), str(tmp_path), None, None, 1)
-    with pytest.raises(Refusal, match="no such|not a|--tokenizer-model"):  # an existing tokenizer is accepted
+    with pytest.raises(Refusal, match="no such|not a|--tokenizer-model"):  # this tokenizer cannot be read
         (folder / "tokenizer_config.json").write_text("{}")
         try:
             build_tokenizer(configure([], str(folder), None, None, 1)[0].data, None)
@@ -271,7 +271,7 @@ def cache_bytes(
     Args:
         grid: as the rank sees it (``Grid.at``); its pipeline stages hold the same number of layers.
         prompt: tokens of the longest prompt of the batch.
-        new_tokens: longest answer; its last token is not kept.
+        new_tokens: tokens of the longest answer, of which the last is not kept.
         batch: prompts that are answered at the same time.
         itemsize: bytes of one number.
     """

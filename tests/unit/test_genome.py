@@ -46,7 +46,7 @@ def tokenizer(kind: str):
 
 
 def preprocess(folder: Path, *inputs: object, kind: str = "NucleotideTokenizer", flags: str = "--append-eod") -> list:
-    """The documents that the tool makes of some files."""
+    """The documents that tools/preprocess_data.py makes from some files, as lists of ids."""
     argv = ["--input", *map(str, inputs), "--output-prefix", str(folder / "out"), "--tokenizer-type", kind]
     preprocess_data.main([*argv, "--overwrite", "--workers", "1", *flags.split()])
     return [document.tolist() for document in IndexedDataset(str(folder / "out_text_document"))]
@@ -82,7 +82,7 @@ def test_ids_of_codons():
 
 @given(st.text(alphabet=CODES.decode() + CODES.decode().lower() + " \n", max_size=50))
 def test_sequences_come_back(text: str):
-    """Decoded sequences: upper case, U as T, ambiguous bases as N, no white space, complete codons."""
+    """Decoded sequences have upper case, T for U, N for ambiguous bases, no white space and only complete codons."""
     read = "".join(text.split()).upper().replace("U", "T")
     bases = "".join(base if base in "ACGT" else "N" for base in read)
     mine = tokenizer("NucleotideTokenizer")
@@ -267,7 +267,7 @@ def train_bpe(special):
 
 
 def make(kind, folder, special=(END,)):
-    """Settings for a tokenizer of this kind, with its files below ``folder``; and --vocab-size."""
+    """(settings of a tokenizer of this kind, its --vocab-size or None); its files are written to ``folder``."""
     data = DataConfig(tokenizer_type=kind)
     if kind == "ByteLevelTokenizer":
         return data, None

@@ -44,7 +44,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.full
 def test_all_stages(tmp_path: Path) -> None:
-    """In a new process, as a user starts it, because stages are forks and threads of earlier tests would be missing."""
+    """In a new process, as a user starts it: stages are forks, in which threads of earlier tests would be missing."""
     command = [sys.executable, "-c", WITHOUT_PYTEST, "--device", "cpu", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(150))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -146,7 +146,7 @@ def test_what_is_kept_of_a_stage_that_was_stopped(tmp_path, capsys) -> None:
         first.run([Case("lost", lambda: (_ for _ in ()).throw(RuntimeError("CUDA error: 700")))])
     assert ended.value.code == BROKEN
     first.finish()
-    assert not stage_of().known  # --again begins anew
+    assert not stage_of().known  # after it has finished, --again repeats all cases
 
 
 def test_out_of_memory_takes_fewer_layers(tmp_path, monkeypatch, capsys) -> None:
@@ -163,7 +163,7 @@ def test_out_of_memory_takes_fewer_layers(tmp_path, monkeypatch, capsys) -> None
     step.measured(program.Plan(9, 128, "none"), TINY, "cuda", stage, 1, False)
     assert seen == [9, 7, 5]
     monkeypatch.setattr(step, "steps_of", lambda *_: (_ for _ in ()).throw(program.Failed("out of memory")))
-    with pytest.raises(program.Failed):  # it does not wait forever
+    with pytest.raises(program.Failed):  # it does not try forever
         step.measured(program.Plan(2, 128, "none"), TINY, "cuda", stage, 1, False)
 
 
@@ -301,7 +301,7 @@ def test_the_machine_of_a_gpu_extends_the_shipped_one(monkeypatch) -> None:
     assert "host_link" not in result and "attention" not in result and json.dumps(result)
 
 
-# The FPDT benchmark: flags of all modes are accepted, and figures become files and a picture. Then peers.py.
+# The FPDT benchmark: flags of all modes are accepted, and figures become files and a picture. Last, peers.py is tested.
 
 
 def benchmark(monkeypatch: pytest.MonkeyPatch, *words: str):
@@ -342,7 +342,7 @@ def test_figures_become_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
 
 @pytest.mark.full
 def test_peers_are_judged_by_one_process(tmp_path: Path) -> None:
-    """Our gradients are right in every accepted case; and wrong ones are detected."""
+    """Our gradients are right in every accepted case, and wrong gradients are detected."""
     argv = ["--processes", "2", "--seq-length", "64", "--repeats", "1", "--json", str(tmp_path / "peers.json")]
     subprocess.run([sys.executable, "benchmarks/peers.py", *argv], check=True, cwd=ROOT, timeout=patience(300))
     result = json.loads((tmp_path / "peers.json").read_text())

@@ -19,7 +19,7 @@ HIDDEN, WORDS, TOKENS = 32, 48, 64
 
 
 class Watch(TorchDispatchMode):
-    """Counts operations by name, and records the largest tensor that one makes."""
+    """Counts operations by name, and records the bytes of the largest tensor that an operation makes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def test_what_a_layer_has_added_by_itself_is_not_added_again():
 
 @pytest.mark.parametrize("buffer", [False, True])
 def test_gradients_that_are_one_tensor_are_added_up_apart(buffer):
-    """Autograd gives one tensor to both terms of a sum, and to a term of the result."""
+    """Autograd gives the same gradient tensor to both terms of a sum, and to a term of the result."""
     shapes = ((HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (TOKENS // 4, 1, HIDDEN))
     a, b, added = (torch.randn(shape, requires_grad=True) for shape in shapes)
     x = torch.randn(TOKENS, 1, HIDDEN, requires_grad=True)
@@ -161,7 +161,7 @@ def test_two_thousand_rows_of_llama_3():
 
 
 @pytest.mark.parametrize("dtype, wide", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])
-def test_a_product_is_added_without_one_of_the_sums_size(dtype, wide):
+def test_a_product_is_added_without_a_temporary_of_the_sums_size(dtype, wide):
     total, a, b = torch.ones(400, 300, dtype=wide), torch.randn(400, 8).to(dtype), torch.randn(8, 300).to(dtype)
     expected = total.double() + a.double() @ b.double()
     with Watch() as seen:

@@ -41,12 +41,12 @@ def run(*words: str) -> tuple[int, float]:
     return int(result[1]), float(result[2])
 
 
-def test_all_tools_are_met() -> None:
+def test_the_list_has_the_known_tools() -> None:
     assert {path.name for path in TOOLS} > {"plan.py", "memory.py", "plot_tiles.py", "measure_hardware.py"}
 
 
 @pytest.mark.parametrize("path", [*TOOLS, *ENTRIES], ids=lambda path: path.stem)
-def test_help_is_told_without_torch_and_soon(path: Path) -> None:
+def test_help_is_printed_fast_and_without_torch(path: Path) -> None:
     code, seconds = run(str(path), "--help")
     assert code == 0 and seconds < patience(0.7)
 

@@ -81,7 +81,7 @@ def ours(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Names of a model's files, without our list of checksums."""
+    """The bytes of a model's files by name, without our list of checksums."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "checksums.json"}
 
 
@@ -191,7 +191,7 @@ def test_round_trip_with_tensors_that_transformers_ignores(tmp_path: Path) -> No
 
 
 def test_our_layout(ours: Path, small: Path) -> None:
-    """Rows are ordered by query group (queries, key, value); the gate comes before the other half; no padding."""
+    """Rows are ordered by query group (queries, key, value); the gate comes before the up projection; no padding."""
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
 
@@ -343,7 +343,7 @@ def test_rope_of_transformers_4_and_5(new: bool) -> None:
     ids=str,
 )
 def test_yarn_means_what_it_means_to_transformers(scaling: dict[str, Any]) -> None:
-    """From config.json to ours, and back: frequencies and attention factor are those transformers computes."""
+    """Frequencies and attention factor equal those of transformers, read from config.json and written back."""
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -406,7 +406,7 @@ def test_refuses_config(tmp_path: Path, small: Path, capsys, change: dict[str, A
 
 
 def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """Change the tensors of a folder, all in one file afterwards."""
+    """Change the tensors of a folder; afterwards they are all in one file."""
     weights: dict[str, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):
         weights |= load_file(path)
@@ -509,7 +509,7 @@ def flip(path: Path, at: int = -1) -> None:
 
 
 def flip_a_weight(folder: Path) -> None:
-    """A byte of our checkpoint outside of torch's headers, where only the list detects a change."""
+    """Flip a bit of a weight in our checkpoint, outside of torch's headers: only the list of checksums detects it."""
     weight = StoredTensors(examine(folder / "release")).read("output_layer.weight", (0, 0), (67, 16))
     path = folder / "release" / "__0_0.distcp"
     flip(path, path.read_bytes().index(weight.numpy().tobytes()) + 3)

@@ -213,13 +213,13 @@ def test_masks_are_taken_for_what_they_are():
             (causal_mask_function, {"use_vmap": True}),
             (causal_mask_function, {"allow_is_causal_skip": False}),
         ):
-            made = mask_interface(mask_function=function, **options)  # models make masks that no attention uses
+            made = mask_interface(mask_function=function, **options)  # no error, as it may remain unused
             says = "adds to its causal mask" if function is causal_mask_function else "neither causal nor"
             with pytest.raises(ValueError, match=says):
                 attend(torch.nn.Identity(), *torch.zeros(3, 1, 1, 1, 1), made, sliding_window=8)
 
 
-def test_a_head_that_does_more_is_told_from_a_plain_one():
+def test_a_head_that_does_more_is_distinguished_from_a_plain_one():
     assert plain_weight(model()) is model().lm_head.weight
     assert plain_weight(tiny_model("gemma2").bfloat16()) is None  # small logits would not show the soft-cap
     assert plain_weight(tiny_model("granite")) is None

@@ -18,7 +18,7 @@ from megatron.context_parallel.attention.kernels import KERNELS, base, cpu_kerne
 from tests.properties import examples
 
 CPU_KERNELS = ["math", "cpu"]
-# Largest error of (out, lse, each gradient), relative to the largest entry of the truth.
+# Largest error of (out, lse, each gradient), relative to the largest entry of the exact result.
 TOLERANCE = {
     torch.float64: (1e-12, 1e-12, 1e-12),
     torch.float32: (2e-6, 2e-6, 5e-6),
@@ -129,7 +129,7 @@ def test_masks_and_rows_without_keys(name, dtype, causal, mask, monkeypatch):
     tensors, mask = make(sk=24, dtype=dtype), mask()
     want = dense(*tensors, causal=causal, mask=mask)
     assert_close(both_ways(KERNELS[name], *tensors, causal=causal, mask=mask), want, dtype)
-    monkeypatch.setattr(cpu_kernel, "MASK_BYTES", 5 * 24 * 8)  # and in blocks of a few rows, the last one shorter
+    monkeypatch.setattr(cpu_kernel, "MASK_BYTES", 5 * 24 * 8)  # again, in blocks of a few rows, the last one shorter
     monkeypatch.setitem(math_kernel.SCORE_BYTES, "cpu", 5 * 8 * 24 * 8)
     monkeypatch.setattr(math_kernel, "FEWEST_ROWS", 1)
     assert_close(both_ways(KERNELS[name], *tensors, causal=causal, mask=mask), want, dtype)
@@ -177,9 +177,9 @@ def test_expanded_tensors(name):
 
 
 def merge(out: Tensor, lse: Tensor, out_t: Tensor, lse_t: Tensor) -> tuple[Tensor, Tensor]:
-    """Joins the tile (out_t, lse_t) to (out, lse).
+    """Returns (out, lse) merged with the tile (out_t, lse_t).
 
-    The usual ``lse - logsigmoid(lse - lse_t)`` and ``sigmoid(lse_t - lse)`` say the same where lse is finite, but are
+    The usual ``lse - logsigmoid(lse - lse_t)`` and ``sigmoid(lse_t - lse)`` give the same where lse is finite, but are
     NaN where the first tile, or both, left a row without keys.
     """
     merged = torch.logaddexp(lse, lse_t)
@@ -300,7 +300,7 @@ def test_under_fake_tensors(name, masked):
     assert [(x.shape, x.dtype) for x in got] == [(x.shape, x.dtype) for x in want]
 
 
-# Many calls where a tensor would have too many elements for int32
+# Tensors with too many elements for int32 are computed in several calls
 
 
 @pytest.mark.parametrize("heads_per_call", [1, 2, 3, 4, 8, 12, 24, 25, 30, 100])
@@ -339,7 +339,7 @@ def test_pieces_of_ordinary_tensors():
     assert len(base.pieces(q, k)) == 3  # three groups of four heads per call: 12, 12, 8
 
 
-# Backends that cannot run here must call their operators with the right names and shapes
+# Backends that cannot run on this machine must call their operators with the right names and shapes
 
 
 @pytest.mark.parametrize("name", ["flash", "cudnn"])

@@ -1,6 +1,6 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# A GPT with DeepSpeed: a configuration that is written on the way, data that is fetched, a command in a string.
+# A GPT with DeepSpeed: the script writes its configuration, fetches files, and starts a command that is in a string.
 DIR=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$DIR/cluster.env"
 

@@ -1,6 +1,6 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# A Llama on one node, as in many repositories: arrays of flags, a log, folders that are made.
+# A Llama on one node, as in many repositories: the script has arrays of flags, writes a log and makes folders.
 set -euo pipefail
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 
