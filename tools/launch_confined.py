@@ -105,7 +105,7 @@ def _checked(result: int, what: str) -> int:
 def _drop_capabilities(libc: ctypes.CDLL) -> None:
     """Drop all capabilities. The files of root, which it still owns, are protected by Landlock."""
     for number in range(64):
-        libc.prctl(DROP_FROM_BOUND, number, 0, 0, 0)  # fails without the right to, and then there is nothing to drop
+        libc.prctl(DROP_FROM_BOUND, number, 0, 0, 0)  # fails without that right, and then there is nothing to drop
     libc.prctl(AMBIENT, CLEAR_ALL, 0, 0, 0)
     _checked(libc.capset(struct.pack("<Ii", 0x20080522, 0), bytes(24)), "capset")
 

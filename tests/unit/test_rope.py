@@ -234,7 +234,7 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
 
 
 def test_scores_depend_on_the_distance_alone() -> None:
-    """It holds for fp32 queries and keys at four million; it fails if position times frequency is computed in fp32."""
+    """Scores of fp32 queries and keys at position four million; angles multiplied in fp32 would be wrong."""
     torch.manual_seed(0)
     rope = Rope(64)
     q, k = (torch.randn(8, 1, 1, 64) for _ in range(2))

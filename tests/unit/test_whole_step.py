@@ -239,7 +239,7 @@ MORE = [
 
 
 EVERY_HEAD = replace(SHAPE, kv_heads=32)
-MORE += [  # by keys: the host link decides
+MORE += [  # loops over keys (fpdt/by_keys.py): the host link decides
     replace(
         case("fpdt by keys", 64 * K, ulysses=4, recompute="full", fpdt_chunk=16 * K),
         workload=Workload(EVERY_HEAD, 64 * K),
