@@ -41,11 +41,11 @@ def held(command: str) -> set[str]:
 
 
 def table() -> str:
-    """Markdown: how many cases have both settings; in the diagonal, how many have the one."""
-    found = [held(command) for command in commands()]
+    """Markdown: how many cases have the settings of the row and of the column; the diagonal counts one setting."""
+    settings = [held(command) for command in commands()]
     lines = [f"||{'|'.join(SETTINGS)}|", f"|---|{'---:|' * len(SETTINGS)}"]
     for row in SETTINGS:
-        counts = (sum({row, column} <= one for one in found) for column in SETTINGS)
+        counts = (sum({row, column} <= one for one in settings) for column in SETTINGS)
         lines.append(f"|{row}|{'|'.join(f'{count or chr(8211)}' for count in counts)}|")
     return "\n".join(lines)
 

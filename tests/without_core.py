@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention and an FPDT layer over gloo processes where megatron-core is not installed: run by test_rooms.py.
+"""Check attention and an FPDT layer over gloo processes without megatron-core; test_rooms.py runs it.
 
-Its arguments are grids, as 2x1: Ulysses and Ring.
+Each argument is a grid: 2x1 is Ulysses 2 and Ring 1.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def output(out: torch.Tensor, x: torch.Tensor, chunk: int) -> torch.Tensor:
 
 
 def compare(ulysses: int, ring: int) -> None:
-    """The layer whole and in chunks on this grid against one process, with the gradients of x and of the weights."""
+    """Compare a layer on this grid, with and without chunks, with one process: output, gradients of x and weights."""
     alone = cp.SequenceLayout(LENGTH, cp.abstract_grid())
     whole = X.clone().requires_grad_()
     expected = output(cp.attention(*project(whole, 0), layout=alone, mask=RULE.mask, kernel="math"), whole, 0)

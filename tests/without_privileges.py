@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a program with root's privileges given up: ``python without_privileges.py UMASK PROGRAM ...``.
 
-The process stays root's, but owners and modes of files apply to it as to other users. (To run as another user, that
-user would need permission to read Python and this repository.)
+The user is still root, but owners and modes of files are checked as for other users. (Another user would need
+permission to read Python and this repository.)
 """
 
 from __future__ import annotations

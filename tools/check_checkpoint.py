@@ -54,7 +54,7 @@ def path_of(folder: Path, step: int | None) -> Path:
         return folder.absolute()  # "." has no name
     path = checkpoint_path(folder, step)
     if path is None:
-        raise Refusal(f"{folder} holds no checkpoint: give a folder of --save, or a checkpoint's own")
+        raise Refusal(f"{folder} holds no checkpoint: give a folder of --save, or of one checkpoint")
     return path
 
 

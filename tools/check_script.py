@@ -55,7 +55,7 @@ def check(script: Path, args: argparse.Namespace) -> int:
     """Run the script with stand-ins and report each training command; returns the exit code.
 
     Raises:
-        Refusal: the script cannot be confined here, or it changed the record of its calls.
+        Refusal: the script cannot be confined on this machine, or it changed the record of its calls.
         OSError: it cannot be read.
     """
     if not args.trust_script and (why := why_not()):
@@ -130,7 +130,7 @@ def report(result: Launch, cwd: Path, done: Record, processes: int | None) -> bo
 
 
 def shape_of(folder: str, step: int | None, skip: bool) -> dict[str, Any] | None:
-    """For --use-checkpoint-args, if the checkpoint is on this machine."""
+    """The settings for --use-checkpoint-args, if the checkpoint is on this machine."""
     from megatron.training.checkpoint import arguments_of  # imports torch, which few scripts need
 
     return arguments_of.shape_of(folder, step, skip)
@@ -163,12 +163,12 @@ def written(word: str, cwd: Path, done: Record) -> str:
 
 
 def unwritten(text: str, done: Record) -> str:
-    """A text with the script's own paths again."""
+    """A text with the script's paths in place of those in the record's folder."""
     return text.replace(f"{done.folder}/files", "")
 
 
 def command(result: Launch, flags: str) -> str:
-    """The same command with this program and these flags."""
+    """The command of ``result`` with this repository's program and these flags."""
     program = "pretrain_llama.py" if "llama" in Path(result.program).name else "pretrain_gpt.py"
     return f"{shlex.join([*result.launcher, program])} {flags}"
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Compare a predicted step with a measured one: a dry run's trace, and torch.profiler's of a real run with its flags.
+"""Compare a predicted step with a measured one: a dry run's trace with torch.profiler's of a run with the same flags.
 
     python tools/compare_trace.py out/dry_run_trace.json.gz out/rank-0.json.gz
 

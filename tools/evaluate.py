@@ -42,7 +42,7 @@ TOKENIZER_SETTINGS = {f"data.{name[2:].replace('-', '_')}" for name in TOKENIZER
 
 
 def defaults(argv: Sequence[str]) -> dict[str, Any]:
-    """Settings whose defaults differ from training's. Tasks that read no data need none."""
+    """Settings whose defaults differ from training's. Tasks that read no data need no data flags."""
     reads = "loss-by-position" in argv or any(word.split("=")[0] in DATA for word in argv)
     return DEFAULTS | ({} if reads else {"data.mock_data": True})
 

@@ -178,7 +178,7 @@ def runtime_fields(runtime: dict[str, int], links: Figures) -> dict[str, Any]:
 def node_link(links: Figures, raw: dict[str, Any]) -> tuple[dict[str, Any], float]:
     """(link between a node's processes, with figures for each kind of transfer; fixed seconds of every transfer).
 
-    A small message takes the fixed time and the latency of one step, a small all_gather on n ranks that of n - 1 steps.
+    A small message takes the fixed time plus one latency; a small all_gather on n ranks the fixed time plus n - 1.
     """
     if not links.node:
         return {"bandwidth": raw["memory_bandwidth"] / 2, "latency": raw["launch"]}, 0.0
@@ -191,8 +191,8 @@ def node_link(links: Figures, raw: dict[str, Any]) -> tuple[dict[str, Any], floa
 def network_link(links: Figures) -> dict[str, Any] | None:
     """The link between nodes, and how many processes share a network card; None with one node.
 
-    The number follows from the ratio of a process's bandwidth alone to its bandwidth when all processes send: it is 1
-    if each has its own card.
+    The number follows from the bandwidth of a process that sends alone, divided by its bandwidth when all processes
+    send: it is 1 if each has its own card.
     """
     if not links.network:
         return None

@@ -17,7 +17,7 @@ from pathlib import Path
 
 MEMORY, FILE = 4 << 30, 64 << 20  # limits in bytes: address space of a process, size of a file
 
-# Numbers of system calls: Landlock's; the refused ones on (x86-64, arm64); -1: does not exist there.
+# Numbers of system calls: Landlock's, then the refused ones on (x86-64, arm64); -1: this machine has no such call.
 RULESET, ADD_RULE, RESTRICT = 444, 445, 446
 REFUSED = {
     "socket": (41, 198), "io_uring_setup": (425, 425), "ioctl": (16, 29), "openat2": (437, 437),
@@ -37,7 +37,7 @@ REFUSED = {
     "perf_event_open": (298, 241), "userfaultfd": (323, 282),
 }  # fmt: skip
 OPEN = ((2, -1, 1), (257, 56, 2))  # open and openat: numbers, and which argument holds the flags
-MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, and the kernel's name of it
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, and AUDIT_ARCH
 
 EXECUTE, WRITE, READ, LIST, TRUNCATE = 1, 1 << 1, 1 << 2, 1 << 3, 1 << 14
 KNOWN = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}  # rights by version of Landlock
@@ -105,7 +105,7 @@ def _checked(result: int, what: str) -> int:
 def _drop_capabilities(libc: ctypes.CDLL) -> None:
     """Drop all capabilities. The files of root, which it still owns, are protected by Landlock."""
     for number in range(64):
-        libc.prctl(DROP_FROM_BOUND, number, 0, 0, 0)  # fails without the right to, and then there is nothing to drop
+        libc.prctl(DROP_FROM_BOUND, number, 0, 0, 0)  # fails without that right, and then there is nothing to drop
     libc.prctl(AMBIENT, CLEAR_ALL, 0, 0, 0)
     _checked(libc.capset(struct.pack("<Ii", 0x20080522, 0), bytes(24)), "capset")
 
@@ -113,8 +113,8 @@ def _drop_capabilities(libc: ctypes.CDLL) -> None:
 def _filter(libc: ctypes.CDLL) -> None:
     """Classic BPF over (number, architecture, instruction, six arguments): each refused call fails with EPERM.
 
-    ioctl fails with ENOTTY, which programs expect that test whether they write to a terminal. O_TRUNC with a read-only
-    mode is refused, since it empties the file and older versions of Landlock do not control it.
+    ioctl fails with ENOTTY, which programs expect when they test whether they write to a terminal. O_TRUNC with a
+    read-only mode is refused, since it empties the file and older versions of Landlock do not control it.
     """
     column, architecture = MACHINES[platform.machine()]
     load, equal, above, masked, end = 0x20, 0x15, 0x35, 0x54, 0x06

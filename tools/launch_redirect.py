@@ -145,5 +145,5 @@ if __name__ == "__main__":
     given = sys.argv[1] if len(sys.argv) > 1 else None
     try:
         sys.stdout.write(elsewhere(sys.stdin.read(), given))
-    except ValueError as error:  # the shell that reads this output says so and ends
+    except ValueError as error:  # the shell that runs this output prints the error and exits
         sys.stdout.write("echo " + shlex.quote(f"{given or 'bash -c'}: {error}") + " >&2; exit 1\n")

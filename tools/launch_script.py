@@ -42,7 +42,7 @@ class Call(NamedTuple):
 
     words: list[str]
     cwd: Path
-    tasks: int | None = None  # of the Slurm job that it belongs to
+    tasks: int | None = None  # number of tasks of its Slurm job
 
 
 @dataclass
@@ -89,14 +89,14 @@ def record(
         "BASH_ENV": str(setup),
         "CHECK_LOG": str(log),
         "CHECK_FILES": str(files),
-        "TMPDIR": str(files / "tmp"),  # of bash's own here-documents
+        "TMPDIR": str(files / "tmp"),  # for bash's here-documents
         "CHECK_BASH": bash,
-        "CHECK_CHAIN": str(script),  # of jobs that are submitted within one another
+        "CHECK_CHAIN": str(script),  # the scripts of jobs that submit one another
         "CHECK_BIN": str(programs),
         "CHECK_MKDIR": shutil.which("mkdir") or "/bin/mkdir",
         "CHECK_FILTER": shlex.join([*python, str(Path(__file__).with_name("launch_redirect.py").resolve())]),
         "CHECK_SBATCH": shlex.join([*python, str(Path(__file__).with_name("launch_sbatch.py").resolve())]),
-        "CHECK_PYTHON": shlex.join(python) if confined else "",  # unconfined, no Python code of a script is run
+        "CHECK_PYTHON": shlex.join(python) if confined else "",  # if unconfined, the script's Python code is not run
     }
     done = Record(folder)
     with (folder / "output").open("w+", errors="replace") as output:
@@ -135,7 +135,7 @@ def _program(path: Path, text: str) -> None:
 
 
 def _read(log: Path, done: Record) -> None:
-    """The log holds, for each call, the number of its words and the words, all ended by a zero byte."""
+    """Add the log's calls to ``done``; a call is the number of its words and the words, each ended by a zero byte."""
     parts = log.read_bytes().decode(errors="replace").split("\0")[:-1]
     while parts:
         size = int(parts[0])

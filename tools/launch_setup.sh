@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-# The shell's part of launch_script.py, which every bash of a script reads first (BASH_ENV). Functions replace programs;
-# words that are no program end in command_not_found_handle.
+# Shell code of launch_script.py, which every bash that a script starts reads first (BASH_ENV). Functions replace
+# programs; command_not_found_handle handles words that name no program.
 #
-# $(...) removes the last newline of a text. It is added again, so that a backslash at the end continues no other line.
+# $(...) removes the last newline of a text. It is added again, so that a backslash at the end does not join lines.
 set -CT
 _log() { { printf '%s\0' "$(( $# + 3 ))" "$PWD" "${CHECK_OUTER:-}" "${SLURM_NTASKS:-}" "$@"; } >> "$CHECK_LOG"; }
 _called() {

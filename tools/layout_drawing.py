@@ -47,7 +47,7 @@ def draw_layout(figure: Any, layouts: list[SequenceLayout], mask: Mask) -> None:
 
 
 def draw_ring(figure: Any, layouts: list[SequenceLayout], mask: Mask) -> None:
-    """For every rank and hop, the rank's key block: the parts that were sent in colour, those never sent pale."""
+    """For every rank and hop, the key block that the rank holds: sent parts in colour, parts never sent pale."""
     for axes, layout in zip(figure.subplots(1, len(layouts), squeeze=False)[0], layouts):
         ring, block = layout.grid.ring.size, layout.seq_length // layout.grid.ring.size
         plans = [ring_plan(layout, mask, rank) for rank in range(ring)]

@@ -5,7 +5,7 @@
     python tools/measure_hardware.py --output mine.json --quick
     torchrun --nnodes 2 --nproc-per-node 8 ... tools/measure_hardware.py --output mine.json
 
-Measured are matrix products and attention by size, memory, copies to the host, and transfers between the processes of
+It measures matrix products and attention by size, memory, copies to the host, and transfers between the processes of
 a node: by default one process per GPU, or two on a CPU. Under torchrun on several nodes, the network is measured too.
 
     python tools/measure_hardware.py --output mine.json --extends H100-80G --nccl-tests all_reduce.log all_gather.log

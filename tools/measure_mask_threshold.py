@@ -24,7 +24,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 if TYPE_CHECKING:
     import torch
 
-THRESHOLDS = {"device": 2**62, "host": 0}  # values of --mask-cpu-threshold that build all masks there
+THRESHOLDS = {"device": 2**62, "host": 0}  # --mask-cpu-threshold for all masks in that place
 
 
 def main() -> int:

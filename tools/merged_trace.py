@@ -41,9 +41,9 @@ def _first_forward(dry: Json, rank: int) -> float:
 
 
 def _moved(trace: Json, rank: int, zero: float, numbers: Iterator[int]) -> Iterator[Json]:
-    """The events of the compared step and all after it, moved to begin at ``zero``.
+    """The events of the compared step and all later ones, moved so that the step begins at ``zero``.
 
-    Also the names of processes and threads, and those arrows of which both ends are in the step.
+    The names of processes and threads are included, and the arrows whose two ends are among these events.
     """
     timed = [event for event in trace["traceEvents"] if "ts" in event and event.get("ph") != "M"]
     begin = last_step(trace)[0]
@@ -67,7 +67,7 @@ def _moved(trace: Json, rank: int, zero: float, numbers: Iterator[int]) -> Itera
         if ours and event.get("pid") in processes:
             yield {key: value for key, value in event.items() if key != "ts"} | {"pid": processes[event["pid"]]}
     for event in kept:
-        cut = max(0.0, begin - event["ts"])  # an event that began before the step is cut at its begin
+        cut = max(0.0, begin - event["ts"])  # an event that began before the step is cut where the step begins
         moved = {**event, "pid": processes[event.get("pid")], "ts": round(event["ts"] + cut - begin + zero, 3)}
         if cut:
             moved["dur"] = round(event.get("dur", 0.0) - cut, 3)

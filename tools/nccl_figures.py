@@ -22,7 +22,7 @@ from megatron.training.refusal import Refusal
 def import_logs(args: argparse.Namespace) -> int:
     """Write the machine file, and print its predictions next to the measured times; returns the exit code.
 
-    If the file extends itself, its other figures are kept.
+    If --output is also the file of --extends, its other figures are kept.
     """
     output = Path(args.output)
     try:

@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
             problems = [longest(request, problems[0], console)]
         report(request, best_offer(problems, about, args, console), about, args, console)
     except Refusal as refusal:
-        shown = Refusals(refusal.parts) if isinstance(refusal, Refusals) else refusal  # without a command of training
+        shown = Refusals(refusal.parts) if isinstance(refusal, Refusals) else refusal  # omit the training command
         print(f"error: {shown.render()}", file=sys.stderr)
         return EXIT_REFUSED
     return 0
@@ -117,7 +117,7 @@ def report(request: Request, offer: Offer, about: Terms | None, args: argparse.N
     if args.json:
         write(args.json, json.dumps(ranking.rows(), indent=2) + "\n", "--json")
     if args.output:
-        from megatron.simulator.planner import plan_report  # matplotlib comes late
+        from megatron.simulator.planner import plan_report  # imports matplotlib
 
         plan_report.draw(results, problem, args.output, ranking.name())
     if args.html:

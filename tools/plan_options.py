@@ -89,7 +89,7 @@ def planning_problems(args: argparse.Namespace, flags: list[str]) -> tuple[Reque
         Refusal: an option has an invalid value, or contradicts others.
     """
     if args.model:
-        shape(args.model)  # refuses unknown ones by listing the known
+        shape(args.model)  # raises Refusal for an unknown name and lists the known ones
         flags = ["--model", args.model, *flags]
     if args.longest == bool(args.seq_length):
         raise Refusal("give either --seq-length N or --longest")
@@ -115,7 +115,7 @@ def planning_problems(args: argparse.Namespace, flags: list[str]) -> tuple[Reque
 
 
 def on_nodes(text: str, machine: Machine) -> tuple[int, Machine]:
-    """(number of GPUs, machine with the GPUs per node that are used): complete nodes, or evenly at least half of each.
+    """(number of GPUs, machine with the GPUs used per node): complete nodes, or the same part of each, at least half.
 
     Raises:
         Refusal: the GPUs cannot be spread evenly over nodes.
@@ -156,9 +156,9 @@ def terms(args: argparse.Namespace) -> Terms | None:
 
 
 def limits(args: argparse.Namespace) -> Limits:
-    chunks = (0,) if args.no_fpdt else whole(args.fpdt_chunk, "--fpdt-chunk")
+    chunks = (0,) if args.no_fpdt else counts(args.fpdt_chunk, "--fpdt-chunk")
     return Limits(
-        **{name: whole(getattr(args, name), "--" + name.replace("_", "-")) for name in SIZES},
+        **{name: counts(getattr(args, name), "--" + name.replace("_", "-")) for name in SIZES},
         zero=tuple(args.zero) if args.zero else None,
         recompute=tuple(args.recompute) if args.recompute else None,
         fpdt_chunk=chunks,
@@ -169,5 +169,5 @@ def limits(args: argparse.Namespace) -> Limits:
     )
 
 
-def whole(texts: list[str] | None, flag: str) -> tuple[int, ...] | None:
+def counts(texts: list[str] | None, flag: str) -> tuple[int, ...] | None:
     return None if texts is None else tuple(sorted({tokens(text, flag) for text in texts}))

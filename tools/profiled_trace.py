@@ -39,7 +39,7 @@ def measured(trace: Json, known: dict[str, str]) -> list[Operation]:
         known: kind by name, of the operations to look for.
 
     Raises:
-        NoTrace: there are none.
+        NoTrace: the trace has none of these operations.
     """
     spans = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     begin, end = last_step(trace)

@@ -23,7 +23,7 @@ Outline = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Shape:
-    """One tile by position.
+    """A tile in the plane of key and query positions.
 
     Attributes:
         step: the hop at which it is computed; with chunks, the key chunk.

@@ -31,7 +31,7 @@ def launches(monkeypatch):
 
 
 def walk(ring, mask, rank, launches):
-    """(hops with work, their tiles, launches forward, launches backward) of a rank, on tensors without memory."""
+    """(hops with tiles, tiles, forward launches, backward launches) of a rank, with tensors on the meta device."""
     plan, kernel = ring_plan(RINGS[ring], mask, rank), TileKernel(triton_kernel.TritonKernel(), 0.1, mask)
     rows = RINGS[ring].seq_length // RINGS[ring].grid.ring.size
 

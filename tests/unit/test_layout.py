@@ -154,7 +154,7 @@ def test_a_causal_ring_sends_nothing_that_no_later_tile_needs():
     layout = SequenceLayout(64, abstract_grid(ring=4), "zigzag")
     plans = [ring_plan(layout, Causal(), rank) for rank in range(4)]
     sent = sum(stop - start for plan in plans for hop in plan.hops for start, stop in hop.forward)
-    assert sent == 8 * (2 * 6 + 6)  # whole blocks down to rank 0 (3+2+1 hops), halves after the wrap (1+2+3)
+    assert sent == 8 * (2 * 6 + 6)  # full blocks down to rank 0 (3+2+1 hops), then halves (1+2+3)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_tensor_of_another_length_is_refused():
 
 
 def plan_by_definition(queries, keys, mask, rank: int, step: int) -> tuple[int, RingPlan]:
-    """The plan in one direction and the rows that all ranks send, derived from all tiles."""
+    """(rows that all ranks send together, the plan of ``rank``) in one direction, derived from all tiles."""
     size = len(keys)
     needs = {
         (home, hop): tiles(queries[(home + step * hop) % size], keys[home], mask)
@@ -333,17 +333,17 @@ def test_a_thousand_documents_in_a_million_tokens_are_planned_in_no_time(balance
         for chunk in range(chunks) if chunks > 1 else [None]:
             ring_plan(layout, mask, 3, chunk)
 
-    # The cost of all documents' bands, which every plan needs. A plan costs one or two times that, 16 plans of
-    # chunks three to seven times, and the definition above about twenty times.
-    looks = cpu_seconds(lambda: [list(mask.bands(span, (0, length))) for span in zip((0, *ends), ends)])
-    assert cpu_seconds(plans) < (6 if chunks == 1 else 18) * looks
+    # Every plan needs the bands of all documents. A plan takes one or two times the CPU time of these bands, the plans
+    # of 16 chunks take three to seven times, and the definition above takes about twenty times.
+    bands = cpu_seconds(lambda: [list(mask.bands(span, (0, length))) for span in zip((0, *ends), ends)])
+    assert cpu_seconds(plans) < (6 if chunks == 1 else 18) * bands
 
 
 # Partial outputs are merged in fp32 for every input dtype, also with rows without keys.
 
 
 def tiles_of(dtype: torch.dtype, pieces: int):
-    """Outputs and lse of a query block for ``pieces`` key blocks, computed in float64; and the complete result."""
+    """(q, (out, lse) of each of ``pieces`` key blocks, float64 output for all keys); q and out are in ``dtype``."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, 2, 64, 16, generator=generator, dtype=torch.float64)
     k, v = (torch.randn(1, 2, 64 * pieces, 16, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -359,7 +359,7 @@ def tiles_of(dtype: torch.dtype, pieces: int):
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
 def test_many_tiles_merge_without_loss(dtype, tolerance):
-    # bf16: half a unit in the last place of the inputs and of the result, 2 * 2**-9; merging in bf16 would pile up 64.
+    # bf16: rounding the inputs and the result adds 2**-9 each; merging in bf16 would add 64 rounding errors.
     q, parts, whole = tiles_of(dtype, 64)
     result = Accumulator(q, q.size(3))
     for out, lse in parts:

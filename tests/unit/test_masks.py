@@ -152,7 +152,7 @@ def test_alibi_slopes():
 @pytest.mark.parametrize("grid", [{"ring": 4}, {"ulysses": 4}, {"ulysses": 2, "ring": 2}])
 @pytest.mark.parametrize("kernel", ["cpu", "math"])
 def test_a_custom_mask_at_65536_tokens_never_holds_64_mb(grid, kernel):
-    """Memory of the largest tiles of 4 ranks: one block of rows of each part is made and measured."""
+    """The largest tile of all ring ranks is cut into parts; about four of the parts are computed and measured."""
     length, mask = 65536, cp.MaskFunction(lambda q, k: (q - k) % 3 == 0)
     layout = cp.SequenceLayout(length, abstract_grid(**grid))
     plans = [ring_plan(layout, mask, rank) for rank in range(layout.grid.ring.size)]
@@ -192,7 +192,7 @@ def kept(dropout: Dropout, heads: int = 1, q=((0, SIZE),), k=((0, SIZE),), flip:
 
 
 def sigmas(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Correlation of two series of +-x, in standard deviations."""
+    """Absolute correlation of two series, in standard deviations of the value for independent series."""
     a, b = a.double() - a.double().mean(), b.double() - b.double().mean()
     return abs(float((a * b).mean() / (a.var() * b.var()).sqrt())) * math.sqrt(a.numel())
 
@@ -229,13 +229,13 @@ def test_rows_and_columns_are_independent():
         later, earlier = result[rows:, columns:], result[: SIZE - rows, : SIZE - columns]
         assert sigmas(later, earlier) < 4.5, (rows, columns)
     p = BASE.threshold / LEVELS
-    for dim in (0, 1):  # rows and columns have their share: sum of squares of SIZE standard normals
+    for dim in (0, 1):  # each row and column drops its share: sum of squares of SIZE standard normals
         z = (SIZE * (1 - p) - result.double().sum(dim)) / math.sqrt(SIZE * p * (1 - p))
         assert abs(float(z.square().sum()) - SIZE) < 4.5 * math.sqrt(2 * SIZE)
 
 
 def test_corners_of_rectangles_are_independent():
-    """Bits of pairs are independent, although the xor of the keys of four corners is 0."""
+    """The bits of four corners are independent, although the xor of their keys is 0."""
     result = kept(replace(BASE, probability=0.5))[0, 0].double() * 2 - 1
     for rows, columns in [(1, 1), (1, 4), (64, 64), (512, 256), (3, 16)]:
         one, two = result[rows:], result[: SIZE - rows]
@@ -332,7 +332,7 @@ def test_kernels_against_the_definition(name, causal, masked, limit, monkeypatch
 
 
 def test_no_other_kernel_is_taken():
-    here = {"device": "cpu", "dtype": torch.float32, "head_dim": 64}
-    assert select("auto", **here, needs_dropout=True).name == "cpu"
+    inputs = {"device": "cpu", "dtype": torch.float32, "head_dim": 64}
+    assert select("auto", **inputs, needs_dropout=True).name == "cpu"
     with pytest.raises(KernelUnavailable, match="does not support attention dropout by position; .* cpu, math"):
-        select("flash_attn", **here, needs_dropout=True)
+        select("flash_attn", **inputs, needs_dropout=True)

@@ -98,7 +98,7 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path, capsys):
 
 
 def measure_here(per_node: int) -> Figures:
-    """On a rank of the pool."""
+    """Measure the links on a rank of the pool."""
     notice = []
     result = figures(torch.device("cpu"), per_node, TINY, notice.append)
     assert notice[-1] == "copies to the host, all at once"
@@ -127,7 +127,7 @@ def test_links_become_a_link_and_shares_of_it():
 
 @pytest.mark.parametrize("alone, sharing", [(10e6, 1), (13e6, 1), (19e6, 2), (33e6, 4), (90e6, 4)])
 def test_processes_that_share_a_card_are_recognised(alone, sharing):
-    """One process alone has the bandwidth of all processes that share its card."""
+    """A process that sends alone has the bandwidth of all processes that share its card."""
     network = {"p2p": (1e-3, 10e6), "all_reduce": (4e-3, 8e6)}
     link = hardware_figures.network_link(Figures({}, network, (1e9, 0.0), 4, 3, alone))
     assert link.get("gpus_per_card", 1) == sharing and link["bandwidth"] == 10e6
@@ -164,7 +164,7 @@ class Gpu:
 
 
 def test_a_gpu_is_asked_what_no_tensor_holds(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    """With stand-ins for torch.cuda; it has not run on a GPU."""
+    """With stand-ins for torch.cuda; the measurement itself has not run on a GPU."""
     device, _ = torch.device("cpu"), Gpu(monkeypatch)
     results = measure_device.context_and_workspace(device)
     assert results == {"context": 500, "cublas": 32}
@@ -213,7 +213,7 @@ def test_the_file_is_plain_json(tmp_path):
     assert raw["host_memory"] > raw["reserved"] and path.read_text().endswith("}\n")
 
 
-# Machine files: shipped ones are complete and have sources; a user's file is read, or refused by field.
+# Machine files: shipped ones are complete and have sources; a user's file is read, or refused with the field's name.
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -252,7 +252,7 @@ def test_shipped_machines_are_whole_and_every_figure_has_a_source(name):
 
 
 def test_attention_is_priced_by_the_kernel_that_runs():
-    """By default the first kernel of PyTorch for the GPU; otherwise the chosen one, or the user file's."""
+    """The default is PyTorch's first kernel for the GPU; a machine file can name another."""
     from megatron.simulator.cost.operations import tile
     from megatron.simulator.cost.seconds import kernel_seconds
 
@@ -303,7 +303,7 @@ def test_a_file_can_build_on_another_and_loses_the_sources_of_what_it_replaces(t
     assert machine.gemm == base.gemm and machine.memory == base.memory
     assert "gpus" not in machine.sources and "network.bandwidth" not in machine.sources
     assert machine.sources["memory"] == base.sources["memory"]
-    twice = write(tmp_path, "twice.json", extends="mine.json", gpus=2)  # next to the file, from any working directory
+    twice = write(tmp_path, "twice.json", extends="mine.json", gpus=2)  # a file in the same folder
     assert load(str(twice)).gpus == 2 and load(twice).calibration.gemm == 0.9
 
 

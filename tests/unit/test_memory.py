@@ -35,7 +35,7 @@ def host_buffer(numbers: int) -> torch.Tensor:
 
 
 def profiled(program: Callable) -> tuple[dict, TensorMeter]:
-    """The profile of ``program(profile, layer, adam)``, with a layer of 20 numbers whose states exist already."""
+    """(profile, meter) of ``program(profile, layer, adam)``; the layer has 20 parameters, and Adam has its states."""
     layer = torch.nn.Linear(4, 4)
     adam = torch.optim.Adam(layer.parameters(), foreach=False)
     layer(torch.ones(2, 4)).sum().backward()
@@ -180,7 +180,7 @@ def test_a_host_buffer_never_counts_on_the_device_not_even_before_it_is_marked()
         del buffer
         gc.collect()
         assert part.untyped_storage().is_host_buffer  # PyTorch keeps the storage's Python object
-        part = torch.empty(1000)  # the old one ends between allocation and mark
+        part = torch.empty(1000)  # the old buffer is freed between the allocation and the mark
         part.untyped_storage().is_host_buffer = True
         assert (meter.now - before, meter.host_now, meter.peak - before) == (0, 4000, 0)
         assert meter.host_peak == 8000  # both existed for a moment
@@ -193,9 +193,9 @@ def test_a_host_buffer_never_counts_on_the_device_not_even_before_it_is_marked()
 def test_on_another_device_ordinary_cpu_tensors_do_not_count():
     with TensorMeter("meta") as meter:  # in place of a GPU; its tensors have storages too
         before = meter.now
-        ordinary, there, marked = torch.ones(10), torch.ones(20, device="meta"), host_buffer(30)
+        ordinary, counted, marked = torch.ones(10), torch.ones(20, device="meta"), host_buffer(30)
         assert (meter.now - before, meter.host_now) == (80, 120)
-        del there
+        del counted
         assert (meter.now - before, meter.host_now, meter.peak - before) == (0, 120, 80)
         del ordinary, marked
         assert meter.host_now == 0 and meter.host_peak == 120
@@ -266,7 +266,7 @@ def test_a_run_writes_a_timeline_and_a_picture(tmp_path):
     start = profile["start"]
     assert start["parameters"] == 4 * parameters and start["activations"] == start["host"] == 0
     assert start["gradients"] == 4 * parameters  # one bucket, nothing to pad
-    assert 8 * parameters < start["optimizer"] < 8 * parameters + 400  # a counter a parameter
+    assert 8 * parameters < start["optimizer"] < 8 * parameters + 400  # a step counter per parameter tensor
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     assert peak_of(profile)[0] <= rows[1]["device_peak_bytes"] and peak_of(profile)[1]["activations"] > 0
     assert [row["host_peak_bytes"] for row in rows] == [0, 0, 0]

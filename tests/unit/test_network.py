@@ -116,7 +116,7 @@ def test_a_wait_without_a_frame_is_detected():
 
 @pytest.fixture
 def sigterm_as_before() -> Iterator[None]:
-    """A failed rank ignores SIGTERM."""
+    """Restore the handler of SIGTERM, which a failed rank ignores."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -159,7 +159,7 @@ def test_a_stack_that_moves_while_it_is_read(monkeypatch):
 
 
 def test_a_rank_that_ends_before_all_have_met(monkeypatch, capsys):
-    """A rank is killed while groups are made: the others print one line. Their own errors are raised."""
+    """If a rank is killed while groups are made, the others print one line. Any other error is raised."""
     from megatron.training import pretrain, setup
 
     def fail(_):
@@ -299,7 +299,7 @@ def test_names_as_nccl_reads_them(value, name, takes):
 
 
 def on_all(places: list[Place], store: dist.Store, seconds: float = 60.0) -> tuple[list, list[dict[str, str]]]:
-    """The result of `agree` on each rank, and the variables that it sets; a rank whose place is None does not come."""
+    """The result of `agree` on each rank, and the variables that it sets; a rank whose place is None takes no part."""
     output: list = [None] * len(places)
     variables: list[dict[str, str]] = [{} for _ in places]
 
@@ -386,7 +386,7 @@ def linked(pairs: list[tuple[str, str]], monkeypatch) -> list[dict[str, str]]:
 
 
 def test_two_that_cannot_connect_are_named(monkeypatch):
-    """192.0.2.0/24 is reserved: first as the address of another rank, then as the own address."""
+    """192.0.2.0/24 is reserved. First only rank 0 has such an address for rank 1; then rank 1 also listens there."""
     fine = ("127.0.0.1", "127.0.0.1")
     assert linked([fine, fine], monkeypatch) == [{"connect": "", "accept": ""}] * 2
     output = linked([fine, ("127.0.0.1", "192.0.2.1")], monkeypatch)
@@ -455,7 +455,7 @@ def alive(process: psutil.Process) -> bool:
         return False
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux'")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a parent-death signal")
 def test_all_go_when_the_launcher_is_killed():
     launcher, processes = started_parent(launched=True)
     launcher.kill()
@@ -463,7 +463,7 @@ def test_all_go_when_the_launcher_is_killed():
     assert gone(processes, patience(5)) == [True] * 3
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux'")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a parent-death signal")
 def test_forks_go_when_the_worker_is_killed_and_a_run_by_hand_outlives_its_shell():
     launcher, (worker, fork, spawned) = started_parent(launched=False)
     launcher.kill()
@@ -486,7 +486,7 @@ time.sleep(0.3)
 os.kill(os.getpid(), signal.SIGUSR1)
 print("goes on", flush=True)
 os.kill(os.getpid(), signal.SIGTERM)
-print("not here", flush=True)
+print("not reached", flush=True)
 """
 
 

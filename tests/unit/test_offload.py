@@ -89,8 +89,8 @@ def test_a_chunk_store_keeps_adds_and_walks(offload):
     store.put(("sum", 1), torch.tensor([10.0]))
     items = [[("a", index), ("sum", index)] for index in (2, 1, 0)]
     seen = []
-    for there in store.walk(items, fresh={("a", 0): torch.full((2,), 7.0)}):
-        seen.append({name: tensor.tolist() for name, tensor in there.items()})
+    for loaded in store.walk(items, fresh={("a", 0): torch.full((2,), 7.0)}):
+        seen.append({name: tensor.tolist() for name, tensor in loaded.items()})
     assert seen == [{("a", 2): [2.0, 2.0]}, {("a", 1): [1.0, 1.0], ("sum", 1): [10.0]}, {("a", 0): [7.0, 7.0]}]
     store.put(("sum", 1), torch.tensor([11.0]))
     assert store.pop(("sum", 1)).tolist() == [11.0] and ("sum", 1) not in store
@@ -101,14 +101,14 @@ def test_a_chunk_store_keeps_adds_and_walks(offload):
 def test_rows_of_a_host_buffer_are_copies_and_rows_of_a_device_tensor_are_views():
     offload = Offload(CPU)
     x = torch.arange(12.0).view(6, 2)
-    host, here = HiddenStates(offload.to_host(x), offload), HiddenStates(x, offload)
+    host, device = HiddenStates(offload.to_host(x), offload), HiddenStates(x, offload)
     spans = [(0, 1), (1, 4), (4, 6)]
-    for rows in (host, here):
+    for rows in (host, device):
         assert torch.equal(torch.cat(list(rows.walk(spans))), x)
     assert offload.copies.to_device == 48 and offload.copies.to_host == 48
     host.write((1, 3), torch.full((2, 2), -1.0))
     assert host.x[1:3].eq(-1).all() and torch.equal(host.read((3, 6)), x[3:])
-    assert next(iter(here.walk(spans))).data_ptr() == x.data_ptr()
+    assert next(iter(device.walk(spans))).data_ptr() == x.data_ptr()
 
 
 def test_saved_layer_inputs_wait_in_host_memory():
@@ -128,7 +128,7 @@ def test_saved_layer_inputs_wait_in_host_memory():
         plain = plain.sin() + small.exp()
     for mine, expected in zip(grads, torch.autograd.grad(plain.sum(), (start, small))):
         assert torch.equal(mine, expected)
-    assert offload.copies.to_device == 3 * size  # each once, ahead of time or not
+    assert offload.copies.to_device == 3 * size  # each input once, prefetched or not
     del x, hooks
     gc.collect()
     assert offload.pool.in_use == 0
@@ -145,7 +145,7 @@ def test_hooks_that_serve_several_passes_load_each_input_once():
 
 
 def run_layer(heads, kv_heads, chunks, offload, streamed=False, train=True, length=40, batch=2, size=8, width=16):
-    """One pass of an attention half in float32: forward and, in training, backward."""
+    """An attention half in float32, with backward in training; returns forward's bytes (to host, to device) or None."""
     layout = cp.SequenceLayout(length, abstract_grid(), chunks=chunks)
     w_qkv = torch.randn(width, (heads + 2 * kv_heads) * size, requires_grad=True)
     w_out = torch.randn(heads * size, width, requires_grad=True)
@@ -233,11 +233,11 @@ class FakeStream:
 
 def test_memory_that_is_being_loaded_is_not_reused_before_the_copy_is_done(monkeypatch):
     cuda, streams = FakeCuda(monkeypatch), CudaStreams(torch.device("cuda", 0))
-    streams.device = CPU  # of what it allocates
+    streams.device = CPU  # allocate on the CPU
     offload = Offload(CPU, streams)
     host = offload.empty((3,), torch.float32)
     cuda.done.clear()
-    offload.load(host)  # dropped, so compute waits before it may reuse the memory
+    offload.load(host)  # the result is dropped, so compute waits before it may reuse the memory
     assert cuda.done == [("copy", "waits for", "compute"), ("compute", "waits for", "copy")]
 
 
@@ -391,7 +391,7 @@ def test_without_the_hosts_wait_copies_would_meet_memory_of_another():
         pass_on(Mutant(0, site))
 
 
-# Nothing in a layer makes the host wait for a GPU, tested on a device without memory.
+# Nothing in a layer makes the host wait for a GPU, tested with the meta device.
 
 
 LENGTH = 192
@@ -402,22 +402,22 @@ READS = ("item", "tolist", "numpy", "__int__", "__bool__", "__float__", "__index
 
 
 class Waits(TorchFunctionMode):
-    """Collects calls for which a GPU's host would wait. ``meta`` tensors, which have no memory, stand for a GPU's."""
+    """Collects the names of calls that would make the host wait for a GPU; ``meta`` tensors stand for the GPU's."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.calls: list[str] = []
 
     def __torch_function__(self, function: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None):
         kwargs = kwargs or {}
         name = getattr(function, "__name__", str(function))
         result = function(*args, **kwargs)
-        there = [x.device.type for x in args if isinstance(x, Tensor)]
+        devices = [x.device.type for x in args if isinstance(x, Tensor)]
         made_on_the_host = name in ("tensor", "as_tensor") and result.device.type == "meta"
-        copied = name in COPIES and "cpu" in there and not kwargs.get("non_blocking")
-        copied = copied and "meta" in (*there[1:], getattr(getattr(result, "device", None), "type", None), there[0])
-        if made_on_the_host or copied or (name in READS and "meta" in there):
-            self.found.append(name)
+        copied = name in COPIES and "cpu" in devices and not kwargs.get("non_blocking")
+        copied = copied and "meta" in (*devices[1:], getattr(getattr(result, "device", None), "type", None), devices[0])
+        if made_on_the_host or copied or (name in READS and "meta" in devices):
+            self.calls.append(name)
         return result
 
 
@@ -425,7 +425,7 @@ class Waits(TorchFunctionMode):
 def test_a_wait_is_found(bad):
     with Waits() as waits:
         bad(torch.empty(3, device=META))
-    assert waits.found
+    assert waits.calls
 
 
 MASKS = {
@@ -449,17 +449,17 @@ def test_attention(mask, threshold):
     with Waits() as waits:
         out = cp.attention(q, k, v, layout=layout, kernel="math", **options)
         grads = torch.autograd.grad(out, (q, k, v, sinks), torch.empty_like(out))
-    assert [x.shape for x in grads] == [x.shape for x in (q, k, v, sinks)] and not waits.found
+    assert [x.shape for x in grads] == [x.shape for x in (q, k, v, sinks)] and not waits.calls
 
 
 def test_key_heads_in_the_all_to_all(monkeypatch):
     monkeypatch.setattr(ulysses, "all_to_all", lambda *_, **__: None)
-    q, k, v = (torch.empty(16, 1, heads, 8, device=META) for heads in (12, 6, 6))  # 3 heads a rank, groups of 2
+    q, k, v = (torch.empty(16, 1, heads, 8, device=META) for heads in (12, 6, 6))  # 3 query heads per rank, groups of 2
     axis = Axis(4, 1)
     with Waits() as waits:
         results = ulysses.sequence_to_heads(q, k, v, axis)
         grads = ulysses.sequence_to_heads_grad(*results, axis, heads=12, kv_heads=6)
-    assert [x.shape for x in grads] == [x.shape for x in (q, k, v)] and not waits.found
+    assert [x.shape for x in grads] == [x.shape for x in (q, k, v)] and not waits.calls
 
 
 def test_dropout_of_hidden_states_and_rotary_angles():
@@ -471,4 +471,4 @@ def test_dropout_of_hidden_states_and_rotary_angles():
         torch.autograd.grad(y, x, torch.empty_like(y))
         rotary.angles([ENDS])
         rotary.of_spans(layout.local_spans, ENDS)
-    assert not waits.found
+    assert not waits.calls

@@ -53,7 +53,7 @@ def serve(pipe, machine: Path | None) -> None:
 
 
 class Worker:
-    """A job in another process, on another machine by its boot id if one is given."""
+    """A job in another process; the file ``machine``, if given, holds the boot id of another machine."""
 
     def __init__(self, machine: Path | None = None) -> None:
         self.pipe, theirs = CONTEXT.Pipe()
@@ -97,7 +97,7 @@ def cards(folder: Path) -> list[Path]:
 
 
 def dead_card(folder: Path, machine: str = "") -> Path:
-    """The card of a job that has ended, here or on another machine."""
+    """The card of a job that has ended, on this machine or on the one that is named."""
     child = CONTEXT.Process(target=time.sleep, args=(0,))
     child.start()
     process = replace(this_process(), pid=child.pid, started=processes.started(child.pid) or 1)
@@ -158,7 +158,7 @@ def test_a_stopped_owner_that_awakes_has_lost_the_folder_and_knows_it(tmp_path, 
     message, line = first.ask("check")
     assert message == "lost" and f"--save {folder} is not this job's any more: process {second.process.pid} on " in line
     assert "has taken it over" in line
-    time.sleep(3 * RENEWAL)  # its thread continues
+    time.sleep(3 * RENEWAL)  # the first job's thread continues
     assert second.ask("check") == ("has it", []) and len(cards(folder)) == 1
     first.ask("release")
     assert second.ask("check") == ("has it", []) and len(cards(folder)) == 1

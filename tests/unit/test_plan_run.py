@@ -90,9 +90,9 @@ def test_some_layers_recomputed_lie_between_none_and_all() -> None:
     workload = Workload(Request(("--model", "llama3-8b")).workload(64 * K).shape, 64 * K)
     block = Strategy(ulysses=8, recompute="full", recompute_method="block", recompute_layers=12)
     none, full = replace(block, recompute="none"), replace(block, recompute_method="uniform", recompute_layers=1)
-    times = [estimate(workload, way, A100).seconds for way in (none, block, full)]
+    times = [estimate(workload, strategy, A100).seconds for strategy in (none, block, full)]
     assert times[1] == pytest.approx(times[0] + 12 / 32 * (times[2] - times[0]))
-    sizes = [device_memory(workload, way).total for way in (full, block, none)]
+    sizes = [device_memory(workload, strategy).total for strategy in (full, block, none)]
     assert sizes == sorted(sizes)
 
 
@@ -219,7 +219,7 @@ def test_short_documents_take_less_time_and_uneven_ones_more(eight: Problem) -> 
 
 
 def test_the_best_interval_between_saves_is_the_best() -> None:
-    """Daly's estimate compared with the best interval by simulation."""
+    """Other intervals between saves give a longer expected run by Daly's formula."""
     shape, rates = Request(("--model", "llama3-70b")).workload(8 * K).shape, Rates(50_700, 10, 1.0)
     result = interrupted(30 * 86400, 4096, 512, shape, rates)
     assert result.save == pytest.approx(checkpoint_bytes(shape) / 512e9)
@@ -232,7 +232,7 @@ def test_the_best_interval_between_saves_is_the_best() -> None:
 
     assert result.seconds == pytest.approx(whole(result.interval))
     assert all(whole(result.interval) <= whole(result.interval * share) for share in (0.5, 0.8, 1.25, 2))
-    assert best_interval(1, 1e6) == pytest.approx(math.sqrt(2e6), rel=0.01)  # Young's
+    assert best_interval(1, 1e6) == pytest.approx(math.sqrt(2e6), rel=0.01)  # Young's formula
     assert result.seconds == pytest.approx(30 * 86400 + result.saving + result.lost)
     with pytest.raises(Refusal, match="makes no progress"):
         interrupted(86400, 16384, 2048, shape, Rates(1.0))
@@ -429,7 +429,7 @@ SHAPES = [shape(1, 1, 3), shape(4, 1, 6, 0.25), shape(4, 1, 2), shape(2, 3, 6, 0
 
 
 def scheduled(step: Json) -> list[list[list[float]]]:
-    """(begin, end, backward, micro-batch, chunk) of every stage's passes, computed by the page."""
+    """(begin, end, backward, micro-batch, chunk) of every stage's passes, as the page should compute them."""
     stages, virtual = step["stages"], step["virtual"]
     programs = [program(stage, stages, step["batches"], virtual) for stage in range(stages)]
 
@@ -454,7 +454,7 @@ def test_what_a_bar_is_made_of_can_be_told_apart() -> None:
 
 
 def test_a_plans_passes_end_when_its_step_does(tmp_path: Path) -> None:
-    """The page's schedule agrees with the closed form's bubble, which is computed independently."""
+    """The schedule of each step on the page takes as long as the closed form predicts independently."""
     words = "--model llama3-8b --gpus 16 --gpu A100-80G --seq-length 32K --global-batch 32 --pipeline 4 --top 3 --html"
     assert plan.main([*words.split(), str(tmp_path / "plans.html")]) == 0
     data = data_of((tmp_path / "plans.html").read_text())
@@ -484,7 +484,7 @@ def test_the_page_needs_nothing_else(page: Path) -> None:
     assert set(re.findall(r"https?://[^\"'\s)]+", text)) <= {"http://www.w3.org/2000/svg"}
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")
+@pytest.mark.skipif(BROWSER is None, reason="Chromium is not installed: apt-get install chromium")
 def test_a_browser_sorts_filters_and_chooses(page: Path, tmp_path: Path) -> None:
     catch = "<script>addEventListener('error', () => { window.failed = 1; });"
     text, ran = page.read_text(), page.read_text().count("<script>")
@@ -521,7 +521,7 @@ def test_a_browser_sorts_filters_and_chooses(page: Path, tmp_path: Path) -> None
 
 PAGE = (Path(__file__).parents[2] / "docs" / "use" / "planner.md").read_text().split("## Ten questions")[1]
 ASKED = re.findall(r"\*\*(\d+)\. (.*?)```bash( refused)?\n(.*?)```", PAGE, re.DOTALL)
-AT_ONCE = {"1", "3"}  # in the usual run; the others with --full
+AT_ONCE = {"1", "3"}  # these two run by default; the others with --full
 
 
 def cases() -> list:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner: its plans run, none is better, and it confirms the papers' findings."""
+"""The planner: the program accepts its plans, no other plan is better, and the papers' findings are reproduced."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_units_and_some_layers_go_with_every_other_saving() -> None:
 
 
 def test_no_grid_is_forgotten() -> None:
-    """Whatever sizes the program accepts for 12 ranks are among the grids, and no others."""
+    """The grids are exactly those that the program accepts for 12 ranks."""
     workload = Workload(replace(LLAMA3, layers=12, heads=24, kv_heads=6, ffn=4 * 3072, hidden=3072), 3 * K, 6)
     model = "--num-layers 12 --hidden-size 3072 --ffn-hidden-size 12288 --num-attention-heads 24 --vocab-size 9 "
     model += "--group-query-attention --num-query-groups 6 --max-position-embeddings 3072 --attention-dropout 0"
@@ -155,13 +155,13 @@ def test_nothing_beats_the_winner(model: str, length: int, batch: int, gpus: int
     assert result.plans[0].seconds <= 1.002 * min(best.values())
     for plan in result.plans[:3]:
         assert plan.seconds <= 1.002 * best[plan.grid]
-        if plan.strategy.recompute_method == "uniform":  # block recompute may need fewer layers than the eighths
+        if plan.strategy.recompute_method == "uniform":  # for block, search also tries numbers between eighths
             assert plan.seconds == pytest.approx(best[plan.grid], rel=2e-3)
         assert plan.fits and device_memory(asked.workload, plan.strategy).total <= asked.machine.usable_memory
 
 
 def test_nothing_beats_the_winner_where_samples_differ() -> None:
-    """Savings are ordered by DP's busiest rank; by the mean, one that is 8 % slower would come first."""
+    """Savings are ordered by DP's busiest rank; ordered by the mean, a saving that is 8 % slower would come first."""
     tight = replace(load("A100-80G"), memory=8.7571 * 2**30 + load("A100-80G").reserved)
     limits = Limits((1,), (8,), (1,), (64,), (1,), micro_batch=(1,), zero=(3,))
     workload = Request(("--model", "llama3-8b"), 64, "mean:1K,sigma:2.5").workload(128 * K)
@@ -178,7 +178,7 @@ def test_a_unit_whose_weights_are_too_many_does_not_end_the_search() -> None:
 
 
 def test_few_of_the_ways_on_a_thousand_gpus_are_priced() -> None:
-    """The planner's work, counted in priced layers of about 0.3 ms. All savings on each tried
+    """The planner's work, counted in priced layers; one takes about 0.3 ms. All savings on each tried
     grid would be 9,180 layers."""
     asked = problem("llama3-70b", 1024 * K, 16, 1024, "H100-80G")
     for cache in (priced_layer, priced_ends, device_memory):
@@ -192,22 +192,22 @@ def test_few_of_the_ways_on_a_thousand_gpus_are_priced() -> None:
 @pytest.mark.parametrize("machine", ["A100-80G", "B200-192G"])
 @pytest.mark.parametrize("keys", [0.0, 4096.0])
 def test_ways_are_ranked_as_if_all_had_been_priced(machine: str, keys: float) -> None:
-    """A simpler saving never takes longer, so the order is that of the prices."""
+    """A simpler saving never takes longer, so `Ranked` orders all savings by their prices."""
     for kv_heads, grid in product((32, 8), (dict(ulysses=4), dict(ring=4, tensor=2), dict(ulysses=2, ring=2))):
         workload = Workload(replace(LLAMA3, kv_heads=kv_heads), 256 * K, keys=keys)
         seconds = partial(pass_seconds, workload, machine=load(machine))
-        ways = list(enumerate(savings(Strategy(**grid), workload)))
-        ranked = Ranked(ways, seconds)
-        result = [ranked.at(place) for place in range(len(ways))]
-        assert ranked.at(len(ways)) is None
-        assert result == sorted((seconds(way), number, way) for number, way in ways)
+        numbered = list(enumerate(savings(Strategy(**grid), workload)))
+        ranked = Ranked(numbered, seconds)
+        result = [ranked.at(place) for place in range(len(numbered))]
+        assert ranked.at(len(numbered)) is None
+        assert result == sorted((seconds(s), number, s) for number, s in numbered)
 
 
 def test_host_memory_counts() -> None:
     asked = problem("llama3-8b", 2048 * K, 1, 4, "A100-80G")
     plan = search(asked).plans[0]
     assert plan.strategy.fpdt_chunk and plan.memory.host > 100 * 2**30
-    small = replace(asked, machine=replace(asked.machine, host_memory=4 * plan.memory.host))  # a tenth stays free
+    small = replace(asked, machine=replace(asked.machine, host_memory=4 * plan.memory.host))  # 0.9 of it is usable
     result = search(small)
     assert plan.strategy in {other.strategy for other in result.failing}
     assert all(other.strategy != plan.strategy for other in result.plans)
@@ -262,7 +262,7 @@ def test_the_best_published_grid_is_found() -> None:
 
 
 def test_what_ran_out_of_memory_does_not_fit() -> None:
-    """USP paper, section 5.4: pure SP is out of memory from 120K tokens on (table 6), and was not at 80K."""
+    """USP paper, section 5.4: pure SP is out of memory from 120K tokens on (table 6), but not at 80K."""
     at = {length: search(Problem(Workload(LLAMA3, length), 16, A800, SP)) for length in (80 * K, 120 * K)}
     assert {plan.grid[1:3] for plan in at[80 * K].plans} >= {(8, 2), (4, 4), (2, 8), (1, 16)}
     assert not at[120 * K].plans
@@ -291,21 +291,21 @@ def test_2_data_before_sequence_parallel() -> None:
         asked = Problem(Workload(LLAMA2, length, 8), 8, roomy, replace(USP, tensor=(1,), overlap=True))
         winner = search(asked).plans[0]
         assert winner.strategy.data == 8
-        apart = search(replace(asked, limits=replace(asked.limits, data=(1,)))).plans[0]
-        assert apart.seconds > 1.02 * winner.seconds
+        without_dp = search(replace(asked, limits=replace(asked.limits, data=(1,)))).plans[0]
+        assert without_dp.seconds > 1.02 * winner.seconds
 
 
 def test_3_zero_splits_model_states_over_sequence_parallel_ranks_as_over_data() -> None:
     workload = Workload(LLAMA3, 64 * K, 8)
     states = []
     for zero in range(4):
-        of = [
+        memories = [
             device_memory(workload, Strategy(zero=zero, **axis)) for axis in ({"ulysses": 8}, {"ring": 8}, {"data": 8})
         ]
-        assert len({memory.optimizer for memory in of}) == 1
-        states.append(of[0].parameters + of[0].gradients + of[0].optimizer)
+        assert len({memory.optimizer for memory in memories}) == 1
+        states.append(memories[0].parameters + memories[0].gradients + memories[0].optimizer)
     assert states[0] > 1.8 * states[1] and states == sorted(states, reverse=True)
-    # At 120K tokens ZeRO 1 does not fit; a higher stage fits and costs 1 % of the time.
+    # At 120K tokens ZeRO 1 does not fit; a higher stage fits and is 1 % slower.
     asked = Problem(Workload(LLAMA3, 120 * K), 16, A800, replace(SP, zero=None, overlap=True))
     winner = search(asked).plans[0]
     assert winner.strategy.zero >= 2
@@ -345,7 +345,7 @@ def test_6_more_devices_train_longer_sequences_by_sequence_parallelism_and_not_b
     sp = [longest_of(gpus, tensor=(1,), zero=(3,)) for gpus in (8, 16, 32, 64)]
     assert all(later > 1.8 * earlier for earlier, later in zip(sp, sp[1:]))
     tp = [longest_of(gpus, tensor=(gpus,)) for gpus in (8, 16, 32, 64)]
-    assert tp[2] < 2 * tp[0] and tp[3] == 0  # 32 heads
+    assert tp[2] < 2 * tp[0] and tp[3] == 0  # the model has 32 heads
 
 
 @pytest.mark.parametrize("machine", [A800, load("A800-80G"), load("H100-80G")], ids=["usp-a800", "A800", "H100"])
@@ -353,7 +353,7 @@ def test_6_more_devices_train_longer_sequences_by_sequence_parallelism_and_not_b
 def test_7_the_order_of_the_axes_is_that_of_what_a_slow_link_costs(machine, length: int) -> None:
     """Additional seconds per step of 8 sequences if an axis of two ranks spans two nodes.
 
-    Without overlap, as in the paper. With it, DP hides behind compute and costs less than PP.
+    There is no overlap, as in the paper. With overlap, DP is hidden behind compute and costs less than PP.
     """
     apart = replace(machine, gpus=1)
     workload = Workload(LLAMA3, length, 8)
@@ -560,7 +560,7 @@ def small(*options: str) -> list[str]:
 def test_where_the_dry_run_does_not_fit_another_plan_is_sought(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """The first dry run takes 100 GiB; the second plan leaves the excess over the first plan free."""
+    """The first dry run needs 100 GiB; the second plan leaves at least that excess over the first prediction free."""
     commands: list[list[str]] = []
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess:

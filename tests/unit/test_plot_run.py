@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture and the table of a run."""
+"""Tools that draw or tabulate runs, tiles, memory traffic and traces."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ LAYOUTS = [("zigzag", 4, 1), ("contiguous", 3, 1), ("documents", 4, 1), ("zigzag
 
 
 def inside(outline) -> torch.Tensor:
-    """Boolean [queries, keys]: the pairs within an outline, by crossings of its upright edges."""
+    """Boolean [queries, keys]: the pairs within an outline, found by counting crossings of its vertical edges."""
     crossings = torch.zeros(LENGTH, LENGTH, dtype=torch.int)
     for (x0, y0), (x1, y1) in zip(outline, [*outline[1:], outline[0]]):
         assert x0 == x1 or y0 == y1
@@ -227,8 +227,8 @@ CALLS = {
 
 
 def gpu_trace(late: float = 5000.0, launches: bool = True, coalesced: bool = False) -> Json:
-    """Two steps as torch.profiler writes them: products' kernels begin ``late`` microseconds after their calls,
-    those of NCCL immediately, on a separate stream."""
+    """Two steps as torch.profiler writes them: GEMM kernels begin ``late`` microseconds after their calls,
+    NCCL kernels begin immediately, on a separate stream."""
     events: list[Json] = [
         {"ph": "M", "name": "process_name", "pid": 7, "tid": 0, "ts": 0, "args": {"name": "python"}},
         {"ph": "M", "name": "process_labels", "pid": 0, "tid": 0, "ts": 0, "args": {"labels": "GPU 0"}},
@@ -288,7 +288,7 @@ def dry_trace() -> Json:
 @pytest.mark.parametrize("launches", [True, False])
 def test_calls_say_what_kernels_are_and_in_which_order(launches: bool, coalesced: bool) -> None:
     if coalesced and not launches:
-        pytest.skip("nothing tells then which call a kernel is of")
+        pytest.skip("without launches, nothing links a kernel to its call")
     trace = gpu_trace(launches=launches, coalesced=coalesced)
     ours, theirs = predicted(dry_trace(), 0), measured(trace, {"aten::mm": "gemm"})
     assert compare(ours, theirs).share == 1.0 and len(ours) == len(theirs)
@@ -327,7 +327,7 @@ def test_a_real_trace_that_says_collectives_names() -> None:
     assert [x.took for x in result][-2:] == [2636.669, 2129.38]
     comms = [event for event in trace["traceEvents"] if event["name"] == "record_param_comms"]
     assert [collective(event) for event in comms].count("all_reduce") == 2
-    for event in trace["traceEvents"]:  # its kernels are also linked by the call's id
+    for event in trace["traceEvents"]:  # without launches, kernels are linked by the call's id
         if event["name"] == "record_param_comms" or event.get("cat") != "cpu_op":
             continue
         event["name"] = event["name"].replace("c10d::allreduce_", "another")

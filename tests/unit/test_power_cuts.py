@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Power cuts at any moment while a tool writes: files under their final names are complete, and all syncs necessary."""
+"""Power cuts at any moment while a tool writes: files with final names are complete, and every sync is necessary."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def below(tree, folder):
 
 
 def folders_judge(record, *, promised=True):
-    """Each folder is complete or absent, and present once the user was told."""
+    """A judge: each folder is complete or absent; with ``promised``, it is present after its promise."""
     whole = {event.label: below(tree_of(event), event.label) for event in record.events if event.promise}
 
     def judge(cut, state):
@@ -38,7 +38,7 @@ def folders_judge(record, *, promised=True):
         for name, files in whole.items():
             result = below(state, name)
             if result != files and (result or promised and name in message):
-                return f"{name} is {'not whole' if result else 'gone'}"
+                return f"{name} is {'incomplete' if result else 'gone'}"
         return None
 
     return judge
@@ -70,7 +70,7 @@ def test_an_index_cache(tmp_path):
 
 
 def pair_judge(record, prefix):
-    """A pair of files belongs to one run, the last reported one; no pair is lost during a replacement."""
+    """A judge: both files are of one run, the last promised or a later one; no pair is lost during a replacement."""
     names = [f"{prefix}.bin", f"{prefix}.idx"]
     pairs = [[tree_of(event)[name] for name in names] for event in record.events if event.promise]
 
@@ -81,9 +81,9 @@ def pair_judge(record, prefix):
         if not cut.promises or result in pairs[len(cut.promises) - 1 :]:
             return None
         coming = pairs[len(cut.promises)] if len(cut.promises) < len(pairs) else [None, None]
-        for name, key in zip(names, coming):  # under its name, or still under the temporary one
+        for name, key in zip(names, coming):  # under its final or still under its temporary name
             if key is None or key not in [content for path, content in state.items() if path.startswith(name)]:
-                return "neither the pair of before is there nor that which takes its place"
+                return "neither the earlier pair nor its replacement exists"
         return None
 
     return judge
@@ -107,7 +107,7 @@ def test_tokenized_data_that_replace_others(tmp_path):
 
 
 def test_a_checkpoint_whose_replacement_was_cut_off_has_its_name_again(tmp_path):
-    """Without an atomic exchange of folders, the earlier one has another name for a moment."""
+    """Where folders cannot be exchanged atomically, the earlier checkpoint has another name for a moment."""
     for name in (".iter_0000001.replaced", ".iter_0000002.replaced", "iter_0000002"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(name)

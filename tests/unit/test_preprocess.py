@@ -35,7 +35,7 @@ def jsonl(documents, key="text"):
 
 
 def pack(path, content):
-    """Write the content as the file's name says; .zst in two frames."""
+    """Write the content, compressed as the suffix says (.zst in two frames); returns the path."""
     if path.suffix == ".gz":
         content = gzip.compress(content)
     elif path.suffix == ".zst":
@@ -218,7 +218,7 @@ def test_full_disk(tmp_path, capsys, monkeypatch, where):
 
 
 def start(folder, source, limit=None):
-    """The tool in a process of its own (forked: nothing to import), its messages in a file."""
+    """Start the tool in a forked process, which has nothing to import; its messages go to a file."""
 
     def body():
         os.dup2(os.open(folder / "messages", os.O_WRONLY | os.O_CREAT), 2)
@@ -233,7 +233,7 @@ def start(folder, source, limit=None):
 
 
 def test_write_error(tmp_path):
-    """A real signal: one line, and no files left."""
+    """The system refuses a write beyond the size limit: one line, and no files left."""
     source = pack(tmp_path / "x.jsonl", jsonl(DOCUMENTS * 200))
     process = start(tmp_path, source, limit=100_000)
     process.join(patience(60))

@@ -121,7 +121,7 @@ def test_files_that_are_deleted_or_replaced_after_the_start(tmp_path):
 
 
 def unseen(prefix, token, document=70, documents=200, dtype=np.int32):
-    """Like `write`, with an id in one document that the check at the start does not read."""
+    """Like `write`, but one document consists of ``token``; the check at the start does not read that document."""
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     for number in range(documents):
         text = np.full(17, token if number == document else number)
@@ -207,7 +207,7 @@ def test_a_damaged_index_of_samples_is_noticed_where_it_is_read(tmp_path, what):
 
 
 def build_in_a_fork(prefix, after):
-    """A process that builds an index after some seconds, or reads one, and reports its samples."""
+    """A process that after some seconds builds an index or reads a finished one, and sends its samples' hash."""
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
 
@@ -278,7 +278,7 @@ def test_what_killed_builders_left_is_removed_after_a_day(tmp_path):
 
 @pytest.mark.parametrize("lost", ["description.txt", "document_index.npy", "files.json"])
 def test_a_cache_of_which_files_were_deleted_is_not_filled_up_by_several_runs_at_once(tmp_path, lost):
-    """core would write missing files in place, where another run could read incomplete ones."""
+    """megatron-core would write missing files in place, where another run could read incomplete ones."""
     prefix, _ = write(tmp_path / "corpus")
     config = configure(data_path=[prefix], split="1,0,0")
     build_datasets(config, NULL, (10, 0, 0))

@@ -82,7 +82,7 @@ def test_what_is_not_priced_is_few_shown_and_taught_nothing(result):
 
 
 def test_the_posts_own_figures_contradict_each_other():
-    """Hugging Face: the additional work of 64K over 32K tokens would exceed the data sheet's peak."""
+    """By Hugging Face's figures, the additional work of 64K over 32K tokens would run faster than the peak."""
     half, whole = (next(run for run in RUNS if run.source == "huggingface-ulysses-sp" and run.seq_length == length)
                    for length in (32768, 65536))  # fmt: skip
     seconds = [run.seq_length / run.value / run.gpus for run in (half, whole)]  # of a micro-batch
@@ -120,7 +120,7 @@ def test_gradients_in_bf16_travel_in_half_the_time():
 
 
 def test_planner_and_records_use_the_same_constants(result):
-    """For every machine of a record, planner, record and file have the same shares and times."""
+    """The planner has the fitted constants for every machine of a record, and machine files give the same times."""
     assert sum(len(free) for free in record_fit.FREE.values()) == 4
     constants = record_fit.fitted()
     for name in sorted({run.machine for run in RUNS}):
@@ -165,7 +165,7 @@ def test_a_doubt_that_is_none_is_refused(tmp_path, wrong, why):
 
 
 def test_every_change_of_the_test_half_is_listed():
-    """Without the listed changes, the test half is exactly the committed one."""
+    """With the listed changes undone, the test half is exactly the committed one."""
     for edit in record_checks.edits():
         mine = [run for run in RUNS if edit.concerns(run)]
         assert len(mine) == edit.runs and edit.why and not in_fitted_half(edit.source), edit
@@ -244,5 +244,5 @@ def test_a_power_limit_slows_what_draws_most():
     half_kilowatt = load("H100-96G-500W")
     assert sustained(full, H100) == full
     assert sustained(full, half_kilowatt) == pytest.approx(full * (400 / 600) ** 0.5)
-    assert sustained(0.5 * full, half_kilowatt) == 0.5 * full  # it draws all of the 400 W above idle
+    assert sustained(0.5 * full, half_kilowatt) == 0.5 * full  # it draws 300 of the 400 W above idle
     assert step(Program("compiled"), half_kilowatt) > 1.1 * step(Program("compiled"))

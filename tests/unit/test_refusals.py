@@ -156,7 +156,7 @@ def test_one_refusal_alone_stays_one_line():
 
 
 def test_words_and_settings_are_refused_together_in_order():
-    """The order: unknown flags, refused ones, values, conflicts; each once, without consequences of others."""
+    """Order: malformed values, unknown flags, refused flags, other values, conflicts; each once, no consequences."""
     refusal = refused_with_command(
         f"{ACCEPTED} --num-experts 8 --seq-lenght 128 --optimizer muon --clip-grad x --zero-stage 7 "
         "--ulysses-parallel-size 3 --recompute-granularity full --load-optim-state"
@@ -335,7 +335,7 @@ def test_by_samples():
 
 
 def test_by_tokens():
-    """SHAPE's samples have 64 tokens: the schedule equals that of the same number of samples."""
+    """SHAPE's samples have 64 tokens: a schedule by tokens equals the schedule by as many samples."""
     by_samples = "--lr-decay-style cosine --lr-warmup-samples 8 --train-samples 32"
     by_tokens = "--lr-decay-style cosine --lr-warmup-tokens {} --train-tokens {}"
     length = parse(f"{SHAPE} {RUN}".split()).data.seq_length
@@ -402,7 +402,7 @@ def test_tokens_left_by_samples_of_another_length():
     ],
 )
 def test_what_is_left_with_batches_of_another_size(length: str, expected: tuple[int, int]):
-    """After four steps of 8 samples, steps of 2 follow: the data must be sufficient."""
+    """Steps of 2 samples follow four steps of 8: the length of the run counts both."""
     from megatron.training.checkpoint.run_state import Progress
     from megatron.training.job import length_of_run
 

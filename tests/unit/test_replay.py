@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated GPU uses the attention kernel that `kernels.select` would choose there, and prices its launches."""
+"""A simulated GPU uses the attention kernel that `kernels.select` would choose on a real one, and prices it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ MASK, MANY = {"needs_mask": True}, {"many_tiles": True}
         ("B200-192G", "auto", bf16, 128, {}, "cudnn"),
         ("H100-80G", "auto", bf16, 256, {}, "cudnn"),
         ("B200-192G", "auto", bf16, 256, {}, "flash"),  # cuDNN supports heads above 128 only on Hopper
-        ("L20-48G", "auto", bf16, 256, {}, "triton"),  # flash attention's backward does not support them on small GPUs
+        ("L20-48G", "auto", bf16, 256, {}, "triton"),  # no backward of flash attention for 256 on small GPUs
         ("H100-80G", "auto", bf16, 100, {}, "triton"),  # not a multiple of 8
         ("H100-80G", "auto", fp32, 128, {}, "triton"),
         ("H100-80G", "auto", fp64, 128, {}, "math"),
@@ -113,9 +113,9 @@ def test_a_gpu_that_is_here_and_one_that_is_not_choose_alike(monkeypatch, gpu, h
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
     for many in (False, True):
         order = kernels.available("cuda", bf16, head, many_tiles=many)
-        here = [name for name in order if name not in ("triton", "flash_attn")]  # they may not be installed here
-        there = machine.choose_attention("auto", bf16, head, many_tiles=many)
-        assert there == ("triton" if many or here[0] == "math" else here[0])
+        real = [name for name in order if name not in ("triton", "flash_attn")]  # these may not be installed
+        simulated = machine.choose_attention("auto", bf16, head, many_tiles=many)
+        assert simulated == ("triton" if many or real[0] == "math" else real[0])
 
 
 def test_the_closed_form_prices_what_the_dry_run_does():
@@ -143,7 +143,7 @@ def test_products_that_add_to_a_sum_are_products():
     recorder = Recorder({})
     with FakeTensorMode(), gpu_kernels(recorder, load("A100-80G")), recorder:
         total, a, b = torch.empty(6, 5), torch.empty(6, 3, dtype=bf16), torch.empty(3, 5, dtype=bf16)
-        add_product(total, a, b)  # narrow matrices into a wide sum
+        add_product(total, a, b)  # bf16 matrices, fp32 sum
         add_product(total, a.float(), b.float())
     products = [event for event in recorder.trace.events if getattr(event, "kind", "") == "gemm"]
     sums = 2 * 4 * 6 * 5  # read and written
@@ -186,7 +186,7 @@ def test_a_mask_of_pairs_is_asked_once_a_pass(monkeypatch):
 
 
 ONE = Rate(((1.0, 1.0),), power=0.0)
-# A FLOP, a byte of memory, of the link and of the host link each take a second.
+# A FLOP takes a second, and so does a byte through memory, the link or the host link.
 TOY = Machine(
     "toy", 1e9, 0, {"bf16": 1.0, "fp32": 1.0}, 1.0, ONE, ONE, ONE, 0, 8, Link(1, 0), Link(1, 0), 1e9, Link(1, 0)
 )
@@ -342,7 +342,7 @@ def test_there_must_be_something_to_draw(tmp_path):
 
 
 def ahead(*seconds: float) -> list:
-    """A stretch that waits for a transfer of the previous one, and starts one for the next."""
+    """A stretch of events that waits for transfers of the previous stretch and starts those for the next."""
     events = []
     for index, long in enumerate(seconds, 1):
         events += [Wait((index - len(seconds),)), work(1), send(long, ("ring", "dp")[index % 2], ticket=index)]
@@ -466,7 +466,7 @@ def test_the_context_leaves_nothing_behind():
             cp.initialize_grid(ring=8)
             raise KeyError
     assert nothing_is_left() and parallel_state.create_group is create_group
-    grid = cp.initialize_grid()  # a real world of one, afterwards
+    grid = cp.initialize_grid()  # afterwards, a real world of one process
     try:
         assert grid.world_size == 1 and dist.get_backend() == "gloo"
     finally:

@@ -33,7 +33,7 @@ STEPS = 40
 
 
 def run(flags: str, between=lambda: None) -> None:
-    """The values that a run logs."""
+    """Log the steps of a run; ``between`` is called before the first step."""
     config = parse(f"{GOOD} {MOCK} --log-interval 100 {flags}".split(), world_size=1)
     reports = reporter.Reporter(config, active=True, first_iteration=0, last_iteration=STEPS)
     between()
@@ -52,7 +52,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
         ["mount", "-t", "tmpfs", "-o", "size=16k", "none", str(folder)], capture_output=True, text=True
     )
     if done.returncode:
-        pytest.skip(f"a full disk is a small one that root mounts: {done.stderr.strip()}")
+        pytest.skip(f"only root can mount a small disk: {done.stderr.strip()}")
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
@@ -63,7 +63,7 @@ def fill(folder: Path) -> None:
             pass
 
 
-@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")  # its thread prints no traceback
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")  # its thread must not raise
 def test_a_full_disk_under_tensorboard_ends_that_log_alone(tiny_disk, tmp_path, capfd):
     log = tmp_path / "log.jsonl"
     run(f"--tensorboard-dir {tiny_disk}/board --log-jsonl {log}", lambda: fill(tiny_disk))
@@ -114,7 +114,7 @@ def test_a_full_disk_leaves_no_picture_and_no_batch_and_nothing_ends(tiny_disk, 
         "phases": [["forward", 0.0]],
         "seconds": 9.0,
     }
-    line = memory_profile.write_profile(str(tiny_disk), 2, profile, "cpu")  # there is only space for the numbers
+    line = memory_profile.write_profile(str(tiny_disk), 2, profile, "cpu")  # the disk has space for the JSON file only
     assert line == f" WARNING: --profile-memory {tiny_disk}: No space left on device; going on without it"
     assert (tiny_disk / "memory_rank0.json").stat().st_size
     fill(tiny_disk)
@@ -135,7 +135,7 @@ def test_a_full_disk_leaves_no_picture_and_no_batch_and_nothing_ends(tiny_disk, 
     assert "No space left on device" in bad_batches.write_batch(job, result)
 
 
-# core accepts its configuration, also for GPUs, which are not available here.
+# megatron-core accepts the configuration that we build, with and without a GPU.
 
 
 GPT = "--hidden-dropout 0 --attention-dropout 0"

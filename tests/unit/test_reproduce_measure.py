@@ -158,7 +158,7 @@ def test_layer_inputs_wait_in_host_memory_where_the_paper_has_them_there(monkeyp
 
 
 def test_rows_without_a_time_are_kept_with_the_reason(monkeypatch, tmp_path, capsys):
-    """On 8 GPUs, rows of table 6 with 16 GPUs stay unknown; a row that was OOM in the paper may be OOM here."""
+    """On 8 GPUs, rows of table 6 with 16 GPUs have no result; OOM agrees where the paper's run was OOM too."""
 
     def full(*_) -> float:
         raise Unmeasured("OOM")

@@ -142,7 +142,7 @@ def test_a_table_of_a_paper_is_written_where_it_is_asked_for(tmp_path, monkeypat
 
 
 def test_run_all_runs_every_command(tmp_path):
-    """In a copy of the tree with commands that only record their arguments; one fails."""
+    """It runs in a copy of the tree, whose commands only record their arguments; one of them fails."""
     tree = tmp_path / "tree"
     for file in (REPRODUCE / "run_all.sh", REPRODUCE / "run_folder.sh"):
         copy = tree / file.relative_to(REPRODUCE.parents[1])

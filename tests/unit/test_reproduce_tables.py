@@ -72,7 +72,7 @@ def test_usp_tables_5_to_7_are_within_ten_percent(usp):
 
 def test_usp_winners_are_at_most_two_percent_below_the_published_best(usp):
     tables = published("usp_tables_5_6_7")
-    # 64K with a batch of 1 is in table 5 (8 GPUs, Llama2) and in table 6 (16, Llama 3): apart by table
+    # 64K with a batch of 1 is in table 5 (8 GPUs, Llama2) and in table 6 (16, Llama 3): group by table
     groups: dict[tuple, list[Row]] = {}
     for line, row in zip(tables, usp):
         groups.setdefault((line["table"], line["seq_length"], line["global_batch"]), []).append(row)
@@ -83,7 +83,7 @@ def test_usp_winners_are_at_most_two_percent_below_the_published_best(usp):
 
 
 def test_usp_flops_are_counted_as_printed():
-    """The last version's 152.51 (causal) follows from the first's 266 only without the gate of Llama's MLP."""
+    """The paper's 152.51 (last version, causal) follows from its 266 (first version) only for an MLP without gate."""
     workload = Workload(training_shape("llama3-8b"), 122880)
     full, half = (usp_tflops(replace(workload, seq_length=length), 1.0, 16) for length in (122880, 61440))
     attention = 2 * (full - 2 * half)  # the quadratic part for the full length
@@ -105,7 +105,7 @@ def test_usp_attention_alone():
         assert max(rows, key=lambda row: row.ours).label["ulysses"] == 2
         assert min(rows, key=lambda row: row.ours).label["ulysses"] == 8
     doubled = [row for row in a100 if row.label["seq_length"] == 131072]
-    assert doubled and all(row.published is None and row.ours > 2 for row in doubled)  # both readings are shown
+    assert doubled and all(row.published is None and row.ours > 2 for row in doubled)  # both readings of 128K are shown
 
 
 def test_data_parallelism_wins_figure_5():
@@ -164,7 +164,7 @@ def test_fpdt_mfu_over_the_length():
 
 
 def test_fpdt_strategies_are_predicted():
-    """No constant was fitted to them."""
+    """No constant was fitted to these strategies."""
     rows = table_3_rows(clock("fpdt-a100", measure=False))
     assert len(rows) == 10 and mean_error(rows) < 15
     assert all(
@@ -198,7 +198,7 @@ def test_a_fit_finds_a_constant_again():
 
     def table(machine: Machine) -> list[Row]:
         pairs = zip(throughput_rows(Simulated(slow), ("new",)), throughput_rows(Simulated(machine), ("new",)))
-        return [replace(there, published=there.ours, ours=ours.ours) for there, ours in pairs]
+        return [replace(right, published=right.ours, ours=ours.ours) for right, ours in pairs]
 
     assert fit.mean_error(start, [table]) > 5
     result = fit.fit(start, ("gemm",), [table])
@@ -208,7 +208,7 @@ def test_a_fit_finds_a_constant_again():
 # Longest contexts and device memory of the papers' runs, by our closed forms.
 
 
-GIB_OF_80 = 60  # a row of table 3 with this much of an A100-80G, or more, fills it
+GIB_OF_80 = 60  # a row of table 3 with this many GiB or more fills an A100-80G
 
 
 def lengths(theirs: int | None, ours: int, note: str = "") -> Row:
@@ -247,10 +247,10 @@ def test_agreement_is_within_a_doubling(row, agrees, capsys):
 
 
 def test_fpdt_table_3():
-    """Lengths of all rows within a doubling; device memory within 15 % where the paper's rows fill it.
+    """All lengths agree within a doubling; device memory agrees within 15 % in rows that fill the GPU in the paper.
 
-    FPDT's own row differs: our program holds half as much as the published one, and host memory is its limit.
-    Under ZeRO 2 (which stands for 1, too) our FSDP keeps the buffer of its last gather, the output layer, during
+    FPDT's row differs: our program uses half of the published device memory, and host memory is its limit.
+    Under ZeRO 2, which is also used for ZeRO 1, our FSDP keeps the buffer of its last gather, the output layer, during
     the loss, as in dry runs; DeepSpeed gathers weights only after a step.
     """
     rows = fpdt.table_3_rows()
@@ -283,7 +283,7 @@ def test_fpdt_table_1():
 
 @pytest.mark.parametrize("model, gpu, gpus", [("gpt-2.7b", "A100-40G", 1), ("llama3-70b", "A100-80G", 16)])
 def test_two_rows_of_table_1_need_an_assumption(model, gpu, gpus):
-    """Without the assumption nothing fits, and with it at most twice the published length."""
+    """Without the assumption no length fits; with it, at most twice the published length fits."""
     run = fpdt.table_1_run(model, gpu, gpus)
     plain = replace(run, strategy=fpdt.fpdt(run.shape, gpus), adam_on_host=False)
     assert fpdt.longest(plain) == 0 < fpdt.longest(run)
@@ -311,7 +311,7 @@ def test_genslm_maxima():
 
 @pytest.mark.parametrize("line", published("genslm_max_context"), ids=lambda line: f"{line['model']} {line['gpus']}")
 def test_the_old_systems_need_what_is_assumed_of_them(line):
-    """Old Megatron-DeepSpeed: states in host memory. Megatron-LM on 16 and 32 GPUs: FlashAttention."""
+    """Old Megatron-DeepSpeed needs states in host memory; Megatron-LM on 16 and 32 GPUs needs FlashAttention."""
     shape, gpus = genslm.shape_of(line["model"]), line["gpus"]
     limit = genslm.load(genslm.GPU).usable_memory
     on_device = replace(OLD_MEGATRON_DEEPSPEED, adam_on_host=False)
@@ -322,7 +322,7 @@ def test_the_old_systems_need_what_is_assumed_of_them(line):
 
 
 def test_what_the_page_says_of_masks_and_tables():
-    """A mask over 10 GB at 50K, twice that while it is made; a table over 10 GB at 100K."""
+    """At 50K tokens a mask has over 10 GB, twice as much while it is made; at 100K the table has over 10 GB."""
     shape = genslm.shape_of("genslm-25b")
     held = old_memory(shape, 4096, 16, MEGATRON_LM)
     assert (held.making_mask, held.mask) == (2**27, 2**24)  # as figure_4.py counts them on simulated tensors
@@ -331,7 +331,7 @@ def test_what_the_page_says_of_masks_and_tables():
 
 
 def test_activations_of_a_layer_by_korthikanti():
-    """Equation 2, with the gradient of the scores; equation 4; one rank: equation 1."""
+    """TP: equation 2 plus the gradient of the scores; with sequence parallelism: equation 4; one rank: equation 1."""
     shape = replace(genslm.shape_of("genslm-25b"), hidden=64, heads=4)
     s, h, a, t = 128, 64, 4, 2
     plain = replace(OLD_MEGATRON_DEEPSPEED, flash=False)
@@ -342,7 +342,7 @@ def test_activations_of_a_layer_by_korthikanti():
 
 
 def test_without_sharing_out_the_table_50k_is_the_ceiling():
-    """More GPUs do not help: from 16 to 64 of them, 4 times the memory, the length grows by a sixth of that at most."""
+    """More GPUs do not help: from 32 to 64 GPUs, the length grows by less than 20 %."""
     rows = {(row.label["savings"], row.label["gpus"]): row for row in genslm.scalability_rows("genslm-25b")}
     assert abs(rows["TP, SP", 64].error) < 20
     assert rows["TP, SP", 64].ours < 1.2 * rows["TP, SP", 32].ours
@@ -392,7 +392,7 @@ def test_a_layer_sends_what_the_closed_form_says(method, ranks, kv_heads):
 
 
 def test_a_ring_sends_keys_and_values():
-    """Without masked blocks: the rank that sends most sends its own block and those of all ranks except the next."""
+    """Masked blocks are not sent: the busiest rank sends its own block and those of all ranks except the next."""
     assert section_3_2.sent_by_a_layer("Ring", 4, 64) == pytest.approx(2 * 3 / 4)
     assert section_3_2.sent_by_a_layer("Ring", 4, 8) == pytest.approx(2 * 3 / 4 / 8)
     least = min(section_3_2.sent_by_a_layer("Ring", 4, 64, rank) for rank in range(4))
@@ -437,7 +437,7 @@ def test_curves_coincide_or_differ(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_the_part_of_a_step_that_is_a_blocks_backward(tmp_path: Path):
-    """Levels count from the start of the step; events in the FFN are told apart."""
+    """Levels are relative to the start of the step; events in the FFN are marked."""
     blocks = [SimpleNamespace(place=place) for place in ("device", "device", "host", "elsewhere")]
     events = [(0, 0, 100), (1, 1, 30), (2, 2, 7), (3, 1, 20), (3.5, 3, 1), (4, 1, -50), (9, 0, -100)]
     history = SimpleNamespace(blocks=blocks, events=events)

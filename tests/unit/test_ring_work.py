@@ -46,7 +46,7 @@ def test_pairs_of_the_busiest_rank_are_those_of_its_plan(ring: int, block: int, 
 @pytest.mark.parametrize("ring", [2, 3, 4, 8])
 @pytest.mark.parametrize("chunks", [1, 2, 5])
 def test_blocks_on_a_ring_are_those_of_its_plans(ring: int, chunks: int, balance: str, causal: bool) -> None:
-    """The most keys that a rank sends; gradients of rank 1 on a zigzag ring, of the last on a contiguous one."""
+    """The most keys that a rank sends, and the gradients that rank 1 (zigzag) or the last rank (contiguous) sends."""
     block, keys, grads = 240, [], []
     for rank in range(ring):
         grid = Grid(ring=Axis(ring, rank), context=Axis(ring))

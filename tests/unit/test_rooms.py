@@ -73,7 +73,7 @@ def floor_of(module: str) -> str:
 
 
 def imports(module: str) -> Iterator[str]:
-    """Every module of megatron that ``module`` imports, anywhere in it, without the first ``megatron.``."""
+    """Every module of megatron that ``module`` imports anywhere in its code, named without ``megatron.``."""
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "megatron":
             for name in node.names:
@@ -97,7 +97,7 @@ def test_no_two_modules_import_each_other_even_by_way_of_others():
     done: set[str] = set()
     while ready := {module for module, used in arrows.items() if module not in done and used <= done}:
         done |= ready
-    assert not set(arrows) - done, f"in or behind a circle: {sorted(set(arrows) - done)}"
+    assert not set(arrows) - done, f"these are in a cycle of imports, or import one: {sorted(set(arrows) - done)}"
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
@@ -127,18 +127,18 @@ def test_basenames_are_unique_and_folders_small():
     assert not crowded, "more than 12 modules in one folder"
 
 
-@pytest.mark.parametrize("room", WITHOUT_CORE)
-def test_a_room_without_megatron_core(room):
+@pytest.mark.parametrize("package", WITHOUT_CORE)
+def test_a_package_without_megatron_core(package):
     for module in MODULES:
-        if f"{module}.".startswith(f"{room}."):
+        if f"{module}.".startswith(f"{package}."):
             assert not [used for used in imports(module) if used.startswith("core")], f"megatron.{module}"
 
 
-@pytest.mark.parametrize("room", FLOORS)
-def test_a_room_says_what_it_is(room):
-    if room in ("training.refusal", "training.disk", "training.json_file"):
+@pytest.mark.parametrize("package", FLOORS)
+def test_a_package_says_what_it_is(package):
+    if package in ("training.refusal", "training.disk", "training.json_file"):
         return
-    text = ast.get_docstring(ast.parse((ROOT / "megatron" / room.replace(".", "/") / "__init__.py").read_text()))
+    text = ast.get_docstring(ast.parse((ROOT / "megatron" / package.replace(".", "/") / "__init__.py").read_text()))
     assert text and len(text.splitlines()) <= 14
 
 
@@ -173,7 +173,7 @@ def test_settings_of_a_command_line() -> None:
 def test_every_pair_stays_and_few_cases_do() -> None:
     axes = ("--tensor", "--ulysses", "--ring", "--zero")
     cases = [frozenset(f"{axis} {n}" for axis, n in zip(axes, levels)) for levels in product(range(3), repeat=4)]
-    assert len(pairs.pairs({"--tensor 2", "--zero 1", "--bf16"})) == 5  # nothing, each setting, and the two axes
+    assert len(pairs.pairs({"--tensor 2", "--zero 1", "--bf16"})) == 5  # no setting, each setting, and the pair of axes
     held = [pairs.pairs(levels) for levels in cases]
     kept = pairs.covering(held, [1.0] * len(cases))
     assert set().union(*(held[index] for index in kept)) == set().union(*held)

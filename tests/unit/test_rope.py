@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary embedding: frequencies as in Hugging Face's transformers, angles exact at millions, rotation rounded once."""
+"""Rotary embedding: frequencies as in Hugging Face's transformers, angles exact for far tokens, one rounding."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_attention_factor_is_the_papers() -> None:
 
 
 def test_frequencies_and_factor_are_those_of_megatron_core() -> None:
-    """core computes them in fp32, on a GPU or under use_cpu_initialization."""
+    """megatron-core computes them in fp32, on a GPU or under use_cpu_initialization."""
     from megatron.core.models.common.embeddings import RotaryEmbedding, yarn_rotary_pos_embedding
 
     plain = RotaryEmbedding(64, 0.5, rotary_base=500000, rope_scaling=True, use_cpu_initialization=True)
@@ -102,7 +102,7 @@ def test_frequencies_and_factor_are_those_of_megatron_core() -> None:
 
 @pytest.mark.parametrize("length, kept", [(1, 1), (2**50, 8)])
 def test_yarn_of_a_tiny_or_huge_original_length(length: int, kept: int) -> None:
-    """No pair turns within one token, all turn often within 2 ** 50: nothing in between is left."""
+    """No pair turns within one token, and all turn often within 2 ** 50: every pair is either kept or divided by 4."""
     plain, yarn = (Rope(16, 100, yarn=which).inverse_frequencies() for which in (None, Yarn(4.0, length)))
     assert torch.equal(yarn[:kept], plain[:kept]) and torch.equal(yarn[kept:], plain[kept:] / 4)
 
@@ -119,7 +119,7 @@ def exact_angle(position: int, frequency: mpmath.mpf) -> mpmath.mpf:
     [pytest.param(1, 1, 1, 1, marks=pytest.mark.full), (4, 2, 1, 1), (2, 2, 4, 2)],
 )
 def test_angles_at_four_million_are_exact_to_fp32_rounding(ring, ulysses, chunks, tensor) -> None:
-    """Against mpmath with 50 digits, for the last tokens of eight million over any layout; and by FPDT's chunks."""
+    """Compared with mpmath at 50 digits near four and eight million, for a layout's rows and for FPDT's chunks."""
     grid = abstract_grid(ulysses=ulysses, ring=ring, tensor=tensor).at(ulysses=ulysses - 1, ring=ring // 2)
     layout = SequenceLayout(2 * FAR, grid, chunks=chunks, tensor_parts=tensor)
     rope = Rope(16, 10000, yarn=Yarn(8.0))
@@ -139,9 +139,9 @@ def test_angles_at_four_million_are_exact_to_fp32_rounding(ring, ulysses, chunks
                 frequency = base ** (-mpmath.mpf(pair) / 8)
                 share = (float(kept[pair]) * 8 - 1) / 7  # share of the unchanged frequency
                 frequency *= share + (1 - share) / mpmath.mpf(8)
-                apart = mpmath.fmod(angle - exact_angle(position, frequency) + 3 * mpmath.pi, 2 * mpmath.pi) - mpmath.pi
+                error = mpmath.fmod(angle - exact_angle(position, frequency) + 3 * mpmath.pi, 2 * mpmath.pi) - mpmath.pi
                 # Half a unit in the last place of an fp32 below 8, and 2e-8 for fp64 frequencies at eight million.
-                assert abs(apart) < 2.0**-22 + 2e-8, (position, pair, apart)
+                assert abs(error) < 2.0**-22 + 2e-8, (position, pair, error)
 
 
 def test_angles_restart_with_documents_of_each_sample() -> None:
@@ -182,7 +182,7 @@ def test_angles_of_positions_of_any_shape() -> None:
 
 
 def turned(x: Tensor, angles: Tensor, rope: Rope) -> Tensor:
-    """x [s, b, heads, d] in fp64, by complex multiplication."""
+    """x [s, b, heads, d] rotated in fp64 by complex multiplication."""
     half = rope.dim // 2
     first = range(0, rope.dim, 2) if rope.interleaved else range(half)
     second = range(1, rope.dim, 2) if rope.interleaved else range(half, rope.dim)
@@ -196,7 +196,7 @@ def turned(x: Tensor, angles: Tensor, rope: Rope) -> Tensor:
 @pytest.mark.parametrize("per_sample", [False, True])
 @pytest.mark.parametrize("rope", [Rope(8), Rope(6, interleaved=True), Rope(4, yarn=Yarn(40.0))], ids=str)
 def test_rotation_and_its_gradient(monkeypatch: pytest.MonkeyPatch, rope: Rope, per_sample: bool) -> None:
-    """Heads that are a view of a larger tensor, in pieces of two rows and a shorter one."""
+    """x is a view of a larger tensor; its five rows are rotated in pieces of at most two."""
     monkeypatch.setitem(rope_module.PIECE, "cpu", 2 * 2 * 3 * 8)
     torch.manual_seed(0)
     whole = torch.randn(5, 2, 3, 20, dtype=torch.float64, requires_grad=True)
@@ -215,7 +215,7 @@ def test_rotation_and_its_gradient(monkeypatch: pytest.MonkeyPatch, rope: Rope, 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
-    """The error of every entry is half a unit in its last place; with sine and cosine rounded too it is many."""
+    """Errors are at most half a unit in the last place; megatron-core, which rounds sine and cosine too, has more."""
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
     torch.manual_seed(0)
@@ -234,7 +234,7 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
 
 
 def test_scores_depend_on_the_distance_alone() -> None:
-    """Also for fp32 queries and keys at four million; it fails if position times frequency is computed in fp32."""
+    """Scores of fp32 queries and keys at position four million; angles multiplied in fp32 would be wrong."""
     torch.manual_seed(0)
     rope = Rope(64)
     q, k = (torch.randn(8, 1, 1, 64) for _ in range(2))
@@ -274,7 +274,7 @@ def test_model_settings_become_a_rope() -> None:
     ) == Rope(16, 500, yarn=Yarn(8.0, 2048, 16, 2, 0.7, 0.5, False))
 
 
-# A partitioned table: every row is on one rank, has the initial value of the complete table, and its share of memory.
+# A partitioned table: every row is on one rank with its value of the complete table; each rank holds its share.
 
 
 PARTITION = "--partition-position-embedding --hidden-dropout 0 --attention-dropout 0"
@@ -398,14 +398,14 @@ GRIDS = [
 
 
 def same_on_all_ranks(result, mine, group=None):
-    """all_gather_object without messages, whose lengths fake tensors do not have."""
+    """In place of all_gather_object, whose messages have lengths that fake tensors cannot give."""
     result[:] = [mine] * len(result)
 
 
 @pytest.mark.parametrize("flags", GRIDS)
 @pytest.mark.parametrize("rank", [0, 5])
 def test_a_million_positions_over_8_ranks_are_an_eighth_on_each(flags, rank, monkeypatch):
-    """1,048,576 x 1,024: weights, gradients, Adam's states, in bytes of the tensors that core makes for a rank."""
+    """1,048,576 x 1,024: bytes of the weights, gradients and Adam's states that megatron-core makes for a rank."""
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
     from megatron import platform

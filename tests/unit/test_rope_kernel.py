@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RoPE's fused kernel: right in Triton's interpreter, compiled for GPUs without one."""
+"""RoPE's fused kernel: correct in Triton's interpreter, and compiled without a GPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def interpreted() -> Iterator[Callable]:
 
 @pytest.fixture(scope="module")
 def compiling() -> Iterator[Callable]:
-    """The same with Triton's compiler."""
+    """Calls functions in a separate process with Triton's compiler."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as one:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TRITON_INTERPRET", "0")
@@ -47,7 +47,7 @@ def compiling() -> Iterator[Callable]:
 
 
 def exactly(x: torch.Tensor, angles: torch.Tensor, rope: Rope, sign: int) -> torch.Tensor:
-    """In fp64, by complex multiplication."""
+    """``x`` rotated by ``sign`` times the angles, in fp64 by complex multiplication."""
     half = rope.dim // 2
     first = list(range(0, rope.dim, 2)) if rope.interleaved else list(range(half))
     second = [i + (1 if rope.interleaved else half) for i in first]
@@ -59,20 +59,20 @@ def exactly(x: torch.Tensor, angles: torch.Tensor, rope: Rope, sign: int) -> tor
 
 
 def errors(rope: Rope, size: int, dtype: torch.dtype, per_sample: bool, heads: int) -> list[float]:
-    """Errors for several strides and both signs, in units of the last place; or of 1 for small or fp32 entries."""
+    """Largest errors for several strides and both signs: absolute in fp32, else in units of the last place."""
     from megatron.context_parallel.positions.rope_kernel import rotated
 
     torch.manual_seed(0)
     angles = rotary_angles(torch.randint(FAR, (19, 2 if per_sample else 1)), rope.inverse_frequencies())[:, :, None]
     wide = torch.randn(19, 2, heads, 3 * size).to(dtype)
-    ways = [
+    inputs = [
         wide[..., size : 2 * size],
         wide[..., :size].contiguous(),
         wide[..., :size].permute(3, 2, 1, 0).contiguous(),
     ]
-    ways[2] = ways[2].permute(3, 2, 1, 0)
+    inputs[2] = inputs[2].permute(3, 2, 1, 0)
     results = []
-    for x, sign in zip(ways, (1, -1, 1)):
+    for x, sign in zip(inputs, (1, -1, 1)):
         out = rotated(x, angles, rope.dim, rope.attention_factor, rope.interleaved, sign)
         exact = exactly(x, angles, rope, sign)
         assert out.dtype == dtype and out.shape == x.shape
@@ -102,7 +102,7 @@ def test_rotation_of_any_strides(interpreted, rope, size, dtype, per_sample, hea
 
 
 def through_autograd(rope: Rope) -> list[float]:
-    """`Rope.rotate` as on a GPU, and the cases that PyTorch computes."""
+    """Errors of output and gradient, called as on a GPU, against `Rope.rotate`; fp64 does not use the kernel."""
     from megatron.context_parallel.positions import rope as module
     from megatron.context_parallel.positions import rope_kernel
 
@@ -125,7 +125,7 @@ def through_autograd(rope: Rope) -> list[float]:
     (wanted,) = torch.autograd.grad(plain, leaf, grad)
     assert calls == [torch.float32] * 2
     module.rotated(x.double().as_subclass(OnGpu), angles, rope, 1)
-    assert len(calls) == 2  # fp64 is PyTorch's
+    assert len(calls) == 2  # PyTorch computes fp64
     return [float((out - plain).abs().max()), float((back - wanted).abs().max())]
 
 
@@ -149,7 +149,7 @@ def test_sine_and_cosine_within_a_turn(interpreted) -> None:
 
 
 def far_apart() -> bool:
-    """Rows of one tensor with offsets beyond 32 bits, in memory that only they use."""
+    """Whether rows of a tensor are right at offsets beyond 32 bits; a sparse file holds the tensor."""
     from megatron.context_parallel.positions.rope_kernel import rotated
 
     rope = Rope(8)

@@ -90,8 +90,8 @@ def test_01_the_command_line_names_any_file(tmp_path):
 def test_02_only_a_mask_function_is_run(tmp_path):
     (tmp_path / "mask.py").write_text("def seen(q, k):\n    return q[:, None] >= k\n")
     assert mask_function(f"{tmp_path}/mask.py:seen").__name__ == "seen"
-    ways = ("exec_module", "run_path", "spec_from_file_location")
-    runs = {name for name, called, _ in calls() if called.endswith(ways)}
+    runners = ("exec_module", "run_path", "spec_from_file_location")
+    runs = {name for name, called, _ in calls() if called.endswith(runners)}
     assert runs == {"megatron/training/model/attention_rule.py"}
 
 
@@ -377,13 +377,13 @@ def test_22_copies_in_memory_are_ours_alone():
     assert "megatron-{os.geteuid()}" in source
     if not copies.MEMORY.is_dir():
         return
-    there = (parent := copies.MEMORY / f"megatron-{os.geteuid()}").exists()
+    existed = (parent := copies.MEMORY / f"megatron-{os.geteuid()}").exists()
     copies._folder(CheckpointConfig(), "ofatest")
     try:
         assert stat.S_IMODE((parent / "run-ofatest").stat().st_mode) == 0o700
         assert stat.S_IMODE(parent.stat().st_mode) == 0o700
     finally:
-        shutil.rmtree(parent / "run-ofatest" if there else parent)
+        shutil.rmtree(parent / "run-ofatest" if existed else parent)
 
 
 def test_23_index_caches_lie_next_to_the_data():
@@ -395,7 +395,7 @@ def test_24_what_is_started():
     starts = {name for name, called, _ in calls() if called.startswith("subprocess.") and called.split(".")[1] in
               ("run", "Popen", "call", "check_call", "check_output")}  # fmt: skip
     assert starts == {
-        "tools/launch_script.py",  # of check_script
+        "tools/launch_script.py",  # for check_script
         "megatron/simulator/planner/confirm.py",
         "megatron/context_parallel/attention/kernels/triton_kernels/triton_compile.py",
     }

@@ -28,7 +28,7 @@ LENGTH, WIDTH, SIZE, WORDS = 22, 16, 4, 30
 
 
 def model(heads: int, kv_heads: int, mode: str, chunks: int = 5, mask: cp.Mask | None = None) -> Callable:
-    """Two chunked layers with an FFN and the loss: loss and all gradients."""
+    """A function that runs three chunked layers with FFNs and the loss; it returns the loss and all gradients."""
 
     def run(offload: Offload) -> list[Tensor]:
         draw = torch.Generator().manual_seed(1)
@@ -84,7 +84,7 @@ def saved_inputs(passes: int) -> Callable:
 
 
 def dropped_load(offload: Offload) -> list[Tensor]:
-    """Tensors are dropped during their copies, on both sides, and the host block gets another owner."""
+    """Host and device tensors are dropped during their copies, and the host block is given to another tensor."""
     kept = []
     for step in range(3):
         host = offload.to_host(torch.full((4,), float(step)))
@@ -95,7 +95,7 @@ def dropped_load(offload: Offload) -> list[Tensor]:
 
 
 def dropped_host(offload: Offload) -> list[Tensor]:
-    """A host buffer is dropped while it is loaded, and its block gets another owner."""
+    """A host buffer is dropped while it is loaded, and its block is given to another tensor."""
     kept = []
     for step in range(3):
         host = offload.to_host(torch.full((4,), float(step)))
@@ -176,17 +176,17 @@ def test_no_call_can_be_left_out(site):
                 check(name, Mutant(seed, site))
             except AssertionError:
                 return
-    raise AssertionError(f"{site} can go, and no schedule tells")
+    raise AssertionError(f"no schedule fails without {site}")
 
 
 def test_late_copies_are_late_and_early_ones_early():
     late, early = Adversary(0), Adversary(1)
-    for streams, there in ((late, False), (early, True)):
+    for streams, copied in ((late, False), (early, True)):
         offload = streams.offload()
         host = offload.to_host(torch.ones(3))
-        assert host.eq(1).all() == there and host.isnan().all() == (not there)
+        assert host.eq(1).all() == copied and host.isnan().all() == (not copied)
         coming = offload.load(host)
-        assert coming.x.eq(1).all() == there and coming.wait().eq(1).all()
+        assert coming.x.eq(1).all() == copied and coming.wait().eq(1).all()
 
 
 def test_a_source_that_changes_before_its_copy_is_told_apart():

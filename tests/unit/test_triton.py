@@ -23,7 +23,7 @@ from tests.unit.triton_cases import Case, some_pairs
 
 pytestmark = pytest.mark.skipif(missing_triton() is not None, reason=missing_triton() or "")
 
-# Two ranks of a zigzag ring, 90 tokens; the first rank's queries, its own keys first.
+# 90 tokens on a zigzag ring of two: queries of rank 0, then the keys of rank 0 and those of rank 1.
 ZIGZAG = {"q_at": ((0, 23), (67, 90)), "blocks": (((0, 23), (67, 90)), ((23, 67),))}
 MASKS = {
     "causal": Causal(),
@@ -118,7 +118,7 @@ def test_a_step_of_several_words_of_a_mask(interpreted, block, step):
 @pytest.mark.parametrize("block, step", [(32, 16), (128, 64), (16, 128)])
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_walk_meets_each_pair_once_and_few_others(mask, block, step, side):
-    """The ranges alone: which pairs are computed, and which of them are kept."""
+    """Test only the ranges: which pairs are computed, and which of these are kept."""
     results = tiles(((0, 200), (400, 577)), ((0, 300), (300, 577)), MASKS[mask])
     wanted = torch.zeros(377, 577, dtype=torch.int32)
     for tile in results:
@@ -138,7 +138,7 @@ def test_a_walk_meets_each_pair_once_and_few_others(mask, block, step, side):
             inside = ((rows >= first) & (rows < last))[:, None] & (away >= low) & (away <= high)
             assert (bits >= 0) == (index >= ends[2])
             if index < ends[1]:
-                assert inside.all() and (stop - start) % step == 0, "a plain range asks no question"
+                assert inside.all() and (stop - start) % step == 0, "a plain range has full steps without masked pairs"
             met[rows[:, None], columns] += inside.int()
             steps += -(-(stop - start) // step)
     assert torch.equal(met, wanted) and wanted.max() == 1
@@ -159,7 +159,7 @@ def test_bits_of_long_tiles_come_in_several_launches(monkeypatch):
     monkeypatch.setattr(triton_tiles, "MASKED_ROWS", 16)
     results = tiles(((0, 40),), ((0, 40),), MASKS["function"])
     parts = list(triton_tiles.groups((*results, *tiles(((0, 40),), ((0, 40),), Causal()))))
-    assert len(parts) == 6, "six masked squares of 64 bytes; what is not masked goes along"
+    assert len(parts) == 6, "six masked squares of 64 bytes; unmasked tiles share these launches"
     assert sum(tile.pairs for part in parts for tile in part) == 2 * (40 * 41 // 2)
 
 

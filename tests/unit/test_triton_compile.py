@@ -63,7 +63,7 @@ def test_every_variant_compiles(compiler, capability, head, which, variant):
     check(compiler(capability, head, which, variant, torch.bfloat16), capability, CORES[capability])
 
 
-# Known to spill, with heads of 256; remove entries here once they are fixed.
+# Heads of 256 are known to spill registers; remove an entry once it is fixed.
 SPILLING = {(90, 256, "queries"), (90, 256, "keys"), (100, 256, "keys")}
 SPILLING_FP32: set = set()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that `complete` derives, and its refusals of one line, with the options and the fix."""
+"""Values that `complete` derives, and its refusals: one line that names the options and the fix."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_refusal_is_where_other_modules_look_for_it():
 
 @pytest.fixture(autouse=True)
 def no_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same refusals on every machine."""
+    """Refuse the same settings on every machine, with or without Transformer Engine."""
     monkeypatch.setattr(validate, "transformer_engine_installed", lambda: False)
 
 
@@ -64,7 +64,7 @@ def no_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_numbers_of_chunks(flags, world, chunks, ffn, loss):
     config = build(flags, world)
     assert attention_chunks(config) == chunks and config.chunks.ffn_chunks == ffn
-    assert loss_chunks(config, vocab_size=150) == loss  # twice 150 / 96
+    assert loss_chunks(config, vocab_size=150) == loss  # 2 * 150 / 96, rounded up
 
 
 def test_a_loss_chunk_does_not_grow_with_the_sequence():
@@ -118,7 +118,7 @@ def test_complete_leaves_its_argument_alone():
         ("--ring-parallel-size 4 --cp-comm-type all_gather", (1, 4)),
         ("--context-parallel-size 1 --cp-comm-type p2p --ulysses-parallel-size 2 --ring-parallel-size 4", (2, 4)),
         ("--cp-comm-type p2p p2p p2p", (1, 1)),
-        # context-parallel size alone: the largest Ulysses degree that neither splits nor copies a head
+        # only a context-parallel size: the largest Ulysses degree that neither splits nor copies a head
         ("--context-parallel-size 4", (4, 1)),
         ("--context-parallel-size 8", (4, 2)),
         ("--context-parallel-size 4 --tensor-model-parallel-size 2", (2, 2)),
@@ -205,7 +205,7 @@ def test_evaluation_alone_needs_no_schedule():
 def test_named_gpt_has_as_many_positions_as_the_sequence():
     flags = "--model gpt-2.7b --seq-length 65536 --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data"
     model = parse(flags.split(), world_size=1).model
-    assert model.max_position_embeddings == 65536 and model.vocab_size == 50256  # without the end of a document
+    assert model.max_position_embeddings == 65536 and model.vocab_size == 50256  # without the end-of-document token
 
 
 def test_rope_may_go_beyond_the_length_it_was_made_for():
@@ -503,7 +503,7 @@ def test_everything_missing_is_named_in_one_line():
 def test_lengths_are_refused_exactly_where_the_layout_cannot_cut_them(
     ulysses: int, ring: int, balance: str, length: int, tensor: int
 ):
-    """Both lengths of the refusal are accepted, and the layout accepts the same lengths."""
+    """The larger length of a refusal is accepted, and the layout accepts the same lengths."""
     config = parse(SMALL.split())
     config.model.num_attention_heads, config.model.hidden_size = 360, 720
     config.model.max_position_embeddings, config.data.seq_length = 10**6, length

@@ -197,7 +197,7 @@ def test_layers_that_cannot_be_told_apart_are_drawn_out_over_their_time() -> Non
     assert len(other.spans) == 6 and other.spans[-1].end == other.seconds == 10.0
 
 
-# The estimate's seconds against those of dry runs: the closed form against the program's own step, replayed.
+# The seconds of the closed form compared with those of dry runs, which replay a step of the program.
 
 
 TOLERANCE = 0.05
@@ -239,7 +239,7 @@ MORE = [
 
 
 EVERY_HEAD = replace(SHAPE, kv_heads=32)
-MORE += [  # by keys: the host link decides
+MORE += [  # loops over keys (fpdt/by_keys.py): the host link decides
     replace(
         case("fpdt by keys", 64 * K, ulysses=4, recompute="full", fpdt_chunk=16 * K),
         workload=Workload(EVERY_HEAD, 64 * K),
@@ -250,11 +250,11 @@ MORE += [  # by keys: the host link decides
 ]
 
 
-WINDOW = 4 * K  # tokens that a query sees before it
+WINDOW = 4 * K  # tokens that a query sees, itself included
 
 
 def sampled(name: str, tokens: int, batch: int = 1, kv_heads: int = 8, layers: int = 2, **grid: Any) -> Case:
-    """Cases of a random sample whose estimate or memory was once outside of the tolerance."""
+    """A case of a random sample whose estimated time or memory was once outside of the tolerance."""
     result = case(name, tokens, batch, layers, **grid)
     keys = WINDOW - (WINDOW * WINDOW - WINDOW) / 2 / tokens if "window" in name else 0.0
     workload = replace(result.workload, shape=replace(SHAPE, layers=layers, kv_heads=kv_heads), keys=keys)
@@ -293,7 +293,7 @@ def names(cases: list[Case]) -> Any:
 
 @names(SAMPLED)
 def test_time_and_memory_are_those_of_dry_runs(case: Case) -> None:
-    """Also device and host memory of the fullest rank, which must not be underestimated."""
+    """Device and host memory are those of the fullest rank, and are underestimated by at most 1 %."""
     machine, ranks, workload, strategy = load("A100-80G"), case.strategy.ranks, case.workload, case.strategy
     window = ["--window-size", f"{WINDOW - 1},0"] if workload.keys else []
     config = parse([*flags(case), *window], dict(LLAMA), ranks)
@@ -337,7 +337,7 @@ def test_heads_of_256_run_on_the_kernel_that_takes_them(gpu: str) -> None:
     ],
 )
 def test_in_fp8_a_step_takes_as_long_as_its_dry_run(case: Case, recipe: str) -> None:
-    """--fp8-format: Transformer Engine's layers on H100, by each of its recipes there."""
+    """--fp8-format: Transformer Engine's layers on H100, with each recipe."""
     machine, ranks = load("H100-80G"), case.strategy.ranks
     given = [
         "--fp8-format",

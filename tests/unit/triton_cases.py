@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention by the Triton kernels against its definition in float64; runs in a process of test_triton.py's."""
+"""Attention by the Triton kernels against its definition in float64; test_triton.py calls it in a subprocess."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def make(case: Case, device: torch.device = CPU) -> Tensors:
 
 
 def computed(case: Case, x: Tensors) -> dict[str, Tensor]:
-    """out, lse and gradients; the tiles of one key block after another."""
+    """out, lse and gradients by the kernels, one key block after another."""
     s, device = x.q.size(0), x.q.device
 
     def sums(shape: tuple[int, ...], fill: float = 0.0) -> Tensor:
@@ -103,7 +103,7 @@ def computed(case: Case, x: Tensors) -> dict[str, Tensor]:
 
 
 def truth(case: Case, x: Tensors) -> dict[str, Tensor]:
-    """The same in float64, from the definition."""
+    """out, lse and gradients in float64, from the definition."""
     q, k, v = (y.double().requires_grad_() for y in (x.q, torch.cat(x.k), torch.cat(x.v)))
     device = x.q.device
     q_at, k_at = positions(case.q_at, device), torch.cat([positions(at, device) for at in case.blocks])
@@ -128,7 +128,7 @@ def truth(case: Case, x: Tensors) -> dict[str, Tensor]:
 
 
 def largest_errors(result: dict[str, Tensor], true: dict[str, Tensor]) -> dict[str, float]:
-    """Relative to the largest entry; infinite where one has no keys and the other has some."""
+    """Errors relative to the largest entry; infinite if the two have non-finite entries at different places."""
     errors = {}
     for name, want in true.items():
         have = result[name].double()
@@ -146,7 +146,7 @@ def errors(case: Case, device: torch.device = CPU) -> dict[str, float]:
 
 
 def errors_and_flash_errors(case: Case) -> tuple[dict[str, float], dict[str, float]]:
-    """In addition, errors of PyTorch's flash attention for the CPU."""
+    """(errors of the kernels, errors of PyTorch's flash attention for the CPU)."""
     x = make(case)
     q, k, v, dout = (y.permute(1, 2, 0, 3) for y in (x.q, x.k[0], x.v[0], x.dout))
     causal, scale = isinstance(case.mask, Causal), case.d**-0.5
@@ -166,7 +166,7 @@ def errors_in_blocks_of(case: Case, block: int, step: int) -> dict[str, float]:
 
 
 def errors_far_apart(case: Case, folder: Path) -> dict[str, float]:
-    """With inputs whose rows and heads are more than 2^31 elements apart, in sparse files."""
+    """Errors for inputs in sparse files, whose heads and outer rows are more than 2^31 elements apart."""
     number = 0
 
     def far(y: Tensor) -> Tensor:
@@ -178,5 +178,5 @@ def errors_far_apart(case: Case, folder: Path) -> dict[str, float]:
         return memory.as_strided(y.shape, strides).copy_(y)
 
     x = make(case)
-    there = Tensors(far(x.q), [far(y) for y in x.k], [far(y) for y in x.v], far(x.dout))
-    return largest_errors(computed(case, there), truth(case, x))
+    spread = Tensors(far(x.q), [far(y) for y in x.k], [far(y) for y in x.v], far(x.dout))
+    return largest_errors(computed(case, spread), truth(case, x))
