@@ -58,7 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     if importlib.util.find_spec("pytest_timeout") is None:
         parser.addini("timeout", "limit of a test in seconds; needs pytest-timeout to act")
     parser.addoption("--quick", action="store_true", help="only the tests to run after every change")
-    parser.addoption("--full", action="store_true", help="whole matrices too, as before a release")
+    parser.addoption("--full", action="store_true", help="all combinations too, as before a release")
     parser.addoption(
         "--schedules", type=int, default=5, metavar="N", help="schedules of copies in each case of --full (default: 5)"
     )

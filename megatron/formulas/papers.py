@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 GB = 1e9
 
-# --- memory: the web page that papers/README.md lists as 003 ---
+# --- memory: a web page with formulas, sections 15.1 to 15.4 ---
 
 # Section 15.1.1: billions of parameters, GB of model states.
 MODEL_STATES = ((0.5, 8), (3, 48), (7, 112), (70, 1120))
@@ -75,7 +75,7 @@ QWEN2 = (
     Qwen2Row("Qwen2 72B", 64, 8192, 4096, 64, 71, 8),
 )
 
-# --- FPDT (paper 000), table 2: what a block holds at each step, in hidden states of N tokens (Nd). Only four entries
+# --- FPDT (arXiv 2408.16978), table 2: what a block holds at each step, in hidden states of N tokens (Nd). Only four entries
 # of the backward row are legible; attention's is also in the text (q, k, v, out, dout, dq, dk, dv).
 FPDT_STEPS = ("hidden", "qkv projection", "all-to-all", "attention", "ffn", "other")
 FPDT_FORWARD: tuple[int | None, ...] = (1, 3, 4, 4, 4, 3)
@@ -91,7 +91,7 @@ def fpdt_attention(chunks: int = 1, *, heads: int = 1, kv_heads: int = 1) -> tup
     return one, 2 * one
 
 
-# --- USP (paper 001), table 2, from the text of its section 4, because the table is an image. ---
+# --- USP (arXiv 2405.07719), table 2, from the text of its section 4, because the table is an image. ---
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def usp_table_2(ranks: int, group: float = 1) -> list[UspRow]:
     ]
 
 
-# --- Ulysses (paper 002), section 3.2 ---
+# --- Ulysses (arXiv 2309.14509), section 3.2 ---
 
 
 def ulysses_per_link(length: int, hidden: int, ranks: int) -> float:

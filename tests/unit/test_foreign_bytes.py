@@ -281,7 +281,6 @@ def test_parts_of_an_archive_do_not_overlap():
     data = bytearray(saved([torch.ones(100), torch.zeros(100)]))
     first, second = (data.index(b"archive/data/%d" % number) - 30 for number in (0, 1))
     entry = data.rindex(b"archive/data/1") - 46
-    data[second:second] = b""
     assert struct.unpack_from("<I", data, entry + 42)[0] in (second, 0xFFFFFFFF)
     struct.pack_into("<I", data, entry + 42, first)
     with pytest.raises(Refusal, match="overlap|damaged|lie within"):

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import VocabParallelEmbedding
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional

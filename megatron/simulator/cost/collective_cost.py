@@ -87,7 +87,7 @@ def group_starts(block: int, stride: int, gpus: int) -> set[int]:
 
 
 PLATEAU = 1.4  # NCCL's factor on the latency of all_reduce by Simple rings between nodes
-# Share of their bandwidth that trees reach at 64 bytes, 128, ... 256 MB, where pipelines are not full. Interpolated
+# Share of their bandwidth that trees reach at 64 bytes, 128, ... 512 MiB, where pipelines are not full. Interpolated
 # between two sizes, so that more bytes never take less time.
 FILLED = {
     "ll": (1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 1, 1),

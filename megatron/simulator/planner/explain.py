@@ -61,7 +61,7 @@ def saving_words(s: Strategy) -> str:
     if s.stream_hidden:
         words.append("hidden states streamed")
     if s.ffn_chunks and not s.fpdt_chunk:
-        words.append(f"FFN in {s.ffn_chunks} runs")
+        words.append(f"FFN in {s.ffn_chunks} chunks")
     if s.loss_chunks:
         words.append(f"loss in {s.loss_chunks} chunks")
     return ", ".join(words)

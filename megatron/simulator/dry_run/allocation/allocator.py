@@ -277,7 +277,7 @@ class CachingAllocator:
                 elif self.settings.expandable_segments:
                     self._unmap(pool, block)
 
-    def snapshot(self) -> list[dict[str, int | list[tuple[int, bool]]]]:
+    def snapshot(self) -> list[dict[str, int | list[tuple[int, int]]]]:
         """The free blocks of each segment, as (begin, size); for tests."""
         free = {}
         for pool in self._pools.values():

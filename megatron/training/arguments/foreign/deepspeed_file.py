@@ -39,7 +39,7 @@ ZERO_HINTS = (
 ).split()
 # Sections that change the training, which are refused if they are switched on.
 REFUSED = {
-    "scheduler": "it would replace the schedule of the flags: use --lr-decay-style and its kin",
+    "scheduler": "it would replace the schedule of the flags: use --lr-decay-style and the other --lr flags",
     "amp": "it is not built here: use --bf16 or --fp16",
     "data_efficiency": "every batch is used in full here: leave it out",
     "progressive_layer_drop": "layers are never dropped here: leave it out",

@@ -34,7 +34,7 @@ Megatron-DeepSpeed does not read it either: --no-load-lr-state
 stages know each other's shapes, because a step has one sequence length: --variable-seq-lengths
 training reads token ids: of the tokenizer, its size and its end of a document: --tokenizer-not-use-fast
 TP cuts every matrix along one of its sides here: --tp-2d --tp-x 1 --tp-y 1
-Ulysses over more than one Ulysses: --force-ds-sequence-parallel
+Ulysses is used whenever --ulysses-parallel-size is above 1: --force-ds-sequence-parallel
 this program is PyTorch's: --ai-framework 1
 nothing is compiled here: --use-torch-compile * --use-torch-compiled-autograd * --use-regional-compilation *
     --allow-unspec-int-on-nn-module * --cache-size-limit 1
@@ -54,7 +54,7 @@ what is logged is set by --log-interval, --log-jsonl, --tensorboard-dir and --wa
 checkpoints are always torch_dist, fully reshardable, written and read in parallel, and loaded strictly:
     --save-distrib-optimizer-method 1 --load-distrib-optimizer-method 1 --verify-checkpoint
     --verify-checkpoint-model-type 1
-a dense model has no experts (--num-experts is what asks for experts: --mlp-type 1 --topk 1 --expert-interval 1
+a dense model has no experts (--num-experts adds them): --mlp-type 1 --topk 1 --expert-interval 1
     --moe-expert-parallel-size 1 --create-moe-param-group --disable-moe-token-dropping --moe-train-capacity-factor 1
     --moe-eval-capacity-factor 1 --moe-min-capacity 1 --moe-loss-coeff 1 --disable-moe-top2-2nd-expert-sampling
     --enable-expert-tensor-parallelism --use-tutel --norm-topk-prob

@@ -6,7 +6,7 @@ from __future__ import annotations
 HINTS = """
 models are always built by megatron-core: --use-mcore-models --use-legacy-models
 megatron-core's DDP is the only one, with the same sums: --DDP-impl 1 local
-it effect without other itself: --enable-experimental
+it has no effect without other flags: --enable-experimental
 files are read from the file system: --disable-msc
 the attention kernel is chosen with --attention-kernel: --attention-backend 1 auto --use-flash-attn --use-flash-attn-v1
     --use-flash-attn-v2 --use-flash-attn-triton
@@ -64,7 +64,7 @@ what is logged is set by --log-interval, --log-jsonl, --tensorboard-dir and --wa
 no profile is written: --profile --profile-step-start 1 10 --profile-step-end 1 12 --use-pytorch-profiler
     --profile-ranks + 0
 where memory goes is shown by --profile-memory: --record-memory-history --memory-snapshot-path 1 snapshot.pickle
-a dense model has no experts (--num-experts is what asks for experts: --expert-model-parallel-size 1 1
+a dense model has no experts (--num-experts adds them): --expert-model-parallel-size 1 1
     --expert-tensor-parallel-size 1 --moe-extended-tp --moe-shared-expert-intermediate-size 1 --moe-shared-expert-gate
     --moe-shared-expert-overlap --moe-ffn-hidden-size 1 --moe-router-topk 1 2 --moe-enable-routing-replay
     --moe-router-padding-for-quantization --moe-router-padding-for-fp8 --moe-router-num-groups 1
@@ -86,7 +86,7 @@ without --optimizer muon nothing reads it: --muon-momentum 1 0.9 --muon-no-split
     --muon-extra-scale-factor 1 1.0
 without --optimizer-cpu-offload nothing reads it: --optimizer-offload-fraction 1 1.0
     --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params
-a have no test of the program: --test-mode
+a run has no test mode: --test-mode
 how memory and messages of FSDP are tuned does not change the result: --outer-dp-sharding-strategy 1 no_shard
     --fsdp-manual-registration --fsdp-double-buffer --suggested-communication-unit-size 1 --keep-fp8-transpose-cache
     --enable-full-sharding-in-hsdp --no-strict-fsdp-dtensor-load --disable-strict-fsdp-dtensor-load

@@ -131,9 +131,9 @@ restarts are left to torchrun or Slurm; SIGTERM saves and stops: --adlr-autoresu
     --ft-num-warmup-iters 1 5
 """,
     Advice: """
-it is of multi-latent attention: use --position-embedding-type yarn and --yarn-rotary-scaling-factor:
+it belongs to multi-latent attention: use --position-embedding-type yarn and --yarn-rotary-scaling-factor:
     --rotary-scaling-factor 1 1.0
-it is of multi-latent attention: use --position-embedding-type yarn with --yarn-mscale, --yarn-mscale-all-dim:
+it belongs to multi-latent attention: use --position-embedding-type yarn with --yarn-mscale, --yarn-mscale-all-dim:
     --mscale 1 1.0 --mscale-all-dim 1 0.0
 use --dry-run --world-size N: --fake-process-group
 use tools/convert_hf.py: --ckpt-convert-format 1 --ckpt-convert-save 1 --ckpt-convert-update-legacy-dist-opt-format
@@ -151,8 +151,8 @@ evaluation uses one validation set and --eval-iters: --full-validation --multipl
 --fpdt; use --fpdt, or --recompute-granularity full --offload-checkpoints, to keep activations in host memory:
     --cpu-offloading-num-layers 1 0 --fine-grained-activation-offloading --offload-modules +
     --min-offloaded-tensor-size 1 1048576
---position-embedding-type yarn; it is of multi-latent attention: use --position-embedding-type yarn: --rope-type 1 rope
---non-persistent-ckpt-type local; copies beside checkpoints are files of each node: use --non-persistent-ckpt-type
+--position-embedding-type yarn; it belongs to multi-latent attention: use --position-embedding-type yarn: --rope-type 1 rope
+--non-persistent-ckpt-type local; copies in memory are files of each node: use --non-persistent-ckpt-type
     local: --non-persistent-global-ckpt-dir 1
 """,
     rename: """

@@ -35,7 +35,7 @@ class ModelConfig:
     max_position_embeddings: int | None = flag(None, "longest sequence the model is made for", type=int)
     position_embedding_type: str = flag(
         "learned_absolute",
-        "how the model learns positions",
+        "how the model gets the positions of tokens",
         type=positions,
         choices=["learned_absolute", "rope", "yarn", "alibi", "none"],
     )
