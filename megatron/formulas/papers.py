@@ -75,7 +75,7 @@ QWEN2 = (
     Qwen2Row("Qwen2 72B", 64, 8192, 4096, 64, 71, 8),
 )
 
-# --- FPDT (arXiv 2408.16978), table 2: what a block holds at each step, in hidden states of N tokens (Nd). Only four entries
+# --- FPDT (2408.16978), table 2: what a block holds at each step, in hidden states of N tokens (Nd). Only four entries
 # of the backward row are legible; attention's is also in the text (q, k, v, out, dout, dq, dk, dv).
 FPDT_STEPS = ("hidden", "qkv projection", "all-to-all", "attention", "ffn", "other")
 FPDT_FORWARD: tuple[int | None, ...] = (1, 3, 4, 4, 4, 3)

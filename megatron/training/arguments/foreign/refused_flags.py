@@ -151,7 +151,8 @@ evaluation uses one validation set and --eval-iters: --full-validation --multipl
 --fpdt; use --fpdt, or --recompute-granularity full --offload-checkpoints, to keep activations in host memory:
     --cpu-offloading-num-layers 1 0 --fine-grained-activation-offloading --offload-modules +
     --min-offloaded-tensor-size 1 1048576
---position-embedding-type yarn; it belongs to multi-latent attention: use --position-embedding-type yarn: --rope-type 1 rope
+--position-embedding-type yarn; it belongs to multi-latent attention: use --position-embedding-type yarn:
+    --rope-type 1 rope
 --non-persistent-ckpt-type local; copies in memory are files of each node: use --non-persistent-ckpt-type
     local: --non-persistent-global-ckpt-dir 1
 """,
