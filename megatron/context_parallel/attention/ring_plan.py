@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any
@@ -111,7 +111,9 @@ class AttentionPlan:
         return _plan(queries[rank], keys, self.mask, paths, rank)
 
     def _paths(self, chunk: int | None, query_chunk: int | None) -> dict[int, list[_Path]]:
-        needed = _needed(self._once(self._reach, query_chunk), _blocks(self.key_layout, chunk))
+        keys = _blocks(self.key_layout, chunk)
+        alone = len(keys) == 1  # then nothing is sent
+        needed = [[((0, count(keys[0])),)]] if alone else _needed(self._once(self._reach, query_chunk), keys)
         return {step: [_Path(needed[home], home, step) for home in range(len(needed))] for step in (1, -1)}
 
     def _reach(self, query_chunk: int | None) -> list[Spans]:
@@ -143,10 +145,14 @@ class AttentionPlan:
         return last
 
 
-@lru_cache(maxsize=128)  # packed documents need a plan for each sample of a step
 def attention_plan(layout: SequenceLayout, mask: Mask, key_layout: SequenceLayout | None = None) -> AttentionPlan:
     """The plan for a layout and a mask; the layers of a step, and its backward pass, get the same one."""
-    return AttentionPlan(layout, mask, key_layout)
+    # Copies, because a layout keeps tensors of positions, which should not live as long as the plan.
+    return _attention_plan(replace(layout), mask, key_layout and replace(key_layout))
+
+
+# Packed documents need a plan for each sample of a step.
+_attention_plan = lru_cache(maxsize=128)(AttentionPlan)
 
 
 def ring_plan(
