@@ -10,13 +10,15 @@ import torch
 
 import megatron.context_parallel as cp
 from megatron.context_parallel.attention.attend import attend, attend_grad
-from megatron.context_parallel.attention.kernels.triton_kernels import triton_call, triton_kernel
+from megatron.context_parallel.attention.kernels.triton_kernels import triton_call, triton_kernel, triton_tiles
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import TritonKernel
 from megatron.context_parallel.attention.merge import Accumulator, GradientSum, KeyGradients
 from megatron.context_parallel.attention.ring import KeyBlock, schedule
-from megatron.context_parallel.attention.ring_plan import ring_plan
+from megatron.context_parallel.attention.ring_plan import attention_plan, ring_plan
 from megatron.context_parallel.attention.tile import TileKernel
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.spans import count
+from megatron.context_parallel.layout.tiles import Tile
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -66,3 +68,40 @@ def test_a_narrow_window_on_a_long_sequence(launches):
 def test_a_thousand_documents_on_a_ring(launches):
     hops, tiles, forward, backward = walk(8, cp.Documents(DOCUMENTS), 3, launches)
     assert tiles > 100 and forward == hops <= 8 and backward == 2 * hops
+
+
+SPARSE = cp.BlockSparse(64, cp.BigBirdBlocks(1, 1, 3), 2**13)
+LOCAL = cp.SequenceLayout(2**13, abstract_grid())
+
+
+@pytest.mark.parametrize("mask", [SPARSE, cp.Documents(tuple(range(8, 2**13 + 1, 8))), cp.Causal()])
+def test_a_second_layer_derives_nothing(launches, monkeypatch, mask):
+    """Neither tiles, nor tables for the kernels; a batch's plan is made by its first layer."""
+
+    def layer():
+        q, k, v = (torch.empty(2**13, 1, 2, 16, device="meta", requires_grad=True) for _ in range(3))
+        out = cp.attention(q, k, v, layout=LOCAL, mask=mask, kernel="triton")
+        out.backward(torch.empty_like(out))
+
+    monkeypatch.setattr(TritonKernel, "why_not", lambda *_, **__: None)
+    monkeypatch.setattr(
+        TritonKernel, "delta", lambda self, out, dout: out.new_empty(out.shape[:3], dtype=torch.float32)
+    )
+    layer()
+    made = []
+    monkeypatch.setattr(Tile, "__init__", lambda *arguments, **_: made.append(arguments))
+    before = triton_tiles._walk.cache_info().misses
+    layer()
+    assert len(launches) == 6 and not made and triton_tiles._walk.cache_info().misses == before
+
+
+def test_chunks_of_a_regular_mask_share_their_tables():
+    """16 chunks on a ring of 4: 544 pairs of a chunk and a hop, and a few kinds of tiles."""
+    layout = cp.SequenceLayout(2**15, abstract_grid(ring=4), chunks=16)
+    plan, kinds, pairs = attention_plan(layout, cp.Causal()), set(), 0
+    for query in range(16):
+        for key in plan.keys_of(query):
+            for hop in plan.ring(chunk=key, query_chunk=query).hops:
+                pairs += bool(hop.tiles)
+                kinds.add(triton_tiles._geometry(hop.tiles))
+    assert pairs > 400 and len(kinds) < 16

@@ -23,6 +23,7 @@ import megatron.context_parallel as cp
 from megatron.context_parallel.attention import kernels
 from megatron.context_parallel.attention.kernels import KernelUnavailable
 from megatron.context_parallel.attention.kernels.triton_kernels import triton_tiles
+from megatron.context_parallel.attention.ring_plan import _attention_plan
 from megatron.context_parallel.fpdt.chunked_loss import add_product
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.positions.alibi import alibi_slopes
@@ -176,6 +177,7 @@ def test_a_mask_of_pairs_is_asked_once_a_pass(monkeypatch):
     assert len(result) == 3
     asked = [event.bytes for event in trace.events if getattr(event, "name", "") == "mask_bits"]
     assert len(asked) == 2 and asked[0] == asked[1] == 24 * 256 * 256
+    _attention_plan.cache_clear()  # tiles keep the groups of their launches
     # Bits that do not fit at once need more launches, as in the kernel itself.
     monkeypatch.setattr(triton_tiles, "BITS_AT_ONCE", 4096)
     monkeypatch.setattr(triton_tiles, "MASKED_ROWS", 64)

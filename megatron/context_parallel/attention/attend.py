@@ -10,7 +10,6 @@ See ring.py for the sources of blocks, tile.py for the computation of one tile, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +19,8 @@ from torch import Tensor
 from megatron.context_parallel.attention.merge import Accumulator, GradientSum, KeyGradients
 from megatron.context_parallel.attention.ring import GatherSource, KeyBlock, RingSource
 from megatron.context_parallel.attention.tile import TileKernel
-from megatron.context_parallel.layout.spans import union
-from megatron.context_parallel.layout.tiles import Tile
+from megatron.context_parallel.layout.spans import Span, union
+from megatron.context_parallel.layout.tiles import Tiles
 from megatron.platform.autograd import once_differentiable
 
 
@@ -84,18 +83,18 @@ def attend_all_grad(
 
 
 def attend(
-    tiles: Iterable[Tile], q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, *, kernel: TileKernel, result: Accumulator
+    tiles: Tiles, q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, *, kernel: TileKernel, result: Accumulator
 ) -> None:
     """Merge the tiles between a query block [s, b, heads, d] and a key block [s, b, kv_heads, d] into ``result``."""
     if kernel.at_once:
-        kernel.attend(tuple(tiles), q_SBHD, k_SBHD, v_SBHD, *result.sums())
+        kernel.attend(tiles, q_SBHD, k_SBHD, v_SBHD, *result.sums())
         return
     for tile in kernel.parts(tiles):
         result.add(tile.q, *kernel.forward(tile, q_SBHD, k_SBHD, v_SBHD))
 
 
 def attend_grad(
-    tiles: Iterable[Tile],
+    tiles: Tiles,
     q_SBHD: Tensor,
     k_SBHD: Tensor,
     v_SBHD: Tensor,
@@ -117,7 +116,7 @@ def attend_grad(
     """
     if kernel.at_once:
         _attend_grad_at_once(
-            tuple(tiles), (q_SBHD, k_SBHD, v_SBHD), (dout_SBHD, lse_SBH, delta_SBH), kernel=kernel, dq=dq, dkv=dkv
+            tiles, (q_SBHD, k_SBHD, v_SBHD), (dout_SBHD, lse_SBH, delta_SBH), kernel=kernel, dq=dq, dkv=dkv
         )
         return
     for tile in kernel.parts(tiles):
@@ -127,7 +126,7 @@ def attend_grad(
 
 
 def _attend_grad_at_once(
-    tiles: tuple[Tile, ...],
+    tiles: Tiles,
     qkv: tuple[Tensor, Tensor, Tensor],
     final: tuple[Tensor, Tensor, Tensor],
     *,
@@ -140,20 +139,28 @@ def _attend_grad_at_once(
     On a ring the orders may differ: a block holds keys that are needed later and gradients of keys used before.
     """
     q, k, v = qkv
-    offsets = {dkv.at(tile.k)[0] - tile.k[0] for tile in tiles}
-    if len(offsets) == 1:
-        (offset,) = offsets
-        first, stop = min(tile.k[0] for tile in tiles), max(tile.k[1] for tile in tiles)
-        if first:
-            tiles = tuple(replace(tile, k=(tile.k[0] - first, tile.k[1] - first)) for tile in tiles)
+    moved, (first, stop), offset = tiles.derived(dkv.numbering, lambda: _one_block(tiles, dkv))
+    if offset is not None:
+        moved = moved or tiles
         dk, dv = (total[first + offset : stop + offset] for total in dkv.sums())
-        kernel.attend_grad(tiles, (q, k[first:stop], v[first:stop]), *final, (dq.sum(), dk, dv))
+        kernel.attend_grad(moved, (q, k[first:stop], v[first:stop]), *final, (dq.sum(), dk, dv))
         return
     fresh = KeyGradients(k, v, ((0, k.size(0)),))
     dk, dv = fresh.sums()
     kernel.attend_grad(tiles, qkv, *final, (dq.sum(), dk, dv))
     for start, stop in union(tile.k for tile in tiles):
         dkv.add((start, stop), dk[start:stop], dv[start:stop])
+
+
+def _one_block(tiles: Tiles, dkv: KeyGradients | KeyBlock) -> tuple[Tiles | None, Span, int | None]:
+    """(the tiles, counted from their first key, if it is not 0; the rows of their keys; their offset in the sums).
+
+    The offset is None if the rows are in another order in the sums.
+    """
+    rows = min(tile.k[0] for tile in tiles), max(tile.k[1] for tile in tiles)
+    offsets = {dkv.at(tile.k)[0] - tile.k[0] for tile in tiles}
+    moved = Tiles(replace(tile, k=(tile.k[0] - rows[0], tile.k[1] - rows[0])) for tile in tiles) if rows[0] else None
+    return moved, rows, offsets.pop() if len(offsets) == 1 else None
 
 
 def sinks_grad(sinks: Tensor, dout_SBHD: Tensor, out_SBHD: Tensor, lse_SBH: Tensor) -> Tensor:

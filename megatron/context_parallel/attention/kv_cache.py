@@ -25,7 +25,7 @@ from megatron.context_parallel.attention.usp import local_attention
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Span, Spans, count, joined
-from megatron.context_parallel.layout.tiles import Tile, tiles
+from megatron.context_parallel.layout.tiles import Tiles, tiles
 
 TURN = 16
 """Consecutive decoded tokens that a ring rank keeps before the next rank does. Spans are few, and caches equal."""
@@ -174,13 +174,12 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, cache: LayerCache, step
 
 
 @lru_cache(maxsize=4)  # the layers of a step share one entry
-def step_tiles(plan: CachePlan, ring: int, step: int, mask: Mask) -> list[tuple[slice, tuple[Tile, ...]]]:
+def step_tiles(plan: CachePlan, ring: int, step: int, mask: Mask) -> list[tuple[slice, Tiles]]:
     """For each group of samples, the tiles between its ``step``-th decoded token and what ring rank ``ring`` keeps."""
-    uncached = tiles.__wrapped__  # the tiles of a step never occur again
     groups = []
     for samples, length in plan.groups():
         query = ((length + step, length + step + 1),)
-        groups.append((samples, uncached(query, plan.spans(length, step + 1, ring), mask)))
+        groups.append((samples, tiles(query, plan.spans(length, step + 1, ring), mask)))
     return groups
 
 

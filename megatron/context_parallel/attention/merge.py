@@ -123,6 +123,11 @@ class KeyGradients:
         self.dk.add(at, dk_SBHD)
         self.dv.add(at, dv_SBHD)
 
+    @property
+    def numbering(self) -> Spans:
+        """What :meth:`at` depends on."""
+        return self.rows
+
     def at(self, rows: Span) -> Span:
         """Where the gradients of ``rows`` are in the sums."""
         return place(rows, self.rows)

@@ -18,10 +18,8 @@ from megatron.context_parallel.attention.kernels.base import accumulation_dtype
 from megatron.context_parallel.attention.merge import KeyGradients, packed, unpacked
 from megatron.context_parallel.attention.ring_plan import Hop, RingPlan
 from megatron.context_parallel.layout.grid import Axis
-from megatron.context_parallel.layout.masks import Mask
-from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Span, Spans, count, place, positions_of
-from megatron.context_parallel.layout.tiles import Tile, tiles
+from megatron.context_parallel.layout.tiles import Tiles
 
 
 @dataclass(frozen=True)
@@ -91,8 +89,13 @@ class KeyBlock:
     grads: KeyGradients | None = None
 
     @property
-    def tiles(self) -> tuple[Tile, ...]:
+    def tiles(self) -> Tiles:
         return self.hop.tiles
+
+    @property
+    def numbering(self) -> tuple[Spans, Spans]:
+        """What :meth:`at` depends on."""
+        return self.hop.held, self.grads.rows
 
     def add(self, rows: Span, dk_SBHD: Tensor, dv_SBHD: Tensor) -> None:
         """Add gradients; ``rows`` are numbered within the held rows, like the rows of tiles."""
@@ -221,25 +224,20 @@ class GatherSource:
     keys and values of all ring ranks. This pays off where keys are few (GQA) and hops are slow.
 
     Args:
-        layout: of the queries; keys are gathered over its ring.
-        mask: which keys a query attends to.
-        key_layout: of the keys, in cross-attention; default ``layout``.
+        hop: the gathered block and its tiles (:meth:`AttentionPlan.gathered`).
+        axis: the ring.
     """
 
-    def __init__(self, layout: SequenceLayout, mask: Mask, key_layout: SequenceLayout | None = None) -> None:
-        self.axis, key_layout = layout.grid.ring, key_layout or layout
-        spans = tuple(span for rank in range(self.axis.size) for span in key_layout.ring_spans(rank))
-        self.tiles = tiles(layout.ring_spans(self.axis.rank), spans, mask)
+    def __init__(self, hop: Hop, axis: Axis) -> None:
+        self.hop, self.axis = hop, axis
 
     def blocks(self, k: Tensor, v: Tensor, own: KeyGradients | None = None) -> Iterator[KeyBlock]:
-        """The only block. ``own`` then gets the gradients of ``k`` and ``v``, summed in fp32 (fp64)."""
-        kv, rows = packed(k, v), ((0, self.axis.size * k.size(0)),)
-        gathered = kv.new_empty((rows[0][1], *kv.shape[1:]))
+        """The one block. ``own`` then gets the gradients of ``k`` and ``v``, summed in fp32 (fp64)."""
+        kv = packed(k, v)
+        gathered = kv.new_empty((self.axis.size * k.size(0), *kv.shape[1:]))
         dist.all_gather_into_tensor(gathered, kv, group=self.axis.group)
-        grads = None if own is None else KeyGradients(k, v, rows)
-        nothing = {"forward": (), "grads_in": (), "grads_out": (), "grads_to": self.axis.rank}
-        hop = Hop(source=self.axis.rank, held=rows, tiles=self.tiles, **nothing)
-        yield KeyBlock(*unpacked(gathered, k.size(3)), hop, gathered, grads)
+        grads = None if own is None else KeyGradients(k, v, self.hop.held)
+        yield KeyBlock(*unpacked(gathered, k.size(3)), self.hop, gathered, grads)
         if own is not None:
             total = grads.packed()
             mine = total.new_empty((k.size(0), *total.shape[1:]))

@@ -8,14 +8,16 @@ block's gradient to which some rank has added.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate
+from typing import Any
 
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
-from megatron.context_parallel.layout.spans import Span, Spans, count, numbered, place, union
-from megatron.context_parallel.layout.tiles import Tile, reach, tiles
+from megatron.context_parallel.layout.spans import Span, Spans, count, numbered, union
+from megatron.context_parallel.layout.tiles import Tiles, reach, tiles
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,8 @@ class Hop:
     """What one rank does at one hop of the ring. Rows are row numbers of the block's home rank."""
 
     source: int
-    held: Spans  # rows of the block that this rank holds at this hop
-    tiles: tuple[Tile, ...]  # what this rank computes with them; key rows count within ``held``
+    held: Spans  # rows of the block that arrive here
+    tiles: Tiles  # what this rank computes with them; key rows count within ``held``
     forward: Spans  # rows that are sent on to the next rank
     grads_in: Spans  # rows whose gradients arrive from the previous rank
     grads_out: Spans  # rows whose gradients this rank sends
@@ -49,6 +51,110 @@ class RingPlan:
         return sum(tile.pairs for hop in self.hops for tile in hop.tiles)
 
 
+class AttentionPlan:
+    """Everything that attention derives from a layout and a mask. Each part is made when it is first asked for.
+
+    All layers of a batch share one plan: see :func:`attention_plan`.
+
+    Args:
+        layout: of the queries.
+        mask: which keys a query attends to.
+        key_layout: of the keys, in cross-attention; default ``layout``.
+    """
+
+    def __init__(self, layout: SequenceLayout, mask: Mask, key_layout: SequenceLayout | None = None) -> None:
+        self.layout, self.mask, self.key_layout = layout, mask, key_layout or layout
+        self._known: dict[Hashable, Any] = {}
+
+    def _once(self, make: Callable[..., Any], *args: Hashable) -> Any:
+        """``make(*args)``, which is called once for each ``args``."""
+        key = make.__name__, *args
+        if key not in self._known:
+            self._known[key] = make(*args)
+        return self._known[key]
+
+    def ring(self, *, chunk: int | None = None, query_chunk: int | None = None, rank: int | None = None) -> RingPlan:
+        """The hops of ring rank ``rank`` (default: this one): its queries against the keys of all ranks.
+
+        Keys travel in the direction that sends fewer rows: upwards on a contiguous causal ring, where they then never
+        wrap around; downwards for zigzag, where after wrapping around only half a block is needed.
+
+        Args:
+            chunk: only the keys of this chunk of every rank (FPDT); default: all.
+            query_chunk: only the queries of this chunk of every rank; default: all.
+        """
+        return self._once(self._ring, chunk, query_chunk, self.layout.grid.ring.rank if rank is None else rank)
+
+    def gathered(self) -> Hop:
+        """One block with the keys of all ring ranks, in the order of an all-gather over the ring."""
+        return self._once(self._gathered)
+
+    def between(self, query: int, key: int, ring: int) -> Tiles:
+        """The tiles between a query chunk of this rank and key chunk ``key`` of ring rank ``ring``, perhaps none."""
+        return self._once(self._between, query, key, ring)
+
+    def keys_of(self, query: int) -> list[int]:
+        """The key chunks that a query chunk meets; on a ring, those that it meets on any pair of ranks."""
+        return self._once(self._keys_of, query)
+
+    def queries_of(self, key: int, ring: int) -> list[int]:
+        """The query chunks that meet key chunk ``key`` of ring rank ``ring``."""
+        return [query for query in range(self.layout.chunks) if self.between(query, key, ring)]
+
+    def last_keys(self) -> list[int]:
+        """For each query chunk the last key chunk, of any ring rank, that it meets; 0 if it meets none."""
+        return self._once(self._last_keys)
+
+    def _ring(self, chunk: int | None, query_chunk: int | None, rank: int) -> RingPlan:
+        paths = self._once(self._paths, chunk, query_chunk)
+        queries, keys = _blocks(self.layout, query_chunk), _blocks(self.key_layout, chunk)
+        return _plan(queries[rank], keys, self.mask, paths, rank)
+
+    def _paths(self, chunk: int | None, query_chunk: int | None) -> dict[int, list[_Path]]:
+        keys = _blocks(self.key_layout, chunk)
+        alone = len(keys) == 1  # then nothing is sent
+        needed = [[((0, count(keys[0])),)]] if alone else _needed(self._once(self._reach, query_chunk), keys)
+        return {step: [_Path(needed[home], home, step) for home in range(len(needed))] for step in (1, -1)}
+
+    def _reach(self, query_chunk: int | None) -> list[Spans]:
+        length = self.key_layout.seq_length
+        return [reach(spans, self.mask, length) for spans in _blocks(self.layout, query_chunk)]
+
+    def _gathered(self) -> Hop:
+        ring = self.layout.grid.ring
+        spans = tuple(span for rank in range(ring.size) for span in self.key_layout.ring_spans(rank))
+        computed = tiles(self.layout.ring_spans(ring.rank), spans, self.mask)
+        return Hop(ring.rank, ((0, count(spans)),), computed, (), (), (), ring.rank)
+
+    def _between(self, query: int, key: int, ring: int) -> Tiles:
+        spans = self.layout.chunk_spans
+        return tiles(spans(query, self.layout.grid.ring.rank), spans(key, ring), self.mask)
+
+    def _keys_of(self, query: int) -> list[int]:
+        chunks, ring = range(self.layout.chunks), self.layout.grid.ring
+        if ring.size == 1:
+            return [key for key in chunks if self.between(query, key, ring.rank)]
+        return [key for key in chunks if self.ring(chunk=key, query_chunk=query).needed]
+
+    def _last_keys(self) -> list[int]:
+        last = [0] * self.layout.chunks
+        for key in range(self.layout.chunks):
+            for ring in range(self.layout.grid.ring.size):
+                for query in self.queries_of(key, ring):
+                    last[query] = key
+        return last
+
+
+def attention_plan(layout: SequenceLayout, mask: Mask, key_layout: SequenceLayout | None = None) -> AttentionPlan:
+    """The plan for a layout and a mask; the layers of a step, and its backward pass, get the same one."""
+    # Copies, because a layout keeps tensors of positions, which should not live as long as the plan.
+    return _attention_plan(replace(layout), mask, key_layout and replace(key_layout))
+
+
+# Packed documents need a plan for each sample of a step.
+_attention_plan = lru_cache(maxsize=128)(AttentionPlan)
+
+
 def ring_plan(
     layout: SequenceLayout,
     mask: Mask,
@@ -57,19 +163,8 @@ def ring_plan(
     key_layout: SequenceLayout | None = None,
     query_chunk: int | None = None,
 ) -> RingPlan:
-    """The plan of ring rank ``rank`` (default: this one): its queries against the keys of all ranks.
-
-    Keys travel in the direction that sends fewer rows: upwards on a contiguous causal ring, where they then never wrap
-    around; downwards for zigzag, where after wrapping around only half a block is needed.
-
-    Args:
-        chunk: only the keys of this chunk of every rank (FPDT); default: all.
-        key_layout: layout of the keys in cross-attention; default ``layout``.
-        query_chunk: only the queries of this chunk of every rank; default: all.
-    """
-    ring, key_layout = layout.grid.ring, key_layout or layout
-    queries, keys = _blocks(layout, query_chunk), _blocks(key_layout, chunk)
-    return _plan(queries, keys, mask, key_layout.seq_length, ring.rank if rank is None else rank)
+    """The hops of one ring rank: see :meth:`AttentionPlan.ring`."""
+    return attention_plan(layout, mask, key_layout).ring(chunk=chunk, query_chunk=query_chunk, rank=rank)
 
 
 Blocks = tuple[Spans, ...]
@@ -81,23 +176,21 @@ def _blocks(layout: SequenceLayout, chunk: int | None) -> Blocks:
     return tuple(spans(rank) for rank in range(layout.grid.ring.size))
 
 
-@lru_cache(maxsize=4096)  # one plan for each pair of chunks; packed documents need new plans for each batch
-def _plan(queries: Blocks, keys: Blocks, mask: Mask, length: int, rank: int) -> RingPlan:
-    size, needed = len(keys), _needed(queries, keys, mask, length)
-    paths = {step: [_Path(needed[home], home, step) for home in range(size)] for step in (1, -1)}
+def _plan(queries: Spans, keys: Blocks, mask: Mask, paths: dict[int, list[_Path]], rank: int) -> RingPlan:
+    size = len(keys)
     step = min(paths, key=lambda step: sum(path.sent for path in paths[step]))
     hops = []
     for hop in range(size):
         home = (rank - step * hop) % size
         path = paths[step][home]
         held = path.carried[hop] if hop else ((0, count(keys[home])),)
-        computed = tiles(queries[rank], keys[home], mask) if path.stops[hop] else ()
+        computed = tiles(queries, keys[home], mask) if path.stops[hop] else Tiles()
         active = 0 < hop <= path.last
         hops.append(
             Hop(
                 source=home,
                 held=held,
-                tiles=tuple(replace(tile, k=place(tile.k, held)) for tile in computed),
+                tiles=computed.within(held),
                 forward=path.carried[hop + 1],
                 grads_in=path.touched[hop - 1] if active else (),
                 grads_out=path.touched[hop] if active else (),
@@ -112,7 +205,7 @@ def _plan(queries: Blocks, keys: Blocks, mask: Mask, length: int, rank: int) -> 
         hops=tuple(hops),
         grads_home=((rank + step * own.last) % size, own.touched[own.last]),
         home_hop=own.last,
-        needed=any(rows for home in needed for rows in home),
+        needed=any(path.stops[hop] for path in paths[step] for hop in range(size)),
     )
 
 
@@ -135,13 +228,18 @@ class _Path:
         self.sent = sum(count(rows) for rows in self.carried[1:])
 
 
-def _needed(queries: Blocks, keys: Blocks, mask: Mask, length: int) -> list[list[Spans]]:
-    """``[home][rank]``: the rows of the block of rank ``home`` that rank ``rank`` needs."""
+def _needed(reached: Sequence[Spans], keys: Blocks) -> list[list[Spans]]:
+    """By home, and by rank: the rows of the home's block that the rank needs.
+
+    Args:
+        reached: by rank, the positions to which its queries attend.
+        keys: by home, the positions of its block.
+    """
     held = sorted((*span, home, row) for home, spans in enumerate(keys) for row, span in numbered(spans))
     starts, stops = [item[0] for item in held], [item[1] for item in held]
-    needed: list[list[list[Span]]] = [[[] for _ in queries] for _ in keys]
-    for rank, q_spans in enumerate(queries):
-        for first, end in reach(q_spans, mask, length):
+    needed: list[list[list[Span]]] = [[[] for _ in reached] for _ in keys]
+    for rank, positions in enumerate(reached):
+        for first, end in positions:
             for start, stop, home, row in held[bisect_right(stops, first) : bisect_left(starts, end)]:
                 needed[home][rank].append((row + max(first, start) - start, row + min(end, stop) - start))
     return [[union(spans) for spans in by_rank] for by_rank in needed]

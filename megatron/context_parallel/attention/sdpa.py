@@ -28,7 +28,7 @@ from torch.nn import functional
 from megatron.context_parallel.attention.attend import attend_all, attend_all_grad
 from megatron.context_parallel.attention.kernels.base import accumulation_dtype
 from megatron.context_parallel.attention.ring import RingSource
-from megatron.context_parallel.attention.ring_plan import ring_plan
+from megatron.context_parallel.attention.ring_plan import attention_plan
 from megatron.context_parallel.attention.tile import AttentionRule, TileKernel
 from megatron.context_parallel.attention.ulysses import (
     head_plan,
@@ -87,7 +87,7 @@ class Meaning:
         grid, mask = self.layout.grid, self.rule(is_causal)
         rule = AttentionRule(mask, self.kernel, scale)
         kernel = rule.tile_kernel(q_SBHD, grid.ulysses, self.layout.seq_length, v_SBHD.size(3))
-        return RingSource(ring_plan(self.layout, mask), grid.ring), kernel
+        return RingSource(attention_plan(self.layout, mask).ring(), grid.ring), kernel
 
 
 # Global, like the replaced operator, because a backward pass may run in another thread.

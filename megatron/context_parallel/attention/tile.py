@@ -15,7 +15,7 @@ from megatron.context_parallel.attention.kernels.base import Kernel, RowMask, Ti
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.masks import Causal, Full, Mask, inside_tiles
 from megatron.context_parallel.layout.spans import positions
-from megatron.context_parallel.layout.tiles import Tile, parts
+from megatron.context_parallel.layout.tiles import Tile, Tiles, parts
 from megatron.context_parallel.positions.position_dropout import Dropout, TileDropout
 from megatron.platform.autograd import autocast_inputs, without_autocast
 from megatron.platform.streams import to_device
@@ -53,14 +53,14 @@ class TileKernel:
         return hasattr(self.kernel, "attend")
 
     @without_autocast
-    def attend(self, computed: tuple[Tile, ...], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Merge the tiles between two blocks into fp32 sums: out [s, b, h, dv] and lse [s, b, h]."""
+    def attend(self, computed: Tiles, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Tiles between two blocks, merged into fp32 sums: out [s, b, h, dv] and lse [s, b, h]."""
         self.kernel.attend(computed, q, k, v, out_SBHD=out, lse_SBH=lse, **self._options())
 
     @without_autocast
     def attend_grad(
         self,
-        computed: tuple[Tile, ...],
+        computed: Tiles,
         qkv: tuple[Tensor, Tensor, Tensor],
         dout: Tensor,
         lse: Tensor,

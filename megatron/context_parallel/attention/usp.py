@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.context_parallel.attention.attend import tiled_attention
 from megatron.context_parallel.attention.ring import GatherSource, RingSource
-from megatron.context_parallel.attention.ring_plan import ring_plan
+from megatron.context_parallel.attention.ring_plan import attention_plan
 from megatron.context_parallel.attention.tile import AttentionRule, one_dtype
 from megatron.context_parallel.attention.ulysses import ulysses_attention
 from megatron.context_parallel.layout.masks import Causal, Mask
@@ -127,9 +127,10 @@ def local_attention(
     grid = layout.grid
     longest = max(layout.seq_length, (key_layout or layout).seq_length)
     kernel = rule.tile_kernel(q_SBHD, grid.ulysses, longest, v_SBHD.size(3))
+    plan = attention_plan(layout, rule.mask, key_layout)
     if rule.gather_keys and grid.ring.size > 1:
-        source = GatherSource(layout, rule.mask, key_layout)
+        source = GatherSource(plan.gathered(), grid.ring)
     else:
-        source = RingSource(ring_plan(layout, rule.mask, key_layout=key_layout), grid.ring)
+        source = RingSource(plan.ring(), grid.ring)
     sinks = rule.local_sinks(q_SBHD, grid.ulysses)
     return tiled_attention(q_SBHD, k_SBHD, v_SBHD, source=source, kernel=kernel, sinks=sinks)

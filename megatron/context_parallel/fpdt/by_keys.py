@@ -12,19 +12,19 @@ from megatron.context_parallel.fpdt.host_store import HiddenStates
 
 
 def forward(run: ChunkPass, y: HiddenStates | None) -> None:
-    """The forward pass; writes the result to ``y``. Without ``y``, computes only what the backward pass needs."""
-    store, chunks, last = run.store, run.chunks, run.tiles.last_keys()
+    """The forward pass into ``y``; without ``y``, only what the backward pass needs."""
+    store, chunks, last = run.store, run.chunks, run.plan.last_keys()
     for chunk, x in enumerate(run.x.walk(run.spans)):
         q, kv = run.work.project(x, chunk)
         store.put(("q", chunk), q)
         store.put(("kv", chunk), kv)
-    for key, loaded in zip(chunks, store.walk([[("kv", key)] for key in chunks])):
-        for block in run.tiles.source(key).blocks(*run.work.unpacked(loaded["kv", key])):
-            queries = run.tiles.queries_of(key, block.hop.source)
+    for key, there in zip(chunks, store.walk([[("kv", key)] for key in chunks])):
+        for block in run.ring(key).blocks(*run.work.unpacked(there["kv", key])):
+            queries = run.plan.queries_of(key, block.hop.source)
             for query, kept in zip(queries, store.walk([_forward_names(query) for query in queries])):
                 q = kept["q", query]
                 result = Accumulator(q, run.work.value_dim, kept.get(("sum", query)), kept.get(("sum_lse", query)))
-                computed = run.tiles.of_block(query, key, block)
+                computed = run.plan.between(query, key, block.hop.source).within(block.hop.held)
                 attend_chunks(computed, q, block.k, block.v, kernel=run.work.kernel, result=result)
                 # In the sum's dtype from the start, because the store writes later sums in the same memory.
                 store.put(("sum", query), result.out_SBHD.to(result.sum_dtype))
@@ -47,7 +47,7 @@ def _forward_names(query: int) -> list[tuple]:
 
 def backward(run: ChunkPass, dy: HiddenStates) -> None:
     """Key chunks from first to last: under a causal mask a chunk's queries are finished when its keys are."""
-    store, last, chunks = run.store, run.tiles.last_keys(), run.chunks
+    store, last, chunks = run.store, run.plan.last_keys(), run.chunks
     outs = store.walk([[("out", chunk), *[("lse", chunk)] * (run.work.sinks is not None)] for chunk in chunks])
     for chunk, x, dy_chunk, loaded in zip(chunks, run.x.walk(run.spans), dy.walk(run.spans), outs):
         dout, residual = run.work.output_grad(loaded["out", chunk], x, dy_chunk, chunk)
@@ -72,8 +72,8 @@ def _key_grads(run: ChunkPass, key: int, kv: Tensor) -> Tensor:
     """dk and dv of a key chunk. Adds dq of this rank's query chunks that meet it to the sums in the store."""
     k, v = run.work.unpacked(kv)
     own = KeyGradients(k, v, ((0, k.size(0)),))
-    for block in run.tiles.source(key).blocks(k, v, own):
-        queries = run.tiles.queries_of(key, block.hop.source)
+    for block in run.ring(key).blocks(k, v, own):
+        queries = run.plan.queries_of(key, block.hop.source)
         names = [[(name, query) for name in ("q", "dout", "out", "delta", "lse", "dq")] for query in queries]
         for query, loaded in zip(queries, run.store.walk(names)):
             _pair_grads(run, query, key, block, loaded)
@@ -85,7 +85,7 @@ def _pair_grads(run: ChunkPass, query: int, key: int, block: KeyBlock, loaded: d
     q, dout, lse = (loaded.pop((name, query)) for name in ("q", "dout", "lse"))
     out, delta = (loaded.pop((name, query), None) for name in ("out", "delta"))
     final = {"dout_SBHD": dout, "out_SBHD": out, "lse_SBH": lse, "delta_SBH": delta}
-    dq = GradientSum(q, q.size(0), loaded.pop(("dq", query), None))
-    computed = run.tiles.of_block(query, key, block)
+    dq = GradientSum(q, q.size(0), there.pop(("dq", query), None))
+    computed = run.plan.between(query, key, block.hop.source).within(block.hop.held)
     attend_chunks_grad(computed, q, block.k, block.v, **final, kernel=run.work.kernel, dq=dq, dkv=block)
     run.store.put(("dq", query), dq.finish().to(dq.sum_dtype))  # in the sum's dtype, as in the forward pass

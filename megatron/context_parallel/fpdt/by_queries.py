@@ -13,8 +13,8 @@ from megatron.context_parallel.fpdt.host_store import HiddenStates
 def forward(run: ChunkPass, y: HiddenStates | None) -> None:
     """The forward pass; writes the result to ``y``. Without ``y``, computes only what the backward pass needs."""
     store, chunks = run.store, run.chunks
-    needs = [run.tiles.keys_of(query) for query in chunks]
-    ready = [max([query, *needs[query]]) for query in chunks]  # each is computed after this chunk's projection
+    needs = [run.plan.keys_of(query) for query in chunks]
+    ready = [max([query, *needs[query]]) for query in chunks]  # the chunk after whose projection it can be computed
     for chunk, x in enumerate(run.x.walk(run.spans)):
         q, kv = run.work.project(x, chunk)
         fresh = {("q", chunk): q, ("kv", chunk): kv}
@@ -28,8 +28,8 @@ def forward(run: ChunkPass, y: HiddenStates | None) -> None:
             keys = sorted(needs[query], key=lambda key: key != chunk)  # first this chunk, which is on the device
             q = store.load([("q", query)], fresh)[0].wait()
             result = Accumulator(q, run.work.value_dim)
-            for key, loaded in zip(keys, store.walk([[("kv", key)] for key in keys], fresh)):
-                for block in run.tiles.source(key, query).blocks(*run.work.unpacked(loaded["kv", key])):
+            for key, there in zip(keys, store.walk([[("kv", key)] for key in keys], fresh)):
+                for block in run.ring(key, query).blocks(*run.work.unpacked(there["kv", key])):
                     attend_chunks(block.tiles, q, block.k, block.v, kernel=run.work.kernel, result=result)
             run.finish(query, result, x if query == chunk else None, y)
             if not run.saving:
@@ -39,7 +39,7 @@ def forward(run: ChunkPass, y: HiddenStates | None) -> None:
 def backward(run: ChunkPass, dy: HiddenStates) -> None:
     """Query chunks from last to first: under a causal mask a chunk's keys are finished when its queries are."""
     store, queries = run.store, run.chunks[::-1]
-    needs = [run.tiles.keys_of(query) for query in run.chunks]
+    needs = [run.plan.keys_of(query) for query in run.chunks]
     done = [min([key, *(query for query in queries if key in needs[query])]) for key in run.chunks]
     spans = [run.spans[query] for query in queries]
     saved = store.walk([[("q", query), ("out", query), ("lse", query)] for query in queries])
@@ -75,7 +75,7 @@ def _query_grads(
     for key, pair in zip(keys, coming):
         k, v = run.work.unpacked(pair.pop(("kv", key)))
         dkv = KeyGradients(k, v, ((0, k.size(0)),), pair.pop(("dkv", key), None))
-        attend_chunks_grad(run.tiles.between(query, key, 0), q, k, v, **final, kernel=run.work.kernel, dq=dq, dkv=dkv)
+        attend_chunks_grad(run.plan.between(query, key, 0), q, k, v, **final, kernel=run.work.kernel, dq=dq, dkv=dkv)
         if last and key == query:
             own = dkv.packed()
         else:

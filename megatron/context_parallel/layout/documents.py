@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -60,7 +61,8 @@ def deal(ends: tuple[int, ...], ranks: int) -> tuple[Spans, ...]:
     """
     documents = sorted(zip((0, *ends), ends), key=lambda span: (span[0] - span[1], span[0]))
     mean = sum(_pairs(stop - start) for start, stop in documents) / ranks
-    smallest = _pairs(documents[-1][1] - documents[-1][0]) / ranks
+    cuttable = [stop - start for start, stop in documents if stop - start >= 2 * ranks]
+    smallest = _pairs(min(cuttable, default=ends[-1])) / ranks
     best, least, limit = [_Share()], float("inf"), mean
     while True:
         shares = _deal(documents, ranks, ends[-1] // ranks, limit)
@@ -105,14 +107,18 @@ def _deal(documents: list[Span], ranks: int, capacity: int, limit: float) -> lis
         parts = min(max(ceil(_pairs(length) / limit), 1), ranks)
         blocks = 1 if parts == 1 else 2 * parts  # zigzag: two blocks for each rank
         size = length // blocks
-        fit = [rank for rank in range(ranks) if shares[rank].tokens + size * blocks // parts <= capacity]
+        room = capacity - size * blocks // parts
+        fit = [share for share in shares if share.tokens <= room]
         if len(fit) < parts:
             rest.append((document, document))
             continue
-        chosen = sorted(sorted(fit, key=lambda rank: shares[rank].work)[:parts])
-        for index, rank in enumerate(chosen):
+        if parts == 1:
+            min(fit, key=attrgetter("work")).take(document, document)
+            continue
+        chosen = sorted(sorted(fit, key=attrgetter("work"))[:parts], key=shares.index)
+        for index, share in enumerate(chosen):
             for block in {index, blocks - 1 - index}:
-                shares[rank].take((start + block * size, start + (block + 1) * size), document)
+                share.take((start + block * size, start + (block + 1) * size), document)
         rest.append(((start + blocks * size, document[1]), document))
     for (start, stop), document in rest:
         while start < stop:

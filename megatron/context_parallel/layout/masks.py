@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ from megatron.decisions.division import NARROW
 from megatron.platform.streams import to_device
 
 
-@dataclass(frozen=True)
-class Band:
+class Band(NamedTuple):
     """Consecutive queries that each attend to consecutive keys.
 
     The i-th query of ``q`` attends to keys ``first + i * first_step`` to ``end + i * end_step - 1``; a step is 0 (the
@@ -48,6 +47,12 @@ class Band:
 
     def clip(self, k: Span) -> Iterator[Band]:
         """The part of the band among the keys ``k``."""
+        if k[0] <= self.first and self.keys[1] <= k[1]:
+            yield self
+            return
+        if not self.first_step and self.first < k[1] <= self.end:  # every query sees the same of these keys
+            yield Band(self.q, max(self.first, k[0]), k[1])
+            return
         start, stop = 0, self.q[1] - self.q[0]
         if self.end_step:
             start = max(start, k[0] - self.end + 1)

@@ -9,13 +9,12 @@ pairs are computed and sent, and the tiles' pairs give the FLOPs.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.context_parallel.layout.masks import Band, Mask
-from megatron.context_parallel.layout.spans import Span, Spans, joined, numbered, positions_of, split, union
+from megatron.context_parallel.layout.spans import Span, Spans, joined, numbered, place, positions_of, split, union
 from megatron.decisions.division import NARROW
 
 Kind = Literal["full", "causal", "anticausal"]
@@ -45,8 +44,31 @@ class Tile:
         return rows * columns if self.kind == "full" else rows * (rows + 1) // 2
 
 
-@lru_cache(maxsize=2**14)  # FPDT needs all pairs of chunks: 8,192 for 32 chunks and Ring 8
-def tiles(q_spans: Spans, k_spans: Spans, mask: Mask) -> tuple[Tile, ...]:
+class Tiles(tuple[Tile, ...]):
+    """The tiles between two blocks, and what was derived from them, such as a kernel's tables on the device."""
+
+    @property
+    def masked(self) -> bool:
+        """Whether some tile is."""
+        return self.derived("masked", lambda: any(tile.masked for tile in self))
+
+    def derived(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """``make()``, which is called once for each ``key``."""
+        if key not in self.__dict__:
+            self.__dict__[key] = make()
+        return self.__dict__[key]
+
+    def within(self, held: Spans) -> Tiles:
+        """The same tiles with key rows that count within ``held``, the rows of the key block that are kept."""
+        if len(held) == 1 and held[0][0] == 0:
+            return self
+        return self.derived(held, lambda: Tiles(replace(tile, k=place(tile.k, held)) for tile in self))
+
+    def __reduce__(self) -> tuple:  # without what was derived
+        return Tiles, (tuple(self),)
+
+
+def tiles(q_spans: Spans, k_spans: Spans, mask: Mask) -> Tiles:
     """The tiles between a query block and a key block.
 
     Args:
@@ -56,7 +78,7 @@ def tiles(q_spans: Spans, k_spans: Spans, mask: Mask) -> tuple[Tile, ...]:
     keys = sorted(numbered(k_spans), key=lambda item: item[1])
     starts, stops = [span[0] for _, span in keys], [span[1] for _, span in keys]
     if not keys:
-        return ()
+        return Tiles()
     all_keys = (starts[0], max(stops))
     pieces = []
     for q_row, q in numbered(q_spans):
@@ -67,7 +89,7 @@ def tiles(q_spans: Spans, k_spans: Spans, mask: Mask) -> tuple[Tile, ...]:
                     for q_at, k_at, kind, masked in _cut(part):
                         rows = _local(q_at, q, q_row), _local(k_at, k, k_row)
                         pieces.append(Tile(*rows, kind, masked or mask.pairwise, (q_at,), (k_at,)))
-    return tuple(_merge(pieces))
+    return Tiles(_merge(pieces))
 
 
 def _cut(band: Band) -> Iterator[tuple[Span, Span, Kind, bool]]:
@@ -117,7 +139,6 @@ def _at(spans: Spans, rows: Span, whole: Span) -> Spans:
     return positions_of([(rows[0] - whole[0], rows[1] - whole[0])], spans)
 
 
-@lru_cache(maxsize=256)
 def reach(q_spans: Spans, mask: Mask, keys: int) -> Spans:
     """The positions, among the first ``keys``, to which queries at ``q_spans`` attend."""
     bands = (band for q in q_spans for band in mask.bands(q, (0, keys)))

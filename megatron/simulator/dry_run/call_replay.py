@@ -13,7 +13,7 @@ recorded call freed, the complete step is run again without replay (:class:`Repl
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
@@ -30,7 +30,7 @@ from megatron.context_parallel.attention.tile import TileKernel
 from megatron.context_parallel.fpdt import chunked_loss
 from megatron.context_parallel.fpdt.chunk_pass import attend_chunks, attend_chunks_grad
 from megatron.context_parallel.fpdt.chunk_work import ChunkWork
-from megatron.context_parallel.layout.tiles import Tile
+from megatron.context_parallel.layout.tiles import Tiles
 from megatron.platform.hooks import Replaceable, replaced
 from megatron.platform.simulated_cluster import New
 from megatron.simulator.cost.trace import Event, HostCopy, Phase, Transfer, Wait
@@ -300,8 +300,7 @@ def replayed_chunks(recorder: Recorder) -> Iterator[None]:
 
 def _attend(cache: CallCache, attend: Callable) -> Callable:
     @wraps(attend)
-    def run(tiles: Iterable[Tile], q: Tensor, k: Tensor, v: Tensor, *, kernel: TileKernel, result: Accumulator) -> None:
-        tiles = tuple(tiles)
+    def run(tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, *, kernel: TileKernel, result: Accumulator) -> None:
         if _needs_pair_mask(kernel, tiles):
             attend(tiles, q, k, v, kernel=kernel, result=result)
             return
@@ -322,7 +321,7 @@ def _attend(cache: CallCache, attend: Callable) -> Callable:
 def _attend_grad(cache: CallCache, attend_grad: Callable) -> Callable:
     @wraps(attend_grad)
     def run(
-        tiles: Iterable[Tile],
+        tiles: Tiles,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -332,7 +331,6 @@ def _attend_grad(cache: CallCache, attend_grad: Callable) -> Callable:
         dkv: KeyGradients | KeyBlock,
         **final: Tensor | None,
     ) -> None:
-        tiles = tuple(tiles)
         sums = dkv.grads if isinstance(dkv, KeyBlock) else dkv
         if _needs_pair_mask(kernel, tiles):
             attend_grad(tiles, q, k, v, kernel=kernel, dq=dq, dkv=dkv, **final)
@@ -353,12 +351,12 @@ def _attend_grad(cache: CallCache, attend_grad: Callable) -> Callable:
     return run
 
 
-def _needs_pair_mask(kernel: TileKernel, tiles: Sequence[Tile]) -> bool:
+def _needs_pair_mask(kernel: TileKernel, tiles: Tiles) -> bool:
     """Whether the work of pairs depends on their positions."""
-    return kernel.slopes is not None or kernel.dropout is not None or any(tile.masked for tile in tiles)
+    return kernel.slopes is not None or kernel.dropout is not None or tiles.masked
 
 
-def _shapes(tiles: Sequence[Tile]) -> tuple:
+def _shapes(tiles: Tiles) -> tuple:
     return tuple((tile.q, tile.k, tile.kind) for tile in tiles)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.layout.masks import Mask
-from megatron.context_parallel.layout.tiles import Tile
+from megatron.context_parallel.layout.tiles import Tiles
 from megatron.context_parallel.positions.position_dropout import Dropout, TileDropout
 from megatron.platform.streams import to_device
 
@@ -177,7 +177,7 @@ class TilesKernel(Kernel, Protocol):
 
     def attend(
         self,
-        tiles: tuple[Tile, ...],
+        tiles: Tiles,
         q_SBHD: Tensor,
         k_SBHD: Tensor,
         v_SBHD: Tensor,
@@ -195,7 +195,7 @@ class TilesKernel(Kernel, Protocol):
 
     def attend_grad(
         self,
-        tiles: tuple[Tile, ...],
+        tiles: Tiles,
         q_SBHD: Tensor,
         k_SBHD: Tensor,
         v_SBHD: Tensor,

@@ -23,7 +23,7 @@ from megatron.context_parallel.attention.kernels.base import PAIR_BYTES, Kernel
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles import groups
 from megatron.context_parallel.fpdt import chunked_loss
 from megatron.context_parallel.fpdt.host_store import HostPool, Offload
-from megatron.context_parallel.layout.tiles import Tile
+from megatron.context_parallel.layout.tiles import Tiles
 from megatron.context_parallel.positions import position_dropout, rope
 from megatron.platform.hooks import patched, patched_items, replaced
 from megatron.platform.streams import COMPUTE, STORES, Streams
@@ -138,7 +138,7 @@ class SimulatedTriton:
         self.recorder = recorder
 
     def attend(
-        self, tiles: tuple[Tile, ...], q: Tensor, k: Tensor, v: Tensor, *, out_SBHD: Tensor, lse_SBH: Tensor, **_: Any
+        self, tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, *, out_SBHD: Tensor, lse_SBH: Tensor, **_: Any
     ) -> None:
         """One launch for each of `groups`; see `kernels.base.TilesKernel`."""
         for group in groups(tiles):
@@ -146,7 +146,7 @@ class SimulatedTriton:
 
     def attend_grad(
         self,
-        tiles: tuple[Tile, ...],
+        tiles: Tiles,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -173,7 +173,7 @@ class SimulatedTriton:
 
     def _price(
         self,
-        tiles: tuple[Tile, ...],
+        tiles: Tiles,
         flops: float,
         q: Tensor,
         k: Tensor,

@@ -12,7 +12,7 @@ is ``-sum(exp(sink - lse) * delta)`` over its queries.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles import Side, groups, pack, places, walk
 from megatron.context_parallel.layout.masks import Mask
-from megatron.context_parallel.layout.tiles import Tile
+from megatron.context_parallel.layout.tiles import Tiles
 from megatron.context_parallel.positions.position_dropout import LANES, Dropout
 from megatron.platform.streams import to_device
 
@@ -144,7 +144,7 @@ LOG2E = 1.4426950408889634
 
 
 def attend_tiles(
-    tiles: Iterable[Tile],
+    tiles: Tiles,
     q_SBHD: Tensor,
     k_SBHD: Tensor,
     v_SBHD: Tensor,
@@ -177,12 +177,12 @@ def attend_tiles(
     """
     scores = {"scale": float(scale), "mask": mask, "slopes": slopes, "softcap": softcap, "dropout": dropout}
     call = Call(q_SBHD, k_SBHD, v_SBHD, **scores)
-    for group in groups(tuple(tiles)):
+    for group in groups(tiles):
         call.forward(group, out_SBHD, lse_SBH).run()
 
 
 def attend_tiles_grad(
-    tiles: Iterable[Tile],
+    tiles: Tiles,
     q_SBHD: Tensor,
     k_SBHD: Tensor,
     v_SBHD: Tensor,
@@ -211,7 +211,7 @@ def attend_tiles_grad(
     """
     scores = {"scale": float(scale), "mask": mask, "slopes": slopes, "softcap": softcap, "dropout": dropout}
     call = Call(q_SBHD, k_SBHD, v_SBHD, **scores)
-    for group in groups(tuple(tiles)):
+    for group in groups(tiles):
         for launch in call.backward(group, dout, lse, delta_SBH, dq, dk, dv):
             launch.run()
 
@@ -272,14 +272,14 @@ class Call:
             major, minor = (0, 0) if interpreted() else torch.cuda.get_device_capability(self.q.device)
             object.__setattr__(self, "capability", 10 * major + minor or None)
 
-    def forward(self, tiles: tuple[Tile, ...], out: Tensor, lse: Tensor) -> Launch:
+    def forward(self, tiles: Tiles, out: Tensor, lse: Tensor) -> Launch:
         tensors = {"q": self.q, "k": self.k, "v": self.v, "out": out, "lse": lse}
         _check_sums({"out": (out, (*self.q.shape[:3], self.v.size(3))), "lse": (lse, self.q.shape[:3])})
         (bits,) = self._bits(tiles, ["q"])
         return self._launch("forward", "q", tiles, tensors, bits, self._by_position(tiles))
 
     def backward(
-        self, tiles: tuple[Tile, ...], dout: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
+        self, tiles: Tiles, dout: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> tuple[Launch, Launch]:
         """Two launches: the first for dq, the second for dk and dv."""
         if dout.shape != (*self.q.shape[:3], self.v.size(3)):
@@ -294,8 +294,8 @@ class Call:
             self._launch("keys", "k", tiles, {**tensors, "dk": dk, "dv": dv}, of_keys, by_position),
         )
 
-    def _bits(self, tiles: tuple[Tile, ...], sides: list[Side]) -> Sequence[Tensor | None]:
-        if not any(tile.masked for tile in tiles):
+    def _bits(self, tiles: Tiles, sides: list[Side]) -> Sequence[Tensor | None]:
+        if not tiles.masked:
             return [None] * len(sides)
         if self.mask is None:
             raise ValueError("masked tiles need a mask: give mask=")
@@ -305,7 +305,7 @@ class Call:
         self,
         which: Pass,
         side: Side,
-        tiles: tuple[Tile, ...],
+        tiles: Tiles,
         tensors: dict[str, Tensor],
         bits: Tensor | None,
         by_position: dict[str, Tensor | None],
@@ -348,7 +348,7 @@ class Call:
         heads = h if side == "q" else hk
         return Launch(_functions()[which], (len(walked.blocks), b * heads), arguments, sizes)
 
-    def _by_position(self, tiles: tuple[Tile, ...]) -> dict[str, Tensor | None]:
+    def _by_position(self, tiles: Tiles) -> dict[str, Tensor | None]:
         """The arguments for ALiBi and dropout: positions of rows, slopes, and the keys of dropout's hashes."""
         arguments = dict.fromkeys(("slopes", "q_places", "k_places", "row_keys", "column_keys"))
         device = self.q.device

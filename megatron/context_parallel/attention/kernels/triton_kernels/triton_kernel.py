@@ -18,7 +18,7 @@ from megatron.context_parallel.attention.kernels.triton_kernels.triton_call impo
     delta,
     interpreted,
 )
-from megatron.context_parallel.layout.tiles import Tile
+from megatron.context_parallel.layout.tiles import Tile, Tiles
 from megatron.decisions.kernel_order import LARGEST_HEAD, too_old
 
 OLDEST = (3, 4)
@@ -106,9 +106,9 @@ def _check_plain(kernel: TritonKernel, q: Tensor, k: Tensor, v: Tensor, *, causa
         raise ValueError("the attention kernel triton supports masks in attend(), not in forward(): use attend()")
 
 
-def _one_tile(q_SBHD: Tensor, k_SBHD: Tensor, causal: bool) -> tuple[Tile, ...]:
+def _one_tile(q_SBHD: Tensor, k_SBHD: Tensor, causal: bool) -> Tiles:
     rows = (0, q_SBHD.size(0)), (0, k_SBHD.size(0))
-    return (Tile(*rows, "causal" if causal else "full", False, *((span,) for span in rows)),)
+    return Tiles([Tile(*rows, "causal" if causal else "full", False, *((span,) for span in rows))])
 
 
 @functools.cache

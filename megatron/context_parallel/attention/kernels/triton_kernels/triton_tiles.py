@@ -6,7 +6,7 @@ of one side therefore meets consecutive rows of the other. Ranges that all rows 
 kernel computes them without checks. The others, at both ends and along a diagonal, are *edges*, where the kernel
 compares each pair. In *masked* tiles it also reads a bit for each pair.
 
-All of this is arithmetic on a few small arrays in host memory, and cached, because the tiles of all layers are equal.
+All of this is arithmetic on a few small arrays in host memory, and kept with the tiles, which all layers share.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from torch import Tensor
 from megatron.context_parallel.attention.kernels.base import PAIR_BYTES, ROW_MASK_BYTES
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.spans import numbered, positions
-from megatron.context_parallel.layout.tiles import Tile, parts
+from megatron.context_parallel.layout.tiles import Kind, Tile, Tiles, parts
 
 Side = Literal["q", "k"]
 
+KINDS: tuple[Kind, ...] = ("full", "causal", "anticausal")
 FAR = 2**30  # more than the distance of any two rows
 WORD = 32  # pairs in a word of bits
 BITS_AT_ONCE = 2**28  # most bytes of bits in one launch
@@ -50,13 +51,24 @@ class Walk:
     pairs: int
 
 
-@lru_cache(maxsize=1024)
-def walk(tiles: tuple[Tile, ...], side: Side, rows: int, block: int, step: int, device: torch.device) -> Walk:
+def walk(tiles: Tiles, side: Side, rows: int, block: int, step: int, device: torch.device) -> Walk:
     """The walk for one side, ``rows`` rows in blocks of ``block``, over the other side in steps of ``step``."""
-    t = _table(tiles, side)
+    sizes = side, rows, block, step, device
+    return tiles.derived(sizes, lambda: _walk(tiles.derived("geometry", lambda: _geometry(tiles)), *sizes))
+
+
+def _geometry(tiles: Tiles) -> bytes:
+    """The tiles' rows, kinds and whether they are masked. Chunks and hops of a regular mask often have the same."""
+    rows = [(*tile.q, *tile.k, KINDS.index(tile.kind), tile.masked) for tile in tiles]
+    return np.array(rows, np.int64).tobytes()
+
+
+@lru_cache(maxsize=1024)
+def _walk(geometry: bytes, side: Side, rows: int, block: int, step: int, device: torch.device) -> Walk:
+    t = _table(geometry, side)
     first = t["a0"] // block
     count = (t["a1"] - 1) // block - first + 1
-    tile = np.repeat(np.arange(len(tiles)), count)
+    tile = np.repeat(np.arange(len(count)), count)
     number = first[tile] + np.arange(len(tile)) - np.repeat(np.cumsum(count) - count, count)
     a0, a1, b0, b1, low, high = (t[name][tile] for name in ("a0", "a1", "b0", "b1", "low", "high"))
     masked = t["bits"][tile] >= 0
@@ -89,23 +101,18 @@ def walk(tiles: tuple[Tile, ...], side: Side, rows: int, block: int, step: int, 
     return Walk(_int32(blocks, device), _int32(ranges, device), int(work.sum()) * block * step)
 
 
-def _table(tiles: tuple[Tile, ...], side: Side) -> dict[str, np.ndarray]:
-    """The tiles as columns: a is the block's side, b the other side."""
-    q, k = (
-        np.array([t.q for t in tiles], np.int64).reshape(-1, 2),
-        np.array([t.k for t in tiles], np.int64).reshape(-1, 2),
-    )
-    diagonal = k[:, 0] - q[:, 0]  # of key - query
-    low = np.where([t.kind == "anticausal" for t in tiles], diagonal, -FAR)
-    high = np.where([t.kind == "causal" for t in tiles], diagonal, FAR)
-    a, b = (q, k) if side == "q" else (k, q)
+def _table(geometry: bytes, side: Side) -> dict[str, np.ndarray]:
+    """The tiles as columns: a is the block's side, b the other one."""
+    q0, q1, k0, k1, kind, masked = np.frombuffer(geometry, np.int64).reshape(-1, 6).T
+    low = np.where(kind == KINDS.index("anticausal"), k0 - q0, -FAR)  # bounds of key - query
+    high = np.where(kind == KINDS.index("causal"), k0 - q0, FAR)
+    (a0, a1), (b0, b1) = ((q0, q1), (k0, k1)) if side == "q" else ((k0, k1), (q0, q1))
     if side == "k":
         low, high = -high, -low
-    words = -(-(b[:, 1] - b[:, 0]) // WORD)
-    sizes = np.where([t.masked for t in tiles], words * (a[:, 1] - a[:, 0]), 0)
-    bits = np.where([t.masked for t in tiles], np.cumsum(sizes) - sizes, -1)
-    columns = {"a0": a[:, 0], "a1": a[:, 1], "b0": b[:, 0], "b1": b[:, 1], "low": low, "high": high}
-    return {**columns, "bits": bits, "words": words}
+    words = -(-(b1 - b0) // WORD)
+    sizes = np.where(masked, words * (a1 - a0), 0)
+    bits = np.where(masked, np.cumsum(sizes) - sizes, -1)
+    return {"a0": a0, "a1": a1, "b0": b0, "b1": b1, "low": low, "high": high, "bits": bits, "words": words}
 
 
 def _int32(x: np.ndarray, device: torch.device) -> Tensor:
@@ -113,29 +120,36 @@ def _int32(x: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(x.astype(np.int32)).to(device)
 
 
-@lru_cache(maxsize=64)
-def places(tiles: tuple[Tile, ...], side: Side, rows: int, device: torch.device) -> Tensor:
+def places(tiles: Tiles, side: Side, rows: int, device: torch.device) -> Tensor:
     """The global position of each row of a side, int32 [rows]; 0 for rows that are in no tile."""
+    return tiles.derived(("places", side, rows, device), lambda: _places(tiles, side, rows).to(device))
+
+
+def _places(tiles: Tiles, side: Side, rows: int) -> Tensor:
     result = torch.zeros(rows, dtype=torch.int32)
     for tile in tiles:
         (first, _), spans = (tile.q, tile.q_at) if side == "q" else (tile.k, tile.k_at)
         for row, (start, stop) in numbered(spans):
             result[first + row : first + row + stop - start] = torch.arange(start, stop, dtype=torch.int32)
-    return result.to(device)
+    return result
 
 
-def groups(tiles: tuple[Tile, ...]) -> Iterator[tuple[Tile, ...]]:
+def groups(tiles: Tiles) -> Sequence[Tiles]:
     """The tiles of each launch: all in one, unless their bits need more than `BITS_AT_ONCE` bytes."""
+    split = tiles.derived("groups", lambda: tuple(_groups(tiles)) if sum(map(_bit_bytes, tiles)) > BITS_AT_ONCE else ())
+    return split or (tiles,)
+
+
+def _groups(tiles: Tiles) -> Iterator[Tiles]:
     group, held = [], 0
     for whole in tiles:
         for tile in parts(whole, MASKED_ROWS) if _bit_bytes(whole) > BITS_AT_ONCE else (whole,):
             if group and held + _bit_bytes(tile) > BITS_AT_ONCE:
-                yield tuple(group)
+                yield Tiles(group)
                 group, held = [], 0
             group.append(tile)
             held += _bit_bytes(tile)
-    if group:
-        yield tuple(group)
+    yield Tiles(group)
 
 
 def _bit_bytes(tile: Tile) -> int:
@@ -144,7 +158,7 @@ def _bit_bytes(tile: Tile) -> int:
     return tile.masked * 4 * max(queries * -(-keys // WORD), keys * -(-queries // WORD))
 
 
-def pack(tiles: tuple[Tile, ...], mask: Mask, device: torch.device, sides: Sequence[Side]) -> list[Tensor]:
+def pack(tiles: Tiles, mask: Mask, device: torch.device, sides: Sequence[Side]) -> list[Tensor]:
     """The mask of all pairs of the masked tiles as bits, one tile after another, int32 [words], for each side.
 
     A word has 32 keys of a query (for side "k": queries of a key), the first in its lowest bit. Each query (key) of a
