@@ -232,7 +232,7 @@ class GatherSource:
         self.hop, self.axis = hop, axis
 
     def blocks(self, k: Tensor, v: Tensor, own: KeyGradients | None = None) -> Iterator[KeyBlock]:
-        """The one block. ``own`` then gets the gradients of ``k`` and ``v``, summed in fp32 (fp64)."""
+        """The only block. ``own`` then gets the gradients of ``k`` and ``v``, summed in fp32 (fp64)."""
         kv = packed(k, v)
         gathered = kv.new_empty((self.axis.size * k.size(0), *kv.shape[1:]))
         dist.all_gather_into_tensor(gathered, kv, group=self.axis.group)

@@ -25,7 +25,7 @@ class Hop:
     """What one rank does at one hop of the ring. Rows are row numbers of the block's home rank."""
 
     source: int
-    held: Spans  # rows of the block that arrive here
+    held: Spans  # rows of the block that this rank holds at this hop
     tiles: Tiles  # what this rank computes with them; key rows count within ``held``
     forward: Spans  # rows that are sent on to the next rank
     grads_in: Spans  # rows whose gradients arrive from the previous rank
@@ -229,7 +229,7 @@ class _Path:
 
 
 def _needed(reached: Sequence[Spans], keys: Blocks) -> list[list[Spans]]:
-    """By home, and by rank: the rows of the home's block that the rank needs.
+    """``[home][rank]``: the rows of the block of rank ``home`` that rank ``rank`` needs.
 
     Args:
         reached: by rank, the positions to which its queries attend.

@@ -18,8 +18,8 @@ def forward(run: ChunkPass, y: HiddenStates | None) -> None:
         q, kv = run.work.project(x, chunk)
         store.put(("q", chunk), q)
         store.put(("kv", chunk), kv)
-    for key, there in zip(chunks, store.walk([[("kv", key)] for key in chunks])):
-        for block in run.ring(key).blocks(*run.work.unpacked(there["kv", key])):
+    for key, loaded in zip(chunks, store.walk([[("kv", key)] for key in chunks])):
+        for block in run.ring(key).blocks(*run.work.unpacked(loaded["kv", key])):
             queries = run.plan.queries_of(key, block.hop.source)
             for query, kept in zip(queries, store.walk([_forward_names(query) for query in queries])):
                 q = kept["q", query]
@@ -85,7 +85,7 @@ def _pair_grads(run: ChunkPass, query: int, key: int, block: KeyBlock, loaded: d
     q, dout, lse = (loaded.pop((name, query)) for name in ("q", "dout", "lse"))
     out, delta = (loaded.pop((name, query), None) for name in ("out", "delta"))
     final = {"dout_SBHD": dout, "out_SBHD": out, "lse_SBH": lse, "delta_SBH": delta}
-    dq = GradientSum(q, q.size(0), there.pop(("dq", query), None))
+    dq = GradientSum(q, q.size(0), loaded.pop(("dq", query), None))
     computed = run.plan.between(query, key, block.hop.source).within(block.hop.held)
     attend_chunks_grad(computed, q, block.k, block.v, **final, kernel=run.work.kernel, dq=dq, dkv=block)
     run.store.put(("dq", query), dq.finish().to(dq.sum_dtype))  # in the sum's dtype, as in the forward pass

@@ -28,8 +28,8 @@ def forward(run: ChunkPass, y: HiddenStates | None) -> None:
             keys = sorted(needs[query], key=lambda key: key != chunk)  # first this chunk, which is on the device
             q = store.load([("q", query)], fresh)[0].wait()
             result = Accumulator(q, run.work.value_dim)
-            for key, there in zip(keys, store.walk([[("kv", key)] for key in keys], fresh)):
-                for block in run.ring(key, query).blocks(*run.work.unpacked(there["kv", key])):
+            for key, loaded in zip(keys, store.walk([[("kv", key)] for key in keys], fresh)):
+                for block in run.ring(key, query).blocks(*run.work.unpacked(loaded["kv", key])):
                     attend_chunks(block.tiles, q, block.k, block.v, kernel=run.work.kernel, result=result)
             run.finish(query, result, x if query == chunk else None, y)
             if not run.saving:

@@ -102,7 +102,7 @@ def _walk(geometry: bytes, side: Side, rows: int, block: int, step: int, device:
 
 
 def _table(geometry: bytes, side: Side) -> dict[str, np.ndarray]:
-    """The tiles as columns: a is the block's side, b the other one."""
+    """The tiles as columns: a is the block's side, b the other side."""
     q0, q1, k0, k1, kind, masked = np.frombuffer(geometry, np.int64).reshape(-1, 6).T
     low = np.where(kind == KINDS.index("anticausal"), k0 - q0, -FAR)  # bounds of key - query
     high = np.where(kind == KINDS.index("causal"), k0 - q0, FAR)
