@@ -136,6 +136,9 @@ _before() {
     local word text=$1 assigned="^[A-Za-z_][A-Za-z_0-9]*=([^[:space:]\"']*|'[^']*'|\"[^\"]*\")[[:space:]]+(.*)$"
     while [[ $text =~ $assigned ]]; do text=${BASH_REMATCH[2]}; done
     word=${text%%[[:space:]]*}
+    if [[ "${1%"$text"}" == *PATH=* && "$word" =~ ^[A-Za-z0-9_.+-]+$ ]] && ! declare -F "$word" > /dev/null; then
+        builtin eval "function $word { command $word \"\$@\"; }"
+    fi
     [[ "$word" =~ ^\"?[A-Za-z0-9_.+/@*\$\{\}-]+\"?$ && "${word%\"}" == "${word#\"}" || "$word" == \"*\" ]] || return 0
     case "$word" in _*|command|builtin) return 0 ;; */*|*'$'*) ;; *) return 0 ;; esac
     set -- "${CHECK_ARGS[@]}"
@@ -143,7 +146,8 @@ _before() {
     [[ "$word" =~ ^[A-Za-z0-9_.+/-]*/[A-Za-z0-9_.+-]+$ ]] || return 0
     builtin eval "function $word { _by_path $word \"\$@\"; }"
 }
-trap '{ CHECK_ARGS=("$@"); _before "$BASH_COMMAND"; } 2> /dev/null' DEBUG
+# A script that puts its own programs first in PATH must still reach the stand-ins, so PATH is set again before each command.
+trap '{ PATH=$CHECK_BIN; CHECK_ARGS=("$@"); _before "$BASH_COMMAND"; } 2> /dev/null' DEBUG
 eval() { builtin eval "$(printf '%s\n' "$*" | _filter)"; }
 source() {
     [ -f "$(_back "$1")" ] || { _called source "$@"; return 0; }

@@ -249,6 +249,28 @@ def test_only_output_files_are_renamed():
     assert elsewhere('a >> "$B/c d"; e') == 'a >> "$(_elsewhere "$B/c d")"; e'
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        'export PATH="$PWD/env/bin:$PATH"; torchrun',
+        "PATH=$PWD/env/bin:$PATH; exec torchrun",
+        "PATH=$PWD/env/bin:$PATH torchrun",
+        "source env/bin/activate; torchrun",
+        "PATH=env/bin; (torchrun",
+    ],
+)
+def test_a_script_that_puts_its_own_programs_first_in_path_starts_none_of_them(desk: Path, capsys, line: str):
+    (desk / "env" / "bin").mkdir(parents=True)
+    (desk / "env" / "bin" / "activate").write_text('export PATH="$PWD/env/bin:$PATH"\nhash -r\n')
+    (desk / "env" / "bin" / "torchrun").write_text("#!/bin/sh\necho the real torchrun ran\n")
+    (desk / "env" / "bin" / "torchrun").chmod(0o755)
+    flags = "--model llama3-8b --mock-data --seq-length 8192 --micro-batch-size 1 --train-iters 1"
+    end = ")" if "(" in line else ""
+    (desk / "own_path.sh").write_text(f"{line} --nproc-per-node 2 pretrain_llama.py {flags}{end}\n")
+    code, text = check(capsys, "own_path.sh")
+    assert "(2 processes)" in text and "real torchrun" not in text, text
+
+
 # ---- reading the command
 
 

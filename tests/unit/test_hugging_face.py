@@ -529,10 +529,16 @@ LOST: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: (f / "release" / "checksums.json").unlink(), "checksums.json is missing"),
     (lambda f: (f / "release" / "checksums.json").write_text("{}"), "checksums.json names no files"),
     (lambda f: edit_common(f, lambda c: c.pop("config")), "was written neither by this program"),
-    (lambda f: edit_common(f, lambda c: c["config"]["model"].update(num_layers=4)), "is [3, 16], and [4, 16]"),
-    (lambda f: edit_common(f, lambda c: c["config"]["model"].update(add_bias_linear=True)), "not those of a Llama"),
+    (
+        lambda f: edit_common(f, lambda c: c["config"]["model"].update(num_layers=4)),
+        "is [3, 16], but its settings require [4, 16]",
+    ),
+    (
+        lambda f: edit_common(f, lambda c: c["config"]["model"].update(add_bias_linear=True)),
+        "tensors are missing or unexpected for a Llama",
+    ),
     (lambda f: edit_common(f, lambda c: c["config"]["model"].update(swiglu=False)), "not a Llama"),
-    (lambda f: edit_common(f, lambda c: c.update(vocab_size=68)), "is [67, 16], and [68, 16]"),
+    (lambda f: edit_common(f, lambda c: c.update(vocab_size=68)), "is [67, 16], but its settings require [68, 16]"),
 ]
 
 
