@@ -113,6 +113,7 @@ _note_empty() {
 }
 sed() { case " $* " in *" -i"*|*" --in-place"*) _called sed "$@" ;; *) _reads sed "$@" ;; esac; }
 command_not_found_handle() { _called "$@"; }
+readonly -f _log _called command_not_found_handle  # without _called, the handler would call itself for ever
 _by_path() {
     case "$1" in
         */bash|*/sh) shift; _shell "$@" ;;
