@@ -113,7 +113,7 @@ _note_empty() {
 }
 sed() { case " $* " in *" -i"*|*" --in-place"*) _called sed "$@" ;; *) _reads sed "$@" ;; esac; }
 command_not_found_handle() { _called "$@"; }
-readonly -f _log _called command_not_found_handle  # without _called, the handler would call itself for ever
+readonly -f _log _called command_not_found_handle  # without _called, the handler would call itself without end
 _by_path() {
     case "$1" in
         */bash|*/sh) shift; _shell "$@" ;;
@@ -137,7 +137,8 @@ _before() {
     local word text=$1 assigned="^[A-Za-z_][A-Za-z_0-9]*=([^[:space:]\"']*|'[^']*'|\"[^\"]*\")[[:space:]]+(.*)$"
     while [[ $text =~ $assigned ]]; do text=${BASH_REMATCH[2]}; done
     word=${text%%[[:space:]]*}
-    if [[ "${1%"$text"}" == *PATH=* && "$word" =~ ^[A-Za-z0-9_.+-]+$ ]] && ! declare -F "$word" > /dev/null; then
+    # PATH=... torchrun: bash searches that PATH before the trap can set it again, but finds a function first.
+    if [[ " ${1%"$text"}" == *[[:space:]]PATH=* && "$word" =~ ^[A-Za-z0-9_.+-]+$ ]] && ! declare -F "$word" > /dev/null; then
         builtin eval "function $word { command $word \"\$@\"; }"
     fi
     [[ "$word" =~ ^\"?[A-Za-z0-9_.+/@*\$\{\}-]+\"?$ && "${word%\"}" == "${word#\"}" || "$word" == \"*\" ]] || return 0
