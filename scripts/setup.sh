@@ -103,7 +103,10 @@ install_rest() {
         isolation="--no-build-isolation" # nothing to download for the build
     fi
     say "installing the other packages${EXTRAS:+, with the extras $EXTRAS} (minutes, the first time)"
-    echo "torch==$torch" >"$VENV/constraints.txt"
+    {
+        echo "torch==$torch"
+        case ",$EXTRAS," in *,dev,* | *,test,*) cat "$ROOT/scripts/constraints.txt" ;; esac
+    } >"$VENV/constraints.txt"
     (cd "$ROOT" && "$OURS" -m pip install -qq $isolation -c "$VENV/constraints.txt" -e "$target" >&2) ||
         stop "pip could not install the packages of setup.py; its reason is above"
     if ! (cd / && "$OURS" -c 'import megatron.core, megatron.training.arguments.config' >&2); then
@@ -118,7 +121,7 @@ if command -v flock >/dev/null; then # if two first runs start at the same time,
     flock 9
 fi
 STAMP="$VENV/stamp-${EXTRAS:-base}"
-KEY="$ROOT $(cat "$ROOT/setup.py" "$ROOT/scripts/setup.sh" | cksum)"
+KEY="$ROOT $(cat "$ROOT/setup.py" "$ROOT"/scripts/{setup.sh,constraints.txt} | cksum)"
 if [ "$(cat "$STAMP" 2>/dev/null)" != "$KEY" ] || ! "$OURS" -c '' 2>/dev/null; then
     "$OURS" -m pip --version >/dev/null 2>&1 || make_venv
     has_torch "$OURS" || install_torch

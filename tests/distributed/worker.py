@@ -15,9 +15,14 @@ import time
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 # Errors of ranks whose peer has failed: never the root cause if there is another candidate.
 SECONDARY = ("Connection closed", "Connection reset", "Broken pipe", "Socket closed", "Connection refused")
+
+# PyTorch keeps a few groups between jobs, and scaled_dot_product_attention those of the contexts of compiled graphs.
+# Each thread wakes up a hundred times per second, so that a cache of groups makes all later tests slow.
+MOST_THREADS = 100
 
 
 def serve(worker: int, conn: Connection, life: Connection, root: str, log: str, store_port: int) -> None:
@@ -70,9 +75,17 @@ def _job(rank: int, request: bytes, store: object) -> bytes:
         answer = pickle.dumps(("error", secondary, time.monotonic(), text))
     try:
         _end(environment)
+        if (threads := _gloo_threads()) > MOST_THREADS:
+            raise RuntimeError(f"{threads} threads of process groups are left: which object or cache holds a group?")
     except BaseException:
         answer = pickle.dumps(("error", False, time.monotonic(), "while cleaning up:\n" + traceback.format_exc()))
     return answer
+
+
+def _gloo_threads() -> int:
+    """The threads of all process groups that still exist; 0 on a system without /proc."""
+    names = (path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
+    return sum(name.startswith("pt_gloo") for name in names)
 
 
 def _keep_coverage() -> None:

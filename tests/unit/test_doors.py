@@ -141,7 +141,7 @@ INTERFACES: dict[str, tuple[Callable[[], set[str]], set[str], set[str]]] = {
 @pytest.mark.parametrize("name", INTERFACES)
 def test_every_argument_is_known(name):
     there, computed, refused = INTERFACES[name]
-    assert not computed & refused and there() == computed | refused
+    assert not computed & refused and there() <= computed | refused  # an older or newer version may lack some
 
 
 def operator_with(**more):

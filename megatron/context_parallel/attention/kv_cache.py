@@ -9,7 +9,7 @@ The tiles, and therefore masks and ALiBi, are those of training (layout/tiles.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 
@@ -173,9 +173,13 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, cache: LayerCache, step
     return total.finish(rule.sinks)[0]
 
 
-@lru_cache(maxsize=4)  # the layers of a step share one entry
 def step_tiles(plan: CachePlan, ring: int, step: int, mask: Mask) -> list[tuple[slice, Tiles]]:
     """For each group of samples, the tiles between its ``step``-th decoded token and what ring rank ``ring`` keeps."""
+    return _step_tiles(replace(plan, layout=plan.layout.without_groups()), ring, step, mask)
+
+
+@lru_cache(maxsize=4)  # the layers of a step share one entry
+def _step_tiles(plan: CachePlan, ring: int, step: int, mask: Mask) -> list[tuple[slice, Tiles]]:
     groups = []
     for samples, length in plan.groups():
         query = ((length + step, length + step + 1),)

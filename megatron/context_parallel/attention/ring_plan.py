@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any
@@ -147,8 +147,8 @@ class AttentionPlan:
 
 def attention_plan(layout: SequenceLayout, mask: Mask, key_layout: SequenceLayout | None = None) -> AttentionPlan:
     """The plan for a layout and a mask; the layers of a step, and its backward pass, get the same one."""
-    # Copies, because a layout keeps tensors of positions, which should not live as long as the plan.
-    return _attention_plan(replace(layout), mask, key_layout and replace(key_layout))
+    # The cache outlives the run, so it must not hold process groups.
+    return _attention_plan(layout.without_groups(), mask, key_layout and key_layout.without_groups())
 
 
 # Packed documents need a plan for each sample of a step.

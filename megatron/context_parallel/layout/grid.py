@@ -70,8 +70,8 @@ class Grid:
             tensor=Axis(self.tensor.size, tensor),
             ulysses=Axis(self.ulysses.size, ulysses),
             ring=Axis(self.ring.size, ring),
-            data=self.data,
-            pipeline=self.pipeline,
+            data=Axis(self.data.size, self.data.rank),
+            pipeline=Axis(self.pipeline.size, self.pipeline.rank),
             context=Axis(self.context.size, ulysses + self.ulysses.size * ring),
         )
 

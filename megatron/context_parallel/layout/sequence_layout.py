@@ -104,6 +104,11 @@ class SequenceLayout:
         """The layout for a sequence of packed documents; this layout itself unless the balance depends on documents."""
         return replace(self, document_ends=ends) if self.balance == "documents" else self
 
+    def without_groups(self) -> SequenceLayout:
+        """An equal layout without process groups and without tensors of positions, as a key of caches."""
+        grid = self.grid
+        return replace(self, grid=grid.at(ulysses=grid.ulysses.rank, ring=grid.ring.rank, tensor=grid.tensor.rank))
+
     @property
     def chunk_unit(self) -> int:
         """The length of a chunk on a ring rank is a multiple of this."""
