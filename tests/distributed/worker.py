@@ -20,8 +20,8 @@ from pathlib import Path
 # Errors of ranks whose peer has failed: never the root cause if there is another candidate.
 SECONDARY = ("Connection closed", "Connection reset", "Broken pipe", "Socket closed", "Connection refused")
 
-# PyTorch keeps a few groups between jobs, and scaled_dot_product_attention those of the contexts of compiled graphs.
-# Each thread wakes up a hundred times per second, so that a cache of groups makes all later tests slow.
+# PyTorch keeps a few groups between jobs. Each of their threads wakes up a hundred times per second, so that a cache of
+# groups makes all later tests slow.
 MOST_THREADS = 100
 
 
@@ -131,6 +131,8 @@ def _end(environment: dict[str, str]) -> None:
     rerun_state_machine.destroy_rerun_state_machine()
     core_random._CUDA_RNG_STATE_TRACKER = None
     core_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
+    if sdpa := sys.modules.get("megatron.context_parallel.attention.sdpa"):
+        sdpa._meanings.clear()  # graphs of this job, whose backward passes will not run any more
     gc.collect()  # frames of a failed job may hold groups, which must be freed before their world
     if dist.is_initialized():
         dist.destroy_process_group()
