@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.machine import QUIET  # noqa: E402
 from benchmarks.train import gemm_rates  # noqa: E402
 
-SAYS = {
+DESCRIPTIONS = {
     "plain": "no recompute",
     "recompute": "full recompute",
     "fpdt": "FPDT, chunks in host memory",
@@ -149,7 +149,7 @@ def arguments() -> argparse.Namespace:
 
 
 def _modes() -> str:
-    listed = "; ".join(f"{mode}: {says}" for mode, says in SAYS.items())
+    listed = "; ".join(f"{mode}: {text}" for mode, text in DESCRIPTIONS.items())
     return f"what to measure; default: {' '.join(SWEEP)}. {listed}"
 
 
@@ -293,7 +293,7 @@ def show(report: dict) -> None:
     problem, console = report["problem"], Console(width=None if sys.stdout.isatty() else 140)
     console.print(f"{describe(problem)}; load at start {report['load_at_start']:.2f}")
     for mode in dict.fromkeys(row["mode"] for row in report["rows"]):
-        console.print(f"  {mode}: {SAYS[mode]}")
+        console.print(f"  {mode}: {DESCRIPTIONS[mode]}")
     table = Table(
         "", "chunk", "step, s", "tokens/s", "MFU", "of recompute", "by CPU time", "activations", "states", "host",
         "to host", "to device",
@@ -347,20 +347,21 @@ def draw(report: dict, file: Path) -> None:
                "fpdt-stream": "#009e73", "fpdt-inputs": "#cc6677", "fpdt-recompute": "#aa4499"}  # fmt: skip
     problem, rows = report["problem"], merged(report)
     sizes = sorted({row["chunk_size"] for row in rows if row["chunk_size"]}, reverse=True)
-    chunked = [mode for mode in SAYS if any(row["mode"] == mode and row["chunks"] for row in rows)]
+    chunked = [mode for mode in DESCRIPTIONS if any(row["mode"] == mode and row["chunks"] for row in rows)]
     unchunked = [row for row in rows if not row["chunks"] and "seconds" in row]
     at = {size: place for place, size in enumerate(sizes)}
     figure, (speed, memory) = plt.subplots(1, 2, figsize=(13, 5.2), layout="constrained")
     reference = next((row for row in unchunked if row["mode"] == REFERENCE), None)
     dashed = {"linestyle": "--", "linewidth": 1.2}
     for row in unchunked:
-        speed.axhline(row["tokens_per_second"], color=colours[row["mode"]], label=SAYS[row["mode"]], **dashed)
+        speed.axhline(row["tokens_per_second"], color=colours[row["mode"]], label=DESCRIPTIONS[row["mode"]], **dashed)
     for mode in chunked:
         points = [row for row in rows if row["mode"] == mode and "seconds" in row]
         # Relative to the reference of the same rounds, so that the machine's load has less effect.
         levels = [row["of_reference"] * reference["tokens_per_second"] if reference and "of_reference" in row
                   else row["tokens_per_second"] for row in points]  # fmt: skip
-        speed.plot([at[row["chunk_size"]] for row in points], levels, "o-", color=colours[mode], label=SAYS[mode])
+        style = {"color": colours[mode], "label": DESCRIPTIONS[mode]}
+        speed.plot([at[row["chunk_size"]] for row in points], levels, "o-", **style)
     speed.set(ylabel="tokens per second", ylim=(0, 1.08 * speed.dataLim.ymax))
     per_token = next((row["mfu"] / row["tokens_per_second"] for row in rows if "mfu" in row), None)
     if per_token:

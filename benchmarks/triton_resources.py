@@ -4,10 +4,11 @@
 
     python benchmarks/triton_resources.py --capability 80 90 100 --head 64 128
 
-Registers, spills and shared memory are the assembler's figures. A step is a program's work on one block of keys (of
-queries in the kernel "keys") without a mask; its instructions are counted in the machine code. The share of the GEMM
-rate is estimated from the tensor cores' cycles of a step and the cycles in which a multiprocessor issues its
-instructions, without and with full overlap of the two. This arithmetic ignores memory traffic.
+Registers, spills and shared memory are the assembler's figures. A program loops over blocks of keys; in the kernel
+"keys" it loops over blocks of queries. A step is one iteration of this loop without a mask, and its instructions are
+counted in the machine code. The share of the GEMM rate is estimated from the cycles that a step occupies the tensor
+cores and the cycles that issuing its instructions takes, without and with full overlap of the two. This arithmetic
+ignores memory traffic.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ NAMES = {80: "A100", 86: "RTX 3090", 89: "L40S", 90: "H100", 100: "B200", 120: "
 # over multiprocessors and boost clock (A100 312 TFLOP/s, 108, 1.41 GHz; H100 SXM 989, 132, 1.83; B200 2250, 148, 1.85).
 TENSOR_RATE = {80: 1024, 90: 2048, 100: 4096}
 ISSUE_RATE = 4  # instructions of a warp that a multiprocessor issues in a cycle
-PRODUCTS = {"forward": 2, "queries": 3, "keys": 4}  # of [block, head] x [head, step]
+PRODUCTS = {"forward": 2, "queries": 3, "keys": 4}  # matrix products [block, head] x [head, step] in a step
 
 
 def bound(which: str, launch: Launch, taken: Resources) -> str:

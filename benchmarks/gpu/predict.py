@@ -26,8 +26,8 @@ def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
     stage.report["machines"] = {what: machine.name for what, machine in machines.items()}
     cases = []
     for name, result in finished(stage.folder, "attention").items():
-        for way in ("forward", "backward") if "kernel" in result else ():
-            cases.append(Case(f"{name} {way}", partial(of_kernel, result, way, sizes, machines)))
+        for direction in ("forward", "backward") if "kernel" in result else ():
+            cases.append(Case(f"{name} {direction}", partial(of_kernel, result, direction, sizes, machines)))
     for source in ("step", "fpdt", "longest"):
         for name, result in finished(stage.folder, source).items():
             cases.append(Case(f"{source}: {name}", partial(of_step, result, sizes, machines)))
@@ -56,16 +56,16 @@ def compared(measured: float, predicted: dict[str, float]) -> Figures:
     return {"seconds": measured, "predicted": predicted, **ratio}
 
 
-def of_kernel(result: Figures, way: str, sizes: Sizes, machines: dict[str, Machine]) -> Figures:
+def of_kernel(result: Figures, direction: str, sizes: Sizes, machines: dict[str, Machine]) -> Figures:
     """Prediction for a kernel, at the kernel's rate if the machine file has one, without calibration."""
     length, model = result["length"], sizes.model
-    one = tile(length, length, model.heads, model.head_dim, length * length / 2, backward=way == "backward")
+    one = tile(length, length, model.heads, model.head_dim, length * length / 2, backward=direction == "backward")
     predicted = {}
     for what, machine in machines.items():
         calibration = replace(machine.calibration, attention=1.0)
         machine = replace(machine, attention_kernel=result["kernel"], calibration=calibration)
         predicted[what] = kernel_seconds(one, machine)
-    return compared(result[way]["seconds"], predicted)
+    return compared(result[direction]["seconds"], predicted)
 
 
 def of_step(result: Figures, sizes: Sizes, machines: dict[str, Machine]) -> Figures:

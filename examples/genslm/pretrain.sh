@@ -12,11 +12,11 @@
 # for example CHUNK=131072 SEQ_LENGTH=4194304.
 #
 # Memory of a GPU. A parameter takes 18 bytes (a bf16 weight; an fp32 gradient, main weight and Adam's two moments) and
-# is split by ZeRO 3. The position embedding has a row of 5,760 for each token. The current layer takes about 4 GiB.
+# is split by ZeRO 3. The position embedding has a row of 5,760 for each token. The layer that is being computed takes about 4 GiB.
 #
 #               tokens    parameters   states     positions, split (whole)   layer inputs
-#   genslm-25b  524,288   25.5B        7.2 GB     0.85 GB (54 GB)            64 of 90 MiB, 5.6 GiB
-#   genslm-33b  458,752   31.9B        9.0 GB     0.74 GB (48 GB)            80 of 79 MiB, 6.2 GiB
+#   genslm-25b  524,288   25.5B        7.2 GB     0.85 GB (54 GB)            64 x 90 MiB = 5.6 GiB
+#   genslm-33b  458,752   31.9B        9.0 GB     0.74 GB (48 GB)            80 x 79 MiB = 6.2 GiB
 #
 # With 4,194,304 tokens and FPDT, positions take 6.8 GB, hidden states take 720 MiB each on a GPU, about six at a time,
 # and layer inputs take 360 GiB (25B) or 450 GiB (33B) in the memory of a node.

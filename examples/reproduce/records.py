@@ -75,7 +75,7 @@ def grid(r: Record) -> str:
 
 
 def draw(figure: Any, result: list[Predicted]) -> None:
-    """Simulated over published speed, a panel for each architecture; triangles at its top are points beyond it."""
+    """Simulated over published speed, a panel for each architecture; triangles at the top edge are higher values."""
     figure.set_size_inches(13, 6.2)
     for place, name in enumerate(FREE, 1):
         axes = figure.add_subplot(1, len(FREE), place)
@@ -138,7 +138,7 @@ def fit_again() -> None:
 
 
 def page_totals() -> list[str]:
-    """Both halves, and the test half counted in other ways."""
+    """Errors of both halves, and of the test half with unpriced runs or with the records as they were first entered."""
     head = "| | runs | nothing fitted | with the constants | each source once | its tokens per second |"
     result = predictions(fitted())
     test = [one for one in result if not one.record.fitted]

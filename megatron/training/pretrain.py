@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.training.arguments.argv import take_ranks
 from megatron.training.arguments.config import Config
-from megatron.training.arguments.dry_run_flags import leaves
+from megatron.training.arguments.dry_run_flags import idle_in_dry_run
 from megatron.training.arguments.elastic import Fastest
 from megatron.training.arguments.parser import parse
 from megatron.training.launcher import follow_launcher
@@ -47,7 +47,7 @@ def main(
     given = sys.argv[1:] if argv is None else argv
     try:
         take_ranks(given, os.environ)
-        if leaves(given, os.environ):
+        if idle_in_dry_run(given, os.environ):
             return 0
         config = parse(argv, defaults, int(os.environ.get("WORLD_SIZE", "1")), _shape_of, fastest)
         quiet()

@@ -26,7 +26,7 @@ GRIDS = {"U2": (2, 1), "R2": (1, 2), "U2 x R2": (2, 2)}
 
 
 def over_ranks(model, batch, context) -> Outcome:
-    """The same for a model distributed over ranks."""
+    """Like `on_one_process`, for a model distributed over ranks."""
     inputs = context.shard({name: x for name, x in batch.items() if name != "labels"})
     with torch.no_grad():
         logits = context.gather(model(**inputs).logits, inputs)
@@ -165,7 +165,7 @@ def largest_tensors(fpdt: Fpdt | None) -> tuple[int, int]:
 def test_no_tensor_of_length_by_length_or_by_vocabulary(pool, fpdt):
     for together, alone in pool.run(largest_tensors, 4, fpdt):
         assert alone >= 1024 * 1024
-        assert together < 1024 * 1024 // 8  # the logits of one rank alone would have a fourth
+        assert together < 1024 * 1024 // 8  # a rank's complete logits would have 1024 * 1024 // 4
 
 
 def wrapped_training(what: str) -> dict[str, float]:

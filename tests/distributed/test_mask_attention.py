@@ -182,10 +182,10 @@ def ranks(backend):
     return ulysses * ring * tensor
 
 
-# Here every scheme is tested, because a ring in chunks has every kind of tile. Elsewhere only masks and these.
-WHOLE = ("one process", "Ring", "FPDT, USP")
-USUALLY_WHOLE = ("Ring",)
-MEETING = ("dropout and ALiBi, window both sides", "sinks, half sees nothing", "all of these, window 50")
+# The usual run tests every scheme on this backend, whose tiles are of every kind.
+EVERY_SCHEME_ON = "Ring"
+# On other backends it tests the plain masks, and these schemes with several features at once.
+COMBINED = ("dropout and ALiBi, window both sides", "sinks, half sees nothing", "all of these, window 50")
 
 
 def check(pool, backend, kernel, dtype, tolerance, schemes):
@@ -195,14 +195,14 @@ def check(pool, backend, kernel, dtype, tolerance, schemes):
     assert len(errors) >= 24 and not {scheme: error for scheme, error in errors.items() if not error < tolerance}
 
 
-# Each part of them is in another case.
+# Only --full runs these. The other backends cover Ulysses, Ring, gathered keys and chunks.
 IN_FULL = ("one process", "Ring contiguous", "FPDT", "USP with TP", "USP gathered")
 
 
 @pytest.mark.parametrize("backend", [*(name for name in BACKENDS if name not in IN_FULL), *also_in_full(*IN_FULL)])
 def test_float64_matches_dense_attention(pool, backend, pytestconfig):
-    every = backend in USUALLY_WHOLE or pytestconfig.getoption("--full")
-    check(pool, backend, "math", torch.float64, 1e-10, SCHEMES if every else (*MASKS, *MEETING))
+    every = backend == EVERY_SCHEME_ON or pytestconfig.getoption("--full")
+    check(pool, backend, "math", torch.float64, 1e-10, SCHEMES if every else (*MASKS, *COMBINED))
 
 
 @pytest.mark.parametrize("backend", ["one process", *also_in_full(*list(BACKENDS)[1:])])
@@ -345,7 +345,7 @@ def test_ranks_out_of_the_window_exchange_nothing():
         assert [bool(hop.tiles) for hop in plan.hops] == [True, rank > 0] + [False] * 6
 
 
-def test_bands_clip_to_what_they_are():
+def test_a_clipped_band_covers_the_same_pairs():
     assert list(Band((0, 10), 0, 1, 0, 1).clip((4, 6))) == [
         Band((4, 6), 4, 5, 0, 1),
         Band((6, 10), 4, 6, 0, 0),

@@ -111,7 +111,7 @@ def stopped_by_sigterm_to_torchrun(folder: Path, flags: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("stopped", [stopped_by_sigterm, *also_in_full(stopped_by_sigterm_to_torchrun)])
-def test_sigterm_saves_and_stops_and_resuming_goes_on_in_a_log_of_whole_objects(tmp_path, stopped):
+def test_sigterm_saves_and_stops_and_a_resumed_run_appends_to_the_log(tmp_path, stopped):
     folder = tmp_path
     flags = (
         f"--ring-parallel-size 2 --train-iters 400 --eval-iters 1 --eval-interval 100 --log-throughput "

@@ -161,7 +161,7 @@ def test_what_differs_is_refused(environment: dict[str, str], flags: str, words:
     take_ranks(flags.split() if "file" not in flags else [], dict(SET))
 
 
-def test_a_number_of_processes_that_is_right_says_nothing_new():
+def test_world_size_adds_no_note_if_it_is_right_and_is_refused_if_it_is_wrong():
     with_it, without = (parse(f"{RUN} {more}".split(), world_size=8) for more in (RANK_FLAGS, ""))
     assert with_it.simulation.world_size == 8 and with_it.notes == without.notes
     for flags, words in (

@@ -283,7 +283,7 @@ cases = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.bo
 
 @examples(150)
 @given(cases, st.integers(1, 4), st.integers(0, 40), st.data())
-def test_every_position_has_one_row_and_tokens_theirs(case, times, spare, data):
+def test_every_position_has_one_row_and_a_ranks_tokens_have_their_rows_there(case, times, spare, data):
     ulysses, ring, tensor, sequence_parallel, fpdt = case
     parts = tensor if sequence_parallel else 1
     length = length_unit(ulysses, ring, "zigzag", parts) * times
@@ -375,7 +375,7 @@ def test_refused_by_name(flags, world, message):
         ("--ring-parallel-size 2", 2, True),
     ],
 )
-def test_nothing_to_split_is_said(flags, world, on):
+def test_a_note_says_that_there_is_nothing_to_split(flags, world, on):
     config = config_of(f"{PARTITION} {flags}", world)
     assert config.parallel.partition_position_embedding == on
     assert on != any("--partition-position-embedding" in note for note in config.notes)

@@ -206,8 +206,8 @@ class Offload:
 class Loading:
     """A device tensor that is being loaded; without ``streams`` it is complete.
 
-    It keeps the tensor until compute waits for the copy. So the memory can be reused by compute at once when the tensor
-    dies, while ``Tensor.record_stream`` would keep it until the host sees an event, and the host may run far ahead.
+    It keeps the tensor until compute waits for the copy. When the tensor dies after that, compute can reuse its memory
+    at once. ``Tensor.record_stream`` would free the memory later, when the host notices that the copy has ended.
     """
 
     x: Tensor

@@ -49,7 +49,10 @@ class Attended:
 
     @property
     def travels(self) -> float:
-        """Share of a ring's blocks that some rank needs: under a window, the keys just before each zigzag half."""
+        """Share of a rank's keys that travels around the ring, because another rank needs them.
+
+        Under a window these are the keys just before the other ranks' zigzag halves.
+        """
         if not self.seen or self.ring == 1:
             return 1.0
         return min(1.0, 2 * self.seen / ((self.ring - 1) * self.queries))

@@ -99,7 +99,10 @@ def _runtime(result: DryRun) -> Iterator[str]:
 
 
 def unequal(result: DryRun, jitter: Jitter) -> str:
-    """A sentence about a step on ranks whose speed varies. The waits that ran are scaled to the complete step."""
+    """A sentence about a step on ranks whose speed varies.
+
+    The dry run may have run only some layers; their waits are scaled to the complete step.
+    """
     slowest = max(result.ranks, key=lambda report: report.figures.seconds["step"]).replayed
     waits = slowest.waits.scaled(result.predicted_seconds / slowest.seconds)
     return describe(spread(result.predicted_seconds, waits, result.world_size, jitter), jitter)
@@ -208,7 +211,7 @@ def write(result: DryRun, path: str, events: int | None = None) -> list[str]:
     """Write the JSON file and next to it a picture of memory, a picture of each rank's time and a trace.
 
     Args:
-        events: most events of the trace.
+        events: maximum number of events in the trace.
 
     Returns:
         The paths of all files.

@@ -82,7 +82,7 @@ def share_of_memory(text: str, whole: float, flag: str) -> float:
 # work of a sample with short documents, and other ranks wait for the ranks that have it (WLB-LLM, arXiv:2503.17924).
 
 INDEX = b"MMIDIDX\x00\x00"  # first bytes of an index of Megatron-LM's datasets
-MOST_LENGTHS, MOST_TEXT = 1 << 22, 16 << 20  # most lengths to read of a dataset; most bytes of a text file
+MOST_LENGTHS, MOST_TEXT = 1 << 22, 16 << 20  # limits: lengths that are read from a dataset; bytes of a text file
 LONGEST = 2**53  # tokens of a document
 DRAWS = 100_000  # about how many documents to draw; the number of samples stays between FEWEST and MOST
 FEWEST, MOST = 16, 512  # samples
@@ -107,7 +107,7 @@ def packed(documents: str, seq_length: int, window: int = 0) -> Packed:
     Args:
         documents: distribution of lengths: ``mean:8K`` (exponential), ``mean:8K,sigma:1.2`` (log-normal), or a file:
             lengths in tokens, one per line, or the .idx of a dataset; empty: a sample is one document.
-        window: most keys that a query sees; 0: all before it.
+        window: maximum number of keys that a query sees; 0: no limit.
 
     Raises:
         Refusal: ``documents`` is none of these.
@@ -136,8 +136,9 @@ def packed(documents: str, seq_length: int, window: int = 0) -> Packed:
 
 
 def _uneven(samples: list[list[float]], *, zigzag: bool) -> tuple[tuple[float, ...], ...]:
-    """Pairs of a ring's busiest rank over the mean, averaged over micro-batches, because each waits for that rank.
+    """The work of a ring's busiest rank, divided by the mean of all ranks: an average over micro-batches.
 
+    Work is the number of (query, key) pairs. A micro-batch takes as long as its busiest rank.
     The documents of a micro-batch of one sample are divided so that all ranks have the same work (layout/documents.py).
     Several samples would need different divisions and use zigzag; with a window the parts are contiguous.
     """

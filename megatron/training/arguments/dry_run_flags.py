@@ -83,8 +83,8 @@ def processes(config: Config, started: int) -> int:
     return simulation.world_size or started if simulation.dry_run else started
 
 
-def priced(config: Config) -> list[str]:
-    """One note for each thing that a dry run computes by formula, or leaves out, instead of running it."""
+def notes_on_formulas(config: Config) -> list[str]:
+    """Notes on what a dry run does not execute: it uses formulas for it, or leaves it out."""
     model, notes = config.model, []
     if model.fp8_format:
         notes.append(
@@ -96,11 +96,11 @@ def priced(config: Config) -> list[str]:
     if model.attention_dropout and config.simulation.gpu:
         notes.append(
             f"--attention-dropout {model.attention_dropout:g}: on a GPU Triton's kernel computes it, and random "
-            "numbers are not priced; --attention-dropout 0 has flash attention (docs/inside/grid-invariance.md)"
+            "numbers are not priced; with --attention-dropout 0 flash attention runs (docs/inside/grid-invariance.md)"
         )
     return notes
 
 
-def leaves(argv: Sequence[str], environment: Mapping[str, str]) -> bool:
+def idle_in_dry_run(argv: Sequence[str], environment: Mapping[str, str]) -> bool:
     """Whether this process has nothing to do: of the processes that a launcher starts, rank 0 simulates all."""
     return "--dry-run" in argv and environment.get("RANK", "0") != "0"

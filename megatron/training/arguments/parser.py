@@ -154,7 +154,7 @@ def _read(
     given = dict(vars(namespace))
     others = given.pop("others", [])
     given.pop("spelled", None)
-    gather.check("known", lambda: megatron_flags.unknown(unread, supported_flags(), words))
+    gather.check("known", lambda: megatron_flags.refuse_unknown(unread, supported_flags(), words))
     notes = gather.check("judged", lambda: megatron_flags.judge(others))
     gather.check("values", lambda: _check_values(given))
     named = given.get("model.model") or (defaults or {}).get("model.model")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of Megatron-LM and DeepSpeed that are no settings here: which are ignored, and which are refused.
+"""Flags of Megatron-LM and DeepSpeed that are not settings here: some are ignored, the others are refused.
 
 A *hint* cannot change the result: it is accepted with a note. Any other flag is *refused* with the reason or the flag
 to use instead, unless its value is Megatron-LM's default. An entry of a table is a reason, a colon and flags, which may
 continue in indented lines. A flag reads ``--flag [values] [default]``: the number of values (none, 1, 3, + or *) and
-Megatron-LM's default; ``same`` marks a flag that states its default.
+Megatron-LM's default. The default ``same`` marks a flag without values that asks for what is the default anyway.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def judge(given: list[tuple[str, list[str]]]) -> list[str]:
     return [f"no effect here: {', '.join(flags)} ({advice.reason})" for advice, flags in hints.items()]
 
 
-def unknown(words: list[str], supported: list[str], given: list[str] | None = None) -> None:
+def refuse_unknown(words: list[str], supported: list[str], given: list[str] | None = None) -> None:
     """Refuse words that no table knows, and name the nearest flag that is known.
 
     Args:
@@ -106,11 +106,11 @@ def unknown(words: list[str], supported: list[str], given: list[str] | None = No
         after = f" after {before}" if before else ""
         line = f"{words[0]!r}{after} belongs to no flag: quote values that hold spaces"
         raise Refusal(line, about=[*words, before or ""])
-    raise_all(_unknown(flag, tuple(supported)) for flag in dict.fromkeys(flags))
+    raise_all(_refusal(flag, tuple(supported)) for flag in dict.fromkeys(flags))
 
 
 @cache
-def _unknown(flag: str, supported: tuple[str, ...]) -> Refusal:
+def _refusal(flag: str, supported: tuple[str, ...]) -> Refusal:
     """The refusal of a flag that no table knows. It names the flag that may be meant, never one that is refused."""
     problem = "is not a known flag"
     word, table = flag.strip("-").replace("_", "-").lower(), rows()

@@ -11,7 +11,7 @@ import importlib.util
 from copy import deepcopy
 
 from megatron.training.arguments.config import Config
-from megatron.training.arguments.dry_run_flags import priced, processes
+from megatron.training.arguments.dry_run_flags import notes_on_formulas, processes
 from megatron.training.arguments.stages import complete_virtual_stages
 from megatron.training.arguments.unused_flags import note_unused
 from megatron.training.arguments.validate import check_data, check_grid, check_memory, check_model, check_run
@@ -100,7 +100,7 @@ def _complete_precision(config: Config) -> None:
     if model.fp8_format:
         model.transformer_impl = "transformer_engine"
     if config.simulation.dry_run:
-        config.notes += priced(config)
+        config.notes += notes_on_formulas(config)
     if config.parallel.grad_reduce_in_bf16 and not optimizer.bf16:
         raise Refusal(
             "--grad-reduce-in-bf16",

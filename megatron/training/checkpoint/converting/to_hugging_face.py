@@ -139,7 +139,7 @@ def to_hugging_face(
     dtype: torch.dtype | None,
     bar: Callable[[int], Done],
     step: int | None = None,
-    along: Path | None = None,
+    hf_files: Path | None = None,
 ) -> list[str]:
     """Write our checkpoint as a Hugging Face folder; returns lines to print at the end.
 
@@ -147,7 +147,7 @@ def to_hugging_face(
         dtype: of the weights; default: the checkpoint's.
         bar: starts a progress bar for this number of tensors.
         step: iteration; default: the latest.
-        along: folder of the original model with config.json, tokenizer etc.; default: ``source/hf``. If it does not
+        hf_files: folder of the original model with config.json, tokenizer etc.; default: ``source/hf``. If it does not
             exist, a new config.json is written.
 
     Raises:
@@ -158,10 +158,10 @@ def to_hugging_face(
         raise Refusal(f"--from {source}: no checkpoint there ({TRACKER} is missing)")
     notes: list[str] = []
     path = check(latest, notes)
-    given, along = along, along or source / "hf"
-    original_files = check(along, notes) if is_hugging_face(along) else None
+    folder_of_original = hf_files or source / "hf"
+    original_files = check(folder_of_original, notes) if is_hugging_face(folder_of_original) else None
     original = llama_settings.read_config(original_files.file("config.json")) if original_files else None
-    before = architectures.described(original, along / "config.json") if original is not None else None
+    before = architectures.described(original, folder_of_original / "config.json") if original is not None else None
     with one_process(), new_folder(target) as folder:
         common, stored = path.common(), tensors_in(path)
         model = _model(path, common)
@@ -178,9 +178,9 @@ def to_hugging_face(
         tied = not model.untie_embeddings_and_output_weights
         headers, original_dtype = _headers(original_files, pieces, dtype, tied)
         if original is not None:
-            if along != given:
-                _check_links(source, along)
-            copy_files(companions(along), folder)
+            if hf_files is None:
+                _check_links(source, folder_of_original)
+            copy_files(companions(folder_of_original), folder)
             written = family.config_json(before.settings, before.vocab_size, original_dtype or torch.float32)
             config = llama_settings.updated_config(original, written, original_dtype, config)
             notes += [
@@ -215,9 +215,9 @@ def to_hugging_face(
     return [summary, *notes]
 
 
-def _check_links(source: Path, along: Path) -> None:
+def _check_links(source: Path, folder: Path) -> None:
     """Refuse links out of a checkpoint: the files they point to would be copied and published with the model."""
-    for path in companions(along):
+    for path in companions(folder):
         if not path.resolve().is_relative_to(source.resolve()):
             raise Refusal(f"{path} is a link that leads out of {source}: remove it, or give --hf-files DIR")
 
@@ -260,37 +260,37 @@ def _check_stored(
     return stored[pieces[0].key].dtype
 
 
-def _original_headers(along: Checked | None) -> dict[str, Header]:
-    """The headers of the original model's files, as stored in ``along``; empty if they are not stored."""
-    if along is None or HEADERS not in along.files:
+def _original_headers(original_files: Checked | None) -> dict[str, Header]:
+    """The headers of the original model's files, as stored in ``original_files``; empty if they are not stored."""
+    if original_files is None or HEADERS not in original_files.files:
         return {}
-    texts = llama_settings.read_config(along.file(HEADERS))
+    texts = llama_settings.read_config(original_files.file(HEADERS))
     if any(Path(name).name != name or not name.endswith(".safetensors") for name in texts):
-        raise Refusal(f"{along.file(HEADERS)}: it names files outside of its folder")
+        raise Refusal(f"{original_files.file(HEADERS)}: it names files outside of its folder")
     try:
         return {name: safetensors_folder.parse_header(text) for name, text in texts.items()}
     except ValueError as error:
-        raise Refusal(f"{along.file(HEADERS)}: {error}") from None
+        raise Refusal(f"{original_files.file(HEADERS)}: {error}") from None
 
 
 def _headers(
-    along: Checked | None, pieces: list[Piece], dtype: torch.dtype, tied: bool
+    original_files: Checked | None, pieces: list[Piece], dtype: torch.dtype, tied: bool
 ) -> tuple[dict[str, Header], torch.dtype | None]:
     """(headers of the files to write, dtype of the original's weights).
 
-    The files hold the same tensors as the original's if ``along`` has the original's headers and they fit the model;
-    otherwise new files are planned, and the dtype is None.
+    The files hold the same tensors as the original's if ``original_files`` has the original's headers and they fit the
+    model; otherwise new files are planned, and the dtype is None.
     """
     wanted = {name: shape for piece in pieces for name, shape in zip(piece.names, piece.shapes)}
     dtype_code = safetensors_folder.NAMES[dtype]
-    if headers := _original_headers(along):
+    if headers := _original_headers(original_files):
         entries = {name: entry for header in headers.values() for name, entry in header.entries.items()}
         same = all(name in entries and entries[name].shape == shape for name, shape in wanted.items())
         dtypes = {entries[name].dtype for name in wanted} if same else set()
         same = len(dtypes) == 1 and dtypes <= safetensors_folder.TORCH_DTYPES.keys()
         copies = {LM_HEAD} if tied else set()
         extra = entries.keys() - wanted.keys()
-        if same and all(name in copies or _is_kept(along, name, entries[name]) for name in extra):
+        if same and all(name in copies or _is_kept(original_files, name, entries[name]) for name in extra):
             original_dtype = safetensors_folder.TORCH_DTYPES[dtypes.pop()]
             if original_dtype == dtype:
                 return headers, original_dtype
@@ -307,11 +307,11 @@ def _headers(
     return safetensors_folder.plan_files((name, dtype_code, shape) for name, shape in wanted.items()), None
 
 
-def _is_kept(along: Checked, name: str, entry: Entry) -> bool:
-    """Whether ``along`` has kept this tensor, which transformers ignores, with the same dtype and shape."""
-    if not name.endswith(IGNORED) or OTHERS not in along.files:
+def _is_kept(original_files: Checked, name: str, entry: Entry) -> bool:
+    """Whether ``original_files`` has kept this tensor, which transformers ignores, with the same dtype and shape."""
+    if not name.endswith(IGNORED) or OTHERS not in original_files.files:
         return False
-    kept = safetensors_folder.read_header(along.file(OTHERS)).entries.get(name)
+    kept = safetensors_folder.read_header(original_files.file(OTHERS)).entries.get(name)
     return (
         kept is not None
         and (kept.dtype, kept.shape) == (entry.dtype, entry.shape)

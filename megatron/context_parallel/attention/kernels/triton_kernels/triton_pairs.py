@@ -97,10 +97,10 @@ def log2_scores(products, factor, cap, slope, q_at, k_at, ALIBI: tl.constexpr, C
 
 @triton.jit
 def marked(bits, row, words, first, exists, STEP: tl.constexpr):
-    """The mask [rows, STEP]: rows ``row`` of the block's side, and STEP rows of the other side from ``first`` on.
+    """The mask [rows, STEP] of a block's rows (``row``) and of STEP rows of the other side, which begin at ``first``.
 
-    ``bits``: the tile's mask, ``words`` words for each row. ``exists``: which rows exist. A word is read once for all
-    its pairs.
+    If a block has queries, the other side has keys, and vice versa. ``bits``: the tile's mask, with ``words`` 32-bit
+    words for each row. ``exists``: which rows exist. Each word is read once for all its pairs.
     """
     column = tl.arange(0, STEP)[None, :] + (first & 31)
     at = bits + (row * words + (first >> 5))
