@@ -111,7 +111,7 @@ def test_an_id_beyond_the_vocabulary(corpus, grid, workers):
 
 
 @pytest.mark.full
-def test_a_negative_id_on_one_process_and_its_way_out(corpus):
+def test_a_negative_id_is_refused_with_a_remedy_on_one_process(corpus):
     """core treats -1 as padding and would silently train on it."""
     document = spoil(corpus, 4, 2, -1)
     line = line_of(run(flags(corpus, 4), 1))
@@ -311,7 +311,7 @@ def test_rolling_back_is_resuming_without_the_samples_since_then(pool, tmp_path:
     assert by_hand[0] == {6: rolled[0][6], 7: rolled[0][7]} and same_weights(rolled, by_hand)
 
 
-def test_without_a_checkpoint_there_is_nothing_to_go_back_to(pool, tmp_path: Path):
+def test_without_a_checkpoint_a_run_cannot_roll_back(pool, tmp_path: Path):
     flags = f"--skip-bad-batches 1 --rollback-on-bad-batch --save-interval 5 --save {tmp_path}/c"
     losses, ended, _ = pool.run(train, 1, flags, str(tmp_path))[0]
     assert list(losses) == [1, 2, 3, 4] and ended == "the loss is inf"

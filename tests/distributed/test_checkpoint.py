@@ -203,7 +203,7 @@ def save_where_files_cannot_grow(flags, folder):
     return None
 
 
-def test_a_full_disk_leaves_the_earlier_checkpoint_whole(pool, tmp_path):
+def test_a_full_disk_keeps_the_earlier_checkpoint_complete(pool, tmp_path):
     messages = pool.run(save_where_files_cannot_grow, 2, f"{GQA} --ring-parallel-size 2", str(tmp_path), timeout=120)
     assert all(message and "no checkpoint was written" in message for message in messages), messages
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"
@@ -353,7 +353,7 @@ def refusal_of(flags):
     return None
 
 
-def test_what_cannot_be_loaded_is_refused_by_name(pool, tmp_path):
+def test_checkpoints_that_cannot_be_loaded_are_refused_by_name(pool, tmp_path):
     folder = str(tmp_path)
     pool.run(train_and_save, 1, GQA, folder, 1, 0)
     (text,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --num-layers 2")
@@ -424,7 +424,7 @@ def train_on_tokens(flags, folder, steps):
     return job.iterations, rates, job.progress.consumed_train_tokens
 
 
-def test_a_run_that_counts_tokens_goes_on_with_samples_of_another_length(pool, tmp_path):
+def test_a_run_that_counts_tokens_continues_with_another_sequence_length(pool, tmp_path):
     """Steps of 4 x 64 tokens, then of 4 x 32: the schedule continues where it was, at half the rate."""
     flags = f"{TWO} --lr-decay-style linear --train-iters 50 --train-tokens 2048 --lr-decay-tokens 12800"
     iterations, rates, tokens = pool.run(train_on_tokens, 1, flags, str(tmp_path), 2, timeout=120)[0]

@@ -217,7 +217,7 @@ def test_a_flipped_bit_is_found_by_the_sums_that_torch_writes(pool, tmp_path, ca
     assert f"{new}/__0_0.distcp is not what was written (the CRC-32 of its record" in line
 
 
-def test_a_file_of_a_form_without_sums_is_said_to_be_unchecked_once(pool, tmp_path, capsys):
+def test_one_note_says_that_files_of_a_format_without_sums_are_unchecked(pool, tmp_path, capsys):
     pool.run(before_core, 1, MHA, str(tmp_path / "old"), False, 0, timeout=120)
     (file,) = tmp_path.rglob("model_optim_rng.pt")
     torch.serialization.set_crc32_options(False)
@@ -242,7 +242,7 @@ def go_on(flags, folder, llama):
         pytest.param(True, False, 1, "", marks=pytest.mark.full),
     ],
 )
-def test_a_universal_checkpoint_goes_on_as_it_is(pool, tmp_path, llama, piped, world, grid):
+def test_a_universal_checkpoint_continues_without_conversion(pool, tmp_path, llama, piped, world, grid):
     """Weights, Adam's moments, schedule and data position are loaded, so losses continue those of the writer."""
     theirs = pool.run(universal, 1, FLAGS, str(tmp_path), llama, piped, 3, timeout=120)[0]
     first, consumed, losses = pool.run(go_on, world, f"{FLAGS} {grid}", str(tmp_path), llama, timeout=120)[0]
@@ -315,7 +315,7 @@ def continue_old(flags: str) -> tuple[int, list[float]]:
         ),
     ],
 )
-def test_a_checkpoint_of_november_2026_goes_on(pool, tmp_path, world, grid):
+def test_a_checkpoint_of_november_2026_continues(pool, tmp_path, world, grid):
     with tarfile.open(OLD) as archive:
         archive.extractall(tmp_path, filter="data")
     for first, losses in pool.run(continue_old, world, f"{OLD_FLAGS} {grid} --load {tmp_path}"):

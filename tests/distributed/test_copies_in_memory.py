@@ -84,7 +84,7 @@ def the_file(folder, node, name):
         ),
     ],
 )
-def test_a_run_goes_on_from_memory_exactly(pool, tmp_path, world, flags):
+def test_a_run_continues_exactly_from_memory(pool, tmp_path, world, flags):
     flags = flags.replace("GPT", "--position-embedding-type learned_absolute")
     _, losses, notes, output = pool.run(run, world, tmp_path, flags, 1, (1, 2), 3, timeout=120)[0]
     assert files(tmp_path) == [f"iter_0000003.rank_{rank:05d}" for rank in range(world)]
@@ -183,7 +183,7 @@ HARM = [lose_a_node, flip_a_bit, flip_a_bit_of_a_header, *also_in_full(exchange_
 
 
 @pytest.mark.parametrize("harm", HARM)
-def test_what_is_lost_comes_from_the_neighbour(pool, nodes, harm):
+def test_a_lost_copy_comes_from_the_neighbour(pool, nodes, harm):
     folder, losses = nodes
     expected = harm(folder)
     first, after, notes, _ = pool.run(run, 4, folder, REPLICATED, 2, (), 2, timeout=120)[0]
@@ -217,7 +217,7 @@ def disk_is_newer(folder):
 
 
 @pytest.mark.parametrize("harm", [lose_both, another_grid, *also_in_full(another_run, disk_is_newer)])
-def test_without_a_whole_newer_step_the_disk_is_taken(pool, nodes, harm):
+def test_without_a_complete_newer_step_the_run_continues_from_the_disk(pool, nodes, harm):
     folder, _ = nodes
     flags, reason = harm(folder)
     first, _, notes, _ = pool.run(run, 4, folder, flags, 2, (), timeout=120)[0]

@@ -144,7 +144,7 @@ def test_what_core_asks_for_is_computed(name):
 @pytest.mark.parametrize(
     "name, ulysses, ring", [("window", 1, 3), ("documents", 2, 2), ("documents and a window", 1, 2)]
 )
-def test_what_core_asks_for_is_computed_on_a_grid(pool, name, ulysses, ring):
+def test_requests_of_megatron_core_are_answered_on_a_grid(pool, name, ulysses, ring):
     for mine, reference in zip(pool.run(on_ranks, ulysses * ring, name, ulysses, ring)[0], dense(asked(name)[2])):
         torch.testing.assert_close(mine, reference, rtol=1e-10, atol=1e-12)
 

@@ -161,7 +161,7 @@ def test_the_same_numbers_on_every_grid(pool, texts, alone, world, grid, packed)
         assert value == pytest.approx(there[place], rel=tolerance, abs=1e-7), place
 
 
-def test_packed_samples_see_nothing_of_each_other(alone):
+def test_packed_samples_do_not_attend_to_each_other(alone):
     one, packed = alone(""), alone(PACKED)
     assert one["needle"]["samples"] == 4 and 0.1 < one["needle"]["loss"] < 100
     for task in ALL.split()[1:]:

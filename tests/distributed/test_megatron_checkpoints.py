@@ -87,7 +87,7 @@ def every_pair():
 
 
 @pytest.mark.parametrize("kind, grid", every_pair())
-def test_what_megatron_saved_goes_on_here(pool, written, kind, grid):
+def test_a_checkpoint_of_megatron_lm_continues_here(pool, written, kind, grid):
     folder, theirs = written(kind)
     world, flags = GRIDS[grid]
     first, consumed, losses = pool.run(we_go_on, world, f"{FLAGS} {flags}", folder, KINDS[kind][-1], timeout=120)[0]
@@ -344,7 +344,7 @@ def without(folder, key):
     path.write_bytes(pickle.dumps(metadata))
 
 
-def test_what_one_stage_misses_all_ranks_refuse(pool, written, tmp_path):
+def test_all_ranks_refuse_what_one_stage_lacks(pool, written, tmp_path):
     import shutil
 
     source, _ = written("alone, fully_reshardable")
@@ -390,7 +390,7 @@ def go_on_with_its_data(flags, folder):
 
 
 @pytest.mark.parametrize("world, grid", [(1, "--zero-stage 0"), (4, f"{T2} {P2} --zero-stage 1")])
-def test_a_checkpoint_of_core_0_12_goes_on(pool, tmp_path, world, grid):
+def test_a_checkpoint_of_core_0_12_continues(pool, tmp_path, world, grid):
     with tarfile.open(CORE_0_12) as archive:
         archive.extractall(tmp_path, filter="data")
     for first, losses in pool.run(go_on_with_its_data, world, f"{ITS_FLAGS} {grid}", str(tmp_path)):

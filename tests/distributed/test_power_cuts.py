@@ -164,7 +164,7 @@ def recorded(pool, tmp_path_factory):
     return record
 
 
-def test_after_any_cut_what_was_told_is_there_and_each_sync_is_needed(recorded):
+def test_after_any_power_cut_reported_saves_are_complete_and_each_sync_is_needed(recorded):
     records = {name: recorded(name) for name in [*RUNS, "twice", "twice, no exchange"]}
     print(*prove({name: (record, judge_of(record)) for name, record in records.items()}), sep="\n")
 

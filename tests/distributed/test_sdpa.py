@@ -262,7 +262,7 @@ def twice():
         ({}, {"few": True}, "2 query heads and 1 key heads need enable_gqa=True"),
     ],
 )
-def test_what_it_does_not_take_is_refused_by_name(pool, settings, call, message):
+def test_unsupported_models_are_refused_by_name(pool, settings, call, message):
     with pytest.raises(RankError, match=message):
         pool.run(refused, 2, settings, **call)
 

@@ -331,7 +331,7 @@ def tuned(pool, tmp_path_factory):
         *also_in_full((2, f"{P2} --micro-batch-size 1"), (2, f"--zero-stage 1 {U2_OF_LORA}")),
     ],
 )
-def test_a_run_goes_on_from_another_grid(pool, tuned, world, grid):
+def test_a_run_continues_from_another_grid(pool, tuned, world, grid):
     flags, folder, losses = tuned
     resumed = pool.run(go_on_alone, world, f"{flags} {folder / 'tuned'} {grid}", timeout=120)[0]
     assert resumed == pytest.approx(losses[2:], rel=1e-5)

@@ -95,7 +95,7 @@ def test_a_slow_rank_is_named_in_training(pool, flags: str):
         assert slowest(line) == 1, line
 
 
-def test_nobody_is_named_where_all_are_alike_or_little_was_seen(pool):
+def test_no_rank_is_named_if_all_are_equally_fast_or_measured_too_briefly(pool):
     assert {line for line, _, _ in pool.run(steps, 2, 1, 4, 300)} == {""}
     assert slow_ranks([100.0, 119.0, 100.0, 98.0]) == [] and slow_ranks([100.0, 121.0, 100.0, 98.0]) == [1]
 

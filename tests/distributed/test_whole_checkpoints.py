@@ -79,7 +79,7 @@ def going_on(flags):
         pytest.param(2, "--zero-stage 3 --micro-batch-size 1", marks=pytest.mark.full),
     ],
 )
-def test_what_is_saved_during_training_continues_exactly(pool, tmp_path, world, flags):
+def test_a_checkpoint_saved_during_training_continues_exactly(pool, tmp_path, world, flags):
     """Each save runs while the next step changes all tensors; the newest checkpoints stay."""
     save = (
         f"--train-iters 9 --exit-interval 3 --save-interval 1 --save {tmp_path} --async-save --keep-last-checkpoints 2"
@@ -134,7 +134,7 @@ def saves_with(folder, refused):
     return message
 
 
-def test_a_disk_that_is_full_in_any_phase_leaves_what_was_there(pool, tmp_path):
+def test_a_disk_that_fills_up_in_any_phase_keeps_earlier_checkpoints(pool, tmp_path):
     names = ["common.pt", "__0_0.distcp", ".metadata", "metadata.json", "checksums.json", ".iter_0000002.partial"]
     refused = [(0, name) for name in names] + [(1, "__1_0.distcp")]
     for rank_told in pool.run(saves_with, 2, str(tmp_path), refused, timeout=120):
@@ -179,7 +179,7 @@ def flip(path, at):
     path.write_bytes(data)
 
 
-def test_a_damaged_file_is_named_and_an_older_checkpoint_taken_only_if_told(pool, two, tmp_path):
+def test_a_damaged_file_is_named_and_an_older_checkpoint_is_used_only_on_request(pool, two, tmp_path):
     folder = Path(shutil.copytree(two, tmp_path / "c"))
     newest = folder / "iter_0000002"
     flip(newest / "__0_0.distcp", -200)
@@ -387,7 +387,7 @@ def test_a_run_does_not_roll_back_to_a_damaged_checkpoint(pool, tmp_path):
     assert iteration == 1 and line.startswith("WARNING") and "iter_0000002 is damaged" in line
 
 
-def test_of_a_checkpoint_of_others_without_sums_the_sizes_are_compared_and_one_line_says_so(pool, two, tmp_path):
+def test_a_foreign_checkpoint_without_sums_has_its_sizes_compared_and_a_note(pool, two, tmp_path):
     folder = Path(shutil.copytree(two, tmp_path / "c"))
     newest = folder / "iter_0000002"
     without_list(newest)

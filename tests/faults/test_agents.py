@@ -85,7 +85,7 @@ def starts(agent: Agent) -> list[int]:
 
 @pytest.mark.skipif(not AGENTS, reason="two torchruns, some minutes: bash tests/faults/run.sh")
 @pytest.mark.parametrize("number", range(AGENTS))
-def test_job_goes_on_with_one_agent_and_grows_again(tmp_path, number):
+def test_a_job_continues_with_one_agent_and_grows_again(tmp_path, number):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

@@ -164,7 +164,7 @@ def test_nan_in_the_loss_of_one_rank(tmp_path, rank, more):
 
 @pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
-def test_nan_in_what_one_rank_has_of_the_sums(tmp_path, rank):
+def test_nan_in_one_ranks_part_of_the_summed_gradients(tmp_path, rank):
     codes, printed, errors = broken(tmp_path, "norm", rank, "")
     assert 0 not in codes and "Traceback" not in "".join(errors), errors
     assert whole(tmp_path) == [1, 2]
@@ -248,7 +248,7 @@ def test_a_record_that_memory_has_no_room_for_is_not_a_bad_record(monkeypatch):
         encode(settings, [Record("f.jsonl", 7, b'{"text": "a"}')])
 
 
-def test_a_batch_that_memory_has_no_room_for_on_its_way(tmp_path, monkeypatch):
+def test_a_batch_that_does_not_fit_in_memory_while_it_is_copied(tmp_path, monkeypatch):
     from megatron.training.data import encoding
 
     (tmp_path / "f.txt").write_text("abc")

@@ -155,7 +155,7 @@ if dist.get_rank() == 0:
 
 
 @pytest.mark.parametrize("network", [(2, 50)], indirect=True)
-def test_a_ring_of_two_sends_both_ways_at_once(network, tmp_path):
+def test_a_ring_of_two_sends_in_both_directions_at_once(network, tmp_path):
     """1 MiB each way over 50 Mbit/s takes 0.17 s, or twice that where one direction waits for the other."""
     (tmp_path / "hop.py").write_text(HOP)
     launchers = network.torchrun(1, [str(tmp_path / "hop.py")], tmp_path, {"GLOO_SOCKET_IFNAME": "eth0"})

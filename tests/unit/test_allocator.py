@@ -154,7 +154,7 @@ def test_blocks_above_max_split_size_are_kept_whole() -> None:
     assert allocator.reserved == 104 * MIB
 
 
-def test_an_expandable_segment_grows_by_pages_and_joins_what_is_free_at_its_end() -> None:
+def test_an_expandable_segment_grows_by_pages_and_uses_the_free_block_at_its_end() -> None:
     allocator = CachingAllocator(EXPANDABLE)
     first = allocator.malloc(30 * MIB)
     assert allocator.reserved == 40 * MIB
@@ -214,7 +214,7 @@ def test_an_expandable_range_gets_back_free_pages_before_it_refuses() -> None:
     assert second.used and allocator.allocated == 100 * MIB
 
 
-def test_what_is_free_is_not_lost_where_an_expandable_range_refuses() -> None:
+def test_free_memory_stays_usable_if_an_expandable_range_cannot_grow() -> None:
     allocator = CachingAllocator(EXPANDABLE, 102 * MIB)
     kept, gone = allocator.malloc(50 * MIB), allocator.malloc(20 * MIB)  # 10 MiB of the fourth page are never used
     allocator.free(gone)
@@ -406,7 +406,7 @@ def test_of_very_many_layers_some_are_replayed_and_the_others_counted_without_ga
         assert peak(step(40)[0]) < result.bytes[setting] <= size
 
 
-def test_what_cannot_be_continued_is_run_where_that_is_cheap_and_else_scaled_by_name(monkeypatch) -> None:
+def test_steps_that_cannot_be_extrapolated_are_run_if_cheap_and_scaled_otherwise(monkeypatch) -> None:
     few, more, whole = (step(layers)[0] for layers in (4, 5, 17))
     odd = Allocations([(500, 3 * MIB), (500, -3 * MIB), *more])
     ran = [Allocations(few), Allocations([*odd.changes, (501, MIB), (500, 2 * MIB), (501, -MIB)])]
@@ -442,7 +442,7 @@ def test_the_environment_is_asked(monkeypatch) -> None:
         ("--pipeline-model-parallel-size 2 --bf16 --global-batch-size 8", 2),
     ],
 )
-def test_what_a_step_reserves_is_what_it_reserves_when_all_of_it_runs(flags: str, ranks: int) -> None:
+def test_reserved_memory_of_a_shortened_step_equals_that_of_a_complete_step(flags: str, ranks: int) -> None:
     from tests.unit.test_dry_run import LLAMA, TINY
 
     layers = 12 * (2 if "pipeline" in flags else 1)

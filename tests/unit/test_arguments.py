@@ -247,7 +247,7 @@ def test_refusals(argv: str, words: list[str]):
         "--exit-signal SIGTERM --rope-type rope --recompute-modules core_attn --attention-backend auto",
     ],
 )
-def test_megatrons_defaults_ask_for_nothing(argv: str):
+def test_megatron_lms_defaults_are_accepted_without_a_note(argv: str):
     assert parse(argv.split()) == Config()
 
 
@@ -262,7 +262,7 @@ def test_hints_take_their_values_and_give_one_note_for_each_reason():
     assert fused.count("--no-rope-fusion") == 1 and "--cross-entropy-fusion-impl" in fused
 
 
-def test_no_position_embedding_goes_with_rope():
+def test_no_position_embedding_gets_a_note_with_rope():
     config = parse("--no-position-embedding --position-embedding-type rope".split())
     assert any("--no-position-embedding" in note for note in config.notes)
 

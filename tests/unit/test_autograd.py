@@ -238,7 +238,7 @@ def test_attention_casts_as_pytorchs_does(kernel):
         assert a.dtype == torch.float32 and a.equal(b)
 
 
-def test_attention_in_float64_stays_what_it_is():
+def test_attention_in_float64_is_not_replaced():
     layout = cp.SequenceLayout(TOKENS, cp.abstract_grid())
     qkv = [autocast_case(TOKENS, 1, AUTOCAST_HEADS, 8).detach().double() for _ in range(3)]
     with autocast():

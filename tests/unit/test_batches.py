@@ -356,7 +356,7 @@ def test_published_forms_are_conversations(tmp_path: Path, form: str, file: str)
     assert two.where == f"{path}, {'line 3' if file == 'lines' else 'row 2'}"
 
 
-def test_parquet_leaves_out_what_only_other_rows_have(tmp_path: Path) -> None:
+def test_parquet_omits_fields_that_only_other_rows_have(tmp_path: Path) -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "sum"}}]}
     rows = [{"messages": [ASKED, call, {"role": "tool", "content": "3"}, ANSWERED]}, {"messages": [ASKED, ANSWERED]}]
     chats = list(read_chats(write_parquet(tmp_path / "rows.parquet", rows), "--data-path"))
@@ -376,7 +376,9 @@ def test_parquet_leaves_out_what_only_other_rows_have(tmp_path: Path) -> None:
         ({"conversations": []}, "its conversations are []"),
     ],
 )
-def test_rows_that_are_no_conversation_say_what_to_do(tmp_path: Path, row: dict[str, Any], expected: str) -> None:
+def test_rows_without_a_conversation_say_what_to_do(
+    tmp_path: Path, row: dict[str, Any], expected: str
+) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row))
     with pytest.raises(Refusal) as refusal:

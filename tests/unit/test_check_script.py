@@ -127,7 +127,7 @@ sbatch nowhere.sbatch; sbatch $0
     assert "not run: chmod\n" in text
 
 
-def test_what_python_prints_is_used_or_said_to_be_unknown(desk: Path, capsys: pytest.CaptureFixture[str]):
+def test_output_of_python_in_a_script_is_used_or_reported_as_unknown(desk: Path, capsys: pytest.CaptureFixture[str]):
     (desk / "count.sh").write_text(
         f"""N=$(python3 -c "print(2 * 3)")
 M=$(python - <<X
@@ -181,7 +181,7 @@ torchrun --nproc_per_node $GPUS pretrain_gpt.py $GPT_ARGS "${ARRAY[@]}" --bf16 $
         ("--mock-data --tokenizer-type NullTokenizer", "--tokenizer-type NullTokenizer needs --vocab-size"),
     ],
 )  # fmt: skip
-def test_what_the_program_would_refuse_once_data_are_there(
+def test_refusals_that_appear_only_with_real_data(
     flags: str, expected: str, desk: Path, capsys: pytest.CaptureFixture[str]
 ):
     (desk / "data.sh").write_text(f"python pretrain_gpt.py {MODEL.replace('--mock-data --vocab-size 99', flags)} 2")
@@ -482,7 +482,7 @@ def test_the_flag_that_is_meant_is_named(written: str):
     assert message.startswith(written.split()[0]) and MEANT[written] in re.findall(r"--[a-z][\w-]*", message), message
 
 
-def test_what_is_unlike_all_flags_gets_no_suggestion():
+def test_an_unknown_flag_unlike_all_others_gets_no_suggestion():
     for flag in ("--qwertyuiop", "--handle", "--a", "--model-family"):
         assert refused_recipe(f"{flag} 3") == f"{flag} is not a known flag: --help lists them"
 
@@ -494,7 +494,7 @@ def test_what_means_the_same_is_taken(written: str):
     assert getattr(getattr(parse(written.split()), section), field) == value
 
 
-def test_false_where_nothing_would_mean_true_is_refused():
+def test_false_is_refused_if_the_default_is_true():
     for flag in ("--fpdt-offload", "--ds-sequence-parallel-fpdt-offloading", "--exit-signal-handler"):
         assert (
             refused_recipe(f"{flag} false") == f"'false' after {flag} belongs to no flag: quote values that hold spaces"
@@ -502,7 +502,7 @@ def test_false_where_nothing_would_mean_true_is_refused():
 
 
 @pytest.mark.parametrize("written", NOTED)
-def test_what_cannot_change_the_result_is_noted(written: str):
+def test_flags_that_cannot_change_the_result_get_a_note(written: str):
     (note,) = parse(written.split()).notes
     assert written.split()[0] in note
 

@@ -61,7 +61,7 @@ def a_list(**about: object) -> FileList:
     return FileList({"a": Sum(3, 5), "b": Sum(2, 7)}, folder="iter_0000004", iteration=4, run="of today", **about)
 
 
-def test_a_list_is_read_as_it_was_written_and_no_flipped_bit_in_it_goes_unseen(tmp_path):
+def test_a_list_of_files_is_read_as_written_and_every_flipped_bit_is_noticed(tmp_path):
     path = tmp_path / CHECKSUMS
     path.write_bytes(a_list().packed())
     assert read_list(path) == a_list()
@@ -214,7 +214,7 @@ def passes(path: Path, share: int) -> bool:
         return False
 
 
-def test_only_what_was_compared_can_be_opened(tmp_path):
+def test_only_checked_files_can_be_opened(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_text("weights")
     checked = examine(tmp_path)

@@ -49,7 +49,7 @@ def before_there_was_a_flag(flags):
         (before_there_was_a_flag("--swiglu"), "--swiglu", True),
     ],
 )
-def test_a_run_goes_on_with_the_same_activation_alone(saved, flags, goes_on):
+def test_a_run_continues_only_with_the_same_activation(saved, flags, goes_on):
     config = gpt(flags)
     if goes_on:
         check_model(saved, config, Path("old"), weights_only=False)
@@ -219,7 +219,7 @@ def test_no_code_of_a_file_is_run(tmp_path):
     assert (tmp_path / "harm").exists()  # the attack works with the plain unpickler
 
 
-def test_classes_that_are_not_known_come_as_nothing(tmp_path):
+def test_unknown_classes_are_read_as_placeholders(tmp_path):
     path = checkpoint_of(tmp_path, {"args": THEIRS, "rerun": FromElsewhere(), "step": torch.tensor(3)})
     common = unpickle.read(path / "common.pt")
     assert isinstance(common["rerun"], unpickle.Unread) and not isinstance(common["rerun"], FromElsewhere)
@@ -317,7 +317,7 @@ def test_a_kill_before_the_tracker_was_moved_on_loses_nothing(tmp_path, run):
 
 
 @pytest.mark.parametrize("run", [A, None])
-def test_a_tracker_that_was_set_back_is_refused_with_both_ways_out(tmp_path, run):
+def test_a_tracker_that_names_an_older_step_is_refused_with_both_remedies(tmp_path, run):
     folder, notes = folder_of(tmp_path, {number: run for number in (2, 4, 6, 8)}, "4"), []
     with pytest.raises(Refusal) as refused:
         latest(folder, notes)
@@ -339,7 +339,7 @@ def test_a_copy_under_another_name_is_no_newer_checkpoint(tmp_path):
     assert run_of(folder / "iter_0000006") is None and latest(folder) == "iter_0000004"
 
 
-def test_without_a_tracker_nothing_starts_anew(tmp_path):
+def test_without_a_tracker_no_run_starts_from_the_beginning(tmp_path):
     folder = folder_of(tmp_path / "c", {2: A, 4: A, 6: A})
     with pytest.raises(Refusal) as refused:
         latest(folder)
@@ -364,7 +364,7 @@ def test_a_tracker_that_names_no_checkpoint_of_its_folder(tmp_path, text):
 
 
 @pytest.mark.parametrize("text", ["5", "release", "999999999999999"])
-def test_a_tracker_that_names_what_is_not_there(tmp_path, text):
+def test_a_tracker_that_names_a_missing_checkpoint(tmp_path, text):
     with pytest.raises(Refusal, match="is missing or incomplete: choose another one with --ckpt-step"):
         latest(folder_of(tmp_path, {4: A}, text))
 
@@ -441,7 +441,7 @@ def test_a_folder_of_another_run_is_refused_with_its_ways_out(tmp_path, flags, w
         assert path.name in ("iter_0000002", "iter_0000004", TRACKER)
 
 
-def test_the_same_run_in_two_folders_goes_on_only_in_the_one_that_is_further(tmp_path):
+def test_a_run_with_two_folders_continues_only_in_the_one_with_the_later_step(tmp_path):
     first, second = folder_of(tmp_path / "first", {2: A, 4: A}, "4"), folder_of(tmp_path / "second", {4: A}, "4")
     result = checkpoint_path(first, None)
     assert settled(result, load=str(first), save=str(second)) == A

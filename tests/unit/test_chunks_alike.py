@@ -142,7 +142,7 @@ def calls(recorder, count, *, cached):
     return state, x
 
 
-def test_what_is_written_down_is_what_happens(recorder, monkeypatch):
+def test_a_replay_has_the_effects_of_the_calls(recorder, monkeypatch):
     ran = []
     exp = torch.Tensor.exp
     monkeypatch.setattr(torch.Tensor, "exp", lambda x: (ran.append(1), exp(x))[1])
@@ -211,7 +211,7 @@ def test_what_differs_runs(recorder):
         assert runs(x) == 3
 
 
-def test_views_of_what_is_given_move_with_it(recorder):
+def test_views_of_an_argument_are_replayed_as_views(recorder):
     known, owner, x = CallCache(recorder), Owner(), torch.empty(9, 8)
 
     def begins(*given):
@@ -303,7 +303,7 @@ def recorded(out):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_answer_from_memory_is_what_pytorch_answers(name, monkeypatch):
+def test_a_cached_answer_equals_pytorchs(name, monkeypatch):
     asked = []
     with fake_tensors():
         # Fake tensors of two shapes in turn, whose cache entries must not be mixed.
@@ -355,7 +355,7 @@ def test_numbers_of_other_types_are_other_questions():
     assert result == [torch.int64, torch.float32, torch.int64]
 
 
-def test_what_does_more_than_return_tensors_is_asked_each_time():
+def test_functions_with_side_effects_are_called_each_time():
     with fake_tensors() as answer:
         assert isinstance(answer.__self__, Collectives)
         x = torch.empty(8)

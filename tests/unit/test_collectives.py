@@ -263,7 +263,7 @@ def test_of_equal_algorithms_the_first_stays(tmp_path):
     assert names("all_gather", tie) == {"ring ll"} and price_of("all_gather", 8, 1, tie)(0) == pytest.approx(15e-6)
 
 
-def test_an_algorithm_that_the_generation_lacks_is_given_whole(tmp_path):
+def test_an_algorithm_that_the_base_machine_lacks_needs_all_its_figures(tmp_path):
     whole = {"start": 0.0, "step": 25e-6, "hop": 18e-6, "share": 0.7}
     for part in whole:
         algorithms = {"nvls": {key: figure for key, figure in whole.items() if key != part}}
@@ -359,7 +359,7 @@ def test_time_and_memory_are_those_of_dry_runs(case) -> None:
     assert 0.99 * device < fullest(case.workload, case.strategy).total < (1 + TOLERANCE) * device
 
 
-def test_405b_on_512_gpus_goes_through_a_pipeline() -> None:
+def test_405b_on_512_gpus_uses_a_pipeline() -> None:
     """The 126 layers of llama3-405b need uneven stages; without these, ZeRO 3 over all GPUs was the best plan."""
     workload = Request(("--model", "llama3-405b"), 512).workload(8 * K)
     limits = Limits(micro_batch=(1,), tensor=(8,), fpdt_chunk=(0,))

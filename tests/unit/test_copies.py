@@ -168,7 +168,7 @@ def test_a_folder_that_another_user_could_change_is_refused(tmp_path: Path, atta
     assert os.listdir(victim) == ["iter_0000001.file"]
 
 
-def test_what_root_left_is_not_taken_for_this_users(tmp_path: Path, monkeypatch):
+def test_files_of_root_are_not_mistaken_for_this_users(tmp_path: Path, monkeypatch):
     result, _ = settings(f"--non-persistent-local-ckpt-dir {tmp_path}/memory")
     copies._folder(result, "x")
     monkeypatch.setattr(os, "geteuid", lambda: 12345)

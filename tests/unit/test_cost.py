@@ -126,7 +126,7 @@ def test_ranks_of_a_node_that_share_a_card():
         assert transfer_seconds(transfer(kind, 400, 8), shared) == transfer_seconds(transfer(kind, 400, 8), TOY)
 
 
-def test_what_was_measured_of_a_kind_is_its_price():
+def test_a_measured_collective_costs_its_measured_time():
     """Measured kinds have their own bandwidth and latency per step, which includes the start of a call."""
     near = {"all_reduce": Measured(50.0, 1.0), "p2p": Measured(25.0, 3.0)}
     far = {"all_reduce": Measured(5.0, 4.0), "p2p": Measured(8.0, 5.0), "all_to_all": Measured(2.0, 6.0)}
@@ -296,7 +296,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", [CASES[0], *(pytest.param(one, marks=pytest.mark.full) for one in CASES[1:])])
-def test_closed_form_and_replay_lose_alike(case, monkeypatch):
+def test_closed_form_and_replay_agree_on_jitter(case, monkeypatch):
     """The loss by jitter agrees within a hundredth of a step; the loss by a host that is much too slow within
     a third, because the closed form only estimates launches."""
     traces, ranks, jitter = [], case.strategy.ranks, Jitter(0.03)

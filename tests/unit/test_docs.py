@@ -96,7 +96,7 @@ def test_files_are_there(page: Path) -> None:
         assert there, f"{page.name} names {name}"
 
 
-def test_one_tokens_way_names_files_classes_and_functions_that_exist() -> None:
+def test_the_path_of_one_token_names_existing_files_classes_and_functions() -> None:
     page, heart = DOCS / "inside" / "context-parallelism.md", ROOT / "megatron" / "context_parallel"
     text = page.read_text().split("## One token's way through the code")[1]
     code = "".join(file.read_text() for file in heart.rglob("*.py"))
@@ -130,7 +130,7 @@ def test_the_table_of_combinations_counts_the_tests() -> None:
     assert f"\n{len(what_works.commands())} configurations." in text
 
 
-def test_what_does_not_work_yet_is_refused() -> None:
+def test_combinations_that_do_not_work_yet_are_refused() -> None:
     text = (DOCS / "use" / "what-works.md").read_text().split("## What does not work yet")[1].split("\n## ")[0]
     flags = [span for span in re.findall(r"`(--[^`]+)`", text)]
     assert len(flags) >= 9

@@ -205,7 +205,7 @@ def test_the_verdict_says_which_setting_of_the_allocator_fits() -> None:
     assert not reasons and line == "it fits, with 5.0 GiB of device memory to spare"
 
 
-def test_the_program_writes_what_it_found(tmp_path, capsys):
+def test_the_program_writes_its_results(tmp_path, capsys):
     path = tmp_path / "out" / "plan.json"
     flags = "--model llama3-8b --num-layers 2 --hidden-size 256 --ffn-hidden-size 512 --seq-length 1024 --dry-run "
     flags += f"--world-size 4 --ulysses-parallel-size 4 --gpu A100-80G --bf16 --dry-run-json {path}"
@@ -328,7 +328,7 @@ def test_a_few_micro_batches_stand_for_all(name, gpu, rank):
         assert getattr(few[0], field) == pytest.approx(getattr(every[0], field), rel=1e-9, abs=1e-12)
 
 
-def test_what_else_the_process_holds_does_not_count():
+def test_other_memory_of_the_process_does_not_count():
     flags = "--num-layers 1 --global-batch-size 1"
     held, peaks = [], []
     for size in (0, 10**6):

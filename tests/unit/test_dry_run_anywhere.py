@@ -193,7 +193,7 @@ def test_megatrons_own_dropout(flags, capsys):
     assert "--attention-dropout 0.1: on a GPU Triton's kernel computes it" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_vocabulary_that_nothing_names_is_refused(capsys):
+def test_an_unknown_vocabulary_size_is_refused(capsys):
     flags = f"{TINY} --tokenizer-type HuggingFaceTokenizer --tokenizer-model /models/ours"
     assert main(flags.split(), LLAMA, simulate) == 2
     assert "(/models/ours), and the vocabulary size is unknown: add --vocab-size N" in capsys.readouterr().err

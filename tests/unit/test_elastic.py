@@ -61,7 +61,7 @@ def test_a_list_of_grids(processes, expected):
         ("--pipeline-model-parallel-size 2 --ulysses-parallel-size 4", 2, (1, 1, 1, 2)),
     ],
 )
-def test_the_flags_grid_as_far_as_it_fits(flags, processes, expected):
+def test_the_grid_of_the_flags_is_reduced_until_it_fits(flags, processes, expected):
     assert grid(["--elastic", *flags.split()], processes) == expected
 
 

@@ -218,7 +218,7 @@ def test_a_transfer_that_compute_feels_slows_it_down():
     ("grid", "word"),
     [({"ulysses": 3}, "query heads"), ({"data": 2}, "global batch"), ({"tensor": 2, "ulysses": 32}, "heads")],
 )
-def test_what_does_not_divide_is_refused(grid, word):
+def test_sizes_that_do_not_divide_are_refused(grid, word):
     with pytest.raises(ValueError, match=word):
         step(**grid)
 

@@ -49,7 +49,7 @@ def untangled(text: str) -> str:
 
 @examples(60)
 @given(st.lists(st.text("xyz", min_size=1, max_size=9), min_size=1, max_size=4), st.integers(0, 99), st.booleans())
-def test_every_text_is_there_in_another_order(texts: list[str], number: int, spm: bool):
+def test_every_document_is_kept_in_a_shuffled_order(texts: list[str], number: int, spm: bool):
     sample = "E".join(texts)
     result = filled(sample + "w" * 40, number, spm_rate=float(spm))  # the w at the end may be cut off
     assert len(result) == len(sample) + 40
@@ -91,7 +91,7 @@ def test_a_text_that_begins_with_no_prefix_is_unchanged():
     assert filled("xxyyE" + "z" * 20, no_prefix="xx").startswith("xxyyEA")
 
 
-def test_what_is_missing_at_the_end_is_filled_up():
+def test_missing_tokens_at_the_end_are_padded():
     """Empty texts are dropped together with the end-of-document token after them."""
     assert filled("EEExy", rate=0.0) == "xyDDD" and filled("xyEzE", rate=0.0) == "xyEzE"
 

@@ -84,7 +84,7 @@ def test_names_in_metadata_are_not_looked_up(tmp_path, module, name):
         assert harm.exists()  # the plain unpickler runs it and returns valid metadata
 
 
-def test_other_classes_of_the_same_modules_come_as_nothing(tmp_path):
+def test_other_classes_of_known_modules_are_read_as_placeholders(tmp_path):
     path = tmp_path / ".metadata"
     path.write_bytes(before(small_metadata(), call(MODULE, "FileSystemWriter", text(str(tmp_path / "x")))))
     assert len(unpickle.read_metadata(path).storage_data) == 5
@@ -109,7 +109,7 @@ def test_files_outside_of_the_folder_are_not_named(tmp_path, name):
         ("none", "no such file"),
     ],
 )
-def test_what_metadata_names_is_a_file_of_the_folder(tmp_path, kind, message):
+def test_metadata_may_name_only_files_of_its_folder(tmp_path, kind, message):
     folder = tmp_path / "c"
     folder.mkdir()
     (folder / ".metadata").write_bytes(two_tensors()[".metadata"])
@@ -128,7 +128,7 @@ def test_what_metadata_names_is_a_file_of_the_folder(tmp_path, kind, message):
         [stored.read("weight", (0, 0), (4, 3)), stored.read("other", (0,), (5,)), stored.object("rng")]
 
 
-def test_what_metadata_describes_is_read(tmp_path):
+def test_tensors_that_metadata_describes_are_read(tmp_path):
     for name, data in two_tensors().items():
         (tmp_path / name).write_bytes(data)
     stored = StoredTensors(as_it_is(tmp_path))
@@ -216,7 +216,7 @@ def same(one, other) -> bool:
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before zip"])
-def test_what_torch_saves_is_read_as_torch_does(tmp_path, zipped):
+def test_files_of_torch_save_are_read_as_torch_reads_them(tmp_path, zipped):
     base = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
     value = {
         "views": [base, base.t(), base[1:3, ::2], base.bfloat16(), torch.empty(0, 3), torch.tensor(3)],
@@ -360,7 +360,7 @@ def test_the_headers_of_an_original_name_files_to_write_in_the_new_folder(tmp_pa
         to_hugging_face._headers(as_it_is(tmp_path), [], torch.float32, tied=False)
 
 
-def test_links_out_of_a_checkpoint_are_not_given_away(tmp_path):
+def test_files_that_links_out_of_a_checkpoint_point_to_are_not_copied(tmp_path):
     (tmp_path / "secret").write_text("a key")
     along = tmp_path / "c" / "hf"
     along.mkdir(parents=True)

@@ -193,7 +193,7 @@ def test_refused_by_name(folder, flags, message):
     assert message in str(refusal.value)
 
 
-def test_what_comes_from_a_hugging_face_folder(folder, tmp_path):
+def test_settings_from_a_hugging_face_folder(folder, tmp_path):
     config, saved = configure(NULL.split(), str(folder), None, None, 1)
     assert config.optimizer.bf16 and saved.stop == (2, 5)
     assert not configure(NULL.split(), str(folder), None, "fp32", 1)[0].optimizer.bf16
@@ -207,7 +207,7 @@ def test_what_comes_from_a_hugging_face_folder(folder, tmp_path):
             (folder / "tokenizer_config.json").unlink()
 
 
-def test_what_comes_from_a_checkpoint_of_ours(tmp_path):
+def test_settings_from_our_checkpoint(tmp_path):
     words = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 48 --max-position-embeddings 48 "
     words += f"--micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --window-size 9,0 --bf16 {NULL}"
     saved = tmp_path / "iter_0000003"

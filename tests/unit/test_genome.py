@@ -96,7 +96,7 @@ def test_sequences_come_back(text: str):
 
 @pytest.mark.parametrize("kind", ["NucleotideTokenizer", "CodonTokenizer"])
 @pytest.mark.parametrize("text", ["ACGX", "AC-GT", "ACé", "AC\x00"])
-def test_what_is_no_nucleotide_is_no_token(kind: str, text: str):
+def test_letters_that_are_no_nucleotides_get_no_token(kind: str, text: str):
     with pytest.raises(ValueError, match="is not a nucleotide code"):
         tokenizer(kind).tokenize(text)
 

@@ -133,7 +133,7 @@ def test_cases_by_the_time_that_is_left(tmp_path, capsys) -> None:
     assert "left: long" in capsys.readouterr().out
 
 
-def test_what_is_kept_of_a_stage_that_was_stopped(tmp_path, capsys) -> None:
+def test_a_stopped_stage_keeps_its_finished_cases(tmp_path, capsys) -> None:
     def stage_of(about=ABOUT, **how):
         return Stage("rates", tmp_path, about, 1, **how)
 
@@ -179,7 +179,7 @@ def test_as_many_layers_as_fit(monkeypatch) -> None:
     assert layers[0] > layers[1] >= 2 and layers[2] > layers[1] and layers[3] >= 4, layers
 
 
-def test_a_program_that_ends_or_hangs_says_why(tmp_path) -> None:
+def test_a_program_that_fails_or_hangs_gives_a_reason(tmp_path) -> None:
     words = program.flags(program.Plan(1, 128, "none"), TINY, "cpu")
     chunked = program.flags(program.Plan(1, 128, "none", chunk=64), TINY, "cpu")
     with (

@@ -87,14 +87,14 @@ def test_in_half_precision_sums_in_the_buffers_are_nearer_to_exact_ones():
     assert within <= separate and narrow >= separate  # adding chunk by chunk to a narrow buffer loses precision
 
 
-def test_a_weight_that_is_used_elsewhere_too_goes_the_usual_way():
+def test_a_weight_with_several_uses_takes_the_default_path():
     weight = with_buffer(torch.ones(4, 4, requires_grad=True), 2.0)
     weight.zero_out_wgrad = True
     apply_in_chunks(lambda part, _: part @ weight, torch.ones(6, 4), [weight], even_spans(6, 2)).sum().backward()
     assert not weight.grad_added_to_main_grad and weight.main_grad.eq(2).all() and weight.grad.eq(6).all()
 
 
-def test_what_a_layer_has_added_by_itself_is_not_added_again():
+def test_gradients_that_a_layer_has_added_are_not_added_again():
     weight = with_buffer(torch.ones(4, 4, requires_grad=True))
 
     class Fused(torch.autograd.Function):

@@ -273,7 +273,7 @@ def test_several_files_and_their_index(tmp_path: Path, ours: Path, monkeypatch: 
     assert not any(loading.values())
 
 
-def test_what_changed_in_training_is_in_config_json(tmp_path: Path, ours: Path, small: Path, capsys) -> None:
+def test_config_json_has_the_settings_that_training_changed(tmp_path: Path, ours: Path, small: Path, capsys) -> None:
     """The original's config.json is kept, except changed settings."""
     trained = shutil.copytree(ours, tmp_path / "trained")
     common = torch.load(trained / "release" / "common.pt", weights_only=False)
@@ -342,7 +342,7 @@ def test_rope_of_transformers_4_and_5(new: bool) -> None:
     ],
     ids=str,
 )
-def test_yarn_means_what_it_means_to_transformers(scaling: dict[str, Any]) -> None:
+def test_yarn_is_that_of_transformers(scaling: dict[str, Any]) -> None:
     """Frequencies and attention factor equal those of transformers, read from config.json and written back."""
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

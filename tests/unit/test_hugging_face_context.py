@@ -200,7 +200,7 @@ def test_documents_come_from_positions_that_restart():
     assert plain.masks(None) == [cp.Causal()] and plain.masks(LENGTH) == [cp.Causal()] and plain.labelled is None
 
 
-def test_masks_are_taken_for_what_they_are():
+def test_masks_of_transformers_are_recognized():
     with masks_by(lambda window: window):
         assert mask_interface(mask_function=causal_mask_function) is None
         assert mask_interface(mask_function=window_of(8), local_size=8) == 8

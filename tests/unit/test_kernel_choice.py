@@ -244,7 +244,7 @@ def test_the_order_without_a_gpu():
     assert preferred(None)[0] == "cpu" and set(preferred(None)) == set(preferred((9, 0)))
 
 
-def test_flash_attn_3_goes_before_cudnn_and_2_behind(pretend_gpu, install):
+def test_flash_attn_3_is_preferred_to_cudnn_and_cudnn_to_flash_attn_2(pretend_gpu, install):
     bf16 = torch.bfloat16
     pretend_gpu()
     install("flash_attn.flash_attn_interface", flash_attn_2_6())

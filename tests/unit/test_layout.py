@@ -411,7 +411,7 @@ def test_second_derivatives_are_refused_not_wrong():
 @pytest.mark.parametrize("balance", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("mask", [cp.Causal(), cp.Full(), cp.Window(20), cp.Documents((13, 50, 120))], ids=str)
 @pytest.mark.parametrize("ring", [1, 2, 3, 5])
-def test_what_a_rank_sends_at_a_step_its_peer_receives_at_that_step(balance, mask, ring):
+def test_each_send_of_a_rank_has_a_receive_of_its_peer_in_the_same_step(balance, mask, ring):
     layout = cp.SequenceLayout(120, cp.abstract_grid(ring=ring), balance)
     steps = [schedule(ring_plan(layout, mask, rank), grads=True) for rank in range(ring)]
     for at in range(ring):

@@ -267,7 +267,7 @@ def test_it_depends_on_positions_alone(flip):
 
 
 @pytest.mark.parametrize("probability", [-0.1, 1.0, math.nan])
-def test_what_is_no_probability_is_refused(probability):
+def test_a_value_that_is_no_probability_is_refused(probability):
     with pytest.raises(ValueError, match="at least 0 and below 1"):
         Dropout(probability, seed=1)
 

@@ -62,7 +62,7 @@ def never(*_: object) -> None:
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_what_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, capsys, monkeypatch, full):
+def test_an_output_that_cannot_be_written_is_refused_before_measuring(tmp_path, capsys, monkeypatch, full):
     monkeypatch.setattr(hardware_figures, "measured", never)
     (tmp_path / "file").write_text("")
     path = tmp_path / ("here.json" if full else "file/here.json")
@@ -163,7 +163,7 @@ class Gpu:
         self.others, self.allocated = self.others + 128, self.allocated + 1
 
 
-def test_a_gpu_is_asked_what_no_tensor_holds(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def test_a_gpu_is_asked_for_memory_outside_of_tensors(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     """With stand-ins for torch.cuda; the measurement itself has not run on a GPU."""
     device, _ = torch.device("cpu"), Gpu(monkeypatch)
     results = measure_device.context_and_workspace(device)
@@ -198,7 +198,7 @@ def test_processes_of_its_own_are_started_and_ended():
         (["p2p", RuntimeError("no route")], None, "--processes 2: no route; give --processes 1"),
     ],
 )
-def test_processes_that_fail_or_hang_are_told(output, code, notice):
+def test_processes_that_fail_or_hang_are_reported(output, code, notice):
     messages: queue.Queue = queue.Queue()
     for message in output:
         messages.put(message)
@@ -293,7 +293,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones():
         load("no/such/machine.json")
 
 
-def test_a_file_can_build_on_another_and_loses_the_sources_of_what_it_replaces(tmp_path):
+def test_a_file_can_extend_another_and_drops_the_sources_of_replaced_figures(tmp_path):
     network = {"bandwidth": 6.25e9, "latency": 5e-6}
     path = write(tmp_path, extends="A100-80G", gpus=4, network=network, calibration={"gemm": 0.9})
     machine, base = load(path), load("A100-80G")

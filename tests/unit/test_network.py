@@ -39,7 +39,7 @@ def later(beat: Beat) -> Beat:
     return replace(beat, count=beat.count + 2, since=beat.since + 5)
 
 
-def test_a_rank_whose_count_stands_still_is_named():
+def test_a_rank_whose_counter_stops_is_named():
     before = {0: WAITS, 1: WAITS, 2: WORKS}
     lines = verdict(before, {0: later(WAITS), 1: later(WAITS), 2: WORKS}, reporter=0)
     assert lines == [
@@ -123,7 +123,7 @@ def sigterm_as_before() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("sigterm_as_before")
-def test_an_error_of_its_own_is_told_to_the_others_and_keeps_its_traceback():
+def test_other_ranks_learn_of_an_error_and_its_rank_keeps_the_traceback():
     store = dist.HashStore()
     beats = Heartbeat(Grid(), 600, store, rank=0, ranks=2, every=0.01)
     beats._beat()
@@ -220,7 +220,7 @@ def node(number: int, **change) -> Place:
     return replace(Place(f"node{number}", f"boot {number}", interfaces, "10.0.0.1", address), **change)
 
 
-def test_on_one_node_it_is_the_loopback_whatever_its_name():
+def test_one_node_uses_the_loopback_under_any_hostname():
     assert choose([node(1), node(1)]) == [["lo"], ["lo"]]
     assert choose([node(1, interfaces={"lo0": ["127.0.0.1"], "en0": ["10.0.0.1"]})]) == [["lo0"]]
     assert choose([node(1, interfaces={})]) == [[]]  # gloo then chooses
@@ -231,7 +231,7 @@ def test_on_several_nodes_it_is_the_route_to_the_master():
     assert choose([node(1), node(1), other]) == [["eth0"], ["eth0"], ["ens3"]]
 
 
-def test_a_master_whose_own_name_is_its_loopback_is_what_the_others_call_it():
+def test_a_master_whose_hostname_means_loopback_uses_the_address_that_others_use():
     itself = node(1, master="127.0.1.1", source="127.0.0.1")
     assert choose([itself, node(2)]) == [["eth0"], ["eth0"]]
 
@@ -261,7 +261,7 @@ def test_what_the_user_names_is_taken():
         ([{}, {"problem": "one and two differ"}], "one and two differ"),
     ],
 )
-def test_what_cannot_work_is_refused_by_rank_address_and_flag(changes, words):
+def test_a_network_that_cannot_work_is_refused_with_rank_address_and_flag(changes, words):
     places = [node(number, **change) for number, change in enumerate(changes, 1)]
     with pytest.raises(Unusable, match=re.escape(words)) as refused:
         choose(places)
@@ -271,7 +271,7 @@ def test_what_cannot_work_is_refused_by_rank_address_and_flag(changes, words):
     assert ("(and 1 more ranks)" in str(refused.value)) == both
 
 
-def test_what_a_rank_sees_of_its_own_network():
+def test_network_facts_of_one_rank():
     place = look(None, {"MASTER_ADDR": "localhost"})
     assert place.source in ("127.0.0.1", "::1") and place.problem == place.wanted == place.by == ""
     assert any("127.0.0.1" in addresses for addresses in place.interfaces.values())

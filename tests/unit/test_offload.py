@@ -183,7 +183,7 @@ def test_bytes_that_move_are_those_of_the_formula(heads, kv_heads, chunks):
     assert whole == tuple(a + b for a, b in zip(expected.forward, expected.backward))
 
 
-def test_nothing_moves_in_a_pass_that_keeps_nothing():
+def test_a_pass_that_saves_nothing_copies_nothing():
     offload = Offload(CPU)
     run_layer(4, 2, 4, offload, train=False)
     assert (offload.copies.to_host, offload.copies.to_device, offload.pool.allocated) == (0, 0, 0)
@@ -329,7 +329,7 @@ def test_a_hundred_lengths_take_little_more_than_the_longest():
     assert streams.waits <= 20  # larger blocks are reused, so memory is rarely returned
 
 
-def test_steps_that_are_alike_allocate_once():
+def test_identical_steps_allocate_once():
     streams = CountedStreams()
     offload, seen = Offload(CPU, streams), []
     for _ in range(5):

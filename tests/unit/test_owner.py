@@ -125,7 +125,7 @@ def test_a_second_job_is_refused_in_a_line_that_names_the_first_and_the_way_out(
     assert second.ask("take", folder) == ("has it", [])
 
 
-def test_a_killed_job_is_followed_at_once_and_told_in_a_line(tmp_path, worker):
+def test_the_successor_of_a_killed_job_starts_at_once_with_one_line(tmp_path, worker):
     first, second, folder = worker(), worker(), tmp_path / "c"
     first.ask("take", folder)
     first.kill()

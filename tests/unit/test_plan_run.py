@@ -57,7 +57,7 @@ def eight() -> Problem:
 # --- memory that plans leave, and memory savings ---
 
 
-def test_what_leaves_too_little_ranks_behind(eight: Problem) -> None:
+def test_plans_with_little_memory_to_spare_rank_last(eight: Problem) -> None:
     winner = search(eight).plans[0]
     asked = replace(eight, spare=winner.margin + GIB)
     result = search(asked)
@@ -66,7 +66,7 @@ def test_what_leaves_too_little_ranks_behind(eight: Problem) -> None:
     assert result.tight[0].seconds <= result.plans[0].seconds
 
 
-def test_ffn_in_runs_fits_where_nothing_did() -> None:
+def test_an_ffn_in_runs_fits_where_no_other_saving_does() -> None:
     """Without recompute, offload and FPDT."""
     plain = Limits(recompute=("none",), offload=False, fpdt_chunk=(0,), micro_batch=(1,), ffn_chunks=False)
     asked = Problem(Request(("--model", "llama3-8b"), 1).workload(128 * K), 8, A100, plain)
@@ -254,7 +254,7 @@ def test_the_cheapest_before_a_deadline_and_the_fastest_within_a_budget(eight: P
             chosen(runs, wrong)
 
 
-def test_a_run_is_told_with_its_cost_and_its_command_saves(capsys: pytest.CaptureFixture) -> None:
+def test_a_report_of_a_run_has_its_cost_and_a_command_that_saves(capsys: pytest.CaptureFixture) -> None:
     words = "--model llama3-8b --gpus 8 16 --gpu A100-80G --seq-length 64K --global-batch 16 --tensor 1 --pipeline 1"
     words += f" --micro-batch 1 --train-tokens 10B --prices {ROOT}/examples/planner/prices.json --top 2"
     assert plan.main([*words.split(), "--failures", str(ROOT / "examples" / "planner" / "failures.json")]) == 0
@@ -297,7 +297,7 @@ def notice(capsys: pytest.CaptureFixture, options: str, code: int = 0) -> str:
     return " ".join((printed.err if code else printed.out).split())
 
 
-def test_a_length_that_divides_badly_is_told_what_to_pad_to(capsys: pytest.CaptureFixture) -> None:
+def test_a_length_with_few_divisors_gets_a_suggested_padding(capsys: pytest.CaptureFixture) -> None:
     text = notice(capsys, "--gpus 8 --seq-length 12345")
     assert "--seq-length 12345 divides badly: padded to --seq-length 12352, " in text
     assert "divides badly" not in notice(capsys, "--gpus 8 --seq-length 12352")
@@ -447,7 +447,7 @@ def scheduled(step: Json) -> list[list[list[float]]]:
     ]
 
 
-def test_what_a_bar_is_made_of_can_be_told_apart() -> None:
+def test_parts_of_a_bar_have_different_colours() -> None:
     text = (Path(plan.__file__).parents[1] / "megatron/simulator/planner/page.html").read_text()
     colours = dict(re.findall(r"(\w+): \"(#\w{6})\"", text.split("const COLOURS = {")[1].split("forward:")[0]))
     assert len(colours) == len({*colours.values()}) >= 12

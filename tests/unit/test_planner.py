@@ -160,7 +160,7 @@ def test_nothing_beats_the_winner(model: str, length: int, batch: int, gpus: int
         assert plan.fits and device_memory(asked.workload, plan.strategy).total <= asked.machine.usable_memory
 
 
-def test_nothing_beats_the_winner_where_samples_differ() -> None:
+def test_the_winner_is_the_fastest_if_samples_differ() -> None:
     """Savings are ordered by DP's busiest rank; ordered by the mean, a saving that is 8 % slower would come first."""
     tight = replace(load("A100-80G"), memory=8.7571 * 2**30 + load("A100-80G").reserved)
     limits = Limits((1,), (8,), (1,), (64,), (1,), micro_batch=(1,), zero=(3,))
@@ -177,7 +177,7 @@ def test_a_unit_whose_weights_are_too_many_does_not_end_the_search() -> None:
     assert (s.recompute, s.recompute_layers, s.offload_checkpoints) == ("full", 1, True)
 
 
-def test_few_of_the_ways_on_a_thousand_gpus_are_priced() -> None:
+def test_few_strategies_on_a_thousand_gpus_are_priced() -> None:
     """The planner's work, counted in priced layers; one takes about 0.3 ms. All savings on each tried
     grid would be 9,180 layers."""
     asked = problem("llama3-70b", 1024 * K, 16, 1024, "H100-80G")
@@ -191,7 +191,7 @@ def test_few_of_the_ways_on_a_thousand_gpus_are_priced() -> None:
 
 @pytest.mark.parametrize("machine", ["A100-80G", "B200-192G"])
 @pytest.mark.parametrize("keys", [0.0, 4096.0])
-def test_ways_are_ranked_as_if_all_had_been_priced(machine: str, keys: float) -> None:
+def test_strategies_are_ranked_as_if_all_had_been_priced(machine: str, keys: float) -> None:
     """A simpler saving never takes longer, so `Ranked` orders all savings by their prices."""
     for kv_heads, grid in product((32, 8), (dict(ulysses=4), dict(ring=4, tensor=2), dict(ulysses=2, ring=2))):
         workload = Workload(replace(LLAMA3, kv_heads=kv_heads), 256 * K, keys=keys)
@@ -261,7 +261,7 @@ def test_the_best_published_grid_is_found() -> None:
         assert measured[ours] >= 0.98 * max(measured.values()), (model, length, batch, ours)
 
 
-def test_what_ran_out_of_memory_does_not_fit() -> None:
+def test_runs_that_ran_out_of_memory_do_not_fit_here() -> None:
     """USP paper, section 5.4: pure SP is out of memory from 120K tokens on (table 6), but not at 80K."""
     at = {length: search(Problem(Workload(LLAMA3, length), 16, A800, SP)) for length in (80 * K, 120 * K)}
     assert {plan.grid[1:3] for plan in at[80 * K].plans} >= {(8, 2), (4, 4), (2, 8), (1, 16)}
@@ -350,7 +350,7 @@ def test_6_more_devices_train_longer_sequences_by_sequence_parallelism_and_not_b
 
 @pytest.mark.parametrize("machine", [A800, load("A800-80G"), load("H100-80G")], ids=["usp-a800", "A800", "H100"])
 @pytest.mark.parametrize("length", [16 * K, 32 * K, 64 * K])
-def test_7_the_order_of_the_axes_is_that_of_what_a_slow_link_costs(machine, length: int) -> None:
+def test_7_axes_are_ordered_by_the_cost_of_a_slow_link(machine, length: int) -> None:
     """Additional seconds per step of 8 sequences if an axis of two ranks spans two nodes.
 
     There is no overlap, as in the paper. With overlap, DP is hidden behind compute and costs less than PP.
@@ -482,14 +482,14 @@ def test_refusals(options: str, output: str, capsys: pytest.CaptureFixture) -> N
     assert text.startswith("error: ") and output in text
 
 
-def test_what_fits_nowhere_gets_the_fewest_gpus(capsys: pytest.CaptureFixture) -> None:
+def test_a_run_that_does_not_fit_gets_the_smallest_sufficient_number_of_gpus(capsys: pytest.CaptureFixture) -> None:
     text = message(capsys, *"--model llama3-70b --gpus 4 --gpu A100-80G --seq-length 64K".split(), code=2)
     lack, gpus = re.findall(r"needs .*?, ([\d.]+) GiB more than an A100-80G has for it.* --gpus (\d+)$", text)[0]
     assert float(lack) > 100 and "optimizer states" in text
     assert plan_tool.main(f"--model llama3-70b --gpus {gpus} --gpu A100-80G --seq-length 64K".split()) == 0
 
 
-def test_what_fails_by_host_memory_says_so(
+def test_a_failure_for_lack_of_host_memory_says_so(
     small_problem: Problem, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     machine = tmp_path / "small-host.json"
@@ -540,7 +540,7 @@ def test_words() -> None:
         tokens("1e9", "--n")
 
 
-def test_the_front_is_what_nothing_beats(small_problem: Problem) -> None:
+def test_no_plan_is_better_than_one_of_the_front(small_problem: Problem) -> None:
     result = search(small_problem)
     best = front(result.fitting)
     for plan_ in result.fitting:

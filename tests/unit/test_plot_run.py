@@ -98,7 +98,7 @@ def inside(outline) -> torch.Tensor:
 
 @pytest.mark.parametrize("balance, ring, chunks", LAYOUTS)
 @pytest.mark.parametrize("name", MASKS)
-def test_what_is_drawn_is_what_the_mask_allows(name, balance, ring, chunks):
+def test_the_picture_shows_the_pairs_that_the_mask_allows(name, balance, ring, chunks):
     mask, ends = MASKS[name], ENDS if balance == "documents" else ()
     layout = cp.SequenceLayout(LENGTH, cp.abstract_grid(ring=ring), balance, chunks=chunks, document_ends=ends)
     drawn = torch.zeros(LENGTH, LENGTH, dtype=torch.int)

@@ -106,7 +106,7 @@ def test_tokenized_data_that_replace_others(tmp_path):
     print(*prove({"data": (recorder.record, pair_judge(recorder.record, "new/data_text_document"))}))
 
 
-def test_a_checkpoint_whose_replacement_was_cut_off_has_its_name_again(tmp_path):
+def test_an_interrupted_replacement_gives_the_old_checkpoint_its_name_back(tmp_path):
     """Where folders cannot be exchanged atomically, the earlier checkpoint has another name for a moment."""
     for name in (".iter_0000001.replaced", ".iter_0000002.replaced", "iter_0000002"):
         (tmp_path / name).mkdir()

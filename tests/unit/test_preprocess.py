@@ -194,7 +194,7 @@ def test_inputs_that_cannot_be_read(tmp_path, capsys):
     assert outputs(tmp_path) == []
 
 
-def test_existing_outputs_are_kept_unless_told(tmp_path, capsys):
+def test_existing_outputs_are_kept_without_overwrite(tmp_path, capsys):
     source = pack(tmp_path / "x.jsonl", jsonl(DOCUMENTS))
     before = read(run(tmp_path, source))
     other = pack(tmp_path / "y.jsonl", jsonl(["other"]))

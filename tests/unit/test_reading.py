@@ -161,7 +161,7 @@ def test_an_id_outside_of_the_vocabulary_is_found_where_it_is_read(tmp_path, for
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_hands_the_error_on_in_one_line_and_goes_on_behind_it(tmp_path, workers):
+def test_a_loader_reports_an_error_in_one_line_and_continues_after_it(tmp_path, workers):
     train, *_ = build_datasets(configure(data_path=[unseen(tmp_path / "a", 5000)], split="1,0,0"), NULL, (200, 0, 0))
     bad = sorted(bad_samples(train, 200))
 
@@ -264,7 +264,7 @@ def test_a_builder_that_is_killed_leaves_nothing_that_is_believed(tmp_path, roun
     assert left or rounds < 10, "no kill came in the middle"
 
 
-def test_what_killed_builders_left_is_removed_after_a_day(tmp_path):
+def test_files_of_killed_builders_are_removed_after_a_day(tmp_path):
     folder, old = tmp_path / "cache", time.time() - LEFT_BEHIND - 60
     for name in ("cache.1.tmp", "cache.2.tmp", "other.1.tmp"):
         (tmp_path / name).mkdir()

@@ -68,7 +68,7 @@ def test_the_constants_suit_the_half_that_they_were_fitted_to(result):
     assert record_fit.mean_of_records(before) > 2 * record_fit.mean_of_records(fitted)
 
 
-def test_what_is_not_priced_is_few_shown_and_taught_nothing(result):
+def test_unpriced_runs_are_few_shown_and_not_used_for_fitting(result):
     """Unpriced runs are marked in the table, named by source, and not used in the fit."""
     unpriced = [run for run in RUNS if run.unpriced]
     assert len(unpriced) == 8 and {run.source for run in unpriced} == {
@@ -239,7 +239,7 @@ def test_a_host_that_is_slower_than_the_gpu_is_waited_for():
     assert parts["launching"] > 0.5 * sum(parts.values())
 
 
-def test_a_power_limit_slows_what_draws_most():
+def test_a_power_limit_slows_the_kernels_that_draw_most_power():
     full = H100.gemm.points[-1][1]
     half_kilowatt = load("H100-96G-500W")
     assert sustained(full, H100) == full

@@ -231,13 +231,13 @@ def test_a_default_that_is_refused_is_in_the_list():
     assert [line.split()[0] for line in refusal.lines] == ["--num-experts:", "--fpdt-chunk-size"]
 
 
-def test_what_only_follows_from_another_refusal_is_not_in_the_list():
+def test_consequences_of_another_refusal_are_not_listed():
     for flags in ("--num-layers two", "--seq-length= 5", "--lr x --train-iters y"):
         lines = getattr(refused_with_command(f"{ACCEPTED} {flags} --num-experts 8"), "lines", [])
         assert not [line for line in lines if line.startswith("missing")], lines
 
 
-def test_gather_leaves_out_what_needs_a_refused_check():
+def test_gather_skips_checks_that_need_a_refused_one():
     gather, seen = Gather(), []
 
     def refuse() -> None:
@@ -401,7 +401,7 @@ def test_tokens_left_by_samples_of_another_length():
         ("--train-samples 20", (4, 32)),
     ],
 )
-def test_what_is_left_with_batches_of_another_size(length: str, expected: tuple[int, int]):
+def test_remaining_steps_with_batches_of_another_size(length: str, expected: tuple[int, int]):
     """Steps of 2 samples follow four steps of 8: the length of the run counts both."""
     from megatron.training.checkpoint.run_state import Progress
     from megatron.training.job import length_of_run

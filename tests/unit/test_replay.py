@@ -105,7 +105,7 @@ def test_what_a_gpu_would_refuse(name, head, how, says):
 
 @pytest.mark.parametrize("gpu", ["A100-80G", "H100-80G", "B200-192G", "L20-48G"])
 @pytest.mark.parametrize("head", [64, 128, 192, 256])
-def test_a_gpu_that_is_here_and_one_that_is_not_choose_alike(monkeypatch, gpu, head):
+def test_a_present_and_a_simulated_gpu_choose_the_same_kernel(monkeypatch, gpu, head):
     machine = load(gpu)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: machine.capability)
@@ -217,7 +217,7 @@ def test_compute_waits_at_once_without_a_ticket():
     assert went.busy == {"compute": 8, "ring": 3, "host load": 4}
 
 
-def test_a_ticket_hides_what_lasts_no_longer_than_the_concurrent_compute():
+def test_a_transfer_with_a_ticket_is_hidden_by_as_much_compute():
     hidden = run(work(1), send(3, ticket=1), work(4), Wait((1,)), work(1))
     assert hidden.seconds == 6 and "ring" not in hidden.exposed
     late = run(work(1), send(3, ticket=1), work(2), Wait((1,)), work(1))
@@ -235,7 +235,7 @@ def test_a_stream_works_in_order_and_axes_concurrently():
     assert went.exposed == {"host load": 1, "ring": 3, "dp": 1}  # the stream that compute waited for last
 
 
-def test_what_nobody_waits_for_still_belongs_to_the_step():
+def test_transfers_that_nothing_waits_for_count_in_the_step():
     went = run(work(1), send(3, "dp", ticket=1))
     assert went.seconds == 4 and went.exposed == {"gemm": 1, "dp": 3}
 
@@ -336,7 +336,7 @@ def test_the_picture_of_many_spans_is_drawn_in_seconds(tmp_path):
         assert (np.abs(picture - wanted).max(axis=-1) < 0.02).sum() > 500, colour
 
 
-def test_there_must_be_something_to_draw(tmp_path):
+def test_a_timeline_without_spans_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no spans"):
         draw(replay(Trace([work(1)]), TOY, keep_spans=False), tmp_path / "timeline.png")
     with pytest.raises(ValueError, match="none that takes time"):
@@ -352,7 +352,7 @@ def ahead(*seconds: float) -> list:
 
 
 @pytest.mark.parametrize("seconds", [(0.5,), (3.0,), (0.2, 4.0), (1.5, 0.5, 2.0)])
-def test_what_repeats_is_played_as_if_it_were_written_out(seconds):
+def test_repetitions_are_replayed_like_the_complete_list(seconds):
     stretch, tickets = ahead(*seconds), len(seconds)
     before = [work(2), *(send(0.1, ticket=index - tickets) for index in range(1, tickets + 1))]
     after = [Wait((tickets,)), work(1, "attention")]
@@ -536,7 +536,7 @@ def test_a_marked_function_is_replaced_for_a_while_and_replacements_nest() -> No
     assert doubled(3) == 6 and doubled.__name__ == "doubled"
 
 
-def test_what_a_replacement_changes_comes_back_after_an_error() -> None:
+def test_a_replacement_is_undone_after_an_error() -> None:
     table = {"a": 1}
     with pytest.raises(KeyError), replaced(doubled, lambda _: str), patched_items(table, {"b": 2}):
         assert table == {"b": 2} and doubled(3) == "3"

@@ -94,7 +94,7 @@ def test_weights_and_biases_may_fail_at_any_time(where, tmp_path, monkeypatch, c
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == STEPS and list((tmp_path / "board").iterdir())
 
 
-def test_a_log_that_fails_as_it_ends_is_told(tmp_path, capsys, monkeypatch):
+def test_a_log_that_fails_at_its_end_is_reported(tmp_path, capsys, monkeypatch):
     from torch.utils.tensorboard import SummaryWriter
 
     def fail(writer: object) -> None:
@@ -105,7 +105,7 @@ def test_a_log_that_fails_as_it_ends_is_told(tmp_path, capsys, monkeypatch):
     assert "WARNING: --tensorboard-dir: Input/output error; going on without it" in capsys.readouterr().out
 
 
-def test_a_full_disk_leaves_no_picture_and_no_batch_and_nothing_ends(tiny_disk, monkeypatch):
+def test_without_disk_space_pictures_and_batches_are_missing_and_the_run_continues(tiny_disk, monkeypatch):
     monkeypatch.setattr(memory_profile.dist, "get_rank", lambda: 0)
     profile = {
         "start": dict.fromkeys(KINDS, 0),

@@ -145,7 +145,7 @@ def test_the_rows_count_as_simulated_ones_do(monkeypatch):
     assert row.ours == round(usp_tflops(workload, 2.0, 8), 1) and row.error is not None
 
 
-def test_layer_inputs_wait_in_host_memory_where_the_paper_has_them_there(monkeypatch):
+def test_layer_inputs_are_in_host_memory_where_the_paper_keeps_them(monkeypatch):
     result = []
 
     def run(model: str, workload: Workload, strategy: Strategy) -> float:

@@ -310,7 +310,7 @@ def test_genslm_maxima():
 
 
 @pytest.mark.parametrize("line", published("genslm_max_context"), ids=lambda line: f"{line['model']} {line['gpus']}")
-def test_the_old_systems_need_what_is_assumed_of_them(line):
+def test_older_systems_need_the_memory_that_is_assumed(line):
     """Old Megatron-DeepSpeed needs states in host memory; Megatron-LM on 16 and 32 GPUs needs FlashAttention."""
     shape, gpus = genslm.shape_of(line["model"]), line["gpus"]
     limit = genslm.load(genslm.GPU).usable_memory
@@ -321,7 +321,7 @@ def test_the_old_systems_need_what_is_assumed_of_them(line):
     assert gpus == 64 or old_memory(shape, line["megatron_lm_tokens"], gpus, written_out).total > limit
 
 
-def test_what_the_page_says_of_masks_and_tables():
+def test_figures_of_the_page_about_masks_and_tables():
     """At 50K tokens a mask has over 10 GB, twice as much while it is made; at 100K the table has over 10 GB."""
     shape = genslm.shape_of("genslm-25b")
     held = old_memory(shape, 4096, 16, MEGATRON_LM)
@@ -450,7 +450,7 @@ def test_the_part_of_a_step_that_is_a_blocks_backward(tmp_path: Path):
     figure_13.write(tmp_path, "f", "F", list(rows.values()), draw=lambda f: figure_13.draw(f, recorded))
 
 
-def test_chunks_are_set_against_the_whole():
+def test_chunks_are_compared_with_the_complete_sequence():
     whole = {"chunks": None, "activations": 400, "tokens_per_second": 10.0, "of_reference": 1.0}
     halves = {"chunks": 2, "activations": 240, "tokens_per_second": 9.0, "of_reference": 0.9}
     rows = figure_12_measured.rows_of([whole, halves])

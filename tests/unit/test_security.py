@@ -259,7 +259,7 @@ def test_12_the_page_runs_its_own_script_alone(tmp_path):
     assert not re.search(r"""\son\w+=|javascript:|innerHTML|insertAdjacent|document\.write""", text)
 
 
-def test_13_what_a_file_says_is_one_line():
+def test_13_text_from_a_file_is_printed_in_one_line():
     message = Refusal("file \x1b]0;title\x07 says\r\n\u202e\ud800" + "x" * 10_000 + "way out").render()
     assert message.isprintable() and len(message) <= 1000 and message.endswith("way out") and "\\x1b" in message
     message.encode()
@@ -326,7 +326,7 @@ def test_17_gloo_listens_at_one_address(pool):
         assert addresses and len(set(addresses)) == 1 and set(addresses[0]) != {"0"}
 
 
-def test_18_nothing_of_ours_opens_a_port():
+def test_18_our_programs_open_no_port():
     opens = {
         name
         for name, called, _ in calls()

@@ -147,7 +147,7 @@ def test_a_schedule_changes_nothing(name):
 
 
 @pytest.mark.parametrize("seed", range(1, 10))
-def test_blocks_that_are_lent_again_hold_in_any_schedule(seed):
+def test_reused_blocks_are_correct_in_any_schedule(seed):
     """If a call of ``SITES`` is removed from the source, one of these tests fails."""
     check("dropped load", Adversary(seed))
 
@@ -189,7 +189,7 @@ def test_late_copies_are_late_and_early_ones_early():
         assert coming.x.eq(1).all() == copied and coming.wait().eq(1).all()
 
 
-def test_a_source_that_changes_before_its_copy_is_told_apart():
+def test_the_check_notices_a_source_that_changes_before_its_copy():
     offload = Adversary(0).offload()
     x = torch.ones(3)
     host = offload.to_host(x)

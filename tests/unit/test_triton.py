@@ -60,7 +60,7 @@ def test_masks_on_a_ring(interpreted, mask):
 
 
 @pytest.mark.parametrize("extra", ["dropout", "all"])
-def test_what_else_scores_and_weights_get(interpreted, extra):
+def test_softcaps_sinks_and_dropout_of_scores(interpreted, extra):
     mask = MASKS["function" if extra == "all" else "causal"]
     check(interpreted(triton_cases.errors, Case(mask, **ZIGZAG, **EXTRAS[extra])))
 

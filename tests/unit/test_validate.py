@@ -593,7 +593,7 @@ def test_a_dropout_that_would_be_none_is_refused():
         build("--attention-dropout 1e-6")
 
 
-def test_what_megatron_does_not_read_is_noted():
+def test_a_flag_that_megatron_lm_does_not_read_gets_a_note():
     config = build("--recompute-method uniform --recompute-num-layers 1 --exit-interval 0")
     assert config.attention.recompute_method is None and config.run.exit_interval is None
     assert any("no effect without --recompute-granularity: --recompute-method" in note for note in config.notes)

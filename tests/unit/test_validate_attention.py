@@ -163,7 +163,7 @@ def test_a_mask_function_of_ones_own(tmp_path):
     assert rule.mask_cpu_threshold == 9
 
 
-def test_a_threshold_without_masks_of_pairs_is_told():
+def test_a_note_says_that_a_mask_threshold_has_no_effect():
     message = "--mask-cpu-threshold has nothing to decide"
     assert any(message in note for note in build("--mask-cpu-threshold 4").notes)
     assert not any(message in note for note in build("--mask-cpu-threshold 4 --window-size 9,0").notes)

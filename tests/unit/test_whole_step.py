@@ -147,7 +147,7 @@ def assert_no_overlap(events: list[dict[str, Any]]) -> None:
         ),
     ],
 )
-def test_what_did_not_run_is_there_as_if_it_had(flags: str, ranks: int, tmp_path: Path) -> None:
+def test_skipped_layers_appear_as_if_they_had_run(flags: str, ranks: int, tmp_path: Path) -> None:
     flags = f"--num-layers 10 {flags}"
     few, every = simulated(flags, ranks), simulated(flags, ranks, every_layer=True, every_micro_batch=True)
     assert few.ranks[0].layers[1] < few.ranks[0].layers[0] == every.ranks[0].layers[1]
@@ -185,7 +185,7 @@ def test_a_trace_with_a_limit_says_what_it_leaves_out(tmp_path: Path) -> None:
         assert ends(events) == pytest.approx(ends(whole), rel=1e-9)
 
 
-def test_layers_that_cannot_be_told_apart_are_drawn_out_over_their_time() -> None:
+def test_indistinguishable_layers_are_spread_over_their_time() -> None:
     def spans(*names: str) -> list[Interval]:
         return [Interval("compute", "gemm", float(at), at + 1.0, name) for at, name in enumerate(names)]
 
