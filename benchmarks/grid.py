@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Time in which a rank of a very large job makes its process groups, in a simulated world.
+"""Measures how long a rank of a very large job needs to make its process groups, in a simulated world.
 
     python benchmarks/grid.py --json grid.json
 

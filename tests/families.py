@@ -82,7 +82,7 @@ QSA = {
 }  # fmt: skip
 WIDE = 64  # numbers up to this that match no pattern are kept
 EXPERTS = {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1}
-UNSAID = EXPERTS | {"head_dim": 8, "num_key_value_heads": 2}  # None in some, by default
+IF_NONE = EXPERTS | {"head_dim": 8, "num_key_value_heads": 2}  # for fields whose default is None in some families
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64}
 OWN: dict[str, dict[str, Any]] = {
     "bamba": MAMBA,
@@ -135,7 +135,7 @@ def small_config(kind: type[PreTrainedConfig]) -> dict[str, Any]:
             made[name] = smaller(name, value)
     made |= fewer_layers(usual, fields)
     made |= {"use_cache": False, "tie_word_embeddings": False, "is_decoder": True}
-    made |= {name: small for name, small in UNSAID.items() if name not in made}
+    made |= {name: small for name, small in IF_NONE.items() if name not in made}
     if "qk_rope_head_dim" in fields:
         made["num_key_value_heads"] = 4
     made = {name: value for name, value in made.items() if name in fields}
@@ -168,11 +168,14 @@ def fewer_layers(usual: PreTrainedConfig, fields: dict[str, Any]) -> dict[str, A
 
 
 LIMIT = 1e-5  # of the largest entry, in fp32
-BITS = 4  # factor on the effect of rounding weights, as every operation rounds
+BITS = 4  # larger errors are allowed up to this factor times the effect of rounding the weights
 
 
 def outcome(family: str, ulysses: int = 2, ring: int = 2) -> dict[str, Any]:
-    """On the first rank: ``outcome`` and, by it, ``error`` or ``why``, and whether a refusal's reason is ``true``."""
+    """The result on the first rank: ``outcome``, with ``error`` after parity and ``why`` after anything else.
+
+    A refusal has the entry ``true``, too: whether its reason is correct.
+    """
     first = dist.get_rank() == 0
     batch = whole_batch()
     batch["input_ids"] = batch["input_ids"] % 80 + 3  # special tokens (images, sounds, padding) have other ids

@@ -10,13 +10,15 @@
 # script's. Variables: GPUS (of a node), NNODES, NODE_RANK, MASTER_ADDR, SEQ_LENGTH, CHUNK, ZERO_STAGE, and STREAM=1
 # where the hidden states do not fit on the GPUs.
 #
+# The paper's nodes have 4 GPUs.
+#
 #               nodes x GPUs   tokens      in the paper
 #   gpt-2.7b    1 x 4          2,097,152   4M tokens on these GPUs (table 1)
-#   gpt-6.7b    1 x 4          2,097,152   the longest on one node of 4 (section 5.2)
-#   gpt-13b     1 x 8          2,097,152   two of its nodes; 3M tokens on 8 GPUs (table 1)
-#   gpt-30b     2 x 8          2,097,152   four of its nodes; 3M tokens on 16 GPUs (table 1)
+#   gpt-6.7b    1 x 4          2,097,152   the longest on one node (section 5.2)
+#   gpt-13b     1 x 8          2,097,152   3M tokens on 8 GPUs (table 1)
+#   gpt-30b     2 x 8          2,097,152   3M tokens on 16 GPUs (table 1)
 #   llama3-8b   1 x 4          2,097,152   the longest on 4 GPUs; with GPUS=8 SEQ_LENGTH=4194304 the run of table 3
-#   llama3-70b  4 x 8          4,194,304   eight of its nodes, and its longest sequence (table 1)
+#   llama3-70b  4 x 8          4,194,304   4M tokens on 32 GPUs, its longest sequence (table 1)
 #
 # Memory. A parameter takes 18 bytes (a bf16 weight; an fp32 gradient, main weight and Adam's two moments). A GPU holds
 # its share of these states, about six hidden states at a time, and in the first forward pass the keys and values of the

@@ -85,9 +85,9 @@ def device_memory(
         moments += [(kept_then, more + tied, gathered, early + made) for kept_then, more, gathered, made in peaks]
         if strategy.zero < 2:
             break  # most is kept when the first backward pass begins
-    if weights.words_sent:  # the chunked backward pass of the embedding
+    if weights.embedding_sent:  # the chunked backward pass of the embedding
         shares = early + weights.output_share + held.layers * weights.layer_share
-        moments.append((0, weights.words_sent, weights.root, shares if early < gradients else gradients))
+        moments.append((0, weights.embedding_sent, weights.root, shares if early < gradients else gradients))
     if last:
         moments.append((kept, _loss(workload, strategy, itemsize, fused), weights.loss, early))
     step = 0 if fused else 2 * WIDE * max(rows * columns for rows, columns in held.tensors)
@@ -222,7 +222,7 @@ class _Sharded:
         root, layer: gathered weights of the root, which stay through the backward pass, and of one layer.
         output_sent, layer_sent: unsharded gradients while they are reduced, of the output layer and of one layer.
         output_share, layer_share: this rank's shards of these gradients.
-        words_sent: unsharded gradients, including a layer's, while those of a chunked embedding are reduced.
+        embedding_sent: unsharded gradients, including a layer's, while those of a chunked embedding are reduced.
     """
 
     stage: int = 0
@@ -233,7 +233,7 @@ class _Sharded:
     output_share: int = 0
     layer_sent: int = 0
     layer_share: int = 0
-    words_sent: int = 0
+    embedding_sent: int = 0
 
     def gathered(self, layers: int, unit: int) -> int:
         """Bytes of gathered weights when the last of ``layers`` layers runs backward; its unit has ``unit`` layers.
@@ -274,5 +274,5 @@ def _gathered(workload: Workload, strategy: Strategy, held: StageParameters, ite
         output_share=WIDE * output // ranks,
         layer_sent=waiting + WIDE * layer,
         layer_share=WIDE * layer // ranks,
-        words_sent=waiting + (itemsize + WIDE) * words + WIDE * layer if words else 0,
+        embedding_sent=waiting + (itemsize + WIDE) * words + WIDE * layer if words else 0,
     )

@@ -73,14 +73,14 @@ def run(config: Config, work: Work | None = None, saves_memory: str = SAVES_MEMO
     """
     follow_launcher("TORCHELASTIC_RUN_ID" in os.environ)  # before the imports, which take seconds
     from megatron.training.data.read_tokens import DataError
-    from megatron.training.features.heartbeat import OF_MESSAGES, heartbeat
+    from megatron.training.features.heartbeat import COMMUNICATION_ERROR, heartbeat
     from megatron.training.setup import start, stop
 
     try:
         runtime = start(config)
     except RuntimeError as error:
         line = one_line(error, 200)
-        if not OF_MESSAGES.search(line):
+        if not COMMUNICATION_ERROR.search(line):
             raise
         rank = os.environ.get("RANK", "0")
         by = os.environ.get("GLOO_SOCKET_IFNAME")

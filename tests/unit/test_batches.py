@@ -376,9 +376,7 @@ def test_parquet_omits_fields_that_only_other_rows_have(tmp_path: Path) -> None:
         ({"conversations": []}, "its conversations are []"),
     ],
 )
-def test_rows_without_a_conversation_say_what_to_do(
-    tmp_path: Path, row: dict[str, Any], expected: str
-) -> None:
+def test_rows_without_a_conversation_say_what_to_do(tmp_path: Path, row: dict[str, Any], expected: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row))
     with pytest.raises(Refusal) as refusal:

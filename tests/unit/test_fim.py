@@ -111,7 +111,7 @@ IDS = {"<s>": 1, "<p>": 2, "<m>": 3, "<q>": 4, "<d>": 5, "<e>": 6}
 NAMED = Tokenizer("named", "a file", 9, 6, lambda text: [0, 0], str, IDS.get)
 
 
-def test_every_flag_comes_where_it_is_read():
+def test_every_flag_reaches_its_setting():
     data = parse(f"{RUN} --fim-data {FLAGS}".split(), world_size=1).data
     expected = {"rate": 0.25, "spm_rate": 0.75, "fragment_rate": 0.125, "no_prefix": "no", "prefix": 2, "middle": 3}
     result = fim_of(data, NAMED)
@@ -146,7 +146,7 @@ def test_refusals(flags: str, words: tuple[str, ...]):
     assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
 
 
-def test_a_token_that_the_tokenizer_has_not():
+def test_a_token_that_the_tokenizer_lacks_is_refused():
     with pytest.raises(Refusal, match="--fim-middle-token <fim_middle> is not a token of a file"):
         fim_of(DataConfig(fim_data=True, fim_prefix_token="<p>"), NAMED)
 

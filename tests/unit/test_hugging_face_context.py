@@ -241,7 +241,7 @@ def test_under_autocast(kind, fpdt):
         assert (grad - theirs[name]).norm() < (0.3 if kind == "mixtral" else 0.05) * theirs[name].norm(), name
 
 
-def test_no_label_counts():
+def test_without_labels_the_loss_is_zero():
     batch = whole_batch()
     with parallelize(model(), GRID, seq_length=LENGTH) as context:
         assert model()(**context.shard(batch | {"labels": torch.full((2, LENGTH), -100)})).loss == 0

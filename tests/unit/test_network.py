@@ -187,7 +187,7 @@ def test_a_rank_that_ends_before_all_have_met(monkeypatch, capsys):
         ({"started": 1}, False),  # the rank has ended, and its PID was reused
     ],
 )
-def test_a_silent_rank_is_killed_where_it_surely_is_that_process(change, killed):
+def test_a_silent_rank_is_killed_only_if_its_process_is_certainly_that_rank(change, killed):
     with subprocess.Popen(["sleep", "300"]) as other:
         try:
             silent = replace(this_process(), pid=other.pid, started=started(other.pid))
@@ -505,7 +505,7 @@ def test_this_process_runs():
     assert is_alive(this_process())
 
 
-def test_a_process_that_has_ended_does_not_run_also_while_nobody_has_waited_for_it():
+def test_a_process_that_has_ended_counts_as_dead_before_and_after_it_is_waited_for():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     ended = replace(this_process(), pid=child.pid, started=started(child.pid))
     assert is_alive(ended)

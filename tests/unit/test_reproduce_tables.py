@@ -455,6 +455,6 @@ def test_chunks_are_compared_with_the_complete_sequence():
     halves = {"chunks": 2, "activations": 240, "tokens_per_second": 9.0, "of_reference": 0.9}
     rows = figure_12_measured.rows_of([whole, halves])
     shares = {row.unit: row for row in rows if "of the whole" in row.unit}
-    assert shares["activations, of the whole"].ours == 0.6
-    assert shares["activations, of the whole"].error == pytest.approx(-10)
-    assert shares["speed, of the whole"].ours == 0.9
+    assert shares["activations / those of the whole"].ours == 0.6
+    assert shares["activations / those of the whole"].error == pytest.approx(-10)
+    assert shares["speed / that of the whole"].ours == 0.9

@@ -13,7 +13,7 @@ from megatron.training.refusal import LEAVE_OUT, Fix, Refusal
 
 
 def stage_layers(config: Config) -> list[int]:
-    """Number of layers of each pipeline rank, without an embedding or a loss that counts as a layer."""
+    """Number of transformer layers of each pipeline rank."""
     layers, parallel = slots(config), config.parallel
     layers[0] -= parallel.account_for_embedding_in_pipeline_split
     layers[-1] -= parallel.account_for_loss_in_pipeline_split
@@ -21,7 +21,7 @@ def stage_layers(config: Config) -> list[int]:
 
 
 def chunk_layers(config: Config) -> list[int]:
-    """Number of layers of each virtual stage of each pipeline rank, once the number of virtual stages is complete."""
+    """Number of transformer layers of each virtual stage of each rank, once the number of virtual stages is known."""
     parallel, virtual = config.parallel, config.parallel.num_virtual_stages_per_pipeline_rank or 1
     counts = [layers // virtual for layers in slots(config) for _ in range(virtual)]
     counts[0] -= parallel.account_for_embedding_in_pipeline_split
@@ -30,7 +30,7 @@ def chunk_layers(config: Config) -> list[int]:
 
 
 def slots(config: Config) -> list[int]:
-    """Number of layers of each pipeline rank, with an embedding and a loss that count as layers.
+    """Number of layers of each pipeline rank; embedding and loss count if the --account-for-... flags are given.
 
     Raises:
         Refusal: the layers cannot be split as the flags say.

@@ -68,7 +68,7 @@ def skip_batch(job: Job, reporter: Reporter, batches: Batches | list[Batches] | 
 
 
 def pass_over(batches: Batches | list[Batches] | None, microbatches: int) -> None:
-    """Read and drop the micro-batches of a step. One that cannot be read may be why it is left out, and is no error."""
+    """Read and drop the micro-batches of a step. It is no error if one cannot be read: users leave such steps out."""
     for iterator in batches if isinstance(batches, list) else [batches]:
         for _ in range(microbatches if iterator is not None else 0):
             with suppress(DataError):

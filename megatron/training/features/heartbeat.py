@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the rank that hangs, died or fell behind, and what the others wait for.
 
-A collective that times out only says which rank *waited*. So a thread of every rank writes a beat to the rendezvous
-store every few seconds: its iteration and the place of its main thread, whose stack the thread reads, so a step does no
-work for it. A reader compares the beats at two times: a rank whose count has not changed is stopped, dead or cut off.
+A collective that times out only says which rank *waited*. Therefore a thread of every rank writes a beat to the
+rendezvous store every few seconds: the iteration, and where the main thread is. It reads this from the main thread's
+stack, so that training does no work for it. A reader compares the beats at two times: a rank whose count has not
+changed is stopped, dead or cut off.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from megatron.training.refusal import one_line
 
 COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
 HERE = str(Path(__file__).resolve().parents[2])  # megatron/
-OF_MESSAGES = re.compile(r"gloo|nccl|timed? ?out|by peer|broken pipe|connection", re.IGNORECASE)
+COMMUNICATION_ERROR = re.compile(r"gloo|nccl|timed? ?out|by peer|broken pipe|connection", re.IGNORECASE)
 KEY = "heartbeat"
 DEEP = 8  # a stack that waits has torch.distributed within this many innermost frames, below core's wrappers
 
@@ -96,7 +97,7 @@ class Heartbeat:
         if self._ending():
             return []
         line = one_line(error, 200)
-        own = not OF_MESSAGES.search(str(error))
+        own = not COMMUNICATION_ERROR.search(str(error))
         self._done.set()
         try:
             at = [frame for frame, _ in walk_tb(error.__traceback__)][::-1]
