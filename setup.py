@@ -64,14 +64,14 @@ setup(
         "torch>=2.6",
         "megatron-core>=0.16,<0.17",
         "einops",  # megatron-core's hierarchical groups need it and do not declare it
-        "psutil>=5.6.6",  # so do its checkpoints; before, CVE-2019-18874
-        "numpy>=1.22",  # before, CVE-2021-41496
+        "psutil>=5.6.6",  # so do its checkpoints; earlier versions have CVE-2019-18874
+        "numpy>=1.22",  # earlier versions have CVE-2021-41496
         # data and tokenizers
-        "sentencepiece>=0.2.1",  # before, a crafted model writes beyond its memory (CVE-2026-1260)
+        "sentencepiece>=0.2.1",  # in earlier versions, a crafted model writes beyond its memory (CVE-2026-1260)
         "tiktoken>=0.7",
         "tokenizers>=0.20",
-        "transformers>=4.53,<6",  # before, texts and names that take its regular expressions for ever (CVE-2025-6921)
-        "jinja2>=3.1.6",  # transformers renders chat templates with it; before, they leave its sandbox (CVE-2025-27516)
+        "transformers>=4.53,<6",  # in earlier versions, some texts take its regular expressions forever (CVE-2025-6921)
+        "jinja2>=3.1.6",  # renders chat templates; in earlier versions they can leave its sandbox (CVE-2025-27516)
         "zstandard",
         # checkpoints from and to Hugging Face
         "safetensors>=0.4",
@@ -79,7 +79,7 @@ setup(
         "matplotlib",
         "rich>=13",
         "tensorboard",
-        "tqdm>=4.66.3",  # before, CVE-2024-34062
+        "tqdm>=4.66.3",  # earlier versions have CVE-2024-34062
     ],
     extras_require={
         "gpu": ["transformer-engine[pytorch]>=2.1", "flash-attn>=2.7"],

@@ -91,7 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="PREFIX_text_document.bin and .idx")
     parser.add_argument("--length", type=int, required=True, metavar="N", help="tokens of a document")
     parser.add_argument("--documents", type=int, required=True, metavar="N", help="how many")
-    parser.add_argument("--needles", type=int, metavar="N", help="most in a document (default: length / 64, up to 64)")
+    parser.add_argument("--needles", type=int, metavar="N", help="limit per document (default: length / 64, up to 64)")
     parser.add_argument(
         "--questions", type=float, default=0.0, metavar="SHARE", help="of a document, at most (default: each once)"
     )

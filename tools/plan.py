@@ -41,7 +41,7 @@ from tools.plan_options import MARGIN, parser, planning_problems, terms
 
 EXIT_REFUSED = 2
 SEED = 1234  # default of --seed
-TRIES = 3  # most dry runs of --confirm
+TRIES = 3  # limit of the dry runs of --confirm
 
 
 def main(argv: list[str] | None = None) -> int:

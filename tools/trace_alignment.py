@@ -17,7 +17,7 @@ from megatron.training.refusal import one_line, reason
 Json = dict[str, Any]
 MOST_BYTES = 1 << 30  # of a decompressed trace
 PHASES = ("forward", "backward", "optimizer")
-MOST_EDITS = 3000  # most differences between two sequences that are aligned
+MOST_EDITS = 3000  # limit of the differences between two sequences that are aligned
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "p2p", "broadcast")  # of collectives
 
 

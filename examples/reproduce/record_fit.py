@@ -129,8 +129,8 @@ def left_out_one_by_one(rows: Sequence[Record]) -> dict[str, list[Predicted]]:
 
 
 def summary(constants: Constants) -> list[str]:
-    """Markdown: each source with its half, runs, configurations, error without and with the constants; means and
-    worst of what can be priced, if anything can."""
+    """Markdown: each source with its half, runs, configurations, error without and with the constants. Mean
+    and worst error are those of runs that can be priced, if the source has any."""
     lines = ["| source, half | runs, distinct, not priced | not fitted, with constants, worst, % |", "|---" * 3 + "|"]
     before, after = by_source(predictions(unfitted())), by_source(predictions(constants))
     for source in sorted(after, key=lambda name: (not after[name][0].record.fitted, name)):

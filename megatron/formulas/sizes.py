@@ -48,7 +48,7 @@ def chunk_unit(ulysses: int, tensor: int, sequence_parallel: bool) -> int:
 
 
 def chunk_rows(chunk: int, ring: int, unit: int) -> int:
-    """Most tokens that one rank has of a chunk of ``chunk`` global tokens; 0: the chunk is too short for the grid."""
+    """Largest number of a rank's tokens in a chunk of ``chunk`` global tokens; 0: too short a chunk for the grid."""
     return chunk // ring // unit
 
 

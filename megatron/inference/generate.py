@@ -22,7 +22,7 @@ class Sampling:
     Attributes:
         greedy: take the most likely token.
         temperature: logits are divided by it.
-        top_k: then only this many most likely tokens can be drawn; 0: all.
+        top_k: only this number of the most likely tokens can be drawn; 0: all tokens.
         top_p: of those, only the most likely that together have at least this probability (nucleus sampling,
             arXiv 1904.09751); 1: all.
         seed: of the random numbers.

@@ -189,7 +189,7 @@ def _route(host: str) -> tuple[str, str]:
 POLL = 1.0  # seconds between two checks whether rank 0 has restarted; more for many ranks
 CONNECT = 20.0  # seconds, time limit of one connection
 LATE = 5.0  # additional seconds for an answer of another rank
-NAMED = 4  # most nodes that a line names
+NAMED = 4  # limit of the nodes that a line names
 
 
 def meet(backend: str, timeout: timedelta, interface: str | None = None) -> str:

@@ -119,7 +119,7 @@ def _run(path: str | Path, program: str | None, ranks: int, nodes: int, rows: li
 
 
 def fields(runs: list[Run], machine: Machine) -> dict[str, Any]:
-    """The fields with which ``machine`` has the measured bandwidth of large and the measured latency of small messages.
+    """Fields that give ``machine`` the measured bandwidth of large messages and the measured latency of small ones.
 
     Raises:
         Refusal: a bandwidth is more than twice the machine's, or a run had more ranks per node than there are GPUs.

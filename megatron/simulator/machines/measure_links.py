@@ -29,7 +29,7 @@ from megatron.training.refusal import Refusal
 SMALL = 4096  # bytes of a message that measures latency
 FIRST = 2**18  # bytes of the message whose time decides the size of the large message
 LONGEST = 0.5  # about how many seconds the large message takes over a slow link
-CALLS = 200  # most calls in a batch
+CALLS = 200  # limit of the calls in a batch
 
 
 @dataclass(frozen=True)

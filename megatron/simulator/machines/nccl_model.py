@@ -24,7 +24,7 @@ class Algorithm:
     hop: float  # seconds of a hop between nodes
     share: float = 1.0  # share of plain rings' bandwidth that it reaches in a node
     between: float = 1.0  # the same between nodes
-    limits: tuple[float, float, float] = (inf, inf, inf)  # most bytes per second in a node, on two nodes, on more
+    limits: tuple[float, float, float] = (inf, inf, inf)  # maximum bytes per second in a node, on two nodes, on more
 
 
 @dataclass(frozen=True)

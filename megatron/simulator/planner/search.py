@@ -174,8 +174,8 @@ class SearchResult:
 
     plans: list[Plan]  # the fastest plan of each grid that fits, fastest first
     known: SearchCache
-    fitting: list[Plan] = field(default_factory=list)  # all plans that were priced, for pictures
-    failing: list[Plan] = field(default_factory=list)  # all plans that were priced, for pictures
+    fitting: list[Plan] = field(default_factory=list)  # all priced plans that fit, for pictures
+    failing: list[Plan] = field(default_factory=list)  # all priced plans that do not fit, for pictures
 
     @property
     def tight(self) -> list[Plan]:

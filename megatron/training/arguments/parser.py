@@ -205,7 +205,7 @@ def _namespace(words: list[str], gather: Gather) -> tuple[argparse.Namespace, li
 
 @cache
 def _kinds() -> tuple[set[str], set[str], set[str], set[str], set[str]]:
-    """Flags: without a value; of these, those that state the default; with numbers; with words; with a pair."""
+    """(flags without a value, those of them that state the default, flags with numbers, with words, with a pair)."""
     table = megatron_flags.rows().items()
     switches = {flag for flag, row in table if row.values == "0"} | set(megatron_flags.SPELLINGS)
     defaults = {flag for flag, (name, value) in megatron_flags.SPELLINGS.items() if value is True}

@@ -221,7 +221,7 @@ class TensorMeter(TorchDispatchMode):
         block.size = size
 
     def _look(self, block: Block, high: int = 0) -> None:
-        """Move a block to the host level if it has been marked; with it the level was at ``high``."""
+        """Move a block to the host level if it has been marked; ``high``: a peak of that level with this block."""
         if block.place != "host" and getattr(block.storage(), "is_host_buffer", False):
             level = self._levels[block.place]
             level.now, level.high = level.now - block.size, level.high - block.size

@@ -29,7 +29,7 @@ from megatron.training.arguments.config import Config
 
 Changes = list[tuple[int, int]]  # (block, change of its bytes)
 WINDOWS = (16, 4, 2)  # numbers of equal changes by which places in two lists are matched, tried in turn
-PLACES = 64  # most places to try
+PLACES = 64  # limit of the places to try
 FEWER = 4  # units of layers in the shorter list: a size that grows with layers is at least this multiple of its growth
 
 
@@ -231,8 +231,8 @@ def _newest_first(changes: Changes, chain_of: dict[int, int]) -> dict[int, bool]
 
 # --- the reserved memory: the extrapolated list, replayed by the model of the allocator ---
 
-MOST = 60_000  # most changes of repeated micro-batches to replay; further ones reserve no more
-LONGEST = 2_500_000  # most changes of layers that did not run to replay; further layers count as one block without gaps
+MOST = 60_000  # limit of the changes of repeated micro-batches to replay; further ones reserve no more
+LONGEST = 2_500_000  # limit of the changes of missing layers to replay; further layers count as one block without gaps
 CHEAP = 20_000  # if the list cannot be extrapolated, missing layers with at most this many changes are run
 WORKSPACE, BEYOND = -1, -2  # numbers of the blocks of cuBLAS' workspace, and of layers beyond LONGEST
 
