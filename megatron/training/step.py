@@ -1,5 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training step and one evaluation step over the pipeline schedules of megatron-core."""
+"""One training step and one evaluation step over the pipeline schedules of megatron-core.
+
+A token's way through a training step:
+
+1. data/batches.py reads the complete sample, and `shard_batch` keeps the tokens of this rank.
+2. `forward_step` calls the model (model/gpt.py): embedding, megatron-core's layers, output layer.
+3. In each layer context_parallel/core/core_attention.py computes attention over all ranks: see "One token's way through
+   the code" in docs/inside/context-parallelism.md. With --fpdt, context_parallel/fpdt/chunked_layer.py runs the layer.
+4. loss.py adds up the losses; megatron-core runs the backward passes and sums the gradients over DP x CP.
+5. `train_step` updates the weights, unless watch.py finds the step bad.
+"""
 
 from __future__ import annotations
 

@@ -87,7 +87,11 @@ class SequenceLayout:
         return self.seq_length // (self.grid.ulysses.size * self.grid.ring.size)
 
     def ring_spans(self, ring: int) -> Spans:
-        """Positions that ring rank ``ring`` (all its Ulysses ranks) holds, in the order after the all-to-all."""
+        """Positions that ring rank ``ring`` (all its Ulysses ranks) holds, in the order after the all-to-all.
+
+        Here the balance is decided. decisions/division.py has the unit of lengths that it needs, and
+        decisions/ring_work.py what it costs.
+        """
         size = self.grid.ring.size
         if self.balance == "contiguous" or size == 1:
             block = self.seq_length // size
