@@ -58,7 +58,7 @@ def resume(flags, folder, steps):
         *also_in_full((4, f"{T2} --ulysses-parallel-size 2 --zero-stage 1 --fp16 --initial-loss-scale 1024")),
     ],
 )
-def test_a_resumed_run_goes_on_exactly(pool, tmp_path, world, flags):
+def test_a_resumed_run_continues_exactly(pool, tmp_path, world, flags):
     flags = f"{GQA} --num-layers {4 if 'virtual' in flags else 2} {flags}"
     _, uninterrupted = pool.run(train_and_save, world, flags, str(tmp_path), 3, 3, timeout=120)[0]
     first, resumed = pool.run(resume, world, flags, str(tmp_path), 3, timeout=120)[0]

@@ -130,7 +130,7 @@ def on_ranks(name, ulysses, ring):
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_what_core_asks_for_is_computed(name):
+def test_requests_of_megatron_core_are_answered(name):
     of_layer, of_call, allowed = asked(name)
     q, k, v, dout = inputs()
     for x in (q, k, v):

@@ -122,7 +122,7 @@ THERE = [
 
 
 @pytest.mark.parametrize("grid, there, llama, engine", THERE)
-def test_what_we_saved_goes_on_there(pool, tmp_path, grid, there, llama, engine):
+def test_our_checkpoint_continues_in_megatron_lm(pool, tmp_path, grid, there, llama, engine):
     world, flags = GRIDS[grid]
     ours = pool.run(we_save, world, f"{FLAGS} {flags}", str(tmp_path), llama, timeout=120)[0]
     first, consumed, theirs = pool.run(

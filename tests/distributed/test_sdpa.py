@@ -241,7 +241,7 @@ def groups_torn():
         functional.scaled_dot_product_attention(query, key, key, enable_gqa=True)
 
 
-def test_a_group_of_queries_is_not_torn(pool):
+def test_a_split_group_of_query_heads_is_refused(pool):
     with pytest.raises(RankError, match="6 query heads and 3 key heads are split into 2 shards"):
         pool.run(groups_torn, 4)
 

@@ -185,7 +185,7 @@ def threads() -> int:
 @pytest.mark.parametrize(
     "flags", ["", ZERO1, f"{ZERO1} --overlap-grad-reduce --overlap-param-gather", f"{ZERO1} --fp16"]
 )
-def test_a_run_leaves_no_groups_and_so_no_model_behind(pool, flags):
+def test_after_a_run_no_process_groups_and_no_model_remain(pool, flags):
     before = pool.run(threads, 2)
     pool.run(run_training, 2, f"{GQA} --num-layers 2 --micro-batch-size 1 {flags}", steps=1)
     assert pool.run(threads, 2) == before

@@ -187,7 +187,7 @@ def refused(folder, words, program=PROGRAM):
 
 
 @needs_root
-def test_what_belongs_to_another_user(tmp_path):
+def test_files_of_another_user(tmp_path):
     kept, save = tmp_path / "kept", tmp_path / "c"
     done = run(f"{RUN} --save {save}", umask="077")
     assert done.returncode == 0, done.stderr

@@ -52,7 +52,7 @@ def test_sizes_are_rounded_to_512_bytes() -> None:
         (100 * MIB, 100 * MIB),
     ],
 )
-def test_what_a_request_takes_from_the_driver(request_size: int, segment: int) -> None:
+def test_segments_that_a_request_takes_from_the_driver(request_size: int, segment: int) -> None:
     allocator = CachingAllocator()
     allocator.malloc(request_size)
     assert segment_size(rounded(request_size)) == allocator.reserved == segment

@@ -434,7 +434,7 @@ def test_a_template_that_leaves_something_out_is_refused(
 
 
 @pytest.mark.parametrize("marked", [True, False])
-def test_a_template_that_shows_all_is_taken(tokenizer: Any, marked: bool) -> None:
+def test_a_template_that_shows_all_is_accepted(tokenizer: Any, marked: bool) -> None:
     template = TEMPLATES["chatml"] if marked else strip_marks(TEMPLATES["chatml"])
     rendered = ChatTemplate(tokenizer, template, "x")(Chat("f, line 3", CALLS, TOOLS))
     assert "<call>sum</call>" in tokenizer.decode(rendered.ids[rendered.spoken])

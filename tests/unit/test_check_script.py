@@ -324,7 +324,7 @@ def test_the_collection_is_broad():
     assert len({recipe["flags"] for _, recipe in recipes()}) == len(repositories)
 
 
-def test_the_share_that_is_taken_does_not_shrink():
+def test_the_share_of_accepted_recipes_does_not_fall():
     assert sum("refused" not in recipe for _, recipe in recipes()) >= AT_LEAST
 
 
@@ -488,7 +488,7 @@ def test_an_unknown_flag_unlike_all_others_gets_no_suggestion():
 
 
 @pytest.mark.parametrize("written", TAKEN_BY_SUGGESTION)
-def test_what_means_the_same_is_taken(written: str):
+def test_equivalent_values_are_accepted(written: str):
     name, value = TAKEN_BY_SUGGESTION[written]
     section, field = name.split(".")
     assert getattr(getattr(parse(written.split()), section), field) == value

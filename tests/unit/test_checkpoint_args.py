@@ -131,7 +131,7 @@ def test_sizes_that_flags_give_count_and_kinds_that_the_checkpoint_gives(tmp_pat
     [("--rotary-base 20000", 20000, "rope"),
      ("--position-embedding-type yarn --yarn-rotary-scaling-factor 4", 5000, "yarn")],
 )  # fmt: skip
-def test_a_longer_context_needs_its_positions_alone(tmp_path, flags, base, kind):
+def test_a_longer_context_needs_only_positions(tmp_path, flags, base, kind):
     """The rest of the shape comes from the checkpoint. A run of equal length, or a resumed one, keeps its positions."""
     checkpoint_of(tmp_path, {"args": THEIRS})
     model, length, notes = model_of(f"--load {tmp_path} --finetune --seq-length 384 {flags}")

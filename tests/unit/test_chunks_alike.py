@@ -251,7 +251,7 @@ def test_tickets_go_on(recorder):
 
 
 @pytest.mark.full
-def test_where_a_few_do_not_stand_for_all_every_chunk_runs(monkeypatch):
+def test_every_chunk_runs_if_chunks_do_not_repeat(monkeypatch):
     machine = load("A100-80G")
     job = config_of(GQA, 1), 1, 0, 301, machine, False
     expected = run_job(job)[0]

@@ -61,7 +61,7 @@ def test_each_copy_goes_to_another_node(monkeypatch, flags, ranks, local, distan
         ("--replication --replication-jump 12", 16, 8, "--replication-jump 12 its own node"),
     ],
 )
-def test_a_copy_on_its_own_node_is_none(monkeypatch, flags, ranks, local, words):
+def test_a_copy_on_the_same_node_does_not_count(monkeypatch, flags, ranks, local, words):
     monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
     distances, (note,) = copies._distances(settings(flags, ranks)[0])
@@ -73,7 +73,7 @@ def test_one_process_has_no_neighbour():
     assert not result.replication and any("no effect here: --replication" in note for note in notes)
 
 
-def test_a_folder_is_this_runs_alone(tmp_path: Path):
+def test_a_folder_belongs_to_one_run(tmp_path: Path):
     save, memory = tmp_path / "c", tmp_path / "memory"
     save.mkdir()
     run = copies._id(str(save), "0" * 32)

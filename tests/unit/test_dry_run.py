@@ -104,7 +104,7 @@ def test_stages_of_unequal_depth():
     assert last - first == 2 * layer + 4 * 64  # and the final norm
 
 
-def test_a_gpu_copies_on_streams_of_its_own():
+def test_a_gpu_copies_on_separate_streams():
     config = config_of(f"--fpdt --fpdt-chunk-size 64 --bf16 {RECOMPUTE} --num-layers 1 --global-batch-size 1", 1)
     from megatron.simulator.dry_run.one_rank import run_rank
 

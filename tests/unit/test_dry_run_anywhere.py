@@ -125,7 +125,7 @@ def test_fp8_with_other_settings(ranks, flags):
     assert result.seconds["step"] > 0
 
 
-def test_transformer_engine_is_stood_for(capsys):
+def test_layers_of_megatron_core_replace_those_of_transformer_engine(capsys):
     flags = f"{TINY} {NUMBERS} --transformer-impl transformer_engine"
     assert main(flags.split(), LLAMA, simulate) == 0
     assert "megatron-core's layers stand for Transformer Engine's" in capsys.readouterr().out
@@ -216,7 +216,7 @@ def test_one_process_of_a_launcher_simulates_all():
     assert not any(one.stdout or one.stderr for one in done[1:])
 
 
-def test_the_others_leave_before_anything_is_read(capsys, monkeypatch):
+def test_other_ranks_leave_before_anything_is_read(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     assert main(["--dry-run", "--no-such-flag"], LLAMA, simulate) == 0
     output = capsys.readouterr()

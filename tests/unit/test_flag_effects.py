@@ -322,7 +322,7 @@ def test_every_setting_has_its_effect_shown():
         "--wandb-exp-name a --wandb-save-dir b --wandb-entity c",
     ],
 )
-def test_what_nobody_reads_is_noted(flags: str):
+def test_settings_that_nothing_reads_get_a_note(flags: str):
     """The note names the first flag and others with the same reader; flags that are read have no note."""
     config = parse(f"{BASE} --train-iters 20 {flags}".split(), world_size=RANKS)
     (note,) = [note for note in config.notes if "no effect here" in note]

@@ -75,7 +75,7 @@ LOCAL = cp.SequenceLayout(2**13, abstract_grid())
 
 
 @pytest.mark.parametrize("mask", [SPARSE, cp.Documents(tuple(range(8, 2**13 + 1, 8))), cp.Causal()])
-def test_a_second_layer_derives_nothing(launches, monkeypatch, mask):
+def test_a_second_layer_uses_the_first_ones_plan(launches, monkeypatch, mask):
     """Neither tiles, nor tables for the kernels; a batch's plan is made by its first layer."""
 
     def layer():

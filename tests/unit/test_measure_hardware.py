@@ -386,7 +386,7 @@ def test_bad_files_are_refused_by_file_and_field(tmp_path, change, notice):
 
 
 @pytest.mark.parametrize("content, notice", [("{", "not JSON"), ("[]", "holds list"), ("[" * 100000, "not JSON")])
-def test_what_is_no_machine_is_refused(tmp_path, content, notice):
+def test_a_file_that_is_no_machine_is_refused(tmp_path, content, notice):
     path = tmp_path / "bad.json"
     path.write_text(content)
     with pytest.raises(Refusal, match=f"bad.json: {notice}"):

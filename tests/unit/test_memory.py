@@ -243,7 +243,7 @@ def test_pictures_of_several_files(tmp_path, capsys, by):
     assert imread(tmp_path / "one.png").shape[1] == 880
 
 
-def test_what_is_no_profile_is_refused(tmp_path, capsys):
+def test_a_file_that_is_no_profile_is_refused(tmp_path, capsys):
     (tmp_path / "log.json").write_text('{"iteration": 1}')
     for argv in ([], ["log.json"], ["nothing.json"], [str(write(tmp_path / "a.json")), "--titles", "a", "b"]):
         assert plot_memory.main([str(tmp_path / word) if word.endswith("g.json") else word for word in argv]) == 2

@@ -236,7 +236,7 @@ def test_a_master_whose_hostname_means_loopback_uses_the_address_that_others_use
     assert choose([itself, node(2)]) == [["eth0"], ["eth0"]]
 
 
-def test_what_the_user_names_is_taken():
+def test_the_interface_that_the_user_names_is_used():
     named = [node(number, wanted="eth0", by=GLOO) for number in (1, 2)]
     assert choose(named) == [["eth0"], ["eth0"]]
     alone = node(1, wanted="docker0,eth0", by=FLAG)

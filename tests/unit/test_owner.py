@@ -137,7 +137,7 @@ def test_the_successor_of_a_killed_job_starts_at_once_with_one_line(tmp_path, wo
     assert len(cards(folder)) == 1
 
 
-def test_a_job_on_another_machine_is_known_by_its_counter_alone(tmp_path, worker):
+def test_a_job_on_another_machine_is_recognized_only_by_its_counter(tmp_path, worker):
     first, second, folder = worker("elsewhere"), worker(), tmp_path / "c"
     first.ask("take", folder)
     message, line = second.ask("take", folder)

@@ -557,7 +557,7 @@ def small(*options: str) -> list[str]:
     return [*sizes.split(), "--seq-length", "4K", "--top", "1", "--confirm", *options]
 
 
-def test_where_the_dry_run_does_not_fit_another_plan_is_sought(
+def test_another_plan_is_tried_if_the_dry_run_does_not_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """The first dry run needs 100 GiB; the second plan leaves at least that excess over the first prediction free."""

@@ -157,7 +157,7 @@ def test_a_measured_constant_is_no_longer_uncertain(tmp_path):
     "wrong, why", [("0.8", "object"), ('{"gemm": 0.8}', "lowest, highest"), ('{"gemm": [0.9, 0.8]}', "above"),
                    ('{"gem": [0.8, 0.9]}', "gemm")]
 )  # fmt: skip
-def test_a_doubt_that_is_none_is_refused(tmp_path, wrong, why):
+def test_a_wrong_uncertain_range_is_refused(tmp_path, wrong, why):
     path = tmp_path / "mine.json"
     path.write_text(f'{{"extends": "H100-80G", "uncertain": {wrong}}}')
     with pytest.raises(Refusal, match=why):

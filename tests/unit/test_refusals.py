@@ -79,7 +79,7 @@ def test_settings_that_cannot_run(flags, world, expected):
 
 
 @pytest.mark.full
-def test_a_refusal_is_one_line_from_a_python_of_its_own_too():
+def test_a_refusal_in_a_new_process_is_one_line_too():
     refused(f"{GOOD} {MOCK} --attention-kernel cudnn", "--attention-kernel cudnn", fresh=True)
 
 
@@ -281,7 +281,7 @@ def test_ranges_are_refused_together():
     assert [line.split()[0] for line in lines] == ["--num-layers", "--lr", "--adam-beta1", "--rotary-percent"]
 
 
-def test_what_is_taken_is_read_once():
+def test_an_accepted_command_line_becomes_a_config():
     assert isinstance(parse(ACCEPTED.split(), world_size=8), Config)
 
 

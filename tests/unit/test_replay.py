@@ -527,7 +527,7 @@ def doubled(x: int) -> int:
     return 2 * x
 
 
-def test_a_marked_function_is_replaced_for_a_while_and_replacements_nest() -> None:
+def test_a_replaceable_function_is_replaced_temporarily_and_replacements_nest() -> None:
     with replaced(doubled, lambda before: lambda x: before(x) + 1):
         assert doubled(3) == 7
         with replaced(doubled, lambda before: lambda x: 10 * before(x)):

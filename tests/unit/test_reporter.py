@@ -64,7 +64,7 @@ def fill(folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")  # its thread must not raise
-def test_a_full_disk_under_tensorboard_ends_that_log_alone(tiny_disk, tmp_path, capfd):
+def test_a_full_disk_under_tensorboard_ends_only_that_log(tiny_disk, tmp_path, capfd):
     log = tmp_path / "log.jsonl"
     run(f"--tensorboard-dir {tiny_disk}/board --log-jsonl {log}", lambda: fill(tiny_disk))
     output = capfd.readouterr()

@@ -112,7 +112,7 @@ def test_no_rows_are_refused(tmp_path):
         report.write(tmp_path, "table_9", "Paper, table 9", [])
 
 
-def test_a_command_writes_to_a_folder_of_its_own():
+def test_each_command_writes_to_a_separate_folder():
     parser = report.command(str(REPRODUCE / "usp" / "figure_3.py"), "about")
     assert parser.parse_args([]).out_dir == Path("out/reproduce/usp/figure_3")
     assert parser.parse_args(["here"]).out_dir == Path("here")

@@ -373,7 +373,7 @@ def test_messages_are_counted_once_for_each_receiver():
     }
 
 
-def test_what_is_not_counted_is_told():
+def test_a_collective_that_is_not_counted_raises_an_error():
     with simulated_world(4), Traffic(), pytest.raises(NotImplementedError, match="gather_"):
         dist.gather(torch.zeros(1), [torch.zeros(1)] * 4)
 

@@ -233,7 +233,7 @@ def test_10_a_script_cannot_forge_what_it_called(tmp_path, capsys):
     assert code in (1, 2) and "Traceback" not in message and message.startswith("error: ")
 
 
-def test_11_without_a_kernel_that_confines_nothing_is_run(tmp_path, capsys, monkeypatch):
+def test_11_nothing_runs_if_the_kernel_cannot_confine_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(check_script, "why_not", lambda: "this kernel has no Landlock")
     code, message = checked(tmp_path / "script.sh", f"builtin echo > {tmp_path}/made", capsys)
     assert code == 2 and message.count("\n") == 1 and "--trust-script" in message and not (tmp_path / "made").exists()
@@ -241,7 +241,7 @@ def test_11_without_a_kernel_that_confines_nothing_is_run(tmp_path, capsys, monk
     assert code == 1 and "started no training program" in message and "why" in message
 
 
-def test_12_the_page_runs_its_own_script_alone(tmp_path):
+def test_12_the_page_runs_only_its_own_script(tmp_path):
     gpu = tmp_path / "gpu.json"
     gpu.write_text('{"extends": "H100-80G", "name": "</script><script>alert(1)</script><!--"}')
     words = f"--model llama3-8b --gpus 4 --gpu {gpu} --seq-length 8K --pipeline 1 --micro-batch 1 --top 2 --html"
@@ -306,7 +306,7 @@ def listening(process: int | str = "self") -> list[str]:
     return result
 
 
-def test_16_the_store_listens_everywhere_and_asks_nobody():
+def test_16_the_store_listens_on_all_interfaces_without_authentication():
     before = listening()
     store = dist.TCPStore("127.0.0.1", 0, 1, True, use_libuv=True)
     (address,) = [one for one in listening() if one not in before or listening().count(one) > before.count(one)][:1]
@@ -371,7 +371,7 @@ def test_21_modes_are_the_umask_s(tmp_path):
     assert not [name for name, called, _ in calls() if called in ("os.umask", "os.fchmod", "os.chmod")]
 
 
-def test_22_copies_in_memory_are_ours_alone():
+def test_22_only_this_user_can_read_copies_in_memory():
     assert copies.MEMORY == Path("/dev/shm")
     source = inspect.getsource(copies._folder)
     assert "megatron-{os.geteuid()}" in source

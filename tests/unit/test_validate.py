@@ -557,7 +557,7 @@ def test_layers_of_stages(flags: str, layers: list[int]):
         ),
     ],
 )
-def test_stages_that_cannot_be_cut_so(flags: str, words: str):
+def test_stages_that_cannot_be_divided_as_asked(flags: str, words: str):
     with pytest.raises(Refusal, match=words):
         build(f"--pipeline-model-parallel-size 4 {flags}", world_size=4)
 
@@ -588,7 +588,7 @@ def test_recompute_on_stages(flags: str, words: str):
         build(f"{recompute} {flags}", world_size=2)
 
 
-def test_a_dropout_that_would_be_none_is_refused():
+def test_a_dropout_without_effect_is_refused():
     with pytest.raises(Refusal, match="--attention-dropout 1e-06 is too small to tell from 0"):
         build("--attention-dropout 1e-6")
 

@@ -126,7 +126,7 @@ def test_a_bad_list_of_blocks_is_refused(tmp_path, content, words):
     assert words in str(caught.value)
 
 
-def test_a_list_of_blocks_of_ones_own(tmp_path):
+def test_a_users_list_of_blocks(tmp_path):
     path = tmp_path / "blocks.json"
     path.write_text(json.dumps([[0], []]))
     mask = attention_mask(build(f"--attention-mask block-sparse --sparse-pattern {path}"))
@@ -152,7 +152,7 @@ def test_a_bad_mask_function_is_refused(tmp_path, content, name, words):
     assert words in str(caught.value)
 
 
-def test_a_mask_function_of_ones_own(tmp_path):
+def test_a_users_mask_function(tmp_path):
     (tmp_path / "mask.py").write_text(FUNCTION)
     config = build(
         f"--attention-mask function --mask-function {tmp_path / 'mask.py'}:every_second --mask-cpu-threshold 9"
