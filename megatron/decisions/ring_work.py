@@ -65,11 +65,6 @@ def block_pairs(length: int, balance: str, causal: bool, *, own: bool) -> tuple[
     return pairs, length
 
 
-def busiest_share(ring: int, balance: str, causal: bool) -> float:
-    """Attention of the rank that computes the most, as a multiple of the mean over the ring."""
-    return (2 * ring - 1) / ring if causal and balance == "contiguous" else 1.0
-
-
 def chunk_pairs(chunks: int, ring: int, balance: str, causal: bool) -> float:
     """Number of pairs (query chunk, different key chunk of any rank) that the busiest rank computes under FPDT."""
     every, own = chunks * chunks * ring, chunks * chunks

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory that a rank needs for offloading, and the bytes that it copies between device and host."""
+"""Host memory that a rank needs for offloading, and how many chunks it loads from there."""
 
 from __future__ import annotations
 
@@ -10,14 +10,6 @@ from math import ceil
 from megatron.decisions.division import goes_by_keys
 from megatron.formulas.sizes import WIDE, chunks_of, heads_of
 from megatron.formulas.strategy import Strategy, Workload
-
-
-@dataclass(frozen=True)
-class CopiedBytes:
-    """Bytes (to the host, to the device) of one layer, on one rank (docs/inside/host-copies.md, "What is copied")."""
-
-    forward: tuple[int, int]
-    backward: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -53,29 +45,6 @@ def waiting_chunks(chunks: int, *, balanced: bool) -> int:
     queries see late halves on the first rank only; in half of the chunks all but the last wait.
     """
     return (chunks - 1) // 2 if balanced else chunks - 1
-
-
-def copied_bytes(chunks: int, *, tokens: int, heads: int, kv_heads: int, head_dim: int, itemsize: int) -> CopiedBytes:
-    """Bytes that FPDT copies in a forward and a backward pass, under a causal mask, without a ring, in equal chunks.
-
-    Args:
-        chunks: number of chunks.
-        tokens: tokens of a chunk after its all-to-all, times the micro-batch size.
-        heads, kv_heads: of a rank, after the all-to-all.
-        head_dim, itemsize: size of a head, and bytes of an element; sums are in fp32.
-    """
-    wide = max(itemsize, 4)
-    q, kv = tokens * heads * head_dim * itemsize, 2 * tokens * kv_heads * head_dim * itemsize
-    dq, dkv, lse = q // itemsize * wide, kv // itemsize * wide, tokens * heads * wide
-    n, below = chunks, chunks * (chunks - 1) // 2  # pairs of different chunks that meet
-    forward = n * (2 * q + kv + lse), forward_loads(n).keys * kv
-    if not goes_by_keys(heads, kv_heads, itemsize):
-        return CopiedBytes(forward, (below * dkv, n * (2 * q + lse) + (n + below) * kv + below * dkv))
-    # dq of a query chunk is written after each of its key chunks, and read for the next one and at the end.
-    moved = n + below
-    to_host = n * q + moved * dq
-    to_device = n * q + n * kv + moved * (3 * q + lse) + moved * dq
-    return CopiedBytes(forward, (to_host, to_device))
 
 
 @dataclass(frozen=True)

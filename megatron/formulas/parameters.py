@@ -152,3 +152,14 @@ def numel(tensors: tuple[Tensor, ...]) -> int:
 def shard_numel(tensors: tuple[Tensor, ...], ranks: int) -> int:
     """Elements of a rank's shard of tensors under FSDP, which splits and pads rows."""
     return sum(ceil(rows / ranks) * columns for rows, columns in tensors)
+
+
+def whole_vectors(shape: Shape, held: StageParameters) -> int:
+    """Elements of the vectors that TP does not split: norms, and biases after row-parallel matrices.
+
+    Under TP-sp each TP rank applies them to different tokens, so their gradients are summed over TP.
+    """
+    norm = 2 if shape.layer_norm else 1
+    layer = 2 * norm * shape.hidden + 2 * shape.bias * shape.hidden + 2 * norm * shape.qk_norm * shape.head_dim
+    embedding = held.embedding if not shape.positions else ()  # with positions, words are not scattered before the norm
+    return layer * held.layers + numel(tuple(x for x in (*embedding, *held.final) if x[1] == 1))

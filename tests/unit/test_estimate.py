@@ -11,10 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron.decisions.division import goes_by_keys
-from megatron.decisions.ring_work import busiest_share
-from megatron.formulas.communication import sent_bytes
 from megatron.formulas.flops import step_flops
-from megatron.formulas.host_bytes import copied_bytes
 from megatron.formulas.strategy import Group, Shape, Strategy, Workload
 from megatron.simulator.cost.attention_operations import (
     attended,
@@ -44,6 +41,7 @@ from megatron.simulator.cost.trace import Event, Kernel, Trace, Transfer
 from megatron.simulator.machines.machine import Calibration, Link, Machine, Rate
 from megatron.simulator.machines.machine_file import load
 from tests.properties import examples
+from tests.unit.closed_forms import busiest_share, copied_bytes, sent_bytes
 
 GEMM, FORWARD, BACKWARD = 1e14, 8e13, 5e13
 TOY = Machine(

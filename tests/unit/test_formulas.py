@@ -12,19 +12,20 @@ from pathlib import Path
 import pytest
 
 from megatron.formulas import papers
-from megatron.formulas.communication import sent_bytes
 from megatron.formulas.device_memory import device_memory
 from megatron.formulas.flops import step_flops
 from megatron.formulas.layer_memory import attention_working
 from megatron.formulas.parameters import model_states, stage_parameters
 from megatron.formulas.sizes import sizes_of
 from megatron.formulas.strategy import Shape, Strategy, Workload
-from megatron.training.arguments.models import count_parameters, model_shape
+from megatron.training.arguments.models import model_shape
 from megatron.training.arguments.parser import parse
 from megatron.training.report import mfu as program
 from tests.distributed.pool import fork_server
 from tests.patience import patience
 from tests.shared import Shared
+from tests.unit import paper_forms
+from tests.unit.closed_forms import count_parameters, sent_bytes
 from tests.unit.formula_runs import LLAMA, Case, Measured, flags, measure_all
 
 S = Strategy
@@ -207,7 +208,7 @@ def test_fast_enough_for_a_planner() -> None:
 
 
 def test_the_memory_pages_model_states() -> None:
-    for billions, gigabytes in papers.MODEL_STATES:
+    for billions, gigabytes in ((0.5, 8), (3, 48), (7, 112), (70, 1120)):  # section 15.1.1
         assert papers.model_states(billions * 1e9) / papers.GB == gigabytes
     assert papers.model_states(7.5e9) / papers.GB == 120
     assert round(papers.model_states(7.5e9, 64, zero=1) / papers.GB, 1) == 31.4
@@ -234,18 +235,19 @@ def test_the_memory_pages_activations() -> None:
 
 
 def test_fpdts_table_2_is_what_our_attention_holds() -> None:
-    forward, backward = (dict(zip(papers.FPDT_STEPS, row)) for row in (papers.FPDT_FORWARD, papers.FPDT_BACKWARD))
-    assert papers.fpdt_attention() == (forward["attention"], backward["attention"])
-    assert papers.fpdt_attention(4) == (1, 2)
+    rows = (paper_forms.FPDT_FORWARD, paper_forms.FPDT_BACKWARD)
+    forward, backward = (dict(zip(paper_forms.FPDT_STEPS, row)) for row in rows)
+    assert paper_forms.fpdt_attention() == (forward["attention"], backward["attention"])
+    assert paper_forms.fpdt_attention(4) == (1, 2)
     workload, strategy = Workload(MHA, 512), S()
     sizes = sizes_of(workload, strategy, 2)
     kept = sizes.local_q + sizes.local_kv + sizes.local_q
     assert (kept, kept + attention_working(workload, strategy, 2) - sizes.lse) == (4 * sizes.hidden, 8 * sizes.hidden)
-    assert papers.fpdt_attention(heads=8, kv_heads=4) == (3, 6)
+    assert paper_forms.fpdt_attention(heads=8, kv_heads=4) == (3, 6)
 
 
 def test_usps_table_2_is_what_we_send() -> None:
-    table = {row.method: row for row in papers.usp_table_2(4)}
+    table = {row.method: row for row in paper_forms.usp_table_2(4)}
     layers, one = MHA.layers, 512 * MHA.hidden * 2
 
     def activations(strategy: Strategy, axis: str) -> float:
@@ -261,13 +263,13 @@ def test_usps_table_2_is_what_we_send() -> None:
     # again, and their gradients in fp32: 2 bytes per element forward, 2 + 4 backward.
     full = sent_bytes(Workload(MHA, 512, causal=False), S(ring=4), 2)["ring"] / layers / one
     assert full == pytest.approx(2 * table["SP-Ring"].activations * 3 / 4)
-    zero = {row.method: row.parameters for row in papers.usp_table_2(4)}
+    zero = {row.method: row.parameters for row in paper_forms.usp_table_2(4)}
     for stage in (0, 1):  # bytes per element: 2 x 4 for fp32 gradients; ZeRO 1: 4, and 2 for new weights
         sent = sent_bytes(Workload(deep, 512, 4), S(data=4, zero=stage), 2)["dp"]
         numel = stage_parameters(deep, 1, 1, 0).numel
         assert sent == pytest.approx((8 if stage == 0 else 6) * numel * 3 / 4, rel=0.01)
         assert zero["DP"] == zero["ZeRO-1"] == 2
-    group = {row.method: row.activations for row in papers.usp_table_2(4, group=4)}
+    group = {row.method: row.activations for row in paper_forms.usp_table_2(4, group=4)}
     assert group["SP-Ulysses"] == 1 + 1 / 4 and group["SP-Ring"] == 1 and group["TP-sp"] == 10
 
 
@@ -275,5 +277,5 @@ def test_ulysses_section_3_2() -> None:
     for ranks in (2, 4, 8):
         sent = sent_bytes(Workload(MHA, 512), S(ulysses=ranks), 2)["ulysses"]
         forward = sent / 2 / MHA.layers / 2  # the forward half, in elements
-        assert forward == papers.ulysses_per_link(512, MHA.hidden, ranks) * (ranks - 1) / ranks
-    assert papers.megatron_sp_per_link(512, 128) == 4 * 512 * 128
+        assert forward == paper_forms.ulysses_per_link(512, MHA.hidden, ranks) * (ranks - 1) / ranks
+    assert paper_forms.megatron_sp_per_link(512, 128) == 4 * 512 * 128

@@ -33,9 +33,9 @@ from megatron.context_parallel.fpdt.host_store import (
 from megatron.context_parallel.layout.grid import Axis, abstract_grid
 from megatron.context_parallel.positions.position_dropout import drop
 from megatron.context_parallel.positions.rope import LayoutRotaryEmbedding, Rope
-from megatron.formulas.host_bytes import copied_bytes
 from megatron.platform.streams import CudaStreams, Streams
 from tests.adversary import Adversary, Mutant, call_sites
+from tests.unit.closed_forms import copied_bytes
 
 CPU = torch.device("cpu")
 

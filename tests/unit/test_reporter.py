@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from megatron.context_parallel.layout.grid import Axis, Grid
 from megatron.training.arguments.config import ModelConfig
-from megatron.training.arguments.models import count_parameters, derive_shape, shape, vocabulary
+from megatron.training.arguments.models import derive_shape, shape, vocabulary
 from megatron.training.arguments.parser import parse
 from megatron.training.features import bad_batches
 from megatron.training.model.core_config import transformer_config
@@ -27,6 +27,7 @@ from megatron.training.refusal import Refusal
 from megatron.training.report import memory_profile, reporter
 from megatron.training.report.memory_picture import DEVICE_KINDS, KINDS
 from tests.distributed.training_runs import LLAMA, RUN, SHAPE
+from tests.unit.closed_forms import count_parameters
 from tests.unit.test_refusals import GOOD, MOCK
 
 STEPS = 40

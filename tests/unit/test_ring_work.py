@@ -12,8 +12,9 @@ from megatron.context_parallel.layout.grid import Axis, Grid
 from megatron.context_parallel.layout.masks import Causal, Full
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import count
-from megatron.decisions.ring_work import block_pairs, busiest_share, chunk_pairs, key_blocks_by_queries, ring_blocks
+from megatron.decisions.ring_work import block_pairs, chunk_pairs, key_blocks_by_queries, ring_blocks
 from megatron.formulas.host_bytes import forward_loads
+from tests.unit.closed_forms import busiest_share
 
 
 def plans(ring: int, block: int, balance: str, causal: bool) -> list[RingPlan]:

@@ -8,8 +8,14 @@ from functools import lru_cache
 from math import ceil
 
 from megatron.decisions.division import pieces_together
-from megatron.formulas.communication import LOSS_SUMS, whole_vectors
-from megatron.formulas.parameters import model_states, numel, padded_vocab, shard_numel, stage_parameters
+from megatron.formulas.parameters import (
+    model_states,
+    numel,
+    padded_vocab,
+    shard_numel,
+    stage_parameters,
+    whole_vectors,
+)
 from megatron.formulas.sizes import chunks_of
 from megatron.formulas.strategy import Group, Shape, Strategy, Workload
 from megatron.simulator.cost.layer_operations import entering, layer, leaving, spread_evenly
@@ -21,6 +27,7 @@ from megatron.simulator.cost.trace import HostCopy, Kernel, Transfer
 # Bytes per logit that megatron-core's cross-entropy reads and writes. Forward: cast to fp32 6, largest 4, subtract 8,
 # exp 12, sum 4, the label's 4, divide 8. Backward: the label's 8, scale 8, cast to bf16 6, add to it 4.
 FORWARD, BACKWARD = 46, 26
+LOSS_SUMS = 3  # numbers per token that it reduces over TP: largest logit, label's logit, sum of exponentials
 
 
 def embedding(shape: Shape, strategy: Strategy, tokens: int) -> list[Segment]:

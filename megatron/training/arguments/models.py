@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named model shapes for ``--model``, and how many parameters a model has."""
+"""Named model shapes for ``--model``."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from megatron.formulas.parameters import stage_parameters
 from megatron.formulas.strategy import Shape
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.refusal import Refusal
@@ -123,11 +122,3 @@ def model_shape(model: ModelConfig, vocab_size: int) -> Shape:
         sinks=model.softmax_type == "learnable",
         embed_norm=model.embed_layernorm,
     )
-
-
-def count_parameters(model: ModelConfig, vocab_size: int) -> int:
-    """Number of parameters of a model whose embedding has ``vocab_size`` rows (no padding is added).
-
-    Learned positions have ``max_position_embeddings`` rows, or none if that is not set.
-    """
-    return stage_parameters(model_shape(model, vocab_size), 1, 1, 0, padded=False).numel

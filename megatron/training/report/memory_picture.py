@@ -116,7 +116,7 @@ def draw(profiles: list[Profile], titles: list[str], output: str | Path, by: str
         panels[-1][column].set_xlabel("time in the step (ms)" if by == "time" else "changes in the step", color=INK)
     for row, (name, most) in enumerate((("device memory", device), ("host", host))[:rows]):
         panels[row][0].set_ylabel(f"{name} ({unit_of(most)})", color=INK)
-    _legend(figure, panels[0][0], data)
+    _legend(figure, data)
     Path(output).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output)
     pyplot.close(figure)
@@ -162,7 +162,7 @@ def _phases(axes: Any, profile: Profile, ends: list[float], most: float, panels:
             axes.plot([begin, begin], [0, low], color=INK, alpha=0.35, linewidth=0.7, linestyle=(0, (4, 3)))
 
 
-def _legend(figure: Any, axes: Any, data: list[tuple[np.ndarray, np.ndarray]]) -> None:
+def _legend(figure: Any, data: list[tuple[np.ndarray, np.ndarray]]) -> None:
     """The kinds that occur, in the order in which they are stacked."""
     from matplotlib.patches import Patch
 

@@ -387,10 +387,10 @@ class CachingAllocator:
                     pool.add(start)
                 return None
             self.reserved += pages
-            self._map(pool, start, gap, pages)
+            self._map(start, gap, pages)
         return start
 
-    def _map(self, pool: Pool, start: Block, gap: Block, pages: int) -> None:
+    def _map(self, start: Block, gap: Block, pages: int) -> None:
         """Add the first ``pages`` bytes of ``gap`` to ``start``, which is the gap or the block before it."""
         if start is gap:
             rest = Block(gap.segment, gap.begin + pages, gap.size - pages, gap.small, mapped=False, before=gap)

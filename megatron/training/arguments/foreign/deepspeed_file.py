@@ -63,7 +63,6 @@ OFFLOAD = {
     "offload_optimizer": "the optimizer stays on the device here: use --zero-stage to split it, or leave it out",
     "offload_param": "weights stay on the device here: use --zero-stage 3 to split them, or leave it out",
 }
-Express = Callable[[str, Any, str], None]
 
 
 def read_file(path: str) -> dict[str, Any]:

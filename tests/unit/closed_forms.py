@@ -1,21 +1,72 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that one rank sends in a step, by axis of the grid, if no byte is sent twice.
+"""Closed forms that only tests need: bytes sent and copied, the busiest rank's share, numbers of parameters.
 
-Scalars, such as the loss and the gradient norm, are not counted.
+The program and the simulator compute these numbers in other ways; tests compare them with the forms.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron.decisions.division import head_plan
+from megatron.decisions.division import goes_by_keys, head_plan
 from megatron.decisions.ring_work import key_blocks_by_queries, ring_blocks
 from megatron.formulas.flops import passes_of
-from megatron.formulas.parameters import StageParameters, model_states, numel, shard_numel, stage_parameters
+from megatron.formulas.host_bytes import forward_loads
+from megatron.formulas.parameters import model_states, numel, shard_numel, stage_parameters, whole_vectors
 from megatron.formulas.sizes import WIDE, chunks_of, sizes_of
-from megatron.formulas.strategy import Shape, Strategy, Workload
+from megatron.formulas.strategy import Strategy, Workload
+from megatron.simulator.cost.step_operations import LOSS_SUMS
+from megatron.training.arguments.config import ModelConfig
+from megatron.training.arguments.models import model_shape
 
-LOSS_SUMS = 3  # numbers per token that cross-entropy reduces over TP: largest logit, label's logit, sum of exponentials
+
+def count_parameters(model: ModelConfig, vocab_size: int) -> int:
+    """Number of parameters of a model whose embedding has ``vocab_size`` rows (no padding is added).
+
+    Learned positions have ``max_position_embeddings`` rows, or none if that is not set.
+    """
+    return stage_parameters(model_shape(model, vocab_size), 1, 1, 0, padded=False).numel
+
+
+def busiest_share(ring: int, balance: str, causal: bool) -> float:
+    """Attention of the rank that computes the most, as a multiple of the mean over the ring."""
+    return (2 * ring - 1) / ring if causal and balance == "contiguous" else 1.0
+
+
+@dataclass(frozen=True)
+class CopiedBytes:
+    """Bytes (to the host, to the device) of one layer, on one rank (docs/inside/host-copies.md, "What is copied")."""
+
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+
+
+def copied_bytes(chunks: int, *, tokens: int, heads: int, kv_heads: int, head_dim: int, itemsize: int) -> CopiedBytes:
+    """Bytes that FPDT copies in a forward and a backward pass, under a causal mask, without a ring, in equal chunks.
+
+    Args:
+        chunks: number of chunks.
+        tokens: tokens of a chunk after its all-to-all, times the micro-batch size.
+        heads, kv_heads: of a rank, after the all-to-all.
+        head_dim, itemsize: size of a head, and bytes of an element; sums are in fp32.
+    """
+    wide = max(itemsize, 4)
+    q, kv = tokens * heads * head_dim * itemsize, 2 * tokens * kv_heads * head_dim * itemsize
+    dq, dkv, lse = q // itemsize * wide, kv // itemsize * wide, tokens * heads * wide
+    n, below = chunks, chunks * (chunks - 1) // 2  # pairs of different chunks that meet
+    forward = n * (2 * q + kv + lse), forward_loads(n).keys * kv
+    if not goes_by_keys(heads, kv_heads, itemsize):
+        return CopiedBytes(forward, (below * dkv, n * (2 * q + lse) + (n + below) * kv + below * dkv))
+    # dq of a query chunk is written after each of its key chunks, and read for the next one and at the end.
+    moved = n + below
+    to_host = n * q + moved * dq
+    to_device = n * q + n * kv + moved * (3 * q + lse) + moved * dq
+    return CopiedBytes(forward, (to_host, to_device))
+
+
+# Bytes that one rank sends in a step, by axis of the grid, if no byte is sent twice. Scalars, such as the loss and the
+# gradient norm, are not counted.
 
 
 @lru_cache(maxsize=65536)
@@ -76,17 +127,6 @@ def _tensor(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -
     if split:
         total += 2 * WIDE * whole_vectors(shape, held) * (tensor - 1) // tensor
     return total
-
-
-def whole_vectors(shape: Shape, held: StageParameters) -> int:
-    """Elements of the vectors that TP does not split: norms, and biases after row-parallel matrices.
-
-    Under TP-sp each TP rank applies them to different tokens, so their gradients are summed over TP.
-    """
-    norm = 2 if shape.layer_norm else 1
-    layer = 2 * norm * shape.hidden + 2 * shape.bias * shape.hidden + 2 * norm * shape.qk_norm * shape.head_dim
-    embedding = held.embedding if not shape.positions else ()  # with positions, words are not scattered before the norm
-    return layer * held.layers + numel(tuple(x for x in (*embedding, *held.final) if x[1] == 1))
 
 
 def _ulysses(workload: Workload, strategy: Strategy, itemsize: int) -> int:
