@@ -390,7 +390,8 @@ class CachingAllocator:
             self._map(start, gap, pages)
         return start
 
-    def _map(self, start: Block, gap: Block, pages: int) -> None:
+    @staticmethod
+    def _map(start: Block, gap: Block, pages: int) -> None:
         """Add the first ``pages`` bytes of ``gap`` to ``start``, which is the gap or the block before it."""
         if start is gap:
             rest = Block(gap.segment, gap.begin + pages, gap.size - pages, gap.small, mapped=False, before=gap)
