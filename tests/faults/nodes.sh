@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # A rehearsal of several nodes on this machine: network namespaces with host names and addresses of their own, on links
 # of limited rate, that run the real program under torchrun (docs/use/reliability.md). Needs root; about ten minutes on 2
-# cores. Elsewhere it says why it cannot.
+# cores. Where it cannot run, it says why.
 #
 #   bash tests/faults/nodes.sh            all
 #   bash tests/faults/nodes.sh -k link    some; arguments are pytest's

@@ -136,7 +136,7 @@ def loaded(path: Path) -> list[float] | None:
         return None
 
 
-def test_no_flipped_bit_of_a_record_of_torch_save_goes_unseen(tmp_path):
+def test_every_flipped_bit_of_a_record_of_torch_save_is_noticed(tmp_path):
     path = tmp_path / "a.pt"
     torch.save(WEIGHT, path)
     assert check_torch_file(path)

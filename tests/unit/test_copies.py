@@ -245,7 +245,7 @@ def test_any_reader_of_safetensors_reads_it(tmp_path):
         assert result[name].dtype == tensor.dtype and torch.equal(result[name], tensor)
 
 
-def test_no_flipped_bit_and_no_missing_end_goes_unseen(tmp_path):
+def test_every_flipped_bit_and_every_missing_end_is_noticed(tmp_path):
     path = written(tmp_path / "a")
     data = path.read_bytes()
     about_sum = data.index(copy_file.FIELD)

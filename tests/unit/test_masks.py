@@ -79,7 +79,7 @@ def test_tiles_are_what_the_mask_allows(mask, q_spans, k_spans, same):
     assert torch.equal(computed, mask.allowed(q[:, None], k[None]).int())
 
 
-def test_a_window_is_cut_in_squares_no_kernel_needs_a_mask_for():
+def test_a_window_is_cut_in_squares_that_need_no_mask():
     whole = tiles(((0, 65536),), ((0, 65536),), cp.Window(2047))
     assert not any(tile.masked for tile in whole)
     exact = 2048 * 65536 - 2048 * 2047 // 2

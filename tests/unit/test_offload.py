@@ -355,7 +355,7 @@ def test_any_order_of_sizes_stays_within_the_bound():
     assert len(pool.written) == len(pool.read) == 0
 
 
-def test_a_block_is_forgotten_with_all_that_is_known_of_it():
+def test_a_freed_block_leaves_no_entry_in_the_pool():
     streams = Adversary(0)
     offload = streams.offload()
     blocks = []
@@ -385,7 +385,7 @@ def test_a_block_goes_back_after_its_copies(seed):
     assert pass_on(Adversary(seed))
 
 
-def test_without_the_hosts_wait_copies_would_meet_memory_of_another():
+def test_without_the_hosts_wait_a_block_is_freed_before_its_copies_end():
     (site,) = [site for site in call_sites(Path(host_store.__file__).parent) if site.endswith("synchronize")]
     with pytest.raises(AssertionError, match="a host block went back to the system before its copies"):
         pass_on(Mutant(0, site))

@@ -299,8 +299,8 @@ def notice(capsys: pytest.CaptureFixture, options: str, code: int = 0) -> str:
 
 def test_a_length_with_few_divisors_gets_a_suggested_padding(capsys: pytest.CaptureFixture) -> None:
     text = notice(capsys, "--gpus 8 --seq-length 12345")
-    assert "--seq-length 12345 divides badly: padded to --seq-length 12352, " in text
-    assert "divides badly" not in notice(capsys, "--gpus 8 --seq-length 12352")
+    assert "--seq-length 12345 fits few grids: padded to --seq-length 12352, " in text
+    assert "fits few grids" not in notice(capsys, "--gpus 8 --seq-length 12352")
     output = notice(capsys, "--gpus 8 --seq-length 12345 --pipeline 1", code=2)
     assert "pad to --seq-length 12352, a multiple of 16, or leave an option out" in output
     output = notice(capsys, "--gpus 24 --seq-length 99999 --global-batch 7", code=2)

@@ -135,7 +135,7 @@ def test_masks_are_drawn(options, tmp_path):
     "options, message",
     [
         ("--mask window", "needs --window-size"),
-        ("--sparse-stride 4", "read by --attention-mask block-sparse only"),
+        ("--sparse-stride 4", "used only by --attention-mask block-sparse"),
         ("--mask function --mask-function none.py:f", "there is no file none.py"),
         ("--balance documents", "add --mask document"),
         ("--mask document --document-ends 5 --seq-length 64", "must end at 64"),

@@ -69,18 +69,18 @@ def test_what_follows(flags, mask, documents, balance):
     "flags, words",
     [
         ("--attention-mask window", "--attention-mask window needs --window-size"),
-        ("--attention-mask causal --window-size 15,0", "--window-size is read by --attention-mask window only"),
+        ("--attention-mask causal --window-size 15,0", "--window-size is used only by --attention-mask window"),
         ("--window-size 15", "--window-size"),
         ("--window-size 15,-2", "sizes are counts of tokens"),
-        ("--window-global-tokens 4", "--window-global-tokens is read by --attention-mask window only"),
-        ("--sparse-block-size 64", "--sparse-block-size is read by --attention-mask block-sparse only"),
+        ("--window-global-tokens 4", "--window-global-tokens is used only by --attention-mask window"),
+        ("--sparse-block-size 64", "--sparse-block-size is used only by --attention-mask block-sparse"),
         (
             "--attention-mask block-sparse --sparse-stride 4",
-            "--sparse-stride is read by --sparse-pattern strided alone, not by longformer",
+            "--sparse-stride is used only by --sparse-pattern strided, not by longformer",
         ),
         ("--attention-mask block-sparse --sparse-block-size 0", "--sparse-block-size"),
         ("--attention-mask function", "needs --mask-function FILE.py:NAME"),
-        ("--mask-function a.py:b", "--mask-function is read by --attention-mask function only"),
+        ("--mask-function a.py:b", "--mask-function is used only by --attention-mask function"),
         (
             "--context-parallel-balance documents",
             "--context-parallel-balance documents distributes packed documents: add --attention-mask document",

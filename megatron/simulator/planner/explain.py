@@ -271,6 +271,6 @@ def padding_words(problem: Problem, plan: Plan) -> str:
         return ""
     best = plans[0]
     return (
-        f"--seq-length {length} divides badly: padded to --seq-length {padded}, {grid_words(best.strategy)} takes "
+        f"--seq-length {length} fits few grids: padded to --seq-length {padded}, {grid_words(best.strategy)} takes "
         f"{duration(best.seconds)} per step instead of {duration(plan.seconds)}"
     )

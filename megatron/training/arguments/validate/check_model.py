@@ -53,7 +53,7 @@ def complete_model(config: Config) -> None:
     chosen = {"--swiglu": model.swiglu, "--squared-relu": model.squared_relu, "--openai-gelu": model.openai_gelu}
     activations = [flag for flag, given in chosen.items() if given]
     if len(activations) > 1:
-        raise Refusal(" and ".join(activations), f"are {len(activations)} activations: leave one in")
+        raise Refusal(" and ".join(activations), f"are {len(activations)} activations: keep one")
     model = derive_shape(model)
     if model.ffn_hidden_size < 1:
         raise Refusal(
@@ -155,13 +155,13 @@ def _own_flags(attention: AttentionConfig) -> None:
         given = [name for name in kind.flags if getattr(attention, name) != getattr(default, name)]
         if given and attention.attention_mask != mask:
             flag = "--" + given[0].replace("_", "-")
-            raise Refusal(flag, f"is read by --attention-mask {mask} only: add that, or leave {flag} out", LEAVE_OUT)
+            raise Refusal(flag, f"is used only by --attention-mask {mask}: add that, or leave {flag} out", LEAVE_OUT)
     for name, patterns in READ_BY.items():
         if getattr(attention, name) != getattr(default, name) and attention.sparse_pattern not in patterns:
             flag = "--" + name.replace("_", "-")
             raise Refusal(
                 flag,
-                f"is read by --sparse-pattern {' and '.join(patterns)} alone, not by {attention.sparse_pattern}: "
+                f"is used only by --sparse-pattern {' and '.join(patterns)}, not by {attention.sparse_pattern}: "
                 "leave it out",
                 LEAVE_OUT,
             )
