@@ -97,12 +97,6 @@ def allowed_pairs(tile: Tile, mask: Mask) -> list[Outline]:
     return boxes
 
 
-def area(outline: Outline) -> float:
-    """The number of pairs within an outline."""
-    ends = zip(outline, [*outline[1:], outline[0]])
-    return abs(sum(x0 * y1 - x1 * y0 for (x0, y0), (x1, y1) in ends)) / 2
-
-
 def centre(outline: Outline) -> tuple[float, float]:
     """The centroid, where a number is written."""
     x = y = total = 0.0

@@ -57,10 +57,6 @@ class Flops:
     def model(self) -> float:
         return self.model_gemm + self.model_attention
 
-    @property
-    def executed(self) -> float:
-        return self.gemm + self.attention
-
 
 @dataclass(frozen=True)
 class Passes:

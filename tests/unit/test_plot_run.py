@@ -22,7 +22,7 @@ from tools.merged_trace import merged
 from tools.plot_run import first_and_last, main, read_rows, smooth, summary
 from tools.profiled_trace import collective, measured
 from tools.tile_drawing import document_ends
-from tools.tile_shapes import area, shapes
+from tools.tile_shapes import Outline, shapes
 from tools.trace_alignment import compare, predicted, read
 
 
@@ -85,6 +85,12 @@ MASKS = {
     "function in blocks": cp.MaskFunction(lambda q, k: (q + k) % 5 < 3, BLOCKS),
 }
 LAYOUTS = [("zigzag", 4, 1), ("contiguous", 3, 1), ("documents", 4, 1), ("zigzag", 2, 3), ("documents", 1, 5)]
+
+
+def area(outline: Outline) -> float:
+    """The number of pairs within an outline."""
+    ends = zip(outline, [*outline[1:], outline[0]])
+    return abs(sum(x0 * y1 - x1 * y0 for (x0, y0), (x1, y1) in ends)) / 2
 
 
 def inside(outline) -> torch.Tensor:

@@ -277,14 +277,6 @@ class CachingAllocator:
                 elif self.settings.expandable_segments:
                     self._unmap(pool, block)
 
-    def snapshot(self) -> list[dict[str, int | list[tuple[int, int]]]]:
-        """The free blocks of each segment, as (begin, size); for tests."""
-        free = {}
-        for pool in self._pools.values():
-            for size, segment, begin, _ in pool.free:
-                free.setdefault(segment, []).append((begin, size))
-        return [{"segment": segment, "free": blocks} for segment, blocks in sorted(free.items())]
-
     def _best_fit(self, pool: Pool, size: int) -> Block | None:
         at = bisect_left(pool.free, (size, -1, -1))
         if at == len(pool.free):
