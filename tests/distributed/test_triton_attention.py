@@ -14,12 +14,11 @@ from megatron.context_parallel.attention.kernels.triton_kernels import triton_ca
 from megatron.context_parallel.positions.position_dropout import Dropout, TileDropout
 from tests.distributed.test_mask_attention import (
     BACKENDS,
+    COMBINED,
     LENGTH,
     MASKS,
-    MEETING,
     SCHEMES,
     SIZE,
-    WHOLE,
     chunked,
     compare,
     make_layout,
@@ -30,6 +29,7 @@ from tests.pairs import also_in_full
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
+EVERY_SCHEME_ON = ("one process", "Ring", "FPDT, USP")
 # Cases that combine kinds of tiles, sums and positions.
 USUAL = {
     "one process": ["wide values, full"],
@@ -62,7 +62,7 @@ def test_float32_matches_dense_attention(pool, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_scheme(pool, backend, fifth):
     """Some schemes per job; all of them on grids with all kinds of tiles, as in test_mask_attention.py."""
-    schemes = SCHEMES if backend in WHOLE else (*MASKS, *MEETING)
+    schemes = SCHEMES if backend in EVERY_SCHEME_ON else (*MASKS, *COMBINED)
     check(pool, backend, list(schemes)[fifth::5])
 
 
