@@ -66,8 +66,8 @@ def longest(request: Request, problem: Problem, console: Console) -> Problem:
     if not power:
         raise nothing_fits(problem)  # not even the shortest sequence
     console.print(
-        f"The longest power of two that fits is [bold]{explain.count(power)}[/bold] tokens; in sixteenths of it, "
-        f"[bold]{explain.count(length)}[/bold]. The plan for {explain.count(length)}:\n"
+        f"The longest power of two that fits is [bold]{explain.count(power)}[/bold] tokens; in steps of a sixteenth of "
+        f"it, [bold]{explain.count(length)}[/bold]. The plan for {explain.count(length)}:\n"
     )
     return replace(problem, workload=request.workload(length))
 

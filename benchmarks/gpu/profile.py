@@ -34,7 +34,7 @@ OTHER = "elementwise"
 
 
 @dataclass(frozen=True)
-class Ran:
+class KernelRun:
     """A kernel or copy, with times in microseconds."""
 
     name: str
@@ -59,13 +59,15 @@ def where_time_goes(run: Callable[[], object], device: torch.device) -> dict:
     if cuda:
         wanted = torch.autograd.DeviceType.CUDA
         events = result.events()
-        return summary([Ran(e.name, e.time_range.start, e.time_range.end) for e in events if e.device_type == wanted])
+        return summary(
+            [KernelRun(e.name, e.time_range.start, e.time_range.end) for e in events if e.device_type == wanted]
+        )
     rows = [(row.key, row.self_cpu_time_total / 1e6, row.count) for row in result.key_averages()]
     rows = [row for row in rows if row[0].startswith(("aten::", "c10d::"))]
     return report(rows, max(0.0, wall - sum(seconds for _, seconds, _ in rows)), wall)
 
 
-def summary(ran: list[Ran]) -> dict:
+def summary(ran: list[KernelRun]) -> dict:
     """:func:`where_time_goes` from a device's kernels; streams overlap, so groups may add up to more than the step."""
     if not ran:
         return {"seconds": 0.0, "groups": {}, "top": []}
@@ -91,7 +93,7 @@ def report(rows: list[tuple[str, float, int]], idle: float, wall: float) -> dict
     }
 
 
-def hidden(ran: list[Ran]) -> float | None:
+def hidden(ran: list[KernelRun]) -> float | None:
     """The share of the time of copies from and to the host during which a kernel runs; None without such copies."""
     is_host_copy = {group: group.startswith("copies to") for group in (*GROUPS, OTHER)}
     copies = union((each.begin, each.end) for each in ran if is_host_copy[group_of(each.name)])

@@ -36,7 +36,7 @@ class Record:
         offload: layer inputs are kept in host memory.
         gradients: how its program sums them over ranks: ``fp32`` or ``bf16``.
         weights: how new ones reach all ranks: by one ``gather``, or by a ``broadcast`` of each rank's shard.
-        optimizer: ``gpu``; ``cpu``: in host memory, at that memory's speed; ``deepspeed``: DeepSpeed's in host memory.
+        optimizer: where its step runs: ``gpu``, ``cpu`` (at host memory's speed) or ``deepspeed`` (also the CPU).
         network: bytes per second and GPU between nodes, if not the machine's; also node, its GPUs, and
             link, bytes per second and GPU within it.
         unpriced: why no model of the run as described can be right, by the source's own statements; such runs are

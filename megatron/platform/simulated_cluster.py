@@ -46,8 +46,8 @@ class Unknown(Exception):
     """The arguments of an operation cannot be a key of the cache."""
 
 
-class Remembered:
-    """The cache.
+class OperationCache:
+    """A cache of operations on fake tensors.
 
     Args:
         mode: the mode of the fake tensors, which computes new results.
@@ -91,11 +91,11 @@ class Remembered:
         Raises:
             Unknown: an argument cannot be compared.
         """
-        begins = may_view(func)  # then storage offsets matter as well
-        key = func, torch.get_default_dtype(), self._described(args, begins)
-        return (*key, tuple(kwargs), self._described(kwargs.values(), begins)) if kwargs else key
+        offsets = may_view(func)  # a view also depends on storage offsets
+        key = func, torch.get_default_dtype(), self._described(args, offsets)
+        return (*key, tuple(kwargs), self._described(kwargs.values(), offsets)) if kwargs else key
 
-    def _described(self, things: Any, begins: bool) -> tuple:
+    def _described(self, things: Any, offsets: bool) -> tuple:
         """The properties of arguments on which a result can depend; 1, 1.0 and True differ.
 
         Raises:
@@ -107,11 +107,11 @@ class Remembered:
             if kind is FakeTensor:
                 if x.constant is not None or x.fake_mode is not self.mode or x.layout is not torch.strided:
                     raise Unknown
-                properties += (x.shape, x.stride(), x.storage_offset() if begins else 0, x.dtype, x.fake_device)
+                properties += (x.shape, x.stride(), x.storage_offset() if offsets else 0, x.dtype, x.fake_device)
             elif kind in NUMBERS:
                 properties += (kind, x)
             elif kind is list or kind is tuple:
-                properties += (kind, self._described(x, begins))
+                properties += (kind, self._described(x, offsets))
             else:
                 raise Unknown
         return tuple(properties)
@@ -317,7 +317,7 @@ def fake_tensors(waited: Callable[[int], None] | None = None, *, gloo: bool = Fa
     from torch.distributed import DeviceMesh
 
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    answers = Collectives(Remembered(fakes))
+    answers = Collectives(OperationCache(fakes))
 
     def wait(work: Any, timeout: Any = None) -> bool:
         number, whole = answers.started.pop(id(work), (None, 0))[:2]
@@ -358,12 +358,12 @@ class Collectives(TorchDispatchMode):
     """Gives results that fake tensors cannot give: collectives, and numbers read from tensors (1, or 0 for overflow).
 
     Args:
-        remembered: the cache for all other operations.
+        cache: the cache for all other operations.
     """
 
-    def __init__(self, remembered: Remembered) -> None:
+    def __init__(self, cache: OperationCache) -> None:
         super().__init__()
-        self.remembered = remembered
+        self.cache = cache
         # By id of the work, which is kept until it is waited for: (number, bytes of a reduce-scatter, the work).
         self.started: dict[int, tuple[int, int, Any]] = {}
         self.count = 0
@@ -374,7 +374,7 @@ class Collectives(TorchDispatchMode):
         out = self.answer(func, args, kwargs)
         if out is UNKNOWN:
             out = func(*args, **kwargs)
-            self.remembered.keep(func, args, kwargs, out)
+            self.cache.keep(func, args, kwargs, out)
         return out
 
     def answer(self, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -392,7 +392,7 @@ class Collectives(TorchDispatchMode):
             return outside_fakes(func)(*args)
         if kind == "overflow":
             self._overflow.add(args[1].untyped_storage()._cdata)
-        return self.remembered.answer(func, args, kwargs)
+        return self.cache.answer(func, args, kwargs)
 
     def _collective(self, func: Any, args: tuple) -> Any:
         from torch._C._distributed_c10d import FakeWork

@@ -188,7 +188,7 @@ def test_files_that_are_deleted_while_they_are_read(corpus):
 
 
 @pytest.mark.full
-def test_evaluation_ends_in_the_same_line(corpus, tmp_path):
+def test_evaluation_names_the_same_bad_document(corpus, tmp_path):
     save = ["--save", str(tmp_path / "c")]
     assert run([*flags(corpus, 1), *save], 1)[0].returncode == 0
     document = spoil(corpus, 4, 2, 5000)
@@ -300,7 +300,7 @@ OVERLAP = "1 --overlap-grad-reduce --overlap-param-gather"
 
 
 @pytest.mark.parametrize("zero", [pytest.param("0", marks=pytest.mark.full), OVERLAP])
-def test_rolling_back_is_resuming_without_the_samples_since_then(pool, tmp_path: Path, zero: str):
+def test_a_rolled_back_run_equals_one_resumed_without_the_skipped_samples(pool, tmp_path: Path, zero: str):
     flags = f"--zero-stage {zero} --save-interval 3 --save"
     back = f"{flags} {tmp_path}/c --skip-bad-batches 1 --rollback-on-bad-batch --exit-interval 7"
     ranks = 1 if zero == "0" else 2

@@ -70,7 +70,7 @@ ASKED = {
         {"packed_seq_params": {}},
         lambda q, k: document(k, ENDS) == document(q, ENDS),
     ),
-    "documents that are filled up": (
+    "padded documents": (
         {"attn_mask_type": "padding_causal"},
         {"packed_seq_params": {"cu_seqlens_q_padded": PADDED, "cu_seqlens_kv_padded": PADDED}},
         lambda q, k: (k <= q) & (document(k, PADDED) == document(q, PADDED)),

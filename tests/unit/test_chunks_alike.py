@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatron.platform.simulated_cluster import UNKNOWN, Collectives, Remembered, fake_tensors
+from megatron.platform.simulated_cluster import UNKNOWN, Collectives, OperationCache, fake_tensors
 from megatron.simulator.cost.trace import Kernel, Transfer, Wait
 from megatron.simulator.dry_run import dry_run
 from megatron.simulator.dry_run.call_replay import CallCache, ReplayMismatch
@@ -310,12 +310,12 @@ def test_a_cached_answer_equals_pytorchs(name, monkeypatch):
         x, y = (torch.empty(8, rows, 16, dtype=torch.bfloat16) for rows in (8, 12))
         run = OPERATIONS[name]
         with monkeypatch.context() as without:
-            without.setattr(Remembered, "answer", lambda *_: UNKNOWN)
-            without.setattr(Remembered, "keep", lambda *_: None)
+            without.setattr(OperationCache, "answer", lambda *_: UNKNOWN)
+            without.setattr(OperationCache, "keep", lambda *_: None)
             expected = [recorded(run(z)) for z in (x, y)]
         first = [run(z) for z in (x, y)]
-        keep = Remembered.keep
-        monkeypatch.setattr(Remembered, "keep", lambda *args: (asked.append(args[1]), keep(*args)))
+        keep = OperationCache.keep
+        monkeypatch.setattr(OperationCache, "keep", lambda *args: (asked.append(args[1]), keep(*args)))
         second = [run(z) for z in (x, y)]
     assert not asked  # all results were cached
     assert [recorded(out) for out in first] == [recorded(out) for out in second] == expected
@@ -328,7 +328,7 @@ def test_a_cached_answer_equals_pytorchs(name, monkeypatch):
 
 def test_slices_of_equal_sizes_are_one_question(monkeypatch):
     """Slices at other offsets, cut at the end of the tensor."""
-    asked, keep = [], Remembered.keep
+    asked, keep = [], OperationCache.keep
     cuts = [(0, 2), (1, 3), (4, 6), (-3, -1), (6, 100), (5, 7), (7, 100), (3, 4), (7, 3), (8, 9)]
 
     def result():
@@ -336,7 +336,7 @@ def test_slices_of_equal_sizes_are_one_question(monkeypatch):
 
     with fake_tensors():
         y = torch.empty(8, 3, 4)
-        monkeypatch.setattr(Remembered, "keep", lambda *args: (asked.append(args[1]), keep(*args)))
+        monkeypatch.setattr(OperationCache, "keep", lambda *args: (asked.append(args[1]), keep(*args)))
         answered = result()
     assert asked.count(aten.slice.Tensor) <= 8  # for each tensor: three sizes, and the slice at its beginning
     assert answered == [

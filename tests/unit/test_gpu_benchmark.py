@@ -18,7 +18,7 @@ import torch
 from benchmarks import fpdt, peers
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import attention, pictures, program, rates, run_tests, step
-from benchmarks.gpu.profile import Ran, group_of, hidden, summary, union
+from benchmarks.gpu.profile import KernelRun, group_of, hidden, summary, union
 from benchmarks.gpu.stage import BROKEN, GPU, TINY, Case, Stage, read
 from megatron.simulator.machines.machine_file import load
 from megatron.training.arguments.models import LLAMA_DEFAULTS
@@ -225,17 +225,17 @@ KERNELS = {
 
 def test_idle_time_and_hidden_copies() -> None:
     ran = [
-        Ran("nvjet", 0, 40),
-        Ran("nvjet", 50, 100),
-        Ran("Memcpy HtoD", 30, 50),  # half of it is not overlapped
-        Ran("Memcpy DtoH", 60, 80),  # overlapped completely by a product
+        KernelRun("nvjet", 0, 40),
+        KernelRun("nvjet", 50, 100),
+        KernelRun("Memcpy HtoD", 30, 50),  # half of it is not overlapped
+        KernelRun("Memcpy DtoH", 60, 80),  # overlapped completely by a product
     ]
     result = summary(ran)
     assert result["seconds"] == pytest.approx(100e-6) and result["groups"]["idle"] == pytest.approx(0)
     assert result["groups"]["GEMM"] == pytest.approx(90e-6) and result["top"][0]["count"] == 2
     assert result["hidden_copies"] == hidden(ran) == pytest.approx(30 / 40)
     assert hidden(ran[:2]) is None and summary([])["groups"] == {}
-    assert summary([Ran("nvjet", 0, 10), Ran("nvjet", 30, 40)])["groups"]["idle"] == pytest.approx(20e-6)
+    assert summary([KernelRun("nvjet", 0, 10), KernelRun("nvjet", 30, 40)])["groups"]["idle"] == pytest.approx(20e-6)
     assert union([(5, 6), (0, 2), (1, 3)]) == [(0, 3), (5, 6)]
 
 

@@ -438,7 +438,7 @@ def test_sizes_by_flags_and_one_node(capsys: pytest.CaptureFixture) -> None:
 
 def test_the_longest(capsys: pytest.CaptureFixture) -> None:
     text = message(capsys, *"--model gpt-2.7b --gpus 1 --gpu A100-80G --longest --no-fpdt --no-offload".split())
-    power, length = re.findall(r"that fits is (\w+) tokens; in sixteenths of it, (\w+)\.", text)[0]
+    power, length = re.findall(r"that fits is (\w+) tokens; in steps of a sixteenth of it, (\w+)\.", text)[0]
     assert f"--seq-length {tokens(length, '')}" in text and tokens(power, "") <= tokens(length, "") < 1024 * 1024
 
 

@@ -38,7 +38,10 @@ def token_spans(layout: SequenceLayout, *, sequence_parallel: bool) -> tuple[Spa
 
 
 def spare_span(layout: SequenceLayout, max_positions: int, *, sequence_parallel: bool) -> Span:
-    """This rank's share of the positions after the sequence. No token uses them, but they decay and are saved."""
+    """This rank's share of the positions after the sequence.
+
+    No token uses their rows, but weight decay changes them, and they are saved.
+    """
     tensor, context = layout.grid.tensor, layout.grid.context
     ranks, index = context.size, context.rank
     if sequence_parallel:

@@ -33,7 +33,7 @@ class _Alone:
 
 
 @dataclass(frozen=True)
-class Ran:
+class ProbeResult:
     """The results of a model on a few tokens.
 
     Attributes:
@@ -49,7 +49,9 @@ class Ran:
     heads: set[tuple[int, int]]
 
 
-def run_alone(model: PreTrainedModel, then: Callable[[], None] = lambda: None, with_positions: bool = True) -> Ran:
+def run_alone(
+    model: PreTrainedModel, then: Callable[[], None] = lambda: None, with_positions: bool = True
+) -> ProbeResult:
     """Run a model on a few tokens that see only themselves.
 
     The first two samples end with the same token at the same position. The third is the first
@@ -91,7 +93,7 @@ def run_alone(model: PreTrainedModel, then: Callable[[], None] = lambda: None, w
     if output.loss is None:
         raise ValueError(f"{type(model).__name__} computes no loss from labels: not supported over ranks")
     expected = F.cross_entropy(output.logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
-    return Ran(output.logits, output.loss, expected, heads)
+    return ProbeResult(output.logits, output.loss, expected, heads)
 
 
 def _call(model: PreTrainedModel, given: dict[str, Any]) -> Any:
