@@ -164,7 +164,7 @@ def test_a_users_mask_function(tmp_path):
 
 
 def test_a_note_says_that_a_mask_threshold_has_no_effect():
-    message = "--mask-cpu-threshold has nothing to decide"
+    message = "--mask-cpu-threshold has no effect"
     assert any(message in note for note in build("--mask-cpu-threshold 4").notes)
     assert not any(message in note for note in build("--mask-cpu-threshold 4 --window-size 9,0").notes)
     assert not any(message in note for note in build("--window-size 99,0").notes)

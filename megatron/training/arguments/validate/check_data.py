@@ -115,8 +115,8 @@ def check_lengths(config: Config) -> None:
     if sees_ahead(config.attention):
         raise Refusal("--rampup-seq-length", "needs a mask by which no token sees a later one: leave one out")
     config.notes.append(
-        f"--rampup-seq-length: of each sample, tokens from {start} on begin to count over {over} iterations; all are "
-        "computed, so short steps take no less time"
+        f"--rampup-seq-length: over {over} iterations, the loss counts more and more tokens of each sample, {start} at "
+        "first; every step computes all tokens, so early steps take as long as later ones"
     )
 
 

@@ -74,8 +74,8 @@ def _fpdt(config: Config) -> None:
     if config.attention.recompute_granularity == "selective":
         raise Refusal(
             "--recompute-granularity selective",
-            "has nothing to save under --fpdt, which keeps chunks of q, k, v, out and lse alone: leave it "
-            "out, or use --recompute-granularity full",
+            "saves no memory with --fpdt, which keeps only chunks of q, k, v, out and lse: leave it out, "
+            "or use --recompute-granularity full",
             LEAVE_OUT,
             Fix("--recompute-granularity full"),
         )

@@ -143,8 +143,8 @@ def complete_attention(config: Config) -> None:
     dense = attention.attention_mask == "function" or narrow
     if attention.mask_cpu_threshold != AttentionConfig.mask_cpu_threshold and not dense:
         config.notes.append(
-            f"--mask-cpu-threshold has nothing to decide: --attention-mask {attention.attention_mask} is cut in tiles, "
-            "and makes no mask of pairs"
+            f"--mask-cpu-threshold has no effect: --attention-mask {attention.attention_mask} is computed in tiles, "
+            "without a mask of pairs"
         )
     _balance(config)
 

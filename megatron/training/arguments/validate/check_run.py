@@ -106,7 +106,7 @@ def complete_copies(config: Config, world_size: int) -> None:
         )
     if world_size < settings.replication_factor:
         config.notes.append(
-            f"no effect here: --replication ({settings.replication_factor} nodes need as many ranks, and here are "
+            f"no effect here: --replication (it needs {settings.replication_factor} nodes, and the ranks are "
             f"{world_size})"
         )
         settings.replication = False
@@ -116,7 +116,7 @@ def check_faults(config: Config, world_size: int) -> None:
     """Refuse contradicting flags about faults; note those without effect on this grid."""
     faults, parallel = config.faults, config.parallel
     if faults.spike_factor <= 1:
-        raise Refusal(f"--spike-factor {faults.spike_factor:g}", "makes every second step a spike: use more than 1")
+        raise Refusal(f"--spike-factor {faults.spike_factor:g}", "counts ordinary steps as spikes: use more than 1")
     if faults.skip_bad_batches and config.optimizer.fp16:
         raise Refusal("--skip-bad-batches and --fp16", ": its loss scale leaves such steps out already; leave one out")
     if faults.skip_bad_batches and not config.optimizer.check_for_nan_in_loss_and_grad:
@@ -169,7 +169,7 @@ def check_duration(config: Config) -> None:
     if config.data.rampup_batch_size and run.train_iters is not None:
         config.notes.append(
             f"--train-iters {run.train_iters} with --rampup-batch-size takes {samples_after(config, run.train_iters)} "
-            "samples, and each count of iterations in the schedule the samples of that number of steps"
+            "samples; a number of iterations in the schedule counts the samples of as many steps"
         )
 
 
