@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.context_parallel.attention.attend import attend
-from megatron.context_parallel.attention.merge import Accumulator
-from megatron.context_parallel.attention.tile import AttentionRule
+from megatron.context_parallel.attention.kernels.sums import Accumulator
+from megatron.context_parallel.attention.rule import AttentionRule
 from megatron.context_parallel.attention.ulysses import head_plan, ulysses_attention
 from megatron.context_parallel.attention.usp import local_attention
 from megatron.context_parallel.layout.masks import Mask
@@ -156,7 +155,7 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, cache: LayerCache, step
     for samples, own in step_tiles(cache.plan, grid.ring.rank, step, rule.mask):
         result = Accumulator(q_here[:, samples], v.size(3))
         if own:
-            attend(own, q_here[:, samples], cache.k[:, samples], cache.v[:, samples], kernel=kernel, result=result)
+            kernel.attend(own, q_here[:, samples], cache.k[:, samples], cache.v[:, samples], result)
         out, lse = result.sums()
         outs.append(out)
         lses.append(lse)

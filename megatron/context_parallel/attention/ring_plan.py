@@ -31,6 +31,7 @@ class Hop:
     grads_in: Spans  # rows whose gradients arrive from the previous rank
     grads_out: Spans  # rows whose gradients this rank sends
     grads_to: int  # the rank that receives grads_out: the next one, or the block's home
+    needed: Spans = ()  # rows that the tiles read; all rows on a ring of one rank
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,7 @@ def _plan(queries: Spans, keys: Blocks, mask: Mask, paths: dict[int, list[_Path]
                 grads_in=path.touched[hop - 1] if active else (),
                 grads_out=path.touched[hop] if active else (),
                 grads_to=(rank + step) % size if hop < path.last else home,
+                needed=path.stops[hop],
             )
         )
     own = paths[step][rank]

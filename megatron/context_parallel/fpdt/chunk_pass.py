@@ -12,16 +12,16 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from megatron.context_parallel.attention.attend import attend, attend_grad
-from megatron.context_parallel.attention.merge import Accumulator
+from megatron.context_parallel.attention.kernels.sums import Accumulator
 from megatron.context_parallel.attention.ring import RingSource
 from megatron.context_parallel.attention.ring_plan import attention_plan
+from megatron.context_parallel.attention.rule import TileKernel
 from megatron.context_parallel.fpdt.chunk_work import ChunkWork, LayerFunctions
 from megatron.context_parallel.fpdt.host_store import ChunkStore, HiddenStates
 from megatron.platform.hooks import replaceable
 
 # Attention between a query chunk and a key chunk. A dry run replays it for pairs of chunks with the same tiles.
-attend_chunks, attend_chunks_grad = replaceable(attend), replaceable(attend_grad)
+attend_chunks, attend_chunks_grad = replaceable(TileKernel.attend), replaceable(TileKernel.attend_grad)
 
 
 class ChunkPass:

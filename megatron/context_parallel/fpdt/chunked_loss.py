@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels.base import accumulation_dtype
+from megatron.context_parallel.attention.kernels.sums import accumulation_dtype
 from megatron.context_parallel.fpdt.chunked_ffn import even_spans, in_main_grad, main_grad_of, take_once
 from megatron.context_parallel.fpdt.host_store import HiddenStates, Offload
 from megatron.context_parallel.layout.grid import Axis
