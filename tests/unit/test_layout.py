@@ -219,7 +219,7 @@ def plan_by_definition(queries, keys, mask, rank: int, step: int) -> tuple[int, 
             Hop(
                 source=home,
                 held=held,
-                tiles=tuple(replace(tile, k=place(tile.k, held)) for tile in needs[home, hop]),
+                tiles=tuple(tile._replace(k=place(tile.k, held)) for tile in needs[home, hop]),
                 forward=carried(home, hop + 1),
                 grads_in=touched(home, hop - 1) if active and hop > 1 else (),
                 grads_out=touched(home, hop) if active else (),
