@@ -14,12 +14,8 @@ from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.base import Capability, Final, Scores, gpu_reason
 from megatron.context_parallel.attention.kernels.sums import Accumulator, GradientSum, KeyGradients
-from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import (
-    attend_tiles,
-    attend_tiles_grad,
-    delta,
-    interpreted,
-)
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import Call, delta, interpreted
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles import groups
 from megatron.context_parallel.layout.tiles import Tiles
 from megatron.decisions.kernel_order import LARGEST_HEAD, too_old
 
@@ -52,8 +48,9 @@ class TritonKernel:
         return _tensor_reason(dtype, head_dim) or too_old(capability)
 
     def attend(self, tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, scores: Scores, result: Accumulator) -> None:
-        out, lse = result.sums()
-        attend_tiles(tiles, q, k, v, out_SBHD=out, lse_SBH=lse, **_options(scores))
+        call = Call(q, k, v, **_options(scores))
+        for group in groups(tiles):
+            call.forward(group, *result.sums()).run()
 
     def attend_grad(
         self,
@@ -66,10 +63,10 @@ class TritonKernel:
         dq: GradientSum,
         dkv: KeyGradients,
     ) -> None:
-        dk, dv = dkv.sums()
-        sums = {"dq": dq.sum(), "dk": dk, "dv": dv}
-        given = {"dout": final.dout, "lse": final.lse, "delta_SBH": final.delta}
-        attend_tiles_grad(tiles, q, k, v, **given, **sums, **_options(scores))
+        call = Call(q, k, v, **_options(scores))
+        for group in groups(tiles):
+            for launch in call.backward(group, final.dout, final.lse, final.delta, dq.sum(), *dkv.sums()):
+                launch.run()
 
     delta = staticmethod(delta)
 
