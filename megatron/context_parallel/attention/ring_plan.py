@@ -66,6 +66,7 @@ class AttentionPlan:
     def __init__(self, layout: SequenceLayout, mask: Mask, key_layout: SequenceLayout | None = None) -> None:
         self.layout, self.mask, self.key_layout = layout, mask, key_layout or layout
         self._known: dict[Hashable, Any] = {}
+        self._shared: dict[Hashable, Any] = {}  # of all tiles
 
     def _once(self, make: Callable[..., Any], *args: Hashable) -> Any:
         """``make(*args)``, which is called once for each ``args``."""
@@ -106,10 +107,13 @@ class AttentionPlan:
         """For each query chunk the last key chunk, of any ring rank, that it meets; 0 if it meets none."""
         return self._once(self._last_keys)
 
+    def _tiles(self, queries: Spans, keys: Spans) -> Tiles:
+        return tiles(queries, keys, self.mask).sharing(self._shared)
+
     def _ring(self, chunk: int | None, query_chunk: int | None, rank: int) -> RingPlan:
         paths = self._once(self._paths, chunk, query_chunk)
         queries, keys = _blocks(self.layout, query_chunk), _blocks(self.key_layout, chunk)
-        return _plan(queries[rank], keys, self.mask, paths, rank)
+        return _plan(queries[rank], keys, self._tiles, paths, rank)
 
     def _paths(self, chunk: int | None, query_chunk: int | None) -> dict[int, list[_Path]]:
         keys = _blocks(self.key_layout, chunk)
@@ -124,12 +128,12 @@ class AttentionPlan:
     def _gathered(self) -> Hop:
         ring = self.layout.grid.ring
         spans = tuple(span for rank in range(ring.size) for span in self.key_layout.ring_spans(rank))
-        computed = tiles(self.layout.ring_spans(ring.rank), spans, self.mask)
+        computed = self._tiles(self.layout.ring_spans(ring.rank), spans)
         return Hop(ring.rank, ((0, count(spans)),), computed, (), (), (), ring.rank)
 
     def _between(self, query: int, key: int, ring: int) -> Tiles:
         spans = self.layout.chunk_spans
-        return tiles(spans(query, self.layout.grid.ring.rank), spans(key, ring), self.mask)
+        return self._tiles(spans(query, self.layout.grid.ring.rank), spans(key, ring))
 
     def _keys_of(self, query: int) -> list[int]:
         chunks, ring = range(self.layout.chunks), self.layout.grid.ring
@@ -177,7 +181,13 @@ def _blocks(layout: SequenceLayout, chunk: int | None) -> Blocks:
     return tuple(spans(rank) for rank in range(layout.grid.ring.size))
 
 
-def _plan(queries: Spans, keys: Blocks, mask: Mask, paths: dict[int, list[_Path]], rank: int) -> RingPlan:
+def _plan(
+    queries: Spans,
+    keys: Blocks,
+    tiles_of: Callable[[Spans, Spans], Tiles],
+    paths: dict[int, list[_Path]],
+    rank: int,
+) -> RingPlan:
     size = len(keys)
     step = min(paths, key=lambda step: sum(path.sent for path in paths[step]))
     hops = []
@@ -185,7 +195,7 @@ def _plan(queries: Spans, keys: Blocks, mask: Mask, paths: dict[int, list[_Path]
         home = (rank - step * hop) % size
         path = paths[step][home]
         held = path.carried[hop] if hop else ((0, count(keys[home])),)
-        computed = tiles(queries, keys[home], mask) if path.stops[hop] else Tiles()
+        computed = tiles_of(queries, keys[home]) if path.stops[hop] else Tiles()
         active = 0 < hop <= path.last
         hops.append(
             Hop(

@@ -11,7 +11,7 @@ reads and writes. Therefore the gradients of several chunks' logits, in the comp
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from math import ceil
 from typing import Any
 
@@ -146,7 +146,7 @@ def add_product(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
 
 
 @replaceable
-@lru_cache
+@cache
 def adds_wide(device: torch.device, dtype: torch.dtype, wide: torch.dtype) -> bool:
     """Whether PyTorch can add a product of narrow matrices to a wide sum: newer versions can, on GPUs."""
     if device.type != "cuda":

@@ -56,11 +56,22 @@ class Tiles(tuple[Tile, ...]):
             self.__dict__[key] = make()
         return self.__dict__[key]
 
+    @property
+    def shared(self) -> dict[Hashable, Any]:
+        """What was derived from rows alone. A plan gives all its tiles one: chunks and hops often have equal rows."""
+        return self.derived("shared", dict)
+
     def within(self, held: Spans) -> Tiles:
         """The same tiles with key rows that count within ``held``, the rows of the key block that are kept."""
         if len(held) == 1 and held[0][0] == 0:
             return self
-        return self.derived(held, lambda: Tiles(tile._replace(k=place(tile.k, held)) for tile in self))
+        moved = (tile._replace(k=place(tile.k, held)) for tile in self)
+        return self.derived(held, lambda: Tiles(moved).sharing(self.shared))
+
+    def sharing(self, shared: dict[Hashable, Any]) -> Tiles:
+        """These tiles with ``shared``, that of other tiles."""
+        self.__dict__["shared"] = shared
+        return self
 
     def __reduce__(self) -> tuple:  # without what was derived
         return Tiles, (tuple(self),)
