@@ -13,13 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.context_parallel.attention.kv_cache import CachePlan, cached_heads
 from megatron.context_parallel.layout.grid import Grid, abstract_grid
 from megatron.context_parallel.layout.masks import Causal
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout, length_unit
 from megatron.context_parallel.layout.spans import count, positions
 from megatron.formulas.strategy import Shape
 from megatron.inference.generate import Sampling, allowed_logits, choose
+from megatron.inference.kv_cache import CachePlan, cached_heads
 from megatron.inference.load import check_length, configure
 from megatron.inference.prompts import read_prompts
 from megatron.training.arguments.config import Config, DataConfig, ModelConfig

@@ -6,5 +6,4 @@
 - ring.py: the key blocks of a ring, by the plan of ring_plan.py
 - rule.py: what attention computes, and the choice of its kernel; kernels/: the kernels and their sums
 - sdpa.py: the same through PyTorch's own operator, also as a node of a compiled graph
-- kv_cache.py: keys and values of a generation
 """
