@@ -56,7 +56,7 @@ def attend_all(
     """The forward pass of :func:`tiled_attention`: out and lse [s, b, heads]."""
     result = Accumulator(q_SBHD, v_SBHD.size(3))
     for block in source.blocks(k_SBHD, v_SBHD):
-        kernel.attend(block.tiles, q_SBHD, block.k, block.v, result)
+        kernel.attend(block.hop.tiles, q_SBHD, block.k, block.v, result)
     return result.finish(sinks)
 
 
@@ -73,7 +73,7 @@ def attend_all_grad(
     """The backward pass of :func:`attend_all`: dq, dk and dv."""
     final, dq, dkv = kernel.final(dout_SBHD, out_SBHD, lse_SBH), GradientSum(q_SBHD), KeyGradients(k_SBHD, v_SBHD)
     for block in source.blocks(k_SBHD, v_SBHD, dkv):
-        kernel.attend_grad(block.tiles, q_SBHD, block.k, block.v, final, dq, block.grads)
+        kernel.attend_grad(block.hop.tiles, q_SBHD, block.k, block.v, final, dq, block.grads)
     return tuple(total.finish().to(q_SBHD.dtype) for total in (dq, dkv.dk, dkv.dv))
 
 

@@ -18,7 +18,6 @@ from megatron.context_parallel.attention.kernels.sums import KeyGradients, accum
 from megatron.context_parallel.attention.ring_plan import Hop, RingPlan
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.spans import Spans, count, place
-from megatron.context_parallel.layout.tiles import Tiles
 
 
 @dataclass(frozen=True)
@@ -87,10 +86,6 @@ class KeyBlock:
     kv: Tensor | None = None
     grads: KeyGradients | None = None
 
-    @property
-    def tiles(self) -> Tiles:
-        return self.hop.tiles
-
     def pick(self, wanted: Spans) -> Tensor:
         """Rows of keys and values, packed; a view where possible."""
         spans = [slice(*place(span, self.hop.held)) for span in wanted]
@@ -140,7 +135,7 @@ class RingSource:
                 keys = unpacked(kv, k.size(3))
                 block = KeyBlock(*keys, step.hop, kv, KeyGradients(*keys))
             keys_moving, kv = self._pass_on(block, step, row)
-            if block.tiles:
+            if block.hop.tiles:
                 yield block
             grads_moving.wait()
             grads_moving = _Transfer(self.axis)

@@ -30,7 +30,7 @@ def forward(run: ChunkPass, y: HiddenStates | None) -> None:
             result = Accumulator(q, run.work.value_dim)
             for key, loaded in zip(keys, store.walk([[("kv", key)] for key in keys], fresh)):
                 for block in run.ring(key, query).blocks(*run.work.unpacked(loaded["kv", key])):
-                    attend_chunks(run.work.kernel, block.tiles, q, block.k, block.v, result)
+                    attend_chunks(run.work.kernel, block.hop.tiles, q, block.k, block.v, result)
             run.finish(query, result, x if query == chunk else None, y)
             if not run.saving:
                 store.drop(("q", query))

@@ -22,12 +22,7 @@ from megatron.context_parallel.attention.kernels.base import ROW_MASK_BYTES, Cap
 from megatron.context_parallel.attention.kernels.fused_kernel import compact
 from megatron.context_parallel.attention.kernels.math_kernel import MathKernel
 from megatron.context_parallel.attention.kernels.sums import accumulation_dtype
-from megatron.context_parallel.attention.kernels.tile_by_tile import (
-    RowMask,
-    TileByTile,
-    lse_for_backward,
-    row_blocks,
-)
+from megatron.context_parallel.attention.kernels.tile_by_tile import RowMask, TileByTile, lse_for_backward, row_blocks
 
 MATH = MathKernel()
 
@@ -44,9 +39,7 @@ class CpuKernel(TileByTile):
     def why_not(self, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         if device.type != "cpu":
             return "needs tensors on the CPU"
-        if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            return "needs fp64, fp32, bf16 or fp16"
-        return None
+        return MATH.why_not(device=device, dtype=dtype, head_dim=head_dim)
 
     def why_not_on(self, capability: Capability, dtype: torch.dtype, head_dim: int) -> str | None:
         return "needs tensors on the CPU"

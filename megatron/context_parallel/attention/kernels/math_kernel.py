@@ -14,12 +14,7 @@ from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.base import ROW_MASK_BYTES, Capability
 from megatron.context_parallel.attention.kernels.sums import accumulation_dtype
-from megatron.context_parallel.attention.kernels.tile_by_tile import (
-    RowMask,
-    TileByTile,
-    lse_for_backward,
-    row_blocks,
-)
+from megatron.context_parallel.attention.kernels.tile_by_tile import RowMask, TileByTile, lse_for_backward, row_blocks
 
 SCORE_BYTES = {"cpu": 2**21, "cuda": 2**26}  # limit for a block's scores; a few buffers of this size exist at once
 FEW_ROWS = 128  # a block with fewer rows has only one head
