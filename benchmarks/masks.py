@@ -29,7 +29,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import megatron.context_parallel as cp
 from benchmarks.parallel_attention import log_normal
 from megatron.context_parallel.attention.attend import tiled_attention
-from megatron.context_parallel.attention.merge import KeyGradients
+from megatron.context_parallel.attention.kernels.sums import KeyGradients
 from megatron.context_parallel.attention.ring import KeyBlock
 from megatron.context_parallel.attention.ring_plan import RingPlan, ring_plan
 from megatron.context_parallel.layout.grid import abstract_grid

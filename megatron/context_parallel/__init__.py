@@ -9,8 +9,8 @@ x = layout.shard(tokens, dim=1)
 out = cp.attention(q, k, v, layout=layout, mask=cp.Causal())
 """
 
+from megatron.context_parallel.attention.rule import AttentionRule
 from megatron.context_parallel.attention.sdpa import context_parallel
-from megatron.context_parallel.attention.tile import AttentionRule
 from megatron.context_parallel.attention.ulysses import ulysses_attention
 from megatron.context_parallel.attention.usp import attention
 from megatron.context_parallel.core.groups import current_grid, initialize_grid

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.context_parallel.attention.kv_cache import CachePlan
-from megatron.context_parallel.core.cached_attention import Generation, keep_keys
 from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout, length_unit
+from megatron.inference.cached_attention import Generation, keep_keys
+from megatron.inference.kv_cache import CachePlan
 from megatron.training.model.gpt import LongContextGPT
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.context_parallel.core.groups import initialize_grid
-from megatron.context_parallel.fpdt.chunked_loss import chunked_token_scores
+from megatron.training.model.token_scores import chunked_token_scores
 from tests.distributed.test_hugging_face_load import LLAMA_SIZES
 from tests.distributed.training_runs import RUN, SHAPE, make_job
 from tests.hugging_face import save_model

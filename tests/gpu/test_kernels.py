@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels import KERNELS, available, base, select
-from megatron.context_parallel.attention.kernels.base import Kernel
+from megatron.context_parallel.attention.kernels import KERNELS, available, fused_kernel, select
+from megatron.context_parallel.attention.kernels.tile_by_tile import RowMask, TileByTile
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import missing_triton
 from tests.unit.test_triton import EXTRAS, MASKS, ZIGZAG, check
 from tests.unit.triton_cases import Case, errors
@@ -23,7 +23,7 @@ FUSED = ["flash_attn", "cudnn", "flash"]
 TOLERANCE = {"out": 1e-2, "lse": 1e-4, "dq": 2e-2, "dk": 2e-2, "dv": 2e-2}
 
 
-def kernel_or_skip(name: str, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> Kernel:
+def kernel_or_skip(name: str, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> TileByTile:
     reason = KERNELS[name].why_not(device=torch.device("cuda"), dtype=dtype, head_dim=head_dim)
     if reason is not None:
         pytest.skip(f"{name}: {reason}")
@@ -39,7 +39,7 @@ def make(b=2, h=8, hk=2, sq=384, sk=384, d=64, dtype=torch.bfloat16) -> tuple[Te
     )
 
 
-def both_ways(kernel: Kernel, dout, q, k, v, *, causal=False, mask=None, scale=0.125):
+def both_ways(kernel: TileByTile, dout, q, k, v, *, causal=False, mask=None, scale=0.125):
     out, lse = kernel.forward(q, k, v, causal=causal, mask=mask, scale=scale)
     return out, lse, *kernel.backward(dout, q, k, v, out, lse, causal=causal, mask=mask, scale=scale)
 
@@ -146,7 +146,7 @@ def test_in_pieces(name, monkeypatch):
     """With a lowered limit of elements, the kernel takes two query heads at a time, half of a group."""
     kernel, tensors = kernel_or_skip(name, 64), make()
     want = exact(*tensors)
-    for function in (base.forward_in_pieces, base.backward_in_pieces):
+    for function in (fused_kernel.forward_in_pieces, fused_kernel.backward_in_pieces):
         monkeypatch.setattr(function, "__defaults__", (3 * 384 * 64,))
     assert_close(both_ways(kernel, *tensors), want)
 
@@ -154,9 +154,10 @@ def test_in_pieces(name, monkeypatch):
 def test_math_on_the_gpu_with_a_mask_in_host_memory():
     tensors, mask = make(sq=96, sk=96), torch.rand(96, 96) < 0.5
     mask[5] = False
-    out, lse, *grads = both_ways(KERNELS["math"], *tensors, mask=mask)
+    rows = RowMask(lambda start, end, keys: mask[start:end, :keys])
+    out, lse, *grads = both_ways(KERNELS["math"], *tensors, mask=rows)
     assert not out[:, :, 5].any() and lse[:, :, 5].isneginf().all() and not grads[0][:, :, 5].any()
-    want_out, want_lse, *want_grads = exact(*tensors, mask=mask.cuda())
+    want_out, want_lse, *want_grads = exact(*tensors, mask=rows)
     lse, want_lse = (x.masked_fill(x.isneginf(), 0.0) for x in (lse, want_lse))
     assert_close((out, lse, *grads), (want_out, want_lse, *want_grads))
 

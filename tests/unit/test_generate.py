@@ -13,13 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.context_parallel.attention.kv_cache import CachePlan, cached_heads
 from megatron.context_parallel.layout.grid import Grid, abstract_grid
 from megatron.context_parallel.layout.masks import Causal
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout, length_unit
 from megatron.context_parallel.layout.spans import count, positions
 from megatron.formulas.strategy import Shape
 from megatron.inference.generate import Sampling, allowed_logits, choose
+from megatron.inference.kv_cache import CachePlan, cached_heads
 from megatron.inference.load import check_length, configure
 from megatron.inference.prompts import read_prompts
 from megatron.training.arguments.config import Config, DataConfig, ModelConfig
@@ -63,10 +63,8 @@ def test_every_token_is_kept_by_one_ring_rank(ring, ulysses, balance, lengths, d
 
 
 def test_a_step_of_many_turns_is_one_tile():
-    from megatron.context_parallel.attention.kv_cache import step_tiles
-
     plan = CachePlan(SequenceLayout(64, abstract_grid(ring=2)), (50, 64), 200)
-    ((samples, tiles), (others, _)) = step_tiles(plan, 0, 199, Causal())
+    ((samples, tiles), (others, _)) = plan.step_tiles(199, 0, Causal())
     assert (samples, others) == (slice(0, 1), slice(1, 2))
     assert [(tile.k, tile.kind) for tile in tiles] == [((0, plan.rows(0) - 14), "full")]  # 50 tokens, not 64
 

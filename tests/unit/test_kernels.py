@@ -14,7 +14,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.context_parallel.attention import kernels
-from megatron.context_parallel.attention.kernels import KERNELS, base, cpu_kernel, cudnn_kernel, math_kernel
+from megatron.context_parallel.attention.kernels import (
+    KERNELS,
+    base,
+    cpu_kernel,
+    cudnn_kernel,
+    fused_kernel,
+    math_kernel,
+    sums,
+    tile_by_tile,
+)
+from megatron.context_parallel.attention.kernels.tile_by_tile import RowMask
 from tests.properties import examples
 
 CPU_KERNELS = ["math", "cpu"]
@@ -56,8 +66,13 @@ def dense(dout, q, k, v, *, causal=False, mask=None, scale=0.25):
     return out.detach(), torch.logsumexp(scores.detach(), -1), *grads
 
 
+def rows_of(mask: Tensor | None) -> RowMask | None:
+    return RowMask(lambda start, end, keys: mask[start:end, :keys]) if isinstance(mask, Tensor) else mask
+
+
 def both_ways(kernel, dout, q, k, v, *, causal=False, mask=None, scale=0.25):
-    """(out, lse, dq, dk, dv) of one kernel with a single tile."""
+    """(out, lse, dq, dk, dv) of one kernel with a single tile. ``mask``: [sq, sk], True = attend."""
+    mask = rows_of(mask)
     out, lse = kernel.forward(q, k, v, causal=causal, mask=mask, scale=scale)
     return out, lse, *kernel.backward(dout, q, k, v, out, lse, causal=causal, mask=mask, scale=scale)
 
@@ -66,7 +81,7 @@ def assert_close(got, want, dtype: torch.dtype) -> None:
     names, (out, lse, grad) = ("out", "lse", "dq", "dk", "dv"), TOLERANCE[dtype]
     for name, x, y, bound in zip(names, got, want, (out, lse, grad, grad, grad), strict=True):
         assert x.shape == y.shape, name
-        assert x.dtype == (base.accumulation_dtype(dtype) if name == "lse" else dtype), name
+        assert x.dtype == (sums.accumulation_dtype(dtype) if name == "lse" else dtype), name
         x, y = x.double(), y.double()
         assert torch.equal(x.isneginf(), y.isneginf()), name
         x, y = x.masked_fill(x.isneginf(), 0.0), y.masked_fill(y.isneginf(), 0.0)
@@ -74,8 +89,8 @@ def assert_close(got, want, dtype: torch.dtype) -> None:
         assert error <= bound, f"{name}: {error:.2e} > {bound}"  # a NaN fails too
 
 
-def random_mask(b, h, sq, sk, seed=1, dead_row: int | None = 3) -> Tensor:
-    mask = torch.rand(b, h, sq, sk, generator=torch.Generator().manual_seed(seed)) < 0.6
+def random_mask(sq, sk, seed=1, dead_row: int | None = 3) -> Tensor:
+    mask = torch.rand(sq, sk, generator=torch.Generator().manual_seed(seed)) < 0.6
     mask[..., 0] = True  # no row is empty
     if dead_row is not None:
         mask[..., dead_row, :] = False
@@ -110,14 +125,9 @@ def test_causal(name, dtype, size):
 
 
 MASKS = {
-    "pairs": lambda: random_mask(1, 1, 24, 24)[0, 0],
-    "pairs of each batch": lambda: random_mask(2, 1, 24, 24),
-    "pairs of each head": lambda: random_mask(1, 4, 24, 24),
-    "three dimensions": lambda: random_mask(1, 4, 24, 24)[0],
-    "keys": lambda: random_mask(2, 1, 1, 24, dead_row=None),
-    "queries": lambda: random_mask(1, 1, 24, 24)[..., 1:2],
-    "nothing at all": lambda: torch.zeros(1, 1, 24, 24, dtype=torch.bool),
-    "strided": lambda: random_mask(1, 1, 24, 48)[0, 0, :, ::2],
+    "pairs": lambda: random_mask(24, 24),
+    "nothing at all": lambda: torch.zeros(24, 24, dtype=torch.bool),
+    "strided": lambda: random_mask(24, 48)[:, ::2],
 }
 
 
@@ -129,7 +139,7 @@ def test_masks_and_rows_without_keys(name, dtype, causal, mask, monkeypatch):
     tensors, mask = make(sk=24, dtype=dtype), mask()
     want = dense(*tensors, causal=causal, mask=mask)
     assert_close(both_ways(KERNELS[name], *tensors, causal=causal, mask=mask), want, dtype)
-    monkeypatch.setattr(cpu_kernel, "MASK_BYTES", 5 * 24 * 8)  # again, in blocks of a few rows, the last one shorter
+    monkeypatch.setattr(cpu_kernel, "ROW_MASK_BYTES", 5 * 24 * 8)  # again, in blocks of rows, the last one shorter
     monkeypatch.setitem(math_kernel.SCORE_BYTES, "cpu", 5 * 8 * 24 * 8)
     monkeypatch.setattr(math_kernel, "FEWEST_ROWS", 1)
     assert_close(both_ways(KERNELS[name], *tensors, causal=causal, mask=mask), want, dtype)
@@ -183,7 +193,7 @@ def merge(out: Tensor, lse: Tensor, out_t: Tensor, lse_t: Tensor) -> tuple[Tenso
     NaN where the first tile, or both, left a row without keys.
     """
     merged = torch.logaddexp(lse, lse_t)
-    weight = torch.exp(lse_t - base.lse_for_backward(merged, merged.dtype)).unsqueeze(-1)
+    weight = torch.exp(lse_t - tile_by_tile.lse_for_backward(merged, merged.dtype)).unsqueeze(-1)
     return out - weight * (out - out_t), merged
 
 
@@ -195,11 +205,11 @@ def test_tiles_merge_to_the_whole(name, dtype, masked):
     kernel, (dout, q, k, v), cut = KERNELS[name], make(sk=40, dtype=dtype), 15
     mask = None
     if masked:
-        mask = random_mask(2, 4, 24, 40, dead_row=None)
-        mask[:, :, 5, :cut] = mask[:, :, 7, cut:] = mask[:, :, 9] = False  # rows without keys in one tile, or both
-    acc = base.accumulation_dtype(dtype)
+        mask = random_mask(24, 40, dead_row=None)
+        mask[5, :cut] = mask[7, cut:] = mask[9] = False  # rows without keys in one tile, or both
+    acc = sums.accumulation_dtype(dtype)
     tiles = [slice(0, cut), slice(cut, 40)]
-    parts = [mask if mask is None else mask[..., t] for t in tiles]
+    parts = [rows_of(mask if mask is None else mask[:, t]) for t in tiles]
     out, lse = None, None
     for t, part in zip(tiles, parts, strict=True):
         out_t, lse_t = kernel.forward(q, k[:, :, t], v[:, :, t], causal=False, mask=part, scale=0.25)
@@ -253,7 +263,7 @@ def test_cpu_agrees_with_math(data):
     causal, sq = data.draw(st.booleans()), draw(1, 70)
     sk = sq if causal else draw(1, 70)
     tensors = make(b=draw(1, 2), h=hk * group, hk=hk, sq=sq, sk=sk, d=d, seed=draw(0, 9))
-    mask = random_mask(1, 1, sq, sk, seed=draw(0, 9), dead_row=draw(0, sq - 1)) if data.draw(st.booleans()) else None
+    mask = random_mask(sq, sk, seed=draw(0, 9), dead_row=draw(0, sq - 1)) if data.draw(st.booleans()) else None
     scale = data.draw(st.sampled_from([0.05, 0.25, 2.0]))
     got, want = (both_ways(KERNELS[n], *tensors, causal=causal, mask=mask, scale=scale) for n in ("cpu", "math"))
     for x, y in zip(got, want, strict=True):
@@ -273,12 +283,8 @@ def test_tiles_that_break_the_contract(name):
     ]
     if not kernel.supports_value_dim:
         wrong.append(("value heads of the key heads' size", (q, k, v[..., :-1]), {}))
-    if kernel.supports_mask:
-        wrong.append(("boolean", (q, k, v), dict(mask=mask.double())))
-        wrong.append(("broadcast", (q, k, v), dict(mask=mask[:, :-1])))
-        wrong.append(("broadcast", (q, k, v), dict(mask=mask.expand(1, 1, 1, 24, 40))))
-    else:
-        wrong.append((name, (q, k, v), dict(mask=mask)))
+    if not kernel.supports_mask:
+        wrong.append((name, (q, k, v), dict(mask=rows_of(mask))))
     for message, tensors, options in wrong:
         options = dict(causal=False, mask=None, scale=1.0) | options
         with pytest.raises(ValueError, match=message):
@@ -292,7 +298,7 @@ def test_tiles_that_break_the_contract(name):
 def test_under_fake_tensors(name, masked):
     """A simulated run sees the shapes and dtypes of a real one."""
     real = make(sk=24, dtype=torch.bfloat16)
-    mask = random_mask(1, 1, 24, 24) if masked else None
+    mask = random_mask(24, 24) if masked else None
     want = both_ways(KERNELS[name], *real, mask=mask)
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(x) for x in real]
@@ -324,19 +330,19 @@ def test_pieces(heads_per_call, hk):
         check(dout, q, k, v, out, lse)
         return math.backward(dout, q, k, v, out, lse, causal=False, mask=None, scale=0.25)
 
-    out, lse = base.forward_in_pieces(forward, q, k, v, limit)
-    grads = base.backward_in_pieces(backward, dout, q, k, v, out, lse, limit)
+    out, lse = fused_kernel.forward_in_pieces(forward, q, k, v, limit)
+    grads = fused_kernel.backward_in_pieces(backward, dout, q, k, v, out, lse, limit)
     assert_close((out, lse, *grads), dense(*tensors), torch.float64)
     assert (len(calls) == 2) == (heads_per_call >= b * h)
 
 
 def test_pieces_of_ordinary_tensors():
     q = torch.empty(1, 32, 131072, 128, device="meta", dtype=torch.bfloat16)
-    assert len(base.pieces(q, q)) == 1
+    assert len(fused_kernel.pieces(q, q)) == 1
     q = torch.empty(1, 32, 2**20, 128, device="meta", dtype=torch.bfloat16)
     k = torch.empty(1, 8, 2**20, 128, device="meta", dtype=torch.bfloat16)
-    assert all((p[1].stop - p[1].start) * 2**20 * 128 < 2**31 for p in base.pieces(q, k))
-    assert len(base.pieces(q, k)) == 3  # three groups of four heads per call: 12, 12, 8
+    assert all((p[1].stop - p[1].start) * 2**20 * 128 < 2**31 for p in fused_kernel.pieces(q, k))
+    assert len(fused_kernel.pieces(q, k)) == 3  # three groups of four heads per call: 12, 12, 8
 
 
 # Backends that cannot run on this machine must call their operators with the right names and shapes
@@ -382,11 +388,14 @@ def test_cudnn_gets_lse_back_as_its_version_returned_it(dims, monkeypatch):
 
 
 def test_every_kernel_keeps_the_protocol():
+    def names(owner: object, method: str) -> list[str]:
+        given = inspect.signature(getattr(owner, method)).parameters
+        return [name.removesuffix("_SBHD") for name in given if name != "self"]
+
     for name, kernel in KERNELS.items():
         assert kernel.name == name
-        for method in ("why_not", "forward", "backward"):
-            names = [list(inspect.signature(getattr(x, method)).parameters) for x in (kernel, base.Kernel)]
-            assert names[0] == names[1][1:]
+        for method in ("why_not", "why_not_on", "attend", "attend_grad", "delta"):
+            assert names(kernel, method) == names(base.Kernel, method)
 
 
 def test_package_exports():

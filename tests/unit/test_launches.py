@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import megatron.context_parallel as cp
-from megatron.context_parallel.attention.attend import attend, attend_grad
+from megatron.context_parallel.attention.kernels.base import Final, Scores
+from megatron.context_parallel.attention.kernels.sums import Accumulator, GradientSum, KeyGradients
 from megatron.context_parallel.attention.kernels.triton_kernels import triton_call, triton_kernel, triton_tiles
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import TritonKernel
-from megatron.context_parallel.attention.merge import Accumulator, GradientSum, KeyGradients
-from megatron.context_parallel.attention.ring import KeyBlock, schedule
+from megatron.context_parallel.attention.ring import schedule
 from megatron.context_parallel.attention.ring_plan import attention_plan, ring_plan
-from megatron.context_parallel.attention.tile import TileKernel
+from megatron.context_parallel.attention.rule import TileKernel
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.spans import count
 from megatron.context_parallel.layout.tiles import Tile
@@ -34,24 +34,21 @@ def launches(monkeypatch):
 
 def walk(ring, mask, rank, launches):
     """(hops with tiles, tiles, forward launches, backward launches) of a rank, with tensors on the meta device."""
-    plan, kernel = ring_plan(RINGS[ring], mask, rank), TileKernel(triton_kernel.TritonKernel(), 0.1, mask)
+    plan, kernel = ring_plan(RINGS[ring], mask, rank), TileKernel(triton_kernel.TritonKernel(), Scores(0.1, mask))
     rows = RINGS[ring].seq_length // RINGS[ring].grid.ring.size
 
     def empty(rows, *shape, dtype=torch.bfloat16):
         return torch.empty(rows, 1, *shape, dtype=dtype, device="meta")
 
     q, lse = empty(rows, 8, 64), empty(rows, 8, dtype=torch.float32)
-    result, dq, counts = Accumulator(q, 64), GradientSum(q, rows), []
+    result, dq, counts = Accumulator(q, 64), GradientSum(q), []
     steps = [step for step in schedule(plan, grads=True) if step.hop.tiles]
     for step in steps:
         k = v = empty(count(step.hop.held), 2, 64)
-        kept = step.grads_out.rows or ((0, rows),)
-        block = KeyBlock(k, v, step.hop, None, KeyGradients(k, v, kept))
         before = len(launches)
-        attend(block.tiles, q, k, v, kernel=kernel, result=result)
+        kernel.attend(step.hop.tiles, q, k, v, result)
         forward = len(launches)
-        final = {"dout_SBHD": q, "out_SBHD": None, "lse_SBH": lse, "delta_SBH": lse}
-        attend_grad(block.tiles, q, k, v, **final, kernel=kernel, dq=dq, dkv=block)
+        kernel.attend_grad(step.hop.tiles, q, k, v, Final(q, None, lse, lse), dq, KeyGradients(k, v))
         counts.append((forward - before, len(launches) - forward))
     return len(steps), sum(len(step.hop.tiles) for step in steps), *map(sum, zip(*counts))
 
@@ -89,10 +86,10 @@ def test_a_second_layer_uses_the_first_ones_plan(launches, monkeypatch, mask):
     )
     layer()
     made = []
-    monkeypatch.setattr(Tile, "__init__", lambda *arguments, **_: made.append(arguments))
-    before = triton_tiles._walk.cache_info().misses
+    monkeypatch.setattr(Tile, "__new__", lambda *arguments, **_: made.append(arguments))
+    monkeypatch.setattr(triton_tiles, "_walk", lambda *arguments: made.append(arguments))
     layer()
-    assert len(launches) == 6 and not made and triton_tiles._walk.cache_info().misses == before
+    assert len(launches) == 6 and not made
 
 
 def test_chunks_of_a_regular_mask_share_their_tables():
@@ -103,5 +100,5 @@ def test_chunks_of_a_regular_mask_share_their_tables():
         for key in plan.keys_of(query):
             for hop in plan.ring(chunk=key, query_chunk=query).hops:
                 pairs += bool(hop.tiles)
-                kinds.add(triton_tiles._geometry(hop.tiles))
+                kinds.add(triton_tiles.geometry(hop.tiles))
     assert pairs > 400 and len(kinds) < 16

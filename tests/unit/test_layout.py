@@ -17,7 +17,7 @@ import megatron.context_parallel as cp
 from megatron.context_parallel.attention import ring_plan as planning
 from megatron.context_parallel.attention.attend import tiled_attention
 from megatron.context_parallel.attention.kernels import select
-from megatron.context_parallel.attention.merge import Accumulator
+from megatron.context_parallel.attention.kernels.sums import Accumulator
 from megatron.context_parallel.attention.ring import RingSource, schedule
 from megatron.context_parallel.attention.ring_plan import Hop, RingPlan, ring_plan
 from megatron.context_parallel.layout.grid import abstract_grid
@@ -219,11 +219,12 @@ def plan_by_definition(queries, keys, mask, rank: int, step: int) -> tuple[int, 
             Hop(
                 source=home,
                 held=held,
-                tiles=tuple(replace(tile, k=place(tile.k, held)) for tile in needs[home, hop]),
+                tiles=tuple(tile._replace(k=place(tile.k, held)) for tile in needs[home, hop]),
                 forward=carried(home, hop + 1),
                 grads_in=touched(home, hop - 1) if active and hop > 1 else (),
                 grads_out=touched(home, hop) if active else (),
                 grads_to=(rank + step) % size if hop < last else home,
+                needed=rows[home, hop] if size > 1 else held,
             )
         )
     last = last_stop(rank)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import megatron.context_parallel as cp
 from megatron.context_parallel.attention.kernels import KERNELS, KernelUnavailable, select
-from megatron.context_parallel.attention.kernels.base import RowMask
+from megatron.context_parallel.attention.kernels.sums import Accumulator, GradientSum, KeyGradients
+from megatron.context_parallel.attention.kernels.tile_by_tile import RowMask, tile_parts
 from megatron.context_parallel.attention.ring_plan import ring_plan
 from megatron.context_parallel.layout.documents import UNEVEN, deal, document_ends, document_rows, restart
 from megatron.context_parallel.layout.grid import abstract_grid
@@ -160,8 +161,8 @@ def test_a_custom_mask_at_65536_tokens_never_holds_64_mb(grid, kernel):
     assert largest.pairs > (length // layout.grid.ring.size) ** 2 // 3
     rule = cp.AttentionRule(mask, kernel)
     compute = rule.tile_kernel(torch.randn(1, 1, 1, 8), layout.grid.ulysses, length)
-    assert compute.mask_in_host
-    result = list(compute.parts([largest]))
+    assert compute.scores.mask_in_host
+    result = list(tile_parts([largest], compute.scores))
     assert sum(tile.pairs for tile in result) == largest.pairs
     q, k = (torch.randn(span[1], 1, 1, 8) for span in (largest.q, largest.k))
     for tile in result[:: max(len(result) // 4, 1)]:
@@ -171,8 +172,8 @@ def test_a_custom_mask_at_65536_tokens_never_holds_64_mb(grid, kernel):
 def held_by(compute, tile, q, k):
     with TensorMeter("cpu") as meter:
         out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
-        compute.forward(tile, q, k, k)
-        compute.backward(tile, q, k, k, out, out, lse)
+        compute.attend([tile], q, k, k, Accumulator(q, 8))
+        compute.attend_grad([tile], q, k, k, compute.final(out, out, lse), GradientSum(q), KeyGradients(k, k))
     assert 2**20 < meter.peak < 64 * 2**20, f"{meter.peak / 2**20:.1f} MiB"
 
 

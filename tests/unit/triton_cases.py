@@ -10,12 +10,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from megatron.context_parallel.attention.kernels.base import Final, Scores
+from megatron.context_parallel.attention.kernels.sums import Accumulator, GradientSum, KeyGradients
 from megatron.context_parallel.attention.kernels.triton_kernels import triton_call
-from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import (
-    attend_tiles,
-    attend_tiles_grad,
-    delta,
-)
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import TritonKernel
 from megatron.context_parallel.layout.masks import Causal, Mask
 from megatron.context_parallel.layout.spans import Spans, positions
 from megatron.context_parallel.layout.tiles import tiles
@@ -84,22 +82,18 @@ def computed(case: Case, x: Tensors) -> dict[str, Tensor]:
         return torch.full(shape, fill, device=device)
 
     out, lse = sums((s, case.b, case.h, case.dv), torch.nan), sums((s, case.b, case.h), -torch.inf)
-    common = {
-        "scale": case.d**-0.5,
-        "mask": case.mask,
-        "slopes": None if case.slopes is None else torch.tensor(case.slopes),
-        "softcap": case.softcap,
-        "dropout": case.dropout,
-    }
-    todo = [tiles(case.q_at, at, case.mask) for at in case.blocks]
+    slopes = None if case.slopes is None else torch.tensor(case.slopes, device=device)
+    scores = Scores(case.d**-0.5, case.mask, slopes, dropout=case.dropout, softcap=case.softcap)
+    todo, kernel = [tiles(case.q_at, at, case.mask) for at in case.blocks], TritonKernel()
     for some, k, v in zip(todo, x.k, x.v):
-        attend_tiles(some, x.q, k, v, out_SBHD=out, lse_SBH=lse, **common)
-    grads = {"dq": sums(x.q.shape), "dk": [sums(k.shape) for k in x.k], "dv": [sums(v.shape) for v in x.v]}
-    final = {"dout": x.dout, "lse": lse, "delta_SBH": delta(out, x.dout)}
-    for some, k, v, dk, dv in zip(todo, x.k, x.v, grads["dk"], grads["dv"]):
-        attend_tiles_grad(some, x.q, k, v, **final, dq=grads["dq"], dk=dk, dv=dv, **common)
+        kernel.attend(some, x.q, k, v, scores, Accumulator(x.q, case.dv, out, lse))
+    dq, totals = sums(x.q.shape), [sums((*k.shape[:3], case.d + case.dv)) for k in x.k]
+    final = Final(x.dout, None, lse, kernel.delta(out, x.dout))
+    for some, k, v, total in zip(todo, x.k, x.v, totals):
+        kernel.attend_grad(some, x.q, k, v, scores, final, GradientSum(x.q, dq), KeyGradients(k, v, total))
+    dk, dv = torch.cat(totals).split((case.d, case.dv), dim=3)
     out = torch.where(lse.isneginf()[..., None], 0.0, out)  # undefined for queries in no tile
-    return {"out": out, "lse": lse, "dq": grads["dq"], "dk": torch.cat(grads["dk"]), "dv": torch.cat(grads["dv"])}
+    return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
 def truth(case: Case, x: Tensors) -> dict[str, Tensor]:

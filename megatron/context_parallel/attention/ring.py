@@ -14,12 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels.base import accumulation_dtype
-from megatron.context_parallel.attention.merge import KeyGradients, packed, unpacked
+from megatron.context_parallel.attention.kernels.sums import KeyGradients, accumulation_dtype, packed, unpacked
 from megatron.context_parallel.attention.ring_plan import Hop, RingPlan
 from megatron.context_parallel.layout.grid import Axis
-from megatron.context_parallel.layout.spans import Span, Spans, count, place, positions_of
-from megatron.context_parallel.layout.tiles import Tiles
+from megatron.context_parallel.layout.spans import Spans, count, place
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ class KeyBlock:
         k, v: [rows, b, heads, d].
         hop: which rows they are, and the tiles.
         kv: k and v packed in one tensor, if the block was received.
-        grads: sums of the block's gradients.
+        grads: sums of the gradients of these rows, from this rank's tiles.
     """
 
     k: Tensor
@@ -88,36 +86,25 @@ class KeyBlock:
     kv: Tensor | None = None
     grads: KeyGradients | None = None
 
-    @property
-    def tiles(self) -> Tiles:
-        return self.hop.tiles
-
-    @property
-    def numbering(self) -> tuple[Spans, Spans]:
-        """What :meth:`at` depends on."""
-        return self.hop.held, self.grads.rows
-
-    def add(self, rows: Span, dk_SBHD: Tensor, dv_SBHD: Tensor) -> None:
-        """Add gradients; ``rows`` are numbered within the held rows, like the rows of tiles."""
-        first = 0
-        for start, stop in positions_of([rows], self.hop.held):
-            part = slice(first, first + stop - start)
-            self.grads.add((start, stop), dk_SBHD[part], dv_SBHD[part])
-            first = part.stop
-
-    def at(self, rows: Span) -> Span:
-        """Where the gradients of ``rows``, counted within the held rows, are in the sums."""
-        return self.grads.at(*positions_of([rows], self.hop.held))
-
-    def sums(self) -> tuple[Tensor, Tensor]:
-        """dk and dv so far, in fp32 (fp64), to be added to in place."""
-        return self.grads.sums()
-
     def pick(self, wanted: Spans) -> Tensor:
         """Rows of keys and values, packed; a view where possible."""
         spans = [slice(*place(span, self.hop.held)) for span in wanted]
         parts = [packed(self.k[at], self.v[at]) if self.kv is None else self.kv[at] for at in spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def grads_of(self, rows: Spans, before: Spans, arrived: Tensor | None) -> Tensor:
+        """The gradients of ``rows``, packed: those that ``arrived`` for the rows ``before``, and this rank's own."""
+        held, needed = self.hop.held, self.hop.needed
+        if not before and rows == held:
+            return self.grads.packed()
+        total = arrived
+        if rows != before:
+            total = arrived.new_zeros((count(rows), *arrived.shape[1:]))
+            for span in before:
+                total[slice(*place(span, rows))] = arrived[slice(*place(span, before))]
+        for span in needed:
+            total[slice(*place(span, rows))] += self.grads.packed()[slice(*place(span, held))]
+        return total
 
 
 class RingSource:
@@ -145,22 +132,25 @@ class RingSource:
             if kv is None:
                 block = KeyBlock(k, v, step.hop, None, own)
             else:
-                block = KeyBlock(*unpacked(kv, k.size(3)), step.hop, kv, KeyGradients(k, v, step.grads_out.rows))
+                keys = unpacked(kv, k.size(3))
+                block = KeyBlock(*keys, step.hop, kv, KeyGradients(*keys))
             keys_moving, kv = self._pass_on(block, step, row)
-            if block.tiles:
+            if block.hop.tiles:
                 yield block
             grads_moving.wait()
-            _add_rows(block.grads, *coming)
             grads_moving = _Transfer(self.axis)
             if step.grads_out.rows:
-                grads_moving.send(block.grads.packed(), step.grads_out)
+                grads_moving.send(block.grads_of(step.grads_out.rows, *coming), step.grads_out)
             if step.grads_home.rows:
                 home = step.grads_home.rows, grads_moving.receive(step.grads_home, k, row, wide)
             coming = step.grads_in.rows, grads_moving.receive(step.grads_in, k, row, wide)
             grads_moving.start()
             keys_moving.wait()
         grads_moving.wait()
-        _add_rows(own, *home)
+        first = 0
+        for start, stop in home[0]:  # rows of this rank's block, one after another
+            own.add((start, stop), *unpacked(home[1][first : first + stop - start], k.size(3)))
+            first += stop - start
 
     def _pass_on(self, block: KeyBlock, step: Step, row: tuple[int, ...]) -> tuple[_Transfer, Tensor]:
         """Start to send a block to the next rank and to receive the next step's block, which is complete after wait."""
@@ -170,14 +160,6 @@ class RingSource:
         arriving = moving.receive(step.keys_in, block.k, row, block.k.dtype)
         moving.start()
         return moving, arriving
-
-
-def _add_rows(grads: KeyGradients | None, rows: Spans, arrived: Tensor | None) -> None:
-    """Add received gradients, which hold ``rows`` one after another."""
-    first = 0
-    for start, stop in rows:
-        grads.add((start, stop), *unpacked(arrived[first : first + stop - start], grads.key_dim))
-        first += stop - start
 
 
 class _Transfer:
@@ -236,8 +218,9 @@ class GatherSource:
         kv = packed(k, v)
         gathered = kv.new_empty((self.axis.size * k.size(0), *kv.shape[1:]))
         dist.all_gather_into_tensor(gathered, kv, group=self.axis.group)
-        grads = None if own is None else KeyGradients(k, v, self.hop.held)
-        yield KeyBlock(*unpacked(gathered, k.size(3)), self.hop, gathered, grads)
+        keys = unpacked(gathered, k.size(3))
+        grads = None if own is None else KeyGradients(*keys)
+        yield KeyBlock(*keys, self.hop, gathered, grads)
         if own is not None:
             total = grads.packed()
             mine = total.new_empty((k.size(0), *total.shape[1:]))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from itertools import accumulate
 from typing import Any
 
@@ -31,6 +31,7 @@ class Hop:
     grads_in: Spans  # rows whose gradients arrive from the previous rank
     grads_out: Spans  # rows whose gradients this rank sends
     grads_to: int  # the rank that receives grads_out: the next one, or the block's home
+    needed: Spans = ()  # rows that the tiles read; all rows on a ring of one rank
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,19 @@ class RingPlan:
         return sum(tile.pairs for hop in self.hops for tile in hop.tiles)
 
 
+def once(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator of a plan's methods: the result for each combination of arguments is kept."""
+
+    @wraps(method)
+    def kept(self: AttentionPlan, *args: Hashable, **options: Hashable) -> Any:
+        key = method.__name__, args, *options.items()
+        if key not in self.known:
+            self.known[key] = method(self, *args, **options)
+        return self.known[key]
+
+    return kept
+
+
 class AttentionPlan:
     """Everything that attention derives from a layout and a mask. Each part is made when it is first asked for.
 
@@ -64,15 +78,10 @@ class AttentionPlan:
 
     def __init__(self, layout: SequenceLayout, mask: Mask, key_layout: SequenceLayout | None = None) -> None:
         self.layout, self.mask, self.key_layout = layout, mask, key_layout or layout
-        self._known: dict[Hashable, Any] = {}
+        self.known: dict[Hashable, Any] = {}
+        self._shared: dict[Hashable, Any] = {}  # of all tiles
 
-    def _once(self, make: Callable[..., Any], *args: Hashable) -> Any:
-        """``make(*args)``, which is called once for each ``args``."""
-        key = make.__name__, *args
-        if key not in self._known:
-            self._known[key] = make(*args)
-        return self._known[key]
-
+    @once
     def ring(self, *, chunk: int | None = None, query_chunk: int | None = None, rank: int | None = None) -> RingPlan:
         """The hops of ring rank ``rank`` (default: this one): its queries against the keys of all ranks.
 
@@ -83,66 +92,61 @@ class AttentionPlan:
             chunk: only the keys of this chunk of every rank (FPDT); default: all.
             query_chunk: only the queries of this chunk of every rank; default: all.
         """
-        return self._once(self._ring, chunk, query_chunk, self.layout.grid.ring.rank if rank is None else rank)
+        rank = self.layout.grid.ring.rank if rank is None else rank
+        queries, keys = _blocks(self.layout, query_chunk), _blocks(self.key_layout, chunk)
+        return _plan(queries[rank], keys, self._tiles, self._paths(chunk, query_chunk), rank)
 
+    @once
     def gathered(self) -> Hop:
         """One block with the keys of all ring ranks, in the order of an all-gather over the ring."""
-        return self._once(self._gathered)
-
-    def between(self, query: int, key: int, ring: int) -> Tiles:
-        """The tiles between a query chunk of this rank and key chunk ``key`` of ring rank ``ring``, perhaps none."""
-        return self._once(self._between, query, key, ring)
-
-    def keys_of(self, query: int) -> list[int]:
-        """The key chunks that a query chunk meets; on a ring, those that it meets on any pair of ranks."""
-        return self._once(self._keys_of, query)
-
-    def queries_of(self, key: int, ring: int) -> list[int]:
-        """The query chunks that meet key chunk ``key`` of ring rank ``ring``."""
-        return [query for query in range(self.layout.chunks) if self.between(query, key, ring)]
-
-    def last_keys(self) -> list[int]:
-        """For each query chunk the last key chunk, of any ring rank, that it meets; 0 if it meets none."""
-        return self._once(self._last_keys)
-
-    def _ring(self, chunk: int | None, query_chunk: int | None, rank: int) -> RingPlan:
-        paths = self._once(self._paths, chunk, query_chunk)
-        queries, keys = _blocks(self.layout, query_chunk), _blocks(self.key_layout, chunk)
-        return _plan(queries[rank], keys, self.mask, paths, rank)
-
-    def _paths(self, chunk: int | None, query_chunk: int | None) -> dict[int, list[_Path]]:
-        keys = _blocks(self.key_layout, chunk)
-        alone = len(keys) == 1  # then nothing is sent
-        needed = [[((0, count(keys[0])),)]] if alone else _needed(self._once(self._reach, query_chunk), keys)
-        return {step: [_Path(needed[home], home, step) for home in range(len(needed))] for step in (1, -1)}
-
-    def _reach(self, query_chunk: int | None) -> list[Spans]:
-        length = self.key_layout.seq_length
-        return [reach(spans, self.mask, length) for spans in _blocks(self.layout, query_chunk)]
-
-    def _gathered(self) -> Hop:
         ring = self.layout.grid.ring
         spans = tuple(span for rank in range(ring.size) for span in self.key_layout.ring_spans(rank))
-        computed = tiles(self.layout.ring_spans(ring.rank), spans, self.mask)
+        computed = self._tiles(self.layout.ring_spans(ring.rank), spans)
         return Hop(ring.rank, ((0, count(spans)),), computed, (), (), (), ring.rank)
 
-    def _between(self, query: int, key: int, ring: int) -> Tiles:
+    @once
+    def between(self, query: int, key: int, ring: int) -> Tiles:
+        """The tiles between a query chunk of this rank and key chunk ``key`` of ring rank ``ring``, perhaps none."""
         spans = self.layout.chunk_spans
-        return tiles(spans(query, self.layout.grid.ring.rank), spans(key, ring), self.mask)
+        return self._tiles(spans(query, self.layout.grid.ring.rank), spans(key, ring))
 
-    def _keys_of(self, query: int) -> list[int]:
+    @once
+    def keys_of(self, query: int) -> list[int]:
+        """The key chunks that a query chunk meets; on a ring, those that it meets on any pair of ranks."""
         chunks, ring = range(self.layout.chunks), self.layout.grid.ring
         if ring.size == 1:
             return [key for key in chunks if self.between(query, key, ring.rank)]
         return [key for key in chunks if self.ring(chunk=key, query_chunk=query).needed]
 
-    def _last_keys(self) -> list[int]:
+    @once
+    def queries_of(self, key: int, ring: int) -> list[int]:
+        """The query chunks that meet key chunk ``key`` of ring rank ``ring``."""
+        return [query for query in range(self.layout.chunks) if self.between(query, key, ring)]
+
+    @once
+    def last_keys(self) -> list[int]:
+        """For each query chunk the last key chunk, of any ring rank, that it meets; 0 if it meets none."""
         last = [0] * self.layout.chunks
         for key in range(self.layout.chunks):
             for ring in range(self.layout.grid.ring.size):
                 for query in self.queries_of(key, ring):
                     last[query] = key
         return last
+
+    def _tiles(self, queries: Spans, keys: Spans) -> Tiles:
+        return tiles(queries, keys, self.mask).sharing(self._shared)
+
+    @once
+    def _paths(self, chunk: int | None, query_chunk: int | None) -> dict[int, list[_Path]]:
+        keys = _blocks(self.key_layout, chunk)
+        alone = len(keys) == 1  # then nothing is sent
+        needed = [[((0, count(keys[0])),)]] if alone else _needed(self._reach(query_chunk), keys)
+        return {step: [_Path(needed[home], home, step) for home in range(len(needed))] for step in (1, -1)}
+
+    @once
+    def _reach(self, query_chunk: int | None) -> list[Spans]:
+        length = self.key_layout.seq_length
+        return [reach(spans, self.mask, length) for spans in _blocks(self.layout, query_chunk)]
 
 
 def attention_plan(layout: SequenceLayout, mask: Mask, key_layout: SequenceLayout | None = None) -> AttentionPlan:
@@ -176,7 +180,13 @@ def _blocks(layout: SequenceLayout, chunk: int | None) -> Blocks:
     return tuple(spans(rank) for rank in range(layout.grid.ring.size))
 
 
-def _plan(queries: Spans, keys: Blocks, mask: Mask, paths: dict[int, list[_Path]], rank: int) -> RingPlan:
+def _plan(
+    queries: Spans,
+    keys: Blocks,
+    tiles_of: Callable[[Spans, Spans], Tiles],
+    paths: dict[int, list[_Path]],
+    rank: int,
+) -> RingPlan:
     size = len(keys)
     step = min(paths, key=lambda step: sum(path.sent for path in paths[step]))
     hops = []
@@ -184,7 +194,7 @@ def _plan(queries: Spans, keys: Blocks, mask: Mask, paths: dict[int, list[_Path]
         home = (rank - step * hop) % size
         path = paths[step][home]
         held = path.carried[hop] if hop else ((0, count(keys[home])),)
-        computed = tiles(queries, keys[home], mask) if path.stops[hop] else Tiles()
+        computed = tiles_of(queries, keys[home]) if path.stops[hop] else Tiles()
         active = 0 < hop <= path.last
         hops.append(
             Hop(
@@ -195,6 +205,7 @@ def _plan(queries: Spans, keys: Blocks, mask: Mask, paths: dict[int, list[_Path]
                 grads_in=path.touched[hop - 1] if active else (),
                 grads_out=path.touched[hop] if active else (),
                 grads_to=(rank + step) % size if hop < path.last else home,
+                needed=path.stops[hop],
             )
         )
     own = paths[step][rank]

@@ -26,10 +26,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron.context_parallel.attention.attend import attend_all, attend_all_grad
-from megatron.context_parallel.attention.kernels.base import accumulation_dtype
+from megatron.context_parallel.attention.kernels.sums import accumulation_dtype
 from megatron.context_parallel.attention.ring import RingSource
 from megatron.context_parallel.attention.ring_plan import attention_plan
-from megatron.context_parallel.attention.tile import AttentionRule, TileKernel
+from megatron.context_parallel.attention.rule import AttentionRule, TileKernel
 from megatron.context_parallel.attention.ulysses import (
     head_plan,
     heads_to_sequence,

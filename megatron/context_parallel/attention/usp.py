@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.context_parallel.attention.attend import tiled_attention
 from megatron.context_parallel.attention.ring import GatherSource, RingSource
 from megatron.context_parallel.attention.ring_plan import attention_plan
-from megatron.context_parallel.attention.tile import AttentionRule, one_dtype
+from megatron.context_parallel.attention.rule import AttentionRule, one_dtype
 from megatron.context_parallel.attention.ulysses import ulysses_attention
 from megatron.context_parallel.layout.masks import Causal, Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
@@ -47,7 +47,7 @@ def attention(
         mask: which keys a query attends to; one mask, or a sequence with one for each sample of the batch.
         key_layout: layout of the keys if they come from another sequence (cross-attention); default ``layout``.
         kernel, scale, alibi_slopes, mask_cpu_threshold, dropout, gather_keys, softcap, sinks: see
-            :class:`~megatron.context_parallel.attention.tile.AttentionRule`.
+            :class:`~megatron.context_parallel.attention.rule.AttentionRule`.
 
     Returns:
         [s_local, b, heads, head size of v], in the dtype of q; 0 for a query that attends to nothing. Under autocast

@@ -18,7 +18,7 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megatron.context_parallel.attention.tile import AttentionRule
+from megatron.context_parallel.attention.rule import AttentionRule
 from megatron.context_parallel.core.gpt_dropout import ATTENTION, FFN, HiddenDropout, ModelDropout, stream_of
 from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
 from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer

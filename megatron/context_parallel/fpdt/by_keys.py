@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron.context_parallel.attention.merge import Accumulator, GradientSum, KeyGradients
+from megatron.context_parallel.attention.kernels.base import Final
+from megatron.context_parallel.attention.kernels.sums import Accumulator, GradientSum, KeyGradients
 from megatron.context_parallel.attention.ring import KeyBlock
 from megatron.context_parallel.fpdt.chunk_pass import ChunkPass, attend_chunks, attend_chunks_grad
 from megatron.context_parallel.fpdt.host_store import HiddenStates
@@ -25,7 +26,7 @@ def forward(run: ChunkPass, y: HiddenStates | None) -> None:
                 q = kept["q", query]
                 result = Accumulator(q, run.work.value_dim, kept.get(("sum", query)), kept.get(("sum_lse", query)))
                 computed = run.plan.between(query, key, block.hop.source).within(block.hop.held)
-                attend_chunks(computed, q, block.k, block.v, kernel=run.work.kernel, result=result)
+                attend_chunks(run.work.kernel, computed, q, block.k, block.v, result)
                 # In the sum's dtype from the start, because the store writes later sums in the same memory.
                 store.put(("sum", query), result.out_SBHD.to(result.sum_dtype))
                 store.put(("sum_lse", query), result.lse_SBH)
@@ -53,7 +54,7 @@ def backward(run: ChunkPass, dy: HiddenStates) -> None:
         dout, residual = run.work.output_grad(loaded["out", chunk], x, dy_chunk, chunk)
         run.work.add_sinks_grad(dout, loaded["out", chunk], loaded.get(("lse", chunk)))
         store.put(("dout", chunk), dout)
-        delta = run.work.kernel.delta(loaded["out", chunk], dout)
+        delta = run.work.kernel.final(dout, loaded["out", chunk], None).delta
         if delta is not None:  # then out is not needed any more
             store.put(("delta", chunk), delta)
             store.drop(("out", chunk))
@@ -71,7 +72,7 @@ def backward(run: ChunkPass, dy: HiddenStates) -> None:
 def _key_grads(run: ChunkPass, key: int, kv: Tensor) -> Tensor:
     """dk and dv of a key chunk. Adds dq of this rank's query chunks that meet it to the sums in the store."""
     k, v = run.work.unpacked(kv)
-    own = KeyGradients(k, v, ((0, k.size(0)),))
+    own = KeyGradients(k, v)
     for block in run.ring(key).blocks(k, v, own):
         queries = run.plan.queries_of(key, block.hop.source)
         names = [[(name, query) for name in ("q", "dout", "out", "delta", "lse", "dq")] for query in queries]
@@ -84,8 +85,7 @@ def _pair_grads(run: ChunkPass, query: int, key: int, block: KeyBlock, loaded: d
     """The gradients of one pair of chunks; a separate function, so that its tensors are freed before the next pair."""
     q, dout, lse = (loaded.pop((name, query)) for name in ("q", "dout", "lse"))
     out, delta = (loaded.pop((name, query), None) for name in ("out", "delta"))
-    final = {"dout_SBHD": dout, "out_SBHD": out, "lse_SBH": lse, "delta_SBH": delta}
-    dq = GradientSum(q, q.size(0), loaded.pop(("dq", query), None))
+    dq = GradientSum(q, loaded.pop(("dq", query), None))
     computed = run.plan.between(query, key, block.hop.source).within(block.hop.held)
-    attend_chunks_grad(computed, q, block.k, block.v, **final, kernel=run.work.kernel, dq=dq, dkv=block)
+    attend_chunks_grad(run.work.kernel, computed, q, block.k, block.v, Final(dout, out, lse, delta), dq, block.grads)
     run.store.put(("dq", query), dq.finish().to(dq.sum_dtype))  # in the sum's dtype, as in the forward pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron.context_parallel.attention.merge import Accumulator, GradientSum, KeyGradients
+from megatron.context_parallel.attention.kernels.sums import Accumulator, GradientSum, KeyGradients
 from megatron.context_parallel.fpdt.chunk_pass import ChunkPass, attend_chunks, attend_chunks_grad
 from megatron.context_parallel.fpdt.host_store import HiddenStates
 
@@ -30,7 +30,7 @@ def forward(run: ChunkPass, y: HiddenStates | None) -> None:
             result = Accumulator(q, run.work.value_dim)
             for key, loaded in zip(keys, store.walk([[("kv", key)] for key in keys], fresh)):
                 for block in run.ring(key, query).blocks(*run.work.unpacked(loaded["kv", key])):
-                    attend_chunks(block.tiles, q, block.k, block.v, kernel=run.work.kernel, result=result)
+                    attend_chunks(run.work.kernel, block.hop.tiles, q, block.k, block.v, result)
             run.finish(query, result, x if query == chunk else None, y)
             if not run.saving:
                 store.drop(("q", query))
@@ -69,13 +69,11 @@ def _query_grads(
     q, out, lse = (loaded.pop((name, query)) for name in ("q", "out", "lse"))
     dout, residual = run.work.output_grad(out, x, dy, query)
     run.work.add_sinks_grad(dout, out, lse)
-    delta = run.work.kernel.delta(out, dout)
-    final = {"dout_SBHD": dout, "out_SBHD": out, "lse_SBH": lse, "delta_SBH": delta}
-    dq, own = GradientSum(q, q.size(0)), None
+    final, dq, own = run.work.kernel.final(dout, out, lse), GradientSum(q), None
     for key, pair in zip(keys, coming):
         k, v = run.work.unpacked(pair.pop(("kv", key)))
-        dkv = KeyGradients(k, v, ((0, k.size(0)),), pair.pop(("dkv", key), None))
-        attend_chunks_grad(run.plan.between(query, key, 0), q, k, v, **final, kernel=run.work.kernel, dq=dq, dkv=dkv)
+        dkv = KeyGradients(k, v, pair.pop(("dkv", key), None))
+        attend_chunks_grad(run.work.kernel, run.plan.between(query, key, 0), q, k, v, final, dq, dkv)
         if last and key == query:
             own = dkv.packed()
         else:

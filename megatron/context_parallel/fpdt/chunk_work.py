@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.attention.attend import sinks_grad
-from megatron.context_parallel.attention.merge import packed, unpacked
-from megatron.context_parallel.attention.tile import AttentionRule, TileKernel, one_dtype
+from megatron.context_parallel.attention.kernels.sums import packed, unpacked
+from megatron.context_parallel.attention.rule import AttentionRule, TileKernel, one_dtype
 from megatron.context_parallel.attention.ulysses import heads_to_sequence, sequence_to_heads, sequence_to_heads_grad
 from megatron.context_parallel.fpdt.chunked_ffn import GradientSums, Replay, even_spans
 from megatron.context_parallel.fpdt.host_store import HiddenStates, Offload

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels.base import accumulation_dtype
+from megatron.context_parallel.attention.kernels.sums import accumulation_dtype
 from megatron.context_parallel.fpdt.host_store import HiddenStates, Offload
 from megatron.context_parallel.layout.spans import Span
 from megatron.platform.autograd import SameAutocast, once_differentiable, refuse_transforms

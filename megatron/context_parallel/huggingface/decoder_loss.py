@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from megatron.context_parallel.attention.kernels.base import accumulation_dtype
+from megatron.context_parallel.attention.kernels.sums import accumulation_dtype
 from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
 from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
 from megatron.context_parallel.huggingface.rank_batch import IGNORED

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megatron.context_parallel.attention.tile import AttentionRule
+from megatron.context_parallel.attention.rule import AttentionRule
 from megatron.context_parallel.attention.usp import attention_by_rule
 from megatron.context_parallel.huggingface.rank_batch import Part
 from megatron.context_parallel.positions.position_dropout import Dropout
@@ -48,7 +48,7 @@ class Call:
     Attributes:
         window: keys that a query sees, itself included; None: all before it.
         layer: its number in the model.
-        scale, softcap, sinks: see :class:`~megatron.context_parallel.attention.tile.AttentionRule`.
+        scale, softcap, sinks: see :class:`~megatron.context_parallel.attention.rule.AttentionRule`.
         dropout: current probability.
     """
 

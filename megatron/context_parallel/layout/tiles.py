@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megatron.context_parallel.layout.masks import Band, Mask
 from megatron.context_parallel.layout.spans import Span, Spans, joined, numbered, place, positions_of, split, union
@@ -20,8 +19,7 @@ from megatron.decisions.division import NARROW
 Kind = Literal["full", "causal", "anticausal"]
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """Rows ``q`` of the query block against rows ``k`` of the key block (local row numbers).
 
     Attributes:
@@ -58,11 +56,22 @@ class Tiles(tuple[Tile, ...]):
             self.__dict__[key] = make()
         return self.__dict__[key]
 
+    @property
+    def shared(self) -> dict[Hashable, Any]:
+        """What was derived from rows alone. A plan gives all its tiles one: chunks and hops often have equal rows."""
+        return self.derived("shared", dict)
+
     def within(self, held: Spans) -> Tiles:
         """The same tiles with key rows that count within ``held``, the rows of the key block that are kept."""
         if len(held) == 1 and held[0][0] == 0:
             return self
-        return self.derived(held, lambda: Tiles(replace(tile, k=place(tile.k, held)) for tile in self))
+        moved = (tile._replace(k=place(tile.k, held)) for tile in self)
+        return self.derived(held, lambda: Tiles(moved).sharing(self.shared))
+
+    def sharing(self, shared: dict[Hashable, Any]) -> Tiles:
+        """These tiles with ``shared``, that of other tiles."""
+        self.__dict__["shared"] = shared
+        return self
 
     def __reduce__(self) -> tuple:  # without what was derived
         return Tiles, (tuple(self),)
@@ -80,15 +89,17 @@ def tiles(q_spans: Spans, k_spans: Spans, mask: Mask) -> Tiles:
     if not keys:
         return Tiles()
     all_keys = (starts[0], max(stops))
-    pieces = []
+    pieces, pairwise = [], mask.pairwise
     for q_row, q in numbered(q_spans):
+        down = q_row - q[0]
         for band in mask.bands(q, all_keys):
             first, stop = band.keys
             for k_row, k in keys[bisect_right(stops, first) : bisect_left(starts, stop)]:
+                right = k_row - k[0]
                 for part in band.clip(k):
                     for q_at, k_at, kind, masked in _cut(part):
-                        rows = _local(q_at, q, q_row), _local(k_at, k, k_row)
-                        pieces.append(Tile(*rows, kind, masked or mask.pairwise, (q_at,), (k_at,)))
+                        rows = (q_at[0] + down, q_at[1] + down), (k_at[0] + right, k_at[1] + right)
+                        pieces.append(Tile(*rows, kind, masked or pairwise, (q_at,), (k_at,)))
     return Tiles(_merge(pieces))
 
 
@@ -146,24 +157,20 @@ def reach(q_spans: Spans, mask: Mask, keys: int) -> Spans:
     return union(span for span in spans if span[0] < span[1])
 
 
-def _local(part: Span, span: Span, first_row: int) -> Span:
-    return part[0] - span[0] + first_row, part[1] - span[0] + first_row
-
-
 def _merge(pieces: list[Tile]) -> list[Tile]:
     """Join tiles, for fewer kernel calls: full ones in a row, triangles on a diagonal, and full ones in a column."""
     wide: list[Tile] = []
     for tile in sorted(pieces, key=lambda t: (t.q, t.masked, t.k)):
         last = wide[-1] if wide else None
-        if last and _both_full(last, tile) and last.q == tile.q and last.k[1] == tile.k[0]:
-            wide[-1] = replace(last, k=(last.k[0], tile.k[1]), k_at=joined(last.k_at + tile.k_at))
+        if last and last.q == tile.q and last.k[1] == tile.k[0] and _both_full(last, tile):
+            wide[-1] = last._replace(k=(last.k[0], tile.k[1]), k_at=joined(last.k_at + tile.k_at))
         else:
             wide.append(tile)
     tall: list[Tile] = []
     for tile in sorted(_join_triangles(wide), key=lambda t: (t.kind, t.masked, t.k, t.q)):
         last = tall[-1] if tall else None
-        if last and _both_full(last, tile) and last.k == tile.k and last.q[1] == tile.q[0]:
-            tall[-1] = replace(last, q=(last.q[0], tile.q[1]), q_at=joined(last.q_at + tile.q_at))
+        if last and last.k == tile.k and last.q[1] == tile.q[0] and _both_full(last, tile):
+            tall[-1] = last._replace(q=(last.q[0], tile.q[1]), q_at=joined(last.q_at + tile.q_at))
         else:
             tall.append(tile)
     return tall
@@ -185,7 +192,7 @@ def _join_triangles(pieces: list[Tile]) -> list[Tile]:
             continue
         del full[below.q, below.k[1], below.masked]
         if below.k[0] < last.k[0]:
-            rest = replace(below, k=(below.k[0], last.k[0]), k_at=_at(below.k_at, (below.k[0], last.k[0]), below.k))
+            rest = below._replace(k=(below.k[0], last.k[0]), k_at=_at(below.k_at, (below.k[0], last.k[0]), below.k))
             full[rest.q, rest.k[1], rest.masked] = rest
         squares[-1] = Tile(
             (last.q[0], tile.q[1]),

@@ -128,8 +128,8 @@ def ring_forward(a: Attended, strategy: Strategy) -> list[Segment]:
 def merges(strategy: Strategy, size: float) -> tuple[Kernel, Kernel]:
     """(casts of an output of ``size`` numbers to fp32 and back, merge of another output into it).
 
-    A merge (attention/merge.py) computes a difference, weights it and subtracts it; each of these kernels reads and
-    writes fp32. The papers' programs are assumed to use one kernel.
+    A merge (attention/kernels/sums.py) computes a difference, weights it and subtracts it; each of these kernels reads
+    and writes fp32. The papers' programs are assumed to use one kernel.
     """
     one = BF16 + 2 * FP32
     first, other = (2 * (BF16 + FP32), one + 5 * FP32) if strategy.fused else (one, one)

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatron.context_parallel.attention.merge import Accumulator, GradientSum, KeyGradients
-from megatron.context_parallel.attention.ring import KeyBlock
-from megatron.context_parallel.attention.tile import TileKernel
+from megatron.context_parallel.attention.kernels.base import Final
+from megatron.context_parallel.attention.kernels.sums import Accumulator, GradientSum, KeyGradients
+from megatron.context_parallel.attention.rule import TileKernel
 from megatron.context_parallel.fpdt import chunked_loss
 from megatron.context_parallel.fpdt.chunk_pass import attend_chunks, attend_chunks_grad
 from megatron.context_parallel.fpdt.chunk_work import ChunkWork
@@ -300,13 +300,13 @@ def replayed_chunks(recorder: Recorder) -> Iterator[None]:
 
 def _attend(cache: CallCache, attend: Callable) -> Callable:
     @wraps(attend)
-    def run(tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, *, kernel: TileKernel, result: Accumulator) -> None:
+    def run(kernel: TileKernel, tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, result: Accumulator) -> None:
         if _needs_pair_mask(kernel, tiles):
-            attend(tiles, q, k, v, kernel=kernel, result=result)
+            attend(kernel, tiles, q, k, v, result)
             return
 
         def run_call() -> tuple[Tensor | None, Tensor | None]:
-            attend(tiles, q, k, v, kernel=kernel, result=result)
+            attend(kernel, tiles, q, k, v, result)
             return result.out_SBHD, result.lse_SBH
 
         def put(outs: Sequence[Tensor | None]) -> None:
@@ -321,39 +321,35 @@ def _attend(cache: CallCache, attend: Callable) -> Callable:
 def _attend_grad(cache: CallCache, attend_grad: Callable) -> Callable:
     @wraps(attend_grad)
     def run(
+        kernel: TileKernel,
         tiles: Tiles,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *,
-        kernel: TileKernel,
+        final: Final,
         dq: GradientSum,
-        dkv: KeyGradients | KeyBlock,
-        **final: Tensor | None,
+        dkv: KeyGradients,
     ) -> None:
-        sums = dkv.grads if isinstance(dkv, KeyBlock) else dkv
         if _needs_pair_mask(kernel, tiles):
-            attend_grad(tiles, q, k, v, kernel=kernel, dq=dq, dkv=dkv, **final)
+            attend_grad(kernel, tiles, q, k, v, final, dq, dkv)
             return
 
         def run_call() -> tuple[Tensor | None, ...]:
-            attend_grad(tiles, q, k, v, kernel=kernel, dq=dq, dkv=dkv, **final)
-            return dq.total, sums.total, sums.dk.total, sums.dv.total
+            attend_grad(kernel, tiles, q, k, v, final, dq, dkv)
+            return dq.total, dkv.total, dkv.dk.total, dkv.dv.total
 
         def put(outs: Sequence[Tensor | None]) -> None:
-            dq.total, sums.total, sums.dk.total, sums.dv.total = outs
+            dq.total, dkv.total, dkv.dk.total, dkv.dv.total = outs
 
-        held = dkv.hop.held if isinstance(dkv, KeyBlock) else None
-        key = "attend_grad", _shapes(tiles), dq.rows, sums.rows, held, *final
-        given = [q, k, v, *final.values(), dq.total, sums.total, sums.dk.total, sums.dv.total]
-        cache.call(kernel, key, given, run_call, put)
+        given = [q, k, v, *final, dq.total, dkv.total, dkv.dk.total, dkv.dv.total]
+        cache.call(kernel, ("attend_grad", _shapes(tiles)), given, run_call, put)
 
     return run
 
 
 def _needs_pair_mask(kernel: TileKernel, tiles: Tiles) -> bool:
     """Whether the work of pairs depends on their positions."""
-    return kernel.slopes is not None or kernel.dropout is not None or tiles.masked
+    return kernel.scores.slopes is not None or kernel.scores.dropout is not None or tiles.masked
 
 
 def _shapes(tiles: Tiles) -> tuple:

@@ -24,13 +24,13 @@ PACKAGE = "megatron/context_parallel/"
 FILES = {
     "positions/rope": "RoPE",
     "attention/ulysses": "all-to-all: packing, unpacking",
-    "attention/merge": "attention: merges, sums, casts",
+    "attention/kernels/sums": "attention: merges, sums, casts",
     "attention/attend": "attention: merges, sums, casts",
     "attention/ring": "ring: buffers",
     "attention/": "attention: copies around its kernels",
     "fpdt/": "FPDT: copies, sums",
 }
-FUNCTIONS = {"packed": "ring: buffers"}  # of attention/merge.py
+FUNCTIONS = {"packed": "ring: buffers"}  # of attention/kernels/sums.py
 # For other operations: the names that the recorder gives them, by purpose.
 NAMES = {
     "norm": "rms_norm rms_norm_backward native_layer_norm native_layer_norm_backward",

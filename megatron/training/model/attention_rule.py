@@ -8,7 +8,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from megatron.context_parallel.attention.tile import AttentionRule
+from megatron.context_parallel.attention.rule import AttentionRule
 from megatron.context_parallel.layout.block_sparse import (
     BigBirdBlocks,
     BlockList,

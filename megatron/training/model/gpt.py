@@ -13,9 +13,10 @@ from megatron.context_parallel.core.gpt_dropout import EMBEDDING, HiddenDropout
 from megatron.context_parallel.core.learned_positions import PartitionedEmbedding
 from megatron.context_parallel.core.spec import AttentionSettings, ChunkSettings
 from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
-from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy, chunked_token_scores
+from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
 from megatron.context_parallel.layout.documents import samples
 from megatron.context_parallel.layout.grid import Axis
+from megatron.training.model.token_scores import chunked_token_scores
 
 
 class LongContextGPT(GPTModel):

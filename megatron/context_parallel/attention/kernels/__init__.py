@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local attention kernels, one file for each: (out, lse) of a tile, and its gradients from the final out and lse.
+"""Local attention kernels, one file for each: they add lists of tiles to out and lse, or to dq, dk and dv.
 
-base.py has their interface. A new kernel needs a file in this folder and a line in megatron/decisions/kernel_order.py,
-which names all kernels and the order in which `auto` tries them.
+base.py has their contract, sums.py the sums; tile_by_tile.py and fused_kernel.py adapt kernels of one tile. A new
+kernel needs a file in this folder and a line in megatron/decisions/kernel_order.py, which names all kernels and the
+order in which `auto` tries them.
 
 - math_kernel.py: plain PyTorch, the reference; cpu_kernel.py: PyTorch's flash attention for CPUs
 - flash_kernel.py, cudnn_kernel.py: fused kernels of PyTorch; flash_attn_kernel.py: those of the package flash-attn

@@ -18,28 +18,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron.context_parallel.attention.kernels.base import (
-    ROW_MASK_BYTES,
-    AnyMask,
-    Capability,
-    RowMask,
-    accumulation_dtype,
-    bias_rows,
-    check_tile,
-    compact,
-    dropout_of,
-    lse_for_backward,
-    mask_rows,
-    row_blocks,
-    softcap_of,
-)
+from megatron.context_parallel.attention.kernels.base import ROW_MASK_BYTES, Capability
+from megatron.context_parallel.attention.kernels.fused_kernel import compact
 from megatron.context_parallel.attention.kernels.math_kernel import MathKernel
+from megatron.context_parallel.attention.kernels.sums import accumulation_dtype
+from megatron.context_parallel.attention.kernels.tile_by_tile import RowMask, TileByTile, lse_for_backward, row_blocks
 
 MATH = MathKernel()
-MASK_BYTES = 64 * 2**20  # a tile with a larger additive mask is computed in blocks of rows
 
 
-class CpuKernel:
+class CpuKernel(TileByTile):
     """Supports fp32, fp64, bf16, fp16, grouped heads and masks. It is the default on a machine without a GPU."""
 
     name = "cpu"
@@ -51,19 +39,17 @@ class CpuKernel:
     def why_not(self, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         if device.type != "cpu":
             return "needs tensors on the CPU"
-        if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            return "needs fp64, fp32, bf16 or fp16"
-        return None
+        return MATH.why_not(device=device, dtype=dtype, head_dim=head_dim)
 
     def why_not_on(self, capability: Capability, dtype: torch.dtype, head_dim: int) -> str | None:
         return "needs tensors on the CPU"
 
     def forward(
-        self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: AnyMask, scale: float
+        self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: RowMask | None, scale: float
     ) -> tuple[Tensor, Tensor]:
-        if dropout_of(mask) or softcap_of(mask):
+        if mask is not None and (mask.dropout or mask.softcap):
             return MATH.forward(q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask, scale=scale)
-        mask = check_tile(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
+        self.check_tile(q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
         value_dim = v_BHSD.shape[3]
         q, k, v = _one_size(compact(q_BHSD), compact(k_BHSD), compact(v_BHSD))
         if mask is None:
@@ -92,13 +78,13 @@ class CpuKernel:
         lse_BHS: Tensor,
         *,
         causal: bool,
-        mask: AnyMask,
+        mask: RowMask | None,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if dropout_of(mask) or softcap_of(mask):
+        if mask is not None and (mask.dropout or mask.softcap):
             tensors = (dout_BHSD, q_BHSD, k_BHSD, v_BHSD, out_BHSD, lse_BHS)
             return MATH.backward(*tensors, causal=causal, mask=mask, scale=scale)
-        mask = check_tile(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
+        self.check_tile(q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
         tensors = (q_BHSD, k_BHSD, v_BHSD, out_BHSD.to(q_BHSD.dtype))
         q, k, v, out, dout = _one_size(*(compact(x) for x in tensors), dout_BHSD.to(q_BHSD.dtype))
         lse = lse_for_backward(lse_BHS, accumulation_dtype(q.dtype))
@@ -129,16 +115,12 @@ def _one_size(*tensors: Tensor) -> list[Tensor]:
     return [x if x.shape[3] == size else functional.pad(x, (0, size - x.shape[3])) for x in tensors]
 
 
-def _blocks(q: Tensor, k: Tensor, causal: bool, mask: Tensor | RowMask):
+def _blocks(q: Tensor, k: Tensor, causal: bool, mask: RowMask):
     """(first row, end row, number of keys, boolean mask of these pairs or None, bias or None), block by block."""
     sq, sk = q.shape[2], k.shape[2]
-    if isinstance(mask, RowMask):
-        blocks = row_blocks(sq, mask.bytes_per_row(sk, q.dtype.itemsize), ROW_MASK_BYTES)
-    else:
-        blocks = row_blocks(sq, mask.shape[0] * mask.shape[1] * sk * q.dtype.itemsize, MASK_BYTES)
-    for start, end in blocks:
+    for start, end in row_blocks(sq, mask.bytes_per_row(sk, q.dtype.itemsize), ROW_MASK_BYTES):
         keys = end if causal else sk
-        yield start, end, keys, mask_rows(mask, causal, start, end, keys, q.device), bias_rows(mask, start, end, keys)
+        yield start, end, keys, mask.allowed_rows(causal, start, end, keys, q.device), mask.bias_rows(start, end, keys)
 
 
 def _additive(allowed: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -147,6 +129,6 @@ def _additive(allowed: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -
     It is computed as ``1 - 1 / allowed``, which is ten times as fast on the CPU as `masked_fill`.
     """
     if allowed is None:
-        return bias.to(dtype)
+        return bias.to(dtype)[None]
     additive = allowed.view(torch.uint8).to(dtype).reciprocal_().neg_().add_(1)
-    return additive if bias is None else bias.to(dtype).add_(additive)
+    return additive if bias is None else bias.to(dtype).add_(additive)[None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cuDNN's fused attention, through PyTorch. It supports grouped heads, but no masks.
+"""cuDNN's fused attention, through PyTorch.
 
 cuDNN makes a plan on the host for each new combination of shapes and strides, and keeps it. This is cheap if tiles have
 few different shapes.
@@ -9,36 +9,25 @@ from __future__ import annotations
 
 import functools
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels.base import (
-    AnyMask,
-    Capability,
-    backward_in_pieces,
-    check_tile,
-    forward_in_pieces,
-    gpu_reason,
-    is_half,
-)
+from megatron.context_parallel.attention.kernels.base import Capability
+from megatron.context_parallel.attention.kernels.fused_kernel import FusedKernel
 from megatron.context_parallel.attention.kernels.math_kernel import MathKernel
-from megatron.decisions.kernel_order import SHORTER_HEADS, lacks
+from megatron.decisions.kernel_order import SHORTER_HEADS
+
+MATH = MathKernel()
 
 
-class CudnnKernel:
-    """bf16 and fp16; reads strided tensors in place. Tiles with one query or one key use the math kernel."""
+class CudnnKernel(FusedKernel):
+    """Tiles with one query or one key use the math kernel."""
 
     name = "cudnn"
-    supports_mask = False
-    supports_dropout = False
-    supports_softcap = False
-    supports_value_dim = False
 
-    def why_not(self, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        reason = gpu_reason(device) or self.why_not_on(torch.cuda.get_device_capability(device), dtype, head_dim)
-        if reason is not None:
-            return reason
+    def missing(self, device: torch.device, head_dim: int) -> str | None:
         version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else 0
         if version < 90000:
             return "needs cuDNN 9 or newer"
@@ -49,71 +38,56 @@ class CudnnKernel:
         return None
 
     def why_not_on(self, capability: Capability, dtype: torch.dtype, head_dim: int) -> str | None:
-        reason = lacks(self.name, capability, head_dim, half=is_half(dtype))
+        reason = super().why_not_on(capability, dtype, head_dim)
         if reason is None and torch.are_deterministic_algorithms_enabled():
             return "is not deterministic"
         return reason
 
-    def forward(
-        self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: AnyMask, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        check_tile(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
-        if min(q_BHSD.shape[2], k_BHSD.shape[2]) == 1:
-            return MathKernel().forward(q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=None, scale=scale)
-
-        def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            out, lse, *_ = _forward(q, k, v, None, True, 0.0, causal, scale=scale)
-            return out, lse.view(q.shape[:3])
-
-        return forward_in_pieces(call, q_BHSD, k_BHSD, v_BHSD)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+        kernel = MATH if _single(q, k) else super()
+        return kernel.forward(q, k, v, **how)
 
     def backward(
-        self,
-        dout_BHSD: Tensor,
-        q_BHSD: Tensor,
-        k_BHSD: Tensor,
-        v_BHSD: Tensor,
-        out_BHSD: Tensor,
-        lse_BHS: Tensor,
-        *,
-        causal: bool,
-        mask: AnyMask,
-        scale: float,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **how: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        check_tile(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
-        if min(q_BHSD.shape[2], k_BHSD.shape[2]) == 1:
-            return MathKernel().backward(
-                dout_BHSD, q_BHSD, k_BHSD, v_BHSD, out_BHSD, lse_BHS, causal=causal, mask=None, scale=scale
-            )
-        # The random state, which is not used without dropout.
-        unused = torch.empty((), dtype=torch.int64, device=q_BHSD.device)
-        four_dims = _lse_dims(q_BHSD.device, q_BHSD.dtype) == 4
+        kernel = MATH if _single(q, k) else super()
+        return kernel.backward(dout, q, k, v, out, lse, **how)
 
-        def call(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor):
-            return _backward(
-                dout,
-                q,
-                k,
-                v,
-                out,
-                lse.unsqueeze(-1) if four_dims else lse,
-                philox_seed=unused,
-                philox_offset=unused,
-                attn_bias=None,
-                cum_seq_q=None,
-                cum_seq_k=None,
-                max_q=q.shape[2],
-                max_k=k.shape[2],
-                dropout_p=0.0,
-                is_causal=causal,
-                scale=scale,
-            )
+    def call(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = _forward(q, k, v, None, True, 0.0, causal, scale=scale)
+        return out, lse.view(q.shape[:3])
 
-        return backward_in_pieces(call, dout_BHSD, q_BHSD, k_BHSD, v_BHSD, out_BHSD, lse_BHS)
+    def call_grad(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        unused = torch.empty((), dtype=torch.int64, device=q.device)  # the random state of dropout
+        return _backward(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse.unsqueeze(-1) if _lse_dims(q.device, q.dtype) == 4 else lse,
+            philox_seed=unused,
+            philox_offset=unused,
+            attn_bias=None,
+            cum_seq_q=None,
+            cum_seq_k=None,
+            max_q=q.shape[2],
+            max_k=k.shape[2],
+            dropout_p=0.0,
+            is_causal=causal,
+            scale=scale,
+        )
 
 
 _forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+
+
+def _single(q_BHSD: Tensor, k_BHSD: Tensor) -> bool:
+    """Whether there is one query or one key."""
+    return min(q_BHSD.shape[2], k_BHSD.shape[2]) == 1
 
 
 @functools.cache

@@ -17,86 +17,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels.base import (
-    AnyMask,
-    Capability,
-    backward_in_pieces,
-    check_tile,
-    forward_in_pieces,
-    gpu_reason,
-    is_half,
-)
-from megatron.decisions.kernel_order import lacks
+from megatron.context_parallel.attention.kernels.fused_kernel import FusedKernel
 
 
-class FlashAttnKernel:
-    """bf16 and fp16; reads strided tensors in place; supports grouped heads, but no masks."""
+class FlashAttnKernel(FusedKernel):
+    """The package's kernel for this GPU."""
 
     name = "flash_attn"
-    supports_mask = False
-    supports_dropout = False
-    supports_softcap = False
-    supports_value_dim = False
 
-    def why_not(self, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        reason = gpu_reason(device) or self.why_not_on(torch.cuda.get_device_capability(device), dtype, head_dim)
-        if reason is not None:
-            return reason
+    def missing(self, device: torch.device, head_dim: int) -> str | None:
         library = _library(torch.cuda.get_device_capability(device) == (9, 0))
         return library if isinstance(library, str) else None
 
-    def why_not_on(self, capability: Capability, dtype: torch.dtype, head_dim: int) -> str | None:
-        return lacks(self.name, capability, head_dim, half=is_half(dtype))
+    def call(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        results = _call(
+            _library_for(q)._flash_attn_forward,
+            **{name: x.transpose(1, 2) for name, x in (("q", q), ("k", k), ("v", v))},
+            **_options(causal, scale),
+            return_softmax=False,
+        )
+        return results[0].transpose(1, 2), _find_lse(results, q)
 
-    def forward(
-        self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: AnyMask, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        check_tile(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
-        library = _library_for(q_BHSD)
-
-        def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            results = _call(
-                library._flash_attn_forward,
-                **{name: x.transpose(1, 2) for name, x in (("q", q), ("k", k), ("v", v))},
-                **_options(causal, scale),
-                return_softmax=False,
-            )
-            return results[0].transpose(1, 2), _find_lse(results, q)
-
-        return forward_in_pieces(call, q_BHSD, k_BHSD, v_BHSD)
-
-    def backward(
-        self,
-        dout_BHSD: Tensor,
-        q_BHSD: Tensor,
-        k_BHSD: Tensor,
-        v_BHSD: Tensor,
-        out_BHSD: Tensor,
-        lse_BHS: Tensor,
-        *,
-        causal: bool,
-        mask: AnyMask,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        check_tile(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
-        library = _library_for(q_BHSD)
-
-        def call(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor):
-            dq, dk, dv = (torch.empty_like(x.transpose(1, 2)) for x in (q, k, v))  # [b, s, h, d], written in place
-            inputs = {"dout": dout, "q": q, "k": k, "v": v, "out": out}
-            _call(
-                library._flash_attn_backward,
-                **{name: x.transpose(1, 2) for name, x in inputs.items()},
-                softmax_lse=lse,
-                dq=dq,
-                dk=dk,
-                dv=dv,
-                **_options(causal, scale),
-                deterministic=torch.are_deterministic_algorithms_enabled(),
-            )
-            return tuple(x.transpose(1, 2) for x in (dq, dk, dv))
-
-        return backward_in_pieces(call, dout_BHSD, q_BHSD, k_BHSD, v_BHSD, out_BHSD, lse_BHS)
+    def call_grad(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, ...]:
+        grads = [torch.empty_like(x.transpose(1, 2)) for x in (q, k, v)]  # [b, s, h, d], written in place
+        inputs = {"dout": dout, "q": q, "k": k, "v": v, "out": out}
+        _call(
+            _library_for(q)._flash_attn_backward,
+            **{name: x.transpose(1, 2) for name, x in inputs.items()},
+            softmax_lse=lse,
+            **dict(zip(("dq", "dk", "dv"), grads)),
+            **_options(causal, scale),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return tuple(x.transpose(1, 2) for x in grads)
 
 
 def _options(causal: bool, scale: float) -> dict[str, Any]:

@@ -12,21 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels.base import (
-    ROW_MASK_BYTES,
-    AnyMask,
-    Capability,
-    RowMask,
-    accumulation_dtype,
-    bias_rows,
-    check_tile,
-    dropout_of,
-    empty_out,
-    lse_for_backward,
-    mask_rows,
-    row_blocks,
-    softcap_of,
-)
+from megatron.context_parallel.attention.kernels.base import ROW_MASK_BYTES, Capability
+from megatron.context_parallel.attention.kernels.sums import accumulation_dtype
+from megatron.context_parallel.attention.kernels.tile_by_tile import RowMask, TileByTile, lse_for_backward, row_blocks
 
 SCORE_BYTES = {"cpu": 2**21, "cuda": 2**26}  # limit for a block's scores; a few buffers of this size exist at once
 FEW_ROWS = 128  # a block with fewer rows has only one head
@@ -35,7 +23,7 @@ FEWEST_ROWS = 16  # of a block on a CPU, for any number of keys, so that product
 Block = tuple[slice, slice, slice]
 
 
-class MathKernel:
+class MathKernel(TileByTile):
     """Computes in fp32 for bf16 and fp16 inputs, and in the inputs' dtype for fp32 and fp64."""
 
     name = "math"
@@ -53,24 +41,25 @@ class MathKernel:
         return None
 
     def forward(
-        self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: AnyMask, scale: float
+        self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: RowMask | None, scale: float
     ) -> tuple[Tensor, Tensor]:
-        mask = check_tile(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
-        dtype, dropout, softcap = accumulation_dtype(q_BHSD.dtype), dropout_of(mask), softcap_of(mask)
+        self.check_tile(q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
+        mask, dtype = mask or RowMask(), accumulation_dtype(q_BHSD.dtype)
+        dropout, softcap = mask.dropout, mask.softcap
         k_all, v_all = k_BHSD.to(dtype).contiguous(), v_BHSD.to(dtype).contiguous()
-        out = empty_out(q_BHSD, v_BHSD)
+        out = q_BHSD.new_empty((q_BHSD.size(2), *q_BHSD.shape[:2], v_BHSD.size(3))).permute(1, 2, 0, 3)
         lse = torch.empty(q_BHSD.shape[:3], dtype=dtype, device=q_BHSD.device)
         for start, end, keys, heads_at_once in _blocks(q_BHSD, k_all, causal, mask):
             rows = slice(start, end)
-            allowed = mask_rows(mask, False, start, end, keys, q_BHSD.device)
-            bias = bias_rows(mask, start, end, keys)
+            allowed = mask.allowed_rows(False, start, end, keys, q_BHSD.device)
+            bias = mask.bias_rows(start, end, keys)
             for batch, heads, key_heads in heads_at_once:
                 k, v = k_all[batch, key_heads, :keys], v_all[batch, key_heads, :keys]
                 q = _fold(q_BHSD[batch, heads, rows].to(dtype), k)
                 p = _products(q, k, scale, end - start)
                 if softcap:
                     p.div_(softcap).tanh_().mul_(softcap)
-                _mask_(p, _part(allowed, batch, heads), _part(bias, batch, heads), causal)
+                _mask_(p, allowed, None if bias is None else bias[heads], causal)
                 top = p.amax(-1, keepdim=True)
                 top.masked_fill_(top == float("-inf"), 0.0)  # rows without keys
                 total = p.sub_(top).exp_().sum(-1, keepdim=True)
@@ -92,18 +81,19 @@ class MathKernel:
         lse_BHS: Tensor,
         *,
         causal: bool,
-        mask: AnyMask,
+        mask: RowMask | None,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        mask = check_tile(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
-        dtype, dropout, softcap = accumulation_dtype(q_BHSD.dtype), dropout_of(mask), softcap_of(mask)
+        self.check_tile(q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
+        mask, dtype = mask or RowMask(), accumulation_dtype(q_BHSD.dtype)
+        dropout, softcap = mask.dropout, mask.softcap
         k_all, v_all = k_BHSD.to(dtype).contiguous(), v_BHSD.to(dtype).contiguous()
         lse = lse_for_backward(lse_BHS, dtype)
         dq, dk_all, dv_all = torch.empty_like(q_BHSD), torch.zeros_like(k_all), torch.zeros_like(v_all)
         for start, end, keys, heads_at_once in _blocks(q_BHSD, k_all, causal, mask):
             rows = slice(start, end)
-            allowed = mask_rows(mask, False, start, end, keys, q_BHSD.device)
-            bias = bias_rows(mask, start, end, keys)
+            allowed = mask.allowed_rows(False, start, end, keys, q_BHSD.device)
+            bias = mask.bias_rows(start, end, keys)
             for batch, heads, key_heads in heads_at_once:
                 k, v = k_all[batch, key_heads, :keys], v_all[batch, key_heads, :keys]
                 q, dout = _fold(q_BHSD[batch, heads, rows].to(dtype), k), dout_BHSD[batch, heads, rows].to(dtype)
@@ -113,7 +103,7 @@ class MathKernel:
                     p.div_(softcap).tanh_()
                     slope = 1 - p * p  # derivative of the cap
                     p.mul_(softcap)
-                _mask_(p, _part(allowed, batch, heads), _part(bias, batch, heads), causal)
+                _mask_(p, allowed, None if bias is None else bias[heads], causal)
                 p.sub_(lse[batch, heads, rows].unsqueeze(-1)).exp_()
                 dout = _fold(dout, k)
                 weights = p  # the weights that multiply v
@@ -128,7 +118,7 @@ class MathKernel:
         return dq, dk_all.to(k_BHSD.dtype), dv_all.to(v_BHSD.dtype)
 
 
-def _blocks(q: Tensor, k: Tensor, causal: bool, mask: AnyMask) -> Iterator[tuple[int, int, int, list[Block]]]:
+def _blocks(q: Tensor, k: Tensor, causal: bool, mask: RowMask) -> Iterator[tuple[int, int, int, list[Block]]]:
     """(first row, end row, number of keys that these rows can see, [(batch, query heads, key heads)]).
 
     The outer loop is over rows, so that masks are computed once for all heads.
@@ -152,7 +142,7 @@ def _blocks(q: Tensor, k: Tensor, causal: bool, mask: AnyMask) -> Iterator[tuple
             for low, high in cuts
         ]
     rows = max(limit // (row * at_once), FEWEST_ROWS if k.device.type == "cpu" else 1)
-    if isinstance(mask, RowMask):
+    if mask.allowed or mask.bias:
         rows = min(rows, max(ROW_MASK_BYTES // mask.bytes_per_row(keys, k.dtype.itemsize), 1))
     for start, end in row_blocks(sq, 1, rows):
         yield start, end, end if causal else keys, heads
@@ -161,14 +151,6 @@ def _blocks(q: Tensor, k: Tensor, causal: bool, mask: AnyMask) -> Iterator[tuple
 def _add_product(total: Tensor, a: Tensor, b: Tensor, factor: float = 1.0) -> None:
     """``total += factor * a^T b`` for [b, hk, n, d] of contiguous heads, [b, hk, r, n] and [b, hk, r, d]."""
     total.flatten(0, 1).baddbmm_(a.flatten(0, 1).mT, b.flatten(0, 1), alpha=factor)
-
-
-def _part(x: Tensor | None, batch: slice, heads: slice) -> Tensor | None:
-    """The part of ``x``, which broadcasts to [b, h, rows, keys], for these samples and heads."""
-    if x is None:
-        return None
-    x = x if x.size(0) == 1 else x[batch]
-    return x if x.size(1) == 1 else x[:, heads]
 
 
 def _fold(x: Tensor, k: Tensor) -> Tensor:

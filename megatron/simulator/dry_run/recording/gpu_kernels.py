@@ -19,7 +19,9 @@ from torch.optim import adam
 
 from megatron.context_parallel.attention import kernels
 from megatron.context_parallel.attention.kernels import KERNELS, math_kernel
-from megatron.context_parallel.attention.kernels.base import PAIR_BYTES, Kernel
+from megatron.context_parallel.attention.kernels.base import PAIR_BYTES, Final, Kernel, Scores
+from megatron.context_parallel.attention.kernels.sums import Accumulator, GradientSum, KeyGradients
+from megatron.context_parallel.attention.kernels.tile_by_tile import TileByTile
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles import groups
 from megatron.context_parallel.fpdt import chunked_loss
 from megatron.context_parallel.fpdt.host_store import HostPool, Offload
@@ -111,7 +113,7 @@ def simulated_kernel(
     return SimulatedFused(recorder, chosen) if chosen in FUSED_ATTENTION else KERNELS[chosen]
 
 
-class SimulatedFused:
+class SimulatedFused(TileByTile):
     """A fused attention kernel, simulated by PyTorch's flash attention, whose shapes fake tensors know."""
 
     def __init__(self, recorder: Recorder, name: str) -> None:
@@ -137,12 +139,11 @@ class SimulatedTriton:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
 
-    def attend(
-        self, tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, *, out_SBHD: Tensor, lse_SBH: Tensor, **_: Any
-    ) -> None:
-        """One launch for each of `groups`; see `kernels.base.TilesKernel`."""
+    def attend(self, tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, scores: Scores, result: Accumulator) -> None:
+        """One launch for each of `groups`; see `kernels.base.Kernel`."""
+        sums = result.sums()
         for group in groups(tiles):
-            self._price(group, 4.0, q, k, moved=(q, k, v, *(out_SBHD, lse_SBH) * 2))
+            self._price(group, 4.0, q, k, moved=(q, k, v, *sums * 2))
 
     def attend_grad(
         self,
@@ -150,20 +151,16 @@ class SimulatedTriton:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *,
-        dout: Tensor,
-        lse: Tensor,
-        delta_SBH: Tensor,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        **_: Any,
+        scores: Scores,
+        final: Final,
+        dq: GradientSum,
+        dkv: KeyGradients,
     ) -> None:
         """Two launches that both compute scores and their gradients: 6 and 8 FLOPs, where a single kernel has 10."""
-        final = (dout, lse, delta_SBH)
+        read, of_q, of_kv = (q, k, v, final.dout, final.lse, final.delta), (dq.sum(),) * 2, dkv.sums() * 2
         for group in groups(tiles):
-            self._price(group, 6.0, q, k, moved=(q, k, v, *final, dq, dq), backward=True)
-            self._price(group, 8.0, q, k, moved=(q, k, v, *final, dk, dk, dv, dv), backward=True, reads_mask=False)
+            self._price(group, 6.0, q, k, moved=(*read, *of_q), backward=True)
+            self._price(group, 8.0, q, k, moved=(*read, *of_kv), backward=True, reads_mask=False)
 
     def delta(self, out: Tensor, dout: Tensor) -> Tensor:
         """Row sums of ``dout * out``, fp32 [s, b, h]."""

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles import Side, groups, pack, places, walk
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles import Side, pack, places, walk
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.tiles import Tiles
 from megatron.context_parallel.positions.position_dropout import LANES, Dropout
@@ -143,79 +143,6 @@ class Launch:
 LOG2E = 1.4426950408889634
 
 
-def attend_tiles(
-    tiles: Tiles,
-    q_SBHD: Tensor,
-    k_SBHD: Tensor,
-    v_SBHD: Tensor,
-    *,
-    scale: float,
-    out_SBHD: Tensor,
-    lse_SBH: Tensor,
-    mask: Mask | None = None,
-    slopes: Tensor | None = None,
-    softcap: float | None = None,
-    dropout: Dropout | None = None,
-) -> None:
-    """Compute all tiles between a query block and a key block, and merge them into ``out`` and ``lse`` in place.
-
-    It is one launch, unless the bits of masked tiles need more than `triton_tiles.BITS_AT_ONCE` bytes.
-
-    Args:
-        tiles: their row numbers are indices into q, and into k and v.
-        q_SBHD: [s, b, heads, d]; k_SBHD: [t, b, kv_heads, d]; v_SBHD: [t, b, kv_heads, dv]. Any strides.
-        scale: factor on q @ k^T, above 0.
-        out_SBHD, lse_SBH: fp32 [s, b, heads, dv] and [s, b, heads], any strides: the output for all keys so far and
-            their log-sum-exp (natural logarithm). For a query without any key lse is -inf, and out is not read.
-        mask: evaluated for the pairs of masked tiles.
-        slopes: of ALiBi, fp32 [heads]: ``slope * |distance|`` is subtracted from each score.
-        softcap: scores become ``softcap * tanh(score / softcap)``, before ALiBi.
-        dropout: of the weights, for these samples and heads.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit.
-    """
-    scores = {"scale": float(scale), "mask": mask, "slopes": slopes, "softcap": softcap, "dropout": dropout}
-    call = Call(q_SBHD, k_SBHD, v_SBHD, **scores)
-    for group in groups(tiles):
-        call.forward(group, out_SBHD, lse_SBH).run()
-
-
-def attend_tiles_grad(
-    tiles: Tiles,
-    q_SBHD: Tensor,
-    k_SBHD: Tensor,
-    v_SBHD: Tensor,
-    *,
-    dout: Tensor,
-    lse: Tensor,
-    delta_SBH: Tensor,
-    scale: float,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    mask: Mask | None = None,
-    slopes: Tensor | None = None,
-    softcap: float | None = None,
-    dropout: Dropout | None = None,
-) -> None:
-    """The backward pass of :func:`attend_tiles`: add the tiles' gradients to sums in place.
-
-    One launch for dq and one for dk and dv. The result is deterministic.
-
-    Args:
-        dout: [s, b, heads, dv], any strides.
-        lse: the *final* lse, merged over all tiles of these queries, fp32 [s, b, heads].
-        delta_SBH: :func:`delta` of the final output, fp32 [s, b, heads].
-        dq, dk, dv: the sums, fp32 in the shapes of q, k, v, with any strides.
-    """
-    scores = {"scale": float(scale), "mask": mask, "slopes": slopes, "softcap": softcap, "dropout": dropout}
-    call = Call(q_SBHD, k_SBHD, v_SBHD, **scores)
-    for group in groups(tiles):
-        for launch in call.backward(group, dout, lse, delta_SBH, dq, dk, dv):
-            launch.run()
-
-
 def delta(out_SBHD: Tensor, dout_SBHD: Tensor) -> Tensor:
     """``sum(dout * out)`` over the last dimension, fp32 [s, b, heads], of the final output."""
     s, b, h, d = out_SBHD.shape
@@ -240,6 +167,8 @@ class Call:
     """The common arguments of forward and backward; makes the launches.
 
     Attributes:
+        q: [s, b, heads, d]; k: [t, b, kv_heads, d]; v: [t, b, kv_heads, dv]. Any strides.
+        scale, mask, slopes, softcap, dropout: see `kernels.base.Scores`.
         capability: of the GPU, 80, 90, ..; None: the interpreter. Default (-1): that of the tensors' device.
     """
 

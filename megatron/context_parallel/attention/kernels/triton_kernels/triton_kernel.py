@@ -7,18 +7,16 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels.base import AnyMask, Capability, check_tile, gpu_reason
-from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import (
-    attend_tiles,
-    attend_tiles_grad,
-    delta,
-    interpreted,
-)
-from megatron.context_parallel.layout.tiles import Tile, Tiles
+from megatron.context_parallel.attention.kernels.base import Capability, Final, Scores, gpu_reason
+from megatron.context_parallel.attention.kernels.sums import Accumulator, GradientSum, KeyGradients
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import Call, delta, interpreted
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles import groups
+from megatron.context_parallel.layout.tiles import Tiles
 from megatron.decisions.kernel_order import LARGEST_HEAD, too_old
 
 OLDEST = (3, 4)
@@ -34,7 +32,6 @@ class TritonKernel:
     supports_value_dim = True
 
     def why_not(self, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        """``head_dim``: the larger head size of keys and values."""
         missing = missing_triton()
         if missing is not None:
             return missing
@@ -50,65 +47,38 @@ class TritonKernel:
     def why_not_on(self, capability: Capability, dtype: torch.dtype, head_dim: int) -> str | None:
         return _tensor_reason(dtype, head_dim) or too_old(capability)
 
-    attend = staticmethod(attend_tiles)
-    attend_grad = staticmethod(attend_tiles_grad)
+    def attend(self, tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, scores: Scores, result: Accumulator) -> None:
+        call = Call(q, k, v, **_options(scores))
+        for group in groups(tiles):
+            call.forward(group, *result.sums()).run()
+
+    def attend_grad(
+        self,
+        tiles: Tiles,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scores: Scores,
+        final: Final,
+        dq: GradientSum,
+        dkv: KeyGradients,
+    ) -> None:
+        call = Call(q, k, v, **_options(scores))
+        for group in groups(tiles):
+            for launch in call.backward(group, final.dout, final.lse, final.delta, dq.sum(), *dkv.sums()):
+                launch.run()
+
     delta = staticmethod(delta)
 
-    def forward(
-        self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: AnyMask, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        _check_plain(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
-        q, k, v = (x.permute(2, 0, 1, 3) for x in (q_BHSD, k_BHSD, v_BHSD))
-        out = torch.zeros(*q.shape[:3], v.size(3), dtype=torch.float32, device=q.device)
-        lse = torch.full(q.shape[:3], float("-inf"), dtype=torch.float32, device=q.device)
-        attend_tiles(_one_tile(q, k, causal), q, k, v, scale=scale, out_SBHD=out, lse_SBH=lse)
-        return out.to(q.dtype).permute(1, 2, 0, 3), lse.permute(1, 2, 0)
 
-    def backward(
-        self,
-        dout_BHSD: Tensor,
-        q_BHSD: Tensor,
-        k_BHSD: Tensor,
-        v_BHSD: Tensor,
-        out_BHSD: Tensor,
-        lse_BHS: Tensor,
-        *,
-        causal: bool,
-        mask: AnyMask,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        _check_plain(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
-        dout, q, k, v, out = (x.permute(2, 0, 1, 3) for x in (dout_BHSD, q_BHSD, k_BHSD, v_BHSD, out_BHSD))
-        sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)]
-        attend_tiles_grad(
-            _one_tile(q, k, causal),
-            q,
-            k,
-            v,
-            dout=dout,
-            lse=lse_BHS.permute(2, 0, 1),
-            delta_SBH=delta(out, dout),
-            scale=scale,
-            **dict(zip(("dq", "dk", "dv"), sums)),
-        )
-        return tuple(total.to(x.dtype).permute(1, 2, 0, 3) for total, x in zip(sums, (q, k, v)))
+def _options(scores: Scores) -> dict[str, Any]:
+    return {name: getattr(scores, name) for name in ("scale", "mask", "slopes", "softcap", "dropout")}
 
 
 def _tensor_reason(dtype: torch.dtype, head_dim: int) -> str | None:
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return "needs fp32, bf16 or fp16"
     return f"needs a head dimension of at most {LARGEST_HEAD}" if head_dim > LARGEST_HEAD else None
-
-
-def _check_plain(kernel: TritonKernel, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: AnyMask) -> None:
-    check_tile(kernel, q, k, v, causal=causal, mask=mask)
-    if mask is not None:
-        raise ValueError("the attention kernel triton supports masks in attend(), not in forward(): use attend()")
-
-
-def _one_tile(q_SBHD: Tensor, k_SBHD: Tensor, causal: bool) -> Tiles:
-    rows = (0, q_SBHD.size(0)), (0, k_SBHD.size(0))
-    return Tiles([Tile(*rows, "causal" if causal else "full", False, *((span,) for span in rows))])
 
 
 @functools.cache

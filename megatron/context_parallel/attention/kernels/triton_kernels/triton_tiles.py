@@ -6,14 +6,13 @@ of one side therefore meets consecutive rows of the other. Ranges that all rows 
 kernel computes them without checks. The others, at both ends and along a diagonal, are *edges*, where the kernel
 compares each pair. In *masked* tiles it also reads a bit for each pair.
 
-All of this is arithmetic on a few small arrays in host memory, and kept with the tiles, which all layers share.
+All of this is arithmetic on a few small arrays in host memory, and kept with the plan, which all layers share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -54,16 +53,22 @@ class Walk:
 def walk(tiles: Tiles, side: Side, rows: int, block: int, step: int, device: torch.device) -> Walk:
     """The walk for one side, ``rows`` rows in blocks of ``block``, over the other side in steps of ``step``."""
     sizes = side, rows, block, step, device
-    return tiles.derived(sizes, lambda: _walk(tiles.derived("geometry", lambda: _geometry(tiles)), *sizes))
+
+    def shared() -> Walk:
+        key = geometry(tiles), *sizes
+        if key not in tiles.shared:
+            tiles.shared[key] = _walk(*key)
+        return tiles.shared[key]
+
+    return tiles.derived(sizes, shared)
 
 
-def _geometry(tiles: Tiles) -> bytes:
+def geometry(tiles: Tiles) -> bytes:
     """The tiles' rows, kinds and whether they are masked. Chunks and hops of a regular mask often have the same."""
-    rows = [(*tile.q, *tile.k, KINDS.index(tile.kind), tile.masked) for tile in tiles]
-    return np.array(rows, np.int64).tobytes()
+    rows = ((*tile.q, *tile.k, KINDS.index(tile.kind), tile.masked) for tile in tiles)
+    return tiles.derived("geometry", lambda: np.array([*rows], np.int64).tobytes())
 
 
-@lru_cache(maxsize=1024)
 def _walk(geometry: bytes, side: Side, rows: int, block: int, step: int, device: torch.device) -> Walk:
     t = _table(geometry, side)
     first = t["a0"] // block
@@ -116,7 +121,7 @@ def _table(geometry: bytes, side: Side) -> dict[str, np.ndarray]:
 
 
 def _int32(x: np.ndarray, device: torch.device) -> Tensor:
-    """``x`` on the device. Waits for the copy, because cached results may be used on any stream."""
+    """``x`` on the device. Waits for the copy, because walks may be used on any stream."""
     return torch.from_numpy(x.astype(np.int32)).to(device)
 
 

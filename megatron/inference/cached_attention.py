@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention core of a model for generation: it caches keys and values (attention/kv_cache.py)."""
+"""The attention core of a model for generation: it caches keys and values (kv_cache.py)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from megatron.context_parallel.attention.kv_cache import CachePlan, LayerCache, decode_attention, prefill_attention
 from megatron.context_parallel.core.spec import ContextParallelAttention
 from megatron.context_parallel.positions.rope import rotary_angles
+from megatron.inference.kv_cache import CachePlan, LayerCache, decode_attention, prefill_attention
 from megatron.platform.streams import to_device
 
 

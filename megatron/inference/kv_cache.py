@@ -9,17 +9,15 @@ The tiles, and therefore masks and ALiBi, are those of training (layout/tiles.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.context_parallel.attention.attend import attend
-from megatron.context_parallel.attention.merge import Accumulator
-from megatron.context_parallel.attention.tile import AttentionRule
+from megatron.context_parallel.attention.kernels.sums import Accumulator
+from megatron.context_parallel.attention.rule import AttentionRule
 from megatron.context_parallel.attention.ulysses import head_plan, ulysses_attention
 from megatron.context_parallel.attention.usp import local_attention
 from megatron.context_parallel.layout.masks import Mask
@@ -45,6 +43,7 @@ class CachePlan:
     layout: SequenceLayout
     lengths: tuple[int, ...]
     decoded: int
+    _tiles: dict[tuple, list[tuple[slice, Tiles]]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def groups(self) -> list[tuple[slice, int]]:
         """Samples whose prompts have the same length, and that length."""
@@ -77,6 +76,21 @@ class CachePlan:
         for first in range(ring * TURN, decoded, TURN * self.layout.grid.ring.size):
             turns.append((length + first, length + min(first + TURN, decoded)))
         return joined((*self.prompt_spans(length, ring), *turns))
+
+    def step_tiles(self, step: int, ring: int, mask: Mask) -> list[tuple[slice, Tiles]]:
+        """For each group of samples, the tiles between its ``step``-th decoded token and what ring rank ``ring`` keeps.
+
+        The layers of a step share them.
+        """
+        key = step, ring, mask
+        if key not in self._tiles:
+            if any(known[0] != step for known in self._tiles):
+                self._tiles.clear()
+            self._tiles[key] = [
+                (samples, tiles(((length + step, length + step + 1),), self.spans(length, step + 1, ring), mask))
+                for samples, length in self.groups()
+            ]
+        return self._tiles[key]
 
     def rows(self, ring: int) -> int:
         """Rows of one sample's cache on ring rank ``ring``."""
@@ -153,10 +167,10 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, cache: LayerCache, step
     longest = max(cache.plan.lengths) + step + 1
     kernel = rule.tile_kernel(q_here, grid.ulysses, longest, v.size(3))
     outs, lses = [], []
-    for samples, own in step_tiles(cache.plan, grid.ring.rank, step, rule.mask):
+    for samples, own in cache.plan.step_tiles(step, grid.ring.rank, rule.mask):
         result = Accumulator(q_here[:, samples], v.size(3))
         if own:
-            attend(own, q_here[:, samples], cache.k[:, samples], cache.v[:, samples], kernel=kernel, result=result)
+            kernel.attend(own, q_here[:, samples], cache.k[:, samples], cache.v[:, samples], result)
         out, lse = result.sums()
         outs.append(out)
         lses.append(lse)
@@ -171,20 +185,6 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, cache: LayerCache, step
     for ring in by_ring.transpose(1, 2).flatten(2, 3):
         total.add((0, 1), ring[:, :, None, :-1], ring[:, :, None, -1])
     return total.finish(rule.sinks)[0]
-
-
-def step_tiles(plan: CachePlan, ring: int, step: int, mask: Mask) -> list[tuple[slice, Tiles]]:
-    """For each group of samples, the tiles between its ``step``-th decoded token and what ring rank ``ring`` keeps."""
-    return _step_tiles(replace(plan, layout=plan.layout.without_groups()), ring, step, mask)
-
-
-@lru_cache(maxsize=4)  # the layers of a step share one entry
-def _step_tiles(plan: CachePlan, ring: int, step: int, mask: Mask) -> list[tuple[slice, Tiles]]:
-    groups = []
-    for samples, length in plan.groups():
-        query = ((length + step, length + step + 1),)
-        groups.append((samples, tiles(query, plan.spans(length, step + 1, ring), mask)))
-    return groups
 
 
 def _heads_of_rank(q: Tensor, k: Tensor, v: Tensor, ranks: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:

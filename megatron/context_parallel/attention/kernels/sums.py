@@ -6,8 +6,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels.base import accumulation_dtype
-from megatron.context_parallel.layout.spans import Span, Spans, count, place
+from megatron.context_parallel.layout.spans import Span
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of lse and of sums: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
 
 # Keys and values, or their gradients, are sent and offloaded as one tensor.
 
@@ -75,18 +80,17 @@ class GradientSum:
     """The sum of the tiles' gradients for the rows of one block.
 
     Args:
-        like_SBHD: the block, for b, heads, d, dtype and device.
-        rows: how many rows are kept.
+        like_SBHD: the block, for its shape, dtype and device.
         total_SBHD: the sum so far, fp32 (fp64), which is updated in place; None: nothing yet.
     """
 
-    def __init__(self, like_SBHD: Tensor, rows: int, total_SBHD: Tensor | None = None) -> None:
-        self.like, self.rows, self.total = like_SBHD, rows, total_SBHD
+    def __init__(self, like_SBHD: Tensor, total_SBHD: Tensor | None = None) -> None:
+        self.like, self.total = like_SBHD, total_SBHD
         self.sum_dtype = accumulation_dtype(like_SBHD.dtype)
 
     def add(self, rows: Span, grad_SBHD: Tensor) -> None:
         """Add the gradient of some rows. If the first gradient has all rows, it becomes the sum; nothing is zeroed."""
-        if self.total is None and rows == (0, self.rows):
+        if self.total is None and rows == (0, self.like.size(0)):
             self.total = grad_SBHD
         else:
             self.sum()[rows[0] : rows[1]] += grad_SBHD
@@ -97,9 +101,9 @@ class GradientSum:
         return self.total
 
     def finish(self) -> Tensor:
-        """The sum [rows, b, heads, d], 0 in rows without a tile; in the tile's dtype if only one was added."""
+        """The sum [s, b, heads, d], 0 in rows without a tile; in the tile's dtype if only one was added."""
         if self.total is None:
-            self.total = self.like.new_zeros((self.rows, *self.like.shape[1:]), dtype=self.sum_dtype)
+            self.total = self.like.new_zeros(self.like.shape, dtype=self.sum_dtype)
         return self.total
 
 
@@ -107,41 +111,30 @@ class KeyGradients:
     """dk and dv of a key block.
 
     Args:
-        k_SBHD, v_SBHD: its keys and values, for b, heads, sizes, dtype and device.
-        rows: the rows of the block that are kept.
-        total: the sum so far, fp32 (fp64), packed: [kept rows, b, heads, sizes]; None: nothing yet.
+        k_SBHD, v_SBHD: its keys and values, for their shapes, dtype and device.
+        total: the sum so far, fp32 (fp64), packed: [s, b, heads, sizes]; None: nothing yet.
     """
 
-    def __init__(self, k_SBHD: Tensor, v_SBHD: Tensor, rows: Spans, total: Tensor | None = None) -> None:
-        self.rows, self.total, self.key_dim = rows, total, k_SBHD.size(3)
+    def __init__(self, k_SBHD: Tensor, v_SBHD: Tensor, total: Tensor | None = None) -> None:
+        self.total, self.key_dim = total, k_SBHD.size(3)
         parts = (None, None) if total is None else unpacked(total, self.key_dim)
-        self.dk, self.dv = (GradientSum(x, count(rows), part) for x, part in zip((k_SBHD, v_SBHD), parts))
+        self.dk, self.dv = (GradientSum(x, part) for x, part in zip((k_SBHD, v_SBHD), parts))
 
     def add(self, rows: Span, dk_SBHD: Tensor, dv_SBHD: Tensor) -> None:
-        """Add gradients of ``rows``, which must be within one span of the kept rows."""
-        at = self.at(rows)
-        self.dk.add(at, dk_SBHD)
-        self.dv.add(at, dv_SBHD)
-
-    @property
-    def numbering(self) -> Spans:
-        """What :meth:`at` depends on."""
-        return self.rows
-
-    def at(self, rows: Span) -> Span:
-        """Where the gradients of ``rows`` are in the sums."""
-        return place(rows, self.rows)
+        """Add the gradients of some rows."""
+        self.dk.add(rows, dk_SBHD)
+        self.dv.add(rows, dv_SBHD)
 
     def sums(self) -> tuple[Tensor, Tensor]:
         """dk and dv so far, in fp32 (fp64), to be updated in place."""
         return unpacked(self.packed(), self.key_dim)
 
     def packed(self) -> Tensor:
-        """The sums, fp32 (fp64) [kept rows, b, heads, sizes], to be sent or offloaded."""
+        """The sums, fp32 (fp64) [s, b, heads, sizes], to be sent or offloaded."""
         if self.total is None:
             if self.dk.total is None:
-                shape = (*self.dk.like.shape[1:3], self.key_dim + self.dv.like.size(3))
-                self.total = self.dk.like.new_zeros((self.dk.rows, *shape), dtype=self.dk.sum_dtype)
+                k, v = self.dk.like, self.dv.like
+                self.total = k.new_zeros((*k.shape[:3], self.key_dim + v.size(3)), dtype=self.dk.sum_dtype)
             else:
                 self.total = packed(self.dk.total, self.dv.total).to(self.dk.sum_dtype)
             self.dk.total, self.dv.total = unpacked(self.total, self.key_dim)

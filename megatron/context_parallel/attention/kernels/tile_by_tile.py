@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The adapter of kernels that compute one tile: rectangles and causal squares, [b, heads, s, d] -> (out, lse).
+
+A tile of positions in the opposite order (anticausal) is reversed, so that a causal kernel can compute it. Masks,
+biases and dropout are made for a block of rows at a time (:class:`RowMask`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.context_parallel.attention.kernels.base import PAIR_BYTES, Final, Scores
+from megatron.context_parallel.attention.kernels.sums import Accumulator, GradientSum, KeyGradients, accumulation_dtype
+from megatron.context_parallel.layout.spans import positions
+from megatron.context_parallel.layout.tiles import Tile, Tiles, parts
+from megatron.context_parallel.positions.position_dropout import TileDropout
+from megatron.platform.streams import to_device
+
+MADE_AT_ONCE = 2048
+"""Most queries, and most keys, of a tile that needs a value for each of its pairs (masks, biases, dropout)."""
+
+
+@dataclass(frozen=True)
+class RowMask:
+    """Mask, bias, dropout and soft-cap of a tile's pairs, computed for a block of rows at a time.
+
+    Attributes:
+        allowed: (first row, end row, number of keys) -> boolean [rows, keys], on any device; None allows all pairs.
+        bias: same arguments -> [heads, rows, keys], in the dtype of lse, on the tile's device; None: no bias.
+        heads: number of heads of ``bias``.
+        dropout: which weights become 0; None: no dropout.
+        softcap: see `Scores`; None: no cap.
+    """
+
+    allowed: Callable[[int, int, int], Tensor] | None = None
+    bias: Callable[[int, int, int], Tensor] | None = None
+    heads: int = 1
+    dropout: TileDropout | None = None
+    softcap: float | None = None
+
+    def allowed_rows(self, causal: bool, start: int, end: int, keys: int, device: torch.device) -> Tensor | None:
+        """Which of the first ``keys`` keys query rows start..end may attend to: boolean [rows, keys]; None: all."""
+        allowed = self.allowed and to_device(self.allowed(start, end, keys), device)
+        if causal:
+            diagonal = torch.ones(end - start, keys, dtype=torch.bool, device=device).tril(start)
+            allowed = diagonal if allowed is None else allowed & diagonal
+        return allowed
+
+    def bias_rows(self, start: int, end: int, keys: int) -> Tensor | None:
+        """The bias of the scores of query rows start..end and the first ``keys`` keys: [heads, rows, keys] or None."""
+        return self.bias and self.bias(start, end, keys)
+
+    def bytes_per_row(self, keys: int, itemsize: int) -> int:
+        """Bytes needed to compute one row."""
+        made = PAIR_BYTES if self.allowed else itemsize  # of the mask, or of the distances for the bias
+        return keys * (made + (self.heads if self.bias else 1) * itemsize)
+
+
+class TileByTile:
+    """Base of kernels that compute one tile (see `kernels.base.Kernel`).
+
+    A subclass has ``supports_mask``, ``supports_value_dim`` and two methods, with k and v like q but perhaps with fewer
+    heads, and lse ``[b, h, sq]``, natural logarithm, in fp32 (fp64 for fp64 inputs). They accept strided views, usually
+    of ``[s, b, h, d]`` memory, and may return any strides. ``causal``: query i sees keys 0..i; the tile must be square.
+    With ``mask`` both must allow a pair.
+
+    - ``forward(q_BHSD, k_BHSD, v_BHSD, *, causal, mask, scale)`` returns out and lse of the tile;
+    - ``backward(dout_BHSD, q_BHSD, k_BHSD, v_BHSD, out_BHSD, lse_BHS, *, causal, mask, scale)`` returns dq, dk and dv
+      in the dtype of q; out and lse are the final ones, and a row whose final lse is -inf has gradient 0.
+    """
+
+    def attend(self, tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, scores: Scores, result: Accumulator) -> None:
+        for tile in tile_parts(tiles, scores):
+            out, lse = self.forward(*_cut(tile, (q, tile.q), (k, tile.k), (v, tile.k)), **_options(tile, q, scores))
+            result.add(tile.q, *_turned(tile, out, lse))
+
+    def attend_grad(
+        self,
+        tiles: Tiles,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scores: Scores,
+        final: Final,
+        dq: GradientSum,
+        dkv: KeyGradients,
+    ) -> None:
+        for tile in tile_parts(tiles, scores):
+            qkv = (q, tile.q), (k, tile.k), (v, tile.k)
+            cut = _cut(tile, (final.dout, tile.q), *qkv, (final.out, tile.q), (final.lse, tile.q))
+            grads = _turned(tile, *self.backward(*cut, **_options(tile, q, scores)))
+            dq_tile, dk_tile, dv_tile = (grad.permute(2, 0, 1, 3) for grad in grads)
+            dq.add(tile.q, dq_tile)
+            dkv.add(tile.k, dk_tile, dv_tile)
+
+    def delta(self, out: Tensor, dout: Tensor) -> None:
+        return None
+
+    def check_tile(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: RowMask | None) -> None:
+        """Raises ValueError if the arguments do not fit, or if the kernel does not support them."""
+        b, h, sq, d = q.shape
+        hk, sk = k.shape[1:3]
+        if k.shape != (b, hk, sk, d) or v.shape[:3] != k.shape[:3] or h % hk != 0:
+            raise ValueError(f"q {list(q.shape)} does not fit k {list(k.shape)}, v {list(v.shape)} as [b, heads, s, d]")
+        if v.shape[3] != d and not self.supports_value_dim:
+            raise ValueError(f"the attention kernel {self.name} needs value heads of the key heads' size, {d}")
+        if q.numel() == 0 or k.numel() == 0:
+            raise ValueError(f"empty attention tile: q {list(q.shape)}, k {list(k.shape)}")
+        if causal and sq != sk:
+            raise ValueError(f"a causal tile must be square, this one has {sq} queries and {sk} keys")
+        if mask is not None and not self.supports_mask:
+            raise ValueError(f"the attention kernel {self.name} does not support masks")
+
+
+def tile_parts(tiles: Tiles, scores: Scores) -> Iterator[Tile]:
+    """The tiles, cut smaller if they need a value for each of their pairs."""
+    for tile in tiles:
+        yield from parts(tile, MADE_AT_ONCE) if _needs_pairs(tile, scores) else (tile,)
+
+
+def row_mask(tile: Tile, q: Tensor, scores: Scores) -> RowMask | None:
+    """What a kernel has to compute for each pair of a tile, besides the product; None: nothing."""
+    if not _needs_pairs(tile, scores):
+        return None if scores.softcap is None else RowMask(softcap=scores.softcap)
+    flip, allowed, bias, dropout = tile.kind == "anticausal", None, None, None
+    if tile.masked:
+        home = torch.device("cpu") if scores.mask_in_host else q.device
+        q_at, k_at = positions(tile.q_at, home, flip)[:, None], positions(tile.k_at, home, flip)[None]
+
+        def allowed(start: int, end: int, keys: int) -> Tensor:
+            return scores.mask.allowed(q_at[start:end], k_at[:, :keys])
+
+    if scores.slopes is not None:
+        wide = accumulation_dtype(q.dtype)
+        slopes = -scores.slopes.to(wide)[:, None, None]
+        first = tile.k_at[0][0]  # relative to it, positions are exact in fp32
+        q_here, k_here = ((positions(at, q.device, flip) - first).to(wide) for at in (tile.q_at, tile.k_at))
+
+        def bias(start: int, end: int, keys: int) -> Tensor:
+            return (q_here[start:end, None] - k_here[:keys]).abs_() * slopes
+
+    if scores.dropout is not None:
+        dropout = TileDropout(scores.dropout, q.size(2), tile.q_at, tile.k_at, q.device, flip=flip)
+    return RowMask(allowed, bias, q.size(2), dropout, scores.softcap)
+
+
+def _needs_pairs(tile: Tile, scores: Scores) -> bool:
+    return tile.masked or scores.slopes is not None or scores.dropout is not None
+
+
+def _options(tile: Tile, q: Tensor, scores: Scores) -> dict:
+    return {"causal": tile.kind != "full", "mask": row_mask(tile, q, scores), "scale": scores.scale}
+
+
+def _cut(tile: Tile, *tensors: tuple[Tensor, tuple[int, int]]) -> list[Tensor]:
+    """Some rows of tensors [s, b, h, ..] as [b, h, rows, ..] views."""
+    return _turned(tile, *(x[start:stop].permute(1, 2, 0, *range(3, x.dim())) for x, (start, stop) in tensors))
+
+
+def _turned(tile: Tile, *tensors: Tensor) -> list[Tensor]:
+    """The tensors [b, h, rows, ..], reversed if keys come after queries: the tile is then causal."""
+    return [x.flip(2) for x in tensors] if tile.kind == "anticausal" else list(tensors)
+
+
+def lse_for_backward(lse: Tensor, dtype: torch.dtype) -> Tensor:
+    """The final lse in ``dtype``, with +inf for -inf, so that ``exp(score - lse)`` is 0 and not NaN without keys."""
+    lse = lse.to(dtype)
+    return lse.masked_fill(lse == float("-inf"), float("inf"))
+
+
+def row_blocks(rows: int, bytes_per_row: int, limit: int) -> Iterator[tuple[int, int]]:
+    """Blocks (start, end) of ``rows`` with at most ``limit`` bytes each, but at least one row."""
+    step = max(1, limit // bytes_per_row)
+    return ((start, min(start + step, rows)) for start in range(0, rows, step))
