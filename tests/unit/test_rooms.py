@@ -35,6 +35,7 @@ FLOORS = [
     "context_parallel.fpdt",
     "context_parallel.huggingface",
     "context_parallel.core",
+    "context_parallel.certifying",
     "context_parallel",  # the public names
     "training.refusal",
     "training.disk",

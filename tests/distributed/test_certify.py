@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``cp.certify``: planted errors are found and placed; right programs are not accused."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+import megatron.context_parallel as cp
+from megatron.context_parallel.certifying.bisecting import bisect
+from megatron.context_parallel.certifying.comparing import compare
+from megatron.context_parallel.certifying.recording import GRADIENT, measure, record
+from tests.planted import ENDS, ERRORS, Planted, visible
+
+RIGHT = {
+    "contiguous": Planted(layout="contiguous"),
+    "striped, 4 ranks": Planted(layout="striped"),
+    "bf16": Planted(dtype="bfloat16"),
+    "autocast to bf16, adam": Planted(autocast=True, optimizer="adam"),
+    "float64": Planted(dtype="float64"),
+    "no window": Planted(window=1000),
+    "no documents": Planted(documents=False, says_positions=True),
+    "tied": Planted(tied=True),
+    "frozen": Planted(frozen=True),
+    "uneven micro-batches": Planted(micro_batches=3),
+    "adam": Planted(optimizer="adam", layout="contiguous"),
+    "zigzag, 4 ranks": Planted(),
+}
+USUAL = ("bf16", "striped, 4 ranks", "uneven micro-batches")
+
+
+@pytest.fixture(scope="module")
+def reference(pool):
+    return pool.run(measure, 1, Planted(), {"ranks": 1}, True)[0]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_planted_error_is_found_and_placed(pool, reference, error: str) -> None:
+    kind, module = ERRORS[error]
+    recorded = pool.run(record, 2, Planted(error), {"ranks": 2}, True)
+    wrong = [one for one in compare(reference, recorded) if not one.right]
+    assert wrong
+    place = bisect(reference, recorded, wrong)
+    assert (place.kind, place.modules) == (kind, (module,)), place
+
+
+@pytest.mark.parametrize("name", [n if n in USUAL else pytest.param(n, marks=pytest.mark.full) for n in RIGHT])
+def test_a_right_program_is_not_accused(pool, name: str) -> None:
+    grid = 4 if name.endswith("4 ranks") else 2
+    certificate = cp.certify(RIGHT[name], [grid], run=pool.run)
+    assert certificate.right, str(certificate)
+
+
+@pytest.mark.parametrize("error, module", [("", ""), ("leak across documents", "blocks.0"), ("window off by one", "")])
+def test_who_sees_whom(pool, error: str, module: str) -> None:
+    """Two layers of a window of 8 see 14 tokens back; a leak shows which tokens are seen that may not be."""
+    program = Planted(error, layout="contiguous")
+    allowed = functools.partial(visible, program)
+    certificate = cp.certify(program, [2], mask=allowed, layers=2, edges=ENDS, sees=True, run=pool.run)
+    seen = certificate.grids[0].seen
+    assert {16, 17, 23, 24, 29, 30, 47} <= {one.token for one in seen}
+    assert all(one.right for one in seen) == certificate.right == (not error)
+    if error == "leak across documents":
+        leaks = [one for one in seen if one.leaks]
+        assert [one for one in leaks if one.token == 29][0].leaks[0] == 30
+        assert all(one.module.startswith(module) for one in leaks) and not [one for one in seen if one.missing]
+    if error == "window off by one":
+        assert [one for one in seen if one.missing] and not [one for one in seen if one.leaks]
+    print(certificate)
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_not_accused(reference) -> None:
+    """A bias of keys adds one number to all scores of a query, which the softmax ignores."""
+    noise = reference.noise[GRADIENT, "blocks.0.attention.k.bias"]
+    assert noise > 0.1 > 100 * reference.noise[GRADIENT, "blocks.0.attention.q.bias"]
