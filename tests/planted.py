@@ -54,6 +54,7 @@ class Planted:
     micro_batches: int = 1
     optimizer: str = "sgd"
     says_positions: bool = False
+    rope: bool = True
 
     def __call__(self, ranks: int) -> Outcome:
         torch.manual_seed(5)
@@ -120,7 +121,8 @@ class Attention(nn.Module):
         own = model.positions
         q, k, v = (part(x).unflatten(-1, (HEADS, -1)) for part in (self.q, self.k, self.v))
         at = own + 1 if second and model.has("rope offset", 1) else own
-        q, k = rotated(q, at), rotated(k, at)
+        if model.program.rope:
+            q, k = rotated(q, at), rotated(k, at)
         whole = own
         if model.ranks > 1:
             whole = torch.cat(differentiable.all_gather(own.float())).long()
@@ -166,7 +168,7 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 
 
 def step(model: Decoder) -> Outcome:
-    program, rank, ranks = model.program, model.rank, model.ranks
+    program, ranks = model.program, model.ranks
     batches = [batch(number) for number in range(program.micro_batches)]
     count = sum(int((labels != -100).sum()) for _, labels in batches)
     total = torch.zeros((), dtype=torch.float64)

@@ -12,6 +12,7 @@ from megatron.context_parallel.certifying.bisecting import bisect
 from megatron.context_parallel.certifying.comparing import compare
 from megatron.context_parallel.certifying.recording import GRADIENT, measure, record
 from tests.planted import ENDS, ERRORS, Planted, visible
+from tools import certify
 
 RIGHT = {
     "contiguous": Planted(layout="contiguous"),
@@ -52,7 +53,14 @@ def test_a_right_program_is_not_accused(pool, name: str) -> None:
     assert certificate.right, str(certificate)
 
 
-@pytest.mark.parametrize("error, module", [("", ""), ("leak across documents", "blocks.0"), ("window off by one", "")])
+@pytest.mark.parametrize(
+    "error, module",
+    [
+        pytest.param("", "", marks=pytest.mark.full),
+        ("leak across documents", "blocks.0"),
+        pytest.param("window off by one", "", marks=pytest.mark.full),
+    ],
+)
 def test_who_sees_whom(pool, error: str, module: str) -> None:
     """Two layers of a window of 8 see 14 tokens back; a leak shows which tokens are seen that may not be."""
     program = Planted(error, layout="contiguous")
@@ -67,10 +75,34 @@ def test_who_sees_whom(pool, error: str, module: str) -> None:
         assert all(one.module.startswith(module) for one in leaks) and not [one for one in seen if one.missing]
     if error == "window off by one":
         assert [one for one in seen if one.missing] and not [one for one in seen if one.leaks]
-    print(certificate)
 
 
-def test_a_gradient_that_is_zero_but_for_rounding_is_not_accused(reference) -> None:
-    """A bias of keys adds one number to all scores of a query, which the softmax ignores."""
+def test_a_gradient_that_is_zero_but_for_rounding_is_not_accused(pool) -> None:
+    """Without RoPE a bias of keys adds one number to all scores of a query, which the softmax ignores."""
+    reference = pool.run(measure, 1, Planted(rope=False), {"ranks": 1}, samples=2)[0]
     noise = reference.noise[GRADIENT, "blocks.0.attention.k.bias"]
     assert noise > 0.1 > 100 * reference.noise[GRADIENT, "blocks.0.attention.q.bias"]
+
+
+COMMAND = (
+    "torchrun --nproc-per-node 16 pretrain_llama.py --model llama3-8b --seq-length 131072 --micro-batch-size 1 "
+    "--global-batch-size 8 --train-iters 100 --lr 1e-4 --mock-data --vocab-size 128256"
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--tensor-model-parallel-size 2 --sequence-parallel --ring-parallel-size 4 --zero-stage 1 --bf16",
+        "--ulysses-parallel-size 4 --pipeline-model-parallel-size 4",
+        "--ulysses-parallel-size 4 --zero-stage 3 --fpdt --fpdt-chunk-size 32768",
+        "--ring-parallel-size 8 --attention-mask window --window-size 4095,0 --attention-dropout 0.1 "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ],
+)
+def test_a_training_command_is_right(pool, capsys: pytest.CaptureFixture, flags: str) -> None:
+    grid = [] if "--bf16" not in flags else ["--grid", "tensor=2,ring=2"]
+    code = certify.main([*grid, *COMMAND.split(), *flags.split()], run=pool.run)
+    text = "".join(capsys.readouterr())
+    assert code == 0 and "RIGHT: " in text, text

@@ -49,6 +49,7 @@ FLOORS = [
     "training.checkpoint.converting",
     "training.report",
     "training",  # the program itself
+    "training.certifying",
     "inference",
     "simulator.machines",
     "simulator.cost",

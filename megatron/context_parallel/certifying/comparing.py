@@ -86,7 +86,7 @@ def compared(key: Key, right: Tensor | None, ranks: Sequence[dict], limit: float
     errors, note = [], ""
     for rank, numbers in enumerate(ranks):
         x = numbers.get(key)
-        if key not in numbers and not nowhere and key[0] != UPDATE:
+        if key not in numbers and not nowhere and (GRADIENT, *key[1:]) not in numbers:
             errors.append(None)
         elif (x is None) != (right is None):
             errors.append(float("inf"))

@@ -62,7 +62,8 @@ class Processes:
         while len(results) < ranks:
             ready = wait([pipe for rank, (_, pipe) in enumerate(some) if rank not in results], self._timeout)
             if not ready:
-                self._fail(f"no answer after {self._timeout:.0f} s from ranks {sorted(set(range(ranks)) - set(results))}")
+                late = sorted(set(range(ranks)) - set(results))
+                self._fail(f"no answer after {self._timeout:.0f} s from ranks {late}")
             for rank in [rank for rank, (_, pipe) in enumerate(some) if pipe in ready]:
                 try:
                     good, path = some[rank][1].recv()

@@ -170,7 +170,7 @@ def _numbers(outcome: Outcome, before: dict[int, tuple[Tensor, Tensor | None]], 
         kind = (name, call.records)  # with activation checkpointing, a module runs without and then with a graph
         number = counts[kind] = counts.get(kind, -1) + 1
         at = (name, number if call.records else -1 - number)
-        numbers[INPUT, *at], numbers[OUTPUT, *at], numbers[BACKWARD, *at] = call.input, call.output, call.gradient
+        numbers |= {(INPUT, *at): call.input, (OUTPUT, *at): call.output, (BACKWARD, *at): call.gradient}
     gradients, updates = outcome.gradients, outcome.updates
     if gradients is None:
         gradients = {n: before[id(p)][1] if id(p) in before else p.grad for n, p in _parameters(outcome.model)}
@@ -221,7 +221,7 @@ def _watched() -> Iterator[list[_Call]]:
         entered = given.pop() if given else None
         if out is None:
             return
-        x = next((x for x in tensors(output) if x.is_floating_point()))
+        x = next(x for x in tensors(output) if x.is_floating_point())
         calls.append(_Call(id(module), x.requires_grad, entered, out))
         if x.requires_grad:
             x.register_hook(calls[-1].keep_gradient)

@@ -35,7 +35,7 @@ class Rounding(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func.name().startswith("aten::empty") or func.name().startswith("aten::new_empty"):
             return out
-        given = {storage(x) for x in tensors((args, kwargs)) if type(x) is Tensor or isinstance(x, torch.nn.Parameter)}
+        given = {storage(x) for x in tensors((args, kwargs)) if type(x) in (Tensor, torch.nn.Parameter)}
         for x in tensors(out):
             if type(x) is Tensor and x.is_floating_point() and storage(x) not in given:  # a view is no result
                 self._change(x)
