@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 import megatron.context_parallel as cp
 from megatron.context_parallel.certifying.bisecting import bisect
@@ -106,3 +108,49 @@ def test_a_training_command_is_right(pool, capsys: pytest.CaptureFixture, flags:
     code = certify.main([*grid, *COMMAND.split(), *flags.split()], run=pool.run)
     text = "".join(capsys.readouterr())
     assert code == 0 and "RIGHT: " in text, text
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "gemma2"])
+def test_a_model_of_transformers_is_right(
+    pool, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a model whose config.json has the sizes of a large one, which the tool makes small."""
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    code = certify.main([str(tmp_path)], run=pool.run)
+    text = "".join(capsys.readouterr())
+    assert code == 0 and "RIGHT: " in text, text
+
+
+PROGRAM = """
+import torch
+import torch.distributed as dist
+
+
+def step(ranks):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8)
+    x = torch.randn(1, 16, 8, generator=torch.Generator().manual_seed(1)).chunk(ranks, 1)[dist.get_rank()]
+    loss = model(x).square().sum()
+    loss.backward()
+    loss = loss.detach()
+    dist.all_reduce(loss)
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    return model, loss
+"""
+
+
+@pytest.mark.full
+def test_a_function_of_a_file_in_new_processes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """As a user starts it: right; with a reduction left out; and with an error, which is shown with its traceback."""
+    words = ["--grid", "ranks=2", "--picture", str(tmp_path / "picture.png"), f"{tmp_path}/program.py:step"]
+    for text, code, message in (
+        (PROGRAM, 0, "RIGHT: "),
+        (PROGRAM.replace("parameter.grad)", "parameter.grad) if parameter.dim() > 1 else None"), 1, "reduction"),
+        (PROGRAM.replace("return model", "return models"), 2, "NameError"),
+    ):
+        (tmp_path / "program.py").write_text(text)
+        assert certify.main(words) == code
+        assert message in "".join(capsys.readouterr())
+    assert (tmp_path / "picture.png").stat().st_size > 5000

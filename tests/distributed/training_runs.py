@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from megatron.training.arguments.models import LLAMA_DEFAULTS as LLAMA
-from megatron.training.certifying.whole_gradients import full_gradients
 
 SHAPE = "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64"
 RUN = (
@@ -35,6 +34,7 @@ def make_job(flags: str, llama: bool = True, offload: Any = None) -> Any:
 
 def train_job(job: Any, steps: int) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Train some steps: losses, gradient norms, and the gradients of the first step by canonical name."""
+    from megatron.training.certifying.whole_gradients import full_gradients
     from megatron.training.job import batches_for
     from megatron.training.step import train_step
 
@@ -94,6 +94,7 @@ def schedules_that_differ(flags: str, llama: bool, schedules: int) -> tuple[int,
 
     Returns the number of copies in a step, and the names of gradients that differ in any bit.
     """
+    from megatron.training.certifying.whole_gradients import full_gradients
     from megatron.training.job import batches_for
     from megatron.training.step import train_step
     from tests.adversary import Adversary

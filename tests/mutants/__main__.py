@@ -6,8 +6,9 @@
     python -m tests.mutants                                        # all, before a release
     python -m tests.mutants --list
 
-A change that no test notices survives, and is listed. Write a test for it, or a reason in tests/mutants/reasons.json why
-no test can notice it. Exit code 0: at least 97 % are noticed and each survivor has a reason; 1: otherwise.
+A change that no test notices survives, and is listed. Write a test for it, or a reason in tests/mutants/reasons.json
+why no test can notice it. Exit code 0: at least 97 % are noticed and each survivor has a reason; 1: otherwise.
+Ctrl-C ends the trials and prints the report of those that are done.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.mutants import covering
@@ -52,7 +54,12 @@ def main(argv: list[str] | None = None) -> int:
         tested = [change for change in changes if tests_of(change, lines, {}, args.seconds)]
         print(f"{len(changes)} changes, {len(tested)} on lines that the counted tests run; a sample of {args.sample}")
         changes = random.Random(args.seed).sample(tested, min(args.sample, len(tested)))
-    results = {change: outcome for change, outcome in trials(changes, lines, args.seconds)}
+    results: dict[Change, str] = {}
+    try:
+        for change, outcome in trials(changes, lines, args.seconds):
+            results[change] = outcome
+    except KeyboardInterrupt:
+        print(f"interrupted after {len(results)} of {len(changes)} changes")
     return report(results)
 
 
@@ -62,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--sample", type=int, metavar="N", help="try N random changes")
     options.add_argument("--seed", type=int, default=0, help="of the sample")
     options.add_argument("--only", nargs="+", default=[], metavar="PATH", help="change these files or folders alone")
-    options.add_argument("--seconds", type=float, default=60, help="longest time of the tests of a change (default: 60)")
+    options.add_argument("--seconds", type=float, default=60, help="longest time of a change's tests (default: 60)")
     options.add_argument("--list", action="store_true", help="list the changes, and try none")
     return options
 
@@ -79,7 +86,7 @@ def tests_of(change: Change, lines: covering.Lines, times: dict[str, float], mos
     return chosen
 
 
-def trials(changes: list[Change], lines: covering.Lines, most: float):
+def trials(changes: list[Change], lines: covering.Lines, most: float) -> Iterator[tuple[Change, str]]:
     """(change, outcome) of each change, tried in a copy of the repository."""
     times = covering.seconds(FOLDER)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:

@@ -117,7 +117,7 @@ class Certificate:
                     errors[names.index(one.key[1]), column] = min(one.worst / one.limit, 1e6)
         figure = Figure(figsize=(3 + 1.2 * len(self.grids), 1.5 + 0.22 * len(names)), layout="constrained")
         axes = figure.add_subplot()
-        image = axes.imshow(errors.clamp(min=1e-3).log10(), cmap="RdYlGn_r", vmin=-2, vmax=2, aspect="auto")
+        image = axes.imshow(errors.clamp(min=1e-3).log10().numpy(), cmap="RdYlGn_r", vmin=-2, vmax=2, aspect="auto")
         axes.set_xticks(range(len(self.grids)), [str(grid) for grid in self.grids], rotation=30, ha="right")
         axes.set_yticks(range(len(names)), names, fontsize=7)
         axes.set_title("Right" if self.right else "Wrong")

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
+from megatron.context_parallel.certifying.recording import Recording, Reference
+
 Run = Callable[..., list]  # (function, number of ranks, *arguments) -> its results by rank
 
 
@@ -26,7 +28,8 @@ class ProgramFailed(RuntimeError):
 class Processes:
     """Processes with gloo, which keep what they have imported. As a context manager it ends them.
 
-    A function that they run must be importable: defined at the top of a module or of the program that is started.
+    A function that they run must be importable: defined at the top of a module or of the program that is started. It
+    returns tensors, numbers, lists and dicts of them, or a Recording or a Reference.
     """
 
     def __init__(self, timeout: float = 600) -> None:
@@ -71,7 +74,8 @@ class Processes:
                     self._fail(f"rank {rank} of {ranks} ended")
                 if not good:
                     self._fail(f"on rank {rank} of {ranks}:\n{path}")
-                results[rank] = torch.load(path, weights_only=False)  # written by our own process, in our own folder
+                with torch.serialization.safe_globals([Recording, Reference]):
+                    results[rank] = torch.load(path, weights_only=True)
                 os.unlink(path)
         return [results[rank] for rank in range(ranks)]
 
