@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None, run: Any = None) -> int:
         print(f"note: {note}")
     try:
         certificate = cp.certify(program, grids, sees=args.sees, run=run)
-    except ProgramFailed as error:
+    except (ProgramFailed, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_REFUSED
     print(certificate)

@@ -12,9 +12,9 @@ import torch
 import megatron.context_parallel as cp
 from megatron.context_parallel.certifying import rounding
 from megatron.context_parallel.certifying.bisecting import _between
-from megatron.context_parallel.certifying.certificate import Certificate, OnGrid
+from megatron.context_parallel.certifying.certificate import Certificate, OnGrid, check_finite
 from megatron.context_parallel.certifying.comparing import Compared, fitted, listed
-from megatron.context_parallel.certifying.recording import GRADIENT
+from megatron.context_parallel.certifying.recording import GRADIENT, Recording, Reference
 from megatron.context_parallel.certifying.rows import part_of, zigzag
 from megatron.context_parallel.certifying.sight import reach
 from megatron.training.arguments.models import LLAMA_DEFAULTS
@@ -132,12 +132,29 @@ def test_the_tool_refuses_a_command_as_the_program_does(capsys: pytest.CaptureFi
 def test_a_certificate_is_a_table_and_a_picture(tmp_path: Path) -> None:
     good = Compared((GRADIENT, "a.weight"), (1e-7, 2e-7), 1e-6, 1.0, 1.0)
     bad = Compared((GRADIENT, "b.weight"), (1e-7, 1.0), 1e-6, 2.0, 1.0)
-    certificate = Certificate([OnGrid({"ring": 2}, [good, bad]), OnGrid({"ulysses": 2}, [good])], 1e-7)
+    certificate = Certificate([OnGrid({"ring": 2}, [good, bad]), OnGrid({"ulysses": 2}, [good])])
     text = str(certificate)
     assert not certificate.right and "b.weight: error 1.0e+00" in text and "2 times the right one" in text
     assert text.endswith("WRONG: one process computes something else than ring 2") and "ranks 1" in text
     certificate.draw(str(tmp_path / "picture.png"))
     assert (tmp_path / "picture.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    "numbers, message",
+    [
+        ({("loss", "0"): torch.tensor(float("nan"))}, "loss 0 is not finite"),
+        ({("loss", "0"): torch.tensor(1.0), (GRADIENT, "a"): None}, "no parameter has a gradient"),
+    ],
+)
+def test_a_program_that_says_nothing_is_refused(numbers: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_finite(Reference(Recording(numbers), {}, 8))
+
+
+def test_nothing_to_compare_is_refused() -> None:
+    with pytest.raises(ValueError, match="no grids"):
+        cp.certify(lambda: None, [])
 
 
 # python -m tests.mutants

@@ -7,11 +7,12 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from statistics import median
 
 import torch
 
 from megatron.context_parallel.certifying.bisecting import Place, bisect
-from megatron.context_parallel.certifying.comparing import Compared, compare, whole_noise
+from megatron.context_parallel.certifying.comparing import Compared, compare
 from megatron.context_parallel.certifying.processes_of_program import Processes, Run
 from megatron.context_parallel.certifying.recording import GRADIENT, NORM, Program, Reference, measure, record
 from megatron.context_parallel.certifying.rows import Rows, find_positions
@@ -35,12 +36,14 @@ class OnGrid:
         compared: every loss, gradient, norm and update.
         place: where the program first differs; None if all agree.
         seen: who sees whom, if asked for.
+        note: why the place or who sees whom is not known.
     """
 
     sizes: Sizes
     compared: list[Compared]
     place: Place | None = None
     seen: list[Seen] = field(default_factory=list)
+    note: str = ""
 
     @property
     def wrong(self) -> list[Compared]:
@@ -59,7 +62,6 @@ class Certificate:
     """The result of :func:`certify`; printed, it is a table with a verdict."""
 
     grids: list[OnGrid]
-    noise: float  # the median error that rounding causes in a gradient
 
     @property
     def right(self) -> bool:
@@ -74,9 +76,9 @@ class Certificate:
         if wrong:
             return f"WRONG: one process computes something else than {'; '.join(wrong)}"
         count = len(self.grids[0].compared)
-        limit = max((one.limit for grid in self.grids for one in grid.compared if one.key[0] == GRADIENT), default=0.0)
-        note = f"; an error below {limit:.0e} of a gradient's largest entry is not told from rounding"
-        return f"RIGHT: {count} numbers agree on {', '.join(map(str, self.grids))}{note if limit > 0.01 else ''}"
+        limits = [one.limit for grid in self.grids for one in grid.compared if one.key[0] == GRADIENT]
+        note = f"; most gradients would show an error above {median(limits):.0e}" if limits else ""
+        return f"RIGHT: {count} numbers agree on {', '.join(map(str, self.grids))}{note}"
 
     def _table(self) -> list[str]:
         rows = [("grid", "losses", "gradients", "norm", "updates", "largest error in", "of limit", "verdict")]
@@ -100,6 +102,8 @@ class Certificate:
                 lines.append(f"  {grid}: and {len(grid.wrong) - 8} more")
             if grid.place is not None:
                 lines.append(f"  {grid}: {grid.place}")
+            if grid.note:
+                lines.append(f"  {grid}: {grid.note}")
             lines += [f"  {grid}: {one}" for one in grid.seen if not one.right]
             if grid.seen and all(one.right for one in grid.seen):
                 lines.append(f"  {grid}: {len(grid.seen)} changed tokens are seen where they may be, and nowhere else")
@@ -152,6 +156,10 @@ def certify(
         edges: positions at which a document, a chunk or a window ends; tokens next to them are changed.
         sees: also change single tokens, and compare which outputs move.
         run: (function, ranks, *arguments) -> results by rank; default: new processes.
+
+    Raises:
+        ValueError: the program's numbers on one process are not finite, or it has no gradients.
+        ProgramFailed: it raised an error.
     """
     sizes = [{"ranks": grid} if isinstance(grid, int) else dict(grid) for grid in grids]
     if not sizes:
@@ -163,6 +171,7 @@ def certify(
         if run is None:
             run = stack.enter_context(Processes()).run
         reference = run(measure, 1, program, one)[0]
+        check_finite(reference)
         watched: Reference | None = None
         result = []
         for some in every:
@@ -172,13 +181,30 @@ def certify(
             if found.wrong or sees:
                 watched = watched or run(measure, 1, program, one, True)[0]
                 recorded = run(record, ranks, program, some, True)
-            if found.wrong:
-                found.place = bisect(watched, recorded, found.wrong)
-            if sees:
-                rows = find_positions(watched.recording, recorded)
-                found.seen = who_sees_whom(program, one, some, rows, run, mask, layers, edges)
+            try:
+                if found.wrong:
+                    found.place = bisect(watched, recorded, found.wrong)
+                if sees:
+                    rows = find_positions(watched.recording, recorded)
+                    found.seen = who_sees_whom(program, one, some, rows, run, mask, layers, edges)
+            except ValueError as error:
+                found.note = f"not examined further: {error}"
             result.append(found)
-    return Certificate(result, whole_noise(reference))
+    return Certificate(result)
+
+
+def check_finite(reference: Reference) -> None:
+    """Refuse a program whose numbers on one process say nothing.
+
+    Raises:
+        ValueError: one of them is not finite, or there is no gradient.
+    """
+    numbers = reference.recording.numbers
+    bad = [" ".join(map(str, key)) for key, x in numbers.items() if x is not None and not bool(x.isfinite().all())]
+    if bad:
+        raise ValueError(f"on one process {bad[0]} is not finite: use data and weights for which it is")
+    if not any(key[0] == GRADIENT and x is not None for key, x in numbers.items()):
+        raise ValueError("on one process no parameter has a gradient: call backward, or return Outcome(gradients=...)")
 
 
 def who_sees_whom(
@@ -186,10 +212,10 @@ def who_sees_whom(
     edges: Sequence[int],
 ) -> list[Seen]:  # fmt: skip
     """Change single tokens on one process and on a grid, and compare which outputs move."""
-    if not all(rows):
-        raise ValueError("the sequence is not split over the ranks: nothing to examine with sees=True")
-    positions = rows_by_rank(rows)
+    positions = rows_by_rank(rows) if all(rows) else []
     length = sum(len(own) for own in positions)
+    if not positions or not torch.equal(torch.cat(positions).sort().values, torch.arange(length)):
+        raise ValueError("who sees whom needs a grid whose ranks split the sequence, and nothing else")
     tokens = tokens_to_change(length, positions, edges)
     alone = run(look, 1, program, one, tokens, [torch.arange(length)])[0]
     ranks = run(look, math.prod(sizes.values()), program, sizes, tokens, positions)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from megatron.context_parallel.certifying.recording import (
@@ -127,9 +126,3 @@ def listed(numbers: Sequence[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
-def whole_noise(reference: Reference) -> float:
-    """The median error that rounding causes in a gradient."""
-    errors = [noise for key, noise in reference.noise.items() if key[0] == GRADIENT]
-    return float(torch.tensor(errors).median()) if errors else 0.0

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -94,6 +95,8 @@ class Processes:
 
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all processes are on this machine
     while True:
         try:
             rank, ranks, store, timeout, function, arguments = pipe.recv()

@@ -82,7 +82,7 @@ def part_of(whole: Tensor, part: Tensor, rows: Rows, length: int) -> tuple[Tenso
     if whole.dim() != part.dim():
         return None
     dims = [d for d in range(whole.dim()) if whole.size(d) != part.size(d)]
-    if len(dims) != 1:
+    if len(dims) != 1 or not length:
         return None
     (dim,) = dims
     samples, rest = divmod(whole.size(dim), length)
