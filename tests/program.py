@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.distributed.pool import fork_server
+from tests.distributed.worker import name_test
 from tests.patience import patience
 
 GRACE = 10.0  # seconds for the other ranks to end after one has failed
@@ -104,6 +105,7 @@ def _main(command: list[str], environment: dict[str, str], folder: str) -> None:
         os.dup2(file, number)
         os.close(file)
     sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w", buffering=1) for number in (1, 2))
+    name_test(os.environ.get("PYTEST_CURRENT_TEST", environment.get("PYTEST_CURRENT_TEST", "")))
     os.environ.clear()
     os.environ.update(environment)
     sys.argv[:] = command

@@ -13,6 +13,8 @@ from megatron.context_parallel.attention.rule import AttentionRule
 from megatron.context_parallel.attention.sdpa import context_parallel
 from megatron.context_parallel.attention.ulysses import ulysses_attention
 from megatron.context_parallel.attention.usp import attention
+from megatron.context_parallel.certifying.certificate import certify
+from megatron.context_parallel.certifying.recording import Outcome
 from megatron.context_parallel.core.groups import current_grid, initialize_grid
 from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
 from megatron.context_parallel.fpdt.host_store import Offload
@@ -44,12 +46,14 @@ __all__ = [
     "LongformerBlocks",
     "MaskFunction",
     "Offload",
+    "Outcome",
     "SequenceLayout",
     "StridedBlocks",
     "Window",
     "abstract_grid",
     "alibi_slopes",
     "attention",
+    "certify",
     "context_parallel",
     "current_grid",
     "initialize_grid",

@@ -85,7 +85,8 @@ class Pool:
             self._start(world_size)
             self._jobs += 1
             # gloo's own timeout lies behind ours, so that a hang is reported with the stacks of all ranks
-            request = pickle.dumps((self._jobs, world_size, timeout + 30, payload))
+            test = os.environ.get("PYTEST_CURRENT_TEST", "")
+            request = pickle.dumps((self._jobs, world_size, timeout + 30, test, payload))
             answers, failures = self._serve(world_size, request, timeout)
         except BaseException:  # Ctrl-C or a timeout of pytest: an unfinished job must not disturb the next one
             self._kill(range(self.max_workers))

@@ -14,7 +14,7 @@ from megatron.context_parallel.layout.spans import Span
 from megatron.context_parallel.positions.rope import LayoutRotaryEmbedding, rotary_angles
 from tests.distributed.test_fpdt import STREAM, fpdt
 from tests.distributed.test_training import FULL, GPT, GQA, MHA, P2, SP, T2, V2, ZERO1, check, cp
-from tests.distributed.training_runs import gather_by_position, make_job, run_training, train_job
+from tests.distributed.training_runs import make_job, run_training, train_job
 from tests.errors import worst
 from tests.pairs import also_in_full, by_pairs, grid_pairs, settings
 
@@ -248,6 +248,8 @@ def table(job) -> torch.Tensor | None:
     for chunk in job.chunks:
         for name, weight in canonical_parameters(unwrap(chunk)):
             if name == POSITIONS and hasattr(weight, "spans"):
+                from megatron.training.certifying.whole_gradients import gather_by_position
+
                 return gather_by_position(weight.detach(), weight.spans)
             if name == POSITIONS:
                 return (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach().clone()

@@ -34,6 +34,7 @@ def make_job(flags: str, llama: bool = True, offload: Any = None) -> Any:
 
 def train_job(job: Any, steps: int) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Train some steps: losses, gradient norms, and the gradients of the first step by canonical name."""
+    from megatron.training.certifying.whole_gradients import full_gradients
     from megatron.training.job import batches_for
     from megatron.training.step import train_step
 
@@ -93,6 +94,7 @@ def schedules_that_differ(flags: str, llama: bool, schedules: int) -> tuple[int,
 
     Returns the number of copies in a step, and the names of gradients that differ in any bit.
     """
+    from megatron.training.certifying.whole_gradients import full_gradients
     from megatron.training.job import batches_for
     from megatron.training.step import train_step
     from tests.adversary import Adversary
@@ -107,65 +109,3 @@ def schedules_that_differ(flags: str, llama: bool, schedules: int) -> tuple[int,
         streams.finish()
     differ = {name for other in result for name, grad in other.items() if not torch.equal(grad, result[0][name])}
     return streams.now // schedules, sorted(differ)
-
-
-def full_gradients(job: Any) -> dict[str, torch.Tensor]:
-    """This stage's gradients, before clipping, by canonical name: gathered over ZeRO shards and TP, padding cut off."""
-    from megatron.training.checkpoint.checkpoint import unwrap
-    from megatron.training.model.weights import VOCABULARY, canonical_parameters
-
-    result = {}
-    for chunk in job.chunks:
-        if job.config.parallel.zero_stage == 1:
-            gather_gradient_shards(chunk)
-        for name, parameter in canonical_parameters(unwrap(chunk)):
-            if not parameter.requires_grad:
-                continue
-            if job.config.parallel.zero_stage >= 2:
-                grad = parameter.grad
-                grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-            else:
-                grad = parameter.main_grad.detach().float()
-            if hasattr(parameter, "spans"):
-                grad = gather_by_position(grad, parameter.spans)
-            elif getattr(parameter, "tensor_model_parallel", False):
-                grad = gather_over_tensor_parallel(
-                    grad, parameter.partition_dim, getattr(parameter, "partition_stride", 1), job.runtime.grid.tensor
-                )
-            if name in VOCABULARY:
-                grad = grad[: job.vocab_size]
-            result[name] = grad.clone()
-    return result
-
-
-def gather_gradient_shards(chunk: Any) -> None:
-    """Gather a chunk's gradients under ZeRO 1, where each rank holds the sums of only one shard of each bucket."""
-    for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-        for bucket in buffer.buckets:
-            group = buffer.data_parallel_group
-            shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-            dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
-
-
-def gather_over_tensor_parallel(grad: torch.Tensor, dim: int, stride: int, axis: Any) -> torch.Tensor:
-    """Undo weights.tensor_parallel_part."""
-    if axis.size == 1:
-        return grad
-    parts = [torch.empty_like(grad) for _ in range(axis.size)]
-    dist.all_gather(parts, grad.contiguous(), group=axis.group)
-    halves = zip(*(part.chunk(stride, dim) for part in parts))
-    return torch.cat([piece for half in halves for piece in half], dim)
-
-
-def gather_by_position(grad: torch.Tensor, spans: Any) -> torch.Tensor:
-    """The gradient of the complete table of positions, from the ranks that hold its rows (TP x CP)."""
-    from megatron.core.parallel_state import get_expert_tensor_and_model_parallel_group
-
-    group = get_expert_tensor_and_model_parallel_group()
-    parts = [None] * group.size()
-    dist.all_gather_object(parts, (spans, grad), group=group)
-    whole = grad.new_full((max(stop for spans, _ in parts for _, stop in spans), grad.size(1)), torch.nan)
-    for spans, rows in parts:
-        for start, stop in spans:
-            whole[start:stop], rows = rows[: stop - start], rows[stop - start :]
-    return whole

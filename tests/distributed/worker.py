@@ -64,7 +64,8 @@ def _job(rank: int, request: bytes, store: object) -> bytes:
     """Run one job and restore the process. Returns the pickled answer."""
     environment = dict(os.environ)
     try:
-        number, world_size, timeout, payload = pickle.loads(request)
+        number, world_size, timeout, test, payload = pickle.loads(request)
+        name_test(test)
         _begin(rank, world_size, f"job{number}", timeout, store)
         fn, args, kwargs = pickle.loads(payload)
         # By value: the tensor reductions of torch.multiprocessing would pass file descriptors of shared memory.
@@ -86,6 +87,13 @@ def _gloo_threads() -> int:
     """The threads of all process groups that still exist; 0 on a system without /proc."""
     names = (path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
     return sum(name.startswith("pt_gloo") for name in names)
+
+
+def name_test(test: str) -> None:
+    """Tell coverage.py, if it counts the lines for each test, which test runs (tests/mutants)."""
+    if (coverage := sys.modules.get("coverage")) and os.environ.get("COVERAGE_BY_TEST"):
+        if running := coverage.Coverage.current():
+            running.switch_context(test.rpartition(" ")[0])
 
 
 def _keep_coverage() -> None:

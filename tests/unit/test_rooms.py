@@ -35,6 +35,7 @@ FLOORS = [
     "context_parallel.fpdt",
     "context_parallel.huggingface",
     "context_parallel.core",
+    "context_parallel.certifying",
     "context_parallel",  # the public names
     "training.refusal",
     "training.disk",
@@ -48,6 +49,7 @@ FLOORS = [
     "training.checkpoint.converting",
     "training.report",
     "training",  # the program itself
+    "training.certifying",
     "inference",
     "simulator.machines",
     "simulator.cost",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -97,3 +98,11 @@ def core_installed() -> bool:
         return find_spec("megatron.core") is not None
     except ImportError:
         return False
+
+
+def forget_grid() -> None:
+    """Forget megatron-core's groups, so that another grid can be made in this process."""
+    if core_installed() and "megatron.core.parallel_state" in sys.modules:
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()

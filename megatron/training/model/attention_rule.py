@@ -98,19 +98,28 @@ def sparse_pattern(attention: AttentionConfig, length: int) -> Pattern:
 
 def mask_function(spec: str) -> Callable:
     """The function that ``--mask-function FILE.py:NAME`` names."""
+    return function_of(f"--mask-function {spec}", spec)
+
+
+def function_of(subject: str, spec: str) -> Callable:
+    """The function of a file of the user's, FILE.py:NAME.
+
+    Args:
+        subject: what names it, for messages.
+    """
     path, _, name = spec.rpartition(":")
     if not path or not name:
-        raise Refusal(f"--mask-function {spec}: give a file and a function in it, FILE.py:NAME")
+        raise Refusal(f"{subject}: give a file and a function in it, FILE.py:NAME")
     if not Path(path).is_file():
-        raise Refusal(f"--mask-function {spec}: there is no file {path}; give FILE.py:NAME")
-    module_spec = importlib.util.spec_from_file_location("mask_function_of_the_user", path)
+        raise Refusal(f"{subject}: there is no file {path}; give FILE.py:NAME")
+    module_spec = importlib.util.spec_from_file_location("function_of_the_user", path)
     if module_spec is None or module_spec.loader is None:
-        raise Refusal(f"--mask-function {spec}: {path} is not a Python file; give FILE.py:NAME")
+        raise Refusal(f"{subject}: {path} is not a Python file; give FILE.py:NAME")
     module = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
     except Exception as error:  # the user's file may raise any exception
-        raise Refusal(f"--mask-function {spec}: {path} cannot be run: {type(error).__name__}: {error}") from error
+        raise Refusal(f"{subject}: {path} cannot be run: {type(error).__name__}: {error}") from error
     if not callable(getattr(module, name, None)):
-        raise Refusal(f"--mask-function {spec}: {path} has no function {name}; give FILE.py:NAME")
+        raise Refusal(f"{subject}: {path} has no function {name}; give FILE.py:NAME")
     return getattr(module, name)

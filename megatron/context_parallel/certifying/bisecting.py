@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the first module whose output or gradient differs from one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from torch import Tensor
+
+from megatron.context_parallel.certifying.comparing import Compared, fitted, listed, ratio
+from megatron.context_parallel.certifying.recording import (
+    BACKWARD,
+    GRADIENT,
+    INPUT,
+    LOSS,
+    NORM,
+    OUTPUT,
+    UPDATE,
+    Key,
+    Recording,
+    Reference,
+    error,
+)
+from megatron.context_parallel.certifying.rows import Rows, find_positions, part_of
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a program first differs.
+
+    Attributes:
+        kind: forward, backward, loss scale, reduction, clipping norm, update, or loss.
+        modules: names of the modules at fault; "" is the program outside of its modules.
+        text: what is known, in words.
+    """
+
+    kind: str
+    modules: tuple[str, ...]
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
+def bisect(reference: Reference, ranks: Sequence[Recording], wrong: Sequence[Compared]) -> Place:
+    """The first difference, in the order in which a step computes.
+
+    Args:
+        reference, ranks: recorded with the inputs and outputs of modules.
+        wrong: the numbers of the step that differ.
+    """
+    one = reference.recording
+    rows = find_positions(one, ranks)
+    length = _length(one, rows)
+    limits = reference.limits(sum(x is not None for x in one.numbers.values()) * len(ranks))
+    outputs = [key for key in one.numbers if key[0] == OUTPUT]
+    return (
+        _forward(one, ranks, rows, length, limits, outputs)
+        or _backward(one, ranks, rows, length, limits, outputs)
+        or _step(wrong)
+    )
+
+
+def _length(one: Recording, rows: Sequence[Rows]) -> int:
+    """Tokens of the complete sequence."""
+    return 1 + max((int(positions.max()) for some in rows for positions in some.values()), default=-1)
+
+
+def _pairs(key: Key, one: Recording, ranks: Sequence[Recording], rows: Sequence[Rows], length: int):
+    """(rank, its tensor, the same rows of one process, dim of positions) for each rank that has the call."""
+    for rank, recording in enumerate(ranks):
+        first, step = recording.calls
+        kind, module, number = key
+        sign, at = (1, number) if number >= 0 else (-1, -1 - number)
+        if (at - first) % step or at < first:
+            continue
+        own = (at - first) // step
+        x, right = recording.numbers.get((kind, module, own if sign > 0 else -1 - own)), one.numbers[key]
+        if x is None or right is None:
+            continue
+        same = part_of(right, x, rows[rank], length)
+        if same is not None:
+            yield rank, x, same[0], same[1]
+
+
+def _forward(one, ranks, rows, length, limits, outputs) -> Place | None:
+    before = ""
+    for key in outputs:
+        bad, first = [], None
+        for rank, x, right, dim in _pairs(key, one, ranks, rows, length):
+            if _error(x, right, one.numbers[key]) > limits.get(key, 0.0):
+                bad.append(rank)
+                first = first or (rank, x, right, dim)
+        if not bad:
+            before = key[1]
+            continue
+        inputs = (INPUT, *key[1:])
+        fed = one.numbers.get(inputs) is not None and any(
+            _error(x, right, one.numbers[inputs]) > max(limits.get(inputs, 0.0), limits.get(key, 0.0))
+            for _, x, right, _ in _pairs(inputs, one, ranks, rows, length)
+        )
+        rank, x, right, dim = first
+        place = _at(key, rank, x, right, dim, rows, limits.get(key, 0.0))
+        name = _between(before, key[1]) if fed else key[1]
+        where = f"the input of {_named(key[1])}, computed in {_named(name)}" if fed else f"the output of {_named(name)}"
+        return Place("forward", (name,), f"first in {where}{_call(key)}, on ranks {listed(bad)}, {place}")
+    return None
+
+
+def _backward(one, ranks, rows, length, limits, outputs) -> Place | None:
+    after, scales = "", {}
+    for key in ((BACKWARD, *output[1:]) for output in reversed(outputs)):
+        pairs = list(_pairs(key, one, ranks, rows, length))
+        # a rank whose tokens have no loss has no gradient here, and says nothing about a factor
+        pairs = [pair for pair in pairs if float(pair[2].abs().max()) > 0 or float(pair[1].abs().max()) > 0]
+        if not pairs:
+            continue
+        fits = {rank: fitted(x, right) for rank, x, right, _ in pairs}
+        limit = limits.get(key, 0.0)
+        if not scales:  # the last module: ranks may differ from one process by one factor, which a reduction corrects
+            straight = {r: k for r, (k, cosine) in fits.items() if abs(cosine) > 0.99}
+            usual = median(straight.values()) if straight else 1.0
+            scales = {rank: straight.get(rank, usual) for rank in range(len(ranks))}
+            off = {r: _error(x / scales[r], right, one.numbers[key]) for r, x, right, _ in pairs}
+            if len(straight) == len(fits) and max(off.values()) <= limit:
+                spread = max(straight.values()) / usual - 1, 1 - min(straight.values()) / usual
+                if max(map(abs, spread)) > limit:
+                    each = ", ".join(f"{k:.4g} on rank {r}" for r, k in straight.items())
+                    text = f"the loss after {_named(key[1])} has another factor on each rank: {each}"
+                    return Place("loss scale", (key[1],), text)
+        bad = [r for r, x, right, _ in pairs if _error(x / (scales[r] or 1.0), right, one.numbers[key]) > limit]
+        if bad:
+            rank, x, right, dim = next(pair for pair in pairs if pair[0] == bad[0])
+            name = _between(after, key[1], inner=False) if after else key[1]
+            what = f"first in the gradient at the output of {_named(key[1])}{_call(key)}, computed in {_named(name)}"
+            if not after:
+                what = f"first in the gradient at the output of {_named(key[1])}, so in the loss"
+            place = _at(key, rank, x / (scales[rank] or 1.0), right, dim, rows, limit)
+            return Place("backward", (name,), f"{what}, on ranks {listed(bad)}, {place}")
+        after = key[1]
+    return None
+
+
+def _step(wrong: Sequence[Compared]) -> Place:
+    """All modules agree: the fault is in what follows the backward pass."""
+    for kind, name, what in (
+        (GRADIENT, "reduction", "activations and their gradients agree, these parameters' gradients do not"),
+        (NORM, "clipping norm", "all gradients agree, the norm does not"),
+        (UPDATE, "update", "all gradients agree, the changes of these parameters do not"),
+        (LOSS, "loss", "all gradients agree, the reported loss does not"),
+    ):
+        bad = [one for one in wrong if one.key[0] == kind]
+        if not bad:
+            continue
+        shown = "; ".join(f"{one.key[1] or kind}: {_why(one)}" for one in bad[:4])
+        more = f"; and {len(bad) - 4} more" if len(bad) > 4 else ""
+        modules = tuple(dict.fromkeys(one.key[1].rpartition(".")[0] for one in bad))
+        return Place(name, modules, f"{what}: {shown}{more}")
+    raise ValueError("nothing differs")
+
+
+def _why(one: Compared) -> str:
+    return one.note or f"{ratio(one.factor, one.cosine)}, on ranks {listed(one.ranks)}"
+
+
+def _error(x: Tensor, right: Tensor, whole: Tensor) -> float:
+    """The largest difference, over the largest entry on one process, of all rows."""
+    size = float(whole.double().abs().max()) if whole.numel() else 0.0
+    off = float((x.double() - right.double()).abs().max()) if x.numel() else 0.0
+    if off != off:
+        return float("inf")
+    return off / size if size else (float("inf") if off else 0.0)
+
+
+def _at(key: Key, rank: int, x: Tensor, right: Tensor, dim: int | None, rows: Sequence[Rows], limit: float) -> str:
+    text = f"error {error(key, x, right):.1e}, {ratio(*fitted(x, right))}"
+    if dim is None:
+        return text
+    others = [d for d in range(x.dim()) if d != dim]
+    off = (x.double() - right.double()).abs().amax(others)
+    positions = rows[rank][x.size(dim)][off > limit * float(right.double().abs().max())]
+    return f"from position {int(positions.min())} of rank {rank}; {text}" if len(positions) else text
+
+
+def _named(name: str) -> str:
+    return name or "the model"
+
+
+def _call(key: Key) -> str:
+    return f" (call {abs(key[2])})" if key[2] not in (0, -1) else ""
+
+
+def _between(one: str, other: str, inner: bool = True) -> str:
+    """The module whose own code runs between two modules: the innermost that contains both.
+
+    Args:
+        inner: whether ``other`` runs last. Where only the model contains both, the fault is next to the later one.
+    """
+    parts = []
+    for a, b in zip(one.split("."), other.split(".")):
+        if a != b:
+            break
+        parts.append(a)
+    common = ".".join(parts)
+    if common and common not in (one, other):
+        return common
+    return other.rpartition(".")[0] if inner else one

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``cp.certify``: runs a program on one process and on grids, and says whether they agree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+
+from megatron.context_parallel.certifying.bisecting import Place, bisect
+from megatron.context_parallel.certifying.comparing import Compared, compare
+from megatron.context_parallel.certifying.processes_of_program import Processes, Run
+from megatron.context_parallel.certifying.recording import GRADIENT, NORM, Program, Reference, measure, record
+from megatron.context_parallel.certifying.rows import Rows, find_positions
+from megatron.context_parallel.certifying.sight import (
+    Allowed,
+    Seen,
+    judge,
+    look,
+    rows_by_rank,
+    tokens_to_change,
+)
+
+Sizes = Mapping[str, int]
+
+
+@dataclass
+class OnGrid:
+    """What was found on one grid.
+
+    Attributes:
+        compared: every loss, gradient, norm and update.
+        place: where the program first differs; None if all agree.
+        seen: who sees whom, if asked for.
+        note: why the place or who sees whom is not known.
+    """
+
+    sizes: Sizes
+    compared: list[Compared]
+    place: Place | None = None
+    seen: list[Seen] = field(default_factory=list)
+    note: str = ""
+
+    @property
+    def wrong(self) -> list[Compared]:
+        return [one for one in self.compared if not one.right]
+
+    @property
+    def right(self) -> bool:
+        return not self.wrong and all(one.right for one in self.seen)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {size}" for name, size in self.sizes.items())
+
+
+@dataclass
+class Certificate:
+    """The result of :func:`certify`; printed, it is a table with a verdict."""
+
+    grids: list[OnGrid]
+
+    @property
+    def right(self) -> bool:
+        return all(grid.right for grid in self.grids)
+
+    def __str__(self) -> str:
+        return "\n".join([*self._table(), *self._details(), self.verdict])
+
+    @property
+    def verdict(self) -> str:
+        wrong = [str(grid) for grid in self.grids if not grid.right]
+        if wrong:
+            return f"WRONG: one process computes something else than {'; '.join(wrong)}"
+        count = len(self.grids[0].compared)
+        limits = [one.limit for grid in self.grids for one in grid.compared if one.key[0] == GRADIENT]
+        note = f"; most gradients would show an error above {median(limits):.0e}" if limits else ""
+        return f"RIGHT: {count} numbers agree on {', '.join(map(str, self.grids))}{note}"
+
+    def _table(self) -> list[str]:
+        rows = [("grid", "losses", "gradients", "norm", "updates", "largest error in", "of limit", "verdict")]
+        for grid in self.grids:
+            worst = {kind: [one for one in grid.compared if one.key[0] == kind]
+                     for kind in ("loss", GRADIENT, NORM, "update")}  # fmt: skip
+            cells = [f"{max(one.worst for one in some):.1e}" if some else "-" for some in worst.values()]
+            top = max(grid.compared, key=lambda one: one.worst / one.limit if one.limit else math.inf * one.worst or 0)
+            share = f"{top.worst / top.limit:.2g}" if top.limit else "-"
+            named = " ".join(str(part) for part in top.key if str(part))
+            rows.append((str(grid), *cells, named, share, "right" if grid.right else "WRONG"))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+    def _details(self) -> list[str]:
+        lines = []
+        for grid in self.grids:
+            for one in sorted(grid.wrong, key=lambda one: -one.worst)[:8]:
+                lines.append(f"  {grid}: {one}")
+            if len(grid.wrong) > 8:
+                lines.append(f"  {grid}: and {len(grid.wrong) - 8} more")
+            if grid.place is not None:
+                lines.append(f"  {grid}: {grid.place}")
+            if grid.note:
+                lines.append(f"  {grid}: {grid.note}")
+            lines += [f"  {grid}: {one}" for one in grid.seen if not one.right]
+            if grid.seen and all(one.right for one in grid.seen):
+                lines.append(f"  {grid}: {len(grid.seen)} changed tokens are seen where they may be, and nowhere else")
+        return lines
+
+    def draw(self, path: str) -> None:
+        """Write a picture: parameters by grids, coloured by the gradient's error over its limit."""
+        from matplotlib.figure import Figure
+
+        names = list(dict.fromkeys(one.key[1] for g in self.grids for one in g.compared if one.key[0] == GRADIENT))
+        errors = torch.full((len(names), len(self.grids)), float("nan"))
+        for column, grid in enumerate(self.grids):
+            for one in grid.compared:
+                if one.key[0] == GRADIENT and one.limit:
+                    errors[names.index(one.key[1]), column] = min(one.worst / one.limit, 1e6)
+        figure = Figure(figsize=(3 + 1.2 * len(self.grids), 1.5 + 0.22 * len(names)), layout="constrained")
+        axes = figure.add_subplot()
+        image = axes.imshow(errors.clamp(min=1e-3).log10().numpy(), cmap="RdYlGn_r", vmin=-2, vmax=2, aspect="auto")
+        axes.set_xticks(range(len(self.grids)), [str(grid) for grid in self.grids], rotation=30, ha="right")
+        axes.set_yticks(range(len(names)), names, fontsize=7)
+        axes.set_title("Right" if self.right else "Wrong")
+        bar = figure.colorbar(image, label="error of the gradient / what rounding explains", extend="both")
+        bar.set_ticks([-2, -1, 0, 1, 2], labels=["0.01", "0.1", "1", "10", "100"])
+        figure.savefig(path, dpi=120)
+
+
+def certify(
+    program: Program,
+    grids: Sequence[Sizes | int],
+    *,
+    mask: Allowed | None = None,
+    layers: int = 1,
+    edges: Sequence[int] = (),
+    sees: bool = False,
+    run: Run | None = None,
+) -> Certificate:
+    """Run a program on one process and on grids, and compare losses, gradients, clipping norm and update.
+
+    What counts as a difference is not chosen: it follows from rounding in the dtypes of the program, measured on one
+    process. If a grid differs, it runs once more and the first module that differs is named.
+
+    Args:
+        program: called on each rank of a process group as ``program(ulysses=2, ring=1)``, with all sizes 1 on one
+            process. It builds its model from the same weights, computes one step on the same data, and returns an
+            :class:`~megatron.context_parallel.certifying.recording.Outcome`, or (model, loss). It is called several
+            times in a process.
+        grids: sizes by name, {"ulysses": 2}; a number N is {"ranks": N}.
+        mask: with ``sees``: ``allowed(queries, keys)`` on positions, or a mask of this library.
+        layers: how often tokens are mixed by this mask.
+        edges: positions at which a document, a chunk or a window ends; tokens next to them are changed.
+        sees: also change single tokens, and compare which outputs move.
+        run: (function, ranks, *arguments) -> results by rank; default: new processes.
+
+    Raises:
+        ValueError: the program's numbers on one process are not finite, or it has no gradients.
+        ProgramFailed: it raised an error.
+    """
+    sizes = [{"ranks": grid} if isinstance(grid, int) else dict(grid) for grid in grids]
+    if not sizes:
+        raise ValueError("no grids to compare with one process: give at least one, for example [{'ulysses': 2}]")
+    names = list(dict.fromkeys(name for some in sizes for name in some))
+    every = [{name: some.get(name, 1) for name in names} for some in sizes]
+    one = dict.fromkeys(names, 1)
+    with ExitStack() as stack:
+        if run is None:
+            run = stack.enter_context(Processes()).run
+        reference = run(measure, 1, program, one)[0]
+        check_finite(reference)
+        watched: Reference | None = None
+        result = []
+        for some in every:
+            ranks = math.prod(some.values())
+            recorded = run(record, ranks, program, some)
+            found = OnGrid({k: v for k, v in some.items() if v > 1}, compare(reference, recorded, len(sizes)))
+            if found.wrong or sees:
+                watched = watched or run(measure, 1, program, one, True)[0]
+                recorded = run(record, ranks, program, some, True)
+            try:
+                if found.wrong:
+                    found.place = bisect(watched, recorded, found.wrong)
+                if sees:
+                    rows = find_positions(watched.recording, recorded)
+                    found.seen = who_sees_whom(program, one, some, rows, run, mask, layers, edges)
+            except ValueError as error:
+                found.note = f"not examined further: {error}"
+            result.append(found)
+    return Certificate(result)
+
+
+def check_finite(reference: Reference) -> None:
+    """Refuse a program whose numbers on one process say nothing.
+
+    Raises:
+        ValueError: one of them is not finite, or there is no gradient.
+    """
+    numbers = reference.recording.numbers
+    bad = [" ".join(map(str, key)) for key, x in numbers.items() if x is not None and not bool(x.isfinite().all())]
+    if bad:
+        raise ValueError(f"on one process {bad[0]} is not finite: use data and weights for which it is")
+    if not any(key[0] == GRADIENT and x is not None for key, x in numbers.items()):
+        raise ValueError("on one process no parameter has a gradient: call backward, or return Outcome(gradients=...)")
+
+
+def who_sees_whom(
+    program: Program, one: Sizes, sizes: Sizes, rows: Sequence[Rows], run: Run, mask: Allowed | None, layers: int,
+    edges: Sequence[int],
+) -> list[Seen]:  # fmt: skip
+    """Change single tokens on one process and on a grid, and compare which outputs move."""
+    positions = rows_by_rank(rows) if all(rows) else []
+    length = sum(len(own) for own in positions)
+    if not positions or not torch.equal(torch.cat(positions).sort().values, torch.arange(length)):
+        raise ValueError("who sees whom needs a grid whose ranks split the sequence, and nothing else")
+    tokens = tokens_to_change(length, positions, edges)
+    alone = run(look, 1, program, one, tokens, [torch.arange(length)])[0]
+    ranks = run(look, math.prod(sizes.values()), program, sizes, tokens, positions)
+    return judge(tokens, alone, ranks, getattr(mask, "allowed", mask), layers)

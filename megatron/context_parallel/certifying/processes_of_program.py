@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts processes that run a program, one after another on several grids."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+from megatron.context_parallel.certifying.recording import Recording, Reference
+
+Run = Callable[..., list]  # (function, number of ranks, *arguments) -> its results by rank
+
+
+class ProgramFailed(RuntimeError):
+    """The program raised an error on a rank, or did not end."""
+
+
+class Processes:
+    """Processes with gloo, which keep what they have imported. As a context manager it ends them.
+
+    A function that they run must be importable: defined at the top of a module or of the program that is started. It
+    returns tensors, numbers, lists and dicts of them, or a Recording or a Reference.
+    """
+
+    def __init__(self, timeout: float = 600) -> None:
+        self._timeout, self._jobs = timeout, 0
+        self._folder = tempfile.TemporaryDirectory(prefix="certify-")
+        self._running: list[tuple[Any, Connection]] = []
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, function: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
+        """Call ``function(*arguments)`` on each rank of a new process group; returns the results by rank.
+
+        Raises:
+            ProgramFailed: with the traceback of the first rank that failed.
+        """
+        context = multiprocessing.get_context("spawn")
+        while len(self._running) < ranks:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._running.append((process, ours))
+        self._jobs += 1
+        store = str(Path(self._folder.name, str(self._jobs)))
+        some = self._running[:ranks]
+        for rank, (_, pipe) in enumerate(some):
+            pipe.send((rank, ranks, store, self._timeout, function, arguments))
+        results: dict[int, Any] = {}
+        while len(results) < ranks:
+            ready = wait([pipe for rank, (_, pipe) in enumerate(some) if rank not in results], self._timeout)
+            if not ready:
+                late = sorted(set(range(ranks)) - set(results))
+                self._fail(f"no answer after {self._timeout:.0f} s from ranks {late}")
+            for rank in [rank for rank, (_, pipe) in enumerate(some) if pipe in ready]:
+                try:
+                    good, path = some[rank][1].recv()
+                except EOFError:
+                    self._fail(f"rank {rank} of {ranks} ended")
+                if not good:
+                    self._fail(f"on rank {rank} of {ranks}:\n{path}")
+                with torch.serialization.safe_globals([Recording, Reference]):
+                    results[rank] = torch.load(path, weights_only=True)
+                os.unlink(path)
+        return [results[rank] for rank in range(ranks)]
+
+    def _fail(self, text: str) -> None:
+        self.close()
+        raise ProgramFailed(f"the program failed {text}" if text.startswith("on") else text)
+
+    def close(self) -> None:
+        for process, pipe in self._running:
+            pipe.close()
+            process.kill()
+        for process, _ in self._running:
+            process.join()
+        self._running = []
+
+
+def _serve(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all processes are on this machine
+    while True:
+        try:
+            rank, ranks, store, timeout, function, arguments = pipe.recv()
+        except EOFError:
+            return
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
+        torch.manual_seed(0)
+        try:
+            dist.init_process_group(
+                "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks,
+                timeout=timedelta(seconds=timeout),
+            )  # fmt: skip
+            path = f"{store}.{rank}"
+            torch.save(function(*arguments), path)
+            dist.barrier()
+            answer = True, path
+        except BaseException:
+            answer = False, traceback.format_exc()
+        pipe.send(answer)
+        if dist.is_initialized():
+            dist.destroy_process_group()

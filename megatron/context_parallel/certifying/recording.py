@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a program on one rank, and keeps its numbers: losses, gradients, norm, update and, if asked, every module's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as modules_of_torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from megatron.context_parallel.certifying.rounding import SAMPLES, Rounding, factor, tensors
+from megatron.context_parallel.core.groups import forget_grid
+
+Key = tuple  # (kind, name) or (kind, module, number of its call)
+Numbers = dict[Key, "Tensor | None"]
+LOSS, GRADIENT, NORM, UPDATE = "loss", "gradient", "norm", "update"
+INPUT, OUTPUT, BACKWARD = "input", "output", "gradient of output"
+
+
+@dataclass
+class Outcome:
+    """What a program returns on each rank after one step.
+
+    Attributes:
+        model: the model; or its modules by the names that they have on one process, if a rank holds only some of them.
+        losses: of the whole batch, the same on every rank: one, or one for each step.
+        gradients: of the first step, of whole parameters, before clipping. Default: ``.grad`` of the parameters, as the
+            first step of an optimizer finds them or else at the end.
+        norm: gradient norm by which the gradients were clipped.
+        updates: changes of whole parameters. Default: what the first step of an optimizer changed.
+        positions: positions in the sequence of the tokens of this rank, in its order; or such a tensor for each length
+            that activations have. Default: found from the activations of the first module.
+        calls: (first, step): on one process, call ``first + step * n`` of a module has the samples of this rank's n-th.
+    """
+
+    model: nn.Module | Mapping[str, nn.Module]
+    losses: float | Tensor | Sequence[float | Tensor]
+    gradients: Mapping[str, Tensor | None] | None = None
+    norm: float | Tensor | None = None
+    updates: Mapping[str, Tensor] | None = None
+    positions: Tensor | Mapping[int, Tensor] | None = None
+    calls: tuple[int, int] = (0, 1)
+
+
+Program = Callable[..., Outcome]  # called with the sizes of the grid, for example ulysses=2, ring=1
+
+
+@dataclass
+class Recording:
+    """The numbers of one rank.
+
+    Attributes:
+        numbers: by kind and name, in the order in which they were computed.
+        exact: the largest entries of the parameters, by the key of their update; a change below their last bit is lost.
+    """
+
+    numbers: Numbers
+    positions: dict[int, Tensor] = field(default_factory=dict)
+    calls: tuple[int, int] = (0, 1)
+    exact: dict[Key, float] = field(default_factory=dict)
+
+
+@dataclass
+class Reference:
+    """The numbers of one process, and the largest error that rounding may cause in each of them."""
+
+    recording: Recording
+    noise: dict[Key, float]
+    samples: int
+
+    def limits(self, comparisons: int) -> dict[Key, float]:
+        times = factor(self.samples, comparisons)
+        return {key: times * noise for key, noise in self.noise.items()}
+
+
+def record(program: Program, sizes: Mapping[str, int], watch: bool = False, nudge: Any = None) -> Recording:
+    """Run the program on this rank.
+
+    Args:
+        sizes: of the grid, passed to the program by name.
+        watch: also keep inputs, outputs and gradients of all modules.
+        nudge: see :mod:`sight`.
+    """
+    forget_grid()  # of an earlier call
+    with ExitStack() as stack:
+        calls = stack.enter_context(_watched()) if watch else []
+        before = stack.enter_context(_first_update())
+        if nudge is not None:
+            stack.enter_context(nudge)
+        outcome = program(**sizes)
+    if not isinstance(outcome, Outcome):
+        outcome = Outcome(*outcome)
+    result = Recording(_numbers(outcome, before, calls), calls=outcome.calls)
+    for name, parameter in _parameters(outcome.model):
+        if parameter.numel():
+            result.exact[UPDATE, name] = float(whole(parameter.detach()).abs().max()) * torch.finfo(parameter.dtype).eps
+    positions = outcome.positions
+    if positions is not None:
+        by_length = positions if isinstance(positions, Mapping) else {len(positions): positions}
+        result.positions = {length: positions.cpu() for length, positions in by_length.items()}
+    return result
+
+
+def measure(program: Program, sizes: Mapping[str, int], watch: bool = False, samples: int = SAMPLES) -> Reference:
+    """Run the program on one process, and again with changed last bits."""
+    first = record(program, sizes, watch)
+    noise = {key: _smallest(key, x, first) for key, x in first.numbers.items() if x is not None}
+    for seed in range(samples):
+        with Rounding(seed):
+            again = record(program, sizes, watch)
+        for key in noise:
+            other = again.numbers.get(key)
+            noise[key] = max(noise[key], float("inf") if other is None else error(key, other, first.numbers[key]))
+    return Reference(first, noise, samples)
+
+
+def _smallest(key: Key, x: Tensor, recording: Recording) -> float:
+    """The error of a result that is rounded once."""
+    if key[0] == UPDATE and x.numel():
+        return max(torch.finfo(x.dtype).eps, recording.exact.get(key, 0.0) / max(float(x.abs().max()), 1e-300))
+    return torch.finfo(x.dtype).eps
+
+
+def error(key: Key, x: Tensor, right: Tensor) -> float:
+    """Error of a tensor: its largest entry over the largest of ``right``; for an update, in the Euclidean norm.
+
+    The first update of Adam has entries of equal size, and their signs are random where a gradient is almost zero.
+    """
+    if x.shape != right.shape:
+        return float("inf")
+    if not right.numel():
+        return 0.0
+    x, right = x.double(), right.double()
+    difference = x - right
+    if key[0] == UPDATE:
+        off, size = difference.norm(), right.norm()
+    else:
+        off, size = difference.abs().max(), right.abs().max()
+    if not bool(off.isfinite()):
+        return float("inf")
+    return float(off / size) if float(size) else float("inf") if float(off) else 0.0
+
+
+def whole(x: Tensor) -> Tensor:
+    """A DTensor as the complete tensor; all its ranks call this."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def _parameters(model: nn.Module | Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    if isinstance(model, nn.Module):
+        yield from model.named_parameters()
+
+
+def _numbers(outcome: Outcome, before: dict[int, tuple[Tensor, Tensor | None]], calls: list[_Call]) -> Numbers:
+    numbers: Numbers = {}
+    losses = outcome.losses if isinstance(outcome.losses, Sequence) else [outcome.losses]
+    for number, loss in enumerate(losses):
+        numbers[LOSS, str(number)] = torch.as_tensor(loss, dtype=_wide(loss)).detach().cpu().reshape(())
+    names = {id(m): name for name, m in _named_modules(outcome.model)}
+    counts: dict[Key, int] = {}
+    for call in calls:
+        name = names.get(call.module)
+        if name is None:
+            continue
+        kind = (name, call.records)  # with activation checkpointing, a module runs without and then with a graph
+        number = counts[kind] = counts.get(kind, -1) + 1
+        at = (name, number if call.records else -1 - number)
+        numbers |= {(INPUT, *at): call.input, (OUTPUT, *at): call.output, (BACKWARD, *at): call.gradient}
+    gradients, updates = outcome.gradients, outcome.updates
+    if gradients is None:
+        gradients = {n: before[id(p)][1] if id(p) in before else p.grad for n, p in _parameters(outcome.model)}
+    if updates is None:
+        stepped = {n: p for n, p in _parameters(outcome.model) if id(p) in before}
+        updates = {name: whole(p.detach()) - before[id(p)][0] for name, p in stepped.items()}
+    for name, gradient in gradients.items():
+        numbers[GRADIENT, name] = None if gradient is None else whole(gradient.detach()).cpu().clone()
+    if outcome.norm is not None:
+        numbers[NORM, ""] = torch.as_tensor(outcome.norm, dtype=_wide(outcome.norm)).detach().cpu().reshape(())
+    for name, update in updates.items():
+        numbers[UPDATE, name] = update.detach().cpu().clone()
+    return numbers
+
+
+def _wide(value: Any) -> torch.dtype:
+    """A number of Python may come from a tensor of any dtype: fp32 is assumed."""
+    return value.dtype if isinstance(value, Tensor) and value.is_floating_point() else torch.float32
+
+
+def _named_modules(model: nn.Module | Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    yield from model.named_modules() if isinstance(model, nn.Module) else model.items()
+
+
+@dataclass
+class _Call:
+    module: int
+    records: bool  # whether a graph for the backward pass is made
+    input: Tensor | None
+    output: Tensor
+    gradient: Tensor | None = None
+
+    def keep_gradient(self, gradient: Tensor) -> None:
+        self.gradient = gradient.detach().cpu().clone()
+
+
+@contextmanager
+def _watched() -> Iterator[list[_Call]]:
+    """Keep what the modules compute, in the order in which their calls end: children before their parent."""
+    calls: list[_Call] = []
+    inputs: dict[int, list[Tensor | None]] = {}
+
+    def before(module: nn.Module, args: Any) -> None:
+        inputs.setdefault(id(module), []).append(_first(args))
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        given, out = inputs.get(id(module)), _first(output)
+        entered = given.pop() if given else None
+        if out is None:
+            return
+        x = next(x for x in tensors(output) if x.is_floating_point())
+        calls.append(_Call(id(module), x.requires_grad, entered, out))
+        if x.requires_grad:
+            x.register_hook(calls[-1].keep_gradient)
+
+    hooks = [
+        modules_of_torch.register_module_forward_pre_hook(before),
+        modules_of_torch.register_module_forward_hook(after),
+    ]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _first(value: Any) -> Tensor | None:
+    """A copy of the first floating tensor."""
+    found = next((x for x in tensors(value) if x.is_floating_point()), None)
+    return None if found is None else found.detach().cpu().clone()
+
+
+@contextmanager
+def _first_update() -> Iterator[dict[int, tuple[Tensor, Tensor | None]]]:
+    """Keep weights and gradients as the first step of each optimizer finds them, by the parameter's id."""
+    found: dict[int, tuple[Tensor, Tensor | None]] = {}
+
+    def before(optimizer: Any, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in found:
+                    gradient = None if parameter.grad is None else whole(parameter.grad.detach()).clone()
+                    found[id(parameter)] = whole(parameter.detach()).clone(), gradient
+
+    hook = register_optimizer_step_pre_hook(before)
+    try:
+        yield found
+    finally:
+        hook.remove()

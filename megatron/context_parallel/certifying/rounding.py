@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much rounding alone can change the results of a program.
+
+On one process the program runs several times. In each of these runs every result of every operation is changed by a
+random amount of up to one unit in its last place (Monte Carlo arithmetic, D. S. Parker 1997). The largest change of a
+gradient is then what rounding can do to it, in any dtype and however ill-conditioned it is. A gradient that is zero but
+for rounding, such as that of a bias of attention's keys, changes completely and is therefore never reported as wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SAMPLES = 8  # runs with changed results; an even number
+FALSE_ALARMS = 1e-6  # probability that a right program is called wrong
+
+
+class Rounding(TorchDispatchMode):
+    """In this context the results of operations are changed by up to one unit in the last place, also in backward.
+
+    Entries that are integers are left as they are, because counts, positions and masks are computed without rounding.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.name().startswith("aten::empty") or func.name().startswith("aten::new_empty"):
+            return out
+        given = {storage(x) for x in tensors((args, kwargs)) if type(x) in (Tensor, torch.nn.Parameter)}
+        for x in tensors(out):
+            if type(x) is Tensor and x.is_floating_point() and storage(x) not in given:  # a view is no result
+                self._change(x)
+        return out
+
+    def _change(self, x: Tensor) -> None:
+        if x.device not in self._generators:
+            self._generators[x.device] = torch.Generator(x.device).manual_seed(self._seed)
+        wide = x if x.dtype == torch.float64 else x.float()
+        ulps = torch.rand(x.shape, generator=self._generators[x.device], dtype=wide.dtype, device=x.device) * 2 - 1
+        changed = wide * (1 + torch.finfo(x.dtype).eps * ulps)
+        x.copy_(torch.where(wide == wide.round(), wide, changed))
+
+
+def storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """All tensors in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [x for part in value for x in tensors(part)] if isinstance(value, (tuple, list)) else []
+
+
+def factor(samples: int, comparisons: int, false_alarms: float = FALSE_ALARMS) -> float:
+    """By how much the largest of some changes by rounding is multiplied to give a limit.
+
+    Of ``samples`` + 1 independent normal numbers, the last exceeds K times the largest of the others with probability
+    at most (samples - 1)!! (sqrt(2 / pi) / K)^samples. K is chosen such that this is ``false_alarms`` in all
+    ``comparisons`` together.
+    """
+    moment = math.prod(range(samples - 1, 0, -2))
+    return math.sqrt(2 / math.pi) * (moment * max(comparisons, 1) / false_alarms) ** (1 / samples)

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who sees whom: one token at a time is changed, and the outputs that move are compared with what the mask allows.
+
+A leak moves an output that may not see the token: one of another document, or an earlier one. A missing context leaves
+an output unmoved that moves on one process.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as modules_of_torch
+
+from megatron.context_parallel.certifying.comparing import listed
+from megatron.context_parallel.certifying.recording import OUTPUT, Key, Program, record
+from megatron.context_parallel.certifying.rows import Rows
+
+Allowed = Callable[[Tensor, Tensor], Tensor]  # (positions of queries [.., 1], of keys [1, ..]) -> bool
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Which positions a changed token moves, against one process and the mask.
+
+    Attributes:
+        token: position of the changed token.
+        leaks: positions that move, and may not see the token.
+        missing: positions that move on one process only.
+        module: the first module in which other positions move than on one process; empty if there is none.
+    """
+
+    token: int
+    leaks: tuple[int, ...]
+    missing: tuple[int, ...]
+    module: str = ""
+
+    @property
+    def right(self) -> bool:
+        return not self.leaks and not self.missing
+
+    def __str__(self) -> str:
+        parts = []
+        if self.leaks:
+            parts.append(f"is seen by positions {listed(self.leaks)}, which may not see it")
+        if self.missing:
+            parts.append(f"is not seen by positions {listed(self.missing)}, which see it on one process")
+        first = f"; first in {self.module}" if self.module and parts else ""
+        return f"token {self.token} {' and '.join(parts) or 'is seen where it may be'}{first}"
+
+
+@dataclass
+class Nudge:
+    """In this context the embedding of one token is replaced by its negative.
+
+    The embedding is the output of the first module that has one.
+
+    Attributes:
+        token: position; None changes nothing.
+        positions: of this rank's tokens.
+    """
+
+    token: int | None
+    positions: Tensor
+
+    def __enter__(self) -> None:
+        self._done = self.token is None
+        self._hook = modules_of_torch.register_module_forward_hook(self._after)
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self._done or not isinstance(output, Tensor) or not output.is_floating_point():
+            return None
+        self._done = True
+        rows = (self.positions == self.token).nonzero().flatten()
+        dims = [d for d in range(output.dim() - 1) if output.size(d) == len(self.positions)]
+        if not dims:
+            raise ValueError(
+                f"the first module's output of shape {tuple(output.shape)} has no dim with the {len(self.positions)} "
+                "tokens of this rank: who sees whom cannot be examined"
+            )
+        sign = torch.ones(output.size(dims[-1]), dtype=output.dtype, device=output.device)
+        sign[rows] = -1
+        return output * sign.view([-1 if d == dims[-1] else 1 for d in range(output.dim())])
+
+
+def look(
+    program: Program, sizes: Mapping[str, int], tokens: Sequence[int], positions: Sequence[Tensor]
+) -> list[dict[Key, Tensor]]:
+    """On a rank: for each token, which positions move, by module call.
+
+    Args:
+        positions: of the tokens of each rank.
+    """
+    rank = torch.distributed.get_rank()
+    own, length = positions[rank], sum(len(some) for some in positions)
+    still = record(program, sizes, True, Nudge(None, own)).numbers
+    result = []
+    for token in tokens:
+        moved = record(program, sizes, True, Nudge(token, own)).numbers
+        result.append(
+            {
+                key: places
+                for key in still
+                if key[0] == OUTPUT and (places := _moved(still[key], moved.get(key), own, length)) is not None
+            }
+        )
+    return result
+
+
+def _moved(before: Tensor, after: Tensor | None, own: Tensor, length: int) -> Tensor | None:
+    """Whether each position of the sequence moves: bool [length], False for those of other ranks."""
+    if after is None or before.shape != after.shape:
+        return None
+    dims = [d for d in range(before.dim() - 1) if before.size(d) == len(own)]
+    if not dims:
+        return None
+    others = [d for d in range(before.dim()) if d != dims[-1]]
+    places = torch.zeros(length, dtype=torch.bool)
+    places[own] = (before != after).sum(others) > 0
+    return places
+
+
+def judge(
+    tokens: Sequence[int], one: Sequence[dict[Key, Tensor]], ranks: Sequence[Sequence[dict[Key, Tensor]]],
+    allowed: Allowed | None, layers: int,
+) -> list[Seen]:  # fmt: skip
+    """Compare what moves.
+
+    Args:
+        one, ranks: results of :func:`look`, of one process and of each rank.
+        allowed: the mask of each layer; None: only one process is compared with.
+        layers: how often tokens are mixed by this mask.
+    """
+    result = []
+    for number, token in enumerate(tokens):
+        module, last = "", None
+        for key, places in one[number].items():
+            together = [rank[number][key] for rank in ranks if key in rank[number]]
+            if len(together) < len(ranks):
+                continue
+            seen = torch.stack(together).any(0)
+            if not module and not torch.equal(seen, places):
+                module = key[1]
+            last = seen, places
+        if last is None:
+            raise ValueError("no module has an output for each token: who sees whom cannot be examined")
+        seen, alone = last
+        may = alone if allowed is None else reach(allowed, layers, len(seen))[:, token]
+        result.append(Seen(token, _places(seen & ~may), _places(alone & ~seen), module))
+    return result
+
+
+def _places(flags: Tensor) -> tuple[int, ...]:
+    return tuple(flags.nonzero().flatten().tolist())
+
+
+def reach(allowed: Allowed, layers: int, length: int) -> Tensor:
+    """Whether a query's output depends on a key after some layers: bool [length, length]."""
+    at = torch.arange(length)
+    one = (allowed(at[:, None], at[None]) | (at[:, None] == at[None])).float()
+    total = one
+    for _ in range(layers - 1):
+        total = (total @ one > 0).float()
+    return total > 0
+
+
+def tokens_to_change(length: int, positions: Iterable[Tensor], edges: Iterable[int] = (), some: int = 4) -> list[int]:
+    """Tokens at the ends of the ranks' parts and of documents and windows, and a few random ones.
+
+    Args:
+        edges: positions at which a document, a chunk or a window ends.
+    """
+    ends = {0, length - 1}
+    for own in positions:
+        breaks = (own.diff() != 1).nonzero().flatten().tolist()
+        ends |= {int(own[i]) for at in (*breaks, len(own) - 1) for i in (at, at + 1) if i < len(own)}
+        ends |= {int(own[0])}
+    ends |= {edge + shift for edge in edges for shift in (-1, 0)}
+    ends |= set(random.Random(0).sample(range(length), min(some, length)))
+    return sorted(end for end in ends if 0 <= end < length)
+
+
+def rows_by_rank(ranks: Sequence[Rows]) -> list[Tensor]:
+    """The positions of all tokens of each rank."""
+    return [max(rows.values(), key=len) for rows in ranks]

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small model of the same kind: the settings of a training command, with small sizes and made-up data."""
+
+from __future__ import annotations
+
+from dataclasses import Field, fields
+from itertools import combinations
+from typing import Any
+
+from megatron.training.arguments.config import Config
+from megatron.training.arguments.parser import settings, spellings
+
+LENGTH, HEAD_SIZE, VOCABULARY = 64, 16, 301
+AXES = ("tensor", "ulysses", "ring", "pipeline", "data")
+# Sections that say what is computed. Of the others, these settings do.
+WHOLE = ("model", "attention", "chunks", "optimizer")
+SINGLE = {
+    "data.reset_position_ids", "data.reset_attention_mask", "data.eod_mask_loss", "run.seed", "run.deterministic_mode",
+    "parallel.partition_position_embedding", "parallel.zero_stage", "parallel.overlap_grad_reduce",
+    "parallel.overlap_param_gather", "parallel.ddp_bucket_size", "parallel.grad_reduce_in_bf16",
+    "parallel.sequence_parallel", "parallel.context_parallel_balance",
+}  # fmt: skip
+# Settings that do not matter for a few steps on a CPU, or need a GPU or files.
+LEFT_OUT = {
+    "model.model", "model.transformer_impl", "model.padded_vocab_size", "model.make_vocab_size_divisible_by",
+    "attention.attention_kernel",
+}  # fmt: skip
+
+
+def small_flags(config: Config) -> list[str]:
+    """The flags of a small program of the same kind. The grid is left open.
+
+    Args:
+        config: completed settings of the command.
+    """
+    made = _small(config)
+    given = {**_settings_of(config), **made}
+    by_name = {f"{section}.{field.name}": field for section, _, field in settings()}
+    words = []
+    for name, value in given.items():
+        words += _flag(by_name[name], value)
+    return words
+
+
+def left_out(config: Config) -> list[str]:
+    """Settings of the command that the small program does not have although they change what is computed."""
+    notes = []
+    if config.model.fp8_format:
+        notes.append(f"--fp8-format {config.model.fp8_format}: FP8 needs a GPU; checked in bf16")
+    if config.attention.attention_kernel not in ("auto", "cpu", "math"):
+        notes.append(f"--attention-kernel {config.attention.attention_kernel}: checked with the CPU's kernel")
+    if config.attention.mask_function or config.attention.sparse_pattern.endswith(".json"):
+        notes.append(f"--seq-length {config.data.seq_length}: the mask is taken at {LENGTH} tokens")
+    return notes
+
+
+def grids_of(config: Config, world_size: int, processes: int = 4) -> list[dict[str, int]]:
+    """Grids of the command's axes, each of size 2: every axis alone, and every two together."""
+    parallel = config.parallel
+    sizes = {
+        "tensor": parallel.tensor_model_parallel_size,
+        "ulysses": parallel.ulysses_parallel_size or 1,
+        "ring": parallel.ring_parallel_size or 1,
+        "pipeline": parallel.pipeline_model_parallel_size,
+    }
+    model = 1
+    for size in sizes.values():
+        model *= size
+    sizes["data"] = world_size // model
+    used = [axis for axis in AXES if sizes[axis] > 1]
+    return [dict.fromkeys(some, 2) for count in (1, 2) for some in combinations(used, count) if 2**count <= processes]
+
+
+def flags_of_grid(flags: list[str], sizes: dict[str, int]) -> list[str]:
+    """The flags with a grid; settings that need an axis are left out where it has size 1."""
+    tensor, pipeline = sizes.get("tensor", 1), sizes.get("pipeline", 1)
+    context = sizes.get("ulysses", 1) * sizes.get("ring", 1)
+    gone = {"--sequence-parallel": tensor == 1, "--partition-position-embedding": context == 1}
+    return [
+        *(flag for flag in flags if not gone.get(flag)),
+        *("--tensor-model-parallel-size", str(tensor), "--pipeline-model-parallel-size", str(pipeline)),
+        *("--ulysses-parallel-size", str(sizes.get("ulysses", 1)), "--ring-parallel-size", str(sizes.get("ring", 1))),
+    ]
+
+
+def _settings_of(config: Config) -> dict[str, Any]:
+    """Settings that differ from the defaults and say what is computed."""
+    default, result = Config(), {}
+    for section in fields(config):
+        part = getattr(config, section.name)
+        for field in fields(part) if section.name not in ("notes",) and hasattr(part, "__dataclass_fields__") else ():
+            name, value = f"{section.name}.{field.name}", getattr(part, field.name)
+            kept = section.name in WHOLE and not field.name.startswith(("lr_", "fp8")) or name in SINGLE
+            if kept and name not in LEFT_OUT and value != getattr(getattr(default, section.name), field.name):
+                result[name] = value
+    return result
+
+
+def _small(config: Config) -> dict[str, Any]:
+    model, attention, parallel, data = config.model, config.attention, config.parallel, config.data
+    groups = model.num_query_groups if model.group_query_attention else model.num_attention_heads
+    small_groups = 4 if groups % 4 == 0 else 1
+    queries = min(model.num_attention_heads // groups, 2)
+    heads = small_groups * queries if small_groups * queries % 4 == 0 else 4 * small_groups
+    hidden = heads * HEAD_SIZE
+    share = LENGTH / data.seq_length
+    ffn = max(2 * round(model.ffn_hidden_size / model.hidden_size * hidden / 4), 8) // 8 * 8
+    micro = min(data.micro_batch_size, 2)
+    result: dict[str, Any] = {
+        "model.num_layers": 4 if parallel.pipeline_model_parallel_size > 1 else 2,
+        "model.hidden_size": hidden, "model.num_attention_heads": heads, "model.kv_channels": HEAD_SIZE,
+        "model.ffn_hidden_size": ffn, "model.max_position_embeddings": LENGTH, "model.vocab_size": VOCABULARY,
+        "data.seq_length": LENGTH, "data.micro_batch_size": micro, "data.global_batch_size": 4 * micro,
+        "data.mock_data": True, "data.tokenizer_type": "NullTokenizer", "data.num_workers": 0,
+        "run.train_iters": 4, "run.eval_iters": 0, "run.device": "cpu", "optimizer.lr_decay_style": "constant",
+    }  # fmt: skip
+    if model.group_query_attention:
+        result["model.num_query_groups"] = small_groups
+    if attention.window_size:
+        result["attention.window_size"] = tuple(
+            n if n < 0 else min(max(round(n * share), 1 if n else 0), LENGTH) for n in attention.window_size
+        )
+    if attention.attention_mask == "block-sparse":
+        result["attention.sparse_block_size"] = max(round(attention.sparse_block_size * share), 4)
+    if config.chunks.fpdt:
+        result["chunks.fpdt_chunk_size"] = LENGTH // 4
+    if model.position_embedding_type == "yarn":
+        result["model.yarn_original_max_position_embeddings"] = LENGTH // 4
+    if attention.recompute_num_layers:
+        result["attention.recompute_num_layers"] = 1
+    if parallel.ddp_bucket_size:
+        result["parallel.ddp_bucket_size"] = 10_000
+    return result
+
+
+def _flag(field: Field, value: Any) -> list[str]:
+    name = spellings(field)[0]
+    if field.type == "bool":
+        switched = bool(value) != bool(field.default) if "flags" in field.metadata or not field.default else False
+        return [name] if switched else []
+    if isinstance(value, tuple):
+        return [f"{name}={','.join(map(str, value))}"]
+    if isinstance(value, list):
+        return [name, *map(str, value)]
+    if value is None:
+        return []
+    return [f"{name}={value}"] if str(value).startswith("-") else [name, str(value)]

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two steps of the training program, as a program for ``cp.certify``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import rerun_state_machine
+from torch import Tensor, nn
+
+from megatron.context_parallel.certifying.recording import Outcome
+from megatron.training.arguments.parser import parse
+from megatron.training.certifying.small_shape import flags_of_grid
+from megatron.training.certifying.whole_gradients import full_gradients, full_parameters
+from megatron.training.checkpoint.checkpoint import unwrap
+from megatron.training.job import Job, batches_for, prepare
+from megatron.training.setup import start
+from megatron.training.step import train_step
+
+STEPS = 2
+
+
+@dataclass(frozen=True)
+class TrainingProgram:
+    """A training command without its grid."""
+
+    flags: tuple[str, ...]
+
+    def __call__(self, **sizes: int) -> Outcome:
+        rerun_state_machine.destroy_rerun_state_machine()  # of an earlier call
+        ranks = torch.distributed.get_world_size()
+        config = parse(flags_of_grid(list(self.flags), sizes), world_size=ranks)
+        return train(prepare(config, start(config)))
+
+
+def train(job: Job) -> Outcome:
+    """Train two steps; gradients, norm and updates are those of the first."""
+    before = full_parameters(job)
+    gradients: dict[str, Tensor] = {}
+    updates: dict[str, Tensor] = {}
+    update = job.optimizer.step
+
+    def first_step() -> Any:
+        gradients.update(full_gradients(job))
+        done = update()
+        del job.optimizer.step
+        updates.update({name: x - before[name] for name, x in full_parameters(job).items()})
+        return done
+
+    job.optimizer.step = first_step
+    batches = batches_for(job, job.datasets[0], 0, 0)
+    for chunk in job.chunks:
+        chunk.train()
+    arguments = job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get()
+    results = [train_step(*arguments) for _ in range(STEPS)]
+    grid = job.runtime.grid
+    return Outcome(
+        dict(_modules(job)),
+        [result.lm_loss for result in results],
+        gradients=gradients,
+        norm=results[0].grad_norm,
+        updates=updates,
+        positions=_positions(job),
+        calls=(grid.data.rank, grid.data.size),
+    )
+
+
+def _modules(job: Job) -> Iterator[tuple[str, nn.Module]]:
+    """Modules with the layer numbers of the complete model; without those that a pipeline stage has only a part of."""
+    for chunk in job.chunks:
+        chunk = unwrap(chunk)
+        for name, module in chunk.named_modules():
+            if name in ("", "decoder") and job.runtime.grid.pipeline.size > 1:
+                continue
+            if match := re.match(r"decoder\.layers\.(\d+)(.*)", name):
+                name = f"decoder.layers.{chunk.decoder.layers[int(match[1])].layer_number - 1}{match[2]}"
+            yield name, module
+
+
+def _positions(job: Job) -> dict[int, Tensor]:
+    """Positions of this rank's tokens; between the linear layers of TP sequence parallelism, of its part of them."""
+    positions, tensor = job.runtime.layout.positions, job.runtime.grid.tensor
+    if not job.config.parallel.sequence_parallel:
+        return {len(positions): positions}
+    part = positions.chunk(tensor.size)[tensor.rank]
+    return {len(positions): positions, len(part): part}

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients and weights of whole parameters, from the ranks that hold their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.parallel_state import get_expert_tensor_and_model_parallel_group
+from torch import Tensor, nn
+
+from megatron.training.checkpoint.checkpoint import gather_parameters, unwrap
+from megatron.training.job import Job
+from megatron.training.model.weights import VOCABULARY, canonical_parameters
+
+
+def full_gradients(job: Job) -> dict[str, Tensor]:
+    """This stage's gradients, before clipping, by canonical name: gathered over ZeRO shards and TP, padding cut off."""
+    if job.config.parallel.zero_stage == 1:
+        for chunk in job.chunks:
+            gather_gradient_shards(chunk)
+
+    def gradient(parameter: nn.Parameter) -> Tensor:
+        if job.config.parallel.zero_stage < 2:
+            return parameter.main_grad.detach().float()
+        return parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+
+    return _whole(job, gradient)
+
+
+def full_parameters(job: Job) -> dict[str, Tensor]:
+    """This stage's weights that are trained, by canonical name, gathered like the gradients."""
+    gather_parameters(job.chunks, job.config)
+
+    def weight(parameter: nn.Parameter) -> Tensor:
+        parameter = parameter.detach()
+        return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+
+    return _whole(job, weight)
+
+
+def _whole(job: Job, part_of: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]:
+    result = {}
+    for chunk in job.chunks:
+        for name, parameter in canonical_parameters(unwrap(chunk)):
+            if not parameter.requires_grad:
+                continue
+            part = part_of(parameter)
+            if hasattr(parameter, "spans"):
+                part = gather_by_position(part, parameter.spans)
+            elif getattr(parameter, "tensor_model_parallel", False):
+                stride = getattr(parameter, "partition_stride", 1)
+                part = gather_over_tensor_parallel(part, parameter.partition_dim, stride, job.runtime.grid.tensor)
+            if name in VOCABULARY:
+                part = part[: job.vocab_size]
+            result[name] = part.clone()
+    return result
+
+
+def gather_gradient_shards(chunk: Any) -> None:
+    """Gather a chunk's gradients under ZeRO 1, where each rank holds the sums of only one shard of each bucket."""
+    for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+        for bucket in buffer.buckets:
+            group = buffer.data_parallel_group
+            shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+
+
+def gather_over_tensor_parallel(grad: Tensor, dim: int, stride: int, axis: Any) -> Tensor:
+    """Undo weights.tensor_parallel_part."""
+    if axis.size == 1:
+        return grad
+    parts = [torch.empty_like(grad) for _ in range(axis.size)]
+    dist.all_gather(parts, grad.contiguous(), group=axis.group)
+    halves = zip(*(part.chunk(stride, dim) for part in parts))
+    return torch.cat([piece for half in halves for piece in half], dim)
+
+
+def gather_by_position(grad: Tensor, spans: Any) -> Tensor:
+    """The gradient of the complete table of positions, from the ranks that hold its rows (TP x CP)."""
+    group = get_expert_tensor_and_model_parallel_group()
+    parts = [None] * group.size()
+    dist.all_gather_object(parts, (spans, grad), group=group)
+    whole = grad.new_full((max(stop for spans, _ in parts for _, stop in spans), grad.size(1)), torch.nan)
+    for spans, rows in parts:
+        for start, stop in spans:
+            whole[start:stop], rows = rows[: stop - start], rows[stop - start :]
+    return whole

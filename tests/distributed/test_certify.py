@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``cp.certify``: planted errors are found and placed; right programs are not accused."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+import megatron.context_parallel as cp
+from megatron.context_parallel.certifying.bisecting import bisect
+from megatron.context_parallel.certifying.comparing import compare
+from megatron.context_parallel.certifying.recording import GRADIENT, measure, record
+from tests.planted import ENDS, ERRORS, Planted, visible
+from tools import certify
+
+RIGHT = {
+    "contiguous": Planted(layout="contiguous"),
+    "striped, 4 ranks": Planted(layout="striped"),
+    "bf16": Planted(dtype="bfloat16"),
+    "autocast to bf16, adam": Planted(autocast=True, optimizer="adam"),
+    "float64": Planted(dtype="float64"),
+    "no window": Planted(window=1000),
+    "no documents": Planted(documents=False, says_positions=True),
+    "tied": Planted(tied=True),
+    "frozen": Planted(frozen=True),
+    "uneven micro-batches": Planted(micro_batches=3),
+    "adam": Planted(optimizer="adam", layout="contiguous"),
+    "zigzag, 4 ranks": Planted(),
+}
+USUAL = ("bf16", "striped, 4 ranks", "uneven micro-batches")
+
+
+@pytest.fixture(scope="module")
+def reference(pool):
+    return pool.run(measure, 1, Planted(), {"ranks": 1}, True)[0]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_planted_error_is_found_and_placed(pool, reference, error: str) -> None:
+    kind, module = ERRORS[error]
+    recorded = pool.run(record, 2, Planted(error), {"ranks": 2}, True)
+    wrong = [one for one in compare(reference, recorded) if not one.right]
+    assert wrong
+    place = bisect(reference, recorded, wrong)
+    assert (place.kind, place.modules) == (kind, (module,)), place
+
+
+@pytest.mark.parametrize("name", [n if n in USUAL else pytest.param(n, marks=pytest.mark.full) for n in RIGHT])
+def test_a_right_program_is_not_accused(pool, name: str) -> None:
+    grid = 4 if name.endswith("4 ranks") else 2
+    certificate = cp.certify(RIGHT[name], [grid], run=pool.run)
+    assert certificate.right, str(certificate)
+
+
+@pytest.mark.parametrize(
+    "error, module",
+    [
+        pytest.param("", "", marks=pytest.mark.full),
+        ("leak across documents", "blocks.0"),
+        pytest.param("window off by one", "", marks=pytest.mark.full),
+    ],
+)
+def test_who_sees_whom(pool, error: str, module: str) -> None:
+    """Two layers of a window of 8 see 14 tokens back; a leak shows which tokens are seen that may not be."""
+    program = Planted(error, layout="contiguous")
+    allowed = functools.partial(visible, program)
+    certificate = cp.certify(program, [2], mask=allowed, layers=2, edges=ENDS, sees=True, run=pool.run)
+    seen = certificate.grids[0].seen
+    assert {16, 17, 23, 24, 29, 30, 47} <= {one.token for one in seen}
+    assert all(one.right for one in seen) == certificate.right == (not error)
+    if error == "leak across documents":
+        leaks = [one for one in seen if one.leaks]
+        assert [one for one in leaks if one.token == 29][0].leaks[0] == 30
+        assert all(one.module.startswith(module) for one in leaks) and not [one for one in seen if one.missing]
+    if error == "window off by one":
+        assert [one for one in seen if one.missing] and not [one for one in seen if one.leaks]
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_not_accused(pool) -> None:
+    """Without RoPE a bias of keys adds one number to all scores of a query, which the softmax ignores."""
+    reference = pool.run(measure, 1, Planted(rope=False), {"ranks": 1}, samples=2)[0]
+    noise = reference.noise[GRADIENT, "blocks.0.attention.k.bias"]
+    assert noise > 0.1 > 100 * reference.noise[GRADIENT, "blocks.0.attention.q.bias"]
+
+
+COMMAND = (
+    "torchrun --nproc-per-node 16 pretrain_llama.py --model llama3-8b --seq-length 131072 --micro-batch-size 1 "
+    "--global-batch-size 8 --train-iters 100 --lr 1e-4 --mock-data --vocab-size 128256"
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--tensor-model-parallel-size 2 --sequence-parallel --ring-parallel-size 4 --zero-stage 1 --bf16",
+        "--ulysses-parallel-size 4 --pipeline-model-parallel-size 4",
+        "--ulysses-parallel-size 4 --zero-stage 3 --fpdt --fpdt-chunk-size 32768",
+        "--ring-parallel-size 8 --attention-mask window --window-size 4095,0 --attention-dropout 0.1 "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ],
+)
+def test_a_training_command_is_right(pool, capsys: pytest.CaptureFixture, flags: str) -> None:
+    grid = [] if "--bf16" not in flags else ["--grid", "tensor=2,ring=2"]
+    code = certify.main([*grid, *COMMAND.split(), *flags.split()], run=pool.run)
+    text = "".join(capsys.readouterr())
+    assert code == 0 and "RIGHT: " in text, text
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "gemma2"])
+def test_a_model_of_transformers_is_right(
+    pool, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a model whose config.json has the sizes of a large one, which the tool makes small."""
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    code = certify.main([str(tmp_path)], run=pool.run)
+    text = "".join(capsys.readouterr())
+    assert code == 0 and "RIGHT: " in text, text
+
+
+PROGRAM = """
+import torch
+import torch.distributed as dist
+
+
+def step(ranks):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8)
+    x = torch.randn(1, 16, 8, generator=torch.Generator().manual_seed(1)).chunk(ranks, 1)[dist.get_rank()]
+    loss = model(x).square().sum()
+    loss.backward()
+    loss = loss.detach()
+    dist.all_reduce(loss)
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    return model, loss
+"""
+
+
+@pytest.mark.full
+def test_a_function_of_a_file_in_new_processes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """As a user starts it: right; with a reduction left out; and with an error, which is shown with its traceback."""
+    words = ["--grid", "ranks=2", "--picture", str(tmp_path / "picture.png"), f"{tmp_path}/program.py:step"]
+    for text, code, message in (
+        (PROGRAM, 0, "RIGHT: "),
+        (PROGRAM.replace("parameter.grad)", "parameter.grad) if parameter.dim() > 1 else None"), 1, "reduction"),
+        (PROGRAM.replace("return model", "return models"), 2, "NameError"),
+    ):
+        (tmp_path / "program.py").write_text(text)
+        assert certify.main(words) == code
+        assert message in "".join(capsys.readouterr())
+    assert (tmp_path / "picture.png").stat().st_size > 5000

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of the program under the checker of types, in one process with a fake group of DP 2 x CP 2 x TP 2.
+
+Prints a line for each part: "right" or the first line of the error of types. tests/unit/test_types.py reads it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import spmd_types as spmd
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.transformer import TransformerConfig
+from spmd_types import I, P, R, V
+from spmd_types.checker import typecheck
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import megatron.context_parallel as cp
+import tests.distribution_types  # noqa: F401 (adds the types)
+from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
+from megatron.platform import cpu
+
+EVERY = {"dp": V, "cp": V, "tp": V}
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    cpu.run_core_on_cpu()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=2, context_parallel_size=2, create_gloo_process_groups=False
+    )
+    groups = {
+        "tp": parallel_state.get_tensor_model_parallel_group(),
+        "cp": parallel_state.get_context_parallel_group(),
+        "dp": parallel_state.get_data_parallel_group(),
+    }
+    grid = {kind: cp.Grid.from_groups(**{kind: groups["cp"]}, context=groups["cp"], tensor=groups["tp"],
+                                      data=groups["dp"]) for kind in ("ulysses", "ring")}  # fmt: skip
+    with spmd.set_current_mesh({name: spmd.MeshAxis.of(group) for name, group in groups.items()}), typecheck():
+        for name, part in parts(grid, groups):
+            print(f"{name}: {verdict(part)}")
+    return 0
+
+
+def verdict(part: Callable[[], Any]) -> str:
+    try:
+        part()
+    except spmd.SpmdTypeError as error:
+        return "wrong: " + next(line for line in str(error).splitlines() if line.strip())[:150]
+    return "right"
+
+
+def parts(grids: dict[str, cp.Grid], groups: dict[str, Any]):
+    """(name, function): each right part, and the same with an error."""
+    whole = {"dp": V, "cp": R, "tp": V}
+    for kind, grid in grids.items():
+        for gathered in (False, True) if kind == "ring" else (False,):
+            def attention(kv: dict = EVERY, q: dict = EVERY, grid: cp.Grid = grid, gathered: bool = gathered) -> None:
+                made = [typed(torch.randn(16, 1, heads, 8), types) for heads, types in ((4, q), (2, kv), (2, kv))]
+                cp.attention(*made, layout=cp.SequenceLayout(32, grid), mask=cp.Causal(), gather_keys=gathered)
+
+            name = f"{kind}{' with gathered keys' if gathered else ''}"
+            yield name, attention
+            yield f"{name}, keys replicated", lambda attention=attention: attention(whole)
+            yield f"{name}, queries partial over TP", lambda attention=attention: attention(q={**EVERY, "tp": P})
+    for sp in (False, True):
+        name = "chunked loss, TP-sp" if sp else "chunked loss"
+        hidden = V if sp else I
+        yield name, lambda sp=sp, hidden=hidden: loss(grids["ulysses"], hidden, sp)
+        yield f"{name}, hidden states partial", lambda sp=sp: loss(grids["ulysses"], P, sp)
+        yield f"{name}, differentiated without a sum", lambda sp=sp, hidden=hidden: loss(
+            grids["ulysses"], hidden, sp, summed=()
+        )
+        yield f"{name}, not summed over CP", lambda sp=sp, hidden=hidden: loss(
+            grids["ulysses"], hidden, sp, summed=("dp",)
+        )
+        yield f"{name}, the sum of all ranks differentiated", lambda sp=sp, hidden=hidden: loss(
+            grids["ulysses"], hidden, sp, summed=("dp",), reported=True
+        )
+        name = "MLP, TP-sp" if sp else "MLP"
+        yield name, lambda sp=sp: mlp(groups["tp"], sp)
+        yield f"{name}, gradients summed over DP alone", lambda sp=sp: mlp(groups["tp"], sp, reduced=("dp",))
+    yield "MLP, row layer not reduced", lambda: mlp(groups["tp"], False, row=False)
+    yield "MLP, TP-sp, norm not marked", lambda: mlp(groups["tp"], True, marked=False)
+    for name, one, other in (("DP then CP", "dp", "cp"), ("DP twice", "dp", "dp"), ("DP then TP", "dp", "tp")):
+        def sums(one: str = one, other: str = other) -> None:
+            gradient = typed(torch.randn(4), {"dp": P, "cp": P, "tp": V}, False)
+            for axis in (one, other):
+                dist.all_reduce(gradient, group=groups[axis])
+
+        yield f"gradients summed over {name}", sums
+    for name, shared in (("summed over TP", R), ("not summed over TP", I)):
+        def norm(shared: Any = shared) -> None:
+            weight = typed(torch.ones(8), {"tp": shared, "cp": R, "dp": R})
+            torch.nn.functional.rms_norm(typed(torch.randn(8, 1, 2, 8), EVERY), (8,), weight)
+
+        yield f"norm of queries, weight {name}", norm
+
+
+def typed(x: torch.Tensor, types: dict[str, Any], differentiable: bool = True) -> torch.Tensor:
+    return spmd.assert_type(x.requires_grad_(differentiable and x.is_floating_point()), types)
+
+
+def loss(grid: cp.Grid, hidden: Any, sp: bool, summed: tuple[str, ...] = ("dp", "cp"), reported: bool = False) -> None:
+    inputs = typed(torch.randn(4 if sp else 8, 1, 16), {"dp": V, "cp": V, "tp": hidden})
+    weight = typed(torch.randn(32, 16), {"dp": R, "cp": R, "tp": V})
+    others = [typed(x, {"dp": V, "cp": V, "tp": I}, False) for x in (torch.randint(0, 60, (8, 1)), torch.rand(8, 1))]
+    total = chunked_linear_cross_entropy(
+        inputs, weight, *others, chunks=2, vocab_size=60, tensor=grid.tensor, sequence_parallel=sp
+    )
+    for axis in summed:
+        total = spmd.reinterpret(total, {"dp": grid.data, "cp": grid.context}[axis].group, src=V, dst=P)
+    if reported:
+        total = spmd.all_reduce(total, grid.context.group, src=V, dst=R)
+    total.backward()
+
+
+def mlp(tp: Any, sp: bool, reduced: tuple[str, ...] = ("dp", "cp"), row: bool = True, marked: bool = True) -> None:
+    """A norm and core's two linear layers; a parameter's type follows from what sums its gradient."""
+    config = TransformerConfig(
+        num_layers=1, hidden_size=16, num_attention_heads=4, use_cpu_initialization=True, sequence_parallel=sp,
+        tensor_model_parallel_size=2, context_parallel_size=2, gradient_accumulation_fusion=False,
+    )  # fmt: skip
+    more = {"config": config, "init_method": torch.nn.init.normal_, "bias": False, "tp_group": tp}
+    with spmd.no_typecheck():
+        up = tensor_parallel.ColumnParallelLinear(16, 32, gather_output=False, **more)
+        down = tensor_parallel.RowParallelLinear(32, 16, input_is_parallel=True, skip_bias_add=False, **more)
+        norm = torch.nn.LayerNorm(16)
+    for parameter in (*norm.parameters(), *up.parameters(), *down.parameters()):
+        split = V if getattr(parameter, "tensor_model_parallel", False) else R if sp and marked else I
+        spmd.assert_type(parameter, {"tp": split, **{axis: R if axis in reduced else I for axis in ("dp", "cp")}})
+    x = typed(torch.randn(4 if sp else 8, 1, 16), {"dp": V, "cp": V, "tp": V if sp else I})
+    h = torch.nn.functional.gelu(up(norm(x))[0])
+    out = down(h)[0] if row else torch.nn.functional.linear(h, down.weight)
+    spmd.assert_type(x + out, {"dp": V, "cp": V, "tp": V if sp else I})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

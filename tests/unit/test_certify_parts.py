@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of ``cp.certify`` that need one process: limits, factors, rows, small shapes, the tool; and the mutants."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+import megatron.context_parallel as cp
+from megatron.context_parallel.certifying import rounding
+from megatron.context_parallel.certifying.bisecting import _between
+from megatron.context_parallel.certifying.certificate import Certificate, OnGrid, check_finite
+from megatron.context_parallel.certifying.comparing import Compared, fitted, listed
+from megatron.context_parallel.certifying.recording import GRADIENT, Recording, Reference
+from megatron.context_parallel.certifying.rows import part_of, zigzag
+from megatron.context_parallel.certifying.sight import reach
+from megatron.training.arguments.models import LLAMA_DEFAULTS
+from megatron.training.arguments.parser import parse
+from megatron.training.certifying.small_shape import flags_of_grid, grids_of, left_out, small_flags
+from tests.mutants import __main__ as mutants
+from tests.mutants.changes import all_changes, changes_of
+from tools import certify
+
+
+def test_the_limit_bounds_false_alarms() -> None:
+    """For normal errors the probability is at most what was asked for, and not a tenth of it."""
+    draws = torch.randn(200_000, 5, generator=torch.Generator().manual_seed(0)).abs()
+    limit = rounding.factor(4, 1, false_alarms=0.01)
+    share = float((draws[:, 4] > limit * draws[:, :4].amax(1)).double().mean())
+    assert 0.001 < share <= 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rounding_changes_results_by_their_last_bits_and_no_integers(dtype: torch.dtype) -> None:
+    x, count = torch.rand(100).to(dtype), torch.ones(7, dtype=dtype)
+    right = x * 3
+    with rounding.Rounding(0):
+        changed, total = x * 3, count.sum()
+        view = x[3:5]
+    error = float(((changed - right) / right).abs().max())
+    assert 0 < error <= 1.6 * torch.finfo(dtype).eps and total == 7 and torch.equal(view, x[3:5])
+
+
+def test_factor_and_cosine() -> None:
+    x = torch.tensor([3.0, 4.0])
+    assert fitted(2 * x, x) == pytest.approx((2.0, 1.0)) and fitted(x.flip(0) * torch.tensor([1, -1]), x)[1] == 0
+    assert listed([0, 1, 2, 3, 6]) == "0-3, 6"
+
+
+def test_rows_of_samples_that_are_flattened_with_positions() -> None:
+    whole, own = torch.randn(16, 2, 5), zigzag(16, 1, 2)
+    for flat in (whole.flatten(0, 1), whole.transpose(0, 1).flatten(0, 1)):
+        by_position = flat.equal(whole.flatten(0, 1))
+        part = whole[own].flatten(0, 1) if by_position else whole[own].transpose(0, 1).flatten(0, 1)
+        rows, _ = part_of(flat, part, {len(own): own}, 16)
+        assert torch.equal(rows, part)
+    assert part_of(whole, whole[:, :, :2], {len(own): own}, 16) is None
+
+
+def test_the_module_whose_code_runs_between_two() -> None:
+    assert _between("a.attention.v", "a.attention.o") == "a.attention"
+    assert _between("embed", "a.norm", inner=True) == "a" and _between("a.norm", "embed", inner=False) == "a.norm"
+
+
+def test_two_windows_reach_twice_as_far() -> None:
+    seen = reach(cp.Window(3).allowed, 2, 16)
+    assert seen[10].nonzero().flatten().tolist() == list(range(4, 11))
+
+
+COMMAND = (
+    "torchrun --nproc-per-node 16 pretrain_llama.py --model llama3-8b --seq-length 131072 --micro-batch-size 1 "
+    "--global-batch-size 8 --train-iters 100 --lr 1e-4 --mock-data --vocab-size 128256 --save out/x --log-interval 7"
+)
+
+
+@pytest.mark.parametrize(
+    "flags, kept",
+    [
+        ("--tensor-model-parallel-size 2 --sequence-parallel --bf16 --zero-stage 1", "--bf16 --zero-stage"),
+        ("--ulysses-parallel-size 4 --fpdt --zero-stage 3", "--fpdt --fpdt-chunk-size --zero-stage"),
+        ("--ring-parallel-size 8 --attention-mask window --window-size 4095,0", "--attention-mask --window-size=2,0"),
+        ("--context-parallel-size 4 --pipeline-model-parallel-size 2 --lora-rank 8", "--lora-rank"),
+        ("--attention-mask block-sparse --global-batch-size 16 --attention-dropout 0.1", "--sparse-block-size"),
+    ],
+)
+def test_a_small_program_has_the_flags_of_the_command(flags: str, kept: str) -> None:
+    words = f"{COMMAND} {flags}".split()[4:]
+    config = parse(words, LLAMA_DEFAULTS, 16)
+    small = small_flags(config)
+    assert set(kept.split()) <= set(small) and not {"--save", "--log-interval", "--model"} & set(small)
+    for grid in [{}, *grids_of(config, 16)]:
+        ranks = 2 ** len(grid)
+        result = parse(flags_of_grid(small, grid), world_size=ranks)
+        assert result.model.hidden_size <= 128 and result.data.seq_length == 64
+        assert result.model.position_embedding_type == config.model.position_embedding_type
+        assert result.optimizer.bf16 == config.optimizer.bf16
+
+
+def test_axes_of_a_command_are_taken_alone_and_in_pairs() -> None:
+    words = f"{COMMAND} --tensor-model-parallel-size 2 --ring-parallel-size 4".split()[4:]
+    config = parse(words, LLAMA_DEFAULTS, 16)
+    grids = grids_of(config, 16)
+    assert {"ring": 2} in grids and {"tensor": 2, "data": 2} in grids and len(grids) == 6
+    assert len(grids_of(config, 16, processes=2)) == 3
+    config.model.fp8_format, config.attention.attention_kernel = "hybrid", "cudnn"
+    assert [note.split()[0] for note in left_out(config)] == ["--fp8-format", "--attention-kernel"]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("", "no program"),
+        ("nothing", "no training command"),
+        ("a.py:step", "give its grids"),
+        ("--grid ranks=x a.py:step", "give sizes from 1 to 64"),
+    ],
+)
+def test_the_tool_refuses_in_one_line(words: str, message: str, capsys: pytest.CaptureFixture) -> None:
+    assert certify.main(words.split()) == 2
+    out, error = capsys.readouterr()
+    assert not out and error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+def test_the_tool_refuses_a_command_as_the_program_does(capsys: pytest.CaptureFixture) -> None:
+    assert certify.main("pretrain_gpt.py --num-layers 2".split()) == 2
+    assert "--hidden-size" in capsys.readouterr().err
+
+
+def test_a_certificate_is_a_table_and_a_picture(tmp_path: Path) -> None:
+    good = Compared((GRADIENT, "a.weight"), (1e-7, 2e-7), 1e-6, 1.0, 1.0)
+    bad = Compared((GRADIENT, "b.weight"), (1e-7, 1.0), 1e-6, 2.0, 1.0)
+    certificate = Certificate([OnGrid({"ring": 2}, [good, bad]), OnGrid({"ulysses": 2}, [good])])
+    text = str(certificate)
+    assert not certificate.right and "b.weight: error 1.0e+00" in text and "2 times the right one" in text
+    assert text.endswith("WRONG: one process computes something else than ring 2") and "ranks 1" in text
+    certificate.draw(str(tmp_path / "picture.png"))
+    assert (tmp_path / "picture.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    "numbers, message",
+    [
+        ({("loss", "0"): torch.tensor(float("nan"))}, "loss 0 is not finite"),
+        ({("loss", "0"): torch.tensor(1.0), (GRADIENT, "a"): None}, "no parameter has a gradient"),
+    ],
+)
+def test_a_program_that_says_nothing_is_refused(numbers: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_finite(Reference(Recording(numbers), {}, 8))
+
+
+def test_nothing_to_compare_is_refused() -> None:
+    with pytest.raises(ValueError, match="no grids"):
+        cp.certify(lambda: None, [])
+
+
+# python -m tests.mutants
+
+
+def test_changes_of_a_source() -> None:
+    source = (
+        b"def f(x, axis):\n    dist.all_reduce(x, group=axis.group)\n    work.wait()\n"
+        b"    if axis.rank < axis.size - 1:\n        x = x.float() * scale\n    return -x[: n + 1]\n"
+    )
+    kinds = Counter(change.kind for change in changes_of("f.py", source))
+    assert kinds == {
+        "call left out": 2, "call doubled": 1, "wrong group": 1, "off by one": 4, "sign": 3, "ranks swapped": 1,
+        "scale left out": 1, "dtype": 1,
+    }  # fmt: skip
+    for change in changes_of("f.py", source):
+        assert change.apply(source) != source
+
+
+def test_enough_changes_of_heart_step_and_checkpoint() -> None:
+    some = all_changes(("megatron/training/loss.py", "megatron/training/step.py", "megatron/context_parallel/core"))
+    assert len(some) > 100 and len({change.key for change in some}) == len(some)
+    assert any("all_reduce" in change.old for change in some)
+
+
+def test_a_survivor_is_listed_with_its_reason(capsys: pytest.CaptureFixture) -> None:
+    some = all_changes(("megatron/training/loss.py",))[:3]
+    code = mutants.report({some[0]: mutants.NOTICED, some[1]: mutants.NOTICED, some[2]: mutants.SURVIVED})
+    assert code == 1 and f"survived: {some[2]}" in capsys.readouterr().out
+    assert mutants.report(dict.fromkeys(some, mutants.NOTICED)) == 0
+    assert mutants.tests_of(some[0], {some[0].file: {str(some[0].line): ["a", "b", "c"]}}, {"a": 9.0}, 3) == ["b", "c"]

@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Check that a parallel program computes what one process computes: losses, every gradient, norm and update.
+
+    python tools/certify.py torchrun --nproc-per-node 8 pretrain_llama.py --ring-parallel-size 8 ...
+    python tools/certify.py --grid ulysses=2 --grid ulysses=2,ring=2 program.py:step
+    python tools/certify.py Qwen/config.json
+
+A training command runs with its flags and a small model of the same kind, on this machine's CPU; every axis that it
+uses has size 2, alone and with each other axis. A function of yours is called with the sizes of a grid and returns
+cp.Outcome, or (model, loss). A config.json of transformers makes a small random model, which cp's parallelize splits.
+
+What counts as a difference is measured: how far rounding moves each number on one process. Where a grid differs, the
+first module that differs is named. Exit code 0: all agree; 1: something differs; 2: the program cannot be checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from megatron.training.refusal import Refusal
+from tools.launch_command import grid as size_of_grid
+from tools.launch_command import launch
+
+EXIT_WRONG, EXIT_REFUSED = 1, 2
+BOTH = [{"ulysses": 2}, {"ring": 2}, {"ulysses": 2, "ring": 2}]
+
+
+def main(argv: list[str] | None = None, run: Any = None) -> int:
+    """The exit code.
+
+    Args:
+        run: see ``cp.certify``.
+    """
+    args = parser().parse_args(argv)
+    try:
+        program, grids, notes = program_of(args)
+        grids = [sizes(text) for text in args.grid] or grids
+        if not grids:
+            raise Refusal("the command uses one process: give a grid to compare with it, --grid ulysses=2")
+    except Refusal as refusal:
+        print(f"error: {refusal.render()}", file=sys.stderr)
+        return EXIT_REFUSED
+    import megatron.context_parallel as cp
+    from megatron.context_parallel.certifying.processes_of_program import ProgramFailed
+
+    for note in notes:
+        print(f"note: {note}")
+    try:
+        certificate = cp.certify(program, grids, sees=args.sees, run=run)
+    except (ProgramFailed, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    print(certificate)
+    if args.picture:
+        certificate.draw(args.picture)
+    return 0 if certificate.right else EXIT_WRONG
+
+
+def parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    options.add_argument(
+        "--grid", action="append", default=[], metavar="AXIS=N,...", help="a grid to compare; may be given again"
+    )
+    options.add_argument("--sees", action="store_true", help="also change single tokens, and see which outputs move")
+    options.add_argument("--picture", metavar="FILE", help="write a picture: parameters by grids, coloured by error")
+    options.add_argument("--processes", type=int, default=4, metavar="N", help="most processes of a grid (default: 4)")
+    options.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="command, FILE.py:NAME or file")
+    return options
+
+
+def program_of(args: argparse.Namespace) -> tuple[Any, list[dict[str, int]], list[str]]:
+    """The program, its grids, and notes."""
+    words = args.program
+    if not words:
+        raise Refusal("no program: give a training command, FILE.py:NAME or a config.json")
+    if len(words) == 1 and re.search(r"\.py:\w+$", words[0]):
+        from tools.certify_programs import FromFile
+
+        if not args.grid:
+            raise Refusal(f"{words[0]}: give its grids, for example --grid ranks=2")
+        path, _, name = words[0].rpartition(":")
+        return FromFile(f"{os.path.abspath(path)}:{name}"), [], []
+    if len(words) == 1 and Path(words[0]).exists() and not words[0].endswith(".py"):
+        from tools.certify_programs import HuggingFace
+
+        return HuggingFace(words[0]), BOTH, []
+    return training_command(words, args.processes)
+
+
+def training_command(words: list[str], processes: int) -> tuple[Any, list[dict[str, int]], list[str]]:
+    """A training command as a small program."""
+    found = launch(words)
+    if found is None:
+        raise Refusal(f"{words[0]}: no training command such as torchrun pretrain_llama.py --num-layers ..., no "
+                      "FILE.py:NAME and no file")  # fmt: skip
+    from megatron.training.arguments.models import LLAMA_DEFAULTS
+    from megatron.training.arguments.parser import parse
+    from megatron.training.certifying.small_shape import grids_of, left_out, small_flags
+    from megatron.training.certifying.training_program import TrainingProgram
+
+    world = found.processes or size_of_grid(found.flags)
+    config = parse(found.flags, LLAMA_DEFAULTS if "llama" in Path(found.program).name else None, world)
+    return TrainingProgram(tuple(small_flags(config))), grids_of(config, world, processes), left_out(config)
+
+
+def sizes(text: str) -> dict[str, int]:
+    """``ulysses=2,ring=2`` as sizes by name."""
+    result = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if not name.isidentifier() or not size.isdigit() or not 1 <= int(size) <= 64:
+            raise Refusal(f"--grid {text}", ": give sizes from 1 to 64 by name, for example ulysses=2,ring=2")
+        result[name] = int(size)
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())
