@@ -265,14 +265,14 @@ def test_rewording_does_not_change_the_command_line(monkeypatch):
             monkeypatch.setattr(Refusal, "__init__", lambda self, subject, reason="", *fixes, about="": plain(
                 self, subject, f"[{reason.replace('--', '')[::-1]}]", *fixes, about=about
             ))  # fmt: skip
-        megatron_flags._unknown.cache_clear()
+        megatron_flags._refusal.cache_clear()
         with pytest.raises(Refusals) as caught:
             flags = (
                 f"{ACCEPTED} --num-experts 8 --ulyses-parallel-size 4 --rope-theta 1000 --fpdt --manual-gc-interval 5"
             )
             parse(flags.split(), world_size=8)
         commands.append((caught.value.command, caught.value.changes))
-    megatron_flags._unknown.cache_clear()
+    megatron_flags._refusal.cache_clear()
     assert commands[0] == commands[1] and commands[0][0] is not None
 
 
