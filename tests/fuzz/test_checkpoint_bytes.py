@@ -16,6 +16,7 @@ def test_inputs_that_were_kept(reader, tmp_path):
     check(reader, harness.run(reader, harness.corpus(reader), tmp_path))
 
 
+@pytest.mark.timeout(0)  # the harness limits each input; 10,000 of them may take half an hour on a busy machine
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
 def test_new_inputs(reader, tmp_path, pytestconfig):
     count = int(os.environ.get("FUZZ", 10_000 if pytestconfig.getoption("--full") else 5))
