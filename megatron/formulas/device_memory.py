@@ -53,7 +53,7 @@ def device_memory(
         stage: pipeline stage, from 0.
         fused: with fused GPU kernels (norms, SwiGLU, Adam); False: with PyTorch's separate operations, as on a CPU.
     """
-    shape, sizes = workload.shape, sizes_of(workload, strategy, itemsize)
+    shape, sizes = workload.shape.dense(), sizes_of(workload, strategy, itemsize)
     held = stage_parameters(shape, strategy.tensor, strategy.pipeline, stage)
     if strategy.uneven:
         held = replace(held, layers=strategy.stage_layers(shape.layers, stage))

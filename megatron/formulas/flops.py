@@ -33,10 +33,21 @@ def forward_flops(shape: Shape, seq_length: int) -> ForwardFlops:
     return ForwardFlops(
         qkv=token * shape.layers * shape.hidden * (query_width + 2 * shape.kv_heads * shape.head_dim),
         out=token * shape.layers * query_width * shape.hidden,
-        mlp=token * shape.layers * (3 if shape.gated else 2) * shape.hidden * shape.ffn,
+        mlp=token * shape.hidden * _mlp_width(shape),
         logits=token * shape.hidden * shape.vocab,
         attention=shape.layers * 2 * token * seq_length * query_width,
     )
+
+
+def _mlp_width(shape: Shape) -> float:
+    """Multiplications of a token in the MLPs of all layers, divided by the hidden size: the experts that it goes to."""
+    matrices, mixture = 3 if shape.gated else 2, shape.mixture
+    if mixture is None:
+        return shape.layers * matrices * shape.ffn
+    chosen = mixture.topk * min(mixture.capacity or 1.0, 1.0)  # an expert drops what is beyond its capacity
+    routed = mixture.experts + matrices * (mixture.shared + chosen * mixture.ffn)
+    with_experts = sum(mixture.layers)
+    return (shape.layers - with_experts) * matrices * shape.ffn + with_experts * routed
 
 
 @dataclass(frozen=True)
@@ -74,6 +85,7 @@ def passes_of(workload: Workload, strategy: Strategy) -> Passes:
     FPDT's backward pass computes projections and the FFN again chunk by chunk, with full recompute attention too. A
     recomputed unit of several layers runs once more before that.
     """
+    workload.shape.dense()
     if strategy.recompute == "full" and strategy.recompute_method == "block":
         layers = strategy.most_layers(workload.shape.layers)
         kinds = [(passes_of(workload, how), count / layers) for how, count in strategy.layer_kinds(layers)]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import ceil, lcm
 
@@ -21,17 +21,21 @@ class StageParameters:
     """The parameters of one rank of a pipeline stage, in the order of the model."""
 
     embedding: tuple[Tensor, ...]
-    layer: tuple[Tensor, ...]  # of each layer
+    layer: tuple[Tensor, ...]  # of each layer without experts
     layers: int
     final: tuple[Tensor, ...]  # norm, then the output layer
+    routed: tuple[Tensor, ...] = ()  # of all layers with experts, without the experts
+    experts: tuple[Tensor, ...] = ()  # of all experts on this rank
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.embedding + self.layer * self.layers + self.final
+        """All but the experts."""
+        return self.embedding + self.layer * self.layers + self.routed + self.final
 
     @property
     def numel(self) -> int:
-        return numel(self.embedding) + self.layers * self.layer_numel + numel(self.final)
+        layers = self.layers * self.layer_numel + numel(self.routed) + numel(self.experts)
+        return numel(self.embedding) + layers + numel(self.final)
 
     @property
     def layer_numel(self) -> int:
@@ -54,13 +58,24 @@ def padded_vocab(vocab: int, tensor: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def stage_parameters(shape: Shape, tensor: int, pipeline: int, stage: int, *, padded: bool = True) -> StageParameters:
+def stage_parameters(
+    shape: Shape,
+    tensor: int,
+    pipeline: int,
+    stage: int,
+    *,
+    padded: bool = True,
+    expert: int = 1,
+    expert_tensor: int | None = None,
+) -> StageParameters:
     """Parameters of a rank in stage ``stage`` of ``pipeline`` stages, all its virtual stages together.
 
     TP does not split learned positions. With several stages, the first and the last each have a copy of tied weights.
 
     Args:
         padded: count the vocabulary as a run pads it; False: as the tokenizer has it.
+        expert: ranks that share the experts.
+        expert_tensor: ranks that split each expert; default ``tensor``.
     """
     h, d, norms = shape.hidden, shape.head_dim, 2 if shape.layer_norm else 1
     norm = ((h, 1),) * norms
@@ -71,7 +86,7 @@ def stage_parameters(shape: Shape, tensor: int, pipeline: int, stage: int, *, pa
         return ((size, 1),) if shape.bias else ()
 
     qkv, ffn = (heads + 2 * groups) * d // tensor, shape.ffn // tensor
-    layer = (
+    attention = (
         *norm,
         *(((heads // tensor, 1),) if shape.sinks else ()),
         (h, heads * d // tensor),
@@ -80,11 +95,8 @@ def stage_parameters(shape: Shape, tensor: int, pipeline: int, stage: int, *, pa
         *(((qkv, 1),) if shape.bias or shape.qkv_bias else ()),
         *(((d, 1),) * (2 * norms) if shape.qk_norm else ()),
         *norm,
-        (gates * ffn, h),
-        *bias(gates * ffn),
-        (h, ffn),
-        *bias(h),
     )
+    layer = (*attention, (gates * ffn, h), *bias(gates * ffn), (h, ffn), *bias(h))
     first, last = stage == 0, stage == pipeline - 1
     embedding: tuple[Tensor, ...] = ()
     if first:
@@ -96,7 +108,16 @@ def stage_parameters(shape: Shape, tensor: int, pipeline: int, stage: int, *, pa
     final: tuple[Tensor, ...] = ()
     if last:
         final = (*norm, *(() if shape.tied and first else ((rows, h),)))
-    return StageParameters(embedding, layer, shape.layers // pipeline, final)
+    layers, mixture = shape.layers // pipeline, shape.mixture
+    if mixture is None:
+        return StageParameters(embedding, layer, layers, final)
+    with_experts = sum(mixture.layers[stage * layers : (stage + 1) * layers])
+    shared, width = mixture.shared // tensor, mixture.ffn // (expert_tensor or tensor)
+    routed = (*attention, (mixture.experts, h), *(((gates * shared, h), (h, shared)) if shared else ()))
+    experts = ((gates * width, h), (h, width)) * (mixture.experts // expert)
+    return StageParameters(
+        embedding, layer, layers - with_experts, final, routed * with_experts, experts * with_experts
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -107,6 +128,7 @@ def model_states(
     itemsize: int,
     *,
     bucketed: bool = True,
+    expert_ranks: int = 1,
 ) -> States:
     """Bytes of a rank's parameters, gradients and Adam states (mixed precision: 2 + 4 + 12 each; fp32: 4 + 4 + 8).
 
@@ -118,8 +140,15 @@ def model_states(
         ranks: number of ranks that ZeRO splits over, DP x CP.
         itemsize: bytes of a number in the compute dtype.
         bucketed: --overlap-grad-reduce: several buckets, each padded under ZeRO 1.
+        expert_ranks: number of ranks that hold the same experts, over which ZeRO 1 splits their states.
     """
     narrow = itemsize < 4
+    if parameters.experts:
+        own = model_states(
+            StageParameters((), (), 0, parameters.experts), zero, expert_ranks, itemsize, bucketed=bucketed
+        )
+        rest = model_states(replace(parameters, experts=()), zero, ranks, itemsize, bucketed=bucketed)
+        return States(*(getattr(own, one.name) + getattr(rest, one.name) for one in fields(States)))
     if zero >= 2:
         shard = shard_numel(parameters.tensors, ranks)
         return States(4 * shard, 4 * shard, 8 * shard)

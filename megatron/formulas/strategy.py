@@ -53,6 +53,27 @@ def changed(one: T, changes: dict[str, Any]) -> T:
 Axis = Literal["tp", "ulysses", "ring", "dp", "pp"]
 
 
+@dataclass(frozen=True)
+class Mixture:
+    """The experts of a model.
+
+    Attributes:
+        experts: experts of a layer.
+        topk: experts that a token goes to.
+        ffn: width of an expert.
+        shared: width of the expert that all tokens go to; 0: none.
+        layers: 1 for each layer that has experts in place of its MLP, 0 for the others.
+        capacity: most tokens of an expert as a multiple of the mean; 0: no limit.
+    """
+
+    experts: int
+    topk: int
+    ffn: int
+    shared: int = 0
+    layers: tuple[int, ...] = ()
+    capacity: float = 0.0
+
+
 @hashed_once
 @dataclass(frozen=True)
 class Shape:
@@ -74,6 +95,17 @@ class Shape:
     qk_norm: bool = False  # norms of queries and keys, over a head
     sinks: bool = False  # a learned score per head in the softmax
     embed_norm: bool = False  # LayerNorm after the word embedding
+    mixture: Mixture | None = None  # layers with experts
+
+    def dense(self) -> Shape:
+        """This shape.
+
+        Raises:
+            ValueError: it has experts, whose activations, messages and time no formula knows yet.
+        """
+        if self.mixture is not None:
+            raise ValueError("experts are counted in parameters, model states and FLOPs alone")
+        return self
 
 
 @hashed_once

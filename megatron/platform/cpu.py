@@ -35,6 +35,7 @@ MODULES = (
     "pipeline_parallel.schedules",  # total_num_tokens
     "models.common.language_module.language_module",  # weight.data.cuda()
     "models.common.embeddings.language_model_embedding",
+    "transformer.moe.token_dispatcher",  # torch.cuda.Stream()
     "transformer.utils",
     "utils",  # local_multi_tensor_l2_norm
     "dist_checkpointing.exchange_utils",  # init_data("cuda")

@@ -320,6 +320,6 @@ def params_norm(job: Job) -> float:
     dist.all_reduce(total, group=get_model_parallel_group())
     if job.config.parallel.zero_stage >= 2:
         dist.all_reduce(total, group=get_data_parallel_group(with_context_parallel=True))
-    if job.config.parallel.partition_position_embedding:
+    if job.config.parallel.partition_position_embedding or job.config.model.num_experts:
         dist.all_reduce(partitioned, group=get_expert_tensor_model_pipeline_parallel_group())
     return float((total + partitioned).sqrt())

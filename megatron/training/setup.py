@@ -66,6 +66,7 @@ class Runtime:
     by_documents: bool = False  # attention or positions depend on the ends of documents in a batch
     reset_positions: bool = False  # positions restart in each document
     uses_dropout: bool = False  # dropout masks depend on the numbers of the samples
+    routes: bool = False  # layers have experts, whose statistics leave out the tokens that the loss leaves out
 
     @property
     def device(self) -> torch.device:
@@ -82,8 +83,11 @@ class Runtime:
 
     @property
     def reads_tokens(self) -> bool:
-        """The first pipeline stage needs tokens, the last one labels, and every one the ends of documents."""
-        return self.by_documents or self.grid.pipeline.rank in (0, self.grid.pipeline.size - 1)
+        """The first pipeline stage needs tokens, the last one labels, and every one the ends of documents.
+
+        With experts every stage needs the loss mask.
+        """
+        return self.by_documents or self.routes or self.grid.pipeline.rank in (0, self.grid.pipeline.size - 1)
 
 
 def start(config: Config, where: platform.Platform | None = None, offload: Offload | None = None) -> Runtime:
@@ -126,6 +130,7 @@ def start(config: Config, where: platform.Platform | None = None, offload: Offlo
         )
     if config.model.transformer_impl == "auto":
         engine = where.on_gpu and not where.simulated and transformer_engine_installed()
+        engine = engine and config.model.num_experts is None
         config.model.transformer_impl = "transformer_engine" if engine else "local"
     try:
         line = initialize_world(where.backend, parallel.distributed_timeout_minutes, parallel.network_interface)
@@ -143,10 +148,7 @@ def start(config: Config, where: platform.Platform | None = None, offload: Offlo
         virtual_pipeline=virtual_stages(config),
         backend=where.backend,
         timeout_minutes=parallel.distributed_timeout_minutes,
-        # Without experts, this size only makes core sum the gradients of partitioned positions over DP.
-        core_options={"expert_model_parallel_size": parallel.context_parallel_size}
-        if parallel.partition_position_embedding
-        else None,
+        core_options=_expert_groups(config),
     )
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)  # core's schedules warn without it
     chunks = config.chunks
@@ -167,7 +169,20 @@ def start(config: Config, where: platform.Platform | None = None, offload: Offlo
         by_documents=varies_by_batch(config),
         reset_positions=config.data.reset_position_ids,
         uses_dropout=config.model.hidden_dropout > 0 or config.model.attention_dropout > 0,
+        routes=config.model.num_experts is not None,
     )
+
+
+def _expert_groups(config: Config) -> dict[str, int | None] | None:
+    """The sizes of core's groups of experts."""
+    parallel = config.parallel
+    if config.model.num_experts:
+        names = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+        return {name: getattr(parallel, name) for name in names}
+    if parallel.partition_position_embedding:
+        # Without experts, this size only makes core sum the gradients of partitioned positions over DP.
+        return {"expert_model_parallel_size": parallel.context_parallel_size}
+    return None
 
 
 def seed_everything(seed: int, grid: Grid) -> None:

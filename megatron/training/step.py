@@ -29,6 +29,7 @@ from megatron.training.arguments.config import Config
 from megatron.training.arguments.schedule import schedule_unit
 from megatron.training.data.batches import shard_batch
 from megatron.training.loss import mean_loss, sum_of_losses
+from megatron.training.model.expert_load import ExpertLoad, load_of, move_biases, take_load
 from megatron.training.setup import Runtime
 from megatron.training.watch import Watch
 
@@ -47,6 +48,7 @@ class StepResult:
     zeros_in_grad: int | None = None
     skipped: bool = False  # fp16 overflow, or a bad batch: no update was made
     bad: str = ""  # what is bad about the batch
+    experts: ExpertLoad | None = None  # of a model with experts
 
 
 class Diverged(ArithmeticError):
@@ -134,7 +136,10 @@ def train_step(
     loss, tokens = mean_loss(reports, runtime)
     if mark is not None:
         mark("optimizer")
-    bad = ""
+    bad, table, load = "", None, None
+    if config.model.num_experts:
+        table = take_load(chunks, config.model, runtime.device)
+        load = load_of(table, config.model)
 
     def allowed(grad_norm: float) -> bool:
         nonlocal bad
@@ -142,10 +147,12 @@ def train_step(
         return not bad
 
     updated, grad_norm, zeros = step_if(optimizer, allowed)
-    result = StepResult(loss, tokens, float(grad_norm or 0.0), zeros, skipped=not updated, bad=bad)
+    result = StepResult(loss, tokens, float(grad_norm or 0.0), zeros, skipped=not updated, bad=bad, experts=load)
     if bad and not watch.skips:
         raise Diverged(result, own=not all(bool(report.isfinite().all()) for report in reports))
     if updated:
+        if config.model.moe_router_enable_expert_bias:
+            move_biases(chunks, table, config.model)
         samples = num_microbatches * config.data.micro_batch_size * runtime.grid.data.size
         schedule.step(samples * schedule_unit(config, length))
     return result

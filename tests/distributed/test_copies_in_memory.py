@@ -74,6 +74,11 @@ def the_file(folder, node, name):
     [
         (2, "--zero-stage 1 --bf16 --hidden-dropout 0.1 --partition-position-embedding --ring-parallel-size 2 GPT"),
         (4, f"{T2} --fp16 --initial-loss-scale 256 --loss-scale-window 2 --lr-warmup-iters 3"),
+        (
+            2,
+            "--zero-stage 1 --bf16 --ring-parallel-size 2 --num-experts 4 --expert-model-parallel-size 2 "
+            "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-dtype fp32",
+        ),
         *also_in_full(
             (2, "--zero-stage 3 --bf16 --micro-batch-size 1"),
             (4, f"{P2} --zero-stage 1 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4"),

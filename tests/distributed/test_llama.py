@@ -36,8 +36,8 @@ class Case:
 
 
 def make(folder: Path, **settings: object) -> Case:
-    """A random Llama, saved, converted and run. Its weights are large, so that each affects the logits."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """A random Llama or Mixtral, saved, converted and run. Its weights are large, so that each affects the logits."""
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(3)
     given = {
@@ -51,7 +51,8 @@ def make(folder: Path, **settings: object) -> Case:
         "initializer_range": 0.2,
         "attn_implementation": "eager",
     }
-    model = LlamaForCausalLM(LlamaConfig(**(given | settings))).eval()
+    kinds = (MixtralForCausalLM, MixtralConfig) if "num_local_experts" in settings else (LlamaForCausalLM, LlamaConfig)
+    model = kinds[0](kinds[1](**(given | settings))).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -124,6 +125,14 @@ CP = "--ulysses-parallel-size 2 --ring-parallel-size 2"
 )
 def test_grids(pool, gqa: Case, world_size: int, grid: str) -> None:
     check(pool, world_size, gqa, grid)
+
+
+def test_mixtral(pool, tmp_path: Path) -> None:
+    """The experts of a Mixtral, on one process, spread over ranks, and split over TP."""
+    case = make(tmp_path, num_local_experts=4, num_experts_per_tok=2)
+    check(pool, 1, case)
+    check(pool, 4, case, f"{CP} --expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall")
+    check(pool, 4, case, "--tensor-model-parallel-size 2 --sequence-parallel --ring-parallel-size 2")
 
 
 def test_llama3_scaling(pool, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def flipped(flags: str, rank: int, name: str, bit: int) -> list[str]:
 
 
 NORM = "decoder.final_layernorm.weight"
+EXPERT = "decoder.layers.1.mlp.experts.local_experts.1.linear_fc2.weight"
 FC1, LAST = "decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.3.mlp.linear_fc1.weight"
 
 
@@ -47,6 +48,8 @@ CASES = (  # ranks, flags; rank, weight and bit to change; expected message
     (2, "--tensor-model-parallel-size 2 --sequence-parallel", 1, NORM, 7,
      "ranks 0 on {host}, 1 on {host} differ over TP"),
     (4, "--tensor-model-parallel-size 2 --zero-stage 3", 3, NORM, 3, "ranks 2 on {host}, 3 on {host} differ over TP"),
+    (4, "--ring-parallel-size 2 --num-experts 4 --expert-model-parallel-size 2", 2, EXPERT, 5,
+     "ranks 0 on {host}, 2 on {host} differ over DP"),
     # Weights are gathered again before the comparison, which overwrites the change.
     (2, "--zero-stage 1 --overlap-grad-reduce --overlap-param-gather", 1, NORM, 31, ""),
 )  # fmt: skip

@@ -28,6 +28,7 @@ BASE = (
     "--micro-batch-size 1 --global-batch-size 4 --mock-data --vocab-size 301 --attention-dropout 0 --hidden-dropout 0"
 )
 RANKS = 4
+MOE, T2 = "--num-experts 8 --disable-bias-linear", "--tensor-model-parallel-size 2 --sequence-parallel"
 FULL = "--recompute-granularity full --recompute-method"
 YARN = "--position-embedding-type yarn --yarn-rotary-scaling-factor"
 WSD = "--lr-decay-style WSD --lr-wsd-decay-iters"
@@ -87,6 +88,25 @@ EFFECTS = f"""
 | --softmax-type learnable | core.softmax_type
 | --hidden-dropout 0.2 | dropout.hidden
 | --attention-dropout 0.2 | dropout.attention
+| {MOE} | core.num_moe_experts core.moe_ffn_hidden_size layers.experts ...
+{MOE} | --moe-ffn-hidden-size 32 | core.moe_ffn_hidden_size
+{MOE} | --moe-layer-freq 2 | core.moe_layer_freq layers.experts
+{MOE} | --moe-shared-expert-intermediate-size 32 | core.moe_shared_expert_intermediate_size
+{MOE} | --moe-router-topk 4 | core.moe_router_topk layers.experts
+{MOE} | --moe-router-score-function sigmoid | core.moe_router_score_function layers.experts
+{MOE} | --moe-router-pre-softmax | core.moe_router_pre_softmax layers.experts
+{MOE} | --moe-router-num-groups 4 --moe-router-group-topk 2 | layers.experts
+{MOE} | --moe-router-topk-scaling-factor 2.5 | layers.experts
+{MOE} | --moe-router-dtype fp32 | core.moe_router_dtype
+{MOE} --moe-router-score-function sigmoid | --moe-router-enable-expert-bias | layers.experts
+{MOE} --moe-aux-loss-coeff 0.1 | --moe-router-load-balancing-type seq_aux_loss | layers.experts
+{MOE} | --moe-aux-loss-coeff 0.1 | layers.experts
+{MOE} | --moe-z-loss-coeff 0.1 | layers.experts
+{MOE} | --moe-expert-capacity-factor 1.5 | core.moe_expert_capacity_factor layers.experts
+{MOE} --moe-expert-capacity-factor 1.5 | --moe-token-drop-policy position | layers.experts
+{MOE} | --moe-token-dispatcher-type alltoall | core.moe_token_dispatcher_type
+{MOE} | --expert-model-parallel-size 2 | core.expert_model_parallel_size
+{MOE} {T2} | --expert-tensor-parallel-size 1 | core.expert_tensor_parallel_size
 | --lora-rank 8 | layers.lora
 --lora-rank 8 | --lora-alpha 16 | layers.lora
 --lora-rank 8 | --lora-targets linear_fc2 linear_qkv | layers.lora
@@ -229,6 +249,7 @@ SHOWN = {
     "tests/unit/test_cost.py": "dry_run_jitter",
     "tests/unit/test_dry_run.py": "dry_run world_size gpu dry_run_json",
     "tests/distributed/test_network.py": "network_interface",
+    "tests/distributed/test_experts.py": "moe_router_bias_update_rate",
     "tests/unit/test_flag_effects.py": "distributed_backend distributed_timeout_minutes tensorboard_log_interval "
     "tensorboard_queue_size wandb_project wandb_exp_name wandb_save_dir wandb_entity peak_tflops progress "
     "exit_duration_in_mins dry_run_every_layer dry_run_trace_events",
@@ -317,6 +338,7 @@ def test_every_setting_has_its_effect_shown():
         "--tiktoken-pattern v2 --tiktoken-num-special-tokens 5",
         "--sft-tokenizer-prompt-format a --sft-over-length skip",
         "--lora-alpha 3 --lora-targets linear_qkv",
+        "--moe-router-topk 3 --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2",
         "--tokenizer-model a --tokenizer-type NullTokenizer",
         "--tensorboard-log-interval 5 --tensorboard-queue-size 5",
         "--wandb-exp-name a --wandb-save-dir b --wandb-entity c",

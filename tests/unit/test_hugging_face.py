@@ -23,6 +23,7 @@ from megatron.training.checkpoint.checksums import list_files
 from megatron.training.checkpoint.hugging_face import llama_settings, llama_weights, safetensors_folder
 from megatron.training.checkpoint.hugging_face.architectures import FAMILIES, LlamaLike, described
 from megatron.training.checkpoint.hugging_face.llama_settings import LLAMA3 as FIXED
+from megatron.training.checkpoint.hugging_face.load_folder import open_folder
 from megatron.training.checkpoint.hugging_face.safetensors_folder import HEADERS
 from megatron.training.checkpoint.megatron_lm.checked import examine
 from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensors
@@ -133,6 +134,7 @@ KINDS = {
     "qwen2": SIZES | {"tie_word_embeddings": True},
     "qwen3": SIZES | {"head_dim": 8},
     "bloom": {"vocab_size": 67, "hidden_size": 16, "n_layer": 2, "n_head": 4},
+    "mixtral": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 3},
     "mistral": SIZES | {"sliding_window": None},
 }
 
@@ -163,6 +165,32 @@ def test_other_families(tmp_path: Path, kind: str, capsys, monkeypatch: pytest.M
     expected, got = (model(torch.arange(20)[None]).logits for model in models)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     assert expected.std() > 0.1
+
+
+MIXTRAL = {"model_type": "mixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+           "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "vocab_size": 67,
+           "max_position_embeddings": 64, "num_local_experts": 4, "num_experts_per_tok": 2}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"num_local_experts": None}, {"num_experts_per_tok": 5}, {"sliding_window": 8}, {"router_jitter_noise": 0.1}],
+    ids=str,
+)
+def test_a_mixtral_that_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(Refusal, match=next(iter(change))):
+        described(MIXTRAL | change, "config.json")
+
+
+def test_a_mixtral_has_the_usual_router(tmp_path: Path) -> None:
+    model, vocab_size, family = described(MIXTRAL, "config.json")
+    assert family.config_json(model, vocab_size, torch.float32)["num_local_experts"] == 4
+    for change in ({"moe_router_score_function": "sigmoid"}, {"moe_shared_expert_intermediate_size": 8}):
+        with pytest.raises(Refusal, match=f"not a Mixtral.*{next(iter(change)).replace('_', '-')}"):
+            family.config_json(replace(model, **change), vocab_size, torch.float32)
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    with pytest.raises(Refusal, match="convert it with"):
+        open_folder(examine(tmp_path))
 
 
 def test_a_family_is_refused_the_settings_of_another(tmp_path: Path, capsys) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,11 +22,13 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
         get_gpt_layer_local_spec,
         get_gpt_layer_with_transformer_engine_spec,
     )
+    from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron.context_parallel.core.core_attention import ContextParallelAttention
+    from megatron.context_parallel.core.expert_choice import RouterRule
     from megatron.context_parallel.core.lora import ColumnParallelLinearWithLora, Lora, RowParallelLinearWithLora
     from megatron.context_parallel.core.transformer_layer import (
         AttentionSettings,
@@ -89,6 +92,7 @@ def block_spec(
     chunks: ChunkSettings | None = None,
     recomputed: int = 0,
     lora: Lora | None = None,
+    experts: Mapping[int, RouterRule] | None = None,
 ) -> TransformerBlockSubmodules:
     """The layers of one pipeline stage, with our attention core.
 
@@ -101,7 +105,11 @@ def block_spec(
         chunks: FPDT, the FFN in chunks, streamed hidden states; None for core's own layer.
         recomputed: number of layers, from the first, that recompute their attention chunk by chunk (FPDT).
         lora: adapters, not with ``transformer_engine``.
+        experts: the layers of this stage, from 0, whose FFN is a mixture of experts, and how tokens choose them; not
+            with ``transformer_engine``, ``chunks`` or ``lora``.
     """
+    if experts and (transformer_engine or chunks is not None or lora is not None):
+        raise ValueError("experts need core's own layers: no transformer_engine, chunks or lora")
     if transformer_engine:
         from megatron.core.extensions.transformer_engine import TENorm
 
@@ -118,6 +126,11 @@ def block_spec(
         _add_adapters(layer, lora, transformer_engine)
     layer.submodules.self_attention.submodules.core_attention = partial(ContextParallelAttention, settings=settings)
     layers = [replace(layer, module=LongContextLayer, params={**layer.params, "attention": settings})] * num_layers
+    for index, rule in (experts or {}).items():
+        # The norm before experts is not fused with them: in checkpoints it has its own name, as in Megatron-LM.
+        names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+        without_ffn = replace(layers[index].submodules, mlp=IdentityOp, sharded_state_dict_keys_map=names)
+        layers[index] = replace(layers[index], submodules=without_ffn, params={**layers[index].params, "experts": rule})
     if chunks is not None:
         layers = [
             replace(layer, module=ChunkedTransformerLayer, params={**layer.params, **settings})

@@ -19,6 +19,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron.context_parallel.attention.rule import AttentionRule
+from megatron.context_parallel.core.expert_choice import RouterRule
+from megatron.context_parallel.core.experts import Experts
 from megatron.context_parallel.core.gpt_dropout import ATTENTION, FFN, HiddenDropout, ModelDropout, stream_of
 from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
 from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
@@ -81,10 +83,17 @@ class LongContextLayer(TransformerLayer):
 
     Args:
         attention: settings of the attention.
+        experts: the layer has a mixture of experts that are chosen by this rule, in place of ``submodules.mlp``.
     """
 
-    def __init__(self, *args: Any, attention: AttentionSettings, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, attention: AttentionSettings, experts: RouterRule | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
+        if experts is not None:
+            # Not by the ModuleSpec: core's layer takes an unknown class for a mistake, and logs that.
+            self.mlp = Experts(self.config, experts, self.layer_number)
+            self.is_moe_layer = True
         self.attention_settings, self.dropout = attention, None
         self.core_add = {ATTENTION: self.self_attn_bda, FFN: self.mlp_bda}
         del self.self_attn_bda, self.mlp_bda  # replaced by the methods below

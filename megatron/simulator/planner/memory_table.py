@@ -78,6 +78,8 @@ def shape_of(name: str, seq_length: int) -> Shape:
         Refusal: no such model; the message lists the known ones.
     """
     settings = named_shape(name)
+    if settings.get("num_experts"):
+        raise Refusal(f"--model {name}: the memory of its experts is not known yet: choose a dense model")
     model = ModelConfig(**{**settings, "model": name})
     if model.position_embedding_type == "learned_absolute" and not model.max_position_embeddings:
         model = replace(model, max_position_embeddings=seq_length)

@@ -306,6 +306,7 @@ def _known(config: Config) -> None:
         "--qk-layernorm": model.qk_layernorm,
         f"--softmax-type {model.softmax_type}": model.softmax_type != "vanilla",
         "--embed-layernorm": model.embed_layernorm,
+        f"--num-experts {model.num_experts}": model.num_experts,
     }
     for flag in (flag for flag, given in wrong.items() if given):
         raise Refusal(f"{flag}: the planner does not know its time and memory: plan without it")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron.formulas.strategy import Shape
+from megatron.formulas.strategy import Mixture, Shape
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.refusal import Refusal
 
@@ -30,6 +30,14 @@ LLAMA3: dict[str, Any] = LLAMA | {
     "num_query_groups": 8,
     "rotary_base": 500000,
     "max_position_embeddings": 8192,
+}
+
+
+MIXTRAL: dict[str, Any] = LLAMA3 | {
+    "rotary_base": 1000000,
+    "max_position_embeddings": 32768,
+    "num_experts": 8,
+    "moe_router_topk": 2,
 }
 
 
@@ -57,6 +65,7 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "llama3-8b": (128256, LLAMA3 | _size(32, 4096, 32, 14336)),
     "llama3-70b": (128256, LLAMA3 | _size(80, 8192, 64, 28672)),
     "llama3-405b": (128256, LLAMA3 | _size(126, 16384, 128, 53248)),
+    "mixtral-8x7b": (32000, MIXTRAL | _size(32, 4096, 32, 14336)),
     "genslm-25b": (50257, GPT | _size(64, 5760, 80)),
     "genslm-33b": (50257, GPT | _size(80, 5760, 80)),
 }
@@ -121,4 +130,28 @@ def model_shape(model: ModelConfig, vocab_size: int) -> Shape:
         qk_norm=model.qk_layernorm,
         sinks=model.softmax_type == "learnable",
         embed_norm=model.embed_layernorm,
+        mixture=_mixture(model),
     )
+
+
+def _mixture(model: ModelConfig) -> Mixture | None:
+    if model.num_experts in (None, 1):
+        return None
+    return Mixture(
+        experts=model.num_experts,
+        topk=model.moe_router_topk,
+        ffn=model.moe_ffn_hidden_size or model.ffn_hidden_size,
+        shared=model.moe_shared_expert_intermediate_size or 0,
+        layers=tuple(expert_layers(model)),
+        capacity=model.moe_expert_capacity_factor or 0.0,
+    )
+
+
+def expert_layers(model: ModelConfig) -> list[int]:
+    """1 for each layer whose FFN is a mixture of experts, 0 for the others."""
+    if not model.num_experts:
+        return [0] * model.num_layers
+    frequency = model.moe_layer_freq
+    if isinstance(frequency, list):
+        return frequency
+    return [int(layer % frequency == 0) for layer in range(model.num_layers)]

@@ -176,6 +176,7 @@ def _read(
             ": use --position-embedding-type none, or rope",
             Fix("--position-embedding-type none"),
         )
+    megatron_flags.refuse_with_experts(others, config.model.num_experts)
     if config.checkpoint.use_checkpoint_args and shape_of is not None:
         take_checkpoint_args(config, given, shape_of)
     if world_size is None:

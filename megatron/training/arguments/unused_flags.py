@@ -98,6 +98,15 @@ READERS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
     ),
     ("--sft reads it", lambda c: c.data.sft, "sft_tokenizer_prompt_format sft_over_length"),
     ("--sft keeps tokens in files of its own", lambda c: not c.data.sft, "num_dataset_builder_threads"),
+    (
+        "--num-experts reads it",
+        lambda c: c.model.num_experts is not None,
+        "moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk "
+        "moe_router_score_function moe_router_pre_softmax moe_router_num_groups moe_router_group_topk "
+        "moe_router_topk_scaling_factor moe_router_dtype moe_router_enable_expert_bias moe_router_bias_update_rate "
+        "moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_expert_capacity_factor "
+        "moe_token_drop_policy moe_token_dispatcher_type expert_model_parallel_size expert_tensor_parallel_size",
+    ),
     ("--lora-rank reads it", lambda c: c.model.lora_rank is not None, "lora_alpha lora_targets"),
     (
         "--tokenizer-type TikTokenizer reads it",

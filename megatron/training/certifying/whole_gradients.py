@@ -8,9 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.parallel_state import get_expert_tensor_and_model_parallel_group
+from megatron.core.parallel_state import (
+    get_expert_tensor_and_model_parallel_group,
+    get_expert_tensor_parallel_group,
+)
 from torch import Tensor, nn
 
+from megatron.context_parallel.core.experts import EXPERT
+from megatron.context_parallel.layout.grid import Axis
 from megatron.training.checkpoint.checkpoint import gather_parameters, unwrap
 from megatron.training.job import Job
 from megatron.training.model.weights import VOCABULARY, canonical_parameters
@@ -42,7 +47,8 @@ def full_parameters(job: Job) -> dict[str, Tensor]:
 
 
 def _whole(job: Job, part_of: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]:
-    result = {}
+    result, tensor = {}, job.runtime.grid.tensor
+    of_experts = Axis.of(get_expert_tensor_parallel_group())
     for chunk in job.chunks:
         for name, parameter in canonical_parameters(unwrap(chunk)):
             if not parameter.requires_grad:
@@ -52,7 +58,8 @@ def _whole(job: Job, part_of: Callable[[nn.Parameter], Tensor]) -> dict[str, Ten
                 part = gather_by_position(part, parameter.spans)
             elif getattr(parameter, "tensor_model_parallel", False):
                 stride = getattr(parameter, "partition_stride", 1)
-                part = gather_over_tensor_parallel(part, parameter.partition_dim, stride, job.runtime.grid.tensor)
+                axis = of_experts if EXPERT in name else tensor
+                part = gather_over_tensor_parallel(part, parameter.partition_dim, stride, axis)
             if name in VOCABULARY:
                 part = part[: job.vocab_size]
             result[name] = part.clone()

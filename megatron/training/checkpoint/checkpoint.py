@@ -99,12 +99,15 @@ def without_adapters(state: dict[str, Any]) -> dict[str, Any]:
 SHAPES = """
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization swiglu
     add_bias_linear add_qkv_bias qk_layernorm softmax_type embed_layernorm untie_embeddings_and_output_weights
+    num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_enable_expert_bias
 """.split()
 # Settings that change the network but no shape: they may differ with --finetune, but not when a run resumes.
 FORMULAS = """
     rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling
     rope_scaling_factor yarn_rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
     yarn_mscale yarn_mscale_all_dim yarn_correction_range_round_to_int norm_epsilon apply_layernorm_1p
+    moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_num_groups moe_router_group_topk
+    moe_router_topk_scaling_factor
 """.split()
 
 
@@ -114,11 +117,15 @@ def check_model(saved: dict[str, Any], config: Config, path: Path, weights_only:
     Differences that are permitted (``weights_only``) are added to ``config.notes``.
     """
 
+    if saved:
+        saved = {"num_experts": None} | saved  # checkpoints older than this setting are of dense models
+    dense = config.model.num_experts is None
+
     def differing(names: Sequence[str]) -> list[str]:
         return [
             f"--{name.replace('_', '-')} {saved[name]} there, {getattr(config.model, name)} here"
             for name in names
-            if name in saved and saved[name] != getattr(config.model, name)
+            if name in saved and saved[name] != getattr(config.model, name) and not (dense and name.startswith("moe_"))
         ]
 
     positions = "position_embedding_type"

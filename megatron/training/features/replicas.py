@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.parallel_state import (
     get_data_parallel_group,
+    get_expert_data_parallel_group,
     get_tensor_model_parallel_group,
     get_tensor_model_parallel_world_size,
 )
@@ -72,8 +73,8 @@ def _differences(job: Job) -> Iterator[tuple[str, str]]:
     if job.config.parallel.zero_stage < 2:
         copied = [pair for pair in named if getattr(pair[1], "allreduce", True)]
         yield from _compare(copied, get_data_parallel_group(with_context_parallel=True), "DP x CP")
-        partitioned = [pair for pair in named if not getattr(pair[1], "allreduce", True)]  # positions
-        yield from _compare(partitioned, get_data_parallel_group(), "DP")
+        partitioned = [pair for pair in named if not getattr(pair[1], "allreduce", True)]  # positions, experts
+        yield from _compare(partitioned, get_expert_data_parallel_group(), "DP")
     if get_tensor_model_parallel_world_size() > 1:
         copied = [pair for pair in named if not getattr(pair[1], "tensor_model_parallel", False)]
         yield from _compare(copied, get_tensor_model_parallel_group(), "TP")

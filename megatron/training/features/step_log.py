@@ -44,6 +44,9 @@ class StepLog:
             "device_peak_bytes": device_peak,
             "host_peak_bytes": host_peak,
         }
+        if result.experts is not None:
+            row |= result.experts.losses | {"expert_imbalance": result.experts.imbalance}
+            row["tokens_per_expert"] = result.experts.tokens_per_expert
         if result.bad:
             row["bad_batch"] = result.bad
         return row
@@ -58,6 +61,8 @@ class StepLog:
         values: dict[str, float] = {"skipped": float(result.skipped)}
         if settings.log_num_zeros_in_grad and result.zeros_in_grad is not None:
             values["num_zeros"] = float(result.zeros_in_grad)
+        if result.experts is not None:
+            values |= result.experts.losses | {"expert_imbalance": result.experts.imbalance}
         if settings.log_params_norm:
             values["params_norm"] = params_norm(self.job)
         return values

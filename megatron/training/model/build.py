@@ -10,9 +10,11 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlock, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron.context_parallel.core.expert_choice import RouterRule
 from megatron.context_parallel.core.gpt_dropout import ModelDropout
 from megatron.context_parallel.core.learned_positions import PartitionedEmbedding
 from megatron.context_parallel.core.lora import Lora, train_adapters_alone
@@ -22,11 +24,11 @@ from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.positions.rope import LayoutRotaryEmbedding, Rope, Yarn
 from megatron.training.arguments.config import Config, ModelConfig
-from megatron.training.arguments.models import ROTARY
+from megatron.training.arguments.models import ROTARY, expert_layers
 from megatron.training.arguments.validate.check_memory import layers_recompute, loss_chunks
 from megatron.training.data.tokenizer import padded_vocab_size
 from megatron.training.model.attention_rule import attention_rule
-from megatron.training.model.core_config import in_chunks, transformer_config
+from megatron.training.model.core_config import in_chunks, router_rule, transformer_config
 from megatron.training.model.gpt import LongContextGPT
 from megatron.training.model.weights import initialize_weights
 
@@ -103,6 +105,7 @@ def _build_chunk(
         chunks=chunks,
         recomputed=recomputed,
         lora=lora(model),
+        experts=_experts(config, core, layers, stage, grid),
     )
     learned = model.position_embedding_type == "learned_absolute"
     partitioned = config.parallel.partition_position_embedding
@@ -132,6 +135,17 @@ def _build_chunk(
     if config.chunks.offload_checkpoints:
         save_layer_inputs_in_host(chunk.decoder, offload)
     return chunk
+
+
+def _experts(
+    config: Config, core: TransformerConfig, layers: int, stage: int | None, grid: Grid
+) -> dict[int, RouterRule] | None:
+    """The layers of a stage that have experts, from 0, and how tokens choose them; None for a dense model."""
+    if not config.model.num_experts:
+        return None
+    first = get_transformer_layer_offset(core, vp_stage=stage, pp_rank=grid.pipeline.rank)
+    rule, pattern = router_rule(config.model), expert_layers(config.model)
+    return {index: rule for index in range(layers) if pattern[first + index]}
 
 
 def rope(model: ModelConfig) -> Rope | None:

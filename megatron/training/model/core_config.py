@@ -13,8 +13,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
+from megatron.context_parallel.core.expert_choice import RouterRule
 from megatron.context_parallel.layout.grid import Grid
-from megatron.training.arguments.config import Config
+from megatron.training.arguments.config import Config, ModelConfig
 from megatron.training.arguments.models import activation
 from megatron.training.arguments.validate.check_memory import layers_recompute
 
@@ -97,6 +98,47 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
         deallocate_pipeline_outputs=True,
         **fp8,
         **recompute,
+        **experts(config),
+    )
+
+
+def experts(config: Config) -> dict[str, Any]:
+    """core's settings of mixtures of experts, without those that only the router reads, which is ours."""
+    model, parallel = config.model, config.parallel
+    if model.num_experts is None:
+        return {}
+    return {
+        "num_moe_experts": model.num_experts,
+        "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
+        "moe_router_topk": model.moe_router_topk,
+        "moe_router_score_function": model.moe_router_score_function,
+        "moe_router_pre_softmax": model.moe_router_pre_softmax,
+        "moe_router_dtype": model.moe_router_dtype,
+        "moe_expert_capacity_factor": model.moe_expert_capacity_factor,
+        "moe_layer_freq": model.moe_layer_freq,
+        "moe_token_dispatcher_type": parallel.moe_token_dispatcher_type,
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
+    }
+
+
+def router_rule(model: ModelConfig) -> RouterRule:
+    """How tokens choose their experts."""
+    coefficients = dict(zip(model.moe_router_load_balancing_type, model.moe_aux_loss_coeff))
+    return RouterRule(
+        topk=model.moe_router_topk,
+        score_function=model.moe_router_score_function,
+        pre_softmax=model.moe_router_pre_softmax,
+        num_groups=model.moe_router_num_groups,
+        group_topk=model.moe_router_group_topk,
+        topk_scaling_factor=model.moe_router_topk_scaling_factor,
+        expert_bias=model.moe_router_enable_expert_bias,
+        aux_loss=coefficients.get("aux_loss", 0.0),
+        seq_aux_loss=coefficients.get("seq_aux_loss", 0.0),
+        z_loss=model.moe_z_loss_coeff or 0.0,
+        capacity_factor=model.moe_expert_capacity_factor,
+        drop_policy=model.moe_token_drop_policy,
     )
 
 

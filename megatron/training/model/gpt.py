@@ -9,6 +9,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
+from megatron.context_parallel.core.experts import places
 from megatron.context_parallel.core.gpt_dropout import EMBEDDING, HiddenDropout
 from megatron.context_parallel.core.learned_positions import PartitionedEmbedding
 from megatron.context_parallel.core.spec import AttentionSettings, ChunkSettings
@@ -44,10 +45,29 @@ class LongContextGPT(GPTModel):
     def forward(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
         """As core's; ``attention_mask`` is the batch's tensor of samples and documents (layout/documents.py)."""
         self._samples = attention_mask
+        if self.config.num_moe_experts:
+            kwargs["padding_mask"] = self._places(kwargs.get("loss_mask"))
         return super().forward(input_ids, position_ids, attention_mask, **kwargs)
 
-    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> tuple:
+    def _places(self, loss_mask: Tensor | None) -> Tensor | None:
+        """:func:`experts.places` [b, s] of the tokens that this rank has between the layers; None without a batch.
+
+        Core passes it to its mixtures of experts in the place of a padding mask.
+        """
+        if loss_mask is None:
+            return None
+        layout = self.settings.layout_of(samples(self._samples))
+        seen = places(layout.positions.to(loss_mask.device), loss_mask)
+        return seen.chunk(self.tensor.size, dim=1)[self.tensor.rank] if self.config.sequence_parallel else seen
+
+    def _preprocess(
+        self, input_ids: Tensor, position_ids: Tensor, padding_mask: Tensor | None = None, **kwargs: Any
+    ) -> tuple:
         """As core's, with our dropout; streamed hidden states are embedded chunk by chunk into host memory."""
+        *whole, _ = self._embedded(input_ids, position_ids, **kwargs)
+        return *whole, padding_mask  # core would cut it over TP, but on the first stage only
+
+    def _embedded(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> tuple:
         if not self.pre_process:
             return super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
         dropout = None

@@ -14,10 +14,13 @@ import re
 from collections.abc import Iterator, Sequence
 
 import torch
+from megatron.core.parallel_state import get_expert_tensor_parallel_group
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megatron.context_parallel.core.experts import EXPERT
 from megatron.context_parallel.core.lora import is_adapter
+from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.spans import Span
 from megatron.training.arguments.config import Config
 
@@ -28,21 +31,32 @@ BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # by rows, padded
 
 ROWS_DRAWN = 4096
-OUTPUT_LAYERS = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
+OUTPUT_LAYERS = ("linear_proj.weight", "linear_fc2.weight")
 POSITIONS = "embedding.position_embeddings.weight"
 
 
 def canonical_parameters(chunk: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(canonical name, parameter) of a chunk: global layer numbers; tied output weights named as the embedding."""
+    """(canonical name, parameter) of a chunk: layers and experts by their number in the model.
+
+    Tied output weights are named as the embedding.
+    """
     tied = getattr(chunk, "share_embeddings_and_output_weights", False)
     for name, parameter in chunk.named_parameters():
         match = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
         if match:
             layer = chunk.decoder.layers[int(match[1])]
-            name = f"decoder.layers.{layer.layer_number - 1}.{match[2]}"
+            name = f"decoder.layers.{layer.layer_number - 1}.{_with_number_of_expert(match[2], layer)}"
         elif tied and name == "output_layer.weight":
             name = "embedding.word_embeddings.weight"
         yield name, parameter
+
+
+def _with_number_of_expert(name: str, layer: nn.Module) -> str:
+    """The name of a layer's parameter; an expert has its number in the model, not on this rank."""
+    own = re.search(rf"{EXPERT}\.(\d+)\.", name)
+    if own is None:
+        return name
+    return f"{name[: own.start(1)]}{layer.mlp.local_expert_indices[int(own[1])]}{name[own.end(1) :]}"
 
 
 @torch.no_grad()
@@ -65,8 +79,9 @@ def initialize_weights(
             continue
         shape = list(parameter.shape)
         parallel = getattr(parameter, "tensor_model_parallel", False)
+        axis = Axis.of(get_expert_tensor_parallel_group() if EXPERT in name else chunk.pg_collection.tp)
         if parallel:
-            shape[parameter.partition_dim] *= core.tensor_model_parallel_size
+            shape[parameter.partition_dim] *= axis.size
         if name in VOCABULARY:
             shape[0] = vocab_size
         if is_adapter(name):
@@ -79,9 +94,7 @@ def initialize_weights(
             part = torch.cat([real, values.new_zeros((rows - real.size(0), values.size(1)))])
         elif parallel:
             stride = getattr(parameter, "partition_stride", 1)
-            part = tensor_parallel_part(
-                values, parameter.partition_dim, stride, core.tensor_model_parallel_size, chunk.pg_collection.tp.rank()
-            )
+            part = tensor_parallel_part(values, parameter.partition_dim, stride, axis.size, axis.rank)
         else:
             part = values
         parameter.copy_(part)

@@ -71,7 +71,11 @@ class Reporter:
         if self.bar is not None:
             self.bar.update(1)
             self.bar.set_postfix(loss=f"{row['lm_loss']:.4f}")
-        scalars = {**{k: v for k, v in row.items() if k != "iteration"}, "learning_rate": learning_rate, **extra}
+        scalars = {
+            **{k: v for k, v in row.items() if k != "iteration" and not isinstance(v, list)},
+            "learning_rate": learning_rate,
+            **extra,
+        }
         self._scalars(scalars, iteration)
         if iteration % self.config.logging.log_interval == 0 or iteration == self.last:
             self.say(self._line(row, learning_rate, loss_scale, extra))

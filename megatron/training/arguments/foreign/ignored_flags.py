@@ -64,20 +64,13 @@ what is logged is set by --log-interval, --log-jsonl, --tensorboard-dir and --wa
 no profile is written: --profile --profile-step-start 1 10 --profile-step-end 1 12 --use-pytorch-profiler
     --profile-ranks + 0
 where memory goes is shown by --profile-memory: --record-memory-history --memory-snapshot-path 1 snapshot.pickle
-a dense model has no experts (--num-experts adds them): --expert-model-parallel-size 1 1
-    --expert-tensor-parallel-size 1 --moe-extended-tp --moe-shared-expert-intermediate-size 1 --moe-shared-expert-gate
-    --moe-shared-expert-overlap --moe-ffn-hidden-size 1 --moe-router-topk 1 2 --moe-enable-routing-replay
-    --moe-router-padding-for-quantization --moe-router-padding-for-fp8 --moe-router-num-groups 1
-    --moe-router-group-topk 1 --moe-router-pre-softmax --moe-router-topk-scaling-factor 1
-    --moe-router-score-function 1 softmax --moe-router-dtype 1 --moe-router-enable-expert-bias
-    --moe-router-bias-update-rate 1 0.001 --moe-router-force-load-balancing --moe-grouped-gemm
-    --moe-use-legacy-grouped-gemm --moe-z-loss-coeff 1 --moe-input-jitter-eps 1 --moe-token-dispatcher-type 1 allgather
-    --moe-enable-deepep --moe-flex-dispatcher-backend 1 deepep --moe-per-layer-logging --moe-expert-capacity-factor 1
-    --moe-pad-expert-input-to-capacity --moe-token-drop-policy 1 probs --moe-layer-recompute --moe-permute-fusion
-    --moe-router-fusion --moe-apply-probs-on-input --moe-latent-size 1 --moe-deepep-num-sms 1 20
-    --moe-hybridep-num-sms 1 16 --moe-layer-freq 1 1 --moe-use-upcycling --moe-router-load-balancing-type + aux_loss
-    --moe-aux-loss-coeff + 0.0 --moe-upcycling-granularity 1 1 --moe-pad-experts-for-cuda-graph-inference
-    --overlap-moe-expert-parallel-comm --ep-overlap-early-attn-memory-release
+experts are computed one after the other, with the same result: --moe-grouped-gemm --moe-use-legacy-grouped-gemm
+how tokens are sent, and what overlaps, does not change the result: --moe-shared-expert-overlap
+    --moe-permute-fusion --moe-router-fusion --moe-deepep-num-sms 1 20 --moe-hybridep-num-sms 1 16
+    --moe-flex-dispatcher-backend 1 deepep --overlap-moe-expert-parallel-comm --ep-overlap-early-attn-memory-release
+filling experts up to their capacity does not change the result: --moe-pad-expert-input-to-capacity
+the tokens of each expert in each layer are in --log-jsonl: --moe-per-layer-logging
+recompute is set with --recompute-granularity: --moe-layer-recompute
 without --multi-latent-attention nothing reads it: --q-lora-rank 1 --kv-lora-rank 1 32 --qk-head-dim 1 128
     --qk-pos-emb-head-dim 1 64 --v-head-dim 1 128 --cache-mla-latents
 without --mtp-num-layers nothing reads it: --mtp-standalone --mtp-loss-scaling-factor 1 0.1

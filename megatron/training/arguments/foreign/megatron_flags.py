@@ -20,6 +20,7 @@ from megatron.training.arguments.foreign import fork_flags, ignored_flags, refus
 from megatron.training.arguments.foreign.refused_flags import Advice
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, raise_all
 
+OF_EXPERTS = "a dense model has no experts"  # reason of a hint in `fork_flags.py`
 TYPO = 0.86  # likeness of two flags from which one is the other, misspelt
 
 
@@ -87,6 +88,21 @@ def judge(given: list[tuple[str, list[str]]]) -> list[str]:
         Refusal(", ".join(flags), f": {advice.reason}", *advice.fixes(flags)) for advice, flags in refused.items()
     )
     return [f"no effect here: {', '.join(flags)} ({advice.reason})" for advice, flags in hints.items()]
+
+
+def refuse_with_experts(given: list[tuple[str, list[str]]], experts: int | None) -> None:
+    """Refuse flags of Megatron-DeepSpeed's mixtures of experts, which have no effect on a dense model alone.
+
+    Raises:
+        Refusal: the model has experts, and such a flag is given.
+    """
+    flags = [flag for flag, _ in given if experts not in (None, 1) and rows()[flag].reason.startswith(OF_EXPERTS)]
+    if flags:
+        raise Refusal(
+            ", ".join(dict.fromkeys(flags)),
+            "describes experts as Megatron-DeepSpeed does: use Megatron-LM's --moe-... flags, which --help lists",
+            LEAVE_OUT,
+        )
 
 
 def refuse_unknown(words: list[str], supported: list[str], given: list[str] | None = None) -> None:

@@ -41,7 +41,10 @@ def replace(words: str) -> Advice:
 
 REFUSED = {
     leave_out: """
-mixtures of experts are not built here: --num-experts 1 1
+of mixtures of experts, this is not built here: --moe-extended-tp --moe-shared-expert-gate --moe-enable-routing-replay
+    --moe-router-padding-for-quantization --moe-router-padding-for-fp8 --moe-router-force-load-balancing
+    --moe-input-jitter-eps 1 --moe-enable-deepep --moe-apply-probs-on-input --moe-latent-size 1 --moe-use-upcycling
+    --moe-upcycling-granularity 1 1 --moe-pad-experts-for-cuda-graph-inference
 multi-latent attention is not built here: --multi-latent-attention
 multi-token prediction is not built here: --mtp-num-layers 1
 the optimizers built here are adam and sgd, on the training device: --apply-wd-to-qk-layernorm

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
 
 from megatron.training.arguments.settings.flag import flag
@@ -16,6 +17,34 @@ def normalization(text: str) -> str:
 def positions(text: str) -> str:
     """Megatron-LM's name of a position embedding; BigScience writes rotary and absolute."""
     return {"rotary": "rope", "absolute": "learned_absolute"}.get(text, text)
+
+
+MOST_LAYERS = 100_000
+
+
+def layer_pattern(text: str) -> int | list[int]:
+    """``--moe-layer-freq``: every N-th layer has experts (N), or 1 and 0 for each layer, as in ``[0]*3+[1]*29``."""
+
+    def value(node: ast.AST) -> int | list[int]:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return node.value
+        if isinstance(node, ast.List):
+            return [value(one) for one in node.elts]
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            return value(node.left) + value(node.right)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            layers, times = value(node.left), value(node.right)
+            if isinstance(layers, list) and isinstance(times, int) and len(layers) * times <= MOST_LAYERS:
+                return layers * times
+        raise ValueError(text)
+
+    try:
+        pattern = value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError, RecursionError, MemoryError):
+        raise ValueError(text) from None
+    if isinstance(pattern, list) and any(one not in (0, 1) for one in pattern):
+        raise ValueError(text)
+    return pattern
 
 
 @dataclass
@@ -88,6 +117,39 @@ class ModelConfig:
     )
     init_method_std: float = flag(0.02, "standard deviation of the initial weights")
     init_method_xavier_uniform: bool = flag(False, "Xavier-uniform initial weights")
+    num_experts: int | None = flag(None, "experts of a layer (mixture of experts)", type=int)
+    moe_layer_freq: int | list[int] = flag(
+        1, "layers with experts: every N-th, or 1 and 0 for each layer, as in [0]*3+[1]*29", type=layer_pattern
+    )
+    moe_ffn_hidden_size: int | None = flag(None, "width of an expert; default --ffn-hidden-size", type=int)
+    moe_shared_expert_intermediate_size: int | None = flag(
+        None, "width of an expert that all tokens go to, in addition", type=int
+    )
+    moe_router_topk: int = flag(2, "experts of a token")
+    moe_router_score_function: str = flag("softmax", "scores of experts", choices=["softmax", "sigmoid"])
+    moe_router_pre_softmax: bool = flag(False, "softmax over all experts, before the choice, not over the chosen ones")
+    moe_router_num_groups: int | None = flag(None, "groups of experts, of which the best are chosen first", type=int)
+    moe_router_group_topk: int | None = flag(None, "how many of these groups a token may use", type=int)
+    moe_router_topk_scaling_factor: float | None = flag(None, "factor of the chosen experts' weights", type=float)
+    moe_router_dtype: str | None = flag(None, "dtype of the router", type=str, choices=["fp32", "fp64"])
+    moe_router_enable_expert_bias: bool = flag(
+        False, "balance experts by a bias of each, for the choice alone, that follows its load"
+    )
+    moe_router_bias_update_rate: float = flag(0.001, "change of that bias in a step")
+    moe_router_load_balancing_type: list[str] = flag(
+        ["aux_loss"],
+        "load-balancing losses: aux_loss (over a micro-batch), seq_aux_loss (over a sample), both, or none",
+        type=str,
+        nargs="+",
+    )
+    moe_aux_loss_coeff: list[float] = flag([0.0], "coefficient of each of these losses", type=float, nargs="+")
+    moe_z_loss_coeff: float | None = flag(None, "coefficient of the router's z-loss", type=float)
+    moe_expert_capacity_factor: float | None = flag(
+        None, "most tokens of an expert in a micro-batch, as a multiple of the mean; default no limit", type=float
+    )
+    moe_token_drop_policy: str = flag(
+        "probs", "which tokens an expert keeps: of the largest weights, or the first", choices=["probs", "position"]
+    )
     lora_rank: int | None = flag(None, "train only adapters of this rank on the linear layers (LoRA)", type=int)
     lora_alpha: float = flag(32.0, "LoRA: the output of an adapter is scaled by this over its rank")
     lora_targets: list[str] = flag(

@@ -46,6 +46,13 @@ class ParallelConfig:
         type=str,
         choices=["zigzag", "contiguous", "documents"],
     )
+    expert_model_parallel_size: int = flag(1, "ranks that share the experts (EP), neighbours in TP x CP x DP")
+    expert_tensor_parallel_size: int | None = flag(
+        None, "ranks that split each expert (TP of the experts); default the TP size", type=int
+    )
+    moe_token_dispatcher_type: str = flag(
+        "allgather", "how tokens reach the ranks of their experts", choices=["allgather", "alltoall"]
+    )
     pipeline_model_parallel_size: int = flag(1, "pipeline-parallel size (PP)", aliases=["--pipe-parallel-size"])
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None, "interleaved 1F1B: layers per virtual stage", type=int

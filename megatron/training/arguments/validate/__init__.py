@@ -14,7 +14,14 @@ from megatron.training.arguments.config import Config
 from megatron.training.arguments.dry_run_flags import notes_on_formulas, processes
 from megatron.training.arguments.stages import complete_virtual_stages
 from megatron.training.arguments.unused_flags import note_unused
-from megatron.training.arguments.validate import check_data, check_grid, check_memory, check_model, check_run
+from megatron.training.arguments.validate import (
+    check_data,
+    check_experts,
+    check_grid,
+    check_memory,
+    check_model,
+    check_run,
+)
 from megatron.training.refusal import LEAVE_OUT, Fix, Gather, Refusal
 
 
@@ -36,10 +43,12 @@ def complete(config: Config, world_size: int) -> Config:
     gather.check("ranges", lambda: check_run.check_ranges(config), "required")
     shape = ("required", "ranges")
     gather.check("model", lambda: check_model.complete_model(config), *shape)
+    gather.check("experts", lambda: check_experts.complete_experts(config), "model")
     gather.check("context", lambda: check_grid.complete_context(config), "model")
     gather.check("sft", lambda: check_data.complete_sft(config))
     gather.check("attention", lambda: check_model.complete_attention(config), "model")
     gather.check("grid", lambda: check_grid.check_grid(config, world_size), "context")
+    gather.check("expert grid", lambda: check_experts.check_expert_grid(config, world_size), "experts", "grid")
     gather.check("heads", lambda: check_grid.check_heads(config), "context")
     gather.check("sequence", lambda: check_grid.complete_sequence(config), "context", "attention")
     gather.check("pipeline", lambda: complete_virtual_stages(config), "model")

@@ -254,17 +254,19 @@ POSITIVE = """
     keep_best_checkpoints non_persistent_save_interval replication_jump replication_factor log_interval
     tensorboard_log_interval tensorboard_queue_size profile_memory_step train_iters train_samples train_tokens
     eval_interval exit_interval exit_duration_in_mins check_weight_hash_across_dp_replicas_interval eval_lengths
-    eval_depths eval_samples eval_stride
+    eval_depths eval_samples eval_stride num_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size
+    moe_router_topk moe_router_num_groups moe_router_group_topk expert_model_parallel_size expert_tensor_parallel_size
 """
 NOT_NEGATIVE = """
     init_method_std norm_epsilon yarn_mscale yarn_mscale_all_dim min_lr lr_warmup_iters lr_warmup_samples
     lr_warmup_tokens lr_warmup_init weight_decay clip_grad adam_eps sgd_momentum decoupled_min_lr num_workers
     rampup_batch_size tiktoken_num_special_tokens ckpt_step mask_cpu_threshold seed manual_gc_interval skip_bad_batches
-    iterations_to_skip
+    iterations_to_skip moe_z_loss_coeff moe_router_bias_update_rate
 """
 ABOVE_ZERO = """
     rotary_percent rotary_seq_len_interpolation_factor rope_scaling_factor yarn_rotary_scaling_factor yarn_beta_fast
     yarn_beta_slow lora_alpha lr decoupled_lr loss_scale initial_loss_scale min_loss_scale loss_scale_window peak_tflops
+    moe_router_topk_scaling_factor moe_expert_capacity_factor
 """
 DROPOUT = "hidden_dropout attention_dropout"
 BELOW_ONE = f"{DROPOUT} adam_beta1 adam_beta2 lr_warmup_fraction"

@@ -126,11 +126,12 @@ def _save(
         tensors = [read(name).to(dtype) for name in names[part.key, part.global_offset]]
         return llama_weights.fuse(tensors, model.num_query_groups)
 
+    others = empty_extra_states(model.num_layers, model.num_experts)
     state = {
         "config": asdict(config),
         "progress": asdict(Progress()),
         "vocab_size": vocab_size,
-        "model": {str(number): part for number, part in enumerate([*parts, *empty_extra_states(model.num_layers)])},
+        "model": {str(number): part for number, part in enumerate([*parts, *others])},
     }
     folder.mkdir()
     with one_process(), without_inner_sums():

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
-from megatron.training.checkpoint.hugging_face.llama_weights import Piece
+from megatron.training.checkpoint.hugging_face.llama_weights import EXPERTS, Piece
 from megatron.training.checkpoint.hugging_face.safetensors_folder import cause
 from megatron.training.refusal import reason
 
@@ -106,8 +106,9 @@ def _item(index: MetadataIndex, part: ShardedTensor | ShardedObject) -> WriteIte
 
 def sharded(piece: Piece, layers: int, dtype: torch.dtype, device: str = "meta") -> ShardedTensor:
     """A piece as core's ShardedTensor; on the meta device it takes no memory."""
-    stacked = int(piece.layer is not None)
-    offsets = [(0, piece.layer, layers)] * stacked
+    offsets = [(0, piece.layer, layers)] if piece.layer is not None else []
+    offsets += [(1, piece.expert, piece.experts)] if piece.expert is not None else []
+    stacked = len(offsets)
     offsets += [(stacked, piece.part, piece.parts)] if piece.parts > 1 else []
     data = torch.empty((1,) * stacked + piece.shape, dtype=dtype, device=device)
     # The vocabulary is padded to a size that depends on TP: the checkpoint may have more rows or fewer.
@@ -115,10 +116,18 @@ def sharded(piece: Piece, layers: int, dtype: torch.dtype, device: str = "meta")
     return ShardedTensor.from_rank_offsets(piece.key, data, *offsets, allow_shape_mismatch=vocabulary)
 
 
-def empty_extra_states(layers: int) -> list[ShardedObject]:
+def empty_extra_states(layers: int, experts: int | None = None) -> list[ShardedObject]:
     """The extra states that core's linear layers look for in a checkpoint; without FP8 they are empty."""
-    return [
+    names = LINEAR_LAYERS[:2] if experts else LINEAR_LAYERS
+    states = [
         ShardedObject(f"decoder.layers.{name}._extra_state", None, (layers,), (layer,))
-        for name in LINEAR_LAYERS
+        for name in names
         for layer in range(layers)
     ]
+    states += [
+        ShardedObject(f"decoder.layers.{EXPERTS}.{name}._extra_state", None, (layers, experts), (layer, expert))
+        for name in ("linear_fc1", "linear_fc2")
+        for layer in range(layers)
+        for expert in range(experts or 0)
+    ]
+    return states

@@ -2,7 +2,8 @@
 """The table FAMILIES: Hugging Face models that --load reads and tools/convert_hf.py converts in both directions.
 
 A model that differs from a Llama only in our settings, such as Qwen, is one line of the table; any other is a class
-like `Bloom`. Sources in transformers: models/llama, qwen2, qwen3 and bloom, configuration_*.py and modeling_*.py.
+like `Bloom`. Sources in transformers: models/llama, qwen2, qwen3, mixtral and bloom, configuration_*.py and
+modeling_*.py.
 """
 
 from __future__ import annotations
@@ -159,6 +160,44 @@ class Bloom:
                 yield piece(f"{name}.bias", f"h.{layer}.{theirs}.bias", out, layer=layer)
 
 
+class Mixtral(LlamaLike):
+    """Mixtral: a Llama whose MLPs are mixtures of experts, chosen as by our default router."""
+
+    def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
+        """As `LlamaLike.settings`."""
+        names = ("num_local_experts", "num_experts_per_tok")
+        for name in names:
+            if not isinstance(config.get(name), int) or isinstance(config[name], bool) or config[name] < 1:
+                raise Refusal(f"{where}: {name} {config.get(name)!r} of mixtral is not a positive integer")
+        if config.get("sliding_window") is not None:
+            raise Refusal(f"{where}: sliding_window of mixtral is not supported: the mask is given by flags")
+        if config.get("router_jitter_noise"):
+            raise Refusal(f"{where}: router_jitter_noise of mixtral is not supported")
+        model, vocab_size = super().settings(config, where)
+        experts, topk = (config[name] for name in names)
+        if not 1 < topk <= experts:
+            raise Refusal(f"{where}: num_experts_per_tok {topk} is not from 2 to num_local_experts {experts}")
+        model = replace(model, num_experts=experts, moe_router_topk=topk, moe_ffn_hidden_size=model.ffn_hidden_size)
+        return model, vocab_size
+
+    def config_json(self, model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
+        """As `LlamaLike.config_json`."""
+        usual = ModelConfig()
+        wrong = [name for name in ROUTER if getattr(model, name) != getattr(usual, name)]
+        llama_settings.refuse_other_settings(model, wrong, self.title, self.architecture)
+        as_llama = replace(model, ffn_hidden_size=model.moe_ffn_hidden_size)  # no layer has another MLP
+        config = super().config_json(as_llama, vocab_size, dtype)
+        return config | {
+            "num_local_experts": model.num_experts,
+            "num_experts_per_tok": model.moe_router_topk,
+            "sliding_window": None,
+        }
+
+
+# Settings of experts that a Mixtral has at our defaults.
+ROUTER = ("moe_layer_freq", "moe_shared_expert_intermediate_size", "moe_router_score_function",
+          "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
+          "moe_router_enable_expert_bias", "moe_expert_capacity_factor")  # fmt: skip
 Family = LlamaLike | Bloom
 FAMILIES: dict[str, Family] = {
     family.kind: family
@@ -166,6 +205,7 @@ FAMILIES: dict[str, Family] = {
         LlamaLike("llama", "Llama", "LlamaForCausalLM"),
         LlamaLike("qwen2", "Qwen 2", "Qwen2ForCausalLM", {"add_qkv_bias": True}),
         LlamaLike("qwen3", "Qwen 3", "Qwen3ForCausalLM", {"qk_layernorm": True}),
+        Mixtral("mixtral", "Mixtral", "MixtralForCausalLM"),
         Bloom(),
     )
 }
@@ -193,6 +233,9 @@ def described(config: dict[str, Any], where: object) -> Described:
 
 def family_of(model: ModelConfig) -> Family:
     """The family with the most special settings, all of which the model has; ``config_json`` may still refuse it."""
+
+    if model.num_experts:
+        return FAMILIES["mixtral"]
 
     def shared(family: Family) -> int:
         fits = all(getattr(model, name) == value for name, value in family.differs.items())

@@ -295,6 +295,7 @@ def command_line(model: ModelConfig, dtype: torch.dtype) -> list[str]:
     names += YARN if model.position_embedding_type == "yarn" else []
     names += ["normalization", "norm_epsilon", "swiglu", "add_bias_linear", "untie_embeddings_and_output_weights"]
     names += ["add_qkv_bias", "qk_layernorm", "embed_layernorm", "hidden_dropout", "attention_dropout"]
+    names += ["num_experts", "moe_router_topk"] if model.num_experts else []
     words: list[str] = []
     for name in names:
         value = getattr(model, name)

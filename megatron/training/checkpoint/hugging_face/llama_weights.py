@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of Llama and Qwen: which Hugging Face tensors make up each of ours."""
+"""Weights of Llama, Qwen and Mixtral: which Hugging Face tensors make up each of ours."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from torch import Tensor
 
 from megatron.training.arguments.config import ModelConfig
 
+EXPERTS = "mlp.experts.experts"  # in checkpoints
+
 
 @dataclass(frozen=True)
 class Piece:
     """Rows of one of our tensors, and the Hugging Face tensors that they are made of.
 
-    Our checkpoints hold each weight of all layers in one tensor [layers, ...]; ``mlp.linear_fc1`` has the gate's rows
-    first, then those of the up projection.
+    Our checkpoints hold each weight of all layers in one tensor [layers, ...], or with experts [layers, experts, ...];
+    ``linear_fc1`` has the gate's rows first, then those of the up projection.
     """
 
     key: str
@@ -26,6 +28,8 @@ class Piece:
     layer: int | None = None
     part: int = 0
     parts: int = 1
+    expert: int | None = None
+    experts: int = 1
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -46,9 +50,10 @@ def pieces(model: ModelConfig, vocab_size: int) -> Iterator[Piece]:
             *shapes: tuple[int, ...],
             layer: int = layer,
             part: tuple[int, int] = (0, 1),
+            expert: tuple[int | None, int] = (None, 1),
         ) -> Piece:
             names = tuple(f"model.layers.{layer}.{name}" for name in theirs)
-            return Piece(f"decoder.layers.{ours}", names, shapes, layer, *part)
+            return Piece(f"decoder.layers.{ours}", names, shapes, layer, *part, *expert)
 
         kinds = ["weight", "bias"] if model.add_bias_linear else ["weight"]
         yield piece("self_attention.linear_qkv.layer_norm_weight", ["input_layernorm.weight"], (hidden,))
@@ -61,6 +66,20 @@ def pieces(model: ModelConfig, vocab_size: int) -> Iterator[Piece]:
         for kind in kinds:
             tail = (heads,) if kind == "weight" else ()
             yield piece(f"self_attention.linear_proj.{kind}", [f"self_attn.o_proj.{kind}"], (hidden, *tail))
+        if model.num_experts:
+            ffn = model.moe_ffn_hidden_size
+            norm, mixture, experts = "post_attention_layernorm.weight", "block_sparse_moe", model.num_experts
+            yield piece("pre_mlp_layernorm.weight", [norm], (hidden,))
+            yield piece("mlp.router.weight", [f"{mixture}.gate.weight"], (experts, hidden))
+            for number in range(experts):
+                for part, name in enumerate(("w1", "w3")):  # gate, up
+                    theirs = [f"{mixture}.experts.{number}.{name}.weight"]
+                    yield piece(
+                        f"{EXPERTS}.linear_fc1.weight", theirs, (ffn, hidden), part=(part, 2), expert=(number, experts)
+                    )
+                theirs = [f"{mixture}.experts.{number}.w2.weight"]
+                yield piece(f"{EXPERTS}.linear_fc2.weight", theirs, (hidden, ffn), expert=(number, experts))
+            continue
         yield piece("mlp.linear_fc1.layer_norm_weight", ["post_attention_layernorm.weight"], (hidden,))
         for kind in kinds:
             tail = (hidden,) if kind == "weight" else ()

@@ -22,6 +22,7 @@ from megatron.training.checkpoint.hugging_face.llama_weights import Piece
 from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.checkpoint.megatron_lm.load_torch_dist import Theirs
 from megatron.training.checkpoint.megatron_lm.stored_tensors import WholeTensors
+from megatron.training.refusal import Refusal
 
 PADDING = 1024  # in Qwen and BLOOM, the embedding may have this many rows more than the tokenizer has ids
 
@@ -34,6 +35,11 @@ def open_folder(path: Checked) -> Theirs:
     """
     where = path.file("config.json")
     model = architectures.described(llama_settings.read_config(where), where)
+    if model.settings.num_experts:
+        raise Refusal(
+            f"{path.path}: {model.family.title} is not loaded from this folder itself: convert it with "
+            "tools/convert_hf.py --from-hf DIR --to DIR, and load that"
+        )
     headers = safetensors_folder.read_folder(path)
     places = {name: file for file, header in headers.items() for name in header.entries}
     pieces = architectures.pieces(model, places)

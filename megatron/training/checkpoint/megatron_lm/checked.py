@@ -97,6 +97,8 @@ _RIGHT: dict[Any, Callable[[Any], bool]] = {
     float: _number,
     str: lambda value: type(value) is str and len(value) < 1000,
     list[str]: lambda value: type(value) is list and all(type(one) is str for one in value),
+    list[int]: lambda value: type(value) is list and all(map(_whole, value)),
+    list[float]: lambda value: type(value) is list and all(map(_number, value)),
 }
 
 

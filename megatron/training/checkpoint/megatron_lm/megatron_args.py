@@ -28,6 +28,7 @@ from megatron.training.refusal import Refusal
 
 # Fields of ModelConfig that are not read: the tokenizer gives vocab_size, and the others do not change the network.
 NOT_READ = ("model", "transformer_impl", "vocab_size", "init_method_std", "init_method_xavier_uniform")
+OF_EXPERTS = ("num_experts", "moe_")  # not read either: a checkpoint with experts is refused, and a dense one has none
 # Arguments of networks that are not supported: name, values without effect, and the feature's name.
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_experts": ((None,), "experts"),
@@ -88,7 +89,7 @@ def settings_of(args: dict[str, Any], where: object) -> dict[str, Any]:
     known = {
         field.name: args[field.name]
         for field in fields(ModelConfig)
-        if field.name not in NOT_READ and args.get(field.name) is not None
+        if not field.name.startswith(OF_EXPERTS) and field.name not in NOT_READ and args.get(field.name) is not None
     }
     for name, older in OLDER_NAMES.items():
         if name not in known and (value := next((args[one] for one in older if args.get(one) is not None), None)):
@@ -162,7 +163,6 @@ def args_of(config: Config, vocab_size: int, iteration: int, consumed: int, worl
         transformer_impl="local" if model.transformer_impl == "auto" else model.transformer_impl,
         add_position_embedding=True,
         use_rotary_position_embeddings=rotary,
-        num_experts=None,
         seq_length=data.seq_length,
         padded_vocab_size=padded_vocab_size(
             vocab_size, model.make_vocab_size_divisible_by, tensor, model.padded_vocab_size
@@ -179,7 +179,8 @@ def args_of(config: Config, vocab_size: int, iteration: int, consumed: int, worl
         pipeline_model_parallel_size=pipeline,
         virtual_pipeline_model_parallel_size=None,
         context_parallel_size=context,
-        expert_model_parallel_size=1,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         world_size=world_size,
         data_parallel_size=max(world_size // (tensor * pipeline * context), 1),
         data_parallel_random_init=False,

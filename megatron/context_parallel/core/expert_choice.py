@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which experts a token goes to, and the losses that balance them: functions of the router's logits.
+
+The formulas are Megatron-LM's (core/transformer/moe/moe_utils.py). Three things are different, so that the result does
+not depend on the grid: equal scores are decided by the expert's number, the capacity of an expert is counted over the
+whole micro-batch, and tokens that the loss mask leaves out do not count in any statistic. Tokens have the order
+[s, b], flattened to n; E is the number of experts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TINY = 1e-20  # keeps the sum of sigmoids from being 0, as in core
+
+
+@dataclass(frozen=True)
+class RouterRule:
+    """How tokens choose experts. The names are those of Megatron-LM's flags (``--moe-router-...``).
+
+    Attributes:
+        topk: experts of a token.
+        score_function: softmax or sigmoid.
+        pre_softmax: softmax over all experts, before the choice; otherwise over the chosen ones.
+        num_groups, group_topk: choose this many groups of experts first.
+        topk_scaling_factor: multiplies the weights of the chosen experts.
+        expert_bias: choose by score + bias; the weights are still made of the scores.
+        aux_loss, seq_aux_loss: coefficients of the load-balancing losses, over a micro-batch and over a sample.
+        z_loss: coefficient of the squared log-sum-exp of the logits.
+        capacity_factor: most tokens of an expert, as a multiple of the mean; None: no limit.
+        drop_policy: which tokens an expert keeps beyond that: those of the largest weights, or the first positions.
+    """
+
+    topk: int = 2
+    score_function: str = "softmax"
+    pre_softmax: bool = False
+    num_groups: int | None = None
+    group_topk: int | None = None
+    topk_scaling_factor: float | None = None
+    expert_bias: bool = False
+    aux_loss: float = 0.0
+    seq_aux_loss: float = 0.0
+    z_loss: float = 0.0
+    capacity_factor: float | None = None
+    drop_policy: str = "probs"
+
+
+def best(scores: Tensor, count: int) -> Tensor:
+    """Indices of the ``count`` largest values of each row; of equal values, those that come first."""
+    return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def choose(logits_nE: Tensor, rule: RouterRule, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(weights [n, E], zero for experts that were not chosen; chosen [n, E], bool)."""
+    wide = torch.promote_types(logits_nE.dtype, torch.float32)
+    if rule.score_function == "sigmoid":
+        scores = torch.sigmoid(logits_nE.to(wide)).type_as(logits_nE)
+    elif rule.pre_softmax:
+        scores = torch.softmax(logits_nE, dim=-1, dtype=wide).type_as(logits_nE)
+    else:
+        scores = logits_nE
+    ranked = scores.detach() if bias_E is None else scores.detach() + bias_E
+    if rule.group_topk:
+        ranked = _best_groups_only(ranked, rule)
+    indices = best(ranked, rule.topk)
+    weights = scores.gather(1, indices)
+    if rule.score_function == "sigmoid":
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY) if rule.topk > 1 else weights
+    elif not rule.pre_softmax:
+        weights = torch.softmax(weights, dim=-1, dtype=wide).type_as(logits_nE)
+    if rule.topk_scaling_factor:
+        weights = weights * rule.topk_scaling_factor
+    chosen = torch.zeros_like(logits_nE, dtype=torch.bool).scatter(1, indices, True)
+    return torch.zeros_like(logits_nE).scatter(1, indices, weights), chosen
+
+
+def _best_groups_only(ranked_nE: Tensor, rule: RouterRule) -> Tensor:
+    """The scores, -inf outside the best groups. A group is as good as its topk / group_topk best experts together."""
+    groups = ranked_nE.unflatten(1, (rule.num_groups, -1))
+    quality = groups.sort(dim=-1, descending=True).values[..., : rule.topk // rule.group_topk].sum(dim=-1)
+    kept = torch.zeros_like(quality, dtype=torch.bool).scatter(1, best(quality, rule.group_topk), True)
+    return groups.masked_fill(~kept[..., None], -math.inf).flatten(1)
+
+
+def capacity(tokens: int, experts: int, rule: RouterRule) -> int:
+    """Most tokens of one expert, of ``tokens`` in the micro-batch."""
+    return math.ceil(tokens * rule.topk / experts * rule.capacity_factor)
+
+
+def within_capacity(weights_nE: Tensor, chosen_nE: Tensor, order_n: Tensor, most: int, drop_policy: str) -> Tensor:
+    """Which choices of all tokens of a micro-batch their experts keep: bool [n, E].
+
+    Args:
+        order_n: the place of each token in the micro-batch, on which equal weights are decided.
+        most: tokens that an expert keeps.
+    """
+    by_place = order_n.argsort()
+    chosen, weights = chosen_nE[by_place], weights_nE[by_place].masked_fill(~chosen_nE[by_place], -1.0)
+    if drop_policy == "position":
+        kept = chosen & (chosen.cumsum(dim=0) <= most)
+    else:
+        first = best(weights.t(), most).t()
+        kept = chosen & torch.zeros_like(chosen).scatter(0, first, True)
+    return torch.empty_like(kept).index_copy(0, by_place, kept)
+
+
+def balance(logits_nE: Tensor, rule: RouterRule, counted_n: Tensor, samples: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """What the load-balancing losses are made of, for each of ``samples`` parts of the micro-batch (1: all of it).
+
+    Returns:
+        (sums of the probabilities [samples, E], choices [samples, E], counted tokens [samples]) of this rank's tokens.
+    """
+    wide = torch.promote_types(logits_nE.dtype, torch.float32)
+    if rule.score_function == "sigmoid":
+        scores = torch.sigmoid(logits_nE.to(wide))
+        scores = scores / (scores.sum(dim=-1, keepdim=True) + TINY)
+    else:
+        scores = torch.softmax(logits_nE, dim=-1, dtype=wide)
+    chosen = torch.zeros_like(scores).scatter(1, best(scores.detach(), rule.topk), 1.0)  # without groups and bias
+    counted = counted_n[:, None].to(wide)
+    probabilities, choices, tokens = (
+        part.unflatten(0, (-1, samples)).sum(dim=0) for part in (scores * counted, chosen * counted, counted)
+    )
+    return probabilities, choices, tokens[:, 0]
+
+
+def balancing_loss(probabilities_sE: Tensor, choices_sE: Tensor, tokens_s: Tensor, topk: int) -> Tensor:
+    """This rank's part of the load-balancing loss, times the number of counted tokens.
+
+    The loss of T tokens is E * sum over experts of (share of choices) * (mean probability). Its sum over ranks is
+    complete if ``choices_sE`` and ``tokens_s`` are those of all ranks and ``probabilities_sE`` those of this rank.
+    It is multiplied by T because gradients are divided by the number of tokens of the global batch in the end.
+    """
+    experts = probabilities_sE.size(1)
+    return ((probabilities_sE * choices_sE).sum(dim=1) * experts / (topk * tokens_s.clamp(min=1))).sum()
+
+
+def z_loss(logits_nE: Tensor, counted_n: Tensor) -> Tensor:
+    """Sum over the counted tokens of the squared log-sum-exp of their logits."""
+    wide = torch.promote_types(logits_nE.dtype, torch.float32)
+    return (torch.logsumexp(logits_nE.to(wide), dim=-1).square() * counted_n).sum()

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""megatron-core's mixture of experts, with statistics and losses that are those of one process on every grid.
+
+Core's layer, experts and dispatchers are used as they are. The router is ours, because core's (0.16.1) cannot be used:
+
+- with ``calculate_per_token_loss``, moe/router.py (about line 466, and 498 for the z-loss) multiplies the auxiliary
+  losses by the tokens of this rank, where it must be those of all ranks that share the micro-batch. The gradients are
+  too small by the size of that group;
+- it counts masked tokens, and finalization divides by the number of unmasked ones;
+- it drops the tokens beyond an expert's capacity on each rank alone;
+- it moves its weights to CUDA.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+with warnings.catch_warnings():  # core reports at import that apex is missing
+    warnings.simplefilter("ignore")
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_default_pg_collection
+    from megatron.core.transformer.moe.router import Router
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.context_parallel.core.expert_choice import (
+    RouterRule,
+    balance,
+    balancing_loss,
+    capacity,
+    choose,
+    within_capacity,
+    z_loss,
+)
+
+SUMS = ("load_balancing_loss", "seq_load_balancing_loss", "z_loss", "tokens")  # what a router adds up beside the counts
+EXPERT = "local_experts"  # part of the names of experts' parameters, before their number on this rank
+
+
+def places(positions_s: Tensor, loss_mask_bs: Tensor) -> Tensor:
+    """What the router has to know of each token: its position, or ``~position`` if the loss leaves it out: [b, s]."""
+    return torch.where(loss_mask_bs > 0, positions_s, ~positions_s)
+
+
+class ExpertRouter(Router):
+    """Chooses the experts of each token, and attaches the auxiliary losses to their weights.
+
+    Attributes:
+        expert_bias: added to the scores for the choice (``--moe-router-enable-expert-bias``); saved in checkpoints.
+        seen: sums since they were last read, float64 [E + len(SUMS)]: tokens of each expert, then ``SUMS`` of this
+            rank; None before the first training step.
+    """
+
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection, rule: RouterRule) -> None:
+        super().__init__(config, pg_collection)
+        self.rule, self.seen = rule, None
+        bias = torch.zeros(config.num_moe_experts, dtype=torch.float32) if rule.expert_bias else None
+        self.register_buffer("expert_bias", bias)
+
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> ExpertRouter:
+        """As torch's; the bias follows the weights to a device, but not to half precision, which would round it."""
+        bias = self.expert_bias
+        super()._apply(fn, *args, **kwargs)
+        if bias is not None:
+            self.expert_bias = bias.to(self.weight.device)
+        return self
+
+    def gating(self, input: Tensor) -> Tensor:
+        """[s, b, h] -> logits [s, b, E], in the dtype of ``--moe-router-dtype``."""
+        dtype = {"fp32": torch.float32, "fp64": torch.float64, None: input.dtype}[self.config.moe_router_dtype]
+        return functional.linear(input.to(dtype), self.weight.to(dtype))
+
+    def routing(self, logits: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(weights [n, E], chosen [n, E]) from logits [s, b, E]; ``places`` [s, b] as made by :func:`places`."""
+        samples = logits.size(1)
+        logits_nE = logits.flatten(0, 1)
+        place_n = None if places is None else places.flatten()
+        counted_n = logits_nE.new_ones(logits_nE.size(0)) if place_n is None else (place_n >= 0).to(logits_nE.dtype)
+        learns = self.training and torch.is_grad_enabled()  # not in a pass that is computed again with gradients
+        sums = dict.fromkeys(SUMS, logits_nE.new_zeros((), dtype=torch.float64))
+        if learns and self.rule.z_loss:
+            loss = z_loss(logits_nE, counted_n)
+            logits_nE = MoEAuxLossAutoScaler.apply(logits_nE, self.rule.z_loss * loss)
+            sums["z_loss"] = loss.detach()
+        weights_nE, chosen_nE = choose(logits_nE, self.rule, self.expert_bias)
+        if self.rule.capacity_factor is not None:
+            kept = self._within_capacity(weights_nE.detach(), chosen_nE, place_n, samples)
+            weights_nE, chosen_nE = weights_nE * kept, chosen_nE & kept
+        if learns:
+            for name, coefficient, parts in (
+                ("load_balancing_loss", self.rule.aux_loss, 1),
+                ("seq_load_balancing_loss", self.rule.seq_aux_loss, samples),
+            ):
+                if coefficient:
+                    loss = self._balancing_loss(logits_nE, counted_n, parts)
+                    weights_nE = MoEAuxLossAutoScaler.apply(weights_nE, coefficient * loss)
+                    sums[name] = loss.detach()
+            self._add(chosen_nE, counted_n, sums)
+        return weights_nE, chosen_nE
+
+    def forward(self, input: Tensor, places: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """[s, b, h] of this rank -> (weights [n, E], chosen [n, E])."""
+        return self.routing(self.gating(input), places)
+
+    def _balancing_loss(self, logits_nE: Tensor, counted_n: Tensor, samples: int) -> Tensor:
+        """This rank's part of the loss; the choices are summed over TP x CP, which share the micro-batch."""
+        probabilities, choices, tokens = balance(logits_nE, self.rule, counted_n, samples)
+        if self.tp_cp_group.size() > 1:
+            both = torch.cat([choices, tokens[:, None]], dim=1)
+            dist.all_reduce(both, group=self.tp_cp_group)
+            choices, tokens = both[:, :-1], both[:, -1]
+        return balancing_loss(probabilities, choices, tokens, self.rule.topk)
+
+    def _within_capacity(self, weights_nE: Tensor, chosen_nE: Tensor, place_n: Tensor | None, samples: int) -> Tensor:
+        """Which choices of this rank's tokens the experts keep, decided among all tokens of the micro-batch."""
+        rows, size = weights_nE.size(0), self.tp_cp_group.size()
+        if place_n is None:
+            place_n = torch.arange(rows // samples, device=weights_nE.device).repeat_interleave(samples)
+        position_n = torch.where(place_n < 0, ~place_n, place_n)
+        order_n = position_n * samples + torch.arange(rows, device=weights_nE.device) % samples
+        most = min(capacity(rows * size, self.num_experts, self.rule), rows * size)
+        if size == 1:
+            return within_capacity(weights_nE, chosen_nE, order_n, most, self.rule.drop_policy)
+        every = [self._gather(part) for part in (weights_nE, chosen_nE.to(torch.uint8), order_n)]
+        kept = within_capacity(every[0], every[1].bool(), every[2], most, self.rule.drop_policy)
+        return kept[rows * self.tp_cp_group.rank() :][:rows]
+
+    def _gather(self, part: Tensor) -> Tensor:
+        whole = part.new_empty((self.tp_cp_group.size() * part.size(0), *part.shape[1:]))
+        dist.all_gather_into_tensor(whole, part.contiguous(), group=self.tp_cp_group)
+        return whole
+
+    @torch.no_grad()
+    def _add(self, chosen_nE: Tensor, counted_n: Tensor, sums: dict[str, Tensor]) -> None:
+        """Add this micro-batch to ``seen``."""
+        sums["tokens"] = counted_n.sum(dtype=torch.float64)
+        counts = (chosen_nE * counted_n[:, None]).sum(dim=0, dtype=torch.float64)
+        new = torch.cat([counts, torch.stack([sums[name].double() for name in SUMS])])
+        self.seen = new if self.seen is None else self.seen + new
+
+
+class GatherRows(torch.autograd.Function):
+    """Rows of all ranks of a group, of which each rank has another number; backward sums each rank's rows.
+
+    Parts are padded to the longest, because gloo cannot gather parts of unequal length.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup, sizes: list[int]) -> Tensor:
+        ctx.group, ctx.sizes = group, sizes
+        return gather_rows(rows, group, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return sum_rows(grad, ctx.group, ctx.sizes), None, None
+
+
+class SumRows(torch.autograd.Function):
+    """The reverse of :class:`GatherRows`: rows of all ranks are summed, and each rank gets its own."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup, sizes: list[int]) -> Tensor:
+        ctx.group, ctx.sizes = group, sizes
+        return sum_rows(rows, group, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return gather_rows(grad, ctx.group, ctx.sizes), None, None
+
+
+def gather_rows(rows: Tensor, group: dist.ProcessGroup, sizes: list[int]) -> Tensor:
+    most, rest = max(sizes), rows.shape[1:]
+    if not most:
+        return rows
+    padded = torch.cat([rows, rows.new_zeros((most - rows.size(0), *rest))])
+    every = rows.new_empty((len(sizes) * most, *rest))
+    dist.all_gather_into_tensor(every, padded, group=group)
+    return torch.cat([part[:size] for part, size in zip(every.split(most), sizes)])
+
+
+def sum_rows(rows: Tensor, group: dist.ProcessGroup, sizes: list[int]) -> Tensor:
+    most, rest = max(sizes), rows.shape[1:]
+    if not most:
+        return rows
+    padded = torch.cat(
+        [part for own in rows.split(sizes) for part in (own, rows.new_zeros((most - own.size(0), *rest)))]
+    )
+    mine = rows.new_empty((most, *rest))
+    dist.reduce_scatter_tensor(mine, padded, group=group)
+    return mine[: sizes[group.rank()]]
+
+
+class AllToAll(MoEAlltoAllTokenDispatcher):
+    """core's dispatcher, on a CPU too, where the counts of tokens need no copy to the host.
+
+    The messages of expert TP are ours: see :class:`GatherRows`.
+    """
+
+    def preprocess(self, routing_map: Tensor) -> Tensor:
+        """As core's: the number of tokens for each expert of this rank."""
+        tokens = super().preprocess(routing_map)
+        if not routing_map.is_cuda:
+            for name in ("input_splits", "output_splits"):
+                splits = getattr(self, name)
+                setattr(self, name, splits if splits is None else splits.tolist())
+        return tokens
+
+    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
+        if not self.routing_map.is_cuda:
+            return tokens_per_expert
+        return super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
+
+    def dispatch_postprocess(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As core's: the tokens of this rank's experts, by expert, their number, and their weights."""
+        if self.tp_size > 1:
+            sizes = self.output_splits_tp.tolist()
+            tokens, weights = (GatherRows.apply(part, self.tp_group, sizes) for part in (tokens, weights))
+        with self._without_messages():
+            return super().dispatch_postprocess(tokens, weights)
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """As core's: the experts' outputs in the order in which their tokens came."""
+        with self._without_messages():
+            output = super().combine_preprocess(hidden_states)
+        if self.tp_size == 1:
+            return output
+        sizes = self.output_splits_tp.tolist()
+        return SumRows.apply(output.to(self.probs.dtype), self.tp_group, sizes).to(output.dtype)
+
+    @contextmanager
+    def _without_messages(self) -> Iterator[None]:
+        """Let core's methods take the expert TP, whose messages have been sent or will be, for 1."""
+        size, self.tp_size = self.tp_size, 1
+        try:
+            yield
+        finally:
+            self.tp_size = size
+
+
+class Experts(MoELayer):
+    """megatron-core's mixture of experts with our router, on GPUs and CPUs."""
+
+    def __init__(self, config: TransformerConfig, rule: RouterRule, layer_number: int) -> None:
+        spec: MoESubmodules = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts).submodules
+        spec.router = lambda config, pg_collection: ExpertRouter(config, pg_collection, rule)
+        groups = get_default_pg_collection()
+        super().__init__(config, spec, layer_number, groups)
+        if config.moe_token_dispatcher_type == "alltoall":
+            self.token_dispatcher = AllToAll(
+                self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups
+            )
+        self.router.set_layer_number(layer_number)
+        for parameter in self.experts.parameters():
+            # Core sums the gradients of such parameters over the ranks that hold the same experts. It marks them with
+            # expert parallelism only; but with expert TP below TP, TP ranks hold the same experts too.
+            parameter.allreduce = False
+
+    def forward(
+        self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        """[s, b, h] -> [s, b, h] and no bias. In place of core's mask ``padding_mask`` has :func:`places`, [b, s]."""
+        shared = self.shared_experts_compute(hidden_states)
+        weights, chosen = self.router(hidden_states, None if padding_mask is None else padding_mask.t())
+        tokens, weights = self.dispatch(*self.preprocess(hidden_states, weights, chosen))
+        output, _ = self.routed_experts_compute(tokens, weights)
+        output = self.postprocess(self.combine(output), shared)
+        # Core's dispatchers keep the last weights, and with them the graph of the step, which refers to this layer.
+        self.token_dispatcher.probs = self.token_dispatcher.local_probs = None
+        return output, None

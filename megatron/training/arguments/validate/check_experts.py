@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of mixtures of experts: their sizes, the router, the grid, and what they cannot be combined with yet."""
+
+from __future__ import annotations
+
+from megatron.training.arguments.config import Config, ModelConfig
+from megatron.training.arguments.models import expert_layers
+from megatron.training.refusal import LEAVE_OUT, Fix, Refusal
+
+LOSSES = ("aux_loss", "seq_aux_loss", "none")
+OTHER_LOSSES = {
+    "global_aux_loss": "depends on the order of micro-batches, which is another on each grid",
+    "sinkhorn": "is not built here",
+}
+
+
+def complete_experts(config: Config) -> None:
+    """Complete the sizes of experts; refuse settings that contradict each other or are not supported."""
+    model, parallel = config.model, config.parallel
+    if model.num_experts == 1:  # as Megatron-DeepSpeed writes a dense model
+        model.num_experts = None
+        config.notes.append("--num-experts 1: a dense model")
+    if model.num_experts is None:
+        return
+    _combinations(config)
+    if model.moe_ffn_hidden_size is None:
+        model.moe_ffn_hidden_size = model.ffn_hidden_size
+    if parallel.expert_tensor_parallel_size is None:
+        parallel.expert_tensor_parallel_size = parallel.tensor_model_parallel_size
+    _pattern(model)
+    _router(model)
+    _losses(model)
+    if not model.moe_router_enable_expert_bias and model.moe_router_bias_update_rate != 0.001:
+        raise Refusal(
+            "--moe-router-bias-update-rate",
+            "is read by --moe-router-enable-expert-bias: add it, or leave the rate out",
+            Fix("--moe-router-enable-expert-bias"),
+            LEAVE_OUT,
+        )
+    if model.moe_expert_capacity_factor is None and model.moe_token_drop_policy != "probs":
+        raise Refusal(
+            "--moe-token-drop-policy",
+            "is read with --moe-expert-capacity-factor: without it no token is dropped; add it, or leave this out",
+            LEAVE_OUT,
+        )
+
+
+def _combinations(config: Config) -> None:
+    """Refuse features that do not work with experts yet."""
+    model, parallel, chunks = config.model, config.parallel, config.chunks
+    zero = parallel.zero_stage or 0
+    refused = {
+        "--fpdt": (chunks.fpdt, "routes a chunk at a time, and the statistics of experts need all tokens"),
+        "--ffn-chunks": (chunks.ffn_chunks, "routes a chunk at a time, and the statistics of experts need all tokens"),
+        "--lora-rank": (model.lora_rank, "has no adapters for experts"),
+        "--partition-position-embedding": (
+            parallel.partition_position_embedding,
+            "uses the groups of experts for positions",
+        ),
+        f"--zero-stage {zero}": (zero > 1, "does not know which ranks hold the same experts: use --zero-stage 1"),
+        "--fp8-format": (model.fp8_format, "is not tested with experts"),
+        "--transformer-impl transformer_engine": (
+            model.transformer_impl == "transformer_engine",
+            "has no experts here: use --transformer-impl local",
+        ),
+        "--dry-run": (config.simulation.dry_run, "does not know experts: start the run itself"),
+        "--elastic": (parallel.elastic, "chooses grids without experts: give the grid by flags, or --elastic-grids"),
+    }
+    for flag, (given, reason) in refused.items():
+        if given:
+            fix = Fix("--zero-stage 1") if flag.startswith("--zero") else Fix(drop=flag.split()[0])
+            raise Refusal(f"--num-experts {model.num_experts} with {flag}", f"is not supported: it {reason}", fix)
+    if model.add_bias_linear:
+        raise Refusal(
+            f"--num-experts {model.num_experts}",
+            "needs linear layers without a bias: add --disable-bias-linear",
+            Fix("--disable-bias-linear"),
+        )
+
+
+def _pattern(model: ModelConfig) -> None:
+    frequency, layers = model.moe_layer_freq, model.num_layers
+    if isinstance(frequency, int) and frequency < 1:
+        raise Refusal(f"--moe-layer-freq {frequency}", "must be at least 1: 2 means every second layer")
+    if isinstance(frequency, list) and len(frequency) != layers:
+        raise Refusal(
+            f"--moe-layer-freq with {len(frequency)} layers", f"does not fit --num-layers {layers}: give one for each"
+        )
+    if all(expert_layers(model)):
+        model.moe_layer_freq = 1  # so that checkpoints hold each weight of all layers in one tensor
+    if not any(expert_layers(model)):
+        raise Refusal("--moe-layer-freq", "leaves no layer with experts: leave --num-experts out")
+
+
+def _router(model: ModelConfig) -> None:
+    experts, topk = model.num_experts, model.moe_router_topk
+    groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
+    if not 1 <= topk <= experts:
+        raise Refusal(f"--moe-router-topk {topk}", f"is not from 1 to --num-experts {experts}: change it")
+    if topk == 1 and model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax:
+        raise Refusal(
+            "--moe-router-topk 1",
+            "gives the chosen expert the weight 1 whatever the router says: add --moe-router-pre-softmax",
+            Fix("--moe-router-pre-softmax"),
+        )
+    if model.moe_router_pre_softmax and model.moe_router_score_function == "sigmoid":
+        raise Refusal(
+            "--moe-router-pre-softmax with --moe-router-score-function sigmoid", "has no softmax: leave one out"
+        )
+    if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
+        raise Refusal(
+            "--moe-router-enable-expert-bias",
+            "needs scores that a bias can change: add --moe-router-score-function sigmoid",
+            Fix("--moe-router-score-function sigmoid"),
+        )
+    if (groups is None) != (chosen is None):
+        raise Refusal("--moe-router-num-groups and --moe-router-group-topk", "go together: give both, or none")
+    if groups is None:
+        return
+    if experts % groups or not 1 <= chosen <= groups:
+        raise Refusal(
+            f"--moe-router-num-groups {groups} and --moe-router-group-topk {chosen}",
+            f"do not fit --num-experts {experts}: the groups divide the experts, and a token uses at most all groups",
+        )
+    if topk % chosen or topk // chosen > experts // groups:
+        raise Refusal(
+            f"--moe-router-topk {topk}",
+            f"is not shared evenly by --moe-router-group-topk {chosen} groups of {experts // groups} experts: use a "
+            "multiple that fits in them",
+        )
+
+
+def _losses(model: ModelConfig) -> None:
+    kinds, coefficients = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
+    for kind in kinds:
+        if kind in OTHER_LOSSES:
+            raise Refusal(
+                f"--moe-router-load-balancing-type {kind}", f"{OTHER_LOSSES[kind]}: use aux_loss or seq_aux_loss"
+            )
+        if kind not in LOSSES:
+            raise Refusal(f"--moe-router-load-balancing-type {kind}", f": not known; choose from {', '.join(LOSSES)}")
+    if len(coefficients) != len(kinds) or len(set(kinds)) != len(kinds) or min(coefficients) < 0:
+        raise Refusal(
+            f"--moe-aux-loss-coeff {' '.join(f'{one:g}' for one in coefficients)}",
+            f"must be one number, 0 or more, for each of --moe-router-load-balancing-type {' '.join(kinds)}",
+        )
+    if "none" in kinds and (len(kinds) > 1 or any(coefficients)):
+        raise Refusal("--moe-router-load-balancing-type none", "has no coefficient and no other loss: leave one out")
+
+
+def check_expert_grid(config: Config, world_size: int) -> None:
+    """Refuse a grid that does not split the experts, or that they do not fit."""
+    model, parallel = config.model, config.parallel
+    if model.num_experts is None:
+        return
+    expert, inner = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if model.num_experts % expert:
+        raise Refusal(
+            f"--expert-model-parallel-size {expert}",
+            f"does not divide --num-experts {model.num_experts}: use a divisor",
+        )
+    ranks = world_size // pipeline
+    if ranks % (expert * inner):
+        raise Refusal(
+            f"--expert-model-parallel-size {expert} with --expert-tensor-parallel-size {inner}",
+            f"does not divide the {ranks} ranks of TP x CP x DP: use a smaller one",
+        )
+    if model.moe_ffn_hidden_size % inner:
+        raise Refusal(
+            f"--moe-ffn-hidden-size {model.moe_ffn_hidden_size}",
+            f"is not a multiple of --expert-tensor-parallel-size {inner}: use one",
+        )
+    shared = model.moe_shared_expert_intermediate_size
+    if shared is not None and shared % tensor:
+        raise Refusal(
+            f"--moe-shared-expert-intermediate-size {shared}",
+            f"is not a multiple of --tensor-model-parallel-size {tensor}: use one",
+        )
+    if tensor > 1 and not parallel.sequence_parallel:
+        raise Refusal(
+            f"--num-experts {model.num_experts} with --tensor-model-parallel-size {tensor}",
+            "needs tokens that TP splits: add --sequence-parallel",
+            Fix("--sequence-parallel"),
+        )

@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtures of experts: losses, auxiliary losses, counts of tokens and all gradients do not depend on the grid."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.training_runs import make_job
+from tests.pairs import by_pairs, seconds, settings
+
+EXPERTS = "--num-layers 2 --num-experts 8 --moe-ffn-hidden-size 48"
+BOTH = "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.02 0.01"
+MIXTRAL = f"{EXPERTS} --moe-aux-loss-coeff 0.02 --moe-z-loss-coeff 0.002 --eod-mask-loss"
+PRE = f"{EXPERTS} {BOTH} --moe-router-pre-softmax --moe-shared-expert-intermediate-size 32 --eod-mask-loss"
+DEEPSEEK = (
+    f"{EXPERTS} --moe-layer-freq [0]+[1] --moe-router-score-function sigmoid --moe-router-topk 2 "
+    "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5 "
+    "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01 --moe-router-dtype fp32 "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 --moe-shared-expert-intermediate-size 32 "
+    "--eod-mask-loss"
+)
+DROPPED = f"{EXPERTS} --moe-aux-loss-coeff 0.02 --moe-expert-capacity-factor 0.75 --eod-mask-loss"
+FIRST = f"{DROPPED} --moe-token-drop-policy position"
+DROPOUT = f"{MIXTRAL} --hidden-dropout 0.1 --attention-dropout 0.1"
+DOCUMENTS = f"{MIXTRAL} --attention-mask document --micro-batch-size 1 --global-batch-size 2"
+
+A2A = "--moe-token-dispatcher-type alltoall"
+T2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+P2 = "--pipeline-model-parallel-size 2"
+V2 = "--num-virtual-stages-per-pipeline-rank 2"
+ZERO1 = "--zero-stage 1"
+OVERLAP = f"{ZERO1} --overlap-grad-reduce --overlap-param-gather"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+SELECTIVE = "--recompute-granularity selective"
+ONE = "--micro-batch-size 1"
+ETP1 = "--expert-tensor-parallel-size 1"
+
+
+def ep(size: int) -> str:
+    return f"--expert-model-parallel-size {size}"
+
+
+def cp(ulysses: int, ring: int) -> str:
+    return f"--ulysses-parallel-size {ulysses} --ring-parallel-size {ring}"
+
+
+# (processes, model, grid)
+CASES = [
+    (1, MIXTRAL, A2A),
+    (1, MIXTRAL, FULL),
+    (2, MIXTRAL, ""),
+    (2, MIXTRAL, ep(2)),
+    (2, MIXTRAL, f"{ep(2)} {A2A} {ZERO1}"),
+    (2, MIXTRAL, f"{cp(2, 1)} {ep(2)}"),
+    (2, MIXTRAL, f"{cp(1, 2)} {ep(2)} {A2A} {FULL}"),
+    (2, MIXTRAL, f"{T2} {ep(1)}"),
+    (2, MIXTRAL, f"{T2} {ETP1}"),
+    (2, MIXTRAL, f"{T2} {ETP1} {ep(2)} {A2A}"),
+    (2, MIXTRAL, f"{P2} {A2A}"),
+    (4, MIXTRAL, f"{cp(2, 2)} {ep(4)} {A2A}"),
+    (4, MIXTRAL, f"{cp(2, 1)} {ep(4)} {ZERO1}"),
+    (4, MIXTRAL, f"{T2} {cp(1, 2)} {ep(2)} {A2A} {ZERO1}"),
+    (4, MIXTRAL, f"{T2} {cp(2, 1)} {ETP1} {ep(4)}"),
+    (4, MIXTRAL, f"{P2} {cp(1, 2)} {ep(2)} {SELECTIVE}"),
+    (4, f"{MIXTRAL} --num-layers 4", f"{P2} {V2} {ep(2)} {A2A} {ONE} {OVERLAP}"),
+    (8, MIXTRAL, f"{T2} {P2} {cp(1, 2)} {ep(2)} {ZERO1}"),
+    (8, MIXTRAL, f"{cp(2, 2)} {ep(4)} {A2A} {ZERO1}"),
+    (2, PRE, f"{cp(1, 2)} {ep(2)}"),
+    (4, PRE, f"{T2} {cp(2, 1)} {ep(2)} {A2A}"),
+    (2, DEEPSEEK, f"{cp(2, 1)} {ep(2)} {A2A}"),
+    (4, DEEPSEEK, f"{T2} {cp(1, 2)} {ep(2)} {ZERO1}"),
+    (4, DEEPSEEK, f"{P2} {ep(2)} {ONE}"),
+    (2, DROPPED, f"{cp(1, 2)} {ep(2)} {A2A}"),
+    (4, DROPPED, f"{T2} {cp(2, 1)} {ep(2)}"),
+    (2, FIRST, f"{cp(1, 2)}"),
+    (4, FIRST, f"{cp(2, 2)} {ep(4)} {A2A}"),
+    (4, DROPOUT, f"{cp(2, 2)} {ep(2)} {FULL}"),
+    (2, DOCUMENTS, f"--ring-parallel-size 2 {ep(2)}"),
+    (2, f"{DOCUMENTS} --moe-expert-capacity-factor 1", f"--ring-parallel-size 2 {ep(2)} {A2A}"),
+]
+CHANGES = (ONE,)  # these change the reference: a micro-batch is the unit of the load-balancing loss
+
+
+def alone(router: Any) -> None:
+    """A mistake: each rank has statistics of its own tokens."""
+    router.tp_cp_group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+
+
+def as_core_does(router: Any) -> None:
+    """A mistake: the auxiliary losses times the tokens of this rank, not of all ranks (core's moe/router.py:466)."""
+    from dataclasses import replace
+
+    size, rule = router.tp_cp_group.size(), router.rule
+    router.rule = replace(rule, aux_loss=rule.aux_loss / size, z_loss=rule.z_loss / size)
+
+
+def all_tokens(router: Any) -> None:
+    """A mistake: masked tokens count too."""
+    route = router.forward
+    router.forward = lambda x, places=None: route(
+        x, None if places is None else torch.where(places < 0, ~places, places)
+    )
+
+
+def run(flags: str, steps: int = 2, mistake: Any = None) -> dict[str, Any]:
+    """Losses, norms, auxiliary losses and counts of each step, and the gradients of the first."""
+    from megatron.training.certifying.whole_gradients import full_gradients
+    from megatron.training.job import batches_for
+    from megatron.training.model.expert_load import routers
+    from megatron.training.step import evaluate, train_step
+
+    job, grads = make_job(flags), {}
+    for router in routers(job.chunks):
+        if mistake is not None:
+            mistake(router)
+    update = job.optimizer.step
+
+    def look() -> Any:
+        if not grads:
+            grads.update(full_gradients(job))
+        return update()
+
+    job.optimizer.step = look
+    batches = batches_for(job, job.datasets[0], 0, 0)
+    results = [
+        train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get())
+        for _ in range(steps)
+    ]
+    job.optimizer.step = update
+    biases = {
+        router.layer_number: router.expert_bias.tolist()
+        for router in routers(job.chunks)
+        if router.expert_bias is not None
+    }
+    return {
+        "losses": [one.lm_loss for one in results],
+        "norms": [one.grad_norm for one in results],
+        "auxiliary": [one.experts.losses for one in results],
+        "tokens": [one.experts.tokens_per_expert for one in results],
+        "counted": [one.tokens for one in results],
+        "grads": grads,
+        "evaluated": evaluate(job.runtime, job.chunks, batches, job.config, job.batch_sizes.get(), 1).lm_loss,
+        "biases": biases,
+    }
+
+
+@pytest.fixture(scope="module")
+def reference(pool, shared):
+    """The same model on one process."""
+    return lambda flags: shared(("experts", flags), lambda: pool.run(run, 1, flags, timeout=120)[0])
+
+
+def compare(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    seen = set()
+    for rank, mine in enumerate(results):
+        assert mine["losses"] == pytest.approx(expected["losses"], rel=1e-5), f"losses of rank {rank}"
+        assert mine["norms"][0] == pytest.approx(expected["norms"][0], rel=1e-5), f"gradient norm of rank {rank}"
+        for one, other in zip(mine["auxiliary"], expected["auxiliary"], strict=True):
+            assert one == pytest.approx(other, rel=1e-5), f"auxiliary losses of rank {rank}"
+        assert mine["tokens"] == expected["tokens"], f"tokens of the experts on rank {rank}"
+        assert mine["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-5)
+        for layer, bias in mine["biases"].items():
+            assert bias == pytest.approx(expected["biases"][layer], abs=1e-7)
+        for name, grad in mine["grads"].items():
+            whole = expected["grads"][name]
+            error = float((grad - whole).abs().max() / whole.abs().max().clamp(min=1e-12))
+            assert error < 1e-5, f"gradient of {name} on rank {rank}: {error:.1e} of its largest entry"
+        seen |= set(mine["grads"])
+    assert seen == set(expected["grads"])
+
+
+def held(_: int, model: str, grid: str) -> set:
+    """Each model, each setting of a grid and each size of EP once; test_training.py has the pairs of axes."""
+    return {model.replace(" --num-layers 4", ""), *settings(grid)}
+
+
+@pytest.mark.parametrize("world, model, grid", by_pairs(CASES, held, seconds))
+def test_experts_do_not_depend_on_the_grid(pool, reference, world, model, grid):
+    changes = " ".join(flags for flags in CHANGES if flags in grid and flags not in model)
+    compare(pool.run(run, world, f"{model} {grid}", timeout=180), reference(f"{model} {changes}".strip()))
+
+
+def test_there_are_enough_cases():
+    assert len(CASES) >= 24 and {ep(size) for size in (1, 2, 4)} <= {
+        flags for _, _, grid in CASES for flags in settings(grid)
+    }
+
+
+@pytest.mark.parametrize("mistake", [alone, as_core_does, all_tokens])
+def test_a_mistake_in_the_statistics_is_noticed(pool, reference, mistake):
+    """The router's gradient is wrong by far more than the tolerance."""
+    wrong = pool.run(run, 2, f"{MIXTRAL} {cp(1, 2)}", 1, mistake, timeout=120)
+    right = reference(MIXTRAL)
+    router = "decoder.layers.0.mlp.router.weight"
+    grad, expected = wrong[0]["grads"][router], right["grads"][router]
+    assert float((grad - expected).abs().max() / expected.abs().max()) > 1e-3
+    with pytest.raises(AssertionError):
+        compare(wrong, right)
+
+
+def collapsed(router: Any) -> None:
+    """All tokens go to the first two experts: equal scores are decided by the number."""
+    torch.nn.init.zeros_(router.weight)
+
+
+@pytest.mark.parametrize(
+    "world, grid",
+    [(4, f"{cp(1, 2)} {ep(4)} {A2A}"), (4, f"{T2} {ep(2)} {A2A}"), (2, ep(2))],
+)
+def test_a_rank_whose_experts_have_no_tokens(pool, world, grid):
+    expected = pool.run(run, 1, MIXTRAL, 1, collapsed, timeout=120)[0]
+    assert all(sum(layer[2:]) == 0 < min(layer[:2]) for layer in expected["tokens"][0])
+    compare(pool.run(run, world, f"{MIXTRAL} {grid}", 1, collapsed, timeout=120), expected)
+
+
+def test_masked_tokens_are_left_out(reference):
+    one = reference(MIXTRAL)
+    for tokens, counted in zip(one["tokens"], one["counted"], strict=True):
+        assert [sum(layer) for layer in tokens] == [2 * counted] * 2
+    assert one["counted"][0] < 4 * 64  # the end of a document is masked
+
+
+def test_experts_drop_the_tokens_beyond_their_capacity(reference):
+    for model in (DROPPED, FIRST):
+        dropped = reference(model)
+        most = 0.75 * 2 * 2 * 64 / 8 * 2  # two micro-batches
+        assert max(max(layer) for layer in dropped["tokens"][0]) <= most
+        assert sum(dropped["tokens"][0][0]) < 2 * dropped["counted"][0]
+
+
+def test_biases_follow_the_load(reference):
+    one = reference(DEEPSEEK)  # two steps of 0.01, up or down
+    ((layer, biases),) = one["biases"].items()
+    assert layer == 2 and len({round(abs(bias), 6) for bias in biases} - {0.0, 0.01, 0.02}) == 0
+    first = one["tokens"][0][0]
+    assert any(biases) and biases[first.index(min(first))] >= 0 >= biases[first.index(max(first))]
+
+
+def held_here(flags: str) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Bytes of (parameters, gradients, states of the optimizer) of this rank, and by the formula."""
+    from megatron.core.parallel_state import get_data_parallel_group, get_expert_data_parallel_group
+
+    from megatron.formulas.parameters import model_states, stage_parameters
+    from megatron.training.arguments.models import model_shape
+
+    job = make_job(flags)
+    parallel, grid, (chunk,) = job.config.parallel, job.runtime.grid, job.chunks
+    buffers = [*chunk.buffers, *chunk.expert_parallel_buffers]
+    if parallel.zero_stage == 1:
+        weights = sum(buffer.param_data.nbytes for buffer in buffers)
+    else:
+        weights = sum(parameter.nbytes for parameter in chunk.parameters())
+    states = [
+        value
+        for part in getattr(job.optimizer, "chained_optimizers", [job.optimizer])
+        for state in part.optimizer.state.values()
+        for name, value in state.items()
+        if name != "step"
+    ]
+    held = stage_parameters(
+        model_shape(job.config.model, job.vocab_size),
+        grid.tensor.size,
+        grid.pipeline.size,
+        grid.pipeline.rank,
+        expert=parallel.expert_model_parallel_size,
+        expert_tensor=parallel.expert_tensor_parallel_size,
+    )
+    ranks, expert_ranks = (
+        get_data_parallel_group(with_context_parallel=True).size(),
+        get_expert_data_parallel_group().size(),
+    )
+    formula = model_states(held, parallel.zero_stage, ranks, 4, bucketed=False, expert_ranks=expert_ranks)
+    real = (weights, sum(buffer.grad_data.nbytes for buffer in buffers), sum(state.nbytes for state in states))
+    return real, (formula.parameters, formula.gradients, formula.optimizer)
+
+
+@pytest.mark.parametrize(
+    "world, flags",
+    [
+        (1, f"{PRE} --moe-layer-freq 2"),
+        (4, f"{MIXTRAL} {T2} {cp(2, 1)} {ETP1} {ep(2)}"),
+        (4, f"{PRE} {cp(2, 1)} {ep(2)} {ZERO1}"),
+        (2, f"{DEEPSEEK} {P2}"),
+    ],
+)
+def test_bytes_of_weights_and_states_are_those_of_the_formula(pool, world, flags):
+    for real, formula in pool.run(held_here, world, flags, timeout=120):
+        assert real[:2] == formula[:2]
+        # With ZeRO 1 the formula counts a share of the buffers, which are padded; the states are not.
+        assert real[2] <= formula[2] == pytest.approx(real[2], rel=2e-3 if ZERO1 in flags else 0)
+
+
+@pytest.mark.parametrize("half", ["--bf16", "--fp16 --loss-scale 256"])
+def test_half_precision(pool, reference, half):
+    """Near-ties may be ordered differently, so this is no comparison to the last bit; a lost factor would show."""
+    model = f"{DEEPSEEK} --moe-aux-loss-coeff 1.0"  # the auxiliary loss is most of the router's gradient
+    (right, *_), scale = pool.run(run, 1, model, 1, timeout=120), 256 if "fp16" in half else 1
+    wrong = pool.run(run, 2, f"{model} {cp(1, 2)} {ep(2)} {A2A} {half}", 1, timeout=120)
+    name = "decoder.layers.1.mlp.router.weight"
+    for mine in wrong:
+        assert mine["losses"] == pytest.approx(right["losses"], rel=1e-3)
+        assert mine["auxiliary"][0] == pytest.approx(right["auxiliary"][0], rel=1e-2)
+        grad = mine["grads"][name] / scale
+        assert float((grad - right["grads"][name]).norm() / right["grads"][name].norm()) < 0.1
+        assert all(round(bias, 8) in (-0.01, 0.0, 0.01) for bias in mine["biases"][2])  # not rounded to half precision
+
+
+def save(flags: str, folder: str) -> list[float]:
+    from megatron.training.checkpoint import checkpoint
+    from tests.distributed.training_runs import train_job
+
+    job = make_job(flags)
+    train_job(job, 2)
+    checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+    return train_job(job, 2)[0]
+
+
+def resume(flags: str, folder: str) -> list[float]:
+    from tests.distributed.training_runs import train_job
+
+    job = make_job(f"{flags} --load {folder}")
+    assert job.progress.iteration == 2
+    return train_job(job, 2)[0]
+
+
+def evaluated_batch(flags: str, folder: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss of a checkpoint on one micro-batch, and that batch."""
+    from megatron.training.job import batches_for
+    from megatron.training.step import evaluate
+
+    job = make_job(f"{flags} --load {folder}")
+    loss = evaluate(job.runtime, job.chunks, batches_for(job, job.datasets[0], 0, 0), job.config, 1, 1).lm_loss
+    return loss, next(batches_for(job, job.datasets[0], 0, 0))
+
+
+def test_a_trained_mixtral_has_the_same_loss_in_transformers(pool, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from tools.convert_hf import main as convert
+
+    pool.run(save, 4, f"{MIXTRAL} {cp(2, 1)} {ep(4)} {A2A} {ZERO1}", str(tmp_path / "ours"), timeout=120)
+    loss, batch = pool.run(evaluated_batch, 1, MIXTRAL, str(tmp_path / "ours"), timeout=120)[0]
+    assert convert(["--from", str(tmp_path / "ours"), "--to-hf", str(tmp_path / "hf")]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    with torch.no_grad():
+        logits = model(batch["tokens"]).logits
+    each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+    mask = batch["loss_mask"].flatten()
+    assert float((each * mask).sum() / mask.sum()) == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "model, saved, loaded",
+    [
+        (DEEPSEEK, (2, f"{cp(2, 1)} {ep(2)} {ZERO1}"), (4, f"{T2} {P2} {ETP1} {ep(2)} {A2A}")),
+        (MIXTRAL, (4, f"{T2} {cp(1, 2)} {ep(2)}"), (2, f"{ep(2)} {ZERO1}")),
+        pytest.param(MIXTRAL, (1, ""), (4, f"{T2} {cp(2, 1)} {ETP1} {ep(4)} {ZERO1}"), marks=pytest.mark.full),
+        pytest.param(DEEPSEEK, (4, f"{P2} {ep(2)} {ZERO1}"), (1, ""), marks=pytest.mark.full),
+    ],
+)
+def test_a_checkpoint_is_read_on_another_grid(pool, tmp_path, model, saved, loaded):
+    after = pool.run(save, saved[0], f"{model} {saved[1]}", str(tmp_path), timeout=120)[0]
+    for losses in pool.run(resume, loaded[0], f"{model} {loaded[1]}", str(tmp_path), timeout=120):
+        assert losses == pytest.approx(after, rel=1e-5)

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which experts tokens choose, and what is refused of mixtures of experts."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from megatron.core.transformer.moe import moe_utils
+
+from megatron.context_parallel.core.expert_choice import (
+    RouterRule,
+    balance,
+    balancing_loss,
+    best,
+    capacity,
+    choose,
+    within_capacity,
+    z_loss,
+)
+from megatron.formulas.flops import forward_flops
+from megatron.formulas.parameters import stage_parameters
+from megatron.formulas.strategy import Workload
+from megatron.training.arguments.config import Config
+from megatron.training.arguments.models import LLAMA_DEFAULTS, model_shape
+from megatron.training.arguments.parser import parse
+from megatron.training.arguments.settings.model_settings import layer_pattern
+from megatron.training.refusal import Refusal
+
+RULES = [
+    RouterRule(topk=topk, score_function=score, pre_softmax=pre, num_groups=groups, group_topk=chosen, **more)
+    for (score, pre), (topk, groups, chosen), more in product(
+        [("softmax", False), ("softmax", True), ("sigmoid", False)],
+        [(1, None, None), (2, None, None), (4, 4, 2)],
+        [{}, {"topk_scaling_factor": 2.5}],
+    )
+]
+RULES += [RouterRule(topk=3, score_function="sigmoid", expert_bias=True)]
+
+
+def logits_of(tokens: int = 40, experts: int = 8) -> torch.Tensor:
+    return torch.randn(tokens, experts, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_the_choice_is_that_of_core(rule: RouterRule):
+    logits, bias = logits_of(), torch.linspace(0.5, -0.5, 8) if rule.expert_bias else None
+    weights, chosen = choose(logits.clone().requires_grad_(), rule, bias)
+    theirs, their_choice = moe_utils.topk_routing_with_score_function(
+        logits,
+        rule.topk,
+        use_pre_softmax=rule.pre_softmax,
+        num_groups=rule.num_groups,
+        group_topk=rule.group_topk,
+        scaling_factor=rule.topk_scaling_factor,
+        score_function=rule.score_function,
+        expert_bias=bias,
+    )
+    assert torch.equal(chosen, their_choice)
+    torch.testing.assert_close(weights.detach(), theirs)
+    assert weights.requires_grad and (chosen.sum(dim=1) == rule.topk).all()
+
+
+def test_equal_scores_go_to_the_first_expert():
+    weights, chosen = choose(torch.zeros(5, 8), RouterRule(topk=3))
+    assert chosen[:, :3].all() and not chosen[:, 3:].any() and torch.allclose(weights[:, :3], torch.tensor(1 / 3))
+    assert best(torch.tensor([[1.0, 2.0, 2.0, 1.0]]), 3).tolist() == [[1, 2, 0]]
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_the_balancing_loss_is_that_of_core_times_the_tokens(score: str):
+    logits, counted = logits_of(), torch.arange(40) % 5 > 0
+    rule = RouterRule(topk=2, score_function=score)
+    choice, scores = moe_utils.compute_routing_scores_for_aux_loss(logits, 2, score, padding_mask=~counted)
+    theirs = moe_utils.switch_load_balancing_loss_func(scores, choice.sum(dim=0), int(counted.sum()), 2, 8, 1.0)
+    ours = balancing_loss(*balance(logits, rule, counted), rule.topk)
+    torch.testing.assert_close(ours, theirs * counted.sum())
+    # Two ranks: each has its own probabilities, and the choices and tokens of both.
+    parts = [balance(logits[rows], rule, counted[rows]) for rows in (slice(0, 10), slice(10, 40))]
+    choices, tokens = (parts[0][at] + parts[1][at] for at in (1, 2))
+    torch.testing.assert_close(sum(balancing_loss(part[0], choices, tokens, 2) for part in parts), ours)
+    theirs = moe_utils.z_loss_func(logits, 1.0, padding_mask=~counted)
+    torch.testing.assert_close(z_loss(logits, counted), theirs * counted.sum())
+
+
+def test_the_loss_of_samples_is_the_sum_of_their_losses():
+    logits, rule = logits_of(), RouterRule(topk=2)
+    counted = (torch.arange(40) < 30).float()
+    apart = sum(balancing_loss(*balance(logits[row::2], rule, counted[row::2]), 2) for row in range(2))
+    torch.testing.assert_close(balancing_loss(*balance(logits, rule, counted, samples=2), 2), apart)
+    nothing = balancing_loss(*balance(logits, rule, torch.zeros(40)), 2)
+    assert float(nothing) == 0.0
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_what_an_expert_drops(policy: str):
+    rule = RouterRule(topk=2, capacity_factor=0.5, drop_policy=policy)
+    weights, chosen = choose(logits_of(), rule)
+    most, places = capacity(40, 8, rule), torch.arange(40)
+    kept = within_capacity(weights, chosen, places, most, policy)
+    assert most == 5 and (kept.sum(dim=0) == chosen.sum(dim=0).clamp(max=5)).all() and not (kept & ~chosen).any()
+    _, theirs = moe_utils.apply_router_token_dropping(weights, chosen, 2, 0.5, "probs")
+    if policy == "probs":
+        assert torch.equal(kept, theirs)
+    for expert in range(8):
+        lost = (chosen & ~kept)[:, expert]
+        if lost.any() and policy == "position":
+            assert places[kept[:, expert]].max() < places[lost].min()
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(2))  # as ranks hold the tokens
+    assert torch.equal(within_capacity(weights[order], chosen[order], order, most, policy), kept[order])
+    equal = torch.full_like(weights, 0.5)  # equal weights are decided by the place
+    first = within_capacity(equal[order], chosen[order], order, most, "probs")
+    assert torch.equal(first, within_capacity(equal, chosen, places, most, "position")[order])
+
+
+def test_patterns_of_layers():
+    patterns = {"1": 1, " 2 ": 2, "[0]*3+[1]*2": [0, 0, 0, 1, 1], "([0]+[1])*2": [0, 1, 0, 1], "[1, 0]": [1, 0]}
+    assert {text: layer_pattern(text) for text in patterns} == patterns
+    wrong = "[2] [a x() 1.5 [1]*10**9 [1]*999999 [[1]] __import__('os') 2*[1,0]*[1] (".split()
+    for text in [*wrong, "(" * 3000, ""]:
+        with pytest.raises(ValueError):
+            layer_pattern(text)
+
+
+BASE = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --lr 1e-3 --train-iters 4 "
+    "--micro-batch-size 1 --global-batch-size 4 --mock-data --vocab-size 301"
+)
+
+
+def read(flags: str, world_size: int = 4) -> Config:
+    return parse(f"{BASE} {flags}".split(), LLAMA_DEFAULTS, world_size)
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        ("--fpdt --fpdt-chunk-size 32", "--num-experts 8 with --fpdt"),
+        ("--ffn-chunks 2", "--ffn-chunks"),
+        ("--lora-rank 4", "--lora-rank"),
+        ("--zero-stage 2", "use --zero-stage 1"),
+        ("--zero-stage 3", "use --zero-stage 1"),
+        ("--transformer-impl transformer_engine", "use --transformer-impl local"),
+        (
+            "--max-position-embeddings 64 --position-embedding-type learned_absolute --partition-position-embedding",
+            "--partition-position-embedding",
+        ),
+        ("--dry-run", "--dry-run"),
+        ("--elastic --save a --load a", "--elastic"),
+        ("--tensor-model-parallel-size 2", "add --sequence-parallel"),
+        ("--expert-model-parallel-size 3", "does not divide --num-experts 8"),
+        ("--expert-model-parallel-size 8", "does not divide the 4 ranks"),
+        ("--moe-ffn-hidden-size 33 --tensor-model-parallel-size 2 --sequence-parallel", "--moe-ffn-hidden-size 33"),
+        (
+            "--moe-shared-expert-intermediate-size 33 --tensor-model-parallel-size 2 --sequence-parallel",
+            "--moe-shared-expert-intermediate-size 33",
+        ),
+        ("--moe-router-topk 9", "--moe-router-topk 9"),
+        ("--moe-router-topk 1", "add --moe-router-pre-softmax"),
+        ("--moe-router-pre-softmax --moe-router-score-function sigmoid", "leave one out"),
+        ("--moe-router-enable-expert-bias", "add --moe-router-score-function sigmoid"),
+        ("--moe-router-num-groups 4", "--moe-router-group-topk"),
+        ("--moe-router-num-groups 3 --moe-router-group-topk 1", "--moe-router-num-groups 3"),
+        ("--moe-router-num-groups 4 --moe-router-group-topk 3", "--moe-router-topk 2"),
+        ("--moe-router-topk 6 --moe-router-num-groups 4 --moe-router-group-topk 2", "--moe-router-topk 6"),
+        ("--moe-router-load-balancing-type global_aux_loss", "use aux_loss or seq_aux_loss"),
+        ("--moe-router-load-balancing-type sinkhorn", "sinkhorn is not built here"),
+        ("--moe-router-load-balancing-type other", "choose from aux_loss, seq_aux_loss, none"),
+        ("--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1", "--moe-aux-loss-coeff 1"),
+        ("--moe-router-load-balancing-type none --moe-aux-loss-coeff 1", "none has no coefficient"),
+        ("--moe-router-bias-update-rate 0.1", "--moe-router-enable-expert-bias"),
+        ("--moe-token-drop-policy position", "--moe-expert-capacity-factor"),
+        ("--moe-layer-freq 0", "--moe-layer-freq 0"),
+        ("--moe-layer-freq [1]*3", "--num-layers 4"),
+        ("--moe-layer-freq [0]*4", "leaves no layer with experts"),
+        ("--moe-layer-freq [3]", "--moe-layer-freq"),
+        ("--moe-z-loss-coeff -1", "--moe-z-loss-coeff -1"),
+        ("--moe-expert-capacity-factor 0", "--moe-expert-capacity-factor 0"),
+        ("--topk 2", "use Megatron-LM's --moe-... flags"),
+        ("--moe-token-dispatcher-type flex", "choose from allgather, alltoall"),
+        ("--moe-input-jitter-eps 0.1", "--moe-input-jitter-eps"),
+    ],
+)
+def test_what_experts_cannot_be_combined_with(flags: str, expected: str):
+    with pytest.raises(Refusal) as caught:
+        read(f"--num-experts 8 {flags}")
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_experts_need_linear_layers_without_a_bias():
+    with pytest.raises(Refusal, match="--disable-bias-linear"):
+        parse(f"{BASE} --num-experts 8 --max-position-embeddings 64".split(), None, 4)
+
+
+def test_a_dense_model_has_no_experts():
+    config = read("--num-experts 1 --moe-router-topk 4 --topk 1")
+    assert config.model.num_experts is None
+    assert any("--num-experts 1: a dense model" in note for note in config.notes)
+    assert any("--moe-router-topk" in note and "no effect" in note for note in config.notes)
+
+
+def test_defaults_of_experts():
+    config = read("--num-experts 8 --tensor-model-parallel-size 2 --sequence-parallel")
+    assert config.model.moe_ffn_hidden_size == config.model.ffn_hidden_size
+    assert config.parallel.expert_tensor_parallel_size == 2
+
+
+def test_formulas_of_experts():
+    """Parameters and FLOPs of Mixtral 8x7B as published: 46.7 billion, 12.9 of them used by a token."""
+    mixtral = parse(
+        "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --num-experts 8 "
+        "--group-query-attention --num-query-groups 8".split(),
+        LLAMA_DEFAULTS,
+    ).model
+    shape = model_shape(mixtral, 32000)
+    assert stage_parameters(shape, 1, 1, 0, padded=False).numel == 46_702_792_704
+    embedding, router = 32000 * 4096, 32 * 8 * 4096
+    used = (forward_flops(shape, 1).gemm) / 2 + embedding  # a product for each parameter that a token uses
+    assert used == pytest.approx(12.88e9, rel=1e-3) and used > router
+    half = parse("--num-experts 8 --moe-layer-freq 2 --moe-expert-capacity-factor 0.5".split()).model
+    for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "swiglu", "add_bias_linear"):
+        setattr(half, name, getattr(mixtral, name))
+    dense, every = 3 * 14336, 8 + 2 * 3 * 14336
+    flops = forward_flops(model_shape(half, 32000), 1).mlp
+    assert flops == 2 * 4096 * 16 * (dense + 8 + (every - 8) / 2)
+    with pytest.raises(ValueError, match="experts"):
+        Workload(shape, 64).shape.dense()
