@@ -107,6 +107,9 @@ def test_axes_of_a_command_are_taken_alone_and_in_pairs() -> None:
     assert len(grids_of(config, 16, processes=2)) == 3
     config.model.fp8_format, config.attention.attention_kernel = "hybrid", "cudnn"
     assert [note.split()[0] for note in left_out(config)] == ["--fp8-format", "--attention-kernel"]
+    config.model.fp8_format, config.attention.attention_kernel = None, "auto"
+    config.model.num_experts, config.parallel.expert_model_parallel_size = 8, 4
+    assert left_out(config) == ["--expert-model-parallel-size 4: checked with all experts on each rank"]
 
 
 @pytest.mark.parametrize(

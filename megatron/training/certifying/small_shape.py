@@ -51,6 +51,9 @@ def left_out(config: Config) -> list[str]:
         notes.append(f"--attention-kernel {config.attention.attention_kernel}: checked with the CPU's kernel")
     if config.attention.mask_function or config.attention.sparse_pattern.endswith(".json"):
         notes.append(f"--seq-length {config.data.seq_length}: the mask is taken at {LENGTH} tokens")
+    if config.model.num_experts and config.parallel.expert_model_parallel_size > 1:
+        size = config.parallel.expert_model_parallel_size
+        notes.append(f"--expert-model-parallel-size {size}: checked with all experts on each rank")
     return notes
 
 
