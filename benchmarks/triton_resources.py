@@ -1,14 +1,27 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""GPU resources that the Triton kernels need, from compiling them without a GPU: a Markdown table.
+"""What the Triton kernels need of a GPU, from compiling them without one: a Markdown table.
 
-    python benchmarks/triton_resources.py --capability 80 90 100 --head 64 128
+    python benchmarks/triton_resources.py --capability 80 90 100 --head 64 128 256
+    python benchmarks/triton_resources.py --features plain mask alibi softcap dropout all
 
-Registers, spills and shared memory are the assembler's figures. A program loops over blocks of keys; in the kernel
-"keys" it loops over blocks of queries. A step is one iteration of this loop without a mask, and its instructions are
-counted in the machine code. The share of the GEMM rate is estimated from the cycles that a step occupies the tensor
-cores and the cycles that issuing its instructions takes, without and with full overlap of the two. This arithmetic
-ignores memory traffic.
+Registers, spills and shared memory are the assembler's figures. A step is a program's work on one block of keys (of
+queries for dk and dv) without a mask. Its instructions are counted in the machine code (benchmarks/machine_code.py):
+
+- ideal: cycles of the tensor cores for the products that the definition needs, at the data sheet's rate;
+- tensor: cycles for the products that the kernel does. On Hopper a product also takes at least the time to read its
+  operands from shared memory, 128 bytes a cycle. On Blackwell, blocks of 64 rows take as long as 128;
+- repeated: products that the kernel does, over those of its design: 2 of [block, head] x [head, step] forward, 3 for
+  dq, 4 for dk and dv. Where dk and dv have separate programs, these need 3 and 2, and the ideal is 2 and 2;
+- issue: cycles for issuing the instructions of all warps, or of the busiest unit if that is more;
+- exposed: instructions during which no product is in flight (Hopper only);
+- spills: bytes of a thread, and instructions in loops that read or write them;
+- share: ideal over the step's cycles. The first figure assumes that products and instructions never overlap, the second
+  that they do: on Hopper all but the exposed ones, elsewhere all.
+
+Doubts: latencies, barriers, memory traffic, bank conflicts, and work outside of the loops are not counted, and the
+warps of a program are taken to be in phase. The rate of shared memory and the cost of 64 rows are rules that we know
+from reading and have not measured. Expect less than the share, and trust comparisons more than figures.
 """
 
 from __future__ import annotations
@@ -19,61 +32,67 @@ import sys
 
 os.environ.pop("TRITON_INTERPRET", None)
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import Launch
-from megatron.context_parallel.attention.kernels.triton_kernels.triton_compile import (
-    FEATURES,
-    Resources,
-    example,
-    resources,
-)
+from benchmarks.machine_code import TENSOR_RATE
+from benchmarks.triton_compile import Resources, example, resources
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import FEATURES, Launch
 
 NAMES = {80: "A100", 86: "RTX 3090", 89: "L40S", 90: "H100", 100: "B200", 120: "RTX 5090"}
-# Products and sums of bf16 that a multiprocessor's tensor cores do in a cycle: data sheets' rates without sparsity,
-# over multiprocessors and boost clock (A100 312 TFLOP/s, 108, 1.41 GHz; H100 SXM 989, 132, 1.83; B200 2250, 148, 1.85).
-TENSOR_RATE = {80: 1024, 90: 2048, 100: 4096}
-ISSUE_RATE = 4  # instructions of a warp that a multiprocessor issues in a cycle
-PRODUCTS = {"forward": 2, "queries": 3, "keys": 4}  # matrix products [block, head] x [head, step] in a step
+PASSES = ("forward", "queries", "keys", "dk", "dv")
+PRODUCTS = {"forward": 2, "queries": 3, "keys": 4, "dk": 3, "dv": 2}  # of [block, head] x [head, step]
+NEEDED = PRODUCTS | {"dk": 2}  # without what another program computes as well
 
 
-def bound(which: str, launch: Launch, taken: Resources) -> str:
-    """Table cells: a step's cycles of the tensor cores, of instruction issue, and the share of the GEMM rate."""
-    rate = TENSOR_RATE.get(taken.capability)
-    if rate is None or not taken.step:
-        return "| | | "
-    sizes = launch.arguments
-    tensor = PRODUCTS[which] * sizes["BLOCK"] * sizes["STEP"] * sizes["HEAD"] / rate
-    issue = taken.step * taken.warps / ISSUE_RATE
-    return f"| {tensor:.0f} | {issue:.0f} | {tensor / (tensor + issue):.0%} to {tensor / max(tensor, issue):.0%} "
+class Count:
+    """The figures of a step of one kernel."""
+
+    def __init__(self, which: str, launch: Launch, taken: Resources) -> None:
+        sizes, step = launch.arguments, taken.loops[0]
+        one = sizes["BLOCK"] * sizes["STEP"] * sizes["HEAD"]
+        self.ideal = NEEDED[which] * one / TENSOR_RATE[taken.capability]
+        made = PRODUCTS[which] * one if step.products is None else step.products
+        self.repeated = made / (PRODUCTS[which] * one)
+        self.issue, self.exposed = step.instructions, len(step.exposed())
+        if step.products is None:
+            self.tensor = PRODUCTS[which] * one / TENSOR_RATE[taken.capability] * (1 + taken.half)
+            self.share = self.ideal / (self.tensor + self.issue), self.ideal / max(self.tensor, self.issue)
+        else:
+            self.tensor, self.share = step.tensor, step.share(self.ideal)
+
+    def cells(self) -> str:
+        low, high = self.share
+        figures = f"{self.ideal:.0f} | {self.tensor:.0f} | {self.issue:.0f} | {self.exposed} | {self.repeated:.2f}"
+        return f"{figures} | {low:.0%} to {high:.0%}"
 
 
-def row(capability: int, head: int, which: str, features: tuple[str, ...]) -> str:
-    launch = example(capability, head, features=features)[which]
-    taken = resources(launch, capability)
-    sizes = launch.arguments
-    products = ", ".join(f"{count} {name}" for name, count in taken.products.items())
-    return (
-        f"| {NAMES.get(capability, capability)} | {head} | {which} | {', '.join(features) or 'plain'} "
-        f"| {sizes['BLOCK']} x {sizes['STEP']} | {launch.sizes.warps} | {launch.sizes.stages} "
-        f"| {taken.registers} | {taken.spills} | {taken.shared / 1024:.0f} | {taken.programs} | {taken.occupancy:.1%} "
-        f"| {products} {bound(which, launch, taken)}|"
-    )
+def rows(capability: int, head: int, features: tuple[str, ...]) -> list[str]:
+    """A row for each kernel."""
+    result = []
+    for which, launch in example(capability, head, features=features).items():
+        taken, sizes = resources(launch, capability), launch.sizes
+        count = Count(which, launch, taken).cells() if capability in TENSOR_RATE and taken.loops else " | " * 5
+        spills = f"{taken.spills} ({sum(loop.spills for loop in taken.loops)})"
+        result.append(
+            f"| {NAMES.get(capability, capability)} | {head} | {which} | {', '.join(features) or 'plain'} "
+            f"| {sizes.block} x {sizes.step}, {sizes.warps}, {sizes.stages} | {taken.registers} | {spills} "
+            f"| {taken.shared / 1024:.0f} | {taken.programs} | {count} |"
+        )
+    return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capability", type=int, nargs="+", default=[80, 90, 100], choices=NAMES)
-    parser.add_argument("--head", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--features", nargs="*", default=["plain"], choices=["plain", *FEATURES])
+    parser.add_argument("--head", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--features", nargs="*", default=["plain"], choices=["plain", "all", *FEATURES])
     args = parser.parse_args()
-    columns = ["GPU", "head", "kernel", "with", "block x step", "warps", "stages", "registers", "spills, bytes"]
-    columns += ["shared, KiB", "programs an SM", "warps an SM", "in the PTX", "tensor cycles", "issue cycles"]
-    columns += ["of the GEMM rate"]
+    columns = ["GPU", "head", "kernel", "with", "block x step, warps, stages", "registers", "spills, bytes (in loops)"]
+    columns += ["shared, KiB", "programs an SM", "ideal", "tensor", "issue", "exposed", "repeated", "share"]
     print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns), flush=True)
     for capability in args.capability:
         for head in args.head:
-            for which in ("forward", "queries", "keys"):
-                for feature in args.features:
-                    print(row(capability, head, which, () if feature == "plain" else (feature,)), flush=True)
+            for feature in args.features:
+                names = {"plain": (), "all": FEATURES}.get(feature, (feature,))
+                print("\n".join(rows(capability, head, names)), flush=True)
 
 
 if __name__ == "__main__":

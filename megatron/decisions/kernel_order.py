@@ -9,10 +9,13 @@ The order comes from published measurements; our own should replace them:
   flash-attn does not use their new instructions.
 - Ampere, Ada and Blackwell's other GPUs: FlashAttention-2; cuDNN has 0.82 to 1.0 of its speed (Hugging Face's
   transformers, pull request 48163: A100, A10G, L40S, RTX PRO 6000).
-- Many tiles of different shapes: Triton's kernel needs one launch, while cuDNN makes a plan for each new shape.
+- Small tiles: Triton's kernel computes all of them in one launch; the others need several calls for each. CROSSOVER
+  says from which size on their speed makes up for it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 # Every attention kernel: its name in --attention-kernel and machine files, and its class in
 # context_parallel/attention/kernels/. A new kernel is a file there and a line here; `auto` takes it before `math`.
@@ -24,13 +27,24 @@ KERNELS = {
     "triton": "triton_kernels.triton_kernel:TritonKernel",
     "math": "math_kernel:MathKernel",
 }
+# Rows of a tile from which a kernel is expected to be faster than Triton's. This is a prediction for H100 with 32 heads
+# of 128 in bf16; a machine's file may replace it by a measurement ("crossover"). Forward and backward of a causal tile
+# of n rows are 29,000 n^2 FLOPs. Triton's kernels should reach 0.46 of the peak (0.58 and 0.43, from the machine code
+# and allowing a quarter for latencies), FlashAttention-3 0.6 (0.75 and 0.55, published): 6.3e-11 and 4.9e-11 n^2
+# seconds. The faster kernel takes about 0.2 ms more for each tile, for its launches and for merging out and gradients:
+# 1.4e-11 n^2 = 2e-4 gives n = 3,800. cuDNN also makes a plan on the host for each new shape: 50 ms give n = 60,000.
+CROSSOVER = {"flash_attn": 4096.0, "flash": 4096.0, "cudnn": 65536.0}
 HOPPER, BLACKWELL = (9,), (10, 11)  # major versions of the compute capability; 12 is treated like 8
 LARGEST_HEAD = 256  # of Triton's kernel
 SHORTER_HEADS = "needs a head dimension of at most 128 (256 on Hopper with cuDNN 9.10)"
 
 
 def preferred(
-    capability: tuple[int, int] | None, *, flash_attn: int | None = None, many_tiles: bool = False
+    capability: tuple[int, int] | None,
+    *,
+    flash_attn: int | None = None,
+    tile_rows: float | None = None,
+    crossover: Mapping[str, float] | None = None,
 ) -> tuple[str, ...]:
     """Names of kernels, best first, whether or not they can run; slow kernels with all features come last.
 
@@ -39,7 +53,8 @@ def preferred(
     Args:
         capability: of the GPU; None: a CPU.
         flash_attn: version of flash-attn that would run on it; None: not installed.
-        many_tiles: whether the mask gives many small tiles or tiles of many shapes (windows, documents, block-sparse).
+        tile_rows: rows of a typical tile, where the mask gives several; None: the mask is causal or full.
+        crossover: measured rows of a tile from which a kernel is faster than Triton's, instead of CROSSOVER.
     """
     major = capability[0] if capability else None
     if major in HOPPER:
@@ -50,11 +65,16 @@ def preferred(
         fused = ["flash_attn", "flash", "cudnn"]
     if capability is None:
         order = ["cpu", "triton", "math", "flash_attn", "cudnn", "flash"]
-    elif many_tiles:
-        fused.remove("cudnn")
-        order = ["triton", *fused, "cudnn", "cpu", "math"]
-    else:
+    elif tile_rows is None:
         order = [*fused, "triton", "cpu", "math"]
+    else:
+        limits = dict(CROSSOVER)
+        if major in HOPPER or major in BLACKWELL:  # Triton's kernel uses their instructions, FlashAttention-2 does not
+            limits |= dict.fromkeys(["flash"] if flash_attn == 3 else ["flash", "flash_attn"], float("inf"))
+        limits |= crossover or {}
+        first = [name for name in fused if tile_rows >= limits[name]]
+        later = sorted(set(fused) - set(first), key=lambda name: (name == "cudnn", fused.index(name)))
+        order = [*first, "triton", *later, "cpu", "math"]
     math = order.index("math")
     return (*order[:math], *(name for name in KERNELS if name not in order), *order[math:])
 

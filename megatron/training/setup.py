@@ -17,6 +17,7 @@ from megatron.context_parallel.attention import kernels
 from megatron.context_parallel.core.groups import initialize_grid
 from megatron.context_parallel.fpdt.host_store import Offload
 from megatron.context_parallel.layout.grid import Grid, initialize_world
+from megatron.context_parallel.layout.masks import tile_rows
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.platform.network import Unusable
 from megatron.training.arguments.config import Config
@@ -114,7 +115,7 @@ def start(config: Config, where: platform.Platform | None = None, offload: Offlo
             device=where.device,
             dtype=compute_dtype(config),
             head_dim=config.model.kv_channels,
-            many_tiles=config.attention.attention_mask not in ("causal", "full", None) or varies_by_batch(config),
+            tile_rows=0.0 if varies_by_batch(config) else tile_rows(attention_mask(config)),
             needs_mask=attention_mask(config).fine or config.model.position_embedding_type == "alibi",
             needs_dropout=config.model.attention_dropout > 0 and not config.run.skip_train,
         )
@@ -122,7 +123,8 @@ def start(config: Config, where: platform.Platform | None = None, offload: Offlo
         raise Refusal(f"--attention-kernel {error.name}: {error.reason}") from None
     except ValueError as error:
         raise Refusal(str(error)) from None
-    config.attention.attention_kernel = kernel.name
+    if not (where.on_gpu and varies_by_batch(config)):  # else `auto` chooses by the documents of each batch
+        config.attention.attention_kernel = kernel.name
     if where.on_gpu and config.model.attention_dropout and kernel.name == "math":
         config.notes.append(
             f"--attention-dropout {config.model.attention_dropout:g}: on a GPU the math kernel computes it, which is "

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from megatron.context_parallel.attention import kernels
 from megatron.context_parallel.attention.kernels import KERNELS, KernelUnavailable, available, flash_attn_kernel, select
 from megatron.context_parallel.attention.kernels.triton_kernels import triton_kernel
+from megatron.context_parallel.layout.masks import Causal, Documents, Full, MaskFunction, Window, tile_rows
 from megatron.decisions import kernel_order
 from megatron.decisions.kernel_order import preferred
 from tests.unit.test_kernels import CPU_KERNELS, assert_close, both_ways, dense, make
@@ -132,7 +134,7 @@ def test_flash_attn_is_found_by_generation(install):
 def test_kernels_are_named_in_one_place():
     assert set(kernel_order.KERNELS) == set(KERNELS)
     for capability in (None, (8, 0), (9, 0), (10, 0)):
-        assert sorted(preferred(capability, many_tiles=True)) == sorted(kernel_order.KERNELS)
+        assert sorted(preferred(capability, tile_rows=0.0)) == sorted(kernel_order.KERNELS)
 
 
 def test_auto_on_the_cpu():
@@ -234,10 +236,27 @@ def test_preferences_on_a_gpu(pretend_gpu, install, monkeypatch):
 def test_the_order_by_machine(capability, version, order):
     result = list(preferred(capability, flash_attn=version))
     assert result == [*order, "triton", "cpu", "math"]
-    many = list(preferred(capability, flash_attn=version, many_tiles=True))
+    small = list(preferred(capability, flash_attn=version, tile_rows=1024.0))
     order.remove("cudnn")  # it comes later, because it makes a plan for each shape
-    assert many == ["triton", *order, "cudnn", "cpu", "math"]
-    assert set(KERNELS) <= set(many)
+    assert small == ["triton", *order, "cudnn", "cpu", "math"]
+    assert set(KERNELS) <= set(small)
+
+
+def test_the_order_by_the_size_of_tiles():
+    few = Documents(tuple(2**17 * (i + 1) for i in range(8)))
+    many = Documents(tuple(1000 * (i + 1) for i in range(1000)))
+    first = {name: tile_rows(mask) for name, mask in {"few": few, "many": many, "window": Window(1023)}.items()}
+    assert first == {"few": 2**17, "many": 1000, "window": 1024}
+    assert tile_rows(replace(few, within=Window(1023))) == 1024 and tile_rows(Causal()) is tile_rows(Full()) is None
+    assert tile_rows(MaskFunction(torch.ge)) == tile_rows(Window(2**17, global_tokens=1)) == 0
+    for version, fastest in ((3, "flash_attn"), (None, "cudnn")):
+        order = [preferred((9, 0), flash_attn=version, tile_rows=rows)[0] for rows in first.values()]
+        assert order == [fastest, "triton", "triton"]
+    assert preferred((9, 0), tile_rows=1024.0, crossover={"cudnn": 512.0})[0] == "cudnn"
+    assert preferred((8, 0), tile_rows=2048)[0] == "triton" and preferred((8, 0), tile_rows=8192)[0] == "flash_attn"
+    for rows in (1024, 2**17):  # FlashAttention-2 is not faster on Hopper
+        order = preferred((9, 0), flash_attn=2, tile_rows=rows)
+        assert order.index("triton") < order.index("flash_attn") < order.index("flash")
 
 
 def test_the_order_without_a_gpu():
@@ -249,7 +268,7 @@ def test_flash_attn_3_is_preferred_to_cudnn_and_cudnn_to_flash_attn_2(pretend_gp
     pretend_gpu()
     install("flash_attn.flash_attn_interface", flash_attn_2_6())
     assert available("cuda", bf16, 128)[:2] == ["cudnn", "flash_attn"]
-    assert available("cuda", bf16, 128, many_tiles=True)[-2:] == ["cudnn", "math"]
+    assert available("cuda", bf16, 128, tile_rows=0.0)[-2:] == ["cudnn", "math"]
     install("flash_attn_interface", flash_attn_3())
     assert available("cuda", bf16, 128)[:2] == ["flash_attn", "cudnn"]
     assert flash_attn_kernel.installed_version((9, 0)) == 3 and flash_attn_kernel.installed_version((8, 0)) == 2

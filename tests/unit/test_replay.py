@@ -42,7 +42,7 @@ from megatron.simulator.machines.machine_file import load
 from tests.properties import examples
 
 bf16, fp32, fp64 = torch.bfloat16, torch.float32, torch.float64
-MASK, MANY = {"needs_mask": True}, {"many_tiles": True}
+MASK, MANY = {"needs_mask": True}, {"tile_rows": 1024.0}
 
 
 @pytest.mark.parametrize(
@@ -76,17 +76,25 @@ def test_what_a_gpu_would_take(gpu, name, dtype, head, how, chosen):
 
 
 @pytest.mark.parametrize(
-    "gpu, kernel, many, chosen",
+    "gpu, kernel, rows, chosen",
     [
-        ("H100-80G", "flash_attn", False, "flash_attn"),  # version 3
-        ("B200-192G", "flash_attn", False, "cudnn"),  # version 2 does not use Blackwell's instructions
-        ("H100-80G", "flash", False, "flash"),
-        ("H100-80G", "flash", True, "triton"),
+        ("H100-80G", "flash_attn", None, "flash_attn"),  # version 3
+        ("B200-192G", "flash_attn", None, "cudnn"),  # version 2 does not use Blackwell's instructions
+        ("H100-80G", "flash", None, "flash"),
+        ("H100-80G", "flash", 1024.0, "triton"),
+        ("H100-80G", "flash_attn", 2.0**17, "flash_attn"),
+        ("H100-80G", "flash_attn", 1024.0, "triton"),
     ],
 )
-def test_a_machine_that_names_its_kernel(gpu, kernel, many, chosen):
+def test_a_machine_that_names_its_kernel(gpu, kernel, rows, chosen):
     machine = replace(load(gpu), attention_kernel=kernel)
-    assert machine.choose_attention("auto", bf16, 128, many_tiles=many) == chosen
+    assert machine.choose_attention("auto", bf16, 128, tile_rows=rows) == chosen
+
+
+def test_a_measured_crossover_replaces_the_prediction():
+    machine = replace(load("H100-80G"), attention_kernel="flash_attn", crossover={"flash_attn": 500.0})
+    assert machine.choose_attention("auto", bf16, 128, tile_rows=1024.0) == "flash_attn"
+    assert machine.choose_attention("auto", bf16, 128, tile_rows=400.0) == "triton"
 
 
 @pytest.mark.parametrize(
@@ -112,11 +120,11 @@ def test_a_present_and_a_simulated_gpu_choose_the_same_kernel(monkeypatch, gpu, 
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
-    for many in (False, True):
-        order = kernels.available("cuda", bf16, head, many_tiles=many)
+    for rows in (None, 1024.0):
+        order = kernels.available("cuda", bf16, head, tile_rows=rows)
         real = [name for name in order if name not in ("triton", "flash_attn")]  # these may not be installed
-        simulated = machine.choose_attention("auto", bf16, head, many_tiles=many)
-        assert simulated == ("triton" if many or real[0] == "math" else real[0])
+        simulated = machine.choose_attention("auto", bf16, head, tile_rows=rows)
+        assert simulated == ("triton" if rows or real[0] == "math" else real[0])
 
 
 def test_the_closed_form_prices_what_the_dry_run_does():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -14,6 +15,7 @@ from megatron.context_parallel.attention.kernels.triton_kernels import triton_ti
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import TritonKernel, missing_triton
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles import walk
 from megatron.context_parallel.layout.masks import Causal, Documents, Full, MaskFunction, Window
+from megatron.context_parallel.layout.spans import count
 from megatron.context_parallel.layout.tiles import Tiles, tiles
 from megatron.context_parallel.positions.position_dropout import Dropout
 from tests.distributed.pool import fork_server
@@ -112,6 +114,24 @@ def test_as_near_to_the_truth_as_flash_attention(interpreted, dtype):
 def test_a_step_of_several_words_of_a_mask(interpreted, block, step):
     case = Case(MASKS["function"], **{**ZIGZAG, "blocks": (((0, 90),),)})
     check(interpreted(triton_cases.errors_in_blocks_of, case, block, step))
+
+
+def test_dk_and_dv_in_separate_programs(interpreted):
+    case = Case(MASKS["function"], **ZIGZAG, **EXTRAS["all"], h=2, hk=1, d=24, dv=40)
+    check(interpreted(triton_cases.errors_in_blocks_of, case, 32, 16, True))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_all_rows_that_dk_and_dv_read_are_prepared(mask):
+    """The kernel for dq prepares lse and delta of the rows of its blocks."""
+    whole = sum(count(at) for at in ZIGZAG["blocks"])
+    for q_at, k_at in itertools.product([((0, 90),), ZIGZAG["q_at"]], [((0, 90),), *ZIGZAG["blocks"]]):
+        some, device = tiles(q_at, k_at, MASKS[mask]), torch.device("cpu")
+        ready = torch.zeros(whole + 32, dtype=torch.bool)
+        for block in walk(some, "q", count(q_at), 32, 16, device).blocks[:, 0].tolist():
+            ready[32 * block : 32 * block + 32] = True
+        for start, stop in walk(some, "k", count(k_at), 32, 16, device).ranges[:, :2].tolist():
+            assert ready[start:stop].all()
 
 
 @pytest.mark.parametrize("side", ["q", "k"])

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels compiled for A100, H100 and B200 without a GPU: no spills, tensor cores, enough shared memory."""
+"""The Triton kernels compiled for A100, H100 and B200 without a GPU, and what their machine code says.
+
+No loop spills registers or repeats products, Hopper's softmax overlaps products, and the memory suffices.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,22 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
+from benchmarks.machine_code import loops, name
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import EXCEPTIONS, FEATURES, TABLE, blocks
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import missing_triton
 from tests.patience import patience
 
-pytestmark = pytest.mark.skipif(missing_triton() is not None, reason=missing_triton() or "")
+needs_triton = pytest.mark.skipif(missing_triton() is not None, reason=missing_triton() or "")
 
 CORES = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
-VARIANTS = [(), ("mask",), ("alibi",), ("softcap",), ("dropout",)]
+PRODUCTS = {"forward": 2, "queries": 3, "keys": 4, "dk": 3, "dv": 2}  # of [block, head] x [head, step]
+VARIANTS = [(), *((feature,) for feature in FEATURES), FEATURES]
 PASSES = ("forward", "queries", "keys")
-USUAL = [(90, 128, "forward", ("mask",))]
+USUAL = [(90, 128, "forward", ()), (90, 128, "keys", ("mask",))]
 ALL = [
     (capability, head, which, variant)
     for capability in (80, 90, 100)
-    for head in (64, 128)
+    for head in (64, 128, 256)
     for which in PASSES
     for variant in VARIANTS
 ]
@@ -37,62 +43,114 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable]:
             patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
             started = process.submit(abs, 0)
         started.result(patience(60))
-        yield lambda *arguments: process.submit(_resources, *arguments).result(patience(120))
+        yield lambda *arguments: process.submit(_resources, *arguments).result(patience(300))
 
 
-def _resources(capability: int, head: int, which: str, variant: tuple[str, ...], dtype: torch.dtype):
-    from megatron.context_parallel.attention.kernels.triton_kernels.triton_compile import example, resources
+def _resources(capability: int, head: int, which: str, variant: tuple[str, ...], dtype: torch.dtype) -> list[tuple]:
+    """(kernel, arguments, resources) of each kernel of a pass; two where dk and dv have separate ones."""
+    from benchmarks.triton_compile import example, resources
 
-    return resources(example(capability, head, dtype, variant)[which], capability)
-
-
-def check(taken, capability: int, core: str | None) -> None:
-    assert taken.spills == 0
-    assert taken.programs >= 1, "more shared memory or registers than a multiprocessor has"
-    assert core is None or taken.products.get(core, 0) > 0
+    launches = example(capability, head, dtype, variant)
+    names = [which] if which in launches else ["dk", "dv"]
+    sizes = {each: {size: launches[each].arguments[size] for size in SIZES} for each in names}
+    return [(each, sizes[each], resources(launches[each], capability)) for each in names]
 
 
+SIZES = ("BLOCK", "STEP", "HEAD_BLOCK")
+
+
+def check(kernels: list[tuple], capability: int, variant: tuple[str, ...]) -> None:
+    for which, sizes, taken in kernels:
+        assert taken.programs >= 1, "more shared memory or registers than a multiprocessor has"
+        assert taken.products.get(CORES[capability], 0) > 0 and taken.loops
+        needed = PRODUCTS[which] * sizes["BLOCK"] * sizes["STEP"] * sizes["HEAD_BLOCK"]
+        for loop in taken.loops:
+            assert loop.spills == 0, f"{which}: {loop.spills} instructions for spilled registers in a loop"
+            assert loop.products in (needed, None), f"{which}: products are repeated {loop.products / needed} times"
+        if which == "forward" and capability == 90 and sizes["HEAD_BLOCK"] <= 128 and not set(variant) - {"mask"}:
+            waiting = [name(text) for text in taken.loops[0].exposed()].count("MUFU")
+            assert waiting <= 2, f"{waiting} exponentials are computed while no product is in flight"
+
+
+def check_fp32(kernels: list[tuple]) -> None:
+    for _, _, taken in kernels:
+        assert taken.spills == 0 and taken.programs >= 1
+
+
+@needs_triton
 @pytest.mark.parametrize("capability, head, which, variant", USUAL)
 def test_compiles(compiler, capability, head, which, variant):
-    check(compiler(capability, head, which, variant, torch.bfloat16), capability, CORES[capability])
+    check(compiler(capability, head, which, variant, torch.bfloat16), capability, variant)
 
 
+@needs_triton
 @pytest.mark.full
 @pytest.mark.parametrize("capability, head, which, variant", [case for case in ALL if case not in USUAL])
 def test_every_variant_compiles(compiler, capability, head, which, variant):
-    check(compiler(capability, head, which, variant, torch.bfloat16), capability, CORES[capability])
+    check(compiler(capability, head, which, variant, torch.bfloat16), capability, variant)
 
 
-# Heads of 256 are known to spill registers; remove an entry once it is fixed.
-SPILLING = {(90, 256, "queries"), (90, 256, "keys"), (100, 256, "keys")}
-SPILLING_FP32: set = set()
-
-
-def cases(heads: tuple[int, ...], spilling: set) -> list:
-    every = [(capability, head, which) for capability in CORES for head in heads for which in PASSES]
-    known = pytest.mark.xfail(strict=True, reason="spills registers")
-    return [pytest.param(*case, marks=[known] if case in spilling else []) for case in every]
-
-
+@needs_triton
 @pytest.mark.full
-@pytest.mark.parametrize("capability, head, which", cases((32, 96, 256), SPILLING))
+@pytest.mark.parametrize("which", PASSES)
+@pytest.mark.parametrize("head", [32, 96])
+@pytest.mark.parametrize("capability", CORES)
 def test_other_head_sizes_compile(compiler, capability, head, which):
-    check(compiler(capability, head, which, (), torch.bfloat16), capability, CORES[capability])
+    check(compiler(capability, head, which, (), torch.bfloat16), capability, ())
 
 
+@needs_triton
 @pytest.mark.full
-@pytest.mark.parametrize("capability, head, which", [(90, 128, "forward")])
-def test_fp32_compiles(compiler, capability, head, which):
-    check(compiler(capability, head, which, ("mask",), torch.float32), capability, None)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("capability, head, which", cases((64, 128, 256), SPILLING_FP32))
+@pytest.mark.parametrize("which", PASSES)
+@pytest.mark.parametrize("head", [64, 128, 256])
+@pytest.mark.parametrize("capability", CORES)
 def test_fp32_compiles_for_all_heads(compiler, capability, head, which):
-    check(compiler(capability, head, which, ("mask",), torch.float32), capability, None)
+    check_fp32(compiler(capability, head, which, ("mask",), torch.float32))
 
 
+@needs_triton
 @pytest.mark.full
-@pytest.mark.parametrize("capability, head, which, variant", [case for case in ALL if case[3] != ("mask",)])
+@pytest.mark.parametrize("capability, head, which, variant", [case for case in ALL if case[1] < 256])
 def test_every_variant_compiles_in_fp32(compiler, capability, head, which, variant):
-    check(compiler(capability, head, which, variant, torch.float32), capability, None)
+    check_fp32(compiler(capability, head, which, variant, torch.float32))
+
+
+def test_blocks_by_features():
+    """A plain call does not get the smaller blocks that a feature needs, and each exception is one for some feature."""
+    for (which, family, head), exceptions in EXCEPTIONS.items():
+        assert blocks(which, torch.bfloat16, head, family) == TABLE[which][family, head]
+        for some, _ in exceptions:
+            assert some and some <= set(FEATURES)
+            for feature in some:
+                smaller = blocks(which, torch.bfloat16, head, family, [feature])
+                assert smaller == next(sizes for others, sizes in exceptions if feature in others)
+
+
+CODE = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+        /*0010*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT ;
+        /*0020*/                   STL [R1+0x4], R3 ;
+        /*0030*/                   HGMMA.64x128x16.F32.BF16 R56, R24, gdesc[UR12], R56 ;
+        /*0040*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*0050*/                   FFMA R2, R2, R3, R4 ;
+        /*0060*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0070*/               @P1 MUFU.EX2 R5, R5 ;
+        /*0080*/              @!P0 BRA 0x10 ;
+        /*0090*/                   STL [R1+0x8], R3 ;
+        /*00a0*/                   EXIT ;
+"""
+
+
+def test_machine_code_is_read():
+    (loop,) = loops(CODE, warps=8, capability=90)
+    assert [name(text) for text in loop.body][0] == "HGMMA" and len(loop.body) == 8
+    assert loop.spills == 1  # the second one is outside of the loop
+    assert loop.products == 2 * (64 * 64 * 16 + 64 * 128 * 16)  # by each of two warp groups
+    assert loop.tensor == 2 * 32 + 2 * 64
+    assert [name(text) for text in loop.exposed()] == ["MUFU", "BRA"]
+    assert loop.instructions == 8 * 2
+    low, high = loop.share(ideal=192)
+    assert low == 192 / (192 + 16) and high == 192 / (192 + 8 * 2)
+    (one,) = loops(CODE.replace("HGMMA.64x64x16", "HMMA.16816").replace("HGMMA.64x128x16", "HMMA.16816"), 4, 80)
+    assert one.products == 2 * 4 * 16 * 8 * 16 and one.tensor == 16 and not one.exposed()
+    assert not loops(CODE.replace("HGMMA", "FADD"), 8, 90)

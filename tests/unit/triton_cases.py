@@ -154,8 +154,8 @@ def errors_and_flash_errors(case: Case) -> tuple[dict[str, float], dict[str, flo
     return largest_errors(computed(case, x), true), largest_errors(flash, true)
 
 
-def errors_in_blocks_of(case: Case, block: int, step: int) -> dict[str, float]:
-    with mock.patch.object(triton_call, "INTERPRETED", triton_call.Blocks(block, step)):
+def errors_in_blocks_of(case: Case, block: int, step: int, split: bool = False) -> dict[str, float]:
+    with mock.patch.object(triton_call, "INTERPRETED", triton_call.Blocks(block, step, split=split)):
         return errors(case)
 
 

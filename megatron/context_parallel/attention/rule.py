@@ -11,7 +11,7 @@ from megatron.context_parallel.attention import kernels
 from megatron.context_parallel.attention.kernels.base import Final, Kernel, Scores
 from megatron.context_parallel.attention.kernels.sums import Accumulator, GradientSum, KeyGradients
 from megatron.context_parallel.layout.grid import Axis
-from megatron.context_parallel.layout.masks import Causal, Full, Mask, inside_tiles
+from megatron.context_parallel.layout.masks import Causal, Mask, inside_tiles, tile_rows
 from megatron.context_parallel.layout.tiles import Tiles
 from megatron.context_parallel.positions.position_dropout import Dropout
 from megatron.platform.autograd import autocast_inputs, without_autocast
@@ -103,7 +103,7 @@ class AttentionRule:
             device=q_SBHD.device,
             dtype=q_SBHD.dtype,
             head_dim=max(size, value_dim or size),
-            many_tiles=not isinstance(self.mask, Causal | Full),
+            tile_rows=tile_rows(self.mask),
             needs_mask=self.mask.fine or slopes is not None,
             needs_dropout=dropout is not None,
             needs_softcap=self.softcap is not None,

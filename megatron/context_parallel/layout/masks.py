@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -209,6 +210,11 @@ class Documents(NarrowedMask):
         if not self.ends or any(a >= b for a, b in zip((0, *self.ends), self.ends)):
             raise ValueError("the ends of documents must ascend, from 1 or more to the length of the sequence")
 
+    @cached_property
+    def rows(self) -> float:
+        """Tokens of a typical document: the root of the mean square, because work grows with the square."""
+        return (sum((b - a) ** 2 for a, b in zip((0, *self.ends), self.ends)) / len(self.ends)) ** 0.5
+
     def bands(self, q: Span, k: Span) -> Iterator[Band]:
         for document in range(bisect_right(self.ends, max(q[0], k[0], 0)), len(self.ends)):
             keys = (self.ends[document - 1] if document else 0, self.ends[document])
@@ -221,6 +227,16 @@ class Documents(NarrowedMask):
         ends = to_device(torch.tensor(self.ends), q.device)
         same = torch.bucketize(q, ends, right=True) == torch.bucketize(k, ends, right=True)
         return same & self.within.allowed(q, k)
+
+
+def tile_rows(mask: Mask) -> float | None:
+    """Rows of a typical tile, by which a kernel is chosen; None: few and long ones; 0: small ones."""
+    if isinstance(mask, Causal | Full):
+        return None
+    if isinstance(mask, Documents):
+        inside = tile_rows(mask.within)
+        return mask.rows if inside is None else min(mask.rows, inside)
+    return float(max(mask.left, mask.right) + 1) if isinstance(mask, Window) and not mask.global_tokens else 0.0
 
 
 def inside_tiles(mask: Mask) -> Mask:

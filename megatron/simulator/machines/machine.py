@@ -152,6 +152,8 @@ class Machine:
     # share of the attention rates that each attention kernel reaches; 1 for names that are missing
     kernels: dict[str, float] = field(default_factory=dict, hash=False)
     attention_kernel: str = "auto"  # runs wherever it can; `auto`: the first kernel that PyTorch has for the capability
+    # rows of a tile from which each kernel is faster than Triton's; names that are missing: the prediction
+    crossover: dict[str, float] = field(default_factory=dict, hash=False)
     power: Power | None = None  # watts; None: the GPU runs under the limit that its rates were measured under
     # NCCL's algorithms; the links add the latency by which they exceed NCCL's table. None: rings at one rate, with the
     # links' latency.
@@ -171,15 +173,15 @@ class Machine:
         return self.kernels.get(_for_plain_tiles(self.capability, self.attention_kernel, head_size), 1.0)
 
     def choose_attention(
-        self, name: str, dtype: torch.dtype, head_dim: int, *, many_tiles: bool = False, **needs: bool
+        self, name: str, dtype: torch.dtype, head_dim: int, *, tile_rows: float | None = None, **needs: bool
     ) -> str:
         """The kernel that ``name`` means on this machine; see `kernels.choose_on`. Raises KernelUnavailable."""
         from megatron.context_parallel.attention.kernels import KernelUnavailable, choose_on
 
-        how = {"many_tiles": many_tiles, **needs}
+        how = {"tile_rows": tile_rows, "crossover": self.crossover, **needs}
         if self.attention_kernel == "flash_attn":
             how["flash_attn"] = 3 if self.capability == (9, 0) else 2
-        elif self.attention_kernel != "auto" and name == "auto" and not many_tiles:
+        elif self.attention_kernel != "auto" and name == "auto" and tile_rows is None:
             with suppress(KernelUnavailable):
                 return choose_on(self.attention_kernel, self.capability, dtype, head_dim, **how)
         return choose_on(name, self.capability, dtype, head_dim, **how)

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from megatron.decisions.kernel_order import KERNELS
+from megatron.decisions.kernel_order import CROSSOVER, KERNELS
 from megatron.simulator.machines.machine import KINDS, Calibration, Link, Machine, Measured, Power, Rate, Runtime
 from megatron.simulator.machines.nccl_model import ALGORITHMS, GENERATIONS, Algorithm, Collectives
 from megatron.training.json_file import read_json
@@ -22,8 +22,8 @@ Json = dict[str, Any]
 LONGEST_NAME = 255  # bytes of a file's name, on most systems
 POWERS = {"gemm": 3.0, "attention": 1.0, "attention_backward": 1.0, "head_size": 1.0}
 OPTIONAL = (
-    "sources", "collective", "head_size", "dtype", "calibration", "capability", "kernels", "attention_kernel", "power",
-    "collectives", "dispatch", "runtime", "uncertain",
+    "sources", "collective", "head_size", "dtype", "calibration", "capability", "kernels", "attention_kernel",
+    "crossover", "power", "collectives", "dispatch", "runtime", "uncertain",
 )  # fmt: skip
 REQUIRED = [f.name for f in fields(Machine) if f.name not in OPTIONAL]
 PRICED = (*KERNELS, "flash1")  # with FlashAttention 1, which published runs used
@@ -233,6 +233,12 @@ def kernel_shares(path: Path, name: str, value: Any) -> dict[str, float]:
     return {kernel: share(path, f"{name}.{kernel}", item) for kernel, item in shares.items()}
 
 
+def crossover(path: Path, name: str, value: Any) -> dict[str, float]:
+    """Rows of a tile by kernel."""
+    rows = members(path, name, value, "rows of a tile by kernel", CROSSOVER)
+    return {kernel: number(path, f"{name}.{kernel}", item) for kernel, item in rows.items()}
+
+
 def kernel_name(path: Path, name: str, value: Any) -> str:
     if value not in ("auto", *KERNELS):
         *others, last = KERNELS
@@ -332,6 +338,7 @@ READERS: dict[str, Callable] = {
     "capability": capability,
     "kernels": kernel_shares,
     "attention_kernel": kernel_name,
+    "crossover": crossover,
     "power": record(Power, {"limit": number, "rated": number, "idle": seconds}, ("limit", "rated", "idle")),
     "collectives": collectives,
     "runtime": record(Runtime, {f.name: seconds for f in fields(Runtime)}),

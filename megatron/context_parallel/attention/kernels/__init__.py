@@ -46,12 +46,12 @@ def available(
     dtype: torch.dtype,
     head_dim: int,
     *,
-    many_tiles: bool = False,
+    tile_rows: float | None = None,
     **needs: bool,
 ) -> list[str]:
     """Names of the kernels that can run on these tensors, best first; ``needs``: some of :data:`NEEDS`."""
     device = torch.device(device)
-    order = _order(device, many_tiles)
+    order = _order(device, tile_rows)
     return [name for name in order if _why_not(name, device, dtype, head_dim, needs) is None]
 
 
@@ -62,17 +62,17 @@ def select(
     device: torch.device | str,
     dtype: torch.dtype,
     head_dim: int,
-    many_tiles: bool = False,
+    tile_rows: float | None = None,
     **needs: bool,
 ) -> Kernel:
     """The kernel named ``name``; ``auto`` takes the first of `available`. ``needs`` are some of :data:`NEEDS`.
 
     Args:
-        many_tiles: see `decisions.kernel_order.preferred`.
+        tile_rows: see `decisions.kernel_order.preferred`.
 
     Raises KernelUnavailable, a ValueError of one line, for an unknown name and for a kernel that cannot run.
     """
-    usable = available(device, dtype, head_dim, many_tiles=many_tiles, **needs)
+    usable = available(device, dtype, head_dim, tile_rows=tile_rows, **needs)
     if name == "auto" and usable:
         return KERNELS[usable[0]]
     if name in usable:
@@ -88,18 +88,20 @@ def choose_on(
     head_dim: int,
     *,
     flash_attn: int | None = None,
-    many_tiles: bool = False,
+    tile_rows: float | None = None,
+    crossover: Mapping[str, float] | None = None,
     **needs: bool,
 ) -> str:
     """The name of the kernel that `select` would choose on a GPU of ``capability``, which this machine need not have.
 
     Args:
         flash_attn: version of the package flash-attn on the machine with that GPU; None: it is not installed.
+        tile_rows, crossover: see `decisions.kernel_order.preferred`.
 
     Raises KernelUnavailable like `select`.
     """
     why: dict[str, str | None] = {}
-    for kernel in preferred(capability, flash_attn=flash_attn, many_tiles=many_tiles):
+    for kernel in preferred(capability, flash_attn=flash_attn, tile_rows=tile_rows, crossover=crossover):
         why[kernel] = _lacks(kernel, needs) or KERNELS[kernel].why_not_on(capability, dtype, head_dim)
     usable = [kernel for kernel, reason in why.items() if reason is None]
     if name in usable:
@@ -123,11 +125,11 @@ def _unavailable(name: str, nothing: str, why: str | None, where: str, usable: l
     return KernelUnavailable(name, f"{reason}; kernels that can run {where}: {', '.join(usable) or 'none'}")
 
 
-def _order(device: torch.device, many_tiles: bool) -> list[str]:
+def _order(device: torch.device, tile_rows: float | None) -> list[str]:
     capability = None
     if device.type == "cuda" and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability(device)
-    order = preferred(capability, flash_attn=installed_version(capability), many_tiles=many_tiles)
+    order = preferred(capability, flash_attn=installed_version(capability), tile_rows=tile_rows)
     known = [name for name in order if name in KERNELS]
     return [*known, *(name for name in KERNELS if name not in known)]  # kernels added by a program come last
 

@@ -103,11 +103,11 @@ def simulated_kernel(
     device: torch.device | str,
     dtype: torch.dtype,
     head_dim: int,
-    many_tiles: bool = False,
+    tile_rows: float | None = None,
     **needs: bool,
 ) -> Kernel:
     """Like `kernels.select`, for a GPU of ``machine`` that ``device`` simulates. Raises KernelUnavailable."""
-    chosen = machine.choose_attention(name, dtype, head_dim, many_tiles=many_tiles, **needs)
+    chosen = machine.choose_attention(name, dtype, head_dim, tile_rows=tile_rows, **needs)
     if chosen == "triton":
         return SimulatedTriton(recorder)
     return SimulatedFused(recorder, chosen) if chosen in FUSED_ATTENTION else KERNELS[chosen]

@@ -13,14 +13,18 @@ import triton.language as tl
 
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_pairs import (
     LOG2E,
+    bit_rows,
     block_pointers,
+    bounds,
     dot,
     inside,
     kept,
+    load_numbers,
     load_rows,
     log2_scores,
     marked,
     rounded,
+    within,
 )
 
 
@@ -82,12 +86,9 @@ def _walk_keys(
         entry = ranges + index * 9
         start, stop = tl.load(entry), tl.load(entry + 1)
         if KIND > 0:
-            belongs = (rows >= tl.load(entry + 2)) & (rows < tl.load(entry + 3))
-            lowest = tl.where(belongs, rows + tl.load(entry + 4), 2147483647)
-            highest = tl.minimum(rows + tl.load(entry + 5), stop - 1)
+            belongs, lowest, met = bounds(entry, rows, stop)
             if KIND == 2:
-                at, words, row = bits + tl.load(entry + 6), tl.load(entry + 7), rows - tl.load(entry + 2)
-                first_key = tl.load(entry + 8)
+                at, words, first_key = bit_rows(entry, rows)
         for key in range(start, stop, STEP):
             k_block = load_rows(k, key, stop, k_ss, k_sd, STEP, HEAD, HEAD_BLOCK, WIDE, KIND > 0)
             v_block = load_rows(v, key, stop, v_ss, v_sd, STEP, VALUE, VALUE_BLOCK, WIDE, KIND > 0)
@@ -97,13 +98,13 @@ def _walk_keys(
             column_key = keys
             visible = keys[None, :]
             if ALIBI or DROPS:
-                k_at = tl.load(k_places + keys, mask=keys < stop, other=0)
+                k_at = load_numbers(k_places, keys, stop, 0, KIND > 0)
             if DROPS:
-                column_key = tl.load(column_keys + keys, mask=keys < stop, other=0)
+                column_key = load_numbers(column_keys, keys, stop, 0, KIND > 0)
             if KIND > 0:
-                visible = (keys[None, :] >= lowest[:, None]) & (keys[None, :] <= highest[:, None])
+                visible = within(keys[None, :], lowest[:, None], met[:, None])
                 if KIND == 2:
-                    visible &= marked(at, row, words, key - first_key, belongs, STEP)
+                    visible &= marked(bits, at, words, key - first_key, belongs, STEP)
             p, steepness, drop = _weights(
                 products, lse[:, None], factor, cap, slope, q_at[:, None], k_at[None, :], visible,
                 row_key[:, None], column_key[None, :], threshold, kept_scale, KIND > 0, ALIBI, CAPPED, DROPS,
@@ -116,7 +117,8 @@ def _walk_keys(
 
 @triton.jit(do_not_specialize=["q_rows", "k_rows", "threshold"])
 def query_kernel(
-    q, k, v, dout, lse, delta, dq, blocks, ranges, bits, slopes, q_places, k_places, row_keys, column_keys,
+    q, k, v, dout, lse, delta, dq, ready_lse, ready_delta, blocks, ranges, bits, slopes, q_places, k_places,
+    row_keys, column_keys,
     q_ss, q_sb, q_sh, q_sd, k_ss, k_sb, k_sh, k_sd, v_ss, v_sb, v_sh, v_sd, dout_ss, dout_sb, dout_sh, dout_sd,
     lse_ss, lse_sb, lse_sh, delta_ss, delta_sb, delta_sh, dq_ss, dq_sb, dq_sh, dq_sd,
     q_rows, k_rows, scale, factor, cap, threshold, kept_scale,
@@ -124,7 +126,11 @@ def query_kernel(
     VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, MASKED: tl.constexpr, ALIBI: tl.constexpr,
     CAPPED: tl.constexpr, DROPS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dq of one block of ``BLOCK`` queries of one head."""
+    """Adds to dq of one block of ``BLOCK`` queries of one head, and prepares its lse and delta for `key_kernel`.
+
+    ``ready_lse``, ``ready_delta``: [b, heads, q_rows], contiguous: lse * log2(e), infinite for queries without keys;
+    delta, 0 for queries without keys.
+    """
     block = blocks + tl.program_id(0) * 5
     sample, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
     first_row = tl.load(block) * BLOCK
@@ -141,12 +147,15 @@ def query_kernel(
     here &= lse_here > float("-inf")  # other queries have no keys, and their output may be undefined
     lse_here = tl.where(here, lse_here, float("inf"))
     delta_here = tl.load(delta + b * delta_sb + h * delta_sh + row * delta_ss, mask=here, other=0.0)
+    ready = tl.program_id(1).to(tl.int64) * q_rows + rows
+    tl.store(ready_lse + ready, lse_here, mask=rows < q_rows)
+    tl.store(ready_delta + ready, delta_here, mask=rows < q_rows)
     q_at, row_key, slope = rows, rows, 0.0
     if ALIBI:
         q_at = tl.load(q_places + rows, mask=here, other=0)
         slope = tl.load(slopes + head) * LOG2E
     if DROPS:
-        row_key = tl.load(row_keys + tl.program_id(1).to(tl.int64) * q_rows + rows, mask=here, other=0)
+        row_key = tl.load(row_keys + ready, mask=here, other=0)
         column_keys += b * k_rows
     total = tl.zeros([BLOCK, HEAD_BLOCK], tl.float32)
     for kind in tl.static_range(3 if MASKED else 2):
@@ -163,11 +172,11 @@ def query_kernel(
 
 @triton.jit
 def _walk_queries(
-    dk, dv, k, v, first_column, q, dout, lse, delta, ranges, first, last, bits, q_places, k_at, row_keys, column_key,
-    slope, q_ss, q_sd, dout_ss, dout_sd, lse_ss, delta_ss, factor, cap, threshold, kept_scale,
+    dk, dv, k, v, first_column, q, dout, ready_lse, ready_delta, ranges, first, last, bits, q_places, k_at, row_keys,
+    column_key, slope, q_ss, q_sd, dout_ss, dout_sd, factor, cap, threshold, kept_scale,
     HEAD: tl.constexpr, VALUE: tl.constexpr, HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
-    STEP: tl.constexpr, KIND: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, DROPS: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    STEP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KIND: tl.constexpr, ALIBI: tl.constexpr,
+    CAPPED: tl.constexpr, DROPS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores are transposed, [keys, queries], so that nothing has to be transposed before the second product."""
     for index in range(first, last):
@@ -175,59 +184,58 @@ def _walk_queries(
         start, stop = tl.load(entry), tl.load(entry + 1)
         if KIND > 0:
             columns = first_column + tl.arange(0, BLOCK)
-            belongs = (columns >= tl.load(entry + 2)) & (columns < tl.load(entry + 3))
-            lowest = tl.where(belongs, columns + tl.load(entry + 4), 2147483647)
-            highest = tl.minimum(columns + tl.load(entry + 5), stop - 1)
+            belongs, lowest, met = bounds(entry, columns, stop)
             if KIND == 2:
-                at, words, row = bits + tl.load(entry + 6), tl.load(entry + 7), columns - tl.load(entry + 2)
-                first_query = tl.load(entry + 8)
+                at, words, first_query = bit_rows(entry, columns)
         for query in range(start, stop, STEP):
             rows = query + tl.arange(0, STEP)
-            here = rows < stop
             q_block = load_rows(q, query, stop, q_ss, q_sd, STEP, HEAD, HEAD_BLOCK, WIDE, KIND > 0)
-            lse_here = tl.load(lse + rows.to(tl.int64) * lse_ss, mask=here, other=float("-inf")) * LOG2E
-            with_keys = lse_here > float("-inf")
-            lse_here = tl.where(with_keys, lse_here, float("inf"))
+            lse_here = load_numbers(ready_lse, rows, stop, float("inf"), KIND > 0)
             products = dot(k, tl.trans(q_block), None, PRECISION)
+            dout_block = load_rows(dout, query, stop, dout_ss, dout_sd, STEP, VALUE, VALUE_BLOCK, WIDE, KIND > 0)
+            dout_block = dout_block.to(q_block.dtype)
+            if DK:  # issued before the softmax weights, so that tensor cores compute during these
+                dp = dot(v, tl.trans(dout_block), None, PRECISION)
             q_at = rows
             row_key = rows
             visible = rows[None, :]
             if ALIBI:
-                q_at = tl.load(q_places + rows, mask=here, other=0)
+                q_at = load_numbers(q_places, rows, stop, 0, KIND > 0)
             if DROPS:
-                row_key = tl.load(row_keys + rows, mask=here, other=0)
+                row_key = load_numbers(row_keys, rows, stop, 0, KIND > 0)
             if KIND > 0:
-                visible = (rows[None, :] >= lowest[:, None]) & (rows[None, :] <= highest[:, None])
+                visible = within(rows[None, :], lowest[:, None], met[:, None])
                 if KIND == 2:
-                    visible &= marked(at, row, words, query - first_query, belongs, STEP)
+                    visible &= marked(bits, at, words, query - first_query, belongs, STEP)
             p, steepness, drop = _weights(
                 products, lse_here[None, :], factor, cap, slope, q_at[None, :], k_at[:, None], visible,
                 row_key[None, :], column_key[:, None], threshold, kept_scale, KIND > 0, ALIBI, CAPPED, DROPS,
             )  # fmt: skip
-            dout_block = load_rows(dout, query, stop, dout_ss, dout_sd, STEP, VALUE, VALUE_BLOCK, WIDE, KIND > 0)
-            dout_block = dout_block.to(q_block.dtype)
-            weights = p
-            if DROPS:
-                weights = p * drop
-            dv = dot(rounded(weights, dout_block.dtype, PRECISION), dout_block, dv, PRECISION)
-            dp = dot(v, tl.trans(dout_block), None, PRECISION)
-            delta_here = tl.load(delta + rows.to(tl.int64) * delta_ss, mask=with_keys, other=0.0)
-            ds = _score_gradient(p, steepness, drop, dp, delta_here[None, :], CAPPED, DROPS)
-            dk = dot(rounded(ds, q_block.dtype, PRECISION), q_block, dk, PRECISION)
+            if DV:
+                weights = p
+                if DROPS:
+                    weights = p * drop
+                dv = dot(rounded(weights, dout_block.dtype, PRECISION), dout_block, dv, PRECISION)
+            if DK:
+                delta_here = load_numbers(ready_delta, rows, stop, 0.0, KIND > 0)
+                ds = _score_gradient(p, steepness, drop, dp, delta_here[None, :], CAPPED, DROPS)
+                dk = dot(rounded(ds, q_block.dtype, PRECISION), q_block, dk, PRECISION)
     return dk, dv
 
 
 @triton.jit(do_not_specialize=["q_rows", "k_rows", "threshold"])
 def key_kernel(
-    q, k, v, dout, lse, delta, dk, dv, blocks, ranges, bits, slopes, q_places, k_places, row_keys, column_keys,
+    q, k, v, dout, ready_lse, ready_delta, dk, dv, blocks, ranges, bits, slopes, q_places, k_places,
+    row_keys, column_keys,
     q_ss, q_sb, q_sh, q_sd, k_ss, k_sb, k_sh, k_sd, v_ss, v_sb, v_sh, v_sd, dout_ss, dout_sb, dout_sh, dout_sd,
-    lse_ss, lse_sb, lse_sh, delta_ss, delta_sb, delta_sh, dk_ss, dk_sb, dk_sh, dk_sd, dv_ss, dv_sb, dv_sh, dv_sd,
+    dk_ss, dk_sb, dk_sh, dk_sd, dv_ss, dv_sb, dv_sh, dv_sd,
     q_rows, k_rows, scale, factor, cap, threshold, kept_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, VALUE: tl.constexpr, HEAD_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, MASKED: tl.constexpr, ALIBI: tl.constexpr,
-    CAPPED: tl.constexpr, DROPS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    MASKED: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, DROPS: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dk and dv of one block of ``BLOCK`` keys of one key head, from all its query heads."""
+    """Adds to dk (if DK) and dv (if DV) of one block of ``BLOCK`` keys of one key head, from all its query heads."""
     block = blocks + tl.program_id(0) * 5
     key_heads = HEADS // GROUP
     sample, key_head = tl.program_id(1) // key_heads, tl.program_id(1) % key_heads
@@ -242,30 +250,31 @@ def key_kernel(
         k_at = tl.load(k_places + columns, mask=here, other=0)
     if DROPS:
         column_key = tl.load(column_keys + b * k_rows + columns, mask=here, other=0)
-    dk_total = tl.zeros([BLOCK, HEAD_BLOCK], tl.float32)
-    dv_total = tl.zeros([BLOCK, VALUE_BLOCK], tl.float32)
+    dk_total = tl.zeros([BLOCK, HEAD_BLOCK] if DK else [1, 1], tl.float32)
+    dv_total = tl.zeros([BLOCK, VALUE_BLOCK] if DV else [1, 1], tl.float32)
     for member in range(GROUP):
         head = key_head * GROUP + member
         wide = head.to(tl.int64)
         q_head = q + b * q_sb + wide * q_sh
         dout_head = dout + b * dout_sb + wide * dout_sh
-        lse_head = lse + b * lse_sb + wide * lse_sh
-        delta_head = delta + b * delta_sb + wide * delta_sh
+        ready = (b * HEADS + wide) * q_rows
         row_keys_head = row_keys
         if DROPS:
-            row_keys_head = row_keys + (b * HEADS + wide) * q_rows
+            row_keys_head = row_keys + ready
         if ALIBI:
             slope = tl.load(slopes + head) * LOG2E
         for kind in tl.static_range(3 if MASKED else 2):
             dk_total, dv_total = _walk_queries(
-                dk_total, dv_total, k_block, v_block, first_row, q_head, dout_head, lse_head, delta_head, ranges,
-                tl.load(block + 1 + kind), tl.load(block + 2 + kind), bits, q_places, k_at, row_keys_head, column_key,
-                slope, q_ss, q_sd, dout_ss, dout_sd, lse_ss, delta_ss, factor, cap, threshold, kept_scale,
-                HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, BLOCK, STEP, kind, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
+                dk_total, dv_total, k_block, v_block, first_row, q_head, dout_head, ready_lse + ready,
+                ready_delta + ready, ranges, tl.load(block + 1 + kind), tl.load(block + 2 + kind), bits, q_places, k_at,
+                row_keys_head, column_key, slope, q_ss, q_sd, dout_ss, dout_sd, factor, cap, threshold, kept_scale,
+                HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, BLOCK, STEP, DK, DV, kind, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
             )  # fmt: skip
-    at = block_pointers(dk + b * dk_sb + h * dk_sh, first_row, dk_ss, dk_sd, BLOCK, HEAD_BLOCK, WIDE)
-    mask = inside(first_row, k_rows, BLOCK, HEAD, HEAD_BLOCK)
-    tl.store(at, tl.load(at, mask=mask) + dk_total * scale, mask=mask)
-    at = block_pointers(dv + b * dv_sb + h * dv_sh, first_row, dv_ss, dv_sd, BLOCK, VALUE_BLOCK, WIDE)
-    mask = inside(first_row, k_rows, BLOCK, VALUE, VALUE_BLOCK)
-    tl.store(at, tl.load(at, mask=mask) + dv_total, mask=mask)
+    if DK:
+        at = block_pointers(dk + b * dk_sb + h * dk_sh, first_row, dk_ss, dk_sd, BLOCK, HEAD_BLOCK, WIDE)
+        mask = inside(first_row, k_rows, BLOCK, HEAD, HEAD_BLOCK)
+        tl.store(at, tl.load(at, mask=mask) + dk_total * scale, mask=mask)
+    if DV:
+        at = block_pointers(dv + b * dv_sb + h * dv_sh, first_row, dv_ss, dv_sd, BLOCK, VALUE_BLOCK, WIDE)
+        mask = inside(first_row, k_rows, BLOCK, VALUE, VALUE_BLOCK)
+        tl.store(at, tl.load(at, mask=mask) + dv_total, mask=mask)

@@ -12,9 +12,9 @@ is ``-sum(exp(sink - lse) * delta)`` over its queries.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -28,8 +28,9 @@ from megatron.platform.streams import to_device
 
 # Block sizes of the Triton kernels, by head size and GPU; there is no autotuning at run time.
 #
-# They were chosen without a GPU, from the compiler's output (`benchmarks/triton_resources.py`): the largest of a few
-# usual sizes that spill no register with any mask, bias, cap or dropout. They should be replaced by measured sizes.
+# They were chosen without a GPU, from the machine code (`benchmarks/triton_resources.py`): of a few usual sizes those
+# with the largest expected share of the GEMM rate that neither repeat products nor spill registers in a loop. Spills
+# outside of loops are harmless. They should be replaced by measured sizes.
 
 
 Pass = Literal["forward", "queries", "keys"]
@@ -46,6 +47,8 @@ class Blocks:
         stages: number of steps whose loads are in flight.
         registers: limit for each thread. It is set where ptxas would otherwise aim at more programs for each
             multiprocessor and spill registers; None elsewhere.
+        ahead: (forward) whether a step's products are issued before the softmax of the step before.
+        split: (keys) whether dk and dv are computed by separate programs, so that each has room for its sum.
     """
 
     block: int
@@ -53,45 +56,47 @@ class Blocks:
     warps: int = 4
     stages: int = 2
     registers: int | None = None
+    ahead: bool = False
+    split: bool = False
 
 
-INTERPRETED = Blocks(32, 16)  # small, so that short sequences have several blocks
+INTERPRETED = Blocks(32, 16, ahead=True)  # small, so that short sequences have several blocks
 
 # (compute capability * 10, largest head size) -> block sizes, for elements of two bytes.
 TABLE: dict[Pass, dict[tuple[int, int], Blocks]] = {
     "forward": {
         (80, 64): Blocks(128, 64, 8, 3),
         (80, 128): Blocks(128, 64, 8, 2),
-        (80, 256): Blocks(64, 32, 8, 2),
-        (90, 64): Blocks(128, 64, 8, 3),
-        (90, 128): Blocks(128, 64, 8, 3),
-        (90, 256): Blocks(64, 32, 8, 2),
+        (80, 256): Blocks(64, 32, 4, 2),
+        (90, 64): Blocks(128, 64, 8, 3, ahead=True),
+        (90, 128): Blocks(128, 64, 8, 3, ahead=True),
+        (90, 256): Blocks(128, 64, 8, 2),
         (100, 64): Blocks(128, 64, 8, 3),
         (100, 128): Blocks(128, 64, 8, 3),
-        (100, 256): Blocks(64, 32, 8, 2),
+        (100, 256): Blocks(128, 32, 8, 2),
     },
     "queries": {
         (80, 64): Blocks(128, 32, 8, 2),
         (80, 128): Blocks(64, 64, 8, 2),
-        (80, 256): Blocks(32, 32, 8, 1),
+        (80, 256): Blocks(64, 32, 4, 1),
         (90, 64): Blocks(128, 64, 8, 2),
         (90, 128): Blocks(128, 64, 8, 2),
-        (90, 256): Blocks(64, 32, 8, 1),
-        (100, 64): Blocks(64, 64, 8, 2),
-        (100, 128): Blocks(64, 64, 8, 2),
-        (100, 256): Blocks(64, 32, 8, 1),
+        (90, 256): Blocks(128, 32, 8, 2),
+        (100, 64): Blocks(128, 64, 8, 2),
+        (100, 128): Blocks(128, 64, 8, 2),
+        (100, 256): Blocks(128, 32, 8, 1),
     },
     "keys": {
         (80, 32): Blocks(128, 32, 8, 2),
         (80, 64): Blocks(128, 64, 8, 2),
         (80, 128): Blocks(64, 64, 8, 2),
-        (80, 256): Blocks(32, 32, 8, 1),
-        (90, 64): Blocks(64, 64, 8, 2),
-        (90, 128): Blocks(64, 32, 8, 2),
-        (90, 256): Blocks(64, 32, 8, 1),
-        (100, 64): Blocks(64, 64, 8, 2),
-        (100, 128): Blocks(64, 32, 8, 2),
-        (100, 256): Blocks(64, 32, 8, 1),
+        (80, 256): Blocks(64, 32, 4, 2, split=True),
+        (90, 64): Blocks(128, 64, 8, 2),
+        (90, 128): Blocks(128, 32, 8, 2),
+        (90, 256): Blocks(128, 32, 8, 2, split=True),
+        (100, 64): Blocks(128, 64, 8, 2),
+        (100, 128): Blocks(128, 64, 8, 2),
+        (100, 256): Blocks(128, 32, 8, 2, split=True),
     },
 }
 
@@ -103,16 +108,47 @@ FP32: dict[Pass, dict[int, Blocks]] = {
 }
 
 
-def blocks(which: Pass, dtype: torch.dtype, head: int, capability: int | None) -> Blocks:
-    """Sizes of a kernel. ``head``: the larger head size of q and v; ``capability``: 80, 90, ..; None: interpreter."""
+FEATURES = ("mask", "alibi", "softcap", "dropout")
+
+# Smaller blocks where one of these features would spill registers within the loop: (pass, GPU, largest head size).
+EXCEPTIONS: dict[tuple[Pass, int, int], list[tuple[set[str], Blocks]]] = {
+    ("forward", 80, 256): [({"alibi", "dropout"}, Blocks(32, 32, 4, 2))],
+    ("queries", 80, 256): [({"mask", "alibi", "dropout"}, Blocks(32, 32, 4, 1))],
+    ("keys", 80, 64): [({"dropout"}, Blocks(128, 32, 8, 2))],
+    ("keys", 80, 256): [({"dropout"}, Blocks(32, 32, 4, 1, split=True))],
+    ("queries", 90, 128): [({"dropout"}, Blocks(128, 32, 8, 2))],
+    ("forward", 90, 256): [({"dropout"}, Blocks(128, 32, 8, 2))],
+    ("queries", 90, 256): [({"dropout"}, Blocks(128, 16, 8, 2))],
+    ("keys", 90, 256): [({"dropout"}, Blocks(128, 16, 8, 2, split=True))],
+    ("keys", 90, 64): [({"mask"}, Blocks(128, 32, 8, 2))],
+    ("keys", 90, 128): [({"mask"}, Blocks(128, 16, 8, 2))],
+    ("queries", 100, 64): [({"dropout"}, Blocks(128, 32, 8, 2))],
+    ("queries", 100, 128): [({"dropout"}, Blocks(128, 32, 8, 2))],
+    ("keys", 100, 64): [({"dropout"}, Blocks(128, 32, 8, 2))],
+    ("keys", 100, 128): [({"dropout"}, Blocks(128, 32, 8, 2))],
+}
+
+
+def blocks(
+    which: Pass, dtype: torch.dtype, head: int, capability: int | None, features: Collection[str] = ()
+) -> Blocks:
+    """Sizes of a kernel.
+
+    Args:
+        head: the larger head size of q and v.
+        capability: 80, 90, ..; None: the interpreter.
+        features: those of `FEATURES` that the call has.
+    """
     if capability is None:
         return INTERPRETED
     if dtype == torch.float32:
         known = FP32[which]
-    else:  # desktop GPUs have the tensor cores of an A100, and at most its shared memory
-        family = 100 if 100 <= capability < 120 else 90 if capability == 90 else 80
-        known = {size: sizes for (of, size), sizes in TABLE[which].items() if of == family}
-    return known[min(size for size in known if size >= head)]
+        return known[min(size for size in known if size >= head)]
+    # desktop GPUs have the tensor cores of an A100, and at most its shared memory
+    family = 100 if 100 <= capability < 120 else 90 if capability == 90 else 80
+    size = min(size for of, size in TABLE[which] if of == family and size >= head)
+    exceptions = EXCEPTIONS.get((which, family, size), ())
+    return next((sizes for some, sizes in exceptions if some & set(features)), TABLE[which][family, size])
 
 
 OPTIONS = {"enable_fp_fusion": True}  # fused multiply-add; Triton is about to change its default
@@ -209,19 +245,24 @@ class Call:
 
     def backward(
         self, tiles: Tiles, dout: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
-    ) -> tuple[Launch, Launch]:
-        """Two launches: the first for dq, the second for dk and dv."""
+    ) -> list[Launch]:
+        """The first launch is for dq; it prepares lse and delta for the others, which are for dk and dv."""
         if dout.shape != (*self.q.shape[:3], self.v.size(3)):
             raise ValueError(f"dout {list(dout.shape)} does not fit q {list(self.q.shape)}, v {list(self.v.shape)}")
         rows = self.q.shape[:3]
         _check_sums({"lse": (lse, rows), "delta": (delta, rows)})
         _check_sums({"dq": (dq, self.q.shape), "dk": (dk, self.k.shape), "dv": (dv, self.v.shape)})
-        tensors = {"q": self.q, "k": self.k, "v": self.v, "dout": dout, "lse": lse, "delta": delta}
-        (of_queries, of_keys), by_position = self._bits(tiles, ["q", "k"]), self._by_position(tiles)
-        return (
-            self._launch("queries", "q", tiles, {**tensors, "dq": dq}, of_queries, by_position),
-            self._launch("keys", "k", tiles, {**tensors, "dk": dk, "dv": dv}, of_keys, by_position),
-        )
+        tensors = {"q": self.q, "k": self.k, "v": self.v, "dout": dout}
+        s, b, h = rows
+        ready = torch.empty(2, b, h, s, dtype=torch.float32, device=dq.device)
+        others = {**self._by_position(tiles), "ready_lse": ready[0], "ready_delta": ready[1]}
+        of_queries, of_keys = self._bits(tiles, ["q", "k"])
+        whole = {"lse": lse, "delta": delta, "dq": dq}
+        queries = self._launch("queries", "q", tiles, {**tensors, **whole}, of_queries, others)
+        keys = self._launch("keys", "k", tiles, {**tensors, "dk": dk, "dv": dv}, of_keys, others)
+        if not keys.sizes.split:
+            return [queries, keys]
+        return [queries, *(replace(keys, arguments={**keys.arguments, other: False}) for other in ("DV", "DK"))]
 
     def _bits(self, tiles: Tiles, sides: list[Side]) -> Sequence[Tensor | None]:
         if not tiles.masked:
@@ -237,12 +278,12 @@ class Call:
         tiles: Tiles,
         tensors: dict[str, Tensor],
         bits: Tensor | None,
-        by_position: dict[str, Tensor | None],
+        others: dict[str, Tensor | None],
     ) -> Launch:
         (s, b, h, d), (t, _, hk, _) = self.q.shape, self.k.shape
         device, value = self.q.device, self.v.size(3)
         capped = self.softcap is not None
-        sizes = blocks(which, self.q.dtype, max(d, value), self.capability)
+        sizes = blocks(which, self.q.dtype, max(d, value), self.capability, self._features(bits))
         walked = walk(tiles, side, s if side == "q" else t, sizes.block, sizes.step, device)
         arguments = {
             **tensors,
@@ -250,7 +291,7 @@ class Call:
             "blocks": walked.blocks,
             "ranges": walked.ranges,
             "bits": bits,
-            **by_position,
+            **others,
             "q_rows": s,
             "k_rows": t,
             "factor": self.scale * LOG2E * (2 / self.softcap if capped else 1),
@@ -272,10 +313,16 @@ class Call:
             "WIDE": _wide(max(sizes.block, sizes.step), *tensors.values()),
             "PRECISION": "interpreted" if self.capability is None else "ieee",  # of products of fp32
         }
-        if which != "forward":
-            arguments["scale"] = self.scale
+        arguments |= {"AHEAD": sizes.ahead} if which == "forward" else {"scale": self.scale}
+        if which == "keys":
+            arguments |= {"DK": True, "DV": True}
         heads = h if side == "q" else hk
         return Launch(_functions()[which], (len(walked.blocks), b * heads), arguments, sizes)
+
+    def _features(self, bits: Tensor | None) -> list[str]:
+        """Those of `FEATURES` that this call has."""
+        values = (bits, self.slopes, self.softcap, self.dropout)
+        return [name for name, value in zip(FEATURES, values) if value is not None]
 
     def _by_position(self, tiles: Tiles) -> dict[str, Tensor | None]:
         """The arguments for ALiBi and dropout: positions of rows, slopes, and the keys of dropout's hashes."""

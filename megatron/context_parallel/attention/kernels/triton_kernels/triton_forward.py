@@ -12,152 +12,122 @@ import triton.language as tl
 
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_pairs import (
     LOG2E,
+    bit_rows,
     block_pointers,
+    bounds,
     dot,
     inside,
     kept,
+    load_numbers,
     load_rows,
     log2_scores,
     marked,
     rounded,
+    within,
 )
 
 
 @triton.jit
+def _products(
+    q, k, key, stop, k_ss, k_sd, STEP: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    CHECKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    k_block = load_rows(k, key, stop, k_ss, k_sd, STEP, HEAD, HEAD_BLOCK, WIDE, CHECKED)
+    return dot(q, tl.trans(k_block), None, PRECISION)
+
+
+@triton.jit
+def _step(
+    acc, top, total, products, visible, key, stop, v, v_ss, v_sd, q_at, k_places, row_key, column_keys, slope, factor,
+    cap, threshold, VALUE: tl.constexpr, VALUE_BLOCK: tl.constexpr, STEP: tl.constexpr, EDGE: tl.constexpr,
+    ALIBI: tl.constexpr, CAPPED: tl.constexpr, DROPS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Merges the keys from ``key`` on, whose products with the queries are known."""
+    keys = key + tl.arange(0, STEP)
+    k_at = keys
+    if ALIBI or DROPS:
+        k_at = load_numbers(k_places, keys, stop, 0, EDGE)
+    scores, unit = products, factor  # multiplied later, by a fused multiply-add
+    if ALIBI or CAPPED:
+        scores, _ = log2_scores(products, factor, cap, slope, q_at[:, None], k_at[None, :], ALIBI, CAPPED)
+        unit = 1.0
+    if EDGE:
+        scores = tl.where(visible, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1) * unit)
+    above = new_top
+    if EDGE:
+        above = tl.where(new_top == float("-inf"), 0.0, new_top)
+    p = tl.exp2(scores * unit - above[:, None])
+    shrink = tl.exp2(top - above)
+    total = total * shrink + tl.sum(p, 1)
+    if DROPS:
+        column_key = load_numbers(column_keys, keys, stop, 0, EDGE)
+        p = tl.where(kept(row_key[:, None], column_key[None, :], k_at[None, :], threshold), p, 0.0)
+    v_block = load_rows(v, key, stop, v_ss, v_sd, STEP, VALUE, VALUE_BLOCK, WIDE, EDGE)
+    acc = dot(rounded(p, v_block.dtype, PRECISION), v_block, acc * shrink[:, None], PRECISION)
+    return acc, new_top, total
+
+
+@triton.jit
 def _walk(
-    acc,
-    top,
-    total,
-    q,
-    rows,
-    k,
-    v,
-    ranges,
-    first,
-    last,
-    bits,
-    q_at,
-    k_places,
-    row_key,
-    column_keys,
-    slope,
-    k_ss,
-    k_sd,
-    v_ss,
-    v_sd,
-    factor,
-    cap,
-    threshold,
-    HEAD: tl.constexpr,
-    VALUE: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
-    KIND: tl.constexpr,
-    ALIBI: tl.constexpr,
-    CAPPED: tl.constexpr,
-    DROPS: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Computes ranges of one KIND: 0: plain; 1: edges, where pairs are compared; 2: masked, where bits are read."""
+    acc, top, total, q, rows, k, v, ranges, first, last, bits, q_at, k_places, row_key, column_keys, slope,
+    k_ss, k_sd, v_ss, v_sd, factor, cap, threshold,
+    HEAD: tl.constexpr, VALUE: tl.constexpr, HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, STEP: tl.constexpr,
+    AHEAD: tl.constexpr, KIND: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, DROPS: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Computes ranges of one KIND: 0: plain; 1: edges, where pairs are compared; 2: masked, where bits are read.
+
+    With AHEAD, the next step's products are issued before this step's softmax, so that tensor cores compute during it.
+    """
     for index in range(first, last):
         entry = ranges + index * 9
         start, stop = tl.load(entry), tl.load(entry + 1)
-        if KIND > 0:
-            belongs = (rows >= tl.load(entry + 2)) & (rows < tl.load(entry + 3))
-            lowest = tl.where(belongs, rows + tl.load(entry + 4), 2147483647)
-            highest = tl.minimum(rows + tl.load(entry + 5), stop - 1)
-            if KIND == 2:
-                at, words, row = bits + tl.load(entry + 6), tl.load(entry + 7), rows - tl.load(entry + 2)
-                first_key = tl.load(entry + 8)
-        for key in range(start, stop, STEP):
-            k_block = load_rows(k, key, stop, k_ss, k_sd, STEP, HEAD, HEAD_BLOCK, WIDE, KIND > 0)
-            products = dot(q, tl.trans(k_block), None, PRECISION)
-            keys = key + tl.arange(0, STEP)
-            k_at = keys
-            if ALIBI or DROPS:
-                k_at = tl.load(k_places + keys, mask=keys < stop, other=0)
-            scores, unit = products, factor  # multiplied later, by a fused multiply-add
-            if ALIBI or CAPPED:
-                scores, _ = log2_scores(products, factor, cap, slope, q_at[:, None], k_at[None, :], ALIBI, CAPPED)
-                unit = 1.0
+        if KIND == 0 and AHEAD:  # plain ranges consist of complete steps
+            products = _products(q, k, start, stop, k_ss, k_sd, STEP, HEAD, HEAD_BLOCK, WIDE, False, PRECISION)
+            last = stop - STEP
+            for key in range(start, last, STEP):
+                next_key = key + STEP
+                following = _products(q, k, next_key, stop, k_ss, k_sd, STEP, HEAD, HEAD_BLOCK, WIDE, False, PRECISION)
+                acc, top, total = _step(
+                    acc, top, total, products, rows, key, stop, v, v_ss, v_sd, q_at, k_places, row_key, column_keys,
+                    slope, factor, cap, threshold,
+                    VALUE, VALUE_BLOCK, STEP, False, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
+                )  # fmt: skip
+                products = following
+            acc, top, total = _step(
+                acc, top, total, products, rows, last, stop, v, v_ss, v_sd, q_at, k_places, row_key, column_keys,
+                slope, factor, cap, threshold, VALUE, VALUE_BLOCK, STEP, False, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
+            )  # fmt: skip
+        else:
             if KIND > 0:
-                visible = (keys[None, :] >= lowest[:, None]) & (keys[None, :] <= highest[:, None])
+                belongs, lowest, met = bounds(entry, rows, stop)
                 if KIND == 2:
-                    visible &= marked(at, row, words, key - first_key, belongs, STEP)
-                scores = tl.where(visible, scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, 1) * unit)
-            above = new_top
-            if KIND > 0:
-                above = tl.where(new_top == float("-inf"), 0.0, new_top)
-            p = tl.exp2(scores * unit - above[:, None])
-            shrink = tl.exp2(top - above)
-            total = total * shrink + tl.sum(p, 1)
-            if DROPS:
-                column_key = tl.load(column_keys + keys, mask=keys < stop, other=0)
-                p = tl.where(kept(row_key[:, None], column_key[None, :], k_at[None, :], threshold), p, 0.0)
-            v_block = load_rows(v, key, stop, v_ss, v_sd, STEP, VALUE, VALUE_BLOCK, WIDE, KIND > 0)
-            acc = dot(rounded(p, v_block.dtype, PRECISION), v_block, acc * shrink[:, None], PRECISION)
-            top = new_top
+                    at, words, first_key = bit_rows(entry, rows)
+            for key in range(start, stop, STEP):
+                products = _products(q, k, key, stop, k_ss, k_sd, STEP, HEAD, HEAD_BLOCK, WIDE, KIND > 0, PRECISION)
+                visible = rows
+                if KIND > 0:
+                    visible = within((key + tl.arange(0, STEP))[None, :], lowest[:, None], met[:, None])
+                    if KIND == 2:
+                        visible &= marked(bits, at, words, key - first_key, belongs, STEP)
+                acc, top, total = _step(
+                    acc, top, total, products, visible, key, stop, v, v_ss, v_sd, q_at, k_places, row_key, column_keys,
+                    slope, factor, cap, threshold,
+                    VALUE, VALUE_BLOCK, STEP, KIND > 0, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
+                )  # fmt: skip
     return acc, top, total
 
 
 @triton.jit(do_not_specialize=["q_rows", "k_rows", "threshold"])
 def forward_kernel(
-    q,
-    k,
-    v,
-    out,
-    lse,
-    blocks,
-    ranges,
-    bits,
-    slopes,
-    q_places,
-    k_places,
-    row_keys,
-    column_keys,
-    q_ss,
-    q_sb,
-    q_sh,
-    q_sd,
-    k_ss,
-    k_sb,
-    k_sh,
-    k_sd,
-    v_ss,
-    v_sb,
-    v_sh,
-    v_sd,
-    out_ss,
-    out_sb,
-    out_sh,
-    out_sd,
-    lse_ss,
-    lse_sb,
-    lse_sh,
-    q_rows,
-    k_rows,
-    factor,
-    cap,
-    threshold,
-    kept_scale,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD: tl.constexpr,
-    VALUE: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
-    MASKED: tl.constexpr,
-    ALIBI: tl.constexpr,
-    CAPPED: tl.constexpr,
-    DROPS: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    q, k, v, out, lse, blocks, ranges, bits, slopes, q_places, k_places, row_keys, column_keys,
+    q_ss, q_sb, q_sh, q_sd, k_ss, k_sb, k_sh, k_sd, v_ss, v_sb, v_sh, v_sd, out_ss, out_sb, out_sh, out_sd,
+    lse_ss, lse_sb, lse_sh, q_rows, k_rows, factor, cap, threshold, kept_scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, VALUE: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, AHEAD: tl.constexpr, MASKED: tl.constexpr,
+    ALIBI: tl.constexpr, CAPPED: tl.constexpr, DROPS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """One block of ``BLOCK`` queries of one head: updates out (fp32) and lse (natural logarithm) in place."""
     block = blocks + tl.program_id(0) * 5
     sample, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
@@ -192,7 +162,7 @@ def forward_kernel(
         acc, top, total = _walk(
             acc, top, total, q_block, rows, k, v, ranges, tl.load(block + 1 + kind), tl.load(block + 2 + kind), bits,
             q_at, k_places, row_key, column_keys, slope, k_ss, k_sd, v_ss, v_sd, factor, cap, threshold,
-            HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, STEP, kind, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
+            HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, STEP, AHEAD, kind, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
         )  # fmt: skip
     total = tl.where(total == 0.0, 1.0, total)  # rows without keys
     if DROPS:

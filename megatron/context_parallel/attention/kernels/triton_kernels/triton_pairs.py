@@ -60,6 +60,31 @@ def load_rows(
 
 
 @triton.jit
+def load_numbers(base, at, stop, other, CHECKED: tl.constexpr):
+    """A number for each row ``at``; ``other`` from row ``stop`` on, if CHECKED."""
+    if CHECKED:
+        return tl.load(base + at, mask=at < stop, other=other)
+    else:
+        return tl.load(base + at)
+
+
+@triton.jit
+def bounds(entry, rows, stop):
+    """For a range with edges: which rows are in its tile; the first row of the other side that each row meets, and how
+    many it meets."""
+    belongs = (rows >= tl.load(entry + 2)) & (rows < tl.load(entry + 3))
+    lowest = tl.maximum(rows + tl.load(entry + 4), 0)
+    count = tl.minimum(rows + tl.load(entry + 5), stop - 1) + 1 - lowest
+    return belongs, lowest, tl.where(belongs, tl.maximum(count, 0), 0)
+
+
+@triton.jit
+def within(others, lowest, count):
+    """Which rows ``others`` lie within the bounds: one comparison, because negative numbers are large when unsigned."""
+    return (others - lowest).to(tl.uint32, bitcast=True) < count.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
 def dot(a, b, total, PRECISION: tl.constexpr):
     """``a @ b + total`` in fp32. The interpreter treats bf16 as integers, so for it both become fp32 first."""
     if PRECISION == "interpreted":
@@ -96,17 +121,23 @@ def log2_scores(products, factor, cap, slope, q_at, k_at, ALIBI: tl.constexpr, C
 
 
 @triton.jit
-def marked(bits, row, words, first, exists, STEP: tl.constexpr):
-    """The mask [rows, STEP] of a block's rows (``row``) and of STEP rows of the other side, which begin at ``first``.
+def bit_rows(entry, rows):
+    """For a masked range: where the bits of each row begin, words per row, and the first row of the other side."""
+    words = tl.load(entry + 7)
+    return tl.load(entry + 6) + (rows - tl.load(entry + 2)) * words, words, tl.load(entry + 8)
 
-    If a block has queries, the other side has keys, and vice versa. ``bits``: the tile's mask, with ``words`` 32-bit
-    words for each row. ``exists``: which rows exist. Each word is read once for all its pairs.
+
+@triton.jit
+def marked(bits, at, words, first, belongs, STEP: tl.constexpr):
+    """The mask [rows, STEP]: of the other side, STEP rows of the tile from ``first`` on. ``at``, ``words``: `bit_rows`.
+
+    ``belongs``: which rows are in the tile. A word is read once for all its pairs.
     """
     column = tl.arange(0, STEP)[None, :] + (first & 31)
-    at = bits + (row * words + (first >> 5))
-    word = tl.load(at, mask=exists, other=0)[:, None]
+    place = bits + (at + (first >> 5))
+    word = tl.load(place, mask=belongs, other=0)[:, None]
     for index in tl.static_range(1, STEP // 32):
-        further = tl.load(at + index, mask=exists & ((first >> 5) + index < words + row * 0), other=0)
+        further = tl.load(place + index, mask=belongs & ((first >> 5) + index < words + at * 0), other=0)
         word = tl.where(column >= 32 * index, further[:, None], word)
     return ((word >> (column & 31)) & 1) != 0
 

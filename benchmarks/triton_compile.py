@@ -20,12 +20,11 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import Call, Launch, Pass
+from benchmarks.machine_code import Loop, loops
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import Call, Launch
 from megatron.context_parallel.layout.masks import Causal, MaskFunction
 from megatron.context_parallel.layout.tiles import tiles
 from megatron.context_parallel.positions.position_dropout import Dropout
-
-FEATURES = ("mask", "alibi", "softcap", "dropout")
 
 TYPES = {
     torch.float32: "*fp32",
@@ -47,12 +46,13 @@ class Resources:
 
     Attributes:
         registers: of a thread.
-        spills: bytes of a thread's local memory (spilled registers).
+        spills: bytes of a thread's local memory (spilled registers), in loops or outside.
         shared: bytes of a block's shared memory.
         warps: of a block.
         products: number of tensor core instructions in its PTX, by name.
+        half: whether Blackwell's tensor cores work on 64 rows at a time, which takes as long as 128.
         columns: of tensor memory (Blackwell).
-        step: instructions of the shortest innermost loop that uses tensor cores; None if there is none.
+        loops: the innermost loops with tensor core instructions, the shortest first.
         capability: the compute capability that it was compiled for.
     """
 
@@ -61,8 +61,9 @@ class Resources:
     shared: int
     warps: int
     products: dict[str, int]
+    half: bool
     columns: int
-    step: int | None
+    loops: list[Loop]
     capability: int
 
     @property
@@ -115,8 +116,9 @@ def resources(launch: Launch, capability: int) -> Resources:
         shared=compiled.metadata.shared,
         warps=compiled.metadata.num_warps,
         products={name: count for name, count in products.items() if count},
+        half="blockM = 64" in compiled.asm["ttgir"],
         columns=compiled.metadata.tmem_size or 0,
-        step=_step(_dump("-sass", cubin)),
+        loops=loops(_dump("-sass", cubin), compiled.metadata.num_warps, capability),
         capability=capability,
     )
 
@@ -130,25 +132,10 @@ def _dump(what: str, cubin: bytes) -> str:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def _step(sass: str) -> int | None:
-    """Instructions of the shortest innermost loop with tensor core instructions."""
-    instructions = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
-    jumps = ((at, re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)) for at, text in instructions)
-    loops = {(int(jump[1], 16), at) for at, jump in jumps if jump and int(jump[1], 16) < at}
-    lengths = []
-    for first, last in loops:
-        if any(first <= a and b <= last and (a, b) != (first, last) for a, b in loops):
-            continue
-        body = [text for at, text in instructions if first <= at <= last]
-        if any(re.search(r"\b(HMMA|HGMMA|UTC\w*MMA)\b", text) for text in body):
-            lengths.append(len(body))
-    return min(lengths, default=None)
-
-
 def example(
     capability: int, head: int, dtype: torch.dtype = torch.bfloat16, features: Collection[str] = ()
-) -> dict[Pass, Launch]:
-    """Example launches: causal attention with 8 heads and 2 key heads; ``features``: some of `FEATURES`."""
+) -> dict[str, Launch]:
+    """Example launches, by pass: causal attention with 8 heads and 2 key heads; ``features``: some of `FEATURES`."""
     rows, heads, key_heads = 4096, 8, 2
 
     def meta(*shape: int, kind: torch.dtype = torch.float32) -> Tensor:
@@ -168,5 +155,6 @@ def example(
     computed = tiles(((0, rows),), ((0, rows),), mask)
     of_query, of_key, row = meta(rows, 1, heads, head), meta(rows, 1, key_heads, head), meta(rows, 1, heads)
     dout = meta(rows, 1, heads, head, kind=dtype)
-    queries, keys = call.backward(computed, dout, row, row, of_query, of_key, of_key)
-    return {"forward": call.forward(computed, of_query, row), "queries": queries, "keys": keys}
+    backward = call.backward(computed, dout, row, row, of_query, of_key, of_key)
+    names = ("queries", "keys") if len(backward) == 2 else ("queries", "dk", "dv")
+    return {"forward": call.forward(computed, of_query, row), **dict(zip(names, backward))}
