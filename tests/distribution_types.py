@@ -24,7 +24,10 @@ from megatron.context_parallel.positions.position_dropout import _Drop
 from megatron.context_parallel.positions.rope import _Rotate
 
 # Functions without a type, and why.
+EXPERTS = "experts have no types yet; tests compare their losses and every gradient with one process"
 UNTYPED = {
+    "context_parallel.core.experts.GatherRows": EXPERTS,
+    "context_parallel.core.experts.SumRows": EXPERTS,
     "context_parallel.fpdt.chunked_ffn._InChunks": "runs a function of the caller, whose operations have types",
     "context_parallel.fpdt.chunked_layer._Chunked": "runs functions of the caller; its attention is proven by numbers",
     "context_parallel.huggingface.decoder_loss._Sum": "a sum for DDP's mean, which has no type",
@@ -40,10 +43,11 @@ COLLECTIVES = {
     "context_parallel.attention.ulysses": "_SequenceToHeads, _HeadsToSequence",
     "context_parallel.fpdt.chunked_loss": "_ChunkedLoss",
     "context_parallel.layout.sequence_layout": "_Gather",
-    "context_parallel.attention.kv_cache": "generation, without gradients",
+    "context_parallel.core.experts": EXPERTS,
     "context_parallel.huggingface.decoder_loss": UNTYPED["context_parallel.huggingface.decoder_loss._Sum"],
     "inference.decoder": "generation, without gradients",
     "inference.generate": "generation, without gradients",
+    "inference.kv_cache": "generation, without gradients",
     "simulator.dry_run.recording.fp8": "a simulation",
     "simulator.machines.measure_device": "a measurement",
     "simulator.machines.measure_links": "a measurement",
@@ -58,6 +62,7 @@ COLLECTIVES = {
     "training.features.stragglers": REPORT,
     "training.job": REPORT,
     "training.loss": REPORT,
+    "training.model.expert_load": REPORT,
     "training.model.fsdp": "gradients of partitioned positions over DP, proven by numbers",
     "training.model.optimizer": "whether a gradient is finite, a maximum",
     "training.watch": REPORT,

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 # Modules that open files of weights. Each gets its path from a Checked, which only checked.py makes, or compares the
 # checksum itself. list_files of checksums.py writes the list.
 READERS = {
+    "context_parallel/certifying/processes_of_program.py",  # results of its own processes, and no weights
     "training/checkpoint/megatron_lm/checked.py",
     "training/checkpoint/checksums.py",
     "training/checkpoint/megatron_lm/places.py",  # only the identity of a run

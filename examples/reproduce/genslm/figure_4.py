@@ -46,6 +46,7 @@ def dense_bytes(length: int) -> tuple[int, int, int]:
 def part_bytes(length: int, threshold: int) -> int:
     """Bytes at the peak of forward and backward of a part of the largest tile, without q, k, v and their gradients."""
     import megatron.context_parallel as cp
+    from megatron.context_parallel.attention.kernels.tile_by_tile import row_mask, tile_parts
     from megatron.context_parallel.attention.ring_plan import ring_plan
     from megatron.training.report.tensor_memory import TensorMeter
 
@@ -54,13 +55,15 @@ def part_bytes(length: int, threshold: int) -> int:
     (tile,) = (tile for hop in ring_plan(layout, rule.mask).hops for tile in hop.tiles)
     q = torch.randn(length, 1, 1, 8)
     kernel = rule.tile_kernel(q, layout.grid.ulysses, length)
-    part = max(kernel.parts([tile]), key=lambda part: part.pairs)
-    out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
+    part = max(tile_parts([tile], kernel.scores), key=lambda part: part.pairs)
+    rows, keys = (q[slice(*span)].permute(1, 2, 0, 3) for span in (part.q, part.k))
+    out, lse = torch.zeros_like(rows), torch.zeros(rows.shape[:3])
+    options = {"causal": part.kind != "full", "mask": row_mask(part, q, kernel.scores), "scale": kernel.scores.scale}
     gc.collect()
     with TensorMeter("cpu") as meter:
         before = meter.now
-        kernel.forward(part, q, q, q)
-        kernel.backward(part, q, q, q, out, out, lse)
+        kernel.kernel.forward(rows, keys, keys, **options)
+        kernel.kernel.backward(out, rows, keys, keys, out, lse, **options)
         return meter.peak - before
 
 
