@@ -11,6 +11,7 @@ Both commands give the same losses. On one process, only transformers runs, and 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -64,6 +65,10 @@ def main(argv: list[str] | None = None) -> int:
         Path(options.json).parent.mkdir(parents=True, exist_ok=True)
         Path(options.json).write_text(json.dumps(losses))
     if dist.is_initialized():
+        # DDP goes before its group: as the last owner of one, its destructor holds Python's lock and waits for gloo's
+        # threads, which may wait for that lock (torch 2.13).
+        del trainer
+        gc.collect()
         dist.destroy_process_group()
     return 0
 

@@ -113,7 +113,7 @@ def test_refusals(pool, folders, tmp_path):
     other.mkdir()
     config = json.loads((folder / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
-    assert "model_type 'gpt2' is not supported: only llama, qwen2, qwen3 and bloom" in refusal(
+    assert "model_type 'gpt2' is not supported: only llama, qwen2, qwen3, mixtral and bloom" in refusal(
         pool, flags_of("llama", other)
     )
     (other / "config.json").write_text(json.dumps(config))

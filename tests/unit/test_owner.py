@@ -242,6 +242,19 @@ def test_a_folder_out_of_reach_for_a_moment_is_not_lost(tmp_path, mount_point):
     assert not list(folder.iterdir())
 
 
+def test_a_folder_that_comes_back_during_the_look_is_not_lost(tmp_path):
+    held = take(tmp_path, [], RENEWAL)
+
+    def before_it_came_back():
+        raise FileNotFoundError(held._card)
+
+    with pytest.raises(OSError, match="was out of reach for a moment") as error:
+        held._access(before_it_came_back)
+    assert not isinstance(error.value, Lost) and not held.lost
+    held.check()
+    held.release()
+
+
 def test_no_lock_of_the_system_and_no_renaming_is_needed(tmp_path, monkeypatch):
     def missing(*_, **__):
         raise OSError("not on this file system")

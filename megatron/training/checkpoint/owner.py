@@ -223,6 +223,8 @@ class Owner:
             others = [str(card.process) for card in map(_parsed, _cards(self).values()) if card and card.owns]
             if not others and _place(self.folder) != self._place:  # its file system may be unmounted for a moment
                 raise OSError(f"{self.folder} is not the folder that it was: is its file system mounted?") from None
+            if self._card.exists():  # the file system came back after the look at the card
+                raise OSError(f"{self.folder} was out of reach for a moment") from None
             by = f"{others[0]} has taken it over" if others else "another job has taken it over, or somebody removed it"
             self.lost = f"--save {self.folder} is not this job's any more: {by}"
 
