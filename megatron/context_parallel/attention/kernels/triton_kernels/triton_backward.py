@@ -194,7 +194,7 @@ def _walk_queries(
             products = dot(k, tl.trans(q_block), None, PRECISION)
             dout_block = load_rows(dout, query, stop, dout_ss, dout_sd, STEP, VALUE, VALUE_BLOCK, WIDE, KIND > 0)
             dout_block = dout_block.to(q_block.dtype)
-            if DK:  # issued before the softmax weights, so that tensor cores compute during these
+            if DK and k.dtype != tl.float32:  # issued here, so that tensor cores compute during the softmax weights
                 dp = dot(v, tl.trans(dout_block), None, PRECISION)
             q_at = rows
             row_key = rows
@@ -217,6 +217,8 @@ def _walk_queries(
                     weights = p * drop
                 dv = dot(rounded(weights, dout_block.dtype, PRECISION), dout_block, dv, PRECISION)
             if DK:
+                if k.dtype == tl.float32:  # no tensor cores, and fewer registers if it comes late
+                    dp = dot(v, tl.trans(dout_block), None, PRECISION)
                 delta_here = load_numbers(ready_delta, rows, stop, 0.0, KIND > 0)
                 ds = _score_gradient(p, steepness, drop, dp, delta_here[None, :], CAPPED, DROPS)
                 dk = dot(rounded(ds, q_block.dtype, PRECISION), q_block, dk, PRECISION)

@@ -102,7 +102,7 @@ TABLE: dict[Pass, dict[tuple[int, int], Blocks]] = {
 
 # For elements of four bytes, on every GPU; tensor cores do not multiply these. 255 registers are the maximum.
 FP32: dict[Pass, dict[int, Blocks]] = {
-    "forward": {64: Blocks(16, 16, 8, 1), 128: Blocks(16, 16, 8, 1, 255), 256: Blocks(16, 16, 8, 1, 255)},
+    "forward": {64: Blocks(16, 16, 8, 1, 128), 128: Blocks(16, 16, 8, 1, 255), 256: Blocks(16, 16, 8, 1, 255)},
     "queries": {64: Blocks(32, 32, 8, 1), 128: Blocks(16, 16, 8, 1, 128), 256: Blocks(16, 16, 8, 1, 128)},
     "keys": {64: Blocks(16, 16, 4, 1), 128: Blocks(16, 16, 8, 1), 256: Blocks(16, 16, 8, 1)},
 }
@@ -122,6 +122,8 @@ EXCEPTIONS: dict[tuple[Pass, int, int], list[tuple[set[str], Blocks]]] = {
     ("keys", 90, 256): [({"dropout"}, Blocks(128, 16, 8, 2, split=True))],
     ("keys", 90, 64): [({"mask"}, Blocks(128, 32, 8, 2))],
     ("keys", 90, 128): [({"mask"}, Blocks(128, 16, 8, 2))],
+    ("forward", 100, 256): [({"dropout"}, Blocks(128, 16, 8, 2))],
+    ("queries", 100, 256): [({"dropout"}, Blocks(128, 16, 8, 1))],
     ("queries", 100, 64): [({"dropout"}, Blocks(128, 32, 8, 2))],
     ("queries", 100, 128): [({"dropout"}, Blocks(128, 32, 8, 2))],
     ("keys", 100, 64): [({"dropout"}, Blocks(128, 32, 8, 2))],
