@@ -98,8 +98,8 @@ def program_of(args: argparse.Namespace) -> tuple[Any, list[dict[str, int]], lis
 
 def training_command(words: list[str], processes: int) -> tuple[Any, list[dict[str, int]], list[str]]:
     """A training command as a small program."""
-    found = launch(words)
-    if found is None:
+    command = launch(words)
+    if command is None:
         raise Refusal(f"{words[0]}: no training command such as torchrun pretrain_llama.py --num-layers ..., no "
                       "FILE.py:NAME and no file")  # fmt: skip
     from megatron.training.arguments.models import LLAMA_DEFAULTS
@@ -107,8 +107,8 @@ def training_command(words: list[str], processes: int) -> tuple[Any, list[dict[s
     from megatron.training.certifying.small_shape import grids_of, left_out, small_flags
     from megatron.training.certifying.training_program import TrainingProgram
 
-    world = found.processes or size_of_grid(found.flags)
-    config = parse(found.flags, LLAMA_DEFAULTS if "llama" in Path(found.program).name else None, world)
+    world = command.processes or size_of_grid(command.flags)
+    config = parse(command.flags, LLAMA_DEFAULTS if "llama" in Path(command.program).name else None, world)
     return TrainingProgram(tuple(small_flags(config))), grids_of(config, world, processes), left_out(config)
 
 

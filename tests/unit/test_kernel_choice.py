@@ -15,6 +15,8 @@ from torch import Tensor
 from megatron.context_parallel.attention import kernels
 from megatron.context_parallel.attention.kernels import KERNELS, KernelUnavailable, available, flash_attn_kernel, select
 from megatron.context_parallel.attention.kernels.triton_kernels import triton_kernel
+from megatron.context_parallel.attention.rule import AttentionRule
+from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.masks import Causal, Documents, Full, MaskFunction, Window, tile_rows
 from megatron.decisions import kernel_order
 from megatron.decisions.kernel_order import preferred
@@ -257,6 +259,18 @@ def test_the_order_by_the_size_of_tiles():
     for rows in (1024, 2**17):  # FlashAttention-2 is not faster on Hopper
         order = preferred((9, 0), flash_attn=2, tile_rows=rows)
         assert order.index("triton") < order.index("flash_attn") < order.index("flash")
+
+
+def test_the_documents_of_each_batch_choose_the_kernel(monkeypatch):
+    """A rule with ``auto`` selects again for each mask, by the size of its tiles."""
+    sizes = []
+    real = kernels.select
+    monkeypatch.setattr(kernels, "select", lambda *args, **how: sizes.append(how["tile_rows"]) or real(*args, **how))
+    q = torch.zeros(64, 1, 2, 8)
+    for ends in ((32, 64), (4, 8, 64), (64,)):
+        AttentionRule(Documents(ends)).tile_kernel(q, Axis(1, 0), 64)
+    assert sizes == [tile_rows(Documents(ends)) for ends in ((32, 64), (4, 8, 64), (64,))]
+    assert len(set(sizes)) == 3
 
 
 def test_the_order_without_a_gpu():

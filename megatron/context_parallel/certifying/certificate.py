@@ -30,7 +30,7 @@ Sizes = Mapping[str, int]
 
 @dataclass
 class OnGrid:
-    """What was found on one grid.
+    """The result on one grid.
 
     Attributes:
         compared: every loss, gradient, norm and update.
@@ -177,19 +177,19 @@ def certify(
         for some in every:
             ranks = math.prod(some.values())
             recorded = run(record, ranks, program, some)
-            found = OnGrid({k: v for k, v in some.items() if v > 1}, compare(reference, recorded, len(sizes)))
-            if found.wrong or sees:
+            on_grid = OnGrid({k: v for k, v in some.items() if v > 1}, compare(reference, recorded, len(sizes)))
+            if on_grid.wrong or sees:
                 watched = watched or run(measure, 1, program, one, True)[0]
                 recorded = run(record, ranks, program, some, True)
             try:
-                if found.wrong:
-                    found.place = bisect(watched, recorded, found.wrong)
+                if on_grid.wrong:
+                    on_grid.place = bisect(watched, recorded, on_grid.wrong)
                 if sees:
                     rows = find_positions(watched.recording, recorded)
-                    found.seen = who_sees_whom(program, one, some, rows, run, mask, layers, edges)
+                    on_grid.seen = who_sees_whom(program, one, some, rows, run, mask, layers, edges)
             except ValueError as error:
-                found.note = f"not examined further: {error}"
-            result.append(found)
+                on_grid.note = f"not examined further: {error}"
+            result.append(on_grid)
     return Certificate(result)
 
 

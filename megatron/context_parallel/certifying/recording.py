@@ -239,24 +239,24 @@ def _watched() -> Iterator[list[_Call]]:
 
 def _first(value: Any) -> Tensor | None:
     """A copy of the first floating tensor."""
-    found = next((x for x in tensors(value) if x.is_floating_point()), None)
-    return None if found is None else found.detach().cpu().clone()
+    first = next((x for x in tensors(value) if x.is_floating_point()), None)
+    return None if first is None else first.detach().cpu().clone()
 
 
 @contextmanager
 def _first_update() -> Iterator[dict[int, tuple[Tensor, Tensor | None]]]:
     """Keep weights and gradients as the first step of each optimizer finds them, by the parameter's id."""
-    found: dict[int, tuple[Tensor, Tensor | None]] = {}
+    kept: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def before(optimizer: Any, *_: Any) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if id(parameter) not in found:
+                if id(parameter) not in kept:
                     gradient = None if parameter.grad is None else whole(parameter.grad.detach()).clone()
-                    found[id(parameter)] = whole(parameter.detach()).clone(), gradient
+                    kept[id(parameter)] = whole(parameter.detach()).clone(), gradient
 
     hook = register_optimizer_step_pre_hook(before)
     try:
-        yield found
+        yield kept
     finally:
         hook.remove()

@@ -62,13 +62,13 @@ def _matched(whole: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
         rows = [layout(length, rank, len(parts)) for rank in range(len(parts))]
         if all(len(r) == len(part) and torch.equal(whole[r], part) for r, part in zip(rows, parts)):
             return rows
-    found = []
+    places = []
     for part in parts:
         same = (whole.flatten(1)[None] == part.flatten(1)[:, None]).all(-1)  # [rows of the rank, all rows]
         if not bool((same.sum(1) == 1).all()):
             raise ValueError(UNKNOWN)
-        found.append(same.int().argmax(1))
-    return found
+        places.append(same.int().argmax(1))
+    return places
 
 
 def part_of(whole: Tensor, part: Tensor, rows: Rows, length: int) -> tuple[Tensor, int | None] | None:

@@ -43,7 +43,7 @@ from megatron.context_parallel.core.expert_choice import (
     z_loss,
 )
 
-SUMS = ("load_balancing_loss", "seq_load_balancing_loss", "z_loss", "tokens")  # what a router adds up beside the counts
+SUMS = ("load_balancing_loss", "seq_load_balancing_loss", "z_loss", "tokens")  # summed next to the counts
 EXPERT = "local_experts"  # part of the names of experts' parameters, before their number on this rank
 
 
@@ -86,7 +86,7 @@ class ExpertRouter(Router):
         logits_nE = logits.flatten(0, 1)
         place_n = None if places is None else places.flatten()
         counted_n = logits_nE.new_ones(logits_nE.size(0)) if place_n is None else (place_n >= 0).to(logits_nE.dtype)
-        learns = self.training and torch.is_grad_enabled()  # not in a pass that is computed again with gradients
+        learns = self.training and torch.is_grad_enabled()  # with recompute, only the second pass counts
         sums = dict.fromkeys(SUMS, logits_nE.new_zeros((), dtype=torch.float64))
         if learns and self.rule.z_loss:
             loss = z_loss(logits_nE, counted_n)
@@ -131,14 +131,10 @@ class ExpertRouter(Router):
         most = min(capacity(rows * size, self.num_experts, self.rule), rows * size)
         if size == 1:
             return within_capacity(weights_nE, chosen_nE, order_n, most, self.rule.drop_policy)
-        every = [self._gather(part) for part in (weights_nE, chosen_nE.to(torch.uint8), order_n)]
+        parts = (weights_nE, chosen_nE.to(torch.uint8), order_n)
+        every = [gather_rows(part, self.tp_cp_group, [rows] * size) for part in parts]
         kept = within_capacity(every[0], every[1].bool(), every[2], most, self.rule.drop_policy)
         return kept[rows * self.tp_cp_group.rank() :][:rows]
-
-    def _gather(self, part: Tensor) -> Tensor:
-        whole = part.new_empty((self.tp_cp_group.size() * part.size(0), *part.shape[1:]))
-        dist.all_gather_into_tensor(whole, part.contiguous(), group=self.tp_cp_group)
-        return whole
 
     @torch.no_grad()
     def _add(self, chosen_nE: Tensor, counted_n: Tensor, sums: dict[str, Tensor]) -> None:
@@ -179,6 +175,7 @@ class SumRows(torch.autograd.Function):
 
 
 def gather_rows(rows: Tensor, group: dist.ProcessGroup, sizes: list[int]) -> Tensor:
+    """The rows of all ranks, of which rank r has ``sizes[r]``, in the order of ranks."""
     most, rest = max(sizes), rows.shape[1:]
     if not most:
         return rows
@@ -189,6 +186,7 @@ def gather_rows(rows: Tensor, group: dist.ProcessGroup, sizes: list[int]) -> Ten
 
 
 def sum_rows(rows: Tensor, group: dist.ProcessGroup, sizes: list[int]) -> Tensor:
+    """The sum over all ranks of the ``sizes[r]`` rows that belong to this rank r."""
     most, rest = max(sizes), rows.shape[1:]
     if not most:
         return rows
