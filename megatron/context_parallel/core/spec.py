@@ -46,7 +46,7 @@ __all__ = ["AttentionSettings", "ChunkSettings", "ChunkedNorm", "ContextParallel
 class Norm(nn.Module):
     """PyTorch's LayerNorm or RMSNorm, usable under TP sequence parallelism.
 
-    With it every TP rank normalizes its own tokens, and the gradients of the weights are partial sums. Core sums the
+    There every TP rank normalizes its own tokens, and the gradients of the weights are partial sums. Core sums the
     gradients of parameters with the attribute ``sequence_parallel`` over TP.
     """
 
@@ -109,7 +109,7 @@ def block_spec(
             with ``transformer_engine``, ``chunks`` or ``lora``.
     """
     if experts and (transformer_engine or chunks is not None or lora is not None):
-        raise ValueError("experts need core's own layers: no transformer_engine, chunks or lora")
+        raise ValueError("experts need core's own layers: leave out transformer_engine, chunks and lora")
     if transformer_engine:
         from megatron.core.extensions.transformer_engine import TENorm
 

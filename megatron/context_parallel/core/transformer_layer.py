@@ -91,7 +91,7 @@ class LongContextLayer(TransformerLayer):
     ) -> None:
         super().__init__(*args, **kwargs)
         if experts is not None:
-            # Not by the ModuleSpec: core's layer takes an unknown class for a mistake, and logs that.
+            # Not through the ModuleSpec, because core's layer logs a warning for classes that it does not know.
             self.mlp = Experts(self.config, experts, self.layer_number)
             self.is_moe_layer = True
         self.attention_settings, self.dropout = attention, None
@@ -121,7 +121,7 @@ class LongContextLayer(TransformerLayer):
         return self.dropout_add(self.dropout, FFN)
 
     def dropout_add(self, dropout: HiddenDropout | None, which: int, rows: Span | None = None) -> Callable:
-        """As in both methods above, for ``rows`` of this rank's tokens. Without dropout: core's, perhaps fused."""
+        """The function that both methods above return, for ``rows`` of this rank's tokens; without dropout, core's."""
         if dropout is None:
             return self.core_add[which](self.training, self.config.bias_dropout_fusion)
 
