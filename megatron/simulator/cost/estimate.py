@@ -92,10 +92,10 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine, program
     first, last = priced_ends(sample, _ends_key(strategy), machine, program)
 
     def on_stage(stage: int) -> tuple[States, Parts, Parts, Parts]:
-        """(its parameters, parts of a micro-batch, a layer's forward and backward, their mean over kinds of layers)."""
+        """(parameters of a stage; seconds by cause of a micro-batch, and of a mean layer's forward and backward)."""
         held, parts, forward, backward = states(shape, strategy, stage), {}, {}, {}
-        for how, layers in strategy.layer_kinds(held.layers):
-            passes = priced_layer(sample, _layer_key(how), machine, program)
+        for layer_strategy, layers in strategy.layer_kinds(held.layers):
+            passes = priced_layer(sample, _layer_key(layer_strategy), machine, program)
             for mean, one in zip((forward, backward), passes):
                 add(parts, one, layers)
                 add(mean, one, layers / held.layers)
@@ -132,8 +132,10 @@ def pass_seconds(workload: Workload, strategy: Strategy, machine: Machine) -> fl
     """Seconds of all layers, embedding and loss in a micro-batch without a pipeline, to compare memory savings."""
     sample = _sample(workload, strategy.slowest(workload) * strategy.busiest(workload))
     took = sum(map(sum, (part.values() for part in priced_ends(sample, _ends_key(strategy), machine))))
-    for how, layers in strategy.layer_kinds(workload.shape.layers):
-        took += layers * sum(map(sum, (part.values() for part in priced_layer(sample, _layer_key(how), machine))))
+    for layer_strategy, layers in strategy.layer_kinds(workload.shape.layers):
+        took += layers * sum(
+            map(sum, (part.values() for part in priced_layer(sample, _layer_key(layer_strategy), machine)))
+        )
     return took
 
 
@@ -147,7 +149,10 @@ def _sharded_layers(
     program: Program,
     rooted: bool,
 ) -> None:
-    """ZeRO 2 and 3: a layer's weights are gathered, and its gradients reduced, while the layer next to it computes."""
+    """ZeRO 2 and 3: a layer's weights are gathered, and its gradients reduced, while the layer next to it computes.
+
+    ``rooted``: the output layer belongs to FSDP's root.
+    """
     gather = transfer_seconds(gather_parameters(strategy, held.layer), machine)
     scatter = transfer_seconds(reduce_gradients(strategy, held.layer, program.gradients), machine)
     again = gather if strategy.zero == 3 else 0.0
@@ -156,8 +161,8 @@ def _sharded_layers(
     waited = max(slowdown * gather, gather - forward) if weights else gather
     overlapped = again * weights + scatter * gradients
     waited += max(slowdown * overlapped, overlapped - backward) + again * (not weights) + scatter * (not gradients)
-    # The embedding is gathered first and reduced last. The transfers of a separate output layer overlap the layers. If
-    # it is tied or a chunked loss reads it, it is part of FSDP's root and is transferred with the embedding.
+    # The embedding is gathered first and reduced last. The transfers of a separate output layer overlap the layers. An
+    # output layer that is tied, or read by a chunked loss, is part of FSDP's root and transferred with the embedding.
     alone = held.ends if rooted or program.runs != "ours" or not (weights and gradients) else held.table
     ends, hidden = (
         transfer_seconds(gather_parameters(strategy, size), machine)

@@ -126,8 +126,8 @@ def step_waits(workload: Workload, strategy: Strategy, machine: Machine, program
     result, compute = Waits(), 0.0
     shared = strategy.group("dp").size
     times = strategy.micro_batches(workload) + (strategy.pipeline - 1) / strategy.virtual
-    for how, layers in strategy.layer_kinds(strategy.most_layers(workload.shape.layers)):
-        for backward, plain in enumerate(layer(workload, how)):
+    for layer_strategy, layers in strategy.layer_kinds(strategy.most_layers(workload.shape.layers)):
+        for backward, plain in enumerate(layer(workload, layer_strategy)):
             segments = as_run(plain, workload.shape, program)
             took = sum(part.count * kernel_seconds(one, machine) for part in segments for one in part.kernels)
             compute += times * layers * took

@@ -105,7 +105,7 @@ def mlp_grad(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) ->
 
 
 def entering(strategy: Strategy, width: int, tokens: float) -> tuple[Transfer, ...]:
-    """The all-gather before a column-parallel layer or a row-parallel layer's gradient; ``width``: numbers a token."""
+    """The all-gather before a column-parallel layer or a row-parallel layer's gradient; ``width``: per token."""
     if strategy.tensor == 1 or not strategy.sequence_parallel:
         return ()
     return (collective("all_gather", "tp", strategy.group("tp"), BF16 * tokens * width),)

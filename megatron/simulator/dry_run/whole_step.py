@@ -51,14 +51,14 @@ def program(stage: int, stages: int, micro_batches: int, virtual: int = 1, group
         for chunk in range(virtual)
         for batch in range(first, min(first + group, micro_batches))
     ]
-    alone = stages - stage - 1 if virtual == 1 else 2 * (stages - stage - 1) + (virtual - 1) * group
-    alone = min(alone, total)
+    warmup = stages - stage - 1 if virtual == 1 else 2 * (stages - stage - 1) + (virtual - 1) * group
+    warmup = min(warmup, total)
     forward = [Turn(False, *place, index) for index, place in enumerate(table)]
     backward = [Turn(True, batch, virtual - 1 - chunk, index) for index, (batch, chunk) in enumerate(table)]
-    turns = forward[:alone]
-    for one, other in zip(forward[alone:], backward):
-        turns += [one, other]
-    return turns + backward[total - alone :]
+    turns = forward[:warmup]
+    for pair in zip(forward[warmup:], backward):
+        turns += pair
+    return turns + backward[total - warmup :]
 
 
 def begins(programs: list[list[Turn]], took: PassTimes, first: list[float] | None = None) -> list[list[float]]:
@@ -75,9 +75,9 @@ def begins(programs: list[list[Turn]], took: PassTimes, first: list[float] | Non
     free = list(first or [0.0] * stages)
     inputs: dict[tuple[bool, int, int], float] = {}  # when the input of a virtual stage's pass arrives
     times: list[list[float]] = [[] for _ in programs]
-    left = sum(map(len, programs))
-    while left:
-        before = left
+    remaining = sum(map(len, programs))
+    while remaining:
+        before = remaining
         for stage, turns in enumerate(programs):
             while len(times[stage]) < len(turns):
                 turn = turns[len(times[stage])]
@@ -91,8 +91,8 @@ def begins(programs: list[list[Turn]], took: PassTimes, first: list[float] | Non
                 free[stage] = begin + seconds
                 inputs[turn.backward, turn.micro_batch, place + (-1 if turn.backward else 1)] = begin + sent
                 times[stage].append(begin)
-                left -= 1
-        if left == before:
+                remaining -= 1
+        if remaining == before:
             raise ValueError("stages of the pipeline wait for each other")
     return times
 

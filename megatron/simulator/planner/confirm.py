@@ -53,10 +53,11 @@ class Confirmation:
     def narrowed(self, problem: Problem) -> Problem:
         """The problem with less memory, by the number of bytes that the dry run needs beyond the plan."""
         machine, node = problem.machine, problem.gpus_per_node
-        more = max(self.device, self.process - machine.reserved) - self.plan.memory.total
-        more = max(more, 0)
-        host = max(self.host - self.plan.memory.host, 0) * node
-        smaller = replace(machine, reserved=machine.reserved + more, host_memory=machine.host_memory - host)
+        device_excess = max(max(self.device, self.process - machine.reserved) - self.plan.memory.total, 0)
+        host_excess = max(self.host - self.plan.memory.host, 0) * node
+        smaller = replace(
+            machine, reserved=machine.reserved + device_excess, host_memory=machine.host_memory - host_excess
+        )
         return replace(problem, machine=smaller)
 
 

@@ -89,8 +89,8 @@ def passes(workload: Workload, s: Strategy, machine: Machine) -> tuple[list[floa
 
     def of(layers: int) -> list[float]:
         both = [0.0, 0.0]
-        for how, number in s.layer_kinds(layers):
-            for at, segments in enumerate(layer(workload, how)):
+        for layer_strategy, number in s.layer_kinds(layers):
+            for at, segments in enumerate(layer(workload, layer_strategy)):
                 both[at] += number * _seconds(segments, machine)
         return both
 
@@ -169,6 +169,7 @@ def _sealed(template: str) -> str:
 
 
 def row(plan: Plan, problem: Problem) -> Json:
+    """A plan's row of the page's table; memory in GiB."""
     s, memory = plan.strategy, plan.memory
     fits = "yes" if plan.fits else "near" if plan.tight else "no"
     return {
@@ -190,13 +191,13 @@ def row(plan: Plan, problem: Problem) -> Json:
 
 
 def layers(plan: Plan, problem: Problem) -> list[Json]:
-    """What each stream does when, in seconds, in the passes of a layer, the embedding and the loss."""
+    """The work of each stream over time, in seconds, for the passes of a layer, the embedding and the loss."""
     s, workload = plan.strategy, problem.workload
     stage_layers = s.most_layers(workload.shape.layers)
     drawn = []
-    for how, number in s.layer_kinds(stage_layers):
-        again = " recomputed" if how.recompute == "full" and s.recompute_method == "block" else ""
-        for name, segments in zip(("forward", "backward"), layer(workload, how)):
+    for layer_strategy, number in s.layer_kinds(stage_layers):
+        again = " recomputed" if layer_strategy.recompute == "full" and s.recompute_method == "block" else ""
+        for name, segments in zip(("forward", "backward"), layer(workload, layer_strategy)):
             drawn.append(
                 {"name": f"{name} pass of a{again} layer", "times": number, **lanes(segments, problem.machine)}
             )

@@ -117,18 +117,18 @@ def packed(documents: str, seq_length: int, window: int = 0) -> Packed:
     draw, mean = _lengths(documents)
     count = max(FEWEST, min(MOST, int(DRAWS * mean / seq_length)))
     bounds = [seq_length * part // PARTS for part in range(1, PARTS + 1)]
-    left, samples = 0, []
+    remaining, samples = 0, []  # tokens of the last document that are not in a sample yet
     for _ in range(count):
         start, total, before, parts = 0, 0.0, 0.0, []
         while start < seq_length:
-            left = left or draw()
-            end = min(start + left, seq_length)
+            remaining = remaining or draw()
+            end = min(start + remaining, seq_length)
             while len(parts) < PARTS and bounds[len(parts)] <= end:
                 so_far = total + _keys(bounds[len(parts)] - start, window)
                 parts.append(so_far - before)
                 before = so_far
             total += _keys(end - start, window)
-            left, start = left - (end - start), end
+            remaining, start = remaining - (end - start), end
         samples.append(parts)
     pairs = [sum(parts) / seq_length for parts in samples]
     keys = fmean(pairs)
