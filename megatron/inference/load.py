@@ -118,7 +118,7 @@ def configure(words: Sequence[str], load: str, step: int | None, dtype: str | No
     if config.model.num_experts:
         raise Refusal(
             f"--load {load}: its model has experts (--num-experts {config.model.num_experts}), which generation does "
-            "not know yet; evaluate it with tools/evaluate.py"
+            "not support yet; evaluate it with tools/evaluate.py"
         )
     return config, saved
 
