@@ -45,7 +45,7 @@ addEventListener("load", () => {
   const drawn = what => [...document.querySelectorAll("#step " + what)];
   state.rows = drawn("rect.bubble").length; state.after = drawn("rect.after").length;
   const passes = drawn("path.passes");
-  state.ways = passes.map(path => path.dataset.way).sort().join(" ");
+  state.directions = passes.map(path => path.dataset.direction).sort().join(" ");
   state.pieces = passes.map(path => path.getAttribute("d").split("M").length - 1);
   const seen = $("stephover").getBoundingClientRect();
   const over = (x, y) => {
@@ -152,7 +152,7 @@ def test_a_browser_sorts_filters_and_chooses(page: Path, tmp_path: Path) -> None
         for mine, theirs in zip(scheduled(step), rows, strict=True):
             assert [pass_[2:] for pass_ in theirs] == [pass_[2:] for pass_ in mine], step
             assert sum((pass_[:2] for pass_ in theirs), []) == pytest.approx(sum((pass_[:2] for pass_ in mine), []))
-    assert notice["rows"] == 4 and notice["after"] % 4 == 0 and notice["ways"] == "backward forward"
+    assert notice["rows"] == 4 and notice["after"] % 4 == 0 and notice["directions"] == "backward forward"
     assert notice["pieces"] == [32, 32] and 0 < max(row[-1][1] for row in notice["drawn"]) < notice["total"]
     assert notice["overs"][0].startswith("forward pass of micro-batch 0, stage 0")
     assert notice["overs"][1] == "waiting for a neighbour, stage 3" and notice["overs"][2].startswith("the optimizer")
