@@ -42,7 +42,7 @@ def waiting_chunks(chunks: int, *, balanced: bool) -> int:
 
     In a backward pass by keys, a query chunk is complete after the last key chunk of any rank that it sees. On a
     contiguous ring that is the last chunk of all. On a zigzag ring early queries see early halves only, and late
-    queries see late halves on the first rank only. Therefore all but the last of half of the chunks wait.
+    queries see late halves on the first rank only. Therefore half of the chunks wait, except the last of them.
     """
     return (chunks - 1) // 2 if balanced else chunks - 1
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron.simulator.dry_run.whole_step import Turn, begins, program
+from megatron.simulator.dry_run.whole_step import Slot, begins, program
 from tests.patience import patience
 from tools import plan
 
@@ -77,17 +77,17 @@ def scheduled(step: Json) -> list[list[list[float]]]:
     stages, virtual = step["stages"], step["virtual"]
     programs = [program(stage, stages, step["batches"], virtual) for stage in range(stages)]
 
-    def took(stage: int, turn: Turn) -> tuple[float, float]:
-        place, last = turn.chunk * stages + stage, stages * virtual - 1
-        seconds = step["passes"][turn.backward] / virtual
+    def took(stage: int, slot: Slot) -> tuple[float, float]:
+        place, last = slot.chunk * stages + stage, stages * virtual - 1
+        seconds = step["passes"][slot.backward] / virtual
         ends = {0: "first", last: "last"}
-        seconds += step[ends.get(place, "passes")][turn.backward] - step["passes"][turn.backward]
-        seconds += step["message"] * (place != (0 if turn.backward else last))
+        seconds += step[ends.get(place, "passes")][slot.backward] - step["passes"][slot.backward]
+        seconds += step["message"] * (place != (0 if slot.backward else last))
         return seconds, seconds
 
     return [
-        [[begin, begin + took(stage, x)[0], int(x.backward), x.micro_batch, x.chunk] for begin, x in zip(row, turns)]
-        for stage, (row, turns) in enumerate(zip(begins(programs, took), programs))
+        [[begin, begin + took(stage, x)[0], int(x.backward), x.micro_batch, x.chunk] for begin, x in zip(row, slots)]
+        for stage, (row, slots) in enumerate(zip(begins(programs, took), programs))
     ]
 
 

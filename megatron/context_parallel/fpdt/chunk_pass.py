@@ -28,7 +28,7 @@ attend_chunks, attend_chunks_grad = replaceable(TileKernel.attend), replaceable(
 
 
 class ChunkPass:
-    """One forward pass through the layer, and its backward pass. Chunks are numbered in ascending positions.
+    """One forward pass through the layer, and its backward pass. Chunks are numbered in the order of positions.
 
     Attributes:
         work: the functions of one chunk, without attention.

@@ -57,15 +57,15 @@ def estimate(workload: Workload, strategy: Strategy, machine: Machine, program: 
     """
     parts = step_parts(workload, strategy, machine, program)
     seconds = sum(parts.values())
-    causal, old = model_flops(workload, recompute=strategy.recompute == "full")
+    flops, full_mask_flops = model_flops(workload, recompute=strategy.recompute == "full")
     capacity = seconds * strategy.ranks * machine.peak[machine.dtype]
     return Estimate(
         seconds=seconds,
         parts=parts,
-        flops=causal,
-        mfu=causal / capacity,
-        mfu_full_mask_with_recompute=old / capacity,
-        tflops=causal / seconds / strategy.ranks / 1e12,
+        flops=flops,
+        mfu=flops / capacity,
+        mfu_full_mask_with_recompute=full_mask_flops / capacity,
+        tflops=flops / seconds / strategy.ranks / 1e12,
         tokens_per_second=workload.global_batch * workload.seq_length / seconds,
     )
 

@@ -267,12 +267,12 @@ FLOPS_PER_BYTE = 200.0  # bf16 FLOP/s over memory bandwidth in data sheets: 156 
 
 
 def spread_evenly(segments: list[Segment], *copies: HostCopy) -> list[Segment]:
-    """The segments, with the copies divided over those with kernels, in equal shares."""
+    """The segments, with the copies divided in equal shares over the segments that have kernels."""
     return _spread(segments, [1.0 if segment.kernels else 0.0 for segment in segments], copies)
 
 
 def spread_by_work(segments: list[Segment], *copies: HostCopy) -> list[Segment]:
-    """The segments, with copies that depend on nothing in the pass divided over them by their kernels' work."""
+    """The segments, with the copies divided in proportion to their kernels' work; the copies wait for no kernel."""
     work = [sum(kernel.flops + FLOPS_PER_BYTE * kernel.bytes for kernel in segment.kernels) for segment in segments]
     return _spread(segments, work, copies) if copies else segments
 

@@ -60,23 +60,23 @@ class Figures:
         return sum(self.device_peak_by_kind.values())
 
 
-def figures(done: RankStep, replayed: Replay | None) -> Figures:
+def figures(step: RankStep, replayed: Replay | None) -> Figures:
     """Figures of a step, including repeated micro-batches; ``replayed``: of the complete step."""
-    trace, times = done.trace, done.repeat.times if done.repeat else 0
-    more = done.repeat.more(trace) if done.repeat else Trace()
-    sent, sent_more = trace.communication_bytes(), more.communication_bytes()
-    copies, copies_more = copied(trace), copied(more)
+    trace, times = step.trace, step.repeat.times if step.repeat else 0
+    repeated = step.repeat.more(trace) if step.repeat else Trace()
+    sent, sent_again = trace.communication_bytes(), repeated.communication_bytes()
+    copies, copied_again = copied(trace), copied(repeated)
     seconds, exposed, busy = {}, {}, {}
     if replayed:
         optimizer = next((begin for name, begin in replayed.phases if name == "optimizer"), replayed.seconds)
         seconds = {"step": replayed.seconds, "passes": optimizer}
         exposed, busy = replayed.exposed, replayed.busy
     return Figures(
-        done.peaks,
-        done.host_peak,
-        trace.flops() + times * more.flops(),
-        {axis: size + times * sent_more[axis] for axis, size in sent.items()},
-        {to: size + times * copies_more[to] for to, size in copies.items()},
+        step.peaks,
+        step.host_peak,
+        trace.flops() + times * repeated.flops(),
+        {axis: size + times * sent_again[axis] for axis, size in sent.items()},
+        {to: size + times * copied_again[to] for to, size in copies.items()},
         seconds,
         exposed,
         busy,

@@ -177,7 +177,7 @@ def shown(result: DryRun, most: int) -> tuple[list[int], int]:
     All ranks of a stage are the same, so the trace is first reduced to one rank per stage, then details are left out.
     """
     stages, world = len(result.step.stages), result.world_size
-    sizes = [[len(placed.done.spans) for placed in row] for row in result.step.stages]
+    sizes = [[len(placed.phase.spans) for placed in row] for row in result.step.stages]
     if sum(map(sum, sizes)) * (world // stages) <= most:
         return list(range(world)), max(map(len, sizes))
     ranks = [_simulated(result, stage) for stage in range(stages)]
@@ -236,7 +236,7 @@ def rank_events(result: DryRun, rank: int, detailed: int) -> Iterator[Event]:
     streams = {
         name: number
         for number, name in enumerate(
-            [PHASE_LANE, *lanes_of({x.stream for placed in inside for x in placed.done.spans})]
+            [PHASE_LANE, *lanes_of({x.stream for placed in inside for x in placed.phase.spans})]
         )
     }
     for name, number in streams.items():
@@ -246,14 +246,14 @@ def rank_events(result: DryRun, rank: int, detailed: int) -> Iterator[Event]:
     for placed in row:
         if stages > 1 and placed.begin - end > 1e-9:
             yield span(BUBBLE, "wait", rank, streams[PHASE_LANE], end, placed.begin - end)
-        end = placed.begin + placed.done.seconds
-        if placed.turn is not None or placed.done.seconds:
+        end = placed.begin + placed.phase.seconds
+        if placed.slot is not None or placed.phase.seconds:
             yield {
-                **span(placed.done.name, "phase", rank, streams[PHASE_LANE], placed.begin, placed.done.seconds),
-                **_turn(placed),
+                **span(placed.phase.name, "phase", rank, streams[PHASE_LANE], placed.begin, placed.phase.seconds),
+                **_slot(placed),
             }
         if id(placed) in detailed_ids:
-            for stream, kind, begin, stop, name in placed.done.spans:
+            for stream, kind, begin, stop, name in placed.phase.spans:
                 begin, stop = placed.begin + begin, placed.begin + stop
                 late = 0.0 if stream == "compute" else max(0.0, free[stream] - begin)
                 free[stream] = stop + late
@@ -261,25 +261,25 @@ def rank_events(result: DryRun, rank: int, detailed: int) -> Iterator[Event]:
         yield from arrows(result, rank, stage, placed)
 
 
-def _turn(placed: Placed) -> Event:
-    return {} if placed.turn is None else {"args": {"micro-batch": placed.turn.micro_batch, "chunk": placed.turn.chunk}}
+def _slot(placed: Placed) -> Event:
+    return {} if placed.slot is None else {"args": {"micro-batch": placed.slot.micro_batch, "chunk": placed.slot.chunk}}
 
 
 def arrows(result: DryRun, rank: int, stage: int, placed: Placed) -> Iterator[Event]:
     """Ends of message arrows at a pass: to the pass that waits for it, and from the pass that it waits for."""
-    if placed.turn is None:
+    if placed.slot is None:
         return
-    stages, turn = len(result.step.stages), placed.turn
-    last = stages * max(1, 1 + max(x.turn.chunk for x in result.step.stages[0] if x.turn is not None)) - 1
-    place, step = turn.chunk * stages + stage, -1 if turn.backward else 1
+    stages, slot = len(result.step.stages), placed.slot
+    last = stages * max(1, 1 + max(x.slot.chunk for x in result.step.stages[0] if x.slot is not None)) - 1
+    place, step = slot.chunk * stages + stage, -1 if slot.backward else 1
     ends = (
-        ("s", place, place + step, placed.begin + min(placed.done.sent, 0.9999 * placed.done.seconds)),
+        ("s", place, place + step, placed.begin + min(placed.phase.sent, 0.9999 * placed.phase.seconds)),
         ("f", place - step, place, placed.begin),
     )
     for phase, source, target, when in ends:
         if 0 <= min(source, target) and max(source, target) <= last:
             inside = rank % (result.world_size // stages)
-            number = ((turn.micro_batch * (last + 1) + source) * 2 + turn.backward) * result.world_size + inside
+            number = ((slot.micro_batch * (last + 1) + source) * 2 + slot.backward) * result.world_size + inside
             event = {"ph": phase, "name": "message", "cat": "pp", "id": number, "pid": rank, "tid": 0}
             yield {**event, "ts": round(1e6 * when, 3), **({"bp": "e"} if phase == "f" else {})}
 

@@ -41,9 +41,9 @@ class Confirmation:
             column.justify = "right"
         plan = self.plan
         sizes = (("device memory", plan.memory.total, self.device), ("host memory", plan.memory.host, self.host))
-        for name, ours, theirs in sizes:
-            if ours or theirs:
-                table.add_row(name, f"{ours / GIB:.2f} GiB", f"{theirs / GIB:.2f} GiB", _difference(ours, theirs))
+        for name, planned, run in sizes:
+            if planned or run:
+                table.add_row(name, f"{planned / GIB:.2f} GiB", f"{run / GIB:.2f} GiB", _difference(planned, run))
         times = duration(plan.seconds), duration(self.seconds), _difference(plan.seconds, self.seconds)
         table.add_row("step", *times)
         table.add_row("MFU", f"{100 * plan.estimate.mfu:.1f} %", f"{100 * self.mfu:.1f} %", "")
@@ -85,5 +85,5 @@ def confirm(report: Report, plan: Plan, gpu: str) -> Confirmation:
     return Confirmation(plan, device, host, result["predicted_ms"] / 1e3, result["mfu"], result["fits"], process)
 
 
-def _difference(ours: float, theirs: float) -> str:
-    return f"{100 * (ours / theirs - 1):+.1f} %" if theirs else "-"
+def _difference(planned: float, run: float) -> str:
+    return f"{100 * (planned / run - 1):+.1f} %" if run else "-"

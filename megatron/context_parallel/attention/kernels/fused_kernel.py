@@ -66,8 +66,8 @@ INT32_ELEMENTS = 2**31  # some GPU kernels index with int32: tensors of one call
 def compact(x: Tensor, limit: int = INT32_ELEMENTS) -> Tensor:
     """``x`` itself if a fused kernel can read it in place, else a contiguous copy.
 
-    In place it reads tensors whose last dimension is contiguous, of which no dimension is expanded, and whose elements
-    are all within ``limit`` of the first.
+    A kernel reads a tensor in place if its last dimension is contiguous, no dimension is expanded, and all elements are
+    within ``limit`` of the first.
     """
     span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     expanded = any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))

@@ -42,7 +42,7 @@ def tensors_in(things: Any) -> list[Tensor]:
 
 
 @cache
-def called(func: Any) -> str:
+def operation_name(func: Any) -> str:
     """An operation's name in the trace."""
     return func._schema.name.removeprefix("aten::")
 
@@ -101,7 +101,7 @@ ATTENTION = ("_scaled_dot_product_", "_flash_attention_")
 
 def kernel(func: Any, args: tuple, kwargs: dict, out: Any) -> Kernel | None:
     """The kernel that an operation runs on the compute stream; None if it runs none."""
-    name = called(func)
+    name = operation_name(func)
     given = [value for name, value in kwargs.items() if name != "out"]  # "out" is the result
     tensors = [getattr(x, "_local_tensor", x) for x in tensors_in((args, given, out))]
     size = sum(x.numel() * x.element_size() for x in tensors)

@@ -121,7 +121,7 @@ def _table(geometry: bytes, side: Side) -> dict[str, np.ndarray]:
 
 
 def _int32(x: np.ndarray, device: torch.device) -> Tensor:
-    """``x`` on the device. Waits for the copy, because walks may be used on any stream."""
+    """``x`` as int32 on the device. It waits for the copy, because the result may be used on any stream."""
     return torch.from_numpy(x.astype(np.int32)).to(device)
 
 
