@@ -72,6 +72,7 @@ class Certificate:
 
     @property
     def verdict(self) -> str:
+        """One line: whether all grids agree with one process, and how exactly."""
         wrong = [str(grid) for grid in self.grids if not grid.right]
         if wrong:
             return f"WRONG: results differ from one process on {'; '.join(wrong)}"

@@ -85,6 +85,7 @@ class Processes:
         raise ProgramFailed(f"the program failed {text}" if text.startswith("on") else text)
 
     def close(self) -> None:
+        """End all processes."""
         for process, pipe in self._running:
             pipe.close()
             process.kill()

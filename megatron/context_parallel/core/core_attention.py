@@ -126,7 +126,7 @@ class ContextParallelAttention(MegatronModule):
             raise ValueError(f"attn_mask_type={kind.name} needs packed_seq_params, which say which tokens are padding")
         if seen.ends and query.size(1) != len(seen.ends):
             raise ValueError(
-                f"documents of {len(seen.ends)} samples for a batch of {query.size(1)}: give those of each"
+                f"document ends of {len(seen.ends)} samples for a batch of {query.size(1)}: give those of each"
             )
         rotary = self.settings.rotary
         if rotary is not None:

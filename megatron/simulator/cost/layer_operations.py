@@ -49,6 +49,7 @@ def project(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> 
 
 
 def project_grad(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> list[Segment]:
+    """The backward pass of :func:`project`."""
     local, width = _local(strategy, tokens), _qkv(shape, strategy.tensor)
     return [
         Segment(kernels=_rotary(shape, strategy, tokens, backward=True), count=count),
@@ -68,6 +69,7 @@ def output(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> l
 
 
 def output_grad(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> list[Segment]:
+    """The backward pass of :func:`output`."""
     width = shape.heads * shape.head_dim // strategy.tensor
     return _row_grad("attention_out", shape, strategy, tokens, width, count)
 
@@ -93,6 +95,7 @@ def mlp(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> list
 
 
 def mlp_grad(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> list[Segment]:
+    """The backward pass of :func:`mlp`."""
     local, inner = _local(strategy, tokens), shape.ffn // strategy.tensor
     up = inner * (2 if shape.gated else 1)
     activation = memory("activation", BF16 * tokens * (2 * up + inner), backward=True)

@@ -365,6 +365,8 @@ class ChunkCall(NamedTuple):
     not_replayed: Callable[[ChunkWork], bool]  # whether a call cannot be replayed
 
     def replayable(self, cache: CallCache, call: Callable) -> Callable:
+        """``call``, the method, with results from ``cache`` where its calls can be replayed."""
+
         @wraps(call)
         def run(work: ChunkWork, *args: Any) -> Any:
             if self.not_replayed(work):

@@ -129,6 +129,7 @@ def draw_phases(axes: Any, result: Replay, scale: float, top: int) -> None:
 
 
 def draw_legend(figure: Any, kinds: list[str]) -> None:
+    """Draw the colours of the kinds of compute below the picture."""
     from matplotlib.patches import Patch
 
     handles = [Patch(color=colour(kind), label=NAMES.get(kind, kind)) for kind in kinds]

@@ -149,6 +149,7 @@ def read_fields(path: Path) -> Json:
 
 
 def refuse_unknown(path: Path, where: str, raw: Json, names: list[str]) -> None:
+    """Refuse fields of ``raw`` that are not in ``names``; ``where``: the path of the object in the file, with a dot."""
     for key in raw:
         if key not in names:
             close = get_close_matches(key, names, n=1)

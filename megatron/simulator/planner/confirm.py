@@ -36,6 +36,7 @@ class Confirmation:
     process: int = 0  # bytes that the GPU needs in all, with the better of the allocator's settings; 0: unknown
 
     def table(self) -> Table:
+        """Planned and simulated memory and time."""
         table = Table("", "planned", "dry run", "difference", title="Plan and dry run", title_justify="left")
         for column in table.columns[1:]:
             column.justify = "right"

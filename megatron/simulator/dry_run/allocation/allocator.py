@@ -260,6 +260,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
+        """Return a block to its pool. Raises ValueError if it is already free."""
         if not block.used:
             raise ValueError("the block is already free")
         pool = self._pools[block.small]
