@@ -301,7 +301,7 @@ def test_every_setting_has_its_effect_shown():
         flag = spellings(field)[0]
         if flag in probed or field.name in ALWAYS:
             continue
-        path = FOREIGN if section == "elsewhere" else root / cited[field.name]  # KeyError: test what the flag does
+        path = FOREIGN if section == "foreign" else root / cited[field.name]  # KeyError: test what the flag does
         field_name = "-" if path.name == Path(__file__).name else field.name  # this file lists the names itself
         assert names(flag, field_name, path.read_text()), f"{path} does not show {flag}"
 
