@@ -473,7 +473,7 @@ def test_keys_of_a_deepspeed_file(tmp_path: Path, content: dict, ours: str):
         ({"communication_data_type": "fp16"}, "", ("communication_data_type",)),
         ({"grad_clipping": 1.0}, "", ("grad_clipping", "did you mean gradient_clipping?")),
         ({"fp16": {"enabled": True, "hysteresi": 1}}, "", ("fp16.hysteresi", "fp16.hysteresis")),
-        ("[1]", "", ("not hold a JSON object",)),
+        ("[1]", "", ("is not a JSON object",)),
         ('{"train_batch_size": GBSIZE}', "", ("is not JSON (line 1)", "placeholders")),
     ],
 )

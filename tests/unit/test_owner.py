@@ -93,7 +93,7 @@ def worker(tmp_path: Path) -> Iterator:
 
 
 def cards(folder: Path) -> list[Path]:
-    return sorted(folder.glob(owner.CARDS))
+    return sorted(folder.glob(owner.LOCK_FILES))
 
 
 def dead_card(folder: Path, machine: str = "") -> Path:
@@ -105,7 +105,7 @@ def dead_card(folder: Path, machine: str = "") -> Path:
     if machine:
         process = replace(process, boot=machine, host=machine)
     folder.mkdir(exist_ok=True)
-    card = folder / owner.CARDS.replace("*", "0" * 32)
+    card = folder / owner.LOCK_FILES.replace("*", "0" * 32)
     output = {"process": asdict(process), "owns": True, "since": "2026-11-23 09:00:00", "run": "", "renewed": 7}
     card.write_bytes(json.dumps(output).encode().ljust(owner.SIZE))
     return card
@@ -196,7 +196,7 @@ def test_of_several_that_begin_at_once_exactly_one_gets_the_folder(tmp_path, wor
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff" * 10, b'{"process": {"pid": 1}}'])
 def test_a_card_that_says_nothing_is_waited_for_and_then_removed(tmp_path, content):
-    (tmp_path / owner.CARDS.replace("*", "f" * 32)).write_bytes(content)
+    (tmp_path / owner.LOCK_FILES.replace("*", "f" * 32)).write_bytes(content)
     begin, notes = time.monotonic(), []
     held = take(tmp_path, notes, RENEWAL, 0.5)
     assert time.monotonic() - begin >= 0.4 and not notes

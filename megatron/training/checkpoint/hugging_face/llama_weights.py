@@ -26,9 +26,9 @@ class Piece:
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]  # of the Hugging Face tensors
     layer: int | None = None
-    part: int = 0
+    part: int = 0  # number of these rows among the equal ``parts`` of the tensor's rows
     parts: int = 1
-    expert: int | None = None
+    expert: int | None = None  # number of the expert, of ``experts``
     experts: int = 1
 
     @property

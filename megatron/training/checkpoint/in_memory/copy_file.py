@@ -24,7 +24,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-# On Linux with O_PATH: parent folders need to be searched, but not read.
+# With O_PATH (Linux), parent folders may be searchable without being readable.
 FOLDER_FLAGS = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
 
 
@@ -129,7 +129,7 @@ BLOCK = 1 << 22  # bytes
 
 def write(path: Path, tensors: Sequence[tuple[str, Tensor]], about: Mapping[str, str]) -> None:
     """Write tensors of any device and the metadata ``about``; call :func:`seal` afterwards. Raises OSError."""
-    ordered = sorted(tensors, key=lambda one: -one[1].element_size())  # so that each is aligned for its dtype
+    ordered = sorted(tensors, key=lambda pair: -pair[1].element_size())  # so that each is aligned for its dtype
     header: dict[str, object] = {ABOUT: {**about, "crc32": NO_SUM.decode()}}
     end = 0
     for name, tensor in ordered:
@@ -195,7 +195,7 @@ MESSAGE = 1 << 25  # bytes of a message between ranks
 
 
 def gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Every rank's value."""
+    """The ``value`` of every rank of the group, by rank."""
     every: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(every, value, group=group)
     return every

@@ -23,7 +23,7 @@ BLOCK = 1 << 22  # bytes read at once
 
 
 class Damaged(Exception):
-    """A file differs from what was written: one line that names it."""
+    """A file differs from what was written; the message is one line that names the file."""
 
 
 @dataclass(frozen=True)

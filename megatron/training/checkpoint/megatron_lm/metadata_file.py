@@ -70,8 +70,8 @@ def _state(state: Any, **kinds: Callable[[Any], bool]) -> dict[str, Any]:
     """The attributes named in ``kinds``, each checked by its function; others are ignored."""
     if type(state) is not dict:
         raise BadPickle("the state of an object in it is not a dictionary")
-    for name, right in kinds.items():
-        if not right(state.get(name)):
+    for name, is_valid in kinds.items():
+        if not is_valid(state.get(name)):
             raise BadPickle(f"{name} of an object in it has a wrong type or value")
     return {name: state.get(name) for name in kinds}
 

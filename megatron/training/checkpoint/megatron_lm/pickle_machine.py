@@ -127,7 +127,7 @@ class Machine:
         self.memo[number] = self.stack[-1]
 
     def new(self, made: Any) -> Any:
-        """Count a new container."""
+        """Count a new container, and return it."""
         self.kept.append(made)
         if len(self.kept) > self.most:
             raise BadPickle("it has more objects than fit into a file of this length")
@@ -136,14 +136,14 @@ class Machine:
     def put_into(self, container: Any, parts: Any) -> None:
         """Record that ``container`` contains ``parts``, which must not change after that."""
         sizes = self.sizes
-        mine = sizes.get(id(container))
-        if mine is None:
-            mine = sizes[id(container)] = [1, 1, 0]
-        elif mine[2]:
+        own = sizes.get(id(container))
+        if own is None:
+            own = sizes[id(container)] = [1, 1, 0]
+        elif own[2]:
             raise BadPickle("an object in it changes after it was put into another one")
-        deep, walked = mine[0], mine[1]
+        depth, traversed = own[0], own[1]
         for part in parts:
-            walked += 1
+            traversed += 1
             if type(part) in SCALARS:
                 continue
             if part is container:
@@ -154,14 +154,14 @@ class Machine:
                 self.kept.append(part)
             else:
                 other[2] = 1
-            walked += other[1]
-            if other[0] >= deep:
-                deep = other[0] + 1
-        if deep > DEEPEST:
+            traversed += other[1]
+            if other[0] >= depth:
+                depth = other[0] + 1
+        if depth > DEEPEST:
             raise BadPickle(f"it has more than {DEEPEST} levels")
-        if walked > self.largest:
+        if traversed > self.largest:
             raise BadPickle("it repeats parts of itself too often")
-        mine[0], mine[1] = deep, walked
+        own[0], own[1] = depth, traversed
 
     def push_tuple(self, items: list[Any]) -> None:
         self.stack.append(self.filled(tuple(items)))
@@ -248,7 +248,7 @@ class Machine:
 
 @dataclass(frozen=True, eq=False)
 class _Name(Unread):
-    """A name that was not called yet."""
+    """A name that was not called."""
 
     pair: Pair
 
