@@ -348,7 +348,7 @@ def test_settings_that_nothing_reads_get_a_note(flags: str):
     """The note names the first flag and others with the same reader; flags that are read have no note."""
     config = parse(f"{BASE} --train-iters 20 {flags}".split(), world_size=RANKS)
     (note,) = [note for note in config.notes if "no effect here" in note]
-    reader = next(entry for entry in READERS if entry[0] in note)
+    reader = next(entry for entry in READERS if f"({entry[0]})" in note)
     named = [spelling for _, _, field in settings() for spelling in spellings(field)[:1] if names(spelling, "-", note)]
     wanted = [flag for flag in re.findall(r"--[\w-]+", flags) if flag in note.split("(")[0]]
     assert wanted and flags.split()[0] in wanted and set(wanted) <= set(named) and not reader[1](config)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.context_parallel.layout.grid import Grid
 from megatron.platform.processes import Process, started, this_process
 from megatron.training.arguments.config import Config
-from megatron.training.features.heartbeat import Beat, Heartbeat, verdict, location_of
+from megatron.training.features.heartbeat import Beat, Heartbeat, location_of, verdict
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
