@@ -53,7 +53,7 @@ def make_deterministic(environment: MutableMapping[str, str] = os.environ) -> No
                 f"run; unset it, or use {' or '.join(deterministic)}"
             )
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads uninitialized memory
+    torch.utils.deterministic.fill_uninitialized_memory = False  # this program never reads uninitialized memory
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def start(config: Config, target: platform.Platform | None = None, offload: Offl
         raise Refusal(f"--attention-kernel {error.name}: {error.reason}") from None
     except ValueError as error:
         raise Refusal(str(error)) from None
-    if not (target.on_gpu and varies_by_batch(config)):  # else `auto` chooses by the documents of each batch
+    if not (target.on_gpu and varies_by_batch(config)):  # otherwise `auto` chooses by the documents of each batch
         config.attention.attention_kernel = kernel.name
     if target.on_gpu and config.model.attention_dropout and kernel.name == "math":
         config.notes.append(

@@ -79,7 +79,7 @@ def frame(path: str, name: str, **variables: object) -> types.SimpleNamespace:
     ],
 )
 def test_where_a_thread_is(stack, place, waits):
-    group, here = object(), sys.modules["megatron.training.features.heartbeat"].HERE
+    group, here = object(), sys.modules["megatron.training.features.heartbeat"].PACKAGE
     frames = {
         "c10d": frame("/site/torch/distributed/distributed_c10d.py", "all_reduce", group=group),
         "torch": frame("/site/torch/functional.py", "einsum"),

@@ -96,8 +96,8 @@ def portion(prefix: str) -> tuple[str, tuple[float, float] | None]:
 
 
 def _group(text: str, flag: str) -> Group:
-    name, colon, rest = text.partition(":")
-    entries = [ENTRY.fullmatch(part.strip()) for part in rest.split(",")]
+    name, colon, listed = text.partition(":")
+    entries = [ENTRY.fullmatch(part.strip()) for part in listed.split(",")]
     if not colon or not name.strip() or not all(entries):
         raise Refusal(f"{flag} {text!r}", f"must have the form {FORM}")
     for entry in entries:

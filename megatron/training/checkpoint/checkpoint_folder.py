@@ -57,7 +57,7 @@ def clear(folder: Path) -> None:
     restore(folder)
     leftovers = [path for suffix in (PARTIAL, REMOVED, REPLACED) for path in folder.glob(f".*{suffix}")]
     if leftovers:
-        sync_folder(folder)  # else a power cut could undo the renaming after some of the files are gone
+        sync_folder(folder)  # otherwise a power cut could undo the renaming after some of the files are gone
     for path in leftovers:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

@@ -151,7 +151,7 @@ def write_store(store: Store, folder: str) -> None:
             for name in PARTS:
                 np.save(os.path.join(temporary, f"{name}.npy"), getattr(store, name))
     except OSError as error:
-        if not os.path.isdir(folder):  # else another run was faster
+        if not os.path.isdir(folder):  # otherwise another run was faster
             logger.warning("no cache of tokens in %s (%s): every rank renders the chats", folder, error.strerror)
 
 
@@ -206,7 +206,7 @@ class Conversations:
             more = f" and {len(long) - 1} more" if len(long) > 1 else ""
             raise Refusal(
                 f"{store.path}, {unit_of(store.path)} {store.lines[number]}: a conversation of "
-                f"{self.lengths[long[0]]} tokens{more}, where --seq-length {longest - 1} has room for {longest}: raise "
+                f"{self.lengths[long[0]]} tokens{more}, but --seq-length {longest - 1} allows {longest}: raise "
                 "it, or give --sft-over-length truncate or skip"
             )
         self.lengths = np.minimum(self.lengths, longest)

@@ -280,7 +280,7 @@ def _build_cache(core: LocalConfig, samples: list[int], folder: str) -> None:
             with atomic_folder(folder) as temporary:
                 _build(core, samples, temporary)
     except OSError as error:
-        if not os.path.isdir(folder):  # else another run was faster
+        if not os.path.isdir(folder):  # otherwise another run was faster
             logger.warning("no index cache in %s (%s): every rank builds in memory", folder, error.strerror)
     finally:
         if distributed:

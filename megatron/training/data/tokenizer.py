@@ -134,7 +134,7 @@ def padded_vocab_size(vocab_size: int, make_divisible_by: int, tensor_parallel: 
 
 
 def _existing(path: str | None, flag: str, kind: str, folder: bool = False) -> str:
-    """The path, if it exists; else a Refusal."""
+    """``path``. Raises Refusal if it is not given or does not exist."""
     kind_of_path = "folder" if folder else "file"
     if not path:
         raise Refusal(f"--tokenizer-type {kind} needs {flag}, a {kind_of_path}")

@@ -141,12 +141,12 @@ class Heartbeat:
     def _leave(self) -> None:
         """Wait until every rank knows that the job ends, so that none of them fails on a lost connection or store."""
         with self._lock:
-            left = self.store.add(f"{KEY}/left", 1)
+            leaving = self.store.add(f"{KEY}/left", 1)
         limit = time.monotonic() + 4 * self.every
-        while left < self.ranks and time.monotonic() < limit:
+        while leaving < self.ranks and time.monotonic() < limit:
             time.sleep(self.every / 5)
             with self._lock:
-                left = self.store.add(f"{KEY}/left", 0)
+                leaving = self.store.add(f"{KEY}/left", 0)
 
     def table(self) -> dict[int, Beat | None]:
         """The last beat of each rank; None for a rank that never wrote one."""

@@ -143,7 +143,7 @@ def _losses(model: ModelConfig) -> None:
             raise Refusal(f"--moe-router-load-balancing-type {kind}", f": not known; choose from {', '.join(LOSSES)}")
     if len(coefficients) != len(kinds) or len(set(kinds)) != len(kinds) or min(coefficients) < 0:
         raise Refusal(
-            f"--moe-aux-loss-coeff {' '.join(f'{one:g}' for one in coefficients)}",
+            f"--moe-aux-loss-coeff {' '.join(f'{number:g}' for number in coefficients)}",
             f"must be one number, 0 or more, for each of --moe-router-load-balancing-type {' '.join(kinds)}",
         )
     if "none" in kinds and (len(kinds) > 1 or any(coefficients)):

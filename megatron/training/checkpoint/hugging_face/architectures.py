@@ -135,8 +135,8 @@ class Bloom:
         prefix = "" if "word_embeddings.weight" in names else "transformer."
         hidden, ffn = model.hidden_size, model.ffn_hidden_size
 
-        def piece(ours: str, theirs: str, *shape: int, layer: int | None = None) -> Piece:
-            return Piece(ours, (prefix + theirs,), (shape,), layer)
+        def piece(core_name: str, hf_name: str, *shape: int, layer: int | None = None) -> Piece:
+            return Piece(core_name, (prefix + hf_name,), (shape,), layer)
 
         yield piece("embedding.word_embeddings.weight", "word_embeddings.weight", vocab_size, hidden)
         for kind in ("weight", "bias"):
@@ -150,14 +150,14 @@ class Bloom:
         )
         norms = (("self_attention.linear_qkv", "input_layernorm"), ("mlp.linear_fc1", "post_attention_layernorm"))
         for layer in range(model.num_layers):
-            for ours, theirs in norms:
+            for core_name, hf_name in norms:
                 for kind in ("weight", "bias"):
-                    name = f"decoder.layers.{ours}.layer_norm_{kind}"
-                    yield piece(name, f"h.{layer}.{theirs}.{kind}", hidden, layer=layer)
-            for ours, theirs, into, out in linear:
-                name = f"decoder.layers.{ours}"
-                yield piece(f"{name}.weight", f"h.{layer}.{theirs}.weight", out, into, layer=layer)
-                yield piece(f"{name}.bias", f"h.{layer}.{theirs}.bias", out, layer=layer)
+                    name = f"decoder.layers.{core_name}.layer_norm_{kind}"
+                    yield piece(name, f"h.{layer}.{hf_name}.{kind}", hidden, layer=layer)
+            for core_name, hf_name, into, out in linear:
+                name = f"decoder.layers.{core_name}"
+                yield piece(f"{name}.weight", f"h.{layer}.{hf_name}.weight", out, into, layer=layer)
+                yield piece(f"{name}.bias", f"h.{layer}.{hf_name}.bias", out, layer=layer)
 
 
 class Mixtral(LlamaLike):

@@ -96,7 +96,7 @@ _TYPE_CHECKS: dict[Any, Callable[[Any], bool]] = {
     int: _is_count,
     float: _number,
     str: lambda value: type(value) is str and len(value) < 1000,
-    list[str]: lambda value: type(value) is list and all(type(one) is str for one in value),
+    list[str]: lambda value: type(value) is list and all(type(item) is str for item in value),
     list[int]: lambda value: type(value) is list and all(map(_is_count, value)),
     list[float]: lambda value: type(value) is list and all(map(_number, value)),
 }
@@ -147,7 +147,10 @@ def _check(path: Path, part: Window) -> bool:
     try:
         with zipfile.ZipFile(part) as archive:
             records = [record for record in archive.infolist() if record.file_size]
-            if any(record.compress_type for record in records) or sum(one.file_size for one in records) > part.length:
+            if (
+                any(record.compress_type for record in records)
+                or sum(record.file_size for record in records) > part.length
+            ):
                 raise ValueError("it is compressed, which torch.save never does")  # it could expand without limit
             if not any(record.CRC for record in records):
                 return False

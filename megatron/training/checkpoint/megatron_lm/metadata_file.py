@@ -81,14 +81,14 @@ def _is(*kinds: type) -> Callable[[Any], bool]:
 
 
 def _list_of(*kinds: type) -> Callable[[Any], bool]:
-    return lambda value: type(value) is list and all(type(one) in kinds for one in value)
+    return lambda value: type(value) is list and all(type(item) in kinds for item in value)
 
 
 def _dict_of(key: type, *kinds: type) -> Callable[[Any], bool]:
     return lambda value: (
         type(value) in (dict, OrderedDict)
-        and all(type(one) is key for one in value)
-        and all(type(one) in kinds for one in value.values())
+        and all(type(item) is key for item in value)
+        and all(type(item) in kinds for item in value.values())
     )
 
 

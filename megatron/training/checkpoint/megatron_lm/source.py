@@ -197,7 +197,7 @@ class Buckets:
     def _unknown(self, why: str) -> Refusal:
         return Refusal(
             f"checkpoint {self.stored.folder}: its optimizer is in the form dp_reshardable, and {why}. Load it in "
-            "Megatron-LM and save it with --dist-ckpt-optim-fully-reshardable, or pass --no-load-optim here"
+            "Megatron-LM and save it with --dist-ckpt-optim-fully-reshardable, or pass --no-load-optim"
         )
 
 
