@@ -101,8 +101,9 @@ def notes_on_formulas(config: Config) -> list[str]:
         notes.append("--transformer-impl transformer_engine: megatron-core's layers stand for Transformer Engine's")
     if model.attention_dropout and config.simulation.gpu:
         notes.append(
-            f"--attention-dropout {model.attention_dropout:g}: on a GPU Triton's kernel computes it, and random "
-            "numbers take no time; with --attention-dropout 0 flash attention runs (docs/inside/grid-invariance.md)"
+            f"--attention-dropout {model.attention_dropout:g}: on a GPU Triton's kernel computes it; the time "
+            "of its random numbers is not counted; with --attention-dropout 0 flash attention runs "
+            "(docs/inside/grid-invariance.md)"
         )
     return notes
 

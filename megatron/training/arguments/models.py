@@ -43,7 +43,7 @@ MIXTRAL: dict[str, Any] = LLAMA3 | {
 
 def _size(layers: int, width: int, heads: int, ffn: int | None = None) -> dict[str, Any]:
     sizes = {"num_layers": layers, "hidden_size": width, "num_attention_heads": heads}
-    return sizes | ({"ffn_hidden_size": ffn} if ffn else {})  # default: 4 x --hidden-size, even if a flag changes that
+    return sizes | ({"ffn_hidden_size": ffn} if ffn else {})  # default: 4 x --hidden-size, even if a flag sets it
 
 
 # Every name of --model: the size of the vocabulary that it was published with (a run uses its tokenizer's), and its

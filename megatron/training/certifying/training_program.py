@@ -82,7 +82,7 @@ def _modules(job: Job) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _positions(job: Job) -> dict[int, Tensor]:
-    """Positions of this rank's tokens by their number; with TP sequence parallelism, also of its part of them."""
+    """{number of tokens: positions} of this rank's tokens and, with TP sequence parallelism, of its part of them."""
     positions, tensor = job.runtime.layout.positions, job.runtime.grid.tensor
     if not job.config.parallel.sequence_parallel:
         return {len(positions): positions}

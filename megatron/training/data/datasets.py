@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megatron-core's datasets: files are checked before they are read, and one rank builds the index. Fill in the middle.
+"""megatron-core's datasets, with checks of their files, indices that one rank builds, and fill in the middle.
 
 Sample n depends on the data, the seed, the sequence length and the number of samples, but not on the grid.
 """

@@ -55,9 +55,9 @@ REFUSED = {
 ZERO_REFUSED = {
     "cpu_offload": "the optimizer stays on the device here: leave it out",
     "cpu_offload_params": "weights stay on the device here: leave it out",
-    "zero_quantized_weights": "weights are never quantized to send them: leave it out",
-    "zero_quantized_nontrainable_weights": "weights are never quantized to send them: leave it out",
-    "zero_quantized_gradients": "gradients are never quantized to send them: leave it out",
+    "zero_quantized_weights": "weights are never quantized for communication: leave it out",
+    "zero_quantized_nontrainable_weights": "weights are never quantized for communication: leave it out",
+    "zero_quantized_gradients": "gradients are never quantized for communication: leave it out",
 }
 OFFLOAD = {
     "offload_optimizer": "the optimizer stays on the device here: use --zero-stage to split it, or leave it out",

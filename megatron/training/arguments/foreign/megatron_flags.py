@@ -21,7 +21,7 @@ from megatron.training.arguments.foreign.refused_flags import Advice
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, raise_all
 
 OF_EXPERTS = "a dense model has no experts"  # reason of a hint in `fork_flags.py`
-TYPO = 0.86  # two flags that are at least this similar are taken for two spellings of one
+TYPO = 0.86  # similarity of two flags from which one counts as a misspelling of the other
 
 
 def entries(table: str) -> Iterator[tuple[str, str]]:

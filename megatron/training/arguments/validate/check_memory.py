@@ -102,7 +102,7 @@ def _unit(config: Config) -> int:
 
 
 def _rows(config: Config) -> int:
-    """Number of tokens that a rank holds between the layers, in units of one token per rank of a ring rank."""
+    """Number of tokens that each rank holds between the layers."""
     return config.data.seq_length // config.parallel.ring_parallel_size // _unit(config)
 
 

@@ -37,7 +37,7 @@ from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal, reason, short
 
 # ``common.pt`` holds settings and progress. Their types and ranges are checked here, so readers can rely on them.
-MOST = {"num_layers": 100_000}  # limits of settings whose value is a number of loops
+MOST = {"num_layers": 100_000}  # limits of settings that code loops over
 SECTIONS = ("model", "data", "optimizer", "attention")  # sections of the settings that are read
 LARGEST = 1 << 40  # far above any width or vocabulary
 
@@ -271,9 +271,8 @@ def _listed(path: Path, share: int, shares: int, only: Collection[str]) -> Check
     for name in names[share::shares]:
         if crc32_of_file(path / name) != listed.files[name].crc32:
             raise Damaged(f"{path / name} is not what was written (its CRC-32 differs)")
-    if (
-        listed.version == 1 and not only and share == 0
-    ):  # such a list has no checksum of its own, so entries may be missing
+    # A list of version 1 has no checksum of its own, so entries may be missing.
+    if listed.version == 1 and not only and share == 0:
         if missing := sorted(files_of(path) - listed.files.keys()):
             raise Damaged(f"{path / CHECKSUMS} does not name {missing[0]}")
     return _opened(path, listed.files, only, False)
