@@ -108,7 +108,7 @@ def refusal(pool, flags: str) -> str:
 def test_refusals(pool, folders, tmp_path):
     folder = folders("llama")
     wide = flags_of("llama", folder).replace("size 96", "size 128")
-    assert "is of another model: --ffn-hidden-size 96 there, 128 here" in refusal(pool, wide)
+    assert "is of another model: --ffn-hidden-size 96 in the checkpoint, 128 in this run" in refusal(pool, wide)
     other = tmp_path / "other"
     other.mkdir()
     config = json.loads((folder / "config.json").read_text())

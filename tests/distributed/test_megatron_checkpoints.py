@@ -293,11 +293,12 @@ def test_what_does_not_fit_is_refused_by_name(pool, written, tmp_path):
         return pool.run(message, 1, f"{FLAGS} --zero-stage 0 {flags}", folder, **changes)[0]
 
     text = refused("--num-layers 2 --rotary-base 5000")
-    assert "another model" in text and "--num-layers 4 there, 2 here" in text and "--rotary-base 10000" in text
+    assert "another model" in text and "--num-layers 4 in the checkpoint, 2 in this run" in text
+    assert "--rotary-base 10000" in text
     text = refused("--ffn-hidden-size 64 --finetune")
-    assert "--ffn-hidden-size 48 there, 64 here" in text
+    assert "--ffn-hidden-size 48 in the checkpoint, 64 in this run" in text
     text = refused("--vocab-size 50")
-    assert "vocabulary of 64 to 64 tokens (padded to 64), the tokenizer here 51" in text
+    assert "vocabulary of 64 to 64 tokens (padded to 64), this run's tokenizer has 51" in text
     text = refused("--optimizer sgd")
     assert "--optimizer adam" in text
     text = refused("--train-iters 40")
@@ -306,7 +307,7 @@ def test_what_does_not_fit_is_refused_by_name(pool, written, tmp_path):
     text = refused(num_experts=8, multi_latent_attention=True)
     assert "not supported: --num-experts (experts), --multi-latent-attention" in text
     text = refused(num_experts=None, multi_latent_attention=False, untie_embeddings_and_output_weights=False)
-    assert "--untie-embeddings-and-output-weights False there, True here" in text
+    assert "--untie-embeddings-and-output-weights False in the checkpoint, True in this run" in text
     text = refused("--finetune --make-vocab-size-divisible-by 16 --vocab-size 59", make_vocab_size_divisible_by=16)
     assert "--untie" in text
     changes = {"make_vocab_size_divisible_by": 16, "untie_embeddings_and_output_weights": True}
@@ -355,7 +356,7 @@ def test_all_ranks_refuse_what_one_stage_lacks(pool, written, tmp_path):
         assert "has no decoder.final_layernorm.weight" in text
     source, _ = written("GPT, PP 2, dp_reshardable")
     (text,) = pool.run(message, 1, FLAGS, source)
-    assert "--normalization LayerNorm there, RMSNorm here" in text
+    assert "--normalization LayerNorm in the checkpoint, RMSNorm in this run" in text
 
 
 # Written by megatron-core 0.12.0 itself (tag core_v0.12.0 of NVIDIA/Megatron-LM, on PyTorch 2.13, four processes of

@@ -366,4 +366,4 @@ def test_another_number_of_positions_is_refused(pool, saved):
     message = pool.run(
         refusal_of, 2, f"{TRAINED} {GRIDS['R 2'][1]} --max-position-embeddings 78 --load {saved('R 2')[0]}"
     )
-    assert "--max-position-embeddings 77 there, 78 here" in message[0]
+    assert "--max-position-embeddings 77 in the checkpoint, 78 in this run" in message[0]

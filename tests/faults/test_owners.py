@@ -14,7 +14,7 @@ import pytest
 from megatron.training.checkpoint.checkpoint_folder import check_writable
 from megatron.training.checkpoint.checksums import damage
 from megatron.training.checkpoint.megatron_lm.places import TRACKER, checkpoints_in, run_of
-from megatron.training.checkpoint.owner import CARDS, take
+from megatron.training.checkpoint.owner import LOCK_FILES, take
 from megatron.training.refusal import Refusal
 from tests.distributed.test_program import FLAGS, PROGRAM, ROOT
 from tests.faults.bad_inputs import TOOLS
@@ -131,7 +131,7 @@ def test_a_job_that_has_lost_its_folder_ends_and_changes_nothing_there(tmp_path)
         job = start_forked(PROGRAM, words, environment, logs)
         try:
             until(lambda: (folder / TRACKER).exists(), job)
-            next(folder.glob(CARDS)).unlink()  # the first action of a job that takes over
+            next(folder.glob(LOCK_FILES)).unlink()  # the first action of a job that takes over
             owner = take(folder, [])
             job.join(patience(60))
             assert job.exitcode == 1
