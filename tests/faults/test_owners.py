@@ -43,13 +43,13 @@ def undisturbed(folder: Path, more: str, ranks: int) -> tuple[dict, float]:
 
 def assert_whole(folder: Path) -> None:
     """Check that all checkpoints of the folder are undamaged and of one run, and that no other file is left."""
-    there = checkpoints_in(folder / "c")
-    assert list(there) == list(range(1, ITERATIONS + 1))
-    assert [damage(path) for path in there.values()] == [None] * ITERATIONS
-    runs = {run_of(path) for path in there.values()}
+    checkpoints = checkpoints_in(folder / "c")
+    assert list(checkpoints) == list(range(1, ITERATIONS + 1))
+    assert [damage(path) for path in checkpoints.values()] == [None] * ITERATIONS
+    runs = {run_of(path) for path in checkpoints.values()}
     assert len(runs) == 1 and len(runs.pop()) == 32
     assert (folder / "c" / TRACKER).read_text() == str(ITERATIONS)
-    assert {path.name for path in (folder / "c").iterdir()} == {TRACKER, *(path.name for path in there.values())}
+    assert {path.name for path in (folder / "c").iterdir()} == {TRACKER, *(path.name for path in checkpoints.values())}
 
 
 @pytest.mark.full
