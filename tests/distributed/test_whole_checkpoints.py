@@ -271,7 +271,7 @@ def test_every_file_is_checked(two, tmp_path):
 
 def delete_the_list(folder):
     os.unlink(folder / "iter_0000002" / CHECKSUMS)
-    return "iter_0000002/checksums.json, the list of its files, is missing"
+    return "iter_0000002/checksums.json is missing (the list of its files)"
 
 
 def empty_the_list(folder):

@@ -165,7 +165,7 @@ def check_ids(ids: np.ndarray, size: int, source: str, where: Callable[[], str])
     """
     if (at := first_outside(ids, size)) is not None:
         raise DataError(
-            f"{where()} holds token id {ids[at]}, outside the {size} ids of {source}: use the tokenizer of the data"
+            f"{where()} holds token id {ids[at]}, outside the {size} ids of {source}: made with another tokenizer"
         )
 
 

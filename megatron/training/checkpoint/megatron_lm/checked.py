@@ -300,7 +300,7 @@ def _torch_dist(path: Path, share: int, shares: int, only: Collection[str]) -> C
     for name in sorted(files)[share::shares]:
         if not check_torch_files_in(path / name, files[name]):
             if isinstance(common, dict) and "config" in common:
-                raise Damaged(f"{path / CHECKSUMS}, the list of its files, is missing; {how_to_list(path)}")
+                raise Damaged(f"{path / CHECKSUMS} is missing (the list of its files); {how_to_list(path)}")
             summed = False
     return _opened(path, (FORM, COMMON, METADATA, *files), only, not summed)
 
