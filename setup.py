@@ -35,8 +35,8 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
-    # With an explicit root and the bare namespace in the list, `pip install -e .` is a plain path entry and not one of
-    # setuptools' import hooks: megatron/ here and megatron/core of megatron-core stay one ordinary namespace package.
+    # With an explicit root and the bare namespace in the list, `pip install -e .` adds a path entry, not an import hook
+    # of setuptools, so that megatron/ here and megatron-core's megatron/core stay one namespace package.
     package_dir={"": "."},
     packages=find_namespace_packages(
         include=[
@@ -70,7 +70,7 @@ setup(
         "sentencepiece>=0.2.1",  # in earlier versions, a crafted model writes beyond its memory (CVE-2026-1260)
         "tiktoken>=0.7",
         "tokenizers>=0.20",
-        "transformers>=4.53,<6",  # in earlier versions, some texts take its regular expressions forever (CVE-2025-6921)
+        "transformers>=4.53,<6",  # earlier versions hang on some texts (CVE-2025-6921)
         "jinja2>=3.1.6",  # renders chat templates; in earlier versions they can leave its sandbox (CVE-2025-27516)
         "zstandard",
         # checkpoints from and to Hugging Face

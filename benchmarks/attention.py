@@ -160,8 +160,8 @@ def compare_balance(problem: Problem, kernel: kernels.Kernel, repeats: int, cons
     }
     console.print(table)
     console.print(
-        f"The busiest rank of contiguous has {ratio['counted']:.2f} x the work of zigzag's counted, "
-        f"{ratio['timed']:.2f} x timed"
+        f"The busiest contiguous rank does {ratio['counted']:.2f} times the pairs of the busiest zigzag rank, in "
+        f"{ratio['timed']:.2f} times the CPU seconds"
     )
     return result
 

@@ -4,7 +4,7 @@
 For each axis of the grid a tensor is replicated (R, gradients are summed), invariant (I, gradients are equal), varying
 (V), partial (P, to be summed) or sharded (S). A missing or doubled reduction is then an error of types, found in one
 process with a fake group and without comparing numbers. The program has no annotations: the types are added from
-outside. They prove how functions fit together, not what a function does inside; that is proven by numbers.
+outside. They prove that functions fit together; what a function computes is proven by numerical tests.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ UNTYPED = {
 }
 
 # Collectives on tensors, by file: the function whose type they have, or why they have none.
-REPORT = "a number for the log or a decision, which nothing is differentiated by"
+REPORT = "a number for the log or a decision, through which no gradient passes"
 COPIES = "copies of states and files, compared bit by bit in tests"
 COLLECTIVES = {
     "context_parallel.attention.ring": "_TiledAttention",

@@ -56,7 +56,7 @@ def verdict(part: Callable[[], Any]) -> str:
 
 
 def parts(grids: dict[str, cp.Grid], groups: dict[str, Any]):
-    """(name, function): each right part, and the same with an error."""
+    """(name, function) of each correct part, and of the same part with an error."""
     whole = {"dp": V, "cp": R, "tp": V}
     for kind, grid in grids.items():
         for gathered in (False, True) if kind == "ring" else (False,):

@@ -229,7 +229,7 @@ def test_without_a_complete_newer_step_the_run_continues_from_the_disk(pool, nod
     lines = [note for note in notes if "in memory" in note]
     assert first == 1 and any(note.startswith("loaded ") and "/c/iter_" in note for note in notes)
     assert len(lines) == bool(reason) and all(reason in line and "\n" not in line for line in lines)
-    assert harm is another_run or not files(folder)  # they are useless now
+    assert harm is another_run or not files(folder)  # the copies are of no more use
 
 
 def without_room(folder, flags):

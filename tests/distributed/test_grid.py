@@ -136,7 +136,7 @@ def test_a_mesh_that_is_no_grid_is_refused(pool, make):
 
 
 def first_meetings():
-    """The groups with a collective of all ranks while the grid is made, if the backend were NCCL."""
+    """The groups that run a collective of all their ranks while the grid is made, with NCCL assumed as backend."""
     met = []
     with (
         patch.object(dist, "get_backend_config", lambda group: "cuda:nccl"),
