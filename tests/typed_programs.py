@@ -87,7 +87,7 @@ def parts(grids: dict[str, cp.Grid], groups: dict[str, Any]):
         yield f"{name}, gradients summed over DP alone", lambda sp=sp: mlp(groups["tp"], sp, reduced=("dp",))
     yield "MLP, row layer not reduced", lambda: mlp(groups["tp"], False, row=False)
     yield "MLP, TP-sp, norm not marked", lambda: mlp(groups["tp"], True, marked=False)
-    for name, one, other in (("DP then CP", "dp", "cp"), ("DP twice", "dp", "dp"), ("DP then TP", "dp", "tp")):
+    for name, one, other in (("DP then CP", "dp", "cp"), ("DP twice", "dp", "dp")):
         def sums(one: str = one, other: str = other) -> None:
             gradient = typed(torch.randn(4), {"dp": P, "cp": P, "tp": V}, False)
             for axis in (one, other):
