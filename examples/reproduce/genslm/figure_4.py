@@ -52,13 +52,14 @@ def part_bytes(length: int, threshold: int) -> int:
 
     layout = cp.SequenceLayout(length, cp.abstract_grid())
     rule = cp.AttentionRule(cp.MaskFunction(every_third), mask_cpu_threshold=threshold)
-    (tile,) = (tile for hop in ring_plan(layout, rule.mask).hops for tile in hop.tiles)
+    tiles = ring_plan(layout, rule.mask).hops[0].tiles
     q = torch.randn(length, 1, 1, 8)
     kernel = rule.tile_kernel(q, layout.grid.ulysses, length)
-    part = max(tile_parts([tile], kernel.scores), key=lambda part: part.pairs)
+    part = max(tile_parts(tiles, kernel.scores), key=lambda part: part.pairs)
     rows, keys = (q[slice(*span)].permute(1, 2, 0, 3) for span in (part.q, part.k))
     out, lse = torch.zeros_like(rows), torch.zeros(rows.shape[:3])
-    options = {"causal": part.kind != "full", "mask": row_mask(part, q, kernel.scores), "scale": kernel.scores.scale}
+    mask = row_mask(tiles, part, q, kernel.scores)
+    options = {"causal": part.kind != "full", "mask": mask, "scale": kernel.scores.scale}
     gc.collect()
     with TensorMeter("cpu") as meter:
         before = meter.now
