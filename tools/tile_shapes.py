@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Outlines of the tiles that a rank computes, in the plane of key position (x) and query position (y), for pictures.
 
-The tiles come from ring_plan, or from the loops over chunks; only their outlines are computed here.
+The tiles come from the plan of attention, or from the loops over chunks; only their outlines are computed here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.context_parallel.attention.ring_plan import ring_plan
+from megatron.context_parallel.attention.ring_plan import attention_plan
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Span, Spans, count, positions
@@ -41,11 +41,11 @@ class Shape:
 def computed(layout: SequenceLayout, mask: Mask, rank: int) -> Iterator[tuple[int, Tiles]]:
     """(step, tiles) of ring rank ``rank``, in the order of a training run."""
     if layout.chunks == 1:
-        for number, hop in enumerate(ring_plan(layout, mask, rank).hops):
+        for number, hop in enumerate(attention_plan(layout, mask).ring(rank=rank).hops):
             yield number, hop.tiles
         return
     for key in range(layout.chunks):
-        for hop in ring_plan(layout, mask, rank, chunk=key).hops:
+        for hop in attention_plan(layout, mask).ring(rank=rank, chunk=key).hops:
             keys = layout.chunk_spans(key, hop.source)
             for query in range(layout.chunks):
                 yield key, tiles(layout.chunk_spans(query, rank), keys, mask)

@@ -16,7 +16,7 @@ import megatron.context_parallel as cp
 from megatron.context_parallel.attention.kernels import KERNELS, KernelUnavailable, select
 from megatron.context_parallel.attention.kernels.sums import Accumulator, GradientSum, KeyGradients
 from megatron.context_parallel.attention.kernels.tile_by_tile import RowMask, tile_parts
-from megatron.context_parallel.attention.ring_plan import ring_plan
+from megatron.context_parallel.attention.ring_plan import attention_plan
 from megatron.context_parallel.layout.documents import UNEVEN, deal, document_ends, document_rows, restart
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.spans import positions
@@ -107,7 +107,7 @@ def test_documents_are_dealt_evenly(seed):
     """64 documents of log-normal length on 8 ranks: equal tokens, work within 5 %."""
     length = 65536
     layout = cp.SequenceLayout(length, abstract_grid(ring=8), "documents", document_ends=log_normal(64, length, seed))
-    work = [ring_plan(layout, cp.Documents(layout.document_ends), rank).pairs for rank in range(8)]
+    work = [attention_plan(layout, cp.Documents(layout.document_ends)).ring(rank=rank).pairs for rank in range(8)]
     assert max(work) <= 1.05 * sum(work) / 8 and min(work) >= 0.95 * sum(work) / 8
     assert {sum(stop - start for start, stop in layout.ring_spans(rank)) for rank in range(8)} == {length // 8}
     order = layout.order
@@ -129,7 +129,7 @@ def test_short_documents_stay_whole():
     ends = tuple(range(64, 4097, 64))
     layout = cp.SequenceLayout(4096, abstract_grid(ring=4), "documents", document_ends=ends)
     for rank in range(4):
-        assert all(not hop.forward for hop in ring_plan(layout, cp.Documents(ends), rank).hops)
+        assert all(not hop.keys_out.rows for hop in attention_plan(layout, cp.Documents(ends)).ring(rank=rank).hops)
 
 
 def test_where_documents_end():
@@ -157,7 +157,7 @@ def test_a_custom_mask_at_65536_tokens_never_holds_64_mb(grid, kernel):
     """The largest tile of all ring ranks is cut into parts; about four of the parts are computed and measured."""
     length, mask = 65536, cp.MaskFunction(lambda q, k: (q - k) % 3 == 0)
     layout = cp.SequenceLayout(length, abstract_grid(**grid))
-    plans = [ring_plan(layout, mask, rank) for rank in range(layout.grid.ring.size)]
+    plans = [attention_plan(layout, mask).ring(rank=rank) for rank in range(layout.grid.ring.size)]
     computed = [(hop.tiles, tile) for plan in plans for hop in plan.hops for tile in hop.tiles]
     whole, largest = max(computed, key=lambda each: each[1].pairs)
     assert largest.pairs > (length // layout.grid.ring.size) ** 2 // 3

@@ -47,12 +47,12 @@ def part_bytes(length: int, threshold: int) -> int:
     """Bytes at the peak of forward and backward of a part of the largest tile, without q, k, v and their gradients."""
     import megatron.context_parallel as cp
     from megatron.context_parallel.attention.kernels.tile_by_tile import row_mask, tile_parts
-    from megatron.context_parallel.attention.ring_plan import ring_plan
+    from megatron.context_parallel.attention.ring_plan import attention_plan
     from megatron.training.report.tensor_memory import TensorMeter
 
     layout = cp.SequenceLayout(length, cp.abstract_grid())
     rule = cp.AttentionRule(cp.MaskFunction(every_third), mask_cpu_threshold=threshold)
-    tiles = ring_plan(layout, rule.mask).hops[0].tiles
+    tiles = attention_plan(layout, rule.mask).ring().hops[0].tiles
     q = torch.randn(length, 1, 1, 8)
     kernel = rule.tile_kernel(q, layout.grid.ulysses, length)
     part = max(tile_parts(tiles, kernel.scores), key=lambda part: part.pairs)
