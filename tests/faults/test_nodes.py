@@ -133,7 +133,8 @@ def test_packets_that_take_long(network, alone, tmp_path):
 
 HOP = """
 import time, torch, torch.distributed as dist
-from megatron.context_parallel.attention.ring import Message, _Transfer
+from megatron.context_parallel.attention.ring import _Transfer
+from megatron.context_parallel.attention.ring_plan import Message
 from types import SimpleNamespace
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
