@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which libraries compute what one process computes: a table of libraries by cases, made by ``cp.certify``'s parts.
 
-    python benchmarks/certify/matrix.py                                  # all cells; writes matrix.json beside this file
+    python benchmarks/certify/matrix.py                                  # all cells, into matrix.json
     python benchmarks/certify/matrix.py --peer pytorch --case packed     # some cells
     python benchmarks/certify/matrix.py --peer deepspeed --case causal --details
     python benchmarks/certify/matrix.py --show                           # the table of matrix.json
@@ -45,7 +45,7 @@ PEERS: dict[str, tuple[str, dict[str, int]]] = {
 VERSIONS = ("torch", "transformers", "deepspeed", "accelerate", "trl", "megatron-core")
 RIGHT, WRONG, REFUSED, NOT_HERE, RANDOM = "right", "wrong", "refused", "not here", "other mask"
 # Errors of a library that say no more than that this machine has no GPU.
-NEEDS_GPU = ("CUDA", "cuda", "on a CPU", "on CPU", "accelerator", "mixed torch.Tensor and DTensor", "TEDotProductAttention")
+NEEDS_GPU = ("CUDA", "cuda", "on a CPU", "on CPU", "mixed torch.Tensor and DTensor", "TEDotProductAttention")
 REFERENCES: dict[tuple, Reference] = {}
 
 

@@ -20,8 +20,8 @@ def step(case: Case, ranks: int = 1) -> cp.Outcome:
     config = TransformerConfig(
         num_layers=2, hidden_size=64, num_attention_heads=HEADS, num_query_groups=case.kv_heads,
         ffn_hidden_size=96, context_parallel_size=ranks, use_cpu_initialization=True, attention_dropout=case.dropout,
-        window_size=(case.window - 1, 0) if case.window else None, softmax_type="learnable" if case.sinks else "vanilla",
-        pipeline_dtype=torch.float32,
+        window_size=(case.window - 1, 0) if case.window else None,
+        softmax_type="learnable" if case.sinks else "vanilla", pipeline_dtype=torch.float32,
     )  # fmt: skip
     model = GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, position_embedding_type="rope")
     raise NotImplementedError(f"{type(model).__name__} was built: compare it")  # a later core may run on a CPU

@@ -14,7 +14,7 @@ from megatron.context_parallel.huggingface import parallelize
 
 
 def step(case: Case, ulysses: int = 1, ring: int = 1) -> cp.Outcome:
-    if ulysses * ring == 1 and not case.dropout:  # our masks of dropout depend on the position, those of transformers not
+    if ulysses * ring == 1 and not case.dropout:  # our dropout depends on positions, that of transformers does not
         return whole(case)
     grid = cp.initialize_grid(ulysses=ulysses, ring=ring)
     model, batches, total = case.model("eager" if case.sinks else "sdpa"), case.batches(), torch.zeros(())

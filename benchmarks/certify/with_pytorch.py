@@ -66,7 +66,8 @@ class Mask:
             at = torch.arange(LENGTH)
             document = torch.bucketize(at, torch.tensor(case.documents), right=True)
             back = at[:, None] - at[None]
-            self.allowed = ((back >= 0) & (back < (case.window or LENGTH)) & (document[:, None] == document))[None, None]
+            near = (back >= 0) & (back < (case.window or LENGTH))
+            self.allowed = (near & (document[:, None] == document))[None, None]
 
     def __call__(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         return args, kwargs | {"attention_mask": self.allowed, "is_causal": self.allowed is None}
