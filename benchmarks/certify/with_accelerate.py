@@ -36,9 +36,7 @@ def trained(
     )  # fmt: skip
     other = others.pop("other", {})
     with tempfile.TemporaryDirectory() as folder:
-        run = trainer(
-            model=model, args=arguments(output_dir=folder, **settings, **others), train_dataset=data, **other
-        )
+        run = trainer(model=model, args=arguments(output_dir=folder, **settings, **others), train_dataset=data, **other)
         run.train()
     log = next(row for row in run.state.log_history if "loss" in row)
     return updated(model, before, torch.tensor(log["loss"]), log.get("grad_norm"), case)
