@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -45,18 +46,30 @@ PEERS: dict[str, tuple[str, dict[str, int]]] = {
 VERSIONS = ("torch", "transformers", "deepspeed", "accelerate", "trl", "megatron-core")
 RIGHT, WRONG, REFUSED, NOT_HERE, RANDOM = "right", "wrong", "refused", "not here", "other mask"
 # Errors of a library that say no more than that this machine has no GPU.
-NEEDS_GPU = ("CUDA", "cuda", "on a CPU", "on CPU", "mixed torch.Tensor and DTensor", "TEDotProductAttention")
-REFERENCES: dict[tuple, Reference] = {}
+NEEDS_GPU = (
+    "DistributedType",
+    "CUDA",
+    "cuda",
+    "on a CPU",
+    "on CPU",
+    "mixed torch.Tensor and DTensor",
+    "TEDotProductAttention",
+)
+References = dict[tuple, Reference]  # measured on one process
 
 
-def judged(peer: str, case: str) -> dict[str, Any]:
-    """One cell."""
+def judged(peer: str, case: str, references: References, run: Callable[..., list] = on_each_rank) -> dict[str, Any]:
+    """One cell.
+
+    Args:
+        references: those that other cells have measured.
+    """
     name, grid = PEERS[peer]
     cell = Cell(name, case)
     try:
-        recorded = on_each_rank(record, 2, cell, grid)
-        reference = alone(name, case, grid)
-    except RankFailed as failed:
+        recorded = run(record, 2, cell, grid)
+        reference = alone(name, case, grid, references, run)
+    except RuntimeError as failed:
         text = " ".join(str(failed).split())
         here = not text.startswith(NOT_INSTALLED) and not any(words in text for words in NEEDS_GPU)
         return {"verdict": REFUSED if here else NOT_HERE, "message": text[:300]}
@@ -82,13 +95,13 @@ def common_factor(wrong: list[Compared]) -> float | None:
     return sum(factors) / len(factors) if max(factors) - min(factors) < 1e-3 * abs(factors[0]) else None
 
 
-def alone(name: str, case: str, grid: dict[str, int]) -> Reference:
+def alone(name: str, case: str, grid: dict[str, int], references: References, run: Callable[..., list]) -> Reference:
     """What one process computes, measured once for the libraries that share its program."""
     own = name in ("accelerate", "trl") or CASES[case].dropout
     key = name if own else "", case
-    if key not in REFERENCES:
-        REFERENCES[key] = on_each_rank(measure, 1, Cell(name, case), dict.fromkeys(grid, 1))[0]
-    return REFERENCES[key]
+    if key not in references:
+        references[key] = run(measure, 1, Cell(name, case), dict.fromkeys(grid, 1))[0]
+    return references[key]
 
 
 def shown(cell: dict[str, Any]) -> str:
@@ -145,6 +158,7 @@ def main(argv: list[str] | None = None) -> None:
     peers = [peer for peer in PEERS if args.peer is None or {peer, PEERS[peer][0]} & set(args.peer)]
     if not args.show:
         import_all()
+        references: References = {}
         for case in args.case or CASES:
             for peer in peers:
                 if args.details:
@@ -153,7 +167,7 @@ def main(argv: list[str] | None = None) -> None:
                 cells = known["cells"].setdefault(peer, {})
                 if args.missing and case in cells:
                     continue
-                cells[case] = judged(peer, case)
+                cells[case] = judged(peer, case, references)
                 known["versions"] = versions()
                 file.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
                 print(f"{peer}, {case}: {shown(cells[case])} {cells[case].get('message', '')[:150]}", flush=True)
