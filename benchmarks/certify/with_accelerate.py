@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import megatron.context_parallel as cp
+from benchmarks.certify import with_deepspeed
 from benchmarks.certify.cases import LENGTH, RATE, Case, copied, updated
 
 
@@ -53,10 +54,9 @@ def parallel(sequence: int, context: int, steps: int) -> dict[str, Any]:
         return {"parallelism_config": ParallelismConfig(cp_size=context), **config}
     if sequence == 1:
         return {}
-    import deepspeed
     from accelerate.utils import DeepSpeedSequenceParallelConfig
 
-    deepspeed.init_distributed("gloo", verbose=False)  # accelerate does not on a CPU
+    with_deepspeed.start()  # accelerate does not on a CPU
     handler = DeepSpeedSequenceParallelConfig(
         sp_seq_length=LENGTH, sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
     )

@@ -12,13 +12,22 @@ import megatron.context_parallel as cp
 from benchmarks.certify.cases import LENGTH, RATE, VOCABULARY, Case, copied, updated, whole
 
 
+def start() -> None:
+    """DeepSpeed's communication on a CPU."""
+    import deepspeed
+
+    # It would compile an all-reduce in shared memory, which only inference uses, for minutes.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo", verbose=False)
+
+
 def step(case: Case, ranks: int = 1) -> cp.Outcome:
     if ranks == 1:
         return whole(case)
     import deepspeed
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 
-    deepspeed.init_distributed("gloo", verbose=False)
+    start()
     attention = "eager" if case.sinks else "sdpa"
     model, batches = case.model(attention), case.batches()
     before = copied(model)
