@@ -13,6 +13,7 @@ TRITON = ['triton>=3,<3.10; sys_platform == "linux"']
 TEST = ["pytest>=8", "pytest-cov>=5", "pytest-timeout", "pytest-xdist", "hypothesis", "spmd_types==0.3.1", *TRITON]
 HUGGING_FACE = ["accelerate>=1", "peft>=0.18"]  # transformers.Trainer, LoRA
 PARQUET = ["pyarrow>=18,<27"]
+PEERS = ["accelerate==1.15.0", "datasets==5.2.0", "deepspeed==0.19.8", "trl==1.16.0"]
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.27,<2", "ruff>=0.6"]
 
 
@@ -86,6 +87,7 @@ setup(
         "triton": TRITON,
         "parquet": PARQUET,  # data in Parquet files
         "huggingface": ["accelerate>=1"],  # only transformers.Trainer needs it
+        "peers": PEERS,  # benchmarks/certify compares with them
         "test": TEST,
         "docs": DOCS,
         "dev": [*TEST, *HUGGING_FACE, *PARQUET, *DOCS, "ruff>=0.6"],

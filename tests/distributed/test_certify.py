@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 import megatron.context_parallel as cp
+from benchmarks.certify import matrix
 from megatron.context_parallel.certifying.bisecting import bisect
 from megatron.context_parallel.certifying.comparing import compare
 from megatron.context_parallel.certifying.recording import GRADIENT, measure, record
@@ -84,6 +85,16 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_not_accused(pool) -> None:
     reference = pool.run(measure, 1, Planted(rope=False), {"ranks": 1}, samples=2)[0]
     noise = reference.noise[GRADIENT, "blocks.0.attention.k.bias"]
     assert noise > 0.1 > 100 * reference.noise[GRADIENT, "blocks.0.attention.q.bias"]
+
+
+@pytest.mark.parametrize("peer, case", [("ours, Ring", "uneven"), ("PyTorch", "1 KV head"), ("PyTorch", "packed")])
+def test_other_libraries(pool, peer: str, case: str) -> None:
+    """The harness of the table of libraries, with those that this test has installed."""
+    cell = matrix.judged(peer, case, {}, pool.run)
+    if case == "packed":
+        assert cell["verdict"] == "refused" and "broadcast" in cell["message"], cell
+    else:
+        assert cell["verdict"] == "right" and 0 < cell["error"] < 1e-5, cell
 
 
 COMMAND = (
