@@ -183,7 +183,8 @@ def _(*, x: Any, layer: Any, parameters: Sequence[Any]) -> Any:
         heads = [over(rules.all_to_all, one, grid.ulysses.group, src=V, dst=V) for one in qkv]
         ring = grid.ring.group if grid.ring.size > 1 else None
         kind = over(rules.all_to_all, attention_type(*heads, layer.rule.sinks, ring), grid.ulysses.group, src=V, dst=V)
-        out = spmd.assert_type(torch.zeros(*qkv[0].shape[:3], qkv[2].size(3)), dict(spmd.get_local_type(kind)))
+        out = qkv[2].new_zeros(*qkv[0].shape[:3], qkv[2].size(3))
+        spmd.assert_type(out, dict(spmd.get_local_type(kind)))
         y = checked(layer.output, out.requires_grad_(part.requires_grad), part, chunk)
         if layer.ffn is not None:
             y = checked(layer.ffn, y, (start, stop)) if layer.ffn_by_rows else checked(layer.ffn, y)

@@ -35,6 +35,7 @@ from megatron.training.checkpoint.checkpoint import unwrap
 from megatron.training.checkpoint.sharded_state import METADATA
 from megatron.training.loss import sum_of_reports
 from megatron.training.model import build
+from megatron.training.model.core_config import compute_dtype
 from megatron.training.model.optimizer import build_optimizer, wrap_for_data_parallelism
 from megatron.training.setup import Runtime, start
 from megatron.training.step import forward_step
@@ -60,7 +61,7 @@ EXPERTS = (
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1 "
 
 MODELS = {
-    "GPT, TP and Ulysses": TP + U,
+    "GPT, TP and Ulysses, ALiBi, fp16": TP + U + "--position-embedding-type alibi --fp16",
     "GPT, TP with sequence parallelism and Ring, dropout": SP + RING + DROPOUT,
     "GPT, Ulysses and Ring, partitioned positions": U + RING + "--partition-position-embedding",
     "GPT, two stages, tied embeddings": PP + TP,
@@ -77,7 +78,9 @@ MODELS = {
     "GPT, adapters (LoRA), TP with sequence parallelism": SP + U + "--lora-rank 4",
     "experts, TP": SP + U + EXPERTS + "--expert-tensor-parallel-size 2",
     "experts, dispatch by all-gather": U + RING + EXPERTS + "--moe-token-dispatcher-type allgather",
-    "experts with a capacity, Ring": U + RING + EXPERTS + "--moe-expert-capacity-factor 1.0",
+    "experts with a capacity, dispatch by all-to-all, a shared expert, two stages, bf16": PP + U + EXPERTS
+    + "--moe-token-dispatcher-type alltoall --moe-expert-capacity-factor 1.0 --moe-router-enable-expert-bias "
+    "--moe-router-score-function sigmoid --moe-shared-expert-intermediate-size 16 --bf16",
 }  # fmt: skip
 
 Axis = str
@@ -150,7 +153,7 @@ class Seen:
     axes: dict[Axis, list[int]]
     parts: dict[str, tuple]
     sizes: dict[str, int]  # elements of each parameter that is trained
-    marks: dict[str, set[float]]  # of its gradient, whose elements may be split over ranks
+    marks: dict[str, list[float]]  # of the elements of its gradient that this rank has
     tokens: float  # the mark of the number of tokens that gradients are divided by
     counted: dict[str, int]  # elements in the sum of squares of the norm
     summed: dict[str, tuple[Axis, ...]]  # the axes over which this sum of squares is summed
@@ -168,7 +171,7 @@ def see(flags: str, world: int, rank: int, change: Change) -> Seen:
             made.model.config.finalize_model_grads_func(made.chunks, tokens)
         trained = {name: x for name, x in made.model.named_parameters() if x.requires_grad}
         divided = float(tokens)
-        seen = {name: {round(x * divided, 3) for x in _gradient(parameter).flatten().tolist() if x == x}
+        seen = {name: [round(x * divided, 3) for x in _gradient(parameter).flatten().tolist() if x == x]
                 for name, parameter in trained.items()}  # fmt: skip
         counted, summed = _norm(made.optimizer, trained, marks)
         sizes = {name: parameter.numel() for name, parameter in trained.items()}
@@ -185,13 +188,14 @@ def _norm(optimizer: Any, trained: dict[str, nn.Parameter], marks: Marks) -> tup
     """(elements that count in the norm, axes over which the sum of their squares is summed), by parameter."""
     counted, summed, names = {}, {}, list(trained)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        scale = float(part.get_loss_scale())
         for number, parameter in enumerate(trained.values(), 1):
-            _gradient(parameter).fill_(number)  # tells which parameter a tensor in the norm belongs to
+            _gradient(parameter).fill_(number * scale)  # tells which parameter a tensor in the norm belongs to
         part.prepare_grads()
         found = [getattr(x, "_local_tensor", x) for x in part.get_main_grads_for_grad_norm()]
         mine = {names[round(float(x.flatten()[0])) - 1]: x.numel() for x in found if x.numel()}
         for parameter in trained.values():
-            _gradient(parameter).fill_(1)
+            _gradient(parameter).fill_(scale)
         part.prepare_grads()
         with marks:
             squares = float(part.get_grad_norm()) ** 2
@@ -212,9 +216,9 @@ def parameter_types(ranks: list[Seen], rank: int) -> Types:
     for name, parts in mine.parts.items():
         varies = {axis for axis, group in mine.axes.items()
                   if not set(parts) <= {x for other in group if other != rank for x in _all(ranks[other])}}  # fmt: skip
-        marks = set().union(*(ranks[other].marks.get(name, set()) for other in _replicas(mine, rank)))
-        if mine.zero_stage == 1 and len(marks) > 1:
-            marks -= {1.0}  # elements in the shard of another rank
+        found = [ranks[other].marks.get(name, []) for other in _replicas(mine, rank)]
+        # With ZeRO 1 a rank has all elements, but the sums of only a part of them.
+        marks = {*map(max, zip(*found))} if mine.zero_stage == 1 else {x for marks in found for x in marks}
         if len(marks) > 1:
             raise spmd.SpmdTypeError(f"{name}: its elements have different sums: {sorted(marks)}")
         mark = max(marks, default=1.0)
@@ -226,8 +230,9 @@ def parameter_types(ranks: list[Seen], rank: int) -> Types:
                 raise spmd.SpmdTypeError(f"{name}: its gradient is summed {count} times over {axis}")
             if axis in varies:
                 raise spmd.SpmdTypeError(f"{name}: gradients of different parts are summed over {axis}")
-        shared = I if name in mine.sizes else R  # a frozen parameter has no gradient that could miss a sum
-        types[name] = {axis: V if axis in varies else R if axis in counts else shared for axis in mine.axes}
+        if name not in mine.sizes:  # frozen: without a gradient it may be replicated or invariant, as its use needs
+            counts = dict.fromkeys(set(mine.axes) - {"tp"}, 1)
+        types[name] = {axis: V if axis in varies else R if axis in counts else I for axis in mine.axes}
     return types
 
 
@@ -288,11 +293,15 @@ def _check_step(made: Rank, types: Types) -> None:
     hidden = {axis: V for axis in tokens} if made.config.parallel.sequence_parallel else tokens
     type_parameters(chunk, model, types)
     spmd.assert_type(runtime.layout.positions, tokens)
-    leaf = None
+    dispatchers = [x.token_dispatcher for x in model.modules() if hasattr(x, "token_dispatcher")]
+    tables = [x for dispatcher in dispatchers for x in vars(dispatcher).values() if isinstance(x, Tensor)]
+    slopes = model.settings.rule.alibi_slopes
+    for constant in (*model.buffers(), *tables, *([] if slopes is None else [slopes])):
+        spmd.assert_type(constant, R)
     if runtime.grid.pipeline.rank:
         rows = runtime.layout.local_length // (2 if made.config.parallel.sequence_parallel else 1)
-        leaf = spmd.assert_type(torch.randn(rows, 1, made.config.model.hidden_size, requires_grad=True), hidden)
-        model.set_input_tensor(leaf)
+        leaf = torch.randn(rows, 1, made.config.model.hidden_size, dtype=compute_dtype(made.config), requires_grad=True)
+        model.set_input_tensor(spmd.assert_type(leaf, hidden))
 
     def batches() -> Iterator[dict[str, Tensor]]:
         shape = (1, made.config.data.seq_length)

@@ -115,7 +115,7 @@ def test_complete_models_have_types() -> None:
             "decoder.layers.0.self_attention.linear_qkv.weight": "tp V, ring P, dp P",
             "decoder.layers.0.self_attention.linear_proj.bias": "tp P, ring P, dp P",
         },
-        "GPT, TP and Ulysses": {"decoder.layers.0.input_layernorm.weight": "tp I, ulysses P, dp P"},
+        "GPT, TP and Ulysses, ALiBi, fp16": {"decoder.layers.0.input_layernorm.weight": "tp I, ulysses P, dp P"},
         "GPT, Ulysses and Ring, partitioned positions": {
             "embedding.position_embeddings.weight": "ulysses V, ring V, dp P"
         },
