@@ -27,7 +27,6 @@ from spmd_types.checker import typecheck
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-import tests.distribution_types  # noqa: F401 (adds the types)
 from megatron.platform import Platform, cpu
 from megatron.platform.simulated_cluster import simulated_world
 from megatron.training.arguments.parser import parse
@@ -39,6 +38,7 @@ from megatron.training.model.core_config import compute_dtype
 from megatron.training.model.optimizer import build_optimizer, wrap_for_data_parallelism
 from megatron.training.setup import Runtime, start
 from megatron.training.step import forward_step
+from tests import distribution_types
 from tests.gradient_sums import Marks, factors, set_gradients_to_one
 
 VOCABULARY = 64
@@ -76,7 +76,7 @@ MODELS = {
     "Llama, FPDT, Ring, hidden states in host memory": TP + RING + LLAMA + FPDT + "--fpdt-stream-hidden",
     "GPT, adapters (LoRA), TP": TP + U + "--lora-rank 4",
     "GPT, adapters (LoRA), TP with sequence parallelism": SP + U + "--lora-rank 4",
-    "experts, TP": SP + U + EXPERTS + "--expert-tensor-parallel-size 2",
+    "experts, TP": SP + U + EXPERTS + "--expert-tensor-parallel-size 2 --moe-token-dispatcher-type alltoall",
     "experts, dispatch by all-gather": U + RING + EXPERTS + "--moe-token-dispatcher-type allgather",
     "experts with a capacity, dispatch by all-to-all, a shared expert, two stages, bf16": PP + U + EXPERTS
     + "--moe-token-dispatcher-type alltoall --moe-expert-capacity-factor 1.0 --moe-router-enable-expert-bias "
@@ -387,10 +387,12 @@ def verdict(flags: str, world: int = 8, change: Change = Change()) -> str | dict
 
 
 def main() -> int:
-    """Print one JSON object: the types of the gradients of each model of ``MODELS``, or its error."""
+    """Print one JSON object: the types of the gradients of each model, or its error; and the types that were used."""
     torch.set_num_threads(1)
     cpu.run_core_on_cpu()
-    print(json.dumps({name: verdict(flags) for name, flags in MODELS.items()}))
+    distribution_types.hide_tables()
+    models = {name: verdict(flags) for name, flags in MODELS.items()}
+    print(json.dumps({"models": models, "ran": sorted(distribution_types.RAN)}))
     return 0
 
 

@@ -51,11 +51,13 @@ def collectives(node: ast.AST, path: tuple[str, ...]) -> Iterator[str]:
         yield from collectives(child, inner)
 
 
+@cache
 def output_of(program: str) -> Any:
+    """What a program of this folder prints as JSON."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = run_forked(ROOT / "tests" / program, [], environment)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_every_autograd_function_has_a_type_or_a_reason() -> None:
@@ -91,21 +93,20 @@ def test_a_program_that_is_not_checked_pays_nothing() -> None:
 
 
 def test_right_parts_have_types_and_errors_have_none() -> None:
-    """In one process, with a fake group of DP 2 x CP 2 x TP 2: 9 right parts, and 19 errors, none of which passes."""
-    lines = output_of("typed_programs.py").splitlines()
-    verdicts = dict(line.rsplit(": right", 1) if line.endswith(": right") else line.split(": wrong", 1)
-                    for line in lines if ": right" in line or ": wrong" in line)  # fmt: skip
-    right = {name for name, why in verdicts.items() if not why}
+    """In one process, with a fake group of DP 2 x CP 2 x TP 2: 11 right parts, and 22 errors, none of which passes."""
+    verdicts = output_of("typed_programs.py")["verdicts"]
+    right = {name for name, verdict in verdicts.items() if verdict == "right"}
     assert right == {
         "ulysses", "ring", "ring with gathered keys", "chunked loss", "chunked loss, TP-sp", "MLP", "MLP, TP-sp",
-        "gradients summed over DP then CP", "norm of queries, weight summed over TP",
+        "gradients summed over DP then CP", "norm of queries, weight summed over TP", "gathered sequence",
+        "sum for averaged gradients",
     }  # fmt: skip
-    assert len(verdicts) - len(right) >= 19
+    assert len(verdicts) == 33
 
 
 def test_complete_models_have_types() -> None:
     """Every kind of model on 8 ranks, in one process; and gradients are what the grid says, P where they are summed."""
-    models = json.loads(output_of("typed_models.py").splitlines()[-1])
+    models = output_of("typed_models.py")["models"]
     assert {name: error for name, error in models.items() if isinstance(error, str)} == {}
     expected = {
         "GPT, TP with sequence parallelism and Ring, dropout": {
@@ -136,9 +137,15 @@ def test_complete_models_have_types() -> None:
         assert gradients.items() <= models[model].items(), model
 
 
+def test_every_type_is_used() -> None:
+    programs = ("typed_programs.py", "typed_models.py", "planted_types.py")
+    ran = {name for program in programs for name in output_of(program)["ran"]}
+    assert ran == {one.__name__ for one in distribution_types.DECLARED}
+
+
 def test_types_alone_find_planted_errors() -> None:
     """Each error is found by the type that it breaks, and the same models without it have none."""
-    found = json.loads(output_of("planted_types.py").splitlines()[-1])
+    found = output_of("planted_types.py")
     assert {name: error for name, error in found["unchanged"].items() if isinstance(error, str)} == {}
     assert len(PLANTED) >= 20
     for name, planted in PLANTED.items():
