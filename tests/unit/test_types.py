@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch  # noqa: E402
 from tests import distribution_types  # noqa: E402
 from tests.planted_types import PLANTED  # noqa: E402
 from tests.program import run_forked  # noqa: E402
+from tests.shared import Shared  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 ON_TENSORS = {
@@ -51,13 +52,17 @@ def collectives(node: ast.AST, path: tuple[str, ...]) -> Iterator[str]:
         yield from collectives(child, inner)
 
 
-@cache
-def output_of(program: str) -> Any:
-    """What a program of this folder prints as JSON."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = run_forked(ROOT / "tests" / program, [], environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+@pytest.fixture
+def output_of(shared: Shared) -> Callable[[str], Any]:
+    """What a program of tests/ prints as JSON, by its name."""
+
+    def run(program: str) -> Any:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        done = run_forked(ROOT / "tests" / f"{program}.py", [], environment)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return lambda program: shared(("types", program), lambda: run(program))
 
 
 def test_every_autograd_function_has_a_type_or_a_reason() -> None:
@@ -92,9 +97,9 @@ def test_a_program_that_is_not_checked_pays_nothing() -> None:
     assert type(vars(torch.autograd.Function)["apply"]) is classmethod
 
 
-def test_right_parts_have_types_and_errors_have_none() -> None:
+def test_right_parts_have_types_and_errors_have_none(output_of: Callable[[str], Any]) -> None:
     """In one process, with a fake group of DP 2 x CP 2 x TP 2: 11 right parts, and 22 errors, none of which passes."""
-    verdicts = output_of("typed_programs.py")["verdicts"]
+    verdicts = output_of("typed_programs")["verdicts"]
     right = {name for name, verdict in verdicts.items() if verdict == "right"}
     assert right == {
         "ulysses", "ring", "ring with gathered keys", "chunked loss", "chunked loss, TP-sp", "MLP", "MLP, TP-sp",
@@ -104,9 +109,9 @@ def test_right_parts_have_types_and_errors_have_none() -> None:
     assert len(verdicts) == 33
 
 
-def test_complete_models_have_types() -> None:
+def test_complete_models_have_types(output_of: Callable[[str], Any]) -> None:
     """Every kind of model on 8 ranks, in one process; and gradients are what the grid says, P where they are summed."""
-    models = output_of("typed_models.py")["models"]
+    models = output_of("typed_models")["models"]
     assert {name: error for name, error in models.items() if isinstance(error, str)} == {}
     expected = {
         "GPT, TP with sequence parallelism and Ring, dropout": {
@@ -137,15 +142,15 @@ def test_complete_models_have_types() -> None:
         assert gradients.items() <= models[model].items(), model
 
 
-def test_every_type_is_used() -> None:
-    programs = ("typed_programs.py", "typed_models.py", "planted_types.py")
+def test_every_type_is_used(output_of: Callable[[str], Any]) -> None:
+    programs = ("typed_programs", "typed_models", "planted_types")
     ran = {name for program in programs for name in output_of(program)["ran"]}
     assert ran == {one.__name__ for one in distribution_types.DECLARED}
 
 
-def test_types_alone_find_planted_errors() -> None:
+def test_types_alone_find_planted_errors(output_of: Callable[[str], Any]) -> None:
     """Each error is found by the type that it breaks, and the same models without it have none."""
-    found = output_of("planted_types.py")
+    found = output_of("planted_types")
     assert {name: error for name, error in found["unchanged"].items() if isinstance(error, str)} == {}
     assert len(PLANTED) >= 20
     for name, planted in PLANTED.items():
