@@ -53,13 +53,13 @@ TYPED = (
     GatherRows, SumRows, _Sum,
 )  # fmt: skip
 
-# Collectives by the function that calls them: the autograd function whose type includes them, "checked" if the checker
-# sees the call itself, "reduces gradients" if tests/gradient_sums.py sees it, or why it has no type.
+# Collectives, by the function or class that calls them, and what checks them: the type of an autograd function, the
+# checker itself (CHECKED), or the marks of tests/gradient_sums.py (REDUCES). Otherwise, why they have no type.
 REPORT = "a number for the log or for a decision; nothing is differentiated by it"
 COPIES = "copies states or files, which tests compare bit by bit"
 GENERATION = "generation, without gradients"
 SIMULATION = "a simulation or a measurement"
-CHECKED, REDUCES = "checked", "reduces gradients"
+CHECKED, REDUCES = "seen by the checker", "sums gradients, which marks show"
 COLLECTIVES = {
     "context_parallel.attention.ring._Transfer": "_TiledAttention, _Chunked",
     "context_parallel.attention.ring.GatherSource.blocks": "_TiledAttention",
@@ -97,7 +97,11 @@ COLLECTIVES = {
 
 
 def axes_in(group: Any) -> list[spmd.MeshAxis]:
-    """The axes of the current mesh that make up a process group; none for a group of one rank."""
+    """The axes of the current mesh that a process group consists of; none for a group of one rank.
+
+    Raises:
+        SpmdTypeError: the group does not consist of axes.
+    """
     if group is None or group.size() == 1:
         return []
     ranks = set(spmd.MeshAxis.of(group).layout.all_ranks_from_zero())
@@ -106,7 +110,7 @@ def axes_in(group: Any) -> list[spmd.MeshAxis]:
     for axis in found:
         size *= axis.size()
     if size != group.size():
-        raise spmd.SpmdTypeError(f"a group of {group.size()} ranks is not made of axes of the mesh")
+        raise spmd.SpmdTypeError(f"a group of {group.size()} ranks does not consist of axes of the mesh")
     return found
 
 
@@ -128,7 +132,8 @@ def checked(function: Callable, *args: Any) -> Any:
         return function(*args)
 
 
-RAN: set[str] = set()  # names of the functions whose types this process has used
+DECLARED: list[type] = []  # all functions with a type
+RAN: set[str] = set()  # the names of those that this process has called under the checker
 
 
 def declare(function: type) -> Callable:
@@ -145,9 +150,6 @@ def declare(function: type) -> Callable:
         return rule
 
     return put
-
-
-DECLARED: list[type] = []
 
 
 # ---- our functions

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of distribution, planted in complete models. The checker of types must find each, without numbers.
+"""Errors of distribution, planted in complete models. Types must find each of them, without comparing numbers.
 
 Each is one change of a kind that people make: a sum is left out, happens twice or on the wrong ranks, or a mark of a
 parameter is forgotten.
@@ -43,13 +43,13 @@ class Planted:
 
     Attributes:
         where: the function or parameter that it changes.
-        found: words of the error of types.
+        error: words of the error of types that it causes.
         change: what it changes in a built model.
         patches: what it changes before that.
     """
 
     where: str
-    found: str
+    error: str
     flags: str
     world: int
     change: Change = Change()

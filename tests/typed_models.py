@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Complete models under the checker of types, in one process with a fake group: forward, loss, gradients, norm.
+"""Complete models under the checker of types, in one process with a fake group.
 
-A parameter's type follows from what the program really does, not from its attributes. It varies on an axis whose ranks
-have different parts of the whole, as checkpoints name them. It is replicated on an axis over which its gradient is
-really summed (tests/gradient_sums.py), else invariant. The checker then proves for each operation that this is the
-type which the operation needs.
+A parameter's type follows from what the program does, not from attributes of the parameter:
+
+- varying on an axis whose ranks hold different parts of the whole parameter, as they would save them;
+- replicated on an axis over which the program sums its gradient (tests/gradient_sums.py);
+- invariant otherwise.
+
+The checker then shows for each operation of the forward pass and the loss that it needs just these types. Two more
+checks use the same marks: gradients are divided by the tokens of all ranks, and each element of a gradient counts once
+in the norm that clips.
 """
 
 from __future__ import annotations
@@ -147,8 +152,8 @@ def _parts(state: Any) -> tuple:
 
 
 @dataclass
-class Seen:
-    """What a rank does with gradients of 1."""
+class Reductions:
+    """How a rank reduces its gradients: what its collectives and its gradient norm make of gradients of 1."""
 
     axes: dict[Axis, list[int]]
     parts: dict[str, tuple]
@@ -160,7 +165,7 @@ class Seen:
     zero_stage: int
 
 
-def see(flags: str, world: int, rank: int, change: Change) -> Seen:
+def reductions_of(flags: str, world: int, rank: int, change: Change) -> Reductions:
     """Run the program's reductions and its gradient norm on gradients of 1."""
     with built(flags, world, rank, change) as made:
         marks, tokens = Marks(made.axes), torch.ones((), dtype=torch.float64)
@@ -171,12 +176,12 @@ def see(flags: str, world: int, rank: int, change: Change) -> Seen:
             made.model.config.finalize_model_grads_func(made.chunks, tokens)
         trained = {name: x for name, x in made.model.named_parameters() if x.requires_grad}
         divided = float(tokens)
-        seen = {name: [round(x * divided, 3) for x in _gradient(parameter).flatten().tolist() if x == x]
+        sums = {name: [round(x * divided, 3) for x in _gradient(parameter).flatten().tolist() if x == x]
                 for name, parameter in trained.items()}  # fmt: skip
         counted, summed = _norm(made.optimizer, trained, marks)
         sizes = {name: parameter.numel() for name, parameter in trained.items()}
         stage = made.config.parallel.zero_stage
-        return Seen(made.axes, made.parts, sizes, seen, divided, counted, summed, stage)
+        return Reductions(made.axes, made.parts, sizes, sums, divided, counted, summed, stage)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
@@ -206,11 +211,11 @@ def _norm(optimizer: Any, trained: dict[str, nn.Parameter], marks: Marks) -> tup
     return counted, summed
 
 
-def parameter_types(ranks: list[Seen], rank: int) -> Types:
+def parameter_types(ranks: list[Reductions], rank: int) -> Types:
     """The types of a rank's parameters.
 
     Raises:
-        SpmdTypeError: what is done with a gradient fits no type.
+        SpmdTypeError: no type describes how a gradient is reduced.
     """
     mine, types = ranks[rank], {}
     for name, parts in mine.parts.items():
@@ -236,49 +241,61 @@ def parameter_types(ranks: list[Seen], rank: int) -> Types:
     return types
 
 
-def _all(seen: Seen) -> set:
-    return {part for parts in seen.parts.values() for part in parts}
+def _all(of_rank: Reductions) -> set:
+    return {part for parts in of_rank.parts.values() for part in parts}
 
 
-def _replicas(seen: Seen, rank: int) -> set[int]:
+def _replicas(of_rank: Reductions, rank: int) -> set[int]:
     """The ranks over which ZeRO splits gradients."""
-    return _group(seen, rank, ("ulysses", "ring", "dp")) if seen.zero_stage else {rank}
+    return _group(of_rank, rank, ("ulysses", "ring", "dp")) if of_rank.zero_stage else {rank}
 
 
-def _group(seen: Seen, rank: int, axes: tuple[Axis, ...]) -> set[int]:
+def _group(of_rank: Reductions, rank: int, axes: tuple[Axis, ...]) -> set[int]:
     """The ranks of the group that consists of several axes."""
     group = {rank}
     for axis in axes:
-        steps = [other - rank for other in seen.axes.get(axis, [rank])]
+        steps = [other - rank for other in of_rank.axes.get(axis, [rank])]
         group = {one + step for one in group for step in steps}
     return group
 
 
-def check_tokens(seen: Seen) -> None:
-    """Gradients are divided by the tokens of all ranks that have different tokens."""
-    counts, _ = factors(round(seen.tokens))
-    wanted = [axis for axis in ("ulysses", "ring", "dp") if axis in seen.axes]
+def check_tokens(of_rank: Reductions) -> None:
+    """Gradients are divided by the tokens of all ranks that have different tokens.
+
+    Raises:
+        SpmdTypeError: the number of tokens is that of other ranks.
+    """
+    counts, _ = factors(round(of_rank.tokens))
+    wanted = [axis for axis in ("ulysses", "ring", "dp") if axis in of_rank.axes]
     if sorted(counts) != sorted(wanted) or any(count > 1 for count in counts.values()):
         raise spmd.SpmdTypeError(f"the number of tokens is summed over {list(counts)}, but tokens vary on {wanted}")
 
 
-def check_norm(ranks: list[Seen], rank: int = 0) -> None:
-    """In the norm that clips, each element of the whole model counts once."""
+def check_norm(ranks: list[Reductions], rank: int = 0) -> None:
+    """In the gradient norm of ``rank`` each element of the whole model counts once.
+
+    Raises:
+        SpmdTypeError: an element counts on no rank, or on several.
+    """
     parts: dict[tuple, tuple[int, int]] = {}  # (its elements, those that count), by part of the whole
-    for other, seen in enumerate(ranks):
-        for name, size in seen.sizes.items():
-            _, counted = parts.get(seen.parts[name], (size, 0))
-            axes = seen.summed.get(name, ())
-            if name in seen.counted and other in _group(ranks[rank], rank, axes):
-                counted += seen.counted[name]
-            parts[seen.parts[name]] = size, counted
+    for other, of_rank in enumerate(ranks):
+        for name, size in of_rank.sizes.items():
+            part = of_rank.parts[name]
+            counted = parts.get(part, (size, 0))[1]
+            if other in _group(ranks[rank], rank, of_rank.summed.get(name, ())):
+                counted += of_rank.counted.get(name, 0)
+            parts[part] = size, counted
     for part, (size, counted) in parts.items():
         if size != counted:
             raise spmd.SpmdTypeError(f"{part[0][0]}: its gradient counts {counted / size:g} times in the norm")
 
 
 def check_step(flags: str, world: int, rank: int, types: Types, change: Change) -> None:
-    """Forward pass and loss of a rank, with all types; and the type of each gradient after the backward pass."""
+    """Run the forward pass, the loss and the backward pass of a rank under the checker.
+
+    Raises:
+        SpmdTypeError: the first operation that does not fit the types of its arguments.
+    """
     _mesh_axis._reset()
     with built(flags, world, rank, change) as made:
         mesh = {name: spmd.MeshAxis.of(group) for name, group in made.groups.items()}
@@ -308,14 +325,14 @@ def _check_step(made: Rank, types: Types) -> None:
         words = torch.arange(shape[1])[None] % VOCABULARY
         yield {"tokens": words, "labels": words, "loss_mask": torch.ones(shape), "numbers": torch.arange(1)}
 
-    def called(*args: Any, **kwargs: Any) -> Tensor:
+    def model_with_types(*args: Any, **kwargs: Any) -> Tensor:
         for x in (*args, *kwargs.values()):
             if isinstance(x, Tensor):
                 spmd.assert_type(x, tokens)
         with typecheck():
             return chunk(*args, **kwargs)
 
-    output, loss_of = forward_step(runtime, batches(), called)
+    output, loss_of = forward_step(runtime, batches(), model_with_types)
     if not model.post_process:
         spmd.assert_type(output, hidden)
         output.sum().backward()
@@ -330,7 +347,7 @@ def _check_step(made: Rank, types: Types) -> None:
 
 
 def type_parameters(chunk: nn.Module, model: nn.Module, types: Types) -> None:
-    """Give parameters their types; those of FSDP get them after they have been gathered."""
+    """Give parameters their types. FSDP makes new tensors when it gathers, which then get the same types."""
     names = {module: name for name, module in model.named_modules()}
 
     def put(unit: nn.Module, *_: Any) -> None:
@@ -345,17 +362,17 @@ def type_parameters(chunk: nn.Module, model: nn.Module, types: Types) -> None:
     put(model)
 
 
-GRADIENTS = {R: "P", I: "I", V: "V"}  # of a parameter, before any reduction, by the parameter's type
+GRADIENTS = {R: "P", I: "I", V: "V"}  # the type of a gradient before it is reduced, by that of its parameter
 
 
 def check(flags: str, world: int = 8, change: Change = Change()) -> dict[str, str]:
-    """Check a model on all stages; returns the types of the gradients of rank 0, for example "tp I, dp P".
+    """Check a model on all stages of the pipeline; returns the types of the gradients of rank 0, as "tp I, dp P".
 
     Raises:
         SpmdTypeError: its first error of types.
     """
     os.environ["WORLD_SIZE"] = str(world)
-    ranks = [see(flags, world, rank, change) for rank in range(world)]
+    ranks = [reductions_of(flags, world, rank, change) for rank in range(world)]
     types = {rank: parameter_types(ranks, rank) for rank in ranks[0].axes.get("pp", [0])}
     for rank, of_rank in types.items():
         check_step(flags, world, rank, of_rank, change)
@@ -365,7 +382,7 @@ def check(flags: str, world: int = 8, change: Change = Change()) -> dict[str, st
             for name in ranks[0].sizes}  # fmt: skip
 
 
-AXES = {
+AXES = {  # by core's names of their groups
     "HIERARCHICAL_CONTEXT_PARALLEL_GROUP_L0": "ulysses",
     "HIERARCHICAL_CONTEXT_PARALLEL_GROUP_L1": "ring",
     "TENSOR_MODEL_PARALLEL_GROUP": "tp",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of distribution: each autograd function and collective has one or a reason; types alone find planted errors."""
+"""Types of distribution (tests/distribution_types.py): nothing lacks one without a reason, and they find errors."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_every_collective_has_a_type_or_a_reason() -> None:
     for module, tree in modules():
         for where in collectives(tree, (module,)):
             entries = {name for name in known if f"{where}.".startswith(f"{name}.")}
-            assert len(entries) == 1, where
+            assert len(entries) == 1, f"{where}: add it to COLLECTIVES in tests/distribution_types.py"
             used |= entries
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed"):
@@ -97,8 +97,8 @@ def test_a_program_that_is_not_checked_pays_nothing() -> None:
     assert type(vars(torch.autograd.Function)["apply"]) is classmethod
 
 
-def test_right_parts_have_types_and_errors_have_none(output_of: Callable[[str], Any]) -> None:
-    """In one process, with a fake group of DP 2 x CP 2 x TP 2: 11 right parts, and 22 errors, none of which passes."""
+def test_parts_of_the_program_pass_and_errors_do_not(output_of: Callable[[str], Any]) -> None:
+    """In one process with a fake group of DP 2 x CP 2 x TP 2: 11 parts, and 22 errors in them."""
     verdicts = output_of("typed_programs")["verdicts"]
     right = {name for name, verdict in verdicts.items() if verdict == "right"}
     assert right == {
@@ -110,7 +110,7 @@ def test_right_parts_have_types_and_errors_have_none(output_of: Callable[[str], 
 
 
 def test_complete_models_have_types(output_of: Callable[[str], Any]) -> None:
-    """Every kind of model on 8 ranks, in one process; and gradients are what the grid says, P where they are summed."""
+    """On 8 ranks, in one process with a fake group. A gradient is partial (P) on the axes over which it is summed."""
     models = output_of("typed_models")["models"]
     assert {name: error for name, error in models.items() if isinstance(error, str)} == {}
     expected = {
@@ -149,9 +149,9 @@ def test_every_type_is_used(output_of: Callable[[str], Any]) -> None:
 
 
 def test_types_alone_find_planted_errors(output_of: Callable[[str], Any]) -> None:
-    """Each error is found by the type that it breaks, and the same models without it have none."""
-    found = output_of("planted_types")
-    assert {name: error for name, error in found["unchanged"].items() if isinstance(error, str)} == {}
+    """The message about each planted error names what is wrong; the same models without the error pass."""
+    results = output_of("planted_types")
+    assert {name: error for name, error in results["unchanged"].items() if isinstance(error, str)} == {}
     assert len(PLANTED) >= 20
     for name, planted in PLANTED.items():
-        assert planted.found in found["planted"][name], f"{name} ({planted.where})"
+        assert planted.error in results["planted"][name], f"{name} ({planted.where})"
