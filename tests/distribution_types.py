@@ -17,6 +17,7 @@ functions fit together. They do not prove what a function does inside; tests of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import spmd_types as spmd
@@ -24,7 +25,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import cross_entropy, layers, mappings, random
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from megatron.core.utils import MakeViewlessTensor
 from spmd_types import I, P, R, S, V, _raw_dist, rules
 from spmd_types._state import _current_mode
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
@@ -37,14 +37,10 @@ from megatron.context_parallel.core.gpt_dropout import HiddenDropout
 from megatron.context_parallel.fpdt.chunked_ffn import _InChunks
 from megatron.context_parallel.fpdt.chunked_layer import _Chunked
 from megatron.context_parallel.fpdt.chunked_loss import _ChunkedLoss
+from megatron.context_parallel.huggingface.decoder_loss import _Sum
 from megatron.context_parallel.layout.sequence_layout import _Gather
 from megatron.context_parallel.positions.position_dropout import _Drop
 from megatron.context_parallel.positions.rope import LayoutRotaryEmbedding, _Rotate
-
-try:
-    from megatron.context_parallel.huggingface.decoder_loss import _Sum
-except ImportError:  # transformers is not installed
-    _Sum = None
 
 # Autograd functions without a type, and why.
 UNTYPED = {
@@ -54,16 +50,16 @@ UNTYPED = {
 
 TYPED = (
     _SequenceToHeads, _HeadsToSequence, _TiledAttention, _ChunkedLoss, _Gather, _Rotate, _Drop, _Chunked, _InChunks,
-    GatherRows, SumRows, *([_Sum] if _Sum else []),
+    GatherRows, SumRows, _Sum,
 )  # fmt: skip
 
-# Collectives by the function that calls them: the autograd function whose type includes them, "checked" if the checker
-# sees the call itself, "reduces gradients" if tests/gradient_sums.py sees it, or why it has no type.
+# Collectives, by the function or class that calls them, and what checks them: the type of an autograd function, the
+# checker itself (CHECKED), or the marks of tests/gradient_sums.py (REDUCES). Otherwise, why they have no type.
 REPORT = "a number for the log or for a decision; nothing is differentiated by it"
 COPIES = "copies states or files, which tests compare bit by bit"
 GENERATION = "generation, without gradients"
 SIMULATION = "a simulation or a measurement"
-CHECKED, REDUCES = "checked", "reduces gradients"
+CHECKED, REDUCES = "seen by the checker", "sums gradients, which marks show"
 COLLECTIVES = {
     "context_parallel.attention.ring._Transfer": "_TiledAttention, _Chunked",
     "context_parallel.attention.ring.GatherSource.blocks": "_TiledAttention",
@@ -101,7 +97,11 @@ COLLECTIVES = {
 
 
 def axes_in(group: Any) -> list[spmd.MeshAxis]:
-    """The axes of the current mesh that make up a process group; none for a group of one rank."""
+    """The axes of the current mesh that a process group consists of; none for a group of one rank.
+
+    Raises:
+        SpmdTypeError: the group does not consist of axes.
+    """
     if group is None or group.size() == 1:
         return []
     ranks = set(spmd.MeshAxis.of(group).layout.all_ranks_from_zero())
@@ -110,7 +110,7 @@ def axes_in(group: Any) -> list[spmd.MeshAxis]:
     for axis in found:
         size *= axis.size()
     if size != group.size():
-        raise spmd.SpmdTypeError(f"a group of {group.size()} ranks is not made of axes of the mesh")
+        raise spmd.SpmdTypeError(f"a group of {group.size()} ranks does not consist of axes of the mesh")
     return found
 
 
@@ -132,13 +132,21 @@ def checked(function: Callable, *args: Any) -> Any:
         return function(*args)
 
 
-def declare(*functions: type | None) -> Callable:
-    """Decorator: the type of autograd functions."""
+DECLARED: list[type] = []  # all functions with a type
+RAN: set[str] = set()  # the names of those that this process has called under the checker
+
+
+def declare(function: type) -> Callable:
+    """Decorator: the type of an autograd function."""
 
     def put(rule: Callable) -> Callable:
-        for function in functions:
-            if function is not None:
-                function.spmd_typecheck = staticmethod(rule)
+        @wraps(rule)
+        def noted(**arguments: Any) -> Any:
+            RAN.add(function.__name__)
+            return rule(**arguments)
+
+        function.spmd_typecheck = staticmethod(noted)
+        DECLARED.append(function)
         return rule
 
     return put
@@ -183,7 +191,8 @@ def _(*, x: Any, layer: Any, parameters: Sequence[Any]) -> Any:
         heads = [over(rules.all_to_all, one, grid.ulysses.group, src=V, dst=V) for one in qkv]
         ring = grid.ring.group if grid.ring.size > 1 else None
         kind = over(rules.all_to_all, attention_type(*heads, layer.rule.sinks, ring), grid.ulysses.group, src=V, dst=V)
-        out = spmd.assert_type(torch.zeros(*qkv[0].shape[:3], qkv[2].size(3)), dict(spmd.get_local_type(kind)))
+        out = qkv[2].new_zeros(*qkv[0].shape[:3], qkv[2].size(3))
+        spmd.assert_type(out, dict(spmd.get_local_type(kind)))
         y = checked(layer.output, out.requires_grad_(part.requires_grad), part, chunk)
         if layer.ffn is not None:
             y = checked(layer.ffn, y, (start, stop)) if layer.ffn_by_rows else checked(layer.ffn, y)
@@ -247,7 +256,7 @@ def _(*, local: Any, axis: Any) -> Any:  # the factor in its backward pass undoe
     return over(rules.all_reduce, local, axis.group, src=V, dst=I)
 
 
-# ---- megatron-core 0.16.1: tensor_parallel/mappings.py, layers.py, cross_entropy.py, random.py, moe_utils.py, utils.py
+# ---- megatron-core 0.16.1: tensor_parallel/mappings.py, layers.py, cross_entropy.py, random.py, moe_utils.py
 
 
 @declare(mappings._CopyToModelParallelRegion)
@@ -258,11 +267,6 @@ def _(*, input_: Any, group: Any) -> Any:
 @declare(mappings._ReduceFromModelParallelRegion)
 def _(*, input_: Any, group: Any) -> Any:
     return over(rules.all_reduce, input_, group, src=V, dst=I)
-
-
-@declare(mappings._ScatterToModelParallelRegion)
-def _(*, input_: Any, group: Any) -> Any:
-    return over(rules.convert, input_, group, src=I, dst=S(input_.ndim - 1))
 
 
 @declare(mappings._GatherFromModelParallelRegion)
@@ -283,16 +287,6 @@ def _(*, input_: Any, group: Any, tensor_parallel_output_grad: bool) -> Any:
 @declare(mappings._ReduceScatterToSequenceParallelRegion)
 def _(*, input_: Any, group: Any) -> Any:
     return over(rules.reduce_scatter, input_, group, src=V, dst=S(0))
-
-
-@declare(mappings._AllGatherFromTensorParallelRegion)
-def _(*, input_: Any, group: Any) -> Any:
-    return over(rules.all_gather, input_, group, src=S(input_.ndim - 1), dst=R)
-
-
-@declare(mappings._ReduceScatterToTensorParallelRegion)
-def _(*, input_: Any, group: Any) -> Any:
-    return over(rules.reduce_scatter, input_, group, src=V, dst=S(input_.ndim - 1))
 
 
 @declare(mappings._AllToAll)
@@ -350,12 +344,7 @@ def _(*, output: Any, aux_loss: Any) -> Any:
     return same(output)
 
 
-@declare(MakeViewlessTensor)
-def _(*, inp: Any) -> Any:
-    return same(inp)
-
-
-# ---- PyTorch's FSDP2: its two autograd functions return their inputs; the rest of it copies parameters
+# ---- PyTorch's FSDP2
 
 
 @declare(_fsdp_param_group.RegisterPostBackwardFunction)
@@ -363,28 +352,24 @@ def _(*, inputs: Sequence[Any]) -> Any:
     return tuple(same(x) for x in inputs)
 
 
-@declare(_fsdp_state.RegisterPreBackwardFunction)
-def _(*, output: Any) -> Any:
-    return same(output)
+# ---- what the checker must not see
 
 
-for _method in (
-    _fsdp_param_group.FSDPParamGroup.unshard,
-    _fsdp_param_group.FSDPParamGroup.wait_for_unshard,
-    _fsdp_param_group.FSDPParamGroup.reshard,
-    _fsdp_state.FSDPState._lazy_init,
-    random.CudaRNGStatesTracker.fork,  # compares random states
-    LayoutRotaryEmbedding.angles,  # positions, which need no gradients
-    LayoutRotaryEmbedding.of_spans,
-):
-    spmd.register_no_typecheck(_method)
-
-
-# ---- tables that need no gradients, and that the program makes where the checker does not see it
-
-_positions = vars(HiddenDropout)["_at"]
-_compute = spmd.register_no_typecheck(_positions.func)
-_positions.func = lambda self: spmd.assert_type(_compute(self), V) if spmd.is_type_checking() else _compute(self)
+def hide_tables() -> None:
+    """Exempt functions that compute no gradients: they copy parameters, compare random states or list positions."""
+    for function in (
+        _fsdp_param_group.FSDPParamGroup.unshard,
+        _fsdp_param_group.FSDPParamGroup.wait_for_unshard,
+        _fsdp_param_group.FSDPParamGroup.reshard,
+        _fsdp_state.FSDPState._lazy_init,
+        random.CudaRNGStatesTracker.fork,
+        LayoutRotaryEmbedding.angles,
+        LayoutRotaryEmbedding.of_spans,
+    ):
+        spmd.register_no_typecheck(function)
+    positions = vars(HiddenDropout)["_at"]
+    list_positions = spmd.register_no_typecheck(positions.func)
+    positions.func = lambda dropout: spmd.assert_type(list_positions(dropout), V)
 
 
 # ---- torch.distributed's functions on tensors without gradients, called directly

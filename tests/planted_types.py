@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of distribution, planted in complete models. The checker of types must find each, without numbers.
+"""Errors of distribution, planted in complete models. Types must find each of them, without comparing numbers.
 
 Each is one change of a kind that people make: a sum is left out, happens twice or on the wrong ranks, or a mark of a
 parameter is forgotten.
@@ -30,6 +30,7 @@ from megatron.context_parallel.core import experts, lora
 from megatron.platform import cpu
 from megatron.training import loss, step
 from megatron.training.model import fsdp, gpt
+from tests.distribution_types import RAN, hide_tables
 from tests.typed_models import EXPERTS, FPDT, LLAMA, PP, SP, TP, Change, U, verdict
 
 FINALIZE = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # the package hides the module
@@ -42,13 +43,13 @@ class Planted:
 
     Attributes:
         where: the function or parameter that it changes.
-        found: words of the error of types.
+        error: words of the error of types that it causes.
         change: what it changes in a built model.
         patches: what it changes before that.
     """
 
     where: str
-    found: str
+    error: str
     flags: str
     world: int
     change: Change = Change()
@@ -308,13 +309,14 @@ def main() -> int:
     """Print one JSON object: the error of each planted model, and of the same models without errors."""
     torch.set_num_threads(1)
     cpu.run_core_on_cpu()
+    hide_tables()
     found = {}
     for name, planted in PLANTED.items():
         with planted.patches():
             found[name] = verdict(planted.flags, planted.world, planted.change)
     models = sorted({(planted.flags, planted.world) for planted in PLANTED.values()})
     unchanged = {f"{world} ranks, {flags}": verdict(flags, world) for flags, world in models}
-    print(json.dumps({"planted": found, "unchanged": unchanged}))
+    print(json.dumps({"planted": found, "unchanged": unchanged, "ran": sorted(RAN)}))
     return 0
 
 

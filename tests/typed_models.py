@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Complete models under the checker of types, in one process with a fake group: forward, loss, gradients, norm.
+"""Complete models under the checker of types, in one process with a fake group.
 
-A parameter's type follows from what the program really does, not from its attributes. It varies on an axis whose ranks
-have different parts of the whole, as checkpoints name them. It is replicated on an axis over which its gradient is
-really summed (tests/gradient_sums.py), else invariant. The checker then proves for each operation that this is the
-type which the operation needs.
+A parameter's type follows from what the program does, not from attributes of the parameter:
+
+- varying on an axis whose ranks hold different parts of the whole parameter, as they would save them;
+- replicated on an axis over which the program sums its gradient (tests/gradient_sums.py);
+- invariant otherwise.
+
+The checker then shows for each operation of the forward pass and the loss that it needs just these types. Two more
+checks use the same marks: gradients are divided by the tokens of all ranks, and each element of a gradient counts once
+in the norm that clips.
 """
 
 from __future__ import annotations
@@ -27,7 +32,6 @@ from spmd_types.checker import typecheck
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-import tests.distribution_types  # noqa: F401 (adds the types)
 from megatron.platform import Platform, cpu
 from megatron.platform.simulated_cluster import simulated_world
 from megatron.training.arguments.parser import parse
@@ -35,9 +39,11 @@ from megatron.training.checkpoint.checkpoint import unwrap
 from megatron.training.checkpoint.sharded_state import METADATA
 from megatron.training.loss import sum_of_reports
 from megatron.training.model import build
+from megatron.training.model.core_config import compute_dtype
 from megatron.training.model.optimizer import build_optimizer, wrap_for_data_parallelism
 from megatron.training.setup import Runtime, start
 from megatron.training.step import forward_step
+from tests import distribution_types
 from tests.gradient_sums import Marks, factors, set_gradients_to_one
 
 VOCABULARY = 64
@@ -60,7 +66,7 @@ EXPERTS = (
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1 "
 
 MODELS = {
-    "GPT, TP and Ulysses": TP + U,
+    "GPT, TP and Ulysses, ALiBi, fp16": TP + U + "--position-embedding-type alibi --fp16",
     "GPT, TP with sequence parallelism and Ring, dropout": SP + RING + DROPOUT,
     "GPT, Ulysses and Ring, partitioned positions": U + RING + "--partition-position-embedding",
     "GPT, two stages, tied embeddings": PP + TP,
@@ -75,9 +81,11 @@ MODELS = {
     "Llama, FPDT, Ring, hidden states in host memory": TP + RING + LLAMA + FPDT + "--fpdt-stream-hidden",
     "GPT, adapters (LoRA), TP": TP + U + "--lora-rank 4",
     "GPT, adapters (LoRA), TP with sequence parallelism": SP + U + "--lora-rank 4",
-    "experts, TP": SP + U + EXPERTS + "--expert-tensor-parallel-size 2",
+    "experts, TP": SP + U + EXPERTS + "--expert-tensor-parallel-size 2 --moe-token-dispatcher-type alltoall",
     "experts, dispatch by all-gather": U + RING + EXPERTS + "--moe-token-dispatcher-type allgather",
-    "experts with a capacity, Ring": U + RING + EXPERTS + "--moe-expert-capacity-factor 1.0",
+    "experts with a capacity, dispatch by all-to-all, a shared expert, two stages, bf16": PP + U + EXPERTS
+    + "--moe-token-dispatcher-type alltoall --moe-expert-capacity-factor 1.0 --moe-router-enable-expert-bias "
+    "--moe-router-score-function sigmoid --moe-shared-expert-intermediate-size 16 --bf16",
 }  # fmt: skip
 
 Axis = str
@@ -144,20 +152,20 @@ def _parts(state: Any) -> tuple:
 
 
 @dataclass
-class Seen:
-    """What a rank does with gradients of 1."""
+class Reductions:
+    """How a rank reduces its gradients: what its collectives and its gradient norm make of gradients of 1."""
 
     axes: dict[Axis, list[int]]
     parts: dict[str, tuple]
     sizes: dict[str, int]  # elements of each parameter that is trained
-    marks: dict[str, set[float]]  # of its gradient, whose elements may be split over ranks
+    marks: dict[str, list[float]]  # of the elements of its gradient that this rank has
     tokens: float  # the mark of the number of tokens that gradients are divided by
     counted: dict[str, int]  # elements in the sum of squares of the norm
     summed: dict[str, tuple[Axis, ...]]  # the axes over which this sum of squares is summed
     zero_stage: int
 
 
-def see(flags: str, world: int, rank: int, change: Change) -> Seen:
+def reductions_of(flags: str, world: int, rank: int, change: Change) -> Reductions:
     """Run the program's reductions and its gradient norm on gradients of 1."""
     with built(flags, world, rank, change) as made:
         marks, tokens = Marks(made.axes), torch.ones((), dtype=torch.float64)
@@ -168,12 +176,12 @@ def see(flags: str, world: int, rank: int, change: Change) -> Seen:
             made.model.config.finalize_model_grads_func(made.chunks, tokens)
         trained = {name: x for name, x in made.model.named_parameters() if x.requires_grad}
         divided = float(tokens)
-        seen = {name: {round(x * divided, 3) for x in _gradient(parameter).flatten().tolist() if x == x}
+        sums = {name: [round(x * divided, 3) for x in _gradient(parameter).flatten().tolist() if x == x]
                 for name, parameter in trained.items()}  # fmt: skip
         counted, summed = _norm(made.optimizer, trained, marks)
         sizes = {name: parameter.numel() for name, parameter in trained.items()}
         stage = made.config.parallel.zero_stage
-        return Seen(made.axes, made.parts, sizes, seen, divided, counted, summed, stage)
+        return Reductions(made.axes, made.parts, sizes, sums, divided, counted, summed, stage)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
@@ -185,13 +193,14 @@ def _norm(optimizer: Any, trained: dict[str, nn.Parameter], marks: Marks) -> tup
     """(elements that count in the norm, axes over which the sum of their squares is summed), by parameter."""
     counted, summed, names = {}, {}, list(trained)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        scale = float(part.get_loss_scale())
         for number, parameter in enumerate(trained.values(), 1):
-            _gradient(parameter).fill_(number)  # tells which parameter a tensor in the norm belongs to
+            _gradient(parameter).fill_(number * scale)  # tells which parameter a tensor in the norm belongs to
         part.prepare_grads()
         found = [getattr(x, "_local_tensor", x) for x in part.get_main_grads_for_grad_norm()]
         mine = {names[round(float(x.flatten()[0])) - 1]: x.numel() for x in found if x.numel()}
         for parameter in trained.values():
-            _gradient(parameter).fill_(1)
+            _gradient(parameter).fill_(scale)
         part.prepare_grads()
         with marks:
             squares = float(part.get_grad_norm()) ** 2
@@ -202,19 +211,19 @@ def _norm(optimizer: Any, trained: dict[str, nn.Parameter], marks: Marks) -> tup
     return counted, summed
 
 
-def parameter_types(ranks: list[Seen], rank: int) -> Types:
+def parameter_types(ranks: list[Reductions], rank: int) -> Types:
     """The types of a rank's parameters.
 
     Raises:
-        SpmdTypeError: what is done with a gradient fits no type.
+        SpmdTypeError: no type describes how a gradient is reduced.
     """
     mine, types = ranks[rank], {}
     for name, parts in mine.parts.items():
         varies = {axis for axis, group in mine.axes.items()
                   if not set(parts) <= {x for other in group if other != rank for x in _all(ranks[other])}}  # fmt: skip
-        marks = set().union(*(ranks[other].marks.get(name, set()) for other in _replicas(mine, rank)))
-        if mine.zero_stage == 1 and len(marks) > 1:
-            marks -= {1.0}  # elements in the shard of another rank
+        found = [ranks[other].marks.get(name, []) for other in _replicas(mine, rank)]
+        # With ZeRO 1 a rank has all elements, but the sums of only a part of them.
+        marks = {*map(max, zip(*found))} if mine.zero_stage == 1 else {x for marks in found for x in marks}
         if len(marks) > 1:
             raise spmd.SpmdTypeError(f"{name}: its elements have different sums: {sorted(marks)}")
         mark = max(marks, default=1.0)
@@ -226,54 +235,67 @@ def parameter_types(ranks: list[Seen], rank: int) -> Types:
                 raise spmd.SpmdTypeError(f"{name}: its gradient is summed {count} times over {axis}")
             if axis in varies:
                 raise spmd.SpmdTypeError(f"{name}: gradients of different parts are summed over {axis}")
-        shared = I if name in mine.sizes else R  # a frozen parameter has no gradient that could miss a sum
-        types[name] = {axis: V if axis in varies else R if axis in counts else shared for axis in mine.axes}
+        if name not in mine.sizes:  # frozen: without a gradient it may be replicated or invariant, as its use needs
+            counts = dict.fromkeys(set(mine.axes) - {"tp"}, 1)
+        types[name] = {axis: V if axis in varies else R if axis in counts else I for axis in mine.axes}
     return types
 
 
-def _all(seen: Seen) -> set:
-    return {part for parts in seen.parts.values() for part in parts}
+def _all(of_rank: Reductions) -> set:
+    return {part for parts in of_rank.parts.values() for part in parts}
 
 
-def _replicas(seen: Seen, rank: int) -> set[int]:
+def _replicas(of_rank: Reductions, rank: int) -> set[int]:
     """The ranks over which ZeRO splits gradients."""
-    return _group(seen, rank, ("ulysses", "ring", "dp")) if seen.zero_stage else {rank}
+    return _group(of_rank, rank, ("ulysses", "ring", "dp")) if of_rank.zero_stage else {rank}
 
 
-def _group(seen: Seen, rank: int, axes: tuple[Axis, ...]) -> set[int]:
+def _group(of_rank: Reductions, rank: int, axes: tuple[Axis, ...]) -> set[int]:
     """The ranks of the group that consists of several axes."""
     group = {rank}
     for axis in axes:
-        steps = [other - rank for other in seen.axes.get(axis, [rank])]
+        steps = [other - rank for other in of_rank.axes.get(axis, [rank])]
         group = {one + step for one in group for step in steps}
     return group
 
 
-def check_tokens(seen: Seen) -> None:
-    """Gradients are divided by the tokens of all ranks that have different tokens."""
-    counts, _ = factors(round(seen.tokens))
-    wanted = [axis for axis in ("ulysses", "ring", "dp") if axis in seen.axes]
+def check_tokens(of_rank: Reductions) -> None:
+    """Gradients are divided by the tokens of all ranks that have different tokens.
+
+    Raises:
+        SpmdTypeError: the number of tokens is that of other ranks.
+    """
+    counts, _ = factors(round(of_rank.tokens))
+    wanted = [axis for axis in ("ulysses", "ring", "dp") if axis in of_rank.axes]
     if sorted(counts) != sorted(wanted) or any(count > 1 for count in counts.values()):
         raise spmd.SpmdTypeError(f"the number of tokens is summed over {list(counts)}, but tokens vary on {wanted}")
 
 
-def check_norm(ranks: list[Seen], rank: int = 0) -> None:
-    """In the norm that clips, each element of the whole model counts once."""
+def check_norm(ranks: list[Reductions], rank: int = 0) -> None:
+    """In the gradient norm of ``rank`` each element of the whole model counts once.
+
+    Raises:
+        SpmdTypeError: an element counts on no rank, or on several.
+    """
     parts: dict[tuple, tuple[int, int]] = {}  # (its elements, those that count), by part of the whole
-    for other, seen in enumerate(ranks):
-        for name, size in seen.sizes.items():
-            _, counted = parts.get(seen.parts[name], (size, 0))
-            axes = seen.summed.get(name, ())
-            if name in seen.counted and other in _group(ranks[rank], rank, axes):
-                counted += seen.counted[name]
-            parts[seen.parts[name]] = size, counted
+    for other, of_rank in enumerate(ranks):
+        for name, size in of_rank.sizes.items():
+            part = of_rank.parts[name]
+            counted = parts.get(part, (size, 0))[1]
+            if other in _group(ranks[rank], rank, of_rank.summed.get(name, ())):
+                counted += of_rank.counted.get(name, 0)
+            parts[part] = size, counted
     for part, (size, counted) in parts.items():
         if size != counted:
             raise spmd.SpmdTypeError(f"{part[0][0]}: its gradient counts {counted / size:g} times in the norm")
 
 
 def check_step(flags: str, world: int, rank: int, types: Types, change: Change) -> None:
-    """Forward pass and loss of a rank, with all types; and the type of each gradient after the backward pass."""
+    """Run the forward pass, the loss and the backward pass of a rank under the checker.
+
+    Raises:
+        SpmdTypeError: the first operation that does not fit the types of its arguments.
+    """
     _mesh_axis._reset()
     with built(flags, world, rank, change) as made:
         mesh = {name: spmd.MeshAxis.of(group) for name, group in made.groups.items()}
@@ -288,25 +310,29 @@ def _check_step(made: Rank, types: Types) -> None:
     hidden = {axis: V for axis in tokens} if made.config.parallel.sequence_parallel else tokens
     type_parameters(chunk, model, types)
     spmd.assert_type(runtime.layout.positions, tokens)
-    leaf = None
+    dispatchers = [x.token_dispatcher for x in model.modules() if hasattr(x, "token_dispatcher")]
+    tables = [x for dispatcher in dispatchers for x in vars(dispatcher).values() if isinstance(x, Tensor)]
+    slopes = model.settings.rule.alibi_slopes
+    for constant in (*model.buffers(), *tables, *([] if slopes is None else [slopes])):
+        spmd.assert_type(constant, R)
     if runtime.grid.pipeline.rank:
         rows = runtime.layout.local_length // (2 if made.config.parallel.sequence_parallel else 1)
-        leaf = spmd.assert_type(torch.randn(rows, 1, made.config.model.hidden_size, requires_grad=True), hidden)
-        model.set_input_tensor(leaf)
+        leaf = torch.randn(rows, 1, made.config.model.hidden_size, dtype=compute_dtype(made.config), requires_grad=True)
+        model.set_input_tensor(spmd.assert_type(leaf, hidden))
 
     def batches() -> Iterator[dict[str, Tensor]]:
         shape = (1, made.config.data.seq_length)
         words = torch.arange(shape[1])[None] % VOCABULARY
         yield {"tokens": words, "labels": words, "loss_mask": torch.ones(shape), "numbers": torch.arange(1)}
 
-    def called(*args: Any, **kwargs: Any) -> Tensor:
+    def model_with_types(*args: Any, **kwargs: Any) -> Tensor:
         for x in (*args, *kwargs.values()):
             if isinstance(x, Tensor):
                 spmd.assert_type(x, tokens)
         with typecheck():
             return chunk(*args, **kwargs)
 
-    output, loss_of = forward_step(runtime, batches(), called)
+    output, loss_of = forward_step(runtime, batches(), model_with_types)
     if not model.post_process:
         spmd.assert_type(output, hidden)
         output.sum().backward()
@@ -321,7 +347,7 @@ def _check_step(made: Rank, types: Types) -> None:
 
 
 def type_parameters(chunk: nn.Module, model: nn.Module, types: Types) -> None:
-    """Give parameters their types; those of FSDP get them after they have been gathered."""
+    """Give parameters their types. FSDP makes new tensors when it gathers, which then get the same types."""
     names = {module: name for name, module in model.named_modules()}
 
     def put(unit: nn.Module, *_: Any) -> None:
@@ -336,17 +362,17 @@ def type_parameters(chunk: nn.Module, model: nn.Module, types: Types) -> None:
     put(model)
 
 
-GRADIENTS = {R: "P", I: "I", V: "V"}  # of a parameter, before any reduction, by the parameter's type
+GRADIENTS = {R: "P", I: "I", V: "V"}  # the type of a gradient before it is reduced, by that of its parameter
 
 
 def check(flags: str, world: int = 8, change: Change = Change()) -> dict[str, str]:
-    """Check a model on all stages; returns the types of the gradients of rank 0, for example "tp I, dp P".
+    """Check a model on all stages of the pipeline; returns the types of the gradients of rank 0, as "tp I, dp P".
 
     Raises:
         SpmdTypeError: its first error of types.
     """
     os.environ["WORLD_SIZE"] = str(world)
-    ranks = [see(flags, world, rank, change) for rank in range(world)]
+    ranks = [reductions_of(flags, world, rank, change) for rank in range(world)]
     types = {rank: parameter_types(ranks, rank) for rank in ranks[0].axes.get("pp", [0])}
     for rank, of_rank in types.items():
         check_step(flags, world, rank, of_rank, change)
@@ -356,7 +382,7 @@ def check(flags: str, world: int = 8, change: Change = Change()) -> dict[str, st
             for name in ranks[0].sizes}  # fmt: skip
 
 
-AXES = {
+AXES = {  # by core's names of their groups
     "HIERARCHICAL_CONTEXT_PARALLEL_GROUP_L0": "ulysses",
     "HIERARCHICAL_CONTEXT_PARALLEL_GROUP_L1": "ring",
     "TENSOR_MODEL_PARALLEL_GROUP": "tp",
@@ -378,10 +404,12 @@ def verdict(flags: str, world: int = 8, change: Change = Change()) -> str | dict
 
 
 def main() -> int:
-    """Print one JSON object: the types of the gradients of each model of ``MODELS``, or its error."""
+    """Print one JSON object: the types of the gradients of each model, or its error; and the types that were used."""
     torch.set_num_threads(1)
     cpu.run_core_on_cpu()
-    print(json.dumps({name: verdict(flags) for name, flags in MODELS.items()}))
+    distribution_types.hide_tables()
+    models = {name: verdict(flags) for name, flags in MODELS.items()}
+    print(json.dumps({"models": models, "ran": sorted(distribution_types.RAN)}))
     return 0
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of distribution: each autograd function and collective has one or a reason; types alone find planted errors."""
+"""Types of distribution (tests/distribution_types.py): nothing lacks one without a reason, and they find errors."""
 
 from __future__ import annotations
 
 import ast
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch  # noqa: E402
 from tests import distribution_types  # noqa: E402
 from tests.planted_types import PLANTED  # noqa: E402
 from tests.program import run_forked  # noqa: E402
+from tests.shared import Shared  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 ON_TENSORS = {
@@ -51,11 +52,17 @@ def collectives(node: ast.AST, path: tuple[str, ...]) -> Iterator[str]:
         yield from collectives(child, inner)
 
 
-def output_of(program: str) -> Any:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = run_forked(ROOT / "tests" / program, [], environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def output_of(shared: Shared) -> Callable[[str], Any]:
+    """What a program of tests/ prints as JSON, by its name."""
+
+    def run(program: str) -> Any:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        done = run_forked(ROOT / "tests" / f"{program}.py", [], environment)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return lambda program: shared(("types", program), lambda: run(program))
 
 
 def test_every_autograd_function_has_a_type_or_a_reason() -> None:
@@ -76,7 +83,7 @@ def test_every_collective_has_a_type_or_a_reason() -> None:
     for module, tree in modules():
         for where in collectives(tree, (module,)):
             entries = {name for name in known if f"{where}.".startswith(f"{name}.")}
-            assert len(entries) == 1, where
+            assert len(entries) == 1, f"{where}: add it to COLLECTIVES in tests/distribution_types.py"
             used |= entries
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed"):
@@ -90,22 +97,21 @@ def test_a_program_that_is_not_checked_pays_nothing() -> None:
     assert type(vars(torch.autograd.Function)["apply"]) is classmethod
 
 
-def test_right_parts_have_types_and_errors_have_none() -> None:
-    """In one process, with a fake group of DP 2 x CP 2 x TP 2: 9 right parts, and 19 errors, none of which passes."""
-    lines = output_of("typed_programs.py").splitlines()
-    verdicts = dict(line.rsplit(": right", 1) if line.endswith(": right") else line.split(": wrong", 1)
-                    for line in lines if ": right" in line or ": wrong" in line)  # fmt: skip
-    right = {name for name, why in verdicts.items() if not why}
+def test_parts_of_the_program_pass_and_errors_do_not(output_of: Callable[[str], Any]) -> None:
+    """In one process with a fake group of DP 2 x CP 2 x TP 2: 11 parts, and 22 errors in them."""
+    verdicts = output_of("typed_programs")["verdicts"]
+    right = {name for name, verdict in verdicts.items() if verdict == "right"}
     assert right == {
         "ulysses", "ring", "ring with gathered keys", "chunked loss", "chunked loss, TP-sp", "MLP", "MLP, TP-sp",
-        "gradients summed over DP then CP", "norm of queries, weight summed over TP",
+        "gradients summed over DP then CP", "norm of queries, weight summed over TP", "gathered sequence",
+        "sum for averaged gradients",
     }  # fmt: skip
-    assert len(verdicts) - len(right) >= 19
+    assert len(verdicts) == 33
 
 
-def test_complete_models_have_types() -> None:
-    """Every kind of model on 8 ranks, in one process; and gradients are what the grid says, P where they are summed."""
-    models = json.loads(output_of("typed_models.py").splitlines()[-1])
+def test_complete_models_have_types(output_of: Callable[[str], Any]) -> None:
+    """On 8 ranks, in one process with a fake group. A gradient is partial (P) on the axes over which it is summed."""
+    models = output_of("typed_models")["models"]
     assert {name: error for name, error in models.items() if isinstance(error, str)} == {}
     expected = {
         "GPT, TP with sequence parallelism and Ring, dropout": {
@@ -115,7 +121,7 @@ def test_complete_models_have_types() -> None:
             "decoder.layers.0.self_attention.linear_qkv.weight": "tp V, ring P, dp P",
             "decoder.layers.0.self_attention.linear_proj.bias": "tp P, ring P, dp P",
         },
-        "GPT, TP and Ulysses": {"decoder.layers.0.input_layernorm.weight": "tp I, ulysses P, dp P"},
+        "GPT, TP and Ulysses, ALiBi, fp16": {"decoder.layers.0.input_layernorm.weight": "tp I, ulysses P, dp P"},
         "GPT, Ulysses and Ring, partitioned positions": {
             "embedding.position_embeddings.weight": "ulysses V, ring V, dp P"
         },
@@ -136,10 +142,16 @@ def test_complete_models_have_types() -> None:
         assert gradients.items() <= models[model].items(), model
 
 
-def test_types_alone_find_planted_errors() -> None:
-    """Each error is found by the type that it breaks, and the same models without it have none."""
-    found = json.loads(output_of("planted_types.py").splitlines()[-1])
-    assert {name: error for name, error in found["unchanged"].items() if isinstance(error, str)} == {}
+def test_every_type_is_used(output_of: Callable[[str], Any]) -> None:
+    programs = ("typed_programs", "typed_models", "planted_types")
+    ran = {name for program in programs for name in output_of(program)["ran"]}
+    assert ran == {one.__name__ for one in distribution_types.DECLARED}
+
+
+def test_types_alone_find_planted_errors(output_of: Callable[[str], Any]) -> None:
+    """The message about each planted error names what is wrong; the same models without the error pass."""
+    results = output_of("planted_types")
+    assert {name: error for name, error in results["unchanged"].items() if isinstance(error, str)} == {}
     assert len(PLANTED) >= 20
     for name, planted in PLANTED.items():
-        assert planted.found in found["planted"][name], f"{name} ({planted.where})"
+        assert planted.error in results["planted"][name], f"{name} ({planted.where})"
