@@ -50,7 +50,7 @@ class Resources:
         shared: bytes of a block's shared memory.
         warps: of a block.
         products: number of tensor core instructions in its PTX, by name.
-        half: whether Blackwell's tensor cores work on 64 rows at a time, which takes as long as 128.
+        half: whether Blackwell's tensor cores work on 64 rows at a time, in the time that 128 rows take.
         columns: of tensor memory (Blackwell).
         loops: the innermost loops with tensor core instructions, the shortest first.
         capability: the compute capability that it was compiled for.
@@ -135,7 +135,10 @@ def _dump(what: str, cubin: bytes) -> str:
 def example(
     capability: int, head: int, dtype: torch.dtype = torch.bfloat16, features: Collection[str] = ()
 ) -> dict[str, Launch]:
-    """Example launches, by pass: causal attention with 8 heads and 2 key heads; ``features``: some of `FEATURES`."""
+    """Example launches, by pass: causal attention with 8 heads and 2 key heads.
+
+    ``features``: names from ``triton_call.FEATURES``.
+    """
     rows, heads, key_heads = 4096, 8, 2
 
     def meta(*shape: int, kind: torch.dtype = torch.float32) -> Tensor:

@@ -29,7 +29,7 @@ def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
 
 
 def copies(stage: Stage, chunk: int) -> Figures | None:
-    """Seconds of copies with chunks of this size at the measured rate, and the seconds of them that are not overlapped:
+    """Time of the copies with chunks of this size at the measured rate, and the part of it that is not overlapped:
     the time of a step with chunks in host memory minus that of a step with chunks on the device.
     """
     cases = stage.report["cases"]

@@ -126,7 +126,7 @@ def test_a_training_command_is_right(pool, capsys: pytest.CaptureFixture, flags:
 def test_a_model_of_transformers_is_right(
     pool, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also a model whose config.json has the sizes of a large one, which the tool makes small."""
+    """The tool makes a model small even if its config.json has the sizes of a large one."""
     AutoConfig.for_model(kind).save_pretrained(tmp_path)
     code = certify.main([str(tmp_path)], run=pool.run)
     text = "".join(capsys.readouterr())

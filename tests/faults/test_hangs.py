@@ -233,7 +233,7 @@ def test_a_line_of_100_mb(tmp_path, workers):
 
 
 def test_a_record_too_large_for_memory_is_not_a_bad_record(monkeypatch):
-    """Otherwise --skip-bad-lines would skip the record."""
+    """If it were one, --skip-bad-lines would skip it."""
     from megatron.training.data import encoding
 
     class Full:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job that loads while another one saves and removes checkpoints gets one of them or one line, never a mix."""
+"""A job that loads while another one saves and removes checkpoints gets one of them or a refusal, never a mix."""
 
 import os
 import signal

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Give a reader thousands of broken and hostile files, and detect all forbidden behaviour.
 
-A reader is one :class:`Reader`: valid files to begin with, a function that changes them, and the call. Inputs are read
+A :class:`Reader` has valid files to begin with, a function that changes them, and one that reads them. Inputs are read
 in a forked child that monitors itself: an audit hook sees what is run, imported, opened and sent; there are limits for
 memory and CPU time, and the result is checked. A reader may end in two ways: with a value, or with one ``Refusal``
 whose text is one short line that can be printed.
@@ -353,7 +353,7 @@ def _wrong_refusal(refusal: Refusal, line: str) -> str | None:
     if not _is_line(str(refusal)) or not _is_line(line):
         return f"its refusal is not one short line that can be printed: {str(refusal)[:200]!r}"
     error: BaseException | None = refusal
-    while error is not None:  # also if the refusal was caused by a MemoryError
+    while error is not None:  # a MemoryError may be the cause of the refusal
         if isinstance(error, MemoryError) or "allocate memory" in str(error):
             return f"wants more memory than it may have: {str(error)[:200]}"
         error = error.__cause__ or error.__context__

@@ -91,7 +91,7 @@ def usual_layer(offload: cp.Offload | None = None, **more):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_lets_the_chunks_of_a_layer_go(reentrant):
+def test_a_checkpoint_frees_the_chunks_of_a_layer(reentrant):
     offload = cp.Offload(torch.device("cpu"))
     layer, parameters = usual_layer(offload)
     x = drawn(LENGTH, 1, WIDTH)
@@ -167,14 +167,14 @@ def test_transforms_of_torch_func_are_refused_by_name(name, how):
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "gather"])
 def test_a_second_derivative_is_refused_and_not_wrong(name):
-    """Also if the incoming gradient is constant."""
+    """The refusal does not depend on whether the incoming gradient is constant, as here."""
     x = drawn(LENGTH, 1, WIDTH)
     (grad,) = torch.autograd.grad(FUNCTIONS[name](x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="has no second derivative: call backward or torch.autograd.grad without"):
         (grad * x).sum().backward()
 
 
-def test_a_checkpoint_that_computes_again_may_go_back_twice():
+def test_a_checkpoint_that_recomputes_permits_two_backward_passes():
     layer, parameters = usual_layer()
     x = drawn(LENGTH, 1, WIDTH)
     y = checkpoint(layer, x, use_reentrant=False).sum()
@@ -262,7 +262,7 @@ def test_a_chunked_layer_repeats_the_forward_pass_as_it_was(recompute, inside):
 
     def project(x: Tensor, chunk: int) -> tuple[Tensor, ...]:
         q, k, v = (part.unflatten(2, (AUTOCAST_HEADS, -1)) for part in qkv(x).chunk(3, -1))
-        return q.float(), k, v  # like rotated queries
+        return q.float(), k, v  # as after a rotation by fp32 angles
 
     def ffn(x: Tensor) -> Tensor:
         y = first(x)

@@ -306,9 +306,9 @@ def test_the_training_program_is_the_one_with_flags_of_a_model():
 
 
 def test_what_slurm_says():
-    notice = slurm("#SBATCH -N 3\n#SBATCH --ntasks-per-node=2 # two\n#SBATCH --gres=gpu:4\n")
-    assert (notice["SLURM_NNODES"], notice["SLURM_NTASKS"], notice["SLURM_GPUS_ON_NODE"]) == ("3", "6", "4")
-    assert slurm("#!/bin/bash\n") == {} and json.dumps(notice)
+    variables = slurm("#SBATCH -N 3\n#SBATCH --ntasks-per-node=2 # two\n#SBATCH --gres=gpu:4\n")
+    assert (variables["SLURM_NNODES"], variables["SLURM_NTASKS"], variables["SLURM_GPUS_ON_NODE"]) == ("3", "6", "4")
+    assert slurm("#!/bin/bash\n") == {} and json.dumps(variables)
 
 
 # Published launch commands: how many are accepted unchanged, and the refusals of the others.

@@ -121,8 +121,8 @@ def test_gradients_that_a_layer_has_added_are_not_added_again():
 
 
 @pytest.mark.parametrize("buffer", [False, True])
-def test_gradients_that_are_one_tensor_are_added_up_apart(buffer):
-    """Autograd gives the same gradient tensor to both terms of a sum, and to a term of the result."""
+def test_gradients_that_share_a_tensor_are_summed_separately(buffer):
+    """Autograd returns one tensor as the gradient of both ``a`` and ``b``, and dy itself as that of ``added``."""
     shapes = ((HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (TOKENS // 4, 1, HIDDEN))
     a, b, added = (torch.randn(shape, requires_grad=True) for shape in shapes)
     x = torch.randn(TOKENS, 1, HIDDEN, requires_grad=True)
@@ -156,7 +156,7 @@ def test_chunks_of_few_tokens_are_added_to_the_weights_gradient_together(chunks,
     assert seen.count["addmm_"] == products
 
 
-def test_two_thousand_rows_of_llama_3():
+def test_chunks_of_llama_3_are_added_in_groups_of_2048_rows():
     assert pieces_together(256, 4096, 2) * 256 == 2048 and pieces_together(4096, 4096, 2) == 1
 
 
@@ -170,7 +170,7 @@ def test_a_product_is_added_without_a_temporary_of_the_sums_size(dtype, wide):
     assert seen.largest <= total.nbytes / 8 or dtype == wide
 
 
-def test_where_the_device_can_narrow_matrices_are_multiplied_into_the_wide_sum(monkeypatch):
+def test_half_precision_matrices_are_multiplied_into_the_fp32_sum_if_the_device_can(monkeypatch):
     calls = []
 
     def dtype_out(total, a, b, dtype, *, out):

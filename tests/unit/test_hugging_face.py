@@ -193,7 +193,7 @@ def test_a_mixtral_has_the_usual_router(tmp_path: Path) -> None:
         open_folder(examine(tmp_path))
 
 
-def test_a_family_is_refused_the_settings_of_another(tmp_path: Path, capsys) -> None:
+def test_settings_that_a_family_does_not_have_are_refused(tmp_path: Path, capsys) -> None:
     source = save_model(tmp_path / "in", "bloom", KINDS["bloom"])
     assert main(["--from-hf", str(source), "--to", str(tmp_path / "ours")]) == 0
     edit_common(tmp_path / "ours", lambda common: common["config"]["model"].update(norm_epsilon=1e-6, swiglu=True))
@@ -577,7 +577,7 @@ def test_refuses_checkpoints(tmp_path: Path, ours: Path, capsys, damage: Callabl
     assert message in refused(capsys, tmp_path, "--from", source, "--to-hf", tmp_path / "back")
 
 
-def test_what_we_write_for_transformers_is_compared_and_may_get_another_tokenizer(
+def test_checksums_of_a_hugging_face_folder_are_checked_but_not_the_tokenizers(
     tmp_path: Path, ours: Path, small: Path, capsys
 ) -> None:
     folder, again = tmp_path / "folder", ("--to", tmp_path / "again")
@@ -606,7 +606,7 @@ def test_what_we_write_for_transformers_is_compared_and_may_get_another_tokenize
     assert "--max-position-embeddings 256" in capsys.readouterr().out
 
 
-def test_the_files_of_a_checkpoint_are_compared_without_loading_it(tmp_path: Path, ours: Path, capsys) -> None:
+def test_checksums_of_a_checkpoint_are_checked_without_loading_it(tmp_path: Path, ours: Path, capsys) -> None:
     source = shutil.copytree(ours, tmp_path / "in")
     for folder in (source, source / "release", source / "hf"):
         assert check_checkpoint.main([str(folder)]) == 0

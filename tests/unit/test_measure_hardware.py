@@ -239,7 +239,7 @@ def test_shipped_machines_are_whole_and_every_figure_has_a_source(name):
     assert 0 < machine.reserved < machine.memory
     for rates in (machine.gemm, machine.attention, machine.attention_backward):
         assert all(rate <= machine.peak["bf16"] for _, rate in rates.points)
-    notice = set(machine.sources)
+    sources = set(machine.sources)
     for field in fields(Machine):
         value = getattr(machine, field.name)
         if field.name in ("name", "sources", "dtype", "capability", "attention_kernel") or value == {}:
@@ -247,8 +247,8 @@ def test_shipped_machines_are_whole_and_every_figure_has_a_source(name):
         parts = [part.name for part in fields(value)] if isinstance(value, Link | Calibration) else []
         same = {p for p in parts if p == "name" or isinstance(value, Calibration) and getattr(value, p) == 1.0}
         same |= {p for p in ("kinds", "gpus_per_card") if isinstance(value, Link) and getattr(value, p) in ({}, 1)}
-        missing = [part for part in parts if part not in same and f"{field.name}.{part}" not in notice]
-        assert field.name in notice or (parts and not missing), f"{name}: no source for {field.name} {missing}"
+        missing = [part for part in parts if part not in same and f"{field.name}.{part}" not in sources]
+        assert field.name in sources or (parts and not missing), f"{name}: no source for {field.name} {missing}"
 
 
 def test_attention_is_priced_by_the_kernel_that_runs():
@@ -269,13 +269,13 @@ def test_attention_is_priced_by_the_kernel_that_runs():
 
 def test_the_machines_of_the_issue_are_there_and_ship_with_the_package(monkeypatch):
     assert {"A100-40G", "A100-80G", "A800-80G", "H100-80G", "H200-141G", "B200-192G", "L20-48G"} <= set(known())
-    notice = {}
-    monkeypatch.setattr("setuptools.setup", lambda **options: notice.update(options))
+    given = {}
+    monkeypatch.setattr("setuptools.setup", lambda **options: given.update(options))
     monkeypatch.chdir(ROOT)
     runpy.run_path(str(ROOT / "setup.py"))
-    patterns = notice["package_data"]["megatron.simulator.machines"]
+    patterns = given["package_data"]["megatron.simulator.machines"]
     shipped = {path for pattern in patterns for path in (ROOT / "megatron" / "simulator" / "machines").glob(pattern)}
-    assert "megatron.simulator.machines" in notice["packages"] and shipped == set(MACHINES.glob("*.json"))
+    assert "megatron.simulator.machines" in given["packages"] and shipped == set(MACHINES.glob("*.json"))
 
 
 def test_peaks_are_those_that_training_logs_mfu_against():

@@ -57,7 +57,7 @@ addEventListener("load", () => {
   data.steps[0] = real; choose(0); state.note = $("stepnote").textContent;
   state.blocks = document.querySelectorAll("rect.block").length;
   state.command = $("command").textContent.includes("pretrain_llama.py");
-  state.errors = window.failed || 0; document.title = "TOLD " + JSON.stringify(state);
+  state.errors = window.failed || 0; document.title = "STATE " + JSON.stringify(state);
 });
 </script>
 """
@@ -104,9 +104,9 @@ def test_a_plans_passes_end_when_its_step_does(tmp_path: Path) -> None:
     data = data_of((tmp_path / "plans.html").read_text())
     assert len(data["steps"]) == len(data["plans"]) > 20
     assert {step["virtual"] for step in data["steps"]} > {1, 2}
-    for step, notice in zip(data["steps"][::7], data["plans"][::7]):
+    for step, planned in zip(data["steps"][::7], data["plans"][::7]):
         end = max(row[-1][1] for row in scheduled(step)) + sum(seconds for _, seconds in step["after"])
-        assert end == pytest.approx(notice["seconds"], rel=5e-3), notice["name"]
+        assert end == pytest.approx(planned["seconds"], rel=5e-3), planned["name"]
 
 
 def data_of(page: str) -> dict:
@@ -142,19 +142,19 @@ def test_a_browser_sorts_filters_and_chooses(page: Path, tmp_path: Path) -> None
     done = subprocess.run(
         [*command, (tmp_path / "used.html").as_uri()], capture_output=True, text=True, timeout=patience(60)
     )
-    result = re.search(r"<title>TOLD (.*?)</title>", done.stdout)
+    result = re.search(r"<title>STATE (.*?)</title>", done.stdout)
     assert result, done.stderr[-2000:]
-    notice = json.loads(html.unescape(result[1]))
-    assert notice["errors"] == 0 and notice["all"] > 5 and notice["dots"] >= notice["all"] - 2
-    assert float(notice["least"]) < float(notice["most"]) and notice["with_failing"] > notice["all"]
-    assert 0 < notice["filtered"] == notice["of_them"] < notice["with_failing"]
-    for step, rows in zip(SHAPES, notice["schedules"], strict=True):
+    state = json.loads(html.unescape(result[1]))
+    assert state["errors"] == 0 and state["all"] > 5 and state["dots"] >= state["all"] - 2
+    assert float(state["least"]) < float(state["most"]) and state["with_failing"] > state["all"]
+    assert 0 < state["filtered"] == state["of_them"] < state["with_failing"]
+    for step, rows in zip(SHAPES, state["schedules"], strict=True):
         for mine, theirs in zip(scheduled(step), rows, strict=True):
             assert [pass_[2:] for pass_ in theirs] == [pass_[2:] for pass_ in mine], step
             assert sum((pass_[:2] for pass_ in theirs), []) == pytest.approx(sum((pass_[:2] for pass_ in mine), []))
-    assert notice["rows"] == 4 and notice["after"] % 4 == 0 and notice["directions"] == "backward forward"
-    assert notice["pieces"] == [32, 32] and 0 < max(row[-1][1] for row in notice["drawn"]) < notice["total"]
-    assert notice["overs"][0].startswith("forward pass of micro-batch 0, stage 0")
-    assert notice["overs"][1] == "waiting for a neighbour, stage 3" and notice["overs"][2].startswith("the optimizer")
-    assert re.match(r"\d+ micro-batches", notice["note"])
-    assert notice["chosen"] and notice["tip"] and notice["command"] and notice["blocks"] > 10
+    assert state["rows"] == 4 and state["after"] % 4 == 0 and state["directions"] == "backward forward"
+    assert state["pieces"] == [32, 32] and 0 < max(row[-1][1] for row in state["drawn"]) < state["total"]
+    assert state["overs"][0].startswith("forward pass of micro-batch 0, stage 0")
+    assert state["overs"][1] == "waiting for a neighbour, stage 3" and state["overs"][2].startswith("the optimizer")
+    assert re.match(r"\d+ micro-batches", state["note"])
+    assert state["chosen"] and state["tip"] and state["command"] and state["blocks"] > 10

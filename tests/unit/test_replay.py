@@ -172,20 +172,20 @@ def test_tritons_launches_are_priced_by_the_pairs_of_their_tiles():
     assert all(kernel_seconds(one, machine) >= machine.launch for one in result)
 
 
-def test_a_window_is_one_launch_and_two():
+def test_a_window_takes_one_launch_forward_and_two_backward():
     result, _ = launches(cp.Window(63))
     assert [one.backward for one in result] == [False, True, True]
     pairs = sum(min(row + 1, 64) for row in range(256))
     assert result[0].flops == 4 * 2 * 4 * 64 * pairs
 
 
-def test_a_mask_of_pairs_is_asked_once_a_pass(monkeypatch):
+def test_a_mask_function_is_evaluated_once_in_each_pass(monkeypatch):
     mask = cp.MaskFunction(lambda q, k: (q - k) % 3 != 1)
     result, trace = launches(mask)
     assert len(result) == 3
     asked = [event.bytes for event in trace.events if getattr(event, "name", "") == "mask_bits"]
     assert len(asked) == 2 and asked[0] == asked[1] == 24 * 256 * 256
-    _attention_plan.cache_clear()  # tiles keep the groups of their launches
+    _attention_plan.cache_clear()  # cached tiles remember how they were grouped into launches
     # Bits that do not fit at once need more launches, as in the kernel itself.
     monkeypatch.setattr(triton_tiles, "BITS_AT_ONCE", 4096)
     monkeypatch.setattr(triton_tiles, "MASKED_ROWS", 64)
@@ -248,7 +248,7 @@ def test_transfers_that_nothing_waits_for_count_in_the_step():
     assert went.seconds == 4 and went.exposed == {"gemm": 1, "dp": 3}
 
 
-def test_overlap_makes_compute_stand_for_its_share():
+def test_compute_stops_for_the_share_of_a_transfer_that_cannot_overlap():
     machine = replace(TOY, calibration=Calibration(overlap=0.75))
     went = run(send(4, ticket=1), work(8), Wait((1,)), machine=machine)
     assert went.seconds == 9 and went.exposed == {"ring": 1, "gemm": 8}
@@ -321,7 +321,7 @@ def test_durations_have_three_digits():
     ]
 
 
-def test_columns_are_covered_by_what_lies_in_them():
+def test_coverage_is_the_share_of_a_column_that_spans_fill():
     begins, ends = np.array([0.5, 2.0, 3.0]), np.array([1.5, 2.25, 4.0])
     assert coverage(begins, ends, np.arange(5.0)).tolist() == [0.5, 0.5, 0.25, 1.0]
     assert coverage(np.array([]), np.array([]), np.arange(3.0)).tolist() == [0, 0]
@@ -386,7 +386,7 @@ def test_repetitions_are_replayed_like_the_complete_list(seconds):
     assert len(result.spans) < len(whole.spans) / 4  # repetitions were not played
 
 
-def test_a_stretch_that_is_waited_for_from_afar_does_not_repeat():
+def test_a_stretch_that_waits_for_more_than_the_previous_one_does_not_repeat():
     passes = [Phase("forward"), send(1, ticket=1), Phase("forward"), send(1, ticket=2), Phase("forward")]
     near = find_repeat(Trace([*passes, send(1, ticket=3), Wait((2,))]), Stretch(3, 1, 1, 5))
     assert near == Repeat(2, 4, 5, 1)

@@ -137,7 +137,7 @@ def test_every_row_is_a_run_that_the_program_takes(monkeypatch, table):
     assert {row.ours for row in rows if isinstance(row.ours, str)} <= ABSENT
 
 
-def test_the_rows_count_as_simulated_ones_do(monkeypatch):
+def test_measured_seconds_are_converted_like_simulated_ones(monkeypatch):
     monkeypatch.setattr(measured, "step_seconds", lambda *_: 2.0)
     line = next(line for line in published("usp_tables_5_6_7") if line["table"] == 5)
     workload = Workload(shape_of(line["model"]), line["seq_length"], line["global_batch"])

@@ -83,7 +83,7 @@ def test_shape_defaults():
     assert build("--kv-channels 7 --hidden-size 100").model.kv_channels == 7
 
 
-def test_positions_without_a_table_end_nowhere():
+def test_only_learned_positions_need_a_maximum_length():
     build_with = "--position-embedding-type rope"
     assert build(build_with, without="--max-position-embeddings").model.max_position_embeddings == 192
     with pytest.raises(Refusal, match="missing: --max-position-embeddings"):

@@ -26,7 +26,8 @@ class RouterRule:
         topk: experts of a token.
         score_function: softmax or sigmoid.
         pre_softmax: softmax over all experts, before the choice; otherwise over the chosen ones.
-        num_groups, group_topk: choose this many groups of experts first.
+        num_groups: number of groups of experts.
+        group_topk: number of groups that are chosen first; None: experts are chosen from all groups.
         topk_scaling_factor: multiplies the weights of the chosen experts.
         expert_bias: choose by score + bias; the weights are computed from the scores alone.
         aux_loss, seq_aux_loss: coefficients of the load-balancing losses, over a micro-batch and over a sample.
@@ -79,7 +80,7 @@ def choose(logits_nE: Tensor, rule: RouterRule, bias_E: Tensor | None = None) ->
 
 
 def _best_groups_only(ranked_nE: Tensor, rule: RouterRule) -> Tensor:
-    """The scores, -inf outside the best groups. A group is as good as its topk / group_topk best experts together."""
+    """The scores, -inf outside the best groups. A group's score is the sum of its topk / group_topk best ones."""
     groups = ranked_nE.unflatten(1, (rule.num_groups, -1))
     quality = groups.sort(dim=-1, descending=True).values[..., : rule.topk // rule.group_topk].sum(dim=-1)
     kept = torch.zeros_like(quality, dtype=torch.bool).scatter(1, best(quality, rule.group_topk), True)
@@ -95,7 +96,7 @@ def within_capacity(weights_nE: Tensor, chosen_nE: Tensor, order_n: Tensor, most
     """Which choices of all tokens of a micro-batch their experts keep: bool [n, E].
 
     Args:
-        order_n: the number of each token in the micro-batch; of equal weights, that of the lower number is kept.
+        order_n: each token's index in the micro-batch; among equal weights, tokens of lower index are kept.
         most: tokens that an expert keeps.
     """
     by_place = order_n.argsort()

@@ -136,7 +136,7 @@ class GradientSums:
                 main.add_(grad)
         elif total is None:
             self._sums[index] = grad.to(wide)
-            # Autograd may return one tensor twice, as the gradient of both terms of a sum, or of y itself.
+            # Autograd may return one tensor as several gradients, or dy itself: such a tensor must not be changed.
             self._own[index] = grad.dtype != wide
         elif self._own[index]:
             total += grad
@@ -156,12 +156,12 @@ def main_grad_of(parameter: Tensor) -> Tensor | None:
     main = getattr(parameter, "main_grad", None)
     if main is None or main.dtype != accumulation_dtype(parameter.dtype):
         return None
-    # Core marks weights that are used twice in this way; DDP must add their other gradient.
+    # Core sets zero_out_wgrad for weights that are used twice; DDP must add their other gradient.
     return None if getattr(parameter, "zero_out_wgrad", False) else main
 
 
 def in_main_grad(parameter: Tensor, memory: Tensor | None = None) -> Tensor:
-    """What to return for a gradient that is already in ``main_grad``: ``memory`` or a new tensor, which is not read."""
+    """A placeholder for a gradient that is already in ``main_grad``: ``memory`` or a new tensor. It is never read."""
     parameter.grad_added_to_main_grad = True
     return torch.empty_like(parameter) if memory is None else memory
 

@@ -2,7 +2,7 @@
 """Bytes that the kernels of one layer read and write, forward and backward, by purpose.
 
 They are the difference between dry runs with three and with two layers. The purpose of an operation follows from the
-package file that called it last or, if that file is not in ``FILES``, from the operation's name.
+innermost file of ``FILES`` in its call stack or, if there is none, from the operation's name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.training.arguments.config import Config
 
 LAYERS = (2, 3)
 PACKAGE = "megatron/context_parallel/"
-# Purpose by the file of the package that called an operation last; the first match counts.
+# Purpose by the beginning of the file's path in the package; the first match counts.
 FILES = {
     "positions/rope": "RoPE",
     "attention/ulysses": "all-to-all: packing, unpacking",

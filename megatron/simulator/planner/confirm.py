@@ -52,7 +52,7 @@ class Confirmation:
         return table
 
     def narrowed(self, problem: Problem) -> Problem:
-        """The problem with less memory, by the number of bytes that the dry run needs beyond the plan."""
+        """The problem with the machine's memory reduced by the bytes that the dry run needs beyond the plan."""
         machine, node = problem.machine, problem.gpus_per_node
         device_excess = max(max(self.device, self.process - machine.reserved) - self.plan.memory.total, 0)
         host_excess = max(self.host - self.plan.memory.host, 0) * node

@@ -340,7 +340,7 @@ def progress_in(path: Checked, settings: CheckpointConfig) -> Progress:
 
 
 def _progress(foreign: ForeignCheckpoint | None, common: dict[str, Any]) -> Progress:
-    """A checkpoint's progress. Without a count of tokens, samples count with the sequence length in its settings."""
+    """A checkpoint's progress. If it has no count of tokens: samples times the saved sequence length."""
     saved = foreign.progress() if foreign else common["progress"]
     progress = Progress(**saved)
     if "consumed_train_tokens" not in saved:
@@ -420,7 +420,7 @@ def _places(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None, co
 
 
 def _weights_under_fsdp(places: Places, with_optimizer: bool, adapters: bool) -> Places:
-    """The parameters to read as weights under FSDP: not the trained ones if the optimizer's main weights are read."""
+    """The parameters whose weights are read under FSDP. The optimizer, if read, has the weights of trained ones."""
     if with_optimizer:
         return places.only(lambda parameter, _: not parameter.requires_grad)
     return places if adapters else places.only(lambda _, name: not is_adapter(name))

@@ -23,7 +23,7 @@ def complete_context(config: Config) -> None:
             )
         ulysses, ring = sizes
     given = (ulysses or 1) * (ring or 1)
-    if total == 1 and given > 1:  # scripts give Megatron-LM's default, and the sizes were added later
+    if total == 1 and given > 1:  # 1 is Megatron-LM's default, which many scripts give
         config.notes.append("--context-parallel-size 1 is ignored: the sizes of Ulysses and Ring set it")
         total = None
     if parallel.cp_comm_type:
@@ -40,9 +40,9 @@ def complete_context(config: Config) -> None:
         ulysses = _choose_ulysses(total, config)
         if total > 1:
             config.notes.append(
-                f"--context-parallel-size {total} is split into Ulysses {ulysses} x Ring {total // ulysses}, as far as "
-                f"{model.num_attention_heads} query and {model.num_query_groups} key/value heads over TP "
-                f"{parallel.tensor_model_parallel_size} allow without copies; --ulysses-parallel-size overrides it"
+                f"--context-parallel-size {total} is split into Ulysses {ulysses} x Ring {total // ulysses}, the "
+                f"largest Ulysses that divides {model.num_attention_heads} query and {model.num_query_groups} "
+                f"key/value heads over TP {parallel.tensor_model_parallel_size}; --ulysses-parallel-size overrides it"
             )
     if ulysses is None:
         ulysses = (total or ring or 1) // (ring or 1)
@@ -65,7 +65,7 @@ def _by_comm_type(config: Config, total: int | None, ulysses: int | None, ring: 
         if config.chunks.fpdt:
             raise Refusal(
                 f"{words} and --fpdt",
-                ", whose keys travel chunk by chunk: use --cp-comm-type p2p",
+                "cannot be combined, because FPDT sends keys chunk by chunk: use --cp-comm-type p2p",
                 Fix("--cp-comm-type p2p"),
             )
         return (ulysses, ring) if ulysses or ring else (1, total)

@@ -31,7 +31,7 @@ MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # of the older format
 
 def never_called(*_: Any) -> Any:
     """Refuse a call of a name that a file may contain but not call."""
-    raise BadPickle("it calls a name that a checkpoint may only contain")
+    raise BadPickle("it calls a name that a checkpoint may contain but not call")
 
 
 STORAGES = {
@@ -85,7 +85,7 @@ def _load_archive(view: memoryview, table: Table) -> Any:
                 raise BadPickle("the bytes of a tensor in it are missing")
             known[key] = as_bytes(part)
         if known[key].numel() != size:
-            raise BadPickle("a tensor in it has another number of bytes than it says")
+            raise BadPickle("the bytes of a tensor in it do not match the tensor's size")
         return Storage(known[key], dtype)
 
     return Machine(bytes(records[pickles[0]]), table, stored=stored).load()
@@ -104,7 +104,7 @@ def _records(view: memoryview) -> dict[str, memoryview]:
                 start = begin + 30 + name + extra
                 stop = start + info.file_size
                 if not 0 <= begin < stop <= len(view) and info.file_size or info.filename in records:
-                    raise BadPickle("its parts do not lie within it")
+                    raise BadPickle("a record in it occurs twice or reaches beyond the file")
                 records[info.filename] = view[start:stop]
                 ends.append((begin, stop))
     except (zipfile.BadZipFile, NotImplementedError, OSError, UnicodeDecodeError) as error:
@@ -164,7 +164,7 @@ def _load_older(view: memoryview, table: Table) -> Any:
                 raise BadPickle("its tensors have more bytes than the file")
             known[key] = Storage(torch.empty(size, dtype=torch.uint8), dtype)
         if known[key].data.numel() != size:
-            raise BadPickle("a tensor in it has another number of bytes than it says")
+            raise BadPickle("the bytes of a tensor in it do not match the tensor's size")
         return Storage(known[key].data, dtype)
 
     def next_pickle(names: Table = Table({}, {}, {}, strict=True)) -> Any:
