@@ -119,7 +119,7 @@ def state_of(recorder):
 
 
 def calls(recorder, count, *, cached):
-    """Make calls, through the cache if ``cached``. Each one replaces a sum and frees the last sum. Returns the tensors."""
+    """Make calls, through the cache if ``cached``. Each call replaces a sum. Returns the tensors."""
     owner, cache = Owner(), CallCache(recorder)
     state, x = [torch.empty(8, dtype=torch.bfloat16)], torch.empty(4, 8)
     seen = []
