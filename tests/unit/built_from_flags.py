@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run builds from its settings, without building the model: numbers and configurations by name."""
+"""The numbers and configurations, by name, that a run derives from its settings. No model is built."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Enough(Exception):
 
 
 def built(config: Config, world_size: int) -> dict[str, Any]:
-    """All that is built from a completed configuration: {"part.name": value}, or {"part": value} for a single value."""
+    """What a run builds from a completed configuration: {"part.name": value}, or {"part": value} for a single value."""
     parallel, model = config.parallel, config.model
     grid = replace(
         abstract_grid(
@@ -98,19 +98,19 @@ def _model(config: Config, grid: Any, layout: SequenceLayout) -> dict[str, Any]:
     """The arguments of megatron-core's GPTModel and of our layers."""
     seen: dict[str, Any] = {"partitioned": False, "layer inputs in host memory": False}
 
-    def spec(_: Any, settings: Any, **asked: Any) -> None:
-        chunks = asked.pop("chunks")
+    def spec(_: Any, settings: Any, **arguments: Any) -> None:
+        chunks = arguments.pop("chunks")
         seen.update({f"dropout.{name}": value for name, value in vars(settings.dropout).items()})
         seen["host memory"] = chunks is not None and chunks.offload is not None
         seen["streamed"] = chunks is not None and chunks.streamed
-        seen.update({f"layers.{name}": value for name, value in asked.items()})
+        seen.update({f"layers.{name}": value for name, value in arguments.items()})
 
-    def model(**asked: Any) -> SimpleNamespace:
+    def model(**arguments: Any) -> SimpleNamespace:
         names = ("max_sequence_length", "share_embeddings_and_output_weights", "position_embedding_type")
-        seen.update({f"model.{name}": asked[name] for name in names})
+        seen.update({f"model.{name}": arguments[name] for name in names})
         return SimpleNamespace(embedding=None, decoder=None)
 
-    def note(name: str) -> Any:
+    def mark(name: str) -> Any:
         return lambda *_: seen.update({name: True})
 
     with (
@@ -118,8 +118,8 @@ def _model(config: Config, grid: Any, layout: SequenceLayout) -> dict[str, Any]:
         mock.patch.object(build, "block_spec", spec),
         mock.patch.object(build, "train_adapters_alone", lambda _: None),
         mock.patch.object(build, "LongContextGPT", model),
-        mock.patch.object(build, "PartitionedEmbedding", note("partitioned")),
-        mock.patch.object(build, "save_layer_inputs_in_host", note("layer inputs in host memory")),
+        mock.patch.object(build, "PartitionedEmbedding", mark("partitioned")),
+        mock.patch.object(build, "save_layer_inputs_in_host", mark("layer inputs in host memory")),
     ):
         build.build_model(config, grid, layout, VOCABULARY, torch.device("cpu"), SimpleNamespace())
     return {name.replace(" ", "-"): value for name, value in seen.items()}
@@ -138,16 +138,16 @@ def _data_parallel(config: Config) -> dict[str, Any]:
 def _optimizer(config: Config, core: Any) -> dict[str, Any]:
     seen: dict[str, Any] = {}
 
-    def look(settings: Any, *args: Any, **kwargs: Any) -> None:
+    def record(settings: Any, *args: Any, **kwargs: Any) -> None:
         seen.update({field.name: getattr(settings, field.name) for field in fields(settings)})
         raise _Enough
 
     with (
-        mock.patch.object(optimizer, "get_megatron_optimizer", look),
+        mock.patch.object(optimizer, "get_megatron_optimizer", record),
         mock.patch.object(optimizer.dist, "get_backend", lambda: "gloo"),
     ):
         try:
             optimizer.build_optimizer([SimpleNamespace(module=SimpleNamespace(config=core))], config)
         except _Enough:
             return seen
-    raise AssertionError("no optimizer was asked for")
+    raise AssertionError("get_megatron_optimizer was not called")

@@ -30,7 +30,7 @@ def count_parameters(model: ModelConfig, vocab_size: int) -> int:
 
 
 def busiest_share(ring: int, balance: str, causal: bool) -> float:
-    """Attention of the rank that computes the most, as a multiple of the mean over the ring."""
+    """Attention work of the busiest rank, as a multiple of the mean over the ring."""
     return (2 * ring - 1) / ring if causal and balance == "contiguous" else 1.0
 
 
@@ -54,12 +54,12 @@ def copied_bytes(chunks: int, *, tokens: int, heads: int, kv_heads: int, head_di
     wide = max(itemsize, 4)
     q, kv = tokens * heads * head_dim * itemsize, 2 * tokens * kv_heads * head_dim * itemsize
     dq, dkv, lse = q // itemsize * wide, kv // itemsize * wide, tokens * heads * wide
-    n, below = chunks, chunks * (chunks - 1) // 2  # pairs of different chunks that meet
+    n, pairs = chunks, chunks * (chunks - 1) // 2  # pairs of different chunks that meet
     forward = n * (2 * q + kv + lse), forward_loads(n).keys * kv
     if not goes_by_keys(heads, kv_heads, itemsize):
-        return CopiedBytes(forward, (below * dkv, n * (2 * q + lse) + (n + below) * kv + below * dkv))
-    # dq of a query chunk is written after each of its key chunks, and read for the next one and at the end.
-    moved = n + below
+        return CopiedBytes(forward, (pairs * dkv, n * (2 * q + lse) + (n + pairs) * kv + pairs * dkv))
+    # dq of a query chunk is written after each key chunk, and read before the next key chunk and at the end.
+    moved = n + pairs
     to_host = n * q + moved * dq
     to_device = n * q + n * kv + moved * (3 * q + lse) + moved * dq
     return CopiedBytes(forward, (to_host, to_device))
@@ -84,7 +84,7 @@ def _sent(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -> 
 def sent_bytes(workload: Workload, strategy: Strategy, itemsize: int = 2, *, stage: int = 0) -> dict[str, int]:
     """Bytes by axis: ``tp``, ``ulysses``, ``ring``, ``dp`` (DP x CP) and ``pp``.
 
-    They are those of the first Ulysses rank and of the busiest ring rank (:func:`ring_blocks`).
+    The rank is the first on the Ulysses axis and the busiest on the ring (:func:`ring_blocks`).
 
     Args:
         itemsize: bytes of the compute dtype.

@@ -108,8 +108,8 @@ def measure(case: Case) -> Measured:
     config = parse(flags(case), dict(GPT if shape.positions else LLAMA), ranks)
     result = run_rank(config, ranks, case.rank, shape.vocab, machine=load("A100-80G") if case.fused else None)
     _, sizes = series(result.profile)
-    left = dict(zip(KINDS, sizes[-1].tolist()))  # after the step
-    states = {kind: left[kind] for kind in ("parameters", "gradients", "optimizer")}
+    after_step = dict(zip(KINDS, sizes[-1].tolist()))
+    states = {kind: after_step[kind] for kind in ("parameters", "gradients", "optimizer")}
     sent = {axis: size for axis, size in result.trace.communication_bytes().items() if size > 64}
     return Measured(result.device_peak, states, result.host_peak, sent)
 

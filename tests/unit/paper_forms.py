@@ -13,9 +13,9 @@ FPDT_BACKWARD: tuple[int | None, ...] = (2, 6, 8, 8, None, None)
 
 
 def fpdt_attention(chunks: int = 1, *, heads: int = 1, kv_heads: int = 1) -> tuple[float, float]:
-    """(forward, backward) of attention in Nd with the sequence in ``chunks``.
+    """Memory of attention (forward, backward), in units of Nd, with the sequence in ``chunks`` chunks.
 
-    Forward holds q, k, v and out, backward these and their gradients. Keys and values have ``kv_heads``.
+    Forward holds q, k, v and out; backward holds these and their gradients. Keys and values have ``kv_heads``.
     """
     one = (2 + 2 * kv_heads / heads) / chunks
     return one, 2 * one
@@ -26,7 +26,7 @@ def fpdt_attention(chunks: int = 1, *, heads: int = 1, kv_heads: int = 1) -> tup
 
 @dataclass(frozen=True)
 class UspRow:
-    """One block, with hidden size h and bs*L tokens, under a method over N ranks.
+    """The costs of a method over N ranks, for one block with hidden size h and bs*L tokens.
 
     Attributes:
         parameters: elements sent for parameters and their gradients, in units of the block's 12 h^2: 2 for all-reduce,
@@ -44,7 +44,7 @@ class UspRow:
 
 
 def usp_table_2(ranks: int, group: float = 1) -> list[UspRow]:
-    """Section 4. ``group``: query heads per key/value head (GQA), which divides the bytes of keys and values.
+    """The rows of the table. ``group``: query heads per key/value head (GQA); it divides the bytes of keys and values.
 
     Ulysses has 4 all-to-alls per pass, in which a rank sends 1/N each; Ring sends k, v and their gradients for any N.
     """
@@ -72,5 +72,5 @@ def ulysses_per_link(length: int, hidden: int, ranks: int) -> float:
 
 
 def megatron_sp_per_link(length: int, hidden: int) -> float:
-    """The same for Megatron's sequence parallelism: two all-gathers and two reduce-scatters of Nh, for any P."""
+    """Elements per link with Megatron's sequence parallelism: 2 all-gathers, 2 reduce-scatters of Nh, for any P."""
     return 4 * length * hidden

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model of PyTorch's caching allocator, rule by rule, on sequences written by hand."""
+"""Each rule of the model of PyTorch's caching allocator, on sequences written by hand."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ def test_small_requests_share_a_segment_of_2_mib() -> None:
     assert allocator.reserved == 4 * MIB
 
 
-def test_large_requests_are_not_cut_from_small_segments_nor_small_from_large() -> None:
+def test_large_and_small_requests_use_separate_segments() -> None:
     allocator = CachingAllocator()
     allocator.malloc(2 * MIB)  # 18 MiB of its 20 are free
     allocator.malloc(1000)
     assert allocator.reserved == 22 * MIB
 
 
-def test_a_rest_of_a_mebibyte_is_not_cut_off_a_large_block() -> None:
+def test_a_remainder_of_one_mebibyte_is_not_split_off_a_large_block() -> None:
     allocator = CachingAllocator()
     block = allocator.malloc(19 * MIB)  # in a separate segment of 20 MiB
     assert (block.size, allocator.reserved) == (20 * MIB, 20 * MIB)
@@ -126,7 +126,7 @@ def test_a_hole_is_reserved_and_not_allocated() -> None:
     assert smooth.reserved < 0.6 * allocator.reserved
 
 
-def test_a_full_device_gets_back_what_is_cached_before_it_refuses() -> None:
+def test_a_full_device_frees_its_cached_segments_before_it_refuses() -> None:
     allocator = CachingAllocator(capacity=100 * MIB)
     for size in (20, 30, 40):
         allocator.free(allocator.malloc(size * MIB))
@@ -137,7 +137,7 @@ def test_a_full_device_gets_back_what_is_cached_before_it_refuses() -> None:
         allocator.malloc(60 * MIB)
 
 
-def test_segments_in_part_in_use_stay() -> None:
+def test_segments_that_are_partly_in_use_stay() -> None:
     allocator = CachingAllocator()
     kept, gone = allocator.malloc(4 * MIB), allocator.malloc(4 * MIB)
     allocator.free(gone)
@@ -211,7 +211,7 @@ def test_a_recorded_sequence_is_replayed() -> None:
     assert result.allocated == 12 * MIB and result.peak_allocated == 35 * MIB and result.peak_reserved == 50 * MIB
 
 
-def test_an_expandable_range_gets_back_free_pages_before_it_refuses() -> None:
+def test_an_expandable_range_returns_its_free_pages_before_it_refuses() -> None:
     allocator = CachingAllocator(EXPANDABLE, 122 * MIB)
     first, second = allocator.malloc(40 * MIB), allocator.malloc(40 * MIB)
     allocator.free(first)
@@ -227,10 +227,10 @@ def test_free_memory_stays_usable_if_an_expandable_range_cannot_grow() -> None:
     with pytest.raises(OutOfMemory):
         allocator.malloc(80 * MIB)
     assert free_blocks(allocator) == [(1, 50 * MIB, allocator.reserved - 50 * MIB)]
-    assert kept.used and allocator.malloc(40 * MIB).begin == 50 * MIB  # the rest is enough for it
+    assert kept.used and allocator.malloc(40 * MIB).begin == 50 * MIB  # fits into the free memory
 
 
-def test_a_full_device_gets_one_large_block_back_under_max_split_size() -> None:
+def test_a_full_device_frees_one_large_block_under_max_split_size() -> None:
     allocator = CachingAllocator(Settings(max_split_size=32 * MIB), 200 * MIB)
     for block in [allocator.malloc(size * MIB) for size in (40, 60, 80)]:
         allocator.free(block)
@@ -292,7 +292,7 @@ Changes = list[tuple[int, int]]
 
 
 class Tape:
-    """Writes a list of changes by hand, in MiB."""
+    """A list of allocations and frees that is written by hand. Sizes are in MiB."""
 
     def __init__(self) -> None:
         self.changes: Changes = []
@@ -356,7 +356,7 @@ def step(layers: int, micro_batches: int = 1, warm_up: int = 0, shared: float = 
 
 
 @pytest.mark.parametrize("shared", [0.0, 2.0])
-def test_more_layers_are_written_down_as_they_would_run(shared: float) -> None:
+def test_extrapolated_layers_equal_a_run_of_all_layers(shared: float) -> None:
     few, more, many = (lifetimes(step(layers, shared=shared)[0])[0] for layers in (4, 5, 17))
     stretches, larger = added(few, more)
     assert sum(end - begin for begin, end in stretches) == len(more) - len(few)
@@ -366,8 +366,8 @@ def test_more_layers_are_written_down_as_they_would_run(shared: float) -> None:
 
 
 @pytest.mark.parametrize("warm_up", [0, 1, 2])
-def test_more_micro_batches_are_written_down_as_they_would_run(warm_up: int) -> None:
-    """Under 1F1B a stretch frees blocks that the forward pass of an earlier micro-batch made."""
+def test_extrapolated_micro_batches_equal_a_run_of_all_micro_batches(warm_up: int) -> None:
+    """Under 1F1B a repeated stretch frees blocks that the forward pass of an earlier micro-batch allocated."""
     (some, marks), (many, _) = step(3, warm_up + 3, warm_up), step(3, warm_up + 9, warm_up)
     some, places = lifetimes(some)
     begin, end = (places[marks[at]] for at in (warm_up + 1, warm_up + 2))
@@ -380,7 +380,7 @@ def test_a_block_that_is_resized_ends_and_begins() -> None:
     assert places == [0, 1, 3, 4, 5]
 
 
-def test_lists_that_differ_in_more_than_layers_are_not_continued() -> None:
+def test_lists_that_differ_in_more_than_layers_are_not_extrapolated() -> None:
     few, more = lifetimes(step(4)[0])[0], lifetimes(step(5)[0])[0]
     with pytest.raises(NoPattern, match="more than layers"):
         added([*few[:3], (99, 5 * MIB), *few[4:]], more)
@@ -399,7 +399,7 @@ def test_a_whole_step_is_replayed() -> None:
     assert not result.scaled and set(result.bytes) == {"default", "expandable_segments"}
 
 
-def test_of_very_many_layers_some_are_replayed_and_the_others_counted_without_gaps(monkeypatch) -> None:
+def test_of_very_many_layers_some_are_replayed_and_the_others_are_added_without_fragmentation(monkeypatch) -> None:
     ran = [Allocations(step(layers)[0]) for layers in (4, 5)]
     whole = reserved(ran, [4, 5], 40, 1e12, 0)
     monkeypatch.setattr(module, "LONGEST", 16 * (len(ran[1].changes) - len(ran[0].changes)))
@@ -424,7 +424,7 @@ def test_steps_that_cannot_be_extrapolated_are_run_if_cheap_and_scaled_otherwise
     assert reserved(ran, [4, 5], 17, 1e12, 0, lambda: Allocations(whole)).scaled == "5 of 17 layers"
 
 
-def test_a_device_that_is_full_gives_back_and_one_that_is_too_small_is_reported() -> None:
+def test_a_full_device_frees_cached_memory_and_a_device_that_is_too_small_is_reported() -> None:
     changes = [(0, 40 * MIB), (1, 40 * MIB), (0, -40 * MIB), (2, 60 * MIB)]
     result = reserved([Allocations(changes)], [1], 1, 110 * MIB, 0)
     assert result.bytes["default"] == 100 * MIB and result.retries == {"default": 1, "expandable_segments": 1}
@@ -432,7 +432,7 @@ def test_a_device_that_is_full_gives_back_and_one_that_is_too_small_is_reported(
     assert result.bytes["default"] == 140 * MIB and result.retries == {"default": None, "expandable_segments": None}
 
 
-def test_the_environment_is_asked(monkeypatch) -> None:
+def test_settings_are_read_from_the_environment(monkeypatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:20,garbage_collection_threshold:0.5")
     result = reserved([Allocations([(0, 64 * MIB), (0, -64 * MIB), (1, 4 * MIB)])], [1], 1, 1e12, 0)
     assert result.bytes["PYTORCH_CUDA_ALLOC_CONF"] == 84 * MIB and result.bytes["default"] == 64 * MIB

@@ -66,7 +66,7 @@ LLAMA = """--use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-si
 --eval-interval 100 --save-interval 1000 --log-throughput --profile --profile-step-start 4 --profile-step-end 6
 --ckpt-format torch_dist --distributed-timeout-minutes 60 --save out --load out --tensorboard-dir board""".split()
 
-# The same for GPT-3 175B.
+# The published launch script for GPT-3 175B.
 GPT = """--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --max-position-embeddings 2048
 --attention-backend auto --micro-batch-size 1 --global-batch-size 1536 --rampup-batch-size 16 16 5859375
 --train-iters 500000 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006 --clip-grad 1.0
@@ -183,7 +183,7 @@ def test_spellings(argv: str, section: str, field: str, value: object):
     assert getattr(getattr(parse(argv.split()), section), field) == value
 
 
-def test_nothing_given_is_the_defaults():
+def test_without_flags_all_settings_are_defaults():
     assert parse([]) == Config()
 
 
@@ -322,7 +322,7 @@ VALUES = st.one_of(
 
 @st.composite
 def options(draw: st.DrawFn) -> list[str]:
-    """A supported flag, or one of Megatron-LM's that are not, with values that are mostly valid."""
+    """A supported flag, or an unsupported flag of Megatron-LM, with values that are mostly valid."""
     flag = draw(st.sampled_from([*TABLE] if draw(st.integers(0, 4)) == 0 else [*FIELDS]))
     field, row = FIELDS.get(flag), TABLE.get(flag)
     if field is not None and field.type == "bool" or row is not None and row.values == "0":

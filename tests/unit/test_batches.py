@@ -39,7 +39,7 @@ from tools import preprocess_data
 
 
 class Numbers(Dataset):
-    """All tokens of sample i are i."""
+    """A data set in which all tokens of sample i are i."""
 
     def __init__(self, size):
         self.size = size
@@ -96,7 +96,7 @@ def test_the_end_of_the_data():
     assert numbers(8, consumed=8) == []
     with pytest.raises(Refusal, match="9 samples were consumed"):
         numbers(8, consumed=9)
-    rest = [
+    by_rank = [
         list(
             micro_batches(
                 Numbers(11),
@@ -109,9 +109,9 @@ def test_the_end_of_the_data():
         )
         for rank in range(3)
     ]
-    masks = [batch["loss_mask"][:, 0].tolist() for (batch,) in rest]
+    masks = [batch["loss_mask"][:, 0].tolist() for (batch,) in by_rank]
     assert masks == [[1, 1], [1, 0], [0, 0]]
-    assert [rest[0][0]["tokens"][:, 0].tolist(), rest[1][0]["tokens"][0, 0].item()] == [[8, 9], 10]
+    assert [by_rank[0][0]["tokens"][:, 0].tolist(), by_rank[1][0]["tokens"][0, 0].item()] == [[8, 9], 10]
 
 
 def test_cyclic_epochs_are_shuffled_anew():
@@ -122,7 +122,7 @@ def test_cyclic_epochs_are_shuffled_anew():
 
 
 def test_workers_and_resume():
-    """Worker processes and a start in the middle change nothing, and a loader keeps PyTorch's random state."""
+    """Worker processes and a start in the middle do not change the samples or PyTorch's random state."""
     config = Config(data=DataConfig(seq_length=16))
     train = MockDataset(config, build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), 1000), 0, 43)
     options = {"micro_batch_size": 2, "data_parallel_rank": 1, "data_parallel_size": 2}
@@ -158,12 +158,12 @@ def test_a_sigterm_to_the_group_leaves_the_loader_alive():
         time.sleep(0.2)
         channel.send(first + [next(batches)["tokens"][0, 0].item() for _ in range(100)])
 
-    here, there = multiprocessing.Pipe()
+    parent_end, child_end = multiprocessing.Pipe()
     context = multiprocessing.get_context("fork")
-    process = context.Process(target=trainer, args=(there,), daemon=False)
+    process = context.Process(target=trainer, args=(child_end,), daemon=False)
     process.start()
-    there.close()
-    assert here.poll(60) and here.recv() == list(range(102))
+    child_end.close()
+    assert parent_end.poll(60) and parent_end.recv() == list(range(102))
     process.join(patience(60))
     assert process.exitcode == 0
 
@@ -268,7 +268,7 @@ def test_an_array_is_cut_where_its_elements_end(values: list[Any], part: int) ->
         ("[]", 'no document with text under the key "text"'),
     ],
 )
-def test_arrays_that_are_none(tmp_path: Path, text: str, expected: str) -> None:
+def test_input_that_is_no_array_of_documents_is_refused(tmp_path: Path, text: str, expected: str) -> None:
     path = tmp_path / "rows.json"
     path.write_text(text)
     assert f"{path}" in (message := refused(tmp_path, path)) or "--input" in message
@@ -292,7 +292,7 @@ def refused(folder: Path, path: Path | str, *more: str) -> str:
 
 
 @pytest.mark.parametrize("head", row_files.OTHERS)
-def test_files_of_other_kinds_are_named(tmp_path: Path, head: bytes) -> None:
+def test_files_of_other_formats_are_named(tmp_path: Path, head: bytes) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(head + bytes(100))
     assert refused(tmp_path, path) == f"--input {path}: {row_files.OTHERS[head]}"
@@ -337,7 +337,7 @@ FORMS = {
         [ASKED, ANSWERED, {"role": "user", "content": "add\n\n1, 2"}, {"role": "assistant", "content": "3"}],
     ),
     "prompt and completion": ({"prompt": "what?", "completion": "that"}, [ASKED, ANSWERED]),
-    "of messages": ({"prompt": [ASKED], "completion": [ANSWERED]}, [ASKED, ANSWERED]),
+    "prompt and completion as messages": ({"prompt": [ASKED], "completion": [ANSWERED]}, [ASKED, ANSWERED]),
     "messages in ShareGPT's words": ({"messages": SHARED["conversations"][1:]}, [ASKED, ANSWERED]),
 }
 

@@ -26,7 +26,7 @@ from tools import certify
 
 
 def test_the_limit_bounds_false_alarms() -> None:
-    """For normal errors the probability is at most what was asked for, and not a tenth of it."""
+    """For normal errors the share of false alarms is below the given probability and above a tenth of it."""
     draws = torch.randn(200_000, 5, generator=torch.Generator().manual_seed(0)).abs()
     limit = rounding.factor(4, 1, false_alarms=0.01)
     share = float((draws[:, 4] > limit * draws[:, :4].amax(1)).double().mean())
@@ -60,7 +60,7 @@ def test_rows_of_samples_that_are_flattened_with_positions() -> None:
     assert part_of(whole, whole[:, :, :2], {len(own): own}, 16) is None
 
 
-def test_the_module_whose_code_runs_between_two() -> None:
+def test_the_module_whose_code_runs_between_two_modules() -> None:
     assert _between("a.attention.v", "a.attention.o") == "a.attention"
     assert (
         _between("embed", "a.norm", other_is_later=True) == "a"
@@ -135,7 +135,7 @@ def test_the_tool_refuses_a_command_as_the_program_does(capsys: pytest.CaptureFi
     assert "--hidden-size" in capsys.readouterr().err
 
 
-def test_a_certificate_is_a_table_and_a_picture(tmp_path: Path) -> None:
+def test_a_certificate_can_be_printed_and_drawn(tmp_path: Path) -> None:
     good = Compared((GRADIENT, "a.weight"), (1e-7, 2e-7), 1e-6, 1.0, 1.0)
     bad = Compared((GRADIENT, "b.weight"), (1e-7, 1.0), 1e-6, 2.0, 1.0)
     certificate = Certificate([OnGrid({"ring": 2}, [good, bad]), OnGrid({"ulysses": 2}, [good])])
@@ -153,7 +153,7 @@ def test_a_certificate_is_a_table_and_a_picture(tmp_path: Path) -> None:
         ({("loss", "0"): torch.tensor(1.0), (GRADIENT, "a"): None}, "no parameter has a gradient"),
     ],
 )
-def test_a_program_that_says_nothing_is_refused(numbers: dict, message: str) -> None:
+def test_a_program_without_finite_losses_and_gradients_is_refused(numbers: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_finite(Reference(Recording(numbers), {}, 8))
 
@@ -180,7 +180,7 @@ def test_changes_of_a_source() -> None:
         assert change.apply(source) != source
 
 
-def test_enough_changes_of_heart_step_and_checkpoint() -> None:
+def test_there_are_enough_mutants_and_each_has_its_own_key() -> None:
     some = all_changes(("megatron/training/loss.py", "megatron/training/step.py", "megatron/context_parallel/core"))
     assert len(some) > 100 and len({change.key for change in some}) == len(some)
     assert any("all_reduce" in change.old for change in some)

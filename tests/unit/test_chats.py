@@ -23,7 +23,7 @@ from megatron.training.refusal import Refusal
 from tests.chats import TEMPLATES, conversation, make_tokenizer, sentence, strip_marks, write_chats
 from tests.properties import examples
 
-USER, SAYS = {"role": "user", "content": "what?"}, {"role": "assistant", "content": "that"}
+USER, ANSWER = {"role": "user", "content": "what?"}, {"role": "assistant", "content": "that"}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ CHATS = [
 CHATS += [[USER, {"role": "assistant", "content": text}] for text in ("  spaces  ", "a\n\nb", "ä", "\nline")]
 TOOLS = [{"type": "function", "function": {"name": "sum", "parameters": {}}}]
 CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "sum", "arguments": {}}}]}
-WITH_TOOLS = [USER, CALL, {"role": "tool", "content": "7"}, SAYS, USER, SAYS]
+WITH_TOOLS = [USER, CALL, {"role": "tool", "content": "7"}, ANSWER, USER, ANSWER]
 
 
 @pytest.mark.parametrize("style", TEMPLATES)
@@ -91,9 +91,9 @@ LAST_ONE = "{% for m in messages %}{{ m.content }}{{ 'END' if loop.last and m.ro
         ("{% for m in messages %}", "the chat template fails: "),
     ],
 )
-def test_a_template_that_cannot_tell_is_refused(tokenizer, template, expected):
+def test_a_template_that_does_not_mark_off_the_assistants_words_is_refused(tokenizer, template, expected):
     with pytest.raises(Refusal, match="^f, line 3") as refused:
-        ChatTemplate(tokenizer.transformers, template, "x")(Chat("f, line 3", [USER, SAYS, USER, SAYS]))
+        ChatTemplate(tokenizer.transformers, template, "x")(Chat("f, line 3", [USER, ANSWER, USER, ANSWER]))
     assert expected in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -112,24 +112,24 @@ def test_a_template_that_cannot_tell_is_refused(tokenizer, template, expected):
         ({"messages": [USER, {"role": "bot", "content": "a"}]}, "message 2: role 'bot' is none of"),
         ({"messages": [USER, {"role": "assistant"}]}, "message 2: its content is missing"),
         ({"messages": [USER, {"role": "assistant", "content": ""}]}, "the assistant says nothing"),
-        ({"messages": [{"role": "user", "content": 3}, SAYS]}, "its content is not text"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}, SAYS]}, "parts that are not text"),
+        ({"messages": [{"role": "user", "content": 3}, ANSWER]}, "its content is not text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}, "parts that are not text"),
         ({"messages": [USER, "hello"]}, "message 2: not a JSON object"),
-        ({"messages": [SAYS, USER]}, "roles out of order: assistant comes first, instead of system or"),
-        ({"messages": [USER, USER, SAYS]}, "roles out of order: user follows user, instead of assistant"),
-        ({"messages": [USER, SAYS, SAYS]}, "assistant follows assistant"),
-        ({"messages": [USER, SAYS, USER]}, "ends with user"),
-        ({"messages": [USER, SAYS], "tools": 3}, '"tools" is not a list'),
-        ({"messages": [USER, SAYS], "tools": "{"}, '"tools": not JSON'),
-        ({"messages": [{"role": "system", "content": "a"}, USER, SAYS], "system": "b"}, "keep one"),
-        ({"messages": [USER, SAYS], "system": 3}, '"system" is not text'),
-        ({"messages": [USER, SAYS], "chat_template_kwargs": 3}, "is not an object"),
+        ({"messages": [ANSWER, USER]}, "roles out of order: assistant comes first, instead of system or"),
+        ({"messages": [USER, USER, ANSWER]}, "roles out of order: user follows user, instead of assistant"),
+        ({"messages": [USER, ANSWER, ANSWER]}, "assistant follows assistant"),
+        ({"messages": [USER, ANSWER, USER]}, "ends with user"),
+        ({"messages": [USER, ANSWER], "tools": 3}, '"tools" is not a list'),
+        ({"messages": [USER, ANSWER], "tools": "{"}, '"tools": not JSON'),
+        ({"messages": [{"role": "system", "content": "a"}, USER, ANSWER], "system": "b"}, "keep one"),
+        ({"messages": [USER, ANSWER], "system": 3}, '"system" is not text'),
+        ({"messages": [USER, ANSWER], "chat_template_kwargs": 3}, "is not an object"),
         ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "half of a surrogate pair"),
         (b"\xff\xfe", "not UTF-8"),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, expected):
-    good = json.dumps({"messages": [USER, SAYS]}).encode()
+    good = json.dumps({"messages": [USER, ANSWER]}).encode()
     bad = line if isinstance(line, bytes) else (line if isinstance(line, str) else json.dumps(line)).encode()
     path = tmp_path / "chats.jsonl"
     path.write_bytes(good + b"\n\n" + bad + b"\n" + good + b"\n")
@@ -138,18 +138,18 @@ def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, expected):
     assert str(refused.value).startswith(f"{path}, line 3") and expected in str(refused.value)
 
 
-def test_what_a_line_may_hold(tmp_path):
+def test_what_a_line_may_contain(tmp_path):
     system = {"role": "system", "content": "be brief"}
     lines = [
-        {"system": "be brief", "messages": [USER, SAYS]},
-        {"messages": [system, USER, SAYS, system, USER, SAYS, USER, SAYS]},  # two conversations, as in Megatron-LM
+        {"system": "be brief", "messages": [USER, ANSWER]},
+        {"messages": [system, USER, ANSWER, system, USER, ANSWER, USER, ANSWER]},  # 2 conversations, as in Megatron-LM
         {"messages": WITH_TOOLS, "tools": json.dumps(TOOLS), "chat_template_kwargs": {"date": "today"}, "id": 3},
     ]
     path = tmp_path / "chats.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     one, two, three, four = read_chats(str(path), "--data-path")
-    assert one.messages == [system, USER, SAYS] == two.messages
-    assert three.messages == [system, USER, SAYS, USER, SAYS] and three.where.endswith("line 2")
+    assert one.messages == [system, USER, ANSWER] == two.messages
+    assert three.messages == [system, USER, ANSWER, USER, ANSWER] and three.where.endswith("line 2")
     assert (four.tools, four.variables) == (TOOLS, {"date": "today"})
 
 
@@ -176,9 +176,9 @@ def test_epochs_are_shuffled_anew_and_do_not_depend_on_the_length_of_the_run(tmp
     per_epoch = round(long.samples_per_epoch)
     for n in range(10):
         assert torch.equal(short[n]["tokens"], long[n]["tokens"])
-    held = [sorted(np.concatenate(long.samples[at : at + per_epoch]).tolist()) for at in (0, per_epoch)]
+    epochs = [sorted(np.concatenate(long.samples[at : at + per_epoch]).tolist()) for at in (0, per_epoch)]
     if len(long.samples) // per_epoch * per_epoch == len(long.samples):  # all epochs have equal lengths
-        assert held[0] == held[1] == list(range(40))
+        assert epochs[0] == epochs[1] == list(range(40))
     assert [s.tolist() for s in long.samples[:per_epoch]] != [
         s.tolist() for s in long.samples[per_epoch : 2 * per_epoch]
     ]
@@ -209,7 +209,7 @@ def test_a_sample(tmp_path, folder, tokenizer):
     assert "12 conversations" in config.notes[0] and "% full" in config.notes[0]
 
 
-def test_the_tokens_are_kept_and_made_anew_when_anything_changes(tmp_path, folder, tokenizer, monkeypatch):
+def test_tokens_are_cached_for_each_template_and_damage_is_noticed(tmp_path, folder, tokenizer, monkeypatch):
     path = write_chats(tmp_path / "chats.jsonl", 6)
 
     def build(**data):
@@ -236,7 +236,7 @@ def test_the_tokens_are_kept_and_made_anew_when_anything_changes(tmp_path, folde
 def long_and_short(path):
     draw = random.Random(3)
     lines = [conversation(draw, 1, 3), conversation(draw, 30, 9), conversation(draw, 1, 3)]
-    lines.append({"messages": [{"role": "user", "content": sentence(draw, 200)}, SAYS]})
+    lines.append({"messages": [{"role": "user", "content": sentence(draw, 200)}, ANSWER]})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(path)
 
@@ -267,7 +267,7 @@ def test_conversations_that_are_too_long(tmp_path, folder, tokenizer):
         ({"data_path": ["chats.jsonl"], "split": "0,1,0"}, "the train split gets none of 3"),
     ],
 )
-def test_data_that_are_not_there(tmp_path, folder, tokenizer, monkeypatch, data, expected):
+def test_missing_or_unsupported_data_are_refused(tmp_path, folder, tokenizer, monkeypatch, data, expected):
     monkeypatch.chdir(tmp_path)
     write_chats(tmp_path / "chats.jsonl", 3)
     (tmp_path / "empty.jsonl").write_text("\n")
@@ -276,7 +276,7 @@ def test_data_that_are_not_there(tmp_path, folder, tokenizer, monkeypatch, data,
     assert expected in str(refused.value)
 
 
-def test_splits_and_files_of_their_own(tmp_path, folder, tokenizer):
+def test_splits_of_shared_files_and_a_separate_file_for_each_split(tmp_path, folder, tokenizer):
     train, valid = write_chats(tmp_path / "train.jsonl", 20), write_chats(tmp_path / "valid.jsonl", 5, seed=2)
     both = configure(folder, train_data_path=[str(train)], valid_data_path=[str(valid)])
     datasets = build_datasets(both, tokenizer, (5, 3, 2))

@@ -31,11 +31,11 @@ SCRIPTS = Path(__file__).parent / "data" / "scripts"
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to work in, with the scripts."""
-    shutil.copytree(SCRIPTS, tmp_path / "desk")
-    monkeypatch.chdir(tmp_path / "desk")
-    return tmp_path / "desk"
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a copy of the scripts."""
+    shutil.copytree(SCRIPTS, tmp_path / "folder")
+    monkeypatch.chdir(tmp_path / "folder")
+    return tmp_path / "folder"
 
 
 def check(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -48,7 +48,7 @@ def check(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str
 # ---- three scripts
 
 
-def test_a_script_that_is_taken(desk: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_script_that_is_accepted(folder: Path, capsys: pytest.CaptureFixture[str]):
     code, text = check(capsys, "llama_torchrun.sh", "16384")
     assert code == 0 and "(8 processes)" in text and "\naccepted, with these notes:\n" in text
     assert "--use-flash-attn (the attention kernel is chosen with --attention-kernel)" in text
@@ -58,18 +58,18 @@ def test_a_script_that_is_taken(desk: Path, capsys: pytest.CaptureFixture[str]):
     assert "not run: nvidia-smi, rm\n" in text
 
 
-def test_a_script_that_writes_its_configuration(desk: Path, capsys: pytest.CaptureFixture[str]):
-    (desk / "run.log").write_text("of yesterday's run")
+def test_a_script_that_writes_its_configuration(folder: Path, capsys: pytest.CaptureFixture[str]):
+    (folder / "run.log").write_text("of yesterday's run")
     code, text = check(capsys, "gpt_deepspeed.sh")
     assert code == 2 and "deepspeed --num_nodes 2 --num_gpus 8 pretrain_gpt.py ... (16 processes)" in text
     assert "refused, for 2 reasons" in text and "did you mean --lr-warmup-iters?" in text
     assert "without --cpu-optimizer, --lr-warmup-iter, with --lr-warmup-iters 100\n" in text
-    taken = text[text.index("this would be accepted") :].splitlines()[1]
-    assert taken.startswith("  deepspeed --num_nodes 2 --num_gpus 8 pretrain_gpt.py ") and "--bf16" in taken
+    accepted = text[text.index("this would be accepted") :].splitlines()[1]
+    assert accepted.startswith("  deepspeed --num_nodes 2 --num_gpus 8 pretrain_gpt.py ") and "--bf16" in accepted
     assert "not run: wget (2 times)" in text
 
 
-def test_a_slurm_script(desk: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_slurm_script(folder: Path, capsys: pytest.CaptureFixture[str]):
     code, text = check(capsys, "gpt_slurm.sbatch")
     assert code == 2 and "torchrun --nproc_per_node 8 --nnodes 4 --node_rank 0" in text and "(32 processes)" in text
     assert "--pipeline-model-parallel-size 3 = 24 ranks does not divide the 32 processes" in text
@@ -78,15 +78,15 @@ def test_a_slurm_script(desk: Path, capsys: pytest.CaptureFixture[str]):
     assert code == 0, text
 
 
-def test_scripts_that_start_nothing(desk: Path, capsys: pytest.CaptureFixture[str]):
+def test_scripts_that_start_nothing(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert check(capsys, "nowhere.sh") == (2, "error: nowhere.sh is not a file\n")
-    (desk / "empty.sh").write_text("echo usage: empty.sh SIZE; exit 3")
+    (folder / "empty.sh").write_text("echo usage: empty.sh SIZE; exit 3")
     code, text = check(capsys, "empty.sh")
     assert code == 1 and "its exit code is 3" in text and "usage: empty.sh SIZE" in text
 
 
-def test_another_program_is_named(desk: Path, capsys: pytest.CaptureFixture[str]):
-    (desk / "tune.sh").write_text("python finetune_llama.py --num-layers 2")
+def test_another_program_is_named(folder: Path, capsys: pytest.CaptureFixture[str]):
+    (folder / "tune.sh").write_text("python finetune_llama.py --num-layers 2")
     code, text = check(capsys, "tune.sh")
     assert code == 2 and "finetune_llama.py is another program: only its flags are checked" in text
 
@@ -95,8 +95,8 @@ MODEL = "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position
         "--train-iters 1 --lr 1e-3 --mock-data --vocab-size 99 --num-layers"  # fmt: skip
 
 
-def test_jobs_that_a_script_writes_and_submits_are_followed(desk: Path, capsys: pytest.CaptureFixture[str]):
-    (desk / "jobs.sh").write_text(
+def test_jobs_that_a_script_writes_and_submits_are_followed(folder: Path, capsys: pytest.CaptureFixture[str]):
+    (folder / "jobs.sh").write_text(
         f"""#!/bin/bash
 LAYERS=6
 cat > generated.sbatch <<X
@@ -127,8 +127,8 @@ sbatch nowhere.sbatch; sbatch $0
     assert "not run: chmod\n" in text
 
 
-def test_output_of_python_in_a_script_is_used_or_reported_as_unknown(desk: Path, capsys: pytest.CaptureFixture[str]):
-    (desk / "count.sh").write_text(
+def test_output_of_python_in_a_script_is_used_or_reported_as_unknown(folder: Path, capsys: pytest.CaptureFixture[str]):
+    (folder / "count.sh").write_text(
         f"""N=$(python3 -c "print(2 * 3)")
 M=$(python - <<X
 import math
@@ -143,13 +143,13 @@ torchrun --nproc_per_node $M pretrain_gpt.py {MODEL} $N
     code, text = check(capsys, "count.sh")
     assert code == 0 and "--num-layers 6\n" in text and "(4 processes)" in text
     assert "python -c 'import torch; print(torch.__version__)': its output is unknown here" in text
-    assert not (desk / "made").exists() and text.count("its output is unknown") == 2
+    assert not (folder / "made").exists() and text.count("its output is unknown") == 2
     code, text = check(capsys, "--trust-script", "count.sh")  # without confinement, check_script runs no Python code
     assert code == 2 and "--num-layers: the script's variable N is empty" in text and "--nproc_per_node" in text
 
 
-def test_an_empty_variable_is_named(desk: Path, capsys: pytest.CaptureFixture[str]):
-    (desk / "empty.sh").write_text(
+def test_an_empty_variable_is_named(folder: Path, capsys: pytest.CaptureFixture[str]):
+    (folder / "empty.sh").write_text(
         """GPT_ARGS="
     --tensor-model-parallel-size ${TP} --pipeline-model-parallel-size "$PP"
     --hidden-size $1 --num-layers=$LAYERS
@@ -182,9 +182,9 @@ torchrun --nproc_per_node $GPUS pretrain_gpt.py $GPT_ARGS "${ARRAY[@]}" --bf16 $
     ],
 )  # fmt: skip
 def test_refusals_that_appear_only_with_real_data(
-    flags: str, expected: str, desk: Path, capsys: pytest.CaptureFixture[str]
+    flags: str, expected: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ):
-    (desk / "data.sh").write_text(f"python pretrain_gpt.py {MODEL.replace('--mock-data --vocab-size 99', flags)} 2")
+    (folder / "data.sh").write_text(f"python pretrain_gpt.py {MODEL.replace('--mock-data --vocab-size 99', flags)} 2")
     code, text = check(capsys, "data.sh")
     assert code == 2 and expected in text
 
@@ -213,9 +213,9 @@ LINES = [
 ]  # fmt: skip
 
 
-def test_no_program_runs_and_no_file_is_made(desk: Path, tmp_path: Path):
-    (desk / "env.sh").write_text("#!/bin/bash\n/usr/bin/touch $MADE\necho > $MADE\n")
-    (desk / "env.sh").chmod(0o755)
+def test_no_program_runs_and_no_file_is_made(folder: Path, tmp_path: Path):
+    (folder / "env.sh").write_text("#!/bin/bash\n/usr/bin/touch $MADE\necho > $MADE\n")
+    (folder / "env.sh").chmod(0o755)
     made = [tmp_path / f"made{number}" for number in range(len(LINES))]
     parts = [f"(\nexport MADE={file}\n{line.format(made=file)}\n)" for line, file in zip(LINES, made)]
     assert "torchrun x.py" in calls("\n".join([*parts, "torchrun x.py"]), tmp_path)
@@ -238,7 +238,7 @@ def test_no_program_runs_and_no_file_is_made(desk: Path, tmp_path: Path):
         ("/opt/none/bin/torchrun x.py", "/opt/none/bin/torchrun x.py"),
     ],
 )
-def test_what_is_called(script: str, expected: str, desk: Path, tmp_path: Path):
+def test_what_is_called(script: str, expected: str, folder: Path, tmp_path: Path):
     assert expected in calls(script, tmp_path, SLURM_PROCID="1")
 
 
@@ -259,14 +259,14 @@ def test_only_output_files_are_renamed():
         "PATH=env/bin; (torchrun",
     ],
 )
-def test_a_script_that_puts_its_own_programs_first_in_path_starts_none_of_them(desk: Path, capsys, line: str):
-    (desk / "env" / "bin").mkdir(parents=True)
-    (desk / "env" / "bin" / "activate").write_text('export PATH="$PWD/env/bin:$PATH"\nhash -r\n')
-    (desk / "env" / "bin" / "torchrun").write_text("#!/bin/sh\necho the real torchrun ran\n")
-    (desk / "env" / "bin" / "torchrun").chmod(0o755)
+def test_a_script_that_puts_its_own_programs_first_in_path_starts_none_of_them(folder: Path, capsys, line: str):
+    (folder / "env" / "bin").mkdir(parents=True)
+    (folder / "env" / "bin" / "activate").write_text('export PATH="$PWD/env/bin:$PATH"\nhash -r\n')
+    (folder / "env" / "bin" / "torchrun").write_text("#!/bin/sh\necho the real torchrun ran\n")
+    (folder / "env" / "bin" / "torchrun").chmod(0o755)
     flags = "--model llama3-8b --mock-data --seq-length 8192 --micro-batch-size 1 --train-iters 1"
     end = ")" if "(" in line else ""
-    (desk / "own_path.sh").write_text(f"{line} --nproc-per-node 2 pretrain_llama.py {flags}{end}\n")
+    (folder / "own_path.sh").write_text(f"{line} --nproc-per-node 2 pretrain_llama.py {flags}{end}\n")
     code, text = check(capsys, "own_path.sh")
     assert "(2 processes)" in text and "real torchrun" not in text, text
 
@@ -305,7 +305,7 @@ def test_the_training_program_is_the_one_with_flags_of_a_model():
     )
 
 
-def test_what_slurm_says():
+def test_directives_of_slurm_become_variables():
     variables = slurm("#SBATCH -N 3\n#SBATCH --ntasks-per-node=2 # two\n#SBATCH --gres=gpu:4\n")
     assert (variables["SLURM_NNODES"], variables["SLURM_NTASKS"], variables["SLURM_GPUS_ON_NODE"]) == ("3", "6", "4")
     assert slurm("#!/bin/bash\n") == {} and json.dumps(variables)
@@ -350,9 +350,9 @@ def kind(recipe: dict[str, Any]) -> str:
     return named + next((word for word in words if "weighted" in word or word == "--train-data-path"), "")
 
 
-TAKEN = [(f"{repository}:{recipe['name']}", recipe) for repository, recipe in recipes() if "refused" not in recipe]
-FIRST = {kind(recipe): name for name, recipe in reversed(TAKEN)}.values()  # one of each kind
-CASES = [pytest.param(recipe, id=name, marks=() if name in FIRST else pytest.mark.full) for name, recipe in TAKEN]
+ACCEPTED = [(f"{repository}:{recipe['name']}", recipe) for repository, recipe in recipes() if "refused" not in recipe]
+FIRST = {kind(recipe): name for name, recipe in reversed(ACCEPTED)}.values()  # one of each kind
+CASES = [pytest.param(recipe, id=name, marks=() if name in FIRST else pytest.mark.full) for name, recipe in ACCEPTED]
 
 
 @pytest.fixture(scope="module")
@@ -361,7 +361,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("recipe", CASES)
-def test_the_data_of_a_recipe_that_is_taken_are_built(recipe: dict[str, Any], stand_ins: Path, tmp_path: Path) -> None:
+def test_the_data_of_an_accepted_recipe_are_built(recipe: dict[str, Any], stand_ins: Path, tmp_path: Path) -> None:
     start(recipe, tmp_path, stand_ins, step=False)
 
 
@@ -370,9 +370,9 @@ QUICK = "Ascend/MindSpeed-LLM:pretrain_llama2_13b_ms"
 
 @pytest.mark.parametrize(
     "recipe",
-    [pytest.param(recipe, id=name, marks=() if name == QUICK else pytest.mark.full) for name, recipe in TAKEN],
+    [pytest.param(recipe, id=name, marks=() if name == QUICK else pytest.mark.full) for name, recipe in ACCEPTED],
 )
-def test_a_recipe_that_is_taken_starts(recipe: dict[str, Any], stand_ins: Path, tmp_path: Path) -> None:
+def test_an_accepted_recipe_starts(recipe: dict[str, Any], stand_ins: Path, tmp_path: Path) -> None:
     start(recipe, tmp_path, stand_ins)
 
 
@@ -437,7 +437,7 @@ MEANT = {  # given flag -> suggested flag
     "--cp_size 2": "--context-parallel-size",
 }
 
-TAKEN_BY_SUGGESTION = {  # given flag -> section.field and its value
+EQUIVALENT = {  # given flag -> section.field and its value
     "--ds-sequence-parallel-size 4": ("parallel.ulysses_parallel_size", 4),
     "--ulysses-degree-in-cp 4": ("parallel.ulysses_parallel_size", 4),
     "--ds-sequence-parallel-fpdt": ("chunks.fpdt", True),
@@ -487,9 +487,9 @@ def test_an_unknown_flag_unlike_all_others_gets_no_suggestion():
         assert refused_recipe(f"{flag} 3") == f"{flag} is not a known flag: --help lists them"
 
 
-@pytest.mark.parametrize("written", TAKEN_BY_SUGGESTION)
+@pytest.mark.parametrize("written", EQUIVALENT)
 def test_equivalent_values_are_accepted(written: str):
-    name, value = TAKEN_BY_SUGGESTION[written]
+    name, value = EQUIVALENT[written]
     section, field = name.split(".")
     assert getattr(getattr(parse(written.split()), section), field) == value
 

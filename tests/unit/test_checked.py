@@ -17,13 +17,13 @@ from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS, Damage
 from megatron.training.refusal import Refusal
 
 ROOT = Path(__file__).parents[2]
-# Modules that open files of weights. Each gets its path from a Checked, which only checked.py makes, or compares the
-# checksum itself. list_files of checksums.py writes the list.
+# Modules that open files of weights. Each either gets its path from a Checked object, which only checked.py makes, or
+# compares the checksum itself. checksums.py writes the list of checksums.
 READERS = {
-    "context_parallel/certifying/processes_of_program.py",  # results of its own processes, and no weights
+    "context_parallel/certifying/processes_of_program.py",  # opens results of its own processes, not weights
     "training/checkpoint/megatron_lm/checked.py",
     "training/checkpoint/checksums.py",
-    "training/checkpoint/megatron_lm/places.py",  # only the identity of a run
+    "training/checkpoint/megatron_lm/places.py",  # reads only the identity of a run
     "training/checkpoint/older_formats.py",
     "training/checkpoint/hugging_face/safetensors_folder.py",
     "training/checkpoint/in_memory/copy_file.py",
@@ -52,25 +52,25 @@ def test_only_modules_that_compare_checksums_open_files_of_weights():
         assert not set(calls(tool)) & set(CALLS), tool
 
 
-def flipped(path: Path, at: int, bit: int = 4) -> None:
+def flip_bit(path: Path, at: int, bit: int = 4) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1 << bit
     path.write_bytes(data)
 
 
-def a_list(**about: object) -> FileList:
+def file_list(**about: object) -> FileList:
     return FileList({"a": Sum(3, 5), "b": Sum(2, 7)}, folder="iter_0000004", iteration=4, run="of today", **about)
 
 
 def test_a_list_of_files_is_read_as_written_and_every_flipped_bit_is_noticed(tmp_path):
     path = tmp_path / CHECKSUMS
-    path.write_bytes(a_list().packed())
-    assert read_list(path) == a_list()
+    path.write_bytes(file_list().packed())
+    assert read_list(path) == file_list()
     whole = path.read_bytes()
     for at in range(len(whole)):
-        flipped(path, at, at % 8)
+        flip_bit(path, at, at % 8)
         try:
-            assert read_list(path) == a_list()  # a flipped bit may replace a blank by another white space
+            assert read_list(path) == file_list()  # a flipped bit may replace a blank by another white space
         except Damaged as damage:
             assert str(path) in str(damage) and "\n" not in str(damage)
         path.write_bytes(whole)
@@ -83,10 +83,10 @@ def test_a_list_of_files_is_read_as_written_and_every_flipped_bit_is_noticed(tmp
 def test_a_list_of_the_first_version_is_read(tmp_path):
     path = tmp_path / CHECKSUMS
     path.write_text(json.dumps({"a": {"size": 3, "crc32": 5}, "b": {"size": 2, "crc32": 7}}))
-    assert read_list(path) == FileList(a_list().files)
+    assert read_list(path) == FileList(file_list().files)
 
 
-def later(output: dict) -> None:
+def of_a_later_version(output: dict) -> None:
     output["version"] = 3
 
 
@@ -94,20 +94,25 @@ def without_files(output: dict) -> None:
     output["files"] = {}
 
 
-def outside(output: dict) -> None:
+def with_a_path_outside(output: dict) -> None:
     output["files"]["../c"] = output["files"]["a"]
 
 
-def in_words(output: dict) -> None:
+def with_a_size_in_words(output: dict) -> None:
     output["files"]["a"]["size"] = "three"
 
 
 @pytest.mark.parametrize(
     "change, message",
-    [(later, "has version 3"), (without_files, "names no files"), (outside, "../c, which lies"), (in_words, "read")],
+    [
+        (of_a_later_version, "has version 3"),
+        (without_files, "names no files"),
+        (with_a_path_outside, "../c, which lies"),
+        (with_a_size_in_words, "read"),
+    ],
 )
 def test_a_list_with_a_correct_sum_and_invalid_content_is_refused(tmp_path, change: Callable, message: str):
-    output = json.loads(a_list().packed())
+    output = json.loads(file_list().packed())
     del output["crc32"]
     change(output)
     output["crc32"] = zlib.crc32(json.dumps(output, sort_keys=True, separators=(",", ":")).encode())
@@ -144,7 +149,7 @@ def test_every_flipped_bit_of_a_record_of_torch_save_is_noticed(tmp_path):
     whole = path.read_bytes()
     records = 0
     for at in range(0, len(whole)):
-        flipped(path, at, at % 8)
+        flip_bit(path, at, at % 8)
         try:
             assert check_torch_file(path)
             assert loaded(path) in (None, WEIGHT["weight"].tolist()), at
@@ -171,7 +176,7 @@ def test_each_file_in_an_archive_is_compared(tmp_path):
     assert check_torch_files_in(path, places)
     for offset, length in places:
         path.write_bytes(parts)
-        flipped(path, offset + parts[offset : offset + length].index(NUMBERS) + 7)
+        flip_bit(path, offset + parts[offset : offset + length].index(NUMBERS) + 7)
         with pytest.raises(Damaged, match="record archive/data/0 differs|record one/data/0 differs"):
             check_torch_files_in(path, places)
 
@@ -200,7 +205,7 @@ def test_every_file_of_other_formats_is_compared(tmp_path):
     checked = examine(path)
     assert checked.files == {"zero/w/fp32.pt", "mp_rank_00_model_states.pt"} and not checked.unchecked
     file = path / "zero" / "w" / "fp32.pt"
-    flipped(file, file.read_bytes().index(NUMBERS) + 7)
+    flip_bit(file, file.read_bytes().index(NUMBERS) + 7)
     with pytest.raises(Damaged, match=r"w/fp32\.pt is not what was written"):
         examine(path)
     assert sum(passes(path, share) for share in range(2)) == 1  # only one of two ranks reads this file

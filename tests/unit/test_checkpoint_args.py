@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's model compared with the run's: activations are compared by their formula, not by flags."""
+"""A checkpoint's model compared with the run's. Activations are compared by their formula, not by flags."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ def gpt(flags):
     return parse(f"{SHAPE} {RUN} --hidden-dropout 0 --attention-dropout 0 {flags}".split(), None, 1)
 
 
-def before_there_was_a_flag(flags):
-    """Model settings in older checkpoints, whose GELU used tanh."""
+def older_settings(flags):
+    """Model settings as older checkpoints store them, without a flag for GELU, which used tanh."""
     settings = asdict(gpt(flags).model)
     return {name: value for name, value in settings.items() if name not in ("bias_gelu_fusion", "openai_gelu")}
 
 
 @pytest.mark.parametrize(
-    "saved, flags, goes_on",
+    "saved, flags, continues",
     [
         (asdict(gpt("").model), "", True),
         (asdict(gpt("").model), "--openai-gelu", True),
         (asdict(gpt("").model), "--no-bias-gelu-fusion", False),
         (asdict(gpt("--squared-relu").model), "", False),
-        (before_there_was_a_flag(""), "", True),
-        (before_there_was_a_flag("--disable-bias-linear"), "--disable-bias-linear", False),
-        (before_there_was_a_flag("--disable-bias-linear"), "--disable-bias-linear --openai-gelu", True),
-        (before_there_was_a_flag("--swiglu"), "--swiglu", True),
+        (older_settings(""), "", True),
+        (older_settings("--disable-bias-linear"), "--disable-bias-linear", False),
+        (older_settings("--disable-bias-linear"), "--disable-bias-linear --openai-gelu", True),
+        (older_settings("--swiglu"), "--swiglu", True),
     ],
 )
-def test_a_run_continues_only_with_the_same_activation(saved, flags, goes_on):
+def test_a_run_continues_only_with_the_same_activation(saved, flags, continues):
     config = gpt(flags)
-    if goes_on:
+    if continues:
         check_model(saved, config, Path("old"), weights_only=False)
         assert not any("activation" in note for note in config.notes)
         return
@@ -68,7 +68,7 @@ CHECKPOINT_RUN = (
     "--micro-batch-size 1 --train-iters 1 --lr 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 9 "
     "--eval-iters 0 --device cpu --use-checkpoint-args"
 )
-THEIRS = Namespace(
+MEGATRON_ARGS = Namespace(
     num_layers=3,
     hidden_size=64,
     ffn_hidden_size=160,
@@ -108,16 +108,16 @@ def model_of(flags: str):
 
 
 def test_the_model_comes_from_megatrons_args(tmp_path):
-    checkpoint_of(tmp_path, {"args": THEIRS, "iteration": 7})
+    checkpoint_of(tmp_path, {"args": MEGATRON_ARGS, "iteration": 7})
     model, length, notes = model_of(f"--load {tmp_path}")
-    for name, value in vars(THEIRS).items():
+    for name, value in vars(MEGATRON_ARGS).items():
         assert name in ("seq_length", "params_dtype", "num_experts") or getattr(model, name) == value, name
     assert length == 96
     assert len(notes) == 1 and str(tmp_path) in notes[0]
 
 
-def test_sizes_that_flags_give_count_and_kinds_that_the_checkpoint_gives(tmp_path):
-    checkpoint_of(tmp_path, {"args": THEIRS})
+def test_sizes_come_from_the_flags_and_kinds_from_the_checkpoint(tmp_path):
+    checkpoint_of(tmp_path, {"args": MEGATRON_ARGS})
     model, length, notes = model_of(
         f"--load {tmp_path} --num-layers 2 --seq-length 32 --rotary-base 10000 --norm-epsilon 1e-5"
     )
@@ -133,7 +133,7 @@ def test_sizes_that_flags_give_count_and_kinds_that_the_checkpoint_gives(tmp_pat
 )  # fmt: skip
 def test_a_longer_context_needs_only_positions(tmp_path, flags, base, kind):
     """The rest of the shape comes from the checkpoint. A run of equal length, or a resumed one, keeps its positions."""
-    checkpoint_of(tmp_path, {"args": THEIRS})
+    checkpoint_of(tmp_path, {"args": MEGATRON_ARGS})
     model, length, notes = model_of(f"--load {tmp_path} --finetune --seq-length 384 {flags}")
     assert (model.rotary_base, model.position_embedding_type, length) == (base, kind, 384)
     assert (model.num_layers, model.hidden_size, model.max_position_embeddings) == (3, 64, 384)
@@ -159,13 +159,13 @@ def test_a_checkpoint_of_ours_gives_its_model_too(tmp_path):
     assert length == 64
 
 
-def test_without_a_checkpoint_the_flags_count(tmp_path):
+def test_without_a_checkpoint_the_flags_are_used(tmp_path):
     sizes = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --max-position-embeddings 8"
     dropout = "--hidden-dropout 0 --attention-dropout 0"
     model, _, (note,) = model_of(f"--load {tmp_path} {sizes} {dropout}")
     assert model.num_layers == 1
     assert "no checkpoint yet" in note
-    checkpoint_of(tmp_path / "other", {"args": THEIRS})
+    checkpoint_of(tmp_path / "other", {"args": MEGATRON_ARGS})
     model, _, _ = model_of(f"--load {tmp_path} --pretrained-checkpoint {tmp_path / 'other'}")
     assert model.num_layers == 3
     with pytest.raises(Refusal, match="--load or --pretrained-checkpoint"):
@@ -183,8 +183,8 @@ def test_without_a_checkpoint_the_flags_count(tmp_path):
         ({"num_layers": None}, "no --num-layers"),
     ],
 )
-def test_models_that_are_not_built_here_are_refused_by_name(tmp_path, changes, message):
-    checkpoint_of(tmp_path, {"args": Namespace(**(vars(THEIRS) | changes))})
+def test_unsupported_models_are_refused_by_name(tmp_path, changes, message):
+    checkpoint_of(tmp_path, {"args": Namespace(**(vars(MEGATRON_ARGS) | changes))})
     with pytest.raises(Refusal, match=message):
         shape_of(tmp_path)
 
@@ -206,7 +206,7 @@ class FromElsewhere:
 
 def test_no_code_of_a_file_is_run(tmp_path):
     harm = Harmful(f"touch {tmp_path / 'harm'}")
-    checkpoint_of(tmp_path / "a", {"args": THEIRS, "more": harm})
+    checkpoint_of(tmp_path / "a", {"args": MEGATRON_ARGS, "more": harm})
     with pytest.raises(Refusal, match="could run code"):
         shape_of(tmp_path / "a")
     (tmp_path / ".metadata").write_bytes(pickle.dumps({"more": harm}))
@@ -220,7 +220,7 @@ def test_no_code_of_a_file_is_run(tmp_path):
 
 
 def test_unknown_classes_are_read_as_placeholders(tmp_path):
-    path = checkpoint_of(tmp_path, {"args": THEIRS, "rerun": FromElsewhere(), "step": torch.tensor(3)})
+    path = checkpoint_of(tmp_path, {"args": MEGATRON_ARGS, "rerun": FromElsewhere(), "step": torch.tensor(3)})
     common = unpickle.read(path / "common.pt")
     assert isinstance(common["rerun"], unpickle.Unread) and not isinstance(common["rerun"], FromElsewhere)
     assert common["step"] == 3
@@ -239,7 +239,7 @@ def test_unknown_classes_are_read_as_placeholders(tmp_path):
         ("common.pt", "missing or incomplete"),
     ],
 )
-def test_other_forms_are_named(tmp_path, inside, message):
+def test_other_formats_are_named(tmp_path, inside, message):
     file = tmp_path / "iter_0000007" / inside
     file.parent.mkdir(parents=True)
     file.write_bytes(b"")
@@ -278,7 +278,7 @@ A, B = "a" * 32, "b" * 32
 
 
 def folder_of(folder: Path, runs: dict[int, str | None], tracker: str | None = None) -> Path:
-    """A folder with checkpoints {iteration: run} and a tracker; the run is None if the program had no identities."""
+    """A folder with checkpoints {iteration: run} and a tracker; the run is None if the checkpoint has no identity."""
     for iteration, run in runs.items():
         path = folder / f"iter_{iteration:07d}"
         path.mkdir(parents=True)
@@ -307,7 +307,7 @@ def test_the_tracker_names_the_latest(tmp_path):
 
 
 @pytest.mark.parametrize("run", [A, None])
-def test_a_kill_before_the_tracker_was_moved_on_loses_nothing(tmp_path, run):
+def test_a_kill_before_the_tracker_was_updated_loses_nothing(tmp_path, run):
     notes: list[str] = []
     assert latest(folder_of(tmp_path / "c", {2: run, 4: run, 6: run}, "4"), notes) == "iter_0000006"
     (note,) = notes
@@ -328,7 +328,7 @@ def test_a_tracker_that_names_an_older_step_is_refused_with_both_remedies(tmp_pa
     assert latest(folder) == "iter_0000008"
 
 
-def test_newer_checkpoints_of_a_run_that_was_left_do_not_count(tmp_path):
+def test_newer_checkpoints_of_another_run_are_ignored(tmp_path):
     notes: list[str] = []
     assert latest(folder_of(tmp_path, {2: A, 4: A, 6: B, 8: A, 10: A}, "6"), notes) == "iter_0000006" and not notes
 
@@ -381,37 +381,37 @@ def test_deepspeeds_trackers_stay_in_their_folder(tmp_path, name):
         assert in_one_line(refused, "not in its folder", "--ckpt-step")
 
 
-def settled(result: Path | None, notes: list[str] | None = None, saves: bool = True, **flags) -> str:
+def identity_of(result: Path | None, notes: list[str] | None = None, saves: bool = True, **flags) -> str:
     return identity(result, CheckpointConfig(**flags), [] if notes is None else notes, saves=saves)
 
 
 def test_a_run_keeps_its_identity_and_a_new_one_gets_its_own(tmp_path):
     folder = str(folder_of(tmp_path, {2: A, 4: A}, "4"))
     result = checkpoint_path(tmp_path, None)
-    assert settled(result, load=folder, save=folder) == A == settled(result, load=folder)
-    assert settled(result, load=folder, save=str(tmp_path / "elsewhere")) == A
-    new = {settled(None, save=str(tmp_path / "new")) for _ in range(3)}
-    new |= {settled(result, load=folder, finetune=True), settled(result, load=folder, reset_iteration=True)}
-    new.add(settled(result, pretrained_checkpoint=folder))
+    assert identity_of(result, load=folder, save=folder) == A == identity_of(result, load=folder)
+    assert identity_of(result, load=folder, save=str(tmp_path / "elsewhere")) == A
+    new = {identity_of(None, save=str(tmp_path / "new")) for _ in range(3)}
+    new |= {identity_of(result, load=folder, finetune=True), identity_of(result, load=folder, reset_iteration=True)}
+    new.add(identity_of(result, pretrained_checkpoint=folder))
     assert len(new) == 6 and A not in new and all(len(run) == 32 for run in new)
 
 
 def test_checkpoints_without_an_identity_get_one(tmp_path):
     folder = str(folder_of(tmp_path, {2: None}, "2"))
-    assert len(settled(checkpoint_path(tmp_path, None), load=folder, save=folder)) == 32
+    assert len(identity_of(checkpoint_path(tmp_path, None), load=folder, save=folder)) == 32
 
 
-def test_a_run_without_a_checkpoint_is_known_by_its_copies_in_memory(tmp_path):
+def test_a_run_without_a_checkpoint_is_identified_by_its_copies_in_memory(tmp_path):
     (tmp_path / COPIES).write_text(A)
     flags = {"load": str(tmp_path), "save": str(tmp_path), "non_persistent_save_interval": 1}
-    assert settled(None, **flags) == A
+    assert identity_of(None, **flags) == A
     (tmp_path / COPIES).write_text("../../../etc/0123456789012345678")
     with pytest.raises(Refusal, match="remove it"):
-        settled(None, **flags)
+        identity_of(None, **flags)
 
 
 @pytest.mark.parametrize(
-    "flags, way_out",
+    "flags, remedy",
     [
         ({}, "--load {d},"),
         ({"finetune": True, "load": "{d}"}, "--load {d} without --finetune,"),
@@ -424,7 +424,7 @@ def test_a_run_without_a_checkpoint_is_known_by_its_copies_in_memory(tmp_path):
         ({"pretrained_checkpoint": "{x}", "load": "{empty}"}, "--load {d},"),
     ],
 )
-def test_a_folder_of_another_run_is_refused_with_its_ways_out(tmp_path, flags, way_out):
+def test_a_folder_of_another_run_is_refused_with_remedies(tmp_path, flags, remedy):
     d = folder_of(tmp_path / "d", {2: A, 4: A}, "4")
     places = {"d": d, "x": folder_of(tmp_path / "x", {2: B, 6: B}, "6"), "empty": folder_of(tmp_path / "e", {})}
     flags = {name: value.format(**places) if isinstance(value, str) else value for name, value in flags.items()}
@@ -433,10 +433,10 @@ def test_a_folder_of_another_run_is_refused_with_its_ways_out(tmp_path, flags, w
         folder = places["x"]
     result = checkpoint_path(folder, flags.get("ckpt_step"))
     with pytest.raises(Refusal) as refused:
-        settled(result, save=str(d), **flags)
-    ways = (way_out.format(**places), "another folder to --save", "remove this one")
-    assert in_one_line(refused, f"--save {d} holds checkpoints up to iteration 4", *ways)
-    settled(result, save=str(d), saves=False, **flags)  # an evaluation does not save
+        identity_of(result, save=str(d), **flags)
+    remedies = (remedy.format(**places), "another folder to --save", "remove this one")
+    assert in_one_line(refused, f"--save {d} holds checkpoints up to iteration 4", *remedies)
+    identity_of(result, save=str(d), saves=False, **flags)  # an evaluation does not save
     for path in d.iterdir():  # nothing was changed
         assert path.name in ("iter_0000002", "iter_0000004", TRACKER)
 
@@ -444,39 +444,39 @@ def test_a_folder_of_another_run_is_refused_with_its_ways_out(tmp_path, flags, w
 def test_a_run_with_two_folders_continues_only_in_the_one_with_the_later_step(tmp_path):
     first, second = folder_of(tmp_path / "first", {2: A, 4: A}, "4"), folder_of(tmp_path / "second", {4: A}, "4")
     result = checkpoint_path(first, None)
-    assert settled(result, load=str(first), save=str(second)) == A
+    assert identity_of(result, load=str(first), save=str(second)) == A
     folder_of(second, {6: A}, "6")
     with pytest.raises(Refusal, match=f"continue that run with --load {second},"):
-        settled(result, load=str(first), save=str(second))
+        identity_of(result, load=str(first), save=str(second))
 
 
-def test_going_back_by_name_is_a_new_run_and_gives_one_note(tmp_path):
+def test_going_back_with_ckpt_step_is_a_new_run_and_gives_one_note(tmp_path):
     d = folder_of(tmp_path, {2: A, 4: A, 6: A}, "6")
     (d / COPIES).write_text(A)
     notes: list[str] = []
     flags = {"load": str(d), "save": f"{d}/../{d.name}", "ckpt_step": 2}
-    run = settled(checkpoint_path(d, 2), notes, **flags)
+    run = identity_of(checkpoint_path(d, 2), notes, **flags)
     (note,) = notes
     assert run != A and "up to iteration 6" in note and "overwritten" in note
     assert not (d / COPIES).exists()
     folder_of(d, {3: run}, "3")  # its first checkpoint, from which any restart continues
     assert latest(d) == "iter_0000003"
-    assert settled(checkpoint_path(d, None), notes, load=str(d), save=str(d)) == run
+    assert identity_of(checkpoint_path(d, None), notes, load=str(d), save=str(d)) == run
     assert "belong to another run than this one from iteration 3" in notes[1]
-    assert settled(checkpoint_path(d, 6), load=str(d), save=str(d), ckpt_step=6) == A  # no checkpoint is newer
+    assert identity_of(checkpoint_path(d, 6), load=str(d), save=str(d), ckpt_step=6) == A  # no checkpoint is newer
 
 
-def test_every_pair_of_runs_and_places_either_goes_on_or_is_refused(tmp_path):
+def test_every_folder_is_continued_or_refused(tmp_path):
     """No start from 0 or from an older checkpoint is silent, for any tracker and any three checkpoints."""
     for number, runs in enumerate(itertools.product([A, B, None, "-"], repeat=3)):
         for tracker in (None, "2", "4", "6"):
-            there = {2 * (place + 1): run for place, run in enumerate(runs) if run != "-"}
-            d, notes = folder_of(tmp_path / f"{number}-{tracker}", there, tracker), []
+            run_at = {2 * (place + 1): run for place, run in enumerate(runs) if run != "-"}
+            d, notes = folder_of(tmp_path / f"{number}-{tracker}", run_at, tracker), []
             try:
                 result = checkpoint_path(d, None, notes=notes)
-                settled(result, notes, load=str(d), save=str(d))
+                identity_of(result, notes, load=str(d), save=str(d))
             except Refusal:
                 continue
-            assert (result is None) == (not there)
-            if there and int(result.name[5:]) < max(there):
+            assert (result is None) == (not run_at)
+            if run_at and int(result.name[5:]) < max(run_at):
                 assert notes, (runs, tracker)

@@ -23,7 +23,7 @@ TINY = (
 )
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 GQA = "--bf16 --group-query-attention --num-query-groups 2"
-CASES = {  # processes, flags
+CASES = {  # name: (processes, flags)
     "by queries": (1, GQA),
     "by keys": (1, "--bf16"),
     "ulysses, streamed, ZeRO 3": (
@@ -78,19 +78,19 @@ def without_times(step):
         for gpu in ("A100-80G", None)
     ],
 )
-def test_a_few_chunks_stand_for_all(name, gpu, monkeypatch):
-    written = []
-    again = CallCache._replay
-    monkeypatch.setattr(CallCache, "_replay", lambda *args: (written.append(args[1]), again(*args))[1])
+def test_replayed_chunks_equal_chunks_that_run(name, gpu, monkeypatch):
+    replays = []
+    replay = CallCache._replay
+    monkeypatch.setattr(CallCache, "_replay", lambda *args: (replays.append(args[1]), replay(*args))[1])
     ranks, flags = CASES[name]
     machine = gpu and load(gpu)
-    if "--zero-stage 3" in flags:  # after the first run PyTorch's caches keep a mesh of eight bytes
+    if "--zero-stage 3" in flags:  # the first run adds a mesh of eight bytes to PyTorch's caches
         run_rank(config_of(flags, ranks), ranks, ranks - 1, 301, machine=machine)
     few, every = (
         run_rank(config_of(flags, ranks), ranks, ranks - 1, 301, machine=machine, every_chunk=every)
         for every in (False, True)
     )
-    assert len(written) > 10
+    assert len(replays) > 10
     assert without_times(few) == without_times(every)
 
 
@@ -119,8 +119,8 @@ def state_of(recorder):
 
 
 def calls(recorder, count, *, cached):
-    """Make calls, through the cache if ``cached``; each replaces a sum and frees the last one. Returns the tensors."""
-    owner, known = Owner(), CallCache(recorder)
+    """Make calls, through the cache if ``cached``. Each call replaces a sum. Returns the tensors."""
+    owner, cache = Owner(), CallCache(recorder)
     state, x = [torch.empty(8, dtype=torch.bfloat16)], torch.empty(4, 8)
     seen = []
 
@@ -132,7 +132,7 @@ def calls(recorder, count, *, cached):
         state[0] = outs[0]
 
     for _ in range(count):
-        outs = known.call(owner, (), [state[0], x], run, put) if cached else run()
+        outs = cache.call(owner, (), [state[0], x], run, put) if cached else run()
         assert outs[0] is state[0] and outs[1] is x and outs[3] is None
         assert outs[2].untyped_storage()._cdata == x.untyped_storage()._cdata and outs[2].shape == (2, 8)
         assert outs[2].storage_offset() == 8 and state[0].dtype == torch.bfloat16
@@ -166,8 +166,8 @@ def test_a_replay_has_the_effects_of_the_calls(recorder, monkeypatch):
     assert not recorder.live
 
 
-def test_a_tensor_that_should_have_ended_is_noticed(recorder):
-    known, owner = CallCache(recorder), Owner()
+def test_a_tensor_that_should_have_been_freed_is_noticed(recorder):
+    cache, owner = CallCache(recorder), Owner()
     state, kept = [torch.empty(8)], []
 
     def run():
@@ -178,15 +178,15 @@ def test_a_tensor_that_should_have_ended_is_noticed(recorder):
         state[0] = outs[0]
 
     for _ in range(4):
-        known.call(owner, (), [state[0]], run, put)
+        cache.call(owner, (), [state[0]], run, put)
     kept.append(state[0])
     with pytest.raises(ReplayMismatch, match="freed other tensors"):
-        known.call(owner, (), [state[0]], run, put)
+        cache.call(owner, (), [state[0]], run, put)
 
 
-def test_what_differs_runs(recorder):
+def test_calls_that_differ_are_run(recorder):
     """Calls that are not replayed: another shape, tensor or owner, or a call that keeps a new tensor."""
-    known, owners = CallCache(recorder), [Owner(), Owner()]
+    cache, owners = CallCache(recorder), [Owner(), Owner()]
     ran, kept = [], []
 
     def run(x, keeps):
@@ -197,7 +197,7 @@ def test_what_differs_runs(recorder):
     def runs(x, owner=owners[0], keeps=False, times=3):
         del ran[:]
         for _ in range(times):
-            known.call(owner, (keeps,), [x], lambda: run(x, keeps))
+            cache.call(owner, (keeps,), [x], lambda: run(x, keeps))
         return len(ran)
 
     x = torch.empty(4, 8)
@@ -212,11 +212,11 @@ def test_what_differs_runs(recorder):
 
 
 def test_views_of_an_argument_are_replayed_as_views(recorder):
-    known, owner, x = CallCache(recorder), Owner(), torch.empty(9, 8)
+    cache, owner, x = CallCache(recorder), Owner(), torch.empty(9, 8)
 
     def begins(*given):
         """Elements from the beginning of the last given tensor to the view of it that the call returns."""
-        (out,) = known.call(owner, (), list(given), lambda: (given[-1][1:, 2:],))
+        (out,) = cache.call(owner, (), list(given), lambda: (given[-1][1:, 2:],))
         assert out.untyped_storage()._cdata == x.untyped_storage()._cdata and out.shape == (1, 6)
         return out.storage_offset() - given[-1].storage_offset()
 
@@ -225,8 +225,8 @@ def test_views_of_an_argument_are_replayed_as_views(recorder):
     assert [begins(x[row : row + 2], x[7:9]) for row in range(5)] == [10] * 5  # another distance between the views
 
 
-def test_tickets_go_on(recorder):
-    known, owner = CallCache(recorder), Owner()
+def test_tickets_are_numbered_on_through_replays(recorder):
+    cache, owner = CallCache(recorder), Owner()
 
     def run():
         ticket = recorder.copy("to_host", 5)
@@ -235,7 +235,7 @@ def test_tickets_go_on(recorder):
         return ()
 
     for _ in range(4):
-        known.call(owner, (), [], run)
+        cache.call(owner, (), [], run)
     events = recorder.trace.events
     assert [event.ticket for event in events if hasattr(event, "ticket")] == [1, 2, 3, 4] and recorder.tickets == 4
     assert [event.tickets for event in events if isinstance(event, Wait)] == [(1,), (2,), (3,), (4,)]
@@ -246,7 +246,7 @@ def test_tickets_go_on(recorder):
         return ()
 
     for _ in range(3):  # these calls wait for the transfer of an earlier call
-        known.call(owner, ("waits",), [], waits)
+        cache.call(owner, ("waits",), [], waits)
     assert [event.tickets for event in events[-3:]] == [(1,)] * 3
 
 
@@ -303,8 +303,8 @@ def recorded(out):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_a_cached_answer_equals_pytorchs(name, monkeypatch):
-    asked = []
+def test_a_cached_result_equals_pytorchs(name, monkeypatch):
+    misses = []
     with fake_tensors():
         # Fake tensors of two shapes in turn, whose cache entries must not be mixed.
         x, y = (torch.empty(8, rows, 16, dtype=torch.bfloat16) for rows in (8, 12))
@@ -315,9 +315,9 @@ def test_a_cached_answer_equals_pytorchs(name, monkeypatch):
             expected = [recorded(run(z)) for z in (x, y)]
         first = [run(z) for z in (x, y)]
         keep = OperationCache.keep
-        monkeypatch.setattr(OperationCache, "keep", lambda *args: (asked.append(args[1]), keep(*args)))
+        monkeypatch.setattr(OperationCache, "keep", lambda *args: (misses.append(args[1]), keep(*args)))
         second = [run(z) for z in (x, y)]
-    assert not asked  # all results were cached
+    assert not misses  # all results were cached
     assert [recorded(out) for out in first] == [recorded(out) for out in second] == expected
     for a, b in zip(first, second):
         for p, q in zip(*([z] if isinstance(z, torch.Tensor) else z for z in (a, b))):
@@ -326,9 +326,9 @@ def test_a_cached_answer_equals_pytorchs(name, monkeypatch):
             assert shares == ("view" in name)
 
 
-def test_slices_of_equal_sizes_are_one_question(monkeypatch):
-    """Slices at other offsets, cut at the end of the tensor."""
-    asked, keep = [], OperationCache.keep
+def test_slices_of_equal_sizes_share_a_cache_entry(monkeypatch):
+    """The slices have different offsets, and some are cut off at the end of the tensor."""
+    misses, keep = [], OperationCache.keep
     cuts = [(0, 2), (1, 3), (4, 6), (-3, -1), (6, 100), (5, 7), (7, 100), (3, 4), (7, 3), (8, 9)]
 
     def result():
@@ -336,10 +336,10 @@ def test_slices_of_equal_sizes_are_one_question(monkeypatch):
 
     with fake_tensors():
         y = torch.empty(8, 3, 4)
-        monkeypatch.setattr(OperationCache, "keep", lambda *args: (asked.append(args[1]), keep(*args)))
-        answered = result()
-    assert asked.count(aten.slice.Tensor) <= 8  # for each tensor: three sizes, and the slice at its beginning
-    assert answered == [
+        monkeypatch.setattr(OperationCache, "keep", lambda *args: (misses.append(args[1]), keep(*args)))
+        result_with_cache = result()
+    assert misses.count(aten.slice.Tensor) <= 8  # for each tensor: three sizes, and the slice at its beginning
+    assert result_with_cache == [
         (x[a:b].shape, x[a:b].stride(), x[a:b].storage_offset())
         for z in [torch.empty(8, 3, 4)]
         for x in (z, z[1:])
@@ -347,7 +347,7 @@ def test_slices_of_equal_sizes_are_one_question(monkeypatch):
     ]
 
 
-def test_numbers_of_other_types_are_other_questions():
+def test_numbers_of_other_types_have_other_cache_entries():
     with fake_tensors():
         x = torch.empty(4, dtype=torch.int64)
         for _ in range(2):

@@ -114,7 +114,7 @@ def test_against_published_nccl_tests(log, machine, typical, worst):
     assert errors[-1] < 0.12  # the largest message
 
 
-def test_nccl_tests_output_is_read_with_what_mpirun_puts_between(tmp_path):
+def test_nccl_tests_output_is_read_with_the_lines_that_mpirun_adds(tmp_path):
     (run,) = read_runs(LOGS / "h100_16.txt")
     assert (run.kind, run.ranks, run.nodes, len(run.rows)) == ("all_reduce", 16, 2, 32)
     assert run.rows[-1] == pytest.approx((2 * 17179869184 * 15 / 16, 68652e-6))
@@ -131,7 +131,7 @@ def test_nccl_tests_output_is_read_with_what_mpirun_puts_between(tmp_path):
         read_runs(tmp_path / "none.txt")
 
 
-def test_a_machine_from_logs_is_as_fast_as_they_say(tmp_path, capsys):
+def test_a_machine_from_logs_has_their_times(tmp_path, capsys):
     mine = tmp_path / "mine.json"
     given = [f"all_reduce={LOGS / 'h100_8.txt'}", *(str(LOGS / f"h100_{ranks}.txt") for ranks in (16, 32))]
     words = ["--output", str(mine), "--extends", "A100-80G", "--nccl-tests"]
@@ -160,7 +160,7 @@ def log(path: Path, rows: list[tuple], ranks: int = 0, nodes: int = 1, redop: st
     return path
 
 
-def test_a_log_of_few_gpus_a_node_is_one_between_nodes(tmp_path):
+def test_a_log_with_one_gpu_per_node_gives_the_networks_rate(tmp_path):
     file = log(tmp_path / "a.log", [(8, 30.0, 0.0, 0.0), (2**30, 25000.0, 42.95, 42.95)], ranks=2, nodes=2)
     (run,) = read_runs(file, "all_reduce")
     result = fields([run], H100)
@@ -182,12 +182,12 @@ def test_a_log_of_few_gpus_a_node_is_one_between_nodes(tmp_path):
         ("all_reduce", "sum", [(2**20, 100.0, 10.0, 13.3)], 3, 2, "3 ranks on 2 nodes"),
     ],
 )
-def test_logs_that_say_too_little_are_refused(tmp_path, kind, redop, rows, ranks, nodes, output):
+def test_logs_that_cannot_be_used_are_refused(tmp_path, kind, redop, rows, ranks, nodes, output):
     with pytest.raises(Refusal, match=output):
         read_runs(log(tmp_path / "a.log", rows, ranks, nodes, redop), kind)
 
 
-def test_a_second_log_is_added_to_ones_own_file(tmp_path, capsys):
+def test_a_second_log_is_added_to_a_machine_file(tmp_path, capsys):
     mine = tmp_path / "mine.json"
     mine.write_text(json.dumps({"extends": "H100-80G", "gpus": 4, "sources": {"gpus": "mine"}}))
     between = log(tmp_path / "b.log", [(2**30, 25000.0, 42.95, 42.95)], ranks=2, nodes=2)
@@ -199,7 +199,7 @@ def test_a_second_log_is_added_to_ones_own_file(tmp_path, capsys):
     assert load(mine).calibration.network < 0.9 and str(between) in load(mine).sources["calibration.network"]
     base, before = tmp_path / "base.json", mine.read_text()
     base.write_text(before)
-    mine.write_text('{"extends": "base.json"}')  # its base extends it in turn
+    mine.write_text('{"extends": "base.json"}')  # base.json would then extend itself
     words[1] = str(base)
     capsys.readouterr()
     assert measure_hardware.main([*words, "--overwrite"]) == 2 and base.read_text() == before
@@ -274,7 +274,7 @@ def test_an_algorithm_that_the_base_machine_lacks_needs_all_its_figures(tmp_path
         machine_of(tmp_path, extends="H100-80G", collectives={"generation": ["hopper"]})
 
 
-def test_links_that_are_later_than_nccls_table(tmp_path):
+def test_links_with_a_higher_latency_than_in_nccls_table(tmp_path):
     """Each hop takes 1 ms longer: a ring in a node has seven, an all_reduce has two, to the switch and back."""
     late = machine_of(tmp_path, extends="H100-80G", link={"latency": 1.0006e-3}, collectives={"nvls_tree": None})
     rings = price_of("all_gather", 8, 1, late)(8) - price_of("all_gather", 8, 1, H100)(8)
@@ -284,7 +284,7 @@ def test_links_that_are_later_than_nccls_table(tmp_path):
     assert price_of("all_reduce", 16, 8, late) == price_of("all_reduce", 16, 8, H100)  # uses no link inside a node
 
 
-def test_a_price_is_kept():
+def test_a_price_is_cached():
     transfer = collective("all_reduce", "dp", Group(16), 1e8)
     machine = replace(H100)
     assert machine.prices == {} and transfer_seconds(transfer, machine) > 0
@@ -316,7 +316,9 @@ UNEVEN = [
     (126, 16, (1, 1)), (126, 8, (1, 1)), (126, 7, (0, 0)), (7, 4, (0, 1)), (32, 12, (2, 2)), (80, 32, None),
     (4, 8, None), (5, 4, None),
 ])  # fmt: skip
-def test_what_the_ends_lack(layers: int, pipeline: int, expected: tuple[int, int] | None) -> None:
+def test_how_many_layers_fewer_the_first_and_last_stage_have(
+    layers: int, pipeline: int, expected: tuple[int, int] | None
+) -> None:
     result = fewer_layers(layers, pipeline)
     assert result == expected
     if result:
@@ -325,7 +327,7 @@ def test_what_the_ends_lack(layers: int, pipeline: int, expected: tuple[int, int
         assert sum(each) == layers and min(each) >= 1 and max(each) == s.most_layers(layers)
 
 
-def test_the_program_cuts_stages_as_the_plan_says() -> None:
+def test_the_program_has_the_stages_of_the_plan() -> None:
     """Each uneven grid of 6 layers on 4 GPUs and of 11 layers on 5, with each number of recomputed layers."""
     seen = set()
     for layers, gpus in ((6, 4), (11, 5)):

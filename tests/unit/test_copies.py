@@ -68,7 +68,7 @@ def test_a_copy_on_the_same_node_does_not_count(monkeypatch, flags, ranks, local
     assert distances == [] and "no effect here: --replication" in note and all(word in note for word in words.split())
 
 
-def test_one_process_has_no_neighbour():
+def test_one_process_has_no_rank_to_copy_to():
     result, notes = settings("--replication")
     assert not result.replication and any("no effect here: --replication" in note for note in notes)
 
@@ -216,7 +216,7 @@ def test_a_link_that_is_put_in_place_of_the_folder_leads_nowhere(tmp_path: Path,
     assert sorted(os.listdir(victim)) == names
 
 
-# The file of a copy in memory is complete or detected as damaged; and the choice of the best checkpoints.
+# Damage to the file of a copy in memory is detected, and the best checkpoints are kept.
 
 
 TENSORS = [
@@ -260,7 +260,7 @@ def test_every_flipped_bit_and_every_missing_end_is_noticed(tmp_path):
 
 @examples(60)
 @given(st.data())
-def test_boxes_are_the_elements_in_their_order(data):
+def test_boxes_cover_the_elements_in_order(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 5), max_size=4)))
     whole = torch.arange(prod(shape)).view(shape)
     start = data.draw(st.integers(-3, whole.numel()))
@@ -291,12 +291,12 @@ def checkpoints(folder, losses):
         ([3.0, 1.0, 2.0, 4.0], 2, None, 2, [20, 30, 40]),
         ([3.0, 1.0, 2.0, 0.5], 1, None, 1, [40]),
         ([3.0, 1.0, 2.0, 0.5], 1, 30, 2, [20, 30, 40]),
-        ([1.0, 1.0, 2.0], 1, None, 1, [20, 30]),  # the later of two equal losses
+        ([1.0, 1.0, 2.0], 1, None, 1, [20, 30]),  # the later of two equal losses is kept
         ([float("nan"), None, "torn", "[]", 5.0], 1, None, 3, [50]),
         ([1.0, 2.0, 3.0], 1, None, None, [30]),
     ],
 )
-def test_the_best_stay(tmp_path, losses, keep, multiple, best, stay):
+def test_the_best_checkpoints_are_kept(tmp_path, losses, keep, multiple, best, stay):
     checkpoints(tmp_path, losses)
     checkpoint_folder.remove_older(tmp_path, 10 * len(losses), keep, multiple, best)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"iter_{iteration:07d}" for iteration in stay]

@@ -149,7 +149,7 @@ def test_a_measured_collective_costs_its_measured_time():
     )
 
 
-def test_nothing_to_do_costs_nothing_and_copies_follow_the_host_link():
+def test_a_group_of_one_sends_nothing_and_copies_follow_the_host_link():
     assert transfer_seconds(transfer("all_gather", 300, 1), TOY) == 0
     assert copy_seconds(HostCopy("to_host", 10.0, count=2), TOY) == pytest.approx(2 * (2 + 1))
 
@@ -171,7 +171,7 @@ def test_an_all_to_all_of_two_is_a_send_and_a_receive():
     assert pair == pytest.approx(2e7, rel=1e-6) and four == pytest.approx(4e7, rel=1e-6)
 
 
-def test_between_nodes_all_to_all_and_interleaved_groups_have_shares_of_their_own():
+def test_between_nodes_all_to_all_and_interleaved_groups_have_separate_shares():
     machine = replace(TOY, calibration=Calibration(network_all_to_all=0.5, interleaved=0.5))
     assert transfer_seconds(transfer("all_to_all", 7e9, 8), machine) == pytest.approx(8e8, rel=1e-6)
     assert transfer_seconds(transfer("all_gather", 4e9, 8), machine) == pytest.approx(1e8, rel=1e-6)  # neighbours
@@ -186,7 +186,7 @@ machines = st.sampled_from([load(name) for name in known()])
 
 @examples(60)
 @given(machines, sizes, sizes, st.booleans(), st.sampled_from([2, 4]))
-def test_kernels_are_in_order_and_never_above_the_peak(machine, size, other, backward, itemsize):
+def test_larger_kernels_take_longer_and_none_exceeds_the_peak(machine, size, other, backward, itemsize):
     peak = machine.peak["fp32" if itemsize == 4 else "bf16"]
     small, large = sorted((size, other))
     for make in (
@@ -204,7 +204,7 @@ def test_kernels_are_in_order_and_never_above_the_peak(machine, size, other, bac
 
 @examples(60)
 @given(machines, st.sampled_from(KINDS), sizes, sizes, st.integers(2, 64), st.sampled_from([1, 2, 4, 8, 16]))
-def test_transfers_are_in_order_and_never_above_the_links(machine, kind, size, other, ranks, stride):
+def test_larger_transfers_take_longer_and_none_exceeds_the_links(machine, kind, size, other, ranks, stride):
     small, large = sorted((size, other))
     took = transfer_seconds(transfer(kind, large, ranks, stride), machine)
     assert transfer_seconds(transfer(kind, small, ranks, stride), machine) <= took
@@ -256,7 +256,7 @@ A100 = load("A100-80G")
 WORK = Workload(Shape(32, 4096, 14336, 32, 8, 128, 128256), 32768, 16)
 
 
-def test_the_largest_of_more_is_later_and_varies_less():
+def test_the_maximum_over_more_ranks_is_larger_and_varies_less():
     assert largest_of(1, 0.1) == pytest.approx((1.0, 0.1), rel=5e-3) and largest_of(64, 0.0) == (1.0, 0.0)
     means, deviations = zip(*(largest_of(ranks, 0.02) for ranks in (1, 2, 8, 64, 1024)))
     assert list(means) == sorted(means) and list(deviations) == sorted(deviations, reverse=True)
@@ -274,7 +274,7 @@ def test_a_step_grows_with_ranks_and_variation_and_depends_only_on_the_seed():
     assert spread(2.0, waits, 64, Jitter(0.05)) == times[1] != spread(2.0, waits, 64, Jitter(0.05, seed=1))
     assert spread(2.0, waits, 64, Jitter(0.0)).p95 == pytest.approx(2.0)
     assert spread(2.0, waits, 64, Jitter(0.1)).mean > times[1].mean
-    # a second of compute, cut into a hundred pieces: each of them waits for the largest of eight
+    # a second of compute, cut into a hundred pieces: after each piece a rank waits for the slowest of eight
     assert times[0].mean == pytest.approx(2 + largest_of(8, 0.05)[0] - 1, rel=1e-3)
 
 
@@ -338,7 +338,7 @@ def test_the_dry_runs_option_is_read_and_refused(monkeypatch):
             parse(f"{base} {more} --dry-run-jitter {share}".split(), world_size=1)
 
 
-def test_the_planner_tells_mean_and_percentile(capsys):
+def test_the_planner_prints_mean_and_percentile(capsys):
     words = "--model llama3-8b --gpus 8 --gpu A100-80G --seq-length 16K --tensor 2 --pipeline 1 --top 1".split()
     assert plan.main([*words, "--jitter", "0.02", "--seed", "3"]) == 0
     first = capsys.readouterr().out
@@ -348,7 +348,7 @@ def test_the_planner_tells_mean_and_percentile(capsys):
         assert plan.main([*words, *more]) == 2 and word in capsys.readouterr().err
 
 
-def test_a_replay_notes_what_it_waits_for():
+def test_a_replay_records_its_waits():
     work, send = Kernel("add", "memory", 0.0, 10.0), Transfer("all_gather", "dp", Group(4), 100.0, ticket=1)
     now = Transfer("all_gather", "tp", Group(2), 100.0)
     results = replay(Trace([work, now, work, work, send, work, Wait((1,)), work]), TOY).waits.by_ranks
@@ -356,7 +356,7 @@ def test_a_replay_notes_what_it_waits_for():
     assert results == {2: (1, once, once**2), 4: (1, 3 * once, 9 * once**2), 1: (1, once, once**2)}
 
 
-def test_a_slow_host_is_waited_for_by_hand():
+def test_the_wait_for_a_slow_host_by_hand():
     """The first kernel is launched at the start of the step, each further one two seconds later."""
     slow = replace(TOY, dispatch=2.0)
     work = [Kernel("add", "memory", 0.0, 10.0)] * 3  # 1.5 s each

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Datasets and blends through megatron-core, the checks before them, their cache, and mock data."""
+"""Datasets and blends that megatron-core builds, the checks of their files, their cache, and mock data."""
 
 import dataclasses
 import json
@@ -82,7 +82,7 @@ def test_the_same_samples_as_cores_own_builder(corpus):
     )
 
 
-def test_every_training_token_comes_once_an_epoch(corpus):
+def test_every_training_token_occurs_once_per_epoch(corpus):
     train, valid, test = build_datasets(configure(data_path=[corpus[0]], split="1,0,0"), NULL, (1, 3, 0))
     assert valid is None and test is None
     seen = np.sort([token for sample in samples_of(train) for token in sample])
@@ -289,7 +289,7 @@ def test_a_cached_index_that_is_not_numbers_is_refused_and_not_unpickled(corpus,
 
 
 @pytest.mark.parametrize("flag", ["reset_attention_mask", "reset_position_ids"])
-def test_packed_documents_need_their_ends(tmp_path, flag):
+def test_packed_documents_need_an_end_token(tmp_path, flag):
     open_ended, _ = write(tmp_path / "open")
     with pytest.raises(Refusal, match=r"open.bin: no document ends with token 1000, .* --append-eod"):
         build_datasets(configure(data_path=[open_ended], **{flag: True}), NULL, (10, 0, 0))
@@ -342,7 +342,7 @@ def test_mock_data_of_any_vocabulary(vocab, length, index):
 # --- portions of documents, several sets
 
 
-def test_portions_are_those_documents(tmp_path):
+def test_portions_contain_the_documents_of_a_split(tmp_path):
     """--train-weighted-split-paths gives the documents and blend of core's split with the same bounds."""
     a, b = (write(tmp_path / name, seed=seed)[0] for seed, name in enumerate("ab"))
     text = f"TRAIN: 0.3 0:0.6 {a}, 0.7 0.5:1 {b}"

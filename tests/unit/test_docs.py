@@ -47,7 +47,7 @@ pages = pytest.mark.parametrize("page", PAGES, ids=NAMES)
 
 
 def blocks(page: Path, language: str) -> list[tuple[str, str]]:
-    """(words after the language, text) of the page's code blocks."""
+    """The page's code blocks, each as (words after the language, text)."""
     result = re.findall(rf"^```{language}\b *(.*?)$\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     return [(words, text) for words, text in result]
 
@@ -88,21 +88,21 @@ def tool_flags() -> set[str]:
 
 
 @pages
-def test_files_are_there(page: Path) -> None:
+def test_files_that_pages_name_exist(page: Path) -> None:
     folders = "benchmarks|docs|examples|megatron|scripts|tests|tools"
     text = page.read_text()
     for name in re.findall(rf"(?<![\w/.-])(?:{folders})/[\w./-]*\w", text):
-        there = (ROOT / name).exists() or name.startswith("megatron/core") or f" file={name}\n" in text
-        assert there, f"{page.name} names {name}"
+        exists = (ROOT / name).exists() or name.startswith("megatron/core") or f" file={name}\n" in text
+        assert exists, f"{page.name} names {name}"
 
 
 def test_the_path_of_one_token_names_existing_files_classes_and_functions() -> None:
-    page, heart = DOCS / "inside" / "context-parallelism.md", ROOT / "megatron" / "context_parallel"
+    page, package = DOCS / "inside" / "context-parallelism.md", ROOT / "megatron" / "context_parallel"
     text = page.read_text().split("## One token's way through the code")[1]
-    code = "".join(file.read_text() for file in heart.rglob("*.py"))
+    code = "".join(file.read_text() for file in package.rglob("*.py"))
     for name in re.findall(r"`([\w/.]+)`", text.replace("`megatron/context_parallel/`", "")):
         if "/" in name:
-            assert (heart / name).exists(), name
+            assert (package / name).exists(), name
         else:
             parts = name.split(".")
             assert all(re.search(rf"\b(def|class) {part}\b|^    {part}: ", code, re.M) for part in parts), name
@@ -115,7 +115,7 @@ def test_every_page_is_in_the_index_and_has_a_command() -> None:
         assert blocks(page, "bash") or blocks(page, "python"), f"{page.name} has no command"
 
 
-def test_a_stranger_can_read_it_all() -> None:
+def test_the_number_of_words_is_limited() -> None:
     words = {page: len(page.read_text().split()) for page in PAGES}
     assert words.pop(ROOT / "README.md") < 900
     assert len(words) <= 35
@@ -157,7 +157,7 @@ def stubs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pages
 def test_commands_are_accepted(page: Path, stubs: Path) -> None:
-    """Every training command is read and completed as the program does it, and is refused if the page says so."""
+    """Every training command is accepted by the program's parser, or refused if the page says so."""
     for words, text in blocks(page, "bash"):
         if any(name in text for name in ("setup.sh", "quickstart.sh", "run.sh", "docker", "finetune.sh", "extend.sh")):
             continue
@@ -170,14 +170,16 @@ def test_commands_are_accepted(page: Path, stubs: Path) -> None:
             if "--help" in command or "--attention-kernel cudnn" in text:  # refused later, by the device
                 continue
             defaults = runpy.run_path(str(ROOT / command[entry]), run_name="docs").get("LLAMA")
-            notice = refusal_of(lambda: parse(command[entry + 1 :], defaults, world, lambda *_: SHAPE))  # noqa: B023
-            assert bool(notice) == ("refused" in words and "out/nothing" not in text), f"{page.name}: {notice}\n{text}"
-            if notice and f"error: {notice}" not in page.read_text():
-                raise AssertionError(f"{page.name} shows another message than: {notice}")
+            message = refusal_of(lambda: parse(command[entry + 1 :], defaults, world, lambda *_: SHAPE))  # noqa: B023
+            assert bool(message) == ("refused" in words and "out/nothing" not in text), (
+                f"{page.name}: {message}\n{text}"
+            )
+            if message and f"error: {message}" not in page.read_text():
+                raise AssertionError(f"{page.name} shows another message than: {message}")
 
 
 def captured(text: str, stubs: Path) -> Iterator[list[str]]:
-    """The words of each python and torchrun that a block of commands starts."""
+    """The words of each command of python or torchrun that a block of commands starts."""
     file = stubs / "captured"
     file.unlink(missing_ok=True)
     env = {"PATH": f"{stubs / 'stubs'}{os.pathsep}{os.environ['PATH']}", "CAPTURED": str(file)}
@@ -304,7 +306,7 @@ def test_the_api_page_has_every_public_name() -> None:
     assert sorted(listed) == sorted(cp.__all__)
 
 
-def test_the_list_of_folders_is_what_the_folders_say() -> None:
+def test_the_list_of_folders_is_up_to_date() -> None:
     names = runpy.run_path(str(ROOT / "scripts" / "folder_map.py"), run_name="docs")
     page = names["PAGE"].read_text()
     assert names["filled"](page) == page, "python scripts/folder_map.py"

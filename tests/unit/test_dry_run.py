@@ -46,8 +46,8 @@ def config_of(flags, ranks):
         pytest.param(1, f"{RECOMPUTE[:-1]}2 --bf16 --num-layers 20", marks=pytest.mark.full),
     ],
 )
-def test_a_few_layers_stand_for_all(ranks, flags):
-    machine = replace(load("A100-80G"), dispatch=0.0)  # the host's launches would hide all else in so small a model
+def test_results_of_a_few_layers_equal_those_of_all(ranks, flags):
+    machine = replace(load("A100-80G"), dispatch=0.0)  # or launches by the host would dominate
     few, every = (
         dry_run(config_of(f"--num-layers 10 {flags}", ranks), ranks, machine, vocab_size=301, every_layer=every)
         for every in (False, True)
@@ -66,17 +66,17 @@ def test_a_few_layers_stand_for_all(ranks, flags):
 
 
 @pytest.mark.full
-def test_where_one_number_of_layers_needs_every_micro_batch_so_does_the_other(monkeypatch):
+def test_if_one_number_of_layers_needs_every_micro_batch_both_run_them_all(monkeypatch):
     from megatron.simulator.dry_run import dry_run as module
 
     run_rank = module.run_rank
 
-    def sometimes(config, *args, stretch, **how):
+    def fails_with_more_layers(config, *args, stretch, **options):
         if stretch and config.model.num_layers == module.FEW[1]:
             raise module.Unsteady("the micro-batches do not repeat")
-        return run_rank(config, *args, stretch=stretch, **how)
+        return run_rank(config, *args, stretch=stretch, **options)
 
-    monkeypatch.setattr(module, "run_rank", sometimes)
+    monkeypatch.setattr(module, "run_rank", fails_with_more_layers)
     config = config_of("--num-layers 10 --global-batch-size 6", 1)
     result = dry_run(config, 1, load("A100-80G"), vocab_size=301)
     assert result.ranks[0].micro_batches == (6, 6) and len(result.ranks[0].program.forward) == 6
@@ -122,13 +122,13 @@ def test_layer_inputs_leave_the_device_before_the_backward_pass():
     from megatron.simulator.dry_run.one_rank import run_rank
 
     machine = load("A100-80G")
-    kept, left = (
+    on_device, in_host = (
         run_rank(config_of(f"{flags} {more}", 1), 1, 0, 301, machine=machine) for more in ("", "--offload-checkpoints")
     )
     hidden = 1024 * 64 * 2
     # Of four inputs, the current and the prefetched one are on the device, the other two are not.
-    assert kept.device_peak - left.device_peak >= 2 * hidden
-    assert left.host_peak - kept.host_peak == 4 * hidden
+    assert on_device.device_peak - in_host.device_peak >= 2 * hidden
+    assert in_host.host_peak - on_device.host_peak == 4 * hidden
 
 
 @pytest.mark.parametrize("balance", ["zigzag", "contiguous"])
@@ -140,7 +140,7 @@ def test_a_ring_moves_keys_and_neither_queries_nor_sums(balance):
     config = config_of(f"{flags} --num-layers 1 --global-batch-size 1 --group-query-attention --num-query-groups 2", 2)
     events = run_rank(config, 2, 1, 301, machine=load("A100-80G")).trace.events
     forward = events[: next(i for i, e in enumerate(events) if isinstance(e, Phase) and e.name == "backward")]
-    sent, came = (
+    sent, loaded = (
         sum(e.bytes for e in forward if isinstance(e, HostCopy) and e.direction == direction)
         for direction in ("to_host", "to_device")
     )
@@ -148,10 +148,10 @@ def test_a_ring_moves_keys_and_neither_queries_nor_sums(balance):
     assert sent == 4 * (2 * q + kv + lse)
     loads = forward_loads(4, 2, early_half=balance == "zigzag")
     assert loads == (Loads(8, 2) if balance == "zigzag" else Loads(12, 3))
-    assert came == loads.keys * kv + loads.queries * q
+    assert loaded == loads.keys * kv + loads.queries * q
 
 
-def test_weights_come_while_the_layer_before_computes():
+def test_weights_arrive_while_the_previous_layer_computes():
     """Long compute hides FSDP's transfers, except the first gather and the last reduction."""
     wide = "--hidden-size 1024 --num-attention-heads 8 --seq-length 8192 --max-position-embeddings 8192 --num-layers 4"
     config = config_of(f"{wide} --zero-stage 3 --bf16 --ulysses-parallel-size 4 --global-batch-size 1", 4)
@@ -314,10 +314,10 @@ USUAL = {"virtual stages": 1}
         for gpu in ("H100-80G", None)
     ],
 )
-def test_a_few_micro_batches_stand_for_all(name, gpu, rank):
+def test_results_of_a_few_micro_batches_equal_those_of_all(name, gpu, rank):
     ranks, batch, flags = MICRO_BATCHES[name]
     machine = gpu and load(gpu)
-    if "--zero-stage 3" in flags:  # after the first run PyTorch's caches keep a mesh of eight bytes
+    if "--zero-stage 3" in flags:  # the first run adds a mesh of eight bytes to PyTorch's caches
         run_job((config_of(f"--global-batch-size 1 {flags}", ranks), ranks, rank, 301, machine, True))
     config = config_of(f"--global-batch-size {batch} {flags}", ranks)
     few, every = (run_job((config, ranks, rank, 301, machine, every)) for every in (False, True))
@@ -328,7 +328,7 @@ def test_a_few_micro_batches_stand_for_all(name, gpu, rank):
         assert getattr(few[0], field) == pytest.approx(getattr(every[0], field), rel=1e-9, abs=1e-12)
 
 
-def test_other_memory_of_the_process_does_not_count():
+def test_other_memory_of_the_process_is_not_counted():
     flags = "--num-layers 1 --global-batch-size 1"
     held, peaks = [], []
     for size in (0, 10**6):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dry runs of launch commands for other machines: without FP8 and Transformer Engine,
-without tokenizer and data files, and under launchers that start a process per GPU."""
+"""Dry runs of launch commands for other machines. This machine has no FP8, Transformer Engine, tokenizer or data files,
+and launchers may start a process per GPU."""
 
 import importlib.util
 import json
@@ -36,7 +36,7 @@ NUMBERS = "--tokenizer-type NullTokenizer --vocab-size 300"
 @pytest.mark.full
 def test_nvidias_fp8_recipe_with_two_flags_added(capsys, tmp_path):
     """The complete train_llama3_8b_h100_fp8.sh (NVIDIA/Megatron-LM) on Ulysses 4 x Ring 2 of eight H100."""
-    file = tmp_path / "found.json"
+    file = tmp_path / "result.json"
     added = "--ulysses-parallel-size 4 --ring-parallel-size 2"
     simulated = f"--dry-run --world-size 8 --gpu H100-80G --dry-run-json {file}"
     assert main(shlex.split(f"{RECIPE['flags']} {added} {simulated}"), simulate=simulate) == 0
@@ -208,7 +208,7 @@ def test_without_data_or_tokenizer_files(capsys):
     )
 
 
-def test_one_process_of_a_launcher_simulates_all():
+def test_one_process_of_a_launcher_simulates_all_ranks():
     flags = f"{TINY} {NUMBERS} --num-layers 1 --ulysses-parallel-size 4 --gpu H100-80G --global-batch-size 1"
     done = run_ranks(ROOT / "pretrain_llama.py", flags.split(), {**os.environ, "OMP_NUM_THREADS": "1"}, 4)
     assert [one.returncode for one in done] == [0] * 4
@@ -216,14 +216,14 @@ def test_one_process_of_a_launcher_simulates_all():
     assert not any(one.stdout or one.stderr for one in done[1:])
 
 
-def test_other_ranks_leave_before_anything_is_read(capsys, monkeypatch):
+def test_other_ranks_end_before_flags_are_read(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     assert main(["--dry-run", "--no-such-flag"], LLAMA, simulate) == 0
     output = capsys.readouterr()
     assert not output.out and not output.err
 
 
-def test_world_size_wins_over_the_launchers(capsys, monkeypatch):
+def test_the_flag_world_size_overrides_that_of_the_launcher(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     flags = f"{TINY} {NUMBERS} --num-layers 1 --gpu H100-80G --global-batch-size 8 --world-size 8"

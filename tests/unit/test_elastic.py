@@ -154,7 +154,9 @@ def test_without_a_rank_nothing_is_set(flags: str):
         ({}, "--rank 0 --dist-url file:///a", ("--dist-url file:///a", "tcp://HOST:PORT")),
     ],
 )
-def test_what_differs_is_refused(environment: dict[str, str], flags: str, words: tuple[str, ...]):
+def test_ranks_that_contradict_the_environment_are_refused(
+    environment: dict[str, str], flags: str, words: tuple[str, ...]
+):
     with pytest.raises(Refusal) as caught:
         take_ranks(flags.split(), dict(environment))
     assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
@@ -201,7 +203,7 @@ MANIFEST = LLAMA / "pretrain_llama3_8b_kubernetes.yaml"
 SLURM = sorted(ROOT.glob("examples/*/*slurm.sh"))
 
 
-def slurm(script: Path, folder: Path, done: int, left: int, code: int = 0) -> tuple[int, str]:
+def slurm(script: Path, folder: Path, done: int, seconds_left: int, code: int = 0) -> tuple[int, str]:
     """(exit code, last call of scontrol) of a script whose srun ends with ``code`` after ``done`` iterations."""
     stubs = folder / "stubs"
     stubs.mkdir(parents=True)
@@ -219,7 +221,7 @@ def slurm(script: Path, folder: Path, done: int, left: int, code: int = 0) -> tu
         "SLURM_JOB_NODELIST": "a,b",
         "SLURM_SUBMIT_DIR": f"{ROOT}",
     }
-    environment |= {"TRAIN_ITERS": "100", "SLURM_JOB_END_TIME": str(int(time.time()) + left)}
+    environment |= {"TRAIN_ITERS": "100", "SLURM_JOB_END_TIME": str(int(time.time()) + seconds_left)}
     ended = subprocess.run(["bash", str(script)], env=environment, capture_output=True, timeout=patience(20))
     return ended.returncode, (folder / "calls").read_text().splitlines()[-1]
 
@@ -258,7 +260,7 @@ def differences(value: Any, schema: dict[str, Any], place: str = "") -> list[str
     return result
 
 
-def test_the_job_set_is_what_its_schema_says(tmp_path: Path) -> None:
+def test_the_job_set_agrees_with_its_schema(tmp_path: Path) -> None:
     source = json.loads((Path(__file__).parent / "data" / "jobset.json").read_text())
     manifest = yaml.safe_load(MANIFEST.read_text())
     assert manifest["apiVersion"] == f"{source['group']}/{source['version']}" and manifest["kind"] == source["kind"]

@@ -134,16 +134,16 @@ def test_ring_exchanges_hide_behind_tiles_and_the_last_gradients_do_not():
     )
 
 
-def test_all_to_alls_carry_what_the_head_plan_says():
+def test_all_to_alls_send_the_bytes_of_the_head_plan():
     strategy = Strategy(ulysses=16)
     a = attended(WORK, strategy)
     assert (a.heads, a.kv_heads, a.sent_kv) == (2, 1, 1)  # 8 key/value heads on 16 ranks: each is sent to two ranks
-    there, back = (
+    to_heads_bytes, to_sequence_bytes = (
         sum(t.bytes for segment in work for t in segment.transfers)
         for work in (to_heads(a, strategy, a.rows), to_sequence(a, strategy, a.rows))
     )
-    assert there == 2 * (65536 // 16) * (2 + 1 + 1) * 128 * 15
-    assert back == 2 * (65536 // 16) * 2 * 128 * 15
+    assert to_heads_bytes == 2 * (65536 // 16) * (2 + 1 + 1) * 128 * 15
+    assert to_sequence_bytes == 2 * (65536 // 16) * 2 * 128 * 15
 
 
 @pytest.mark.parametrize("kv_heads", [32, 8, 1])
@@ -207,9 +207,9 @@ def test_gradients_wait_unless_they_overlap_with_the_backward_pass():
     assert sharded.parts["dp"] < shown.parts["dp"]
 
 
-def test_a_transfer_that_compute_feels_slows_it_down():
-    felt = replace(TOY, calibration=Calibration(overlap=0.5))
-    assert step(felt, ring=4).seconds > step(ring=4).seconds
+def test_concurrent_transfers_slow_down_compute():
+    slowed = replace(TOY, calibration=Calibration(overlap=0.5))
+    assert step(slowed, ring=4).seconds > step(ring=4).seconds
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_no_step_is_faster_than_its_flops(
 A800 = load("A800-80G")
 
 
-def test_unified_beats_pure_ones_across_nodes():
+def test_across_nodes_ulysses_with_ring_is_faster_than_either_alone():
     """1: if links differ in speed, use Ulysses inside a node and Ring between nodes."""
     unified = step(A800, ulysses=8, ring=2).seconds
     assert unified < step(A800, ulysses=1, ring=16).seconds and unified < step(A800, ulysses=16).seconds

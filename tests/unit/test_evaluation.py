@@ -62,8 +62,8 @@ def test_a_needle_lies_at_its_depth_in_a_haystack_of_its_length(kind):
         at = round(depth * (spec.length - pieces.size))
         assert np.array_equal(sample.ids[at : at + needle.size], needle)
         hay = plan.words.haystack(spec.length - pieces.size, random)
-        rest = np.concatenate((sample.ids[:at], sample.ids[at + needle.size :]))
-        assert np.array_equal(rest[: hay.size], hay)
+        without_needle = np.concatenate((sample.ids[:at], sample.ids[at + needle.size :]))
+        assert np.array_equal(without_needle[: hay.size], hay)
         answer = sample.ids[sample.scored]
         assert sample.scored[-answer.size :].all()  # the answer ends the sample and is part of the needle
         assert any(np.array_equal(needle[n : n + answer.size], answer) for n in range(needle.size))
@@ -125,7 +125,7 @@ def test_symbols_of_every_vocabulary(kind, size):
         assert min(part.min() for part in words.sentences) >= MARKS + 4 * words.names
 
 
-def test_a_haystack_of_ones_own(tmp_path):
+def test_a_haystack_from_a_file(tmp_path):
     (tmp_path / "hay.txt").write_text("abcdefg" * 10)
     plan = plan_of("ByteLevelTokenizer", f"--eval-tasks needle --eval-lengths 512 --eval-haystack {tmp_path}/hay.txt")
     text = bytes(plan.sample(Spec("needle", 512, 1.0, 0)).ids.tolist()).decode()
@@ -144,7 +144,7 @@ def test_packing_holds_every_sample_once(lengths):
 
 @given(st.integers(2, 200), st.integers(1, 32), st.data())
 @examples(60)
-def test_every_token_of_a_text_is_scored_once_but_the_first(tokens, length, data):
+def test_every_token_of_a_text_but_the_first_is_scored_once(tokens, length, data):
     stride = data.draw(st.integers(1, length))
     ids, seen = np.arange(tokens), []
     for start in windows(tokens, length, stride):
@@ -167,7 +167,7 @@ def test_rows_say_where_samples_lie():
         assert row["tokens"][start : start + sample.ids.size].tolist() == sample.ids.tolist()
 
 
-def test_buckets_double():
+def test_buckets_of_positions_double_in_length():
     assert position_bounds(1000) == [0, 128, 256, 512, 1000] and position_bounds(64) == [0, 64]
     assert position_bounds(256) == [0, 128, 256]
 
@@ -175,7 +175,7 @@ def test_buckets_double():
 # ---- the training set
 
 
-def test_training_needles_are_others_than_those_of_evaluations(tmp_path, capsys):
+def test_training_and_evaluation_use_different_needles(tmp_path, capsys):
     prefix = str(tmp_path / "train")
     flags = "--length 512 --documents 20 --needles 7 --tokenizer-type NullTokenizer --vocab-size 255".split()
     assert make_needles.main(["--output-prefix", prefix, *flags]) == 0
@@ -196,7 +196,7 @@ def test_training_needles_are_others_than_those_of_evaluations(tmp_path, capsys)
         assert sorted(tails.tolist()) == sorted(result.tolist())
         counts.add(len(at))
     assert counts <= set(range(1, 8)) and len(counts) > 3
-    assert numbers == {True, False}  # or a model would learn never to answer with the numbers that are missing
+    assert numbers == {True, False}  # otherwise a model would learn never to answer with some numbers
     assert {part for pair in pairs(words.names, False) for part in pair} == set(range(words.names))
     assert make_needles.main(["--output-prefix", prefix, *flags]) == 2
     assert "give --overwrite" in capsys.readouterr().err
@@ -210,8 +210,8 @@ def test_questions_are_asked_as_often_as_fits(tmp_path):
     for ids in IndexedDataset(f"{tmp_path}/train_text_document"):
         needles, asked = ids[np.flatnonzero(ids == 0)[:, None] + np.arange(1, 5)], np.flatnonzero(ids == 1)
         answers = ids[asked[:, None] + np.arange(1, 5)].tolist()
-        rounds, rest = divmod(len(asked), len(needles))
-        assert rest == 0 and rounds == int(0.6 * 512) // (5 * len(needles))
+        rounds, remainder = divmod(len(asked), len(needles))
+        assert remainder == 0 and rounds == int(0.6 * 512) // (5 * len(needles))
         assert sorted(answers) == sorted(needles.tolist() * rounds) and asked[-1] == 512 - 1 - 5
 
 
@@ -226,7 +226,7 @@ def test_questions_are_asked_as_often_as_fits(tmp_path):
         ("--length 9 --documents 1 --seed -1", "--seed -1"),
     ],
 )
-def test_training_sets_that_cannot_be(flags, message, tmp_path, capsys):
+def test_impossible_training_sets_are_refused(flags, message, tmp_path, capsys):
     tokenizer = "--tokenizer-type NullTokenizer --vocab-size 255"
     assert make_needles.main(f"--output-prefix {tmp_path}/x {flags} {tokenizer}".split()) == 2
     error = capsys.readouterr().err

@@ -89,7 +89,7 @@ def test_an_unknown_model_is_refused(script: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model, length", [("genslm-25b", 524288), ("genslm-33b", 458752)])
 def test_genslm_scripts_reach_the_published_lengths(model: str, length: int, tmp_path: Path) -> None:
-    """On 64 GPUs with partitioned learned positions; and, in chunks, 4,194,304 tokens."""
+    """The scripts use 64 GPUs and partitioned learned positions. In chunks they reach 4,194,304 tokens."""
     script = GENSLM / "pretrain.sh"
     plain, gpus = read(launch(script, tmp_path / "plain", of_model(model)))
     longer = {"SEQ_LENGTH": "4194304", "CHUNK": "131072"} | of_model(model)
@@ -104,7 +104,7 @@ def test_genslm_scripts_reach_the_published_lengths(model: str, length: int, tmp
 
 
 def test_genslm_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its commands are accepted and make the files that they read; without a genome it prints one line."""
+    """The script's commands are accepted and make the files that they read. Without a genome it prints one line."""
     tree, captured = tmp_path / "tree", tmp_path / "captured"
     script = tree / "examples" / "genslm" / "quickstart.sh"
     for name in (script, tree / "scripts" / "setup.sh"):
@@ -145,18 +145,18 @@ def run_quickstart(script: Path, genome: str, out: str) -> subprocess.CompletedP
     )
 
 
-def test_there_are_scripts_for_every_way_to_launch() -> None:
+def test_there_are_scripts_for_every_launcher() -> None:
     text = {path: path.read_text() for path in [*SCRIPTS, *COMMON.glob("*.sh")]}
     assert all("# SPDX-License-Identifier: Apache-2.0" in t.splitlines()[:2] for t in text.values())
-    for way in ("--standalone", "--node-rank", "srun"):
-        assert any(way in t for t in text.values()), way
+    for launcher in ("--standalone", "--node-rank", "srun"):
+        assert any(launcher in t for t in text.values()), launcher
 
 
 @pytest.mark.parametrize("script, model", LAUNCHES, ids=LAUNCH_IDS)
 def test_a_script_runs_from_any_folder_and_check_script_sees_the_same_command(
     script: Path, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slurm starts a copy of the script, and the files that it sources are found from the folder of ``sbatch``."""
+    """Slurm starts a copy of the script. The copy looks for files to source in the folder in which ``sbatch`` ran."""
     words = launch(script, tmp_path / "here", of_model(model), "--seed", "7")
     cwd = tmp_path / "elsewhere"
     cwd.mkdir()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which experts tokens choose, and what is refused of mixtures of experts."""
+"""The experts that the router chooses for each token, and settings of experts that are refused."""
 
 from __future__ import annotations
 
@@ -107,9 +107,9 @@ def test_what_an_expert_drops(policy: str):
         lost = (chosen & ~kept)[:, expert]
         if lost.any() and policy == "position":
             assert places[kept[:, expert]].max() < places[lost].min()
-    order = torch.randperm(40, generator=torch.Generator().manual_seed(2))  # as ranks hold the tokens
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(2))  # ranks hold tokens in other orders
     assert torch.equal(within_capacity(weights[order], chosen[order], order, most, policy), kept[order])
-    equal = torch.full_like(weights, 0.5)  # equal weights are decided by the place
+    equal = torch.full_like(weights, 0.5)  # of equal weights the first places are kept
     first = within_capacity(equal[order], chosen[order], order, most, "probs")
     assert torch.equal(first, within_capacity(equal, chosen, places, most, "position")[order])
 
@@ -182,7 +182,7 @@ def read(flags: str, world_size: int = 4) -> Config:
         ("--moe-input-jitter-eps 0.1", "--moe-input-jitter-eps"),
     ],
 )
-def test_what_experts_cannot_be_combined_with(flags: str, expected: str):
+def test_settings_that_experts_do_not_support_are_refused(flags: str, expected: str):
     with pytest.raises(Refusal) as caught:
         read(f"--num-experts 8 {flags}")
     assert expected in str(caught.value) and "\n" not in str(caught.value)

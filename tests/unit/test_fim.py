@@ -30,20 +30,20 @@ def settings(rate: float = 1.0, spm_rate: float = 0.0, split: bool = False, **mo
     return Fim(LETTERS, rate, spm_rate, **ids, **more)
 
 
-def filled(text: str, number: int = 0, **how: object) -> str:
-    result = fill_in(np.array([ord(c) for c in text]), settings(**how), generator(1, number))
+def filled(text: str, number: int = 0, **options: object) -> str:
+    result = fill_in(np.array([ord(c) for c in text]), settings(**options), generator(1, number))
     return LETTERS.detokenize(result)
 
 
-def untangled(text: str) -> str:
+def restored(text: str) -> str:
     """The original text, restored."""
     if not text.startswith("A"):
         return text
     if text.startswith("AC"):  # suffix first, or an empty prefix in the other order
-        suffix, _, rest = text[2:].partition("B")
-        return rest + suffix
-    prefix, _, rest = text[1:].partition("C")
-    suffix, _, middle = rest.partition("B")
+        suffix, _, remainder = text[2:].partition("B")
+        return remainder + suffix
+    prefix, _, remainder = text[1:].partition("C")
+    suffix, _, middle = remainder.partition("B")
     return prefix + middle + suffix
 
 
@@ -54,7 +54,7 @@ def test_every_document_is_kept_in_a_shuffled_order(texts: list[str], number: in
     result = filled(sample + "w" * 40, number, spm_rate=float(spm))  # the w at the end may be cut off
     assert len(result) == len(sample) + 40
     parts = result.split("E")
-    assert [untangled(part) for part in parts[:-1]] == texts[:-1]
+    assert [restored(part) for part in parts[:-1]] == texts[:-1]
     assert all(part.startswith("AC") for part in parts) or not spm
     assert parts[-1].startswith("A")
 
@@ -79,10 +79,10 @@ def test_rates():
     assert filled(text, rate=0.0) == text
 
 
-def test_parts_of_a_text_are_cut_alone():
+def test_fragments_of_a_text_are_changed_separately():
     text = "xxxxFyyyyFzzzz" + "E" + "w" * 9
     result = filled(text, rate=1.0, split=True, fragment_rate=1.0).split("E")[0].split("F")
-    assert [untangled(part) for part in result] == ["xxxx", "yyyy", "zzzz"] and all(part[0] == "A" for part in result)
+    assert [restored(part) for part in result] == ["xxxx", "yyyy", "zzzz"] and all(part[0] == "A" for part in result)
     assert filled(text, rate=1.0, split=True, fragment_rate=0.0).split("E")[0] == text.split("E")[0]
     assert filled(text, rate=0.0, split=True, fragment_rate=1.0) == text
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every setting has an effect: each flag changes exactly the values named here, or a note says that it has none.
+"""Every setting has an effect: each flag changes exactly the values that are named here, or has a note.
 
-Three kinds of proof. ``EFFECTS``: with the flags left of the first ``|``, those in the middle change the values on the
-right, among all values of `built_from_flags.py`. ``SHOWN``: the effect is a file, a message or a number of a run, and
-another test shows it. ``IDLE``: no feature that is switched on reads the flag, and a note says so.
+There are three lists. ``EFFECTS``: with the flags left of the first ``|``, those in the middle change the values on
+the right, among all values of `built_from_flags.py`. ``SHOWN``: the effect is a file, a message or a number of a run,
+and another test shows it. ``IDLE``: no feature that is switched on reads the flag, and a note says so.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ SHOWN = {
     "tests/distributed/test_bad_batches.py": "skip_bad_batches rollback_on_bad_batch iterations_to_skip "
     "check_for_spiky_loss check_for_large_grads spike_factor",
     "tests/distributed/test_replicas.py": "check_weight_hash_across_dp_replicas_interval log_straggler",
-    "tests/unit/test_elsewhere.py": "ckpt_format",
+    "tests/unit/test_foreign_flags.py": "ckpt_format",
     "tests/faults/test_kills.py": "elastic elastic_grids",
     "tests/unit/test_evaluation.py": "eval_tasks eval_lengths eval_depths eval_samples eval_haystack eval_files "
     "eval_stride",
@@ -255,7 +255,7 @@ SHOWN = {
     "exit_duration_in_mins dry_run_every_layer dry_run_trace_events",
 }
 ALWAYS = {"exit_signal_handler"}  # its help says that it is always on
-FOREIGN = Path(__file__).with_name("test_elsewhere.py")  # every setting of another program
+FOREIGN = Path(__file__).with_name("test_foreign_flags.py")  # every setting of another program
 
 
 def rows() -> list[tuple[str, str, str]]:
@@ -263,7 +263,7 @@ def rows() -> list[tuple[str, str, str]]:
 
 
 @cache
-def facts(flags: str) -> dict[str, Any]:
+def built_values(flags: str) -> dict[str, Any]:
     words = BASE.split()
     if flags.startswith("WITHOUT "):
         at = words.index(flags.split()[1])
@@ -280,10 +280,10 @@ def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("context", "flags", "changed"), rows(), ids=[f"{c} | {f}".strip(" |") for c, f, _ in rows()])
-def test_a_flag_changes_what_it_should(context: str, flags: str, changed: str):
+def test_a_flag_changes_the_listed_values(context: str, flags: str, changed: str):
     if "--train-" in flags and "--train-" not in context:
         context = f"{context} --train-iters 20"
-    before, after = facts(context.strip()), facts(f"{context} {flags}".strip())
+    before, after = built_values(context.strip()), built_values(f"{context} {flags}".strip())
     results = {name for name in {*before, *after} if before.get(name) != after.get(name)}
     expected = set(changed.split()) - {"..."}
     assert expected <= results and (results == expected or "..." in changed.split()), sorted(results)
@@ -293,7 +293,7 @@ def names(flag: str, field: str, text: str) -> bool:
     return re.search(rf"{flag}(?![\w-])|\b{field}\b", text) is not None
 
 
-def test_every_setting_has_its_effect_shown():
+def test_every_setting_has_a_test_of_its_effect():
     probed = [word for _, flags, _ in rows() for word in flags.split() if word.startswith("--")]
     cited = {field: path for path, fields in SHOWN.items() for field in fields.split()}
     root = Path(__file__).parents[2]
@@ -354,7 +354,7 @@ def test_settings_that_nothing_reads_get_a_note(flags: str):
     assert wanted and flags.split()[0] in wanted and set(wanted) <= set(named) and not reader[1](config)
 
 
-def test_what_is_read_has_no_note():
+def test_settings_that_are_read_get_no_note():
     flags = "--rotary-base 5000 --position-embedding-type rope --adam-beta1 0.8 --fp16 --initial-loss-scale 8"
     config = parse(f"{BASE} --train-iters 20 {flags}".split(), world_size=RANKS)
     assert not [note for note in config.notes if "no effect" in note]
@@ -367,27 +367,30 @@ def test_process_groups(monkeypatch: pytest.MonkeyPatch):
     """--distributed-timeout-minutes, --distributed-backend and --network-interface reach the code that makes groups."""
     from megatron.training import setup
 
-    class Asked(Exception):
+    class Called(Exception):
         pass
 
-    def look(**asked: Any) -> None:
-        raise Asked(asked)
+    def record(**arguments: Any) -> None:
+        raise Called(arguments)
 
-    def ask(flags: str) -> dict[str, Any]:
-        with pytest.raises(Asked) as caught:
+    def arguments_of(flags: str) -> dict[str, Any]:
+        with pytest.raises(Called) as caught:
             setup.start(parse(f"{BASE} --train-iters 20 --device cpu {flags}".split(), world_size=1))
         return caught.value.args[0]
 
     worlds: list[tuple] = []
-    monkeypatch.setattr(setup, "initialize_world", lambda *asked: worlds.append(asked) or "")
-    monkeypatch.setattr(setup, "initialize_grid", look)
-    assert ask("")["timeout_minutes"] == 10 and ask("--distributed-timeout-minutes 3")["timeout_minutes"] == 3
-    assert ask("--distributed-backend gloo")["backend"] == "gloo"
-    assert ask("--network-interface eth0") and worlds == [("gloo", minutes, None) for minutes in (10, 3, 10)] + [
-        ("gloo", 10, "eth0")
-    ]
+    monkeypatch.setattr(setup, "initialize_world", lambda *arguments: worlds.append(arguments) or "")
+    monkeypatch.setattr(setup, "initialize_grid", record)
+    assert (
+        arguments_of("")["timeout_minutes"] == 10
+        and arguments_of("--distributed-timeout-minutes 3")["timeout_minutes"] == 3
+    )
+    assert arguments_of("--distributed-backend gloo")["backend"] == "gloo"
+    assert arguments_of("--network-interface eth0") and worlds == [
+        ("gloo", minutes, None) for minutes in (10, 3, 10)
+    ] + [("gloo", 10, "eth0")]
     with pytest.raises(Refusal, match="--distributed-backend nccl"):
-        ask("--distributed-backend nccl")
+        arguments_of("--distributed-backend nccl")
 
 
 def test_loggers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -398,7 +401,9 @@ def test_loggers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     from megatron.training.report import mfu, reporter
 
     seen: dict[str, Any] = {}
-    wandb = SimpleNamespace(init=lambda **asked: seen.update(asked) or SimpleNamespace(log=lambda *_, **__: None))
+    wandb = SimpleNamespace(
+        init=lambda **arguments: seen.update(arguments) or SimpleNamespace(log=lambda *_, **__: None)
+    )
     points: list[int] = []
     writer = SimpleNamespace(add_scalar=lambda name, value, step: points.append(step))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
@@ -440,15 +445,15 @@ def test_exit_duration_in_mins(monkeypatch: pytest.MonkeyPatch):
 def test_dry_run_every_layer(monkeypatch: pytest.MonkeyPatch):
     from megatron.simulator.dry_run import command, dry_run
 
-    class Asked(Exception):
+    class Called(Exception):
         pass
 
-    def look(*args: Any, every_layer: bool, **kwargs: Any) -> None:
-        raise Asked(every_layer)
+    def record(*args: Any, every_layer: bool, **kwargs: Any) -> None:
+        raise Called(every_layer)
 
-    monkeypatch.setattr(dry_run, "dry_run", look)
+    monkeypatch.setattr(dry_run, "dry_run", record)
     for flags, every in (("", False), ("--dry-run-every-layer", True)):
-        with pytest.raises(Asked) as caught:
+        with pytest.raises(Called) as caught:
             command.simulate(parse(f"{BASE} --dry-run {flags}".split(), world_size=1))
         assert caught.value.args == (every,)
 
@@ -456,17 +461,17 @@ def test_dry_run_every_layer(monkeypatch: pytest.MonkeyPatch):
 def test_dry_run_trace_events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     from megatron.simulator.dry_run import command, dry_run, dry_run_report, timeline
 
-    asked: list[int] = []
-    monkeypatch.setattr(timeline, "write_trace", lambda result, path, most: asked.append(most))
+    arguments: list[int] = []
+    monkeypatch.setattr(timeline, "write_trace", lambda result, path, most: arguments.append(most))
     results = SimpleNamespace(ranks=[], machine="A100-80G", fits=True)
-    monkeypatch.setattr(dry_run, "dry_run", lambda *args, **how: results)
+    monkeypatch.setattr(dry_run, "dry_run", lambda *args, **options: results)
     monkeypatch.setattr(dry_run_report, "show", lambda *args: None)
     monkeypatch.setattr(dry_run_report, "as_json", lambda result: {})
-    monkeypatch.setattr(dry_run_report, "draw", lambda *args, **how: None)
-    simulated = f"{BASE} --dry-run --gpu A100-80G --dry-run-json {tmp_path / 'found.json'}"
+    monkeypatch.setattr(dry_run_report, "draw", lambda *args, **options: None)
+    simulated = f"{BASE} --dry-run --gpu A100-80G --dry-run-json {tmp_path / 'result.json'}"
     for flags in ("", "--dry-run-trace-events 50"):
         command.simulate(parse(f"{simulated} {flags}".split(), world_size=1))
-    assert asked == [timeline.MOST_EVENTS, 50]
+    assert arguments == [timeline.MOST_EVENTS, 50]
     for flags in ("--dry-run-trace-events 50", "--dry-run --dry-run-trace-events 50"):
         with pytest.raises(Refusal, match="--dry-run-trace-events"):
             parse(f"{BASE} {flags}".split(), world_size=1)

@@ -51,6 +51,7 @@ def call(module: str, name: str, argument: bytes) -> bytes:
 
 
 def before(data: bytes, instructions: bytes) -> bytes:
+    """Pickled data with other instructions inserted after the protocol header."""
     return data[:2] + instructions + data[2:]
 
 
@@ -161,7 +162,7 @@ def changed(**lengths: tuple[int, ...]) -> bytes:
         ({"length": (1 << 70,)}, "length of an object"),
     ],
 )
-def test_sizes_are_those_of_the_bytes(tmp_path, lengths, message):
+def test_sizes_that_contradict_the_bytes_are_refused(tmp_path, lengths, message):
     assert message in refused(tmp_path / ".metadata", changed(**lengths))
 
 
@@ -304,7 +305,7 @@ def test_parts_of_an_archive_do_not_overlap():
         ({5: 5}, "does not contain"),
     ],
 )
-def test_values_of_another_kind_are_named(tmp_path, change, message):
+def test_values_of_another_type_are_named(tmp_path, change, message):
     torch.save(change, tmp_path / "common.pt")
     with pytest.raises(Refusal) as refusal:
         read_common(tmp_path)
@@ -333,14 +334,14 @@ ROW = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
         ((1 << 60).to_bytes(8, "little") + b"{}", "truncated"),
     ],
 )
-def test_headers_of_safetensors(tmp_path, data, message):
+def test_invalid_headers_of_safetensors_are_refused(tmp_path, data, message):
     path = tmp_path / "model.safetensors"
     path.write_bytes(data + bytes(4))
     with pytest.raises(Refusal, match=message):
         safetensors_folder.read_header(path)
 
 
-def test_a_header_has_at_most_as_many_bytes_as_the_library_takes(tmp_path):
+def test_a_header_that_is_longer_than_the_library_accepts_is_refused(tmp_path):
     path = tmp_path / "model.safetensors"
     with open(path, "wb") as file:
         file.write((1 << 35).to_bytes(8, "little"))
@@ -352,7 +353,7 @@ def test_a_header_has_at_most_as_many_bytes_as_the_library_takes(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../harm.safetensors", "/tmp/harm.safetensors", "config.json", ""])
-def test_the_headers_of_an_original_name_files_to_write_in_the_new_folder(tmp_path, name):
+def test_stored_headers_may_name_only_files_in_the_new_folder(tmp_path, name):
     texts = json.loads(headers_json())
     texts[name] = texts.pop("a.safetensors")
     (tmp_path / HEADERS).write_text(json.dumps(texts))
@@ -360,12 +361,12 @@ def test_the_headers_of_an_original_name_files_to_write_in_the_new_folder(tmp_pa
         to_hugging_face._headers(as_it_is(tmp_path), [], torch.float32, tied=False)
 
 
-def test_files_that_links_out_of_a_checkpoint_point_to_are_not_copied(tmp_path):
+def test_links_that_lead_out_of_a_checkpoint_are_refused(tmp_path):
     (tmp_path / "secret").write_text("a key")
-    along = tmp_path / "c" / "hf"
-    along.mkdir(parents=True)
-    (along / "config.json").write_text("{}")
-    to_hugging_face._check_links(tmp_path / "c", along)
-    (along / "README.md").symlink_to("../../secret")
+    hf_folder = tmp_path / "c" / "hf"
+    hf_folder.mkdir(parents=True)
+    (hf_folder / "config.json").write_text("{}")
+    to_hugging_face._check_links(tmp_path / "c", hf_folder)
+    (hf_folder / "README.md").symlink_to("../../secret")
     with pytest.raises(Refusal, match="README.md is a link that leads out"):
-        to_hugging_face._check_links(tmp_path / "c", along)
+        to_hugging_face._check_links(tmp_path / "c", hf_folder)

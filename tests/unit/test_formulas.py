@@ -94,7 +94,7 @@ FULL = [  # combinations of the settings above
     case("zero 3, recomputed", GQA, S(zero=3, data=2, recompute="full"), 4),
 ]
 CASES = USUAL + FULL
-SOME = 4  # cases that one process measures
+CASES_PER_PROCESS = 4  # cases that one process measures
 TOLERANCE = 0.025  # most errors are a tenth of that: docs/use/memory.md
 
 
@@ -112,8 +112,8 @@ def measured(shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> Mappin
 
     class Results(dict[str, Measured]):
         def __missing__(self, name: str) -> Measured:
-            first = [case.name for case in CASES].index(name) // SOME * SOME
-            self.update(shared(("formulas", first), lambda: measure_some(CASES[first : first + SOME])))
+            first = [case.name for case in CASES].index(name) // CASES_PER_PROCESS * CASES_PER_PROCESS
+            self.update(shared(("formulas", first), lambda: measure_some(CASES[first : first + CASES_PER_PROCESS])))
             return self[name]
 
     return Results()
@@ -165,14 +165,14 @@ def test_parameters_are_those_of_the_model(name: str) -> None:
     assert whole - twice == count_parameters(config.model, 128000)
 
 
-def test_a_gpus_kernels_hold_less() -> None:
+def test_kernels_of_a_gpu_need_less_memory() -> None:
     for one in CASES:
         eager, fused = (device_memory(one.workload, one.strategy, fused=fused).total for fused in (False, True))
         # Copies to the host are still running and keep their sources alive.
         assert fused <= eager or (one.strategy.fpdt_chunk and one.strategy.fpdt_offload)
 
 
-def test_flops_are_the_programs_own() -> None:
+def test_flops_equal_those_of_the_program() -> None:
     one = case("", TWO, S())
     config = parse(flags(one), dict(LLAMA), 1)
     ours = step_flops(one.workload, one.strategy)
@@ -234,7 +234,7 @@ def test_the_memory_pages_activations() -> None:
             assert row.as_printed[0] == pytest.approx(row.linear, rel=0.01)
 
 
-def test_fpdts_table_2_is_what_our_attention_holds() -> None:
+def test_fpdts_table_2_equals_the_memory_of_our_attention() -> None:
     rows = (paper_forms.FPDT_FORWARD, paper_forms.FPDT_BACKWARD)
     forward, backward = (dict(zip(paper_forms.FPDT_STEPS, row)) for row in rows)
     assert paper_forms.fpdt_attention() == (forward["attention"], backward["attention"])
@@ -246,7 +246,7 @@ def test_fpdts_table_2_is_what_our_attention_holds() -> None:
     assert paper_forms.fpdt_attention(heads=8, kv_heads=4) == (3, 6)
 
 
-def test_usps_table_2_is_what_we_send() -> None:
+def test_usps_table_2_equals_the_elements_that_we_send() -> None:
     table = {row.method: row for row in paper_forms.usp_table_2(4)}
     layers, one = MHA.layers, 512 * MHA.hidden * 2
 

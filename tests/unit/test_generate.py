@@ -62,14 +62,14 @@ def test_every_token_is_kept_by_one_ring_rank(ring, ulysses, balance, lengths, d
     assert max(kept_by) - min(kept_by) <= 16
 
 
-def test_a_step_of_many_turns_is_one_tile():
+def test_after_many_decoded_tokens_a_step_is_one_tile_per_prompt():
     plan = CachePlan(SequenceLayout(64, abstract_grid(ring=2)), (50, 64), 200)
     ((samples, tiles), (others, _)) = plan.step_tiles(199, 0, Causal())
     assert (samples, others) == (slice(0, 1), slice(1, 2))
     assert [(tile.k, tile.kind) for tile in tiles] == [((0, plan.rows(0) - 14), "full")]  # 50 tokens, not 64
 
 
-def test_the_formula_by_hand():
+def test_bytes_of_the_cache_by_hand():
     shape = Shape(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256, gated=True)
     sizes = {"prompt": 131072, "new_tokens": 1, "itemsize": 2}
     assert cache_bytes(shape, abstract_grid(), **sizes) == 2 * 32 * 131072 * 8 * 128 * 2
@@ -137,7 +137,7 @@ def test_prompts_of_each_kind(tmp_path):
         ("", ": it has no prompts"),
     ],
 )
-def test_prompts_that_are_none(tmp_path, text, message):
+def test_invalid_prompts_are_refused(tmp_path, text, message):
     file = tmp_path / "prompts.jsonl"
     file.write_text(text)
     with pytest.raises(Refusal) as refusal:
@@ -145,7 +145,7 @@ def test_prompts_that_are_none(tmp_path, text, message):
     assert message in str(refusal.value) and str(file) in str(refusal.value)
 
 
-def test_prompts_from_nowhere_or_twice(tmp_path):
+def test_missing_and_repeated_prompts_are_refused(tmp_path):
     for texts, file in (([], None), (["1"], tmp_path / "prompts.txt")):
         with pytest.raises(Refusal, match="give the prompts once"):
             read_prompts(texts, file, null(), 100)
@@ -224,7 +224,7 @@ def test_settings_from_our_checkpoint(tmp_path):
     assert not config.optimizer.bf16
 
 
-def test_an_answer_beyond_learned_positions():
+def test_an_answer_beyond_learned_positions_is_refused():
     model = ModelConfig(position_embedding_type="learned_absolute", max_position_embeddings=16)
     check_length(Config(model=model), 10, 7, "--prompt 1")
     with pytest.raises(Refusal, match="--prompt 1 has 10 tokens.*beyond the 16 learned positions.*use at most 7"):

@@ -81,7 +81,7 @@ def test_ids_of_codons():
 
 
 @given(st.text(alphabet=CODES.decode() + CODES.decode().lower() + " \n", max_size=50))
-def test_sequences_come_back(text: str):
+def test_sequences_survive_a_round_trip(text: str):
     """Decoded sequences have upper case, T for U, N for ambiguous bases, no white space and only complete codons."""
     read = "".join(text.split()).upper().replace("U", "T")
     bases = "".join(base if base in "ACGT" else "N" for base in read)
@@ -105,10 +105,13 @@ def test_letters_that_are_no_nucleotides_get_no_token(kind: str, text: str):
 
 
 @pytest.mark.parametrize("suffix", [".fa", ".fasta", ".fna", ".FFN", ".fas", ".frn", ".fa.gz", ".fna.zst"])
-def test_a_document_a_record(tmp_path: Path, suffix: str):
+def test_each_record_is_a_document(tmp_path: Path, suffix: str):
     path = tmp_path / f"genome{suffix}"
-    half = zstandard.ZstdCompressor().compress
-    pack = {".gz": lambda x: gzip.compress(x[:30]) + gzip.compress(x[30:]), ".zst": lambda x: half(x[:9]) + half(x[9:])}
+    compress = zstandard.ZstdCompressor().compress
+    pack = {
+        ".gz": lambda x: gzip.compress(x[:30]) + gzip.compress(x[30:]),
+        ".zst": lambda x: compress(x[:9]) + compress(x[9:]),
+    }
     path.write_bytes(pack.get(path.suffix, bytes)(FASTA))  # bgzip, for example, writes .gz with several members
     assert preprocess(tmp_path, path) == [[0, 1, 2, 3, 0, 1, 2, 3, 4, 4, 4, 4, 3, 5], [3, 3, 3, 2, 2, 2, 1, 1, 5]]
 
@@ -152,7 +155,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("content", BAD, ids=[text.split(": ")[-1] for text in BAD.values()])
-def test_files_that_are_wrong(tmp_path: Path, capsys: pytest.CaptureFixture, content: bytes):
+def test_invalid_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture, content: bytes):
     path = tmp_path / "x.fa"
     path.write_bytes(content)
     line = refused(capsys, tmp_path, path)
@@ -163,7 +166,7 @@ def test_files_that_are_wrong(tmp_path: Path, capsys: pytest.CaptureFixture, con
     assert "1 bad" in capsys.readouterr().out
 
 
-def test_options_that_do_not_go_together(tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_options_that_exclude_each_other(tmp_path: Path, capsys: pytest.CaptureFixture):
     (tmp_path / "x.fa").write_bytes(FASTA)
     (tmp_path / "x.faa").write_bytes(b">p\nMKV\n")
     (tmp_path / "x.jsonl").write_text('{"text": "ACGT"}\n{"text": "hello"}\n')
@@ -216,7 +219,7 @@ def test_long_records_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(ahead) == 12 and max(ahead) < len(records[0]) + 3000
 
 
-def test_parse_is_the_sequence(tmp_path: Path):
+def test_parsed_text_is_the_sequence(tmp_path: Path):
     (tmp_path / "x.fa").write_bytes(FASTA)
     assert [parse(record, ("text",)) for record in Reader([str(tmp_path / "x.fa")])] == [
         {"text": "ACGTACGTNNRYU"},
@@ -316,7 +319,7 @@ KINDS = [
 def tokenizers(tmp_path_factory):
     """A tokenizer of each kind, made without network access."""
     connect = socket.socket.connect
-    socket.socket.connect = lambda *_: pytest.fail("a tokenizer wanted the network")
+    socket.socket.connect = lambda *_: pytest.fail("a tokenizer tried to use the network")
     try:
         return {kind: build_tokenizer(*make(kind, tmp_path_factory.mktemp(kind))) for kind in KINDS}
     finally:
@@ -342,7 +345,7 @@ def test_bytes_keep_any_text(text):
     assert tokenizer.detokenize([*tokenizer.tokenize(text), tokenizer.eod]) == text
 
 
-def test_null():
+def test_the_null_tokenizer():
     tokenizer = build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), 100)
     assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
     assert tokenizer.tokenize("1 2 99") == [1, 2, 99] and tokenizer.detokenize([1, 2]) == "1 2"
@@ -386,7 +389,7 @@ def test_qwens_words_and_ids_as_in_transformers(tmp_path):
         assert ours.tokenize(text) == theirs.encode(text)
 
 
-def test_hugging_face_ids_with_holes(tmp_path):
+def test_hugging_face_ids_with_gaps(tmp_path):
     data, _ = make("HuggingFaceTokenizer", tmp_path)
     path = tmp_path / "hf" / "tokenizer.json"
     content = json.loads(path.read_text())
@@ -435,7 +438,7 @@ def test_broken_files(tmp_path):
         build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), None)
 
 
-def test_no_end_of_document(tmp_path):
+def test_a_tokenizer_without_an_end_of_document_is_refused(tmp_path):
     path = train_sentencepiece(tmp_path / "sp.model", bos_id=-1, eos_id=-1)
     with pytest.raises(Refusal, match="sp.model has no end-of-sequence piece"):
         build_tokenizer(DataConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=path), None)
@@ -455,7 +458,7 @@ def test_check_vocab():
 
 
 @given(vocab=st.integers(1, 300_000), by=st.integers(1, 256), tensor=st.integers(1, 16))
-def test_padding(vocab, by, tensor):
+def test_padded_vocabulary_sizes(vocab, by, tensor):
     padded = padded_vocab_size(vocab, by, tensor)
     assert padded % (by * tensor) == 0 and vocab <= padded < vocab + by * tensor
     assert padded_vocab_size(50257, 128, 1) == 50304

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/gpu.sh in its tiny size on a CPU: every stage, its files, continuing, and failing stages."""
+"""benchmarks/gpu.sh with tiny sizes on a CPU: every stage and its files, resumed runs, and stages that fail."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.full
 def test_all_stages(tmp_path: Path) -> None:
-    """In a new process, as a user starts it: stages are forks, in which threads of earlier tests would be missing."""
+    """The benchmark needs a new process: its stages are forks, in which threads of earlier tests would be missing."""
     command = [sys.executable, "-c", WITHOUT_PYTEST, "--device", "cpu", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(150))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -83,14 +83,14 @@ def test_all_stages(tmp_path: Path) -> None:
     assert run(tmp_path, "--stage", "rates", "--again") == 0 and (tmp_path / "rates.json").read_text() != before
 
 
-def test_a_stage_that_fails_leaves_its_reason_and_the_next_goes_on(tmp_path, monkeypatch, capfd) -> None:
+def test_a_stage_that_fails_records_its_reason_and_the_next_stage_runs(tmp_path, monkeypatch, capfd) -> None:
     assert run(tmp_path, "--stage", "simulator", "--stage", "rates") == 1
     assert "run the stage rates first" in read(tmp_path, "simulator")["failed"]
     assert read(tmp_path, "rates")["finished"]
     assert "**The stage failed: FileNotFoundError" in (tmp_path / "report.md").read_text()
 
 
-def test_a_stage_that_hangs_is_stopped_and_keeps_what_it_has(tmp_path, monkeypatch, capfd) -> None:
+def test_a_stage_that_hangs_is_stopped_and_keeps_its_results(tmp_path, monkeypatch, capfd) -> None:
     def run_stage(stage, sizes, device):
         stage.keep("one", {"seconds": 1})
         time.sleep(60)
@@ -102,7 +102,7 @@ def test_a_stage_that_hangs_is_stopped_and_keeps_what_it_has(tmp_path, monkeypat
     assert result["cases"]["one"]["seconds"] == 1 and not result["finished"] and "stopped after" in result["failed"]
 
 
-def test_a_lost_gpu_starts_the_stage_again_where_it_was(tmp_path, monkeypatch, capfd) -> None:
+def test_after_an_error_of_the_gpu_the_stage_continues_with_the_next_case(tmp_path, monkeypatch, capfd) -> None:
     def lost():
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
 
@@ -115,7 +115,7 @@ def test_a_lost_gpu_starts_the_stage_again_where_it_was(tmp_path, monkeypatch, c
     assert result["three"]["seconds"] == 3 and "illegal memory access" in result["two"]["failed"]
 
 
-def test_cases_by_the_time_that_is_left(tmp_path, capsys) -> None:
+def test_cases_that_would_exceed_the_time_are_left_out(tmp_path, capsys) -> None:
     ran = []
 
     def take(name: str, seconds: float):
@@ -134,8 +134,8 @@ def test_cases_by_the_time_that_is_left(tmp_path, capsys) -> None:
 
 
 def test_a_stopped_stage_keeps_its_finished_cases(tmp_path, capsys) -> None:
-    def stage_of(about=ABOUT, **how):
-        return Stage("rates", tmp_path, about, 1, **how)
+    def stage_of(about=ABOUT, **options):
+        return Stage("rates", tmp_path, about, 1, **options)
 
     first = stage_of()
     first.run([Case("good", lambda: {"seconds": 1}), Case("bad", lambda: 1 / 0)])
@@ -149,10 +149,10 @@ def test_a_stopped_stage_keeps_its_finished_cases(tmp_path, capsys) -> None:
     assert not stage_of().known  # after it has finished, --again repeats all cases
 
 
-def test_out_of_memory_takes_fewer_layers(tmp_path, monkeypatch, capsys) -> None:
+def test_after_out_of_memory_fewer_layers_are_measured(tmp_path, monkeypatch, capsys) -> None:
     seen = []
 
-    def steps_of(plan, *rest):
+    def steps_of(plan, *others):
         seen.append(plan.layers)
         if plan.layers > 6:
             raise program.Failed("out of memory")
@@ -173,8 +173,8 @@ def test_as_many_layers_as_fit(monkeypatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Card)
     layers = [
-        step.fitting(GPU, program.Plan(32, length, step.MODE[how]), torch.device("cuda")).layers
-        for length, how in GPU.steps
+        step.fitting(GPU, program.Plan(32, length, step.MODE[mode]), torch.device("cuda")).layers
+        for length, mode in GPU.steps
     ]
     assert layers[0] > layers[1] >= 2 and layers[2] > layers[1] and layers[3] >= 4, layers
 
@@ -264,7 +264,7 @@ def test_tests_without_pytest(tmp_path, monkeypatch, capsys) -> None:
     assert result == {"passed": 5, "skipped": {"not here": 1}, "wrong": {"test_wrong[]": "AssertionError: no"}}
 
 
-def test_our_runner_knows_what_the_tests_use() -> None:
+def test_our_runner_supports_what_the_tests_use() -> None:
     known = {"mark.parametrize", "mark.skipif", "skip"}
     for file in run_tests.FOLDER.glob("test_*.py"):
         tree = ast.parse(file.read_text())
@@ -341,7 +341,7 @@ def test_figures_become_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
 
 
 @pytest.mark.full
-def test_peers_are_judged_by_one_process(tmp_path: Path) -> None:
+def test_peers_are_compared_with_one_process(tmp_path: Path) -> None:
     """Our gradients are right in every accepted case, and wrong gradients are detected."""
     argv = ["--processes", "2", "--seq-length", "64", "--repeats", "1", "--json", str(tmp_path / "peers.json")]
     subprocess.run([sys.executable, "benchmarks/peers.py", *argv], check=True, cwd=ROOT, timeout=patience(300))

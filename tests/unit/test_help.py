@@ -59,7 +59,7 @@ def test_a_plan_needs_no_torch(words: str) -> None:
     assert run(f"tools/{tool}", *flags, "--gpu", "A100-80G")[0] == 0
 
 
-# ``longcontext NAME`` runs the programs of tools/, in a clone and as a wheel lays them out.
+# ``longcontext NAME`` runs the programs of tools/, in a clone and in the folders of a wheel.
 
 
 ARGUMENTS = ["memory", "--model", "llama3-8b", "--gpus", "8", "--gpu", "A100-80G", "--seq-length", "32K"]
@@ -82,9 +82,9 @@ def run_command(command: list[str]) -> subprocess.CompletedProcess:
 
 
 def test_a_program_prints_what_its_file_prints(command, tmp_path):
-    there = run_command([sys.executable, str(ROOT / "tools" / ARGUMENTS[0]) + ".py", *ARGUMENTS[1:]])
-    here = run_command([*command, *ARGUMENTS])
-    assert not here.returncode and here.stdout == there.stdout and "8" in here.stdout
+    expected = run_command([sys.executable, str(ROOT / "tools" / ARGUMENTS[0]) + ".py", *ARGUMENTS[1:]])
+    result = run_command([*command, *ARGUMENTS])
+    assert not result.returncode and result.stdout == expected.stdout and "8" in result.stdout
     refused = run_command([*command, "memory", "--model", "none"])
     assert refused.returncode and "error" in refused.stderr and len(refused.stderr.splitlines()) <= 3
 

@@ -35,7 +35,7 @@ def state_of(module):
 
 
 @pytest.mark.parametrize("fpdt", [None, Fpdt(16)])
-def test_a_model_comes_back_as_it_was(fpdt):
+def test_remove_restores_the_model(fpdt):
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     own = tiny_model("llama", use_cache=True, rope_parameters=dynamic).train()
     own.model.eval()
@@ -50,7 +50,7 @@ def test_a_model_comes_back_as_it_was(fpdt):
     assert torch.equal(own(**batch).loss, expected)
 
 
-def test_a_copy_has_weights_of_its_own():
+def test_a_copy_uses_its_own_weights():
     own = tiny_model("llama")
     with parallelize(own, GRID, seq_length=LENGTH, fpdt=Fpdt(16)) as context:
         other = copy.deepcopy(own)
@@ -70,7 +70,7 @@ def test_after_a_refusal_the_model_is_as_before():
 
 
 @pytest.mark.parametrize(
-    "kind, sizes, says",
+    "kind, sizes, message",
     [
         ("bloom", {"n_head": 4}, "BloomForCausalLM does not compute attention through"),
         ("falcon", {}, "FalconForCausalLM does not compute attention through"),
@@ -83,16 +83,16 @@ def test_after_a_refusal_the_model_is_as_before():
         ("mixtral", {"output_router_logits": True}, "output_router_logits=True"),
     ],
 )
-def test_models_that_are_refused(kind, sizes, says):
+def test_models_that_are_refused(kind, sizes, message):
     config = AutoConfig.for_model(kind, **(SIZES | sizes), attn_implementation="eager")
     own = AutoModelForCausalLM.from_config(config)
     before = own.config._attn_implementation
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         parallelize(own, GRID, seq_length=LENGTH)
     assert own.config._attn_implementation == before
 
 
-def test_a_convolution_inside_a_layer_is_found():
+def test_a_convolution_inside_a_layer_is_detected():
     own = tiny_model("llama")
 
     class Shifted(torch.nn.Module):
@@ -108,7 +108,7 @@ def test_a_convolution_inside_a_layer_is_found():
         parallelize(own, GRID, seq_length=LENGTH)
 
 
-def test_a_loss_of_its_own_is_found():
+def test_a_changed_loss_is_detected():
     own = tiny_model("llama")
     usual = own.loss_function
     own.loss_function = lambda *args, **kwargs: usual(*args, **kwargs) + 0.1
@@ -165,7 +165,7 @@ POSITIONS = torch.arange(LENGTH)[None]
 
 
 @pytest.mark.parametrize(
-    "change, says",
+    "change, message",
     [
         ({"token_type_ids": POSITIONS}, "token_type_ids is not supported over ranks"),
         ({"input_ids": torch.zeros(1, LENGTH - 1, dtype=torch.int64)}, r"\[1, 47\] are not \[b, 48\]"),
@@ -179,9 +179,9 @@ POSITIONS = torch.arange(LENGTH)[None]
         ({"attention_mask": POSITIONS.lt(40), "position_ids": POSITIONS % 24}, "leave attention_mask out"),
     ],
 )
-def test_batches_that_are_refused(change, says):
+def test_batches_that_are_refused(change, message):
     batch = {"input_ids": torch.zeros(1, LENGTH, dtype=torch.int64), "labels": POSITIONS}
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         cut(batch | change, LAYOUT, 0)
 
 
@@ -214,8 +214,8 @@ def test_masks_of_transformers_are_recognized():
             (causal_mask_function, {"allow_is_causal_skip": False}),
         ):
             made = mask_interface(mask_function=function, **options)  # no error, as it may remain unused
-            says = "adds to its causal mask" if function is causal_mask_function else "neither causal nor"
-            with pytest.raises(ValueError, match=says):
+            message = "adds to its causal mask" if function is causal_mask_function else "neither causal nor"
+            with pytest.raises(ValueError, match=message):
                 attend(torch.nn.Identity(), *torch.zeros(3, 1, 1, 1, 1), made, sliding_window=8)
 
 

@@ -101,7 +101,7 @@ def flash_attn_3() -> types.SimpleNamespace:
 
 @pytest.fixture
 def install(monkeypatch):
-    """Puts a module in place of an installed flash-attn."""
+    """A function that puts a module in place of an installed flash-attn."""
 
     def put(name, module):
         monkeypatch.setitem(sys.modules, name, module)
@@ -121,7 +121,7 @@ def test_flash_attn_by_the_arguments_of_its_releases(release, install):
         assert_close(got, dense(*tensors, causal=causal), torch.float32)
 
 
-def test_flash_attn_is_found_by_generation(install):
+def test_the_release_of_flash_attn_depends_on_the_gpu(install):
     two, three = flash_attn_2_6(), flash_attn_3()
     install("flash_attn.flash_attn_interface", two)
     assert flash_attn_kernel._library(False) is two and flash_attn_kernel._library(True) is two
@@ -261,11 +261,13 @@ def test_the_order_by_the_size_of_tiles():
         assert order.index("triton") < order.index("flash_attn") < order.index("flash")
 
 
-def test_the_documents_of_each_batch_choose_the_kernel(monkeypatch):
+def test_the_documents_of_each_batch_determine_the_kernel(monkeypatch):
     """A rule with ``auto`` selects again for each mask, by the size of its tiles."""
     sizes = []
     real = kernels.select
-    monkeypatch.setattr(kernels, "select", lambda *args, **how: sizes.append(how["tile_rows"]) or real(*args, **how))
+    monkeypatch.setattr(
+        kernels, "select", lambda *args, **options: sizes.append(options["tile_rows"]) or real(*args, **options)
+    )
     q = torch.zeros(64, 1, 2, 8)
     for ends in ((32, 64), (4, 8, 64), (64,)):
         AttentionRule(Documents(ends)).tile_kernel(q, Axis(1, 0), 64)

@@ -42,7 +42,7 @@ def sbhd(s: int, b: int, h: int, d: int, dtype: torch.dtype = torch.float64) -> 
 
 
 def make(b=2, h=4, hk=2, sq=24, sk=40, d=16, dtype=torch.float64, seed=0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dout, q, k, v."""
+    """Random (dout, q, k, v), each [b, h, s, d]."""
     torch.manual_seed(seed)
     return sbhd(sq, b, h, d, dtype), sbhd(sq, b, h, d, dtype), sbhd(sk, b, hk, d, dtype), sbhd(sk, b, hk, d, dtype)
 
@@ -167,7 +167,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", CPU_KERNELS)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_any_strides(name, layout):
-    """q, k, v, dout and out of any layout; the inputs are left as they were."""
+    """Tensors may have any memory layout, and a kernel does not change its inputs."""
     kernel, tensors = KERNELS[name], make()
     want = dense(*tensors)
     dout, q, k, v = (layout(x) for x in tensors)
@@ -271,7 +271,7 @@ def test_cpu_agrees_with_math(data):
 
 
 @pytest.mark.parametrize("name", ["math", "cpu", "flash", "cudnn", "flash_attn"])
-def test_tiles_that_break_the_contract(name):
+def test_invalid_tiles_are_refused(name):
     kernel, (dout, q, k, v) = KERNELS[name], make()
     mask = torch.ones(24, 40, dtype=torch.bool)
     wrong = [
@@ -387,7 +387,7 @@ def test_cudnn_gets_lse_back_as_its_version_returned_it(dims, monkeypatch):
         cudnn_kernel._lse_dims.cache_clear()
 
 
-def test_every_kernel_keeps_the_protocol():
+def test_every_kernel_has_the_arguments_of_the_base_class():
     def names(owner: object, method: str) -> list[str]:
         given = inspect.signature(getattr(owner, method)).parameters
         return [name.removesuffix("_SBHD") for name in given if name != "self"]

@@ -31,7 +31,7 @@ def launches(monkeypatch):
     return results
 
 
-def walk(ring, mask, rank, launches):
+def count_launches(ring, mask, rank, launches):
     """(hops with tiles, tiles, forward launches, backward launches) of a rank, with tensors on the meta device."""
     plan = attention_plan(RINGS[ring], mask).ring(rank=rank)
     kernel = TileKernel(triton_kernel.TritonKernel(), Scores(0.1, mask))
@@ -58,12 +58,12 @@ DOCUMENTS = tuple(round(2**20 * (i + 1) / 1000) for i in range(1000))
 
 
 def test_a_narrow_window_on_a_long_sequence(launches):
-    hops, tiles, forward, backward = walk(2, cp.Window(1022), 0, launches)
+    hops, tiles, forward, backward = count_launches(2, cp.Window(1022), 0, launches)
     assert tiles > 150 and forward == hops <= 4 and backward == 2 * hops
 
 
 def test_a_thousand_documents_on_a_ring(launches):
-    hops, tiles, forward, backward = walk(8, cp.Documents(DOCUMENTS), 3, launches)
+    hops, tiles, forward, backward = count_launches(8, cp.Documents(DOCUMENTS), 3, launches)
     assert tiles > 100 and forward == hops <= 8 and backward == 2 * hops
 
 
@@ -72,8 +72,8 @@ LOCAL = cp.SequenceLayout(2**13, abstract_grid())
 
 
 @pytest.mark.parametrize("mask", [SPARSE, cp.Documents(tuple(range(8, 2**13 + 1, 8))), cp.Causal()])
-def test_a_second_layer_uses_the_first_ones_plan(launches, monkeypatch, mask):
-    """Neither tiles, nor tables for the kernels; a batch's plan is made by its first layer."""
+def test_a_second_layer_uses_the_plan_of_the_first_layer(launches, monkeypatch, mask):
+    """The second layer makes no tiles and no tables for the kernels."""
 
     def layer():
         q, k, v = (torch.empty(2**13, 1, 2, 16, device="meta", requires_grad=True) for _ in range(3))

@@ -103,7 +103,7 @@ def log_normal(documents: int, length: int, seed: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_documents_are_dealt_evenly(seed):
+def test_documents_are_distributed_evenly(seed):
     """64 documents of log-normal length on 8 ranks: equal tokens, work within 5 %."""
     length = 65536
     layout = cp.SequenceLayout(length, abstract_grid(ring=8), "documents", document_ends=log_normal(64, length, seed))
@@ -116,12 +116,12 @@ def test_documents_are_dealt_evenly(seed):
 
 @given(st.integers(1, 9), st.integers(1, 40), st.sets(st.integers(1, 10**6), max_size=30))
 @examples(200)
-def test_dealing_loses_no_token(ranks, share, cuts):
+def test_distributing_documents_loses_no_token(ranks, share, cuts):
     length = ranks * share
     ends = (*sorted({cut % length for cut in cuts} - {0}), length)
-    hands = deal(ends, ranks)
-    assert [sum(stop - start for start, stop in hand) for hand in hands] == [share] * ranks
-    assert sorted(p for hand in hands for span in hand for p in range(*span)) == list(range(length))
+    parts = deal(ends, ranks)
+    assert [sum(stop - start for start, stop in part) for part in parts] == [share] * ranks
+    assert sorted(p for part in parts for span in part for p in range(*span)) == list(range(length))
     assert UNEVEN < 0.05
 
 
@@ -168,10 +168,10 @@ def test_a_custom_mask_at_65536_tokens_never_holds_64_mb(grid, kernel):
     assert sum(tile.pairs for tile in result) == largest.pairs
     q, k = (torch.randn(span[1], 1, 1, 8) for span in (largest.q, largest.k))
     for tile in result[:: max(len(result) // 4, 1)]:
-        held_by(compute, Tiles([tile], whole.q_spans, whole.k_spans), q, k)
+        check_peak_memory(compute, Tiles([tile], whole.q_spans, whole.k_spans), q, k)
 
 
-def held_by(compute, some, q, k):
+def check_peak_memory(compute, some, q, k):
     with TensorMeter("cpu") as meter:
         out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
         compute.attend(some, q, k, k, Accumulator(q, 8))
@@ -217,7 +217,7 @@ KNOWN_BITS = "....xx.xxx.x...xxxxxxxxx..xx..x."
 
 
 @pytest.mark.parametrize("probability", [0.0, 1e-3, 0.1, 0.5, 0.9])
-def test_as_many_are_kept_as_asked_for(probability):
+def test_the_share_of_dropped_elements_is_the_probability(probability):
     dropout = replace(BASE, probability=probability)
     assert dropout.threshold / LEVELS == pytest.approx(probability, abs=0.5 / LEVELS)
     exact, count = dropout.threshold / LEVELS, 4 * SIZE * SIZE
@@ -254,7 +254,7 @@ def test_another_seed_stream_sample_or_head_draws_anew(other):
 
 
 @pytest.mark.parametrize("flip", [False, True])
-def test_it_depends_on_positions_alone(flip):
+def test_dropout_depends_only_on_positions(flip):
     """A tile of any spans, in any order, has the bits of the complete matrix."""
     dropout, far = replace(BASE, samples=(5, 9)), 2**40 + 3
     q, k = ((far + 7, far + 10), (far, far + 2)), ((far + 1, far + 6), (far + 9, far + 23), (far + 8, far + 9))
@@ -334,7 +334,7 @@ def test_kernels_against_the_definition(name, causal, masked, limit, monkeypatch
     assert_close(both_ways(KERNELS[name], *tensors, causal=causal, mask=mask), want, torch.float64)
 
 
-def test_no_other_kernel_is_taken():
+def test_kernels_without_dropout_are_not_chosen():
     inputs = {"device": "cpu", "dtype": torch.float32, "head_dim": 64}
     assert select("auto", **inputs, needs_dropout=True).name == "cpu"
     with pytest.raises(KernelUnavailable, match="does not support attention dropout by position; .* cpu, math"):

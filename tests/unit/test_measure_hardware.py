@@ -92,7 +92,7 @@ def test_bad_settings_are_refused(tmp_path, capsys, flags, notice):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_refused(tmp_path, capsys):
+def test_a_missing_gpu_is_refused(tmp_path, capsys):
     assert measure_hardware.main(["--output", str(tmp_path / "x.json"), "--device", "cuda"]) == 2
     assert "--device cuda: no GPU is visible" in capsys.readouterr().err
 
@@ -105,7 +105,7 @@ def measure_here(per_node: int) -> Figures:
     return result
 
 
-def test_processes_measure_what_they_send_each_other(pool):
+def test_processes_measure_the_links_between_them(pool):
     results = pool.run(measure_here, 4, 2)[0]
     assert set(results.node) == set(KINDS) and results.processes == results.nodes == 2
     assert all(
@@ -116,7 +116,7 @@ def test_processes_measure_what_they_send_each_other(pool):
     assert alone.node == alone.network == {} and alone.host[0] > 0
 
 
-def test_links_become_a_link_and_shares_of_it():
+def test_measured_collectives_become_a_link_with_kinds():
     node = {"all_gather": (9e-6, 8e9), "all_to_all": (9e-6, 5e9), "p2p": (5e-6, 10e9)}
     link, collective = hardware_figures.node_link(Figures(node, {}, (1e9, 0.0), 4, 1), {})
     assert (link["bandwidth"], link["latency"]) == (10e9, pytest.approx(2e-6))
@@ -163,8 +163,8 @@ class Gpu:
         self.others, self.allocated = self.others + 128, self.allocated + 1
 
 
-def test_a_gpu_is_asked_for_memory_outside_of_tensors(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    """With stand-ins for torch.cuda; the measurement itself has not run on a GPU."""
+def test_memory_of_a_gpu_outside_of_tensors_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    """This test uses stand-ins for torch.cuda; the measurement itself has not run on a GPU."""
     device, _ = torch.device("cpu"), Gpu(monkeypatch)
     results = measure_device.context_and_workspace(device)
     assert results == {"context": 500, "cublas": 32}
@@ -183,7 +183,7 @@ def test_a_gpu_is_asked_for_memory_outside_of_tensors(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.full
-def test_processes_of_its_own_are_started_and_ended():
+def test_the_tools_processes_are_started_and_ended():
     notice: list[str] = []
     results = measure_in_processes(2, "cpu", TINY, 200, notice.append)
     assert set(results.node) == set(KINDS) and len(notice) == len(KINDS) + 1
@@ -233,7 +233,7 @@ def test_a_rate_is_interpolated_between_logarithms_and_falls_to_a_constant_time(
 
 
 @pytest.mark.parametrize("name", known())
-def test_shipped_machines_are_whole_and_every_figure_has_a_source(name):
+def test_shipped_machines_are_complete_and_every_figure_has_a_source(name):
     machine = load(name)
     assert machine.name == name and load(name.lower()) == machine and len({machine, load(name)}) == 1
     assert 0 < machine.reserved < machine.memory
@@ -267,18 +267,19 @@ def test_attention_is_priced_by_the_kernel_that_runs():
     assert replace(hopper, attention_kernel="cpu").attention_share() == 1  # the file has no figure for it
 
 
-def test_the_machines_of_the_issue_are_there_and_ship_with_the_package(monkeypatch):
+def test_common_machines_are_known_and_ship_with_the_package(monkeypatch):
     assert {"A100-40G", "A100-80G", "A800-80G", "H100-80G", "H200-141G", "B200-192G", "L20-48G"} <= set(known())
-    given = {}
-    monkeypatch.setattr("setuptools.setup", lambda **options: given.update(options))
+
+    setup_options = {}
+    monkeypatch.setattr("setuptools.setup", lambda **options: setup_options.update(options))
     monkeypatch.chdir(ROOT)
     runpy.run_path(str(ROOT / "setup.py"))
-    patterns = given["package_data"]["megatron.simulator.machines"]
+    patterns = setup_options["package_data"]["megatron.simulator.machines"]
     shipped = {path for pattern in patterns for path in (ROOT / "megatron" / "simulator" / "machines").glob(pattern)}
-    assert "megatron.simulator.machines" in given["packages"] and shipped == set(MACHINES.glob("*.json"))
+    assert "megatron.simulator.machines" in setup_options["packages"] and shipped == set(MACHINES.glob("*.json"))
 
 
-def test_peaks_are_those_that_training_logs_mfu_against():
+def test_peaks_equal_those_that_training_uses_for_mfu():
     from megatron.training.report.mfu import GPU_PEAKS
 
     for name in known():
@@ -400,12 +401,12 @@ def test_a_missing_field_is_named(tmp_path):
         load(write(tmp_path, **raw))
 
 
-def test_the_page_shows_what_the_files_hold():
+def test_the_page_has_the_figures_of_the_files():
     rows = [line.split("|")[1:-1] for line in (ROOT / "docs" / "use" / "machine-files.md").read_text().splitlines()]
     shown = {row[0].strip(): [float(cell) for cell in row[1:]] for row in rows if row and row[0].strip() in known()}
     assert sorted(shown) == known()
     for name, cells in shown.items():
         m = load(name)
         links = (m.link.bandwidth, m.host_link.bandwidth, m.network.bandwidth)
-        held = [m.memory / 1e9, m.peak["bf16"] / 1e12, m.memory_bandwidth / 1e9, *(b / 1e9 for b in links)]
-        assert cells == pytest.approx(held, abs=0.051), name
+        expected = [m.memory / 1e9, m.peak["bf16"] / 1e12, m.memory_bandwidth / 1e9, *(b / 1e9 for b in links)]
+        assert cells == pytest.approx(expected, abs=0.051), name

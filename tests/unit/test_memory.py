@@ -142,8 +142,8 @@ def test_gradients_and_states_made_in_the_step_are_known_too():
 @given(
     st.lists(st.tuples(st.sampled_from(["device", "host", "free", "view", "forward", "backward"]), st.integers(1, 50)))
 )
-def test_the_kinds_add_up_to_the_truth_at_every_moment(actions):
-    truth = []
+def test_the_kinds_add_up_to_the_actual_bytes_at_every_moment(actions):
+    actual = []
 
     def program(profile, layer, adam):
         held: list[torch.Tensor] = []
@@ -160,16 +160,16 @@ def test_the_kinds_add_up_to_the_truth_at_every_moment(actions):
             sizes = {t.untyped_storage()._cdata: t.untyped_storage() for t in held}.values()
             host = sum(s.nbytes() for s in sizes if hasattr(s, "is_host_buffer"))
             device = sum(s.nbytes() for s in sizes) - host
-            truth.append((len(events) - profile.first_event, first + device, host))
+            actual.append((len(events) - profile.first_event, first + device, host))
             assert (profile.meter.now, profile.meter.host_now) == (first + device, host)
 
     result, meter = profiled(program)
     _, sizes = series(result)
-    for index, device, host in truth:
+    for index, device, host in actual:
         assert (sizes[index, :-1].sum(), sizes[index, -1]) == (device, host)
-    if truth:
-        assert meter.peak == max(sizes[0].sum(), *(device for _, device, _ in truth))
-        assert meter.host_peak == max(host for _, _, host in truth)
+    if actual:
+        assert meter.peak == max(sizes[0].sum(), *(device for _, device, _ in actual))
+        assert meter.host_peak == max(host for _, _, host in actual)
 
 
 def test_a_host_buffer_never_counts_on_the_device_not_even_before_it_is_marked():
@@ -201,7 +201,7 @@ def test_on_another_device_ordinary_cpu_tensors_do_not_count():
         assert meter.host_now == 0 and meter.host_peak == 120
 
 
-def test_peaks_step_by_step(monkeypatch):
+def test_peaks_of_recorded_steps(monkeypatch):
     peaks = PeakBytes(torch.device("cpu"))
     for number in (100, 200, 300):
         with peaks.step() as meter:
@@ -286,7 +286,7 @@ def test_a_resumed_run_with_too_few_steps_left_says_so(tmp_path):
     assert "the run has 1 more steps, and step 2 is to be recorded" in config.notes[0]
 
 
-def test_a_profile_that_cannot_be_is_refused(tmp_path):
+def test_an_impossible_profile_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     three = f"{GOOD.replace('--train-iters 1', '--train-iters 3')} {MOCK}"
     refused(f"{three} --profile-memory {tmp_path}/file", f"--profile-memory {tmp_path}/file", "written")
@@ -316,7 +316,7 @@ def test_table_rows_and_picture(tmp_path, capsys):
     assert any(row["fits"] for row in result) and not all(row["fits"] for row in result)
 
 
-def test_each_saving_saves(tmp_path):
+def test_each_saving_reduces_memory(tmp_path):
     def totals(*words: str) -> list[dict]:
         path = tmp_path / "rows.json"
         assert main(["--params", "7B", "--seq-length", "512K", "--json", str(path), *words]) == 0
@@ -339,7 +339,7 @@ def test_a_llama_of_a_size(billions):
     assert stage_parameters(shape, 1, 1, 0).numel == pytest.approx(billions * 1e9, rel=0.12)
 
 
-def test_sizes():
+def test_sizes_with_units():
     assert size("--x", "128K") == 131072 and size("--x", "1m") == 2**20 and size("--x", "1.5K") == 1536
     assert size("--x", "7B", binary=False) == 7_000_000_000 and size("--x", "4096") == 4096
     for text in ("", "K", "x", "-1K", "0", "1e99", "nan"):

@@ -47,7 +47,7 @@ def test_one_node_uses_the_loopback_under_any_hostname():
     assert choose([node(1, interfaces={})]) == [[]]  # gloo then chooses
 
 
-def test_on_several_nodes_it_is_the_route_to_the_master():
+def test_several_nodes_use_the_route_to_the_master():
     other = node(2, interfaces={**LO, "ens3": ["10.0.0.2"]})
     assert choose([node(1), node(1), other]) == [["eth0"], ["eth0"], ["ens3"]]
 
@@ -170,18 +170,18 @@ def test_nodes_that_reach_each_other_agree_and_say_what_they_use():
         assert variables == [{GLOO: "eth0", NCCL: "=eth0"}] * 4
 
 
-def test_a_refusal_comes_to_all_ranks():
+def test_a_refusal_reaches_all_ranks():
     output, variables = on_all([node(1), node(2, wanted="lo", by=GLOO), node(3)], dist.HashStore())
     assert all(isinstance(one, Unusable) and "rank 1 on node2" in str(one) for one in output), output
     assert variables == [{}] * 3
 
 
-def test_a_rank_that_does_not_come_is_named_to_the_others():
+def test_a_missing_rank_is_named():
     output, _ = on_all([node(1), None, node(1)], dist.HashStore(), seconds=1.0)
     assert [str(one) for one in output] == ["timed out after 1 s: rank 1 did not arrive", "None"] + [str(output[0])]
 
 
-def test_an_answer_to_an_earlier_start_is_not_taken(monkeypatch):
+def test_an_answer_to_an_earlier_start_is_ignored(monkeypatch):
     monkeypatch.setattr(network, "POLL", 0.2)
     store = dist.HashStore()
     store.set("start", "an earlier one")
@@ -208,7 +208,7 @@ def linked(pairs: list[tuple[str, str]], monkeypatch) -> list[dict[str, str]]:
     return output
 
 
-def test_two_that_cannot_connect_are_named(monkeypatch):
+def test_two_ranks_that_cannot_connect_are_named(monkeypatch):
     """192.0.2.0/24 is reserved. First only rank 0 has such an address for rank 1; then rank 1 also listens there."""
     fine = ("127.0.0.1", "127.0.0.1")
     assert linked([fine, fine], monkeypatch) == [{"connect": "", "accept": ""}] * 2

@@ -58,7 +58,7 @@ def test_a_block_is_allocated_once_and_reused():
     assert (pool.allocated, pool.in_use, pool.peak) == (132, 0, 132)
 
 
-def test_buffers_survive_autograd_and_come_back():
+def test_buffers_survive_autograd_and_return_to_the_pool():
     offload = Offload(CPU)
 
     class Double(torch.autograd.Function):
@@ -82,7 +82,7 @@ def test_buffers_survive_autograd_and_come_back():
 
 
 @pytest.mark.parametrize("offload", [None, Offload(CPU)], ids=["device", "host"])
-def test_a_chunk_store_keeps_adds_and_walks(offload):
+def test_a_chunk_store_keeps_replaces_and_loads_tensors(offload):
     store = ChunkStore(offload)
     for index in range(3):
         store.put(("a", index), torch.full((2,), float(index)))
@@ -157,13 +157,13 @@ def run_layer(heads, kv_heads, chunks, offload, streamed=False, train=True, leng
     def output(out, x, chunk):
         return x + out.flatten(2) @ w_out
 
-    job = ChunkedLayer(project, output, [w_qkv, w_out], layout, offload=offload, streamed=streamed)
+    layer = ChunkedLayer(project, output, [w_qkv, w_out], layout, offload=offload, streamed=streamed)
     x = torch.randn(length, batch, width)
     x = offload.to_host(x) if streamed else x
     if offload:
         offload.copies.to_host = offload.copies.to_device = 0
     with torch.set_grad_enabled(train):
-        y = job(x.requires_grad_(train))
+        y = layer(x.requires_grad_(train))
     if not train:
         return None
     forward = (offload.copies.to_host, offload.copies.to_device) if offload else None
@@ -173,7 +173,7 @@ def run_layer(heads, kv_heads, chunks, offload, streamed=False, train=True, leng
 
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (4, 1)])
 @pytest.mark.parametrize("chunks", [1, 2, 5, 8])
-def test_bytes_that_move_are_those_of_the_formula(heads, kv_heads, chunks):
+def test_copied_bytes_equal_the_formula(heads, kv_heads, chunks):
     offload = Offload(CPU)
     forward = run_layer(heads, kv_heads, chunks, offload)
     sizes = {"tokens": 40 // chunks * 2, "heads": heads, "kv_heads": kv_heads, "head_dim": 8, "itemsize": 4}
@@ -370,25 +370,25 @@ def test_a_freed_block_leaves_no_entry_in_the_pool():
     streams.finish()
 
 
-def pass_on(streams: Adversary) -> bool:
-    """Check that tensors of many sizes are restored unchanged."""
-    offload, coming = streams.offload(), []
+def restored_unchanged(streams: Adversary) -> bool:
+    """Whether tensors of many sizes return from host memory unchanged."""
+    offload, loads = streams.offload(), []
     for length in (100, 101, 102, 103, 104):
-        coming.append((length, offload.load(offload.to_host(torch.full((length,), float(length))))))
-    right = all(loading.wait().eq(length).all() for length, loading in coming)
+        loads.append((length, offload.load(offload.to_host(torch.full((length,), float(length))))))
+    right = all(loading.wait().eq(length).all() for length, loading in loads)
     streams.finish()
     return right
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_block_goes_back_after_its_copies(seed):
-    assert pass_on(Adversary(seed))
+def test_a_block_is_returned_after_its_copies(seed):
+    assert restored_unchanged(Adversary(seed))
 
 
 def test_without_the_hosts_wait_a_block_is_freed_before_its_copies_end():
     (site,) = [site for site in call_sites(Path(host_store.__file__).parent) if site.endswith("synchronize")]
     with pytest.raises(AssertionError, match="a host block was returned to the system before its copies"):
-        pass_on(Mutant(0, site))
+        restored_unchanged(Mutant(0, site))
 
 
 # Nothing in a layer makes the host wait for a GPU, tested with the meta device.
@@ -422,7 +422,7 @@ class Waits(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("bad", [lambda x: torch.tensor([1], device=META), lambda x: torch.ones(1).to(META)])
-def test_a_wait_is_found(bad):
+def test_a_wait_is_detected(bad):
     with Waits() as waits:
         bad(torch.empty(3, device=META))
     assert waits.calls
@@ -439,7 +439,7 @@ MASKS = {
 
 @pytest.mark.parametrize("threshold", [8, 2**20])
 @pytest.mark.parametrize("mask", MASKS)
-def test_attention(mask, threshold):
+def test_attention_never_waits(mask, threshold):
     """With slopes from host memory, dropout and sinks, forward and backward."""
     layout = cp.SequenceLayout(LENGTH, abstract_grid())
     q, k, v = (torch.empty(LENGTH, 2, heads, 8, device=META).requires_grad_() for heads in (4, 2, 2))
@@ -452,7 +452,7 @@ def test_attention(mask, threshold):
     assert [x.shape for x in grads] == [x.shape for x in (q, k, v, sinks)] and not waits.calls
 
 
-def test_key_heads_in_the_all_to_all(monkeypatch):
+def test_key_heads_in_the_all_to_all_never_wait(monkeypatch):
     monkeypatch.setattr(ulysses, "all_to_all", lambda *_, **__: None)
     q, k, v = (torch.empty(16, 1, heads, 8, device=META) for heads in (12, 6, 6))  # 3 query heads per rank, groups of 2
     axis = Axis(4, 1)
@@ -462,7 +462,7 @@ def test_key_heads_in_the_all_to_all(monkeypatch):
     assert [x.shape for x in grads] == [x.shape for x in (q, k, v)] and not waits.calls
 
 
-def test_dropout_of_hidden_states_and_rotary_angles():
+def test_dropout_of_hidden_states_and_rotary_angles_never_wait():
     layout = cp.SequenceLayout(LENGTH, abstract_grid())
     rotary = LayoutRotaryEmbedding(Rope(8), layout, META, restarts=True)
     x = torch.empty(LENGTH, 1, 16, device=META).requires_grad_()

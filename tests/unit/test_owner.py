@@ -32,19 +32,19 @@ def serve(pipe, machine: Path | None) -> None:
     if machine is not None:
         processes.BOOT = machine
         processes._boot.cache_clear()
-    held: Owner | None = None
+    owned: Owner | None = None
     while True:
-        what, *rest = pipe.recv()
+        command, *arguments = pipe.recv()
         try:
-            if what == "take":
+            if command == "take":
                 notes: list[str] = []
-                held = take(Path(rest[0]), notes, RENEWAL, patience(SILENCE))
+                owned = take(Path(arguments[0]), notes, RENEWAL, patience(SILENCE))
                 pipe.send(("has it", notes))
-            elif what == "check":
-                held.check()
+            elif command == "check":
+                owned.check()
                 pipe.send(("has it", []))
-            elif what == "release":
-                held = held.release() if held else None
+            elif command == "release":
+                owned = owned.release() if owned else None
                 pipe.send(("released", []))
         except Refusal as refusal:
             pipe.send(("refused", str(refusal)))
@@ -60,15 +60,15 @@ class Worker:
         self.process = CONTEXT.Process(target=serve, args=(theirs, machine), daemon=True)
         self.process.start()
 
-    def tell(self, *what: str) -> None:
-        self.pipe.send([str(one) for one in what])
+    def send_command(self, *command: str) -> None:
+        self.pipe.send([str(one) for one in command])
 
     def answer(self) -> tuple:
         assert self.pipe.poll(patience(60)), "no answer"
         return self.pipe.recv()
 
-    def ask(self, *what: str) -> tuple:
-        self.tell(*what)
+    def ask(self, *command: str) -> tuple:
+        self.send_command(*command)
         return self.answer()
 
     def kill(self) -> None:
@@ -111,7 +111,7 @@ def dead_lock_file(folder: Path, machine: str = "") -> Path:
     return lock
 
 
-def test_a_second_job_is_refused_in_a_line_that_names_the_first_and_the_way_out(tmp_path, worker):
+def test_a_second_job_is_refused_in_a_line_that_names_the_first_and_the_remedies(tmp_path, worker):
     first, second, folder = worker(), worker(), tmp_path / "c"
     assert first.ask("take", folder) == ("has it", [])
     for _ in range(3):
@@ -149,7 +149,7 @@ def test_a_job_on_another_machine_is_recognized_only_by_its_counter(tmp_path, wo
     assert "has given no sign of life for" in note
 
 
-def test_a_stopped_owner_that_awakes_has_lost_the_folder_and_knows_it(tmp_path, worker):
+def test_a_stopped_owner_that_continues_learns_that_it_lost_the_folder(tmp_path, worker):
     first, second, folder = worker("elsewhere"), worker(), tmp_path / "c"
     first.ask("take", folder)
     os.kill(first.process.pid, signal.SIGSTOP)
@@ -176,7 +176,7 @@ def test_a_stopped_job_of_this_machine_still_has_the_folder(tmp_path, worker):
 
 
 @pytest.mark.parametrize("stale", ["", "dead here", "dead elsewhere"])
-def test_of_several_that_begin_at_once_exactly_one_gets_the_folder(tmp_path, worker, stale):
+def test_of_several_jobs_that_start_at_once_exactly_one_gets_the_folder(tmp_path, worker, stale):
     jobs = [worker(), worker(), worker("north"), worker("south")]
     rounds = ROUNDS if stale != "dead elsewhere" else max(1, ROUNDS // 10)
     for number in range(rounds):
@@ -184,7 +184,7 @@ def test_of_several_that_begin_at_once_exactly_one_gets_the_folder(tmp_path, wor
         if stale:
             dead_lock_file(folder, "elsewhere" if "elsewhere" in stale else "")
         for job in jobs:
-            job.tell("take", folder)
+            job.send_command("take", folder)
         answers = [job.answer() for job in jobs]
         winners = [job for job, (message, _) in zip(jobs, answers) if message == "has it"]
         assert len(winners) == 1, answers
@@ -195,16 +195,16 @@ def test_of_several_that_begin_at_once_exactly_one_gets_the_folder(tmp_path, wor
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff" * 10, b'{"process": {"pid": 1}}'])
-def test_a_lock_file_that_says_nothing_is_waited_for_and_then_removed(tmp_path, content):
+def test_an_unreadable_lock_file_is_waited_for_and_then_removed(tmp_path, content):
     (tmp_path / owner.LOCK_FILES.replace("*", "f" * 32)).write_bytes(content)
     begin, notes = time.monotonic(), []
-    held = take(tmp_path, notes, RENEWAL, 0.5)
+    owned = take(tmp_path, notes, RENEWAL, 0.5)
     assert time.monotonic() - begin >= 0.4 and not notes
-    held.release()
+    owned.release()
     assert not lock_files(tmp_path)
 
 
-def test_a_file_system_that_answers_late_shows_no_silence(monkeypatch):
+def test_a_slow_file_system_is_not_mistaken_for_a_dead_owner(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(owner.time, "monotonic", lambda: now[0])
     watched = owner._Watched(b"1")
@@ -223,36 +223,36 @@ def test_a_file_system_that_answers_late_shows_no_silence(monkeypatch):
 def test_a_folder_out_of_reach_for_a_moment_is_not_lost(tmp_path, mount_point):
     """Where a file system is not mounted, its mount point is an empty folder."""
     folder = tmp_path / "save"
-    held = take(folder, [], RENEWAL)
+    owned = take(folder, [], RENEWAL)
     folder.rename(tmp_path / "away")
     if mount_point:
         folder.mkdir()
     with pytest.raises(OSError, match="is its file system mounted" if mount_point else "No such file") as error:
-        held.check()
+        owned.check()
     assert not isinstance(error.value, Lost)
     time.sleep(3 * RENEWAL)
     if mount_point:
         folder.rmdir()
     (tmp_path / "away").rename(folder)
-    held.check()
+    owned.check()
     lock_files(folder)[0].unlink()  # the folder was cleared and may belong to another job
     with pytest.raises(Lost, match="another job has taken it over, or somebody removed it"):
-        held.check()
-    held.release()
+        owned.check()
+    owned.release()
     assert not list(folder.iterdir())
 
 
-def test_a_folder_that_comes_back_during_the_look_is_not_lost(tmp_path):
-    held = take(tmp_path, [], RENEWAL)
+def test_a_folder_that_comes_back_during_the_check_is_not_lost(tmp_path):
+    owned = take(tmp_path, [], RENEWAL)
 
     def before_it_came_back():
-        raise FileNotFoundError(held._lock_file)
+        raise FileNotFoundError(owned._lock_file)
 
     with pytest.raises(OSError, match="was out of reach for a moment") as error:
-        held._access(before_it_came_back)
-    assert not isinstance(error.value, Lost) and not held.lost
-    held.check()
-    held.release()
+        owned._access(before_it_came_back)
+    assert not isinstance(error.value, Lost) and not owned.lost
+    owned.check()
+    owned.release()
 
 
 def test_no_lock_of_the_system_and_no_renaming_is_needed(tmp_path, monkeypatch):
@@ -265,13 +265,13 @@ def test_no_lock_of_the_system_and_no_renaming_is_needed(tmp_path, monkeypatch):
     for name in ("flock", "lockf", "fcntl"):
         monkeypatch.setattr(fcntl, name, missing)
     notes: list[str] = []
-    held = take(tmp_path, notes, RENEWAL)
+    owned = take(tmp_path, notes, RENEWAL)
     time.sleep(3 * RENEWAL)
-    held.check()
+    owned.check()
     (lock,) = lock_files(tmp_path)
     output = json.loads(lock.read_bytes())
     assert output["owns"] and output["renewed"] > 2 and processes.Process(**output["process"]) == this_process()
-    held.release()
+    owned.release()
     assert len(notes) == 1 and not lock_files(tmp_path)
 
 

@@ -53,19 +53,19 @@ def eight() -> Problem:
 
 def test_plans_with_little_memory_to_spare_rank_last(eight: Problem) -> None:
     winner = search(eight).plans[0]
-    asked = replace(eight, spare=winner.margin + GIB)
-    result = search(asked)
-    assert all(plan.margin >= asked.spare for plan in result.plans)
-    assert result.tight and all(0 <= plan.margin < asked.spare for plan in result.tight)
+    problem = replace(eight, spare=winner.margin + GIB)
+    result = search(problem)
+    assert all(plan.margin >= problem.spare for plan in result.plans)
+    assert result.tight and all(0 <= plan.margin < problem.spare for plan in result.tight)
     assert result.tight[0].seconds <= result.plans[0].seconds
 
 
 def test_an_ffn_in_runs_fits_where_no_other_saving_does() -> None:
     """Without recompute, offload and FPDT."""
     plain = Limits(recompute=("none",), offload=False, fpdt_chunk=(0,), micro_batch=(1,), ffn_chunks=False)
-    asked = Problem(Request(("--model", "llama3-8b"), 1).workload(128 * K), 8, A100, plain)
-    assert not search(asked, near=1.0).plans
-    result = search(replace(asked, limits=replace(plain, ffn_chunks=True)), near=1.0)
+    problem = Problem(Request(("--model", "llama3-8b"), 1).workload(128 * K), 8, A100, plain)
+    assert not search(problem, near=1.0).plans
+    result = search(replace(problem, limits=replace(plain, ffn_chunks=True)), near=1.0)
     assert result.plans and all(plan_.strategy.ffn_chunks for plan_ in result.plans)
     assert result.plans[0].fits and min(plan_.memory.total for plan_ in result.plans) < 60 * GIB
 
@@ -73,11 +73,11 @@ def test_an_ffn_in_runs_fits_where_no_other_saving_does() -> None:
 def test_as_few_layers_are_recomputed_as_fit() -> None:
     limits = Limits(tensor=(1,), ulysses=(8,), data=(1,), zero=(3,), fpdt_chunk=(0,), recompute=("block",))
     limits = replace(limits, ffn_chunks=False)
-    asked = Problem(Request(("--model", "llama3-8b"), 1).workload(160 * K), 8, A100, limits)
-    best = search(asked, near=1.0).plans[0]
+    problem = Problem(Request(("--model", "llama3-8b"), 1).workload(160 * K), 8, A100, limits)
+    best = search(problem, near=1.0).plans[0]
     s = best.strategy
     assert (s.recompute_method, best.fits) == ("block", True) and 0 < s.recompute_layers < 32
-    assert not priced(asked, replace(s, recompute_layers=s.recompute_layers - 1)).fits
+    assert not priced(problem, replace(s, recompute_layers=s.recompute_layers - 1)).fits
 
 
 def test_some_layers_recomputed_lie_between_none_and_all() -> None:
@@ -121,14 +121,14 @@ def test_a_zigzag_ring_waits_for_the_rank_with_the_most_pairs() -> None:
     """The imbalance counted token by token, and its effect with several samples per micro-batch."""
     result = packed("mean:64", 256)
     draw, length, ring = random.Random(0), 256, 4
-    left, samples = 0, []
+    tokens_left, samples = 0, []
     for _ in range(512):
         seen = []
         while len(seen) < length:
-            left = left or max(1, round(draw.expovariate(1 / 64)))
-            part = min(left, length - len(seen))
+            tokens_left = tokens_left or max(1, round(draw.expovariate(1 / 64)))
+            part = min(tokens_left, length - len(seen))
             seen += range(1, part + 1)
-            left -= part
+            tokens_left -= part
         blocks = [sum(seen[block * 32 : (block + 1) * 32]) for block in range(2 * ring)]
         samples.append([blocks[rank] + blocks[-1 - rank] for rank in range(ring)])
     pairs = [[a + b for a, b in zip(one, next_)] for one, next_ in zip(samples, samples[1:] + samples[:1])]
@@ -285,19 +285,19 @@ def test_refusals(options: str, output: str, tmp_path: Path, capsys: pytest.Capt
 LLAMA = "--model llama3-8b --gpu H100-80G".split()
 
 
-def notice(capsys: pytest.CaptureFixture, options: str, code: int = 0) -> str:
+def output_of(capsys: pytest.CaptureFixture, options: str, code: int = 0) -> str:
     assert plan.main([*LLAMA, *options.split()]) == code
     printed = capsys.readouterr()
     return " ".join((printed.err if code else printed.out).split())
 
 
 def test_a_length_with_few_divisors_gets_a_suggested_padding(capsys: pytest.CaptureFixture) -> None:
-    text = notice(capsys, "--gpus 8 --seq-length 12345")
+    text = output_of(capsys, "--gpus 8 --seq-length 12345")
     assert "--seq-length 12345 fits few grids: padded to --seq-length 12352, " in text
-    assert "fits few grids" not in notice(capsys, "--gpus 8 --seq-length 12352")
-    output = notice(capsys, "--gpus 8 --seq-length 12345 --pipeline 1", code=2)
+    assert "fits few grids" not in output_of(capsys, "--gpus 8 --seq-length 12352")
+    output = output_of(capsys, "--gpus 8 --seq-length 12345 --pipeline 1", code=2)
     assert "pad to --seq-length 12352, a multiple of 16, or leave an option out" in output
-    output = notice(capsys, "--gpus 24 --seq-length 99999 --global-batch 7", code=2)
+    output = output_of(capsys, "--gpus 24 --seq-length 99999 --global-batch 7", code=2)
     assert "pad to --seq-length 100032, a multiple of 48" in output
 
 
@@ -312,15 +312,15 @@ def test_padding_is_short_and_worth_it() -> None:
 
 
 def test_a_margin_that_no_plan_leaves_is_refused(capsys: pytest.CaptureFixture) -> None:
-    output = notice(capsys, "--gpus 8 --seq-length 8K --margin 99%", code=2)
+    output = output_of(capsys, "--gpus 8 --seq-length 8K --margin 99%", code=2)
     assert "--margin 99%: no plan leaves that much memory; " in output and " or more --gpus" in output
     least = output.split("use --margin ")[1].split(",")[0]
-    assert "Start it" in notice(capsys, f"--gpus 8 --seq-length 8K --margin {least}")
+    assert "Start it" in output_of(capsys, f"--gpus 8 --seq-length 8K --margin {least}")
 
 
 def test_twelve_gpus_are_six_on_each_of_two_nodes(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     file = tmp_path / "plans.json"
-    text = notice(capsys, f"--gpus 12 --seq-length 8K --global-batch 12 --json {file}")
+    text = output_of(capsys, f"--gpus 12 --seq-length 8K --global-batch 12 --json {file}")
     assert "12 x H100-80G, global batch 12, 6 of a node's 8 in use" in text
     for row in json.loads(file.read_text()):
         words = shlex.split(row["command"])
@@ -339,12 +339,12 @@ def test_how_many_gpus_of_a_node_are_used(gpus: int, used: int | None) -> None:
 
 
 def test_the_fewest_gpus_are_whole_nodes_again(capsys: pytest.CaptureFixture) -> None:
-    output = notice(capsys, "--gpus 12 --seq-length 8K --num-layers 200 --hidden-size 8192 --recompute full", code=2)
+    output = output_of(capsys, "--gpus 12 --seq-length 8K --num-layers 200 --hidden-size 8192 --recompute full", code=2)
     assert int(output.split("sufficient number is --gpus ")[1]) % 8 == 0
 
 
 def test_uncertain_constants_make_a_step_uncertain(capsys: pytest.CaptureFixture) -> None:
-    text = notice(capsys, "--gpus 8 --seq-length 8K --global-batch 8")
+    text = output_of(capsys, "--gpus 8 --seq-length 8K --global-batch 8")
     assert "Published runs on H100-80G reach different shares of its benchmark rates (gemm 0.76 to 0.84" in text
     problem = Problem(Request(("--model", "llama3-8b"), 8).workload(8192), 8, load("H100-80G"))
     best = search(problem, 1).plans[0]
@@ -356,8 +356,8 @@ def test_uncertain_constants_make_a_step_uncertain(capsys: pytest.CaptureFixture
 def test_three_heads_are_planned_as_the_program_takes_them(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     file = tmp_path / "plans.json"
     sizes = "--num-layers 8 --hidden-size 384 --ffn-hidden-size 1024 --num-attention-heads 3 --vocab-size 5000"
-    asked = f"{sizes} --gpus 8 --gpu H100-80G --seq-length 8K --json {file}"
-    assert plan.main(asked.split()) == 0
+    options = f"{sizes} --gpus 8 --gpu H100-80G --seq-length 8K --json {file}"
+    assert plan.main(options.split()) == 0
     for row in json.loads(file.read_text()):
         assert row["tensor"] == row["ulysses"] == 1
         words = shlex.split(row["command"])
@@ -376,7 +376,7 @@ def cases() -> list:
     return [pytest.param(*one, id=one[0], marks=[pytest.mark.full] * (one[0] not in AT_ONCE)) for one in ASKED]
 
 
-def test_there_are_ten() -> None:
+def test_the_page_has_ten_questions() -> None:
     assert [number for number, *_ in ASKED] == [str(number) for number in range(1, 11)]
 
 

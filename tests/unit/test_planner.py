@@ -52,7 +52,7 @@ A800 = cluster("usp-a800")
 LLAMA2, LLAMA3 = shape_of("llama2-7b"), shape_of("llama3-8b")
 
 
-def problem(model: str, length: int, batch: int, gpus: int, gpu: str = "A800-80G") -> Problem:
+def problem_of(model: str, length: int, batch: int, gpus: int, gpu: str = "A800-80G") -> Problem:
     return Problem(Request(("--model", model), batch).workload(length), gpus, load(gpu))
 
 
@@ -70,14 +70,14 @@ def problem(model: str, length: int, batch: int, gpus: int, gpu: str = "A800-80G
     ],
 )
 def test_plans_are_accepted_by_the_program(model: str, length: int, batch: int, gpus: int) -> None:
-    asked = problem(model, length, batch, gpus)
+    problem = problem_of(model, length, batch, gpus)
     request = Request(("--model", model), batch)
-    draw, bases = random.Random(0), list(grids(asked.workload, gpus))
+    draw, bases = random.Random(0), list(grids(problem.workload, gpus))
     for _ in range(20):
         base = draw.choice(bases)
         grid = replace(base, zero=draw.choice(zero_stages(base)))
-        s = draw.choice(list(savings(grid, asked.workload)))
-        config = parse([*request.program_flags(length), *training_flags(asked.workload, s), *JOB[2:]], None, gpus)
+        s = draw.choice(list(savings(grid, problem.workload)))
+        config = parse([*request.program_flags(length), *training_flags(problem.workload, s), *JOB[2:]], None, gpus)
         parallel, chunks = config.parallel, config.chunks
         assert (parallel.tensor_model_parallel_size, parallel.ulysses_parallel_size) == (s.tensor, s.ulysses)
         assert (parallel.ring_parallel_size, parallel.pipeline_model_parallel_size) == (s.ring, s.pipeline)
@@ -89,11 +89,11 @@ def test_plans_are_accepted_by_the_program(model: str, length: int, batch: int, 
         assert config.data.global_batch_size == batch
 
 
-def test_units_and_some_layers_go_with_every_other_saving() -> None:
+def test_recompute_of_units_and_blocks_combines_with_every_other_saving() -> None:
     """The first plan of each kind is accepted by the program."""
-    asked = problem("llama3-8b", 512 * K, 1, 8)
+    problem = problem_of("llama3-8b", 512 * K, 1, 8)
     kinds = {}
-    for s in savings(Strategy(ulysses=8, zero=3), asked.workload):
+    for s in savings(Strategy(ulysses=8, zero=3), problem.workload):
         method = (s.recompute_method, s.recompute_layers > 1) if s.recompute == "full" else s.recompute
         fpdt = s.fpdt_chunk and ("streamed" if s.stream_hidden else "host" if s.fpdt_offload else "device")
         kinds.setdefault((method, fpdt or "none", s.offload_checkpoints, s.ffn_chunks > 0), s)
@@ -106,12 +106,12 @@ def test_units_and_some_layers_go_with_every_other_saving() -> None:
     wanted |= {(units, "streamed", False, False)}
     assert wanted <= set(kinds)
     for kind in wanted:
-        flags = training_flags(asked.workload, kinds[kind])
+        flags = training_flags(problem.workload, kinds[kind])
         parse([*Request(("--model", "llama3-8b")).program_flags(512 * K), *flags, *JOB[2:]], None, 8)
-    assert {s.recompute_layers for s in savings(Strategy(), asked.workload)} >= {1, 2, 4, 8, 16}
+    assert {s.recompute_layers for s in savings(Strategy(), problem.workload)} >= {1, 2, 4, 8, 16}
 
 
-def test_no_grid_is_forgotten() -> None:
+def test_no_grid_is_missing() -> None:
     """The grids are exactly those that the program accepts for 12 ranks."""
     workload = Workload(replace(LLAMA3, layers=12, heads=24, kv_heads=6, ffn=4 * 3072, hidden=3072), 3 * K, 6)
     model = "--num-layers 12 --hidden-size 3072 --ffn-hidden-size 12288 --num-attention-heads 24 --vocab-size 9 "
@@ -144,20 +144,20 @@ def test_no_grid_is_forgotten() -> None:
         ("gpt-13b", 64 * K, 1, 8, "L20-48G"),
     ],
 )
-def test_nothing_beats_the_winner(model: str, length: int, batch: int, gpus: int, gpu: str) -> None:
-    asked = problem(model, length, batch, gpus, gpu)
+def test_no_plan_is_faster_than_the_first(model: str, length: int, batch: int, gpus: int, gpu: str) -> None:
+    problem = problem_of(model, length, batch, gpus, gpu)
     best: dict[tuple, float] = defaultdict(lambda: inf)
-    for one in (priced(asked, strategy) for strategy in all_strategies(asked)):
+    for one in (priced(problem, strategy) for strategy in all_strategies(problem)):
         if one.fits:
             best[one.grid] = min(best[one.grid], one.seconds)
-    result = search(asked, top=3)
+    result = search(problem, top=3)
     assert [plan.seconds for plan in result.plans] == sorted(plan.seconds for plan in result.plans)
     assert result.plans[0].seconds <= 1.002 * min(best.values())
     for plan in result.plans[:3]:
         assert plan.seconds <= 1.002 * best[plan.grid]
         if plan.strategy.recompute_method == "uniform":  # for block, search also tries numbers between eighths
             assert plan.seconds == pytest.approx(best[plan.grid], rel=2e-3)
-        assert plan.fits and device_memory(asked.workload, plan.strategy).total <= asked.machine.usable_memory
+        assert plan.fits and device_memory(problem.workload, plan.strategy).total <= problem.machine.usable_memory
 
 
 def test_the_winner_is_the_fastest_if_samples_differ() -> None:
@@ -165,25 +165,25 @@ def test_the_winner_is_the_fastest_if_samples_differ() -> None:
     tight = replace(load("A100-80G"), memory=8.7571 * 2**30 + load("A100-80G").reserved)
     limits = Limits((1,), (8,), (1,), (64,), (1,), micro_batch=(1,), zero=(3,))
     workload = Request(("--model", "llama3-8b"), 64, "mean:1K,sigma:2.5").workload(128 * K)
-    asked = Problem(workload, 512, tight, limits)
-    best = min(plan.seconds for plan in (priced(asked, s) for s in all_strategies(asked)) if plan.fits)
-    assert search(asked, top=1).plans[0].seconds <= 1.002 * best
+    problem = Problem(workload, 512, tight, limits)
+    best = min(plan.seconds for plan in (priced(problem, s) for s in all_strategies(problem)) if plan.fits)
+    assert search(problem, top=1).plans[0].seconds <= 1.002 * best
 
 
-def test_a_unit_whose_weights_are_too_many_does_not_end_the_search() -> None:
+def test_a_unit_whose_weights_are_too_large_does_not_end_the_search() -> None:
     limits = Limits(tensor=(4,), data=(8,), micro_batch=(2,), zero=(3,))
-    asked = replace(problem("llama3-70b", 4 * K, 64, 32, "A100-40G"), limits=limits)
-    s = search(asked, near=1.0).plans[0].strategy
+    problem = replace(problem_of("llama3-70b", 4 * K, 64, 32, "A100-40G"), limits=limits)
+    s = search(problem, near=1.0).plans[0].strategy
     assert (s.recompute, s.recompute_layers, s.offload_checkpoints) == ("full", 1, True)
 
 
 def test_few_strategies_on_a_thousand_gpus_are_priced() -> None:
     """The planner's work, counted in priced layers; one takes about 0.3 ms. All savings on each tried
     grid would be 9,180 layers."""
-    asked = problem("llama3-70b", 1024 * K, 16, 1024, "H100-80G")
+    problem = problem_of("llama3-70b", 1024 * K, 16, 1024, "H100-80G")
     for cache in (priced_layer, priced_ends, device_memory):
         cache.cache_clear()
-    assert len(search(asked, near=1.0).plans) >= 10
+    assert len(search(problem, near=1.0).plans) >= 10
     assert priced_layer.cache_info().misses < 3500
     assert priced_ends.cache_info().misses < 2500  # each ZeRO stage sums gradients differently
     assert device_memory.cache_info().misses < 3500
@@ -203,11 +203,11 @@ def test_strategies_are_ranked_as_if_all_had_been_priced(machine: str, keys: flo
         assert result == sorted((seconds(s), number, s) for number, s in numbered)
 
 
-def test_host_memory_counts() -> None:
-    asked = problem("llama3-8b", 2048 * K, 1, 4, "A100-80G")
-    plan = search(asked).plans[0]
+def test_host_memory_is_limited() -> None:
+    problem = problem_of("llama3-8b", 2048 * K, 1, 4, "A100-80G")
+    plan = search(problem).plans[0]
     assert plan.strategy.fpdt_chunk and plan.memory.host > 100 * 2**30
-    small = replace(asked, machine=replace(asked.machine, host_memory=4 * plan.memory.host))  # 0.9 of it is usable
+    small = replace(problem, machine=replace(problem.machine, host_memory=4 * plan.memory.host))  # 0.9 of it is usable
     result = search(small)
     assert plan.strategy in {other.strategy for other in result.failing}
     assert all(other.strategy != plan.strategy for other in result.plans)
@@ -222,46 +222,46 @@ def test_one_chunk_on_a_ring_has_a_time() -> None:
 # --- limits ---
 
 
-def test_longest_is_the_longest() -> None:
-    asked = problem("llama3-8b", K, 1, 4, "A100-80G")
+def test_no_longer_sequence_fits() -> None:
+    problem = problem_of("llama3-8b", K, 1, 4, "A100-80G")
     workload = Request(("--model", "llama3-8b")).workload
-    power, length = longest(asked, workload)
+    power, length = longest(problem, workload)
     assert power <= length < 2 * power and power >= 2048 * K  # FPDT paper, table 1: 2M on 4 A100-80G
-    assert fits(replace(asked, workload=workload(length)))
-    assert not fits(replace(asked, workload=workload(length + power // 16)))
+    assert fits(replace(problem, workload=workload(length)))
+    assert not fits(replace(problem, workload=workload(length + power // 16)))
 
 
-def test_fewest_gpus_are_enough_and_no_fewer() -> None:
-    asked = problem("llama3-70b", 256 * K, 1, 8, "A100-40G")
-    assert not fits(asked)
-    gpus = fewest_gpus(asked)
-    assert gpus is not None and fits(replace(asked, gpus=gpus)) and not fits(replace(asked, gpus=gpus - 8))
-    assert fewest_gpus(replace(asked, workload=replace(asked.workload, seq_length=256 * K + 1))) is None
+def test_fewest_gpus_are_sufficient_and_fewer_are_not() -> None:
+    problem = problem_of("llama3-70b", 256 * K, 1, 8, "A100-40G")
+    assert not fits(problem)
+    gpus = fewest_gpus(problem)
+    assert gpus is not None and fits(replace(problem, gpus=gpus)) and not fits(replace(problem, gpus=gpus - 8))
+    assert fewest_gpus(replace(problem, workload=replace(problem.workload, seq_length=256 * K + 1))) is None
 
 
 # --- USP, tables 5 to 7 ---
 
 
-def test_the_best_published_grid_is_found() -> None:
+def test_the_best_published_grid_is_predicted() -> None:
     """In each group, the row that we predict to be fastest was measured at most 2 % below the best."""
     groups = defaultdict(list)
     for row in published("usp_tables_5_6_7"):
         groups[row["model"], row["gpus"], row["seq_length"], row["global_batch"]].append(row)
     assert len(groups) == 10
     for (model, gpus, length, batch), rows in groups.items():
-        asked = Problem(Workload(shape_of(model), length, batch), gpus, A800, USP)
+        problem = Problem(Workload(shape_of(model), length, batch), gpus, A800, USP)
         seconds, measured = {}, {}
         for row in rows:
             sizes = row["tp"], row["ulysses"], row["ring"]
             limits = replace(USP, tensor=sizes[:1], ulysses=sizes[1:2], ring=sizes[2:], micro_batch=(1,))
-            (grid,) = grids(asked.workload, gpus, limits)
-            seconds[sizes] = priced(asked, replace(grid, zero=1)).seconds
+            (grid,) = grids(problem.workload, gpus, limits)
+            seconds[sizes] = priced(problem, replace(grid, zero=1)).seconds
             measured[sizes] = row["full_mask_tflops_per_gpu"]
         ours = min(seconds, key=lambda sizes: seconds[sizes])
         assert measured[ours] >= 0.98 * max(measured.values()), (model, length, batch, ours)
 
 
-def test_runs_that_ran_out_of_memory_do_not_fit_here() -> None:
+def test_published_runs_that_ran_out_of_memory_do_not_fit() -> None:
     """USP paper, section 5.4: pure SP is out of memory from 120K tokens on (table 6), but not at 80K."""
     at = {length: search(Problem(Workload(LLAMA3, length), 16, A800, SP)) for length in (80 * K, 120 * K)}
     assert {plan.grid[1:3] for plan in at[80 * K].plans} >= {(8, 2), (4, 4), (2, 8), (1, 16)}
@@ -288,10 +288,10 @@ def test_2_data_before_sequence_parallel() -> None:
     """Figure 5: for 8 sequences on 8 GPUs, DP is faster than sequence parallelism at every length."""
     roomy = replace(A800, memory=1e13)  # the paper's lengths fit; only the time is compared
     for length in (2 * K, 8 * K, 16 * K):
-        asked = Problem(Workload(LLAMA2, length, 8), 8, roomy, replace(USP, tensor=(1,), overlap=True))
-        winner = search(asked).plans[0]
+        problem = Problem(Workload(LLAMA2, length, 8), 8, roomy, replace(USP, tensor=(1,), overlap=True))
+        winner = search(problem).plans[0]
         assert winner.strategy.data == 8
-        without_dp = search(replace(asked, limits=replace(asked.limits, data=(1,)))).plans[0]
+        without_dp = search(replace(problem, limits=replace(problem.limits, data=(1,)))).plans[0]
         assert without_dp.seconds > 1.02 * winner.seconds
 
 
@@ -306,10 +306,10 @@ def test_3_zero_splits_model_states_over_sequence_parallel_ranks_as_over_data() 
         states.append(memories[0].parameters + memories[0].gradients + memories[0].optimizer)
     assert states[0] > 1.8 * states[1] and states == sorted(states, reverse=True)
     # At 120K tokens ZeRO 1 does not fit; a higher stage fits and is 1 % slower.
-    asked = Problem(Workload(LLAMA3, 120 * K), 16, A800, replace(SP, zero=None, overlap=True))
-    winner = search(asked).plans[0]
+    problem = Problem(Workload(LLAMA3, 120 * K), 16, A800, replace(SP, zero=None, overlap=True))
+    winner = search(problem).plans[0]
     assert winner.strategy.zero >= 2
-    one = priced(asked, replace(winner.strategy, zero=1))
+    one = priced(problem, replace(winner.strategy, zero=1))
     assert not one.fits and winner.seconds < 1.02 * one.seconds
 
 
@@ -496,8 +496,8 @@ def test_a_failure_for_lack_of_host_memory_says_so(
     machine.write_text('{"extends": "A100-80G", "gpus": 4, "host_memory": 64e9}')
     text = message(capsys, *f"--model llama3-8b --gpus 4 --gpu {machine} --seq-length 2M --zero 3".split(), code=2)
     assert "of host memory per node" in text or "more than a small-host has" in text
-    asked = Problem(Request(("--model", "llama3-8b")).workload(2 * 2**20), 4, load(machine))
-    assert not nearest(asked).fits
+    problem = Problem(Request(("--model", "llama3-8b")).workload(2 * 2**20), 4, load(machine))
+    assert not nearest(problem).fits
 
 
 # --- explanations ---
@@ -531,7 +531,7 @@ def test_alternatives_change_one_thing(small_problem: Problem) -> None:
     assert any("GiB more than an A800-80G has" in line for line in lines)
 
 
-def test_words() -> None:
+def test_articles_and_counts() -> None:
     names = ("A100", "H100", "L20", "B200", "my")
     assert [a(name) for name in names] == ["an A100", "an H100", "an L20", "a B200", "a my"]
     assert (count(122880), count(2**21), count(1000)) == ("120K", "2M", "1,000")
@@ -544,8 +544,8 @@ def test_no_plan_is_better_than_one_of_the_front(small_problem: Problem) -> None
     result = search(small_problem)
     best = front(result.fitting)
     for plan_ in result.fitting:
-        beaten = [p for p in best if p.seconds <= plan_.seconds and p.memory.total <= plan_.memory.total]
-        assert beaten
+        at_least_as_good = [p for p in best if p.seconds <= plan_.seconds and p.memory.total <= plan_.memory.total]
+        assert at_least_as_good
     assert [p.seconds for p in best] == sorted((p.seconds for p in best), reverse=True)
 
 
@@ -560,7 +560,7 @@ def small(*options: str) -> list[str]:
 def test_another_plan_is_tried_if_the_dry_run_does_not_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """The first dry run needs 100 GiB; the second plan leaves at least that excess over the first prediction free."""
+    """The first dry run needs 100 GiB. The second plan leaves at least as much memory as the first estimate lacked."""
     commands: list[list[str]] = []
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess:
@@ -581,7 +581,7 @@ def test_another_plan_is_tried_if_the_dry_run_does_not_fit(
     assert peaks[1] < load("A800-80G").usable_memory / 2**30 - (100 - peaks[0])
 
 
-def test_a_dry_run_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_a_dry_run_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess:
         return subprocess.CompletedProcess(command, 2, "", "note\nerror: --this is wrong")
 

@@ -165,9 +165,9 @@ TOKENS, HIDDEN, FFN, HEADS, KV, SIZE = 256, 64, 160, 8, 4, 8
 QKV = HEADS * SIZE + 2 * KV * SIZE
 
 
-def counted(more: str, gpus: int = 1, **how):
+def counted(more: str, gpus: int = 1, **options):
     config = parse(f"{WORDS} {more} --dry-run --world-size {gpus}".split(), LLAMA_DEFAULTS, gpus)
-    return layer_traffic(config, gpus, 0, 301, load("A100-80G"), **how)
+    return layer_traffic(config, gpus, 0, 301, load("A100-80G"), **options)
 
 
 def test_a_layer_on_one_gpu() -> None:
@@ -192,7 +192,7 @@ def test_rope_by_pytorch_reads_and_writes_eight_times_as_much() -> None:
     assert plain == pytest.approx(UNFUSED_ROTARY_BYTES * numbers, rel=0.13)  # the rest is sine and cosine
 
 
-def test_the_tool_prints_what_ulysses_and_a_ring_take(tmp_path, capsys) -> None:
+def test_the_tool_prints_the_bytes_of_ulysses_and_a_ring(tmp_path, capsys) -> None:
     file = tmp_path / "bytes.json"
     words = f"{WORDS} --ulysses-parallel-size 2 --ring-parallel-size 2".split()
     assert traffic.main(["--gpus", "4", "--json", str(file), "--", *words]) == 0
@@ -204,7 +204,7 @@ def test_the_tool_prints_what_ulysses_and_a_ring_take(tmp_path, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    "words, says",
+    "words, message",
     [
         (
             ["--gpus", "2", "--", *WORDS.split(), "--pipeline-model-parallel-size", "2"],
@@ -213,9 +213,9 @@ def test_the_tool_prints_what_ulysses_and_a_ring_take(tmp_path, capsys) -> None:
         (["--rank", "1", "--", *WORDS.split()], "--rank 1"),
     ],
 )
-def test_refusals(words, says, capsys) -> None:
+def test_refusals(words, message, capsys) -> None:
     assert traffic.main(words) == 2
-    assert capsys.readouterr().err.startswith(f"error: {says}")
+    assert capsys.readouterr().err.startswith(f"error: {message}")
 
 
 # torch.profiler's traces of GPUs: one made by hand, two real ones, and merged ones.
@@ -242,7 +242,9 @@ def gpu_trace(late: float = 5000.0, launches: bool = True, coalesced: bool = Fal
     ]
     now, number = 1e9, 0
 
-    def say(name: str, category: str, dur: float, pid: int = 7, tid: int = 1, at: float | None = None, **args: Any):
+    def add_event(
+        name: str, category: str, dur: float, pid: int = 7, tid: int = 1, at: float | None = None, **args: Any
+    ):
         when = now if at is None else at
         events.append({"ph": "X", "cat": category, "name": name, "pid": pid, "tid": tid, "ts": when, "dur": dur})
         events[-1]["args"] = {"External id": number, **args}
@@ -250,25 +252,27 @@ def gpu_trace(late: float = 5000.0, launches: bool = True, coalesced: bool = Fal
     for _ in range(2):
         for phase in ("forward", "backward", "optimizer"):
             now += 100
-            say(phase, "user_annotation", 1.0)
-            say(phase, "gpu_user_annotation", 1.0, 0, 7, now + late)
+            add_event(phase, "user_annotation", 1.0)
+            add_event(phase, "gpu_user_annotation", 1.0, 0, 7, now + late)
             for name in STEP if phase != "optimizer" else ("all_reduce",):
                 now, number = now + 100, number + 1
                 call, kernel = CALLS.get(name, (name, "ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_tn"))
-                say(call, "cpu_op", 40.0)
+                add_event(call, "cpu_op", 40.0)
                 if name in CALLS:
                     number += 1
-                    say("record_param_comms", "cpu_op", 30.0, at=now + 2, **{"Collective name": name})
+                    add_event("record_param_comms", "cpu_op", 30.0, at=now + 2, **{"Collective name": name})
                 launch, begin = now + 10, now + (11 if name in CALLS else late)
                 if coalesced and name == "p2p":
-                    say("c10d::recv_", "cpu_op", 20.0, at=now + 42)
+                    add_event("c10d::recv_", "cpu_op", 20.0, at=now + 42)
                     launch = now + 70
                 if launches:
-                    say("cudaLaunchKernelExC", "cuda_runtime", 5.0, at=launch, correlation=900 + number)
+                    add_event("cudaLaunchKernelExC", "cuda_runtime", 5.0, at=launch, correlation=900 + number)
                     events.append({"ph": "s", "id": 900 + number, "pid": 7, "tid": 1, "ts": launch, "cat": "ac2g"})
                     end = {"ph": "f", "id": 900 + number, "pid": 0, "tid": 20, "ts": begin, "cat": "ac2g", "bp": "e"}
                     events += [{**event, "name": "ac2g"} for event in (events.pop(), end)]
-                say(kernel, "kernel", 60.0, 0, 20 if name in CALLS else 7, begin, correlation=900 + number, stream=7)
+                add_event(
+                    kernel, "kernel", 60.0, 0, 20 if name in CALLS else 7, begin, correlation=900 + number, stream=7
+                )
     return {"schemaVersion": 1, "traceEvents": events}
 
 
@@ -292,7 +296,7 @@ def dry_trace() -> Json:
 
 @pytest.mark.parametrize("coalesced", [False, True])
 @pytest.mark.parametrize("launches", [True, False])
-def test_calls_say_what_kernels_are_and_in_which_order(launches: bool, coalesced: bool) -> None:
+def test_kernels_have_the_names_and_the_order_of_their_calls(launches: bool, coalesced: bool) -> None:
     if coalesced and not launches:
         pytest.skip("without launches, nothing links a kernel to its call")
     trace = gpu_trace(launches=launches, coalesced=coalesced)
@@ -305,7 +309,7 @@ def test_calls_say_what_kernels_are_and_in_which_order(launches: bool, coalesced
     assert {x.begin for x in theirs} <= kernels
 
 
-def test_a_step_that_the_profiler_stopped_in_does_not_count() -> None:
+def test_an_incomplete_last_step_is_ignored() -> None:
     trace = gpu_trace()
     whole = measured(trace, {"aten::mm": "gemm"})
     for name, category, at in (("forward", "user_annotation", 100), ("aten::mm", "cpu_op", 200)):
@@ -326,7 +330,7 @@ def test_a_real_trace_whose_all_to_alls_run_as_sends() -> None:
     assert result[5].begin > result[6].begin
 
 
-def test_a_real_trace_that_says_collectives_names() -> None:
+def test_a_real_trace_with_names_of_collectives() -> None:
     trace = read(DATA / "collective_names.json")
     result = measured(trace, {"aten::mm": "gemm", "aten::addmm": "gemm"})
     assert [x.name for x in result] == ["broadcast", "aten::addmm", "aten::mm", "aten::mm", "all_reduce", "all_reduce"]

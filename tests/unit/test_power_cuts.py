@@ -25,19 +25,19 @@ def tree_of(event):
     return {path: content for path, (_, content) in event.entries.items()}
 
 
-def below(tree, folder):
+def files_below(tree, folder):
     return {path: content for path, content in tree.items() if f"{path}/".startswith(f"{folder}/")}
 
 
 def folders_judge(record, *, promised=True):
-    """A judge: each folder is complete or absent; with ``promised``, it is present after its promise."""
-    whole = {event.label: below(tree_of(event), event.label) for event in record.events if event.promise}
+    """A judge of states after a cut: a folder is complete or absent; with ``promised``, it exists after its promise."""
+    whole = {event.label: files_below(tree_of(event), event.label) for event in record.events if event.promise}
 
     def judge(cut, state):
-        message = {name for _, name in cut.promises}
+        promised_names = {name for _, name in cut.promises}
         for name, files in whole.items():
-            result = below(state, name)
-            if result != files and (result or promised and name in message):
+            result = files_below(state, name)
+            if result != files and (result or promised and name in promised_names):
                 return f"{name} is {'incomplete' if result else 'gone'}"
         return None
 
@@ -70,7 +70,7 @@ def test_an_index_cache(tmp_path):
 
 
 def pair_judge(record, prefix):
-    """A judge: both files are of one run, the last promised or a later one; no pair is lost during a replacement."""
+    """A judge of states after a cut: both files are of one run, which is the last promised run or a later one."""
     names = [f"{prefix}.bin", f"{prefix}.idx"]
     pairs = [[tree_of(event)[name] for name in names] for event in record.events if event.promise]
 
@@ -80,8 +80,8 @@ def pair_judge(record, prefix):
             return "the two files do not fit together"
         if not cut.promises or result in pairs[len(cut.promises) - 1 :]:
             return None
-        coming = pairs[len(cut.promises)] if len(cut.promises) < len(pairs) else [None, None]
-        for name, key in zip(names, coming):  # under its final or still under its temporary name
+        replacement = pairs[len(cut.promises)] if len(cut.promises) < len(pairs) else [None, None]
+        for name, key in zip(names, replacement):  # under its final or still under its temporary name
             if key is None or key not in [content for path, content in state.items() if path.startswith(name)]:
                 return "neither the earlier pair nor its replacement exists"
         return None

@@ -37,14 +37,14 @@ time.sleep(300)
 """
 
 
-def started_parent(launched: bool) -> tuple[subprocess.Popen, list[psutil.Process]]:
+def start_launcher(launched: bool) -> tuple[subprocess.Popen, list[psutil.Process]]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", LAUNCHER, WORKER.format(launched=launched)]
     launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     return launcher, [psutil.Process(int(pid)) for pid in launcher.stdout.readline().split()]
 
 
-def gone(processes: list[psutil.Process], seconds: float) -> list[bool]:
+def ended_within(processes: list[psutil.Process], seconds: float) -> list[bool]:
     end = time.monotonic() + seconds
     while time.monotonic() < end and any(map(alive, processes)):
         time.sleep(0.05)
@@ -58,21 +58,21 @@ def alive(process: psutil.Process) -> bool:
         return False
 
 
-def test_all_go_when_the_launcher_is_killed():
-    launcher, processes = started_parent(launched=True)
+def test_all_processes_end_when_the_launcher_is_killed():
+    launcher, processes = start_launcher(launched=True)
     launcher.kill()
     launcher.wait()
-    assert gone(processes, patience(5)) == [True] * 3
+    assert ended_within(processes, patience(5)) == [True] * 3
 
 
-def test_forks_go_when_the_worker_is_killed_and_a_run_by_hand_outlives_its_shell():
-    launcher, (worker, fork, spawned) = started_parent(launched=False)
+def test_forks_end_when_the_worker_is_killed_and_a_run_by_hand_outlives_its_shell():
+    launcher, (worker, fork, spawned) = start_launcher(launched=False)
     launcher.kill()
     launcher.wait()
     time.sleep(1.5)
     assert alive(worker) and alive(fork)
     worker.kill()
-    assert gone([worker, fork], patience(5)) == [True, True]
+    assert ended_within([worker, fork], patience(5)) == [True, True]
     spawned.kill()
 
 
@@ -91,7 +91,7 @@ print("not reached", flush=True)
 """
 
 
-def test_the_same_signal_again_ends_at_once():
+def test_a_second_equal_signal_ends_the_process_at_once():
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, env=environment, timeout=300)
     assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "goes on\n")
@@ -118,7 +118,7 @@ def test_a_process_that_has_ended_counts_as_dead_before_and_after_it_is_waited_f
     assert is_alive(ended) is False
 
 
-def test_a_number_that_is_used_again_is_another_process():
+def test_a_pid_that_is_used_again_is_another_process():
     assert is_alive(replace(this_process(), started=1)) is False
 
 

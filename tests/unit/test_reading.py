@@ -50,7 +50,7 @@ def test_the_first_id_outside_of_a_vocabulary(data, dtype):
 
 @examples(60)
 @given(data=st.data(), rows=st.integers(0, 9), columns=st.sampled_from([(), (2,)]))
-def test_an_array_in_a_file_is_that_array(tmp_path_factory, data, rows, columns):
+def test_an_array_that_is_read_from_a_file_equals_the_array(tmp_path_factory, data, rows, columns):
     path = tmp_path_factory.mktemp("array") / "a.npy"
     whole = np.arange(rows * (columns[0] if columns else 1), dtype=np.int32).reshape(rows, *columns)
     np.save(path, whole)
@@ -66,24 +66,24 @@ def test_an_array_in_a_file_is_that_array(tmp_path_factory, data, rows, columns)
                 result[row]
 
 
-def test_errors_of_a_file_server_may_pass(tmp_path, monkeypatch, caplog):
+def test_temporary_errors_of_a_file_server_are_retried(tmp_path, monkeypatch, caplog):
     path = tmp_path / "file"
     path.write_bytes(b"0123456789")
-    file, read, fails = OpenFile(str(path)), os.pread, []
+    file, read, pending_errors = OpenFile(str(path)), os.pread, []
 
     def failing(*args):
-        if fails:
-            raise OSError(fails.pop(0), "not now")
+        if pending_errors:
+            raise OSError(pending_errors.pop(0), "not now")
         return read(*args)
 
     monkeypatch.setattr(os, "pread", failing)
     monkeypatch.setattr(time, "sleep", lambda _: None)
-    fails[:] = [errno.EIO] * len(read_tokens.PAUSES)
+    pending_errors[:] = [errno.EIO] * len(read_tokens.PAUSES)
     assert file.read(4, 3) == b"3456" and "reading it again in 25 s" in caplog.text
-    fails[:] = [errno.EIO] * (len(read_tokens.PAUSES) + 1)
+    pending_errors[:] = [errno.EIO] * (len(read_tokens.PAUSES) + 1)
     with pytest.raises(DataError, match="file: cannot be read at byte 3: not now"):
         file.read(4, 3)
-    fails[:] = [errno.ESTALE]  # the file was replaced or removed: the error is permanent
+    pending_errors[:] = [errno.ESTALE]  # the file was replaced or removed: the error is permanent
     with pytest.raises(DataError, match="cannot be read"):
         file.read(4, 3)
     monkeypatch.setattr(os, "pread", lambda number, count, offset: read(number, min(count, 3), offset))
@@ -120,7 +120,7 @@ def test_files_that_are_deleted_or_replaced_after_the_start(tmp_path):
     assert samples_of(train) == before
 
 
-def unseen(prefix, token, document=70, documents=200, dtype=np.int32):
+def write_with_token(prefix, token, document=70, documents=200, dtype=np.int32):
     """Like `write`, but one document consists of ``token``; the check at the start does not read that document."""
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     for number in range(documents):
@@ -143,11 +143,11 @@ def bad_samples(dataset, count):
 
 @pytest.mark.parametrize("token", [1001, 70_000, -1, -100])
 @pytest.mark.parametrize("form", ["plain", "blend", "portion", "in memory"])
-def test_an_id_outside_of_the_vocabulary_is_found_where_it_is_read(tmp_path, form, token):
-    prefix = unseen(tmp_path / "corpus", token)
+def test_an_id_outside_of_the_vocabulary_is_reported_where_it_is_read(tmp_path, form, token):
+    prefix = write_with_token(tmp_path / "corpus", token)
     data = {"data_path": [prefix], "split": "1,0,0"}
     if form == "blend":
-        data["data_path"] = ["2", unseen(tmp_path / "right", 5), "1", prefix]
+        data["data_path"] = ["2", write_with_token(tmp_path / "right", 5), "1", prefix]
     elif form == "portion":
         data = {"train_weighted_split_paths": [f"A: 1 0.2:0.9 {prefix}"]}
     elif form == "in memory":
@@ -162,7 +162,9 @@ def test_an_id_outside_of_the_vocabulary_is_found_where_it_is_read(tmp_path, for
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_reports_an_error_in_one_line_and_continues_after_it(tmp_path, workers):
-    train, *_ = build_datasets(configure(data_path=[unseen(tmp_path / "a", 5000)], split="1,0,0"), NULL, (200, 0, 0))
+    train, *_ = build_datasets(
+        configure(data_path=[write_with_token(tmp_path / "a", 5000)], split="1,0,0"), NULL, (200, 0, 0)
+    )
     bad = sorted(bad_samples(train, 200))
 
     def batches(consumed):
@@ -226,8 +228,8 @@ def build_in_a_fork(prefix, after):
 def test_two_builders_of_one_index(tmp_path, rounds):
     """Started at about the same time, both read the same samples, and one complete cache remains."""
     draw, right = random.Random(1), set()
-    for turn in range(rounds):
-        folder = tmp_path / str(turn)
+    for number in range(rounds):
+        folder = tmp_path / str(number)
         folder.mkdir()
         prefix, _ = write(folder / "corpus", documents=300)
         running = [build_in_a_fork(prefix, draw.uniform(0, 0.02)) for _ in range(2)]
@@ -242,10 +244,10 @@ def test_two_builders_of_one_index(tmp_path, rounds):
 
 
 @pytest.mark.parametrize("rounds", [3, pytest.param(50, marks=pytest.mark.full)])
-def test_a_builder_that_is_killed_leaves_nothing_that_is_believed(tmp_path, rounds):
-    draw, right, left = random.Random(2), set(), 0
-    for turn in range(rounds):
-        folder = tmp_path / str(turn)
+def test_a_builder_that_is_killed_leaves_no_cache_that_is_accepted(tmp_path, rounds):
+    draw, right, interrupted = random.Random(2), set(), 0
+    for number in range(rounds):
+        folder = tmp_path / str(number)
         folder.mkdir()
         prefix, _ = write(folder / "corpus", documents=300)
         process, _ = build_in_a_fork(prefix, 0)
@@ -255,13 +257,13 @@ def test_a_builder_that_is_killed_leaves_nothing_that_is_believed(tmp_path, roun
         time.sleep(draw.uniform(0, 0.01))
         os.kill(process.pid, signal.SIGKILL)
         process.join()
-        left += bool(list(folder.glob("index-cache/*.tmp")))
+        interrupted += bool(list(folder.glob("index-cache/*.tmp")))
         process, receive = build_in_a_fork(prefix, 0)
         assert receive.poll(patience(60))
         right.add(receive.recv())
         process.join()
     assert len(right) == 1, right
-    assert left or rounds < 10, "no kill came in the middle"
+    assert interrupted or rounds < 10, "no kill came in the middle"
 
 
 def test_files_of_killed_builders_are_removed_after_a_day(tmp_path):
@@ -277,7 +279,7 @@ def test_files_of_killed_builders_are_removed_after_a_day(tmp_path):
 
 
 @pytest.mark.parametrize("lost", ["description.txt", "document_index.npy", "files.json"])
-def test_a_cache_of_which_files_were_deleted_is_not_filled_up_by_several_runs_at_once(tmp_path, lost):
+def test_a_cache_with_deleted_files_is_refused(tmp_path, lost):
     """megatron-core would write missing files in place, where another run could read incomplete ones."""
     prefix, _ = write(tmp_path / "corpus")
     config = configure(data_path=[prefix], split="1,0,0")

@@ -42,7 +42,7 @@ def test_every_run_has_a_source_a_machine_a_model_and_fills_its_gpus():
     assert distinct(RUNS) == 393
 
 
-def test_shapes_are_those_whose_flops_a_page_prints():
+def test_flops_of_shapes_agree_with_a_published_page():
     """NeMo's page gives tokens and TFLOPS of each run, counting the full mask."""
     per_token = {"gpt3-175b": 782 / 726, "nemotron-340b": 678 / 322, "llama2-70b": 759 / 1707, "gpt3-5b": 736 / 22521}
     for model, teraflops in per_token.items():
@@ -100,16 +100,16 @@ def test_an_optimizer_in_host_memory_costs_what_its_program_does():
     assert gpu < 0.2 * cpu and cpu < 0.5 * slow and slow == pytest.approx(6.5, rel=0.05)  # DeepSpeed's ZenFlow post
 
 
-def test_new_weights_by_a_broadcast_a_rank_cost_more_the_more_ranks():
+def test_broadcasting_new_weights_costs_more_on_more_ranks():
     """InternEvo's ZeRO 1 over all ranks; within a node the cost is nearly 0."""
     more = []
     for gpus in (8, 256, 1024):
         run = next(r for r in RUNS if r.weights == "broadcast" and r.gpus == gpus and r.tp == 1 and not r.shard)
-        message = [
-            sum(predict(replace(run, weights=how), record_fit.fitted()).parts.values())
-            for how in ("gather", "broadcast")
+        seconds = [
+            sum(predict(replace(run, weights=method), record_fit.fitted()).parts.values())
+            for method in ("gather", "broadcast")
         ]
-        more.append(message[1] - message[0])
+        more.append(seconds[1] - seconds[0])
     assert 0 <= more[0] < 0.1 and more[0] < more[1] < 0.6 * more[2] < 3.2  # published: 3.2 s on 1,024
 
 
@@ -135,7 +135,7 @@ def test_planner_and_records_use_the_same_constants(result):
 
 
 @pytest.mark.full
-def test_the_shipped_constants_are_the_fit_of_the_even_half_and_their_doubts_that_of_the_odd():
+def test_the_shipped_constants_are_fitted_to_the_even_half_and_their_ranges_to_both():
     even, odd = (record_fit.fit([run for run in RUNS if run.fitted == half]) for half in (True, False))
     for name, free in record_fit.FREE.items():
         for key in free:
@@ -191,7 +191,7 @@ def test_runs_after_the_freeze_are_predicted_once_and_never_fitted(tmp_path):
     assert any("made up" in line for line in record_checks.after_freeze_table(path))
 
 
-def test_a_search_finds_a_constant_again():
+def test_a_fit_recovers_a_constant():
     mine = [run for run in RUNS if run.source == "fms-fsdp-readme" and run.machine == "A100-80G"]
     slow = {"Ampere": {"gemm": 0.8, "fp8": 1.0, "attention": 1.0}}
     as_slow = [replace(run, value=predict(run, slow).ours) for run in mine]
@@ -216,13 +216,13 @@ def step(program: Program = OURS, machine=H100, **grid: object) -> float:
     return estimate(Workload(LLAMA, 8192, 16), Strategy(**grid), machine, program).seconds
 
 
-def test_our_program_is_priced_as_ever():
+def test_our_program_has_its_usual_price():
     work = micro_batch(Workload(LLAMA, 8192), Strategy())
     assert as_run(work.forward, LLAMA, OURS) == list(work.forward) and computed_again(work.forward, OURS) == []
     assert step() == step(OURS) and "launching" not in step_parts(Workload(LLAMA, 8192), Strategy(), H100)
 
 
-def test_what_a_program_does_costs_or_saves():
+def test_features_of_programs_change_the_time():
     eager, compiled = step(Program("eager"), fused=False), step(Program("compiled"))
     assert 1.1 < eager / compiled < 1.3  # torchtitan's table 1: 6,667 / 5,762 = 1.16
     assert step(Program("compiled", fp8=True)) < 0.85 * compiled

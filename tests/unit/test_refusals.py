@@ -83,7 +83,7 @@ def test_a_refusal_in_a_new_process_is_one_line_too():
     refused(f"{GOOD} {MOCK} --attention-kernel cudnn", "--attention-kernel cudnn", fresh=True)
 
 
-def test_several_refusals_come_as_a_list_with_the_command_line_that_would_be_taken():
+def test_several_refusals_are_a_list_with_the_command_line_that_would_be_accepted():
     done = pretrain(f"{GOOD} {MOCK} --mtp-num-layers 1 --rope-theta 500000")
     assert done.returncode == 2 and "iteration" not in done.stdout
     lines = [line for line in done.stderr.splitlines() if line.strip()]
@@ -178,7 +178,7 @@ def test_words_and_settings_are_refused_together_in_order():
     assert refusal.command is None  # the user has to choose the optimizer and the grid
 
 
-def test_the_list_ends_with_the_command_line_that_is_taken():
+def test_the_list_ends_with_the_command_line_that_would_be_accepted():
     refusal = refused_with_command(f"{ACCEPTED} --mtp-num-layers 1 --ulyses-parallel-size 4 --ulysses_degree 2 --fpdt")
     assert isinstance(refusal, Refusals) and len(refusal.lines) == 4
     assert refusal.command is None  # two sizes for one axis
@@ -193,7 +193,7 @@ def test_the_list_ends_with_the_command_line_that_is_taken():
     assert config.parallel.ulysses_parallel_size == 4 and config.chunks.fpdt_chunk_size == 256
 
 
-FIXED = {  # flags next to two that must be removed -> their replacement
+FIXED = {  # flags, given with two others that must be removed -> their replacement
     "--rope-theta 500000": "--rotary-base 500000",
     "--num-hidden-layers 8": "",  # --num-layers is given already
     "--num-hidden-layers 4": None,
@@ -213,7 +213,7 @@ FIXED = {  # flags next to two that must be removed -> their replacement
 
 
 @pytest.mark.parametrize("flags", FIXED)
-def test_ways_out(flags: str):
+def test_fixes_of_the_proposed_command_line(flags: str):
     """The proposed command line equals the given one, except for the fix."""
     refusal = refused_with_command(f"{ACCEPTED} {flags} --mtp-num-layers 1 --fp4-format e2m1")
     wanted = FIXED[flags]
@@ -326,13 +326,13 @@ def test_schedules(flags, expected):
     assert learning_rates(f"{flags} --train-iters 8", 9) == pytest.approx(expected, abs=1e-3)
 
 
-def test_by_samples():
+def test_schedules_by_samples():
     by_iterations = learning_rates("--lr-decay-style cosine --lr-warmup-iters 2 --train-iters 8", 9)
     by_samples = learning_rates("--lr-decay-style cosine --lr-warmup-samples 8 --train-samples 32", 9)
     assert by_samples == by_iterations
 
 
-def test_by_tokens():
+def test_schedules_by_tokens():
     """SHAPE's samples have 64 tokens: a schedule by tokens equals the schedule by as many samples."""
     by_samples = "--lr-decay-style cosine --lr-warmup-samples 8 --train-samples 32"
     by_tokens = "--lr-decay-style cosine --lr-warmup-tokens {} --train-tokens {}"
@@ -409,7 +409,7 @@ def test_remaining_steps_with_batches_of_another_size(length: str, expected: tup
     assert length_of_run(config, None, done) == expected
 
 
-def test_iterations_with_a_growing_batch_are_the_samples_they_take():
+def test_iterations_with_a_growing_batch_equal_their_samples():
     """Steps of 2, 2, 2, 3, 3, 4, 4, 4 and 4 samples."""
     ramp = "--rampup-batch-size 2 1 11 --lr-decay-style cosine"
     config = parse(f"{SHAPE} {RUN} {ramp} --train-iters 9 --lr-warmup-iters 2 --lr-decay-iters 6".split(), LLAMA, 1)

@@ -214,7 +214,7 @@ def test_published_sizes(name: str, size: float):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_shapes_are_settings_that_fit(name: str):
+def test_shapes_are_consistent_settings(name: str):
     settings = shape(name)
     assert set(settings) <= {field.name for field in fields(ModelConfig)}
     model = derive_shape(ModelConfig(**settings))

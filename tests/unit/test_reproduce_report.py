@@ -120,19 +120,19 @@ def test_each_command_writes_to_a_separate_folder():
 
 def test_a_table_of_a_paper_is_written_where_it_is_asked_for(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    asked, message = [], []
+    measured, printed = [], []
 
     def rows(measure: bool) -> list[Row]:
-        asked.append(measure)
+        measured.append(measure)
         return [row(1.0, 2.0)]
 
-    table = report.PaperTable("Paper, table 5", "about", rows, then=message.extend)
+    table = report.PaperTable("Paper, table 5", "about", rows, then=printed.extend)
     file, tables = str(tmp_path / "usp" / "tables.py"), {"table_5": table, "figure_6": table}
     report.run_tables(file, "of a paper", tables, ["table_5"])
     report.run_tables(file, "of a paper", tables, ["figure_6", "here", "--measure"])
     written = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.csv")]
     assert sorted(written) == ["here/figure_6.csv", "out/reproduce/usp/table_5/table_5.csv"]
-    assert asked == [False, True] and len(message) == 2
+    assert measured == [False, True] and len(printed) == 2
     capsys.readouterr()
     report.run_tables(file, "of a paper", tables, ["--names"])
     assert capsys.readouterr().out == "table_5\nfigure_6\n"
@@ -142,7 +142,7 @@ def test_a_table_of_a_paper_is_written_where_it_is_asked_for(tmp_path, monkeypat
 
 
 def test_run_all_runs_every_command(tmp_path):
-    """It runs in a copy of the tree, whose commands only record their arguments; one of them fails."""
+    """The script runs in a copy of the tree. Commands there only record their arguments, and one of them fails."""
     tree = tmp_path / "tree"
     for file in (REPRODUCE / "run_all.sh", REPRODUCE / "run_folder.sh"):
         copy = tree / file.relative_to(REPRODUCE.parents[1])
@@ -169,7 +169,7 @@ def test_run_all_runs_every_command(tmp_path):
 
 
 @pytest.mark.parametrize("script, runs", [("usp/figure_6", 2), ("fpdt/figure_14", 3), ("ulysses/figure_8", 5)])
-def test_curves_are_of_one_training(script: str, runs: int, tmp_path: Path):
+def test_curves_are_of_the_same_training(script: str, runs: int, tmp_path: Path):
     """All runs of a figure are accepted and differ only in how the work is distributed."""
     tree, captured = tmp_path / "tree", tmp_path / "captured"
     for name in (f"{script}.sh", "convergence.sh"):

@@ -57,7 +57,7 @@ BARS = {  # largest permitted mean errors in percent
 
 
 @pytest.mark.parametrize("table", BARS)
-def test_no_table_is_further_off_than_it_was(table):
+def test_mean_errors_do_not_grow(table):
     bar, rows = BARS[table]
     assert round(mean_error(rows()), 1) <= bar
 
@@ -108,7 +108,7 @@ def test_usp_attention_alone():
     assert doubled and all(row.published is None and row.ours > 2 for row in doubled)  # both readings of 128K are shown
 
 
-def test_data_parallelism_wins_figure_5():
+def test_data_parallelism_is_fastest_in_figure_5():
     rows = figure_5_rows(clock("usp-a800", measure=False))
     assert mean_error(rows) < 10
     for data, sequence in zip(rows[::2], rows[1::2]):
@@ -192,7 +192,7 @@ def test_constants_of_a_cluster_are_few_and_say_where_they_come_from(name):
     assert set(wanted.constants) <= set(raw["calibration"])
 
 
-def test_a_fit_finds_a_constant_again():
+def test_a_fit_recovers_a_constant():
     start = fit.beginning("genslm-a100")
     slow = replace(start, calibration=replace(start.calibration, gemm=0.6))
 
@@ -266,7 +266,7 @@ def test_fpdt_table_3():
     assert sum(abs(row.error) for row in memory.values()) / len(memory) < 12
 
 
-def test_fpdt_at_4m_is_stopped_by_the_host():
+def test_fpdt_is_limited_to_4m_by_host_memory():
     run = fpdt.Run(fpdt.shape_of("llama3-8b"), fpdt.machine_of("A100-80G"), fpdt.fpdt(fpdt.shape_of("llama3-8b"), 8))
     assert fpdt.longest(run) == 4 * fpdt.MIB
     assert fpdt.memory(run, 8 * fpdt.MIB).total < run.machine.usable_memory
@@ -296,8 +296,8 @@ def test_fpdt_figures_1_and_11():
     of_fpdt = {row.label["model"]: row.ours for row in rows if row.label["system"] == "fpdt"}
     others = [row for row in rows if row.label["system"] != "fpdt"]
     assert all(row.ours < of_fpdt[row.label["model"]] for row in others)
-    a_gpu = fpdt.figure_11_rows(("llama3-70b",), per_gpu=True)
-    assert [row.ours for row in a_gpu] == [row.ours // 32 for row in rows if row.label["model"] == "llama3-70b"]
+    rows_per_gpu = fpdt.figure_11_rows(("llama3-70b",), per_gpu=True)
+    assert [row.ours for row in rows_per_gpu] == [row.ours // 32 for row in rows if row.label["model"] == "llama3-70b"]
 
 
 def test_genslm_maxima():
@@ -341,7 +341,7 @@ def test_activations_of_a_layer_by_korthikanti():
     assert len(set(alone)) == 1
 
 
-def test_without_sharing_out_the_table_50k_is_the_ceiling():
+def test_without_partitioning_the_table_50k_is_the_longest():
     """More GPUs do not help: from 32 to 64 GPUs, the length grows by less than 20 %."""
     rows = {(row.label["savings"], row.label["gpus"]): row for row in genslm.scalability_rows("genslm-25b")}
     assert abs(rows["TP, SP", 64].error) < 20

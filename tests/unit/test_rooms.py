@@ -23,8 +23,8 @@ from tests.shared import Shared
 
 ROOT = Path(__file__).parents[2]
 
-# Packages from the lowest up. A module belongs to the longest name that is a prefix of its own.
-FLOORS = [
+# Packages, the lowest first. A module belongs to the package with the longest name that is a prefix of its own name.
+PACKAGES = [
     "decisions",
     "formulas",
     "platform",
@@ -63,15 +63,15 @@ WITHOUT_CORE = ("decisions", "context_parallel.layout", "context_parallel.positi
                 "simulator.planner")  # fmt: skip
 
 
-OURS = tuple(f"megatron.{name.split('.')[0]}" for name in FLOORS)
+OURS = tuple(f"megatron.{name.split('.')[0]}" for name in PACKAGES)
 MODULES = {
     ".".join(path.relative_to(ROOT / "megatron").with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / "megatron").rglob("*.py")
 }
 
 
-def floor_of(module: str) -> str:
-    return max((name for name in FLOORS if f"{module}.".startswith(f"{name}.")), key=len)
+def package_of(module: str) -> str:
+    return max((name for name in PACKAGES if f"{module}.".startswith(f"{name}.")), key=len)
 
 
 def imports(module: str) -> Iterator[str]:
@@ -87,19 +87,19 @@ def imports(module: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_imports_go_downwards(module):
-    own = FLOORS.index(floor_of(module))
+    own = PACKAGES.index(package_of(module))
     for used in imports(module):
         if not used.startswith("core"):
-            above = FLOORS.index(floor_of(used))
-            assert above <= own, f"megatron.{module} ({FLOORS[own]}) must not use megatron.{used} ({FLOORS[above]})"
+            above = PACKAGES.index(package_of(used))
+            assert above <= own, f"megatron.{module} ({PACKAGES[own]}) must not use megatron.{used} ({PACKAGES[above]})"
 
 
-def test_no_two_modules_import_each_other_even_by_way_of_others():
-    arrows = {module: {used for used in imports(module) if used in MODULES and used != module} for module in MODULES}
+def test_no_two_modules_import_each_other_directly_or_indirectly():
+    imported = {module: {used for used in imports(module) if used in MODULES and used != module} for module in MODULES}
     done: set[str] = set()
-    while ready := {module for module, used in arrows.items() if module not in done and used <= done}:
+    while ready := {module for module, used in imported.items() if module not in done and used <= done}:
         done |= ready
-    assert not set(arrows) - done, f"these are in a cycle of imports, or import one: {sorted(set(arrows) - done)}"
+    assert not set(imported) - done, f"these are in a cycle of imports, or import one: {sorted(set(imported) - done)}"
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
@@ -136,8 +136,8 @@ def test_a_package_without_megatron_core(package):
             assert not [used for used in imports(module) if used.startswith("core")], f"megatron.{module}"
 
 
-@pytest.mark.parametrize("package", FLOORS)
-def test_a_package_says_what_it_is(package):
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_has_a_short_docstring(package):
     if package in ("training.refusal", "training.disk", "training.json_file"):
         return
     text = ast.get_docstring(ast.parse((ROOT / "megatron" / package.replace(".", "/") / "__init__.py").read_text()))
@@ -172,7 +172,7 @@ def test_settings_of_a_command_line() -> None:
     assert pairs.settings(flags) == {"--ring-parallel-size", "--zero-stage 3", "--fpdt-chunk-size", "--bf16"}
 
 
-def test_every_pair_stays_and_few_cases_do() -> None:
+def test_few_cases_cover_every_pair() -> None:
     axes = ("--tensor", "--ulysses", "--ring", "--zero")
     cases = [frozenset(f"{axis} {n}" for axis, n in zip(axes, levels)) for levels in product(range(3), repeat=4)]
     assert len(pairs.pairs({"--tensor 2", "--zero 1", "--bf16"})) == 5  # no setting, each setting, and the pair of axes
@@ -192,7 +192,7 @@ def test_no_pair_of_settings_is_left_for_full_alone(cases: list[tuple[int, str, 
     assert held(usual) == held(cases) and len(usual) < len(cases) / 2
 
 
-def test_slow_files_are_there() -> None:
+def test_slow_files_exist() -> None:
     assert SLOW <= {path.name for path in Path(__file__).parent.glob("test_*.py")}
 
 

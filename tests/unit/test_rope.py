@@ -162,7 +162,7 @@ def test_angles_restart_with_documents_of_each_sample() -> None:
     assert torch.equal(plain.of_spans(((5, 8),), documents[0]), whole[1:4])
 
 
-def test_angles_follow_documents_dealt_over_a_ring() -> None:
+def test_angles_follow_documents_distributed_over_a_ring() -> None:
     layout = SequenceLayout(32, abstract_grid(ring=2).at(ring=1), "documents")
     embedding = LayoutRotaryEmbedding(Rope(8), layout)
     for ends in ((3, 20, 32), (16, 24, 32)):
@@ -181,7 +181,7 @@ def test_angles_of_positions_of_any_shape() -> None:
 # ---- rotation
 
 
-def turned(x: Tensor, angles: Tensor, rope: Rope) -> Tensor:
+def rotated_exactly(x: Tensor, angles: Tensor, rope: Rope) -> Tensor:
     """x [s, b, heads, d] rotated in fp64 by complex multiplication."""
     half = rope.dim // 2
     first = range(0, rope.dim, 2) if rope.interleaved else range(half)
@@ -204,7 +204,7 @@ def test_rotation_and_its_gradient(monkeypatch: pytest.MonkeyPatch, rope: Rope, 
     positions = torch.randint(FAR, (5, 2 if per_sample else 1))
     angles = rotary_angles(positions, rope.inverse_frequencies())[:, :, None]
     out = rope.rotate(x, angles)
-    wanted = turned(x, angles, rope)
+    wanted = rotated_exactly(x, angles, rope)
     torch.testing.assert_close(out, wanted, rtol=0, atol=1e-6)  # sine and cosine of fp32 angles are fp32
     assert torch.equal(out[..., rope.dim :], x[..., rope.dim :])
     grad = torch.randn(8, 3, 2, 5, dtype=torch.float64).permute(3, 2, 1, 0)
@@ -222,7 +222,7 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
     rope = Rope(64)
     x = torch.randn(256, 1, 4, 64).to(dtype)
     angles = rotary_angles(torch.arange(FAR, FAR + 256), rope.inverse_frequencies())[:, None, None]
-    exact = turned(x, angles, rope)
+    exact = rotated_exactly(x, angles, rope)
     unit = torch.finfo(dtype).eps * exact.abs().clamp(min=1e-3)
 
     def worst(out: Tensor) -> float:
@@ -258,17 +258,17 @@ def test_model_settings_become_a_rope() -> None:
     shape += "--micro-batch-size 1 --train-iters 1 --lr 1 --mock-data --vocab-size 9 --attention-dropout 0 "
     shape += "--rotary-base 500"
 
-    def of(flags: str) -> Rope | None:
+    def rope_of(flags: str) -> Rope | None:
         return rope(parse(f"{shape} {flags}".split(), world_size=1).model)
 
-    assert of("") is of("--position-embedding-type none") is None
+    assert rope_of("") is rope_of("--position-embedding-type none") is None
     plain = "--position-embedding-type rope"
-    assert of(f"{plain} --rotary-percent 0.5 --rotary-interleaved") == Rope(8, 500, interleaved=True)
-    assert of(f"{plain} --rotary-seq-len-interpolation-factor 4") == Rope(16, 500, interpolation=4)
-    assert of(f"{plain} --use-rope-scaling --rope-scaling-factor 32") == Rope(16, 500, llama3=32)
+    assert rope_of(f"{plain} --rotary-percent 0.5 --rotary-interleaved") == Rope(8, 500, interleaved=True)
+    assert rope_of(f"{plain} --rotary-seq-len-interpolation-factor 4") == Rope(16, 500, interpolation=4)
+    assert rope_of(f"{plain} --use-rope-scaling --rope-scaling-factor 32") == Rope(16, 500, llama3=32)
     yarn = "--position-embedding-type yarn --yarn-rotary-scaling-factor 8"
-    assert of(yarn) == Rope(16, 500, yarn=Yarn(8.0, 4096, 32, 1, 1, 0, True))
-    assert of(
+    assert rope_of(yarn) == Rope(16, 500, yarn=Yarn(8.0, 4096, 32, 1, 1, 0, True))
+    assert rope_of(
         f"{yarn} --yarn-original-max-position-embeddings 2048 --yarn-beta-fast 16 --yarn-beta-slow 2 --yarn-mscale 0.7 "
         "--yarn-mscale-all-dim 0.5 --no-yarn-correction-range-round-to-int"
     ) == Rope(16, 500, yarn=Yarn(8.0, 2048, 16, 2, 0.7, 0.5, False))
@@ -283,7 +283,7 @@ cases = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.bo
 
 @examples(150)
 @given(cases, st.integers(1, 4), st.integers(0, 40), st.data())
-def test_every_position_has_one_row_and_a_ranks_tokens_have_their_rows_there(case, times, spare, data):
+def test_every_position_has_one_row_on_a_rank_that_embeds_its_token(case, times, spare, data):
     ulysses, ring, tensor, sequence_parallel, fpdt = case
     parts = tensor if sequence_parallel else 1
     length = length_unit(ulysses, ring, "zigzag", parts) * times
@@ -316,29 +316,29 @@ def config_of(flags: str, world_size: int = 1):
 @pytest.mark.parametrize("flags", ["", "--init-method-xavier-uniform"])
 def test_rows_are_those_of_the_whole_table(flags, monkeypatch):
     config = config_of(f"{PARTITION} {flags}")
-    asked = []
+    drawn = []
     draw = weights.draw
 
     def watched(*args, **kwargs):
         values = draw(*args, **kwargs)
-        asked.append(values.size(0))
+        drawn.append(values.size(0))
         return values
 
     monkeypatch.setattr(weights, "draw", watched)
     rows = partial(weights.draw_rows, name=weights.POSITIONS, shape=(1000, 6), core=None, config=config, at_once=100)
     whole = torch.full((1000, 6), torch.nan)
     rows(whole, [(0, 1000)])
-    assert len(asked) == 10 and whole.isfinite().all() and whole.unique().numel() > 5900
+    assert len(drawn) == 10 and whole.isfinite().all() and whole.unique().numel() > 5900
     std = 0.02 if not flags else (2 / 1006) ** 0.5
     assert float(whole.std()) == pytest.approx(std, rel=0.03)
     spans = [(950, 1000), (0, 7), (7, 130), (99, 101), (300, 300), (250, 501)]
     mine = torch.full((50 + 7 + 123 + 2 + 251, 6), torch.nan)
     rows(mine, spans)
     assert torch.equal(mine, torch.cat([whole[start:stop] for start, stop in spans]))
-    assert max(asked) == 100  # never all rows at once
+    assert max(drawn) == 100  # never all rows at once
 
 
-def test_a_short_table_is_one_drawing():
+def test_a_short_table_is_drawn_at_once():
     """Tables of up to 4,096 rows are drawn like other parameters, so their values are those of earlier versions."""
     config, shape = config_of(PARTITION), (weights.ROWS_DRAWN, 2)
     part = torch.empty(shape)
@@ -381,7 +381,7 @@ def test_a_note_says_that_there_is_nothing_to_split(flags, world, on):
     assert on != any("--partition-position-embedding" in note for note in config.notes)
 
 
-def test_packed_documents_are_not_dealt():
+def test_zigzag_stays_the_default_for_packed_documents():
     """With the balance "documents" positions would change ranks in each batch, so zigzag stays the default."""
     flags = "--attention-mask document --ring-parallel-size 2 --micro-batch-size 1"
     assert config_of(f"{PARTITION} {flags}", 2).parallel.context_parallel_balance == "zigzag"

@@ -102,7 +102,7 @@ def test_rotation_of_any_strides(interpreted, rope, size, dtype, per_sample, hea
 
 
 def through_autograd(rope: Rope) -> list[float]:
-    """Errors of output and gradient, called as on a GPU, against `Rope.rotate`; fp64 does not use the kernel."""
+    """Errors of output and gradient against `Rope.rotate`, for tensors that claim to be on a GPU."""
     from megatron.context_parallel.positions import rope as module
     from megatron.context_parallel.positions import rope_kernel
 
@@ -111,9 +111,9 @@ def through_autograd(rope: Rope) -> list[float]:
     class OnGpu(torch.Tensor):
         is_cuda = True
 
-    def counting(x, *rest):
+    def counting(x, *others):
         calls.append(x.dtype)
-        return rope_kernel_rotated(x.as_subclass(torch.Tensor), *rest)
+        return rope_kernel_rotated(x.as_subclass(torch.Tensor), *others)
 
     rope_kernel_rotated, rope_kernel.rotated = rope_kernel.rotated, counting
     angles = rotary_angles(torch.arange(FAR, FAR + 5), rope.inverse_frequencies())[:, None, None]
@@ -129,7 +129,7 @@ def through_autograd(rope: Rope) -> list[float]:
     return [float((out - plain).abs().max()), float((back - wanted).abs().max())]
 
 
-def test_the_kernel_does_what_pytorch_does(interpreted) -> None:
+def test_the_kernel_equals_pytorch(interpreted) -> None:
     assert worst(interpreted(through_autograd, Rope(8, yarn=Yarn(4.0)))) < 1e-6
 
 
@@ -213,13 +213,13 @@ COMPILED = [
     for interleaved in (False, True)
 ]
 SOME = [(90, *COMPILED[4])]
-REST = [(c, *how) for c in (80, 90, 100) for how in COMPILED if (c, *how) not in SOME]
+OTHERS = [(c, *case) for c in (80, 90, 100) for case in COMPILED if (c, *case) not in SOME]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", [*SOME, *REST], ids=str)
-def test_compiled_without_spills_and_with_wide_loads(compiling, tmp_path, how) -> None:
-    results = compiling(resources, *how)
+@pytest.mark.parametrize("case", [*SOME, *OTHERS], ids=str)
+def test_compiled_without_spills_and_with_wide_loads(compiling, tmp_path, case) -> None:
+    results = compiling(resources, *case)
     assert results["spills"] == 0 and results["registers"] <= 128 and results["wide"] >= 2 and results["rounds"], (
         results
     )

@@ -359,7 +359,7 @@ def test_20_weights_and_biases_only_with_its_flag():
     assert source.count("_start_wandb(") == source.count("_import_wandb(") == 2 and source.count("import wandb") == 1
 
 
-def test_21_modes_are_the_umask_s(tmp_path):
+def test_21_modes_follow_the_umask(tmp_path):
     modes = {}
     for umask in (0o022, 0o077):
         before = os.umask(umask)
@@ -393,7 +393,7 @@ def test_23_index_caches_lie_next_to_the_data():
     assert data_files.cache_folder(DataConfig(), [file], {}).startswith("/data/index-cache/")
 
 
-def test_24_what_is_started():
+def test_24_programs_that_are_started():
     starts = {name for name, called, _ in calls() if called.startswith("subprocess.") and called.split(".")[1] in
               ("run", "Popen", "call", "check_call", "check_output")}  # fmt: skip
     assert starts == {
@@ -404,8 +404,8 @@ def test_24_what_is_started():
 
 
 def test_25_no_module_runs_a_text():
-    never = {"eval", "exec", "os.system", "os.popen", "pickle.load", "pickle.loads", "yaml.load", "compile"}
-    assert not [(name, called) for name, called, _ in calls() if called in never]
+    forbidden = {"eval", "exec", "os.system", "os.popen", "pickle.load", "pickle.loads", "yaml.load", "compile"}
+    assert not [(name, called) for name, called, _ in calls() if called in forbidden]
     loads = [ast.unparse(call) for _, called, call in calls() if called == "torch.load"]
     assert all("weights_only=True" in call for call in loads)
 
@@ -421,10 +421,10 @@ def test_26_variables_that_are_read():
         elif isinstance(node, ast.Compare) and "os.environ" in map(ast.unparse, node.comparators):
             parts = [node.left]
         result |= {part.value for part in parts if isinstance(part, ast.Constant)}
-    message = set(re.findall(r"`([A-Z][A-Z0-9_]+)`", sentences()[26]))
-    assert result - {"TOKENIZERS_PARALLELISM"} <= message  # set for workers, but not read
+    documented = set(re.findall(r"`([A-Z][A-Z0-9_]+)`", sentences()[26]))
+    assert result - {"TOKENIZERS_PARALLELISM"} <= documented  # set for workers, but not read
     source = "".join(path.read_text() for path in CODE)
-    assert not [name for name in message if f'"{name}"' not in source]
+    assert not [name for name in documented if f'"{name}"' not in source]
 
 
 def test_27_how_to_report():

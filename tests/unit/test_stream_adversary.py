@@ -106,10 +106,10 @@ def dropped_host(offload: Offload) -> list[Tensor]:
 
 def closed_pool(offload: Offload) -> list[Tensor]:
     """The pool is freed while copies are running."""
-    coming = offload.load(offload.to_host(torch.ones(4)))
+    loading = offload.load(offload.to_host(torch.ones(4)))
     offload.pool = None
     gc.collect()
-    return [coming.wait()]
+    return [loading.wait()]
 
 
 SCENARIOS: dict[str, Callable[[Offload], list[Tensor]]] = {
@@ -133,7 +133,7 @@ def expected(name: str) -> list[Tensor]:
 
 
 def check(name: str, streams: Adversary) -> None:
-    """The scenario gives bit for bit the results of immediate copies."""
+    """Check that the scenario gives bit for bit the results of immediate copies."""
     result = SCENARIOS[name](streams.offload())
     gc.collect()
     streams.finish()
@@ -142,7 +142,7 @@ def check(name: str, streams: Adversary) -> None:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_schedule_changes_nothing(name):
+def test_a_schedule_does_not_change_results(name):
     check(name, Adversary(0))
 
 
@@ -154,18 +154,18 @@ def test_reused_blocks_are_correct_in_any_schedule(seed):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_many_schedules_change_nothing(name, schedules):
+def test_many_schedules_do_not_change_results(name, schedules):
     for seed in range(schedules):
         check(name, Adversary(seed))
 
 
-def test_every_call_that_orders_streams_is_met():
-    met = set()
+def test_every_call_that_orders_streams_is_made():
+    made = set()
     for name in ("host", "dropped load", "closed pool", "saved inputs"):
         streams = Adversary(2)
         check(name, streams)
-        met |= streams.called
-    assert SITES and set(SITES) == met
+        made |= streams.called
+    assert SITES and set(SITES) == made
 
 
 @pytest.mark.parametrize("site", SITES)
@@ -185,8 +185,8 @@ def test_late_copies_are_late_and_early_ones_early():
         offload = streams.offload()
         host = offload.to_host(torch.ones(3))
         assert host.eq(1).all() == copied and host.isnan().all() == (not copied)
-        coming = offload.load(host)
-        assert coming.x.eq(1).all() == copied and coming.wait().eq(1).all()
+        loading = offload.load(host)
+        assert loading.x.eq(1).all() == copied and loading.wait().eq(1).all()
 
 
 def test_the_check_notices_a_source_that_changes_before_its_copy():
@@ -197,7 +197,7 @@ def test_the_check_notices_a_source_that_changes_before_its_copy():
     assert offload.load(host).wait().eq(0).all()
 
 
-def test_memory_that_is_let_go_before_its_copy_is_lost():
+def test_a_copy_into_freed_memory_is_detected():
     streams = Adversary(0)
     host = streams.offload().empty((3,), torch.float32)
     streams.wait(STORES, streams.record("compute"))

@@ -70,7 +70,7 @@ def test_softcaps_sinks_and_dropout_of_scores(interpreted, extra):
 @pytest.mark.full
 @pytest.mark.parametrize("extra", EXTRAS)
 @pytest.mark.parametrize("mask", MASKS)
-def test_all_masks_with_all_else(interpreted, mask, extra):
+def test_all_masks_with_all_options(interpreted, mask, extra):
     check(interpreted(triton_cases.errors, Case(MASKS[mask], **ZIGZAG, **EXTRAS[extra])))
 
 
@@ -104,7 +104,7 @@ def test_addresses_in_64_bits(interpreted, tmp_path):
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)], ids=["bf16", "fp16"]
 )
-def test_as_near_to_the_truth_as_flash_attention(interpreted, dtype):
+def test_errors_are_about_those_of_flash_attention(interpreted, dtype):
     case = Case(q_at=((0, 96),), blocks=(((0, 96),),), h=1, d=32, dv=32, dtype=dtype)
     ours, flash = interpreted(triton_cases.errors_and_flash_errors, case)
     assert all(ours[name] < 1.25 * flash[name] + 1e-6 for name in ours), (ours, flash)
@@ -137,7 +137,7 @@ def test_all_rows_that_dk_and_dv_read_are_prepared(mask):
 @pytest.mark.parametrize("side", ["q", "k"])
 @pytest.mark.parametrize("block, step", [(32, 16), (128, 64), (16, 128)])
 @pytest.mark.parametrize("mask", MASKS)
-def test_a_walk_meets_each_pair_once_and_few_others(mask, block, step, side):
+def test_ranges_cover_each_pair_once_and_few_others(mask, block, step, side):
     """Test only the ranges: which pairs are computed, and which of these are kept."""
     results = tiles(((0, 200), (400, 577)), ((0, 300), (300, 577)), MASKS[mask])
     wanted = torch.zeros(377, 577, dtype=torch.int32)
@@ -165,7 +165,7 @@ def test_a_walk_meets_each_pair_once_and_few_others(mask, block, step, side):
     assert walked.pairs == steps * block * step
 
 
-def test_walks_of_long_sequences_are_short():
+def test_long_sequences_have_few_ranges():
     """The number of ranges grows with the blocks, not with their pairs."""
     results = tiles(((0, 2**20),), ((0, 2**20),), Window(2**15 - 1))
     walked = walk(results, "q", 2**20, 128, 64, torch.device("cpu"))
@@ -179,11 +179,11 @@ def test_bits_of_long_tiles_come_in_several_launches(monkeypatch):
     monkeypatch.setattr(triton_tiles, "MASKED_ROWS", 16)
     results = tiles(((0, 40),), ((0, 40),), MASKS["function"])
     parts = list(triton_tiles.groups(Tiles((*results, *tiles(((0, 40),), ((0, 40),), Causal())))))
-    assert len(parts) == 6, "six masked squares of 64 bytes; what is not masked goes along"
+    assert len(parts) == 6, "six masked squares of 64 bytes; other tiles share their launches"
     assert sum(tile.pairs for part in parts for tile in part) == 2 * (40 * 41 // 2)
 
 
-def test_nothing_to_do(interpreted):
+def test_queries_in_no_tile(interpreted):
     """Queries that are in no tile keep their values."""
     case = Case(Documents((30, 60)), q_at=((30, 60),), blocks=(((0, 30),), ((30, 60),)))
     check(interpreted(triton_cases.errors, case))
@@ -220,6 +220,6 @@ def _why_not(kernel: TritonKernel) -> str | None:
     ],
     ids=str,
 )
-def test_what_does_not_fit(interpreted, change, reason):
+def test_arguments_that_do_not_fit_are_refused(interpreted, change, reason):
     with pytest.raises(ValueError, match=reason):
         interpreted(triton_cases.errors, replace(Case(), **change))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels compiled for A100, H100 and B200 without a GPU, and what their machine code says.
+"""The Triton kernels compiled for A100, H100 and B200 without a GPU, and properties of their machine code.
 
 No loop spills registers or repeats products, Hopper's softmax overlaps products, and the memory suffices.
 """
@@ -116,7 +116,7 @@ def test_every_variant_compiles_in_fp32(compiler, capability, head, which, varia
 
 
 def test_blocks_by_features():
-    """A plain call does not get the smaller blocks that a feature needs, and each exception is one for some feature."""
+    """A plain call does not get the smaller blocks that a feature needs, and each exception applies to some feature."""
     for (which, family, head), exceptions in EXCEPTIONS.items():
         assert blocks(which, torch.bfloat16, head, family) == TABLE[which][family, head]
         for some, _ in exceptions:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of distribution (tests/distribution_types.py): nothing lacks one without a reason, and they find errors."""
+"""Types of distribution (tests/distribution_types.py): functions have a type or a reason, and types find errors."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def output_of(shared: Shared) -> Callable[[str], Any]:
 
 
 def test_every_autograd_function_has_a_type_or_a_reason() -> None:
-    found = {
+    functions = {
         f"{module}.{node.name}"
         for module, tree in modules()
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef) and any("autograd.Function" in ast.unparse(base) for base in node.bases)
     }
     typed = {f"{one.__module__}.{one.__name__}".removeprefix("megatron.") for one in distribution_types.TYPED}
-    assert found == typed | set(distribution_types.UNTYPED) and not typed & set(distribution_types.UNTYPED)
+    assert functions == typed | set(distribution_types.UNTYPED) and not typed & set(distribution_types.UNTYPED)
     assert all(hasattr(one, "spmd_typecheck") for one in distribution_types.TYPED)
 
 
@@ -91,8 +91,8 @@ def test_every_collective_has_a_type_or_a_reason() -> None:
     assert used == set(known)
 
 
-def test_a_program_that_is_not_checked_pays_nothing() -> None:
-    """It has no annotation, and the checker changes PyTorch only while it is active."""
+def test_a_program_that_is_not_checked_has_no_overhead() -> None:
+    """The program has no annotations, and the checker changes PyTorch only while it is active."""
     assert not [path for path in (ROOT / "megatron").rglob("*.py") if "spmd" in path.read_text()]
     assert type(vars(torch.autograd.Function)["apply"]) is classmethod
 

@@ -56,7 +56,7 @@ FUNCTION = "def every_second(q, k):\n    return (q - k) % 2 == 0\n"
         ),
     ],
 )
-def test_what_follows(flags, mask, documents, balance):
+def test_derived_masks_and_balances(flags, mask, documents, balance):
     config = build(f"{TWO} {flags}", 2)
     assert attention_mask(config) == mask
     assert config.data.reset_attention_mask == documents
@@ -100,7 +100,7 @@ def test_what_follows(flags, mask, documents, balance):
         ("--attention-mask sliding", "choose from causal, full, window, document, block-sparse, function"),
     ],
 )
-def test_what_is_refused(flags, words):
+def test_attention_settings_that_are_refused(flags, words):
     with pytest.raises(Refusal) as caught:
         build(flags)
     assert words in str(caught.value) and "\n" not in str(caught.value)
@@ -170,7 +170,7 @@ def test_a_note_says_that_a_mask_threshold_has_no_effect():
     assert not any(message in note for note in build("--window-size 99,0").notes)
 
 
-def test_alibi_slopes_go_with_the_heads():
+def test_alibi_slopes_are_split_with_the_heads():
     config = build("--position-embedding-type alibi --tensor-model-parallel-size 2", 2)
     rules = [attention_rule(config, abstract_grid(tensor=2).at(tensor=rank)) for rank in (0, 1)]
     assert torch.equal(torch.cat([rule.alibi_slopes for rule in rules]), cp.alibi_slopes(12))

@@ -32,12 +32,12 @@ PIPELINE = "--pipeline-model-parallel-size 4 --num-layers 4 --global-batch-size 
 
 
 @cache
-def simulated(flags: str, ranks: int, **how: Any) -> DryRun:
-    return dry_run(config_of(flags, ranks), ranks, load("A100-80G"), vocab_size=301, **how)
+def simulated(flags: str, ranks: int, **options: Any) -> DryRun:
+    return dry_run(config_of(flags, ranks), ranks, load("A100-80G"), vocab_size=301, **options)
 
 
-def written(result: DryRun, path: Path, **how: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    write_trace(result, path, **how)
+def written(result: DryRun, path: Path, **options: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    write_trace(result, path, **options)
     trace = json.loads(path.read_text())
     return trace["traceEvents"], trace["otherData"]
 
@@ -62,20 +62,20 @@ def test_stages_run_what_core_runs(monkeypatch, stages: int, batches: int, virtu
         several = virtual if virtual > 1 else None
         monkeypatch.setattr(state, "get_virtual_pipeline_model_parallel_world_size", lambda several=several: several)
         total, _, alone, _ = schedules.get_pp_rank_microbatches(batches, virtual, group)
-        turns = program(stage, stages, batches, virtual, group)
-        assert len(turns) == 2 * total
-        assert [turn.backward for turn in turns[: alone + 1]] == [False] * min(alone + 1, total) + [True] * (
+        steps = program(stage, stages, batches, virtual, group)
+        assert len(steps) == 2 * total
+        assert [step.backward for step in steps[: alone + 1]] == [False] * min(alone + 1, total) + [True] * (
             alone == total
         )
-        assert [(x.micro_batch, x.chunk) for x in turns if not x.backward] == table
-        assert [(x.micro_batch, virtual - 1 - x.chunk) for x in turns if x.backward] == table
+        assert [(x.micro_batch, x.chunk) for x in steps if not x.backward] == table
+        assert [(x.micro_batch, virtual - 1 - x.chunk) for x in steps if x.backward] == table
 
 
 def test_even_stages_have_the_bubble_of_the_papers() -> None:
     for stages, batches, virtual in ((4, 8, 1), (4, 8, 2), (2, 6, 3)):
-        turns = [program(stage, stages, batches, virtual) for stage in range(stages)]
+        steps = [program(stage, stages, batches, virtual) for stage in range(stages)]
         took = {False: (1.0 / virtual,) * 2, True: (2.0 / virtual,) * 2}
-        result = begins(turns, lambda _, turn, took=took: took[turn.backward])
+        result = begins(steps, lambda _, step, took=took: took[step.backward])
         end = max(row[-1] + 2.0 / virtual for row in result)
         assert end == pytest.approx(3 * batches + 3 * (stages - 1) / virtual)
 
@@ -112,12 +112,12 @@ def test_stages_wait_for_each_other(flags: str, ranks: int, tmp_path: Path) -> N
     )
     # A stage begins with a micro-batch only after the previous stage has sent it.
     sent = {event["id"]: event for event in events if event["ph"] == "s"}
-    came = [event for event in events if event["ph"] == "f"]
+    received = [event for event in events if event["ph"] == "f"]
     places = stages * (result.config.parallel.num_virtual_stages_per_pipeline_rank or 1)
     batches = result.ranks[0].micro_batches[0]
-    assert len(came) == len(sent) == 2 * (places - 1) * batches * (ranks // stages)
-    assert all(sent[event["id"]]["ts"] <= event["ts"] + 1e-3 for event in came)
-    assert all(sent[event["id"]]["pid"] != event["pid"] for event in came)
+    assert len(received) == len(sent) == 2 * (places - 1) * batches * (ranks // stages)
+    assert all(sent[event["id"]]["ts"] <= event["ts"] + 1e-3 for event in received)
+    assert all(sent[event["id"]]["pid"] != event["pid"] for event in received)
     assert_no_overlap(events)
 
 
@@ -239,7 +239,7 @@ MORE = [
 
 
 EVERY_HEAD = replace(SHAPE, kv_heads=32)
-MORE += [  # loops over keys (fpdt/by_keys.py): the host link decides
+MORE += [  # loops over keys (fpdt/by_keys.py): the host link determines the time
     replace(
         case("fpdt by keys", 64 * K, ulysses=4, recompute="full", fpdt_chunk=16 * K),
         workload=Workload(EVERY_HEAD, 64 * K),
@@ -300,7 +300,7 @@ def test_time_and_memory_are_those_of_dry_runs(case: Case) -> None:
     result = dry_run(config, ranks, machine, vocab_size=SHAPE.vocab, every_layer=True)
     assert estimate(workload, strategy, machine).seconds == pytest.approx(result.predicted_seconds, rel=TOLERANCE)
     memory = fullest(workload, strategy)
-    device, host = (max(getattr(one.figures, of) for one in result.ranks) for of in ("device_peak", "host_peak"))
+    device, host = (max(getattr(one.figures, field) for one in result.ranks) for field in ("device_peak", "host_peak"))
     assert 0.99 * device < memory.total < (1 + TOLERANCE) * device
     assert 0.99 * host <= memory.host <= (1 + TOLERANCE) * host
 
@@ -310,14 +310,14 @@ def test_a_step_takes_as_long_as_its_dry_run(case: Case, gpu: str = "A100-80G") 
     machine, ranks = load(gpu), case.strategy.ranks
     config = parse(flags(case), dict(LLAMA), ranks)
     result = dry_run(config, ranks, machine, vocab_size=SHAPE.vocab, every_layer=True)
-    message = estimate(case.workload, case.strategy, machine)
-    assert message.seconds == pytest.approx(result.predicted_seconds, rel=TOLERANCE)
+    estimated = estimate(case.workload, case.strategy, machine)
+    assert estimated.seconds == pytest.approx(result.predicted_seconds, rel=TOLERANCE)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("gpu", ["H100-80G", "B200-192G"])
 def test_heads_of_256_run_on_the_kernel_that_takes_them(gpu: str) -> None:
-    """cuDNN on Hopper; on Blackwell FlashAttention-2."""
+    """The kernel is cuDNN on Hopper and FlashAttention-2 on Blackwell."""
     wide = case("heads of 256", 16 * K, zero=0)
     shape = replace(SHAPE, heads=16, kv_heads=4, head_dim=256)
     test_a_step_takes_as_long_as_its_dry_run(replace(wide, workload=replace(wide.workload, shape=shape)), gpu)
@@ -352,10 +352,10 @@ def test_in_fp8_a_step_takes_as_long_as_its_dry_run(case: Case, recipe: str) -> 
     ]
     config = parse([*flags(case), *given], dict(LLAMA), ranks)
     result = dry_run(config, ranks, machine, vocab_size=SHAPE.vocab, every_layer=True)
-    message, plain = (estimate(case.workload, case.strategy, machine, Program(fp8=fp8)) for fp8 in (True, False))
+    estimated, plain = (estimate(case.workload, case.strategy, machine, Program(fp8=fp8)) for fp8 in (True, False))
     assert (
-        message.seconds == pytest.approx(result.predicted_seconds, rel=TOLERANCE)
-        and message.seconds < 0.95 * plain.seconds
+        estimated.seconds == pytest.approx(result.predicted_seconds, rel=TOLERANCE)
+        and estimated.seconds < 0.95 * plain.seconds
     )
 
 

@@ -84,12 +84,12 @@ def computed(case: Case, x: Tensors) -> dict[str, Tensor]:
     out, lse = sums((s, case.b, case.h, case.dv), torch.nan), sums((s, case.b, case.h), -torch.inf)
     slopes = None if case.slopes is None else torch.tensor(case.slopes, device=device)
     scores = Scores(case.d**-0.5, case.mask, slopes, dropout=case.dropout, softcap=case.softcap)
-    todo, kernel = [tiles(case.q_at, at, case.mask) for at in case.blocks], TritonKernel()
-    for some, k, v in zip(todo, x.k, x.v):
+    tiles_of_blocks, kernel = [tiles(case.q_at, at, case.mask) for at in case.blocks], TritonKernel()
+    for some, k, v in zip(tiles_of_blocks, x.k, x.v):
         kernel.attend(some, x.q, k, v, scores, Accumulator(x.q, case.dv, out, lse))
     dq, totals = sums(x.q.shape), [sums((*k.shape[:3], case.d + case.dv)) for k in x.k]
     final = Final(x.dout, None, lse, kernel.delta(out, x.dout))
-    for some, k, v, total in zip(todo, x.k, x.v, totals):
+    for some, k, v, total in zip(tiles_of_blocks, x.k, x.v, totals):
         kernel.attend_grad(some, x.q, k, v, scores, final, GradientSum(x.q, dq), KeyGradients(k, v, total))
     dk, dv = torch.cat(totals).split((case.d, case.dv), dim=3)
     out = torch.where(lse.isneginf()[..., None], 0.0, out)  # undefined for queries in no tile

@@ -31,20 +31,20 @@ def operator() -> set[str]:
     return {one.name for one in torch.ops.aten.scaled_dot_product_attention.default._schema.arguments}
 
 
-def of(function: Callable) -> set[str]:
+def parameters_of(function: Callable) -> set[str]:
     kinds = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
     return {name for name, one in inspect.signature(function).parameters.items() if one.kind not in kinds} - {"self"}
 
 
 def of_transformers(name: str) -> set[str]:
-    """The arguments of all functions of one kind: "attention" or masks."""
+    """The arguments of all attention functions if ``name`` is "attention", or else of all mask functions."""
     from transformers import masking_utils
     from transformers.integrations import flash_attention, flex_attention, sdpa_attention
     from transformers.utils import TransformersKwargs
 
     if name == "attention":
         modules = (flash_attention, flex_attention, sdpa_attention)
-        result = [of(getattr(module, f"{module.__name__.rpartition('.')[2]}_forward")) for module in modules]
+        result = [parameters_of(getattr(module, f"{module.__name__.rpartition('.')[2]}_forward")) for module in modules]
         return set.union(*result, set(TransformersKwargs.__annotations__))
     tree = ast.parse(inspect.getsource(masking_utils))
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
@@ -54,7 +54,11 @@ def of_transformers(name: str) -> set[str]:
 def of_trainer(name: str) -> set[str]:
     from transformers import Trainer, TrainingArguments
 
-    return {field.name for field in fields(TrainingArguments)} if name == "settings" else of(getattr(Trainer, name))
+    return (
+        {field.name for field in fields(TrainingArguments)}
+        if name == "settings"
+        else parameters_of(getattr(Trainer, name))
+    )
 
 
 LOSS_OR_MODEL = (
@@ -78,7 +82,7 @@ push_to_hub remove_unused_columns report_to restore_callback_states_from_checkpo
 save_on_each_node save_only_model save_steps save_strategy save_total_limit seed skip_memory_metrics tf32
 torch_compile torch_compile_backend torch_compile_mode torch_empty_cache_steps trackio_bucket_id trackio_space_id
 trackio_static_space_id train_sampling_strategy use_cache use_cpu warmup_steps weight_decay
-"""  # settings of loops, optimizers, logs and files, which the Trainer handles, or that compute_loss or loaders read
+"""  # settings of loops, optimizers, logs and files that the Trainer handles or that compute_loss or the loaders read
 
 # By interface: a function that returns all arguments; the computed ones; the refused ones.
 INTERFACES: dict[str, tuple[Callable[[], set[str]], set[str], set[str]]] = {
@@ -88,16 +92,16 @@ INTERFACES: dict[str, tuple[Callable[[], set[str]], set[str], set[str]]] = {
         {"attn_mask", "dropout_p"},
     ),
     "MultiheadAttention()": (
-        lambda: of(nn.MultiheadAttention.__init__),
+        lambda: parameters_of(nn.MultiheadAttention.__init__),
         {"embed_dim", "num_heads", "bias", "kdim", "vdim", "batch_first", "device", "dtype"},
         {"dropout", "add_bias_kv", "add_zero_attn"},
     ),
     "MultiheadAttention.forward": (
-        lambda: of(nn.MultiheadAttention.forward),
+        lambda: parameters_of(nn.MultiheadAttention.forward),
         {*TOKENS, "is_causal", "average_attn_weights"},  # the last one is about returned weights, which are refused
         {"key_padding_mask", "need_weights", "attn_mask"},
     ),
-    "flex_attention": (lambda: of(flex_attention), set(), of(flex_attention)),  # all are refused
+    "flex_attention": (lambda: parameters_of(flex_attention), set(), parameters_of(flex_attention)),  # all are refused
     "attention functions of PyTorch": (
         lambda: {name for name in vars(F) if "attention" in name},
         {"scaled_dot_product_attention", "multi_head_attention_forward"},
@@ -132,7 +136,7 @@ INTERFACES: dict[str, tuple[Callable[[], set[str]], set[str], set[str]]] = {
     "TrainingArguments": (lambda: of_trainer("settings"), set(SETTINGS.split()), set(LOSS_OR_MODEL.split())),
     "AttentionRule, by cp.attention": (
         lambda: {field.name for field in fields(cp.AttentionRule)},
-        of(cp.attention) - {"q", "k", "v", "layout", "key_layout"},
+        parameters_of(cp.attention) - {"q", "k", "v", "layout", "key_layout"},
         set(),
     ),
 }  # fmt: skip
@@ -140,8 +144,8 @@ INTERFACES: dict[str, tuple[Callable[[], set[str]], set[str], set[str]]] = {
 
 @pytest.mark.parametrize("name", INTERFACES)
 def test_every_argument_is_known(name):
-    there, computed, refused = INTERFACES[name]
-    assert not computed & refused and there() <= computed | refused  # an older or newer version may lack some
+    all_arguments, computed, refused = INTERFACES[name]
+    assert not computed & refused and all_arguments() <= computed | refused  # other versions may lack some of them
 
 
 def operator_with(**more):
@@ -200,7 +204,10 @@ RING = cp.SequenceLayout(LENGTH, cp.abstract_grid(ring=2).at(ring=0))
             for name in sorted(INTERFACES["attention functions of transformers"][2])
         ),
         (lambda: attention_of_transformers(is_causal=False), "not causal"),
-        (lambda: attention_of_transformers(sliding_window=3), "a window of 3 tokens, but its mask one of None"),
+        (
+            lambda: attention_of_transformers(sliding_window=3),
+            "a window of 3 tokens, but its mask one of None",
+        ),
         (lambda: attention_of_transformers(new=1), "passes new to its attention"),
         (lambda: mask_of_transformers(new=1), "passes new to its masks"),
         (lambda: mask_of_transformers(use_vmap=True), "this model is distributed over ranks: call it as"),
@@ -215,7 +222,7 @@ def test_what_is_not_computed_is_refused_by_name(call, words):
     assert words in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_without_a_mask_one_process_gives_weights_as_ever():
+def test_without_a_mask_one_process_returns_weights():
     layer_with(need_weights=True)
 
 
@@ -247,8 +254,8 @@ def trainer_with(folder, settings, more):
     model = tiny_model("llama")
     context = parallelize(model, cp.initialize_grid(), seq_length=LENGTH)
     settings = TrainingArguments(folder, use_cpu=True, report_to=[], **settings)
-    how = {"compute_loss_func": more["compute_loss_func"]} if "compute_loss_func" in more else {}
-    how["model"] = tiny_model("llama") if "another" in more else model
+    arguments = {"compute_loss_func": more["compute_loss_func"]} if "compute_loss_func" in more else {}
+    arguments["model"] = tiny_model("llama") if "another" in more else model
     if "model_init" in more:
-        how = {"model_init": lambda: tiny_model("llama")}
-    LongTrainer(context=context, args=settings, **how)
+        arguments = {"model_init": lambda: tiny_model("llama")}
+    LongTrainer(context=context, args=settings, **arguments)

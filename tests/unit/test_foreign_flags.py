@@ -75,8 +75,8 @@ FULL = "--recompute-granularity full --recompute-method"
     ],
 )
 def test_recompute(theirs: str, ours: str):
-    done = same(theirs, ours)
-    assert done.attention.recompute_granularity is not None or done.chunks.fpdt
+    config = same(theirs, ours)
+    assert config.attention.recompute_granularity is not None or config.chunks.fpdt
 
 
 @pytest.mark.parametrize(
