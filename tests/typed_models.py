@@ -81,6 +81,8 @@ MODELS = {
     "Llama, FPDT, Ring, hidden states in host memory": TP + RING + LLAMA + FPDT + "--fpdt-stream-hidden",
     "GPT, adapters (LoRA), TP": TP + U + "--lora-rank 4",
     "GPT, adapters (LoRA), TP with sequence parallelism": SP + U + "--lora-rank 4",
+    "GPT, adapters (LoRA), ZeRO 2, partitioned positions": TP + U + "--lora-rank 4 --zero-stage 2 "
+    "--partition-position-embedding",
     "experts, TP": SP + U + EXPERTS + "--expert-tensor-parallel-size 2 --moe-token-dispatcher-type alltoall",
     "experts, dispatch by all-gather": U + RING + EXPERTS + "--moe-token-dispatcher-type allgather",
     "experts with a capacity, dispatch by all-to-all, a shared expert, two stages, bf16": PP + U + EXPERTS

@@ -65,6 +65,7 @@ def output_of(shared: Shared) -> Callable[[str], Any]:
     return lambda program: shared(("types", program), lambda: run(program))
 
 
+@pytest.mark.quick
 def test_every_autograd_function_has_a_type_or_a_reason() -> None:
     functions = {
         f"{module}.{node.name}"
@@ -77,6 +78,7 @@ def test_every_autograd_function_has_a_type_or_a_reason() -> None:
     assert all(hasattr(one, "spmd_typecheck") for one in distribution_types.TYPED)
 
 
+@pytest.mark.quick
 def test_every_collective_has_a_type_or_a_reason() -> None:
     """Collectives are called as ``dist.name``, and each function that calls one is in the table."""
     known, used = distribution_types.COLLECTIVES, set()
@@ -91,6 +93,7 @@ def test_every_collective_has_a_type_or_a_reason() -> None:
     assert used == set(known)
 
 
+@pytest.mark.quick
 def test_a_program_that_is_not_checked_has_no_overhead() -> None:
     """The program has no annotations, and the checker changes PyTorch only while it is active."""
     assert not [path for path in (ROOT / "megatron").rglob("*.py") if "spmd" in path.read_text()]

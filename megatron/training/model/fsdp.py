@@ -49,7 +49,8 @@ class FullySharded(_BaseDataParallel):
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Sum the gradients of partitioned positions over DP. FSDP has summed the others after each backward pass."""
         for parameter in self.partitioned:
-            dist.all_reduce(parameter.grad, group=get_data_parallel_group())
+            if parameter.requires_grad:  # LoRA freezes them
+                dist.all_reduce(parameter.grad, group=get_data_parallel_group())
 
     @torch.no_grad()
     def scale_gradients(self, scaling_factor: Tensor) -> None:
