@@ -134,6 +134,10 @@ def versions() -> dict[str, str]:
     return result
 
 
+def named(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
 def import_all() -> None:
     """Import once what the forked ranks use."""
     for name in ("deepspeed.runtime.sequence_parallel.ulysses_sp", "transformers", "trl", "datasets"):
@@ -173,7 +177,7 @@ def main(argv: list[str] | None = None) -> None:
                 print(f"{peer}, {case}: {shown(cells[case])} {cells[case].get('message', '')[:150]}", flush=True)
     if not args.details:
         print(table(known["cells"]))
-        print(", ".join(f"{name} {version}" for name, version in known.get("versions", {}).items()))
+        print(named(known.get("versions", {})))
 
 
 def certificate(peer: str, case: str) -> str:

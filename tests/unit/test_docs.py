@@ -122,6 +122,16 @@ def test_the_number_of_words_is_limited() -> None:
     assert sum(words.values()) <= 40_000
 
 
+def test_the_table_of_libraries_is_that_of_its_file() -> None:
+    from benchmarks.certify import matrix
+
+    known, text = json.loads(matrix.FILE.read_text()), (DOCS / "use" / "certify.md").read_text()
+    cells = known["cells"]
+    assert all(set(cells[peer]) == set(matrix.CASES) for peer in matrix.PEERS)
+    assert matrix.table(cells) in text, f"paste this table:\n{matrix.table(cells)}"
+    assert matrix.named(known["versions"]) in text
+
+
 def test_the_table_of_combinations_counts_the_tests() -> None:
     from tests import what_works
 
