@@ -12,12 +12,12 @@ from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.base import Final, Scores
 from megatron.context_parallel.attention.kernels.sums import Accumulator, GradientSum, KeyGradients
-from megatron.context_parallel.attention.kernels.triton_kernels import triton_call
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import TritonKernel
 from megatron.context_parallel.layout.masks import Causal, Mask
 from megatron.context_parallel.layout.spans import Spans, positions
 from megatron.context_parallel.layout.tiles import tiles
 from megatron.context_parallel.positions.position_dropout import Dropout
+from megatron.decisions import block_sizes
 
 CPU = torch.device("cpu")
 
@@ -155,7 +155,7 @@ def errors_and_flash_errors(case: Case) -> tuple[dict[str, float], dict[str, flo
 
 
 def errors_in_blocks_of(case: Case, block: int, step: int, split: bool = False) -> dict[str, float]:
-    with mock.patch.object(triton_call, "INTERPRETED", triton_call.Blocks(block, step, split=split)):
+    with mock.patch.object(block_sizes, "INTERPRETED", block_sizes.Blocks(block, step, split=split)):
         return errors(case)
 
 
