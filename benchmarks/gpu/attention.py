@@ -29,6 +29,7 @@ def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
     names = usable(sizes, device)
     stage.report["kernels"] = names
     stage.report["why_not"] = missing(sizes, device)
+    stage.report["chosen"] = {str(rows): usable(sizes, device, float(rows))[0] for rows in sizes.tiles}
     causal, masked = [], []
     for length in sizes.lengths:
         for name in names:
@@ -40,13 +41,25 @@ def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
                 run_it = partial(masked_case, rule, kernel, length, sizes, device)
                 expected = 4 * seconds(sizes, length)
                 masked.append(Case(f"{name}, {kernel}, {length}", run_it, expected, f"{name}, {kernel}"))
+    masked += by_tiles(names, sizes, device)
     cut = len(names) * sum(length <= max(sizes.masked) for length in sizes.lengths)
     stage.run(causal[:cut] + masked + causal[cut:])
 
 
-def usable(sizes: Sizes, device: torch.device) -> list[str]:
+def by_tiles(names: list[str], sizes: Sizes, device: torch.device) -> list[Case]:
+    """Every kernel on a sequence of equal documents, by their length: from which length on is it faster than Triton?"""
+    length, cases = max(sizes.masked), []
+    for rows in sizes.tiles:
+        rule = {"mask": cp.Documents(tuple(range(rows, length + 1, rows)))}
+        for kernel in names:
+            run_it, name = partial(masked_case, rule, kernel, length, sizes, device), f"documents of {rows}, {kernel}"
+            cases.append(Case(name, run_it, 4 * seconds(sizes, rows) * length / rows, name))
+    return cases
+
+
+def usable(sizes: Sizes, device: torch.device, tile_rows: float | None = None) -> list[str]:
     """Kernels that can run on this device, best first; the slow reference kernel only if there is no other."""
-    names = kernels.available(device, dtype_of(device), sizes.model.head_dim)
+    names = kernels.available(device, dtype_of(device), sizes.model.head_dim, tile_rows=tile_rows)
     return [name for name in names if name != "math"] or names
 
 
