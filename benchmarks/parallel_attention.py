@@ -17,8 +17,9 @@ from torch import Tensor
 
 import megatron.context_parallel as cp
 from benchmarks.machine import busy_seconds, foreign_share
-from megatron.context_parallel.attention.kernels.tile_by_tile import TileByTile
+from megatron.context_parallel.attention.kernels.base import Kernel
 from megatron.context_parallel.layout.grid import Axis, Grid
+from megatron.simulator.machines.measure_device import passes
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Sample:
     foreign: float  # share of the machine that other programs used meanwhile
 
 
-def time_local(kernel: TileByTile, threads: int, *tensors: Tensor) -> Sample:
+def time_local(kernel: Kernel, threads: int, *tensors: Tensor) -> Sample:
     """One run of the bare kernel in this process."""
     busy, start, own = busy_seconds(), time.perf_counter(), time.process_time()
     run_kernel(kernel, *tensors)
@@ -70,13 +71,11 @@ def time_local(kernel: TileByTile, threads: int, *tensors: Tensor) -> Sample:
     return Sample(wall, own / threads, foreign_share(busy, own, wall))
 
 
-def run_kernel(kernel: TileByTile, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+def run_kernel(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
     """The kernel on the complete sequence, forward and backward: out, dq, dk, dv as [s, b, heads, d]."""
-    heads_first = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
-    settings: dict[str, Any] = {"causal": True, "mask": None, "scale": q.size(3) ** -0.5}
-    out, lse = kernel.forward(*heads_first, **settings)
-    grads = kernel.backward(dout.permute(1, 2, 0, 3), *heads_first, out, lse, **settings)
-    return [x.permute(2, 0, 1, 3) for x in (out, *grads)]
+    forward, backward = passes(kernel, q, k, v)
+    out, lse = forward()
+    return [out, *backward(dout, out, lse)]
 
 
 def world_layout(seq_length: int, *, ulysses: int, ring: int) -> cp.SequenceLayout:

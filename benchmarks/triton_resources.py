@@ -34,7 +34,8 @@ os.environ.pop("TRITON_INTERPRET", None)
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from benchmarks.machine_code import TENSOR_RATE
 from benchmarks.triton_compile import Resources, example, resources
-from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import FEATURES, Launch
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import Launch
+from megatron.decisions.block_sizes import FEATURES
 
 NAMES = {80: "A100", 86: "RTX 3090", 89: "L40S", 90: "H100", 100: "B200", 120: "RTX 5090"}
 PASSES = ("forward", "queries", "keys", "dk", "dv")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -12,12 +11,12 @@ from torch import Tensor
 import megatron.context_parallel as cp
 from benchmarks.gpu.rates import dtype_of, gemm_rate
 from benchmarks.gpu.stage import Case, Figures, Sizes, Stage
-from benchmarks.parallel_attention import largest_error, log_normal
+from benchmarks.parallel_attention import largest_error, log_normal, run_kernel
 from megatron.context_parallel.attention import kernels
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.positions.position_dropout import Dropout
-from megatron.simulator.machines.measure_device import seconds_of
+from megatron.simulator.machines.measure_device import passes, seconds_of
 
 TOLERANCE = 2e-2  # bf16 keeps 8 bits
 GUESS = 2e14  # assumed FLOP/s, for the expected time of a case
@@ -30,6 +29,7 @@ def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
     names = usable(sizes, device)
     stage.report["kernels"] = names
     stage.report["why_not"] = missing(sizes, device)
+    stage.report["chosen"] = {str(rows): usable(sizes, device, float(rows))[0] for rows in sizes.tiles}
     causal, masked = [], []
     for length in sizes.lengths:
         for name in names:
@@ -41,13 +41,25 @@ def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
                 run_it = partial(masked_case, rule, kernel, length, sizes, device)
                 expected = 4 * seconds(sizes, length)
                 masked.append(Case(f"{name}, {kernel}, {length}", run_it, expected, f"{name}, {kernel}"))
+    masked += by_tiles(names, sizes, device)
     cut = len(names) * sum(length <= max(sizes.masked) for length in sizes.lengths)
     stage.run(causal[:cut] + masked + causal[cut:])
 
 
-def usable(sizes: Sizes, device: torch.device) -> list[str]:
+def by_tiles(names: list[str], sizes: Sizes, device: torch.device) -> list[Case]:
+    """Every kernel on a sequence of equal documents, by their length: from which length on is it faster than Triton?"""
+    length, cases = max(sizes.masked), []
+    for rows in sizes.tiles:
+        rule = {"mask": cp.Documents(tuple(range(rows, length + 1, rows)))}
+        for kernel in names:
+            run_it, name = partial(masked_case, rule, kernel, length, sizes, device), f"documents of {rows}, {kernel}"
+            cases.append(Case(name, run_it, 4 * seconds(sizes, rows) * length / rows, name))
+    return cases
+
+
+def usable(sizes: Sizes, device: torch.device, tile_rows: float | None = None) -> list[str]:
     """Kernels that can run on this device, best first; the slow reference kernel only if there is no other."""
-    names = kernels.available(device, dtype_of(device), sizes.model.head_dim)
+    names = kernels.available(device, dtype_of(device), sizes.model.head_dim, tile_rows=tile_rows)
     return [name for name in names if name != "math"] or names
 
 
@@ -79,31 +91,20 @@ def bare(name: str, length: int, first: str, sizes: Sizes, device: torch.device,
     """Figures of a kernel on a causal sequence; on the shortest one also its difference from the first kernel."""
     tensors, result = inputs(sizes, length, device), {}
     if length == min(sizes.lengths) and name != first:
-        both = (passes(kernel, *tensors) for kernel in (name, first))
-        mine, theirs = ([forward(), *backward()] for forward, backward in both)
+        mine, theirs = (run_kernel(kernels.KERNELS[kernel], *tensors) for kernel in (name, first))
         result["error"] = error = largest_error(mine, theirs)
         if not error <= TOLERANCE:
             raise ValueError(f"differs from {first} by {error:.1e}: not measured")
-    forward, backward = (seconds_of(run, device, sizes.window) for run in passes(name, *tensors))
+    *qkv, dout = tensors
+    run, run_back = passes(kernels.KERNELS[name], *qkv)
+    out, lse = run()
+    forward = seconds_of(run, device, sizes.window)
+    backward = seconds_of(lambda: run_back(dout, out, lse), device, sizes.window)
     work = flops(sizes, length * (length + 1) / 2)
     result |= {"kernel": name, "length": length}
     for way, took, done in (("forward", forward, work), ("backward", backward, 2.5 * work)):
         result[way] = {"seconds": took, "flops_per_second": done / took, "of_gemm": done / took / rate}
     return result
-
-
-def passes(
-    name: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
-) -> tuple[Callable[[], Tensor], Callable[[], list[Tensor]]]:
-    """A kernel's forward pass, returning out, and its backward pass, returning dq, dk and dv; all [s, b, heads, d]."""
-    kernel = kernels.KERNELS[name]
-    q, k, v, dout = (x.permute(1, 2, 0, 3) for x in (q, k, v, dout))
-    how = {"causal": True, "mask": None, "scale": q.size(3) ** -0.5}
-    out, lse = kernel.forward(q, k, v, **how)
-    return (
-        lambda: kernel.forward(q, k, v, **how)[0].permute(2, 0, 1, 3),
-        lambda: [x.permute(2, 0, 1, 3) for x in kernel.backward(dout, q, k, v, out, lse, **how)],
-    )
 
 
 def rules(sizes: Sizes, length: int) -> dict[str, Figures]:

@@ -92,7 +92,20 @@ def attention(report: Figures) -> list[str]:
         *table(["tokens", "kernel", "forward", "of GEMM", "backward", "of GEMM"], rows),
         "",
         *table(["mask, kernel, tokens", "ms, both ways", "pairs of causal", "time of causal"], more),
+        "",
+        *by_tiles(report),
     ]
+
+
+def by_tiles(report: Figures) -> list[str]:
+    """Equal documents: which kernel is chosen by the predicted crossover, and which was the fastest."""
+    names, cases, rows = report.get("kernels", []), good(report), []
+    for length, chosen in report.get("chosen", {}).items():
+        found = {name: cases.get(f"documents of {length}, {name}", {}).get("seconds") for name in names}
+        taken = {name: seconds for name, seconds in found.items() if seconds}
+        times = [f"{1e3 * taken[name]:.2f}" if name in taken else "" for name in names]
+        rows.append([f"{int(length):,}", *times, chosen, min(taken, key=taken.get, default="")])
+    return table(["tokens of a document", *(f"{name}, ms" for name in names), "predicted", "fastest"], rows)
 
 
 def step(report: Figures) -> list[str]:

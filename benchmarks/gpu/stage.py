@@ -152,6 +152,7 @@ class Sizes:
         rates: sequence lengths of attention in the machine file.
         lengths: sequence lengths for the kernels. masked: sequence lengths for the masks.
         windows: keys before each query in sliding windows. documents: number of packed documents.
+        tiles: lengths of equal documents, by which the best kernel is chosen.
         steps: (sequence length, recompute) of the training steps.
         fpdt_length, fpdt_layers, fpdt_chunks: sequence length, layers and chunk sizes of the chunk sweep.
         longest: first length and chunk size of the search for the longest context.
@@ -167,6 +168,7 @@ class Sizes:
     masked: tuple[int, ...]
     windows: tuple[int, ...]
     documents: int
+    tiles: tuple[int, ...]
     steps: tuple[tuple[int, str], ...]
     fpdt_length: int
     fpdt_layers: int
@@ -185,6 +187,7 @@ GPU = Sizes(
     masked=(32 * KIB, 128 * KIB),
     windows=(1023, 4095),
     documents=64,
+    tiles=(512, 2 * KIB, 8 * KIB, 32 * KIB),
     steps=((8 * KIB, "none"), (32 * KIB, "none"), (32 * KIB, "full"), (128 * KIB, "full")),
     fpdt_length=128 * KIB,
     fpdt_layers=4,
@@ -203,6 +206,7 @@ TINY = replace(
     masked=(128,),
     windows=(15,),
     documents=4,
+    tiles=(32, 128),
     steps=((128, "none"), (256, "full")),
     fpdt_length=256,
     fpdt_layers=1,

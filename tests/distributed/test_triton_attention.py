@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import megatron.context_parallel as cp
-from megatron.context_parallel.attention.kernels.triton_kernels import triton_call
 from megatron.context_parallel.positions.position_dropout import Dropout, TileDropout
+from megatron.decisions import block_sizes
 from tests.distributed.test_mask_attention import (
     BACKENDS,
     COMBINED,
@@ -42,7 +42,7 @@ def compare_interpreted(schemes, backend):
     """Compare with large blocks, which take the interpreter fewer steps; test_triton.py tests small ones."""
     layout, gather = make_layout(backend), "gathered" in backend
     options = {"batch": 1, "layout": layout, "gather": gather}
-    with patch.object(triton_call, "INTERPRETED", triton_call.Blocks(64, 64)):
+    with patch.object(block_sizes, "INTERPRETED", block_sizes.Blocks(64, 64)):
         return {scheme: compare(scheme, backend, "triton", torch.float32, **options) for scheme in schemes}
 
 
@@ -76,7 +76,7 @@ def kept(backend):
     v = torch.eye(LENGTH)[:, None, None].expand(LENGTH, 1, 4, LENGTH)
     local = [layout.shard(x).requires_grad_() for x in (q, k, v)]
     rule = {"kernel": "triton", "dropout": DROPOUT}
-    with patch.object(triton_call, "INTERPRETED", triton_call.Blocks(64, 64)), torch.no_grad():
+    with patch.object(block_sizes, "INTERPRETED", block_sizes.Blocks(64, 64)), torch.no_grad():
         if layout.chunks > 1:
             out = chunked(*local, layout, cp.AttentionRule(cp.Full(), **rule))
         else:

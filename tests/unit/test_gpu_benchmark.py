@@ -19,6 +19,7 @@ from benchmarks import fpdt, peers
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import attention, pictures, program, rates, run_tests, step
 from benchmarks.gpu.profile import KernelRun, group_of, hidden, summary, union
+from benchmarks.gpu.report import by_tiles
 from benchmarks.gpu.stage import BROKEN, GPU, TINY, Case, Stage, read
 from megatron.simulator.machines.machine_file import load
 from megatron.training.arguments.models import LLAMA_DEFAULTS
@@ -63,6 +64,8 @@ def test_all_stages(tmp_path: Path) -> None:
         / cpu["backward"]["seconds"]
         / result["attention"]["gemm_flops_per_second"]
     )
+    assert result["attention"]["chosen"] == {"32": "cpu", "128": "cpu"}
+    assert result["attention"]["cases"]["documents of 32, cpu"]["pairs_of_causal"] == 4 * 32 * 33 / (128 * 129)
     window = result["attention"]["cases"]["window 16, auto, 128"]
     assert window["pairs_of_causal"] == (16 * 17 / 2 + 112 * 16) / (128 * 129 / 2)
     for case in result["step"]["cases"].values():
@@ -81,6 +84,14 @@ def test_all_stages(tmp_path: Path) -> None:
     before = (tmp_path / "rates.json").read_text()
     assert run(tmp_path, "--stage", "rates") == 0 and (tmp_path / "rates.json").read_text() == before
     assert run(tmp_path, "--stage", "rates", "--again") == 0 and (tmp_path / "rates.json").read_text() != before
+
+
+def test_the_report_compares_the_predicted_kernel_with_the_fastest() -> None:
+    cases = {"documents of 512, cudnn": 0.002, "documents of 512, triton": 0.001, "documents of 8192, cudnn": 0.001}
+    report = {"kernels": ["cudnn", "triton"], "chosen": {"512": "triton", "8192": "triton"}}
+    *_, short, long = by_tiles(report | {"cases": {name: {"seconds": seconds} for name, seconds in cases.items()}})
+    assert [cell.strip() for cell in short.split("|")[1:-1]] == ["512", "2.00", "1.00", "triton", "triton"]
+    assert [cell.strip() for cell in long.split("|")[1:-1]] == ["8,192", "1.00", "", "triton", "cudnn"]
 
 
 def test_a_stage_that_fails_records_its_reason_and_the_next_stage_runs(tmp_path, monkeypatch, capfd) -> None:

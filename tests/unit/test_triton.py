@@ -183,6 +183,11 @@ def test_bits_of_long_tiles_come_in_several_launches(monkeypatch):
     assert sum(tile.pairs for part in parts for tile in part) == 2 * (40 * 41 // 2)
 
 
+def test_measured_passes_are_causal_attention(interpreted):
+    """Those of tools/measure_hardware.py and benchmarks/gpu.sh, with a kernel that computes lists of tiles."""
+    check(interpreted(triton_cases.errors_of_measured_passes))
+
+
 def test_queries_in_no_tile(interpreted):
     """Queries that are in no tile keep their values."""
     case = Case(Documents((30, 60)), q_at=((30, 60),), blocks=(((0, 30),), ((30, 60),)))

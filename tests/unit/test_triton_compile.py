@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from benchmarks.machine_code import loops, name
-from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import EXCEPTIONS, FEATURES, TABLE, blocks
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import missing_triton
+from megatron.decisions.block_sizes import EXCEPTIONS, FEATURES, TABLE, blocks
 from tests.patience import patience
 
 needs_triton = pytest.mark.skipif(missing_triton() is not None, reason=missing_triton() or "")
@@ -118,11 +118,11 @@ def test_every_variant_compiles_in_fp32(compiler, capability, head, which, varia
 def test_blocks_by_features():
     """A plain call does not get the smaller blocks that a feature needs, and each exception applies to some feature."""
     for (which, family, head), exceptions in EXCEPTIONS.items():
-        assert blocks(which, torch.bfloat16, head, family) == TABLE[which][family, head]
+        assert blocks(which, 2, head, family) == TABLE[which][family, head]
         for some, _ in exceptions:
             assert some and some <= set(FEATURES)
             for feature in some:
-                smaller = blocks(which, torch.bfloat16, head, family, [feature])
+                smaller = blocks(which, 2, head, family, [feature])
                 assert smaller == next(sizes for others, sizes in exceptions if feature in others)
 
 

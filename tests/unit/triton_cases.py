@@ -10,14 +10,16 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks.parallel_attention import run_kernel
+from megatron.context_parallel.attention.kernels import KERNELS
 from megatron.context_parallel.attention.kernels.base import Final, Scores
 from megatron.context_parallel.attention.kernels.sums import Accumulator, GradientSum, KeyGradients
-from megatron.context_parallel.attention.kernels.triton_kernels import triton_call
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import TritonKernel
 from megatron.context_parallel.layout.masks import Causal, Mask
 from megatron.context_parallel.layout.spans import Spans, positions
 from megatron.context_parallel.layout.tiles import tiles
 from megatron.context_parallel.positions.position_dropout import Dropout
+from megatron.decisions import block_sizes
 
 CPU = torch.device("cpu")
 
@@ -155,8 +157,14 @@ def errors_and_flash_errors(case: Case) -> tuple[dict[str, float], dict[str, flo
 
 
 def errors_in_blocks_of(case: Case, block: int, step: int, split: bool = False) -> dict[str, float]:
-    with mock.patch.object(triton_call, "INTERPRETED", triton_call.Blocks(block, step, split=split)):
+    with mock.patch.object(block_sizes, "INTERPRETED", block_sizes.Blocks(block, step, split=split)):
         return errors(case)
+
+
+def errors_of_measured_passes() -> dict[str, float]:
+    q, k, v, dout = (torch.randn(40, 1, heads, 16) for heads in (4, 2, 2, 4))
+    mine, true = (run_kernel(kernel, q, k, v, dout) for kernel in (TritonKernel(), KERNELS["math"]))
+    return largest_errors(*(dict(zip(("out", "dq", "dk", "dv"), tensors)) for tensors in (mine, true)))
 
 
 def errors_far_apart(case: Case, folder: Path) -> dict[str, float]:

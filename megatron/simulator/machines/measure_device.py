@@ -10,8 +10,17 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron.context_parallel.attention import kernels
+from megatron.context_parallel.attention.attend import attend_all, attend_all_grad
+from megatron.context_parallel.attention.kernels.base import Kernel, Scores
+from megatron.context_parallel.attention.ring import RingSource
+from megatron.context_parallel.attention.ring_plan import attention_plan
+from megatron.context_parallel.attention.rule import TileKernel
+from megatron.context_parallel.layout.grid import abstract_grid
+from megatron.context_parallel.layout.masks import Causal
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 
 HEAD_DIM = 128
 HEAD_SIZES = (32, 64, 128, 256)
@@ -77,15 +86,27 @@ def attention_rates(
 ) -> tuple[float, float]:
     """FLOP/s of causal attention, forward and backward, with the kernel that training would use on this device."""
     kernel = kernels.select("auto", device=device, dtype=dtype, head_dim=head_dim)
-    q, k, v = (torch.randn(1, heads, length, head_dim, device=device).to(dtype) for _ in range(3))
-    scale = head_dim**-0.5
-    out, lse = kernel.forward(q, k, v, causal=True, mask=None, scale=scale)
-    forward = seconds_of(lambda: kernel.forward(q, k, v, causal=True, mask=None, scale=scale), device, window)
-    backward = seconds_of(
-        lambda: kernel.backward(out, q, k, v, out, lse, causal=True, mask=None, scale=scale), device, window
-    )
+    q, k, v = (torch.randn(length, 1, heads, head_dim, device=device).to(dtype) for _ in range(3))
+    run, run_back = passes(kernel, q, k, v)
+    out, lse = run()
+    forward = seconds_of(run, device, window)
+    backward = seconds_of(lambda: run_back(out, out, lse), device, window)
     flops = 2 * length * length * heads * head_dim
     return flops / forward, 2.5 * flops / backward
+
+
+def passes(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[], tuple[Tensor, Tensor]], Callable]:
+    """Causal attention of one process by a kernel, without autograd; tensors are [s, b, heads, d].
+
+    Returns a function that returns out and lse, and a function of dout, out and lse that returns dq, dk and dv.
+    """
+    layout = SequenceLayout(q.size(0), abstract_grid())
+    source = RingSource(attention_plan(layout, Causal()).ring(), layout.grid.ring)
+    tile_kernel = TileKernel(kernel, Scores(q.size(3) ** -0.5))
+    return (
+        lambda: attend_all(q, k, v, source, tile_kernel),
+        lambda dout, out, lse: attend_all_grad(dout, q, k, v, out, lse, source, tile_kernel),
+    )
 
 
 def memory_bandwidth(size: int, device: torch.device, window: float) -> float:

@@ -12,10 +12,10 @@ is ``-sum(exp(sink - lse) * delta)`` over its queries.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,134 +24,8 @@ from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles imp
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.tiles import Tiles
 from megatron.context_parallel.positions.position_dropout import LANES, Dropout
+from megatron.decisions.block_sizes import FEATURES, Blocks, Pass, blocks
 from megatron.platform.streams import to_device
-
-# Block sizes of the Triton kernels, by head size and GPU; there is no autotuning at run time.
-#
-# They were chosen without a GPU, from the machine code (`benchmarks/triton_resources.py`): of a few usual sizes that
-# neither repeat products nor spill registers in a loop, those with the largest expected share of the GEMM rate. Spills
-# outside of loops are harmless. Measured sizes should replace these.
-
-
-Pass = Literal["forward", "queries", "keys"]
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Sizes of one kernel.
-
-    Attributes:
-        block: rows of one program: queries, or keys for dk and dv.
-        step: rows of the other side in one step.
-        warps: of a program, 32 threads each.
-        stages: number of steps whose loads are in flight.
-        registers: limit for each thread. It is set where ptxas would otherwise aim at more programs for each
-            multiprocessor and spill registers; None elsewhere.
-        ahead: (forward) whether a step's products are issued before the softmax of the step before.
-        split: (keys) whether dk and dv are computed by separate programs, so that each has room for its sum.
-    """
-
-    block: int
-    step: int
-    warps: int = 4
-    stages: int = 2
-    registers: int | None = None
-    ahead: bool = False
-    split: bool = False
-
-
-INTERPRETED = Blocks(32, 16, ahead=True)  # small, so that short sequences have several blocks
-
-# (compute capability * 10, largest head size) -> block sizes, for elements of two bytes.
-TABLE: dict[Pass, dict[tuple[int, int], Blocks]] = {
-    "forward": {
-        (80, 64): Blocks(128, 64, 8, 3),
-        (80, 128): Blocks(128, 64, 8, 2),
-        (80, 256): Blocks(64, 32, 4, 2),
-        (90, 64): Blocks(128, 64, 8, 3, ahead=True),
-        (90, 128): Blocks(128, 64, 8, 3, ahead=True),
-        (90, 256): Blocks(128, 64, 8, 2),
-        (100, 64): Blocks(128, 64, 8, 3),
-        (100, 128): Blocks(128, 64, 8, 3),
-        (100, 256): Blocks(128, 32, 8, 2),
-    },
-    "queries": {
-        (80, 64): Blocks(128, 32, 8, 2),
-        (80, 128): Blocks(64, 64, 8, 2),
-        (80, 256): Blocks(64, 32, 4, 1),
-        (90, 64): Blocks(128, 64, 8, 2),
-        (90, 128): Blocks(128, 64, 8, 2),
-        (90, 256): Blocks(128, 32, 8, 2),
-        (100, 64): Blocks(128, 64, 8, 2),
-        (100, 128): Blocks(128, 64, 8, 2),
-        (100, 256): Blocks(128, 32, 8, 1),
-    },
-    "keys": {
-        (80, 32): Blocks(128, 32, 8, 2),
-        (80, 64): Blocks(128, 64, 8, 2),
-        (80, 128): Blocks(64, 64, 8, 2),
-        (80, 256): Blocks(64, 32, 4, 2, split=True),
-        (90, 64): Blocks(128, 64, 8, 2),
-        (90, 128): Blocks(128, 32, 8, 2),
-        (90, 256): Blocks(128, 32, 8, 2, split=True),
-        (100, 64): Blocks(128, 64, 8, 2),
-        (100, 128): Blocks(128, 64, 8, 2),
-        (100, 256): Blocks(128, 32, 8, 2, split=True),
-    },
-}
-
-# For elements of four bytes, on every GPU; tensor cores do not multiply these. 255 registers are the maximum.
-FP32: dict[Pass, dict[int, Blocks]] = {
-    "forward": {64: Blocks(16, 16, 8, 1, 128), 128: Blocks(16, 16, 8, 1, 255), 256: Blocks(16, 16, 8, 1, 255)},
-    "queries": {64: Blocks(32, 32, 8, 1), 128: Blocks(16, 16, 8, 1, 128), 256: Blocks(16, 16, 8, 1, 128)},
-    "keys": {64: Blocks(16, 16, 4, 1), 128: Blocks(16, 16, 8, 1), 256: Blocks(16, 16, 8, 1)},
-}
-
-
-FEATURES = ("mask", "alibi", "softcap", "dropout")
-
-# Smaller blocks where one of these features would spill registers within the loop: (pass, GPU, largest head size).
-EXCEPTIONS: dict[tuple[Pass, int, int], list[tuple[set[str], Blocks]]] = {
-    ("forward", 80, 256): [({"alibi", "dropout"}, Blocks(32, 32, 4, 2))],
-    ("queries", 80, 256): [({"mask", "alibi", "dropout"}, Blocks(32, 32, 4, 1))],
-    ("keys", 80, 64): [({"dropout"}, Blocks(128, 32, 8, 2))],
-    ("keys", 80, 256): [({"dropout"}, Blocks(32, 32, 4, 1, split=True))],
-    ("queries", 90, 128): [({"dropout"}, Blocks(128, 32, 8, 2))],
-    ("forward", 90, 256): [({"dropout"}, Blocks(128, 32, 8, 2))],
-    ("queries", 90, 256): [({"dropout"}, Blocks(128, 16, 8, 2))],
-    ("keys", 90, 256): [({"dropout"}, Blocks(128, 16, 8, 2, split=True))],
-    ("keys", 90, 64): [({"mask"}, Blocks(128, 32, 8, 2))],
-    ("keys", 90, 128): [({"mask"}, Blocks(128, 16, 8, 2))],
-    ("forward", 100, 256): [({"dropout"}, Blocks(128, 16, 8, 2))],
-    ("queries", 100, 256): [({"dropout"}, Blocks(128, 16, 8, 1))],
-    ("queries", 100, 64): [({"dropout"}, Blocks(128, 32, 8, 2))],
-    ("queries", 100, 128): [({"dropout"}, Blocks(128, 32, 8, 2))],
-    ("keys", 100, 64): [({"dropout"}, Blocks(128, 32, 8, 2))],
-    ("keys", 100, 128): [({"dropout"}, Blocks(128, 32, 8, 2))],
-}
-
-
-def blocks(
-    which: Pass, dtype: torch.dtype, head: int, capability: int | None, features: Collection[str] = ()
-) -> Blocks:
-    """Sizes of a kernel.
-
-    Args:
-        head: the larger head size of q and v.
-        capability: 80, 90, ..; None: the interpreter.
-        features: those of `FEATURES` that the call has.
-    """
-    if capability is None:
-        return INTERPRETED
-    if dtype == torch.float32:
-        known = FP32[which]
-        return known[min(size for size in known if size >= head)]
-    # desktop GPUs have the tensor cores of an A100, and at most its shared memory
-    family = 100 if 100 <= capability < 120 else 90 if capability == 90 else 80
-    size = min(size for of, size in TABLE[which] if of == family and size >= head)
-    exceptions = EXCEPTIONS.get((which, family, size), ())
-    return next((sizes for some, sizes in exceptions if some & set(features)), TABLE[which][family, size])
-
 
 OPTIONS = {"enable_fp_fusion": True}  # fused multiply-add; Triton is about to change its default
 
@@ -286,7 +160,7 @@ class Call:
         (s, b, h, d), (t, _, hk, _) = self.q.shape, self.k.shape
         device, value = self.q.device, self.v.size(3)
         capped = self.softcap is not None
-        sizes = blocks(which, self.q.dtype, max(d, value), self.capability, self._features(bits))
+        sizes = blocks(which, self.q.element_size(), max(d, value), self.capability, self._features(bits))
         walked = walk(tiles, side, s if side == "q" else t, sizes.block, sizes.step, device)
         arguments = {
             **tensors,
