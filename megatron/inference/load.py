@@ -29,7 +29,8 @@ READ = {
     "parallel": "tensor_model_parallel_size context_parallel_size ulysses_parallel_size ring_parallel_size "
     "hierarchical_context_parallel_sizes cp_comm_type context_parallel_balance pipeline_model_parallel_size "
     "distributed_backend distributed_timeout_minutes network_interface",
-    "attention": "attention_kernel attention_mask window_size window_global_tokens mask_function mask_cpu_threshold",
+    "attention": "attention_kernel attention_mask window_size window_global_tokens window_attn_skip_freq mask_function "
+    "mask_cpu_threshold",
     "data": "micro_batch_size tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern "
     "tiktoken_num_special_tokens",
     "model": "vocab_size make_vocab_size_divisible_by padded_vocab_size transformer_impl",
@@ -146,9 +147,14 @@ def check_saved(saved: dict[str, Any], load: str) -> None:
     types = {f"{section}.{field.name}": field for section, _, field in settings()}
     for name, value in saved.items():
         field = types[name]
-        parts = value if isinstance(value, tuple | list) and len(value) == 2 else [value]
+        several = isinstance(value, tuple | list)
+        parts = value if several else [value]
         kind = int if "int" in field.type else str
-        valid = all(type(part) is kind for part in parts) and (len(parts) == 2) == field.type.startswith("tuple")
+        valid = all(type(part) is kind for part in parts)
+        if field.type.startswith("tuple"):
+            valid = valid and several and len(parts) == 2
+        else:
+            valid = valid and (not several or "list" in field.type)
         if not valid or value not in (field.metadata.get("choices") or [value]):
             raise Refusal(f"--load {load}: the checkpoint's setting {field.name} is {short(value)}, which is invalid")
 

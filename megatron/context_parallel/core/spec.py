@@ -34,13 +34,15 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
         AttentionSettings,
         ChunkedTransformerLayer,
         ChunkSettings,
+        LayerRule,
         LongContextLayer,
     )
 
 from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
 
 INPUTS_CUT = ("linear_proj", "linear_fc2")  # layers whose inputs are split over TP
-__all__ = ["AttentionSettings", "ChunkSettings", "ChunkedNorm", "ContextParallelAttention", "Norm", "block_spec"]
+__all__ = ["AttentionSettings", "ChunkSettings", "ChunkedNorm", "ContextParallelAttention", "LayerRule", "Norm",
+           "block_spec"]  # fmt: skip
 
 
 class Norm(nn.Module):

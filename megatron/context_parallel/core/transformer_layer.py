@@ -33,6 +33,19 @@ from megatron.context_parallel.positions.rope import LayoutRotaryEmbedding
 
 
 @dataclass(frozen=True)
+class LayerRule:
+    """What the attention of one layer computes.
+
+    Attributes:
+        rule: its mask applies inside a document.
+        rotary: RoPE; None if the layer has none.
+    """
+
+    rule: AttentionRule
+    rotary: LayoutRotaryEmbedding | None = None
+
+
+@dataclass(frozen=True)
 class AttentionSettings:
     """Settings of the attention of all layers.
 
@@ -42,6 +55,8 @@ class AttentionSettings:
         separate: whether packed documents are separated.
         rotary: RoPE; None if positions are encoded otherwise.
         dropout: probabilities; core's own dropout is 0.
+        layers: rule and RoPE of each layer of the complete model, in place of ``rule`` and ``rotary``; empty: all have
+            these.
     """
 
     layout: SequenceLayout
@@ -49,6 +64,14 @@ class AttentionSettings:
     separate: bool = True
     rotary: LayoutRotaryEmbedding | None = None
     dropout: ModelDropout = ModelDropout()
+    layers: tuple[LayerRule, ...] = ()
+
+    def of_layer(self, number: int) -> AttentionSettings:
+        """The settings of one layer, by its number in the complete model, from 1."""
+        if not self.layers:
+            return self
+        own = self.layers[number - 1]
+        return replace(self, rule=own.rule, rotary=own.rotary, layers=())
 
     def layout_of(self, seen: Samples) -> SequenceLayout:
         """Which rank holds which tokens of a batch."""
@@ -143,7 +166,8 @@ class ChunkedTransformerLayer(LongContextLayer):
 
     def __init__(self, *args: Any, chunks: ChunkSettings, recompute: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, attention=chunks.attention, **kwargs)
-        self.chunks, self.recompute = chunks, recompute
+        self.chunks = replace(chunks, attention=chunks.attention.of_layer(self.layer_number))
+        self.recompute = recompute
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.formulas.strategy import Mixture, Shape
-from megatron.training.arguments.config import ModelConfig
+from megatron.training.arguments.config import AttentionConfig, ModelConfig
 from megatron.training.refusal import Refusal
 
 # Settings of every Llama, whatever its size: for named models, pretrain_llama.py and the planner.
@@ -155,3 +155,22 @@ def expert_layers(model: ModelConfig) -> list[int]:
     if isinstance(frequency, list):
         return frequency
     return [int(layer % frequency == 0) for layer in range(model.num_layers)]
+
+
+def window_layers(attention: AttentionConfig, layers: int) -> list[int]:
+    """1 for each of a model's ``layers`` with the mask of ``--attention-mask``, 0 for those without its window."""
+    return [1 - skipped for skipped in _every(attention.window_attn_skip_freq, layers, ones=0)]
+
+
+def rope_layers(model: ModelConfig) -> list[int]:
+    """1 for each layer that rotates queries and keys, 0 for the others."""
+    if model.position_embedding_type not in ROTARY:
+        return [0] * model.num_layers
+    return [1 - skipped for skipped in _every(model.no_rope_freq, model.num_layers)]
+
+
+def _every(frequency: int | list[int] | None, layers: int, ones: int = 1) -> list[int]:
+    """1 for each layer that a frequency names: every N-th, or those with ``ones`` in a list; None names none."""
+    if isinstance(frequency, list):
+        return [int(one == ones) for one in frequency]
+    return [int(frequency is not None and number % frequency == 0) for number in range(1, layers + 1)]

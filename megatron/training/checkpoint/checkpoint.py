@@ -103,7 +103,8 @@ SHAPES = """
 """.split()
 # Settings that change the network but no shape: they may differ with --finetune, but not when a run resumes.
 FORMULAS = """
-    rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling
+    rotary_base rotary_base_local no_rope_freq rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor
+    use_rope_scaling
     rope_scaling_factor yarn_rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
     yarn_mscale yarn_mscale_all_dim yarn_correction_range_round_to_int norm_epsilon apply_layernorm_1p
     moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_num_groups moe_router_group_topk

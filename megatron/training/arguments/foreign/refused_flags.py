@@ -54,7 +54,6 @@ what this writes is not written here: --save-wgrads-interval 1 --save-dgrads-int
 the weights are made at once here: --lazy-mpu-init 1
 data files are on a file system here: --object-storage-cache-path 1
 this way of reading data is not built here: --allow-ambiguous-pad-tokens
-all layers have the same mask: --window-attn-skip-freq 1
 megatron-core 0.16 has no such layer: --apply-residual-connection-post-layernorm
 Mamba and hybrid models are not built here: --is-hybrid-model --hybrid-attention-ratio 1 0.0 --hybrid-mlp-ratio 1 0.0
     --hybrid-override-pattern 1 --hybrid-layer-pattern 1 --mamba-state-dim 1 128 --mamba-head-dim 1 64
@@ -63,7 +62,7 @@ only softmax attention over all heads of a layer is built here: --experimental-a
     --dsa-indexer-n-heads 1 --dsa-indexer-head-dim 1 --dsa-indexer-topk 1 --dsa-indexer-loss-coeff 1
     --dsa-indexer-use-sparse-loss --linear-conv-kernel-dim 1 4 --linear-key-head-dim 1 128 --linear-value-head-dim 1 128
     --linear-num-key-heads 1 16 --linear-num-value-heads 1 32 --linear-attention-freq 1 --attention-output-gate
-    --qk-l2-norm --qk-clip --qk-clip-alpha 1 0.5 --qk-clip-threshold 1 100 --no-rope-freq 1 --use-kitchen-attention
+    --qk-l2-norm --qk-clip --qk-clip-alpha 1 0.5 --qk-clip-threshold 1 100 --use-kitchen-attention
     --kitchen-attention-backend 1 sdpa --relative-attention-num-buckets 1 32 --relative-attention-max-distance 1 128
     --mrope-section + --batch-invariant-mode
 not part of the GPT and Llama models built here: --quick-geglu --glu-linear-offset 1 0.0 --activation-func-clamp-value 1

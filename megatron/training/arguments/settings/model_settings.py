@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import ast
 from dataclasses import dataclass
 
-from megatron.training.arguments.settings.flag import flag
+from megatron.training.arguments.settings.flag import flag, layer_pattern
 
 
 def normalization(text: str) -> str:
@@ -17,34 +16,6 @@ def normalization(text: str) -> str:
 def positions(text: str) -> str:
     """Megatron-LM's name of a position embedding; BigScience writes rotary and absolute."""
     return {"rotary": "rope", "absolute": "learned_absolute"}.get(text, text)
-
-
-MOST_LAYERS = 100_000
-
-
-def layer_pattern(text: str) -> int | list[int]:
-    """``--moe-layer-freq``: every N-th layer has experts (N), or 1 and 0 for each layer, as in ``[0]*3+[1]*29``."""
-
-    def value(node: ast.AST) -> int | list[int]:
-        if isinstance(node, ast.Constant) and type(node.value) is int:
-            return node.value
-        if isinstance(node, ast.List):
-            return [value(one) for one in node.elts]
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            return value(node.left) + value(node.right)
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-            layers, times = value(node.left), value(node.right)
-            if isinstance(layers, list) and isinstance(times, int) and len(layers) * times <= MOST_LAYERS:
-                return layers * times
-        raise ValueError(text)
-
-    try:
-        pattern = value(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, TypeError, RecursionError, MemoryError):
-        raise ValueError(text) from None
-    if isinstance(pattern, list) and any(one not in (0, 1) for one in pattern):
-        raise ValueError(text)
-    return pattern
 
 
 @dataclass
@@ -69,6 +40,14 @@ class ModelConfig:
         choices=["learned_absolute", "rope", "yarn", "alibi", "none"],
     )
     rotary_base: int = flag(10000, "base period of RoPE", aliases=["--rotary-position-embeddings-theta"])
+    rotary_base_local: int | None = flag(
+        None, "base period of RoPE in layers with a window, where it is not scaled; default --rotary-base", type=int
+    )
+    no_rope_freq: int | list[int] | None = flag(
+        None,
+        "layers without RoPE: every N-th; or 1 for each of them and 0 for the others, as in ([0]*3+[1])*4",
+        type=layer_pattern,
+    )
     rotary_percent: float = flag(1.0, "share of a head that is rotated")
     rotary_interleaved: bool = flag(False, "rotate neighbouring pairs, not the two halves of a head")
     rotary_seq_len_interpolation_factor: float | None = flag(None, "linear interpolation of RoPE", type=float)
