@@ -37,7 +37,7 @@ class Step:
 
     Attributes:
         hop: the current block and its tiles.
-        keys_out: the current block, to the next rank.
+        keys_out: the current block, to the next rank; in a direct plan, rows of this rank's own block.
         keys_in: the next step's block.
         grads_out: gradients of the current block, to the next rank or to the block's home.
         grads_home: gradients of this rank's own block, from the last rank that added to them.
@@ -56,6 +56,8 @@ def schedule(plan: RingPlan, *, grads: bool) -> list[Step]:
     """The steps of a plan, in order. ``grads``: gradients of the blocks are sent as well."""
     last_rank, own_rows = plan.grads_home
     nothing = Message((), plan.rank)
+    if plan.direct:
+        return _direct_steps(plan, grads=grads)
     return [
         Step(
             hop,
@@ -67,6 +69,25 @@ def schedule(plan: RingPlan, *, grads: bool) -> list[Step]:
         )
         for index, (hop, following) in enumerate(zip(plan.hops, (*plan.hops[1:], None)))
     ]
+
+
+def _direct_steps(plan: RingPlan, *, grads: bool) -> list[Step]:
+    nothing, size = Message((), plan.rank), len(plan.hops)
+    steps = []
+    for index, hop in enumerate(plan.hops):
+        following = plan.hops[index + 1] if index + 1 < size else None
+        returns = grads and index > 0  # from the rank that has got rows at the previous hop
+        steps.append(
+            Step(
+                hop,
+                keys_out=Message(hop.forward, (plan.rank + index + 1) % size),
+                keys_in=Message(following.held, following.source) if following else nothing,
+                grads_out=Message(hop.grads_out, hop.grads_to) if grads else nothing,
+                grads_home=Message(plan.hops[index - 1].forward, (plan.rank + index) % size) if returns else nothing,
+                grads_in=nothing,
+            )
+        )
+    return steps
 
 
 @dataclass
@@ -126,15 +147,15 @@ class RingSource:
         ``v`` from all ranks.
         """
         kv, row = None, (*k.shape[1:3], k.size(3) + v.size(3))
-        coming = home = (), None
+        coming, home = ((), None), []
         wide, grads_moving = accumulation_dtype(k.dtype), _Transfer(self.axis)
         for step in schedule(self.plan, grads=own is not None):
             if kv is None:
-                block = KeyBlock(k, v, step.hop, None, own)
+                block = mine = KeyBlock(k, v, step.hop, None, own)
             else:
                 keys = unpacked(kv, k.size(3))
                 block = KeyBlock(*keys, step.hop, kv, KeyGradients(*keys))
-            keys_moving, kv = self._pass_on(block, step, row)
+            keys_moving, kv = self._pass_on(mine if self.plan.direct else block, step, row)
             if block.hop.tiles:
                 yield block
             grads_moving.wait()
@@ -142,18 +163,19 @@ class RingSource:
             if step.grads_out.rows:
                 grads_moving.send(block.grads_of(step.grads_out.rows, *coming), step.grads_out)
             if step.grads_home.rows:
-                home = step.grads_home.rows, grads_moving.receive(step.grads_home, k, row, wide)
+                home.append((step.grads_home.rows, grads_moving.receive(step.grads_home, k, row, wide)))
             coming = step.grads_in.rows, grads_moving.receive(step.grads_in, k, row, wide)
             grads_moving.start()
             keys_moving.wait()
         grads_moving.wait()
-        first = 0
-        for start, stop in home[0]:  # rows of this rank's block, one after another
-            own.add((start, stop), *unpacked(home[1][first : first + stop - start], k.size(3)))
-            first += stop - start
+        for rows, total in home:
+            first = 0
+            for start, stop in rows:  # rows of this rank's block, one after another
+                own.add((start, stop), *unpacked(total[first : first + stop - start], k.size(3)))
+                first += stop - start
 
     def _pass_on(self, block: KeyBlock, step: Step, row: tuple[int, ...]) -> tuple[_Transfer, Tensor]:
-        """Start to send a block to the next rank and to receive the next step's block, which is complete after wait."""
+        """Start to send rows of a block and to receive the next step's block, which is complete after wait."""
         moving = _Transfer(self.axis)
         if step.keys_out.rows:
             moving.send(block.pick(step.keys_out.rows), step.keys_out)

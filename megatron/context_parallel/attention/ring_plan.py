@@ -3,6 +3,10 @@
 
 A rank sends on only those rows of a block that a later rank on the block's path needs. It sends only those rows of the
 block's gradient to which some rank has added.
+
+Where few ranks need a row, such as under a window with zigzag, whose two halves see keys of both neighbours, most ranks
+on its path would only pass it on. The plan is then direct: a rank sends its own rows to each rank that needs them, and
+that rank sends their gradients back.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ class Hop:
     source: int
     held: Spans  # rows of the block that this rank holds at this hop
     tiles: Tiles  # what this rank computes with them; key rows count within ``held``
-    forward: Spans  # rows that are sent on to the next rank
+    forward: Spans  # rows that are sent on to the next rank; if direct, own rows for the rank that is next in turn
     grads_in: Spans  # rows whose gradients arrive from the previous rank
     grads_out: Spans  # rows whose gradients this rank sends
     grads_to: int  # the rank that receives grads_out: the next one, or the block's home
@@ -36,7 +40,13 @@ class Hop:
 
 @dataclass(frozen=True)
 class RingPlan:
-    """All hops of one rank; ``hops[0]`` is its own block. ``needed``: whether any rank needs any row of any block."""
+    """All hops of one rank; ``hops[0]`` is its own block.
+
+    Attributes:
+        needed: whether any rank needs any row of any block.
+        direct: each block comes from its home. At hop n a rank computes with the block of the rank n before it, and
+            sends own rows to the rank n + 1 after it.
+    """
 
     rank: int
     next: int
@@ -45,6 +55,7 @@ class RingPlan:
     grads_home: tuple[int, Spans]  # rank and rows of the gradients that return to this rank at the end
     home_hop: int  # the hop after which that rank sends them
     needed: bool = True
+    direct: bool = False
 
     @property
     def pairs(self) -> int:
@@ -86,7 +97,8 @@ class AttentionPlan:
         """The hops of ring rank ``rank`` (default: this one): its queries against the keys of all ranks.
 
         Keys travel in the direction that sends fewer rows: upwards on a contiguous causal ring, where they then never
-        wrap around; downwards for zigzag, where after wrapping around only half a block is needed.
+        wrap around; downwards for zigzag, where after wrapping around only half a block is needed. If at most half of
+        these rows are sent directly, the plan is direct.
 
         Args:
             chunk: only the keys of this chunk of every rank (FPDT); default: all.
@@ -188,7 +200,10 @@ def _plan(
     rank: int,
 ) -> RingPlan:
     size = len(keys)
-    step = min(paths, key=lambda step: sum(path.sent for path in paths[step]))
+    sent = {step: sum(path.sent for path in paths[step]) for step in paths}
+    step = min(sent, key=sent.__getitem__)
+    if sent[step] and 2 * sum(path.wanted for path in paths[step]) <= sent[step]:
+        return _direct(queries, keys, tiles_of, paths[1], rank)
     hops = []
     for hop in range(size):
         home = (rank - step * hop) % size
@@ -220,6 +235,32 @@ def _plan(
     )
 
 
+def _direct(
+    queries: Spans, keys: Blocks, tiles_of: Callable[[Spans, Spans], Tiles], paths: list[_Path], rank: int
+) -> RingPlan:
+    """A plan in which each rank sends its own rows to those that need them; ``paths``: in direction 1."""
+    size = len(keys)
+    hops = []
+    for hop in range(size):
+        home = (rank - hop) % size
+        needed = paths[home].stops[hop]
+        held = needed if hop else ((0, count(keys[home])),)
+        computed = tiles_of(queries, keys[home]) if needed else Tiles()
+        given = paths[rank].stops[hop + 1] if hop + 1 < size else ()
+        grads = needed if hop else ()
+        hops.append(Hop(home, held, computed.within(held), given, (), grads, home, needed))
+    return RingPlan(
+        rank=rank,
+        next=(rank + 1) % size,
+        previous=(rank - 1) % size,
+        hops=tuple(hops),
+        grads_home=(rank, ()),
+        home_hop=0,
+        needed=any(rows for path in paths for rows in path.stops),
+        direct=True,
+    )
+
+
 class _Path:
     """A block's path around the ring, with the rows at each stop.
 
@@ -237,6 +278,7 @@ class _Path:
         self.touched = [*accumulate(self.stops[1:], union, initial=())]
         self.last = max((hop for hop, rows in enumerate(self.stops) if hop and rows), default=0)
         self.sent = sum(count(rows) for rows in self.carried[1:])
+        self.wanted = sum(count(rows) for rows in self.stops[1:])  # rows that its home would send directly
 
 
 def _needed(reached: Sequence[Spans], keys: Blocks) -> list[list[Spans]]:
