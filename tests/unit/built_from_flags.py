@@ -101,6 +101,7 @@ def _model(config: Config, grid: Any, layout: SequenceLayout) -> dict[str, Any]:
     def spec(_: Any, settings: Any, **asked: Any) -> None:
         chunks = asked.pop("chunks")
         seen.update({f"dropout.{name}": value for name, value in vars(settings.dropout).items()})
+        seen["rules"] = [(repr(one.rule.mask), one.rotary and repr(one.rotary.rope)) for one in settings.layers]
         seen["host memory"] = chunks is not None and chunks.offload is not None
         seen["streamed"] = chunks is not None and chunks.streamed
         seen.update({f"layers.{name}": value for name, value in asked.items()})

@@ -143,6 +143,9 @@ EFFECTS = f"""
 | --attention-mask full | mask
 | --window-size 7,0 | balance mask
 --window-size 7,0 | --window-global-tokens 2 | mask
+--window-size 7,0 | --window-attn-skip-freq 2 | balance rules
+--position-embedding-type rope | --no-rope-freq 2 | rules
+--position-embedding-type rope --window-size 7,0 --window-attn-skip-freq 2 | --rotary-base-local 500 | rules
 {SPARSE} | --sparse-block-size 16 | mask
 {SPARSE} | --sparse-pattern strided | balance mask
 {SPARSE} | --sparse-window-blocks 1 | mask

@@ -166,8 +166,12 @@ def _window_layers(config: Config) -> None:
         attention.window_attn_skip_freq = None
     if model.rotary_base_local is None:
         return
-    if attention.attention_mask != "window":
-        raise Refusal("--rotary-base-local", "is of layers with a window: add --window-size, or leave it out")
+    if attention.window_attn_skip_freq is None:
+        raise Refusal(
+            "--rotary-base-local",
+            "is of layers with a window beside layers without: add --window-size and --window-attn-skip-freq, or use "
+            "--rotary-base",
+        )
     if not any(own and rotated for own, rotated in zip(windows, rope_layers(model))):
         raise Refusal(
             f"--rotary-base-local {model.rotary_base_local}",

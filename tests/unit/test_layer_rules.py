@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers with different rules: what they compute and send, the balance of the ring, MFU, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.context_parallel.attention.ring_plan import ring_plan
+from megatron.context_parallel.layout.grid import abstract_grid
+from megatron.context_parallel.layout.masks import Causal, Full, Window
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.context_parallel.layout.spans import count
+from megatron.decisions.ring_work import ring_blocks
+from megatron.training.model.attention_rule import layer_masks
+from megatron.training.model.build import layer_rotaries
+from megatron.training.refusal import Refusal
+from megatron.training.report.layer_traffic import describe_layers, layer_traffic
+from megatron.training.report.mfu import attended_share
+from tests.unit.test_validate import build
+
+ROPE = "--position-embedding-type rope"
+LENGTH, RING, WIDTH = 131072, 8, 1024
+GEMMA3 = f"--window-size {WIDTH - 1},0 --window-attn-skip-freq 6 --num-layers 6"
+
+
+def gemma(flags: str = "", length: int = LENGTH, ring: int = RING):
+    return build(f"{GEMMA3} --seq-length {length} --max-position-embeddings {length} --ring-parallel-size {ring} "
+                 f"--micro-batch-size 1 {flags}", ring)  # fmt: skip
+
+
+def seen(mask, layout: SequenceLayout, rank: int) -> tuple[int, torch.Tensor]:
+    """(pairs of a rank's queries, which keys they see [length]) by positions alone."""
+    pairs, keys = 0, torch.zeros(layout.seq_length, dtype=torch.bool)
+    for start, stop in layout.ring_spans(rank):
+        queries = torch.arange(start, stop)
+        first = (queries - mask.left).clamp(min=0) if isinstance(mask, Window) else torch.zeros_like(queries)
+        pairs += int((queries + 1 - first).sum())
+        keys[int(first.min()) : stop] = True
+    return pairs, keys
+
+
+def test_gemma_3_sends_and_computes_what_its_masks_need():
+    """5 layers with a window of 1,024 and one without, 131,072 tokens, Ring 8: within 2 %."""
+    config = gemma()
+    assert config.parallel.context_parallel_balance == "zigzag"
+    layout = SequenceLayout(LENGTH, abstract_grid(ring=RING), "zigzag")
+    sent = pairs = needed_rows = needed_pairs = 0
+    for mask in layer_masks(config):
+        for rank in range(RING):
+            plan = ring_plan(layout, mask, rank)
+            sent += sum(count(hop.forward) for hop in plan.hops)
+            pairs += sum(tile.pairs for hop in plan.hops for tile in hop.tiles)
+            own, keys = seen(mask, layout, rank)
+            needed_pairs += own
+            for start, stop in layout.ring_spans(rank):
+                keys[start:stop] = False  # a rank's own keys are not sent
+            if isinstance(mask, Window):
+                needed_rows += int(keys.sum())
+    # A full layer's keys go around the ring, all but a half block of each rank: decisions/ring_work.py.
+    block = LENGTH // RING
+    around = sum(
+        sum(count(hop.forward) for hop in ring_plan(layout, Causal(), rank).hops) for rank in range(RING)
+    )
+    assert around <= RING * ring_blocks(RING, "zigzag", True).keys * block
+    assert needed_rows == 5 * (2 * RING - 2) * (WIDTH - 1)  # before each half, where another rank has the keys
+    assert pairs == needed_pairs
+    assert sent == pytest.approx(needed_rows + around, rel=0.02)
+    # If the windows were ignored, or passed on from rank to rank, this would be noticed.
+    assert 6 * around > 1.02 * sent and 5 * (RING * 2) * (RING - 1) * WIDTH / 2 + around > 1.02 * sent
+
+
+def test_a_dry_run_sends_what_the_layers_send(tmp_path):
+    """The program itself, with fake tensors: ring bytes and FLOPs of attention at 131,072 tokens on Ring 8."""
+    from megatron.simulator.dry_run.dry_run import dry_run
+
+    flags = "--hidden-size 64 --num-attention-heads 4 --vocab-size 99 --mock-data --dry-run --world-size 8 --device cpu"
+    config = gemma(f"{flags} --position-embedding-type rope --rotary-base-local 10000")
+    result = dry_run(config, RING, vocab_size=99)
+    (report,) = result.ranks
+    window, full = layer_traffic(config)
+    layout = SequenceLayout(LENGTH, abstract_grid(ring=RING), "zigzag")
+    # Keys and values of 4 heads of 16 in fp32 forward; in backward the same again, and their gradients in fp32.
+    row, rank = 2 * 4 * 16 * 4, report.rank
+    sent = {}
+    for kind in (window, full):
+        hops = ring_plan(layout, kind.mask, rank).hops
+        sent[kind.mask] = row * sum(2 * count(hop.forward) + count(hop.grads_out) for hop in hops)
+        assert row * sum(count(hop.forward) for hop in hops) <= kind.sent
+    expected = sum(len(kind.layers) * sent[kind.mask] for kind in (window, full))
+    assert report.figures.communication["ring"] == pytest.approx(expected, rel=0.02)
+    flops = sum(len(kind.layers) * seen(kind.mask, layout, rank)[0] for kind in (window, full)) * 4 * 4 * 16
+    attention = report.figures.flops - dense_flops(config)
+    assert attention == pytest.approx(3.5 * flops, rel=0.02)
+
+
+def dense_flops(config) -> float:
+    from megatron.formulas.flops import forward_flops
+    from megatron.training.arguments.models import model_shape
+
+    one = forward_flops(model_shape(config.model, 128), config.data.seq_length)
+    return 3 * one.gemm / RING
+
+
+def test_lines_of_a_run_say_what_layers_send():
+    lines = list(describe_layers(gemma()))
+    assert len(lines) == 2 and lines[0].startswith("layers 1-5: Window(left=1023") and "MiB" in lines[0]
+    assert lines[1].startswith("layers 6: Causal()")
+    assert not list(describe_layers(build("--window-size 15,0")))
+    assert "MiB" not in "".join(describe_layers(gemma(ring=1)))
+
+
+@pytest.mark.parametrize(
+    "flags, balance",
+    [
+        ("--window-size 15,0", "contiguous"),
+        ("--window-size 15,0 --window-attn-skip-freq 4", "zigzag"),
+        ("--window-size 95,0 --window-attn-skip-freq [1,1,1,0]*2", "zigzag"),
+        ("--window-size 15,0 --window-attn-skip-freq 2 --context-parallel-balance contiguous", "contiguous"),
+        ("--window-size 15,0 --window-attn-skip-freq 2 --reset-attention-mask", "documents"),
+        ("--window-size 15,0 --window-attn-skip-freq 2 --reset-attention-mask --micro-batch-size 2", "zigzag"),
+        ("--window-size 15,0 --reset-attention-mask", "contiguous"),
+        ("--window-size 95,0 --window-attn-skip-freq 30 --num-layers 30", "contiguous"),
+    ],
+)
+def test_the_balance_is_chosen_by_the_work_of_all_layers(flags, balance):
+    assert build(f"--ring-parallel-size 2 {flags}", 2).parallel.context_parallel_balance == balance
+
+
+def test_the_rules_of_each_layer():
+    config = build(f"{ROPE} --num-layers 4 --window-size 7,0 --window-attn-skip-freq 2 --no-rope-freq [0,0,1,0] "
+                   "--rotary-base-local 300 --use-rope-scaling")  # fmt: skip
+    assert layer_masks(config) == [Window(7), Causal(), Window(7), Causal()]
+    layout = SequenceLayout(config.data.seq_length, abstract_grid())
+    local, whole, none, again = layer_rotaries(config, layout, torch.device("cpu"))
+    assert none is None and again is whole
+    assert (local.rope.base, local.rope.llama3) == (300, None) and (whole.rope.base, whole.rope.llama3) == (10000, 8.0)
+    both = build("--window-size 7,7 --window-attn-skip-freq [1,0] --num-layers 2 --attention-mask window")
+    assert layer_masks(both) == [Window(7, 7), Full()]
+
+
+def test_mfu_counts_each_layer_with_its_mask():
+    length = 192
+    one, other = (attended_share(build(flags)) for flags in ("--window-size 15,0", ""))
+    mixed = attended_share(build("--window-size 15,0 --window-attn-skip-freq [1,1,1,0] --num-layers 4"))
+    assert one == (16 * length - 16 * 15 / 2) / length**2 and other == 0.5
+    assert mixed == pytest.approx((3 * one + other) / 4, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--window-attn-skip-freq 2", "--window-attn-skip-freq is used only by --attention-mask window"),
+        ("--window-size 7,0 --window-attn-skip-freq 0", "must be at least 1"),
+        ("--window-size 7,0 --window-attn-skip-freq 1", "leaves no layer with the window"),
+        ("--window-size 7,0 --window-attn-skip-freq [1,0,1]", "with 3 layers does not fit --num-layers 4"),
+        ("--window-size 7,0 --window-attn-skip-freq [1,2]", "--window-attn-skip-freq"),
+        ("--no-rope-freq 2", "--no-rope-freq with --position-embedding-type learned_absolute"),
+        (f"{ROPE} --no-rope-freq 3", "--no-rope-freq 3 does not divide --num-layers 4"),
+        (f"{ROPE} --no-rope-freq 1", "leaves no layer with RoPE"),
+        (f"{ROPE} --no-rope-freq 0", "must be at least 1"),
+        (f"{ROPE} --no-rope-freq [1,0]", "with 2 layers does not fit --num-layers 4"),
+        (f"{ROPE} --rotary-base-local 500", "--rotary-base-local is of layers with a window beside layers without"),
+        (f"{ROPE} --rotary-base-local 500 --window-size 7,0", "use --rotary-base"),
+        ("--rotary-base-local 500 --window-size 7,0 --window-attn-skip-freq 2", "no layer with the window has RoPE"),
+        (f"{ROPE} --rotary-base-local 0 --window-size 7,0 --window-attn-skip-freq 2", "must be at least 1"),
+    ],
+)
+def test_what_is_refused(flags, words):
+    with pytest.raises(Refusal) as caught:
+        build(f"--num-layers 4 {flags}")
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_patterns_that_name_no_exception_are_like_none():
+    config = build(f"{ROPE} --num-layers 4 --window-size 7,0 --window-attn-skip-freq [1]*4 --no-rope-freq [0]*4")
+    assert config.attention.window_attn_skip_freq is None and config.model.no_rope_freq is None
