@@ -95,6 +95,7 @@ def stage_parameters(
         *(((qkv, 1),) if shape.bias or shape.qkv_bias else ()),
         *(((d, 1),) * (2 * norms) if shape.qk_norm else ()),
         *norm,
+        *(norm * (2 * shape.sandwich_norm)),
     )
     layer = (*attention, (gates * ffn, h), *bias(gates * ffn), (h, ffn), *bias(h))
     first, last = stage == 0, stage == pipeline - 1

@@ -96,6 +96,7 @@ class Shape:
     sinks: bool = False  # a learned score per head in the softmax
     embed_norm: bool = False  # LayerNorm after the word embedding
     mixture: Mixture | None = None  # layers with experts
+    sandwich_norm: bool = False  # norms after attention and after the MLP too
 
     def dense(self) -> Shape:
         """This shape.

@@ -17,6 +17,7 @@ from megatron.training.arguments.validate.check_model import sees_ahead
 from megatron.training.checkpoint import checkpoint
 from megatron.training.checkpoint.arguments_of import shape_of
 from megatron.training.checkpoint.checksums import choose_whole
+from megatron.training.checkpoint.hugging_face.architectures import described
 from megatron.training.checkpoint.megatron_lm.checked import COMMON, glance
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, is_hugging_face
 from megatron.training.json_file import parse_json, read_bytes
@@ -183,7 +184,9 @@ def read_saved(path: Path, folder: Path) -> Saved:
         theirs = _json(glance(path, "config.json").file("config.json"))
         kind = str(theirs.get("dtype") or theirs.get("torch_dtype") or "float32")
         dtype = {"bfloat16": "bf16", "float16": "fp16"}.get(kind, "fp32")
-        return Saved(_tokenizer_in(path), dtype, _stop_in(path))
+        window = described(theirs, path / "config.json").attention
+        mask = {f"attention.{name}": value for name, value in window.items()}
+        return Saved(mask | _tokenizer_in(path), dtype, _stop_in(path))
     ours = glance(path, COMMON).common().get("config")
     if not isinstance(ours, dict):  # written by Megatron-LM: the mask is causal, and it has no files of the tokenizer
         return Saved({}, "fp32", None)

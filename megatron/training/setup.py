@@ -178,6 +178,7 @@ def _kernel(config: Config, device: torch.device, mask: Mask) -> str:
         tile_rows=0.0 if varies_by_batch(config) else tile_rows(mask),
         needs_mask=mask.fine or config.model.position_embedding_type == "alibi",
         needs_dropout=config.model.attention_dropout > 0 and not config.run.skip_train,
+        needs_softcap=config.model.attn_logit_softcapping is not None,
     )
     return kernel.name
 

@@ -107,12 +107,22 @@ class LongContextLayer(TransformerLayer):
     Args:
         attention: settings of the attention.
         experts: the layer has a mixture of experts that are chosen by this rule, in place of ``submodules.mlp``.
+        output_norm: class of norms of the outputs of attention and FFN, before they are added; None: no such norms.
     """
 
     def __init__(
-        self, *args: Any, attention: AttentionSettings, experts: RouterRule | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        attention: AttentionSettings,
+        experts: RouterRule | None = None,
+        output_norm: type | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self.post_self_attn_layernorm = self.post_mlp_layernorm = None
+        if output_norm is not None:
+            sizes = self.config, self.config.hidden_size, self.config.layernorm_epsilon
+            self.post_self_attn_layernorm, self.post_mlp_layernorm = output_norm(*sizes), output_norm(*sizes)
         if experts is not None:
             # Not by the ModuleSpec: core's layer takes an unknown class for a mistake, and logs that.
             self.mlp = Experts(self.config, experts, self.layer_number)
@@ -145,6 +155,20 @@ class LongContextLayer(TransformerLayer):
 
     def dropout_add(self, dropout: HiddenDropout | None, which: int, rows: Span | None = None) -> Callable:
         """As in both methods above, for ``rows`` of this rank's tokens. Without dropout: core's, perhaps fused."""
+        add = self._add(dropout, which, rows)
+        norm = self.post_self_attn_layernorm if which == ATTENTION else self.post_mlp_layernorm
+        if norm is None:
+            return add
+
+        def normalize_and_add(
+            output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, probability: float
+        ) -> Tensor:
+            x, bias = output_with_bias
+            return add((norm(x if bias is None else x + bias), None), residual, probability)
+
+        return normalize_and_add
+
+    def _add(self, dropout: HiddenDropout | None, which: int, rows: Span | None) -> Callable:
         if dropout is None:
             return self.core_add[which](self.training, self.config.bias_dropout_fusion)
 

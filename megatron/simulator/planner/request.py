@@ -306,6 +306,9 @@ def _known(config: Config) -> None:
         "--qk-layernorm": model.qk_layernorm,
         f"--softmax-type {model.softmax_type}": model.softmax_type != "vanilla",
         "--embed-layernorm": model.embed_layernorm,
+        "--sandwich-norm": model.sandwich_norm,
+        "--attn-logit-softcapping": model.attn_logit_softcapping,
+        "--final-logit-softcapping": model.final_logit_softcapping,
         f"--num-experts {model.num_experts}": model.num_experts,
     }
     for flag in (flag for flag, given in wrong.items() if given):

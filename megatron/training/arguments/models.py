@@ -92,7 +92,7 @@ def vocabulary(name: str) -> int:
 def derive_shape(model: ModelConfig) -> ModelConfig:
     """A copy with Megatron-LM's defaults for head size, MLP width and key/value heads."""
     width = model.hidden_size
-    ffn = int(4 * width * 2 / 3 / 64) * 64 if model.swiglu else 4 * width
+    ffn = int(4 * width * 2 / 3 / 64) * 64 if is_gated(model) else 4 * width
     return replace(
         model,
         kv_channels=model.kv_channels or width // model.num_attention_heads,
@@ -104,9 +104,16 @@ def derive_shape(model: ModelConfig) -> ModelConfig:
 def activation(model: ModelConfig) -> str:
     """Activation of the MLP, as Megatron-LM chooses it: ``silu``, ``squared_relu``, ``tanh_gelu`` (GELU by tanh, in the
     fused kernel that also adds the bias) or ``gelu`` (GELU by erf, without that kernel)."""
-    if model.swiglu or model.squared_relu:
-        return "silu" if model.swiglu else "squared_relu"
+    if model.swiglu or model.geglu:
+        return "silu" if model.swiglu else "tanh_gelu"
+    if model.squared_relu:
+        return "squared_relu"
     return "tanh_gelu" if model.openai_gelu or (model.bias_gelu_fusion and model.add_bias_linear) else "gelu"
+
+
+def is_gated(model: ModelConfig) -> bool:
+    """Whether the MLP has three matrices: gate, up and down."""
+    return model.swiglu or model.geglu
 
 
 def model_shape(model: ModelConfig, vocab_size: int) -> Shape:
@@ -121,7 +128,7 @@ def model_shape(model: ModelConfig, vocab_size: int) -> Shape:
         kv_heads=model.num_query_groups,
         head_dim=model.kv_channels,
         vocab=vocab_size,
-        gated=model.swiglu,
+        gated=is_gated(model),
         bias=model.add_bias_linear,
         layer_norm=model.normalization == "LayerNorm",
         tied=not model.untie_embeddings_and_output_weights,
@@ -130,6 +137,7 @@ def model_shape(model: ModelConfig, vocab_size: int) -> Shape:
         qk_norm=model.qk_layernorm,
         sinks=model.softmax_type == "learnable",
         embed_norm=model.embed_layernorm,
+        sandwich_norm=model.sandwich_norm,
         mixture=_mixture(model),
     )
 

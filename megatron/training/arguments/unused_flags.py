@@ -21,7 +21,7 @@ READERS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
     ("--use-rope-scaling reads it", lambda c: c.model.use_rope_scaling, "rope_scaling_factor"),
     (
         "only GELU reads it",
-        lambda c: not (c.model.swiglu or c.model.squared_relu),
+        lambda c: not (c.model.swiglu or c.model.geglu or c.model.squared_relu),
         "bias_gelu_fusion",
     ),
     (

@@ -47,6 +47,7 @@ def attention_rule(config: Config, grid: Grid) -> AttentionRule:
         alibi_slopes=slopes,
         mask_cpu_threshold=attention.mask_cpu_threshold,
         gather_keys=config.parallel.cp_comm_type == ["all_gather"],
+        softcap=model.attn_logit_softcapping,
     )
 
 

@@ -30,7 +30,7 @@ from megatron.training.arguments.validate.check_memory import layers_recompute, 
 from megatron.training.data.tokenizer import padded_vocab_size
 from megatron.training.model.attention_rule import attention_rule, layer_masks
 from megatron.training.model.core_config import in_chunks, router_rule, transformer_config
-from megatron.training.model.gpt import LongContextGPT
+from megatron.training.model.gpt import LongContextGPT, scale_embeddings
 from megatron.training.model.weights import initialize_weights
 
 
@@ -108,6 +108,7 @@ def _build_chunk(
         recomputed=recomputed,
         lora=lora(model),
         experts=_experts(config, core, layers, stage, grid),
+        output_norms=model.sandwich_norm,
     )
     learned = model.position_embedding_type == "learned_absolute"
     partitioned = config.parallel.partition_position_embedding
@@ -122,6 +123,7 @@ def _build_chunk(
         loss_chunks=loss_chunks(config, vocab_size),
         chunks=chunks,
         settings=settings,
+        softcap=model.final_logit_softcapping,
         max_sequence_length=model.max_position_embeddings,
         pre_process=first,
         post_process=last,
@@ -132,6 +134,8 @@ def _build_chunk(
     )
     if model.embed_layernorm and first:
         chunk.embedding.word_embeddings = NormedWords(chunk.embedding.word_embeddings, core)
+    if model.scale_embeddings and first:
+        scale_embeddings(chunk.embedding.word_embeddings, model.hidden_size)
     if partitioned and first:
         chunk.embedding = PartitionedEmbedding(chunk.embedding, settings.layout, model.max_position_embeddings)
     if config.chunks.offload_checkpoints:

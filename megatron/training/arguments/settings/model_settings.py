@@ -72,6 +72,7 @@ class ModelConfig:
     norm_epsilon: float = flag(1e-5, "epsilon of the normalization", aliases=["--layernorm-epsilon"])
     apply_layernorm_1p: bool = flag(False, "store the weights of the norm minus 1")
     swiglu: bool = flag(False, "gated MLP with SiLU")
+    geglu: bool = flag(False, "gated MLP with GELU by tanh, as in Gemma")
     squared_relu: bool = flag(False, "squared ReLU instead of GELU")
     bias_gelu_fusion: bool = flag(
         True,
@@ -83,11 +84,22 @@ class ModelConfig:
     add_bias_linear: bool = flag(True, "no bias in the linear layers", flags=["--disable-bias-linear"])
     add_qkv_bias: bool = flag(False, "bias in the QKV projection only")
     qk_layernorm: bool = flag(False, "normalize queries and keys of each head")
+    softmax_scale: float | None = flag(
+        None, "factor of attention scores; default 1 / square root of --kv-channels", type=float
+    )
+    attn_logit_softcapping: float | None = flag(
+        None, "soft-cap of attention scores: a score s becomes C tanh(s / C), as in Gemma 2", type=float
+    )
+    final_logit_softcapping: float | None = flag(None, "soft-cap of the logits of the vocabulary", type=float)
     softmax_type: str = flag(
         "vanilla",
         "softmax of attention: off-by-one adds 1 to its sum, learnable adds a sink: one learned score per head",
         choices=["vanilla", "off-by-one", "learnable"],
     )
+    sandwich_norm: bool = flag(
+        False, "normalize the outputs of attention and MLP too, before they are added, as in Gemma 2 and 3"
+    )
+    scale_embeddings: bool = flag(False, "multiply word embeddings by the square root of --hidden-size, as in Gemma")
     embed_layernorm: bool = flag(False, "LayerNorm of the word embeddings, as in BLOOM")
     untie_embeddings_and_output_weights: bool = flag(False, "separate weights for the output layer")
     hidden_dropout: float = flag(0.1, "dropout on the residual branches")

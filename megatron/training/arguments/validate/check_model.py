@@ -50,14 +50,20 @@ def complete_model(config: Config) -> None:
             f"is not a multiple of --num-query-groups {groups}: use --num-query-groups {gcd(heads, groups)}",
             Fix(f"--num-query-groups {gcd(heads, groups)}"),
         )
-    chosen = {"--swiglu": model.swiglu, "--squared-relu": model.squared_relu, "--openai-gelu": model.openai_gelu}
+    names = ("swiglu", "geglu", "squared_relu", "openai_gelu")
+    chosen = {"--" + name.replace("_", "-"): getattr(model, name) for name in names}
     activations = [flag for flag, given in chosen.items() if given]
     if len(activations) > 1:
         raise Refusal(" and ".join(activations), f"are {len(activations)} activations: keep one")
+    for name in ("softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(model, name) is not None and not getattr(model, name) > 0:
+            flag = f"--{name.replace('_', '-')} {getattr(model, name):g}"
+            raise Refusal(flag, "must be above 0; leave it out for the default")
     model = derive_shape(model)
     if model.ffn_hidden_size < 1:
         raise Refusal(
-            f"--swiglu with --hidden-size {model.hidden_size}", "gives an MLP of width 0: give --ffn-hidden-size"
+            f"--{'swiglu' if model.swiglu else 'geglu'} with --hidden-size {model.hidden_size}",
+            "gives an MLP of width 0: give --ffn-hidden-size",
         )
     _positions(model)
     config.model = model

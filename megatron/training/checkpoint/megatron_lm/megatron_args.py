@@ -42,8 +42,6 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "linear_attention_freq": ((None,), "linear attention"),
     "experimental_attention_variant": ((None,), "another attention"),
     "attention_output_gate": ((None, False), "gated attention"),
-    "no_rope_freq": ((None,), "layers without RoPE"),
-    "window_attn_skip_freq": ((None,), "layers without a window"),
     "qk_l2_norm": ((None, False), "queries and keys of length 1"),
     "quick_geglu": ((None, False), "another activation"),
     "glu_linear_offset": ((None, 0, 0.0), "another activation"),
