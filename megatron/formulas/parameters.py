@@ -114,8 +114,10 @@ def stage_parameters(
         return StageParameters(embedding, layer, layers, final)
     with_experts = sum(mixture.layers[stage * layers : (stage + 1) * layers])
     shared, width = mixture.shared // tensor, mixture.ffn // (expert_tensor or tensor)
-    routed = (*attention, (mixture.experts, h), *(((gates * shared, h), (h, shared)) if shared else ()))
-    experts = ((gates * width, h), (h, width)) * (mixture.experts // expert)
+    gate = (mixture.experts, h), *bias(mixture.experts)
+    routed = (*attention, *gate, *(((gates * shared, h), (h, shared)) if shared else ()))
+    one = (gates * width, h), *bias(gates * width), (h, width), *bias(h)
+    experts = one * (mixture.experts // expert)
     return StageParameters(
         embedding, layer, layers - with_experts, final, routed * with_experts, experts * with_experts
     )

@@ -104,8 +104,8 @@ def derive_shape(model: ModelConfig) -> ModelConfig:
 def activation(model: ModelConfig) -> str:
     """Activation of the MLP, as Megatron-LM chooses it: ``silu``, ``squared_relu``, ``tanh_gelu`` (GELU by tanh, in the
     fused kernel that also adds the bias) or ``gelu`` (GELU by erf, without that kernel)."""
-    if model.swiglu or model.geglu:
-        return "silu" if model.swiglu else "tanh_gelu"
+    if is_gated(model):
+        return "silu" if model.swiglu else "tanh_gelu" if model.geglu else "quick_gelu"
     if model.squared_relu:
         return "squared_relu"
     return "tanh_gelu" if model.openai_gelu or (model.bias_gelu_fusion and model.add_bias_linear) else "gelu"
@@ -113,7 +113,7 @@ def activation(model: ModelConfig) -> str:
 
 def is_gated(model: ModelConfig) -> bool:
     """Whether the MLP has three matrices: gate, up and down."""
-    return model.swiglu or model.geglu
+    return model.swiglu or model.geglu or model.quick_geglu
 
 
 def model_shape(model: ModelConfig, vocab_size: int) -> Shape:

@@ -65,8 +65,8 @@ only softmax attention over all heads of a layer is built here: --experimental-a
     --qk-l2-norm --qk-clip --qk-clip-alpha 1 0.5 --qk-clip-threshold 1 100 --use-kitchen-attention
     --kitchen-attention-backend 1 sdpa --relative-attention-num-buckets 1 32 --relative-attention-max-distance 1 128
     --mrope-section + --batch-invariant-mode
-not part of the GPT and Llama models built here: --quick-geglu --glu-linear-offset 1 0.0 --activation-func-clamp-value 1
-    --embedding-init-method-std 1 --heterogeneous-layers-config-path 1 --heterogeneous-layers-config-encoded-json 1
+not part of the GPT and Llama models built here: --embedding-init-method-std 1
+    --heterogeneous-layers-config-path 1 --heterogeneous-layers-config-encoded-json 1
 hybrid context parallelism by sequence is not built here: --hybrid-context-parallel --max-seqlen-per-dp-cp-rank 1
 this precision setting is not built here: --fp32-residual-connection --disable-bf16-reduced-precision-matmul
     --fp16-lm-cross-entropy --ddp-reduce-scatter-with-fp32-accumulation

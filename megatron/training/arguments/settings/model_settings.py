@@ -73,6 +73,11 @@ class ModelConfig:
     apply_layernorm_1p: bool = flag(False, "store the weights of the norm minus 1")
     swiglu: bool = flag(False, "gated MLP with SiLU")
     geglu: bool = flag(False, "gated MLP with GELU by tanh, as in Gemma")
+    quick_geglu: bool = flag(False, "gated MLP with x sigmoid(1.702 x), as in gpt-oss")
+    glu_linear_offset: float = flag(0.0, "gated MLP: is added to the half that is not activated")
+    activation_func_clamp_value: float | None = flag(
+        None, "gated MLP: limit of both halves before the activation; the activated half has no lower limit", type=float
+    )
     squared_relu: bool = flag(False, "squared ReLU instead of GELU")
     bias_gelu_fusion: bool = flag(
         True,

@@ -8,7 +8,7 @@ from math import gcd
 
 from megatron.decisions.division import NARROW
 from megatron.training.arguments.config import AttentionConfig, Config, ModelConfig
-from megatron.training.arguments.models import ROTARY, derive_shape, rope_layers, window_layers
+from megatron.training.arguments.models import ROTARY, derive_shape, is_gated, rope_layers, window_layers
 from megatron.training.arguments.settings.attention_settings import MASKS
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, near
 
@@ -50,19 +50,22 @@ def complete_model(config: Config) -> None:
             f"is not a multiple of --num-query-groups {groups}: use --num-query-groups {gcd(heads, groups)}",
             Fix(f"--num-query-groups {gcd(heads, groups)}"),
         )
-    names = ("swiglu", "geglu", "squared_relu", "openai_gelu")
+    names = ("swiglu", "geglu", "quick_geglu", "squared_relu", "openai_gelu")
     chosen = {"--" + name.replace("_", "-"): getattr(model, name) for name in names}
     activations = [flag for flag, given in chosen.items() if given]
     if len(activations) > 1:
         raise Refusal(" and ".join(activations), f"are {len(activations)} activations: keep one")
-    for name in ("softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"):
+    if (model.glu_linear_offset or model.activation_func_clamp_value is not None) and not is_gated(model):
+        flag = "--glu-linear-offset" if model.glu_linear_offset else "--activation-func-clamp-value"
+        raise Refusal(flag, "is of gated MLPs: add --swiglu, --geglu or --quick-geglu, or leave it out", LEAVE_OUT)
+    for name in ("softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "activation_func_clamp_value"):
         if getattr(model, name) is not None and not getattr(model, name) > 0:
             flag = f"--{name.replace('_', '-')} {getattr(model, name):g}"
             raise Refusal(flag, "must be above 0; leave it out for the default")
     model = derive_shape(model)
     if model.ffn_hidden_size < 1:
         raise Refusal(
-            f"--{'swiglu' if model.swiglu else 'geglu'} with --hidden-size {model.hidden_size}",
+            f"{activations[0]} with --hidden-size {model.hidden_size}",
             "gives an MLP of width 0: give --ffn-hidden-size",
         )
     _positions(model)

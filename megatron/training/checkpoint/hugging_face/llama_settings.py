@@ -136,15 +136,17 @@ OFF = {
     "yarn_correction_range_round_to_int": "--no-yarn-correction-range-round-to-int",
 }
 # Settings that are None in most models.
-OPTIONAL = ("rotary_base_local", "no_rope_freq", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping")
+OPTIONAL = ("rotary_base_local", "no_rope_freq", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping",
+            "activation_func_clamp_value")  # fmt: skip
 # Settings that all Llama models share, including the features that are off.
 FIXED = {
     **{name: LLAMA[name] for name in ("normalization", "swiglu")},
     **dict.fromkeys(
         ("add_qkv_bias", "qk_layernorm", "embed_layernorm", "apply_layernorm_1p", "squared_relu", "rotary_interleaved",
-         "geglu", "sandwich_norm", "scale_embeddings"),
+         "geglu", "quick_geglu", "sandwich_norm", "scale_embeddings"),
         False,
     ),
+    "glu_linear_offset": 0.0,
     **dict.fromkeys(OPTIONAL),
     "rotary_percent": 1.0,
     "softmax_type": "vanilla",
