@@ -107,7 +107,7 @@ def step_flops(workload: Workload, strategy: Strategy) -> Flops:
     """
     one = forward_flops(workload.shape, workload.seq_length)
     batch, run = workload.global_batch, passes_of(workload, strategy)
-    pairs = one.attention * (0.5 if workload.causal else 1.0)
+    pairs = one.attention * workload.attended
     logits = one.logits / workload.shape.vocab * padded_vocab(workload.shape.vocab, strategy.tensor)
     gemm = (run.qkv + 2) * one.qkv + (run.out + 2) * one.out + (run.ffn + 2) * one.mlp + 3 * logits
     return Flops(

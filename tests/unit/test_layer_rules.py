@@ -12,6 +12,11 @@ from megatron.context_parallel.layout.masks import Causal, Full, Window
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import count
 from megatron.decisions.ring_work import ring_blocks
+from megatron.formulas.flops import step_flops
+from megatron.formulas.strategy import Shape, Strategy, Workload
+from megatron.simulator.cost.estimate import estimate, pass_seconds
+from megatron.simulator.machines.machine_file import load
+from megatron.simulator.planner.request import Request, packed
 from megatron.training.model.attention_rule import layer_masks
 from megatron.training.model.build import layer_rotaries
 from megatron.training.refusal import Refusal
@@ -175,3 +180,44 @@ def test_what_is_refused(flags, words):
 def test_patterns_that_name_no_exception_are_like_none():
     config = build(f"{ROPE} --num-layers 4 --window-size 7,0 --window-attn-skip-freq [1]*4 --no-rope-freq [0]*4")
     assert config.attention.window_attn_skip_freq is None and config.model.no_rope_freq is None
+
+
+# ---- formulas and the planner
+
+LLAMA = Shape(layers=8, hidden=64, ffn=96, heads=8, kv_heads=8, head_dim=8, vocab=99)
+LLAMA8 = ("--model", "llama3-8b")
+
+
+def planned(window: int, skip: int, length: int = 131072):
+    return Request(LLAMA8, 8, "", window, skip).workload(length)
+
+
+def test_formulas_count_each_kind_of_layer():
+    window, mixed, causal = planned(1024, 0), planned(1024, 4), planned(0, 0)
+    machine, strategy = load("H100-80G"), Strategy(tensor=2, ring=4, recompute="full")
+    for of in (
+        lambda work: step_flops(work, strategy).model_attention,
+        lambda work: step_flops(work, strategy).attention,
+        lambda work: estimate(work, strategy, machine).flops,
+        lambda work: pass_seconds(work, strategy, machine),
+        lambda work: work.attended,
+    ):
+        low, between, high = (of(work) for work in (window, mixed, causal))
+        assert low < between < high and between == pytest.approx((3 * low + high) / 4, rel=0.02)
+
+
+def test_formulas_agree_with_mfu():
+    flags = f"--num-layers 8 --seq-length 8192 --max-position-embeddings 8192 {ROPE}"
+    config = build(f"{flags} --window-size 511,0 --window-attn-skip-freq 4")
+    share = Workload(LLAMA, 8192, keys=packed("", 8192, 512).keys, whole=0.25).attended
+    assert share == pytest.approx(attended_share(config), rel=1e-4)
+
+
+def test_the_planner_knows_layers_without_the_window(capsys):
+    from tools.plan import main
+
+    base = ["--model", "llama3-8b", "--gpus", "8", "--gpu", "H100-80G", "--seq-length", "64K", "--global-batch", "8"]
+    plan = Request(LLAMA8, 8, "", 1024, 4)
+    assert " ".join(plan.program_flags(65536)).endswith("--window-size 1023,0 --window-attn-skip-freq 4")
+    assert main([*base, "--top", "1", "--window", "1024", "--window-attn-skip-freq", "1"]) == 2
+    assert "needs --window N and layers that have it" in capsys.readouterr().err
