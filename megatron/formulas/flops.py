@@ -29,9 +29,9 @@ class ForwardFlops:
 @lru_cache(maxsize=4096)
 def forward_flops(shape: Shape, seq_length: int) -> ForwardFlops:
     """FLOPs of one sequence: matrix products only, 2 for each multiply-add."""
-    token, query_width = 2 * seq_length, shape.heads * shape.head_dim
+    token, query_width, kv_width = 2 * seq_length, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     return ForwardFlops(
-        qkv=token * shape.layers * shape.hidden * (query_width + 2 * shape.kv_heads * shape.head_dim),
+        qkv=token * shape.layers * shape.hidden * ((1 + shape.output_gate) * query_width + 2 * kv_width),
         out=token * shape.layers * query_width * shape.hidden,
         mlp=token * shape.hidden * _mlp_width(shape),
         logits=token * shape.hidden * shape.vocab,

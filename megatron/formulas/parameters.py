@@ -85,7 +85,7 @@ def stage_parameters(
     def bias(size: int) -> tuple[Tensor, ...]:
         return ((size, 1),) if shape.bias else ()
 
-    qkv, ffn = (heads + 2 * groups) * d // tensor, shape.ffn // tensor
+    qkv, ffn = ((1 + shape.output_gate) * heads + 2 * groups) * d // tensor, shape.ffn // tensor
     attention = (
         *norm,
         *(((heads // tensor, 1),) if shape.sinks else ()),

@@ -97,6 +97,7 @@ class Shape:
     embed_norm: bool = False  # LayerNorm after the word embedding
     mixture: Mixture | None = None  # layers with experts
     sandwich_norm: bool = False  # norms after attention and after the MLP too
+    output_gate: bool = False  # a gate for each number of attention's output, projected with the queries
 
     def dense(self) -> Shape:
         """This shape.

@@ -8,13 +8,20 @@ from typing import Any
 import pytest
 
 from tests.distributed.training_runs import make_job, run_training
-from tests.pairs import by_pairs, seconds, settings
+from tests.pairs import also_in_full, by_pairs, seconds, settings
 
 GEMMA = (
     "--num-layers 6 --window-size 11,0 --window-attn-skip-freq 3 --rotary-base 1000000 --rotary-base-local 500 "
     "--softmax-type learnable --qk-layernorm"
 )
 LLAMA4 = "--num-layers 4 --window-size 15,0 --window-attn-skip-freq [1,1,0,1] --no-rope-freq [0,0,1,0]"
+# What is inside attention, and around it, in one model.
+INSIDE = (
+    "--num-layers 4 --group-query-attention --num-query-groups 4 --window-size 11,0 --window-attn-skip-freq 2 "
+    "--attn-logit-softcapping 0.5 --add-qkv-bias --rotary-percent 0.5 --qk-layernorm --softmax-type off-by-one "
+    "--attention-output-gate --softmax-scale 0.7 --sandwich-norm --scale-embeddings --final-logit-softcapping 2 "
+    "--init-method-std 0.1"
+)
 DOCUMENTS = f"{GEMMA} --reset-attention-mask --reset-position-ids"
 ONE = "--micro-batch-size 1"
 
@@ -55,6 +62,13 @@ CASES = [
     (4, LLAMA4, cp(2, 2)),
     (4, LLAMA4, f"{P2} {FPDT} {cp(1, 2)}"),
     (2, LLAMA4, f"{SP} --zero-stage 1"),
+    (4, INSIDE, cp(2, 2)),
+    (4, INSIDE, f"{T2} {cp(1, 2)} {FULL}"),
+    (2, INSIDE, f"{SP} --loss-chunks 3"),
+    (1, INSIDE, FPDT),
+    (4, INSIDE, f"{SP} {cp(1, 2)} {FPDT} --no-fpdt-offload"),
+    (2, INSIDE, f"{cp(2, 1)} {FPDT} --fpdt-stream-hidden {FULL}"),
+    (4, INSIDE, f"{P2} {cp(2, 1)} --zero-stage 1"),
     (2, DOCUMENTS, cp(1, 2)),
     (2, DOCUMENTS, f"{cp(2, 1)} {FPDT}"),
     (2, f"{DOCUMENTS} {ONE}", cp(1, 2, "documents")),
@@ -98,14 +112,24 @@ def test_rules_of_layers_do_not_depend_on_the_grid(pool, reference, world, model
 CONTROLS = {
     "all layers full": (GEMMA, GEMMA.replace("--window-size 11,0 --window-attn-skip-freq 3", "").replace(
         "--rotary-base-local 500", "")),
-    "all layers with the window": (GEMMA, GEMMA.replace("--window-attn-skip-freq 3", "")),
+    "all layers with the window": (GEMMA, GEMMA.replace("--window-attn-skip-freq 3", "").replace(
+        "--rotary-base-local 500", "")),
     "one base": (GEMMA, GEMMA.replace("--rotary-base-local 500", "")),
     "RoPE everywhere": (LLAMA4, LLAMA4.replace("--no-rope-freq [0,0,1,0]", "")),
+    **{
+        flags: (INSIDE, INSIDE.replace(flags, ""))
+        for flags in ("--attn-logit-softcapping 0.5", "--rotary-percent 0.5", "--qk-layernorm", "--sandwich-norm",
+                      "--softmax-type off-by-one", "--attention-output-gate", "--softmax-scale 0.7",
+                      "--scale-embeddings", "--final-logit-softcapping 2")
+    },
     "other layers": (LLAMA4, LLAMA4.replace("[1,1,0,1]", "[1,0,1,1]")),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", CONTROLS)
+USUAL = ("all layers full", "one base", "RoPE everywhere", "--attn-logit-softcapping 0.5", "--attention-output-gate")
+
+
+@pytest.mark.parametrize("what", [*USUAL, *also_in_full(*(name for name in CONTROLS if name not in USUAL))])
 def test_the_rules_matter(pool, reference, what):
     model, without = CONTROLS[what]
     with pytest.raises(AssertionError, match="gradient norm|losses"):

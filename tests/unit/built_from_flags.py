@@ -58,6 +58,7 @@ def built(config: Config, world_size: int) -> dict[str, Any]:
         "alibi": None if rule.alibi_slopes is None else rule.alibi_slopes.tolist(),
         "gathered-keys": rule.gather_keys,
         "mask-threshold": rule.mask_cpu_threshold,
+        "softcap": rule.softcap,
         "rope": repr(build.rope(model)),
         "dtype": str(compute_dtype(config)),
         "in-chunks": core_config.in_chunks(config),
@@ -107,9 +108,9 @@ def _model(config: Config, grid: Any, layout: SequenceLayout) -> dict[str, Any]:
         seen.update({f"layers.{name}": value for name, value in asked.items()})
 
     def model(**asked: Any) -> SimpleNamespace:
-        names = ("max_sequence_length", "share_embeddings_and_output_weights", "position_embedding_type")
+        names = ("max_sequence_length", "share_embeddings_and_output_weights", "position_embedding_type", "softcap")
         seen.update({f"model.{name}": asked[name] for name in names})
-        return SimpleNamespace(embedding=None, decoder=None)
+        return SimpleNamespace(embedding=SimpleNamespace(word_embeddings=None), decoder=None)
 
     def note(name: str) -> Any:
         return lambda *_: seen.update({name: True})
@@ -120,6 +121,7 @@ def _model(config: Config, grid: Any, layout: SequenceLayout) -> dict[str, Any]:
         mock.patch.object(build, "train_adapters_alone", lambda _: None),
         mock.patch.object(build, "LongContextGPT", model),
         mock.patch.object(build, "PartitionedEmbedding", note("partitioned")),
+        mock.patch.object(build, "scale_embeddings", note("scaled embeddings")),
         mock.patch.object(build, "save_layer_inputs_in_host", note("layer inputs in host memory")),
     ):
         build.build_model(config, grid, layout, VOCABULARY, torch.device("cpu"), SimpleNamespace())

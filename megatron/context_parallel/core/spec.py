@@ -34,6 +34,7 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
         AttentionSettings,
         ChunkedTransformerLayer,
         ChunkSettings,
+        GatedSelfAttention,
         LayerRule,
         LongContextLayer,
     )
@@ -128,6 +129,8 @@ def block_spec(
             qkv.q_layernorm = qkv.k_layernorm = Norm
     if lora is not None:
         _add_adapters(layer, lora, transformer_engine)
+    if config.attention_output_gate:
+        layer.submodules.self_attention = replace(layer.submodules.self_attention, module=GatedSelfAttention)
     layer.submodules.self_attention.submodules.core_attention = partial(ContextParallelAttention, settings=settings)
     params = {**layer.params, "attention": settings, "output_norm": final_norm if output_norms else None}
     layers = [replace(layer, module=LongContextLayer, params=params)] * num_layers

@@ -15,6 +15,7 @@ from math import ceil
 from typing import Any
 
 import torch
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
@@ -99,6 +100,19 @@ class ChunkSettings:
     ffn_chunks: int | None = None
     offload: Offload | None = None
     streamed: bool = False
+
+
+class GatedSelfAttention(SelfAttention):
+    """megatron-core's attention with a gate on its output (Qwen3-Next); core compiles the product, for GPUs."""
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        return gated(x, gate)
+
+
+def gated(x: Tensor, gate: Tensor) -> Tensor:
+    """``x * sigmoid(gate)``, with a sigmoid in fp32 (fp64), for tensors with equally many elements."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (x * torch.sigmoid(gate.reshape(x.shape).to(wide))).to(x.dtype)
 
 
 class LongContextLayer(TransformerLayer):
@@ -240,16 +254,26 @@ class ChunkedTransformerLayer(LongContextLayer):
         self, layout: SequenceLayout, ends: tuple[int, ...] | None, x: Tensor, chunk: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """[c, b, h] -> q, k, v [c, b, heads, d], rotated; under TP sequence parallelism c grows by a factor of TP."""
-        query, key, value = self.self_attention.get_query_key_value_tensors(self.input_layernorm(x), None)
+        query, key, value, *_ = self._projected(x)
         rotary = self.chunks.attention.rotary
         if rotary is not None:
             query, key = rotary.rotate(query, key, rotary.of_spans(layout.local_chunk_spans(chunk), ends))
         return query, key, value
 
+    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        """q, k, v, and the gate if there is one."""
+        gate = self.config.attention_output_gate
+        return self.self_attention.get_query_key_value_tensors(self.input_layernorm(x), None, output_gate=gate)
+
     def _output(
         self, layout: SequenceLayout, dropout: HiddenDropout | None, out: Tensor, x: Tensor, chunk: int
     ) -> Tensor:
-        """Output projection of [c, b, heads, d], bias, dropout and the residual x."""
+        """Output projection of [c, b, heads, d], bias, dropout and the residual x.
+
+        A gate is projected again, with q, k and v, so that it is not kept until attention has seen all keys.
+        """
+        if self.config.attention_output_gate:
+            out = gated(out, self._projected(x)[3])
         add = self.dropout_add(dropout, ATTENTION, layout.local_chunks[chunk])
         return add(self.self_attention.linear_proj(out.flatten(2)), x, 0.0)
 

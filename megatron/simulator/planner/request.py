@@ -313,6 +313,7 @@ def _known(config: Config) -> None:
         f"--softmax-type {model.softmax_type}": model.softmax_type != "vanilla",
         "--embed-layernorm": model.embed_layernorm,
         "--sandwich-norm": model.sandwich_norm,
+        "--attention-output-gate": model.attention_output_gate,
         "--attn-logit-softcapping": model.attn_logit_softcapping,
         "--final-logit-softcapping": model.final_logit_softcapping,
         f"--num-experts {model.num_experts}": model.num_experts,

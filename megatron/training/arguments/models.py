@@ -138,6 +138,7 @@ def model_shape(model: ModelConfig, vocab_size: int) -> Shape:
         sinks=model.softmax_type == "learnable",
         embed_norm=model.embed_layernorm,
         sandwich_norm=model.sandwich_norm,
+        output_gate=model.attention_output_gate,
         mixture=_mixture(model),
     )
 

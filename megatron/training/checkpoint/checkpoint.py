@@ -99,6 +99,7 @@ def without_adapters(state: dict[str, Any]) -> dict[str, Any]:
 SHAPES = """
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization swiglu
     add_bias_linear add_qkv_bias qk_layernorm softmax_type embed_layernorm sandwich_norm geglu quick_geglu
+    attention_output_gate
     untie_embeddings_and_output_weights
     num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_enable_expert_bias
 """.split()

@@ -22,7 +22,7 @@ from megatron.training.arguments.validate.check_memory import layers_recompute
 # Settings of the model with the same name in core.
 SAME_IN_CORE = """
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization
-    add_bias_linear add_qkv_bias qk_layernorm softmax_type softmax_scale
+    add_bias_linear add_qkv_bias qk_layernorm softmax_type softmax_scale attention_output_gate
 """.split()
 
 

@@ -61,7 +61,7 @@ Mamba and hybrid models are not built here: --is-hybrid-model --hybrid-attention
 only softmax attention over all heads of a layer is built here: --experimental-attention-variant 1
     --dsa-indexer-n-heads 1 --dsa-indexer-head-dim 1 --dsa-indexer-topk 1 --dsa-indexer-loss-coeff 1
     --dsa-indexer-use-sparse-loss --linear-conv-kernel-dim 1 4 --linear-key-head-dim 1 128 --linear-value-head-dim 1 128
-    --linear-num-key-heads 1 16 --linear-num-value-heads 1 32 --linear-attention-freq 1 --attention-output-gate
+    --linear-num-key-heads 1 16 --linear-num-value-heads 1 32 --linear-attention-freq 1
     --qk-l2-norm --qk-clip --qk-clip-alpha 1 0.5 --qk-clip-threshold 1 100 --use-kitchen-attention
     --kitchen-attention-backend 1 sdpa --relative-attention-num-buckets 1 32 --relative-attention-max-distance 1 128
     --mrope-section + --batch-invariant-mode

@@ -89,6 +89,9 @@ class ModelConfig:
     add_bias_linear: bool = flag(True, "no bias in the linear layers", flags=["--disable-bias-linear"])
     add_qkv_bias: bool = flag(False, "bias in the QKV projection only")
     qk_layernorm: bool = flag(False, "normalize queries and keys of each head")
+    attention_output_gate: bool = flag(
+        False, "multiply the output of attention by the sigmoid of a gate, which is projected with the queries"
+    )
     softmax_scale: float | None = flag(
         None, "factor of attention scores; default 1 / square root of --kv-channels", type=float
     )

@@ -143,7 +143,7 @@ FIXED = {
     **{name: LLAMA[name] for name in ("normalization", "swiglu")},
     **dict.fromkeys(
         ("add_qkv_bias", "qk_layernorm", "embed_layernorm", "apply_layernorm_1p", "squared_relu", "rotary_interleaved",
-         "geglu", "quick_geglu", "sandwich_norm", "scale_embeddings"),
+         "geglu", "quick_geglu", "sandwich_norm", "scale_embeddings", "attention_output_gate"),
         False,
     ),
     "glu_linear_offset": 0.0,

@@ -41,7 +41,6 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "heterogeneous_layers_config_encoded_json": ((None,), "layers that differ"),
     "linear_attention_freq": ((None,), "linear attention"),
     "experimental_attention_variant": ((None,), "another attention"),
-    "attention_output_gate": ((None, False), "gated attention"),
     "qk_l2_norm": ((None, False), "queries and keys of length 1"),
     "apply_residual_connection_post_layernorm": ((None, False), "residuals after the norm"),
     "retro_add_retriever": ((None, False), "retrieval"),
