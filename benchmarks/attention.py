@@ -5,7 +5,7 @@
     python benchmarks/attention.py --json attention.json
 
 On a CPU, the local kernel (one process, two threads), Ulysses 2 and Ring 2 (two processes of one thread) are measured
-in turns, so that other programs affect all of them; rounds in which those programs used more than 3 % of the machine
+alternately, so that other programs affect all of them; rounds in which those programs used more than 3 % of the machine
 are repeated. Then zigzag and contiguous are compared by the work of a Ring of 4. On a GPU, every local kernel is
 compared with the device's GEMM rate; under torchrun, Ulysses and Ring are measured, too.
 """
@@ -87,7 +87,7 @@ def run_on_cpu(problem: Problem, repeats: int, console: Console) -> dict:
 
 
 def compare_paths(problem: Problem, kernel: kernels.Kernel, repeats: int, console: Console) -> dict:
-    """Local, Ulysses 2 and Ring 2, measured in turns."""
+    """Local kernel, Ulysses 2 and Ring 2, measured alternately."""
     inputs = problem.inputs()
     team = Team(2, problem, kernel.name)
     try:
@@ -175,7 +175,7 @@ def plans_of(ring: int, balance: str, length: int) -> list[RingPlan]:
 def time_balances(
     plans: dict[str, list[RingPlan]], problem: Problem, kernel: kernels.Kernel, repeats: int
 ) -> dict[str, list[list[float]]]:
-    """CPU seconds by balance, rank and repetition, on one thread; ranks and balances take turns."""
+    """CPU seconds by balance, rank and repetition, on one thread; ranks and balances alternate."""
     ranks = len(plans["zigzag"])
     inputs = [x[: problem.seq_length // ranks] for x in problem.inputs()]
     seconds: dict[str, list[list[float]]] = {balance: [[] for _ in range(ranks)] for balance in plans}

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Times of saving and loading, by part, and the time that training waits: this package's saves and core's, in turns.
+"""Times of saving and loading, by part, and the time that training waits, for this package's saves and core's.
 
     python benchmarks/checkpoint.py --json checkpoint.json
     python benchmarks/checkpoint.py --ranks 1 --steps 6 --writers ours async -- --num-layers 4 --hidden-size 1024 \\
@@ -71,17 +71,19 @@ def main() -> None:
         return
     flags = args.flags or QUICKSTART
     grid = [] if args.flags or args.ranks != 4 else "--ulysses-parallel-size 2 --ring-parallel-size 2".split()
-    turns = {writer: [] for writer in args.writers}
+    repetitions = {writer: [] for writer in args.writers}
     for _ in range(args.repeats):
         for writer in args.writers:
-            turns[writer].append(turn(writer, args.ranks, args.folder, args.steps, [*flags, *grid]))
-    first = next(iter(turns.values()))[0]
+            repetitions[writer].append(run_repetition(writer, args.ranks, args.folder, args.steps, [*flags, *grid]))
+    first = next(iter(repetitions.values()))[0]
     size = f"{first['parameters'] / 1e6:.1f}M parameters per rank, {first['bytes'] / 1e6:.0f} MB"
-    print(f"{size}, {args.ranks} processes; median of {args.repeats} turns, load {os.getloadavg()[0]:.1f}; seconds")
+    print(
+        f"{size}, {args.ranks} processes; median of {args.repeats} repetitions, load {os.getloadavg()[0]:.1f}; seconds"
+    )
     print(f"{'':14}{'all':>7}{'CPU':>7}" + "".join(f"{part:>{len(part) + 2}}" for part in PARTS) + "   load  check")
-    report: dict[str, Any] = {"ranks": args.ranks, "turns": turns}
+    report: dict[str, Any] = {"ranks": args.ranks, "turns": repetitions}
     report |= {key: first[key] for key in ("parameters", "bytes")}
-    for writer, results in turns.items():
+    for writer, results in repetitions.items():
         for number in range(2):
             saves = [one["saves"][number] for one in results]
             median = {key: statistics.median(save[key] for save in saves) for key in ("all", "cpu", *PARTS)}
@@ -89,13 +91,14 @@ def main() -> None:
             line = f"{writer}, save {number + 1:<2}".ljust(14) + f"{median['all']:7.2f}{median['cpu']:7.2f}"
             line += "".join(f"{median[part]:{len(part) + 2}.2f}" for part in PARTS)
             print(line + "".join(f"{statistics.median(one[key] for one in results):7.2f}" for key in ("load", "check")))
-    if "ours" in turns and not args.flags:
-        print(f"our first save: best {min(one['saves'][0]['all'] for one in turns['ours']):.2f} s; goal {GOAL:.0f} s")
+    if "ours" in repetitions and not args.flags:
+        best = min(one["saves"][0]["all"] for one in repetitions["ours"])
+        print(f"our first save: best {best:.2f} s; goal {GOAL:.0f} s")
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=2) + "\n")
 
 
-def turn(writer: str, ranks: int, folder: str | None, steps: int, flags: list[str]) -> dict[str, Any]:
+def run_repetition(writer: str, ranks: int, folder: str | None, steps: int, flags: list[str]) -> dict[str, Any]:
     """Start the processes, save twice, load once; returns rank 0's figures."""
     environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONWARNINGS": "ignore"}
     with tempfile.TemporaryDirectory(dir=folder) as place:

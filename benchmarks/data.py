@@ -4,7 +4,7 @@
 
     python benchmarks/data.py --lengths 4096 131072 1048576 --documents 500 1000000
 
-Files are in a temporary folder and in the page cache, so that all time is CPU time of this process. The two take turns
+Files are in a temporary folder and in the page cache, so that all time is CPU time of this process. Both are measured
 in every round; figures are medians.
 """
 

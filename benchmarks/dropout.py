@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Cost of dropout of attention weights on this machine: attention with and without it, measured in turns.
+"""Cost of dropout of attention weights on this machine: attention with and without it, measured alternately.
 
     python benchmarks/dropout.py --seq-length 4096 --head-dim 64
 

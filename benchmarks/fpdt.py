@@ -7,9 +7,9 @@
     python benchmarks/fpdt.py --plot out/fpdt/sweep.json        # draw again
 
 Every configuration trains in a separate process, on random tokens. On a CPU the configurations of one chunk size and
-the reference run steps in turns, so that other programs affect all of them; ratios are medians of the rounds' ratios.
-Memory is metered in another step, because metering is slow. On a GPU, where clocks are steady and memory is scarce,
-configurations run one after another.
+the reference run their steps alternately, so that other programs affect all of them; ratios are medians of the rounds'
+ratios. Memory is metered in another step, because metering is slow. On a GPU, where clocks are steady and memory is
+scarce, configurations run one after another.
 
 In every mode, and in the reference, the loss is in chunks (--loss-chunks), so that the modes differ in FPDT only.
 """
@@ -187,7 +187,7 @@ def _loss_chunks(args: argparse.Namespace) -> int | None:
 
 
 def measure(group: list[Run], args: argparse.Namespace, peak: float | None) -> list[dict]:
-    """The rows of a group of configurations: measured in turns on a CPU, one after another on a GPU."""
+    """The rows of a group of configurations: their steps alternate on a CPU, and follow one another on a GPU."""
     for together in [group] if args.device == "cpu" else [[run] for run in group]:
         _rounds(together, args)
     reference = next(run for run in group if run.mode == REFERENCE)
@@ -219,13 +219,13 @@ def _rounds(group: list[Run], args: argparse.Namespace) -> None:
                         text = (logs / run.name).read_text()[-3000:]
                         raise SystemExit(f"error: {run.name}: the training program ended:\n{text}") from None
                     run.failed = "out of memory"
-                    _tell(f"{run.name}: out of memory")
+                    _progress(f"{run.name}: out of memory")
 
         # The first step allocates memory that later ones use again, and does not count.
         for number in range(args.repeats + 1):
             for run, step in answers("step"):
                 run.steps += [step] if number else []
-            _tell(f"{', '.join(run.name for run in group)}: round {number} of {args.repeats}")
+            _progress(f"{', '.join(run.name for run in group)}: round {number} of {args.repeats}")
         for run, memory in answers("meter") if args.memory else ():
             run.memory = memory
 
@@ -259,7 +259,7 @@ def row(run: Run, reference: Run, args: argparse.Namespace, peak: float | None) 
     return figures
 
 
-def _tell(line: str) -> None:
+def _progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 

@@ -54,20 +54,22 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         make_model(args, folder)
-        turns: dict[str, list[dict[str, Any]]] = {name: [] for name in ("transformers", *args.grids)}
+        repetitions: dict[str, list[dict[str, Any]]] = {name: [] for name in ("transformers", *args.grids)}
         for _ in range(args.repeats):
-            for name, results in turns.items():
-                results.append(turn(name, args, folder))
+            for name, results in repetitions.items():
+                results.append(run_repetition(name, args, folder))
                 print(name, results[-1], file=sys.stderr, flush=True)
     size = f"{args.prompts} x {args.prompt_length} tokens read, {args.new_tokens} written"
     print(f"{size}; load {os.getloadavg()[0]:.1f}")
     print(f"{'':14}{'tokens per CPU second: read':>28}{'written':>10}{'bytes per rank':>16}")
-    for name, results in turns.items():
+    for name, results in repetitions.items():
         read, write = (min(one["cpu"][part] for one in results) for part in (0, 1))
         read, write = args.prompts * args.prompt_length / read, args.prompts * (args.new_tokens - 1) / write
         print(f"{name:14}{read:28,.0f}{write:10,.1f}{results[0]['bytes']:16,}")
     if args.json:
-        args.json.write_text(json.dumps({"arguments": {**vars(args), "json": None}, "turns": turns}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({"arguments": {**vars(args), "json": None}, "turns": repetitions}, indent=1) + "\n"
+        )
 
 
 def make_model(args: argparse.Namespace, folder: str) -> None:
@@ -89,7 +91,7 @@ def prompts(args: argparse.Namespace) -> list[list[int]]:
     return torch.randint(VOCABULARY - 1, (args.prompts, args.prompt_length), generator=generator).tolist()
 
 
-def turn(name: str, args: argparse.Namespace, folder: str) -> dict[str, Any]:
+def run_repetition(name: str, args: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Start the processes of a grid, or of transformers, and return their figures."""
     axes = re.findall(r"([turp])(\d+)", name) if name != "transformers" else []
     ranks = math.prod(int(size) for _, size in axes)
@@ -106,7 +108,7 @@ def turn(name: str, args: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 
 def work(args: argparse.Namespace) -> None:
-    """One process of a turn; the first one writes the figures."""
+    """One process of a repetition; the first one writes the figures."""
     figures = _transformers(args) if args.grids == ["transformers"] else _ours(args)
     if os.environ.get("RANK", "0") == "0":
         Path(args.worker).write_text(json.dumps(figures))

@@ -24,20 +24,20 @@ TOLERANCE = 2e-2  # bf16 keeps 8 bits
 
 def run_on_gpu(problem: Problem, repeats: int, console: Console, device: str = "cuda") -> dict:
     """All figures of one device and, under torchrun, of the job. Every rank measures, rank 0 reports."""
-    where = platform.select(device, int(os.environ.get("LOCAL_RANK", "0")))
+    hardware = platform.select(device, int(os.environ.get("LOCAL_RANK", "0")))
     if "RANK" in os.environ:
-        dist.init_process_group(where.backend)
+        dist.init_process_group(hardware.backend)
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     console = Console(quiet=True) if rank else console
     try:
-        console.print(f"{ranks} x {where.device_name()}; {problem}, causal; forward + backward")
-        rate = gemm_rate(where.device, problem.dtype, size=8192 if where.name == "cuda" else 1024)
+        console.print(f"{ranks} x {hardware.device_name()}; {problem}, causal; forward + backward")
+        rate = gemm_rate(hardware.device, problem.dtype, size=8192 if hardware.name == "cuda" else 1024)
         console.print(f"measured GEMM rate: {rate / 1e12:.1f} TFLOP/s")
-        local, results = compare_kernels(problem, where, repeats, rate, console)
-        report = {"device": where.device_name(), "ranks": ranks, "gemm_tflops": rate / 1e12, "kernels": local}
+        local, results = compare_kernels(problem, hardware, repeats, rate, console)
+        report = {"device": hardware.device_name(), "ranks": ranks, "gemm_tflops": rate / 1e12, "kernels": local}
         if ranks > 1:
             fastest = min(local, key=lambda name: local[name]["median_seconds"])
-            report["parallel"] = compare_paths(problem, where, repeats, fastest, local[fastest], results, console)
+            report["parallel"] = compare_paths(problem, hardware, repeats, fastest, local[fastest], results, console)
         return {} if rank else {**report, "problem": {**vars(problem), "dtype": str(problem.dtype)}}
     finally:
         if dist.is_initialized():
@@ -45,11 +45,11 @@ def run_on_gpu(problem: Problem, repeats: int, console: Console, device: str = "
 
 
 def compare_kernels(
-    problem: Problem, where: platform.Platform, repeats: int, rate: float, console: Console
+    problem: Problem, hardware: platform.Platform, repeats: int, rate: float, console: Console
 ) -> tuple[dict, list[Tensor]]:
     """The figures of each usable kernel on the complete sequence, and [out, dq, dk, dv] of the first kernel."""
-    inputs = problem.inputs(str(where.device))
-    names = kernels.available(where.device, problem.dtype, problem.head_dim)
+    inputs = problem.inputs(str(hardware.device))
+    names = kernels.available(hardware.device, problem.dtype, problem.head_dim)
     names = [name for name in names if name != "math"] or names
     expected: list[Tensor] = []
     result: dict = {}
@@ -60,7 +60,7 @@ def compare_kernels(
         expected = expected or results
         error = largest_error(results, expected)
         del results
-        seconds = measure(lambda kernel=kernel: run_kernel(kernel, *inputs), where, repeats)
+        seconds = measure(lambda kernel=kernel: run_kernel(kernel, *inputs), hardware, repeats)
         median = statistics.median(seconds)
         tflops, share = problem.flops / median / 1e12, problem.flops / median / rate
         figures = {"seconds": seconds, "median_seconds": median, "tflops": tflops, "of_gemm_rate": share}
@@ -74,7 +74,7 @@ def compare_kernels(
 
 def compare_paths(
     problem: Problem,
-    where: platform.Platform,
+    hardware: platform.Platform,
     repeats: int,
     kernel: str,
     local: dict,
@@ -83,7 +83,7 @@ def compare_paths(
 ) -> dict:
     """Ulysses and Ring over all ranks; 100 % is the local kernel's time divided by the number of ranks."""
     ranks = dist.get_world_size()
-    inputs = problem.inputs(str(where.device))
+    inputs = problem.inputs(str(hardware.device))
     table = Table(f"{ranks} ranks, kernel {kernel}", "median ms", "TFLOP/s per rank", "of local", "largest error")
     result: dict = {}
     for path, shape in (("ulysses", {"ulysses": ranks, "ring": 1}), ("ring", {"ulysses": 1, "ring": ranks})):
@@ -97,7 +97,7 @@ def compare_paths(
         if not error <= TOLERANCE:
             raise SystemExit(f"error: {path} differs from the local kernel by {error:.1e}: not benchmarked")
         run = lambda layout=layout, mine=mine: run_parallel(layout, kernel, *mine)  # noqa: E731
-        seconds = measure(run, where, repeats)
+        seconds = measure(run, hardware, repeats)
         median = statistics.median(seconds)
         share = local["median_seconds"] / (ranks * median)
         tflops = problem.flops / ranks / median / 1e12
@@ -107,16 +107,16 @@ def compare_paths(
     return result
 
 
-def measure(run: Callable[[], object], where: platform.Platform, repeats: int) -> list[float]:
+def measure(run: Callable[[], object], hardware: platform.Platform, repeats: int) -> list[float]:
     """Seconds of each run after two warm-up runs; with several ranks, those of the slowest."""
-    seconds = torch.zeros(repeats, dtype=torch.float64, device=where.device)
+    seconds = torch.zeros(repeats, dtype=torch.float64, device=hardware.device)
     for turn in range(-2, repeats):
         if dist.is_initialized():
             dist.barrier()
-        _wait(where)
+        _wait(hardware)
         start = time.perf_counter()
         run()
-        _wait(where)
+        _wait(hardware)
         if turn >= 0:
             seconds[turn] = time.perf_counter() - start
     if dist.is_initialized():
@@ -124,6 +124,6 @@ def measure(run: Callable[[], object], where: platform.Platform, repeats: int) -
     return seconds.tolist()
 
 
-def _wait(where: platform.Platform) -> None:
-    if where.name == "cuda":
+def _wait(hardware: platform.Platform) -> None:
+    if hardware.name == "cuda":
         torch.cuda.synchronize()

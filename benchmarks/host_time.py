@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What attention costs the host: milliseconds of our own code a layer, the deal of documents, FPDT's copies.
+"""The work of attention on the host: milliseconds of our Python per layer and per distribution of documents over a
+ring, and the bytes that FPDT copies.
 
     python benchmarks/host_time.py
 
-Kernels are not launched and tensors have no memory, so that only our Python is timed, as CPU time of one core.
+Kernels are not launched and tensors have no memory, so that only Python is timed, in CPU time of one core.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def milliseconds(work: Callable[[], object]) -> float:
 
 
 def layers() -> None:
-    """The first call, in which the plan is made, and the median of ten later ones."""
+    """Print the time of the first call, which makes the plan, and the median of ten later calls, by mask."""
     triton_call.Launch.run = lambda launch: None
     triton_kernel.TritonKernel.why_not = lambda *_, **__: None
     triton_call.interpreted = lambda: True
@@ -63,7 +64,7 @@ def layers() -> None:
 
 
 def deals(draws: int = 100) -> None:
-    """The slowest of ``draws`` deals of 1,000 documents, for several distributions of their lengths."""
+    """Print the median and the slowest time to distribute 1,000 documents, for several kinds of lengths."""
 
     def scaled(size: Callable[[random.Random], float], seed: int) -> tuple[int, ...]:
         draw = random.Random(seed)
@@ -88,7 +89,7 @@ def deals(draws: int = 100) -> None:
 
 
 def copies(tokens: int = 1024, chunks: int = 16, heads: int = 8, size: int = 16) -> None:
-    """Bytes to and from the host of one layer, by the order of FPDT's loops."""
+    """Print the bytes that one layer copies to and from the host, by the order of FPDT's loops."""
     layout, width = cp.SequenceLayout(tokens, cp.abstract_grid(), chunks=chunks), heads * size
     print(f"\nFPDT, {chunks} chunks, bf16: MiB copied forward and backward by queries; by keys")
     for kv_heads in (8, 4, 2, 1):

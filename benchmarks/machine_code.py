@@ -64,7 +64,8 @@ class Loop:
         return cycles
 
     def _tensor(self) -> list[tuple[int, int, int, int, int]]:
-        """Of each tensor core instruction: m, n, k, how often a program issues it, bytes it reads of shared memory."""
+        """(m, n, k, times that a program issues it, bytes that it reads from shared memory) of each tensor core
+        instruction."""
         found = []
         for text in self.body:
             if match := re.search(r"\bHGMMA\.(\d+)x(\d+)x(\d+)\S*\s+R\d+,\s*(\S+),", text):
@@ -81,7 +82,8 @@ class Loop:
         return cycles(self.body, self.warps, self.capability)
 
     def exposed(self) -> list[str]:
-        """Instructions while no product is in flight (Hopper): between the wait for all and the next one."""
+        """Instructions while no product is in flight (Hopper): those between a wait for all products and the next
+        product."""
         first = next((at for at, text in enumerate(self.body) if "HGMMA" in text), None)
         if first is None:
             return []
@@ -94,18 +96,19 @@ class Loop:
         return result
 
     def share(self, ideal: float) -> tuple[float, float] | None:
-        """``ideal`` cycles over those of this step, with no overlap of products and instructions, and with the best.
+        """``ideal`` cycles over those of this step, without overlap of products and instructions, and with the best
+        overlap.
 
-        On Hopper the code shows the best: instructions between a wait and the next product cannot overlap.
+        The best overlap is known on Hopper: all instructions overlap except those between a wait and the next product.
         """
         if self.tensor is None:
             return None
         exposed = self.exposed()
         waiting = cycles(exposed, self.warps, self.capability)
-        rest = list(self.body)
+        overlapped = list(self.body)
         for text in exposed:
-            rest.remove(text)
-        best = max(self.tensor, cycles(rest, self.warps, self.capability)) + waiting
+            overlapped.remove(text)
+        best = max(self.tensor, cycles(overlapped, self.warps, self.capability)) + waiting
         return ideal / (self.tensor + self.instructions), ideal / best
 
 
@@ -116,13 +119,13 @@ def name(text: str) -> str:
 
 def cycles(texts: list[str] | tuple[str, ...], warps: int, capability: int) -> float:
     """Cycles in which a multiprocessor issues these instructions for all warps, or its busiest unit does them."""
-    special = integer = number = 0
+    special = integer = floating = 0
     for text in texts:
         what = name(text)
         special += SPECIAL.get(what, 0)
         integer += 2 * (what in INTEGER)
-        number += FLOAT[capability] * (what in ("FFMA", "FMUL", "FADD")) + 2 * (what == "IMAD")
-    return max(len(texts), special, integer, number) * warps / 4
+        floating += FLOAT[capability] * (what in ("FFMA", "FMUL", "FADD")) + 2 * (what == "IMAD")
+    return max(len(texts), special, integer, floating) * warps / 4
 
 
 def loops(sass: str, warps: int, capability: int) -> list[Loop]:

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that a training step needs in addition to the model's states, on device and host, by mode and sequence length.
+"""Bytes that a training step needs on device and host in addition to the model's states, by mode and sequence length.
 
     python benchmarks/memory.py --seq-lengths 4096 8192 --modes plain recompute fpdt stream
 

@@ -120,7 +120,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def batch_flags(grid: Grid) -> str:
-    """The flags of a grid that the run on one process gets, too."""
+    """The flags of a grid's batch, with which the run on one process starts, too."""
     return grid.flags[grid.flags.index("--global-batch-size") :]
 
 

@@ -5,7 +5,7 @@
     python benchmarks/peers.py --processes 2 --json peers.json
 
 All libraries train the same small model in the same run. The first table shows for several cases whether gradients
-equal those of one process. The second shows the seconds of a step, measured in turns. A library that is missing is
+equal those of one process. The second shows the seconds of a step; the libraries alternate. A missing library is
 reported as not installed. The other libraries are called as in their documentation: DeepSpeed by
 ``UlyssesSPAttentionHF.register_with_transformers`` around ``sdpa`` with contiguous shards and ``position_ids``, PyTorch
 around the forward and backward pass with buffers for tokens, labels and positions, as in accelerate.
@@ -40,7 +40,7 @@ import megatron.context_parallel as cp
 from benchmarks.forked_ranks import on_ranks
 from megatron.context_parallel.huggingface import parallelize
 
-VOCABULARY, HEAD, STEPS, RIGHT = 512, 32, 3, 1e-4
+VOCABULARY, HEAD, STEPS, TOLERANCE = 512, 32, 3, 1e-4
 Batch = dict[str, Tensor]
 Step = Callable[[], None]
 
@@ -170,34 +170,34 @@ def pytorch(model: PreTrainedModel, batch: Batch) -> Iterator[Step]:
     yield step
 
 
-def parties(world: int) -> dict[str, Callable]:
+def libraries(world: int) -> dict[str, Callable]:
     result = {f"ours, Ulysses {world}": ours(world, 1), f"ours, Ring {world}": ours(1, world)}
     if world % 2 == 0 and world > 2:
         result[f"ours, Ulysses 2 x Ring {world // 2}"] = ours(2, world // 2)
     return result | {"DeepSpeed's Ulysses": deepspeed, "PyTorch's context_parallel": pytorch}
 
 
-def gradients(party: Callable, case: Case) -> list[Tensor]:
+def gradients(library: Callable, case: Case) -> list[Tensor]:
     """This rank's gradients of one step."""
     model = case.model()
-    with party(model, case.batch()) as step:
+    with library(model, case.batch()) as step:
         step()
     return [parameter.grad for parameter in model.parameters()]
 
 
-def error_of(party: Callable, case: Case) -> float:
+def error_of(library: Callable, case: Case) -> float:
     """Largest difference of summed gradients from those of one process, relative to each tensor's largest entry."""
-    wanted, worst = gradients(alone, case), 0.0
-    for mine, right in zip(gradients(party, case), wanted):
+    expected_gradients, worst = gradients(alone, case), 0.0
+    for mine, expected in zip(gradients(library, case), expected_gradients):
         dist.all_reduce(mine)
-        worst = max(worst, float((mine - right).abs().max() / right.abs().max()))
+        worst = max(worst, float((mine - expected).abs().max() / expected.abs().max()))
     return worst
 
 
-def seconds_of(party: Callable, case: Case, steps: int) -> list[float]:
+def seconds_of(library: Callable, case: Case, steps: int) -> list[float]:
     """Seconds of ``steps`` steps, after one that does not count."""
     model, seconds = case.model(), []
-    with party(model, case.batch()) as step:
+    with library(model, case.batch()) as step:
         for _ in range(1 + steps):
             dist.barrier()
             begin = time.perf_counter()
@@ -208,12 +208,12 @@ def seconds_of(party: Callable, case: Case, steps: int) -> list[float]:
 
 
 def race(result: dict[str, Callable], case: Case, world: int, repeats: int) -> dict[str, list[float] | str]:
-    """Seconds of steps, measured in turns; for a library that cannot run, the reason."""
+    """Seconds of steps by library, whose runs alternate; for a library that cannot run, the reason."""
     times: dict[str, list[float] | str] = {name: [] for name in result}
     for _ in tqdm(range(repeats), desc="rounds", disable=not sys.stderr.isatty()):
-        for name, party in result.items():
+        for name, library in result.items():
             if not isinstance(times[name], str):
-                taken = on_ranks(world, seconds_of, party, case, STEPS)
+                taken = on_ranks(world, seconds_of, library, case, STEPS)
                 times[name] = taken if isinstance(taken, str) else times[name] + taken
     return times
 
@@ -225,18 +225,18 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", help="write the figures here")
     args = parser.parse_args()
-    result, console = parties(args.processes), Console(width=None if sys.stdout.isatty() else 200)
+    result, console = libraries(args.processes), Console(width=None if sys.stdout.isatty() else 200)
     verdicts: dict[str, dict[str, float | str]] = {}
     for name, case in tqdm(CASES.items(), desc="cases", disable=not sys.stderr.isatty()):
-        verdicts[name] = {party: on_ranks(args.processes, error_of, enter, case) for party, enter in result.items()}
+        verdicts[name] = {library: on_ranks(args.processes, error_of, enter, case) for library, enter in result.items()}
     table = Table("case", *result, title=f"gradients compared with one process, {args.processes} processes")
     for name, of_party in verdicts.items():
         table.add_row(name, *(escape(x) if isinstance(x, str) else verdict(x) for x in of_party.values()))
     console.print(table)
     first = next(iter(verdicts.values()))
-    able = {name: enter for name, enter in result.items() if not isinstance(first[name], str)}
+    runnable = {name: enter for name, enter in result.items() if not isinstance(first[name], str)}
     case = Case(length=args.seq_length, layers=4)
-    times = race(able, case, args.processes, args.repeats)
+    times = race(runnable, case, args.processes, args.repeats)
     table = Table("library", "step", title=f"{args.seq_length} tokens, {case.layers} layers of {case.width}, fp32")
     for name, taken in times.items():
         table.add_row(name, escape(taken) if isinstance(taken, str) else f"{statistics.median(taken):.3f} s")
@@ -246,7 +246,7 @@ def main() -> None:
 
 
 def verdict(error: float) -> str:
-    return f"right ({error:.0e})" if error < RIGHT else f"WRONG by {100 * error:.0f} %"
+    return f"right ({error:.0e})" if error < TOLERANCE else f"WRONG by {100 * error:.0f} %"
 
 
 if __name__ == "__main__":

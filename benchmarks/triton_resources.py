@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What the Triton kernels need of a GPU, from compiling them without one: a Markdown table.
+"""Print the GPU resources that the Triton kernels need, as a Markdown table. They are compiled; no GPU is needed.
 
     python benchmarks/triton_resources.py --capability 80 90 100 --head 64 128 256
     python benchmarks/triton_resources.py --features plain mask alibi softcap dropout all
@@ -19,9 +19,9 @@ queries for dk and dv) without a mask. Its instructions are counted in the machi
 - share: ideal over the step's cycles. The first figure assumes that products and instructions never overlap, the second
   that they do: on Hopper all but the exposed ones, elsewhere all.
 
-Doubts: latencies, barriers, memory traffic, bank conflicts, and work outside of the loops are not counted, and the
-warps of a program are taken to be in phase. The rate of shared memory and the cost of 64 rows are rules that we know
-from reading and have not measured. Expect less than the share, and trust comparisons more than figures.
+Latencies, barriers, memory traffic, bank conflicts and work outside of the loops are not counted. The warps of a
+program are assumed to run in phase. The rate of shared memory and the cost of 64 rows come from documentation and were
+not measured. Expect less than the share, and rely on comparisons more than on figures.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron.context_parallel.attention.kernels.triton_kernels.triton_call impo
 NAMES = {80: "A100", 86: "RTX 3090", 89: "L40S", 90: "H100", 100: "B200", 120: "RTX 5090"}
 PASSES = ("forward", "queries", "keys", "dk", "dv")
 PRODUCTS = {"forward": 2, "queries": 3, "keys": 4, "dk": 3, "dv": 2}  # of [block, head] x [head, step]
-NEEDED = PRODUCTS | {"dk": 2}  # without what another program computes as well
+NEEDED = PRODUCTS | {"dk": 2}  # without the product that the program of dv computes as well
 
 
 class Count:

@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     device, dtype, tolerance = pick_device()
 
-    # The three lines: who takes part, who holds which tokens, and (below) attention.
+    # Three lines are needed: the grid of processes, the layout of tokens, and (below) attention.
     grid = cp.initialize_grid(ulysses=options.ulysses, ring=options.ring or world // options.ulysses)
     layout = cp.SequenceLayout(SEQ_LENGTH, grid, options.balance)
 

@@ -42,8 +42,8 @@ class Queue:
     """A stream: its queue of work that is not done yet.
 
     Attributes:
-        given, done: numbers of items.
-        after: the moment of compute after which all later items come.
+        given, done: how many items were queued, and how many of them have been done.
+        after: every item that is queued from now on runs after this moment of compute.
     """
 
     todo: deque = field(default_factory=deque)
@@ -79,7 +79,7 @@ class Memory:
         return cls(weakref.ref(storage), layout, None)
 
     def tensor(self) -> Tensor | None:
-        """None: it was freed."""
+        """The tensor; None if its memory was freed."""
         storage, (dtype, *rest) = self.storage(), self.layout
         return None if storage is None else torch.empty(0, dtype=dtype).set_(storage, *rest)
 
@@ -227,7 +227,7 @@ class Adversary(Streams):
     def _happen(self, stream: str, copy: Copy) -> None:
         to, source = copy.to.tensor(), copy.source.tensor()
         if to is None:
-            self.faults.append(f"{stream}: a copy into memory that was let go")
+            self.faults.append(f"{stream}: a copy into freed memory")
         elif source is None or not copy.ordered:
             poison(to)
         else:

@@ -87,7 +87,7 @@ def by_pairs(
 
     Args:
         held: returns the pairs that a case (passed as arguments) contains.
-        cost: returns the cost of a case; of equally useful ones the cheaper is kept.
+        cost: returns the cost of a case; of cases that add equally many pairs the cheapest is kept.
         ids: returns the name of a case.
     """
     kept = set(covering([held(*case) for case in cases], [cost(*case) for case in cases]))

@@ -20,7 +20,7 @@ from megatron.context_parallel.certifying.rows import contiguous, striped, zigza
 LENGTH, WORDS, WIDTH, HEADS = 48, 31, 16, 2
 ENDS = (17, 30, LENGTH)
 
-# Each error: the kind that certify gives it, and the module that it names; "" is the code after the model.
+# By error: the kind and the module that certify must report; "" is the code after the model.
 ERRORS: dict[str, tuple[str, str]] = {
     "dropped reduction": ("reduction", "blocks.0.norm1"),
     "doubled reduction": ("reduction", "blocks.1.mlp.up"),
@@ -114,7 +114,7 @@ class Attention(nn.Module):
     def __init__(self, model: Decoder, number: int) -> None:
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.of_model, self.number = [model], number  # in a list, so that the model is no part of its part
+        self.of_model, self.number = [model], number  # a list, so that nn.Module does not register it
 
     def forward(self, x: Tensor) -> Tensor:
         model, second = self.of_model[0], self.number == 1

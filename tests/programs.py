@@ -311,7 +311,7 @@ LINES = {  # patterns of one-line refusals; whether each is correct for (program
 }
 
 
-def as_it_is(x: Tensor) -> Tensor:
+def identity(x: Tensor) -> Tensor:
     return x
 
 
@@ -328,8 +328,8 @@ class _Wrong(torch.autograd.Function):
 def refusal(program: Program, error: Exception, ulysses: int, ring: int) -> str | None:
     """The pattern in LINES of a one-line refusal that is correct for the program; None for other errors."""
     text = str(error)
-    for line, right in LINES.items():
-        if isinstance(error, (ValueError, RuntimeError)) and re.match(line, text) and right(program, ulysses, ring):
+    for line, applies in LINES.items():
+        if isinstance(error, (ValueError, RuntimeError)) and re.match(line, text) and applies(program, ulysses, ring):
             return line if "\n" not in text else None
     return None
 
@@ -392,8 +392,8 @@ def run(program: Program, grid: cp.Grid) -> dict[str, Tensor]:
 def one_step(program: Program, i: int, x: Tensor, *, layout: cp.SequenceLayout, params: dict[str, Tensor]) -> Tensor:
     step, p = program.steps[i], named(program, i, params)
     if step.kind not in WITH_TOKENS_MIXED and step.kind != "apply":
-        here = {**params, **{f"{i}.{name}": layout.shard(t) if name == "place" else t for name, t in p.items()}}
-        return plain_step(program, i, x, here, as_it_is)
+        local_params = {**params, **{f"{i}.{name}": layout.shard(t) if name == "place" else t for name, t in p.items()}}
+        return plain_step(program, i, x, local_params, identity)
     if step.kind == "apply":
         spans = even_spans(x.size(0), step.pieces)
         function = lambda part, _: torch.tanh(F.linear(part, p["first"])) @ weight(step, p)  # noqa: E731
@@ -402,7 +402,7 @@ def one_step(program: Program, i: int, x: Tensor, *, layout: cp.SequenceLayout, 
         return chunked(program, step, p, x, layout)
     if step.kind in ("mha", "encoder"):
         return layer_of_pytorch(program, step, p, x)
-    q, k, v = project(x, p, step.kv_heads, as_it_is)
+    q, k, v = project(x, p, step.kv_heads, identity)
     if step.mixed:
         k = k.half()
     if step.kind == "operator":
@@ -424,7 +424,7 @@ def chunked(program: Program, step, p: dict[str, Tensor], x: Tensor, layout: cp.
     )
     mask = MASKS[mask_of(program, step)](program.length)
     layer = cp.ChunkedLayer(
-        lambda x, _: (lambda q, k, v: (q, k.half() if step.mixed else k, v))(*project(x, p, step.kv_heads, as_it_is)),
+        lambda x, _: (lambda q, k, v: (q, k.half() if step.mixed else k, v))(*project(x, p, step.kv_heads, identity)),
         lambda out, x, _: (x if step.residual else 0) + F.linear(out.flatten(2), weight(step, p)),
         [*p.values(), p["out"]],
         other,
@@ -460,7 +460,7 @@ def layer_of_pytorch(program: Program, step, p: dict[str, Tensor], x: Tensor) ->
 def loss_of(program: Program, y: Tensor, layout: cp.SequenceLayout, params: dict[str, Tensor]) -> Tensor:
     parts = tuple(layout.shard(part) for part in targets(program))
     if program.loss != "cross entropy":
-        return plain_loss(program, y, params, as_it_is, parts)
+        return plain_loss(program, y, params, identity, parts)
     words = params[f"{len(program.steps)}.words"]
     weights = torch.ones_like(parts[1], dtype=y.dtype)
     return chunked_linear_cross_entropy(y, words, parts[1], weights, chunks=3, vocab_size=WORDS)

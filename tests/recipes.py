@@ -7,7 +7,7 @@ one. ``stated_processes`` exists if the script does not give the number (null), 
 does not fit; ``processes`` was then raised to the grid. A repository with ``drawn`` was new to us on that day. We took
 at most eight of its scripts, those whose paths have the lowest SHA-1. They start without arguments, have no experts,
 and do not copy the flags of a known recipe. Of the 50 recipes of the first draw, 11 were accepted before we changed
-anything for them, and a twelfth wrongly. The second draw took turns among the repositories that an index of public
+anything for them, and a twelfth wrongly. The second draw alternated between the repositories that an index of public
 code lists for "Megatron-LM", "Megatron-DeepSpeed", "MindSpeed", pretrain_llama.py and pretrain_gpt.py. It gave 43
 recipes of seven repositories, of which 17 were accepted unchanged, and 14 recipes of two more, of which 8 were.
 
@@ -96,13 +96,13 @@ def _files(files: dict[str, Any]) -> Iterator[None]:
 def main() -> None:
     """Print the accepted shares; with --write, store the refusals of the others."""
     reasons: Counter[str] = Counter()
-    taken: list[bool] = []
+    accepted: list[bool] = []
     upstream: list[bool] = []
     documents = json.loads(RECIPES.read_text())
     for document in documents:
         for recipe in document["recipes"]:
             lines = refused(recipe)
-            taken.append(not lines)
+            accepted.append(not lines)
             if flags_of(recipe) <= upstream_flags():
                 upstream.append(not lines)
             reasons.update(lines)
@@ -113,7 +113,7 @@ def main() -> None:
         RECIPES.write_text(json.dumps(documents, indent=1) + "\n")
     for reason, count in reasons.most_common():
         print(f"{count:4d} {reason}")
-    print(f"{sum(taken)} of {len(taken)} accepted")
+    print(f"{sum(accepted)} of {len(accepted)} accepted")
     print(f"{sum(upstream)} of {len(upstream)} of those whose flags Megatron-LM or Megatron-DeepSpeed know")
 
 

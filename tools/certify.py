@@ -6,12 +6,13 @@
     python tools/certify.py --grid ulysses=2 --grid ulysses=2,ring=2 program.py:step
     python tools/certify.py Qwen/config.json
 
-A training command runs with its flags and a small model of the same kind, on this machine's CPU; every axis that it
-uses has size 2, alone and with each other axis. A function of yours is called with the sizes of a grid and returns
-cp.Outcome, or (model, loss). A config.json of transformers makes a small random model, which cp's parallelize splits.
+A training command runs with its flags and a small model of the same kind, on this machine's CPU. Each axis that the
+command uses is tested with size 2, alone and with each other axis. A function is called with the sizes of a grid and
+returns cp.Outcome, or (model, loss). A config.json of transformers makes a small random model, which cp's parallelize
+splits.
 
-What counts as a difference is measured: how far rounding moves each number on one process. Where a grid differs, the
-first module that differs is named. Exit code 0: all agree; 1: something differs; 2: the program cannot be checked.
+The limit for a difference is measured: how far rounding moves each number on one process. The first module beyond its
+limit is named. Exit code 0: all agree; 1: something differs; 2: the program cannot be checked.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ BOTH = [{"ulysses": 2}, {"ring": 2}, {"ulysses": 2, "ring": 2}]
 
 
 def main(argv: list[str] | None = None, run: Any = None) -> int:
-    """The exit code.
+    """Check the program and print the result; returns the exit code.
 
     Args:
         run: see ``cp.certify``.
@@ -78,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def program_of(args: argparse.Namespace) -> tuple[Any, list[dict[str, int]], list[str]]:
-    """The program, its grids, and notes."""
+    """(program to call with the sizes of a grid, grids to compare, notes to print)."""
     words = args.program
     if not words:
         raise Refusal("no program: give a training command, FILE.py:NAME or a config.json")
@@ -97,7 +98,7 @@ def program_of(args: argparse.Namespace) -> tuple[Any, list[dict[str, int]], lis
 
 
 def training_command(words: list[str], processes: int) -> tuple[Any, list[dict[str, int]], list[str]]:
-    """A training command as a small program."""
+    """As :func:`program_of`, for a training command, whose model becomes small."""
     command = launch(words)
     if command is None:
         raise Refusal(f"{words[0]}: no training command such as torchrun pretrain_llama.py --num-layers ..., no "

@@ -18,7 +18,7 @@ SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "vo
 
 @dataclass(frozen=True)
 class FromFile:
-    """The function NAME of FILE.py:NAME."""
+    """Calls the function NAME of FILE.py:NAME with the sizes of a grid."""
 
     spec: str
 
@@ -49,7 +49,7 @@ class HuggingFace:
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() > 1:
-                    parameter.normal_(std=0.2)  # so large that every token depends on those before it
+                    parameter.normal_(std=0.2)  # large, so that every token depends on those before it
         batch = packed_batch()
         if ulysses * ring == 1:
             loss = model(**batch, use_cache=False).loss
@@ -67,7 +67,7 @@ class HuggingFace:
 
 
 def small_config(config: Any) -> Any:
-    """The same kind of model with small sizes."""
+    """The given config, changed in place to a small model of the same kind."""
     heads = getattr(config, "num_attention_heads", 4)
     groups = getattr(config, "num_key_value_heads", None) or heads
     sizes = {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 4 if groups == heads else 2 if groups > 1 else 1,

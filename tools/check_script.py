@@ -101,7 +101,9 @@ def report(result: Launch, cwd: Path, done: Record, processes: int | None) -> bo
     """Print what the parser says about one command; returns whether it is accepted."""
     count = processes or result.processes or grid(result.flags)
     launcher = " ".join(Path(word).name if "/" in word else word for word in result.launcher)
-    stated = f"{count} processes" if processes or result.processes else f"processes left open: read for {count}"
+    stated = (
+        f"{count} processes" if processes or result.processes else f"number of processes unknown: checked for {count}"
+    )
     print(f"{' '.join([launcher, Path(result.program).name]).strip()} ... ({stated})")
     for flag, after in zip(result.launcher, [*result.launcher[1:], "-"]):
         if flag in done.empty and after.startswith("-"):
@@ -110,11 +112,11 @@ def report(result: Launch, cwd: Path, done: Record, processes: int | None) -> bo
     if not name.startswith(("pretrain_gpt", "pretrain_llama")):
         print(f"{name} is another program: only its flags are checked, as those of pretrain_gpt.py")
     defaults = LLAMA_DEFAULTS if "pretrain_llama" in name else None
-    flags = [written(word, cwd, done) for word in result.flags]
+    flags = [recorded_path(word, cwd, done) for word in result.flags]
     before = Path.cwd()
     os.chdir(cwd)
     try:
-        # the script runs on machines that have what it asks for
+        # The script runs on other machines, which are assumed to have Transformer Engine.
         with patch.object(validate, "transformer_engine_installed", lambda: True):
             config = parse(flags, defaults, count, shape_of)
     except Refusal as refusal:
@@ -124,7 +126,7 @@ def report(result: Launch, cwd: Path, done: Record, processes: int | None) -> bo
         os.chdir(before)
     print("accepted" + (", with these notes:" if config.notes else ""))
     for note in config.notes:
-        print(f"  - {unwritten(note, done)}")
+        print(f"  - {with_script_paths(note, done)}")
     print("start it with\n  " + command(result, shlex.join(result.flags)))
     return True
 
@@ -142,9 +144,11 @@ def report_refusals(refusal: Refusal, result: Launch, done: Record) -> None:
     for part in refusal.parts:
         flag = part.about[0] if part.about else ""
         blamed = isinstance(part, Unreadable) and flag in done.empty
-        print(f"  - {flag}: {empty(flag, done)}" if blamed else f"  - {unwritten(str(part), done)}")
+        print(f"  - {flag}: {empty(flag, done)}" if blamed else f"  - {with_script_paths(str(part), done)}")
     if isinstance(refusal, Refusals) and refusal.command is not None:
-        print(f"this would be accepted, {refusal.changes}\n  {command(result, unwritten(refusal.command, done))}")
+        print(
+            f"this would be accepted, {refusal.changes}\n  {command(result, with_script_paths(refusal.command, done))}"
+        )
 
 
 def empty(flag: str, done: Record) -> str:
@@ -155,15 +159,15 @@ def empty(flag: str, done: Record) -> str:
     return f"the script's variable {name} is empty: set it, for example by {name}=VALUE before this command"
 
 
-def written(word: str, cwd: Path, done: Record) -> str:
-    """A word of the command; if it names a file that the script wrote, the path where that file is now."""
+def recorded_path(word: str, cwd: Path, done: Record) -> str:
+    """A word of the command; a file that the script wrote is replaced by the path of the recorded file."""
     flag, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
     file = Path(f"{done.folder}/files{cwd / value}") if value else None
     return f"{flag}{equals}{file}" if file and file.is_file() else word
 
 
-def unwritten(text: str, done: Record) -> str:
-    """A text with the script's paths in place of those in the record's folder."""
+def with_script_paths(text: str, done: Record) -> str:
+    """A text in which paths within the record's folder are replaced by the script's paths."""
     return text.replace(f"{done.folder}/files", "")
 
 
@@ -186,7 +190,7 @@ def report_others(done: Record) -> None:
         print(f"not run: {', '.join(named)}")
     asked = [call.words for call in done.calls if call.words[0].startswith("python") and "-c" in call.words[:3]]
     for words in asked:
-        print(f"  {shlex.join(words)[:120]}: its output is unknown here, and is read as empty")
+        print(f"  {shlex.join(words)[:120]}: its output is unknown here, and counts as empty")
 
 
 def report_nothing(script: Path, done: Record) -> None:

@@ -55,7 +55,7 @@ def chosen_effort(args: argparse.Namespace, device: str) -> Effort:
 
 
 def follow(device: torch.device, plan: Effort) -> int:
-    """Take part in the collectives, on all ranks of torchrun but rank 0."""
+    """Take part in the collectives (on every rank of torchrun except rank 0); returns the exit code."""
     figures(device, int(os.environ["LOCAL_WORLD_SIZE"]), plan, lambda text: None)
     return 0
 

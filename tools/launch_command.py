@@ -11,7 +11,7 @@ TRAINING = ("--num-layers", "--hidden-size", "--seq-length", "--micro-batch-size
 PER_NODE = ("nproc_per_node", "num_gpus", "nproc")
 NODES = ("nnodes", "num_nodes")
 TASKS = {"srun": ("n", "ntasks"), "mpirun": ("np", "n"), "mpiexec": ("np", "n"), "aprun": ("n",), "jsrun": ("n", "np")}
-GPUS = 8  # per node, where the launcher would count them
+GPUS = 8  # per node, if the command leaves the number to the launcher
 COUNT = re.compile(r"[0-9]{1,9}")  # of processes, nodes or GPUs
 
 

@@ -33,7 +33,7 @@ whoami""".split()
 STARTERS = """torchrun deepspeed srun mpirun mpiexec aprun jsrun python python3 accelerate ft_launcher numactl nohup
 timeout time nice ionice stdbuf docker podman singularity apptainer enroot sudo env tee sbatch""".split()
 SECONDS = 60  # limit; a script that only starts stand-ins takes far less
-WITHIN = "\x1f"
+WITHIN = "\x1f"  # in the record: between the words of the commands (srun, env ...) that a call was started by
 EMPTY = ":empty"  # in the record: a flag, and the empty variable that follows it
 
 
@@ -117,7 +117,7 @@ def record(
             done.returncode = running.wait(SECONDS)
         except subprocess.TimeoutExpired:
             pass
-        finally:  # stop also what it left in the background
+        finally:  # also stop programs that the script left in the background
             with suppress(ProcessLookupError):
                 os.killpg(running.pid, signal.SIGKILL)
             running.wait()

@@ -40,7 +40,7 @@ _tee() {
         esac
     done
 }
-# A submitted job runs at once, with the variables that Slurm would set for it; a job that submits itself does not.
+# A submitted job runs at once, with the variables that Slurm would set. A job that submits itself is not run again.
 _submit() {
     local script="" text="" words=() slurm="" receipt="" chain=${CHECK_CHAIN:-}
     builtin eval "$(builtin eval "command $CHECK_SBATCH \"\$CHECK_FILES\" \"\$@\"")"

@@ -73,6 +73,7 @@ def _sources(raw: dict[str, Any], files: list[str]) -> dict[str, str]:
 
 
 def show(runs: list[Run], before: Machine, after: Machine) -> None:
+    """Print the measured times of the runs, and those that both machine files predict."""
     table = Table("", "bytes sent", "measured, us", before.name, "", after.name, "", "by")
     for column in table.columns[1:7]:
         column.justify = "right"

@@ -88,6 +88,7 @@ def best_offer(problems: list[Problem], about: Terms | None, args: argparse.Name
 
 
 def report(request: Request, offer: Offer, about: Terms | None, args: argparse.Namespace, console: Console) -> None:
+    """Print the plans, the reasons for the first one and its command; write the files that the options name."""
     top, problem, results = tokens(args.top, "--top"), offer.problem, offer.results
     ranking, winner = Report(request, problem, offer.plans, offer.run), offer.plan
     console.print(ranking.table(top))
@@ -100,7 +101,7 @@ def report(request: Request, offer: Offer, about: Terms | None, args: argparse.N
         console.print(f"Nothing leaves the usual margin of {explain.gib(problem.spare)}: these plans fit with less.")
     for plan in results.tight[:3] if results.plans else ():
         why = f"{explain.losing(plan, winner)}; {explain.failing(plan, None, problem)}"
-        console.print(f"Nearer to the limit: {explain.words(plan.strategy)}, {why}.")
+        console.print(f"With less memory left: {explain.words(plan.strategy)}, {why}.")
     console.print(f"\n[bold]Why the first.[/bold] {explain.winning(winner, problem)}\n")
     for hint in (explain.uncertain_words(winner, problem), explain.padding_words(problem, winner)):
         if hint:
@@ -146,7 +147,7 @@ def confirm(ranking: Report, gpu: str, console: Console) -> None:
             break
         plan = replace(results.plans[0], room=ranking.problem.machine.usable_memory)
         console.print(
-            "\nIn the dry run it does not fit. Allowing for the additional memory that it took, the best plan is "
+            "\nThe plan does not fit in the dry run. If the additional memory is set aside, the best plan is "
             f"{explain.words(plan.strategy)}, {explain.losing(plan, ranking.plans[0])}:\n"
             f"{ranking.command(plan.strategy)}",
             soft_wrap=True,

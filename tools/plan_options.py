@@ -115,7 +115,7 @@ def planning_problems(args: argparse.Namespace, flags: list[str]) -> tuple[Reque
     problems = []
     for machine in map(load, args.gpu):
         spare = share_of_memory(args.margin, machine.memory, "--margin")
-        for gpus, used in sorted({on_nodes(text, machine) for text in args.gpus}, key=lambda one: one[0]):
+        for gpus, used in sorted({on_nodes(text, machine) for text in args.gpus}, key=lambda pair: pair[0]):
             problems.append(Problem(workload, gpus, used, limits(args), spare, machine.gpus))
     return request, problems
 

@@ -121,8 +121,8 @@ def gallery(ring: int, length: int) -> list[tuple[str, SequenceLayout, Mask]]:
     ]
     grid = cp.abstract_grid(ring=ring)
     return [
-        (title, cp.SequenceLayout(length, grid, how, document_ends=ends if how == "documents" else ()), mask)
-        for title, how, mask in masks
+        (title, cp.SequenceLayout(length, grid, balance, document_ends=ends if balance == "documents" else ()), mask)
+        for title, balance, mask in masks
     ]
 
 

@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def counted(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Bytes of one layer, by purpose and phase. Raises Refusal."""
     from megatron.simulator.dry_run.one_rank import vocabulary_of
     from megatron.simulator.dry_run.traffic import layer_traffic
     from megatron.simulator.machines.machine_file import load
@@ -71,8 +72,8 @@ def table(by_group: dict[str, dict[str, float]]) -> Table:
         out.add_row(group, *(gigabytes(sizes.get(phase, 0.0)) for phase in PHASES), gigabytes(sum(sizes.values())))
     sums = [sum(sizes.get(phase, 0.0) for sizes in by_group.values()) for phase in PHASES]
     out.add_row("all", *map(gigabytes, sums), gigabytes(sum(sums)), end_section=True)
-    rest = sum(sum(s.values()) for group, s in by_group.items() if group not in ("GEMM", "attention: its kernels"))
-    out.add_row("all but products and attention's kernels", "", "", gigabytes(rest))
+    others = sum(sum(s.values()) for group, s in by_group.items() if group not in ("GEMM", "attention: its kernels"))
+    out.add_row("all but products and attention's kernels", "", "", gigabytes(others))
     return out
 
 

@@ -29,9 +29,8 @@ def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
 
 
 def copies(stage: Stage, chunk: int) -> Figures | None:
-    """Seconds of copies with the middle chunk size at the measured rate, and the part that is not overlapped.
-
-    The latter is the time of a step with chunks in host memory minus the time of a step with chunks on the device.
+    """Seconds of copies with chunks of this size at the measured rate, and the seconds of them that are not overlapped:
+    the time of a step with chunks in host memory minus that of a step with chunks on the device.
     """
     cases = stage.report["cases"]
     on_host, on_device = (cases.get(f"{mode}, chunks of {chunk}", {}) for mode in ("fpdt", "fpdt on the device"))
@@ -39,7 +38,7 @@ def copies(stage: Stage, chunk: int) -> Figures | None:
     if not host or "seconds" not in on_host or "seconds" not in on_device:
         return None
     took = max(on_host["to_host"], on_host["to_device"]) / host  # the two directions overlap
-    felt = max(0.0, on_host["seconds"] - on_device["seconds"])
+    exposed = max(0.0, on_host["seconds"] - on_device["seconds"])
     by_profile = on_host.get("profile", {}).get("hidden_copies")
-    hidden = 1 - min(felt / took, 1.0) if took else None
-    return {"copy_seconds": took, "felt_seconds": felt, "hidden": hidden, "hidden_by_profiler": by_profile}
+    hidden = 1 - min(exposed / took, 1.0) if took else None
+    return {"copy_seconds": took, "exposed_seconds": exposed, "hidden": hidden, "hidden_by_profiler": by_profile}

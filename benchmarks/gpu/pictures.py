@@ -95,18 +95,18 @@ def fpdt(report: Figures, path: Path) -> bool:
         return False
     made, axes = figure(report, f"FPDT, {chunked[0]['length']:,} tokens, layers: {chunked[0]['layers']}", 2)
     plain = next((result for result in cases if not result["chunk"]), None)
-    looks: tuple[Callable[[Figures], float], ...] = (
+    values: tuple[Callable[[Figures], float], ...] = (
         lambda f: f["tokens_per_second"],
         lambda f: (f["states"] + f["activations"]) / 2**30,
     )
-    for one, look, says in zip(axes, looks, ("tokens per second", "device memory, GiB")):
+    for one, value_of, label in zip(axes, values, ("tokens per second", "device memory, GiB")):
         for colour, mode in zip(COLOURS, dict.fromkeys(result["mode"] for result in chunked)):
-            points = sorted((f["chunk"], look(f)) for f in chunked if f["mode"] == mode)
+            points = sorted((f["chunk"], value_of(f)) for f in chunked if f["mode"] == mode)
             one.plot(*zip(*points), "o-", color=colour, label=mode)
         if plain:
-            one.axhline(look(plain), color="black", linestyle="--", linewidth=1, label="full recompute")
+            one.axhline(value_of(plain), color="black", linestyle="--", linewidth=1, label="full recompute")
         lengths(one, [result["chunk"] for result in chunked])
-        one.set(xlabel="chunk, tokens", ylabel=says)
+        one.set(xlabel="chunk, tokens", ylabel=label)
         one.set_ylim(0)
     axes[0].legend(frameon=False)
     made.savefig(path, dpi=130)

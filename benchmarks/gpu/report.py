@@ -22,7 +22,7 @@ def write_report(folder: Path, names: list[str]) -> Path:
         memory = f"{about['host_memory'] / GIB:.0f} GiB of host memory"
         lines.append(f"torch {about['torch']}, {about['cores']} cores, {memory}")
     for name, report in reports.items():
-        lines += ["", f"## {name}", "", *TELL[name](report), *left_out(report)]
+        lines += ["", f"## {name}", "", *TABLES[name](report), *left_out(report)]
     path = folder / "report.md"
     path.write_text("\n".join(lines) + "\n")
     return path
@@ -123,7 +123,7 @@ def fpdt(report: Figures) -> list[str]:
     if report.get("copies"):
         result = report["copies"]
         lines += ["", f"Copies of {result['copy_seconds']:.3f} s per step, {share(result['hidden'])} overlapped (not: "
-                  f"{result['felt_seconds']:.3f} s); profiler: {share(result['hidden_by_profiler'])}."]  # fmt: skip
+                  f"{result['exposed_seconds']:.3f} s); profiler: {share(result['hidden_by_profiler'])}."]  # fmt: skip
     return lines
 
 
@@ -162,7 +162,7 @@ def ratio(a: float | None, b: float | None) -> str:
     return f"{a / b:.3f}" if a and b else ""
 
 
-TELL = {
+TABLES = {
     "tests": tests,
     "rates": rates,
     "attention": attention,

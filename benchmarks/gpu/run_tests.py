@@ -95,7 +95,7 @@ def by_ourselves(file: Path, stage: Stage) -> Figures:
 
 
 def fresh(file: Path) -> types.ModuleType:
-    """A new module from a file, even if the file was imported with pytest before."""
+    """A new module of a file, even if the file was imported before, with the real pytest."""
     spec = importlib.util.spec_from_file_location(f"by_ourselves_{file.stem}", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -163,7 +163,7 @@ def marks(module: types.ModuleType) -> list[Mark]:
 
 @contextmanager
 def standing_in() -> Iterator[None]:
-    """In this context, ``import pytest`` imports a module with the functions that tests/gpu uses."""
+    """Within this context, ``import pytest`` gives a module with only the functions that tests/gpu uses."""
 
     def skip(why: str) -> None:
         raise Skipped(why)

@@ -38,8 +38,8 @@ class Stage:
     """The figures of one stage, in ``folder``/``name``.json.
 
     Attributes:
-        report: ``finished``: whether all cases are done or left out; ``cases`` by name: their figures, or ``failed``
-            with the reason.
+        report: ``finished`` (all cases are done or left out) and ``cases``, by name the figures, or ``failed`` with the
+            reason.
 
     Args:
         about: device and software, stored with the figures.

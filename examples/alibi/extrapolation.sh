@@ -33,7 +33,7 @@ for positions in alibi rope; do
     run "$positions" 256 --micro-batch-size 8 --global-batch-size 16 --train-iters "$ITERATIONS" --eval-iters 0 \
         --log-interval 50 --save "$OUT/$positions"
     for length in 256 512 1024 2048 4096; do
-        # The same number of tokens each time.
+        # Every length is evaluated on equally many tokens.
         run "$positions" "$length" --ulysses-parallel-size 2 --micro-batch-size 1 --global-batch-size 1 \
             --skip-train --eval-iters $((65536 / length)) --load "$OUT/$positions" --finetune 2>&1 |
             tee "$OUT/evaluation.log" | grep "validation loss" |

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # A tiny Llama by FPDT on a laptop without a GPU: 2 processes (Ulysses 2), 4,096 tokens in 8 chunks, random tokens, 5
-# steps. Keys, values and layer inputs are in host memory. To see it run:
+# steps. Keys, values and layer inputs are in host memory.
 #
 #   bash examples/fpdt/pretrain_tiny_cpu.sh [FLAGS]
 #

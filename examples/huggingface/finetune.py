@@ -44,17 +44,17 @@ def main(argv: list[str] | None = None) -> int:
     device = pick_device()
     model = make_model(options).to(device)
     model.config.use_cache = False  # with a cache, transformers' masks do not separate packed documents
-    other = copy.deepcopy(model)
+    original = copy.deepcopy(model)
 
     fpdt = Fpdt(options.fpdt_chunk_size) if options.fpdt_chunk_size else None
     with parallelize(model, grid, seq_length=options.seq_length, fpdt=fpdt) as context:
-        runs = DistributedDataParallel(model) if world > 1 else model  # averages gradients, as the loss requires
-        losses = train(runs, options, device, context.shard)
+        wrapped = DistributedDataParallel(model) if world > 1 else model  # averages gradients, as the loss requires
+        losses = train(wrapped, options, device, context.shard)
 
     error = 0.0
     if dist.get_rank() == 0:
         print(f"{grid}; {options.seq_length} tokens, {context.layout.local_length} per process")
-        expected = train(other, options, device, dict) if options.alone else losses
+        expected = train(original, options, device, dict) if options.alone else losses
         for step, (mine, theirs) in enumerate(zip(losses, expected), 1):
             print(f"step {step:3}  loss {mine:.6f}  on one process {theirs:.6f}")
         error = max(abs(mine - theirs) / theirs for mine, theirs in zip(losses, expected))
@@ -93,6 +93,7 @@ def make_batch(options: argparse.Namespace, step: int, device: torch.device) -> 
 
 
 def train(model, options: argparse.Namespace, device: torch.device, shard) -> list[float]:
+    """The loss of each step; ``shard`` takes this rank's part of a batch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model.train()
     losses = []

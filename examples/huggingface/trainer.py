@@ -65,8 +65,8 @@ def main(argv: list[str] | None = None) -> int:
         Path(options.json).parent.mkdir(parents=True, exist_ok=True)
         Path(options.json).write_text(json.dumps(losses))
     if dist.is_initialized():
-        # DDP goes before its group: as the last owner of one, its destructor holds Python's lock and waits for gloo's
-        # threads, which may wait for that lock (torch 2.13).
+        # Delete DDP before its process group: if DDP is the group's last owner, its destructor holds Python's lock
+        # while it waits for gloo's threads, which may wait for the same lock (torch 2.13).
         del trainer
         gc.collect()
         dist.destroy_process_group()
@@ -91,7 +91,7 @@ def arguments(options: argparse.Namespace, data: int) -> TrainingArguments:
 
 
 def samples(length: int, count: int, fewer: int = 0) -> list[dict[str, torch.Tensor]]:
-    """Repeated phrases, each with ``fewer`` labels less than the one before."""
+    """``count`` samples, each a repeated phrase; each sample has ``fewer`` fewer labels than the one before."""
     result = []
     for number in range(count):
         generator = torch.Generator().manual_seed(number)

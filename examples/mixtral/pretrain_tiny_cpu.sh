@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# A tiny Mixtral on a laptop without a GPU: 8 experts, 2 for each token, on 4 processes as Ulysses 2 x Ring 2, which
-# share the experts by twos. Random tokens, 20 steps. Flags at the end override the script's.
+# A tiny Mixtral on a laptop without a GPU: 8 experts, 2 for each token, on 4 processes as Ulysses 2 x Ring 2. Every
+# two processes split the experts between them. Random tokens, 20 steps. Flags at the end override the script's.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 ULYSSES_SIZE=2

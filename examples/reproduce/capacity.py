@@ -9,7 +9,7 @@ from typing import Any
 from examples.reproduce.report import FORMULAS, PaperTable, Row
 
 Fits = Callable[[int], bool]
-AT_LEAST = "tested no further"  # beginning of a row's note if the paper tested no longer sequences
+AT_LEAST = "not tested beyond"  # beginning of a row's note if the paper tested no longer sequences
 LONGEST = 2**40
 
 
@@ -36,14 +36,14 @@ def longest_multiple(fits: Fits, step: int) -> int:
 def within_a_doubling(rows: Sequence[Row]) -> tuple[int, int]:
     """(number of rows with half to twice the published length, number of rows with a published length).
 
-    A row that was tested no further agrees if ours is as long or longer.
+    If the paper tested no longer sequences, a row agrees if ours is at least as long.
     """
     compared = [row for row in rows if row.unit == "tokens" and row.published is not None]
     return sum(_agrees(row) for row in compared), len(compared)
 
 
 def equal(rows: Sequence[Row]) -> int:
-    """The number of rows with exactly the published length, without rows that were tested no further."""
+    """The number of rows with exactly the published length, without rows where the paper tested no longer sequences."""
     return sum(row.doublings == 0 and not row.note.startswith(AT_LEAST) for row in rows)
 
 

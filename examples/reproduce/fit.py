@@ -60,7 +60,7 @@ FITS = {
         {f"table {table}": simulated(usp.training_rows, tables=(table,)) for table in (5, 6, 7)},
         {"interleaved": 1.0, "gemm": 1.0},  # the shipped A800's values come from table 6 and published runs
         by_hand=(
-            "gradients travel alone",
+            "gradients not overlapped with compute",
             "overlapped with compute in figure 5",
             "16 micro-batches of 30K",
             "an MLP counted as two matrices",
@@ -146,8 +146,8 @@ def beginning(name: str) -> Machine:
 
 
 def distinct(name: str) -> int:
-    """Number of different configurations: two units of one run count once, as does a configuration in two tables, and
-    the kind of ring does not matter if Ulysses uses all ranks."""
+    """Number of different configurations. Two units of one run count once, and so does a configuration in two tables.
+    The kind of ring does not count if Ulysses uses all ranks."""
     rows = [row for table in FITS[name].tables.values() for row in table(cluster(name)) if row.error is not None]
     keys = set()
     for row in rows:

@@ -37,8 +37,8 @@ class Record:
         gradients: how its program sums them over ranks: ``fp32`` or ``bf16``.
         weights: how new ones reach all ranks: by one ``gather``, or by a ``broadcast`` of each rank's shard.
         optimizer: where its step runs: ``gpu``, ``cpu`` (at host memory's speed) or ``deepspeed`` (also the CPU).
-        network: bytes per second and GPU between nodes, if not the machine's; also node, its GPUs, and
-            link, bytes per second and GPU within it.
+        network, link: bytes per second and GPU, between nodes and within a node; 0: the machine's.
+        node: GPUs of a node; 0: the machine's.
         unpriced: why no model of the run as described can be right, by the source's own statements; such runs are
             shown, and counted separately.
         value, unit: the figure: tokens/s/GPU, s/step, causal or full-mask TFLOPS/GPU.

@@ -16,7 +16,7 @@ from examples.reproduce.record_price import Predicted, family, predict
 from megatron.simulator.machines.machine_file import load
 
 FREE = {"Hopper": ("gemm", "fp8"), "Blackwell": ("attention",), "Ampere": ("gemm",)}  # in the order of their fits
-TAKES = {"Blackwell": ("Hopper", ("gemm", "fp8"))}
+TAKES = {"Blackwell": ("Hopper", ("gemm", "fp8"))}  # (architecture whose constants it uses, which constants)
 SHARES = ("gemm", "fp8", "attention")
 MACHINES = {"Hopper": "H100-80G", "Blackwell": "B200-192G", "Ampere": "A100-80G"}  # whose file has a family's shares
 STEPS = (1.15, 1.06, 1.02, 1.01)
@@ -175,10 +175,10 @@ def other_counts(test: Sequence[Predicted], name: str) -> list[str]:
         f"tokens per second {mean_of_rates(test):.1f} %; median {median(abs(one.error) for one in test):.1f} %"
     ]
     for source in dict.fromkeys((largest, worst)):
-        rest = [one for one in test if one.record.source != source]
+        others = [one for one in test if one.record.source != source]
         lines.append(
-            f"  without {source}: seconds {mean_of_records(rest):.1f} %; each source once {mean_of_sources(rest):.1f} "
-            f"%, tokens per second {mean_of_rates(rest):.1f} %"
+            f"  without {source}: seconds {mean_of_records(others):.1f} %; each source once "
+            f"{mean_of_sources(others):.1f} %, tokens per second {mean_of_rates(others):.1f} %"
         )
     return lines
 

@@ -53,8 +53,8 @@ def family(machine: str) -> str:
 
 
 def shape_of(record: Record) -> Shape:
-    """If pipeline stages do not divide the layers, the program counts embedding and loss as layers. This is modelled by
-    a divisible number of layers and a very small loss."""
+    """The shape of the run's model. If pipeline stages do not divide the layers, its program counts embedding and loss
+    as layers, which is modelled by a divisible number of layers and a very small vocabulary."""
     sizes = dict(models()[record.model])
     learned = sizes.pop("learned_positions", False)
     shape = Shape(**sizes, positions=record.seq_length if learned else 0)
@@ -73,7 +73,8 @@ def strategy_of(record: Record, recompute: str) -> Strategy:
 
 
 def program_of(record: Record) -> Program:
-    """``op``: torchtitan's policy computes every second product again, which for Llama is wk, wo and w3."""
+    """The run's program. Recompute ``op`` is torchtitan's policy, which computes every second product again: for Llama
+    wk, wo and w3."""
     again = 0.0
     if record.recompute == "op":
         s = shape_of(record)
@@ -142,8 +143,8 @@ def _parts(record: Record, machine: Machine) -> dict[str, float]:
 
 
 def _across_nodes(record: Record, machine: Machine, step: float) -> float:
-    """Each node has all weights (HSDP) or states (ZeRO 1). Gradients in bf16 are summed over nodes while the backward
-    pass runs: FSDP's in each micro-batch, ZeRO 1's in the last."""
+    """Seconds of summing bf16 gradients over nodes that do not overlap with the backward pass. Each node has all
+    weights (HSDP) or states (ZeRO 1). FSDP sums in each micro-batch, ZeRO 1 in the last."""
     held = stage_parameters(shape_of(record), 1, 1, 0).numel / record.shard
     group = Group(record.gpus // record.shard, record.shard)
     took = transfer_seconds(collective("all_reduce", "dp", group, BF16 * held), machine)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def questions(path: Path) -> list[tuple[list[dict], str]]:
-    """For each question: its messages without earlier turns, and the answer."""
+    """(messages of a question without earlier turns, the answer) of each question."""
     questions = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         messages = json.loads(line)["messages"]

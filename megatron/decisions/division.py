@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How work is divided, for context_parallel and for the formulas.
 
-Heads over Ulysses ranks (DeepSpeed-Ulysses paper, section 3.1), also with fewer key/value heads; the order of FPDT's
-loops; the unit of sequence lengths.
+These functions distribute heads over Ulysses ranks (DeepSpeed-Ulysses paper, section 3.1), also if there are fewer
+key/value heads than ranks. They choose the order of FPDT's loops, and give the unit of sequence lengths.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import gcd, lcm
 
 IN_FLIGHT = 2  # device tensors whose copies to the host may be unfinished: limits the memory that they hold
-PARTS = 4  # of a product that is added to a wider sum
+PARTS = 4  # number of parts in which a product is added to a sum of a wider dtype
 
 
 def goes_by_keys(heads: int, kv_heads: int, itemsize: int) -> bool:

@@ -77,12 +77,12 @@ def device_memory(
         early = 0  # FSDP creates a layer's gradients when its backward pass runs
     tied = itemsize * numel(held.embedding[:1]) if shape.tied and held.embedding and last else 0
     kept, moments, below = 0, [], held.layers
-    for how, count in reversed(strategy.layer_kinds(held.layers)):  # backward order
+    for layer_strategy, count in reversed(strategy.layer_kinds(held.layers)):  # backward order
         below -= count
-        layers = _Layers(how, count, below, held.layers - below - count)
-        kept_here, peaks = _backward_peaks(workload, layers, itemsize, fused, stage, weights, early < gradients)
-        kept = kept or kept_here
-        moments += [(kept_then, more + tied, gathered, early + made) for kept_then, more, gathered, made in peaks]
+        layers = _Layers(layer_strategy, count, below, held.layers - below - count)
+        kept_before, peaks = _backward_peaks(workload, layers, itemsize, fused, stage, weights, early < gradients)
+        kept = kept or kept_before
+        moments += [(at_peak, more + tied, gathered, early + made) for at_peak, more, gathered, made in peaks]
         if strategy.zero < 2:
             break  # most is kept when the first backward pass begins
     if weights.embedding_sent:  # the chunked backward pass of the embedding
@@ -117,7 +117,7 @@ Moment = tuple[int, int, int, int]
 class _Layers:
     """Consecutive layers of a stage with one strategy."""
 
-    how: Strategy
+    strategy: Strategy
     count: int
     below: int  # layers of the stage before them: their backward passes come later
     above: int  # layers of the stage after them: their backward passes come first
@@ -131,35 +131,37 @@ def _backward_peaks(
     Args:
         one_by_one: FSDP creates a layer's gradients when its backward pass runs.
     """
-    how, sizes = layers.how, sizes_of(workload, layers.how, itemsize)
-    layer_of = chunked_layer if how.fpdt_chunk else whole_layer
-    layer, again = layer_of(workload, how, itemsize, fused), how.recompute == "full"
-    unit = min(how.recompute_layers, layers.count) if again else 1
+    strategy, sizes = layers.strategy, sizes_of(workload, layers.strategy, itemsize)
+    layer_of = chunked_layer if strategy.fpdt_chunk else whole_layer
+    layer, again = layer_of(workload, strategy, itemsize, fused), strategy.recompute == "full"
+    unit = min(strategy.recompute_layers, layers.count) if again else 1
     # What a layer keeps until its backward pass, after its unit has been recomputed.
-    whole = layer_of(workload, how.but(recompute="none"), itemsize, fused).kept if unit > 1 else layer.kept
-    state = 0 if how.stream_hidden else sizes.hidden
-    kept, more = _kept(workload, layers, whole, state, stage)
-    busy, left, made = more + layer.backward, layers.below + layers.count, weights.output_share
-    moments = [(kept, layer.forward, weights.gathered(left, 1), 0)] if again else []
+    whole = layer_of(workload, strategy.but(recompute="none"), itemsize, fused).kept if unit > 1 else layer.kept
+    state = 0 if strategy.stream_hidden else sizes.hidden
+    kept, recomputed = _kept(workload, layers, whole, state, stage)
+    temporary, unfinished = recomputed + layer.backward, layers.below + layers.count
+    made = weights.output_share
+    moments = [(kept, layer.forward, weights.gathered(unfinished, 1), 0)] if again else []
     if not layers.above:  # backward of the last layer
-        moments.append((kept, busy + weights.output_sent, weights.gathered(left, unit), made))
-    if how.zero < 2:
+        moments.append((kept, temporary + weights.output_sent, weights.gathered(unfinished, unit), made))
+    if strategy.zero < 2:
         return kept, moments
-    sent, units = busy + weights.layer_sent, layers.count // unit
+    sending, units = temporary + weights.layer_sent, layers.count // unit
     made += layers.above * weights.layer_share
     if unit > 1:  # backward of the unit's last layer but one: the unit's output and its gradient are kept
-        moments.append((kept + state, sent - whole, weights.gathered(left - 1, unit - 1), made + weights.layer_share))
+        gathered = weights.gathered(unfinished - 1, unit - 1)
+        moments.append((kept + state, sending - whole, gathered, made + weights.layer_share))
     # Backward of a unit's last layer, while FSDP sums another layer's gradients: in the next unit or in the first.
     places = {1, units - 2, units - 1} if one_by_one else {1}
-    one = state if again else layer.kept
-    for gone in range(0 if layers.above else 1, units):
-        if gone and gone not in places:
+    unit_kept = state if again else layer.kept
+    for finished in range(0 if layers.above else 1, units):
+        if finished and finished not in places:
             continue
-        freed = gone * one
-        if how.offload_checkpoints:  # the device holds two inputs, in use and prefetched; at the end one
-            freed += ((gone == units - 1 and not layers.below) - gone) * state
-        gathered = weights.gathered(left - gone * unit, unit)
-        moments.append((kept - freed, sent, gathered, made + gone * unit * weights.layer_share))
+        freed = finished * unit_kept
+        if strategy.offload_checkpoints:  # the device holds two inputs, in use and prefetched; at the end one
+            freed += ((finished == units - 1 and not layers.below) - finished) * state
+        gathered = weights.gathered(unfinished - finished * unit, unit)
+        moments.append((kept - freed, sending, gathered, made + finished * unit * weights.layer_share))
     return kept, moments
 
 
@@ -169,27 +171,27 @@ def _kept(workload: Workload, layers: _Layers, layer: int, hidden: int, stage: i
     Without recompute the second number is minus one layer, because the layer that runs backward is among those kept.
     Layers below keep their inputs only.
     """
-    strategy, count = layers.how, layers.count
-    one, again = hidden + count * layer, -layer
+    strategy, count = layers.strategy, layers.count
+    per_batch, again = hidden + count * layer, -layer  # bytes of a micro-batch
     inputs = count + layers.below  # layer inputs that are kept
     if strategy.recompute == "full":
         unit = min(strategy.recompute_layers, count)
         inputs = -(-count // unit) + layers.below
-        one = (inputs + 1) * hidden
+        per_batch = (inputs + 1) * hidden
         # Recompute of an FPDT layer runs attention again, but not the layer's output.
         again = -hidden if strategy.fpdt_chunk and unit == 1 else (unit - 1) * layer
     else:
-        one += layers.below * hidden
+        per_batch += layers.below * hidden
     if strategy.offload_checkpoints:
-        one -= max(inputs - 2, 0) * hidden  # the device holds two: the one in use and the prefetched one
+        per_batch -= max(inputs - 2, 0) * hidden  # the device holds two: the one in use and the prefetched one
     stages, micro_batches = strategy.pipeline, max(strategy.micro_batches(workload), 1)
     if strategy.virtual == 1:
-        flying = float(min(stages - stage, micro_batches))
+        in_flight = float(min(stages - stage, micro_batches))
     else:  # in chunks of 1 / virtual of the stage's layers
         chunks = 2 * (stages - stage - 1) + (strategy.virtual - 1) * stages + 1
-        flying = min(chunks, micro_batches * strategy.virtual) / strategy.virtual
+        in_flight = min(chunks, micro_batches * strategy.virtual) / strategy.virtual
     ends = hidden if stages > 1 else 0  # a stage's output is freed after it is sent
-    return int((one - ends) * flying) + ends, again
+    return int((per_batch - ends) * in_flight) + ends, again
 
 
 def _loss(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
@@ -247,18 +249,21 @@ class _Sharded:
 
 @lru_cache(maxsize=4096)
 def _gathered(workload: Workload, strategy: Strategy, held: StageParameters, itemsize: int, last: bool) -> _Sharded:
-    """All 0 below ZeRO 2. FSDP's units are layers, the embedding, the output layer, and the root with the rest."""
+    """Weights and gradients under FSDP; all 0 below ZeRO 2.
+
+    FSDP's units are the layers, the embedding, the output layer, and the root with all other parameters.
+    """
     if strategy.zero < 2:
         return _Sharded()
     chunks, ranks = chunks_of(workload, strategy), strategy.group("dp").size
     embedding, output = numel(held.embedding), numel(held.final[-1:]) if last else 0
     root = numel(held.final) - output
-    waiting = words = 0
+    waiting = chunked_embedding = 0
     if workload.shape.tied:
         root, embedding, output = root + embedding + output, 0, 0
     else:  # a module whose weights are read without calling it is part of the root, and so is its gradient
         if strategy.stream_hidden:
-            root, words, embedding = root + embedding, embedding, 0
+            root, chunked_embedding, embedding = root + embedding, embedding, 0
         if chunks.loss:
             root, output, waiting = root + output, 0, itemsize * output
     layer = held.layer_numel
@@ -274,5 +279,5 @@ def _gathered(workload: Workload, strategy: Strategy, held: StageParameters, ite
         output_share=WIDE * output // ranks,
         layer_sent=waiting + WIDE * layer,
         layer_share=WIDE * layer // ranks,
-        embedding_sent=waiting + (itemsize + WIDE) * words + WIDE * layer if words else 0,
+        embedding_sent=(waiting + (itemsize + WIDE) * chunked_embedding + WIDE * layer if chunked_embedding else 0),
     )

@@ -82,13 +82,13 @@ class Passes:
 def passes_of(workload: Workload, strategy: Strategy) -> Passes:
     """Forward passes with recompute.
 
-    FPDT's backward pass computes projections and the FFN again chunk by chunk, with full recompute attention too. A
+    FPDT's backward pass computes projections and the FFN again chunk by chunk; with full recompute also attention. A
     recomputed unit of several layers runs once more before that.
     """
     workload.shape.dense()
     if strategy.recompute == "full" and strategy.recompute_method == "block":
         layers = strategy.most_layers(workload.shape.layers)
-        kinds = [(passes_of(workload, how), count / layers) for how, count in strategy.layer_kinds(layers)]
+        kinds = [(passes_of(workload, kind), count / layers) for kind, count in strategy.layer_kinds(layers)]
         return Passes(*(sum(share * getattr(one, f.name) for one, share in kinds) for f in fields(Passes)))
     full = strategy.recompute == "full"
     if strategy.fpdt_chunk:

@@ -42,7 +42,7 @@ def waiting_chunks(chunks: int, *, balanced: bool) -> int:
 
     In a backward pass by keys, a query chunk is complete after the last key chunk of any rank that it sees. On a
     contiguous ring that is the last chunk of all. On a zigzag ring early queries see early halves only, and late
-    queries see late halves on the first rank only; in half of the chunks all but the last wait.
+    queries see late halves on the first rank only. Therefore half of the chunks wait, except the last of them.
     """
     return (chunks - 1) // 2 if balanced else chunks - 1
 
@@ -83,18 +83,18 @@ def host_memory(
     recomputed = strategy.recompute == "full"
     layers = strategy.most_layers(shape.layers)
     keeping, saved, passing = _layers(layers, strategy, block)
-    flying = strategy.pipeline + (strategy.pipeline - 1 if strategy.virtual > 1 else 0)
-    flying = min(flying, max(1, strategy.micro_batches(workload)))
+    in_flight = strategy.pipeline + (strategy.pipeline - 1 if strategy.virtual > 1 else 0)
+    in_flight = min(in_flight, max(1, strategy.micro_batches(workload)))
 
     chunk_bytes = sums = 0
     if strategy.fpdt_chunk and strategy.fpdt_offload:
         heads = heads_of(shape.heads, shape.kv_heads, strategy.tensor, strategy.ulysses)
         query = ring_tokens * heads.local_q * shape.head_dim
         key = 2 * ring_tokens * heads.local_kv * shape.head_dim
-        one = (2 * query + key) * itemsize + ring_tokens * heads.local_q * WIDE
-        chunk_bytes = one * keeping * (1 if recomputed else flying)
+        layer_bytes = (2 * query + key) * itemsize + ring_tokens * heads.local_q * WIDE
+        chunk_bytes = layer_bytes * keeping * (1 if recomputed else in_flight)
         if chunk_bytes and recomputed and block:
-            chunk_bytes = one * (keeping * flying if layers > strategy.recompute_layers else 1)
+            chunk_bytes = layer_bytes * (keeping * in_flight if layers > strategy.recompute_layers else 1)
         on_ring, count = strategy.ring > 1, chunks_of(workload, strategy).attention
         # dk and dv of chunks that wait (`waiting_chunks`); under other masks all may wait.
         share = waiting_chunks(count, balanced=on_ring and strategy.balance == "zigzag")
@@ -109,7 +109,7 @@ def host_memory(
         if not recomputed:  # after the loss: all saved states, the loss's input, its gradient and the next state's
             states = max(states, (saved + 3) * hidden - sums)
     elif strategy.offload_checkpoints:
-        states = saved * hidden * flying
+        states = saved * hidden * in_flight
     return HostBytes(chunk_bytes, sums, states)
 
 

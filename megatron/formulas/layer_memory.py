@@ -184,26 +184,26 @@ def chunked_layer(workload: Workload, strategy: Strategy, itemsize: int, fused: 
     first, second = matrices(workload, strategy, itemsize)
     summed = WIDE * separate_gradient_sums(strategy)
     numel = stage_parameters(shape, strategy.tensor, 1, 0).layer_numel
-    mlp, every = (first + second) // itemsize * summed, numel * summed
+    mlp_sums, all_sums = (first + second) // itemsize * summed, numel * summed
 
     # Copies on a GPU are asynchronous: tensors on their way to the host still occupy the device.
     leaving = IN_FLIGHT if fused and offload and count > 1 else 0
     # The FFN of a chunk needs the chunk's input and gradient in addition to one run.
     if by_keys:  # the FFN of all chunks runs first; dout and the residual of the previous chunk still exist
         ffn = (load * coming + leaving) * outside + (outside + hidden if count > 1 else 0)
-        weights = mlp + (every - mlp) // 2
+        weights = mlp_sums + (all_sums - mlp_sums) // 2
         pair = load * coming * ((3 + wide) * q + lse) + (q + hidden)
         pair += load * coming * kv + 2 * wide * kv + q + kv
         pair += (ring_blocks(kv, strategy.ring, itemsize) if on_ring else 0) + leaving * wide * q
     else:
         ffn = load * (coming * (2 * q + lse) + (kv * (1 + wide) if count > 1 else 0))
-        weights = every if count > 1 else mlp
+        weights = all_sums if count > 1 else mlp_sums
         ffn += leaving * wide * kv
         pair = load * coming * (2 * q + lse + (1 + wide) * kv) + q + hidden + wide * q + q + 2 * wide * kv
     states = 2 * sizes.hidden  # gradients of output and input; streamed: only chunks that are loaded or stored
     if strategy.stream_hidden:
         states = 2 * coming * hidden + leaving * hidden
-    backward = states + max(ffn + 2 * hidden + run + weights, pair + every, numel * itemsize)
+    backward = states + max(ffn + 2 * hidden + run + weights, pair + all_sums, numel * itemsize)
     saved = 2 * sizes.local_q + sizes.local_kv + sizes.lse
     if not offload:
         waiting = wide * sizes.local_kv * (count - 1) // count

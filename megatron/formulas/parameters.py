@@ -147,11 +147,11 @@ def model_states(
     """
     narrow = itemsize < 4
     if parameters.experts:
-        own = model_states(
+        of_experts = model_states(
             StageParameters((), (), 0, parameters.experts), zero, expert_ranks, itemsize, bucketed=bucketed
         )
-        rest = model_states(replace(parameters, experts=()), zero, ranks, itemsize, bucketed=bucketed)
-        return States(*(getattr(own, one.name) + getattr(rest, one.name) for one in fields(States)))
+        of_others = model_states(replace(parameters, experts=()), zero, ranks, itemsize, bucketed=bucketed)
+        return States(*(getattr(of_experts, f.name) + getattr(of_others, f.name) for f in fields(States)))
     if zero >= 2:
         shard = shard_numel(parameters.tensors, ranks)
         return States(4 * shard, 4 * shard, 8 * shard)

@@ -87,6 +87,7 @@ class Heads:
 
 @lru_cache(maxsize=4096)
 def heads_of(heads: int, kv_heads: int, tensor: int, ulysses: int) -> Heads:
+    """The heads of a rank of a model. Raises ValueError if Ulysses does not divide a TP rank's heads."""
     q, kv = heads // tensor, max(kv_heads // tensor, 1)
     plan = head_plan(q, kv, ulysses)
     return Heads(q, kv, plan.q_heads, max(map(len, plan.kv_index)), max(map(len, plan.kv_heads)))
@@ -112,6 +113,7 @@ class Sizes:
 
 @lru_cache(maxsize=8192)
 def sizes_of(workload: Workload, strategy: Strategy, itemsize: int) -> Sizes:
+    """Bytes of a rank's tensors; ``itemsize``: bytes of a number in the compute dtype."""
     shape, tensor, batch = workload.shape, strategy.tensor, strategy.micro_batch
     heads = heads_of(shape.heads, shape.kv_heads, tensor, strategy.ulysses)
     whole = workload.seq_length // strategy.context * batch

@@ -70,14 +70,14 @@ class CachedAttention(MegatronModule):
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_: Any
     ) -> Tensor:
         """q [s, b, heads, d], k and v [s, b, kv_heads, d] -> [s, b, heads * d]; s is s_local, or 1 in decoding."""
-        settings, now = self.inner.settings, self.generation
+        settings, generation = self.inner.settings, self.generation
         if settings.rotary is not None:
-            query, key = settings.rotary.rotate(query, key, now.angles(settings.rotary.inv_freq))
+            query, key = settings.rotary.rotate(query, key, generation.angles(settings.rotary.inv_freq))
         rule = replace(self.inner.rule, sinks=self.inner.sinks(query.device))
-        if now.step is None:
+        if generation.step is None:
             out = prefill_attention(query, key, value, cache=self.cache, rule=rule)
         else:
-            out = decode_attention(query, key, value, cache=self.cache, step=now.step, rule=rule)
+            out = decode_attention(query, key, value, cache=self.cache, step=generation.step, rule=rule)
         return out.flatten(2)
 
 

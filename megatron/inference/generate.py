@@ -39,8 +39,8 @@ def choose(logits: Tensor, sampling: Sampling, numbers: Sequence[int], place: in
     """The next token of each sample, int64 [b].
 
     The argmax of logits plus Gumbel noise is a sample of the distribution (Gumbel 1954; arXiv 1611.01144). The noise
-    depends only on seed, prompt and place, not on the grid or the rest of the batch. So logits that differ in their
-    last bits give another token only if two tokens are nearly equal.
+    depends only on seed, prompt and place, not on the grid or on other prompts. Logits that differ in their last bits
+    therefore give another token only if two tokens are nearly equally likely.
 
     Args:
         logits: [b, vocabulary].

@@ -2,7 +2,7 @@
 """The key/value cache for generation: distributed over the grid, with attention of a new token to the complete cache.
 
 Heads are distributed over the Ulysses ranks and the sequence over the ring: a prompt by its layout, decoded tokens in
-turn. In decoding no keys are sent. Every rank has the new token's query and attends to the keys that it keeps; one
+blocks. In decoding no keys are sent. Every rank has the new token's query and attends to the keys that it keeps; one
 all-gather then merges the partial results by their lse in fp32 (fp64 for fp64), as FlashDecoding merges its splits.
 The tiles, and therefore masks and ALiBi, are those of training (layout/tiles.py).
 """
@@ -25,8 +25,8 @@ from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Span, Spans, count, joined
 from megatron.context_parallel.layout.tiles import Tiles, tiles
 
-TURN = 16
-"""Consecutive decoded tokens that a ring rank keeps before the next rank does. Spans are few, and caches equal."""
+BLOCK = 16
+"""Decoded tokens of a block. Ring ranks keep blocks in turn, so that there are few spans, and caches of equal size."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ class CachePlan:
 
     def home(self, step: int) -> tuple[int, int]:
         """The ring rank that keeps the ``step``-th decoded token, and the token's number among those of that rank."""
-        turn, place = divmod(step, TURN)
-        number, ring = divmod(turn, self.layout.grid.ring.size)
-        return ring, number * TURN + place
+        block, place = divmod(step, BLOCK)
+        number, ring = divmod(block, self.layout.grid.ring.size)
+        return ring, number * BLOCK + place
 
     def kept(self, decoded: int, ring: int) -> int:
         """How many of the first ``decoded`` tokens ring rank ``ring`` keeps."""
-        rounds, rest = divmod(decoded, TURN * self.layout.grid.ring.size)
-        return rounds * TURN + min(max(rest - ring * TURN, 0), TURN)
+        rounds, remainder = divmod(decoded, BLOCK * self.layout.grid.ring.size)
+        return rounds * BLOCK + min(max(remainder - ring * BLOCK, 0), BLOCK)
 
     def prompt_spans(self, length: int, ring: int) -> Spans:
         """Positions of a prompt's tokens on ring rank ``ring``, in the order of its first rows."""
@@ -72,10 +72,10 @@ class CachePlan:
 
     def spans(self, length: int, decoded: int, ring: int) -> Spans:
         """Positions of a sample's rows on ring rank ``ring`` after ``decoded`` decoded tokens."""
-        turns: list[Span] = []
-        for first in range(ring * TURN, decoded, TURN * self.layout.grid.ring.size):
-            turns.append((length + first, length + min(first + TURN, decoded)))
-        return joined((*self.prompt_spans(length, ring), *turns))
+        blocks: list[Span] = []
+        for first in range(ring * BLOCK, decoded, BLOCK * self.layout.grid.ring.size):
+            blocks.append((length + first, length + min(first + BLOCK, decoded)))
+        return joined((*self.prompt_spans(length, ring), *blocks))
 
     def step_tiles(self, step: int, ring: int, mask: Mask) -> list[tuple[slice, Tiles]]:
         """For each group of samples, the tiles between its ``step``-th decoded token and what ring rank ``ring`` keeps.

@@ -120,7 +120,7 @@ def configure(words: Sequence[str], load: str, step: int | None, dtype: str | No
     if config.model.num_experts:
         raise Refusal(
             f"--load {load}: its model has experts (--num-experts {config.model.num_experts}), which generation does "
-            "not know yet; evaluate it with tools/evaluate.py"
+            "not support yet; evaluate it with tools/evaluate.py"
         )
     return config, saved
 
@@ -181,22 +181,22 @@ def check_mask(config: Config) -> None:
 def read_saved(path: Path, folder: Path) -> Saved:
     """The settings in the checkpoint ``path`` of ``--load folder``."""
     if is_hugging_face(path):
-        theirs = _json(glance(path, "config.json").file("config.json"))
-        kind = str(theirs.get("dtype") or theirs.get("torch_dtype") or "float32")
+        config = _json(glance(path, "config.json").file("config.json"))
+        kind = str(config.get("dtype") or config.get("torch_dtype") or "float32")
         dtype = {"bfloat16": "bf16", "float16": "fp16"}.get(kind, "fp32")
-        window = described(theirs, path / "config.json").attention
+        window = described(config, path / "config.json").attention
         mask = {f"attention.{name}": value for name, value in window.items()}
         return Saved(mask | _tokenizer_in(path), dtype, _stop_in(path))
-    ours = glance(path, COMMON).common().get("config")
-    if not isinstance(ours, dict):  # written by Megatron-LM: the mask is causal, and it has no files of the tokenizer
+    config = glance(path, COMMON).common().get("config")
+    if not isinstance(config, dict):  # written by Megatron-LM: the mask is causal, and it has no files of the tokenizer
         return Saved({}, "fp32", None)
-    attention, data, optimizer = (ours.get(name) or {} for name in ("attention", "data", "optimizer"))
-    if not all(isinstance(part, dict) for part in (attention, data, optimizer, ours.get("model") or {})):
+    attention, data, optimizer = (config.get(name) or {} for name in ("attention", "data", "optimizer"))
+    if not all(isinstance(part, dict) for part in (attention, data, optimizer, config.get("model") or {})):
         raise Refusal(f"checkpoint {path} holds no settings of this program")
     mask = {f"attention.{name}": attention[name] for name in MASK if attention.get(name) is not None}
     tokenizer = {f"data.{name}": data[name] for name in TOKENIZER if data.get(name) is not None}
     if "data.tokenizer_type" in tokenizer:
-        size = (ours.get("model") or {}).get("vocab_size")
+        size = (config.get("model") or {}).get("vocab_size")
         tokenizer |= {} if size is None else {"model.vocab_size": size}  # without it, the tokenizer's size
     else:
         tokenizer = _tokenizer_in(folder / "hf")

@@ -12,7 +12,7 @@ from megatron.platform import cpu
 
 @dataclass(frozen=True)
 class Platform:
-    """The device of tensors and the backend of torch.distributed. Made by :func:`select`, or for a simulation.
+    """The device of tensors and the backend of torch.distributed, from :func:`select` or for a simulation.
 
     Attributes:
         simulated: whether the device is simulated, with fake tensors.
@@ -29,6 +29,7 @@ class Platform:
         return self.name == "cuda"
 
     def device_name(self) -> str:
+        """The name of the GPU or of the processor, for logs."""
         return torch.cuda.get_device_name(self.device) if self.name == "cuda" else cpu.processor_name()
 
 

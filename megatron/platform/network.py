@@ -70,7 +70,7 @@ class Place:
         return f"it has {', '.join(words)}" if words else "it has only the loopback"
 
 
-def look(interface: str | None, environment: Mapping[str, str]) -> Place:
+def inspect_network(interface: str | None, environment: Mapping[str, str]) -> Place:
     """What this rank sees of the network, and the interfaces that the user has chosen.
 
     Args:
@@ -121,7 +121,7 @@ def choose(places: Sequence[Place]) -> list[list[str]]:
             at = place.address(names)
             other = first_at.setdefault(at, rank)
             if is_loopback(at):
-                why = f"by {place.by}" if place.by else f"MASTER_ADDR leads to {place.master} there"
+                why = f"by {place.by}" if place.by else f"MASTER_ADDR resolves to {place.master} on that host"
                 problem = f"would listen at {at} ({names[0]}, {why}), which other nodes cannot reach"
             elif places[other].node != place.node:
                 problem = f"would listen at {at} ({names[0]}), as rank {other} on {places[other].host} does"
@@ -176,11 +176,11 @@ def _route(host: str) -> tuple[str, str]:
         addresses = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM) if host else []
     except OSError:
         return "", ""
-    for family, kind, _, _, where in addresses:
+    for family, kind, _, _, address in addresses:
         try:
             with socket.socket(family, kind) as probe:
-                probe.connect(where)
-                return where[0], probe.getsockname()[0]
+                probe.connect(address)
+                return address[0], probe.getsockname()[0]
         except OSError:
             continue
     return "", ""
@@ -210,9 +210,10 @@ def meet(backend: str, timeout: timedelta, interface: str | None = None) -> str:
     """
     store, rank, ranks = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
-    line = agree(dist.PrefixStore("network", store), rank, ranks, timeout, look(interface, os.environ), os.environ)
-    own = dist.PrefixStore("default_pg", store)
-    dist.init_process_group(backend, store=own, rank=rank, world_size=ranks, timeout=timeout)
+    place = inspect_network(interface, os.environ)
+    line = agree(dist.PrefixStore("network", store), rank, ranks, timeout, place, os.environ)
+    group_store = dist.PrefixStore("default_pg", store)
+    dist.init_process_group(backend, store=group_store, rank=rank, world_size=ranks, timeout=timeout)
     return line
 
 

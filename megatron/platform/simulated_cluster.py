@@ -87,7 +87,8 @@ class OperationCache:
                     self._slices[cut.key] = recipe
 
     def _key(self, func: Any, args: tuple, kwargs: dict) -> tuple:
-        """
+        """Everything on which the operation's result depends.
+
         Raises:
             Unknown: an argument cannot be compared.
         """
@@ -130,7 +131,8 @@ class OperationCache:
         return lambda given: kind([part(given) for part in parts])
 
     def _tensor_recipe(self, out: Tensor, given: Sequence[Any], views: bool) -> Recipe | None:
-        """
+        """How to make the tensor ``out`` again from the arguments ``given``; None if this is not possible.
+
         Args:
             views: whether the result may be a view of an argument.
         """

@@ -4,7 +4,7 @@
 There are three streams: compute is the current stream of the calling thread; one stream copies to the host, and one
 from it. A stream does its work in order; only events order streams with each other. :class:`Streams` is for a CPU,
 where each call is complete when it returns, and :class:`CudaStreams` for a GPU. The dry run has streams with simulated
-time, and the tests have streams that copy at the worst legal moment (docs/inside/host-copies.md).
+time; the tests have streams that copy at the worst moment that events allow (docs/inside/host-copies.md).
 """
 
 from __future__ import annotations

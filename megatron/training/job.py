@@ -91,24 +91,24 @@ def prepare(config: Config, runtime: Runtime) -> Job:
 
 
 def _prepare(config: Config, runtime: Runtime, owner: Owner | None) -> Job:
-    def look() -> tuple[Path | None, Tokenizer, int, Plan | None]:
+    def read_inputs() -> tuple[Path | None, Tokenizer, int, Plan | None]:
         if runtime.offload is not None:
             check_host_memory(config)
-        last = checkpoint.find(config.checkpoint, config.notes)
+        latest = checkpoint.find(config.checkpoint, config.notes)
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
         vocab_size = check_vocab(config.model.vocab_size, tokenizer)
-        return last, tokenizer, vocab_size, make_plan(config, tokenizer) if config.evaluation.eval_tasks else None
+        return latest, tokenizer, vocab_size, make_plan(config, tokenizer) if config.evaluation.eval_tasks else None
 
     if owner is not None and dist.get_rank() == 0:
         with suppress(OSError):  # the first save reports it
             restore(Path(config.checkpoint.save))
     dist.barrier()  # ranks look for a checkpoint after rank 0 has restored the folder
-    last, tokenizer, vocab_size, plan = together(look)
-    last, run = agree_on_run(last, config, owner)
+    latest, tokenizer, vocab_size, plan = together(read_inputs)
+    latest, run = agree_on_run(latest, config, owner)
     copies = open_copies(config, str(runtime.grid), available_bytes, run)
-    on_disk = iteration_of(last)
+    on_disk = iteration_of(latest)
     in_memory = newest(copies, on_disk, config.notes) if copies else None
-    path = choose_whole(last, config.checkpoint, config.notes) if last and not in_memory else None
+    path = choose_whole(latest, config.checkpoint, config.notes) if latest and not in_memory else None
     batch_sizes = _build_num_microbatches_calculator(
         dist.get_rank(),
         config.data.rampup_batch_size,
@@ -134,7 +134,7 @@ def _prepare(config: Config, runtime: Runtime, owner: Owner | None) -> Job:
     if in_memory:
         TrainingState(chunks, optimizer, schedule, config).load(in_memory.path)
         progress = in_memory.progress
-        config.notes.append(f"{in_memory.line}; on the disk is {f'iteration {on_disk}' if last else 'no checkpoint'}")
+        config.notes.append(f"{in_memory.line}; on the disk is {f'iteration {on_disk}' if latest else 'no checkpoint'}")
     elif path:
         progress = checkpoint.load(path, chunks, optimizer, schedule, config)
         config.notes.append(f"loaded {path}, going on after iteration {progress.iteration}")
@@ -164,7 +164,7 @@ def _prepare(config: Config, runtime: Runtime, owner: Owner | None) -> Job:
     )
 
 
-def agree_on_run(last: Path | None, config: Config, owner: Owner | None) -> tuple[Path | None, str]:
+def agree_on_run(latest: Path | None, config: Config, owner: Owner | None) -> tuple[Path | None, str]:
     """The checkpoint to load and the identity of the run, as rank 0 sees them. All ranks call it.
 
     A folder in a network file system may look different to each rank.
@@ -173,8 +173,8 @@ def agree_on_run(last: Path | None, config: Config, owner: Owner | None) -> tupl
         Refusal: on every rank; --save holds checkpoints of another run, or newer ones.
     """
     settings, first = config.checkpoint, dist.get_rank() == 0
-    run = together(lambda: identity(last, settings, config.notes, saves=owner is not None) if first else "")
-    agreed = [(last, run)]
+    run = together(lambda: identity(latest, settings, config.notes, saves=owner is not None) if first else "")
+    agreed = [(latest, run)]
     dist.broadcast_object_list(agreed)
     if owner is not None:
         owner.run = agreed[0][1]
@@ -237,13 +237,13 @@ def length_of_run(config: Config, batch_sizes: Any, done: Progress = Progress())
     if config.data.rampup_seq_length is not None:
         ramp, tokens = True, run.train_tokens or math.inf
     elif run.train_tokens is not None:
-        left = max(run.train_tokens - done.consumed_train_tokens, 0)
-        samples = min(samples, consumed + math.ceil(left / config.data.seq_length))
+        tokens_left = max(run.train_tokens - done.consumed_train_tokens, 0)
+        samples = min(samples, consumed + math.ceil(tokens_left / config.data.seq_length))
     if not ramp:
-        more = max(
+        steps = max(
             min(iterations - count, math.ceil((samples - consumed) / batch) if samples < math.inf else math.inf), 0
         )
-        return count + more, consumed + more * batch
+        return count + steps, consumed + steps * batch
     counted = done.consumed_train_tokens
     while consumed < samples and count < iterations and counted < tokens:
         batch_sizes.update(consumed, False)
@@ -264,7 +264,7 @@ def batches_for(job: Job, dataset: Dataset | None, consumed: int, workers: int) 
     """An iterator over micro-batches, or a list of one per virtual stage; None if this pipeline stage reads no data.
 
     Args:
-        consumed: samples of the dataset to pass over.
+        consumed: samples of the dataset to skip.
         workers: processes that read ahead.
     """
     config, runtime = job.config, job.runtime
@@ -317,8 +317,8 @@ def params_norm(job: Job) -> float:
     for chunk in job.chunks:
         for parameter in chunk.parameters():
             if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter):
-                mine = total if getattr(parameter, "allreduce", True) else partitioned
-                mine += to_local_if_dtensor(parameter).double().square().sum()
+                norm = total if getattr(parameter, "allreduce", True) else partitioned
+                norm += to_local_if_dtensor(parameter).double().square().sum()
     dist.all_reduce(total, group=get_model_parallel_group())
     if job.config.parallel.zero_stage >= 2:
         dist.all_reduce(total, group=get_data_parallel_group(with_context_parallel=True))

@@ -101,7 +101,7 @@ def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None
 
         if due(config.run.exit_interval, step.iteration):
             stopper.stop("--exit-interval")
-        saver.go_on(writing)
+        saver.advance(writing)
         if lost:
             stopper.stop(saver.give_up())
         else:

@@ -83,8 +83,8 @@ def run(config: Config, work: Work | None = None, saves_memory: str = SAVES_MEMO
         if not COMMUNICATION_ERROR.search(line):
             raise
         rank = os.environ.get("RANK", "0")
-        by = os.environ.get("GLOO_SOCKET_IFNAME")
-        over = f", over the network interface {by} (--network-interface names another one)" if by else ""
+        interface = os.environ.get("GLOO_SOCKET_IFNAME")
+        over = f", over the network interface {interface} (--network-interface names another one)" if interface else ""
         print(
             f"error on rank {rank}: the processes could not connect{over}; one may have ended: {line}", file=sys.stderr
         )
@@ -175,11 +175,11 @@ def _train(job: Any, stopper: Any, beats: Any, started: float) -> int:
     except Diverged as error:
         ranks = not_finite(error, beats, runtime.grid.pipeline.size)
         if runtime.is_rank_zero:
-            done, where = job.progress.iteration, write_batch(job, error.result)
+            done, batch_file = job.progress.iteration, write_batch(job, error.result)
             reporter.say(
                 f"error: {error} at iteration {done + 1}{ranks}, and nothing was saved: lower --lr, or "
                 f"leave the batch out with --iterations-to-skip {done} or --skip-bad-batches, or pass "
-                f"--no-check-for-nan-in-loss-and-grad to go on; the batch: {where}"
+                f"--no-check-for-nan-in-loss-and-grad to go on; the batch: {batch_file}"
             )
         return EXIT_FAILED
     except DataError as error:

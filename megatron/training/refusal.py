@@ -51,7 +51,7 @@ class Fix:
 
     use: str = ""  # flags to set, each with its values, as on a command line
     drop: str = ""  # flags to leave out, separated by spaces. SUBJECT stands for the flags that the refusal is about.
-    rename: tuple[str, str] | None = None  # a flag, and the name that replaces it, with the same place
+    rename: tuple[str, str] | None = None  # a flag, and the name that replaces it in the same place
 
 
 SUBJECT = "SUBJECT"
@@ -92,7 +92,7 @@ class Refusal(ValueError):
 
 
 def needs_flag(flag: str, need: str, *, switch: bool = False) -> Refusal:
-    """Refusal of a flag that does nothing without another one; ``switch``: the other one takes no value."""
+    """Refusal of ``flag``, which does nothing without ``need``; ``switch``: ``need`` takes no value."""
     reason = f"does nothing without {need}: add {need}, or leave it out"
     return Refusal(flag, reason, *([Fix(need)] if switch else []), LEAVE_OUT)
 
@@ -187,7 +187,7 @@ def raise_all(refusals: Iterable[Refusal]) -> None:
 def together(action: Callable[[], T]) -> T:
     """Run ``action`` on every rank. If one rank refuses, all do, so that no rank waits for another.
 
-    Without process groups it just runs.
+    Without process groups it only runs ``action``.
 
     Raises:
         Refusal: the one of the first rank that refused; ``everywhere`` is set, so that only rank 0 prints it.

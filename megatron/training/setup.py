@@ -53,7 +53,7 @@ def make_deterministic(environment: MutableMapping[str, str] = os.environ) -> No
                 f"run; unset it, or use {' or '.join(deterministic)}"
             )
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads uninitialized memory
+    torch.utils.deterministic.fill_uninitialized_memory = False  # this program never reads uninitialized memory
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,11 @@ class Runtime:
         return self.by_documents or self.routes or self.grid.pipeline.rank in (0, self.grid.pipeline.size - 1)
 
 
-def start(config: Config, where: platform.Platform | None = None, offload: Offload | None = None) -> Runtime:
+def start(config: Config, target: platform.Platform | None = None, offload: Offload | None = None) -> Runtime:
     """Choose the device, make the process groups and seed the random states.
 
     Args:
-        where: the platform of a simulation; selected by default.
+        target: the platform of a simulation; selected by default.
         offload: moves tensors to host memory in a simulation.
 
     Raises:
@@ -107,28 +107,28 @@ def start(config: Config, where: platform.Platform | None = None, offload: Offlo
     if config.run.deterministic_mode:
         make_deterministic()
     try:
-        where = where or platform.select(
+        target = target or platform.select(
             config.run.device, int(os.environ.get("LOCAL_RANK", "0")), parallel.distributed_backend
         )
-        chosen = {_kernel(config, where.device, mask) for mask in layer_masks(config)}
+        chosen = {_kernel(config, target.device, mask) for mask in layer_masks(config)}
     except kernels.KernelUnavailable as error:
         raise Refusal(f"--attention-kernel {error.name}: {error.reason}") from None
     except ValueError as error:
         raise Refusal(str(error)) from None
     # On a GPU `auto` may choose another kernel for each layer, and chooses by the documents of each batch.
-    if len(chosen) == 1 and not (where.on_gpu and varies_by_batch(config)):
+    if len(chosen) == 1 and not (target.on_gpu and varies_by_batch(config)):
         (config.attention.attention_kernel,) = chosen
-    if where.on_gpu and config.model.attention_dropout and "math" in chosen:
+    if target.on_gpu and config.model.attention_dropout and "math" in chosen:
         config.notes.append(
             f"--attention-dropout {config.model.attention_dropout:g}: on a GPU the math kernel computes it, which is "
             "slow at long sequences (docs/inside/grid-invariance.md)"
         )
     if config.model.transformer_impl == "auto":
-        engine = where.on_gpu and not where.simulated and transformer_engine_installed()
+        engine = target.on_gpu and not target.simulated and transformer_engine_installed()
         engine = engine and config.model.num_experts is None
         config.model.transformer_impl = "transformer_engine" if engine else "local"
     try:
-        line = initialize_world(where.backend, parallel.distributed_timeout_minutes, parallel.network_interface)
+        line = initialize_world(target.backend, parallel.distributed_timeout_minutes, parallel.network_interface)
     except Unusable as error:
         refusal = Refusal(str(error))
         refusal.everywhere = True
@@ -141,7 +141,7 @@ def start(config: Config, where: platform.Platform | None = None, offload: Offlo
         tensor=parallel.tensor_model_parallel_size,
         pipeline=parallel.pipeline_model_parallel_size,
         virtual_pipeline=virtual_stages(config),
-        backend=where.backend,
+        backend=target.backend,
         timeout_minutes=parallel.distributed_timeout_minutes,
         core_options=_expert_groups(config),
     )
@@ -157,10 +157,10 @@ def start(config: Config, where: platform.Platform | None = None, offload: Offlo
     seed_everything(config.run.seed, grid)
     offloads = (chunks.fpdt and chunks.fpdt_offload) or chunks.offload_checkpoints
     return Runtime(
-        where,
+        target,
         grid,
         layout,
-        (offload or Offload(where.device)) if offloads else None,
+        (offload or Offload(target.device)) if offloads else None,
         by_documents=varies_by_batch(config),
         reset_positions=config.data.reset_position_ids,
         uses_dropout=config.model.hidden_dropout > 0 or config.model.attention_dropout > 0,

@@ -39,7 +39,7 @@ class Watch:
         The answer is the same on every rank, except where the run ends because of it.
         """
         values = (loss, grad_norm)
-        problems = [self._judge_one(*one) for one in zip(NAMES, values, self.spiky, self.recent)]
+        problems = [self._judge_one(*arguments) for arguments in zip(NAMES, values, self.spiky, self.recent)]
         spikes = [line for line, finite in zip(problems, map(math.isfinite, values)) if line and finite]
         bad = next(filter(None, problems), "")
         if not self.skips and bad in spikes:
@@ -48,14 +48,14 @@ class Watch:
         elif self.skips and dist.is_initialized():
             worst = torch.tensor(bool(bad), dtype=torch.int, device=device)
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)  # a rank that saw other numbers must not go on alone
-            bad = bad or ("another rank found its numbers bad" if worst else "")
+            bad = bad or ("the loss or the gradient norm of another rank is bad" if worst else "")
         if not bad:
             for value, recent in zip(values, self.recent):
                 recent.append(value)
         return bad
 
     def take_spikes(self) -> list[str]:
-        """A line for each spike since the last call whose step was taken all the same."""
+        """A line for each spike since the last call whose step still changed the weights."""
         lines, self._spikes = self._spikes, []
         return lines
 

@@ -20,4 +20,4 @@ import megatron.training.loop  # noqa: F401
 import tests.distributed.training_runs  # noqa: F401
 
 gc.collect()
-gc.freeze()  # the workers share these pages, and the collection after each job does not walk through them
+gc.freeze()  # the workers share these pages, and garbage collection after each job skips them

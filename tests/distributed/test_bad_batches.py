@@ -286,8 +286,8 @@ def test_one_more_than_allowed_ends_the_run(pool, tmp_path: Path):
 @pytest.mark.full
 def test_a_spike_of_the_gradient_norm(pool, tmp_path: Path):
     flags = "--train-iters 14 --check-for-large-grads --spike-factor 1.5"
-    message = pool.run(train, 1, flags, str(tmp_path / "told"), 24, "labels")[0]
-    assert None not in message[0].values() and not (tmp_path / "told" / "bad_batches").exists()
+    message = pool.run(train, 1, flags, str(tmp_path / "reported"), 24, "labels")[0]
+    assert None not in message[0].values() and not (tmp_path / "reported" / "bad_batches").exists()
     for ranks, grid in ((1, ""), (2, "--ulysses-parallel-size 2")):
         folder = tmp_path / f"skipped{ranks}"
         pool.run(train, ranks, f"{flags} --skip-bad-batches 1 {grid}", str(folder), 24, "labels")

@@ -60,11 +60,11 @@ def begun(flags: str) -> tuple[list[tuple], list[bool]]:
 
     threads, backward = [], chunked_layer._Chunked.backward
 
-    def looking(ctx: Any, dy: torch.Tensor) -> Any:
+    def record_threads(ctx: Any, dy: torch.Tensor) -> Any:
         threads.append(torch._C._is_multithreading_enabled())
         return backward(ctx, dy)
 
-    chunked_layer._Chunked.backward = staticmethod(looking)
+    chunked_layer._Chunked.backward = staticmethod(record_threads)
     try:
         job = make_job(flags)
         with Order() as order:
@@ -105,8 +105,7 @@ def test_all_ranks_begin_their_collectives_in_one_order(pool, world, grid):
 
 
 # Where ranks send and receive at the same time, receives are posted first, or gloo sends one direction at a time.
-#
-# How much slower the other order is over a link of limited rate, tests/faults/test_nodes.py measures.
+# tests/faults/test_nodes.py measures how much slower the other order is over a link of limited rate.
 
 
 def posted(what: str, folder: Path) -> list[str]:

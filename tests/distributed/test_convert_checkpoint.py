@@ -60,7 +60,7 @@ def before_core(flags, folder, llama, version):
     """The format before core: other, nested names, and another order of queries, keys and values."""
     run, weights, loss = whole_model(flags, llama)
     heads = run.args.num_attention_heads
-    encoder, rest = {}, {}
+    encoder, embeddings = {}, {}
     for name, value in weights.items():
         new = name.removeprefix("decoder.")
         for ours, theirs in BEFORE_CORE.items():
@@ -69,11 +69,11 @@ def before_core(flags, folder, llama, version):
             split = value.reshape(heads, 3, -1, *value.shape[1:])
             order = {0: (1, 0, 2), 1: (0, 2, 1)}[version]
             value = split.permute(*order, *range(3, split.dim())).reshape(value.shape)
-        (encoder if name.startswith("decoder.") else rest)[new] = value
+        (encoder if name.startswith("decoder.") else embeddings)[new] = value
     embedding = {
-        kind: {"weight": rest[f"embedding.{kind}.weight"]}
+        kind: {"weight": embeddings[f"embedding.{kind}.weight"]}
         for kind in ("word_embeddings", "position_embeddings")
-        if f"embedding.{kind}.weight" in rest
+        if f"embedding.{kind}.weight" in embeddings
     }
     model = {"language_model": {"embedding": embedding, "transformer": encoder}}
     old = vars(run.args).copy()
@@ -170,13 +170,13 @@ def test_converted_weights_compute_what_they_did(pool, tmp_path, capsys, write, 
     theirs = pool.run(write, world, flags, str(old), *how, timeout=120)[0]
     assert convert_checkpoint.main(["--from", str(old), "--to", str(new)]) == 0, capsys.readouterr().err
     assert "--num-layers 4 --hidden-size 32" in capsys.readouterr().out
-    here = MHA if flags.startswith(MHA) else FLAGS
-    first, ours = pool.run(first_loss, 2, f"{here} --ring-parallel-size 2", str(new), how[0])[0]
+    model_flags = MHA if flags.startswith(MHA) else FLAGS
+    first, ours = pool.run(first_loss, 2, f"{model_flags} --ring-parallel-size 2", str(new), how[0])[0]
     assert first == 0
     assert ours == pytest.approx(theirs, rel=1e-5)
     if write is universal and how == (True, True):
         assert there_and_back(new, tmp_path) == 4 * 6 + 3  # every weight, bit for bit
-    with_optimizer = pool.run(message, 1, here, str(new), how[0])[0]
+    with_optimizer = pool.run(message, 1, model_flags, str(new), how[0])[0]
     assert "no optimizer state: pass --finetune" in with_optimizer
 
 

@@ -137,7 +137,7 @@ def test_every_copy_lies_on_two_nodes(nodes):
 
 def lose_a_node(folder):
     shutil.rmtree(folder / "node1")
-    return "of ranks 2, 3 from another node's"
+    return "for ranks 2, 3 from another node"
 
 
 def exchange_nodes(folder):
@@ -202,7 +202,7 @@ def test_a_lost_copy_comes_from_the_neighbour(pool, nodes, harm):
 def lose_both(folder):
     flip_a_bit(folder)
     the_file(folder, 1, "iter_0000003.rank_00001").unlink()
-    return REPLICATED, "no undamaged copy of rank 1 is left of iteration 3"
+    return REPLICATED, "no undamaged copy of rank 1 at iteration 3 is left"
 
 
 def another_grid(folder):

@@ -48,7 +48,7 @@ def kind(name):
 
 
 # Options of the layer and of the call, and the mask that they mean.
-ASKED = {
+REQUESTS = {
     "nothing": ({}, {}, lambda q, k: k <= q),
     "no_mask of the layer": ({"attn_mask_type": "no_mask"}, {}, lambda q, k: k >= 0),
     "no_mask of the call": ({}, {"attn_mask_type": "no_mask"}, lambda q, k: k >= 0),
@@ -87,8 +87,8 @@ def document(x, ends):
     return torch.bucketize(x, torch.tensor(ends[1:]), right=True)
 
 
-def asked(name):
-    of_layer, of_call, allowed = ASKED[name]
+def requested(name):
+    of_layer, of_call, allowed = REQUESTS[name]
     of_layer, of_call = dict(of_layer), dict(of_call)
     for options in (of_layer, of_call):
         if "attn_mask_type" in options:
@@ -118,8 +118,8 @@ def dense(allowed):
 
 
 def on_ranks(name, ulysses, ring):
-    """The same through core's interface, gathered."""
-    of_layer, of_call, _ = asked(name)
+    """The results of ``dense`` computed through core's interface on a grid, and gathered."""
+    of_layer, of_call, _ = requested(name)
     layout = cp.SequenceLayout(LENGTH, make_grid(ulysses=ulysses, ring=ring))
     q, k, v, dout = (layout.shard(x).contiguous() for x in inputs())
     for x in (q, k, v):
@@ -129,9 +129,9 @@ def on_ranks(name, ulysses, ring):
     return [layout.gather(x) for x in (out.detach().unflatten(2, (HEADS, SIZE)), q.grad, k.grad, v.grad)]
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("name", REQUESTS)
 def test_requests_of_megatron_core_are_answered(name):
-    of_layer, of_call, allowed = asked(name)
+    of_layer, of_call, allowed = requested(name)
     q, k, v, dout = inputs()
     for x in (q, k, v):
         x.requires_grad_()
@@ -145,7 +145,7 @@ def test_requests_of_megatron_core_are_answered(name):
     "name, ulysses, ring", [("window", 1, 3), ("documents", 2, 2), ("documents and a window", 1, 2)]
 )
 def test_requests_of_megatron_core_are_answered_on_a_grid(pool, name, ulysses, ring):
-    for mine, reference in zip(pool.run(on_ranks, ulysses * ring, name, ulysses, ring)[0], dense(asked(name)[2])):
+    for mine, reference in zip(pool.run(on_ranks, ulysses * ring, name, ulysses, ring)[0], dense(requested(name)[2])):
         torch.testing.assert_close(mine, reference, rtol=1e-10, atol=1e-12)
 
 

@@ -80,13 +80,13 @@ def watch(flags, llama):
     return recorder.peak, host, recorder.trace.communication_bytes(), recorder.trace.flops()
 
 
-def what(name):
-    """All cases together contain each setting."""
+def settings_of(name):
+    """The settings of a case."""
     _, llama, flags = CASES[name]
     return settings(flags) | {"llama" if llama else "gpt"}
 
 
-@pytest.mark.parametrize("name", by_pairs([(name,) for name in CASES], what, lambda name: 2.0 + CASES[name][0]))
+@pytest.mark.parametrize("name", by_pairs([(name,) for name in CASES], settings_of, lambda name: 2.0 + CASES[name][0]))
 def test_dry_run_equals_the_run(pool, name):
     from megatron.simulator.dry_run.one_rank import run_rank
     from megatron.training.arguments.parser import parse

@@ -42,18 +42,18 @@ def compare(tensor: int, sequence_parallel: bool, chunks: int | None, vocab: int
     states[1] = weight[0] * 50
     labels[1] = torch.tensor([0, vocab - 1, 0])
     logits = (states @ weight.t())[..., :vocab]
-    wanted = torch.ones(rows, batch)
-    wanted[2:4] = 0
+    counted = torch.ones(rows, batch)
+    counted[2:4] = 0
     labels[2] = -100
     best = torch.stack([(row == row.max()).nonzero()[0, 0] for row in logits.flatten(0, 1)]).view(rows, batch)
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-    expected = expected.view(rows, batch) * wanted
+    expected = expected.view(rows, batch) * counted
     part = slice(grid.tensor.rank * rows // tensor, (grid.tensor.rank + 1) * rows // tensor)
     scores = chunked_token_scores(
         states[part] if sequence_parallel else states,
         weight[grid.tensor.rank * width : (grid.tensor.rank + 1) * width],
         labels,
-        wanted,
+        counted,
         chunks=chunks,
         vocab_size=vocab,
         tensor=grid.tensor,
@@ -61,7 +61,7 @@ def compare(tensor: int, sequence_parallel: bool, chunks: int | None, vocab: int
     )
     assert scores.shape == (2, rows, batch)
     error = float((scores[0] - expected).abs().max())
-    return [error], [bool((scores[1] == (best == labels) * wanted).all()), bool(scores[1].sum() > 4)]
+    return [error], [bool((scores[1] == (best == labels) * counted).all()), bool(scores[1].sum() > 4)]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_scores_are_those_of_dense_logits(pool, tensor, sequence_parallel, chunk
             assert max(errors) < 1e-12 and all(right)
 
 
-def test_no_hit_among_numbers_that_are_none(pool):
+def test_nan_logits_give_no_hit(pool):
     assert pool.run(scores_of_nan, 1)[0] == 0
 
 
@@ -152,13 +152,13 @@ def numbers(result: Any) -> dict[str, float]:
 def test_the_same_numbers_on_every_grid(pool, texts, alone, world, grid, packed):
     result = pool.run(evaluated, world, grid, texts, packed, timeout=120)
     assert all(other == result[0] for other in result)  # every rank has them
-    here, there = numbers(result[0]), numbers(alone(packed))
-    assert here.keys() == there.keys() and len(here) > 80
+    on_grid, expected = numbers(result[0]), numbers(alone(packed))
+    assert on_grid.keys() == expected.keys() and len(on_grid) > 80
     tolerance = 0.03 if "bf16" in grid else 1e-5
-    for place, value in here.items():
+    for place, value in on_grid.items():
         if "bf16" in grid and place.rstrip("/").endswith(("hits", "exact", "perplexity")):
             continue
-        assert value == pytest.approx(there[place], rel=tolerance, abs=1e-7), place
+        assert value == pytest.approx(expected[place], rel=tolerance, abs=1e-7), place
 
 
 def test_packed_samples_do_not_attend_to_each_other(alone):

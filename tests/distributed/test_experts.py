@@ -119,12 +119,12 @@ def run(flags: str, steps: int = 2, mistake: Any = None) -> dict[str, Any]:
             mistake(router)
     update = job.optimizer.step
 
-    def look() -> Any:
+    def keep_gradients() -> Any:
         if not grads:
             grads.update(full_gradients(job))
         return update()
 
-    job.optimizer.step = look
+    job.optimizer.step = keep_gradients
     batches = batches_for(job, job.datasets[0], 0, 0)
     results = [
         train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get())

@@ -45,7 +45,7 @@ def attacked(pool, tmp_path_factory) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("listed", [True, False], ids=["with its checksums", "without"])
-def test_no_code_is_run_through_any_door(pool, attacked, tmp_path, capsys, listed):
+def test_no_code_is_run_by_training_or_conversion(pool, attacked, tmp_path, capsys, listed):
     source, harm = attacked
     folder = tmp_path / "c"
     shutil.copytree(source, folder)

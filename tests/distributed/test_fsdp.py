@@ -22,7 +22,7 @@ def bytes_held(flags):
     job = make_job(flags)
     results = []
 
-    def look():
+    def count_and_update():
         inner = getattr(job.optimizer, "chained_optimizers", [job.optimizer])[0].optimizer
         tensors = [value for state in inner.state.values() for value in state.values()]
         for parameter in job.chunks[0].parameters():
@@ -35,7 +35,7 @@ def bytes_held(flags):
         results.append(sum(storages.values()))
         return update()
 
-    update, job.optimizer.step = job.optimizer.step, look
+    update, job.optimizer.step = job.optimizer.step, count_and_update
     train_job(job, 1)
     return results[0]
 

@@ -77,10 +77,10 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def transformers_say(folders, shared):
+def transformers_tokens(folders, shared):
     """Each prompt alone through transformers' ``generate``: its new tokens."""
 
-    def ask(kind: str) -> list[list[int]]:
+    def generated(kind: str) -> list[list[int]]:
         model = AutoModelForCausalLM.from_pretrained(folders(kind), attn_implementation="eager").eval()
         result = []
         for prompt in prompts():
@@ -91,7 +91,7 @@ def transformers_say(folders, shared):
             result.append(whole[0, len(prompt) :].tolist())
         return result
 
-    return lambda kind: shared(("transformers generate", kind), lambda: ask(kind))
+    return lambda kind: shared(("transformers generate", kind), lambda: generated(kind))
 
 
 def decoder_of(folder: Path, flags: str, new_tokens: int = NEW) -> tuple[Any, Any]:
@@ -129,9 +129,9 @@ def answers(folder: Path, flags: str, drawn: dict[str, Any] | None = None) -> tu
 
 
 @pytest.mark.parametrize("kind, grid", CASES)
-def test_token_for_token_as_transformers(pool, folders, transformers_say, kind, grid):
+def test_token_for_token_as_transformers(pool, folders, transformers_tokens, kind, grid):
     world, flags = GRIDS[grid]
-    expected = transformers_say(kind)
+    expected = transformers_tokens(kind)
     for tokens, held, formula in pool.run(answers, world, folders(kind), flags):
         assert tokens == expected
         assert held == formula or grid.startswith("DP")
@@ -229,7 +229,7 @@ def test_logits_are_those_of_one_pass_over_the_whole(pool, shared, function, rul
             assert (result - whole).abs().max() <= 1e-5 * scale
 
 
-def test_the_program(folders, transformers_say, tmp_path):
+def test_the_program(folders, transformers_tokens, tmp_path):
     """tools/generate.py under torchrun with a folder of tools/convert_hf.py: answers in a file."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     converted = ["--from-hf", str(folders("llama")), "--to", str(tmp_path / "ours")]
@@ -242,7 +242,7 @@ def test_the_program(folders, transformers_say, tmp_path):
     first, second = run_ranks(ROOT / "tools" / "generate.py", argv, environment, 2)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     result = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [row["tokens"] for row in result] == transformers_say("llama")[:2]
+    assert [row["tokens"] for row in result] == transformers_tokens("llama")[:2]
     assert [row["prompt_tokens"] for row in result] == prompts()[:2]
     kept = [[token for token in row["tokens"] if token != 2] for row in result]
     assert first.stdout.splitlines() == [f"[{n}] {' '.join(map(str, row))}" for n, row in enumerate(kept, 1)]

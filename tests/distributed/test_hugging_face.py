@@ -175,18 +175,18 @@ def wrapped_training(what: str) -> dict[str, float]:
     expected = on_one_process(model, batch)
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": what == "DDP, reentrant"})
-    before, runs = "first" in what, model
+    before, wrapped = "first" in what, model
     if not before:
         context = parallelize(model, grid, seq_length=LENGTH, fpdt=CHUNKS if "FPDT" in what else None)
     if what.startswith("DDP"):
-        runs = torch.nn.parallel.DistributedDataParallel(model)
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
     else:
         for layer in model.model.layers:
             torch.distributed.fsdp.fully_shard(layer)
         torch.distributed.fsdp.fully_shard(model)
     if before:
         context = parallelize(model, grid, seq_length=LENGTH)
-    loss = runs(**context.shard(batch)).loss
+    loss = wrapped(**context.shard(batch)).loss
     loss.backward()
     grads = {name: x.grad for name, x in model.named_parameters()}
     grads = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in grads.items()}

@@ -75,10 +75,10 @@ def flags_of(kind: str, folder: Path, grid: str = "") -> str:
 
 
 @pytest.fixture(scope="module")
-def message(pool, folders, shared):
+def transformers_loss(pool, folders, shared):
     """transformers' loss on the first batch."""
 
-    def ask(kind: str) -> float:
+    def computed(kind: str) -> float:
         read = pool.run(first_loss, 1, flags_of(kind, folders(kind)), kind != "bloom")[0][2]
         model = AutoModelForCausalLM.from_pretrained(folders(kind), attn_implementation="eager")
         with torch.no_grad():
@@ -88,15 +88,15 @@ def message(pool, folders, shared):
             ]
         return float(torch.stack(losses).mean())
 
-    return lambda kind: shared(("hugging face's loss", kind), lambda: ask(kind))
+    return lambda kind: shared(("hugging face's loss", kind), lambda: computed(kind))
 
 
 @pytest.mark.parametrize("kind, grid", CASES)
-def test_the_first_loss_is_that_of_transformers(pool, folders, message, kind, grid):
+def test_the_first_loss_is_that_of_transformers(pool, folders, transformers_loss, kind, grid):
     world, flags = GRIDS[grid]
     loss, first, _ = pool.run(first_loss, world, flags_of(kind, folders(kind), flags), kind != "bloom")[0]
-    assert loss == pytest.approx(message(kind), rel=1e-5) and first == 0
-    assert abs(message(kind) - math.log(301)) > 0.05  # the loss of an untrained model
+    assert loss == pytest.approx(transformers_loss(kind), rel=1e-5) and first == 0
+    assert abs(transformers_loss(kind) - math.log(301)) > 0.05  # the loss of an untrained model
 
 
 def refusal(pool, flags: str) -> str:
@@ -108,7 +108,7 @@ def refusal(pool, flags: str) -> str:
 def test_refusals(pool, folders, tmp_path):
     folder = folders("llama")
     wide = flags_of("llama", folder).replace("size 96", "size 128")
-    assert "is of another model: --ffn-hidden-size 96 there, 128 here" in refusal(pool, wide)
+    assert "is of another model: --ffn-hidden-size 96 in the checkpoint, 128 in this run" in refusal(pool, wide)
     other = tmp_path / "other"
     other.mkdir()
     config = json.loads((folder / "config.json").read_text())
@@ -159,7 +159,7 @@ def test_the_model_from_config_json(folders):
 
 TABLE = PAGE.read_text()
 ROWS = {family: (row["outcome"], row.get("why")) for family, row in read(RESULTS).items()}
-HERE = pytest.mark.skipif(
+SAME_VERSION = pytest.mark.skipif(
     f"transformers {transformers.__version__}," not in TABLE, reason="the page is about another version of transformers"
 )
 # The first takes a view of attention's output, the second has its sizes under text_config; the others are
@@ -167,21 +167,21 @@ HERE = pytest.mark.skipif(
 USUAL = ("afmoe", "gemma3", "roberta", "marian", "doge", "rwkv", "llama4_text", "blt")
 
 
-@HERE
+@SAME_VERSION
 @pytest.mark.parametrize("family", [pytest.param(x, marks=() if x in USUAL else pytest.mark.full) for x in ROWS])
-def test_the_table_says_what_is(pool, family):
-    output, last = ROWS[family]
-    ulysses, ring = (2, 2) if output == "parity" else (1, 1)
+def test_the_table_is_correct(pool, family):
+    expected, why = ROWS[family]
+    ulysses, ring = (2, 2) if expected == "parity" else (1, 1)
     result = pool.run(outcome, ulysses * ring, family, ulysses, ring, timeout=120)[0]
-    assert result["outcome"] == output and good(result), result
-    if output == "refused":
-        assert result["why"] == last
+    assert result["outcome"] == expected and good(result), result
+    if expected == "refused":
+        assert result["why"] == why
 
 
-@HERE
+@SAME_VERSION
 def test_every_family_is_in_the_table_and_none_is_wrong():
     assert tuple(ROWS) == FAMILIES
-    assert {output for output, _ in ROWS.values()} <= {"parity", "refused", "not buildable"}
+    assert {result for result, _ in ROWS.values()} <= {"parity", "refused", "not buildable"}
     assert START + "\n" + table(read(RESULTS), FAMILIES) + END in TABLE
 
 
@@ -207,7 +207,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "huggingface"
 
 
 @pytest.mark.parametrize("options", ["--steps 2", pytest.param("--fpdt-chunk-size 64", marks=pytest.mark.full)])
-def test_a_loop_of_ones_own(options):
+def test_a_users_own_loop(options):
     ranks = run_ranks(EXAMPLES / "finetune.py", [*options.split(), "--seq-length", "128"], os.environ, 4)
     assert [rank.returncode for rank in ranks] == [0] * 4, ranks[0].stderr  # not 0 if losses differ
     assert "Ulysses 2 x Ring 2" in ranks[0].stdout and "largest difference" in ranks[0].stdout

@@ -189,7 +189,7 @@ COMBINED = ("dropout and ALiBi, window both sides", "sinks, half sees nothing", 
 
 
 def check(pool, backend, kernel, dtype, tolerance, schemes):
-    """All in one job, because starting a job costs more than attention on 192 tokens."""
+    """Compare all schemes in one job, because starting a job costs more than attention on 192 tokens."""
     result = pool.run(compare_schemes, ranks(backend), list(schemes), backend, kernel, dtype, timeout=180)
     errors = {scheme: worst(rank[scheme] for rank in result) for scheme in schemes}
     assert len(errors) >= 24 and not {scheme: error for scheme, error in errors.items() if not error < tolerance}

@@ -39,8 +39,8 @@ KINDS = {
     "TP 2, not distributed": (2, T2, None, False, True),
     "TP 2 x DP 2, dp_reshardable": (4, T2, "dp_reshardable", True, True),
     "TP 2 x PP 2, dp_reshardable": (4, f"{T2} {P2}", "dp_reshardable", True, True),
-    "PP 2 in turns, fully_reshardable": (2, f"{P2} {V2} --micro-batch-size 1", "fully_reshardable", True, True),
-    "PP 2 in turns, dp_reshardable": (2, f"{P2} {V2} --micro-batch-size 1", "dp_reshardable", True, True),
+    "PP 2 interleaved, fully_reshardable": (2, f"{P2} {V2} --micro-batch-size 1", "fully_reshardable", True, True),
+    "PP 2 interleaved, dp_reshardable": (2, f"{P2} {V2} --micro-batch-size 1", "dp_reshardable", True, True),
     "GPT, PP 2, dp_reshardable": (2, P2, "dp_reshardable", True, False),
     "GPT, TP 2 x PP 2, fully_reshardable": (4, f"{T2} {P2}", "fully_reshardable", True, False),
     "by core's writer": (1, "", "fully_reshardable", True, True),
@@ -110,7 +110,7 @@ def megatron_goes_on(flags, folder, llama=True, engine=False):
     return first, run.args.consumed_train_samples, megatron_lm.train(run, 3)
 
 
-THERE = [
+THEIR_GRIDS = [
     # our grid, Megatron-LM's, a Llama or a GPT, Transformer Engine's layers there
     ("ZeRO 3, U 2", (1, ""), True, True),
     ("one process", (4, f"{T2} {P2}"), False, False),
@@ -121,7 +121,7 @@ THERE = [
 ]
 
 
-@pytest.mark.parametrize("grid, there, llama, engine", THERE)
+@pytest.mark.parametrize("grid, there, llama, engine", THEIR_GRIDS)
 def test_our_checkpoint_continues_in_megatron_lm(pool, tmp_path, grid, there, llama, engine):
     world, flags = GRIDS[grid]
     ours = pool.run(we_save, world, f"{FLAGS} {flags}", str(tmp_path), llama, timeout=120)[0]
@@ -202,7 +202,7 @@ def by_layer(key, tensor):
 
 
 @pytest.mark.parametrize("change, grid", [(flat, "TP 2, PP 2, ZeRO 1"), (by_layer, "ZeRO 3, U 2")])
-def test_older_and_other_names_and_forms_go_on_too(pool, written, tmp_path, change, grid):
+def test_older_forms_and_other_names_continue_too(pool, written, tmp_path, change, grid):
     folder, theirs = written("alone, fully_reshardable")
     pool.run(rewritten, 1, folder, str(tmp_path), change=change)
     world, flags = GRIDS[grid]
@@ -293,11 +293,12 @@ def test_what_does_not_fit_is_refused_by_name(pool, written, tmp_path):
         return pool.run(message, 1, f"{FLAGS} --zero-stage 0 {flags}", folder, **changes)[0]
 
     text = refused("--num-layers 2 --rotary-base 5000")
-    assert "another model" in text and "--num-layers 4 there, 2 here" in text and "--rotary-base 10000" in text
+    assert "another model" in text and "--num-layers 4 in the checkpoint, 2 in this run" in text
+    assert "--rotary-base 10000" in text
     text = refused("--ffn-hidden-size 64 --finetune")
-    assert "--ffn-hidden-size 48 there, 64 here" in text
+    assert "--ffn-hidden-size 48 in the checkpoint, 64 in this run" in text
     text = refused("--vocab-size 50")
-    assert "vocabulary of 64 to 64 tokens (padded to 64), the tokenizer here 51" in text
+    assert "vocabulary of 64 to 64 tokens (padded to 64), this run's tokenizer has 51" in text
     text = refused("--optimizer sgd")
     assert "--optimizer adam" in text
     text = refused("--train-iters 40")
@@ -306,7 +307,7 @@ def test_what_does_not_fit_is_refused_by_name(pool, written, tmp_path):
     text = refused(num_experts=8, multi_latent_attention=True)
     assert "not supported: --num-experts (experts), --multi-latent-attention" in text
     text = refused(num_experts=None, multi_latent_attention=False, untie_embeddings_and_output_weights=False)
-    assert "--untie-embeddings-and-output-weights False there, True here" in text
+    assert "--untie-embeddings-and-output-weights False in the checkpoint, True in this run" in text
     text = refused("--finetune --make-vocab-size-divisible-by 16 --vocab-size 59", make_vocab_size_divisible_by=16)
     assert "--untie" in text
     changes = {"make_vocab_size_divisible_by": 16, "untie_embeddings_and_output_weights": True}
@@ -316,11 +317,11 @@ def test_what_does_not_fit_is_refused_by_name(pool, written, tmp_path):
 
 def test_an_unknown_order_in_buckets_is_refused(pool, written):
     folder, _ = written("GPT, PP 2, dp_reshardable")
-    text = pool.run(told_with_other_orders, 1, f"{FLAGS} --zero-stage 0", folder)[0]
+    text = pool.run(refusal_with_other_orders, 1, f"{FLAGS} --zero-stage 0", folder)[0]
     assert "dp_reshardable" in text and "--dist-ckpt-optim-fully-reshardable" in text and "--no-load-optim" in text
 
 
-def told_with_other_orders(flags, folder):
+def refusal_with_other_orders(flags, folder):
     from megatron.training.checkpoint.megatron_lm import source
     from megatron.training.refusal import Refusal
 
@@ -355,7 +356,7 @@ def test_all_ranks_refuse_what_one_stage_lacks(pool, written, tmp_path):
         assert "has no decoder.final_layernorm.weight" in text
     source, _ = written("GPT, PP 2, dp_reshardable")
     (text,) = pool.run(message, 1, FLAGS, source)
-    assert "--normalization LayerNorm there, RMSNorm here" in text
+    assert "--normalization LayerNorm in the checkpoint, RMSNorm in this run" in text
 
 
 # Written by megatron-core 0.12.0 itself (tag core_v0.12.0 of NVIDIA/Megatron-LM, on PyTorch 2.13, four processes of

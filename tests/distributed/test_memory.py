@@ -117,14 +117,14 @@ def bytes_of(pool):
     """Device and host bytes of a mode at a length."""
 
     @cache
-    def look(mode: str, length: int, chunk: int = CHUNK) -> dict[str, int]:
+    def measured(mode: str, length: int, chunk: int = CHUNK) -> dict[str, int]:
         flags = (
             f"{FPDT_SHAPE} --seq-length {length} --max-position-embeddings {length} {MODES[mode].format(chunk=chunk)}"
         )
         flags += f" --loss-chunks {length // 16}" if "--fpdt" in flags else ""
         return pool.run(measure, 1, flags.split(), timeout=120)[0]
 
-    return look
+    return measured
 
 
 @pytest.mark.full

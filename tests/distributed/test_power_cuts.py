@@ -21,7 +21,7 @@ TINY = (
 SAVE = "new/c"  # neither folder exists before
 
 
-class Teller:
+class PromiseRecorder:
     """Replaces a reporter; its lines are promises to the user."""
 
     def __init__(self, recorder):
@@ -49,7 +49,7 @@ def trained(flags, root, lock):
     dist.barrier()
     try:
         with recorder:
-            reporter = Teller(recorder)
+            reporter = PromiseRecorder(recorder)
             if dist.get_rank():
                 reporter.say = lambda line: None
             training_loop(job, reporter, stopper)
@@ -122,10 +122,10 @@ def judge_of(record):
             if f"{SAVE}/{latest}" not in state:
                 return f"the tracker names {latest}, which is not there"
         if latest < saved:
-            return f"{saved} was told, the tracker names {latest or 'nothing'}"
+            return f"{saved} was reported as saved, but the tracker names {latest or 'nothing'}"
         result = inside(state, f"{SAVE}/{latest}")
         if saved and latest == saved and result not in [files for number, files in versions[saved] if number >= since]:
-            return f"{saved} is what it was before"
+            return f"{saved} has its earlier contents"
         for name in {name for _, name in cut.promises}:
             if f"{SAVE}/{name}" in cut.logical and f"{SAVE}/{name}" not in state:
                 return f"{name} is gone"

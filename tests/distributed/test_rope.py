@@ -79,9 +79,9 @@ def losses_from(start: int, flags: str) -> list[float]:
 @pytest.mark.parametrize("world, grid", [(1, ""), (2, cp(1, 2)), (1, fpdt(16))])
 def test_the_model_is_the_same_four_million_tokens_later(pool, world, grid):
     """RoPE depends on distances only. With positions times frequencies in fp32 the loss would change by 2e-4."""
-    here, there = (pool.run(losses_from, world, start, grid)[0] for start in (0, FAR))
-    assert there != here
-    assert there == pytest.approx(here, rel=1e-6)
+    near, far = (pool.run(losses_from, world, start, grid)[0] for start in (0, FAR))
+    assert far != near
+    assert far == pytest.approx(near, rel=1e-6)
 
 
 def worst_rounding(flags: str) -> float:
@@ -91,16 +91,16 @@ def worst_rounding(flags: str) -> float:
 
     def rotate(*heads: Tensor) -> tuple[Tensor, Tensor]:
         *heads, angles = heads
-        turned = LayoutRotaryEmbedding.rotate(rotary, *heads, angles)
+        rotated = LayoutRotaryEmbedding.rotate(rotary, *heads, angles)
         assert angles.dtype == torch.float32 and rotary.inv_freq.dtype == torch.float64
-        turns = (rotary.layout.positions + FAR).double()[:, None, None, None] * rotary.inv_freq
-        for x, out in zip(heads, turned):
+        exact_angles = (rotary.layout.positions + FAR).double()[:, None, None, None] * rotary.inv_freq
+        for x, out in zip(heads, rotated):
             assert x.dtype == out.dtype == torch.bfloat16
-            z = torch.view_as_complex(torch.stack(x.detach().double().chunk(2, -1), -1)) * torch.exp(1j * turns)
+            z = torch.view_as_complex(torch.stack(x.detach().double().chunk(2, -1), -1)) * torch.exp(1j * exact_angles)
             exact = torch.cat((z.real, z.imag), -1)
             unit = torch.finfo(torch.bfloat16).eps * exact.abs().clamp(min=1e-4)
             worst.append(float(((out.double() - exact).abs() / unit).max()))
-        return turned
+        return rotated
 
     rotary.rotate = rotate
     train_job(job, 1)
@@ -366,4 +366,4 @@ def test_another_number_of_positions_is_refused(pool, saved):
     message = pool.run(
         refusal_of, 2, f"{TRAINED} {GRIDS['R 2'][1]} --max-position-embeddings 78 --load {saved('R 2')[0]}"
     )
-    assert "--max-position-embeddings 77 there, 78 here" in message[0]
+    assert "--max-position-embeddings 77 in the checkpoint, 78 in this run" in message[0]

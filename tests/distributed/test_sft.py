@@ -377,8 +377,8 @@ def test_merged_weights_compute_the_same(pool, tuned, tmp_path):
     [
         (lambda flags: flags.replace(LORA, ""), r"has adapters: give --lora-rank 4, or merge them"),
         *also_in_full(
-            (lambda flags: flags.replace("--lora-rank 4", "--lora-rank 8"), "--lora-rank 4 there, 8 here"),
-            (lambda flags: flags.replace("--lora-alpha 6", "--lora-alpha 5"), "--lora-alpha 6 there, 5 here"),
+            (lambda flags: flags.replace("--lora-rank 4", "--lora-rank 8"), "--lora-rank 4 in the checkpoint, 8 in"),
+            (lambda flags: flags.replace("--lora-alpha 6", "--lora-alpha 5"), "--lora-alpha 6 in the checkpoint, 5 in"),
             (
                 lambda flags: flags.replace(LORA, f"{LORA} --lora-targets linear_qkv"),
                 "--lora-targets linear_qkv linear_pr",

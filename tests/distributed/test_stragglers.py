@@ -21,7 +21,14 @@ from megatron.context_parallel.layout.grid import make_grid
 from megatron.training.features import stragglers
 from megatron.training.features.heartbeat import Heartbeat, silent_ranks, verdict
 from megatron.training.features.stragglers import LEAST_STEPS as LEAST
-from megatron.training.features.stragglers import REST, SlowLinks, Stragglers, edges_by_phase, named, slow_ranks
+from megatron.training.features.stragglers import (
+    PAUSE,
+    SlowLinks,
+    Stragglers,
+    describe_slow,
+    edges_by_phase,
+    slow_ranks,
+)
 from tests.distributed.training_runs import make_job
 from tests.patience import patience
 
@@ -119,15 +126,15 @@ def test_every_neighbouring_pair_of_nodes_has_edges_and_no_node_does_two_things_
 
 def test_links_are_named_by_how_much_slower_they_are_than_usual():
     edges, hosts = [(0, 2), (1, 3), (2, 0), (3, 1)], ["a", "a", "b", "b"]
-    assert named(edges, [0.004, 0.004, 0.004, 0.004], [0.004] * 4, hosts) == ""
-    line = named(edges, [0.004, 0.0432, 0.004, 0.2], [0.004] * 4, hosts)
+    assert describe_slow(edges, [0.004, 0.004, 0.004, 0.004], [0.004] * 4, hosts) == ""
+    line = describe_slow(edges, [0.004, 0.0432, 0.004, 0.2], [0.004] * 4, hosts)
     assert line == (
         "--log-straggler: the link from rank 3 on b to rank 1 on a takes 200 ms for 256 KiB (usually 4 ms); "
         "the link from rank 1 on a to rank 3 on b takes 43.2 ms for 256 KiB (usually 4 ms)"
     )
-    assert named(edges, [1e-3, 1e-5, 1e-5, 1e-5], [1e-5] * 4, hosts) == ""  # a short moment, not a slow link
+    assert describe_slow(edges, [1e-3, 1e-5, 1e-5, 1e-5], [1e-5] * 4, hosts) == ""  # a short moment, not a slow link
     many = [(rank, rank + 8) for rank in range(8)]
-    assert named(many, [1.0] * 8, [0.1] * 8, ["a"] * 8 + ["b"] * 8).endswith("; and 4 more")
+    assert describe_slow(many, [1.0] * 8, [0.1] * 8, ["a"] * 8 + ["b"] * 8).endswith("; and 4 more")
 
 
 def watch(slow_from: int | None) -> tuple[list[str], int, float]:
@@ -151,7 +158,7 @@ def watch(slow_from: int | None) -> tuple[list[str], int, float]:
         return measure()
 
     links._hop, links._measure = slow_hop, counted
-    for step in range(8 + REST + 3):
+    for step in range(8 + PAUSE + 3):
         slow = torch.tensor([int(links.is_slow(1.0 if step < 8 else 1.6))])
         dist.all_reduce(slow, dist.ReduceOp.MAX)
         lines.append(links.report(bool(slow)))
@@ -169,7 +176,7 @@ def test_the_slow_link_is_named_when_steps_become_slow(pool, slow_from, monkeypa
     message = [
         number for number, line in enumerate(lines) if f"from rank 3 on {socket.gethostname()} to rank 1" in line
     ]
-    assert message == ([8, 8 + REST + 1] if slow_from else []), lines
+    assert message == ([8, 8 + PAUSE + 1] if slow_from else []), lines
 
 
 def one_node() -> list[str]:

@@ -193,7 +193,7 @@ def test_the_random_state_is_left_where_it_is(pool, tmp_path: Path):
     assert pool.run(begin, 1, f"--load {tmp_path} --no-load-rng")[0][2] != saved
 
 
-def test_going_on_with_a_loss_that_is_no_number(pool):
+def test_a_nan_loss_ends_the_run_unless_unchecked(pool):
     assert pool.run(not_a_number, 1, "")[0] == "the loss is nan"
     assert pool.run(not_a_number, 1, "--no-check-for-nan-in-loss-and-grad")[0] == "went on"
 

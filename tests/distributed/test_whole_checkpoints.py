@@ -137,8 +137,8 @@ def saves_with(folder, refused):
 def test_a_disk_that_fills_up_in_any_phase_keeps_earlier_checkpoints(pool, tmp_path):
     names = ["common.pt", "__0_0.distcp", ".metadata", "metadata.json", "checksums.json", ".iter_0000002.partial"]
     refused = [(0, name) for name in names] + [(1, "__1_0.distcp")]
-    for rank_told in pool.run(saves_with, 2, str(tmp_path), refused, timeout=120):
-        for (rank, name), (line, left) in zip(refused, rank_told):
+    for messages in pool.run(saves_with, 2, str(tmp_path), refused, timeout=120):
+        for (rank, name), (line, left) in zip(refused, messages):
             assert f"(rank {rank}: " in line and "No space left on device" in line and "\n" not in line, name
             assert left == ["iter_0000001", TRACKER], name
     assert (tmp_path / TRACKER).read_text() == "1"
@@ -247,7 +247,7 @@ def test_a_broken_description_of_a_checkpoint_without_sums(pool, two, tmp_path, 
     assert f"{newest}/metadata.json cannot be read" in message and f"{folder}/iter_0000001" in message
 
 
-def test_every_file_is_looked_at(two, tmp_path):
+def test_every_file_is_checked(two, tmp_path):
     path = Path(shutil.copytree(two / "iter_0000002", tmp_path / "iter_0000002"))
     assert checksums.damage(path) is None
     names = sorted(file.name for file in path.iterdir())
@@ -271,7 +271,7 @@ def test_every_file_is_looked_at(two, tmp_path):
 
 def delete_the_list(folder):
     os.unlink(folder / "iter_0000002" / CHECKSUMS)
-    return "iter_0000002/checksums.json is missing, the list of its files"
+    return "iter_0000002/checksums.json is missing (the list of its files)"
 
 
 def empty_the_list(folder):
@@ -463,7 +463,7 @@ def test_states_of_engine_layers_are_tensors_and_numbers_or_refused(tmp_path):
         unpickle.check_engine_state(pickle.dumps(Storage()), "x")
     assert not harm.exists()
     pickle.loads(pickle.dumps(Storage()))
-    assert harm.exists()  # it would have
+    assert harm.exists()  # unpickling without the check runs the code
 
 
 @pytest.mark.parametrize("folder", ["file/c", "file"])

@@ -52,7 +52,7 @@ def run_and_kill(
         window: earliest and latest time of the kill, in seconds from the start.
         more: environment of each rank.
     """
-    what, seconds, met = "over", 0.0, True
+    what, seconds, ready = "over", 0.0, True
     with meeting(ENVIRONMENT, len(argv)) as environments:
         ranks = [
             start_forked(PROGRAM, words, {**one, **(more or {})}, logs / str(rank))
@@ -68,10 +68,10 @@ def run_and_kill(
             victims = ranks if draw.random() < 0.5 else [draw.choice(ranks)]
             if any(rank.is_alive() for rank in ranks):
                 what = "job" if len(victims) > 1 else "rank"
-            met = "ready after" in text(logs / "0" / "out")  # before that only their launcher would notice
+            ready = "ready after" in text(logs / "0" / "out")  # before that only their launcher would notice
             for victim in victims:
                 victim.kill()
-            end = time.monotonic() + (patience(20) if met else 1.0)
+            end = time.monotonic() + (patience(20) if ready else 1.0)
         for rank in ranks:  # a survivor notices by itself
             rank.join(max(0.0, end - time.monotonic()))
         late = [number for number, rank in enumerate(ranks) if rank.is_alive()]
@@ -79,7 +79,7 @@ def run_and_kill(
             rank.kill()
             rank.join()
     errors = "".join(text(logs / str(rank) / "err") for rank in range(len(ranks)))
-    assert not (late and met), f"ranks {late} are still there\n{errors}"
+    assert not (late and ready), f"ranks {late} are still there\n{errors}"
     assert "Traceback" not in errors, errors
     return Ended(what, seconds, text(logs / "0" / "out"), errors, [rank.exitcode for rank in ranks])
 

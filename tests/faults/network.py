@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several nodes on one machine: network namespaces with addresses, host names and links of limited rate of their own.
+"""Several nodes on one machine: network namespaces, each with its own address, host name and link of limited rate.
 
 Each node is a namespace ``sn0``, ``sn1``, ... with one network card ``eth0`` (10.77.0.1, 10.77.0.2, ...). The cards are
 plugged into a bridge, in the namespace ``snsw``, so that the machine's own network is not affected.
@@ -197,7 +197,7 @@ def _lock(prefix: str = PREFIX) -> IO[str]:
     """A file that is locked while it is open, because the namespaces' names are global on the machine.
 
     Raises:
-        OSError: someone else has it.
+        OSError: another process has locked it.
     """
     path = os.path.join(tempfile.gettempdir(), f"megatron-nodes-{prefix}.lock")
     # root must not follow another user's link of that name.

@@ -22,14 +22,14 @@ TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 1, 0x1000
 def card(namespace: str) -> int:
     """A descriptor of the namespace's ``eth0``: reading gives sent packets, and writing delivers packets."""
     libc = ctypes.CDLL(None, use_errno=True)
-    home, there = os.open("/proc/self/ns/net", os.O_RDONLY), os.open(f"/var/run/netns/{namespace}", os.O_RDONLY)
-    if libc.setns(there, 0):
+    own, entered = os.open("/proc/self/ns/net", os.O_RDONLY), os.open(f"/var/run/netns/{namespace}", os.O_RDONLY)
+    if libc.setns(entered, 0):
         raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
     descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(descriptor, TUNSETIFF, struct.pack("16sH22x", b"eth0", IFF_TUN | IFF_NO_PI))
-    libc.setns(home, 0)
-    os.close(home)
-    os.close(there)
+    libc.setns(own, 0)
+    os.close(own)
+    os.close(entered)
     return descriptor
 
 
@@ -38,8 +38,8 @@ def relay(delay: float, cards: list[int]) -> None:
     waiting: list[tuple[float, int, int, bytes]] = []
     number = 0
     while True:
-        rest = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
-        for source in select.select(cards, [], [], rest)[0]:
+        pause = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
+        for source in select.select(cards, [], [], pause)[0]:
             packet = os.read(source, 65536)
             to = packet[19] - 1 if packet[0] >> 4 == 4 else -1  # the address ends in the number of the node
             if 0 <= to < len(cards):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real torchrun with two agents: one is killed, the job goes on with the other, and grows when it comes back."""
+"""A real torchrun with two agents: one is killed, the job continues with the other, and grows when a new one joins."""
 
 import json
 import os
@@ -58,7 +58,7 @@ class Agent:
 
 
 def until(holds: Callable[[], bool], seconds: float, agents: list[Agent]) -> float:
-    """Seconds that it took."""
+    """Wait until ``holds`` returns True; returns the seconds that this took."""
     begin = time.monotonic()
     while not holds():
         late = time.monotonic() - begin > patience(seconds)
@@ -122,10 +122,10 @@ def test_a_job_continues_with_one_agent_and_grows_again(tmp_path, number):
     whole = [*flags(tmp_path / "whole"), "--exit-interval", str(count)]
     done = run_forked(PROGRAM, whole, ENVIRONMENT, timeout=200)
     assert done.returncode == 0, done.stderr
-    wanted = {row["iteration"]: row["lm_loss"] for row in logged(tmp_path / "whole")}
-    worst = max(abs(result[iteration] / wanted[iteration] - 1) for iteration in result)
+    expected = {row["iteration"]: row["lm_loss"] for row in logged(tmp_path / "whole")}
+    worst = max(abs(result[iteration] / expected[iteration] - 1) for iteration in result)
     assert worst < 1e-5
     print(
-        f"\none agent of two killed: on with the other after {shrunk:.0f} s; back: both after {grown:.0f} s; "
+        f"\none of two agents killed: continued with the other after {shrunk:.0f} s, with both after {grown:.0f} s; "
         f"{count} losses within {worst:.1e} of one process"
     )

@@ -27,14 +27,14 @@ def test_flags_are_refused_in_a_line():
     draw = random.Random(3)
     cases = [case for case in of_words() if case.program == PROGRAM and not STARTED.search(case.name)]
     cases += [*of_unknown_flags(draw), *of_values(draw)]
-    taken = []
+    accepted = []
     for case in cases:
         try:
             parse(case.flags, None, 1)
-            taken.append(case.name)
+            accepted.append(case.name)
         except Refusal as refusal:
             assert len(str(refusal).splitlines()) == 1 and "--" in str(refusal), case.name
-    assert len(cases) > 200 and not taken
+    assert len(cases) > 200 and not accepted
 
 
 @pytest.mark.skipif(not COUNT, reason="each is a run of its own: bash tests/faults/run.sh")

@@ -76,14 +76,14 @@ TIME_OF_DAY = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "
 
 @pytest.mark.full
 def test_no_program_measures_by_the_time_of_day():
-    asked = []
+    uses = []
     for path in [*(ROOT / "megatron").rglob("*.py"), *(ROOT / "tools").glob("*.py"), *ROOT.glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and ast.unparse(node).removeprefix("datetime.datetime") in TIME_OF_DAY:
-                asked.append(f"{path}:{node.lineno}")
+                uses.append(f"{path}:{node.lineno}")
             elif isinstance(node, ast.ImportFrom) and node.module == "time":
-                asked += [f"{path}:{node.lineno}" for name in node.names if name.name in ("time", "time_ns")]
-    assert not asked
+                uses += [f"{path}:{node.lineno}" for name in node.names if name.name in ("time", "time_ns")]
+    assert not uses
 
 
 @pytest.mark.full
@@ -178,13 +178,13 @@ def test_nan_in_one_ranks_part_of_the_summed_gradients(tmp_path, rank):
 def test_memory_runs_out(tmp_path, how, more, ranks, rank):
     """One rank cannot allocate more memory; a wide MLP makes each step need much."""
     codes, printed, errors = broken(tmp_path, how, rank, f"--ffn-hidden-size 60000 {more}", ranks)
-    message, there = [int(number) for number in re.findall(r"> saved \S+/iter_(\d+) ", printed[0])], whole(tmp_path)
-    assert set(message) <= set(there) and "Traceback" not in "".join(errors), errors
+    reported, saved = [int(number) for number in re.findall(r"> saved \S+/iter_(\d+) ", printed[0])], whole(tmp_path)
+    assert set(reported) <= set(saved) and "Traceback" not in "".join(errors), errors
     if any(codes):
         assert codes == [1] * ranks and "can't allocate memory" in "".join(errors), errors
     else:
-        assert there[-1] == 6 and how == "save"
-    print(f"\n{how} {more}, rank {rank} of {ranks}: codes {codes}, told {message}, there {there}")
+        assert saved[-1] == 6 and how == "save"
+    print(f"\n{how} {more}, rank {rank} of {ranks}: codes {codes}, reported {reported}, saved {saved}")
 
 
 # Lines of 100 MB: memory is bounded, and if it runs out, no record is silently left out.
@@ -292,7 +292,7 @@ def ended(process, number):
     begin = time.monotonic()
     os.kill(process.pid, number)
     process.join(patience(30))
-    assert process.exitcode is not None, "it runs on"
+    assert process.exitcode is not None, "the process is still running"
     return time.monotonic() - begin
 
 
@@ -320,18 +320,18 @@ def test_a_signal_while_an_index_is_built(tmp_path, number):
 
 @pytest.mark.full
 def test_signals_in_the_first_seconds(tmp_path):
-    """At random moments from the start to the first steps, each signal in turn."""
+    """At random moments from the start to the first steps, one signal after the other."""
     draw, flags, result = random.Random(1), f"{FLAGS} --train-iters 1000000 --eval-iters 0", []
-    for turn in range(int(os.environ.get("SIGNALS", "30"))):
-        number, logs = SIGNALS[turn % 3], tmp_path / f"logs{turn}"
-        process = start_forked(PROGRAM, f"{flags} --save {tmp_path}/{turn}".split(), ENVIRONMENT, logs)
+    for attempt in range(int(os.environ.get("SIGNALS", "30"))):
+        number, logs = SIGNALS[attempt % 3], tmp_path / f"logs{attempt}"
+        process = start_forked(PROGRAM, f"{flags} --save {tmp_path}/{attempt}".split(), ENVIRONMENT, logs)
         while not (logs / "err").exists():
             time.sleep(0.01)
-        time.sleep(patience(draw.uniform(0.3, 1.5)))  # in the first 0.1 s Python itself handles it
+        time.sleep(patience(draw.uniform(0.3, 1.5)))  # in the first 0.1 s Python itself handles the signal
         seconds = ended(process, number)
         errors, printed = text(logs / "err"), text(logs / "out")
         assert seconds < patience(10) and "Traceback" not in errors and len(errors.splitlines()) <= 1, errors
-        saved = (tmp_path / str(turn) / "latest_checkpointed_iteration.txt").exists()
+        saved = (tmp_path / str(attempt) / "latest_checkpointed_iteration.txt").exists()
         assert saved == (process.exitcode == 0) == ("stopped after iteration" in printed), (process.exitcode, printed)
         assert process.exitcode in (0, -number, 128 + number), process.exitcode
         result.append("saved" if saved else "a line" if errors else "ended by the signal")

@@ -102,18 +102,18 @@ def test_losses_after_changes_are_those_of_an_undisturbed_run(tmp_path):
     draw, iterations = random.Random(2), STEPS * (CHANGES + 1)
     run(tmp_path / "whole", f"--train-iters {iterations}", [], 1)
     whole = rows(tmp_path / "whole" / "log.jsonl")
-    took = []
+    worlds = []
     for number in range(CHANGES + 1):
         processes, more = WORLDS[number % len(WORLDS)], draw.choice(MORE) if number else MORE[0]
         flags = f"--train-iters {iterations} --exit-interval {STEPS} {more}"
         run(tmp_path / "elastic", flags, ["--elastic-grids", GRIDS], processes)
-        took.append(processes)
+        worlds.append(processes)
     elastic = rows(tmp_path / "elastic" / "log.jsonl")
     assert [row["iteration"] for row in elastic] == list(range(1, iterations + 1))
     assert [row["tokens"] for row in elastic] == [row["tokens"] for row in whole]
     worst = max(abs(a["lm_loss"] / b["lm_loss"] - 1) for a, b in zip(elastic, whole))
     assert worst < 1e-5
-    print(f"\n{iterations} steps on {took} processes: losses within {worst:.1e} of one process")
+    print(f"\n{iterations} steps on {worlds} processes: losses within {worst:.1e} of one process")
 
 
 # ``kill -9`` at random moments of a run with copies in memory; every second time a node's memory is lost too.

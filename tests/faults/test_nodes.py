@@ -98,8 +98,8 @@ GRIDS = [
 def test_losses_are_those_of_one_process(network, per_node, flags, alone, tmp_path):
     launchers = network.torchrun(per_node, command(f"{flags} --train-iters 4", tmp_path), tmp_path)
     assert set(finish(launchers, 100, tmp_path)) == {0}, output(tmp_path)
-    losses, wanted = [row["lm_loss"] for row in rows(tmp_path)], alone(4)
-    worst = max(abs(a / b - 1) for a, b in zip(losses, wanted, strict=True))
+    losses, expected = [row["lm_loss"] for row in rows(tmp_path)], alone(4)
+    worst = max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True))
     assert worst < 1e-6
     print(f"\n{network.nodes} x {per_node}, {network.mbit} Mbit/s, {flags}: losses within {worst:.1e} of one process")
 
@@ -177,9 +177,9 @@ def test_a_link_that_is_down_for_ten_seconds(network, alone, tmp_path):
     assert len(rows(tmp_path)) == before, "the link was not down"
     network.plug(1, True)
     took = until(lambda: len(rows(tmp_path)) > before + 10, 40, tmp_path, launchers)
-    wanted = alone(20)
-    losses = [row["lm_loss"] for row in rows(tmp_path)[: len(wanted)]]
-    assert max(abs(a / b - 1) for a, b in zip(losses, wanted)) < 1e-6
+    expected = alone(20)
+    losses = [row["lm_loss"] for row in rows(tmp_path)[: len(expected)]]
+    assert max(abs(a / b - 1) for a, b in zip(losses, expected)) < 1e-6
     print(f"\nlink down for 10 s: ten more steps {took:.0f} s after it came back, losses as before")
 
 
@@ -294,7 +294,7 @@ def test_a_node_that_dies_and_comes_back(network, alone, tmp_path):
     before = last()
     until(lambda: last() >= before + 4, 120, tmp_path, launchers)
     result = {row["iteration"]: row["lm_loss"] for row in rows(tmp_path)}
-    wanted = alone(20)
-    worst = max(abs(result[number] / loss - 1) for number, loss in enumerate(wanted, 1) if number in result)
+    expected = alone(20)
+    worst = max(abs(result[number] / loss - 1) for number, loss in enumerate(expected, 1) if number in result)
     assert sorted(result) == list(range(1, max(result) + 1)) and worst < 1e-5
-    print(f"\na node died: on with the other after {shrunk:.0f} s; back: both after {grown:.0f} s")
+    print(f"\na node died: continued with the other after {shrunk:.0f} s, with both after {grown:.0f} s")

@@ -14,7 +14,7 @@ import pytest
 from megatron.training.checkpoint.checkpoint_folder import check_writable
 from megatron.training.checkpoint.checksums import damage
 from megatron.training.checkpoint.megatron_lm.places import TRACKER, checkpoints_in, run_of
-from megatron.training.checkpoint.owner import CARDS, take
+from megatron.training.checkpoint.owner import LOCK_FILES, take
 from megatron.training.refusal import Refusal
 from tests.distributed.test_program import FLAGS, PROGRAM, ROOT
 from tests.faults.bad_inputs import TOOLS
@@ -43,13 +43,13 @@ def undisturbed(folder: Path, more: str, ranks: int) -> tuple[dict, float]:
 
 def assert_whole(folder: Path) -> None:
     """Check that all checkpoints of the folder are undamaged and of one run, and that no other file is left."""
-    there = checkpoints_in(folder / "c")
-    assert list(there) == list(range(1, ITERATIONS + 1))
-    assert [damage(path) for path in there.values()] == [None] * ITERATIONS
-    runs = {run_of(path) for path in there.values()}
+    checkpoints = checkpoints_in(folder / "c")
+    assert list(checkpoints) == list(range(1, ITERATIONS + 1))
+    assert [damage(path) for path in checkpoints.values()] == [None] * ITERATIONS
+    runs = {run_of(path) for path in checkpoints.values()}
     assert len(runs) == 1 and len(runs.pop()) == 32
     assert (folder / "c" / TRACKER).read_text() == str(ITERATIONS)
-    assert {path.name for path in (folder / "c").iterdir()} == {TRACKER, *(path.name for path in there.values())}
+    assert {path.name for path in (folder / "c").iterdir()} == {TRACKER, *(path.name for path in checkpoints.values())}
 
 
 @pytest.mark.full
@@ -131,7 +131,7 @@ def test_a_job_that_has_lost_its_folder_ends_and_changes_nothing_there(tmp_path)
         job = start_forked(PROGRAM, words, environment, logs)
         try:
             until(lambda: (folder / TRACKER).exists(), job)
-            next(folder.glob(CARDS)).unlink()  # the first action of a job that takes over
+            next(folder.glob(LOCK_FILES)).unlink()  # the first action of a job that takes over
             owner = take(folder, [])
             job.join(patience(60))
             assert job.exitcode == 1

@@ -482,7 +482,7 @@ READERS = [
     reader("index_cache", lambda: [array(np.arange(9))], numbers, listed(read_cache), "a.npy"),
     reader(
         "chat_cache", lambda: [CHATS["starts.npy"]], numbers,
-        listed(lambda folder: chat_dataset.kept("chats", str(folder)).lengths()),
+        listed(lambda folder: chat_dataset.read_store("chats", str(folder)).lengths()),
         "starts.npy", other_files={name: data for name, data in CHATS.items() if name != "starts.npy"},
     ),
     reader("data_args_path", b"1 a 2.5 b\n3 c\n", text, blend("data_args_path")),

@@ -266,7 +266,7 @@ EVENTS = {"code.__new__", "marshal.loads", "function.__new__", "pty.spawn", "sys
 def _child(
     reader: Reader, todo: list[tuple[str, bytes]], first: int, folder: Path, progress: mmap.mmap, pipe: Any
 ) -> None:
-    def tell(**row: Any) -> None:
+    def send(**row: Any) -> None:
         pipe.write(json.dumps(row) + "\n")
         pipe.flush()
 
@@ -281,7 +281,7 @@ def _child(
     for data in [one for one in reader.seeds() for _ in range(2)]:  # twice, because the first read imports modules
         what, _ = _read(reader, folder, data, watch)
         if what != "value":
-            tell(kind="failure", number=-1, what=f"a valid file is not read: {what}")
+            send(kind="failure", number=-1, what=f"a valid file is not read: {what}")
     watch.learning = False
     _limit_memory(reader.memory)
     values = refusals = 0
@@ -292,10 +292,10 @@ def _child(
         values += what == "value"
         refusals += what == "refusal"
         if what not in ("value", "refusal"):
-            tell(kind="failure", number=number, what=what)
+            send(kind="failure", number=number, what=what)
         elif line:
             lines["".join(one for one in line if not one.isdigit())[-80:]] += 1
-    tell(kind="done", values=values, refusals=refusals, lines=dict(lines.most_common(200)))
+    send(kind="done", values=values, refusals=refusals, lines=dict(lines.most_common(200)))
     shutil.rmtree(folder, ignore_errors=True)
 
 

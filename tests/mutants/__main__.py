@@ -129,14 +129,14 @@ def report(results: dict[Change, str]) -> int:
     reasons = json.loads(REASONS.read_text())
     counts = Counter(results.values())
     tried = counts[NOTICED] + counts[SURVIVED]
-    left = [change for change, outcome in results.items() if outcome == SURVIVED and change.key not in reasons]
+    unexplained = [change for change, outcome in results.items() if outcome == SURVIVED and change.key not in reasons]
     print(f"\n{counts[NOTICED]} of {tried} changes are noticed; {counts[UNTESTED]} are on lines that no test runs")
     for change, outcome in results.items():
         if outcome == SURVIVED:
             print(f"survived: {change}\n  {reasons.get(change.key, 'no reason is given')}\n  {change.key}")
     if not tried:
         return 1
-    return 0 if counts[NOTICED] / tried >= WANTED and not left and not counts[UNTESTED] else 1
+    return 0 if counts[NOTICED] / tried >= WANTED and not unexplained and not counts[UNTESTED] else 1
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-HEART = [f"megatron/context_parallel/{name}" for name in ("layout", "attention", "positions", "fpdt", "core")]
+CONTEXT = [f"megatron/context_parallel/{name}" for name in ("layout", "attention", "positions", "fpdt", "core")]
 STEP = [f"megatron/training/{name}.py" for name in ("step", "loss", "watch", "model/optimizer", "model/fsdp",
                                                     "model/weights")]  # fmt: skip
 CHECKPOINT = ["megatron/training/checkpoint"]
-PLACES = (*HEART, *STEP, *CHECKPOINT)
+PLACES = (*CONTEXT, *STEP, *CHECKPOINT)
 
 LEFT_OUT = {
     "all_reduce", "wait", "synchronize", "wait_stream", "wait_event", "record", "record_stream", "fsync", "sync",
@@ -132,8 +132,8 @@ def _changes(node: ast.AST, parent: ast.AST | None, source: bytes, span) -> Iter
         for part in (node.left, node.right)
     ):
         for kind, old, new in ((ast.Add, "+", "-"), (ast.Sub, "-", "+")):
-            if isinstance(node.op, kind) and (found := operator(node.left, node.right, old, new)):
-                yield "sign", *found
+            if isinstance(node.op, kind) and (edit := operator(node.left, node.right, old, new)):
+                yield "sign", *edit
         if isinstance(node.op, (ast.Add, ast.Sub)) and getattr(node.right, "value", None) == 1:
             yield "off by one", *span(node), text(node.left)
         if isinstance(node.op, (ast.Mult, ast.Div)):
@@ -148,14 +148,14 @@ def _changes(node: ast.AST, parent: ast.AST | None, source: bytes, span) -> Iter
         if not isinstance(node.operand, ast.Constant):
             yield ("sign" if isinstance(node.op, ast.USub) else "condition"), *span(node), f"({text(node.operand)})"
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in ORDER:
-        if found := operator(node.left, node.comparators[0], *ORDER[type(node.ops[0])]):
-            yield "off by one", *found
+        if edit := operator(node.left, node.comparators[0], *ORDER[type(node.ops[0])]):
+            yield "off by one", *edit
     if isinstance(node, ast.Slice) and node.upper is not None:
         yield "off by one", *span(node.upper), f"({text(node.upper)}) - 1"
     if isinstance(node, ast.BoolOp) and len(node.values) == 2:
         old, new = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
-        if found := operator(*node.values, old, new):
-            yield "condition", *found
+        if edit := operator(*node.values, old, new):
+            yield "condition", *edit
     if isinstance(node, ast.If) and not isinstance(node.test, (ast.UnaryOp, ast.Compare)):
         yield "condition", *span(node.test), f"not ({text(node.test)})"
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args and not node.keywords:

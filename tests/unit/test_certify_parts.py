@@ -62,7 +62,10 @@ def test_rows_of_samples_that_are_flattened_with_positions() -> None:
 
 def test_the_module_whose_code_runs_between_two() -> None:
     assert _between("a.attention.v", "a.attention.o") == "a.attention"
-    assert _between("embed", "a.norm", inner=True) == "a" and _between("a.norm", "embed", inner=False) == "a.norm"
+    assert (
+        _between("embed", "a.norm", other_is_later=True) == "a"
+        and _between("a.norm", "embed", other_is_later=False) == "a.norm"
+    )
 
 
 def test_two_windows_reach_twice_as_far() -> None:
@@ -138,7 +141,7 @@ def test_a_certificate_is_a_table_and_a_picture(tmp_path: Path) -> None:
     certificate = Certificate([OnGrid({"ring": 2}, [good, bad]), OnGrid({"ulysses": 2}, [good])])
     text = str(certificate)
     assert not certificate.right and "b.weight: error 1.0e+00" in text and "2 times the right one" in text
-    assert text.endswith("WRONG: one process computes something else than ring 2") and "ranks 1" in text
+    assert text.endswith("WRONG: results differ from one process on ring 2") and "ranks 1" in text
     certificate.draw(str(tmp_path / "picture.png"))
     assert (tmp_path / "picture.png").stat().st_size > 5000
 

@@ -173,7 +173,7 @@ def test_epochs_are_shuffled_anew_and_do_not_depend_on_the_length_of_the_run(tmp
         build_datasets(configure(folder, data_path=[str(path)], split="1,0,0"), tokenizer, (count, 0, 0))
         for count in (10, 60)
     )
-    per_epoch = round(long.samples_an_epoch)
+    per_epoch = round(long.samples_per_epoch)
     for n in range(10):
         assert torch.equal(short[n]["tokens"], long[n]["tokens"])
     held = [sorted(np.concatenate(long.samples[at : at + per_epoch]).tolist()) for at in (0, per_epoch)]

@@ -174,7 +174,7 @@ torchrun --nproc_per_node $GPUS pretrain_gpt.py $GPT_ARGS "${ARRAY[@]}" --bf16 $
         ("--data-path x --tokenizer-type PretrainedFromHF --vocab-file x",
          "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model, a folder, and reads no --vocab-file"),
         ("--data-path x --tokenizer-type Llama2Tokenizer", "--tokenizer-type Llama2Tokenizer needs --tokenizer-model"),
-        ("--data-path x --tokenizer-type GPT2BPETokenizer --vocab-file x", "needs --merge-file, a file: add it"),
+        ("--data-path x --tokenizer-type GPT2BPETokenizer --vocab-file x", "needs --merge-file, a file: add --merge"),
         ("--data-path x", "--tokenizer-type is missing"),
         ("--data-path 1 x 2 y --split 9,-1 --tokenizer-type ByteLevelTokenizer", "--split 9,-1: give up to three"),
         ("--data-path 1 x y 2 --tokenizer-type ByteLevelTokenizer", "--data-path: give only prefixes, or a weight"),

@@ -55,7 +55,7 @@ def test_a_run_continues_only_with_the_same_activation(saved, flags, goes_on):
         check_model(saved, config, Path("old"), weights_only=False)
         assert not any("activation" in note for note in config.notes)
         return
-    with pytest.raises(Refusal, match="activation .* there, .* here"):
+    with pytest.raises(Refusal, match="activation .* in the checkpoint, .* in this run"):
         check_model(saved, config, Path("old"), weights_only=False)
     check_model(saved, config, Path("old"), weights_only=True)
     assert any("the activation" in note for note in config.notes)
@@ -234,7 +234,7 @@ def test_unknown_classes_are_read_as_placeholders(tmp_path):
             "mp_rank_00/model_optim_rng.pt",
             "older format torch: convert it with python tools/convert_checkpoint.py --from",
         ),
-        ("zero/fp32.pt", "universal one of DeepSpeed's: add --universal-checkpoint"),
+        ("zero/fp32.pt", "universal checkpoint of DeepSpeed: add --universal-checkpoint"),
         (".metadata", "torch_dcp or fsdp_dtensor"),
         ("common.pt", "missing or incomplete"),
     ],

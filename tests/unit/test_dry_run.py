@@ -73,7 +73,7 @@ def test_where_one_number_of_layers_needs_every_micro_batch_so_does_the_other(mo
 
     def sometimes(config, *args, stretch, **how):
         if stretch and config.model.num_layers == module.FEW[1]:
-            raise module.Unsteady("a wait reaches too far back")
+            raise module.Unsteady("the micro-batches do not repeat")
         return run_rank(config, *args, stretch=stretch, **how)
 
     monkeypatch.setattr(module, "run_rank", sometimes)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.arguments.config import Config, ElsewhereConfig
+from megatron.training.arguments.config import Config, ForeignConfig
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal
 
@@ -20,7 +20,7 @@ RUN = (
 
 def build(flags: str, world_size: int = 1) -> Config:
     config = parse(f"{RUN} {flags}".split(), world_size=world_size)
-    assert config.elsewhere == ElsewhereConfig()
+    assert config.foreign == ForeignConfig()
     return config
 
 
@@ -114,7 +114,7 @@ def test_recompute_that_contradicts_itself(flags: str, words: tuple[str, ...]):
     [
         ("--deepspeed-activation-checkpointing", "recomputes nothing by itself"),
         ("--checkpoint-num-layers 2", "--checkpoint-num-layers has no effect"),
-        ("--checkpoint-in-cpu", "--checkpoint-in-cpu has nothing to move"),
+        ("--checkpoint-in-cpu", "--checkpoint-in-cpu has no effect"),
         ("--recompute-modules mlp", "--recompute-modules has no effect"),
         ("--recompute-activations --recompute-modules core_attn layernorm", "core_attn layernorm: only core_attn"),
     ],
@@ -473,7 +473,7 @@ def test_keys_of_a_deepspeed_file(tmp_path: Path, content: dict, ours: str):
         ({"communication_data_type": "fp16"}, "", ("communication_data_type",)),
         ({"grad_clipping": 1.0}, "", ("grad_clipping", "did you mean gradient_clipping?")),
         ({"fp16": {"enabled": True, "hysteresi": 1}}, "", ("fp16.hysteresi", "fp16.hysteresis")),
-        ("[1]", "", ("not hold a JSON object",)),
+        ("[1]", "", ("is not a JSON object",)),
         ('{"train_batch_size": GBSIZE}', "", ("is not JSON (line 1)", "placeholders")),
     ],
 )
@@ -486,7 +486,7 @@ def test_refusals_of_a_deepspeed_file(tmp_path: Path, content: object, flags: st
 def test_deepspeeds_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     refused(f"--deepspeed --deepspeed_config {tmp_path}/none.json", "--deepspeed_config", "no such file")
     refused("--deepspeed_config a.json", "--deepspeed_config", "--deepspeed")
-    assert any("only the flags count" in note for note in build("--deepspeed").notes)
+    assert any("only the flags are read" in note for note in build("--deepspeed").notes)
     config = with_file(tmp_path, {}, "--clip-grad 2")
     assert config.optimizer.clip_grad == 2 and any("DeepSpeed would not clip" in note for note in config.notes)
     config = with_file(tmp_path, TEMPLATE, "--loss-scale 12")

@@ -165,7 +165,7 @@ def read(flags: str, world_size: int = 4) -> Config:
         ("--moe-router-num-groups 4 --moe-router-group-topk 3", "--moe-router-topk 2"),
         ("--moe-router-topk 6 --moe-router-num-groups 4 --moe-router-group-topk 2", "--moe-router-topk 6"),
         ("--moe-router-load-balancing-type global_aux_loss", "use aux_loss or seq_aux_loss"),
-        ("--moe-router-load-balancing-type sinkhorn", "sinkhorn is not built here"),
+        ("--moe-router-load-balancing-type sinkhorn", "sinkhorn is not supported"),
         ("--moe-router-load-balancing-type other", "choose from aux_loss, seq_aux_loss, none"),
         ("--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1", "--moe-aux-loss-coeff 1"),
         ("--moe-router-load-balancing-type none --moe-aux-loss-coeff 1", "none has no coefficient"),

@@ -314,7 +314,7 @@ def test_every_setting_has_its_effect_shown():
         flag = spellings(field)[0]
         if flag in probed or field.name in ALWAYS:
             continue
-        path = FOREIGN if section == "elsewhere" else root / cited[field.name]  # KeyError: test what the flag does
+        path = FOREIGN if section == "foreign" else root / cited[field.name]  # KeyError: test what the flag does
         field_name = "-" if path.name == Path(__file__).name else field.name  # this file lists the names itself
         assert names(flag, field_name, path.read_text()), f"{path} does not show {flag}"
 
@@ -361,7 +361,7 @@ def test_settings_that_nothing_reads_get_a_note(flags: str):
     """The note names the first flag and others with the same reader; flags that are read have no note."""
     config = parse(f"{BASE} --train-iters 20 {flags}".split(), world_size=RANKS)
     (note,) = [note for note in config.notes if "no effect here" in note]
-    reader = next(entry for entry in READERS if entry[0] in note)
+    reader = next(entry for entry in READERS if f"({entry[0]})" in note)
     named = [spelling for _, _, field in settings() for spelling in spellings(field)[:1] if names(spelling, "-", note)]
     wanted = [flag for flag in re.findall(r"--[\w-]+", flags) if flag in note.split("(")[0]]
     assert wanted and flags.split()[0] in wanted and set(wanted) <= set(named) and not reader[1](config)

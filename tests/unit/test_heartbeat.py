@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.context_parallel.layout.grid import Grid
 from megatron.platform.processes import Process, started, this_process
 from megatron.training.arguments.config import Config
-from megatron.training.features.heartbeat import Beat, Heartbeat, verdict, whereabouts
+from megatron.training.features.heartbeat import Beat, Heartbeat, location_of, verdict
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -79,13 +79,13 @@ def frame(path: str, name: str, **variables: object) -> types.SimpleNamespace:
     ],
 )
 def test_where_a_thread_is(stack, place, waits):
-    group, here = object(), sys.modules["megatron.training.features.heartbeat"].HERE
+    group, here = object(), sys.modules["megatron.training.features.heartbeat"].PACKAGE
     frames = {
         "c10d": frame("/site/torch/distributed/distributed_c10d.py", "all_reduce", group=group),
         "torch": frame("/site/torch/functional.py", "einsum"),
         "attention": frame(f"{here}/context_parallel/attention/ring.py", "send"),
     }
-    assert whereabouts([frames[name] for name in stack], {id(group): "TP"}) == (place, waits)
+    assert location_of([frames[name] for name in stack], {id(group): "TP"}) == (place, waits)
 
 
 def test_a_wait_without_a_frame_is_detected():
@@ -101,7 +101,7 @@ def test_a_wait_without_a_frame_is_detected():
     result = sys._current_frames()[thread.ident]
     while result.f_code.co_name != "work":
         result = result.f_back
-    assert whereabouts([result], {}) == ("outside the program's code", False)  # no frame of this program
+    assert location_of([result], {}) == ("outside the program's code", False)  # no frame of this program
     go_on.set()
     thread.join()
 
@@ -143,11 +143,11 @@ def test_a_stack_that_moves_while_it_is_read(monkeypatch):
     """A frame between two lines has no line number; the beat continues in any case."""
     code = types.SimpleNamespace(co_filename=__file__, co_name="step")
     frame = types.SimpleNamespace(f_code=code, f_lineno=None, f_locals={})
-    assert whereabouts([frame], {}) == ("outside the program's code", False)
+    assert location_of([frame], {}) == ("outside the program's code", False)
     store = dist.HashStore()
     beats = Heartbeat(Grid(), 60, store, 0, 1)
-    monkeypatch.setattr("megatron.training.features.heartbeat.whereabouts", lambda *_: 1 / 0)
-    assert beats._beat().place == "a place that moved while it was read" and beats._beat().count == 2
+    monkeypatch.setattr("megatron.training.features.heartbeat.location_of", lambda *_: 1 / 0)
+    assert beats._beat().place == "an unknown place (its stack changed while it was read)" and beats._beat().count == 2
 
 
 def test_a_rank_that_ends_before_all_have_met(monkeypatch, capsys):

@@ -15,7 +15,18 @@ import pytest
 import torch.distributed as dist
 
 from megatron.platform import network
-from megatron.platform.network import FLAG, GLOO, NCCL, Place, Unusable, agree, choose, look, nccl_takes, try_link
+from megatron.platform.network import (
+    FLAG,
+    GLOO,
+    NCCL,
+    Place,
+    Unusable,
+    agree,
+    choose,
+    inspect_network,
+    nccl_takes,
+    try_link,
+)
 from tests.patience import patience
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -65,7 +76,7 @@ def test_the_interface_that_the_user_names_is_used():
         ),
         (
             [{"master": "127.0.0.1", "source": "127.0.0.1"}] * 2,
-            "rank 0 on node1 would listen at 127.0.0.1 (lo, MASTER_ADDR leads to 127.0.0.1 there)",
+            "rank 0 on node1 would listen at 127.0.0.1 (lo, MASTER_ADDR resolves to 127.0.0.1 on that host)",
         ),
         ([{}, {"master": "", "source": ""}], "no network interface of node2 leads to MASTER_ADDR"),
         ([{}, {"problem": "one and two differ"}], "one and two differ"),
@@ -82,14 +93,16 @@ def test_a_network_that_cannot_work_is_refused_with_rank_address_and_flag(change
 
 
 def test_network_facts_of_one_rank():
-    place = look(None, {"MASTER_ADDR": "localhost"})
+    place = inspect_network(None, {"MASTER_ADDR": "localhost"})
     assert place.source in ("127.0.0.1", "::1") and place.problem == place.wanted == place.by == ""
     assert any("127.0.0.1" in addresses for addresses in place.interfaces.values())
-    assert look("lo", {GLOO: "lo", NCCL: "=lo"}) == replace(place, wanted="lo", by=FLAG, master="", source="")
-    assert look(None, {GLOO: "eth0,eth1"}).wanted == "eth0,eth1"
-    assert f"{FLAG} a and {GLOO}=b of the environment differ" in look("a", {GLOO: "b"}).problem
-    assert f"{FLAG} a and {NCCL}=b of the environment differ" in look("a", {NCCL: "b"}).problem
-    assert look(None, {"MASTER_ADDR": "no.such.host.invalid"}).source == ""
+    assert inspect_network("lo", {GLOO: "lo", NCCL: "=lo"}) == replace(
+        place, wanted="lo", by=FLAG, master="", source=""
+    )
+    assert inspect_network(None, {GLOO: "eth0,eth1"}).wanted == "eth0,eth1"
+    assert f"{FLAG} a and {GLOO}=b of the environment differ" in inspect_network("a", {GLOO: "b"}).problem
+    assert f"{FLAG} a and {NCCL}=b of the environment differ" in inspect_network("a", {NCCL: "b"}).problem
+    assert inspect_network(None, {"MASTER_ADDR": "no.such.host.invalid"}).source == ""
 
 
 @pytest.mark.parametrize(

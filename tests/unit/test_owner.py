@@ -92,12 +92,12 @@ def worker(tmp_path: Path) -> Iterator:
         one.kill()
 
 
-def cards(folder: Path) -> list[Path]:
-    return sorted(folder.glob(owner.CARDS))
+def lock_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob(owner.LOCK_FILES))
 
 
-def dead_card(folder: Path, machine: str = "") -> Path:
-    """The card of a job that has ended, on this machine or on the one that is named."""
+def dead_lock_file(folder: Path, machine: str = "") -> Path:
+    """The lock file of a job that has ended, on this machine or on the one that is named."""
     child = CONTEXT.Process(target=time.sleep, args=(0,))
     child.start()
     process = replace(this_process(), pid=child.pid, started=processes.started(child.pid) or 1)
@@ -105,10 +105,10 @@ def dead_card(folder: Path, machine: str = "") -> Path:
     if machine:
         process = replace(process, boot=machine, host=machine)
     folder.mkdir(exist_ok=True)
-    card = folder / owner.CARDS.replace("*", "0" * 32)
+    lock = folder / owner.LOCK_FILES.replace("*", "0" * 32)
     output = {"process": asdict(process), "owns": True, "since": "2026-11-23 09:00:00", "run": "", "renewed": 7}
-    card.write_bytes(json.dumps(output).encode().ljust(owner.SIZE))
-    return card
+    lock.write_bytes(json.dumps(output).encode().ljust(owner.SIZE))
+    return lock
 
 
 def test_a_second_job_is_refused_in_a_line_that_names_the_first_and_the_way_out(tmp_path, worker):
@@ -119,9 +119,9 @@ def test_a_second_job_is_refused_in_a_line_that_names_the_first_and_the_way_out(
         assert message == "refused" and "\n" not in line
         assert f"--save {folder} is in use by process {first.process.pid} on " in line
         assert "wait for it to end, end it, or give another folder to --save" in line
-    assert first.ask("check") == ("has it", []) and len(cards(folder)) == 1
+    assert first.ask("check") == ("has it", []) and len(lock_files(folder)) == 1
     first.ask("release")
-    assert not cards(folder)
+    assert not lock_files(folder)
     assert second.ask("take", folder) == ("has it", [])
 
 
@@ -134,7 +134,7 @@ def test_the_successor_of_a_killed_job_starts_at_once_with_one_line(tmp_path, wo
     assert message == "has it" and time.monotonic() - begin < patience(SILENCE) / 2
     assert note.startswith(f"took over --save {folder} from process {first.process.pid} on ")
     assert note.endswith("which has ended")
-    assert len(cards(folder)) == 1
+    assert len(lock_files(folder)) == 1
 
 
 def test_a_job_on_another_machine_is_recognized_only_by_its_counter(tmp_path, worker):
@@ -159,11 +159,11 @@ def test_a_stopped_owner_that_awakes_has_lost_the_folder_and_knows_it(tmp_path, 
     assert message == "lost" and f"--save {folder} is not this job's any more: process {second.process.pid} on " in line
     assert "has taken it over" in line
     time.sleep(3 * RENEWAL)  # the first job's thread continues
-    assert second.ask("check") == ("has it", []) and len(cards(folder)) == 1
+    assert second.ask("check") == ("has it", []) and len(lock_files(folder)) == 1
     first.ask("release")
-    assert second.ask("check") == ("has it", []) and len(cards(folder)) == 1
+    assert second.ask("check") == ("has it", []) and len(lock_files(folder)) == 1
     second.ask("release")
-    assert not cards(folder)
+    assert not lock_files(folder)
 
 
 def test_a_stopped_job_of_this_machine_still_has_the_folder(tmp_path, worker):
@@ -182,26 +182,26 @@ def test_of_several_that_begin_at_once_exactly_one_gets_the_folder(tmp_path, wor
     for number in range(rounds):
         folder = tmp_path / f"c{number}"
         if stale:
-            dead_card(folder, "elsewhere" if "elsewhere" in stale else "")
+            dead_lock_file(folder, "elsewhere" if "elsewhere" in stale else "")
         for job in jobs:
             job.tell("take", folder)
         answers = [job.answer() for job in jobs]
         winners = [job for job, (message, _) in zip(jobs, answers) if message == "has it"]
         assert len(winners) == 1, answers
-        assert winners[0].ask("check") == ("has it", []) and len(cards(folder)) == 1
+        assert winners[0].ask("check") == ("has it", []) and len(lock_files(folder)) == 1
         assert {message for message, _ in answers} == {"has it", "refused"}
         winners[0].ask("release")
-        assert not cards(folder)
+        assert not lock_files(folder)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff" * 10, b'{"process": {"pid": 1}}'])
-def test_a_card_that_says_nothing_is_waited_for_and_then_removed(tmp_path, content):
-    (tmp_path / owner.CARDS.replace("*", "f" * 32)).write_bytes(content)
+def test_a_lock_file_that_says_nothing_is_waited_for_and_then_removed(tmp_path, content):
+    (tmp_path / owner.LOCK_FILES.replace("*", "f" * 32)).write_bytes(content)
     begin, notes = time.monotonic(), []
     held = take(tmp_path, notes, RENEWAL, 0.5)
     assert time.monotonic() - begin >= 0.4 and not notes
     held.release()
-    assert not cards(tmp_path)
+    assert not lock_files(tmp_path)
 
 
 def test_a_file_system_that_answers_late_shows_no_silence(monkeypatch):
@@ -235,7 +235,7 @@ def test_a_folder_out_of_reach_for_a_moment_is_not_lost(tmp_path, mount_point):
         folder.rmdir()
     (tmp_path / "away").rename(folder)
     held.check()
-    cards(folder)[0].unlink()  # the folder was cleared and may belong to another job
+    lock_files(folder)[0].unlink()  # the folder was cleared and may belong to another job
     with pytest.raises(Lost, match="another job has taken it over, or somebody removed it"):
         held.check()
     held.release()
@@ -246,7 +246,7 @@ def test_a_folder_that_comes_back_during_the_look_is_not_lost(tmp_path):
     held = take(tmp_path, [], RENEWAL)
 
     def before_it_came_back():
-        raise FileNotFoundError(held._card)
+        raise FileNotFoundError(held._lock_file)
 
     with pytest.raises(OSError, match="was out of reach for a moment") as error:
         held._access(before_it_came_back)
@@ -259,7 +259,7 @@ def test_no_lock_of_the_system_and_no_renaming_is_needed(tmp_path, monkeypatch):
     def missing(*_, **__):
         raise OSError("not on this file system")
 
-    dead_card(tmp_path)
+    dead_lock_file(tmp_path)
     for name in ("rename", "replace", "link", "symlink"):
         monkeypatch.setattr(os, name, missing)
     for name in ("flock", "lockf", "fcntl"):
@@ -268,11 +268,11 @@ def test_no_lock_of_the_system_and_no_renaming_is_needed(tmp_path, monkeypatch):
     held = take(tmp_path, notes, RENEWAL)
     time.sleep(3 * RENEWAL)
     held.check()
-    (card,) = cards(tmp_path)
-    output = json.loads(card.read_bytes())
+    (lock,) = lock_files(tmp_path)
+    output = json.loads(lock.read_bytes())
     assert output["owns"] and output["renewed"] > 2 and processes.Process(**output["process"]) == this_process()
     held.release()
-    assert len(notes) == 1 and not cards(tmp_path)
+    assert len(notes) == 1 and not lock_files(tmp_path)
 
 
 def test_a_process_has_one_job_at_a_time(tmp_path):

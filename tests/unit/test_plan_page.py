@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron.simulator.dry_run.whole_step import Turn, begins, program
+from megatron.simulator.dry_run.whole_step import Slot, begins, program
 from tests.patience import patience
 from tools import plan
 
@@ -45,7 +45,7 @@ addEventListener("load", () => {
   const drawn = what => [...document.querySelectorAll("#step " + what)];
   state.rows = drawn("rect.bubble").length; state.after = drawn("rect.after").length;
   const passes = drawn("path.passes");
-  state.ways = passes.map(path => path.dataset.way).sort().join(" ");
+  state.directions = passes.map(path => path.dataset.direction).sort().join(" ");
   state.pieces = passes.map(path => path.getAttribute("d").split("M").length - 1);
   const seen = $("stephover").getBoundingClientRect();
   const over = (x, y) => {
@@ -77,17 +77,17 @@ def scheduled(step: Json) -> list[list[list[float]]]:
     stages, virtual = step["stages"], step["virtual"]
     programs = [program(stage, stages, step["batches"], virtual) for stage in range(stages)]
 
-    def took(stage: int, turn: Turn) -> tuple[float, float]:
-        place, last = turn.chunk * stages + stage, stages * virtual - 1
-        seconds = step["passes"][turn.backward] / virtual
+    def took(stage: int, slot: Slot) -> tuple[float, float]:
+        place, last = slot.chunk * stages + stage, stages * virtual - 1
+        seconds = step["passes"][slot.backward] / virtual
         ends = {0: "first", last: "last"}
-        seconds += step[ends.get(place, "passes")][turn.backward] - step["passes"][turn.backward]
-        seconds += step["message"] * (place != (0 if turn.backward else last))
+        seconds += step[ends.get(place, "passes")][slot.backward] - step["passes"][slot.backward]
+        seconds += step["message"] * (place != (0 if slot.backward else last))
         return seconds, seconds
 
     return [
-        [[begin, begin + took(stage, x)[0], int(x.backward), x.micro_batch, x.chunk] for begin, x in zip(row, turns)]
-        for stage, (row, turns) in enumerate(zip(begins(programs, took), programs))
+        [[begin, begin + took(stage, x)[0], int(x.backward), x.micro_batch, x.chunk] for begin, x in zip(row, slots)]
+        for stage, (row, slots) in enumerate(zip(begins(programs, took), programs))
     ]
 
 
@@ -152,7 +152,7 @@ def test_a_browser_sorts_filters_and_chooses(page: Path, tmp_path: Path) -> None
         for mine, theirs in zip(scheduled(step), rows, strict=True):
             assert [pass_[2:] for pass_ in theirs] == [pass_[2:] for pass_ in mine], step
             assert sum((pass_[:2] for pass_ in theirs), []) == pytest.approx(sum((pass_[:2] for pass_ in mine), []))
-    assert notice["rows"] == 4 and notice["after"] % 4 == 0 and notice["ways"] == "backward forward"
+    assert notice["rows"] == 4 and notice["after"] % 4 == 0 and notice["directions"] == "backward forward"
     assert notice["pieces"] == [32, 32] and 0 < max(row[-1][1] for row in notice["drawn"]) < notice["total"]
     assert notice["overs"][0].startswith("forward pass of micro-batch 0, stage 0")
     assert notice["overs"][1] == "waiting for a neighbour, stage 3" and notice["overs"][2].startswith("the optimizer")

@@ -20,9 +20,9 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.training.data import read_tokens
 from megatron.training.data.batches import micro_batches
 from megatron.training.data.datasets import build_datasets
-from megatron.training.data.index_files import LEFT_BEHIND, atomic_folder
+from megatron.training.data.index_files import ABANDONED_AFTER, atomic_folder
 from megatron.training.data.read_tokens import DataError, OpenFile, check_ids, first_outside, unmapped
-from megatron.training.features.bad_batches import pass_over
+from megatron.training.features.bad_batches import skip_micro_batches
 from megatron.training.refusal import Refusal
 from tests.pairs import also_in_full
 from tests.patience import patience
@@ -181,7 +181,7 @@ def test_a_loader_reports_an_error_in_one_line_and_continues_after_it(tmp_path, 
     with pytest.raises(DataError, match="^.*a.bin: document 70 holds token id 5000, .* another tokenizer$"):
         next(read)
     read = batches(bad[0] - 2)
-    pass_over(read, bad[-1] - bad[0] + 3)  # --iterations-to-skip
+    skip_micro_batches(read, bad[-1] - bad[0] + 3)  # --iterations-to-skip
     assert next(read)["numbers"].item() == bad[-1] + 1
 
 
@@ -265,7 +265,7 @@ def test_a_builder_that_is_killed_leaves_nothing_that_is_believed(tmp_path, roun
 
 
 def test_files_of_killed_builders_are_removed_after_a_day(tmp_path):
-    folder, old = tmp_path / "cache", time.time() - LEFT_BEHIND - 60
+    folder, old = tmp_path / "cache", time.time() - ABANDONED_AFTER - 60
     for name in ("cache.1.tmp", "cache.2.tmp", "other.1.tmp"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "part").write_text("half")

@@ -152,7 +152,7 @@ def refused_with_command(flags: str, world_size: int = 8) -> Refusal:
 def test_one_refusal_alone_stays_one_line():
     refusal = refused_with_command(f"{ACCEPTED} --mtp-num-layers 1")
     assert type(refusal) is Refusal and refusal.render() == str(refusal)
-    assert str(refusal) == "--mtp-num-layers: multi-token prediction is not built here: leave it out"
+    assert str(refusal) == "--mtp-num-layers: multi-token prediction is not supported: leave it out"
 
 
 def test_words_and_settings_are_refused_together_in_order():
@@ -165,10 +165,10 @@ def test_words_and_settings_are_refused_together_in_order():
         "--clip-grad: invalid number value: 'x'",
         "--seq-lenght is not a known flag: did you mean --seq-length?",
         "--load-optim-state is not a known flag: --help lists them",
-        "--mtp-num-layers: multi-token prediction is not built here: leave it out",
+        "--mtp-num-layers: multi-token prediction is not supported: leave it out",
         "--zero-stage 7: not supported; choose from 0, 1, 2, 3",
         "--optimizer muon: not supported; choose from adam, sgd",
-        "--ulysses-parallel-size 3 = 3 ranks does not divide the 8 processes: start a multiple of 3, or lower one",
+        "--ulysses-parallel-size 3 = 3 ranks does not divide the 8 processes: start a multiple of 3, or lower a size",
         "--ulysses-parallel-size 3 does not divide the 8 query heads of a TP rank (--num-attention-heads 8, TP 1): use "
         "--ulysses-parallel-size 1 --ring-parallel-size 3",
         "--seq-length 256 cannot be divided by Ulysses 3 x Ring 1 (zigzag): use a multiple of 3, 255 or 258",

@@ -589,7 +589,7 @@ def test_recompute_on_stages(flags: str, words: str):
 
 
 def test_a_dropout_without_effect_is_refused():
-    with pytest.raises(Refusal, match="--attention-dropout 1e-06 is too small to tell from 0"):
+    with pytest.raises(Refusal, match="--attention-dropout 1e-06 is too small to be distinguished from 0"):
         build("--attention-dropout 1e-6")
 
 

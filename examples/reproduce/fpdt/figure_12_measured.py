@@ -52,7 +52,7 @@ def rows_of(result: list[dict]) -> list[Row]:
             if chunks in PUBLISHED:
                 note = "published: GPT-2.7B, 256K tokens, 4 A100"
             rows.append(Row(label, PUBLISHED.get(chunks), share, "measured", "activations / those of the whole", note))
-            # Steps took turns. CPU time is preferred, because other programs do not affect it.
+            # Steps of the configurations alternated. CPU time is preferred, because other programs do not affect it.
             speed = row.get("of_reference_by_cpu_time", row["of_reference"])
             rows.append(Row(label, None, speed, "measured", "speed / that of the whole"))
     return rows

@@ -27,7 +27,7 @@ from examples.reproduce.report import Row, command, write  # noqa: E402
 CHUNKS = ((2, 4), (4, 8), (8, 16), (4, 16))  # of attention, of the FFN; the first three are the paper's
 MIB = 2**20
 NOTE = "on a CPU SwiGLU is not fused, so its parts are separate tensors"
-FFN, REST, HOST = "#e69f00", "#0072b2", "#8a8a8a"
+FFN, ATTENTION, HOST = "#e69f00", "#0072b2", "#8a8a8a"
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def draw(figure: Any, recorded: dict[tuple[int, int], Backward]) -> None:
     for axes, ((chunks, ffn_chunks), result) in zip(panels, recorded.items()):
         places = range(len(result.device))
         sizes = [size / MIB for size in result.device]
-        for inside, colour, name in ((False, REST, "attention and projections"), (True, FFN, "FFN")):
+        for inside, colour, name in ((False, ATTENTION, "attention and projections"), (True, FFN, "FFN")):
             where = [flag == inside for flag in result.in_ffn]
             style = {"color": colour, "linewidth": 0, "label": f"{name} (measured)"}
             axes.fill_between(places, sizes, where=where, step="post", **style)

@@ -73,10 +73,10 @@ class OldMemory:
     Attributes:
         states: weights, gradients and the optimizer's part on the device, without the position embedding.
         positions: the same of the position embedding.
-        making_mask: while the mask is made, before the first layer.
-        mask: after that.
-        inputs: of all layers.
-        layer: the layer that is recomputed, in its backward pass.
+        making_mask: needed while the mask is made, before the first layer.
+        mask: the mask after it is made.
+        inputs: inputs of all layers.
+        layer: activations of the layer that is recomputed, in its backward pass.
     """
 
     states: int

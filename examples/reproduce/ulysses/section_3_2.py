@@ -68,9 +68,9 @@ def closed_form(method: str, ranks: int, group: int) -> float | None:
 
 
 def exact_form(method: str, ranks: int, group: int) -> float | None:
-    """The same for any P: a P-th part of a message stays on its rank, in all-to-all, all-gather and
-    reduce-scatter. With more ranks than KV heads, each Ulysses rank gets a complete head, and megatron-core's TP ranks
-    gather the queries, keys and values of all heads first.
+    """Numbers in N h per layer that are exact for any P: a P-th part of a message stays on its rank, in all-to-all,
+    all-gather and reduce-scatter. With more ranks than KV heads, each Ulysses rank gets a complete head, and
+    megatron-core's TP ranks gather the queries, keys and values of all heads first.
     """
     others = (ranks - 1) / ranks
     if method == "Ulysses":

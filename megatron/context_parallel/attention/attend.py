@@ -53,7 +53,7 @@ def attend_all(
     kernel: TileKernel,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The forward pass of :func:`tiled_attention`: out and lse [s, b, heads]."""
+    """The forward pass of :func:`tiled_attention`: out [s, b, heads, head size of v] and lse [s, b, heads]."""
     result = Accumulator(q_SBHD, v_SBHD.size(3))
     for block in source.blocks(k_SBHD, v_SBHD):
         kernel.attend(block.hop.tiles, q_SBHD, block.k, block.v, result)
@@ -70,7 +70,7 @@ def attend_all_grad(
     source: RingSource | GatherSource,
     kernel: TileKernel,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward pass of :func:`attend_all`: dq, dk and dv."""
+    """The backward pass of :func:`attend_all`: dq, dk and dv, in the dtype of q; out and lse are its results."""
     final, dq, dkv = kernel.final(dout_SBHD, out_SBHD, lse_SBH), GradientSum(q_SBHD), KeyGradients(k_SBHD, v_SBHD)
     for block in source.blocks(k_SBHD, v_SBHD, dkv):
         kernel.attend_grad(block.hop.tiles, q_SBHD, block.k, block.v, final, dq, block.grads)

@@ -30,7 +30,7 @@ class Hop:
 
     source: int
     held: Spans  # rows of the block that this rank holds at this hop
-    tiles: Tiles  # what this rank computes with them; key rows count within ``held``
+    tiles: Tiles  # what this rank computes with them; key rows are numbered within ``held``
     forward: Spans  # rows that are sent on to the next rank; if direct, own rows for the rank that is next in turn
     grads_in: Spans  # rows whose gradients arrive from the previous rank
     grads_out: Spans  # rows whose gradients this rank sends
@@ -96,9 +96,9 @@ class AttentionPlan:
     def ring(self, *, chunk: int | None = None, query_chunk: int | None = None, rank: int | None = None) -> RingPlan:
         """The hops of ring rank ``rank`` (default: this one): its queries against the keys of all ranks.
 
-        Keys travel in the direction that sends fewer rows: upwards on a contiguous causal ring, where they then never
-        wrap around; downwards for zigzag, where after wrapping around only half a block is needed. If at most half of
-        these rows are sent directly, the plan is direct.
+        Keys travel in the direction that sends fewer rows. On a contiguous causal ring they go upwards, and never wrap
+        around. With zigzag they go downwards, and only half a block is needed after wrapping around. If at
+        most half of these rows would be sent directly, the plan is direct.
 
         Args:
             chunk: only the keys of this chunk of every rank (FPDT); default: all.

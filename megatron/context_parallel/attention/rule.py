@@ -39,7 +39,7 @@ class TileKernel:
 
     @without_autocast
     def final(self, dout_SBHD: Tensor, out_SBHD: Tensor, lse_SBH: Tensor) -> Final:
-        """What :meth:`attend_grad` needs of all tiles of these queries together."""
+        """The results of all tiles of these queries, for :meth:`attend_grad`."""
         return Final(dout_SBHD, out_SBHD, lse_SBH, self.kernel.delta(out_SBHD, dout_SBHD))
 
 

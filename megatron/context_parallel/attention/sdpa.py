@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 # Attention over the grid as one opaque node in a compiled graph.
 #
 # A graph may be used again in another context than the one it was compiled in. Therefore layout, mask and kernel are
-# not arguments of the node. It looks them up when it runs; the backward pass finds them by a number from the forward
-# pass.
+# not arguments of the node. The node looks them up when it runs. For the backward pass, the forward pass saves a number
+# that identifies them.
 
 
 MARK = "ipu"
@@ -120,7 +120,7 @@ def _meaning(ulysses: int) -> Meaning:
         raise RuntimeError("a graph compiled within context_parallel runs outside of it: call it within a context")
     if (size := _now[0].layout.grid.ulysses.size) != ulysses:
         raise RuntimeError(
-            f"a graph compiled for ulysses={ulysses} runs with ulysses={size}: call torch.compiler.reset() before"
+            f"a graph compiled for ulysses={ulysses} runs with ulysses={size}: call torch.compiler.reset() first"
         )
     return _now[0]
 
@@ -135,7 +135,7 @@ def node(q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, *, is_causal: bool, sca
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, ulysses: int) -> list[Tensor]:
     """out; and for backward: the meaning's number, lse and, with Ulysses, this rank's heads of q, k, v and out."""
     meaning = _meaning(ulysses)
-    if q.size(0) != (length := meaning.layout.local_length):  # in a graph of another context
+    if q.size(0) != (length := meaning.layout.local_length):  # the graph was compiled in another context
         raise ValueError(f"attention of {q.size(0)} tokens, but each rank has {length} in the layout")
     axis = meaning.layout.grid.ulysses
     here = [x.contiguous() for x in sequence_to_heads(q, k, v, axis)] if axis.size > 1 else [q, k, v]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the first module whose output or gradient differs from one process."""
+"""Finds the first module whose output or gradient differs from that on one process."""
 
 from __future__ import annotations
 
@@ -86,6 +86,7 @@ def _pairs(key: Key, one: Recording, ranks: Sequence[Recording], rows: Sequence[
 
 
 def _forward(one, ranks, rows, length, limits, outputs) -> Place | None:
+    """The first module call with a wrong output or input, in the order of the forward pass; None if all agree."""
     before = ""
     for key in outputs:
         bad, first = [], None
@@ -110,10 +111,11 @@ def _forward(one, ranks, rows, length, limits, outputs) -> Place | None:
 
 
 def _backward(one, ranks, rows, length, limits, outputs) -> Place | None:
+    """The first module call with a wrong gradient, in the order of the backward pass; None if all agree."""
     after, scales = "", {}
     for key in ((BACKWARD, *output[1:]) for output in reversed(outputs)):
         pairs = list(_pairs(key, one, ranks, rows, length))
-        # a rank whose tokens have no loss has no gradient here, and says nothing about a factor
+        # a rank whose tokens have no loss has no gradient, and therefore no factor
         pairs = [pair for pair in pairs if float(pair[2].abs().max()) > 0 or float(pair[1].abs().max()) > 0]
         if not pairs:
             continue
@@ -128,12 +130,12 @@ def _backward(one, ranks, rows, length, limits, outputs) -> Place | None:
                 spread = max(straight.values()) / usual - 1, 1 - min(straight.values()) / usual
                 if max(map(abs, spread)) > limit:
                     each = ", ".join(f"{k:.4g} on rank {r}" for r, k in straight.items())
-                    text = f"the loss after {_named(key[1])} has another factor on each rank: {each}"
+                    text = f"the loss after {_named(key[1])} is multiplied by a different factor on each rank: {each}"
                     return Place("loss scale", (key[1],), text)
         bad = [r for r, x, right, _ in pairs if _error(x / (scales[r] or 1.0), right, one.numbers[key]) > limit]
         if bad:
             rank, x, right, dim = next(pair for pair in pairs if pair[0] == bad[0])
-            name = _between(after, key[1], inner=False) if after else key[1]
+            name = _between(after, key[1], other_is_later=False) if after else key[1]
             what = f"first in the gradient at the output of {_named(key[1])}{_call(key)}, computed in {_named(name)}"
             if not after:
                 what = f"first in the gradient at the output of {_named(key[1])}, so in the loss"
@@ -144,29 +146,29 @@ def _backward(one, ranks, rows, length, limits, outputs) -> Place | None:
 
 
 def _step(wrong: Sequence[Compared]) -> Place:
-    """All modules agree: the fault is in what follows the backward pass."""
+    """The first difference after the backward pass, if all modules agree."""
     for kind, name, what in (
         (GRADIENT, "reduction", "activations and their gradients agree, these parameters' gradients do not"),
         (NORM, "clipping norm", "all gradients agree, the norm does not"),
         (UPDATE, "update", "all gradients agree, the changes of these parameters do not"),
         (LOSS, "loss", "all gradients agree, the reported loss does not"),
     ):
-        bad = [one for one in wrong if one.key[0] == kind]
+        bad = [compared for compared in wrong if compared.key[0] == kind]
         if not bad:
             continue
-        shown = "; ".join(f"{one.key[1] or kind}: {_why(one)}" for one in bad[:4])
+        shown = "; ".join(f"{compared.key[1] or kind}: {_why(compared)}" for compared in bad[:4])
         more = f"; and {len(bad) - 4} more" if len(bad) > 4 else ""
-        modules = tuple(dict.fromkeys(one.key[1].rpartition(".")[0] for one in bad))
+        modules = tuple(dict.fromkeys(compared.key[1].rpartition(".")[0] for compared in bad))
         return Place(name, modules, f"{what}: {shown}{more}")
     raise ValueError("nothing differs")
 
 
-def _why(one: Compared) -> str:
-    return one.note or f"{ratio(one.factor, one.cosine)}, on ranks {listed(one.ranks)}"
+def _why(compared: Compared) -> str:
+    return compared.note or f"{ratio(compared.factor, compared.cosine)}, on ranks {listed(compared.ranks)}"
 
 
 def _error(x: Tensor, right: Tensor, whole: Tensor) -> float:
-    """The largest difference, over the largest entry on one process, of all rows."""
+    """The largest difference of ``x`` and ``right`` over the largest entry of ``whole``, all rows on one process."""
     size = float(whole.double().abs().max()) if whole.numel() else 0.0
     off = float((x.double() - right.double()).abs().max()) if x.numel() else 0.0
     if off != off:
@@ -192,11 +194,12 @@ def _call(key: Key) -> str:
     return f" (call {abs(key[2])})" if key[2] not in (0, -1) else ""
 
 
-def _between(one: str, other: str, inner: bool = True) -> str:
+def _between(one: str, other: str, other_is_later: bool = True) -> str:
     """The module whose own code runs between two modules: the innermost that contains both.
 
     Args:
-        inner: whether ``other`` runs last. Where only the model contains both, the fault is next to the later one.
+        other_is_later: whether ``other`` runs after ``one`` in the forward pass. If only the model contains both, the
+            result is the parent of ``other`` if it runs later, else ``one``.
     """
     parts = []
     for a, b in zip(one.split("."), other.split(".")):
@@ -206,4 +209,4 @@ def _between(one: str, other: str, inner: bool = True) -> str:
     common = ".".join(parts)
     if common and common not in (one, other):
         return common
-    return other.rpartition(".")[0] if inner else one
+    return other.rpartition(".")[0] if other_is_later else one

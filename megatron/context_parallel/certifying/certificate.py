@@ -19,8 +19,8 @@ from megatron.context_parallel.certifying.rows import Rows, find_positions
 from megatron.context_parallel.certifying.sight import (
     Allowed,
     Seen,
-    judge,
-    look,
+    changed_by_tokens,
+    compare_changes,
     rows_by_rank,
     tokens_to_change,
 )
@@ -35,8 +35,8 @@ class OnGrid:
     Attributes:
         compared: every loss, gradient, norm and update.
         place: where the program first differs; None if all agree.
-        seen: who sees whom, if asked for.
-        note: why the place or who sees whom is not known.
+        seen: which outputs each changed token changes, if this was requested.
+        note: why ``place`` or ``seen`` is unknown.
     """
 
     sizes: Sizes
@@ -72,9 +72,10 @@ class Certificate:
 
     @property
     def verdict(self) -> str:
+        """One line: whether all grids agree with one process, and how exactly."""
         wrong = [str(grid) for grid in self.grids if not grid.right]
         if wrong:
-            return f"WRONG: one process computes something else than {'; '.join(wrong)}"
+            return f"WRONG: results differ from one process on {'; '.join(wrong)}"
         count = len(self.grids[0].compared)
         limits = [one.limit for grid in self.grids for one in grid.compared if one.key[0] == GRADIENT]
         note = f"; most gradients would show an error above {median(limits):.0e}" if limits else ""
@@ -106,7 +107,9 @@ class Certificate:
                 lines.append(f"  {grid}: {grid.note}")
             lines += [f"  {grid}: {one}" for one in grid.seen if not one.right]
             if grid.seen and all(one.right for one in grid.seen):
-                lines.append(f"  {grid}: {len(grid.seen)} changed tokens are seen where they may be, and nowhere else")
+                lines.append(
+                    f"  {grid}: {len(grid.seen)} changed tokens change exactly the outputs that they may change"
+                )
         return lines
 
     def draw(self, path: str) -> None:
@@ -142,8 +145,8 @@ def certify(
 ) -> Certificate:
     """Run a program on one process and on grids, and compare losses, gradients, clipping norm and update.
 
-    What counts as a difference is not chosen: it follows from rounding in the dtypes of the program, measured on one
-    process. If a grid differs, it runs once more and the first module that differs is named.
+    There is no tolerance to choose: the limits follow from rounding in the dtypes of the program, measured on one
+    process. If a grid differs, the program runs there once more, and the first module that differs is named.
 
     Args:
         program: called on each rank of a process group as ``program(ulysses=2, ring=1)``, with all sizes 1 on one
@@ -152,9 +155,9 @@ def certify(
             times in a process.
         grids: sizes by name, {"ulysses": 2}; a number N is {"ranks": N}.
         mask: with ``sees``: ``allowed(queries, keys)`` on positions, or a mask of this library.
-        layers: how often tokens are mixed by this mask.
+        layers: number of layers that attend with this mask.
         edges: positions at which a document, a chunk or a window ends; tokens next to them are changed.
-        sees: also change single tokens, and compare which outputs move.
+        sees: also change single tokens, and compare which outputs change.
         run: (function, ranks, *arguments) -> results by rank; default: new processes.
 
     Raises:
@@ -164,29 +167,28 @@ def certify(
     sizes = [{"ranks": grid} if isinstance(grid, int) else dict(grid) for grid in grids]
     if not sizes:
         raise ValueError("no grids to compare with one process: give at least one, for example [{'ulysses': 2}]")
-    names = list(dict.fromkeys(name for some in sizes for name in some))
-    every = [{name: some.get(name, 1) for name in names} for some in sizes]
-    one = dict.fromkeys(names, 1)
+    names = list(dict.fromkeys(name for grid in sizes for name in grid))
+    one_process = dict.fromkeys(names, 1)
     with ExitStack() as stack:
         if run is None:
             run = stack.enter_context(Processes()).run
-        reference = run(measure, 1, program, one)[0]
+        reference = run(measure, 1, program, one_process)[0]
         check_finite(reference)
         watched: Reference | None = None
         result = []
-        for some in every:
-            ranks = math.prod(some.values())
-            recorded = run(record, ranks, program, some)
-            on_grid = OnGrid({k: v for k, v in some.items() if v > 1}, compare(reference, recorded, len(sizes)))
+        for grid in ({**one_process, **grid} for grid in sizes):
+            ranks = math.prod(grid.values())
+            recorded = run(record, ranks, program, grid)
+            on_grid = OnGrid({k: v for k, v in grid.items() if v > 1}, compare(reference, recorded, len(sizes)))
             if on_grid.wrong or sees:
-                watched = watched or run(measure, 1, program, one, True)[0]
-                recorded = run(record, ranks, program, some, True)
+                watched = watched or run(measure, 1, program, one_process, True)[0]
+                recorded = run(record, ranks, program, grid, True)
             try:
                 if on_grid.wrong:
                     on_grid.place = bisect(watched, recorded, on_grid.wrong)
                 if sees:
                     rows = find_positions(watched.recording, recorded)
-                    on_grid.seen = who_sees_whom(program, one, some, rows, run, mask, layers, edges)
+                    on_grid.seen = who_sees_whom(program, one_process, grid, rows, run, mask, layers, edges)
             except ValueError as error:
                 on_grid.note = f"not examined further: {error}"
             result.append(on_grid)
@@ -194,10 +196,10 @@ def certify(
 
 
 def check_finite(reference: Reference) -> None:
-    """Refuse a program whose numbers on one process say nothing.
+    """Refuse a program whose numbers on one process cannot be compared.
 
     Raises:
-        ValueError: one of them is not finite, or there is no gradient.
+        ValueError: a number is not finite, or there is no gradient.
     """
     numbers = reference.recording.numbers
     bad = [" ".join(map(str, key)) for key, x in numbers.items() if x is not None and not bool(x.isfinite().all())]
@@ -208,15 +210,17 @@ def check_finite(reference: Reference) -> None:
 
 
 def who_sees_whom(
-    program: Program, one: Sizes, sizes: Sizes, rows: Sequence[Rows], run: Run, mask: Allowed | None, layers: int,
-    edges: Sequence[int],
+    program: Program, one_process: Sizes, sizes: Sizes, rows: Sequence[Rows], run: Run, mask: Allowed | None,
+    layers: int, edges: Sequence[int],
 ) -> list[Seen]:  # fmt: skip
-    """Change single tokens on one process and on a grid, and compare which outputs move."""
+    """Change single tokens on one process and on a grid, and compare which outputs change."""
     positions = rows_by_rank(rows) if all(rows) else []
     length = sum(len(own) for own in positions)
     if not positions or not torch.equal(torch.cat(positions).sort().values, torch.arange(length)):
-        raise ValueError("who sees whom needs a grid whose ranks split the sequence, and nothing else")
+        raise ValueError(
+            "which outputs a token changes is compared only on grids whose ranks split nothing but the sequence"
+        )
     tokens = tokens_to_change(length, positions, edges)
-    alone = run(look, 1, program, one, tokens, [torch.arange(length)])[0]
-    ranks = run(look, math.prod(sizes.values()), program, sizes, tokens, positions)
-    return judge(tokens, alone, ranks, getattr(mask, "allowed", mask), layers)
+    alone = run(changed_by_tokens, 1, program, one_process, tokens, [torch.arange(length)])[0]
+    ranks = run(changed_by_tokens, math.prod(sizes.values()), program, sizes, tokens, positions)
+    return compare_changes(tokens, alone, ranks, getattr(mask, "allowed", mask), layers)

@@ -24,14 +24,15 @@ COMPARED = (LOSS, GRADIENT, NORM, UPDATE)
 
 @dataclass(frozen=True)
 class Compared:
-    """One number or tensor on all ranks of a grid that have it, against one process.
+    """One number or tensor on all ranks of a grid that have it, compared with one process.
 
     Attributes:
         errors: of each rank: largest difference over the largest entry on one process; None if the rank does not have
             this parameter, infinity if it should have a tensor and has none.
-        limit: what rounding may cause.
-        factor, cosine: of the rank with the largest error: the tensor is about ``factor`` times the right one, and its
-            angle to it has this cosine. An error of 1 with factor 2 and cosine 1 is doubled; with cosine 0 it is wrong.
+        limit: the largest error that rounding may cause.
+        factor, cosine: of the rank with the largest error: the tensor is about ``factor`` times the right one, and the
+            angle between the two has this cosine. Factor 2 and cosine 1: the tensor is doubled; cosine 0: it is
+            unrelated to the right one.
         note: what is missing.
     """
 
@@ -52,7 +53,7 @@ class Compared:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks where it is wrong."""
+        """The ranks on which it is wrong."""
         return [rank for rank, one in enumerate(self.errors) if one is not None and one > self.limit]
 
     def __str__(self) -> str:
@@ -75,12 +76,12 @@ def compare(reference: Reference, ranks: Sequence[Recording], grids: int = 1) ->
     result = [compared(key, one[key], [rank.numbers for rank in ranks], limits.get(key, 0.0)) for key in names]
     for key in dict.fromkeys(key for rank in ranks for key in rank.numbers if key[0] in COMPARED and key not in one):
         have = tuple(float("inf") if key in rank.numbers else None for rank in ranks)
-        result.append(Compared(key, have, 0.0, 1.0, 1.0, "one process does not have it"))
+        result.append(Compared(key, have, 0.0, 1.0, 1.0, "missing on one process"))
     return result
 
 
 def compared(key: Key, right: Tensor | None, ranks: Sequence[dict], limit: float) -> Compared:
-    """One tensor. A rank without the parameter is left out; if no rank has it, all are wrong."""
+    """The result for one tensor. A rank without the parameter is left out; if no rank has it, all are wrong."""
     nowhere = not any(key in numbers for numbers in ranks)
     errors, note = [], ""
     for rank, numbers in enumerate(ranks):
@@ -89,7 +90,7 @@ def compared(key: Key, right: Tensor | None, ranks: Sequence[dict], limit: float
             errors.append(None)
         elif (x is None) != (right is None):
             errors.append(float("inf"))
-            note = f"rank {rank} has {'none' if x is None else 'one'}, one process has {'one' if x is None else 'none'}"
+            note = f"missing on rank {rank}" if x is None else f"rank {rank} has a tensor, one process has none"
         else:
             errors.append(0.0 if x is None else error(key, x, right))
     known = [rank for rank, one in enumerate(errors) if one is not None and ranks[rank].get(key) is not None]
@@ -111,7 +112,7 @@ def fitted(x: Tensor, right: Tensor) -> tuple[float, float]:
 
 
 def ratio(factor: float, cosine: float) -> str:
-    """What a factor and a cosine say, in words."""
+    """The results of :func:`fitted` as text."""
     if cosine > 0.999 and abs(factor - 1) > 1e-3:
         return f"{factor:.4g} times the right one (cosine {cosine:.4f})"
     return f"factor {factor:.4g}, cosine {cosine:.4f}"

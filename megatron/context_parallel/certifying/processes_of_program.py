@@ -27,7 +27,7 @@ class ProgramFailed(RuntimeError):
 
 
 class Processes:
-    """Processes with gloo, which keep what they have imported. As a context manager it ends them.
+    """Processes that form gloo groups and keep their imports between calls. At its end the context ends them.
 
     A function that they run must be importable: defined at the top of a module or of the program that is started. It
     returns tensors, numbers, lists and dicts of them, or a Recording or a Reference.
@@ -59,18 +59,18 @@ class Processes:
             self._running.append((process, ours))
         self._jobs += 1
         store = str(Path(self._folder.name, str(self._jobs)))
-        some = self._running[:ranks]
-        for rank, (_, pipe) in enumerate(some):
+        workers = self._running[:ranks]
+        for rank, (_, pipe) in enumerate(workers):
             pipe.send((rank, ranks, store, self._timeout, function, arguments))
         results: dict[int, Any] = {}
         while len(results) < ranks:
-            ready = wait([pipe for rank, (_, pipe) in enumerate(some) if rank not in results], self._timeout)
+            ready = wait([pipe for rank, (_, pipe) in enumerate(workers) if rank not in results], self._timeout)
             if not ready:
                 late = sorted(set(range(ranks)) - set(results))
                 self._fail(f"no answer after {self._timeout:.0f} s from ranks {late}")
-            for rank in [rank for rank, (_, pipe) in enumerate(some) if pipe in ready]:
+            for rank in [rank for rank, (_, pipe) in enumerate(workers) if pipe in ready]:
                 try:
-                    good, path = some[rank][1].recv()
+                    good, path = workers[rank][1].recv()
                 except EOFError:
                     self._fail(f"rank {rank} of {ranks} ended")
                 if not good:
@@ -85,6 +85,7 @@ class Processes:
         raise ProgramFailed(f"the program failed {text}" if text.startswith("on") else text)
 
     def close(self) -> None:
+        """End all processes."""
         for process, pipe in self._running:
             pipe.close()
             process.kill()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a program on one rank, and keeps its numbers: losses, gradients, norm, update and, if asked, every module's."""
+"""Runs a program on one rank and records losses, gradients, norm and updates, on request also all modules' results."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ class Outcome:
     Attributes:
         model: the model; or its modules by the names that they have on one process, if a rank holds only some of them.
         losses: of the whole batch, the same on every rank: one, or one for each step.
-        gradients: of the first step, of whole parameters, before clipping. Default: ``.grad`` of the parameters, as the
-            first step of an optimizer finds them or else at the end.
+        gradients: of the first step, of whole parameters, before clipping. Default: ``.grad`` of the parameters, read
+            before the first step of an optimizer; without an optimizer, at the end.
         norm: gradient norm by which the gradients were clipped.
-        updates: changes of whole parameters. Default: what the first step of an optimizer changed.
-        positions: positions in the sequence of the tokens of this rank, in its order; or such a tensor for each length
-            that activations have. Default: found from the activations of the first module.
-        calls: (first, step): on one process, call ``first + step * n`` of a module has the samples of this rank's n-th.
+        updates: changes of whole parameters. Default: those made by the first step of an optimizer.
+        positions: positions of this rank's tokens in the sequence, in local order; or such a tensor for each length
+            that activations have. Default: derived from the activations of the first module.
+        calls: (first, step): call n of a module on this rank has the samples of call ``first + step * n`` on one
+            process.
     """
 
     model: nn.Module | Mapping[str, nn.Module]
@@ -56,7 +57,8 @@ class Recording:
 
     Attributes:
         numbers: by kind and name, in the order in which they were computed.
-        exact: the largest entries of the parameters, by the key of their update; a change below their last bit is lost.
+        exact: by the key of a parameter's update, the last bit of the parameter's largest entry; smaller changes are
+            lost.
     """
 
     numbers: Numbers
@@ -74,6 +76,7 @@ class Reference:
     samples: int
 
     def limits(self, comparisons: int) -> dict[Key, float]:
+        """The largest error to accept for each number, if ``comparisons`` errors are compared in all."""
         times = factor(self.samples, comparisons)
         return {key: times * noise for key, noise in self.noise.items()}
 
@@ -84,7 +87,7 @@ def record(program: Program, sizes: Mapping[str, int], watch: bool = False, nudg
     Args:
         sizes: of the grid, passed to the program by name.
         watch: also keep inputs, outputs and gradients of all modules.
-        nudge: see :mod:`sight`.
+        nudge: a context in which one token is changed (:class:`sight.Nudge`).
     """
     forget_grid()  # of an earlier call
     with ExitStack() as stack:
@@ -127,7 +130,7 @@ def _smallest(key: Key, x: Tensor, recording: Recording) -> float:
 
 
 def error(key: Key, x: Tensor, right: Tensor) -> float:
-    """Error of a tensor: its largest entry over the largest of ``right``; for an update, in the Euclidean norm.
+    """Error of ``x``: its largest deviation over the largest entry of ``right``; for an update, in the Euclidean norm.
 
     The first update of Adam has entries of equal size, and their signs are random where a gradient is almost zero.
     """
@@ -187,7 +190,7 @@ def _numbers(outcome: Outcome, before: dict[int, tuple[Tensor, Tensor | None]], 
 
 
 def _wide(value: Any) -> torch.dtype:
-    """A number of Python may come from a tensor of any dtype: fp32 is assumed."""
+    """The dtype of a number; fp32 for a Python number, which may come from a tensor of any dtype."""
     return value.dtype if isinstance(value, Tensor) and value.is_floating_point() else torch.float32
 
 
@@ -209,7 +212,7 @@ class _Call:
 
 @contextmanager
 def _watched() -> Iterator[list[_Call]]:
-    """Keep what the modules compute, in the order in which their calls end: children before their parent."""
+    """Record the modules' calls, in the order in which they end: children before their parent."""
     calls: list[_Call] = []
     inputs: dict[int, list[Tensor | None]] = {}
 
@@ -245,7 +248,7 @@ def _first(value: Any) -> Tensor | None:
 
 @contextmanager
 def _first_update() -> Iterator[dict[int, tuple[Tensor, Tensor | None]]]:
-    """Keep weights and gradients as the first step of each optimizer finds them, by the parameter's id."""
+    """Weights and gradients before the first step of each optimizer, by the parameter's id."""
     kept: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def before(optimizer: Any, *_: Any) -> None:

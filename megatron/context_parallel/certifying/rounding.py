@@ -3,8 +3,9 @@
 
 On one process the program runs several times. In each of these runs every result of every operation is changed by a
 random amount of up to one unit in its last place (Monte Carlo arithmetic, D. S. Parker 1997). The largest change of a
-gradient is then what rounding can do to it, in any dtype and however ill-conditioned it is. A gradient that is zero but
-for rounding, such as that of a bias of attention's keys, changes completely and is therefore never reported as wrong.
+gradient is then what rounding can do to it, in any dtype and however ill-conditioned it is. Some gradients are zero
+apart from rounding, such as that of a bias of attention's keys. They change completely and are therefore never reported
+as wrong.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def factor(samples: int, comparisons: int, false_alarms: float = FALSE_ALARMS) -> float:
-    """By how much the largest of some changes by rounding is multiplied to give a limit.
+    """The factor by which the largest change in ``samples`` runs is multiplied to give a limit.
 
     Of ``samples`` + 1 independent normal numbers, the last exceeds K times the largest of the others with probability
     at most (samples - 1)!! (sqrt(2 / pi) / K)^samples. K is chosen such that this is ``false_alarms`` in all

@@ -85,13 +85,13 @@ def part_of(whole: Tensor, part: Tensor, rows: Rows, length: int) -> tuple[Tenso
     if len(dims) != 1 or not length:
         return None
     (dim,) = dims
-    samples, rest = divmod(whole.size(dim), length)
+    samples, remainder = divmod(whole.size(dim), length)
     positions = rows.get(part.size(dim) // max(samples, 1))
-    if rest or not samples or positions is None or part.size(dim) != samples * len(positions):
+    if remainder or not samples or positions is None or part.size(dim) != samples * len(positions):
         return None
     if samples == 1:
         return whole.index_select(dim, positions), dim
     by_sample = whole.unflatten(dim, (samples, length)).index_select(dim + 1, positions).flatten(dim, dim + 1)
     by_position = whole.unflatten(dim, (length, samples)).index_select(dim, positions).flatten(dim, dim + 1)
-    near = [float((part.double() - x.double()).abs().nan_to_num(torch.inf).mean()) for x in (by_sample, by_position)]
-    return (by_sample, by_position)[near.index(min(near))], None
+    errors = [float((part.double() - x.double()).abs().nan_to_num(torch.inf).mean()) for x in (by_sample, by_position)]
+    return (by_sample, by_position)[errors.index(min(errors))], None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who sees whom: one token at a time is changed, and the outputs that move are compared with what the mask allows.
+"""Who sees whom: one token at a time is changed, and the outputs that change are compared with what the mask allows.
 
-A leak moves an output that may not see the token: one of another document, or an earlier one. A missing context leaves
-an output unmoved that moves on one process.
+A leak changes an output that must not see the token: one of another document, or an earlier one. If context is missing,
+an output stays the same that changes on one process.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Allowed = Callable[[Tensor, Tensor], Tensor]  # (positions of queries [.., 1], o
 
 @dataclass(frozen=True)
 class Seen:
-    """Which positions a changed token moves, against one process and the mask.
+    """The positions whose outputs change with one token, compared with one process and the mask.
 
     Attributes:
         token: position of the changed token.
-        leaks: positions that move, and may not see the token.
-        missing: positions that move on one process only.
-        module: the first module in which other positions move than on one process; empty if there is none.
+        leaks: positions that change but must not see the token.
+        missing: positions that change on one process only.
+        module: the first module in which other positions change than on one process; empty if there is none.
     """
 
     token: int
@@ -46,7 +46,7 @@ class Seen:
     def __str__(self) -> str:
         parts = []
         if self.leaks:
-            parts.append(f"is seen by positions {listed(self.leaks)}, which may not see it")
+            parts.append(f"is seen by positions {listed(self.leaks)}, which must not see it")
         if self.missing:
             parts.append(f"is not seen by positions {listed(self.missing)}, which see it on one process")
         first = f"; first in {self.module}" if self.module and parts else ""
@@ -90,32 +90,32 @@ class Nudge:
         return output * sign.view([-1 if d == dims[-1] else 1 for d in range(output.dim())])
 
 
-def look(
+def changed_by_tokens(
     program: Program, sizes: Mapping[str, int], tokens: Sequence[int], positions: Sequence[Tensor]
 ) -> list[dict[Key, Tensor]]:
-    """On a rank: for each token, which positions move, by module call.
+    """For each token, the positions whose outputs on this rank change with it: bool [length] by module call.
 
     Args:
         positions: of the tokens of each rank.
     """
     rank = torch.distributed.get_rank()
-    own, length = positions[rank], sum(len(some) for some in positions)
-    still = record(program, sizes, True, Nudge(None, own)).numbers
+    own, length = positions[rank], sum(len(of_rank) for of_rank in positions)
+    before = record(program, sizes, True, Nudge(None, own)).numbers
     result = []
     for token in tokens:
-        moved = record(program, sizes, True, Nudge(token, own)).numbers
+        after = record(program, sizes, True, Nudge(token, own)).numbers
         result.append(
             {
                 key: places
-                for key in still
-                if key[0] == OUTPUT and (places := _moved(still[key], moved.get(key), own, length)) is not None
+                for key in before
+                if key[0] == OUTPUT and (places := _changed(before[key], after.get(key), own, length)) is not None
             }
         )
     return result
 
 
-def _moved(before: Tensor, after: Tensor | None, own: Tensor, length: int) -> Tensor | None:
-    """Whether each position of the sequence moves: bool [length], False for those of other ranks."""
+def _changed(before: Tensor, after: Tensor | None, own: Tensor, length: int) -> Tensor | None:
+    """Whether the output at each position changes: bool [length], False for those of other ranks; None if unknown."""
     if after is None or before.shape != after.shape:
         return None
     dims = [d for d in range(before.dim() - 1) if before.size(d) == len(own)]
@@ -127,21 +127,21 @@ def _moved(before: Tensor, after: Tensor | None, own: Tensor, length: int) -> Te
     return places
 
 
-def judge(
-    tokens: Sequence[int], one: Sequence[dict[Key, Tensor]], ranks: Sequence[Sequence[dict[Key, Tensor]]],
+def compare_changes(
+    tokens: Sequence[int], one_process: Sequence[dict[Key, Tensor]], ranks: Sequence[Sequence[dict[Key, Tensor]]],
     allowed: Allowed | None, layers: int,
 ) -> list[Seen]:  # fmt: skip
-    """Compare what moves.
+    """The result for each token.
 
     Args:
-        one, ranks: results of :func:`look`, of one process and of each rank.
-        allowed: the mask of each layer; None: only one process is compared with.
-        layers: how often tokens are mixed by this mask.
+        one_process, ranks: results of :func:`changed_by_tokens`, of one process and of each rank.
+        allowed: the mask of each layer; None: ranks are compared with one process only.
+        layers: number of layers that attend with this mask.
     """
     result = []
     for number, token in enumerate(tokens):
         module, last = "", None
-        for key, places in one[number].items():
+        for key, places in one_process[number].items():
             together = [rank[number][key] for rank in ranks if key in rank[number]]
             if len(together) < len(ranks):
                 continue
@@ -171,7 +171,9 @@ def reach(allowed: Allowed, layers: int, length: int) -> Tensor:
     return total > 0
 
 
-def tokens_to_change(length: int, positions: Iterable[Tensor], edges: Iterable[int] = (), some: int = 4) -> list[int]:
+def tokens_to_change(
+    length: int, positions: Iterable[Tensor], edges: Iterable[int] = (), random_ones: int = 4
+) -> list[int]:
     """Tokens at the ends of the ranks' parts and of documents and windows, and a few random ones.
 
     Args:
@@ -183,7 +185,7 @@ def tokens_to_change(length: int, positions: Iterable[Tensor], edges: Iterable[i
         ends |= {int(own[i]) for at in (*breaks, len(own) - 1) for i in (at, at + 1) if i < len(own)}
         ends |= {int(own[0])}
     ends |= {edge + shift for edge in edges for shift in (-1, 0)}
-    ends |= set(random.Random(0).sample(range(length), min(some, length)))
+    ends |= set(random.Random(0).sample(range(length), min(random_ones, length)))
     return sorted(end for end in ends if 0 <= end < length)
 
 

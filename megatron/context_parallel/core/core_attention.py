@@ -116,7 +116,7 @@ class ContextParallelAttention(MegatronModule):
             raise ValueError("attention_bias, a tensor over all pairs, is not supported: use ALiBi of AttentionRule")
         if num_splits not in (None, 1):
             raise ValueError(f"num_splits={num_splits} is not supported: leave it out")
-        # In a recomputed layer core passes the type as a tensor, which has no value in a simulation.
+        # In a recomputed layer core passes the type as a tensor; the fake tensors of a dry run have no values.
         kind = self.mask_type if attn_mask_type is None or is_fake(query) else attn_mask_type
         rule = self.rule if kind == self.mask_type else replace(self.rule, mask=self._mask(kind))
         if query.dim() == 3:  # as core passes packed sequences
@@ -127,7 +127,9 @@ class ContextParallelAttention(MegatronModule):
         if kind in PADDED and not seen.ends:
             raise ValueError(f"attn_mask_type={kind.name} needs packed_seq_params, which say which tokens are padding")
         if seen.ends and query.size(1) != len(seen.ends):
-            raise ValueError(f"documents of {len(seen.ends)} samples, but a batch of {query.size(1)} samples")
+            raise ValueError(
+                f"document ends of {len(seen.ends)} samples for a batch of {query.size(1)}: give those of each"
+            )
         rotary = self.settings.rotary
         if rotary is not None:
             query, key = rotary.rotate(query, key, rotary.angles(seen.ends))
@@ -215,7 +217,7 @@ def with_packed(seen: Samples, packed: PackedSeqParams | None, mask: Mask) -> Sa
         real = real if padded is None else padded
         ends.append(None if real is None else tuple(dict.fromkeys(real.tolist()[1:])))
     if ends[1] not in (None, ends[0]):
-        raise ValueError("packed_seq_params: documents of keys differ from those of queries")
+        raise ValueError("packed_seq_params: cu_seqlens_kv differs from cu_seqlens_q, but must be equal")
     if seen.ends not in ((), (ends[0],)):
         raise ValueError("packed_seq_params and attention_mask describe different documents: pass one of them")
     return Samples(seen.numbers, (ends[0],))

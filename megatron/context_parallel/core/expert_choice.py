@@ -28,11 +28,11 @@ class RouterRule:
         pre_softmax: softmax over all experts, before the choice; otherwise over the chosen ones.
         num_groups, group_topk: choose this many groups of experts first.
         topk_scaling_factor: multiplies the weights of the chosen experts.
-        expert_bias: choose by score + bias; the weights are still made of the scores.
+        expert_bias: choose by score + bias; the weights are computed from the scores alone.
         aux_loss, seq_aux_loss: coefficients of the load-balancing losses, over a micro-batch and over a sample.
         z_loss: coefficient of the squared log-sum-exp of the logits.
         capacity_factor: most tokens of an expert, as a multiple of the mean; None: no limit.
-        drop_policy: which tokens an expert keeps beyond that: those of the largest weights, or the first positions.
+        drop_policy: which tokens a full expert keeps: those of the largest weights (probs) or of the first positions.
     """
 
     topk: int = 2
@@ -55,7 +55,7 @@ def best(scores: Tensor, count: int) -> Tensor:
 
 
 def choose(logits_nE: Tensor, rule: RouterRule, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(weights [n, E], zero for experts that were not chosen; chosen [n, E], bool)."""
+    """The experts of each token: (weights [n, E], zero for experts that were not chosen; chosen [n, E], bool)."""
     wide = torch.promote_types(logits_nE.dtype, torch.float32)
     if rule.score_function == "sigmoid":
         scores = torch.sigmoid(logits_nE.to(wide)).type_as(logits_nE)
@@ -87,7 +87,7 @@ def _best_groups_only(ranked_nE: Tensor, rule: RouterRule) -> Tensor:
 
 
 def capacity(tokens: int, experts: int, rule: RouterRule) -> int:
-    """Most tokens of one expert, of ``tokens`` in the micro-batch."""
+    """The most tokens that one expert takes of a micro-batch with ``tokens`` tokens."""
     return math.ceil(tokens * rule.topk / experts * rule.capacity_factor)
 
 
@@ -95,7 +95,7 @@ def within_capacity(weights_nE: Tensor, chosen_nE: Tensor, order_n: Tensor, most
     """Which choices of all tokens of a micro-batch their experts keep: bool [n, E].
 
     Args:
-        order_n: the place of each token in the micro-batch, on which equal weights are decided.
+        order_n: the number of each token in the micro-batch; of equal weights, that of the lower number is kept.
         most: tokens that an expert keeps.
     """
     by_place = order_n.argsort()
@@ -109,7 +109,7 @@ def within_capacity(weights_nE: Tensor, chosen_nE: Tensor, order_n: Tensor, most
 
 
 def balance(logits_nE: Tensor, rule: RouterRule, counted_n: Tensor, samples: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """What the load-balancing losses are made of, for each of ``samples`` parts of the micro-batch (1: all of it).
+    """The sums for the load-balancing losses, for each of ``samples`` parts of the micro-batch (1: all of it).
 
     Returns:
         (sums of the probabilities [samples, E], choices [samples, E], counted tokens [samples]) of this rank's tokens.

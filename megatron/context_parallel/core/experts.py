@@ -4,10 +4,10 @@
 Core's layer, experts and dispatchers are used as they are. The router is ours, because core's (0.16.1) cannot be used:
 
 - with ``calculate_per_token_loss``, moe/router.py (about line 466, and 498 for the z-loss) multiplies the auxiliary
-  losses by the tokens of this rank, where it must be those of all ranks that share the micro-batch. The gradients are
-  too small by the size of that group;
+  losses by the number of this rank's tokens. It should use the tokens of all ranks that share the micro-batch, so the
+  gradients are too small by a factor of the number of these ranks;
 - it counts masked tokens, and finalization divides by the number of unmasked ones;
-- it drops the tokens beyond an expert's capacity on each rank alone;
+- it applies the capacity of an expert on each rank separately;
 - it moves its weights to CUDA.
 """
 
@@ -43,12 +43,12 @@ from megatron.context_parallel.core.expert_choice import (
     z_loss,
 )
 
-SUMS = ("load_balancing_loss", "seq_load_balancing_loss", "z_loss", "tokens")  # summed next to the counts
+SUMS = ("load_balancing_loss", "seq_load_balancing_loss", "z_loss", "tokens")  # they follow the counts in ``seen``
 EXPERT = "local_experts"  # part of the names of experts' parameters, before their number on this rank
 
 
 def places(positions_s: Tensor, loss_mask_bs: Tensor) -> Tensor:
-    """What the router has to know of each token: its position, or ``~position`` if the loss leaves it out: [b, s]."""
+    """For the router, int64 [b, s]: each token's position, or ``~position`` if the loss leaves the token out."""
     return torch.where(loss_mask_bs > 0, positions_s, ~positions_s)
 
 
@@ -68,7 +68,7 @@ class ExpertRouter(Router):
         self.register_buffer("expert_bias", bias)
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> ExpertRouter:
-        """As torch's; the bias follows the weights to a device, but not to half precision, which would round it."""
+        """Like torch's, but the bias only moves to the weights' device: half precision would round it."""
         bias = self.expert_bias
         super()._apply(fn, *args, **kwargs)
         if bias is not None:
@@ -147,7 +147,7 @@ class ExpertRouter(Router):
 
 
 class GatherRows(torch.autograd.Function):
-    """Rows of all ranks of a group, of which each rank has another number; backward sums each rank's rows.
+    """Gathers the rows of all ranks of a group, which may differ in number. The backward pass sums each rank's rows.
 
     Parts are padded to the longest, because gloo cannot gather parts of unequal length.
     """
@@ -200,9 +200,9 @@ def sum_rows(rows: Tensor, group: dist.ProcessGroup, sizes: list[int]) -> Tensor
 
 
 class AllToAll(MoEAlltoAllTokenDispatcher):
-    """core's dispatcher, on a CPU too, where the counts of tokens need no copy to the host.
+    """Core's dispatcher, which also runs on a CPU: there the counts of tokens need no copy to the host.
 
-    The messages of expert TP are ours: see :class:`GatherRows`.
+    This class sends the messages of expert TP itself: see :class:`GatherRows`.
     """
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ class AllToAll(MoEAlltoAllTokenDispatcher):
 
     @contextmanager
     def _without_messages(self) -> Iterator[None]:
-        """Let core's methods take the expert TP, whose messages have been sent or will be, for 1."""
+        """A context in which core's methods send no messages of expert TP, because the caller sends them."""
         size, self.tp_size = self.tp_size, 1
         try:
             yield
@@ -264,8 +264,8 @@ class Experts(MoELayer):
                 expert.linear_fc2.explicit_expert_comm = True
         self.router.set_layer_number(layer_number)
         for parameter in self.experts.parameters():
-            # Core sums the gradients of such parameters over the ranks that hold the same experts. It marks them with
-            # expert parallelism only; but with expert TP below TP, TP ranks hold the same experts too.
+            # Core sums the gradients of parameters with this mark over the ranks that hold the same experts. It marks
+            # them only with expert parallelism. But if expert TP is below TP, TP ranks hold the same experts too.
             parameter.allreduce = False
             # Core marks a bias for a sum over TP; but the tokens of all TP ranks come to an expert's ranks anyway.
             parameter.sequence_parallel = False

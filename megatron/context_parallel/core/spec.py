@@ -49,7 +49,7 @@ __all__ = ["AttentionSettings", "ChunkSettings", "ChunkedNorm", "ContextParallel
 class Norm(nn.Module):
     """PyTorch's LayerNorm or RMSNorm, usable under TP sequence parallelism.
 
-    With it every TP rank normalizes its own tokens, and the gradients of the weights are partial sums. Core sums the
+    There every TP rank normalizes its own tokens, and the gradients of the weights are partial sums. Core sums the
     gradients of parameters with the attribute ``sequence_parallel`` over TP.
     """
 
@@ -114,7 +114,7 @@ def block_spec(
         output_norms: normalize the outputs of attention and FFN before they are added.
     """
     if experts and (transformer_engine or chunks is not None or lora is not None):
-        raise ValueError("experts need core's own layers: no transformer_engine, chunks or lora")
+        raise ValueError("experts need core's own layers: leave out transformer_engine, chunks and lora")
     if transformer_engine:
         from megatron.core.extensions.transformer_engine import TENorm
 

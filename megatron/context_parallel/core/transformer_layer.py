@@ -138,7 +138,7 @@ class LongContextLayer(TransformerLayer):
             sizes = self.config, self.config.hidden_size, self.config.layernorm_epsilon
             self.post_self_attn_layernorm, self.post_mlp_layernorm = output_norm(*sizes), output_norm(*sizes)
         if experts is not None:
-            # Not by the ModuleSpec: core's layer takes an unknown class for a mistake, and logs that.
+            # Not through the ModuleSpec, because core's layer logs a warning for classes that it does not know.
             self.mlp = Experts(self.config, experts, self.layer_number)
             self.is_moe_layer = True
         self.attention_settings, self.dropout = attention, None
@@ -168,7 +168,7 @@ class LongContextLayer(TransformerLayer):
         return self.dropout_add(self.dropout, FFN)
 
     def dropout_add(self, dropout: HiddenDropout | None, which: int, rows: Span | None = None) -> Callable:
-        """As in both methods above, for ``rows`` of this rank's tokens. Without dropout: core's, perhaps fused."""
+        """The function that both methods above return, for ``rows`` of this rank's tokens; without dropout, core's."""
         add = self._add(dropout, which, rows)
         norm = self.post_self_attn_layernorm if which == ATTENTION else self.post_mlp_layernorm
         if norm is None:

@@ -14,7 +14,8 @@ def forward(run: ChunkPass, y: HiddenStates | None) -> None:
     """The forward pass; writes the result to ``y``. Without ``y``, computes only what the backward pass needs."""
     store, chunks = run.store, run.chunks
     needs = [run.plan.keys_of(query) for query in chunks]
-    ready = [max([query, *needs[query]]) for query in chunks]  # the chunk after whose projection it can be computed
+    # A query chunk is computed after the projection of chunk ready[query].
+    ready = [max([query, *needs[query]]) for query in chunks]
     for chunk, x in enumerate(run.x.walk(run.spans)):
         q, kv = run.work.project(x, chunk)
         fresh = {("q", chunk): q, ("kv", chunk): kv}

@@ -3,9 +3,10 @@
 
 *By queries* (by_queries.py): the outer loop is over query chunks, and keys are loaded. *By keys* (by_keys.py): the
 outer loop is over key chunks, and queries are loaded; it is the paper's order for the backward pass. Neither order is
-enough. With 16 chunks and as many key heads as query heads, a layer by queries alone copies 18 % more bytes than with a
-backward pass by keys; with a fourth of the key heads, one by keys alone copies four times as many as one by queries
-(`benchmarks/host_time.py`). On a ring of 4, keys that go around for each query chunk are 11 times as many rows.
+always best (`benchmarks/host_time.py`). With 16 chunks and as many key heads as query heads, a backward pass by queries
+makes the layer copy 18 % more bytes than one by keys. With a fourth of the key heads, a layer by keys alone copies four
+times as many bytes as one by queries. On a ring of 4, sending keys around for each query chunk moves 11 times as many
+rows as sending them once.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ attend_chunks, attend_chunks_grad = replaceable(TileKernel.attend), replaceable(
 
 
 class ChunkPass:
-    """One forward pass through the layer, and its backward pass. Chunks are numbered in ascending positions.
+    """One forward pass through the layer, and its backward pass. Chunks are numbered in the order of positions.
 
     Attributes:
         work: the functions of one chunk, without attention.

@@ -161,7 +161,7 @@ def main_grad_of(parameter: Tensor) -> Tensor | None:
 
 
 def in_main_grad(parameter: Tensor, memory: Tensor | None = None) -> Tensor:
-    """What to return if the gradient is already in ``main_grad``: ``memory`` or a new tensor, which is not read."""
+    """What to return for a gradient that is already in ``main_grad``: ``memory`` or a new tensor, which is not read."""
     parameter.grad_added_to_main_grad = True
     return torch.empty_like(parameter) if memory is None else memory
 

@@ -7,8 +7,8 @@ one long tensor by rows, and :class:`SavedInHost` keeps layer inputs that autogr
 before its use (the double buffer). ChunkStore and HiddenStates also work without host memory.
 
 Two streams copy, one in each direction, ordered with compute by events (platform/streams.py). The host never waits. On
-a CPU the same calls copy from memory to memory. Every wait below is needed: the tests remove each in turn and copy at
-random legal moments.
+a CPU the same calls copy from memory to memory. Every wait below is needed: tests remove each in turn, let the copies
+happen at random moments that the other waits allow, and then see wrong results.
 """
 
 from __future__ import annotations

@@ -78,18 +78,18 @@ def plain_weight(model: PreTrainedModel) -> Tensor | None:
         return None
     weight = head.weight
     with torch.no_grad():
-        some = torch.randn(1, 2, weight.size(1), generator=torch.Generator().manual_seed(1))
-        some = some.to(weight.device, weight.dtype)
-        some *= LARGE / F.linear(some, weight).abs().max()
+        hidden = torch.randn(1, 2, weight.size(1), generator=torch.Generator().manual_seed(1))
+        hidden = hidden.to(weight.device, weight.dtype)
+        hidden *= LARGE / F.linear(hidden, weight).abs().max()
         # A weight of 0 gives NaN, which is not equal to itself: then the result is None.
-        return weight if torch.equal(logits_of(model, some), F.linear(some, weight)) else None
+        return weight if torch.equal(logits_of(model, hidden), F.linear(hidden, weight)) else None
 
 
 def vocabulary(model: PreTrainedModel) -> int:
     return _head(model).weight.size(0)
 
 
-def mean_over(axis: Axis, local: Tensor) -> Tensor:
+def sum_for_averaged_gradients(axis: Axis, local: Tensor) -> Tensor:
     """The sum of ``local`` over ranks, on each rank. Gradients *averaged* over ranks are those of this sum."""
     return local if axis.size == 1 else _Sum.apply(local, axis)
 

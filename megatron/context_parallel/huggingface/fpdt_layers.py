@@ -37,7 +37,7 @@ class Fpdt:
         chunk_size: tokens of a chunk, over all ranks.
         offload: keep finished chunks in host memory.
         ffn_chunks: number of spans for the MLP; default: twice the number of chunks.
-        recompute: keep only a layer's input for the backward pass; then turn gradient checkpointing off.
+        recompute: keep only a layer's input for the backward pass; use it without gradient checkpointing.
 
     Raises:
         ValueError: a size is below 1.
@@ -76,7 +76,7 @@ def chunked_layers(model: PreTrainedModel, fpdt: Fpdt) -> list[tuple[nn.Module, 
             raise _other_form(layer, f"it has dropout in {dropped[0]}")
     if not layers:
         raise ValueError(f"fpdt needs decoder layers in {type(model.base_model).__name__}.layers: leave fpdt out")
-    _try(model, layers)
+    _refuse_other_forms(model, layers)
     offloads: dict[torch.device, Offload] = {}
     return [(layer, partial(_forward, fpdt, offloads)) for layer in layers]
 
@@ -127,9 +127,9 @@ def _chunked(
 
     with torch.no_grad():
         first = tuple(e[:, :1] for e in position_embeddings)
-        ask = _project(layer, x_SBH[:1], first, shared.window).call
-    if ask.dropout or ask.sinks is not None:
-        what = "dropout of attention weights" if ask.dropout else "sinks"
+        call = _project(layer, x_SBH[:1], first, shared.window).call
+    if call.dropout or call.sinks is not None:
+        what = "dropout of attention weights" if call.dropout else "sinks"
         raise ValueError(f"fpdt with {what} of {type(layer).__name__} is not supported: leave fpdt out")
     pieces = fpdt.ffn_chunks or counts.ffn_chunks(layout.chunks)
     chunked = ChunkedLayer(
@@ -139,7 +139,7 @@ def _chunked(
         ffn_pieces=ceil(pieces / layout.chunks),
         parameters=list(layer.parameters()),
         layout=layout,
-        rule=replace(shared.rule(ask, x_SBH.size(1)), mask=mask),
+        rule=replace(shared.rule(call, x_SBH.size(1)), mask=mask),
         offload=offload,
         recompute=fpdt.recompute and layer.training,
     )
@@ -184,8 +184,8 @@ def _ffn(layer: nn.Module, x_SBH: Tensor) -> Tensor:
     return x_SBH + layer.mlp(layer.post_attention_layernorm(x_SBH))
 
 
-def _try(model: PreTrainedModel, layers: list[nn.Module]) -> None:
-    """Refuse a layer that differs from its sub-modules put together in the common form."""
+def _refuse_other_forms(model: PreTrainedModel, layers: list[nn.Module]) -> None:
+    """Refuse a layer whose result differs from that of its sub-modules put together in the common form."""
     seen: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], Tensor]] = []
     hooks = [
         layer.register_forward_hook(

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from megatron.context_parallel.attention.ulysses import head_plan
-from megatron.context_parallel.huggingface.decoder_loss import cross_entropy_sum, mean_over
+from megatron.context_parallel.huggingface.decoder_loss import cross_entropy_sum, sum_for_averaged_gradients
 from megatron.context_parallel.huggingface.fpdt_layers import Fpdt, chunked_layers
 from megatron.context_parallel.huggingface.probe import refuse_mixing
 from megatron.context_parallel.huggingface.rank_batch import Part, cut
@@ -46,7 +46,9 @@ def by_length(module: nn.Module) -> bool:
 def pass_length(module: nn.Module, longest: Callable[[], int]) -> list[RemovableHandle]:
     """Hooks that make a RoPE's (x, position_ids [b, s]) -> (cos, sin) [b, s, d] use the length ``longest()``."""
 
-    def more(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def append_longest(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         positions: Tensor = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
         last = torch.full_like(positions[:, :1], longest() - 1)
         positions = torch.cat((positions, last), dim=1)
@@ -54,10 +56,11 @@ def pass_length(module: nn.Module, longest: Callable[[], int]) -> list[Removable
             return args, {**kwargs, "position_ids": positions}
         return (args[0], positions, *args[2:]), kwargs
 
-    def less(_: nn.Module, args: tuple[Any, ...], cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    def remove_longest(_: nn.Module, args: tuple[Any, ...], cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         return tuple(x[:, :-1] for x in cos_sin)
 
-    return [module.register_forward_pre_hook(more, with_kwargs=True), module.register_forward_hook(less)]
+    before = module.register_forward_pre_hook(append_longest, with_kwargs=True)
+    return [before, module.register_forward_hook(remove_longest)]
 
 
 PART = "context_part"  # the entry of a cut batch with its Part
@@ -258,7 +261,7 @@ class ContextParallel:
             total = cross_entropy_sum(model, output.last_hidden_state, shift_labels, self._loss_chunks)
         count = max(context_part.labelled, 1) if num_items_in_batch is None else num_items_in_batch
         count = count.to(total.device) if isinstance(count, Tensor) else count
-        loss = mean_over(self.grid.context, total / count)
+        loss = sum_for_averaged_gradients(self.grid.context, total / count)
         return CausalLMOutputWithPast(loss=loss, hidden_states=output.hidden_states)
 
 

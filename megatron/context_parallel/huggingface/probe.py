@@ -129,24 +129,24 @@ def refuse_mixing(model: PreTrainedModel) -> set[tuple[int, int]]:
         (query heads, key heads) of its attention layers.
     """
     who = type(model).__name__
-    ran = run_alone(model)
-    first, second, moved = ran.logits[0, -1], ran.logits[1, -1], ran.logits[2, MOVED]
+    probe = run_alone(model)
+    first, second, moved = probe.logits[0, -1], probe.logits[1, -1], probe.logits[2, MOVED]
     close = partial(_close, limit=1e-4 if model.dtype in (torch.float32, torch.float64) else 3e-2)
-    if not ran.heads or not close(first, second):
+    if not probe.heads or not close(first, second):
         raise ValueError(
             f"tokens of {who} see each other outside of its attention (a convolution, a recurrence, attention of its "
             "own): not supported over ranks"
         )
     if not close(first, moved):
         raise ValueError(f"{who} uses a token's index in its input in place of position_ids: not supported over ranks")
-    if not close(ran.logits[:2], run_alone(model, with_positions=False).logits[:2]):
+    if not close(probe.logits[:2], run_alone(model, with_positions=False).logits[:2]):
         raise ValueError(f"{who} does not count positions as 0, 1, 2, ... by default: not supported over ranks")
-    if not close(ran.expected, ran.loss):
+    if not close(probe.expected, probe.loss):
         raise ValueError(
-            f"{who} computes another loss ({float(ran.loss):.4g}) than the cross entropy of the next token "
-            f"({float(ran.expected):.4g}), which is the only one supported over ranks"
+            f"{who} computes another loss ({float(probe.loss):.4g}) than the cross entropy of the next token "
+            f"({float(probe.expected):.4g}), which is the only one supported over ranks"
         )
-    return ran.heads
+    return probe.heads
 
 
 def _close(x: Tensor, y: Tensor, limit: float) -> bool:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from megatron.context_parallel.huggingface.parallel import ContextParallel
 
-REFUSED = {  # of TrainingArguments
+REFUSED = {  # settings of TrainingArguments, and why they are not supported
     "use_liger_kernel": "replaces parts of the model that are distributed over ranks",
     "neftune_noise_alpha": "draws noise that depends on the length of the sequence, of which a rank has a part",
     "include_num_input_tokens_seen": "would count tokens once for each rank that shares them",
@@ -46,7 +46,9 @@ class ContextParallelMixin:
             if getattr(self.args, name) not in (None, False, "no"):
                 raise ValueError(f"{name} {why}: leave it out")
         if self.args.world_size != grid.world_size:
-            raise ValueError(f"the Trainer has {self.args.world_size} processes, the grid {grid.world_size}: use equal")
+            raise ValueError(
+                f"the Trainer has {self.args.world_size} processes, the grid {grid.world_size}: make them equal"
+            )
         if self.args.label_smoothing_factor or self.compute_loss_func is not None:
             name = "label_smoothing_factor" if self.args.label_smoothing_factor else "compute_loss_func"
             raise ValueError(f"{name} needs the complete logits, which never exist over ranks: leave it out")
@@ -56,10 +58,10 @@ class ContextParallelMixin:
         return self.context.grid.context.size
 
     def get_train_dataloader(self) -> DataLoader:
-        return self._dealt_over_data(super().get_train_dataloader())
+        return self._split_over_data_axis(super().get_train_dataloader())
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
-        return self._dealt_over_data(super().get_eval_dataloader(*args, **kwargs))
+        return self._split_over_data_axis(super().get_eval_dataloader(*args, **kwargs))
 
     def compute_loss(
         self,
@@ -84,16 +86,16 @@ class ContextParallelMixin:
             raise ValueError("evaluation over ranks computes only losses: set prediction_loss_only=True")
         return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
-    def _dealt_over_data(self, loader: DataLoader) -> DataLoader:
+    def _split_over_data_axis(self, loader: DataLoader) -> DataLoader:
         """Distribute batches over the data axis; accelerate distributes them over all processes."""
         grid = self.context.grid
         if grid.world_size == 1:
             return loader
-        dealer = loader.batch_sampler if hasattr(loader.batch_sampler, "process_index") else loader.dataset
-        if not hasattr(dealer, "process_index"):
+        sampler = loader.batch_sampler if hasattr(loader.batch_sampler, "process_index") else loader.dataset
+        if not hasattr(sampler, "process_index"):
             raise ValueError(
                 f"{type(loader).__name__} does not use accelerate's samplers: leave dispatch_batches and "
                 "train_sampling_strategy at their defaults"
             )
-        dealer.num_processes, dealer.process_index = grid.data.size, grid.data.rank
+        sampler.num_processes, sampler.process_index = grid.data.size, grid.data.rank
         return loader

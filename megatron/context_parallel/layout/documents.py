@@ -95,7 +95,7 @@ class _Share:
 
 
 def _deal(documents: list[Span], ranks: int, capacity: int, limit: float) -> list[_Share]:
-    """Distribute documents, longest first, each over so many ranks that no rank gets more than ``limit`` of its work.
+    """Distribute documents, longest first, each over the fewest ranks whose parts of its work stay below ``limit``.
 
     Args:
         capacity: tokens of a rank.

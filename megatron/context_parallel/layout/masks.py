@@ -2,7 +2,7 @@
 """Attention masks, as functions of positions.
 
 A mask does not depend on ranks or kernels. It gives the keys that consecutive queries attend to as bands; tiles, ring
-transfers and chunk loops are derived from those. A new mask is one small class; a line in the table MASKS of
+transfers and chunk loops are derived from the bands. A new mask is one small class; a line in the table MASKS of
 training/arguments/settings/attention_settings.py gives it a name for --attention-mask.
 """
 
@@ -230,7 +230,7 @@ class Documents(NarrowedMask):
 
 
 def tile_rows(mask: Mask) -> float | None:
-    """Rows of a typical tile, by which a kernel is chosen; None: few and long ones; 0: small ones."""
+    """Rows of a typical tile, by which a kernel is chosen; None: tiles are few and large; 0: tiles are small."""
     if isinstance(mask, Causal | Full):
         return None
     if isinstance(mask, Documents):

@@ -89,8 +89,8 @@ class SequenceLayout:
     def ring_spans(self, ring: int) -> Spans:
         """Positions that ring rank ``ring`` (all its Ulysses ranks) holds, in the order after the all-to-all.
 
-        Here the balance is decided. decisions/division.py has the unit of lengths that it needs, and
-        decisions/ring_work.py what it costs.
+        This method defines each balance. decisions/division.py has the unit of lengths that a balance needs, and
+        decisions/ring_work.py its work.
         """
         size = self.grid.ring.size
         if self.balance == "contiguous" or size == 1:

@@ -47,7 +47,7 @@ class Tiles(tuple[Tile, ...]):
 
     @property
     def masked(self) -> bool:
-        """Whether some tile is."""
+        """Whether some tile is masked."""
         return self.derived("masked", lambda: any(tile.masked for tile in self))
 
     def derived(self, key: Hashable, make: Callable[[], Any]) -> Any:
@@ -58,18 +58,18 @@ class Tiles(tuple[Tile, ...]):
 
     @property
     def shared(self) -> dict[Hashable, Any]:
-        """What was derived from rows alone. A plan gives all its tiles one: chunks and hops often have equal rows."""
+        """What was derived from rows alone. All tiles of a plan share it: chunks and hops often have equal rows."""
         return self.derived("shared", dict)
 
     def within(self, held: Spans) -> Tiles:
-        """The same tiles with key rows that count within ``held``, the rows of the key block that are kept."""
+        """The same tiles with key rows numbered within ``held``, the rows of the key block that are kept."""
         if len(held) == 1 and held[0][0] == 0:
             return self
         moved = (tile._replace(k=place(tile.k, held)) for tile in self)
         return self.derived(held, lambda: Tiles(moved).sharing(self.shared))
 
     def sharing(self, shared: dict[Hashable, Any]) -> Tiles:
-        """These tiles with ``shared``, that of other tiles."""
+        """These tiles, after their :attr:`shared` is replaced by ``shared``, that of other tiles."""
         self.__dict__["shared"] = shared
         return self
 

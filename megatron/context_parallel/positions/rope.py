@@ -55,7 +55,7 @@ class Yarn:
 
     @property
     def attention_factor(self) -> float:
-        """Factor on queries and keys, whose square is a factor on scores. By default 0.1 ln(factor) + 1."""
+        """Factor on queries and keys, and so its square on scores. By default 0.1 ln(factor) + 1."""
         if self.factor <= 1:
             return 1.0
         grown = 0.1 * math.log(self.factor)
@@ -125,7 +125,7 @@ class Rope:
         Returns:
             Like x. Sine, cosine and products are fp32 (fp64 for fp64) and rounded to the dtype of x once, at the end;
             megatron-core also rounds the sine, the cosine and each product. Only the angles are kept for backward. On a
-            GPU it is one kernel (rope_kernel.py) if Triton is installed, as it is with PyTorch for CUDA.
+            GPU this is one kernel (rope_kernel.py) if Triton is installed, as it is with PyTorch for CUDA.
         """
         return _Rotate.apply(x, angles, self)
 
@@ -166,6 +166,7 @@ class _Rotate(torch.autograd.Function):
 
 @replaceable
 def rotated(x: Tensor, angles: Tensor, rope: Rope, sign: int) -> Tensor:
+    """See :meth:`Rope.rotate`; ``sign`` -1 rotates back."""
     if x.is_cuda and x.dtype != torch.float64 and _has_triton():
         from megatron.context_parallel.positions.rope_kernel import rotated
 

@@ -88,9 +88,9 @@ def rotate_kernel(
             tl.store(to_head + pair * out_sd, (first * cos - second * sin).to(out.dtype.element_ty), mask)
             tl.store(to_head + (pair + PAIRS) * out_sd, (second * cos + first * sin).to(out.dtype.element_ty), mask)
         if REST_BLOCK:
-            rest = 2 * PAIRS + tl.arange(0, REST_BLOCK)[None, :]
-            left = exists & (rest < SIZE)
-            tl.store(to_head + rest * out_sd, tl.load(from_head + rest * x_sd, left), left)
+            column = 2 * PAIRS + tl.arange(0, REST_BLOCK)[None, :]
+            copied = exists & (column < SIZE)
+            tl.store(to_head + column * out_sd, tl.load(from_head + column * x_sd, copied), copied)
 
 
 def rotated(x: Tensor, angles: Tensor, dim: int, factor: float, interleaved: bool, sign: int) -> Tensor:

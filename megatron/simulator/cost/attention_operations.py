@@ -100,7 +100,7 @@ def _exchange(
 ) -> list[Segment]:
     """An all-to-all of ``sent`` heads with ``head`` numbers each.
 
-    Each of ``copies`` reads and writes a tensor with ``heads`` x Ulysses heads.
+    Each of ``copies`` copies reads and writes a tensor with ``heads`` x Ulysses heads.
     """
     if strategy.ulysses == 1:
         return []
@@ -113,6 +113,7 @@ def _exchange(
 
 
 def ring_forward(a: Attended, strategy: Strategy) -> list[Segment]:
+    """Tiles and transfers of the forward pass around a ring."""
     if a.ring == 1:
         return [Segment((_tile(a, first=True),))]
     begin, merge = merges(strategy, a.queries * a.batch * a.heads * a.head_dim)
@@ -137,6 +138,7 @@ def merges(strategy: Strategy, size: float) -> tuple[Kernel, Kernel]:
 
 
 def ring_backward(a: Attended, strategy: Strategy) -> list[Segment]:
+    """Tiles and transfers of the backward pass around a ring."""
     if a.ring == 1:
         return [Segment((_tile(a, first=True, backward=True),))]
     width = a.head_dim * a.batch
@@ -272,6 +274,7 @@ def _chunk_bytes(a: Attended, chunks: int) -> tuple[float, float, float]:
 
 
 def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Segment]:
+    """All tiles, transfers and host copies of the backward pass."""
     size, met = a.queries / chunks, _met(a, chunks)
     width = size * a.batch * a.head_dim
     q, kv, lse = _chunk_bytes(a, chunks)

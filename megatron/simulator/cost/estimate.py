@@ -57,15 +57,15 @@ def estimate(workload: Workload, strategy: Strategy, machine: Machine, program: 
     """
     parts = step_parts(workload, strategy, machine, program)
     seconds = sum(parts.values())
-    causal, old = model_flops(workload, recompute=strategy.recompute == "full")
+    flops, full_mask_flops = model_flops(workload, recompute=strategy.recompute == "full")
     capacity = seconds * strategy.ranks * machine.peak[machine.dtype]
     return Estimate(
         seconds=seconds,
         parts=parts,
-        flops=causal,
-        mfu=causal / capacity,
-        mfu_full_mask_with_recompute=old / capacity,
-        tflops=causal / seconds / strategy.ranks / 1e12,
+        flops=flops,
+        mfu=flops / capacity,
+        mfu_full_mask_with_recompute=full_mask_flops / capacity,
+        tflops=flops / seconds / strategy.ranks / 1e12,
         tokens_per_second=workload.global_batch * workload.seq_length / seconds,
     )
 
@@ -92,11 +92,11 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine, program
     first, last = priced_ends(sample, _ends_key(strategy), machine, program)
 
     def on_stage(stage: int) -> tuple[States, Parts, Parts, Parts]:
-        """(its parameters, parts of a micro-batch, a layer's forward and backward, their mean over kinds of layers)."""
+        """(parameters of a stage; seconds by cause of a micro-batch, and of a mean layer's forward and backward)."""
         held, parts, forward, backward = states(shape, strategy, stage), {}, {}, {}
-        for how, layers in strategy.layer_kinds(held.layers):
+        for layer_strategy, layers in strategy.layer_kinds(held.layers):
             for work, share in sample.kinds():
-                passes = priced_layer(work, _layer_key(how), machine, program)
+                passes = priced_layer(work, _layer_key(layer_strategy), machine, program)
                 for mean, one in zip((forward, backward), passes):
                     add(parts, one, share * layers)
                     add(mean, one, share * layers / held.layers)
@@ -133,9 +133,9 @@ def pass_seconds(workload: Workload, strategy: Strategy, machine: Machine) -> fl
     """Seconds of all layers, embedding and loss in a micro-batch without a pipeline, to compare memory savings."""
     sample = _sample(workload, strategy.slowest(workload) * strategy.busiest(workload))
     took = sum(map(sum, (part.values() for part in priced_ends(sample, _ends_key(strategy), machine))))
-    for how, layers in strategy.layer_kinds(workload.shape.layers):
+    for layer_strategy, layers in strategy.layer_kinds(workload.shape.layers):
         for work, share in sample.kinds():
-            passes = priced_layer(work, _layer_key(how), machine)
+            passes = priced_layer(work, _layer_key(layer_strategy), machine)
             took += share * layers * sum(sum(part.values()) for part in passes)
     return took
 
@@ -150,7 +150,10 @@ def _sharded_layers(
     program: Program,
     rooted: bool,
 ) -> None:
-    """ZeRO 2 and 3: a layer's weights are gathered, and its gradients reduced, while the layer next to it computes."""
+    """ZeRO 2 and 3: a layer's weights are gathered, and its gradients reduced, while the layer next to it computes.
+
+    ``rooted``: the output layer belongs to FSDP's root.
+    """
     gather = transfer_seconds(gather_parameters(strategy, held.layer), machine)
     scatter = transfer_seconds(reduce_gradients(strategy, held.layer, program.gradients), machine)
     again = gather if strategy.zero == 3 else 0.0
@@ -159,8 +162,8 @@ def _sharded_layers(
     waited = max(slowdown * gather, gather - forward) if weights else gather
     overlapped = again * weights + scatter * gradients
     waited += max(slowdown * overlapped, overlapped - backward) + again * (not weights) + scatter * (not gradients)
-    # The embedding is gathered first and reduced last. The transfers of a separate output layer overlap the layers. If
-    # it is tied or a chunked loss reads it, it is part of FSDP's root and is transferred with the embedding.
+    # The embedding is gathered first and reduced last. The transfers of a separate output layer overlap the layers. An
+    # output layer that is tied, or read by a chunked loss, is part of FSDP's root and transferred with the embedding.
     alone = held.ends if rooted or program.runs != "ours" or not (weights and gradients) else held.table
     ends, hidden = (
         transfer_seconds(gather_parameters(strategy, size), machine)

@@ -126,9 +126,9 @@ def step_waits(workload: Workload, strategy: Strategy, machine: Machine, program
     result, compute = Waits(), 0.0
     shared = strategy.group("dp").size
     times = strategy.micro_batches(workload) + (strategy.pipeline - 1) / strategy.virtual
-    for how, layers in strategy.layer_kinds(strategy.most_layers(workload.shape.layers)):
+    for layer_strategy, layers in strategy.layer_kinds(strategy.most_layers(workload.shape.layers)):
         for work, share in workload.kinds():
-            for backward, plain in enumerate(layer(work, how)):
+            for backward, plain in enumerate(layer(work, layer_strategy)):
                 segments = as_run(plain, workload.shape, program)
                 took = sum(part.count * kernel_seconds(one, machine) for part in segments for one in part.kernels)
                 compute += times * share * layers * took

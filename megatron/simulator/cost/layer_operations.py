@@ -49,6 +49,7 @@ def project(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> 
 
 
 def project_grad(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> list[Segment]:
+    """The backward pass of :func:`project`."""
     local, width = _local(strategy, tokens), _qkv(shape, strategy.tensor)
     return [
         Segment(kernels=_rotary(shape, strategy, tokens, backward=True), count=count),
@@ -68,6 +69,7 @@ def output(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> l
 
 
 def output_grad(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> list[Segment]:
+    """The backward pass of :func:`output`."""
     width = shape.heads * shape.head_dim // strategy.tensor
     return _row_grad("attention_out", shape, strategy, tokens, width, count)
 
@@ -93,6 +95,7 @@ def mlp(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> list
 
 
 def mlp_grad(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> list[Segment]:
+    """The backward pass of :func:`mlp`."""
     local, inner = _local(strategy, tokens), shape.ffn // strategy.tensor
     up = inner * (2 if shape.gated else 1)
     activation = memory("activation", BF16 * tokens * (2 * up + inner), backward=True)
@@ -105,7 +108,7 @@ def mlp_grad(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) ->
 
 
 def entering(strategy: Strategy, width: int, tokens: float) -> tuple[Transfer, ...]:
-    """The all-gather before a column-parallel layer or a row-parallel layer's gradient; ``width``: numbers a token."""
+    """The all-gather before a column-parallel layer or a row-parallel layer's gradient; ``width``: per token."""
     if strategy.tensor == 1 or not strategy.sequence_parallel:
         return ()
     return (collective("all_gather", "tp", strategy.group("tp"), BF16 * tokens * width),)
@@ -267,12 +270,12 @@ FLOPS_PER_BYTE = 200.0  # bf16 FLOP/s over memory bandwidth in data sheets: 156 
 
 
 def spread_evenly(segments: list[Segment], *copies: HostCopy) -> list[Segment]:
-    """The segments, with the copies divided over those with kernels, in equal shares."""
+    """The segments, with the copies divided in equal shares over the segments that have kernels."""
     return _spread(segments, [1.0 if segment.kernels else 0.0 for segment in segments], copies)
 
 
 def spread_by_work(segments: list[Segment], *copies: HostCopy) -> list[Segment]:
-    """The segments, with copies that depend on nothing in the pass divided over them by their kernels' work."""
+    """The segments, with the copies divided in proportion to their kernels' work; the copies wait for no kernel."""
     work = [sum(kernel.flops + FLOPS_PER_BYTE * kernel.bytes for kernel in segment.kernels) for segment in segments]
     return _spread(segments, work, copies) if copies else segments
 

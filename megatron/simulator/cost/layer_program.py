@@ -29,7 +29,7 @@ OWN_MERGES = {"widen": 10 / 12, "merge_output": 10 / 30}
 # A tensor is cast for an FP8 product: read in bf16, written in FP8 as it is and transposed.
 CAST_BYTES = BF16 + 2
 # Launches for a layer's forward pass, twice as many for backward: PyTorch's operations with FSDP's hooks. The GPU waits
-# for them only if it is faster. The numbers are assumed, because no published run is short enough to show them.
+# for them only if it is faster than the host. The numbers are assumed: no published run is short enough to show them.
 LAUNCHES = {"eager": 60, "compiled": 30, "fused": 40}
 # Launches of this program: (embedding, loss); (optimizer for each layer, optimizer in addition).
 OWN_ENDS, OWN_OPTIMIZER = (10, 47), (24, 19)
@@ -149,7 +149,7 @@ def _traffic(kernel: Kernel, shape: Shape, runs: Runs) -> float:
 
 
 def _overlap_products(segments: list[Segment]) -> list[Segment]:
-    """Let TP's all-gathers overlap the product that reads them, reduce-scatters the product that made their input."""
+    """TP's all-gathers overlap the product that reads them, its reduce-scatters the product that makes their input."""
     result: list[Segment] = []
     gathers: Segment | None = None
     for part in segments:

@@ -159,6 +159,7 @@ def _price(run: Run, machine: Machine) -> Price:
 
 
 def with_figures(machine: Machine, shares: dict[str, float], algorithms: dict[str, dict[str, float]]) -> Machine:
+    """``machine`` with other shares of its calibration, and other figures of NCCL's algorithms by name."""
     known = machine.collectives
     given = {name: replace(getattr(known, name), **figures) for name, figures in algorithms.items()}
     return replace(

@@ -51,7 +51,7 @@ def tile(
 
 
 def collective(kind: Collective, axis: str, group: Group, whole: float, *, count: int = 1) -> Transfer:
-    """``whole``: bytes of the gathered or reduced tensor; for all_to_all, of the rank's input."""
+    """A collective. ``whole``: bytes of the gathered or reduced tensor; for all_to_all, of the rank's input."""
     share = (group.size - 1) / group.size
     return Transfer(kind, axis, group, whole * share * (2 if kind == "all_reduce" else 1), count=count)
 
@@ -88,8 +88,8 @@ def price_and_launches(segments: Iterable[Segment], machine: Machine) -> tuple[P
     """(seconds of all segments, launches that this program's host makes for them).
 
     Kernels count under their kind. A transfer slows concurrent kernels down by a share of its time
-    (:attr:`Calibration.overlap`). That, and the time that streams need beyond the kernels, counts as waiting for the
-    slowest stream.
+    (:attr:`Calibration.overlap`). This share, and the time that other streams need beyond the kernels, count as waiting
+    for the slowest stream.
     """
     parts: Parts = {}
     launches = 0.0

@@ -7,7 +7,7 @@ These functions take a few microseconds, because a planner prices a million even
 at least a launch. The size of a GEMM is the geometric mean of its dimensions, batch included: on an H100, one curve
 over that mean describes measured products of all shapes between 256 and 4096. The size of attention is twice the
 average number of keys that a query sees: the length of a causal tile, twice a full tile's length, less under masks.
-The number of iterations of a flash kernel's inner loop is proportional to it.
+A flash kernel's inner loop has iterations in proportion to this size.
 
 **Transfers** depend on their size and on the nodes of the group's ranks: see collective_cost.py.
 """
@@ -61,22 +61,22 @@ def sustained(rate: float, machine: Machine) -> float:
     power = machine.power
     if power is None or power.limit >= power.rated:
         return rate
-    left = (power.limit - power.idle) / (power.rated - power.idle)
+    available = (power.limit - power.idle) / (power.rated - power.idle)
     drawn = rate / machine.gemm.points[-1][1]
-    return rate * min(1.0, (left / drawn) ** 0.5)
+    return rate * min(1.0, (available / drawn) ** 0.5)
 
 
 def attention_rate(kernel: Kernel, machine: Machine) -> float:
     """FLOP/s by the machine's table and the kernel's share of it. A kernel without ``shape`` counts as a large one."""
     rates = machine.attention_backward if kernel.backward else machine.attention
-    runs = ATTENTION.get(kernel.name)
+    name = ATTENTION.get(kernel.name)
     if not kernel.shape:
-        return rates.points[-1][1] * (machine.kernels.get(runs, 1.0) if runs else machine.attention_share())
+        return rates.points[-1][1] * (machine.kernels.get(name, 1.0) if name else machine.attention_share())
     queries, keys, heads, head_size = kernel.shape
-    share = machine.kernels.get(runs, 1.0) if runs else machine.attention_share(head_size)
+    share = machine.kernels.get(name, 1.0) if name else machine.attention_share(head_size)
     # FLOPs per pair and head size. Triton's backward pass is two launches of 6 and 8: on average 7.
-    a_pair = 4 if not kernel.backward else 7 if runs == "triton" else 10
-    pairs = kernel.flops / (a_pair * heads * head_size)
+    flops_per_pair = 4 if not kernel.backward else 7 if name == "triton" else 10
+    pairs = kernel.flops / (flops_per_pair * heads * head_size)
     return rates(2 * pairs / max(queries, keys)) * machine.head_size(head_size) * share
 
 

@@ -31,12 +31,13 @@ LOSS_SUMS = 3  # numbers per token that it reduces over TP: largest logit, label
 
 
 def embedding(shape: Shape, strategy: Strategy, tokens: int) -> list[Segment]:
+    """Forward pass of the embedding for ``tokens`` of a TP group."""
     lookup = memory("embedding", 2 * BF16 * tokens * shape.hidden)
     return [Segment((lookup,)), Segment((), leaving(strategy, shape.hidden, tokens))]
 
 
 def embedding_grad(shape: Shape, strategy: Strategy, tokens: int, pieces: int = 1) -> list[Segment]:
-    """Backward in ``pieces``: each makes a gradient as large as the table and adds it to an fp32 sum."""
+    """Backward pass in ``pieces``: each makes a gradient as large as the table and adds it to an fp32 sum."""
     table = padded_vocab(shape.vocab, strategy.tensor) // strategy.tensor * shape.hidden
     each = pieces * (2 * BF16 + 2 * FP32)
     if strategy.zero > 1 and strategy.fused:
@@ -46,7 +47,7 @@ def embedding_grad(shape: Shape, strategy: Strategy, tokens: int, pieces: int = 
 
 
 def loss(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> list[Segment]:
-    """Forward pass of ``tokens`` of a TP group in ``chunks`` (0: not cut)."""
+    """Forward pass of the loss for ``tokens`` of a TP group in ``chunks`` (0: not cut)."""
     pieces, groups = chunks or 1, _groups(shape, strategy, tokens, chunks)
     rows, vocab = tokens / pieces, padded_vocab(shape.vocab, strategy.tensor) // strategy.tensor
     entropy = memory("cross_entropy", FORWARD * rows * vocab)
@@ -60,7 +61,7 @@ def loss(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> list[Seg
 
 
 def loss_grad(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> list[Segment]:
-    """Backward pass. Each chunk's follows its forward pass, which gathered the tokens, and overlaps no transfers."""
+    """Backward pass of the loss. A chunk's pass directly follows its forward pass, and overlaps no gather of tokens."""
     pieces, groups = chunks or 1, _groups(shape, strategy, tokens, chunks)
     rows, vocab = tokens / pieces, padded_vocab(shape.vocab, strategy.tensor) // strategy.tensor
     entropy = memory("cross_entropy", BACKWARD * rows * vocab, backward=True)

@@ -127,8 +127,8 @@ class Recording:
         first, events, changes, tickets = self.before
         _, _, _, now = recorder.counts()
         blocks = recorder.history.blocks
-        noted = [_relative(event, tickets) for event in recorder.trace.events[events:]]
-        if None in noted or recorder.unfinished != self.unfinished:
+        new_events = [_relative(event, tickets) for event in recorder.trace.events[events:]]
+        if None in new_events or recorder.unfinished != self.unfinished:
             return None
         memory: list[tuple[int, int]] = []
         for _, number, change in recorder.history.events[changes:]:
@@ -150,7 +150,7 @@ class Recording:
             New(x.fake_mode, x, None) if out is not None and out.given is None else None
             for x, out in zip(outs, described)
         ]
-        return Effect(noted, now - tickets, len(blocks) - first, memory, gone, described, makers)
+        return Effect(new_events, now - tickets, len(blocks) - first, memory, gone, described, makers)
 
     def _out(self, x: Tensor, first: int) -> Out | bool:
         """A description of a returned tensor; False if no such tensor can be made."""
@@ -365,6 +365,8 @@ class ChunkCall(NamedTuple):
     not_replayed: Callable[[ChunkWork], bool]  # whether a call cannot be replayed
 
     def replayable(self, cache: CallCache, call: Callable) -> Callable:
+        """``call``, the method, with results from ``cache`` where its calls can be replayed."""
+
         @wraps(call)
         def run(work: ChunkWork, *args: Any) -> Any:
             if self.not_replayed(work):

@@ -2,8 +2,8 @@
 """A dry run: one step of the real program on each kind of rank of a simulated cluster.
 
 All figures are linear in the number of layers, once there are more layers than the offload's buffers and FSDP's
-prefetch hold. So a stage with many layers runs twice, with four and with five units of layers, and the figures of the
-complete stage are extrapolated. ``every_layer`` runs all layers. Micro-batches are repeated: see replay.py.
+prefetch hold. Therefore a stage with many layers runs twice, with four and with five units of layers, and the figures
+of the complete stage are extrapolated. ``every_layer`` runs all layers. Micro-batches are repeated: see replay.py.
 """
 
 from __future__ import annotations
@@ -62,23 +62,23 @@ class Figures:
         return sum(self.device_peak_by_kind.values())
 
 
-def figures(done: RankStep, replayed: Replay | None) -> Figures:
+def figures(step: RankStep, replayed: Replay | None) -> Figures:
     """Figures of a step, including repeated micro-batches; ``replayed``: of the complete step."""
-    trace, times = done.trace, done.repeat.times if done.repeat else 0
-    more = done.repeat.more(trace) if done.repeat else Trace()
-    sent, sent_more = trace.communication_bytes(), more.communication_bytes()
-    copies, copies_more = copied(trace), copied(more)
+    trace, times = step.trace, step.repeat.times if step.repeat else 0
+    repeated = step.repeat.more(trace) if step.repeat else Trace()
+    sent, sent_again = trace.communication_bytes(), repeated.communication_bytes()
+    copies, copied_again = copied(trace), copied(repeated)
     seconds, exposed, busy = {}, {}, {}
     if replayed:
         optimizer = next((begin for name, begin in replayed.phases if name == "optimizer"), replayed.seconds)
         seconds = {"step": replayed.seconds, "passes": optimizer}
         exposed, busy = replayed.exposed, replayed.busy
     return Figures(
-        done.peaks,
-        done.host_peak,
-        trace.flops() + times * more.flops(),
-        {axis: size + times * sent_more[axis] for axis, size in sent.items()},
-        {to: size + times * copies_more[to] for to, size in copies.items()},
+        step.peaks,
+        step.host_peak,
+        trace.flops() + times * repeated.flops(),
+        {axis: size + times * sent_again[axis] for axis, size in sent.items()},
+        {to: size + times * copied_again[to] for to, size in copies.items()},
         seconds,
         exposed,
         busy,
@@ -166,41 +166,41 @@ def dry_run(
     settings()  # refuses a wrong PYTORCH_ALLOC_CONF before the work
     depths = stage_layers(config)
     counts = [None] if every_layer or len(set(depths)) > 1 else layer_counts(config)
-    kinds = list(ranks_of(config, world_size))
+    ranks = list(ranks_of(config, world_size))
     jobs = [
         (with_layers(config, n) if n else config, world_size, rank, vocab_size, machine, every_micro_batch)
-        for rank, _ in kinds
+        for rank, _ in ranks
         for n in counts
     ]
-    done = _run_jobs(jobs, workers)
+    results = _run_jobs(jobs, workers)
     reports = []
-    for index, (rank, stage) in enumerate(kinds):
+    for index, (rank, stage) in enumerate(ranks):
         of_rank = slice(index * len(counts), (index + 1) * len(counts))
-        mine = done[of_rank]
-        if len({job[4] for job in mine}) > 1:  # micro-batches repeat for only one number of layers: run all
-            mine = [run_job((*job[:-1], True)) for job in jobs[of_rank]]
-        result, layers = mine[-1][0], depths[rank * len(depths) // world_size]
+        runs = results[of_rank]
+        if len({run[4] for run in runs}) > 1:  # micro-batches repeat for only one number of layers: run all
+            runs = [run_job((*job[:-1], True)) for job in jobs[of_rank]]
+        rank_figures, layers = runs[-1][0], depths[rank * len(depths) // world_size]
         if len(counts) > 1:
-            result = extrapolated(mine[0][0], result, *counts, layers)
+            rank_figures = extrapolated(runs[0][0], rank_figures, *counts, layers)
         ran = layers, counts[-1] or layers
-        _, ran_batches, profile, replayed, stretch, _ = mine[-1]
-        whole = None
+        _, ran_batches, profile, replayed, stretch, _ = runs[-1]
+        rank_program = None
         if replayed is not None:
             numbers = counts[0] or layers, ran[1], layers
-            whole = program_of(mine[0][3], replayed, numbers, stretch, len(depths) > 1)
-        taken = Reserved()
+            rank_program = program_of(runs[0][3], replayed, numbers, stretch, len(depths) > 1)
+        memory = Reserved()
         if machine is not None and machine.is_gpu:
-            own = runtime_memory(config, world_size, machine)
-            every = (config, world_size, rank, vocab_size, machine, every_micro_batch)
-            taken = reserved(
-                [job[-1] for job in mine],
+            runtime = runtime_memory(config, world_size, machine)
+            all_layers = (config, world_size, rank, vocab_size, machine, every_micro_batch)
+            memory = reserved(
+                [run[-1] for run in runs],
                 counts,
                 layers,
-                machine.memory - own.outside_allocator,
-                own.cublas,
-                lambda every=every: run_job(every)[-1],
+                machine.memory - runtime.outside_allocator,
+                runtime.cublas,
+                lambda job=all_layers: run_job(job)[-1],
             )
-        reports.append(RankReport(rank, stage, ran, ran_batches, result, profile, replayed, whole, taken))
+        reports.append(RankReport(rank, stage, ran, ran_batches, rank_figures, profile, replayed, rank_program, memory))
     if machine is None:
         return DryRun(config, world_size, None, reports)
     # A stage's time is its first report's; the neighbour on a ring (`ranks_of`) is simulated for its memory only.
@@ -254,10 +254,10 @@ def layer_counts(config: Config) -> list[int | None]:
 
 
 Job = tuple[Config, int, int, int, Machine | None, bool]
-Done = tuple[Figures, tuple[int, int], Profile, Replay | None, Stretch | None, Allocations]
+JobResult = tuple[Figures, tuple[int, int], Profile, Replay | None, Stretch | None, Allocations]
 
 
-def _run_jobs(jobs: list[Job], workers: int) -> list[Done]:
+def _run_jobs(jobs: list[Job], workers: int) -> list[JobResult]:
     workers = min(workers, len(jobs))
     if workers == 1:
         return [run_job(job) for job in jobs]
@@ -265,7 +265,7 @@ def _run_jobs(jobs: list[Job], workers: int) -> list[Done]:
         return list(pool.map(run_job, jobs[::-1]))[::-1]  # the longest jobs first
 
 
-def run_job(job: Job) -> Done:
+def run_job(job: Job) -> JobResult:
     """Simulate a rank's step.
 
     Returns:
@@ -277,11 +277,11 @@ def run_job(job: Job) -> Done:
     stage = rank * config.parallel.pipeline_model_parallel_size // world_size
     stretch = None if every_micro_batch else stretch_of(config, stage, batches)
     simulated = machine if machine is not None and machine.is_gpu else None  # None: the kernels of a CPU
-    how = {"machine": simulated, "fp8": held_by(config.model, machine) if config.model.fp8_format else None}
+    options = {"machine": simulated, "fp8": held_by(config.model, machine) if config.model.fp8_format else None}
     done, every_chunk = None, False
     while done is None:
         try:
-            done = run_rank(config, world_size, rank, vocab_size, stretch=stretch, every_chunk=every_chunk, **how)
+            done = run_rank(config, world_size, rank, vocab_size, stretch=stretch, every_chunk=every_chunk, **options)
         except Unsteady:
             stretch = None
         except ReplayMismatch:

@@ -60,16 +60,16 @@ def verdict(result: DryRun) -> list[str]:
     """For each of the allocator's settings, whether the step fits on the device of the rank that needs most."""
     machine, sizes = result.machine, [needed(result, report) for report in result.ranks]
     if not all(sizes):
-        left = machine.usable_memory - max(report.figures.device_peak for report in result.ranks)
-        return [f"it fits, with {readable(left)} of device memory to spare"] if result.fits else []
+        spare = machine.usable_memory - max(report.figures.device_peak for report in result.ranks)
+        return [f"it fits, with {readable(spare)} of device memory to spare"] if result.fits else []
     lines = []
     for setting, name in ALLOCATORS.items():
-        left = machine.memory - max(one[setting] for one in sizes)
-        text = f"it fits, with {readable(left)} of device memory to spare"
-        if left < 0:
-            text = f"it does not fit: {readable(-left)} of device memory are missing"
+        spare = machine.memory - max(by_setting[setting] for by_setting in sizes)
+        text = f"it fits, with {readable(spare)} of device memory to spare"
+        if spare < 0:
+            text = f"it does not fit: {readable(-spare)} of device memory are missing"
         elif not result.fits:
-            text = f"device memory is sufficient, with {readable(left)} to spare"
+            text = f"device memory is sufficient, with {readable(spare)} to spare"
         lines.append(f"with {name} {text}")
     return lines
 
@@ -85,10 +85,10 @@ def _runtime(result: DryRun) -> Iterator[str]:
     """Lines about the allocator's reserved memory, if it was scaled or full, and about memory outside of it."""
     yield from sorted({note for report in result.ranks for note in report.reserved.notes})
     for report in result.ranks:
-        taken = report.reserved
-        if taken.scaled:
-            yield f"{name(report)}: reserved memory is scaled, not replayed, from {taken.scaled}"
-        for setting, retries in taken.retries.items():
+        reserved = report.reserved
+        if reserved.scaled:
+            yield f"{name(report)}: reserved memory is scaled, not replayed, from {reserved.scaled}"
+        for setting, retries in reserved.retries.items():
             if retries is None:
                 yield f"{name(report)}: {LABELS.get(setting, f'reserved, {setting}')}: more than the device has left"
             elif retries:
@@ -154,6 +154,7 @@ def _time(result: DryRun) -> Table:
 
 
 def name(report: RankReport) -> str:
+    """The rank in tables and messages."""
     return f"rank {report.rank} ({report.stage})"
 
 

@@ -173,11 +173,12 @@ def run_rank(
     model.transformer_impl, model.fp8_format = "local", None  # core's layers replace Transformer Engine's
     cpu.run_core_on_cpu()
     on_gpu = machine is not None
-    where = Platform("cuda" if on_gpu else "cpu", torch.device("cpu"), "fake", simulated=True)
+    platform = Platform("cuda" if on_gpu else "cpu", torch.device("cpu"), "fake", simulated=True)
     watch = recorder({}, resized=config.parallel.zero_stage >= 2, before=FakeTensor)
-    few = nullcontext() if every_chunk else replayed_chunks(watch)
-    with simulated_world(world_size, rank), gpu_kernels(watch, machine, fused_rope) if on_gpu else nullcontext(), few:
-        runtime = start(config, where, simulated_offload(watch, on_gpu))
+    kernels = gpu_kernels(watch, machine, fused_rope) if on_gpu else nullcontext()
+    chunks_replayed = nullcontext() if every_chunk else replayed_chunks(watch)
+    with simulated_world(world_size, rank), kernels, chunks_replayed:
+        runtime = start(config, platform, simulated_offload(watch, on_gpu))
         watch.axes.update(axes_of(runtime.grid))
         data = config.data
         # Layers read the values of these tensors, which therefore are not fake.
@@ -186,7 +187,7 @@ def run_rank(
             real["document_ends"] = torch.full((data.micro_batch_size, 1), data.seq_length)
         with fake_tensors(watch.waited, gloo=not on_gpu) as watch.answer, ExitStack() as ends:
             chunks = build_model(
-                config, runtime.grid, runtime.layout, vocab_size, where.device, runtime.offload, on_gpu=on_gpu
+                config, runtime.grid, runtime.layout, vocab_size, platform.device, runtime.offload, on_gpu=on_gpu
             )
             wrapped = wrap_for_data_parallelism(chunks, config)
             optimizer = build_optimizer(wrapped, config)
@@ -277,6 +278,7 @@ def release_tensors(chunks: list[nn.Module], optimizer: Any) -> None:
 
 
 def micro_batches(config: Config, data_parallel: int) -> int:
+    """Number of micro-batches of a rank in a step."""
     return config.data.global_batch_size // (config.data.micro_batch_size * data_parallel)
 
 

@@ -5,7 +5,7 @@ Streams are those of a GPU: ``compute``, one for communication on each axis, and
 host link. Each runs its events in order. A transfer or copy starts when its stream is free and the compute before it in
 the trace is done. With a ticket it overlaps compute until a Wait names the ticket; without one, compute waits for it.
 Because NCCL's kernels use part of the device, compute stops for a share (1 - ``calibration.overlap``) of a transfer
-that it overlaps; that counts as waiting for the transfer's axis.
+that it overlaps; this time counts as waiting for the transfer's axis.
 
 The host launches all events in the same order, each in ``Machine.dispatch`` seconds, ahead of the device where it can.
 If it falls behind, the time that compute waits for it is ``launching``.
@@ -80,12 +80,12 @@ def stretch_of(config: Config, stage: int, micro_batches: int) -> Stretch | None
         return None
     if virtual:
         passes = group * virtual
-        alone = 2 * (stages - stage - 1) + (virtual - 1) * group  # forward passes before the first backward pass
-        groups = max(3, -(-(alone + 2 * passes + 1) // passes))  # the first passes, those that repeat, the last
-        run, first = groups * group, alone + passes
+        warmup = 2 * (stages - stage - 1) + (virtual - 1) * group  # forward passes before the first backward pass
+        groups = max(3, -(-(warmup + 2 * passes + 1) // passes))  # the first passes, those that repeat, the last
+        run, first = groups * group, warmup + passes
     else:
-        passes, alone = 1, stages - stage - 1
-        run, first = alone + 3, alone + 1
+        passes, warmup = 1, stages - stage - 1
+        run, first = warmup + 3, warmup + 1
     if run >= micro_batches:
         return None
     return Stretch(run, first, passes, (micro_batches - run) // (group if virtual else 1))
@@ -106,7 +106,7 @@ def find_repeat(trace: Trace, stretch: Stretch) -> Repeat:
     ]
     waited = [ticket for event in trace.events[begin:] if isinstance(event, Wait) for ticket in event.tickets]
     if waited and (not issued or min(waited) < min(issued) - len(issued)):
-        raise Unsteady("a wait reaches too far back")
+        raise Unsteady("an event waits for another that is more than one repetition older")
     return Repeat(begin, end, stretch.times, len(issued))
 
 
@@ -115,12 +115,12 @@ def with_growth(profile: Profile, begin: int, end: int, times: int) -> Profile:
 
     A repetition leaves the losses that a step reports. All repetitions are assumed to come before these events.
     """
-    left = dict.fromkeys(range(len(profile["kinds"])), 0)
+    growth = dict.fromkeys(range(len(profile["kinds"])), 0)
     for _, kind, change in profile["events"][begin:end]:
-        left[kind] += change
+        growth[kind] += change
     when = profile["events"][begin][0] if begin < len(profile["events"]) else 0.0
-    more = [(when, kind, times * change) for kind, change in left.items() if change]
-    return {**profile, "events": [*profile["events"][:begin], *more, *profile["events"][begin:]]}
+    added = [(when, kind, times * change) for kind, change in growth.items() if change]
+    return {**profile, "events": [*profile["events"][:begin], *added, *profile["events"][begin:]]}
 
 
 COMPUTE = ("gemm", "attention", "memory")
@@ -230,6 +230,7 @@ class Player:
                 self.marks.append(len(self.spans))
 
     def finish(self) -> Replay:
+        """The result, after all streams are done."""
         self._wait(sorted((end, stream) for stream, end in self.free.items()))  # for all streams
         self.waits.add(1, self.worked)
         return Replay(self.now, self.busy, self.exposed, self.phases, self.spans, self.waits, self.marks)

@@ -2,8 +2,8 @@
 """A replay as a picture, and a step as a trace file for chrome://tracing.
 
 The picture has a lane for each stream, cut into columns. A colour's height is the share of the column's time that the
-stream spends on that kind of work. So long events appear as blocks, short ones show how busy the stream is, and a
-million spans are drawn as fast as a hundred.
+stream spends on that kind of work. Long events therefore appear as blocks, short ones show how busy the stream is, and
+a million spans are drawn as fast as a hundred.
 """
 
 from __future__ import annotations
@@ -129,6 +129,7 @@ def draw_phases(axes: Any, result: Replay, scale: float, top: int) -> None:
 
 
 def draw_legend(figure: Any, kinds: list[str]) -> None:
+    """Draw the colours of the kinds of compute below the picture."""
     from matplotlib.patches import Patch
 
     handles = [Patch(color=colour(kind), label=NAMES.get(kind, kind)) for kind in kinds]
@@ -177,7 +178,7 @@ def shown(result: DryRun, most: int) -> tuple[list[int], int]:
     All ranks of a stage are the same, so the trace is first reduced to one rank per stage, then details are left out.
     """
     stages, world = len(result.step.stages), result.world_size
-    sizes = [[len(one.done.spans) for one in row] for row in result.step.stages]
+    sizes = [[len(placed.phase.spans) for placed in row] for row in result.step.stages]
     if sum(map(sum, sizes)) * (world // stages) <= most:
         return list(range(world)), max(map(len, sizes))
     ranks = [_simulated(result, stage) for stage in range(stages)]
@@ -235,46 +236,51 @@ def rank_events(result: DryRun, rank: int, detailed: int) -> Iterator[Event]:
     yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
     streams = {
         name: number
-        for number, name in enumerate([PHASE_LANE, *lanes_of({x.stream for one in inside for x in one.done.spans})])
+        for number, name in enumerate(
+            [PHASE_LANE, *lanes_of({x.stream for placed in inside for x in placed.phase.spans})]
+        )
     }
     for name, number in streams.items():
         label = name if name in ("compute", PHASE_LANE, *HOST.values()) else f"{name} stream"
         yield named("thread_name", rank, number, label)
     detailed_ids, free, end = set(map(id, inside)), dict.fromkeys(streams, 0.0), 0.0
-    for one in row:
-        if stages > 1 and one.begin - end > 1e-9:
-            yield span(BUBBLE, "wait", rank, streams[PHASE_LANE], end, one.begin - end)
-        end = one.begin + one.done.seconds
-        if one.turn is not None or one.done.seconds:
-            yield {**span(one.done.name, "phase", rank, streams[PHASE_LANE], one.begin, one.done.seconds), **_turn(one)}
-        if id(one) in detailed_ids:
-            for stream, kind, begin, stop, name in one.done.spans:
-                begin, stop = one.begin + begin, one.begin + stop
+    for placed in row:
+        if stages > 1 and placed.begin - end > 1e-9:
+            yield span(BUBBLE, "wait", rank, streams[PHASE_LANE], end, placed.begin - end)
+        end = placed.begin + placed.phase.seconds
+        if placed.slot is not None or placed.phase.seconds:
+            yield {
+                **span(placed.phase.name, "phase", rank, streams[PHASE_LANE], placed.begin, placed.phase.seconds),
+                **_slot(placed),
+            }
+        if id(placed) in detailed_ids:
+            for stream, kind, begin, stop, name in placed.phase.spans:
+                begin, stop = placed.begin + begin, placed.begin + stop
                 late = 0.0 if stream == "compute" else max(0.0, free[stream] - begin)
                 free[stream] = stop + late
                 yield span(profiled(name, kind), kind, rank, streams[stream], begin + late, stop - begin)
-        yield from arrows(result, rank, stage, one)
+        yield from arrows(result, rank, stage, placed)
 
 
-def _turn(one: Placed) -> Event:
-    return {} if one.turn is None else {"args": {"micro-batch": one.turn.micro_batch, "chunk": one.turn.chunk}}
+def _slot(placed: Placed) -> Event:
+    return {} if placed.slot is None else {"args": {"micro-batch": placed.slot.micro_batch, "chunk": placed.slot.chunk}}
 
 
-def arrows(result: DryRun, rank: int, stage: int, one: Placed) -> Iterator[Event]:
+def arrows(result: DryRun, rank: int, stage: int, placed: Placed) -> Iterator[Event]:
     """Ends of message arrows at a pass: to the pass that waits for it, and from the pass that it waits for."""
-    if one.turn is None:
+    if placed.slot is None:
         return
-    stages, turn = len(result.step.stages), one.turn
-    last = stages * max(1, 1 + max(x.turn.chunk for x in result.step.stages[0] if x.turn is not None)) - 1
-    place, step = turn.chunk * stages + stage, -1 if turn.backward else 1
+    stages, slot = len(result.step.stages), placed.slot
+    last = stages * max(1, 1 + max(x.slot.chunk for x in result.step.stages[0] if x.slot is not None)) - 1
+    place, step = slot.chunk * stages + stage, -1 if slot.backward else 1
     ends = (
-        ("s", place, place + step, one.begin + min(one.done.sent, 0.9999 * one.done.seconds)),
-        ("f", place - step, place, one.begin),
+        ("s", place, place + step, placed.begin + min(placed.phase.sent, 0.9999 * placed.phase.seconds)),
+        ("f", place - step, place, placed.begin),
     )
     for phase, source, target, when in ends:
         if 0 <= min(source, target) and max(source, target) <= last:
             inside = rank % (result.world_size // stages)
-            number = ((turn.micro_batch * (last + 1) + source) * 2 + turn.backward) * result.world_size + inside
+            number = ((slot.micro_batch * (last + 1) + source) * 2 + slot.backward) * result.world_size + inside
             event = {"ph": phase, "name": "message", "cat": "pp", "id": number, "pid": rank, "tid": 0}
             yield {**event, "ts": round(1e6 * when, 3), **({"bp": "e"} if phase == "f" else {})}
 

@@ -119,12 +119,12 @@ def _bytes_of(
 ) -> Counter[tuple[str, str]]:
     config = deepcopy(config)
     config.model.num_layers = layers
-    made: list[TrafficRecorder] = []
+    recorders: list[TrafficRecorder] = []
 
     def recorder(*args: Any, **kwargs: Any) -> TrafficRecorder:
-        made.append(TrafficRecorder(*args, **kwargs))
-        return made[0]
+        recorders.append(TrafficRecorder(*args, **kwargs))
+        return recorders[0]
 
-    how = {"machine": machine, "fused_rope": fused_rope}
-    run_rank(config, world_size, rank, vocab_size, recorder=recorder, every_chunk=True, **how)
-    return made[0].bytes
+    options = {"machine": machine, "fused_rope": fused_rope}
+    run_rank(config, world_size, rank, vocab_size, recorder=recorder, every_chunk=True, **options)
+    return recorders[0].bytes

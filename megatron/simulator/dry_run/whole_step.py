@@ -24,8 +24,8 @@ from megatron.training.arguments.config import Config
 # sender never waits for its receiver.
 
 
-class Turn(NamedTuple):
-    """A pass in a rank's program."""
+class Slot(NamedTuple):
+    """The place of a pass in a rank's program."""
 
     backward: bool
     micro_batch: int
@@ -33,11 +33,11 @@ class Turn(NamedTuple):
     index: int  # number of the pass among the rank's passes of its direction
 
 
-PassTimes = Callable[[int, Turn], tuple[float, float]]
-"""(stage, turn) -> (seconds of the pass, seconds from its begin until the next stage has its output)."""
+PassTimes = Callable[[int, Slot], tuple[float, float]]
+"""(stage, slot) -> (seconds of the pass, seconds from its begin until the next stage has its output)."""
 
 
-def program(stage: int, stages: int, micro_batches: int, virtual: int = 1, group: int = 0) -> list[Turn]:
+def program(stage: int, stages: int, micro_batches: int, virtual: int = 1, group: int = 0) -> list[Slot]:
     """The passes of a rank of ``stage`` in their order.
 
     Args:
@@ -51,17 +51,17 @@ def program(stage: int, stages: int, micro_batches: int, virtual: int = 1, group
         for chunk in range(virtual)
         for batch in range(first, min(first + group, micro_batches))
     ]
-    alone = stages - stage - 1 if virtual == 1 else 2 * (stages - stage - 1) + (virtual - 1) * group
-    alone = min(alone, total)
-    forward = [Turn(False, *place, index) for index, place in enumerate(table)]
-    backward = [Turn(True, batch, virtual - 1 - chunk, index) for index, (batch, chunk) in enumerate(table)]
-    turns = forward[:alone]
-    for one, other in zip(forward[alone:], backward):
-        turns += [one, other]
-    return turns + backward[total - alone :]
+    warmup = stages - stage - 1 if virtual == 1 else 2 * (stages - stage - 1) + (virtual - 1) * group
+    warmup = min(warmup, total)
+    forward = [Slot(False, *place, index) for index, place in enumerate(table)]
+    backward = [Slot(True, batch, virtual - 1 - chunk, index) for index, (batch, chunk) in enumerate(table)]
+    slots = forward[:warmup]
+    for pair in zip(forward[warmup:], backward):
+        slots += pair
+    return slots + backward[total - warmup :]
 
 
-def begins(programs: list[list[Turn]], took: PassTimes, first: list[float] | None = None) -> list[list[float]]:
+def begins(programs: list[list[Slot]], took: PassTimes, first: list[float] | None = None) -> list[list[float]]:
     """Seconds at which each pass of each stage's program begins.
 
     Args:
@@ -71,28 +71,28 @@ def begins(programs: list[list[Turn]], took: PassTimes, first: list[float] | Non
         ValueError: the programs are in a deadlock.
     """
     stages = len(programs)
-    last = stages * (1 + max(turn.chunk for turn in programs[0])) - 1
+    last = stages * (1 + max(slot.chunk for slot in programs[0])) - 1
     free = list(first or [0.0] * stages)
     inputs: dict[tuple[bool, int, int], float] = {}  # when the input of a virtual stage's pass arrives
     times: list[list[float]] = [[] for _ in programs]
-    left = sum(map(len, programs))
-    while left:
-        before = left
-        for stage, turns in enumerate(programs):
-            while len(times[stage]) < len(turns):
-                turn = turns[len(times[stage])]
-                place = turn.chunk * stages + stage
-                source = place == last if turn.backward else place == 0
-                ready = 0.0 if source else inputs.get((turn.backward, turn.micro_batch, place))
+    remaining = sum(map(len, programs))
+    while remaining:
+        before = remaining
+        for stage, slots in enumerate(programs):
+            while len(times[stage]) < len(slots):
+                slot = slots[len(times[stage])]
+                place = slot.chunk * stages + stage
+                source = place == last if slot.backward else place == 0
+                ready = 0.0 if source else inputs.get((slot.backward, slot.micro_batch, place))
                 if ready is None:
                     break
                 begin = max(free[stage], ready)
-                seconds, sent = took(stage, turn)
+                seconds, sent = took(stage, slot)
                 free[stage] = begin + seconds
-                inputs[turn.backward, turn.micro_batch, place + (-1 if turn.backward else 1)] = begin + sent
+                inputs[slot.backward, slot.micro_batch, place + (-1 if slot.backward else 1)] = begin + sent
                 times[stage].append(begin)
-                left -= 1
-        if left == before:
+                remaining -= 1
+        if remaining == before:
             raise ValueError("stages of the pipeline wait for each other")
     return times
 
@@ -122,11 +122,11 @@ class Program:
 
 @dataclass(frozen=True)
 class Placed:
-    """A phase with its begin in the step; ``turn``: None before and after the passes."""
+    """A phase with its begin in the step; ``slot``: None before and after the passes."""
 
     begin: float
-    done: Pass
-    turn: Turn | None
+    phase: Pass
+    slot: Slot | None
 
 
 @dataclass(frozen=True)
@@ -251,28 +251,28 @@ def whole_step_of(config: Config, programs: dict[str, Program], micro_batches: i
 def whole_step(programs: list[Program], micro_batches: int, virtual: int = 1, group: int = 0) -> WholeStep:
     """Schedule the programs of all stages, given in the order of the stages."""
     stages = len(programs)
-    turns = [program(stage, stages, micro_batches, virtual, group) for stage in range(stages)]
+    slots = [program(stage, stages, micro_batches, virtual, group) for stage in range(stages)]
 
-    def done(stage: int, turn: Turn) -> Pass:
+    def done(stage: int, slot: Slot) -> Pass:
         mine = programs[stage]
-        return (mine.backward if turn.backward else mine.forward)[turn.index]
+        return (mine.backward if slot.backward else mine.forward)[slot.index]
 
-    def took(stage: int, turn: Turn) -> tuple[float, float]:
-        one = done(stage, turn)
+    def took(stage: int, slot: Slot) -> tuple[float, float]:
+        one = done(stage, slot)
         return one.seconds, one.sent
 
-    times = begins(turns, took, [mine.before.seconds for mine in programs])
+    times = begins(slots, took, [mine.before.seconds for mine in programs])
     placed = [
         [
             Placed(0.0, mine.before, None),
-            *(Placed(begin, done(stage, turn), turn) for begin, turn in zip(times[stage], turns[stage])),
+            *(Placed(begin, done(stage, slot), slot) for begin, slot in zip(times[stage], slots[stage])),
         ]
         for stage, mine in enumerate(programs)
     ]
-    now = max(row[-1].begin + row[-1].done.seconds for row in placed)
+    now = max(row[-1].begin + row[-1].phase.seconds for row in placed)
     end = now
     for row, mine in zip(placed, programs):
-        begin = now if stages > 1 else row[-1].begin + row[-1].done.seconds
+        begin = now if stages > 1 else row[-1].begin + row[-1].phase.seconds
         for one in mine.after:
             row.append(Placed(begin, one, None))
             begin += one.seconds

@@ -178,13 +178,13 @@ class Machine:
         """The kernel that ``name`` means on this machine; see `kernels.choose_on`. Raises KernelUnavailable."""
         from megatron.context_parallel.attention.kernels import KernelUnavailable, choose_on
 
-        how = {"tile_rows": tile_rows, "crossover": self.crossover, **needs}
+        options = {"tile_rows": tile_rows, "crossover": self.crossover, **needs}
         if self.attention_kernel == "flash_attn":
-            how["flash_attn"] = 3 if self.capability == (9, 0) else 2
+            options["flash_attn"] = 3 if self.capability == (9, 0) else 2
         elif self.attention_kernel != "auto" and name == "auto" and tile_rows is None:
             with suppress(KernelUnavailable):
-                return choose_on(self.attention_kernel, self.capability, dtype, head_dim, **how)
-        return choose_on(name, self.capability, dtype, head_dim, **how)
+                return choose_on(self.attention_kernel, self.capability, dtype, head_dim, **options)
+        return choose_on(name, self.capability, dtype, head_dim, **options)
 
     def slowest_and_fastest(self) -> tuple[Machine, Machine]:
         """This machine with all uncertain shares at their lowest, and at their highest."""

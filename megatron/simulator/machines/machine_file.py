@@ -92,11 +92,12 @@ def machine_of(path: Path, raw: Json) -> Machine:
 
 
 def read_merged(path: Path, below: tuple[Path, ...] = ()) -> Json:
+    """The fields of a file, merged over those of the file that it extends; ``below``: files that extend this one."""
     return merged(path, read_fields(path), below)
 
 
 def merged(path: Path, raw: Json, below: tuple[Path, ...] = ()) -> Json:
-    """``raw`` merged over the fields of the file that it extends: objects are merged, other values replaced."""
+    """``raw`` merged over the fields of the file that it extends, without the sources of replaced figures."""
     if path.resolve() in below:
         raise Refusal(f"{path}: extends: a file cannot build on itself")
     raw = {"name": path.stem} | raw
@@ -119,7 +120,7 @@ def merged(path: Path, raw: Json, below: tuple[Path, ...] = ()) -> Json:
     if isinstance(sources, dict):  # a replaced figure has another source
         base["sources"] = {key: text for key, text in sources.items() if not is_replaced(key, raw)}
     uncertain = base.get("uncertain", {})
-    if isinstance(uncertain, dict):  # the base's uncertainty does not apply to it either
+    if isinstance(uncertain, dict):  # the base's uncertainty does not apply to a replaced figure
         base["uncertain"] = {key: ends for key, ends in uncertain.items() if not is_replaced(f"calibration.{key}", raw)}
     return merge(base, raw)
 
@@ -132,6 +133,7 @@ def is_replaced(key: str, over: Json) -> bool:
 
 
 def merge(base: Json, over: Json) -> Json:
+    """``over`` merged over ``base``: objects are merged, other values replaced."""
     result = dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(base.get(key), dict)
@@ -147,6 +149,7 @@ def read_fields(path: Path) -> Json:
 
 
 def refuse_unknown(path: Path, where: str, raw: Json, names: list[str]) -> None:
+    """Refuse fields of ``raw`` that are not in ``names``; ``where``: the path of the object in the file, with a dot."""
     for key in raw:
         if key not in names:
             close = get_close_matches(key, names, n=1)
@@ -292,7 +295,7 @@ def collectives(path: Path, name: str, value: Any) -> Collectives:
             given[key] = seconds(path, where, item)
         elif key in ALGORITHMS and item is None:
             if not key.endswith("128") and not key.startswith(("nvls", "pat")):
-                raise Refusal(f"{path}: {where}: NCCL always has it")
+                raise Refusal(f"{path}: {where}: NCCL always has this algorithm: give figures, not null")
             given[key] = None
         elif key in ALGORITHMS:
             members(path, where, item, ", ".join(ALGORITHM), ALGORITHM)

@@ -43,6 +43,7 @@ def effort(device: str, quick: bool) -> Effort:
 
 
 def settle(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -147,19 +147,19 @@ def figures(device: torch.device, per_node: int, plan: Effort, report: Callable[
     if nodes > 1:
         for first in range(per_node):
             members = list(range(first, ranks, per_node))
-            across = dist.new_group(members)
+            new_group = dist.new_group(members)
             if rank in members:
-                mine = across
+                across_nodes = new_group
         if device.type == "cuda":
-            buffers["nccl_network"] = communicator(mine, device)
+            buffers["nccl_network"] = communicator(across_nodes, device)
         for kind in KINDS:
             report(f"{kind} among {nodes} nodes")
-            network[kind] = latency_and_bandwidth(kind, mine, device, plan)
+            network[kind] = latency_and_bandwidth(kind, across_nodes, device, plan)
     if nodes > 1 and per_node > 1:
         report("p2p by one process of each node")
         dist.barrier()
         if rank % per_node == 0:
-            alone = latency_and_bandwidth("p2p", mine, device, plan, mine)[1]
+            alone = latency_and_bandwidth("p2p", across_nodes, device, plan, across_nodes)[1]
         dist.barrier()
     report("copies to the host, all at once")
     dist.barrier()
@@ -169,6 +169,7 @@ def figures(device: torch.device, per_node: int, plan: Effort, report: Callable[
 
 
 def slowest(copied: Tensor, group: dist.ProcessGroup) -> list[float]:
+    """[smallest bandwidth, largest latency] of the ranks' ``copied`` [2], which is changed in place."""
     copied[0] *= -1
     dist.all_reduce(copied, dist.ReduceOp.MAX, group=group)
     return [-copied[0].item(), copied[1].item()]
@@ -177,9 +178,9 @@ def slowest(copied: Tensor, group: dist.ProcessGroup) -> list[float]:
 def work(rank: int, processes: int, device: str, plan: Effort, store: str, timeout: float, messages: mp.Queue) -> None:
     """One process of :func:`measure_in_processes`; rank 0 reports its progress and result through ``messages``."""
     torch.set_num_threads(1)
-    where = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
+    own_device = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
-        torch.cuda.set_device(where)
+        torch.cuda.set_device(own_device)
     try:
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
@@ -189,7 +190,7 @@ def work(rank: int, processes: int, device: str, plan: Effort, store: str, timeo
             timeout=timedelta(seconds=timeout),
         )
         report = (lambda text: messages.put(text)) if rank == 0 else (lambda text: None)
-        result = figures(where, processes, plan, report)
+        result = figures(own_device, processes, plan, report)
         if rank == 0:
             messages.put(result)
         dist.barrier()

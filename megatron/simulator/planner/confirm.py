@@ -36,14 +36,15 @@ class Confirmation:
     process: int = 0  # bytes that the GPU needs in all, with the better of the allocator's settings; 0: unknown
 
     def table(self) -> Table:
+        """Planned and simulated memory and time."""
         table = Table("", "planned", "dry run", "difference", title="Plan and dry run", title_justify="left")
         for column in table.columns[1:]:
             column.justify = "right"
         plan = self.plan
         sizes = (("device memory", plan.memory.total, self.device), ("host memory", plan.memory.host, self.host))
-        for name, ours, theirs in sizes:
-            if ours or theirs:
-                table.add_row(name, f"{ours / GIB:.2f} GiB", f"{theirs / GIB:.2f} GiB", _difference(ours, theirs))
+        for name, planned, run in sizes:
+            if planned or run:
+                table.add_row(name, f"{planned / GIB:.2f} GiB", f"{run / GIB:.2f} GiB", _difference(planned, run))
         times = duration(plan.seconds), duration(self.seconds), _difference(plan.seconds, self.seconds)
         table.add_row("step", *times)
         table.add_row("MFU", f"{100 * plan.estimate.mfu:.1f} %", f"{100 * self.mfu:.1f} %", "")
@@ -53,10 +54,11 @@ class Confirmation:
     def narrowed(self, problem: Problem) -> Problem:
         """The problem with less memory, by the number of bytes that the dry run needs beyond the plan."""
         machine, node = problem.machine, problem.gpus_per_node
-        more = max(self.device, self.process - machine.reserved) - self.plan.memory.total
-        more = max(more, 0)
-        host = max(self.host - self.plan.memory.host, 0) * node
-        smaller = replace(machine, reserved=machine.reserved + more, host_memory=machine.host_memory - host)
+        device_excess = max(max(self.device, self.process - machine.reserved) - self.plan.memory.total, 0)
+        host_excess = max(self.host - self.plan.memory.host, 0) * node
+        smaller = replace(
+            machine, reserved=machine.reserved + device_excess, host_memory=machine.host_memory - host_excess
+        )
         return replace(problem, machine=smaller)
 
 
@@ -84,5 +86,5 @@ def confirm(report: Report, plan: Plan, gpu: str) -> Confirmation:
     return Confirmation(plan, device, host, result["predicted_ms"] / 1e3, result["mfu"], result["fits"], process)
 
 
-def _difference(ours: float, theirs: float) -> str:
-    return f"{100 * (ours / theirs - 1):+.1f} %" if theirs else "-"
+def _difference(planned: float, run: float) -> str:
+    return f"{100 * (planned / run - 1):+.1f} %" if run else "-"

@@ -127,8 +127,8 @@ def losing(plan: Plan, winner: Plan) -> str:
         return f"as fast as the winner, with {gib(abs(plan.margin - winner.margin))} " + (
             "more to spare" if plan.margin > winner.margin else "less to spare"
         )
-    ours, theirs = winner.estimate.parts, plan.estimate.parts
-    changes = {name: theirs.get(name, 0.0) - ours.get(name, 0.0) for name in {*ours, *theirs}}
+    best, parts = winner.estimate.parts, plan.estimate.parts
+    changes = {name: parts.get(name, 0.0) - best.get(name, 0.0) for name in {*best, *parts}}
     rising = sorted((name for name in changes if changes[name] > 0), key=lambda name: -changes[name])
     main = [name for name in rising if changes[name] > 0.15 * changes[rising[0]]][:3]
     more = [f"{duration(changes[name])} more {_for(name)}" for name in main]

@@ -159,6 +159,7 @@ def best_of(all_offers: Sequence[Offer], terms: Terms | None) -> Offer:
 
 
 def offers_table(all_offers: Sequence[Offer], best: Offer, terms: Terms | None) -> Table:
+    """The first plan of each offer; with ``terms`` also time and cost of the run. ``best`` is marked."""
     table = Table("", "GPUs", "plan", "step", title="GPUs to choose from", title_justify="left")
     for name in ("the run", "cost") if terms else ():
         table.add_column(name, justify="right", no_wrap=True)

@@ -39,6 +39,7 @@ class Row:
 
     @property
     def context(self) -> str:
+        """How the sequence is split and offloaded, in words."""
         strategy = self.strategy
         if strategy.context == 1:
             split = "whole sequence"

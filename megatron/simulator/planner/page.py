@@ -89,9 +89,9 @@ def passes(workload: Workload, s: Strategy, machine: Machine) -> tuple[list[floa
 
     def of(layers: int) -> list[float]:
         both = [0.0, 0.0]
-        for how, number in s.layer_kinds(layers):
+        for layer_strategy, number in s.layer_kinds(layers):
             for work, share in workload.kinds():
-                for at, segments in enumerate(layer(work, how)):
+                for at, segments in enumerate(layer(work, layer_strategy)):
                     both[at] += share * number * _seconds(segments, machine)
         return both
 
@@ -170,6 +170,7 @@ def _sealed(template: str) -> str:
 
 
 def row(plan: Plan, problem: Problem) -> Json:
+    """A plan's row of the page's table; memory in GiB."""
     s, memory = plan.strategy, plan.memory
     fits = "yes" if plan.fits else "near" if plan.tight else "no"
     return {
@@ -191,16 +192,16 @@ def row(plan: Plan, problem: Problem) -> Json:
 
 
 def layers(plan: Plan, problem: Problem) -> list[Json]:
-    """What each stream does when, in seconds, in the passes of a layer, the embedding and the loss."""
+    """The work of each stream over time, in seconds, for the passes of a layer, the embedding and the loss."""
     s, workload = plan.strategy, problem.workload
     stage_layers = s.most_layers(workload.shape.layers)
     drawn = []
-    for how, number in s.layer_kinds(stage_layers):
-        again = " recomputed" if how.recompute == "full" and s.recompute_method == "block" else ""
+    for layer_strategy, number in s.layer_kinds(stage_layers):
+        again = " recomputed" if layer_strategy.recompute == "full" and s.recompute_method == "block" else ""
         for work, share in workload.kinds():
             own = " without the window" if work.keys == workload.whole_keys else " with the window"
             kind = "" if share == 1 else own
-            for name, segments in zip(("forward", "backward"), layer(work, how)):
+            for name, segments in zip(("forward", "backward"), layer(work, layer_strategy)):
                 drawn.append(
                     {
                         "name": f"{name} pass of a{again} layer{kind}",

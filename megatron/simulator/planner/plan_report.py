@@ -157,6 +157,7 @@ class Report:
         }
 
     def table(self, top: int) -> Table:
+        """The first ``top`` plans, with grid, memory savings, time and memory."""
         problem = self.problem
         title = (
             f"{self.name()} at {count(problem.workload.seq_length)} tokens on {problem.gpus} x {problem.machine.name}, "

@@ -61,7 +61,7 @@ class Fit:
 
     @property
     def host_margin(self) -> float:
-        """The same for host memory."""
+        """Bytes that are left of host memory; negative: bytes that are missing."""
         return self.host_room - self.memory.host
 
     @property
@@ -105,8 +105,8 @@ def priced(problem: Problem, strategy: Strategy) -> Plan:
 def fullest(workload: Workload, strategy: Strategy) -> Memory:
     """Memory of the pipeline stage that needs most.
 
-    That is the first, which has the most micro-batches in flight, the second, which in addition keeps a gradient to
-    send, or the last, which has the loss.
+    This is the first stage (most micro-batches in flight), the second (it also keeps a gradient to send) or the last
+    (the loss).
     """
     stages = {0, min(1, strategy.pipeline - 1), strategy.pipeline - 1}
     return max((device_memory(workload, strategy, stage=stage) for stage in stages), key=lambda memory: memory.total)

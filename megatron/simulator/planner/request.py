@@ -117,18 +117,18 @@ def packed(documents: str, seq_length: int, window: int = 0) -> Packed:
     draw, mean = _lengths(documents)
     count = max(FEWEST, min(MOST, int(DRAWS * mean / seq_length)))
     bounds = [seq_length * part // PARTS for part in range(1, PARTS + 1)]
-    left, samples = 0, []
+    remaining, samples = 0, []  # tokens of the last document that are not in a sample yet
     for _ in range(count):
         start, total, before, parts = 0, 0.0, 0.0, []
         while start < seq_length:
-            left = left or draw()
-            end = min(start + left, seq_length)
+            remaining = remaining or draw()
+            end = min(start + remaining, seq_length)
             while len(parts) < PARTS and bounds[len(parts)] <= end:
                 so_far = total + _keys(bounds[len(parts)] - start, window)
                 parts.append(so_far - before)
                 before = so_far
             total += _keys(end - start, window)
-            left, start = left - (end - start), end
+            remaining, start = remaining - (end - start), end
         samples.append(parts)
     pairs = [sum(parts) / seq_length for parts in samples]
     keys = fmean(pairs)
@@ -178,14 +178,14 @@ def _keys(length: int, window: int) -> float:
 
 def _lengths(text: str) -> tuple[Callable[[], int], float]:
     """(a function that draws a document's length, with a fixed seed; the mean length)."""
-    chance = random.Random(0)
+    generator = random.Random(0)
     if text.startswith("mean:"):
         given = dict(part.partition(":")[::2] for part in text.split(","))
         if not {"mean", "sigma"} >= set(given):
             raise Refusal(f"--documents {text}: give mean:N, mean:N,sigma:S, or a file")
         mean = tokens(given["mean"], "--documents mean:")
         if "sigma" not in given:
-            return lambda: max(1, round(chance.expovariate(1 / mean))), float(mean)
+            return lambda: max(1, round(generator.expovariate(1 / mean))), float(mean)
         try:
             sigma = float(given["sigma"])
         except ValueError:
@@ -193,9 +193,9 @@ def _lengths(text: str) -> tuple[Callable[[], int], float]:
         if not 0 < sigma <= 5:
             raise Refusal(f"--documents {text}: sigma, of the lengths' logarithm, must be above 0 and at most 5")
         middle = math.log(mean) - sigma * sigma / 2
-        return lambda: max(1, round(chance.lognormvariate(middle, sigma))), float(mean)
+        return lambda: max(1, round(generator.lognormvariate(middle, sigma))), float(mean)
     lengths = read_lengths(Path(text))
-    return lambda: chance.choice(lengths), fmean(lengths)
+    return lambda: generator.choice(lengths), fmean(lengths)
 
 
 def read_lengths(path: Path) -> list[int]:
@@ -299,11 +299,11 @@ def _config(flags: tuple[str, ...], seq_length: int) -> Config:
     if read.model.model is None and read.model.vocab_size is None:
         raise Refusal("missing: --vocab-size; --model sets a complete shape, for example --model llama3-8b")
     config = parse(words, LLAMA_DEFAULTS, world_size=1)
-    _known(config)
+    _refuse_unknown(config)
     return config
 
 
-def _known(config: Config) -> None:
+def _refuse_unknown(config: Config) -> None:
     """Refuse models whose memory and time the planner does not know."""
     model = config.model
     wrong = {

@@ -65,8 +65,8 @@ class Ranked:
     def at(self, place: int) -> Entry | None:
         """The entry at this place of the order; None if there are fewer entries."""
         while len(self._ranked) <= place and self._waiting:
-            least, own, number, steps = self._waiting[0]
-            if own:
+            least, is_price, number, steps = self._waiting[0]
+            if is_price:
                 heappop(self._waiting)
                 self._ranked.append((least, number, steps[-1]))
                 continue
@@ -86,11 +86,11 @@ def simpler(s: Strategy) -> list[Strategy]:
     Without host copies a step has no more kernels and transfers, without recompute fewer.
     """
     steps = [s]
-    here = s.but(offload_checkpoints=False, stream_hidden=False, fpdt_offload=s.fpdt_offload and not s.fpdt_chunk)
-    if here.recompute_method == "uniform" and here != s:
-        steps.append(here)
-    if here.recompute != "none":
-        steps.append(here.but(recompute="none", recompute_method="uniform", recompute_layers=1))
+    no_copies = s.but(offload_checkpoints=False, stream_hidden=False, fpdt_offload=s.fpdt_offload and not s.fpdt_chunk)
+    if no_copies.recompute_method == "uniform" and no_copies != s:
+        steps.append(no_copies)
+    if no_copies.recompute != "none":
+        steps.append(no_copies.but(recompute="none", recompute_method="uniform", recompute_layers=1))
     return steps[::-1]
 
 
@@ -121,24 +121,24 @@ def fastest_savings(
         later.append((least, fpdt_savings))
     with_units = False
     while True:
-        heads = [(entry, index) for index, ranked in enumerate(groups) if (entry := ranked.at(places[index]))]
-        if later and (not heads or min(heads)[0][0] > later[0][0]):
+        candidates = [(entry, index) for index, ranked in enumerate(groups) if (entry := ranked.at(places[index]))]
+        if later and (not candidates or min(candidates)[0][0] > later[0][0]):
             _, group = later.pop(0)
             groups.append(_ranked(workload, shared, machine, limits, group, orders))
             places.append(0)
             if later:  # the bound of FPDT needs the price of a chunked FFN
                 later = [(NEVER_FASTER * pass_seconds(workload, shared.but(ffn_chunks=1), machine), fpdt_savings)]
             continue
-        saving = min(heads)[0][2] if heads else None
+        saving = min(candidates)[0][2] if candidates else None
         uniform = saving is None or (saving.recompute == "full" and saving.recompute_method == "uniform")
         if not with_units and uniform:
             with_units = True
             groups.append(_ranked(workload, shared, machine, limits, unit_savings, orders))
             places.append(0)
             continue
-        if not heads:
+        if not candidates:
             return
-        _, index = min(heads)
+        _, index = min(candidates)
         places[index] += 1
         strategy = on_grid(saving, base, workload)
         if strategy is not None:

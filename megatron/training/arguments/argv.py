@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A command line as a list of options, each a flag and its values; and other programs' notations of values."""
+"""Splits a command line into options, each a flag with its values, and reads other programs' notations of values."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def plain(
         switches: flags without a value.
         defaults: the switches that state the default; a ``false`` after them stays, so that it is refused.
         numbers: flags with a list of numbers.
-        lists: flags with a list of words; one word is a list only in brackets.
+        lists: flags with a list of words; a single word is split only if it is in brackets.
         pairs: flags with two numbers.
     """
     result = []
@@ -74,9 +74,8 @@ URLS = ("--dist-url", "--dist_url")
 def take_ranks(argv: Sequence[str], environment: MutableMapping[str, str]) -> None:
     """Set torchrun's variables from --rank, --world-size, --local-rank and --dist-url, which scripts for mpirun pass.
 
-    Without --rank nothing is set.
-
-    Under torchrun the flags must agree with its variables. Values that are no numbers are left to the parser.
+    Nothing is set without --rank, or in a dry run. Variables that are set already, as torchrun does, must agree with
+    the flags. Values that are not numbers are left to the parser.
 
     Raises:
         Refusal: a flag and the environment differ, or --dist-url is not tcp://HOST:PORT.
@@ -86,10 +85,10 @@ def take_ranks(argv: Sequence[str], environment: MutableMapping[str, str]) -> No
         return
     settings = {name: (flag, given[flag]) for flag, name in NAMES.items() if given.get(flag, "").isdigit()}
     for flag in (flag for flag in URLS if given.get(flag, "env://") != "env://"):
-        place = re.fullmatch(r"tcp://([^/:]+|\[[^\]]+\]):(\d+)/?", given[flag])
-        if place is None:
+        address = re.fullmatch(r"tcp://([^/:]+|\[[^\]]+\]):(\d+)/?", given[flag])
+        if address is None:
             raise Refusal(f"{flag} {given[flag]}", ": give tcp://HOST:PORT, or set MASTER_ADDR and MASTER_PORT")
-        settings |= {"MASTER_ADDR": (flag, place[1].strip("[]")), "MASTER_PORT": (flag, place[2])}
+        settings |= {"MASTER_ADDR": (flag, address[1].strip("[]")), "MASTER_PORT": (flag, address[2])}
     for name, (flag, value) in settings.items():
         if environment.setdefault(name, value) != value:
             raise Refusal(f"{flag} {value}", f"and {name}={environment[name]} of the environment differ: leave one out")

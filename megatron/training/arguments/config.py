@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.training.arguments.foreign.foreign_settings import ElsewhereConfig
+from megatron.training.arguments.foreign.foreign_settings import ForeignConfig
 from megatron.training.arguments.settings.attention_settings import AttentionConfig, ChunkConfig
 from megatron.training.arguments.settings.job_settings import (
     CheckpointConfig,
@@ -36,10 +36,10 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     faults: FaultConfig = field(default_factory=FaultConfig)
-    elsewhere: ElsewhereConfig = field(default_factory=ElsewhereConfig)
+    foreign: ForeignConfig = field(default_factory=ForeignConfig)
     simulation: SimulationConfig = field(default_factory=SimulationConfig)
     notes: list[str] = field(default_factory=list)  # not a flag: lines that rank 0 prints once before training
 
     def part_with(self, name: str) -> Any:
-        """The section that has a setting; no two sections have settings of the same name."""
+        """The section with the setting ``name``, which is in one section only."""
         return next(part for part in vars(self).values() if name in getattr(part, "__dataclass_fields__", ()))

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """--data-path, --split, and BigScience's ``--train-weighted-split-paths "NAME: WEIGHT START:STOP PATH, ..."``.
 
-A group of the last flag is a blend in which each prefix has a portion of its documents. Validation and test data may
-have several groups, which are evaluated one by one. These rules are from megatron/arguments.py (parse_data_paths) and
-megatron/data/dataset_utils.py (get_split_by_range_) of bigscience-workshop/Megatron-DeepSpeed.
+A group of --train-weighted-split-paths is a blend that takes a portion of the documents of each prefix. Validation and
+test data may have several groups, which are evaluated one by one. These rules are from parse_data_paths in
+megatron/arguments.py and get_split_by_range_ in megatron/data/dataset_utils.py of
+bigscience-workshop/Megatron-DeepSpeed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Blend = tuple[list[str], list[float] | None]  # prefixes, and their weights
 
 
 def parse_blend(values: Sequence[str], flag: str) -> Blend:
-    """A blend from prefixes, or from weights and prefixes in turn; an odd number of words has no weights."""
+    """A blend from prefixes, or from weights and prefixes in turn; an odd number of words is read as prefixes only."""
     if not values:
         raise Refusal(flag, "is empty: give a prefix, or weights and prefixes")
     weights = [_number(word) for word in values[::2]] if len(values) % 2 == 0 else [None]
@@ -79,24 +80,24 @@ def weighted_groups(data: DataConfig, split: str) -> list[Group]:
         raise Refusal(f"{flag} and {flag}-path", "name the same data: leave one out")
     if file:
         flag += "-path"
-        texts = _in_file(file, flag)
+        texts = _groups_in_file(file, flag)
     groups = [_group(text, flag) for text in texts or ()]
     if split == "train" and len(groups) > 1:
-        raise Refusal(flag, f"names {len(groups)} groups: there is one of training data")
+        raise Refusal(flag, f"names {len(groups)} groups: give one, since training data has only one")
     if len({group.name for group in groups}) < len(groups):
         raise Refusal(flag, "gives two groups the same name: use different names")
     return groups
 
 
 def portion(prefix: str) -> tuple[str, tuple[float, float] | None]:
-    """(prefix, (start, stop)) from a prefix of a group; the second is None if it has no portion."""
+    """(prefix, (start, stop)) from a prefix of a group; the second is None without a portion."""
     match = re.fullmatch(rf"(.*) {NUMBER}:{NUMBER}", prefix)
     return (match[1], (float(match[2]), float(match[3]))) if match else (prefix, None)
 
 
 def _group(text: str, flag: str) -> Group:
-    name, colon, rest = text.partition(":")
-    entries = [ENTRY.fullmatch(part.strip()) for part in rest.split(",")]
+    name, colon, listed = text.partition(":")
+    entries = [ENTRY.fullmatch(part.strip()) for part in listed.split(",")]
     if not colon or not name.strip() or not all(entries):
         raise Refusal(f"{flag} {text!r}", f"must have the form {FORM}")
     for entry in entries:
@@ -110,7 +111,7 @@ def _group(text: str, flag: str) -> Group:
     )
 
 
-def _in_file(file: str, flag: str) -> Sequence[str]:
+def _groups_in_file(file: str, flag: str) -> Sequence[str]:
     """The groups of a file: one line, each group in double quotes."""
     try:
         lines = read_bytes(file).decode("utf-8").strip().splitlines()

@@ -15,7 +15,7 @@ def complete_dry_run(config: Config, started: int) -> Config:
     """Fill in the data, the duration and the learning rate of a dry run, which needs none of them.
 
     Args:
-        started: number of processes. If a launcher passes --world-size to a training run, the two must agree.
+        started: number of processes that were started. A --world-size that a training run is given must equal it.
 
     Raises:
         Refusal: a flag that only a dry run reads is given without it, or is out of range.
@@ -23,10 +23,10 @@ def complete_dry_run(config: Config, started: int) -> Config:
     simulation = config.simulation
     if not simulation.dry_run:
         if simulation.world_size not in (None, started):
-            here = "1 process was" if started == 1 else f"{started} processes were"
+            number_started = "1 process was" if started == 1 else f"{started} processes were"
             raise Refusal(
                 f"--world-size {simulation.world_size}",
-                f", and {here} started: start that many, or add --dry-run, which simulates them",
+                f", and {number_started} started: start that many, or add --dry-run, which simulates them",
                 Fix("--dry-run"),
             )
         given = {
@@ -46,7 +46,11 @@ def complete_dry_run(config: Config, started: int) -> Config:
             )
         return config
     if simulation.dry_run_jitter and not simulation.gpu:
-        raise Refusal("--dry-run-jitter", "varies the time of a step: add --gpu NAME, or leave it out", LEAVE_OUT)
+        raise Refusal(
+            "--dry-run-jitter",
+            "varies the time of a step, which needs --gpu: add --gpu NAME, or leave it out",
+            LEAVE_OUT,
+        )
     if not 0 <= simulation.dry_run_jitter < 1:
         raise Refusal(
             f"--dry-run-jitter {simulation.dry_run_jitter:g}", ": give a share from 0 to below 1, such as 0.02"
@@ -56,7 +60,9 @@ def complete_dry_run(config: Config, started: int) -> Config:
     events = simulation.dry_run_trace_events
     if events is not None and not (simulation.gpu and simulation.dry_run_json):
         raise Refusal(
-            "--dry-run-trace-events", "limits the trace: add --gpu and --dry-run-json, or leave it out", LEAVE_OUT
+            "--dry-run-trace-events",
+            "limits the trace, which needs --gpu and --dry-run-json: add both, or leave it out",
+            LEAVE_OUT,
         )
     if events is not None and events < 1:
         raise Refusal(f"--dry-run-trace-events {events}", ": give a number of at least 1")
@@ -84,7 +90,7 @@ def processes(config: Config, started: int) -> int:
 
 
 def notes_on_formulas(config: Config) -> list[str]:
-    """Notes on what a dry run does not execute: it uses formulas for it, or leaves it out."""
+    """Notes on what a dry run computes by formulas, or leaves out."""
     model, notes = config.model, []
     if model.fp8_format:
         notes.append(
@@ -95,12 +101,13 @@ def notes_on_formulas(config: Config) -> list[str]:
         notes.append("--transformer-impl transformer_engine: megatron-core's layers stand for Transformer Engine's")
     if model.attention_dropout and config.simulation.gpu:
         notes.append(
-            f"--attention-dropout {model.attention_dropout:g}: on a GPU Triton's kernel computes it, and random "
-            "numbers are not priced; with --attention-dropout 0 flash attention runs (docs/inside/grid-invariance.md)"
+            f"--attention-dropout {model.attention_dropout:g}: on a GPU Triton's kernel computes it; the time "
+            "of its random numbers is not counted; with --attention-dropout 0 flash attention runs "
+            "(docs/inside/grid-invariance.md)"
         )
     return notes
 
 
 def idle_in_dry_run(argv: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Whether this process has nothing to do: of the processes that a launcher starts, rank 0 simulates all."""
+    """Whether this process has nothing to do, because rank 0 simulates all ranks of a dry run."""
     return "--dry-run" in argv and environment.get("RANK", "0") != "0"

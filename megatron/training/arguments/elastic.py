@@ -23,7 +23,7 @@ PART = re.compile(r"(tp|u|r|pp)(\d+)")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of one entry; the remaining ranks are DP."""
+    """Sizes of the axes in one entry of --elastic-grids; the remaining ranks are DP."""
 
     tp: int = 1
     u: int = 1
@@ -76,8 +76,8 @@ Fastest = Callable[[list[Config], int], int | None]
 def choose_grid(config: Config, world_size: int, complete: Complete, fastest: Fastest | None = None) -> Config:
     """A copy of ``config`` with a grid for ``world_size`` processes; ``config`` itself if the run is not elastic.
 
-    With ``--elastic-grids``: the entry with the largest number of processes that divides theirs; the rest is DP.
-    With ``--gpu``: the fastest grid by the planner, with the memory savings of the flags.
+    With ``--elastic-grids``: the entry with the largest number of processes that divides ``world_size``.
+    With ``--gpu``: the grid that the planner predicts to be fastest, with the memory savings of the flags.
     Otherwise: TP and PP as given, and the largest context-parallel size that fits.
 
     Args:
@@ -91,7 +91,9 @@ def choose_grid(config: Config, world_size: int, complete: Complete, fastest: Fa
     if None in folders or folders[0] != folders[1]:
         raise Refusal("--elastic", "resumes from its own checkpoints: give --save DIR and --load with the same folder")
     if config.data.global_batch_size is None and config.data.rampup_batch_size is None:
-        raise Refusal("--elastic", ": without --global-batch-size the batch would depend on the processes; give it")
+        raise Refusal(
+            "--elastic", ": without --global-batch-size the batch size would depend on the number of processes; give it"
+        )
     if parallel.elastic_grids:
         grids = read_grids(parallel.elastic_grids)
         fitting = [number for number in sorted(grids) if world_size % number == 0]
@@ -106,10 +108,10 @@ def choose_grid(config: Config, world_size: int, complete: Complete, fastest: Fa
     else:
         chosen = _largest(config, world_size, complete)
     chosen.parallel.elastic_grids, chosen.parallel.elastic = None, False
-    one = chosen.parallel
+    grid = chosen.parallel
     chosen.notes.append(
-        f"elastic: {world_size} processes as TP {one.tensor_model_parallel_size} x CP {one.context_parallel_size} "
-        f"x PP {one.pipeline_model_parallel_size} x DP for the rest{_planner(config, fastest)}"
+        f"elastic: {world_size} processes as TP {grid.tensor_model_parallel_size} x CP {grid.context_parallel_size} "
+        f"x PP {grid.pipeline_model_parallel_size} x DP for the rest{_planner(config, fastest)}"
     )
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         chosen.notes.append(  # torch 2.13: running agents publish no address for an agent that joins later
@@ -121,11 +123,12 @@ def choose_grid(config: Config, world_size: int, complete: Complete, fastest: Fa
 
 def _with(config: Config, sizes: Sizes) -> Config:
     chosen = deepcopy(config)
-    one = chosen.parallel
-    one.tensor_model_parallel_size, one.pipeline_model_parallel_size = sizes.tp, sizes.pp
-    one.ulysses_parallel_size, one.ring_parallel_size = sizes.u, sizes.r
-    one.context_parallel_size, one.hierarchical_context_parallel_sizes, one.cp_comm_type = sizes.u * sizes.r, None, None
-    one.sequence_parallel = one.sequence_parallel and sizes.tp > 1
+    grid = chosen.parallel
+    grid.tensor_model_parallel_size, grid.pipeline_model_parallel_size = sizes.tp, sizes.pp
+    grid.ulysses_parallel_size, grid.ring_parallel_size = sizes.u, sizes.r
+    grid.context_parallel_size = sizes.u * sizes.r
+    grid.hierarchical_context_parallel_sizes = grid.cp_comm_type = None
+    grid.sequence_parallel = grid.sequence_parallel and sizes.tp > 1
     return chosen
 
 
@@ -133,11 +136,13 @@ def _planner(config: Config, fastest: Fastest | None) -> str:
     gpu = config.simulation.gpu
     if config.parallel.elastic_grids or not gpu:
         return ""
-    return f", the planner's choice for {gpu}" if fastest else f"; pretrain_*.py would ask the planner, for {gpu}"
+    return (
+        f", the planner's choice for {gpu}" if fastest else f"; pretrain_*.py would use the planner's choice for {gpu}"
+    )
 
 
 def _planned(config: Config, world_size: int, complete: Complete, fastest: Fastest) -> Config:
-    """The grid that ``fastest`` chooses, of all that divide ``world_size`` and that the program accepts."""
+    """The grid that ``fastest`` chooses among all that divide ``world_size`` and that the program accepts."""
     grids, completed, refused = [], [], None
     for sizes in _all_sizes(world_size):
         grid = _with(config, sizes)
@@ -177,9 +182,9 @@ def _largest(config: Config, world_size: int, complete: Complete) -> Config:
             continue
         chosen = deepcopy(config)
         if size != given:
-            one = chosen.parallel
-            one.context_parallel_size, one.ulysses_parallel_size, one.ring_parallel_size = size, None, None
-            one.hierarchical_context_parallel_sizes = one.cp_comm_type = None
+            grid = chosen.parallel
+            grid.context_parallel_size, grid.ulysses_parallel_size, grid.ring_parallel_size = size, None, None
+            grid.hierarchical_context_parallel_sizes = grid.cp_comm_type = None
         else:
             chosen.parallel.context_parallel_size = size
         try:

@@ -21,7 +21,7 @@ LLAMA_DEFAULTS = {f"model.{name}": value for name, value in LLAMA.items()}  # as
 # Values of --position-embedding-type that rotate queries and keys.
 ROTARY = ("rope", "yarn")
 
-# As many learned positions as --seq-length has, unless --max-position-embeddings is given.
+# GPT models learn --seq-length positions, unless --max-position-embeddings is given.
 GPT: dict[str, Any] = {"position_embedding_type": "learned_absolute", "hidden_dropout": 0.0, "attention_dropout": 0.0}
 
 
@@ -43,10 +43,10 @@ MIXTRAL: dict[str, Any] = LLAMA3 | {
 
 def _size(layers: int, width: int, heads: int, ffn: int | None = None) -> dict[str, Any]:
     sizes = {"num_layers": layers, "hidden_size": width, "num_attention_heads": heads}
-    return sizes | ({"ffn_hidden_size": ffn} if ffn else {})  # without it: 4 x --hidden-size, also if that is given
+    return sizes | ({"ffn_hidden_size": ffn} if ffn else {})  # default: 4 x --hidden-size, even if a flag sets it
 
 
-# Every name of --model: the size of the vocabulary that it was published with (a run has its tokenizer's), and its
+# Every name of --model: the size of the vocabulary that it was published with (a run uses its tokenizer's), and its
 # settings. To add a model, add a line here.
 #
 # The GPT shapes are GPT-3's (13B as 40 heads of 128) and, for 30B, OPT's. Dropout is 0 everywhere: no long-context

@@ -56,7 +56,7 @@ def take_checkpoint_args(config: Config, given: Collection[str], shape_of: Shape
     if saved is None and settings.pretrained_checkpoint:
         folder, saved = settings.pretrained_checkpoint, shape_of(settings.pretrained_checkpoint, None, False)
     if saved is None:
-        config.notes.append(f"--use-checkpoint-args: {folder} has no checkpoint yet, so the flags count")
+        config.notes.append(f"--use-checkpoint-args: {folder} has no checkpoint yet, so the flags are used")
         return
     overridden, stretched = [], _longer_than(saved, config, given)
     for name, value in saved.items():
@@ -147,7 +147,7 @@ def _read(
     shape_of: ShapeOf | None,
     fastest: Fastest | None = None,
 ) -> Config:
-    """Read once. Words that cannot be read are refused first; only a readable command line is completed and checked."""
+    """Read a command line. Only one without unreadable words is completed and checked."""
     gather = Gather()
     words = plain(argv, *_kinds())
     namespace, unread = _namespace(words, gather)
@@ -186,7 +186,7 @@ def _read(
 
 
 def _namespace(words: list[str], gather: Gather) -> tuple[argparse.Namespace, list[str]]:
-    """What argparse reads, and the words it cannot place. An unreadable value is refused; the rest is read."""
+    """What argparse reads, and the words that belong to no flag. Unreadable values are refused and left out."""
     while True:
         try:
             return build_parser().parse_known_args(words)
@@ -198,10 +198,10 @@ def _namespace(words: list[str], gather: Gather) -> tuple[argparse.Namespace, li
             reason = one_line(error.message)
             flag = next((option[0] for option in options(words) if option[0] in flags), flags[0])
             gather.refusals.append(Unreadable(flag, f": {reason}"))
-            rest = [option for option in options(words) if option[0] not in flags]
-            if len(rest) == len(options(words)):
+            others = [option for option in options(words) if option[0] not in flags]
+            if len(others) == len(options(words)):
                 gather.finish()
-            words = flat(rest)
+            words = flat(others)
 
 
 @cache
@@ -303,8 +303,8 @@ def _add(group: Any, section: str, field: Field) -> None:
     meta, text = field.metadata, field.metadata["help"]
     dest = f"{section}.{field.name}"
     if field.type == "bool":
-        off = field.default and "flags" in meta  # a setting that is on by default has flags that switch it off
-        group.add_argument(*spellings(field), dest=dest, action="store_const", const=not off, help=text)
+        switches_off = field.default and "flags" in meta  # a setting that is on by default has flags that switch it off
+        group.add_argument(*spellings(field), dest=dest, action="store_const", const=not switches_off, help=text)
         return
     kind = (
         meta.get("type") or {"int": int, "float": float, "str": str}[field.type.split("[")[-1].split()[0].rstrip("]")]
@@ -341,9 +341,9 @@ def _check_values(given: dict[str, Any]) -> None:
         if value == "" and section != "logging" or value == [] and not field.metadata.get("nargs"):
             refused.append(Unreadable(flag, "has no value: give one, or leave it out", LEAVE_OUT))  # an empty variable
         elif choices is not None and value is not None and value not in choices:
-            only = [Fix(f"{flag} {choices[0]}")] if len(choices) == 1 else []
+            fixes = [Fix(f"{flag} {choices[0]}")] if len(choices) == 1 else []
             refused.append(
-                Refusal(f"{flag} {value}", f": not supported; choose from {', '.join(map(str, choices))}", *only)
+                Refusal(f"{flag} {value}", f": not supported; choose from {', '.join(map(str, choices))}", *fixes)
             )
         elif any(isinstance(number, int) and abs(number) > LARGEST for number in numbers):
             refused.append(Refusal(f"{flag} {value}", ": exceeds 2**53; use a smaller number"))

@@ -79,11 +79,15 @@ def samples_after(config: Config, iterations: int) -> int:
     if data.rampup_batch_size is None:
         return iterations * data.global_batch_size
     start, increment, over = data.rampup_batch_size
-    for_each = over / ((data.global_batch_size - start) // increment)
+    samples_per_increment = over / ((data.global_batch_size - start) // increment)
     samples = 0
     for step in range(iterations):
         if samples > over:
             return samples + (iterations - step) * data.global_batch_size
-        grown = start + increment * int(samples / for_each) if for_each else data.global_batch_size
+        grown = (
+            start + increment * int(samples / samples_per_increment)
+            if samples_per_increment
+            else data.global_batch_size
+        )
         samples += min(grown, data.global_batch_size)
     return samples

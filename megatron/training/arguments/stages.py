@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many layers each pipeline stage holds; and a configuration as workload and strategy of the closed forms."""
+"""The layers of each pipeline stage, and a configuration as workload and strategy of the closed forms."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def chunk_layers(config: Config) -> list[int]:
 
 
 def slots(config: Config) -> list[int]:
-    """Number of layers of each pipeline rank; embedding and loss count if the --account-for-... flags are given.
+    """Number of layers of each pipeline rank; with --account-for-... flags, embedding and loss count as layers.
 
     Raises:
         Refusal: the layers cannot be split as the flags say.
@@ -53,19 +53,23 @@ def slots(config: Config) -> list[int]:
     given = {"--decoder-first-pipeline-num-layers": first, "--decoder-last-pipeline-num-layers": last}
     words = " and ".join(f"{flag} {count}" for flag, count in given.items() if count is not None)
     if counted:
-        raise Refusal(f"{words} and {' and '.join(counted)}", "both say how long stages are: leave one out")
+        raise Refusal(f"{words} and {' and '.join(counted)}", "both set the number of layers of stages: leave one out")
     if stages == 1:
         raise Refusal(words, f"needs --pipeline-model-parallel-size above 1: raise it, or leave {words} out", LEAVE_OUT)
-    left, others = layers - (first or 0) - (last or 0), stages - (first is not None) - (last is not None)
-    if min(count for count in given.values() if count is not None) < 1 or left < others or (others and left % others):
+    remaining, others = layers - (first or 0) - (last or 0), stages - (first is not None) - (last is not None)
+    if (
+        min(count for count in given.values() if count is not None) < 1
+        or remaining < others
+        or (others and remaining % others)
+    ):
         raise Refusal(
             words,
-            f"of --num-layers {layers} leave {left} layers for the other {others} of "
+            f"of --num-layers {layers} leave {remaining} layers for the other {others} of "
             f"--pipeline-model-parallel-size {stages} stages: leave each the same number, at least one",
         )
-    if not others and left:
+    if not others and remaining:
         raise Refusal(words, f"do not add up to --num-layers {layers}: change them")
-    middle = left // others if others else 0
+    middle = remaining // others if others else 0
     counts = [middle] * stages
     counts[0] = middle if first is None else first
     counts[-1] = middle if last is None else last
@@ -84,14 +88,15 @@ def complete_virtual_stages(config: Config) -> None:
     if depth and uneven:
         raise Refusal(
             f"--num-layers-per-virtual-pipeline-stage {depth}",
-            f"with stages of {', '.join(map(str, each))} layers: give --num-virtual-stages-per-pipeline-rank",
+            f"needs stages of equal length, not of {', '.join(map(str, each))} layers: give "
+            "--num-virtual-stages-per-pipeline-rank",
         )
     layers = gcd(*each)
     if depth and (layers % depth or virtual not in (None, layers // depth)):
         raise Refusal(
             f"--num-layers-per-virtual-pipeline-stage {depth}",
-            f"does not cut the {layers} layers of a stage evenly, or not into "
-            "--num-virtual-stages-per-pipeline-rank parts: give one of the two, a divisor",
+            f"does not divide the {layers} layers of a stage, or contradicts "
+            "--num-virtual-stages-per-pipeline-rank: give one of the two, a divisor",
         )
     virtual = layers // depth if depth else virtual or 1
     if layers % virtual:
@@ -116,7 +121,10 @@ def complete_virtual_stages(config: Config) -> None:
             about=f"--pipeline-model-parallel-size {virtual_flags}",
         )
     if min(stage_layers(config)) < 0 or (_counted(config) and min(each) // virtual < 1):
-        raise Refusal(" and ".join(_counted(config)), ": a stage has no room for them: use fewer stages")
+        raise Refusal(
+            " and ".join(_counted(config)),
+            ": the first or the last stage has too few layers for them: use fewer stages",
+        )
     parallel.num_virtual_stages_per_pipeline_rank = virtual if virtual > 1 else None
     parallel.num_layers_per_virtual_pipeline_stage = layers // virtual if virtual > 1 and not uneven else None
 
@@ -131,7 +139,7 @@ def _counted(config: Config) -> list[str]:
 
 
 def workload_of(config: Config, vocab_size: int) -> Workload:
-    """The workload of a completed configuration; every pipeline stage counts with the layers of the longest one."""
+    """The workload of a completed configuration; every pipeline stage counts as many layers as the longest."""
     parallel = config.parallel
     layers = max(stage_layers(config)) * parallel.pipeline_model_parallel_size
     return Workload(

@@ -21,28 +21,29 @@ Read = Callable[[list[str]], object]
 
 
 def explained(refusal: Refusal, words: list[str], read: Read) -> Refusal:
-    """``refusal`` of ``words`` with whatever else is refused, and with the command line that would be accepted.
+    """All refusals of ``words``, with the command line that would be accepted if no choice is left to the user.
 
     Args:
+        refusal: what ``read`` refused first.
         read: raises a :class:`Refusal` if it does not accept a command line.
     """
     repair = _Repair(words, read)
     listed = pending = refusal.parts
     for _ in range(ROUNDS):
         for part in pending:
-            repair.answer(part)
+            repair.apply_fix(part)
         remaining = repair.refused()
-        own = [part for part in remaining if not repair.caused(part)]
-        pending = [part for part in own if not _among(part, listed)]
-        repair.open |= len(pending) < len(remaining)
+        from_user = [part for part in remaining if not repair.caused(part)]
+        pending = [part for part in from_user if not _among(part, listed)]
+        repair.undecided |= len(pending) < len(remaining)
         listed = [*listed, *pending]
         if not pending:
             break
     else:
-        repair.open = True
+        repair.undecided = True
     if len(listed) == 1:
         return listed[0]
-    if repair.open:
+    if repair.undecided:
         return Refusals(listed)
     return Refusals(listed, shlex.join(flat(repair.options)), _changes(options(words), repair.options))
 
@@ -52,10 +53,10 @@ class _Repair:
 
     def __init__(self, words: list[str], read: Read) -> None:
         self.options = options(words)
-        self.open = False  # whether a choice is left to the user, or no fix helped
+        self.undecided = False  # whether a choice is left to the user, or no fix helped
         self._read = read
         self._given = _names(self.options)
-        self._gone: set[str] = set()  # removed although no fix says so, to see what else is refused
+        self._removed: set[str] = set()  # removed without a fix, to see what else is refused
 
     def refused(self, edited: Options | None = None) -> list[Refusal]:
         """The refusals of the command line as it is, or of ``edited``."""
@@ -67,20 +68,20 @@ class _Repair:
 
     def caused(self, part: Refusal) -> bool:
         """Whether a refusal comes from the repair, and not from what was given."""
-        return bool(set(part.about) & (self._gone | (_names(self.options) - self._given)))
+        return bool(set(part.about) & (self._removed | (_names(self.options) - self._given)))
 
-    def answer(self, part: Refusal) -> None:
+    def apply_fix(self, part: Refusal) -> None:
         """Apply the first fix that helps. If none does, remove the flags at fault to see what else is refused."""
         for fix in part.fixes:
             edited = _fixed(self.options, fix, part.about)
             if edited == self.options:
                 continue
-            left, brought = self.refused(edited), _names(edited) - self._given
-            if not _among(part, left) and not any(set(other.about) & brought for other in left):
+            still_refused, added = self.refused(edited), _names(edited) - self._given
+            if not _among(part, still_refused) and not any(set(other.about) & added for other in still_refused):
                 self.options = edited
                 return
-        self.open = True
-        self._gone.update(_names(self.options) & set(part.about))
+        self.undecided = True
+        self._removed.update(_names(self.options) & set(part.about))
         self.options = _without(self.options, part.about)
 
 
@@ -112,8 +113,8 @@ def _without(given: Options, flags: Iterable[str]) -> Options:
 def _changes(before: Options, after: Options) -> str:
     """How two command lines differ, for the user to read."""
     kept = _names(after)
-    gone = dict.fromkeys(option[0] for option in before if option[0] not in kept)
-    new = [" ".join(option) for option in after if option not in before]
-    parts = [f"without {', '.join(gone)}"] if gone else []
-    parts += [f"with {', '.join(new)}"] if new else []
+    removed = dict.fromkeys(option[0] for option in before if option[0] not in kept)
+    added = [" ".join(option) for option in after if option not in before]
+    parts = [f"without {', '.join(removed)}"] if removed else []
+    parts += [f"with {', '.join(added)}"] if added else []
     return ", ".join(parts) or "in this notation"

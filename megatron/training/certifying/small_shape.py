@@ -12,7 +12,7 @@ from megatron.training.arguments.parser import settings, spellings
 
 LENGTH, HEAD_SIZE, VOCABULARY = 64, 16, 301
 AXES = ("tensor", "ulysses", "ring", "pipeline", "data")
-# Sections that say what is computed. Of the others, these settings do.
+# WHOLE: sections whose settings say what is computed. SINGLE: such settings in the other sections.
 WHOLE = ("model", "attention", "chunks", "optimizer")
 SINGLE = {
     "data.reset_position_ids", "data.reset_attention_mask", "data.eod_mask_loss", "run.seed", "run.deterministic_mode",
@@ -20,7 +20,7 @@ SINGLE = {
     "parallel.overlap_param_gather", "parallel.ddp_bucket_size", "parallel.grad_reduce_in_bf16",
     "parallel.sequence_parallel", "parallel.context_parallel_balance",
 }  # fmt: skip
-# Settings that do not matter for a few steps on a CPU, or need a GPU or files.
+# Settings of these sections that do not matter for a few steps on a CPU, or need a GPU or files.
 LEFT_OUT = {
     "model.model", "model.transformer_impl", "model.padded_vocab_size", "model.make_vocab_size_divisible_by",
     "attention.attention_kernel",
@@ -28,7 +28,7 @@ LEFT_OUT = {
 
 
 def small_flags(config: Config) -> list[str]:
-    """The flags of a small program of the same kind. The grid is left open.
+    """The flags of a small program of the same kind, without a grid.
 
     Args:
         config: completed settings of the command.
@@ -71,16 +71,16 @@ def grids_of(config: Config, world_size: int, processes: int = 4) -> list[dict[s
         model *= size
     sizes["data"] = world_size // model
     used = [axis for axis in AXES if sizes[axis] > 1]
-    return [dict.fromkeys(some, 2) for count in (1, 2) for some in combinations(used, count) if 2**count <= processes]
+    return [dict.fromkeys(axes, 2) for count in (1, 2) for axes in combinations(used, count) if 2**count <= processes]
 
 
 def flags_of_grid(flags: list[str], sizes: dict[str, int]) -> list[str]:
-    """The flags with a grid; settings that need an axis are left out where it has size 1."""
+    """The flags with a grid; settings that need an axis are left out if its size is 1."""
     tensor, pipeline = sizes.get("tensor", 1), sizes.get("pipeline", 1)
     context = sizes.get("ulysses", 1) * sizes.get("ring", 1)
-    gone = {"--sequence-parallel": tensor == 1, "--partition-position-embedding": context == 1}
+    unneeded = {"--sequence-parallel": tensor == 1, "--partition-position-embedding": context == 1}
     return [
-        *(flag for flag in flags if not gone.get(flag)),
+        *(flag for flag in flags if not unneeded.get(flag)),
         *("--tensor-model-parallel-size", str(tensor), "--pipeline-model-parallel-size", str(pipeline)),
         *("--ulysses-parallel-size", str(sizes.get("ulysses", 1)), "--ring-parallel-size", str(sizes.get("ring", 1))),
     ]

@@ -70,7 +70,7 @@ def train(job: Job) -> Outcome:
 
 
 def _modules(job: Job) -> Iterator[tuple[str, nn.Module]]:
-    """Modules with the layer numbers of the complete model; without those that a pipeline stage has only a part of."""
+    """(name, module), with the complete model's layer numbers; without modules that span several pipeline stages."""
     for chunk in job.chunks:
         chunk = unwrap(chunk)
         for name, module in chunk.named_modules():
@@ -82,7 +82,7 @@ def _modules(job: Job) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _positions(job: Job) -> dict[int, Tensor]:
-    """Positions of this rank's tokens; between the linear layers of TP sequence parallelism, of its part of them."""
+    """{number of tokens: positions} of this rank's tokens and, with TP sequence parallelism, of its part of them."""
     positions, tensor = job.runtime.layout.positions, job.runtime.grid.tensor
     if not job.config.parallel.sequence_parallel:
         return {len(positions): positions}

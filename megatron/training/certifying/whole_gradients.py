@@ -76,7 +76,7 @@ def gather_gradient_shards(chunk: Any) -> None:
 
 
 def gather_over_tensor_parallel(grad: Tensor, dim: int, stride: int, axis: Any) -> Tensor:
-    """Undo weights.tensor_parallel_part."""
+    """The whole gradient from the parts of all TP ranks, which weights.tensor_parallel_part cuts."""
     if axis.size == 1:
         return grad
     parts = [torch.empty_like(grad) for _ in range(axis.size)]

@@ -40,8 +40,8 @@ def shape_of(folder: str | Path, step: int | None = None, skip: bool = False) ->
         return None
     known = {field.name for field in fields(ModelConfig)} - set(NOT_FROM_CHECKPOINT)
     if is_hugging_face(path):
-        where = glance(path, "config.json").file("config.json")
-        model = architectures.described(llama_settings.read_config(where), where).settings
+        file = glance(path, "config.json").file("config.json")
+        model = architectures.described(llama_settings.read_config(file), file).settings
         return {name: value for name, value in asdict(model).items() if name in known}
     checked = _first_readable(path, skip)
     path, common = checked.path, checked.common()

@@ -31,7 +31,7 @@ from megatron.training.checkpoint.hugging_face import load_folder
 from megatron.training.checkpoint.hugging_face.safetensors_folder import readable
 from megatron.training.checkpoint.megatron_lm import load_torch_dist
 from megatron.training.checkpoint.megatron_lm.checked import Checked
-from megatron.training.checkpoint.megatron_lm.load_torch_dist import Theirs
+from megatron.training.checkpoint.megatron_lm.load_torch_dist import ForeignCheckpoint
 from megatron.training.checkpoint.megatron_lm.megatron_args import engine_states, for_megatron
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, is_hugging_face, universal_path
 from megatron.training.checkpoint.older_formats import is_universal
@@ -65,25 +65,26 @@ def adapters_are_new(saved: dict[str, Any], model: ModelConfig, path: Path, weig
         Refusal: the checkpoint's adapters have other settings or would be left out, or the run would resume with new
             ones.
     """
-    there, here = saved.get("lora_rank"), model.lora_rank
-    if there is None and here is not None and not weights_only:
+    saved_rank, rank = saved.get("lora_rank"), model.lora_rank
+    if saved_rank is None and rank is not None and not weights_only:
         raise Refusal(
-            f"checkpoint {path} has no adapters: to begin --lora-rank {here} from its weights, pass --finetune"
+            f"checkpoint {path} has no adapters: to begin --lora-rank {rank} from its weights, pass --finetune"
         )
-    if there is not None and here is None:
+    if saved_rank is not None and rank is None:
         raise Refusal(
-            f"checkpoint {path} has adapters: give --lora-rank {there}, or merge them into the weights with "
+            f"checkpoint {path} has adapters: give --lora-rank {saved_rank}, or merge them into the weights with "
             "tools/convert_hf.py --from DIR --to-hf DIR, and load that"
         )
-    if there is not None:
+    if saved_rank is not None:
         wrong = [
-            f"--{name.replace('_', '-')} {_flag_value(saved[name])} there, {_flag_value(getattr(model, name))} here"
+            f"--{name.replace('_', '-')} {_flag_value(saved[name])} in the checkpoint, "
+            f"{_flag_value(getattr(model, name))} in this run"
             for name in LORA_SETTINGS
             if name in saved and saved[name] != getattr(model, name)
         ]
         if wrong:
             raise Refusal(f"checkpoint {path} has other adapters: {'; '.join(wrong)}")
-    return there is None and here is not None
+    return saved_rank is None and rank is not None
 
 
 def _flag_value(value: Any) -> str:
@@ -127,7 +128,7 @@ def check_model(saved: dict[str, Any], config: Config, path: Path, weights_only:
 
     def differing(names: Sequence[str]) -> list[str]:
         return [
-            f"--{name.replace('_', '-')} {saved[name]} there, {getattr(config.model, name)} here"
+            f"--{name.replace('_', '-')} {saved[name]} in the checkpoint, {getattr(config.model, name)} in this run"
             for name in names
             if name in saved and saved[name] != getattr(config.model, name) and not (dense and name.startswith("moe_"))
         ]
@@ -139,9 +140,9 @@ def check_model(saved: dict[str, Any], config: Config, path: Path, weights_only:
         shapes, formulas = (*SHAPES, positions, "max_position_embeddings"), FORMULAS
     wrong = differing(shapes if weights_only else (*shapes, *formulas))
     changed = differing(formulas)
-    there, here = _activation_of(saved), activation(config.model)
-    if there not in (None, here):
-        changed.append(f"the activation {there} there, {here} here")
+    saved_activation, own_activation = _activation_of(saved), activation(config.model)
+    if saved_activation not in (None, own_activation):
+        changed.append(f"the activation {saved_activation} in the checkpoint, {own_activation} in this run")
         if not weights_only:
             wrong.append(changed[-1])
     if wrong:
@@ -177,13 +178,13 @@ def _activation_of(saved: dict[str, Any]) -> str | None:
     return activation(model)
 
 
-def open_foreign(path: Checked) -> Theirs | None:
+def open_foreign(path: Checked) -> ForeignCheckpoint | None:
     """Open another program's checkpoint; None if this program wrote it. Raises Refusal if it cannot be read."""
     if is_hugging_face(path.path):
         return load_folder.open_folder(path)
     if is_universal(path):
         return older_formats.open_universal(path)
-    return load_torch_dist.open_theirs(path)
+    return load_torch_dist.open_megatron(path)
 
 
 def save(
@@ -289,30 +290,35 @@ def _load(
     config: Config,
 ) -> Progress:
     settings = config.checkpoint
-    theirs = open_foreign(path)
-    common = theirs.common if theirs else path.common()
+    foreign = open_foreign(path)
+    common = foreign.common if foreign else path.common()
     pretrained = is_pretrained(path.path, settings)
-    weights_only = settings.finetune or pretrained or (theirs is not None and theirs.weights_alone)
-    model = theirs.model if theirs else common.get("config", {}).get("model", {})
+    weights_only = settings.finetune or pretrained or (foreign is not None and foreign.weights_alone)
+    model = foreign.model if foreign else common.get("config", {}).get("model", {})
     check_model(model, config, path.path, weights_only)
-    if theirs:
-        _check_windows(theirs.args.get("attention"), config, path.path)
+    if foreign:
+        _check_windows(foreign.args.get("attention"), config, path.path)
     new_adapters = adapters_are_new(model, config.model, path.path, weights_only)
-    saved, here = common.get("vocab_size"), getattr(unwrap(chunks[0]), "real_vocab_size", None)
-    if theirs:
-        load_torch_dist.check_vocabulary(theirs, here, config)
-    elif saved is not None and saved != here:
+    saved, vocab_size = common.get("vocab_size"), getattr(unwrap(chunks[0]), "real_vocab_size", None)
+    if foreign:
+        load_torch_dist.check_vocabulary(foreign, vocab_size, config)
+    elif saved is not None and saved != vocab_size:
         raise Refusal(
-            f"checkpoint {path} has a vocabulary of {saved} tokens, the tokenizer here {here}: use its tokenizer"
+            f"checkpoint {path} has a vocabulary of {saved} tokens, this run's tokenizer has {vocab_size}: use the "
+            "checkpoint's tokenizer"
         )
     with_optimizer = settings.load_optim and not weights_only
-    if with_optimizer and not (theirs.has_optimizer if theirs else "optimizer" in common):
+    if with_optimizer and not (foreign.has_optimizer if foreign else "optimizer" in common):
         raise Refusal(
             f"checkpoint {path} has no optimizer state: pass --finetune, or --no-load-optim to continue without it"
         )
-    there = theirs.args.get("optimizer") if theirs else common.get("config", {}).get("optimizer", {}).get("optimizer")
-    if with_optimizer and there not in (None, config.optimizer.optimizer):
-        raise Refusal(f"checkpoint {path} has the states of --optimizer {there}: use it, or pass --no-load-optim")
+    saved_optimizer = (
+        foreign.args.get("optimizer") if foreign else common.get("config", {}).get("optimizer", {}).get("optimizer")
+    )
+    if with_optimizer and saved_optimizer not in (None, config.optimizer.optimizer):
+        raise Refusal(
+            f"checkpoint {path} has the states of --optimizer {saved_optimizer}: use it, or pass --no-load-optim"
+        )
     with_rng = settings.load_rng and not weights_only and common.get("rng_world_size") == dist.get_world_size()
     state = _state(
         chunks,
@@ -325,7 +331,7 @@ def _load(
         adapters=not new_adapters,
     )
     places = _places(chunks, optimizer, config)
-    loaded = load_torch_dist.load(theirs, state) if theirs else load_state(state, path)
+    loaded = load_torch_dist.load(foreign, state) if foreign else load_state(state, path)
     for index, (chunk, key) in enumerate(zip(chunks, _chunk_keys(chunks))):
         if config.parallel.zero_stage < 2:
             unwrap(chunk).load_state_dict(loaded[key], strict=not new_adapters)
@@ -339,26 +345,28 @@ def _load(
         optimizer.reload_model_params()
     if with_rng:
         set_random_state(loaded["rng"])
-    return Progress() if weights_only else _progress(theirs, common)
+    return Progress() if weights_only else _progress(foreign, common)
 
 
 def progress_in(path: Checked, settings: CheckpointConfig) -> Progress:
     """The progress (iteration, samples, tokens) at which a run that loads this checkpoint starts."""
     if settings.finetune or is_pretrained(path.path, settings):
         return Progress()
-    theirs = open_foreign(path)
-    if theirs and theirs.weights_alone:
+    foreign = open_foreign(path)
+    if foreign and foreign.weights_alone:
         return Progress()
     with readable(path.path):
-        return _progress(theirs, {} if theirs else path.common())
+        return _progress(foreign, {} if foreign else path.common())
 
 
-def _progress(theirs: Theirs | None, common: dict[str, Any]) -> Progress:
-    """A checkpoint's progress. If it has no count of tokens, every sample had the sequence length of its settings."""
-    saved = theirs.progress() if theirs else common["progress"]
+def _progress(foreign: ForeignCheckpoint | None, common: dict[str, Any]) -> Progress:
+    """A checkpoint's progress. Without a count of tokens, samples count with the sequence length in its settings."""
+    saved = foreign.progress() if foreign else common["progress"]
     progress = Progress(**saved)
     if "consumed_train_tokens" not in saved:
-        length = theirs.args.get("seq_length") if theirs else common.get("config", {}).get("data", {}).get("seq_length")
+        length = (
+            foreign.args.get("seq_length") if foreign else common.get("config", {}).get("data", {}).get("seq_length")
+        )
         progress.consumed_train_tokens = progress.consumed_train_samples * (length or 0)
     return progress
 

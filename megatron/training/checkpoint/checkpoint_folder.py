@@ -38,15 +38,15 @@ def partial_of(final: Path, token: str = "") -> Path:
 
 def check_writable(folder: str) -> None:
     """Refuse a ``--save`` folder that cannot be written to, before training starts. Creates nothing."""
-    there = Path(folder).absolute()
-    while not there.exists():
-        there = there.parent
-    if not there.is_dir():
-        raise Refusal(f"--save {folder}: {there} is not a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise Refusal(f"--save {folder}: {there} cannot be written to")
-    tracker, sticky = there / TRACKER, there.stat().st_mode & stat.S_ISVTX
-    if sticky and tracker.exists() and os.geteuid() not in (0, there.stat().st_uid, tracker.stat().st_uid):
+    existing = Path(folder).absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise Refusal(f"--save {folder}: {existing} is not a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise Refusal(f"--save {folder}: {existing} cannot be written to")
+    tracker, sticky = existing / TRACKER, existing.stat().st_mode & stat.S_ISVTX
+    if sticky and tracker.exists() and os.geteuid() not in (0, existing.stat().st_uid, tracker.stat().st_uid):
         raise Refusal(
             f"--save {folder}: {tracker} belongs to another user, and only its owner can replace it (sticky bit)"
         )
@@ -57,7 +57,7 @@ def clear(folder: Path) -> None:
     restore(folder)
     leftovers = [path for suffix in (PARTIAL, REMOVED, REPLACED) for path in folder.glob(f".*{suffix}")]
     if leftovers:
-        sync_folder(folder)  # else a power cut could undo the renaming after some of the files are gone
+        sync_folder(folder)  # otherwise a power cut could undo the renaming after some of the files are gone
     for path in leftovers:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -106,7 +106,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def checkpoints_before(folder: Path, iteration: int) -> Iterator[tuple[int, Path]]:
-    """(iteration, path) of what look like checkpoints before ``iteration``, newest first."""
+    """(iteration, path) of folders named like checkpoints before ``iteration``, newest first."""
     for number, path in reversed(checkpoints_in(folder).items()):
         if number < iteration:
             yield number, path
@@ -140,14 +140,19 @@ def remove_older(folder: str | Path, latest: int, keep: int, multiple_of: int | 
         OSError: checkpoints that should be removed are left, under names that begin with a dot.
     """
     before = dict(checkpoints_before(Path(folder), latest))
-    stay = best_of({latest: Path(folder) / f"iter_{latest:07d}", **before}, best or 0)
+    best_iterations = best_of({latest: Path(folder) / f"iter_{latest:07d}", **before}, best or 0)
     for number, (iteration, path) in enumerate(before.items(), start=2):
-        if number <= keep or (multiple_of and iteration % multiple_of == 0) or iteration in stay or path.is_symlink():
+        if (
+            number <= keep
+            or (multiple_of and iteration % multiple_of == 0)
+            or iteration in best_iterations
+            or path.is_symlink()
+        ):
             continue
-        gone = path.with_name(f".{path.name}{REMOVED}")
+        hidden = path.with_name(f".{path.name}{REMOVED}")
         try:
-            shutil.rmtree(gone, ignore_errors=True)
-            path.rename(gone)  # so that a half-removed checkpoint does not look like a complete one
+            shutil.rmtree(hidden, ignore_errors=True)
+            path.rename(hidden)  # so that a half-removed checkpoint does not look like a complete one
         except OSError:
-            continue  # training continues with a fuller disk
+            continue  # the old checkpoint stays, and training continues
     clear(Path(folder))

@@ -109,12 +109,12 @@ def _older(path: Path, damaged: str, settings: CheckpointConfig, notes: list[str
     earlier = [list(checkpoints_before(path.parent, int(number)) if number.isdigit() else ())]
     if dist.is_initialized():
         dist.broadcast_object_list(earlier)  # ranks may see different contents of a network folder
-    older = ((iteration, _examine_together(one)) for iteration, one in earlier[0])
-    iteration, checked = next(((one, result) for one, result in older if isinstance(result, Checked)), (0, None))
+    older = ((iteration, _examine_together(older_path)) for iteration, older_path in earlier[0])
+    iteration, checked = next((pair for pair in older if isinstance(pair[1], Checked)), (0, None))
     line = f"checkpoint {path} is damaged: {damaged}"
     if checked is None:
-        there = f"there is no older complete one in {path.parent}; " if number.isdigit() else ""
-        refusal = Refusal(f"{line}; {there}{way_out(path)}")
+        none_older = f"there is no older complete one in {path.parent}; " if number.isdigit() else ""
+        refusal = Refusal(f"{line}; {none_older}{way_out(path)}")
     elif settings.skip_damaged_checkpoints and settings.load and path.parent == Path(settings.load):
         notes.append(
             f"WARNING: {line}; --skip-damaged-checkpoints: continuing from {checked}, {int(number) - iteration} "
@@ -148,7 +148,7 @@ def unchanged(path: Path) -> Iterator[None]:
         raise Refusal(changed) from None
     seen: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(seen, (before, _fingerprint(path)))
-    if len({one for pair in seen for one in pair}) > 1:
+    if len({fingerprint for pair in seen for fingerprint in pair}) > 1:
         refusal = Refusal(changed)
         refusal.everywhere = True
         raise refusal

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron.training.arguments.models import is_gated
 from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.checkpoint.megatron_lm.checked import Checked
-from megatron.training.checkpoint.megatron_lm.load_torch_dist import Theirs
+from megatron.training.checkpoint.megatron_lm.load_torch_dist import ForeignCheckpoint
 from megatron.training.checkpoint.megatron_lm.megatron_args import model_of, namespace
 from megatron.training.checkpoint.megatron_lm.places import TRACKER, name_in
 from megatron.training.checkpoint.megatron_lm.source import LAYERS, STATE, join_parts, split_dim
@@ -48,7 +48,7 @@ OTHER_NAMES = {
     "encoder.final_norm.": "decoder.final_layernorm.",
     "tied_modules.embed.": "embedding.",
 }
-# Copies of a tied embedding, RoPE's frequencies (derived from the settings), FP8 states.
+# These are not loaded: copies of a tied embedding, RoPE's frequencies (derived from the settings), and FP8 states.
 IGNORED = re.compile(r"^word_embeddings_for_head\.|\.?inv_freq$|_extra_state$")
 
 
@@ -89,19 +89,19 @@ def pipe_names(names: Iterable[str]) -> dict[str, Name] | None:
             numbered.setdefault(int(matched[1]), []).append((name, matched[2]))
         elif name.startswith("tied_modules.embed."):
             result[name] = core_name(name)
-    layers = sorted(number for number, inner in numbered.items() if any("attention." in rest for _, rest in inner))
+    layers = sorted(number for number, inner in numbered.items() if any("attention." in key for _, key in inner))
     if not layers:
         return None
     for number, inner in numbered.items():
-        for name, rest in inner:
+        for name, key in inner:
             if number in layers:
-                result[name] = core_name(f"encoder.layers.{layers.index(number)}.{rest}")
-            elif rest.startswith("lm_head."):
-                result[name] = Name(rest.replace("lm_head.", "output_layer."))
-            elif "embeddings." in rest:
-                result[name] = Name(f"embedding.{rest}")
+                result[name] = core_name(f"encoder.layers.{layers.index(number)}.{key}")
+            elif key.startswith("lm_head."):
+                result[name] = Name(key.replace("lm_head.", "output_layer."))
+            elif "embeddings." in key:
+                result[name] = Name(f"embedding.{key}")
             elif number > layers[-1]:
-                result[name] = Name(f"decoder.final_layernorm.{rest}")
+                result[name] = Name(f"decoder.final_layernorm.{key}")
             else:
                 result[name] = Name(name)
     return result
@@ -198,17 +198,17 @@ def _torch_weights(path: Checked) -> Weights:
         raise Refusal(f"{path}: the file of the first rank, mp_rank_00, is missing")
     args = namespace(first.get("args"), path)
     model = model_of(args, path)
-    tensors = 1 + max(tensor for tensor, _ in files)
+    tensor_ranks = 1 + max(tensor for tensor, _ in files)
     stages = 1 + max(stage for _, stage in files)
-    if len(files) != tensors * stages:
-        raise Refusal(f"{path}: it has the files of {len(files)} ranks, not of TP {tensors} x PP {stages}")
-    version, heads = first.get("checkpoint_version", 0), model.num_attention_heads // tensors
+    if len(files) != tensor_ranks * stages:
+        raise Refusal(f"{path}: it has the files of {len(files)} ranks, not of TP {tensor_ranks} x PP {stages}")
+    version, heads = first.get("checkpoint_version", 0), model.num_attention_heads // tensor_ranks
     readers: dict[Name, Callable[[], Tensor]] = {}
     begin = 0
     chunks = [key for key in ("model", *(f"model{index}" for index in range(len(first)))) if key in first]
     for chunk in chunks:
         for stage in range(stages):
-            parts = [dict(_flat(files[tensor, stage][chunk])) for tensor in range(tensors)]
+            parts = [dict(_flat(files[tensor, stage][chunk])) for tensor in range(tensor_ranks)]
             count = 0
             for name in parts[0]:
                 if (core := core_name(name)) is None:
@@ -262,7 +262,7 @@ def _flat(state: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 def universal_weights(path: Checked) -> Weights:
     """The weights of a universal checkpoint. Raises Refusal if its model's args are missing."""
     if STATES not in path.files:
-        raise Refusal(f"{path}: {STATES} is missing, which describes the model")
+        raise Refusal(f"{path}: {STATES}, which describes the model, is missing")
     states = unpickle.read(path.file(STATES))
     args = namespace(states.get("args") if isinstance(states, dict) else None, path.path / STATES)
     model = model_of(args, path)
@@ -284,8 +284,8 @@ def reader(file: Path) -> Callable[[], Tensor]:
     """A function that reads a weight, or one of its optimizer states, from its file."""
 
     def read() -> Tensor:
-        held = unpickle.read(file)
-        tensor = held.get("param") if isinstance(held, dict) else held
+        content = unpickle.read(file)
+        tensor = content.get("param") if isinstance(content, dict) else content
         if not isinstance(tensor, torch.Tensor):
             raise Refusal(f"{file}: it does not contain a tensor")
         return tensor
@@ -305,7 +305,7 @@ def reader(file: Path) -> Callable[[], Tensor]:
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def open_universal(path: Checked) -> Theirs:
+def open_universal(path: Checked) -> ForeignCheckpoint:
     """Open a universal checkpoint. Raises Refusal if it is inconsistent."""
     weights = universal_weights(path)
     states = unpickle.read(path.file(STATES))
@@ -323,7 +323,7 @@ def open_universal(path: Checked) -> Theirs:
         common["optimizer"] = {"param_groups": [{"wd_mult": mult, "step": step} for mult in (0.0, 1.0)]}
         if (schedule := states.get("lr_scheduler")) is not None:
             common["opt_param_scheduler"] = schedule
-    return Theirs(path.path, common, weights.args, WholeTensors(path.path, tensors))
+    return ForeignCheckpoint(path.path, common, weights.args, WholeTensors(path.path, tensors))
 
 
 def _step(path: Checked, folder: str) -> float:

@@ -34,6 +34,7 @@ class Progress:
 
 
 def random_state() -> dict[str, Any]:
+    """The states of all random generators of this rank, by name."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -44,6 +45,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
+    """Set the states that :func:`random_state` returned."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
@@ -52,6 +54,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def load_schedule(schedule: OptimizerParamScheduler, loaded: dict[str, Any], path: Path) -> None:
+    """Load a schedule's state. Raises Refusal if there is none, or if it differs from the flags."""
     saved = loaded.get("schedule", loaded.get("opt_param_scheduler"))  # "schedule": the key until November 2026
     if saved is None:
         raise Refusal(f"checkpoint {path} has no learning-rate schedule: pass --no-load-optim")

@@ -125,10 +125,10 @@ class Save:
         """
         if not self._publishing:
             self._publishing = True
-            every: list[Any] = [None] * dist.get_world_size()
-            dist.gather_object((self._results, self._sums, self._error), every if self._first else None)
+            of_ranks: list[Any] = [None] * dist.get_world_size()
+            dist.gather_object((self._results, self._sums, self._error), of_ranks if self._first else None)
             if self._first:
-                self._work(lambda: self._publish(every)) if background else self._publish(every)
+                self._work(lambda: self._publish(of_ranks)) if background else self._publish(of_ranks)
             return False
         error = [self._error]
         dist.broadcast_object_list(error)
@@ -160,15 +160,15 @@ class Save:
             self.copied.set()
         self.write()
 
-    def _publish(self, every: list[tuple[list[Any], dict[str, Sum], str | None]]) -> None:
+    def _publish(self, of_ranks: list[tuple[list[Any], dict[str, Sum], str | None]]) -> None:
         """On rank 0: complete the checkpoint from the files of all ranks, and give it its final name."""
-        failed = [f"rank {rank}: {error}" for rank, (_, _, error) in enumerate(every) if error]
+        failed = [f"rank {rank}: {error}" for rank, (_, _, error) in enumerate(of_ranks) if error]
         if failed:
             self._error = failed[0]
             return
         try:
-            sums = {name: one for _, of_rank, _ in every for name, one in of_rank.items()}
-            self._writer.finish(self._metadata, [results for results, _, _ in every], sums)
+            sums = {name: file_sum for _, sums, _ in of_ranks for name, file_sum in sums.items()}
+            self._writer.finish(self._metadata, [results for results, _, _ in of_ranks], sums)
             config = json.dumps(asdict(CheckpointingConfig("torch_dist", 1)))
             write_bytes(self.partial / CONFIG_FNAME, config.encode(), sums)
             for name, data in self.extra_files.items():

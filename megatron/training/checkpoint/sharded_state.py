@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.training.refusal import Refusal
 
-# Copied for every call, because core writes process groups into it.
+# METADATA is copied for every call, because core writes process groups into it.
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
@@ -62,9 +62,9 @@ class Places:
     others: list[Any]  # what core saves in addition to parameters
 
     def only(self, wanted: Callable[[nn.Parameter, str], bool]) -> Places:
-        """The places of the parameters for which ``wanted(parameter, key in the checkpoint)`` is true, no `others`."""
+        """The places of the parameters for which ``wanted(parameter, key)`` is true, without `others`."""
         names = {parameter: pieces[0].place.key if pieces else "" for parameter, pieces in self.pieces.items()}
-        return Places({one: pieces for one, pieces in self.pieces.items() if wanted(one, names[one])}, [])
+        return Places({key: pieces for key, pieces in self.pieces.items() if wanted(key, names[key])}, [])
 
 
 Range = tuple[int, int]  # first element, number of elements
@@ -88,7 +88,7 @@ def find_places(chunk: nn.Module, shard_of: Callable[[nn.Parameter], Range] | No
             others.append(block)
         else:
             replicated = shard_of is None and not isinstance(owner, DTensor)
-            pieces[owner] += _cut(block, (shard_of or elements_here)(owner), replicated)
+            pieces[owner] += _cut(block, (shard_of or local_elements)(owner), replicated)
     return Places(pieces, others)
 
 
@@ -169,7 +169,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, tu
             yield start + begin, (last, *corner), (1, *inner)
 
 
-def elements_here(parameter: Tensor) -> Range:
+def local_elements(parameter: Tensor) -> Range:
     """The elements of a parameter on this rank: all of them, or FSDP's rows, which are split as by torch.chunk."""
     if not isinstance(parameter, DTensor):
         return 0, parameter.numel()
@@ -224,7 +224,7 @@ def optimizer_state(optimizer: MegatronOptimizer, places: Iterable[Places], *, l
         "optimizer": {"param_groups": groups},
         "param_state_sharding_type": METADATA["distrib_optim_sharding_type"],
     }
-    here = {
+    states = {
         f"{number}": {
             name: {f"{index}": piece.of(tensor, f"optimizer.state.{name}.") for index, piece in enumerate(pieces)}
             for name, tensor in _tensors(optimizer, parameter).items()
@@ -233,9 +233,9 @@ def optimizer_state(optimizer: MegatronOptimizer, places: Iterable[Places], *, l
         if pieces
     }
     # If a dictionary were empty on only some ranks, core would report a difference between ranks.
-    here = {number: tensors for number, tensors in here.items() if tensors}
-    if here:
-        state["param_state"] = here
+    states = {number: tensors for number, tensors in states.items() if tensors}
+    if states:
+        state["param_state"] = states
     if getattr(part, "grad_scaler", None):
         state["grad_scaler"] = part.grad_scaler.state_dict()
     return state
@@ -243,9 +243,9 @@ def optimizer_state(optimizer: MegatronOptimizer, places: Iterable[Places], *, l
 
 def make_states(optimizer: MegatronOptimizer) -> None:
     """Allocate the states that an optimizer otherwise creates in its first step, so that they can be loaded."""
-    for one in parts_of(optimizer):
-        if one is not None:
-            one.init_state_fn(one.optimizer, one.config)
+    for part in parts_of(optimizer):
+        if part is not None:
+            part.init_state_fn(part.optimizer, part.config)
 
 
 def load_optimizer(optimizer: MegatronOptimizer, loaded: dict[str, Any], places: Iterable[Places]) -> None:
@@ -254,21 +254,21 @@ def load_optimizer(optimizer: MegatronOptimizer, loaded: dict[str, Any], places:
     Raises:
         Refusal: the checkpoint has other groups of parameters.
     """
-    part, rows = parts_of(optimizer)
+    main, positions = parts_of(optimizer)
     saved = loaded["optimizer"]["param_groups"]
-    _load_groups(part, saved)
-    if rows is not None:
-        _load_groups(rows, saved)
+    _load_groups(main, saved)
+    if positions is not None:
+        _load_groups(positions, saved)
     for number, (parameter, pieces) in enumerate(_parameters(places)):
         for name, tensor in _tensors(optimizer, parameter).items():
             for index, piece in enumerate(pieces):
                 piece.put(loaded["param_state"][f"{number}"][name][f"{index}"], tensor)
-    for one in parts_of(optimizer):
-        for state in one.optimizer.state.values() if one is not None else ():
+    for part in parts_of(optimizer):
+        for state in part.optimizer.state.values() if part is not None else ():
             if "step" in state:
                 state["step"].fill_(saved[0]["step"])
-    if getattr(part, "grad_scaler", None) and "grad_scaler" in loaded:
-        part.grad_scaler.load_state_dict(loaded["grad_scaler"])
+    if getattr(main, "grad_scaler", None) and "grad_scaler" in loaded:
+        main.grad_scaler.load_state_dict(loaded["grad_scaler"])
 
 
 def _load_groups(part: MegatronOptimizer, saved: Sequence[dict[str, Any]]) -> None:
@@ -289,14 +289,14 @@ def parts_of(optimizer: MegatronOptimizer) -> tuple[MegatronOptimizer, MegatronO
 
 
 def _part_with(optimizer: MegatronOptimizer, parameter: nn.Parameter) -> MegatronOptimizer:
-    part, rows = parts_of(optimizer)
-    return part if getattr(parameter, "allreduce", True) else rows
+    main, positions = parts_of(optimizer)
+    return main if getattr(parameter, "allreduce", True) else positions
 
 
 def _parameters(places: Iterable[Places]) -> Iterator[tuple[nn.Parameter, Sequence[Piece]]]:
     """The parameters that the optimizer has: all but frozen ones."""
-    for one in places:
-        yield from ((parameter, pieces) for parameter, pieces in one.pieces.items() if parameter.requires_grad)
+    for of_chunk in places:
+        yield from ((parameter, pieces) for parameter, pieces in of_chunk.pieces.items() if parameter.requires_grad)
 
 
 def _tensors(optimizer: MegatronOptimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -314,5 +314,5 @@ def _tensors(optimizer: MegatronOptimizer, parameter: nn.Parameter) -> dict[str,
 
 
 def _identity(group: dict[str, Any]) -> tuple:
-    """What must be equal for two groups to be the same; whether positions are partitioned does not matter."""
+    """The values by which groups are matched: core's identifiers, except the mark of partitioned positions."""
     return tuple(group[key] for key in param_group_identifier_keys if key != PARTITIONED)

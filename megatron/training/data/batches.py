@@ -55,17 +55,17 @@ class MicroBatchSampler(Sampler[list[tuple[int, bool, int]]]):
         while self.cyclic or start < self.total:
             if not self.cyclic and self.drop_last and start + of_all_ranks > self.total:
                 return
-            mine = range(start + self.rank * self.micro_batch, start + (self.rank + 1) * self.micro_batch)
+            own = range(start + self.rank * self.micro_batch, start + (self.rank + 1) * self.micro_batch)
             if self.cyclic:
                 batch = []
-                for position in mine:
+                for position in own:
                     if position // self.total != epoch:
                         epoch = position // self.total
                         order = torch.randperm(self.total, generator=torch.Generator().manual_seed(self.seed + epoch))
                     batch.append((int(order[position % self.total]), True, position))
                 yield batch
             else:
-                yield [(min(i, self.total - 1), i < self.total, i) for i in mine]
+                yield [(min(i, self.total - 1), i < self.total, i) for i in own]
             start += of_all_ranks
 
 
@@ -126,7 +126,7 @@ class _Batches:
         if isinstance(batch, DataError):
             try:
                 raise batch
-            finally:  # else error and frame keep the loader until a garbage collection, and it ends 10 s later
+            finally:  # otherwise the error's frame keeps the loader alive, and its workers end 10 s later
                 del batch
         return batch
 
@@ -164,7 +164,9 @@ def micro_batches(
     """
     total, cyclic = len(dataset), dataloader_type == "cyclic"
     if not cyclic and consumed_samples > total:
-        raise Refusal(f"{consumed_samples} samples were consumed before, but the data hold {total}: other data?")
+        raise Refusal(
+            f"{consumed_samples} samples were consumed before, but the data hold {total}: give the same data as before"
+        )
     sampler = MicroBatchSampler(
         total, consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size, cyclic, seed, drop_last
     )
@@ -175,7 +177,7 @@ def micro_batches(
         collate_fn=_stack,
         worker_init_fn=_start_worker,
         multiprocessing_context="fork" if num_workers else None,
-        generator=torch.Generator(),  # else the loader draws from the global one
+        generator=torch.Generator(),  # otherwise the loader draws from the global one
     )
     return _Batches(loader)
 

@@ -38,42 +38,42 @@ from megatron.training.refusal import Refusal, one_line, together
 GROUP = 64  # samples packed together: few enough that each epoch has different samples
 
 
-def pack(lengths: np.ndarray, room: int) -> list[list[int]]:
-    """Sort items into bins of size ``room`` by best-fit decreasing; returns the items of each bin.
+def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    """Sort items into bins of size ``capacity`` by best-fit decreasing; returns the items of each bin.
 
     Args:
-        lengths: length of each item, at most ``room``.
+        lengths: length of each item, at most ``capacity``.
     """
     bins: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (room left, bin), ascending
+    free: list[tuple[int, int]] = []  # (free space, bin), ascending
     for item in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[item])
         at = bisect_left(free, (length, -1))
         if at == len(free):
-            left, number = room, len(bins)
+            space, number = capacity, len(bins)
             bins.append([])
         else:
-            left, number = free.pop(at)
+            space, number = free.pop(at)
         bins[number].append(item)
-        if left > length:
-            insort(free, (left - length, number))
+        if space > length:
+            insort(free, (space - length, number))
     return bins
 
 
-def epoch(lengths: np.ndarray, room: int, key: tuple[int, ...]) -> list[np.ndarray]:
+def epoch(lengths: np.ndarray, capacity: int, key: tuple[int, ...]) -> list[np.ndarray]:
     """The samples of one pass over all conversations, each as indices [n] of its conversations.
 
     Args:
         lengths: tokens of each conversation.
-        room: tokens of a sample.
+        capacity: tokens of a sample.
         key: the seed, the split, the number of the epoch; the order depends on it.
     """
     generator = torch.Generator().manual_seed(int(hashlib.sha256(repr(key).encode()).hexdigest()[:14], 16))
     order = torch.randperm(len(lengths), generator=generator).numpy()
-    group = np.cumsum(lengths[order]) // (GROUP * room)
+    group = np.cumsum(lengths[order]) // (GROUP * capacity)
     samples = []
     for part in np.split(order, np.flatnonzero(np.diff(group)) + 1):
-        samples += [part[items] for items in pack(lengths[part], room)]
+        samples += [part[items] for items in pack(lengths[part], capacity)]
     return [samples[number] for number in torch.randperm(len(samples), generator=generator).tolist()]
 
 
@@ -136,7 +136,7 @@ def folder_of(path: str, template: ChatTemplate, data: DataConfig) -> str:
             str(sorted(tokenizer.special_tokens_map.items())),
             template.given or tokenizer.chat_template,
             transformers.__version__,
-            "3",  # version of the folder's format and of how the assistant's words are found
+            "3",  # version of the folder's format and of how the assistant's words are marked
         ],
         sort_keys=True,
     )
@@ -144,18 +144,18 @@ def folder_of(path: str, template: ChatTemplate, data: DataConfig) -> str:
     return os.path.join(root, "chats-" + hashlib.sha256(text.encode()).hexdigest()[:24])
 
 
-def keep(store: Store, folder: str) -> None:
-    """Write a store into a folder; if that cannot be written, every rank renders the chats."""
+def write_store(store: Store, folder: str) -> None:
+    """Write a store into a folder. If the folder cannot be written, every rank renders the chats."""
     try:
         with atomic_folder(folder) as temporary:
             for name in PARTS:
                 np.save(os.path.join(temporary, f"{name}.npy"), getattr(store, name))
     except OSError as error:
-        if not os.path.isdir(folder):  # else another run was faster
+        if not os.path.isdir(folder):  # otherwise another run was faster
             logger.warning("no cache of tokens in %s (%s): every rank renders the chats", folder, error.strerror)
 
 
-def kept(path: str, folder: str) -> Store | None:
+def read_store(path: str, folder: str) -> Store | None:
     """The store in a folder; None if there is no folder. Raises Refusal if the folder is damaged."""
     if not os.path.isdir(folder):
         return None
@@ -206,14 +206,15 @@ class Conversations:
             more = f" and {len(long) - 1} more" if len(long) > 1 else ""
             raise Refusal(
                 f"{store.path}, {unit_of(store.path)} {store.lines[number]}: a conversation of "
-                f"{self.lengths[long[0]]} tokens{more}, where --seq-length {longest - 1} has room for {longest}: raise "
+                f"{self.lengths[long[0]]} tokens{more}, but --seq-length {longest - 1} allows {longest}: raise "
                 "it, or give --sft-over-length truncate or skip"
             )
         self.lengths = np.minimum(self.lengths, longest)
         drop = long if over_length == "skip" else np.array([n for n in long if not self.of(n)[1][1:].any()], np.int64)
         self.skipped, self.truncated = len(drop), len(long) - len(drop)
-        left = np.delete(np.arange(len(chosen)), drop)
-        self.file, self.number, self.lengths = self.file[left], self.number[left], self.lengths[left]
+        remaining = np.delete(np.arange(len(chosen)), drop)
+        self.file, self.number = self.file[remaining], self.number[remaining]
+        self.lengths = self.lengths[remaining]
 
     def __len__(self) -> int:
         return len(self.number)
@@ -246,12 +247,12 @@ class ChatDataset(Dataset):
         self.conversations, self.seq_length, self.size, self.filler = conversations, seq_length, size, tokenizer.eod
         self.vocab_size, self.source = tokenizer.vocab_size, tokenizer.source
         inputs = conversations.lengths - 1  # the last token is only a label
-        self.samples, self.an_epoch = [], 0
+        self.samples, self.epochs = [], 0
         while len(self.samples) < size:
-            self.samples += epoch(inputs, seq_length, (*key, self.an_epoch))
-            self.an_epoch += 1
-        self.samples_an_epoch = len(self.samples) / self.an_epoch
-        self.share_filled = float(inputs.sum()) / (self.samples_an_epoch * seq_length)
+            self.samples += epoch(inputs, seq_length, (*key, self.epochs))
+            self.epochs += 1
+        self.samples_per_epoch = len(self.samples) / self.epochs
+        self.share_filled = float(inputs.sum()) / (self.samples_per_epoch * seq_length)
 
     def __len__(self) -> int:
         return self.size
@@ -293,10 +294,10 @@ def build_chat_datasets(
         for path, flag in flags.items() if first else ():
             folder = folder_of(path, template, config.data)
             if not os.path.isdir(folder):
-                keep(render(path, flag, template, bar=config.logging.progress), folder)
+                write_store(render(path, flag, template, bar=config.logging.progress), folder)
 
     def read() -> dict[str, Store]:
-        stores = {path: kept(path, folder_of(path, template, config.data)) for path in flags}
+        stores = {path: read_store(path, folder_of(path, template, config.data)) for path in flags}
         return {path: store or render(path, flags[path], template) for path, store in stores.items()}
 
     together(write)
@@ -313,7 +314,7 @@ def _template(config: Config, tokenizer: Tokenizer) -> ChatTemplate:
         except (OSError, UnicodeDecodeError) as error:
             raise Refusal(
                 f"--sft-tokenizer-prompt-format {path}: {getattr(error, 'strerror', None) or 'not UTF-8'}: give a "
-                "file with a Jinja template, or leave it out for the tokenizer's own"
+                "file with a Jinja template, or leave it out for the tokenizer's template"
             ) from None
     return ChatTemplate(tokenizer.transformers, given, tokenizer.source)
 
@@ -369,7 +370,7 @@ def _build(
         spoken = sum(int(chats.of(number)[1][1:].sum()) for number in range(len(chats)))
         config.notes.append(
             f"{split} data: {len(chats):,} conversations of {chats.lengths.sum():,} tokens, {spoken:,} of them the "
-            f"assistant's; an epoch is {dataset.samples_an_epoch:,.0f} samples, {dataset.share_filled:.1%} full"
+            f"assistant's; an epoch is {dataset.samples_per_epoch:,.0f} samples, {dataset.share_filled:.1%} full"
         )
         if chats.truncated or chats.skipped:
             config.notes.append(

@@ -166,7 +166,7 @@ class Rendered:
     spoken: np.ndarray
 
 
-def _with(chat: Chat, number: int, message: Message) -> Chat:
+def _with_message(chat: Chat, number: int, message: Message) -> Chat:
     """The same conversation with another message ``number``."""
     return replace(chat, messages=[*chat.messages[:number], message, *chat.messages[number + 1 :]])
 
@@ -236,7 +236,9 @@ class ChatTemplate:
             raise Refusal(f'{chat.where}: the chat template shows nothing of "tools": {OTHER_TEMPLATE}')
         for number in calls:
             message = {key: value for key, value in chat.messages[number].items() if key != "tool_calls"}
-            if whole == self._text(_with(chat, number, message | {"content": message.get("content") or ""}), count):
+            if whole == self._text(
+                _with_message(chat, number, message | {"content": message.get("content") or ""}), count
+            ):
                 raise Refusal(
                     f'{chat.where}, message {number + 1}: the chat template shows nothing of "tool_calls": '
                     f"{OTHER_TEMPLATE}"
@@ -245,7 +247,7 @@ class ChatTemplate:
     def _check_nulls(self, chat: Chat, numbers: list[int]) -> None:
         empty = chat
         for number in numbers:
-            empty = _with(empty, number, chat.messages[number] | {"content": ""})
+            empty = _with_message(empty, number, chat.messages[number] | {"content": ""})
         expected = self._text(empty, len(chat.messages))
         try:
             text = self._text(chat, len(chat.messages))
@@ -291,17 +293,17 @@ class ChatTemplate:
         not the white space after that, which belongs to the template.
         """
         message = chat.messages[number]
-        asked, before = self._text(chat, number, ask=True), self._text(chat, number)
+        prompt, before = self._text(chat, number, generation_prompt=True), self._text(chat, number)
         after = self._text(chat, number + 1)
         turn = f"{chat.where}, message {number + 1}"
-        if not whole.startswith(after) or not after.startswith(asked):
-            cause = "what follows" if after.startswith(asked) else "the generation prompt"
+        if not whole.startswith(after) or not after.startswith(prompt):
+            cause = "what follows" if after.startswith(prompt) else "the generation prompt"
             raise Refusal(
                 f"{turn}: the chat template renders it differently depending on {cause}, so its words cannot be found: "
                 "mark them in the template, {% generation %} ... {% endgeneration %}"
             )
-        text, content = after[len(asked) :], message.get("content")
-        if asked == before and isinstance(content, str) and not text.lstrip().startswith(content.strip()[:20]):
+        text, content = after[len(prompt) :], message.get("content")
+        if prompt == before and isinstance(content, str) and not text.lstrip().startswith(content.strip()[:20]):
             raise Refusal(
                 f"{turn}: the chat template has no add_generation_prompt, so its words cannot be separated from their "
                 "heading: mark them in the template, {% generation %} ... {% endgeneration %}"
@@ -309,7 +311,7 @@ class ChatTemplate:
         stripped = text.rstrip()
         if stripped.endswith(self.special):
             text = stripped
-        return len(asked), len(asked) + len(text)
+        return len(prompt), len(prompt) + len(text)
 
     @cached_property
     def parameters(self) -> set[str]:
@@ -322,13 +324,13 @@ class ChatTemplate:
         added = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
         return tuple(token for token in {*added, *self.tokenizer.all_special_tokens} if token)
 
-    def _text(self, chat: Chat, messages: int, ask: bool = False) -> str:
+    def _text(self, chat: Chat, messages: int, generation_prompt: bool = False) -> str:
         """The first ``messages`` of a conversation, as text."""
         return self.tokenizer.apply_chat_template(
             chat.messages[:messages],
             tools=chat.tools,
             chat_template=self.given,
-            add_generation_prompt=ask,
+            add_generation_prompt=generation_prompt,
             tokenize=False,
             **chat.variables,
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megatron-core's datasets, with files checked before they are read, one rank's index, and fill in the middle.
+"""megatron-core's datasets, with checks of their files, indices that one rank builds, and fill in the middle.
 
 Sample n depends on the data, the seed, the sequence length and the number of samples, but not on the grid.
 """
@@ -176,7 +176,7 @@ def build_datasets(
     data = config.data
     if data.mock_data:
         if any((data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)):
-            raise Refusal("--mock-data and --data-path exclude each other")
+            raise Refusal("--mock-data and --data-path exclude each other: leave one out")
         return tuple(MockDataset(config, tokenizer, i, n) if n else None for i, n in enumerate(samples))
     if data.sft:
         return build_chat_datasets(config, tokenizer, samples)
@@ -280,7 +280,7 @@ def _build_cache(core: LocalConfig, samples: list[int], folder: str) -> None:
             with atomic_folder(folder) as temporary:
                 _build(core, samples, temporary)
     except OSError as error:
-        if not os.path.isdir(folder):  # else another run was faster
+        if not os.path.isdir(folder):  # otherwise another run was faster
             logger.warning("no index cache in %s (%s): every rank builds in memory", folder, error.strerror)
     finally:
         if distributed:
@@ -291,7 +291,8 @@ def _build(core: LocalConfig, samples: list[int], cache: str) -> list[Dataset | 
     """Build on this rank.
 
     core draws slightly more from each part of a blend than it needs by its estimate. With few samples (long sequences)
-    and unequal weights that is too little, and core fails. Then more is drawn; the first try has Megatron-LM's order.
+    and unequal weights that is too little, and core fails. This function then tries again with larger draws. Only the
+    first try has Megatron-LM's order.
 
     Args:
         cache: folder of the indices, "" for none.

@@ -42,13 +42,13 @@ class Settings:
 
 @dataclass
 class Encoded:
-    """Some records, encoded: for each key the tokens and the lengths of its documents."""
+    """Some records, encoded: for each key the tokens of its documents, one after another, and their lengths."""
 
     tokens: dict[str, np.ndarray] = field(default_factory=dict)
     lengths: dict[str, list[int]] = field(default_factory=dict)
     text_bytes: int = 0
-    empty: int = 0
-    bad: list[str] = field(default_factory=list)
+    empty: int = 0  # documents without tokens
+    bad: list[str] = field(default_factory=list)  # a message for each record that is left out
 
 
 @functools.cache
@@ -129,21 +129,21 @@ def encode_all(settings: Settings, reader: Reader, workers: int, method: str) ->
     context.Process = {"fork": _ForkedWorker, "spawn": _SpawnedWorker}[method]
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker) as pool:
         waiting: deque[tuple[Future, int, int]] = deque()
-        held = 0
+        waiting_bytes = 0
         try:
             for records, position in batches(reader):
                 size = sum(len(record.content) for record in records)
                 waiting.append((pool.submit(encode, settings, records), position, size))
-                held += size
-                while len(waiting) > 3 * workers or (held > WAITING_BYTES and len(waiting) > 1):
+                waiting_bytes += size
+                while len(waiting) > 3 * workers or (waiting_bytes > WAITING_BYTES and len(waiting) > 1):
                     future, position, size = waiting.popleft()
                     yield future.result(), position
-                    held -= size
+                    waiting_bytes -= size
             while waiting:
                 future, position, _ = waiting.popleft()
                 yield future.result(), position
         except MemoryError:  # for batches in transfer to or from a worker
-            raise no_memory(f"{len(waiting)} batches of {held:,} bytes of input") from None
+            raise no_memory(f"{len(waiting)} batches of {waiting_bytes:,} bytes of input") from None
         except BrokenProcessPool:
             raise Refusal("a worker process died, perhaps because memory ran out: try fewer --workers") from None
         finally:

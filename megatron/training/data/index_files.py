@@ -28,7 +28,7 @@ from megatron.training.json_file import read_bytes, read_json
 from megatron.training.refusal import Refusal, one_line, reason
 
 LIST = "files.json"  # {name: bytes} of the files in a cache folder, which shows later whether some were deleted
-LEFT_BEHIND = 24 * 3600  # seconds after which an unfinished folder counts as abandoned
+ABANDONED_AFTER = 24 * 3600  # seconds after which an unfinished folder counts as abandoned
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def atomic_folder(folder: str) -> Iterator[str]:
     temporary = f"{folder}.{uuid.uuid4().hex}.tmp"  # two containers may have the same host name and process id
     try:
         os.makedirs(temporary)
-        _remove_left_behind(*os.path.split(folder), os.stat(temporary).st_mtime)
+        _remove_abandoned(*os.path.split(folder), os.stat(temporary).st_mtime)
         yield temporary
         sizes = {entry.name: entry.stat().st_size for entry in os.scandir(temporary)}
         with open(os.path.join(temporary, LIST), "w", encoding="utf-8") as file:
@@ -73,12 +73,12 @@ def check_complete(folder: str) -> None:
         ) from None
 
 
-def _remove_left_behind(root: str, name: str, now: float) -> None:
+def _remove_abandoned(root: str, name: str, now: float) -> None:
     """Remove unfinished folders of killed runs. ``now`` is the time by the file system's clock."""
     with suppress(OSError):  # another run removes it too
         for entry in os.scandir(root):
             if entry.name.startswith(f"{name}.") and entry.name.endswith(".tmp"):
-                if now - entry.stat().st_mtime > LEFT_BEHIND:
+                if now - entry.stat().st_mtime > ABANDONED_AFTER:
                     shutil.rmtree(entry.path, ignore_errors=True)
 
 

@@ -23,7 +23,7 @@ from megatron.training.refusal import reason
 
 logger = logging.getLogger(__name__)
 
-PASSING = (errno.EIO, errno.ETIMEDOUT, errno.EAGAIN)  # errors of file servers that may be temporary
+TEMPORARY = (errno.EIO, errno.ETIMEDOUT, errno.EAGAIN)  # errors of file servers that may be temporary
 PAUSES = (1.0, 5.0, 25.0)  # seconds to wait before each repetition of such a read
 
 
@@ -63,7 +63,7 @@ class OpenFile:
             if not more:
                 raise DataError(
                     f"{self.path} ends before byte {offset + count}, which was to be read: it became shorter while in "
-                    "use, or the file that points into it is damaged"
+                    "use, or its index is damaged"
                 )
             data += more
         return data
@@ -71,7 +71,7 @@ class OpenFile:
     def _retry(self, error: OSError, count: int, offset: int) -> bytes:
         """Read again after an error that may be temporary."""
         for pause in PAUSES:
-            if error.errno not in PASSING:
+            if error.errno not in TEMPORARY:
                 break
             logger.warning("%s: %s; reading it again in %g s", self.path, reason(error), pause)
             time.sleep(pause)

@@ -17,11 +17,11 @@ from typing import IO, Any
 from megatron.training.json_file import PART
 from megatron.training.refusal import Refusal, one_line, short
 
-PACKED = (".gz", ".zst")  # endings of compressed files
+COMPRESSED = (".gz", ".zst")  # endings of compressed files
 ZSTD_PART = 1 << 12  # bytes of a .zst that are decompressed at a time: four bytes can become 128 KiB
 
 
-def unpacked(path: str, raw: IO[bytes]) -> IO[bytes]:
+def decompressed(path: str, raw: IO[bytes]) -> IO[bytes]:
     """The stream of a file's decompressed content."""
     if path.endswith(".gz"):
         return gzip.GzipFile(fileobj=raw)
@@ -38,27 +38,27 @@ class Zstd(io.RawIOBase):
             import zstandard
         except ImportError:
             raise Refusal("--input of .zst files needs the package zstandard: pip install zstandard") from None
-        self.raw, self.error, self.new = raw, zstandard.ZstdError, zstandard.ZstdDecompressor().decompressobj
+        self.raw, self.error, self.new_frame = raw, zstandard.ZstdError, zstandard.ZstdDecompressor().decompressobj
         self.frame: Any = None
-        self.packed = self.ready = b""
+        self.compressed = self.ready = b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while not self.ready:
-            self.packed = self.packed or self.raw.read(1 << 15)
-            if not self.packed:
+            self.compressed = self.compressed or self.raw.read(1 << 15)
+            if not self.compressed:
                 if self.frame is not None:
                     raise EOFError("cut off in the middle of a zstd frame")
                 return 0
-            self.frame = self.frame or self.new()
-            part, rest = self.packed[:ZSTD_PART], self.packed[ZSTD_PART:]
+            self.frame = self.frame or self.new_frame()
+            part, remaining = self.compressed[:ZSTD_PART], self.compressed[ZSTD_PART:]
             try:
                 self.ready = self.frame.decompress(part)
             except self.error as error:
                 raise OSError(f"not zstd: {error}") from error
-            self.packed = self.frame.unused_data + rest if self.frame.eof else rest
+            self.compressed = self.frame.unused_data + remaining if self.frame.eof else remaining
             if self.frame.eof:
                 self.frame = None
         count = min(len(self.ready), len(buffer))
@@ -123,7 +123,7 @@ def messages_of(row: Row, where: str) -> list[Any]:
         return _completion(row, where)
     messages = row.get("messages" if form == "messages" else "conversations")
     if isinstance(messages, list) and messages:
-        return [_shared(message, f"{where}, message {number}") for number, message in enumerate(messages, 1)]
+        return [_from_sharegpt(message, f"{where}, message {number}") for number, message in enumerate(messages, 1)]
     if form in ("messages", "ShareGPT"):
         hint = f"; its {'messages' if form == 'messages' else 'conversations'} are {short(messages)}"
     elif form == "preferences":
@@ -138,7 +138,7 @@ def messages_of(row: Row, where: str) -> list[Any]:
     raise Refusal(f'{where}: no list "messages" of {{"role", "content"}}{hint}')
 
 
-def _shared(message: Any, where: str) -> Any:
+def _from_sharegpt(message: Any, where: str) -> Any:
     """A message of ShareGPT's format (``from``, ``value``) with our keys; any other message unchanged."""
     if not isinstance(message, dict) or "role" in message or not {"from", "value"} <= set(message):
         return message
@@ -147,8 +147,8 @@ def _shared(message: Any, where: str) -> Any:
         raise Refusal(f'{where}: a function_call: write it as {{"role": "assistant", "tool_calls": [...]}}')
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
         raise Refusal(f"{where}: from {short(speaker)} is none of {', '.join(SPEAKERS)}")
-    rest = {key: value for key, value in message.items() if key not in ("from", "value")}
-    return {"role": SPEAKERS[speaker], "content": message["value"], **rest}
+    others = {key: value for key, value in message.items() if key not in ("from", "value")}
+    return {"role": SPEAKERS[speaker], "content": message["value"], **others}
 
 
 def _alpaca(row: Row, where: str) -> list[Row]:
@@ -194,7 +194,7 @@ def is_array(head: bytes) -> bool:
     return head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
 
 
-def foreign(head: bytes) -> str | None:
+def unsupported_format(head: bytes) -> str | None:
     """The format of a file that begins with ``head``, and what to do with it; None if it may have rows."""
     return next((hint for magic, hint in OTHERS.items() if head.startswith(magic)), None)
 
@@ -221,12 +221,12 @@ def array_rows(stream: IO[bytes], longest: int) -> Iterator[tuple[int, bytes]]:
             end = _end(text, scan, number)
             yield number, text.text[text.at : end].encode()
             text.at = end
-            mark = text.peek()
-            if mark not in (",", "]"):
-                actual = f"{mark!r} follows" if mark else "the file ends"
+            separator = text.peek()
+            if separator not in (",", "]"):
+                actual = f"{separator!r} follows" if separator else "the file ends"
                 raise ValueError(f"after element {number} of its JSON array {actual}, instead of a comma or ]")
             text.at += 1
-            closed = mark == "]"
+            closed = separator == "]"
     if text.peek():
         raise ValueError("it continues after the end of its JSON array: give one array, or JSON lines of objects")
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
 from megatron.training.data import genome, row_files
-from megatron.training.data.row_files import PACKED, advice, unpacked
+from megatron.training.data.row_files import COMPRESSED, advice, decompressed
 from megatron.training.disk import sync_file, sync_folder, sync_folders_up
 from megatron.training.json_file import PART, read_most
 from megatron.training.refusal import Refusal
@@ -45,7 +45,7 @@ class BadRecord(ValueError):
 
 
 def no_memory(where: str) -> Refusal:
-    """The refusal when memory runs out for the input."""
+    """The refusal if memory runs out at ``where``, a place in the input."""
     return Refusal(
         f"memory ran out at {where}: try fewer --workers, or shorter documents (each byte of one may need 25 bytes of "
         "memory)"
@@ -89,11 +89,11 @@ def is_fasta(path: str) -> bool:
 
 def _kind(path: str) -> str:
     """The end of a file's name, without .gz and .zst."""
-    return os.path.splitext(os.path.splitext(path)[0] if path.endswith(PACKED) else path)[1].lower()
+    return os.path.splitext(os.path.splitext(path)[0] if path.endswith(COMPRESSED) else path)[1].lower()
 
 
 class Reader:
-    """The records of some files in order. ``bytes_read`` of ``bytes_total`` bytes on disk are read.
+    """The records of some files in order. ``bytes_read`` counts the bytes on disk that were read, of ``bytes_total``.
 
     Args:
         columns: needed columns of Parquet files; by default all.
@@ -108,14 +108,14 @@ class Reader:
         before = 0
         for path in self.paths:
             try:
-                with open(path, "rb") as raw, unpacked(path, raw) as stream:
+                with open(path, "rb") as raw, decompressed(path, raw) as stream:
                     size = os.path.getsize(path)  # 0 for a pipe, which has no position
                     if is_plain_text(path):
                         content = read_most(stream, LONGEST)
                         self.bytes_read = before + size
                         yield Record(path, 0, content)
                     elif not is_fasta(path) and _head(stream).startswith(row_files.PARQUET):
-                        if path.endswith(PACKED):
+                        if path.endswith(COMPRESSED):
                             raise Refusal(f"--input {path}: Parquet is compressed already: decompress it")
                         for number, content, share in row_files.parquet_rows(path, self.columns):
                             self.bytes_read = before + int(share * size)
@@ -138,7 +138,7 @@ class Reader:
 def unit_of(path: str) -> str:
     """The name of a record in messages: line or row."""
     with contextlib.suppress(OSError, EOFError, ValueError, zlib.error), open(path, "rb") as raw:
-        with unpacked(path, raw) as stream:
+        with decompressed(path, raw) as stream:
             head = _head(stream)
             return "row" if head.startswith(row_files.PARQUET) or row_files.is_array(head) else "line"
     return "line"
@@ -154,7 +154,7 @@ def _records(path: str, stream: IO[bytes]) -> tuple[str, Iterator[tuple[int, byt
     if is_fasta(path):
         return "line", _fasta(stream, 1)
     head = _head(stream)
-    if advice_on_format := row_files.foreign(head):
+    if advice_on_format := row_files.unsupported_format(head):
         raise Refusal(f"--input {path}: {advice_on_format}")
     return ("row", row_files.array_rows(stream, LONGEST)) if row_files.is_array(head) else ("line", _lines(stream, 1))
 
@@ -181,21 +181,21 @@ def _check_length(content: bytes | bytearray, name: str) -> None:
 
 def _fasta(stream: IO[bytes], first: int) -> Iterator[tuple[int, bytearray]]:
     """The records of a FASTA file, each with the number of its first line, without blank lines at the beginning."""
-    record, begun = bytearray(), first
+    record, first_line = bytearray(), first
     for number, line in _lines(stream, first):
         if number == first:
             line = line.removeprefix(codecs.BOM_UTF8)
         if line[:1] == b">" and record:
-            yield begun, record
+            yield first_line, record
             record = bytearray()
         if not record:
             if not line.strip():
                 continue
-            begun = number
+            first_line = number
         record += line
-        _check_length(record, f"{stream.name if hasattr(stream, 'name') else 'FASTA'}: record of line {begun}")
+        _check_length(record, f"{stream.name if hasattr(stream, 'name') else 'FASTA'}: record of line {first_line}")
     if record:
-        yield begun, record
+        yield first_line, record
 
 
 def parse(record: Record, keys: tuple[str, ...]) -> dict[str, str] | None:

@@ -134,7 +134,7 @@ def padded_vocab_size(vocab_size: int, make_divisible_by: int, tensor_parallel: 
 
 
 def _existing(path: str | None, flag: str, kind: str, folder: bool = False) -> str:
-    """The path, if it exists; else a Refusal."""
+    """``path``. Raises Refusal if it is not given or does not exist."""
     kind_of_path = "folder" if folder else "file"
     if not path:
         raise Refusal(f"--tokenizer-type {kind} needs {flag}, a {kind_of_path}")
@@ -261,9 +261,9 @@ def _tiktoken(kind: str, path: str, pattern: str, num_special: int, vocab_size: 
 
 
 def _bytes(kind: str) -> Tokenizer:
-    """UTF-8 bytes and an end of document: 257 ids. core's has 512 ids, and its end of document is the byte NUL."""
+    """UTF-8 bytes and an end of document: 257 ids. core's tokenizer has 512, and its end of document is byte 0."""
 
-    def decode(ids: list[int]) -> str:  # core's removes white space at the end
+    def decode(ids: list[int]) -> str:  # core's decoder removes white space at the end
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
     return Tokenizer(kind, kind, 257, 256, lambda text: text.encode("utf-8"), decode)

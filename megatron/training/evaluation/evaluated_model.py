@@ -28,25 +28,25 @@ def prepare_evaluation(config: Config, runtime: Runtime) -> tuple[Plan, list[nn.
     """The plan, the model with a checkpoint's weights, and held-out samples if this rank reads them.
 
     Raises:
-        Refusal: on every rank.
+        Refusal: on every rank; the flags, the checkpoint or the data cannot be evaluated.
     """
 
-    def look() -> tuple[Any, Tokenizer, int, Plan]:
+    def read_inputs() -> tuple[Any, Tokenizer, int, Plan]:
         if not config.evaluation.eval_tasks:
             raise Refusal("missing: --eval-tasks, for example --eval-tasks needle loss-by-position")
         if config.checkpoint.save:
             raise Refusal("--save: an evaluation saves no checkpoint; leave it out, results go to --eval-output")
         if runtime.offload is not None:
             check_host_memory(config)
-        last = checkpoint.find(config.checkpoint, config.notes)
-        if last is None:
+        latest = checkpoint.find(config.checkpoint, config.notes)
+        if latest is None:
             raise Refusal(f"--load {config.checkpoint.load} holds no checkpoint: give the folder of --save")
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
         vocab_size = check_vocab(config.model.vocab_size, tokenizer)
-        return last, tokenizer, vocab_size, make_plan(config, tokenizer)
+        return latest, tokenizer, vocab_size, make_plan(config, tokenizer)
 
-    last, tokenizer, vocab_size, plan = together(look)
-    path = choose_whole(last, config.checkpoint, config.notes)
+    latest, tokenizer, vocab_size, plan = together(read_inputs)
+    path = choose_whole(latest, config.checkpoint, config.notes)
     dataset = None
     if "loss-by-position" in plan.tasks:
         samples = config.run.eval_iters * config.data.global_batch_size

@@ -55,6 +55,7 @@ TEXT = {
     "common": "\nWhich of all these names come most often, in the order in which they came up",
 }
 SYMBOLS = {"needle": 0, "ask": 1, "let": 2, "which": 3, "common": 4}  # symbols do not need the other marks
+# Symbols reserved for marks; fewest and most symbols; most halves of names and of numbers.
 MARKS, ALPHABET, MOST, HALVES = 12, 64, 4096, 32
 MOST_TEXT = 1 << 30  # limit of a haystack in bytes
 SENTENCE = 8  # symbols of a sentence in the haystack

@@ -80,11 +80,11 @@ def _codes(words: Words, random: np.random.Generator, count: int, held_out: bool
     return [(Name(name), Number(number)) for name, number in zip(names, numbers)]
 
 
-def many_needles(words: Words, random: np.random.Generator, count: int, ask: int, held_out: bool) -> Pieces:
-    """``count`` needles at random depths, and a question for ``ask`` of them."""
+def many_needles(words: Words, random: np.random.Generator, count: int, asked: int, held_out: bool) -> Pieces:
+    """``count`` needles at random depths, and a question for ``asked`` of them."""
     codes = _codes(words, random, count, held_out)
     depths = np.sort(random.random(count))
-    tail = [part for index in random.permutation(count)[:ask] for part in question_and_answer(words, *codes[index])]
+    tail = [part for index in random.permutation(count)[:asked] for part in question_and_answer(words, *codes[index])]
     return Pieces([(float(depth), statement(words, *code)) for depth, code in zip(depths, codes)], tail)
 
 
@@ -172,14 +172,14 @@ def pack(lengths: Sequence[int], seq_length: int, together: bool) -> list[list[i
     if not together:
         return [[number] for number in order]
     rows: list[list[int]] = []
-    room: list[int] = []
+    free: list[int] = []  # tokens of each row
     for number in order:
-        row = next((row for row, free in enumerate(room) if free >= lengths[number]), len(rows))
+        row = next((row for row, tokens in enumerate(free) if tokens >= lengths[number]), len(rows))
         if row == len(rows):
             rows.append([])
-            room.append(seq_length)
+            free.append(seq_length)
         rows[row].append(number)
-        room[row] -= lengths[number]
+        free[row] -= lengths[number]
     return rows
 
 

@@ -27,7 +27,7 @@ from megatron.training.step import Batches, forward_step, run_schedule
 # The group of each token is in the batch ("groups"), or a function computes it.
 GroupsOf = Callable[[dict[str, Tensor | None]], Tensor]
 Bar = Callable[[int, str], Callable[[int], Any]]  # (total, name) -> function that adds to the count
-PER_CALL = 8  # micro-batches per run of the schedule, after which the bar moves
+PER_CALL = 8  # micro-batches per run of the schedule, after which the progress bar is updated
 
 
 @dataclass(frozen=True)
@@ -55,26 +55,26 @@ def score(
         batches: makes an iterator over this data-parallel rank's micro-batches, on ranks that read data.
         micro_batches: of each data-parallel rank, at least 1.
         groups_of: computes int64 [b, s_local] below ``groups`` from this rank's batch; default its "groups".
-        name: for the bar.
+        name: for the progress bar.
     """
     config, runtime, chunks = subject.config, subject.runtime, subject.chunks
     iterators = [batches() if runtime.reads_data else None for _ in chunks]
     data_iterator = iterators if len(chunks) > 1 else iterators[0]
-    together = _together(config, len(chunks))
+    group = _schedule_group(config, len(chunks))
     step = partial(forward_step, runtime, measure=partial(_sums, groups, groups_of))
     total, done = torch.zeros((groups, 3), dtype=torch.float64, device=runtime.device), 0
     count = subject.bar(micro_batches, name) if subject.bar else lambda _: None
     with _scoring(chunks):
         while done < micro_batches:
-            now = min(PER_CALL * together, -(-(micro_batches - done) // together) * together)
-            reports = run_schedule(step, chunks, data_iterator, config, now, forward_only=True)
+            size = min(PER_CALL * group, -(-(micro_batches - done) // group) * group)
+            reports = run_schedule(step, chunks, data_iterator, config, size, forward_only=True)
             total += sum_of_reports(reports, (groups, 3), runtime)
-            done += now
-            count(now)
+            done += size
+            count(size)
     return total.cpu()
 
 
-def _together(config: Config, chunks: int) -> int:
+def _schedule_group(config: Config, chunks: int) -> int:
     """The number of micro-batches in a group of an interleaved schedule; 1 for other schedules."""
     if chunks == 1:
         return 1
@@ -93,14 +93,14 @@ def _sums(groups: int, groups_of: GroupsOf | None, batch: dict[str, Tensor | Non
 @contextmanager
 def _scoring(chunks: Sequence[nn.Module]) -> Iterator[None]:
     """Put the model in evaluation mode, with scores of tokens as its output."""
-    was = [chunk.training for chunk in chunks]
+    was_training = [chunk.training for chunk in chunks]
     for chunk in chunks:
         chunk.eval()
         unwrap(chunk).scores_tokens = True
     try:
         yield
     finally:
-        for chunk, training in zip(chunks, was):
+        for chunk, training in zip(chunks, was_training):
             chunk.train(training)
             unwrap(chunk).scores_tokens = False
 
@@ -198,10 +198,10 @@ def answers(plan: Plan, subject: Subject, task: str) -> Result:
 
     sums = _score_rows(subject, make_row, len(rows), len(specs), task).tolist()
     cells = []
-    for place in dict.fromkeys((spec.length, spec.depth) for spec in specs):
-        rows_here = [row for spec, row in zip(specs, sums) if (spec.length, spec.depth) == place]
-        depth = {} if place[1] is None else {"depth": place[1]}
-        cells.append({"length": place[0], **depth, **_answers(rows_here)})
+    for cell in dict.fromkeys((spec.length, spec.depth) for spec in specs):
+        of_cell = [row for spec, row in zip(specs, sums) if (spec.length, spec.depth) == cell]
+        depth = {} if cell[1] is None else {"depth": cell[1]}
+        cells.append({"length": cell[0], **depth, **_answers(of_cell)})
     return {"cells": cells, **_answers(sums)}
 
 

@@ -63,12 +63,12 @@ class BadBatches(Feature):
 
 def skip_batch(job: Job, reporter: Reporter, batches: Batches | list[Batches] | None) -> None:
     """Leave out the batch of the next step, as --iterations-to-skip asks."""
-    pass_over(batches, job.batch_sizes.get())
+    skip_micro_batches(batches, job.batch_sizes.get())
     reporter.say(f" > iteration {job.progress.iteration + 1}: its batch is left out, as --iterations-to-skip says")
 
 
-def pass_over(batches: Batches | list[Batches] | None, microbatches: int) -> None:
-    """Read and drop the micro-batches of a step. It is no error if one cannot be read: users leave such steps out."""
+def skip_micro_batches(batches: Batches | list[Batches] | None, microbatches: int) -> None:
+    """Read and drop the micro-batches of a step. An unreadable one is no error: users skip such steps."""
     for iterator in batches if isinstance(batches, list) else [batches]:
         for _ in range(microbatches if iterator is not None else 0):
             with suppress(DataError):
@@ -132,23 +132,23 @@ def roll_back(job: Job, say: Callable[[str], None]) -> int | None:
     The job's progress stays: the samples since that checkpoint are left out.
 
     Args:
-        say: prints a line about each damaged checkpoint that was passed over.
+        say: prints a line about each damaged checkpoint that was skipped.
 
     Raises:
         Refusal: on every rank; the checkpoint is damaged, and --skip-damaged-checkpoints is not set.
     """
     settings = job.config.checkpoint
-    again = checkpoint.CheckpointConfig(
+    reload = checkpoint.CheckpointConfig(
         load=settings.save, save=settings.save, skip_damaged_checkpoints=settings.skip_damaged_checkpoints
     )
-    last = together(lambda: checkpoint.find(again))
+    last = together(lambda: checkpoint.find(reload))
     # A checkpoint of another run is one from which this run branched off by --ckpt-step.
     if last is None or run_of(last) not in ("", job.progress.run):
         return None
     notes: list[str] = []
-    undamaged = choose_whole(last, again, notes)
+    undamaged = choose_whole(last, reload, notes)
     for note in notes:
         say(note)
-    config = replace(job.config, checkpoint=again)
+    config = replace(job.config, checkpoint=reload)
     job.schedule.num_steps = 0  # core's schedule adds the steps that it loads to its own
     return checkpoint.load(undamaged, job.chunks, job.optimizer, job.schedule, config).iteration

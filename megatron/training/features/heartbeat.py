@@ -34,7 +34,7 @@ from megatron.platform.processes import Process, kill, this_process
 from megatron.training.refusal import one_line
 
 COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
-HERE = str(Path(__file__).resolve().parents[2])  # megatron/
+PACKAGE = str(Path(__file__).resolve().parents[2])  # the folder megatron/
 COMMUNICATION_ERROR = re.compile(r"gloo|nccl|timed? ?out|by peer|broken pipe|connection", re.IGNORECASE)
 KEY = "heartbeat"
 DEEP = 8  # a stack that waits has torch.distributed within this many innermost frames, below core's wrappers
@@ -141,12 +141,12 @@ class Heartbeat:
     def _leave(self) -> None:
         """Wait until every rank knows that the job ends, so that none of them fails on a lost connection or store."""
         with self._lock:
-            left = self.store.add(f"{KEY}/left", 1)
+            leaving = self.store.add(f"{KEY}/left", 1)
         limit = time.monotonic() + 4 * self.every
-        while left < self.ranks and time.monotonic() < limit:
+        while leaving < self.ranks and time.monotonic() < limit:
             time.sleep(self.every / 5)
             with self._lock:
-                left = self.store.add(f"{KEY}/left", 0)
+                leaving = self.store.add(f"{KEY}/left", 0)
 
     def table(self) -> dict[int, Beat | None]:
         """The last beat of each rank; None for a rank that never wrote one."""
@@ -165,9 +165,9 @@ class Heartbeat:
                     with suppress(RuntimeError):
                         self._leave()
                     os._exit(1)
-                left = self.timeout - beat.since  # NCCL ends the process at the timeout, too late for a report
-                if beat.waits and left < min(self.timeout / 4, 20 + 3 * self.every) and (lines := self._report()):
-                    print("\n".join([f"error: a message times out in {left:.0f} s", *lines]), file=sys.stderr)
+                remaining = self.timeout - beat.since  # NCCL ends the process at the timeout, too late for a report
+                if beat.waits and remaining < min(self.timeout / 4, 20 + 3 * self.every) and (lines := self._report()):
+                    print("\n".join([f"error: a message times out in {remaining:.0f} s", *lines]), file=sys.stderr)
             except RuntimeError:  # without the store the run has ended
                 return
 
@@ -176,9 +176,9 @@ class Heartbeat:
         if frames is None:
             frames = [frame for frame, _ in walk_stack(sys._current_frames().get(self._main))]
         try:
-            place, waits = whereabouts(frames, self.axes)
-        except Exception:  # the thread runs on while its stack is read, so a look may fail
-            place, waits = "a place that moved while it was read", False
+            place, waits = location_of(frames, self.axes)
+        except Exception:  # the thread runs on while its stack is read, so reading may fail
+            place, waits = "an unknown place (its stack changed while it was read)", False
         iteration = self.iteration()
         if (at := (place, iteration)) != self._at:
             self._at, self._since = at, time.monotonic()
@@ -270,7 +270,7 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"
 
 
-def whereabouts(frames: Sequence[FrameType], axes: Mapping[int, str]) -> tuple[str, bool]:
+def location_of(frames: Sequence[FrameType], axes: Mapping[int, str]) -> tuple[str, bool]:
     """Where a thread is, and whether it waits for other ranks there.
 
     Args:
@@ -282,18 +282,18 @@ def whereabouts(frames: Sequence[FrameType], axes: Mapping[int, str]) -> tuple[s
         name = frame.f_code.co_filename
         if ours is None and name.endswith(COLLECTIVES):
             collective, waits = _collective(frame, axes) or collective, True
-        elif name.startswith(HERE):
+        elif name.startswith(PACKAGE):
             ours = ours or frame
     if ours is None:
         return collective or "outside the program's code", waits
-    place = f"{os.path.relpath(ours.f_code.co_filename, HERE)}:{ours.f_lineno} ({ours.f_code.co_name})"
+    place = f"{os.path.relpath(ours.f_code.co_filename, PACKAGE)}:{ours.f_lineno} ({ours.f_code.co_name})"
     if not waits and _waits(frames[0]):
         collective, waits = "the wait for a message", True
     return f"{collective} at {place}" if collective else place, waits
 
 
 def is_waiting(frames: Sequence[FrameType]) -> bool:
-    """Whether a thread with this stack, innermost first, waits for other ranks; faster than :func:`whereabouts`."""
+    """Whether a thread with this stack, innermost first, waits for other ranks; faster than :func:`location_of`."""
     return any(frame.f_code.co_filename.endswith(COLLECTIVES) for frame in frames[:DEEP]) or _waits(frames[0])
 
 

@@ -58,9 +58,9 @@ def check_replicas(job: Job) -> None:
         ReplicasDiffer: some differ; the message names the parameters, the ranks and their hosts.
     """
     checkpoint.gather_parameters(job.chunks, job.config)
-    mine = [f"{name}: {difference}" for name, difference in _differences(job)]
+    own = [f"{name}: {difference}" for name, difference in _differences(job)]
     by_rank: list = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, (socket.gethostname(), mine))
+    dist.all_gather_object(by_rank, (socket.gethostname(), own))
     lines = list(dict.fromkeys(line for _, of_rank in by_rank for line in of_rank))
     if lines:
         places = [f"{rank} on {host}" for rank, (host, _) in enumerate(by_rank)]
@@ -86,17 +86,17 @@ def _compare(
     """(parameter, message) for each parameter that is not identical on all ranks of a group."""
     if not named or group.size() == 1:
         return
-    mine = torch.stack([bits(parameter) for _, parameter in named])
-    table = mine.new_empty(group.size() * len(named))
-    dist.all_gather_into_tensor(table, mine, group=group)
+    own = torch.stack([bits(parameter) for _, parameter in named])
+    table = own.new_empty(group.size() * len(named))
+    dist.all_gather_into_tensor(table, own, group=group)
     ranks = dist.get_process_group_ranks(group)
     for (name, _), sums in zip(named, table.view(group.size(), -1).t().tolist()):
         usual, count = Counter(sums).most_common(1)[0]
         if count == len(sums):
             continue
-        others = [rank for rank, one in zip(ranks, sums) if one != usual]
+        others = [rank for rank, value in zip(ranks, sums) if value != usual]
         if 2 * count > len(sums):
-            same = next(rank for rank, one in zip(ranks, sums) if one == usual)
+            same = next(rank for rank, value in zip(ranks, sums) if value == usual)
             yield name, f"rank {_places(others)} differs over {axis} from rank {_places([same])} and the others"
         else:  # no majority
             yield name, f"ranks {_places(ranks)} differ over {axis}"

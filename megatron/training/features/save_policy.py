@@ -33,14 +33,14 @@ class Saver:
         self.job, self.reporter = job, reporter
         self.saved_at, self.stall = job.progress.iteration if job.on_disk is None else job.on_disk, 0.0
         self._copies = HostCopies(streams_of(job.runtime.device)) if job.config.checkpoint.async_save else None
-        self._going: Save | None = None
+        self._current: Save | None = None
         self._begun = 0.0
         self._saved_last, self._gave_up = True, False
 
     @property
     def writing(self) -> bool:
         """Whether this rank is writing in the background."""
-        return self._going is not None and self._going.busy
+        return self._current is not None and self._current.busy
 
     @property
     def lost(self) -> bool:
@@ -67,7 +67,7 @@ class Saver:
         self.saved_at, self.stall, self._begun = job.progress.iteration, 0.0, time.perf_counter()
         try:
             with self._stalled():
-                self._going = checkpoint.begin_save(
+                self._current = checkpoint.begin_save(
                     settings.save,
                     job.progress,
                     job.chunks,
@@ -79,9 +79,9 @@ class Saver:
                     owner=job.owner,
                 )
                 if self._copies is not None and self._copies_fit():
-                    self._going.start(self._copies)
+                    self._current.start(self._copies)
                 else:
-                    self._going.write()
+                    self._current.write()
         except OSError as error:
             self._failed(error)
         if self._copies is None:
@@ -96,38 +96,38 @@ class Saver:
             self.save(validation_loss)
 
     def copy(self) -> None:
-        """Copy the state to memory now. The copy travels to other hosts in the background; see `go_on` for failures."""
+        """Copy the state to memory now. It is sent to other hosts in the background; `advance` reports failures."""
         job = self.job
         state = TrainingState(job.chunks, job.optimizer, job.schedule, job.config)
         job.copies.begin(job.progress, state.tensors())
 
     def before_update(self, mark: Mark | None) -> Mark | None:
         """``mark``, or a function that also delays the step's update until the tensors to save are copied."""
-        going = self._going
-        if going is None or going.copied.is_set():
+        current = self._current
+        if current is None or current.copied.is_set():
             return mark
 
         def wait(phase: str) -> None:
             if phase == "optimizer":
                 with self._stalled():
-                    going.copied.wait()
+                    current.copied.wait()
             if mark is not None:
                 mark(phase)
 
         return wait
 
-    def go_on(self, writing: bool | int) -> None:
+    def advance(self, writing: bool | int) -> None:
         """Start the next phase of a save in the background. All ranks call it after each step.
 
         Args:
             writing: whether any rank is still writing.
         """
         self._report_copies()
-        if self._going is None or writing:
+        if self._current is None or writing:
             return
         try:
             with self._stalled():
-                done = self._going.advance()
+                done = self._current.advance()
             if done:
                 self._saved()
         except OSError as error:
@@ -135,10 +135,10 @@ class Saver:
 
     def finish(self) -> bool:
         """Wait for a save in the background; returns whether the last checkpoint could be saved."""
-        if self._going is not None:
+        if self._current is not None:
             try:
                 with self._stalled():
-                    self._going.finish()
+                    self._current.finish()
                 self._saved()
             except OSError as error:
                 self._failed(error)
@@ -163,7 +163,7 @@ class Saver:
             self.job.copies.remove(self.job.config.checkpoint.save)
 
     def abandon(self) -> None:
-        """The run ends with an error: wait a moment for copies to arrive on other hosts."""
+        """Wait a moment for copies to arrive on other hosts, because the run ends with an error."""
         if self.job.copies is not None:
             self.job.copies.finish(seconds=2.0)
 
@@ -173,7 +173,7 @@ class Saver:
 
     def _copies_fit(self) -> bool:
         """Whether the copies fit in host memory, which they allocate once and keep."""
-        need = self._going.bytes - self._copies.pool.allocated
+        need = self._current.bytes - self._copies.pool.allocated
         free = available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if need > 0 else 0
         if need > free:
             self.reporter.say(
@@ -191,7 +191,7 @@ class Saver:
             )
 
     def _saved(self) -> None:
-        path, self._going, self._saved_last = self._going.final, None, True
+        path, self._current, self._saved_last = self._current.final, None, True
         stall = "" if self._copies is None else f" while training went on, except for {self.stall:.2f} s"
         self.reporter.say(f" > saved {path} in {time.perf_counter() - self._begun:.1f} s{stall}")
         if self.job.config.logging.log_progress and self.job.runtime.is_rank_zero:
@@ -202,7 +202,7 @@ class Saver:
                 self.reporter.say(f" WARNING: --log-progress: {error.strerror}")
 
     def _failed(self, error: OSError) -> None:
-        self._going, self._saved_last = None, False
+        self._current, self._saved_last = None, False
         self.reporter.say(f" WARNING: {error}; earlier checkpoints are untouched, training continues")
 
     @contextmanager

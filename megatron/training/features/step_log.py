@@ -14,7 +14,7 @@ from megatron.training.report.reporter import Reporter
 
 
 class StepLog:
-    """Made by all ranks at the same time: on a CPU it measures the rate of matrix products."""
+    """The log of a run. All ranks create it at the same time: on a CPU it measures the rate of matrix products."""
 
     def __init__(self, job: Job, reporter: Reporter) -> None:
         self.job, self.reporter = job, reporter

@@ -56,7 +56,7 @@ SLOW_STEP = 1.5  # times the median of recent steps
 SLOW_LINK = 2.0  # times the usual time of the link
 NOISE = 1e-3  # a slow link takes at least this many seconds more than usual
 RECENT, LEAST_STEPS = 20, 5  # steps for the median: at most, at least
-REST = 5  # steps between a measurement and the next
+PAUSE = 5  # steps between a measurement and the next
 BYTES = 2**18  # of the message
 REPEATS = 5  # the fastest one counts
 NAMED = 4  # limit of the links that a line names
@@ -84,7 +84,7 @@ class SlowLinks:
         self.edges = [edge for phase in self.phases for edge in phase]
         self.recent: deque[float] = deque(maxlen=RECENT)
         self.usual: list[float] = []
-        self.rest = 0
+        self.pause = 0
 
     def is_slow(self, seconds: float) -> bool:
         """Whether a step took much longer than recent ones. The step then counts as a recent one."""
@@ -99,16 +99,16 @@ class SlowLinks:
         Args:
             slow: whether :meth:`is_slow` was true on any rank; the same on all.
         """
-        self.rest -= 1
-        if not self.edges or len(self.recent) < LEAST_STEPS or (self.usual and (not slow or self.rest >= 0)):
+        self.pause -= 1
+        if not self.edges or len(self.recent) < LEAST_STEPS or (self.usual and (not slow or self.pause >= 0)):
             return ""
         times = self._measure()
         if self.usual:
-            self.rest = REST
+            self.pause = PAUSE
         else:
-            middle = statistics.median_low(times)
-            self.usual = [min(mine, middle) for mine in times]
-        return named(self.edges, times, self.usual, self.hosts)
+            median = statistics.median_low(times)
+            self.usual = [min(seconds, median) for seconds in times]
+        return describe_slow(self.edges, times, self.usual, self.hosts)
 
     def _measure(self) -> list[float]:
         """Seconds of a message over each edge."""
@@ -127,7 +127,7 @@ class SlowLinks:
         return times.tolist()
 
     def _hop(self, edge: Edge, data: torch.Tensor) -> float:
-        """Seconds that a message takes: exact on the receiver, which tells the sender first that it is ready."""
+        """Seconds that a message takes: exact on the receiver, which first sends that it is ready."""
         sender, receiver = edge
         receives, ready = dist.get_rank() == receiver, data[:1].clone()
         self._do(dist.isend if receives else dist.irecv, ready, sender if receives else receiver)
@@ -160,7 +160,7 @@ def edges_by_phase(nodes: Sequence[Sequence[int]]) -> list[list[Edge]]:
     return [phase for phase in phases if phase]
 
 
-def named(edges: Sequence[Edge], times: Sequence[float], usual: Sequence[float], hosts: Sequence[str]) -> str:
+def describe_slow(edges: Sequence[Edge], times: Sequence[float], usual: Sequence[float], hosts: Sequence[str]) -> str:
     """The line about links that take longer than usual, the slowest first; empty if none does."""
     slow = [
         (took, edge, before)
@@ -180,17 +180,17 @@ def named(edges: Sequence[Edge], times: Sequence[float], usual: Sequence[float],
 
 
 # Ranks. All ranks take the same time for a step, because each waits for the slowest, which itself waits least. On a
-# CPU a thread looks every 10 ms whether the main thread waits for a message; the rest of the step is the rank's own
-# work. On a GPU the messages wait in the device's queue, which the host cannot see; so a small matrix product is timed
-# in each step by CUDA events. Ranks exchange one number each per --log-interval.
+# CPU a thread samples the main thread's stack every 10 ms, which shows how much of a step it waits for messages; the
+# rest is the rank's own work. On a GPU the messages wait in the device's queue, which the host cannot see; so a small
+# matrix product is timed in each step by CUDA events. Ranks exchange one number each per --log-interval.
 
 OVER = 1.2  # times the median
-EVERY = 0.01  # seconds between two looks
-LEAST = 300  # looks for a reliable share; with fewer, chance would name ranks
+EVERY = 0.01  # seconds between two samples
+LEAST = 300  # samples for a reliable share; with fewer, chance would name ranks
 
 
-class Looks:
-    """Measures this rank's own work in a step, in milliseconds, by looking at its main thread at intervals."""
+class StackSamples:
+    """Measures this rank's own work in a step, in milliseconds, by samples of its main thread's stack."""
 
     what = "its own work in a step"
 
@@ -202,7 +202,7 @@ class Looks:
         self._thread.start()
 
     def start_again(self) -> None:
-        self.seen = self.waited = self.steps = 0
+        self.samples = self.waiting = self.steps = 0
         self.seconds = 0.0
 
     def begin(self) -> None:
@@ -215,9 +215,9 @@ class Looks:
         self.steps += 1
 
     def result(self) -> tuple[float, bool]:
-        """Milliseconds of own work per step since the last start, and whether there were enough looks."""
-        own = 1000 * self.seconds / max(self.steps, 1) * (1 - self.waited / max(self.seen, 1))
-        return own, self.seen >= LEAST
+        """Milliseconds of own work per step since the last restart, and whether there were enough samples."""
+        own = 1000 * self.seconds / max(self.steps, 1) * (1 - self.waiting / max(self.samples, 1))
+        return own, self.samples >= LEAST
 
     def stop(self) -> None:
         self._done.set()
@@ -230,10 +230,10 @@ class Looks:
             try:
                 frames = [frame for frame, _ in walk_stack(sys._current_frames()[self._main])]
                 waits = is_waiting(frames)
-            except Exception:  # the thread runs on while its stack is read, so a look may fail: it does not count
+            except Exception:  # the thread runs on while its stack is read, so a sample may fail
                 continue
-            self.seen += 1
-            self.waited += waits
+            self.samples += 1
+            self.waiting += waits
 
 
 class Products:
@@ -272,14 +272,14 @@ class Stragglers:
 
     def __init__(self, runtime: Runtime) -> None:
         self.device = runtime.device
-        self.clock = Products(self.device) if runtime.platform.on_gpu else Looks()
+        self.clock = Products(self.device) if runtime.platform.on_gpu else StackSamples()
         self.begin, self.end, self.stop = self.clock.begin, self.clock.end, self.clock.stop
 
     def report(self) -> str:
         """A line that names slow ranks, or nothing. All ranks call it."""
-        mine = torch.tensor(self.clock.result(), dtype=torch.float64, device=self.device)
-        table = mine.new_empty(2 * dist.get_world_size())
-        dist.all_gather_into_tensor(table, mine)
+        own = torch.tensor(self.clock.result(), dtype=torch.float64, device=self.device)
+        table = own.new_empty(2 * dist.get_world_size())
+        dist.all_gather_into_tensor(table, own)
         times, known = table.view(-1, 2).t().tolist()
         if not all(known):
             return ""
@@ -293,7 +293,7 @@ class Stragglers:
         return f"--log-straggler: {named} for {self.clock.what}; the median is {statistics.median(times):.3g} ms"
 
 
-def slow_ranks(own: Sequence[float]) -> list[int]:
-    """The ranks whose own time is more than ``OVER`` times the median."""
-    usual = statistics.median(own)
-    return [rank for rank, mine in enumerate(own) if mine > OVER * usual]
+def slow_ranks(times: Sequence[float]) -> list[int]:
+    """The ranks whose time is more than ``OVER`` times the median."""
+    usual = statistics.median(times)
+    return [rank for rank, seconds in enumerate(times) if seconds > OVER * usual]

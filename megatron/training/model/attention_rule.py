@@ -113,10 +113,10 @@ def mask_function(spec: str) -> Callable:
 
 
 def function_of(subject: str, spec: str) -> Callable:
-    """The function of a file of the user's, FILE.py:NAME.
+    """The function that ``spec``, FILE.py:NAME, names in a file of the user.
 
     Args:
-        subject: what names it, for messages.
+        subject: the flag that names it, for messages.
     """
     path, _, name = spec.rpartition(":")
     if not path or not name:

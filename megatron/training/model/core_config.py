@@ -46,7 +46,7 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
             "fp8_amax_compute_algo": model.fp8_amax_compute_algo,
         }
     recompute: dict[str, Any] = {}
-    if not layers_recompute(config):  # else FPDT's layers recompute themselves, chunk by chunk
+    if not layers_recompute(config):  # otherwise FPDT's layers recompute themselves, chunk by chunk
         recompute = {
             "recompute_granularity": attention.recompute_granularity,
             "recompute_method": attention.recompute_method,
@@ -62,9 +62,9 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
         gated_linear_unit=gated,
         activation_func=ACTIVATIONS[activation(model)],
         # Weights are initialized after construction, see weights.py.
-        init_method=keep,
-        output_layer_init_method=keep,
-        embedding_init_method=keep,
+        init_method=no_initialization,
+        output_layer_init_method=no_initialization,
+        embedding_init_method=no_initialization,
         tensor_model_parallel_size=grid.tensor.size,
         sequence_parallel=parallel.sequence_parallel,
         pipeline_model_parallel_size=grid.pipeline.size,
@@ -105,7 +105,7 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
 
 
 def experts(config: Config) -> dict[str, Any]:
-    """core's settings of mixtures of experts, without those that only the router reads, which is ours."""
+    """core's settings of mixtures of experts, without those that only core's router reads: ours replaces it."""
     model, parallel = config.model, config.parallel
     if model.num_experts is None:
         return {}
@@ -182,6 +182,6 @@ ACTIVATIONS = {
 }
 
 
-def keep(weight: Tensor) -> Tensor:
+def no_initialization(weight: Tensor) -> Tensor:
     """An initialization that does nothing."""
     return weight

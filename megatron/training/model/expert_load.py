@@ -68,7 +68,7 @@ def move_biases(chunks: Sequence[nn.Module], table: Tensor, model: ModelConfig) 
 
 def load_of(table: Tensor, model: ModelConfig) -> ExpertLoad:
     """The numbers to report from the sums of a step."""
-    rows = [row for row, has in zip(table.tolist(), expert_layers(model)) if has]
+    rows = [row for row, has_experts in zip(table.tolist(), expert_layers(model)) if has_experts]
     coefficients = dict(zip(model.moe_router_load_balancing_type, model.moe_aux_loss_coeff))
     reported = {
         "load_balancing_loss": coefficients.get("aux_loss"),
@@ -79,7 +79,7 @@ def load_of(table: Tensor, model: ModelConfig) -> ExpertLoad:
     return ExpertLoad(
         [[round(count) for count in row[: model.num_experts]] for row in rows],
         {
-            name: sum(one[name] / max(one["tokens"], 1.0) for one in sums) / len(sums)
+            name: sum(layer[name] / max(layer["tokens"], 1.0) for layer in sums) / len(sums)
             for name, coefficient in reported.items()
             if coefficient
         },

@@ -85,7 +85,9 @@ class LongContextGPT(GPTModel):
             kwargs["decoder_input"] = self._embed_in_chunks(input_ids, position_ids, dropout)
         hidden, *others = super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
         if not self.embedding.word_embeddings.weight.requires_grad and self.config.recompute_granularity == "full":
-            hidden.requires_grad_(torch.is_grad_enabled())  # else core skips the backward pass of recomputed layers
+            hidden.requires_grad_(
+                torch.is_grad_enabled()
+            )  # otherwise core skips the backward pass of recomputed layers
         return hidden if streamed or dropout is None else dropout(hidden, EMBEDDING), *others
 
     def _embed_in_chunks(self, input_ids: Tensor, position_ids: Tensor, dropout: HiddenDropout | None) -> Tensor:
@@ -96,8 +98,8 @@ class LongContextGPT(GPTModel):
         partitioned = isinstance(self.embedding, PartitionedEmbedding)
 
         def embed(_: None, run: tuple[int, int]) -> Tensor:
-            mine = {"rows": run} if partitioned else {}
-            hidden = self.embedding(*(x[:, :, run[0] : run[1]].flatten(1) for x in (ids, positions)), **mine)
+            rows_of_run = {"rows": run} if partitioned else {}
+            hidden = self.embedding(*(x[:, :, run[0] : run[1]].flatten(1) for x in (ids, positions)), **rows_of_run)
             return hidden if dropout is None else dropout(hidden, EMBEDDING, run)
 
         return apply_in_chunks(

@@ -41,7 +41,7 @@ def chunked_token_scores(
             :func:`~megatron.context_parallel.fpdt.chunked_loss.chunked_linear_cross_entropy`.
         wanted_SB: [s, b]; tokens with 0 are not scored: their loss and hit are 0. Chunks without wanted tokens are
             skipped.
-        chunks: number of spans of tokens; default: so many that a span has at most ``LOGITS`` logits.
+        chunks: number of spans of tokens; default: a span has at most ``LOGITS`` logits.
 
     Returns:
         [2, s, b], fp32 (fp64 for fp64 inputs): losses and hits, the same on every TP rank.
@@ -70,9 +70,9 @@ def _scores(logits_TV: Tensor, targets: Tensor, vocab_size: int, tensor: Axis) -
     width = logits_TV.size(1)
     first = tensor.rank * width
     logits_TV[:, max(min(vocab_size - first, width), 0) :] = -torch.inf
-    mine = (targets >= first) & (targets < first + width)
-    column = torch.where(mine, targets - first, 0).unsqueeze(1)
-    target = torch.where(mine, logits_TV.gather(1, column).squeeze(1), 0.0)  # 0 on all TP ranks but one
+    own = (targets >= first) & (targets < first + width)
+    column = torch.where(own, targets - first, 0).unsqueeze(1)
+    target = torch.where(own, logits_TV.gather(1, column).squeeze(1), 0.0)  # 0 on all TP ranks but one
     all_reduce(target, tensor, dist.ReduceOp.SUM)
     target = target.unsqueeze(1)
     ahead = (logits_TV > target).sum(1)  # a count, so that one sum over TP is enough
@@ -80,5 +80,5 @@ def _scores(logits_TV: Tensor, targets: Tensor, vocab_size: int, tensor: Axis) -
     ahead += ((logits_TV == target) & (ids < targets.unsqueeze(1))).sum(1)
     all_reduce(ahead, tensor, dist.ReduceOp.SUM)
     losses, _ = cross_entropy(logits_TV, targets, vocab_size, tensor, False)
-    hits = (ahead == 0) & losses.isfinite()  # no logit is larger than NaN
+    hits = (ahead == 0) & losses.isfinite()  # NaN is never exceeded, so it would count as a hit
     return torch.stack((losses, hits.to(losses.dtype)))

@@ -27,8 +27,8 @@ class MemoryProfile:
 
     The meter must be active and recording all the time.
 
-    A storage keeps one kind, which is known after the step: that of its owner; else "activations" if it was made in a
-    forward pass and lived until a backward pass began; else "temporary".
+    A storage keeps one kind, which is known after the step: that of its owner; otherwise "activations" if it
+    was made in a forward pass and lived until a backward pass began; otherwise "temporary".
     """
 
     def __init__(self, meter: TensorMeter, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer) -> None:
@@ -98,7 +98,10 @@ def owned(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer) -> Iterator
     buffers = [
         buffer
         for chunk in chunks
-        for name in ("buffers", "expert_parallel_buffers")  # lists in core's DDP; else "buffers" is a method
+        for name in (
+            "buffers",
+            "expert_parallel_buffers",
+        )  # lists in core's DDP; in other modules "buffers" is a method
         if isinstance(getattr(chunk, name, None), list)
         for buffer in getattr(chunk, name)
     ]
@@ -137,7 +140,7 @@ def check_profile(config: Config, steps: int) -> None:
         )
     if wanted > steps:  # a run that is restarted with the same flags until it is finished
         config.notes.append(
-            f"--profile-memory: nothing to record: {steps} steps are left, and it records step {wanted}"
+            f"--profile-memory records nothing: the run has {steps} more steps, and step {wanted} is to be recorded"
         )
     try:
         os.makedirs(folder, exist_ok=True)

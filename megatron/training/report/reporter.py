@@ -137,7 +137,7 @@ class Reporter:
         losses = [step["lm_loss"] for step in self.window if "bad_batch" not in step] or [row["lm_loss"]]
         milliseconds = sum(step["iteration_ms"] for step in self.window) / len(self.window)
         since = time.perf_counter() - self.started
-        left = since / max(row["iteration"] - self.first, 1) * (self.last - row["iteration"])
+        seconds_left = since / max(row["iteration"] - self.first, 1) * (self.last - row["iteration"])
         parts = [
             f" iteration {row['iteration']:8d}/{self.last:8d}",
             f"elapsed time per iteration (ms): {milliseconds:.1f}",
@@ -151,13 +151,13 @@ class Reporter:
         if self.config.logging.log_throughput:
             parts.append(f"TFLOP/s/device: {row['model_tflops_per_device']:.3f} | MFU: {100 * row['mfu']:.1f} %")
         parts += [f"{name.replace('_', ' ')}: {value:g}" for name, value in extra.items()]
-        return " | ".join([*parts, f"time left: {duration(left)}"])
+        return " | ".join([*parts, f"time left: {duration(seconds_left)}"])
 
 
 def duration(seconds: float) -> str:
-    """h:mm:ss."""
-    minutes, rest = divmod(int(round(seconds)), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+    """A duration as h:mm:ss."""
+    minutes, remaining = divmod(int(round(seconds)), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{remaining:02d}"
 
 
 def _open_for_rows(path: str, first_iteration: int) -> TextIO:

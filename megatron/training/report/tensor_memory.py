@@ -173,7 +173,7 @@ class TensorMeter(TorchDispatchMode):
             self._resize(block, size)
             self._new.append((block, self._levels["host"].now + size))
         elif block.place != "host":
-            self._look(block)
+            self._move_if_host_buffer(block)
         return block
 
     def count(
@@ -188,9 +188,10 @@ class TensorMeter(TorchDispatchMode):
 
         Args:
             changes: (number of a new block, or ``~index`` of one in ``given`` that ends; change of its bytes).
+            given: blocks that the operations were called with.
             blocks: the number of new blocks.
             made: storages of the blocks that stay, by their number.
-            high: the maximum of additional bytes meanwhile.
+            high: the maximum of additional bytes during the operations.
         """
         self.settle()
         when, first = time.perf_counter(), self._count
@@ -220,7 +221,7 @@ class TensorMeter(TorchDispatchMode):
             self.history.events.append((time.perf_counter(), block.number, size - block.size))
         block.size = size
 
-    def _look(self, block: Block, high: int = 0) -> None:
+    def _move_if_host_buffer(self, block: Block, high: int = 0) -> None:
         """Move a block to the host level if it has been marked; ``high``: a peak of that level with this block."""
         if block.place != "host" and getattr(block.storage(), "is_host_buffer", False):
             level = self._levels[block.place]
@@ -234,7 +235,7 @@ class TensorMeter(TorchDispatchMode):
         """Count new blocks in the peaks. It is called late, because host buffers are marked after their operation."""
         if self._new:
             for block, high in self._new:
-                self._look(block, high)
+                self._move_if_host_buffer(block, high)
             self._new.clear()
             self._settle_peaks()
 
@@ -250,7 +251,7 @@ class TensorMeter(TorchDispatchMode):
         block = self.live.pop(key, None)
         if block is not None:
             for other, high in self._new:
-                self._look(other, high)
+                self._move_if_host_buffer(other, high)
             self._resize(block, 0)
 
 

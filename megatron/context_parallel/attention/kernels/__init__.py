@@ -38,7 +38,7 @@ NEEDS = {
     "needs_softcap": ("supports_softcap", "does not support a soft-cap of attention scores"),
     "needs_value_dim": ("supports_value_dim", "does not support value heads of another size than key heads"),
 }
-"""Optional features of a kernel: the attribute that says whether the kernel has it, and the message if it has not."""
+"""Optional features of a kernel: the attribute that says whether the kernel has it, and the message if it does not."""
 
 
 def available(
@@ -115,7 +115,7 @@ def choose_on(
 
 
 def _unavailable(name: str, nothing: str, why: str | None, where: str, usable: list[str]) -> KernelUnavailable:
-    """``nothing``: the reason for ``auto``; ``why``: the reason for the kernel ``name``."""
+    """The error for kernel ``name``: ``nothing`` is the reason for ``auto``, ``why`` that for a named kernel."""
     if name == "auto":
         reason = nothing
     elif name in KERNELS:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of an attention kernel: it adds a list of tiles to sums, out and lse or dq, dk and dv, in fp32.
+"""The contract of an attention kernel: it adds a list of tiles to sums in fp32: to out and lse, or to dq, dk and dv.
 
 Tensors are ``[s, b, heads, d]`` with any strides: q, dq ``[s, b, h, d]``; k, dk ``[t, b, hk, d]`` with hk dividing h;
 v, dv ``[t, b, hk, dv]``; out, dout ``[s, b, h, dv]``, where dv is d for kernels without ``supports_value_dim``; lse and
@@ -38,7 +38,7 @@ class KernelUnavailable(ValueError):
 
 @dataclass(frozen=True)
 class Scores:
-    """How the weights of a pair follow from ``q @ k^T``.
+    """How the weight of a (query, key) pair follows from ``q @ k^T``.
 
     Attributes:
         scale: factor on q @ k^T, above 0.
@@ -70,11 +70,10 @@ class Final(NamedTuple):
 class Kernel(Protocol):
     """The softmax over tiles, forward and backward; plain functions of tensors, without autograd.
 
-    Forward merges the output of the softmax over the tiles' keys by its true log-sum-exp. Backward uses the *final* lse
-    and out. With ``p = exp(scale * q k^T - lse)`` and ``delta = rowsum(dout * out)`` from these, the sum of the tiles'
-    gradients is the gradient of the complete attention. Under dropout the weights that multiply v are p of the kept
-    pairs divided by the probability of keeping; the rest is unchanged. A query without any key has out 0, lse -inf and
-    gradient 0.
+    The forward pass merges the outputs of tiles by the log-sum-exp of their scores. The backward pass uses the *final*
+    lse and out: with ``p = exp(scale * q k^T - lse)`` and ``delta = rowsum(dout * out)``, the sum of the tiles'
+    gradients is the gradient of the complete attention. Under dropout, v is multiplied by p / (probability of keeping)
+    for kept pairs and by 0 for the others. A query without any key has out 0, lse -inf and gradient 0.
     """
 
     name: str
@@ -91,7 +90,7 @@ class Kernel(Protocol):
         ...
 
     def why_not_on(self, capability: Capability, dtype: torch.dtype, head_dim: int) -> str | None:
-        """The same for a GPU of this capability on another machine, with the newest versions of all packages."""
+        """Like :meth:`why_not`, for a GPU of this capability on another machine that has the newest packages."""
         ...
 
     def attend(

@@ -3,11 +3,10 @@
 
 Limits of the operator (torch 2.13), and what this file does about them:
 
-- It reads q, k, v, out by their strides, but is silently wrong if the last stride is not 1: we copy.
-- It supports only additive masks, and is silently wrong in fp64 if their dtype differs from q's: we make them in the
-  dtype of q.
+- It reads q, k, v, out by their strides, but computes wrong results if the last stride is not 1: we copy.
+- It supports only additive masks, and computes wrong results in fp64 if their dtype differs from q's: we make them in
+  the dtype of q.
 - It returns lse 0 for a row without keys, and NaN gradients for a final lse of -inf: we return -inf, and pass +inf.
-- It returns gradients as ``[b, s, h, d]`` memory.
 - It needs value heads of the key heads' size: we pad the smaller ones with zeros.
 - It has no dropout and no soft-cap: tiles with either use the math kernel, whose blocks fit the cache.
 """

@@ -23,7 +23,7 @@ MATH = MathKernel()
 
 
 class CudnnKernel(FusedKernel):
-    """Tiles with one query or one key use the math kernel."""
+    """cuDNN's attention. Tiles with one query or one key use the math kernel instead."""
 
     name = "cudnn"
 

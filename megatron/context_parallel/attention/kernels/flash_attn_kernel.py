@@ -79,7 +79,8 @@ def _library(hopper: bool) -> ModuleType | str:
         except ModuleNotFoundError:
             continue
         except Exception as error:  # built for another PyTorch: ImportError, OSError or RuntimeError
-            reason = f"{name} does not import: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            why = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = f"{name} cannot be imported: {why}"
             continue
         if hasattr(module, "_flash_attn_forward") and hasattr(module, "_flash_attn_backward"):
             return module
@@ -88,7 +89,7 @@ def _library(hopper: bool) -> ModuleType | str:
 
 
 def installed_version(capability: tuple[int, int] | None) -> int | None:
-    """The version of the package that would run on this GPU: 3 or 2; None without a GPU or if neither imports."""
+    """The version of the package that would run on this GPU: 3 or 2; None without a GPU or a usable package."""
     if capability is None:
         return None
     hopper = capability == (9, 0)

@@ -10,7 +10,7 @@ from megatron.context_parallel.attention.kernels.fused_kernel import FusedKernel
 
 
 class FlashKernel(FusedKernel):
-    """Copies ``out`` and ``dout`` in backward unless they are ``[b, s, h, d]`` in memory."""
+    """FlashAttention-2. Its backward pass copies ``out`` and ``dout`` unless they are ``[b, s, h, d]`` in memory."""
 
     name = "flash"
 

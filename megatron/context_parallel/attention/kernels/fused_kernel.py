@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the fused kernels of GPU libraries have in common: bf16 and fp16, grouped heads, no masks.
 
-They read strided tensors in place, and index with int32: larger tensors are computed in several calls.
+They read strided tensors in place. They index with int32, so tensors with more elements are computed in several calls.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.decisions.kernel_order import lacks
 
 
 class FusedKernel(TileByTile):
-    """Base of these kernels. A subclass has a ``name`` and three methods, on tensors that the library can read:
+    """Base class of these kernels. A subclass has a ``name`` and three methods, on tensors that the library can read:
 
     - ``missing(device, head_dim)``: why the library cannot run on this machine's GPU, or None;
     - ``call(q, k, v, *, causal, scale)`` returns out [b, h, sq, d] and lse [b, h, sq];
@@ -66,7 +66,8 @@ INT32_ELEMENTS = 2**31  # some GPU kernels index with int32: tensors of one call
 def compact(x: Tensor, limit: int = INT32_ELEMENTS) -> Tensor:
     """``x`` itself if a fused kernel can read it in place, else a contiguous copy.
 
-    It can if the last dimension is contiguous, none is expanded, and all elements are within ``limit`` of the first.
+    A kernel reads a tensor in place if its last dimension is contiguous, no dimension is expanded, and all elements are
+    within ``limit`` of the first.
     """
     span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     expanded = any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))

@@ -63,10 +63,10 @@ class RowMask:
 class TileByTile:
     """Base of kernels that compute one tile (see `kernels.base.Kernel`).
 
-    A subclass has ``supports_mask``, ``supports_value_dim`` and two methods, with k and v like q but perhaps with fewer
-    heads, and lse ``[b, h, sq]``, natural logarithm, in fp32 (fp64 for fp64 inputs). They accept strided views, usually
-    of ``[s, b, h, d]`` memory, and may return any strides. ``causal``: query i sees keys 0..i; the tile must be square.
-    With ``mask`` both must allow a pair.
+    A subclass has ``supports_mask``, ``supports_value_dim`` and the two methods below. k and v may have fewer heads
+    than q; lse is a natural logarithm ``[b, h, sq]`` in fp32 (fp64 for fp64 inputs). The methods accept strided views,
+    usually of ``[s, b, h, d]`` memory, and may return any strides. With ``causal``, query i sees keys 0..i, and the
+    tile must be square. With ``causal`` and ``mask``, both must allow a pair.
 
     - ``forward(q_BHSD, k_BHSD, v_BHSD, *, causal, mask, scale)`` returns out and lse of the tile;
     - ``backward(dout_BHSD, q_BHSD, k_BHSD, v_BHSD, out_BHSD, lse_BHS, *, causal, mask, scale)`` returns dq, dk and dv

@@ -9,8 +9,8 @@ and kept in its pool for later requests, which take the best fit. Blocks in a po
 Under ``expandable_segments`` each pool is one range of addresses, to which memory is mapped page by page (2 or 20 MiB)
 when needed, so that only holes in it are lost.
 
-Only one stream is modelled, although PyTorch has pools for each stream. So a block that another stream still reads is
-free immediately.
+Only one stream is modelled, although PyTorch has pools for each stream. Therefore a block that another stream still
+reads counts as free immediately.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ class CachingAllocator:
         size = rounded(request, self.settings.divisions)
         pool = self._pools[size <= SMALL]
         block = self._best_fit(pool, size) or self._new(pool, size)
-        if block is None and self._give_large_back(pool, size):
+        if block is None and self._free_large(pool, size):
             block = self._new(pool, size)
         if block is None:
             self.retries += 1
@@ -260,6 +260,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
+        """Return a block to its pool. Raises ValueError if it is already free."""
         if not block.used:
             raise ValueError("the block is already free")
         pool = self._pools[block.small]
@@ -295,18 +296,20 @@ class CachingAllocator:
         return best
 
     def _splits(self, block: Block, size: int) -> bool:
-        left = block.size - size
+        unused = block.size - size
         if block.small or self.settings.expandable_segments:
-            return left >= SMALLEST
+            return unused >= SMALLEST
         limit = self.settings.max_split_size
-        return left > SMALL and (limit is None or size < limit)
+        return unused > SMALL and (limit is None or size < limit)
 
     def _split(self, pool: Pool, block: Block, size: int) -> None:
-        rest = Block(block.segment, block.begin + size, block.size - size, block.small, before=block, after=block.after)
-        if rest.after:
-            rest.after.before = rest
-        block.after, block.size = rest, size
-        pool.add(rest)
+        remainder = Block(
+            block.segment, block.begin + size, block.size - size, block.small, before=block, after=block.after
+        )
+        if remainder.after:
+            remainder.after.before = remainder
+        block.after, block.size = remainder, size
+        pool.add(remainder)
 
     def _join(self, pool: Pool, block: Block) -> None:
         """Add a block to the pool, merged with its free neighbours."""
@@ -316,32 +319,33 @@ class CachingAllocator:
             block.begin, block.size, block.before = before.begin, block.size + before.size, before.before
             if block.before:
                 block.before.after = block
-            self._moved(pool, before, block)
+            self._replace_head(pool, before, block)
         if after is not None and not after.used and after.mapped:
             pool.take(after)
             self._absorb(block, after)
         pool.add(block)
 
     @staticmethod
-    def _moved(pool: Pool, old: Block, new: Block) -> None:
+    def _replace_head(pool: Pool, old: Block, new: Block) -> None:
+        """If ``old`` was the first block of an address range, ``new`` is now."""
         pool.ranges = [new if head is old else head for head in pool.ranges]
 
-    def _give_large_back(self, pool: Pool, size: int) -> bool:
+    def _free_large(self, pool: Pool, size: int) -> bool:
         """Under ``max_split_size``, free the smallest cached block that suffices, or the largest ones in turn."""
         limit = self.settings.max_split_size
         if limit is None or self.settings.expandable_segments:
             return False
-        wanted, given = max(size, limit), 0
+        wanted, freed = max(size, limit), 0
         at = bisect_left(pool.free, (wanted, -1, -1))
         if at == len(pool.free):
             at -= 1
-        while given < wanted and at >= 0 and pool.free[at][0] >= limit:
+        while freed < wanted and at >= 0 and pool.free[at][0] >= limit:
             block = pool.free[at][3]
             pool.take(block)
             self.reserved -= block.size
-            given += block.size
+            freed += block.size
             at -= 1
-        return given >= wanted
+        return freed >= wanted
 
     def _new(self, pool: Pool, size: int) -> Block | None:
         """A block from new memory; None: the device is full."""
@@ -386,13 +390,13 @@ class CachingAllocator:
     def _map(start: Block, gap: Block, pages: int) -> None:
         """Add the first ``pages`` bytes of ``gap`` to ``start``, which is the gap or the block before it."""
         if start is gap:
-            rest = Block(gap.segment, gap.begin + pages, gap.size - pages, gap.small, mapped=False, before=gap)
-            rest.after = gap.after
-            if rest.after:
-                rest.after.before = rest
-            gap.size, gap.mapped, gap.after = pages, True, rest if rest.size else rest.after
-            if not rest.size and rest.after:
-                rest.after.before = gap
+            remainder = Block(gap.segment, gap.begin + pages, gap.size - pages, gap.small, mapped=False, before=gap)
+            remainder.after = gap.after
+            if remainder.after:
+                remainder.after.before = remainder
+            gap.size, gap.mapped, gap.after = pages, True, remainder if remainder.size else remainder.after
+            if not remainder.size and remainder.after:
+                remainder.after.before = gap
             return
         start.size += pages
         gap.begin, gap.size = gap.begin + pages, gap.size - pages
@@ -440,7 +444,7 @@ class CachingAllocator:
                 if last is not None:
                     last.after = piece
                 if before is None and start == block.begin:
-                    self._moved(pool, block, piece)
+                    self._replace_head(pool, block, piece)
                 if mapped:
                     pool.add(piece)
                 last = piece

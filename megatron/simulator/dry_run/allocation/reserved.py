@@ -30,7 +30,7 @@ from megatron.training.arguments.config import Config
 Changes = list[tuple[int, int]]  # (block, change of its bytes)
 WINDOWS = (16, 4, 2)  # numbers of equal changes by which places in two lists are matched, tried in turn
 PLACES = 64  # limit of the places to try
-FEWER = 4  # units of layers in the shorter list: a size that grows with layers is at least this multiple of its growth
+FEWER = 4  # units of layers in the shorter list; a size that grows with layers is at least this multiple of its growth
 
 
 class NoPattern(ValueError):
@@ -295,29 +295,29 @@ def reserved(
     begin, end = places[last.begin], places[last.end]
     if len(counts) > 1:
         few = lifetimes(ran[0].changes)[0]
-        more = (layers - counts[1]) // (counts[1] - counts[0])
-        each, longer = peak(changes) - peak(few), len(changes) - len(few)
-        grown, missing = peak(changes) + more * each, more * longer
+        units = (layers - counts[1]) // (counts[1] - counts[0])  # missing ones
+        unit_bytes, unit_changes = peak(changes) - peak(few), len(changes) - len(few)
+        whole_peak, missing = peak(changes) + units * unit_bytes, units * unit_changes
         if missing > LONGEST:
-            replays = min(max(LONGEST // longer, 2), more)
-            beyond, more = (more - replays) * each, replays
+            replays = min(max(LONGEST // unit_changes, 2), units)
+            beyond, units = (units - replays) * unit_bytes, replays
             shown = f"{counts[1] + replays * (counts[1] - counts[0])} of {layers} layers"
             notes = (f"reserved: {shown} replayed; memory of the others is counted without gaps",)
         try:
             stretches, larger = added(few, changes)
             if larger and run_all is not None and missing <= CHEAP:
                 raise NoPattern("shards of a distributed optimizer do not end where layers end")
-            changes, places = checked(*extrapolated(changes, stretches, more, larger), grown - beyond)
+            changes, places = checked(*extrapolated(changes, stretches, units, larger), whole_peak - beyond)
             begin, end = places[begin], places[end]
         except NoPattern:
             if run_all is not None and missing <= CHEAP:
                 return reserved([run_all()], [layers], layers, capacity, workspace)
-            scale, scaled, beyond, notes = grown / peak(changes), f"{counts[1]} of {layers} layers", 0, ()
+            scale, scaled, beyond, notes = whole_peak / peak(changes), f"{counts[1]} of {layers} layers", 0, ()
     times = min(last.times, max(MOST // max(end - begin, 1), 4))
     if times:
         try:
-            left = times * sum(change for _, change in changes[begin:end])
-            changes, _ = checked(*extrapolated(changes, [(begin, end)], times), peak(changes) + left)
+            kept = times * sum(change for _, change in changes[begin:end])  # bytes that repetitions do not free
+            changes, _ = checked(*extrapolated(changes, [(begin, end)], times), peak(changes) + kept)
         except NoPattern:
             scaled = ", ".join(filter(None, (scaled, f"the micro-batches that ran, without {last.times} repetitions")))
     held = [(WORKSPACE, workspace), *[(BEYOND, beyond)] * (beyond > 0)]

@@ -38,7 +38,7 @@ from megatron.simulator.machines.machine import Machine
 # --- FSDP's streams ---
 #
 # On a GPU FSDP gathers weights on a separate stream while the previous unit computes; the host is one unit ahead of the
-# device, because gathered weights wait for the copy-out of the previous unit. It reduces gradients on another stream,
+# device, because gathered weights wait for the copy-out of the previous unit. FSDP reduces gradients on another stream,
 # for which the backward pass waits at its end. On a CPU, where the simulation runs, FSDP waits immediately.
 
 
@@ -119,13 +119,13 @@ class SimulatedFused(TileByTile):
     def __init__(self, recorder: Recorder, name: str) -> None:
         self.recorder, self.name = recorder, name
 
-    def forward(self, *tensors: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         with self.recorder.calling(attention_named(self.name)):
-            return KERNELS["flash"].forward(*tensors, **how)
+            return KERNELS["flash"].forward(*tensors, **options)
 
-    def backward(self, *tensors: Tensor, **how: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
         with self.recorder.calling(attention_named(self.name)):
-            return KERNELS["flash"].backward(*tensors, **how)
+            return KERNELS["flash"].backward(*tensors, **options)
 
 
 class SimulatedTriton:
@@ -284,8 +284,8 @@ def gpu_kernels(recorder: Recorder, machine: Machine, fused_rope: bool = True) -
         yield
 
 
-def _rotate(x: Tensor, angles: Tensor, how: rope.Rope, sign: int) -> Tensor:
-    """Replaces Triton's kernel (context_parallel/positions/rope_kernel.py)."""
+def _rotate(x: Tensor, angles: Tensor, settings: rope.Rope, sign: int) -> Tensor:
+    """Replaces Triton's kernel (context_parallel/positions/rope_kernel.py); only its memory matters."""
     return torch.empty_like(x)
 
 

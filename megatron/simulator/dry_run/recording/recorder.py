@@ -42,7 +42,7 @@ def tensors_in(things: Any) -> list[Tensor]:
 
 
 @cache
-def called(func: Any) -> str:
+def operation_name(func: Any) -> str:
     """An operation's name in the trace."""
     return func._schema.name.removeprefix("aten::")
 
@@ -83,6 +83,7 @@ def host_copy(func: Any, args: tuple, out: Any) -> HostCopy | None:
 
 
 def in_host(x: Tensor) -> bool:
+    """Whether ``x`` is in a buffer of host memory."""
     x = getattr(x, "_local_tensor", x)
     return torch._C._has_storage(x) and getattr(x.untyped_storage(), "is_host_buffer", False)
 
@@ -100,7 +101,7 @@ ATTENTION = ("_scaled_dot_product_", "_flash_attention_")
 
 def kernel(func: Any, args: tuple, kwargs: dict, out: Any) -> Kernel | None:
     """The kernel that an operation runs on the compute stream; None if it runs none."""
-    name = called(func)
+    name = operation_name(func)
     given = [value for name, value in kwargs.items() if name != "out"]  # "out" is the result
     tensors = [getattr(x, "_local_tensor", x) for x in tensors_in((args, given, out))]
     size = sum(x.numel() * x.element_size() for x in tensors)
@@ -136,6 +137,7 @@ STAGES = "pp"  # key of the pipeline's group among the names of groups
 
 @cache
 def communicates(func: Any) -> bool:
+    """Whether an operation is one of torch.distributed."""
     return func.namespace in ("c10d", "_c10d_functional")
 
 
@@ -169,7 +171,7 @@ def transfer(func: Any, args: tuple, out: Any) -> tuple[Collective, ProcessGroup
         return "broadcast", group, bytes_of(args[0]) if group.rank() == root else 0
     if name == "send":
         return "p2p", group, bytes_of(args[0])
-    raise NotImplementedError(f"{func} is not known to the recorder")
+    raise NotImplementedError(f"the recorder does not know the communication operation {func}: add it to transfer()")
 
 
 def received(func: Any, args: tuple) -> tuple[ProcessGroup, int] | None:
@@ -221,12 +223,12 @@ def axes_of(grid: Grid) -> dict[str, tuple[str, Group]]:
     return axes
 
 
-WHERE = torch.ops.prim.device.default
+DEVICE_OF = torch.ops.prim.device.default
 
 
 @dataclass
 class _Hop:
-    """Messages of a ring's current hop."""
+    """Messages of the current hop of a ring."""
 
     axis: str = ""
     group: Group = Group(1)
@@ -266,7 +268,7 @@ class Recorder(TensorMeter):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func is WHERE:  # half of the calls of fake tensors
+        if func is DEVICE_OF:  # half of the calls of fake tensors
             return self._call(func, args, kwargs)
         self.settle()
         out = self._call(func, args, kwargs)

@@ -40,24 +40,24 @@ ZERO_HINTS = (
 # Sections that change the training, which are refused if they are switched on.
 REFUSED = {
     "scheduler": "it would replace the schedule of the flags: use --lr-decay-style and the other --lr flags",
-    "amp": "it is not built here: use --bf16 or --fp16",
+    "amp": "it is not supported: use --bf16 or --fp16",
     "data_efficiency": "every batch is used in full here: leave it out",
     "progressive_layer_drop": "layers are never dropped here: leave it out",
-    "quantize_training": "it is not built here: leave it out",
-    "compression_training": "it is not built here: leave it out",
+    "quantize_training": "it is not supported: leave it out",
+    "compression_training": "it is not supported: leave it out",
     "sparse_attention": "use --attention-mask block-sparse",
-    "eigenvalue": "it is not built here: leave it out",
+    "eigenvalue": "it is not supported: leave it out",
     "elasticity": "a run has the processes it is started with: leave it out",
     "hybrid_engine": "this program trains: leave it out",
     "tensor_parallel": "use --tensor-model-parallel-size",
-    "weight_quantization": "it is not built here: leave it out",
+    "weight_quantization": "it is not supported: leave it out",
 }
 ZERO_REFUSED = {
     "cpu_offload": "the optimizer stays on the device here: leave it out",
     "cpu_offload_params": "weights stay on the device here: leave it out",
-    "zero_quantized_weights": "weights are sent as they are here: leave it out",
-    "zero_quantized_nontrainable_weights": "weights are sent as they are here: leave it out",
-    "zero_quantized_gradients": "gradients are sent as they are here: leave it out",
+    "zero_quantized_weights": "weights are never quantized for communication: leave it out",
+    "zero_quantized_nontrainable_weights": "weights are never quantized for communication: leave it out",
+    "zero_quantized_gradients": "gradients are never quantized for communication: leave it out",
 }
 OFFLOAD = {
     "offload_optimizer": "the optimizer stays on the device here: use --zero-stage to split it, or leave it out",
@@ -79,15 +79,15 @@ def read_file(path: str) -> dict[str, Any]:
         where = f"line {error.lineno}" if isinstance(error, json.JSONDecodeError) else one_line(error, 100)
         raise Refusal(f"--deepspeed_config {path}", f"is not JSON ({where}): are its placeholders filled in?") from None
     if not isinstance(content, dict):
-        raise Refusal(f"--deepspeed_config {path}", "does not hold a JSON object")
+        raise Refusal(f"--deepspeed_config {path}", "is not a JSON object")
     return content
 
 
 class DeepSpeedFile:
     """Copies one file into a :class:`Config`; its faults are collected and refused together."""
 
-    def __init__(self, path: str, config: Config, express: Any) -> None:
-        self.path, self.config, self.express = path, config, express
+    def __init__(self, path: str, config: Config, assign: Any) -> None:
+        self.path, self.config, self.assign = path, config, assign
         self.content = read_file(path)
         self.faults: list[Refusal] = []
         self.unread: list[str] = []
@@ -160,7 +160,7 @@ class DeepSpeedFile:
             raise Refusal(
                 f"{key} {_written(value)} in {self.path} is not {'an integer' if kind is int else 'a number'}"
             )
-        self.express(name, kind(value), f"{key} {value:g} in {self.path}")
+        self.assign(name, kind(value), f"{key} {value:g} in {self.path}")
 
     def _section(self, value: Any, key: str) -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -172,7 +172,7 @@ class DeepSpeedFile:
         stage = section.get("stage", 0)
         if stage not in (0, 1, 2, 3):
             raise Refusal(f"zero_optimization.stage {_written(stage)} in {self.path}: use 0, 1, 2 or 3")
-        self.express("parallel.zero_stage", int(stage), f"zero_optimization.stage {int(stage)} in {self.path}")
+        self.assign("parallel.zero_stage", int(stage), f"zero_optimization.stage {int(stage)} in {self.path}")
         for key, entry in section.items():
             name = f"zero_optimization.{key}"
             if key in OFFLOAD:
@@ -210,9 +210,9 @@ class DeepSpeedFile:
         power = section.get("initial_scale_power", 16)
         if isinstance(power, bool) or not isinstance(power, int) or not 0 <= power <= 64:
             raise Refusal(f"fp16.initial_scale_power {_written(power)} in {self.path} is not an integer from 0 to 64")
-        if "initial_scale_power" in section or not self.express.is_given("optimizer.initial_loss_scale"):
+        if "initial_scale_power" in section or not self.assign.is_given("optimizer.initial_loss_scale"):
             source = f"fp16.initial_scale_power {power} in {self.path}"
-            self.express("optimizer.initial_loss_scale", 2.0**power, source)
+            self.assign("optimizer.initial_loss_scale", 2.0**power, source)
         for key, kind in (("loss_scale_window", float), ("min_loss_scale", float), ("hysteresis", int)):
             if key in section:
                 self._number(f"optimizer.{key}", section[key], f"fp16.{key}", kind)
@@ -221,17 +221,17 @@ class DeepSpeedFile:
             if key == "fp16_master_weights_and_grads" and section[key]:
                 self._fault(f"fp16.{key}", ": main weights are fp32 here: leave it out")
             elif key in ("auto_cast", "consecutive_hysteresis") and section[key]:
-                self._fault(f"fp16.{key}", "is not built here: leave it out")
+                self._fault(f"fp16.{key}", "is not supported: leave it out")
             elif key not in (*known, "auto_cast", "consecutive_hysteresis", "fp16_master_weights_and_grads"):
                 self._unknown(f"fp16.{key}", [f"fp16.{k}" for k in known])
 
     def _precision(self, name: str, on: bool) -> None:
         other = "bf16" if name == "fp16" else "fp16"
         source = f"{name}.enabled {json.dumps(on)} in {self.path}"
-        if on and self.express.is_given(f"optimizer.{other}") and getattr(self.config.optimizer, other):
+        if on and self.assign.is_given(f"optimizer.{other}") and getattr(self.config.optimizer, other):
             raise Refusal(f"{source} and --{other}", "are two precisions: leave one out")
-        if on or self.express.is_given(f"optimizer.{name}"):
-            self.express(f"optimizer.{name}", on, source)
+        if on or self.assign.is_given(f"optimizer.{name}"):
+            self.assign(f"optimizer.{name}", on, source)
 
     def _curriculum(self, value: Any) -> None:
         """Curriculum learning by sequence length: --rampup-seq-length."""
@@ -242,8 +242,8 @@ class DeepSpeedFile:
         if kinds != ("seqlen", "fixed_linear"):
             asked = " by ".join(str(kind)[:60] for kind in kinds)
             raise Refusal(
-                f"curriculum_learning in {self.path} of {asked}: only seqlen by fixed_linear is built "
-                "here: use that, or leave it out"
+                f"curriculum_learning in {self.path} of {asked}: only seqlen by fixed_linear is "
+                "supported: use that, or leave it out"
             )
         schedule = self._section(section.get("schedule_config"), "curriculum_learning.schedule_config")
         numbers = [section.get("min_difficulty"), schedule.get("difficulty_step")]
@@ -253,15 +253,15 @@ class DeepSpeedFile:
                 f"curriculum_learning in {self.path} needs integers for min_difficulty, max_difficulty, "
                 "difficulty_step and total_curriculum_step"
             )
-        *ramp, most = numbers
-        if most != self.config.data.seq_length:
+        *ramp, longest = numbers
+        if longest != self.config.data.seq_length:
             raise Refusal(
-                f"curriculum_learning.max_difficulty {most} in {self.path} is not --seq-length "
+                f"curriculum_learning.max_difficulty {longest} in {self.path} is not --seq-length "
                 f"{self.config.data.seq_length}: use that",
                 about="--seq-length",
             )
         source = f"curriculum_learning in {self.path}"
-        self.express("data.rampup_seq_length", ramp, source)
+        self.assign("data.rampup_seq_length", ramp, source)
 
     def _communication(self, value: Any, key: str = "communication_data_type") -> None:
         """The dtype that gradients are summed in: fp32, or bf16 with --grad-reduce-in-bf16."""
@@ -270,13 +270,13 @@ class DeepSpeedFile:
             return
         if not isinstance(value, str) or value not in names:
             raise Refusal(f"{key} {_written(value)} in {self.path}: gradients are summed in fp32 or bf16 here")
-        self.express("parallel.grad_reduce_in_bf16", names[value], f"{key} {value} in {self.path}")
+        self.assign("parallel.grad_reduce_in_bf16", names[value], f"{key} {value} in {self.path}")
 
     def _clipping(self) -> None:
         if self.content.get("gradient_clipping") not in (None, "auto"):
             return
         settings = self.config.optimizer
-        if self.express.is_given("optimizer.clip_grad"):
+        if self.assign.is_given("optimizer.clip_grad"):
             self.config.notes.append(
                 f"gradients are clipped by --clip-grad {settings.clip_grad:g}; DeepSpeed would not clip them, since "
                 f"{self.path} has no gradient_clipping"

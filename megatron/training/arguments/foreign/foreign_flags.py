@@ -2,7 +2,7 @@
 """Copies other programs' flags into settings of this one.
 
 Older Megatron-LM, Megatron-DeepSpeed, NeMo and Megatron-FSDP have flags that mean one or several of our settings. Each
-is converted exactly, or refused if it contradicts another given flag. A note says if the other program ignores it.
+flag is converted exactly, or refused if it contradicts another one. A note says if the other program ignores it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import os
 from collections.abc import Collection
 from typing import Any
 
-from megatron.training.arguments.config import Config, ElsewhereConfig
+from megatron.training.arguments.config import Config, ForeignConfig
 from megatron.training.arguments.foreign.deepspeed_file import DeepSpeedFile
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal
 
 
 def translate(config: Config, given: Collection[str]) -> None:
-    """Copy ``config.elsewhere`` into the other settings and empty it; remarks go to ``config.notes``.
+    """Copy ``config.foreign`` into the other settings and empty it; remarks go to ``config.notes``.
 
     Args:
         given: settings that the command line sets, as "section.field"; other programs' flags must agree with them.
@@ -25,22 +25,25 @@ def translate(config: Config, given: Collection[str]) -> None:
     Raises:
         Refusal: two flags give one setting different values.
     """
-    express = _Express(config, given)
-    _deepspeed(config, express)
-    _program(config, express)
-    _precision(config, express)
-    _recompute(config, express)
-    _zero(config, express)
-    _heads(config, express)
-    _layers(config, express)
-    _grid(config, express)
-    _rope(config, express)
+    assign = _Assign(config, given)
+    _deepspeed(config, assign)
+    _program(config, assign)
+    _precision(config, assign)
+    _recompute(config, assign)
+    _zero(config, assign)
+    _heads(config, assign)
+    _layers(config, assign)
+    _grid(config, assign)
+    _rope(config, assign)
     _checkpoints(config)
-    config.elsewhere = ElsewhereConfig()
+    config.foreign = ForeignConfig()
 
 
-class _Express:
-    """Sets a setting, and refuses a value that differs from the one on the command line."""
+class _Assign:
+    """Sets a setting "section.field", and refuses a value that differs from the one on the command line.
+
+    ``source`` names the flag or the file that asks for the value, for the message.
+    """
 
     def __init__(self, config: Config, given: Collection[str]) -> None:
         self.config, self.given = config, given
@@ -71,8 +74,8 @@ def _words(field: str, value: Any) -> str:
     return flag if value is True else f"{flag} {value:g}" if isinstance(value, float) else f"{flag} {value}"
 
 
-def _deepspeed(config: Config, express: _Express) -> None:
-    other = config.elsewhere
+def _deepspeed(config: Config, assign: _Assign) -> None:
+    other = config.foreign
     if other.deepspeed_config and not other.deepspeed:
         raise Refusal("--deepspeed_config", "is read only with --deepspeed: add that, or leave it out", LEAVE_OUT)
     started_by_mpi = max(int(os.environ.get(name, "1")) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
@@ -83,19 +86,19 @@ def _deepspeed(config: Config, express: _Express) -> None:
     if other.deepspeed_mpi:
         config.notes.append("--deepspeed_mpi: ranks are read from RANK and WORLD_SIZE, as torchrun sets them")
     if other.deepspeed_config:
-        DeepSpeedFile(other.deepspeed_config, config, express).translate()
+        DeepSpeedFile(other.deepspeed_config, config, assign).translate()
     elif other.deepspeed:
-        config.notes.append("--deepspeed without --deepspeed_config: only the flags count")
+        config.notes.append("--deepspeed without --deepspeed_config: only the flags are read")
 
 
-def _program(config: Config, express: _Express) -> None:
-    other = config.elsewhere
+def _program(config: Config, assign: _Assign) -> None:
+    other = config.foreign
     if other.rank is not None and config.simulation.world_size is None:
         raise Refusal(
             f"--rank {other.rank}", "needs the number of processes: add --world-size, or leave it out", LEAVE_OUT
         )
     if other.no_cuda:
-        express("run.device", "cpu", "--no-cuda")
+        assign("run.device", "cpu", "--no-cuda")
     if other.eval_only is not None:
         if any(word.lower() in ("false", "0") for word in other.eval_only):
             raise Refusal(
@@ -103,15 +106,15 @@ def _program(config: Config, express: _Express) -> None:
                 "also means yes in BigScience's program: leave it out",
                 LEAVE_OUT,
             )
-        express("run.skip_train", True, "--eval-only")
+        assign("run.skip_train", True, "--eval-only")
 
 
-def _precision(config: Config, express: _Express) -> None:
-    other = config.elsewhere
+def _precision(config: Config, assign: _Assign) -> None:
+    other = config.foreign
     if other.optimizer_selection:
-        express("optimizer.optimizer", "adam", f"--optimizer-selection {other.optimizer_selection}")
+        assign("optimizer.optimizer", "adam", f"--optimizer-selection {other.optimizer_selection}")
     if other.o2_gradient:
-        express("parallel.grad_reduce_in_bf16", True, "--o2-gradient")
+        assign("parallel.grad_reduce_in_bf16", True, "--o2-gradient")
     source = f"--main-grads-dtype {other.main_grads_dtype}"
     if other.main_grads_dtype == "bf16" and not other.use_precision_aware_optimizer:
         raise Refusal(
@@ -120,14 +123,14 @@ def _precision(config: Config, express: _Express) -> None:
             Fix("--grad-reduce-in-bf16"),
         )
     if other.main_grads_dtype == "bf16":
-        express("parallel.grad_reduce_in_bf16", True, source)
+        assign("parallel.grad_reduce_in_bf16", True, source)
     elif other.use_precision_aware_optimizer:
         config.notes.append("--use-precision-aware-optimizer: its state is in fp32, as without the flag")
 
 
-def _recompute(config: Config, express: _Express) -> None:
+def _recompute(config: Config, assign: _Assign) -> None:
     """As in Megatron-LM 2.6, --checkpoint-activations means method uniform, by default in units of one layer."""
-    other, attention = config.elsewhere, config.attention
+    other, attention = config.foreign, config.attention
     read = attention.recompute_granularity and attention.recompute_method != "block"
     if attention.recompute_num_layers == 0 and not read:
         attention.recompute_granularity = attention.recompute_method = attention.recompute_num_layers = None
@@ -146,7 +149,7 @@ def _recompute(config: Config, express: _Express) -> None:
             ", which is full: leave one out",
         )
     if granularity:
-        express("attention.recompute_granularity", granularity, f"--activations-checkpoint-granularity {granularity}")
+        assign("attention.recompute_granularity", granularity, f"--activations-checkpoint-granularity {granularity}")
     counts = {
         "--checkpoint-num-layers": other.checkpoint_num_layers,
         "--activations-checkpoint-num-layers": other.activations_checkpoint_num_layers,
@@ -159,11 +162,11 @@ def _recompute(config: Config, express: _Express) -> None:
         raise Refusal(" and ".join(f"{flag} {count}" for flag, count in counts.items()), "differ: leave one out")
     for source, method in sources.items():
         layers = next(iter(counts.values()), 1)
-        express("attention.recompute_granularity", "full", source)
-        express("attention.recompute_method", method, source)
-        if counts or not express.is_given("attention.recompute_num_layers"):
+        assign("attention.recompute_granularity", "full", source)
+        assign("attention.recompute_method", method, source)
+        if counts or not assign.is_given("attention.recompute_num_layers"):
             with_counts = source + "".join(f" {flag} {count}" for flag, count in counts.items())
-            express("attention.recompute_num_layers", layers, with_counts)
+            assign("attention.recompute_num_layers", layers, with_counts)
     if counts and not sources:
         config.notes.append(
             f"{', '.join(counts)} has no effect without --checkpoint-activations or --activations-checkpoint-method"
@@ -176,13 +179,13 @@ def _recompute(config: Config, express: _Express) -> None:
     _selective(config)
     recomputed = config.attention.recompute_granularity == "full" or config.chunks.fpdt
     if other.checkpoint_in_cpu and recomputed:
-        express("chunks.offload_checkpoints", True, "--checkpoint-in-cpu")
+        assign("chunks.offload_checkpoints", True, "--checkpoint-in-cpu")
     elif other.checkpoint_in_cpu:
-        config.notes.append("--checkpoint-in-cpu has nothing to move: no layers are recomputed")
+        config.notes.append("--checkpoint-in-cpu has no effect: no layers are recomputed")
 
 
 def _selective(config: Config) -> None:
-    modules = config.elsewhere.recompute_modules
+    modules = config.foreign.recompute_modules
     if not modules or set(modules) == {"core_attn"}:
         return
     attention = config.attention
@@ -198,16 +201,16 @@ def _selective(config: Config) -> None:
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
-def _zero(config: Config, express: _Express) -> None:
+def _zero(config: Config, assign: _Assign) -> None:
     """Megatron-FSDP and PyTorch's FSDP2 become a ZeRO stage, which overlaps its messages without further flags."""
-    other, parallel = config.elsewhere, config.parallel
+    other, parallel = config.foreign, config.parallel
     strategy = other.data_parallel_sharding_strategy
     if other.use_megatron_fsdp and other.use_torch_fsdp2:
         raise Refusal("--use-megatron-fsdp and --use-torch-fsdp2", "are two kinds of FSDP: leave one out")
     if other.use_megatron_fsdp:
         stage = STRATEGIES.index(strategy)
         source = f"--use-megatron-fsdp with --data-parallel-sharding-strategy {strategy}"
-        express("parallel.zero_stage", stage, source)
+        assign("parallel.zero_stage", stage, source)
         if stage != 1 and parallel.use_distributed_optimizer:
             parallel.use_distributed_optimizer = False
             config.notes.append(f"{source} is --zero-stage {stage}; --use-distributed-optimizer is ignored")
@@ -216,11 +219,11 @@ def _zero(config: Config, express: _Express) -> None:
         config.notes.append(f"--data-parallel-sharding-strategy {strategy} has no effect without --use-megatron-fsdp")
     if other.overlapped_distributed_optimizer:
         for name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
-            express(f"parallel.{name}", True, "--overlapped-distributed-optimizer")
+            assign(f"parallel.{name}", True, "--overlapped-distributed-optimizer")
     if other.use_torch_fsdp2:
         source = "--use-torch-fsdp2"
         stage = 3 if other.torch_fsdp2_reshard_after_forward else 2
-        express("parallel.zero_stage", stage, source if stage == 3 else f"{source} without resharding")
+        assign("parallel.zero_stage", stage, source if stage == 3 else f"{source} without resharding")
         _overlap(config, source, stage)
     elif not other.torch_fsdp2_reshard_after_forward:
         config.notes.append("--torch-fsdp2-no-reshard-after-forward has no effect without --use-torch-fsdp2")
@@ -229,18 +232,18 @@ def _zero(config: Config, express: _Express) -> None:
 def _overlap(config: Config, source: str, stage: int) -> None:
     if stage != 1 and config.parallel.overlap_param_gather:
         config.parallel.overlap_param_gather = False
-        config.notes.append(f"{source}: weights are gathered ahead without --overlap-param-gather")
+        config.notes.append(f"{source} gathers weights ahead anyway: --overlap-param-gather is ignored")
 
 
-def _heads(config: Config, express: _Express) -> None:
-    other = config.elsewhere
+def _heads(config: Config, assign: _Assign) -> None:
+    other = config.foreign
     if other.num_key_value_heads is not None:
         source = f"--num-key-value-heads {other.num_key_value_heads}"
-        express("model.num_query_groups", other.num_key_value_heads, source)
-        express("model.group_query_attention", True, source)
+        assign("model.num_query_groups", other.num_key_value_heads, source)
+        assign("model.group_query_attention", True, source)
     if other.attention_head_type == "multiquery":
-        express("model.num_query_groups", 1, "--attention-head-type multiquery")
-        express("model.group_query_attention", True, "--attention-head-type multiquery")
+        assign("model.num_query_groups", 1, "--attention-head-type multiquery")
+        assign("model.group_query_attention", True, "--attention-head-type multiquery")
     elif other.attention_head_type == "multihead" and config.model.group_query_attention:
         raise Refusal("--attention-head-type multihead and --group-query-attention", "differ: leave one out")
 
@@ -249,8 +252,8 @@ def _heads(config: Config, express: _Express) -> None:
 PLAIN_SPECS = (["mindspeed_llm.tasks.models.spec.qwen3_spec", "layer_spec"],)
 
 
-def _layers(config: Config, express: _Express) -> None:
-    other, model = config.elsewhere, config.model
+def _layers(config: Config, assign: _Assign) -> None:
+    other, model = config.foreign, config.model
     if other.spec and other.spec not in PLAIN_SPECS:
         raise Refusal(
             f"--spec {' '.join(other.spec)}",
@@ -258,40 +261,40 @@ def _layers(config: Config, express: _Express) -> None:
             LEAVE_OUT,
         )
     if other.glu_activation == "swiglu":
-        express("model.swiglu", True, "--glu-activation swiglu")
+        assign("model.swiglu", True, "--glu-activation swiglu")
         if model.ffn_hidden_size is None and model.hidden_size is not None:
             model.ffn_hidden_size = 4 * model.hidden_size
 
 
-def _grid(config: Config, express: _Express) -> None:
-    other, stages = config.elsewhere, config.parallel.pipeline_model_parallel_size
+def _grid(config: Config, assign: _Assign) -> None:
+    other, stages = config.foreign, config.parallel.pipeline_model_parallel_size
     if other.no_pipeline_parallel and stages > 1:
         raise Refusal(f"--no-pipeline-parallel and --pipeline-model-parallel-size {stages}", "differ: leave one out")
     if other.pp_partition_method:
-        _partition(config, express)
+        _partition(config, assign)
     if other.context_parallel_algo:
         kinds = {"ulysses_cp_algo": "a2a", "megatron_cp_algo": "p2p", "hybrid_cp_algo": "a2a+p2p"}
         kinds |= {"kvallgather_cp_algo": "all_gather"}
         kinds |= {"adaptive_cp_algo": "p2p", "hybrid_adaptive_cp_algo": "a2a+p2p"}  # rings that skip empty tiles
         source = f"--context-parallel-algo {other.context_parallel_algo}"
-        express("parallel.cp_comm_type", [kinds[other.context_parallel_algo]], source)
+        assign("parallel.cp_comm_type", [kinds[other.context_parallel_algo]], source)
 
 
-def _partition(config: Config, express: _Express) -> None:
+def _partition(config: Config, assign: _Assign) -> None:
     """DeepSpeed counts layers by the names of their classes; a tied output layer counts as an embedding."""
-    method, stages = config.elsewhere.pp_partition_method, config.parallel.pipeline_model_parallel_size
+    method, stages = config.foreign.pp_partition_method, config.parallel.pipeline_model_parallel_size
     kinds = set(method.lower().removeprefix("type:").split("|")) if method.lower().startswith("type:") else set()
     both = kinds == {"transformer", "embedding"} and not config.model.untie_embeddings_and_output_weights
     if both and stages > 1 and config.model.num_layers and (config.model.num_layers + 2) % stages == 0:
         for name in ("embedding", "loss"):
-            express(f"parallel.account_for_{name}_in_pipeline_split", True, f"--pp-partition-method {method}")
+            assign(f"parallel.account_for_{name}_in_pipeline_split", True, f"--pp-partition-method {method}")
     elif stages > 1:
         config.notes.append(f"--pp-partition-method {method}: stages hold equal numbers of layers; same result")
 
 
-def _rope(config: Config, express: _Express) -> None:
+def _rope(config: Config, assign: _Assign) -> None:
     """MindSpeed-LLM has the constants of Llama 3.1's scaling as flags; in megatron-core they are fixed."""
-    other = config.elsewhere
+    other = config.foreign
     constants = {
         "--low-freq-factor": (other.low_freq_factor, 1),
         "--high-freq-factor": (other.high_freq_factor, 4),
@@ -303,12 +306,12 @@ def _rope(config: Config, express: _Express) -> None:
         if value not in (None, core):
             raise Refusal(f"{flag} {value:g}", f"is not the {core} of Llama 3.1, the supported scaling: use {core}")
     if other.rope_scaling_type == "llama3":
-        express("model.use_rope_scaling", True, "--rope-scaling-type llama3")
+        assign("model.use_rope_scaling", True, "--rope-scaling-type llama3")
 
 
 def _checkpoints(config: Config) -> None:
     """MindSpeed-LLM converts a Hugging Face folder before training, and stops without one in --load."""
-    if not config.elsewhere.enable_hf2mg_convert:
+    if not config.foreign.enable_hf2mg_convert:
         return
     if config.checkpoint.load is None:
         raise Refusal("--enable-hf2mg-convert", "converts the folder of --load: add --load, or leave it out", LEAVE_OUT)

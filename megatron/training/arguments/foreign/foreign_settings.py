@@ -9,7 +9,7 @@ from megatron.training.arguments.settings.flag import flag
 
 
 @dataclass
-class ElsewhereConfig:
+class ForeignConfig:
     """Other programs' names for settings; `foreign_flags.py` copies their values into those settings."""
 
     checkpoint_activations: bool = flag(
@@ -72,8 +72,8 @@ class ElsewhereConfig:
     o2_gradient: bool = flag(False, "MindSpeed: --grad-reduce-in-bf16")
     pp_partition_method: str | None = flag(
         None,
-        "DeepSpeed: type:transformer|embedding is --account-for-embedding-in-pipeline-split and -loss-, if stages are "
-        "of equal length then",
+        "DeepSpeed: type:transformer|embedding is --account-for-embedding-in-pipeline-split and -loss-, if that "
+        "makes stages equally long",
         type=str,
     )
     no_pipeline_parallel: bool = flag(False, "DeepSpeed: --pipeline-model-parallel-size 1")
@@ -87,7 +87,10 @@ class ElsewhereConfig:
         None, "BigScience: --swiglu, with an MLP of 4h unless --ffn-hidden-size is given", type=str, choices=["swiglu"]
     )
     spec: list[str] | None = flag(
-        None, "module with the layers; only those whose layers are the same as here", nargs="*", type=str
+        None,
+        "module that defines the layers; only modules with megatron-core's own layers are supported",
+        nargs="*",
+        type=str,
     )
     context_parallel_algo: str | None = flag(
         None,

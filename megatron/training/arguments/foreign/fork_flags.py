@@ -27,12 +27,12 @@ memory is managed without it: --distribute-checkpointed-activations --partition-
     --recompute-norm-num-layers 1 --recompute-lgd --enable-recompute-layers-per-pp-rank --use-pin-memory
     --memory-centric-tiled-linear --tile-factor 1 --split-transformers --scattered-embeddings --recompute-in-bubble
     --context-parallel-kv-cache-policy 1 --context-parallel-cache-interval 1
-stages hold equally many layers here, whatever the cut: --num-layer-list 1
-1F1B and interleaved 1F1B are the schedules built here; what is computed is the same: --enable-zbh1-pipeline
+stages hold equal numbers of layers here: --num-layer-list 1
+the schedule is 1F1B or interleaved 1F1B here, with the same result: --enable-zbh1-pipeline
     --enable-zbh1-exact-semantics --enable-zero-bubble --enable-zb-runtime --interleave-group-size 1 --enable-1f1b-v
 Megatron-DeepSpeed does not read it either: --no-load-lr-state
 stages know each other's shapes, because a step has one sequence length: --variable-seq-lengths
-training reads token ids: of the tokenizer, its size and its end of a document: --tokenizer-not-use-fast
+training uses only the tokenizer's size and its end-of-document token: --tokenizer-not-use-fast
 TP cuts every matrix along one of its sides here: --tp-2d --tp-x 1 --tp-y 1
 Ulysses is used whenever --ulysses-parallel-size is above 1: --force-ds-sequence-parallel
 this program is PyTorch's: --ai-framework 1
@@ -43,7 +43,7 @@ always the case: softmax and loss are in fp32, gradients too unless --grad-reduc
 weights that TP ranks hold in common are equal by construction: --sync-tp-duplicated-parameters
 data loading is tuned with --num-workers and --data-cache-path: --no-shared-storage --valid-num-workers 1
     --repeated-dataloader --mmap-warmup --return-data-index --s3-cache-path 1
-the mask is --attention-mask, causal without it: --attention-mask-type 1
+--attention-mask sets the mask, which is causal by default: --attention-mask-type 1
 nothing is generated in training: --max-new-tokens 1
 data files are prepared before a run: --handler-name 1 --workers 1
 config.json says what a Hugging Face folder holds, and no copy of it is made: --model-type-hf 1 --mg-cache-dir 1
@@ -67,21 +67,21 @@ REFUSED = {
 checkpoints are torch_dist, and tools/convert_hf.py makes Hugging Face folders of them: --enable-mg2hf-convert
     --only-convert-last-checkpoint --hf-save-dir 1 --mg-save-dir 1 --hf-cfg-dir 1
 every batch of the data is used, in full: --skip-train-iteration-range +
-the loss here is the mean over all tokens that count: --norm-target-loss --loss-on-targets-only
-distillation is not built here: --kd --mos --load-teacher 1
-without --kd it is not read, and --kd is not built here: --kd-alpha-ce 1 --kd-beta-ce 1 --kd-temp 1
+the loss here is the mean over all tokens that are not masked: --norm-target-loss --loss-on-targets-only
+distillation is not supported: --kd --mos --load-teacher 1
+without --kd it is not read, and --kd is not supported: --kd-alpha-ce 1 --kd-beta-ce 1 --kd-temp 1
     --num-layers-teacher 1 --hidden-size-teacher 1 --num-attention-heads-teacher 1 --num-experts-teacher +
 no stage gets layers that do nothing: --allow-padding-num-layers
 gradients and activations are sent as they are, never compressed: --grad_comp --grad_comp_rank 1 --grad_comp_warm_up 1
     --selective_grad_comp --selective_grad_comp_way 1 --inter_grad_comp --inter_grad_comp_rank 1
     --inter_grad_comp_epilogue_only --emb_comm_opt --use_error_feedback
-this precision setting is not built here: --embedding-weights-in-fp32
+this precision setting is not supported: --embedding-weights-in-fp32
 weights and states of the optimizer are in fp32 here: --o2-optimizer
-the optimizers built here are adam and sgd, on the training device: --cpu-optimizer --cpu_torch_adam --use-bnb-optimizer
+the supported optimizers are adam and sgd, on the training device: --cpu-optimizer --cpu_torch_adam --use-bnb-optimizer
     --remote-device 1 none
 all weights are trained here: --bitfit
 each token is predicted from those before it, with the model's own output layer: --causal-lm
-layers that do nothing are not built here: --noop-layers 1
+layers that do nothing are not supported: --noop-layers 1
 layers and tokens are never dropped here: --random-ltd
 every batch has one sequence length here: --data-efficiency-curriculum-learning --train-data-exact-num-epochs 1
 """,

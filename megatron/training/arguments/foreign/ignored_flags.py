@@ -83,10 +83,10 @@ a run has no test mode: --test-mode
 how memory and messages of FSDP are tuned does not change the result: --outer-dp-sharding-strategy 1 no_shard
     --fsdp-manual-registration --fsdp-double-buffer --suggested-communication-unit-size 1 --keep-fp8-transpose-cache
     --enable-full-sharding-in-hsdp --no-strict-fsdp-dtensor-load --disable-strict-fsdp-dtensor-load
-states are split over all of DP x CP here, to the same result: --num-distributed-optimizer-instances 1 1
+states are split over all of DP x CP here, with the same result: --num-distributed-optimizer-instances 1 1
 Megatron-LM no longer reads it: --dist-ckpt-format 1 torch_dist
-every sample of the data is read, none is spared: --mid-level-dataset-surplus 1 0.005
-no step is repeated to detect faulty hardware, and no fault is feigned: --rerun-mode 1 validate_results
+every sample of the data is used: --mid-level-dataset-surplus 1 0.005
+steps are not repeated to detect faulty hardware, and no faults are injected: --rerun-mode 1 validate_results
     --result-rejected-tracker-filename 1 --error-injection-rate 1 0 --error-injection-type 1 transient_error
-RoPE, or no positions, is --position-embedding-type: --no-position-embedding
+--position-embedding-type sets whether positions are embedded: --no-position-embedding
 """

@@ -21,7 +21,7 @@ from megatron.training.arguments.foreign.refused_flags import Advice
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, raise_all
 
 OF_EXPERTS = "a dense model has no experts"  # reason of a hint in `fork_flags.py`
-TYPO = 0.86  # likeness of two flags from which one is the other, misspelt
+TYPO = 0.86  # similarity of two flags from which one counts as a misspelling of the other
 
 
 def entries(table: str) -> Iterator[tuple[str, str]]:
@@ -114,7 +114,7 @@ def refuse_unknown(words: list[str], supported: list[str], given: list[str] | No
         given: the complete command line.
 
     Raises:
-        Refusal: there is anything in ``words``.
+        Refusal: ``words`` is not empty.
     """
     flags = [word.split("=")[0] for word in words if word.startswith("-") and word.strip("-")]
     if words and not flags:
@@ -127,7 +127,7 @@ def refuse_unknown(words: list[str], supported: list[str], given: list[str] | No
 
 @cache
 def _refusal(flag: str, supported: tuple[str, ...]) -> Refusal:
-    """The refusal of a flag that no table knows. It names the flag that may be meant, never one that is refused."""
+    """The refusal of a flag that no table knows. It suggests a similar flag, but never a refused one."""
     problem = "is not a known flag"
     word, table = flag.strip("-").replace("_", "-").lower(), rows()
     for row in (table.get("--" + word), table.get("--" + word.replace("-", "_"))):
@@ -137,17 +137,17 @@ def _refusal(flag: str, supported: tuple[str, ...]) -> Refusal:
     own = [name[2:] for name in supported]
     longer = [name for name in known if name.startswith(f"{word}-") and len(word) > 7]
     if word in known:
-        near = [word]
+        similar = [word]
     else:
-        near = get_close_matches(word, own, 1, 0.9) or longer if len(longer) == 1 else []
-        near = near or get_close_matches(word, own, 1, 0.8) or get_close_matches(word, known, 1, 0.8)
-    if not near:  # the same words in another order, or one word more or less
+        similar = get_close_matches(word, own, 1, 0.9) or longer if len(longer) == 1 else []
+        similar = similar or get_close_matches(word, own, 1, 0.8) or get_close_matches(word, known, 1, 0.8)
+    if not similar:  # the same words in another order, or one word more or less
         parts = set(word.split("-"))
         likeness = {name: len(parts & set(name.split("-"))) / len(parts | set(name.split("-"))) for name in known}
-        near = [name for name in likeness if likeness[name] == max(likeness.values()) >= 0.6][:1]
-    if not near:
+        similar = [name for name in likeness if likeness[name] == max(likeness.values()) >= 0.6][:1]
+    if not similar:
         return Refusal(flag, f"{problem}: --help lists them", LEAVE_OUT)
-    name = f"--{near[0]}"
+    name = f"--{similar[0]}"
     misspelt = SequenceMatcher(None, flag, name).ratio() >= TYPO
     fix = Fix(rename=(flag, name)) if misspelt else LEAVE_OUT
     return Refusal(flag, f"{problem}: did you mean {name}?", fix)

@@ -13,13 +13,13 @@ class Advice(NamedTuple):
     """Why flags are refused, and what to do."""
 
     reason: str  # what the user reads after the flags
-    # what to do, as a change of the command line; None if the user has a choice. A fix that sets flags replaces the
+    # what to do, as a change of the command line; None if the user has to choose. Flags that it sets replace the
     # refused flags.
     fix: Fix | None = None
     name: str = ""  # the flag here that takes the values of a refused one
 
     def fixes(self, flags: Sequence[str]) -> list[Fix]:
-        """What to do about ``flags``, which are refused for this reason."""
+        """The fixes for ``flags``, which are refused for this reason."""
         if self.name:
             return [Fix(rename=(flags[0], self.name))] if len(flags) == 1 else []
         return [self.fix] if self.fix else []
@@ -41,39 +41,40 @@ def replace(words: str) -> Advice:
 
 REFUSED = {
     leave_out: """
-of mixtures of experts, this is not built here: --moe-extended-tp --moe-shared-expert-gate --moe-enable-routing-replay
+this option of mixtures of experts is not supported: --moe-extended-tp --moe-shared-expert-gate
+    --moe-enable-routing-replay
     --moe-router-padding-for-quantization --moe-router-padding-for-fp8 --moe-router-force-load-balancing
     --moe-input-jitter-eps 1 --moe-enable-deepep --moe-apply-probs-on-input --moe-latent-size 1 --moe-use-upcycling
     --moe-upcycling-granularity 1 1 --moe-pad-experts-for-cuda-graph-inference
-multi-latent attention is not built here: --multi-latent-attention
-multi-token prediction is not built here: --mtp-num-layers 1
-the optimizers built here are adam and sgd, on the training device: --apply-wd-to-qk-layernorm
+multi-latent attention is not supported: --multi-latent-attention
+multi-token prediction is not supported: --mtp-num-layers 1
+the supported optimizers are adam and sgd, on the training device: --apply-wd-to-qk-layernorm
     --no-weight-decay-cond-type 1 --optimizer-cpu-offload
-what this writes is not written here: --save-wgrads-interval 1 --save-dgrads-interval 1
+this program does not write such files: --save-wgrads-interval 1 --save-dgrads-interval 1
     --dump-param-to-param-group-map 1
-the weights are made at once here: --lazy-mpu-init 1
-data files are on a file system here: --object-storage-cache-path 1
-this way of reading data is not built here: --allow-ambiguous-pad-tokens
+weights are always created at start-up: --lazy-mpu-init 1
+data files are read from a file system only: --object-storage-cache-path 1
+this way of reading data is not supported: --allow-ambiguous-pad-tokens
 megatron-core 0.16 has no such layer: --apply-residual-connection-post-layernorm
-Mamba and hybrid models are not built here: --is-hybrid-model --hybrid-attention-ratio 1 0.0 --hybrid-mlp-ratio 1 0.0
+Mamba and hybrid models are not supported: --is-hybrid-model --hybrid-attention-ratio 1 0.0 --hybrid-mlp-ratio 1 0.0
     --hybrid-override-pattern 1 --hybrid-layer-pattern 1 --mamba-state-dim 1 128 --mamba-head-dim 1 64
     --mamba-num-groups 1 8 --mamba-num-heads 1 --disable-mamba-mem-eff-path
-only softmax attention over all heads of a layer is built here: --experimental-attention-variant 1
+only softmax attention over all heads of a layer is supported: --experimental-attention-variant 1
     --dsa-indexer-n-heads 1 --dsa-indexer-head-dim 1 --dsa-indexer-topk 1 --dsa-indexer-loss-coeff 1
     --dsa-indexer-use-sparse-loss --linear-conv-kernel-dim 1 4 --linear-key-head-dim 1 128 --linear-value-head-dim 1 128
     --linear-num-key-heads 1 16 --linear-num-value-heads 1 32 --linear-attention-freq 1
     --qk-l2-norm --qk-clip --qk-clip-alpha 1 0.5 --qk-clip-threshold 1 100 --use-kitchen-attention
     --kitchen-attention-backend 1 sdpa --relative-attention-num-buckets 1 32 --relative-attention-max-distance 1 128
     --mrope-section + --batch-invariant-mode
-not part of the GPT and Llama models built here: --embedding-init-method-std 1
+the supported GPT and Llama models do not have it: --embedding-init-method-std 1
     --heterogeneous-layers-config-path 1 --heterogeneous-layers-config-encoded-json 1
-hybrid context parallelism by sequence is not built here: --hybrid-context-parallel --max-seqlen-per-dp-cp-rank 1
-this precision setting is not built here: --fp32-residual-connection --disable-bf16-reduced-precision-matmul
+hybrid context parallelism by sequence is not supported: --hybrid-context-parallel --max-seqlen-per-dp-cp-rank 1
+this precision setting is not supported: --fp32-residual-connection --disable-bf16-reduced-precision-matmul
     --fp16-lm-cross-entropy --ddp-reduce-scatter-with-fp32-accumulation
 weights and states of the optimizer are in fp32 here: --main-params-dtype 1 fp32 --exp-avg-dtype 1 fp32
     --exp-avg-sq-dtype 1 fp32
-FP4 is not built here: --fp4-format 1 --fp4-recipe 1 nvfp4 --fp4-param-gather --fp4-quantizer-factory 1
-CUDA graphs are not built here: --enable-cuda-graph --external-cuda-graph --cuda-graph-impl 1 none --cuda-graph-scope +
+FP4 is not supported: --fp4-format 1 --fp4-recipe 1 nvfp4 --fp4-param-gather --fp4-quantizer-factory 1
+CUDA graphs are not supported: --enable-cuda-graph --external-cuda-graph --cuda-graph-impl 1 none --cuda-graph-scope +
     --cuda-graph-warmup-steps 1 3
 every batch of the data is used, in full: --decrease-batch-size-if-needed --phase-transition-iterations 1
     --step-batch-size-schedule +
@@ -92,7 +93,7 @@ this program trains on text only: --num-classes 1 1000 --img-h 1 224 --img-w 1 2
     --dino-local-crops-number 1 10 --dino-head-hidden-size 1 2048 --dino-bottleneck-size 1 256
     --dino-freeze-last-layer 1 1 --dino-norm-last-layer --dino-warmup-teacher-temp 1 0.04 --dino-teacher-temp 1 0.07
     --dino-warmup-teacher-temp-epochs 1 30
-reinforcement learning is not built here: --perform-rl-step --rl-prompts-per-eval 1 32 --grpo-prompts-per-step 1 32
+reinforcement learning is not supported: --perform-rl-step --rl-prompts-per-eval 1 32 --grpo-prompts-per-step 1 32
     --grpo-group-size 1 2 --grpo-iterations 1 2 --grpo-clamp-eps-lower 1 0.01 --grpo-clamp-eps-upper 1 0.01
     --grpo-kl-beta 1 0.001 --grpo-entropy-term-weight 1 0.0 --grpo-filter-groups-with-same-reward
     --langrl-inference-server-type 1 inplace_megatron --langrl-inference-server-conversation-template 1
@@ -140,7 +141,7 @@ it belongs to multi-latent attention: use --position-embedding-type yarn with --
 use --dry-run --world-size N: --fake-process-group
 use tools/convert_hf.py: --ckpt-convert-format 1 --ckpt-convert-save 1 --ckpt-convert-update-legacy-dist-opt-format
 use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers: --pipeline-model-parallel-layout 1
-of FP8, only --fp8-format, --fp8-recipe and the amax settings are built here: --fp8-quantizer-factory 1 --fp8-margin 1 0
+of FP8, only --fp8-format, --fp8-recipe and the amax settings are supported: --fp8-quantizer-factory 1 --fp8-margin 1 0
     --no-fp8-wgrad --disable-fp8-wgrad --first-last-layers-bf16 --num-layers-at-start-in-bf16 1 1
     --num-layers-at-end-in-bf16 1 1 --te-precision-config-file 1
 weights follow --seed alone, so that they do not depend on the grid: --data-parallel-random-init

@@ -56,10 +56,10 @@ class ModelConfig:
     yarn_rotary_scaling_factor: float = flag(1.0, "YaRN: how much longer than the original length")
     yarn_original_max_position_embeddings: int = flag(4096, "YaRN: original length")
     yarn_beta_fast: float = flag(
-        32.0, "YaRN: pairs that turn more often than this within the original length are not changed"
+        32.0, "YaRN: pairs that rotate more often than this within the original length are not changed"
     )
     yarn_beta_slow: float = flag(
-        1.0, "YaRN: pairs that turn less often than this within the original length are interpolated"
+        1.0, "YaRN: pairs that rotate less often than this within the original length are interpolated"
     )
     yarn_mscale: float = flag(1.0, "YaRN: numerator of the attention factor, (0.1 ln(factor) x this + 1)")
     yarn_mscale_all_dim: float = flag(0.0, "YaRN: coefficient in the denominator of the attention factor")
@@ -124,15 +124,17 @@ class ModelConfig:
     moe_shared_expert_intermediate_size: int | None = flag(
         None, "width of an expert that all tokens go to, in addition", type=int
     )
-    moe_router_topk: int = flag(2, "experts of a token")
+    moe_router_topk: int = flag(2, "number of experts per token")
     moe_router_score_function: str = flag("softmax", "scores of experts", choices=["softmax", "sigmoid"])
-    moe_router_pre_softmax: bool = flag(False, "softmax over all experts, before the choice, not over the chosen ones")
+    moe_router_pre_softmax: bool = flag(
+        False, "softmax over all experts before the choice, instead of over the chosen ones"
+    )
     moe_router_num_groups: int | None = flag(None, "groups of experts, of which the best are chosen first", type=int)
     moe_router_group_topk: int | None = flag(None, "how many of these groups a token may use", type=int)
     moe_router_topk_scaling_factor: float | None = flag(None, "factor of the chosen experts' weights", type=float)
     moe_router_dtype: str | None = flag(None, "dtype of the router", type=str, choices=["fp32", "fp64"])
     moe_router_enable_expert_bias: bool = flag(
-        False, "balance experts by a bias of each, for the choice alone, that follows its load"
+        False, "balance experts by adding to their scores a bias that follows their load; it affects the choice alone"
     )
     moe_router_bias_update_rate: float = flag(0.001, "change of that bias in a step")
     moe_router_load_balancing_type: list[str] = flag(
@@ -144,10 +146,12 @@ class ModelConfig:
     moe_aux_loss_coeff: list[float] = flag([0.0], "coefficient of each of these losses", type=float, nargs="+")
     moe_z_loss_coeff: float | None = flag(None, "coefficient of the router's z-loss", type=float)
     moe_expert_capacity_factor: float | None = flag(
-        None, "most tokens of an expert in a micro-batch, as a multiple of the mean; default no limit", type=float
+        None, "largest number of tokens of an expert in a micro-batch, over the mean; default no limit", type=float
     )
     moe_token_drop_policy: str = flag(
-        "probs", "which tokens an expert keeps: of the largest weights, or the first", choices=["probs", "position"]
+        "probs",
+        "which tokens an expert keeps: those with the largest weights, or the first ones",
+        choices=["probs", "position"],
     )
     lora_rank: int | None = flag(None, "train only adapters of this rank on the linear layers (LoRA)", type=int)
     lora_alpha: float = flag(32.0, "LoRA: the output of an adapter is scaled by this over its rank")

@@ -96,7 +96,7 @@ class DataConfig:
     )
     rampup_seq_length: list[int] | None = flag(
         None,
-        "grow the part of each sample that counts: start length, increment, iterations to grow over",
+        "grow the part of each sample that the loss counts: start length, increment, iterations to grow over",
         type=int,
         nargs=3,
     )
@@ -115,18 +115,18 @@ class DataConfig:
     train_weighted_split_paths: list[str] | None = flag(
         None, 'BigScience: train data as "NAME: WEIGHT START:STOP PATH, ..."', type=str, nargs="*"
     )
-    train_weighted_split_paths_path: str | None = flag(None, "file with the same, in one line", type=str)
+    train_weighted_split_paths_path: str | None = flag(None, "file with such train data, in one line", type=str)
     valid_weighted_split_paths: list[str] | None = flag(
         None,
         'BigScience: valid data as "NAME: WEIGHT START:STOP PATH, ..."; several groups are evaluated one by one',
         type=str,
         nargs="*",
     )
-    valid_weighted_split_paths_path: str | None = flag(None, "file with the same, in one line", type=str)
+    valid_weighted_split_paths_path: str | None = flag(None, "file with such valid data, in one line", type=str)
     test_weighted_split_paths: list[str] | None = flag(
         None, 'BigScience: test data as "NAME: WEIGHT START:STOP PATH, ..."', type=str, nargs="*"
     )
-    test_weighted_split_paths_path: str | None = flag(None, "file with the same, in one line", type=str)
+    test_weighted_split_paths_path: str | None = flag(None, "file with such test data, in one line", type=str)
     split: str | None = flag(None, "train,valid,test shares of --data-path, for example 969,30,1", type=str)
     data_cache_path: str | None = flag(None, "folder of the index caches", type=str)
     mock_data: bool = flag(False, "random tokens instead of a dataset")

@@ -83,7 +83,7 @@ def check_tokenizer(data: DataConfig, vocab_size: int | None) -> None:
             flag = f"--{name.replace('_', '-')}"
             other = next((n for n in ("vocab_file", "merge_file", "tokenizer_model") if getattr(data, n)), None)
             given = f", and reads no --{other.replace('_', '-')}" if other and other not in READS.get(kind, {}) else ""
-            raise Refusal(f"--tokenizer-type {kind}", f"needs {flag}, {what}{given}: add it")
+            raise Refusal(f"--tokenizer-type {kind}", f"needs {flag}, {what}{given}: add {flag}")
 
 
 def _check_fim(data: DataConfig) -> None:
@@ -96,7 +96,9 @@ def _check_fim(data: DataConfig) -> None:
     if data.mock_data:
         raise Refusal("--fim-data", "cuts texts, and --mock-data has none: leave one out")
     if data.tokenizer_type == "NullTokenizer":
-        raise Refusal("--fim-data", "cuts texts between characters, and --tokenizer-type NullTokenizer has none")
+        raise Refusal(
+            "--fim-data", "cuts texts between characters, and --tokenizer-type NullTokenizer has none: use another"
+        )
     if (data.fim_split_sample is None) != (data.fim_fragment_rate is None):
         raise Refusal("--fim-split-sample and --fim-fragment-rate", "go together: give both, or none")
 
@@ -113,7 +115,7 @@ def check_lengths(config: Config) -> None:
             f"needs a start from its increment to --seq-length {data.seq_length}: change the start or the increment",
         )
     if sees_ahead(config.attention):
-        raise Refusal("--rampup-seq-length", "needs a mask by which no token sees a later one: leave one out")
+        raise Refusal("--rampup-seq-length", "needs a mask under which no token sees a later one: leave one out")
     config.notes.append(
         f"--rampup-seq-length: over {over} iterations, the loss counts more and more tokens of each sample, {start} at "
         "first; every step computes all tokens, so early steps take as long as later ones"
@@ -131,10 +133,10 @@ def complete_sft(config: Config) -> None:
         return
     refused = {
         "--mock-data": (data.mock_data, "it has no chats"),
-        "--fim-data": (data.fim_data, "it cuts texts, and chats have none"),
+        "--fim-data": (data.fim_data, "it cuts texts, not chats"),
         "--rampup-seq-length": (data.rampup_seq_length, "it would cut conversations off"),
-        "--dataloader-type cyclic": (data.dataloader_type == "cyclic", "each epoch is shuffled without it"),
-        "--eod-mask-loss": (data.eod_mask_loss, "the loss is on what the assistant says, the ends of its turns too"),
+        "--dataloader-type cyclic": (data.dataloader_type == "cyclic", "each epoch is shuffled anyway"),
+        "--eod-mask-loss": (data.eod_mask_loss, "the loss includes the ends of the assistant's turns"),
         **{"--" + name.replace("_", "-"): (getattr(data, name), "give --data-path FILE") for name in WEIGHTED},
     }
     for flag, (given, reason) in refused.items():
@@ -149,8 +151,8 @@ def complete_sft(config: Config) -> None:
     if data.sft_tokenizer_prompt_format.startswith("nemotron"):
         raise Refusal(
             f"--sft-tokenizer-prompt-format {data.sft_tokenizer_prompt_format}",
-            ": Megatron-LM's own formats are not built in: write it as a Jinja template, and give that file, "
-            "or leave it out for the tokenizer's own",
+            ": Megatron-LM's own formats are not included: give a file with a Jinja template, or leave it out "
+            "for the tokenizer's template",
             LEAVE_OUT,
         )
     data.reset_position_ids = data.reset_attention_mask = True
@@ -170,14 +172,14 @@ def complete_lora(config: Config) -> None:
         given = "--fp8-format" if model.fp8_format else "--transformer-impl transformer_engine"
         raise Refusal(
             f"--lora-rank with {given}",
-            "is not supported, since Transformer Engine's layers hide what goes into them: use "
+            "is not supported, since the inputs of Transformer Engine's layers are not accessible: use "
             "--transformer-impl local, without FP8",
             Fix("--transformer-impl local"),
         )
     model.transformer_impl = "local"
 
 
-# Evaluation. What needs the tokenizer is checked when samples are planned. READ_BY: the tasks that read a setting.
+# Evaluation; checks that need the tokenizer are made when samples are planned. READ_BY: which tasks read a setting.
 READ_BY = {
     "eval_lengths": GENERATED,
     "eval_depths": GENERATED,
@@ -228,8 +230,8 @@ def complete_evaluation(config: Config) -> None:
         if wanted > length:
             raise Refusal(
                 f"--eval-lengths {wanted}",
-                f"is above --seq-length {length}: give --seq-length {wanted}, or a multiple of what the grid cuts "
-                "it in, or leave it out",
+                f"is above --seq-length {length}: give --seq-length {wanted}, or the next length that the grid "
+                "divides, or leave it out",
                 Fix(f"--seq-length {wanted}"),
                 LEAVE_OUT,
             )

@@ -9,8 +9,8 @@ from megatron.training.refusal import LEAVE_OUT, Fix, Refusal
 
 LOSSES = ("aux_loss", "seq_aux_loss", "none")
 OTHER_LOSSES = {
-    "global_aux_loss": "depends on the order of micro-batches, which is another on each grid",
-    "sinkhorn": "is not built here",
+    "global_aux_loss": "depends on the order of micro-batches, which differs between grids",
+    "sinkhorn": "is not supported",
 }
 
 
@@ -41,14 +41,15 @@ def complete_experts(config: Config) -> None:
     if not model.moe_router_enable_expert_bias and model.moe_router_bias_update_rate != 0.001:
         raise Refusal(
             "--moe-router-bias-update-rate",
-            "is read by --moe-router-enable-expert-bias: add it, or leave the rate out",
+            "is read only with --moe-router-enable-expert-bias: add it, or leave the rate out",
             Fix("--moe-router-enable-expert-bias"),
             LEAVE_OUT,
         )
     if model.moe_expert_capacity_factor is None and model.moe_token_drop_policy != "probs":
         raise Refusal(
             "--moe-token-drop-policy",
-            "is read with --moe-expert-capacity-factor: without it no token is dropped; add it, or leave this out",
+            "is read only with --moe-expert-capacity-factor, without which no token is dropped: add it, or leave this "
+            "out",
             LEAVE_OUT,
         )
 
@@ -71,7 +72,7 @@ def _combinations(config: Config) -> None:
             model.transformer_impl == "transformer_engine",
             "has no experts here: use --transformer-impl local",
         ),
-        "--dry-run": (config.simulation.dry_run, "does not know experts: start the run itself"),
+        "--dry-run": (config.simulation.dry_run, "does not simulate experts: start the run itself"),
         "--elastic": (parallel.elastic, "chooses grids without experts: give the grid by flags, or --elastic-grids"),
     }
     for flag, (given, reason) in refused.items():
@@ -92,7 +93,8 @@ def _pattern(model: ModelConfig) -> None:
         raise Refusal(f"--moe-layer-freq {frequency}", "must be at least 1: 2 means every second layer")
     if isinstance(frequency, list) and len(frequency) != layers:
         raise Refusal(
-            f"--moe-layer-freq with {len(frequency)} layers", f"does not fit --num-layers {layers}: give one for each"
+            f"--moe-layer-freq with {len(frequency)} layers",
+            f"does not fit --num-layers {layers}: give one number per layer",
         )
     if all(expert_layers(model)):
         model.moe_layer_freq = 1  # so that checkpoints hold each weight of all layers in one tensor
@@ -134,7 +136,7 @@ def _router(model: ModelConfig) -> None:
         raise Refusal(
             f"--moe-router-topk {topk}",
             f"is not shared evenly by --moe-router-group-topk {chosen} groups of {experts // groups} experts: use a "
-            "multiple that fits in them",
+            f"multiple of {chosen}, at most {chosen * (experts // groups)}",
         )
 
 
@@ -149,7 +151,7 @@ def _losses(model: ModelConfig) -> None:
             raise Refusal(f"--moe-router-load-balancing-type {kind}", f": not known; choose from {', '.join(LOSSES)}")
     if len(coefficients) != len(kinds) or len(set(kinds)) != len(kinds) or min(coefficients) < 0:
         raise Refusal(
-            f"--moe-aux-loss-coeff {' '.join(f'{one:g}' for one in coefficients)}",
+            f"--moe-aux-loss-coeff {' '.join(f'{number:g}' for number in coefficients)}",
             f"must be one number, 0 or more, for each of --moe-router-load-balancing-type {' '.join(kinds)}",
         )
     if "none" in kinds and (len(kinds) > 1 or any(coefficients)):
@@ -157,11 +159,11 @@ def _losses(model: ModelConfig) -> None:
 
 
 def check_expert_grid(config: Config, world_size: int) -> None:
-    """Refuse a grid that does not split the experts, or that they do not fit."""
+    """Refuse a grid over which the experts, or the width of each, cannot be split evenly."""
     model, parallel = config.model, config.parallel
     if model.num_experts is None:
         return
-    expert, inner = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    expert, expert_tensor = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if model.num_experts % expert:
         raise Refusal(
@@ -169,21 +171,21 @@ def check_expert_grid(config: Config, world_size: int) -> None:
             f"does not divide --num-experts {model.num_experts}: use a divisor",
         )
     ranks = world_size // pipeline
-    if ranks % (expert * inner):
+    if ranks % (expert * expert_tensor):
         raise Refusal(
-            f"--expert-model-parallel-size {expert} with --expert-tensor-parallel-size {inner}",
-            f"does not divide the {ranks} ranks of TP x CP x DP: use a smaller one",
+            f"--expert-model-parallel-size {expert} with --expert-tensor-parallel-size {expert_tensor}",
+            f"does not divide the {ranks} ranks of TP x CP x DP: use smaller sizes",
         )
-    if model.moe_ffn_hidden_size % inner:
+    if model.moe_ffn_hidden_size % expert_tensor:
         raise Refusal(
             f"--moe-ffn-hidden-size {model.moe_ffn_hidden_size}",
-            f"is not a multiple of --expert-tensor-parallel-size {inner}: use one",
+            f"is not a multiple of --expert-tensor-parallel-size {expert_tensor}: use a multiple",
         )
     shared = model.moe_shared_expert_intermediate_size
     if shared is not None and shared % tensor:
         raise Refusal(
             f"--moe-shared-expert-intermediate-size {shared}",
-            f"is not a multiple of --tensor-model-parallel-size {tensor}: use one",
+            f"is not a multiple of --tensor-model-parallel-size {tensor}: use a multiple",
         )
     if tensor > 1 and not parallel.sequence_parallel:
         raise Refusal(

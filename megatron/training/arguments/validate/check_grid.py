@@ -24,7 +24,7 @@ def complete_context(config: Config) -> None:
         ulysses, ring = sizes
     given = (ulysses or 1) * (ring or 1)
     if total == 1 and given > 1:  # scripts give Megatron-LM's default, and the sizes were added later
-        config.notes.append("--context-parallel-size 1 is read as not given: the sizes of Ulysses and Ring decide")
+        config.notes.append("--context-parallel-size 1 is ignored: the sizes of Ulysses and Ring set it")
         total = None
     if parallel.cp_comm_type:
         ulysses, ring = _by_comm_type(config, total, ulysses, ring)
@@ -109,7 +109,7 @@ def check_grid(config: Config, world_size: int) -> None:
         grid = " x ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
         verb = "is larger than" if ranks > world_size else "does not divide"
         raise Refusal(
-            grid, f"= {ranks} ranks {verb} the {world_size} processes: start a multiple of {ranks}, or lower one"
+            grid, f"= {ranks} ranks {verb} the {world_size} processes: start a multiple of {ranks}, or lower a size"
         )
 
 
@@ -229,13 +229,13 @@ def complete_batch(config: Config, data_parallel: int) -> None:
                 about="--micro-batch-size",
             )
     if virtual:
-        _groups(config, unit)
+        _check_microbatch_groups(config, unit)
     elif parallel.microbatch_group_size_per_virtual_pipeline_stage is not None:
         config.notes.append("--microbatch-group-size-per-virtual-pipeline-stage has no effect without virtual stages")
         parallel.microbatch_group_size_per_virtual_pipeline_stage = None
 
 
-def _groups(config: Config, unit: int) -> None:
+def _check_microbatch_groups(config: Config, unit: int) -> None:
     """Refuse batches that interleaved 1F1B cannot run.
 
     It takes micro-batches in groups. The last group may be smaller, but not smaller than the number of stages.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of what saves memory: chunks, host memory, recompute and ZeRO; and the numbers of chunks."""
+"""Checks of settings that save memory (chunks, host memory, recompute, ZeRO), and the numbers of chunks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def complete_chunks(config: Config) -> None:
             raise needs_flag(flag, "--fpdt", switch=True)
     if (chunks.fpdt or chunks.ffn_chunks) and model.fp8_format:
         flag = "--fpdt" if chunks.fpdt else "--ffn-chunks"
-        raise Refusal(f"{flag} with --fp8-format", "is not supported: each chunk would have a scale; leave one out")
+        raise Refusal(
+            f"{flag} with --fp8-format", "is not supported: each chunk would have its own scale; leave one out"
+        )
     if not chunks.offload_checkpoints:
         return
     if chunks.fpdt_stream_hidden:
@@ -46,7 +48,7 @@ def complete_chunks(config: Config) -> None:
     if attention.recompute_method == "block" and not chunks.fpdt:
         raise Refusal(
             "--offload-checkpoints with --recompute-method block",
-            "would move what the other layers keep as well: use --recompute-method uniform, where "
+            "would also move what layers without recompute keep: use --recompute-method uniform, where "
             "--recompute-num-layers K checkpoints every K-th layer",
             Fix("--recompute-method uniform"),
         )
@@ -100,7 +102,7 @@ def _unit(config: Config) -> int:
 
 
 def _rows(config: Config) -> int:
-    """Tokens of a rank between the layers."""
+    """Number of tokens that each rank holds between the layers."""
     return config.data.seq_length // config.parallel.ring_parallel_size // _unit(config)
 
 
@@ -226,7 +228,7 @@ def _fsdp(config: Config) -> None:
 
 
 def complete_profile(config: Config) -> None:
-    """Complete which step --profile-memory records."""
+    """Complete --profile-memory-step, the step that --profile-memory records."""
     logging = config.logging
     if logging.profile_memory is None:
         if logging.profile_memory_step is not None:

@@ -123,7 +123,7 @@ def complete_attention(config: Config) -> None:
         data.reset_attention_mask = True
     if attention.attention_mask in (None, "document"):
         attention.attention_mask = "window" if attention.window_size else "causal"
-    _own_flags(attention)
+    _refuse_unread(attention)
     if attention.attention_mask == "window" and attention.window_size is None:
         raise Refusal("--attention-mask window", "needs --window-size LEFT,RIGHT, for example --window-size 4095,0")
     if attention.attention_mask == "window" and min(attention.window_size) < -1:
@@ -134,7 +134,7 @@ def complete_attention(config: Config) -> None:
     if attention.attention_mask == "function" and attention.mask_function is None:
         raise Refusal("--attention-mask function", "needs --mask-function FILE.py:NAME")
     if attention.sparse_block_size < 1 or attention.sparse_stride < 1:
-        raise Refusal("--sparse-block-size and --sparse-stride", "are 1 or more")
+        raise Refusal("--sparse-block-size and --sparse-stride", "must be at least 1")
     if data.reset_position_ids and not data.reset_attention_mask and config.model.position_embedding_type == "alibi":
         raise Refusal(
             "--reset-position-ids with --position-embedding-type alibi",
@@ -226,7 +226,7 @@ def _check_pattern(flag: str, frequency: int | list[int] | None, layers: int) ->
         )
 
 
-def _own_flags(attention: AttentionConfig) -> None:
+def _refuse_unread(attention: AttentionConfig) -> None:
     default = AttentionConfig()
     for mask, kind in MASKS.items():
         given = [name for name in kind.flags if getattr(attention, name) != getattr(default, name)]

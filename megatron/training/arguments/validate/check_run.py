@@ -11,14 +11,14 @@ from megatron.training.arguments.config import Config
 from megatron.training.arguments.schedule import samples_after, spans
 from megatron.training.refusal import Fix, Gather, Refusal, needs_flag
 
-ON = "--non-persistent-save-interval"
+COPY_INTERVAL = "--non-persistent-save-interval"
 
 
 def complete_checkpoint(config: Config) -> None:
-    """Refuse flags that save or load nothing; complete what follows from the others."""
+    """Refuse flags of saving and loading that lack a flag they need; switch off those without effect."""
     checkpoint = config.checkpoint
     save, load = checkpoint.save, checkpoint.load
-    needs = (
+    needs = (  # (flag, its value, value of the flag it needs, that flag)
         ("--save-retain-interval", checkpoint.save_retain_interval, save, "--save"),
         ("--save-retain-interval", checkpoint.save_retain_interval, checkpoint.save_interval, "--save-interval"),
         ("--keep-last-checkpoints", checkpoint.keep_last_checkpoints, save, "--save"),
@@ -47,9 +47,7 @@ def complete_checkpoint(config: Config) -> None:
         if value and not other:
             raise needs_flag(flag, need, switch=need == "--manual-gc")
     if checkpoint.skip_damaged_checkpoints and checkpoint.ckpt_step is not None:
-        raise Refusal(
-            "--ckpt-step and --skip-damaged-checkpoints", "exclude each other: --ckpt-step selects the checkpoint"
-        )
+        raise Refusal("--ckpt-step and --skip-damaged-checkpoints", "exclude each other: leave one out")
     if checkpoint.save_retain_interval and checkpoint.save_retain_interval % checkpoint.save_interval:
         raise Refusal(
             f"--save-retain-interval {checkpoint.save_retain_interval}",
@@ -73,19 +71,21 @@ def complete_copies(config: Config, world_size: int) -> None:
         return
     if settings.non_persistent_ckpt_type is None:
         raise Refusal(
-            ON,
+            COPY_INTERVAL,
             "does nothing without --non-persistent-ckpt-type: add --non-persistent-ckpt-type local",
             Fix("--non-persistent-ckpt-type local"),
         )
     if settings.non_persistent_ckpt_type != "local":
         raise Refusal(
             f"--non-persistent-ckpt-type {settings.non_persistent_ckpt_type}",
-            "is not built here: use --non-persistent-ckpt-type local, whose files are in memory unless "
+            "is not supported: use --non-persistent-ckpt-type local, whose files are in memory unless "
             "--non-persistent-local-ckpt-dir says otherwise",
             Fix("--non-persistent-ckpt-type local"),
         )
     if not (settings.save and settings.load) or os.path.abspath(settings.save) != os.path.abspath(settings.load):
-        raise Refusal(ON, "needs checkpoints of the same run: give --save DIR and --load with the same folder")
+        raise Refusal(
+            COPY_INTERVAL, "needs checkpoints of the same run: give --save DIR and --load with the same folder"
+        )
     others = (
         ("--finetune", settings.finetune),
         ("--ckpt-step", settings.ckpt_step is not None),
@@ -97,7 +97,9 @@ def complete_copies(config: Config, world_size: int) -> None:
     )
     for flag, given in others:
         if given:
-            raise Refusal(f"{ON} and {flag}", ": a restart continues from the complete last state; leave one out")
+            raise Refusal(
+                f"{COPY_INTERVAL} and {flag}", ": a restart continues from the complete last state; leave one out"
+            )
     if not settings.replication:
         return
     if settings.replication_factor < 2:
@@ -118,7 +120,7 @@ def check_faults(config: Config, world_size: int) -> None:
     if faults.spike_factor <= 1:
         raise Refusal(f"--spike-factor {faults.spike_factor:g}", "counts ordinary steps as spikes: use more than 1")
     if faults.skip_bad_batches and config.optimizer.fp16:
-        raise Refusal("--skip-bad-batches and --fp16", ": its loss scale leaves such steps out already; leave one out")
+        raise Refusal("--skip-bad-batches and --fp16", ": loss scaling skips such steps already; leave one out")
     if faults.skip_bad_batches and not config.optimizer.check_for_nan_in_loss_and_grad:
         raise Refusal(
             "--skip-bad-batches and --no-check-for-nan-in-loss-and-grad", "contradict each other: leave one out"
@@ -134,10 +136,10 @@ def check_faults(config: Config, world_size: int) -> None:
                 "needs the optimizer in the checkpoint: leave --no-save-optim out",
                 Fix(drop="--no-save-optim"),
             )
-    copies = parallel.tensor_model_parallel_size
+    holders = parallel.tensor_model_parallel_size
     if parallel.zero_stage < 2:
-        copies = world_size // parallel.pipeline_model_parallel_size
-    if faults.check_weight_hash_across_dp_replicas_interval and copies == 1:
+        holders = world_size // parallel.pipeline_model_parallel_size
+    if faults.check_weight_hash_across_dp_replicas_interval and holders == 1:
         config.notes.append(
             "no effect here: --check-weight-hash-across-dp-replicas-interval (no two ranks hold the same weights)"
         )
@@ -169,7 +171,7 @@ def check_duration(config: Config) -> None:
     if config.data.rampup_batch_size and run.train_iters is not None:
         config.notes.append(
             f"--train-iters {run.train_iters} with --rampup-batch-size takes {samples_after(config, run.train_iters)} "
-            "samples; a number of iterations in the schedule counts the samples of as many steps"
+            "samples; iterations of the schedule are converted to samples in the same way"
         )
 
 
@@ -217,7 +219,9 @@ def complete_schedule(config: Config) -> None:
             "needs --start-weight-decay and --end-weight-decay, the end not below the start: add them",
         )
     if optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler:
-        raise Refusal("--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler", "exclude each other")
+        raise Refusal(
+            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler", "differ: leave one out"
+        )
 
 
 def _tokens(config: Config, own: str) -> None:
@@ -289,7 +293,7 @@ def check_ranges(config: Config) -> None:
         (
             DROPOUT,
             lambda value: value == 0 or value >= 2**-15,
-            "is too small to tell from 0: use 0, or 3.1e-05 and more",
+            "is too small to be distinguished from 0: use 0, or at least 3.1e-05",
         ),
     )
     gather = Gather()
@@ -306,7 +310,8 @@ def check_ranges(config: Config) -> None:
     minutes = config.parallel.distributed_timeout_minutes
     year = 366 * 24 * 60
     gather.check(
-        "timeout", lambda: check("distributed_timeout_minutes", minutes, lambda x: x <= year, f"is more than {year}")
+        "timeout",
+        lambda: check("distributed_timeout_minutes", minutes, lambda x: x <= year, f"is above {year}, a year"),
     )
     gather.check(
         "percent", lambda: check("rotary_percent", config.model.rotary_percent, lambda x: x <= 1, "must be at most 1")

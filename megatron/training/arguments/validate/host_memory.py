@@ -18,7 +18,7 @@ CGROUP = Path("/sys/fs/cgroup")
 def host_bytes(config: Config) -> HostBytes:
     """Bytes that the first pipeline stage offloads, by the simulator's formula. ``config`` must be complete.
 
-    Data parallelism is not known here, so all micro-batches of a step are counted for one rank.
+    The number of data-parallel ranks is not used, so all micro-batches of a step are counted for one rank.
     """
     workload = workload_of(config, vocab_size=1)  # the vocabulary is never offloaded
     return host_memory(

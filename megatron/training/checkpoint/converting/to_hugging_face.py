@@ -64,9 +64,9 @@ def load_adapter(path: Checked, piece: Piece, model: ModelConfig, dtype: torch.d
     pieces = adapter_pieces(piece, model)
     if pieces is None:
         return None
-    state = {name: sharded(one, model.num_layers, dtype, "cpu") for name, one in zip("ab", pieces)}
+    state = {name: sharded(part, model.num_layers, dtype, "cpu") for name, part in zip("ab", pieces)}
     loaded = load_state({"adapter": state}, path, whole_tensors_once=False)["adapter"]
-    return tuple(loaded[name].view(one.shape) for name, one in zip("ab", pieces))
+    return tuple(loaded[name].view(part.shape) for name, part in zip("ab", pieces))
 
 
 def merge(path: Checked, piece: Piece, rows: Tensor, model: ModelConfig) -> Tensor:
@@ -161,14 +161,16 @@ def to_hugging_face(
     folder_of_original = hf_files or source / "hf"
     original_files = check(folder_of_original, notes) if is_hugging_face(folder_of_original) else None
     original = llama_settings.read_config(original_files.file("config.json")) if original_files else None
-    before = architectures.described(original, folder_of_original / "config.json") if original is not None else None
+    described = None
+    if original is not None:
+        described = architectures.described(original, folder_of_original / "config.json")
     with one_process(), new_folder(target) as folder:
         common, stored = path.common(), tensors_in(path)
         model = _model(path, common)
         if model.lora_rank:
             stored = checkpoint.without_adapters(stored)
         vocab_size = _vocabulary(path, common.get("vocab_size"), original, stored)
-        family = before.family if before else architectures.family_of(model)
+        family = described.family if described else architectures.family_of(model)
         names = {name for header in _original_headers(original_files).values() for name in header.entries}
         pieces = list(family.pieces(model, vocab_size, names))
         attention = (common.get("config") or {}).get("attention")
@@ -183,7 +185,7 @@ def to_hugging_face(
                 _check_links(source, folder_of_original)
             copy_files(companions(folder_of_original), folder)
             wide = original_dtype or torch.float32
-            written = family.config_json(before.settings, before.vocab_size, wide, before.attention)
+            written = family.config_json(described.settings, described.vocab_size, wide, described.attention)
             config = llama_settings.updated_config(original, written, original_dtype, config)
             notes += [
                 f"note: {name} {original.get(name)} of the original config.json is now {config.get(name)}"
@@ -251,8 +253,8 @@ def _check_stored(
 ) -> torch.dtype:
     """Check that all weights exist with the shapes that the settings require; returns their dtype."""
     wanted = {piece.key: sharded(piece, model.num_layers, torch.float32) for piece in pieces}
-    there = {key for key in stored if key.startswith(("embedding.", "decoder.", "output_layer."))}
-    if differing := sorted(there ^ wanted.keys()):
+    present = {key for key in stored if key.startswith(("embedding.", "decoder.", "output_layer."))}
+    if differing := sorted(present ^ wanted.keys()):
         raise Refusal(f"{path}: tensors are missing or unexpected for a {title} of its settings: {some(differing)}")
     for key, tensor in wanted.items():
         actual, shape = stored[key].global_shape, tensor.global_shape

@@ -152,8 +152,8 @@ class Bloom:
         prefix = "" if "word_embeddings.weight" in names else "transformer."
         hidden, ffn = model.hidden_size, model.ffn_hidden_size
 
-        def piece(ours: str, theirs: str, *shape: int, layer: int | None = None) -> Piece:
-            return Piece(ours, (prefix + theirs,), (shape,), layer)
+        def piece(core_name: str, hf_name: str, *shape: int, layer: int | None = None) -> Piece:
+            return Piece(core_name, (prefix + hf_name,), (shape,), layer)
 
         yield piece("embedding.word_embeddings.weight", "word_embeddings.weight", vocab_size, hidden)
         for kind in ("weight", "bias"):
@@ -167,14 +167,14 @@ class Bloom:
         )
         norms = (("self_attention.linear_qkv", "input_layernorm"), ("mlp.linear_fc1", "post_attention_layernorm"))
         for layer in range(model.num_layers):
-            for ours, theirs in norms:
+            for core_name, hf_name in norms:
                 for kind in ("weight", "bias"):
-                    name = f"decoder.layers.{ours}.layer_norm_{kind}"
-                    yield piece(name, f"h.{layer}.{theirs}.{kind}", hidden, layer=layer)
-            for ours, theirs, into, out in linear:
-                name = f"decoder.layers.{ours}"
-                yield piece(f"{name}.weight", f"h.{layer}.{theirs}.weight", out, into, layer=layer)
-                yield piece(f"{name}.bias", f"h.{layer}.{theirs}.bias", out, layer=layer)
+                    name = f"decoder.layers.{core_name}.layer_norm_{kind}"
+                    yield piece(name, f"h.{layer}.{hf_name}.{kind}", hidden, layer=layer)
+            for core_name, hf_name, into, out in linear:
+                name = f"decoder.layers.{core_name}"
+                yield piece(f"{name}.weight", f"h.{layer}.{hf_name}.weight", out, into, layer=layer)
+                yield piece(f"{name}.bias", f"h.{layer}.{hf_name}.bias", out, layer=layer)
 
 
 class Mixtral(LlamaLike):
@@ -204,7 +204,7 @@ class Mixtral(LlamaLike):
         usual = ModelConfig()
         wrong = [name for name in ROUTER if getattr(model, name) != getattr(usual, name)]
         llama_settings.refuse_other_settings(model, wrong, self.title, self.architecture)
-        as_llama = replace(model, ffn_hidden_size=model.moe_ffn_hidden_size)  # no layer has another MLP
+        as_llama = replace(model, ffn_hidden_size=model.moe_ffn_hidden_size)  # all MLPs are experts
         config = super().config_json(as_llama, vocab_size, dtype)
         return config | {
             "num_local_experts": model.num_experts,
@@ -254,16 +254,16 @@ def described(config: dict[str, Any], where: object) -> Described:
 
 
 def family_of(model: ModelConfig) -> Family:
-    """The family with the most special settings, all of which the model has; ``config_json`` may still refuse it."""
+    """Of the families whose settings the model has, the one with the most; ``config_json`` may still refuse it."""
 
     if model.num_experts:
         return FAMILIES["mixtral"]
 
-    def shared(family: Family) -> int:
+    def matching_settings(family: Family) -> int:
         fits = all(getattr(model, name) == value for name, value in family.differs.items())
         return len(family.differs) if fits else -1
 
-    return max(FAMILIES.values(), key=shared)
+    return max(FAMILIES.values(), key=matching_settings)
 
 
 def pieces(model: Described, names: Collection[str]) -> list[Piece]:
@@ -282,17 +282,17 @@ def check_source(
     Raises:
         Refusal: tensors are missing, unexpected or of another shape, or have several or unsupported dtypes.
     """
-    there = {name: entry for header in headers.values() for name, entry in header.entries.items()}
+    present = {name: entry for header in headers.values() for name, entry in header.entries.items()}
     wanted = {name: shape for piece in pieces for name, shape in zip(piece.names, piece.shapes)}
-    if missing := sorted(wanted.keys() - there.keys()):
+    if missing := sorted(wanted.keys() - present.keys()):
         raise Refusal(f"{source}: {len(missing)} tensors that config.json requires are missing: {some(missing)}")
-    others = {name: entry for name, entry in there.items() if name not in wanted}
+    others = {name: entry for name, entry in present.items() if name not in wanted}
     if extra := sorted(name for name in others if not (name.endswith(IGNORED) or (tied and name == LM_HEAD))):
         raise Refusal(f"{source}: {len(extra)} tensors do not belong to the model in config.json: {some(extra)}")
     for name, shape in wanted.items():
-        if there[name].shape != shape:
-            raise Refusal(f"{source}: {name} is {list(there[name].shape)}, but config.json requires {list(shape)}")
-    dtypes = sorted({there[name].dtype for name in wanted})
+        if present[name].shape != shape:
+            raise Refusal(f"{source}: {name} is {list(present[name].shape)}, but config.json requires {list(shape)}")
+    dtypes = sorted({present[name].dtype for name in wanted})
     if len(dtypes) > 1 or dtypes[0] not in safetensors_folder.TORCH_DTYPES:
         raise Refusal(
             f"{source}: weights in {', '.join(dtypes)} are not supported: all in BF16, all in F16 or all in F32"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of Llama, Qwen and Mixtral: which Hugging Face tensors make up each of ours."""
+"""Weights of Llama, Qwen and Mixtral: which Hugging Face tensors make up each of our tensors."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Piece:
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]  # of the Hugging Face tensors
     layer: int | None = None
-    part: int = 0
+    part: int = 0  # these rows are this part of ``parts`` equal parts of the tensor's rows
     parts: int = 1
-    expert: int | None = None
+    expert: int | None = None  # number of the expert, of ``experts``
     experts: int = 1
 
     @property
@@ -45,15 +45,15 @@ def pieces(model: ModelConfig, vocab_size: int) -> Iterator[Piece]:
     for layer in range(model.num_layers):
 
         def piece(
-            ours: str,
-            theirs: Sequence[str],
+            core_name: str,
+            hf_names: Sequence[str],
             *shapes: tuple[int, ...],
             layer: int = layer,
             part: tuple[int, int] = (0, 1),
             expert: tuple[int | None, int] = (None, 1),
         ) -> Piece:
-            names = tuple(f"model.layers.{layer}.{name}" for name in theirs)
-            return Piece(f"decoder.layers.{ours}", names, shapes, layer, *part, *expert)
+            names = tuple(f"model.layers.{layer}.{name}" for name in hf_names)
+            return Piece(f"decoder.layers.{core_name}", names, shapes, layer, *part, *expert)
 
         kinds = ["weight", "bias"] if model.add_bias_linear else ["weight"]
         yield piece("self_attention.linear_qkv.layer_norm_weight", ["input_layernorm.weight"], (hidden,))
@@ -73,12 +73,16 @@ def pieces(model: ModelConfig, vocab_size: int) -> Iterator[Piece]:
             yield piece("mlp.router.weight", [f"{mixture}.gate.weight"], (experts, hidden))
             for number in range(experts):
                 for part, name in enumerate(("w1", "w3")):  # gate, up
-                    theirs = [f"{mixture}.experts.{number}.{name}.weight"]
+                    hf_names = [f"{mixture}.experts.{number}.{name}.weight"]
                     yield piece(
-                        f"{EXPERTS}.linear_fc1.weight", theirs, (ffn, hidden), part=(part, 2), expert=(number, experts)
+                        f"{EXPERTS}.linear_fc1.weight",
+                        hf_names,
+                        (ffn, hidden),
+                        part=(part, 2),
+                        expert=(number, experts),
                     )
-                theirs = [f"{mixture}.experts.{number}.w2.weight"]
-                yield piece(f"{EXPERTS}.linear_fc2.weight", theirs, (hidden, ffn), expert=(number, experts))
+                hf_names = [f"{mixture}.experts.{number}.w2.weight"]
+                yield piece(f"{EXPERTS}.linear_fc2.weight", hf_names, (hidden, ffn), expert=(number, experts))
             continue
         yield piece("mlp.linear_fc1.layer_norm_weight", ["post_attention_layernorm.weight"], (hidden,))
         for kind in kinds:

@@ -20,14 +20,14 @@ from torch import Tensor
 from megatron.training.checkpoint.hugging_face import architectures, llama_settings, llama_weights, safetensors_folder
 from megatron.training.checkpoint.hugging_face.llama_weights import Piece
 from megatron.training.checkpoint.megatron_lm.checked import Checked
-from megatron.training.checkpoint.megatron_lm.load_torch_dist import Theirs
+from megatron.training.checkpoint.megatron_lm.load_torch_dist import ForeignCheckpoint
 from megatron.training.checkpoint.megatron_lm.stored_tensors import WholeTensors
 from megatron.training.refusal import Refusal
 
 PADDING = 1024  # in Qwen and BLOOM, the embedding may have this many rows more than the tokenizer has ids
 
 
-def open_folder(path: Checked) -> Theirs:
+def open_folder(path: Checked) -> ForeignCheckpoint:
     """The weights of a Hugging Face folder.
 
     Raises:
@@ -37,7 +37,7 @@ def open_folder(path: Checked) -> Theirs:
     model = architectures.described(llama_settings.read_config(where), where)
     if model.settings.num_experts:
         raise Refusal(
-            f"{path.path}: {model.family.title} is not loaded from this folder itself: convert it with "
+            f"{path.path}: {model.family.title} cannot be loaded without conversion: convert it with "
             "tools/convert_hf.py --from-hf DIR --to DIR, and load that"
         )
     headers = safetensors_folder.read_folder(path)
@@ -56,7 +56,7 @@ def open_folder(path: Checked) -> Theirs:
         "make_vocab_size_divisible_by": PADDING,
         "attention": model.attention,
     }
-    return Theirs(path.path, {}, args, WholeTensors(path.path, make), weights_alone=True)
+    return ForeignCheckpoint(path.path, {}, args, WholeTensors(path.path, make), weights_alone=True)
 
 
 def _whole(path: Checked, pieces: list[Piece], places: dict[str, str], groups: int) -> Tensor:

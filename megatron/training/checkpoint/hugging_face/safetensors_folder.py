@@ -2,8 +2,8 @@
 """Read and write folders of .safetensors files, one tensor at a time; headers are checked before anything is read.
 
 A file consists of eight bytes with the length of its header, the header (JSON: name -> dtype, shape, offsets), and the
-data. The library needs all tensors of a file at once to write it; this module needs only memory for the largest tensor,
-also for a 50 GB file. A model's original header can be written again unchanged, so the file is the same byte for byte.
+data. The library needs all tensors of a file at once to write it; this module needs memory
+for the largest tensor only. A model's original header can be written again, so that the file is the same byte for byte.
 """
 
 from __future__ import annotations
@@ -146,9 +146,9 @@ def read_folder(checked: Checked) -> dict[str, Header]:
     if any(not isinstance(name, str) or Path(name).name != name or name in ("", "..") for name in files):
         raise Refusal(f"{index}: it names files outside of its folder")
     headers = {name: read_header(checked.file(name)) for name in files}
-    there = {tensor: name for name, header in headers.items() for tensor in header.entries}
-    if there != places or len(there) != sum(len(header.entries) for header in headers.values()):
-        differing = sorted(places.items() ^ there.items()) or sorted(there.items())
+    actual = {tensor: name for name, header in headers.items() for tensor in header.entries}
+    if actual != places or len(actual) != sum(len(header.entries) for header in headers.values()):
+        differing = sorted(places.items() ^ actual.items()) or sorted(actual.items())
         raise Refusal(f"{index}: it contradicts the files about {differing[0][0]}")
     return headers
 
@@ -175,7 +175,7 @@ def writing(folder: Path, headers: Mapping[str, Header]) -> Iterator[Callable[[s
         ValueError: a tensor has another dtype or shape than in its header, or has not been written at the end.
     """
     places = {tensor: name for name, header in headers.items() for tensor in header.entries}
-    left = set(places)
+    unwritten = set(places)
     with ExitStack() as stack:
         files = {}
         for name, header in headers.items():
@@ -191,11 +191,11 @@ def writing(folder: Path, headers: Mapping[str, Header]) -> Iterator[Callable[[s
                 raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, its header says {entry}")
             file.seek(8 + len(header.text.encode()) + entry.start)
             file.write(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))
-            left.discard(name)
+            unwritten.discard(name)
 
         yield put
-        if left:
-            raise ValueError(f"{len(left)} tensors were not written, {min(left)} among them")
+        if unwritten:
+            raise ValueError(f"{len(unwritten)} tensors were not written, {min(unwritten)} among them")
 
 
 def plan_files(tensors: Iterable[tuple[str, str, tuple[int, ...]]], limit: int = SHARD_BYTES) -> dict[str, Header]:
@@ -245,6 +245,7 @@ def companions(folder: Path) -> list[Path]:
 
 
 def copy_files(files: list[Path], folder: Path) -> list[str]:
+    """Copy the files into ``folder``; returns their names."""
     for path in files:
         shutil.copyfile(path, folder / path.name)
     return [path.name for path in files]
@@ -312,4 +313,5 @@ def cause(error: BaseException) -> BaseException:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """bf16, fp16 or fp32."""
     return next(name for name, known in DTYPES.items() if known == dtype)

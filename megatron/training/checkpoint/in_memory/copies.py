@@ -60,7 +60,7 @@ class Copies:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self._thread: threading.Thread | None = None
         self._lines: list[str] = []
-        self._stall, self._first = 0.0, True
+        self._waited, self._first = 0.0, True
 
     def path(self, iteration: int, rank: int) -> Path:
         """The path of a rank's copy, the same on each node that has one."""
@@ -82,7 +82,7 @@ class Copies:
             copy_file.write(path, tensors, {**self.about, **about})
         except OSError as problem:
             error = error_line(problem)
-        self._stall = time.perf_counter() - begin
+        self._waited = time.perf_counter() - begin
         self._thread = threading.Thread(
             target=self._replicate, args=(iteration, error), daemon=True, name="copies in memory"
         )
@@ -133,26 +133,26 @@ class Copies:
 
     def _replicate(self, iteration: int, error: str) -> None:
         """Runs in the thread: write the checksum, exchange files, give them their final names. Raises nothing."""
-        mine, written = self.partial(iteration, self.rank), [self.rank]
+        own_path, written = self.partial(iteration, self.rank), [self.rank]
         try:
-            size = 0 if error else copy_file.seal(mine)
+            size = 0 if error else copy_file.seal(own_path)
         except OSError as problem:
             size, error = 0, error_line(problem)
         try:
-            every = gathered((size, error), self.group)
-            failed = _first(error for _, error in every)
+            results = gathered((size, error), self.group)
+            failed = _first_error(error for _, error in results)
             if not failed:
                 for distance in self.distances:
                     to, source = (self.rank + distance) % self.ranks, (self.rank - distance) % self.ranks
                     path = self.partial(iteration, source)
                     written.append(source)
                     try:
-                        swap((mine, to), (path, source, every[source][0]), self.group)
+                        swap((own_path, to), (path, source, results[source][0]), self.group)
                         if not copy_file.intact(path):
-                            raise OSError(f"the file from rank {source} was damaged on the way")
+                            raise OSError(f"the file from rank {source} was damaged in transit")
                     except OSError as problem:
                         error = error_line(problem)
-                failed = _first(gathered(error, self.group))
+                failed = _first_error(gathered(error, self.group))
             if not failed:
                 for rank in written:
                     self.partial(iteration, rank).rename(self.path(iteration, rank))
@@ -171,12 +171,12 @@ class Copies:
         if self._first:
             self._lines.append(
                 f"copies of iteration {iteration} in {self.folder.named}{where}: {size / 2**20:,.0f} MiB per rank, "
-                f"training waited {self._stall:.2f} s; repeated every --non-persistent-save-interval iterations"
+                f"training waited {self._waited:.2f} s; repeated every --non-persistent-save-interval iterations"
             )
         self._first = False
 
 
-def _first(errors: Any) -> str:
+def _first_error(errors: Any) -> str:
     return next((f"rank {rank}: {error}" for rank, error in enumerate(errors) if error), "")
 
 

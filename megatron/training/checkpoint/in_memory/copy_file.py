@@ -24,7 +24,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-# On Linux with O_PATH: parent folders need to be searched, but not read.
+# With O_PATH (Linux), parent folders may be searchable without being readable.
 FOLDER_FLAGS = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
 
 
@@ -73,25 +73,25 @@ def open_private(path: Path) -> PrivateFolder:
         OSError: a folder cannot be created or opened.
     """
     parts = path.parts
-    here, parent = os.open(parts[0], FOLDER_FLAGS), -1
+    folder, parent = os.open(parts[0], FOLDER_FLAGS), -1
     try:
         # In a container without its own root user, the system's folders belong to the owner of the root folder.
-        trusted = {0, os.geteuid(), os.fstat(here).st_uid}
-        _check(here, Path(parts[0]), trusted)
+        trusted = {0, os.geteuid(), os.fstat(folder).st_uid}
+        _check(folder, Path(parts[0]), trusted)
         for count, name in enumerate(parts[1:], 2):
-            above, here = here, _enter(here, name, Path(*parts[:count]))
+            above, folder = folder, _enter(folder, name, Path(*parts[:count]))
             if parent >= 0:
                 os.close(parent)
             parent = above
-            _check(here, Path(*parts[:count]), trusted)
-        status = os.fstat(here)
+            _check(folder, Path(*parts[:count]), trusted)
+        status = os.fstat(folder)
         if status.st_uid != os.geteuid():
             raise NotPrivate(f"{path} belongs to user {status.st_uid}")
         if status.st_mode & 0o077:
             raise NotPrivate(f"{path} has the mode {status.st_mode & 0o777:o}, but other users must have no access")
-        return PrivateFolder(path, here, parent)
+        return PrivateFolder(path, folder, parent)
     except BaseException:
-        for number in {here, parent} - {-1}:
+        for number in {folder, parent} - {-1}:
             os.close(number)
         raise
 
@@ -129,7 +129,7 @@ BLOCK = 1 << 22  # bytes
 
 def write(path: Path, tensors: Sequence[tuple[str, Tensor]], about: Mapping[str, str]) -> None:
     """Write tensors of any device and the metadata ``about``; call :func:`seal` afterwards. Raises OSError."""
-    ordered = sorted(tensors, key=lambda one: -one[1].element_size())  # so that each is aligned for its dtype
+    ordered = sorted(tensors, key=lambda pair: -pair[1].element_size())  # so that each is aligned for its dtype
     header: dict[str, object] = {ABOUT: {**about, "crc32": NO_SUM.decode()}}
     end = 0
     for name, tensor in ordered:
@@ -195,7 +195,7 @@ MESSAGE = 1 << 25  # bytes of a message between ranks
 
 
 def gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Every rank's value."""
+    """The ``value`` of every rank of the group, by rank."""
     every: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(every, value, group=group)
     return every
@@ -212,25 +212,25 @@ def swap(sent: tuple[Path, int] | None, wanted: tuple[Path, int, int] | None, gr
     Raises:
         OSError: the file could not be written; it was still received completely, so that the sender does not wait.
     """
-    mine = sent[0].stat().st_size if sent else 0
-    theirs = wanted[2] if wanted else 0
-    data = torch.from_file(str(sent[0]), shared=False, size=mine, dtype=torch.uint8) if sent else None
-    buffer = torch.empty(min(MESSAGE, theirs), dtype=torch.uint8)
+    sent_size = sent[0].stat().st_size if sent else 0
+    wanted_size = wanted[2] if wanted else 0
+    data = torch.from_file(str(sent[0]), shared=False, size=sent_size, dtype=torch.uint8) if sent else None
+    buffer = torch.empty(min(MESSAGE, wanted_size), dtype=torch.uint8)
     error: OSError | None = None
     with ExitStack() as stack:
         try:
             file = stack.enter_context(open(wanted[0], "wb", buffering=0)) if wanted else None
         except OSError as problem:
             error = problem
-        for start in range(0, max(mine, theirs), MESSAGE):
-            part, works = buffer[: max(theirs - start, 0)], []
-            if start < theirs:  # receive first: otherwise gloo would use one direction at a time
+        for start in range(0, max(sent_size, wanted_size), MESSAGE):
+            part, works = buffer[: max(wanted_size - start, 0)], []
+            if start < wanted_size:  # receive first: otherwise gloo would use one direction at a time
                 works.append(dist.irecv(part, wanted[1], group=group))
-            if start < mine:
+            if start < sent_size:
                 works.append(dist.isend(data[start : start + MESSAGE], sent[1], group=group))
             for work in works:
                 work.wait()
-            if start < theirs and error is None:
+            if start < wanted_size and error is None:
                 try:
                     view = memoryview(part.numpy())
                     while view:

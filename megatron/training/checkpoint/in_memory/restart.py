@@ -43,13 +43,13 @@ def newest(copies: Copies, on_disk: int, notes: list[str]) -> CopyToLoad | None:
         notes: receives a line if there are copies that cannot be used.
     """
     files, others = _list_files(copies)
-    every = gathered((sorted(others), {step: sorted(of_rank) for step, of_rank in files.items()}), copies.group)
-    holders = [one for _, one in every]
-    others = {line for lines, _ in every for line in lines}
-    newer = sorted({step for one in holders for step in one if step[0] > on_disk}, reverse=True)
+    listed = gathered((sorted(others), {step: sorted(of_rank) for step, of_rank in files.items()}), copies.group)
+    steps_of_ranks = [steps for _, steps in listed]
+    others = {line for lines, _ in listed for line in lines}
+    newer = sorted({step for steps in steps_of_ranks for step in steps if step[0] > on_disk}, reverse=True)
     missing, chosen = "", None
     for step in newer:
-        chosen, reason = _fetch(copies, step, files.get(step, {}), [one.get(step, []) for one in holders])
+        chosen, reason = _fetch(copies, step, files.get(step, {}), [steps.get(step, []) for steps in steps_of_ranks])
         missing = missing or reason
         if chosen:
             break
@@ -101,7 +101,7 @@ def _fetch(
     while True:
         plan = {rank: _holder(rank, holders, bad) for rank in range(copies.ranks)}
         if lost := [rank for rank, holder in plan.items() if holder is None]:
-            return None, f"no undamaged copy of rank {lost[0]} is left of iteration {iteration}"
+            return None, f"no undamaged copy of rank {lost[0]} at iteration {iteration} is left"
         wrong = [(rank, me) for rank, holder in plan.items() if holder == me and not copy_file.intact(files[rank])]
         if not _agreed(copies, bad, wrong):
             continue
@@ -119,20 +119,20 @@ def _fetch(
         if _agreed(copies, bad, wrong):
             break
     moved = [str(rank) for rank, holder in plan.items() if rank != holder]
-    fetched = f", those of rank{'s' * (len(moved) > 1)} {', '.join(moved)} from another node's" if moved else ""
+    fetched = f", for rank{'s' * (len(moved) > 1)} {', '.join(moved)} from another node" if moved else ""
     progress = Progress(**json.loads(copy_file.about(path)["progress"]))
     return CopyToLoad(path, progress, f"loaded iteration {iteration} from the copies in memory{fetched}"), ""
 
 
 def _holder(rank: int, holders: list[list[int]], bad: set[tuple[int, int]]) -> int | None:
     """The rank whose node provides the file of ``rank``: itself if possible; None if no node has the file."""
-    able = [holder for holder, has in enumerate(holders) if rank in has and (rank, holder) not in bad]
-    return rank if rank in able else next(iter(able), None)
+    candidates = [holder for holder, ranks in enumerate(holders) if rank in ranks and (rank, holder) not in bad]
+    return rank if rank in candidates else next(iter(candidates), None)
 
 
 def _agreed(copies: Copies, bad: set[tuple[int, int]], wrong: list[tuple[int, int]]) -> bool:
-    """Whether no rank found a damaged file; those found are added to ``bad``."""
-    damaged = {one for of_rank in gathered(wrong, copies.group) for one in of_rank}
+    """Whether no rank reports a damaged file; reported files are added to ``bad``."""
+    damaged = {file for of_rank in gathered(wrong, copies.group) for file in of_rank}
     bad |= damaged
     return not damaged
 
@@ -145,7 +145,7 @@ def _receive(copies: Copies, iteration: int, holder: int) -> Path | None:
     try:
         swap(None, (partial, holder, int(size)), copies.group)
         if not copy_file.intact(partial):
-            raise OSError("it was damaged on the way")
+            raise OSError("it was damaged in transit")
         partial.rename(path)
     except OSError:
         partial.unlink(missing_ok=True)

@@ -77,28 +77,28 @@ class TrainingState:
         for part in self._parts():
             if part.owner is not None:
                 dist.broadcast(part.tensor, dist.get_global_rank(group, part.owner), group=group)
-        self._take(objects, named)
+        self._load_objects(objects, named)
 
     def _check(self, file: Any, path: Path) -> None:
-        there = {name: file.get_slice(name).get_shape() for name in file.keys() if name != OBJECTS}
-        here = {part.name: list(part.tensor.shape) for part in self._kept()}
-        if there != here:
-            name = next(name for name in (*here, *there) if there.get(name) != here.get(name))
+        saved = {name: file.get_slice(name).get_shape() for name in file.keys() if name != OBJECTS}
+        wanted = {part.name: list(part.tensor.shape) for part in self._kept()}
+        if saved != wanted:
+            name = next(name for name in (*wanted, *saved) if saved.get(name) != wanted.get(name))
             raise Refusal(
-                f"the copy {path.resolve()} does not fit this run: {name} is {there.get(name, 'missing')} in the copy, "
-                f"{here.get(name, 'missing')} in this run; remove its folder to continue from the disk"
+                f"the copy {path.resolve()} does not fit this run: {name} is {saved.get(name, 'missing')} in the copy, "
+                f"{wanted.get(name, 'missing')} in this run; remove its folder to continue from the disk"
             )
 
     def _kept(self) -> list[Part]:
-        mine = get_data_parallel_group(with_context_parallel=True).rank()
-        return [part for part in self._parts() if part.owner in (None, mine)]
+        rank = get_data_parallel_group(with_context_parallel=True).rank()
+        return [part for part in self._parts() if part.owner in (None, rank)]
 
     def _parts(self) -> list[Part]:
         parts, identical = [], []
         for part, same in self._all_tensors():
             (identical if same else parts).append(part)
         shares = [0] * get_data_parallel_group(with_context_parallel=True).size()
-        for part in sorted(identical, key=lambda one: -one.tensor.nbytes):
+        for part in sorted(identical, key=lambda part: -part.tensor.nbytes):
             owner = shares.index(min(shares))
             shares[owner] += part.tensor.nbytes
             parts.append(Part(part.name, part.tensor, owner))
@@ -114,13 +114,13 @@ class TrainingState:
             for name, parameter in model.named_parameters():
                 tensor = to_local_if_dtensor(parameter).detach()
                 weights.add(tensor.untyped_storage().data_ptr())
-                same = share and stage < 2 and getattr(parameter, "allreduce", True)  # False: partitioned positions
+                same = share and stage < 2 and getattr(parameter, "allreduce", True)  # False for partitioned positions
                 parts.append((Part(f"model{number}.{name}", tensor), same))
             for name, buffer in model.named_buffers():
                 parts.append((Part(f"model{number}.{name}", to_local_if_dtensor(buffer)), False))
         for name, main, states in self._states():
             tensor = to_local_if_dtensor(main).detach()
-            same = share and stage < 1 and name.startswith("optimizer0.")  # optimizer1: partitioned positions
+            same = share and stage < 1 and name.startswith("optimizer0.")  # optimizer1 has partitioned positions
             if tensor.untyped_storage().data_ptr() not in weights:  # in fp32 it is the weight, or a view of it
                 parts.append((Part(f"{name}.param", tensor), same))
             for key, value in states.items():
@@ -157,7 +157,7 @@ class TrainingState:
             "engine": {name: value for name, _, value in self._engine_states()},
         }
 
-    def _take(self, objects: dict[str, Any], path: Path) -> None:
+    def _load_objects(self, objects: dict[str, Any], path: Path) -> None:
         for part, groups, scaler in zip(_optimizers(self.optimizer), objects["groups"], objects["scalers"]):
             for group, saved in zip(part.optimizer.param_groups, groups):
                 group.update(saved)

@@ -37,7 +37,7 @@ from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal, reason, short
 
 # ``common.pt`` holds settings and progress. Their types and ranges are checked here, so readers can rely on them.
-MOST = {"num_layers": 100_000}  # limits; code loops over the layers
+MOST = {"num_layers": 100_000}  # limits of settings that code loops over
 SECTIONS = ("model", "data", "optimizer", "attention")  # sections of the settings that are read
 LARGEST = 1 << 40  # far above any width or vocabulary
 
@@ -53,13 +53,13 @@ def read_common(path: Path) -> dict[str, Any]:
         raise Refusal(f"checkpoint {path}: common.pt does not contain a dictionary of a checkpoint's state")
     if "config" in common:
         sections = common["config"]
-        if not isinstance(sections, dict) or not all(isinstance(sections.get(one, {}), dict) for one in SECTIONS):
+        if not isinstance(sections, dict) or not all(isinstance(sections.get(name, {}), dict) for name in SECTIONS):
             raise Refusal(f"checkpoint {path}: common.pt holds no settings of its run")
         fitting(sections.get("model", {}), path)
         if not isinstance(common.get("progress", {}), dict):
             raise Refusal(f"checkpoint {path} does not contain the progress of its run")
     for where, name in ((common.get("progress", {}), "iteration"), (common, "iteration"), (common, "vocab_size")):
-        if name in where and where[name] is not None and not _whole(where[name]):
+        if name in where and where[name] is not None and not _is_count(where[name]):
             raise Refusal(f"checkpoint {path}: {name} {short(where[name])} is not an integer")
     return common
 
@@ -70,8 +70,8 @@ def fitting(settings: Mapping[str, Any], where: object) -> Mapping[str, Any]:
     Raises:
         Refusal: a setting has another type or is too large; the message names it.
     """
-    for name, right in _kinds().items():
-        if name in settings and not right(settings[name]):
+    for name, is_valid in _kinds().items():
+        if name in settings and not is_valid(settings[name]):
             raise Refusal(f"checkpoint {where}: {name} {short(settings[name])} is not a value for --{_flag(name)}")
         if name in MOST and (settings.get(name) or 0) > MOST[name]:
             raise Refusal(f"checkpoint {where}: {name} {settings[name]} is more than {MOST[name]}")
@@ -82,7 +82,7 @@ def _flag(name: str) -> str:
     return name.replace("_", "-")
 
 
-def _whole(value: Any) -> bool:
+def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < LARGEST
 
 
@@ -90,14 +90,14 @@ def _number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value) and abs(value) < LARGEST
 
 
-_RIGHT: dict[Any, Callable[[Any], bool]] = {
+_TYPE_CHECKS: dict[Any, Callable[[Any], bool]] = {
     type(None): lambda value: value is None,
     bool: lambda value: type(value) is bool,
-    int: _whole,
+    int: _is_count,
     float: _number,
     str: lambda value: type(value) is str and len(value) < 1000,
-    list[str]: lambda value: type(value) is list and all(type(one) is str for one in value),
-    list[int]: lambda value: type(value) is list and all(map(_whole, value)),
+    list[str]: lambda value: type(value) is list and all(type(item) is str for item in value),
+    list[int]: lambda value: type(value) is list and all(map(_is_count, value)),
     list[float]: lambda value: type(value) is list and all(map(_number, value)),
 }
 
@@ -108,7 +108,7 @@ def _kinds() -> dict[str, Callable[[Any], bool]]:
 
     def one_of(hint: Any) -> Callable[[Any], bool]:
         kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-        return lambda value: any(_RIGHT[kind](value) for kind in kinds)
+        return lambda value: any(_TYPE_CHECKS[kind](value) for kind in kinds)
 
     return {name: one_of(hint) for name, hint in get_type_hints(ModelConfig).items()}
 
@@ -147,7 +147,10 @@ def _check(path: Path, part: Window) -> bool:
     try:
         with zipfile.ZipFile(part) as archive:
             records = [record for record in archive.infolist() if record.file_size]
-            if any(record.compress_type for record in records) or sum(one.file_size for one in records) > part.length:
+            if (
+                any(record.compress_type for record in records)
+                or sum(record.file_size for record in records) > part.length
+            ):
                 raise ValueError("it is compressed, which torch.save never does")  # it could expand without limit
             if not any(record.CRC for record in records):
                 return False
@@ -160,7 +163,7 @@ def _check(path: Path, part: Window) -> bool:
 
 
 COMMON, METADATA, FORM = "common.pt", ".metadata", "metadata.json"
-TORCH_FILES = (  # the files that are read of Megatron-LM's format torch, and of DeepSpeed's universal checkpoints
+TORCH_FILES = (  # files that are read from Megatron-LM's format torch and DeepSpeed's universal checkpoints
     "mp_rank_*/model_optim_rng.pt",
     "mp_rank_00_model_states.pt",
     "zero/*/*.pt",
@@ -268,7 +271,8 @@ def _listed(path: Path, share: int, shares: int, only: Collection[str]) -> Check
     for name in names[share::shares]:
         if crc32_of_file(path / name) != listed.files[name].crc32:
             raise Damaged(f"{path / name} is not what was written (its CRC-32 differs)")
-    if listed.version == 1 and not only and share == 0:  # such a list has no sum of itself: entries may be missing
+    # A list of version 1 has no checksum of its own, so entries may be missing.
+    if listed.version == 1 and not only and share == 0:
         if missing := sorted(files_of(path) - listed.files.keys()):
             raise Damaged(f"{path / CHECKSUMS} does not name {missing[0]}")
     return _opened(path, listed.files, only, False)
@@ -296,7 +300,7 @@ def _torch_dist(path: Path, share: int, shares: int, only: Collection[str]) -> C
     for name in sorted(files)[share::shares]:
         if not check_torch_files_in(path / name, files[name]):
             if isinstance(common, dict) and "config" in common:
-                raise Damaged(f"{path / CHECKSUMS} is missing, the list of its files; {how_to_list(path)}")
+                raise Damaged(f"{path / CHECKSUMS} is missing (the list of its files); {how_to_list(path)}")
             summed = False
     return _opened(path, (FORM, COMMON, METADATA, *files), only, not summed)
 

@@ -23,7 +23,7 @@ BLOCK = 1 << 22  # bytes read at once
 
 
 class Damaged(Exception):
-    """A file differs from what was written: one line that names it."""
+    """A file differs from what was written; the message is one line that names the file."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class FileList:
     def packed(self) -> bytes:
         """The list as JSON."""
         table = {name: value for name, value in asdict(self).items() if name != "files"}
-        table["files"] = {name: asdict(one) for name, one in sorted(self.files.items())}
+        table["files"] = {name: asdict(file_sum) for name, file_sum in sorted(self.files.items())}
         return json.dumps({**table, "crc32": _crc32_of(table)}, indent=1).encode()
 
 
@@ -63,8 +63,8 @@ def read_list(path: Path) -> FileList:
         table = parse_json(read_bytes(path), unique=True)
         version_1 = "version" not in table
         crc32 = None if version_1 else table.pop("crc32")
-        files = {name: Sum(**one) for name, one in (table if version_1 else table["files"]).items()}
-        numbers = [number for one in files.values() for number in (one.size, one.crc32)]
+        files = {name: Sum(**fields) for name, fields in (table if version_1 else table["files"]).items()}
+        numbers = [number for file_sum in files.values() for number in (file_sum.size, file_sum.crc32)]
         if not all(isinstance(number, int) for number in numbers):
             raise ValueError("sizes and sums are numbers")
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):

@@ -32,7 +32,7 @@ NEUTRAL = {"wd_mult": 1.0, "lr_mult": 1.0}  # defaults of a parameter group; all
 
 
 @dataclass
-class Theirs:
+class ForeignCheckpoint:
     """An open checkpoint of Megatron-LM, or of another program with names translated to Megatron-LM's."""
 
     path: Path
@@ -63,34 +63,34 @@ class Theirs:
         return progress
 
 
-def open_theirs(path: Checked) -> Theirs | None:
-    """Open a checkpoint of Megatron-LM; None if it is one of ours. Raises Refusal if it is neither."""
+def open_megatron(path: Checked) -> ForeignCheckpoint | None:
+    """Open a checkpoint of Megatron-LM; None if this program wrote it. Raises Refusal if neither program did."""
     common = path.common()
     if "config" in common:
         return None
-    return Theirs(path.path, common, namespace(common.get("args"), path), StoredTensors(path))
+    return ForeignCheckpoint(path.path, common, namespace(common.get("args"), path), StoredTensors(path))
 
 
-def check_vocabulary(theirs: Theirs, vocab_size: int, config: Config) -> None:
+def check_vocabulary(foreign: ForeignCheckpoint, vocab_size: int, config: Config) -> None:
     """Refuse a tokenizer whose vocabulary, padded as in the checkpoint, would have another number of rows."""
-    rows = theirs.args.get("padded_vocab_size")
+    rows = foreign.args.get("padded_vocab_size")
     if rows is None:
         return
-    parts = theirs.args.get("tensor_model_parallel_size") or 1
-    block = (theirs.args.get("make_vocab_size_divisible_by") or 128) * parts
+    parts = foreign.args.get("tensor_model_parallel_size") or 1
+    block = (foreign.args.get("make_vocab_size_divisible_by") or 128) * parts
     if not rows - block < vocab_size <= rows:
         raise Refusal(
-            f"checkpoint {theirs.path} has a vocabulary of {rows - block + 1} to {rows} tokens (padded to {rows}), the "
-            f"tokenizer here {vocab_size}: use its tokenizer"
+            f"checkpoint {foreign.path} has a vocabulary of {rows - block + 1} to {rows} tokens (padded to {rows}), "
+            f"this run's tokenizer has {vocab_size}: use the checkpoint's tokenizer"
         )
     if vocab_size != rows:
         config.notes.append(
-            f"the {rows - vocab_size} rows that pad the vocabulary of {theirs.path} count in Megatron-LM's loss, but "
+            f"the {rows - vocab_size} rows that pad the vocabulary of {foreign.path} count in Megatron-LM's loss, but "
             "not in this program's"
         )
 
 
-def load(theirs: Theirs, state: dict[str, Any]) -> dict[str, Any]:
+def load(foreign: ForeignCheckpoint, state: dict[str, Any]) -> dict[str, Any]:
     """Load ``state``, as core's ``dist_checkpointing.load`` does with a checkpoint of ours. All ranks call it.
 
     Args:
@@ -99,16 +99,16 @@ def load(theirs: Theirs, state: dict[str, Any]) -> dict[str, Any]:
     Raises:
         Refusal: a tensor is missing, has another shape, or is in a form that cannot be read.
     """
-    loaded, requested = together(lambda: _read(theirs, state))
-    _check_all_requested(theirs, requested)
+    loaded, requested = together(lambda: _read(foreign, state))
+    _check_all_requested(foreign, requested)
     return loaded
 
 
-def _read(theirs: Theirs, state: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
+def _read(foreign: ForeignCheckpoint, state: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
     """(this rank's part of :func:`load`, names of the weights that it requested)."""
     with_optimizer = "optimizer" in state
-    source = Source(theirs.stored, _buckets(theirs) if with_optimizer else None)
-    groups, scaler = _groups(theirs) if with_optimizer else ([], None)
+    source = Source(foreign.stored, _buckets(foreign) if with_optimizer else None)
+    groups, scaler = _groups(foreign) if with_optimizer else ([], None)
     sharded, kept, factories = load_preprocess(state)
 
     def read(value: Any) -> Any:
@@ -123,22 +123,22 @@ def _read(theirs: Theirs, state: dict[str, Any]) -> tuple[dict[str, Any], set[st
         loaded["optimizer"]["optimizer"]["param_groups"] = _matched(ours, groups)
         if scaler is not None:
             loaded["optimizer"]["grad_scaler"] = scaler
-        if "opt_param_scheduler" in theirs.common:
-            loaded["opt_param_scheduler"] = theirs.common["opt_param_scheduler"]
+        if "opt_param_scheduler" in foreign.common:
+            loaded["opt_param_scheduler"] = foreign.common["opt_param_scheduler"]
     return loaded, source.requested
 
 
-def _buckets(theirs: Theirs) -> Buckets | None:
-    kind = (theirs.common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
-    if not any(key.startswith(DISTRIBUTED) for key in theirs.stored):
-        if not any(key.startswith(STATE) for key in theirs.stored):
-            raise _unreadable(theirs, kind)
+def _buckets(foreign: ForeignCheckpoint) -> Buckets | None:
+    kind = (foreign.common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    if not any(key.startswith(DISTRIBUTED) for key in foreign.stored):
+        if not any(key.startswith(STATE) for key in foreign.stored):
+            raise _unreadable(foreign, kind)
         return None
     if kind not in (None, "dp_reshardable", "fully_sharded_bucket_space"):
-        raise _unreadable(theirs, kind)
-    model, args = model_of(theirs.args, theirs.path), theirs.args
+        raise _unreadable(foreign, kind)
+    model, args = model_of(foreign.args, foreign.path), foreign.args
     return Buckets(
-        theirs.stored,
+        foreign.stored,
         Saved(
             tensor=args.get("tensor_model_parallel_size") or 1,
             pipeline=args.get("pipeline_model_parallel_size") or 1,
@@ -150,30 +150,30 @@ def _buckets(theirs: Theirs) -> Buckets | None:
     )
 
 
-def _unreadable(theirs: Theirs, kind: str | None) -> Refusal:
+def _unreadable(foreign: ForeignCheckpoint, kind: str | None) -> Refusal:
     return Refusal(
-        f"checkpoint {theirs.path}: its optimizer is in the form {kind or 'dp_zero_gather_scatter'}, which is not "
+        f"checkpoint {foreign.path}: its optimizer is in the form {kind or 'dp_zero_gather_scatter'}, which is not "
         "supported: load it in Megatron-LM and save it with --dist-ckpt-optim-fully-reshardable (before core 0.15: "
         "with --ckpt-fully-parallel-save), or pass --no-load-optim"
     )
 
 
-def _groups(theirs: Theirs) -> tuple[list[dict[str, Any]], Any]:
+def _groups(foreign: ForeignCheckpoint) -> tuple[list[dict[str, Any]], Any]:
     """(parameter groups with the number of steps, state of the loss scale)."""
-    saved = theirs.common.get("optimizer")
+    saved = foreign.common.get("optimizer")
     if saved is None or "param_groups" not in saved.get("optimizer", saved):  # one copy per data-parallel group
         first = f"{DISTRIBUTED}dp_group_idx_0."
-        saved = {name: theirs.stored.object(f"{first}{name}") for name in ("optimizer", "grad_scaler")}
+        saved = {name: foreign.stored.object(f"{first}{name}") for name in ("optimizer", "grad_scaler")}
     inner = saved.get("optimizer") or saved
     groups = inner.get("param_groups")
     if not groups:
-        raise Refusal(f"checkpoint {theirs.path}: its optimizer has no groups of parameters: pass --no-load-optim")
+        raise Refusal(f"checkpoint {foreign.path}: its optimizer has no groups of parameters: pass --no-load-optim")
     step = (inner.get("state") or {}).get("common_step")
     step = next((group["step"] for group in groups if group.get("step") is not None), 0) if step is None else step
     return [{**group, "step": float(step)} for group in groups], saved.get("grad_scaler")
 
 
-def _matched(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _matched(ours: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Our parameter groups with the checkpoint's values. Keys that only our kind of Adam has keep our values."""
 
     def identity(group: dict[str, Any]) -> tuple[Any, ...]:
@@ -181,7 +181,7 @@ def _matched(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -
             group.get(name, group.get(f"pre_{name}", NEUTRAL.get(name, False))) for name in param_group_identifier_keys
         )
 
-    known = {identity(group): group for group in theirs}
+    known = {identity(group): group for group in saved}
     matched = []
     for group in ours:
         if identity(group) not in known:
@@ -196,11 +196,11 @@ def _matched(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -
     return matched
 
 
-def _check_all_requested(theirs: Theirs, mine: set[str]) -> None:
+def _check_all_requested(foreign: ForeignCheckpoint, own: set[str]) -> None:
     """Refuse a checkpoint with weights that no rank of this run requested."""
     requested: list[set[str]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(requested, mine)
+    dist.all_gather_object(requested, own)
     known = set().union(*requested)
-    left = sorted({name for name in map(without_layer, weights_in(theirs.stored)) if name not in known})
-    if left := [name for name in left if not name.endswith("rotary_pos_emb.inv_freq")]:
-        raise Refusal(f"checkpoint {theirs.path} is of another model: this model does not have {some(left)}")
+    unused = sorted({name for name in map(without_layer, weights_in(foreign.stored)) if name not in known})
+    if unused := [name for name in unused if not name.endswith("rotary_pos_emb.inv_freq")]:
+        raise Refusal(f"checkpoint {foreign.path} is of another model: this model does not have {some(unused)}")

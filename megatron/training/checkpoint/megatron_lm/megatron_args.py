@@ -86,7 +86,7 @@ def settings_of(args: dict[str, Any], where: object) -> dict[str, Any]:
         if not field.name.startswith(OF_EXPERTS) and field.name not in NOT_READ and args.get(field.name) is not None
     }
     for name, older in OLDER_NAMES.items():
-        if name not in known and (value := next((args[one] for one in older if args.get(one) is not None), None)):
+        if name not in known and (value := next((args[old] for old in older if args.get(old) is not None), None)):
             known[name] = value
     if "add_bias_linear" not in known and isinstance(args.get("disable_bias_linear"), bool):
         known["add_bias_linear"] = not args["disable_bias_linear"]
@@ -119,8 +119,8 @@ def model_described(args: dict[str, Any], where: object) -> dict[str, Any]:
 def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
     name = getattr(value, "name", value)  # enums are compared by name
     if isinstance(value, list):  # DeepSpeed's number of experts per layer: 1 means no experts
-        return all(one in (1, *neutral) for one in value)
-    return any(value is one or name == one for one in neutral)
+        return all(count in (1, *neutral) for count in value)
+    return any(value is choice or name == choice for choice in neutral)
 
 
 OTHER_MEANING = ("model", "transformer_impl", "padded_vocab_size")  # fields of ModelConfig that are written differently
@@ -206,9 +206,9 @@ def engine_states(chunk: GPTModel) -> list[ShardedObject]:
     rank = (0, chunk.pg_collection.tp.rank(), get_data_parallel_rank(with_context_parallel=True))
     states = [
         ShardedObject(
-            f"decoder.layers.self_attention.{kind}._extra_state", None, (layers,), (one.layer_number - 1,), rank
+            f"decoder.layers.self_attention.{kind}._extra_state", None, (layers,), (layer.layer_number - 1,), rank
         )
-        for one in chunk.decoder.layers
+        for layer in chunk.decoder.layers
         for kind in kinds
     ]
     if chunk.post_process:

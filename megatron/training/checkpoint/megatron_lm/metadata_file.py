@@ -70,8 +70,8 @@ def _state(state: Any, **kinds: Callable[[Any], bool]) -> dict[str, Any]:
     """The attributes named in ``kinds``, each checked by its function; others are ignored."""
     if type(state) is not dict:
         raise BadPickle("the state of an object in it is not a dictionary")
-    for name, right in kinds.items():
-        if not right(state.get(name)):
+    for name, is_valid in kinds.items():
+        if not is_valid(state.get(name)):
             raise BadPickle(f"{name} of an object in it has a wrong type or value")
     return {name: state.get(name) for name in kinds}
 
@@ -81,14 +81,14 @@ def _is(*kinds: type) -> Callable[[Any], bool]:
 
 
 def _list_of(*kinds: type) -> Callable[[Any], bool]:
-    return lambda value: type(value) is list and all(type(one) in kinds for one in value)
+    return lambda value: type(value) is list and all(type(item) in kinds for item in value)
 
 
 def _dict_of(key: type, *kinds: type) -> Callable[[Any], bool]:
     return lambda value: (
         type(value) in (dict, OrderedDict)
-        and all(type(one) is key for one in value)
-        and all(type(one) in kinds for one in value.values())
+        and all(type(item) is key for item in value)
+        and all(type(item) in kinds for item in value.values())
     )
 
 

@@ -107,9 +107,11 @@ class Machine:
         return self.data[begin:end]
 
     def number(self, count: int) -> int:
+        """The next ``count`` bytes as an unsigned integer."""
         return int.from_bytes(self.take(count), "little")
 
     def line(self) -> str:
+        """The text up to the next newline."""
         end = bytes(self.data[self.at : self.at + 500]).find(b"\n")
         if end < 0:
             raise BadPickle("a name in it does not end")
@@ -117,17 +119,19 @@ class Machine:
         return text.decode()
 
     def since_mark(self) -> list[Any]:
+        """Take the objects since the last mark from the stack."""
         items = self.stack
         self.stack = self.marked.pop()
         return items
 
     def remember(self, number: int) -> None:
+        """Store the object on top of the stack in the memo."""
         if number > len(self.data):
             raise BadPickle("an index of its memo is too large")
         self.memo[number] = self.stack[-1]
 
     def new(self, made: Any) -> Any:
-        """Count a new container."""
+        """Count a new container, and return it."""
         self.kept.append(made)
         if len(self.kept) > self.most:
             raise BadPickle("it has more objects than fit into a file of this length")
@@ -136,14 +140,14 @@ class Machine:
     def put_into(self, container: Any, parts: Any) -> None:
         """Record that ``container`` contains ``parts``, which must not change after that."""
         sizes = self.sizes
-        mine = sizes.get(id(container))
-        if mine is None:
-            mine = sizes[id(container)] = [1, 1, 0]
-        elif mine[2]:
+        own = sizes.get(id(container))
+        if own is None:
+            own = sizes[id(container)] = [1, 1, 0]
+        elif own[2]:
             raise BadPickle("an object in it changes after it was put into another one")
-        deep, walked = mine[0], mine[1]
+        depth, traversed = own[0], own[1]
         for part in parts:
-            walked += 1
+            traversed += 1
             if type(part) in SCALARS:
                 continue
             if part is container:
@@ -154,25 +158,27 @@ class Machine:
                 self.kept.append(part)
             else:
                 other[2] = 1
-            walked += other[1]
-            if other[0] >= deep:
-                deep = other[0] + 1
-        if deep > DEEPEST:
+            traversed += other[1]
+            if other[0] >= depth:
+                depth = other[0] + 1
+        if depth > DEEPEST:
             raise BadPickle(f"it has more than {DEEPEST} levels")
-        if walked > self.largest:
+        if traversed > self.largest:
             raise BadPickle("it repeats parts of itself too often")
-        mine[0], mine[1] = deep, walked
+        own[0], own[1] = depth, traversed
 
     def push_tuple(self, items: list[Any]) -> None:
         self.stack.append(self.filled(tuple(items)))
 
     def filled(self, made: tuple | frozenset) -> Any:
+        """Count a new container with its parts, and return it."""
         self.new(made)
         if made:  # Python has only one empty tuple
             self.put_into(made, made)
         return made
 
     def key(self, key: Any) -> Any:
+        """``key``, if a dictionary can have it. Raises BadPickle."""
         if type(key) is tuple and not self._short(key):
             raise BadPickle("a key in it is too long")
         if isinstance(key, (list, dict, set, bytearray)):
@@ -183,6 +189,7 @@ class Machine:
         return self.sizes.get(id(key), (0, 0))[1] <= KEY_PARTS
 
     def put_pairs(self, target: Any, items: list[Any]) -> None:
+        """Put keys and values, which alternate in ``items``, into ``target``."""
         if not isinstance(target, dict):
             if isinstance(target, Unread):  # an object of a subclass of dict
                 return
@@ -200,6 +207,7 @@ class Machine:
             raise BadPickle("it has a name in place of a value")
 
     def put_items(self, target: Any, items: list[Any]) -> None:
+        """Add ``items`` to a list or a set."""
         self.check_values(items)
         if type(target) is list:
             self.put_into(target, items)
@@ -211,6 +219,7 @@ class Machine:
             raise BadPickle("it puts items into an object that is not a list")
 
     def name(self, module: Any, name: Any) -> None:
+        """Push the table's constant for a name; otherwise the name itself, uncalled."""
         if type(module) is not str or type(name) is not str:
             raise BadPickle("a name in it is not a string")
         pair, table = (module, name), self.table
@@ -237,6 +246,7 @@ class Machine:
         self.stack.append(made)
 
     def build(self, target: Any, state: Any) -> None:
+        """Apply a state to an object with the table's builder for its type."""
         if isinstance(target, Unread):
             return
         builder = self.table.builders.get(type(target))
@@ -248,7 +258,7 @@ class Machine:
 
 @dataclass(frozen=True, eq=False)
 class _Name(Unread):
-    """A name that was not called yet."""
+    """A name that was not called."""
 
     pair: Pair
 

@@ -18,7 +18,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 OTHER_FORMS = (
     ("mp_rank_*", "of Megatron-LM's older format torch"),
     ("*mp_rank_*_model_states.pt", "of DeepSpeed's own format"),
-    ("zero", "a universal one of DeepSpeed's"),
+    ("zero", "a universal checkpoint of DeepSpeed"),
 )
 
 
@@ -81,7 +81,9 @@ def _latest(folder: Path, whole: bool, notes: list[str]) -> str | None:
                 f"{folder} holds checkpoints up to iteration {newest}, but no {TRACKER}, which names the latest: write "
                 f"{newest} to it, or choose with --ckpt-step"
             )
-        notes.append(f"{tracker} is missing, as after a kill: continuing from {listed[newest]}, the only one there")
+        notes.append(
+            f"{tracker} is missing, as after a kill: continuing from {listed[newest]}, the only checkpoint there"
+        )
         return listed[newest].name
     text = name_in(tracker)
     if text == "release":

@@ -31,7 +31,7 @@ LAYERS = "decoder.layers."
 NORM_1 = ("self_attention.linear_qkv.layer_norm_weight", "self_attention.linear_qkv.layer_norm_bias")
 SINKS = ("self_attention.core_attention.softmax_offset",)
 PROJ = ("self_attention.linear_proj.weight", "self_attention.linear_proj.bias")
-REST = [
+OTHERS = [
     f"{module}{kind}"
     for module in (
         "self_attention.linear_qkv.", "self_attention.q_layernorm.", "self_attention.k_layernorm.",
@@ -40,7 +40,7 @@ REST = [
     for kind in ("weight", "bias")
 ]  # fmt: skip
 # The order of a layer's parameters in core's layers, and in Transformer Engine's, where norms belong to linear layers.
-ORDERS = ((*NORM_1, *SINKS, *PROJ, *REST), (*SINKS, *PROJ, *NORM_1, *REST))
+ORDERS = ((*NORM_1, *SINKS, *PROJ, *OTHERS), (*SINKS, *PROJ, *NORM_1, *OTHERS))
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Buckets:
         self._last: tuple[tuple, Tensor] | None = None
         for order in ORDERS:
             self.places = self._lay_out(order)
-            if self.places is not None and self._right(0):
+            if self.places is not None and self._matches_weights(0):
                 return
         raise self._unknown("the order of parameters in its buckets is unknown")
 
@@ -132,7 +132,7 @@ class Buckets:
         weight = self.stored.read(name, offset or (0,) * len(shape), block).reshape(main.shape)
         return torch.equal(main.to(weight.dtype), weight)
 
-    def _right(self, layer: int) -> bool:
+    def _matches_weights(self, layer: int) -> bool:
         """Whether the main weights of this layer equal its weights."""
         try:
             for key in [key for rank, key, of in self.places if rank == 0 and of == layer]:
@@ -183,8 +183,8 @@ class Buckets:
         if layer is None:
             return key, ()
         if self.stacked:
-            rest = len(self.stored.shape(key)) - 1 if key in self.stored else 0
-            return key, (layer, *(0,) * rest)
+            dims = len(self.stored.shape(key)) - 1 if key in self.stored else 0
+            return key, (layer, *(0,) * dims)
         return key.replace(LAYERS, f"{LAYERS}{layer}."), ()
 
     def _local_shape(self, key: str, layer: int | None) -> torch.Size:
@@ -197,7 +197,7 @@ class Buckets:
     def _unknown(self, why: str) -> Refusal:
         return Refusal(
             f"checkpoint {self.stored.folder}: its optimizer is in the form dp_reshardable, and {why}. Load it in "
-            "Megatron-LM and save it with --dist-ckpt-optim-fully-reshardable, or pass --no-load-optim here"
+            "Megatron-LM and save it with --dist-ckpt-optim-fully-reshardable, or pass --no-load-optim"
         )
 
 
@@ -252,19 +252,20 @@ class Source:
     def _split(key: str) -> tuple[str | None, str]:
         if not key.startswith(STATE):
             return None, key
-        state, _, rest = key.removeprefix(STATE).partition(".")
-        return state, rest
+        state, _, weight = key.removeprefix(STATE).partition(".")
+        return state, weight
 
     def _weight(self, wanted: ShardedTensor, key: str, offset: Shape, shape: Shape) -> Tensor:
         stored = self._find(key, offset)
         if stored is None:
             raise Refusal(f"checkpoint {self.stored.folder} has no {key}: it is of another model")
         name, single = stored
-        there, here = self.stored.shape(name), tuple(wanted.global_shape)[single:]
-        same = there[1:] == here[1:] if wanted.allow_shape_mismatch else there == here
+        saved_shape, own_shape = self.stored.shape(name), tuple(wanted.global_shape)[single:]
+        same = saved_shape[1:] == own_shape[1:] if wanted.allow_shape_mismatch else saved_shape == own_shape
         if not same:
             raise Refusal(
-                f"checkpoint {self.stored.folder} is of another model: {name} is {list(there)} there, {list(here)} here"
+                f"checkpoint {self.stored.folder} is of another model: {name} is {list(saved_shape)} in the "
+                f"checkpoint, {list(own_shape)} in this run"
             )
         return self.stored.read(name, offset[single:], shape[single:])
 
@@ -286,21 +287,22 @@ class Source:
     def _unflattened(self, name: str, single: int, key: str, offset: Shape, shape: Shape) -> Tensor:
         """A block of a state, which may be stored in flat parts (``fully_sharded_model_space``)."""
         offset, shape = offset[single:], shape[single:]
-        there = self.stored.shape(name)
-        if len(there) == len(offset):
+        saved_shape = self.stored.shape(name)
+        if len(saved_shape) == len(offset):
             return self.stored.read(name, offset, shape)
         weight = self._find(key, (0,) if single else offset)
         whole = self.stored.shape(weight[0])
-        parts, size = there[:-1], tuple(length // parts for length, parts in zip(whole, there[:-1]))
-        if len(parts) != len(whole) or prod(size) != there[-1]:
-            raise Refusal(f"checkpoint {self.stored.folder}: {name} is {list(there)}, its weight {list(whole)}")
+        parts = saved_shape[:-1]
+        size = tuple(length // count for length, count in zip(whole, parts))
+        if len(parts) != len(whole) or prod(size) != saved_shape[-1]:
+            raise Refusal(f"checkpoint {self.stored.folder}: {name} is {list(saved_shape)}, its weight {list(whole)}")
         out = torch.zeros(shape, dtype=self.stored.dtype(name))
         touched = (
             range(first // step, min(-(-(first + length) // step), count))
             for first, length, step, count in zip(offset, shape, size, parts)
         )
         for index in product(*touched):
-            flat = self.stored.read(name, (*index, 0), (1,) * len(index) + there[-1:])
+            flat = self.stored.read(name, (*index, 0), (1,) * len(index) + saved_shape[-1:])
             copy_overlap(out, offset, flat.reshape(size), [at * step for at, step in zip(index, size)])
         return out
 
@@ -313,18 +315,19 @@ class Source:
 
     @staticmethod
     def _stacked(key: str) -> list[str]:
-        prefix, rest = ("", key)
+        """Names under which a weight, or one of its states, may be stored with all layers in one tensor."""
+        start, weight = "", key
         if key.startswith(STATE):
-            head, _, rest = key.removeprefix(STATE).partition(".")
-            prefix = f"{STATE}{head}."
-        keys = [rest] + [rest.replace(new, old) for new, old in OLDER_NORMS.items() if new in rest]
-        return [f"{prefix}{before}{one}" for before in PREFIXES for one in keys]
+            state, _, weight = key.removeprefix(STATE).partition(".")
+            start = f"{STATE}{state}."
+        weights = [weight] + [weight.replace(new, old) for new, old in OLDER_NORMS.items() if new in weight]
+        return [f"{start}{prefix}{name}" for prefix in PREFIXES for name in weights]
 
     def _names(self, key: str, offset: Sequence[int]) -> list[str]:
         stacked = self._stacked(key)
         if LAYERS not in key:
             return stacked
-        return stacked + [one.replace(LAYERS, f"{LAYERS}{offset[0]}.") for one in stacked]
+        return stacked + [name.replace(LAYERS, f"{LAYERS}{offset[0]}.") for name in stacked]
 
 
 def weights_in(stored: StoredTensors | WholeTensors) -> Iterator[str]:

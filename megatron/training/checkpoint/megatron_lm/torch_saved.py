@@ -30,8 +30,8 @@ MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # of the older format
 
 
 def never_called(*_: Any) -> Any:
-    """The maker of a name that a file may mention but not call."""
-    raise BadPickle("it calls something that a checkpoint may only mention")
+    """Refuse a call of a name that a file may contain but not call."""
+    raise BadPickle("it calls a name that a checkpoint may only contain")
 
 
 STORAGES = {
@@ -150,34 +150,34 @@ def _copy(view: memoryview, buffer: memoryview, at: int) -> int:
 
 
 def _load_older(view: memoryview, table: Table) -> Any:
-    at, left = 0, len(view)
+    at, bytes_left = 0, len(view)
     known: dict[str, Storage] = {}
 
     def stored(persistent_id: Any) -> Storage:
-        nonlocal left
+        nonlocal bytes_left
         if type(persistent_id) is tuple and len(persistent_id) == 6 and persistent_id[5] is None:
             persistent_id = persistent_id[:5]
         key, dtype, size = _storage_id(persistent_id)
         if key not in known:
-            left -= size
-            if left < 0:
+            bytes_left -= size
+            if bytes_left < 0:
                 raise BadPickle("its tensors have more bytes than the file")
             known[key] = Storage(torch.empty(size, dtype=torch.uint8), dtype)
         if known[key].data.numel() != size:
             raise BadPickle("a tensor in it has another number of bytes than it says")
         return Storage(known[key].data, dtype)
 
-    def part(names: Table = Table({}, {}, {}, strict=True)) -> Any:
+    def next_pickle(names: Table = Table({}, {}, {}, strict=True)) -> Any:
         nonlocal at
         machine = Machine(view, names, at, stored)
         loaded = machine.load()
         at = machine.at
         return loaded
 
-    if part() != MAGIC or part() != PROTOCOL:
+    if next_pickle() != MAGIC or next_pickle() != PROTOCOL:
         raise BadPickle("it is not a file of torch.save")
-    part()  # properties of the machine that wrote it
-    loaded, keys = part(table), part()
+    next_pickle()  # properties of the machine that wrote it
+    loaded, keys = next_pickle(table), next_pickle()
     if type(keys) is not list or any(type(key) is not str for key in keys) or sorted(keys) != sorted(known):
         raise BadPickle("it does not say where its tensors lie")
     for key in keys:
@@ -232,13 +232,13 @@ def make_tensor(
     if type(stride) is not tuple or len(stride) != len(shape) or not all(map(whole_number, (offset, *stride))):
         raise BadPickle("a tensor in it has invalid strides")
     dtype = dtype or storage.dtype
-    there = storage.data.numel() // dtype.itemsize
+    available = storage.data.numel() // dtype.itemsize
     last = offset + sum((length - 1) * step for length, step in zip(shape, stride))
-    if prod(shape) and not (last < there and prod(shape) <= there):
+    if prod(shape) and not (last < available and prod(shape) <= available):
         raise BadPickle("a tensor in it has more elements than bytes for them")
     if not prod(shape):
         return torch.empty(shape, dtype=dtype)
-    data = storage.data[: there * dtype.itemsize]
+    data = storage.data[: available * dtype.itemsize]
     if data.data_ptr() % dtype.itemsize:
         data = data.clone()
     return data.view(dtype).as_strided(shape, stride, offset)

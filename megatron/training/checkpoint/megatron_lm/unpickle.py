@@ -68,7 +68,7 @@ def check_plain(data: bytes, where: object) -> None:
 
 @contextmanager
 def parts_of(path: Path) -> Iterator[Callable[[int, int], bytearray]]:
-    """A function that reads ``length`` bytes at ``offset`` of a file in a checkpoint's folder.
+    """Yields a function that reads ``length`` bytes at ``offset`` of a file in a checkpoint's folder.
 
     Raises:
         Refusal: the path leads out of that folder, is not a file, or ends before a requested part; or the block that

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients of a block of queries, and of a block of keys, summed over all tiles that the block is in.
 
-It is FlashAttention-2's backward pass (arXiv 2307.08691) in two kernels, so that each sum is written by one program:
-without atomics, and deterministic. All tiles use the *final* lse and delta, so that their gradients can
-be added, which is done in place in fp32.
+This is FlashAttention-2's backward pass (arXiv 2307.08691) in two kernels. Only one program writes each sum, so no
+atomics are needed and results are deterministic. All tiles use the *final* lse and delta, so that their gradients can
+be added. This is done in place, in fp32.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def _walk_queries(
                     weights = p * drop
                 dv = dot(rounded(weights, dout_block.dtype, PRECISION), dout_block, dv, PRECISION)
             if DK:
-                if k.dtype == tl.float32:  # no tensor cores, and fewer registers if it comes late
+                if k.dtype == tl.float32:  # no tensor cores; computing dp late needs fewer registers
                     dp = dot(v, tl.trans(dout_block), None, PRECISION)
                 delta_here = load_numbers(ready_delta, rows, stop, 0.0, KIND > 0)
                 ds = _score_gradient(p, steepness, drop, dp, delta_here[None, :], CAPPED, DROPS)

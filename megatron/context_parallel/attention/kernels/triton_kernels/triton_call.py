@@ -28,9 +28,9 @@ from megatron.platform.streams import to_device
 
 # Block sizes of the Triton kernels, by head size and GPU; there is no autotuning at run time.
 #
-# They were chosen without a GPU, from the machine code (`benchmarks/triton_resources.py`): of a few usual sizes those
-# with the largest expected share of the GEMM rate that neither repeat products nor spill registers in a loop. Spills
-# outside of loops are harmless. They should be replaced by measured sizes.
+# They were chosen without a GPU, from the machine code (`benchmarks/triton_resources.py`): of a few usual sizes that
+# neither repeat products nor spill registers in a loop, those with the largest expected share of the GEMM rate. Spills
+# outside of loops are harmless. Measured sizes should replace these.
 
 
 Pass = Literal["forward", "queries", "keys"]
@@ -240,6 +240,7 @@ class Call:
             object.__setattr__(self, "capability", 10 * major + minor or None)
 
     def forward(self, tiles: Tiles, out: Tensor, lse: Tensor) -> Launch:
+        """The launch that merges ``tiles`` into ``out`` [s, b, heads, dv] and ``lse`` [s, b, heads], both fp32."""
         tensors = {"q": self.q, "k": self.k, "v": self.v, "out": out, "lse": lse}
         _check_sums({"out": (out, (*self.q.shape[:3], self.v.size(3))), "lse": (lse, self.q.shape[:3])})
         (bits,) = self._bits(tiles, ["q"])

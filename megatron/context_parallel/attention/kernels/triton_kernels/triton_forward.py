@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of a block of queries to all ranges of keys that it attends to, merged into a running output.
 
-It is FlashAttention-2's forward pass (arXiv 2307.08691) with the running output as the initial state: as one additional
-key, whose score is the running lse and whose value is the running output.
+This is FlashAttention-2's forward pass (arXiv 2307.08691). It begins with the running output, which counts as one
+additional key: the key's score is the running lse, its value the running output.
 """
 
 from __future__ import annotations

@@ -129,9 +129,10 @@ def bit_rows(entry, rows):
 
 @triton.jit
 def marked(bits, at, words, first, belongs, STEP: tl.constexpr):
-    """The mask [rows, STEP]: of the other side, STEP rows of the tile from ``first`` on. ``at``, ``words``: `bit_rows`.
+    """The mask [rows, STEP] for STEP rows of the other side, which begin at the tile's row ``first``.
 
-    ``belongs``: which rows are in the tile. A word is read once for all its pairs.
+    ``at`` and ``words`` are from `bit_rows`; ``belongs``: which rows are in the tile. A word is read once for all its
+    pairs.
     """
     column = tl.arange(0, STEP)[None, :] + (first & 31)
     place = bits + (at + (first >> 5))

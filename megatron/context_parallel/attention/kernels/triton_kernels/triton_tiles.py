@@ -29,7 +29,7 @@ Side = Literal["q", "k"]
 KINDS: tuple[Kind, ...] = ("full", "causal", "anticausal")
 FAR = 2**30  # more than the distance of any two rows
 WORD = 32  # pairs in a word of bits
-BITS_AT_ONCE = 2**28  # most bytes of bits in one launch
+BITS_AT_ONCE = 2**28  # limit for the masks of one launch, in bytes
 MASKED_ROWS = 2**14  # a masked tile above that limit is cut into parts of this many queries and keys (32 MiB)
 
 
@@ -51,7 +51,7 @@ class Walk:
 
 
 def walk(tiles: Tiles, side: Side, rows: int, block: int, step: int, device: torch.device) -> Walk:
-    """The walk for one side, ``rows`` rows in blocks of ``block``, over the other side in steps of ``step``."""
+    """The ranges for the ``rows`` rows of one side in blocks of ``block``; a kernel takes ``step`` rows at a time."""
     sizes = side, rows, block, step, device
 
     def shared() -> Walk:
@@ -64,7 +64,7 @@ def walk(tiles: Tiles, side: Side, rows: int, block: int, step: int, device: tor
 
 
 def geometry(tiles: Tiles) -> bytes:
-    """The tiles' rows, kinds and whether they are masked. Chunks and hops of a regular mask often have the same."""
+    """The tiles' rows, kinds and masked flags as bytes. Chunks and hops of a regular mask often have equal ones."""
     rows = ((*tile.q, *tile.k, KINDS.index(tile.kind), tile.masked) for tile in tiles)
     return tiles.derived("geometry", lambda: np.array([*rows], np.int64).tobytes())
 
@@ -121,7 +121,7 @@ def _table(geometry: bytes, side: Side) -> dict[str, np.ndarray]:
 
 
 def _int32(x: np.ndarray, device: torch.device) -> Tensor:
-    """``x`` on the device. Waits for the copy, because walks may be used on any stream."""
+    """``x`` as int32 on the device. It waits for the copy, because the result may be used on any stream."""
     return torch.from_numpy(x.astype(np.int32)).to(device)
 
 
