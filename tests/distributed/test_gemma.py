@@ -63,6 +63,7 @@ def described(folder: Path) -> architectures.Described:
 def ours(flags: str) -> dict[str, Any]:
     """Logits [b, s, vocabulary] of the first batch on all ranks, the first loss, and its gradients."""
     from megatron.context_parallel.fpdt.chunked_loss import gather
+
     job = make_job(flags, llama=False)
     runtime = job.runtime
     sets = job.datasets[0]

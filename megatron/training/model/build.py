@@ -154,9 +154,7 @@ def _experts(
     return {index: rule for index in range(layers) if pattern[first + index]}
 
 
-def layer_rotaries(
-    config: Config, layout: SequenceLayout, device: torch.device
-) -> list[LayoutRotaryEmbedding | None]:
+def layer_rotaries(config: Config, layout: SequenceLayout, device: torch.device) -> list[LayoutRotaryEmbedding | None]:
     """The rotary embedding of each layer; layers with the same one share it."""
     model, made = config.model, {None: None}
 

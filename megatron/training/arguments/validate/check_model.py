@@ -221,9 +221,7 @@ def _check_pattern(flag: str, frequency: int | list[int] | None, layers: int) ->
     if isinstance(frequency, int) and frequency < 1:
         raise Refusal(f"{flag} {frequency}", "must be at least 1: 2 means every second layer")
     if isinstance(frequency, list) and len(frequency) != layers:
-        raise Refusal(
-            f"{flag} with {len(frequency)} layers", f"does not fit --num-layers {layers}: give one for each"
-        )
+        raise Refusal(f"{flag} with {len(frequency)} layers", f"does not fit --num-layers {layers}: give one for each")
 
 
 def _refuse_unread(attention: AttentionConfig) -> None:

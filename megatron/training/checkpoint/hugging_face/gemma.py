@@ -152,9 +152,7 @@ class Gemma:
         yield Piece("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),))
 
 
-def _piece(
-    layer: int, ours: str, theirs: list[str], *shapes: tuple[int, ...], part: tuple[int, int] = (0, 1)
-) -> Piece:
+def _piece(layer: int, ours: str, theirs: list[str], *shapes: tuple[int, ...], part: tuple[int, int] = (0, 1)) -> Piece:
     names = tuple(f"model.layers.{layer}.{name}.weight" for name in theirs)
     return Piece(f"decoder.layers.{ours}", names, shapes, layer, *part)
 

@@ -142,8 +142,19 @@ OPTIONAL = ("rotary_base_local", "no_rope_freq", "softmax_scale", "attn_logit_so
 FIXED = {
     **{name: LLAMA[name] for name in ("normalization", "swiglu")},
     **dict.fromkeys(
-        ("add_qkv_bias", "qk_layernorm", "embed_layernorm", "apply_layernorm_1p", "squared_relu", "rotary_interleaved",
-         "geglu", "quick_geglu", "sandwich_norm", "scale_embeddings", "attention_output_gate"),
+        (
+            "add_qkv_bias",
+            "qk_layernorm",
+            "embed_layernorm",
+            "apply_layernorm_1p",
+            "squared_relu",
+            "rotary_interleaved",
+            "geglu",
+            "quick_geglu",
+            "sandwich_norm",
+            "scale_embeddings",
+            "attention_output_gate",
+        ),
         False,
     ),
     "glu_linear_offset": 0.0,
