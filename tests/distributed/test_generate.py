@@ -40,7 +40,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 3.1": ("llama", LLAMA | {"rope_parameters": LLAMA3}),
     "qwen2": ("qwen2", LLAMA | {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", LLAMA | {"head_dim": 16}),
-    "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("gemma3_text", GEMMA | {"rope_parameters": BASES}),
     "bloom": ("bloom", SIZES | {"n_layer": 2, "n_head": 8, "eos_token_id": 2}),
 }
