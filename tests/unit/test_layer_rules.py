@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -16,6 +18,8 @@ from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.simulator.cost.estimate import estimate, pass_seconds
 from megatron.simulator.machines.machine_file import load
 from megatron.simulator.planner.request import Request, packed
+from megatron.training.arguments.models import rope_layers
+from megatron.training.checkpoint.hugging_face.architectures import described
 from megatron.training.model.attention_rule import layer_masks
 from megatron.training.model.build import layer_rotaries
 from megatron.training.refusal import Refusal
@@ -171,6 +175,74 @@ def test_what_is_refused(flags, words):
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--glu-linear-offset 1", "--glu-linear-offset is of gated MLPs: add --swiglu, --geglu or --quick-geglu"),
+        ("--activation-func-clamp-value 7", "--activation-func-clamp-value is of gated MLPs"),
+        ("--swiglu --activation-func-clamp-value 0", "--activation-func-clamp-value 0 must be above 0"),
+        ("--swiglu --geglu", "--swiglu and --geglu are 2 activations"),
+        ("--softmax-scale 0", "--softmax-scale 0 must be above 0"),
+        ("--attn-logit-softcapping -1", "--attn-logit-softcapping -1 must be above 0"),
+        ("--final-logit-softcapping 0", "--final-logit-softcapping 0 must be above 0"),
+        (
+            "--attention-output-gate --group-query-attention --num-query-groups 1 --tensor-model-parallel-size 2",
+            "--attention-output-gate with --tensor-model-parallel-size 2 and --num-query-groups 1 is not supported",
+        ),
+        ("--qk-l2-norm", "--qk-l2-norm: only softmax attention over all heads of a layer"),
+    ],
+)
+def test_what_is_refused_inside_attention_and_mlp(flags, words):
+    with pytest.raises(Refusal) as caught:
+        build(flags, 2 if "tensor" in flags else 1)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_the_planner_does_not_know():
+    for flag in ("--sandwich-norm", "--attention-output-gate", "--attn-logit-softcapping 5",
+                 "--final-logit-softcapping 5"):  # fmt: skip
+        with pytest.raises(Refusal, match="the planner does not know its time and memory"):
+            Request((*LLAMA8, *flag.split())).workload(8192)
+
+
+def test_a_gemma_that_is_not_supported_is_refused_by_name():
+    given = {
+        "model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6, "vocab_size": 99,
+        "max_position_embeddings": 128, "query_pre_attn_scalar": 16, "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }  # fmt: skip
+    model = described(given, "config.json")
+    assert model.settings.rotary_base_local == 10000 and model.settings.softmax_scale == 0.25
+    assert model.attention == {
+        "attention_mask": "window", "window_size": (7, 0), "window_attn_skip_freq": [1, 0],
+    }  # fmt: skip
+    assert described(given | {"layer_types": ["full_attention"] * 2}, "config.json").attention == {}
+    local = {"rope_type": "default", "rope_theta": 500.0}
+    wrong = [
+        ({"head_dim": None}, "head_dim of gemma3_text is missing"),
+        ({"attention_bias": True}, "attention_bias True of gemma3_text is not supported"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+        ({"hidden_activation": "silu"}, "hidden_activation 'silu'"),
+        ({"layer_types": ["chunked_attention"] * 2}, "layer_types must name sliding_attention or full_attention"),
+        ({"sliding_window": 0}, "sliding_window 0 is not a positive integer"),
+        ({"rope_local_base_freq": 0.5}, "rope_theta 0.5 of layers with a window is not an integer"),
+        (
+            {"rope_parameters": {"sliding_attention": local | {"rope_type": "linear"}, "full_attention": local}},
+            "scaled RoPE in layers with a window",
+        ),
+        ({"rope_parameters": {"sliding_attention": local}}, "must have sliding_attention and full_attention"),
+    ]
+    for change, words in wrong:
+        with pytest.raises(Refusal) as caught:
+            described(given | change, "config.json")
+        assert words in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(Refusal, match="is not a Gemma 3"):
+        model.family.config_json(replace(model.settings, qk_layernorm=False), 99, torch.float32, model.attention)
+    written = model.family.config_json(model.settings, 99, torch.float32, model.attention)
+    assert {name: written[name] for name in given} == given
+
+
 def test_patterns_that_name_no_exception_are_like_none():
     config = build(f"{ROPE} --num-layers 4 --window-size 7,0 --window-attn-skip-freq [1]*4 --no-rope-freq [0]*4")
     assert config.attention.window_attn_skip_freq is None and config.model.no_rope_freq is None
@@ -215,3 +287,41 @@ def test_the_planner_knows_layers_without_the_window(capsys):
     assert " ".join(plan.program_flags(65536)).endswith("--window-size 1023,0 --window-attn-skip-freq 4")
     assert main([*base, "--top", "1", "--window", "1024", "--window-attn-skip-freq", "1"]) == 2
     assert "needs --window N and layers that have it" in capsys.readouterr().err
+
+
+# ---- dry runs of a few layers
+
+
+@pytest.mark.parametrize(
+    "flags, counts",
+    [
+        ("--num-layers 36 --window-attn-skip-freq 3", [12, 15]),
+        ("--num-layers 36 --window-attn-skip-freq ([1]*2+[0])*12 --no-rope-freq 2", [24, 30]),
+        ("--num-layers 36 --window-attn-skip-freq 3 --pipeline-model-parallel-size 2", [None]),  # 18 layers, 27 needed
+        ("--num-layers 80 --window-attn-skip-freq 3", [None]),  # no complete periods
+        ("--num-layers 80 --window-attn-skip-freq [1]*40+[0]*40", [None]),
+        ("--num-layers 80", [4, 5]),
+    ],
+)
+def test_layers_are_extrapolated_by_periods(flags, counts):
+    from megatron.simulator.dry_run.dry_run import layer_counts, with_layers
+
+    config = build(f"{ROPE} --window-size 7,0 {flags} --global-batch-size 4", 2 if "pipeline" in flags else 1)
+    assert layer_counts(config) == counts
+    for number in filter(None, counts):
+        few = with_layers(config, number)
+        assert layer_masks(few) == layer_masks(config)[:number]
+        assert rope_layers(few.model) == rope_layers(config.model)[:number]
+
+
+def test_an_extrapolated_dry_run_has_the_figures_of_all_layers():
+    from megatron.simulator.dry_run.dry_run import dry_run
+
+    flags = "--hidden-size 64 --num-attention-heads 4 --vocab-size 99 --mock-data --dry-run --world-size 2 --device cpu"
+    config = build(f"{flags} {ROPE} --num-layers 24 --window-size 63,0 --window-attn-skip-freq 2 --seq-length 1024 "
+                   "--ring-parallel-size 2 --max-position-embeddings 1024 --micro-batch-size 1", 2)  # fmt: skip
+    some, every = (dry_run(config, 2, vocab_size=99, every_layer=whole).ranks[0] for whole in (False, True))
+    assert some.layers == (24, 10) and every.layers == (24, 24)
+    assert some.figures.communication["ring"] == every.figures.communication["ring"] > 0
+    assert some.figures.flops == pytest.approx(every.figures.flops, rel=1e-12)
+    assert some.figures.device_peak == pytest.approx(every.figures.device_peak, rel=1e-3)
