@@ -296,7 +296,7 @@ def test_the_planner_knows_layers_without_the_window(capsys):
     "flags, counts",
     [
         ("--num-layers 36 --window-attn-skip-freq 3", [12, 15]),
-        ("--num-layers 36 --window-attn-skip-freq ([1]*2+[0])*12 --no-rope-freq 2", [24, 30]),
+        ("--num-layers 72 --window-attn-skip-freq ([1]*2+[0])*24 --no-rope-freq 2", [24, 30]),
         ("--num-layers 36 --window-attn-skip-freq 3 --pipeline-model-parallel-size 2", [None]),  # 18 layers, 27 needed
         ("--num-layers 80 --window-attn-skip-freq 3", [None]),  # no complete periods
         ("--num-layers 80 --window-attn-skip-freq [1]*40+[0]*40", [None]),
