@@ -74,6 +74,8 @@ class ContextParallelAttention(MegatronModule):
         if getattr(config, "qk_clip", False):
             raise ValueError("qk_clip=True is not supported (it needs the largest score of each head): set it to False")
         settings = settings.of_layer(layer_number)
+        if config.no_rope_freq and config.no_rope_freq[layer_number - 1]:
+            settings = replace(settings, rotary=None)
         self.settings, self.scale, self.layer_number = settings, softmax_scale, layer_number
         self.mask_type = attn_mask_type
         self.window = None

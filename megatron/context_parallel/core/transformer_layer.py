@@ -204,7 +204,7 @@ class ChunkedTransformerLayer(LongContextLayer):
 
     def __init__(self, *args: Any, chunks: ChunkSettings, recompute: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, attention=chunks.attention, **kwargs)
-        self.chunks = replace(chunks, attention=chunks.attention.of_layer(self.layer_number))
+        self.chunks = replace(chunks, attention=self.self_attention.core_attention.settings)
         self.recompute = recompute
 
     def forward(

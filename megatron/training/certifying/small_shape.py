@@ -150,7 +150,7 @@ def _flag(field: Field, value: Any) -> list[str]:
     if isinstance(value, tuple):
         return [f"{name}={','.join(map(str, value))}"]
     if isinstance(value, list):
-        return [name, *map(str, value)]
+        return [name, *map(str, value)] if "nargs" in field.metadata else [name, str(value).replace(" ", "")]
     if value is None:
         return []
     return [f"{name}={value}"] if str(value).startswith("-") else [name, str(value)]
