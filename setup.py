@@ -13,6 +13,7 @@ TRITON = ['triton>=3,<3.10; sys_platform == "linux"']
 TEST = ["pytest>=8", "pytest-cov>=5", "pytest-timeout", "pytest-xdist", "hypothesis", "spmd_types==0.3.1", *TRITON]
 HUGGING_FACE = ["accelerate>=1", "peft>=0.18"]  # transformers.Trainer, LoRA
 PARQUET = ["pyarrow>=18,<27"]
+PEERS = ["accelerate==1.15.0", "datasets==5.2.0", "deepspeed==0.19.8", "trl==1.16.0"]
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.27,<2", "ruff>=0.6"]
 
 
@@ -35,8 +36,8 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
-    # With an explicit root and the bare namespace in the list, `pip install -e .` is a plain path entry and not one of
-    # setuptools' import hooks: megatron/ here and megatron/core of megatron-core stay one ordinary namespace package.
+    # With an explicit root and the bare namespace in the list, `pip install -e .` adds a path entry, not an import hook
+    # of setuptools, so that megatron/ here and megatron-core's megatron/core stay one namespace package.
     package_dir={"": "."},
     packages=find_namespace_packages(
         include=[
@@ -70,7 +71,7 @@ setup(
         "sentencepiece>=0.2.1",  # in earlier versions, a crafted model writes beyond its memory (CVE-2026-1260)
         "tiktoken>=0.7",
         "tokenizers>=0.20",
-        "transformers>=4.53,<6",  # in earlier versions, some texts take its regular expressions forever (CVE-2025-6921)
+        "transformers>=4.53,<6",  # earlier versions hang on some texts (CVE-2025-6921)
         "jinja2>=3.1.6",  # renders chat templates; in earlier versions they can leave its sandbox (CVE-2025-27516)
         "zstandard",
         # checkpoints from and to Hugging Face
@@ -86,6 +87,7 @@ setup(
         "triton": TRITON,
         "parquet": PARQUET,  # data in Parquet files
         "huggingface": ["accelerate>=1"],  # only transformers.Trainer needs it
+        "peers": PEERS,  # benchmarks/certify compares with them
         "test": TEST,
         "docs": DOCS,
         "dev": [*TEST, *HUGGING_FACE, *PARQUET, *DOCS, "ruff>=0.6"],

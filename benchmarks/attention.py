@@ -31,7 +31,7 @@ import megatron.context_parallel as cp
 from benchmarks.machine import QUIET
 from benchmarks.parallel_attention import Problem, Sample, Team, largest_error, run_kernel, time_local
 from megatron.context_parallel.attention import kernels
-from megatron.context_parallel.attention.ring_plan import RingPlan, ring_plan
+from megatron.context_parallel.attention.ring_plan import RingPlan, attention_plan
 from megatron.platform.cpu import processor_name
 from megatron.training.report.mfu import gemm_rate
 
@@ -160,8 +160,8 @@ def compare_balance(problem: Problem, kernel: kernels.Kernel, repeats: int, cons
     }
     console.print(table)
     console.print(
-        f"The busiest rank of contiguous has {ratio['counted']:.2f} x the work of zigzag's counted, "
-        f"{ratio['timed']:.2f} x timed"
+        f"The busiest contiguous rank does {ratio['counted']:.2f} times the pairs of the busiest zigzag rank, in "
+        f"{ratio['timed']:.2f} times the CPU seconds"
     )
     return result
 
@@ -169,7 +169,7 @@ def compare_balance(problem: Problem, kernel: kernels.Kernel, repeats: int, cons
 def plans_of(ring: int, balance: str, length: int) -> list[RingPlan]:
     """Every rank's plan of a causal ring."""
     layout = cp.SequenceLayout(length, cp.abstract_grid(ring=ring), balance)
-    return [ring_plan(layout, cp.Causal(), rank) for rank in range(ring)]
+    return [attention_plan(layout, cp.Causal()).ring(rank=rank) for rank in range(ring)]
 
 
 def time_balances(

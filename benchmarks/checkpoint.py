@@ -146,7 +146,7 @@ def parts() -> None:
 
 
 def work(writer: str, folder: str, flags: list[str], steps: int, answer: Path) -> None:
-    """One rank of a turn."""
+    """One rank of a repetition."""
     import torch.distributed as dist
 
     from megatron.training.arguments.models import LLAMA_DEFAULTS

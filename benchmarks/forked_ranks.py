@@ -3,25 +3,52 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+GRACE, NOT_INSTALLED = 2.0, "not installed"  # seconds; an error's text
+
+
+class RankFailed(RuntimeError):
+    """A rank raised an error, ended or did not end; the text is its error."""
+
 
 def on_ranks(world: int, work: Callable, *args: Any, patience: float = 300) -> Any:
-    """The result of ``work(*args)`` on rank 0 of ``world`` forked processes or, if any fails, a line with its error.
+    """The result of ``work(*args)`` on rank 0 of ``world`` forked processes or, if any fails, a line with its error."""
+    try:
+        return _on_each(world, work, args, patience)[0]
+    except RankFailed as failed:
+        return refusal_line(failed)
 
-    Each call starts new processes, because ``work`` may leave state behind, hang or crash. They are killed after
-    ``patience`` seconds.
+
+def on_each_rank(work: Callable, ranks: int, *args: Any, patience: float = 300) -> list[Any]:
+    """The results by rank, which may hold tensors; as ``run`` of ``cp.certify``.
+
+    Raises:
+        RankFailed: with the error of the first rank that failed.
     """
+    packed = _on_each(ranks, _packed, (work, *args), patience)
+    return [torch.load(io.BytesIO(one), weights_only=False) for one in packed]  # of our own forks
+
+
+def _packed(work: Callable, *args: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(work(*args), file)
+    return file.getvalue()
+
+
+def _on_each(world: int, work: Callable, args: tuple, patience: float) -> list[Any]:
+    """Each call starts new processes, because ``work`` may leave state behind, hang or crash."""
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         ends = [fork.Pipe(duplex=False) for _ in range(world)]
@@ -31,18 +58,24 @@ def on_ranks(world: int, work: Callable, *args: Any, patience: float = 300) -> A
         for process, (_, sender) in zip(processes, ends):
             process.start()
             sender.close()
-        answers, until = [], time.monotonic() + patience
-        for receiver, _ in ends:
-            try:
-                arrived = receiver.poll(max(0.0, until - time.monotonic()))
-                answers.append(receiver.recv() if arrived else (None, f"not finished within {patience:g} s"))
-            except EOFError:
-                answers.append((None, "its process ended"))
+        waiting, answers, until = [receiver for receiver, _ in ends], {}, time.monotonic() + patience
+        while waiting and (ready := wait(waiting, max(0.0, until - time.monotonic()))):
+            for receiver in ready:
+                waiting.remove(receiver)
+                try:
+                    answers[receiver] = receiver.recv()
+                except EOFError:
+                    answers[receiver] = None, "its process ended"
+                if answers[receiver][1]:  # the others wait for this rank, and may add what they know
+                    until = min(until, time.monotonic() + GRACE)
         for process in processes:
             process.kill()
             process.join()
-    lines = [line for _, line in answers if line]
-    return next((line for line in lines if "Connection" not in line), lines[0]) if lines else answers[0][0]
+    errors = [error for _, error in answers.values() if error]
+    if errors or waiting:
+        late = f"not finished within {patience:g} s"
+        raise RankFailed(next((line for line in errors if "Connection" not in line), (*errors, late)[0]))
+    return [answers[receiver][0] for receiver, _ in ends]
 
 
 def _rank(rank: int, world: int, folder: str, sender: Connection, work: Callable, args: tuple) -> None:
@@ -50,20 +83,27 @@ def _rank(rank: int, world: int, folder: str, sender: Connection, work: Callable
     for stream in (1, 2):  # discard output; errors are reported in one line
         os.dup2(quiet, stream)
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)})
+    os.environ.update({"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})  # not used
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     try:
         answer = work(*args), None
     except Exception as error:  # noqa: BLE001 - any exception is reported
-        answer = None, refusal_line(error)
+        answer = None, described(error)
     sender.send(answer)
     sender.close()
     time.sleep(1.0)  # other ranks may be in a collective and should fail with their own error first
 
 
+def described(error: BaseException) -> str:
+    """The type of an error and its text."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"{NOT_INSTALLED}: {error}"
+    return str(error).strip() or type(error).__name__
+
+
 def refusal_line(error: BaseException) -> str:
     """The first line of an error, shortened."""
-    if isinstance(error, ModuleNotFoundError):
-        return "not installed"
-    return f"refused: {(str(error).strip().splitlines() or [type(error).__name__])[0][:110]}"
+    line = str(error).splitlines()[0]
+    return "not installed" if line.startswith(NOT_INSTALLED) else f"refused: {line[:110]}"

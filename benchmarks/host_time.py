@@ -53,6 +53,7 @@ def layers() -> None:
     for name, mask in masks.items():
         qkv = [torch.empty(LENGTH, 1, 32, 128, device="meta", requires_grad=True) for _ in range(3)]
         times: list[tuple[float, float]] = []
+        gc.collect()  # otherwise the garbage of earlier masks may be collected in this mask's time
         for _ in range(11):
             outs: list[torch.Tensor] = []
             run = partial(cp.attention, *qkv, layout=layout, mask=mask, kernel="triton")

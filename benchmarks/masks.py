@@ -31,7 +31,7 @@ from benchmarks.parallel_attention import log_normal
 from megatron.context_parallel.attention.attend import tiled_attention
 from megatron.context_parallel.attention.kernels.sums import KeyGradients
 from megatron.context_parallel.attention.ring import KeyBlock
-from megatron.context_parallel.attention.ring_plan import RingPlan, ring_plan
+from megatron.context_parallel.attention.ring_plan import RingPlan, attention_plan
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.spans import Spans
 from megatron.context_parallel.layout.tiles import tiles
@@ -150,7 +150,7 @@ def share_of_rank(ends: tuple[int, ...], rank: int, args: argparse.Namespace) ->
     """The tiles of one ring rank, with keys and values read from this process's memory."""
     layout = cp.SequenceLayout(ends[-1], abstract_grid(ring=RANKS), "documents", document_ends=ends)
     mask = cp.Documents(ends)
-    plan = ring_plan(layout, mask, rank)
+    plan = attention_plan(layout, mask).ring(rank=rank)
     q, k, v, dout = tensors(ends[-1], args)
     mine = [_rows(x, layout.ring_spans(rank)).requires_grad_() for x in (q, k, v)]
     source = LocalSource(plan, layout, k, v)
@@ -176,7 +176,7 @@ class LocalSource:
 
     def blocks(self, k: Tensor, v: Tensor, own: KeyGradients | None = None) -> Iterator[KeyBlock]:
         for index, (hop, *kv) in enumerate(self.held):
-            yield KeyBlock(*kv, hop, grads=KeyGradients(k, v, hop.grads_out) if index else own)
+            yield KeyBlock(*kv, hop, grads=KeyGradients(*kv) if index else own)
 
 
 def _rows(x: Tensor, spans: Spans) -> Tensor:

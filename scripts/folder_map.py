@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Write the list of folders in docs/inside/architecture.md, from what each folder's __init__.py says first.
+"""Write the list of folders in docs/inside/architecture.md, from the first sentence of each folder's __init__.py.
 
     python scripts/folder_map.py
 
@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "inside" / "architecture.md"
 START, END = "<!-- written by scripts/folder_map.py -->", "<!-- end -->"
-ENOUGH = 4  # words before a colon that say the idea by themselves
+MIN_WORDS = 4  # the part before a colon stands alone if it has this many words
 
 
 def table() -> str:
@@ -25,9 +25,9 @@ def table() -> str:
     for file in sorted(files, key=lambda file: file.parent):
         text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
         sentence = " ".join(text.split("\n\n")[0].split()).split(". ")[0].split(";")[0].rstrip(".")
-        idea, _, _ = sentence.partition(": ")
+        beginning, _, _ = sentence.partition(": ")
         if sentence:
-            short = idea if len(idea.split()) >= ENOUGH else sentence
+            short = beginning if len(beginning.split()) >= MIN_WORDS else sentence
             lines.append(f"- `{file.parent.relative_to(ROOT)}/`: {short}")
     return "\n".join(lines) + "\n"
 

@@ -63,7 +63,7 @@ class Event:
 
 @dataclass
 class Memory:
-    """The place of a tensor, without keeping the tensor alive."""
+    """Where a tensor's memory is. It does not keep the tensor alive."""
 
     storage: Callable[[], Any]
     layout: tuple
@@ -86,7 +86,7 @@ class Memory:
 
 @dataclass
 class Copy:
-    """``ordered``: it comes after compute's earlier work. ``then`` is called when it has happened."""
+    """A copy that has not happened. ``ordered``: compute's earlier work is done first. ``then``: called afterwards."""
 
     to: Memory
     source: Memory
@@ -170,12 +170,12 @@ class Adversary(Streams):
         for name, queue in self.queues.items():
             lost = [item for item in queue.todo if isinstance(item, Copy) and item.touches(block.ctypes.data)]
             if lost:
-                self.faults.append(f"{name}: a host block went back to the system before its copies")
+                self.faults.append(f"{name}: a host block was returned to the system before its copies")
                 queue.todo.clear()
                 queue.done = queue.given
 
     def lent(self, host: Tensor) -> None:
-        """A host block has a new owner: its contents are lost when the copies of the last one are done."""
+        """Note that a host block has a new owner: it becomes NaN when the copies of the previous owner are done."""
         block = host.untyped_storage().data_ptr()
         pending = [c for q in self.queues.values() for c in q.todo if isinstance(c, Copy) and c.touches(block)]
         memory, left = Memory.of(host), [len(pending)]
@@ -282,5 +282,5 @@ def call_sites(folder: Path) -> list[str]:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ORDERING:
                 if ast.unparse(node.func.value).split(".")[-1] == "streams":
                     result.append(f"{path.name}:{node.lineno} {node.func.attr}")
-    assert len(result) == len(set(result)), "two calls of one kind in one line cannot be told apart"
+    assert len(result) == len(set(result)), "two calls of one kind in one line cannot be distinguished"
     return sorted(result)

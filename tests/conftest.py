@@ -20,7 +20,7 @@ from tests.shared import Shared  # noqa: E402
 
 settings.load_profile("ci")  # --hypothesis-profile is read later and replaces it
 
-LEFT = pytest.StashKey[dict[str, int]]()
+DESELECTED = pytest.StashKey[dict[str, int]]()
 SLOW = {  # files of tests/unit that --quick leaves out, except tests marked ``quick``
     "test_dry_run.py",
     "test_whole_step.py",
@@ -71,7 +71,7 @@ def schedules(pytestconfig: pytest.Config) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[LEFT] = {}
+    config.stash[DESELECTED] = {}
     if config.getoption("--quick") and config.getoption("--full"):
         raise pytest.UsageError("--quick and --full: leave one out")
 
@@ -80,18 +80,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Deselect tests that were not requested; without a GPU skip those that need one (all of tests/gpu)."""
     import torch
 
-    left = {} if config.getoption("--full") else {"--full": [item for item in items if item.get_closest_marker("full")]}
+    more = {}
+    if not config.getoption("--full"):
+        more["with --full"] = [item for item in items if item.get_closest_marker("full")]
     if config.getoption("--quick"):
-        left["a run without --quick"] = [
-            item for item in items if not quick(item) and not item.get_closest_marker("full")
-        ]
-    gone = {item for some in left.values() for item in some}
-    if gone:
-        items[:] = [item for item in items if item not in gone]
-        config.hook.pytest_deselected(items=list(gone))
-    config.stash[LEFT] = {option: len(some) for option, some in left.items() if some}
+        more["without --quick"] = [item for item in items if not quick(item) and not item.get_closest_marker("full")]
+    deselected = {item for some in more.values() for item in some}
+    if deselected:
+        items[:] = [item for item in items if item not in deselected]
+        config.hook.pytest_deselected(items=list(deselected))
+    config.stash[DESELECTED] = {option: len(some) for option, some in more.items() if some}
     if hasattr(config, "workeroutput"):  # of pytest-xdist: reported to its controller at the end
-        config.workeroutput["left"] = config.stash[LEFT]
+        config.workeroutput["deselected"] = config.stash[DESELECTED]
     if torch.cuda.is_available():
         return
     no_gpu = pytest.mark.skip(reason="no GPU")
@@ -116,9 +116,10 @@ def _little_to_collect() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    node.config.stash[LEFT].update(getattr(node, "workeroutput", {}).get("left", {}))
+    node.config.stash[DESELECTED].update(getattr(node, "workeroutput", {}).get("deselected", {}))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    if left := config.stash[LEFT]:
-        terminalreporter.write_line("left for " + ", ".join(f"{option}: {count}" for option, count in left.items()))
+    if more := config.stash[DESELECTED]:
+        counts = ", ".join(f"{count} {option}" for option, count in more.items())
+        terminalreporter.write_line(f"more tests run: {counts}")

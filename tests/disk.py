@@ -70,7 +70,7 @@ class Record:
         return Record(self.root, events, self.contents | other.contents)
 
     def without(self, number: int) -> Record:
-        """The same record without the sync of this event."""
+        """The record without the sync of event ``number``."""
         events = list(self.events)
         events[number] = Event(events[number].at, events[number].entries)
         return Record(self.root, events, self.contents)
@@ -100,7 +100,7 @@ class Recorder:
         os.close(self._number)
 
     def promise(self, words: str) -> None:
-        """Record that the user is now told that the work so far is saved."""
+        """Record that the program has reported its work so far as saved."""
         with self._alone():
             self._note(label=words, promise=True)
 
@@ -190,7 +190,7 @@ class Cut:
     """A power cut at one moment.
 
     Attributes:
-        number: that of the last event before it.
+        number: the number of the last event before the cut.
         logical: the folder's contents as processes saw them.
         promises: earlier promises, each with the number of its event.
         states: the possible states of the disk.
@@ -410,9 +410,9 @@ def try_all_cuts(record: Record, judge: Judge, since: int = 0) -> Verdict:
 def prove(records: Mapping[str, tuple[Record, Judge]]) -> list[str]:
     """Check that no cut of any record leaves a bad state, and that each sync is needed for that.
 
-    Without one of its calls there must be a bad state. (This need not hold for every single call, because what one call
-    writes another may write too.) A sync that is not needed shows that the judge overlooks something, or that the
-    program syncs for nothing. Returns a line for each record.
+    A sync is needed if, without one of its calls, there is a bad state. (Not every call must be needed, because another
+    call may write the same.) A sync that is not needed shows that the judge overlooks something, or that the program
+    syncs for nothing. Returns a line for each record.
     """
     needed, needless, lines = set(), set(), []
     for name, (record, judge) in records.items():

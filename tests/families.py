@@ -112,7 +112,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def small_model(family: str) -> PreTrainedModel:
-    """A random model in evaluation mode whose weights all matter. ValueError: it cannot be made small."""
+    """A random model in evaluation mode whose weights all affect its output. Raises ValueError if it stays large."""
     torch.manual_seed(3)
     config = CONFIG_MAPPING[family](**small_config(CONFIG_MAPPING[family]))
     config._attn_implementation = "eager"
@@ -239,18 +239,17 @@ def last_bit(family: str, batch: dict[str, Tensor], expected: Outcome) -> Iterab
 
 
 def message(error: BaseException) -> str:
-    """A text in one line."""
+    """The error's text in one line."""
     text = " ".join(str(error).split())
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"[:300]
 
 
 # Checks on one process with transformers alone that a refusal's reason is true.
-#
-# The masks that a model makes, the arguments of attention, and the outputs that change with one token: an attention
-# function that computes like transformers' records them.
+# An attention function that computes like transformers' records the masks that a model makes, the arguments of
+# attention, and the outputs that change with one token.
 
 
-RECORDER = "records_what_attention_is_asked"
+RECORDER = "records_attention_calls"
 TOKENS = torch.arange(3, 27)[None]
 PLACE = 8  # of the token that is changed
 
@@ -313,7 +312,7 @@ def changed(tokens: Tensor) -> Tensor:
 
 
 def tokens_mix(model: PreTrainedModel, _: re.Match) -> bool:
-    """A token changes outputs of others, although in attention each sees only itself."""
+    """A token changes outputs of other tokens, although in attention each token sees only itself."""
     others = moved(*(observe(model, tokens, alone=True)[0] for tokens in (TOKENS, changed(TOKENS))))
     return bool(others.index_fill(0, torch.tensor(PLACE), False).any())
 
@@ -337,7 +336,7 @@ def mask_is_ruled(model: PreTrainedModel, _: re.Match) -> bool:
 
 
 def selects_keys(model: PreTrainedModel, _: re.Match) -> bool:
-    """Outputs change if its indexers select all keys."""
+    """Outputs change if the model's indexers select all keys."""
     with torch.no_grad():
         before = model(TOKENS).logits
         for module in model.modules():
@@ -353,7 +352,7 @@ def own_attention(model: PreTrainedModel, match: re.Match) -> bool:
 
 
 def goes_by_place(model: PreTrainedModel, _: re.Match) -> bool:
-    """Two exchanged tokens with their positions get other outputs, although each sees only itself."""
+    """Outputs change if two tokens are exchanged with their positions, although each token sees only itself."""
     order = torch.arange(TOKENS.size(1))
     order[[PLACE, -1]] = order[[-1, PLACE]]
     positions = torch.arange(TOKENS.size(1))[None]
@@ -370,7 +369,7 @@ def counts_otherwise(model: PreTrainedModel, _: re.Match) -> bool:
 
 
 def takes_none(model: PreTrainedModel, match: re.Match) -> bool:
-    """transformers refuses it too."""
+    """transformers refuses the argument too."""
     try:
         model(input_ids=TOKENS, **{match[1]: torch.arange(TOKENS.size(1))[None]})
     except TypeError as error:
@@ -385,7 +384,7 @@ def sees_later(model: PreTrainedModel, _: re.Match) -> bool:
 
 
 def other_loss(model: PreTrainedModel, _: re.Match) -> bool:
-    """Its own loss is not the cross entropy of its own logits for the next token."""
+    """The model's own loss is not the cross entropy of its logits for the next token."""
     with torch.no_grad():
         result = model(input_ids=TOKENS, labels=TOKENS)
     expected = F.cross_entropy(result.logits[0, :-1], TOKENS[0, 1:])

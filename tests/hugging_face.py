@@ -127,7 +127,8 @@ def averaged(grads: dict[str, Tensor], group: dist.ProcessGroup | None) -> dict[
 def errors(result: Outcome, expected: Outcome) -> dict[str, float]:
     """The largest errors, relative to the largest entry.
 
-    Gradients of only rounding errors are left out: a bias of keys without RoPE shifts all scores of a query equally.
+    Gradients that are only rounding errors are left out: without RoPE, a bias of keys shifts all scores of a query
+    equally.
     """
     assert set(result.grads) == set(expected.grads)
     pairs = {"logits": (result.logits, expected.logits), "loss": (result.loss, expected.loss)}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-# For these only on or off matters (1 is off), not the value. For other settings each value counts.
+# Settings of which only on or off matters (1 is off). For other settings each value counts.
 AMOUNTS = (
     "--tensor-model-parallel-size",
     "--ulysses-parallel-size",
@@ -24,7 +24,7 @@ AMOUNTS = (
     "--ffn-chunks",
     "--loss-chunks",
 )
-# Ignored: they follow from others, or only shorten a run.
+# Settings that are ignored, because they follow from others or only shorten a run.
 PLAIN = (
     "--fpdt",
     "--group-query-attention",
@@ -35,7 +35,7 @@ PLAIN = (
     "--global-batch-size",
     "--recompute-num-layers",
 )
-# These interact; for any other setting one occurrence is enough.
+# Settings that interact; for any other setting one occurrence is enough.
 AXES = ("--tensor", "--ulysses", "--ring", "--pipeline", "--zero", "--fpdt", "saved --", "loaded --")
 
 

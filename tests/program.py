@@ -25,7 +25,7 @@ GRACE = 10.0  # seconds for the other ranks to end after one has failed
 def run_forked(
     script: Path, argv: Sequence[str], environment: Mapping[str, str], timeout: float = 100
 ) -> subprocess.CompletedProcess:
-    """Run ``python script *argv`` without the time for its imports.
+    """Run ``python script *argv`` in a fork, which saves the time of its imports.
 
     ``timeout``: seconds on a quiet machine; it is longer on a busy one.
     """
@@ -35,7 +35,7 @@ def run_forked(
 def run_ranks(
     script: Path, argv: Sequence[str], environment: Mapping[str, str], ranks: int, timeout: float = 100
 ) -> list[subprocess.CompletedProcess]:
-    """Run ``torchrun --nproc-per-node ranks script *argv``; returns results by rank. If one fails, the rest are ended.
+    """Run ``torchrun --nproc-per-node ranks script *argv``; returns results by rank. If one fails, all end.
 
     As under torchrun, the ranks use a store; it is in this process, at a free port.
     """
@@ -76,7 +76,7 @@ def start_forked(script: Path, argv: Sequence[str], environment: Mapping[str, st
 def run_each(
     script: Path, argv: Sequence[str], environments: Sequence[Mapping[str, str]], timeout: float = 100
 ) -> list[subprocess.CompletedProcess]:
-    """Run the script once in each environment; if one fails, the rest are ended after a while."""
+    """Run the script once in each environment; if one fails, the others are ended after a while."""
     command = [str(script), *argv]
     with tempfile.TemporaryDirectory() as folder:
         folders = [Path(folder, str(number)) for number in range(len(environments))]

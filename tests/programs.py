@@ -270,8 +270,8 @@ class _Noise(torch.autograd.Function):
 
 def run_plain(program: Program, noisy: int | None = None) -> dict[str, Tensor]:
     """All results in float64; with ``noisy``, every operation adds rounding noise of the program's precision."""
-    # A sum of n products in float32 is exact to n units. Under autocast both factors of a product, the product and
-    # its gradient are rounded to bfloat16, each by half a unit at most.
+    # The rounding error of a sum of n products in float32 is at most n units. Under autocast both factors of a
+    # product, the product and its gradient are rounded to bfloat16, each by half a unit at most.
     unit = max(WIDTH, program.length) * 2.0**-24 + (4 * 2.0**-9 if program.dtype == "autocast" else 0.0)
     draw = None if noisy is None else torch.Generator().manual_seed(noisy)
 
@@ -290,7 +290,8 @@ def run_plain(program: Program, noisy: int | None = None) -> dict[str, Tensor]:
 def bounds(program: Program, exact: dict[str, Tensor]) -> dict[str, float]:
     """The tolerance of each result: in float64, 1e-10 of its largest entry, or 1e-10 if that is larger.
 
-    Otherwise it is four times the largest deviation (norm) of six results with random rounding of the program's size.
+    In other dtypes: four times the largest deviation (norm) of six results with random rounding of the program's
+    precision.
     """
     if program.dtype == "float64":
         return {name: 1e-10 * max(1.0, float(x.abs().max())) for name, x in exact.items()}

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of the program under the checker of types, in one process with a fake group of DP 2 x CP 2 x TP 2.
 
-Prints a line for each part: "right" or the first line of the error of types. tests/unit/test_types.py reads it.
+Prints one JSON object, which tests/unit/test_types.py reads: for each part "right" or the first line of its error.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -20,9 +21,10 @@ from spmd_types.checker import typecheck
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import megatron.context_parallel as cp
-import tests.distribution_types  # noqa: F401 (adds the types)
 from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
+from megatron.context_parallel.huggingface.decoder_loss import sum_for_averaged_gradients
 from megatron.platform import cpu
+from tests import distribution_types
 
 EVERY = {"dp": V, "cp": V, "tp": V}
 
@@ -42,8 +44,8 @@ def main() -> int:
     grid = {kind: cp.Grid.from_groups(**{kind: groups["cp"]}, context=groups["cp"], tensor=groups["tp"],
                                       data=groups["dp"]) for kind in ("ulysses", "ring")}  # fmt: skip
     with spmd.set_current_mesh({name: spmd.MeshAxis.of(group) for name, group in groups.items()}), typecheck():
-        for name, part in parts(grid, groups):
-            print(f"{name}: {verdict(part)}")
+        verdicts = {name: verdict(part) for name, part in parts(grid, groups)}
+    print(json.dumps({"verdicts": verdicts, "ran": sorted(distribution_types.RAN)}))
     return 0
 
 
@@ -51,12 +53,12 @@ def verdict(part: Callable[[], Any]) -> str:
     try:
         part()
     except spmd.SpmdTypeError as error:
-        return "wrong: " + next(line for line in str(error).splitlines() if line.strip())[:150]
+        return next(line for line in str(error).splitlines() if line.strip())
     return "right"
 
 
 def parts(grids: dict[str, cp.Grid], groups: dict[str, Any]):
-    """(name, function): each right part, and the same with an error."""
+    """(name, function) of each correct part, and of the same part with an error."""
     whole = {"dp": V, "cp": R, "tp": V}
     for kind, grid in grids.items():
         for gathered in (False, True) if kind == "ring" else (False,):
@@ -87,13 +89,20 @@ def parts(grids: dict[str, cp.Grid], groups: dict[str, Any]):
         yield f"{name}, gradients summed over DP alone", lambda sp=sp: mlp(groups["tp"], sp, reduced=("dp",))
     yield "MLP, row layer not reduced", lambda: mlp(groups["tp"], False, row=False)
     yield "MLP, TP-sp, norm not marked", lambda: mlp(groups["tp"], True, marked=False)
-    for name, one, other in (("DP then CP", "dp", "cp"), ("DP twice", "dp", "dp"), ("DP then TP", "dp", "tp")):
+    for name, one, other in (("DP then CP", "dp", "cp"), ("DP twice", "dp", "dp")):
         def sums(one: str = one, other: str = other) -> None:
             gradient = typed(torch.randn(4), {"dp": P, "cp": P, "tp": V}, False)
             for axis in (one, other):
                 dist.all_reduce(gradient, group=groups[axis])
 
         yield f"gradients summed over {name}", sums
+    layout = cp.SequenceLayout(32, grids["ulysses"])
+    for name, local in (("", V), (" of equal parts", R)):
+        types = {**EVERY, "cp": local}
+        yield f"gathered sequence{name}", lambda types=types: layout.gather(typed(torch.randn(16, 8), types))
+        yield f"sum for averaged gradients{name}", lambda types=types: sum_for_averaged_gradients(
+            layout.grid.context, typed(torch.randn(()), types)
+        )
     for name, shared in (("summed over TP", R), ("not summed over TP", I)):
         def norm(shared: Any = shared) -> None:
             weight = typed(torch.ones(8), {"tp": shared, "cp": R, "dp": R})

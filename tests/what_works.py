@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tests.distributed import test_dropout, test_fpdt, test_rope, test_training
 
-# Heading: words of a command line, of which a case has at least one. An axis of size 1 does not count.
+# Heading: words; a case counts if its command line has at least one of them. An axis of size 1 does not count.
 SETTINGS = {
     "TP": ("--tensor-model-parallel-size",),
     "Ulysses": ("--ulysses-parallel-size",),

@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--grid", action="append", default=[], metavar="AXIS=N,...", help="a grid to compare; may be given again"
     )
-    options.add_argument("--sees", action="store_true", help="also change single tokens, and see which outputs move")
+    options.add_argument("--sees", action="store_true", help="also change single tokens, to see which outputs change")
     options.add_argument("--picture", metavar="FILE", help="write a picture: parameters by grids, coloured by error")
     options.add_argument("--processes", type=int, default=4, metavar="N", help="most processes of a grid (default: 4)")
     options.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="command, FILE.py:NAME or file")

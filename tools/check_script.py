@@ -3,7 +3,7 @@
 """Report whether this program accepts the training commands of a launch script, without starting anything.
 
     python tools/check_script.py train_llama.sh
-    python tools/check_script.py --processes 64 train_llama.sh 8B /data   # what follows the script is the script's
+    python tools/check_script.py --processes 64 train_llama.sh 8B /data   # 8B and /data are the script's arguments
 
 The script runs in bash with stand-ins for every program: calls of torchrun, deepspeed, srun, python and all others are
 recorded, not started. What the script writes goes to a folder that is deleted; jobs that it submits by sbatch are

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.context_parallel.attention.ring_plan import Hop, RingPlan, ring_plan
+from megatron.context_parallel.attention.ring_plan import Hop, RingPlan, attention_plan
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import count
@@ -50,13 +50,13 @@ def draw_ring(figure: Any, layouts: list[SequenceLayout], mask: Mask) -> None:
     """For every rank and hop, the key block that the rank holds: sent parts in colour, parts never sent pale."""
     for axes, layout in zip(figure.subplots(1, len(layouts), squeeze=False)[0], layouts):
         ring, block = layout.grid.ring.size, layout.seq_length // layout.grid.ring.size
-        plans = [ring_plan(layout, mask, rank) for rank in range(ring)]
+        plans = [attention_plan(layout, mask).ring(rank=rank) for rank in range(ring)]
         for plan in plans:
             for number, hop in enumerate(plan.hops):
                 _draw_hop(axes, plan, number, hop, ring, block)
         sent = sum(count(hop.held) for plan in plans for hop in plan.hops[1:])
         share = sent / (ring * (ring - 1) * block) if ring > 1 else 0.0
-        towards = "up" if plans[0].next == 1 % ring else "down"
+        towards = "up" if ring < 3 or plans[0].step == 1 else "down"
         axes.set_title(
             f"{layout.balance}: blocks travel {towards} the ranks,\n{share:.0%} of what a full ring would send",
             fontsize=12, color=INK, pad=10,

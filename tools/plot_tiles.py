@@ -10,7 +10,7 @@
     python tools/plot_tiles.py --show gallery --output gallery.png
 
 The flags of masks are those of a training run. All shapes come from the code that a training run uses: SequenceLayout,
-ring_plan and tiles.
+ring_plan.py and tiles.py.
 """
 
 from __future__ import annotations

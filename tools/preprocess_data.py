@@ -50,7 +50,7 @@ class Bar(tqdm):
 
 
 def core() -> Any:
-    """megatron-core's module of .bin/.idx files. Its import takes seconds, so --help and refusals do without."""
+    """megatron-core's module of .bin/.idx files. Its import takes seconds, so --help and refusals do not import it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # core warns at import about packages that are not installed
         from megatron.core.datasets import indexed_dataset

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Outlines of the tiles that a rank computes, in the plane of key position (x) and query position (y), for pictures.
 
-The tiles come from ring_plan, or from the loops over chunks; only their outlines are computed here.
+The tiles come from the plan of attention, or from the loops over chunks; only their outlines are computed here.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.context_parallel.attention.ring_plan import ring_plan
+from megatron.context_parallel.attention.ring_plan import attention_plan
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
-from megatron.context_parallel.layout.spans import Span, count, positions
-from megatron.context_parallel.layout.tiles import Tile, tiles
+from megatron.context_parallel.layout.spans import Span, Spans, count, positions
+from megatron.context_parallel.layout.tiles import Tile, Tiles, tiles
 
 Outline = list[tuple[int, int]]
 """Corners of a polygon, (key position, query position); a pair of tokens is a square of area 1."""
@@ -38,35 +38,35 @@ class Shape:
     allowed: list[Outline]
 
 
-def computed(layout: SequenceLayout, mask: Mask, rank: int) -> Iterator[tuple[int, Tile]]:
-    """(step, tile) of ring rank ``rank``, in the order of a training run."""
+def computed(layout: SequenceLayout, mask: Mask, rank: int) -> Iterator[tuple[int, Tiles]]:
+    """(step, tiles) of ring rank ``rank``, in the order of a training run."""
     if layout.chunks == 1:
-        for number, hop in enumerate(ring_plan(layout, mask, rank).hops):
-            for tile in hop.tiles:
-                yield number, tile
+        for number, hop in enumerate(attention_plan(layout, mask).ring(rank=rank).hops):
+            yield number, hop.tiles
         return
     for key in range(layout.chunks):
-        for hop in ring_plan(layout, mask, rank, chunk=key).hops:
+        for hop in attention_plan(layout, mask).ring(rank=rank, chunk=key).hops:
             keys = layout.chunk_spans(key, hop.source)
             for query in range(layout.chunks):
-                for tile in tiles(layout.chunk_spans(query, rank), keys, mask):
-                    yield key, tile
+                yield key, tiles(layout.chunk_spans(query, rank), keys, mask)
 
 
 def shapes(layout: SequenceLayout, mask: Mask, rank: int) -> list[Shape]:
     """Everything that ring rank ``rank`` computes."""
     result = []
-    for step, tile in computed(layout, mask, rank):
-        around = outlines(tile)
-        result.append(Shape(step, tile, around, allowed_pairs(tile, mask) if tile.masked else around))
+    for step, together in computed(layout, mask, rank):
+        for tile in together:
+            at = together.q_at(tile), together.k_at(tile)
+            around = outlines(tile, *at)
+            result.append(Shape(step, tile, around, allowed_pairs(tile, *at, mask) if tile.masked else around))
     return result
 
 
-def outlines(tile: Tile) -> list[Outline]:
+def outlines(tile: Tile, q_at: Spans, k_at: Spans) -> list[Outline]:
     """Around a tile: one polygon for each run of queries and run of keys in it."""
     polygons = []
-    for q_row, q in _with_rows(tile.q_at):
-        for k_row, k in _with_rows(tile.k_at):
+    for q_row, q in _with_rows(q_at):
+        for k_row, k in _with_rows(k_at):
             width = k[1] - k[0]
             edges = []  # (query position, first key, end of keys)
             for y in range(*q):
@@ -80,9 +80,9 @@ def outlines(tile: Tile) -> list[Outline]:
     return polygons
 
 
-def allowed_pairs(tile: Tile, mask: Mask) -> list[Outline]:
+def allowed_pairs(tile: Tile, q_at: Spans, k_at: Spans, mask: Mask) -> list[Outline]:
     """The pairs of a masked tile that the mask permits, as boxes of one row each."""
-    q, k = (positions(at, torch.device("cpu")) for at in (tile.q_at, tile.k_at))
+    q, k = (positions(at, torch.device("cpu")) for at in (q_at, k_at))
     allowed = mask.allowed(q[:, None], k[None])
     allowed = {"full": allowed, "causal": allowed.tril(), "anticausal": allowed.triu()}[tile.kind]
     boxes = []

@@ -134,11 +134,11 @@ def aligned(ours: list[str], theirs: list[str]) -> list[tuple[int, int]] | None:
                 x += 1
             reach[k] = x
             if x >= n and x - k >= m:
-                return _walked_back(trail, n, m)
+                return _backtracked(trail, n, m)
     return None
 
 
-def _walked_back(trail: list[dict[int, int]], x: int, y: int) -> list[tuple[int, int]]:
+def _backtracked(trail: list[dict[int, int]], x: int, y: int) -> list[tuple[int, int]]:
     pairs = []
     for edits in range(len(trail) - 1, -1, -1):
         reach, k = trail[edits], x - y

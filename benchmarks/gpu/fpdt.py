@@ -37,8 +37,8 @@ def copies(stage: Stage, chunk: int) -> Figures | None:
     host = ((read(stage.folder, "rates") or {}).get("cases", {}).get("host", {})).get("bytes_per_second")
     if not host or "seconds" not in on_host or "seconds" not in on_device:
         return None
-    took = max(on_host["to_host"], on_host["to_device"]) / host  # the two directions overlap
+    copying = max(on_host["to_host"], on_host["to_device"]) / host  # the two directions overlap
     exposed = max(0.0, on_host["seconds"] - on_device["seconds"])
     by_profile = on_host.get("profile", {}).get("hidden_copies")
-    hidden = 1 - min(exposed / took, 1.0) if took else None
-    return {"copy_seconds": took, "exposed_seconds": exposed, "hidden": hidden, "hidden_by_profiler": by_profile}
+    hidden = 1 - min(exposed / copying, 1.0) if copying else None
+    return {"copy_seconds": copying, "exposed_seconds": exposed, "hidden": hidden, "hidden_by_profiler": by_profile}

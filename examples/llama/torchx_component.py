@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llama 3 8B as a TorchX component, for any scheduler that TorchX knows:
+"""Llama 3 8B as a TorchX component, for any scheduler that TorchX supports:
 
 torchx run -s slurm examples/llama/torchx_component.py:pretrain --nnodes 4
 torchx run -s kubernetes --cfg queue=default examples/llama/torchx_component.py:pretrain --nnodes 1:4 --image IMAGE

@@ -80,7 +80,7 @@ def draw_rows(
             axes.spines[["top", "right"]].set_visible(False)
         for axes in list(panels):
             axes.axis("off")
-        if not over:  # below, because bars fill their panels
+        if not over:  # the legend goes below the panels, because bars fill them
             from matplotlib.patches import Patch
 
             marks = [Patch(color=COLOURS[name], label=name) for name in _sources(rows)]
@@ -132,8 +132,9 @@ def _lines(axes: Any, rows: list[Row], over: str, varying: set[str], names: list
 
 def _series(row: Row, varying: set[str]) -> str:
     """Which line a row belongs to: the values of its labels that are in ``varying``."""
-    rest = {column: value for column, value in row.label.items() if column in varying}
-    return ", ".join(f"{column.replace('_', ' ')} {text(v)}" if is_number(v) else str(v) for column, v in rest.items())
+    labels = {column: v for column, v in row.label.items() if column in varying}
+    names = (f"{column.replace('_', ' ')} {text(v)}" if is_number(v) else str(v) for column, v in labels.items())
+    return ", ".join(names)
 
 
 def _sources(rows: Sequence[Row]) -> list[str]:

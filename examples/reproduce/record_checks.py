@@ -6,8 +6,8 @@ with a checksum of the test half in which all changes are undone. A change that 
 
 Runs after the freeze: ``published/after_freeze.json`` holds runs that were read after constants and model had been
 frozen, each with the tokens per second and GPU that were predicted when it was entered. They are never fitted. Enter a
-run without ``predicted``; then ``python examples/reproduce/records.py --predict`` adds it, and never changes an
-existing one.
+run without ``predicted``; then ``python examples/reproduce/records.py --predict`` adds the prediction. It never
+changes an existing prediction.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ def edits_table(constants: Constants) -> list[str]:
     now, first = test_half(), [undone(record) for record in test_half()]
     result = predictions(constants, [run for run in first if not run.unpriced])
     lines = [
-        f"With all changes undone, and without {len(first) - len(result)} runs unpriced at once, the error of "
-        f"the {len(result)} runs left is {mean_of_records(result):.1f} %, of sources {mean_of_sources(result):.1f} %, "
-        f"and in tokens per second {mean_of_rates(result):.1f} %.",
+        f"With all changes undone, {len(first) - len(result)} runs are not priced. The error of the other "
+        f"{len(result)} is {mean_of_records(result):.1f} % over runs, {mean_of_sources(result):.1f} % over sources and "
+        f"{mean_of_rates(result):.1f} % in tokens per second.",
         "",
         "| source | runs | change | their error without it, with it, % | why |",
         "|---" * 5 + "|",

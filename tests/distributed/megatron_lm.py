@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from tests.distributed.training_runs import make_job
 
-# Parts of core that our models do not use: its attention and RoPE.
+# megatron-core's attention and RoPE, which our models do not use.
 ON_CPU = (
     "models.common.embeddings.rotary_pos_embedding",
     "models.common.embeddings.rope_utils",
@@ -42,8 +42,8 @@ class Megatron:
 def engine_spec(normalization: str) -> Any:
     """A layer whose modules, parameters and extra states have Transformer Engine's names and order, computed by torch.
 
-    There the norm before a linear layer is part of that layer, its weight comes first, and every module has bytes that
-    it pickles itself.
+    In Transformer Engine the norm before a linear layer is part of that layer, the norm's weight comes first, and every
+    module pickles an extra state.
     """
     import io
 

@@ -65,11 +65,11 @@ class Pool:
         self._workers: dict[int, Worker] = {}
         self._jobs = 0
         self._folder = Path(tempfile.mkdtemp(prefix="pool-"))
-        # One store for all jobs: no port is ever chosen twice, and a dead rank cannot take it down.
+        # One store for all jobs: only one port is chosen, and the store survives a dead rank.
         self._store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=patience(60))
         )
-        atexit.register(self.close)  # before multiprocessing's own, which would wait for the workers
+        atexit.register(self.close)  # runs before multiprocessing's handler, which would wait for the workers
 
     def run(self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, **kwargs: Any) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on ``world_size`` ranks; the return values by rank, or RankError.
@@ -84,7 +84,7 @@ class Pool:
         try:
             self._start(world_size)
             self._jobs += 1
-            # gloo's own timeout lies behind ours, so that a hang is reported with the stacks of all ranks
+            # gloo's timeout is longer than ours, so that a hang is reported with the stacks of all ranks
             test = os.environ.get("PYTEST_CURRENT_TEST", "")
             request = pickle.dumps((self._jobs, world_size, timeout + 30, test, payload))
             answers, failures = self._serve(world_size, request, timeout)

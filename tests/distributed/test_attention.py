@@ -31,7 +31,7 @@ def compare_with_dense(ulysses, ring, heads, kv_heads, batch, length, balance, m
     shape = (length, batch)
     q = torch.randn(*shape, heads, 8, generator=generator, dtype=torch.float64)
     k, v = (torch.randn(*shape, kv_heads, 8, generator=generator, dtype=torch.float64) for _ in range(2))
-    # A gradient with another memory order, to detect code that ignores strides.
+    # The output's gradient has another memory order, to detect code that ignores strides.
     dout = torch.randn(batch, 8, heads, length, generator=generator, dtype=torch.float64).permute(3, 0, 2, 1)
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
     expected = dense_attention(*whole, mask == "causal")

@@ -199,7 +199,7 @@ def test_evaluation_names_the_same_bad_document(corpus, tmp_path):
     assert line.startswith(f"error: {corpus}.bin: document {document} holds token id 5000")
 
 
-# The same bad batches are left out on every grid, and the rest of the run is as without them.
+# The same bad batches are left out on every grid, and the run continues as if they did not exist.
 
 
 BAD_BATCH_FLAGS = "--num-layers 2 --train-iters 7 --global-batch-size 2 --micro-batch-size 1 --log-interval 1"
@@ -211,7 +211,7 @@ BAD_BATCH_GRIDS = (
 
 
 class Poisoned(Dataset):
-    """One sample makes the loss infinite, or has only one label."""
+    """A dataset of which one sample makes the loss infinite, or has only one label."""
 
     def __init__(self, dataset: Any, number: int, kind: str) -> None:
         self.dataset, self.number, self.kind = dataset, number, kind

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cp.certify``: planted errors are found and placed; right programs are not accused."""
+"""``cp.certify`` reports planted errors with their module, and reports nothing for correct programs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 import megatron.context_parallel as cp
+from benchmarks.certify import matrix
 from megatron.context_parallel.certifying.bisecting import bisect
 from megatron.context_parallel.certifying.comparing import compare
 from megatron.context_parallel.certifying.recording import GRADIENT, measure, record
@@ -64,7 +65,7 @@ def test_a_right_program_is_not_accused(pool, name: str) -> None:
     ],
 )
 def test_who_sees_whom(pool, error: str, module: str) -> None:
-    """Two layers of a window of 8 see 14 tokens back; a leak shows which tokens are seen that may not be."""
+    """Two layers of a window of 8 see 14 tokens back; after a leak, the forbidden tokens that are seen are reported."""
     program = Planted(error, layout="contiguous")
     allowed = functools.partial(visible, program)
     certificate = cp.certify(program, [2], mask=allowed, layers=2, edges=ENDS, sees=True, run=pool.run)
@@ -84,6 +85,16 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_not_accused(pool) -> None:
     reference = pool.run(measure, 1, Planted(rope=False), {"ranks": 1}, samples=2)[0]
     noise = reference.noise[GRADIENT, "blocks.0.attention.k.bias"]
     assert noise > 0.1 > 100 * reference.noise[GRADIENT, "blocks.0.attention.q.bias"]
+
+
+@pytest.mark.parametrize("peer, case", [("ours, Ring", "uneven"), ("PyTorch", "1 KV head"), ("PyTorch", "packed")])
+def test_other_libraries(pool, peer: str, case: str) -> None:
+    """The harness of the table of libraries, with those that this test has installed."""
+    cell = matrix.judged(peer, case, {}, pool.run)
+    if case == "packed":
+        assert cell["verdict"] == "refused" and "broadcast" in cell["message"], cell
+    else:
+        assert cell["verdict"] == "right" and 0 < cell["error"] < 1e-5, cell
 
 
 COMMAND = (
@@ -143,7 +154,7 @@ def step(ranks):
 
 @pytest.mark.full
 def test_a_function_of_a_file_in_new_processes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """As a user starts it: right; with a reduction left out; and with an error, which is shown with its traceback."""
+    """A correct program, one without a reduction, and one that raises an error, which is shown with its traceback."""
     words = ["--grid", "ranks=2", "--picture", str(tmp_path / "picture.png"), f"{tmp_path}/program.py:step"]
     for text, code, message in (
         (PROGRAM, 0, "RIGHT: "),

@@ -366,7 +366,7 @@ def test_checkpoints_that_cannot_be_loaded_are_refused_by_name(pool, tmp_path):
     (text,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --optimizer sgd")
     assert "--optimizer adam" in text and "--no-load-optim" in text
     (text,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --vocab-size 200")
-    assert "vocabulary of 302 tokens" in text and "here 201" in text
+    assert "vocabulary of 302 tokens" in text and "this run's tokenizer has 201" in text
     (text,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --ckpt-step 7")
     assert "iter_0000007 is missing" in text and "--ckpt-step" in text
     shutil.rmtree(Path(folder) / "iter_0000001")
@@ -388,7 +388,7 @@ def test_finetune_takes_the_weights_and_starts_at_zero(pool, tmp_path):
         (2, f"{GQA} --zero-stage 1 --bf16"),
         (2, f"{GQA} --zero-stage 3 --bf16"),
         (2, f"{GQA} --tensor-model-parallel-size 2"),
-        (1, f"{GQA} {YARN}"),  # has no weights of its own
+        (1, f"{GQA} {YARN}"),  # YaRN has no weights
     ):
         first, losses = pool.run(weights_only, world, flags, str(tmp_path))[0]
         assert first == 0
@@ -401,7 +401,7 @@ def test_finetune_takes_the_weights_and_starts_at_zero(pool, tmp_path):
 def test_older_checkpoints_are_removed(tmp_path, keep, multiple_of, left):
     from megatron.training.checkpoint.checkpoint_folder import remove_older
 
-    for iteration in (2, 4, 6, 8, 10, 12):  # the last is from a run that went further before it was resumed here
+    for iteration in (2, 4, 6, 8, 10, 12):  # the last one: of a run that was resumed from an earlier checkpoint
         (tmp_path / f"iter_{iteration:07d}").mkdir()
     (tmp_path / "iter_0000002.bak").mkdir()
     (tmp_path / "iter_0000001").symlink_to("iter_0000002.bak")

@@ -181,7 +181,7 @@ def test_converted_weights_compute_what_they_did(pool, tmp_path, capsys, write, 
 
 
 def flip(path):
-    """A bit in the data of the largest record, near the end of the file."""
+    """Flip a bit in the data of the largest record, near the end of the file."""
     data = bytearray(path.read_bytes())
     with zipfile.ZipFile(path) as archive:
         record = max(archive.infolist(), key=lambda one: one.file_size)
@@ -207,7 +207,7 @@ def test_a_flipped_bit_is_found_by_the_sums_that_torch_writes(pool, tmp_path, ca
     assert convert_checkpoint.main(["--from", str(old), "--to", str(tmp_path / "new")]) == 0
     assert "not checked" not in capsys.readouterr().out
     new = tmp_path / "new" / "release"
-    (new / "checksums.json").unlink()  # now it cannot be distinguished from Megatron-LM's
+    (new / "checksums.json").unlink()  # without the list the checkpoint looks like Megatron-LM's
     data = bytearray((new / "__0_0.distcp").read_bytes())
     data[len(data) // 2] ^= 1 << 6
     (new / "__0_0.distcp").write_bytes(data)

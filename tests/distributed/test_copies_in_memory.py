@@ -146,7 +146,7 @@ def exchange_nodes(folder):
     (folder / "node1").rename(folder / "node0")
     (folder / "x").rename(folder / "node1")
     the_file(folder, 0, "iter_0000003.rank_00000").unlink()
-    return "of rank 0 from another node's"
+    return "for rank 0 from another node"
 
 
 def flip_a_bit(folder):
@@ -154,7 +154,7 @@ def flip_a_bit(folder):
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
     path.write_bytes(data)
-    return "of rank 1 from another node's"
+    return "for rank 1 from another node"
 
 
 def flip_a_bit_of_a_header(folder):
@@ -163,7 +163,7 @@ def flip_a_bit_of_a_header(folder):
     data = path.read_bytes()
     assert b'"iteration":"3"' in data
     path.write_bytes(data.replace(b'"iteration":"3"', b'"iteration":"s"'))
-    return "of rank 1 from another node's"
+    return "for rank 1 from another node"
 
 
 def cut_off_while_writing(folder):
@@ -181,7 +181,7 @@ def cut_off_while_writing(folder):
             copy_file.write(newer, [(name, file.get_tensor(name)) for name in file.keys()], about)  # noqa: SIM118
         copy_file.seal(newer)
     os.truncate(the_file(folder, 1, "iter_0000003.rank_00002"), 1000)
-    return "of rank 2 from another node's"
+    return "for rank 2 from another node"
 
 
 HARM = [lose_a_node, flip_a_bit, flip_a_bit_of_a_header, *also_in_full(exchange_nodes, cut_off_while_writing)]
@@ -229,7 +229,7 @@ def test_without_a_complete_newer_step_the_run_continues_from_the_disk(pool, nod
     lines = [note for note in notes if "in memory" in note]
     assert first == 1 and any(note.startswith("loaded ") and "/c/iter_" in note for note in notes)
     assert len(lines) == bool(reason) and all(reason in line and "\n" not in line for line in lines)
-    assert harm is another_run or not files(folder)  # they are useless now
+    assert harm is another_run or not files(folder)  # the copies are of no more use
 
 
 def without_room(folder, flags):

@@ -192,7 +192,7 @@ def test_what_is_not_computed_is_refused_by_name(of_layer, of_call, words):
 
 
 def arguments_of(file, kind, method):
-    """Arguments of the class of core whose name ends so, read from its source, as Transformer Engine may be missing."""
+    """Arguments of the class of core whose name ends in ``kind``, by its source: Transformer Engine may be missing."""
     tree = ast.parse((Path(megatron.core.__file__).parent / file).read_text())
     (result,) = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name.endswith(kind)]
     (function,) = [node for node in result.body if isinstance(node, ast.FunctionDef) and node.name == method]

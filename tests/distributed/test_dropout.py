@@ -76,7 +76,7 @@ def test_gpt_with_dropout_does_not_depend_on_the_grid(pool, on_one_process, worl
 
 @pytest.mark.parametrize("world, grid", [(2, cp(1, 2)), (1, FPDT)])
 def test_packed_documents_of_several_samples(pool, on_one_process, world, grid):
-    """Each sample has separate tiles and keeps its number."""
+    """Each sample has separate tiles, and draws dropout by its own sample number."""
     model = f"{GQA} {BOTH} --attention-mask document --micro-batch-size 2"
     check(pool, on_one_process, world, model, grid, llama=True, steps=2)
 

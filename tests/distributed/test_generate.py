@@ -189,7 +189,7 @@ TOTAL = 96
 
 
 def forced(flags: str, mask: str, grid: str) -> tuple[Tensor, Tensor | None]:
-    """Logits [b, steps, vocabulary] of every token behind the prompts, decoded; and, on one process, of one pass."""
+    """Logits [b, steps, vocabulary] after the prompts, by decoding and, on one process, by one pass over all tokens."""
     from megatron.inference.decoder import Decoder
     from megatron.training.arguments.parser import parse
     from megatron.training.model.build import build_model

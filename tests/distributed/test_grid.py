@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import megatron.context_parallel as cp
-from megatron.context_parallel.attention.ring import schedule
-from megatron.context_parallel.attention.ring_plan import ring_plan
+from megatron.context_parallel.attention.ring_plan import attention_plan
 from megatron.context_parallel.layout.grid import abstract_grid, make_grid
 from tests.distributed.pool import RankError
 
@@ -136,7 +135,7 @@ def test_a_mesh_that_is_no_grid_is_refused(pool, make):
 
 
 def first_meetings():
-    """The groups with a collective of all ranks while the grid is made, if the backend were NCCL."""
+    """The groups that run a collective of all their ranks while the grid is made, with NCCL assumed as backend."""
     met = []
     with (
         patch.object(dist, "get_backend_config", lambda group: "cuda:nccl"),
@@ -150,6 +149,6 @@ def first_meetings():
 def test_the_ranks_of_a_ring_meet_before_their_first_transfer(pool):
     """NCCL's first collective needs all ranks, but a ring leaves out ranks that need nothing."""
     layout = cp.SequenceLayout(64, abstract_grid(ring=4), "contiguous")
-    first = [schedule(ring_plan(layout, cp.Documents((32, 48, 64)), rank), grads=False)[0] for rank in range(4)]
-    assert [bool(step.keys_out.rows or step.keys_in.rows) for step in first] == [True, True, False, False]
+    first = [attention_plan(layout, cp.Documents((32, 48, 64))).ring(rank=rank).hops[0] for rank in range(4)]
+    assert [bool(hop.keys_out.rows or hop.keys_in.rows) for hop in first] == [True, True, False, False]
     assert pool.run(first_meetings, 4) == [[True]] * 4

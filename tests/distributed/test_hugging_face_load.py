@@ -162,8 +162,8 @@ ROWS = {family: (row["outcome"], row.get("why")) for family, row in read(RESULTS
 SAME_VERSION = pytest.mark.skipif(
     f"transformers {transformers.__version__}," not in TABLE, reason="the page is about another version of transformers"
 )
-# The first takes a view of attention's output, the second has its sizes under text_config; the others are
-# refused, each for another reason.
+# afmoe takes a view of attention's output, and gemma3 has its sizes under text_config. The others are refused, each
+# for another reason.
 USUAL = ("afmoe", "gemma3", "roberta", "marian", "doge", "rwkv", "llama4_text", "blt")
 
 

@@ -119,7 +119,7 @@ def test_spans_cover_the_rows_evenly(rows, chunks):
 def test_a_fixed_loss_scale_changes_nothing(pool, zero, dtype):
     flags = f"--num-layers 2 --zero-stage {zero} {dtype}"
     plain, scaled = (pool.run(run_training, 2, f"{flags} {more}", steps=3) for more in ("", "--loss-scale 1024"))
-    factor = 1 if zero >= 2 or (zero == 0 and not dtype) else 1024  # here core's optimizer unscales later
+    factor = 1 if zero >= 2 or (zero == 0 and not dtype) else 1024  # core's optimizer unscales later
     for (losses, norms, grads), (scaled_losses, scaled_norms, scaled_grads) in zip(plain, scaled):
         assert (scaled_losses, scaled_norms) == (losses, norms)  # powers of two are exact
         assert all(torch.equal(scaled_grads[name], factor * grad) for name, grad in grads.items())

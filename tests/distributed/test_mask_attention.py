@@ -334,13 +334,13 @@ def test_bad_masks_are_refused_by_name(pool):
 
 def test_ranks_out_of_the_window_exchange_nothing():
     """On a contiguous ring with a window, only the next rank gets keys, and only those that it needs."""
-    from megatron.context_parallel.attention.ring_plan import ring_plan
+    from megatron.context_parallel.attention.ring_plan import attention_plan
     from megatron.context_parallel.layout.spans import count
 
     layout = cp.SequenceLayout(1024, abstract_grid(ring=8), "contiguous")
     for rank in range(8):
-        plan = ring_plan(layout, cp.Window(100), rank)
-        sent = [count(hop.forward) for hop in plan.hops]
+        plan = attention_plan(layout, cp.Window(100)).ring(rank=rank)
+        sent = [count(hop.keys_out.rows) for hop in plan.hops]
         assert sent == [100 if rank < 7 else 0] + [0] * 7
         assert [bool(hop.tiles) for hop in plan.hops] == [True, rank > 0] + [False] * 6
 

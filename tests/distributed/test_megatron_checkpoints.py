@@ -34,7 +34,7 @@ def we_go_on(flags, folder, llama=True):
 
 
 KINDS = {
-    # how it was written: processes, grid, form of the optimizer, whether that is distributed, a Llama or a GPT
+    # processes, grid, form of the optimizer, whether the optimizer is distributed, whether the model is a Llama
     "alone, fully_reshardable": (1, "", "fully_reshardable", True, True),
     "TP 2, not distributed": (2, T2, None, False, True),
     "TP 2 x DP 2, dp_reshardable": (4, T2, "dp_reshardable", True, True),
@@ -111,7 +111,7 @@ def megatron_goes_on(flags, folder, llama=True, engine=False):
 
 
 THEIR_GRIDS = [
-    # our grid, Megatron-LM's, a Llama or a GPT, Transformer Engine's layers there
+    # our grid, (processes, grid) of Megatron-LM, whether a Llama, whether with Transformer Engine's layers
     ("ZeRO 3, U 2", (1, ""), True, True),
     ("one process", (4, f"{T2} {P2}"), False, False),
     pytest.param("one process", (4, f"{T2} {P2}"), False, True, marks=pytest.mark.full),
@@ -220,7 +220,7 @@ def wide_states(flags, folder, kind, distributed):
 
 
 def states_of(model, optimizer, distributed):
-    """{canonical name: [main weight, first moment, second moment], flat, as they are}, of one process."""
+    """{canonical name: [main weight, first moment, second moment]} of one process, each flattened, in its dtype."""
     from megatron.training.model.weights import canonical_parameters
 
     part = optimizer.chained_optimizers[0] if hasattr(optimizer, "chained_optimizers") else optimizer

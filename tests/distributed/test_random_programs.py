@@ -57,7 +57,7 @@ def programs() -> st.SearchStrategy[Program]:
 
 
 def check(pool: Pool, some: list[Program], ulysses: int, ring: int) -> None:
-    """Outputs and all gradients of programs on one grid."""
+    """Check outputs and all gradients of programs on one grid."""
     for program, mine in zip(some, pool.run(run_on_ranks, ulysses * ring, some, ulysses, ring, timeout=60)[0]):
         seen["refused" if isinstance(mine, str) else program.dtype] += 1
         if isinstance(mine, str):

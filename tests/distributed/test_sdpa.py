@@ -83,7 +83,7 @@ def test_layers_of_pytorch_are_those_of_one_process(pool, ulysses, ring, balance
 
 
 def calls(kind):
-    """The operator in the ways it can be called, with documents, grouped heads and a scale."""
+    """Compare the operator in all forms of its call, with documents, grouped heads and a scale."""
     uneven = kind == "uneven dtensor"
     tensors = "dtensor" in kind
     grid = cp.initialize_grid(ring=2, tensor=2) if tensors else cp.initialize_grid(ulysses=2, ring=2)

@@ -138,7 +138,7 @@ def test_links_are_named_by_how_much_slower_they_are_than_usual():
 
 
 def watch(slow_from: int | None) -> tuple[list[str], int, float]:
-    """Lines after each step, of which those from the eighth on are slow; number of measurements; this rank's edges.
+    """(lines after each step, number of measurements, number of edges); steps are slow from the eighth on.
 
     Four ranks stand for two nodes. From the eighth step on, messages of ``slow_from`` take 50 ms longer.
     """
@@ -218,7 +218,7 @@ def hang(port: int):
         after = beats.table()
         output = silent_ranks(before, after, 0), verdict(before, after, 0)
         store.set("over", "yes")
-    for who, axis in ((1, grid.ring), (2, grid.ulysses)):  # who waits for rank 3 there
+    for who, axis in ((1, grid.ring), (2, grid.ulysses)):  # rank, and the axis on which it waits for rank 3
         if rank in (who, stopped):
             dist.all_reduce(torch.ones(1), group=axis.group)
     beats.stop()

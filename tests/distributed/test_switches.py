@@ -17,7 +17,7 @@ LENGTHS = [24, 32, 40, 48, 56, 64, 64]
 
 
 def one_step(flags, cut):
-    """Loss and gradients of the first step with 24 of 64 tokens: the rest is masked, or absent."""
+    """Loss and gradients of the first step with 24 of 64 tokens; the other tokens are masked or absent."""
     from megatron.training import job as jobs
     from megatron.training import step
     from megatron.training.arguments.parser import parse
@@ -205,7 +205,7 @@ def train_to_the_end(flags):
 
 
 def test_going_on_with_a_smaller_batch(pool, tmp_path: Path):
-    """Once, too few samples were built for a run whose batches grow, and the data ended early."""
+    """Enough samples are built for both batch sizes, so that the data do not end early."""
     assert pool.run(train_to_the_end, 1, f"--exit-interval 2 --save {tmp_path}", timeout=120)[0] == (2, 8)
     flags = f"--global-batch-size 1 --load {tmp_path} --override-opt-param-scheduler"
     assert pool.run(train_to_the_end, 1, flags, timeout=120)[0] == (4, 10)

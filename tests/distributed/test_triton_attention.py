@@ -39,7 +39,7 @@ USUAL = {
 
 
 def compare_interpreted(schemes, backend):
-    """Use large blocks, which take the interpreter fewer steps; test_triton.py tests small ones."""
+    """Compare with large blocks, which take the interpreter fewer steps; test_triton.py tests small ones."""
     layout, gather = make_layout(backend), "gathered" in backend
     options = {"batch": 1, "layout": layout, "gather": gather}
     with patch.object(triton_call, "INTERPRETED", triton_call.Blocks(64, 64)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint is complete or absent: saved in the background, on a full disk, damaged, or malicious."""
+"""Checkpoints that are saved in the background or on a full disk are complete or absent; damaged ones are refused."""
 
 import errno
 import json
@@ -353,7 +353,7 @@ def test_a_file_that_the_metadata_names_and_the_list_does_not_is_not_read(pool, 
 
 def test_settings_are_taken_from_files_that_were_compared(two, tmp_path):
     folder = Path(shutil.copytree(two, tmp_path / "c"))
-    flip(folder / "iter_0000002" / "__0_0.distcp", -200)  # irrelevant here
+    flip(folder / "iter_0000002" / "__0_0.distcp", -200)  # not noticed, because only common.pt is read
     assert shape_of(folder)["num_layers"] == 1
     flip(folder / "iter_0000002" / "common.pt", 300)
     with pytest.raises(Refusal, match="common.pt is not what was written"):

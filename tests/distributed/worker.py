@@ -26,7 +26,7 @@ MOST_THREADS = 100
 
 
 def serve(worker: int, conn: Connection, life: Connection, root: str, log: str, store_port: int) -> None:
-    """Main function of a worker: answer (job) with ("ok", value) or ("error", ...) until the pipe closes."""
+    """Main function of a worker: answer each job with ("ok", value) or ("error", ...) until the pipe closes."""
     os.setpgid(0, 0)  # a separate group: processes that it starts end with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     fd = os.open(log, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
@@ -157,7 +157,7 @@ def _end(environment: dict[str, str]) -> None:
 
 
 def _exit_with_parent(life: Connection) -> None:
-    """End this process when the parent's end of ``life`` closes, whatever the main thread hangs in."""
+    """End this process when the parent's end of ``life`` closes, even if the main thread hangs."""
     try:
         life.poll(None)
     finally:

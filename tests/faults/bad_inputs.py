@@ -116,7 +116,7 @@ def make_good(folder: Path) -> None:
 TOKENIZED = f"{SHAPE} {RUN} --mock-data --tokenizer-type"
 READ = f"{SHAPE} {RUN} --tokenizer-type NullTokenizer --vocab-size 100"
 BPE = f"{TOKENIZED} GPT2BPETokenizer --vocab-file {{folder}}/vocab.json --merge-file {{folder}}/merges.txt"
-EVERY_WAY = (*BREAKS, "a folder")
+EVERY_BREAK = (*BREAKS, "a folder")
 ANY_TEXT = {"empty", "truncated", "of other words", "of zeros"}
 
 # (what is copied, the file to break, the program, its flags, the changes that break nothing)
@@ -155,14 +155,14 @@ FILES: tuple[tuple[str, str, Path, str, set[str]], ...] = (
 def of_files(good: Path, work: Path, draw: random.Random) -> Iterator[Case]:
     """Every file that is read, with every change."""
     for number, (source, file, program, flags, harmless) in enumerate(FILES):
-        for how in EVERY_WAY:
+        for how in EVERY_BREAK:
             if how not in harmless:
                 path = broken(good / source, work / f"{number}-{how.replace(' ', '-')}", file, how, draw)
                 given = flags.format(path=path, folder=path.parent).split()
                 yield Case(f"{file} {how}, read by {program.name}", program, given)
 
 
-MAY_BE_NEGATIVE = ("--eval-iters", "--local-rank")  # -1: no validation, and an unnumbered process
+MAY_BE_NEGATIVE = ("--eval-iters", "--local-rank")  # -1 means no validation, and a process without a number
 
 
 def of_values(draw: random.Random) -> Iterator[Case]:
@@ -300,8 +300,8 @@ plot_memory.py nowhere.json
 plot_memory.py .""".splitlines()
 
 
-def of_words() -> Iterator[Case]:
-    """Settings that contradict each other, and tools' arguments that make no sense."""
+def of_contradictions() -> Iterator[Case]:
+    """Settings that contradict each other, and invalid arguments of tools."""
     for line in CONFLICTS:
         yield Case(line, PROGRAM, f"{GOOD} {line}".split())
     for line in TOOL_LINES:
@@ -310,6 +310,6 @@ def of_words() -> Iterator[Case]:
 
 
 def all_cases(good: Path, work: Path, seed: int) -> list[Case]:
-    """All of them; files to break are copied from ``good``, where :func:`make_good` made them, to ``work``."""
+    """All cases. Files to break are copied from ``good`` (see :func:`make_good`) to ``work``."""
     draw = random.Random(seed)
-    return [*of_words(), *of_unknown_flags(draw), *of_values(draw), *of_files(good, work, draw)]
+    return [*of_contradictions(), *of_unknown_flags(draw), *of_values(draw), *of_files(good, work, draw)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training program under a clock that jumps by up to ten years, back and forth, whenever it is asked."""
+"""The training program under a clock that jumps by up to ten years, back and forth, whenever it is read."""
 
 import random
 import sys

@@ -68,7 +68,7 @@ def run_and_kill(
             victims = ranks if draw.random() < 0.5 else [draw.choice(ranks)]
             if any(rank.is_alive() for rank in ranks):
                 what = "job" if len(victims) > 1 else "rank"
-            ready = "ready after" in text(logs / "0" / "out")  # before that only their launcher would notice
+            ready = "ready after" in text(logs / "0" / "out")  # before that only a launcher would notice a dead rank
             for victim in victims:
                 victim.kill()
             end = time.monotonic() + (patience(20) if ready else 1.0)
@@ -79,7 +79,7 @@ def run_and_kill(
             rank.kill()
             rank.join()
     errors = "".join(text(logs / str(rank) / "err") for rank in range(len(ranks)))
-    assert not (late and ready), f"ranks {late} are still there\n{errors}"
+    assert not (late and ready), f"ranks {late} still run\n{errors}"
     assert "Traceback" not in errors, errors
     return Ended(what, seconds, text(logs / "0" / "out"), errors, [rank.exitcode for rank in ranks])
 

@@ -124,7 +124,7 @@ class Network:
         """Drop this share of the packets that reach a node, at random (needs iptables).
 
         Raises:
-            OSError: iptables is missing, or its module for it.
+            OSError: iptables, or its module for random loss, is missing.
         """
         name = f"{self.prefix}{node}"
         _ip("netns", "exec", name, "iptables", "-A", "INPUT", "-i", "eth0", "-m", "statistic", "--mode",
@@ -137,7 +137,7 @@ class Network:
 
         Args:
             log: where its output goes, added to the file's end.
-            prepare: a shell command that runs before, in the same private mount namespace.
+            prepare: a shell command that runs first, in the same private mount namespace.
         """
         script = f'hostname node{node} && {prepare} && exec "$@"'
         name = f"{self.prefix}{node}"

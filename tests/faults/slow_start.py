@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training program, with an index of data that takes long to build: ``slow_start.py MARK FLAGS...``.
 
-The file MARK appears when the first of the index's files is there.
+The file MARK appears when the first of the index's files is written.
 """
 
 import os

@@ -57,10 +57,10 @@ class Agent:
         return psutil.Process(self.process.pid).children()
 
 
-def until(holds: Callable[[], bool], seconds: float, agents: list[Agent]) -> float:
-    """Wait until ``holds`` returns True; returns the seconds that this took."""
+def until(condition: Callable[[], bool], seconds: float, agents: list[Agent]) -> float:
+    """Wait until ``condition`` returns True; returns the seconds that this took."""
     begin = time.monotonic()
-    while not holds():
+    while not condition():
         late = time.monotonic() - begin > patience(seconds)
         assert not late, "\n".join(agent.log.read_text()[-6000:] for agent in agents)
         time.sleep(0.2)

@@ -12,7 +12,7 @@ import pytest
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal
 from tests.distributed.test_program import PROGRAM, ROOT
-from tests.faults.bad_inputs import all_cases, make_good, of_unknown_flags, of_values, of_words
+from tests.faults.bad_inputs import all_cases, make_good, of_contradictions, of_unknown_flags, of_values
 from tests.program import run_forked
 
 COUNT = int(os.environ.get("BAD_INPUTS", "0"))
@@ -25,7 +25,7 @@ def files(folder: Path) -> dict[str, tuple[int, int]]:
 
 def test_flags_are_refused_in_a_line():
     draw = random.Random(3)
-    cases = [case for case in of_words() if case.program == PROGRAM and not STARTED.search(case.name)]
+    cases = [case for case in of_contradictions() if case.program == PROGRAM and not STARTED.search(case.name)]
     cases += [*of_unknown_flags(draw), *of_values(draw)]
     accepted = []
     for case in cases:
@@ -37,7 +37,7 @@ def test_flags_are_refused_in_a_line():
     assert len(cases) > 200 and not accepted
 
 
-@pytest.mark.skipif(not COUNT, reason="each is a run of its own: bash tests/faults/run.sh")
+@pytest.mark.skipif(not COUNT, reason="each case starts a program: bash tests/faults/run.sh")
 def test_one_line_and_nothing_changes(tmp_path, monkeypatch):
     begin = time.monotonic()
     make_good(tmp_path / "good")

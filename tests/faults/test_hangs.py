@@ -30,7 +30,7 @@ from tests.program import run_ranks, start_forked
 from tests.unit.test_data import NULL, configure, samples_of, write
 
 HANGS = int(os.environ.get("HANGS", "0"))
-TIMEOUT = 60  # seconds: the least that --distributed-timeout-minutes can say
+TIMEOUT = 60  # seconds: the smallest --distributed-timeout-minutes
 GRIDS = ("--ulysses-parallel-size 2 --ring-parallel-size 2", "--tensor-model-parallel-size 2 --ring-parallel-size 2",
          "--pipeline-model-parallel-size 2 --ulysses-parallel-size 2", "--zero-stage 2")  # fmt: skip
 
@@ -64,7 +64,7 @@ def test_the_rank_that_hangs_is_named(number):
     assert launcher.returncode and blamed == [str(victim)], text
     assert seconds < TIMEOUT + patience(10), text
     assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in ranks.values())
-    print(f"\n{number + 1} of {HANGS}: rank {victim} named, over after {seconds:.0f} s")
+    print(f"\n{number + 1} of {HANGS}: rank {victim} named, ended after {seconds:.0f} s")
 
 
 # The time of day may jump, and files may have future dates: durations use a monotonic clock.
@@ -152,12 +152,12 @@ def whole(folder):
 def test_nan_in_the_loss_of_one_rank(tmp_path, rank, more):
     codes, printed, errors = broken(tmp_path, "loss", rank, more)
     assert "Traceback" not in "".join(errors), errors
-    if "pipeline" in more and rank == 0:  # its first stage has no loss
+    if "pipeline" in more and rank == 0:  # the first stage has no loss
         assert codes == [0, 0]
         return
     assert codes == [1, 1] and list(losses(tmp_path)) == [1, 2] == whole(tmp_path), (printed, errors)
     (line,) = re.findall("error: .*", printed[0])
-    assert re.match("error: the (loss|gradient norm) is nan at iteration 3", line), line  # it differs between TP ranks
+    assert re.match("error: the (loss|gradient norm) is nan at iteration 3", line), line  # TP ranks differ
     named = re.findall(r"in the loss of rank (\d+) on", line)
     assert named == ([] if "pipeline" in more else [str(rank)]), line
 
@@ -226,14 +226,14 @@ def test_a_line_of_100_mb(tmp_path, workers):
                 path.unlink()
         else:
             assert code == 2 and "line 1: not JSON" in lines[-1]
-    for most in (950, 1150, 1500):  # MiB of addresses
+    for most in (950, 1150, 1500):  # MiB of address space
         code, lines, _ = preprocess(tmp_path, tmp_path / "text.jsonl", workers, most << 20)
         assert code == 2 and "memory ran out" in lines[-1], lines
         assert not list(tmp_path.glob("o_*"))
 
 
-def test_a_record_that_memory_has_no_room_for_is_not_a_bad_record(monkeypatch):
-    """Otherwise --skip-bad-lines would leave it out."""
+def test_a_record_too_large_for_memory_is_not_a_bad_record(monkeypatch):
+    """Otherwise --skip-bad-lines would skip the record."""
     from megatron.training.data import encoding
 
     class Full:

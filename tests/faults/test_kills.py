@@ -57,7 +57,7 @@ def test_kills_at_random_moments(tmp_path):
         result = losses(folder)
         assert result == {one: reference[one] for one in result}, f"after {end.what} was killed\n{end.errors}"
         assert saved(folder) >= before, end.errors
-        assert "common state dict differs" not in end.errors, end.errors  # a warning of core
+        assert "common state dict differs" not in end.errors, end.errors  # megatron-core would warn so
         repeated = max(repeated, max(result, default=0) - saved(folder))
         if saved(folder) >= ITERATIONS - INTERVAL:
             shutil.rmtree(folder)
@@ -147,7 +147,7 @@ def test_kills_and_lost_nodes(tmp_path):
     assert end.codes == [0] * NODES, end.output
     seconds, reference = defaultdict(lambda whole=time.monotonic() - begin: whole), losses(whole)
     assert list(reference) == list(range(1, LOST_NODE_STEPS + 1))
-    assert not list(whole.glob("memory*/*")) and not list(whole.glob("c/copies*"))  # the run ended well
+    assert not list(whole.glob("memory*/*")) and not list(whole.glob("c/copies*"))  # a normal end removes them
 
     folder, attempt, most = tmp_path / "killed", 0, 0
     while counts["kills"] < LOST_NODES or folder.exists():

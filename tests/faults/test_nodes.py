@@ -47,10 +47,10 @@ def output(folder: Path) -> str:
     return "\n".join(path.read_text() for path in sorted(folder.glob("node*.log")))
 
 
-def until(holds: Callable[[], bool], seconds: float, folder: Path, launchers: list[subprocess.Popen]) -> float:
-    """Seconds until then; fails if it takes too long or a launcher has ended."""
+def until(condition: Callable[[], bool], seconds: float, folder: Path, launchers: list[subprocess.Popen]) -> float:
+    """Wait until ``condition`` returns True; returns the seconds. Fails after too long, or if a launcher has ended."""
     begin = time.monotonic()
-    while not holds():
+    while not condition():
         late, ended = time.monotonic() - begin > patience(seconds), any(one.poll() is not None for one in launchers)
         assert not late and not ended, output(folder)[-9000:]
         time.sleep(0.1)
@@ -104,7 +104,7 @@ def test_losses_are_those_of_one_process(network, per_node, flags, alone, tmp_pa
     print(f"\n{network.nodes} x {per_node}, {network.mbit} Mbit/s, {flags}: losses within {worst:.1e} of one process")
 
 
-@pytest.mark.skipif(not shutil.which("iptables"), reason="packets are lost by iptables")
+@pytest.mark.skipif(not shutil.which("iptables"), reason="losing packets needs iptables")
 @pytest.mark.parametrize("network", [(2, 200)], indirect=True)
 @pytest.mark.parametrize("share", [0.01, 0.05])
 def test_packets_that_are_lost(network, share, alone, tmp_path):
@@ -133,7 +133,8 @@ def test_packets_that_take_long(network, alone, tmp_path):
 
 HOP = """
 import time, torch, torch.distributed as dist
-from megatron.context_parallel.attention.ring import Message, _Transfer
+from megatron.context_parallel.attention.ring import _Transfer
+from megatron.context_parallel.attention.ring_plan import Message
 from types import SimpleNamespace
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
@@ -192,7 +193,7 @@ def test_a_link_that_is_down_for_good(network, tmp_path):
     assert all(finish(launchers, TIMEOUT + 60, tmp_path))
     took = time.monotonic() - begin
     assert took < TIMEOUT + patience(40), output(tmp_path)
-    # Node 0 holds the store, so its ranks can say who does not answer; those of node 1 have lost it.
+    # Node 0 holds the store, so only its ranks can name the ranks that do not answer.
     first = (tmp_path / "node0.log").read_text()
     blamed = {int(rank) for rank in re.findall(r"error: rank (\d) on node1 does not answer", first)}
     blamed |= {int(rank) for rank in re.findall(r"rank (\d) on node1 does not answer", first)}
@@ -231,7 +232,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("node", [0, 1])
 @pytest.mark.parametrize("how", ["read-only", "gone"])
 def test_a_node_that_loses_its_disk(network, node, how, tmp_path):
-    """Each failed save gives one line; training continues, earlier saves stay; saves work again with the disk."""
+    """Each failed save gives one line, training continues, earlier saves stay; later, saves succeed again."""
     disk, mounted = tmp_path / "disk", tmp_path / "mounted"
     disk.mkdir()
     mounted.mkdir()
@@ -240,7 +241,7 @@ def test_a_node_that_loses_its_disk(network, node, how, tmp_path):
     launchers = network.torchrun(1, command(flags, tmp_path), tmp_path, prepare=mount)
     saved = lambda: sorted(path.name for path in disk.glob("iter_*"))  # noqa: E731
     until(lambda: len(saved()) >= 2 and not list(disk.glob(".*.partial")), 90, tmp_path, launchers)
-    lose, find = {
+    lose, restore = {
         "read-only": (["mount", "-o", "remount,ro,bind", mounted], ["mount", "-o", "remount,rw,bind", mounted]),
         "gone": (["umount", "--lazy", mounted], ["mount", "--bind", disk, mounted]),
     }[how]
@@ -255,7 +256,7 @@ def test_a_node_that_loses_its_disk(network, node, how, tmp_path):
     assert all(f"mounted (rank {node}: " in line for line in message), message
     steps, count = len(rows(tmp_path)), len(saved())
     until(lambda: len(rows(tmp_path)) > steps + 2, 60, tmp_path, launchers)
-    in_mounts_of(launchers[node], *map(str, find))
+    in_mounts_of(launchers[node], *map(str, restore))
     until(lambda: len(saved()) > count, 60, tmp_path, launchers)
     assert "Traceback" not in output(tmp_path)
     print(f"\nthe disk of node {node} {how}: {message[0].strip()}")

@@ -116,15 +116,15 @@ def test_a_killed_job_is_followed_by_the_next_one_at_once(tmp_path):
     print(f"\n{dict(counts)} in {rounds} rounds; every checkpoint whole and of one run, every loss the same")
 
 
-def until(holds, job) -> None:
+def until(condition, job) -> None:
     end = time.monotonic() + patience(60)
-    while not holds():
+    while not condition():
         assert job.is_alive() and time.monotonic() < end
         time.sleep(0.05)
 
 
 def test_a_job_that_has_lost_its_folder_ends_and_changes_nothing_there(tmp_path):
-    """As if the job had stopped so long that a job on another machine took over."""
+    """Take the folder over as a job on another machine does when this job has stopped for long."""
     folder, logs = tmp_path / "c", tmp_path / "logs"
     words = [*flags(tmp_path, "--async-save"), "--train-iters", "1000000", "--keep-last-checkpoints", "2"]
     with meeting(ENVIRONMENT, 1) as (environment,):
@@ -147,13 +147,13 @@ def test_a_job_that_has_lost_its_folder_ends_and_changes_nothing_there(tmp_path)
     assert all(damage(path) is None for path in checkpoints_in(folder).values())
 
 
-# Owners and modes: what a user may not read or write gives one line and changes nothing; the rest works.
+# Owners and modes: a file that may not be read or written gives one line, and nothing changes; other files work.
 
 
 needs_root = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0, reason="only root can make files of another user"
 )
-OTHER = 65534  # a user
+OTHER = 65534  # the id of another user
 RUN = f"{FLAGS} --train-iters 2 --eval-iters 0"
 OWNED_TRACKER = "latest_checkpointed_iteration.txt"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job loads while another one saves and removes old ones: one complete checkpoint or one line, never a mix."""
+"""A job that loads while another one saves and removes checkpoints gets one of them or one line, never a mix."""
 
 import os
 import signal
@@ -73,12 +73,12 @@ def loaded_while_replaced(folder, others):
 
     read = checkpoint.load_state
 
-    def read_what_came(*args):
+    def read_after_replacing(*args):
         os.rename(folder / "iter_0000001", folder / "before")
         os.rename(others / "iter_0000001", folder / "iter_0000001")
         return read(*args)
 
-    checkpoint.load_state = read_what_came
+    checkpoint.load_state = read_after_replacing
     try:
         return loaded(folder)
     finally:

@@ -534,8 +534,8 @@ READERS = [
 ]
 
 
-# A Checked without comparison, for tests of the readers of its files.
+# A Checked whose checksums are not compared, for tests of the readers of its files.
 def as_it_is(folder: Path) -> Checked:
-    """All files below a folder, as if they had been compared."""
+    """All files below a folder, as if their checksums had been compared."""
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()]
     return Checked(folder, frozenset(names), unchecked=True)

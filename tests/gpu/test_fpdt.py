@@ -132,6 +132,6 @@ def test_narrow_matrices_are_added_to_a_wide_sum():
     before = torch.cuda.memory_allocated()
     add_product(total, a.t(), b)
     assert float((total - expected).abs().max() / expected.abs().max()) < 1e-2
-    if adds_wide(total.device, torch.bfloat16, torch.float32):  # adds within the product: exact, and in place
+    if adds_wide(total.device, torch.bfloat16, torch.float32):  # the product itself adds to the sum: exact, in place
         assert float((total - expected).abs().max() / expected.abs().max()) < 1e-5
         assert torch.cuda.max_memory_allocated() - before < total.nbytes

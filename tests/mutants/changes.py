@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All single changes of the kinds that matter in a parallel program, from the source itself.
+"""Generates from the source all single changes of the kinds that matter in a parallel program.
 
 Reductions, waits and syncs that are left out or doubled, wrong groups and ranks, lost scales, spans off by one, signs,
 sums in a narrower dtype, and conditions.

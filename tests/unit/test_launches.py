@@ -13,8 +13,7 @@ from megatron.context_parallel.attention.kernels.base import Final, Scores
 from megatron.context_parallel.attention.kernels.sums import Accumulator, GradientSum, KeyGradients
 from megatron.context_parallel.attention.kernels.triton_kernels import triton_call, triton_kernel, triton_tiles
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import TritonKernel
-from megatron.context_parallel.attention.ring import schedule
-from megatron.context_parallel.attention.ring_plan import attention_plan, ring_plan
+from megatron.context_parallel.attention.ring_plan import attention_plan
 from megatron.context_parallel.attention.rule import TileKernel
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.spans import count
@@ -34,7 +33,8 @@ def launches(monkeypatch):
 
 def walk(ring, mask, rank, launches):
     """(hops with tiles, tiles, forward launches, backward launches) of a rank, with tensors on the meta device."""
-    plan, kernel = ring_plan(RINGS[ring], mask, rank), TileKernel(triton_kernel.TritonKernel(), Scores(0.1, mask))
+    plan = attention_plan(RINGS[ring], mask).ring(rank=rank)
+    kernel = TileKernel(triton_kernel.TritonKernel(), Scores(0.1, mask))
     rows = RINGS[ring].seq_length // RINGS[ring].grid.ring.size
 
     def empty(rows, *shape, dtype=torch.bfloat16):
@@ -42,15 +42,15 @@ def walk(ring, mask, rank, launches):
 
     q, lse = empty(rows, 8, 64), empty(rows, 8, dtype=torch.float32)
     result, dq, counts = Accumulator(q, 64), GradientSum(q), []
-    steps = [step for step in schedule(plan, grads=True) if step.hop.tiles]
-    for step in steps:
-        k = v = empty(count(step.hop.held), 2, 64)
+    hops = [hop for hop in plan.hops if hop.tiles]
+    for hop in hops:
+        k = v = empty(count(hop.held), 2, 64)
         before = len(launches)
-        kernel.attend(step.hop.tiles, q, k, v, result)
+        kernel.attend(hop.tiles, q, k, v, result)
         forward = len(launches)
-        kernel.attend_grad(step.hop.tiles, q, k, v, Final(q, None, lse, lse), dq, KeyGradients(k, v))
+        kernel.attend_grad(hop.tiles, q, k, v, Final(q, None, lse, lse), dq, KeyGradients(k, v))
         counts.append((forward - before, len(launches) - forward))
-    return len(steps), sum(len(step.hop.tiles) for step in steps), *map(sum, zip(*counts))
+    return len(hops), sum(len(hop.tiles) for hop in hops), *map(sum, zip(*counts))
 
 
 RINGS = {2: cp.SequenceLayout(2**17, abstract_grid(ring=2)), 8: cp.SequenceLayout(2**20, abstract_grid(ring=8))}

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.context_parallel.attention.ring_plan import ring_plan
+from megatron.context_parallel.attention.ring_plan import attention_plan
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.masks import Causal, Full, Window
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
@@ -56,8 +56,8 @@ def test_gemma_3_sends_and_computes_what_its_masks_need():
     sent = pairs = needed_rows = needed_pairs = 0
     for mask in layer_masks(config):
         for rank in range(RING):
-            plan = ring_plan(layout, mask, rank)
-            sent += sum(count(hop.forward) for hop in plan.hops)
+            plan = attention_plan(layout, mask).ring(rank=rank)
+            sent += sum(count(hop.keys_out.rows) for hop in plan.hops)
             pairs += sum(tile.pairs for hop in plan.hops for tile in hop.tiles)
             own, keys = seen(mask, layout, rank)
             needed_pairs += own
@@ -65,7 +65,10 @@ def test_gemma_3_sends_and_computes_what_its_masks_need():
                 keys[start:stop] = False  # a rank's own keys are not sent
             needed_rows += int(keys.sum())
     assert pairs == pytest.approx(needed_pairs, rel=0.02) and sent == pytest.approx(needed_rows, rel=0.02)
-    whole = sum(sum(count(hop.forward) for hop in ring_plan(layout, Causal(), rank).hops) for rank in range(RING))
+    whole = sum(
+        sum(count(hop.keys_out.rows) for hop in attention_plan(layout, Causal()).ring(rank=rank).hops)
+        for rank in range(RING)
+    )
     windows = 5 * (2 * RING - 2) * (WIDTH - 1)  # before each half, where another rank has the keys
     assert needed_rows == windows + whole
     # If windows were ignored, or passed on from rank to rank around the ring, this would be noticed.
@@ -87,9 +90,9 @@ def test_a_dry_run_sends_what_the_layers_send(tmp_path):
     row, rank = 2 * 4 * 16 * 4, report.rank
     sent = {}
     for kind in (window, full):
-        hops = ring_plan(layout, kind.mask, rank).hops
-        sent[kind.mask] = row * sum(2 * count(hop.forward) + count(hop.grads_out) for hop in hops)
-        assert row * sum(count(hop.forward) for hop in hops) <= kind.sent
+        hops = attention_plan(layout, kind.mask).ring(rank=rank).hops
+        sent[kind.mask] = row * sum(2 * count(hop.keys_out.rows) + count(hop.grads_out.rows) for hop in hops)
+        assert row * sum(count(hop.keys_out.rows) for hop in hops) <= kind.sent
     expected = sum(len(kind.layers) * sent[kind.mask] for kind in (window, full))
     assert report.figures.communication["ring"] == pytest.approx(expected, rel=0.02)
     flops = sum(len(kind.layers) * seen(kind.mask, layout, rank)[0] for kind in (window, full)) * 4 * 4 * 16

@@ -18,8 +18,8 @@ from megatron.context_parallel.attention import ring_plan as planning
 from megatron.context_parallel.attention.attend import tiled_attention
 from megatron.context_parallel.attention.kernels import select
 from megatron.context_parallel.attention.kernels.sums import Accumulator
-from megatron.context_parallel.attention.ring import RingSource, schedule
-from megatron.context_parallel.attention.ring_plan import Hop, RingPlan, ring_plan
+from megatron.context_parallel.attention.ring import RingSource
+from megatron.context_parallel.attention.ring_plan import Hop, Message, RingPlan, attention_plan
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.masks import Causal, Full
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
@@ -139,7 +139,7 @@ def test_tiles_cover_exactly_the_mask(case, causal):
 def test_zigzag_gives_every_ring_rank_the_same_work(ring):
     def work(balance):
         layout = SequenceLayout(240 * ring, abstract_grid(ring=ring), balance)
-        return [ring_plan(layout, Causal(), rank).pairs for rank in range(ring)]
+        return [attention_plan(layout, Causal()).ring(rank=rank).pairs for rank in range(ring)]
 
     assert len(set(work("zigzag"))) == 1
     assert sum(work("zigzag")) == sum(work("contiguous")) == 240 * ring * (240 * ring + 1) // 2
@@ -148,12 +148,12 @@ def test_zigzag_gives_every_ring_rank_the_same_work(ring):
 
 def test_a_causal_ring_sends_nothing_that_no_later_tile_needs():
     layout = SequenceLayout(64, abstract_grid(ring=4), "contiguous")
-    plans = [ring_plan(layout, Causal(), rank) for rank in range(4)]
-    sent = [sum(stop - start for hop in plan.hops for start, stop in hop.forward) for plan in plans]
+    plans = [attention_plan(layout, Causal()).ring(rank=rank) for rank in range(4)]
+    sent = [sum(stop - start for hop in plan.hops for start, stop in hop.keys_out.rows) for plan in plans]
     assert sent == [16, 32, 48, 0]  # no other rank needs rank 3's keys
     layout = SequenceLayout(64, abstract_grid(ring=4), "zigzag")
-    plans = [ring_plan(layout, Causal(), rank) for rank in range(4)]
-    sent = sum(stop - start for plan in plans for hop in plan.hops for start, stop in hop.forward)
+    plans = [attention_plan(layout, Causal()).ring(rank=rank) for rank in range(4)]
+    sent = sum(stop - start for plan in plans for hop in plan.hops for start, stop in hop.keys_out.rows)
     assert sent == 8 * (2 * 6 + 6)  # full blocks down to rank 0 (3+2+1 hops), then halves (1+2+3)
 
 
@@ -209,28 +209,27 @@ def plan_by_definition(queries, keys, mask, rank: int, step: int) -> tuple[int, 
     def last_stop(home: int) -> int:
         return max((hop for hop in range(1, size) if rows[home, hop]), default=0)
 
-    hops = []
+    hops, above, below = [], (rank + step) % size, (rank - step) % size
     for hop in range(size):
         home = (rank - step * hop) % size
         held = carried(home, hop) if hop else ((0, count(keys[0])),)
-        last = last_stop(home)
-        active = 0 < hop <= last
+        last, following = last_stop(home), (home - step) % size
+        own, arrives = last_stop(rank), 0 < hop < last_stop(following)
         hops.append(
             Hop(
                 source=home,
                 held=held,
                 tiles=tuple(tile._replace(k=place(tile.k, held)) for tile in needs[home, hop]),
-                forward=carried(home, hop + 1),
-                grads_in=touched(home, hop - 1) if active and hop > 1 else (),
-                grads_out=touched(home, hop) if active else (),
-                grads_to=(rank + step) % size if hop < last else home,
                 needed=rows[home, hop] if size > 1 else held,
+                keys_out=Message(carried(home, hop + 1), above),
+                keys_in=Message(carried(following, hop + 1), below),
+                grads_out=Message(touched(home, hop) if 0 < hop <= last else (), above if hop < last else home),
+                grads_home=Message(touched(rank, hop) if hop == own else (), (rank + step * hop) % size),
+                grads_in=Message(touched(following, hop) if arrives else (), below),
             )
         )
-    last = last_stop(rank)
     sent = sum(count(carried(home, hop)) for home in range(size) for hop in range(1, size))
-    home_at_last = (rank + step * last) % size, touched(rank, last)
-    return sent, RingPlan(rank, (rank + step) % size, (rank - step) % size, tuple(hops), home_at_last, last)
+    return sent, RingPlan(rank, step, tuple(hops))
 
 
 def direct_by_definition(queries, keys, mask, rank: int) -> tuple[int, RingPlan]:
@@ -241,13 +240,23 @@ def direct_by_definition(queries, keys, mask, rank: int) -> tuple[int, RingPlan]
         for home, other in product(range(size), repeat=2)
     }
     for hop in range(size):
-        home, given = (rank - hop) % size, rows[rank, (rank + hop + 1) % size] if hop + 1 < size else ()
+        home, above, below = (rank - hop) % size, (rank + hop) % size, (rank - hop - 1) % size
         held = rows[home, rank] if hop else ((0, count(keys[0])),)
-        own = tuple(tile._replace(k=place(tile.k, held)) for tile in tiles(queries[rank], keys[home], mask))
-        hops.append(Hop(home, held, own, given, (), held if hop else (), home, rows[home, rank]))
+        last = hop + 1 == size
+        hops.append(
+            Hop(
+                source=home,
+                held=held,
+                tiles=tuple(t._replace(k=place(t.k, held)) for t in tiles(queries[rank], keys[home], mask)),
+                needed=rows[home, rank],
+                keys_out=Message(() if last else rows[rank, (above + 1) % size], (above + 1) % size),
+                keys_in=Message(() if last else rows[below, rank], below),
+                grads_out=Message(held if hop else (), home),
+                grads_home=Message(rows[rank, above] if hop else (), above),
+            )
+        )
     sent = sum(count(needed) for (home, other), needed in rows.items() if home != other)
-    plan = RingPlan(rank, (rank + 1) % size, (rank - 1) % size, tuple(hops), (rank, ()), 0, direct=True)
-    return sent, replace(plan, needed=any(rows.values()))
+    return sent, RingPlan(rank, 1, tuple(hops), any(rows.values()), direct=True)
 
 
 def best_by_definition(queries, keys, mask, rank: int) -> RingPlan:
@@ -286,7 +295,8 @@ def test_the_plan_is_the_one_of_its_definition(ring, balance, times, data):
     queries = [layout.ring_spans(r) for r in range(ring)]
     for chunk in (None, *range(chunks)):
         keys = queries if chunk is None else [layout.chunk_spans(chunk, r) for r in range(ring)]
-        assert ring_plan(layout, mask, rank, chunk) == best_by_definition(queries, keys, mask, rank)
+        plan = attention_plan(layout, mask).ring(rank=rank, chunk=chunk)
+        assert plan == best_by_definition(queries, keys, mask, rank)
 
 
 @settings(max_examples=60, deadline=None)
@@ -296,7 +306,8 @@ def test_the_plan_of_keys_of_another_sequence(ring, times, key_times, mask):
     key_layout = cp.SequenceLayout(ring * key_times, abstract_grid(ring=ring), "contiguous")
     queries, keys = ([lay.ring_spans(r) for r in range(ring)] for lay in (layout, key_layout))
     for rank in range(ring):
-        assert ring_plan(layout, mask, rank, key_layout=key_layout) == best_by_definition(queries, keys, mask, rank)
+        plan = attention_plan(layout, mask, key_layout=key_layout).ring(rank=rank)
+        assert plan == best_by_definition(queries, keys, mask, rank)
 
 
 spans_of_any_kind = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)).map(lambda s: (s[0], s[0] + s[1])))
@@ -351,7 +362,7 @@ def test_a_thousand_documents_in_a_million_tokens_are_planned_in_no_time(balance
 
     def plans():
         for chunk in range(chunks) if chunks > 1 else [None]:
-            ring_plan(layout, mask, 3, chunk)
+            attention_plan(layout, mask).ring(rank=3, chunk=chunk)
 
     # Every plan needs the bands of all documents. A plan takes one or two times the CPU time of these bands, the plans
     # of 16 chunks take three to seven times, and the definition above takes about twenty times.
@@ -410,7 +421,7 @@ def test_queries_without_any_key_give_zero():
 
 
 def attend(q, k, v, layout):
-    plan = ring_plan(layout, cp.Causal())
+    plan = attention_plan(layout, cp.Causal()).ring()
     kernel = cp.AttentionRule(kernel="math", scale=0.3).tile_kernel(q, layout.grid.ulysses, len(q))
     return tiled_attention(q, k, v, source=RingSource(plan, layout.grid.ring), kernel=kernel)
 
@@ -432,19 +443,19 @@ def test_second_derivatives_are_refused_not_wrong():
 @pytest.mark.parametrize("balance", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("mask", [cp.Causal(), cp.Full(), cp.Window(20), cp.Documents((13, 50, 120))], ids=str)
 @pytest.mark.parametrize("ring", [1, 2, 3, 5])
-def test_each_send_of_a_rank_has_a_receive_of_its_peer_in_the_same_step(balance, mask, ring):
+def test_each_send_of_a_rank_has_a_receive_of_its_peer_at_the_same_hop(balance, mask, ring):
     layout = cp.SequenceLayout(120, cp.abstract_grid(ring=ring), balance)
-    steps = [schedule(ring_plan(layout, mask, rank), grads=True) for rank in range(ring)]
+    plans = [attention_plan(layout, mask).ring(rank=rank) for rank in range(ring)]
     for at in range(ring):
         sent, received = [], []
         for rank in range(ring):
-            step = steps[rank][at]
+            hop = plans[rank].hops[at]
             for results, kind, message in (
-                (sent, "keys", step.keys_out),
-                (sent, "grads", step.grads_out),
-                (received, "keys", step.keys_in),
-                (received, "grads", step.grads_in),
-                (received, "grads", step.grads_home),
+                (sent, "keys", hop.keys_out),
+                (sent, "grads", hop.grads_out),
+                (received, "keys", hop.keys_in),
+                (received, "grads", hop.grads_in),
+                (received, "grads", hop.grads_home),
             ):
                 ends = (rank, message.peer) if results is sent else (message.peer, rank)
                 results += [(kind, ends, message.rows)] if message.rows else []

@@ -16,11 +16,11 @@ import megatron.context_parallel as cp
 from megatron.context_parallel.attention.kernels import KERNELS, KernelUnavailable, select
 from megatron.context_parallel.attention.kernels.sums import Accumulator, GradientSum, KeyGradients
 from megatron.context_parallel.attention.kernels.tile_by_tile import RowMask, tile_parts
-from megatron.context_parallel.attention.ring_plan import ring_plan
+from megatron.context_parallel.attention.ring_plan import attention_plan
 from megatron.context_parallel.layout.documents import UNEVEN, deal, document_ends, document_rows, restart
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.spans import positions
-from megatron.context_parallel.layout.tiles import tiles
+from megatron.context_parallel.layout.tiles import Tiles, tiles
 from megatron.context_parallel.positions import position_dropout as by_position
 from megatron.context_parallel.positions.alibi import alibi_slopes
 from megatron.context_parallel.positions.position_dropout import LEVELS, Dropout, TileDropout, drop
@@ -67,9 +67,10 @@ def test_tiles_are_what_the_mask_allows(mask, q_spans, k_spans, same):
     k_spans = q_spans if same else k_spans
     q, k = (positions(block, torch.device("cpu")) for block in (q_spans, k_spans))
     computed = torch.zeros(len(q), len(k), dtype=torch.int)
-    for tile in tiles(q_spans, k_spans, mask):
+    together = tiles(q_spans, k_spans, mask)
+    for tile in together:
         rows, columns = slice(*tile.q), slice(*tile.k)
-        q_at, k_at = (positions(at, torch.device("cpu")) for at in (tile.q_at, tile.k_at))
+        q_at, k_at = (positions(at, torch.device("cpu")) for at in (together.q_at(tile), together.k_at(tile)))
         assert torch.equal(q_at, q[rows]) and torch.equal(k_at, k[columns])
         pairs = torch.ones(len(q_at), len(k_at), dtype=torch.bool)
         if tile.kind != "full":
@@ -106,7 +107,7 @@ def test_documents_are_dealt_evenly(seed):
     """64 documents of log-normal length on 8 ranks: equal tokens, work within 5 %."""
     length = 65536
     layout = cp.SequenceLayout(length, abstract_grid(ring=8), "documents", document_ends=log_normal(64, length, seed))
-    work = [ring_plan(layout, cp.Documents(layout.document_ends), rank).pairs for rank in range(8)]
+    work = [attention_plan(layout, cp.Documents(layout.document_ends)).ring(rank=rank).pairs for rank in range(8)]
     assert max(work) <= 1.05 * sum(work) / 8 and min(work) >= 0.95 * sum(work) / 8
     assert {sum(stop - start for start, stop in layout.ring_spans(rank)) for rank in range(8)} == {length // 8}
     order = layout.order
@@ -128,7 +129,7 @@ def test_short_documents_stay_whole():
     ends = tuple(range(64, 4097, 64))
     layout = cp.SequenceLayout(4096, abstract_grid(ring=4), "documents", document_ends=ends)
     for rank in range(4):
-        assert all(not hop.forward for hop in ring_plan(layout, cp.Documents(ends), rank).hops)
+        assert all(not hop.keys_out.rows for hop in attention_plan(layout, cp.Documents(ends)).ring(rank=rank).hops)
 
 
 def test_where_documents_end():
@@ -156,8 +157,9 @@ def test_a_custom_mask_at_65536_tokens_never_holds_64_mb(grid, kernel):
     """The largest tile of all ring ranks is cut into parts; about four of the parts are computed and measured."""
     length, mask = 65536, cp.MaskFunction(lambda q, k: (q - k) % 3 == 0)
     layout = cp.SequenceLayout(length, abstract_grid(**grid))
-    plans = [ring_plan(layout, mask, rank) for rank in range(layout.grid.ring.size)]
-    largest = max((tile for plan in plans for hop in plan.hops for tile in hop.tiles), key=lambda tile: tile.pairs)
+    plans = [attention_plan(layout, mask).ring(rank=rank) for rank in range(layout.grid.ring.size)]
+    computed = [(hop.tiles, tile) for plan in plans for hop in plan.hops for tile in hop.tiles]
+    whole, largest = max(computed, key=lambda each: each[1].pairs)
     assert largest.pairs > (length // layout.grid.ring.size) ** 2 // 3
     rule = cp.AttentionRule(mask, kernel)
     compute = rule.tile_kernel(torch.randn(1, 1, 1, 8), layout.grid.ulysses, length)
@@ -166,14 +168,14 @@ def test_a_custom_mask_at_65536_tokens_never_holds_64_mb(grid, kernel):
     assert sum(tile.pairs for tile in result) == largest.pairs
     q, k = (torch.randn(span[1], 1, 1, 8) for span in (largest.q, largest.k))
     for tile in result[:: max(len(result) // 4, 1)]:
-        held_by(compute, tile, q, k)
+        held_by(compute, Tiles([tile], whole.q_spans, whole.k_spans), q, k)
 
 
-def held_by(compute, tile, q, k):
+def held_by(compute, some, q, k):
     with TensorMeter("cpu") as meter:
         out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
-        compute.attend([tile], q, k, k, Accumulator(q, 8))
-        compute.attend_grad([tile], q, k, k, compute.final(out, out, lse), GradientSum(q), KeyGradients(k, k))
+        compute.attend(some, q, k, k, Accumulator(q, 8))
+        compute.attend_grad(some, q, k, k, compute.final(out, out, lse), GradientSum(q), KeyGradients(k, k))
     assert 2**20 < meter.peak < 64 * 2**20, f"{meter.peak / 2**20:.1f} MiB"
 
 

@@ -387,7 +387,7 @@ def test_a_block_goes_back_after_its_copies(seed):
 
 def test_without_the_hosts_wait_a_block_is_freed_before_its_copies_end():
     (site,) = [site for site in call_sites(Path(host_store.__file__).parent) if site.endswith("synchronize")]
-    with pytest.raises(AssertionError, match="a host block went back to the system before its copies"):
+    with pytest.raises(AssertionError, match="a host block was returned to the system before its copies"):
         pass_on(Mutant(0, site))
 
 

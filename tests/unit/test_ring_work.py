@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from megatron.context_parallel.attention.ring_plan import RingPlan, ring_plan
+from megatron.context_parallel.attention.ring_plan import RingPlan, attention_plan
 from megatron.context_parallel.layout.grid import Axis, Grid
 from megatron.context_parallel.layout.masks import Causal, Full
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
@@ -19,7 +19,7 @@ from tests.unit.closed_forms import busiest_share
 
 def plans(ring: int, block: int, balance: str, causal: bool) -> list[RingPlan]:
     layout = SequenceLayout(block * ring, Grid(ring=Axis(ring, 0), context=Axis(ring)), balance)
-    return [ring_plan(layout, Causal() if causal else Full(), rank) for rank in range(ring)]
+    return [attention_plan(layout, Causal() if causal else Full()).ring(rank=rank) for rank in range(ring)]
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -53,10 +53,10 @@ def test_blocks_on_a_ring_are_those_of_its_plans(ring: int, chunks: int, balance
         grid = Grid(ring=Axis(ring, rank), context=Axis(ring))
         layout = SequenceLayout(block * ring, grid, balance, chunks=chunks)
         mask = Causal() if causal else Full()
-        plans = [ring_plan(layout, mask, chunk=chunk if chunks > 1 else None) for chunk in range(chunks)]
+        plans = [attention_plan(layout, mask).ring(chunk=chunk if chunks > 1 else None) for chunk in range(chunks)]
         hops = [hop for plan in plans for hop in plan.hops]
-        keys.append(sum(count(hop.forward) for hop in hops))
-        grads.append(sum(count(hop.grads_out) for hop in hops))
+        keys.append(sum(count(hop.keys_out.rows) for hop in hops))
+        grads.append(sum(count(hop.grads_out.rows) for hop in hops))
     expected = ring_blocks(ring, balance, causal)
     assert max(keys) == expected.keys * block
     assert grads[1 if balance == "zigzag" else -1] == expected.grads * block
@@ -75,10 +75,10 @@ def test_blocks_that_meet_query_chunks_are_those_of_the_plans(
     for rank in range(ring):
         layout = SequenceLayout(block * ring, Grid(ring=Axis(ring, rank), context=Axis(ring)), balance, chunks=chunks)
         mask, pairs = Causal() if causal else Full(), list(product(range(chunks), repeat=2))
-        plans = [ring_plan(layout, mask, chunk=key, query_chunk=query) for query, key in pairs]
-        keys.append(sum(count(hop.forward) for plan in plans for hop in plan.hops))
+        plans = [attention_plan(layout, mask).ring(chunk=key, query_chunk=query) for query, key in pairs]
+        keys.append(sum(count(hop.keys_out.rows) for plan in plans for hop in plan.hops))
         met = sum(plan.needed for plan in plans)
-        assert sum(plan.pairs for plan in plans) == ring_plan(layout, mask).pairs
+        assert sum(plan.pairs for plan in plans) == attention_plan(layout, mask).ring().pairs
     expected = key_blocks_by_queries(ring, balance, causal, chunks)
     assert max(keys) == expected * block == keys[1 if balance == "zigzag" else ring - 2]
     loads = forward_loads(chunks, ring, early_half=causal and balance == "zigzag")

@@ -47,18 +47,19 @@ def part_bytes(length: int, threshold: int) -> int:
     """Bytes at the peak of forward and backward of a part of the largest tile, without q, k, v and their gradients."""
     import megatron.context_parallel as cp
     from megatron.context_parallel.attention.kernels.tile_by_tile import row_mask, tile_parts
-    from megatron.context_parallel.attention.ring_plan import ring_plan
+    from megatron.context_parallel.attention.ring_plan import attention_plan
     from megatron.training.report.tensor_memory import TensorMeter
 
     layout = cp.SequenceLayout(length, cp.abstract_grid())
     rule = cp.AttentionRule(cp.MaskFunction(every_third), mask_cpu_threshold=threshold)
-    (tile,) = (tile for hop in ring_plan(layout, rule.mask).hops for tile in hop.tiles)
+    tiles = attention_plan(layout, rule.mask).ring().hops[0].tiles
     q = torch.randn(length, 1, 1, 8)
     kernel = rule.tile_kernel(q, layout.grid.ulysses, length)
-    part = max(tile_parts([tile], kernel.scores), key=lambda part: part.pairs)
+    part = max(tile_parts(tiles, kernel.scores), key=lambda part: part.pairs)
     rows, keys = (q[slice(*span)].permute(1, 2, 0, 3) for span in (part.q, part.k))
     out, lse = torch.zeros_like(rows), torch.zeros(rows.shape[:3])
-    options = {"causal": part.kind != "full", "mask": row_mask(part, q, kernel.scores), "scale": kernel.scores.scale}
+    mask = row_mask(tiles, part, q, kernel.scores)
+    options = {"causal": part.kind != "full", "mask": mask, "scale": kernel.scores.scale}
     gc.collect()
     with TensorMeter("cpu") as meter:
         before = meter.now

@@ -94,12 +94,12 @@ def sent_by_a_layer(method: str, ranks: int, kv_heads: int, rank: int | None = N
 def busiest(ranks: int) -> int:
     """The ring rank that sends most keys."""
     import megatron.context_parallel as cp
-    from megatron.context_parallel.attention.ring_plan import ring_plan
+    from megatron.context_parallel.attention.ring_plan import attention_plan
     from megatron.context_parallel.layout.spans import count
 
     layout = cp.SequenceLayout(LENGTH, cp.abstract_grid(ring=ranks))
-    plans = [ring_plan(layout, cp.Causal(), rank) for rank in range(ranks)]
-    return max(plans, key=lambda plan: sum(count(hop.forward) for hop in plan.hops)).rank
+    plans = [attention_plan(layout, cp.Causal()).ring(rank=rank) for rank in range(ranks)]
+    return max(plans, key=lambda plan: sum(count(hop.keys_out.rows) for hop in plan.hops)).rank
 
 
 def forward(flags: str, ranks: int, rank: int, kv_heads: int, layers: int) -> Counter[str]:

@@ -39,7 +39,7 @@ def shares(amounts: list[float]) -> list[float]:
 
 
 def timed(ring: int, repeats: int = 3) -> dict[str, list[float]]:
-    """CPU seconds of each rank's tiles, forward and backward, by balance; ranks and balances take turns."""
+    """CPU seconds of each rank's tiles, forward and backward, by balance; ranks and balances alternate."""
     import torch
 
     from benchmarks.attention import time_balances

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ring attention: keys and values rotate, queries stay (USP paper, section 2; ring attention, arXiv 2310.01889).
 
-:class:`RingSource` gives key blocks to attend.py. ring_plan.py decides what is sent and computed; :func:`schedule` puts
-it in order. Each transfer overlaps with the computation of a block's tiles.
+:class:`RingSource` gives key blocks to attend.py. ring_plan.py decides what is sent and computed, and in which order.
+Each transfer overlaps with the computation of a block's tiles.
 """
 
 from __future__ import annotations
@@ -15,79 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.sums import KeyGradients, accumulation_dtype, packed, unpacked
-from megatron.context_parallel.attention.ring_plan import Hop, RingPlan
+from megatron.context_parallel.attention.ring_plan import Hop, Message, RingPlan
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.spans import Spans, count, place
-
-
-@dataclass(frozen=True)
-class Message:
-    """Rows of a block, numbered as on its home rank, sent to or received from ``peer``; without rows, no message."""
-
-    rows: Spans
-    peer: int
-
-
-@dataclass(frozen=True)
-class Step:
-    """One hop of one rank: its tiles, and the messages around them.
-
-    ``keys_out`` and ``keys_in`` start before the tiles and overlap with them. The other three start after the tiles
-    have added to the block's gradients, and overlap with the tiles of the next step.
-
-    Attributes:
-        hop: the current block and its tiles.
-        keys_out: the current block, to the next rank; in a direct plan, rows of this rank's own block.
-        keys_in: the next step's block.
-        grads_out: gradients of the current block, to the next rank or to the block's home.
-        grads_home: gradients of this rank's own block, from the last rank that added to them.
-        grads_in: the gradients of the next step's block that other ranks have added so far.
-    """
-
-    hop: Hop
-    keys_out: Message
-    keys_in: Message
-    grads_out: Message
-    grads_home: Message
-    grads_in: Message
-
-
-def schedule(plan: RingPlan, *, grads: bool) -> list[Step]:
-    """The steps of a plan, in order. ``grads``: gradients of the blocks are sent as well."""
-    last_rank, own_rows = plan.grads_home
-    nothing = Message((), plan.rank)
-    if plan.direct:
-        return _direct_steps(plan, grads=grads)
-    return [
-        Step(
-            hop,
-            keys_out=Message(hop.forward, plan.next),
-            keys_in=Message(following.held, plan.previous) if following else nothing,
-            grads_out=Message(hop.grads_out, hop.grads_to) if grads else nothing,
-            grads_home=Message(own_rows, last_rank) if grads and index == plan.home_hop else nothing,
-            grads_in=Message(following.grads_in, plan.previous) if grads and following else nothing,
-        )
-        for index, (hop, following) in enumerate(zip(plan.hops, (*plan.hops[1:], None)))
-    ]
-
-
-def _direct_steps(plan: RingPlan, *, grads: bool) -> list[Step]:
-    nothing, size = Message((), plan.rank), len(plan.hops)
-    steps = []
-    for index, hop in enumerate(plan.hops):
-        following = plan.hops[index + 1] if index + 1 < size else None
-        returns = grads and index > 0  # from the rank that has got rows at the previous hop
-        steps.append(
-            Step(
-                hop,
-                keys_out=Message(hop.forward, (plan.rank + index + 1) % size),
-                keys_in=Message(following.held, following.source) if following else nothing,
-                grads_out=Message(hop.grads_out, hop.grads_to) if grads else nothing,
-                grads_home=Message(plan.hops[index - 1].forward, (plan.rank + index) % size) if returns else nothing,
-                grads_in=nothing,
-            )
-        )
-    return steps
 
 
 @dataclass
@@ -149,23 +79,24 @@ class RingSource:
         kv, row = None, (*k.shape[1:3], k.size(3) + v.size(3))
         coming, home = ((), None), []
         wide, grads_moving = accumulation_dtype(k.dtype), _Transfer(self.axis)
-        for step in schedule(self.plan, grads=own is not None):
+        for hop in self.plan.hops:
             if kv is None:
-                block = mine = KeyBlock(k, v, step.hop, None, own)
+                block = mine = KeyBlock(k, v, hop, None, own)
             else:
                 keys = unpacked(kv, k.size(3))
-                block = KeyBlock(*keys, step.hop, kv, KeyGradients(*keys))
-            keys_moving, kv = self._pass_on(mine if self.plan.direct else block, step, row)
-            if block.hop.tiles:
+                block = KeyBlock(*keys, hop, kv, KeyGradients(*keys))
+            keys_moving, kv = self._pass_on(mine if self.plan.direct else block, hop, row)
+            if hop.tiles:
                 yield block
-            grads_moving.wait()
-            grads_moving = _Transfer(self.axis)
-            if step.grads_out.rows:
-                grads_moving.send(block.grads_of(step.grads_out.rows, *coming), step.grads_out)
-            if step.grads_home.rows:
-                home.append((step.grads_home.rows, grads_moving.receive(step.grads_home, k, row, wide)))
-            coming = step.grads_in.rows, grads_moving.receive(step.grads_in, k, row, wide)
-            grads_moving.start()
+            if own is not None:
+                grads_moving.wait()
+                grads_moving = _Transfer(self.axis)
+                if hop.grads_out.rows:
+                    grads_moving.send(block.grads_of(hop.grads_out.rows, *coming), hop.grads_out)
+                if hop.grads_home.rows:
+                    home.append((hop.grads_home.rows, grads_moving.receive(hop.grads_home, k, row, wide)))
+                coming = hop.grads_in.rows, grads_moving.receive(hop.grads_in, k, row, wide)
+                grads_moving.start()
             keys_moving.wait()
         grads_moving.wait()
         for rows, total in home:
@@ -174,12 +105,12 @@ class RingSource:
                 own.add((start, stop), *unpacked(total[first : first + stop - start], k.size(3)))
                 first += stop - start
 
-    def _pass_on(self, block: KeyBlock, step: Step, row: tuple[int, ...]) -> tuple[_Transfer, Tensor]:
-        """Start to send rows of a block and to receive the next step's block, which is complete after wait."""
+    def _pass_on(self, block: KeyBlock, hop: Hop, row: tuple[int, ...]) -> tuple[_Transfer, Tensor]:
+        """Start to send rows of a block and to receive the next hop's block, which is complete after wait."""
         moving = _Transfer(self.axis)
-        if step.keys_out.rows:
-            moving.send(block.pick(step.keys_out.rows), step.keys_out)
-        arriving = moving.receive(step.keys_in, block.k, row, block.k.dtype)
+        if hop.keys_out.rows:
+            moving.send(block.pick(hop.keys_out.rows), hop.keys_out)
+        arriving = moving.receive(hop.keys_in, block.k, row, block.k.dtype)
         moving.start()
         return moving, arriving
 

@@ -25,17 +25,41 @@ from megatron.context_parallel.layout.tiles import Tiles, reach, tiles
 
 
 @dataclass(frozen=True)
+class Message:
+    """Rows of a block, numbered as on its home rank, sent to or received from ``peer``; without rows, no message."""
+
+    rows: Spans = ()
+    peer: int = 0
+
+
+@dataclass(frozen=True)
 class Hop:
-    """What one rank does at one hop of the ring. Rows are row numbers of the block's home rank."""
+    """What one rank does at one hop of the ring: its tiles, and the messages around them.
+
+    ``keys_out`` and ``keys_in`` start before the tiles and overlap with them. The other three start after the tiles
+    have added to the block's gradients, and overlap with the tiles of the next hop; a forward pass leaves them out.
+
+    Attributes:
+        source: the block's home rank. Rows are row numbers on this rank.
+        held: rows of the block that this rank holds at this hop.
+        tiles: what this rank computes with them; key rows count within ``held``.
+        needed: rows that the tiles read; all rows on a ring of one rank.
+        keys_out: the block, to the next rank; in a direct plan, rows of this rank's own block.
+        keys_in: the next hop's block.
+        grads_out: gradients of the block, to the next rank or to the block's home.
+        grads_home: gradients of this rank's own block, from the last rank that added to them.
+        grads_in: the gradients of the next hop's block that other ranks have added so far.
+    """
 
     source: int
-    held: Spans  # rows of the block that this rank holds at this hop
-    tiles: Tiles  # what this rank computes with them; key rows are numbered within ``held``
-    forward: Spans  # rows that are sent on to the next rank; if direct, own rows for the rank that is next in turn
-    grads_in: Spans  # rows whose gradients arrive from the previous rank
-    grads_out: Spans  # rows whose gradients this rank sends
-    grads_to: int  # the rank that receives grads_out: the next one, or the block's home
-    needed: Spans = ()  # rows that the tiles read; all rows on a ring of one rank
+    held: Spans
+    tiles: Tiles
+    needed: Spans = ()
+    keys_out: Message = Message()
+    keys_in: Message = Message()
+    grads_out: Message = Message()
+    grads_home: Message = Message()
+    grads_in: Message = Message()
 
 
 @dataclass(frozen=True)
@@ -43,17 +67,15 @@ class RingPlan:
     """All hops of one rank; ``hops[0]`` is its own block.
 
     Attributes:
+        step: 1 if blocks travel up the ranks, -1 if down.
         needed: whether any rank needs any row of any block.
         direct: each block comes from its home. At hop n a rank computes with the block of the rank n before it, and
             sends own rows to the rank n + 1 after it.
     """
 
     rank: int
-    next: int
-    previous: int
+    step: int
     hops: tuple[Hop, ...]
-    grads_home: tuple[int, Spans]  # rank and rows of the gradients that return to this rank at the end
-    home_hop: int  # the hop after which that rank sends them
     needed: bool = True
     direct: bool = False
 
@@ -97,8 +119,8 @@ class AttentionPlan:
         """The hops of ring rank ``rank`` (default: this one): its queries against the keys of all ranks.
 
         Keys travel in the direction that sends fewer rows. On a contiguous causal ring they go upwards, and never wrap
-        around. With zigzag they go downwards, and only half a block is needed after wrapping around. If at
-        most half of these rows would be sent directly, the plan is direct.
+        around. With zigzag they go downwards, and only half a block is needed after wrapping around. If direct messages
+        would be at most half of these rows, the plan is direct.
 
         Args:
             chunk: only the keys of this chunk of every rank (FPDT); default: all.
@@ -114,7 +136,7 @@ class AttentionPlan:
         ring = self.layout.grid.ring
         spans = tuple(span for rank in range(ring.size) for span in self.key_layout.ring_spans(rank))
         computed = self._tiles(self.layout.ring_spans(ring.rank), spans)
-        return Hop(ring.rank, ((0, count(spans)),), computed, (), (), (), ring.rank)
+        return Hop(ring.rank, ((0, count(spans)),), computed)
 
     @once
     def between(self, query: int, key: int, ring: int) -> Tiles:
@@ -171,18 +193,6 @@ def attention_plan(layout: SequenceLayout, mask: Mask, key_layout: SequenceLayou
 _attention_plan = lru_cache(maxsize=128)(AttentionPlan)
 
 
-def ring_plan(
-    layout: SequenceLayout,
-    mask: Mask,
-    rank: int | None = None,
-    chunk: int | None = None,
-    key_layout: SequenceLayout | None = None,
-    query_chunk: int | None = None,
-) -> RingPlan:
-    """The hops of one ring rank: see :meth:`AttentionPlan.ring`."""
-    return attention_plan(layout, mask, key_layout).ring(chunk=chunk, query_chunk=query_chunk, rank=rank)
-
-
 Blocks = tuple[Spans, ...]
 """Positions of every ring rank's block."""
 
@@ -204,61 +214,52 @@ def _plan(
     step = min(sent, key=sent.__getitem__)
     if sent[step] and 2 * sum(path.wanted for path in paths[step]) <= sent[step]:
         return _direct(queries, keys, tiles_of, paths[1], rank)
+    above, below, own = (rank + step) % size, (rank - step) % size, paths[step][rank]
     hops = []
     for hop in range(size):
         home = (rank - step * hop) % size
-        path = paths[step][home]
+        path, following = paths[step][home], paths[step][(home - step) % size]
         held = path.carried[hop] if hop else ((0, count(keys[home])),)
         computed = tiles_of(queries, keys[home]) if path.stops[hop] else Tiles()
-        active = 0 < hop <= path.last
         hops.append(
             Hop(
                 source=home,
                 held=held,
                 tiles=computed.within(held),
-                forward=path.carried[hop + 1],
-                grads_in=path.touched[hop - 1] if active else (),
-                grads_out=path.touched[hop] if active else (),
-                grads_to=(rank + step) % size if hop < path.last else home,
                 needed=path.stops[hop],
+                keys_out=Message(path.carried[hop + 1], above),
+                keys_in=Message(following.carried[hop + 1], below),
+                grads_out=Message(path.leaving(hop), above if hop < path.last else home),
+                grads_home=Message(own.leaving(hop) if hop == own.last else (), (rank + step * hop) % size),
+                grads_in=Message(following.leaving(hop) if hop < following.last else (), below),
             )
         )
-    own = paths[step][rank]
-    return RingPlan(
-        rank=rank,
-        next=(rank + step) % size,
-        previous=(rank - step) % size,
-        hops=tuple(hops),
-        grads_home=((rank + step * own.last) % size, own.touched[own.last]),
-        home_hop=own.last,
-        needed=any(path.stops[hop] for path in paths[step] for hop in range(size)),
-    )
+    return RingPlan(rank, step, tuple(hops), any(any(path.stops) for path in paths[step]))
 
 
 def _direct(
     queries: Spans, keys: Blocks, tiles_of: Callable[[Spans, Spans], Tiles], paths: list[_Path], rank: int
 ) -> RingPlan:
     """A plan in which each rank sends its own rows to those that need them; ``paths``: in direction 1."""
-    size = len(keys)
-    hops = []
+    size, own, hops = len(keys), paths[rank].stops, []
     for hop in range(size):
-        home = (rank - hop) % size
-        needed = paths[home].stops[hop]
+        home, following = (rank - hop) % size, (rank - hop - 1) % size
+        needed, last = paths[home].stops[hop], hop + 1 == size
         held = needed if hop else ((0, count(keys[home])),)
         computed = tiles_of(queries, keys[home]) if needed else Tiles()
-        given = paths[rank].stops[hop + 1] if hop + 1 < size else ()
-        grads = needed if hop else ()
-        hops.append(Hop(home, held, computed.within(held), given, (), grads, home, needed))
-    return RingPlan(
-        rank=rank,
-        next=(rank + 1) % size,
-        previous=(rank - 1) % size,
-        hops=tuple(hops),
-        grads_home=(rank, ()),
-        home_hop=0,
-        needed=any(rows for path in paths for rows in path.stops),
-        direct=True,
-    )
+        hops.append(
+            Hop(
+                source=home,
+                held=held,
+                tiles=computed.within(held),
+                needed=needed,
+                keys_out=Message(() if last else own[hop + 1], (rank + hop + 1) % size),
+                keys_in=Message(() if last else paths[following].stops[hop + 1], following),
+                grads_out=Message(needed if hop else (), home),
+                grads_home=Message(own[hop] if hop else (), (rank + hop) % size),
+            )
+        )
+    return RingPlan(rank, 1, tuple(hops), any(any(path.stops) for path in paths), direct=True)
 
 
 class _Path:
@@ -274,11 +275,14 @@ class _Path:
         self.stops = [needed[(home + step * hop) % len(needed)] for hop in range(len(needed))]
         # Rows that arrive at a stop: all that are needed at this or a later stop; after the last stop none.
         self.carried = [*accumulate(reversed(self.stops), union, initial=())][::-1]
-        # Rows whose gradients leave a stop: all that were needed at this or an earlier stop, except at home.
         self.touched = [*accumulate(self.stops[1:], union, initial=())]
         self.last = max((hop for hop, rows in enumerate(self.stops) if hop and rows), default=0)
         self.sent = sum(count(rows) for rows in self.carried[1:])
         self.wanted = sum(count(rows) for rows in self.stops[1:])  # rows that its home would send directly
+
+    def leaving(self, stop: int) -> Spans:
+        """Rows whose gradients leave a stop: all that were needed at this or an earlier stop, except at home."""
+        return self.touched[stop] if stop <= self.last else ()
 
 
 def _needed(reached: Sequence[Spans], keys: Blocks) -> list[list[Spans]]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.layout.masks import Band, Causal, Mask, NarrowedMask
-from megatron.context_parallel.layout.spans import Span, Spans, union
+from megatron.context_parallel.layout.spans import Span, Spans, joined
 
 
 class Pattern(Protocol):
@@ -122,15 +122,16 @@ class BlockSparse(NarrowedMask):
             queries, end = (row * self.block, (row + 1) * self.block), self.seq_length
             seen = max((band.keys[1] for band in self.within.bands(queries, (0, end))), default=0)
             kept = self.pattern.kept(row, -(-min(seen, end) // self.block))
-            self._spans[row] = union((i * self.block, min((i + 1) * self.block, end)) for i in kept)
+            self._spans[row] = joined((i * self.block, min((i + 1) * self.block, end)) for i in sorted(kept))
         return self._spans[row]
 
     def bands(self, q: Span, k: Span) -> Iterator[Band]:
         for row in range(q[0] // self.block, -(-q[1] // self.block)):
             queries = (max(q[0], row * self.block), min(q[1], (row + 1) * self.block))
-            for keys in self.key_spans(row):
-                if keys[0] < k[1] and k[0] < keys[1]:
-                    for band in self.within.bands(queries, keys):
+            kept = [keys for keys in self.key_spans(row) if keys[0] < k[1] and k[0] < keys[1]]
+            if kept:
+                for band in self.within.bands(queries, (kept[0][0], kept[-1][1])):
+                    for keys in kept:
                         yield from band.clip(keys)
 
     def allowed(self, q: Tensor, k: Tensor) -> Tensor:

@@ -46,36 +46,36 @@ class Band(NamedTuple):
         """All keys to which some query of the band attends."""
         return self.first, self.end + (self.q[1] - self.q[0] - 1) * self.end_step
 
-    def clip(self, k: Span) -> Iterator[Band]:
+    def clip(self, k: Span) -> list[Band]:
         """The part of the band among the keys ``k``."""
         if k[0] <= self.first and self.end + (self.q[1] - self.q[0] - 1) * self.end_step <= k[1]:
-            yield self
-            return
+            return [self]
         if not self.first_step and self.first < k[1] <= self.end:  # every query sees the same of these keys
-            yield Band(self.q, max(self.first, k[0]), k[1])
-            return
+            return [Band(self.q, max(self.first, k[0]), k[1])]
         start, stop = 0, self.q[1] - self.q[0]
         if self.end_step:
             start = max(start, k[0] - self.end + 1)
         elif self.end <= k[0]:
-            return
+            return []
         if self.first_step:
             stop = min(stop, k[1] - self.first)
         elif self.first >= k[1]:
-            return
+            return []
         if start >= stop:
-            return
+            return []
         enters = k[0] - self.first if self.first_step else start  # first query whose lower edge is within k
         leaves = k[1] - self.end + 1 if self.end_step else start  # first query whose upper edge is beyond k
         cuts = sorted({start, stop, *(cut for cut in (enters, leaves) if start < cut < stop)})
-        for low, high in zip(cuts, cuts[1:]):
-            yield Band(
+        return [
+            Band(
                 (self.q[0] + low, self.q[0] + high),
                 max(self.first + low * self.first_step, k[0]),
                 min(self.end + low * self.end_step, k[1]),
                 self.first_step if low >= enters else 0,
                 self.end_step if low < leaves else 0,
             )
+            for low, high in zip(cuts, cuts[1:])
+        ]
 
 
 class Mask(Protocol):

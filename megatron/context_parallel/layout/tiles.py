@@ -9,11 +9,12 @@ pairs are computed and sent, and the tiles' pairs give the FLOPs.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 from megatron.context_parallel.layout.masks import Band, Mask
-from megatron.context_parallel.layout.spans import Span, Spans, joined, numbered, place, positions_of, split, union
+from megatron.context_parallel.layout.spans import Span, Spans, numbered, place, positions_of, split, union
 from megatron.decisions.division import NARROW
 
 Kind = Literal["full", "causal", "anticausal"]
@@ -25,15 +26,12 @@ class Tile(NamedTuple):
     Attributes:
         kind: full, or for a square with query row i and key row j: causal, j <= i; anticausal, j >= i.
         masked: the mask must also be evaluated for each pair.
-        q_at, k_at: the global positions of the rows.
     """
 
     q: Span
     k: Span
     kind: Kind
     masked: bool = False
-    q_at: Spans = ()
-    k_at: Spans = ()
 
     @property
     def pairs(self) -> int:
@@ -43,7 +41,27 @@ class Tile(NamedTuple):
 
 
 class Tiles(tuple[Tile, ...]):
-    """The tiles between two blocks, and what was derived from them, such as a kernel's tables on the device."""
+    """The tiles between two blocks, and what was derived from them, such as a kernel's tables on the device.
+
+    Attributes:
+        q_spans, k_spans: the global positions of each block's rows.
+    """
+
+    q_spans: Spans
+    k_spans: Spans
+
+    def __new__(cls, each: Iterable[Tile] = (), q_spans: Spans = (), k_spans: Spans = ()) -> Tiles:
+        self = super().__new__(cls, each)
+        self.q_spans, self.k_spans = q_spans, k_spans
+        return self
+
+    def q_at(self, tile: Tile) -> Spans:
+        """The global positions of a tile's query rows."""
+        return positions_of([tile.q], self.q_spans)
+
+    def k_at(self, tile: Tile) -> Spans:
+        """The global positions of a tile's key rows."""
+        return positions_of([tile.k], self.k_spans)
 
     @property
     def masked(self) -> bool:
@@ -63,10 +81,13 @@ class Tiles(tuple[Tile, ...]):
 
     def within(self, held: Spans) -> Tiles:
         """The same tiles with key rows numbered within ``held``, the rows of the key block that are kept."""
-        if len(held) == 1 and held[0][0] == 0:
+        if not self or (len(held) == 1 and held[0][0] == 0):
             return self
+        return self.derived(held, lambda: self._within(held))
+
+    def _within(self, held: Spans) -> Tiles:
         moved = (tile._replace(k=place(tile.k, held)) for tile in self)
-        return self.derived(held, lambda: Tiles(moved).sharing(self.shared))
+        return Tiles(moved, self.q_spans, positions_of(held, self.k_spans)).sharing(self.shared)
 
     def sharing(self, shared: dict[Hashable, Any]) -> Tiles:
         """These tiles, after their :attr:`shared` is replaced by ``shared``, that of other tiles."""
@@ -74,7 +95,7 @@ class Tiles(tuple[Tile, ...]):
         return self
 
     def __reduce__(self) -> tuple:  # without what was derived
-        return Tiles, (tuple(self),)
+        return Tiles, (tuple(self), self.q_spans, self.k_spans)
 
 
 def tiles(q_spans: Spans, k_spans: Spans, mask: Mask) -> Tiles:
@@ -87,7 +108,7 @@ def tiles(q_spans: Spans, k_spans: Spans, mask: Mask) -> Tiles:
     keys = sorted(numbered(k_spans), key=lambda item: item[1])
     starts, stops = [span[0] for _, span in keys], [span[1] for _, span in keys]
     if not keys:
-        return Tiles()
+        return Tiles((), q_spans, k_spans)
     all_keys = (starts[0], max(stops))
     pieces, pairwise = [], mask.pairwise
     for q_row, q in numbered(q_spans):
@@ -96,43 +117,41 @@ def tiles(q_spans: Spans, k_spans: Spans, mask: Mask) -> Tiles:
             first, stop = band.keys
             for k_row, k in keys[bisect_right(stops, first) : bisect_left(starts, stop)]:
                 right = k_row - k[0]
-                for part in band.clip(k):
+                for part in (band,) if k[0] <= first and stop <= k[1] else band.clip(k):
                     for q_at, k_at, kind, masked in _cut(part):
-                        rows = (q_at[0] + down, q_at[1] + down), (k_at[0] + right, k_at[1] + right)
-                        pieces.append(Tile(*rows, kind, masked or pairwise, (q_at,), (k_at,)))
-    return Tiles(_merge(pieces))
+                        rows = (q_at[0] + down, q_at[1] + down) if down else q_at
+                        columns = (k_at[0] + right, k_at[1] + right) if right else k_at
+                        pieces.append(Tile(rows, columns, kind, masked or pairwise))
+    return Tiles(_merge(pieces), q_spans, k_spans)
 
 
-def _cut(band: Band) -> Iterator[tuple[Span, Span, Kind, bool]]:
+def _cut(band: Band) -> list[tuple[Span, Span, Kind, bool]]:
     """The rectangles and triangles (half squares) of a band: (queries, keys, kind, masked)."""
     (start, stop), first, end = band.q, band.first, band.end
     rows = stop - start
     if rows == 1 or not (band.first_step or band.end_step):
-        yield band.q, (first, end), "full", False
-    elif not band.first_step:
-        yield from _full(band.q, (first, end - 1))
-        yield band.q, (end - 1, end - 1 + rows), "causal", False
-    elif not band.end_step:
-        yield band.q, (first, first + rows), "anticausal", False
-        yield from _full(band.q, (first + rows, end))
-    elif end - first < NARROW:
-        for low in range(0, rows, 4 * NARROW):
-            high = min(low + 4 * NARROW, rows)
-            yield (start + low, start + high), (first + low, end + high - 1), "full", True
-    else:
-        # Take so few queries at a time that the two triangles do not overlap; the part between them is full.
-        parts = -(-rows // (end - first - 1))
-        for index in range(parts):
-            low, high = rows * index // parts, rows * (index + 1) // parts
-            q = (start + low, start + high)
-            yield q, (first + low, first + high), "anticausal", False
-            yield from _full(q, (first + high, end - 1 + low))
-            yield q, (end - 1 + low, end - 1 + high), "causal", False
+        return [(band.q, (first, end), "full", False)]
+    if not band.first_step:
+        return [*_full(band.q, (first, end - 1)), (band.q, (end - 1, end - 1 + rows), "causal", False)]
+    if not band.end_step:
+        return [(band.q, (first, first + rows), "anticausal", False), *_full(band.q, (first + rows, end))]
+    if end - first < NARROW:
+        cuts = ((low, min(low + 4 * NARROW, rows)) for low in range(0, rows, 4 * NARROW))
+        return [((start + low, start + high), (first + low, end + high - 1), "full", True) for low, high in cuts]
+    # Take so few queries at a time that the two triangles do not overlap; the part between them is full.
+    pieces: list[tuple[Span, Span, Kind, bool]] = []
+    parts = -(-rows // (end - first - 1))
+    for index in range(parts):
+        low, high = rows * index // parts, rows * (index + 1) // parts
+        q = (start + low, start + high)
+        pieces.append((q, (first + low, first + high), "anticausal", False))
+        pieces += _full(q, (first + high, end - 1 + low))
+        pieces.append((q, (end - 1 + low, end - 1 + high), "causal", False))
+    return pieces
 
 
-def _full(q: Span, k: Span) -> Iterator[tuple[Span, Span, Kind, bool]]:
-    if k[0] < k[1]:
-        yield q, k, "full", False
+def _full(q: Span, k: Span) -> list[tuple[Span, Span, Kind, bool]]:
+    return [(q, k, "full", False)] if k[0] < k[1] else []
 
 
 def parts(tile: Tile, size: int) -> Iterator[Tile]:
@@ -142,12 +161,7 @@ def parts(tile: Tile, size: int) -> Iterator[Tile]:
             kind = tile.kind if i == j else "full"
             if (tile.kind == "causal" and j > i) or (tile.kind == "anticausal" and j < i):
                 continue
-            yield Tile(q, k, kind, tile.masked, _at(tile.q_at, q, tile.q), _at(tile.k_at, k, tile.k))
-
-
-def _at(spans: Spans, rows: Span, whole: Span) -> Spans:
-    """Positions of some of a tile's rows; ``spans`` are the positions of the rows ``whole``."""
-    return positions_of([(rows[0] - whole[0], rows[1] - whole[0])], spans)
+            yield Tile(q, k, kind, tile.masked)
 
 
 def reach(q_spans: Spans, mask: Mask, keys: int) -> Spans:
@@ -160,17 +174,20 @@ def reach(q_spans: Spans, mask: Mask, keys: int) -> Spans:
 def _merge(pieces: list[Tile]) -> list[Tile]:
     """Join tiles, for fewer kernel calls: full ones in a row, triangles on a diagonal, and full ones in a column."""
     wide: list[Tile] = []
-    for tile in sorted(pieces, key=lambda t: (t.q, t.masked, t.k)):
+    for tile in sorted(pieces):  # by rows, then columns
         last = wide[-1] if wide else None
-        if last and last.q == tile.q and last.k[1] == tile.k[0] and _both_full(last, tile):
-            wide[-1] = last._replace(k=(last.k[0], tile.k[1]), k_at=joined(last.k_at + tile.k_at))
+        if last and last.k[1] == tile.k[0] and last.q == tile.q and _both_full(last, tile):
+            wide[-1] = Tile(last.q, (last.k[0], tile.k[1]), "full", last.masked)
         else:
             wide.append(tile)
+    by_columns = _join_triangles(wide)
+    for field in ("k", "masked", "kind"):  # sorting is stable, so the first two order tiles of the same kind
+        by_columns.sort(key=attrgetter(field))
     tall: list[Tile] = []
-    for tile in sorted(_join_triangles(wide), key=lambda t: (t.kind, t.masked, t.k, t.q)):
+    for tile in by_columns:
         last = tall[-1] if tall else None
         if last and last.k == tile.k and last.q[1] == tile.q[0] and _both_full(last, tile):
-            tall[-1] = last._replace(q=(last.q[0], tile.q[1]), q_at=joined(last.q_at + tile.q_at))
+            tall[-1] = Tile((last.q[0], tile.q[1]), last.k, "full", last.masked)
         else:
             tall.append(tile)
     return tall
@@ -180,29 +197,35 @@ def _join_triangles(pieces: list[Tile]) -> list[Tile]:
     """Join two consecutive causal squares on a diagonal, and the full tile below the first, to one causal square.
 
     A rank's own block is then one causal tile even if its positions have gaps.
+
+    Args:
+        pieces: ordered by rows, then columns.
     """
-    full = {(tile.q, tile.k[1], tile.masked): tile for tile in pieces if tile.kind == "full"}
-    squares: list[Tile] = []
-    for tile in sorted((t for t in pieces if t.kind == "causal"), key=lambda t: (t.q, t.k)):
-        last = squares[-1] if squares else None
-        below = full.get((tile.q, last.k[1], tile.masked)) if last else None
-        fits = last and last.masked == tile.masked and (last.q[1], last.k[1]) == (tile.q[0], tile.k[0])
-        if not (fits and below and below.k[0] <= last.k[0]):
-            squares.append(tile)
-            continue
-        del full[below.q, below.k[1], below.masked]
-        if below.k[0] < last.k[0]:
-            rest = below._replace(k=(below.k[0], last.k[0]), k_at=_at(below.k_at, (below.k[0], last.k[0]), below.k))
-            full[rest.q, rest.k[1], rest.masked] = rest
-        squares[-1] = Tile(
-            (last.q[0], tile.q[1]),
-            (last.k[0], tile.k[1]),
-            "causal",
-            tile.masked,
-            joined(last.q_at + tile.q_at),
-            joined(last.k_at + tile.k_at),
-        )
-    return [*squares, *full.values(), *(tile for tile in pieces if tile.kind == "anticausal")]
+    result: list[Tile] = []
+    square = None  # the index of the last causal square
+    for tile in pieces:
+        if tile.kind == "causal":
+            if square is not None and _is_below(result[-1], result[square], tile):
+                last, below = result[square], result.pop()
+                if below.k[0] < last.k[0]:
+                    result.append(below._replace(k=(below.k[0], last.k[0])))
+                result[square] = Tile((last.q[0], tile.q[1]), (last.k[0], tile.k[1]), "causal", tile.masked)
+                continue
+            square = len(result)
+        result.append(tile)
+    return result
+
+
+def _is_below(tile: Tile, first: Tile, second: Tile) -> bool:
+    """Whether a full tile lies below a causal square and beside the next one, so that the three are one triangle."""
+    return (
+        tile.kind == "full"
+        and first.masked == tile.masked == second.masked
+        and (first.q[1], first.k[1]) == (second.q[0], second.k[0])
+        and tile.q == second.q
+        and tile.k[1] == second.k[0]
+        and tile.k[0] <= first.k[0]
+    )
 
 
 def _both_full(a: Tile, b: Tile) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.context_parallel.attention.ring_plan import ring_plan
+from megatron.context_parallel.attention.ring_plan import attention_plan
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
@@ -45,8 +45,8 @@ def layer_traffic(config: Config) -> list[LayerTraffic]:
     row = 2 * heads.local_kv * model.kv_channels * compute_dtype(config).itemsize * config.data.micro_batch_size
     found = []
     for mask in dict.fromkeys(masks):
-        plans = [ring_plan(layout, mask, rank) for rank in range(ring)]
-        sent = [sum(count(hop.forward) for hop in plan.hops) for plan in plans]
+        plans = [attention_plan(layout, mask).ring(rank=rank) for rank in range(ring)]
+        sent = [sum(count(hop.keys_out.rows) for hop in plan.hops) for plan in plans]
         numbers = tuple(number for number, other in enumerate(masks, 1) if other == mask)
         found.append(LayerTraffic(mask, numbers, max(plan.pairs for plan in plans), row * max(sent)))
     return found

@@ -75,7 +75,8 @@ class TileByTile:
 
     def attend(self, tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, scores: Scores, result: Accumulator) -> None:
         for tile in tile_parts(tiles, scores):
-            out, lse = self.forward(*_cut(tile, (q, tile.q), (k, tile.k), (v, tile.k)), **_options(tile, q, scores))
+            cut = _cut(tile, (q, tile.q), (k, tile.k), (v, tile.k))
+            out, lse = self.forward(*cut, **_options(tiles, tile, q, scores))
             result.add(tile.q, *_turned(tile, out, lse))
 
     def attend_grad(
@@ -92,7 +93,7 @@ class TileByTile:
         for tile in tile_parts(tiles, scores):
             qkv = (q, tile.q), (k, tile.k), (v, tile.k)
             cut = _cut(tile, (final.dout, tile.q), *qkv, (final.out, tile.q), (final.lse, tile.q))
-            grads = _turned(tile, *self.backward(*cut, **_options(tile, q, scores)))
+            grads = _turned(tile, *self.backward(*cut, **_options(tiles, tile, q, scores)))
             dq_tile, dk_tile, dv_tile = (grad.permute(2, 0, 1, 3) for grad in grads)
             dq.add(tile.q, dq_tile)
             dkv.add(tile.k, dk_tile, dv_tile)
@@ -122,14 +123,15 @@ def tile_parts(tiles: Tiles, scores: Scores) -> Iterator[Tile]:
         yield from parts(tile, MADE_AT_ONCE) if _needs_pairs(tile, scores) else (tile,)
 
 
-def row_mask(tile: Tile, q: Tensor, scores: Scores) -> RowMask | None:
-    """What a kernel has to compute for each pair of a tile, besides the product; None: nothing."""
+def row_mask(tiles: Tiles, tile: Tile, q: Tensor, scores: Scores) -> RowMask | None:
+    """What a kernel has to compute for each pair of a part of one of ``tiles``, besides the product; None: nothing."""
     if not _needs_pairs(tile, scores):
         return None if scores.softcap is None else RowMask(softcap=scores.softcap)
     flip, allowed, bias, dropout = tile.kind == "anticausal", None, None, None
+    q_spans, k_spans = tiles.q_at(tile), tiles.k_at(tile)
     if tile.masked:
         home = torch.device("cpu") if scores.mask_in_host else q.device
-        q_at, k_at = positions(tile.q_at, home, flip)[:, None], positions(tile.k_at, home, flip)[None]
+        q_at, k_at = positions(q_spans, home, flip)[:, None], positions(k_spans, home, flip)[None]
 
         def allowed(start: int, end: int, keys: int) -> Tensor:
             return scores.mask.allowed(q_at[start:end], k_at[:, :keys])
@@ -137,14 +139,14 @@ def row_mask(tile: Tile, q: Tensor, scores: Scores) -> RowMask | None:
     if scores.slopes is not None:
         wide = accumulation_dtype(q.dtype)
         slopes = -scores.slopes.to(wide)[:, None, None]
-        first = tile.k_at[0][0]  # relative to it, positions are exact in fp32
-        q_here, k_here = ((positions(at, q.device, flip) - first).to(wide) for at in (tile.q_at, tile.k_at))
+        first = k_spans[0][0]  # relative to it, positions are exact in fp32
+        q_here, k_here = ((positions(at, q.device, flip) - first).to(wide) for at in (q_spans, k_spans))
 
         def bias(start: int, end: int, keys: int) -> Tensor:
             return (q_here[start:end, None] - k_here[:keys]).abs_() * slopes
 
     if scores.dropout is not None:
-        dropout = TileDropout(scores.dropout, q.size(2), tile.q_at, tile.k_at, q.device, flip=flip)
+        dropout = TileDropout(scores.dropout, q.size(2), q_spans, k_spans, q.device, flip=flip)
     return RowMask(allowed, bias, q.size(2), dropout, scores.softcap)
 
 
@@ -152,8 +154,8 @@ def _needs_pairs(tile: Tile, scores: Scores) -> bool:
     return tile.masked or scores.slopes is not None or scores.dropout is not None
 
 
-def _options(tile: Tile, q: Tensor, scores: Scores) -> dict:
-    return {"causal": tile.kind != "full", "mask": row_mask(tile, q, scores), "scale": scores.scale}
+def _options(tiles: Tiles, tile: Tile, q: Tensor, scores: Scores) -> dict:
+    return {"causal": tile.kind != "full", "mask": row_mask(tiles, tile, q, scores), "scale": scores.scale}
 
 
 def _cut(tile: Tile, *tensors: tuple[Tensor, tuple[int, int]]) -> list[Tensor]:

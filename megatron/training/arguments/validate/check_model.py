@@ -163,6 +163,8 @@ def complete_attention(config: Config) -> None:
 def _window_layers(config: Config) -> None:
     """Check which layers have the window, and RoPE of their own."""
     attention, model = config.attention, config.model
+    if attention.window_attn_skip_freq is None and model.rotary_base_local is None:
+        return
     _check_pattern("--window-attn-skip-freq", attention.window_attn_skip_freq, model.num_layers)
     windows = window_layers(attention, model.num_layers)
     if not any(windows):
@@ -283,6 +285,8 @@ def _even_rows(config: Config) -> bool:
     attention, length = config.attention, config.data.seq_length
     if attention.attention_mask != "window":
         return attention.attention_mask == "block-sparse" and attention.sparse_pattern in ("longformer", "bigbird")
+    if attention.window_attn_skip_freq is None:
+        return True
     windows = window_layers(attention, config.model.num_layers)
     near = sum(length if size < 0 else min(size, length) for size in attention.window_size)
     uneven = windows.count(0) * length / 2

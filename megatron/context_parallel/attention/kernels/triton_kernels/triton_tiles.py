@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.base import PAIR_BYTES, ROW_MASK_BYTES
 from megatron.context_parallel.layout.masks import Mask
-from megatron.context_parallel.layout.spans import numbered, positions
+from megatron.context_parallel.layout.spans import positions
 from megatron.context_parallel.layout.tiles import Kind, Tile, Tiles, parts
 
 Side = Literal["q", "k"]
@@ -64,9 +64,9 @@ def walk(tiles: Tiles, side: Side, rows: int, block: int, step: int, device: tor
 
 
 def geometry(tiles: Tiles) -> bytes:
-    """The tiles' rows, kinds and masked flags as bytes. Chunks and hops of a regular mask often have equal ones."""
-    rows = ((*tile.q, *tile.k, KINDS.index(tile.kind), tile.masked) for tile in tiles)
-    return tiles.derived("geometry", lambda: np.array([*rows], np.int64).tobytes())
+    """The tiles' rows, kinds and whether they are masked. Chunks and hops of a regular mask often have the same."""
+    numbers = (n for tile in tiles for n in (*tile.q, *tile.k, KINDS.index(tile.kind), tile.masked))
+    return tiles.derived("geometry", lambda: np.fromiter(numbers, np.int64).tobytes())
 
 
 def _walk(geometry: bytes, side: Side, rows: int, block: int, step: int, device: torch.device) -> Walk:
@@ -126,23 +126,22 @@ def _int32(x: np.ndarray, device: torch.device) -> Tensor:
 
 
 def places(tiles: Tiles, side: Side, rows: int, device: torch.device) -> Tensor:
-    """The global position of each row of a side, int32 [rows]; 0 for rows that are in no tile."""
-    return tiles.derived(("places", side, rows, device), lambda: _places(tiles, side, rows).to(device))
+    """The global position of each row of a side, int32 [rows]; 0 for further rows, which are in no tile."""
 
+    def made() -> Tensor:
+        at = positions(tiles.q_spans if side == "q" else tiles.k_spans, torch.device("cpu"))[:rows]
+        return torch.cat((at, at.new_zeros(rows - len(at)))).to(torch.int32).to(device)
 
-def _places(tiles: Tiles, side: Side, rows: int) -> Tensor:
-    result = torch.zeros(rows, dtype=torch.int32)
-    for tile in tiles:
-        (first, _), spans = (tile.q, tile.q_at) if side == "q" else (tile.k, tile.k_at)
-        for row, (start, stop) in numbered(spans):
-            result[first + row : first + row + stop - start] = torch.arange(start, stop, dtype=torch.int32)
-    return result
+    return tiles.derived(("places", side, rows, device), made)
 
 
 def groups(tiles: Tiles) -> Sequence[Tiles]:
     """The tiles of each launch: all in one, unless their bits need more than `BITS_AT_ONCE` bytes."""
-    split = tiles.derived("groups", lambda: tuple(_groups(tiles)) if sum(map(_bit_bytes, tiles)) > BITS_AT_ONCE else ())
-    return split or (tiles,)
+
+    def made() -> Sequence[Tiles]:
+        return [*_groups(tiles)] if sum(map(_bit_bytes, tiles)) > BITS_AT_ONCE else []
+
+    return (tiles.masked and tiles.derived("groups", made)) or (tiles,)
 
 
 def _groups(tiles: Tiles) -> Iterator[Tiles]:
@@ -150,11 +149,11 @@ def _groups(tiles: Tiles) -> Iterator[Tiles]:
     for whole in tiles:
         for tile in parts(whole, MASKED_ROWS) if _bit_bytes(whole) > BITS_AT_ONCE else (whole,):
             if group and held + _bit_bytes(tile) > BITS_AT_ONCE:
-                yield Tiles(group)
+                yield Tiles(group, tiles.q_spans, tiles.k_spans)
                 group, held = [], 0
             group.append(tile)
             held += _bit_bytes(tile)
-    yield Tiles(group)
+    yield Tiles(group, tiles.q_spans, tiles.k_spans)
 
 
 def _bit_bytes(tile: Tile) -> int:
@@ -173,7 +172,7 @@ def pack(tiles: Tiles, mask: Mask, device: torch.device, sides: Sequence[Side]) 
     for tile in tiles:
         if not tile.masked:
             continue
-        q_at, k_at = positions(tile.q_at, device)[:, None], positions(tile.k_at, device)[None]
+        q_at, k_at = positions(tiles.q_at(tile), device)[:, None], positions(tiles.k_at(tile), device)[None]
         step = max(WORD, ROW_MASK_BYTES // (PAIR_BYTES * k_at.size(1)) // WORD * WORD)  # complete words of queries
         blocks = [mask.allowed(q_at[i : i + step], k_at) for i in range(0, len(q_at), step)]
         if "q" in words:

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's Ulysses for models of transformers, as its tutorial on ALST trains: the model is registered, the loader
+wrapped, and the losses of the ranks are gathered and averaged by their labels."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as differentiable
+
+import megatron.context_parallel as cp
+from benchmarks.certify.cases import LENGTH, RATE, VOCABULARY, Case, copied, updated, whole
+
+
+def start() -> None:
+    """DeepSpeed's communication on a CPU."""
+    import deepspeed
+
+    # It would compile an all-reduce in shared memory, which only inference uses, for minutes.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo", verbose=False)
+
+
+def step(case: Case, ranks: int = 1) -> cp.Outcome:
+    if ranks == 1:
+        return whole(case)
+    import deepspeed
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
+
+    start()
+    attention = "eager" if case.sinks else "sdpa"
+    model, batches = case.model(attention), case.batches()
+    before = copied(model)
+    mpu = UlyssesSPAttentionHF.register_with_transformers(
+        model_name_or_path=model, core_attn_implementation=attention, sequence_parallel_size=ranks, micro_batch_size=1,
+        seq_length=LENGTH, seq_length_is_variable=True,
+    )  # fmt: skip
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    config = dict(
+        train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=len(batches), sequence_parallel_size=ranks,
+        zero_optimization={"stage": 0}, gradient_clipping=case.clip or 0.0, zero_allow_untested_optimizer=True,
+    )  # fmt: skip
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=parameters, optimizer=torch.optim.SGD(parameters, lr=RATE), config=config, mpu=mpu
+    )
+    group = mpu.get_sequence_parallel_group()
+    # each rank's loader has samples of its own, of which the adapter makes as many steps as there are ranks
+    own = [batches[number] for number in range(dist.get_rank(), len(batches), ranks)] or batches[:1]
+    own += own[-1:] * (-(-len(batches) // ranks) - len(own))
+    adapter = UlyssesSPDataLoaderAdapter(
+        own, sp_rank=mpu.get_sequence_parallel_rank(), sp_group=group, sp_world_size=ranks, device="cpu"
+    )
+    total = torch.zeros(())
+    for number, batch in enumerate(adapter):
+        if number == len(batches):
+            break
+        labels = batch.pop("shift_labels")
+        logits = engine(**batch).logits
+        loss = engine.module.loss_function(logits=logits, labels=None, shift_labels=labels, vocab_size=VOCABULARY)
+        losses = differentiable.all_gather(loss, group=group)
+        counts = differentiable.all_gather((labels != -100).view(-1).sum(), group=group)
+        loss = sum(losses[r] * counts[r] for r in range(ranks) if counts[r] > 0) / max(sum(counts), 1)
+        total += loss.detach() / len(batches)
+        engine.backward(loss)
+        engine.step()
+    return updated(model, before, total, engine.get_global_grad_norm(), case)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PyTorch's ``context_parallel``, with tokens, positions and labels as buffers.
+
+It replaces ``scaled_dot_product_attention`` by a ring for CUDA's kernels. :func:`ring_on_a_cpu` gives the same ring the
+kernel of a CPU. Loss and gradients are summed over the ranks by the program, as the documentation leaves them to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.experimental import _attention, context_parallel
+from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+import megatron.context_parallel as cp
+from benchmarks.certify.cases import LENGTH, Case, counted, finish, share, shifted, whole
+
+FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def step(case: Case, ranks: int = 1, kernel: bool = True) -> cp.Outcome:
+    """
+    Args:
+        kernel: give PyTorch's ring a kernel for CPUs.
+    """
+    if ranks == 1:
+        return whole(case)
+    model, batches, total = case.model(), case.batches(), torch.zeros(())
+    mesh, count, own = init_device_mesh("cpu", (ranks,)), counted(batches), torch.arange(LENGTH)[None]
+    for name, module in model.named_modules():
+        if name.endswith("self_attn"):
+            module.register_forward_pre_hook(Mask(case), with_kwargs=True)
+    with ring_on_a_cpu(mesh) if kernel else contextmanager(lambda: iter([None]))():
+        for batch in batches:
+            own = torch.arange(LENGTH)[None]
+            buffers = [batch["input_ids"], batch["position_ids"], shifted(batch), own]
+            with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * 4, no_restore_buffers={own}):
+                logits = model(input_ids=buffers[0], position_ids=buffers[1], use_cache=False).logits
+                loss = share(logits, buffers[2], count)
+                loss.backward()
+            total += loss.detach()
+    dist.all_reduce(total)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+    return finish(model, total, case, own[0])
+
+
+class Mask:
+    """A hook before attention: causal by flag, any other mask as a tensor.
+
+    Transformers would build a mask for this rank's positions, which restart where a rank's two parts meet.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.allowed = None
+        if len(case.documents) > 1 or case.window:
+            at = torch.arange(LENGTH)
+            document = torch.bucketize(at, torch.tensor(case.documents), right=True)
+            back = at[:, None] - at[None]
+            near = (back >= 0) & (back < (case.window or LENGTH))
+            self.allowed = (near & (document[:, None] == document))[None, None]
+
+    def __call__(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return args, kwargs | {"attention_mask": self.allowed, "is_causal": self.allowed is None}
+
+
+@contextmanager
+def ring_on_a_cpu(mesh: DeviceMesh) -> Iterator[None]:
+    """PyTorch's ring (its order, exchange, merging and balance) with PyTorch's flash kernel for CPUs."""
+
+    def forward(_: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[DTensor, DTensor]:
+        query, key, value = (x.to_local() for x in args[:3])
+        dropout, causal = (*args[3:], *(0.0, False)[len(args) - 3 :])[:2]
+        out, lse, *_ = ring._templated_ring_attention(
+            mesh.get_group(), 2, FORWARD, query, key, value, causal, dropout_p=dropout, scale=kwargs.get("scale")
+        )
+        return wrapped(out), wrapped(lse)
+
+    def backward(_: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
+        grad, query, key, value, out, lse = (x.to_local() for x in args[:6])
+        dropout, causal = args[6:8]
+        grads = ring._templated_ring_attention_backward(
+            mesh.get_group(), 2, kernel_backward, grad, "grad_out", query, key, value, out, lse, causal,
+            dropout_p=dropout, scale=kwargs.get("scale"),
+        )  # fmt: skip
+        return tuple(wrapped(x) for x in grads[:3])
+
+    def wrapped(x: Tensor) -> DTensor:
+        return DTensor.from_local(x, mesh, [Shard(2)], run_check=False)
+
+    ring.custom_ops.update({FORWARD.default: forward, BACKWARD: backward})
+    _attention.set_rotate_method("allgather")  # the default of accelerate
+    try:
+        yield
+    finally:
+        del ring.custom_ops[FORWARD.default], ring.custom_ops[BACKWARD]
+
+
+def kernel_backward(*, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+                    dropout_p: float, is_causal: bool, scale: float | None) -> tuple[Tensor, ...]:  # fmt: skip
+    return BACKWARD(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, attn_mask=None, scale=scale)
