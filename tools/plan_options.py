@@ -39,6 +39,9 @@ def parser(description: str) -> argparse.ArgumentParser:
     )
     options.add_argument("--window", default="0", metavar="N", help="tokens that a query sees, including itself")
     options.add_argument(
+        "--window-attn-skip-freq", default="0", metavar="N", help="every N-th layer sees all tokens, not the --window"
+    )
+    options.add_argument(
         "--margin", default=MARGIN, metavar="SIZE", help=f"memory of a GPU to leave free: 2GiB, 3%% ({MARGIN}%)"
     )
     options.add_argument("--top", default="10", metavar="N", help="plans to show (10), each the best of its grid")
@@ -104,7 +107,10 @@ def planning_problems(args: argparse.Namespace, flags: list[str]) -> tuple[Reque
     if args.confirm and args.documents:
         raise Refusal("--confirm with --documents: a dry run has one document per sample: leave one out")
     window = 0 if args.window == "0" else tokens(args.window, "--window")
-    request = Request(tuple(flags), tokens(args.global_batch, "--global-batch"), args.documents, window)
+    skip = 0 if args.window_attn_skip_freq == "0" else tokens(args.window_attn_skip_freq, "--window-attn-skip-freq")
+    if skip == 1 or (skip and not window):
+        raise Refusal(f"--window-attn-skip-freq {skip} needs --window N and layers that have it: use 2 or more with it")
+    request = Request(tuple(flags), tokens(args.global_batch, "--global-batch"), args.documents, window, skip)
     workload = request.workload(tokens(args.seq_length, "--seq-length") if args.seq_length else 1024)
     problems = []
     for machine in map(load, args.gpu):

@@ -29,9 +29,9 @@ class ForwardFlops:
 @lru_cache(maxsize=4096)
 def forward_flops(shape: Shape, seq_length: int) -> ForwardFlops:
     """FLOPs of one sequence: matrix products only, 2 for each multiply-add."""
-    token, query_width = 2 * seq_length, shape.heads * shape.head_dim
+    token, query_width, kv_width = 2 * seq_length, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     return ForwardFlops(
-        qkv=token * shape.layers * shape.hidden * (query_width + 2 * shape.kv_heads * shape.head_dim),
+        qkv=token * shape.layers * shape.hidden * ((1 + shape.output_gate) * query_width + 2 * kv_width),
         out=token * shape.layers * query_width * shape.hidden,
         mlp=token * shape.hidden * _mlp_width(shape),
         logits=token * shape.hidden * shape.vocab,
@@ -107,7 +107,7 @@ def step_flops(workload: Workload, strategy: Strategy) -> Flops:
     """
     one = forward_flops(workload.shape, workload.seq_length)
     batch, run = workload.global_batch, passes_of(workload, strategy)
-    pairs = one.attention * (0.5 if workload.causal else 1.0)
+    pairs = one.attention * workload.attended
     logits = one.logits / workload.shape.vocab * padded_vocab(workload.shape.vocab, strategy.tensor)
     gemm = (run.qkv + 2) * one.qkv + (run.out + 2) * one.out + (run.ffn + 2) * one.mlp + 3 * logits
     return Flops(

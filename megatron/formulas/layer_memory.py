@@ -140,7 +140,7 @@ def attention_working(workload: Workload, strategy: Strategy, itemsize: int) -> 
     if ring > 1:
         working = sizes.local_q * (1 + WIDE // itemsize) + ring_blocks(sizes.local_kv, ring, itemsize)
         working += sizes.local_q // 2 + sizes.local_kv  # dq, dk, dv of a tile
-        if ring > 2 and workload.causal and not workload.keys:
+        if ring > 2 and workload.causal and (workload.whole or not workload.keys):
             # This rank's dk and dv are those of one tile, in its dtype, until the other ranks' sums return. The peak
             # is when a block's sums are packed for sending while others arrive, or at the end of a tile.
             wide = WIDE // itemsize

@@ -85,7 +85,7 @@ def stage_parameters(
     def bias(size: int) -> tuple[Tensor, ...]:
         return ((size, 1),) if shape.bias else ()
 
-    qkv, ffn = (heads + 2 * groups) * d // tensor, shape.ffn // tensor
+    qkv, ffn = ((1 + shape.output_gate) * heads + 2 * groups) * d // tensor, shape.ffn // tensor
     attention = (
         *norm,
         *(((heads // tensor, 1),) if shape.sinks else ()),
@@ -95,6 +95,7 @@ def stage_parameters(
         *(((qkv, 1),) if shape.bias or shape.qkv_bias else ()),
         *(((d, 1),) * (2 * norms) if shape.qk_norm else ()),
         *norm,
+        *(norm * (2 * shape.sandwich_norm)),
     )
     layer = (*attention, (gates * ffn, h), *bias(gates * ffn), (h, ffn), *bias(h))
     first, last = stage == 0, stage == pipeline - 1
@@ -113,8 +114,10 @@ def stage_parameters(
         return StageParameters(embedding, layer, layers, final)
     with_experts = sum(mixture.layers[stage * layers : (stage + 1) * layers])
     shared, width = mixture.shared // tensor, mixture.ffn // (expert_tensor or tensor)
-    routed = (*attention, (mixture.experts, h), *(((gates * shared, h), (h, shared)) if shared else ()))
-    experts = ((gates * width, h), (h, width)) * (mixture.experts // expert)
+    gate = (mixture.experts, h), *bias(mixture.experts)
+    routed = (*attention, *gate, *(((gates * shared, h), (h, shared)) if shared else ()))
+    one = (gates * width, h), *bias(gates * width), (h, width), *bias(h)
+    experts = one * (mixture.experts // expert)
     return StageParameters(
         embedding, layer, layers - with_experts, final, routed * with_experts, experts * with_experts
     )

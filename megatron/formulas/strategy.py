@@ -96,6 +96,8 @@ class Shape:
     sinks: bool = False  # a learned score per head in the softmax
     embed_norm: bool = False  # LayerNorm after the word embedding
     mixture: Mixture | None = None  # layers with experts
+    sandwich_norm: bool = False  # norms after attention and after the MLP too
+    output_gate: bool = False  # a gate for each number of attention's output, projected with the queries
 
     def dense(self) -> Shape:
         """This shape.
@@ -116,6 +118,7 @@ class Workload:
     Attributes:
         keys: average number of keys that a query sees, under a window or in packed documents; 0: given by ``causal``.
         spread: standard deviation divided by mean, over samples, of the (query, key) pairs that attention computes.
+        whole: share of layers without the window, which see ``whole_keys`` keys instead of ``keys`` (0: by ``causal``).
         uneven: pairs of a ring's busiest rank over the mean in a micro-batch of packed documents: rows for rings of 2,
             4, 8, ..., columns for micro-batches of 1, 2, 4, ...; empty: the same on all ranks.
     """
@@ -127,13 +130,26 @@ class Workload:
     keys: float = 0.0
     spread: float = 0.0
     uneven: tuple[tuple[float, ...], ...] = ()
+    whole: float = 0.0
+    whole_keys: float = 0.0
 
     @property
     def attended(self) -> float:
-        """Share of all pairs of tokens that the mask allows."""
+        """Share of all pairs of tokens that the mask allows, on average over the layers."""
+        if self.whole:
+            return sum(share * kind.attended for kind, share in self.kinds())
         if self.keys:
             return self.keys / self.seq_length
         return 0.5 if self.causal else 1.0
+
+    def kinds(self) -> list[tuple[Workload, float]]:
+        """(workload of a model whose layers are all of one kind, share of layers of this kind), for each kind."""
+        if not self.whole:
+            return [(self, 1.0)]
+        return [
+            (changed(self, {"whole": 0.0, "whole_keys": 0.0}), 1 - self.whole),
+            (changed(self, {"whole": 0.0, "whole_keys": 0.0, "keys": self.whole_keys}), self.whole),
+        ]
 
 
 class Group(NamedTuple):

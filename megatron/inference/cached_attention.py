@@ -31,7 +31,7 @@ class Generation:
         self.plan = plan
         self.step: int | None = None
         self.positions = plan.layout.positions[:, None]
-        self._angles: tuple[Tensor, Tensor] | None = None
+        self._angles: tuple[Tensor, dict[int, Tensor]] | None = None
 
     def advance(self) -> None:
         """Go on to the next decoded token; the first call goes to the first token after the prompts."""
@@ -39,11 +39,13 @@ class Generation:
         self.positions = torch.tensor([[length + self.step for length in self.plan.lengths]])
 
     def angles(self, inv_freq: Tensor) -> Tensor:
-        """RoPE's angles, fp32 [s, 1 or b, 1, dim / 2]; computed once in each pass."""
+        """RoPE's angles, fp32 [s, 1 or b, 1, dim / 2]; computed once in each pass for layers with the same RoPE."""
         if self._angles is None or self._angles[0] is not self.positions:
-            at = to_device(self.positions, inv_freq.device)
-            self._angles = self.positions, rotary_angles(at, inv_freq)[:, :, None]
-        return self._angles[1]
+            self._angles = self.positions, {}
+        known = self._angles[1]
+        if id(inv_freq) not in known:  # the layers hold it as long as this object lives
+            known[id(inv_freq)] = rotary_angles(to_device(self.positions, inv_freq.device), inv_freq)[:, :, None]
+        return known[id(inv_freq)]
 
 
 class CachedAttention(MegatronModule):

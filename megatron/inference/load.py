@@ -17,6 +17,7 @@ from megatron.training.arguments.validate.check_model import sees_ahead
 from megatron.training.checkpoint import checkpoint
 from megatron.training.checkpoint.arguments_of import shape_of
 from megatron.training.checkpoint.checksums import choose_whole
+from megatron.training.checkpoint.hugging_face.architectures import described
 from megatron.training.checkpoint.megatron_lm.checked import COMMON, glance
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, is_hugging_face
 from megatron.training.json_file import parse_json, read_bytes
@@ -29,7 +30,8 @@ READ = {
     "parallel": "tensor_model_parallel_size context_parallel_size ulysses_parallel_size ring_parallel_size "
     "hierarchical_context_parallel_sizes cp_comm_type context_parallel_balance pipeline_model_parallel_size "
     "distributed_backend distributed_timeout_minutes network_interface",
-    "attention": "attention_kernel attention_mask window_size window_global_tokens mask_function mask_cpu_threshold",
+    "attention": "attention_kernel attention_mask window_size window_global_tokens window_attn_skip_freq mask_function "
+    "mask_cpu_threshold",
     "data": "micro_batch_size tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern "
     "tiktoken_num_special_tokens",
     "model": "vocab_size make_vocab_size_divisible_by padded_vocab_size transformer_impl",
@@ -146,9 +148,14 @@ def check_saved(saved: dict[str, Any], load: str) -> None:
     types = {f"{section}.{field.name}": field for section, _, field in settings()}
     for name, value in saved.items():
         field = types[name]
-        parts = value if isinstance(value, tuple | list) and len(value) == 2 else [value]
+        several = isinstance(value, tuple | list)
+        parts = value if several else [value]
         kind = int if "int" in field.type else str
-        valid = all(type(part) is kind for part in parts) and (len(parts) == 2) == field.type.startswith("tuple")
+        valid = all(type(part) is kind for part in parts)
+        if field.type.startswith("tuple"):
+            valid = valid and several and len(parts) == 2
+        else:
+            valid = valid and (not several or "list" in field.type)
         if not valid or value not in (field.metadata.get("choices") or [value]):
             raise Refusal(f"--load {load}: the checkpoint's setting {field.name} is {short(value)}, which is invalid")
 
@@ -177,7 +184,9 @@ def read_saved(path: Path, folder: Path) -> Saved:
         config = _json(glance(path, "config.json").file("config.json"))
         kind = str(config.get("dtype") or config.get("torch_dtype") or "float32")
         dtype = {"bfloat16": "bf16", "float16": "fp16"}.get(kind, "fp32")
-        return Saved(_tokenizer_in(path), dtype, _stop_in(path))
+        window = described(config, path / "config.json").attention
+        mask = {f"attention.{name}": value for name, value in window.items()}
+        return Saved(mask | _tokenizer_in(path), dtype, _stop_in(path))
     config = glance(path, COMMON).common().get("config")
     if not isinstance(config, dict):  # written by Megatron-LM: the mask is causal, and it has no files of the tokenizer
         return Saved({}, "fp32", None)

@@ -47,6 +47,7 @@ from megatron.training.evaluation.eval_plan import Plan, check_held_out, make_pl
 from megatron.training.model.build import build_model
 from megatron.training.model.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
 from megatron.training.refusal import together
+from megatron.training.report.layer_traffic import describe_layers
 from megatron.training.setup import Runtime
 
 
@@ -300,6 +301,7 @@ def describe(job: Job) -> Iterator[str]:
         f"({runtime.layout.balance}); attention kernel {config.attention.attention_kernel}, "
         f"layers {config.model.transformer_impl}"
     )
+    yield from describe_layers(config)
     yield (
         f"{config.model.num_layers} layers, hidden size {config.model.hidden_size}, "
         f"{config.model.num_attention_heads} heads ({config.model.num_query_groups} for keys and values), vocabulary "

@@ -17,14 +17,14 @@ from megatron.context_parallel.attention import kernels
 from megatron.context_parallel.core.groups import initialize_grid
 from megatron.context_parallel.fpdt.host_store import Offload
 from megatron.context_parallel.layout.grid import Grid, initialize_world
-from megatron.context_parallel.layout.masks import tile_rows
+from megatron.context_parallel.layout.masks import Mask, tile_rows
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.platform.network import Unusable
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.validate import transformer_engine_installed
 from megatron.training.arguments.validate.check_memory import attention_chunks
 from megatron.training.arguments.validate.check_model import varies_by_batch
-from megatron.training.model.attention_rule import attention_mask
+from megatron.training.model.attention_rule import layer_masks
 from megatron.training.model.core_config import compute_dtype, virtual_stages
 from megatron.training.refusal import Refusal
 
@@ -110,22 +110,15 @@ def start(config: Config, target: platform.Platform | None = None, offload: Offl
         target = target or platform.select(
             config.run.device, int(os.environ.get("LOCAL_RANK", "0")), parallel.distributed_backend
         )
-        kernel = kernels.select(
-            config.attention.attention_kernel,
-            device=target.device,
-            dtype=compute_dtype(config),
-            head_dim=config.model.kv_channels,
-            tile_rows=0.0 if varies_by_batch(config) else tile_rows(attention_mask(config)),
-            needs_mask=attention_mask(config).fine or config.model.position_embedding_type == "alibi",
-            needs_dropout=config.model.attention_dropout > 0 and not config.run.skip_train,
-        )
+        chosen = {_kernel(config, target.device, mask) for mask in layer_masks(config)}
     except kernels.KernelUnavailable as error:
         raise Refusal(f"--attention-kernel {error.name}: {error.reason}") from None
     except ValueError as error:
         raise Refusal(str(error)) from None
-    if not (target.on_gpu and varies_by_batch(config)):  # otherwise `auto` chooses by the documents of each batch
-        config.attention.attention_kernel = kernel.name
-    if target.on_gpu and config.model.attention_dropout and kernel.name == "math":
+    # On a GPU `auto` may choose another kernel for each layer, and chooses by the documents of each batch.
+    if len(chosen) == 1 and not (target.on_gpu and varies_by_batch(config)):
+        (config.attention.attention_kernel,) = chosen
+    if target.on_gpu and config.model.attention_dropout and "math" in chosen:
         config.notes.append(
             f"--attention-dropout {config.model.attention_dropout:g}: on a GPU the math kernel computes it, which is "
             "slow at long sequences (docs/inside/grid-invariance.md)"
@@ -173,6 +166,21 @@ def start(config: Config, target: platform.Platform | None = None, offload: Offl
         uses_dropout=config.model.hidden_dropout > 0 or config.model.attention_dropout > 0,
         routes=config.model.num_experts is not None,
     )
+
+
+def _kernel(config: Config, device: torch.device, mask: Mask) -> str:
+    """Name of the attention kernel of a layer with this mask. Raises KernelUnavailable."""
+    kernel = kernels.select(
+        config.attention.attention_kernel,
+        device=device,
+        dtype=compute_dtype(config),
+        head_dim=config.model.kv_channels,
+        tile_rows=0.0 if varies_by_batch(config) else tile_rows(mask),
+        needs_mask=mask.fine or config.model.position_embedding_type == "alibi",
+        needs_dropout=config.model.attention_dropout > 0 and not config.run.skip_train,
+        needs_softcap=config.model.attn_logit_softcapping is not None,
+    )
+    return kernel.name
 
 
 def _expert_groups(config: Config) -> dict[str, int | None] | None:

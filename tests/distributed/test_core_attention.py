@@ -234,3 +234,16 @@ def chunked_layer_with(name, value):
 @pytest.mark.parametrize("name", ["attention_bias", "packed_seq_params", "context"])
 def test_a_layer_in_chunks_refuses_what_it_does_not_read(pool, name):
     pool.run(chunked_layer_with, 1, name, torch.ones(1))
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+def test_layers_without_rope(number):
+    """Core leaves RoPE out in every second layer; ours is in the attention core, which must leave it out too."""
+    from megatron.context_parallel.positions.rope import LayoutRotaryEmbedding, Rope
+
+    layout = cp.SequenceLayout(LENGTH, cp.abstract_grid())
+    rotary = LayoutRotaryEmbedding(Rope(SIZE), layout)
+    q, k, v, _ = inputs()
+    layer = core_attention({"rotary": rotary}, {"no_rope_freq": 2}, layout, layer_number=number)
+    rotated, plain = (core_attention(settings, layout=layout)(q, k, v) for settings in ({"rotary": rotary}, {}))
+    assert torch.equal(layer(q, k, v), plain if number % 2 == 0 else rotated) and not torch.equal(plain, rotated)

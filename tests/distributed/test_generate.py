@@ -29,12 +29,19 @@ LLAMA = SIZES | {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 8192, "rope_theta": 500000.0}  # fmt: skip
+# Every second layer has a window, and in Gemma 3 another RoPE.
+GEMMA = LLAMA | {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 12, "tie_word_embeddings": True,
+                 "layer_types": ["sliding_attention", "full_attention"], "pad_token_id": None}  # fmt: skip
+BASES = {"sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+         "full_attention": {"rope_type": "default", "rope_theta": 20000.0}}  # fmt: skip
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", LLAMA),
     "llama, YaRN": ("llama", LLAMA | {"rope_parameters": YARN}),
     "llama 3.1": ("llama", LLAMA | {"rope_parameters": LLAMA3}),
     "qwen2": ("qwen2", LLAMA | {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", LLAMA | {"head_dim": 16}),
+    "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
+    "gemma3": ("gemma3_text", GEMMA | {"rope_parameters": BASES}),
     "bloom": ("bloom", SIZES | {"n_layer": 2, "n_head": 8, "eos_token_id": 2}),
 }
 NULL = f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1}"
@@ -57,7 +64,14 @@ GRIDS = {
     "PP 2 x U 2": (4, "--pipeline-model-parallel-size 2 --ulysses-parallel-size 2"),
     "DP 2, two at once": (2, "--micro-batch-size 2"),
 }
-USUAL = {("llama", "U 2 x R 2"), ("qwen2", "PP 2 x U 2"), ("qwen3", "U 4"), ("bloom", "R 3")}
+USUAL = {
+    ("gemma2", "TP 2 x R 2"),
+    ("gemma3", "U 2 x R 2"),
+    ("llama", "U 2 x R 2"),
+    ("qwen2", "PP 2 x U 2"),
+    ("qwen3", "U 4"),
+    ("bloom", "R 3"),
+}
 CASES = [
     pytest.param(kind, grid, marks=() if (kind, grid) in USUAL else pytest.mark.full)
     for kind in KINDS

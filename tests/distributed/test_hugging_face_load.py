@@ -113,9 +113,8 @@ def test_refusals(pool, folders, tmp_path):
     other.mkdir()
     config = json.loads((folder / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
-    assert "model_type 'gpt2' is not supported: only llama, qwen2, qwen3, mixtral and bloom" in refusal(
-        pool, flags_of("llama", other)
-    )
+    known = "llama, qwen2, qwen3, mixtral, bloom, gemma2 and gemma3_text"
+    assert f"model_type 'gpt2' is not supported: only {known}" in refusal(pool, flags_of("llama", other))
     (other / "config.json").write_text(json.dumps(config))
     assert "only the safetensors format is supported" in refusal(pool, flags_of("llama", other))
     weights = {}

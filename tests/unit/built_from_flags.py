@@ -58,6 +58,7 @@ def built(config: Config, world_size: int) -> dict[str, Any]:
         "alibi": None if rule.alibi_slopes is None else rule.alibi_slopes.tolist(),
         "gathered-keys": rule.gather_keys,
         "mask-threshold": rule.mask_cpu_threshold,
+        "softcap": rule.softcap,
         "rope": repr(build.rope(model)),
         "dtype": str(compute_dtype(config)),
         "in-chunks": core_config.in_chunks(config),
@@ -101,14 +102,15 @@ def _model(config: Config, grid: Any, layout: SequenceLayout) -> dict[str, Any]:
     def spec(_: Any, settings: Any, **arguments: Any) -> None:
         chunks = arguments.pop("chunks")
         seen.update({f"dropout.{name}": value for name, value in vars(settings.dropout).items()})
+        seen["rules"] = [(repr(one.rule.mask), one.rotary and repr(one.rotary.rope)) for one in settings.layers]
         seen["host memory"] = chunks is not None and chunks.offload is not None
         seen["streamed"] = chunks is not None and chunks.streamed
         seen.update({f"layers.{name}": value for name, value in arguments.items()})
 
     def model(**arguments: Any) -> SimpleNamespace:
-        names = ("max_sequence_length", "share_embeddings_and_output_weights", "position_embedding_type")
+        names = ("max_sequence_length", "share_embeddings_and_output_weights", "position_embedding_type", "softcap")
         seen.update({f"model.{name}": arguments[name] for name in names})
-        return SimpleNamespace(embedding=None, decoder=None)
+        return SimpleNamespace(embedding=SimpleNamespace(word_embeddings=None), decoder=None)
 
     def mark(name: str) -> Any:
         return lambda *_: seen.update({name: True})
@@ -119,6 +121,7 @@ def _model(config: Config, grid: Any, layout: SequenceLayout) -> dict[str, Any]:
         mock.patch.object(build, "train_adapters_alone", lambda _: None),
         mock.patch.object(build, "LongContextGPT", model),
         mock.patch.object(build, "PartitionedEmbedding", mark("partitioned")),
+        mock.patch.object(build, "scale_embeddings", mark("scaled embeddings")),
         mock.patch.object(build, "save_layer_inputs_in_host", mark("layer inputs in host memory")),
     ):
         build.build_model(config, grid, layout, VOCABULARY, torch.device("cpu"), SimpleNamespace())

@@ -21,7 +21,9 @@ from tests.properties import examples
 REFERENCE = Path(__file__).parents[3] / "shared" / "reference" / "megatron_flags_0.16.1.tsv"
 
 # Flags that Megatron-LM 0.16.1 does not have: ours, and other programs' spellings.
-OURS = """--model --layernorm-epsilon --ulysses-parallel-size --ds-sequence-parallel-size --ulysses-degree-in-cp
+OURS = """--rotary-base-local --geglu --sandwich-norm --scale-embeddings --softmax-scale --attn-logit-softcapping
+--final-logit-softcapping --model --layernorm-epsilon --ulysses-parallel-size --ds-sequence-parallel-size
+--ulysses-degree-in-cp
 --ring-parallel-size --context-parallel-balance --zero-stage --attention-kernel --attention-mask --log-jsonl
 --device --network-interface --peak-tflops --no-progress --fpdt --fpdt-chunk-size --fpdt-offload --no-fpdt-offload
 --fpdt-stream-hidden --ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size

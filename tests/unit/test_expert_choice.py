@@ -188,9 +188,11 @@ def test_settings_that_experts_do_not_support_are_refused(flags: str, expected: 
     assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_experts_need_linear_layers_without_a_bias():
-    with pytest.raises(Refusal, match="--disable-bias-linear"):
-        parse(f"{BASE} --num-experts 8 --max-position-embeddings 64".split(), None, 4)
+@pytest.mark.parametrize("flags", ["--tensor-model-parallel-size 2", "--moe-shared-expert-intermediate-size 32"])
+def test_some_experts_need_linear_layers_without_a_bias(flags):
+    with pytest.raises(Refusal, match="--disable-bias-linear") as caught:
+        parse(f"{BASE} --num-experts 8 --max-position-embeddings 64 {flags}".split(), None, 4)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_dense_model_has_no_experts():

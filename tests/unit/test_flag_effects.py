@@ -73,6 +73,10 @@ EFFECTS = f"""
 | --norm-epsilon 1e-3 | core.layernorm_epsilon
 | --apply-layernorm-1p | core.layernorm_zero_centered_gamma
 | --swiglu | core.activation_func core.ffn_hidden_size core.gated_linear_unit
+| --geglu | core.ffn_hidden_size core.gated_linear_unit
+| --quick-geglu | core.activation_func core.ffn_hidden_size core.gated_linear_unit
+--swiglu | --glu-linear-offset 1 | core.glu_linear_offset
+--swiglu | --activation-func-clamp-value 7 | core.activation_func_clamp_value
 | --squared-relu | core.activation_func
 | --no-bias-gelu-fusion | core.activation_func
 --no-bias-gelu-fusion | --openai-gelu | core.activation_func
@@ -86,6 +90,12 @@ EFFECTS = f"""
 | --add-qkv-bias | core.add_qkv_bias
 | --qk-layernorm | core.qk_layernorm
 | --softmax-type learnable | core.softmax_type
+| --softmax-scale 0.5 | core.softmax_scale
+| --attention-output-gate | core.attention_output_gate
+| --attn-logit-softcapping 50 | softcap
+| --final-logit-softcapping 30 | model.softcap
+| --sandwich-norm | layers.output_norms
+| --scale-embeddings | scaled-embeddings
 | --hidden-dropout 0.2 | dropout.hidden
 | --attention-dropout 0.2 | dropout.attention
 | {MOE} | core.num_moe_experts core.moe_ffn_hidden_size layers.experts ...
@@ -143,6 +153,9 @@ EFFECTS = f"""
 | --attention-mask full | mask
 | --window-size 7,0 | balance mask
 --window-size 7,0 | --window-global-tokens 2 | mask
+--window-size 7,0 | --window-attn-skip-freq 2 | balance rules
+--position-embedding-type rope | --no-rope-freq 2 | rules
+--position-embedding-type rope --window-size 7,0 --window-attn-skip-freq 2 | --rotary-base-local 500 | rules
 {SPARSE} | --sparse-block-size 16 | mask
 {SPARSE} | --sparse-pattern strided | balance mask
 {SPARSE} | --sparse-window-blocks 1 | mask

@@ -152,7 +152,7 @@ def test_other_families(tmp_path: Path, kind: str, capsys, monkeypatch: pytest.M
     source = save_model(tmp_path / "in", kind, KINDS[kind])
     assert contents(there_and_back(source, tmp_path)) == contents(source)
     flags = shlex.split(capsys.readouterr().out.split("\npretrain_")[1].splitlines()[0])[1:]
-    wanted, _, family = described(llama_settings.read_config(source / "config.json"), "")
+    wanted, _, family, _ = described(llama_settings.read_config(source / "config.json"), "")
     assert family is FAMILIES[kind]
     length = [] if wanted.max_position_embeddings else ["--max-position-embeddings", "64"]
     assert parse([*flags, *length, *RUN], world_size=1).model == replace(
@@ -183,7 +183,7 @@ def test_a_mixtral_that_is_refused(change: dict[str, Any]) -> None:
 
 
 def test_a_mixtral_has_the_usual_router(tmp_path: Path) -> None:
-    model, vocab_size, family = described(MIXTRAL, "config.json")
+    model, vocab_size, family, _ = described(MIXTRAL, "config.json")
     assert family.config_json(model, vocab_size, torch.float32)["num_local_experts"] == 4
     for change in ({"moe_router_score_function": "sigmoid"}, {"moe_shared_expert_intermediate_size": 8}):
         with pytest.raises(Refusal, match=f"not a Mixtral.*{next(iter(change)).replace('_', '-')}"):

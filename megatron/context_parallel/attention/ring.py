@@ -77,15 +77,15 @@ class RingSource:
         ``v`` from all ranks.
         """
         kv, row = None, (*k.shape[1:3], k.size(3) + v.size(3))
-        coming = home = (), None
+        coming, home = ((), None), []
         wide, grads_moving = accumulation_dtype(k.dtype), _Transfer(self.axis)
         for hop in self.plan.hops:
             if kv is None:
-                block = KeyBlock(k, v, hop, None, own)
+                block = mine = KeyBlock(k, v, hop, None, own)
             else:
                 keys = unpacked(kv, k.size(3))
                 block = KeyBlock(*keys, hop, kv, KeyGradients(*keys))
-            keys_moving, kv = self._pass_on(block, row)
+            keys_moving, kv = self._pass_on(mine if self.plan.direct else block, hop, row)
             if hop.tiles:
                 yield block
             if own is not None:
@@ -94,19 +94,20 @@ class RingSource:
                 if hop.grads_out.rows:
                     grads_moving.send(block.grads_of(hop.grads_out.rows, *coming), hop.grads_out)
                 if hop.grads_home.rows:
-                    home = hop.grads_home.rows, grads_moving.receive(hop.grads_home, k, row, wide)
+                    home.append((hop.grads_home.rows, grads_moving.receive(hop.grads_home, k, row, wide)))
                 coming = hop.grads_in.rows, grads_moving.receive(hop.grads_in, k, row, wide)
                 grads_moving.start()
             keys_moving.wait()
         grads_moving.wait()
-        first = 0
-        for start, stop in home[0]:  # rows of this rank's block, one after another
-            own.add((start, stop), *unpacked(home[1][first : first + stop - start], k.size(3)))
-            first += stop - start
+        for rows, total in home:
+            first = 0
+            for start, stop in rows:  # rows of this rank's block, one after another
+                own.add((start, stop), *unpacked(total[first : first + stop - start], k.size(3)))
+                first += stop - start
 
-    def _pass_on(self, block: KeyBlock, row: tuple[int, ...]) -> tuple[_Transfer, Tensor]:
-        """Start to send a block to the next rank and to receive the next hop's block, which is complete after wait."""
-        moving, hop = _Transfer(self.axis), block.hop
+    def _pass_on(self, block: KeyBlock, hop: Hop, row: tuple[int, ...]) -> tuple[_Transfer, Tensor]:
+        """Start to send rows of a block and to receive the next hop's block, which is complete after wait."""
+        moving = _Transfer(self.axis)
         if hop.keys_out.rows:
             moving.send(block.pick(hop.keys_out.rows), hop.keys_out)
         arriving = moving.receive(hop.keys_in, block.k, row, block.k.dtype)

@@ -3,6 +3,10 @@
 
 A rank sends on only those rows of a block that a later rank on the block's path needs. It sends only those rows of the
 block's gradient to which some rank has added.
+
+Where few ranks need a row, such as under a window with zigzag, whose two halves see keys of both neighbours, most ranks
+on its path would only pass it on. The plan is then direct: a rank sends its own rows to each rank that needs them, and
+that rank sends their gradients back.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ class Hop:
         held: rows of the block that this rank holds at this hop.
         tiles: what this rank computes with them; key rows count within ``held``.
         needed: rows that the tiles read; all rows on a ring of one rank.
-        keys_out: the block, to the next rank.
+        keys_out: the block, to the next rank; in a direct plan, rows of this rank's own block.
         keys_in: the next hop's block.
         grads_out: gradients of the block, to the next rank or to the block's home.
         grads_home: gradients of this rank's own block, from the last rank that added to them.
@@ -65,12 +69,15 @@ class RingPlan:
     Attributes:
         step: 1 if blocks travel up the ranks, -1 if down.
         needed: whether any rank needs any row of any block.
+        direct: each block comes from its home. At hop n a rank computes with the block of the rank n before it, and
+            sends own rows to the rank n + 1 after it.
     """
 
     rank: int
     step: int
     hops: tuple[Hop, ...]
     needed: bool = True
+    direct: bool = False
 
     @property
     def pairs(self) -> int:
@@ -112,7 +119,8 @@ class AttentionPlan:
         """The hops of ring rank ``rank`` (default: this one): its queries against the keys of all ranks.
 
         Keys travel in the direction that sends fewer rows. On a contiguous causal ring they go upwards, and never wrap
-        around. With zigzag they go downwards, and only half a block is needed after wrapping around.
+        around. With zigzag they go downwards, and only half a block is needed after wrapping around. If direct messages
+        would be at most half of these rows, the plan is direct.
 
         Args:
             chunk: only the keys of this chunk of every rank (FPDT); default: all.
@@ -202,7 +210,10 @@ def _plan(
     rank: int,
 ) -> RingPlan:
     size = len(keys)
-    step = min(paths, key=lambda step: sum(path.sent for path in paths[step]))
+    sent = {step: sum(path.sent for path in paths[step]) for step in paths}
+    step = min(sent, key=sent.__getitem__)
+    if sent[step] and 2 * sum(path.wanted for path in paths[step]) <= sent[step]:
+        return _direct(queries, keys, tiles_of, paths[1], rank)
     above, below, own = (rank + step) % size, (rank - step) % size, paths[step][rank]
     hops = []
     for hop in range(size):
@@ -226,6 +237,31 @@ def _plan(
     return RingPlan(rank, step, tuple(hops), any(any(path.stops) for path in paths[step]))
 
 
+def _direct(
+    queries: Spans, keys: Blocks, tiles_of: Callable[[Spans, Spans], Tiles], paths: list[_Path], rank: int
+) -> RingPlan:
+    """A plan in which each rank sends its own rows to those that need them; ``paths``: in direction 1."""
+    size, own, hops = len(keys), paths[rank].stops, []
+    for hop in range(size):
+        home, following = (rank - hop) % size, (rank - hop - 1) % size
+        needed, last = paths[home].stops[hop], hop + 1 == size
+        held = needed if hop else ((0, count(keys[home])),)
+        computed = tiles_of(queries, keys[home]) if needed else Tiles()
+        hops.append(
+            Hop(
+                source=home,
+                held=held,
+                tiles=computed.within(held),
+                needed=needed,
+                keys_out=Message(() if last else own[hop + 1], (rank + hop + 1) % size),
+                keys_in=Message(() if last else paths[following].stops[hop + 1], following),
+                grads_out=Message(needed if hop else (), home),
+                grads_home=Message(own[hop] if hop else (), (rank + hop) % size),
+            )
+        )
+    return RingPlan(rank, 1, tuple(hops), any(any(path.stops) for path in paths), direct=True)
+
+
 class _Path:
     """A block's path around the ring, with the rows at each stop.
 
@@ -242,6 +278,7 @@ class _Path:
         self.touched = [*accumulate(self.stops[1:], union, initial=())]
         self.last = max((hop for hop, rows in enumerate(self.stops) if hop and rows), default=0)
         self.sent = sum(count(rows) for rows in self.carried[1:])
+        self.wanted = sum(count(rows) for rows in self.stops[1:])  # rows that its home would send directly
 
     def leaving(self, stop: int) -> Spans:
         """Rows whose gradients leave a stop: all that were needed at this or an earlier stop, except at home."""

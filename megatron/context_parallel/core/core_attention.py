@@ -33,7 +33,8 @@ class ContextParallelAttention(MegatronModule):
 
     Args:
         config: its ``window_size`` and ``window_attn_skip_freq`` choose this layer's window.
-        settings: layout, rule and RoPE. If the mask of its rule is not ``Causal()``, it replaces core's causal mask.
+        settings: of all layers. If the mask of this layer's rule is not ``Causal()``, it replaces core's causal mask.
+        layer_number: from 1, in the complete model.
         attn_mask_type: causal, none, or one of these with padding, which ``packed_seq_params`` describes.
         k_channels, v_channels, cp_comm_type, pg_collection: ignored; the tensors and the layout determine them.
 
@@ -72,6 +73,9 @@ class ContextParallelAttention(MegatronModule):
             raise ValueError(f"num_splits={num_splits} is not supported: leave it out")
         if getattr(config, "qk_clip", False):
             raise ValueError("qk_clip=True is not supported (it needs the largest score of each head): set it to False")
+        settings = settings.of_layer(layer_number)
+        if config.no_rope_freq and config.no_rope_freq[layer_number - 1]:
+            settings = replace(settings, rotary=None)
         self.settings, self.scale, self.layer_number = settings, softmax_scale, layer_number
         self.mask_type = attn_mask_type
         self.window = None

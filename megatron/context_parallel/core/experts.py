@@ -78,7 +78,8 @@ class ExpertRouter(Router):
     def gating(self, input: Tensor) -> Tensor:
         """[s, b, h] -> logits [s, b, E], in the dtype of ``--moe-router-dtype``."""
         dtype = {"fp32": torch.float32, "fp64": torch.float64, None: input.dtype}[self.config.moe_router_dtype]
-        return functional.linear(input.to(dtype), self.weight.to(dtype))
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return functional.linear(input.to(dtype), self.weight.to(dtype), bias)
 
     def routing(self, logits: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor]:
         """(weights [n, E], chosen [n, E]) from logits [s, b, E]; ``places`` [s, b] as made by :func:`places`."""
@@ -257,11 +258,17 @@ class Experts(MoELayer):
             self.token_dispatcher = AllToAll(
                 self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups
             )
+        if config.add_bias_linear:  # with expert TP 1, as check_experts.py demands
+            for expert in self.experts.local_experts:
+                # Otherwise a reduction over one rank returns a view, to which core adds the bias (mlp.py:247).
+                expert.linear_fc2.explicit_expert_comm = True
         self.router.set_layer_number(layer_number)
         for parameter in self.experts.parameters():
             # Core sums the gradients of parameters with this mark over the ranks that hold the same experts. It marks
             # them only with expert parallelism. But if expert TP is below TP, TP ranks hold the same experts too.
             parameter.allreduce = False
+            # Core marks a bias for a sum over TP; but the tokens of all TP ranks come to an expert's ranks anyway.
+            parameter.sequence_parallel = False
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None

@@ -34,13 +34,16 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
         AttentionSettings,
         ChunkedTransformerLayer,
         ChunkSettings,
+        GatedSelfAttention,
+        LayerRule,
         LongContextLayer,
     )
 
 from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
 
 INPUTS_CUT = ("linear_proj", "linear_fc2")  # layers whose inputs are split over TP
-__all__ = ["AttentionSettings", "ChunkSettings", "ChunkedNorm", "ContextParallelAttention", "Norm", "block_spec"]
+__all__ = ["AttentionSettings", "ChunkSettings", "ChunkedNorm", "ContextParallelAttention", "LayerRule", "Norm",
+           "block_spec"]  # fmt: skip
 
 
 class Norm(nn.Module):
@@ -93,6 +96,7 @@ def block_spec(
     recomputed: int = 0,
     lora: Lora | None = None,
     experts: Mapping[int, RouterRule] | None = None,
+    output_norms: bool = False,
 ) -> TransformerBlockSubmodules:
     """The layers of one pipeline stage, with our attention core.
 
@@ -107,6 +111,7 @@ def block_spec(
         lora: adapters, not with ``transformer_engine``.
         experts: the layers of this stage, from 0, whose FFN is a mixture of experts, and how tokens choose them; not
             with ``transformer_engine``, ``chunks`` or ``lora``.
+        output_norms: normalize the outputs of attention and FFN before they are added.
     """
     if experts and (transformer_engine or chunks is not None or lora is not None):
         raise ValueError("experts need core's own layers: leave out transformer_engine, chunks and lora")
@@ -124,8 +129,11 @@ def block_spec(
             qkv.q_layernorm = qkv.k_layernorm = Norm
     if lora is not None:
         _add_adapters(layer, lora, transformer_engine)
+    if config.attention_output_gate:
+        layer.submodules.self_attention = replace(layer.submodules.self_attention, module=GatedSelfAttention)
     layer.submodules.self_attention.submodules.core_attention = partial(ContextParallelAttention, settings=settings)
-    layers = [replace(layer, module=LongContextLayer, params={**layer.params, "attention": settings})] * num_layers
+    params = {**layer.params, "attention": settings, "output_norm": final_norm if output_norms else None}
+    layers = [replace(layer, module=LongContextLayer, params=params)] * num_layers
     for index, rule in (experts or {}).items():
         # The norm before experts is not fused with them: in checkpoints it has its own name, as in Megatron-LM.
         names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
@@ -133,8 +141,12 @@ def block_spec(
         layers[index] = replace(layers[index], submodules=without_ffn, params={**layers[index].params, "experts": rule})
     if chunks is not None:
         layers = [
-            replace(layer, module=ChunkedTransformerLayer, params={**layer.params, **settings})
-            for settings in ({"chunks": chunks, "recompute": index < recomputed} for index in range(num_layers))
+            replace(
+                layer,
+                module=ChunkedTransformerLayer,
+                params={"output_norm": params["output_norm"], "chunks": chunks, "recompute": index < recomputed},
+            )
+            for index in range(num_layers)
         ]
         if chunks.fpdt:
             final_norm = ModuleSpec(ChunkedNorm, params={"chunks": chunks})

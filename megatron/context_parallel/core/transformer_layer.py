@@ -15,6 +15,7 @@ from math import ceil
 from typing import Any
 
 import torch
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
@@ -33,6 +34,19 @@ from megatron.context_parallel.positions.rope import LayoutRotaryEmbedding
 
 
 @dataclass(frozen=True)
+class LayerRule:
+    """What the attention of one layer computes.
+
+    Attributes:
+        rule: its mask applies inside a document.
+        rotary: RoPE; None if the layer has none.
+    """
+
+    rule: AttentionRule
+    rotary: LayoutRotaryEmbedding | None = None
+
+
+@dataclass(frozen=True)
 class AttentionSettings:
     """Settings of the attention of all layers.
 
@@ -42,6 +56,8 @@ class AttentionSettings:
         separate: whether packed documents are separated.
         rotary: RoPE; None if positions are encoded otherwise.
         dropout: probabilities; core's own dropout is 0.
+        layers: rule and RoPE of each layer of the complete model, in place of ``rule`` and ``rotary``; empty: all have
+            these.
     """
 
     layout: SequenceLayout
@@ -49,6 +65,14 @@ class AttentionSettings:
     separate: bool = True
     rotary: LayoutRotaryEmbedding | None = None
     dropout: ModelDropout = ModelDropout()
+    layers: tuple[LayerRule, ...] = ()
+
+    def of_layer(self, number: int) -> AttentionSettings:
+        """The settings of one layer, by its number in the complete model, from 1."""
+        if not self.layers:
+            return self
+        own = self.layers[number - 1]
+        return replace(self, rule=own.rule, rotary=own.rotary, layers=())
 
     def layout_of(self, seen: Samples) -> SequenceLayout:
         """Which rank holds which tokens of a batch."""
@@ -78,18 +102,41 @@ class ChunkSettings:
     streamed: bool = False
 
 
+class GatedSelfAttention(SelfAttention):
+    """megatron-core's attention with a gate on its output (Qwen3-Next); core compiles the product, for GPUs."""
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        return gated(x, gate)
+
+
+def gated(x: Tensor, gate: Tensor) -> Tensor:
+    """``x * sigmoid(gate)``, with a sigmoid in fp32 (fp64), for tensors with equally many elements."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (x * torch.sigmoid(gate.reshape(x.shape).to(wide))).to(x.dtype)
+
+
 class LongContextLayer(TransformerLayer):
     """A transformer layer with dropout of hidden states by position.
 
     Args:
         attention: settings of the attention.
         experts: the layer has a mixture of experts that are chosen by this rule, in place of ``submodules.mlp``.
+        output_norm: class of norms of the outputs of attention and FFN, before they are added; None: no such norms.
     """
 
     def __init__(
-        self, *args: Any, attention: AttentionSettings, experts: RouterRule | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        attention: AttentionSettings,
+        experts: RouterRule | None = None,
+        output_norm: type | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self.post_self_attn_layernorm = self.post_mlp_layernorm = None
+        if output_norm is not None:
+            sizes = self.config, self.config.hidden_size, self.config.layernorm_epsilon
+            self.post_self_attn_layernorm, self.post_mlp_layernorm = output_norm(*sizes), output_norm(*sizes)
         if experts is not None:
             # Not through the ModuleSpec, because core's layer logs a warning for classes that it does not know.
             self.mlp = Experts(self.config, experts, self.layer_number)
@@ -122,6 +169,20 @@ class LongContextLayer(TransformerLayer):
 
     def dropout_add(self, dropout: HiddenDropout | None, which: int, rows: Span | None = None) -> Callable:
         """The function that both methods above return, for ``rows`` of this rank's tokens; without dropout, core's."""
+        add = self._add(dropout, which, rows)
+        norm = self.post_self_attn_layernorm if which == ATTENTION else self.post_mlp_layernorm
+        if norm is None:
+            return add
+
+        def normalize_and_add(
+            output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, probability: float
+        ) -> Tensor:
+            x, bias = output_with_bias
+            return add((norm(x if bias is None else x + bias), None), residual, probability)
+
+        return normalize_and_add
+
+    def _add(self, dropout: HiddenDropout | None, which: int, rows: Span | None) -> Callable:
         if dropout is None:
             return self.core_add[which](self.training, self.config.bias_dropout_fusion)
 
@@ -143,7 +204,8 @@ class ChunkedTransformerLayer(LongContextLayer):
 
     def __init__(self, *args: Any, chunks: ChunkSettings, recompute: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, attention=chunks.attention, **kwargs)
-        self.chunks, self.recompute = chunks, recompute
+        self.chunks = replace(chunks, attention=self.self_attention.core_attention.settings)
+        self.recompute = recompute
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
@@ -192,16 +254,26 @@ class ChunkedTransformerLayer(LongContextLayer):
         self, layout: SequenceLayout, ends: tuple[int, ...] | None, x: Tensor, chunk: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """[c, b, h] -> q, k, v [c, b, heads, d], rotated; under TP sequence parallelism c grows by a factor of TP."""
-        query, key, value = self.self_attention.get_query_key_value_tensors(self.input_layernorm(x), None)
+        query, key, value, *_ = self._projected(x)
         rotary = self.chunks.attention.rotary
         if rotary is not None:
             query, key = rotary.rotate(query, key, rotary.of_spans(layout.local_chunk_spans(chunk), ends))
         return query, key, value
 
+    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        """q, k, v, and the gate if there is one."""
+        gate = self.config.attention_output_gate
+        return self.self_attention.get_query_key_value_tensors(self.input_layernorm(x), None, output_gate=gate)
+
     def _output(
         self, layout: SequenceLayout, dropout: HiddenDropout | None, out: Tensor, x: Tensor, chunk: int
     ) -> Tensor:
-        """Output projection of [c, b, heads, d], bias, dropout and the residual x."""
+        """Output projection of [c, b, heads, d], bias, dropout and the residual x.
+
+        A gate is projected again, with q, k and v, so that it is not kept until attention has seen all keys.
+        """
+        if self.config.attention_output_gate:
+            out = gated(out, self._projected(x)[3])
         add = self.dropout_add(dropout, ATTENTION, layout.local_chunks[chunk])
         return add(self.self_attention.linear_proj(out.flatten(2)), x, 0.0)
 

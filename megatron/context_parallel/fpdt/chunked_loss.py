@@ -40,6 +40,7 @@ def chunked_linear_cross_entropy(
     tensor: Axis = Axis(),
     sequence_parallel: bool = False,
     offload: Offload | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Sum over all tokens of ``token weight * cross-entropy(hidden @ weight^T, label)``.
 
@@ -56,6 +57,7 @@ def chunked_linear_cross_entropy(
         tensor: the TP axis over which the vocabulary is split.
         sequence_parallel: whether tokens are split over TP between the layers.
         offload: copies a host buffer to and from the device.
+        softcap: a logit x becomes ``softcap * tanh(x / softcap)``; None: no cap.
 
     Returns:
         The sum, a scalar in fp32 (fp64), the same on every TP rank.
@@ -63,7 +65,7 @@ def chunked_linear_cross_entropy(
     refuse_transforms("the chunked loss")
     hidden, weight = autocast_inputs(hidden_SBH, weight_VH, device=weight_VH.device)
     return _ChunkedLoss.apply(
-        hidden, weight, labels_SB, token_weights_SB, chunks, vocab_size, tensor, sequence_parallel, offload
+        hidden, weight, labels_SB, token_weights_SB, chunks, vocab_size, tensor, sequence_parallel, offload, softcap
     )
 
 
@@ -81,6 +83,7 @@ class _ChunkedLoss(torch.autograd.Function):
         tensor: Axis,
         sequence_parallel: bool,
         offload: Offload | None,
+        softcap: float | None,
     ) -> Tensor:
         gathered = sequence_parallel and tensor.size > 1
         ranks = tensor.size if gathered else 1
@@ -102,7 +105,9 @@ class _ChunkedLoss(torch.autograd.Function):
             targets = labels[:, start:stop].reshape(-1)
             scale = token_weights[:, start:stop].reshape(-1).to(wide)
             cut = even_spans(tokens.size(0), ceil((stop - start) * pieces / rows))
-            loss, grad_logits = loss_and_gradient(tokens, weight, targets, scale, vocab_size, tensor, cut, needs_grad)
+            loss, grad_logits = loss_and_gradient(
+                tokens, weight, targets, scale, vocab_size, tensor, cut, needs_grad, softcap
+            )
             total += loss
             if needs_grad:
                 grad_tokens = (grad_logits @ weight).reshape(-1, *hidden.shape[1:])
@@ -131,7 +136,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 if grad_weight.dtype != ctx.weight_dtype:
                     grad_weight = None
                 weight_part = in_main_grad(ctx.weight, grad_weight)
-        return hidden_part, weight_part, *[None] * 7
+        return hidden_part, weight_part, *[None] * 8
 
 
 def add_product(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
@@ -169,12 +174,19 @@ def loss_and_gradient(
     tensor: Axis,
     spans: list[Span],
     needs_grad: bool,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The weighted sum of the losses of some tokens and the gradient of their logits, computed span by span."""
     total, grads = scale.new_zeros(()), None
     for start, stop in spans:
         logits = (tokens[start:stop] @ weight.t()).to(scale.dtype)
+        slope = None
+        if softcap is not None:
+            slope = logits.div_(softcap).tanh_()
+            logits = slope * softcap
         losses, grad = cross_entropy(logits, targets[start:stop], vocab_size, tensor, needs_grad)
+        if needs_grad and slope is not None:
+            grad.mul_(slope.square_().neg_().add_(1))  # the derivative of the soft-cap
         total += (losses * scale[start:stop]).sum()
         if needs_grad:
             grad.mul_(scale[start:stop].unsqueeze(1))
@@ -182,7 +194,7 @@ def loss_and_gradient(
                 return total, grad.to(weight.dtype)
             grads = grad.new_empty((tokens.size(0), grad.size(1)), dtype=weight.dtype) if grads is None else grads
             grads[start:stop] = grad
-        del logits, grad
+        del logits, grad, slope
     return total, grads
 
 

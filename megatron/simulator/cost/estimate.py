@@ -95,10 +95,11 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine, program
         """(parameters of a stage; seconds by cause of a micro-batch, and of a mean layer's forward and backward)."""
         held, parts, forward, backward = states(shape, strategy, stage), {}, {}, {}
         for layer_strategy, layers in strategy.layer_kinds(held.layers):
-            passes = priced_layer(sample, _layer_key(layer_strategy), machine, program)
-            for mean, one in zip((forward, backward), passes):
-                add(parts, one, layers)
-                add(mean, one, layers / held.layers)
+            for work, share in sample.kinds():
+                passes = priced_layer(work, _layer_key(layer_strategy), machine, program)
+                for mean, one in zip((forward, backward), passes):
+                    add(parts, one, share * layers)
+                    add(mean, one, share * layers / held.layers)
         return held, add(parts, last) if stage == pipeline - 1 else parts, forward, backward
 
     busiest = on_stage(busiest_stage(strategy))
@@ -133,9 +134,9 @@ def pass_seconds(workload: Workload, strategy: Strategy, machine: Machine) -> fl
     sample = _sample(workload, strategy.slowest(workload) * strategy.busiest(workload))
     took = sum(map(sum, (part.values() for part in priced_ends(sample, _ends_key(strategy), machine))))
     for layer_strategy, layers in strategy.layer_kinds(workload.shape.layers):
-        took += layers * sum(
-            map(sum, (part.values() for part in priced_layer(sample, _layer_key(layer_strategy), machine)))
-        )
+        for work, share in sample.kinds():
+            passes = priced_layer(work, _layer_key(layer_strategy), machine)
+            took += share * layers * sum(sum(part.values()) for part in passes)
     return took
 
 

@@ -127,16 +127,17 @@ def step_waits(workload: Workload, strategy: Strategy, machine: Machine, program
     shared = strategy.group("dp").size
     times = strategy.micro_batches(workload) + (strategy.pipeline - 1) / strategy.virtual
     for layer_strategy, layers in strategy.layer_kinds(strategy.most_layers(workload.shape.layers)):
-        for backward, plain in enumerate(layer(workload, layer_strategy)):
-            segments = as_run(plain, workload.shape, program)
-            took = sum(part.count * kernel_seconds(one, machine) for part in segments for one in part.kernels)
-            compute += times * layers * took
-            met = waits_by_group_size(segments)
-            if strategy.zero >= 2 and shared > 1:
-                met[shared] += 1 + (backward and strategy.zero == 3)
-            waits = sum(met.values())
-            for ranks, count in met.items():
-                result.add(ranks, took / waits, times * layers * count)
+        for work, share in workload.kinds():
+            for backward, plain in enumerate(layer(work, layer_strategy)):
+                segments = as_run(plain, workload.shape, program)
+                took = sum(part.count * kernel_seconds(one, machine) for part in segments for one in part.kernels)
+                compute += times * share * layers * took
+                met = waits_by_group_size(segments)
+                if strategy.zero >= 2 and shared > 1:
+                    met[shared] += 1 + (backward and strategy.zero == 3)
+                waits = sum(met.values())
+                for ranks, count in met.items():
+                    result.add(ranks, took / waits, times * share * layers * count)
     if not result.by_ranks:
         result.add(shared, compute)
     return result

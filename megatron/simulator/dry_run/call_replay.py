@@ -396,8 +396,8 @@ def _loss(cache: CallCache, loss: Callable) -> Callable:
 
     @wraps(loss)
     def run(tokens: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        vocab_size, _, spans, needs_grad = others
-        key = "loss", vocab_size, tuple(spans), needs_grad
+        vocab_size, _, spans, needs_grad, softcap = others
+        key = "loss", vocab_size, tuple(spans), needs_grad, softcap
         given = [tokens, weight, targets, scale]
         return tuple(cache.call(weight, key, given, lambda: loss(tokens, weight, targets, scale, *others)))
 

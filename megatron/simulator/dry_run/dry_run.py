@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, fields
+from math import lcm
 from multiprocessing import get_context
 from typing import Any
 
@@ -31,6 +32,7 @@ from megatron.simulator.dry_run.replay import Replay, Stretch, Unsteady, replay,
 from megatron.simulator.dry_run.whole_step import Program, WholeStep, program_of, whole_step_of
 from megatron.simulator.machines.machine import Machine
 from megatron.training.arguments.config import Config
+from megatron.training.arguments.models import rope_layers, window_layers
 from megatron.training.arguments.stages import stage_layers
 from megatron.training.arguments.validate import data_parallel_size
 from megatron.training.report.memory_profile import Profile
@@ -242,9 +244,13 @@ def ranks_of(config: Config, world_size: int) -> Iterator[tuple[int, str]]:
 
 
 def layer_counts(config: Config) -> list[int | None]:
-    """Numbers of layers of a stage to run: all layers (None), or two numbers to extrapolate from."""
+    """Numbers of layers of a stage to run: all layers (None), or two numbers to extrapolate from.
+
+    Layers with different rules are extrapolated if all stages begin with the same one and consist of complete periods.
+    """
     layers, few = _layers(config), [_unit(config) * n for n in FEW]
-    return [None] if layers <= sum(few) or config.attention.recompute_method == "block" else few
+    uneven = layers % _period(config) or config.attention.recompute_method == "block"
+    return [None] if layers <= sum(few) or uneven else few
 
 
 Job = tuple[Config, int, int, int, Machine | None, bool]
@@ -289,8 +295,11 @@ def run_job(job: Job) -> JobResult:
 def with_layers(config: Config, layers: int) -> Config:
     """The same run with ``layers`` layers in each stage."""
     config = deepcopy(config)
-    parallel = config.parallel
-    config.model.num_layers = layers * parallel.pipeline_model_parallel_size
+    parallel, count = config.parallel, layers * config.parallel.pipeline_model_parallel_size
+    config.model.num_layers = count
+    for part, name in ((config.attention, "window_attn_skip_freq"), (config.model, "no_rope_freq")):
+        if isinstance(getattr(part, name), list):  # its beginning is like all of it: see `layer_counts`
+            setattr(part, name, getattr(part, name)[:count])
     if parallel.num_virtual_stages_per_pipeline_rank:
         parallel.num_layers_per_virtual_pipeline_stage = layers // parallel.num_virtual_stages_per_pipeline_rank
     return config
@@ -301,10 +310,17 @@ def _layers(config: Config) -> int:
 
 
 def _unit(config: Config) -> int:
-    """Number of layers that repeat: a recomputed unit on every virtual stage."""
+    """Number of layers that repeat: a recomputed unit, and a period of the layers' rules, on every virtual stage."""
     attention = config.attention
     unit = attention.recompute_num_layers if attention.recompute_granularity == "full" else 1
-    return (unit or 1) * (config.parallel.num_virtual_stages_per_pipeline_rank or 1)
+    return lcm(unit or 1, _period(config)) * (config.parallel.num_virtual_stages_per_pipeline_rank or 1)
+
+
+def _period(config: Config) -> int:
+    """The smallest number of layers after which the rules of all layers repeat."""
+    layers = config.model.num_layers
+    rules = list(zip(window_layers(config.attention, layers), rope_layers(config.model)))
+    return next(n for n in range(1, layers + 1) if all(a == b for a, b in zip(rules, rules[n:])))
 
 
 def too_full(config: Config, reports: list[RankReport], world_size: int, machine: Machine) -> Iterator[str]:

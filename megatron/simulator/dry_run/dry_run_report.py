@@ -19,6 +19,7 @@ from megatron.simulator.dry_run.allocation.reserved import needed_by_setting, ru
 from megatron.simulator.dry_run.dry_run import DryRun, RankReport
 from megatron.simulator.dry_run.replay import duration
 from megatron.training.refusal import Refusal
+from megatron.training.report.layer_traffic import describe_layers, layer_traffic
 from megatron.training.report.memory_picture import DEVICE_KINDS, draw, readable
 
 LABELS = {"default": "reserved by PyTorch", "expandable_segments": "reserved, expandable segments"}
@@ -28,6 +29,8 @@ def show(result: DryRun, console: Console, jitter: Jitter | None = None) -> None
     """Print memory, communication and time of every simulated rank; with ``jitter`` also the time of unequal ranks."""
     console.print(_memory(result))
     console.print(_communication(result))
+    for line in describe_layers(result.config):
+        console.print(f" > {line}")
     if result.machine is None:
         console.print(" > --gpu NAME adds the time of a step on that GPU, and whether it fits")
         return
@@ -179,6 +182,10 @@ def as_json(result: DryRun) -> dict[str, Any]:
                 "micro_batches_run": report.micro_batches[1],
             }
             for report in result.ranks
+        ],
+        "layers": [
+            {"mask": str(kind.mask), "layers": kind.layers, "pairs": kind.pairs, "ring_bytes_forward": kind.sent}
+            for kind in layer_traffic(result.config)
         ],
         "world_size": result.world_size,
         "gpu": result.machine.name if result.machine else None,

@@ -90,8 +90,9 @@ def passes(workload: Workload, s: Strategy, machine: Machine) -> tuple[list[floa
     def of(layers: int) -> list[float]:
         both = [0.0, 0.0]
         for layer_strategy, number in s.layer_kinds(layers):
-            for at, segments in enumerate(layer(workload, layer_strategy)):
-                both[at] += number * _seconds(segments, machine)
+            for work, share in workload.kinds():
+                for at, segments in enumerate(layer(work, layer_strategy)):
+                    both[at] += share * number * _seconds(segments, machine)
         return both
 
     stage = of(s.most_layers(workload.shape.layers))
@@ -197,10 +198,17 @@ def layers(plan: Plan, problem: Problem) -> list[Json]:
     drawn = []
     for layer_strategy, number in s.layer_kinds(stage_layers):
         again = " recomputed" if layer_strategy.recompute == "full" and s.recompute_method == "block" else ""
-        for name, segments in zip(("forward", "backward"), layer(workload, layer_strategy)):
-            drawn.append(
-                {"name": f"{name} pass of a{again} layer", "times": number, **lanes(segments, problem.machine)}
-            )
+        for work, share in workload.kinds():
+            own = " without the window" if work.keys == workload.whole_keys else " with the window"
+            kind = "" if share == 1 else own
+            for name, segments in zip(("forward", "backward"), layer(work, layer_strategy)):
+                drawn.append(
+                    {
+                        "name": f"{name} pass of a{again} layer{kind}",
+                        "times": round(share * number, 2),
+                        **lanes(segments, problem.machine),
+                    }
+                )
     last = s.pipeline - 1 == busiest_stage(s)
     for name, segments in zip(("embedding, both passes", "loss, both passes"), ends(workload, s)):
         if last or name.startswith("embedding"):

@@ -239,6 +239,7 @@ class Request:
     global_batch: int = 1
     documents: str = ""  # lengths of packed documents (see `packed`); empty: a sample is one document
     window: int = 0  # tokens that a query sees, including itself; 0: all before it
+    window_skip: int = 0  # every n-th layer has no window; 0: all layers have it
 
     @property
     def entry(self) -> str:
@@ -259,6 +260,10 @@ class Request:
             return Workload(shape, seq_length, self.global_batch)
         work = packed(self.documents, seq_length, self.window)
         counted = {"keys": work.keys, "spread": work.spread, "uneven": work.uneven}
+        whole = config.model.num_layers // self.window_skip if self.window_skip else 0
+        if whole and self.window:
+            counted |= {"whole": whole / config.model.num_layers, "uneven": packed(self.documents, seq_length).uneven}
+            counted |= {"whole_keys": packed(self.documents, seq_length).keys} if self.documents else {}
         return Workload(shape, seq_length, self.global_batch, **counted)
 
     def program_flags(self, seq_length: int) -> list[str]:
@@ -267,6 +272,7 @@ class Request:
         given = any(flag.partition("=")[0] == "--max-position-embeddings" for flag in self.flags)
         flags = [*self.flags, *([] if named or given else ["--max-position-embeddings", str(seq_length)])]
         flags += ["--window-size", f"{self.window - 1},0"] if self.window else []
+        flags += ["--window-attn-skip-freq", str(self.window_skip)] if self.window_skip else []
         return flags + (["--reset-position-ids", "--reset-attention-mask"] if self.documents else [])
 
 
@@ -306,6 +312,10 @@ def _refuse_unknown(config: Config) -> None:
         "--qk-layernorm": model.qk_layernorm,
         f"--softmax-type {model.softmax_type}": model.softmax_type != "vanilla",
         "--embed-layernorm": model.embed_layernorm,
+        "--sandwich-norm": model.sandwich_norm,
+        "--attention-output-gate": model.attention_output_gate,
+        "--attn-logit-softcapping": model.attn_logit_softcapping,
+        "--final-logit-softcapping": model.final_logit_softcapping,
         f"--num-experts {model.num_experts}": model.num_experts,
     }
     for flag in (flag for flag, given in wrong.items() if given):

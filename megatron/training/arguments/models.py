@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.formulas.strategy import Mixture, Shape
-from megatron.training.arguments.config import ModelConfig
+from megatron.training.arguments.config import AttentionConfig, ModelConfig
 from megatron.training.refusal import Refusal
 
 # Settings of every Llama, whatever its size: for named models, pretrain_llama.py and the planner.
@@ -92,7 +92,7 @@ def vocabulary(name: str) -> int:
 def derive_shape(model: ModelConfig) -> ModelConfig:
     """A copy with Megatron-LM's defaults for head size, MLP width and key/value heads."""
     width = model.hidden_size
-    ffn = int(4 * width * 2 / 3 / 64) * 64 if model.swiglu else 4 * width
+    ffn = int(4 * width * 2 / 3 / 64) * 64 if is_gated(model) else 4 * width
     return replace(
         model,
         kv_channels=model.kv_channels or width // model.num_attention_heads,
@@ -104,9 +104,16 @@ def derive_shape(model: ModelConfig) -> ModelConfig:
 def activation(model: ModelConfig) -> str:
     """Activation of the MLP, as Megatron-LM chooses it: ``silu``, ``squared_relu``, ``tanh_gelu`` (GELU by tanh, in the
     fused kernel that also adds the bias) or ``gelu`` (GELU by erf, without that kernel)."""
-    if model.swiglu or model.squared_relu:
-        return "silu" if model.swiglu else "squared_relu"
+    if is_gated(model):
+        return "silu" if model.swiglu else "tanh_gelu" if model.geglu else "quick_gelu"
+    if model.squared_relu:
+        return "squared_relu"
     return "tanh_gelu" if model.openai_gelu or (model.bias_gelu_fusion and model.add_bias_linear) else "gelu"
+
+
+def is_gated(model: ModelConfig) -> bool:
+    """Whether the MLP has three matrices: gate, up and down."""
+    return model.swiglu or model.geglu or model.quick_geglu
 
 
 def model_shape(model: ModelConfig, vocab_size: int) -> Shape:
@@ -121,7 +128,7 @@ def model_shape(model: ModelConfig, vocab_size: int) -> Shape:
         kv_heads=model.num_query_groups,
         head_dim=model.kv_channels,
         vocab=vocab_size,
-        gated=model.swiglu,
+        gated=is_gated(model),
         bias=model.add_bias_linear,
         layer_norm=model.normalization == "LayerNorm",
         tied=not model.untie_embeddings_and_output_weights,
@@ -130,6 +137,8 @@ def model_shape(model: ModelConfig, vocab_size: int) -> Shape:
         qk_norm=model.qk_layernorm,
         sinks=model.softmax_type == "learnable",
         embed_norm=model.embed_layernorm,
+        sandwich_norm=model.sandwich_norm,
+        output_gate=model.attention_output_gate,
         mixture=_mixture(model),
     )
 
@@ -155,3 +164,22 @@ def expert_layers(model: ModelConfig) -> list[int]:
     if isinstance(frequency, list):
         return frequency
     return [int(layer % frequency == 0) for layer in range(model.num_layers)]
+
+
+def window_layers(attention: AttentionConfig, layers: int) -> list[int]:
+    """1 for each of a model's ``layers`` with the mask of ``--attention-mask``, 0 for those without its window."""
+    return [1 - skipped for skipped in _every(attention.window_attn_skip_freq, layers, ones=0)]
+
+
+def rope_layers(model: ModelConfig) -> list[int]:
+    """1 for each layer that rotates queries and keys, 0 for the others."""
+    if model.position_embedding_type not in ROTARY:
+        return [0] * model.num_layers
+    return [1 - skipped for skipped in _every(model.no_rope_freq, model.num_layers)]
+
+
+def _every(frequency: int | list[int] | None, layers: int, ones: int = 1) -> list[int]:
+    """1 for each layer that a frequency names: every N-th, or those with ``ones`` in a list; None names none."""
+    if isinstance(frequency, list):
+        return [int(one == ones) for one in frequency]
+    return [int(frequency is not None and number % frequency == 0) for number in range(1, layers + 1)]

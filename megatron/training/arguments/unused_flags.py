@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron.training.arguments.config import Config
-from megatron.training.arguments.models import ROTARY
+from megatron.training.arguments.models import ROTARY, is_gated
 
 FILELESS = (
     "NullTokenizer", "GPT2BPETokenizer", "QwenTokenizer", "ByteLevelTokenizer", "NucleotideTokenizer", "CodonTokenizer",
@@ -21,7 +21,7 @@ READERS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
     ("read only with --use-rope-scaling", lambda c: c.model.use_rope_scaling, "rope_scaling_factor"),
     (
         "read only with GELU",
-        lambda c: not (c.model.swiglu or c.model.squared_relu),
+        lambda c: not (is_gated(c.model) or c.model.squared_relu),
         "bias_gelu_fusion",
     ),
     (

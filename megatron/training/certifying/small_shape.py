@@ -109,8 +109,9 @@ def _small(config: Config) -> dict[str, Any]:
     share = LENGTH / data.seq_length
     ffn = max(2 * round(model.ffn_hidden_size / model.hidden_size * hidden / 4), 8) // 8 * 8
     micro = min(data.micro_batch_size, 2)
+    layers = 4 if parallel.pipeline_model_parallel_size > 1 else 2
     result: dict[str, Any] = {
-        "model.num_layers": 4 if parallel.pipeline_model_parallel_size > 1 else 2,
+        "model.num_layers": layers,
         "model.hidden_size": hidden, "model.num_attention_heads": heads, "model.kv_channels": HEAD_SIZE,
         "model.ffn_hidden_size": ffn, "model.max_position_embeddings": LENGTH, "model.vocab_size": VOCABULARY,
         "data.seq_length": LENGTH, "data.micro_batch_size": micro, "data.global_batch_size": 4 * micro,
@@ -123,6 +124,11 @@ def _small(config: Config) -> dict[str, Any]:
         result["attention.window_size"] = tuple(
             n if n < 0 else min(max(round(n * share), 1 if n else 0), LENGTH) for n in attention.window_size
         )
+    # Half of the layers are of each kind.
+    if attention.window_attn_skip_freq:
+        result["attention.window_attn_skip_freq"] = 2
+    if model.no_rope_freq:
+        result["model.no_rope_freq"] = [0, 1, 1, 0][:layers]
     if attention.attention_mask == "block-sparse":
         result["attention.sparse_block_size"] = max(round(attention.sparse_block_size * share), 4)
     if config.chunks.fpdt:
@@ -144,7 +150,7 @@ def _flag(field: Field, value: Any) -> list[str]:
     if isinstance(value, tuple):
         return [f"{name}={','.join(map(str, value))}"]
     if isinstance(value, list):
-        return [name, *map(str, value)]
+        return [name, *map(str, value)] if "nargs" in field.metadata else [name, str(value).replace(" ", "")]
     if value is None:
         return []
     return [f"{name}={value}"] if str(value).startswith("-") else [name, str(value)]

@@ -99,12 +99,16 @@ def without_adapters(state: dict[str, Any]) -> dict[str, Any]:
 # Settings that determine the shapes of the weights: a checkpoint and the run that loads it must agree on them.
 SHAPES = """
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization swiglu
-    add_bias_linear add_qkv_bias qk_layernorm softmax_type embed_layernorm untie_embeddings_and_output_weights
+    add_bias_linear add_qkv_bias qk_layernorm softmax_type embed_layernorm sandwich_norm geglu quick_geglu
+    attention_output_gate
+    untie_embeddings_and_output_weights
     num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_enable_expert_bias
 """.split()
 # Settings that change the network but no shape: they may differ with --finetune, but not when a run resumes.
 FORMULAS = """
-    rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling
+    rotary_base rotary_base_local no_rope_freq rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor
+    use_rope_scaling softmax_scale attn_logit_softcapping final_logit_softcapping scale_embeddings
+    glu_linear_offset activation_func_clamp_value
     rope_scaling_factor yarn_rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
     yarn_mscale yarn_mscale_all_dim yarn_correction_range_round_to_int norm_epsilon apply_layernorm_1p
     moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_num_groups moe_router_group_topk
@@ -144,6 +148,20 @@ def check_model(saved: dict[str, Any], config: Config, path: Path, weights_only:
     if wrong:
         raise Refusal(f"checkpoint {path} is of another model: {'; '.join(wrong)}")
     config.notes += [f"the checkpoint has weights of another network: {change}" for change in changed]
+
+
+def _check_windows(there: dict[str, Any] | None, config: Config, path: Path) -> None:
+    """Refuse a run whose layers have other windows than a Hugging Face model, where they belong to the network."""
+    if not there:
+        return
+    names = ("window_size", "window_attn_skip_freq")
+    wrong = [
+        f"--{name.replace('_', '-')} {there.get(name)} there, {getattr(config.attention, name)} here"
+        for name in names
+        if getattr(config.attention, name) != there.get(name)
+    ]
+    if wrong:
+        raise Refusal(f"checkpoint {path} is of another model: {'; '.join(wrong)}")
 
 
 def _activation_of(saved: dict[str, Any]) -> str | None:
@@ -278,6 +296,8 @@ def _load(
     weights_only = settings.finetune or pretrained or (foreign is not None and foreign.weights_alone)
     model = foreign.model if foreign else common.get("config", {}).get("model", {})
     check_model(model, config, path.path, weights_only)
+    if foreign:
+        _check_windows(foreign.args.get("attention"), config, path.path)
     new_adapters = adapters_are_new(model, config.model, path.path, weights_only)
     saved, vocab_size = common.get("vocab_size"), getattr(unwrap(chunks[0]), "real_vocab_size", None)
     if foreign:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.training.arguments.models import is_gated
 from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.checkpoint.megatron_lm.load_torch_dist import ForeignCheckpoint
@@ -216,7 +217,7 @@ def _torch_weights(path: Checked) -> Weights:
                     count = max(count, core.layer + 1)
                     core = Name(core.key, core.layer + begin)
                 readers.setdefault(
-                    core, _merger(path, parts, name, core.key, gated=model.swiglu, version=version, heads=heads)
+                    core, _merger(path, parts, name, core.key, gated=is_gated(model), version=version, heads=heads)
                 )
             begin += count
     if not model.untie_embeddings_and_output_weights:

@@ -18,16 +18,20 @@ from megatron.context_parallel.layout.block_sparse import (
     StridedBlocks,
 )
 from megatron.context_parallel.layout.grid import Grid
-from megatron.context_parallel.layout.masks import Mask, MaskFunction, Window
+from megatron.context_parallel.layout.masks import Causal, Full, Mask, MaskFunction, Window
 from megatron.context_parallel.positions.alibi import alibi_slopes
 from megatron.training.arguments.config import AttentionConfig, Config
+from megatron.training.arguments.models import window_layers
 from megatron.training.arguments.settings.attention_settings import MASKS
+from megatron.training.arguments.validate.check_model import sees_ahead
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal
 
 
 def attention_rule(config: Config, grid: Grid) -> AttentionRule:
-    """The rule of a completed configuration. Documents are not part of it: they come with each batch.
+    """The rule of a completed configuration, for the layers with its mask: :func:`layer_masks` has those of all layers.
+
+    Documents are not part of it: they come with each batch.
 
     Raises:
         Refusal: a file that a flag names cannot be read, or has the wrong content.
@@ -43,6 +47,7 @@ def attention_rule(config: Config, grid: Grid) -> AttentionRule:
         alibi_slopes=slopes,
         mask_cpu_threshold=attention.mask_cpu_threshold,
         gather_keys=config.parallel.cp_comm_type == ["all_gather"],
+        softcap=model.attn_logit_softcapping,
     )
 
 
@@ -55,6 +60,12 @@ def attention_mask(config: Config) -> Mask:
     if isinstance(make, type):
         return make(*(getattr(attention, setting) for setting in kind.flags))
     return make(attention, config.data.seq_length)
+
+
+def layer_masks(config: Config) -> list[Mask]:
+    """The mask inside a document of each layer of the model."""
+    mask, other = attention_mask(config), Full() if sees_ahead(config.attention) else Causal()
+    return [mask if own else other for own in window_layers(config.attention, config.model.num_layers)]
 
 
 def window_mask(attention: AttentionConfig, length: int) -> Mask:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -18,18 +19,18 @@ from megatron.context_parallel.core.expert_choice import RouterRule
 from megatron.context_parallel.core.gpt_dropout import ModelDropout
 from megatron.context_parallel.core.learned_positions import PartitionedEmbedding
 from megatron.context_parallel.core.lora import Lora, train_adapters_alone
-from megatron.context_parallel.core.spec import AttentionSettings, ChunkSettings, NormedWords, block_spec
+from megatron.context_parallel.core.spec import AttentionSettings, ChunkSettings, LayerRule, NormedWords, block_spec
 from megatron.context_parallel.fpdt.host_store import Offload, SavedInHost
 from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.positions.rope import LayoutRotaryEmbedding, Rope, Yarn
 from megatron.training.arguments.config import Config, ModelConfig
-from megatron.training.arguments.models import ROTARY, expert_layers
+from megatron.training.arguments.models import ROTARY, expert_layers, rope_layers, window_layers
 from megatron.training.arguments.validate.check_memory import layers_recompute, loss_chunks
 from megatron.training.data.tokenizer import padded_vocab_size
-from megatron.training.model.attention_rule import attention_rule
+from megatron.training.model.attention_rule import attention_rule, layer_masks
 from megatron.training.model.core_config import in_chunks, router_rule, transformer_config
-from megatron.training.model.gpt import LongContextGPT
+from megatron.training.model.gpt import LongContextGPT, scale_embeddings
 from megatron.training.model.weights import initialize_weights
 
 
@@ -52,13 +53,14 @@ def build_model(
     """
     core = transformer_config(config, grid, on_gpu=device.type == "cuda" if on_gpu is None else on_gpu)
     stages = core.virtual_pipeline_model_parallel_size
-    kind, restarts = rope(config.model), config.data.reset_position_ids
-    rotary = LayoutRotaryEmbedding(kind, layout, device, restarts=restarts) if kind else None
+    rule, rotaries = attention_rule(config, grid), layer_rotaries(config, layout, device)
+    layers = [LayerRule(replace(rule, mask=mask), rotary) for mask, rotary in zip(layer_masks(config), rotaries)]
     settings = AttentionSettings(
         layout,
-        attention_rule(config, grid),
+        rule,
         separate=config.data.reset_attention_mask,
-        rotary=rotary,
+        rotary=rotaries[0],
+        layers=tuple(layers) if any(layer != layers[0] for layer in layers) else (),
         dropout=ModelDropout(config.model.attention_dropout, config.model.hidden_dropout, config.run.seed),
     )
     chunks = []
@@ -106,6 +108,7 @@ def _build_chunk(
         recomputed=recomputed,
         lora=lora(model),
         experts=_experts(config, core, layers, stage, grid),
+        output_norms=model.sandwich_norm,
     )
     learned = model.position_embedding_type == "learned_absolute"
     partitioned = config.parallel.partition_position_embedding
@@ -120,6 +123,7 @@ def _build_chunk(
         loss_chunks=loss_chunks(config, vocab_size),
         chunks=chunks,
         settings=settings,
+        softcap=model.final_logit_softcapping,
         max_sequence_length=model.max_position_embeddings,
         pre_process=first,
         post_process=last,
@@ -130,6 +134,8 @@ def _build_chunk(
     )
     if model.embed_layernorm and first:
         chunk.embedding.word_embeddings = NormedWords(chunk.embedding.word_embeddings, core)
+    if model.scale_embeddings and first:
+        scale_embeddings(chunk.embedding.word_embeddings, model.hidden_size)
     if partitioned and first:
         chunk.embedding = PartitionedEmbedding(chunk.embedding, settings.layout, model.max_position_embeddings)
     if config.chunks.offload_checkpoints:
@@ -148,8 +154,35 @@ def _experts(
     return {index: rule for index in range(layers) if pattern[first + index]}
 
 
-def rope(model: ModelConfig) -> Rope | None:
-    """The model's rotary embedding; None with other positions."""
+def layer_rotaries(config: Config, layout: SequenceLayout, device: torch.device) -> list[LayoutRotaryEmbedding | None]:
+    """The rotary embedding of each layer; layers with the same one share it."""
+    model, made = config.model, {None: None}
+
+    def of(kind: Rope | None) -> LayoutRotaryEmbedding | None:
+        if kind not in made:
+            made[kind] = LayoutRotaryEmbedding(kind, layout, device, restarts=config.data.reset_position_ids)
+        return made[kind]
+
+    windows = window_layers(config.attention, model.num_layers)
+    return [of(rope(model, local=bool(own)) if rotated else None) for rotated, own in zip(rope_layers(model), windows)]
+
+
+def rope(model: ModelConfig, local: bool = False) -> Rope | None:
+    """The model's rotary embedding; None with other positions.
+
+    Args:
+        local: of the layers with a window, which may have their own base without scaling.
+    """
+    if local and model.rotary_base_local:
+        plain = replace(
+            model,
+            position_embedding_type="rope",
+            rotary_base=model.rotary_base_local,
+            rotary_base_local=None,
+            rotary_seq_len_interpolation_factor=None,
+            use_rope_scaling=False,
+        )
+        return rope(plain)
     if model.position_embedding_type not in ROTARY:
         return None
     yarn = None

@@ -16,13 +16,13 @@ from torch.nn import functional
 from megatron.context_parallel.core.expert_choice import RouterRule
 from megatron.context_parallel.layout.grid import Grid
 from megatron.training.arguments.config import Config, ModelConfig
-from megatron.training.arguments.models import activation
+from megatron.training.arguments.models import activation, is_gated
 from megatron.training.arguments.validate.check_memory import layers_recompute
 
 # Settings of the model with the same name in core.
 SAME_IN_CORE = """
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization
-    add_bias_linear add_qkv_bias qk_layernorm softmax_type
+    add_bias_linear add_qkv_bias qk_layernorm softmax_type softmax_scale attention_output_gate
 """.split()
 
 
@@ -35,7 +35,7 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
     """megatron-core's configuration of the network and of the grid."""
     model, parallel, attention, optimizer = config.model, config.parallel, config.attention, config.optimizer
     dtype = compute_dtype(config)
-    gated = model.swiglu
+    gated, limit = is_gated(model), model.activation_func_clamp_value
     overlap_p2p = on_gpu and virtual_stages(config) is not None
     fp8: dict[str, Any] = {}
     if model.fp8_format:
@@ -84,7 +84,9 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
         calculate_per_token_loss=True,
         recompute_modules=["core_attn"] if attention.recompute_granularity == "selective" else None,
         # Fused elementwise kernels are compiled by torch.compile: GPUs only.
-        bias_activation_fusion=on_gpu and gated,
+        bias_activation_fusion=on_gpu and model.swiglu and not (limit or model.glu_linear_offset),
+        glu_linear_offset=model.glu_linear_offset,
+        activation_func_clamp_value=limit,
         bias_dropout_fusion=on_gpu,
         masked_softmax_fusion=False,
         # The fused kernel adds to DDP's buffers. FSDP has none, and bf16 buffers are too coarse for sums over chunks.
@@ -163,11 +165,21 @@ def tanh_gelu(x: Tensor) -> Tensor:
     return functional.gelu(x, approximate="tanh")
 
 
+def quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
 def squared_relu(x: Tensor) -> Tensor:
     return functional.relu(x).square()
 
 
-ACTIVATIONS = {"silu": functional.silu, "squared_relu": squared_relu, "tanh_gelu": tanh_gelu, "gelu": functional.gelu}
+ACTIVATIONS = {
+    "silu": functional.silu,
+    "squared_relu": squared_relu,
+    "quick_gelu": quick_gelu,
+    "tanh_gelu": tanh_gelu,
+    "gelu": functional.gelu,
+}
 
 
 def no_initialization(weight: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class LongContextGPT(GPTModel):
         loss_chunks: int | None,
         chunks: ChunkSettings | None,
         settings: AttentionSettings,
+        softcap: float | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -41,6 +43,9 @@ class LongContextGPT(GPTModel):
         self.real_vocab_size, self.tensor, self.loss_chunks = real_vocab_size, tensor, loss_chunks
         self.chunks = chunks
         self.scores_tokens = False  # see _postprocess
+        self.softcap = softcap
+        if softcap is not None and hasattr(self, "output_layer"):
+            self.output_layer.register_forward_hook(partial(_capped, softcap))
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
         """As core's; ``attention_mask`` is the batch's tensor of samples and documents (layout/documents.py)."""
@@ -125,6 +130,7 @@ class LongContextGPT(GPTModel):
             "tensor": self.tensor,
             "sequence_parallel": self.config.sequence_parallel,
             "offload": self.chunks.offload if self.chunks is not None else None,
+            "softcap": self.softcap,
         }
         if self.scores_tokens:
             return chunked_token_scores(*inputs, **settings).transpose(1, 2)
@@ -138,6 +144,21 @@ class LongContextGPT(GPTModel):
             # Not recorded by autograd, which would copy the logits: the gradient of these columns is zero.
             logits.detach()[..., real:] = torch.finfo(logits.dtype).min
         return super().compute_language_model_loss(labels, logits)
+
+
+def _capped(softcap: float, _: nn.Module, __: Any, output: tuple[Tensor, None]) -> tuple[Tensor, None]:
+    """A hook of the output layer: its logits with a soft-cap."""
+    return softcap * torch.tanh(output[0] / softcap), output[1]
+
+
+def scale_embeddings(words: nn.Module, hidden_size: int) -> None:
+    """Multiply what ``words`` looks up by the square root of the hidden size, rounded to the weights' dtype."""
+    factor = float(torch.tensor(hidden_size**0.5).to(words.weight.dtype))
+    words.register_forward_hook(partial(_scaled, factor))
+
+
+def _scaled(factor: float, _: nn.Module, __: Any, looked_up: Tensor) -> Tensor:
+    return looked_up * factor
 
 
 def _ready_weight(module: nn.Module) -> Tensor:

@@ -30,13 +30,14 @@ def chunked_token_scores(
     tensor: Axis = Axis(),
     sequence_parallel: bool = False,
     offload: Offload | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """For evaluation: the loss of each token's label, and 1 if greedy decoding would choose that label.
 
     If logits are equal, the lowest id is chosen. The logits are computed in chunks of tokens.
 
     Args:
-        hidden_SBH, weight_VH, labels_SB, vocab_size, tensor, sequence_parallel, offload: see
+        hidden_SBH, weight_VH, labels_SB, vocab_size, tensor, sequence_parallel, offload, softcap: see
             :func:`~megatron.context_parallel.fpdt.chunked_loss.chunked_linear_cross_entropy`.
         wanted_SB: [s, b]; tokens with 0 are not scored: their loss and hit are 0. Chunks without wanted tokens are
             skipped.
@@ -57,6 +58,8 @@ def chunked_token_scores(
     for (start, stop), part in zip(spans, HiddenStates(hidden_SBH, offload).walk(spans)):
         tokens = (gather(part, tensor) if gathered else part).reshape(-1, hidden_SBH.size(-1))
         logits = (tokens @ weight_VH.t()).to(wide)
+        if softcap is not None:
+            logits = logits.div_(softcap).tanh_().mul_(softcap)
         part_scores = _scores(logits, labels[:, start:stop].reshape(-1), vocab_size, tensor)
         scores[:, :, start:stop] = part_scores.view(2, ranks, stop - start, batch)
     return torch.where(wanted, scores, 0.0).view(2, ranks * rows, batch)

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.context_parallel.layout.masks import Causal, Mask, MaskFunction
 from megatron.formulas.flops import forward_flops
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.models import model_shape
-from megatron.training.model.attention_rule import attention_mask
+from megatron.training.model.attention_rule import layer_masks
 
 # Dense bf16 peak of one device, TFLOP/s (NVIDIA's data sheets, without sparsity), by a part of its name.
 GPU_PEAKS = {
@@ -43,12 +44,17 @@ def step_flops(config: Config, vocab_size: int) -> StepFlops:
 
 
 def attended_share(config: Config) -> float:
-    """The share of all (query, key) pairs that the mask inside a document allows."""
-    if config.attention.attention_mask in ("causal", "function", None):  # the share of a function is unknown
+    """The share of all (query, key) pairs that the masks inside a document allow, on average over the layers."""
+    masks = layer_masks(config)
+    counts = {mask: masks.count(mask) for mask in masks}
+    return sum(count * _share(mask, config.data.seq_length) for mask, count in counts.items()) / len(masks)
+
+
+def _share(mask: Mask, length: int) -> float:
+    if isinstance(mask, Causal | MaskFunction):  # the share of a function is unknown
         return 0.5
-    whole = (0, config.data.seq_length)
-    bands = attention_mask(config).bands(whole, whole)
-    return sum(piece.pairs for band in bands for piece in band.clip(whole)) / whole[1] ** 2
+    whole = (0, length)
+    return sum(piece.pairs for band in mask.bands(whole, whole) for piece in band.clip(whole)) / length**2
 
 
 def peak_flops(config: Config, device: torch.device) -> float:

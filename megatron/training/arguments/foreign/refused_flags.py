@@ -55,7 +55,6 @@ this program does not write such files: --save-wgrads-interval 1 --save-dgrads-i
 weights are always created at start-up: --lazy-mpu-init 1
 data files are read from a file system only: --object-storage-cache-path 1
 this way of reading data is not supported: --allow-ambiguous-pad-tokens
-all layers have the same mask: --window-attn-skip-freq 1
 megatron-core 0.16 has no such layer: --apply-residual-connection-post-layernorm
 Mamba and hybrid models are not supported: --is-hybrid-model --hybrid-attention-ratio 1 0.0 --hybrid-mlp-ratio 1 0.0
     --hybrid-override-pattern 1 --hybrid-layer-pattern 1 --mamba-state-dim 1 128 --mamba-head-dim 1 64
@@ -63,13 +62,12 @@ Mamba and hybrid models are not supported: --is-hybrid-model --hybrid-attention-
 only softmax attention over all heads of a layer is supported: --experimental-attention-variant 1
     --dsa-indexer-n-heads 1 --dsa-indexer-head-dim 1 --dsa-indexer-topk 1 --dsa-indexer-loss-coeff 1
     --dsa-indexer-use-sparse-loss --linear-conv-kernel-dim 1 4 --linear-key-head-dim 1 128 --linear-value-head-dim 1 128
-    --linear-num-key-heads 1 16 --linear-num-value-heads 1 32 --linear-attention-freq 1 --attention-output-gate
-    --qk-l2-norm --qk-clip --qk-clip-alpha 1 0.5 --qk-clip-threshold 1 100 --no-rope-freq 1 --use-kitchen-attention
+    --linear-num-key-heads 1 16 --linear-num-value-heads 1 32 --linear-attention-freq 1
+    --qk-l2-norm --qk-clip --qk-clip-alpha 1 0.5 --qk-clip-threshold 1 100 --use-kitchen-attention
     --kitchen-attention-backend 1 sdpa --relative-attention-num-buckets 1 32 --relative-attention-max-distance 1 128
     --mrope-section + --batch-invariant-mode
-the supported GPT and Llama models do not have it: --quick-geglu --glu-linear-offset 1 0.0
-    --activation-func-clamp-value 1
-    --embedding-init-method-std 1 --heterogeneous-layers-config-path 1 --heterogeneous-layers-config-encoded-json 1
+the supported GPT and Llama models do not have it: --embedding-init-method-std 1
+    --heterogeneous-layers-config-path 1 --heterogeneous-layers-config-encoded-json 1
 hybrid context parallelism by sequence is not supported: --hybrid-context-parallel --max-seqlen-per-dp-cp-rank 1
 this precision setting is not supported: --fp32-residual-connection --disable-bf16-reduced-precision-matmul
     --fp16-lm-cross-entropy --ddp-reduce-scatter-with-fp32-accumulation

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.decisions.kernel_order import KERNELS
-from megatron.training.arguments.settings.flag import flag
+from megatron.training.arguments.settings.flag import flag, layer_pattern
 
 
 class MaskKind(NamedTuple):
@@ -32,7 +32,7 @@ SPARSE = ("sparse_block_size", "sparse_pattern", "sparse_window_blocks", "sparse
 MASKS = {
     "causal": MaskKind(f"{LAYOUT}.masks:Causal"),
     "full": MaskKind(f"{LAYOUT}.masks:Full", sees_ahead=True),
-    "window": MaskKind(f"{RULE}:window_mask", ("window_size", "window_global_tokens")),
+    "window": MaskKind(f"{RULE}:window_mask", ("window_size", "window_global_tokens", "window_attn_skip_freq")),
     "document": MaskKind(f"{LAYOUT}.masks:Causal"),  # within a document; the documents come with each batch
     "block-sparse": MaskKind(f"{RULE}:block_sparse_mask", SPARSE),
     "function": MaskKind(f"{RULE}:function_mask", ("mask_function",)),
@@ -58,6 +58,12 @@ class AttentionConfig:
     )
     window_size: tuple[int, int] | None = flag(
         None, "LEFT,RIGHT: number of tokens before and after a query that it attends to; -1: no bound", type=window
+    )
+    window_attn_skip_freq: int | list[int] | None = flag(
+        None,
+        "layers without the window, whose mask is causal (full, if the window looks ahead): every N-th; or 1 for each "
+        "layer with the window and 0 for the others, as in ([1]*5+[0])*4",
+        type=layer_pattern,
     )
     window_global_tokens: int = flag(
         0, "first tokens of the sequence, which attend and are attended to outside the window too"

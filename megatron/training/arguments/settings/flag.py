@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import field
 from typing import Any
 
@@ -18,3 +19,31 @@ def flag(default: Any, help: str, **extra: Any) -> Any:
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+MOST_LAYERS = 100_000
+
+
+def layer_pattern(text: str) -> int | list[int]:
+    """Layers that are different: every N-th (N), or 1 and 0 for each layer, as in ``[0]*3+[1]*29``."""
+
+    def value(node: ast.AST) -> int | list[int]:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return node.value
+        if isinstance(node, ast.List):
+            return [value(one) for one in node.elts]
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            return value(node.left) + value(node.right)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            layers, times = value(node.left), value(node.right)
+            if isinstance(layers, list) and isinstance(times, int) and len(layers) * times <= MOST_LAYERS:
+                return layers * times
+        raise ValueError(text)
+
+    try:
+        pattern = value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError, RecursionError, MemoryError):
+        raise ValueError(text) from None
+    if isinstance(pattern, list) and any(one not in (0, 1) for one in pattern):
+        raise ValueError(text)
+    return pattern

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import ast
 from dataclasses import dataclass
 
-from megatron.training.arguments.settings.flag import flag
+from megatron.training.arguments.settings.flag import flag, layer_pattern
 
 
 def normalization(text: str) -> str:
@@ -17,34 +16,6 @@ def normalization(text: str) -> str:
 def positions(text: str) -> str:
     """Megatron-LM's name of a position embedding; BigScience writes rotary and absolute."""
     return {"rotary": "rope", "absolute": "learned_absolute"}.get(text, text)
-
-
-MOST_LAYERS = 100_000
-
-
-def layer_pattern(text: str) -> int | list[int]:
-    """``--moe-layer-freq``: every N-th layer has experts (N), or 1 and 0 for each layer, as in ``[0]*3+[1]*29``."""
-
-    def value(node: ast.AST) -> int | list[int]:
-        if isinstance(node, ast.Constant) and type(node.value) is int:
-            return node.value
-        if isinstance(node, ast.List):
-            return [value(element) for element in node.elts]
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            return value(node.left) + value(node.right)
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-            layers, times = value(node.left), value(node.right)
-            if isinstance(layers, list) and isinstance(times, int) and len(layers) * times <= MOST_LAYERS:
-                return layers * times
-        raise ValueError(text)
-
-    try:
-        pattern = value(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, TypeError, RecursionError, MemoryError):
-        raise ValueError(text) from None
-    if isinstance(pattern, list) and any(entry not in (0, 1) for entry in pattern):
-        raise ValueError(text)
-    return pattern
 
 
 @dataclass
@@ -69,6 +40,14 @@ class ModelConfig:
         choices=["learned_absolute", "rope", "yarn", "alibi", "none"],
     )
     rotary_base: int = flag(10000, "base period of RoPE", aliases=["--rotary-position-embeddings-theta"])
+    rotary_base_local: int | None = flag(
+        None, "base period of RoPE in layers with a window, where it is not scaled; default --rotary-base", type=int
+    )
+    no_rope_freq: int | list[int] | None = flag(
+        None,
+        "layers without RoPE: every N-th; or 1 for each of them and 0 for the others, as in ([0]*3+[1])*4",
+        type=layer_pattern,
+    )
     rotary_percent: float = flag(1.0, "share of a head that is rotated")
     rotary_interleaved: bool = flag(False, "rotate neighbouring pairs, not the two halves of a head")
     rotary_seq_len_interpolation_factor: float | None = flag(None, "linear interpolation of RoPE", type=float)
@@ -93,6 +72,12 @@ class ModelConfig:
     norm_epsilon: float = flag(1e-5, "epsilon of the normalization", aliases=["--layernorm-epsilon"])
     apply_layernorm_1p: bool = flag(False, "store the weights of the norm minus 1")
     swiglu: bool = flag(False, "gated MLP with SiLU")
+    geglu: bool = flag(False, "gated MLP with GELU by tanh, as in Gemma")
+    quick_geglu: bool = flag(False, "gated MLP with x sigmoid(1.702 x), as in gpt-oss")
+    glu_linear_offset: float = flag(0.0, "gated MLP: is added to the half that is not activated")
+    activation_func_clamp_value: float | None = flag(
+        None, "gated MLP: limit of both halves before the activation; the activated half has no lower limit", type=float
+    )
     squared_relu: bool = flag(False, "squared ReLU instead of GELU")
     bias_gelu_fusion: bool = flag(
         True,
@@ -104,11 +89,25 @@ class ModelConfig:
     add_bias_linear: bool = flag(True, "no bias in the linear layers", flags=["--disable-bias-linear"])
     add_qkv_bias: bool = flag(False, "bias in the QKV projection only")
     qk_layernorm: bool = flag(False, "normalize queries and keys of each head")
+    attention_output_gate: bool = flag(
+        False, "multiply the output of attention by the sigmoid of a gate, which is projected with the queries"
+    )
+    softmax_scale: float | None = flag(
+        None, "factor of attention scores; default 1 / square root of --kv-channels", type=float
+    )
+    attn_logit_softcapping: float | None = flag(
+        None, "soft-cap of attention scores: a score s becomes C tanh(s / C), as in Gemma 2", type=float
+    )
+    final_logit_softcapping: float | None = flag(None, "soft-cap of the logits of the vocabulary", type=float)
     softmax_type: str = flag(
         "vanilla",
         "softmax of attention: off-by-one adds 1 to its sum, learnable adds a sink: one learned score per head",
         choices=["vanilla", "off-by-one", "learnable"],
     )
+    sandwich_norm: bool = flag(
+        False, "normalize the outputs of attention and MLP too, before they are added, as in Gemma 2 and 3"
+    )
+    scale_embeddings: bool = flag(False, "multiply word embeddings by the square root of --hidden-size, as in Gemma")
     embed_layernorm: bool = flag(False, "LayerNorm of the word embeddings, as in BLOOM")
     untie_embeddings_and_output_weights: bool = flag(False, "separate weights for the output layer")
     hidden_dropout: float = flag(0.1, "dropout on the residual branches")

@@ -27,6 +27,14 @@ def complete_experts(config: Config) -> None:
         model.moe_ffn_hidden_size = model.ffn_hidden_size
     if parallel.expert_tensor_parallel_size is None:
         parallel.expert_tensor_parallel_size = parallel.tensor_model_parallel_size
+    if model.add_bias_linear and parallel.expert_tensor_parallel_size > 1:
+        raise Refusal(
+            f"--num-experts {model.num_experts} with biases",
+            f"and --expert-tensor-parallel-size {parallel.expert_tensor_parallel_size} is not supported, because each "
+            "expert TP rank would add the bias: use --expert-tensor-parallel-size 1, or --disable-bias-linear",
+            Fix("--expert-tensor-parallel-size 1"),
+            Fix("--disable-bias-linear"),
+        )
     _pattern(model)
     _router(model)
     _losses(model)
@@ -71,9 +79,9 @@ def _combinations(config: Config) -> None:
         if given:
             fix = Fix("--zero-stage 1") if flag.startswith("--zero") else Fix(drop=flag.split()[0])
             raise Refusal(f"--num-experts {model.num_experts} with {flag}", f"is not supported: it {reason}", fix)
-    if model.add_bias_linear:
+    if model.add_bias_linear and model.moe_shared_expert_intermediate_size:
         raise Refusal(
-            f"--num-experts {model.num_experts}",
+            "--moe-shared-expert-intermediate-size",
             "needs linear layers without a bias: add --disable-bias-linear",
             Fix("--disable-bias-linear"),
         )

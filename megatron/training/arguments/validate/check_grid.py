@@ -133,6 +133,13 @@ def check_heads(config: Config) -> None:
             Fix(f"--tensor-model-parallel-size {gcd(heads, gcd(groups, tensor))}"),
             about="--tensor-model-parallel-size",
         )
+    if model.attention_output_gate and groups < tensor:
+        raise Refusal(
+            f"--attention-output-gate with --tensor-model-parallel-size {tensor}",
+            f"and --num-query-groups {groups} is not supported: megatron-core does not split the gate of a key/value "
+            f"head; use --tensor-model-parallel-size {groups}",
+            Fix(f"--tensor-model-parallel-size {groups}"),
+        )
     if model.ffn_hidden_size % tensor:
         raise Refusal(
             f"--ffn-hidden-size {model.ffn_hidden_size}",

@@ -8,7 +8,7 @@ from math import gcd
 
 from megatron.decisions.division import NARROW
 from megatron.training.arguments.config import AttentionConfig, Config, ModelConfig
-from megatron.training.arguments.models import ROTARY, derive_shape
+from megatron.training.arguments.models import ROTARY, derive_shape, is_gated, rope_layers, window_layers
 from megatron.training.arguments.settings.attention_settings import MASKS
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, near
 
@@ -50,14 +50,23 @@ def complete_model(config: Config) -> None:
             f"is not a multiple of --num-query-groups {groups}: use --num-query-groups {gcd(heads, groups)}",
             Fix(f"--num-query-groups {gcd(heads, groups)}"),
         )
-    chosen = {"--swiglu": model.swiglu, "--squared-relu": model.squared_relu, "--openai-gelu": model.openai_gelu}
+    names = ("swiglu", "geglu", "quick_geglu", "squared_relu", "openai_gelu")
+    chosen = {"--" + name.replace("_", "-"): getattr(model, name) for name in names}
     activations = [flag for flag, given in chosen.items() if given]
     if len(activations) > 1:
         raise Refusal(" and ".join(activations), f"are {len(activations)} activations: keep one")
+    if (model.glu_linear_offset or model.activation_func_clamp_value is not None) and not is_gated(model):
+        flag = "--glu-linear-offset" if model.glu_linear_offset else "--activation-func-clamp-value"
+        raise Refusal(flag, "is of gated MLPs: add --swiglu, --geglu or --quick-geglu, or leave it out", LEAVE_OUT)
+    for name in ("softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "activation_func_clamp_value"):
+        if getattr(model, name) is not None and not getattr(model, name) > 0:
+            flag = f"--{name.replace('_', '-')} {getattr(model, name):g}"
+            raise Refusal(flag, "must be above 0; leave it out for the default")
     model = derive_shape(model)
     if model.ffn_hidden_size < 1:
         raise Refusal(
-            f"--swiglu with --hidden-size {model.hidden_size}", "gives an MLP of width 0: give --ffn-hidden-size"
+            f"{activations[0]} with --hidden-size {model.hidden_size}",
+            "gives an MLP of width 0: give --ffn-hidden-size",
         )
     _positions(model)
     config.model = model
@@ -120,6 +129,8 @@ def complete_attention(config: Config) -> None:
     if attention.attention_mask == "window" and min(attention.window_size) < -1:
         left, right = attention.window_size
         raise Refusal(f"--window-size {left},{right}", ": sizes are counts of tokens, 0 or more, or -1 for no bound")
+    _window_layers(config)
+    _rope_layers(config)
     if attention.attention_mask == "function" and attention.mask_function is None:
         raise Refusal("--attention-mask function", "needs --mask-function FILE.py:NAME")
     if attention.sparse_block_size < 1 or attention.sparse_stride < 1:
@@ -147,6 +158,72 @@ def complete_attention(config: Config) -> None:
             "without a mask of pairs"
         )
     _balance(config)
+
+
+def _window_layers(config: Config) -> None:
+    """Check which layers have the window, and RoPE of their own."""
+    attention, model = config.attention, config.model
+    if attention.window_attn_skip_freq is None and model.rotary_base_local is None:
+        return
+    _check_pattern("--window-attn-skip-freq", attention.window_attn_skip_freq, model.num_layers)
+    windows = window_layers(attention, model.num_layers)
+    if not any(windows):
+        raise Refusal(
+            "--window-attn-skip-freq",
+            "leaves no layer with the window: leave it out, or --window-size too",
+            Fix(drop="--window-attn-skip-freq --window-size"),
+        )
+    if all(windows):
+        attention.window_attn_skip_freq = None
+    if model.rotary_base_local is None:
+        return
+    if attention.window_attn_skip_freq is None:
+        raise Refusal(
+            "--rotary-base-local",
+            "is of layers with a window beside layers without: add --window-size and --window-attn-skip-freq, or use "
+            "--rotary-base",
+        )
+    if not any(own and rotated for own, rotated in zip(windows, rope_layers(model))):
+        raise Refusal(
+            f"--rotary-base-local {model.rotary_base_local}",
+            "has no effect, because no layer with the window has RoPE: leave it out",
+            LEAVE_OUT,
+        )
+    if model.rotary_base_local < 1:
+        raise Refusal(f"--rotary-base-local {model.rotary_base_local}", "must be at least 1")
+
+
+def _rope_layers(config: Config) -> None:
+    model = config.model
+    if model.no_rope_freq is None:
+        return
+    if model.position_embedding_type not in ROTARY:
+        raise Refusal(
+            f"--no-rope-freq with --position-embedding-type {model.position_embedding_type}",
+            "has no RoPE to leave out: use --position-embedding-type rope, or leave it out",
+            Fix("--position-embedding-type rope"),
+            Fix(drop="--no-rope-freq"),
+        )
+    frequency, layers = model.no_rope_freq, model.num_layers
+    _check_pattern("--no-rope-freq", frequency, layers)
+    if isinstance(frequency, int) and layers % frequency:
+        raise Refusal(
+            f"--no-rope-freq {frequency}", f"does not divide --num-layers {layers}: give a list with 1 or 0 for each"
+        )
+    rotated = rope_layers(model)
+    if not any(rotated):
+        raise Refusal(
+            "--no-rope-freq", "leaves no layer with RoPE: use --position-embedding-type none, and leave it out"
+        )
+    if all(rotated):
+        model.no_rope_freq = None
+
+
+def _check_pattern(flag: str, frequency: int | list[int] | None, layers: int) -> None:
+    if isinstance(frequency, int) and frequency < 1:
+        raise Refusal(f"{flag} {frequency}", "must be at least 1: 2 means every second layer")
+    if isinstance(frequency, list) and len(frequency) != layers:
+        raise Refusal(f"{flag} with {len(frequency)} layers", f"does not fit --num-layers {layers}: give one for each")
 
 
 def _refuse_unread(attention: AttentionConfig) -> None:
@@ -187,18 +264,33 @@ def _balance(config: Config) -> None:
     if parallel.context_parallel_balance is not None:
         return
     one_order = data.micro_batch_size == 1 and not parallel.partition_position_embedding
-    if documents and one_order and config.attention.attention_mask in ("causal", "full"):
+    even = _even_rows(config)
+    if documents and one_order and not even and config.attention.attention_mask in ("causal", "full", "window"):
         parallel.context_parallel_balance = "documents"
-    elif _even_rows(config.attention):
+    elif even:
         parallel.context_parallel_balance = "contiguous"  # then only neighbours exchange keys
     else:
         parallel.context_parallel_balance = "zigzag"
 
 
-def _even_rows(attention: AttentionConfig) -> bool:
-    """Whether each query attends to about the same number of keys, most of them near, so that no zigzag is needed."""
-    sparse = attention.attention_mask == "block-sparse" and attention.sparse_pattern in ("longformer", "bigbird")
-    return attention.attention_mask == "window" or sparse
+UNEVEN = 0.04  # share of attention's work that may be in layers whose later queries see more keys
+
+
+def _even_rows(config: Config) -> bool:
+    """Whether queries attend to about the same number of keys, most of them near, so that no zigzag is needed.
+
+    All layers count together: a model with a window in most layers still needs zigzag if the others have most of the
+    work.
+    """
+    attention, length = config.attention, config.data.seq_length
+    if attention.attention_mask != "window":
+        return attention.attention_mask == "block-sparse" and attention.sparse_pattern in ("longformer", "bigbird")
+    if attention.window_attn_skip_freq is None:
+        return True
+    windows = window_layers(attention, config.model.num_layers)
+    near = sum(length if size < 0 else min(size, length) for size in attention.window_size)
+    uneven = windows.count(0) * length / 2
+    return uneven <= UNEVEN * (uneven + windows.count(1) * min(near + 1, length / 2))
 
 
 def varies_by_batch(config: Config) -> bool:

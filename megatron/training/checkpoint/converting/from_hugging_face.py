@@ -19,8 +19,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.training.arguments.config import Config, ModelConfig
+from megatron.training.arguments.config import AttentionConfig, Config
 from megatron.training.checkpoint.hugging_face import architectures, llama_settings, llama_weights, safetensors_folder
+from megatron.training.checkpoint.hugging_face.architectures import Described
 from megatron.training.checkpoint.hugging_face.llama_weights import Piece
 from megatron.training.checkpoint.hugging_face.safetensors_folder import (
     HEADERS,
@@ -67,7 +68,7 @@ def from_hugging_face(source: Path, target: Path, dtype: torch.dtype | None, bar
     notes: list[str] = []
     checked = check(source, notes)
     config = llama_settings.read_config(checked.file(where.name))
-    model, vocab_size, _ = described = architectures.described(config, where)
+    model, *_ = described = architectures.described(config, where)
     headers = safetensors_folder.read_folder(checked)
     pieces = architectures.pieces(described, {name for header in headers.values() for name in header.entries})
     embedding = pieces[0].names[0]
@@ -90,7 +91,7 @@ def from_hugging_face(source: Path, target: Path, dtype: torch.dtype | None, bar
                 for name in others:
                     put(name, read(name))
         list_files(hf)
-        _save(folder / "release", model, vocab_size, dtype, pieces, read, bar(len(pieces)))
+        _save(folder / "release", described, dtype, pieces, read, bar(len(pieces)))
         (folder / TRACKER).write_text("release")
     numbers = sum(torch.Size(piece.shape).numel() for piece in pieces)
     lines = [
@@ -103,21 +104,21 @@ def from_hugging_face(source: Path, target: Path, dtype: torch.dtype | None, bar
         *lines,
         *notes,
         "train it with this command, and flags for data, batch and schedule:",
-        _command(model, vocab_size, dtype, target, copied),
+        _command(described, dtype, target, copied),
     ]
 
 
 def _save(
     folder: Path,
-    model: ModelConfig,
-    vocab_size: int,
+    described: Described,
     dtype: torch.dtype,
     pieces: list[Piece],
     read: Callable[[str], Tensor],
     done: Done,
 ) -> None:
     """Write weights and settings as a training run saves them."""
-    config = Config(model=model)
+    model, vocab_size, _, attention = described
+    config = Config(model=model, attention=AttentionConfig(**attention))
     config.optimizer.bf16, config.optimizer.fp16 = dtype == torch.bfloat16, dtype == torch.float16
     parts = [sharded(piece, model.num_layers, dtype) for piece in pieces]
     names = {(part.key, part.global_offset): piece.names for part, piece in zip(parts, pieces)}
@@ -139,9 +140,11 @@ def _save(
     list_files(folder)
 
 
-def _command(model: ModelConfig, vocab_size: int, dtype: torch.dtype, folder: Path, copied: list[str]) -> str:
+def _command(described: Described, dtype: torch.dtype, folder: Path, copied: list[str]) -> str:
     """The command that continues training, without the flags for batch, sequence, schedule and data."""
+    model, vocab_size, _, attention = described
     words = [llama_settings.program(model), *llama_settings.command_line(model, dtype)]
+    words += llama_settings.window_flags(attention)
     if any(name in copied for name in TOKENIZERS):
         words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder / "hf")]
     else:  # NullTokenizer adds an end-of-document id to --vocab-size

@@ -173,7 +173,8 @@ def to_hugging_face(
         family = described.family if described else architectures.family_of(model)
         names = {name for header in _original_headers(original_files).values() for name in header.entries}
         pieces = list(family.pieces(model, vocab_size, names))
-        config = family.config_json(model, vocab_size, torch.float32)  # refuses models of another family
+        attention = (common.get("config") or {}).get("attention")
+        config = family.config_json(model, vocab_size, torch.float32, attention)  # refuses models of another family
         stored_dtype = _check_stored(path, stored, pieces, model, family.title)
         dtype = dtype or stored_dtype
         config["torch_dtype"] = str(dtype).removeprefix("torch.")
@@ -183,7 +184,8 @@ def to_hugging_face(
             if hf_files is None:
                 _check_links(source, folder_of_original)
             copy_files(companions(folder_of_original), folder)
-            written = family.config_json(described.settings, described.vocab_size, original_dtype or torch.float32)
+            wide = original_dtype or torch.float32
+            written = family.config_json(described.settings, described.vocab_size, wide, described.attention)
             config = llama_settings.updated_config(original, written, original_dtype, config)
             notes += [
                 f"note: {name} {original.get(name)} of the original config.json is now {config.get(name)}"

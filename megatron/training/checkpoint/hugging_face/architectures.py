@@ -18,6 +18,7 @@ import torch
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.arguments.models import activation, derive_shape
 from megatron.training.checkpoint.hugging_face import llama_settings, llama_weights, safetensors_folder
+from megatron.training.checkpoint.hugging_face.gemma import Gemma
 from megatron.training.checkpoint.hugging_face.llama_weights import Piece
 from megatron.training.checkpoint.hugging_face.safetensors_folder import IGNORED, LM_HEAD, Entry, Header
 from megatron.training.refusal import Refusal, some
@@ -51,12 +52,22 @@ class LlamaLike:
         model, vocab_size = llama_settings.settings(config, where)
         return replace(model, **self.differs), vocab_size
 
+    def attention(self, config: dict[str, Any], where: object) -> dict[str, Any]:
+        """The settings of :class:`AttentionConfig` that a config.json determines."""
+        return {}
+
     def pieces(self, model: ModelConfig, vocab_size: int, names: Collection[str]) -> Iterator[Piece]:
         """All weights; ``names``: the tensors in the files."""
         return llama_weights.pieces(model, vocab_size)
 
-    def config_json(self, model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
-        """The config.json of a model with our settings. Raises Refusal if the model is of another family."""
+    def config_json(
+        self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The config.json of a model with our settings. Raises Refusal if the model is of another family.
+
+        Args:
+            attention: settings of :class:`AttentionConfig`, of which only families with layers with a window read some.
+        """
         if self.kind == "llama":
             return llama_settings.config_json(model, vocab_size, dtype)
         fixed = llama_settings.FIXED | {"add_bias_linear": False} | self.differs
@@ -102,11 +113,17 @@ class Bloom:
         layers, heads = first("n_layer", "num_hidden_layers"), first("n_head", "num_attention_heads")
         return self._shape(layers, first("hidden_size", "n_embed"), heads), first("vocab_size")
 
+    def attention(self, config: dict[str, Any], where: object) -> dict[str, Any]:
+        """As `LlamaLike.attention`."""
+        return {}
+
     def _shape(self, layers: int, hidden: int, heads: int) -> ModelConfig:
         model = ModelConfig(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, norm_epsilon=EPSILON)
         return derive_shape(replace(model, hidden_dropout=0.0, attention_dropout=0.0, **self.differs))
 
-    def config_json(self, model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
+    def config_json(
+        self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """As `LlamaLike.config_json`."""
         usual = self._shape(model.num_layers, model.hidden_size, model.num_attention_heads)
         names = {*llama_settings.FIXED, *self.differs, "norm_epsilon", "ffn_hidden_size", "kv_channels",
@@ -180,7 +197,9 @@ class Mixtral(LlamaLike):
         model = replace(model, num_experts=experts, moe_router_topk=topk, moe_ffn_hidden_size=model.ffn_hidden_size)
         return model, vocab_size
 
-    def config_json(self, model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
+    def config_json(
+        self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """As `LlamaLike.config_json`."""
         usual = ModelConfig()
         wrong = [name for name in ROUTER if getattr(model, name) != getattr(usual, name)]
@@ -198,7 +217,7 @@ class Mixtral(LlamaLike):
 ROUTER = ("moe_layer_freq", "moe_shared_expert_intermediate_size", "moe_router_score_function",
           "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
           "moe_router_enable_expert_bias", "moe_expert_capacity_factor")  # fmt: skip
-Family = LlamaLike | Bloom
+Family = LlamaLike | Bloom | Gemma
 FAMILIES: dict[str, Family] = {
     family.kind: family
     for family in (
@@ -207,6 +226,8 @@ FAMILIES: dict[str, Family] = {
         LlamaLike("qwen3", "Qwen 3", "Qwen3ForCausalLM", {"qk_layernorm": True}),
         Mixtral("mixtral", "Mixtral", "MixtralForCausalLM"),
         Bloom(),
+        Gemma("gemma2", "Gemma 2", "Gemma2ForCausalLM", third=False),
+        Gemma("gemma3_text", "Gemma 3", "Gemma3ForCausalLM", third=True),
     )
 }
 
@@ -217,6 +238,7 @@ class Described(NamedTuple):
     settings: ModelConfig
     vocab_size: int
     family: Family
+    attention: dict[str, Any] = {}  # settings of AttentionConfig
 
 
 def described(config: dict[str, Any], where: object) -> Described:
@@ -228,7 +250,7 @@ def described(config: dict[str, Any], where: object) -> Described:
     family = FAMILIES[kind]
     if config.get("architectures") not in (None, [family.architecture]):
         raise Refusal(f"{where}: architectures {config['architectures']} is not supported: only {family.architecture}")
-    return Described(*family.settings(config, where), family)
+    return Described(*family.settings(config, where), family, family.attention(config, where))
 
 
 def family_of(model: ModelConfig) -> Family:

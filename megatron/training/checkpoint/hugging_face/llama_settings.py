@@ -135,13 +135,30 @@ OFF = {
     "add_bias_linear": "--disable-bias-linear",
     "yarn_correction_range_round_to_int": "--no-yarn-correction-range-round-to-int",
 }
+# Settings that are None in most models.
+OPTIONAL = ("rotary_base_local", "no_rope_freq", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping",
+            "activation_func_clamp_value")  # fmt: skip
 # Settings that all Llama models share, including the features that are off.
 FIXED = {
     **{name: LLAMA[name] for name in ("normalization", "swiglu")},
     **dict.fromkeys(
-        ("add_qkv_bias", "qk_layernorm", "embed_layernorm", "apply_layernorm_1p", "squared_relu", "rotary_interleaved"),
+        (
+            "add_qkv_bias",
+            "qk_layernorm",
+            "embed_layernorm",
+            "apply_layernorm_1p",
+            "squared_relu",
+            "rotary_interleaved",
+            "geglu",
+            "quick_geglu",
+            "sandwich_norm",
+            "scale_embeddings",
+            "attention_output_gate",
+        ),
         False,
     ),
+    "glu_linear_offset": 0.0,
+    **dict.fromkeys(OPTIONAL),
     "rotary_percent": 1.0,
     "softmax_type": "vanilla",
 }
@@ -293,7 +310,9 @@ def command_line(model: ModelConfig, dtype: torch.dtype) -> list[str]:
     names += ["rotary_seq_len_interpolation_factor"] if model.rotary_seq_len_interpolation_factor else []
     names += ["use_rope_scaling", "rope_scaling_factor"] if model.use_rope_scaling else []
     names += YARN if model.position_embedding_type == "yarn" else []
-    names += ["normalization", "norm_epsilon", "swiglu", "add_bias_linear", "untie_embeddings_and_output_weights"]
+    names += [name for name in OPTIONAL if getattr(model, name) is not None]
+    names += ["normalization", "norm_epsilon", "swiglu", "geglu", "apply_layernorm_1p", "sandwich_norm"]
+    names += ["scale_embeddings", "add_bias_linear", "untie_embeddings_and_output_weights"]
     names += ["add_qkv_bias", "qk_layernorm", "embed_layernorm", "hidden_dropout", "attention_dropout"]
     names += ["num_experts", "moe_router_topk"] if model.num_experts else []
     words: list[str] = []
@@ -306,6 +325,15 @@ def command_line(model: ModelConfig, dtype: torch.dtype) -> list[str]:
         else:
             words += ["--" + name.replace("_", "-"), f"{value!r}" if isinstance(value, float) else str(value)]
     return words + {torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"]}.get(dtype, [])
+
+
+def window_flags(attention: dict[str, Any]) -> list[str]:
+    """The flags of the settings that a family's ``attention`` gives."""
+    if not attention:
+        return []
+    skip = attention.get("window_attn_skip_freq")
+    pattern = [] if skip is None else ["--window-attn-skip-freq", str(skip).replace(" ", "")]
+    return ["--window-size", "{},{}".format(*attention["window_size"]), *pattern]
 
 
 def program(model: ModelConfig) -> str:

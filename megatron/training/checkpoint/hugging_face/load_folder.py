@@ -54,6 +54,7 @@ def open_folder(path: Checked) -> ForeignCheckpoint:
     args: dict[str, Any] = asdict(model.settings) | {
         "padded_vocab_size": model.vocab_size,
         "make_vocab_size_divisible_by": PADDING,
+        "attention": model.attention,
     }
     return ForeignCheckpoint(path.path, {}, args, WholeTensors(path.path, make), weights_alone=True)
 

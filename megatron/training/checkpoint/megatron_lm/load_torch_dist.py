@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 from megatron.training.arguments.config import Config
+from megatron.training.arguments.models import is_gated
 from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.checkpoint.megatron_lm.megatron_args import model_described, model_of, namespace
 from megatron.training.checkpoint.megatron_lm.source import STATE, Buckets, Saved, Source, weights_in, without_layer
@@ -143,7 +144,7 @@ def _buckets(foreign: ForeignCheckpoint) -> Buckets | None:
             pipeline=args.get("pipeline_model_parallel_size") or 1,
             chunks=args.get("virtual_pipeline_model_parallel_size") or 1,
             layers=model.num_layers,
-            gated=model.swiglu,
+            gated=is_gated(model),
             tied=not model.untie_embeddings_and_output_weights,
         ),
     )

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gemma 2 and Gemma 3 (text): norms after attention and MLP too, GELU, scaled embeddings, layers with a window.
+
+Sources in transformers: models/gemma2 and gemma3, configuration_*.py and modeling_*.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+
+from megatron.training.arguments.config import AttentionConfig, ModelConfig
+from megatron.training.arguments.models import derive_shape, window_layers
+from megatron.training.checkpoint.hugging_face import llama_settings
+from megatron.training.checkpoint.hugging_face.llama_weights import Piece
+from megatron.training.refusal import Refusal
+
+LOCAL, WHOLE = "sliding_attention", "full_attention"
+LAYER_TYPES = "layer_types"
+REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+        "head_dim", "rms_norm_eps", "vocab_size", "max_position_embeddings", "query_pre_attn_scalar",
+        "sliding_window", LAYER_TYPES)  # fmt: skip
+
+
+class Gemma:
+    """A Gemma.
+
+    Args:
+        kind: model_type in config.json: gemma2 or gemma3_text.
+        title: the name in messages.
+        architecture: the class in transformers.
+        third: Gemma 3: norms of queries and keys instead of soft-caps, and another RoPE in layers with a window.
+    """
+
+    def __init__(self, kind: str, title: str, architecture: str, *, third: bool) -> None:
+        self.kind, self.title, self.architecture, self.third = kind, title, architecture, third
+        self.differs: dict[str, Any] = {
+            "normalization": "RMSNorm", "geglu": True, "sandwich_norm": True, "scale_embeddings": True,
+            "apply_layernorm_1p": True, "add_bias_linear": False, "position_embedding_type": "rope",
+            "untie_embeddings_and_output_weights": False, "qk_layernorm": third,
+        }  # fmt: skip
+
+    def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
+        """Our settings and the vocabulary size of a config.json. Raises Refusal if it is not supported."""
+        if missing := [name for name in REQUIRED if config.get(name) is None]:
+            raise Refusal(f"{where}: {', '.join(missing)} of {self.kind} is missing")
+        for name, usual in (("attention_bias", False), ("hidden_activation", "gelu_pytorch_tanh"),
+                            ("use_bidirectional_attention", False), ("tie_word_embeddings", True)):  # fmt: skip
+            if config.get(name, usual) not in (usual, None):
+                raise Refusal(f"{where}: {name} {config[name]!r} of {self.kind} is not supported: only {usual!r}")
+        whole, local = self._rope(config, where)
+        scale = llama_settings.positive(config["query_pre_attn_scalar"], "query_pre_attn_scalar", where)
+        caps = {
+            name: config.get(name) and llama_settings.positive(config[name], name, where)
+            for name in ("attn_logit_softcapping", "final_logit_softcapping")
+        }
+        plain = {**config, "model_type": "llama", "architectures": None}
+        plain |= {"hidden_act": "silu", "tie_word_embeddings": True, **whole}
+        model, vocab_size = llama_settings.settings(plain, where)
+        for name, value in (self.differs | caps | {"softmax_scale": scale**-0.5, "swiglu": False}).items():
+            setattr(model, name, value)
+        model.rotary_base_local = local
+        self.attention(config, where)
+        return derive_shape(model), vocab_size
+
+    def attention(self, config: dict[str, Any], where: object) -> dict[str, Any]:
+        """The settings of :class:`AttentionConfig` of a config.json: the window, and which layers have it."""
+        kinds, window, layers = config[LAYER_TYPES], config["sliding_window"], config["num_hidden_layers"]
+        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (LOCAL, WHOLE) for kind in kinds):
+            raise Refusal(f"{where}: layer_types must name {LOCAL} or {WHOLE} for each of {layers} layers")
+        if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+            raise Refusal(f"{where}: sliding_window {window!r} is not a positive integer")
+        if LOCAL not in kinds:
+            return {}
+        own = [int(kind == LOCAL) for kind in kinds]
+        pattern = {} if all(own) else {"window_attn_skip_freq": own}
+        return {"attention_mask": "window", "window_size": (window - 1, 0), **pattern}
+
+    def _rope(self, config: dict[str, Any], where: object) -> tuple[dict[str, Any], int | None]:
+        """(RoPE of the layers without a window, as a Llama's config.json has it; base of the others, if different)."""
+        given = config.get("rope_parameters")
+        if not self.third:
+            return {}, None
+        if isinstance(given, dict) and LOCAL in given:
+            local, whole = given[LOCAL], given.get(WHOLE)
+            if not isinstance(local, dict) or not isinstance(whole, dict):
+                raise Refusal(f"{where}: rope_parameters must have {LOCAL} and {WHOLE}")
+            if local.get("rope_type", "default") != "default":
+                raise Refusal(f"{where}: scaled RoPE in layers with a window is not supported")
+            base, found = local.get("rope_theta"), {"rope_parameters": whole}
+        else:  # as transformers 4 writes it
+            base, found = config.get("rope_local_base_freq", 10000.0), {}
+        base = llama_settings.positive(base, "rope_theta of layers with a window", where)
+        if base != int(base):
+            raise Refusal(f"{where}: rope_theta {base} of layers with a window is not an integer")
+        return found, int(base)
+
+    def config_json(
+        self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The config.json of a model with our settings. Raises Refusal if the model is of another family."""
+        fixed = {**llama_settings.FIXED, "swiglu": False, **self.differs}
+        free = ("softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "rotary_base_local")
+        fixed = {name: value for name, value in fixed.items() if name not in free}
+        config = llama_settings.config_json(model, vocab_size, dtype, fixed, self.title, self.architecture)
+        known = {name: (attention or {}).get(name) for name in ("window_size", "window_attn_skip_freq")}
+        windows = [0] * model.num_layers
+        if known["window_size"] is not None:
+            windows = window_layers(AttentionConfig(**known), model.num_layers)
+        left = known["window_size"][0] if known["window_size"] else model.max_position_embeddings
+        for name in ("attention_bias", "mlp_bias", "hidden_act"):
+            config.pop(name)
+        config |= {
+            "model_type": self.kind,
+            "architectures": [self.architecture],
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": _whole((model.softmax_scale or model.kv_channels**-0.5) ** -2),
+            "sliding_window": left + 1,
+            LAYER_TYPES: [LOCAL if own else WHOLE for own in windows],
+            "attn_logit_softcapping": model.attn_logit_softcapping,
+            "final_logit_softcapping": model.final_logit_softcapping,
+        }
+        if self.third:
+            config["rope_local_base_freq"] = float(model.rotary_base_local or model.rotary_base)
+        return config
+
+    def pieces(self, model: ModelConfig, vocab_size: int, names: Collection[str]) -> Iterator[Piece]:
+        """All weights; ``names``: the tensors in the files."""
+        hidden, ffn, size = model.hidden_size, model.ffn_hidden_size, model.kv_channels
+        heads, groups = model.num_attention_heads * size, model.num_query_groups * size
+        yield Piece("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), ((vocab_size, hidden),))
+        norms = {
+            "self_attention.linear_qkv.layer_norm_weight": "input_layernorm",
+            "post_self_attn_layernorm.weight": "post_attention_layernorm",
+            "mlp.linear_fc1.layer_norm_weight": "pre_feedforward_layernorm",
+            "post_mlp_layernorm.weight": "post_feedforward_layernorm",
+        }
+        for layer in range(model.num_layers):
+            for ours, theirs in norms.items():
+                yield _piece(layer, ours, [theirs], (hidden,))
+            qkv = [f"self_attn.{name}_proj" for name in "qkv"]
+            shapes = (heads, hidden), (groups, hidden), (groups, hidden)
+            yield _piece(layer, "self_attention.linear_qkv.weight", qkv, *shapes)
+            for name in "qk" if model.qk_layernorm else "":
+                yield _piece(layer, f"self_attention.{name}_layernorm.weight", [f"self_attn.{name}_norm"], (size,))
+            yield _piece(layer, "self_attention.linear_proj.weight", ["self_attn.o_proj"], (hidden, heads))
+            for part, name in enumerate(("gate_proj", "up_proj")):
+                yield _piece(layer, "mlp.linear_fc1.weight", [f"mlp.{name}"], (ffn, hidden), part=(part, 2))
+            yield _piece(layer, "mlp.linear_fc2.weight", ["mlp.down_proj"], (hidden, ffn))
+        yield Piece("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),))
+
+
+def _piece(layer: int, ours: str, theirs: list[str], *shapes: tuple[int, ...], part: tuple[int, int] = (0, 1)) -> Piece:
+    names = tuple(f"model.layers.{layer}.{name}.weight" for name in theirs)
+    return Piece(f"decoder.layers.{ours}", names, shapes, layer, *part)
+
+
+def _whole(value: float) -> float | int:
+    """The integer that a scale was computed from, if it is one up to rounding."""
+    return round(value) if abs(value - round(value)) < 1e-9 * value else value

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the layers of a model compute and send around a ring, where they do not all have the same rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.context_parallel.attention.ring_plan import attention_plan
+from megatron.context_parallel.layout.grid import abstract_grid
+from megatron.context_parallel.layout.masks import Mask
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.context_parallel.layout.spans import count
+from megatron.formulas.sizes import heads_of
+from megatron.training.arguments.config import Config
+from megatron.training.model.attention_rule import layer_masks
+from megatron.training.model.core_config import compute_dtype
+
+
+@dataclass(frozen=True)
+class LayerTraffic:
+    """Layers with the same mask.
+
+    Attributes:
+        layers: their numbers in the complete model, from 1.
+        pairs: (query, key) pairs of the busiest ring rank, in one head and sample.
+        sent: bytes of keys and values that a ring rank sends at most in a layer's forward pass of a micro-batch.
+    """
+
+    mask: Mask
+    layers: tuple[int, ...]
+    pairs: int
+    sent: int
+
+
+def layer_traffic(config: Config) -> list[LayerTraffic]:
+    """What each kind of layer computes and sends, without packed documents and chunks; empty if all are alike."""
+    model, parallel, masks = config.model, config.parallel, layer_masks(config)
+    if len(set(masks)) == 1:
+        return []
+    tensor, ulysses, ring = (getattr(parallel, f"{axis}_parallel_size") for axis in ("tensor_model", "ulysses", "ring"))
+    balance = "contiguous" if parallel.context_parallel_balance == "contiguous" else "zigzag"
+    layout = SequenceLayout(config.data.seq_length, abstract_grid(ulysses=ulysses, ring=ring), balance)
+    heads = heads_of(model.num_attention_heads, model.num_query_groups, tensor, ulysses)
+    row = 2 * heads.local_kv * model.kv_channels * compute_dtype(config).itemsize * config.data.micro_batch_size
+    found = []
+    for mask in dict.fromkeys(masks):
+        plans = [attention_plan(layout, mask).ring(rank=rank) for rank in range(ring)]
+        sent = [sum(count(hop.keys_out.rows) for hop in plan.hops) for plan in plans]
+        numbers = tuple(number for number, other in enumerate(masks, 1) if other == mask)
+        found.append(LayerTraffic(mask, numbers, max(plan.pairs for plan in plans), row * max(sent)))
+    return found
+
+
+def describe_layers(config: Config) -> Iterator[str]:
+    """One line for each kind of layer, for the console; none if all layers are alike."""
+    for kind in layer_traffic(config):
+        sends = f" and sends {kind.sent / 2**20:,.1f} MiB of keys and values"
+        yield (
+            f"layers {_ranges(kind.layers)}: {kind.mask}; in a forward pass a rank attends to at most {kind.pairs:,} "
+            f"pairs of tokens{sends if config.parallel.ring_parallel_size > 1 else ''}"
+        )
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """``1-5, 7-11, 13``."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers with different masks and RoPE: losses and all gradients do not depend on the grid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.training_runs import make_job, run_training
+from tests.pairs import also_in_full, by_pairs, seconds, settings
+
+GEMMA = (
+    "--num-layers 6 --window-size 11,0 --window-attn-skip-freq 3 --rotary-base 1000000 --rotary-base-local 500 "
+    "--softmax-type learnable --qk-layernorm"
+)
+LLAMA4 = "--num-layers 4 --window-size 15,0 --window-attn-skip-freq [1,1,0,1] --no-rope-freq [0,0,1,0]"
+# What is inside attention, and around it, in one model.
+INSIDE = (
+    "--num-layers 4 --group-query-attention --num-query-groups 4 --window-size 11,0 --window-attn-skip-freq 2 "
+    "--attn-logit-softcapping 0.5 --add-qkv-bias --rotary-percent 0.5 --qk-layernorm --softmax-type off-by-one "
+    "--attention-output-gate --softmax-scale 0.7 --sandwich-norm --scale-embeddings --final-logit-softcapping 2 "
+    "--init-method-std 0.1"
+)
+DOCUMENTS = f"{GEMMA} --reset-attention-mask --reset-position-ids"
+ONE = "--micro-batch-size 1"
+
+T2 = "--tensor-model-parallel-size 2"
+SP = f"{T2} --sequence-parallel"
+P2 = "--pipeline-model-parallel-size 2"
+V3 = "--num-virtual-stages-per-pipeline-rank 3"
+UNEVEN = "--decoder-first-pipeline-num-layers 2"  # the stages' layers have different rules
+FPDT = "--fpdt --fpdt-chunk-size 16"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+SELECTIVE = "--recompute-granularity selective"
+
+
+def cp(ulysses: int, ring: int, balance: str = "") -> str:
+    return f"--ulysses-parallel-size {ulysses} --ring-parallel-size {ring}" + (
+        f" --context-parallel-balance {balance}" if balance else ""
+    )
+
+
+# (processes, model, grid)
+CASES = [
+    (2, GEMMA, cp(2, 1)),
+    (2, GEMMA, f"{cp(1, 2)} --zero-stage 1"),
+    (4, GEMMA, cp(2, 2)),
+    (4, GEMMA, cp(1, 4, "contiguous")),
+    (2, GEMMA, f"{SP} {FULL}"),
+    (4, GEMMA, f"{T2} {cp(1, 2)} {SELECTIVE}"),
+    (2, GEMMA, f"{P2} {UNEVEN}"),
+    (4, GEMMA, f"{P2} {V3} {cp(1, 2)} {ONE}"),
+    (2, GEMMA, "--zero-stage 2"),
+    (2, GEMMA, f"{cp(1, 2)} --cp-comm-type all_gather"),
+    (1, GEMMA, FPDT),
+    (2, GEMMA, f"{FPDT} {cp(1, 2)} {FULL}"),
+    (4, GEMMA, f"{FPDT} {SP} {cp(2, 1)} --no-fpdt-offload"),
+    (4, GEMMA, f"{FPDT} {P2} {cp(2, 1)}"),
+    (2, GEMMA, f"{FPDT} {cp(2, 1)} --fpdt-stream-hidden"),
+    (8, GEMMA, f"{SP} {cp(2, 2)}"),
+    (4, LLAMA4, cp(2, 2)),
+    (4, LLAMA4, f"{P2} {FPDT} {cp(1, 2)}"),
+    (2, LLAMA4, f"{SP} --zero-stage 1"),
+    (4, INSIDE, cp(2, 2)),
+    (4, INSIDE, f"{T2} {cp(1, 2)} {FULL}"),
+    (2, INSIDE, f"{SP} --loss-chunks 3"),
+    (1, INSIDE, FPDT),
+    (4, INSIDE, f"{SP} {cp(1, 2)} {FPDT} --no-fpdt-offload"),
+    (2, INSIDE, f"{cp(2, 1)} {FPDT} --fpdt-stream-hidden {FULL}"),
+    (4, INSIDE, f"{P2} {cp(2, 1)} --zero-stage 1"),
+    (2, DOCUMENTS, cp(1, 2)),
+    (2, DOCUMENTS, f"{cp(2, 1)} {FPDT}"),
+    (2, f"{DOCUMENTS} {ONE}", cp(1, 2, "documents")),
+]
+
+
+def run(flags: str) -> tuple[list[float], list[float], dict]:
+    return run_training(flags, steps=2)
+
+
+@pytest.fixture(scope="module")
+def reference(pool, shared):
+    """The same model on one process."""
+    return lambda flags: shared(("layer rules", flags), lambda: pool.run(run, 1, flags, timeout=120)[0])
+
+
+def compare(results: list[tuple], expected: tuple) -> None:
+    seen = set()
+    for rank, (losses, norms, grads) in enumerate(results):
+        assert losses == pytest.approx(expected[0], rel=1e-5), f"losses of rank {rank}"
+        assert norms[0] == pytest.approx(expected[1][0], rel=1e-5), f"gradient norm of rank {rank}"
+        for name, grad in grads.items():
+            whole = expected[2][name]
+            error = float((grad - whole).abs().max() / whole.abs().max().clamp(min=1e-12))
+            assert error < 1e-5, f"gradient of {name} on rank {rank}: {error:.1e} of its largest entry"
+        seen |= set(grads)
+    assert seen == set(expected[2])
+
+
+def held(_: int, model: str, grid: str) -> set:
+    """Each model, and each setting of a grid once."""
+    return {model, *settings(grid)}
+
+
+@pytest.mark.parametrize("world, model, grid", by_pairs(CASES, held, seconds))
+def test_rules_of_layers_do_not_depend_on_the_grid(pool, reference, world, model, grid):
+    compare(pool.run(run, world, f"{model} {grid}", timeout=180), reference(model))
+
+
+# What each model would compute without one of its rules.
+CONTROLS = {
+    "all layers full": (GEMMA, GEMMA.replace("--window-size 11,0 --window-attn-skip-freq 3", "").replace(
+        "--rotary-base-local 500", "")),
+    "all layers with the window": (GEMMA, GEMMA.replace("--window-attn-skip-freq 3", "").replace(
+        "--rotary-base-local 500", "")),
+    "one base": (GEMMA, GEMMA.replace("--rotary-base-local 500", "")),
+    "RoPE everywhere": (LLAMA4, LLAMA4.replace("--no-rope-freq [0,0,1,0]", "")),
+    **{
+        flags: (INSIDE, INSIDE.replace(flags, ""))
+        for flags in ("--attn-logit-softcapping 0.5", "--rotary-percent 0.5", "--qk-layernorm", "--sandwich-norm",
+                      "--softmax-type off-by-one", "--attention-output-gate", "--softmax-scale 0.7",
+                      "--scale-embeddings", "--final-logit-softcapping 2")
+    },
+    "other layers": (LLAMA4, LLAMA4.replace("[1,1,0,1]", "[1,0,1,1]")),
+}  # fmt: skip
+
+
+USUAL = ("all layers full", "one base", "RoPE everywhere", "--attn-logit-softcapping 0.5", "--attention-output-gate")
+
+
+@pytest.mark.parametrize("what", [*USUAL, *also_in_full(*(name for name in CONTROLS if name not in USUAL))])
+def test_the_rules_matter(pool, reference, what):
+    model, without = CONTROLS[what]
+    with pytest.raises(AssertionError, match="gradient norm|losses"):
+        compare(pool.run(run, 2, f"{without} {cp(1, 2)}", timeout=120), reference(model))
+
+
+def rules(flags: str) -> list[tuple[int, str, Any]]:
+    """(number, mask, base of RoPE) of this rank's layers."""
+    job, found = make_job(flags), []
+    for chunk in job.chunks:
+        for layer in chunk.module.decoder.layers:
+            core = layer.self_attention.core_attention
+            rotary = core.settings.rotary
+            found.append((layer.layer_number, type(core.rule.mask).__name__, rotary and rotary.rope.base))
+    return found
+
+
+@pytest.mark.parametrize("grid", [f"{P2} {UNEVEN}", f"{P2} {V3}"])
+def test_numbers_of_layers_are_those_of_the_complete_model(pool, grid):
+    found = sorted(one for rank in pool.run(rules, 2, f"{GEMMA} {grid}") for one in rank)
+    local, whole = ("Window", 500), ("Causal", 1000000)
+    assert found == [(n, *(local if n % 3 else whole)) for n in range(1, 7)]
