@@ -148,17 +148,15 @@ def finish(
     return cp.Outcome(model, loss, gradients=gradients, norm=norm, positions=positions)
 
 
-def updated(model: nn.Module, before: Mapping[str, Tensor], loss: object, norm: object, case: Case) -> cp.Outcome:
+def updated(model: nn.Module, before: Mapping[str, Tensor], loss: object, case: Case) -> cp.Outcome:
     """For a library that updates by itself, with SGD at :data:`RATE`: gradients from what it changed.
 
-    Args:
-        norm: of the gradients before they were clipped.
+    With clipping these are not known, and neither is DeepSpeed's norm; the change alone is compared.
     """
-    clipped = max(1.0, float(norm) / case.clip) if case.clip else 1.0
     changes = {n: p.detach() - before[n] for n, p in model.named_parameters()}
-    gradients = {n: -changes[n] / RATE * clipped if p.requires_grad else None for n, p in model.named_parameters()}
+    gradients = {n: -changes[n] / RATE if p.requires_grad else None for n, p in model.named_parameters()}
     kept = {n: change for n, change in changes.items() if gradients[n] is not None}
-    return cp.Outcome(model, loss, gradients=gradients, norm=norm if case.clip else None, updates=kept)
+    return cp.Outcome(model, loss, gradients={} if case.clip else gradients, updates=kept)
 
 
 def copied(model: nn.Module) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ import megatron.context_parallel as cp  # noqa: E402
 from benchmarks.certify.cases import CASES, Cell  # noqa: E402
 from benchmarks.forked_ranks import NOT_INSTALLED, RankFailed, on_each_rank  # noqa: E402
 from megatron.context_parallel.certifying.comparing import Compared, compare  # noqa: E402
-from megatron.context_parallel.certifying.recording import GRADIENT, LOSS, Reference, measure, record  # noqa: E402
+from megatron.context_parallel.certifying.recording import GRADIENT, LOSS, UPDATE, Reference, measure, record  # noqa: E402
 
 FILE = Path(__file__).with_name("matrix.json")
 # Heading of a column: the program's file, and its grid.
@@ -73,12 +73,13 @@ def judged(peer: str, case: str, references: References, run: Callable[..., list
         text = " ".join(str(failed).split())
         here = not text.startswith(NOT_INSTALLED) and not any(words in text for words in NEEDS_GPU)
         return {"verdict": REFUSED if here else NOT_HERE, "message": text[:300]}
-    compared = compare(reference, recorded)
+    known = {key[0] for rank in recorded for key in rank.numbers}
+    compared = [one for one in compare(reference, recorded) if one.key[0] in known]
     wrong = [one for one in compared if not one.right]
-    gradients = [one for one in compared if one.key[0] == GRADIENT]
+    largest = [one for one in compared if one.key[0] == (GRADIENT if GRADIENT in known else UPDATE)]
     result: dict[str, Any] = {
         "verdict": RIGHT if not wrong else RANDOM if CASES[case].dropout else WRONG,
-        "error": max(one.worst for one in gradients),
+        "error": max(one.worst for one in largest),
         "loss_error": max(one.worst for one in compared if one.key[0] == LOSS),
         "kinds": sorted({one.key[0] for one in wrong}),
     }

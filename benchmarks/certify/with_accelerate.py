@@ -40,7 +40,7 @@ def trained(
         run = trainer(model=model, args=arguments(output_dir=folder, **settings, **others), train_dataset=data, **other)
         run.train()
     log = next(row for row in run.state.log_history if "loss" in row)
-    return updated(model, before, torch.tensor(log["loss"]), log.get("grad_norm"), case)
+    return updated(model, before, torch.tensor(log["loss"]), case)
 
 
 def parallel(sequence: int, context: int, steps: int) -> dict[str, Any]:
