@@ -666,3 +666,40 @@ def test_headers_are_checked() -> None:
     for text in ("{", "[]", '{"a": 1}', header.text.replace("[24,34]", "[25,35]"), header.text.replace("[5]", "[6]")):
         with pytest.raises(ValueError, match="header"):
             safetensors_folder.parse_header(text)
+
+
+LATENT = SIZES | {"num_key_value_heads": 4, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+                  "v_head_dim": 8, "n_routed_experts": 8, "moe_intermediate_size": 20, "num_experts_per_tok": 4,
+                  "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-6}  # fmt: skip
+DEEPSEEK_YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32,
+                 "mscale": 0.8, "mscale_all_dim": 1.2, "beta_fast": 32, "beta_slow": 1}  # fmt: skip
+DEEPSEEKS = {
+    "v3": LATENT | {"q_lora_rank": 10, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
+    | {"n_shared_experts": 1},
+    "v3, yarn": LATENT | {"q_lora_rank": 10, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}
+    | {"n_shared_experts": 2, "rope_parameters": DEEPSEEK_YARN},
+    "v3, dense": LATENT | {"q_lora_rank": None, "first_k_dense_replace": 2, "rope_parameters": DEEPSEEK_YARN},
+    "v2, lite": LATENT | {"q_lora_rank": None, "first_k_dense_replace": 1, "n_shared_experts": 2},
+    "v2, groups": LATENT | {"q_lora_rank": 10, "first_k_dense_replace": 0, "n_shared_experts": 1, "n_group": 4,
+                            "topk_method": "group_limited_greedy", "topk_group": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEEPSEEKS)
+def test_deepseek(tmp_path: Path, name: str, capsys) -> None:
+    """Conversion is exact with the original's files, and without them transformers computes the same."""
+    from transformers import AutoModelForCausalLM
+
+    source = save_model(tmp_path / "in", f"deepseek_{name[:2]}", DEEPSEEKS[name])
+    assert contents(there_and_back(source, tmp_path)) == contents(source)
+    flags = shlex.split(capsys.readouterr().out.split("\npretrain_")[1].splitlines()[0])[1:]
+    wanted, _, family = described(llama_settings.read_config(source / "config.json"), "")
+    assert family is FAMILIES[f"deepseek_{name[:2]}"] and wanted.multi_latent_attention
+    assert parse([*flags, *RUN], world_size=1).model == replace(wanted, vocab_size=66)
+
+    shutil.rmtree(tmp_path / "ours" / "hf")
+    assert main(["--from", str(tmp_path / "ours"), "--to-hf", str(tmp_path / "new")]) == 0
+    models = [AutoModelForCausalLM.from_pretrained(path).eval() for path in (source, tmp_path / "new")]
+    expected, got = (model(torch.arange(20)[None]).logits for model in models)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert expected.std() > 0.1
