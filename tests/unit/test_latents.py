@@ -69,7 +69,7 @@ def test_without_latents() -> None:
 
 
 def test_multi_token_prediction_is_refused_by_name() -> None:
-    with pytest.raises(Refusal, match="--mtp-num-layers: multi-token prediction is not built here"):
+    with pytest.raises(Refusal, match="--mtp-num-layers: multi-token prediction is not supported"):
         read(f"{MLA} --mtp-num-layers 1")
 
 
@@ -82,7 +82,7 @@ def test_the_planner_refuses_latents(capsys) -> None:
     assert "--multi-latent-attention: the planner does not know" in capsys.readouterr().err
     with pytest.raises(Refusal, match="--model deepseek-v3: the memory of its experts is not known"):
         shape_of("deepseek-v3", 64)
-    with pytest.raises(ValueError, match="latents are counted in parameters"):
+    with pytest.raises(ValueError, match="latents have formulas only"):
         Workload(model_shape(read(MLA).model, 301), 64).shape.dense()
 
 
