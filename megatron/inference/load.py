@@ -117,11 +117,6 @@ def configure(words: Sequence[str], load: str, step: int | None, dtype: str | No
     command = [*words, "--load", load, *([] if step is None else ["--ckpt-step", str(step)])]
     config = parse(command, defaults, world, without_length)
     check_mask(config)
-    if config.model.multi_latent_attention:
-        raise Refusal(
-            f"--load {load}: its model has latents (--multi-latent-attention), which generation does not cache yet; "
-            "evaluate it with tools/evaluate.py"
-        )
     if config.model.num_experts:
         raise Refusal(
             f"--load {load}: its model has experts (--num-experts {config.model.num_experts}), which generation does "

@@ -87,22 +87,51 @@ class LatentAttention(Attention):
 
         With sequence parallelism [s / TP, b, h], and s in the results.
         """
-        (plain, rotated, value), heads = self.sizes, self.num_attention_heads_per_partition
+        query, k_rotated, latent = self.compressed(hidden_states)
+        return query, *self.expanded(k_rotated, latent)
+
+    def compressed(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[s, b, h] -> q [s, b, heads, R + N], the rotated part of all heads' keys [s, b, R], the latent [s, b, C].
+
+        Nothing is rotated yet. With sequence parallelism the latent is [s / TP, b, C].
+        """
+        plain, rotated, _ = self.sizes
         if self.config.q_lora_rank is None:
             query, _ = self.linear_q_proj(hidden_states)
         else:
             latent_sbq, _ = self.linear_q_down_proj(hidden_states)
             query, _ = self.linear_q_up_proj(self.q_layernorm(self._own_tokens(self._whole(latent_sbq))))
-        q_plain, q_rotated = query.unflatten(-1, (heads, -1)).split([plain, rotated], dim=-1)
-
+        query = query.unflatten(-1, (self.num_attention_heads_per_partition, -1))
+        q_plain, q_rotated = query.split([plain, rotated], dim=-1)
         both, _ = self.linear_kv_down_proj(hidden_states)
         latent_sbC, k_rotated = self._whole(both).split([self.config.kv_lora_rank, rotated], dim=-1)
         # All heads share this part of the key, so its gradient is the sum over the heads of all TP ranks.
         k_rotated = copy_to_tensor_model_parallel_region(k_rotated, group=self.pg_collection.tp)
-        keys_values, _ = self.linear_kv_up_proj(self.kv_layernorm(self._own_tokens(latent_sbC)))
+        return torch.cat([q_rotated, q_plain], dim=-1), k_rotated, self.kv_layernorm(self._own_tokens(latent_sbC))
+
+    def expanded(self, k_rotated: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [s, b, heads, R + N] and values [s, b, heads, V] of what :meth:`compressed` returns."""
+        (plain, _, value), heads = self.sizes, self.num_attention_heads_per_partition
+        keys_values, _ = self.linear_kv_up_proj(latent)
         k_plain, v = keys_values.unflatten(-1, (heads, -1)).split([plain, value], dim=-1)
-        k_rotated = k_rotated[:, :, None].expand(-1, -1, heads, -1)
-        return torch.cat([q_rotated, q_plain], dim=-1), torch.cat([k_rotated, k_plain], dim=-1), v
+        return torch.cat([k_rotated[:, :, None].expand(-1, -1, heads, -1), k_plain], dim=-1), v
+
+    def absorbed(self, query: Tensor) -> Tensor:
+        """Queries [s, b, heads, R + N] -> [s, b, heads, R + C], whose keys are (rotated part, latent), for all heads.
+
+        A score is q . (W c) for the up-projection W of keys, which equals (q W) . c. With the latents as values,
+        :meth:`raised` gives the heads' outputs.
+        """
+        rotated, plain = query.split([self.sizes[1], self.sizes[0]], dim=-1)
+        return torch.cat([rotated, torch.einsum("sbhn,hnc->sbhc", plain, self._up()[:, : self.sizes[0]])], dim=-1)
+
+    def raised(self, out: Tensor) -> Tensor:
+        """Means of latents [s, b, heads, C] -> means of values [s, b, heads, V]."""
+        return torch.einsum("sbhc,hvc->sbhv", out, self._up()[:, self.sizes[0] :])
+
+    def _up(self) -> Tensor:
+        """The up-projection of keys and values, [heads, N + V, C]."""
+        return self.linear_kv_up_proj.weight.unflatten(0, (self.num_attention_heads_per_partition, -1))
 
     def _whole(self, part: Tensor) -> Tensor:
         """The complete latents, from the part of their entries that this TP rank computed."""
