@@ -178,7 +178,7 @@ def as_ours(model: PreTrainedModel) -> dict[str, Tensor]:
             else:
                 for one, half in zip(("gate_proj", "up_proj"), grad.chunk(2)):
                     theirs[f"{stem}.{number}.{one}.weight"] = half
-    settings, size, family = described(model.config.to_dict(), "")
+    settings, size, family, _ = described(model.config.to_dict(), "")
     parts: dict[str, list[Tensor]] = {}
     for piece in family.pieces(settings, size, ()):
         name = (

@@ -693,7 +693,7 @@ def test_deepseek(tmp_path: Path, name: str, capsys) -> None:
     source = save_model(tmp_path / "in", f"deepseek_{name[:2]}", DEEPSEEKS[name])
     assert contents(there_and_back(source, tmp_path)) == contents(source)
     flags = shlex.split(capsys.readouterr().out.split("\npretrain_")[1].splitlines()[0])[1:]
-    wanted, _, family = described(llama_settings.read_config(source / "config.json"), "")
+    wanted, _, family, _ = described(llama_settings.read_config(source / "config.json"), "")
     assert family is FAMILIES[f"deepseek_{name[:2]}"] and wanted.multi_latent_attention
     assert parse([*flags, *RUN], world_size=1).model == replace(wanted, vocab_size=66)
 
@@ -773,7 +773,7 @@ def test_a_deepseek_that_is_refused(config: dict[str, Any], message: str) -> Non
     ids=str,
 )
 def test_a_model_that_is_no_deepseek(tmp_path: Path, change: dict[str, Any]) -> None:
-    model, vocab_size, family = described(V3, "config.json")
+    model, vocab_size, family, _ = described(V3, "config.json")
     assert family.config_json(model, vocab_size, torch.float32)["n_group"] == 4
     named = [name for name in change if name != "position_embedding_type" or change[name] == "none"][0]
     with pytest.raises(Refusal, match=f"not a DeepSeek V3.*--{named.replace('_', '-')}"):

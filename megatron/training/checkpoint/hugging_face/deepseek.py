@@ -132,7 +132,13 @@ class DeepSeek:
             "moe_router_dtype": "fp32",
         }  # fmt: skip
 
-    def config_json(self, model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
+    def attention(self, config: dict[str, Any], where: object) -> dict[str, Any]:
+        """The settings of ``AttentionConfig`` that a config.json determines."""
+        return {}
+
+    def config_json(
+        self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """The config.json of a model with our settings. Raises Refusal if the model is not a DeepSeek."""
         fixed, layers = FIXED | (ROUTERS[self.kind] if model.num_experts else {}), model.num_layers
         wrong = [name for name in fixed if getattr(model, name) != fixed[name]]
