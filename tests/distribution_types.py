@@ -74,6 +74,7 @@ COLLECTIVES = {
     "context_parallel.layout.sequence_layout._Gather": "_Gather",
     "training.loss.sum_of_reports": CHECKED,
     "training.model.fsdp.FullySharded.finish_grad_sync": REDUCES,
+    "inference.cached_attention.CachedLatents": GENERATION,
     "inference.decoder.Decoder": GENERATION,
     "inference.generate.agreed": GENERATION,
     "inference.kv_cache.decode_attention": GENERATION,

@@ -29,14 +29,25 @@ class ForwardFlops:
 @lru_cache(maxsize=4096)
 def forward_flops(shape: Shape, seq_length: int) -> ForwardFlops:
     """FLOPs of one sequence: matrix products only, 2 for each multiply-add."""
-    token, query_width, kv_width = 2 * seq_length, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    token, query_width = 2 * seq_length, shape.heads * shape.head_dim
+    value_width = shape.heads * (shape.latent.value if shape.latent else shape.head_dim)
     return ForwardFlops(
-        qkv=token * shape.layers * shape.hidden * ((1 + shape.output_gate) * query_width + 2 * kv_width),
-        out=token * shape.layers * query_width * shape.hidden,
+        qkv=token * shape.layers * _qkv_products(shape),
+        out=token * shape.layers * value_width * shape.hidden,
         mlp=token * shape.hidden * _mlp_width(shape),
         logits=token * shape.hidden * shape.vocab,
-        attention=shape.layers * 2 * token * seq_length * query_width,
+        attention=shape.layers * token * seq_length * (query_width + value_width),
     )
+
+
+def _qkv_products(shape: Shape) -> int:
+    """Multiplications that make a token's queries, keys and values in one layer."""
+    latent, heads, d = shape.latent, shape.heads, shape.head_dim
+    if latent is None:
+        return shape.hidden * ((1 + shape.output_gate) * heads + 2 * shape.kv_heads) * d
+    queries = (shape.hidden + heads * d) * latent.queries if latent.queries else shape.hidden * heads * d
+    down = shape.hidden * (latent.keys + latent.rotated)
+    return queries + down + latent.keys * heads * (d - latent.rotated + latent.value)
 
 
 def _mlp_width(shape: Shape) -> float:

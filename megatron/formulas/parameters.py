@@ -86,14 +86,18 @@ def stage_parameters(
         return ((size, 1),) if shape.bias else ()
 
     qkv, ffn = ((1 + shape.output_gate) * heads + 2 * groups) * d // tensor, shape.ffn // tensor
-    attention = (
-        *norm,
-        *(((heads // tensor, 1),) if shape.sinks else ()),
-        (h, heads * d // tensor),
-        *bias(h),
+    value = shape.latent.value if shape.latent else d
+    inside = (
         (qkv, h),
         *(((qkv, 1),) if shape.bias or shape.qkv_bias else ()),
         *(((d, 1),) * (2 * norms) if shape.qk_norm else ()),
+    )
+    attention = (
+        *norm,
+        *(((heads // tensor, 1),) if shape.sinks else ()),
+        (h, heads * value // tensor),
+        *bias(h),
+        *(_latents(shape, tensor) if shape.latent else inside),
         *norm,
         *(norm * (2 * shape.sandwich_norm)),
     )
@@ -120,6 +124,25 @@ def stage_parameters(
     experts = one * (mixture.experts // expert)
     return StageParameters(
         embedding, layer, layers - with_experts, final, routed * with_experts, experts * with_experts
+    )
+
+
+def _latents(shape: Shape, tensor: int) -> tuple[Tensor, ...]:
+    """What makes queries, keys and values from latents; TP splits both sides, but not the norms of the latents."""
+    latent, h, heads = shape.latent, shape.hidden, shape.heads // tensor
+    norms = (2 if shape.layer_norm else 1) * shape.qk_norm
+    queries: tuple[Tensor, ...] = ((heads * shape.head_dim, h),)
+    if latent.queries:
+        queries = (
+            (latent.queries // tensor, h),
+            (heads * shape.head_dim, latent.queries),
+            *(((latent.queries, 1),) * norms),
+        )
+    return (
+        *queries,
+        ((latent.keys + latent.rotated) // tensor, h),
+        (heads * (shape.head_dim - latent.rotated + latent.value), latent.keys),
+        *(((latent.keys, 1),) * norms),
     )
 
 
@@ -192,6 +215,7 @@ def whole_vectors(shape: Shape, held: StageParameters) -> int:
     Under TP-sp each TP rank applies them to different tokens, so their gradients are summed over TP.
     """
     norm = 2 if shape.layer_norm else 1
-    layer = 2 * norm * shape.hidden + 2 * shape.bias * shape.hidden + 2 * norm * shape.qk_norm * shape.head_dim
+    normed = shape.latent.queries + shape.latent.keys if shape.latent else 2 * shape.head_dim
+    layer = 2 * norm * shape.hidden + 2 * shape.bias * shape.hidden + norm * shape.qk_norm * normed
     embedding = held.embedding if not shape.positions else ()  # with positions, words are not scattered before the norm
     return layer * held.layers + numel(tuple(x for x in (*embedding, *held.final) if x[1] == 1))

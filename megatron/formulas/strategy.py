@@ -74,6 +74,23 @@ class Mixture:
     capacity: float = 0.0
 
 
+@dataclass(frozen=True)
+class Latent:
+    """Multi-latent attention: queries, keys and values are made from latents.
+
+    Attributes:
+        queries: width of the queries' latent; 0: none.
+        keys: width of the latent of keys and values.
+        rotated: entries of a key head that all heads share; the others come from the latent.
+        value: size of a value head.
+    """
+
+    queries: int
+    keys: int
+    rotated: int
+    value: int
+
+
 @hashed_once
 @dataclass(frozen=True)
 class Shape:
@@ -98,15 +115,17 @@ class Shape:
     mixture: Mixture | None = None  # layers with experts
     sandwich_norm: bool = False  # norms after attention and after the MLP too
     output_gate: bool = False  # a gate for each number of attention's output, projected with the queries
+    latent: Latent | None = None  # attention with latents; ``head_dim`` is the size of a query or key head
 
     def dense(self) -> Shape:
         """This shape.
 
         Raises:
-            ValueError: it has experts, whose activations, messages and time no formula knows yet.
+            ValueError: it has experts or latents, whose activations, messages and time no formula knows yet.
         """
-        if self.mixture is not None:
-            raise ValueError("experts have formulas only for parameters, model states and FLOPs: choose a dense model")
+        if self.mixture is not None or self.latent is not None:
+            what = "latents" if self.mixture is None else "experts"
+            raise ValueError(f"{what} have formulas only for parameters, model states and FLOPs: choose another model")
         return self
 
 

@@ -7,12 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
+from megatron.context_parallel.core.latent_attention import LatentAttention
 from megatron.context_parallel.core.spec import ContextParallelAttention
 from megatron.context_parallel.positions.rope import rotary_angles
-from megatron.inference.kv_cache import CachePlan, LayerCache, decode_attention, prefill_attention
+from megatron.inference.kv_cache import CachePlan, LatentCache, LayerCache, decode_attention, prefill_attention
 from megatron.platform.streams import to_device
 
 
@@ -81,12 +83,60 @@ class CachedAttention(MegatronModule):
         return out.flatten(2)
 
 
+class CachedLatents(CachedAttention):
+    """The same for multi-latent attention: it caches latents.
+
+    Prompts have attention with keys and values, as in training. A decoded token has one key for all heads, the latent,
+    which the queries are made for (:meth:`LatentAttention.absorbed`).
+    """
+
+    def __init__(self, inner: ContextParallelAttention, attention: LatentAttention) -> None:
+        super().__init__(inner)
+        # Not sub-modules: they are those of the layer.
+        self.compress, self.expand = attention.compressed, attention.expanded
+        self.absorb, self.raise_ = attention.absorbed, attention.raised
+        self.latents: Tensor | None = None
+        attention.get_query_key_value_tensors = self.tensors
+
+    def begin(self, generation: Generation) -> None:
+        self.generation, self.cache = generation, LatentCache(generation.plan, self.config.qk_pos_emb_head_dim)
+
+    def tensors(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """As :meth:`LatentAttention.get_query_key_value_tensors`; in decoding, the key and value are the latent."""
+        query, k_rotated, latent = self.compress(hidden_states)
+        self.latents = torch.cat([k_rotated, latent], dim=-1)[:, :, None]
+        if self.generation.step is None:
+            return query, *self.expand(k_rotated, latent)
+        return self.absorb(query), self.latents, latent[:, :, None]
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_: Any
+    ) -> Tensor:
+        """q, k, v of :meth:`tensors` -> [s, b, heads * size of a value head]; s is s_local, or 1 in decoding."""
+        rotary, generation, axis = self.inner.settings.rotary, self.generation, self.cache.plan.layout.grid.ulysses
+        angles = generation.angles(rotary.inv_freq)
+        rule = replace(self.inner.rule, sinks=self.inner.sinks(query.device))
+        query, key = rotary.rotate(query, key, angles)
+        if generation.step is not None:
+            rule = replace(rule, kernel="auto")  # that of the prompts may not take heads of this size
+            out = decode_attention(query, key, value, cache=self.cache, step=generation.step, rule=rule)
+            return self.raise_(out).flatten(2)
+        latents = rotary.rope.rotate(self.latents, angles).contiguous()
+        parts = [latents]
+        if axis.size > 1:
+            parts = [torch.empty_like(latents) for _ in range(axis.size)]
+            dist.all_gather(parts, latents, group=axis.group)
+        self.cache.keep(torch.cat(parts))
+        return prefill_attention(query, key, value, cache=self.cache, rule=rule).flatten(2)
+
+
 def keep_keys(model: nn.Module) -> list[CachedAttention]:
-    """Replace each core attention of a model by a :class:`CachedAttention`; call it after loading the weights."""
+    """Replace each core attention of a model by one with a cache; call it after loading the weights."""
     replaced = []
-    for module in model.modules():
+    for module in [*model.modules()]:
         inner = getattr(module, "core_attention", None)
         if isinstance(inner, ContextParallelAttention):
-            module.core_attention = CachedAttention(inner)
+            latent = isinstance(module, LatentAttention)
+            module.core_attention = CachedLatents(inner, module) if latent else CachedAttention(inner)
             replaced.append(module.core_attention)
     return replaced

@@ -129,6 +129,30 @@ class LayerCache:
         return 0 if self.k is None else self.k.nbytes + self.v.nbytes
 
 
+class LatentCache(LayerCache):
+    """Latents of one layer, in place of keys and values: [rows, b, 1, R + C], with the rotated part first.
+
+    Args:
+        rotated: R. What follows is also the value, so that it is kept once.
+    """
+
+    def __init__(self, plan: CachePlan, rotated: int) -> None:
+        super().__init__(plan)
+        self.rotated = rotated
+
+    def fill(self, k_SBHD: Tensor, v_SBHD: Tensor) -> None:
+        """The prompts' keys and values are not kept; see :meth:`keep`."""
+
+    def keep(self, latents: Tensor) -> None:
+        """Store this rank's part of the prompts' latents [rows of the ring rank, b, 1, R + C]."""
+        super().fill(latents, latents[..., :0])
+        self.v = self.k[..., self.rotated :]
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.k is None else self.k.nbytes
+
+
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, *, cache: LayerCache, rule: AttentionRule) -> Tensor:
     """Attention over the prompts like ``cp.attention``; ``cache`` keeps this rank's part of the keys and values.
 

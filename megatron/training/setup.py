@@ -125,7 +125,7 @@ def start(config: Config, target: platform.Platform | None = None, offload: Offl
         )
     if config.model.transformer_impl == "auto":
         engine = target.on_gpu and not target.simulated and transformer_engine_installed()
-        engine = engine and config.model.num_experts is None
+        engine = engine and config.model.num_experts is None and not config.model.multi_latent_attention
         config.model.transformer_impl = "transformer_engine" if engine else "local"
     try:
         line = initialize_world(target.backend, parallel.distributed_timeout_minutes, parallel.network_interface)
@@ -179,6 +179,7 @@ def _kernel(config: Config, device: torch.device, mask: Mask) -> str:
         needs_mask=mask.fine or config.model.position_embedding_type == "alibi",
         needs_dropout=config.model.attention_dropout > 0 and not config.run.skip_train,
         needs_softcap=config.model.attn_logit_softcapping is not None,
+        needs_value_dim=config.model.multi_latent_attention and config.model.v_head_dim != config.model.kv_channels,
     )
     return kernel.name
 

@@ -54,6 +54,12 @@ CASES = {
         "--offload-checkpoints --bf16 --zero-stage 1 --global-batch-size 2",
     ),
     "offloaded checkpoints": (2, True, f"{RECOMPUTE} --offload-checkpoints --ffn-chunks 4 --loss-chunks 4"),
+    "latents on a Ring": (
+        4,
+        True,
+        "--multi-latent-attention --q-lora-rank 48 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
+        "--v-head-dim 16 --qk-layernorm --tensor-model-parallel-size 2 --sequence-parallel --ring-parallel-size 2",
+    ),
     "FPDT with TP, streamed": (
         4,
         True,

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from tests.distributed.training_runs import RUN, SHAPE
 from tests.hugging_face import save_model
 from tests.program import run_forked, run_ranks
+from tools.convert_hf import main as convert
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 301
@@ -43,6 +44,21 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("gemma3_text", GEMMA | {"rope_parameters": BASES}),
     "bloom": ("bloom", SIZES | {"n_layer": 2, "n_head": 8, "eos_token_id": 2}),
+    "deepseek": (
+        "deepseek_v3",
+        LLAMA
+        | {"rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 1.2}}
+        | {
+            "num_key_value_heads": 8,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 24,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "first_k_dense_replace": 2,
+            "rms_norm_eps": 1e-6,
+        },
+    ),
 }
 NULL = f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1}"
 LENGTHS, NEW = (5, 23, 5, 37, 1), 40  # decoded tokens reach every rank of a ring of two
@@ -65,6 +81,8 @@ GRIDS = {
     "DP 2, two at once": (2, "--micro-batch-size 2"),
 }
 USUAL = {
+    ("deepseek", "TP 2 x R 2"),
+    ("deepseek", "U 2 x R 2"),
     ("gemma2", "TP 2 x R 2"),
     ("gemma3", "U 2 x R 2"),
     ("llama", "U 2 x R 2"),
@@ -83,6 +101,20 @@ CASES = [
 def folders(tmp_path_factory):
     """One folder per kind, made when it is first needed."""
     return cache(lambda kind: save_model(tmp_path_factory.mktemp("model"), *KINDS[kind]))
+
+
+@pytest.fixture(scope="module")
+def readable(folders, tmp_path_factory):
+    """The folder that --load takes: that of transformers, or with latents a converted one."""
+
+    def converted(kind: str) -> Path:
+        if kind != "deepseek":
+            return folders(kind)
+        folder = tmp_path_factory.mktemp("converted") / "ours"
+        assert convert(["--from-hf", str(folders(kind)), "--to", str(folder)]) == 0
+        return folder
+
+    return cache(converted)
 
 
 def prompts() -> list[list[int]]:
@@ -143,10 +175,10 @@ def answers(folder: Path, flags: str, drawn: dict[str, Any] | None = None) -> tu
 
 
 @pytest.mark.parametrize("kind, grid", CASES)
-def test_token_for_token_as_transformers(pool, folders, transformers_tokens, kind, grid):
+def test_token_for_token_as_transformers(pool, readable, transformers_tokens, kind, grid):
     world, flags = GRIDS[grid]
     expected = transformers_tokens(kind)
-    for tokens, held, formula in pool.run(answers, world, folders(kind), flags):
+    for tokens, held, formula in pool.run(answers, world, readable(kind), flags):
         assert tokens == expected
         assert held == formula or grid.startswith("DP")
     assert len({token for answer in expected for token in answer}) > 10  # not a loop of a few tokens

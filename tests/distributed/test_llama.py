@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model is Llama: the same weights give the same logits in Hugging Face's LlamaForCausalLM.
+"""The model is Llama, Mixtral or DeepSeek: the same weights give the same logits in transformers.
 
 The steps are a user's: save_pretrained, tools/convert_hf.py, the printed flags, ``--load``; then a forward pass.
 """
@@ -17,7 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
 
+from megatron.training.checkpoint.hugging_face.architectures import described
+from tests.distributed.training_runs import make_job, train_job
 from tests.errors import worst
 from tools.convert_hf import main as convert
 
@@ -35,9 +39,9 @@ class Case:
     logits: Tensor  # fp32 [2, LENGTH, VOCABULARY]
 
 
-def make(folder: Path, **settings: object) -> Case:
-    """A random Llama or Mixtral, saved, converted and run. Its weights are large, so that each affects the logits."""
-    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+def make(folder: Path, kind: str = "llama", **settings: object) -> Case:
+    """A random model, saved, converted and run. Its weights are large, so that each affects the logits."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(3)
     given = {
@@ -49,14 +53,16 @@ def make(folder: Path, **settings: object) -> Case:
         "num_key_value_heads": 2,
         "max_position_embeddings": 16384,
         "initializer_range": 0.2,
-        "attn_implementation": "eager",
     }
-    kinds = (MixtralForCausalLM, MixtralConfig) if "num_local_experts" in settings else (LlamaForCausalLM, LlamaConfig)
-    model = kinds[0](kinds[1](**(given | settings))).eval()
+    config = AutoConfig.for_model(kind, **(given | settings))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.uniform_(-1.5, 1.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.2, 0.2)
         tokens = torch.randint(VOCABULARY, (2, LENGTH))
         logits = model(tokens).logits
     model.save_pretrained(folder / "hf", max_shard_size="200KB")
@@ -129,10 +135,92 @@ def test_grids(pool, gqa: Case, world_size: int, grid: str) -> None:
 
 def test_mixtral(pool, tmp_path: Path) -> None:
     """The experts of a Mixtral, on one process, spread over ranks, and split over TP."""
-    case = make(tmp_path, num_local_experts=4, num_experts_per_tok=2)
+    case = make(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=2)
     check(pool, 1, case)
     check(pool, 4, case, f"{CP} --expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall")
     check(pool, 4, case, "--tensor-model-parallel-size 2 --sequence-parallel --ring-parallel-size 2")
+
+
+LATENT = {"num_key_value_heads": 8, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16,
+          "num_hidden_layers": 2, "intermediate_size": 96, "n_routed_experts": 8, "moe_intermediate_size": 32,
+          "n_shared_experts": 1, "num_experts_per_tok": 4, "routed_scaling_factor": 2.5, "initializer_range": 0.15,
+          "vocab_size": VOCABULARY}  # fmt: skip
+LATENT_YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32,
+               "mscale": 0.8, "mscale_all_dim": 1.2, "beta_fast": 32, "beta_slow": 1}  # fmt: skip
+V3 = LATENT | {"q_lora_rank": 20, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+DEEPSEEK = {
+    "v3": V3 | {"rope_parameters": LATENT_YARN},
+    "v3, dense": V3 | {"first_k_dense_replace": 2},
+    "v2": LATENT | {"q_lora_rank": None, "first_k_dense_replace": 0, "rope_parameters": LATENT_YARN},
+}
+
+
+def first_gradients(flags: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(the batch, all gradients) of a run's first step."""
+    from megatron.training.job import batches_for
+
+    job = make_job(flags)
+    batch = next(batches_for(job, job.datasets[0], 0, 0))
+    return batch, train_job(job, 1)[2]
+
+
+def as_ours(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The gradients of a model of transformers by our names."""
+    theirs: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if ".mlp.experts." not in name:
+            theirs[name] = parameter.grad
+            continue
+        stem, _, kind = name.rpartition(".")
+        for number, grad in enumerate(parameter.grad):
+            if kind == "down_proj":
+                theirs[f"{stem}.{number}.down_proj.weight"] = grad
+            else:
+                for one, half in zip(("gate_proj", "up_proj"), grad.chunk(2)):
+                    theirs[f"{stem}.{number}.{one}.weight"] = half
+    settings, size, family, _ = described(model.config.to_dict(), "")
+    parts: dict[str, list[Tensor]] = {}
+    for piece in family.pieces(settings, size, ()):
+        name = (
+            piece.key if piece.layer is None or not piece.stacked else piece.key.replace("s.", f"s.{piece.layer}.", 1)
+        )
+        name = name.replace("experts.experts", f"experts.local_experts.{piece.expert}")
+        for there, here in (("linear_q_up_proj", "q_layernorm"), ("linear_kv_up_proj", "kv_layernorm")):
+            name = name.replace(f"{there}.layer_norm_", f"{here}.")
+        name = name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+        if not piece.wide:  # the bias has no gradient
+            parts.setdefault(name, []).append(theirs[piece.names[0]])
+    return {name: torch.cat(rows) for name, rows in parts.items()}
+
+
+@pytest.mark.parametrize("name", DEEPSEEK)
+def test_deepseek(pool, tmp_path: Path, name: str) -> None:
+    """Logits, loss and every gradient, on one process and on TP 2 x Ulysses 2 x Ring 2."""
+    from transformers import AutoModelForCausalLM
+
+    case, whole = make(tmp_path, f"deepseek_{name[:2]}", **DEEPSEEK[name]), "--tensor-model-parallel-size 2 "
+    whole += f"--sequence-parallel {CP}" + ("" if "dense" in name else " --expert-model-parallel-size 2")
+    check(pool, 1, case)
+    check(pool, 8, case, whole)
+    flags = f"--micro-batch-size 2 --global-batch-size 2 {' '.join(case.flags)}"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager").train()
+    for world, grid in ((1, ""), (8, whole)):
+        results = pool.run(first_gradients, world, f"{flags} {grid}", timeout=180)
+        if world == 1:
+            batch = results[0][0]
+            each = functional.cross_entropy(
+                model(batch["tokens"]).logits.flatten(0, 1), batch["labels"].flatten(), reduction="none"
+            )
+            mask = batch["loss_mask"].flatten()
+            ((each * mask).sum() / mask.sum()).backward()
+            expected = as_ours(model)
+        seen = set()
+        for _, grads in results:
+            for key, grad in grads.items():
+                error = float((grad - expected[key]).abs().max() / expected[key].abs().max().clamp(min=1e-12))
+                assert error < 1e-4, f"{key}: {error:.1e} of its largest entry"
+            seen |= set(grads)
+        assert seen == set(expected)
 
 
 def test_llama3_scaling(pool, tmp_path: Path) -> None:

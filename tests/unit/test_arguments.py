@@ -247,7 +247,7 @@ def test_refusals(argv: str, words: list[str]):
     [
         "--expert-model-parallel-size 1 --moe-router-topk 2 --moe-aux-loss-coeff 0 --cuda-graph-impl none",
         "--no-rl-use-sequence-packing --mtp-loss-scaling-factor 1e-1 --rl-default-top-k -1",
-        "--exit-signal SIGTERM --rope-type rope --recompute-modules core_attn --attention-backend auto",
+        "--exit-signal SIGTERM --recompute-modules core_attn --attention-backend auto",
     ],
 )
 def test_megatron_lms_defaults_are_accepted_without_a_note(argv: str):

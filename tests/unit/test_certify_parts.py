@@ -86,6 +86,7 @@ COMMAND = (
         ("--ulysses-parallel-size 4 --fpdt --zero-stage 3", "--fpdt --fpdt-chunk-size --zero-stage"),
         ("--ring-parallel-size 8 --attention-mask window --window-size 4095,0", "--attention-mask --window-size=2,0"),
         ("--context-parallel-size 4 --pipeline-model-parallel-size 2 --lora-rank 8", "--lora-rank"),
+        ("--model deepseek-v3 --ulysses-parallel-size 4 --ring-parallel-size 2", "--q-lora-rank --moe-layer-freq"),
         ("--attention-mask block-sparse --global-batch-size 16 --attention-dropout 0.1", "--sparse-block-size"),
     ],
 )

@@ -28,6 +28,7 @@ BASE = (
     "--micro-batch-size 1 --global-batch-size 4 --mock-data --vocab-size 301 --attention-dropout 0 --hidden-dropout 0"
 )
 RANKS = 4
+MLA = "--multi-latent-attention --position-embedding-type rope"
 MOE, T2 = "--num-experts 8 --disable-bias-linear", "--tensor-model-parallel-size 2 --sequence-parallel"
 FULL = "--recompute-granularity full --recompute-method"
 YARN = "--position-embedding-type yarn --yarn-rotary-scaling-factor"
@@ -117,6 +118,16 @@ EFFECTS = f"""
 {MOE} | --moe-token-dispatcher-type alltoall | core.moe_token_dispatcher_type
 {MOE} | --expert-model-parallel-size 2 | core.expert_model_parallel_size
 {MOE} {T2} | --expert-tensor-parallel-size 1 | core.expert_tensor_parallel_size
+| {MLA} | core.multi_latent_attention core.kv_channels ...
+{MLA} | --qk-layernorm | layers.latent_norms
+{MLA} --rotary-scaling-factor 4 | --rope-type rope | rope ...
+{MLA} | --q-lora-rank 16 | core.q_lora_rank
+{MLA} | --kv-lora-rank 16 | core.kv_lora_rank
+{MLA} | --qk-head-dim 16 | core.qk_head_dim core.softmax_scale
+{MLA} | --qk-pos-emb-head-dim 16 | core.qk_pos_emb_head_dim core.softmax_scale rope
+{MLA} | --v-head-dim 16 | core.v_head_dim core.kv_channels
+{MLA} --rope-type rope | --rotary-base 5000 | rope
+{MLA} --position-embedding-type yarn --rotary-scaling-factor 4 | --mscale 0.5 | rope
 | --lora-rank 8 | layers.lora
 --lora-rank 8 | --lora-alpha 16 | layers.lora
 --lora-rank 8 | --lora-targets linear_fc2 linear_qkv | layers.lora
@@ -351,6 +362,7 @@ def test_every_setting_has_a_test_of_its_effect():
         "--tiktoken-pattern v2 --tiktoken-num-special-tokens 5",
         "--sft-tokenizer-prompt-format a --sft-over-length skip",
         "--lora-alpha 3 --lora-targets linear_qkv",
+        "--q-lora-rank 8 --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8 --rope-type rope",
         "--moe-router-topk 3 --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2",
         "--tokenizer-model a --tokenizer-type NullTokenizer",
         "--tensorboard-log-interval 5 --tensorboard-queue-size 5",

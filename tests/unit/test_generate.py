@@ -263,8 +263,8 @@ def cache_bytes(
 ) -> int:
     """Bytes of one rank: ``2 x layers x batch x rows x heads x head size x itemsize``.
 
-    Rows are about ``(prompt + new tokens) / Ring``, heads are ``KV heads / (TP x Ulysses)``, at least 1. The exact
-    numbers come from the plans that the layers themselves use.
+    Rows are about ``(prompt + new tokens) / Ring``, heads are ``KV heads / (TP x Ulysses)``, at least 1; latents
+    are one for all heads. The exact numbers come from the plans that the layers themselves use.
 
     Args:
         grid: as the rank sees it (``Grid.at``); its pipeline stages hold the same number of layers.
@@ -277,5 +277,7 @@ def cache_bytes(
     layout = SequenceLayout(-(-prompt // unit) * unit, grid, balance)
     rows = CachePlan(layout, (prompt,), new_tokens - 1).rows(grid.ring.rank)
     heads, kv_heads = shape.heads // grid.tensor.size, max(shape.kv_heads // grid.tensor.size, 1)
+    if shape.latent:
+        return shape.layers // grid.pipeline.size * batch * rows * (shape.latent.keys + shape.latent.rotated) * itemsize
     kept = cached_heads(heads, kv_heads, grid.ulysses.size, grid.ulysses.rank)
     return 2 * (shape.layers // grid.pipeline.size) * batch * rows * kept * shape.head_dim * itemsize

@@ -666,3 +666,118 @@ def test_headers_are_checked() -> None:
     for text in ("{", "[]", '{"a": 1}', header.text.replace("[24,34]", "[25,35]"), header.text.replace("[5]", "[6]")):
         with pytest.raises(ValueError, match="header"):
             safetensors_folder.parse_header(text)
+
+
+LATENT = SIZES | {"num_key_value_heads": 4, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+                  "v_head_dim": 8, "n_routed_experts": 8, "moe_intermediate_size": 20, "num_experts_per_tok": 4,
+                  "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-6}  # fmt: skip
+DEEPSEEK_YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32,
+                 "mscale": 0.8, "mscale_all_dim": 1.2, "beta_fast": 32, "beta_slow": 1}  # fmt: skip
+DEEPSEEKS = {
+    "v3": LATENT | {"q_lora_rank": 10, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
+    | {"n_shared_experts": 1},
+    "v3, yarn": LATENT | {"q_lora_rank": 10, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}
+    | {"n_shared_experts": 2, "rope_parameters": DEEPSEEK_YARN},
+    "v3, dense": LATENT | {"q_lora_rank": None, "first_k_dense_replace": 2, "rope_parameters": DEEPSEEK_YARN},
+    "v2, lite": LATENT | {"q_lora_rank": None, "first_k_dense_replace": 1, "n_shared_experts": 2},
+    "v2, groups": LATENT | {"q_lora_rank": 10, "first_k_dense_replace": 0, "n_shared_experts": 1, "n_group": 4,
+                            "topk_method": "group_limited_greedy", "topk_group": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEEPSEEKS)
+def test_deepseek(tmp_path: Path, name: str, capsys) -> None:
+    """Conversion is exact with the original's files, and without them transformers computes the same."""
+    from transformers import AutoModelForCausalLM
+
+    source = save_model(tmp_path / "in", f"deepseek_{name[:2]}", DEEPSEEKS[name])
+    assert contents(there_and_back(source, tmp_path)) == contents(source)
+    flags = shlex.split(capsys.readouterr().out.split("\npretrain_")[1].splitlines()[0])[1:]
+    wanted, _, family, _ = described(llama_settings.read_config(source / "config.json"), "")
+    assert family is FAMILIES[f"deepseek_{name[:2]}"] and wanted.multi_latent_attention
+    assert parse([*flags, *RUN], world_size=1).model == replace(wanted, vocab_size=66)
+
+    shutil.rmtree(tmp_path / "ours" / "hf")
+    assert main(["--from", str(tmp_path / "ours"), "--to-hf", str(tmp_path / "new")]) == 0
+    models = [AutoModelForCausalLM.from_pretrained(path).eval() for path in (source, tmp_path / "new")]
+    expected, got = (model(torch.arange(20)[None]).logits for model in models)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert expected.std() > 0.1
+
+
+def test_a_deepseek_in_bf16_has_its_bias_in_fp32(tmp_path: Path) -> None:
+    """As in the published files: one dtype, except for the bias of the experts."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3", **DEEPSEEKS["v3"])).bfloat16()
+    gate = model.model.layers[1].mlp.gate
+    gate.e_score_correction_bias = torch.linspace(-1, 1, 8)  # not exact in bf16
+    model.save_pretrained(tmp_path / "in")
+    assert contents(there_and_back(tmp_path / "in", tmp_path)) == contents(tmp_path / "in")
+    words = ["--from", str(tmp_path / "ours"), "--to-hf", str(tmp_path / "wide"), "--dtype", "fp32"]
+    assert main(words) == 0
+    shutil.rmtree(tmp_path / "ours" / "hf")
+    assert main(["--from", str(tmp_path / "ours"), "--to-hf", str(tmp_path / "new")]) == 0
+    for folder in ("wide", "new"):
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype="auto")
+        assert torch.equal(again.model.layers[1].mlp.gate.e_score_correction_bias, gate.e_score_correction_bias)
+
+
+V3 = {"model_type": "deepseek_v3", "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
+      "q_lora_rank": 10} | LATENT  # fmt: skip
+V2 = LATENT | {"model_type": "deepseek_v2", "n_shared_experts": 1, "first_k_dense_replace": 0}
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (V3 | {"hidden_act": "gelu"}, "hidden_act gelu"),
+        (V3 | {"attention_bias": True}, "attention_bias True"),
+        (V3 | {"rope_interleave": False}, "rope_interleave False"),
+        (V3 | {"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05"),
+        (V3 | {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (V3 | {"num_key_value_heads": 2}, "num_key_value_heads"),
+        (V3 | {"kv_lora_rank": None}, "kv_lora_rank None"),
+        (V3 | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "only rope_scaling of type yarn"),
+        (V3 | {"rope_scaling": DEEPSEEK_YARN | {"mscale": None}}, "mscale_all_dim"),
+        (V3 | {"topk_group": 1}, "num_experts_per_tok 4 is not 2 times topk_group 1"),
+        (V3 | {"norm_topk_prob": False}, "do not describe the router of DeepSeek V3"),
+        (V3 | {"scoring_func": "softmax"}, "do not describe the router of DeepSeek V3"),
+        (V3 | {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 1}, "do not describe the router"),
+        (V2 | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}, "is not 1 times topk_group 2"),
+        (V2 | {"topk_method": "noaux_tc"}, "do not describe the router of DeepSeek V2"),
+    ],
+)
+def test_a_deepseek_that_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(Refusal) as caught:
+        described(config, "config.json")
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"qk_layernorm": False},
+        {"norm_epsilon": 1e-5},
+        {"add_bias_linear": True},
+        {"position_embedding_type": "none"},
+        {"moe_router_score_function": "softmax"},
+        {"moe_router_enable_expert_bias": False},
+        {"moe_router_topk": 2},
+        {"moe_layer_freq": [1, 0]},
+        {"moe_shared_expert_intermediate_size": 30},
+        {"moe_shared_expert_intermediate_size": None},
+        {"moe_expert_capacity_factor": 1.0},
+        {"position_embedding_type": "yarn", "yarn_mscale": 0.0, "yarn_mscale_all_dim": 1.0},
+    ],
+    ids=str,
+)
+def test_a_model_that_is_no_deepseek(tmp_path: Path, change: dict[str, Any]) -> None:
+    model, vocab_size, family, _ = described(V3, "config.json")
+    assert family.config_json(model, vocab_size, torch.float32)["n_group"] == 4
+    named = [name for name in change if name != "position_embedding_type" or change[name] == "none"][0]
+    with pytest.raises(Refusal, match=f"not a DeepSeek V3.*--{named.replace('_', '-')}"):
+        family.config_json(replace(model, **change), vocab_size, torch.float32)
+    (tmp_path / "config.json").write_text(json.dumps(V3))
+    with pytest.raises(Refusal, match="convert it with"):
+        open_folder(examine(tmp_path))

@@ -29,6 +29,7 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
 
     from megatron.context_parallel.core.core_attention import ContextParallelAttention
     from megatron.context_parallel.core.expert_choice import RouterRule
+    from megatron.context_parallel.core.latent_attention import LatentAttention
     from megatron.context_parallel.core.lora import ColumnParallelLinearWithLora, Lora, RowParallelLinearWithLora
     from megatron.context_parallel.core.transformer_layer import (
         AttentionSettings,
@@ -97,6 +98,7 @@ def block_spec(
     lora: Lora | None = None,
     experts: Mapping[int, RouterRule] | None = None,
     output_norms: bool = False,
+    latent_norms: bool = False,
 ) -> TransformerBlockSubmodules:
     """The layers of one pipeline stage, with our attention core.
 
@@ -112,7 +114,12 @@ def block_spec(
         experts: the layers of this stage, from 0, whose FFN is a mixture of experts, and how tokens choose them; not
             with ``transformer_engine``, ``chunks`` or ``lora``.
         output_norms: normalize the outputs of attention and FFN before they are added.
+        latent_norms: norms of the latents, if ``config`` has multi-latent attention, which works neither with
+            ``transformer_engine`` nor with ``lora``.
     """
+    latents = config.multi_latent_attention
+    if latents and (transformer_engine or lora is not None):
+        raise ValueError("multi-latent attention needs core's own layers: no transformer_engine or lora")
     if experts and (transformer_engine or chunks is not None or lora is not None):
         raise ValueError("experts need core's own layers: leave out transformer_engine, chunks and lora")
     if transformer_engine:
@@ -121,12 +128,16 @@ def block_spec(
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
         final_norm = TENorm
     else:
-        layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+        layer = get_gpt_layer_local_spec(
+            qk_layernorm=config.qk_layernorm, multi_latent_attention=latents, normalization=config.normalization
+        )
         final_norm = Norm
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
         if config.qk_layernorm:
             qkv = layer.submodules.self_attention.submodules
             qkv.q_layernorm = qkv.k_layernorm = Norm
+    if latents:
+        _make_latent(layer, latent_norms)
     if lora is not None:
         _add_adapters(layer, lora, transformer_engine)
     if config.attention_output_gate:
@@ -136,7 +147,8 @@ def block_spec(
     layers = [replace(layer, module=LongContextLayer, params=params)] * num_layers
     for index, rule in (experts or {}).items():
         # The norm before experts is not fused with them: in checkpoints it has its own name, as in Megatron-LM.
-        names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+        names = dict(layer.submodules.sharded_state_dict_keys_map)
+        names.pop("pre_mlp_layernorm.", None)
         without_ffn = replace(layers[index].submodules, mlp=IdentityOp, sharded_state_dict_keys_map=names)
         layers[index] = replace(layers[index], submodules=without_ffn, params={**layers[index].params, "experts": rule})
     if chunks is not None:
@@ -151,6 +163,18 @@ def block_spec(
         if chunks.fpdt:
             final_norm = ModuleSpec(ChunkedNorm, params={"chunks": chunks})
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm)
+
+
+def _make_latent(layer: ModuleSpec, norms: bool) -> None:
+    """Put our multi-latent attention into core's layer, with the names that its weights have in Megatron-LM's files."""
+    attention = layer.submodules.self_attention
+    attention.module = LatentAttention
+    attention.submodules.q_layernorm = attention.submodules.kv_layernorm = Norm if norms else IdentityOp
+    layer.submodules.sharded_state_dict_keys_map = {
+        "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+        "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    }
 
 
 def _add_adapters(layer: ModuleSpec, lora: Lora, transformer_engine: bool) -> None:

@@ -317,6 +317,7 @@ def _refuse_unknown(config: Config) -> None:
         "--attn-logit-softcapping": model.attn_logit_softcapping,
         "--final-logit-softcapping": model.final_logit_softcapping,
         f"--num-experts {model.num_experts}": model.num_experts,
+        "--multi-latent-attention": model.multi_latent_attention,
     }
     for flag in (flag for flag, given in wrong.items() if given):
         raise Refusal(f"{flag}: the planner does not know its time and memory: plan without it")

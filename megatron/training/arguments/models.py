@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron.formulas.strategy import Mixture, Shape
+from megatron.formulas.strategy import Latent, Mixture, Shape
 from megatron.training.arguments.config import AttentionConfig, ModelConfig
 from megatron.training.refusal import Refusal
 
@@ -41,6 +41,26 @@ MIXTRAL: dict[str, Any] = LLAMA3 | {
 }
 
 
+# As in the published config.json, without V3's layer for multi-token prediction.
+DEEPSEEK: dict[str, Any] = LLAMA | {
+    "norm_epsilon": 1e-6, "max_position_embeddings": 163840, "multi_latent_attention": True, "qk_layernorm": True,
+    "kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128,
+    "yarn_rotary_scaling_factor": 40.0, "moe_router_dtype": "fp32", "moe_router_load_balancing_type": ["seq_aux_loss"],
+}  # fmt: skip
+V2_LITE: dict[str, Any] = DEEPSEEK | {
+    "yarn_mscale": 0.707, "yarn_mscale_all_dim": 0.707, "num_experts": 64, "moe_layer_freq": [0] + [1] * 26,
+    "moe_ffn_hidden_size": 1408, "moe_shared_expert_intermediate_size": 2816, "moe_router_topk": 6,
+    "moe_router_pre_softmax": True, "moe_aux_loss_coeff": [0.001],
+}  # fmt: skip
+V3: dict[str, Any] = DEEPSEEK | {
+    "q_lora_rank": 1536, "yarn_mscale": 1.0, "yarn_mscale_all_dim": 1.0, "num_experts": 256,
+    "moe_layer_freq": [0] * 3 + [1] * 58, "moe_ffn_hidden_size": 2048, "moe_shared_expert_intermediate_size": 2048,
+    "moe_router_topk": 8, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+    "moe_router_num_groups": 8, "moe_router_group_topk": 4, "moe_router_topk_scaling_factor": 2.5,
+    "moe_aux_loss_coeff": [0.0001],
+}  # fmt: skip
+
+
 def _size(layers: int, width: int, heads: int, ffn: int | None = None) -> dict[str, Any]:
     sizes = {"num_layers": layers, "hidden_size": width, "num_attention_heads": heads}
     return sizes | ({"ffn_hidden_size": ffn} if ffn else {})  # default: 4 x --hidden-size, even if a flag sets it
@@ -66,6 +86,8 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "llama3-70b": (128256, LLAMA3 | _size(80, 8192, 64, 28672)),
     "llama3-405b": (128256, LLAMA3 | _size(126, 16384, 128, 53248)),
     "mixtral-8x7b": (32000, MIXTRAL | _size(32, 4096, 32, 14336)),
+    "deepseek-v2-lite": (102400, V2_LITE | _size(27, 2048, 16, 10944)),
+    "deepseek-v3": (129280, V3 | _size(61, 7168, 128, 18432)),
     "genslm-25b": (50257, GPT | _size(64, 5760, 80)),
     "genslm-33b": (50257, GPT | _size(80, 5760, 80)),
 }
@@ -93,9 +115,10 @@ def derive_shape(model: ModelConfig) -> ModelConfig:
     """A copy with Megatron-LM's defaults for head size, MLP width and key/value heads."""
     width = model.hidden_size
     ffn = int(4 * width * 2 / 3 / 64) * 64 if is_gated(model) else 4 * width
+    keys = model.qk_head_dim + model.qk_pos_emb_head_dim if model.multi_latent_attention else None
     return replace(
         model,
-        kv_channels=model.kv_channels or width // model.num_attention_heads,
+        kv_channels=keys or model.kv_channels or width // model.num_attention_heads,
         ffn_hidden_size=model.ffn_hidden_size or ffn,
         num_query_groups=model.num_query_groups if model.group_query_attention else model.num_attention_heads,
     )
@@ -140,6 +163,18 @@ def model_shape(model: ModelConfig, vocab_size: int) -> Shape:
         sandwich_norm=model.sandwich_norm,
         output_gate=model.attention_output_gate,
         mixture=_mixture(model),
+        latent=_latent(model),
+    )
+
+
+def _latent(model: ModelConfig) -> Latent | None:
+    if not model.multi_latent_attention:
+        return None
+    return Latent(
+        queries=model.q_lora_rank or 0,
+        keys=model.kv_lora_rank,
+        rotated=model.qk_pos_emb_head_dim,
+        value=model.v_head_dim,
     )
 
 

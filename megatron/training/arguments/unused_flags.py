@@ -107,6 +107,11 @@ READERS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
         "moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_expert_capacity_factor "
         "moe_token_drop_policy moe_token_dispatcher_type expert_model_parallel_size expert_tensor_parallel_size",
     ),
+    (
+        "read only with --multi-latent-attention",
+        lambda c: c.model.multi_latent_attention,
+        "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type",
+    ),
     ("read only with --lora-rank", lambda c: c.model.lora_rank is not None, "lora_alpha lora_targets"),
     (
         "read only with --tokenizer-type TikTokenizer",

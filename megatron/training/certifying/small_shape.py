@@ -118,8 +118,7 @@ def _small(config: Config) -> dict[str, Any]:
         "data.mock_data": True, "data.tokenizer_type": "NullTokenizer", "data.num_workers": 0,
         "run.train_iters": 4, "run.eval_iters": 0, "run.device": "cpu", "optimizer.lr_decay_style": "constant",
     }  # fmt: skip
-    if model.group_query_attention:
-        result["model.num_query_groups"] = small_groups
+    result["model.num_query_groups"] = small_groups if model.group_query_attention else 1  # 1 is the default
     if attention.window_size:
         result["attention.window_size"] = tuple(
             n if n < 0 else min(max(round(n * share), 1 if n else 0), LENGTH) for n in attention.window_size
@@ -135,6 +134,12 @@ def _small(config: Config) -> dict[str, Any]:
         result["chunks.fpdt_chunk_size"] = LENGTH // 4
     if model.position_embedding_type == "yarn":
         result["model.yarn_original_max_position_embeddings"] = LENGTH // 4
+    if model.multi_latent_attention:
+        small = {"kv_lora_rank": 16, "qk_head_dim": HEAD_SIZE // 2, "qk_pos_emb_head_dim": HEAD_SIZE // 2}
+        small |= {"v_head_dim": HEAD_SIZE, "q_lora_rank": 16 if model.q_lora_rank else None}
+        result |= {f"model.{name}": value for name, value in small.items()}
+    if isinstance(model.moe_layer_freq, list):  # one layer without experts, as in DeepSeek
+        result["model.moe_layer_freq"] = [0] + [1] * (result["model.num_layers"] - 1)
     if attention.recompute_num_layers:
         result["attention.recompute_num_layers"] = 1
     if parallel.ddp_bucket_size:

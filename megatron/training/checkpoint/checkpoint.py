@@ -103,7 +103,9 @@ SHAPES = """
     attention_output_gate
     untie_embeddings_and_output_weights
     num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_enable_expert_bias
+    multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
 """.split()
+LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 # Settings that change the network but no shape: they may differ with --finetune, but not when a run resumes.
 FORMULAS = """
     rotary_base rotary_base_local no_rope_freq rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor
@@ -123,14 +125,15 @@ def check_model(saved: dict[str, Any], config: Config, path: Path, weights_only:
     """
 
     if saved:
-        saved = {"num_experts": None} | saved  # checkpoints older than this setting are of dense models
-    dense = config.model.num_experts is None
+        saved = {"num_experts": None, "multi_latent_attention": False} | saved  # in checkpoints older than these
+    unread = () if config.model.num_experts else ("moe_",)
+    unread += () if config.model.multi_latent_attention else LATENT
 
     def differing(names: Sequence[str]) -> list[str]:
         return [
             f"--{name.replace('_', '-')} {saved[name]} in the checkpoint, {getattr(config.model, name)} in this run"
             for name in names
-            if name in saved and saved[name] != getattr(config.model, name) and not (dense and name.startswith("moe_"))
+            if name in saved and saved[name] != getattr(config.model, name) and not name.startswith(unread)
         ]
 
     positions = "position_embedding_type"

@@ -109,6 +109,7 @@ def _build_chunk(
         lora=lora(model),
         experts=_experts(config, core, layers, stage, grid),
         output_norms=model.sandwich_norm,
+        latent_norms=model.multi_latent_attention and model.qk_layernorm,
     )
     learned = model.position_embedding_type == "learned_absolute"
     partitioned = config.parallel.partition_position_embedding
@@ -185,7 +186,7 @@ def rope(model: ModelConfig, local: bool = False) -> Rope | None:
         return rope(plain)
     if model.position_embedding_type not in ROTARY:
         return None
-    yarn = None
+    yarn, latent = None, model.multi_latent_attention
     if model.position_embedding_type == "yarn":
         yarn = Yarn(
             factor=model.yarn_rotary_scaling_factor,
@@ -197,9 +198,9 @@ def rope(model: ModelConfig, local: bool = False) -> Rope | None:
             whole_pairs=model.yarn_correction_range_round_to_int,
         )
     return Rope(
-        dim=int(model.kv_channels * model.rotary_percent),
+        dim=model.qk_pos_emb_head_dim if latent else int(model.kv_channels * model.rotary_percent),
         base=model.rotary_base,
-        interleaved=model.rotary_interleaved,
+        interleaved=model.rotary_interleaved or latent,
         interpolation=model.rotary_seq_len_interpolation_factor or 1.0,
         llama3=model.rope_scaling_factor if model.use_rope_scaling else None,
         yarn=yarn,

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from megatron.core.enums import Fp8Recipe
 from megatron.core.tensor_parallel import layers as core_layers
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
@@ -52,8 +53,9 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
             "recompute_method": attention.recompute_method,
             "recompute_num_layers": attention.recompute_num_layers,
         }
-    return TransformerConfig(
-        **{name: getattr(model, name) for name in SAME_IN_CORE},
+    kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
+    return kind(
+        **{name: getattr(model, name) for name in SAME_IN_CORE} | latents(model),
         # Our dropout depends on the position: see ModelDropout.
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -102,6 +104,22 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
         **recompute,
         **experts(config),
     )
+
+
+def latents(model: ModelConfig) -> dict[str, Any]:
+    """core's settings of multi-latent attention. RoPE's are not among them: it is ours."""
+    if not model.multi_latent_attention:
+        return {}
+    size, factor = model.kv_channels, model.yarn_rotary_scaling_factor
+    sharper = 1.0
+    if model.position_embedding_type == "yarn":
+        sharper = 0.1 * model.yarn_mscale_all_dim * math.log(factor) + 1.0
+    names = "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim".split()
+    return {name: getattr(model, name) for name in names} | {
+        "kv_channels": model.v_head_dim,
+        "softmax_scale": sharper**2 / math.sqrt(size),
+        "qk_layernorm": False,  # else core sums the gradient of the latent's norm over TP, which has it complete
+    }
 
 
 def experts(config: Config) -> dict[str, Any]:

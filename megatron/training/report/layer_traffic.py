@@ -42,7 +42,8 @@ def layer_traffic(config: Config) -> list[LayerTraffic]:
     balance = "contiguous" if parallel.context_parallel_balance == "contiguous" else "zigzag"
     layout = SequenceLayout(config.data.seq_length, abstract_grid(ulysses=ulysses, ring=ring), balance)
     heads = heads_of(model.num_attention_heads, model.num_query_groups, tensor, ulysses)
-    row = 2 * heads.local_kv * model.kv_channels * compute_dtype(config).itemsize * config.data.micro_batch_size
+    both = model.kv_channels + (model.v_head_dim if model.multi_latent_attention else model.kv_channels)
+    row = heads.local_kv * both * compute_dtype(config).itemsize * config.data.micro_batch_size
     found = []
     for mask in dict.fromkeys(masks):
         plans = [attention_plan(layout, mask).ring(rank=rank) for rank in range(ring)]

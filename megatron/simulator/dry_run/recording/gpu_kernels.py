@@ -143,7 +143,7 @@ class SimulatedTriton:
         """One launch for each of `groups`; see `kernels.base.Kernel`."""
         sums = result.sums()
         for group in groups(tiles):
-            self._price(group, 4.0, q, k, moved=(q, k, v, *sums * 2))
+            self._price(group, (2, 2), q, k, v, moved=(q, k, v, *sums * 2))
 
     def attend_grad(
         self,
@@ -159,8 +159,8 @@ class SimulatedTriton:
         """Two launches that both compute scores and their gradients: 6 and 8 FLOPs, where a single kernel has 10."""
         read, of_q, of_kv = (q, k, v, final.dout, final.lse, final.delta), (dq.sum(),) * 2, dkv.sums() * 2
         for group in groups(tiles):
-            self._price(group, 6.0, q, k, moved=(*read, *of_q), backward=True)
-            self._price(group, 8.0, q, k, moved=(*read, *of_kv), backward=True, reads_mask=False)
+            self._price(group, (4, 2), q, k, v, moved=(*read, *of_q), backward=True)
+            self._price(group, (4, 4), q, k, v, moved=(*read, *of_kv), backward=True, reads_mask=False)
 
     def delta(self, out: Tensor, dout: Tensor) -> Tensor:
         """Row sums of ``dout * out``, fp32 [s, b, h]."""
@@ -171,23 +171,30 @@ class SimulatedTriton:
     def _price(
         self,
         tiles: Tiles,
-        flops: float,
+        flops: tuple[int, int],
         q: Tensor,
         k: Tensor,
+        v: Tensor,
         *,
         moved: tuple[Tensor, ...],
         backward: bool = False,
         reads_mask: bool = True,
     ) -> None:
-        """Record a launch. ``reads_mask``: it reads the masks of masked tiles, as the first launch of a pass does."""
+        """Record a launch.
+
+        Args:
+            flops: of a pair, for each entry of a key and for each of a value.
+            reads_mask: it reads the masks of masked tiles, as the first launch of a pass does.
+        """
         masked = reads_mask * sum((tile.q[1] - tile.q[0]) * (tile.k[1] - tile.k[0]) for tile in tiles if tile.masked)
         if masked:
             self.recorder.price(trace.Kernel("mask_bits", "memory", 0.0, masked * PAIR_BYTES))
         rows, batch, heads, size = q.shape
-        flops *= batch * heads * size * sum(tile.pairs for tile in tiles)
+        of_pair = flops[0] * size + flops[1] * v.size(3)
+        work = float(batch * heads * of_pair * sum(tile.pairs for tile in tiles))
         shape = (rows, k.size(0), batch * heads, size)
         name = attention_named(self.name)
-        self.recorder.price(trace.Kernel(name, "attention", flops, bytes_of(moved), shape, q.element_size(), backward))
+        self.recorder.price(trace.Kernel(name, "attention", work, bytes_of(moved), shape, q.element_size(), backward))
 
 
 # --- host memory: buffers without memory, and a GPU's copy streams ---

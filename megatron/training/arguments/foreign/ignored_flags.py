@@ -71,8 +71,7 @@ how tokens are sent, and what overlaps, does not change the result: --moe-shared
 filling experts up to their capacity does not change the result: --moe-pad-expert-input-to-capacity
 the tokens of each expert in each layer are in --log-jsonl: --moe-per-layer-logging
 recompute is set with --recompute-granularity: --moe-layer-recompute
-without --multi-latent-attention nothing reads it: --q-lora-rank 1 --kv-lora-rank 1 32 --qk-head-dim 1 128
-    --qk-pos-emb-head-dim 1 64 --v-head-dim 1 128 --cache-mla-latents
+it belongs to Megatron-LM's inference engine: --cache-mla-latents
 without --mtp-num-layers nothing reads it: --mtp-standalone --mtp-loss-scaling-factor 1 0.1
 without --optimizer muon nothing reads it: --muon-momentum 1 0.9 --muon-no-split-qkv --muon-use-nesterov
     --muon-scale-mode 1 spectral --muon-fp32-matmul-prec 1 medium --muon-num-ns-steps 1 5 --muon-tp-mode 1 blockwise

@@ -46,7 +46,6 @@ this option of mixtures of experts is not supported: --moe-extended-tp --moe-sha
     --moe-router-padding-for-quantization --moe-router-padding-for-fp8 --moe-router-force-load-balancing
     --moe-input-jitter-eps 1 --moe-enable-deepep --moe-apply-probs-on-input --moe-latent-size 1 --moe-use-upcycling
     --moe-upcycling-granularity 1 1 --moe-pad-experts-for-cuda-graph-inference
-multi-latent attention is not supported: --multi-latent-attention
 multi-token prediction is not supported: --mtp-num-layers 1
 the supported optimizers are adam and sgd, on the training device: --apply-wd-to-qk-layernorm
     --no-weight-decay-cond-type 1 --optimizer-cpu-offload
@@ -134,10 +133,6 @@ restarts are left to torchrun or Slurm; SIGTERM saves and stops: --adlr-autoresu
     --ft-num-warmup-iters 1 5
 """,
     Advice: """
-it belongs to multi-latent attention: use --position-embedding-type yarn and --yarn-rotary-scaling-factor:
-    --rotary-scaling-factor 1 1.0
-it belongs to multi-latent attention: use --position-embedding-type yarn with --yarn-mscale, --yarn-mscale-all-dim:
-    --mscale 1 1.0 --mscale-all-dim 1 0.0
 use --dry-run --world-size N: --fake-process-group
 use tools/convert_hf.py: --ckpt-convert-format 1 --ckpt-convert-save 1 --ckpt-convert-update-legacy-dist-opt-format
 use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers: --pipeline-model-parallel-layout 1
@@ -154,8 +149,6 @@ evaluation uses one validation set and --eval-iters: --full-validation --multipl
 --fpdt; use --fpdt, or --recompute-granularity full --offload-checkpoints, to keep activations in host memory:
     --cpu-offloading-num-layers 1 0 --fine-grained-activation-offloading --offload-modules +
     --min-offloaded-tensor-size 1 1048576
---position-embedding-type yarn; it belongs to multi-latent attention: use --position-embedding-type yarn:
-    --rope-type 1 rope
 --non-persistent-ckpt-type local; copies in memory are files of each node: use --non-persistent-ckpt-type
     local: --non-persistent-global-ckpt-dir 1
 """,

@@ -53,7 +53,9 @@ class ModelConfig:
     rotary_seq_len_interpolation_factor: float | None = flag(None, "linear interpolation of RoPE", type=float)
     use_rope_scaling: bool = flag(False, "RoPE scaling as in Llama 3.1")
     rope_scaling_factor: float = flag(8.0, "factor of --use-rope-scaling")
-    yarn_rotary_scaling_factor: float = flag(1.0, "YaRN: how much longer than the original length")
+    yarn_rotary_scaling_factor: float = flag(
+        1.0, "YaRN: how much longer than the original length", aliases=["--rotary-scaling-factor"]
+    )
     yarn_original_max_position_embeddings: int = flag(4096, "YaRN: original length")
     yarn_beta_fast: float = flag(
         32.0, "YaRN: pairs that rotate more often than this within the original length are not changed"
@@ -61,8 +63,12 @@ class ModelConfig:
     yarn_beta_slow: float = flag(
         1.0, "YaRN: pairs that rotate less often than this within the original length are interpolated"
     )
-    yarn_mscale: float = flag(1.0, "YaRN: numerator of the attention factor, (0.1 ln(factor) x this + 1)")
-    yarn_mscale_all_dim: float = flag(0.0, "YaRN: coefficient in the denominator of the attention factor")
+    yarn_mscale: float = flag(
+        1.0, "YaRN: numerator of the attention factor, (0.1 ln(factor) x this + 1)", aliases=["--mscale"]
+    )
+    yarn_mscale_all_dim: float = flag(
+        0.0, "YaRN: coefficient in the denominator of the attention factor", aliases=["--mscale-all-dim"]
+    )
     yarn_correction_range_round_to_int: bool = flag(
         True,
         "YaRN: do not round the two bounds of --yarn-beta-fast and --yarn-beta-slow to integers",
@@ -116,6 +122,15 @@ class ModelConfig:
     )
     init_method_std: float = flag(0.02, "standard deviation of the initial weights")
     init_method_xavier_uniform: bool = flag(False, "Xavier-uniform initial weights")
+    multi_latent_attention: bool = flag(False, "keys and values from a latent of each token (MLA), as in DeepSeek V3")
+    q_lora_rank: int | None = flag(None, "MLA: width of the queries' latent; default none", type=int)
+    kv_lora_rank: int = flag(32, "MLA: width of the latent of keys and values")
+    qk_head_dim: int = flag(128, "MLA: entries of a query or key head that are not rotated")
+    qk_pos_emb_head_dim: int = flag(64, "MLA: entries of a query or key head that RoPE rotates")
+    v_head_dim: int = flag(128, "MLA: size of a value head")
+    rope_type: str | None = flag(
+        None, "MLA: RoPE; default yarn, which is rope at --rotary-scaling-factor 1", type=str, choices=["rope", "yarn"]
+    )
     num_experts: int | None = flag(None, "experts of a layer (mixture of experts)", type=int)
     moe_layer_freq: int | list[int] = flag(
         1, "layers with experts: every N-th, or 1 and 0 for each layer, as in [0]*3+[1]*29", type=layer_pattern

@@ -18,6 +18,7 @@ from megatron.training.arguments.validate import (
     check_data,
     check_experts,
     check_grid,
+    check_latent,
     check_memory,
     check_model,
     check_run,
@@ -50,6 +51,7 @@ def complete(config: Config, world_size: int) -> Config:
     gather.check("grid", lambda: check_grid.check_grid(config, world_size), "context")
     gather.check("expert grid", lambda: check_experts.check_expert_grid(config, world_size), "experts", "grid")
     gather.check("heads", lambda: check_grid.check_heads(config), "context")
+    gather.check("latents", lambda: check_latent.note_ring(config), "heads", "grid")
     gather.check("sequence", lambda: check_grid.complete_sequence(config), "context", "attention")
     gather.check("pipeline", lambda: complete_virtual_stages(config), "model")
     gather.check("precision", lambda: _complete_precision(config), *shape)

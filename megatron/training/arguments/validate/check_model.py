@@ -10,6 +10,7 @@ from megatron.decisions.division import NARROW
 from megatron.training.arguments.config import AttentionConfig, Config, ModelConfig
 from megatron.training.arguments.models import ROTARY, derive_shape, is_gated, rope_layers, window_layers
 from megatron.training.arguments.settings.attention_settings import MASKS
+from megatron.training.arguments.validate.check_latent import complete_latent
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, near
 
 
@@ -31,6 +32,7 @@ def complete_required(config: Config) -> None:
 def complete_model(config: Config) -> None:
     """Complete the shape of the model; refuse sizes that contradict each other."""
     model, heads = config.model, config.model.num_attention_heads
+    complete_latent(config)
     if model.kv_channels is None and model.hidden_size % heads:
         raise Refusal(
             f"--hidden-size {model.hidden_size}",
@@ -74,6 +76,8 @@ def complete_model(config: Config) -> None:
 
 def _positions(model: ModelConfig) -> None:
     rotated, kind = int(model.kv_channels * model.rotary_percent), model.position_embedding_type
+    if model.multi_latent_attention:
+        rotated = model.qk_pos_emb_head_dim  # even
     if kind in ROTARY and (rotated < 2 or rotated % 2):
         raise Refusal(
             f"RoPE rotates pairs, and --rotary-percent {model.rotary_percent:g} of heads of {model.kv_channels} is "

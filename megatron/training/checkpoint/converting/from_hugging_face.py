@@ -124,10 +124,10 @@ def _save(
     names = {(part.key, part.global_offset): piece.names for part, piece in zip(parts, pieces)}
 
     def compute(part: ShardedTensor) -> Tensor:
-        tensors = [read(name).to(dtype) for name in names[part.key, part.global_offset]]
+        tensors = [read(name).to(part.dtype) for name in names[part.key, part.global_offset]]
         return llama_weights.fuse(tensors, model.num_query_groups)
 
-    others = empty_extra_states(model.num_layers, model.num_experts)
+    others = empty_extra_states(parts)
     state = {
         "config": asdict(config),
         "progress": asdict(Progress()),

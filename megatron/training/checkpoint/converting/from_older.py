@@ -160,7 +160,7 @@ def _save(
         "checkpoint_version": 3.0,
         "iteration": 0,
         "num_floating_point_operations_so_far": 0.0,
-        "model": {str(number): part for number, part in enumerate([*parts, *empty_extra_states(model.num_layers)])},
+        "model": {str(number): part for number, part in enumerate([*parts, *empty_extra_states(parts)])},
     }
     folder.mkdir()
     with one_process():

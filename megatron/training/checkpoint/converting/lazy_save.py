@@ -8,7 +8,7 @@ format is the same: PyTorch's distributed checkpoint, which core calls ``torch_d
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,11 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
-from megatron.training.checkpoint.hugging_face.llama_weights import EXPERTS, Piece
+from megatron.training.checkpoint.hugging_face.llama_weights import Piece
 from megatron.training.checkpoint.hugging_face.safetensors_folder import cause
 from megatron.training.refusal import reason
 
 Compute = Callable[[ShardedTensor], Tensor]
-LINEAR_LAYERS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 
 
 class LazySave(SaveShardedStrategy):
@@ -106,28 +105,23 @@ def _item(index: MetadataIndex, part: ShardedTensor | ShardedObject) -> WriteIte
 
 def sharded(piece: Piece, layers: int, dtype: torch.dtype, device: str = "meta") -> ShardedTensor:
     """A piece as core's ShardedTensor; on the meta device it takes no memory."""
-    offsets = [(0, piece.layer, layers)] if piece.layer is not None else []
-    offsets += [(1, piece.expert, piece.experts)] if piece.expert is not None else []
-    stacked = len(offsets)
+    places = [(piece.layer, layers)] if piece.layer is not None and piece.stacked else []
+    places += [(piece.expert, piece.experts)] if piece.expert is not None else []
+    offsets, stacked = [(dim, *place) for dim, place in enumerate(places)], len(places)
     offsets += [(stacked, piece.part, piece.parts)] if piece.parts > 1 else []
-    data = torch.empty((1,) * stacked + piece.shape, dtype=dtype, device=device)
+    data = torch.empty((1,) * stacked + piece.shape, dtype=torch.float32 if piece.wide else dtype, device=device)
     # The vocabulary is padded to a size that depends on TP: the checkpoint may have more rows or fewer.
     vocabulary = not stacked and data.dim() == 2
     return ShardedTensor.from_rank_offsets(piece.key, data, *offsets, allow_shape_mismatch=vocabulary)
 
 
-def empty_extra_states(layers: int, experts: int | None = None) -> list[ShardedObject]:
+def empty_extra_states(parts: Iterable[ShardedTensor]) -> list[ShardedObject]:
     """The extra states that core's linear layers look for in a checkpoint; without FP8 they are empty."""
-    names = LINEAR_LAYERS[:2] if experts else LINEAR_LAYERS
-    states = [
-        ShardedObject(f"decoder.layers.{name}._extra_state", None, (layers,), (layer,))
-        for name in names
-        for layer in range(layers)
-    ]
-    states += [
-        ShardedObject(f"decoder.layers.{EXPERTS}.{name}._extra_state", None, (layers, experts), (layer, expert))
-        for name in ("linear_fc1", "linear_fc2")
-        for layer in range(layers)
-        for expert in range(experts or 0)
-    ]
-    return states
+    states = {}
+    for part in parts:
+        module, _, kind = part.key.rpartition(".")
+        if kind == "weight" and module.rpartition(".")[2].startswith("linear_"):
+            # A weight has two dims of its own; those before them are its layer and its expert.
+            shape, at = part.global_shape[:-2] or (1,), part.global_offset[:-2] or (0,)
+            states[module, at] = ShardedObject(f"{module}._extra_state", None, shape, at)
+    return list(states.values())

@@ -200,8 +200,9 @@ def to_hugging_face(
                 write_json(folder / safetensors_folder.INDEX, safetensors_folder.index_json(headers))
         names = {name for header in headers.values() for name in header.entries}
         with safetensors_folder.writing(folder, headers) as put:
+            entries = {name: entry for header in headers.values() for name, entry in header.entries.items()}
             for name, tensor in _weights(path, pieces, model, stored_dtype, bar(len(pieces))):
-                put(name, tensor.to(dtype))
+                put(name, tensor.to(safetensors_folder.TORCH_DTYPES[entries[name].dtype]))
                 if name == pieces[0].names[0] and LM_HEAD in names and tied:
                     put(LM_HEAD, tensor.to(dtype))
             if others := [name for name in names if name.endswith(IGNORED)]:
@@ -286,11 +287,12 @@ def _headers(
     model; otherwise new files are planned, and the dtype is None.
     """
     wanted = {name: shape for piece in pieces for name, shape in zip(piece.names, piece.shapes)}
+    wide = {name for piece in pieces if piece.wide for name in piece.names}
     dtype_code = safetensors_folder.NAMES[dtype]
     if headers := _original_headers(original_files):
         entries = {name: entry for header in headers.values() for name, entry in header.entries.items()}
         same = all(name in entries and entries[name].shape == shape for name, shape in wanted.items())
-        dtypes = {entries[name].dtype for name in wanted} if same else set()
+        dtypes = {entries[name].dtype for name in wanted.keys() - wide} if same else set()
         same = len(dtypes) == 1 and dtypes <= safetensors_folder.TORCH_DTYPES.keys()
         copies = {LM_HEAD} if tied else set()
         extra = entries.keys() - wanted.keys()
@@ -301,14 +303,17 @@ def _headers(
             return {
                 file: safetensors_folder.make_header(
                     {
-                        name: (e.dtype if name.endswith(IGNORED) else dtype_code, e.shape)
+                        name: (e.dtype if name.endswith(IGNORED) or name in wide else dtype_code, e.shape)
                         for name, e in header.entries.items()
                     },
                     header.metadata,
                 )
                 for file, header in headers.items()
             }, original_dtype
-    return safetensors_folder.plan_files((name, dtype_code, shape) for name, shape in wanted.items()), None
+    codes = {name: safetensors_folder.NAMES[torch.float32] for name in wide}
+    return safetensors_folder.plan_files(
+        (name, codes.get(name, dtype_code), shape) for name, shape in wanted.items()
+    ), None
 
 
 def _is_kept(original_files: Checked, name: str, entry: Entry) -> bool:

@@ -18,6 +18,7 @@ import torch
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.arguments.models import activation, derive_shape
 from megatron.training.checkpoint.hugging_face import llama_settings, llama_weights, safetensors_folder
+from megatron.training.checkpoint.hugging_face.deepseek import DeepSeek
 from megatron.training.checkpoint.hugging_face.gemma import Gemma
 from megatron.training.checkpoint.hugging_face.llama_weights import Piece
 from megatron.training.checkpoint.hugging_face.safetensors_folder import IGNORED, LM_HEAD, Entry, Header
@@ -217,7 +218,7 @@ class Mixtral(LlamaLike):
 ROUTER = ("moe_layer_freq", "moe_shared_expert_intermediate_size", "moe_router_score_function",
           "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
           "moe_router_enable_expert_bias", "moe_expert_capacity_factor")  # fmt: skip
-Family = LlamaLike | Bloom | Gemma
+Family = LlamaLike | Bloom | DeepSeek | Gemma
 FAMILIES: dict[str, Family] = {
     family.kind: family
     for family in (
@@ -225,6 +226,8 @@ FAMILIES: dict[str, Family] = {
         LlamaLike("qwen2", "Qwen 2", "Qwen2ForCausalLM", {"add_qkv_bias": True}),
         LlamaLike("qwen3", "Qwen 3", "Qwen3ForCausalLM", {"qk_layernorm": True}),
         Mixtral("mixtral", "Mixtral", "MixtralForCausalLM"),
+        DeepSeek(2),
+        DeepSeek(3),
         Bloom(),
         Gemma("gemma2", "Gemma 2", "Gemma2ForCausalLM", third=False),
         Gemma("gemma3_text", "Gemma 3", "Gemma3ForCausalLM", third=True),
@@ -256,6 +259,9 @@ def described(config: dict[str, Any], where: object) -> Described:
 def family_of(model: ModelConfig) -> Family:
     """Of the families whose settings the model has, the one with the most; ``config_json`` may still refuse it."""
 
+    if model.multi_latent_attention:
+        softmax = model.num_experts and model.moe_router_score_function == "softmax"
+        return FAMILIES["deepseek_v2" if softmax else "deepseek_v3"]
     if model.num_experts:
         return FAMILIES["mixtral"]
 
@@ -292,7 +298,8 @@ def check_source(
     for name, shape in wanted.items():
         if present[name].shape != shape:
             raise Refusal(f"{source}: {name} is {list(present[name].shape)}, but config.json requires {list(shape)}")
-    dtypes = sorted({present[name].dtype for name in wanted})
+    wide = {name for piece in pieces if piece.wide for name in piece.names}
+    dtypes = sorted({present[name].dtype for name in wanted.keys() - wide})
     if len(dtypes) > 1 or dtypes[0] not in safetensors_folder.TORCH_DTYPES:
         raise Refusal(
             f"{source}: weights in {', '.join(dtypes)} are not supported: all in BF16, all in F16 or all in F32"

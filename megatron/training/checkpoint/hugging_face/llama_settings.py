@@ -314,7 +314,13 @@ def command_line(model: ModelConfig, dtype: torch.dtype) -> list[str]:
     names += ["normalization", "norm_epsilon", "swiglu", "geglu", "apply_layernorm_1p", "sandwich_norm"]
     names += ["scale_embeddings", "add_bias_linear", "untie_embeddings_and_output_weights"]
     names += ["add_qkv_bias", "qk_layernorm", "embed_layernorm", "hidden_dropout", "attention_dropout"]
-    names += ["num_experts", "moe_router_topk"] if model.num_experts else []
+    if model.multi_latent_attention:
+        names += ["multi_latent_attention"] + ["q_lora_rank"] * (model.q_lora_rank is not None)
+        names += ["kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"]
+    if model.num_experts:
+        usual = ModelConfig(moe_router_topk=0)  # this one is always written
+        moe = [field.name for field in fields(ModelConfig) if field.name.startswith("moe_")]
+        names += ["num_experts"] + [name for name in moe if getattr(model, name) != getattr(usual, name)]
     words: list[str] = []
     for name in names:
         value = getattr(model, name)
@@ -323,7 +329,8 @@ def command_line(model: ModelConfig, dtype: torch.dtype) -> list[str]:
         elif isinstance(value, bool):
             words += ["--" + name.replace("_", "-")] if value else []
         else:
-            words += ["--" + name.replace("_", "-"), f"{value!r}" if isinstance(value, float) else str(value)]
+            text = f"{value!r}" if isinstance(value, float) else str(value).replace(" ", "")
+            words += ["--" + name.replace("_", "-"), text]
     return words + {torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"]}.get(dtype, [])
 
 

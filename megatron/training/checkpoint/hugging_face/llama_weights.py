@@ -30,6 +30,8 @@ class Piece:
     parts: int = 1
     expert: int | None = None  # number of the expert, of ``experts``
     experts: int = 1
+    stacked: bool = True  # False: the layer is part of the key, because the layers differ
+    wide: bool = False  # fp32, whatever the dtype of the others
 
     @property
     def shape(self) -> tuple[int, ...]:

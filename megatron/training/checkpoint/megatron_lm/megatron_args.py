@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel_state import get_data_parallel_rank
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import RowParallelLinear
 
 from megatron.formulas.flops import forward_flops
 from megatron.training.arguments.config import Config, ModelConfig
@@ -28,7 +28,10 @@ from megatron.training.refusal import Refusal
 
 # Fields of ModelConfig that are not read: the tokenizer gives vocab_size, and the others do not change the network.
 NOT_READ = ("model", "transformer_impl", "vocab_size", "init_method_std", "init_method_xavier_uniform")
-OF_EXPERTS = ("num_experts", "moe_")  # not read either: a checkpoint with experts is refused, and a dense one has none
+# Not read either: a checkpoint with experts or latents is refused, and without them these have no meaning.
+OF_OTHERS = (
+    "num_experts", "moe_", "multi_latent", "q_lora", "kv_lora", "qk_head_dim", "qk_pos", "v_head_dim", "rope_type",
+)  # fmt: skip
 # Arguments of networks that are not supported: name, values without effect, and the feature's name.
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_experts": ((None,), "experts"),
@@ -83,7 +86,7 @@ def settings_of(args: dict[str, Any], where: object) -> dict[str, Any]:
     known = {
         field.name: args[field.name]
         for field in fields(ModelConfig)
-        if not field.name.startswith(OF_EXPERTS) and field.name not in NOT_READ and args.get(field.name) is not None
+        if not field.name.startswith(OF_OTHERS) and field.name not in NOT_READ and args.get(field.name) is not None
     }
     for name, older in OLDER_NAMES.items():
         if name not in known and (value := next((args[old] for old in older if args.get(old) is not None), None)):
@@ -198,7 +201,7 @@ def engine_states(chunk: GPTModel) -> list[ShardedObject]:
 
     They are those of attention and norms; core writes the (empty) extra states of its linear layers.
     """
-    if not isinstance(chunk.decoder.layers[0].self_attention.linear_qkv, ColumnParallelLinear):
+    if not isinstance(chunk.decoder.layers[0].self_attention.linear_proj, RowParallelLinear):
         return []
     kinds, layers = ["core_attention"], chunk.config.num_layers
     if chunk.config.qk_layernorm:

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-latent attention (MLA) of DeepSeek V2, V3 and Kimi: keys and values are made from a short latent of each token.
+
+The weights, their names and their formulas are those of core's ``MLASelfAttention``. That class cannot be made without
+Transformer Engine, has RoPE's positions by core's own order of tokens, and without TP sequence parallelism leaves the
+gradient of the rotated part of keys unsummed over TP. Sizes: one head of queries and keys is R rotated entries and N
+others, one of values V; C is the latent of keys and values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch import Tensor, nn
+
+
+class LatentAttention(Attention):
+    """Queries, keys and values from latents; attention itself is that of every layer.
+
+    A head has its rotated entries first, where RoPE expects them: the product of a query and a key does not depend on
+    the order of their entries, so the weights keep core's order (rotated entries last).
+
+    Args:
+        config: with the sizes; its ``kv_channels`` is the size of a value head, and its ``softmax_scale`` is set.
+    """
+
+    def __init__(
+        self,
+        config: MLATransformerConfig,
+        submodules: MLASelfAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config, submodules, layer_number, attn_mask_type, "self", cp_comm_type, pg_collection)
+        heads, hidden, queries = config.num_attention_heads, config.hidden_size, config.hidden_size
+        self.sizes = [config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim]
+
+        def linear(name: str, into: int, out: int) -> nn.Module:
+            return build_module(
+                getattr(submodules, name),
+                into,
+                out,
+                config=config,
+                init_method=config.init_method,
+                gather_output=False,
+                bias=False,
+                skip_bias_add=False,
+                is_expert=False,
+                tp_group=self.pg_collection.tp,
+            )
+
+        def norm(name: str, size: int) -> nn.Module:
+            kind = getattr(submodules, name)
+            return build_module(kind, hidden_size=size, config=config, eps=config.layernorm_epsilon)
+
+        plain, rotated, value = self.sizes
+        self.q_layernorm = self.k_layernorm = None  # core's forward asks for norms of heads
+        if config.q_lora_rank is None:
+            self.linear_q_proj = linear("linear_q_proj", hidden, heads * (plain + rotated))
+        else:
+            queries = config.q_lora_rank
+            self.linear_q_down_proj = linear("linear_q_down_proj", hidden, queries)
+            self.linear_q_up_proj = linear("linear_q_up_proj", queries, heads * (plain + rotated))
+            self.q_layernorm = norm("q_layernorm", queries)
+        self.linear_kv_down_proj = linear("linear_kv_down_proj", hidden, config.kv_lora_rank + rotated)
+        self.linear_kv_up_proj = linear("linear_kv_up_proj", config.kv_lora_rank, heads * (plain + value))
+        self.kv_layernorm = norm("kv_layernorm", config.kv_lora_rank)
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, key_value_states: Tensor | None = None, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """[s, b, h] -> q and k [s, b, heads, R + N], not yet rotated, v [s, b, heads, V]; heads of this TP rank.
+
+        With sequence parallelism [s / TP, b, h], and s in the results.
+        """
+        query, k_rotated, latent = self.compressed(hidden_states)
+        return query, *self.expanded(k_rotated, latent)
+
+    def compressed(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[s, b, h] -> q [s, b, heads, R + N], the rotated part of all heads' keys [s, b, R], the latent [s, b, C].
+
+        Nothing is rotated yet. With sequence parallelism the latent is [s / TP, b, C].
+        """
+        plain, rotated, _ = self.sizes
+        if self.config.q_lora_rank is None:
+            query, _ = self.linear_q_proj(hidden_states)
+        else:
+            latent_sbq, _ = self.linear_q_down_proj(hidden_states)
+            query, _ = self.linear_q_up_proj(self.q_layernorm(self._own_tokens(self._whole(latent_sbq))))
+        query = query.unflatten(-1, (self.num_attention_heads_per_partition, -1))
+        q_plain, q_rotated = query.split([plain, rotated], dim=-1)
+        both, _ = self.linear_kv_down_proj(hidden_states)
+        latent_sbC, k_rotated = self._whole(both).split([self.config.kv_lora_rank, rotated], dim=-1)
+        # All heads share this part of the key, so its gradient is the sum over the heads of all TP ranks.
+        k_rotated = copy_to_tensor_model_parallel_region(k_rotated, group=self.pg_collection.tp)
+        return torch.cat([q_rotated, q_plain], dim=-1), k_rotated, self.kv_layernorm(self._own_tokens(latent_sbC))
+
+    def expanded(self, k_rotated: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [s, b, heads, R + N] and values [s, b, heads, V] of what :meth:`compressed` returns."""
+        (plain, _, value), heads = self.sizes, self.num_attention_heads_per_partition
+        keys_values, _ = self.linear_kv_up_proj(latent)
+        k_plain, v = keys_values.unflatten(-1, (heads, -1)).split([plain, value], dim=-1)
+        return torch.cat([k_rotated[:, :, None].expand(-1, -1, heads, -1), k_plain], dim=-1), v
+
+    def absorbed(self, query: Tensor) -> Tensor:
+        """Queries [s, b, heads, R + N] -> [s, b, heads, R + C], whose keys are (rotated part, latent), for all heads.
+
+        A score is q . (W c) for the up-projection W of keys, which equals (q W) . c. With the latents as values,
+        :meth:`raised` gives the heads' outputs.
+        """
+        rotated, plain = query.split([self.sizes[1], self.sizes[0]], dim=-1)
+        return torch.cat([rotated, torch.einsum("sbhn,hnc->sbhc", plain, self._up()[:, : self.sizes[0]])], dim=-1)
+
+    def raised(self, out: Tensor) -> Tensor:
+        """Means of latents [s, b, heads, C] -> means of values [s, b, heads, V]."""
+        return torch.einsum("sbhc,hvc->sbhv", out, self._up()[:, self.sizes[0] :])
+
+    def _up(self) -> Tensor:
+        """The up-projection of keys and values, [heads, N + V, C]."""
+        return self.linear_kv_up_proj.weight.unflatten(0, (self.num_attention_heads_per_partition, -1))
+
+    def _whole(self, part: Tensor) -> Tensor:
+        """The complete latents, from the part of their entries that this TP rank computed."""
+        return gather_from_tensor_model_parallel_region(part, group=self.pg_collection.tp)
+
+    def _own_tokens(self, latent: Tensor) -> Tensor:
+        """With sequence parallelism this TP rank's tokens: the up-projection gathers them again."""
+        if not self.config.sequence_parallel:
+            return latent
+        return scatter_to_sequence_parallel_region(latent, group=self.pg_collection.tp)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of multi-latent attention (MLA): its sizes, its RoPE, and what it cannot be combined with yet."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from megatron.training.arguments.config import Config
+from megatron.training.refusal import LEAVE_OUT, Fix, Refusal
+
+FLAG = "--multi-latent-attention"
+
+
+def complete_latent(config: Config) -> None:
+    """Complete the settings of MLA; refuse those that contradict it or are not supported with it."""
+    model = config.model
+    if not model.multi_latent_attention:
+        if model.rope_type == "yarn":
+            raise Refusal(
+                "--rope-type yarn",
+                f"is read with {FLAG}: use --position-embedding-type yarn",
+                Fix("--position-embedding-type yarn", drop="--rope-type"),
+            )
+        return
+    _combinations(config)
+    _rope(config)
+    tensor = config.parallel.tensor_model_parallel_size
+    cut = {"--q-lora-rank": model.q_lora_rank or 0, "--kv-lora-rank": model.kv_lora_rank + model.qk_pos_emb_head_dim}
+    for flag, width in cut.items():
+        if width % tensor:
+            what = " plus --qk-pos-emb-head-dim" if flag == "--kv-lora-rank" else ""
+            raise Refusal(
+                f"{flag}{what} {width}", f"is not a multiple of --tensor-model-parallel-size {tensor}: use one"
+            )
+    model.kv_channels = model.qk_head_dim + model.qk_pos_emb_head_dim  # the head of a key, whatever --kv-channels says
+
+
+def _combinations(config: Config) -> None:
+    model = config.model
+    refused = {
+        "--group-query-attention": (model.group_query_attention, "each head has keys of its own, from the latent"),
+        "--lora-rank": (model.lora_rank, "adapters know the layers of plain attention only"),
+        "--fp8-format": (model.fp8_format, "it needs Transformer Engine's layers"),
+        "--transformer-impl transformer_engine": (
+            model.transformer_impl == "transformer_engine",
+            "latents are not built with Transformer Engine's layers: use --transformer-impl local",
+        ),
+        "--rotary-percent": (model.rotary_percent != 1, "the rotated entries are --qk-pos-emb-head-dim"),
+        "--rotary-interleaved": (model.rotary_interleaved, "its pairs are neighbours anyway"),
+        "--rotary-base-local": (model.rotary_base_local, "all its layers have the same RoPE"),
+        "--softmax-scale": (model.softmax_scale, "the scale follows from the sizes and from YaRN"),
+        "--attention-output-gate": (model.attention_output_gate, "the gate is projected with the queries"),
+        "--use-rope-scaling": (model.use_rope_scaling, "use --rotary-scaling-factor"),
+        "--rotary-seq-len-interpolation-factor": (
+            model.rotary_seq_len_interpolation_factor,
+            "use --rotary-scaling-factor",
+        ),
+        "--elastic --gpu": (
+            config.parallel.elastic and config.simulation.gpu,
+            "the planner does not know its time and memory: leave --gpu out, or use --elastic-grids",
+        ),
+    }
+    for flag, (given, reason) in refused.items():
+        if given:
+            raise Refusal(
+                f"{FLAG} with {flag}",
+                f"is not supported: {reason}",
+                Fix(drop=flag.split()[-1] if "--gpu" in flag else flag.split()[0]),
+            )
+
+
+def _rope(config: Config) -> None:
+    """Megatron-LM's --rope-type as our kinds of positions."""
+    model, kind = config.model, config.model.position_embedding_type
+    if kind not in ("rope", "yarn"):
+        raise Refusal(
+            f"{FLAG} with --position-embedding-type {kind}",
+            "rotates --qk-pos-emb-head-dim entries of each head: use --position-embedding-type rope",
+            Fix("--position-embedding-type rope"),
+        )
+    if kind == "yarn" and model.rope_type == "rope":
+        raise Refusal("--rope-type rope with --position-embedding-type yarn", "are two kinds: leave one out", LEAVE_OUT)
+    if model.qk_pos_emb_head_dim % 2:
+        raise Refusal(f"--qk-pos-emb-head-dim {model.qk_pos_emb_head_dim}", "is odd, but RoPE rotates pairs: change it")
+    if model.yarn_rotary_scaling_factor == 1:
+        return
+    if model.rope_type == "rope":
+        config.notes.append("no effect here: --rotary-scaling-factor (--rope-type rope does not read it)")
+        for field in fields(model):
+            if field.name.startswith("yarn_"):
+                setattr(model, field.name, field.default)
+    else:
+        model.position_embedding_type = "yarn"
+
+
+def note_ring(config: Config) -> None:
+    """Say how much the ring sends, which it does not send as latents yet."""
+    model, parallel = config.model, config.parallel
+    if not model.multi_latent_attention or parallel.ring_parallel_size in (None, 1):
+        return
+    heads = model.num_attention_heads // parallel.tensor_model_parallel_size // parallel.ulysses_parallel_size
+    sent, latent = heads * (model.kv_channels + model.v_head_dim), model.kv_lora_rank + model.qk_pos_emb_head_dim
+    if latent < sent:
+        config.notes.append(
+            f"{FLAG}: the ring sends keys and values, {sent} numbers a token and rank; their latents would be {latent}"
+        )

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-latent attention: losses and all gradients do not depend on the grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.test_experts import evaluated_batch, held_here, resume, save
+from tests.distributed.training_runs import LLAMA, RUN, SHAPE, make_job, train_job
+from tests.pairs import by_pairs, seconds, settings
+
+SIZES = "--kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16"
+TWO = "--num-layers 2 --multi-latent-attention --norm-epsilon 1e-6 --init-method-std 0.1"
+MLA = f"{TWO} --q-lora-rank 24 {SIZES} --qk-layernorm"
+YARN = f"{MLA} --rotary-scaling-factor 4 --mscale 0.7 --mscale-all-dim 1.0 --yarn-original-max-position-embeddings 16"
+PLAIN = f"{TWO} {SIZES}"  # queries from the hidden states, latents without norms
+DROPOUT = f"{MLA} --hidden-dropout 0.1 --attention-dropout 0.1"
+DOCUMENTS = f"{YARN} --attention-mask document --reset-position-ids --micro-batch-size 1 --global-batch-size 2"
+EXPERTS = (
+    f"{MLA} --num-experts 8 --moe-ffn-hidden-size 48 --moe-layer-freq [0]+[1] --moe-router-score-function sigmoid "
+    "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5 --moe-router-topk 4 "
+    "--moe-router-enable-expert-bias --moe-router-dtype fp32 --moe-shared-expert-intermediate-size 48"
+)
+
+T2, SP = "--tensor-model-parallel-size 2", "--sequence-parallel"
+P2 = "--pipeline-model-parallel-size 2"
+FPDT = "--fpdt --fpdt-chunk-size 16"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+SELECTIVE = "--recompute-granularity selective"
+
+
+def cp(ulysses: int, ring: int) -> str:
+    return f"--ulysses-parallel-size {ulysses} --ring-parallel-size {ring}"
+
+
+# (processes, model, grid)
+CASES = [
+    (2, MLA, cp(2, 1)),
+    (2, YARN, cp(1, 2)),
+    (4, YARN, cp(2, 2)),
+    (2, YARN, f"{T2}"),
+    (2, MLA, f"{T2} {SP}"),
+    (4, MLA, f"{T2} {SP} {cp(1, 2)} --zero-stage 1"),
+    (4, PLAIN, f"{T2} {cp(2, 1)} {SELECTIVE}"),
+    (2, MLA, f"{P2} {FULL}"),
+    (4, YARN, f"{P2} {cp(1, 2)}"),
+    (2, MLA, "--zero-stage 2"),
+    (2, YARN, f"{cp(1, 2)} --zero-stage 3"),
+    (1, MLA, FPDT),
+    (4, YARN, f"{cp(2, 2)} {FPDT}"),
+    (4, MLA, f"{T2} {SP} {cp(1, 2)} {FPDT} {FULL}"),
+    (2, PLAIN, f"{cp(2, 1)} {FPDT} --no-fpdt-offload"),
+    (4, DROPOUT, f"{cp(2, 2)} {FULL}"),
+    (2, DROPOUT, f"{T2} {FPDT}"),
+    (2, DOCUMENTS, "--ring-parallel-size 2"),
+    (2, DOCUMENTS, f"--ring-parallel-size 2 --context-parallel-balance zigzag {FPDT}"),
+    (4, DOCUMENTS, f"{T2} {SP} {cp(2, 1)}"),
+    (4, EXPERTS, f"{cp(2, 1)} --expert-model-parallel-size 4"),
+    (4, EXPERTS, f"{T2} {SP} {cp(1, 2)} --expert-model-parallel-size 2"),
+    (8, EXPERTS, f"{T2} {SP} {cp(2, 2)} --expert-model-parallel-size 2"),
+    (4, MLA, f"{cp(1, 2)} --cp-comm-type all_gather"),
+]
+
+
+def run(flags: str, mistake: Any = None) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses and gradient norms of two steps, and the gradients of the first."""
+    job = make_job(flags)
+    undo = mistake(job) if mistake is not None else None
+    try:
+        return train_job(job, 2)
+    finally:
+        if undo is not None:
+            undo()
+
+
+def attentions(job: Any) -> list[Any]:
+    return [layer.self_attention for chunk in job.chunks for layer in chunk.module.decoder.layers]
+
+
+def own_positions(job: Any) -> None:
+    """A mistake: each rank's positions begin at 0."""
+    from megatron.context_parallel.positions.rope import rotary_angles
+
+    rotary, length = attentions(job)[0].core_attention.settings.rotary, len(job.runtime.layout.positions)
+    rotary._known = (), rotary_angles(torch.arange(length)[:, None], rotary.inv_freq)[:, :, None]
+
+
+def as_core_sums(job: Any) -> None:
+    """A mistake: core sums the gradient of the queries' norm over TP, where each rank has it complete."""
+    attentions(job)[0].config.qk_layernorm = True
+
+
+def own_heads(job: Any) -> Callable[[], None]:
+    """A mistake: the rotated part of a key has the gradient of this TP rank's heads alone, as in core without SP."""
+    from megatron.context_parallel.core import latent_attention
+
+    right = latent_attention.copy_to_tensor_model_parallel_region
+    latent_attention.copy_to_tensor_model_parallel_region = lambda x, group: x
+    return lambda: setattr(latent_attention, right.__name__, right)
+
+
+@pytest.fixture(scope="module")
+def reference(pool, shared):
+    """The same model on one process."""
+    return lambda flags: shared(("latents", flags), lambda: pool.run(run, 1, flags, timeout=120)[0])
+
+
+def compare(results: list[tuple], expected: tuple) -> None:
+    seen = set()
+    for rank, (losses, norms, grads) in enumerate(results):
+        assert losses == pytest.approx(expected[0], rel=1e-5), f"losses of rank {rank}"
+        assert norms == pytest.approx(expected[1], rel=1e-4), f"gradient norms of rank {rank}"
+        for name, grad in grads.items():
+            whole = expected[2][name]
+            error = float((grad - whole).abs().max() / whole.abs().max().clamp(min=1e-12))
+            assert error < 1e-5, f"gradient of {name} on rank {rank}: {error:.1e} of its largest entry"
+        seen |= set(grads)
+    assert seen == set(expected[2])
+
+
+def held(_: int, model: str, grid: str) -> set:
+    return {model, *settings(grid)}
+
+
+@pytest.mark.parametrize("world, model, grid", by_pairs(CASES, held, seconds))
+def test_latents_do_not_depend_on_the_grid(pool, reference, world, model, grid):
+    compare(pool.run(run, world, f"{model} {grid}", timeout=180), reference(model))
+
+
+@pytest.mark.parametrize(
+    "mistake, grid, names",
+    [
+        (own_positions, cp(1, 2), ["linear_q_up_proj.weight", "linear_kv_down_proj.weight"]),
+        (as_core_sums, T2, ["q_layernorm.weight"]),
+        (own_heads, T2, ["linear_kv_down_proj.weight"]),
+    ],
+)
+def test_a_mistake_is_noticed(pool, reference, mistake, grid, names):
+    """Some gradients are wrong by far more than the tolerance."""
+    wrong, right = pool.run(run, 2, f"{MLA} {grid}", mistake, timeout=120), reference(MLA)
+    for name in names:
+        whole = f"decoder.layers.0.self_attention.{name}"
+        grad, expected = wrong[0][2][whole], right[2][whole]
+        assert float((grad - expected).abs().max() / expected.abs().max()) > 1e-2, name
+    with pytest.raises(AssertionError):
+        compare(wrong, right)
+
+
+def attention_in_fp64(flags: str) -> dict[str, torch.Tensor]:
+    """Output, and gradients of input and weights, of the first layer's attention; all of it on each rank."""
+    from megatron.training.arguments.parser import parse
+    from megatron.training.certifying.whole_gradients import gather_over_tensor_parallel
+    from megatron.training.model.build import build_model
+    from megatron.training.setup import start
+
+    config = parse(f"{SHAPE} {RUN} {flags}".split(), LLAMA, dist.get_world_size())
+    runtime = start(config)
+    grid, layout = runtime.grid, runtime.layout
+    (chunk,) = build_model(config, grid, layout, 301, runtime.device)
+    attention = chunk.decoder.layers[0].self_attention.double()
+    torch.manual_seed(7)
+    whole = torch.randn(2, 64, 2, 64, dtype=torch.float64)
+    tensor, split = grid.tensor, config.parallel.sequence_parallel
+    mine = layout.shard(whole, 1)
+    mine = mine.chunk(tensor.size, 1)[tensor.rank] if split else mine
+    x, dout = mine[0].clone().requires_grad_(), mine[1]
+    out, _ = attention(x, None)
+    (out * dout).sum().backward()
+
+    def all_tokens(part: torch.Tensor) -> torch.Tensor:
+        if split:
+            parts = [torch.empty_like(part) for _ in range(tensor.size)]
+            dist.all_gather(parts, part.contiguous(), group=tensor.group)
+            part = torch.cat(parts)
+        return layout.gather(part, 0)
+
+    result = {"out": all_tokens(out.detach()), "dx": all_tokens(x.grad)}
+    for name, parameter in attention.named_parameters():
+        grad = parameter.grad
+        if grid.context.size > 1:
+            dist.all_reduce(grad, group=grid.context.group)
+        if getattr(parameter, "sequence_parallel", False):
+            dist.all_reduce(grad, group=tensor.group)
+        if getattr(parameter, "tensor_model_parallel", False):
+            grad = gather_over_tensor_parallel(grad, parameter.partition_dim, 1, tensor)
+        result[name] = grad
+    return result
+
+
+@pytest.mark.parametrize(
+    "world, grid", [(2, cp(2, 1)), (2, cp(1, 2)), (2, T2), (4, f"{T2} {SP} {cp(1, 2)}"), (4, cp(2, 2))]
+)
+def test_attention_in_fp64(pool, shared, world, grid):
+    expected = shared("latents in fp64", lambda: pool.run(attention_in_fp64, 1, YARN, timeout=120)[0])
+    assert len(expected) == 9
+    for mine in pool.run(attention_in_fp64, world, f"{YARN} {grid}", timeout=120):
+        for name, whole in expected.items():
+            assert float((mine[name] - whole).abs().max() / whole.abs().max()) < 1e-10, name
+
+
+@pytest.mark.parametrize(
+    "world, flags",
+    [(1, MLA), (1, PLAIN), (4, f"{MLA} {T2} {SP} {cp(2, 1)}"), (2, f"{EXPERTS} {P2}")],
+)
+def test_bytes_of_weights_and_states_are_those_of_the_formula(pool, world, flags):
+    for real, formula in pool.run(held_here, world, flags, timeout=120):
+        assert real == formula
+
+
+@pytest.mark.parametrize("saved, loaded", [((2, f"{cp(2, 1)} --zero-stage 1"), (4, f"{T2} {SP} {P2}"))])
+def test_a_checkpoint_is_read_on_another_grid(pool, tmp_path, saved, loaded):
+    after = pool.run(save, saved[0], f"{EXPERTS} {saved[1]}", str(tmp_path), timeout=120)[0]
+    for losses in pool.run(resume, loaded[0], f"{EXPERTS} {loaded[1]}", str(tmp_path), timeout=120):
+        assert losses == pytest.approx(after, rel=1e-5)
+
+
+def test_a_trained_deepseek_has_the_same_loss_in_transformers(pool, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from tools.convert_hf import main as convert
+
+    grid = f"{T2} {SP} {cp(1, 2)} --expert-model-parallel-size 2"
+    pool.run(save, 4, f"{EXPERTS} {grid}", str(tmp_path / "ours"), timeout=120)
+    loss, batch = pool.run(evaluated_batch, 1, EXPERTS, str(tmp_path / "ours"), timeout=120)[0]
+    assert convert(["--from", str(tmp_path / "ours"), "--to-hf", str(tmp_path / "hf")]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    with torch.no_grad():
+        logits = model(batch["tokens"]).logits
+    each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+    mask = batch["loss_mask"].flatten()
+    assert float((each * mask).sum() / mask.sum()) == pytest.approx(loss, rel=1e-5)

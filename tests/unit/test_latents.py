@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-latent attention: its settings, what is refused, and closed forms against published numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron.formulas.flops import forward_flops
+from megatron.formulas.parameters import stage_parameters
+from megatron.formulas.strategy import Workload
+from megatron.simulator.planner.memory_table import shape_of
+from megatron.training.arguments.config import Config
+from megatron.training.arguments.models import LLAMA_DEFAULTS, model_shape, vocabulary
+from megatron.training.arguments.parser import parse
+from megatron.training.checkpoint.hugging_face.architectures import family_of
+from megatron.training.model.build import rope
+from megatron.training.model.core_config import latents
+from megatron.training.refusal import Refusal
+
+BASE = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --micro-batch-size 1 --train-iters 4 "
+    "--lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 301 --device cpu"
+)
+MLA = "--multi-latent-attention"
+YARN = "--rotary-scaling-factor 40 --mscale 0.8 --mscale-all-dim 1.2"
+
+
+def read(flags: str, world: int = 1) -> Config:
+    return parse(f"{BASE} {flags}".split(), LLAMA_DEFAULTS, world)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--group-query-attention --num-query-groups 4", "--multi-latent-attention with --group-query-attention"),
+        ("--lora-rank 4", "--multi-latent-attention with --lora-rank"),
+        ("--transformer-impl transformer_engine", "with --transformer-impl transformer_engine"),
+        ("--fp8-format hybrid", "--multi-latent-attention with --fp8-format"),
+        ("--rotary-percent 0.5", "with --rotary-percent is not supported"),
+        ("--rotary-interleaved", "with --rotary-interleaved is not supported"),
+        ("--rotary-base-local 5000", "with --rotary-base-local is not supported"),
+        ("--softmax-scale 0.1", "with --softmax-scale is not supported"),
+        ("--attention-output-gate", "with --attention-output-gate is not supported"),
+        ("--use-rope-scaling", "with --use-rope-scaling is not supported: use --rotary-scaling-factor"),
+        ("--rotary-seq-len-interpolation-factor 2", "use --rotary-scaling-factor"),
+        ("--position-embedding-type none", "use --position-embedding-type rope"),
+        ("--position-embedding-type alibi", "use --position-embedding-type rope"),
+        ("--position-embedding-type yarn --rotary-scaling-factor 2 --rope-type rope", "are two kinds"),
+        (
+            "--elastic --gpu H100-80G --save out/a --load out/a --global-batch-size 2",
+            "the planner does not know its time",
+        ),
+        ("--qk-pos-emb-head-dim 7", "is odd, but RoPE rotates pairs"),
+        ("--q-lora-rank 0", "--q-lora-rank"),
+        ("--q-lora-rank 3 --tensor-model-parallel-size 2", "--q-lora-rank 3 is not a multiple of"),
+        ("--kv-lora-rank 31 --tensor-model-parallel-size 2", "--kv-lora-rank plus --qk-pos-emb-head-dim 95"),
+    ],
+)
+def test_refused(flags: str, message: str) -> None:
+    with pytest.raises(Refusal) as caught:
+        read(f"{MLA} {flags}", 2)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_without_latents() -> None:
+    with pytest.raises(Refusal, match="--rope-type yarn is read with --multi-latent-attention"):
+        read("--rope-type yarn")
+    assert not read("--rope-type rope").model.multi_latent_attention
+
+
+def test_multi_token_prediction_is_refused_by_name() -> None:
+    with pytest.raises(Refusal, match="--mtp-num-layers: multi-token prediction is not supported"):
+        read(f"{MLA} --mtp-num-layers 1")
+
+
+def test_the_planner_refuses_latents(capsys) -> None:
+    from tools.plan import main
+
+    sizes = "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --vocab-size 9"
+    words = f"--gpu H100-80G --gpus 2 --seq-length 4096 {sizes} {MLA}".split()
+    assert main(words) == 2
+    assert "--multi-latent-attention: the planner does not know" in capsys.readouterr().err
+    with pytest.raises(Refusal, match="--model deepseek-v3: the memory of its experts is not known"):
+        shape_of("deepseek-v3", 64)
+    with pytest.raises(ValueError, match="latents have formulas only"):
+        Workload(model_shape(read(MLA).model, 301), 64).shape.dense()
+
+
+def test_sizes_and_scale() -> None:
+    """Heads are those of keys; YaRN's attention factor is squared into the scale, as in core."""
+    model = read(f"{MLA} --kv-channels 5").model
+    assert model.kv_channels == 192 and rope(model).dim == 64 and rope(model).interleaved and not rope(model).yarn
+    assert latents(model)["softmax_scale"] == pytest.approx(192**-0.5)
+    model = read(f"{MLA} {YARN}").model
+    assert model.position_embedding_type == "yarn" and rope(model).yarn.factor == 40
+    plain = read(f"{MLA} {YARN} --rope-type rope")
+    assert plain.model.position_embedding_type == "rope" and "--rotary-scaling-factor" in " ".join(plain.notes)
+    assert latents(model)["softmax_scale"] == pytest.approx((0.12 * math.log(40) + 1) ** 2 / 192**0.5)
+    assert rope(model).attention_factor == pytest.approx((0.08 * math.log(40) + 1) / (0.12 * math.log(40) + 1))
+
+
+def test_a_note_says_what_the_ring_sends() -> None:
+    """16 heads of keys 192 and values 128 are 5120 numbers; their latents would be 576."""
+    flags = f"{MLA} --hidden-size 128 --num-attention-heads 16 --kv-lora-rank 512"
+    notes = read(f"{flags} --ring-parallel-size 2", 2).notes
+    assert any("5120 numbers a token and rank; their latents would be 576" in note for note in notes)
+    assert not any("numbers a token" in note for note in read(f"{flags} --ulysses-parallel-size 2", 2).notes)
+    assert not any("numbers a token" in note for note in read(f"{flags} --ulysses-parallel-size 16 "
+                                                              "--ring-parallel-size 2", 32).notes)  # fmt: skip
+
+
+@pytest.mark.parametrize("name, billions", [("deepseek-v2-lite", 15.7), ("deepseek-v3", 671.0)])
+def test_published_sizes(name: str, billions: float) -> None:
+    """Parameters as published, and as transformers counts them by the config.json that we write."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    words = f"--model {name} --seq-length 4096 --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data --vocab-size 9"
+    config = parse(words.split(), LLAMA_DEFAULTS, 1)
+    shape = model_shape(config.model, vocabulary(name))
+    numel = stage_parameters(shape, 1, 1, 0, padded=False).numel
+    assert numel / 1e9 == pytest.approx(billions, rel=2e-3)
+    written = family_of(config.model).config_json(config.model, vocabulary(name), torch.bfloat16)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**written))
+    assert sum(parameter.numel() for parameter in model.parameters()) == numel
+
+
+def test_flops_are_those_of_the_products() -> None:
+    """Counted by PyTorch on the products of one layer's attention: heads of 24 for keys and 16 for values."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    flags = f"{MLA} --q-lora-rank 24 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16"
+    shape, s = model_shape(read(flags).model, 301), 64
+    x, heads = torch.randn(s, 64), 8
+    with FlopCounterMode(display=False) as counter:
+        q = (x @ torch.randn(64, 24)) @ torch.randn(24, heads * 24)
+        kv = (x @ torch.randn(64, 40))[:, :32] @ torch.randn(32, heads * 32)
+        qkv = counter.get_total_flops()
+        k, v = q.view(s, heads, 24).transpose(0, 1), kv.view(s, heads, 32)[..., :16].transpose(0, 1)
+        out = (k @ k.mT) @ v
+        attention = counter.get_total_flops() - qkv
+        out.transpose(0, 1).reshape(s, -1) @ torch.randn(heads * 16, 64)
+        total = counter.get_total_flops()
+    one = forward_flops(shape, s)
+    assert (one.qkv, one.attention, one.out) == (2 * qkv, 2 * attention, 2 * (total - qkv - attention))
