@@ -87,7 +87,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_not_accused(pool) -> None:
     assert noise > 0.1 > 100 * reference.noise[GRADIENT, "blocks.0.attention.q.bias"]
 
 
-@pytest.mark.parametrize("peer, case", [("ours, Ring", "uneven"), ("PyTorch", "1 KV head"), ("PyTorch", "packed")])
+@pytest.mark.parametrize("peer, case", [("ours, Ring", "causal"), ("PyTorch", "1 KV head"), ("PyTorch", "packed")])
 def test_other_libraries(pool, peer: str, case: str) -> None:
     """The harness of the table of libraries, with those that this test has installed."""
     cell = matrix.judged(peer, case, {}, pool.run)
