@@ -134,7 +134,7 @@ def _prepare(config: Config, runtime: Runtime, owner: Owner | None) -> Job:
     if in_memory:
         TrainingState(chunks, optimizer, schedule, config).load(in_memory.path)
         progress = in_memory.progress
-        config.notes.append(f"{in_memory.line}; on the disk is {f'iteration {on_disk}' if latest else 'no checkpoint'}")
+        config.notes.append(f"{in_memory.line}; the disk has {f'iteration {on_disk}' if latest else 'no checkpoint'}")
     elif path:
         progress = checkpoint.load(path, chunks, optimizer, schedule, config)
         config.notes.append(f"loaded {path}, going on after iteration {progress.iteration}")

@@ -22,7 +22,7 @@ SECONDS = 1.0
 
 
 def follow_launcher(launched: bool, parent: Callable[[], int] = os.getppid) -> None:
-    """End this process and its descendants when its launcher has ended; its forks end with it.
+    """End this process and its descendants when its launcher has ended, and each fork when this process has ended.
 
     Args:
         launched: whether a launcher waits for this process. A process started by hand may outlive its shell.

@@ -202,7 +202,7 @@ def _train(job: Any, stopper: Any, beats: Any, started: float) -> int:
 def not_finite(error: Any, beats: Any, stages: int) -> str:
     """Report a Diverged to the other ranks; returns, on rank 0, a phrase naming ranks whose own loss is not finite.
 
-    Empty if that is so on all ranks, because then no rank is to blame.
+    Empty if the losses of all ranks are not finite, because then no rank is to blame.
 
     Args:
         beats: the Heartbeat; None for a run on one process.

@@ -49,8 +49,8 @@ def make_deterministic(environment: MutableMapping[str, str] = os.environ) -> No
         value = environment.setdefault(name, default)
         if value not in deterministic:
             raise Refusal(
-                f"--deterministic-mode and the environment variable {name}={value}: its results may change from run to "
-                f"run; unset it, or use {' or '.join(deterministic)}"
+                f"--deterministic-mode and the environment variable {name}={value} contradict each other: results may "
+                f"differ between runs; unset the variable, or use {' or '.join(deterministic)}"
             )
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # this program never reads uninitialized memory

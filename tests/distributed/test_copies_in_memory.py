@@ -96,7 +96,7 @@ def test_a_run_continues_exactly_from_memory(pool, tmp_path, world, flags):
     assert not [note for note in notes if "cop" in note] and len(output) == 1 and "training waited" in output[0]
     first, resumed, notes, _ = pool.run(run, world, tmp_path, flags, 1, (), 3, timeout=120)[0]
     assert first == 3 and resumed == losses  # to the last bit
-    assert "loaded iteration 3 from the copies in memory; on the disk is no checkpoint" in notes
+    assert "loaded iteration 3 from the copies in memory; the disk has no checkpoint" in notes
 
 
 REPLICATED = "--zero-stage 1 --ring-parallel-size 2 --replication"
@@ -193,7 +193,7 @@ def test_a_lost_copy_comes_from_the_neighbour(pool, nodes, harm):
     expected = harm(folder)
     first, after, notes, _ = pool.run(run, 4, folder, REPLICATED, 2, (), 2, timeout=120)[0]
     (note,) = [note for note in notes if "in memory" in note]
-    assert first == 3 and expected in note and "on the disk is iteration 1" in note
+    assert first == 3 and expected in note and "the disk has iteration 1" in note
     assert after == losses  # to the last bit
     for node in range(2):  # no newer file remains that could be loaded by mistake
         assert {name.partition(".")[0] for name in files(folder, node)} == {"iter_0000003"}

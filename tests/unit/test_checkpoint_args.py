@@ -137,7 +137,7 @@ def test_a_longer_context_needs_only_positions(tmp_path, flags, base, kind):
     model, length, notes = model_of(f"--load {tmp_path} --finetune --seq-length 384 {flags}")
     assert (model.rotary_base, model.position_embedding_type, length) == (base, kind, 384)
     assert (model.num_layers, model.hidden_size, model.max_position_embeddings) == (3, 64, 384)
-    assert "96 to 384 tokens, by the flags: " in notes[-1]
+    assert "flags extend 96 to 384 tokens: " in notes[-1]
     if kind == "yarn":
         assert model.yarn_original_max_position_embeddings == 96
     for other in ("--finetune --seq-length 96", "--seq-length 384"):

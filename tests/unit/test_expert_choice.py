@@ -168,7 +168,7 @@ def read(flags: str, world_size: int = 4) -> Config:
         ("--moe-router-load-balancing-type sinkhorn", "sinkhorn is not supported"),
         ("--moe-router-load-balancing-type other", "choose from aux_loss, seq_aux_loss, none"),
         ("--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1", "--moe-aux-loss-coeff 1"),
-        ("--moe-router-load-balancing-type none --moe-aux-loss-coeff 1", "none has no coefficient"),
+        ("--moe-router-load-balancing-type none --moe-aux-loss-coeff 1", "none cannot be combined with a coefficient"),
         ("--moe-router-bias-update-rate 0.1", "--moe-router-enable-expert-bias"),
         ("--moe-token-drop-policy position", "--moe-expert-capacity-factor"),
         ("--moe-layer-freq 0", "--moe-layer-freq 0"),

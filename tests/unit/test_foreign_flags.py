@@ -310,7 +310,7 @@ def test_names_that_contradict(flags: str, words: tuple[str, ...]):
 
 
 def test_ignored_formats_are_noted():
-    assert any("--use-precision-aware-optimizer: its state is in fp32" in note for note in
+    assert any("--use-precision-aware-optimizer: the optimizer's state is in fp32" in note for note in
                build("--use-precision-aware-optimizer").notes)  # fmt: skip
     pipeline = build("--pipeline-model-parallel-size 2 --pp-partition-method parameters", 2)
     assert any("--pp-partition-method parameters: stages hold equal numbers" in note for note in pipeline.notes)

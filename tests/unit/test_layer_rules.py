@@ -166,7 +166,7 @@ def test_mfu_counts_each_layer_with_its_mask():
         (f"{ROPE} --no-rope-freq 1", "leaves no layer with RoPE"),
         (f"{ROPE} --no-rope-freq 0", "must be at least 1"),
         (f"{ROPE} --no-rope-freq [1,0]", "with 2 layers does not fit --num-layers 4"),
-        (f"{ROPE} --rotary-base-local 500", "--rotary-base-local is of layers with a window beside layers without"),
+        (f"{ROPE} --rotary-base-local 500", "--rotary-base-local needs some layers with a window and some without"),
         (f"{ROPE} --rotary-base-local 500 --window-size 7,0", "use --rotary-base"),
         ("--rotary-base-local 500 --window-size 7,0 --window-attn-skip-freq 2", "no layer with the window has RoPE"),
         (f"{ROPE} --rotary-base-local 0 --window-size 7,0 --window-attn-skip-freq 2", "must be at least 1"),
@@ -181,8 +181,8 @@ def test_what_is_refused(flags, words):
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ("--glu-linear-offset 1", "--glu-linear-offset is of gated MLPs: add --swiglu, --geglu or --quick-geglu"),
-        ("--activation-func-clamp-value 7", "--activation-func-clamp-value is of gated MLPs"),
+        ("--glu-linear-offset 1", "--glu-linear-offset needs a gated MLP: add --swiglu, --geglu or --quick-geglu"),
+        ("--activation-func-clamp-value 7", "--activation-func-clamp-value needs a gated MLP"),
         ("--swiglu --activation-func-clamp-value 0", "--activation-func-clamp-value 0 must be above 0"),
         ("--swiglu --geglu", "--swiglu and --geglu are 2 activations"),
         ("--softmax-scale 0", "--softmax-scale 0 must be above 0"),

@@ -578,7 +578,7 @@ def test_stages_that_cannot_be_divided_as_asked(flags: str, words: str):
         (
             "--num-layers 4 --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2 "
             "--num-virtual-stages-per-pipeline-rank 2 --recompute-num-layers 1",
-            "no stage between them",
+            "need a stage between the first and the last",
         ),
     ],
 )

@@ -94,8 +94,8 @@ def notes_on_formulas(config: Config) -> list[str]:
     model, notes = config.model, []
     if model.fp8_format:
         notes.append(
-            f"--fp8-format {model.fp8_format} is priced, not run: megatron-core's layers stand for Transformer "
-            "Engine's; FP8 copies of weights, inputs and gradients of linear layers, casts and products use formulas"
+            f"--fp8-format {model.fp8_format} is not run: megatron-core's layers stand for Transformer Engine's, "
+            "and formulas give the cost of FP8 copies (of weights, inputs and gradients), casts and matrix products"
         )
     elif model.transformer_impl == "transformer_engine":
         notes.append("--transformer-impl transformer_engine: megatron-core's layers stand for Transformer Engine's")

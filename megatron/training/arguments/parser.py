@@ -99,7 +99,7 @@ def _stretch(config: Config, given: Collection[str], saved: dict[str, Any], trai
     if model.position_embedding_type == "yarn" != saved["position_embedding_type"] and yarn not in given:
         model.yarn_original_max_position_embeddings = trained
         what += f", yarn-original-max-position-embeddings {trained}"
-    config.notes.append(f"--use-checkpoint-args: {trained} to {config.data.seq_length} tokens, by the flags: {what}")
+    config.notes.append(f"--use-checkpoint-args: flags extend {trained} to {config.data.seq_length} tokens: {what}")
 
 
 LARGEST = 2**53  # the longest runs have less than 2**45 tokens; PyTorch takes no number above 2**63
@@ -126,7 +126,7 @@ def parse(
         argv: the words after the program's name; None reads them from ``sys.argv``.
         defaults: {"section.field": value}.
         world_size: number of processes; a dry run has its own --world-size.
-        shape_of: reads a checkpoint's model for --use-checkpoint-args, which is ignored without it.
+        shape_of: reads a checkpoint's model; without it, --use-checkpoint-args is ignored.
         fastest: chooses among grids, for --elastic with --gpu.
 
     Raises:
@@ -147,7 +147,7 @@ def _read(
     shape_of: ShapeOf | None,
     fastest: Fastest | None = None,
 ) -> Config:
-    """Read a command line. Only one without unreadable words is completed and checked."""
+    """Read a command line; complete and check it if all of its words can be read."""
     gather = Gather()
     words = plain(argv, *_kinds())
     namespace, unread = _namespace(words, gather)
@@ -339,7 +339,8 @@ def _check_values(given: dict[str, Any]) -> None:
         value, choices = given.get(f"{section}.{field.name}"), field.metadata.get("choices")
         flag, numbers = spellings(field)[0], value if isinstance(value, list) else [value]
         if value == "" and section != "logging" or value == [] and not field.metadata.get("nargs"):
-            refused.append(Unreadable(flag, "has no value: give one, or leave it out", LEAVE_OUT))  # an empty variable
+            # For example from an empty shell variable.
+            refused.append(Unreadable(flag, "has no value: give one, or leave it out", LEAVE_OUT))
         elif choices is not None and value is not None and value not in choices:
             fixes = [Fix(f"{flag} {choices[0]}")] if len(choices) == 1 else []
             refused.append(

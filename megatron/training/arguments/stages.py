@@ -96,7 +96,7 @@ def complete_virtual_stages(config: Config) -> None:
         raise Refusal(
             f"--num-layers-per-virtual-pipeline-stage {depth}",
             f"does not divide the {layers} layers of a stage, or contradicts "
-            "--num-virtual-stages-per-pipeline-rank: give one of the two, a divisor",
+            "--num-virtual-stages-per-pipeline-rank: give one of the two flags, with a divisor of {layers}",
         )
     virtual = layers // depth if depth else virtual or 1
     if layers % virtual:
@@ -106,10 +106,10 @@ def complete_virtual_stages(config: Config) -> None:
             f"{gcd(layers, virtual)}",
         )
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
-    if virtual > 1 and len(each) == 2 and None not in (first, last):  # megatron-core divides by the stages between them
+    if virtual > 1 and len(each) == 2 and None not in (first, last):  # core divides by the stages between
         raise Refusal(
-            "virtual pipeline stages with --decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers and "
-            "no stage between them: leave out one of the two",
+            "virtual pipeline stages with --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers "
+            "need a stage between the first and the last: leave out one of the two flags",
             about="--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers",
         )
     virtual_flags = "--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank"

@@ -50,7 +50,7 @@ def left_out(config: Config) -> list[str]:
     if config.attention.attention_kernel not in ("auto", "cpu", "math"):
         notes.append(f"--attention-kernel {config.attention.attention_kernel}: checked with the CPU's kernel")
     if config.attention.mask_function or config.attention.sparse_pattern.endswith(".json"):
-        notes.append(f"--seq-length {config.data.seq_length}: the mask is taken at {LENGTH} tokens")
+        notes.append(f"--seq-length {config.data.seq_length}: checked with the mask for {LENGTH} tokens")
     if config.model.num_experts and config.parallel.expert_model_parallel_size > 1:
         size = config.parallel.expert_model_parallel_size
         notes.append(f"--expert-model-parallel-size {size}: checked with all experts on each rank")

@@ -31,7 +31,7 @@ class TrainingProgram:
     flags: tuple[str, ...]
 
     def __call__(self, **sizes: int) -> Outcome:
-        rerun_state_machine.destroy_rerun_state_machine()  # of an earlier call
+        rerun_state_machine.destroy_rerun_state_machine()  # left from an earlier call
         ranks = torch.distributed.get_world_size()
         config = parse(flags_of_grid(list(self.flags), sizes), world_size=ranks)
         return train(prepare(config, start(config)))

@@ -154,12 +154,12 @@ def check_model(saved: dict[str, Any], config: Config, path: Path, weights_only:
 
 
 def _check_windows(there: dict[str, Any] | None, config: Config, path: Path) -> None:
-    """Refuse a run whose layers have other windows than a Hugging Face model, where they belong to the network."""
+    """Refuse windows that differ from those of a Hugging Face model, because they are part of its network."""
     if not there:
         return
     names = ("window_size", "window_attn_skip_freq")
     wrong = [
-        f"--{name.replace('_', '-')} {there.get(name)} there, {getattr(config.attention, name)} here"
+        f"--{name.replace('_', '-')} {there.get(name)} in the checkpoint, {getattr(config.attention, name)} in this run"
         for name in names
         if getattr(config.attention, name) != there.get(name)
     ]
@@ -363,7 +363,7 @@ def progress_in(path: Checked, settings: CheckpointConfig) -> Progress:
 
 
 def _progress(foreign: ForeignCheckpoint | None, common: dict[str, Any]) -> Progress:
-    """A checkpoint's progress. If it has no count of tokens: samples times the saved sequence length."""
+    """A checkpoint's progress. A missing number of tokens is computed: samples times the saved sequence length."""
     saved = foreign.progress() if foreign else common["progress"]
     progress = Progress(**saved)
     if "consumed_train_tokens" not in saved:
@@ -443,7 +443,7 @@ def _places(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None, co
 
 
 def _weights_under_fsdp(places: Places, with_optimizer: bool, adapters: bool) -> Places:
-    """The parameters whose weights are read under FSDP. The optimizer, if read, has the weights of trained ones."""
+    """The parameters whose weights are read under FSDP. With the optimizer, its main weights give the trained ones."""
     if with_optimizer:
         return places.only(lambda parameter, _: not parameter.requires_grad)
     return places if adapters else places.only(lambda _, name: not is_adapter(name))

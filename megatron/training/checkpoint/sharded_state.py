@@ -277,7 +277,7 @@ def _load_groups(part: MegatronOptimizer, saved: Sequence[dict[str, Any]]) -> No
         if _identity(group) not in known:
             raise Refusal(
                 "the checkpoint's optimizer has no group of parameters with these multipliers of weight decay and "
-                f"learning rate ({_identity(group)}): give its --decoupled-lr, or pass --no-load-optim"
+                f"learning rate ({_identity(group)}): give the --decoupled-lr of its run, or pass --no-load-optim"
             )
         group.update(known[_identity(group)] | {PARTITIONED: group[PARTITIONED]})
 

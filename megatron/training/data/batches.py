@@ -88,7 +88,7 @@ class _Samples(Dataset):
         item = {"tokens": sample["tokens"], "labels": sample["labels"], "loss_mask": loss_mask}
         item["numbers"] = torch.tensor(number)
         if self.eod is not None:
-            ends = sample.get("document_ends")  # chats have it, because their turns end with the same token
+            ends = sample.get("document_ends")  # given for chats, whose turns end with the same token
             item["document_ends"] = torch.tensor(document_ends(sample["tokens"], self.eod)) if ends is None else ends
         return item
 

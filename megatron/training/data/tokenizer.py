@@ -125,7 +125,7 @@ def padded_vocab_size(vocab_size: int, make_divisible_by: int, tensor_parallel: 
         least = -(-vocab_size // tensor_parallel) * tensor_parallel
         raise Refusal(
             f"--padded-vocab-size {rows} is smaller than the vocabulary of {vocab_size} tokens, or not a multiple of "
-            f"--tensor-model-parallel-size {tensor_parallel}: use at least {least}, a multiple, or leave it out"
+            f"--tensor-model-parallel-size {tensor_parallel}: use a multiple, at least {least}, or leave it out"
         )
     if rows is not None:
         return rows
@@ -171,8 +171,8 @@ def _size(ids: Iterable[int], source: str) -> int:
     size = max(ids, default=-1) + 1
     if not 0 < size <= LARGEST_VOCABULARY:
         raise Refusal(
-            f"{source} has ids up to {size - 1:,}, and a model would have a row for each: give a tokenizer of at most "
-            f"{LARGEST_VOCABULARY:,}"
+            f"{source} has ids up to {size - 1:,}, and a model would have a row for each: give a tokenizer with at "
+            f"most {LARGEST_VOCABULARY:,} ids"
         )
     return size
 
@@ -204,7 +204,7 @@ def _gpt2_bpe(kind: str, vocab_file: str, merge_file: str, words: str | None = N
     """GPT-2's byte-level BPE. core's tokenizer downloads "gpt2" and passes the vocabulary as the merges.
 
     Args:
-        words: pattern that splits text into words, if not GPT-2's; then the end of a document is added as a token.
+        words: pattern that splits text into words; default GPT-2's. With it, the end of a document is added as a token.
     """
     from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as Model

@@ -29,7 +29,7 @@ from megatron.training.refusal import Refusal
 
 
 def attention_rule(config: Config, grid: Grid) -> AttentionRule:
-    """The rule of a completed configuration, for the layers with its mask: :func:`layer_masks` has those of all layers.
+    """The rule of a completed configuration, with the mask of the flags; :func:`layer_masks` has each layer's mask.
 
     Documents are not part of it: they come with each batch.
 

@@ -172,7 +172,7 @@ def rope(model: ModelConfig, local: bool = False) -> Rope | None:
     """The model's rotary embedding; None with other positions.
 
     Args:
-        local: of the layers with a window, which may have their own base without scaling.
+        local: return the rotary embedding of layers with a window; it may have a separate base, without scaling.
     """
     if local and model.rotary_base_local:
         plain = replace(
@@ -224,7 +224,7 @@ def save_layer_inputs_in_host(decoder: TransformerBlock, offload: Offload) -> No
             return forward(hidden_states, *args, **kwargs)
 
     decoder.forward = with_hooks
-    if norm is not None:  # it belongs to core's block but is not a layer; the innermost hooks apply
+    if norm is not None:  # it is no layer, but core's block calls it within the hooks: inner ones replace them
         norm_forward = norm.forward
 
         @wraps(norm_forward)

@@ -41,7 +41,7 @@ class FullySharded(_BaseDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         output = self.module(*inputs, **kwargs)
-        if not torch.is_grad_enabled():  # without a backward pass FSDP does not free the rest
+        if not torch.is_grad_enabled():  # without a backward pass, FSDP does not free units that are kept after forward
             for unit in self.units:
                 unit.reshard()
         return output
@@ -101,7 +101,7 @@ def shard(chunk: GPTModel, config: Config) -> list[FSDPModule]:
         make_unit(chunk.embedding, free=free)
         chunk.embedding.set_unshard_in_backward(False)  # a lookup's gradient does not need the table
     if not chunk.share_embeddings_and_output_weights and not chunk.loss_chunks:
-        make_unit(chunk.output_layer, free=False)  # its backward pass comes next
+        make_unit(chunk.output_layer, free=False)  # its backward pass comes next and needs the weight again
     make_unit(chunk, free=False)
     for unit in units:
         unit.set_gradient_divide_factor(1.0)  # gradients are sums; they are divided by the tokens last

@@ -70,7 +70,7 @@ class LongContextGPT(GPTModel):
     ) -> tuple:
         """As core's, with our dropout; streamed hidden states are embedded chunk by chunk into host memory."""
         *whole, _ = self._embedded(input_ids, position_ids, **kwargs)
-        return *whole, padding_mask  # core would cut it over TP, but on the first stage only
+        return *whole, padding_mask  # `_places` has split it over TP; core would do so on the first stage only
 
     def _embedded(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> tuple:
         if not self.pre_process:
@@ -164,6 +164,6 @@ def _scaled(factor: float, _: nn.Module, __: Any, looked_up: Tensor) -> Tensor:
 def _ready_weight(module: nn.Module) -> Tensor:
     """The weight of a module that is not called, after DDP has gathered it (--overlap-param-gather)."""
     for number, hook in module._forward_pre_hooks.items():
-        if number not in module._forward_pre_hooks_with_kwargs:  # those are fully_shard's
+        if number not in module._forward_pre_hooks_with_kwargs:  # hooks with kwargs are fully_shard's, not DDP's
             hook(module, ())
     return module.weight

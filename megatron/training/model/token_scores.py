@@ -51,7 +51,7 @@ def chunked_token_scores(
     rows, batch, wide = hidden_SBH.size(0), hidden_SBH.size(1), accumulation_dtype(hidden_SBH.dtype)
     pieces = chunks or ceil(rows * ranks * batch * weight_VH.size(0) / LOGITS)
     spans = even_spans(rows, max(1, min(pieces, rows)))
-    # Under TP-sp rank t holds rows t * rows .. of the labels; a chunk takes the same rows of every rank.
+    # Under TP-sp, rank t holds the labels from row t * rows on; a chunk takes the same rows of every rank.
     labels, wanted = (x.reshape(ranks, rows, -1) for x in (labels_SB, wanted_SB != 0))
     spans = [span for span in spans if wanted[:, slice(*span)].any()]  # the same on all TP ranks, as the labels are
     scores = torch.zeros((2, ranks, rows, batch), dtype=wide, device=weight_VH.device)

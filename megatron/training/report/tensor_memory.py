@@ -77,8 +77,8 @@ class TensorMeter(TorchDispatchMode):
         record: keep every change in ``history``.
         resized: also watch resizing, which is not an operation. FSDP frees and fills the storages of gathered weights
             by resizing them.
-        before: the class of earlier tensors that count. Those of a simulation are fake; other tensors of the process do
-            not belong to it.
+        before: only tensors of this class count if they existed before. In a simulation these are the fake ones; the
+            other tensors of the process do not belong to the simulation.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class TensorMeter(TorchDispatchMode):
         self.live: dict[int, Block] = {}
         self.history = History() if record else None
         self._levels: dict[Place, Level] = {"device": Level(), "host": Level(), "elsewhere": Level()}
-        # New blocks that may still be marked as host buffers, and the bytes of the host level including each of them:
-        # an older buffer may end before the mark is set.
+        # New blocks that may still be marked as host buffers. The host level's bytes including the block are kept too,
+        # because an older host buffer may end before the block is marked.
         self._new: list[tuple[Block, int]] = []
         self._count = 0
 

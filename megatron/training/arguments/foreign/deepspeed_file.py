@@ -47,8 +47,8 @@ REFUSED = {
     "compression_training": "it is not supported: leave it out",
     "sparse_attention": "use --attention-mask block-sparse",
     "eigenvalue": "it is not supported: leave it out",
-    "elasticity": "a run has the processes it is started with: leave it out",
-    "hybrid_engine": "this program trains: leave it out",
+    "elasticity": "the number of processes does not change during a run: leave it out",
+    "hybrid_engine": "it generates text, and this program only trains: leave it out",
     "tensor_parallel": "use --tensor-model-parallel-size",
     "weight_quantization": "it is not supported: leave it out",
 }
@@ -240,10 +240,10 @@ class DeepSpeedFile:
             return
         kinds = (section.get("curriculum_type", "seqlen"), section.get("schedule_type"))
         if kinds != ("seqlen", "fixed_linear"):
-            asked = " by ".join(str(kind)[:60] for kind in kinds)
+            asked = " with ".join(str(kind)[:60] for kind in kinds)
             raise Refusal(
-                f"curriculum_learning in {self.path} of {asked}: only seqlen by fixed_linear is "
-                "supported: use that, or leave it out"
+                f"curriculum_learning in {self.path} asks for {asked}: only seqlen with fixed_linear is supported; "
+                "use that, or leave it out"
             )
         schedule = self._section(section.get("schedule_config"), "curriculum_learning.schedule_config")
         numbers = [section.get("min_difficulty"), schedule.get("difficulty_step")]
@@ -257,7 +257,7 @@ class DeepSpeedFile:
         if longest != self.config.data.seq_length:
             raise Refusal(
                 f"curriculum_learning.max_difficulty {longest} in {self.path} is not --seq-length "
-                f"{self.config.data.seq_length}: use that",
+                f"{self.config.data.seq_length}: use {self.config.data.seq_length}",
                 about="--seq-length",
             )
         source = f"curriculum_learning in {self.path}"

@@ -125,7 +125,7 @@ def _precision(config: Config, assign: _Assign) -> None:
     if other.main_grads_dtype == "bf16":
         assign("parallel.grad_reduce_in_bf16", True, source)
     elif other.use_precision_aware_optimizer:
-        config.notes.append("--use-precision-aware-optimizer: its state is in fp32, as without the flag")
+        config.notes.append("--use-precision-aware-optimizer: the optimizer's state is in fp32, as without the flag")
 
 
 def _recompute(config: Config, assign: _Assign) -> None:
@@ -146,7 +146,7 @@ def _recompute(config: Config, assign: _Assign) -> None:
     if granularity == "selective" and sources:
         raise Refusal(
             f"--activations-checkpoint-granularity selective and {next(iter(sources))}",
-            ", which is full: leave one out",
+            "contradict each other, because the latter means full: leave one out",
         )
     if granularity:
         assign("attention.recompute_granularity", granularity, f"--activations-checkpoint-granularity {granularity}")

@@ -140,7 +140,7 @@ of FP8, only --fp8-format, --fp8-recipe and the amax settings are supported: --f
     --no-fp8-wgrad --disable-fp8-wgrad --first-last-layers-bf16 --num-layers-at-start-in-bf16 1 1
     --num-layers-at-end-in-bf16 1 1 --te-precision-config-file 1
 weights follow --seed alone, so that they do not depend on the grid: --data-parallel-random-init
-settings come from the flags: give them again; a model's from a checkpoint with --use-checkpoint-args:
+settings come from flags: give them again, or take the model's from a checkpoint with --use-checkpoint-args:
     --use-mp-args-from-checkpoint-args --yaml-cfg 1
 checkpoints are written by --save and --save-interval alone: --load-main-params-from-ckpt --dist-ckpt-save-pre-mcore-014
 evaluation uses one validation set and --eval-iters: --full-validation --multiple-validation-sets

@@ -167,7 +167,7 @@ class FaultConfig:
     check_for_spiky_loss: bool = flag(
         False, "a spike of the loss makes a batch bad; without --skip-bad-batches it is only reported"
     )
-    check_for_large_grads: bool = flag(False, "the same for a spike of the gradient norm")
+    check_for_large_grads: bool = flag(False, "a spike of the gradient norm makes a batch bad too")
     spike_factor: float = flag(10.0, "a spike is above this many times the median of the last 100 good steps")
     check_weight_hash_across_dp_replicas_interval: int | None = flag(
         None, "iterations between comparisons of the weights that several ranks hold", type=int

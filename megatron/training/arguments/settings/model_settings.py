@@ -80,15 +80,15 @@ class ModelConfig:
     swiglu: bool = flag(False, "gated MLP with SiLU")
     geglu: bool = flag(False, "gated MLP with GELU by tanh, as in Gemma")
     quick_geglu: bool = flag(False, "gated MLP with x sigmoid(1.702 x), as in gpt-oss")
-    glu_linear_offset: float = flag(0.0, "gated MLP: is added to the half that is not activated")
+    glu_linear_offset: float = flag(0.0, "gated MLP: number added to the half that is not activated")
     activation_func_clamp_value: float | None = flag(
         None, "gated MLP: limit of both halves before the activation; the activated half has no lower limit", type=float
     )
     squared_relu: bool = flag(False, "squared ReLU instead of GELU")
     bias_gelu_fusion: bool = flag(
         True,
-        "compute GELU with erf, as Megatron-LM does without its fused kernel, which uses tanh; also the case with "
-        "--disable-bias-linear",
+        "compute GELU with erf, as Megatron-LM does without its fused kernel, which uses tanh; --disable-bias-linear "
+        "does this too",
         flags=["--no-bias-gelu-fusion"],
     )
     openai_gelu: bool = flag(False, "compute GELU with tanh, whatever the other flags say")
@@ -151,14 +151,14 @@ class ModelConfig:
     moe_router_enable_expert_bias: bool = flag(
         False, "balance experts by adding to their scores a bias that follows their load; it affects the choice alone"
     )
-    moe_router_bias_update_rate: float = flag(0.001, "change of that bias in a step")
+    moe_router_bias_update_rate: float = flag(0.001, "change of the bias of experts in a step")
     moe_router_load_balancing_type: list[str] = flag(
         ["aux_loss"],
         "load-balancing losses: aux_loss (over a micro-batch), seq_aux_loss (over a sample), both, or none",
         type=str,
         nargs="+",
     )
-    moe_aux_loss_coeff: list[float] = flag([0.0], "coefficient of each of these losses", type=float, nargs="+")
+    moe_aux_loss_coeff: list[float] = flag([0.0], "coefficient of each load-balancing loss", type=float, nargs="+")
     moe_z_loss_coeff: float | None = flag(None, "coefficient of the router's z-loss", type=float)
     moe_expert_capacity_factor: float | None = flag(
         None, "largest number of tokens of an expert in a micro-batch, over the mean; default no limit", type=float
@@ -189,4 +189,4 @@ class ModelConfig:
     fp8_format: str | None = flag(None, "FP8 through Transformer Engine", type=str, choices=["e4m3", "hybrid"])
     fp8_recipe: str = flag("delayed", "FP8 scaling recipe", choices=["tensorwise", "delayed", "mxfp8", "blockwise"])
     fp8_amax_history_len: int = flag(1, "length of the FP8 amax history")
-    fp8_amax_compute_algo: str = flag("most_recent", "how FP8 reads that history", choices=["most_recent", "max"])
+    fp8_amax_compute_algo: str = flag("most_recent", "how FP8 reads the amax history", choices=["most_recent", "max"])

@@ -67,7 +67,7 @@ class ParallelConfig:
     account_for_loss_in_pipeline_split: bool = flag(False, "the last stage has one layer less")
     elastic: bool = flag(
         False,
-        "choose the grid at each start for the processes that there are: TP and PP as given, the largest CP that fits; "
+        "choose the grid at each start for the number of processes: TP and PP as given, the largest CP that fits; "
         "for torchrun --nnodes MIN:MAX --max-restarts N",
     )
     elastic_grids: str | None = flag(

@@ -130,7 +130,8 @@ def _router(model: ModelConfig) -> None:
     if experts % groups or not 1 <= chosen <= groups:
         raise Refusal(
             f"--moe-router-num-groups {groups} and --moe-router-group-topk {chosen}",
-            f"do not fit --num-experts {experts}: the groups divide the experts, and a token uses at most all groups",
+            f"do not fit --num-experts {experts}: the groups must divide the experts, and a token can use at most all "
+            "groups",
         )
     if topk % chosen or topk // chosen > experts // groups:
         raise Refusal(
@@ -155,7 +156,10 @@ def _losses(model: ModelConfig) -> None:
             f"must be one number, 0 or more, for each of --moe-router-load-balancing-type {' '.join(kinds)}",
         )
     if "none" in kinds and (len(kinds) > 1 or any(coefficients)):
-        raise Refusal("--moe-router-load-balancing-type none", "has no coefficient and no other loss: leave one out")
+        raise Refusal(
+            "--moe-router-load-balancing-type none",
+            "cannot be combined with a coefficient or another loss: leave one out",
+        )
 
 
 def check_expert_grid(config: Config, world_size: int) -> None:

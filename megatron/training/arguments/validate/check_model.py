@@ -59,7 +59,7 @@ def complete_model(config: Config) -> None:
         raise Refusal(" and ".join(activations), f"are {len(activations)} activations: keep one")
     if (model.glu_linear_offset or model.activation_func_clamp_value is not None) and not is_gated(model):
         flag = "--glu-linear-offset" if model.glu_linear_offset else "--activation-func-clamp-value"
-        raise Refusal(flag, "is of gated MLPs: add --swiglu, --geglu or --quick-geglu, or leave it out", LEAVE_OUT)
+        raise Refusal(flag, "needs a gated MLP: add --swiglu, --geglu or --quick-geglu, or leave it out", LEAVE_OUT)
     for name in ("softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "activation_func_clamp_value"):
         if getattr(model, name) is not None and not getattr(model, name) > 0:
             flag = f"--{name.replace('_', '-')} {getattr(model, name):g}"
@@ -80,7 +80,7 @@ def _positions(model: ModelConfig) -> None:
         rotated = model.qk_pos_emb_head_dim  # even
     if kind in ROTARY and (rotated < 2 or rotated % 2):
         raise Refusal(
-            f"RoPE rotates pairs, and --rotary-percent {model.rotary_percent:g} of heads of {model.kv_channels} is "
+            f"RoPE rotates pairs, but --rotary-percent {model.rotary_percent:g} of head size {model.kv_channels} is "
             f"{rotated}: use another --rotary-percent or --kv-channels",
             about="--rotary-percent",
         )
@@ -159,13 +159,13 @@ def complete_attention(config: Config) -> None:
     if attention.mask_cpu_threshold != AttentionConfig.mask_cpu_threshold and not dense:
         config.notes.append(
             f"--mask-cpu-threshold has no effect: --attention-mask {attention.attention_mask} is computed in tiles, "
-            "without a mask of pairs"
+            "without a dense mask"
         )
     _balance(config)
 
 
 def _window_layers(config: Config) -> None:
-    """Check which layers have the window, and RoPE of their own."""
+    """Check which layers have the window, and the separate base of RoPE in these layers."""
     attention, model = config.attention, config.model
     if attention.window_attn_skip_freq is None and model.rotary_base_local is None:
         return
@@ -184,7 +184,7 @@ def _window_layers(config: Config) -> None:
     if attention.window_attn_skip_freq is None:
         raise Refusal(
             "--rotary-base-local",
-            "is of layers with a window beside layers without: add --window-size and --window-attn-skip-freq, or use "
+            "needs some layers with a window and some without: add --window-size and --window-attn-skip-freq, or use "
             "--rotary-base",
         )
     if not any(own and rotated for own, rotated in zip(windows, rope_layers(model))):
@@ -204,7 +204,7 @@ def _rope_layers(config: Config) -> None:
     if model.position_embedding_type not in ROTARY:
         raise Refusal(
             f"--no-rope-freq with --position-embedding-type {model.position_embedding_type}",
-            "has no RoPE to leave out: use --position-embedding-type rope, or leave it out",
+            "has no RoPE to leave out: use --position-embedding-type rope, or leave --no-rope-freq out",
             Fix("--position-embedding-type rope"),
             Fix(drop="--no-rope-freq"),
         )
@@ -212,7 +212,8 @@ def _rope_layers(config: Config) -> None:
     _check_pattern("--no-rope-freq", frequency, layers)
     if isinstance(frequency, int) and layers % frequency:
         raise Refusal(
-            f"--no-rope-freq {frequency}", f"does not divide --num-layers {layers}: give a list with 1 or 0 for each"
+            f"--no-rope-freq {frequency}",
+            f"does not divide --num-layers {layers}: give a list with 1 or 0 for each layer",
         )
     rotated = rope_layers(model)
     if not any(rotated):
@@ -227,7 +228,10 @@ def _check_pattern(flag: str, frequency: int | list[int] | None, layers: int) ->
     if isinstance(frequency, int) and frequency < 1:
         raise Refusal(f"{flag} {frequency}", "must be at least 1: 2 means every second layer")
     if isinstance(frequency, list) and len(frequency) != layers:
-        raise Refusal(f"{flag} with {len(frequency)} layers", f"does not fit --num-layers {layers}: give one for each")
+        raise Refusal(
+            f"{flag} with {len(frequency)} layers",
+            f"does not fit --num-layers {layers}: give one number for each layer",
+        )
 
 
 def _refuse_unread(attention: AttentionConfig) -> None:
@@ -277,7 +281,8 @@ def _balance(config: Config) -> None:
         parallel.context_parallel_balance = "zigzag"
 
 
-UNEVEN = 0.04  # share of attention's work that may be in layers whose later queries see more keys
+# No zigzag is needed if layers whose later queries see more keys have at most this share of attention's work.
+UNEVEN = 0.04
 
 
 def _even_rows(config: Config) -> bool:

@@ -108,8 +108,8 @@ def complete_copies(config: Config, world_size: int) -> None:
         )
     if world_size < settings.replication_factor:
         config.notes.append(
-            f"no effect here: --replication (it needs {settings.replication_factor} nodes, and the ranks are "
-            f"{world_size})"
+            f"no effect here: --replication (it needs {settings.replication_factor} nodes, and the number of ranks "
+            f"is {world_size})"
         )
         settings.replication = False
 

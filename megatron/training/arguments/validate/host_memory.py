@@ -52,8 +52,8 @@ def check_host_memory(config: Config, available: Callable[[], int] | None = None
     flag = flag if need.hidden else "--fpdt-offload"
     raise Refusal(
         f"{flag} needs {_gib(need.total)} of host memory per rank ({_gib(need.chunks + need.sums)} for chunks, "
-        f"{_gib(need.hidden)} for hidden states), {_gib(need.total * ranks)} for the {ranks} of this machine, and "
-        f"{_gib(free)} are free: use {', '.join(flags)}"
+        f"{_gib(need.hidden)} for hidden states), {_gib(need.total * ranks)} for the {ranks} ranks of this machine, "
+        f"but {_gib(free)} are free: use {', '.join(flags)}"
     )
 
 

@@ -81,7 +81,7 @@ def merge(path: Checked, piece: Piece, rows: Tensor, model: ModelConfig) -> Tens
 def to_peft(source: Path, target: Path, bar: Callable[[int], Done], step: int | None, base: str) -> list[str]:
     """Write the adapters of a checkpoint as a folder that PEFT loads; returns lines to print at the end.
 
-    Each of our layers corresponds to several of Hugging Face's (query, key and value; gate and up). They share A, so it
+    Each of our layers corresponds to several of Hugging Face's (query, key and value; gate and up). They share A, so A
     is written several times.
 
     Args:
@@ -256,7 +256,7 @@ def _check_stored(
     wanted = {piece.key: sharded(piece, model.num_layers, torch.float32) for piece in pieces}
     present = {key for key in stored if key.startswith(("embedding.", "decoder.", "output_layer."))}
     if differing := sorted(present ^ wanted.keys()):
-        raise Refusal(f"{path}: tensors are missing or unexpected for a {title} of its settings: {some(differing)}")
+        raise Refusal(f"{path}: tensors are missing or unexpected for a {title} with its settings: {some(differing)}")
     for key, tensor in wanted.items():
         actual, shape = stored[key].global_shape, tensor.global_shape
         padded = tensor.allow_shape_mismatch and actual[0] >= shape[0] and actual[1:] == shape[1:]

@@ -67,7 +67,7 @@ class LlamaLike:
         """The config.json of a model with our settings. Raises Refusal if the model is of another family.
 
         Args:
-            attention: settings of :class:`AttentionConfig`, of which only families with layers with a window read some.
+            attention: settings of :class:`AttentionConfig`; read only by families whose layers may have a window.
         """
         if self.kind == "llama":
             return llama_settings.config_json(model, vocab_size, dtype)
@@ -214,7 +214,7 @@ class Mixtral(LlamaLike):
         }
 
 
-# Settings of experts that a Mixtral has at our defaults.
+# Settings of experts that have our defaults in every Mixtral.
 ROUTER = ("moe_layer_freq", "moe_shared_expert_intermediate_size", "moe_router_score_function",
           "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
           "moe_router_enable_expert_bias", "moe_expert_capacity_factor")  # fmt: skip
@@ -302,6 +302,6 @@ def check_source(
     dtypes = sorted({present[name].dtype for name in wanted.keys() - wide})
     if len(dtypes) > 1 or dtypes[0] not in safetensors_folder.TORCH_DTYPES:
         raise Refusal(
-            f"{source}: weights in {', '.join(dtypes)} are not supported: all in BF16, all in F16 or all in F32"
+            f"{source}: weights in {', '.join(dtypes)} are not supported: all must be BF16, all F16 or all F32"
         )
     return others, safetensors_folder.TORCH_DTYPES[dtypes[0]]

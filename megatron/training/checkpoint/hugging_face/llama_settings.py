@@ -42,7 +42,7 @@ def rope_settings(config: dict[str, Any], where: object) -> dict[str, Any]:
     elif kind == "llama3":
         for name, fixed in LLAMA3.items():
             if (value := rope.get(name, config.get(name))) != fixed:
-                raise Refusal(f"{where}: rope_scaling llama3 with {name} {value}: Megatron's is fixed at {fixed:g}")
+                raise Refusal(f"{where}: rope_scaling llama3 with {name} {value} is not supported: only {fixed:g}")
         result |= {
             "use_rope_scaling": True,
             "rope_scaling_factor": positive(rope.get("factor"), "factor of rope_scaling", where),
@@ -73,7 +73,7 @@ def _yarn(rope: dict[str, Any], config: dict[str, Any], where: object) -> dict[s
     if rope.get("attention_factor") is not None:
         wanted = number("attention_factor", 1.0)
         if wanted < 1:
-            raise Refusal(f"{where}: rope_scaling yarn: attention_factor {wanted:g} is not supported: at least 1")
+            raise Refusal(f"{where}: rope_scaling yarn: attention_factor {wanted:g} must be at least 1")
         if abs(Yarn(factor, mscale=mscale, mscale_all_dim=all_dim).attention_factor - wanted) > 1e-12:
             mscale, all_dim = (wanted - 1) / (0.1 * math.log(factor)), 0.0
     return {
@@ -96,7 +96,9 @@ def scaling_json(model: ModelConfig) -> dict[str, Any] | None:
     """
     linear = model.rotary_seq_len_interpolation_factor
     if linear and model.use_rope_scaling:
-        raise Refusal("--rotary-seq-len-interpolation-factor with --use-rope-scaling: config.json can name only one")
+        raise Refusal(
+            "--rotary-seq-len-interpolation-factor with --use-rope-scaling: config.json can name only one scaling"
+        )
     if linear:
         return {"rope_type": "linear", "factor": linear}
     if model.use_rope_scaling:
@@ -358,7 +360,7 @@ def saved_settings(saved: dict[str, Any]) -> ModelConfig:
 def _plain_llama(config: dict[str, Any], where: object) -> None:
     """Refuse a Llama with custom code, quantization or another activation."""
     if "auto_map" in config:
-        raise Refusal(f"{where}: auto_map asks for code from the checkpoint, which is never run; only plain llama")
+        raise Refusal(f"{where}: auto_map asks for code from the checkpoint, which is never run")
     if config.get("quantization_config"):
         raise Refusal(f"{where}: quantization_config is not supported: save the model in bf16, fp16 or fp32")
     if (act := config.get("hidden_act", "silu")) != "silu":

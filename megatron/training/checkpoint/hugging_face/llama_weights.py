@@ -26,9 +26,9 @@ class Piece:
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]  # of the Hugging Face tensors
     layer: int | None = None
-    part: int = 0  # these rows are this part of ``parts`` equal parts of the tensor's rows
+    part: int = 0  # index of these rows among ``parts`` equal parts of the tensor's rows
     parts: int = 1
-    expert: int | None = None  # number of the expert, of ``experts``
+    expert: int | None = None  # index of the expert among ``experts``
     experts: int = 1
     stacked: bool = True  # False: the layer is part of the key, because the layers differ
     wide: bool = False  # fp32, whatever the dtype of the others

@@ -82,7 +82,7 @@ def _list_files(copies: Copies) -> tuple[Files, set[str]]:
             iteration, rank, _ = int(about["iteration"]), int(about["rank"]), about["start"]
         except (KeyError, ValueError):
             continue  # not a copy of ours
-        if path == copies.path(iteration, rank):  # a file with another name would be removed as another step's
+        if path == copies.path(iteration, rank):  # otherwise the file would be removed as one of another step
             files.setdefault((iteration, about["start"]), {})[rank] = path
     return files, others
 

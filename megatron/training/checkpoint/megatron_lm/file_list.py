@@ -84,7 +84,7 @@ def read_list(path: Path) -> FileList:
 
 def how_to_list(path: Path) -> str:
     """How to list the files of a checkpoint that was changed on purpose."""
-    return f"if that was intended, python tools/check_checkpoint.py {path} --write-list lists them again"
+    return f"if files were changed on purpose, list them again: python tools/check_checkpoint.py {path} --write-list"
 
 
 def outside(names: Iterable[str]) -> str | None:

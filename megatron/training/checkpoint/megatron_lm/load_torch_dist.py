@@ -187,8 +187,8 @@ def _matched(ours: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) ->
         if identity(group) not in known:
             names = ", ".join(f"{name} {value}" for name, value in zip(param_group_identifier_keys, identity(group)))
             raise Refusal(
-                f"the checkpoint's optimizer has no group of parameters with {names}: give its --decoupled-lr, or "
-                "pass --no-load-optim"
+                f"the checkpoint's optimizer has no group of parameters with {names}: give the --decoupled-lr of its "
+                "run, or pass --no-load-optim"
             )
         other = known[identity(group)]
         matched.append(group | {name: other[name] for name in other if name in group or name == "step"})
