@@ -12,7 +12,7 @@ FLAG = re.compile(r"--?[A-Za-z]")
 
 
 def options(words: Iterable[str]) -> list[list[str]]:
-    """Words as options: a flag and its values (``--flag=value`` is split), or a single word before the first flag."""
+    """Words as options: each is a flag with its values, or a word before the first flag. ``--flag=value`` is split."""
     result: list[list[str]] = []
     for word in words:
         if FLAG.match(word):

@@ -172,7 +172,7 @@ def _all_sizes(world_size: int) -> Iterator[Sizes]:
 
 
 def _largest(config: Config, world_size: int, complete: Complete) -> Config:
-    """The given grid with the largest context-parallel size, at most the given one, that the processes can run."""
+    """The grid of the flags, with the context-parallel size reduced until the processes can run it."""
     parallel, refused = config.parallel, None
     ulysses, ring = parallel.ulysses_parallel_size, parallel.ring_parallel_size
     given = (ulysses or 1) * (ring or 1) if ulysses or ring else parallel.context_parallel_size or 1

@@ -106,7 +106,7 @@ def complete_virtual_stages(config: Config) -> None:
             f"{gcd(layers, virtual)}",
         )
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
-    if virtual > 1 and len(each) == 2 and None not in (first, last):  # core divides by the stages between
+    if virtual > 1 and len(each) == 2 and None not in (first, last):  # core would divide by 0 middle stages
         raise Refusal(
             "virtual pipeline stages with --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers "
             "need a stage between the first and the last: leave out one of the two flags",

@@ -443,7 +443,7 @@ def _places(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None, co
 
 
 def _weights_under_fsdp(places: Places, with_optimizer: bool, adapters: bool) -> Places:
-    """The parameters whose weights are read under FSDP. With the optimizer, its main weights give the trained ones."""
+    """The parameters whose weights are read under FSDP. The optimizer, if it is read, has those of trained ones."""
     if with_optimizer:
         return places.only(lambda parameter, _: not parameter.requires_grad)
     return places if adapters else places.only(lambda _, name: not is_adapter(name))

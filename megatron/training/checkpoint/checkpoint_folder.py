@@ -66,7 +66,7 @@ def clear(folder: Path) -> None:
 
 
 def restore(folder: Path) -> None:
-    """Undo a replacement that was interrupted before the new checkpoint had the name. Raises OSError."""
+    """Undo a replacement that was interrupted before the new checkpoint got its name. Raises OSError."""
     for path in folder.glob(f".*{REPLACED}"):
         final = path.with_name(path.name[1:].removesuffix(REPLACED))
         if not final.exists():

@@ -132,7 +132,7 @@ class _Batches:
 
 
 def _start_worker(_: int) -> None:
-    """Leave the trainer's process group: after a SIGTERM to it, the trainer still needs data for its last step."""
+    """Leave the trainer's process group. A SIGTERM to the group must not end workers before the trainer's last step."""
     os.setpgid(0, 0)
 
 

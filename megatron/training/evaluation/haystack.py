@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Phrases, names, numbers and a haystack for any tokenizer: as text, or as symbols for ids without text.
 
-A name and a number are each a pair. A quarter of the names is held out for evaluation (:func:`is_held_out`): a training
-set of needles never has these pairs, but has both halves of each pair in other pairs.
+A name is a pair of halves, and so is a number. A quarter of the names is held out for evaluation
+(:func:`is_held_out`): a training set of needles never has these pairs, but has both halves of each in other pairs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ TEXT = {
     "common": "\nWhich of all these names come most often, in the order in which they came up",
 }
 SYMBOLS = {"needle": 0, "ask": 1, "let": 2, "which": 3, "common": 4}  # symbols do not need the other marks
-# Symbols reserved for marks; fewest and most symbols; most halves of names and of numbers.
+# MARKS: symbols reserved for marks. ALPHABET, MOST: least and largest number of symbols. HALVES: most halves of names.
 MARKS, ALPHABET, MOST, HALVES = 12, 64, 4096, 32
 MOST_TEXT = 1 << 30  # limit of a haystack in bytes
 SENTENCE = 8  # symbols of a sentence in the haystack

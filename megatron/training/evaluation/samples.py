@@ -108,7 +108,7 @@ def multi_key(words: Words, random: np.random.Generator, length: int, depth: flo
 
 
 def variable_tracking(words: Words, random: np.random.Generator, length: int, depth: float | None = None) -> Pieces:
-    """Two chains, in each of which five names get the same number in turn; the answer is the names of one number."""
+    """Two chains, in each of which five names get the same number in turn; the answer is all names of one number."""
     names = np.array(draw(random, words.names, CHAINS * (HOPS + 1), None)).reshape(CHAINS, HOPS + 1, 2).tolist()
     chains = [[Name(tuple(pair)) for pair in chain] for chain in names]
     numbers = [Number(pair) for pair in draw(random, words.numbers, CHAINS, None)]
@@ -123,7 +123,7 @@ def variable_tracking(words: Words, random: np.random.Generator, length: int, de
 
 
 def common_words(words: Words, random: np.random.Generator, length: int, depth: float | None = None) -> Pieces:
-    """A list as long as the sample, a quarter of which is ten names; the answer is these names by first occurrence."""
+    """A list of names as long as the sample. Ten names fill a quarter of it: the answer, by first occurrence."""
     all_pairs = pairs(words.names, None)
     common = min(COMMON, len(all_pairs) // 9)
     order = random.permutation(len(all_pairs)).tolist()

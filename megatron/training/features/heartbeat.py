@@ -91,7 +91,7 @@ class Heartbeat:
         """This rank ends with ``error``: write that to the store; returns lines to print instead of its traceback.
 
         None if the cause is on this rank. Otherwise a message failed because of another rank, and the first rank that
-        notices this reports which. Ranks of this machine that do not answer are killed, so that no launcher waits.
+        notices this names it. Ranks of this machine that do not answer are killed, so that no launcher waits.
         """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher sends it when another rank has ended
         if self._ending():

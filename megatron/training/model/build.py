@@ -224,7 +224,7 @@ def save_layer_inputs_in_host(decoder: TransformerBlock, offload: Offload) -> No
             return forward(hidden_states, *args, **kwargs)
 
     decoder.forward = with_hooks
-    if norm is not None:  # it is no layer, but core's block calls it within the hooks: inner ones replace them
+    if norm is not None:  # it is no layer, but core's block calls it within the hooks: identity hooks replace them
         norm_forward = norm.forward
 
         @wraps(norm_forward)

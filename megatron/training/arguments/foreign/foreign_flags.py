@@ -146,7 +146,7 @@ def _recompute(config: Config, assign: _Assign) -> None:
     if granularity == "selective" and sources:
         raise Refusal(
             f"--activations-checkpoint-granularity selective and {next(iter(sources))}",
-            "contradict each other, because the latter means full: leave one out",
+            "contradict each other, because the latter recomputes whole layers: leave one out",
         )
     if granularity:
         assign("attention.recompute_granularity", granularity, f"--activations-checkpoint-granularity {granularity}")

@@ -225,7 +225,7 @@ def _layout_settings(config: Config) -> str:
 
 
 def _id(save: str, run: str) -> str:
-    """Identity of the run whose copies belong to this folder; if there is none yet, ``run``, which is written there."""
+    """Identity of the run whose copies belong to this folder. If it has none, ``run`` is written to it and returned."""
     path = Path(save) / COPIES
     if known := run_of_copies(save):
         return known
