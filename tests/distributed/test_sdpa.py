@@ -303,7 +303,7 @@ def other_attention(how):
     [
         ("weights", "pass need_weights=False"),
         ("flex", "flex_attention over ranks"),
-        ("varlen", "varlen_attn over ranks"),
+        ("varlen", "varlen_attn cannot run over ranks"),
     ],
 )
 def test_attention_of_this_ranks_tokens_alone_is_refused(pool, how, message):

@@ -142,8 +142,8 @@ def test_training_without_transformer_engine_is_refused(flags):
 @pytest.mark.parametrize(
     ("flags", "output"),
     [
-        ("--gpu A100-80G", "--fp8-format hybrid with --gpu A100-80G: it has no FP8"),
-        ("--gpu H100-80G --fp8-recipe mxfp8", "--fp8-recipe mxfp8 with --gpu H100-80G: it has no MXFP8"),
+        ("--gpu A100-80G", "--fp8-format hybrid: A100-80G has no FP8"),
+        ("--gpu H100-80G --fp8-recipe mxfp8", "--fp8-recipe mxfp8: H100-80G has no MXFP8"),
     ],
 )
 def test_a_gpu_without_fp8_is_refused(flags, output, capsys):

@@ -133,7 +133,7 @@ def test_prompts_of_each_kind(tmp_path):
         ('{"prompt": "1", "tokens": [1]}', ":1: a prompt must be a JSON object with one of"),
         ('{"prompt": [1]}', ':1: "prompt" must be a text'),
         ('["1"]', ":1: a prompt must be a JSON object with one of"),
-        ('{"prompt": "one"}', ":1: NullTokenizer --vocab-size 99 cannot read it"),
+        ('{"prompt": "one"}', ":1: NullTokenizer --vocab-size 99 cannot read the prompt"),
         ("", ": it has no prompts"),
     ],
 )

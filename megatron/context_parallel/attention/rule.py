@@ -94,7 +94,9 @@ class AttentionRule:
         dropout = self.dropout if self.dropout is not None and self.dropout.threshold else None
         if dropout is not None:
             if len(dropout.samples) != batch:
-                raise ValueError(f"dropout names {len(dropout.samples)} samples, but the batch has {batch}: name each")
+                raise ValueError(
+                    f"dropout.samples has {len(dropout.samples)} numbers, not {batch}: give one for each sample"
+                )
             dropout = dropout.of_heads(ulysses.rank * heads)
         slopes = _of_rank(self.alibi_slopes, "alibi_slopes", heads, ulysses)
         slopes = None if slopes is None else to_device(slopes, q_SBHD.device)

@@ -312,10 +312,12 @@ def _refused() -> Iterator[None]:
         return heads(*args, **kwargs)
 
     def flex_attention(*_: Any, **__: Any) -> Any:
-        raise ValueError(f"flex_attention over ranks: call {OPERATOR}, and give mask= to context_parallel")
+        raise ValueError(f"flex_attention cannot run over ranks: call {OPERATOR}, and give mask= to context_parallel")
 
     def varlen(*_: Any, **__: Any) -> Any:
-        raise ValueError(f"varlen_attn over ranks: call {OPERATOR}, and give mask=Documents(...) to context_parallel")
+        raise ValueError(
+            f"varlen_attn cannot run over ranks: call {OPERATOR}, and give mask=Documents(...) to context_parallel"
+        )
 
     replaced = [
         (functional, heads.__name__, multi_head_attention),

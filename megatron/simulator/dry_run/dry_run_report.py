@@ -90,7 +90,7 @@ def _runtime(result: DryRun) -> Iterator[str]:
             yield f"{name(report)}: reserved memory is scaled, not replayed, from {reserved.scaled}"
         for setting, retries in reserved.retries.items():
             if retries is None:
-                yield f"{name(report)}: {LABELS.get(setting, f'reserved, {setting}')}: more than the device has left"
+                yield f"{name(report)}: {LABELS.get(setting, f'reserved, {setting}')}: the device has too little memory"
             elif retries:
                 yield f"{name(report)}: the device is full; the allocator's cache is freed {retries} times ({setting})"
     own = runtime_memory(result.config, result.world_size, result.machine)

@@ -187,7 +187,7 @@ def table(rows: Sequence[Row], title: str) -> Table:
 
 
 def papers_tables(shape: Shape, seq_length: int) -> list[Table]:
-    """The web page's formulas (formulas/papers.py) and this package's; its figures for Qwen2 and its formula."""
+    """The web page's formulas (formulas/papers.py) and ours; the page's figures for Qwen2 and the page's formula."""
     numel = stage_parameters(shape, 1, 1, 0).numel
     workload = Workload(shape, seq_length)
     ours = device_memory(workload, Strategy(zero=0))
