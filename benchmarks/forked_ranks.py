@@ -38,7 +38,7 @@ def on_each_rank(work: Callable, ranks: int, *args: Any, patience: float = 300) 
         RankFailed: with the error of the first rank that failed.
     """
     packed = _on_each(ranks, _packed, (work, *args), patience)
-    return [torch.load(io.BytesIO(one), weights_only=False) for one in packed]  # our own forks wrote it
+    return [torch.load(io.BytesIO(one), weights_only=False) for one in packed]  # written by our own forks
 
 
 def _packed(work: Callable, *args: Any) -> bytes:

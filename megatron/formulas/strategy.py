@@ -103,7 +103,7 @@ class Shape:
         """This shape.
 
         Raises:
-            ValueError: it has experts, whose activations, messages and time no formula knows yet.
+            ValueError: the shape has experts, whose activations, messages and time no formula knows yet.
         """
         if self.mixture is not None:
             raise ValueError("experts have formulas only for parameters, model states and FLOPs: choose a dense model")

@@ -46,7 +46,7 @@ def read_prompts(texts: Sequence[str], file: Path | None, tokenizer: Tokenizer, 
         raise Refusal("give the prompts once: --prompt TEXT, as often as needed, or --prompts FILE")
     given = [(f"--prompt {number}", text) for number, text in enumerate(texts, 1)] if texts else list(_lines(file))
     if not given:
-        raise Refusal(f"--prompts {file}: it has no prompts")
+        raise Refusal(f"--prompts {file} has no prompts")
     return [_prompt(where, value, tokenizer, vocab_size) for where, value in given]
 
 

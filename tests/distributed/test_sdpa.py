@@ -218,7 +218,7 @@ def node_elsewhere(where):
 @pytest.mark.parametrize(
     "where, message",
     [
-        ("outside", "runs outside of it: call it within a context"),
+        ("outside", "runs without a context: call the graph within one"),
         ("full", "a call has is_causal=True, but context_parallel has mask=Full"),
         ("longer", "attention of 24 tokens, but each rank has 48 in the layout"),
         ("another grid", "compiled for ulysses=1 runs with ulysses=2"),

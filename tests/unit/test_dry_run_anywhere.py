@@ -203,7 +203,7 @@ def test_without_data_or_tokenizer_files(capsys):
     flags = f"{TINY} --data-path 0.3 /nowhere/a 0.7 /nowhere/b --split 99,1,0 --save /nowhere --save-interval 5"
     flags += " --num-layers 1 --tokenizer-type Llama2Tokenizer --tokenizer-model /nowhere/tokenizer.model"
     assert main(flags.split(), LLAMA, simulate) == 0
-    assert "32000 tokens assumed, as Llama-2 has; --vocab-size N changes it" in " ".join(
+    assert "32000 tokens are assumed, as Llama-2 has; --vocab-size N changes this" in " ".join(
         capsys.readouterr().out.split()
     )
 

@@ -134,7 +134,7 @@ def test_prompts_of_each_kind(tmp_path):
         ('{"prompt": [1]}', ':1: "prompt" must be a text'),
         ('["1"]', ":1: a prompt must be a JSON object with one of"),
         ('{"prompt": "one"}', ":1: NullTokenizer --vocab-size 99 cannot read the prompt"),
-        ("", ": it has no prompts"),
+        ("", " has no prompts"),
     ],
 )
 def test_invalid_prompts_are_refused(tmp_path, text, message):

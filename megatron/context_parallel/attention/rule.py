@@ -124,7 +124,7 @@ def one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values in the dtype of the computation: cast if autocast is on.
 
     Raises:
-        ValueError: they have different dtypes; ranks would exchange messages of the wrong size.
+        ValueError: q, k and v have different dtypes; ranks would exchange messages of the wrong size.
     """
     q, k, v = autocast_inputs(q, k, v)
     if not q.dtype == k.dtype == v.dtype:

@@ -112,8 +112,7 @@ def merged(path: Path, raw: Json, below: tuple[Path, ...] = ()) -> Json:
     base_path = path.parent / base_name if base_name.endswith(".json") else find_known(base_name)
     if base_path is None:
         raise Refusal(
-            f"{path}: extends: {base_name}: unknown; {_known_names()}, or the name of a .json file in the same "
-            "folder"
+            f"{path}: extends: {base_name}: unknown; {_known_names()}, or the name of a .json file in the same folder"
         )
     base = read_merged(base_path, (*below, path.resolve()))
     sources = base.get("sources", {})

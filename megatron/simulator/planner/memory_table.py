@@ -58,7 +58,7 @@ def size(flag: str, text: str, *, binary: bool = True) -> int:
     """``128K`` as tokens (K = 1024) or, with ``binary=False``, ``7B`` as parameters (K = 1000).
 
     Raises:
-        Refusal: not a positive number, with K, M, G, B, T or nothing after it.
+        Refusal: ``text`` is not a positive number, with K, M, G, B, T or nothing after it.
     """
     number, power = text.strip().upper(), 0
     if number[-1:] in SUFFIXES:

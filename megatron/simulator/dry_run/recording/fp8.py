@@ -60,7 +60,7 @@ def check_fp8(model: ModelConfig, machine: Machine | None) -> None:
     """Check that the machine supports the model's FP8 settings.
 
     Raises:
-        Refusal: it does not.
+        Refusal: the machine does not support them.
     """
     if model.fp8_format is None or machine is None:
         return

@@ -125,7 +125,7 @@ class Call:
     def backward(
         self, tiles: Tiles, dout: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> list[Launch]:
-        """The first launch is for dq; it prepares lse and delta for the others, which are for dk and dv."""
+        """The launches: first for dq, which also prepares lse and delta for the others; then for dk and dv."""
         if dout.shape != (*self.q.shape[:3], self.v.size(3)):
             raise ValueError(f"dout {list(dout.shape)} does not fit q {list(self.q.shape)}, v {list(self.v.shape)}")
         rows = self.q.shape[:3]
