@@ -11,8 +11,8 @@ programs affect all of them; the processes of the others wait meanwhile. Times a
 of the busiest rank, which says more on a shared machine. Ratios are those of the same round.
 
 The public code's causal attention needs the package flash-attn, which has no CPU kernels: its functions are replaced by
-those of PyTorch's CPU kernel, which our attention uses too. So kernels are the same, and all else is compared. Its ring
-computes in the memory of its sums in fp32, and is compared in bf16 alone; it needs two ranks or more on gloo.
+those of PyTorch's CPU kernel, which our attention uses too. So kernels are the same, and all else is compared. In fp32
+its ring computes in the memory of its sums, so that it is compared in bf16 only. On gloo it needs at least two ranks.
 """
 
 from __future__ import annotations

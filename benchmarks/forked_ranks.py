@@ -38,7 +38,7 @@ def on_each_rank(work: Callable, ranks: int, *args: Any, patience: float = 300) 
         RankFailed: with the error of the first rank that failed.
     """
     packed = _on_each(ranks, _packed, (work, *args), patience)
-    return [torch.load(io.BytesIO(one), weights_only=False) for one in packed]  # of our own forks
+    return [torch.load(io.BytesIO(one), weights_only=False) for one in packed]  # written by our own forks
 
 
 def _packed(work: Callable, *args: Any) -> bytes:
@@ -48,7 +48,7 @@ def _packed(work: Callable, *args: Any) -> bytes:
 
 
 def _on_each(world: int, work: Callable, args: tuple, patience: float) -> list[Any]:
-    """Each call starts new processes, because ``work`` may leave state behind, hang or crash."""
+    """The results by rank. Each call starts new processes, because ``work`` may leave state behind, hang or crash."""
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         ends = [fork.Pipe(duplex=False) for _ in range(world)]

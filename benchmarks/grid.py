@@ -56,7 +56,7 @@ def main() -> None:
         f"groups made in {min(seconds):.2f} s, best of {args.repeats} (all: {', '.join(f'{x:.2f}' for x in seconds)}; "
         f"goal {GOAL:.0f} s; load {os.getloadavg()[0]:.1f})"
     )
-    print(f"of which megatron-core listing the ranks of all groups: {listing:.2f} s")
+    print(f"in this time megatron-core lists the ranks of all groups, which takes {listing:.2f} s")
     if args.json:
         report = {"grid": str(grid), "world_size": grid.world_size, "rank": args.rank, "groups": groups}
         report |= {"seconds": seconds, "best_seconds": min(seconds), "listing_seconds": listing, "goal": GOAL}

@@ -81,7 +81,7 @@ def deals(draws: int = 100) -> None:
         "Pareto 1.05": partial(scaled, lambda draw: draw.paretovariate(1.05)),
         "20 of 1,000 are long": partial(scaled, lambda draw: 500 if draw.random() < 0.02 else draw.random()),
     }
-    print(f"\n1,000 documents in {DEALT} tokens dealt to {RING} ranks, ms: median and slowest of {draws}")
+    print(f"\n1,000 documents in {DEALT} tokens distributed over {RING} ranks, ms: median and slowest of {draws}")
     for name, make in kinds.items():
         all_ends = [make(seed) for seed in range(draws)]
         gc.collect()

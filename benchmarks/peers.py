@@ -79,10 +79,10 @@ class Case:
 
 
 CASES = {
-    "causal, 8 heads on 2 keys'": Case(),
+    "causal, 8 heads, 2 key heads": Case(),
     "packed documents": Case(documents=(60, 100, 256)),
     "a window of 64 (Mistral)": Case(window=64),
-    "6 heads on 3 keys'": Case(heads=6, kv_heads=3),
+    "6 heads, 3 key heads": Case(heads=6, kv_heads=3),
     "3 heads": Case(heads=3, kv_heads=3),
     "255 tokens": Case(length=255),
 }

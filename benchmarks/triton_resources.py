@@ -10,7 +10,7 @@ queries for dk and dv) without a mask. Its instructions are counted in the machi
 
 - ideal: cycles of the tensor cores for the products that the definition needs, at the data sheet's rate;
 - tensor: cycles for the products that the kernel does. On Hopper a product also takes at least the time to read its
-  operands from shared memory, 128 bytes a cycle. On Blackwell, blocks of 64 rows take as long as 128;
+  operands from shared memory, 128 bytes a cycle. On Blackwell, blocks of 64 rows take as long as blocks of 128;
 - repeated: products that the kernel does, over those of its design: 2 of [block, head] x [head, step] forward, 3 for
   dq, 4 for dk and dv. Where dk and dv have separate programs, these need 3 and 2, and the ideal is 2 and 2;
 - issue: cycles for issuing the instructions of all warps, or of the busiest unit if that is more;

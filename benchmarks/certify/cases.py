@@ -40,7 +40,7 @@ class Case:
     clip: float | None = None
 
     def model(self, attention: str = "sdpa") -> PreTrainedModel:
-        """With weights so large that every token depends on those before it."""
+        """The model, with weights so large that every token depends on those before it."""
         sizes = dict(
             vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=HEADS,
             num_key_value_heads=self.kv_heads, head_dim=16, max_position_embeddings=LENGTH,

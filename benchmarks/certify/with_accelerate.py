@@ -14,7 +14,8 @@ from benchmarks.certify.cases import LENGTH, RATE, Case, copied, updated
 
 
 def step(case: Case, sequence: int = 1, context: int = 1) -> cp.Outcome:
-    """
+    """The outcome of one training step.
+
     Args:
         sequence, context: accelerate's ``sp_size`` and ``cp_size``.
     """
@@ -56,7 +57,7 @@ def parallel(sequence: int, context: int, steps: int) -> dict[str, Any]:
         return {}
     from accelerate.utils import DeepSpeedSequenceParallelConfig
 
-    with_deepspeed.start()  # accelerate does not on a CPU
+    with_deepspeed.start()  # on a CPU accelerate does not start it
     handler = DeepSpeedSequenceParallelConfig(
         sp_seq_length=LENGTH, sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
     )

@@ -44,7 +44,7 @@ def step(case: Case, ranks: int = 1) -> cp.Outcome:
         model=model, model_parameters=parameters, optimizer=torch.optim.SGD(parameters, lr=RATE), config=config, mpu=mpu
     )
     group = mpu.get_sequence_parallel_group()
-    # each rank's loader has samples of its own, of which the adapter makes as many steps as there are ranks
+    # each rank's loader has its own samples; the adapter makes a step of each, with all ranks
     own = [batches[number] for number in range(dist.get_rank(), len(batches), ranks)] or batches[:1]
     own += own[-1:] * (-(-len(batches) // ranks) - len(own))
     adapter = UlyssesSPDataLoaderAdapter(

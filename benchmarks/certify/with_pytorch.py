@@ -27,7 +27,8 @@ BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.d
 
 
 def step(case: Case, ranks: int = 1, kernel: bool = True) -> cp.Outcome:
-    """
+    """The outcome of one training step.
+
     Args:
         kernel: give PyTorch's ring a kernel for CPUs.
     """

@@ -135,7 +135,7 @@ def fpdt(report: Figures) -> list[str]:
     lines = table([*STEP_HEAD, "speed of recompute"], rows)
     if report.get("copies"):
         result = report["copies"]
-        lines += ["", f"Copies of {result['copy_seconds']:.3f} s per step, {share(result['hidden'])} overlapped (not: "
+        lines += ["", f"Copies of {result['copy_seconds']:.3f} s per step, {share(result['hidden'])} overlapped (rest: "
                   f"{result['exposed_seconds']:.3f} s); profiler: {share(result['hidden_by_profiler'])}."]  # fmt: skip
     return lines
 

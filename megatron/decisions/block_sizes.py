@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block sizes of the Triton kernels, by head size and GPU; there is no autotuning at run time.
 
-They were chosen without a GPU, from the machine code (`benchmarks/triton_resources.py`): of a few usual sizes that
-neither repeat products nor spill registers in a loop, those with the largest expected share of the GEMM rate. Spills
-outside of loops are harmless. Measured sizes should replace these.
+They were chosen without a GPU, from the machine code (`benchmarks/triton_resources.py`): among a few usual sizes, the
+ones that neither repeat products nor spill registers in a loop, and of these the ones with the largest expected share
+of the GEMM rate. Spills outside of loops are harmless. Measured sizes should replace these.
 """
 
 from __future__ import annotations

@@ -40,9 +40,9 @@ def ring_blocks(ring: int, balance: str, causal: bool) -> RingBlocks:
 def key_blocks_by_queries(ring: int, balance: str, causal: bool, chunks: int) -> int:
     """Blocks of keys that the busiest rank sends in a forward pass of FPDT by queries (fpdt/by_queries.py).
 
-    The keys of all ranks go around the ring once for each of ``chunks`` query chunks. On a causal zigzag ring, counted
-    in half blocks: for a chunk of the first half rank 1 sends on rank 0's and its own, unless it is the last rank; for
-    a chunk of the second half it sends R - 1 first halves and R - 1 second halves.
+    The keys of all R ranks go around the ring once for each of ``chunks`` query chunks. On a causal zigzag ring, rank 1
+    sends half blocks: for a query chunk of the first half, rank 0's first half and its own, unless it is the last rank;
+    for a query chunk of the second half, R - 1 first halves and R - 1 second halves.
     """
     if ring == 1 or not causal or balance == "contiguous":
         return chunks * (ring - 1)

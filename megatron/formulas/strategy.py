@@ -121,7 +121,7 @@ class Shape:
         """This shape.
 
         Raises:
-            ValueError: it has experts or latents, whose activations, messages and time no formula knows yet.
+            ValueError: the shape has experts or latents, whose activations, messages and time no formula knows yet.
         """
         if self.mixture is not None or self.latent is not None:
             what = "latents" if self.mixture is None else "experts"

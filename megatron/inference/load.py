@@ -188,7 +188,7 @@ def read_saved(path: Path, folder: Path) -> Saved:
         mask = {f"attention.{name}": value for name, value in window.items()}
         return Saved(mask | _tokenizer_in(path), dtype, _stop_in(path))
     config = glance(path, COMMON).common().get("config")
-    if not isinstance(config, dict):  # written by Megatron-LM: the mask is causal, and it has no files of the tokenizer
+    if not isinstance(config, dict):  # Megatron-LM's checkpoints have causal masks and no tokenizer
         return Saved({}, "fp32", None)
     attention, data, optimizer = (config.get(name) or {} for name in ("attention", "data", "optimizer"))
     if not all(isinstance(part, dict) for part in (attention, data, optimizer, config.get("model") or {})):

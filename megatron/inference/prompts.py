@@ -46,7 +46,7 @@ def read_prompts(texts: Sequence[str], file: Path | None, tokenizer: Tokenizer, 
         raise Refusal("give the prompts once: --prompt TEXT, as often as needed, or --prompts FILE")
     given = [(f"--prompt {number}", text) for number, text in enumerate(texts, 1)] if texts else list(_lines(file))
     if not given:
-        raise Refusal(f"--prompts {file}: it has no prompts")
+        raise Refusal(f"--prompts {file} has no prompts")
     return [_prompt(where, value, tokenizer, vocab_size) for where, value in given]
 
 
@@ -86,7 +86,7 @@ def _prompt(where: str, value: str | list[int], tokenizer: Tokenizer, vocab_size
         try:
             tokens = tokenizer.tokenize(value) if value else []
         except ValueError as error:
-            raise Refusal(f"{where}: {tokenizer.source} cannot read it: {one_line(error, 100)}") from None
+            raise Refusal(f"{where}: {tokenizer.source} cannot read the prompt: {one_line(error, 100)}") from None
     if not tokens:
         raise Refusal(f"{where}: the prompt is empty, and generation needs at least one token: write one")
     if wrong := [token for token in tokens if not 0 <= token < vocab_size]:

@@ -47,7 +47,7 @@ class Place:
         master: address of MASTER_ADDR as resolved on this host; empty if there is no route.
         source: this rank's address on the route to the master; empty if there is no route.
         wanted: names of the interfaces that the user has chosen, separated by commas; empty: none.
-        by: the flag or variable that names them.
+        by: the flag or variable with the names in ``wanted``.
         problem: why this rank cannot continue, as one line; empty if it can.
     """
 
@@ -199,7 +199,7 @@ def meet(backend: str, timeout: timedelta, interface: str | None = None) -> str:
     ``interface``, because NCCL needs no network on one node.
 
     Args:
-        interface: to use on every node; default: the interface that the variables name, or else that on the route.
+        interface: to use on every node; default: the interface that the variables name, or else the one on the route.
 
     Returns:
         A line with the interfaces, if there are several nodes or ``interface`` is given; else an empty string.

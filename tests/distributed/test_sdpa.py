@@ -218,7 +218,7 @@ def node_elsewhere(where):
 @pytest.mark.parametrize(
     "where, message",
     [
-        ("outside", "runs outside of it: call it within a context"),
+        ("outside", "runs without a context: call the graph within one"),
         ("full", "a call has is_causal=True, but context_parallel has mask=Full"),
         ("longer", "attention of 24 tokens, but each rank has 48 in the layout"),
         ("another grid", "compiled for ulysses=1 runs with ulysses=2"),
@@ -303,7 +303,7 @@ def other_attention(how):
     [
         ("weights", "pass need_weights=False"),
         ("flex", "flex_attention over ranks"),
-        ("varlen", "varlen_attn over ranks"),
+        ("varlen", "varlen_attn cannot run over ranks"),
     ],
 )
 def test_attention_of_this_ranks_tokens_alone_is_refused(pool, how, message):

@@ -404,7 +404,7 @@ def test_of_very_many_layers_some_are_replayed_and_the_others_are_added_without_
     whole = reserved(ran, [4, 5], 40, 1e12, 0)
     monkeypatch.setattr(module, "LONGEST", 16 * (len(ran[1].changes) - len(ran[0].changes)))
     result = reserved(ran, [4, 5], 40, 1e12, 0)
-    assert "reserved: 21 of 40 layers replayed" in result.notes[0] and not whole.notes and not result.scaled
+    assert "reserved: 21 of 40 layers were replayed" in result.notes[0] and not whole.notes and not result.scaled
     some = reserved(ran, [4, 5], 21, 1e12, 0)
     rest = peak(step(40)[0]) - peak(step(21)[0])
     for setting, size in whole.bytes.items():

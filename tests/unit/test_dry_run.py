@@ -197,12 +197,12 @@ def test_the_verdict_says_which_setting_of_the_allocator_fits() -> None:
     own = runtime_memory(config, 1, machine).outside_allocator
     reasons, (default, expandable) = outcome(machine, one)
     assert not reasons
-    assert "default allocator it does not fit: 5.5 GiB of device memory are missing" in default
-    assert f"expandable_segments:True it fits, with {readable(3 * gib - own)} of device memory to spare" in expandable
+    assert "default allocator the step does not fit: 5.5 GiB of device memory are missing" in default
+    assert f"expandable_segments:True the step fits, with {readable(3 * gib - own)} of device memory" in expandable
     (reason,), lines = outcome(replace(machine, memory=21 * gib), one)
     assert "needs 22.5 GiB of device memory: 20.0 allocated" in reason and not any("it fits" in line for line in lines)
     reasons, (line,) = outcome(machine, replace(one, reserved=Reserved()))
-    assert not reasons and line == "it fits, with 5.0 GiB of device memory to spare"
+    assert not reasons and line == "the step fits, with 5.0 GiB of device memory to spare"
 
 
 def test_the_program_writes_its_results(tmp_path, capsys):

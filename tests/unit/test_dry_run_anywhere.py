@@ -142,8 +142,8 @@ def test_training_without_transformer_engine_is_refused(flags):
 @pytest.mark.parametrize(
     ("flags", "output"),
     [
-        ("--gpu A100-80G", "--fp8-format hybrid with --gpu A100-80G: it has no FP8"),
-        ("--gpu H100-80G --fp8-recipe mxfp8", "--fp8-recipe mxfp8 with --gpu H100-80G: it has no MXFP8"),
+        ("--gpu A100-80G", "--fp8-format hybrid: A100-80G has no FP8"),
+        ("--gpu H100-80G --fp8-recipe mxfp8", "--fp8-recipe mxfp8: H100-80G has no MXFP8"),
     ],
 )
 def test_a_gpu_without_fp8_is_refused(flags, output, capsys):
@@ -203,7 +203,7 @@ def test_without_data_or_tokenizer_files(capsys):
     flags = f"{TINY} --data-path 0.3 /nowhere/a 0.7 /nowhere/b --split 99,1,0 --save /nowhere --save-interval 5"
     flags += " --num-layers 1 --tokenizer-type Llama2Tokenizer --tokenizer-model /nowhere/tokenizer.model"
     assert main(flags.split(), LLAMA, simulate) == 0
-    assert "32000 tokens assumed, as Llama-2 has; --vocab-size N changes it" in " ".join(
+    assert "32000 tokens are assumed, as Llama-2 has; --vocab-size N changes this" in " ".join(
         capsys.readouterr().out.split()
     )
 

@@ -133,8 +133,8 @@ def test_prompts_of_each_kind(tmp_path):
         ('{"prompt": "1", "tokens": [1]}', ":1: a prompt must be a JSON object with one of"),
         ('{"prompt": [1]}', ':1: "prompt" must be a text'),
         ('["1"]', ":1: a prompt must be a JSON object with one of"),
-        ('{"prompt": "one"}', ":1: NullTokenizer --vocab-size 99 cannot read it"),
-        ("", ": it has no prompts"),
+        ('{"prompt": "one"}', ":1: NullTokenizer --vocab-size 99 cannot read the prompt"),
+        ("", " has no prompts"),
     ],
 )
 def test_invalid_prompts_are_refused(tmp_path, text, message):

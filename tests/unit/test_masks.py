@@ -290,7 +290,7 @@ def test_hidden_states_by_position(monkeypatch):
     assert torch.equal(drop(x, dropout, at), y)
     assert torch.equal(drop(x[1:3, 1:], dropout.of_samples(1, 2), at[1:3]), y[1:3, 1:])
     assert drop(x, replace(dropout, probability=0.0), at) is x
-    with pytest.raises(ValueError, match="dropout names 2 samples, but the batch has 1: name each"):
+    with pytest.raises(ValueError, match="dropout.samples has 2 numbers, not 1: give one for each sample"):
         drop(x[:, :1], dropout, at)
 
 

@@ -288,7 +288,7 @@ def test_peaks_equal_those_that_training_uses_for_mfu():
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
-    with pytest.raises(Refusal, match="--gpu A100-81G: unknown; known are .*A100-80G.*H100-80G"):
+    with pytest.raises(Refusal, match="--gpu A100-81G: unknown; use .*A100-80G.*H100-80G"):
         load("A100-81G")
     with pytest.raises(Refusal, match="cannot be read: No such file"):
         load("no/such/machine.json")
@@ -308,7 +308,7 @@ def test_a_file_can_extend_another_and_drops_the_sources_of_replaced_figures(tmp
     assert load(str(twice)).gpus == 2 and load(twice).calibration.gemm == 0.9
 
 
-@pytest.mark.parametrize("name, message", [("V100", "extends: V100: unknown; known are A100"), ("v.json", "No such")])
+@pytest.mark.parametrize("name, message", [("V100", "extends: V100: unknown; use A100"), ("v.json", "No such")])
 def test_extends_never_reads_from_the_working_directory(tmp_path, monkeypatch, name, message):
     (elsewhere := tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(elsewhere)
@@ -375,7 +375,7 @@ def test_a_whole_file_needs_no_base(tmp_path):
         ({"extends": 3}, "extends: give a known machine's name, or that of a file in the same folder, not 3"),
         ({"extends": "/etc/passwd"}, "extends: give a known machine's name, or that of a file in the same folder"),
         ({"extends": "../mine.json"}, "extends: give a known machine's name, or that of a file in the same folder"),
-        ({"extends": "V100"}, "extends: V100: unknown; known are A100-40G"),
+        ({"extends": "V100"}, "extends: V100: unknown; use A100-40G"),
         ({"extends": "bad.json"}, "extends: a file cannot build on itself"),
     ],
 )

@@ -449,7 +449,7 @@ def test_the_longest(capsys: pytest.CaptureFixture) -> None:
             "--model llama4 --gpus 4 --gpu A100-80G --seq-length 1M",
             "--model llama4: not a known shape; choose from gpt",
         ),
-        ("--model llama3-8b --gpus 4 --gpu A100 --seq-length 1M", "--gpu A100: unknown; known are A100-40G"),
+        ("--model llama3-8b --gpus 4 --gpu A100 --seq-length 1M", "--gpu A100: unknown; use A100-40G"),
         ("--model llama3-8b --gpus 13 --gpu A100-80G --seq-length 1M", "use 8 or 16"),
         ("--model llama3-8b --gpus 0 --gpu A100-80G --seq-length 1M", "--gpus 0: give a whole number above 0"),
         ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length long", "--seq-length long: give a whole number"),
@@ -484,7 +484,7 @@ def test_refusals(options: str, output: str, capsys: pytest.CaptureFixture) -> N
 
 def test_a_run_that_does_not_fit_gets_the_smallest_sufficient_number_of_gpus(capsys: pytest.CaptureFixture) -> None:
     text = message(capsys, *"--model llama3-70b --gpus 4 --gpu A100-80G --seq-length 64K".split(), code=2)
-    lack, gpus = re.findall(r"needs .*?, ([\d.]+) GiB more than an A100-80G has for it.* --gpus (\d+)$", text)[0]
+    lack, gpus = re.findall(r"needs .*?, ([\d.]+) GiB more than an A100-80G has for programs.* --gpus (\d+)$", text)[0]
     assert float(lack) > 100 and "optimizer states" in text
     assert plan_tool.main(f"--model llama3-70b --gpus {gpus} --gpu A100-80G --seq-length 64K".split()) == 0
 
@@ -516,7 +516,7 @@ def test_losing_names_what_takes_longer(small_problem: Problem) -> None:
 def test_failing_names_what_is_held(small_problem: Problem) -> None:
     winner, other = (priced(small_problem, Strategy(ulysses=8, ring=2, zero=zero)) for zero in (3, 1))
     text = failing(other, winner, small_problem)
-    assert f"{-other.margin / 2**30:.1f} GiB more than an A800-80G has for it" in text
+    assert f"{-other.margin / 2**30:.1f} GiB more than an A800-80G has for programs" in text
     assert "more gradients" in text and "every rank holds the whole model" in text
     assert holding(Strategy(tensor=4, pipeline=2, zero=0)) == "every rank holds 1/8 of the model"
 

@@ -198,7 +198,7 @@ RING = cp.SequenceLayout(LENGTH, cp.abstract_grid(ring=2).at(ring=0))
         (lambda: layer_with(key_padding_mask=NONE), "does not support attn_mask: give mask="),
         (lambda: layer_with(attn_mask=~PAIRS), "does not support attn_mask: give mask="),
         (lambda: layer_with(mask=cp.Causal(), need_weights=True), "pass need_weights=False"),
-        (flex, "flex_attention over ranks: call scaled_dot_product_attention, and give mask="),
+        (flex, "flex_attention cannot run over ranks: call scaled_dot_product_attention, and give mask="),
         *(
             (lambda name=name: attention_of_transformers(**{name: torch.ones(1)}), f"passes {name} to its attention")
             for name in sorted(INTERFACES["attention functions of transformers"][2])

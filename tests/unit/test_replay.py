@@ -100,7 +100,7 @@ def test_a_measured_crossover_replaces_the_prediction():
 @pytest.mark.parametrize(
     "name, head, how, says",
     [
-        ("flash", 64, MASK, "does not support masks.*can run there: triton, math"),
+        ("flash", 64, MASK, "does not support masks.*can run on that GPU: triton, math"),
         ("cudnn", 256, {}, "at most 128"),
         ("cpu", 64, {}, "needs tensors on the CPU"),
         ("fa4", 64, {}, "no such kernel"),

@@ -4,9 +4,8 @@
 A rank sends on only those rows of a block that a later rank on the block's path needs. It sends only those rows of the
 block's gradient to which some rank has added.
 
-Where few ranks need a row, such as under a window with zigzag, whose two halves see keys of both neighbours, most ranks
-on its path would only pass it on. The plan is then direct: a rank sends its own rows to each rank that needs them, and
-that rank sends their gradients back.
+Where few ranks need a row, for example under a window with zigzag, most ranks on its path would only pass it on. The
+plan is then direct: a rank sends its own rows to each rank that needs them, and that rank sends their gradients back.
 """
 
 from __future__ import annotations

@@ -94,7 +94,9 @@ class AttentionRule:
         dropout = self.dropout if self.dropout is not None and self.dropout.threshold else None
         if dropout is not None:
             if len(dropout.samples) != batch:
-                raise ValueError(f"dropout names {len(dropout.samples)} samples, but the batch has {batch}: name each")
+                raise ValueError(
+                    f"dropout.samples has {len(dropout.samples)} numbers, not {batch}: give one for each sample"
+                )
             dropout = dropout.of_heads(ulysses.rank * heads)
         slopes = _of_rank(self.alibi_slopes, "alibi_slopes", heads, ulysses)
         slopes = None if slopes is None else to_device(slopes, q_SBHD.device)
@@ -122,7 +124,7 @@ def one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values in the dtype of the computation: cast if autocast is on.
 
     Raises:
-        ValueError: they have different dtypes; ranks would exchange messages of the wrong size.
+        ValueError: q, k and v have different dtypes; ranks would exchange messages of the wrong size.
     """
     q, k, v = autocast_inputs(q, k, v)
     if not q.dtype == k.dtype == v.dtype:

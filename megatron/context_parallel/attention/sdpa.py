@@ -117,7 +117,7 @@ def keep(meaning: Meaning) -> None:
 
 def _meaning(ulysses: int) -> Meaning:
     if not _now:
-        raise RuntimeError("a graph compiled within context_parallel runs outside of it: call it within a context")
+        raise RuntimeError("a graph compiled within context_parallel runs without a context: call the graph within one")
     if (size := _now[0].layout.grid.ulysses.size) != ulysses:
         raise RuntimeError(
             f"a graph compiled for ulysses={ulysses} runs with ulysses={size}: call torch.compiler.reset() first"
@@ -194,7 +194,7 @@ def _backward(
     """dq, dk and dv of this rank's tokens; q, k, v and out are those of its heads, after the all-to-all."""
     meaning = _meanings.get(int(number))
     if meaning is None:
-        raise RuntimeError(f"a backward pass runs after {KEPT} other context_parallel contexts: call it earlier")
+        raise RuntimeError(f"a backward pass runs after {KEPT} other context_parallel contexts: run it earlier")
     axis = meaning.layout.grid.ulysses
     grads = attend_all_grad(
         heads_to_sequence_grad(dout, axis), q, k, v, out, lse, *meaning.tiles(q, v, is_causal, scale)
@@ -312,10 +312,12 @@ def _refused() -> Iterator[None]:
         return heads(*args, **kwargs)
 
     def flex_attention(*_: Any, **__: Any) -> Any:
-        raise ValueError(f"flex_attention over ranks: call {OPERATOR}, and give mask= to context_parallel")
+        raise ValueError(f"flex_attention cannot run over ranks: call {OPERATOR}, and give mask= to context_parallel")
 
     def varlen(*_: Any, **__: Any) -> Any:
-        raise ValueError(f"varlen_attn over ranks: call {OPERATOR}, and give mask=Documents(...) to context_parallel")
+        raise ValueError(
+            f"varlen_attn cannot run over ranks: call {OPERATOR}, and give mask=Documents(...) to context_parallel"
+        )
 
     replaced = [
         (functional, heads.__name__, multi_head_attention),

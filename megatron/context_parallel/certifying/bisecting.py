@@ -138,7 +138,7 @@ def _backward(one, ranks, rows, length, limits, outputs) -> Place | None:
             name = _between(after, key[1], other_is_later=False) if after else key[1]
             what = f"first in the gradient at the output of {_named(key[1])}{_call(key)}, computed in {_named(name)}"
             if not after:
-                what = f"first in the gradient at the output of {_named(key[1])}, so in the loss"
+                what = f"first in the gradient at the output of {_named(key[1])}, which the loss gives"
             place = _at(key, rank, x / (scales[rank] or 1.0), right, dim, rows, limit)
             return Place("backward", (name,), f"{what}, on ranks {listed(bad)}, {place}")
         after = key[1]

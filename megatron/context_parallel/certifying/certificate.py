@@ -162,7 +162,7 @@ def certify(
 
     Raises:
         ValueError: the program's numbers on one process are not finite, or it has no gradients.
-        ProgramFailed: it raised an error.
+        ProgramFailed: the program raised an error.
     """
     sizes = [{"ranks": grid} if isinstance(grid, int) else dict(grid) for grid in grids]
     if not sizes:

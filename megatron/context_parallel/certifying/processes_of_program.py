@@ -27,7 +27,7 @@ class ProgramFailed(RuntimeError):
 
 
 class Processes:
-    """Processes that form gloo groups and keep their imports between calls. At its end the context ends them.
+    """Processes that form gloo groups and keep their imports between calls. They end when the context ends.
 
     A function that they run must be importable: defined at the top of a module or of the program that is started. It
     returns tensors, numbers, lists and dicts of them, or a Recording or a Reference.

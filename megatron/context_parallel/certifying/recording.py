@@ -132,7 +132,8 @@ def _smallest(key: Key, x: Tensor, recording: Recording) -> float:
 def error(key: Key, x: Tensor, right: Tensor) -> float:
     """Error of ``x``: its largest deviation over the largest entry of ``right``; for an update, in the Euclidean norm.
 
-    The first update of Adam has entries of equal size, and their signs are random where a gradient is almost zero.
+    The largest deviation would say nothing about Adam's first update: all its entries have the same size, and their
+    signs are random where a gradient is almost zero.
     """
     if x.shape != right.shape:
         return float("inf")

@@ -31,10 +31,10 @@ LAYOUTS = (contiguous, zigzag, striped)
 
 
 def find_positions(one: Recording, ranks: Sequence[Recording]) -> list[Rows]:
-    """The positions of each rank: as the program says, or from the first module's output, whose rows are copies.
+    """The positions of each rank: given by the program, or found by comparing the first module's outputs.
 
     Raises:
-        ValueError: they cannot be found.
+        ValueError: the positions cannot be found.
     """
     if all(rank.positions for rank in ranks):
         return [rank.positions for rank in ranks]

@@ -2,7 +2,7 @@
 """Who sees whom: one token at a time is changed, and the outputs that change are compared with what the mask allows.
 
 A leak changes an output that must not see the token: one of another document, or an earlier one. If context is missing,
-an output stays the same that changes on one process.
+an output that changes on one process stays the same.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Seen:
 class Nudge:
     """In this context the embedding of one token is replaced by its negative.
 
-    The embedding is the output of the first module that has one.
+    The embedding is the first output of a module that is a tensor of floating-point numbers.
 
     Attributes:
         token: position; None changes nothing.

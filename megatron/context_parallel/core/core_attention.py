@@ -130,7 +130,7 @@ class ContextParallelAttention(MegatronModule):
             raise ValueError(f"attn_mask_type={kind.name} needs packed_seq_params, which say which tokens are padding")
         if seen.ends and query.size(1) != len(seen.ends):
             raise ValueError(
-                f"document ends of {len(seen.ends)} samples for a batch of {query.size(1)}: give those of each"
+                f"{len(seen.ends)} samples have document ends, but the batch has {query.size(1)}: give them for each"
             )
         rotary = self.settings.rotary
         if rotary is not None:
@@ -208,9 +208,11 @@ def with_packed(seen: Samples, packed: PackedSeqParams | None, mask: Mask) -> Sa
     if packed is None:
         return seen
     if packed.qkv_format != "thd" or packed.cu_seqlens_q is None:
-        raise ValueError(f'packed_seq_params: qkv_format="{packed.qkv_format}", use "thd" with cu_seqlens_q')
+        raise ValueError(
+            f'packed_seq_params must have qkv_format="thd" and cu_seqlens_q, not qkv_format="{packed.qkv_format}"'
+        )
     if packed.local_cp_size is not None or packed.cp_group is not None:
-        raise ValueError("packed_seq_params: the layout chooses the ranks, not local_cp_size and cp_group")
+        raise ValueError("packed_seq_params: leave local_cp_size and cp_group out, the layout chooses the ranks")
     ends = []
     for name in ("q", "kv"):
         real, padded = getattr(packed, f"cu_seqlens_{name}"), getattr(packed, f"cu_seqlens_{name}_padded")

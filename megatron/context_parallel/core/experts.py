@@ -273,7 +273,7 @@ class Experts(MoELayer):
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
-        """[s, b, h] -> [s, b, h] and no bias. In place of core's mask ``padding_mask`` has :func:`places`, [b, s]."""
+        """[s, b, h] -> [s, b, h] and no bias. ``padding_mask`` is not core's mask but a result of :func:`places`."""
         shared = self.shared_experts_compute(hidden_states)
         weights, chosen = self.router(hidden_states, None if padding_mask is None else padding_mask.t())
         tokens, weights = self.dispatch(*self.preprocess(hidden_states, weights, chosen))

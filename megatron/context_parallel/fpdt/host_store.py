@@ -370,7 +370,8 @@ class _Saved:
         self.coming = self.coming or self.offload.load(self.host)
 
     def take(self) -> Tensor:
-        self.offload.let_go()  # these copies finished long ago, and the backward pass may make no further ones
+        # Frees the device memory of stored inputs. Later copies to the host would free it too, but there may be none.
+        self.offload.let_go()
         self.fetch()
         x, self.coming, self.used = self.coming.wait(), None, True
         if self.before is not None and not self.before.used:  # hooks may serve several passes

@@ -50,14 +50,14 @@ class Fpdt:
 
     def __post_init__(self) -> None:
         if self.chunk_size < 1 or (self.ffn_chunks is not None and self.ffn_chunks < 1):
-            raise ValueError(f"sizes must be 1 or more: {self}")
+            raise ValueError(f"the sizes of fpdt must be 1 or more: {self}")
 
     def chunks(self, seq_length: int, grid: Grid) -> int:
         """Number of chunks of a ring rank's sequence. Raises ValueError if ``chunk_size`` is too large or too small."""
         ring, unit = grid.ring.size, counts.chunk_unit(grid.ulysses.size, 1, False)
         longest = counts.chunk_rows(self.chunk_size, ring, unit)
         if longest < 1 or self.chunk_size > seq_length:
-            raise ValueError(f"fpdt with chunk_size={self.chunk_size}: use {ring * unit} to {seq_length}")
+            raise ValueError(f"fpdt cannot have chunk_size={self.chunk_size}: use {ring * unit} to {seq_length}")
         return counts.attention_chunks(seq_length // ring // unit, longest)
 
 

@@ -275,13 +275,13 @@ def _check(model: nn.Module, grid: Grid) -> None:
         raise ValueError("the model is already distributed over ranks: call context.remove() first")
     for name in ("tensor", "pipeline"):
         if getattr(grid, name).size > 1:
-            raise ValueError(f"{name}={getattr(grid, name).size} with a model of transformers: use 1")
+            raise ValueError(f"{name}={getattr(grid, name).size} is not supported with a model of transformers: use 1")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("the model has no weights yet (device meta): load them, then parallelize")
     config = model.config.get_text_config(decoder=True)
     for name in REFUSED[:2]:
         if getattr(config, name, False) or getattr(model.config, name, False):
-            raise ValueError(f"the model's configuration has {name}=True, not supported over ranks: turn it off")
+            raise ValueError(f"the model's configuration has {name}=True, which ranks do not support: turn it off")
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in ATTENTION_KINDS:
             raise ValueError(f"the model has layers of the kind {kind}: over ranks only {', '.join(ATTENTION_KINDS)}")

@@ -139,7 +139,7 @@ def _without_padding(
             "that restart for packed documents"
         )
     if any(len(row) > 1 for row in ends):
-        raise ValueError("attention_mask with padding and position_ids that restart: leave attention_mask out")
+        raise ValueError("attention_mask has padding, but position_ids restart: leave attention_mask out")
     if targets is not None and bool(targets[~right].ne(IGNORED).any()):
         raise ValueError(f"labels at padding count in the loss: set them to {IGNORED}")
     return tuple((n,) if n == padding.size(1) else (n, padding.size(1)) for n in lengths.tolist())

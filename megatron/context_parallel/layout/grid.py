@@ -183,7 +183,7 @@ def model_size(*, ulysses: int, ring: int, tensor: int, pipeline: int) -> int:
     """Number of processes that share one copy of the model and one sequence.
 
     Raises:
-        ValueError: it does not divide the world size.
+        ValueError: the number does not divide the world size.
     """
     if min(tensor, ulysses, ring, pipeline) < 1:
         raise ValueError(

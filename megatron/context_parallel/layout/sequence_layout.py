@@ -63,8 +63,8 @@ class SequenceLayout:
             raise ValueError(f"balance {self.balance} is unknown: use zigzag, contiguous or documents")
         if self.document_ends and (self.balance != "documents" or self.document_ends[-1] != self.seq_length):
             raise ValueError(
-                f"document_ends up to {self.document_ends[-1]} with balance={self.balance}: they need "
-                f"balance=documents, and the last one must be the length of the sequence, {self.seq_length}"
+                f"document_ends need balance=documents, not {self.balance}, and the last one must be the length of the "
+                f"sequence, {self.seq_length}, not {self.document_ends[-1]}"
             )
         unit = length_unit(self.grid.ulysses.size, self.grid.ring.size, self.balance, self.tensor_parts)
         if self.seq_length < 1 or self.seq_length % unit:

@@ -181,7 +181,7 @@ def _merge(pieces: list[Tile]) -> list[Tile]:
         else:
             wide.append(tile)
     by_columns = _join_triangles(wide)
-    for field in ("k", "masked", "kind"):  # sorting is stable, so the first two order tiles of the same kind
+    for field in ("k", "masked", "kind"):  # sorting is stable: tiles of a kind stay ordered by the other two
         by_columns.sort(key=attrgetter(field))
     tall: list[Tile] = []
     for tile in by_columns:

@@ -12,8 +12,8 @@ from torch import Tensor
 def alibi_slopes(heads: int) -> Tensor:
     """The slope of each head, fp32 [heads].
 
-    For n heads, n a power of two, ``2^(-8/n), 2^(-16/n), ...``; otherwise the slopes for the next smaller power of
-    two, and every second slope for the next larger power.
+    If the number n of heads is a power of two, they are ``2^(-8/n), 2^(-16/n), ...``. Otherwise they are the slopes for
+    the next smaller power of two, and every second slope for the next larger power.
     """
     nearest = 2 ** int(math.log2(heads))
     slopes = [2 ** (-8 * (head + 1) / nearest) for head in range(nearest)]

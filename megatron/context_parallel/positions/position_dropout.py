@@ -145,7 +145,9 @@ def drop(x: Tensor, dropout: Dropout, at: Tensor) -> Tensor:
         ValueError: ``dropout`` is for another number of samples.
     """
     if len(dropout.samples) != x.size(1):
-        raise ValueError(f"dropout names {len(dropout.samples)} samples, but the batch has {x.size(1)}: name each")
+        raise ValueError(
+            f"dropout.samples has {len(dropout.samples)} numbers, not {x.size(1)}: give one for each sample"
+        )
     return _Drop.apply(x, dropout, at) if dropout.threshold else x
 
 

@@ -9,7 +9,7 @@ For each message NCCL compares ``latency + bytes / bandwidth`` of all its algori
   the link or as the group's network cards, one for each of its ranks on a node, whichever is slower.
 - **trees**, for all_reduce: up and down a chain in a node and a tree of depth log2(nodes); half of a ring's bandwidth
   for the tensor. On two nodes the tensor crosses the network once in each direction, as if the cards were doubled.
-- **NVLS**, for all_reduce on NVSwitch from Hopper on: the switch adds up within a node, a tree between nodes.
+- **NVLS**, for all_reduce on NVSwitch from Hopper on: switches add up within nodes, and a tree between nodes.
 - **PAT**, for all_gather and reduce_scatter with one rank per node: log2(nodes) hops of latency.
 
 A machine whose file has no ``collectives`` (a CPU, or a measured machine) has rings only, at one rate. A kind of

@@ -299,7 +299,7 @@ def _forward(work: _Layer, *, saving: bool) -> list[Segment]:
 
 
 def _again(work: _Layer) -> list[Segment]:
-    """Segments that full recompute adds. For a single chunked layer it ends with attention: backward runs the rest."""
+    """Segments that full recompute adds. In a single chunked layer they end with attention: backward runs the rest."""
     strategy, a = work.strategy, work.attended
     if not strategy.fpdt_chunk or strategy.recompute_layers > 1:
         return _forward(work, saving=True)

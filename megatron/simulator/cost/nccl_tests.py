@@ -128,7 +128,7 @@ def fields(runs: list[Run], machine: Machine) -> dict[str, Any]:
         if run.nodes and run.ranks > run.nodes * machine.gpus:
             raise Refusal(
                 f"{run.kind} had {run.ranks // run.nodes} ranks per node, {machine.name} has {machine.gpus} GPUs; give "
-                "gpus in a file of your own"
+                "gpus in a machine file of your own"
             )
     calibration: dict[str, float] = {}
     algorithms: dict[str, dict[str, float]] = {}
@@ -196,7 +196,7 @@ def _share(run: Run, machine: Machine, value: float) -> float:
     if value > 2:
         raise Refusal(
             f"{run.kind} of {run.ranks} ranks had {run.bus / 1e9:.0f} GB/s, more than twice that of {machine.name}; "
-            "give its link and network in a file of your own"
+            "give link and network in a machine file of your own"
         )
     return float(f"{value:.4g}")
 

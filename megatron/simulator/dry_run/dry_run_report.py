@@ -61,13 +61,13 @@ def verdict(result: DryRun) -> list[str]:
     machine, sizes = result.machine, [needed(result, report) for report in result.ranks]
     if not all(sizes):
         spare = machine.usable_memory - max(report.figures.device_peak for report in result.ranks)
-        return [f"it fits, with {readable(spare)} of device memory to spare"] if result.fits else []
+        return [f"the step fits, with {readable(spare)} of device memory to spare"] if result.fits else []
     lines = []
     for setting, name in ALLOCATORS.items():
         spare = machine.memory - max(by_setting[setting] for by_setting in sizes)
-        text = f"it fits, with {readable(spare)} of device memory to spare"
+        text = f"the step fits, with {readable(spare)} of device memory to spare"
         if spare < 0:
-            text = f"it does not fit: {readable(-spare)} of device memory are missing"
+            text = f"the step does not fit: {readable(-spare)} of device memory are missing"
         elif not result.fits:
             text = f"device memory is sufficient, with {readable(spare)} to spare"
         lines.append(f"with {name} {text}")
@@ -90,7 +90,7 @@ def _runtime(result: DryRun) -> Iterator[str]:
             yield f"{name(report)}: reserved memory is scaled, not replayed, from {reserved.scaled}"
         for setting, retries in reserved.retries.items():
             if retries is None:
-                yield f"{name(report)}: {LABELS.get(setting, f'reserved, {setting}')}: more than the device has left"
+                yield f"{name(report)}: {LABELS.get(setting, f'reserved, {setting}')}: the device has too little memory"
             elif retries:
                 yield f"{name(report)}: the device is full; the allocator's cache is freed {retries} times ({setting})"
     own = runtime_memory(result.config, result.world_size, result.machine)
@@ -200,7 +200,7 @@ def check_output(path: str | None) -> None:
     """Check that --dry-run-json can be written.
 
     Raises:
-        Refusal: it cannot.
+        Refusal: the file cannot be written.
     """
     if path is None:
         return

@@ -78,7 +78,7 @@ def vocabulary_of(config: Config) -> tuple[int, str | None]:
     if padded := model.padded_vocab_size:
         return padded, f"{absent}: {padded} tokens, from --padded-vocab-size"
     for name, size in _named(config):
-        return size, f"{absent}: {size} tokens assumed, as {name} has; --vocab-size N changes it"
+        return size, f"{absent}: {size} tokens are assumed, as {name} has; --vocab-size N changes this"
     where = f" ({config.data.tokenizer_model})" if config.data.tokenizer_model else ""
     raise Refusal(f"--dry-run: {absent}{where}, and the vocabulary size is unknown: add --vocab-size N")
 

@@ -70,7 +70,7 @@ def draw(result: Replay, output: str | Path, title: str = "one step") -> None:
     """Write the picture of a replay that has kept its spans.
 
     Raises:
-        ValueError: it has no spans, or they take no time.
+        ValueError: the replay has no spans, or they take no time.
     """
     if not result.spans or not result.seconds:
         raise ValueError("nothing to draw: the replay has no spans, or none that takes time")
@@ -156,7 +156,7 @@ def write_trace(result: DryRun, path: str | Path, most: int = MOST_EVENTS) -> No
     """Write ``path``, compressed if it ends in .gz, with at most ``most`` kernels, transfers and copies.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     ranks, detailed = shown(result, most)
     about = metadata(result, ranks, detailed)

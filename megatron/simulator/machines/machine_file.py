@@ -54,7 +54,7 @@ def find(name_or_path: str | Path) -> Path:
         return path
     if text.endswith(".json") or Path(text).is_file():
         return Path(text)
-    raise Refusal(f"--gpu {text}: unknown; {_known_names()}, or give the path of a JSON file of your own")
+    raise Refusal(f"--gpu {text}: unknown; {_known_names()}, or the path of a JSON file of your own")
 
 
 def find_known(name: str) -> Path | None:
@@ -63,7 +63,7 @@ def find_known(name: str) -> Path | None:
 
 
 def _known_names() -> str:
-    return f"known are {', '.join(known())}"
+    return f"use {', '.join(known())}"
 
 
 def read_machine(path: Path) -> Machine:
@@ -112,8 +112,7 @@ def merged(path: Path, raw: Json, below: tuple[Path, ...] = ()) -> Json:
     base_path = path.parent / base_name if base_name.endswith(".json") else find_known(base_name)
     if base_path is None:
         raise Refusal(
-            f"{path}: extends: {base_name}: unknown; {_known_names()}, or give the name of a .json file in the same "
-            "folder"
+            f"{path}: extends: {base_name}: unknown; {_known_names()}, or the name of a .json file in the same folder"
         )
     base = read_merged(base_path, (*below, path.resolve()))
     sources = base.get("sources", {})

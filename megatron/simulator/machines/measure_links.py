@@ -206,7 +206,7 @@ def measure_in_processes(
     """Start ``processes`` processes on this machine and return their figures.
 
     Raises:
-        Refusal: they did not finish in ``timeout`` seconds, or one of them failed.
+        Refusal: the processes did not finish in ``timeout`` seconds, or one of them failed.
     """
     context = mp.get_context("spawn")
     messages = context.Queue()

@@ -110,7 +110,8 @@ def winning(plan: Plan, problem: Problem) -> str:
     )
     text = (
         f"{words(plan.strategy)}: {duration(plan.seconds)} per step. Most of it is {shown}. The rank that needs most "
-        f"memory holds {gib(memory.total)} ({held}), {gib(plan.margin)} less than {a(problem.machine.name)} has for it."
+        f"memory holds {gib(memory.total)} ({held}), {gib(plan.margin)} less than {a(problem.machine.name)} has for "
+        "programs."
     )
     if memory.host:
         node = problem.gpus_per_node
@@ -145,9 +146,9 @@ def failing(plan: Fit, winner: Plan | None, problem: Problem) -> str:
         node, lack = problem.gpus_per_node, -plan.host_margin
         return f"needs {gib(node * plan.memory.host)} of host memory per node, {gib(node * lack)} more than it has"
     if plan.tight:
-        left = f"leaves {gib(plan.margin)} of what {a(machine.name)} has for it"
+        left = f"leaves {gib(plan.margin)} of what {a(machine.name)} has for programs"
         return f"{left}, less than the --margin of {gib(plan.spare)}"
-    text = f"needs {gib(plan.memory.total)}, {gib(-plan.margin)} more than {a(machine.name)} has for it"
+    text = f"needs {gib(plan.memory.total)}, {gib(-plan.margin)} more than {a(machine.name)} has for programs"
     extra = {kind: getattr(plan.memory, kind) - (getattr(winner.memory, kind) if winner else 0) for kind in KINDS}
     kinds = [kind for kind in sorted(extra, key=lambda kind: -extra[kind]) if extra[kind] > 0.1 * -plan.margin][:3]
     if not kinds:

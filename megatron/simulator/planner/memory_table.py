@@ -58,7 +58,7 @@ def size(flag: str, text: str, *, binary: bool = True) -> int:
     """``128K`` as tokens (K = 1024) or, with ``binary=False``, ``7B`` as parameters (K = 1000).
 
     Raises:
-        Refusal: not a positive number, with K, M, G, B, T or nothing after it.
+        Refusal: ``text`` is not a positive number, with K, M, G, B, T or nothing after it.
     """
     number, power = text.strip().upper(), 0
     if number[-1:] in SUFFIXES:
@@ -187,7 +187,7 @@ def table(rows: Sequence[Row], title: str) -> Table:
 
 
 def papers_tables(shape: Shape, seq_length: int) -> list[Table]:
-    """The web page's formulas (formulas/papers.py) and this package's; its figures for Qwen2 and its formula."""
+    """The web page's formulas (formulas/papers.py) and ours; the page's figures for Qwen2 and the page's formula."""
     numel = stage_parameters(shape, 1, 1, 0).numel
     workload = Workload(shape, seq_length)
     ours = device_memory(workload, Strategy(zero=0))

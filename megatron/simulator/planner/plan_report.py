@@ -201,7 +201,7 @@ def draw(result: SearchResult, problem: Problem, output: str, model: str) -> Non
     """Write the picture: plans, their Pareto front, the memory limit and the winner.
 
     Raises:
-        Refusal: it cannot be written.
+        Refusal: the picture cannot be written.
     """
     pyplot = pyplot_for_files()
     winner, usable = result.plans[0], problem.machine.usable_memory / GIB

@@ -28,7 +28,7 @@ def tokens(text: str, flag: str) -> int:
     """A number of tokens such as ``120K`` (K = 1024, M = 1024 K).
 
     Raises:
-        Refusal: not a whole number above 0.
+        Refusal: ``text`` is not a whole number above 0.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text.strip().replace(",", ""))
     size = float(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()] if match else 0.0
@@ -41,7 +41,7 @@ def big_number(text: str, flag: str) -> float:
     """A run's number of tokens such as ``1.5T`` (K, M, B or G, T are powers of 1000).
 
     Raises:
-        Refusal: not such a number.
+        Refusal: ``text`` is not such a number, or less than 1.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmbgt]?)", text.strip().lower().replace(",", ""))
     size = float(match[1]) * 10.0 ** {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}[match[2]] if match else 0.0
@@ -54,7 +54,7 @@ def seconds(text: str, flag: str) -> float:
     """A time such as ``36h``, ``30d``, ``2w``, in seconds.
 
     Raises:
-        Refusal: not a time above 0.
+        Refusal: ``text`` is not a time above 0.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip().lower())
     if not match or not float(match[1]):
@@ -66,7 +66,7 @@ def share_of_memory(text: str, whole: float, flag: str) -> float:
     """Bytes from a text such as ``2GiB`` or, as a share of ``whole`` bytes, ``3%``.
 
     Raises:
-        Refusal: neither of these, or ``whole`` or more.
+        Refusal: ``text`` is neither of these, or its size is ``whole`` or more.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|gib|g)", text.strip().lower())
     size = float(match[1]) * (whole / 100 if match[2] == "%" else 2**30) if match else -1.0

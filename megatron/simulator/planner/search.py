@@ -156,8 +156,8 @@ def _ranked(
     return orders[key]
 
 
-NEAR = 1.25  # for the picture, plans up to this multiple of the winner's time are searched ...
-MANY = 1500  # ... until there are this many
+NEAR = 1.25  # for the picture, plans up to this multiple of the winner's time are searched
+MANY = 1500  # from this number of priced plans on, no further plans are searched for the picture
 
 
 @dataclass

@@ -110,8 +110,8 @@ def choose_on(
         usable = [kernel for kernel in usable if kernel != "flash_attn" or flash_attn]
         if usable:
             return usable[0]
-    unknown = "unknown: no such GPU is visible"
-    raise _unavailable(name, f"no kernel supports {dtype}", why.get(name, unknown), "there", usable)
+    unknown = "unknown, because no such GPU is visible"
+    raise _unavailable(name, f"no kernel supports {dtype}", why.get(name, unknown), "on that GPU", usable)
 
 
 def _unavailable(name: str, nothing: str, why: str | None, where: str, usable: list[str]) -> KernelUnavailable:

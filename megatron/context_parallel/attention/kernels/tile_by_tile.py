@@ -124,7 +124,11 @@ def tile_parts(tiles: Tiles, scores: Scores) -> Iterator[Tile]:
 
 
 def row_mask(tiles: Tiles, tile: Tile, q: Tensor, scores: Scores) -> RowMask | None:
-    """What a kernel has to compute for each pair of a part of one of ``tiles``, besides the product; None: nothing."""
+    """What a kernel computes for each pair of ``tile`` in addition to the product; None: nothing.
+
+    Args:
+        tile: one of ``tiles``, or a part of one.
+    """
     if not _needs_pairs(tile, scores):
         return None if scores.softcap is None else RowMask(softcap=scores.softcap)
     flip, allowed, bias, dropout = tile.kind == "anticausal", None, None, None
@@ -139,7 +143,7 @@ def row_mask(tiles: Tiles, tile: Tile, q: Tensor, scores: Scores) -> RowMask | N
     if scores.slopes is not None:
         wide = accumulation_dtype(q.dtype)
         slopes = -scores.slopes.to(wide)[:, None, None]
-        first = k_spans[0][0]  # relative to it, positions are exact in fp32
+        first = k_spans[0][0]  # positions relative to the first one are exact in fp32
         q_here, k_here = ((positions(at, q.device, flip) - first).to(wide) for at in (q_spans, k_spans))
 
         def bias(start: int, end: int, keys: int) -> Tensor:

@@ -288,9 +288,9 @@ class CachingAllocator:
             while at + 1 < len(pool.free) and growable_size(pool.free[at + 1][3]) < growable_size(best):
                 at, best = at + 1, pool.free[at + 1][3]
         if limit is not None:
-            if size < limit <= best.size:  # large blocks are only for large requests ...
+            if size < limit <= best.size:  # a large block is only for large requests
                 return None
-            if size >= limit and best.size >= size + rounding:  # ... that need almost all of the block
+            if size >= limit and best.size >= size + rounding:  # that leave little of it unused
                 return None
         pool.take(best)
         return best

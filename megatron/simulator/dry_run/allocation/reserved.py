@@ -302,7 +302,7 @@ def reserved(
             replays = min(max(LONGEST // unit_changes, 2), units)
             beyond, units = (units - replays) * unit_bytes, replays
             shown = f"{counts[1] + replays * (counts[1] - counts[0])} of {layers} layers"
-            notes = (f"reserved: {shown} replayed; memory of the others is counted without gaps",)
+            notes = (f"reserved: {shown} were replayed; memory of the others is counted without gaps",)
         try:
             stretches, larger = added(few, changes)
             if larger and run_all is not None and missing <= CHEAP:

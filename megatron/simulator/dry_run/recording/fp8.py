@@ -60,18 +60,18 @@ def check_fp8(model: ModelConfig, machine: Machine | None) -> None:
     """Check that the machine supports the model's FP8 settings.
 
     Raises:
-        Refusal: it does not.
+        Refusal: the machine does not support them.
     """
     if model.fp8_format is None or machine is None:
         return
     if "fp8" not in machine.peak:
         raise Refusal(
-            f"--fp8-format {model.fp8_format} with --gpu {machine.name}: it has no FP8, or its file has no peak.fp8; "
+            f"--fp8-format {model.fp8_format}: {machine.name} has no FP8, or its file has no peak.fp8; "
             "use only --bf16, or another GPU, for example H100-80G"
         )
     if model.fp8_recipe == "mxfp8" and "mxfp8" not in machine.peak:
         raise Refusal(
-            f"--fp8-recipe mxfp8 with --gpu {machine.name}: it has no MXFP8, or its file has no peak.mxfp8; use "
+            f"--fp8-recipe mxfp8: {machine.name} has no MXFP8, or its file has no peak.mxfp8; use "
             "another --fp8-recipe, or a Blackwell GPU, for example B200-192G"
         )
 

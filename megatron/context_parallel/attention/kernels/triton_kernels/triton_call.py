@@ -106,7 +106,9 @@ class Call:
         if self.slopes is not None and self.slopes.shape != (h,):
             raise ValueError(f"slopes has shape {list(self.slopes.shape)}: give one number for each of {h} heads")
         if self.dropout is not None and len(self.dropout.samples) != b:
-            raise ValueError(f"dropout names {len(self.dropout.samples)} samples, but the batch has {b}: name each")
+            raise ValueError(
+                f"dropout.samples has {len(self.dropout.samples)} numbers, not {b}: give one for each sample"
+            )
         if b * h >= 2**16:
             raise ValueError(f"{b} samples of {h} heads exceed the size of a GPU's grid: use a smaller batch")
         if self.capability == -1:
@@ -123,7 +125,7 @@ class Call:
     def backward(
         self, tiles: Tiles, dout: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> list[Launch]:
-        """The first launch is for dq; it prepares lse and delta for the others, which are for dk and dv."""
+        """The launches: first for dq, which also prepares lse and delta for the others; then for dk and dv."""
         if dout.shape != (*self.q.shape[:3], self.v.size(3)):
             raise ValueError(f"dout {list(dout.shape)} does not fit q {list(self.q.shape)}, v {list(self.v.shape)}")
         rows = self.q.shape[:3]

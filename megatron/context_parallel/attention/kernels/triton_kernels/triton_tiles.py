@@ -6,7 +6,8 @@ of one side therefore meets consecutive rows of the other. Ranges that all rows 
 kernel computes them without checks. The others, at both ends and along a diagonal, are *edges*, where the kernel
 compares each pair. In *masked* tiles it also reads a bit for each pair.
 
-All of this is arithmetic on a few small arrays in host memory, and kept with the plan, which all layers share.
+All of this is arithmetic on a few small arrays in host memory. The results are kept with the plan, which all layers
+share.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def walk(tiles: Tiles, side: Side, rows: int, block: int, step: int, device: tor
 
 
 def geometry(tiles: Tiles) -> bytes:
-    """The tiles' rows, kinds and whether they are masked. Chunks and hops of a regular mask often have the same."""
+    """The tiles' rows, kinds and whether they are masked: often the same for chunks and hops of a regular mask."""
     numbers = (n for tile in tiles for n in (*tile.q, *tile.k, KINDS.index(tile.kind), tile.masked))
     return tiles.derived("geometry", lambda: np.fromiter(numbers, np.int64).tobytes())
 
@@ -121,7 +122,7 @@ def _table(geometry: bytes, side: Side) -> dict[str, np.ndarray]:
 
 
 def _int32(x: np.ndarray, device: torch.device) -> Tensor:
-    """``x`` as int32 on the device. It waits for the copy, because the result may be used on any stream."""
+    """``x`` as int32 on the device. The host waits for the copy, because any stream may use the result."""
     return torch.from_numpy(x.astype(np.int32)).to(device)
 
 
