@@ -47,12 +47,8 @@ def main(argv: list[str] | None = None) -> int:
         warm.run(warm.Count(FOLDER / "counted.jsonl", args.minutes, args.seconds, args.cases), args.count)
         return 0
     (lines, times), known = covering.read(FOLDER), read(KNOWN)
-    tested = [
-        change
-        for change in changes
-        if (change.key in known or lines.get(change.file, {}).get(str(change.line))) and in_memory.differing(change)
-    ]
-    print(f"{len(changes)} changes, {len(tested)} of them in functions that the counted tests run")
+    tested = [change for change in changes if change.key in known or lines.get(change.file, {}).get(str(change.line))]
+    print(f"{len(changes)} changes, {len(tested)} of them on lines that the counted tests run")
     if not tested:
         print("error: no lines are counted: run python -m tests.mutants --count tests/unit first", file=sys.stderr)
         return 2
@@ -67,7 +63,11 @@ def main(argv: list[str] | None = None) -> int:
     else:
         chosen = tested if args.all else sample(tested, args.sample, args.seed)
         print("all of them" if args.all else f"{len(chosen)} of them, --seed {args.seed}")
-    trials = [Trial(change, tests_of(change, lines, times, known, args.tests, args.seconds)) for change in chosen]
+    trials = [
+        Trial(change, tests_of(change, lines, times, known, args.tests, args.seconds))
+        for change in chosen
+        if in_memory.differing(change)  # otherwise it is outside functions
+    ]
     done: list[Trial] = []
 
     def note(trial: Trial) -> bool:

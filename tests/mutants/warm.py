@@ -188,6 +188,6 @@ def run(plugin: Try | Count, tests: Iterable[str]) -> None:
     os.environ.update(ENVIRONMENT)
     os.chdir(ROOT)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        options = ["-s", "-p", "no:cacheprovider", "-p", "no:terminal", "-p", "no:xdist", "-p", "no:cov",
+        options = ["-s", "-p", "no:cacheprovider", "-p", "no:terminal", "-p", "no:faulthandler", "-p", "no:xdist", "-p", "no:cov",
                    "--basetemp", f"{folder}/tests", "--rootdir", str(ROOT), "--hypothesis-profile=few"]  # fmt: skip
         pytest.main([*options, *tests], plugins=[plugin])
