@@ -4,7 +4,7 @@
     python -m tests.mutants --count tests/unit tests/distributed   # which tests run which line; once, takes long
     python -m tests.mutants                                        # 400 changes of all files and kinds
     python -m tests.mutants --all                                  # before a release
-    python -m tests.mutants --again                                # those that no test has noticed so far
+    python -m tests.mutants --again --tests 30                     # the survivors of these, with more tests
     python -m tests.mutants --noticed 20                           # some that a unit test has noticed: quick
     python -m tests.mutants --list
 
@@ -58,13 +58,15 @@ def main(argv: list[str] | None = None) -> int:
         chosen = random.Random(args.seed).sample(chosen, min(args.noticed, len(chosen)))
         args.tests = 1
         print(f"{len(chosen)} that were noticed, --seed {args.seed}")
-    elif args.again:
-        chosen = [change for change in tested if earlier.get(change.key) in (SURVIVED, UNTESTED)]
     else:
         chosen = tested if args.all else sample(tested, args.sample, args.seed)
         print("all of them" if args.all else f"{len(chosen)} of them, --seed {args.seed}")
+        if args.again:
+            chosen = [change for change in chosen if earlier.get(change.key) not in (NOTICED, IN_TIME)]
+            print(f"{len(chosen)} of these have not been noticed so far")
+    sizes = covering.sizes(lines)
     trials = [
-        Trial(change, tests_of(change, lines, times, known, args.tests, args.seconds))
+        Trial(change, tests_of(change, lines, sizes, times, known, args.tests, args.seconds))
         for change in chosen
         if in_memory.differing(change)  # otherwise it is outside functions
     ]
@@ -85,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         files = {test.partition("::")[0] for trial in trials for test in trial.tests}
-        warm.run(warm.Try(trials, note), sorted(file for file in files if Path(ROOT, file).exists()))
+        warm.run(warm.Try(trials, note), sorted(file for file in files if Path(ROOT, file).exists()), args.profile)
     except KeyboardInterrupt:
         print(f"interrupted after {len(done)} of {len(trials)} changes")
     return report({trial.change: trial.outcome for trial in done})
@@ -100,10 +102,11 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--seed", default="0", help="of the sample")
     options.add_argument("--noticed", type=int, metavar="N", help="try N changes again that a unit test has noticed")
     options.add_argument("--all", action="store_true", help="try all changes")
-    options.add_argument("--again", action="store_true", help="try the survivors of earlier runs")
+    options.add_argument("--again", action="store_true", help="leave out what was noticed in earlier runs")
     options.add_argument("--only", nargs="+", default=[], metavar="PATH", help="change these files or folders alone")
     options.add_argument("--tests", type=int, default=5, help="most tests for a change (default: 5)")
     options.add_argument("--seconds", type=float, default=30, help="longest time of a change's tests (default: 30)")
+    options.add_argument("--profile", default="few", help="of Hypothesis; ci: as many examples as in an ordinary run")
     options.add_argument("--list", action="store_true", help="list the changes, and try none")
     return options
 
@@ -118,14 +121,28 @@ def sample(changes: list[Change], count: int, seed: str) -> list[Change]:
     ordered = sorted(changes, key=lambda change: (change.file, change.kind, draw.random()))
     step = max(1.0, len(ordered) / count)
     start = draw.random() * step
-    return [ordered[int(start + n * step)] for n in range(count) if start + n * step < len(ordered)]
+    chosen = [ordered[int(start + n * step)] for n in range(count) if start + n * step < len(ordered)]
+    draw.shuffle(chosen)  # so that a run that ends early is a sample too
+    return chosen
 
 
 def tests_of(
-    change: Change, lines: covering.Lines, times: dict[str, float], known: dict[str, str], most: int, seconds: float
+    change: Change,
+    lines: covering.Lines,
+    sizes: tuple[Counter, Counter],
+    times: dict[str, float],
+    known: dict[str, str],
+    most: int,
+    seconds: float,
 ) -> list[str]:
-    """Tests that run the line, quickest first: the one that noticed it before, then one case of each test function."""
-    every = sorted(lines.get(change.file, {}).get(str(change.line), []), key=lambda test: times.get(test, 1.0))
+    """Tests that run the line: the one that noticed it before, then one case of each test function, then all.
+
+    Quick tests come first, and those of which a large share of the lines is in the changed file.
+    """
+    here, everywhere = sizes
+    share = {test: here[change.file, test] / everywhere[test] for test in lines.get(change.file, {}).get(
+        str(change.line), [])}  # fmt: skip
+    every = sorted(share, key=lambda test: times.get(test, 1.0) / share[test])
     first = list({test.partition("[")[0]: test for test in reversed(every)}.values())[::-1]
     earlier = [known[change.key]] if change.key in known else []
     chosen, total = [], 0.0

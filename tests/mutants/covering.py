@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 from tests.mutants.changes import ROOT
@@ -53,3 +54,12 @@ def read(folder: Path) -> tuple[Lines, dict[str, float]]:
                 for line in lines:
                     by_line.setdefault(name, {}).setdefault(str(line), []).append(counted["test"])
     return by_line, times
+
+
+def sizes(lines: Lines) -> tuple[Counter, Counter]:
+    """(number of lines by file and test, number of lines by test)."""
+    here = Counter((file, test) for file, tests in lines.items() for line in tests.values() for test in line)
+    everywhere: Counter = Counter()
+    for (_, test), count in here.items():
+        everywhere[test] += count
+    return here, everywhere

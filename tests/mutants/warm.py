@@ -181,13 +181,14 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def run(plugin: Try | Count, tests: Iterable[str]) -> None:
+def run(plugin: Try | Count, tests: Iterable[str], profile: str = "few") -> None:
     """Collect these tests in this process, which imports everything, and let the plugin use them."""
     import pytest
 
     os.environ.update(ENVIRONMENT)
     os.chdir(ROOT)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        options = ["-s", "-p", "no:cacheprovider", "-p", "no:terminal", "-p", "no:faulthandler", "-p", "no:xdist", "-p", "no:cov",
-                   "--basetemp", f"{folder}/tests", "--rootdir", str(ROOT), "--hypothesis-profile=few"]  # fmt: skip
+        options = ["-s", "-p", "no:cacheprovider", "-p", "no:terminal", "-p", "no:faulthandler", "-p", "no:xdist",
+                   "-p", "no:cov", "--basetemp", f"{folder}/tests", "--rootdir", str(ROOT),
+                   f"--hypothesis-profile={profile}"]  # fmt: skip
         pytest.main([*options, *tests], plugins=[plugin])

@@ -12,6 +12,7 @@ from collections import Counter
 import pytest
 
 from tests.mutants import __main__ as mutants
+from tests.mutants import covering
 from tests.mutants.changes import ROOT, all_changes, changes_of
 from tests.patience import patience
 
@@ -48,13 +49,18 @@ def test_a_sample_has_each_file_and_kind_by_its_share() -> None:
         assert all(abs(chosen[name] - count * 100 / len(changes)) < 7 for name, count in every.items())
 
 
-def test_the_quickest_case_of_each_test_comes_first() -> None:
+def test_quick_tests_of_this_file_come_first_and_one_case_of_each() -> None:
     change = all_changes(LOSS)[0]
-    lines = {change.file: {str(change.line): ["a[1]", "a[2]", "b", "c"]}}
-    times = {"a[1]": 2.0, "a[2]": 1.0, "b": 3.0, "c": 9.0}
-    assert mutants.tests_of(change, lines, times, {}, 3, 60) == ["a[2]", "b", "c"]
-    assert mutants.tests_of(change, lines, times, {change.key: "c"}, 2, 60) == ["c", "a[2]"]
-    assert mutants.tests_of(change, lines, times, {}, 3, 5) == ["a[2]", "b"]
+    here = {change.file: {str(change.line): ["a[1]", "a[2]", "b", "c"]}}
+    lines = here | {"other.py": {str(line): ["c"] for line in range(9)}}
+    times = {"a[1]": 2.0, "a[2]": 1.0, "b": 3.0, "c": 1.0}
+
+    def chosen(known: dict[str, str], most: int, seconds: float) -> list[str]:
+        return mutants.tests_of(change, lines, covering.sizes(lines), times, known, most, seconds)
+
+    assert chosen({}, 3, 60) == ["a[2]", "b", "c"]
+    assert chosen({change.key: "c"}, 2, 60) == ["c", "a[2]"]
+    assert chosen({}, 3, 4) == ["a[2]", "b"]
 
 
 def test_a_change_in_memory_reaches_functions_that_others_hold() -> None:
