@@ -71,8 +71,8 @@ class Try:
         """Run the trial's tests with the change until one fails that passes without it."""
         tests = [test for test in trial.tests if test in items]
         while tests:
-            limit = sum(max(FLOOR, FACTOR * self.unchanged.get(test, (0, 0.0))[1]) for test in tests)
-            code, ran = in_fork([items[test] for test in tests], apply, limit)
+            limits = [max(FLOOR, FACTOR * self.unchanged.get(test, (0, 0.0))[1]) for test in tests]
+            code, ran = in_fork([items[test] for test in tests], apply, limits)
             if code == NOT_APPLIED:
                 return
             if code == PASSED:
@@ -81,10 +81,11 @@ class Try:
             test = tests[ran]
             if test not in self.unchanged:
                 start = time.monotonic()
-                passed, _ = in_fork([items[test]], lambda: True, 3 * limit)
+                passed, _ = in_fork([items[test]], lambda: True, [3 * FLOOR])
                 self.unchanged[test] = (passed, time.monotonic() - start)
-                if code == LATE:
-                    continue  # with a limit that is now known
+                if code == LATE and FACTOR * self.unchanged[test][1] > FLOOR:
+                    tests = tests[ran:]  # with a limit that is now known
+                    continue
             if self.unchanged[test][0] == PASSED:
                 trial.outcome, trial.by = (IN_TIME if code == LATE else NOTICED), test
                 return
@@ -114,7 +115,7 @@ class Count:
                     break
                 begin = time.monotonic()
                 start = lambda: covering.start(f"{folder}/lines") or True  # noqa: E731
-                code, _ = in_fork([item], start, self.longest, covering.save)
+                code, _ = in_fork([item], start, [self.longest], covering.save)
                 seconds, lines = time.monotonic() - begin, covering.lines_in(Path(folder))
                 print(f"{seconds:.1f} s, {['passed', 'failed', 'too long'][code]}: {item.nodeid}", flush=True)
                 found = {"test": item.nodeid, "seconds": round(seconds, 2), "lines": lines if code == PASSED else {}}
@@ -128,9 +129,9 @@ def share_memory() -> None:
 
 
 def in_fork(
-    items: list[Any], apply: Callable[[], bool], limit: float, after: Callable[[], None] = lambda: None
+    items: list[Any], apply: Callable[[], bool], limits: list[float], after: Callable[[], None] = lambda: None
 ) -> tuple[int, int]:
-    """(code, number of the test that decided) of tests in a fork that applies a change before, and ends with after."""
+    """(code, number of the test that decided) of tests in a fork that applies a change; each has a limit in seconds."""
     from _pytest.runner import runtestprotocol
 
     read, write = os.pipe()
@@ -156,13 +157,14 @@ def in_fork(
         finally:
             os._exit(0)
     os.close(write)
-    answers, deadline = b"", time.monotonic() + limit
+    answers, deadline = b"", time.monotonic() + limits[0]
     while True:
         ready, _, _ = select.select([read], [], [], max(0.0, deadline - time.monotonic()))
         part = os.read(read, 100) if ready else b""
         answers += part
         if not part or FAILED in part or NOT_APPLIED in part or len(answers) == len(items):
             break
+        deadline = time.monotonic() + limits[len(answers)]
     os.close(read)
     os.kill(child, signal.SIGKILL)  # its workers end with it
     os.waitpid(child, 0)

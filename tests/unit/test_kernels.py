@@ -328,6 +328,14 @@ def test_a_ulysses_rank_has_the_slopes_sinks_and_dropout_of_its_heads(rank):
     assert torch.equal(scores.slopes, slopes[mine]) and scores.dropout == rule.dropout.of_heads(3 * rank)
 
 
+@pytest.mark.parametrize("value_dim, largest", [(None, 8), (8, 8), (4, 8), (16, 16)])
+def test_a_kernel_is_chosen_for_the_larger_of_the_head_sizes(value_dim, largest, monkeypatch):
+    wanted = {}
+    monkeypatch.setattr(kernels, "select", lambda name, **needs: wanted.update(needs) or KERNELS["math"])
+    AttentionRule().tile_kernel(torch.zeros(4, 1, 3, 8), Axis(), 8, value_dim)
+    assert wanted["head_dim"] == largest and wanted["needs_value_dim"] == (value_dim not in (None, 8))
+
+
 def test_the_gradient_of_sinks_is_that_of_the_definition():
     dout, q, k, v = make(h=4, hk=4)
     sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)

@@ -354,3 +354,20 @@ def test_patterns_of_blocks_are_those_of_their_papers() -> None:
         assert row in kept and len(kept) in (2, 3) and kept == cp.BigBirdBlocks(0, 0, 2, seed=1).kept(row, 20)
     assert cp.BigBirdBlocks(0, 0, 9).kept(1, 4) == {0, 1, 2, 3}
     assert len({*map(frozenset, (cp.BigBirdBlocks(0, 0, 2, seed).kept(0, 50) for seed in range(5)))}) > 1
+
+
+def test_long_documents_are_dealt_first() -> None:
+    """Short ones then fill the gaps; in another order this work would differ by 10 %."""
+    ends = (22, 76, 128, 180, 202, 210, 241, 249, 294, 328)
+    starts = dict(zip(ends, (0, *ends)))
+    work = [
+        sum(
+            (min(stop, end) - start) * (min(stop, end) - start + 1) // 2 - (first - start) * (first - start + 1) // 2
+            for span_first, stop in spans
+            for end, start in starts.items()
+            if (first := max(span_first, start)) < min(stop, end)
+        )
+        for spans in deal(ends, 4)
+    ]
+    mean = sum(work) / 4
+    assert max(abs(part - mean) for part in work) / mean < 0.03
