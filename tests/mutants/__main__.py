@@ -4,7 +4,7 @@
     python -m tests.mutants --count tests/unit tests/distributed   # which tests run which line; once, takes long
     python -m tests.mutants                                        # 400 changes of all files and kinds
     python -m tests.mutants --all                                  # before a release
-    python -m tests.mutants --again --tests 30                     # the survivors of these, with more tests
+    python -m tests.mutants --again --tests 30 --cases 10          # the survivors of these, with more tests
     python -m tests.mutants --noticed 20                           # some that a unit test has noticed: quick
     python -m tests.mutants --list
 
@@ -87,7 +87,11 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         files = {test.partition("::")[0] for trial in trials for test in trial.tests}
-        warm.run(warm.Try(trials, note), sorted(file for file in files if Path(ROOT, file).exists()), args.profile)
+        warm.run(
+            warm.Try(trials, note, args.cases),
+            sorted(file for file in files if Path(ROOT, file).exists()),
+            args.profile,
+        )
     except KeyboardInterrupt:
         print(f"interrupted after {len(done)} of {len(trials)} changes")
     return report({trial.change: trial.outcome for trial in done})
@@ -97,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--count", nargs="+", default=[], metavar="TESTS", help="count which lines these tests run")
     options.add_argument("--minutes", type=float, default=600, help="stop then; the next --count continues")
-    options.add_argument("--cases", type=int, default=1, help="of each test function that is counted (default: 1)")
+    options.add_argument("--cases", type=int, default=1, help="of each test function (default: 1)")
     options.add_argument("--sample", type=int, default=400, metavar="N", help="try N random changes (default: 400)")
     options.add_argument("--seed", default="0", help="of the sample")
     options.add_argument("--noticed", type=int, metavar="N", help="try N changes again that a unit test has noticed")

@@ -49,8 +49,9 @@ class Trial:
 class Try:
     """A plugin of pytest that tries changes instead of running the tests."""
 
-    def __init__(self, trials: list[Trial], done: Callable[[Trial], bool]) -> None:
+    def __init__(self, trials: list[Trial], done: Callable[[Trial], bool], cases: int = 1) -> None:
         self.trials = trials
+        self.cases = cases  # further ones of each test function than those that were counted
         self.done = done  # called after each trial; False ends the trials
         self.unchanged: dict[str, tuple[int, float]] = {}  # (code, seconds) of a test without a change
 
@@ -70,6 +71,10 @@ class Try:
     def run(self, trial: Trial, items: dict[str, Any], apply: Callable[[], bool]) -> None:
         """Run the trial's tests with the change until one fails that passes without it."""
         tests = [test for test in trial.tests if test in items]
+        for name in dict.fromkeys(test.partition("[")[0] for test in tests if self.cases > 1):
+            every = [test for test in items if test.partition("[")[0] == name]
+            tests += [test for test in every[:: -(-len(every) // self.cases)] if test not in tests]
+        trial.tests = tests
         while tests:
             limits = [max(FLOOR, FACTOR * self.unchanged.get(test, (0, 0.0))[1]) for test in tests]
             code, ran = in_fork([items[test] for test in tests], apply, limits)

@@ -390,6 +390,14 @@ def test_yarn_is_that_of_transformers(scaling: dict[str, Any]) -> None:
     assert rope(words) == rope(again)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_the_flags_of_a_model_give_its_kv_heads(kv_heads):
+    given = {"model_type": "llama", "max_position_embeddings": 128, "hidden_size": 64, "num_attention_heads": 4}
+    model, _ = llama_settings.settings(given | {"num_key_value_heads": kv_heads}, "")
+    words = parse([*llama_settings.command_line(model, torch.float32), *RUN]).model
+    assert (words.num_query_groups or 4, words.group_query_attention) == (kv_heads, model.group_query_attention)
+
+
 CONFIGS = [
     ({"model_type": "mistral"}, "model_type 'mistral' is not supported: only llama"),
     ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map asks for code from the checkpoint"),
