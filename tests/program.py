@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.distributed.pool import fork_server
-from tests.distributed.worker import name_test
+from tests.distributed.worker import keep_coverage
 from tests.patience import patience
 
 GRACE = 10.0  # seconds for the other ranks to end after one has failed
@@ -105,9 +105,11 @@ def _main(command: list[str], environment: dict[str, str], folder: str) -> None:
         os.dup2(file, number)
         os.close(file)
     sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w", buffering=1) for number in (1, 2))
-    name_test(os.environ.get("PYTEST_CURRENT_TEST", environment.get("PYTEST_CURRENT_TEST", "")))
     os.environ.clear()
     os.environ.update(environment)
     sys.argv[:] = command
     sys.path.insert(0, os.path.dirname(command[0]))
-    runpy.run_path(command[0], run_name="__main__")
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    finally:
+        keep_coverage()

@@ -85,8 +85,7 @@ class Pool:
             self._start(world_size)
             self._jobs += 1
             # gloo's timeout is longer than ours, so that a hang is reported with the stacks of all ranks
-            test = os.environ.get("PYTEST_CURRENT_TEST", "")
-            request = pickle.dumps((self._jobs, world_size, timeout + 30, test, payload))
+            request = pickle.dumps((self._jobs, world_size, timeout + 30, payload))
             answers, failures = self._serve(world_size, request, timeout)
         except BaseException:  # Ctrl-C or a timeout of pytest: an unfinished job must not disturb the next one
             self._kill(range(self.max_workers))
@@ -210,11 +209,14 @@ class Pool:
             w.life.close()
 
 
-def fork_server() -> multiprocessing.context.ForkServerContext:
+def fork_server() -> multiprocessing.context.BaseContext:
     """The fork server, whose processes have imported everything; it starts with the first call.
 
     No GPU is visible to it: a CUDA context would not survive the fork, and gloo needs none.
+    With FORK_THIS_PROCESS set, this process takes its place (tests/mutants).
     """
+    if "FORK_THIS_PROCESS" in os.environ:
+        return multiprocessing.get_context("fork")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))

@@ -54,7 +54,7 @@ def serve(worker: int, conn: Connection, life: Connection, root: str, log: str, 
             return
         os.ftruncate(fd, 0)
         answer = _job(worker, request, store)
-        _keep_coverage()
+        keep_coverage()
         sys.stdout.flush()
         sys.stderr.flush()
         conn.send_bytes(answer)
@@ -64,8 +64,7 @@ def _job(rank: int, request: bytes, store: object) -> bytes:
     """Run one job and restore the process. Returns the pickled answer."""
     environment = dict(os.environ)
     try:
-        number, world_size, timeout, test, payload = pickle.loads(request)
-        name_test(test)
+        number, world_size, timeout, payload = pickle.loads(request)
         _begin(rank, world_size, f"job{number}", timeout, store)
         fn, args, kwargs = pickle.loads(payload)
         # By value: the tensor reductions of torch.multiprocessing would pass file descriptors of shared memory.
@@ -89,14 +88,7 @@ def _gloo_threads() -> int:
     return sum(name.startswith("pt_gloo") for name in names)
 
 
-def name_test(test: str) -> None:
-    """Tell coverage.py, if it counts the lines for each test, which test runs (tests/mutants)."""
-    if (coverage := sys.modules.get("coverage")) and os.environ.get("COVERAGE_BY_TEST"):
-        if running := coverage.Coverage.current():
-            running.switch_context(test.rpartition(" ")[0])
-
-
-def _keep_coverage() -> None:
+def keep_coverage() -> None:
     """Save coverage data after a job, because workers are killed at the end."""
     if coverage := sys.modules.get("coverage"):
         if running := coverage.Coverage.current():

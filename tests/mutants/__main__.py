@@ -2,12 +2,15 @@
 """Change the source in one place at a time, and run the tests of that line: does one of them fail?
 
     python -m tests.mutants --count tests/unit tests/distributed   # which tests run which line; once, takes long
-    python -m tests.mutants --sample 20                            # a random sample
-    python -m tests.mutants                                        # all, before a release
+    python -m tests.mutants                                        # 400 changes of all files and kinds
+    python -m tests.mutants --all                                  # before a release
+    python -m tests.mutants --again --tests 30 --cases 10          # the survivors of these, with more tests
+    python -m tests.mutants --noticed 20                           # some that a unit test has noticed: quick
     python -m tests.mutants --list
 
 A change that no test notices survives, and is listed. Write a test for it, or a reason in tests/mutants/reasons.json
-why no test can notice it. Exit code 0: at least 97 % are noticed and each survivor has a reason; 1: otherwise.
+why no test can notice it. tests/mutants/noticed.json keeps which test noticed which change; tests/unit/test_mutants.py
+tries some of them again. Exit code 0: at least 97 % are noticed, and each survivor has a reason; 1: otherwise.
 Ctrl-C ends the trials and prints the report of those that are done.
 """
 
@@ -15,128 +18,163 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import shutil
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
-from tests.mutants import covering
+from tests.mutants import covering, in_memory, warm
 from tests.mutants.changes import PLACES, ROOT, Change, all_changes
+from tests.mutants.warm import IN_TIME, NOTICED, SURVIVED, UNTESTED, Trial
 
 REASONS = Path(__file__).with_name("reasons.json")
+KNOWN = Path(__file__).with_name("noticed.json")  # test by key of the change
 FOLDER = ROOT / "out" / "mutants"
 WANTED = 0.97
-NOTICED, SURVIVED, UNTESTED = "noticed", "survived", "no test runs it"
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    places = tuple(args.only) or PLACES
-    changes = all_changes(places)
+    changes = all_changes(tuple(args.only) or PLACES)
     if args.list:
         for change in changes:
             print(change)
         print(f"{len(changes)} changes: {dict(Counter(change.kind for change in changes).most_common())}")
         return 0
-    lines = covering.count(args.count, FOLDER) if args.count else covering.read(FOLDER)
-    if args.count and args.sample is None:
+    if args.count:
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        warm.run(warm.Count(FOLDER / "counted.jsonl", args.minutes, args.seconds, args.cases), args.count)
         return 0
-    if not lines:
+    (lines, times), known = covering.read(FOLDER), read(KNOWN)
+    tested = [change for change in changes if change.key in known or lines.get(change.file, {}).get(str(change.line))]
+    print(f"{len(changes)} changes, {len(tested)} of them on lines that the counted tests run")
+    if not tested:
         print("error: no lines are counted: run python -m tests.mutants --count tests/unit first", file=sys.stderr)
         return 2
-    if args.sample is not None:
-        tested = [change for change in changes if tests_of(change, lines, {}, args.seconds)]
-        print(f"{len(changes)} changes, {len(tested)} on lines that the counted tests run; a sample of {args.sample}")
-        changes = random.Random(args.seed).sample(tested, min(args.sample, len(tested)))
-    results: dict[Change, str] = {}
+    earlier, end = read(FOLDER / "outcomes.json"), time.monotonic() + 60 * args.minutes
+    if args.noticed:
+        chosen = [change for change in tested if known.get(change.key, "").startswith("tests/unit/")]
+        chosen = random.Random(args.seed).sample(chosen, min(args.noticed, len(chosen)))
+        args.tests = 1
+        print(f"{len(chosen)} that were noticed, --seed {args.seed}")
+    else:
+        chosen = tested if args.all else sample(tested, args.sample, args.seed)
+        print("all of them" if args.all else f"{len(chosen)} of them, --seed {args.seed}")
+        if args.again:
+            chosen = [change for change in chosen if earlier.get(change.key) not in (NOTICED, IN_TIME)]
+            print(f"{len(chosen)} of these have not been noticed so far")
+    sizes = covering.sizes(lines)
+    trials = [
+        Trial(change, tests_of(change, lines, sizes, times, known, args.tests, args.seconds))
+        for change in chosen
+        if in_memory.differing(change)  # otherwise it is outside functions
+    ]
+    done: list[Trial] = []
+
+    def note(trial: Trial) -> bool:
+        done.append(trial)
+        by = f" by {trial.by}" if trial.by else f" ({len(trial.tests)} tests)"
+        print(f"[{len(done)}/{len(trials)}, {trial.seconds:.1f} s] {trial.outcome}{by}: {trial.change}", flush=True)
+        earlier[trial.change.key] = trial.outcome
+        known.pop(trial.change.key, None)
+        if trial.outcome == NOTICED:
+            known[trial.change.key] = trial.by
+        if not args.noticed and (len(done) % 10 == 0 or len(done) == len(trials)):
+            (FOLDER / "outcomes.json").write_text(json.dumps(earlier))
+            KNOWN.write_text(json.dumps(dict(sorted(known.items())), indent=0) + "\n")
+        return time.monotonic() < end
+
     try:
-        for change, outcome in trials(changes, lines, args.seconds):
-            results[change] = outcome
+        files = {test.partition("::")[0] for trial in trials for test in trial.tests}
+        warm.run(
+            warm.Try(trials, note, args.cases),
+            sorted(file for file in files if Path(ROOT, file).exists()),
+            args.profile,
+        )
     except KeyboardInterrupt:
-        print(f"interrupted after {len(results)} of {len(changes)} changes")
-    return report(results)
+        print(f"interrupted after {len(done)} of {len(trials)} changes")
+    return report({trial.change: trial.outcome for trial in done})
 
 
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--count", nargs="+", default=[], metavar="TESTS", help="count which lines these tests run")
-    options.add_argument("--sample", type=int, metavar="N", help="try N random changes")
-    options.add_argument("--seed", type=int, default=0, help="of the sample")
+    options.add_argument("--minutes", type=float, default=600, help="stop then; the next --count continues")
+    options.add_argument("--cases", type=int, default=1, help="of each test function (default: 1)")
+    options.add_argument("--sample", type=int, default=400, metavar="N", help="try N random changes (default: 400)")
+    options.add_argument("--seed", default="0", help="of the sample")
+    options.add_argument("--noticed", type=int, metavar="N", help="try N changes again that a unit test has noticed")
+    options.add_argument("--all", action="store_true", help="try all changes")
+    options.add_argument("--again", action="store_true", help="leave out what was noticed in earlier runs")
     options.add_argument("--only", nargs="+", default=[], metavar="PATH", help="change these files or folders alone")
-    options.add_argument("--seconds", type=float, default=60, help="longest time of a change's tests (default: 60)")
+    options.add_argument("--tests", type=int, default=5, help="most tests for a change (default: 5)")
+    options.add_argument("--seconds", type=float, default=30, help="longest time of a change's tests (default: 30)")
+    options.add_argument("--profile", default="few", help="of Hypothesis; ci: as many examples as in an ordinary run")
     options.add_argument("--list", action="store_true", help="list the changes, and try none")
     return options
 
 
-def tests_of(change: Change, lines: covering.Lines, times: dict[str, float], most: float) -> list[str]:
-    """The tests that run the line, quickest first, as many as take ``most`` seconds together."""
-    every = sorted(lines.get(change.file, {}).get(str(change.line), []), key=lambda test: times.get(test, 1.0))
+def read(file: Path) -> dict:
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def sample(changes: list[Change], count: int, seed: str) -> list[Change]:
+    """Every n-th change of a list that is ordered by file and kind, so that each has its share; random within them."""
+    draw = random.Random(seed)
+    ordered = sorted(changes, key=lambda change: (change.file, change.kind, draw.random()))
+    step = max(1.0, len(ordered) / count)
+    start = draw.random() * step
+    chosen = [ordered[int(start + n * step)] for n in range(count) if start + n * step < len(ordered)]
+    draw.shuffle(chosen)  # so that a run that ends early is a sample too
+    return chosen
+
+
+def tests_of(
+    change: Change,
+    lines: covering.Lines,
+    sizes: tuple[Counter, Counter],
+    times: dict[str, float],
+    known: dict[str, str],
+    most: int,
+    seconds: float,
+) -> list[str]:
+    """Tests that run the line: the one that noticed it before, then one case of each test function, then all.
+
+    Quick tests come first, and those of which a large share of the lines is in the changed file.
+    """
+    here, everywhere = sizes
+    share = {test: here[change.file, test] / everywhere[test] for test in lines.get(change.file, {}).get(
+        str(change.line), [])}  # fmt: skip
+    every = sorted(share, key=lambda test: times.get(test, 1.0) / share[test])
+    first = list({test.partition("[")[0]: test for test in reversed(every)}.values())[::-1]
+    earlier = [known[change.key]] if change.key in known else []
     chosen, total = [], 0.0
-    for test in every:
+    for test in dict.fromkeys([*earlier, *first, *every]):
         total += times.get(test, 1.0)
-        if chosen and total > most:
+        if chosen and (total > seconds or len(chosen) == most):
             break
         chosen.append(test)
     return chosen
 
 
-def trials(changes: list[Change], lines: covering.Lines, most: float) -> Iterator[tuple[Change, str]]:
-    """(change, outcome) of each change, tried in a copy of the repository."""
-    times = covering.seconds(FOLDER)
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copy = Path(folder, "copy")
-        shutil.copytree(
-            ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "out", "__pycache__", ".*_cache", ".hypothesis")
-        )
-        for number, change in enumerate(changes, 1):
-            begin = time.monotonic()
-            tests = tests_of(change, lines, times, most)
-            outcome = run(change, tests, copy, most) if tests else UNTESTED
-            print(f"[{number}/{len(changes)}, {time.monotonic() - begin:.0f} s] {outcome}: {change}", flush=True)
-            yield change, outcome
-
-
-def run(change: Change, tests: list[str], copy: Path, most: float) -> str:
-    """Whether one of the tests fails with the change. A test that no longer ends has failed."""
-    file = copy / change.file
-    source = file.read_bytes()
-    file.write_bytes(change.apply((ROOT / change.file).read_bytes()))
-    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    try:
-        with open(os.devnull, "wb") as nothing:
-            done = subprocess.Popen(
-                command, cwd=copy, env=environment, stdout=nothing, stderr=nothing, start_new_session=True
-            )
-            code = done.wait(60 + 5 * most)
-    except subprocess.TimeoutExpired:
-        done.kill()  # its workers end with it
-        done.wait()
-        code = 1
-    finally:
-        file.write_bytes(source)
-    return SURVIVED if code == 0 else NOTICED
-
-
 def report(results: dict[Change, str]) -> int:
     """Print the survivors and the share of changes that are noticed; returns the exit code."""
-    reasons = json.loads(REASONS.read_text())
+    reasons = read(REASONS)
     counts = Counter(results.values())
-    tried = counts[NOTICED] + counts[SURVIVED]
-    unexplained = [change for change, outcome in results.items() if outcome == SURVIVED and change.key not in reasons]
-    print(f"\n{counts[NOTICED]} of {tried} changes are noticed; {counts[UNTESTED]} are on lines that no test runs")
-    for change, outcome in results.items():
-        if outcome == SURVIVED:
-            print(f"survived: {change}\n  {reasons.get(change.key, 'no reason is given')}\n  {change.key}")
-    if not tried:
-        return 1
-    return 0 if counts[NOTICED] / tried >= WANTED and not unexplained and not counts[UNTESTED] else 1
+    noticed = counts[NOTICED] + counts[IN_TIME]
+    survivors = [change for change, outcome in results.items() if outcome == SURVIVED]
+    unexplained = [change for change in survivors if change.key not in reasons]
+    tried = noticed + len(unexplained)
+    for change in survivors:
+        print(f"survived: {change}\n  {reasons.get(change.key, 'no reason is given')}\n  {change.key}")
+    print(
+        f"\n{len(results)} changes tried: {noticed} are noticed ({counts[IN_TIME]} because a test no longer ends), "
+        f"{len(survivors)} survive, of which {len(survivors) - len(unexplained)} have a reason why no test can notice "
+        f"them; {counts[UNTESTED]} have no test.\n"
+        f"Noticed of those that can be: {noticed} of {tried}, {noticed / max(1, tried):.1%}."
+    )
+    return 0 if noticed and noticed / tried >= WANTED and not unexplained else 1
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def all_changes(places: tuple[str, ...] = PLACES) -> list[Change]:
 
 
 def changes_of(file: str, source: bytes) -> list[Change]:
-    """The changes of one file; each still compiles."""
+    """The changes of one file."""
     lines = [0]
     for text in source.splitlines(keepends=True):
         lines.append(lines[-1] + len(text))
@@ -71,18 +71,8 @@ def changes_of(file: str, source: bytes) -> list[Change]:
             old = source[start:stop].decode()
             what = f"{file}:{function}:{kind}:{' '.join(old.split())}"
             seen[what] += 1
-            change = Change(file, node.lineno, kind, start, stop, old, new, f"{what}:{seen[what]}")
-            if _compiles(change.apply(source)):
-                result.append(change)
+            result.append(Change(file, node.lineno, kind, start, stop, old, new, f"{what}:{seen[what]}"))
     return result
-
-
-def _compiles(source: bytes) -> bool:
-    try:
-        compile(source, "changed", "exec", dont_inherit=True)
-    except SyntaxError:
-        return False
-    return True
 
 
 def _nodes(node: ast.AST, function: str, parent: ast.AST | None) -> Iterator[tuple[str, ast.AST, ast.AST | None]]:

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tests run a line, counted by coverage.py in every process of the tests."""
+"""Which tests run a line, counted by coverage.py in every process of a test."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections import Counter
 from pathlib import Path
 
 from tests.mutants.changes import ROOT
@@ -15,36 +13,53 @@ from tests.mutants.changes import ROOT
 Lines = dict[str, dict[str, list[str]]]  # tests by file and line
 
 
-def count(tests: Sequence[str], folder: Path) -> Lines:
-    """Run tests, and add the lines that they run to ``folder/lines.json``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    data, times = folder / "coverage", folder / "times.json"
-    environment = {**os.environ, "COVERAGE_FILE": str(data), "COVERAGE_BY_TEST": "1", "TIMES": str(times)}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.mutants.times", "--cov", "--cov-context=test",
-               "--cov-report=", *tests]  # fmt: skip
-    subprocess.run(command, cwd=ROOT, env=environment, check=False)
+def start(data_file: str) -> None:
+    """Count the lines of this process and of its forks; tests/distributed/worker.py saves those of the workers."""
+    from coverage import Coverage
+
+    Coverage(data_file=data_file, data_suffix=True, config_file=False, source=[str(ROOT / "megatron")]).start()
+
+
+def save() -> None:
+    from coverage import Coverage
+
+    if counting := Coverage.current():
+        counting.stop()
+        counting.save()
+
+
+def lines_in(folder: Path) -> dict[str, list[int]]:
+    """The lines by file that the processes have saved in this folder, which is emptied."""
     from coverage import CoverageData
 
-    coverage = CoverageData(str(data))
-    coverage.read()
-    known = read(folder)
-    for file in coverage.measured_files():
-        if not Path(file).is_relative_to(ROOT):
-            continue
-        lines = known.setdefault(str(Path(file).relative_to(ROOT)), {})
-        for line, contexts in coverage.contexts_by_lineno(file).items():
-            named = {context.partition("|")[0] for context in contexts} - {""}
-            lines[str(line)] = sorted({*lines.get(str(line), []), *named})
-    (folder / "lines.json").write_text(json.dumps(known))
-    return known
+    result: dict[str, set[int]] = {}
+    for part in folder.iterdir():
+        data = CoverageData(str(part))
+        data.read()
+        for file in data.measured_files():
+            result.setdefault(str(Path(file).relative_to(ROOT)), set()).update(data.lines(file) or [])
+        os.unlink(part)
+    return {file: sorted(lines) for file, lines in result.items()}
 
 
-def read(folder: Path) -> Lines:
-    file = folder / "lines.json"
-    return json.loads(file.read_text()) if file.exists() else {}
+def read(folder: Path) -> tuple[Lines, dict[str, float]]:
+    """(tests by file and line, seconds by test) of the tests that were counted."""
+    by_line: Lines = {}
+    times: dict[str, float] = {}
+    if (file := folder / "counted.jsonl").exists():
+        for text in file.read_text().splitlines():
+            counted = json.loads(text)
+            times[counted["test"]] = counted["seconds"]
+            for name, lines in counted["lines"].items():
+                for line in lines:
+                    by_line.setdefault(name, {}).setdefault(str(line), []).append(counted["test"])
+    return by_line, times
 
 
-def seconds(folder: Path) -> dict[str, float]:
-    """How long each test takes."""
-    file = folder / "times.json"
-    return json.loads(file.read_text()) if file.exists() else {}
+def sizes(lines: Lines) -> tuple[Counter, Counter]:
+    """(number of lines by file and test, number of lines by test)."""
+    here = Counter((file, test) for file, tests in lines.items() for line in tests.values() for test in line)
+    everywhere: Counter = Counter()
+    for (_, test), count in here.items():
+        everywhere[test] += count
+    return here, everywhere

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of ``cp.certify`` that need one process: limits, factors, rows, small shapes, the tool; and the mutants."""
+"""The parts of ``cp.certify`` that need one process: limits, factors, rows, small shapes, the tool."""
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,6 @@ from megatron.context_parallel.certifying.sight import reach
 from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
 from megatron.training.certifying.small_shape import flags_of_grid, grids_of, left_out, small_flags
-from tests.mutants import __main__ as mutants
-from tests.mutants.changes import all_changes, changes_of
 from tools import certify
 
 
@@ -162,34 +159,3 @@ def test_a_program_without_finite_losses_and_gradients_is_refused(numbers: dict,
 def test_nothing_to_compare_is_refused() -> None:
     with pytest.raises(ValueError, match="no grids"):
         cp.certify(lambda: None, [])
-
-
-# python -m tests.mutants
-
-
-def test_changes_of_a_source() -> None:
-    source = (
-        b"def f(x, axis):\n    dist.all_reduce(x, group=axis.group)\n    work.wait()\n"
-        b"    if axis.rank < axis.size - 1:\n        x = x.float() * scale\n    return -x[: n + 1]\n"
-    )
-    kinds = Counter(change.kind for change in changes_of("f.py", source))
-    assert kinds == {
-        "call left out": 2, "call doubled": 1, "wrong group": 1, "off by one": 4, "sign": 3, "ranks swapped": 1,
-        "scale left out": 1, "dtype": 1,
-    }  # fmt: skip
-    for change in changes_of("f.py", source):
-        assert change.apply(source) != source
-
-
-def test_there_are_enough_mutants_and_each_has_its_own_key() -> None:
-    some = all_changes(("megatron/training/loss.py", "megatron/training/step.py", "megatron/context_parallel/core"))
-    assert len(some) > 100 and len({change.key for change in some}) == len(some)
-    assert any("all_reduce" in change.old for change in some)
-
-
-def test_a_survivor_is_listed_with_its_reason(capsys: pytest.CaptureFixture) -> None:
-    some = all_changes(("megatron/training/loss.py",))[:3]
-    code = mutants.report({some[0]: mutants.NOTICED, some[1]: mutants.NOTICED, some[2]: mutants.SURVIVED})
-    assert code == 1 and f"survived: {some[2]}" in capsys.readouterr().out
-    assert mutants.report(dict.fromkeys(some, mutants.NOTICED)) == 0
-    assert mutants.tests_of(some[0], {some[0].file: {str(some[0].line): ["a", "b", "c"]}}, {"a": 9.0}, 3) == ["b", "c"]

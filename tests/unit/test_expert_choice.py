@@ -84,6 +84,15 @@ def test_the_balancing_loss_is_that_of_core_times_the_tokens(score: str):
     torch.testing.assert_close(z_loss(logits, counted), theirs * counted.sum())
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_statistics_of_bf16_logits_are_summed_in_fp32(score: str):
+    half, counted, rule = logits_of(400).bfloat16(), torch.ones(400), RouterRule(topk=2, score_function=score)
+    for got, want in zip(balance(half, rule, counted), balance(half.float(), rule, counted)):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(z_loss(half, counted), z_loss(half.float(), counted))
+
+
 def test_the_loss_of_samples_is_the_sum_of_their_losses():
     logits, rule = logits_of(), RouterRule(topk=2)
     counted = (torch.arange(40) < 30).float()

@@ -21,7 +21,7 @@ from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
 from megatron.training.checkpoint.checksums import list_files
 from megatron.training.checkpoint.hugging_face import llama_settings, llama_weights, safetensors_folder
-from megatron.training.checkpoint.hugging_face.architectures import FAMILIES, LlamaLike, described
+from megatron.training.checkpoint.hugging_face.architectures import FAMILIES, Bloom, LlamaLike, described
 from megatron.training.checkpoint.hugging_face.llama_settings import LLAMA3 as FIXED
 from megatron.training.checkpoint.hugging_face.load_folder import open_folder
 from megatron.training.checkpoint.hugging_face.safetensors_folder import HEADERS
@@ -388,6 +388,21 @@ def test_yarn_is_that_of_transformers(scaling: dict[str, Any]) -> None:
     assert rope(again).attention_factor == pytest.approx(mine.attention_factor, rel=1e-12)
     words = parse([*llama_settings.command_line(again, torch.float32), *RUN]).model
     assert rope(words) == rope(again)
+
+
+def test_a_bloom_of_one_layer_and_one_head_is_read():
+    model, vocab_size = Bloom().settings({"vocab_size": 1, "hidden_size": 8, "n_layer": 1, "n_head": 1}, "")
+    assert (model.num_layers, model.num_attention_heads, vocab_size) == (1, 1, 1)
+    with pytest.raises(Refusal, match="n_layer 0 is not a positive whole number"):
+        Bloom().settings({"vocab_size": 1, "hidden_size": 8, "n_layer": 0, "n_head": 1}, "")
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_the_flags_of_a_model_give_its_kv_heads(kv_heads):
+    given = {"model_type": "llama", "max_position_embeddings": 128, "hidden_size": 64, "num_attention_heads": 4}
+    model, _ = llama_settings.settings(given | {"num_key_value_heads": kv_heads}, "")
+    words = parse([*llama_settings.command_line(model, torch.float32), *RUN]).model
+    assert (words.num_query_groups, words.group_query_attention) == (kv_heads, True)
 
 
 CONFIGS = [

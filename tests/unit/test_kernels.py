@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.context_parallel.attention import kernels
+from megatron.context_parallel.attention.attend import sinks_grad
 from megatron.context_parallel.attention.kernels import (
     KERNELS,
     base,
@@ -25,6 +26,10 @@ from megatron.context_parallel.attention.kernels import (
     tile_by_tile,
 )
 from megatron.context_parallel.attention.kernels.tile_by_tile import RowMask
+from megatron.context_parallel.attention.rule import AttentionRule
+from megatron.context_parallel.layout.grid import Axis
+from megatron.context_parallel.layout.tiles import Tile
+from megatron.context_parallel.positions.position_dropout import Dropout
 from tests.properties import examples
 
 CPU_KERNELS = ["math", "cpu"]
@@ -306,6 +311,61 @@ def test_under_fake_tensors(name, masked):
     assert [(x.shape, x.dtype) for x in got] == [(x.shape, x.dtype) for x in want]
 
 
+@pytest.mark.parametrize("sq, sk", [(0, 4), (4, 0)])
+def test_an_empty_tile_is_refused(sq, sk):
+    _, q, k, v = make(sq=sq, sk=sk)
+    with pytest.raises(ValueError, match="empty attention tile"):
+        KERNELS["math"].check_tile(q, k, v, causal=False, mask=None)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_ulysses_rank_has_the_slopes_sinks_and_dropout_of_its_heads(rank):
+    sinks, slopes = torch.arange(6.0), torch.arange(6.0) / 8
+    rule = AttentionRule(sinks=sinks, alibi_slopes=slopes, dropout=Dropout(0.5, seed=1))
+    q, mine = torch.zeros(4, 1, 3, 8), slice(3 * rank, 3 * rank + 3)
+    assert torch.equal(rule.local_sinks(q, Axis(2, rank)), sinks[mine])
+    scores = rule.tile_kernel(q, Axis(2, rank), 8).scores
+    assert torch.equal(scores.slopes, slopes[mine]) and scores.dropout == rule.dropout.of_heads(3 * rank)
+
+
+@pytest.mark.parametrize("value_dim, largest", [(None, 8), (8, 8), (4, 8), (16, 16)])
+def test_a_kernel_is_chosen_for_the_larger_of_the_head_sizes(value_dim, largest, monkeypatch):
+    wanted = {}
+    monkeypatch.setattr(kernels, "select", lambda name, **needs: wanted.update(needs) or KERNELS["math"])
+    AttentionRule().tile_kernel(torch.zeros(4, 1, 3, 8), Axis(), 8, value_dim)
+    assert wanted["head_dim"] == largest and wanted["needs_value_dim"] == (value_dim not in (None, 8))
+
+
+def test_the_gradient_of_sinks_is_that_of_the_definition():
+    dout, q, k, v = make(h=4, hk=4)
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    scores = q @ k.mT / 4
+    together = torch.cat([scores, sinks[:, None, None].expand(2, 4, scores.shape[2], 1)], dim=-1)
+    out, lse = together.softmax(-1)[..., :-1] @ v, together.logsumexp(-1)
+    out.backward(dout)
+    by_row = (dout.permute(2, 0, 1, 3), out.detach().permute(2, 0, 1, 3), lse.detach().permute(2, 0, 1))
+    torch.testing.assert_close(sinks_grad(sinks.detach(), *by_row), sinks.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_alibi_is_exact_at_positions_that_fp32_cannot_hold():
+    at = ((2**30 + 1, 2**30 + 5),)
+    tile = Tile((0, 4), (0, 4), "full", q_at=at, k_at=at)
+    mask = tile_by_tile.row_mask(tile, torch.zeros(4, 1, 1, 8), base.Scores(1.0, slopes=torch.tensor([0.5])))
+    here = torch.arange(4.0)
+    assert torch.equal(mask.bias(1, 4, 3)[0], -0.5 * (here[1:4, None] - here[:3]).abs())
+
+
+@pytest.mark.parametrize("sums_exist", [False, True])
+def test_gradients_of_all_rows_are_added_to_earlier_ones(sums_exist):
+    like = torch.zeros(3, 1, 2, 4, dtype=torch.float64)
+    total = sums.GradientSum(like, torch.ones_like(like) if sums_exist else None)
+    total.add((0, 3), torch.full_like(like, 2.0))
+    total.add((0, 3), torch.full_like(like, 4.0))
+    total.add((1, 2), torch.full_like(like[:1], 8.0))
+    want = torch.tensor([6.0, 14.0, 6.0], dtype=torch.float64) + sums_exist
+    assert torch.equal(total.finish(), want.view(3, 1, 1, 1).expand_as(like))
+
+
 # Tensors with too many elements for int32 are computed in several calls
 
 
@@ -334,6 +394,40 @@ def test_pieces(heads_per_call, hk):
     grads = fused_kernel.backward_in_pieces(backward, dout, q, k, v, out, lse, limit)
     assert_close((out, lse, *grads), dense(*tensors), torch.float64)
     assert (len(calls) == 2) == (heads_per_call >= b * h)
+
+
+def test_a_tensor_at_the_limit_is_read_in_place():
+    x = torch.empty(2, 3, 5, 4)
+    assert fused_kernel.compact(x, limit=x.numel()) is x
+    part = torch.empty(2, 3, 5, 8)[..., :4]
+    assert fused_kernel.compact(part, limit=2 * 3 * 5 * 8 - 4) is part
+    assert fused_kernel.compact(part, limit=2 * 3 * 5 * 8 - 5).is_contiguous()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("keys", [5, 1000, 10_000, 2**18])
+@pytest.mark.parametrize("rows", [8, 1000])
+def test_blocks_of_scores_fit_the_memory_limits(rows, keys, masked):
+    """As few blocks as the limits allow; several heads in one block only if it has FEW_ROWS rows."""
+    mask = RowMask(allowed=lambda start, end, keys: None) if masked else RowMask()
+    for b, h, hk in [(1, 2, 1), (5, 4, 2), (2, 6, 6)]:
+        q, k = torch.empty(1).expand(b, h, rows, 4), torch.empty(1).expand(b, hk, keys, 4)
+        group, limit = h // hk, math_kernel.SCORE_BYTES["cpu"] * torch.get_num_threads()
+        seen = torch.zeros(b, h, rows, dtype=torch.int)
+        for start, end, _, heads in math_kernel._blocks(q, k, False, mask):
+            for batch, query_heads, key_heads in heads:
+                part = seen[batch, query_heads, start:end]
+                part += 1
+                size, pairs = part.numel() * keys * 4, part.shape[0] * (key_heads.stop - key_heads.start)
+                most = float("inf") if pairs == 1 else group * limit  # with the fewest rows that are efficient
+                assert size <= limit or size <= most and end - start <= math_kernel.FEWEST_ROWS
+                if not masked and end < rows and pairs > 1:
+                    assert (end - start) * group >= math_kernel.FEW_ROWS
+            if masked and end - start > 1:
+                assert (end - start) * mask.bytes_per_row(keys, 4) <= base.ROW_MASK_BYTES
+            if b * h * rows * keys * 4 <= limit // 4:
+                assert len(heads) == 1 and end - start == rows
+        assert seen.eq(1).all()
 
 
 def test_pieces_of_ordinary_tensors():

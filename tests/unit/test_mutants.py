@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m tests.mutants``: its changes, its report; and some changes that the tests have noticed, again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from tests.mutants import __main__ as mutants
+from tests.mutants import covering
+from tests.mutants.changes import ROOT, all_changes, changes_of
+from tests.patience import patience
+
+LOSS = ("megatron/training/loss.py",)
+
+
+def test_changes_of_a_source() -> None:
+    source = (
+        b"def f(x, axis):\n    dist.all_reduce(x, group=axis.group)\n    work.wait()\n"
+        b"    if axis.rank < axis.size - 1:\n        x = x.float() * scale\n    return -x[: n + 1]\n"
+    )
+    kinds = Counter(change.kind for change in changes_of("f.py", source))
+    assert kinds == {
+        "call left out": 2, "call doubled": 1, "wrong group": 1, "off by one": 4, "sign": 3, "ranks swapped": 1,
+        "scale left out": 1, "dtype": 1,
+    }  # fmt: skip
+    for change in changes_of("f.py", source):
+        assert change.apply(source) != source
+
+
+def test_enough_changes_of_heart_step_and_checkpoint() -> None:
+    some = all_changes((*LOSS, "megatron/training/step.py", "megatron/context_parallel/core"))
+    assert len(some) > 100 and len({change.key for change in some}) == len(some)
+    assert any("all_reduce" in change.old for change in some)
+
+
+def test_a_sample_has_each_file_and_kind_by_its_share() -> None:
+    changes = all_changes(("megatron/context_parallel/layout",))
+    some = mutants.sample(changes, 100, "a")
+    assert len(set(some)) == 100 and some == mutants.sample(changes, 100, "a") != mutants.sample(changes, 100, "b")
+    for part in ("file", "kind"):
+        every = Counter(getattr(change, part) for change in changes)
+        chosen = Counter(getattr(change, part) for change in some)
+        assert all(abs(chosen[name] - count * 100 / len(changes)) < 7 for name, count in every.items())
+
+
+def test_quick_tests_of_this_file_come_first_and_one_case_of_each() -> None:
+    change = all_changes(LOSS)[0]
+    here = {change.file: {str(change.line): ["a[1]", "a[2]", "b", "c"]}}
+    lines = here | {"other.py": {str(line): ["c"] for line in range(9)}}
+    times = {"a[1]": 2.0, "a[2]": 1.0, "b": 3.0, "c": 1.0}
+
+    def chosen(known: dict[str, str], most: int, seconds: float) -> list[str]:
+        return mutants.tests_of(change, lines, covering.sizes(lines), times, known, most, seconds)
+
+    assert chosen({}, 3, 60) == ["a[2]", "b", "c"]
+    assert chosen({change.key: "c"}, 2, 60) == ["c", "a[2]"]
+    assert chosen({}, 3, 4) == ["a[2]", "b"]
+
+
+def test_a_change_in_memory_reaches_functions_that_others_hold() -> None:
+    """Run in a fork, because this process should stay as it is."""
+    code = (
+        "from tests.mutants import in_memory; from tests.mutants.changes import all_changes, ROOT\n"
+        "from megatron.context_parallel.layout.spans import count, split\n"
+        "spans = all_changes(('megatron/context_parallel/layout/spans.py',))\n"
+        "change = next(change for change in spans if ':count:sign:' in change.key)\n"
+        "assert count(((2, 5),)) == 3\n"
+        "assert in_memory.apply(change, in_memory.functions_in(ROOT / 'megatron'))\n"
+        "assert count(((2, 5),)) == 7 and split((0, 3), 2) == [(0, 2), (2, 3)]"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+
+
+def test_a_survivor_is_listed_with_its_reason(capsys: pytest.CaptureFixture) -> None:
+    some = all_changes(LOSS)[:3]
+    code = mutants.report({some[0]: mutants.NOTICED, some[1]: mutants.IN_TIME, some[2]: mutants.SURVIVED})
+    assert code == 1 and f"survived: {some[2]}" in capsys.readouterr().out
+    assert mutants.report(dict.fromkeys(some, mutants.NOTICED)) == 0
+
+
+def test_each_reason_and_each_noticed_change_is_of_this_source() -> None:
+    keys = {change.key for change in all_changes()}
+    reasons, noticed = json.loads(mutants.REASONS.read_text()), json.loads(mutants.KNOWN.read_text())
+    assert not reasons.keys() - keys, "delete these reasons, or look at them again"
+    assert all(reasons.values()) and not reasons.keys() & noticed.keys()
+    assert len(noticed.keys() & keys) > len(noticed) / 2, "run python -m tests.mutants: most of its notes are outdated"
+
+
+def test_some_changes_are_noticed_again() -> None:
+    """20 of those that unit tests have noticed. Which, depends on the version alone: a new one in each release, and a
+    failure that can be repeated. A busy machine tries fewer of them."""
+    version = next(line.strip() for line in (ROOT / "setup.py").read_text().splitlines() if "version=" in line)
+    command = [sys.executable, "-m", "tests.mutants", "--noticed", "20", "--seed", version, "--minutes", "0.2"]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=patience(120))
+    print(done.stdout[-5000:], done.stderr[-2000:])
+    assert done.returncode == 0 and "noticed by" in done.stdout
