@@ -121,7 +121,7 @@ def test_other_refusals_at_start():
         parallelize(torch.nn.Linear(2, 2), GRID, seq_length=LENGTH)
     with pytest.raises(ValueError, match="LlamaModel is not a causal language model"):
         parallelize(model().model, GRID, seq_length=LENGTH)
-    with pytest.raises(ValueError, match="tensor=2 with a model of transformers"):
+    with pytest.raises(ValueError, match="tensor=2 is not supported with a model of transformers"):
         parallelize(model(), cp.abstract_grid(tensor=2), seq_length=LENGTH)
     with pytest.raises(ValueError, match="ulysses=8 does not divide the 4 query heads"):
         parallelize(model(), cp.abstract_grid(ulysses=8), seq_length=LENGTH)
