@@ -200,7 +200,7 @@ def test_the_verdict_says_which_setting_of_the_allocator_fits() -> None:
     assert "default allocator the step does not fit: 5.5 GiB of device memory are missing" in default
     assert f"expandable_segments:True the step fits, with {readable(3 * gib - own)} of device memory" in expandable
     (reason,), lines = outcome(replace(machine, memory=21 * gib), one)
-    assert "needs 22.5 GiB of device memory: 20.0 allocated" in reason and not any("it fits" in line for line in lines)
+    assert "needs 22.5 GiB of device memory: 20.0 allocated" in reason and not any(" fits" in line for line in lines)
     reasons, (line,) = outcome(machine, replace(one, reserved=Reserved()))
     assert not reasons and line == "the step fits, with 5.0 GiB of device memory to spare"
 
@@ -211,7 +211,7 @@ def test_the_program_writes_its_results(tmp_path, capsys):
     flags += f"--world-size 4 --ulysses-parallel-size 4 --gpu A100-80G --bf16 --dry-run-json {path}"
     assert main(flags.split(), LLAMA, simulate) == 0
     output = capsys.readouterr().out
-    assert "memory of a rank" in output and "sent over ulysses" in output and "it fits" in output
+    assert "memory of a rank" in output and "sent over ulysses" in output and "the step fits" in output
     result = json.loads(path.read_text())
     (rank,) = result["ranks"]
     assert set(rank["communication_bytes"]) == {"tp", "ulysses", "ring", "dp", "pp", "other"}

@@ -41,7 +41,7 @@ def test_nvidias_fp8_recipe_with_two_flags_added(capsys, tmp_path):
     simulated = f"--dry-run --world-size 8 --gpu H100-80G --dry-run-json {file}"
     assert main(shlex.split(f"{RECIPE['flags']} {added} {simulated}"), simulate=simulate) == 0
     output = capsys.readouterr().out
-    assert "--fp8-format hybrid is not run" in output and "of the bf16 peak" in output and "it fits" in output
+    assert "--fp8-format hybrid is not run" in output and "of the bf16 peak" in output and "the step fits" in output
     result = json.loads(file.read_text())
     (rank,) = result["ranks"]
     assert (rank["layers"], rank["micro_batches"], rank["micro_batches_run"]) == (32, 128, 3)
