@@ -169,7 +169,7 @@ def test_tokens_of_packed_sequences_may_come_without_a_batch_dimension():
         ({"num_splits": 2}, {}, "num_splits"),
         ({}, {"num_splits": 2}, "num_splits"),
         ({}, {"packed_seq_params": {"qkv_format": "sbhd"}}, "qkv_format"),
-        ({}, {"packed_seq_params": {"cu_seqlens_kv": torch.tensor([0, 48])}}, "keys differ"),
+        ({}, {"packed_seq_params": {"cu_seqlens_kv": torch.tensor([0, 48])}}, "cu_seqlens_kv differs"),
         ({}, {"packed_seq_params": {"local_cp_size": 2}}, "local_cp_size"),
         ({"settings": {"separate": False}}, {"packed_seq_params": {}}, "separate"),
         (
