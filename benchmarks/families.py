@@ -108,7 +108,7 @@ def reason_of(why: str) -> str:
     why = re.sub(r"\b[A-Z]\w*(?:For|Model|LM|CrossAttention)\w*", "the model", why).replace("the the", "the")
     if "layers of the kind" in why:
         return "the model has layers of other kinds than full_attention and sliding_attention"
-    ends = ", and a rank holds|, and over ranks there is|: not supported|: over ranks only|: attention over"
+    ends = ", and a rank holds|, and over ranks there is|: not supported|: attention over"
     return re.split(ends, why)[0].replace("|", "\\|")
 
 

@@ -295,7 +295,7 @@ def show(report: dict) -> None:
     for mode in dict.fromkeys(row["mode"] for row in report["rows"]):
         console.print(f"  {mode}: {DESCRIPTIONS[mode]}")
     table = Table(
-        "", "chunk", "step, s", "tokens/s", "MFU", "of recompute", "by CPU time", "activations", "states", "host",
+        "", "chunk", "step, s", "tokens/s", "MFU", "vs recompute", "by CPU time", "activations", "states", "host",
         "to host", "to device",
     )  # fmt: skip
     table.columns[0].no_wrap = True

@@ -104,7 +104,7 @@ def show(rows: list[dict]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("mode", "tokens", "chunk", "device MiB", "of recompute", "of plain", "host MiB")
+    table = Table("mode", "tokens", "chunk", "device MiB", "vs recompute", "vs plain", "host MiB")
     known = {(row["mode"], row["tokens"]): row["device"] for row in rows}
     for row in rows:
         others = (known.get((mode, row["tokens"])) for mode in ("recompute", "plain"))

@@ -168,7 +168,7 @@ def fewer_layers(usual: PreTrainedConfig, fields: dict[str, Any]) -> dict[str, A
 
 
 LIMIT = 1e-5  # of the largest entry, in fp32
-BITS = 4  # larger errors are allowed up to this factor times the effect of rounding the weights
+ROUNDINGS = 4  # larger errors are allowed up to this factor times the effect of rounding the weights
 
 
 def outcome(family: str, ulysses: int = 2, ring: int = 2) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def outcome(family: str, ulysses: int = 2, ring: int = 2) -> dict[str, Any]:
     result = errors(Outcome(logits, loss.detach(), grads), expected)
     name = max(result, key=result.get)
     worst_one = worst(result.values())
-    if not worst_one < LIMIT and not worst_one < BITS * worst(last_bit(family, batch, expected)):
+    if not worst_one < LIMIT and not worst_one < ROUNDINGS * worst(last_bit(family, batch, expected)):
         return {"outcome": "wrong", "why": f"{name} by {result[name]:.1e}", "loss": result["loss"]}
     return {"outcome": "parity", "error": result[name]}
 
@@ -368,7 +368,7 @@ def counts_otherwise(model: PreTrainedModel, _: re.Match) -> bool:
         return bool(moved(*(model(TOKENS, **given).logits for given in ({}, {"position_ids": positions}))).any())
 
 
-def takes_none(model: PreTrainedModel, match: re.Match) -> bool:
+def lacks_argument(model: PreTrainedModel, match: re.Match) -> bool:
     """transformers refuses the argument too."""
     try:
         model(input_ids=TOKENS, **{match[1]: torch.arange(TOKENS.size(1))[None]})
@@ -414,7 +414,7 @@ CHECKS: list[tuple[str, Callable[[PreTrainedModel, re.Match], bool]]] = [
     (r"layers of the kind", any_of(tokens_mix, mask_is_neither)),
     (r"uses a token's index", goes_by_place),
     (r"does not count positions", counts_otherwise),
-    (r"has no argument (\w+):", takes_none),
+    (r"has no argument (\w+):", lacks_argument),
     (r"asks for attention that is not causal", sees_later),
     (r"computes another loss", other_loss),
     (r"has an encoder", lambda model, _: model.config.is_encoder_decoder),

@@ -147,7 +147,8 @@ def report_refusals(refusal: Refusal, result: Launch, done: Record) -> None:
         print(f"  - {flag}: {empty(flag, done)}" if blamed else f"  - {with_script_paths(str(part), done)}")
     if isinstance(refusal, Refusals) and refusal.command is not None:
         print(
-            f"this would be accepted, {refusal.changes}\n  {command(result, with_script_paths(refusal.command, done))}"
+            f"this would be accepted ({refusal.changes}):\n"
+            f"  {command(result, with_script_paths(refusal.command, done))}"
         )
 
 

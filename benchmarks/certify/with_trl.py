@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's SFTTrainer with packing, on top of what accelerate offers."""
+"""One training step of TRL's SFTTrainer: accelerate's parallelism, and packing of documents."""
 
 from __future__ import annotations
 

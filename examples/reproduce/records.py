@@ -139,11 +139,11 @@ def fit_again() -> None:
 
 def page_totals() -> list[str]:
     """Errors of both halves, and of the test half with unpriced runs or with the records as they were first entered."""
-    head = "| | runs | nothing fitted | with the constants | each source once | its tokens per second |"
+    head = "| | runs | nothing fitted | with the constants | each source once | the same, tokens per second |"
     result = predictions(fitted())
     test = [one for one in result if not one.record.fitted]
     groups = {
-        "half that they were fitted to": of_priced([one for one in result if one.record.fitted]),
+        "half that the constants were fitted to": of_priced([one for one in result if one.record.fitted]),
         "the other half, without its unpriced runs": of_priced(test),
         "the other half, unpriced runs counted": test,
         "the same, all changes undone": predictions(fitted(), [record_checks.undone(one.record) for one in test]),
@@ -153,7 +153,7 @@ def page_totals() -> list[str]:
 
 def page_machines() -> list[str]:
     """The error of planner and dry run for each machine: for both halves together, and separately."""
-    lines = ["| machine | runs | error | mean with signs | fitted half | other half |", "|---" * 6 + "|"]
+    lines = ["| machine | runs | error | signed mean | fitted half | other half |", "|---" * 6 + "|"]
     result = of_priced(predictions({}))
     for machine in sorted({one.record.machine for one in result}):
         mine = [one for one in result if one.record.machine == machine]
@@ -166,7 +166,7 @@ def page_machines() -> list[str]:
 
 def page_constants() -> list[str]:
     """Each constant, and its value fitted to the other half."""
-    lines = ["| architecture | constant | shipped | by the other half | |", "|---" * 5 + "|"]
+    lines = ["| architecture | constant | shipped | fitted to the other half | |", "|---" * 5 + "|"]
     shares, ends = fitted(), uncertain()
     for name, free in FREE.items():
         for key in free:

@@ -51,7 +51,10 @@ def _qkv_products(shape: Shape) -> int:
 
 
 def _mlp_width(shape: Shape) -> float:
-    """Multiplications of a token in the MLPs of all layers, divided by the hidden size: the experts that it goes to."""
+    """Multiplications for a token in the MLPs of all layers, divided by the hidden size.
+
+    Of a mixture of experts, only the experts that compute the token are counted.
+    """
     matrices, mixture = 3 if shape.gated else 2, shape.mixture
     if mixture is None:
         return shape.layers * matrices * shape.ffn
@@ -105,8 +108,8 @@ def passes_of(workload: Workload, strategy: Strategy) -> Passes:
     if strategy.fpdt_chunk:
         unit = full and strategy.recompute_layers > 1
         return Passes(qkv=2 + full, attention=1 + full, out=2 + unit, ffn=2 + unit)
-    runs = bool(chunks_of(workload, strategy).ffn)  # backward computes each piece of the FFN again
-    return Passes(qkv=1 + full, attention=1 + (strategy.recompute != "none"), out=1 + full, ffn=1 + full + runs)
+    ffn_again = bool(chunks_of(workload, strategy).ffn)  # backward computes each piece of the FFN again
+    return Passes(qkv=1 + full, attention=1 + (strategy.recompute != "none"), out=1 + full, ffn=1 + full + ffn_again)
 
 
 @lru_cache(maxsize=65536)

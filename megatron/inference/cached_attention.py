@@ -86,13 +86,13 @@ class CachedAttention(MegatronModule):
 class CachedLatents(CachedAttention):
     """The same for multi-latent attention: it caches latents.
 
-    Prompts have attention with keys and values, as in training. A decoded token has one key for all heads, the latent,
-    which the queries are made for (:meth:`LatentAttention.absorbed`).
+    Prompts have attention with keys and values, as in training. For a decoded token the latent is the one key of all
+    heads, and :meth:`LatentAttention.absorbed` transforms the queries accordingly.
     """
 
     def __init__(self, inner: ContextParallelAttention, attention: LatentAttention) -> None:
         super().__init__(inner)
-        # Not sub-modules: they are those of the layer.
+        # Bound methods, so that the layer's parameters do not also become parameters of this module.
         self.compress, self.expand = attention.compressed, attention.expanded
         self.absorb, self.raise_ = attention.absorbed, attention.raised
         self.latents: Tensor | None = None

@@ -143,7 +143,7 @@ class Refusals(Refusal):
         text = [f"{len(self.parts)} settings cannot run"]
         text += [f"  {number}. {line}" for number, line in enumerate(self.lines, 1)]
         if self.command is not None:
-            text += [f"this would be accepted, {printable(self.changes)}:", f"  {self.command}"]
+            text += [f"this would be accepted ({printable(self.changes)}):", f"  {self.command}"]
         return "\n".join(text)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-LM's checkpoints continue here, and ours in Megatron-LM, with the writer's losses, on any grid."""
+"""On any grid, a run that resumes here from Megatron-LM's checkpoint, or there from ours, has the writer's losses."""
 
 import tarfile
 from pathlib import Path
@@ -154,9 +154,9 @@ def rewritten(source, folder, *, change):
     content = content | {"distrib_optim_sharding_type": "fully_sharded_model_space"} if change is flat else content
     parts = {key: change(key, tensor) for key, tensor in tensors.items()}
     state = {**common, "parts": parts}
-    going = Save(new, lambda: state, content, lambda: None)
-    going.write()
-    going.finish()
+    save = Save(new, lambda: state, content, lambda: None)
+    save.write()
+    save.finish()
 
 
 def flat(key, tensor):
@@ -211,7 +211,7 @@ def test_older_forms_and_other_names_continue_too(pool, written, tmp_path, chang
     assert losses == pytest.approx(theirs, rel=1e-5)
 
 
-def wide_states(flags, folder, kind, distributed):
+def fp32_states(flags, folder, kind, distributed):
     """Main weights and Adam's states of a bf16 run of Megatron-LM's, after two steps, saved."""
     run = megatron_lm.build(flags, distributed=distributed)
     megatron_lm.train(run, 2)
@@ -250,7 +250,7 @@ def our_states(flags, folder):
     [(None, False, 1), pytest.param("dp_reshardable", True, 0, marks=pytest.mark.full)],
 )
 def test_bf16_keeps_every_bit_of_main_weights_and_states(pool, tmp_path, kind, distributed, stage):
-    theirs = pool.run(wide_states, 1, f"{FLAGS} --bf16", str(tmp_path), kind, distributed)[0]
+    theirs = pool.run(fp32_states, 1, f"{FLAGS} --bf16", str(tmp_path), kind, distributed)[0]
     ours, steps, rate = pool.run(our_states, 1, f"{FLAGS} --bf16 --zero-stage {stage}", str(tmp_path))[0]
     assert steps == {2.0} and 0 < rate < 1e-2
     assert theirs.keys() == ours.keys()
@@ -270,7 +270,7 @@ def change_args(folder, **changes):
 
 
 def message(flags, folder, **changes):
-    """The refusal of a run for a checkpoint with changed args; None if it starts."""
+    """The refusal of a run for a checkpoint with changed args; if it starts, its notes about padding."""
     from megatron.training.refusal import Refusal
 
     if changes:

@@ -145,7 +145,7 @@ def test_sigterm_saves_and_stops_and_a_resumed_run_appends_to_the_log(tmp_path, 
     assert "MFU" in out and "params norm" in out and "num zeros" in out and "time left" in out
 
 
-def test_divergence_ends_with_a_line_and_saves_nothing(tmp_path):
+def test_divergence_ends_with_a_line_and_saves_no_checkpoint(tmp_path):
     code, out, err = alone(f"--train-iters 30 --eval-iters 0 --lr 1e30 --clip-grad 0 --save {tmp_path}/c")
     assert code != 0
     assert "and nothing was saved: lower --lr" in out

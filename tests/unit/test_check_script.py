@@ -63,7 +63,7 @@ def test_a_script_that_writes_its_configuration(folder: Path, capsys: pytest.Cap
     code, text = check(capsys, "gpt_deepspeed.sh")
     assert code == 2 and "deepspeed --num_nodes 2 --num_gpus 8 pretrain_gpt.py ... (16 processes)" in text
     assert "refused, for 2 reasons" in text and "did you mean --lr-warmup-iters?" in text
-    assert "without --cpu-optimizer, --lr-warmup-iter, with --lr-warmup-iters 100\n" in text
+    assert "without --cpu-optimizer, --lr-warmup-iter; with --lr-warmup-iters 100):\n" in text
     accepted = text[text.index("this would be accepted") :].splitlines()[1]
     assert accepted.startswith("  deepspeed --num_nodes 2 --num_gpus 8 pretrain_gpt.py ") and "--bf16" in accepted
     assert "not run: wget (2 times)" in text
@@ -470,7 +470,7 @@ EQUIVALENT = {  # given flag -> section.field and its value
 NOTED = ["--use-cp-send-recv-overlap", "--cp-window-size 2", "--use-fused-rmsnorm", "--use-flash-attn true"]
 
 
-def refused_recipe(flags: str) -> str:
+def refusal_of(flags: str) -> str:
     with pytest.raises(Refusal) as caught:
         parse(flags.split())
     return str(caught.value)
@@ -478,13 +478,13 @@ def refused_recipe(flags: str) -> str:
 
 @pytest.mark.parametrize("written", MEANT)
 def test_the_flag_that_is_meant_is_named(written: str):
-    message = refused_recipe(written)
+    message = refusal_of(written)
     assert message.startswith(written.split()[0]) and MEANT[written] in re.findall(r"--[a-z][\w-]*", message), message
 
 
 def test_an_unknown_flag_unlike_all_others_gets_no_suggestion():
     for flag in ("--qwertyuiop", "--handle", "--a", "--model-family"):
-        assert refused_recipe(f"{flag} 3") == f"{flag} is not a known flag: --help lists them"
+        assert refusal_of(f"{flag} 3") == f"{flag} is not a known flag: --help lists them"
 
 
 @pytest.mark.parametrize("written", EQUIVALENT)
@@ -496,9 +496,7 @@ def test_equivalent_values_are_accepted(written: str):
 
 def test_false_is_refused_if_the_default_is_true():
     for flag in ("--fpdt-offload", "--ds-sequence-parallel-fpdt-offloading", "--exit-signal-handler"):
-        assert (
-            refused_recipe(f"{flag} false") == f"'false' after {flag} belongs to no flag: quote values that hold spaces"
-        )
+        assert refusal_of(f"{flag} false") == f"'false' after {flag} belongs to no flag: quote values that hold spaces"
 
 
 @pytest.mark.parametrize("written", NOTED)
@@ -517,7 +515,7 @@ def test_no_suggestion_is_itself_refused():
             assert not wrong & set(advice), f"{flag}: {row.reason}"
     for flag in sorted([*wrong, *supported_flags()])[::8]:
         if flag[:-1] not in rows and flag[:-1] not in supported_flags():
-            named = re.findall(r"did you mean (--[\w-]+)", refused_recipe(flag[:-1]))
+            named = re.findall(r"did you mean (--[\w-]+)", refusal_of(flag[:-1]))
             assert not wrong & set(named), named
 
 

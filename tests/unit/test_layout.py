@@ -154,7 +154,8 @@ def test_a_causal_ring_sends_nothing_that_no_later_tile_needs():
     layout = SequenceLayout(64, abstract_grid(ring=4), "zigzag")
     plans = [attention_plan(layout, Causal()).ring(rank=rank) for rank in range(4)]
     sent = sum(stop - start for plan in plans for hop in plan.hops for start, stop in hop.keys_out.rows)
-    assert sent == 8 * (2 * 6 + 6)  # full blocks down to rank 0 (3+2+1 hops), then halves (1+2+3)
+    # Keys travel downwards: both blocks of a rank (8 tokens each) for 3 + 2 + 1 hops to rank 0, then one for 1 + 2 + 3.
+    assert sent == 8 * (2 * 6 + 6)
 
 
 @pytest.mark.parametrize(

@@ -283,7 +283,7 @@ def test_a_resumed_run_with_too_few_steps_left_says_so(tmp_path):
     check_profile(config, 2)
     assert not config.notes
     check_profile(config, 1)
-    assert "the run has 1 more steps, and step 2 is to be recorded" in config.notes[0]
+    assert "step 2 after this start is to be recorded, but the run ends after 1" in config.notes[0]
 
 
 def test_an_impossible_profile_is_refused(tmp_path):

@@ -209,7 +209,7 @@ def linked(pairs: list[tuple[str, str]], monkeypatch) -> list[dict[str, str]]:
 
 
 def test_two_ranks_that_cannot_connect_are_named(monkeypatch):
-    """192.0.2.0/24 is reserved. First only rank 0 has such an address for rank 1; then rank 1 also listens there."""
+    """No host has an address of 192.0.2.0/24. First rank 0 connects to one; then rank 1 also listens at it."""
     fine = ("127.0.0.1", "127.0.0.1")
     assert linked([fine, fine], monkeypatch) == [{"connect": "", "accept": ""}] * 2
     output = linked([fine, ("127.0.0.1", "192.0.2.1")], monkeypatch)

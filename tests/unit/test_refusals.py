@@ -89,7 +89,7 @@ def test_several_refusals_are_a_list_with_the_command_line_that_would_be_accepte
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     assert lines[0] == "error: 2 settings cannot run"
     assert lines[1].startswith("  1. --mtp-num-layers: ") and lines[2] == "  2. --rope-theta: use --rotary-base"
-    assert lines[3] == "this would be accepted, without --mtp-num-layers, --rope-theta, with --rotary-base 500000:"
+    assert lines[3] == "this would be accepted (without --mtp-num-layers, --rope-theta; with --rotary-base 500000):"
     assert lines[4] == f"  {GOOD} {MOCK} --rotary-base 500000" and len(lines) == 5
 
 
@@ -188,7 +188,7 @@ def test_the_list_ends_with_the_command_line_that_would_be_accepted():
     assert message[0] == "4 settings cannot run" and message[1].startswith(
         "  1. --ulyses-parallel-size is not a known flag"
     )
-    assert "this would be accepted, without --mtp-num-layers, --kd, --ulyses-parallel-size, with " in message[5]
+    assert "this would be accepted (without --mtp-num-layers, --kd, --ulyses-parallel-size; with " in message[5]
     config = parse(shlex.split(message[6]), world_size=8)
     assert config.parallel.ulysses_parallel_size == 4 and config.chunks.fpdt_chunk_size == 256
 

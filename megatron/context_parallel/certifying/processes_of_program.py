@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts processes that run a program, one after another on several grids."""
+"""Processes that run a program on several grids, one grid after another."""
 
 from __future__ import annotations
 

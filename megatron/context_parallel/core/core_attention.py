@@ -125,23 +125,24 @@ class ContextParallelAttention(MegatronModule):
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         if packed_seq_params is not None and not self.settings.separate:
             raise ValueError("packed_seq_params separates documents: use AttentionSettings(separate=True)")
-        seen = with_packed(samples(attention_mask), packed_seq_params, rule.mask)
-        if kind in PADDED and not seen.ends:
+        batch = with_packed(samples(attention_mask), packed_seq_params, rule.mask)
+        if kind in PADDED and not batch.ends:
             raise ValueError(f"attn_mask_type={kind.name} needs packed_seq_params, which say which tokens are padding")
-        if seen.ends and query.size(1) != len(seen.ends):
+        if batch.ends and query.size(1) != len(batch.ends):
             raise ValueError(
-                f"{len(seen.ends)} samples have document ends, but the batch has {query.size(1)}: give them for each"
+                f"document ends of {len(batch.ends)} samples are given, but the batch has {query.size(1)} samples: "
+                "give the ends for each sample"
             )
         rotary = self.settings.rotary
         if rotary is not None:
-            query, key = rotary.rotate(query, key, rotary.angles(seen.ends))
+            query, key = rotary.rotate(query, key, rotary.angles(batch.ends))
         out = attention_by_rule(
             query,
             key,
             value,
-            layout=self.settings.layout_of(seen),
-            rule=replace(rule, dropout=self.dropout_of(seen), sinks=self.sinks(query.device)),
-            masks=self.settings.masks_of(seen, rule.mask),
+            layout=self.settings.layout_of(batch),
+            rule=replace(rule, dropout=self.dropout_of(batch), sinks=self.sinks(query.device)),
+            masks=self.settings.masks_of(batch, rule.mask),
         )
         return out.flatten(2)
 
@@ -187,14 +188,14 @@ class ContextParallelAttention(MegatronModule):
         state = {} if self.softmax_offset is None else {"softmax_offset": self.softmax_offset}
         return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
 
-    def dropout_of(self, seen: Samples) -> Dropout | None:
+    def dropout_of(self, batch: Samples) -> Dropout | None:
         """Dropout of this layer's attention weights, for the heads of this TP rank; None in evaluation."""
         if not self.training:
             return None
-        return self.settings.dropout.of_weights(self.layer_number, seen, self.first_head)
+        return self.settings.dropout.of_weights(self.layer_number, batch, self.first_head)
 
 
-def with_packed(seen: Samples, packed: PackedSeqParams | None, mask: Mask) -> Samples:
+def with_packed(batch: Samples, packed: PackedSeqParams | None, mask: Mask) -> Samples:
     """The samples of a batch, with the documents that ``packed`` describes.
 
     Padding becomes part of the document before it. Under a causal mask it does not change that document's tokens.
@@ -206,7 +207,7 @@ def with_packed(seen: Samples, packed: PackedSeqParams | None, mask: Mask) -> Sa
         ValueError: an option of ``packed`` is not supported.
     """
     if packed is None:
-        return seen
+        return batch
     if packed.qkv_format != "thd" or packed.cu_seqlens_q is None:
         raise ValueError(
             f'packed_seq_params must have qkv_format="thd" and cu_seqlens_q, not qkv_format="{packed.qkv_format}"'
@@ -222,6 +223,6 @@ def with_packed(seen: Samples, packed: PackedSeqParams | None, mask: Mask) -> Sa
         ends.append(None if real is None else tuple(dict.fromkeys(real.tolist()[1:])))
     if ends[1] not in (None, ends[0]):
         raise ValueError("packed_seq_params: cu_seqlens_kv differs from cu_seqlens_q, but must be equal")
-    if seen.ends not in ((), (ends[0],)):
+    if batch.ends not in ((), (ends[0],)):
         raise ValueError("packed_seq_params and attention_mask describe different documents: pass one of them")
-    return Samples(seen.numbers, (ends[0],))
+    return Samples(batch.numbers, (ends[0],))

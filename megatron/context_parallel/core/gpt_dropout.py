@@ -32,23 +32,23 @@ class ModelDropout:
     hidden: float = 0.0
     seed: int = 0
 
-    def of_weights(self, layer: int, seen: Samples, first_head: int) -> Dropout | None:
+    def of_weights(self, layer: int, batch: Samples, first_head: int) -> Dropout | None:
         """Dropout of the attention weights of layer ``layer``, counted from 1 over all stages."""
-        return self._draw(self.attention, STREAMS_PER_LAYER * layer + WEIGHTS, seen, first_head)
+        return self._draw(self.attention, STREAMS_PER_LAYER * layer + WEIGHTS, batch, first_head)
 
-    def of_hidden(self, stream: int, seen: Samples) -> Dropout | None:
+    def of_hidden(self, stream: int, batch: Samples) -> Dropout | None:
         """Dropout of hidden states. ``stream``: ``EMBEDDING`` or a result of :func:`stream_of`."""
-        return self._draw(self.hidden, stream, seen)
+        return self._draw(self.hidden, stream, batch)
 
-    def _draw(self, probability: float, stream: int, seen: Samples, first_head: int = 0) -> Dropout | None:
+    def _draw(self, probability: float, stream: int, batch: Samples, first_head: int = 0) -> Dropout | None:
         if not probability:
             return None
-        if not seen.numbers:
+        if not batch.numbers:
             raise ValueError(
                 "dropout needs the number of each sample in the run: pass "
                 "layout.documents.samples_tensor(numbers, document_ends) in place of the attention mask"
             )
-        return Dropout(probability, self.seed, stream, seen.numbers, first_head)
+        return Dropout(probability, self.seed, stream, batch.numbers, first_head)
 
 
 def stream_of(layer: int, which: int) -> int:
@@ -62,19 +62,19 @@ class HiddenDropout:
 
     Attributes:
         model: the probabilities.
-        seen: the samples.
+        batch: the samples.
         layout: which rank holds which of their tokens.
         sequence_parallel: whether TP ranks hold different tokens.
     """
 
     model: ModelDropout
-    seen: Samples
+    batch: Samples
     layout: SequenceLayout
     sequence_parallel: bool
 
     def __call__(self, x: Tensor, stream: int, rows: Span | None = None) -> Tensor:
         """Dropout of ``x`` [s, b, h], which holds all of this rank's tokens, or only the span ``rows``."""
-        dropout = self.model.of_hidden(stream, self.seen)
+        dropout = self.model.of_hidden(stream, self.batch)
         if dropout is None:
             return x
         return drop(x, dropout, self._at if rows is None else self._at[rows[0] : rows[1]])

@@ -74,13 +74,13 @@ class AttentionSettings:
         own = self.layers[number - 1]
         return replace(self, rule=own.rule, rotary=own.rotary, layers=())
 
-    def layout_of(self, seen: Samples) -> SequenceLayout:
+    def layout_of(self, batch: Samples) -> SequenceLayout:
         """Which rank holds which tokens of a batch."""
-        return self.layout.of_documents(seen.ends[0]) if seen.ends else self.layout
+        return self.layout.of_documents(batch.ends[0]) if batch.ends else self.layout
 
-    def masks_of(self, seen: Samples, mask: Mask) -> list[Mask]:
+    def masks_of(self, batch: Samples, mask: Mask) -> list[Mask]:
         """One mask, or one for each sample of a batch; ``mask`` applies inside a document."""
-        return [Documents(row, mask) for row in seen.ends] if seen.ends and self.separate else [mask]
+        return [Documents(row, mask) for row in batch.ends] if batch.ends and self.separate else [mask]
 
 
 @dataclass
@@ -103,7 +103,7 @@ class ChunkSettings:
 
 
 class GatedSelfAttention(SelfAttention):
-    """megatron-core's attention with a gate on its output (Qwen3-Next); core compiles the product, for GPUs."""
+    """megatron-core's attention with a gate on its output (Qwen3-Next), which core compiles for GPUs only."""
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         return gated(x, gate)
@@ -152,12 +152,12 @@ class LongContextLayer(TransformerLayer):
         self.dropout = self._hidden_dropout(samples(attention_mask))
         return super().forward(hidden_states, attention_mask, *args, **kwargs)
 
-    def _hidden_dropout(self, seen: Samples) -> HiddenDropout | None:
+    def _hidden_dropout(self, batch: Samples) -> HiddenDropout | None:
         """The dropout of hidden states for a batch; None without dropout."""
         settings = self.attention_settings
         if not (self.training and settings.dropout.hidden):
             return None
-        return HiddenDropout(settings.dropout, seen, settings.layout_of(seen), self.config.sequence_parallel)
+        return HiddenDropout(settings.dropout, batch, settings.layout_of(batch), self.config.sequence_parallel)
 
     def self_attn_bda(self, training: bool, fused: bool) -> Callable:
         """(output of attention with its bias, residual, _) -> their sum, after dropout."""
@@ -214,9 +214,9 @@ class ChunkedTransformerLayer(LongContextLayer):
         if not self.chunks.fpdt:
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
         self._refuse(signature(super()._forward_attention).bind(hidden_states, attention_mask, *args, **kwargs))
-        seen = samples(attention_mask)
-        if len(seen.ends) <= 1:
-            return self._chunked(hidden_states, seen), None
+        batch = samples(attention_mask)
+        if len(batch.ends) <= 1:
+            return self._chunked(hidden_states, batch), None
         parts = zip(hidden_states.split(1, dim=1), attention_mask.split(1))  # each sample has its own tiles
         return torch.cat([self._chunked(part, samples(packed)) for part, packed in parts], dim=1), None
 
@@ -229,14 +229,14 @@ class ChunkedTransformerLayer(LongContextLayer):
         if asked:
             raise ValueError(f"a layer in chunks does not support {', '.join(sorted(asked))}: see AttentionSettings")
 
-    def _chunked(self, hidden_states: Tensor, seen: Samples) -> Tensor:
+    def _chunked(self, hidden_states: Tensor, batch: Samples) -> Tensor:
         settings, training = self.chunks, self.training
-        core, dropout = self.self_attention.core_attention, self._hidden_dropout(seen)
-        layout, (mask,) = settings.attention.layout_of(seen), settings.attention.masks_of(seen, core.rule.mask)
+        core, dropout = self.self_attention.core_attention, self._hidden_dropout(batch)
+        layout, (mask,) = settings.attention.layout_of(batch), settings.attention.masks_of(batch, core.rule.mask)
         sinks = core.sinks(next(self.parameters()).device)
-        rule = replace(core.rule, mask=mask, dropout=core.dropout_of(seen), sinks=sinks)
+        rule = replace(core.rule, mask=mask, dropout=core.dropout_of(batch), sinks=sinks)
         layer = ChunkedLayer(
-            project=partial(self._project, layout, seen.ends[0] if seen.ends else None),
+            project=partial(self._project, layout, batch.ends[0] if batch.ends else None),
             output=partial(self._output, layout, dropout),
             ffn=partial(self._ffn, dropout),
             ffn_by_rows=True,
@@ -270,7 +270,7 @@ class ChunkedTransformerLayer(LongContextLayer):
     ) -> Tensor:
         """Output projection of [c, b, heads, d], bias, dropout and the residual x.
 
-        A gate is projected again, with q, k and v, so that it is not kept until attention has seen all keys.
+        The gate is computed again, with q, k and v: otherwise it would have to be kept during attention.
         """
         if self.config.attention_output_gate:
             out = gated(out, self._projected(x)[3])

@@ -281,10 +281,13 @@ def _check(model: nn.Module, grid: Grid) -> None:
     config = model.config.get_text_config(decoder=True)
     for name in REFUSED[:2]:
         if getattr(config, name, False) or getattr(model.config, name, False):
-            raise ValueError(f"the model's configuration has {name}=True, which ranks do not support: turn it off")
+            raise ValueError(f"the model's configuration has {name}=True, not supported over ranks: turn it off")
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in ATTENTION_KINDS:
-            raise ValueError(f"the model has layers of the kind {kind}: over ranks only {', '.join(ATTENTION_KINDS)}")
+            raise ValueError(
+                f"the model has layers of the kind {kind}, but over ranks only {' and '.join(ATTENTION_KINDS)} are "
+                "supported"
+            )
     if model.base_model is model:
         raise ValueError(
             f"{type(model).__name__} has no base model {model.base_model_prefix}: not supported over ranks"

@@ -140,7 +140,8 @@ def _uneven(samples: list[list[float]], *, zigzag: bool) -> tuple[tuple[float, .
 
     Work is the number of (query, key) pairs. A micro-batch takes as long as its busiest rank.
     The documents of a micro-batch of one sample are divided so that all ranks have the same work (layout/documents.py).
-    Several samples would need different divisions and use zigzag; with a window the parts are contiguous.
+    The samples of a larger micro-batch would need different divisions, so it uses zigzag. With a window, the parts are
+    contiguous.
     """
     table = []
     for ring in RINGS:

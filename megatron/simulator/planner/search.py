@@ -83,7 +83,7 @@ class Ranked:
 def simpler(s: Strategy) -> list[Strategy]:
     """Strategies that take no longer than ``s``, each adding to the previous one; the last is ``s``.
 
-    Without host copies a step has no more kernels and transfers, without recompute fewer.
+    A step without host copies has at most as many kernels and transfers; without recompute it has fewer kernels.
     """
     steps = [s]
     no_copies = s.but(offload_checkpoints=False, stream_hidden=False, fpdt_offload=s.fpdt_offload and not s.fpdt_chunk)
@@ -107,8 +107,8 @@ def fastest_savings(
     DP waits for the sample with most pairs (`Strategy.slowest`).
 
     A step without recompute is the fastest. FPDT, which computes projections and FFN twice, is not faster than a step
-    with a chunked FFN. Groups of savings are therefore ranked as late as these bounds allow, and units of several
-    layers after recompute layer by layer.
+    with a chunked FFN. A group of savings is therefore ranked only when its bound is reached. Recompute in units of
+    several layers is ranked after recompute layer by layer.
     """
     shared = base.but(
         data=base.data if workload.spread else 1, pipeline=1, virtual=1, zero=1, first_less=0, last_less=0

@@ -117,4 +117,4 @@ def _changes(before: Options, after: Options) -> str:
     added = [" ".join(option) for option in after if option not in before]
     parts = [f"without {', '.join(removed)}"] if removed else []
     parts += [f"with {', '.join(added)}"] if added else []
-    return ", ".join(parts) or "in this notation"
+    return "; ".join(parts) or "in this notation"

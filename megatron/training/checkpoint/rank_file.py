@@ -146,11 +146,11 @@ class HostCopies:
         """Record that the tensors are computed; call it in the thread that computes. Pass the event to :meth:`take`."""
         return self.streams.record(COMPUTE)
 
-    def take(self, writer: Writer, made: Event) -> None:
+    def take(self, writer: Writer, computed: Event) -> None:
         """Replace a writer's tensors by copies, which are complete on return. Any thread may call it."""
         device = self.streams.device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # a new thread uses GPU 0
-            self.streams.wait(STORES, made)
+            self.streams.wait(STORES, computed)
             writer.parts = [(item, self._copy(data)) for item, data in writer.parts]
             done = self.streams.record(STORES)
             if done is not None:

@@ -104,8 +104,8 @@ class Save:
 
     def start(self, copies: HostCopies) -> None:
         """Write in the background, from copies in host memory."""
-        made = copies.begin()
-        self._work(lambda: self._copy_and_write(copies, made))
+        computed = copies.begin()
+        self._work(lambda: self._copy_and_write(copies, computed))
 
     @property
     def bytes(self) -> int:
@@ -153,9 +153,9 @@ class Save:
         self._thread = threading.Thread(target=run, daemon=True, name="checkpoint")
         self._thread.start()
 
-    def _copy_and_write(self, copies: HostCopies, made: Event) -> None:
+    def _copy_and_write(self, copies: HostCopies, computed: Event) -> None:
         try:
-            copies.take(self._writer, made)
+            copies.take(self._writer, computed)
         finally:
             self.copied.set()
         self.write()

@@ -201,11 +201,11 @@ def build_datasets(
     )
     samples = list(samples)
 
-    def plan() -> list:
+    def check_files() -> list:
         packed = data.reset_attention_mask or data.reset_position_ids
-        return _plan(core, tokenizer, samples, default_split=data.split is None, packed=packed)
+        return _check_files(core, tokenizer, samples, default_split=data.split is None, packed=packed)
 
-    files = together(plan)
+    files = together(check_files)
     if not any(samples):
         return None, None, None
     folder = data_files.cache_folder(data, files, {**settings, "samples": samples})
@@ -239,7 +239,9 @@ def _sources(core: LocalConfig, split: int) -> tuple[Blend | None, tuple[float, 
     return core.blend_per_split[split], (0.0, 1.0), f"--{SPLITS[split]}-{flag}"
 
 
-def _plan(core: LocalConfig, tokenizer: Tokenizer, samples: list[int], default_split: bool, packed: bool) -> list:
+def _check_files(
+    core: LocalConfig, tokenizer: Tokenizer, samples: list[int], default_split: bool, packed: bool
+) -> list:
     """Check each file that will be read: it is complete, fits the vocabulary, and has data for each needed split.
 
     As in Megatron-LM, a run without validation or test data has no evaluation: ``samples`` becomes 0 for it.

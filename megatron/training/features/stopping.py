@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals that stop a run regularly. Launchers and schedulers send SIGTERM; Slurm sends SIGUSR1 early, if asked."""
+"""Signals after which a run saves and ends. Launchers and schedulers send SIGTERM; Slurm can send SIGUSR1 earlier."""
 
 
 class Stopper:

@@ -55,15 +55,15 @@ class LongContextGPT(GPTModel):
         return super().forward(input_ids, position_ids, attention_mask, **kwargs)
 
     def _places(self, loss_mask: Tensor | None) -> Tensor | None:
-        """:func:`experts.places` [b, s] of the tokens that this rank has between the layers; None without a batch.
+        """:func:`experts.places` [b, s] of this rank's tokens in the layers, under TP-sp only its part; None without a mask.
 
         Core passes it to its mixtures of experts in the place of a padding mask.
         """
         if loss_mask is None:
             return None
         layout = self.settings.layout_of(samples(self._samples))
-        seen = places(layout.positions.to(loss_mask.device), loss_mask)
-        return seen.chunk(self.tensor.size, dim=1)[self.tensor.rank] if self.config.sequence_parallel else seen
+        result = places(layout.positions.to(loss_mask.device), loss_mask)
+        return result.chunk(self.tensor.size, dim=1)[self.tensor.rank] if self.config.sequence_parallel else result
 
     def _preprocess(
         self, input_ids: Tensor, position_ids: Tensor, padding_mask: Tensor | None = None, **kwargs: Any

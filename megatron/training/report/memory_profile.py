@@ -140,7 +140,8 @@ def check_profile(config: Config, steps: int) -> None:
         )
     if wanted > steps:  # a run that is restarted with the same flags until it is finished
         config.notes.append(
-            f"--profile-memory records nothing: the run has {steps} more steps, and step {wanted} is to be recorded"
+            f"--profile-memory records nothing: step {wanted} after this start is to be recorded, but "
+            f"the run ends after {steps}"
         )
     try:
         os.makedirs(folder, exist_ok=True)
