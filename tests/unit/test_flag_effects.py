@@ -34,6 +34,7 @@ FULL = "--recompute-granularity full --recompute-method"
 YARN = "--position-embedding-type yarn --yarn-rotary-scaling-factor"
 WSD = "--lr-decay-style WSD --lr-wsd-decay-iters"
 SPARSE = "--attention-mask block-sparse"
+BLOCKS = Path(__file__).with_name("data") / "attention_blocks.json"
 SAMPLES = "--train-samples 80"
 IN_A_ROW = "core.microbatch_group_size_per_vp_stage"
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
@@ -161,6 +162,7 @@ EFFECTS = f"""
 | --ddp-bucket-size 1000 | ddp.bucket_size
 --bf16 | --grad-reduce-in-bf16 | ddp.grad_reduce_in_fp32
 | --attention-kernel math | attention-kernel
+| --attention-block-sizes {BLOCKS} | attention-blocks
 | --attention-mask full | mask
 | --window-size 7,0 | balance mask
 --window-size 7,0 | --window-global-tokens 2 | mask
