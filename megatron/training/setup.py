@@ -188,9 +188,7 @@ def _check_block_sizes(config: Config, target: platform.Platform, chosen: set[st
         "masks of pairs": all(mask.fine for mask in layer_masks(config)),
     }
     if found := [name for name, present in features.items() if present]:
-        raise Refusal(
-            f"{flag}: was measured in bf16 and without such features, but the run has {found[0]}: leave it out"
-        )
+        raise Refusal(f"{flag}: its sizes are not for {found[0]}: leave it out")
     if target.on_gpu and not target.simulated:
         here = torch.cuda.get_device_capability(target.device)
         if here != measured_on:

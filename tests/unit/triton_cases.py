@@ -203,16 +203,14 @@ def measured_fields(candidates: dict[str, list[Blocks]], fastest: list[Blocks], 
             raise OutOfResources(2, 1, "shared memory")
         return 1.0 + (launches[0].sizes not in fastest)
 
-    return block_fields(
-        candidates, timer, CPU, lambda text: None, heads=(16, 32), length=40, count=2, dtype=torch.float16
-    )
+    return block_fields(candidates, timer, CPU, lambda text: None, heads=(16,), length=40, count=2, dtype=torch.float16)
 
 
 def launched(table: BlockTable | None, dtype: torch.dtype, **options: float) -> tuple[list[Blocks], dict[str, float]]:
     """The block sizes of all launches of attention by a rule with ``table``, and its errors against the math kernel."""
-    sizes, run, layout = [], Launch.run, SequenceLayout(70, abstract_grid())
+    sizes, run, layout = [], Launch.run, SequenceLayout(40, abstract_grid())
     torch.manual_seed(1)
-    x = [torch.randn(70, 1, heads, 16).to(dtype) for heads in (4, 2, 2, 4)]
+    x = [torch.randn(40, 1, heads, 16).to(dtype) for heads in (4, 2, 2, 4)]
 
     def spy(launch: Launch) -> None:
         sizes.append(launch.sizes)
