@@ -172,7 +172,7 @@ def measured_of(raw: Any) -> dict[Pass, dict[int, Blocks]]:
         for head, sizes in _members(by_head, f"attention_blocks.{which}", [str(n) for n in POWERS[4:]]).items():
             where = f"attention_blocks.{which}.{head}"
             for name, value in _members(sizes, where, [part.name for part in fields(Blocks)]).items():
-                if not any(value is allowed or (type(value) is int and value == allowed) for allowed in ALLOWED[name]):
+                if not any(type(value) is type(allowed) and value == allowed for allowed in ALLOWED[name]):
                     choices = [str(allowed).lower().replace("none", "null") for allowed in ALLOWED[name]]
                     shown = ", ".join(choices if len(choices) < 10 else [*choices[:2], "..", choices[-1]])
                     raise ValueError(f"{where}.{name}: must be one of {shown}")

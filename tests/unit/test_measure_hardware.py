@@ -379,10 +379,19 @@ def test_a_whole_file_needs_no_base(tmp_path):
         ({"attention_blocks": {"dq": {}}}, "attention_blocks: may only have forward, queries, keys"),
         ({"attention_blocks": {"keys": {"96": {}}}}, "attention_blocks.keys: may only have 16, 32"),
         ({"attention_blocks": {"keys": {"64": {"block": 64}}}}, "attention_blocks.keys.64.step: missing"),
-        ({"attention_blocks": {"keys": {"64": {"block": 48}}}}, "64.block: must be one of 16, 32, 64, 128, 256"),
-        ({"attention_blocks": {"keys": {"64": {"warps": True}}}}, "64.warps: must be one of 1, 2, 4, 8, 16"),
-        ({"attention_blocks": {"keys": {"64": {"ahead": 1}}}}, "64.ahead: must be one of false, true"),
-        ({"attention_blocks": {"keys": {"64": {"registers": 300}}}}, "64.registers: must be one of null, 16, .., 255"),
+        (
+            {"attention_blocks": {"keys": {"64": {"block": 48}}}},
+            "attention_blocks.keys.64.block: must be one of 16, 32",
+        ),
+        (
+            {"attention_blocks": {"keys": {"64": {"warps": True}}}},
+            "attention_blocks.keys.64.warps: must be one of 1, 2, 4, 8, 16",
+        ),
+        (
+            {"attention_blocks": {"keys": {"64": {"ahead": 1}}}},
+            "attention_blocks.keys.64.ahead: must be one of false, true",
+        ),
+        ({"attention_blocks": {"keys": {"64": {"registers": 300}}}}, "attention_blocks.keys.64.registers: must be"),
         ({"dtype": "int8"}, "dtype: must be bf16 or fp32"),
         ({"name": 3}, "name: must be text"),
         ({"extends": 3}, "extends: give a known machine's name, or that of a file in the same folder, not 3"),
