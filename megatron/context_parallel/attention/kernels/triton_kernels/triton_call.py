@@ -60,16 +60,8 @@ def delta(out_SBHD: Tensor, dout_SBHD: Tensor) -> Tensor:
     s, b, h, d = out_SBHD.shape
     total = torch.empty(s, b, h, dtype=torch.float32, device=out_SBHD.device)
     tensors = {"out": out_SBHD, "dout": dout_SBHD, "delta": total}
-    arguments = {
-        **tensors,
-        **_strides(tensors),
-        "rows": s,
-        "HEADS": h,
-        "VALUE": d,
-        "VALUE_BLOCK": _power(d),
-        "BLOCK": 32,
-        "WIDE": _wide(32, out_SBHD, dout_SBHD),
-    }
+    sizes = {"rows": s, "HEADS": h, "VALUE": d, "VALUE_BLOCK": _power(d), "BLOCK": 32}
+    arguments = {**tensors, **_strides(tensors), **sizes, "WIDE": _wide(32, out_SBHD, dout_SBHD)}
     Launch(_functions()["delta"], (-(-s // 32), b * h), arguments, Blocks(32, 32, 4, 1)).run()
     return total
 
@@ -166,23 +158,19 @@ class Call:
         kind = (which, self.q.element_size(), max(d, value), self.capability, self._features(bits))
         sizes = blocks(*kind, self.measured)
         walked = walk(tiles, side, s if side == "q" else t, sizes.block, sizes.step, device)
+        shape = {"q_rows": s, "k_rows": t, "HEADS": h, "GROUP": h // hk, "HEAD": d, "VALUE": value}
         arguments = {
             **tensors,
             **_strides(tensors),
+            **shape,
             "blocks": walked.blocks,
             "ranges": walked.ranges,
             "bits": bits,
             **others,
-            "q_rows": s,
-            "k_rows": t,
             "factor": self.scale * LOG2E * (2 / self.softcap if capped else 1),
             "cap": self.softcap * LOG2E if capped else 1.0,
             "threshold": self.dropout.threshold if self.dropout else 0,
             "kept_scale": self.dropout.scale if self.dropout else 1.0,
-            "HEADS": h,
-            "GROUP": h // hk,
-            "HEAD": d,
-            "VALUE": value,
             "HEAD_BLOCK": _power(d),
             "VALUE_BLOCK": _power(value),
             "BLOCK": sizes.block,
