@@ -55,7 +55,7 @@ class LongContextGPT(GPTModel):
         return super().forward(input_ids, position_ids, attention_mask, **kwargs)
 
     def _places(self, loss_mask: Tensor | None) -> Tensor | None:
-        """:func:`experts.places` [b, s] of this rank's tokens in the layers (TP-sp: only its part); None without a mask.
+        """:func:`experts.places` [b, s] of the tokens in this rank's layers (a part under TP-sp); None without a mask.
 
         Core passes it to its mixtures of experts in the place of a padding mask.
         """
