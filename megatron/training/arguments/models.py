@@ -25,20 +25,62 @@ ROTARY = ("rope", "yarn")
 GPT: dict[str, Any] = {"position_embedding_type": "learned_absolute", "hidden_dropout": 0.0, "attention_dropout": 0.0}
 
 
+TIED: dict[str, Any] = {"untie_embeddings_and_output_weights": False}
+GPT2: dict[str, Any] = GPT | {"max_position_embeddings": 1024}
+
+
 LLAMA3: dict[str, Any] = LLAMA | {
     "group_query_attention": True,
     "num_query_groups": 8,
     "rotary_base": 500000,
     "max_position_embeddings": 8192,
 }
+LONG_LLAMA3: dict[str, Any] = LLAMA3 | {"max_position_embeddings": 131072, "use_rope_scaling": True}  # 3.1
+SMALL_LLAMA3: dict[str, Any] = LONG_LLAMA3 | TIED | {"rope_scaling_factor": 32.0}  # 3.2
 
 
-MIXTRAL: dict[str, Any] = LLAMA3 | {
-    "rotary_base": 1000000,
-    "max_position_embeddings": 32768,
-    "num_experts": 8,
-    "moe_router_topk": 2,
-}
+MISTRAL: dict[str, Any] = LLAMA3 | {"rotary_base": 1000000, "max_position_embeddings": 32768}
+MIXTRAL: dict[str, Any] = MISTRAL | {"num_experts": 8, "moe_router_topk": 2}
+
+
+PHI4: dict[str, Any] = LLAMA3 | {"rotary_base": 250000, "max_position_embeddings": 16384}
+
+
+LONG: dict[str, Any] = {"max_position_embeddings": 131072}
+QWEN2: dict[str, Any] = MISTRAL | {"norm_epsilon": 1e-6, "add_qkv_bias": True}
+QWEN3: dict[str, Any] = MISTRAL | {
+    "norm_epsilon": 1e-6, "max_position_embeddings": 40960, "kv_channels": 128, "qk_layernorm": True,
+}  # fmt: skip
+QWEN3_MOE: dict[str, Any] = QWEN3 | {
+    "num_query_groups": 4, "moe_router_topk": 8, "moe_aux_loss_coeff": [0.001],
+}  # fmt: skip
+
+
+# In Gemma 2 every second layer sees the whole sequence, in Gemma 3 every sixth; the others have a window.
+GEMMA: dict[str, Any] = LLAMA3 | TIED | {
+    "norm_epsilon": 1e-6, "rotary_base": 10000, "swiglu": False, "geglu": True, "sandwich_norm": True,
+    "scale_embeddings": True, "apply_layernorm_1p": True, "kv_channels": 256, "softmax_scale": 256**-0.5,
+}  # fmt: skip
+GEMMA2: dict[str, Any] = GEMMA | {
+    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    "attention.window_size": (4095, 0), "attention.window_attn_skip_freq": 2,
+}  # fmt: skip
+GEMMA3_1B: dict[str, Any] = GEMMA | {
+    "max_position_embeddings": 32768, "qk_layernorm": True, "rotary_base": 1000000, "rotary_base_local": 10000,
+    "attention.window_size": (511, 0), "attention.window_attn_skip_freq": 6,
+}  # fmt: skip
+GEMMA3: dict[str, Any] = GEMMA3_1B | {
+    "max_position_embeddings": 131072, "rotary_seq_len_interpolation_factor": 8.0, "attention.window_size": (1023, 0),
+}  # fmt: skip
+
+
+GPT_OSS: dict[str, Any] = LLAMA3 | {
+    "max_position_embeddings": 131072, "kv_channels": 64, "add_bias_linear": True, "softmax_type": "learnable",
+    "position_embedding_type": "yarn", "rotary_base": 150000, "yarn_rotary_scaling_factor": 32.0,
+    "yarn_correction_range_round_to_int": False, "swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0,
+    "activation_func_clamp_value": 7.0, "moe_router_topk": 4,
+    "attention.window_size": (127, 0), "attention.window_attn_skip_freq": 2,
+}  # fmt: skip
 
 
 # As in the published config.json, without V3's layer for multi-token prediction.
@@ -61,13 +103,25 @@ V3: dict[str, Any] = DEEPSEEK | {
 }  # fmt: skip
 
 
-def _size(layers: int, width: int, heads: int, ffn: int | None = None) -> dict[str, Any]:
+def _size(layers: int, width: int, heads: int, ffn: int | None = None, groups: int | None = None) -> dict[str, Any]:
     sizes = {"num_layers": layers, "hidden_size": width, "num_attention_heads": heads}
+    sizes |= {"num_query_groups": groups} if groups else {}  # default: those of the family
     return sizes | ({"ffn_hidden_size": ffn} if ffn else {})  # default: 4 x --hidden-size, even if a flag sets it
 
 
+def _experts(number: int, width: int) -> dict[str, Any]:
+    return {"num_experts": number, "moe_ffn_hidden_size": width}
+
+
+def _scale(divisor: int) -> dict[str, Any]:
+    """Gemma's attention scores are divided by the square root of a number that is not always the size of a head."""
+    return {"softmax_scale": divisor**-0.5}
+
+
 # Every name of --model: the size of the vocabulary that it was published with (a run uses its tokenizer's), and its
-# settings. To add a model, add a line here.
+# settings; a name without a section is one of :class:`ModelConfig`. To add a model, add a line here.
+#
+# The numbers are those of each base model's published config.json; Mistral's is version 0.3, Gemma 3's the text model.
 #
 # The GPT shapes are GPT-3's (13B as 40 heads of 128) and, for 30B, OPT's. Dropout is 0 everywhere: no long-context
 # model is trained with it.
@@ -85,16 +139,52 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "llama3-8b": (128256, LLAMA3 | _size(32, 4096, 32, 14336)),
     "llama3-70b": (128256, LLAMA3 | _size(80, 8192, 64, 28672)),
     "llama3-405b": (128256, LLAMA3 | _size(126, 16384, 128, 53248)),
+    "llama3.1-8b": (128256, LONG_LLAMA3 | _size(32, 4096, 32, 14336)),
+    "llama3.1-70b": (128256, LONG_LLAMA3 | _size(80, 8192, 64, 28672)),
+    "llama3.1-405b": (128256, LONG_LLAMA3 | _size(126, 16384, 128, 53248)),
+    "llama3.2-1b": (128256, SMALL_LLAMA3 | _size(16, 2048, 32, 8192)),
+    "llama3.2-3b": (128256, SMALL_LLAMA3 | _size(28, 3072, 24, 8192)),
+    "qwen2.5-0.5b": (151936, QWEN2 | TIED | _size(24, 896, 14, 4864, groups=2)),
+    "qwen2.5-1.5b": (151936, QWEN2 | TIED | _size(28, 1536, 12, 8960, groups=2) | LONG),
+    "qwen2.5-3b": (151936, QWEN2 | TIED | _size(36, 2048, 16, 11008, groups=2)),
+    "qwen2.5-7b": (152064, QWEN2 | _size(28, 3584, 28, 18944, groups=4) | LONG),
+    "qwen2.5-14b": (152064, QWEN2 | _size(48, 5120, 40, 13824) | LONG | {"norm_epsilon": 1e-5}),
+    "qwen2.5-32b": (152064, QWEN2 | _size(64, 5120, 40, 27648) | LONG | {"norm_epsilon": 1e-5}),
+    "qwen2.5-72b": (152064, QWEN2 | _size(80, 8192, 64, 29568) | LONG | {"norm_epsilon": 1e-5}),
+    "qwen3-0.6b": (151936, QWEN3 | TIED | _size(28, 1024, 16, 3072)),
+    "qwen3-1.7b": (151936, QWEN3 | TIED | _size(28, 2048, 16, 6144)),
+    "qwen3-4b": (151936, QWEN3 | TIED | _size(36, 2560, 32, 9728)),
+    "qwen3-8b": (151936, QWEN3 | _size(36, 4096, 32, 12288)),
+    "qwen3-14b": (151936, QWEN3 | _size(40, 5120, 40, 17408)),
+    "qwen3-32b": (151936, QWEN3 | _size(64, 5120, 64, 25600)),
+    "qwen3-30b-a3b": (151936, QWEN3_MOE | _size(48, 2048, 32, 6144) | _experts(128, 768)),
+    "qwen3-235b-a22b": (151936, QWEN3_MOE | _size(94, 4096, 64, 12288) | _experts(128, 1536)),
+    "mistral-7b": (32768, MISTRAL | _size(32, 4096, 32, 14336)),
     "mixtral-8x7b": (32000, MIXTRAL | _size(32, 4096, 32, 14336)),
+    "mixtral-8x22b": (32000, MIXTRAL | _size(56, 6144, 48, 16384) | {"max_position_embeddings": 65536}),
+    "gemma-2-2b": (256000, GEMMA2 | _size(26, 2304, 8, 9216, groups=4)),
+    "gemma-2-9b": (256000, GEMMA2 | _size(42, 3584, 16, 14336)),
+    "gemma-2-27b": (256000, GEMMA2 | _size(46, 4608, 32, 36864, groups=16) | {"kv_channels": 128} | _scale(144)),
+    "gemma-3-1b": (262144, GEMMA3_1B | _size(26, 1152, 4, 6912, groups=1)),
+    "gemma-3-4b": (262208, GEMMA3 | _size(34, 2560, 8, 10240, groups=4)),
+    "gemma-3-12b": (262208, GEMMA3 | _size(48, 3840, 16, 15360)),
+    "gemma-3-27b": (262208, GEMMA3 | _size(62, 5376, 32, 21504, groups=16) | {"kv_channels": 128} | _scale(168)),
+    "gpt-oss-20b": (201088, GPT_OSS | _size(24, 2880, 64, 2880) | _experts(32, 2880)),
+    "gpt-oss-120b": (201088, GPT_OSS | _size(36, 2880, 64, 2880) | _experts(128, 2880)),
+    "phi-4": (100352, PHI4 | _size(40, 5120, 40, 17920, groups=10)),
     "deepseek-v2-lite": (102400, V2_LITE | _size(27, 2048, 16, 10944)),
     "deepseek-v3": (129280, V3 | _size(61, 7168, 128, 18432)),
+    "gpt2": (50257, GPT2 | _size(12, 768, 12)),
+    "gpt2-medium": (50257, GPT2 | _size(24, 1024, 16)),
+    "gpt2-large": (50257, GPT2 | _size(36, 1280, 20)),
+    "gpt2-xl": (50257, GPT2 | _size(48, 1600, 25)),
     "genslm-25b": (50257, GPT | _size(64, 5760, 80)),
     "genslm-33b": (50257, GPT | _size(80, 5760, 80)),
 }
 
 
 def shape(name: str) -> dict[str, Any]:
-    """The settings of :class:`ModelConfig` that a named model sets.
+    """The settings that a named model sets: {"section.field": value}.
 
     Raises:
         Refusal: no such model.
@@ -103,7 +193,7 @@ def shape(name: str) -> dict[str, Any]:
         raise Refusal(
             f"--model {name}", f": not a known shape; choose from {', '.join(MODELS)}, or give the sizes by flags"
         )
-    return MODELS[name][1]
+    return {field if "." in field else f"model.{field}": value for field, value in MODELS[name][1].items()}
 
 
 def vocabulary(name: str) -> int:

@@ -158,9 +158,7 @@ def _read(
     notes = gather.check("judged", lambda: megatron_flags.judge(others))
     gather.check("values", lambda: _check_values(given))
     named = given.get("model.model") or (defaults or {}).get("model.model")
-    preset = (
-        gather.check("model", lambda: {f"model.{name}": value for name, value in shape(named).items()}) if named else {}
-    )
+    preset = gather.check("model", lambda: shape(named)) if named else {}
     gather.finish()
 
     config = Config(notes=notes)

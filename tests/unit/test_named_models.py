@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shapes of --model are the published models."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from megatron.formulas.parameters import stage_parameters
+from megatron.training.arguments.config import Config
+from megatron.training.arguments.models import MODELS, model_shape, vocabulary
+from megatron.training.arguments.parser import parse
+from megatron.training.checkpoint.hugging_face.architectures import described, family_of
+
+# Parameters in millions as published: on the models' pages, or in their reports (Gemma's as embedding + the others).
+PUBLISHED = {
+    "gpt2": 124.4, "gpt2-medium": 354.8, "gpt2-large": 774.0, "gpt2-xl": 1557.6,
+    "llama2-7b": 6738, "llama3-8b": 8030, "llama3-70b": 70554, "llama3-405b": 405853,
+    "llama3.1-8b": 8030, "llama3.1-70b": 70554, "llama3.1-405b": 405853, "llama3.2-1b": 1236, "llama3.2-3b": 3213,
+    "qwen2.5-0.5b": 494, "qwen2.5-1.5b": 1544, "qwen2.5-3b": 3086, "qwen2.5-7b": 7616, "qwen2.5-14b": 14770,
+    "qwen2.5-32b": 32764, "qwen2.5-72b": 72706,
+    "qwen3-0.6b": 596, "qwen3-1.7b": 1721, "qwen3-4b": 4022, "qwen3-8b": 8191, "qwen3-14b": 14768, "qwen3-32b": 32762,
+    "qwen3-30b-a3b": 30532, "qwen3-235b-a22b": 235094,
+    "mistral-7b": 7248, "mixtral-8x7b": 46703, "mixtral-8x22b": 140621,
+    "gemma-2-2b": 590 + 2024, "gemma-2-9b": 917 + 8324, "gemma-2-27b": 1180 + 26047,
+    "gemma-3-1b": 302 + 698, "gemma-3-4b": 675 + 3209, "gemma-3-12b": 1012 + 10759, "gemma-3-27b": 1416 + 25600,
+    "gpt-oss-20b": 20915, "gpt-oss-120b": 116829,
+    "deepseek-v2-lite": 15706, "deepseek-v3": 671026, "phi-4": 14660,
+}  # fmt: skip
+SCARCELY_PUBLISHED = ("gpt-2.7b", "gpt-6.7b", "gpt-13b", "gpt-30b", "genslm-25b", "genslm-33b")  # shapes of papers
+# gpt-oss has no conversion, GPT-2 none either.
+CONVERTED = [name for name in PUBLISHED if not name.startswith(("gpt", "qwen3-30b", "qwen3-235b"))]
+
+
+def read(name: str) -> Config:
+    flags = f"--model {name} --seq-length 1024 --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data --vocab-size 9"
+    return parse(flags.split(), {}, 1)
+
+
+def test_every_name_is_compared() -> None:
+    assert {*PUBLISHED, *SCARCELY_PUBLISHED} == {*MODELS}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_as_published(name: str) -> None:
+    shape = model_shape(read(name).model, vocabulary(name))
+    numel = stage_parameters(shape, 1, 1, 0, padded=False).numel
+    assert numel / 1e6 == pytest.approx(PUBLISHED[name], rel=0.01)
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_transformers_has_the_same_model(name: str) -> None:
+    """The config.json that we write gives the same settings and windows; transformers' model has as many parameters."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = read(name)
+    attention = {field: getattr(config.attention, field) for field in ("window_size", "window_attn_skip_freq")}
+    written = family_of(config.model).config_json(config.model, vocabulary(name), torch.bfloat16, attention)
+    again, size, _, windows = described(written, name)
+    not_in_it = {"model", "vocab_size", "moe_aux_loss_coeff", "moe_router_load_balancing_type"}
+    not_in_it |= {"moe_ffn_hidden_size", "moe_router_topk_scaling_factor"}  # ours may be None, which means the same
+    differing = {field for field, value in asdict(again).items() if getattr(config.model, field) != value}
+    assert differing <= not_in_it and size == vocabulary(name)
+    assert (windows.get("window_size") is None) == (config.attention.window_size is None)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**written))
+    numel = stage_parameters(model_shape(config.model, size), 1, 1, 0, padded=False).numel
+    assert sum(parameter.numel() for parameter in model.parameters()) == numel
+
+
+def test_layers_with_a_window() -> None:
+    """Gemma 2 and gpt-oss have one in every second layer, the first included; Gemma 3 in all but every sixth."""
+    for name, size, every in (("gemma-2-9b", 4096, 2), ("gemma-3-1b", 512, 6), ("gpt-oss-20b", 128, 2)):
+        attention = read(name).attention
+        assert attention.attention_mask == "window" and attention.window_size == (size - 1, 0)
+        assert attention.window_attn_skip_freq == every
