@@ -97,7 +97,7 @@ def fused(folder: Path, grads: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
     model, rows = described(folder), {}
     for piece in architectures.pieces(model, ()):
         name = piece.key.replace("layers.", f"layers.{piece.layer}.") if piece.layer is not None else piece.key
-        part = llama_weights.fuse([grads[one] for one in piece.names], model.settings.num_query_groups)
+        part = llama_weights.fuse(piece, [grads[one] for one in piece.names], model.settings.num_query_groups)
         rows.setdefault(name, []).append(part)
     return {name: torch.cat(parts) for name, parts in rows.items()}
 

@@ -21,7 +21,7 @@ from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
 from megatron.training.checkpoint.checksums import list_files
 from megatron.training.checkpoint.hugging_face import llama_settings, llama_weights, safetensors_folder
-from megatron.training.checkpoint.hugging_face.architectures import FAMILIES, Bloom, LlamaLike, described
+from megatron.training.checkpoint.hugging_face.architectures import FAMILIES, Bloom, described
 from megatron.training.checkpoint.hugging_face.llama_settings import LLAMA3 as FIXED
 from megatron.training.checkpoint.hugging_face.load_folder import open_folder
 from megatron.training.checkpoint.hugging_face.safetensors_folder import HEADERS
@@ -136,19 +136,20 @@ KINDS = {
     "bloom": {"vocab_size": 67, "hidden_size": 16, "n_layer": 2, "n_head": 4},
     "mixtral": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 3},
     "mistral": SIZES | {"sliding_window": None},
+    "phi3": SIZES | {"pad_token_id": 0},
+    "qwen3_moe": SIZES
+    | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "norm_topk_prob": True},
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_other_families(tmp_path: Path, kind: str, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_families(tmp_path: Path, kind: str, capsys) -> None:
     """Conversion is exact with the original's files, and without them transformers computes the same.
 
-    Mistral is not in the table: the test adds it by one line. Without the original's config.json it becomes a Llama.
+    Without the original's config.json, Mistral and Phi-3 become Llamas.
     """
     from transformers import AutoModelForCausalLM
 
-    if kind == "mistral":
-        monkeypatch.setitem(FAMILIES, kind, LlamaLike(kind, "Mistral", "MistralForCausalLM"))
     source = save_model(tmp_path / "in", kind, KINDS[kind])
     assert contents(there_and_back(source, tmp_path)) == contents(source)
     flags = shlex.split(capsys.readouterr().out.split("\npretrain_")[1].splitlines()[0])[1:]
@@ -180,6 +181,35 @@ MIXTRAL = {"model_type": "mixtral", "hidden_size": 32, "intermediate_size": 48, 
 def test_a_mixtral_that_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(Refusal, match=next(iter(change))):
         described(MIXTRAL | change, "config.json")
+
+
+@pytest.mark.parametrize(
+    "kind, change, message",
+    [
+        ("mistral", {"sliding_window": 4096}, "sliding_window 4096 of mistral is not supported: only None"),
+        ("mistral", {}, "sliding_window of mistral is missing"),
+        ("phi3", {"sliding_window": 8}, "sliding_window 8 of phi3"),
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, "type longrope of phi3 is not supported: only default"),
+        ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor 0.75"),
+        ("qwen3_moe", {}, "norm_topk_prob None of qwen3_moe is not supported: only True"),
+        ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [0]}, r"mlp_only_layers \[0\] of qwen3_moe"),
+        ("qwen3_moe", {"norm_topk_prob": True, "moe_intermediate_size": None}, "moe_intermediate_size None"),
+    ],
+    ids=str,
+)
+def test_what_is_not_supported_of_other_families(kind: str, change: dict[str, Any], message: str) -> None:
+    own = {"head_dim": 8, "decoder_sparse_step": 1, "moe_intermediate_size": 12} if kind == "qwen3_moe" else {}
+    with pytest.raises(Refusal, match=message):
+        described(MIXTRAL | {"model_type": kind} | own | change, "config.json")
+
+
+def test_a_phi3_without_rope_scaling() -> None:
+    """transformers' Phi-3 reads yarn as longrope."""
+    phi3 = MIXTRAL | {"model_type": "phi3"}
+    model, vocab_size, family, _ = described(phi3, "config.json")
+    with pytest.raises(Refusal, match="RoPE scaling yarn is not known to Hugging Face's Phi3ForCausalLM"):
+        yarn = replace(model, position_embedding_type="yarn", yarn_rotary_scaling_factor=2.0)
+        family.config_json(yarn, vocab_size, torch.float32)
 
 
 def test_a_mixtral_has_the_usual_router(tmp_path: Path) -> None:
@@ -245,7 +275,7 @@ def test_fuse_and_split(groups: int, heads: int) -> None:
     shapes = tuple((n * 6, 5) for n in (heads, groups, groups))
     parts = [torch.randn(shape) for shape in shapes]
     piece = llama_weights.Piece("key", ("q", "k", "v"), shapes)
-    back = llama_weights.split(piece, llama_weights.fuse(parts, groups), groups)
+    back = llama_weights.split(piece, llama_weights.fuse(piece, parts, groups), groups)
     assert all(torch.equal(x, y) for x, y in zip(parts, back))
 
 
@@ -406,7 +436,7 @@ def test_the_flags_of_a_model_give_its_kv_heads(kv_heads):
 
 
 CONFIGS = [
-    ({"model_type": "mistral"}, "model_type 'mistral' is not supported: only llama"),
+    ({"model_type": "falcon"}, "model_type 'falcon' is not supported: only llama"),
     ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map asks for code from the checkpoint"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
     ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),

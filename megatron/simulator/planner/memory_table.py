@@ -78,7 +78,7 @@ def shape_of(name: str, seq_length: int) -> Shape:
     Raises:
         Refusal: no such model; the message lists the known ones.
     """
-    settings = {field[6:]: value for field, value in named_shape(name).items() if field.startswith("model.")}
+    settings = named_shape(name)
     if settings.get("num_experts"):
         raise Refusal(f"--model {name}: the memory of its experts is not known yet: choose a dense model")
     model = ModelConfig(**{**settings, "model": name})

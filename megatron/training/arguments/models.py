@@ -184,11 +184,16 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def shape(name: str) -> dict[str, Any]:
-    """The settings that a named model sets: {"section.field": value}.
+    """The settings of :class:`ModelConfig` that a named model sets.
 
     Raises:
         Refusal: no such model.
     """
+    return {field.removeprefix("model."): value for field, value in preset(name).items() if field.startswith("model.")}
+
+
+def preset(name: str) -> dict[str, Any]:
+    """{"section.field": value} of all settings that a named model sets. Raises Refusal as :func:`shape`."""
     if name not in MODELS:
         raise Refusal(
             f"--model {name}", f": not a known shape; choose from {', '.join(MODELS)}, or give the sizes by flags"

@@ -17,7 +17,7 @@ from megatron.training.arguments.dry_run_flags import complete_dry_run, processe
 from megatron.training.arguments.elastic import Fastest, choose_grid
 from megatron.training.arguments.foreign import megatron_flags
 from megatron.training.arguments.foreign.foreign_flags import translate
-from megatron.training.arguments.models import shape
+from megatron.training.arguments.models import preset
 from megatron.training.arguments.suggest import explained
 from megatron.training.arguments.validate import complete
 from megatron.training.refusal import LEAVE_OUT, Fix, Gather, Refusal, Unreadable, one_line, raise_all
@@ -158,11 +158,11 @@ def _read(
     notes = gather.check("judged", lambda: megatron_flags.judge(others))
     gather.check("values", lambda: _check_values(given))
     named = given.get("model.model") or (defaults or {}).get("model.model")
-    preset = gather.check("model", lambda: shape(named)) if named else {}
+    shape = gather.check("model", lambda: preset(named)) if named else {}
     gather.finish()
 
     config = Config(notes=notes)
-    for name, value in {**(defaults or {}), **preset, **given}.items():
+    for name, value in {**(defaults or {}), **shape, **given}.items():
         section, field = name.split(".")
         if not hasattr(getattr(config, section), field):
             raise KeyError(f"no setting {name}")

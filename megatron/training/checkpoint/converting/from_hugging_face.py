@@ -121,11 +121,12 @@ def _save(
     config = Config(model=model, attention=AttentionConfig(**attention))
     config.optimizer.bf16, config.optimizer.fp16 = dtype == torch.bfloat16, dtype == torch.float16
     parts = [sharded(piece, model.num_layers, dtype) for piece in pieces]
-    names = {(part.key, part.global_offset): piece.names for part, piece in zip(parts, pieces)}
+    places = {(part.key, part.global_offset): piece for part, piece in zip(parts, pieces)}
 
     def compute(part: ShardedTensor) -> Tensor:
-        tensors = [read(name).to(part.dtype) for name in names[part.key, part.global_offset]]
-        return llama_weights.fuse(tensors, model.num_query_groups)
+        piece = places[part.key, part.global_offset]
+        tensors = [read(name).to(part.dtype) for name in piece.names]
+        return llama_weights.fuse(piece, tensors, model.num_query_groups)
 
     others = empty_extra_states(parts)
     state = {

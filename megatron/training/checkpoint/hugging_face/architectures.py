@@ -2,8 +2,8 @@
 """The table FAMILIES: Hugging Face models that --load reads and tools/convert_hf.py converts in both directions.
 
 A model that differs from a Llama only in our settings, such as Qwen, is one line of the table; any other is a class
-like `Bloom`. Sources in transformers: models/llama, qwen2, qwen3, mixtral and bloom, configuration_*.py and
-modeling_*.py.
+like `Bloom`. Sources in transformers: models/llama, qwen2, qwen3, qwen3_moe, mistral, mixtral, phi3 and bloom,
+configuration_*.py and modeling_*.py.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megatron.training.arguments.models import activation, derive_shape
 from megatron.training.checkpoint.hugging_face import llama_settings, llama_weights, safetensors_folder
 from megatron.training.checkpoint.hugging_face.deepseek import DeepSeek
 from megatron.training.checkpoint.hugging_face.gemma import Gemma
-from megatron.training.checkpoint.hugging_face.llama_weights import Piece
+from megatron.training.checkpoint.hugging_face.llama_weights import ExpertNames, Piece
 from megatron.training.checkpoint.hugging_face.safetensors_folder import IGNORED, LM_HEAD, Entry, Header
 from megatron.training.refusal import Refusal, some
 
 EPSILON = 1e-5
-# Keys that a config.json of Qwen must have, because the defaults differ between these models.
+# Keys that a config.json must have, except a Llama's, because the defaults differ between these models.
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
         "rms_norm_eps", "vocab_size", "max_position_embeddings")  # fmt: skip
 
@@ -39,12 +39,16 @@ class LlamaLike:
         title: the name in messages.
         architecture: the class in transformers.
         differs: those settings, with their values.
+        only: keys of config.json of which only this value is supported.
+        joined: the files have q, k and v in one tensor, and gate and up projection in one.
     """
 
     kind: str
     title: str
     architecture: str
     differs: dict[str, Any] = field(default_factory=dict)
+    only: dict[str, Any] = field(default_factory=dict)
+    joined: bool = False
 
     def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
         """Our settings and the vocabulary size of a config.json. Raises Refusal if it is not supported."""
@@ -59,7 +63,7 @@ class LlamaLike:
 
     def pieces(self, model: ModelConfig, vocab_size: int, names: Collection[str]) -> Iterator[Piece]:
         """All weights; ``names``: the tensors in the files."""
-        return llama_weights.pieces(model, vocab_size)
+        return llama_weights.pieces(model, vocab_size, joined=self.joined)
 
     def config_json(
         self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
@@ -75,17 +79,29 @@ class LlamaLike:
         config = llama_settings.config_json(model, vocab_size, dtype, fixed, self.title, self.architecture)
         biases = ("attention_bias", "mlp_bias")
         config = {name: value for name, value in config.items() if name not in biases}
-        return config | {"model_type": self.kind, "architectures": [self.architecture]}
+        if self.joined and config["rope_scaling"]:
+            kind = config["rope_scaling"]["rope_type"]
+            raise Refusal(f"RoPE scaling {kind} is not known to Hugging Face's {self.architecture}: train without it")
+        return config | {"model_type": self.kind, "architectures": [self.architecture], **self.only}
 
     def _as_llama(self, config: dict[str, Any], where: object) -> dict[str, Any]:
-        required = (*REQUIRED, *(["head_dim"] * (self.kind == "qwen3")))
+        required = (*REQUIRED, *(["head_dim"] * self.kind.startswith("qwen3")))
         if missing := [name for name in required if config.get(name) is None]:
             raise Refusal(f"{where}: {', '.join(missing)} of {self.kind} is missing")
         layers = config.get("layer_types") or []
         if config.get("use_sliding_window") or any(layer != "full_attention" for layer in layers):
             raise Refusal(f"{where}: use_sliding_window is not supported: all layers have the mask given by flags")
-        if self.kind == "qwen3" and config.get("attention_bias"):
-            raise Refusal(f"{where}: attention_bias of qwen3 is not supported")
+        if self.kind.startswith("qwen3") and config.get("attention_bias"):
+            raise Refusal(f"{where}: attention_bias of {self.kind} is not supported")
+        if self.kind == "mistral" and "sliding_window" not in config:
+            raise Refusal(f"{where}: sliding_window of mistral is missing; write null if there is none")
+        for name, value in self.only.items():
+            if (config.get(name) or None) != (value or None):
+                given = config.get(name)
+                raise Refusal(f"{where}: {name} {given!r} of {self.kind} is not supported: only {value!r}")
+        scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        if self.joined and (kind := scaling.get("rope_type", scaling.get("type", "default"))) != "default":
+            raise Refusal(f"{where}: rope_scaling of type {kind} of {self.kind} is not supported: only default")
         return {**config, "model_type": "llama", "architectures": None, "attention_bias": False}
 
 
@@ -178,24 +194,32 @@ class Bloom:
                 yield piece(f"{name}.bias", f"h.{layer}.{hf_name}.bias", out, layer=layer)
 
 
-class Mixtral(LlamaLike):
-    """Mixtral: a Llama whose MLPs are mixtures of experts, chosen as by our default router."""
+@dataclass(frozen=True)
+class WithExperts(LlamaLike):
+    """A model like a Llama whose MLPs are all mixtures of experts, chosen as by our default router.
+
+    Attributes:
+        number, width: keys of config.json: number of experts, and width of an expert.
+        names: of the weights in the files.
+    """
+
+    number: str = "num_local_experts"
+    width: str = "intermediate_size"
+    names: ExpertNames = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 
     def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
         """As `LlamaLike.settings`."""
-        names = ("num_local_experts", "num_experts_per_tok")
+        if config.get(self.number) is None and "num_local_experts" in config:  # transformers 5 writes it so
+            config = {**config, self.number: config["num_local_experts"]}
+        names = (self.number, "num_experts_per_tok", self.width)
         for name in names:
             if not isinstance(config.get(name), int) or isinstance(config[name], bool) or config[name] < 1:
-                raise Refusal(f"{where}: {name} {config.get(name)!r} of mixtral is not a positive integer")
-        if config.get("sliding_window") is not None:
-            raise Refusal(f"{where}: sliding_window of mixtral is not supported: the mask is given by flags")
-        if config.get("router_jitter_noise"):
-            raise Refusal(f"{where}: router_jitter_noise of mixtral is not supported")
+                raise Refusal(f"{where}: {name} {config.get(name)!r} of {self.kind} is not a positive integer")
         model, vocab_size = super().settings(config, where)
-        experts, topk = (config[name] for name in names)
+        experts, topk, width = (config[name] for name in names)
         if not 1 < topk <= experts:
-            raise Refusal(f"{where}: num_experts_per_tok {topk} is not from 2 to num_local_experts {experts}")
-        model = replace(model, num_experts=experts, moe_router_topk=topk, moe_ffn_hidden_size=model.ffn_hidden_size)
+            raise Refusal(f"{where}: num_experts_per_tok {topk} is not from 2 to {self.number} {experts}")
+        model = replace(model, num_experts=experts, moe_router_topk=topk, moe_ffn_hidden_size=width)
         return model, vocab_size
 
     def config_json(
@@ -205,16 +229,18 @@ class Mixtral(LlamaLike):
         usual = ModelConfig()
         wrong = [name for name in ROUTER if getattr(model, name) != getattr(usual, name)]
         llama_settings.refuse_other_settings(model, wrong, self.title, self.architecture)
-        as_llama = replace(model, ffn_hidden_size=model.moe_ffn_hidden_size)  # all MLPs are experts
-        config = super().config_json(as_llama, vocab_size, dtype)
-        return config | {
-            "num_local_experts": model.num_experts,
+        return super().config_json(model, vocab_size, dtype) | {
+            self.number: model.num_experts,
             "num_experts_per_tok": model.moe_router_topk,
-            "sliding_window": None,
+            self.width: model.moe_ffn_hidden_size or model.ffn_hidden_size,
         }
 
+    def pieces(self, model: ModelConfig, vocab_size: int, names: Collection[str]) -> Iterator[Piece]:
+        """As `LlamaLike.pieces`."""
+        return llama_weights.pieces(model, vocab_size, self.names)
 
-# Settings of experts that have our defaults in every Mixtral.
+
+# Settings of experts that have our defaults in these models.
 ROUTER = ("moe_layer_freq", "moe_shared_expert_intermediate_size", "moe_router_score_function",
           "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
           "moe_router_enable_expert_bias", "moe_expert_capacity_factor")  # fmt: skip
@@ -225,7 +251,21 @@ FAMILIES: dict[str, Family] = {
         LlamaLike("llama", "Llama", "LlamaForCausalLM"),
         LlamaLike("qwen2", "Qwen 2", "Qwen2ForCausalLM", {"add_qkv_bias": True}),
         LlamaLike("qwen3", "Qwen 3", "Qwen3ForCausalLM", {"qk_layernorm": True}),
-        Mixtral("mixtral", "Mixtral", "MixtralForCausalLM"),
+        LlamaLike("mistral", "Mistral", "MistralForCausalLM", only={"sliding_window": None}),
+        LlamaLike("phi3", "Phi-3", "Phi3ForCausalLM", only={"sliding_window": None}, joined=True),
+        WithExperts(
+            "mixtral", "Mixtral", "MixtralForCausalLM", only={"sliding_window": None, "router_jitter_noise": 0.0}
+        ),
+        WithExperts(
+            "qwen3_moe",
+            "Qwen 3 with experts",
+            "Qwen3MoeForCausalLM",
+            {"qk_layernorm": True},
+            {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True},
+            number="num_experts",
+            width="moe_intermediate_size",
+            names=ExpertNames(),
+        ),
         DeepSeek(2),
         DeepSeek(3),
         Bloom(),
@@ -263,7 +303,7 @@ def family_of(model: ModelConfig) -> Family:
         softmax = model.num_experts and model.moe_router_score_function == "softmax"
         return FAMILIES["deepseek_v2" if softmax else "deepseek_v3"]
     if model.num_experts:
-        return FAMILIES["mixtral"]
+        return FAMILIES["qwen3_moe" if model.qk_layernorm else "mixtral"]
 
     def matching_settings(family: Family) -> int:
         fits = all(getattr(model, name) == value for name, value in family.differs.items())

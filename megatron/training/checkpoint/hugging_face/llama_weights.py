@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of Llama, Qwen and Mixtral: which Hugging Face tensors make up each of our tensors."""
+"""Weights of Llama, Qwen, Mixtral and Phi-3: which Hugging Face tensors make up each of our tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class Piece:
     experts: int = 1
     stacked: bool = True  # False: the layer is part of the key, because the layers differ
     wide: bool = False  # fp32, whatever the dtype of the others
+    joined: tuple[int, ...] = ()  # numbers of rows of q, k and v, if one Hugging Face tensor has them one after another
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -39,8 +41,23 @@ class Piece:
         return (sum(shape[0] for shape in self.shapes), *self.shapes[0][1:])
 
 
-def pieces(model: ModelConfig, vocab_size: int) -> Iterator[Piece]:
-    """All weights of a model, layer by layer."""
+class ExpertNames(NamedTuple):
+    """Hugging Face's names of a mixture in a layer, and of the three matrices of an expert."""
+
+    mixture: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+def pieces(
+    model: ModelConfig, vocab_size: int, own: ExpertNames = ExpertNames(), joined: bool = False
+) -> Iterator[Piece]:
+    """All weights of a model, layer by layer.
+
+    Args:
+        joined: the files have q, k and v in one tensor, and gate and up projection in one, as Phi-3's do.
+    """
     hidden, ffn, size = model.hidden_size, model.ffn_hidden_size, model.kv_channels
     heads, groups = model.num_attention_heads * size, model.num_query_groups * size
     yield Piece("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), ((vocab_size, hidden),))
@@ -53,16 +70,21 @@ def pieces(model: ModelConfig, vocab_size: int) -> Iterator[Piece]:
             layer: int = layer,
             part: tuple[int, int] = (0, 1),
             expert: tuple[int | None, int] = (None, 1),
+            rows: tuple[int, ...] = (),
         ) -> Piece:
             names = tuple(f"model.layers.{layer}.{name}" for name in hf_names)
-            return Piece(f"decoder.layers.{core_name}", names, shapes, layer, *part, *expert)
+            return Piece(f"decoder.layers.{core_name}", names, shapes, layer, *part, *expert, joined=rows)
 
         kinds = ["weight", "bias"] if model.add_bias_linear else ["weight"]
         yield piece("self_attention.linear_qkv.layer_norm_weight", ["input_layernorm.weight"], (hidden,))
         for kind in ["weight", "bias"] if model.add_bias_linear or model.add_qkv_bias else ["weight"]:
             tail = (hidden,) if kind == "weight" else ()
+            name, rows = f"self_attention.linear_qkv.{kind}", (heads, groups, groups)
+            if joined:
+                yield piece(name, [f"self_attn.qkv_proj.{kind}"], (sum(rows), *tail), rows=rows)
+                continue
             qkv = [f"self_attn.{name}_proj.{kind}" for name in "qkv"]
-            yield piece(f"self_attention.linear_qkv.{kind}", qkv, (heads, *tail), (groups, *tail), (groups, *tail))
+            yield piece(name, qkv, *((number, *tail) for number in rows))
         for name in "qk" if model.qk_layernorm else "":
             yield piece(f"self_attention.{name}_layernorm.weight", [f"self_attn.{name}_norm.weight"], (size,))
         for kind in kinds:
@@ -70,11 +92,11 @@ def pieces(model: ModelConfig, vocab_size: int) -> Iterator[Piece]:
             yield piece(f"self_attention.linear_proj.{kind}", [f"self_attn.o_proj.{kind}"], (hidden, *tail))
         if model.num_experts:
             ffn = model.moe_ffn_hidden_size
-            norm, mixture, experts = "post_attention_layernorm.weight", "block_sparse_moe", model.num_experts
+            norm, mixture, experts = "post_attention_layernorm.weight", own.mixture, model.num_experts
             yield piece("pre_mlp_layernorm.weight", [norm], (hidden,))
             yield piece("mlp.router.weight", [f"{mixture}.gate.weight"], (experts, hidden))
             for number in range(experts):
-                for part, name in enumerate(("w1", "w3")):  # gate, up
+                for part, name in enumerate((own.gate, own.up)):
                     hf_names = [f"{mixture}.experts.{number}.{name}.weight"]
                     yield piece(
                         f"{EXPERTS}.linear_fc1.weight",
@@ -83,13 +105,15 @@ def pieces(model: ModelConfig, vocab_size: int) -> Iterator[Piece]:
                         part=(part, 2),
                         expert=(number, experts),
                     )
-                hf_names = [f"{mixture}.experts.{number}.w2.weight"]
+                hf_names = [f"{mixture}.experts.{number}.{own.down}.weight"]
                 yield piece(f"{EXPERTS}.linear_fc2.weight", hf_names, (hidden, ffn), expert=(number, experts))
             continue
         yield piece("mlp.linear_fc1.layer_norm_weight", ["post_attention_layernorm.weight"], (hidden,))
         for kind in kinds:
             tail = (hidden,) if kind == "weight" else ()
-            for part, name in enumerate(("gate_proj", "up_proj")):
+            if joined:
+                yield piece(f"mlp.linear_fc1.{kind}", [f"mlp.gate_up_proj.{kind}"], (2 * ffn, *tail))
+            for part, name in enumerate(() if joined else ("gate_proj", "up_proj")):
                 yield piece(f"mlp.linear_fc1.{kind}", [f"mlp.{name}.{kind}"], (ffn, *tail), part=(part, 2))
             tail = (ffn,) if kind == "weight" else ()
             yield piece(f"mlp.linear_fc2.{kind}", [f"mlp.down_proj.{kind}"], (hidden, *tail))
@@ -98,16 +122,19 @@ def pieces(model: ModelConfig, vocab_size: int) -> Iterator[Piece]:
         yield Piece("output_layer.weight", ("lm_head.weight",), ((vocab_size, hidden),))
 
 
-def fuse(tensors: Sequence[Tensor], groups: int) -> Tensor:
+def fuse(piece: Piece, tensors: Sequence[Tensor], groups: int) -> Tensor:
     """Our rows from a piece's Hugging Face tensors; q, k and v are ordered by query group: [queries, key, value]."""
-    if len(tensors) == 1:
-        return tensors[0]
-    return torch.cat([x.unflatten(0, (groups, -1)) for x in tensors], dim=1).flatten(0, 1)
+    parts = tensors[0].split(piece.joined) if piece.joined else tensors
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([x.unflatten(0, (groups, -1)) for x in parts], dim=1).flatten(0, 1)
 
 
 def split(piece: Piece, rows: Tensor, groups: int) -> list[Tensor]:
     """A piece's Hugging Face tensors from our rows; the inverse of :func:`fuse`."""
-    if len(piece.names) == 1:
+    sizes = piece.joined or [shape[0] for shape in piece.shapes]
+    if len(sizes) == 1:
         return [rows]
-    parts = rows.unflatten(0, (groups, -1)).split([shape[0] // groups for shape in piece.shapes], dim=1)
-    return [part.flatten(0, 1) for part in parts]
+    parts = rows.unflatten(0, (groups, -1)).split([size // groups for size in sizes], dim=1)
+    parts = [part.flatten(0, 1) for part in parts]
+    return [torch.cat(parts)] if piece.joined else parts

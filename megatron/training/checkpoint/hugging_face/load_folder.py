@@ -62,7 +62,10 @@ def open_folder(path: Checked) -> ForeignCheckpoint:
 def _whole(path: Checked, pieces: list[Piece], places: dict[str, str], groups: int) -> Tensor:
     """One of our weights, complete: its pieces are concatenated by rows."""
     return torch.cat(
-        [llama_weights.fuse([_read(path, places[name], name) for name in piece.names], groups) for piece in pieces]
+        [
+            llama_weights.fuse(piece, [_read(path, places[name], name) for name in piece.names], groups)
+            for piece in pieces
+        ]
     )
 
 
