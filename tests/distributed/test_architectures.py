@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen 3 (dense and with experts) and Phi-3 are the models of transformers: logits, loss and every gradient."""
+"""Qwen 3 (dense and with experts), Phi-3 and gpt-oss are the models of transformers: logits, loss, gradients."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron.training.checkpoint.hugging_face import architectures, llama_weights
+from tests.distributed import test_gpt_oss
 from tests.distributed.test_gemma import described, in_model, ours, theirs
 from tests.hugging_face import save_model
 from tools.convert_hf import main as convert
@@ -28,12 +29,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3": SIZES | {"head_dim": 16},
     "qwen3_moe": SIZES | EXPERTS | {"head_dim": 16},
     "phi3": SIZES,
+    "gpt_oss": test_gpt_oss.CONFIG,
 }
 CP = "--ulysses-parallel-size 2 --ring-parallel-size 2"
 T2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 GRIDS = {"one process": (1, ""), "TP 2 x U 2 x R 2": (8, f"{T2} {CP}")}
 CASES = [(kind, *grid) for kind in KINDS for grid in GRIDS.values()]
-CASES.append(("qwen3_moe", 2, "--ulysses-parallel-size 2 --expert-model-parallel-size 2"))
+CASES += [(kind, 2, "--ulysses-parallel-size 2 --expert-model-parallel-size 2") for kind in ("qwen3_moe", "gpt_oss")]
 
 
 def converted(kind: str, folder: Path) -> tuple[Path, str]:
@@ -41,7 +43,7 @@ def converted(kind: str, folder: Path) -> tuple[Path, str]:
     source, out = save_model(folder / "hf", kind, KINDS[kind]), io.StringIO()
     with redirect_stdout(out):
         assert convert(["--from-hf", str(source), "--to", str(folder / "ours")]) == 0
-    return source, shlex.join(shlex.split(out.getvalue().splitlines()[-1])[1:])
+    return source, " ".join(shlex.split(out.getvalue().splitlines()[-1])[1:])
 
 
 def by_our_names(folder: Path, grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -58,6 +60,10 @@ def by_our_names(folder: Path, grads: dict[str, torch.Tensor]) -> dict[str, torc
         if piece.expert is not None:
             name = name.replace("experts.experts", f"experts.local_experts.{piece.expert}")
         part = llama_weights.fuse(piece, [grads[one] for one in piece.names], model.settings.num_query_groups)
+        if "experts.experts" in name:  # of all experts
+            for number, one in enumerate(part):
+                rows[name.replace("experts.experts", f"experts.local_experts.{number}")] = [one]
+            continue
         rows.setdefault(in_model(name), []).append(part)
     return {name: torch.cat(parts) for name, parts in rows.items()}
 
@@ -65,7 +71,7 @@ def by_our_names(folder: Path, grads: dict[str, torch.Tensor]) -> dict[str, torc
 @pytest.mark.parametrize("kind, world, grid", CASES)
 def test_it_is_the_model_of_transformers(pool, tmp_path, kind, world, grid):
     source, flags = converted(kind, tmp_path)
-    whole_experts = "--expert-tensor-parallel-size 1" if kind == "qwen3_moe" and "tensor" in grid else ""
+    whole_experts = "--expert-tensor-parallel-size 1" if kind in ("qwen3_moe", "gpt_oss") and "tensor" in grid else ""
     own = f"{flags} --make-vocab-size-divisible-by 1 {grid} {whole_experts}"
     results = pool.run(ours, world, own, timeout=120)
     expected = theirs(source, results[0]["tokens"], results[0]["labels"])

@@ -139,6 +139,7 @@ KINDS = {
     "phi3": SIZES | {"pad_token_id": 0},
     "qwen3_moe": SIZES
     | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "norm_topk_prob": True},
+    "gpt_oss": SIZES | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 8},
 }
 
 
@@ -194,11 +195,19 @@ def test_a_mixtral_that_is_refused(change: dict[str, Any]) -> None:
         ("qwen3_moe", {}, "norm_topk_prob None of qwen3_moe is not supported: only True"),
         ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [0]}, r"mlp_only_layers \[0\] of qwen3_moe"),
         ("qwen3_moe", {"norm_topk_prob": True, "moe_intermediate_size": None}, "moe_intermediate_size None"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config is not supported: save"),
+        ("gpt_oss", {"swiglu_alpha": 2.0}, "swiglu_alpha 2.0 of gpt_oss is not supported: only 1.702"),
+        ("gpt_oss", {"num_experts_per_tok": 1}, "num_experts_per_tok 1 is not from 2 to num_local_experts 4"),
+        ("gpt_oss", {"rope_scaling": None}, "rope_scaling of gpt_oss is missing"),
+        ("gpt_oss", {"layer_types": None}, "layer_types of gpt_oss is missing"),
     ],
     ids=str,
 )
 def test_what_is_not_supported_of_other_families(kind: str, change: dict[str, Any], message: str) -> None:
-    own = {"head_dim": 8, "decoder_sparse_step": 1, "moe_intermediate_size": 12} if kind == "qwen3_moe" else {}
+    own: dict[str, Any] = {"head_dim": 8, "decoder_sparse_step": 1, "moe_intermediate_size": 12}
+    if kind == "gpt_oss":
+        own = {"head_dim": 8, "sliding_window": 4, "layer_types": ["full_attention"] * 2, "swiglu_limit": 7.0}
+        own |= {"rope_scaling": {"rope_type": "default"}}
     with pytest.raises(Refusal, match=message):
         described(MIXTRAL | {"model_type": kind} | own | change, "config.json")
 

@@ -8,6 +8,7 @@ format is the same: PyTorch's distributed checkpoint, which core calls ``torch_d
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -122,6 +123,8 @@ def empty_extra_states(parts: Iterable[ShardedTensor]) -> list[ShardedObject]:
         module, _, kind = part.key.rpartition(".")
         if kind == "weight" and module.rpartition(".")[2].startswith("linear_"):
             # A weight has two dims of its own; those before them are its layer and its expert.
-            shape, at = part.global_shape[:-2] or (1,), part.global_offset[:-2] or (0,)
-            states[module, at] = ShardedObject(f"{module}._extra_state", None, shape, at)
+            shape, first = part.global_shape[:-2] or (1,), part.global_offset[:-2] or (0,)
+            for step in itertools.product(*(range(size) for size in part.local_shape[:-2])):  # all experts in one part
+                at = tuple(map(sum, zip(first, step))) if step else first
+                states[module, at] = ShardedObject(f"{module}._extra_state", None, shape, at)
     return list(states.values())

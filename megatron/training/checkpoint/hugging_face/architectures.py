@@ -20,6 +20,7 @@ from megatron.training.arguments.models import activation, derive_shape
 from megatron.training.checkpoint.hugging_face import llama_settings, llama_weights, safetensors_folder
 from megatron.training.checkpoint.hugging_face.deepseek import DeepSeek
 from megatron.training.checkpoint.hugging_face.gemma import Gemma
+from megatron.training.checkpoint.hugging_face.gpt_oss import GptOss
 from megatron.training.checkpoint.hugging_face.llama_weights import ExpertNames, Piece
 from megatron.training.checkpoint.hugging_face.safetensors_folder import IGNORED, LM_HEAD, Entry, Header
 from megatron.training.refusal import Refusal, some
@@ -227,7 +228,7 @@ class WithExperts(LlamaLike):
     ) -> dict[str, Any]:
         """As `LlamaLike.config_json`."""
         usual = ModelConfig()
-        wrong = [name for name in ROUTER if getattr(model, name) != getattr(usual, name)]
+        wrong = [name for name in llama_settings.ROUTER if getattr(model, name) != getattr(usual, name)]
         llama_settings.refuse_other_settings(model, wrong, self.title, self.architecture)
         return super().config_json(model, vocab_size, dtype) | {
             self.number: model.num_experts,
@@ -240,11 +241,7 @@ class WithExperts(LlamaLike):
         return llama_weights.pieces(model, vocab_size, self.names)
 
 
-# Settings of experts that have our defaults in these models.
-ROUTER = ("moe_layer_freq", "moe_shared_expert_intermediate_size", "moe_router_score_function",
-          "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
-          "moe_router_enable_expert_bias", "moe_expert_capacity_factor")  # fmt: skip
-Family = LlamaLike | Bloom | DeepSeek | Gemma
+Family = LlamaLike | Bloom | DeepSeek | Gemma | GptOss
 FAMILIES: dict[str, Family] = {
     family.kind: family
     for family in (
@@ -271,6 +268,7 @@ FAMILIES: dict[str, Family] = {
         Bloom(),
         Gemma("gemma2", "Gemma 2", "Gemma2ForCausalLM", third=False),
         Gemma("gemma3_text", "Gemma 3", "Gemma3ForCausalLM", third=True),
+        GptOss(),
     )
 }
 
@@ -302,6 +300,8 @@ def family_of(model: ModelConfig) -> Family:
     if model.multi_latent_attention:
         softmax = model.num_experts and model.moe_router_score_function == "softmax"
         return FAMILIES["deepseek_v2" if softmax else "deepseek_v3"]
+    if model.num_experts and model.softmax_type == "learnable":
+        return FAMILIES["gpt_oss"]
     if model.num_experts:
         return FAMILIES["qwen3_moe" if model.qk_layernorm else "mixtral"]
 

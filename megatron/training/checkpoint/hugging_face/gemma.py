@@ -67,16 +67,7 @@ class Gemma:
 
     def attention(self, config: dict[str, Any], where: object) -> dict[str, Any]:
         """The settings of :class:`AttentionConfig` of a config.json: the window, and which layers have it."""
-        kinds, window, layers = config[LAYER_TYPES], config["sliding_window"], config["num_hidden_layers"]
-        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (LOCAL, WHOLE) for kind in kinds):
-            raise Refusal(f"{where}: layer_types must name {LOCAL} or {WHOLE} for each of {layers} layers")
-        if not isinstance(window, int) or isinstance(window, bool) or window < 1:
-            raise Refusal(f"{where}: sliding_window {window!r} is not a positive integer")
-        if LOCAL not in kinds:
-            return {}
-        own = [int(kind == LOCAL) for kind in kinds]
-        pattern = {} if all(own) else {"window_attn_skip_freq": own}
-        return {"attention_mask": "window", "window_size": (window - 1, 0), **pattern}
+        return read_windows(config, where)
 
     def _rope(self, config: dict[str, Any], where: object) -> tuple[dict[str, Any], int | None]:
         """(RoPE of the layers without a window, as a Llama's config.json has it; base of the others, if different)."""
@@ -105,11 +96,6 @@ class Gemma:
         free = ("softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "rotary_base_local")
         fixed = {name: value for name, value in fixed.items() if name not in free}
         config = llama_settings.config_json(model, vocab_size, dtype, fixed, self.title, self.architecture)
-        known = {name: (attention or {}).get(name) for name in ("window_size", "window_attn_skip_freq")}
-        windows = [0] * model.num_layers
-        if known["window_size"] is not None:
-            windows = window_layers(AttentionConfig(**known), model.num_layers)
-        left = known["window_size"][0] if known["window_size"] else model.max_position_embeddings
         for name in ("attention_bias", "mlp_bias", "hidden_act"):
             config.pop(name)
         config |= {
@@ -117,8 +103,7 @@ class Gemma:
             "architectures": [self.architecture],
             "hidden_activation": "gelu_pytorch_tanh",
             "query_pre_attn_scalar": _whole((model.softmax_scale or model.kv_channels**-0.5) ** -2),
-            "sliding_window": left + 1,
-            LAYER_TYPES: [LOCAL if own else WHOLE for own in windows],
+            **written_windows(model, attention),
             "attn_logit_softcapping": model.attn_logit_softcapping,
             "final_logit_softcapping": model.final_logit_softcapping,
         }
@@ -150,6 +135,30 @@ class Gemma:
                 yield _piece(layer, "mlp.linear_fc1.weight", [f"mlp.{name}"], (ffn, hidden), part=(part, 2))
             yield _piece(layer, "mlp.linear_fc2.weight", ["mlp.down_proj"], (hidden, ffn))
         yield Piece("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),))
+
+
+def read_windows(config: dict[str, Any], where: object) -> dict[str, Any]:
+    """The settings of :class:`AttentionConfig` of a config.json: the window, and which layers have it."""
+    kinds, window, layers = config[LAYER_TYPES], config["sliding_window"], config["num_hidden_layers"]
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (LOCAL, WHOLE) for kind in kinds):
+        raise Refusal(f"{where}: layer_types must name {LOCAL} or {WHOLE} for each of {layers} layers")
+    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+        raise Refusal(f"{where}: sliding_window {window!r} is not a positive integer")
+    if LOCAL not in kinds:
+        return {}
+    own = [int(kind == LOCAL) for kind in kinds]
+    pattern = {} if all(own) else {"window_attn_skip_freq": own}
+    return {"attention_mask": "window", "window_size": (window - 1, 0), **pattern}
+
+
+def written_windows(model: ModelConfig, attention: dict[str, Any] | None) -> dict[str, Any]:
+    """The keys of config.json for the windows of ``attention``."""
+    known = {name: (attention or {}).get(name) for name in ("window_size", "window_attn_skip_freq")}
+    windows = [0] * model.num_layers
+    if known["window_size"] is not None:
+        windows = window_layers(AttentionConfig(**known), model.num_layers)
+    left = known["window_size"][0] if known["window_size"] else model.max_position_embeddings
+    return {"sliding_window": left + 1, LAYER_TYPES: [LOCAL if own else WHOLE for own in windows]}
 
 
 def _piece(layer: int, ours: str, theirs: list[str], *shapes: tuple[int, ...], part: tuple[int, int] = (0, 1)) -> Piece:

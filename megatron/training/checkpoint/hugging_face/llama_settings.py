@@ -165,6 +165,11 @@ FIXED = {
     "softmax_type": "vanilla",
 }
 
+# Settings of experts that have our defaults in these models.
+ROUTER = ("moe_layer_freq", "moe_shared_expert_intermediate_size", "moe_router_score_function",
+          "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
+          "moe_router_enable_expert_bias", "moe_expert_capacity_factor")  # fmt: skip
+
 
 def read_config(path: Path) -> dict[str, Any]:
     """Read a config.json. Raises Refusal if it is missing or not a JSON object."""
@@ -314,6 +319,8 @@ def command_line(model: ModelConfig, dtype: torch.dtype) -> list[str]:
     names += YARN if model.position_embedding_type == "yarn" else []
     names += [name for name in OPTIONAL if getattr(model, name) is not None]
     names += ["normalization", "norm_epsilon", "swiglu", "geglu", "apply_layernorm_1p", "sandwich_norm"]
+    names += [name for name in ("quick_geglu", "glu_linear_offset") if getattr(model, name)]
+    names += ["softmax_type"] if model.softmax_type != "vanilla" else []
     names += ["scale_embeddings", "add_bias_linear", "untie_embeddings_and_output_weights"]
     names += ["add_qkv_bias", "qk_layernorm", "embed_layernorm", "hidden_dropout", "attention_dropout"]
     if model.multi_latent_attention:
