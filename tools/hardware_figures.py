@@ -8,7 +8,8 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import Launch
+from megatron.decisions.block_sizes import Blocks, Pass
 from megatron.platform.cpu import processor_name
 from megatron.simulator.machines import measure_device
 from megatron.simulator.machines.machine import KINDS
 from megatron.simulator.machines.machine_file import load
+from megatron.simulator.machines.measure_blocks import CANDIDATES, HEADS, best_blocks
 from megatron.simulator.machines.measure_device import DTYPES, HEAD_DIM, HEAD_SIZES, Effort, context_and_workspace
 from megatron.simulator.machines.measure_links import Figures, figures, measure_in_processes
 from megatron.training.refusal import Refusal
@@ -72,6 +76,7 @@ def measured(device: torch.device, plan: Effort, args: argparse.Namespace) -> di
         torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // processes)))
     columns = (TextColumn("{task.description:44}"), BarColumn(), TimeElapsedColumn())
     steps = len(plan.gemm) + len(plan.attention) + len(HEAD_SIZES) + 5 + (len(KINDS) if processes > 1 else 0)
+    steps += len(CANDIDATES) * len(HEADS) * args.attention
     if int(os.environ.get("WORLD_SIZE", processes)) > processes:
         steps += len(KINDS) + (processes > 1)
     with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -83,9 +88,34 @@ def measured(device: torch.device, plan: Effort, args: argparse.Namespace) -> di
         runtime = context_and_workspace(device) if cuda else {}  # before anything else has used the GPU
         links = link_figures(device, processes, plan, args.timeout, advance)
         raw = device_figures(device, plan, advance)
+        if cuda:
+            raw["capability"] = list(torch.cuda.get_device_capability(device))
+        if args.attention:
+            timer = partial(seconds_of_launches, device=device, window=plan.window / 5)
+            raw |= block_fields(CANDIDATES, timer, device, advance)
         progress.update(task, completed=steps, description="done")
     raw |= node_fields(links, raw, device) | runtime_fields(runtime, links)
     return named(raw, args.output, device)
+
+
+def block_fields(
+    candidates: dict[Pass, list[Blocks]],
+    timer: Callable[[list[Launch]], float],
+    device: torch.device,
+    advance: Advance,
+    **sizes: Any,
+) -> dict[str, Any]:
+    """The field ``attention_blocks``: the fastest block sizes of the Triton kernels; ``sizes``: see `best_blocks`."""
+    best = best_blocks(candidates, timer, device, advance=advance, **sizes)
+    return {
+        "attention_blocks": {
+            which: {str(head): asdict(blocks) for head, blocks in by_head.items()} for which, by_head in best.items()
+        }
+    }
+
+
+def seconds_of_launches(launches: list[Launch], device: torch.device, window: float) -> float:
+    return measure_device.seconds_of(lambda: [launch.run() for launch in launches], device, window)
 
 
 def link_figures(device: torch.device, processes: int, plan: Effort, timeout: float, advance: Advance) -> Figures:

@@ -45,6 +45,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         device = hardware.chosen_device(args.device)
         plan = hardware.chosen_effort(args, device.type)
+        if args.attention and device.type != "cuda":
+            raise Refusal("--attention: measures kernels of Triton, which need a GPU: leave it out")
         if "RANK" in os.environ:
             backend = "nccl" if device.type == "cuda" else "gloo"
             try:
@@ -84,13 +86,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--attention-lengths", type=int, nargs="+", metavar="N", help="sequence lengths")
     parser.add_argument("--message-mib", type=float, metavar="MIB", help="size of the large messages of collectives")
     parser.add_argument(
+        "--attention", action="store_true", help="block sizes of the Triton attention kernels too (minutes; a GPU)"
+    )
+    parser.add_argument(
         "--nccl-tests", nargs="+", metavar="[KIND=]FILE", help="outputs of nccl-tests to read; nothing is measured"
     )
     parser.add_argument("--extends", metavar="NAME", help="with --nccl-tests: the machine with all other figures")
     args = parser.parse_args(argv)
     if bool(args.nccl_tests) != bool(args.extends):
         parser.error("--nccl-tests and --extends go together: give both, or neither")
-    measuring = ("device", "quick", "processes", "timeout", "gemm_sizes", "attention_lengths", "message_mib")
+    measuring = ("device", "quick", "attention", "processes", "timeout", "gemm_sizes", "attention_lengths")
+    measuring += ("message_mib",)
     if args.nccl_tests and (given := [name for name in measuring if getattr(args, name) != parser.get_default(name)]):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         parser.error(f"--nccl-tests measures nothing: leave out {flags}")

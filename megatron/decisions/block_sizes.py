@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block sizes of the Triton kernels, by head size and GPU; there is no autotuning at run time.
 
+`tools/measure_hardware.py --attention` measures sizes and writes them into a machine file; `measured_of` reads them.
+
 They were chosen without a GPU, from the machine code (`benchmarks/triton_resources.py`): among a few usual sizes, the
 ones that neither repeat products nor spill registers in a loop, and of these the ones with the largest expected share
-of the GEMM rate. Spills outside of loops are harmless. Measured sizes should replace these.
+of the GEMM rate. Spills outside of loops are harmless. No GPU has measured them yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
 
 Pass = Literal["forward", "queries", "keys"]
 
@@ -38,6 +40,9 @@ class Blocks:
     ahead: bool = False
     split: bool = False
 
+
+BlockTable = Mapping[Pass, Mapping[int, Blocks]]
+"""Measured sizes by pass and head size (a power of two), for elements of two bytes in calls without FEATURES."""
 
 INTERPRETED = Blocks(32, 16, ahead=True)  # small, so that short sequences have several blocks
 
@@ -110,7 +115,14 @@ EXCEPTIONS: dict[tuple[Pass, int, int], list[tuple[set[str], Blocks]]] = {
 }
 
 
-def blocks(which: Pass, itemsize: int, head: int, capability: int | None, features: Collection[str] = ()) -> Blocks:
+def blocks(
+    which: Pass,
+    itemsize: int,
+    head: int,
+    capability: int | None,
+    features: Collection[str] = (),
+    measured: BlockTable | None = None,
+) -> Blocks:
     """Sizes of a kernel.
 
     Args:
@@ -118,7 +130,12 @@ def blocks(which: Pass, itemsize: int, head: int, capability: int | None, featur
         head: the larger head size of q and v.
         capability: 80, 90, ..; None: the interpreter.
         features: those of `FEATURES` that the call has.
+        measured: used for the calls that it is for, instead of the tables here.
     """
+    if measured and itemsize == 2 and not features:
+        known = measured.get(which, {}).get(1 << (head - 1).bit_length())
+        if known is not None:
+            return known
     if capability is None:
         return INTERPRETED
     if itemsize == 4:
@@ -129,3 +146,47 @@ def blocks(which: Pass, itemsize: int, head: int, capability: int | None, featur
     size = min(size for of, size in TABLE[which] if of == family and size >= head)
     exceptions = EXCEPTIONS.get((which, family, size), ())
     return next((sizes for some, sizes in exceptions if some & set(features)), TABLE[which][family, size])
+
+
+POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+ALLOWED = {
+    "block": POWERS[4:],
+    "step": POWERS[4:],
+    "warps": POWERS[:5],
+    "stages": tuple(range(1, 9)),
+    "registers": (None, *range(16, 256)),
+    "ahead": (False, True),
+    "split": (False, True),
+}
+
+
+def measured_of(raw: Any) -> dict[Pass, dict[int, Blocks]]:
+    """Measured sizes from a machine file's ``attention_blocks``: {pass: {"128": {"block": 128, "step": 64, ..}, ..}}.
+
+    Raises:
+        ValueError: a name or value is wrong; the message is one line and begins with its place.
+    """
+    table: dict[Pass, dict[int, Blocks]] = {}
+    for which, by_head in _members(raw, "attention_blocks", get_args(Pass)).items():
+        table[which] = {}
+        for head, sizes in _members(by_head, f"attention_blocks.{which}", [str(n) for n in POWERS[4:]]).items():
+            where = f"attention_blocks.{which}.{head}"
+            for name, value in _members(sizes, where, [part.name for part in fields(Blocks)]).items():
+                if not any(type(value) is type(allowed) and value == allowed for allowed in ALLOWED[name]):
+                    choices = [str(allowed).lower().replace("none", "null") for allowed in ALLOWED[name]]
+                    shown = ", ".join(choices if len(choices) < 10 else [*choices[:2], "..", choices[-1]])
+                    raise ValueError(f"{where}.{name}: must be one of {shown}")
+            for name in ("block", "step"):
+                if name not in sizes:
+                    raise ValueError(f"{where}.{name}: missing")
+            table[which][int(head)] = Blocks(**sizes)
+    return table
+
+
+def _members(value: Any, where: str, names: Collection[str]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: must be an object with {', '.join(names)}")
+    for name in value:
+        if name not in names:
+            raise ValueError(f"{where}: may only have {', '.join(names)}")
+    return value

@@ -24,7 +24,7 @@ from megatron.training.arguments.config import Config
 from megatron.training.arguments.validate import transformer_engine_installed
 from megatron.training.arguments.validate.check_memory import attention_chunks
 from megatron.training.arguments.validate.check_model import varies_by_batch
-from megatron.training.model.attention_rule import layer_masks
+from megatron.training.model.attention_rule import layer_masks, measured_blocks
 from megatron.training.model.core_config import compute_dtype, virtual_stages
 from megatron.training.refusal import Refusal
 
@@ -115,6 +115,8 @@ def start(config: Config, target: platform.Platform | None = None, offload: Offl
         raise Refusal(f"--attention-kernel {error.name}: {error.reason}") from None
     except ValueError as error:
         raise Refusal(str(error)) from None
+    if config.attention.attention_block_sizes is not None:
+        _check_block_sizes(config, target, chosen)
     # On a GPU `auto` may choose another kernel for each layer, and chooses by the documents of each batch.
     if len(chosen) == 1 and not (target.on_gpu and varies_by_batch(config)):
         (config.attention.attention_kernel,) = chosen
@@ -166,6 +168,34 @@ def start(config: Config, target: platform.Platform | None = None, offload: Offl
         uses_dropout=config.model.hidden_dropout > 0 or config.model.attention_dropout > 0,
         routes=config.model.num_experts is not None,
     )
+
+
+def _check_block_sizes(config: Config, target: platform.Platform, chosen: set[str]) -> None:
+    """Refuse block sizes that no layer uses, or that were measured on another kind of GPU."""
+    flag = f"--attention-block-sizes {config.attention.attention_block_sizes}"
+    _, measured_on = measured_blocks(config.attention.attention_block_sizes)
+    if "triton" not in chosen:
+        raise Refusal(
+            f"{flag}: is for the kernel triton, but attention uses {', '.join(sorted(chosen))}: leave it out, or add "
+            "--attention-kernel triton"
+        )
+    model = config.model
+    features = {
+        "fp32": compute_dtype(config).itemsize != 2,
+        "ALiBi": model.position_embedding_type == "alibi",
+        "a soft-cap": model.attn_logit_softcapping is not None,
+        "attention dropout": model.attention_dropout > 0 and not config.run.skip_train,
+        "masks of pairs": all(mask.fine for mask in layer_masks(config)),
+    }
+    if found := [name for name, present in features.items() if present]:
+        raise Refusal(f"{flag}: its sizes are not for {found[0]}: leave it out")
+    if target.on_gpu and not target.simulated:
+        here = torch.cuda.get_device_capability(target.device)
+        if here != measured_on:
+            raise Refusal(
+                f"{flag}: was measured on a GPU of capability {'{}.{}'.format(*measured_on)}, but this one has "
+                f"{'{}.{}'.format(*here)}: measure this one"
+            )
 
 
 def _kernel(config: Config, device: torch.device, mask: Mask) -> str:

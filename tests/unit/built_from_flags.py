@@ -55,6 +55,7 @@ def built(config: Config, world_size: int) -> dict[str, Any]:
         "layout": layout.positions.tolist(),
         "mask": repr(rule.mask),
         "attention-kernel": rule.kernel,
+        "attention-blocks": rule.measured,
         "alibi": None if rule.alibi_slopes is None else rule.alibi_slopes.tolist(),
         "gathered-keys": rule.gather_keys,
         "mask-threshold": rule.mask_cpu_threshold,

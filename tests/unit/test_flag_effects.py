@@ -34,6 +34,7 @@ FULL = "--recompute-granularity full --recompute-method"
 YARN = "--position-embedding-type yarn --yarn-rotary-scaling-factor"
 WSD = "--lr-decay-style WSD --lr-wsd-decay-iters"
 SPARSE = "--attention-mask block-sparse"
+BLOCKS = Path(__file__).with_name("data") / "attention_blocks.json"
 SAMPLES = "--train-samples 80"
 IN_A_ROW = "core.microbatch_group_size_per_vp_stage"
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
@@ -161,6 +162,7 @@ EFFECTS = f"""
 | --ddp-bucket-size 1000 | ddp.bucket_size
 --bf16 | --grad-reduce-in-bf16 | ddp.grad_reduce_in_fp32
 | --attention-kernel math | attention-kernel
+| --attention-block-sizes {BLOCKS} | attention-blocks
 | --attention-mask full | mask
 | --window-size 7,0 | balance mask
 --window-size 7,0 | --window-global-tokens 2 | mask
@@ -502,3 +504,64 @@ def test_dry_run_trace_events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
             parse(f"{BASE} {flags}".split(), world_size=1)
     with pytest.raises(Refusal, match="at least 1"):
         parse(f"{simulated} --dry-run-trace-events 0".split(), world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "chosen", "here", "notice"),
+    [
+        (
+            "",
+            "cpu",
+            (9, 0),
+            "is for the kernel triton, but attention uses cpu: leave it out, or add --attention-kernel",
+        ),
+        ("", "triton", (9, 0), "its sizes are not for fp32"),
+        ("--bf16 --position-embedding-type alibi", "triton", (9, 0), "its sizes are not for ALiBi"),
+        ("--bf16 --attn-logit-softcapping 5", "triton", (9, 0), "its sizes are not for a soft-cap"),
+        ("--bf16 --attention-dropout 0.1", "triton", (9, 0), "its sizes are not for attention dropout"),
+        ("--bf16 --window-size 7,0", "triton", (9, 0), "its sizes are not for masks of pairs"),
+        ("--bf16", "triton", (8, 0), "was measured on a GPU of capability 9.0, but this one has 8.0: measure this one"),
+        ("--bf16", "triton", (9, 0), None),
+    ],
+)
+def test_attention_block_sizes_that_do_not_fit_are_refused(
+    monkeypatch: pytest.MonkeyPatch, flags, chosen, here, notice
+):
+    import torch
+
+    from megatron import platform
+    from megatron.training import setup
+
+    class Started(Exception):
+        pass
+
+    def world(*_: Any) -> None:
+        raise Started
+
+    gpu = SimpleNamespace(on_gpu=True, simulated=False, device=torch.device("cuda"), backend="nccl")
+    monkeypatch.setattr(platform, "select", lambda *_: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: here)
+    monkeypatch.setattr(setup, "_kernel", lambda *_: chosen)
+    monkeypatch.setattr(setup, "initialize_world", world)
+    config = parse(f"{BASE} --train-iters 20 --attention-block-sizes {BLOCKS} {flags}".split(), world_size=1)
+    with pytest.raises(Refusal if notice else Started, match=notice and re.escape(notice)):
+        setup.start(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "notice"),
+    [
+        (None, "cannot be read"),
+        ("{", "not JSON"),
+        ('{"capability": [9, 0]}', "has no attention_blocks: write it with tools/measure_hardware.py --attention"),
+        ('{"attention_blocks": {}}', "capability: must be [major, minor]"),
+        ('{"capability": [9, 0], "attention_blocks": {"keys": 3}}', "attention_blocks.keys: must be an object"),
+    ],
+)
+def test_bad_files_of_attention_block_sizes_are_refused(tmp_path: Path, text: str | None, notice: str):
+    path = tmp_path / "bad.json"
+    if text is not None:
+        path.write_text(text)
+    config = parse(f"{BASE} --train-iters 20 --attention-block-sizes {path}".split(), world_size=RANKS)
+    with pytest.raises(Refusal, match=re.escape(f"--attention-block-sizes {path}: ") + f".*{re.escape(notice)}"):
+        built(config, RANKS)

@@ -91,6 +91,11 @@ def test_bad_settings_are_refused(tmp_path, capsys, flags, notice):
     assert notice in capsys.readouterr().err
 
 
+def test_block_sizes_are_measured_on_a_gpu_only(tmp_path, capsys):
+    assert measure_hardware.main(["--output", str(tmp_path / "x.json"), "--attention", *FAST]) == 2
+    assert "--attention: measures kernels of Triton, which need a GPU" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_missing_gpu_is_refused(tmp_path, capsys):
     assert measure_hardware.main(["--output", str(tmp_path / "x.json"), "--device", "cuda"]) == 2
@@ -370,6 +375,23 @@ def test_a_whole_file_needs_no_base(tmp_path):
         ({"kernels": {"flash_atn": 1}}, "kernels.flash_atn: no such field; do you mean flash_attn?"),
         ({"kernels": {"flash": 3}}, "kernels.flash: is a share"),
         ({"attention_kernel": "fa3"}, "attention_kernel: must be auto, flash_attn"),
+        ({"attention_blocks": [1]}, "attention_blocks: must be an object with forward, queries, keys"),
+        ({"attention_blocks": {"dq": {}}}, "attention_blocks: may only have forward, queries, keys"),
+        ({"attention_blocks": {"keys": {"96": {}}}}, "attention_blocks.keys: may only have 16, 32"),
+        ({"attention_blocks": {"keys": {"64": {"block": 64}}}}, "attention_blocks.keys.64.step: missing"),
+        (
+            {"attention_blocks": {"keys": {"64": {"block": 48}}}},
+            "attention_blocks.keys.64.block: must be one of 16, 32",
+        ),
+        (
+            {"attention_blocks": {"keys": {"64": {"warps": True}}}},
+            "attention_blocks.keys.64.warps: must be one of 1, 2, 4, 8, 16",
+        ),
+        (
+            {"attention_blocks": {"keys": {"64": {"ahead": 1}}}},
+            "attention_blocks.keys.64.ahead: must be one of false, true",
+        ),
+        ({"attention_blocks": {"keys": {"64": {"registers": 300}}}}, "attention_blocks.keys.64.registers: must be"),
         ({"dtype": "int8"}, "dtype: must be bf16 or fp32"),
         ({"name": 3}, "name: must be text"),
         ({"extends": 3}, "extends: give a known machine's name, or that of a file in the same folder, not 3"),

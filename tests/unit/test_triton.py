@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +20,9 @@ from megatron.context_parallel.layout.masks import Causal, Documents, Full, Mask
 from megatron.context_parallel.layout.spans import count
 from megatron.context_parallel.layout.tiles import Tiles, tiles
 from megatron.context_parallel.positions.position_dropout import Dropout
+from megatron.decisions.block_sizes import INTERPRETED, Blocks
+from megatron.simulator.machines.machine_file import load
+from megatron.training.model.attention_rule import measured_blocks
 from tests.distributed.pool import fork_server
 from tests.patience import patience
 from tests.unit import triton_cases
@@ -36,6 +41,7 @@ MASKS = {
     "documents": Documents((13, 40, 41, 90)),
     "function": MaskFunction(some_pairs),
 }
+CAP = {"softcap": 2.0}
 EXTRAS = {
     "plain": {},
     "alibi": {"slopes": (0.25, 0.0625)},
@@ -228,3 +234,23 @@ def _why_not(kernel: TritonKernel) -> str | None:
 def test_arguments_that_do_not_fit_are_refused(interpreted, change, reason):
     with pytest.raises(ValueError, match=reason):
         interpreted(triton_cases.errors, replace(Case(), **change))
+
+
+def test_measured_block_sizes_are_written_read_and_launched(interpreted, tmp_path):
+    fast = {"forward": Blocks(16, 16), "queries": Blocks(64, 16, 8, 1), "keys": Blocks(16, 32, split=True)}
+    too_large = Blocks(64, 64)
+    candidates = {which: [too_large, sizes] for which, sizes in fast.items()}
+    fields = interpreted(triton_cases.measured_fields, candidates, [*fast.values(), too_large], too_large)
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"extends": "H100-80G", "capability": [9, 0], **fields}))
+    table, capability = measured_blocks(str(path))
+    assert table == {which: {16: sizes} for which, sizes in fast.items()} and capability == (9, 0)
+    assert load(path).attention_blocks == table
+    sizes, errors = interpreted(triton_cases.launched, table, torch.float16)
+    check(errors, 2e-3)
+    delta, *keys = [each for each in sizes if each not in (fast["forward"], fast["queries"])]
+    assert {fast["forward"], fast["queries"]} < set(sizes) and keys == [fast["keys"]] * 2 and delta not in fast.values()
+    for known, dtype, options in ((None, torch.float16, {}), (table, torch.float32, {}), (table, torch.float16, CAP)):
+        sizes, errors = interpreted(partial(triton_cases.launched, **options), known, dtype)
+        check(errors, 2e-3)
+        assert INTERPRETED in sizes and not set(sizes) & set(fast.values())

@@ -14,12 +14,18 @@ from benchmarks.parallel_attention import run_kernel
 from megatron.context_parallel.attention.kernels import KERNELS
 from megatron.context_parallel.attention.kernels.base import Final, Scores
 from megatron.context_parallel.attention.kernels.sums import Accumulator, GradientSum, KeyGradients
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import Launch
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import TritonKernel
+from megatron.context_parallel.attention.rule import AttentionRule
+from megatron.context_parallel.attention.usp import attention_by_rule
+from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.masks import Causal, Mask
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Spans, positions
 from megatron.context_parallel.layout.tiles import tiles
 from megatron.context_parallel.positions.position_dropout import Dropout
 from megatron.decisions import block_sizes
+from megatron.decisions.block_sizes import Blocks, BlockTable
 
 CPU = torch.device("cpu")
 
@@ -182,3 +188,41 @@ def errors_far_apart(case: Case, folder: Path) -> dict[str, float]:
     x = make(case)
     spread = Tensors(far(x.q), [far(y) for y in x.k], [far(y) for y in x.v], far(x.dout))
     return largest_errors(computed(case, spread), truth(case, x))
+
+
+def measured_fields(candidates: dict[str, list[Blocks]], fastest: list[Blocks], too_large: Blocks) -> dict:
+    """The fields of a machine file, measured with a timer to which only ``fastest`` are fast."""
+    from triton.runtime.errors import OutOfResources
+
+    from tools.hardware_figures import block_fields
+
+    def timer(launches: list[Launch]) -> float:
+        for launch in launches:
+            launch.run()
+        if launches[0].sizes == too_large:
+            raise OutOfResources(2, 1, "shared memory")
+        return 1.0 + (launches[0].sizes not in fastest)
+
+    return block_fields(candidates, timer, CPU, lambda text: None, heads=(16,), length=40, count=2, dtype=torch.float16)
+
+
+def launched(table: BlockTable | None, dtype: torch.dtype, **options: float) -> tuple[list[Blocks], dict[str, float]]:
+    """The block sizes of all launches of attention by a rule with ``table``, and its errors against the math kernel."""
+    sizes, run, layout = [], Launch.run, SequenceLayout(40, abstract_grid())
+    torch.manual_seed(1)
+    x = [torch.randn(40, 1, heads, 16).to(dtype) for heads in (4, 2, 2, 4)]
+
+    def spy(launch: Launch) -> None:
+        sizes.append(launch.sizes)
+        run(launch)
+
+    def passes(rule: AttentionRule) -> dict[str, Tensor]:
+        leaves = [y.detach().requires_grad_() for y in x[:3]]
+        out = attention_by_rule(*leaves, layout=layout, rule=rule, masks=[Causal()])
+        out.backward(x[3])
+        return {"out": out.detach(), **{name: y.grad for name, y in zip("qkv", leaves)}}
+
+    with mock.patch.object(Launch, "run", spy):
+        ours = passes(AttentionRule(kernel="triton", measured=table, **options))
+    true = passes(AttentionRule(kernel="math", **options))
+    return sizes, largest_errors(ours, {name: y.double() for name, y in true.items()})

@@ -205,60 +205,39 @@ def _plan(
     queries: Spans,
     keys: Blocks,
     tiles_of: Callable[[Spans, Spans], Tiles],
-    paths: dict[int, list[_Path]],
+    by_step: dict[int, list[_Path]],
     rank: int,
 ) -> RingPlan:
     size = len(keys)
-    sent = {step: sum(path.sent for path in paths[step]) for step in paths}
+    sent = {step: sum(path.sent for path in paths) for step, paths in by_step.items()}
     step = min(sent, key=sent.__getitem__)
-    if sent[step] and 2 * sum(path.wanted for path in paths[step]) <= sent[step]:
-        return _direct(queries, keys, tiles_of, paths[1], rank)
-    above, below, own = (rank + step) % size, (rank - step) % size, paths[step][rank]
-    hops = []
+    direct = sent[step] > 0 and 2 * sum(path.wanted for path in by_step[step]) <= sent[step]
+    step = 1 if direct else step
+    paths, hops = by_step[step], []
+    above, below, own = (rank + step) % size, (rank - step) % size, paths[rank]
     for hop in range(size):
-        home = (rank - step * hop) % size
-        path, following = paths[step][home], paths[step][(home - step) % size]
-        held = path.carried[hop] if hop else ((0, count(keys[home])),)
-        computed = tiles_of(queries, keys[home]) if path.stops[hop] else Tiles()
-        hops.append(
-            Hop(
-                source=home,
-                held=held,
-                tiles=computed.within(held),
-                needed=path.stops[hop],
-                keys_out=Message(path.carried[hop + 1], above),
-                keys_in=Message(following.carried[hop + 1], below),
-                grads_out=Message(path.leaving(hop), above if hop < path.last else home),
-                grads_home=Message(own.leaving(hop) if hop == own.last else (), (rank + step * hop) % size),
-                grads_in=Message(following.leaving(hop) if hop < following.last else (), below),
-            )
-        )
-    return RingPlan(rank, step, tuple(hops), any(any(path.stops) for path in paths[step]))
-
-
-def _direct(
-    queries: Spans, keys: Blocks, tiles_of: Callable[[Spans, Spans], Tiles], paths: list[_Path], rank: int
-) -> RingPlan:
-    """A plan in which each rank sends its own rows to those that need them; ``paths``: in direction 1."""
-    size, own, hops = len(keys), paths[rank].stops, []
-    for hop in range(size):
-        home, following = (rank - hop) % size, (rank - hop - 1) % size
-        needed, last = paths[home].stops[hop], hop + 1 == size
-        held = needed if hop else ((0, count(keys[home])),)
+        home, after = (rank - step * hop) % size, (rank - step * (hop + 1)) % size  # of this block and the next
+        reader, path, following = (rank + step * hop) % size, paths[home], paths[after]  # reader: of own rows
+        needed, arriving = path.stops[hop], path.stops if direct else path.carried
+        held = arriving[hop] if hop else ((0, count(keys[home])),)
         computed = tiles_of(queries, keys[home]) if needed else Tiles()
-        hops.append(
-            Hop(
-                source=home,
-                held=held,
-                tiles=computed.within(held),
-                needed=needed,
-                keys_out=Message(() if last else own[hop + 1], (rank + hop + 1) % size),
-                keys_in=Message(() if last else paths[following].stops[hop + 1], following),
-                grads_out=Message(needed if hop else (), home),
-                grads_home=Message(own[hop] if hop else (), (rank + hop) % size),
-            )
-        )
-    return RingPlan(rank, 1, tuple(hops), any(any(path.stops) for path in paths), direct=True)
+        if direct:
+            messages = {
+                "keys_out": Message(own.stops[hop + 1], (reader + 1) % size),
+                "keys_in": Message(following.stops[hop + 1], after),
+                "grads_out": Message(needed if hop else (), home),
+                "grads_home": Message(own.stops[hop] if hop else (), reader),
+            }
+        else:
+            messages = {
+                "keys_out": Message(path.carried[hop + 1], above),
+                "keys_in": Message(following.carried[hop + 1], below),
+                "grads_out": Message(path.leaving(hop), above if hop < path.last else home),
+                "grads_home": Message(own.leaving(hop) if hop == own.last else (), reader),
+                "grads_in": Message(following.leaving(hop) if hop < following.last else (), below),
+            }
+        hops.append(Hop(source=home, held=held, tiles=computed.within(held), needed=needed, **messages))
+    return RingPlan(rank, step, tuple(hops), any(any(path.stops) for path in paths), direct)
 
 
 class _Path:
@@ -271,9 +250,10 @@ class _Path:
     """
 
     def __init__(self, needed: list[Spans], home: int, step: int) -> None:
-        self.stops = [needed[(home + step * hop) % len(needed)] for hop in range(len(needed))]
-        # Rows that arrive at a stop: all that are needed at this or a later stop; after the last stop none.
-        self.carried = [*accumulate(reversed(self.stops), union, initial=())][::-1]
+        # Rows needed at each stop, and none after the last.
+        self.stops = [*(needed[(home + step * hop) % len(needed)] for hop in range(len(needed))), ()]
+        # Rows that arrive at a stop: all that are needed at this or a later stop.
+        self.carried = [*accumulate(reversed(self.stops), union)][::-1]
         self.touched = [*accumulate(self.stops[1:], union, initial=())]
         self.last = max((hop for hop, rows in enumerate(self.stops) if hop and rows), default=0)
         self.sent = sum(count(rows) for rows in self.carried[1:])

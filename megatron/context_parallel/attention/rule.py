@@ -14,6 +14,7 @@ from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.masks import Causal, Mask, inside_tiles, tile_rows
 from megatron.context_parallel.layout.tiles import Tiles
 from megatron.context_parallel.positions.position_dropout import Dropout
+from megatron.decisions.block_sizes import BlockTable
 from megatron.platform.autograd import autocast_inputs, without_autocast
 from megatron.platform.streams import to_device
 
@@ -64,6 +65,7 @@ class AttentionRule:
             key that every query sees and whose value is 0 (StreamingLLM, arXiv 2309.17453; learned as in gpt-oss). A
             rank's gradient contains only its own queries and heads; as for any weight that is replicated over the
             context-parallel group, the sum over the group is the complete gradient.
+        measured: block sizes of Triton's kernels that were measured on this machine; None: those of decisions/.
     """
 
     mask: Mask = Causal()
@@ -75,6 +77,7 @@ class AttentionRule:
     gather_keys: bool = False
     softcap: float | None = None
     sinks: Tensor | None = None
+    measured: BlockTable | None = None
 
     def __post_init__(self) -> None:
         if self.softcap is not None and not self.softcap > 0:
@@ -113,7 +116,8 @@ class AttentionRule:
         )
         scale = size**-0.5 if self.scale is None else self.scale
         in_host = seq_length > self.mask_cpu_threshold
-        return TileKernel(kernel, Scores(scale, inside_tiles(self.mask), slopes, in_host, dropout, self.softcap))
+        mask = inside_tiles(self.mask)
+        return TileKernel(kernel, Scores(scale, mask, slopes, in_host, dropout, self.softcap, self.measured))
 
     def local_sinks(self, q_SBHD: Tensor, ulysses: Axis) -> Tensor | None:
         """The sinks of the heads in queries [s, b, heads of this rank, d], after the all-to-all. Differentiable."""

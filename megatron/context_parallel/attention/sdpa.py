@@ -96,25 +96,6 @@ _meanings: OrderedDict[int, Meaning] = OrderedDict()  # by number
 _now: list[Meaning] = []  # one element within a context, else none
 
 
-def begin(meaning: Meaning) -> None:
-    """Use ``meaning`` in the following forward passes."""
-    torch.set_autocast_enabled(MARK, True)
-    _now.append(meaning)
-
-
-def end() -> None:
-    """Leave the context: forward passes have no ``Meaning`` any more."""
-    torch.set_autocast_enabled(MARK, False)
-    _now.clear()
-
-
-def keep(meaning: Meaning) -> None:
-    """Keep ``meaning`` for the backward pass of a graph that has run."""
-    _meanings[meaning.number] = meaning
-    while len(_meanings) > KEPT:
-        _meanings.popitem(last=False)
-
-
 def _meaning(ulysses: int) -> Meaning:
     if not _now:
         raise RuntimeError("a graph compiled within context_parallel runs without a context: call the graph within one")
@@ -140,7 +121,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, uly
     axis = meaning.layout.grid.ulysses
     here = [x.contiguous() for x in sequence_to_heads(q, k, v, axis)] if axis.size > 1 else [q, k, v]
     out, lse = attend_all(*here, *meaning.tiles(here[0], here[2], is_causal, scale))
-    keep(meaning)
+    _meanings[meaning.number] = meaning  # for the backward pass
+    while len(_meanings) > KEPT:
+        _meanings.popitem(last=False)
     saved = [torch.tensor(meaning.number), lse.contiguous()]
     if axis.size == 1:
         return [out.contiguous(), *saved]
@@ -247,7 +230,6 @@ def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{OPERATOR}", KEYS[0]):
         raise RuntimeError("a context_parallel context is already active: only one is supported at a time")
     library = torch.library.Library("aten", "IMPL")
-    held = [Meaning(layout, mask, kernel)]  # emptied at the end, because PyTorch keeps a reference to ``attend``
 
     def attend(
         query: Tensor,
@@ -264,7 +246,7 @@ def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel
             raise ValueError(f"{OPERATOR} over ranks does not support attn_mask: give mask= to context_parallel")
         if dropout_p:
             raise ValueError(f"{OPERATOR} over ranks does not support dropout_p: use cp.attention(dropout=...)")
-        (meaning,) = held
+        (meaning,) = _now  # not a variable of the context, because PyTorch keeps a reference to ``attend``
         _check_shapes(meaning.layout, query, key, value, enable_gqa)
         rule = meaning.rule(is_causal)
         sharded = _as_sharded(query, key, value)
@@ -288,12 +270,13 @@ def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # "overriding a previously registered kernel", namely vmap's
             library.impl(OPERATOR, batched, "FuncTorchVmapMode", allow_override=True)
-        begin(held[0])
+        torch.set_autocast_enabled(MARK, True)
+        _now.append(Meaning(layout, mask, kernel))
         with _refused() if layout.grid.context.size > 1 or mask is not None else nullcontext():
             yield
     finally:
-        end()
-        held.clear()
+        torch.set_autocast_enabled(MARK, False)
+        _now.clear()
         library._destroy()
         torch.backends.mha.set_fastpath_enabled(fast_path)
 

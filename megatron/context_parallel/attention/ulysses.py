@@ -110,7 +110,10 @@ class _HeadsToSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        return _heads_to_sequence(out, axis)
+        sent = out.contiguous()
+        received = torch.empty_like(sent)
+        all_to_all(received, sent, axis.group)
+        return torch.cat(received.chunk(axis.size), dim=2)
 
     @staticmethod
     @once_differentiable
@@ -150,13 +153,6 @@ def all_to_all(
     arriving[rank].copy_(leaving[rank])
     for work in works:
         work.wait()
-
-
-def _heads_to_sequence(out: Tensor, axis: Axis) -> Tensor:
-    sent = out.contiguous()
-    received = torch.empty_like(sent)
-    all_to_all(received, sent, axis.group)
-    return torch.cat(received.chunk(axis.size), dim=2)
 
 
 def _to_heads(tensors: Sequence[Tensor], spans: Sequence[HeadSpans], axis: Axis) -> list[Tensor]:

@@ -188,32 +188,19 @@ def keep(value: Any) -> Tensor:
 
 
 def take_kept(holder: Tensor, whose: str) -> Any:
-    """The value given to :func:`keep`, for a single backward pass; None if hooks have saved a copy of the tensor.
+    """The value given to :func:`keep`, by :func:`take_once`; None if hooks have saved a copy of the tensor."""
+    return take_once(getattr(holder.untyped_storage(), "kept", [None]), whose)
+
+
+def take_once(kept: list, whose: str) -> Any:
+    """The only element of ``kept``, for a single backward pass.
 
     Raises:
         RuntimeError: this is the second backward pass.
     """
-    kept = getattr(holder.untyped_storage(), "kept", [None])
     if not kept:
-        raise _second_pass(whose)
+        raise RuntimeError(
+            f"a second backward pass through {whose} is not supported, even with retain_graph=True, because the first "
+            "one frees its data: run the forward pass again"
+        )
     return kept.pop()
-
-
-def take_once(ctx: Any, name: str, whose: str) -> Any:
-    """The value of ``ctx.name``, for a single backward pass.
-
-    Raises:
-        RuntimeError: this is the second backward pass.
-    """
-    kept = getattr(ctx, name)
-    setattr(ctx, name, None)
-    if kept is None:
-        raise _second_pass(whose)
-    return kept
-
-
-def _second_pass(whose: str) -> RuntimeError:
-    return RuntimeError(
-        f"a second backward pass through {whose} is not supported, even with retain_graph=True, because the first one "
-        "frees its data: run the forward pass again"
-    )

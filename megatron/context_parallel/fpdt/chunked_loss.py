@@ -115,14 +115,14 @@ class _ChunkedLoss(torch.autograd.Function):
                 if grad_weight is not None:
                     add_product(grad_weight, grad_logits.t(), tokens)
                 del grad_logits, grad_tokens
-        ctx.grads = (grad_hidden, grad_weight, spans)
+        ctx.grads = [(grad_hidden, grad_weight, spans)]
         ctx.weight_dtype, ctx.weight = weight.dtype, None if main_grad_of(weight) is None else weight
         return total
 
     @staticmethod
     @once_differentiable("the chunked loss")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight, spans = take_once(ctx, "grads", "the chunked loss")  # scaled in place: they are large
+        grad_hidden, grad_weight, spans = take_once(ctx.grads, "the chunked loss")  # scaled in place: they are large
         hidden_part, weight_part = None, None
         if ctx.needs_input_grad[0]:
             hidden_part = grad_hidden.x

@@ -10,6 +10,7 @@ from functools import lru_cache
 from math import exp, log
 from typing import TYPE_CHECKING
 
+from megatron.decisions.block_sizes import BlockTable
 from megatron.decisions.kernel_order import plain_kernel
 from megatron.formulas.strategy import hashed_once
 from megatron.simulator.machines.nccl_model import Collectives
@@ -154,6 +155,7 @@ class Machine:
     attention_kernel: str = "auto"  # runs wherever it can; `auto`: the first kernel that PyTorch has for the capability
     # rows of a tile from which each kernel is faster than Triton's; names that are missing: the prediction
     crossover: dict[str, float] = field(default_factory=dict, hash=False)
+    attention_blocks: BlockTable = field(default_factory=dict, hash=False)  # of Triton's attention kernels
     power: Power | None = None  # watts; None: the GPU runs under the limit that its rates were measured under
     # NCCL's algorithms; the links add the latency by which they exceed NCCL's table. None: rings at one rate, with the
     # links' latency.

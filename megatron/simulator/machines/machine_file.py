@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from megatron.decisions.block_sizes import BlockTable, measured_of
 from megatron.decisions.kernel_order import CROSSOVER, KERNELS
 from megatron.simulator.machines.machine import KINDS, Calibration, Link, Machine, Measured, Power, Rate, Runtime
 from megatron.simulator.machines.nccl_model import ALGORITHMS, GENERATIONS, Algorithm, Collectives
@@ -23,7 +24,7 @@ LONGEST_NAME = 255  # bytes of a file's name, on most systems
 POWERS = {"gemm": 3.0, "attention": 1.0, "attention_backward": 1.0, "head_size": 1.0}
 OPTIONAL = (
     "sources", "collective", "head_size", "dtype", "calibration", "capability", "kernels", "attention_kernel",
-    "crossover", "power", "collectives", "dispatch", "runtime", "uncertain",
+    "crossover", "attention_blocks", "power", "collectives", "dispatch", "runtime", "uncertain",
 )  # fmt: skip
 REQUIRED = [f.name for f in fields(Machine) if f.name not in OPTIONAL]
 PRICED = (*KERNELS, "flash1")  # with FlashAttention 1, which published runs used
@@ -241,6 +242,13 @@ def crossover(path: Path, name: str, value: Any) -> dict[str, float]:
     return {kernel: number(path, f"{name}.{kernel}", item) for kernel, item in rows.items()}
 
 
+def attention_blocks(path: Path, name: str, value: Any) -> BlockTable:
+    try:
+        return measured_of(value)
+    except ValueError as error:
+        raise Refusal(f"{path}: {error}") from None
+
+
 def kernel_name(path: Path, name: str, value: Any) -> str:
     if value not in ("auto", *KERNELS):
         *others, last = KERNELS
@@ -341,6 +349,7 @@ READERS: dict[str, Callable] = {
     "kernels": kernel_shares,
     "attention_kernel": kernel_name,
     "crossover": crossover,
+    "attention_blocks": attention_blocks,
     "power": record(Power, {"limit": number, "rated": number, "idle": seconds}, ("limit", "rated", "idle")),
     "collectives": collectives,
     "runtime": record(Runtime, {f.name: seconds for f in fields(Runtime)}),

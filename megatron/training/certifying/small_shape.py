@@ -23,7 +23,7 @@ SINGLE = {
 # Settings of these sections that do not matter for a few steps on a CPU, or need a GPU or files.
 LEFT_OUT = {
     "model.model", "model.transformer_impl", "model.padded_vocab_size", "model.make_vocab_size_divisible_by",
-    "attention.attention_kernel",
+    "attention.attention_kernel", "attention.attention_block_sizes",
 }  # fmt: skip
 
 

@@ -20,11 +20,12 @@ from megatron.context_parallel.layout.block_sparse import (
 from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.masks import Causal, Full, Mask, MaskFunction, Window
 from megatron.context_parallel.positions.alibi import alibi_slopes
+from megatron.decisions.block_sizes import BlockTable, measured_of
 from megatron.training.arguments.config import AttentionConfig, Config
 from megatron.training.arguments.models import window_layers
 from megatron.training.arguments.settings.attention_settings import MASKS
 from megatron.training.arguments.validate.check_model import sees_ahead
-from megatron.training.json_file import parse_json, read_bytes
+from megatron.training.json_file import parse_json, read_bytes, read_json
 from megatron.training.refusal import Refusal
 
 
@@ -48,7 +49,24 @@ def attention_rule(config: Config, grid: Grid) -> AttentionRule:
         mask_cpu_threshold=attention.mask_cpu_threshold,
         gather_keys=config.parallel.cp_comm_type == ["all_gather"],
         softcap=model.attn_logit_softcapping,
+        measured=measured_blocks(attention.attention_block_sizes)[0],
     )
+
+
+def measured_blocks(file: str | None) -> tuple[BlockTable | None, tuple[int, int] | None]:
+    """The block sizes in the machine file of ``--attention-block-sizes``, and the capability of their GPU."""
+    if file is None:
+        return None, None
+    raw, flag = read_json(file, "--attention-block-sizes"), f"--attention-block-sizes {file}"
+    if not isinstance(raw, dict) or "attention_blocks" not in raw:
+        raise Refusal(f"{flag}: has no attention_blocks: write it with tools/measure_hardware.py --attention")
+    capability = raw.get("capability")
+    if not isinstance(capability, list) or len(capability) != 2 or any(type(part) is not int for part in capability):
+        raise Refusal(f"{flag}: capability: must be [major, minor] of the GPU that was measured, such as [9, 0]")
+    try:
+        return measured_of(raw["attention_blocks"]), (capability[0], capability[1])
+    except ValueError as error:
+        raise Refusal(f"{flag}: {error}") from None
 
 
 def attention_mask(config: Config) -> Mask:

@@ -18,6 +18,7 @@ from megatron.context_parallel.attention.kernels.sums import Accumulator, Gradie
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.tiles import Tiles
 from megatron.context_parallel.positions.position_dropout import Dropout
+from megatron.decisions.block_sizes import BlockTable
 
 ROW_MASK_BYTES = 32 * 2**20  # memory limit for the mask of one block of rows
 PAIR_BYTES = 24  # for each pair while its mask is computed: two int64 for positions, and booleans
@@ -48,6 +49,7 @@ class Scores:
         dropout: of the weights of the softmax over *all* keys, for the samples and heads in q. It does not change lse,
             so that tiles are merged as without dropout.
         softcap: a score s becomes ``softcap * tanh(s / softcap)``, before ALiBi.
+        measured: block sizes of Triton's kernels that were measured on this machine.
     """
 
     scale: float
@@ -56,6 +58,7 @@ class Scores:
     mask_in_host: bool = False
     dropout: Dropout | None = None
     softcap: float | None = None
+    measured: BlockTable | None = None
 
 
 class Final(NamedTuple):

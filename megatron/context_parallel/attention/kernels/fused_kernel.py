@@ -82,7 +82,12 @@ def pieces(q: Tensor, k: Tensor, limit: int = INT32_ELEMENTS) -> list[tuple[slic
     """
     b, h, sq, d = q.shape
     hk, sk = k.shape[1:3]
-    group, per_call = h // hk, max(1, (limit - 1) // (max(sq, sk) * d))  # per_call: query heads in one call
+    return head_slices(b, h, hk, max(1, (limit - 1) // (max(sq, sk) * d)))
+
+
+def head_slices(b: int, h: int, hk: int, per_call: int) -> list[tuple[slice, slice, slice]]:
+    """Slices (batch, query heads, key heads) with at most ``per_call`` query heads of all their samples together."""
+    group = h // hk
     if per_call >= h:
         step = per_call // h
         return [(slice(i, min(i + step, b)), slice(0, h), slice(0, hk)) for i in range(0, b, step)]

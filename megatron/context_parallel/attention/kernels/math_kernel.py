@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.base import ROW_MASK_BYTES, Capability
+from megatron.context_parallel.attention.kernels.fused_kernel import head_slices
 from megatron.context_parallel.attention.kernels.sums import accumulation_dtype
 from megatron.context_parallel.attention.kernels.tile_by_tile import RowMask, TileByTile, lse_for_backward, row_blocks
 
@@ -130,17 +131,8 @@ def _blocks(q: Tensor, k: Tensor, causal: bool, mask: RowMask) -> Iterator[tuple
         limit *= torch.get_num_threads()  # each core has its own cache
     row = group * keys * k.dtype.itemsize  # bytes of a row's scores with one key head
     at_once = min(max(limit // (row * -(-min(sq, FEW_ROWS) // group)), 1), b * hk)  # pairs of a sample and a key head
-    if at_once >= hk:
-        step = at_once // hk
-        heads = [(slice(i, min(i + step, b)), slice(0, h), slice(0, hk)) for i in range(0, b, step)]
-        at_once = step * hk
-    else:
-        cuts = [(i, min(i + at_once, hk)) for i in range(0, hk, at_once)]
-        heads = [
-            (slice(i, i + 1), slice(low * group, high * group), slice(low, high))
-            for i in range(b)
-            for low, high in cuts
-        ]
+    heads = head_slices(b, h, hk, at_once * group)
+    at_once = at_once // hk * hk or at_once
     rows = max(limit // (row * at_once), FEWEST_ROWS if k.device.type == "cpu" else 1)
     if mask.allowed or mask.bias:
         rows = min(rows, max(ROW_MASK_BYTES // mask.bytes_per_row(keys, k.dtype.itemsize), 1))

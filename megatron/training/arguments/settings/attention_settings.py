@@ -50,6 +50,11 @@ class AttentionConfig:
     """The attention core, and recompute."""
 
     attention_kernel: str = flag("auto", "kernel of one attention tile", choices=["auto", *KERNELS])
+    attention_block_sizes: str | None = flag(
+        None,
+        "FILE of tools/measure_hardware.py --attention: block sizes of the kernel triton, as measured on this GPU",
+        type=str,
+    )
     attention_mask: str | None = flag(
         None,
         "attention mask; default causal. document: causal, with --reset-attention-mask",

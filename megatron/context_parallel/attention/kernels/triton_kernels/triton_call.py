@@ -24,7 +24,7 @@ from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles imp
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.tiles import Tiles
 from megatron.context_parallel.positions.position_dropout import LANES, Dropout
-from megatron.decisions.block_sizes import FEATURES, Blocks, Pass, blocks
+from megatron.decisions.block_sizes import FEATURES, Blocks, BlockTable, Pass, blocks
 from megatron.platform.streams import to_device
 
 OPTIONS = {"enable_fp_fusion": True}  # fused multiply-add; Triton is about to change its default
@@ -72,7 +72,7 @@ class Call:
 
     Attributes:
         q: [s, b, heads, d]; k: [t, b, kv_heads, d]; v: [t, b, kv_heads, dv]. Any strides.
-        scale, mask, slopes, softcap, dropout: see `kernels.base.Scores`.
+        scale, mask, slopes, softcap, dropout, measured: see `kernels.base.Scores`.
         capability: of the GPU, 80, 90, ..; None: the interpreter. Default (-1): that of the tensors' device.
     """
 
@@ -84,6 +84,7 @@ class Call:
     slopes: Tensor | None = None
     softcap: float | None = None
     dropout: Dropout | None = None
+    measured: BlockTable | None = None
     capability: int | None = -1
 
     def __post_init__(self) -> None:
@@ -154,7 +155,8 @@ class Call:
         (s, b, h, d), (t, _, hk, _) = self.q.shape, self.k.shape
         device, value = self.q.device, self.v.size(3)
         capped = self.softcap is not None
-        sizes = blocks(which, self.q.element_size(), max(d, value), self.capability, self._features(bits))
+        kind = (which, self.q.element_size(), max(d, value), self.capability, self._features(bits))
+        sizes = blocks(*kind, self.measured)
         walked = walk(tiles, side, s if side == "q" else t, sizes.block, sizes.step, device)
         shape = {"q_rows": s, "k_rows": t, "HEADS": h, "GROUP": h // hk, "HEAD": d, "VALUE": value}
         arguments = {

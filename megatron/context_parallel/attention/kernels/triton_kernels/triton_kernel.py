@@ -72,7 +72,7 @@ class TritonKernel:
 
 
 def _options(scores: Scores) -> dict[str, Any]:
-    return {name: getattr(scores, name) for name in ("scale", "mask", "slopes", "softcap", "dropout")}
+    return {name: getattr(scores, name) for name in ("scale", "mask", "slopes", "softcap", "dropout", "measured")}
 
 
 def _tensor_reason(dtype: torch.dtype, head_dim: int) -> str | None:
