@@ -172,9 +172,9 @@ ROUNDINGS = 4  # larger errors are allowed up to this factor times the effect of
 
 
 def outcome(family: str, ulysses: int = 2, ring: int = 2) -> dict[str, Any]:
-    """The result on the first rank: ``outcome``, with ``error`` after parity and ``why`` after anything else.
+    """The result on the first rank: a dictionary with ``outcome``, and ``error`` if this is parity, otherwise ``why``.
 
-    A refusal has the entry ``true``, too: whether its reason is correct.
+    A refusal also has ``true``: whether its reason is correct.
     """
     first = dist.get_rank() == 0
     batch = whole_batch()
@@ -245,8 +245,8 @@ def message(error: BaseException) -> str:
 
 
 # Checks on one process with transformers alone that a refusal's reason is true.
-# An attention function that computes like transformers' records the masks that a model makes, the arguments of
-# attention, and the outputs that change with one token.
+# They replace transformers' attention by a function that computes the same and records the model's masks. Some
+# also compare the logits before and after one token is changed.
 
 
 RECORDER = "records_attention_calls"
@@ -318,7 +318,7 @@ def tokens_mix(model: PreTrainedModel, _: re.Match) -> bool:
 
 
 def mask_is_neither(model: PreTrainedModel, _: re.Match) -> bool:
-    """An attention uses a mask that is neither causal nor a causal window, or none."""
+    """A call of attention has no mask, or one that is neither causal nor a causal window."""
     far = torch.arange(TOKENS.size(1))[:, None] - torch.arange(TOKENS.size(1))
     windows = [(far >= 0) & (far < width) for width in range(1, TOKENS.size(1) + 1)]
     masks = observe(model, TOKENS)[1].masks
@@ -326,7 +326,7 @@ def mask_is_neither(model: PreTrainedModel, _: re.Match) -> bool:
 
 
 def mask_is_altered(model: PreTrainedModel, _: re.Match) -> bool:
-    """Attention gets another mask than the one that transformers' functions made, or none."""
+    """A call of attention has a mask that transformers' functions did not make, or attention is never called."""
     seen = observe(model, TOKENS)[1]
     return seen.altered or not seen.masks
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Over which axes of the grid a program really sums each gradient: read from its collectives, in one process.
+"""Finds the axes of the grid over which a program sums each gradient, from its collectives, in one process.
 
 Every gradient is set to 1. While :class:`Marks` is active, each collective that sums multiplies its result by the prime
 numbers of its axes. After the program's own reductions the factors of a gradient name the axes. A reduction that
-happens twice leaves a square. Axes have 2 ranks, so a division by their number leaves a factor that is not a prime.
+happens twice leaves a square. Axes have 2 ranks, so a mean instead of a sum leaves a factor of 1/2.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Marks(TorchDispatchMode):
             results = args[0] if func.namespace == "c10d" else out
             for x in tree_leaves(results):
                 x.mul_(self.mark(dist.get_process_group_ranks(_group(args)))) if isinstance(x, Tensor) else None
-        elif func._schema.name == "c10d::scatter_":  # a fake group does not deliver
+        elif func._schema.name == "c10d::scatter_":  # a fake group copies nothing
             for x, parts in zip(args[0], args[1] or [[]]):
                 x.copy_(parts[_group(args).rank()]) if parts else x.fill_(torch.nan)
         return out
@@ -70,7 +70,7 @@ def set_gradients_to_one(model: nn.Module, units: Sequence[nn.Module]) -> None:
     """Run a forward pass that adds up all elements of all parameters, and its backward pass.
 
     Args:
-        model: its wrapper for data parallelism sees the backward pass.
+        model: hooks of its data-parallel wrapper run in the backward pass.
         units: the modules that FSDP gathers separately, with ``model`` as the last.
     """
     nested = {module for unit in units[:-1] for module in unit.modules()}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of distribution, planted in complete models. Types must find each of them, without comparing numbers.
+"""Errors of distribution, planted in complete models. The checker of types must find each without comparing numbers.
 
-Each is one change of a kind that people make: a sum is left out, happens twice or on the wrong ranks, or a mark of a
-parameter is forgotten.
+Each error is one typical change: a sum is left out, happens twice or over the wrong ranks, or an attribute of a
+parameter is not set.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Planted:
         where: the function or parameter that it changes.
         error: words of the error of types that it causes.
         change: what it changes in a built model.
-        patches: what it changes before that.
+        patches: what it changes before the model is built.
     """
 
     where: str
@@ -57,7 +57,7 @@ class Planted:
 
 
 def marked(part: str, **attributes: Any) -> Change:
-    """Set attributes of every parameter and module whose name contains ``part``; of the model's settings: "config"."""
+    """Set attributes of every parameter and module whose name contains ``part``; "config": of the settings."""
 
     def change(model: nn.Module) -> None:
         whole = {"config": model.config, **dict(model.named_parameters()), **dict(model.named_modules())}
@@ -143,7 +143,7 @@ LOSSES = step.sum_of_losses
 
 
 def complete_auxiliary_loss(router: Any, *args: Any) -> Tensor:
-    """The sum over ranks, which each of them then differentiates."""
+    """The auxiliary loss summed over ranks; each rank then differentiates the sum."""
     part, group = BALANCING_LOSS(router, *args), router.tp_cp_group
     return experts.GatherRows.apply(part[None], group, [1] * group.size()).sum()
 
@@ -310,13 +310,13 @@ def main() -> int:
     torch.set_num_threads(1)
     cpu.run_core_on_cpu()
     hide_tables()
-    found = {}
+    errors = {}
     for name, planted in PLANTED.items():
         with planted.patches():
-            found[name] = verdict(planted.flags, planted.world, planted.change)
+            errors[name] = verdict(planted.flags, planted.world, planted.change)
     models = sorted({(planted.flags, planted.world) for planted in PLANTED.values()})
     unchanged = {f"{world} ranks, {flags}": verdict(flags, world) for flags, world in models}
-    print(json.dumps({"planted": found, "unchanged": unchanged, "ran": sorted(RAN)}))
+    print(json.dumps({"planted": errors, "unchanged": unchanged, "ran": sorted(RAN)}))
     return 0
 
 

@@ -2,8 +2,9 @@
 """Start a published recipe with stand-ins for its files: build tokenizer and data, then simulate one step.
 
 Stand-ins are in a temporary folder under the recipe's names: a tokenizer of its type with about 300 ids,
-`.bin` and `.idx` of 3,000 short documents, chats. Samples have 32 tokens, so the data contain several. The step is the
-last rank's, with the fewest layers and micro-batches that its grid permits; lengths and widths are the recipe's.
+`.bin` and `.idx` of 3,000 short documents, chats. While data are built, samples have 32 tokens, so that the short
+documents make several. The simulated step has the recipe's lengths and widths. It is the step of the last rank, with
+the fewest layers and micro-batches that the recipe's grid permits.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from megatron.training.data import index_files as data_files
 from megatron.training.data.tokenizer import FIM_TOKENS, SENTENCEPIECE, Tokenizer, build_tokenizer, check_vocab
 from tests.chats import make_tokenizer, write_chats
 
-GPU = "H100-80G"  # its kernels are single calls, which are the quickest to simulate
+GPU = "H100-80G"  # attention is one call on it, which is simulated quickly
 LENGTH, DOCUMENTS, TOKENS = 32, 3000, 40
 LISTS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 

@@ -3,13 +3,13 @@
 
 A parameter's type follows from what the program does, not from attributes of the parameter:
 
-- varying on an axis whose ranks hold different parts of the whole parameter, as they would save them;
+- varying on an axis whose ranks would save different parts of the whole parameter;
 - replicated on an axis over which the program sums its gradient (tests/gradient_sums.py);
 - invariant otherwise.
 
-The checker then shows for each operation of the forward pass and the loss that it needs just these types. Two more
-checks use the same marks: gradients are divided by the tokens of all ranks, and each element of a gradient counts once
-in the norm that clips.
+The checker then tests each operation of the forward pass and the loss with these types. Two more checks show that
+gradients are divided by the tokens of all ranks, and that each element of a gradient counts once in the norm for
+clipping.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Rank:
     chunks: list[Any]
     optimizer: Any
     groups: dict[Axis, dist.ProcessGroup]
-    parts: dict[str, tuple] = field(default_factory=dict)  # of the whole model, by the parameter's name
+    parts: dict[str, tuple] = field(default_factory=dict)  # what it saves of the whole, by parameter
 
     @property
     def model(self) -> nn.Module:
@@ -147,7 +147,7 @@ def built(flags: str, world: int, rank: int, change: Change) -> Iterator[Rank]:
 
 
 def _parts(state: Any) -> tuple:
-    """Names and offsets of the parts of the whole that an entry of a sharded state dict is saved as."""
+    """(name, offset) of each part of the whole as which an entry of a sharded state dict is saved."""
     state = {"": state}
     apply_factories(state)
     return tuple((x.key, x.global_offset) for x in tree_leaves(state) if isinstance(x, ShardedTensor))
@@ -160,7 +160,7 @@ class Reductions:
     axes: dict[Axis, list[int]]
     parts: dict[str, tuple]
     sizes: dict[str, int]  # elements of each parameter that is trained
-    marks: dict[str, list[float]]  # of the elements of its gradient that this rank has
+    marks: dict[str, list[float]]  # of each element of the gradient that this rank has (gradient_sums.py)
     tokens: float  # the mark of the number of tokens that gradients are divided by
     counted: dict[str, int]  # elements in the sum of squares of the norm
     summed: dict[str, tuple[Axis, ...]]  # the axes over which this sum of squares is summed
@@ -265,7 +265,7 @@ def check_tokens(of_rank: Reductions) -> None:
     """Gradients are divided by the tokens of all ranks that have different tokens.
 
     Raises:
-        SpmdTypeError: the number of tokens is that of other ranks.
+        SpmdTypeError: tokens are counted over other axes than those on which they vary.
     """
     counts, _ = factors(round(of_rank.tokens))
     wanted = [axis for axis in ("ulysses", "ring", "dp") if axis in of_rank.axes]

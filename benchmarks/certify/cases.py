@@ -16,7 +16,7 @@ import megatron.context_parallel as cp
 
 LENGTH, VOCABULARY, HEADS, RATE = 128, 97, 4, 0.5
 Batch = dict[str, Tensor]
-ALL = ((0, 0),)
+ALL = ((0, 0),)  # one micro-batch, no token masked
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def shifted(batch: Batch) -> Tensor:
 
 
 def counted(batches: Sequence[Batch]) -> int:
-    """Labels of the global batch."""
+    """Number of labels in the global batch."""
     return sum(int((shifted(batch) != -100).sum()) for batch in batches)
 
 
@@ -121,7 +121,7 @@ def share(logits: Tensor, labels: Tensor, count: int) -> Tensor:
 
 
 def whole(case: Case) -> cp.Outcome:
-    """One process, with transformers alone."""
+    """The outcome on one process, with transformers alone."""
     model, batches = case.model("eager" if case.sinks else "sdpa"), case.batches()
     total, count = torch.zeros(()), counted(batches)
     for batch in batches:
@@ -149,9 +149,9 @@ def finish(
 
 
 def updated(model: nn.Module, before: Mapping[str, Tensor], loss: object, case: Case) -> cp.Outcome:
-    """For a library that updates by itself, with SGD at :data:`RATE`: gradients from what it changed.
+    """The outcome of a library that updates by itself (SGD at :data:`RATE`), with gradients from the weights' change.
 
-    With clipping these are not known, and neither is DeepSpeed's norm; the change alone is compared.
+    With clipping, neither the gradients nor DeepSpeed's norm are known, so only the change is compared.
     """
     changes = {n: p.detach() - before[n] for n, p in model.named_parameters()}
     gradients = {n: -changes[n] / RATE if p.requires_grad else None for n, p in model.named_parameters()}

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Which libraries compute what one process computes: a table of libraries by cases, made by ``cp.certify``'s parts.
+"""Which libraries compute what one process computes: a table of libraries by cases, measured as ``cp.certify`` does.
 
     python benchmarks/certify/matrix.py                                  # all cells, into matrix.json
     python benchmarks/certify/matrix.py --peer pytorch --case packed     # some cells
     python benchmarks/certify/matrix.py --peer deepspeed --case causal --details
     python benchmarks/certify/matrix.py --show                           # the table of matrix.json
 
-The libraries are those of requirements.txt beside this file; one that is missing gives "not here". Every program
+The libraries are those of benchmarks/certify/requirements.txt; one that is missing gives "not here". Every program
 follows its library's documentation (with_*.py). Two ranks, fp32, gloo, on a CPU.
 """
 
@@ -45,7 +45,7 @@ PEERS: dict[str, tuple[str, dict[str, int]]] = {
 }
 VERSIONS = ("torch", "transformers", "deepspeed", "accelerate", "trl", "megatron-core")
 RIGHT, WRONG, REFUSED, NOT_HERE, RANDOM = "right", "wrong", "refused", "not here", "other mask"
-# Errors of a library that say no more than that this machine has no GPU.
+# Words in errors that a library raises only because this machine has no GPU.
 NEEDS_GPU = (
     "DistributedType",
     "CUDA",
@@ -59,10 +59,10 @@ References = dict[tuple, Reference]  # measured on one process
 
 
 def judged(peer: str, case: str, references: References, run: Callable[..., list] = on_each_rank) -> dict[str, Any]:
-    """One cell.
+    """The result of one cell, as in matrix.json.
 
     Args:
-        references: those that other cells have measured.
+        references: those that earlier cells measured; this cell's is added.
     """
     name, grid = PEERS[peer]
     cell = Cell(name, case)
@@ -106,7 +106,7 @@ def alone(name: str, case: str, grid: dict[str, int], references: References, ru
 
 
 def shown(cell: dict[str, Any]) -> str:
-    """A cell of the table."""
+    """The text of a cell in the table."""
     verdict = cell["verdict"]
     if verdict == RIGHT:
         return f"{cell['error']:.0e}"
@@ -153,7 +153,7 @@ def main(argv: list[str] | None = None) -> None:
     names = sorted({name for name, _ in PEERS.values()})
     parser.add_argument("--peer", action="append", choices=[*PEERS, *names], help="only this library; may be repeated")
     parser.add_argument("--case", action="append", choices=[*CASES], help="only this case; may be repeated")
-    parser.add_argument("--json", default=str(FILE), help="keep the cells here; those that it has are replaced")
+    parser.add_argument("--json", default=str(FILE), help="file of all cells; cells that run are replaced")
     parser.add_argument("--missing", action="store_true", help="only cells that the file does not have")
     parser.add_argument("--details", action="store_true", help="print the certificate of each cell; write nothing")
     parser.add_argument("--show", action="store_true", help="run nothing, print the table")

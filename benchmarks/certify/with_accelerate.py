@@ -45,7 +45,7 @@ def trained(
 
 
 def parallel(sequence: int, context: int, steps: int) -> dict[str, Any]:
-    """Arguments of Trainer."""
+    """Trainer's arguments for this grid."""
     from accelerate import ParallelismConfig
 
     if context > 1:

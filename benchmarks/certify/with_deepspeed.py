@@ -13,10 +13,10 @@ from benchmarks.certify.cases import LENGTH, RATE, VOCABULARY, Case, copied, upd
 
 
 def start() -> None:
-    """DeepSpeed's communication on a CPU."""
+    """Start DeepSpeed's communication on a CPU."""
     import deepspeed
 
-    # It would compile an all-reduce in shared memory, which only inference uses, for minutes.
+    # Otherwise it compiles an all-reduce in shared memory for minutes, which only inference uses.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", verbose=False)
 
@@ -44,7 +44,7 @@ def step(case: Case, ranks: int = 1) -> cp.Outcome:
         model=model, model_parameters=parameters, optimizer=torch.optim.SGD(parameters, lr=RATE), config=config, mpu=mpu
     )
     group = mpu.get_sequence_parallel_group()
-    # each rank's loader has its own samples; the adapter makes a step of each, with all ranks
+    # Each rank's loader has its own samples. The adapter splits every sample over all ranks.
     own = [batches[number] for number in range(dist.get_rank(), len(batches), ranks)] or batches[:1]
     own += own[-1:] * (-(-len(batches) // ranks) - len(own))
     adapter = UlyssesSPDataLoaderAdapter(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megatron-core's own context parallelism, which is in Transformer Engine's attention: its GPT on a CPU refuses it."""
+"""megatron-core's own context parallelism. It needs Transformer Engine, so core's GPT on a CPU refuses it."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 """PyTorch's ``context_parallel``, with tokens, positions and labels as buffers.
 
 It replaces ``scaled_dot_product_attention`` by a ring for CUDA's kernels. :func:`ring_on_a_cpu` gives the same ring the
-kernel of a CPU. Loss and gradients are summed over the ranks by the program, as the documentation leaves them to it.
+kernel of a CPU. This program sums loss and gradients over the ranks, which the documentation leaves to the user.
 """
 
 from __future__ import annotations

@@ -90,9 +90,9 @@ def edits_table(constants: Constants) -> list[str]:
     now, first = test_half(), [undone(record) for record in test_half()]
     result = predictions(constants, [run for run in first if not run.unpriced])
     lines = [
-        f"With all changes undone, {len(first) - len(result)} runs are not priced. The error of the other "
-        f"{len(result)} is {mean_of_records(result):.1f} % over runs, {mean_of_sources(result):.1f} % over sources and "
-        f"{mean_of_rates(result):.1f} % in tokens per second.",
+        f"With all changes undone, {len(first) - len(result)} of the test half's {len(first)} runs are not priced. "
+        f"The error of the other {len(result)} is {mean_of_records(result):.1f} % over runs, "
+        f"{mean_of_sources(result):.1f} % over sources and {mean_of_rates(result):.1f} % in tokens per second.",
         "",
         "| source | runs | change | their error without it, with it, % | why |",
         "|---" * 5 + "|",

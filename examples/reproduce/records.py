@@ -139,21 +139,22 @@ def fit_again() -> None:
 
 def page_totals() -> list[str]:
     """Errors of both halves, and of the test half with unpriced runs or with the records as they were first entered."""
-    head = "| | runs | nothing fitted | with the constants | each source once | the same, tokens per second |"
+    head = "| | runs | nothing fitted | with the constants | mean over sources | mean over sources, tokens per second |"
     result = predictions(fitted())
     test = [one for one in result if not one.record.fitted]
+    originals = predictions(fitted(), [record_checks.undone(one.record) for one in test])
     groups = {
-        "half that the constants were fitted to": of_priced([one for one in result if one.record.fitted]),
-        "the other half, without its unpriced runs": of_priced(test),
-        "the other half, unpriced runs counted": test,
-        "the same, all changes undone": predictions(fitted(), [record_checks.undone(one.record) for one in test]),
+        "fitted half": of_priced([one for one in result if one.record.fitted]),
+        "test half, without runs not priced": of_priced(test),
+        "test half, all runs": test,
+        "test half, all runs, changes undone": originals,
     }
     return [head, "|---" * 6 + "|", *(_page_line(name, rows) for name, rows in groups.items())]
 
 
 def page_machines() -> list[str]:
     """The error of planner and dry run for each machine: for both halves together, and separately."""
-    lines = ["| machine | runs | error | signed mean | fitted half | other half |", "|---" * 6 + "|"]
+    lines = ["| machine | runs | error | signed mean | fitted half | test half |", "|---" * 6 + "|"]
     result = of_priced(predictions({}))
     for machine in sorted({one.record.machine for one in result}):
         mine = [one for one in result if one.record.machine == machine]

@@ -96,8 +96,8 @@ class Passes:
 def passes_of(workload: Workload, strategy: Strategy) -> Passes:
     """Forward passes with recompute.
 
-    FPDT's backward pass computes projections and the FFN again chunk by chunk; with full recompute also attention. A
-    recomputed unit of several layers runs once more before that.
+    FPDT's backward pass computes projections and the FFN again chunk by chunk. Full recompute adds one forward pass of
+    the QKV projection and attention, and in units of several layers also one of the output projection and the FFN.
     """
     workload.shape.dense()
     if strategy.recompute == "full" and strategy.recompute_method == "block":

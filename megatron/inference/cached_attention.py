@@ -45,7 +45,7 @@ class Generation:
         if self._angles is None or self._angles[0] is not self.positions:
             self._angles = self.positions, {}
         known = self._angles[1]
-        if id(inv_freq) not in known:  # the layers hold it as long as this object lives
+        if id(inv_freq) not in known:  # no other tensor gets this id, because the layers keep inv_freq
             known[id(inv_freq)] = rotary_angles(to_device(self.positions, inv_freq.device), inv_freq)[:, :, None]
         return known[id(inv_freq)]
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The findings of Megatron-LM's issue 7452, wrong numbers where parallelisms meet: none reaches a run of ours.
+"""No run of ours has the errors that Megatron-LM's issue 7452 lists: wrong numbers where parallelisms are combined.
 
-Each finding is in megatron-core 0.16.1 and is avoided here, or its part of core is not used. The table is in
-docs/use/certify.md. Where the part is used, a run on a grid is compared with one process, and what core would do
-must be noticed.
+docs/use/certify.md has the table of these findings. Where a finding's part of core is not used, a test shows that.
+Where it is used, a run on a grid is compared with one process; the same run with core's error must differ.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def run(flags: str, change: Callable[[Any], None] | None = None) -> dict[str, An
         change(job)
     for chunk in job.chunks:
         for name, parameter in chunk.named_parameters():
-            if name.endswith("softmax_offset"):  # so large that the norm shows them
+            if name.endswith("softmax_offset"):  # larger, so that an error in them changes the norm
                 parameter.register_hook(lambda gradient: 1000 * gradient)
     gradients: dict[str, torch.Tensor] = {}
     update = job.optimizer.step
@@ -79,7 +78,7 @@ def by_local_counts(job: Any) -> None:
 
 
 def differences(numbers: dict[str, Any], right: dict[str, Any]) -> set[str]:
-    """What differs by more than rounding explains; a gradient up to a factor."""
+    """Names of what differs by more than rounding; of gradients only the direction is compared."""
     result = set()
     for kind in ("losses", "evaluated", "norms"):
         if numbers[kind] != pytest.approx(right[kind], rel=2e-5):
@@ -143,7 +142,7 @@ def test_finding_1_is_in_core_and_not_used(pool, used) -> None:
     assert not used("label_smoothing")
 
 
-# By finding: words of core that have the error, and the module where core has them.
+# By finding: the module of core that has the error, and the words that a use of it would contain.
 UNUSED = {
     1: ("tensor_parallel.cross_entropy", ["label_smoothing"]),
     2: ("models.gpt.gpt_model", ["parallel_output"]),
@@ -181,8 +180,8 @@ def words_of(node: ast.AST) -> Iterator[str]:
 @pytest.mark.parametrize("finding", UNUSED)
 def test_the_part_of_core_is_not_used(used, finding: int | str) -> None:
     module, unused = UNUSED[finding]
-    there = importlib.util.find_spec(f"megatron.core.{module}")
-    text = Path(there.origin).read_text()
+    spec = importlib.util.find_spec(f"megatron.core.{module}")
+    text = Path(spec.origin).read_text()
     assert unused[0] in text or unused[0] in module, "core has another name"
     assert not any(used(word) for word in unused)
 
@@ -217,7 +216,7 @@ def test_finding_2_logits_stay_split(pool, used) -> None:
 
 
 def padding_masks() -> list[tuple[int, int]]:
-    """Findings 5 and 10: tokens of this rank's layers, and those of the mask that its routers get."""
+    """Findings 5 and 10: (tokens, tokens of the padding mask) that each router of this rank gets."""
     from megatron.training.job import batches_for
     from megatron.training.model.expert_load import routers
     from megatron.training.step import evaluate

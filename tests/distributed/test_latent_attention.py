@@ -91,7 +91,7 @@ def own_positions(job: Any) -> None:
 
 
 def as_core_sums(job: Any) -> None:
-    """A mistake: core sums the gradient of the queries' norm over TP, where each rank has it complete."""
+    """A mistake: core sums the gradient of the queries' norm over TP, although it is complete on each rank."""
     attentions(job)[0].config.qk_layernorm = True
 
 
@@ -152,7 +152,7 @@ def test_a_mistake_is_noticed(pool, reference, mistake, grid, names):
 
 
 def attention_in_fp64(flags: str) -> dict[str, torch.Tensor]:
-    """Output, and gradients of input and weights, of the first layer's attention; all of it on each rank."""
+    """Output and gradients (input and weights) of the first layer's attention, complete on each rank."""
     from megatron.training.arguments.parser import parse
     from megatron.training.certifying.whole_gradients import gather_over_tensor_parallel
     from megatron.training.model.build import build_model

@@ -15,7 +15,7 @@ GEMMA = (
     "--softmax-type learnable --qk-layernorm"
 )
 LLAMA4 = "--num-layers 4 --window-size 15,0 --window-attn-skip-freq [1,1,0,1] --no-rope-freq [0,0,1,0]"
-# What is inside attention, and around it, in one model.
+# Options of attention and of the layer around it, in one model.
 INSIDE = (
     "--num-layers 4 --group-query-attention --num-query-groups 4 --window-size 11,0 --window-attn-skip-freq 2 "
     "--attn-logit-softcapping 0.5 --add-qkv-bias --rotary-percent 0.5 --qk-layernorm --softmax-type off-by-one "
@@ -99,7 +99,7 @@ def compare(results: list[tuple], expected: tuple) -> None:
 
 
 def held(_: int, model: str, grid: str) -> set:
-    """Each model, and each setting of a grid once."""
+    """What a case covers: its model, and each setting of its grid."""
     return {model, *settings(grid)}
 
 

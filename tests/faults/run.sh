@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # The long form of tests/faults: 100 kills, 20 hangs, 20 changes of the number of processes, a torchrun that loses an
 # agent and gets it back, 200 bad inputs, a soak of 2,000 steps, 50 kills of a run with copies in memory, 50 times two
-# jobs in one folder, 50 takeovers from a killed job, and, if possible, the rehearsal of several nodes (nodes.sh; some
-# hours on 2 cores).
+# jobs in one folder, 50 takeovers from a killed job, and, if possible, the rehearsal of several nodes (nodes.sh). All
+# of it takes some hours on 2 cores.
 #
 #   bash tests/faults/run.sh              all
 #   KILLS=10 HANGS=2 CHANGES=2 bash tests/faults/run.sh -k kill      fewer; other arguments are pytest's

@@ -4,8 +4,8 @@
     python -m tests.mutants --count tests/unit tests/distributed   # which tests run which line; once, takes long
     python -m tests.mutants                                        # 400 changes of all files and kinds
     python -m tests.mutants --all                                  # before a release
-    python -m tests.mutants --again --tests 30 --cases 10          # the survivors of these, with more tests
-    python -m tests.mutants --noticed 20                           # some that a unit test has noticed: quick
+    python -m tests.mutants --again --tests 30 --cases 10          # those of the 400 that survived, with more tests
+    python -m tests.mutants --noticed 20                           # 20 that a unit test noticed before: quick
     python -m tests.mutants --list
 
 A change that no test notices survives, and is listed. Write a test for it, or a reason in tests/mutants/reasons.json
@@ -31,7 +31,7 @@ from tests.mutants.warm import IN_TIME, NOTICED, SURVIVED, UNTESTED, Trial
 REASONS = Path(__file__).with_name("reasons.json")
 KNOWN = Path(__file__).with_name("noticed.json")  # test by key of the change
 FOLDER = ROOT / "out" / "mutants"
-WANTED = 0.97
+WANTED = 0.97  # share of the changes that can be noticed
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,10 +57,10 @@ def main(argv: list[str] | None = None) -> int:
         chosen = [change for change in tested if known.get(change.key, "").startswith("tests/unit/")]
         chosen = random.Random(args.seed).sample(chosen, min(args.noticed, len(chosen)))
         args.tests = 1
-        print(f"{len(chosen)} that were noticed, --seed {args.seed}")
+        print(f"trying {len(chosen)} that were noticed before, --seed {args.seed}")
     else:
         chosen = tested if args.all else sample(tested, args.sample, args.seed)
-        print("all of them" if args.all else f"{len(chosen)} of them, --seed {args.seed}")
+        print("trying all of them" if args.all else f"trying {len(chosen)} of them, --seed {args.seed}")
         if args.again:
             chosen = [change for change in chosen if earlier.get(change.key) not in (NOTICED, IN_TIME)]
             print(f"{len(chosen)} of these have not been noticed so far")
@@ -100,17 +100,17 @@ def main(argv: list[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--count", nargs="+", default=[], metavar="TESTS", help="count which lines these tests run")
-    options.add_argument("--minutes", type=float, default=600, help="stop then; the next --count continues")
-    options.add_argument("--cases", type=int, default=1, help="of each test function (default: 1)")
+    options.add_argument("--minutes", type=float, default=600, help="stop after so many; the next --count continues")
+    options.add_argument("--cases", type=int, default=1, help="cases of each test function (default: 1)")
     options.add_argument("--sample", type=int, default=400, metavar="N", help="try N random changes (default: 400)")
-    options.add_argument("--seed", default="0", help="of the sample")
+    options.add_argument("--seed", default="0", help="seed of the random choice")
     options.add_argument("--noticed", type=int, metavar="N", help="try N changes again that a unit test has noticed")
     options.add_argument("--all", action="store_true", help="try all changes")
-    options.add_argument("--again", action="store_true", help="leave out what was noticed in earlier runs")
-    options.add_argument("--only", nargs="+", default=[], metavar="PATH", help="change these files or folders alone")
-    options.add_argument("--tests", type=int, default=5, help="most tests for a change (default: 5)")
+    options.add_argument("--again", action="store_true", help="leave out changes that earlier runs noticed")
+    options.add_argument("--only", nargs="+", default=[], metavar="PATH", help="change only these files or folders")
+    options.add_argument("--tests", type=int, default=5, help="largest number of tests for a change (default: 5)")
     options.add_argument("--seconds", type=float, default=30, help="longest time of a change's tests (default: 30)")
-    options.add_argument("--profile", default="few", help="of Hypothesis; ci: as many examples as in an ordinary run")
+    options.add_argument("--profile", default="few", help="Hypothesis profile; ci: as many examples as ordinary runs")
     options.add_argument("--list", action="store_true", help="list the changes, and try none")
     return options
 
@@ -120,7 +120,7 @@ def read(file: Path) -> dict:
 
 
 def sample(changes: list[Change], count: int, seed: str) -> list[Change]:
-    """Every n-th change of a list that is ordered by file and kind, so that each has its share; random within them."""
+    """Every n-th change of a list ordered by file and kind, in random order: each file and kind has its share."""
     draw = random.Random(seed)
     ordered = sorted(changes, key=lambda change: (change.file, change.kind, draw.random()))
     step = max(1.0, len(ordered) / count)
@@ -143,8 +143,8 @@ def tests_of(
 
     Quick tests come first, and those of which a large share of the lines is in the changed file.
     """
-    here, everywhere = sizes
-    share = {test: here[change.file, test] / everywhere[test] for test in lines.get(change.file, {}).get(
+    in_file, in_all = sizes
+    share = {test: in_file[change.file, test] / in_all[test] for test in lines.get(change.file, {}).get(
         str(change.line), [])}  # fmt: skip
     every = sorted(share, key=lambda test: times.get(test, 1.0) / share[test])
     first = list({test.partition("[")[0]: test for test in reversed(every)}.values())[::-1]

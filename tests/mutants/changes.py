@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generates from the source all single changes of the kinds that matter in a parallel program.
 
-Reductions, waits and syncs that are left out or doubled, wrong groups and ranks, lost scales, spans off by one, signs,
-sums in a narrower dtype, and conditions.
+The kinds are: reductions, waits and syncs that are left out or doubled, wrong groups and ranks, lost scales, spans off
+by one, wrong signs, sums in a narrower dtype, and changed conditions.
 """
 
 from __future__ import annotations

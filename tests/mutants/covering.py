@@ -58,8 +58,8 @@ def read(folder: Path) -> tuple[Lines, dict[str, float]]:
 
 def sizes(lines: Lines) -> tuple[Counter, Counter]:
     """(number of lines by file and test, number of lines by test)."""
-    here = Counter((file, test) for file, tests in lines.items() for line in tests.values() for test in line)
-    everywhere: Counter = Counter()
-    for (_, test), count in here.items():
-        everywhere[test] += count
-    return here, everywhere
+    in_file = Counter((file, test) for file, tests in lines.items() for line in tests.values() for test in line)
+    in_all: Counter = Counter()
+    for (_, test), count in in_file.items():
+        in_all[test] += count
+    return in_file, in_all

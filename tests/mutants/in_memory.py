@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A change of the source in a program that runs: the functions that differ get the changed code."""
+"""Applies a change of the source to this running process: the functions that differ get the changed code."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def import_all(files: set[str]) -> None:
 
 
 def functions_in(folder: Path) -> Functions:
-    """All functions of this program whose source is in a folder, by their code."""
+    """All functions of this process whose source is in a folder, by their code."""
     result: Functions = defaultdict(list)
     for thing in gc.get_objects():
         if type(thing) is FunctionType and thing.__code__.co_filename.startswith(str(folder)):
@@ -55,7 +55,7 @@ def functions_in(folder: Path) -> Functions:
 
 
 def apply(change: Change, functions: Functions) -> bool:
-    """Put the changed code in place; False if no function of this program has it."""
+    """Give the functions that differ the changed code; False if this process has no such function."""
     done = False
     for before, after in differing(change):
         for function in functions.get(before, []):

@@ -34,7 +34,7 @@ ENVIRONMENT = {  # before torch is imported; as in tests/distributed/pool.py
     "FORK_THIS_PROCESS": "1",
 }
 FLOOR = 20.0  # seconds that a test may always take
-FACTOR = 6.0  # of the time without a change: later than that, it hangs
+FACTOR = 6.0  # a test hangs after this many times its time without a change
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Try:
 
     def __init__(self, trials: list[Trial], done: Callable[[Trial], bool], cases: int = 1) -> None:
         self.trials = trials
-        self.cases = cases  # further ones of each test function than those that were counted
+        self.cases = cases  # of each test function; 1: only those that were counted
         self.done = done  # called after each trial; False ends the trials
         self.unchanged: dict[str, tuple[int, float]] = {}  # (code, seconds) of a test without a change
 
@@ -136,7 +136,7 @@ def share_memory() -> None:
 def in_fork(
     items: list[Any], apply: Callable[[], bool], limits: list[float], after: Callable[[], None] = lambda: None
 ) -> tuple[int, int]:
-    """(code, number of the test that decided) of tests in a fork that applies a change; each has a limit in seconds."""
+    """Run tests in a fork that applies a change, each with a limit in seconds; (code, index of the deciding test)."""
     from _pytest.runner import runtestprotocol
 
     read, write = os.pipe()
@@ -179,7 +179,7 @@ def in_fork(
         return FAILED, answers.index(FAILED)
     if len(answers) == len(items):
         return PASSED, 0
-    return (FAILED if ready else LATE), len(answers)  # it has ended without an answer: the process has died
+    return (FAILED if ready else LATE), len(answers)  # no answer before the limit: the process died
 
 
 def end_with_parent() -> None:

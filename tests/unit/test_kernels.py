@@ -96,7 +96,7 @@ def assert_close(got, want, dtype: torch.dtype) -> None:
 
 def random_mask(sq, sk, seed=1, dead_row: int | None = 3) -> Tensor:
     mask = torch.rand(sq, sk, generator=torch.Generator().manual_seed(seed)) < 0.6
-    mask[..., 0] = True  # no row is empty
+    mask[..., 0] = True  # no row is empty, except dead_row
     if dead_row is not None:
         mask[..., dead_row, :] = False
     return mask
@@ -419,7 +419,7 @@ def test_blocks_of_scores_fit_the_memory_limits(rows, keys, masked):
                 part = seen[batch, query_heads, start:end]
                 part += 1
                 size, pairs = part.numel() * keys * 4, part.shape[0] * (key_heads.stop - key_heads.start)
-                most = float("inf") if pairs == 1 else group * limit  # with the fewest rows that are efficient
+                most = float("inf") if pairs == 1 else group * limit  # if the block has few rows
                 assert size <= limit or size <= most and end - start <= math_kernel.FEWEST_ROWS
                 if not masked and end < rows and pairs > 1:
                     assert (end - start) * group >= math_kernel.FEW_ROWS

@@ -193,7 +193,7 @@ def test_a_tensor_of_another_length_is_refused():
 
 
 def plan_by_definition(queries, keys, mask, rank: int, step: int) -> tuple[int, RingPlan]:
-    """(rows that all ranks send together, the plan of ``rank``) in one direction, derived from all tiles."""
+    """(number of rows that all ranks send in total, the plan of ``rank``) in one direction, derived from all tiles."""
     size = len(keys)
     needs = {
         (home, hop): tiles(queries[(home + step * hop) % size], keys[home], mask)
@@ -371,7 +371,7 @@ def test_a_thousand_documents_in_a_million_tokens_are_planned_fast(balance, chun
     assert cpu_seconds(plans) < (6 if chunks == 1 else 18) * bands
 
 
-# Partial outputs are merged in fp32 for every input dtype, also with rows without keys.
+# Partial outputs are merged in fp32, or in fp64 for fp64 inputs, also with rows without keys.
 
 
 def tiles_of(dtype: torch.dtype, pieces: int):

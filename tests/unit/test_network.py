@@ -156,7 +156,7 @@ def test_ranks_of_one_node_agree_on_the_loopback_and_leave_nccl_alone():
     assert output == [""] * 3 and variables == [{GLOO: "lo"}] * 3
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/net"), reason="Linux has all addresses of 127.0.0.0/8")
+@pytest.mark.skipif(not os.path.exists("/proc/net"), reason="needs Linux, where all of 127.0.0.0/8 is local")
 @pytest.mark.usefixtures("no_loopback")
 def test_nodes_that_reach_each_other_agree_and_say_what_they_use():
     places = [local(1), local(1), local(2), local(3, wanted="eth0", by=GLOO)]

@@ -118,7 +118,8 @@ class ContextParallelAttention(MegatronModule):
             raise ValueError("attention_bias, a tensor over all pairs, is not supported: use ALiBi of AttentionRule")
         if num_splits not in (None, 1):
             raise ValueError(f"num_splits={num_splits} is not supported: leave it out")
-        # In a recomputed layer core passes the type as a tensor; the fake tensors of a dry run have no values.
+        # In a recomputed layer core passes the type as a tensor. In a dry run this tensor is fake and has no value, so
+        # the layer's own type is used.
         kind = self.mask_type if attn_mask_type is None or is_fake(query) else attn_mask_type
         rule = self.rule if kind == self.mask_type else replace(self.rule, mask=self._mask(kind))
         if query.dim() == 3:  # as core passes packed sequences

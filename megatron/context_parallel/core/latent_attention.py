@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-latent attention (MLA) of DeepSeek V2, V3 and Kimi: keys and values are made from a short latent of each token.
 
-The weights, their names and their formulas are those of core's ``MLASelfAttention``. That class cannot be made without
-Transformer Engine, has RoPE's positions by core's own order of tokens, and without TP sequence parallelism leaves the
-gradient of the rotated part of keys unsummed over TP. Sizes: one head of queries and keys is R rotated entries and N
-others, one of values V; C is the latent of keys and values.
+The weights, their names and their formulas are those of core's ``MLASelfAttention``. Core's class is not used:
+it needs Transformer Engine, its RoPE assumes core's own order of tokens, and without sequence parallelism it does not
+sum the gradient of the keys' rotated part over TP.
+
+Sizes: in each head, queries and keys have R rotated and N other entries, and values have V. The latent of keys and
+values has C entries.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from torch import Tensor, nn
 
 
 class LatentAttention(Attention):
-    """Queries, keys and values from latents; attention itself is that of every layer.
+    """Makes queries, keys and values from latents; its ``core_attention`` is the same as in other layers.
 
     A head has its rotated entries first, where RoPE expects them: the product of a query and a key does not depend on
     the order of their entries, so the weights keep core's order (rotated entries last).
@@ -68,7 +70,7 @@ class LatentAttention(Attention):
             return build_module(kind, hidden_size=size, config=config, eps=config.layernorm_epsilon)
 
         plain, rotated, value = self.sizes
-        self.q_layernorm = self.k_layernorm = None  # core's forward asks for norms of heads
+        self.q_layernorm = self.k_layernorm = None  # core's forward would use them as norms of heads
         if config.q_lora_rank is None:
             self.linear_q_proj = linear("linear_q_proj", hidden, heads * (plain + rotated))
         else:
@@ -85,7 +87,7 @@ class LatentAttention(Attention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """[s, b, h] -> q and k [s, b, heads, R + N], not yet rotated, v [s, b, heads, V]; heads of this TP rank.
 
-        With sequence parallelism [s / TP, b, h], and s in the results.
+        With sequence parallelism the input is [s / TP, b, h]; the results have all s tokens.
         """
         query, k_rotated, latent = self.compressed(hidden_states)
         return query, *self.expanded(k_rotated, latent)
@@ -117,10 +119,10 @@ class LatentAttention(Attention):
         return torch.cat([k_rotated[:, :, None].expand(-1, -1, heads, -1), k_plain], dim=-1), v
 
     def absorbed(self, query: Tensor) -> Tensor:
-        """Queries [s, b, heads, R + N] -> [s, b, heads, R + C], whose keys are (rotated part, latent), for all heads.
+        """Queries [s, b, heads, R + N] -> [s, b, heads, R + C], for keys (rotated part, latent) that all heads share.
 
-        A score is q . (W c) for the up-projection W of keys, which equals (q W) . c. With the latents as values,
-        :meth:`raised` gives the heads' outputs.
+        A score is q . (W c) for the up-projection W of keys, which equals (q W) . c. With latents as values, attention
+        returns means of latents, from which :meth:`raised` makes the heads' outputs.
         """
         rotated, plain = query.split([self.sizes[1], self.sizes[0]], dim=-1)
         return torch.cat([rotated, torch.einsum("sbhn,hnc->sbhc", plain, self._up()[:, : self.sizes[0]])], dim=-1)
@@ -138,7 +140,7 @@ class LatentAttention(Attention):
         return gather_from_tensor_model_parallel_region(part, group=self.pg_collection.tp)
 
     def _own_tokens(self, latent: Tensor) -> Tensor:
-        """With sequence parallelism this TP rank's tokens: the up-projection gathers them again."""
+        """The latent; with sequence parallelism only of this TP rank's tokens: the up-projection gathers them."""
         if not self.config.sequence_parallel:
             return latent
         return scatter_to_sequence_parallel_region(latent, group=self.pg_collection.tp)

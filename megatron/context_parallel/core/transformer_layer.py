@@ -103,14 +103,17 @@ class ChunkSettings:
 
 
 class GatedSelfAttention(SelfAttention):
-    """megatron-core's attention with a gate on its output (Qwen3-Next), which core compiles for GPUs only."""
+    """megatron-core's attention with a gate on its output (Qwen3-Next), without core's compilation of the gate."""
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         return gated(x, gate)
 
 
 def gated(x: Tensor, gate: Tensor) -> Tensor:
-    """``x * sigmoid(gate)``, with a sigmoid in fp32 (fp64), for tensors with equally many elements."""
+    """``x * sigmoid(gate)`` in x's shape and dtype; the sigmoid is in fp32, for fp64 in fp64.
+
+    The gate may have another shape with as many elements.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     return (x * torch.sigmoid(gate.reshape(x.shape).to(wide))).to(x.dtype)
 

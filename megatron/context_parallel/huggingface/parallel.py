@@ -118,7 +118,8 @@ class ContextParallel:
 
     Attributes:
         model: the causal language model.
-        layout: of its sequences; with the balance "documents", the layout of a batch without documents.
+        layout: of its sequences. With the balance "documents" each packed batch has its own layout, and this one is for
+            all other batches.
         grid: of the layout.
     """
 

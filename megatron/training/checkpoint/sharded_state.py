@@ -5,9 +5,9 @@ Each rank writes the pieces that it holds. The files have the layout of core's `
 core itself gathers all states of ZeRO 1 on every rank. Its ``fully_sharded_model_space`` gathers nothing, but needs
 flattened ranges, which core 0.16 refuses (mapping.py, ``validate_metadata_integrity``).
 
-megatron-core writes a parameter as one block of a regular grid. FSDP splits parameters by rows, core's distributed
-optimizer (ZeRO 1) at any element; both ignore layouts in which a parameter is several blocks (SwiGLU's first layer).
-So a shard is written as the boxes of core's blocks that it holds, and nothing is gathered.
+megatron-core saves a TP rank's part of a parameter as one block, or several (SwiGLU's first layer). FSDP splits this
+part by rows, and core's distributed optimizer (ZeRO 1) at any element; such a shard may contain a fraction of a block.
+So each rank writes its shard as boxes, each inside one block, and nothing is gathered.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def local_elements(parameter: Tensor) -> Range:
     return first * row, parameter.to_local().size(0) * row
 
 
-PARTITIONED = "is_expert_parallel"  # core's name; in this program it marks the groups of partitioned positions
+PARTITIONED = "is_expert_parallel"  # core's name; here it marks groups of positions split over CP
 
 
 def elements_of_shard(optimizer: MegatronOptimizer, parameter: nn.Parameter) -> Range:
@@ -210,8 +210,8 @@ def load_weights(loaded: dict[str, Any], places: Places) -> None:
 def optimizer_state(optimizer: MegatronOptimizer, places: Iterable[Places], *, loading: bool) -> dict[str, Any]:
     """Main weights and states of an optimizer of any ZeRO stage, as core's distributed optimizer saves them.
 
-    Partitioned positions have a second optimizer in core's chain. Groups and step are equal in both and are saved
-    once, so the checkpoint looks as if there were one optimizer.
+    Position embeddings that are split over CP have a second optimizer in core's chain. Groups and step are equal in
+    both and are saved once, so the checkpoint looks as if there were one optimizer.
     """
     part, _ = parts_of(optimizer)
     inner = part.optimizer

@@ -315,7 +315,7 @@ def _build(core: LocalConfig, samples: list[int], cache: str) -> list[Dataset | 
 class TokenDataset(GPTDataset):
     """core's samples, read from files that are not memory-mapped, with every id checked.
 
-    The path may include a portion of the documents, by which core distinguishes two datasets of one file.
+    A path may also name a portion of the file's documents, so that core distinguishes two datasets of one file.
     """
 
     def __init__(self, *args: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the layers of a model compute and send around a ring, where they do not all have the same rule."""
+"""Pairs and ring traffic of each layer, for models whose layers have different masks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LayerTraffic:
 
 
 def layer_traffic(config: Config) -> list[LayerTraffic]:
-    """What each kind of layer computes and sends, without packed documents and chunks; empty if all are alike."""
+    """One entry for each mask, without packed documents and chunks; empty if all layers have the same mask."""
     model, parallel, masks = config.model, config.parallel, layer_masks(config)
     if len(set(masks)) == 1:
         return []
@@ -42,24 +42,24 @@ def layer_traffic(config: Config) -> list[LayerTraffic]:
     balance = "contiguous" if parallel.context_parallel_balance == "contiguous" else "zigzag"
     layout = SequenceLayout(config.data.seq_length, abstract_grid(ulysses=ulysses, ring=ring), balance)
     heads = heads_of(model.num_attention_heads, model.num_query_groups, tensor, ulysses)
-    both = model.kv_channels + (model.v_head_dim if model.multi_latent_attention else model.kv_channels)
-    row = heads.local_kv * both * compute_dtype(config).itemsize * config.data.micro_batch_size
-    found = []
+    key_and_value = model.kv_channels + (model.v_head_dim if model.multi_latent_attention else model.kv_channels)
+    row = heads.local_kv * key_and_value * compute_dtype(config).itemsize * config.data.micro_batch_size
+    groups = []
     for mask in dict.fromkeys(masks):
         plans = [attention_plan(layout, mask).ring(rank=rank) for rank in range(ring)]
         sent = [sum(count(hop.keys_out.rows) for hop in plan.hops) for plan in plans]
         numbers = tuple(number for number, other in enumerate(masks, 1) if other == mask)
-        found.append(LayerTraffic(mask, numbers, max(plan.pairs for plan in plans), row * max(sent)))
-    return found
+        groups.append(LayerTraffic(mask, numbers, max(plan.pairs for plan in plans), row * max(sent)))
+    return groups
 
 
 def describe_layers(config: Config) -> Iterator[str]:
-    """One line for each kind of layer, for the console; none if all layers are alike."""
-    for kind in layer_traffic(config):
-        sends = f" and sends {kind.sent / 2**20:,.1f} MiB of keys and values"
+    """One line for each mask, for the console; none if all layers have the same mask."""
+    for group in layer_traffic(config):
+        sends = f" and sends {group.sent / 2**20:,.1f} MiB of keys and values"
         yield (
-            f"layers {_ranges(kind.layers)}: {kind.mask}; in a forward pass a rank attends to at most {kind.pairs:,} "
-            f"pairs of tokens{sends if config.parallel.ring_parallel_size > 1 else ''}"
+            f"layers {_ranges(group.layers)}: {group.mask}; in a forward pass a rank attends to at most "
+            f"{group.pairs:,} pairs of tokens{sends if config.parallel.ring_parallel_size > 1 else ''}"
         )
 
 
