@@ -37,6 +37,7 @@ from megatron.training.model.attention_rule import sparse_pattern
 from megatron.training.refusal import Refusal, Refusals
 from megatron.training.report import memory_picture
 from tests.fuzz import mutations
+from tests.fuzz.checkpoint_readers import LLAMA
 from tests.fuzz.harness import Reader
 from tools import compare_trace, plot_run, trace_alignment
 from tools.launch_command import launch, slurm
@@ -524,6 +525,6 @@ READERS = [
         lambda folder: sparse_pattern(AttentionConfig(sparse_pattern="file", sparse_block_size=8), 32),
     ),
     reader("generation_config", as_json(GENERATION), bare_json, hugging_face, "generation_config.json",
-           other_files={"config.json": as_json({"eos_token_id": 2, "torch_dtype": "float16"})}),
+           other_files={"config.json": as_json({**LLAMA, "eos_token_id": 2, "torch_dtype": "float16"})}),
     reader("saved_settings", as_json(SETTINGS), plain_json, read_settings),
 ]  # fmt: skip
