@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from tests.distributed.test_experts import resume, save
 from tests.distributed.test_latent_attention import FULL, P2, SP, T2, compare, cp
-from tests.distributed.training_runs import make_job
+from tests.distributed.training_runs import make_job, train_job
 from tests.pairs import by_pairs, seconds, settings
 
 MTP = "--num-layers 2 --mtp-num-layers 2 --mtp-loss-scaling-factor 0.3 --init-method-std 0.1 --eod-mask-loss"
@@ -40,6 +40,7 @@ CASES = [
     (2, MTP, P2),
     (4, MTP, f"{P2} {cp(1, 2)} --micro-batch-size 1"),
     (4, MTP, f"{P2} {T2} {SP} --zero-stage 1"),
+    (4, f"{MTP} --num-layers 4", "--pipeline-model-parallel-size 4"),
     (2, TIED, P2),
     (4, TIED, f"{P2} {cp(2, 1)} --loss-chunks 2"),
     (2, TIED, f"{T2} {SP}"),
@@ -158,9 +159,7 @@ def test_against_a_computation_written_out(pool, shared, model, world, grid):
 
 def labels_in_place(batch: dict, positions: torch.Tensor, by: int) -> dict:
     """A mistake: the labels of the next token, for every layer."""
-    from megatron.training.data.batches import KEYS, shifted
-
-    return {"tokens": shifted(batch, positions, by)["tokens"]} | {key: batch[key][:, positions] for key in KEYS[1:]}
+    return over_ends(batch, positions, by) | {key: batch[key][:, positions] for key in ("labels", "loss_mask")}
 
 
 def own_rows(batch: dict, positions: torch.Tensor, by: int) -> dict:
@@ -199,3 +198,55 @@ def test_a_checkpoint_is_read_on_another_grid(pool, tmp_path, model, saved, load
     after = pool.run(save, saved[0], f"{model} {saved[1]}", str(tmp_path), timeout=120)[0]
     for losses in pool.run(resume, loaded[0], f"{model} {loaded[1]}", str(tmp_path), timeout=120):
         assert losses == pytest.approx(after, rel=1e-5)
+
+
+PROMPTS = [[5, 17, 130, 2, 99, 40], [250, 3, 3, 71, 8, 200]]
+
+
+def logits_of_training(flags: str, folder: str) -> tuple[int, torch.Tensor]:
+    """Save a trained model. Size of its vocabulary, and its logits of the last token of each prompt.
+
+    Also compares an evaluation's loss with that of its logits.
+    """
+    from megatron.training.checkpoint import checkpoint
+    from megatron.training.job import batches_for
+    from megatron.training.step import evaluate
+
+    job = make_job(flags, llama=OF_GPT not in flags)
+    train_job(job, 1)
+    checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+    batch = next(batches_for(job, job.datasets[0], 0, 0))
+    loss = evaluate(job.runtime, job.chunks, iter([batch]), job.config, 1, 1).lm_loss
+    model = job.chunks[0].module.eval()
+    prompts = torch.tensor(PROMPTS)
+    with torch.no_grad():
+        whole, logits = (
+            model(tokens, torch.arange(tokens.size(1)).expand(len(tokens), -1), None)[..., : job.vocab_size]
+            for tokens in (batch["tokens"], functional.pad(prompts, (0, 64 - prompts.size(1))))
+        )
+    each = functional.cross_entropy(whole.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+    mask = batch["loss_mask"].flatten()
+    assert float((each * mask).sum() / mask.sum()) == pytest.approx(loss, rel=1e-5)
+    return job.vocab_size, logits[:, prompts.size(1) - 1]
+
+
+def logits_of_generation(folder: str, vocabulary: int, grid: str) -> torch.Tensor | None:
+    import torch.distributed as dist
+
+    from megatron.inference.load import configure, load_decoder
+    from megatron.training.setup import start
+
+    words = f"--tokenizer-type NullTokenizer --vocab-size 301 --device cpu {grid}".split()
+    config, _ = configure(words, folder, None, None, dist.get_world_size())
+    runtime = start(config)
+    config.data.seq_length = 16
+    decoder = load_decoder(config, runtime, vocabulary)
+    assert len(decoder.attentions) == len(decoder.model.decoder.layers)
+    return decoder.prefill(PROMPTS, 1)
+
+
+@pytest.mark.parametrize("model", [MTP, f"{TIED} --attention-dropout 0"])
+def test_generation_and_evaluation_use_the_main_head(pool, tmp_path, model):
+    vocabulary, expected = pool.run(logits_of_training, 1, model, str(tmp_path), timeout=120)[0]
+    for logits in pool.run(logits_of_generation, 2, str(tmp_path), vocabulary, P2, timeout=120)[1:]:
+        assert float((logits - expected).abs().max()) < 1e-4

@@ -49,6 +49,9 @@ class LongContextGPT(GPTModel):
         self.ahead_sums: Tensor | None = None  # [layers, 2], see _predict_ahead
         if self.mtp_process and self.share_embeddings_and_output_weights and not self.pre_process:
             self.output_layer.weight = None  # the embedding of this stage has it
+            self.embedding.word_embeddings.weight.zero_out_wgrad = (
+                True  # it has two uses; core marks it without PP only
+            )
         if softcap is not None and hasattr(self, "output_layer"):
             self.output_layer.register_forward_hook(partial(_capped, softcap))
 
@@ -171,7 +174,7 @@ class LongContextGPT(GPTModel):
         """See :meth:`_postprocess`; [b, s_local] without chunks."""
         if not (self.loss_chunks or self.scores_tokens):
             return self.compute_language_model_loss(labels, self._logits(hidden_states))
-        tied = self.share_embeddings_and_output_weights and (self.pre_process or self.mtp_process)
+        tied = self.share_embeddings_and_output_weights and hasattr(self, "embedding")
         weight = _ready_weight(self.embedding.word_embeddings if tied else self.output_layer)
         inputs = hidden_states, weight, labels.t(), loss_mask.t()
         settings: dict[str, Any] = {
