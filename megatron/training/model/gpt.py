@@ -50,7 +50,7 @@ class LongContextGPT(GPTModel):
         if self.mtp_process and self.share_embeddings_and_output_weights and not self.pre_process:
             self.output_layer.weight = None  # the embedding of this stage has it
             self.embedding.word_embeddings.weight.zero_out_wgrad = (
-                True  # it has two uses; core marks it without PP only
+                True  # two uses; core marks it only without PP
             )
         if softcap is not None and hasattr(self, "output_layer"):
             self.output_layer.register_forward_hook(partial(_capped, softcap))
