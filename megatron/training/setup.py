@@ -168,7 +168,7 @@ def start(config: Config, target: platform.Platform | None = None, offload: Offl
         by_documents=varies_by_batch(config),
         reset_positions=config.data.reset_position_ids,
         uses_dropout=config.model.hidden_dropout > 0 or config.model.attention_dropout > 0,
-        ahead=config.model.mtp_num_layers,
+        ahead=config.model.mtp_num_layers or 0,
         routes=config.model.num_experts is not None,
     )
 

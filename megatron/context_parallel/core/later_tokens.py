@@ -22,6 +22,7 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
         MultiTokenPredictionLayerSubmodules,
     )
     from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 
 class LaterTokenLayer(MultiTokenPredictionLayer):
@@ -41,10 +42,13 @@ class LaterTokenLayer(MultiTokenPredictionLayer):
         return self._proj_and_transformer_layer(*inputs)
 
 
-def later_token_layers(number: int, layer: ModuleSpec, norm: type) -> MultiTokenPredictionBlockSubmodules | None:
-    """``number`` layers that are built like ``layer``; None if there are none."""
+def later_token_layers(
+    number: int | None, block: TransformerBlockSubmodules
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """``number`` layers that are built like the last one of ``block``; None if there are none."""
     if not number:
         return None
+    layer, norm = block.layer_specs[-1], block.layer_norm
     parts = MultiTokenPredictionLayerSubmodules(
         enorm=norm, hnorm=norm, eh_proj=ColumnParallelLinear, transformer_layer=layer, layer_norm=norm
     )

@@ -125,7 +125,7 @@ def check_model(saved: dict[str, Any], config: Config, path: Path, weights_only:
     """
 
     if saved:
-        older = {"num_experts": None, "multi_latent_attention": False, "mtp_num_layers": 0}  # than these settings
+        older = {"num_experts": None, "multi_latent_attention": False, "mtp_num_layers": None}  # than these settings
         saved = older | saved
     unread = () if config.model.num_experts else ("moe_",)
     unread += () if config.model.multi_latent_attention else LATENT

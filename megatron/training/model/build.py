@@ -112,7 +112,7 @@ def _build_chunk(
         output_norms=model.sandwich_norm,
         latent_norms=model.multi_latent_attention and model.qk_layernorm,
     )
-    further = later_token_layers(model.mtp_num_layers, spec.layer_specs[-1], spec.layer_norm) if last else None
+    further = later_token_layers(model.mtp_num_layers, spec) if last else None
     learned = model.position_embedding_type == "learned_absolute"
     partitioned = config.parallel.partition_position_embedding
     chunk = LongContextGPT(

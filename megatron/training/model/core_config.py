@@ -57,7 +57,7 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
     kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
     return kind(
         **{name: getattr(model, name) for name in SAME_IN_CORE} | latents(model),
-        mtp_num_layers=model.mtp_num_layers or None,
+        mtp_num_layers=model.mtp_num_layers,
         # Our dropout depends on the position: see ModelDropout.
         hidden_dropout=0.0,
         attention_dropout=0.0,

@@ -49,9 +49,7 @@ class LongContextGPT(GPTModel):
         self.ahead_sums: Tensor | None = None  # [layers, 2], see _predict_ahead
         if self.mtp_process and self.share_embeddings_and_output_weights and not self.pre_process:
             self.output_layer.weight = None  # the embedding of this stage has it
-            self.embedding.word_embeddings.weight.zero_out_wgrad = (
-                True  # two uses; core marks it only without PP
-            )
+            self.embedding.word_embeddings.weight.zero_out_wgrad = True  # two uses; core marks it only without PP
         if softcap is not None and hasattr(self, "output_layer"):
             self.output_layer.register_forward_hook(partial(_capped, softcap))
 

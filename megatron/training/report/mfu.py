@@ -36,7 +36,11 @@ class StepFlops:
 
 def step_flops(config: Config, vocab_size: int) -> StepFlops:
     """FLOPs per sample; the backward pass has twice those of the forward pass."""
-    shape, length, ahead = model_shape(config.model, vocab_size), config.data.seq_length, config.model.mtp_num_layers
+    shape, length, ahead = (
+        model_shape(config.model, vocab_size),
+        config.data.seq_length,
+        config.model.mtp_num_layers or 0,
+    )
     forward = forward_flops(replace(shape, layers=shape.layers + ahead), length)
     # Each layer of multi-token prediction also has a projection from twice the width, and the output layer once more.
     gemm = forward.gemm + ahead * (forward.logits + 4 * length * shape.hidden**2)
@@ -47,7 +51,7 @@ def step_flops(config: Config, vocab_size: int) -> StepFlops:
 def attended_share(config: Config) -> float:
     """The share of all (query, key) pairs that the masks inside a document allow, on average over the layers."""
     masks = layer_masks(config)
-    masks += masks[-1:] * config.model.mtp_num_layers
+    masks += masks[-1:] * (config.model.mtp_num_layers or 0)
     counts = {mask: masks.count(mask) for mask in masks}
     return sum(count * _share(mask, config.data.seq_length) for mask, count in counts.items()) / len(masks)
 

@@ -79,6 +79,7 @@ def _predicts_ahead(config: Config) -> None:
     """Refuse what does not work with multi-token prediction yet."""
     model, parallel, chunks = config.model, config.parallel, config.chunks
     if not model.mtp_num_layers:
+        model.mtp_num_layers = None
         return
     refused = {
         "--fpdt": (chunks.fpdt, "its layers need the whole sequence on the device"),
