@@ -32,7 +32,7 @@ class Decoder:
 
     def __init__(self, model: LongContextGPT, grid: Grid, balance: str) -> None:
         self.model, self.grid, self.balance = model.eval(), grid, balance
-        self.attentions = keep_keys(model)
+        self.attentions = keep_keys(model.decoder)  # not of layers for multi-token prediction
         self.is_last = model.post_process
         weight = next(model.parameters())
         self.device, self.dtype = weight.device, model.config.params_dtype
@@ -108,5 +108,5 @@ class Decoder:
         return logits[0, :, : model.real_vocab_size].float()
 
     def _tied(self) -> bool:
-        """Whether the output layer uses the embedding's weight on this stage; on a later stage it has a copy."""
-        return self.model.share_embeddings_and_output_weights and self.model.pre_process
+        """Whether the output layer uses the embedding's weight on this stage; on a later stage it may have a copy."""
+        return self.model.share_embeddings_and_output_weights and hasattr(self.model, "embedding")

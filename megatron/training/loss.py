@@ -20,10 +20,12 @@ context_parallel/attention/ for the attention, and docs/inside/grid-invariance.m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from megatron.core.parallel_state import get_data_parallel_group
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.platform.hooks import replaceable
 from megatron.training.setup import Runtime
@@ -46,6 +48,18 @@ def mean_loss(reports: list[Tensor], runtime: Runtime) -> tuple[float, int]:
     """Mean loss and number of tokens of the global batch, on every rank."""
     loss_sum, tokens = sum_of_reports(reports, (2,), runtime).tolist()
     return (loss_sum / tokens if tokens else 0.0), int(tokens)
+
+
+def losses_ahead(chunks: Sequence[nn.Module], runtime: Runtime) -> dict[str, float]:
+    """Mean loss of each layer of multi-token prediction since the last call, by Megatron-LM's names."""
+    if not runtime.ahead:
+        return {}
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    models = [module for module in modules if getattr(module, "ahead_sums", None) is not None]
+    total = sum_of_reports([model.ahead_sums for model in models], (runtime.ahead, 2), runtime)
+    for model in models:
+        model.ahead_sums = None
+    return {f"mtp_{number} loss": loss / max(tokens, 1.0) for number, (loss, tokens) in enumerate(total.tolist(), 1)}
 
 
 def sum_of_reports(reports: list[Tensor], shape: tuple[int, ...], runtime: Runtime) -> Tensor:

@@ -67,6 +67,7 @@ class Runtime:
     by_documents: bool = False  # attention or positions depend on the ends of documents in a batch
     reset_positions: bool = False  # positions restart in each document
     uses_dropout: bool = False  # dropout masks depend on the numbers of the samples
+    ahead: int = 0  # layers of multi-token prediction
     routes: bool = False  # layers have experts, whose statistics leave out the tokens that the loss leaves out
 
     @property
@@ -128,6 +129,7 @@ def start(config: Config, target: platform.Platform | None = None, offload: Offl
     if config.model.transformer_impl == "auto":
         engine = target.on_gpu and not target.simulated and transformer_engine_installed()
         engine = engine and config.model.num_experts is None and not config.model.multi_latent_attention
+        engine = engine and not config.model.mtp_num_layers
         config.model.transformer_impl = "transformer_engine" if engine else "local"
     try:
         line = initialize_world(target.backend, parallel.distributed_timeout_minutes, parallel.network_interface)
@@ -166,6 +168,7 @@ def start(config: Config, target: platform.Platform | None = None, offload: Offl
         by_documents=varies_by_batch(config),
         reset_positions=config.data.reset_position_ids,
         uses_dropout=config.model.hidden_dropout > 0 or config.model.attention_dropout > 0,
+        ahead=config.model.mtp_num_layers or 0,
         routes=config.model.num_experts is not None,
     )
 

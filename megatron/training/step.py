@@ -14,7 +14,7 @@ A token's way through a training step:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from megatron.context_parallel.layout.documents import samples_tensor
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.schedule import schedule_unit
 from megatron.training.data.batches import shard_batch
-from megatron.training.loss import mean_loss, sum_of_losses
+from megatron.training.loss import losses_ahead, mean_loss, sum_of_losses
 from megatron.training.model.expert_load import ExpertLoad, load_of, move_biases, take_load
 from megatron.training.setup import Runtime
 from megatron.training.watch import Watch
@@ -49,6 +49,7 @@ class StepResult:
     skipped: bool = False  # fp16 overflow, or a bad batch: no update was made
     bad: str = ""  # what is bad about the batch
     experts: ExpertLoad | None = None  # of a model with experts
+    further: dict[str, float] = field(default_factory=dict)  # losses of multi-token prediction, by Megatron-LM's names
 
 
 class Diverged(ArithmeticError):
@@ -83,14 +84,16 @@ def forward_step(
     """
     if mark is not None:
         mark("forward")
-    names = ("tokens", "position_ids", "labels", "loss_mask", "document_ends", "numbers", "groups")
+    names = ("tokens", "position_ids", "labels", "loss_mask", "document_ends", "numbers", "groups", "ahead")
     batch: dict[str, Tensor | None] = dict.fromkeys(names)
     if runtime.reads_data:
         restart = runtime.reset_positions
-        batch.update(shard_batch(next(batches), runtime.layout, runtime.device, reset_positions=restart))
-    if length is not None and batch["loss_mask"] is not None:
-        counts = runtime.layout.positions.to(runtime.device) < length
-        batch["loss_mask"] = batch["loss_mask"] * counts.to(batch["loss_mask"].dtype)
+        whole = next(batches)
+        if length is not None and "loss_mask" in whole:
+            mask = whole["loss_mask"]
+            whole = whole | {"loss_mask": mask * (torch.arange(mask.size(1)) < length).to(mask.dtype)}
+        ahead = runtime.ahead if torch.is_grad_enabled() else 0
+        batch.update(shard_batch(whole, runtime.layout, runtime.device, reset_positions=restart, ahead=ahead))
     output = model(
         batch["tokens"],
         batch["position_ids"],
@@ -98,6 +101,7 @@ def forward_step(
         samples_tensor(batch["numbers"] if runtime.uses_dropout else None, batch["document_ends"]),
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
+        **({"ahead": batch["ahead"]} if runtime.ahead else {}),
     )
     if mark is not None and output.requires_grad:
         output.register_hook(lambda _: mark("backward"))  # its backward begins, in any pipeline schedule
@@ -134,6 +138,7 @@ def train_step(
     step = partial(forward_step, runtime, mark=mark, length=length)
     reports = run_schedule(step, chunks, batches, config, num_microbatches, forward_only=False)
     loss, tokens = mean_loss(reports, runtime)
+    further = losses_ahead(chunks, runtime)
     if mark is not None:
         mark("optimizer")
     bad, table, load = "", None, None
@@ -147,7 +152,7 @@ def train_step(
         return not bad
 
     updated, grad_norm, zeros = step_if(optimizer, allowed)
-    result = StepResult(loss, tokens, float(grad_norm or 0.0), zeros, skipped=not updated, bad=bad, experts=load)
+    result = StepResult(loss, tokens, float(grad_norm or 0.0), zeros, not updated, bad, load, further)
     if bad and not watch.skips:
         raise Diverged(result, own=not all(bool(report.isfinite().all()) for report in reports))
     if updated:

@@ -146,8 +146,8 @@ def test_finding_1_is_in_core_and_not_used(pool, used) -> None:
 UNUSED = {
     1: ("tensor_parallel.cross_entropy", ["label_smoothing"]),
     2: ("models.gpt.gpt_model", ["parallel_output"]),
-    3: ("transformer.multi_token_prediction", ["MTPLossAutoScaler", "mtp_block_spec"]),
-    4: ("transformer.multi_token_prediction", ["MultiTokenPredictionBlock", "multi_token_prediction"]),
+    3: ("transformer.multi_token_prediction", ["roll_tensor", "MTPLossLoggingHelper"]),
+    4: ("transformer.multi_token_prediction", ["_checkpointed_forward", "te_checkpoint"]),
     6: ("transformer.attention", ["CrossAttention", "t5_model"]),
     7: ("models.multimodal.llava_model", ["LLaVAModel", "llava_model"]),
     10: ("transformer.moe.router", ["TopKRouter", "get_tokens_per_expert_and_token_count"]),
@@ -195,8 +195,7 @@ def test_unused_words_would_be_found(used) -> None:
 
 @pytest.mark.parametrize(
     "finding, flags",
-    [(3, "--mtp-num-layers 1"), (4, "--mtp-num-layers 1 --recompute-granularity full"),
-     ("appendix", "--num-experts 4 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01"),
+    [("appendix", "--num-experts 4 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01"),
  (11, "--is-hybrid-model")],
 )  # fmt: skip
 def test_flags_that_would_reach_a_finding_are_refused(finding: int | str, flags: str) -> None:

@@ -233,7 +233,7 @@ def test_entry_point_defaults_must_exist():
         ("-np 4", ["-np"]),
         ("stray", ["stray"]),
         ("--swiglu yes", ["yes"]),
-        ("--mtp-num-layers 1 --moe-grouped-gemm --fp4-format e2m1", ["--mtp-num-layers: multi-token", "--fp4-format"]),
+        ("--lazy-mpu-init 1 --moe-grouped-gemm --fp4-format e2m1", ["--lazy-mpu-init: ", "--fp4-format"]),
         ("--num-layers 2 --encoder-num-layers 3", ["--num-layers and --encoder-num-layers", "differ"]),
         ("--no-position-embedding", ["--no-position-embedding", "--position-embedding-type none"]),
     ],

@@ -29,6 +29,7 @@ BASE = (
 )
 RANKS = 4
 MLA = "--multi-latent-attention --position-embedding-type rope"
+ROPE = "--position-embedding-type rope"
 MOE, T2 = "--num-experts 8 --disable-bias-linear", "--tensor-model-parallel-size 2 --sequence-parallel"
 FULL = "--recompute-granularity full --recompute-method"
 YARN = "--position-embedding-type yarn --yarn-rotary-scaling-factor"
@@ -129,6 +130,8 @@ EFFECTS = f"""
 {MLA} | --v-head-dim 16 | core.v_head_dim core.kv_channels
 {MLA} --rope-type rope | --rotary-base 5000 | rope
 {MLA} --position-embedding-type yarn --rotary-scaling-factor 4 | --mscale 0.5 | rope
+{ROPE} | --mtp-num-layers 1 | core.mtp_num_layers ...
+{ROPE} --mtp-num-layers 1 | --mtp-loss-scaling-factor 0.3 | core.mtp_loss_scaling_factor
 | --lora-rank 8 | layers.lora
 --lora-rank 8 | --lora-alpha 16 | layers.lora
 --lora-rank 8 | --lora-targets linear_fc2 linear_qkv | layers.lora
@@ -364,6 +367,7 @@ def test_every_setting_has_a_test_of_its_effect():
         "--tiktoken-pattern v2 --tiktoken-num-special-tokens 5",
         "--sft-tokenizer-prompt-format a --sft-over-length skip",
         "--lora-alpha 3 --lora-targets linear_qkv",
+        "--mtp-loss-scaling-factor 0.3",
         "--q-lora-rank 8 --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8 --rope-type rope",
         "--moe-router-topk 3 --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2",
         "--tokenizer-model a --tokenizer-type NullTokenizer",

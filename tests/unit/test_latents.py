@@ -71,11 +71,6 @@ def test_without_latents() -> None:
     assert not read("--rope-type rope").model.multi_latent_attention
 
 
-def test_multi_token_prediction_is_refused_by_name() -> None:
-    with pytest.raises(Refusal, match="--mtp-num-layers: multi-token prediction is not supported"):
-        read(f"{MLA} --mtp-num-layers 1")
-
-
 def test_the_planner_refuses_latents(capsys) -> None:
     from tools.plan import main
 

@@ -65,7 +65,7 @@ def refused(flags: str, *expected: str, world: int = 1, fresh: bool = False) -> 
         ("--ulysses-parallel-size 2 --ring-parallel-size 2", 2, ("--ulysses-parallel-size", "--ring-parallel-size")),
         ("--attention-kernel warp", 1, ("--attention-kernel", "flash_attn", "math")),
         ("--attention-kernel cudnn", 1, ("--attention-kernel cudnn", "GPU", "cpu")),
-        ("--mtp-num-layers 1", 1, ("--mtp-num-layers",)),
+        ("--lazy-mpu-init 1", 1, ("--lazy-mpu-init",)),
         ("--numlayers 2", 1, ("--numlayers", "--num-layers")),
         ("--fpdt", 1, ("--fpdt-chunk-size 65536", "--seq-length")),
         ("--partition-position-embedding", 1, ("--partition-position-embedding", "learned_absolute")),
@@ -84,12 +84,12 @@ def test_a_refusal_in_a_new_process_is_one_line_too():
 
 
 def test_several_refusals_are_a_list_with_the_command_line_that_would_be_accepted():
-    done = pretrain(f"{GOOD} {MOCK} --mtp-num-layers 1 --rope-theta 500000")
+    done = pretrain(f"{GOOD} {MOCK} --lazy-mpu-init 1 --rope-theta 500000")
     assert done.returncode == 2 and "iteration" not in done.stdout
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     assert lines[0] == "error: 2 settings cannot run"
-    assert lines[1].startswith("  1. --mtp-num-layers: ") and lines[2] == "  2. --rope-theta: use --rotary-base"
-    assert lines[3] == "this would be accepted (without --mtp-num-layers, --rope-theta; with --rotary-base 500000):"
+    assert lines[1].startswith("  1. --lazy-mpu-init: ") and lines[2] == "  2. --rope-theta: use --rotary-base"
+    assert lines[3] == "this would be accepted (without --lazy-mpu-init, --rope-theta; with --rotary-base 500000):"
     assert lines[4] == f"  {GOOD} {MOCK} --rotary-base 500000" and len(lines) == 5
 
 
@@ -150,22 +150,22 @@ def refused_with_command(flags: str, world_size: int = 8) -> Refusal:
 
 
 def test_one_refusal_alone_stays_one_line():
-    refusal = refused_with_command(f"{ACCEPTED} --mtp-num-layers 1")
+    refusal = refused_with_command(f"{ACCEPTED} --lazy-mpu-init 1")
     assert type(refusal) is Refusal and refusal.render() == str(refusal)
-    assert str(refusal) == "--mtp-num-layers: multi-token prediction is not supported: leave it out"
+    assert str(refusal) == "--lazy-mpu-init: weights are always created at start-up: leave it out"
 
 
 def test_words_and_settings_are_refused_together_in_order():
     """Order: malformed values, unknown flags, refused flags, other values, conflicts; each once, no consequences."""
     refusal = refused_with_command(
-        f"{ACCEPTED} --mtp-num-layers 1 --seq-lenght 128 --optimizer muon --clip-grad x --zero-stage 7 "
+        f"{ACCEPTED} --lazy-mpu-init 1 --seq-lenght 128 --optimizer muon --clip-grad x --zero-stage 7 "
         "--ulysses-parallel-size 3 --recompute-granularity full --load-optim-state"
     )
     assert isinstance(refusal, Refusals) and refusal.lines == [
         "--clip-grad: invalid number value: 'x'",
         "--seq-lenght is not a known flag: did you mean --seq-length?",
         "--load-optim-state is not a known flag: --help lists them",
-        "--mtp-num-layers: multi-token prediction is not supported: leave it out",
+        "--lazy-mpu-init: weights are always created at start-up: leave it out",
         "--zero-stage 7: not supported; choose from 0, 1, 2, 3",
         "--optimizer muon: not supported; choose from adam, sgd",
         "--ulysses-parallel-size 3 = 3 ranks does not divide the 8 processes: start a multiple of 3, or lower a size",
@@ -179,16 +179,16 @@ def test_words_and_settings_are_refused_together_in_order():
 
 
 def test_the_list_ends_with_the_command_line_that_would_be_accepted():
-    refusal = refused_with_command(f"{ACCEPTED} --mtp-num-layers 1 --ulyses-parallel-size 4 --ulysses_degree 2 --fpdt")
+    refusal = refused_with_command(f"{ACCEPTED} --lazy-mpu-init 1 --ulyses-parallel-size 4 --ulysses_degree 2 --fpdt")
     assert isinstance(refusal, Refusals) and len(refusal.lines) == 4
     assert refusal.command is None  # two sizes for one axis
 
-    refusal = refused_with_command(f"{ACCEPTED} --mtp-num-layers 1 --kd --ulyses-parallel-size 4 --fpdt")
+    refusal = refused_with_command(f"{ACCEPTED} --lazy-mpu-init 1 --kd --ulyses-parallel-size 4 --fpdt")
     message = refusal.render().splitlines()
     assert message[0] == "4 settings cannot run" and message[1].startswith(
         "  1. --ulyses-parallel-size is not a known flag"
     )
-    assert "this would be accepted (without --mtp-num-layers, --kd, --ulyses-parallel-size; with " in message[5]
+    assert "this would be accepted (without --lazy-mpu-init, --kd, --ulyses-parallel-size; with " in message[5]
     config = parse(shlex.split(message[6]), world_size=8)
     assert config.parallel.ulysses_parallel_size == 4 and config.chunks.fpdt_chunk_size == 256
 
@@ -215,7 +215,7 @@ FIXED = {  # flags, given with two others that must be removed -> their replacem
 @pytest.mark.parametrize("flags", FIXED)
 def test_fixes_of_the_proposed_command_line(flags: str):
     """The proposed command line equals the given one, except for the fix."""
-    refusal = refused_with_command(f"{ACCEPTED} {flags} --mtp-num-layers 1 --fp4-format e2m1")
+    refusal = refused_with_command(f"{ACCEPTED} {flags} --lazy-mpu-init 1 --fp4-format e2m1")
     wanted = FIXED[flags]
     if wanted is None:
         assert refusal.command is None, refusal.render()
@@ -227,13 +227,13 @@ def test_fixes_of_the_proposed_command_line(flags: str):
 
 
 def test_a_default_that_is_refused_is_in_the_list():
-    refusal = refused_with_command(f"{ACCEPTED} --fpdt --mtp-num-layers 1")
-    assert [line.split()[0] for line in refusal.lines] == ["--mtp-num-layers:", "--fpdt-chunk-size"]
+    refusal = refused_with_command(f"{ACCEPTED} --fpdt --lazy-mpu-init 1")
+    assert [line.split()[0] for line in refusal.lines] == ["--lazy-mpu-init:", "--fpdt-chunk-size"]
 
 
 def test_consequences_of_another_refusal_are_not_listed():
     for flags in ("--num-layers two", "--seq-length= 5", "--lr x --train-iters y"):
-        lines = getattr(refused_with_command(f"{ACCEPTED} {flags} --mtp-num-layers 1"), "lines", [])
+        lines = getattr(refused_with_command(f"{ACCEPTED} {flags} --lazy-mpu-init 1"), "lines", [])
         assert not [line for line in lines if line.startswith("missing")], lines
 
 
@@ -267,7 +267,7 @@ def test_rewording_does_not_change_the_command_line(monkeypatch):
             ))  # fmt: skip
         megatron_flags._refusal.cache_clear()
         with pytest.raises(Refusals) as caught:
-            flags = "--mtp-num-layers 1 --ulyses-parallel-size 4 --rope-theta 1000 --fpdt --manual-gc-interval 5"
+            flags = "--lazy-mpu-init 1 --ulyses-parallel-size 4 --rope-theta 1000 --fpdt --manual-gc-interval 5"
             parse(f"{ACCEPTED} {flags}".split(), world_size=8)
         commands.append((caught.value.command, caught.value.changes))
     megatron_flags._refusal.cache_clear()

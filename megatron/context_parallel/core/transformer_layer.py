@@ -68,10 +68,10 @@ class AttentionSettings:
     layers: tuple[LayerRule, ...] = ()
 
     def of_layer(self, number: int) -> AttentionSettings:
-        """The settings of one layer, by its number in the complete model, from 1."""
+        """The settings of one layer, by its number in the complete model, from 1; further layers are like the last."""
         if not self.layers:
             return self
-        own = self.layers[number - 1]
+        own = self.layers[min(number, len(self.layers)) - 1]
         return replace(self, rule=own.rule, rotary=own.rotary, layers=())
 
     def layout_of(self, batch: Samples) -> SequenceLayout:

@@ -317,6 +317,7 @@ def _refuse_unknown(config: Config) -> None:
         "--attention-output-gate": model.attention_output_gate,
         "--attn-logit-softcapping": model.attn_logit_softcapping,
         "--final-logit-softcapping": model.final_logit_softcapping,
+        f"--mtp-num-layers {model.mtp_num_layers}": model.mtp_num_layers,
         f"--num-experts {model.num_experts}": model.num_experts,
         "--multi-latent-attention": model.multi_latent_attention,
     }

@@ -107,6 +107,7 @@ READERS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
         "moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_expert_capacity_factor "
         "moe_token_drop_policy moe_token_dispatcher_type expert_model_parallel_size expert_tensor_parallel_size",
     ),
+    ("read only with --mtp-num-layers", lambda c: bool(c.model.mtp_num_layers), "mtp_loss_scaling_factor"),
     (
         "read only with --multi-latent-attention",
         lambda c: c.model.multi_latent_attention,

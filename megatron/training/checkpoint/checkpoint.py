@@ -103,7 +103,7 @@ SHAPES = """
     attention_output_gate
     untie_embeddings_and_output_weights
     num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_enable_expert_bias
-    multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
+    multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mtp_num_layers
 """.split()
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 # Settings that change the network but no shape: they may differ with --finetune, but not when a run resumes.
@@ -125,7 +125,8 @@ def check_model(saved: dict[str, Any], config: Config, path: Path, weights_only:
     """
 
     if saved:
-        saved = {"num_experts": None, "multi_latent_attention": False} | saved  # in checkpoints older than these
+        older = {"num_experts": None, "multi_latent_attention": False, "mtp_num_layers": None}  # than these settings
+        saved = older | saved
     unread = () if config.model.num_experts else ("moe_",)
     unread += () if config.model.multi_latent_attention else LATENT
 

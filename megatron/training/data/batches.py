@@ -183,12 +183,18 @@ def micro_batches(
 
 
 def shard_batch(
-    batch: Batch, layout: SequenceLayout, device: torch.device | str, *, reset_positions: bool = False
+    batch: Batch,
+    layout: SequenceLayout,
+    device: torch.device | str,
+    *,
+    reset_positions: bool = False,
+    ahead: int = 0,
 ) -> Batch:
     """This rank's part of a batch, on its device: ``layout.positions`` [s_local] of each [b, s] tensor.
 
     ``position_ids`` [b, s_local] are the global positions, or with ``reset_positions`` those within the documents.
     ``document_ends`` [b, n] and ``numbers`` [b] stay in host memory. Tensors that the batch lacks are left out.
+    ``ahead`` has for multi-token prediction what :func:`shifted` gives by 1 to ``ahead`` tokens, [ahead, b, s_local].
     """
     device, ends = torch.device(device), batch.get("document_ends")
     rows = next(iter(batch.values())).shape[0]
@@ -208,4 +214,25 @@ def shard_batch(
         local["document_ends"] = ends
     if "numbers" in batch:
         local["numbers"] = batch["numbers"]
+    if ahead and all(key in batch for key in KEYS):
+        further = [shifted(batch, positions, tokens) for tokens in range(1, ahead + 1)]
+        local["ahead"] = {key: torch.stack([one[key] for one in further]).to(device) for key in KEYS}
     return local
+
+
+def shifted(batch: Batch, positions: torch.Tensor, by: int) -> Batch:
+    """Tokens, labels and loss mask [b, n] of the tokens that follow ``positions`` [n] after ``by`` tokens.
+
+    They have no loss, and beyond the sequence they are 0, if they are not in the same document.
+    """
+    length = batch["tokens"].size(1)
+    there = positions + by
+    inside = there < length
+    same = inside.expand(len(batch["tokens"]), -1)
+    if "document_ends" in batch:
+        ends = batch["document_ends"]
+        here, then = (torch.searchsorted(ends, at.expand(len(ends), -1).contiguous(), right=True)
+                      for at in (positions, there))  # fmt: skip
+        same = same & (here == then)
+    moved = {key: batch[key].index_select(1, there.clamp(max=length - 1)) * inside for key in KEYS}
+    return moved | {"loss_mask": moved["loss_mask"] * same}

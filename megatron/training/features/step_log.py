@@ -47,6 +47,7 @@ class StepLog:
         if result.experts is not None:
             row |= result.experts.losses | {"expert_imbalance": result.experts.imbalance}
             row["tokens_per_expert"] = result.experts.tokens_per_expert
+        row |= result.further
         if result.bad:
             row["bad_batch"] = result.bad
         return row
@@ -63,6 +64,7 @@ class StepLog:
             values["num_zeros"] = float(result.zeros_in_grad)
         if result.experts is not None:
             values |= result.experts.losses | {"expert_imbalance": result.experts.imbalance}
+        values |= result.further
         if settings.log_params_norm:
             values["params_norm"] = params_norm(self.job)
         return values

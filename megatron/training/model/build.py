@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.context_parallel.core.expert_choice import RouterRule
 from megatron.context_parallel.core.gpt_dropout import ModelDropout
+from megatron.context_parallel.core.later_tokens import later_token_layers
 from megatron.context_parallel.core.learned_positions import PartitionedEmbedding
 from megatron.context_parallel.core.lora import Lora, train_adapters_alone
 from megatron.context_parallel.core.spec import AttentionSettings, ChunkSettings, LayerRule, NormedWords, block_spec
@@ -111,6 +112,7 @@ def _build_chunk(
         output_norms=model.sandwich_norm,
         latent_norms=model.multi_latent_attention and model.qk_layernorm,
     )
+    further = later_token_layers(model.mtp_num_layers, spec) if last else None
     learned = model.position_embedding_type == "learned_absolute"
     partitioned = config.parallel.partition_position_embedding
     chunk = LongContextGPT(
@@ -132,10 +134,11 @@ def _build_chunk(
         # Positions that are not learned are applied in our attention; partitioned ones follow below.
         position_embedding_type="learned_absolute" if learned and not partitioned else "none",
         vp_stage=stage,
+        mtp_block_spec=further,
     )
     if model.embed_layernorm and first:
         chunk.embedding.word_embeddings = NormedWords(chunk.embedding.word_embeddings, core)
-    if model.scale_embeddings and first:
+    if model.scale_embeddings and (first or further):
         scale_embeddings(chunk.embedding.word_embeddings, model.hidden_size)
     if partitioned and first:
         chunk.embedding = PartitionedEmbedding(chunk.embedding, settings.layout, model.max_position_embeddings)

@@ -24,6 +24,7 @@ from megatron.training.arguments.validate.check_memory import layers_recompute
 SAME_IN_CORE = """
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization
     add_bias_linear add_qkv_bias qk_layernorm softmax_type softmax_scale attention_output_gate
+    mtp_loss_scaling_factor
 """.split()
 
 
@@ -56,6 +57,7 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
     kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
     return kind(
         **{name: getattr(model, name) for name in SAME_IN_CORE} | latents(model),
+        mtp_num_layers=model.mtp_num_layers,
         # Our dropout depends on the position: see ModelDropout.
         hidden_dropout=0.0,
         attention_dropout=0.0,

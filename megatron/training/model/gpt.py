@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor, nn
 
 from megatron.context_parallel.core.experts import places
@@ -44,12 +45,27 @@ class LongContextGPT(GPTModel):
         self.chunks = chunks
         self.scores_tokens = False  # see _postprocess
         self.softcap = softcap
+        self.ahead: dict[str, Tensor] = {}
+        self.ahead_sums: Tensor | None = None  # [layers, 2], see _predict_ahead
+        if self.mtp_process and self.share_embeddings_and_output_weights and not self.pre_process:
+            self.output_layer.weight = None  # the embedding of this stage has it
+            self.embedding.word_embeddings.weight.zero_out_wgrad = True  # two uses; core marks it only without PP
         if softcap is not None and hasattr(self, "output_layer"):
             self.output_layer.register_forward_hook(partial(_capped, softcap))
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
-        """As core's; ``attention_mask`` is the batch's tensor of samples and documents (layout/documents.py)."""
-        self._samples = attention_mask
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        ahead: dict[str, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """As core's; ``attention_mask`` is the batch's tensor of samples and documents (layout/documents.py).
+
+        ``ahead`` has the tokens, labels and loss masks for multi-token prediction (:func:`batches.shifted`).
+        """
+        self._samples, self.ahead = attention_mask, ahead or {}
         if self.config.num_moe_experts:
             kwargs["padding_mask"] = self._places(kwargs.get("loss_mask"))
         return super().forward(input_ids, position_ids, attention_mask, **kwargs)
@@ -119,11 +135,46 @@ class LongContextGPT(GPTModel):
         With ``scores_tokens``, which only an evaluation sets, the result is [2, b, s_local]: for each token that
         ``loss_mask`` keeps, its loss and whether the prediction was right.
         """
+        if self.mtp_process and self.post_process and not self.scores_tokens:
+            if labels is None:
+                return self._logits(hidden_states).transpose(0, 1).contiguous()
+            if self.training and self.ahead:
+                hidden_states = self._predict_ahead(hidden_states)
+            return self._losses(hidden_states, labels, kwargs["loss_mask"])
+        kwargs["mtp_in_postprocess"] = False
         if not self.post_process or labels is None or not (self.loss_chunks or self.scores_tokens):
             return super()._postprocess(hidden_states=hidden_states, labels=labels, **kwargs)
-        tied = self.share_embeddings_and_output_weights and self.pre_process
+        return self._losses(hidden_states, labels, kwargs["loss_mask"])
+
+    def _predict_ahead(self, hidden: Tensor) -> Tensor:
+        """``hidden``, which in the backward pass adds the gradients of the losses of multi-token prediction.
+
+        As in core, the sum of a layer's losses is added with the factor --mtp-loss-scaling-factor / layers, and all is
+        divided by the tokens of the main loss. Sums and tokens of each layer are added to ``ahead_sums``.
+        """
+        state, result, layers = hidden, hidden, self.mtp.layers
+        if self.ahead_sums is None:
+            self.ahead_sums = torch.zeros((len(layers), 2), dtype=torch.float64, device=hidden.device)
+        for layer, tokens, labels, mask, sums in zip(layers, *self.ahead.values(), self.ahead_sums):
+            state = layer(tokens, state, self._samples, self.embedding)
+            losses = self._losses(state, labels, mask)
+            loss = (losses * mask).sum() if losses.dim() else losses
+            sums += torch.stack((loss.detach().double(), mask.sum(dtype=torch.float64)))
+            result = MTPLossAutoScaler.apply(result, loss * (self.config.mtp_loss_scaling_factor / len(layers)))
+        return result
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[s_local, b, padded vocab / TP]."""
+        tied = self.share_embeddings_and_output_weights
+        return self.output_layer(hidden, weight=self.shared_embedding_or_output_weight() if tied else None)[0]
+
+    def _losses(self, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor) -> Tensor:
+        """See :meth:`_postprocess`; [b, s_local] without chunks."""
+        if not (self.loss_chunks or self.scores_tokens):
+            return self.compute_language_model_loss(labels, self._logits(hidden_states))
+        tied = self.share_embeddings_and_output_weights and hasattr(self, "embedding")
         weight = _ready_weight(self.embedding.word_embeddings if tied else self.output_layer)
-        inputs = hidden_states, weight, labels.t(), kwargs["loss_mask"].t()
+        inputs = hidden_states, weight, labels.t(), loss_mask.t()
         settings: dict[str, Any] = {
             "chunks": self.loss_chunks,
             "vocab_size": self.real_vocab_size,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -36,16 +36,22 @@ class StepFlops:
 
 def step_flops(config: Config, vocab_size: int) -> StepFlops:
     """FLOPs per sample; the backward pass has twice those of the forward pass."""
-    forward = forward_flops(model_shape(config.model, vocab_size), config.data.seq_length)
-    recompute = 4 if config.attention.recompute_granularity == "full" else 3
-    return StepFlops(
-        3 * (forward.gemm + attended_share(config) * forward.attention), recompute * (forward.gemm + forward.attention)
+    shape, length, ahead = (
+        model_shape(config.model, vocab_size),
+        config.data.seq_length,
+        config.model.mtp_num_layers or 0,
     )
+    forward = forward_flops(replace(shape, layers=shape.layers + ahead), length)
+    # Each layer of multi-token prediction also has a projection from twice the width, and the output layer once more.
+    gemm = forward.gemm + ahead * (forward.logits + 4 * length * shape.hidden**2)
+    recompute = 4 if config.attention.recompute_granularity == "full" else 3
+    return StepFlops(3 * (gemm + attended_share(config) * forward.attention), recompute * (gemm + forward.attention))
 
 
 def attended_share(config: Config) -> float:
     """The share of all (query, key) pairs that the masks inside a document allow, on average over the layers."""
     masks = layer_masks(config)
+    masks += masks[-1:] * (config.model.mtp_num_layers or 0)
     counts = {mask: masks.count(mask) for mask in masks}
     return sum(count * _share(mask, config.data.seq_length) for mask, count in counts.items()) / len(masks)
 

@@ -131,7 +131,7 @@ class Reporter:
 
     def _to_tensorboard(self, values: dict[str, float], iteration: int) -> None:
         for name, value in values.items():
-            self.tensorboard.add_scalar(name.replace("_", "-"), value, iteration)
+            self.tensorboard.add_scalar(name if " " in name else name.replace("_", "-"), value, iteration)
 
     def _line(self, row: dict[str, Any], learning_rate: float, loss_scale: float, extra: dict[str, float]) -> str:
         losses = [step["lm_loss"] for step in self.window if "bad_batch" not in step] or [row["lm_loss"]]
@@ -150,7 +150,7 @@ class Reporter:
             parts.append(f"loss scale: {loss_scale:.1f} | skipped iterations: {self.skipped}")
         if self.config.logging.log_throughput:
             parts.append(f"TFLOP/s/device: {row['model_tflops_per_device']:.3f} | MFU: {100 * row['mfu']:.1f} %")
-        parts += [f"{name.replace('_', ' ')}: {value:g}" for name, value in extra.items()]
+        parts += [f"{name if ' ' in name else name.replace('_', ' ')}: {value:g}" for name, value in extra.items()]
         return " | ".join([*parts, f"time left: {duration(seconds_left)}"])
 
 

@@ -72,7 +72,7 @@ filling experts up to their capacity does not change the result: --moe-pad-exper
 the tokens of each expert in each layer are in --log-jsonl: --moe-per-layer-logging
 recompute is set with --recompute-granularity: --moe-layer-recompute
 it belongs to Megatron-LM's inference engine: --cache-mla-latents
-without --mtp-num-layers nothing reads it: --mtp-standalone --mtp-loss-scaling-factor 1 0.1
+layers of multi-token prediction are on the last pipeline stage: --mtp-standalone
 without --optimizer muon nothing reads it: --muon-momentum 1 0.9 --muon-no-split-qkv --muon-use-nesterov
     --muon-scale-mode 1 spectral --muon-fp32-matmul-prec 1 medium --muon-num-ns-steps 1 5 --muon-tp-mode 1 blockwise
     --muon-extra-scale-factor 1 1.0

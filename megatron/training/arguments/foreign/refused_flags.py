@@ -46,7 +46,6 @@ this option of mixtures of experts is not supported: --moe-extended-tp --moe-sha
     --moe-router-padding-for-quantization --moe-router-padding-for-fp8 --moe-router-force-load-balancing
     --moe-input-jitter-eps 1 --moe-enable-deepep --moe-apply-probs-on-input --moe-latent-size 1 --moe-use-upcycling
     --moe-upcycling-granularity 1 1 --moe-pad-experts-for-cuda-graph-inference
-multi-token prediction is not supported: --mtp-num-layers 1
 the supported optimizers are adam and sgd, on the training device: --apply-wd-to-qk-layernorm
     --no-weight-decay-cond-type 1 --optimizer-cpu-offload
 this program does not write such files: --save-wgrads-interval 1 --save-dgrads-interval 1

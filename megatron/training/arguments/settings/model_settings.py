@@ -131,6 +131,10 @@ class ModelConfig:
     rope_type: str | None = flag(
         None, "MLA: RoPE; default yarn, which is rope at --rotary-scaling-factor 1", type=str, choices=["rope", "yarn"]
     )
+    mtp_num_layers: int | None = flag(
+        None, "layers that each predict one more token ahead (multi-token prediction)", type=int
+    )
+    mtp_loss_scaling_factor: float = flag(0.1, "weight of the mean of their losses")
     num_experts: int | None = flag(None, "experts of a layer (mixture of experts)", type=int)
     moe_layer_freq: int | list[int] = flag(
         1, "layers with experts: every N-th, or 1 and 0 for each layer, as in [0]*3+[1]*29", type=layer_pattern

@@ -33,6 +33,7 @@ def complete_model(config: Config) -> None:
     """Complete the shape of the model; refuse sizes that contradict each other."""
     model, heads = config.model, config.model.num_attention_heads
     complete_latent(config)
+    _predicts_ahead(config)
     if model.kv_channels is None and model.hidden_size % heads:
         raise Refusal(
             f"--hidden-size {model.hidden_size}",
@@ -72,6 +73,42 @@ def complete_model(config: Config) -> None:
         )
     _positions(model)
     config.model = model
+
+
+def _predicts_ahead(config: Config) -> None:
+    """Refuse what does not work with multi-token prediction yet."""
+    model, parallel, chunks = config.model, config.parallel, config.chunks
+    if not model.mtp_num_layers:
+        model.mtp_num_layers = None
+        return
+    refused = {
+        "--fpdt": (chunks.fpdt, "its layers need the whole sequence on the device"),
+        "--ffn-chunks": (chunks.ffn_chunks, "its layers are not computed in chunks"),
+        "--offload-checkpoints": (chunks.offload_checkpoints, "the inputs of its layers stay on the device"),
+        "--lora-rank": (model.lora_rank, "its layers have no adapters"),
+        "--num-experts": ((model.num_experts or 1) > 1, "its layers have no experts"),
+        "--embed-layernorm": (model.embed_layernorm, "its embedding has no norm"),
+        "--position-embedding-type learned_absolute": (
+            model.position_embedding_type == "learned_absolute",
+            "use --position-embedding-type rope",
+        ),
+        "--hidden-dropout": (model.hidden_dropout, "its embedding has no dropout: use --hidden-dropout 0"),
+        "--fp8-format": (model.fp8_format, "it needs Transformer Engine's layers"),
+        "--transformer-impl transformer_engine": (
+            model.transformer_impl == "transformer_engine",
+            "it is not built with Transformer Engine's layers: use --transformer-impl local",
+        ),
+        f"--zero-stage {parallel.zero_stage}": ((parallel.zero_stage or 0) > 1, "use --zero-stage 1"),
+        "--dry-run": (config.simulation.dry_run, "it is not simulated: start the run itself"),
+        "--elastic --gpu": (parallel.elastic and config.simulation.gpu, "the planner does not know its time"),
+    }
+    fixes = {"--position-embedding-type": "--position-embedding-type rope", "--hidden-dropout": "--hidden-dropout 0",
+             "--zero-stage": "--zero-stage 1"}  # fmt: skip
+    for flag, (given, reason) in refused.items():
+        if given:
+            name = flag.split()[-1] if flag.endswith("--gpu") else flag.split()[0]
+            fix = Fix(fixes[name]) if name in fixes else Fix(drop=name)
+            raise Refusal(f"--mtp-num-layers {model.mtp_num_layers} with {flag}", f"is not supported: {reason}", fix)
 
 
 def _positions(model: ModelConfig) -> None:

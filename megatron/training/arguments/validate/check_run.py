@@ -266,7 +266,7 @@ NOT_NEGATIVE = """
     init_method_std norm_epsilon yarn_mscale yarn_mscale_all_dim min_lr lr_warmup_iters lr_warmup_samples
     lr_warmup_tokens lr_warmup_init weight_decay clip_grad adam_eps sgd_momentum decoupled_min_lr num_workers
     rampup_batch_size tiktoken_num_special_tokens ckpt_step mask_cpu_threshold seed manual_gc_interval skip_bad_batches
-    iterations_to_skip moe_z_loss_coeff moe_router_bias_update_rate
+    iterations_to_skip mtp_num_layers mtp_loss_scaling_factor moe_z_loss_coeff moe_router_bias_update_rate
 """
 ABOVE_ZERO = """
     rotary_percent rotary_seq_len_interpolation_factor rope_scaling_factor yarn_rotary_scaling_factor yarn_beta_fast

@@ -297,6 +297,8 @@ def described(config: dict[str, Any], where: object) -> Described:
 def family_of(model: ModelConfig) -> Family:
     """Of the families whose settings the model has, the one with the most; ``config_json`` may still refuse it."""
 
+    if model.mtp_num_layers:
+        raise Refusal(f"--mtp-num-layers {model.mtp_num_layers}: layers of multi-token prediction cannot be converted")
     if model.multi_latent_attention:
         softmax = model.num_experts and model.moe_router_score_function == "softmax"
         return FAMILIES["deepseek_v2" if softmax else "deepseek_v3"]

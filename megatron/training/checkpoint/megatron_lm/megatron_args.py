@@ -28,9 +28,10 @@ from megatron.training.refusal import Refusal
 
 # Fields of ModelConfig that are not read: the tokenizer gives vocab_size, and the others do not change the network.
 NOT_READ = ("model", "transformer_impl", "vocab_size", "init_method_std", "init_method_xavier_uniform")
-# Not read either: a checkpoint with experts or latents is refused, and without them these have no meaning.
+# Not read either: a checkpoint with experts, latents or MTP is refused, and without them these have no meaning.
 OF_OTHERS = (
     "num_experts", "moe_", "multi_latent", "q_lora", "kv_lora", "qk_head_dim", "qk_pos", "v_head_dim", "rope_type",
+    "mtp_",
 )  # fmt: skip
 # Arguments of networks that are not supported: name, values without effect, and the feature's name.
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {

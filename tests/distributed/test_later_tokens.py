@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-token prediction: its losses and gradients are those written out here, on every grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tests.distributed.test_experts import resume, save
+from tests.distributed.test_latent_attention import FULL, P2, SP, T2, compare, cp
+from tests.distributed.training_runs import make_job, train_job
+from tests.pairs import by_pairs, seconds, settings
+
+MTP = "--num-layers 2 --mtp-num-layers 2 --mtp-loss-scaling-factor 0.3 --init-method-std 0.1 --eod-mask-loss"
+ONE = f"{MTP} --mtp-num-layers 1"
+OF_GPT = "--position-embedding-type rope --hidden-dropout 0 --scale-embeddings"  # tied embeddings, LayerNorm, biases
+TIED = f"{MTP} {OF_GPT}"
+DOCUMENTS = f"{MTP} --attention-mask document --reset-position-ids --micro-batch-size 1 --global-batch-size 2"
+LATENT = (
+    f"{MTP} --multi-latent-attention --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 "
+    "--attention-dropout 0.1"
+)
+LAYERS = f"{MTP} --window-size 16,0 --window-attn-skip-freq 2"
+
+# (processes, model, grid)
+CASES = [
+    (1, MTP, FULL),
+    (1, MTP, "--loss-chunks 4"),
+    (2, MTP, ""),
+    (2, MTP, cp(2, 1)),
+    (2, MTP, cp(1, 2)),
+    (4, MTP, f"{cp(2, 2)} --zero-stage 1"),
+    (2, MTP, T2),
+    (2, MTP, f"{T2} {SP} --loss-chunks 4"),
+    (4, MTP, f"{T2} {SP} {cp(1, 2)} {FULL}"),
+    (2, MTP, P2),
+    (4, MTP, f"{P2} {cp(1, 2)} --micro-batch-size 1"),
+    (4, MTP, f"{P2} {T2} {SP} --zero-stage 1"),
+    (4, f"{MTP} --num-layers 4", "--pipeline-model-parallel-size 4"),
+    (2, TIED, P2),
+    (4, TIED, f"{P2} {cp(2, 1)} --loss-chunks 2"),
+    (2, TIED, f"{T2} {SP}"),
+    (4, f"{MTP} --num-layers 4", f"{P2} --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 1"),
+    (2, DOCUMENTS, "--ring-parallel-size 2"),
+    (2, DOCUMENTS, "--ring-parallel-size 2 --context-parallel-balance zigzag"),
+    (4, DOCUMENTS, f"{P2} --ulysses-parallel-size 2"),
+    (2, LATENT, cp(1, 2)),
+    (4, LATENT, f"{T2} {SP} {cp(2, 1)} {FULL}"),
+    (2, LAYERS, cp(1, 2)),
+    (2, ONE, f"{cp(1, 2)} --recompute-granularity selective"),
+]
+
+
+def run(flags: str, mistake: Callable | None = None, steps: int = 2) -> tuple[list, list, dict[str, torch.Tensor]]:
+    """Losses (the model's and those ahead) and gradient norms of each step, and the gradients of the first."""
+    from megatron.training.certifying.whole_gradients import full_gradients
+    from megatron.training.data import batches as module
+    from megatron.training.job import batches_for
+    from megatron.training.step import train_step
+
+    job, grads, right = make_job(flags, llama=OF_GPT not in flags), {}, module.shifted
+    update = job.optimizer.step
+
+    def keep_gradients() -> Any:
+        if not grads:
+            grads.update(full_gradients(job))
+        return update()
+
+    job.optimizer.step = keep_gradients
+    if mistake is not None:
+        module.shifted = mistake
+    try:
+        batches = batches_for(job, job.datasets[0], 0, 0)
+        results = [
+            train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get())
+            for _ in range(steps)
+        ]
+    finally:
+        module.shifted, job.optimizer.step = right, update
+    losses = [loss for one in results for loss in (one.lm_loss, *one.further.values())]
+    return losses, [one.grad_norm for one in results], grads
+
+
+@pytest.fixture(scope="module")
+def reference(pool, shared):
+    """The same model on one process."""
+    return lambda flags: shared(("later tokens", flags), lambda: pool.run(run, 1, flags, timeout=120)[0])
+
+
+def held(_: int, model: str, grid: str) -> set:
+    return {model, *settings(grid)}
+
+
+@pytest.mark.parametrize("world, model, grid", by_pairs(CASES, held, seconds))
+def test_losses_and_gradients_do_not_depend_on_the_grid(pool, reference, world, model, grid):
+    expected = reference(model)
+    assert len(expected[0]) == 2 * (2 if model == ONE else 3) and "mtp.layers.0.eh_proj.weight" in expected[2]
+    compare(pool.run(run, world, f"{model} {grid}", timeout=180), expected)
+
+
+def by_hand(flags: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses and gradients of a step on one process, with each label looked up one by one."""
+    from megatron.context_parallel.layout.documents import restart
+    from megatron.training.certifying.whole_gradients import full_gradients
+    from megatron.training.job import batches_for
+
+    job = make_job(flags)
+    (chunk,), settings = job.chunks, job.config.model
+    model, length, layers = chunk.module, job.config.data.seq_length, settings.mtp_num_layers
+    batches, vocabulary, seen = batches_for(job, job.datasets[0], 0, 0), job.vocab_size, []
+    model.decoder.register_forward_hook(lambda *call: seen.append(call[-1]))
+
+    def norm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, x.shape[-1:], module.weight, settings.norm_epsilon)
+
+    sums, counts = [0.0] * (1 + layers), [0.0] * (1 + layers)
+    for _ in range(job.batch_sizes.get()):
+        batch = next(batches)
+        tokens, labels, mask, ends = (batch.get(key) for key in ("tokens", "labels", "loss_mask", "document_ends"))
+        positions = torch.arange(length).expand(len(tokens), -1)
+        if ends is not None:
+            positions = torch.stack([restart(torch.arange(length), tuple(dict.fromkeys(row))) for row in ends.tolist()])
+        losses = model(tokens, positions, ends, labels=labels, loss_mask=mask)
+        sums[0] += (losses * mask).sum()
+        counts[0] += float(mask.sum())
+        hidden = seen.pop()
+        for number, layer in enumerate(model.mtp.layers, 1):
+            later, label, kept = torch.zeros_like(tokens), torch.zeros_like(labels), torch.zeros_like(mask)
+            for sample in range(len(tokens)):
+                own = [length] if ends is None else ends[sample].tolist()
+                for place in range(length - number):
+                    later[sample, place] = tokens[sample, place + number]
+                    label[sample, place] = labels[sample, place + number]
+                    if not any(place < end <= place + number for end in own):
+                        kept[sample, place] = mask[sample, place + number]
+            embedded = functional.embedding(later, model.embedding.word_embeddings.weight).transpose(0, 1)
+            both = torch.cat((norm(layer.enorm, embedded), norm(layer.hnorm, hidden)), dim=-1)
+            hidden, _ = layer.transformer_layer(both @ layer.eh_proj.weight.t(), ends)
+            hidden = norm(layer.final_layernorm, hidden)
+            logits = (hidden @ model.output_layer.weight[:vocabulary].t()).transpose(0, 1)
+            each = functional.cross_entropy(logits.flatten(0, 1), label.flatten(), reduction="none")
+            sums[number] += (each * kept.flatten()).sum()
+            counts[number] += float(kept.sum())
+    ((sums[0] + settings.mtp_loss_scaling_factor / layers * sum(sums[1:])) / counts[0]).backward()
+    gradients = full_gradients(job)
+    norm_of_all = float(torch.cat([grad.flatten() for grad in gradients.values()]).norm())
+    return [float(total) / count for total, count in zip(sums, counts)], [norm_of_all], gradients
+
+
+@pytest.mark.parametrize("model, world, grid", [(MTP, 1, ""), (MTP, 2, cp(1, 2)), (DOCUMENTS, 2, cp(1, 2))])
+def test_against_a_computation_written_out(pool, shared, model, world, grid):
+    expected = shared(("by hand", model), lambda: pool.run(by_hand, 1, model, timeout=120)[0])
+    compare(pool.run(run, world, f"{model} {grid}", None, 1, timeout=120), expected)
+
+
+def labels_in_place(batch: dict, positions: torch.Tensor, by: int) -> dict:
+    """A mistake: the labels of the next token, for every layer."""
+    return over_ends(batch, positions, by) | {key: batch[key][:, positions] for key in ("labels", "loss_mask")}
+
+
+def own_rows(batch: dict, positions: torch.Tensor, by: int) -> dict:
+    """A mistake: each rank shifts its own rows, as if they were the whole sequence."""
+    from megatron.training.data.batches import KEYS
+
+    moved = {key: batch[key][:, positions].roll(-by, 1) for key in KEYS}
+    for part in moved.values():
+        part[:, -by:] = 0
+    return moved
+
+
+def over_ends(batch: dict, positions: torch.Tensor, by: int) -> dict:
+    """A mistake: labels from the next document."""
+    from megatron.training.data.batches import KEYS
+
+    there = positions + by
+    return {key: batch[key][:, there.clamp(max=batch[key].size(1) - 1)] * (there < batch[key].size(1)) for key in KEYS}
+
+
+@pytest.mark.parametrize(
+    "mistake, model, world, grid",
+    [(labels_in_place, MTP, 1, ""), (own_rows, MTP, 2, cp(1, 2)), (over_ends, DOCUMENTS, 1, "")],
+)
+def test_a_mistake_is_noticed(pool, reference, mistake, model, world, grid):
+    wrong, right = pool.run(run, world, f"{model} {grid}", mistake, timeout=120), reference(model)
+    name = "mtp.layers.1.eh_proj.weight"
+    assert float((wrong[0][2][name] - right[2][name]).abs().max() / right[2][name].abs().max()) > 1e-3
+    assert wrong[0][0][0] == pytest.approx(right[0][0], rel=1e-5)  # the main loss is right
+    with pytest.raises(AssertionError):
+        compare(wrong, right)
+
+
+@pytest.mark.parametrize("model, saved, loaded", [(MTP, (2, f"{cp(1, 2)} --zero-stage 1"), (4, f"{T2} {SP} {P2}"))])
+def test_a_checkpoint_is_read_on_another_grid(pool, tmp_path, model, saved, loaded):
+    after = pool.run(save, saved[0], f"{model} {saved[1]}", str(tmp_path), timeout=120)[0]
+    for losses in pool.run(resume, loaded[0], f"{model} {loaded[1]}", str(tmp_path), timeout=120):
+        assert losses == pytest.approx(after, rel=1e-5)
+
+
+PROMPTS = [[5, 17, 130, 2, 99, 40], [250, 3, 3, 71, 8, 200]]
+
+
+def logits_of_training(flags: str, folder: str) -> tuple[int, torch.Tensor]:
+    """Save a trained model. Size of its vocabulary, and its logits of the last token of each prompt.
+
+    Also compares an evaluation's loss with that of its logits.
+    """
+    from megatron.training.checkpoint import checkpoint
+    from megatron.training.job import batches_for
+    from megatron.training.step import evaluate
+
+    job = make_job(flags, llama=OF_GPT not in flags)
+    train_job(job, 1)
+    checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+    batch = next(batches_for(job, job.datasets[0], 0, 0))
+    loss = evaluate(job.runtime, job.chunks, iter([batch]), job.config, 1, 1).lm_loss
+    model = job.chunks[0].module.eval()
+    prompts = torch.tensor(PROMPTS)
+    with torch.no_grad():
+        whole, logits = (
+            model(tokens, torch.arange(tokens.size(1)).expand(len(tokens), -1), None)[..., : job.vocab_size]
+            for tokens in (batch["tokens"], functional.pad(prompts, (0, 64 - prompts.size(1))))
+        )
+    each = functional.cross_entropy(whole.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+    mask = batch["loss_mask"].flatten()
+    assert float((each * mask).sum() / mask.sum()) == pytest.approx(loss, rel=1e-5)
+    return job.vocab_size, logits[:, prompts.size(1) - 1]
+
+
+def logits_of_generation(folder: str, vocabulary: int, grid: str) -> torch.Tensor | None:
+    import torch.distributed as dist
+
+    from megatron.inference.load import configure, load_decoder
+    from megatron.training.setup import start
+
+    words = f"--tokenizer-type NullTokenizer --vocab-size 301 --device cpu {grid}".split()
+    config, _ = configure(words, folder, None, None, dist.get_world_size())
+    runtime = start(config)
+    config.data.seq_length = 16
+    decoder = load_decoder(config, runtime, vocabulary)
+    assert len(decoder.attentions) == len(decoder.model.decoder.layers)
+    return decoder.prefill(PROMPTS, 1)
+
+
+@pytest.mark.parametrize("model", [MTP, f"{TIED} --attention-dropout 0"])
+def test_generation_and_evaluation_use_the_main_head(pool, tmp_path, model):
+    vocabulary, expected = pool.run(logits_of_training, 1, model, str(tmp_path), timeout=120)[0]
+    for logits in pool.run(logits_of_generation, 2, str(tmp_path), vocabulary, P2, timeout=120)[1:]:
+        assert float((logits - expected).abs().max()) < 1e-4
