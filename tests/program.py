@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -100,6 +101,7 @@ def run_each(
 
 
 def _main(command: list[str], environment: dict[str, str], folder: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the shell started the tests in the background
     for number, name in ((1, "out"), (2, "err")):
         file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, number)

@@ -140,7 +140,9 @@ def test_a_job_that_has_lost_its_folder_ends_and_changes_nothing_there(tmp_path)
             job.join()
     printed = [line for line in text(logs / "out").splitlines() if "any more" in line]
     assert any("stopped after iteration" in line for line in printed) and "Traceback" not in text(logs / "err")
-    assert f"--save {folder} is not this job's any more: process {os.getpid()} on " in printed[-1]
+    # The job may look at the folder after the lock file is gone and before the new one is there.
+    reasons = (f"process {os.getpid()} on ", "another job has taken it over, or somebody removed it")
+    assert any(f"--save {folder} is not this job's any more: {reason}" in printed[-1] for reason in reasons)
     assert len(printed) <= 3, printed  # one line for a save that was in progress or due
     owner.check()
     owner.release()
