@@ -28,7 +28,7 @@ from megatron.context_parallel.attention.kernels import (
 from megatron.context_parallel.attention.kernels.tile_by_tile import RowMask
 from megatron.context_parallel.attention.rule import AttentionRule
 from megatron.context_parallel.layout.grid import Axis
-from megatron.context_parallel.layout.tiles import Tile
+from megatron.context_parallel.layout.tiles import Tile, Tiles
 from megatron.context_parallel.positions.position_dropout import Dropout
 from tests.properties import examples
 
@@ -349,8 +349,8 @@ def test_the_gradient_of_sinks_is_that_of_the_definition():
 
 def test_alibi_is_exact_at_positions_that_fp32_cannot_hold():
     at = ((2**30 + 1, 2**30 + 5),)
-    tile = Tile((0, 4), (0, 4), "full", q_at=at, k_at=at)
-    mask = tile_by_tile.row_mask(tile, torch.zeros(4, 1, 1, 8), base.Scores(1.0, slopes=torch.tensor([0.5])))
+    tile = Tile((0, 4), (0, 4), "full")
+    mask = tile_by_tile.row_mask(Tiles([tile], at, at), tile, torch.zeros(4, 1, 1, 8), base.Scores(1.0, slopes=torch.tensor([0.5])))
     here = torch.arange(4.0)
     assert torch.equal(mask.bias(1, 4, 3)[0], -0.5 * (here[1:4, None] - here[:3]).abs())
 

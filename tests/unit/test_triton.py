@@ -227,7 +227,7 @@ def _why_not(kernel: TritonKernel) -> str | None:
         ({"hk": 3}, "does not fit k"),
         ({"softcap": 0.0}, "the soft-cap must be above 0"),
         ({"slopes": (1.0, 1.0, 1.0)}, "give one number for each of 2 heads"),
-        ({"dropout": Dropout(0.1, 1, samples=(0, 1))}, "dropout names 2 samples"),
+        ({"dropout": Dropout(0.1, 1, samples=(0, 1))}, "dropout.samples has 2 numbers, not 1"),
     ],
     ids=str,
 )
