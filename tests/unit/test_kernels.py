@@ -350,7 +350,8 @@ def test_the_gradient_of_sinks_is_that_of_the_definition():
 def test_alibi_is_exact_at_positions_that_fp32_cannot_hold():
     at = ((2**30 + 1, 2**30 + 5),)
     tile = Tile((0, 4), (0, 4), "full")
-    mask = tile_by_tile.row_mask(Tiles([tile], at, at), tile, torch.zeros(4, 1, 1, 8), base.Scores(1.0, slopes=torch.tensor([0.5])))
+    scores = base.Scores(1.0, slopes=torch.tensor([0.5]))
+    mask = tile_by_tile.row_mask(Tiles([tile], at, at), tile, torch.zeros(4, 1, 1, 8), scores)
     here = torch.arange(4.0)
     assert torch.equal(mask.bias(1, 4, 3)[0], -0.5 * (here[1:4, None] - here[:3]).abs())
 
