@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal
-from tests.distributed.training_runs import RUN, SHAPE, make_job
+from tests.distributed.training_runs import RUN, SHAPE, first_gradients, make_job
 
 MODEL = "--num-layers 2 --softmax-type learnable --qk-layernorm --eod-mask-loss --attention-kernel math"
 TENSOR, RING, DATA = "--tensor-model-parallel-size 2", "--ring-parallel-size 2", ""
@@ -29,7 +29,6 @@ TENSOR, RING, DATA = "--tensor-model-parallel-size 2", "--ring-parallel-size 2",
 
 def run(flags: str, change: Callable[[Any], None] | None = None) -> dict[str, Any]:
     """Losses and norms of two steps, the gradients of the first, and two evaluations of two batches after it."""
-    from megatron.training.certifying.whole_gradients import full_gradients
     from megatron.training.job import batches_for
     from megatron.training.step import evaluate, train_step
 
@@ -40,17 +39,9 @@ def run(flags: str, change: Callable[[Any], None] | None = None) -> dict[str, An
         for name, parameter in chunk.named_parameters():
             if name.endswith("softmax_offset"):  # larger, so that an error in them changes the norm
                 parameter.register_hook(lambda gradient: 1000 * gradient)
-    gradients: dict[str, torch.Tensor] = {}
-    update = job.optimizer.step
-
-    def look() -> Any:
-        if not gradients:
-            gradients.update(full_gradients(job))
-        return update()
-
-    job.optimizer.step = look
     batches, count = batches_for(job, job.datasets[0], 0, 0), job.batch_sizes.get()
-    steps = [train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, count)]
+    with first_gradients(job) as gradients:
+        steps = [train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, count)]
     evaluated = [evaluate(job.runtime, job.chunks, batches, job.config, count, 2).lm_loss for _ in range(2)]
     steps.append(train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, count))
     numbers = [step.lm_loss for step in steps], evaluated, [step.grad_norm for step in steps]

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch.nn import functional
 
 from tests.distributed.test_experts import resume, save
 from tests.distributed.test_latent_attention import FULL, P2, SP, T2, compare, cp
-from tests.distributed.training_runs import make_job, train_job
+from tests.distributed.training_runs import first_gradients, make_job, train_job
 from tests.pairs import by_pairs, seconds, settings
 
 MTP = "--num-layers 2 --mtp-num-layers 2 --mtp-loss-scaling-factor 0.3 --init-method-std 0.1 --eod-mask-loss"
@@ -57,30 +56,22 @@ CASES = [
 
 def run(flags: str, mistake: Callable | None = None, steps: int = 2) -> tuple[list, list, dict[str, torch.Tensor]]:
     """Losses (the model's and those ahead) and gradient norms of each step, and the gradients of the first."""
-    from megatron.training.certifying.whole_gradients import full_gradients
     from megatron.training.data import batches as module
     from megatron.training.job import batches_for
     from megatron.training.step import train_step
 
-    job, grads, right = make_job(flags, llama=OF_GPT not in flags), {}, module.shifted
-    update = job.optimizer.step
-
-    def keep_gradients() -> Any:
-        if not grads:
-            grads.update(full_gradients(job))
-        return update()
-
-    job.optimizer.step = keep_gradients
+    job, right = make_job(flags, llama=OF_GPT not in flags), module.shifted
     if mistake is not None:
         module.shifted = mistake
     try:
-        batches = batches_for(job, job.datasets[0], 0, 0)
-        results = [
-            train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get())
-            for _ in range(steps)
-        ]
+        batches, count = batches_for(job, job.datasets[0], 0, 0), job.batch_sizes.get()
+        with first_gradients(job) as grads:
+            results = [
+                train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, count)
+                for _ in range(steps)
+            ]
     finally:
-        module.shifted, job.optimizer.step = right, update
+        module.shifted = right
     losses = [loss for one in results for loss in (one.lm_loss, *one.further.values())]
     return losses, [one.grad_norm for one in results], grads
 

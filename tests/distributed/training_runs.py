@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,30 +36,64 @@ def make_job(flags: str, llama: bool = True, offload: Any = None) -> Any:
 
 def train_job(job: Any, steps: int) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Train some steps: losses, gradient norms, and the gradients of the first step by canonical name."""
-    from megatron.training.certifying.whole_gradients import full_gradients
     from megatron.training.job import batches_for
     from megatron.training.step import train_step
+
+    batches = batches_for(job, job.datasets[0], job.progress.consumed_train_samples, 0)
+    losses, norms = [], []
+    with first_gradients(job) as grads:
+        for _ in range(steps):
+            result = train_step(
+                job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get()
+            )
+            job.progress.advance(job.config.data.global_batch_size, job.config.data.seq_length)
+            losses.append(result.lm_loss)
+            norms.append(result.grad_norm)
+    return losses, norms, grads
+
+
+@contextmanager
+def first_gradients(job: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """A dictionary that the first step within this context fills with the complete gradients, by canonical name."""
+    from megatron.training.certifying.whole_gradients import full_gradients
 
     grads: dict[str, torch.Tensor] = {}
     update = job.optimizer.step
 
-    def step_and_count_gradients() -> Any:
+    def keep_gradients_and_update() -> Any:
         if not grads:
             grads.update(full_gradients(job))
         return update()
 
-    job.optimizer.step = step_and_count_gradients
-    batches = batches_for(job, job.datasets[0], job.progress.consumed_train_samples, 0)
-    losses, norms = [], []
-    for _ in range(steps):
-        result = train_step(
-            job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get()
-        )
-        job.progress.advance(job.config.data.global_batch_size, job.config.data.seq_length)
-        losses.append(result.lm_loss)
-        norms.append(result.grad_norm)
-    job.optimizer.step = update
-    return losses, norms, grads
+    job.optimizer.step = keep_gradients_and_update
+    try:
+        yield grads
+    finally:
+        job.optimizer.step = update
+
+
+def compare_gradients(
+    by_rank: Sequence[Mapping[str, torch.Tensor]],
+    expected: Mapping[str, torch.Tensor],
+    tolerance: float = 1e-5,
+    *,
+    smallest: float = 0.0,
+    padded: bool = False,
+) -> None:
+    """Assert that each rank's gradients are the expected ones, and that all ranks together have all of them.
+
+    Args:
+        tolerance: for the largest error, relative to the largest expected entry of the same parameter.
+        smallest: used in place of that entry where it is smaller.
+        padded: gradients may have further rows, of a padded vocabulary, which are not compared.
+    """
+    for rank, grads in enumerate(by_rank):
+        for name, grad in grads.items():
+            whole = expected[name]
+            grad = grad[: len(whole)] if padded else grad
+            error = float((grad - whole).abs().max() / whole.abs().max().clamp(min=smallest))
+            assert error < tolerance, f"gradient of {name} on rank {rank}: {error:.1e} of its largest entry"
+    assert set().union(*by_rank) == set(expected), "gradients of other parameters"
 
 
 def run_training(flags: str, llama: bool = True, steps: int = 20) -> tuple[list[float], list[float], dict]:
