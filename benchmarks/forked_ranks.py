@@ -106,4 +106,4 @@ def described(error: BaseException) -> str:
 def refusal_line(error: BaseException) -> str:
     """The first line of an error, shortened."""
     line = str(error).splitlines()[0]
-    return "not installed" if line.startswith(NOT_INSTALLED) else f"refused: {line[:110]}"
+    return NOT_INSTALLED if line.startswith(NOT_INSTALLED) else f"refused: {line[:110]}"

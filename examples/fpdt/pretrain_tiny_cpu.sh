@@ -10,17 +10,15 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 ULYSSES_SIZE=2
+GLOBAL_BATCH_SIZE=1
 SEQ_LENGTH=${SEQ_LENGTH:-4096}
 CHUNK=${CHUNK:-512}
 if [ -n "${STREAM:-}" ]; then HIDDEN_STATES=--fpdt-stream-hidden; else HIDDEN_STATES=--offload-checkpoints; fi
 source examples/common/tiny_cpu.sh
 
-PARALLEL_ARGS=(--ulysses-parallel-size "$ULYSSES_SIZE" --zero-stage 1)
+PARALLEL_ARGS+=(--zero-stage 1)
 LONG_ARGS=(--fpdt --fpdt-chunk-size "$CHUNK" "$HIDDEN_STATES")
-TRAINING_ARGS=(
-    --device cpu --micro-batch-size 1 --global-batch-size 1 --seq-length "$SEQ_LENGTH" --train-iters 5
-    "${LEARNING_RATE_ARGS[@]}"
-)
+TRAINING_ARGS+=(--train-iters 5)
 
 exec torchrun --standalone --nproc-per-node "$ULYSSES_SIZE" pretrain_llama.py \
     "${LLAMA_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${LONG_ARGS[@]}" \

@@ -16,11 +16,7 @@ GEMMA_ARGS=(
     --normalization RMSNorm --apply-layernorm-1p --sandwich-norm --qk-layernorm --geglu --scale-embeddings
     --disable-bias-linear --attention-dropout 0.0 --hidden-dropout 0.0
 )
-PARALLEL_ARGS=(--ulysses-parallel-size "$ULYSSES_SIZE" --ring-parallel-size "$RING_SIZE")
-TRAINING_ARGS=(
-    --device cpu --micro-batch-size 1 --global-batch-size 2 --seq-length "$SEQ_LENGTH" --train-iters 20
-    "${LEARNING_RATE_ARGS[@]}"
-)
+TRAINING_ARGS+=(--train-iters 20)
 
 exec torchrun --standalone --nproc-per-node $((ULYSSES_SIZE * RING_SIZE)) pretrain_gpt.py \
     "${GEMMA_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${LOGGING_ARGS[@]}" "$@"

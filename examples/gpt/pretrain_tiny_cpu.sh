@@ -14,10 +14,7 @@ MODEL_ARGS=(
     --max-position-embeddings "$SEQ_LENGTH" --attention-dropout 0.0 --hidden-dropout 0.0
 )
 PARALLEL_ARGS=(--tensor-model-parallel-size "$TP_SIZE" --sequence-parallel --ring-parallel-size "$RING_SIZE")
-TRAINING_ARGS=(
-    --device cpu --micro-batch-size 1 --global-batch-size 2 --seq-length "$SEQ_LENGTH" --train-iters 10
-    "${LEARNING_RATE_ARGS[@]}"
-)
+TRAINING_ARGS+=(--train-iters 10)
 
 exec torchrun --standalone --nproc-per-node $((TP_SIZE * RING_SIZE)) pretrain_gpt.py \
     "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${LOGGING_ARGS[@]}" "$@"

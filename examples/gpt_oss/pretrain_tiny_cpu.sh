@@ -18,11 +18,7 @@ GPT_OSS_ARGS=(
     --untie-embeddings-and-output-weights --attention-dropout 0.0 --hidden-dropout 0.0
 )
 EXPERT_ARGS=(--num-experts 8 --moe-router-topk 4 --moe-aux-loss-coeff 0.01 --expert-model-parallel-size 2)
-PARALLEL_ARGS=(--ulysses-parallel-size "$ULYSSES_SIZE" --ring-parallel-size "$RING_SIZE")
-TRAINING_ARGS=(
-    --device cpu --micro-batch-size 1 --global-batch-size 2 --seq-length "$SEQ_LENGTH" --train-iters 20
-    "${LEARNING_RATE_ARGS[@]}"
-)
+TRAINING_ARGS+=(--train-iters 20)
 
 exec torchrun --standalone --nproc-per-node $((ULYSSES_SIZE * RING_SIZE)) pretrain_gpt.py \
     "${GPT_OSS_ARGS[@]}" "${EXPERT_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" \

@@ -9,11 +9,7 @@ RING_SIZE=2
 SEQ_LENGTH=1024
 source examples/common/tiny_cpu.sh
 
-PARALLEL_ARGS=(--ulysses-parallel-size "$ULYSSES_SIZE" --ring-parallel-size "$RING_SIZE")
-TRAINING_ARGS=(
-    --device cpu --micro-batch-size 1 --global-batch-size 2 --seq-length "$SEQ_LENGTH" --train-iters 10
-    "${LEARNING_RATE_ARGS[@]}"
-)
+TRAINING_ARGS+=(--train-iters 10)
 
 exec torchrun --standalone --nproc-per-node $((ULYSSES_SIZE * RING_SIZE)) pretrain_llama.py \
     "${LLAMA_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${LOGGING_ARGS[@]}" "$@"

@@ -13,11 +13,7 @@ EXPERT_ARGS=(
     --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 192 --moe-aux-loss-coeff 0.01
     --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall
 )
-PARALLEL_ARGS=(--ulysses-parallel-size "$ULYSSES_SIZE" --ring-parallel-size "$RING_SIZE")
-TRAINING_ARGS=(
-    --device cpu --micro-batch-size 1 --global-batch-size 2 --seq-length "$SEQ_LENGTH" --train-iters 20
-    "${LEARNING_RATE_ARGS[@]}"
-)
+TRAINING_ARGS+=(--train-iters 20)
 
 exec torchrun --standalone --nproc-per-node $((ULYSSES_SIZE * RING_SIZE)) pretrain_llama.py \
     "${LLAMA_ARGS[@]}" "${EXPERT_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" \

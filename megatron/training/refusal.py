@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -89,6 +89,22 @@ class Refusal(ValueError):
     def render(self) -> str:
         """The text to print."""
         return str(self)
+
+
+def refuse_combinations(subject: str, others: Mapping[str, tuple[object, str]], fixes: Mapping[str, str] = {}) -> None:
+    """Raise a Refusal for the first other setting that is in use.
+
+    Args:
+        subject: the flag that none of them works with yet.
+        others: by flag, perhaps with its value or after the flag that it is combined with: whether it is in use, and
+            why it is not supported.
+        fixes: by flag, what to set; the others are to be left out.
+    """
+    for flag, (given, reason) in others.items():
+        if given:
+            name = flag.split()[-1] if flag.endswith(" --gpu") else flag.split()[0]
+            fix = Fix(fixes[name]) if name in fixes else Fix(drop=name)
+            raise Refusal(f"{subject} with {flag}", f"is not supported: {reason}", fix)
 
 
 def needs_flag(flag: str, need: str, *, switch: bool = False) -> Refusal:

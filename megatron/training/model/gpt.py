@@ -101,9 +101,8 @@ class LongContextGPT(GPTModel):
             kwargs["decoder_input"] = self._embed_in_chunks(input_ids, position_ids, dropout)
         hidden, *others = super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
         if not self.embedding.word_embeddings.weight.requires_grad and self.config.recompute_granularity == "full":
-            hidden.requires_grad_(
-                torch.is_grad_enabled()
-            )  # otherwise core skips the backward pass of recomputed layers
+            # Otherwise core skips the backward pass of recomputed layers.
+            hidden.requires_grad_(torch.is_grad_enabled())
         return hidden if streamed or dropout is None else dropout(hidden, EMBEDDING), *others
 
     def _embed_in_chunks(self, input_ids: Tensor, position_ids: Tensor, dropout: HiddenDropout | None) -> Tensor:

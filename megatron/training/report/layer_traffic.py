@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.context_parallel.attention.ring_plan import attention_plan
+from megatron.context_parallel.certifying.comparing import listed
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
@@ -58,17 +59,6 @@ def describe_layers(config: Config) -> Iterator[str]:
     for group in layer_traffic(config):
         sends = f" and sends {group.sent / 2**20:,.1f} MiB of keys and values"
         yield (
-            f"layers {_ranges(group.layers)}: {group.mask}; in a forward pass a rank attends to at most "
+            f"layers {listed(group.layers)}: {group.mask}; in a forward pass a rank attends to at most "
             f"{group.pairs:,} pairs of tokens{sends if config.parallel.ring_parallel_size > 1 else ''}"
         )
-
-
-def _ranges(numbers: tuple[int, ...]) -> str:
-    """``1-5, 7-11, 13``."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and parts[-1][-1] == number - 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)

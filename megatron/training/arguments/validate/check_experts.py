@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from megatron.training.arguments.config import Config, ModelConfig
 from megatron.training.arguments.models import expert_layers
-from megatron.training.refusal import LEAVE_OUT, Fix, Refusal
+from megatron.training.arguments.validate.check_model import check_pattern
+from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, refuse_combinations
 
 LOSSES = ("aux_loss", "seq_aux_loss", "none")
 OTHER_LOSSES = {
@@ -58,27 +59,25 @@ def _combinations(config: Config) -> None:
     """Refuse features that do not work with experts yet."""
     model, parallel, chunks = config.model, config.parallel, config.chunks
     zero = parallel.zero_stage or 0
+    routes_chunks = "it routes a chunk at a time, and the statistics of experts need all tokens"
     refused = {
-        "--fpdt": (chunks.fpdt, "routes a chunk at a time, and the statistics of experts need all tokens"),
-        "--ffn-chunks": (chunks.ffn_chunks, "routes a chunk at a time, and the statistics of experts need all tokens"),
-        "--lora-rank": (model.lora_rank, "has no adapters for experts"),
+        "--fpdt": (chunks.fpdt, routes_chunks),
+        "--ffn-chunks": (chunks.ffn_chunks, routes_chunks),
+        "--lora-rank": (model.lora_rank, "it has no adapters for experts"),
         "--partition-position-embedding": (
             parallel.partition_position_embedding,
-            "uses the groups of experts for positions",
+            "it uses the groups of experts for positions",
         ),
-        f"--zero-stage {zero}": (zero > 1, "does not know which ranks hold the same experts: use --zero-stage 1"),
-        "--fp8-format": (model.fp8_format, "is not tested with experts"),
+        f"--zero-stage {zero}": (zero > 1, "it does not know which ranks hold the same experts: use --zero-stage 1"),
+        "--fp8-format": (model.fp8_format, "it is not tested with experts"),
         "--transformer-impl transformer_engine": (
             model.transformer_impl == "transformer_engine",
-            "has no experts here: use --transformer-impl local",
+            "it has no experts here: use --transformer-impl local",
         ),
-        "--dry-run": (config.simulation.dry_run, "does not simulate experts: start the run itself"),
-        "--elastic": (parallel.elastic, "chooses grids without experts: give the grid by flags, or --elastic-grids"),
+        "--dry-run": (config.simulation.dry_run, "it does not simulate experts: start the run itself"),
+        "--elastic": (parallel.elastic, "it chooses grids without experts: give the grid by flags, or --elastic-grids"),
     }
-    for flag, (given, reason) in refused.items():
-        if given:
-            fix = Fix("--zero-stage 1") if flag.startswith("--zero") else Fix(drop=flag.split()[0])
-            raise Refusal(f"--num-experts {model.num_experts} with {flag}", f"is not supported: it {reason}", fix)
+    refuse_combinations(f"--num-experts {model.num_experts}", refused, {"--zero-stage": "--zero-stage 1"})
     if model.add_bias_linear and model.moe_shared_expert_intermediate_size:
         raise Refusal(
             "--moe-shared-expert-intermediate-size",
@@ -88,14 +87,7 @@ def _combinations(config: Config) -> None:
 
 
 def _pattern(model: ModelConfig) -> None:
-    frequency, layers = model.moe_layer_freq, model.num_layers
-    if isinstance(frequency, int) and frequency < 1:
-        raise Refusal(f"--moe-layer-freq {frequency}", "must be at least 1: 2 means every second layer")
-    if isinstance(frequency, list) and len(frequency) != layers:
-        raise Refusal(
-            f"--moe-layer-freq with {len(frequency)} layers",
-            f"does not fit --num-layers {layers}: give one number per layer",
-        )
+    check_pattern("--moe-layer-freq", model.moe_layer_freq, model.num_layers)
     if all(expert_layers(model)):
         model.moe_layer_freq = 1  # so that checkpoints hold each weight of all layers in one tensor
     if not any(expert_layers(model)):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from megatron.training.arguments.config import Config
-from megatron.training.refusal import LEAVE_OUT, Fix, Refusal
+from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, refuse_combinations
 
 FLAG = "--multi-latent-attention"
 
@@ -60,13 +60,7 @@ def _combinations(config: Config) -> None:
             "the planner does not know its time and memory: leave --gpu out, or use --elastic-grids",
         ),
     }
-    for flag, (given, reason) in refused.items():
-        if given:
-            raise Refusal(
-                f"{FLAG} with {flag}",
-                f"is not supported: {reason}",
-                Fix(drop=flag.split()[-1] if "--gpu" in flag else flag.split()[0]),
-            )
+    refuse_combinations(FLAG, refused)
 
 
 def _rope(config: Config) -> None:

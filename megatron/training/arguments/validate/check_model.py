@@ -11,7 +11,7 @@ from megatron.training.arguments.config import AttentionConfig, Config, ModelCon
 from megatron.training.arguments.models import ROTARY, derive_shape, is_gated, rope_layers, window_layers
 from megatron.training.arguments.settings.attention_settings import MASKS
 from megatron.training.arguments.validate.check_latent import complete_latent
-from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, near
+from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, near, refuse_combinations
 
 
 def complete_required(config: Config) -> None:
@@ -104,11 +104,7 @@ def _predicts_ahead(config: Config) -> None:
     }
     fixes = {"--position-embedding-type": "--position-embedding-type rope", "--hidden-dropout": "--hidden-dropout 0",
              "--zero-stage": "--zero-stage 1"}  # fmt: skip
-    for flag, (given, reason) in refused.items():
-        if given:
-            name = flag.split()[-1] if flag.endswith("--gpu") else flag.split()[0]
-            fix = Fix(fixes[name]) if name in fixes else Fix(drop=name)
-            raise Refusal(f"--mtp-num-layers {model.mtp_num_layers} with {flag}", f"is not supported: {reason}", fix)
+    refuse_combinations(f"--mtp-num-layers {model.mtp_num_layers}", refused, fixes)
 
 
 def _positions(model: ModelConfig) -> None:
@@ -206,7 +202,7 @@ def _window_layers(config: Config) -> None:
     attention, model = config.attention, config.model
     if attention.window_attn_skip_freq is None and model.rotary_base_local is None:
         return
-    _check_pattern("--window-attn-skip-freq", attention.window_attn_skip_freq, model.num_layers)
+    check_pattern("--window-attn-skip-freq", attention.window_attn_skip_freq, model.num_layers)
     windows = window_layers(attention, model.num_layers)
     if not any(windows):
         raise Refusal(
@@ -246,7 +242,7 @@ def _rope_layers(config: Config) -> None:
             Fix(drop="--no-rope-freq"),
         )
     frequency, layers = model.no_rope_freq, model.num_layers
-    _check_pattern("--no-rope-freq", frequency, layers)
+    check_pattern("--no-rope-freq", frequency, layers)
     if isinstance(frequency, int) and layers % frequency:
         raise Refusal(
             f"--no-rope-freq {frequency}",
@@ -261,7 +257,8 @@ def _rope_layers(config: Config) -> None:
         model.no_rope_freq = None
 
 
-def _check_pattern(flag: str, frequency: int | list[int] | None, layers: int) -> None:
+def check_pattern(flag: str, frequency: int | list[int] | None, layers: int) -> None:
+    """Refuse a pattern of layers, every n-th one or a number for each layer, that does not fit the model."""
     if isinstance(frequency, int) and frequency < 1:
         raise Refusal(f"{flag} {frequency}", "must be at least 1: 2 means every second layer")
     if isinstance(frequency, list) and len(frequency) != layers:
