@@ -12,7 +12,7 @@ from megatron.context_parallel.linear_attention.mixer import linear_attention
 from megatron.context_parallel.linear_attention.rules import RULES, LinearRule, recurrence
 from megatron.context_parallel.linear_attention.short_convolution import short_convolution
 from tests.errors import worst
-from tests.pairs import by_pairs, pairs
+from tests.pairs import by_pairs
 
 CONTROL = 1e-2  # without the state, or without the rows before a span, the error is at least this
 
@@ -49,6 +49,13 @@ def errors_of(layout: cp.SequenceLayout, mine: list[Tensor], whole: list[Tensor]
     return [float((a - layout.shard(b)).abs().max() / b.abs().max()) for a, b in zip(mine, whole)]
 
 
+def begins_with_spans(layout: cp.SequenceLayout) -> tuple[tuple[int, ...]]:
+    """A document for each span of each rank: nothing passes from one span to another."""
+    grid = layout.grid
+    spans = (layout.spans(ulysses=u, ring=r) for r in range(grid.ring.size) for u in range(grid.ulysses.size))
+    return (tuple(sorted(stop for of_rank in spans for _, stop in of_rank)),)
+
+
 def compare_mixer(ulysses, ring, balance, documents, exchange, rule, length, batch, heads, key_heads, state=True):
     """Largest errors of out and of the gradients of all inputs on this rank."""
     rule = RULES[rule]
@@ -62,8 +69,7 @@ def compare_mixer(ulysses, ring, balance, documents, exchange, rule, length, bat
     grads = torch.autograd.grad(expected, whole, dout)
     local = [layout.shard(x).detach().requires_grad_() for x in whole]
     if not state:  # every span begins anew
-        documents = (tuple(sorted({stop for r in range(ring) for u in range(ulysses)
-                                   for _, stop in layout.spans(ulysses=u, ring=r)})),)  # fmt: skip
+        documents = begins_with_spans(layout)
     out = linear_attention(*local, rule=rule, layout=layout, documents=documents, exchange=exchange)
     mine = torch.autograd.grad(out, local, layout.shard(dout))
     return errors_of(layout, [out, *mine], [expected, *grads])
@@ -81,7 +87,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     "ulysses, ring, balance, documents, exchange, rule",
-    by_pairs(CASES, lambda u, r, *others: pairs({f"U{u}", f"R{r}", *others})),
+    by_pairs(CASES, lambda u, r, *others: {(u, r), *others, (others[0], others[2])}),
 )
 def test_every_rule_on_every_grid(pool, ulysses, ring, balance, documents, exchange, rule):
     batch = 2 if documents == "by sample" else 1
@@ -90,3 +96,57 @@ def test_every_rule_on_every_grid(pool, ulysses, ring, balance, documents, excha
     assert worst(errors) < 1e-10, errors
     if ulysses * ring > 1 and balance != "documents":
         assert worst(pool.run(compare_mixer, ulysses * ring, *case, False)) > CONTROL
+
+
+def compare_convolution(ulysses, ring, balance, documents, width, length, batch, activation, halo=True):
+    """Largest errors of out, dx, dweight and dbias on this rank; those of dweight and dbias after a sum over ranks."""
+    layout = cp.SequenceLayout(
+        length, cp.initialize_grid(ulysses=ulysses, ring=ring), balance,
+        document_ends=documents[0] if balance == "documents" and documents else (),
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(5)
+    x, weight, bias = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in ((length, batch, 3), (3, width), (3,))
+    )
+    act = torch.nn.functional.silu if activation else torch.nn.Identity()
+
+    def dense(x: Tensor) -> Tensor:
+        padded = torch.nn.functional.pad(x.permute(1, 2, 0), (width - 1, 0))
+        return act(torch.nn.functional.conv1d(padded, weight[:, None], bias, groups=3)).permute(2, 0, 1)
+
+    expected = each_document(dense, [x], documents)
+    dout = random_like(expected)
+    grads = torch.autograd.grad(expected, (x, weight, bias), dout)
+    local, own = layout.shard(x).detach().requires_grad_(), [p.detach().requires_grad_() for p in (weight, bias)]
+    if not halo:
+        documents = begins_with_spans(layout)
+    out = short_convolution(local, *own, layout=layout, activation=activation, documents=documents)
+    dx, *dparameters = torch.autograd.grad(out, (local, *own), layout.shard(dout))
+    errors = errors_of(layout, [out, dx], [expected, grads[0]])
+    for mine, whole in zip(dparameters, grads[1:]):
+        if ulysses * ring > 1:
+            torch.distributed.all_reduce(mine, group=layout.grid.context.group)
+        errors.append(float((mine - whole).abs().max() / whole.abs().max()))
+    return errors
+
+
+CONVOLUTIONS = [
+    (*grid, balance, list(DOCUMENTS)[(i + j) % 3], width, length, [None, "silu"][(i + j) % 2])
+    for i, grid in enumerate(GRIDS)
+    for j, balance in enumerate(["zigzag", "contiguous", "documents"])
+    for width, length in ((4, 168), (5, 24))  # spans of one to three tokens in a sequence of 24
+]
+
+
+@pytest.mark.parametrize(
+    "ulysses, ring, balance, documents, width, length, activation",
+    by_pairs(CONVOLUTIONS, lambda u, r, *others: {(u, r), *others}),
+)
+def test_a_convolution_on_every_grid(pool, ulysses, ring, balance, documents, width, length, activation):
+    ends = tuple(tuple(end for end in one if end < length) + (length,) for one in DOCUMENTS[documents])
+    case = (ulysses, ring, balance, ends, width, length, 2 if len(ends) == 2 else 1, activation)
+    errors = pool.run(compare_convolution, ulysses * ring, *case)
+    assert worst(errors) < 1e-10, errors
+    if ulysses * ring > 1 and balance != "documents":
+        assert worst(pool.run(compare_convolution, ulysses * ring, *case, False)) > CONTROL

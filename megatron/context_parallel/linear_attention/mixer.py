@@ -65,8 +65,8 @@ def linear_attention(
     """Exact linear attention over the complete sequence; each rank passes the tokens that it holds.
 
     Args:
-        q, k: [s_local, b, key heads, K]; v: [s_local, b, heads, V]; key heads divides heads, and consecutive heads share
-            one. Tokens are those of ``layout.positions``. Scale and normalize q and k before.
+        q, k: [s_local, b, key heads, K]; v: [s_local, b, heads, V]; key heads divides heads, and consecutive heads
+            share one. Tokens are those of ``layout.positions``. Scale and normalize q and k before.
         g: the logarithm of the decay, at most 0, -inf allowed: [s_local, b, heads], or [s_local, b, heads, K] if the
             rule has one for each channel.
         beta: [s_local, b, heads]; None: 1.
