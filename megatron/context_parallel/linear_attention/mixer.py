@@ -114,6 +114,7 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, rule: Lin
 class _Way:
     """How states go: over which axis, by which exchange, and over which spans."""
 
+    context: Axis
     axis: Axis
     order: SpanOrder
     spans: Spans
@@ -157,9 +158,11 @@ def _way(q, k, v, g, beta, rule, layout, ends, exchange) -> _Way:
             inner, cost = cheaper_exchange(fewer, order.counts)
             cost += heads_bytes(sizes, ulysses.size, sum(map(len, plan.kv_heads))) + 2 * HOP_BYTES
             if exchange == "heads" or cost < price:
-                return _Way(grid.ring, order, layout.ring_spans(grid.ring.rank), ends, inner == "relay", ulysses)
+                return _Way(
+                    grid.context, grid.ring, order, layout.ring_spans(grid.ring.rank), ends, inner == "relay", ulysses
+                )
     chosen = best if exchange in ("auto", "heads") else exchange
-    return _Way(grid.context, span_order(bare, ends, False), layout.local_spans, ends, chosen == "relay")
+    return _Way(grid.context, grid.context, span_order(bare, ends, False), layout.local_spans, ends, chosen == "relay")
 
 
 def state_sizes(rule: LinearRule, q: Tensor, v: Tensor, g: Tensor) -> StateSizes:
