@@ -50,19 +50,28 @@ def prepared(rule: LinearRule, inputs: Inputs, rows: Span) -> Prepared:
     return prepare(rule, *(arrange(x) for x in inputs), block)
 
 
-def span_map(rule: LinearRule, inputs: Inputs, rows: Span) -> Tensor:
-    """The map [b, heads, K, columns of M + V] of a span, fp32 (fp64): M and N next to each other."""
+def identity(rule: LinearRule, inputs: Inputs) -> Tensor:
+    """The map of no tokens."""
     q, _, v = inputs[:3]
     keys, dtype = q.size(3), accumulation_dtype(v.dtype)
     if rule.delta:
         columns = torch.eye(keys, dtype=dtype, device=v.device).expand(*v.shape[1:3], keys, keys)
     else:
         columns = torch.ones(*v.shape[1:3], keys, 1, dtype=dtype, device=v.device)
-    result = F.pad(columns, (0, v.size(3)))
+    return F.pad(columns, (0, v.size(3)))
+
+
+def span_map(rule: LinearRule, inputs: Inputs, rows: Span, before: Tensor | None = None) -> Tensor:
+    """The map [b, heads, K, columns of M + V] of a span, fp32 (fp64): M and N next to each other.
+
+    Args:
+        before: the map of the tokens before the span, if the result is to include them.
+    """
+    result = identity(rule, inputs) if before is None else before
     for part in segments(inputs, rows):
         ready = prepared(rule, inputs, part)
         # The columns of M are states that no value changes.
-        own = F.pad(ready.own, (columns.size(-1), 0))
+        own = F.pad(ready.own, (result.size(-1) - ready.own.size(-1), 0))
         result = _states(ready._replace(own=own), result)[-1]
     return result
 
@@ -94,10 +103,15 @@ def span_outputs(
     return entries, state
 
 
-def span_state_grad(rule: LinearRule, inputs: Inputs, rows: Span, dout: Tensor) -> Tensor:
-    """E [b, heads, K, V]: the gradient of the state before a span, from the span's outputs alone."""
+def empty_state(inputs: Inputs) -> Tensor:
+    """The state 0 [b, heads, K, V], fp32 (fp64)."""
     q, _, v = inputs[:3]
-    dstate = torch.zeros(*v.shape[1:3], q.size(3), v.size(3), dtype=accumulation_dtype(v.dtype), device=v.device)
+    return v.new_zeros((*v.shape[1:3], q.size(3), v.size(3)), dtype=accumulation_dtype(v.dtype))
+
+
+def span_state_grad(rule: LinearRule, inputs: Inputs, rows: Span, dout: Tensor, dstate: Tensor | None = None) -> Tensor:
+    """The gradient [b, heads, K, V] of the state before a span; E if that of the state after it, ``dstate``, is 0."""
+    dstate = empty_state(inputs) if dstate is None else dstate
     for part in reversed(segments(inputs, rows)):
         ready = prepared(rule, inputs, part)
         dstate = _state_grads(ready, _blocks_of(dout, part, ready), dstate)[0]
