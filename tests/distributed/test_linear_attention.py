@@ -3,15 +3,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import megatron.context_parallel as cp
 from megatron.context_parallel.fpdt.chunked_mixer import ChunkedLinearLayer
-from megatron.context_parallel.linear_attention.mixer import linear_attention
+from megatron.context_parallel.linear_attention.mixer import linear_attention, state_sizes
 from megatron.context_parallel.linear_attention.rules import RULES, LinearRule, recurrence
 from megatron.context_parallel.linear_attention.short_convolution import short_convolution
+from megatron.context_parallel.linear_attention.span_exchange import span_order
+from megatron.decisions.state_exchange import gather_bytes, heads_bytes, relay_bytes
 from tests.errors import worst
 from tests.pairs import by_pairs
 
@@ -99,6 +104,51 @@ def test_every_rule_on_every_grid(pool, ulysses, ring, balance, documents, excha
         assert worst(pool.run(compare_mixer, ulysses * ring, *case, False)) > CONTROL
 
 
+def count_bytes(ulysses, ring, exchange, rule, length):
+    """Bytes that this rank sends in a forward and in a backward pass, and those of the formulas for a forward pass."""
+    rule, layout = RULES[rule], cp.SequenceLayout(length, cp.initialize_grid(ulysses=ulysses, ring=ring))
+    heads, keys, values, rows = 4, 4, 3, layout.local_length
+    shapes = (2, keys), (2, keys), (heads, values), (heads, keys) if rule.channels else (heads,), (heads,)
+    inputs = [torch.rand(rows, 1, *shape).neg().requires_grad_() for shape in shapes]
+    sent = []
+
+    def gather(output, x, **group):
+        sent[-1] += x.nbytes * (dist.get_world_size(group["group"]) - 1)
+        return all_gather(output, x, **group)
+
+    def messages(operations):
+        sent[-1] += sum(one.tensor.nbytes for one in operations if one.op is dist.isend)
+        return batch(operations)
+
+    all_gather, batch = dist.all_gather_into_tensor, dist.batch_isend_irecv
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather_into_tensor", gather)
+        patch.setattr(dist, "batch_isend_irecv", messages)
+        sent.append(0)
+        out = linear_attention(*inputs, rule=rule, layout=layout, exchange=exchange)
+        sent.append(0)
+        torch.autograd.grad(out.sum(), inputs)
+    bare, sizes = layout.without_groups(), state_sizes(rule, inputs[0], inputs[2], inputs[3])
+    counts = span_order(bare, (), exchange == "heads").counts
+    if exchange == "heads":
+        moved = heads_bytes(sizes, ulysses, 2)
+        return sent, moved + gather_bytes(replace(sizes, heads=heads // ulysses), counts)
+    return sent, (gather_bytes if exchange == "gather" else relay_bytes)(sizes, counts)
+
+
+@pytest.mark.parametrize("rule", ["gated_delta", "kda", "mamba2"])
+@pytest.mark.parametrize("ulysses, ring, exchange", [(1, 4, "gather"), (2, 2, "relay"), (2, 2, "heads")])
+def test_bytes_are_those_of_the_formulas(pool, ulysses, ring, exchange, rule):
+    """States and maps have the same bytes at 8K and 128K; an all-to-all of tokens has 16 times as many."""
+    results = []
+    for length in (8192, 131072):
+        ranks = pool.run(count_bytes, ulysses * ring, ulysses, ring, exchange, rule, length)
+        forward, backward = (max(sent[i] for sent, _ in ranks) for i in (0, 1))
+        assert forward == backward == ranks[0][1], ranks
+        results.append(forward)
+    assert results[0] == results[1] if exchange != "heads" else 15 < results[1] / results[0] < 16
+
+
 def compare_convolution(ulysses, ring, balance, documents, width, length, batch, activation, halo=True):
     """Largest errors of out, dx, dweight and dbias on this rank; those of dweight and dbias after a sum over ranks."""
     layout = cp.SequenceLayout(
@@ -127,7 +177,7 @@ def compare_convolution(ulysses, ring, balance, documents, width, length, batch,
     errors = errors_of(layout, [out, dx], [expected, grads[0]])
     for mine, whole in zip(dparameters, grads[1:]):
         if ulysses * ring > 1:
-            torch.distributed.all_reduce(mine, group=layout.grid.context.group)
+            dist.all_reduce(mine, group=layout.grid.context.group)
         errors.append(float((mine - whole).abs().max() / whole.abs().max()))
     return errors
 
@@ -203,7 +253,7 @@ def compare_chunked(ulysses, ring, balance, documents, chunks, exchange, rule, k
     errors = errors_of(layout, [y, dx], [expected, grads[0]])
     for mine, whole in zip(dweights, grads[1:]):
         if ulysses * ring > 1:
-            torch.distributed.all_reduce(mine, group=layout.grid.context.group)
+            dist.all_reduce(mine, group=layout.grid.context.group)
         errors.append(float((mine - whole).abs().max() / whole.abs().max()))
     return errors
 

@@ -307,7 +307,8 @@ class _Pass:
         begun = [rows.detach().requires_grad_() for rows in self.begun(chunk)]
         with torch.enable_grad():
             sent, next_tail = self.inputs(leaf, chunk, tail, begun)
-        grads = self.way.arrange_grad(grads, sent, self.spans_of(chunk))
+        heads = sent[2].size(2), sent[0].size(2)
+        grads = self.way.arrange_grad(grads, heads, self.spans_of(chunk))
         results, dresults = [*sent], [*grads]
         if self.dtail is not None:
             results, dresults = [*results, next_tail], [*dresults, self.dtail]

@@ -147,12 +147,12 @@ class Way:
             inputs[3] = inputs[3].masked_fill(self._begins(inputs[3], spans), -torch.inf)
         return inputs
 
-    def arrange_grad(self, grads: Inputs, inputs: Inputs, spans: Spans) -> list[Tensor]:
-        """The backward pass of :meth:`arrange`, whose inputs were ``inputs``."""
+    def arrange_grad(self, grads: Inputs, heads: tuple[int, int], spans: Spans) -> list[Tensor]:
+        """The backward pass of :meth:`arrange`, whose inputs had these numbers of heads and of key heads."""
         dq, dk, dv, dg, dbeta = grads
         if self.ends:
             dg = dg.masked_fill(self._begins(dg, spans), 0.0)
-        return _exchanged_grads((dq, dk, dv, dg, dbeta), inputs, self.ulysses)
+        return _exchanged_grads((dq, dk, dv, dg, dbeta), heads, self.ulysses)
 
     def _begins(self, g: Tensor, spans: Spans) -> Tensor:
         at = to_device(document_starts(self.ends, spans), g.device)
@@ -211,11 +211,11 @@ class _LinearAttention(torch.autograd.Function):
         maps = {p.index: span_map(rule, inputs, way.rows[p.index]) for p in mine if p.hands_on}
         entries = entry_states(rule, way.order, way.axis, maps, empty, way.relay)
         states = {p.index: span_outputs(rule, inputs, way.rows[p.index], entries[p.index], out)[0] for p in mine}
-        ctx.rule, ctx.way = rule, way
+        ctx.rule, ctx.way, ctx.heads = rule, way, (v.size(2), q.size(2))
         kept = [state for p in mine for state in states[p.index]]
         matrices = [maps[p.index][..., : -out.size(3)].clone() for p in mine if p.hands_on and not p.fresh]
         ctx.counts = [len(states[p.index]) for p in mine]
-        ctx.save_for_backward(q, k, v, g, beta, *kept, *matrices)
+        ctx.save_for_backward(*inputs, *kept, *matrices)
         return out if way.ulysses is None else heads_to_sequence(out, way.ulysses)
 
     @staticmethod
@@ -223,8 +223,7 @@ class _LinearAttention(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         rule, way = ctx.rule, ctx.way
-        saved, kept = ctx.saved_tensors[:5], list(ctx.saved_tensors[5:])
-        inputs = way.arrange(saved, way.spans)
+        inputs, kept = ctx.saved_tensors[:5], list(ctx.saved_tensors[5:])
         if way.ulysses is not None:
             dout = heads_to_sequence_grad(dout, way.ulysses)
         mine, empty = way.order.of(way.axis.rank), empty_state(inputs)
@@ -240,7 +239,7 @@ class _LinearAttention(torch.autograd.Function):
         grads = [torch.zeros_like(x) for x in inputs]
         for p in mine:
             span_grads(rule, inputs, way.rows[p.index], states[p.index], dout, after[p.index], grads)
-        grads = way.arrange_grad(grads, saved, way.spans)
+        grads = way.arrange_grad(grads, ctx.heads, way.spans)
         return *(dx if needed else None for dx, needed in zip(grads, ctx.needs_input_grad)), None, None
 
 
@@ -258,12 +257,12 @@ def _exchanged(inputs: Inputs, axis: Axis | None) -> list[Tensor]:
     return [q, k, v, gate if g.dim() == 4 else gate.squeeze(3), beta.squeeze(3)]
 
 
-def _exchanged_grads(grads: Inputs, inputs: Inputs, axis: Axis | None) -> list[Tensor]:
+def _exchanged_grads(grads: Inputs, heads: tuple[int, int], axis: Axis | None) -> list[Tensor]:
     """The backward pass of :func:`_exchanged`."""
     if axis is None:
         return list(grads)
     dq, dk, dv, dg, dbeta = grads
-    plan = head_plan(inputs[2].size(2), inputs[0].size(2), axis.size)
+    plan = head_plan(*heads, axis.size)
     if plan.needs_expansion(axis.rank):
         dq, dk = (summed_by_head(x, plan.kv_index[axis.rank]) for x in (dq, dk))
     dq, dk, dv = to_sequence((dq, dk, dv), (plan.kv_spans, plan.kv_spans, plan.q_spans), axis)

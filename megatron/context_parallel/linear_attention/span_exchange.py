@@ -21,6 +21,7 @@ from megatron.context_parallel.layout.spans import Span, Spans, numbered, positi
 from megatron.context_parallel.linear_attention.rules import LinearRule
 from megatron.context_parallel.linear_attention.span_maps import apply_map, apply_map_grad
 from megatron.decisions.state_exchange import SpanCounts
+from megatron.platform.autograd import without_autocast
 
 Ends = tuple[tuple[int, ...], ...]
 """One past the last token of each document: one tuple for all samples, or one for each; () for one document."""
@@ -108,6 +109,7 @@ def span_order(layout: SequenceLayout, ends: Ends, by_heads: bool) -> SpanOrder:
     return SpanOrder(tuple(sorted(places, key=lambda place: place.span)), len(held))
 
 
+@without_autocast
 def entry_states(
     rule: LinearRule, order: SpanOrder, axis: Axis, maps: Mapping[int, Tensor], empty: Tensor, relay: bool
 ) -> dict[int, Tensor]:
@@ -131,6 +133,7 @@ def entry_states(
     return entries
 
 
+@without_autocast
 def exit_grads(
     rule: LinearRule, order: SpanOrder, axis: Axis, maps: Mapping[int, Tensor], empty: Tensor, relay: bool
 ) -> dict[int, Tensor]:
