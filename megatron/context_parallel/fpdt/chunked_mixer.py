@@ -284,7 +284,7 @@ class _Pass:
 
     def _adjoints(self, maps: dict[int, Tensor]) -> dict[int, Tensor]:
         """M and E of the spans that are not fresh."""
-        columns, result = self.empty.size(-2) if self.layer.linear.delta else 1, {}
+        columns, result = self.layer.linear.map_columns(self.empty.size(-2)), {}
         for place in self.way.order.of(self.way.axis.rank):
             if not place.fresh:
                 E = maps[place.index]

@@ -193,7 +193,7 @@ def state_sizes(rule: LinearRule, q: Tensor, v: Tensor, g: Tensor) -> StateSizes
     s, b, heads, values = v.shape
     keys = q.size(3)
     return StateSizes(
-        batch=b, heads=heads, key_heads=q.size(2), keys=keys, values=values, map_columns=keys if rule.delta else 1,
+        batch=b, heads=heads, key_heads=q.size(2), keys=keys, values=values, map_columns=rule.map_columns(keys),
         gates=(keys if rule.channels else 1) + 1, rows=s, itemsize=v.element_size(), gate_itemsize=g.element_size(),
     )  # fmt: skip
 
@@ -232,7 +232,7 @@ class _LinearAttention(torch.autograd.Function):
         for p in mine:
             if not p.fresh:
                 E = span_state_grad(rule, inputs, way.rows[p.index], dout)
-                columns = empty.size(-2) if rule.delta else 1
+                columns = rule.map_columns(empty.size(-2))
                 matrix = kept.pop(0) if p.hands_on else E.new_zeros((*E.shape[:-1], columns))
                 maps[p.index] = torch.cat((matrix, E), dim=-1)
         after = exit_grads(rule, way.order, way.axis, maps, empty, way.relay)

@@ -121,7 +121,7 @@ def entry_states(
     """
     if relay:
         return _relayed(order.places, axis, empty, lambda place, state: apply_map(rule, maps[place.index], state))
-    columns = empty.size(-1) + (empty.size(-2) if rule.delta else 1)
+    columns = empty.size(-1) + rule.map_columns(empty.size(-2))
     known = _gathered([p for p in order.places if p.hands_on], axis, maps, empty, columns)
     state, entries = empty, {}
     for place in order.places:
@@ -145,7 +145,7 @@ def exit_grads(
     turned = tuple(Place(p.rank, p.index, p.span, not p.hands_on, not p.fresh) for p in reversed(order.places))
     if relay:
         return _relayed(turned, axis, empty, lambda place, grad: apply_map_grad(rule, maps[place.index], grad))
-    columns = empty.size(-1) + (empty.size(-2) if rule.delta else 1)
+    columns = empty.size(-1) + rule.map_columns(empty.size(-2))
     known = _gathered([p for p in turned if p.hands_on], axis, maps, empty, columns)
     grad, grads = empty, {}
     for place in turned:

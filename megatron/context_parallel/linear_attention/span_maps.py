@@ -19,8 +19,16 @@ from torch.nn import functional as F
 
 from megatron.context_parallel.attention.kernels.sums import accumulation_dtype
 from megatron.context_parallel.layout.spans import Span, split
-from megatron.context_parallel.linear_attention.block_scan import new_values, outputs, state_after, state_grads, states
-from megatron.context_parallel.linear_attention.rules import BLOCK, LinearRule, Prepared, prepare
+from megatron.context_parallel.linear_attention.block_scan import (
+    BLOCK,
+    block_size,
+    new_values,
+    outputs,
+    state_after,
+    state_grads,
+    states,
+)
+from megatron.context_parallel.linear_attention.rules import LinearRule, Prepared, prepare
 from megatron.platform.autograd import without_autocast
 
 SEGMENT = 2**23  # elements of q, k and v that are prepared together
@@ -39,7 +47,7 @@ def segments(inputs: Inputs, rows: Span) -> list[Span]:
 def prepared(rule: LinearRule, inputs: Inputs, rows: Span) -> Prepared:
     """Prepare the blocks of some rows. Differentiable. Rows are added to fill the last block: they change nothing."""
     count = rows[1] - rows[0]
-    block = min(BLOCK, 1 << (count - 1).bit_length())
+    block = block_size(count, inputs[2], inputs[0].size(3))
     dtype, heads = accumulation_dtype(inputs[2].dtype), inputs[2].size(2)
 
     def arrange(x: Tensor) -> Tensor:

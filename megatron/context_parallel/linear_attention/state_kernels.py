@@ -26,12 +26,12 @@ def _store(x, at, value, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexp
 
 @triton.jit
 def states_kernel(
-    own, erase, writes, reads, inside, keep, start, out, states, end, blocks,
-    ERASES: tl.constexpr, BY_CHANNEL: tl.constexpr, OUTPUTS: tl.constexpr, STATES: tl.constexpr,
+    own, erase, writes, keep, start, out, end, blocks,
+    ERASES: tl.constexpr, BY_CHANNEL: tl.constexpr, STATES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of the state of one head: through all blocks, with their outputs or the states before them."""
+    """Some columns of the state of one head: through all blocks. ``out``: the states before each."""
     head = tl.program_id(1).to(tl.int64)
     row, key = tl.arange(0, ROWS), tl.arange(0, KEY_BLOCK)
     value = tl.program_id(0) * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
@@ -39,17 +39,11 @@ def states_kernel(
     for index in range(blocks):
         block = head * blocks + index
         if STATES:
-            _store(states, block * KEYS * VALUES, state, key, value, KEYS, VALUES)
+            _store(out, block * KEYS * VALUES, state, key, value, KEYS, VALUES)
         new = _load(own, block * ROWS * VALUES, row, value, ROWS, VALUES)
         if ERASES:
             known = _load(erase, block * ROWS * KEYS, row, key, ROWS, KEYS)
             new -= tl.dot(known, state, input_precision=PRECISION)
-        if OUTPUTS:
-            read = _load(reads, block * ROWS * KEYS, row, key, ROWS, KEYS)
-            pairs = _load(inside, block * ROWS * ROWS, row, row, ROWS, ROWS)
-            total = tl.dot(read, state, input_precision=PRECISION)
-            total = tl.dot(pairs, new, total, input_precision=PRECISION)
-            _store(out, block * ROWS * VALUES, total, row, value, ROWS, VALUES)
         write = _load(writes, block * ROWS * KEYS, row, key, ROWS, KEYS)
         if BY_CHANNEL:
             state *= tl.load(keep + block * KEYS + key, mask=key < KEYS, other=0.0)[:, None]
