@@ -6,9 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.context_parallel.attention.ring_plan import Hop, RingPlan, attention_plan
-from megatron.context_parallel.layout.masks import Mask
+from megatron.context_parallel.layout.masks import Documents, Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import count
+from megatron.context_parallel.linear_attention.span_exchange import span_order
 from tools.tile_drawing import GREY, INK, PALE, colour, frame, polygon, ticks
 
 
@@ -68,6 +69,41 @@ def draw_ring(figure: Any, layouts: list[SequenceLayout], mask: Mask) -> None:
         frame(axes)
         axes.tick_params(length=0)
     figure.suptitle(f"What travels: keys and values on a ring of {layouts[0].grid.ring.size}", fontsize=14, color=INK)
+
+
+def draw_maps(figure: Any, layouts: list[SequenceLayout], mask: Mask) -> None:
+    """Each rank's spans and, at the top, their maps in the order of positions, from which the states follow."""
+    ends = (mask.ends,) if isinstance(mask, Documents) else ()
+    for axes, layout in zip(figure.subplots(1, len(layouts), squeeze=False)[0], layouts):
+        ulysses, ring = layout.grid.ulysses.size, layout.grid.ring.size
+        order = span_order(layout.without_groups(), ends, by_heads=False)
+        for number, place in enumerate(order.places):
+            (start, stop), line = place.span, 3.2 + 1.1 * place.rank
+            middle = (start + stop) / 2
+            style = {"facecolor": colour(place.rank // ulysses, ring), "edgecolor": "white", "linewidth": 0.8}
+            axes.plot([middle, middle], [1.9, line], color=GREY, linewidth=0.7, linestyle=":", zorder=0)
+            axes.add_patch(_box(start, line, stop - start, 0.8, **style))
+            if place.hands_on:
+                axes.add_patch(_box(start, 1.0, stop - start, 0.9, **style))
+                axes.text(middle, 1.45, f"M$_{{{number}}}$ N$_{{{number}}}$", ha="center", va="center", fontsize=8)
+                axes.annotate(
+                    "", (stop + 0.1 * (stop - start), 0.45), (start + 0.1 * (stop - start), 0.45),
+                    arrowprops={"arrowstyle": "->", "color": INK},
+                )  # fmt: skip
+            state = "0" if place.fresh else f"S$_{{{number}}}$"
+            axes.text(start, 0.1, state, ha="left", va="bottom", fontsize=9, color=INK)
+        for rank in range(ring * ulysses):
+            name = f"R {rank // ulysses}" + (f"   U {rank % ulysses}" if ulysses > 1 else "")
+            axes.text(-0.02 * layout.seq_length, 3.6 + 1.1 * rank, name, ha="right", va="center", color=INK)
+        for y, name in ((0.0, "state"), (1.45, "map")):
+            axes.text(-0.02 * layout.seq_length, y, name, ha="right", va="center", color=INK)
+        axes.set_title(layout.balance, fontsize=13, color=INK, pad=10)
+        axes.set(ylim=(3.2 + 1.1 * ring * ulysses, -0.7), xlim=(0, layout.seq_length))
+        axes.set_xticks(*ticks(layout))
+        axes.set_xlabel("position in the sequence", color=INK)
+        axes.set_yticks([])
+        frame(axes)
+    figure.suptitle("Maps of spans compose in the order of positions", fontsize=14, color=INK)
 
 
 def _draw_hop(axes: Any, plan: RingPlan, number: int, hop: Hop, ring: int, block: int) -> None:

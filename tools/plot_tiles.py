@@ -7,6 +7,7 @@
     python tools/plot_tiles.py --show tiles --mask window --window-size 47,0 --seq-length 256 --output window.png
     python tools/plot_tiles.py --show tiles --mask document --window-size 47,0 --chunks 3 --output documents.png
     python tools/plot_tiles.py --show ring --ring 4 --output ring.png
+    python tools/plot_tiles.py --show maps --ring 4 --output maps.png
     python tools/plot_tiles.py --show gallery --output gallery.png
 
 The flags of masks are those of a training run. All shapes come from the code that a training run uses: SequenceLayout,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:  # modules that need torch are imported late, so that --help i
     from megatron.context_parallel.layout.masks import Mask
     from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 
-PICTURES = ("layout", "tiles", "ring")
+PICTURES = ("layout", "tiles", "ring", "maps")
 MASK_FLAGS = [name for kind in MASKS.values() for name in kind.flags]
 
 
@@ -42,6 +43,8 @@ def figure_size(show: str, ulysses: int, ring: int, columns: int) -> tuple[float
         return 13.0, 6.9
     if show == "layout":
         return 5.4 * columns, 1.9 + 0.34 * ring * (ulysses + 0.4)
+    if show == "maps":
+        return 5.8 * columns, 2.6 + 0.4 * ring * ulysses
     if show == "ring":
         return max(5.4, 1.25 * ring + 0.6) * columns, 1.6 + 0.72 * ring
     return 5.4 * columns, 7.2 + 0.17 * ring
@@ -62,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         from tools import layout_drawing, tile_drawing
 
         pictures = {"layout": layout_drawing.draw_layout, "tiles": tile_drawing.draw_tiles}
-        pictures["ring"] = layout_drawing.draw_ring
+        pictures |= {"ring": layout_drawing.draw_ring, "maps": layout_drawing.draw_maps}
         if options.show == "gallery":
             length = options.seq_length or 64 * options.ring
             _save(options, 1, lambda figure: tile_drawing.draw_gallery(figure, options.ring, length))

@@ -17,6 +17,7 @@ from megatron.context_parallel.certifying.certificate import certify
 from megatron.context_parallel.certifying.recording import Outcome
 from megatron.context_parallel.core.groups import current_grid, initialize_grid
 from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
+from megatron.context_parallel.fpdt.chunked_mixer import ChunkedLinearLayer
 from megatron.context_parallel.fpdt.host_store import Offload
 from megatron.context_parallel.layout.block_sparse import (
     BigBirdBlocks,
@@ -28,6 +29,9 @@ from megatron.context_parallel.layout.block_sparse import (
 from megatron.context_parallel.layout.grid import Axis, Grid, abstract_grid
 from megatron.context_parallel.layout.masks import Causal, Documents, Full, MaskFunction, Window
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.context_parallel.linear_attention.mixer import linear_attention
+from megatron.context_parallel.linear_attention.rules import LinearRule
+from megatron.context_parallel.linear_attention.short_convolution import short_convolution
 from megatron.context_parallel.positions.alibi import alibi_slopes
 from megatron.context_parallel.positions.position_dropout import Dropout
 
@@ -39,10 +43,12 @@ __all__ = [
     "BlockSparse",
     "Causal",
     "ChunkedLayer",
+    "ChunkedLinearLayer",
     "Documents",
     "Dropout",
     "Full",
     "Grid",
+    "LinearRule",
     "LongformerBlocks",
     "MaskFunction",
     "Offload",
@@ -57,5 +63,7 @@ __all__ = [
     "context_parallel",
     "current_grid",
     "initialize_grid",
+    "linear_attention",
+    "short_convolution",
     "ulysses_attention",
 ]

@@ -296,7 +296,7 @@ def test_the_example_runs_alone() -> None:
     assert "largest difference in dv" in done.stdout
 
 
-@pytest.mark.parametrize("show", ["layout", "tiles", "ring"])
+@pytest.mark.parametrize("show", ["layout", "tiles", "ring", "maps"])
 def test_pictures_are_drawn(show: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     from tools import plot_tiles
 

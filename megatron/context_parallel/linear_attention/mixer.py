@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.context_parallel.attention.rule import one_dtype
 from megatron.context_parallel.attention.ulysses import (
     heads_to_sequence,
     heads_to_sequence_grad,
@@ -25,7 +26,7 @@ from megatron.context_parallel.attention.ulysses import (
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Span, Spans
-from megatron.context_parallel.linear_attention.rules import LinearRule
+from megatron.context_parallel.linear_attention.rules import RULES, LinearRule
 from megatron.context_parallel.linear_attention.span_exchange import (
     Ends,
     SpanOrder,
@@ -63,7 +64,7 @@ def linear_attention(
     g: Tensor,
     beta: Tensor | None = None,
     *,
-    rule: LinearRule,
+    rule: LinearRule | str,
     layout: SequenceLayout,
     documents: Sequence[Sequence[int]] = (),
     exchange: str = "auto",
@@ -76,7 +77,8 @@ def linear_attention(
         g: the logarithm of the decay, at most 0, -inf allowed: [s_local, b, heads], or [s_local, b, heads, K] if the
             rule has one for each channel.
         beta: [s_local, b, heads]; None: 1.
-        rule: how a token changes the state: rules.py.
+        rule: how a token changes the state: a LinearRule, or the name of one: ``gated_delta``, ``kda``, ``mamba2``,
+            ``decay``.
         layout: which rank holds which tokens.
         documents: for each sample, one past the last token of each of its documents, in the complete sequence; or one
             such list for all samples; () if each sample is one document. No state passes from a document to another.
@@ -84,14 +86,21 @@ def linear_attention(
             bytes. ``heads`` needs a number of heads that the Ulysses degree divides.
 
     Returns:
-        [s_local, b, heads, V], in the dtype of v. States and sums are fp32, or fp64 for fp64 inputs.
+        [s_local, b, heads, V], in the dtype of v. Under autocast q, k and v are cast first. States and
+        sums are fp32, or fp64 for fp64 inputs.
 
     Raises:
         ValueError: shapes do not fit, or the exchange cannot run.
     """
     refuse_transforms("linear_attention")
-    if beta is None:
-        beta = g.new_ones(()).expand(v.shape[:3])
+    if isinstance(rule, str):
+        if rule not in RULES:
+            raise ValueError(f"rule {rule!r} is unknown: use one of {', '.join(RULES)}")
+        rule = RULES[rule]
+    q, k, v = one_dtype(q, k, v)
+    beta = g.new_ones(()).expand(v.shape[:3]) if beta is None else beta
+    gates = torch.promote_types(g.dtype, beta.dtype)
+    g, beta = g.to(gates), beta.to(gates)
     ends = _checked(q, k, v, g, beta, rule, layout, documents)
     way = way_of(q, v, g, rule, layout, ends, exchange)
     return _LinearAttention.apply(q, k, v, g, beta, rule, way)
@@ -111,8 +120,6 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, rule: Lin
             raise ValueError(f"{name} has shape {list(x.shape)}, but {rule.name} needs {list(shape)} beside v")
     if heads % q.size(2):
         raise ValueError(f"{heads} heads are not a multiple of the {q.size(2)} key heads")
-    if not q.dtype == k.dtype == v.dtype or g.dtype != beta.dtype:
-        raise ValueError("q, k and v must have one dtype, and g and beta must have one: cast them")
     return checked_ends(documents, b, layout)
 
 
