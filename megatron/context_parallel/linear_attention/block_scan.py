@@ -36,23 +36,32 @@ def _chosen(ready: Prepared, kernel: bool | None) -> bool:
     return _by_kernel(ready.own, ready.writes.size(-1)) if kernel is None else kernel
 
 
-def states(ready: Prepared, state: Tensor, kernel: bool | None = None) -> tuple[Tensor, Tensor]:
-    """The state before each block [b, heads, blocks, K, V], and that after the last."""
+def states(ready: Prepared, state: Tensor, kernel: bool | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The state before each block [b, heads, blocks, K, V], what its tokens add [.., c, V], and the state after all."""
     if _chosen(ready, kernel):
         before, end = _empty_states(ready, state), _new_like(state)
         states_launch(ready, state, before, end).run()
-        return before, end
-    every = [state]
-    for index in range(ready.own.size(2)):
-        one = Prepared(*(None if x is None else x[:, :, index] for x in ready))
-        every.append(one.keep * every[-1] + one.writes.mT @ new_values(one, every[-1]))
-    return torch.stack(every[:-1], dim=2), every[-1]
+        new = ready.own if ready.erase is None else ready.own - ready.erase @ before
+        return before, new, end
+    b, heads, blocks = ready.own.shape[:3]
+    flat = Prepared(*(None if x is None else x.flatten(0, 1) for x in ready))
+    every, new, state = [], [], state.flatten(0, 1)
+    for index in range(blocks):
+        one = Prepared(*(None if x is None else x[:, index] for x in flat))
+        every.append(state)
+        new.append(one.own if one.erase is None else torch.baddbmm(one.own, one.erase, state, alpha=-1))
+        state = torch.baddbmm(one.keep * state, one.writes.mT, new[-1])
+    return _by_head(every, b), _by_head(new, b), state.unflatten(0, (b, heads))
+
+
+def _by_head(blocks: list[Tensor], b: int) -> Tensor:
+    return torch.stack(blocks, dim=1).unflatten(0, (b, -1))
 
 
 def outputs(ready: Prepared, state: Tensor) -> tuple[Tensor, Tensor]:
     """The outputs of all blocks [b, heads, blocks, c, V], and the state after the last."""
-    before, end = states(ready, state)
-    return ready.reads @ before + ready.inside @ new_values(ready, before), end
+    before, new, end = states(ready, state)
+    return (ready.reads @ before).add_(ready.inside @ new), end
 
 
 def state_after(ready: Prepared, state: Tensor, kernel: bool | None = None) -> Tensor:
@@ -61,7 +70,7 @@ def state_after(ready: Prepared, state: Tensor, kernel: bool | None = None) -> T
         end = _new_like(state)
         states_launch(ready, state, None, end).run()
         return end
-    return states(ready, state, kernel=False)[1]
+    return states(ready, state, kernel=False)[2]
 
 
 def state_grads(ready: Prepared, dout: Tensor, dstate: Tensor, kernel: bool | None = None) -> tuple[Tensor, Tensor]:
@@ -74,21 +83,18 @@ def state_grads(ready: Prepared, dout: Tensor, dstate: Tensor, kernel: bool | No
         after, start = _empty_states(ready, dstate), _new_like(dstate)
         grads_launch(ready, dout, dstate, after, start).run()
         return start, after
-    direct, through = ready.reads.mT @ dout, ready.inside.mT @ dout
-    every = [dstate]
-    for index in reversed(range(dout.size(2))):
-        after = every[-1]
-        before = ready.keep[:, :, index] * after + direct[:, :, index]
-        if ready.erase is not None:
-            dnew = through[:, :, index] + ready.writes[:, :, index] @ after
-            before = before - ready.erase[:, :, index].mT @ dnew
-        every.append(before)
-    return every[-1], torch.stack(every[-2::-1], dim=2)
-
-
-def new_values(ready: Prepared, before: Tensor) -> Tensor:
-    """What the tokens of a block add to the state, [.., c, V], from the state before the block."""
-    return ready.own if ready.erase is None else ready.own - ready.erase @ before
+    b, heads, blocks = dout.shape[:3]
+    flat = Prepared(*(None if x is None else x.flatten(0, 1) for x in ready))
+    direct, through = ((x.mT @ dout).flatten(0, 1) for x in (ready.reads, ready.inside))
+    every, dstate = [], dstate.flatten(0, 1)
+    for index in reversed(range(blocks)):
+        every.append(dstate)
+        before = torch.addcmul(direct[:, index], flat.keep[:, index], dstate)
+        if flat.erase is not None:
+            dnew = torch.baddbmm(through[:, index], flat.writes[:, index], dstate)
+            before = torch.baddbmm(before, flat.erase[:, index].mT, dnew, alpha=-1)
+        dstate = before
+    return dstate.unflatten(0, (b, heads)), _by_head(every[::-1], b)
 
 
 def _empty_states(ready: Prepared, state: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ from megatron.context_parallel.layout.spans import Span, split
 from megatron.context_parallel.linear_attention.block_scan import (
     BLOCK,
     block_size,
-    new_values,
     outputs,
     state_after,
     state_grads,
@@ -51,11 +50,9 @@ def prepared(rule: LinearRule, inputs: Inputs, rows: Span) -> Prepared:
     dtype, heads = accumulation_dtype(inputs[2].dtype), inputs[2].size(2)
 
     def arrange(x: Tensor) -> Tensor:
-        x = x[slice(*rows)].to(dtype)
-        if x.size(2) != heads:
-            x = x.repeat_interleave(heads // x.size(2), dim=2)
-        x = x.permute(1, 2, 0, *range(3, x.dim()))
-        return F.pad(x, (0, 0) * (x.dim() - 3) + (0, -count % block))
+        x = x[slice(*rows)].permute(1, 2, 0, *range(3, x.dim())).to(dtype)
+        x = x.contiguous() if x.size(1) == heads else x.repeat_interleave(heads // x.size(1), dim=1)
+        return F.pad(x, (0, 0) * (x.dim() - 3) + (0, -count % block)) if count % block else x
 
     return prepare(rule, *(arrange(x) for x in inputs), block)
 
@@ -146,9 +143,8 @@ def span_grads(
             graph = prepared(rule, leaves, (0, part[1] - part[0]))
         ready = Prepared(*(None if x is None else x.detach() for x in graph))
         dblocks = _blocks_of(dout, part, ready)
-        before, _ = states(ready, state)
+        before, new, _ = states(ready, state)
         dstate, dafter = state_grads(ready, dblocks, dstate)
-        new = new_values(ready, before)
         dnew = ready.inside.mT @ dblocks + ready.writes @ dafter
         dkeep = (before * dafter).sum(-1, keepdim=True)
         dready = Prepared(
