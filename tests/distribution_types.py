@@ -39,6 +39,8 @@ from megatron.context_parallel.fpdt.chunked_layer import _Chunked
 from megatron.context_parallel.fpdt.chunked_loss import _ChunkedLoss
 from megatron.context_parallel.huggingface.decoder_loss import _Sum
 from megatron.context_parallel.layout.sequence_layout import _Gather
+from megatron.context_parallel.linear_attention.mixer import _LinearAttention
+from megatron.context_parallel.linear_attention.short_convolution import _ShortConvolution
 from megatron.context_parallel.positions.position_dropout import _Drop
 from megatron.context_parallel.positions.rope import LayoutRotaryEmbedding, _Rotate
 
@@ -50,7 +52,7 @@ UNTYPED = {
 
 TYPED = (
     _SequenceToHeads, _HeadsToSequence, _TiledAttention, _ChunkedLoss, _Gather, _Rotate, _Drop, _Chunked, _InChunks,
-    GatherRows, SumRows, _Sum,
+    GatherRows, SumRows, _Sum, _LinearAttention, _ShortConvolution,
 )  # fmt: skip
 
 # Collectives, by the function or class that calls them, and what checks them: the type of an autograd function, the
@@ -63,7 +65,8 @@ CHECKED, REDUCES = "seen by the checker", "sums gradients, which marks show"
 COLLECTIVES = {
     "context_parallel.attention.ring._Transfer": "_TiledAttention, _Chunked",
     "context_parallel.attention.ring.GatherSource.blocks": "_TiledAttention",
-    "context_parallel.attention.ulysses.all_to_all": "_SequenceToHeads, _HeadsToSequence, _Chunked",
+    "context_parallel.attention.ulysses.all_to_all": "_SequenceToHeads, _HeadsToSequence, _Chunked, _LinearAttention, "
+    "_ShortConvolution",
     "context_parallel.core.experts.ExpertRouter._balancing_loss": CHECKED,
     "context_parallel.core.experts.gather_rows": f"GatherRows, SumRows, {CHECKED}",
     "context_parallel.core.experts.sum_rows": "GatherRows, SumRows",
@@ -72,6 +75,8 @@ COLLECTIVES = {
     "context_parallel.fpdt.chunked_loss._sum_over_tensor": "_ChunkedLoss",
     "context_parallel.huggingface.decoder_loss._Sum": "_Sum",
     "context_parallel.layout.sequence_layout._Gather": "_Gather",
+    "context_parallel.linear_attention.span_exchange._gathered": "_LinearAttention",
+    "context_parallel.linear_attention.span_exchange._message": "_LinearAttention",
     "training.loss.sum_of_reports": CHECKED,
     "training.model.fsdp.FullySharded.finish_grad_sync": REDUCES,
     "inference.cached_attention.CachedLatents": GENERATION,
@@ -179,6 +184,28 @@ def _(*, out: Any, axis: Any) -> Any:
 @declare(_TiledAttention)
 def _(*, q: Any, k: Any, v: Any, sinks: Any, source: Any) -> Any:
     return attention_type(q, k, v, sinks, source.axis.group if source.axis.size > 1 else None)
+
+
+def varying(who: str, group: Any, *tensors: Any) -> None:
+    """Refuse tensors that do not vary on the axes of ``group``, whose ranks have different tokens."""
+    for axis in axes_in(group):
+        for x in tensors:
+            if spmd.get_local_type(x)[axis] is not V:
+                raise spmd.SpmdTypeError(f"{who}: the inputs must vary on {axis}")
+
+
+@declare(_LinearAttention)
+def _(*, q: Any, k: Any, v: Any, g: Any, beta: Any, way: Any) -> Any:
+    varying("linear attention", way.context.group, q, k, v, g, beta)
+    gates = "sbhk" if g.dim() == 4 else "sbh"
+    return rules.einsum(f"sbjk,sbjk,sbhv,{gates},sbh->sbhv", q, k, v, g, beta)
+
+
+@declare(_ShortConvolution)
+def _(*, x: Any, weight: Any, bias: Any, halo: Any) -> Any:
+    varying("short convolution", halo.axis.group, x)
+    out = rules.einsum("sbc,cw->sbc", x, weight)
+    return out if bias is None else rules.einsum("sbc,c->sbc", out, bias)
 
 
 @declare(_Chunked)

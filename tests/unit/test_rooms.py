@@ -32,6 +32,7 @@ PACKAGES = [
     "context_parallel.positions",
     "context_parallel.attention.kernels",
     "context_parallel.attention",
+    "context_parallel.linear_attention",
     "context_parallel.fpdt",
     "context_parallel.huggingface",
     "context_parallel.core",
@@ -58,9 +59,9 @@ PACKAGES = [
     "simulator",
 ]
 WITHOUT_CORE = ("decisions", "context_parallel.layout", "context_parallel.positions", "context_parallel.attention",
-                "context_parallel.fpdt", "context_parallel.huggingface", "formulas", "training.refusal",
-                "training.disk", "training.json_file", "simulator.machines", "simulator.cost",
-                "simulator.planner")  # fmt: skip
+                "context_parallel.linear_attention", "context_parallel.fpdt", "context_parallel.huggingface",
+                "formulas", "training.refusal", "training.disk", "training.json_file", "simulator.machines",
+                "simulator.cost", "simulator.planner")  # fmt: skip
 
 
 OURS = tuple(f"megatron.{name.split('.')[0]}" for name in PACKAGES)

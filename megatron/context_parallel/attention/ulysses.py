@@ -53,10 +53,10 @@ def sequence_to_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> tuple[Tens
         return q, k, v
     plan = head_plan(q.size(2), k.size(2), axis.size)
     if q.shape[:2] == k.shape[:2]:
-        q, k, v = _to_heads((q, k, v), (plan.q_spans, plan.kv_spans, plan.kv_spans), axis)
+        q, k, v = to_heads((q, k, v), (plan.q_spans, plan.kv_spans, plan.kv_spans), axis)
     else:
-        (q,) = _to_heads((q,), (plan.q_spans,), axis)
-        k, v = _to_heads((k, v), (plan.kv_spans, plan.kv_spans), axis)
+        (q,) = to_heads((q,), (plan.q_spans,), axis)
+        k, v = to_heads((k, v), (plan.kv_spans, plan.kv_spans), axis)
     if plan.needs_expansion(axis.rank):
         # Head by head: an index would be a tensor from the host, for which the GPU would have to wait.
         k, v = (torch.stack([x[:, :, head] for head in plan.kv_index[axis.rank]], dim=2) for x in (k, v))
@@ -72,11 +72,11 @@ def sequence_to_heads_grad(
         return dq, dk, dv
     plan = head_plan(heads, kv_heads, axis.size)
     if plan.needs_expansion(axis.rank):
-        dk, dv = (_summed_by_head(x, plan.kv_index[axis.rank]) for x in (dk, dv))
+        dk, dv = (summed_by_head(x, plan.kv_index[axis.rank]) for x in (dk, dv))
     if dq.shape[:2] == dk.shape[:2]:
-        return _to_sequence((dq, dk, dv), (plan.q_spans, plan.kv_spans, plan.kv_spans), axis)
-    dq = _to_sequence((dq,), (plan.q_spans,), axis)
-    return *dq, *_to_sequence((dk, dv), (plan.kv_spans, plan.kv_spans), axis)
+        return to_sequence((dq, dk, dv), (plan.q_spans, plan.kv_spans, plan.kv_spans), axis)
+    dq = to_sequence((dq,), (plan.q_spans,), axis)
+    return *dq, *to_sequence((dk, dv), (plan.kv_spans, plan.kv_spans), axis)
 
 
 def heads_to_sequence(out: Tensor, axis: Axis) -> Tensor:
@@ -155,7 +155,7 @@ def all_to_all(
         work.wait()
 
 
-def _to_heads(tensors: Sequence[Tensor], spans: Sequence[HeadSpans], axis: Axis) -> list[Tensor]:
+def to_heads(tensors: Sequence[Tensor], spans: Sequence[HeadSpans], axis: Axis) -> list[Tensor]:
     """Send each rank its heads of every tensor [s, b, heads, d]; returns views of the received tensor.
 
     Args:
@@ -174,8 +174,8 @@ def _to_heads(tensors: Sequence[Tensor], spans: Sequence[HeadSpans], axis: Axis)
     return _by_tensor(received, tensors, spans, axis.rank)
 
 
-def _to_sequence(tensors: Sequence[Tensor], spans: Sequence[HeadSpans], axis: Axis) -> tuple[Tensor, ...]:
-    """The reverse of :func:`_to_heads`, for gradients: the gradients of replicated heads are summed."""
+def to_sequence(tensors: Sequence[Tensor], spans: Sequence[HeadSpans], axis: Axis) -> tuple[Tensor, ...]:
+    """The reverse of :func:`to_heads`, for gradients: the gradients of replicated heads are summed."""
     widths = _widths(tensors, spans)
     s, b = tensors[0].size(0) // axis.size, tensors[0].size(1)
     sent = torch.cat([x.flatten(2) for x in tensors], dim=2)
@@ -211,7 +211,7 @@ def _by_tensor(x_SBW: Tensor, tensors: Sequence[Tensor], spans: Sequence[HeadSpa
     return [part.unflatten(2, (count, -1)) for part, count in zip(parts, counts)]
 
 
-def _summed_by_head(x_SBHD: Tensor, index: tuple[int, ...]) -> Tensor:
+def summed_by_head(x_SBHD: Tensor, index: tuple[int, ...]) -> Tensor:
     """[s, b, len(index), d] -> [s, b, heads, d]: the i-th head is added to head ``index[i]``."""
     total = x_SBHD.new_zeros((*x_SBHD.shape[:2], max(index) + 1, x_SBHD.size(3)))
     for i, head in enumerate(index):

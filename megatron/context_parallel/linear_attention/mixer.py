@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear attention over the complete sequence, on every grid and layout.
+
+Each rank computes the maps of its spans, one exchange gives it the states before them, and it computes its outputs. The
+backward pass goes the other way with gradients of states. All of it is one autograd function, so that every rank takes
+part in every exchange, whether it needs its result or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.context_parallel.attention.kernels.sums import accumulation_dtype
+from megatron.context_parallel.attention.ulysses import (
+    heads_to_sequence,
+    heads_to_sequence_grad,
+    summed_by_head,
+    to_heads,
+    to_sequence,
+)
+from megatron.context_parallel.layout.grid import Axis
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.context_parallel.layout.spans import Span, Spans
+from megatron.context_parallel.linear_attention.rules import LinearRule
+from megatron.context_parallel.linear_attention.span_exchange import (
+    Ends,
+    SpanOrder,
+    checked_ends,
+    document_starts,
+    entry_states,
+    exit_grads,
+    rows_of,
+    span_order,
+)
+from megatron.context_parallel.linear_attention.span_maps import span_grads, span_map, span_outputs, span_state_grad
+from megatron.decisions.division import head_plan
+from megatron.decisions.state_exchange import (
+    EXCHANGES,
+    HOP_BYTES,
+    StateSizes,
+    cheaper_exchange,
+    heads_bytes,
+)
+from megatron.platform.autograd import once_differentiable, refuse_transforms, without_autocast
+from megatron.platform.streams import to_device
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None = None,
+    *,
+    rule: LinearRule,
+    layout: SequenceLayout,
+    documents: Sequence[Sequence[int]] = (),
+    exchange: str = "auto",
+) -> Tensor:
+    """Exact linear attention over the complete sequence; each rank passes the tokens that it holds.
+
+    Args:
+        q, k: [s_local, b, key heads, K]; v: [s_local, b, heads, V]; key heads divides heads, and consecutive heads
+            share one. Tokens are those of ``layout.positions``. Scale and normalize q and k before.
+        g: the logarithm of the decay, at most 0, -inf allowed: [s_local, b, heads], or [s_local, b, heads, K] if the
+            rule has one for each channel.
+        beta: [s_local, b, heads]; None: 1.
+        rule: how a token changes the state: rules.py.
+        layout: which rank holds which tokens.
+        documents: for each sample, one past the last token of each of its documents, in the complete sequence; or one
+            such list for all samples; () if each sample is one document. No state passes from a document to another.
+        exchange: ``gather``, ``relay``, ``heads`` (decisions/state_exchange.py), or ``auto``: the one with the fewest
+            bytes. ``heads`` needs a number of heads that the Ulysses degree divides.
+
+    Returns:
+        [s_local, b, heads, V], in the dtype of v. States and sums are fp32, or fp64 for fp64 inputs.
+
+    Raises:
+        ValueError: shapes do not fit, or the exchange cannot run.
+    """
+    refuse_transforms("linear_attention")
+    if beta is None:
+        beta = g.new_ones(()).expand(v.shape[:3])
+    ends = _checked(q, k, v, g, beta, rule, layout, documents)
+    way = _way(q, k, v, g, beta, rule, layout, ends, exchange)
+    return _LinearAttention.apply(q, k, v, g, beta, rule, way)
+
+
+def _checked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, rule: LinearRule, layout: SequenceLayout,
+             documents: Sequence[Sequence[int]]) -> Ends:  # fmt: skip
+    s, b, heads, _ = v.shape
+    if layout.chunks > 1:
+        raise ValueError(f"the layout has {layout.chunks} chunks: make the layout with chunks=1")
+    if s != layout.local_length:
+        raise ValueError(f"v has {s} tokens, but the layout gives each rank {layout.local_length}")
+    gates = (s, b, heads, q.size(3)) if rule.channels else (s, b, heads)
+    for name, x, shape in (("q", q, (s, b, q.size(2), q.size(3))), ("k", k, q.shape), ("g", g, gates),
+                           ("beta", beta, (s, b, heads))):  # fmt: skip
+        if x.shape != shape:
+            raise ValueError(f"{name} has shape {list(x.shape)}, but {rule.name} needs {list(shape)} beside v")
+    if heads % q.size(2):
+        raise ValueError(f"{heads} heads are not a multiple of the {q.size(2)} key heads")
+    if not q.dtype == k.dtype == v.dtype or g.dtype != beta.dtype:
+        raise ValueError("q, k and v must have one dtype, and g and beta must have one: cast them")
+    return checked_ends(documents, b, layout)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How states go: over which axis, by which exchange, and over which spans."""
+
+    context: Axis
+    axis: Axis
+    order: SpanOrder
+    spans: Spans
+    ends: Ends
+    relay: bool
+    ulysses: Axis | None = None
+
+    @property
+    def rows(self) -> list[Span]:
+        return rows_of(self.spans)
+
+    def cut(self, inputs: list[Tensor]) -> list[Tensor]:
+        """The inputs, with a log-decay of -inf where a document begins."""
+        if self.ends:
+            inputs[3] = inputs[3].masked_fill(self._begins(inputs[3]), -torch.inf)
+        return inputs
+
+    def uncut(self, dg: Tensor) -> Tensor:
+        """The backward pass of :meth:`cut`."""
+        return dg.masked_fill(self._begins(dg), 0.0) if self.ends else dg
+
+    def _begins(self, g: Tensor) -> Tensor:
+        at = to_device(document_starts(self.ends, self.spans), g.device)
+        return at[..., None, None] if g.dim() == 4 else at[..., None]
+
+
+def _way(q, k, v, g, beta, rule, layout, ends, exchange) -> _Way:
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange {exchange!r} is unknown: use one of {', '.join(EXCHANGES)}")
+    grid, bare = layout.grid, layout.without_groups()
+    ulysses, heads = grid.ulysses, v.size(2)
+    sizes = state_sizes(rule, q, v, g)
+    best, price = cheaper_exchange(sizes, span_order(bare, ends, False).counts)
+    if ulysses.size > 1 and exchange in ("auto", "heads"):
+        order = span_order(bare, ends, True)
+        if exchange == "heads":
+            head_plan(heads, q.size(2), ulysses.size)  # raises
+        if not heads % ulysses.size:
+            plan = head_plan(heads, q.size(2), ulysses.size)
+            fewer = StateSizes(**{**vars(sizes), "heads": heads // ulysses.size})
+            inner, cost = cheaper_exchange(fewer, order.counts)
+            cost += heads_bytes(sizes, ulysses.size, sum(map(len, plan.kv_heads))) + 2 * HOP_BYTES
+            if exchange == "heads" or cost < price:
+                return _Way(
+                    grid.context, grid.ring, order, layout.ring_spans(grid.ring.rank), ends, inner == "relay", ulysses
+                )
+    chosen = best if exchange in ("auto", "heads") else exchange
+    return _Way(grid.context, grid.context, span_order(bare, ends, False), layout.local_spans, ends, chosen == "relay")
+
+
+def state_sizes(rule: LinearRule, q: Tensor, v: Tensor, g: Tensor) -> StateSizes:
+    """The sizes by which an exchange is chosen."""
+    s, b, heads, values = v.shape
+    keys = q.size(3)
+    return StateSizes(
+        batch=b, heads=heads, key_heads=q.size(2), keys=keys, values=values, map_columns=keys if rule.delta else 1,
+        gates=(keys if rule.channels else 1) + 1, rows=s, itemsize=v.element_size(), gate_itemsize=g.element_size(),
+    )  # fmt: skip
+
+
+class _LinearAttention(torch.autograd.Function):
+    @staticmethod
+    @without_autocast
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, rule: LinearRule, way: _Way
+    ) -> Tensor:
+        inputs = way.cut(_exchanged((q, k, v, g, beta), way))
+        out = torch.empty_like(inputs[2])
+        empty = _empty(inputs)
+        mine = way.order.of(way.axis.rank)
+        maps = {p.index: span_map(rule, inputs, way.rows[p.index]) for p in mine if p.hands_on}
+        entries = entry_states(rule, way.order, way.axis, maps, empty, way.relay)
+        states = {p.index: span_outputs(rule, inputs, way.rows[p.index], entries[p.index], out)[0] for p in mine}
+        ctx.rule, ctx.way = rule, way
+        kept = [state for p in mine for state in states[p.index]]
+        matrices = [maps[p.index][..., : -out.size(3)].clone() for p in mine if p.hands_on and not p.fresh]
+        ctx.counts = [len(states[p.index]) for p in mine]
+        ctx.save_for_backward(q, k, v, g, beta, *kept, *matrices)
+        return out if way.ulysses is None else heads_to_sequence(out, way.ulysses)
+
+    @staticmethod
+    @once_differentiable("linear attention")
+    @without_autocast
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        rule, way = ctx.rule, ctx.way
+        *saved, kept = (*ctx.saved_tensors[:5], list(ctx.saved_tensors[5:]))
+        inputs = way.cut(_exchanged(saved, way))
+        if way.ulysses is not None:
+            dout = heads_to_sequence_grad(dout, way.ulysses)
+        mine, empty = way.order.of(way.axis.rank), _empty(inputs)
+        states = {p.index: [kept.pop(0) for _ in range(n)] for p, n in zip(mine, ctx.counts)}
+        maps = {}
+        for p in mine:
+            if not p.fresh:
+                E = span_state_grad(rule, inputs, way.rows[p.index], dout)
+                columns = empty.size(-2) if rule.delta else 1
+                matrix = kept.pop(0) if p.hands_on else E.new_zeros((*E.shape[:-1], columns))
+                maps[p.index] = torch.cat((matrix, E), dim=-1)
+        after = exit_grads(rule, way.order, way.axis, maps, empty, way.relay)
+        grads = [torch.zeros_like(x) for x in inputs]
+        for p in mine:
+            span_grads(rule, inputs, way.rows[p.index], states[p.index], dout, after[p.index], grads)
+        grads[3] = way.uncut(grads[3])
+        if way.ulysses is not None:
+            grads = _exchanged_grads(grads, saved, way.ulysses)
+        return *(dx if needed else None for dx, needed in zip(grads, ctx.needs_input_grad)), None, None
+
+
+def _empty(inputs: Sequence[Tensor]) -> Tensor:
+    q, v = inputs[0], inputs[2]
+    return v.new_zeros((*v.shape[1:3], q.size(3), v.size(3)), dtype=accumulation_dtype(v.dtype))
+
+
+def _exchanged(inputs: Sequence[Tensor], way: _Way) -> list[Tensor]:
+    """All tokens of the ring rank, of this rank's heads."""
+    axis = way.ulysses
+    if axis is None:
+        return list(inputs)
+    q, k, v, g, beta = inputs
+    plan = head_plan(v.size(2), q.size(2), axis.size)
+    q, k, v = to_heads((q, k, v), (plan.kv_spans, plan.kv_spans, plan.q_spans), axis)
+    if plan.needs_expansion(axis.rank):
+        q, k = (torch.stack([x[:, :, head] for head in plan.kv_index[axis.rank]], dim=2) for x in (q, k))
+    gates = (g if g.dim() == 4 else g.unsqueeze(3), beta.unsqueeze(3))
+    gate, beta = to_heads(gates, (plan.q_spans, plan.q_spans), axis)
+    return [q, k, v, gate if g.dim() == 4 else gate.squeeze(3), beta.squeeze(3)]
+
+
+def _exchanged_grads(grads: Sequence[Tensor], inputs: Sequence[Tensor], axis: Axis) -> list[Tensor]:
+    """The backward pass of :func:`_exchanged`."""
+    dq, dk, dv, dg, dbeta = grads
+    plan = head_plan(inputs[2].size(2), inputs[0].size(2), axis.size)
+    if plan.needs_expansion(axis.rank):
+        dq, dk = (summed_by_head(x, plan.kv_index[axis.rank]) for x in (dq, dk))
+    dq, dk, dv = to_sequence((dq, dk, dv), (plan.kv_spans, plan.kv_spans, plan.q_spans), axis)
+    gates = (dg if dg.dim() == 4 else dg.unsqueeze(3), dbeta.unsqueeze(3))
+    dgate, dbeta = to_sequence(gates, (plan.q_spans, plan.q_spans), axis)
+    return [dq, dk, dv, dgate if dg.dim() == 4 else dgate.squeeze(3), dbeta.squeeze(3)]

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of linear attention: how a token changes the state, token by token and in blocks of tokens.
+
+Every rule here has a state S [keys, values] for each head. A token with query q, key k, value v, log-decay g and factor
+beta changes it and reads it:
+
+    S = exp(g) * S                        g: a number, or one for each key channel
+    S = S + beta * k (v - k^T S)^T        a delta rule: what the state answers to k is replaced by v
+    S = S + beta * k v^T                  otherwise
+    out = S^T q
+
+Sources: gated delta rule (arXiv 2412.06464), KDA (Kimi Linear, arXiv 2510.26692), Mamba2 (arXiv 2405.21060: k, q and v
+are its B, C and x, beta its step dt, g its dt * A), decay (RetNet, arXiv 2307.08621; Lightning, arXiv 2401.04658).
+
+A block of tokens is *prepared* without the state. Its outputs and the state after it are then a few matrix products
+(the WY form of DeltaNet, arXiv 2406.06484). A log-decay of -inf forgets everything: no difference of two infinite
+numbers is formed, so that neither outputs nor gradients become NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK = 64  # tokens of a block; a power of two
+
+
+@dataclass(frozen=True)
+class LinearRule:
+    """How a token changes the state.
+
+    Attributes:
+        name: for messages.
+        delta: whether it is a delta rule; then a span's map has a matrix [keys, keys], otherwise a vector.
+        channels: whether the log-decay has one number for each key channel.
+    """
+
+    name: str
+    delta: bool
+    channels: bool
+
+    @property
+    def map_columns(self) -> int | None:
+        """Columns of M in a span's map; None: as many as keys."""
+        return None if self.delta else 1
+
+
+GATED_DELTA = LinearRule("gated_delta", delta=True, channels=False)
+KDA = LinearRule("kda", delta=True, channels=True)
+MAMBA2 = LinearRule("mamba2", delta=False, channels=False)
+DECAY = LinearRule("decay", delta=False, channels=False)
+RULES = {rule.name: rule for rule in (GATED_DELTA, KDA, MAMBA2, DECAY)}
+
+
+def recurrence(
+    rule: LinearRule, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The rule token by token: the reference, and the step of generation. Differentiable.
+
+    Args:
+        q, k: [s, b, key heads, K]; v: [s, b, heads, V]; g: [s, b, heads] or, by channel, [s, b, heads, K]; beta: [s, b,
+            heads]. Consecutive heads share a key head.
+        state: [b, heads, K, V] before the first token; None: 0.
+
+    Returns:
+        out [s, b, heads, V] and the state after the last token, in the widest dtype of the inputs.
+    """
+    shared = v.size(2) // k.size(2)
+    q, k = (x.repeat_interleave(shared, dim=2) for x in (q, k))
+    if state is None:
+        state = v.new_zeros((*v.shape[1:3], k.size(3), v.size(3)))
+    decay = (g if rule.channels else g.unsqueeze(-1)).exp().unsqueeze(-1)
+    out = []
+    for t in range(len(q)):
+        state = state * decay[t]
+        new = v[t] - torch.einsum("bhk,bhkv->bhv", k[t], state) if rule.delta else v[t]
+        state = state + torch.einsum("bhk,bhv->bhkv", k[t], new * beta[t].unsqueeze(-1))
+        out.append(torch.einsum("bhk,bhkv->bhv", q[t], state))
+    return torch.stack(out), state
+
+
+class Prepared(NamedTuple):
+    """Blocks of tokens, prepared: [b, heads, blocks, tokens of a block, ..]; S is the state before the block.
+
+    ``new = own - erase @ S``; ``out = reads @ S + inside @ new``; the state after it is ``keep * S + writes^T @ new``.
+    """
+
+    erase: Tensor | None  # [.., c, K]; None without a delta rule
+    own: Tensor  # [.., c, V]
+    writes: Tensor  # [.., c, K]
+    reads: Tensor  # [.., c, K]
+    inside: Tensor  # [.., c, c]
+    keep: Tensor  # [.., 1, 1] or [.., K, 1]
+
+
+def prepare(rule: LinearRule, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, block: int) -> Prepared:
+    """Prepare blocks of tokens. Differentiable.
+
+    Args:
+        q, k, v, g, beta: as in :func:`recurrence`, but [b, heads, tokens, ..] with all heads, in fp32 or fp64; the
+            number of tokens is a multiple of ``block``.
+    """
+    q, k, v, g, beta = (x.unflatten(2, (-1, block)) for x in (q, k, v, g, beta))
+    beta = beta.unsqueeze(-1)
+    scaled = k * beta
+    if rule.channels:
+        entry, left, keep = _channel_decays(g)
+        pairs = _channel_pairs(torch.stack((q, scaled)), k, g)
+        inside, overlap = pairs[0], pairs[1].tril(-1)
+    else:
+        between, entry, left, keep = _decays(g)
+        inside = q @ k.mT * between
+        overlap = (scaled @ k.mT * between).tril(-1) if rule.delta else None
+    own, erase = v * beta, None
+    if rule.delta:
+        solved = torch.linalg.solve_triangular(
+            overlap, torch.cat((own, scaled * entry), dim=-1), upper=False, unitriangular=True
+        )
+        own, erase = solved.split((v.size(-1), k.size(-1)), dim=-1)
+    return Prepared(erase, own, k * left, q * entry, inside, keep)
+
+
+def _decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Decays of log-decays [.., c]: between tokens [.., c, c], from the block's entry to a token [.., c, 1], from a
+    token to the block's end [.., c, 1], and of the whole block [.., 1, 1]."""
+    forgets = torch.isneginf(g)
+    sums, part = g.masked_fill(forgets, 0.0).cumsum(-1), forgets.cumsum(-1)
+
+    def decay(difference: Tensor, same: Tensor) -> Tensor:
+        return difference.masked_fill(~same, -torch.inf).exp()
+
+    before = torch.ones(g.size(-1), g.size(-1), dtype=torch.bool, device=g.device).tril()
+    between = decay(sums.unsqueeze(-1) - sums.unsqueeze(-2), (part.unsqueeze(-1) == part.unsqueeze(-2)) & before)
+    entry = decay(sums, part == 0)
+    left = decay(sums[..., -1:] - sums, part == part[..., -1:])
+    return between, entry.unsqueeze(-1), left.unsqueeze(-1), entry[..., -1:].unsqueeze(-1)
+
+
+def _channel_decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Like :func:`_decays` for log-decays by channel [.., c, K], without those between tokens."""
+    entry = g.cumsum(-2).exp()
+    return entry, _after(g).exp(), entry[..., -1, :].unsqueeze(-1)
+
+
+def _after(g: Tensor) -> Tensor:
+    """Sums of the log-decays [.., c, K] of all later tokens."""
+    later = torch.nn.functional.pad(g[..., 1:, :], (0, 0, 0, 1))
+    return later.flip(-2).cumsum(-2).flip(-2)
+
+
+def _channel_pairs(x: Tensor, y: Tensor, g: Tensor) -> Tensor:
+    """For tokens i >= j of a block: the sum over channels of x_i * y_j * exp(sum of g from j + 1 to i); else 0.
+
+    A factor of i alone and one of j alone would overflow. Therefore pairs are joined from halves: for i in the right
+    and j in the left half, the decay is that from j to the middle times that from the middle to i, both at most 1.
+
+    Args:
+        x: [n, .., c, K]; y, g: [.., c, K].
+
+    Returns:
+        [n, .., c, c].
+    """
+    result = (x * y).sum(-1)[..., None, None]
+    half = 1
+    while half < y.size(-2):
+        halves = (-1, 2, half)
+        left, right = y.unflatten(-2, halves)[..., 0, :, :], x.unflatten(-2, halves)[..., 1, :, :]
+        g_left, g_right = g.unflatten(-2, halves).unbind(-3)
+        across = (right * g_right.cumsum(-2).exp()) @ (left * _after(g_left).exp()).mT
+        first, second = result.unflatten(-3, (-1, 2)).unbind(-3)
+        upper = torch.cat((first, torch.zeros_like(first)), dim=-1)
+        result = torch.cat((upper, torch.cat((across, second), dim=-1)), dim=-2)
+        half *= 2
+    return result.squeeze(-3)

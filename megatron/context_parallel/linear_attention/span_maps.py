@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A span of tokens as a map of the state, its outputs after an entry state, and the backward pass of both.
+
+The state after a span is ``M @ S + N``, where S is the state before it. Without a delta rule, M is diagonal and kept as
+one column. The gradient goes the other way: with ``dS`` of the state after the span, that of the state before it is
+``M^T @ dS + E``, where E comes from the span's own outputs.
+
+A span is computed in segments of a few blocks, which limits memory. For the backward pass only the inputs and the state
+before each segment are kept; a segment is prepared again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megatron.context_parallel.attention.kernels.sums import accumulation_dtype
+from megatron.context_parallel.layout.spans import Span, split
+from megatron.context_parallel.linear_attention.rules import BLOCK, LinearRule, Prepared, prepare
+
+SEGMENT = 2**23  # elements of q, k and v that are prepared together
+
+Inputs = Sequence[Tensor]
+"""q, k, v, g and beta of some rows, as linear_attention takes them: [s, b, heads, ..]."""
+
+
+def segments(inputs: Inputs, rows: Span) -> list[Span]:
+    """The parts of a span that are prepared together."""
+    b, heads, size = inputs[2].shape[1:]
+    most = SEGMENT // (b * heads * (2 * inputs[0].size(3) + size)) // BLOCK * BLOCK
+    return split(rows, max(most, BLOCK))
+
+
+def prepared(rule: LinearRule, inputs: Inputs, rows: Span) -> Prepared:
+    """Prepare the blocks of some rows. Differentiable. Rows are added to fill the last block: they change nothing."""
+    count = rows[1] - rows[0]
+    block = min(BLOCK, 1 << (count - 1).bit_length())
+    dtype, heads = accumulation_dtype(inputs[2].dtype), inputs[2].size(2)
+
+    def arrange(x: Tensor) -> Tensor:
+        x = x[slice(*rows)].to(dtype)
+        if x.size(2) != heads:
+            x = x.repeat_interleave(heads // x.size(2), dim=2)
+        x = x.permute(1, 2, 0, *range(3, x.dim()))
+        return F.pad(x, (0, 0) * (x.dim() - 3) + (0, -count % block))
+
+    return prepare(rule, *(arrange(x) for x in inputs), block)
+
+
+def span_map(rule: LinearRule, inputs: Inputs, rows: Span) -> Tensor:
+    """The map [b, heads, K, columns of M + V] of a span, fp32 (fp64): M and N next to each other."""
+    q, _, v = inputs[:3]
+    keys, dtype = q.size(3), accumulation_dtype(v.dtype)
+    if rule.delta:
+        columns = torch.eye(keys, dtype=dtype, device=v.device).expand(*v.shape[1:3], keys, keys)
+    else:
+        columns = torch.ones(*v.shape[1:3], keys, 1, dtype=dtype, device=v.device)
+    result = F.pad(columns, (0, v.size(3)))
+    for part in segments(inputs, rows):
+        ready = prepared(rule, inputs, part)
+        # The columns of M are states that no value changes.
+        own = F.pad(ready.own, (columns.size(-1), 0))
+        result = _states(ready._replace(own=own), result)[-1]
+    return result
+
+
+def apply_map(rule: LinearRule, packed: Tensor, state: Tensor) -> Tensor:
+    """The state after a span, from its map and the state before it."""
+    matrix, offset = packed.split((packed.size(-1) - state.size(-1), state.size(-1)), dim=-1)
+    return (matrix @ state if rule.delta else matrix * state) + offset
+
+
+def apply_map_grad(rule: LinearRule, packed: Tensor, dstate: Tensor) -> Tensor:
+    """The gradient of the state before a span, from M and E next to each other and the gradient of the state after."""
+    matrix, offset = packed.split((packed.size(-1) - dstate.size(-1), dstate.size(-1)), dim=-1)
+    return (matrix.mT @ dstate if rule.delta else matrix * dstate) + offset
+
+
+def span_outputs(
+    rule: LinearRule, inputs: Inputs, rows: Span, state: Tensor, out: Tensor
+) -> tuple[list[Tensor], Tensor]:
+    """Write the outputs of a span to ``out``; returns the state before each segment, and that after the span."""
+    entries = []
+    for part in segments(inputs, rows):
+        entries.append(state)
+        ready = prepared(rule, inputs, part)
+        states = _states(ready, state)
+        before, state = torch.stack(states[:-1], dim=2), states[-1]
+        result = ready.reads @ before + ready.inside @ _new(ready, before)
+        out[slice(*part)] = result.flatten(2, 3)[:, :, : part[1] - part[0]].permute(2, 0, 1, 3)
+    return entries, state
+
+
+def span_state_grad(rule: LinearRule, inputs: Inputs, rows: Span, dout: Tensor) -> Tensor:
+    """E [b, heads, K, V]: the gradient of the state before a span, from the span's outputs alone."""
+    q, _, v = inputs[:3]
+    dstate = torch.zeros(*v.shape[1:3], q.size(3), v.size(3), dtype=accumulation_dtype(v.dtype), device=v.device)
+    for part in reversed(segments(inputs, rows)):
+        ready = prepared(rule, inputs, part)
+        dstate = _state_grads(ready, _blocks_of(dout, part, ready), dstate)[0]
+    return dstate
+
+
+def span_grads(
+    rule: LinearRule, inputs: Inputs, rows: Span, entries: Sequence[Tensor], dout: Tensor, dstate: Tensor,
+    grads: Inputs,
+) -> Tensor:  # fmt: skip
+    """Write the gradients of a span's inputs to ``grads``; returns that of the state before it.
+
+    Args:
+        entries: from :func:`span_outputs`.
+        dstate: the gradient of the state after the span.
+    """
+    for part, state in reversed(list(zip(segments(inputs, rows), entries))):
+        leaves = [x[slice(*part)].detach().requires_grad_() for x in inputs]
+        with torch.enable_grad():
+            graph = prepared(rule, leaves, (0, part[1] - part[0]))
+        ready = Prepared(*(None if x is None else x.detach() for x in graph))
+        dblocks = _blocks_of(dout, part, ready)
+        states = torch.stack(_states(ready, state)[:-1], dim=2)
+        dstates = _state_grads(ready, dblocks, dstate)
+        dstate, dafter = dstates[0], torch.stack(dstates[1:], dim=2)
+        new = _new(ready, states)
+        dnew = ready.inside.mT @ dblocks + ready.writes @ dafter
+        dkeep = (states * dafter).sum(-1, keepdim=True)
+        dready = Prepared(
+            erase=None if ready.erase is None else -dnew @ states.mT,
+            own=dnew,
+            writes=new @ dafter.mT,
+            reads=dblocks @ states.mT,
+            inside=dblocks @ new.mT,
+            keep=dkeep if ready.keep.size(-2) > 1 else dkeep.sum(-2, keepdim=True),
+        )
+        pairs = [(x, dx) for x, dx in zip(graph, dready) if x is not None]
+        results = torch.autograd.grad([x for x, _ in pairs], leaves, [dx for _, dx in pairs])
+        for grad, result in zip(grads, results):
+            grad[slice(*part)] = result
+    return dstate
+
+
+def _new(ready: Prepared, states: Tensor) -> Tensor:
+    return ready.own if ready.erase is None else ready.own - ready.erase @ states
+
+
+def _states(ready: Prepared, state: Tensor) -> list[Tensor]:
+    """The state before each block, and that after the last."""
+    states = [state]
+    for index in range(ready.own.size(2)):
+        one = Prepared(*(None if x is None else x[:, :, index] for x in ready))
+        states.append(one.keep * states[-1] + one.writes.mT @ _new(one, states[-1]))
+    return states
+
+
+def _state_grads(ready: Prepared, dout: Tensor, dstate: Tensor) -> list[Tensor]:
+    """The gradient of the state before each block, and ``dstate``, that of the state after the last."""
+    direct, through = ready.reads.mT @ dout, ready.inside.mT @ dout
+    grads = [dstate]
+    for index in reversed(range(dout.size(2))):
+        after = grads[-1]
+        before = ready.keep[:, :, index] * after + direct[:, :, index]
+        if ready.erase is not None:
+            dnew = through[:, :, index] + ready.writes[:, :, index] @ after
+            before = before - ready.erase[:, :, index].mT @ dnew
+        grads.append(before)
+    return grads[::-1]
+
+
+def _blocks_of(x: Tensor, rows: Span, ready: Prepared) -> Tensor:
+    """Rows of [s, b, heads, V] in the blocks of ``ready``."""
+    blocks, block = ready.own.shape[2:4]
+    part = x[slice(*rows)].to(ready.own.dtype).permute(1, 2, 0, 3)
+    return F.pad(part, (0, 0, 0, blocks * block - part.size(2))).unflatten(2, (blocks, block))
