@@ -181,7 +181,7 @@ def attention_in_fp64(flags: str) -> dict[str, torch.Tensor]:
         if getattr(parameter, "sequence_parallel", False):
             dist.all_reduce(grad, group=tensor.group)
         if getattr(parameter, "tensor_model_parallel", False):
-            grad = gather_over_tensor_parallel(grad, parameter.partition_dim, 1, tensor)
+            grad = gather_over_tensor_parallel(grad, parameter.partition_dim, (1,), tensor)
         result[name] = grad
     return result
 

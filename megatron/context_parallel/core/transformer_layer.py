@@ -207,7 +207,9 @@ class ChunkedTransformerLayer(LongContextLayer):
 
     def __init__(self, *args: Any, chunks: ChunkSettings, recompute: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, attention=chunks.attention, **kwargs)
-        self.chunks = replace(chunks, attention=self.self_attention.core_attention.settings)
+        self.chunks = chunks
+        if chunks.fpdt:
+            self.chunks = replace(chunks, attention=self.self_attention.core_attention.settings)
         self.recompute = recompute
 
     def forward(

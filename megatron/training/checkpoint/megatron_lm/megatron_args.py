@@ -31,7 +31,7 @@ NOT_READ = ("model", "transformer_impl", "vocab_size", "init_method_std", "init_
 # Not read either: a checkpoint with experts, latents or MTP is refused, and without them these have no meaning.
 OF_OTHERS = (
     "num_experts", "moe_", "multi_latent", "q_lora", "kv_lora", "qk_head_dim", "qk_pos", "v_head_dim", "rope_type",
-    "mtp_",
+    "mtp_", "experimental_attention", "linear_",
 )  # fmt: skip
 # Arguments of networks that are not supported: name, values without effect, and the feature's name.
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
