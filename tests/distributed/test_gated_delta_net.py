@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-
+import torch.distributed as dist
 
 from tests.distributed.training_runs import LLAMA, RUN, SHAPE, compare_gradients, make_job, train_job
 from tests.pairs import by_pairs, seconds, settings
