@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.distributed.test_experts import resume, save
 from tests.distributed.training_runs import LLAMA, RUN, SHAPE, compare_gradients, make_job, train_job
 from tests.pairs import by_pairs, seconds, settings
 
@@ -20,7 +21,7 @@ SIZES = (
 HYBRID = (
     f"--num-layers 5 {SIZES} --linear-attention-freq [1,0,1,1,0] --window-size 11,0 "
     "--window-attn-skip-freq [0,1,0,0,0] "
-    "--attention-output-gate --qk-layernorm --rotary-percent 0.5 --apply-layernorm-1p --init-method-std 0.1"
+    "--attention-output-gate --qk-layernorm --rotary-percent 0.5 --apply-layernorm-1p --init-method-std 0.05"
 )
 SHORT = f"--num-layers 3 {SIZES} --linear-attention-freq [1,0,1] --init-method-std 0.1"
 DROPOUT = f"{SHORT} --hidden-dropout 0.1 --attention-dropout 0.1"
@@ -201,9 +202,7 @@ def layer_in_fp64(flags: str, mistake: Any = None) -> dict[str, torch.Tensor]:
     return result
 
 
-@pytest.mark.parametrize(
-    "world, grid", [(2, cp(2, 1)), (2, cp(1, 2)), (2, T2), (4, f"{SP} {cp(1, 2)}"), (4, cp(2, 2))]
-)
+@pytest.mark.parametrize("world, grid", [(2, cp(2, 1)), (2, cp(1, 2)), (2, T2), (4, f"{SP} {cp(1, 2)}"), (4, cp(2, 2))])
 def test_a_layer_in_fp64(pool, shared, world, grid):
     expected = shared("states in fp64", lambda: pool.run(layer_in_fp64, 1, SHORT, timeout=120)[0])
     assert len(expected) == 8
@@ -238,3 +237,17 @@ def max_error(grads: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     return max(
         float((grads[name] - whole).norm() / whole.norm()) for name, whole in expected.items() if whole.dim() == 2
     )
+
+
+@pytest.mark.parametrize(
+    "model, saved, loaded",
+    [
+        (SHORT, (4, f"{SP} {cp(1, 2)} --zero-stage 1"), (2, f"{P2} {UNEVEN}")),
+        (SHORT, (2, "--zero-stage 3"), (2, f"{T2}")),
+        pytest.param(EXPERTS, (2, "--expert-model-parallel-size 2"), (4, f"{SP} {cp(2, 1)}"), marks=pytest.mark.full),
+    ],
+)
+def test_a_checkpoint_is_read_on_another_grid(pool, tmp_path, model, saved, loaded):
+    after = pool.run(save, saved[0], f"{model} {saved[1]}", str(tmp_path), timeout=120)[0]
+    for losses in pool.run(resume, loaded[0], f"{model} {loaded[1]}", str(tmp_path), timeout=120):
+        assert losses == pytest.approx(after, rel=1e-5)

@@ -186,7 +186,8 @@ class ContextParallel:
                 )
         states = layers_with_state(model)
         if states and fpdt is not None:
-            raise ValueError(f"{type(states[0]).__name__} hands on a state, which FPDT does not support: leave fpdt out")
+            who = type(states[0]).__name__
+            raise ValueError(f"{who} hands on a state, which FPDT does not support: leave fpdt out")
         self._has_states = bool(states)
         for module in states:
             self._replace_forward(module, forward_with_ours)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron.formulas.strategy import Latent, Mixture, Shape
+from megatron.formulas.strategy import Latent, Mixture, Shape, States
 from megatron.training.arguments.config import AttentionConfig, ModelConfig
 from megatron.training.refusal import Refusal
 
@@ -269,6 +269,7 @@ def model_shape(model: ModelConfig, vocab_size: int) -> Shape:
         output_gate=model.attention_output_gate,
         mixture=_mixture(model),
         latent=_latent(model),
+        states=_states(model),
     )
 
 
@@ -283,6 +284,19 @@ def _latent(model: ModelConfig) -> Latent | None:
     )
 
 
+def _states(model: ModelConfig) -> States | None:
+    if model.experimental_attention_variant is None:
+        return None
+    return States(
+        layers=tuple(linear_layers(model)),
+        key_heads=model.linear_num_key_heads,
+        heads=model.linear_num_value_heads,
+        keys=model.linear_key_head_dim,
+        values=model.linear_value_head_dim,
+        width=model.linear_conv_kernel_dim,
+    )
+
+
 def _mixture(model: ModelConfig) -> Mixture | None:
     if model.num_experts in (None, 1):
         return None
@@ -293,6 +307,7 @@ def _mixture(model: ModelConfig) -> Mixture | None:
         shared=model.moe_shared_expert_intermediate_size or 0,
         layers=tuple(expert_layers(model)),
         capacity=model.moe_expert_capacity_factor or 0.0,
+        gated=model.moe_shared_expert_gate,
     )
 
 

@@ -58,9 +58,9 @@ Mamba and hybrid models are not supported: --is-hybrid-model --hybrid-attention-
     --mamba-num-groups 1 8 --mamba-num-heads 1 --disable-mamba-mem-eff-path
 only softmax attention over all heads of a layer, and Gated DeltaNet, are supported:
     --dsa-indexer-n-heads 1 --dsa-indexer-head-dim 1 --dsa-indexer-topk 1 --dsa-indexer-loss-coeff 1
-    --dsa-indexer-use-sparse-loss --qk-l2-norm --qk-clip --qk-clip-alpha 1 0.5 --qk-clip-threshold 1 100 --use-kitchen-attention
-    --kitchen-attention-backend 1 sdpa --relative-attention-num-buckets 1 32 --relative-attention-max-distance 1 128
-    --mrope-section + --batch-invariant-mode
+    --dsa-indexer-use-sparse-loss --qk-l2-norm --qk-clip --qk-clip-alpha 1 0.5 --qk-clip-threshold 1 100
+    --use-kitchen-attention --kitchen-attention-backend 1 sdpa --relative-attention-num-buckets 1 32
+    --relative-attention-max-distance 1 128 --mrope-section + --batch-invariant-mode
 the supported GPT and Llama models do not have it: --embedding-init-method-std 1
     --heterogeneous-layers-config-path 1 --heterogeneous-layers-config-encoded-json 1
 hybrid context parallelism by sequence is not supported: --hybrid-context-parallel --max-seqlen-per-dp-cp-rank 1

@@ -72,7 +72,9 @@ class Qwen3Next:
             plain[name] = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
         model, vocab_size = llama_settings.settings(plain, where)
         own: dict[str, Any] = self.differs | {name: integer(name) for name in SIZES}
-        own["rotary_percent"] = llama_settings.positive(SHARE if share is None else share, "partial_rotary_factor", where)
+        own["rotary_percent"] = llama_settings.positive(
+            SHARE if share is None else share, "partial_rotary_factor", where
+        )
         own["linear_attention_freq"] = self._pattern(config, where)
         if config["num_experts"] != 0:
             own |= {ours: integer(theirs) for theirs, ours in WITH_EXPERTS.items()} | {"moe_shared_expert_gate": True}
@@ -84,7 +86,11 @@ class Qwen3Next:
         return derive_shape(replace(model, **own)), vocab_size
 
     def _pattern(self, config: dict[str, Any], where: object) -> int | list[int]:
-        layers, kinds, every = config["num_hidden_layers"], config.get("layer_types"), config.get("full_attention_interval")
+        layers, kinds, every = (
+            config["num_hidden_layers"],
+            config.get("layer_types"),
+            config.get("full_attention_interval"),
+        )
         if kinds is None:
             every = 4 if every is None else every
             if not isinstance(every, int) or isinstance(every, bool) or every < 1:
