@@ -24,6 +24,8 @@ from benchmarks.machine_code import Loop, loops
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import Call, Launch
 from megatron.context_parallel.layout.masks import Causal, MaskFunction
 from megatron.context_parallel.layout.tiles import tiles
+from megatron.context_parallel.linear_attention.block_scan import KERNEL_BLOCK, grads_launch, states_launch
+from megatron.context_parallel.linear_attention.rules import Prepared
 from megatron.context_parallel.positions.position_dropout import Dropout
 
 TYPES = {
@@ -161,3 +163,22 @@ def example(
     backward = call.backward(computed, dout, row, row, of_query, of_key, of_key)
     names = ("queries", "keys") if len(backward) == 2 else ("queries", "dk", "dv")
     return {"forward": call.forward(computed, of_query, row), **dict(zip(names, backward))}
+
+
+def linear_example(keys: int, values: int, delta: bool, channels: bool) -> dict[str, Launch]:
+    """Example launches for the states of linear attention: 8 heads, 16 blocks."""
+
+    def meta(*shape: int) -> Tensor:
+        return torch.empty((1, 8, *shape), device="meta")
+
+    n, c = 16, KERNEL_BLOCK
+    ready = Prepared(
+        erase=meta(n, c, keys) if delta else None, own=meta(n, c, values), writes=meta(n, c, keys),
+        reads=meta(n, c, keys), inside=meta(n, c, c), keep=meta(n, keys if channels else 1, 1),
+    )  # fmt: skip
+    state, every = meta(keys, values), meta(n, keys, values)
+    return {
+        "states": states_launch(ready, state, every, state),
+        "map": states_launch(ready, state, None, state),
+        "grads": grads_launch(ready, ready.own, state, every, state),
+    }

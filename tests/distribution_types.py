@@ -37,6 +37,7 @@ from megatron.context_parallel.core.gpt_dropout import HiddenDropout
 from megatron.context_parallel.fpdt.chunked_ffn import _InChunks
 from megatron.context_parallel.fpdt.chunked_layer import _Chunked
 from megatron.context_parallel.fpdt.chunked_loss import _ChunkedLoss
+from megatron.context_parallel.fpdt.chunked_mixer import _ChunkedLinear
 from megatron.context_parallel.huggingface.decoder_loss import _Sum
 from megatron.context_parallel.layout.sequence_layout import _Gather
 from megatron.context_parallel.linear_attention.mixer import _LinearAttention
@@ -52,7 +53,7 @@ UNTYPED = {
 
 TYPED = (
     _SequenceToHeads, _HeadsToSequence, _TiledAttention, _ChunkedLoss, _Gather, _Rotate, _Drop, _Chunked, _InChunks,
-    GatherRows, SumRows, _Sum, _LinearAttention, _ShortConvolution,
+    GatherRows, SumRows, _Sum, _LinearAttention, _ShortConvolution, _ChunkedLinear,
 )  # fmt: skip
 
 # Collectives, by the function or class that calls them, and what checks them: the type of an autograd function, the
@@ -66,7 +67,7 @@ COLLECTIVES = {
     "context_parallel.attention.ring._Transfer": "_TiledAttention, _Chunked",
     "context_parallel.attention.ring.GatherSource.blocks": "_TiledAttention",
     "context_parallel.attention.ulysses.all_to_all": "_SequenceToHeads, _HeadsToSequence, _Chunked, _LinearAttention, "
-    "_ShortConvolution",
+    "_ShortConvolution, _ChunkedLinear",
     "context_parallel.core.experts.ExpertRouter._balancing_loss": CHECKED,
     "context_parallel.core.experts.gather_rows": f"GatherRows, SumRows, {CHECKED}",
     "context_parallel.core.experts.sum_rows": "GatherRows, SumRows",
@@ -75,8 +76,8 @@ COLLECTIVES = {
     "context_parallel.fpdt.chunked_loss._sum_over_tensor": "_ChunkedLoss",
     "context_parallel.huggingface.decoder_loss._Sum": "_Sum",
     "context_parallel.layout.sequence_layout._Gather": "_Gather",
-    "context_parallel.linear_attention.span_exchange._gathered": "_LinearAttention",
-    "context_parallel.linear_attention.span_exchange._message": "_LinearAttention",
+    "context_parallel.linear_attention.span_exchange._gathered": "_LinearAttention, _ChunkedLinear",
+    "context_parallel.linear_attention.span_exchange._message": "_LinearAttention, _ChunkedLinear",
     "training.loss.sum_of_reports": CHECKED,
     "training.model.fsdp.FullySharded.finish_grad_sync": REDUCES,
     "inference.cached_attention.CachedLatents": GENERATION,
@@ -194,18 +195,53 @@ def varying(who: str, group: Any, *tensors: Any) -> None:
                 raise spmd.SpmdTypeError(f"{who}: the inputs must vary on {axis}")
 
 
-@declare(_LinearAttention)
-def _(*, q: Any, k: Any, v: Any, g: Any, beta: Any, way: Any) -> Any:
-    varying("linear attention", way.context.group, q, k, v, g, beta)
+def linear_type(context: Any, q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
+    """The type of the result of linear attention [s, b, heads, values]."""
+    varying("linear attention", context.group, q, k, v, g, beta)
     gates = "sbhk" if g.dim() == 4 else "sbh"
     return rules.einsum(f"sbjk,sbjk,sbhv,{gates},sbh->sbhv", q, k, v, g, beta)
 
 
-@declare(_ShortConvolution)
-def _(*, x: Any, weight: Any, bias: Any, halo: Any) -> Any:
-    varying("short convolution", halo.axis.group, x)
+@declare(_LinearAttention)
+def _(*, q: Any, k: Any, v: Any, g: Any, beta: Any, way: Any) -> Any:
+    return linear_type(way.context, q, k, v, g, beta)
+
+
+def convolution_type(context: Any, x: Any, weight: Any, bias: Any) -> Any:
+    varying("short convolution", context.group, x)
     out = rules.einsum("sbc,cw->sbc", x, weight)
     return out if bias is None else rules.einsum("sbc,c->sbc", out, bias)
+
+
+@declare(_ShortConvolution)
+def _(*, x: Any, weight: Any, bias: Any, halo: Any) -> Any:
+    return convolution_type(halo.axis, x, weight, bias)
+
+
+@declare(_ChunkedLinear)
+def _(*, x: Any, layer: Any, parameters: Sequence[Any]) -> Any:
+    """Each chunk: the functions of the layer are checked, as for ``_Chunked``."""
+    rules.ignore(x, *parameters)
+    context = layer.layout.grid.context
+    for chunk, span in enumerate(layer.layout.local_chunks):
+        part = checked(lambda rows: x[rows], slice(*span))
+        mixed, *others = checked(layer.project, part, chunk)
+        if layer.weight is not None:
+            kind = convolution_type(context, mixed, layer.weight, layer.bias)
+            mixed = like(mixed, mixed.shape, kind)
+        inputs = checked(layer.heads, mixed, *others)
+        out = like(inputs[2], inputs[2].shape, linear_type(context, *inputs))
+        y = checked(layer.output, out.requires_grad_(part.requires_grad), part, chunk)
+        if layer.ffn is not None:
+            y = checked(layer.ffn, y, span) if layer.ffn_by_rows else checked(layer.ffn, y)
+    return same(y)
+
+
+def like(x: Any, shape: Sequence[int], kind: Any) -> Any:
+    """Zeros of a type."""
+    made = x.new_zeros(*shape)
+    spmd.assert_type(made, dict(spmd.get_local_type(kind)))
+    return made
 
 
 @declare(_Chunked)

@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import megatron.context_parallel as cp
 from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
+from megatron.context_parallel.fpdt.chunked_mixer import ChunkedLinearLayer
 from megatron.context_parallel.huggingface.decoder_loss import sum_for_averaged_gradients
 from megatron.context_parallel.linear_attention.mixer import linear_attention
 from megatron.context_parallel.linear_attention.rules import GATED_DELTA
@@ -86,6 +87,24 @@ def parts(grids: dict[str, cp.Grid], groups: dict[str, Any]):
         parameters = (typed(torch.rand(*shape), types) for shape in ((8, 4), (8,)))
         short_convolution(typed(torch.rand(16, 1, 8), EVERY), *parameters, layout=layout, activation="silu")
 
+    def chunked(weight: Any = R) -> None:
+        types = {"dp": R, "cp": weight, "tp": V}
+        shapes = (64 + 8, 16), (64, 4), (16, 32)  # heads: 2 of 8 for q and k, 4 of 8 for v
+        parameters = [typed(torch.rand(*shape), types) for shape in shapes]
+
+        def heads(mixed: torch.Tensor, gates: torch.Tensor) -> list[torch.Tensor]:
+            q, k, v = (x.unflatten(2, (-1, 8)) for x in mixed.split((16, 16, 32), dim=2))
+            return [q, k, v, *gates.unflatten(2, (2, 4)).unbind(2)]
+
+        layer = ChunkedLinearLayer(
+            project=lambda x, chunk: torch.nn.functional.linear(x, parameters[0]).split((64, 8), dim=2), heads=heads,
+            output=lambda out, x, chunk: x + torch.nn.functional.linear(out.flatten(2), parameters[2]),
+            parameters=parameters, weight=parameters[1], layout=cp.SequenceLayout(32, grids["ring"], chunks=4),
+        )  # fmt: skip
+        layer(typed(torch.rand(16, 1, 16), EVERY))
+
+    yield "linear attention in chunks", chunked
+    yield "linear attention in chunks, gradients not summed over CP", lambda: chunked(I)
     yield "linear attention", linear
     yield "linear attention, keys replicated", lambda: linear(whole)
     yield "short convolution", convolution

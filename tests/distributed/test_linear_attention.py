@@ -3,14 +3,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import megatron.context_parallel as cp
-from megatron.context_parallel.linear_attention.mixer import linear_attention
+from megatron.context_parallel.fpdt.chunked_mixer import ChunkedLinearLayer
+from megatron.context_parallel.linear_attention.mixer import linear_attention, state_sizes
 from megatron.context_parallel.linear_attention.rules import RULES, LinearRule, recurrence
 from megatron.context_parallel.linear_attention.short_convolution import short_convolution
+from megatron.context_parallel.linear_attention.span_exchange import span_order
+from megatron.decisions.state_exchange import gather_bytes, heads_bytes, relay_bytes
 from tests.errors import worst
 from tests.pairs import by_pairs
 
@@ -98,6 +104,51 @@ def test_every_rule_on_every_grid(pool, ulysses, ring, balance, documents, excha
         assert worst(pool.run(compare_mixer, ulysses * ring, *case, False)) > CONTROL
 
 
+def count_bytes(ulysses, ring, exchange, rule, length):
+    """Bytes that this rank sends in a forward and in a backward pass, and those of the formulas for a forward pass."""
+    rule, layout = RULES[rule], cp.SequenceLayout(length, cp.initialize_grid(ulysses=ulysses, ring=ring))
+    heads, keys, values, rows = 4, 4, 3, layout.local_length
+    shapes = (2, keys), (2, keys), (heads, values), (heads, keys) if rule.channels else (heads,), (heads,)
+    inputs = [torch.rand(rows, 1, *shape).neg().requires_grad_() for shape in shapes]
+    sent = []
+
+    def gather(output, x, **group):
+        sent[-1] += x.nbytes * (dist.get_world_size(group["group"]) - 1)
+        return all_gather(output, x, **group)
+
+    def messages(operations):
+        sent[-1] += sum(one.tensor.nbytes for one in operations if one.op is dist.isend)
+        return batch(operations)
+
+    all_gather, batch = dist.all_gather_into_tensor, dist.batch_isend_irecv
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather_into_tensor", gather)
+        patch.setattr(dist, "batch_isend_irecv", messages)
+        sent.append(0)
+        out = linear_attention(*inputs, rule=rule, layout=layout, exchange=exchange)
+        sent.append(0)
+        torch.autograd.grad(out.sum(), inputs)
+    bare, sizes = layout.without_groups(), state_sizes(rule, inputs[0], inputs[2], inputs[3])
+    counts = span_order(bare, (), exchange == "heads").counts
+    if exchange == "heads":
+        moved = heads_bytes(sizes, ulysses, 2)
+        return sent, moved + gather_bytes(replace(sizes, heads=heads // ulysses), counts)
+    return sent, (gather_bytes if exchange == "gather" else relay_bytes)(sizes, counts)
+
+
+@pytest.mark.parametrize("rule", ["gated_delta", "kda", "mamba2"])
+@pytest.mark.parametrize("ulysses, ring, exchange", [(1, 4, "gather"), (2, 2, "relay"), (2, 2, "heads")])
+def test_bytes_are_those_of_the_formulas(pool, ulysses, ring, exchange, rule):
+    """States and maps have the same bytes at 8K and 128K; an all-to-all of tokens has 16 times as many."""
+    results = []
+    for length in (8192, 131072):
+        ranks = pool.run(count_bytes, ulysses * ring, ulysses, ring, exchange, rule, length)
+        forward, backward = (max(sent[i] for sent, _ in ranks) for i in (0, 1))
+        assert forward == backward == ranks[0][1], ranks
+        results.append(forward)
+    assert results[0] == results[1] if exchange != "heads" else 15 < results[1] / results[0] < 16
+
+
 def compare_convolution(ulysses, ring, balance, documents, width, length, batch, activation, halo=True):
     """Largest errors of out, dx, dweight and dbias on this rank; those of dweight and dbias after a sum over ranks."""
     layout = cp.SequenceLayout(
@@ -126,7 +177,7 @@ def compare_convolution(ulysses, ring, balance, documents, width, length, batch,
     errors = errors_of(layout, [out, dx], [expected, grads[0]])
     for mine, whole in zip(dparameters, grads[1:]):
         if ulysses * ring > 1:
-            torch.distributed.all_reduce(mine, group=layout.grid.context.group)
+            dist.all_reduce(mine, group=layout.grid.context.group)
         errors.append(float((mine - whole).abs().max() / whole.abs().max()))
     return errors
 
@@ -150,3 +201,80 @@ def test_a_convolution_on_every_grid(pool, ulysses, ring, balance, documents, wi
     assert worst(errors) < 1e-10, errors
     if ulysses * ring > 1 and balance != "documents":
         assert worst(pool.run(compare_convolution, ulysses * ring, *case, False)) > CONTROL
+
+
+def compare_chunked(ulysses, ring, balance, documents, chunks, exchange, rule, kept, length, state=True):
+    """Largest errors of y, dx and the gradients of all parameters, summed over ranks, of a layer in chunks."""
+    rule, batch, hidden, heads, keys, values, width = RULES[rule], 2 if len(documents) == 2 else 1, 7, 6, 4, 3, 3
+    layout = cp.SequenceLayout(
+        length, cp.initialize_grid(ulysses=ulysses, ring=ring), balance, chunks=chunks,
+        document_ends=documents[0] if balance == "documents" and documents else (),
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
+
+    gates = heads * (keys if rule.channels else 1)
+    channels = 3 * keys * 2 + heads * values  # q and k of three key heads
+    weights = [normal(channels + gates + heads, hidden), normal(channels, width), normal(hidden, heads * values)]
+
+    def project(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        return (x @ weight.T).split((channels, gates, heads), dim=-1)
+
+    def mixed_heads(mixed: Tensor, g: Tensor, beta: Tensor) -> list[Tensor]:
+        q, k, v = (part.unflatten(2, (n, -1)) for part, n in
+                   zip(mixed.split((3 * keys, 3 * keys, heads * values), dim=-1), (3, 3, heads)))  # fmt: skip
+        q, k = (torch.nn.functional.normalize(one, dim=-1) for one in (q, k))
+        g = -torch.nn.functional.softplus(g - 2)
+        return [q, k, v, g.unflatten(2, (heads, -1)) if rule.channels else g, beta.sigmoid()]
+
+    def dense(x: Tensor) -> Tensor:
+        mixed, *gates = project(x, weights[0])
+        padded = torch.nn.functional.pad(mixed.permute(1, 2, 0), (width - 1, 0))
+        mixed = torch.nn.functional.silu(torch.nn.functional.conv1d(padded, weights[1][:, None], groups=channels))
+        return x + recurrence(rule, *mixed_heads(mixed.permute(2, 0, 1), *gates))[0].flatten(2) @ weights[2].T
+
+    x = normal(length, batch, hidden)
+    expected = each_document(dense, [x], documents)
+    dy = random_like(expected)
+    grads = torch.autograd.grad(expected, [x, *weights], dy)
+    own = [weight.detach().requires_grad_() for weight in weights]
+    offload = cp.Offload(torch.device("cpu")) if kept != "device" else None
+    layer = ChunkedLinearLayer(
+        project=lambda x, chunk: project(x, own[0]), heads=mixed_heads,
+        output=lambda out, x, chunk: x + out.flatten(2) @ own[2].T, parameters=own, layout=layout, linear=rule,
+        weight=own[1], activation="silu", documents=documents if state else begins_with_spans(layout),
+        exchange=exchange, offload=offload, streamed=kept == "streamed", recompute=kept == "recomputed",
+    )  # fmt: skip
+    local = layout.shard(x).detach().requires_grad_()
+    y = layer(local)
+    dx, *dweights = torch.autograd.grad(y, [local, *own], layout.shard(dy))
+    errors = errors_of(layout, [y, dx], [expected, grads[0]])
+    for mine, whole in zip(dweights, grads[1:]):
+        if ulysses * ring > 1:
+            dist.all_reduce(mine, group=layout.grid.context.group)
+        errors.append(float((mine - whole).abs().max() / whole.abs().max()))
+    return errors
+
+
+KEPT = ["device", "offloaded", "streamed", "recomputed"]
+CHUNKED = [
+    (*grid, balance, list(DOCUMENTS)[(i + j) % 3], chunks, ["gather", "relay", "heads"][(i + j + n) % 3], rule,
+     KEPT[(i + j + n) % 4])
+    for i, grid in enumerate([(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)])
+    for j, balance in enumerate(["zigzag", "contiguous", "documents"])
+    for n, (chunks, rule) in enumerate([(5, "gated_delta"), (3, "kda"), (12, "mamba2")])
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "ulysses, ring, balance, documents, chunks, exchange, rule, kept",
+    by_pairs(CHUNKED, lambda u, r, *others: {(u, r), *others}),
+)
+def test_layers_in_chunks(pool, ulysses, ring, balance, documents, chunks, exchange, rule, kept):
+    case = (ulysses, ring, balance, DOCUMENTS[documents], chunks, exchange, rule, kept, 168)
+    errors = pool.run(compare_chunked, ulysses * ring, *case)
+    assert worst(errors) < 1e-10, errors
+    if ulysses * ring > 1 and balance != "documents":
+        assert worst(pool.run(compare_chunked, ulysses * ring, *case, False)) > CONTROL

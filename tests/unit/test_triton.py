@@ -80,6 +80,12 @@ def test_all_masks_with_all_options(interpreted, mask, extra):
     check(interpreted(triton_cases.errors, Case(MASKS[mask], **ZIGZAG, **EXTRAS[extra])))
 
 
+@pytest.mark.parametrize("rule, keys, values", [("gated_delta", 24, 20), ("kda", 16, 40), ("decay", 40, 16)])
+def test_states_of_linear_attention(interpreted, rule, keys, values):
+    errors = interpreted(triton_cases.errors_of_states, rule, keys, values)
+    assert all(error < 1e-6 for error in errors), errors
+
+
 @pytest.mark.parametrize(
     "sizes",
     [

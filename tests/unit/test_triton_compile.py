@@ -16,6 +16,7 @@ import torch
 from benchmarks.machine_code import loops, name
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import missing_triton
 from megatron.decisions.block_sizes import EXCEPTIONS, FEATURES, TABLE, blocks
+from tests.pairs import also_in_full
 from tests.patience import patience
 
 needs_triton = pytest.mark.skipif(missing_triton() is not None, reason=missing_triton() or "")
@@ -43,7 +44,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable]:
             patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
             started = process.submit(abs, 0)
         started.result(patience(60))
-        yield lambda *arguments: process.submit(_resources, *arguments).result(patience(300))
+        yield lambda *arguments, function=_resources: process.submit(function, *arguments).result(patience(300))
 
 
 def _resources(capability: int, head: int, which: str, variant: tuple[str, ...], dtype: torch.dtype) -> list[tuple]:
@@ -113,6 +114,27 @@ def test_fp32_compiles_for_all_heads(compiler, capability, head, which):
 @pytest.mark.parametrize("capability, head, which, variant", [case for case in ALL if case[1] < 256])
 def test_every_variant_compiles_in_fp32(compiler, capability, head, which, variant):
     check_fp32(compiler(capability, head, which, variant, torch.float32))
+
+
+SHAPES = (128, 128, True, False), (128, 128, True, True), (128, 64, False, False), (64, 96, True, False)
+LINEAR = [(capability, *shape) for capability in (80, 90, 100) for shape in SHAPES]
+
+
+def _linear_resources(capability: int, *shape: int) -> dict:
+    from benchmarks.triton_compile import linear_example, resources
+
+    return {name: resources(launch, capability) for name, launch in linear_example(*shape).items()}
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "capability, keys, values, delta, channels", [LINEAR[4], *also_in_full(*LINEAR[:4], *LINEAR[5:])]
+)
+def test_states_of_linear_attention_compile(compiler, capability, keys, values, delta, channels):
+    kernels = compiler(capability, keys, values, delta, channels, function=_linear_resources)
+    for which, taken in kernels.items():
+        assert taken.programs >= 1 and sum(taken.products.values()), which
+        assert all(loop.spills == 0 for loop in taken.loops), which
 
 
 def test_blocks_by_features():

@@ -23,6 +23,8 @@ from megatron.context_parallel.layout.masks import Causal, Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Spans, positions
 from megatron.context_parallel.layout.tiles import tiles
+from megatron.context_parallel.linear_attention import block_scan
+from megatron.context_parallel.linear_attention.rules import RULES, prepare
 from megatron.context_parallel.positions.position_dropout import Dropout
 from megatron.decisions import block_sizes
 from megatron.decisions.block_sizes import Blocks, BlockTable
@@ -226,3 +228,25 @@ def launched(table: BlockTable | None, dtype: torch.dtype, **options: float) -> 
         ours = passes(AttentionRule(kernel="triton", measured=table, **options))
     true = passes(AttentionRule(kernel="math", **options))
     return sizes, largest_errors(ours, {name: y.double() for name, y in true.items()})
+
+
+def errors_of_states(name: str, keys: int, values: int) -> list[float]:
+    """Errors of states and of their gradients by the kernels of linear attention, against PyTorch."""
+    rule, generator = RULES[name], torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    g = -normal(2, 3, 96, *([keys] if rule.channels else [])).abs() / 4
+    q, k = (torch.nn.functional.normalize(normal(2, 3, 96, keys), dim=-1) for _ in range(2))
+    ready = prepare(rule, q, k, normal(2, 3, 96, values), g, normal(2, 3, 96).sigmoid(), block_scan.KERNEL_BLOCK)
+    state, dout, dstate = normal(2, 3, keys, values), normal(*ready.own.shape), normal(2, 3, keys, values)
+    ours, expected = (
+        [
+            *block_scan.states(ready, state, kernel=kernel),
+            block_scan.state_after(ready, state, kernel=kernel),
+            *block_scan.state_grads(ready, dout, dstate, kernel=kernel),
+        ]
+        for kernel in (True, False)
+    )
+    return [float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, expected)]

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels.sums import accumulation_dtype
 from megatron.context_parallel.attention.ulysses import (
     heads_to_sequence,
     heads_to_sequence_grad,
@@ -37,7 +36,14 @@ from megatron.context_parallel.linear_attention.span_exchange import (
     rows_of,
     span_order,
 )
-from megatron.context_parallel.linear_attention.span_maps import span_grads, span_map, span_outputs, span_state_grad
+from megatron.context_parallel.linear_attention.span_maps import (
+    Inputs,
+    empty_state,
+    span_grads,
+    span_map,
+    span_outputs,
+    span_state_grad,
+)
 from megatron.decisions.division import head_plan
 from megatron.decisions.state_exchange import (
     EXCHANGES,
@@ -87,7 +93,7 @@ def linear_attention(
     if beta is None:
         beta = g.new_ones(()).expand(v.shape[:3])
     ends = _checked(q, k, v, g, beta, rule, layout, documents)
-    way = _way(q, k, v, g, beta, rule, layout, ends, exchange)
+    way = way_of(q, v, g, rule, layout, ends, exchange)
     return _LinearAttention.apply(q, k, v, g, beta, rule, way)
 
 
@@ -111,7 +117,7 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, rule: Lin
 
 
 @dataclass(frozen=True)
-class _Way:
+class Way:
     """How states go: over which axis, by which exchange, and over which spans."""
 
     context: Axis
@@ -126,22 +132,39 @@ class _Way:
     def rows(self) -> list[Span]:
         return rows_of(self.spans)
 
-    def cut(self, inputs: list[Tensor]) -> list[Tensor]:
-        """The inputs, with a log-decay of -inf where a document begins."""
+    @property
+    def sends(self) -> bool:
+        """Whether any rank needs a state from another one."""
+        return self.order.counts.hops > 0
+
+    def arrange(self, inputs: Inputs, spans: Spans) -> list[Tensor]:
+        """The inputs of the rows at ``spans``, with a log-decay of -inf where a document begins.
+
+        They are this rank's rows or, after an all-to-all, those of its ring rank, with this rank's heads.
+        """
+        inputs = _exchanged(inputs, self.ulysses)
         if self.ends:
-            inputs[3] = inputs[3].masked_fill(self._begins(inputs[3]), -torch.inf)
+            inputs[3] = inputs[3].masked_fill(self._begins(inputs[3], spans), -torch.inf)
         return inputs
 
-    def uncut(self, dg: Tensor) -> Tensor:
-        """The backward pass of :meth:`cut`."""
-        return dg.masked_fill(self._begins(dg), 0.0) if self.ends else dg
+    def arrange_grad(self, grads: Inputs, heads: tuple[int, int], spans: Spans) -> list[Tensor]:
+        """The backward pass of :meth:`arrange`, whose inputs had these numbers of heads and of key heads."""
+        dq, dk, dv, dg, dbeta = grads
+        if self.ends:
+            dg = dg.masked_fill(self._begins(dg, spans), 0.0)
+        return _exchanged_grads((dq, dk, dv, dg, dbeta), heads, self.ulysses)
 
-    def _begins(self, g: Tensor) -> Tensor:
-        at = to_device(document_starts(self.ends, self.spans), g.device)
+    def _begins(self, g: Tensor, spans: Spans) -> Tensor:
+        at = to_device(document_starts(self.ends, spans), g.device)
         return at[..., None, None] if g.dim() == 4 else at[..., None]
 
 
-def _way(q, k, v, g, beta, rule, layout, ends, exchange) -> _Way:
+def way_of(q: Tensor, v: Tensor, g: Tensor, rule: LinearRule, layout: SequenceLayout, ends: Ends, exchange: str) -> Way:
+    """The way of the states of inputs with these shapes, the same on every rank.
+
+    Raises:
+        ValueError: there is no such exchange, or Ulysses does not divide the heads.
+    """
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange {exchange!r} is unknown: use one of {', '.join(EXCHANGES)}")
     grid, bare = layout.grid, layout.without_groups()
@@ -158,11 +181,11 @@ def _way(q, k, v, g, beta, rule, layout, ends, exchange) -> _Way:
             inner, cost = cheaper_exchange(fewer, order.counts)
             cost += heads_bytes(sizes, ulysses.size, sum(map(len, plan.kv_heads))) + 2 * HOP_BYTES
             if exchange == "heads" or cost < price:
-                return _Way(
+                return Way(
                     grid.context, grid.ring, order, layout.ring_spans(grid.ring.rank), ends, inner == "relay", ulysses
                 )
     chosen = best if exchange in ("auto", "heads") else exchange
-    return _Way(grid.context, grid.context, span_order(bare, ends, False), layout.local_spans, ends, chosen == "relay")
+    return Way(grid.context, grid.context, span_order(bare, ends, False), layout.local_spans, ends, chosen == "relay")
 
 
 def state_sizes(rule: LinearRule, q: Tensor, v: Tensor, g: Tensor) -> StateSizes:
@@ -170,7 +193,7 @@ def state_sizes(rule: LinearRule, q: Tensor, v: Tensor, g: Tensor) -> StateSizes
     s, b, heads, values = v.shape
     keys = q.size(3)
     return StateSizes(
-        batch=b, heads=heads, key_heads=q.size(2), keys=keys, values=values, map_columns=keys if rule.delta else 1,
+        batch=b, heads=heads, key_heads=q.size(2), keys=keys, values=values, map_columns=rule.map_columns(keys),
         gates=(keys if rule.channels else 1) + 1, rows=s, itemsize=v.element_size(), gate_itemsize=g.element_size(),
     )  # fmt: skip
 
@@ -179,20 +202,20 @@ class _LinearAttention(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, rule: LinearRule, way: _Way
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, rule: LinearRule, way: Way
     ) -> Tensor:
-        inputs = way.cut(_exchanged((q, k, v, g, beta), way))
+        inputs = way.arrange((q, k, v, g, beta), way.spans)
         out = torch.empty_like(inputs[2])
-        empty = _empty(inputs)
+        empty = empty_state(inputs)
         mine = way.order.of(way.axis.rank)
         maps = {p.index: span_map(rule, inputs, way.rows[p.index]) for p in mine if p.hands_on}
         entries = entry_states(rule, way.order, way.axis, maps, empty, way.relay)
         states = {p.index: span_outputs(rule, inputs, way.rows[p.index], entries[p.index], out)[0] for p in mine}
-        ctx.rule, ctx.way = rule, way
+        ctx.rule, ctx.way, ctx.heads = rule, way, (v.size(2), q.size(2))
         kept = [state for p in mine for state in states[p.index]]
         matrices = [maps[p.index][..., : -out.size(3)].clone() for p in mine if p.hands_on and not p.fresh]
         ctx.counts = [len(states[p.index]) for p in mine]
-        ctx.save_for_backward(q, k, v, g, beta, *kept, *matrices)
+        ctx.save_for_backward(*inputs, *kept, *matrices)
         return out if way.ulysses is None else heads_to_sequence(out, way.ulysses)
 
     @staticmethod
@@ -200,37 +223,28 @@ class _LinearAttention(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         rule, way = ctx.rule, ctx.way
-        *saved, kept = (*ctx.saved_tensors[:5], list(ctx.saved_tensors[5:]))
-        inputs = way.cut(_exchanged(saved, way))
+        inputs, kept = ctx.saved_tensors[:5], list(ctx.saved_tensors[5:])
         if way.ulysses is not None:
             dout = heads_to_sequence_grad(dout, way.ulysses)
-        mine, empty = way.order.of(way.axis.rank), _empty(inputs)
+        mine, empty = way.order.of(way.axis.rank), empty_state(inputs)
         states = {p.index: [kept.pop(0) for _ in range(n)] for p, n in zip(mine, ctx.counts)}
         maps = {}
         for p in mine:
             if not p.fresh:
                 E = span_state_grad(rule, inputs, way.rows[p.index], dout)
-                columns = empty.size(-2) if rule.delta else 1
+                columns = rule.map_columns(empty.size(-2))
                 matrix = kept.pop(0) if p.hands_on else E.new_zeros((*E.shape[:-1], columns))
                 maps[p.index] = torch.cat((matrix, E), dim=-1)
         after = exit_grads(rule, way.order, way.axis, maps, empty, way.relay)
         grads = [torch.zeros_like(x) for x in inputs]
         for p in mine:
             span_grads(rule, inputs, way.rows[p.index], states[p.index], dout, after[p.index], grads)
-        grads[3] = way.uncut(grads[3])
-        if way.ulysses is not None:
-            grads = _exchanged_grads(grads, saved, way.ulysses)
+        grads = way.arrange_grad(grads, ctx.heads, way.spans)
         return *(dx if needed else None for dx, needed in zip(grads, ctx.needs_input_grad)), None, None
 
 
-def _empty(inputs: Sequence[Tensor]) -> Tensor:
-    q, v = inputs[0], inputs[2]
-    return v.new_zeros((*v.shape[1:3], q.size(3), v.size(3)), dtype=accumulation_dtype(v.dtype))
-
-
-def _exchanged(inputs: Sequence[Tensor], way: _Way) -> list[Tensor]:
+def _exchanged(inputs: Inputs, axis: Axis | None) -> list[Tensor]:
     """All tokens of the ring rank, of this rank's heads."""
-    axis = way.ulysses
     if axis is None:
         return list(inputs)
     q, k, v, g, beta = inputs
@@ -243,10 +257,12 @@ def _exchanged(inputs: Sequence[Tensor], way: _Way) -> list[Tensor]:
     return [q, k, v, gate if g.dim() == 4 else gate.squeeze(3), beta.squeeze(3)]
 
 
-def _exchanged_grads(grads: Sequence[Tensor], inputs: Sequence[Tensor], axis: Axis) -> list[Tensor]:
+def _exchanged_grads(grads: Inputs, heads: tuple[int, int], axis: Axis | None) -> list[Tensor]:
     """The backward pass of :func:`_exchanged`."""
+    if axis is None:
+        return list(grads)
     dq, dk, dv, dg, dbeta = grads
-    plan = head_plan(inputs[2].size(2), inputs[0].size(2), axis.size)
+    plan = head_plan(*heads, axis.size)
     if plan.needs_expansion(axis.rank):
         dq, dk = (summed_by_head(x, plan.kv_index[axis.rank]) for x in (dq, dk))
     dq, dk, dv = to_sequence((dq, dk, dv), (plan.kv_spans, plan.kv_spans, plan.q_spans), axis)

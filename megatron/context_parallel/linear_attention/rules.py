@@ -25,8 +25,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK = 64  # tokens of a block; a power of two
-
 
 @dataclass(frozen=True)
 class LinearRule:
@@ -42,10 +40,9 @@ class LinearRule:
     delta: bool
     channels: bool
 
-    @property
-    def map_columns(self) -> int | None:
-        """Columns of M in a span's map; None: as many as keys."""
-        return None if self.delta else 1
+    def map_columns(self, keys: int) -> int:
+        """Columns of M in a span's map."""
+        return keys if self.delta else 1
 
 
 GATED_DELTA = LinearRule("gated_delta", delta=True, channels=False)
@@ -101,7 +98,7 @@ def prepare(rule: LinearRule, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: 
 
     Args:
         q, k, v, g, beta: as in :func:`recurrence`, but [b, heads, tokens, ..] with all heads, in fp32 or fp64; the
-            number of tokens is a multiple of ``block``.
+            number of tokens is a multiple of ``block``, a power of two.
     """
     q, k, v, g, beta = (x.unflatten(2, (-1, block)) for x in (q, k, v, g, beta))
     beta = beta.unsqueeze(-1)

@@ -97,18 +97,20 @@ class Halo:
         send, receive = _messages(layout.without_groups(), ends, width)
         return cls(layout.grid.context, layout.local_spans, ends, width, send, receive)
 
-    def fetch(self, x: Tensor) -> Tensor:
-        """The rows before each span [spans, width, b, channels], from this rank's rows and those of others."""
-        halo = x.new_zeros((len(self.spans) * self.width, *x.shape[1:]))
-        received = self._swap(x[self._index(self.send, x)], self.send, self.receive)
-        halo[self._index(self.receive, x)] = received
-        return halo.view(len(self.spans), self.width, *x.shape[1:])
+    @property
+    def sent(self) -> list[int]:
+        """The rows of this rank that it sends, also to itself; one may occur more than once."""
+        return [row for rows in self.send for row in rows]
 
-    def give_back(self, dhalo: Tensor, dx: Tensor) -> None:
-        """The backward pass of :meth:`fetch`: add the gradients of halo rows to those of the rows they came from."""
-        received = self._swap(dhalo.flatten(0, 1)[self._index(self.receive, dx)], self.receive, self.send)
-        # A row may be needed more than once; unlike index_add_ this sum has always the same order.
-        dx.index_put_((self._index(self.send, dx),), received, accumulate=True)
+    def fetch(self, rows: Tensor) -> Tensor:
+        """The rows before each span [spans, width, b, channels], from the rows ``sent`` of all ranks."""
+        halo = rows.new_zeros((len(self.spans) * self.width, *rows.shape[1:]))
+        halo[self._received(rows)] = self._swap(rows, self.send, self.receive)
+        return halo.view(len(self.spans), self.width, *rows.shape[1:])
+
+    def fetch_grad(self, dhalo: Tensor) -> Tensor:
+        """The backward pass of :meth:`fetch`: the gradients of the rows ``sent``."""
+        return self._swap(dhalo.flatten(0, 1)[self._received(dhalo)], self.receive, self.send)
 
     def _swap(self, rows: Tensor, send: Sequence[Sequence[int]], receive: Sequence[Sequence[int]]) -> Tensor:
         if self.axis.size == 1:
@@ -118,8 +120,8 @@ class Halo:
         all_to_all(result, rows.contiguous(), self.axis.group, *sizes)
         return result
 
-    def _index(self, places: Sequence[Sequence[int]], x: Tensor) -> Tensor:
-        return to_device(torch.tensor([row for one in places for row in one], dtype=torch.int64), x.device)
+    def _received(self, like: Tensor) -> Tensor:
+        return indices([row for rows in self.receive for row in rows], like)
 
     def distances(self, device: torch.device) -> Tensor | None:
         """How many tokens of its document are before each token, int64 [rows, samples or 1, 1]; None: one document."""
@@ -127,6 +129,11 @@ class Halo:
             return None
         at = positions(self.spans, torch.device("cpu"))
         return to_device(torch.stack([restart(at, one) for one in self.ends], dim=1).unsqueeze(2), device)
+
+
+def indices(rows: Sequence[int], like: Tensor) -> Tensor:
+    """Row numbers as an index into tensors on the device of ``like``."""
+    return to_device(torch.tensor(rows, dtype=torch.int64), like.device)
 
 
 @lru_cache(maxsize=64)
@@ -140,14 +147,15 @@ def _messages(layout: SequenceLayout, ends: Ends, width: int) -> tuple[tuple[tup
     for needing, spans in enumerate(held):
         for index, (start, _) in enumerate(spans):
             first = max(start - width, fresh[bisect_right(fresh, start) - 1])
-            for (begin, stop), rank, row in places[: bisect_left(places, ((start, 0),))][::-1]:
-                if stop <= first:
-                    break
+            at = bisect_left(places, ((start, 0),))
+            while at and places[at - 1][0][1] > first:
+                at -= 1
+                (begin, stop), rank, row = places[at]
                 rows = range(max(begin, first), stop)
                 if rank == grid.context.rank:
-                    send[needing] += [row + at - begin for at in rows]
+                    send[needing] += [row + one - begin for one in rows]
                 if needing == grid.context.rank:
-                    receive[rank] += [(index + 1) * width + at - start for at in rows]
+                    receive[rank] += [(index + 1) * width + one - start for one in rows]
     return tuple(map(tuple, send)), tuple(map(tuple, receive))
 
 
@@ -187,7 +195,7 @@ class _ShortConvolution(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, halo: Halo, activation: str | None) -> Tensor:
-        out, before, distances = torch.empty_like(x), halo.fetch(x), halo.distances(x.device)
+        out, before, distances = torch.empty_like(x), halo.fetch(x[indices(halo.sent, x)]), halo.distances(x.device)
         for index, rows in enumerate(rows_of(halo.spans)):
             at = slice(*rows)
             whole = torch.cat((before[index], x[at]))
@@ -221,6 +229,7 @@ class _ShortConvolution(torch.autograd.Function):
             dbias += dtotal.sum((0, 1))
             dbefore[index], part = dwhole.split((width - 1, len(dtotal)))
             dx[at] += part
-        halo.give_back(dbefore, dx)
+        # A row may have been sent more than once; unlike index_add_ this sum has always the same order.
+        dx.index_put_((indices(halo.sent, dx),), halo.fetch_grad(dbefore), accumulate=True)
         dbias = None if bias is None else dbias.to(bias.dtype)
         return dx.to(x.dtype), dweight.to(weight.dtype), dbias, None, None

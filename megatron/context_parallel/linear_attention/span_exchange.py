@@ -21,6 +21,7 @@ from megatron.context_parallel.layout.spans import Span, Spans, numbered, positi
 from megatron.context_parallel.linear_attention.rules import LinearRule
 from megatron.context_parallel.linear_attention.span_maps import apply_map, apply_map_grad
 from megatron.decisions.state_exchange import SpanCounts
+from megatron.platform.autograd import without_autocast
 
 Ends = tuple[tuple[int, ...], ...]
 """One past the last token of each document: one tuple for all samples, or one for each; () for one document."""
@@ -108,6 +109,7 @@ def span_order(layout: SequenceLayout, ends: Ends, by_heads: bool) -> SpanOrder:
     return SpanOrder(tuple(sorted(places, key=lambda place: place.span)), len(held))
 
 
+@without_autocast
 def entry_states(
     rule: LinearRule, order: SpanOrder, axis: Axis, maps: Mapping[int, Tensor], empty: Tensor, relay: bool
 ) -> dict[int, Tensor]:
@@ -119,7 +121,7 @@ def entry_states(
     """
     if relay:
         return _relayed(order.places, axis, empty, lambda place, state: apply_map(rule, maps[place.index], state))
-    columns = empty.size(-1) + (empty.size(-2) if rule.delta else 1)
+    columns = empty.size(-1) + rule.map_columns(empty.size(-2))
     known = _gathered([p for p in order.places if p.hands_on], axis, maps, empty, columns)
     state, entries = empty, {}
     for place in order.places:
@@ -131,6 +133,7 @@ def entry_states(
     return entries
 
 
+@without_autocast
 def exit_grads(
     rule: LinearRule, order: SpanOrder, axis: Axis, maps: Mapping[int, Tensor], empty: Tensor, relay: bool
 ) -> dict[int, Tensor]:
@@ -142,7 +145,7 @@ def exit_grads(
     turned = tuple(Place(p.rank, p.index, p.span, not p.hands_on, not p.fresh) for p in reversed(order.places))
     if relay:
         return _relayed(turned, axis, empty, lambda place, grad: apply_map_grad(rule, maps[place.index], grad))
-    columns = empty.size(-1) + (empty.size(-2) if rule.delta else 1)
+    columns = empty.size(-1) + rule.map_columns(empty.size(-2))
     known = _gathered([p for p in turned if p.hands_on], axis, maps, empty, columns)
     grad, grads = empty, {}
     for place in turned:

@@ -19,7 +19,17 @@ from torch.nn import functional as F
 
 from megatron.context_parallel.attention.kernels.sums import accumulation_dtype
 from megatron.context_parallel.layout.spans import Span, split
-from megatron.context_parallel.linear_attention.rules import BLOCK, LinearRule, Prepared, prepare
+from megatron.context_parallel.linear_attention.block_scan import (
+    BLOCK,
+    block_size,
+    new_values,
+    outputs,
+    state_after,
+    state_grads,
+    states,
+)
+from megatron.context_parallel.linear_attention.rules import LinearRule, Prepared, prepare
+from megatron.platform.autograd import without_autocast
 
 SEGMENT = 2**23  # elements of q, k and v that are prepared together
 
@@ -37,7 +47,7 @@ def segments(inputs: Inputs, rows: Span) -> list[Span]:
 def prepared(rule: LinearRule, inputs: Inputs, rows: Span) -> Prepared:
     """Prepare the blocks of some rows. Differentiable. Rows are added to fill the last block: they change nothing."""
     count = rows[1] - rows[0]
-    block = min(BLOCK, 1 << (count - 1).bit_length())
+    block = block_size(count, inputs[2], inputs[0].size(3))
     dtype, heads = accumulation_dtype(inputs[2].dtype), inputs[2].size(2)
 
     def arrange(x: Tensor) -> Tensor:
@@ -50,20 +60,30 @@ def prepared(rule: LinearRule, inputs: Inputs, rows: Span) -> Prepared:
     return prepare(rule, *(arrange(x) for x in inputs), block)
 
 
-def span_map(rule: LinearRule, inputs: Inputs, rows: Span) -> Tensor:
-    """The map [b, heads, K, columns of M + V] of a span, fp32 (fp64): M and N next to each other."""
+def identity(rule: LinearRule, inputs: Inputs) -> Tensor:
+    """The map of no tokens."""
     q, _, v = inputs[:3]
     keys, dtype = q.size(3), accumulation_dtype(v.dtype)
     if rule.delta:
         columns = torch.eye(keys, dtype=dtype, device=v.device).expand(*v.shape[1:3], keys, keys)
     else:
         columns = torch.ones(*v.shape[1:3], keys, 1, dtype=dtype, device=v.device)
-    result = F.pad(columns, (0, v.size(3)))
+    return F.pad(columns, (0, v.size(3)))
+
+
+@without_autocast
+def span_map(rule: LinearRule, inputs: Inputs, rows: Span, before: Tensor | None = None) -> Tensor:
+    """The map [b, heads, K, columns of M + V] of a span, fp32 (fp64): M and N next to each other.
+
+    Args:
+        before: the map of the tokens before the span, if the result is to include them.
+    """
+    result = identity(rule, inputs) if before is None else before
     for part in segments(inputs, rows):
         ready = prepared(rule, inputs, part)
         # The columns of M are states that no value changes.
-        own = F.pad(ready.own, (columns.size(-1), 0))
-        result = _states(ready._replace(own=own), result)[-1]
+        own = F.pad(ready.own, (result.size(-1) - ready.own.size(-1), 0))
+        result = state_after(ready._replace(own=own), result)
     return result
 
 
@@ -79,6 +99,7 @@ def apply_map_grad(rule: LinearRule, packed: Tensor, dstate: Tensor) -> Tensor:
     return (matrix.mT @ dstate if rule.delta else matrix * dstate) + offset
 
 
+@without_autocast
 def span_outputs(
     rule: LinearRule, inputs: Inputs, rows: Span, state: Tensor, out: Tensor
 ) -> tuple[list[Tensor], Tensor]:
@@ -87,23 +108,28 @@ def span_outputs(
     for part in segments(inputs, rows):
         entries.append(state)
         ready = prepared(rule, inputs, part)
-        states = _states(ready, state)
-        before, state = torch.stack(states[:-1], dim=2), states[-1]
-        result = ready.reads @ before + ready.inside @ _new(ready, before)
+        result, state = outputs(ready, state)
         out[slice(*part)] = result.flatten(2, 3)[:, :, : part[1] - part[0]].permute(2, 0, 1, 3)
     return entries, state
 
 
-def span_state_grad(rule: LinearRule, inputs: Inputs, rows: Span, dout: Tensor) -> Tensor:
-    """E [b, heads, K, V]: the gradient of the state before a span, from the span's outputs alone."""
+def empty_state(inputs: Inputs) -> Tensor:
+    """The state 0 [b, heads, K, V], fp32 (fp64)."""
     q, _, v = inputs[:3]
-    dstate = torch.zeros(*v.shape[1:3], q.size(3), v.size(3), dtype=accumulation_dtype(v.dtype), device=v.device)
+    return v.new_zeros((*v.shape[1:3], q.size(3), v.size(3)), dtype=accumulation_dtype(v.dtype))
+
+
+@without_autocast
+def span_state_grad(rule: LinearRule, inputs: Inputs, rows: Span, dout: Tensor, dstate: Tensor | None = None) -> Tensor:
+    """The gradient [b, heads, K, V] of the state before a span; E if that of the state after it, ``dstate``, is 0."""
+    dstate = empty_state(inputs) if dstate is None else dstate
     for part in reversed(segments(inputs, rows)):
         ready = prepared(rule, inputs, part)
-        dstate = _state_grads(ready, _blocks_of(dout, part, ready), dstate)[0]
+        dstate = state_grads(ready, _blocks_of(dout, part, ready), dstate)[0]
     return dstate
 
 
+@without_autocast
 def span_grads(
     rule: LinearRule, inputs: Inputs, rows: Span, entries: Sequence[Tensor], dout: Tensor, dstate: Tensor,
     grads: Inputs,
@@ -120,17 +146,16 @@ def span_grads(
             graph = prepared(rule, leaves, (0, part[1] - part[0]))
         ready = Prepared(*(None if x is None else x.detach() for x in graph))
         dblocks = _blocks_of(dout, part, ready)
-        states = torch.stack(_states(ready, state)[:-1], dim=2)
-        dstates = _state_grads(ready, dblocks, dstate)
-        dstate, dafter = dstates[0], torch.stack(dstates[1:], dim=2)
-        new = _new(ready, states)
+        before, _ = states(ready, state)
+        dstate, dafter = state_grads(ready, dblocks, dstate)
+        new = new_values(ready, before)
         dnew = ready.inside.mT @ dblocks + ready.writes @ dafter
-        dkeep = (states * dafter).sum(-1, keepdim=True)
+        dkeep = (before * dafter).sum(-1, keepdim=True)
         dready = Prepared(
-            erase=None if ready.erase is None else -dnew @ states.mT,
+            erase=None if ready.erase is None else -dnew @ before.mT,
             own=dnew,
             writes=new @ dafter.mT,
-            reads=dblocks @ states.mT,
+            reads=dblocks @ before.mT,
             inside=dblocks @ new.mT,
             keep=dkeep if ready.keep.size(-2) > 1 else dkeep.sum(-2, keepdim=True),
         )
@@ -139,33 +164,6 @@ def span_grads(
         for grad, result in zip(grads, results):
             grad[slice(*part)] = result
     return dstate
-
-
-def _new(ready: Prepared, states: Tensor) -> Tensor:
-    return ready.own if ready.erase is None else ready.own - ready.erase @ states
-
-
-def _states(ready: Prepared, state: Tensor) -> list[Tensor]:
-    """The state before each block, and that after the last."""
-    states = [state]
-    for index in range(ready.own.size(2)):
-        one = Prepared(*(None if x is None else x[:, :, index] for x in ready))
-        states.append(one.keep * states[-1] + one.writes.mT @ _new(one, states[-1]))
-    return states
-
-
-def _state_grads(ready: Prepared, dout: Tensor, dstate: Tensor) -> list[Tensor]:
-    """The gradient of the state before each block, and ``dstate``, that of the state after the last."""
-    direct, through = ready.reads.mT @ dout, ready.inside.mT @ dout
-    grads = [dstate]
-    for index in reversed(range(dout.size(2))):
-        after = grads[-1]
-        before = ready.keep[:, :, index] * after + direct[:, :, index]
-        if ready.erase is not None:
-            dnew = through[:, :, index] + ready.writes[:, :, index] @ after
-            before = before - ready.erase[:, :, index].mT @ dnew
-        grads.append(before)
-    return grads[::-1]
 
 
 def _blocks_of(x: Tensor, rows: Span, ready: Prepared) -> Tensor:

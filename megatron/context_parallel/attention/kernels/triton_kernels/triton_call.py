@@ -47,7 +47,7 @@ class Launch:
 
     def run(self) -> None:
         """Enqueue the kernel on the current stream of the tensors' GPU."""
-        device = self.arguments["out" if "out" in self.arguments else "q"].device
+        device = next(x.device for x in self.arguments.values() if isinstance(x, Tensor))
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self.kernel[self.grid](**self.arguments, **self.options)
 

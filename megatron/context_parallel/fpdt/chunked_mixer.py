@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FPDT for linear attention: a layer in chunks that hand on a state and the last rows before a convolution.
+
+Forward, the chunks of a rank give the maps of its spans, one exchange gives the states before them, and a second pass
+over the chunks computes their outputs, each from the state after the previous one. Where no state comes from another
+rank, the first pass is left out. Backward, the last chunk is first, with gradients of states.
+
+For the backward pass a layer keeps its input, which may be a host buffer, and for each chunk the state before it and a
+few rows for the convolution. Inputs of chunks that wait for the exchange are kept in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.context_parallel.attention.rule import AttentionRule
+from megatron.context_parallel.fpdt.chunk_work import ChunkWork, LayerFunctions
+from megatron.context_parallel.fpdt.chunked_ffn import keep, take_kept
+from megatron.context_parallel.fpdt.host_store import ChunkStore, HiddenStates
+from megatron.context_parallel.layout.grid import Axis
+from megatron.context_parallel.layout.spans import Span, Spans, count, positions_of
+from megatron.context_parallel.linear_attention.mixer import Way, way_of
+from megatron.context_parallel.linear_attention.rules import GATED_DELTA, LinearRule
+from megatron.context_parallel.linear_attention.short_convolution import Halo, convolve, indices
+from megatron.context_parallel.linear_attention.span_exchange import checked_ends, entry_states, exit_grads, rows_of
+from megatron.context_parallel.linear_attention.span_maps import (
+    empty_state,
+    span_grads,
+    span_map,
+    span_outputs,
+    span_state_grad,
+)
+from megatron.platform.autograd import once_differentiable, refuse_transforms
+
+NAMES = ("q", "k", "v", "g", "beta")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkedLinearLayer(LayerFunctions):
+    """A layer with linear attention as functions of one chunk; other fields are those of ``ChunkedLayer``.
+
+    Attributes:
+        project: (x of some rows of a chunk [c, b, h], chunk) -> (mixed [c, b, channels], others ..): token-wise. The
+            convolution is applied to ``mixed``.
+        heads: (mixed after the convolution, others ..) -> q, k, v, g and beta, as linear_attention takes them.
+        output: (out [c, b, heads, V], x of the chunk, chunk) -> [c, b, h], residual added.
+        linear: the rule of the linear attention.
+        weight, bias, activation: of the convolution, as in ``short_convolution``; weight=None: none. Those that need
+            gradients must be among ``parameters``.
+        documents, exchange: as in ``linear_attention``.
+        recompute: keep only x for the backward pass, not the states before the chunks.
+    """
+
+    heads: Callable[..., Sequence[Tensor]]
+    linear: LinearRule = GATED_DELTA
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    activation: str | None = None
+    documents: Sequence[Sequence[int]] = ()
+    exchange: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.streamed and self.offload is None:
+            raise ValueError("streamed=True keeps hidden states in host memory: give offload=")
+        if self.rule != AttentionRule():
+            raise ValueError("rule= is for softmax attention: give linear= for a rule of linear attention")
+        if self.ffn is None and (self.ffn_by_rows or self.ffn_pieces != 1):
+            raise ValueError("ffn_by_rows and ffn_pieces need an ffn: give ffn= or leave them out")
+        if self.layout.tensor_parts > 1:
+            raise ValueError("linear attention in chunks does not support tensor_parts above 1: make the layout with 1")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[s_local, b, h] -> [s_local, b, h]."""
+        refuse_transforms("ChunkedLinearLayer")
+        saving = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.learned))
+        return _ChunkedLinear.apply(x, self, saving, *self.learned)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """The part of a chunk that lies in one span.
+
+    Attributes:
+        span: the number of the span among those of the rank.
+        rows: of the chunk.
+        first, last: whether it begins or ends the span.
+    """
+
+    span: int
+    rows: Span
+    first: bool
+    last: bool
+
+
+def _pieces(spans: Spans, chunks: Spans) -> list[list[_Piece]]:
+    """For each chunk, its pieces. ``chunks``: the rows of each chunk among the rows of ``spans``."""
+    result = []
+    for start, stop in chunks:
+        cut = [(max(a, start), min(b, stop), a, b, i) for i, (a, b) in enumerate(rows_of(spans))]
+        result.append(
+            [_Piece(i, (a - start, b - start), a == first, b == last) for a, b, first, last, i in cut if a < b]
+        )
+    return result
+
+
+class _Pass:
+    """A forward pass over the chunks, and what its backward pass needs of it."""
+
+    def __init__(self, layer: ChunkedLinearLayer, x: Tensor) -> None:
+        self.layer, self.work, self.x = layer, ChunkWork(layer), HiddenStates(x, layer.offload)
+        self.layout, self.chunks = layer.layout, range(layer.layout.chunks)
+        self.rows = self.layout.local_chunks
+        self.ends = checked_ends(layer.documents, x.size(1), self.layout)
+        self.local_pieces = _pieces(self.layout.local_spans, self.rows)
+        self.store = ChunkStore(layer.offload)
+        self.way: Way | None = None
+        self.states: dict[tuple[int, int], Tensor] = {}  # by chunk and piece: the state before it
+        self.tails: list[Tensor | None] = []  # by chunk: the rows before it, if it continues a span
+        self.matrices: dict[int, Tensor] = {}
+        self.halo = self.before = self.distances = None
+        if layer.weight is not None and layer.weight.size(1) > 1:
+            self.halo = Halo.of(self.layout, self.ends, layer.weight.size(1) - 1)
+            self.distances = self.halo.distances(x.device)
+
+    # ---- where a chunk's rows lie
+
+    def _set_way(self, inputs: Sequence[Tensor]) -> None:
+        q, _, v, g, _ = inputs
+        self.way = way_of(q, v, g, self.layer.linear, self.layout, self.ends, self.layer.exchange)
+        self.work.ulysses = self.way.ulysses or Axis()
+        self.pieces = _pieces(self.way.spans, self.layout.chunk_rows if self.way.ulysses else self.rows)
+
+    def spans_of(self, chunk: int) -> Spans:
+        """The positions of a chunk's rows, after the all-to-all if there is one."""
+        rows = self.layout.chunk_rows[chunk] if self.way.ulysses else self.rows[chunk]
+        return positions_of((rows,), self.way.spans)
+
+    # ---- from x to q, k, v, g and beta
+
+    @cached_property
+    def _sent(self) -> list[tuple[int, Span]]:
+        """Rows that are halos of other spans, as consecutive rows of one chunk each."""
+        wanted, runs = sorted(set(self.halo.sent)), []
+        for chunk, (start, stop) in enumerate(self.rows):
+            for row in (row for row in wanted if start <= row < stop):
+                if runs and runs[-1][0] == chunk and runs[-1][1][1] == row:
+                    runs[-1] = chunk, (runs[-1][1][0], row + 1)
+                else:
+                    runs.append((chunk, (row, row + 1)))
+        return runs
+
+    def _sent_index(self, like: Tensor) -> Tensor:
+        place = {row: i for i, row in enumerate(row for _, span in self._sent for row in range(*span))}
+        return indices([place[row] for row in self.halo.sent], like)
+
+    def fetch_halo(self) -> None:
+        """The rows before each span."""
+        if self.halo is None:
+            return
+        parts = [self.layer.project(self.x.read(span), chunk)[0] for chunk, span in self._sent]
+        if not parts:  # the channels are known from any row
+            parts = [self.layer.project(self.x.read((0, 1)), 0)[0][:0]]
+        rows = torch.cat(parts)
+        self.before = self.halo.fetch(rows[self._sent_index(rows)])
+
+    def inputs(
+        self, x: Tensor, chunk: int, tail: Tensor | None, before: Sequence[Tensor]
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """q, k, v, g and beta of a chunk, and the rows before the next one. Differentiable.
+
+        Args:
+            tail: the rows before the chunk, if its first piece continues a span.
+            before: the rows before each span that begins in the chunk.
+        """
+        layer = self.layer
+        mixed, *others = layer.project(x, chunk)
+        if layer.weight is not None:
+            parts, before = [], iter(before)
+            for piece in self.local_pieces[chunk]:
+                rows = mixed[slice(*piece.rows)]
+                if self.halo is not None:
+                    rows = torch.cat((next(before) if piece.first else tail, rows))
+                    tail = rows[len(rows) - self.halo.width :]
+                start = self.rows[chunk][0]
+                near = None if self.distances is None else self.distances[start + piece.rows[0] : start + piece.rows[1]]
+                parts.append(convolve(rows, layer.weight, layer.bias, layer.activation, near))
+            mixed = torch.cat(parts)
+        return list(layer.heads(mixed, *others)), tail
+
+    def begun(self, chunk: int) -> list[Tensor]:
+        """The rows before each span that begins in a chunk."""
+        if self.halo is None:
+            return []
+        return [self.before[piece.span] for piece in self.local_pieces[chunk] if piece.first]
+
+    def continues(self, chunk: int) -> bool:
+        """Whether a chunk begins within a span."""
+        return not self.local_pieces[chunk][0].first
+
+    # ---- the two passes of a forward pass
+
+    def forward(self, y: HiddenStates | None) -> None:
+        self.fetch_halo()
+        rule, tail, maps, waiting = self.layer.linear, None, {}, False
+        for chunk, x in zip(self.chunks, self.x.walk(self.rows)):
+            self.tails.append(tail if self.continues(chunk) else None)
+            inputs, tail = self.inputs(x, chunk, tail, self.begun(chunk))
+            if self.way is None:
+                self._set_way(inputs)
+                waiting = self.way.sends
+            inputs = self.way.arrange(inputs, self.spans_of(chunk))
+            self.empty = empty_state(inputs)
+            if waiting:
+                for piece in self.pieces[chunk]:
+                    maps[piece.span] = span_map(rule, inputs, piece.rows, None if piece.first else maps[piece.span])
+                self.put("in", chunk, inputs)
+            else:
+                self._outputs(chunk, x, inputs, {}, y)
+        if waiting:
+            way = self.way
+            mine = {p.index: maps[p.index] for p in way.order.of(way.axis.rank) if p.hands_on}
+            columns = self.empty.size(-1)
+            self.matrices = {index: packed[..., :-columns].clone() for index, packed in mine.items()}
+            entries = entry_states(rule, way.order, way.axis, mine, self.empty, way.relay)
+            for chunk, x in zip(self.chunks, self.x.walk(self.rows)):
+                self._outputs(chunk, x, self.take("in", chunk), entries, y)
+
+    def _outputs(
+        self, chunk: int, x: Tensor, inputs: list[Tensor], entries: dict[int, Tensor], y: HiddenStates | None
+    ) -> None:
+        out = torch.empty_like(inputs[2])
+        for index, piece in enumerate(self.pieces[chunk]):
+            if piece.first:
+                self.state = entries.get(piece.span, self.empty)
+            self.states[chunk, index] = self.state
+            _, self.state = span_outputs(self.layer.linear, inputs, piece.rows, self.state, out)
+        if y is not None:
+            self.work.output(out, x, chunk, y)
+
+    def put(self, kind: str, chunk: int, tensors: Sequence[Tensor]) -> None:
+        for name, x in zip(NAMES, tensors):
+            self.store.put((kind, name, chunk), x.contiguous())
+
+    def take(self, kind: str, chunk: int) -> list[Tensor]:
+        return [self.store.pop((kind, name, chunk)) for name in NAMES]
+
+    # ---- the backward pass
+
+    def backward(self, dy: HiddenStates, dx: HiddenStates) -> None:
+        rule, way, maps = self.layer.linear, self.way, {}
+        self.dtail = None
+        self.dbefore = None if self.before is None else torch.zeros_like(self.before)
+        backwards = self.chunks[::-1]
+        rows = [self.rows[chunk] for chunk in backwards]
+        for chunk, x, dy_part in zip(backwards, self.x.walk(rows), dy.walk(rows)):
+            inputs, _ = self.inputs(x, chunk, self.tails[chunk], self.begun(chunk))
+            inputs = way.arrange(inputs, self.spans_of(chunk))
+            out = torch.empty_like(inputs[2])
+            for index, piece in enumerate(self.pieces[chunk]):
+                span_outputs(rule, inputs, piece.rows, self.states[chunk, index], out)
+            dout, residual = self.work.output_grad(out, x, dy_part, chunk)
+            if way.sends:
+                for piece in reversed(self.pieces[chunk]):
+                    after = None if piece.last else maps[piece.span]
+                    maps[piece.span] = span_state_grad(rule, inputs, piece.rows, dout, after)
+                dx.write(self.rows[chunk], residual)
+                self.store.put(("dout", chunk), dout)
+            else:
+                dx.write(self.rows[chunk], residual + self._input_grad(chunk, x, inputs, dout, {}))
+        if way.sends:
+            after = exit_grads(rule, way.order, way.axis, self._adjoints(maps), self.empty, way.relay)
+            for chunk, x in zip(backwards, self.x.walk(rows)):
+                inputs, _ = self.inputs(x, chunk, self.tails[chunk], self.begun(chunk))
+                inputs, dout = way.arrange(inputs, self.spans_of(chunk)), self.store.pop(("dout", chunk))
+                dx.write(self.rows[chunk], dx.read(self.rows[chunk]) + self._input_grad(chunk, x, inputs, dout, after))
+        if self.halo is not None:
+            self._halo_grad(dx)
+
+    def _adjoints(self, maps: dict[int, Tensor]) -> dict[int, Tensor]:
+        """M and E of the spans that are not fresh."""
+        columns, result = self.layer.linear.map_columns(self.empty.size(-2)), {}
+        for place in self.way.order.of(self.way.axis.rank):
+            if not place.fresh:
+                E = maps[place.index]
+                matrix = self.matrices.get(place.index, E.new_zeros((*E.shape[:-1], columns)))
+                result[place.index] = torch.cat((matrix, E), dim=-1)
+        return result
+
+    def _input_grad(
+        self, chunk: int, x: Tensor, inputs: list[Tensor], dout: Tensor, after: dict[int, Tensor]
+    ) -> Tensor:
+        """The gradient of a chunk's x through q, k, v, g and beta."""
+        rule, grads = self.layer.linear, [torch.zeros_like(one) for one in inputs]
+        for index, piece in reversed(list(enumerate(self.pieces[chunk]))):
+            if piece.last:
+                self.dstate = after.get(piece.span, self.empty)
+            entries, _ = span_outputs(rule, inputs, piece.rows, self.states.pop((chunk, index)), torch.empty_like(dout))
+            self.dstate = span_grads(rule, inputs, piece.rows, entries, dout, self.dstate, grads)
+        leaf, tail = x.detach().requires_grad_(), self.tails[chunk]
+        tail = None if tail is None else tail.detach().requires_grad_()
+        begun = [rows.detach().requires_grad_() for rows in self.begun(chunk)]
+        with torch.enable_grad():
+            sent, next_tail = self.inputs(leaf, chunk, tail, begun)
+        heads = sent[2].size(2), sent[0].size(2)
+        grads = self.way.arrange_grad(grads, heads, self.spans_of(chunk))
+        results, dresults = [*sent], [*grads]
+        if self.dtail is not None:
+            results, dresults = [*results, next_tail], [*dresults, self.dtail]
+        leaves = [leaf, *begun] if tail is None else [leaf, *begun, tail]
+        dx, *others = self.work.parameter_grads.differentiate(results, leaves, dresults)
+        self.dtail = None if tail is None else others.pop()
+        if self.halo is not None:
+            starts = [piece.span for piece in self.local_pieces[chunk] if piece.first]
+            for span, grad in zip(starts, others):
+                self.dbefore[span] = grad
+        return dx
+
+    def _halo_grad(self, dx: HiddenStates) -> None:
+        """Gradients that other spans send back for the rows before them."""
+        arrived = self.halo.fetch_grad(self.dbefore)
+        total = arrived.new_zeros((count(tuple(span for _, span in self._sent)), *arrived.shape[1:]))
+        total.index_put_((self._sent_index(arrived),), arrived, accumulate=True)
+        for (chunk, span), grad in zip(self._sent, total.split([stop - start for _, (start, stop) in self._sent])):
+            leaf = self.x.read(span).detach().requires_grad_()
+            with torch.enable_grad():
+                mixed = self.layer.project(leaf, chunk)[0]
+            (added,) = self.work.parameter_grads.differentiate(mixed, [leaf], grad)
+            dx.write(span, dx.read(span) + added)
+
+
+class _ChunkedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: ChunkedLinearLayer, training: bool, *parameters: Tensor) -> Tensor:
+        run = _Pass(layer, x)
+        y = HiddenStates.empty(x.shape, x.dtype, x.device, layer.offload if layer.streamed else None)
+        with run.work.autocast():
+            run.forward(y)
+        if training:
+            run.x = None  # saved by save_for_backward, so that hooks see it
+            ctx.layer, ctx.autocast, ctx.random = layer, run.work.autocast, run.work.random
+            ctx.save_for_backward(x, keep(None if layer.recompute else run))
+        return y.x
+
+    @staticmethod
+    @once_differentiable("a layer with linear attention in chunks")
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, holder = ctx.saved_tensors
+        layer, run = ctx.layer, take_kept(holder, "a layer with linear attention in chunks")
+        with ctx.autocast():
+            if run is None:
+                run = _Pass(layer, x)
+                run.forward(None)
+                run.work.random = dict(ctx.random)
+            run.x = HiddenStates(x, layer.offload)
+            dx = HiddenStates.empty(x.shape, x.dtype, x.device, layer.offload if layer.streamed else None)
+            run.backward(HiddenStates(dy, layer.offload), dx)
+        return dx.x, None, None, *run.work.take_grads()

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States through the prepared blocks of a segment, and their gradients: by PyTorch, or by a Triton kernel on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import Launch, interpreted
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import missing_triton
+from megatron.context_parallel.linear_attention.rules import Prepared
+from megatron.decisions.block_sizes import Blocks
+
+PRECISION = "tf32x3"  # three products of tensor cores, nearly fp32
+LARGEST_KEYS = 128
+VALUE_BLOCK, WARPS = 16, 8  # with these no loop spills registers for 128 keys (tests/unit/test_triton_compile.py)
+OLDEST_GPU = (8, 0)
+BLOCK, KERNEL_BLOCK = 64, 32  # tokens of a block, powers of two: by PyTorch, and as many as registers hold
+
+
+def block_size(tokens: int, x: Tensor, keys: int) -> int:
+    """How many tokens to prepare as one block."""
+    return KERNEL_BLOCK if _by_kernel(x, keys) else min(BLOCK, 1 << (tokens - 1).bit_length())
+
+
+def _by_kernel(x: Tensor, keys: int) -> bool:
+    """Whether a Triton kernel computes states of tensors like ``x``: fp32 on a GPU."""
+    if x.dtype == torch.float64 or x.device.type != "cuda" or keys > LARGEST_KEYS or missing_triton():
+        return False
+    return torch.cuda.get_device_capability(x.device) >= OLDEST_GPU and not interpreted()
+
+
+def _chosen(ready: Prepared, kernel: bool | None) -> bool:
+    return _by_kernel(ready.own, ready.writes.size(-1)) if kernel is None else kernel
+
+
+def states(ready: Prepared, state: Tensor, kernel: bool | None = None) -> tuple[Tensor, Tensor]:
+    """The state before each block [b, heads, blocks, K, V], and that after the last."""
+    if _chosen(ready, kernel):
+        before, end = _empty_states(ready, state), _new_like(state)
+        states_launch(ready, state, before, end).run()
+        return before, end
+    every = [state]
+    for index in range(ready.own.size(2)):
+        one = Prepared(*(None if x is None else x[:, :, index] for x in ready))
+        every.append(one.keep * every[-1] + one.writes.mT @ new_values(one, every[-1]))
+    return torch.stack(every[:-1], dim=2), every[-1]
+
+
+def outputs(ready: Prepared, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The outputs of all blocks [b, heads, blocks, c, V], and the state after the last."""
+    before, end = states(ready, state)
+    return ready.reads @ before + ready.inside @ new_values(ready, before), end
+
+
+def state_after(ready: Prepared, state: Tensor, kernel: bool | None = None) -> Tensor:
+    """The state after the last block."""
+    if _chosen(ready, kernel):
+        end = _new_like(state)
+        states_launch(ready, state, None, end).run()
+        return end
+    return states(ready, state, kernel=False)[1]
+
+
+def state_grads(ready: Prepared, dout: Tensor, dstate: Tensor, kernel: bool | None = None) -> tuple[Tensor, Tensor]:
+    """The gradient of the state before the first block, and those of the states after each [b, heads, blocks, K, V].
+
+    Args:
+        dout: of the outputs, in blocks; ``dstate``: of the state after the last block.
+    """
+    if _chosen(ready, kernel):
+        after, start = _empty_states(ready, dstate), _new_like(dstate)
+        grads_launch(ready, dout, dstate, after, start).run()
+        return start, after
+    direct, through = ready.reads.mT @ dout, ready.inside.mT @ dout
+    every = [dstate]
+    for index in reversed(range(dout.size(2))):
+        after = every[-1]
+        before = ready.keep[:, :, index] * after + direct[:, :, index]
+        if ready.erase is not None:
+            dnew = through[:, :, index] + ready.writes[:, :, index] @ after
+            before = before - ready.erase[:, :, index].mT @ dnew
+        every.append(before)
+    return every[-1], torch.stack(every[-2::-1], dim=2)
+
+
+def new_values(ready: Prepared, before: Tensor) -> Tensor:
+    """What the tokens of a block add to the state, [.., c, V], from the state before the block."""
+    return ready.own if ready.erase is None else ready.own - ready.erase @ before
+
+
+def _empty_states(ready: Prepared, state: Tensor) -> Tensor:
+    return state.new_empty((*ready.own.shape[:3], *state.shape[-2:]))
+
+
+def _new_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)  # kernels know no strides
+
+
+def states_launch(ready: Prepared, start: Tensor, before: Tensor | None, end: Tensor) -> Launch:
+    """The kernel of :func:`states` and, without ``before``, of :func:`state_after`."""
+    from megatron.context_parallel.linear_attention import state_kernels
+
+    tensors = {"own": ready.own.contiguous(), "start": start.contiguous(), "out": before, "end": end}
+    arguments = {**_arguments(ready, "erase", "writes", "keep"), **tensors, "STATES": before is not None}
+    return _launch(state_kernels.states_kernel, ready, arguments, start.size(-1))
+
+
+def grads_launch(ready: Prepared, dout: Tensor, dstate: Tensor, after: Tensor, start: Tensor) -> Launch:
+    """The kernel of :func:`state_grads`."""
+    from megatron.context_parallel.linear_attention import state_kernels
+
+    tensors = {"dout": dout.contiguous(), "end": dstate.contiguous(), "out": after, "start": start}
+    arguments = {**_arguments(ready, "erase", "writes", "reads", "inside", "keep"), **tensors}
+    return _launch(state_kernels.state_grads_kernel, ready, arguments, dout.size(-1))
+
+
+def _arguments(ready: Prepared, *names: str) -> dict[str, Tensor | None]:
+    tensors = {name: getattr(ready, name) for name in names}
+    return {name: None if x is None else x.contiguous() for name, x in tensors.items()}
+
+
+def _launch(kernel: Any, ready: Prepared, arguments: dict[str, Any], values: int) -> Launch:
+    b, heads, blocks, rows, _ = ready.own.shape
+    keys = ready.writes.size(-1)
+    key_block, value_block = (max(16, 1 << (n - 1).bit_length()) for n in (keys, values))
+    value_block = min(value_block, VALUE_BLOCK)
+    sizes = {"ROWS": rows, "KEYS": keys, "VALUES": values, "KEY_BLOCK": key_block, "VALUE_BLOCK": value_block}
+    flags = {"ERASES": ready.erase is not None, "BY_CHANNEL": ready.keep.size(-2) > 1, "PRECISION": PRECISION}
+    grid = (-(-values // value_block), b * heads)
+    return Launch(kernel, grid, {**arguments, "blocks": blocks, **sizes, **flags}, Blocks(rows, rows, WARPS, 1))
