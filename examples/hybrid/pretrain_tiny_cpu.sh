@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # A tiny hybrid as Qwen3-Next on a laptop without a GPU: three layers of four carry a state in place of keys and values.
 # 15 steps on 4 processes as Ulysses 2 x Ring 2 are saved; 15 more follow on 2 processes with tensor parallelism. The
-# data repeat, so that the loss falls. Flags at the end override the script's.
+# loss falls on tokens that can be learned. Flags at the end override the script's.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 SEQ_LENGTH=512

@@ -38,6 +38,7 @@ P2 = "--pipeline-model-parallel-size 2"
 UNEVEN = "--decoder-first-pipeline-num-layers 1"  # one stage has states alone
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective"
+FPDT = "--fpdt --fpdt-chunk-size 16"
 
 
 def cp(ulysses: int, ring: int, balance: str = "") -> str:
@@ -64,6 +65,14 @@ CASES = [
     (4, HYBRID, f"{cp(1, 2)} --zero-stage 3 {FULL}"),
     (4, HYBRID, f"{SP} --zero-stage 3"),
     (2, HYBRID, f"{cp(1, 2)} {SELECTIVE} --ffn-chunks 3"),
+    (1, HYBRID, FPDT),
+    (2, HYBRID, f"{cp(1, 2)} {FPDT} {FULL}"),
+    (4, HYBRID, f"{cp(2, 2)} {FPDT} --fpdt-stream-hidden"),
+    (4, HYBRID, f"{T2} {cp(2, 1)} {FPDT} --no-fpdt-offload"),
+    (4, HYBRID, f"{P2} {UNEVEN} {cp(1, 2)} {FPDT} --zero-stage 1"),
+    (2, SHORT, f"{FPDT} --zero-stage 3"),
+    (2, DOCUMENTS, f"{cp(1, 2)} {FPDT}"),
+    (2, DROPOUT, f"{cp(2, 1)} {FPDT}"),
     (2, DROPOUT, f"{cp(1, 2)} {FULL}"),
     (4, DROPOUT, f"{SP} {cp(2, 1)}"),
     (2, DOCUMENTS, cp(1, 2)),

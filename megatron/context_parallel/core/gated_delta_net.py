@@ -135,18 +135,25 @@ class GatedDeltaNet(MegatronModule):
         if inference_context is not None or attention_bias is not None:
             raise ValueError("a Gated DeltaNet layer supports neither inference_context nor attention_bias")
         batch = with_packed(samples(attention_mask), packed_seq_params, Causal())
-        projected, _ = self.in_proj(hidden_states)
+        projected = self.projected(hidden_states)
         if self.training and self.config.recompute_granularity == "selective":
-            mixed = checkpoint(lambda x: self._mix(x, batch), False, projected)
+            mixed = checkpoint(lambda *x: self._mix(*x, batch), False, *projected)
         else:
-            mixed = self._mix(projected, batch)
+            mixed = self._mix(*projected, batch)
         return self.out_proj(mixed)[0], None
 
-    def _mix(self, projected: Tensor, batch: Samples) -> Tensor:
-        """What lies between the two projections: [s_local, b, rows of in_proj] -> [s_local, b, heads * V]."""
-        *_, gate, beta, alpha = projected.split(self.rows, dim=-1)
-        mixed = self.mixed(projected.narrow(-1, 0, sum(self.rows[:3])), beta, alpha, batch)
-        return self.gated_norm(mixed, gate)
+    def projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """[s, b, h] -> what goes through the convolution [s, b, channels], beta and alpha [s, b, heads], the gate.
+
+        With sequence parallelism the input is [s / TP, b, h].
+        """
+        every, _ = self.in_proj(hidden_states)
+        qkv, gate, beta, alpha = every.split([sum(self.rows[:3]), *self.rows[3:]], dim=-1)
+        return qkv, beta, alpha, gate
+
+    def _mix(self, qkv: Tensor, beta: Tensor, alpha: Tensor, gate: Tensor, batch: Samples) -> Tensor:
+        """What lies between the two projections; returns [s_local, b, heads * V]."""
+        return self.gated_norm(self.mixed(qkv, beta, alpha, batch), gate)
 
     def mixed(self, qkv: Tensor, beta: Tensor, alpha: Tensor, batch: Samples) -> Tensor:
         """The convolution and the rule: [s_local, b, channels] and gates [s_local, b, heads] -> [.., heads, V]."""

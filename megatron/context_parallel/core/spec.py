@@ -123,11 +123,11 @@ def block_spec(
         latent_norms: norms of the latents, if ``config`` has multi-latent attention, which works neither with
             ``transformer_engine`` nor with ``lora``.
         linear: the layers of this stage, from 0, that have a Gated DeltaNet in place of attention; not with
-            ``transformer_engine`` or FPDT.
+            ``transformer_engine``.
         exchange: how their states go from rank to rank.
     """
-    if linear and (transformer_engine or (chunks is not None and chunks.fpdt)):
-        raise ValueError("Gated DeltaNet needs core's own layers, whole: no transformer_engine or FPDT")
+    if linear and transformer_engine:
+        raise ValueError("Gated DeltaNet needs core's own layers: no transformer_engine")
     latents = config.multi_latent_attention
     if latents and (transformer_engine or lora is not None):
         raise ValueError("multi-latent attention needs core's own layers: no transformer_engine or lora")

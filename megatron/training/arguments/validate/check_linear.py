@@ -42,7 +42,7 @@ def check_linear(config: Config) -> None:
 def _combinations(config: Config) -> None:
     model, parallel, chunks = config.model, config.parallel, config.chunks
     refused = {
-        "--fpdt": (chunks.fpdt, "its chunks do not hand on a state yet"),
+        "--sequence-parallel --fpdt": (chunks.fpdt and parallel.sequence_parallel, "chunks are not split over TP"),
         "--multi-latent-attention": (model.multi_latent_attention, "the two are not built together"),
         "--mtp-num-layers": (model.mtp_num_layers, "which layer would predict ahead is not defined"),
         "--fp8-format": (model.fp8_format, "it needs Transformer Engine's layers"),
