@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.context_parallel.core.gated_delta_net import GatedDeltaNet
+from megatron.context_parallel.core.mixers.gated_delta_net import GatedDeltaNet
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Spans
 from megatron.context_parallel.linear_attention.mixer import linear_attention

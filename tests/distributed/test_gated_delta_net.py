@@ -104,7 +104,7 @@ def without_halo(job: Any) -> Any:
 
 def own_norm(job: Any) -> Any:
     """A mistake, core's: each TP rank has the gradient of the norm from its own heads."""
-    from megatron.context_parallel.core import gated_delta_net
+    from megatron.context_parallel.core.mixers import gated_delta_net
 
     right = gated_delta_net.copy_to_tensor_model_parallel_region
     gated_delta_net.copy_to_tensor_model_parallel_region = lambda x, group: x

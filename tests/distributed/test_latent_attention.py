@@ -97,7 +97,7 @@ def as_core_sums(job: Any) -> None:
 
 def own_heads(job: Any) -> Callable[[], None]:
     """A mistake: the rotated part of a key has the gradient of this TP rank's heads alone, as in core without SP."""
-    from megatron.context_parallel.core import latent_attention
+    from megatron.context_parallel.core.mixers import latent_attention
 
     right = latent_attention.copy_to_tensor_model_parallel_region
     latent_attention.copy_to_tensor_model_parallel_region = lambda x, group: x

@@ -32,9 +32,9 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
 
     from megatron.context_parallel.core.core_attention import ContextParallelAttention
     from megatron.context_parallel.core.expert_choice import RouterRule
-    from megatron.context_parallel.core.gated_delta_net import GatedDeltaNet
-    from megatron.context_parallel.core.latent_attention import LatentAttention
     from megatron.context_parallel.core.lora import ColumnParallelLinearWithLora, Lora, RowParallelLinearWithLora
+    from megatron.context_parallel.core.mixers.gated_delta_net import GatedDeltaNet
+    from megatron.context_parallel.core.mixers.latent_attention import LatentAttention
     from megatron.context_parallel.core.transformer_layer import (
         AttentionSettings,
         ChunkedTransformerLayer,
