@@ -160,7 +160,7 @@ def block_spec(
         layers[index] = replace(layers[index], submodules=_with_state(layer.submodules, settings, exchange))
     for index, rule in (experts or {}).items():
         # The norm before experts is not fused with them: in checkpoints it has its own name, as in Megatron-LM.
-        names = dict(layer.submodules.sharded_state_dict_keys_map)
+        names = dict(layers[index].submodules.sharded_state_dict_keys_map)
         names.pop("pre_mlp_layernorm.", None)
         without_ffn = replace(layers[index].submodules, mlp=IdentityOp, sharded_state_dict_keys_map=names)
         layers[index] = replace(layers[index], submodules=without_ffn, params={**layers[index].params, "experts": rule})
