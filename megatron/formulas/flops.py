@@ -31,12 +31,15 @@ def forward_flops(shape: Shape, seq_length: int) -> ForwardFlops:
     """FLOPs of one sequence: matrix products only, 2 for each multiply-add."""
     token, query_width = 2 * seq_length, shape.heads * shape.head_dim
     value_width = shape.heads * (shape.latent.value if shape.latent else shape.head_dim)
+    states = shape.states
+    with_state, state_width = (sum(states.layers), states.heads * states.values) if states else (0, 0)
+    layers = shape.layers - with_state
     return ForwardFlops(
-        qkv=token * shape.layers * _qkv_products(shape),
-        out=token * shape.layers * value_width * shape.hidden,
+        qkv=token * (layers * _qkv_products(shape) + with_state * _state_products(shape)),
+        out=token * shape.hidden * (layers * value_width + with_state * state_width),
         mlp=token * shape.hidden * _mlp_width(shape),
         logits=token * shape.hidden * shape.vocab,
-        attention=shape.layers * token * seq_length * (query_width + value_width),
+        attention=layers * token * seq_length * (query_width + value_width),
     )
 
 
@@ -50,6 +53,18 @@ def _qkv_products(shape: Shape) -> int:
     return queries + down + latent.keys * heads * (d - latent.rotated + latent.value)
 
 
+def _state_products(shape: Shape) -> int:
+    """Multiplications for a token before the output projection of a layer with a state.
+
+    They are those of the projection, the convolution and the recurrence, which reads, changes and reads the state.
+    """
+    states = shape.states
+    if states is None:
+        return 0
+    recurrence = 3 * states.heads * states.keys * states.values
+    return shape.hidden * states.projected + states.convolved * states.width + recurrence
+
+
 def _mlp_width(shape: Shape) -> float:
     """Multiplications for a token in the MLPs of all layers, divided by the hidden size.
 
@@ -59,7 +74,7 @@ def _mlp_width(shape: Shape) -> float:
     if mixture is None:
         return shape.layers * matrices * shape.ffn
     chosen = mixture.topk * min(mixture.capacity or 1.0, 1.0)  # an expert drops what is beyond its capacity
-    routed = mixture.experts + matrices * (mixture.shared + chosen * mixture.ffn)
+    routed = mixture.experts + mixture.gated + matrices * (mixture.shared + chosen * mixture.ffn)
     with_experts = sum(mixture.layers)
     return (shape.layers - with_experts) * matrices * shape.ffn + with_experts * routed
 

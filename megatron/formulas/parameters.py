@@ -24,7 +24,7 @@ class StageParameters:
     layer: tuple[Tensor, ...]  # of each layer without experts
     layers: int
     final: tuple[Tensor, ...]  # norm, then the output layer
-    routed: tuple[Tensor, ...] = ()  # of all layers with experts, without the experts
+    routed: tuple[Tensor, ...] = ()  # of all layers with experts, without the experts; with states, of all layers
     experts: tuple[Tensor, ...] = ()  # of all experts on this rank
 
     @property
@@ -114,16 +114,45 @@ def stage_parameters(
     if last:
         final = (*norm, *(() if shape.tied and first else ((rows, h),)))
     layers, mixture = shape.layers // pipeline, shape.mixture
-    if mixture is None:
+    if mixture is None and shape.states is None:
         return StageParameters(embedding, layer, layers, final)
-    with_experts = sum(mixture.layers[stage * layers : (stage + 1) * layers])
+    own = slice(stage * layers, (stage + 1) * layers)
+    if mixture is None:
+        mixer = _states(shape, tensor, norm)
+        each = (mixer if with_state else attention for with_state in shape.states.layers[own])
+        every = tuple(x for one in each for x in (*one, *layer[len(attention) :]))
+        return StageParameters(embedding, (), 0, final, every)
+    with_experts = sum(mixture.layers[own])
     shared, width = mixture.shared // tensor, mixture.ffn // (expert_tensor or tensor)
     gate = (mixture.experts, h), *bias(mixture.experts)
-    routed = (*attention, *gate, *(((gates * shared, h), (h, shared)) if shared else ()))
+    gate = (*gate, *(((1, h),) * mixture.gated), *(((gates * shared, h), (h, shared)) if shared else ()))
+    routed = (*attention, *gate)
     one = (gates * width, h), *bias(gates * width), (h, width), *bias(h)
     experts = one * (mixture.experts // expert)
+    if shape.states is not None:
+        mixer, dense, every = _states(shape, tensor, norm), layer[len(attention) :], ()
+        for with_state, routes in zip(shape.states.layers[own], mixture.layers[own]):
+            every += (*(mixer if with_state else attention), *(gate if routes else dense))
+        return StageParameters(embedding, (), 0, final, every, experts * with_experts)
     return StageParameters(
         embedding, layer, layers - with_experts, final, routed * with_experts, experts * with_experts
+    )
+
+
+def _states(shape: Shape, tensor: int, norm: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A layer with a state, without its MLP. TP splits heads, but not the norm of a head."""
+    states, h = shape.states, shape.hidden
+    heads = states.heads // tensor
+    return (
+        *norm,
+        (heads, 1),
+        (heads, 1),
+        (states.projected // tensor, h),
+        (states.convolved // tensor, states.width),
+        (states.values, 1),
+        (h, heads * states.values),
+        *norm,
+        *(norm * (2 * shape.sandwich_norm)),
     )
 
 

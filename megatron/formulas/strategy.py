@@ -63,6 +63,7 @@ class Mixture:
         ffn: width of an expert.
         shared: width of the expert that all tokens go to; 0: none.
         layers: 1 for each layer that has experts in place of its MLP, 0 for the others.
+        gated: the shared expert's output is multiplied by a gate.
         capacity: most tokens of an expert as a multiple of the mean; 0: no limit.
     """
 
@@ -72,6 +73,7 @@ class Mixture:
     shared: int = 0
     layers: tuple[int, ...] = ()
     capacity: float = 0.0
+    gated: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,35 @@ class Latent:
     keys: int
     rotated: int
     value: int
+
+
+@dataclass(frozen=True)
+class States:
+    """Layers with a state in place of keys and values (Gated DeltaNet).
+
+    Attributes:
+        layers: 1 for each layer that has a state, 0 for the others.
+        key_heads, heads: numbers of query and key heads, and of value heads.
+        keys, values: sizes of a key head and of a value head.
+        width: tokens that the short convolution sees.
+    """
+
+    layers: tuple[int, ...]
+    key_heads: int
+    heads: int
+    keys: int
+    values: int
+    width: int
+
+    @property
+    def convolved(self) -> int:
+        """Channels of the convolution."""
+        return 2 * self.key_heads * self.keys + self.heads * self.values
+
+    @property
+    def projected(self) -> int:
+        """Rows of the first projection."""
+        return self.convolved + self.heads * (self.values + 2)
 
 
 @hashed_once
@@ -116,15 +147,17 @@ class Shape:
     sandwich_norm: bool = False  # norms after attention and after the MLP too
     output_gate: bool = False  # a gate for each number of attention's output, projected with the queries
     latent: Latent | None = None  # attention with latents; ``head_dim`` is the size of a query or key head
+    states: States | None = None  # layers with a state
 
     def dense(self) -> Shape:
         """This shape.
 
         Raises:
-            ValueError: the shape has experts or latents, whose activations, messages and time no formula knows yet.
+            ValueError: the shape has experts, latents or states, whose activations, messages and time no formula knows
+                yet.
         """
-        if self.mixture is not None or self.latent is not None:
-            what = "latents" if self.mixture is None else "experts"
+        others = {"states": self.states, "experts": self.mixture, "latents": self.latent}
+        for what in (name for name, part in others.items() if part is not None):
             raise ValueError(f"{what} have formulas only for parameters, model states and FLOPs: choose another model")
         return self
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from megatron.context_parallel.core.latent_attention import LatentAttention
+from megatron.context_parallel.core.mixers.latent_attention import LatentAttention
 from megatron.context_parallel.core.spec import ContextParallelAttention
 from megatron.context_parallel.positions.rope import rotary_angles
 from megatron.inference.kv_cache import CachePlan, LatentCache, LayerCache, decode_attention, prefill_attention

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout, length_unit
 from megatron.inference.cached_attention import Generation, keep_keys
+from megatron.inference.cached_state import keep_states
 from megatron.inference.kv_cache import CachePlan
 from megatron.training.model.gpt import LongContextGPT
 
@@ -32,7 +33,8 @@ class Decoder:
 
     def __init__(self, model: LongContextGPT, grid: Grid, balance: str) -> None:
         self.model, self.grid, self.balance = model.eval(), grid, balance
-        self.attentions = keep_keys(model.decoder)  # not of layers for multi-token prediction
+        # Not of layers for multi-token prediction.
+        self.attentions = [*keep_keys(model.decoder), *keep_states(model.decoder)]
         self.is_last = model.post_process
         weight = next(model.parameters())
         self.device, self.dtype = weight.device, model.config.params_dtype
@@ -42,7 +44,7 @@ class Decoder:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values on this rank."""
+        """Bytes of keys, values and states on this rank."""
         return sum(attention.cache.nbytes for attention in self.attentions)
 
     @torch.no_grad()

@@ -43,6 +43,21 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", LLAMA | {"head_dim": 16}),
     "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("gemma3_text", GEMMA | {"rope_parameters": BASES}),
+    "qwen3_next": (
+        "qwen3_next",
+        LLAMA
+        | {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 4,
+            "num_experts": 0,
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+        },
+    ),
     "bloom": ("bloom", SIZES | {"n_layer": 2, "n_head": 8, "eos_token_id": 2}),
     "deepseek": (
         "deepseek_v3",
@@ -88,6 +103,8 @@ USUAL = {
     ("llama", "U 2 x R 2"),
     ("qwen2", "PP 2 x U 2"),
     ("qwen3", "U 4"),
+    ("qwen3_next", "TP 2 x R 2"),
+    ("qwen3_next", "U 2 x R 2"),
     ("bloom", "R 3"),
 }
 CASES = [
@@ -105,10 +122,10 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def readable(folders, tmp_path_factory):
-    """The folder that --load takes: that of transformers, or with latents a converted one."""
+    """The folder that --load takes: that of transformers, or with latents or states a converted one."""
 
     def converted(kind: str) -> Path:
-        if kind != "deepseek":
+        if kind not in ("deepseek", "qwen3_next"):
             return folders(kind)
         folder = tmp_path_factory.mktemp("converted") / "ours"
         assert convert(["--from-hf", str(folders(kind)), "--to", str(folder)]) == 0
@@ -171,6 +188,13 @@ def answers(folder: Path, flags: str, drawn: dict[str, Any] | None = None) -> tu
         itemsize=4,
         balance=decoder.balance,
     )
+    model = config.model
+    if model.experimental_attention_variant:  # half of the layers have a state, whose size follows from no length
+        heads, keys = model.linear_num_value_heads, model.linear_num_key_heads * model.linear_key_head_dim
+        values = heads * model.linear_value_head_dim
+        state = model.linear_key_head_dim * values + 3 * (2 * keys + values)  # and the last rows before the convolution
+        layers = model.num_layers // 2 // decoder.grid.pipeline.size
+        formula = formula // 2 + 4 * layers * len(LENGTHS) * state // decoder.grid.tensor.size
     return [answer.tokens for answer in result], counts.cache_bytes, formula
 
 

@@ -83,7 +83,7 @@ def by_our_names(theirs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def ours(flags: str) -> dict[str, Any]:
     """The first loss and its gradients, with the weights of :func:`model`."""
     from megatron.context_parallel.core.experts import EXPERT
-    from megatron.training.model.weights import canonical_parameters, tensor_parallel_part
+    from megatron.training.model.weights import canonical_parameters, sections, tensor_parallel_part
 
     job = make_job(flags, llama=False)
     weights, tensor = by_our_names(model().state_dict()), job.runtime.grid.tensor
@@ -92,11 +92,11 @@ def ours(flags: str) -> dict[str, Any]:
             for name, parameter in canonical_parameters(chunk.module):
                 whole = weights[name]
                 if getattr(parameter, "tensor_model_parallel", False) and EXPERT not in name:
-                    stride = getattr(parameter, "partition_stride", 1)
                     rows = parameter.size(0) * tensor.size
                     if parameter.partition_dim == 0 and rows > len(whole):  # the vocabulary is padded
                         whole = torch.cat([whole, whole.new_zeros((rows - len(whole), *whole.shape[1:]))])
-                    whole = tensor_parallel_part(whole, parameter.partition_dim, stride, tensor.size, tensor.rank)
+                    shares = sections(parameter)
+                    whole = tensor_parallel_part(whole, parameter.partition_dim, shares, tensor.size, tensor.rank)
                 parameter.copy_(whole)
     sets = job.datasets[0]
     whole = [sets[index] for index in range(job.config.data.global_batch_size)]

@@ -97,7 +97,7 @@ def as_core_sums(job: Any) -> None:
 
 def own_heads(job: Any) -> Callable[[], None]:
     """A mistake: the rotated part of a key has the gradient of this TP rank's heads alone, as in core without SP."""
-    from megatron.context_parallel.core import latent_attention
+    from megatron.context_parallel.core.mixers import latent_attention
 
     right = latent_attention.copy_to_tensor_model_parallel_region
     latent_attention.copy_to_tensor_model_parallel_region = lambda x, group: x
@@ -181,7 +181,7 @@ def attention_in_fp64(flags: str) -> dict[str, torch.Tensor]:
         if getattr(parameter, "sequence_parallel", False):
             dist.all_reduce(grad, group=tensor.group)
         if getattr(parameter, "tensor_model_parallel", False):
-            grad = gather_over_tensor_parallel(grad, parameter.partition_dim, 1, tensor)
+            grad = gather_over_tensor_parallel(grad, parameter.partition_dim, (1,), tensor)
         result[name] = grad
     return result
 

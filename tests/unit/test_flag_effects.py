@@ -30,6 +30,7 @@ BASE = (
 RANKS = 4
 MLA = "--multi-latent-attention --position-embedding-type rope"
 ROPE = "--position-embedding-type rope"
+GDN = "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 --normalization RMSNorm"
 MOE, T2 = "--num-experts 8 --disable-bias-linear", "--tensor-model-parallel-size 2 --sequence-parallel"
 FULL = "--recompute-granularity full --recompute-method"
 YARN = "--position-embedding-type yarn --yarn-rotary-scaling-factor"
@@ -105,6 +106,7 @@ EFFECTS = f"""
 {MOE} | --moe-ffn-hidden-size 32 | core.moe_ffn_hidden_size
 {MOE} | --moe-layer-freq 2 | core.moe_layer_freq layers.experts
 {MOE} | --moe-shared-expert-intermediate-size 32 | core.moe_shared_expert_intermediate_size
+{MOE} --moe-shared-expert-intermediate-size 32 | --moe-shared-expert-gate | core.moe_shared_expert_gate
 {MOE} | --moe-router-topk 4 | core.moe_router_topk layers.experts
 {MOE} | --moe-router-score-function sigmoid | core.moe_router_score_function layers.experts
 {MOE} | --moe-router-pre-softmax | core.moe_router_pre_softmax layers.experts
@@ -130,6 +132,14 @@ EFFECTS = f"""
 {MLA} | --v-head-dim 16 | core.v_head_dim core.kv_channels
 {MLA} --rope-type rope | --rotary-base 5000 | rope
 {MLA} --position-embedding-type yarn --rotary-scaling-factor 4 | --mscale 0.5 | rope
+| {GDN} | layers.linear core.linear_attention_freq ...
+{GDN} | --linear-attention-freq 2 | layers.linear core.linear_attention_freq
+{GDN} | --linear-conv-kernel-dim 3 | core.linear_conv_kernel_dim
+{GDN} | --linear-key-head-dim 16 | core.linear_key_head_dim
+{GDN} | --linear-value-head-dim 16 | core.linear_value_head_dim
+{GDN} | --linear-num-key-heads 8 | core.linear_num_key_heads
+{GDN} | --linear-num-value-heads 16 | core.linear_num_value_heads
+{GDN} | --linear-attention-exchange relay | layers.exchange
 {ROPE} | --mtp-num-layers 1 | core.mtp_num_layers ...
 {ROPE} --mtp-num-layers 1 | --mtp-loss-scaling-factor 0.3 | core.mtp_loss_scaling_factor
 | --lora-rank 8 | layers.lora

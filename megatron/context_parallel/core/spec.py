@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,15 +22,19 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
         get_gpt_layer_local_spec,
         get_gpt_layer_with_transformer_engine_spec,
     )
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
     from megatron.context_parallel.core.core_attention import ContextParallelAttention
     from megatron.context_parallel.core.expert_choice import RouterRule
-    from megatron.context_parallel.core.latent_attention import LatentAttention
     from megatron.context_parallel.core.lora import ColumnParallelLinearWithLora, Lora, RowParallelLinearWithLora
+    from megatron.context_parallel.core.mixers.gated_delta_net import GatedDeltaNet
+    from megatron.context_parallel.core.mixers.latent_attention import LatentAttention
     from megatron.context_parallel.core.transformer_layer import (
         AttentionSettings,
         ChunkedTransformerLayer,
@@ -99,6 +103,8 @@ def block_spec(
     experts: Mapping[int, RouterRule] | None = None,
     output_norms: bool = False,
     latent_norms: bool = False,
+    linear: Collection[int] = (),
+    exchange: str = "auto",
 ) -> TransformerBlockSubmodules:
     """The layers of one pipeline stage, with our attention core.
 
@@ -116,7 +122,12 @@ def block_spec(
         output_norms: normalize the outputs of attention and FFN before they are added.
         latent_norms: norms of the latents, if ``config`` has multi-latent attention, which works neither with
             ``transformer_engine`` nor with ``lora``.
+        linear: the layers of this stage, from 0, that have a Gated DeltaNet in place of attention; not with
+            ``transformer_engine``.
+        exchange: how their states go from rank to rank.
     """
+    if linear and transformer_engine:
+        raise ValueError("Gated DeltaNet needs core's own layers: no transformer_engine")
     latents = config.multi_latent_attention
     if latents and (transformer_engine or lora is not None):
         raise ValueError("multi-latent attention needs core's own layers: no transformer_engine or lora")
@@ -145,9 +156,11 @@ def block_spec(
     layer.submodules.self_attention.submodules.core_attention = partial(ContextParallelAttention, settings=settings)
     params = {**layer.params, "attention": settings, "output_norm": final_norm if output_norms else None}
     layers = [replace(layer, module=LongContextLayer, params=params)] * num_layers
+    for index in linear:
+        layers[index] = replace(layers[index], submodules=_with_state(layer.submodules, settings, exchange))
     for index, rule in (experts or {}).items():
         # The norm before experts is not fused with them: in checkpoints it has its own name, as in Megatron-LM.
-        names = dict(layer.submodules.sharded_state_dict_keys_map)
+        names = dict(layers[index].submodules.sharded_state_dict_keys_map)
         names.pop("pre_mlp_layernorm.", None)
         without_ffn = replace(layers[index].submodules, mlp=IdentityOp, sharded_state_dict_keys_map=names)
         layers[index] = replace(layers[index], submodules=without_ffn, params={**layers[index].params, "experts": rule})
@@ -158,11 +171,24 @@ def block_spec(
                 module=ChunkedTransformerLayer,
                 params={"output_norm": params["output_norm"], "chunks": chunks, "recompute": index < recomputed},
             )
-            for index in range(num_layers)
+            for index, layer in enumerate(layers)
         ]
         if chunks.fpdt:
             final_norm = ModuleSpec(ChunkedNorm, params={"chunks": chunks})
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm)
+
+
+def _with_state(
+    submodules: TransformerLayerSubmodules, settings: AttentionSettings, exchange: str
+) -> TransformerLayerSubmodules:
+    """A layer with a Gated DeltaNet in place of attention, with the names that its weights have in core's files."""
+    names = {**submodules.sharded_state_dict_keys_map, "input_layernorm.": "self_attention.in_proj.layer_norm_"}
+    mixer = ModuleSpec(
+        GatedDeltaNet,
+        params={"settings": settings, "exchange": exchange},
+        submodules=GatedDeltaNetSubmodules(ColumnParallelLinear, Norm, RowParallelLinear),
+    )
+    return replace(submodules, self_attention=mixer, sharded_state_dict_keys_map=names)
 
 
 def _make_latent(layer: ModuleSpec, norms: bool) -> None:

@@ -25,6 +25,7 @@ from megatron.context_parallel.core.experts import Experts
 from megatron.context_parallel.core.gpt_dropout import ATTENTION, FFN, HiddenDropout, ModelDropout, stream_of
 from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
 from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
+from megatron.context_parallel.fpdt.chunked_mixer import ChunkedLinearLayer
 from megatron.context_parallel.fpdt.host_store import Offload
 from megatron.context_parallel.layout.documents import Samples, samples
 from megatron.context_parallel.layout.masks import Documents, Mask
@@ -207,7 +208,10 @@ class ChunkedTransformerLayer(LongContextLayer):
 
     def __init__(self, *args: Any, chunks: ChunkSettings, recompute: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, attention=chunks.attention, **kwargs)
-        self.chunks = replace(chunks, attention=self.self_attention.core_attention.settings)
+        self.has_state = not hasattr(self.self_attention, "core_attention")  # then it is a GatedDeltaNet
+        self.chunks = chunks
+        if not self.has_state:
+            self.chunks = replace(chunks, attention=self.self_attention.core_attention.settings)
         self.recompute = recompute
 
     def forward(
@@ -233,25 +237,36 @@ class ChunkedTransformerLayer(LongContextLayer):
             raise ValueError(f"a layer in chunks does not support {', '.join(sorted(asked))}: see AttentionSettings")
 
     def _chunked(self, hidden_states: Tensor, batch: Samples) -> Tensor:
-        settings, training = self.chunks, self.training
-        core, dropout = self.self_attention.core_attention, self._hidden_dropout(batch)
-        layout, (mask,) = settings.attention.layout_of(batch), settings.attention.masks_of(batch, core.rule.mask)
+        settings, mixer, dropout = self.chunks, self.self_attention, self._hidden_dropout(batch)
+        layout = settings.attention.layout_of(batch)
+        common: dict[str, Any] = {
+            "output": partial(self._output, layout, dropout),
+            "ffn": partial(self._ffn, dropout),
+            "ffn_by_rows": True,
+            "ffn_pieces": ceil(settings.ffn_chunks / layout.chunks),
+            "parameters": list(self.parameters()),
+            "layout": layout,
+            "offload": settings.offload,
+            "streamed": settings.streamed,
+            "recompute": self.recompute and self.training,
+        }
+        if self.has_state:
+            layer = ChunkedLinearLayer(
+                project=lambda x, _: mixer.projected(self.input_layernorm(x))[:3],
+                heads=mixer.inputs_of_rule,
+                weight=mixer.conv1d.weight.squeeze(1),
+                activation="silu",
+                documents=batch.ends if settings.attention.separate else (),
+                exchange=mixer.exchange,
+                **common,
+            )
+            return layer(hidden_states)
+        core = mixer.core_attention
+        (mask,) = settings.attention.masks_of(batch, core.rule.mask)
         sinks = core.sinks(next(self.parameters()).device)
         rule = replace(core.rule, mask=mask, dropout=core.dropout_of(batch), sinks=sinks)
-        layer = ChunkedLayer(
-            project=partial(self._project, layout, batch.ends[0] if batch.ends else None),
-            output=partial(self._output, layout, dropout),
-            ffn=partial(self._ffn, dropout),
-            ffn_by_rows=True,
-            ffn_pieces=ceil(settings.ffn_chunks / layout.chunks),
-            parameters=list(self.parameters()),
-            layout=layout,
-            rule=rule,
-            offload=settings.offload,
-            streamed=settings.streamed,
-            recompute=self.recompute and training,
-        )
-        return layer(hidden_states)
+        project = partial(self._project, layout, batch.ends[0] if batch.ends else None)
+        return ChunkedLayer(project=project, rule=rule, **common)(hidden_states)
 
     def _project(
         self, layout: SequenceLayout, ends: tuple[int, ...] | None, x: Tensor, chunk: int
@@ -275,6 +290,10 @@ class ChunkedTransformerLayer(LongContextLayer):
 
         The gate is computed again, with q, k and v: otherwise it would have to be kept during attention.
         """
+        mixer = self.self_attention
+        if self.has_state:
+            projected = mixer.out_proj(mixer.gated_norm(out, mixer.projected(self.input_layernorm(x))[3]))
+            return self.dropout_add(dropout, ATTENTION, layout.local_chunks[chunk])(projected, x, 0.0)
         if self.config.attention_output_gate:
             out = gated(out, self._projected(x)[3])
         add = self.dropout_add(dropout, ATTENTION, layout.local_chunks[chunk])

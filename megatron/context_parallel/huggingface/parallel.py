@@ -24,6 +24,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from megatron.context_parallel.attention.ulysses import head_plan
 from megatron.context_parallel.huggingface.decoder_loss import cross_entropy_sum, sum_for_averaged_gradients
 from megatron.context_parallel.huggingface.fpdt_layers import Fpdt, chunked_layers
+from megatron.context_parallel.huggingface.linear_layers import (
+    MIXER,
+    OverRanks,
+    forward_with_ours,
+    has_state,
+    layers_with_state,
+)
 from megatron.context_parallel.huggingface.probe import refuse_mixing
 from megatron.context_parallel.huggingface.rank_batch import Part, cut
 from megatron.context_parallel.huggingface.transformers_attention import NAME, Shared, masks_by, register
@@ -66,6 +73,7 @@ def pass_length(module: nn.Module, longest: Callable[[], int]) -> list[Removable
 PART = "context_part"  # the entry of a cut batch with its Part
 REFUSED = ("output_attentions", "output_router_logits", "use_cache")
 ATTENTION_KINDS = ("full_attention", "sliding_attention")
+STATE_KIND = "linear_attention"
 
 log = logging.getLogger(__name__)
 
@@ -176,6 +184,13 @@ class ContextParallel:
                     f"{type(module).__name__} does not compute attention through transformers' AttentionInterface: not "
                     "supported over ranks"
                 )
+        states = layers_with_state(model)
+        if states and fpdt is not None:
+            who = type(states[0]).__name__
+            raise ValueError(f"{who} hands on a state, which FPDT does not support: leave fpdt out")
+        self._has_states = bool(states)
+        for module in states:
+            self._replace_forward(module, forward_with_ours)
         for queries, keys in refuse_mixing(model):
             head_plan(queries, keys, self.grid.ulysses.size)
         if getattr(model.config, "use_cache", False):
@@ -255,6 +270,8 @@ class ContextParallel:
                 raise ValueError(f"{name} is not supported over ranks: leave it out")
         # With a mask, transformers does not search a rank's positions for document boundaries.
         kwargs |= {"attention_mask": torch.ones_like(kwargs["input_ids"]), "use_cache": False, "return_dict": True}
+        if self._has_states:
+            kwargs[MIXER] = OverRanks(context_part)
         with self._with_part(context_part):
             if shift_labels is None:
                 return own(**kwargs)
@@ -284,7 +301,7 @@ def _check(model: nn.Module, grid: Grid) -> None:
         if getattr(config, name, False) or getattr(model.config, name, False):
             raise ValueError(f"the model's configuration has {name}=True, not supported over ranks: turn it off")
     for kind in getattr(config, "layer_types", None) or ():
-        if kind not in ATTENTION_KINDS:
+        if kind not in ATTENTION_KINDS and not (kind == STATE_KIND and any(map(has_state, model.modules()))):
             raise ValueError(
                 f"the model has layers of the kind {kind}, but over ranks only {' and '.join(ATTENTION_KINDS)} are "
                 "supported"

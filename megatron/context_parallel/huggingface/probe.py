@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from megatron.context_parallel.huggingface.linear_layers import MIXER, Alone, has_state
 from megatron.context_parallel.huggingface.transformers_attention import Call, NotCausal, masks_by
 
 LENGTH, MOVED = 8, 3
@@ -81,6 +82,8 @@ def run_alone(
         "return_dict": True,
     } | ({"position_ids": positions} if with_positions else {})
     _refuse_unknown(model, given)
+    if any(map(has_state, model.modules())):
+        given[MIXER] = Alone()
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -32,7 +32,7 @@ NAME = "megatron_context_parallel"
 # Arguments that models and their callers pass to attention and that do not change its result.
 HARMLESS = {
     "position_ids", "position_embeddings", "cache_position", "use_cache", "num_items_in_batch", "output_attentions",
-    "output_hidden_states", "output_router_logits", "return_dict", "layer_idx", "labels",
+    "output_hidden_states", "output_router_logits", "return_dict", "layer_idx", "labels", "context_mixer",
 }  # fmt: skip
 # Arguments about the entries of a mask, which is never made.
 OF_ENTRIES = {

@@ -320,6 +320,7 @@ def _refuse_unknown(config: Config) -> None:
         f"--mtp-num-layers {model.mtp_num_layers}": model.mtp_num_layers,
         f"--num-experts {model.num_experts}": model.num_experts,
         "--multi-latent-attention": model.multi_latent_attention,
+        "--experimental-attention-variant": model.experimental_attention_variant,
     }
     for flag in (flag for flag, given in wrong.items() if given):
         raise Refusal(f"{flag}: the planner does not know its time and memory: plan without it")

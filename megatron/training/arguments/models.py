@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron.formulas.strategy import Latent, Mixture, Shape
+from megatron.formulas.strategy import Latent, Mixture, Shape, States
 from megatron.training.arguments.config import AttentionConfig, ModelConfig
 from megatron.training.refusal import Refusal
 
@@ -71,6 +71,15 @@ GEMMA3_1B: dict[str, Any] = GEMMA | {
 }  # fmt: skip
 GEMMA3: dict[str, Any] = GEMMA3_1B | {
     "max_position_embeddings": 131072, "rotary_seq_len_interpolation_factor": 8.0, "attention.window_size": (1023, 0),
+}  # fmt: skip
+
+
+# Three layers of four have a state; all have experts. Without its layer for multi-token prediction.
+QWEN3_NEXT: dict[str, Any] = QWEN3_MOE | {
+    "max_position_embeddings": 262144, "num_query_groups": 2, "kv_channels": 256, "rotary_base": 10000000,
+    "rotary_percent": 0.25, "attention_output_gate": True, "apply_layernorm_1p": True, "moe_router_topk": 10,
+    "moe_shared_expert_intermediate_size": 512, "moe_shared_expert_gate": True, "linear_attention_freq": 4,
+    "experimental_attention_variant": "gated_delta_net",
 }  # fmt: skip
 
 
@@ -159,6 +168,7 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen3-32b": (151936, QWEN3 | _size(64, 5120, 64, 25600)),
     "qwen3-30b-a3b": (151936, QWEN3_MOE | _size(48, 2048, 32, 6144) | _experts(128, 768)),
     "qwen3-235b-a22b": (151936, QWEN3_MOE | _size(94, 4096, 64, 12288) | _experts(128, 1536)),
+    "qwen3-next-80b-a3b": (151936, QWEN3_NEXT | _size(48, 2048, 16, 5120) | _experts(512, 512)),
     "mistral-7b": (32768, MISTRAL | _size(32, 4096, 32, 14336)),
     "mixtral-8x7b": (32000, MIXTRAL | _size(32, 4096, 32, 14336)),
     "mixtral-8x22b": (32000, MIXTRAL | _size(56, 6144, 48, 16384) | {"max_position_embeddings": 65536}),
@@ -259,6 +269,7 @@ def model_shape(model: ModelConfig, vocab_size: int) -> Shape:
         output_gate=model.attention_output_gate,
         mixture=_mixture(model),
         latent=_latent(model),
+        states=_states(model),
     )
 
 
@@ -273,6 +284,19 @@ def _latent(model: ModelConfig) -> Latent | None:
     )
 
 
+def _states(model: ModelConfig) -> States | None:
+    if model.experimental_attention_variant is None:
+        return None
+    return States(
+        layers=tuple(linear_layers(model)),
+        key_heads=model.linear_num_key_heads,
+        heads=model.linear_num_value_heads,
+        keys=model.linear_key_head_dim,
+        values=model.linear_value_head_dim,
+        width=model.linear_conv_kernel_dim,
+    )
+
+
 def _mixture(model: ModelConfig) -> Mixture | None:
     if model.num_experts in (None, 1):
         return None
@@ -283,6 +307,7 @@ def _mixture(model: ModelConfig) -> Mixture | None:
         shared=model.moe_shared_expert_intermediate_size or 0,
         layers=tuple(expert_layers(model)),
         capacity=model.moe_expert_capacity_factor or 0.0,
+        gated=model.moe_shared_expert_gate,
     )
 
 
@@ -294,6 +319,16 @@ def expert_layers(model: ModelConfig) -> list[int]:
     if isinstance(frequency, list):
         return frequency
     return [int(layer % frequency == 0) for layer in range(model.num_layers)]
+
+
+def linear_layers(model: ModelConfig) -> list[int]:
+    """1 for each layer with a state in place of keys and values, 0 for the others."""
+    frequency = model.linear_attention_freq
+    if model.experimental_attention_variant is None:
+        return [0] * model.num_layers
+    if isinstance(frequency, list):
+        return frequency
+    return [int(number % frequency != 0) for number in range(1, model.num_layers + 1)]
 
 
 def window_layers(attention: AttentionConfig, layers: int) -> list[int]:

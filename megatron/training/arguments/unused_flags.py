@@ -101,7 +101,7 @@ READERS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
     (
         "read only with --num-experts",
         lambda c: c.model.num_experts is not None,
-        "moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk "
+        "moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_topk "
         "moe_router_score_function moe_router_pre_softmax moe_router_num_groups moe_router_group_topk "
         "moe_router_topk_scaling_factor moe_router_dtype moe_router_enable_expert_bias moe_router_bias_update_rate "
         "moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_expert_capacity_factor "
@@ -112,6 +112,12 @@ READERS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
         "read only with --multi-latent-attention",
         lambda c: c.model.multi_latent_attention,
         "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type",
+    ),
+    (
+        "read only with --experimental-attention-variant",
+        lambda c: c.model.experimental_attention_variant is not None,
+        "linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
+        "linear_num_value_heads linear_attention_exchange",
     ),
     ("read only with --lora-rank", lambda c: c.model.lora_rank is not None, "lora_alpha lora_targets"),
     (

@@ -138,6 +138,10 @@ def _small(config: Config) -> dict[str, Any]:
         small = {"kv_lora_rank": 16, "qk_head_dim": HEAD_SIZE // 2, "qk_pos_emb_head_dim": HEAD_SIZE // 2}
         small |= {"v_head_dim": HEAD_SIZE, "q_lora_rank": 16 if model.q_lora_rank else None}
         result |= {f"model.{name}": value for name, value in small.items()}
+    if model.experimental_attention_variant:  # half of the layers have a state
+        small = {"linear_attention_freq": 2, "linear_key_head_dim": HEAD_SIZE, "linear_value_head_dim": HEAD_SIZE}
+        small |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+        result |= {f"model.{name}": value for name, value in small.items()}
     if isinstance(model.moe_layer_freq, list):  # one layer without experts, as in DeepSeek
         result["model.moe_layer_freq"] = [0] + [1] * (result["model.num_layers"] - 1)
     if attention.recompute_num_layers:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from megatron.context_parallel.core.experts import EXPERT
 from megatron.context_parallel.layout.grid import Axis
 from megatron.training.checkpoint.checkpoint import gather_parameters, unwrap
 from megatron.training.job import Job
-from megatron.training.model.weights import VOCABULARY, canonical_parameters
+from megatron.training.model.weights import VOCABULARY, canonical_parameters, in_sections, sections
 
 
 def full_gradients(job: Job) -> dict[str, Tensor]:
@@ -57,9 +57,8 @@ def _whole(job: Job, part_of: Callable[[nn.Parameter], Tensor]) -> dict[str, Ten
             if hasattr(parameter, "spans"):
                 part = gather_by_position(part, parameter.spans)
             elif getattr(parameter, "tensor_model_parallel", False):
-                stride = getattr(parameter, "partition_stride", 1)
                 axis = of_experts if EXPERT in name else tensor
-                part = gather_over_tensor_parallel(part, parameter.partition_dim, stride, axis)
+                part = gather_over_tensor_parallel(part, parameter.partition_dim, sections(parameter), axis)
             if name in VOCABULARY:
                 part = part[: job.vocab_size]
             result[name] = part.clone()
@@ -75,14 +74,14 @@ def gather_gradient_shards(chunk: Any) -> None:
             dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
 
 
-def gather_over_tensor_parallel(grad: Tensor, dim: int, stride: int, axis: Any) -> Tensor:
+def gather_over_tensor_parallel(grad: Tensor, dim: int, shares: Sequence[int], axis: Any) -> Tensor:
     """The whole gradient from the parts of all TP ranks, which weights.tensor_parallel_part cuts."""
     if axis.size == 1:
         return grad
     parts = [torch.empty_like(grad) for _ in range(axis.size)]
     dist.all_gather(parts, grad.contiguous(), group=axis.group)
-    halves = zip(*(part.chunk(stride, dim) for part in parts))
-    return torch.cat([piece for half in halves for piece in half], dim)
+    by_section = zip(*(in_sections(part, dim, shares) for part in parts))
+    return torch.cat([piece for section in by_section for piece in section], dim)
 
 
 def gather_by_position(grad: Tensor, spans: Any) -> Tensor:

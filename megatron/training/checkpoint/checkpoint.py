@@ -103,7 +103,10 @@ SHAPES = """
     attention_output_gate
     untie_embeddings_and_output_weights
     num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_enable_expert_bias
+    moe_shared_expert_gate
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mtp_num_layers
+    experimental_attention_variant linear_attention_freq linear_conv_kernel_dim linear_key_head_dim
+    linear_value_head_dim linear_num_key_heads linear_num_value_heads
 """.split()
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 # Settings that change the network but no shape: they may differ with --finetune, but not when a run resumes.
@@ -125,10 +128,12 @@ def check_model(saved: dict[str, Any], config: Config, path: Path, weights_only:
     """
 
     if saved:
-        older = {"num_experts": None, "multi_latent_attention": False, "mtp_num_layers": None}  # than these settings
+        older = {"num_experts": None, "multi_latent_attention": False, "mtp_num_layers": None,
+                 "experimental_attention_variant": None}  # fmt: skip  # than these settings
         saved = older | saved
     unread = () if config.model.num_experts else ("moe_",)
     unread += () if config.model.multi_latent_attention else LATENT
+    unread += () if config.model.experimental_attention_variant else ("linear_",)
 
     def differing(names: Sequence[str]) -> list[str]:
         return [

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -26,7 +27,7 @@ from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.positions.rope import LayoutRotaryEmbedding, Rope, Yarn
 from megatron.training.arguments.config import Config, ModelConfig
-from megatron.training.arguments.models import ROTARY, expert_layers, rope_layers, window_layers
+from megatron.training.arguments.models import ROTARY, expert_layers, linear_layers, rope_layers, window_layers
 from megatron.training.arguments.validate.check_memory import layers_recompute, loss_chunks
 from megatron.training.data.tokenizer import padded_vocab_size
 from megatron.training.model.attention_rule import attention_rule, layer_masks
@@ -111,6 +112,8 @@ def _build_chunk(
         experts=_experts(config, core, layers, stage, grid),
         output_norms=model.sandwich_norm,
         latent_norms=model.multi_latent_attention and model.qk_layernorm,
+        linear=_of_stage(linear_layers(model), core, layers, stage, grid),
+        exchange=config.parallel.linear_attention_exchange,
     )
     further = later_token_layers(model.mtp_num_layers, spec) if last else None
     learned = model.position_embedding_type == "learned_absolute"
@@ -153,9 +156,16 @@ def _experts(
     """The layers of a stage that have experts, from 0, and how tokens choose them; None for a dense model."""
     if not config.model.num_experts:
         return None
+    rule = router_rule(config.model)
+    return {index: rule for index in _of_stage(expert_layers(config.model), core, layers, stage, grid)}
+
+
+def _of_stage(
+    pattern: Sequence[int], core: TransformerConfig, layers: int, stage: int | None, grid: Grid
+) -> list[int]:
+    """The layers of a stage, from 0, that have a 1 in the pattern of the complete model."""
     first = get_transformer_layer_offset(core, vp_stage=stage, pp_rank=grid.pipeline.rank)
-    rule, pattern = router_rule(config.model), expert_layers(config.model)
-    return {index: rule for index in range(layers) if pattern[first + index]}
+    return [index for index in range(layers) if pattern[first + index]]
 
 
 def layer_rotaries(config: Config, layout: SequenceLayout, device: torch.device) -> list[LayoutRotaryEmbedding | None]:

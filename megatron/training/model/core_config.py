@@ -26,6 +26,12 @@ SAME_IN_CORE = """
     add_bias_linear add_qkv_bias qk_layernorm softmax_type softmax_scale attention_output_gate
     mtp_loss_scaling_factor
 """.split()
+# Sizes of layers with a state. Core needs the pattern to name the layers in checkpoints. It does not get
+# --experimental-attention-variant: for that it refuses context parallelism.
+LINEAR = """
+    linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
+    linear_num_value_heads
+""".split()
 
 
 def compute_dtype(config: Config) -> torch.dtype:
@@ -56,7 +62,7 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
         }
     kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
     return kind(
-        **{name: getattr(model, name) for name in SAME_IN_CORE} | latents(model),
+        **{name: getattr(model, name) for name in SAME_IN_CORE} | latents(model) | linear(model),
         mtp_num_layers=model.mtp_num_layers,
         # Our dropout depends on the position: see ModelDropout.
         hidden_dropout=0.0,
@@ -124,6 +130,11 @@ def latents(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def linear(model: ModelConfig) -> dict[str, Any]:
+    """core's settings of layers with a state."""
+    return {name: getattr(model, name) for name in LINEAR} if model.experimental_attention_variant else {}
+
+
 def experts(config: Config) -> dict[str, Any]:
     """core's settings of mixtures of experts, without those that only core's router reads: ours replaces it."""
     model, parallel = config.model, config.parallel
@@ -133,6 +144,7 @@ def experts(config: Config) -> dict[str, Any]:
         "num_moe_experts": model.num_experts,
         "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
         "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
+        "moe_shared_expert_gate": model.moe_shared_expert_gate,
         "moe_router_topk": model.moe_router_topk,
         "moe_router_score_function": model.moe_router_score_function,
         "moe_router_pre_softmax": model.moe_router_pre_softmax,

@@ -26,12 +26,15 @@ from megatron.training.arguments.config import Config
 
 # megatron-core's names of the weights that are split over TP ranks, by the dim of the split.
 SINKS = "softmax_offset"
+DECAYS = ("dt_bias", "A_log")  # of layers with a state
+DECAY_RANGE = (1.0, 16.0)  # of exp(A_log) at the start
+CONVOLUTION = "conv1d.weight"
 BY_ROWS = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias", SINKS)
 BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # by rows, padded
 
 ROWS_DRAWN = 4096
-OUTPUT_LAYERS = ("linear_proj.weight", "linear_fc2.weight")
+OUTPUT_LAYERS = ("linear_proj.weight", "linear_fc2.weight", "out_proj.weight")
 POSITIONS = "embedding.position_embeddings.weight"
 
 
@@ -69,7 +72,7 @@ def initialize_weights(
     """
     chunk.to(device)
     for name, parameter in canonical_parameters(chunk):
-        if parameter.dim() < 2 and not name.endswith(SINKS):
+        if parameter.dim() < 2 and not name.endswith((SINKS, *DECAYS)):
             if name.endswith("bias") and "norm" not in name:
                 parameter.zero_()
             continue
@@ -93,8 +96,7 @@ def initialize_weights(
             real = values[rank * rows : (rank + 1) * rows]
             part = torch.cat([real, values.new_zeros((rows - real.size(0), values.size(1)))])
         elif parallel:
-            stride = getattr(parameter, "partition_stride", 1)
-            part = tensor_parallel_part(values, parameter.partition_dim, stride, axis.size, axis.rank)
+            part = tensor_parallel_part(values, parameter.partition_dim, sections(parameter), axis.size, axis.rank)
         else:
             part = values
         parameter.copy_(part)
@@ -110,11 +112,20 @@ def draw(
 ) -> Tensor:
     """The initial value of a parameter of ``shape`` [n, m], or of sinks [n], in fp32: all of it, or a block of rows.
 
+    Parameters of layers with a state start as in core, which leaves the convolution as torch initializes it.
+
     A block that does not start at 0 has a separate generator, so the values depend on where the blocks start.
     """
     start, stop = rows or (0, shape[0])
     generator = generator_of(f"{config.run.seed}/{name}/{start}" if start else f"{config.run.seed}/{name}", device)
     values = torch.empty((stop - start, *shape[1:]), dtype=torch.float32, device=device)
+    if name.endswith(DECAYS[0]):
+        return values.fill_(1.0)
+    if name.endswith(DECAYS[1]):
+        return values.uniform_(*DECAY_RANGE, generator=generator).log_()
+    if name.endswith(CONVOLUTION):  # as torch initializes a convolution
+        bound = shape[-1] ** -0.5
+        return values.uniform_(-bound, bound, generator=generator)
     if config.model.init_method_xavier_uniform and not name.endswith(SINKS):  # sinks have no fan-in
         bound = math.sqrt(3.0) * math.sqrt(2.0 / (shape[0] + shape[1]))
         return values.uniform_(-bound, bound, generator=generator)
@@ -164,9 +175,19 @@ def draw_rows(
             row, start = row + end - start, end
 
 
-def tensor_parallel_part(whole: Tensor, dim: int, stride: int, size: int, rank: int) -> Tensor:
-    """The part of TP rank ``rank`` of a parameter that is split along ``dim``.
+def sections(parameter: Tensor) -> tuple[int, ...]:
+    """Shares of a parameter along the dim that TP splits; each section is split separately.
 
-    With ``stride`` 2 (SwiGLU's first layer: gate above up) each half is split separately.
+    SwiGLU's first layer has two equal ones (gate above up), the first projection of a Gated DeltaNet six.
     """
-    return torch.cat([half.chunk(size, dim)[rank] for half in whole.chunk(stride, dim)], dim)
+    return getattr(parameter, "partition_sections", (1,) * getattr(parameter, "partition_stride", 1))
+
+
+def in_sections(x: Tensor, dim: int, shares: Sequence[int]) -> tuple[Tensor, ...]:
+    """The :func:`sections` of a whole parameter, or of a TP rank's part of it."""
+    return x.split([x.size(dim) * share // sum(shares) for share in shares], dim)
+
+
+def tensor_parallel_part(whole: Tensor, dim: int, shares: Sequence[int], size: int, rank: int) -> Tensor:
+    """The part of TP rank ``rank`` of a parameter that is split along ``dim``, in :func:`sections`."""
+    return torch.cat([section.chunk(size, dim)[rank] for section in in_sections(whole, dim, shares)], dim)

@@ -41,8 +41,7 @@ def replace(words: str) -> Advice:
 
 REFUSED = {
     leave_out: """
-this option of mixtures of experts is not supported: --moe-extended-tp --moe-shared-expert-gate
-    --moe-enable-routing-replay
+this option of mixtures of experts is not supported: --moe-extended-tp --moe-enable-routing-replay
     --moe-router-padding-for-quantization --moe-router-padding-for-fp8 --moe-router-force-load-balancing
     --moe-input-jitter-eps 1 --moe-enable-deepep --moe-apply-probs-on-input --moe-latent-size 1 --moe-use-upcycling
     --moe-upcycling-granularity 1 1 --moe-pad-experts-for-cuda-graph-inference
@@ -57,13 +56,11 @@ megatron-core 0.16 has no such layer: --apply-residual-connection-post-layernorm
 Mamba and hybrid models are not supported: --is-hybrid-model --hybrid-attention-ratio 1 0.0 --hybrid-mlp-ratio 1 0.0
     --hybrid-override-pattern 1 --hybrid-layer-pattern 1 --mamba-state-dim 1 128 --mamba-head-dim 1 64
     --mamba-num-groups 1 8 --mamba-num-heads 1 --disable-mamba-mem-eff-path
-only softmax attention over all heads of a layer is supported: --experimental-attention-variant 1
+only softmax attention over all heads of a layer, and Gated DeltaNet, are supported:
     --dsa-indexer-n-heads 1 --dsa-indexer-head-dim 1 --dsa-indexer-topk 1 --dsa-indexer-loss-coeff 1
-    --dsa-indexer-use-sparse-loss --linear-conv-kernel-dim 1 4 --linear-key-head-dim 1 128 --linear-value-head-dim 1 128
-    --linear-num-key-heads 1 16 --linear-num-value-heads 1 32 --linear-attention-freq 1
-    --qk-l2-norm --qk-clip --qk-clip-alpha 1 0.5 --qk-clip-threshold 1 100 --use-kitchen-attention
-    --kitchen-attention-backend 1 sdpa --relative-attention-num-buckets 1 32 --relative-attention-max-distance 1 128
-    --mrope-section + --batch-invariant-mode
+    --dsa-indexer-use-sparse-loss --qk-l2-norm --qk-clip --qk-clip-alpha 1 0.5 --qk-clip-threshold 1 100
+    --use-kitchen-attention --kitchen-attention-backend 1 sdpa --relative-attention-num-buckets 1 32
+    --relative-attention-max-distance 1 128 --mrope-section + --batch-invariant-mode
 the supported GPT and Llama models do not have it: --embedding-init-method-std 1
     --heterogeneous-layers-config-path 1 --heterogeneous-layers-config-encoded-json 1
 hybrid context parallelism by sequence is not supported: --hybrid-context-parallel --max-seqlen-per-dp-cp-rank 1

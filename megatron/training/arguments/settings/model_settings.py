@@ -131,6 +131,23 @@ class ModelConfig:
     rope_type: str | None = flag(
         None, "MLA: RoPE; default yarn, which is rope at --rotary-scaling-factor 1", type=str, choices=["rope", "yarn"]
     )
+    experimental_attention_variant: str | None = flag(
+        None,
+        "attention of the layers that --linear-attention-freq chooses: a state in place of keys and values, as in "
+        "Qwen3-Next",
+        type=str,
+        choices=["gated_delta_net"],
+    )
+    linear_attention_freq: int | list[int] | None = flag(
+        None,
+        "layers with a state: all but every N-th; or 1 for each of them and 0 for the others, as in ([1]*3+[0])*4",
+        type=layer_pattern,
+    )
+    linear_conv_kernel_dim: int = flag(4, "layers with a state: tokens that the short convolution sees")
+    linear_key_head_dim: int = flag(128, "layers with a state: size of a query or key head")
+    linear_value_head_dim: int = flag(128, "layers with a state: size of a value head")
+    linear_num_key_heads: int = flag(16, "layers with a state: number of query and key heads")
+    linear_num_value_heads: int = flag(32, "layers with a state: number of value heads, a multiple of the key heads")
     mtp_num_layers: int | None = flag(
         None, "layers that each predict one more token ahead (multi-token prediction)", type=int
     )
@@ -142,6 +159,9 @@ class ModelConfig:
     moe_ffn_hidden_size: int | None = flag(None, "width of an expert; default --ffn-hidden-size", type=int)
     moe_shared_expert_intermediate_size: int | None = flag(
         None, "width of an expert that all tokens go to, in addition", type=int
+    )
+    moe_shared_expert_gate: bool = flag(
+        False, "multiply the output of that expert by a sigmoid, as in Qwen3-Next"
     )
     moe_router_topk: int = flag(2, "number of experts per token")
     moe_router_score_function: str = flag("softmax", "scores of experts", choices=["softmax", "sigmoid"])

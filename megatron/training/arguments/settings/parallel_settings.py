@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.decisions.state_exchange import EXCHANGES
 from megatron.training.arguments.settings.flag import flag
 
 
@@ -45,6 +46,12 @@ class ParallelConfig:
         "documents; default: the one that suits the mask",
         type=str,
         choices=["zigzag", "contiguous", "documents"],
+    )
+    linear_attention_exchange: str = flag(
+        "auto",
+        "how layers with a state exchange it: all maps are gathered, the state goes from rank to rank, or heads are "
+        "split over Ulysses; auto: the one with the fewest bytes",
+        choices=EXCHANGES,
     )
     expert_model_parallel_size: int = flag(1, "ranks that share the experts (EP), neighbours in TP x CP x DP")
     expert_tensor_parallel_size: int | None = flag(

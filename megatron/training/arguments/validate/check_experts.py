@@ -86,6 +86,14 @@ def _combinations(config: Config) -> None:
         )
 
 
+    if model.moe_shared_expert_gate and not model.moe_shared_expert_intermediate_size:
+        raise Refusal(
+            "--moe-shared-expert-gate",
+            "needs an expert that all tokens go to: add --moe-shared-expert-intermediate-size, or leave it out",
+            LEAVE_OUT,
+        )
+
+
 def _pattern(model: ModelConfig) -> None:
     check_pattern("--moe-layer-freq", model.moe_layer_freq, model.num_layers)
     if all(expert_layers(model)):

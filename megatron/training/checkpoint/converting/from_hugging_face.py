@@ -91,7 +91,7 @@ def from_hugging_face(source: Path, target: Path, dtype: torch.dtype | None, bar
                 for name in others:
                     put(name, read(name))
         list_files(hf)
-        _save(folder / "release", described, dtype, pieces, read, bar(len(pieces)))
+        _save(folder / "release", described, dtype, pieces, read, bar(sum(len(piece.stored()) for piece in pieces)))
         (folder / TRACKER).write_text("release")
     numbers = sum(torch.Size(piece.shape).numel() for piece in pieces)
     lines = [
@@ -120,13 +120,16 @@ def _save(
     model, vocab_size, _, attention = described
     config = Config(model=model, attention=AttentionConfig(**attention))
     config.optimizer.bf16, config.optimizer.fp16 = dtype == torch.bfloat16, dtype == torch.float16
-    parts = [sharded(piece, model.num_layers, dtype) for piece in pieces]
-    places = {(part.key, part.global_offset): piece for part, piece in zip(parts, pieces)}
+    stored = [(piece, part) for piece in pieces for part in piece.stored()]
+    parts = [sharded(part, model.num_layers, dtype) for _, part in stored]
+    places = {(part.key, part.global_offset): piece for part, (piece, _) in zip(parts, stored)}
 
     def compute(part: ShardedTensor) -> Tensor:
         piece = places[part.key, part.global_offset]
         tensors = [read(name).to(part.dtype) for name in piece.names]
-        return llama_weights.fuse(piece, tensors, model.num_query_groups)
+        rows, own = llama_weights.fuse(piece, tensors, model.num_query_groups), part.key.rpartition(".")[2]
+        names = [name for name, _ in piece.named]
+        return rows.split([count for _, count in piece.named])[names.index(own)] if names else rows
 
     others = empty_extra_states(parts)
     state = {

@@ -120,8 +120,9 @@ def empty_extra_states(parts: Iterable[ShardedTensor]) -> list[ShardedObject]:
     """The extra states that core's linear layers look for in a checkpoint; without FP8 they are empty."""
     states = {}
     for part in parts:
-        module, _, kind = part.key.rpartition(".")
-        if kind == "weight" and module.rpartition(".")[2].startswith("linear_"):
+        module, _, kind = part.key.removesuffix(".query").rpartition(".")
+        name = module.rpartition(".")[2]
+        if kind == "weight" and (name.startswith("linear_") or name in ("in_proj", "out_proj")):
             # A weight has two dims of its own; those before them are its layer and its expert.
             shape, first = part.global_shape[:-2] or (1,), part.global_offset[:-2] or (0,)
             for step in itertools.product(*(range(size) for size in part.local_shape[:-2])):  # all experts in one part

@@ -253,7 +253,8 @@ def _check_stored(
     path: Checked, stored: dict[str, ShardedTensor], pieces: list[Piece], model: ModelConfig, title: str
 ) -> torch.dtype:
     """Check that all weights exist with the shapes that the settings require; returns their dtype."""
-    wanted = {piece.key: sharded(piece, model.num_layers, torch.float32) for piece in pieces}
+    parts = [part for piece in pieces for part in piece.stored()]
+    wanted = {part.key: sharded(part, model.num_layers, torch.float32) for part in parts}
     present = {key for key in stored if key.startswith(("embedding.", "decoder.", "output_layer."))}
     if differing := sorted(present ^ wanted.keys()):
         raise Refusal(f"{path}: tensors are missing or unexpected for a {title} with its settings: {some(differing)}")
@@ -334,9 +335,14 @@ def _weights(
     """(Hugging Face's name, tensor) of all weights of a checkpoint, read one layer at a time."""
     for _, group in itertools.groupby(pieces, key=lambda piece: piece.layer):
         layer = list(group)
-        state = {str(number): sharded(piece, model.num_layers, dtype, "cpu") for number, piece in enumerate(layer)}
+        state = {
+            f"{number} {index}": sharded(part, model.num_layers, dtype, "cpu")
+            for number, piece in enumerate(layer)
+            for index, part in enumerate(piece.stored())
+        }
         loaded = load_state({"pieces": state}, path, whole_tensors_once=False)["pieces"]
         for number, piece in enumerate(layer):
-            rows = merge(path, piece, loaded[str(number)].view(piece.shape), model)
+            found = [loaded[f"{number} {index}"].view(part.shape) for index, part in enumerate(piece.stored())]
+            rows = merge(path, piece, torch.cat(found) if piece.named else found[0], model)
             yield from zip(piece.names, llama_weights.split(piece, rows, model.num_query_groups))
             done()

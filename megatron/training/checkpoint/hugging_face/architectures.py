@@ -22,6 +22,7 @@ from megatron.training.checkpoint.hugging_face.deepseek import DeepSeek
 from megatron.training.checkpoint.hugging_face.gemma import Gemma
 from megatron.training.checkpoint.hugging_face.gpt_oss import GptOss
 from megatron.training.checkpoint.hugging_face.llama_weights import ExpertNames, Piece
+from megatron.training.checkpoint.hugging_face.qwen3_next import Qwen3Next
 from megatron.training.checkpoint.hugging_face.safetensors_folder import IGNORED, LM_HEAD, Entry, Header
 from megatron.training.refusal import Refusal, some
 
@@ -241,7 +242,7 @@ class WithExperts(LlamaLike):
         return llama_weights.pieces(model, vocab_size, self.names)
 
 
-Family = LlamaLike | Bloom | DeepSeek | Gemma | GptOss
+Family = LlamaLike | Bloom | DeepSeek | Gemma | GptOss | Qwen3Next
 FAMILIES: dict[str, Family] = {
     family.kind: family
     for family in (
@@ -269,6 +270,7 @@ FAMILIES: dict[str, Family] = {
         Gemma("gemma2", "Gemma 2", "Gemma2ForCausalLM", third=False),
         Gemma("gemma3_text", "Gemma 3", "Gemma3ForCausalLM", third=True),
         GptOss(),
+        Qwen3Next(),
     )
 }
 
@@ -299,6 +301,8 @@ def family_of(model: ModelConfig) -> Family:
 
     if model.mtp_num_layers:
         raise Refusal(f"--mtp-num-layers {model.mtp_num_layers}: layers of multi-token prediction cannot be converted")
+    if model.experimental_attention_variant:
+        return FAMILIES["qwen3_next"]
     if model.multi_latent_attention:
         softmax = model.num_experts and model.moe_router_score_function == "softmax"
         return FAMILIES["deepseek_v2" if softmax else "deepseek_v3"]

@@ -139,7 +139,7 @@ OFF = {
 }
 # Settings that are None in most models.
 OPTIONAL = ("rotary_base_local", "no_rope_freq", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping",
-            "activation_func_clamp_value")  # fmt: skip
+            "activation_func_clamp_value", "experimental_attention_variant")  # fmt: skip
 # Settings that all Llama models share, including the features that are off.
 FIXED = {
     **{name: LLAMA[name] for name in ("normalization", "swiglu")},
@@ -168,7 +168,7 @@ FIXED = {
 # Settings of experts that have our defaults in these models.
 ROUTER = ("moe_layer_freq", "moe_shared_expert_intermediate_size", "moe_router_score_function",
           "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
-          "moe_router_enable_expert_bias", "moe_expert_capacity_factor")  # fmt: skip
+          "moe_router_enable_expert_bias", "moe_expert_capacity_factor", "moe_shared_expert_gate")  # fmt: skip
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -320,6 +320,9 @@ def command_line(model: ModelConfig, dtype: torch.dtype) -> list[str]:
     names += [name for name in OPTIONAL if getattr(model, name) is not None]
     names += ["normalization", "norm_epsilon", "swiglu", "geglu", "apply_layernorm_1p", "sandwich_norm"]
     names += [name for name in ("quick_geglu", "glu_linear_offset") if getattr(model, name)]
+    names += ["attention_output_gate"] + ["rotary_percent"] * (model.rotary_percent != 1)
+    if model.experimental_attention_variant:
+        names += [field.name for field in fields(ModelConfig) if field.name.startswith("linear_")]
     names += ["softmax_type"] if model.softmax_type != "vanilla" else []
     names += ["scale_embeddings", "add_bias_linear", "untie_embeddings_and_output_weights"]
     names += ["add_qkv_bias", "qk_layernorm", "embed_layernorm", "hidden_dropout", "attention_dropout"]

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.training.arguments.config import ModelConfig
+from megatron.training.refusal import Refusal
 
 EXPERTS = "mlp.experts.experts"  # in checkpoints
 
@@ -36,6 +37,10 @@ class Piece:
     joined: tuple[int, ...] = ()  # numbers of rows of q, k and v, if one Hugging Face tensor has them one after another
     transposed: bool = False  # of all experts, as [experts, in, out]
     alternating: bool = False  # of all experts: rows of the gate and of the up projection take turns
+    gate_heads: int = 0  # of the first of q, k and v: each of these heads has the rows of its query, then of its gate
+    named: tuple[tuple[str, int], ...] = ()  # our checkpoints have these rows in several tensors: name, rows
+    groups: int = 0  # of the one Hugging Face tensor: each group has its share of every one of ``named``
+    minus_one: bool = False  # ours is the Hugging Face tensor minus 1
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -44,6 +49,16 @@ class Piece:
             experts, into, out = self.shapes[0]
             return experts, out, into
         return (sum(shape[0] for shape in self.shapes), *self.shapes[0][1:])
+
+
+    def stored(self) -> list[Piece]:
+        """The tensors of our checkpoints that hold these rows."""
+        tail = self.shapes[0][1:]
+        parts = [
+            replace(self, key=f"{self.key}.{name}", names=(), shapes=((rows, *tail),), named=(), groups=0)
+            for name, rows in self.named
+        ]
+        return parts or [self]
 
 
 class ExpertNames(NamedTuple):
@@ -134,6 +149,19 @@ def fuse(piece: Piece, tensors: Sequence[Tensor], groups: int) -> Tensor:
         parts = [parts[0].transpose(1, 2)]
     if piece.alternating:
         parts = [torch.cat([parts[0][:, ::2], parts[0][:, 1::2]], dim=1)]
+    if piece.minus_one:
+        if not torch.equal((parts[0] - 1) + 1, parts[0]):
+            raise Refusal(
+                f"{piece.names[0]}: minus 1, as this program stores it, it cannot be represented exactly in "
+                f"{str(parts[0].dtype).removeprefix('torch.')}: add --dtype fp32"
+            )
+        return parts[0] - 1
+    if piece.groups:
+        by_group = parts[0].unflatten(0, (piece.groups, -1))
+        return torch.cat([part.flatten(0, 1) for part in by_group.split(_shares(piece), dim=1)])
+    if piece.gate_heads:
+        queries, gates = parts[0].unflatten(0, (piece.gate_heads, 2, -1)).unbind(1)
+        parts = [queries.flatten(0, 1), gates.flatten(0, 1), *parts[1:]]
     if len(parts) == 1:
         return parts[0]
     return torch.cat([x.unflatten(0, (groups, -1)) for x in parts], dim=1).flatten(0, 1)
@@ -145,9 +173,24 @@ def split(piece: Piece, rows: Tensor, groups: int) -> list[Tensor]:
         rows = torch.stack(rows.chunk(2, dim=1), dim=2).flatten(1, 2)
     if piece.transposed:
         rows = rows.transpose(1, 2).contiguous()
+    if piece.minus_one:
+        return [rows + 1]
+    if piece.groups:
+        parts = rows.split([count for _, count in piece.named])
+        return [torch.cat([part.unflatten(0, (piece.groups, -1)) for part in parts], dim=1).flatten(0, 1)]
     sizes = piece.joined or [shape[0] for shape in piece.shapes]
+    if piece.gate_heads:
+        sizes = [sizes[0] // 2, sizes[0] // 2, *sizes[1:]]
     if len(sizes) == 1:
         return [rows]
     parts = rows.unflatten(0, (groups, -1)).split([size // groups for size in sizes], dim=1)
     parts = [part.flatten(0, 1) for part in parts]
+    if piece.gate_heads:
+        heads = [part.unflatten(0, (piece.gate_heads, 1, -1)) for part in parts[:2]]
+        parts = [torch.cat(heads, dim=1).flatten(0, 2), *parts[2:]]
     return [torch.cat(parts)] if piece.joined else parts
+
+
+def _shares(piece: Piece) -> list[int]:
+    """How many rows of each of ``piece.named`` a group has."""
+    return [rows // piece.groups for _, rows in piece.named]

@@ -31,7 +31,7 @@ NOT_READ = ("model", "transformer_impl", "vocab_size", "init_method_std", "init_
 # Not read either: a checkpoint with experts, latents or MTP is refused, and without them these have no meaning.
 OF_OTHERS = (
     "num_experts", "moe_", "multi_latent", "q_lora", "kv_lora", "qk_head_dim", "qk_pos", "v_head_dim", "rope_type",
-    "mtp_",
+    "mtp_", "experimental_attention", "linear_",
 )  # fmt: skip
 # Arguments of networks that are not supported: name, values without effect, and the feature's name.
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -202,18 +202,21 @@ def engine_states(chunk: GPTModel) -> list[ShardedObject]:
 
     They are those of attention and norms; core writes the (empty) extra states of its linear layers.
     """
-    if not isinstance(chunk.decoder.layers[0].self_attention.linear_proj, RowParallelLinear):
+    by_layer = {layer.layer_number: layer.self_attention for layer in chunk.decoder.layers}
+    with_state = [number for number, mixer in by_layer.items() if not hasattr(mixer, "core_attention")]
+    if not with_state and not isinstance(chunk.decoder.layers[0].self_attention.linear_proj, RowParallelLinear):
         return []
     kinds, layers = ["core_attention"], chunk.config.num_layers
     if chunk.config.qk_layernorm:
         kinds += ["q_layernorm", "k_layernorm"]
     rank = (0, chunk.pg_collection.tp.rank(), get_data_parallel_rank(with_context_parallel=True))
+    name = "decoder.layers.{}self_attention.{}._extra_state".format
     states = [
-        ShardedObject(
-            f"decoder.layers.self_attention.{kind}._extra_state", None, (layers,), (layer.layer_number - 1,), rank
-        )
-        for layer in chunk.decoder.layers
-        for kind in kinds
+        ShardedObject(name(f"{number - 1}.", kind), None, (1,), (0,), rank)  # these layers differ
+        if chunk.config.linear_attention_freq
+        else ShardedObject(name("", kind), None, (layers,), (number - 1,), rank)
+        for number in by_layer
+        for kind in (["out_norm"] if number in with_state else kinds)
     ]
     if chunk.post_process:
         states.append(ShardedObject("decoder.final_layernorm._extra_state", None, (1,), (0,), rank))

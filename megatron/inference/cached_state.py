@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer with a state for generation: it keeps the state and the last rows before the convolution, whose size does
+not depend on the length of the text.
+
+Prompts are computed over the grid as in training. The state after a prompt is composed of the maps of all ranks' spans.
+Then every context-parallel rank has the same state, and decoding sends nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.context_parallel.core.mixers.gated_delta_net import GatedDeltaNet
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.context_parallel.layout.spans import Spans
+from megatron.context_parallel.linear_attention.mixer import linear_attention
+from megatron.context_parallel.linear_attention.rules import GATED_DELTA, recurrence
+from megatron.context_parallel.linear_attention.short_convolution import convolve, short_convolution
+from megatron.context_parallel.linear_attention.span_exchange import rows_of
+from megatron.context_parallel.linear_attention.span_maps import apply_map, span_map
+from megatron.platform.streams import to_device
+
+
+class CachedState:
+    """What a layer keeps of a batch, and its mixing of tokens; see :func:`keep_states`.
+
+    Attributes:
+        state: [b, heads, K, V] in fp32 (fp64), after the tokens so far.
+        rows: [width - 1, b, channels], the last rows before the convolution.
+    """
+
+    def __init__(self, layer: GatedDeltaNet) -> None:
+        self.layer, self.cache = layer, self
+        self.generation: Any = None
+        self.state: Tensor | None = None
+        self.rows: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on this rank."""
+        return 0 if self.state is None else self.state.nbytes + self.rows.nbytes
+
+    def begin(self, generation: Any) -> None:
+        """Start a new batch; what is kept of the previous one is dropped."""
+        self.generation, self.state, self.rows = generation, None, None
+
+    def mixed(self, qkv: Tensor, beta: Tensor, alpha: Tensor, _: Any) -> Tensor:
+        """As :meth:`GatedDeltaNet.mixed`, for prompts and for one token of each sample."""
+        weight = self.layer.conv1d.weight.squeeze(1)
+        if self.generation.step is not None:
+            rows = torch.cat((self.rows, qkv))
+            self.rows = rows[1:]
+            inputs = self.layer.inputs_of_rule(convolve(rows, weight, None, "silu"), beta, alpha)
+            out, self.state = recurrence(GATED_DELTA, *(x.to(self.state.dtype) for x in inputs), self.state)
+            return out.to(qkv.dtype)
+        plan = self.generation.plan
+        layout, ends = plan.layout, torch.tensor(plan.lengths)
+        self.rows = last_rows(qkv, ends, weight.size(1) - 1, layout)
+        inputs = self.layer.inputs_of_rule(
+            short_convolution(qkv, weight, layout=layout, activation="silu"), beta, alpha
+        )  # fmt: skip
+        # Padding after a prompt changes no state: it neither forgets nor writes.
+        is_padding = to_device(layout.positions[:, None] >= ends, qkv.device)[..., None]
+        q, k, v, g, beta = (*inputs[:3], *(x.masked_fill(is_padding, 0.0) for x in inputs[3:]))
+        self.state = last_state((q, k, v, g, beta), layout)
+        return linear_attention(q, k, v, g, beta, rule=GATED_DELTA, layout=layout)
+
+
+def last_rows(x: Tensor, ends: Tensor, width: int, layout: SequenceLayout) -> Tensor:
+    """The last ``width`` rows before ``ends`` of each sample, [width, b, channels]; 0 before the first token.
+
+    Args:
+        x: [s_local, b, channels].
+        ends: int64 [b], on the CPU.
+    """
+    wanted = ends - torch.arange(width, 0, -1)[:, None]  # [width, b], positions
+    found = wanted[..., None] == layout.positions  # [width, b, s_local]
+    held, row = (to_device(one, x.device) for one in (found.any(-1), found.int().argmax(-1)))
+    rows = x[row, torch.arange(x.size(1), device=x.device)] * held[..., None]
+    if layout.grid.context.size > 1:
+        dist.all_reduce(rows, group=layout.grid.context.group)
+    return rows
+
+
+def last_state(inputs: tuple[Tensor, ...], layout: SequenceLayout) -> Tensor:
+    """The state [b, heads, K, V] after the complete sequence, on every rank of ``grid.context``.
+
+    Args:
+        inputs: of the gated delta rule, as :func:`linear_attention` takes them.
+    """
+    grid, q = layout.grid, inputs[0]
+    at = [(u, r) for r in range(grid.ring.size) for u in range(grid.ulysses.size)]
+    held: list[Spans] = [layout.spans(ulysses=u, ring=r) for u, r in at]
+    maps = [span_map(GATED_DELTA, inputs, rows) for rows in rows_of(held[grid.context.rank])]
+    most, empty = max(map(len, held)), span_map(GATED_DELTA, inputs, (0, 0))
+    mine = torch.stack((*maps, *(empty,) * (most - len(maps))))
+    every = [mine]
+    if grid.context.size > 1:
+        every = [torch.empty_like(mine) for _ in held]
+        dist.all_gather(every, mine, group=grid.context.group)
+    state = torch.zeros_like(empty[..., q.size(3) :])
+    numbered = [(span, rank, index) for rank, spans in enumerate(held) for index, span in enumerate(spans)]
+    for _, rank, index in sorted(numbered):
+        state = apply_map(GATED_DELTA, every[rank][index], state)
+    return state
+
+
+def keep_states(model: torch.nn.Module) -> list[CachedState]:
+    """Let each layer with a state keep it; call it after loading the weights."""
+    layers = [module for module in model.modules() if isinstance(module, GatedDeltaNet)]
+    caches = [CachedState(layer) for layer in layers]
+    for layer, cache in zip(layers, caches):
+        layer.mixed = cache.mixed
+    return caches

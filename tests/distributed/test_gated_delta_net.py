@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers with a state (Gated DeltaNet): losses and all gradients do not depend on the grid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.test_experts import resume, save
+from tests.distributed.training_runs import LLAMA, RUN, SHAPE, compare_gradients, make_job, train_job
+from tests.pairs import by_pairs, seconds, settings
+
+SIZES = (
+    "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 12 "
+    "--experimental-attention-variant gated_delta_net"
+)
+# Three layers with a state, one with a window and one with full attention; all gates of Qwen3-Next.
+HYBRID = (
+    f"--num-layers 5 {SIZES} --linear-attention-freq [1,0,1,1,0] --window-size 11,0 "
+    "--window-attn-skip-freq [0,1,0,0,0] "
+    "--attention-output-gate --qk-layernorm --rotary-percent 0.5 --apply-layernorm-1p --init-method-std 0.05"
+)
+SHORT = f"--num-layers 3 {SIZES} --linear-attention-freq [1,0,1] --init-method-std 0.1"
+DROPOUT = f"{SHORT} --hidden-dropout 0.1 --attention-dropout 0.1"
+DOCUMENTS = f"{SHORT} --reset-attention-mask --reset-position-ids"
+ONE = f"{DOCUMENTS} --micro-batch-size 1 --global-batch-size 2"
+EXPERTS = (
+    f"{SHORT} --num-experts 4 --moe-ffn-hidden-size 48 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 "
+    "--moe-shared-expert-intermediate-size 48 --moe-shared-expert-gate"
+)
+
+T2 = "--tensor-model-parallel-size 2"
+SP = f"{T2} --sequence-parallel"
+P2 = "--pipeline-model-parallel-size 2"
+UNEVEN = "--decoder-first-pipeline-num-layers 1"  # one stage has states alone
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+SELECTIVE = "--recompute-granularity selective"
+FPDT = "--fpdt --fpdt-chunk-size 16"
+
+
+def cp(ulysses: int, ring: int, balance: str = "") -> str:
+    return f"--ulysses-parallel-size {ulysses} --ring-parallel-size {ring}" + (
+        f" --context-parallel-balance {balance}" if balance else ""
+    )
+
+
+# (processes, model, grid)
+CASES = [
+    (2, HYBRID, cp(2, 1)),
+    (2, HYBRID, cp(1, 2)),
+    (4, HYBRID, cp(2, 2)),
+    (4, HYBRID, f"{cp(1, 4, 'contiguous')} --linear-attention-exchange relay"),
+    (4, HYBRID, f"{cp(2, 2)} --linear-attention-exchange heads --zero-stage 1"),
+    (2, HYBRID, T2),
+    (2, HYBRID, SP),
+    (4, HYBRID, f"{SP} {cp(1, 2)} --zero-stage 1"),
+    (4, HYBRID, f"{T2} {cp(2, 1)} {SELECTIVE}"),
+    (8, HYBRID, f"{SP} {cp(2, 2)} --linear-attention-exchange gather"),
+    (2, HYBRID, f"{P2} {UNEVEN}"),
+    (4, HYBRID, f"{P2} {UNEVEN} {cp(1, 2)} {FULL}"),
+    (2, HYBRID, "--zero-stage 2"),
+    (4, HYBRID, f"{cp(1, 2)} --zero-stage 3 {FULL}"),
+    (4, HYBRID, f"{SP} --zero-stage 3"),
+    (2, HYBRID, f"{cp(1, 2)} {SELECTIVE} --ffn-chunks 3"),
+    (1, HYBRID, FPDT),
+    (2, HYBRID, f"{cp(1, 2)} {FPDT} {FULL}"),
+    (4, HYBRID, f"{cp(2, 2)} {FPDT} --fpdt-stream-hidden"),
+    (4, HYBRID, f"{T2} {cp(2, 1)} {FPDT} --no-fpdt-offload"),
+    (4, HYBRID, f"{P2} {UNEVEN} {cp(1, 2)} {FPDT} --zero-stage 1"),
+    (2, SHORT, f"{FPDT} --zero-stage 3"),
+    (2, DOCUMENTS, f"{cp(1, 2)} {FPDT}"),
+    (2, DROPOUT, f"{cp(2, 1)} {FPDT}"),
+    (2, DROPOUT, f"{cp(1, 2)} {FULL}"),
+    (4, DROPOUT, f"{SP} {cp(2, 1)}"),
+    (2, DOCUMENTS, cp(1, 2)),
+    (4, DOCUMENTS, f"{SP} {cp(2, 1)}"),
+    (2, ONE, cp(1, 2, "documents")),
+    (4, ONE, f"{cp(2, 2, 'documents')} {SELECTIVE}"),
+    (4, EXPERTS, f"{cp(2, 1)} --expert-model-parallel-size 4"),
+    (4, EXPERTS, f"{SP} {cp(1, 2)} --expert-model-parallel-size 2"),
+]
+
+
+def without_states(job: Any) -> None:
+    """A mistake: no state goes from one span to the next."""
+    from megatron.context_parallel.linear_attention import mixer
+
+    right = mixer.entry_states
+    mixer.entry_states = lambda *args: {name: torch.zeros_like(state) for name, state in right(*args).items()}
+    return lambda: setattr(mixer, "entry_states", right)
+
+
+def without_halo(job: Any) -> Any:
+    """A mistake: a convolution does not see the rows before its span."""
+    from megatron.context_parallel.linear_attention.short_convolution import Halo
+
+    right = Halo.fetch
+    Halo.fetch = lambda self, x: torch.zeros_like(right(self, x))
+    return lambda: setattr(Halo, "fetch", right)
+
+
+def own_norm(job: Any) -> Any:
+    """A mistake, core's: each TP rank has the gradient of the norm from its own heads."""
+    from megatron.context_parallel.core.mixers import gated_delta_net
+
+    right = gated_delta_net.copy_to_tensor_model_parallel_region
+    gated_delta_net.copy_to_tensor_model_parallel_region = lambda x, group: x
+    return lambda: setattr(gated_delta_net, right.__name__, right)
+
+
+def run(flags: str, mistake: Any = None, steps: int = 2) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses and gradient norms of two steps, and the gradients of the first, with states that last."""
+    from megatron.training.model import weights
+
+    usual, weights.DECAY_RANGE = weights.DECAY_RANGE, (0.01, 0.2)
+    undo = None
+    try:
+        job = make_job(flags)
+        undo = mistake(job) if mistake is not None else None
+        return train_job(job, steps)
+    finally:
+        weights.DECAY_RANGE = usual
+        if undo is not None:
+            undo()
+
+
+@pytest.fixture(scope="module")
+def reference(pool, shared):
+    """The same model on one process."""
+    return lambda flags: shared(("states", flags), lambda: pool.run(run, 1, flags, timeout=120)[0])
+
+
+def compare(results: list[tuple], expected: tuple, tolerance: float = 1e-5) -> None:
+    for rank, (losses, norms, _) in enumerate(results):
+        assert losses == pytest.approx(expected[0], rel=tolerance), f"losses of rank {rank}"
+        assert norms == pytest.approx(expected[1], rel=10 * tolerance), f"gradient norms of rank {rank}"
+    compare_gradients([grads for *_, grads in results], expected[2], tolerance, smallest=1e-12)
+
+
+def held(_: int, model: str, grid: str) -> set:
+    return {model, *settings(grid)}
+
+
+@pytest.mark.parametrize("world, model, grid", by_pairs(CASES, held, seconds))
+def test_states_do_not_depend_on_the_grid(pool, reference, world, model, grid):
+    compare(pool.run(run, world, f"{model} {grid}", timeout=180), reference(model))
+
+
+@pytest.mark.parametrize(
+    "mistake, grid, name",
+    [
+        (without_states, cp(1, 2), "in_proj.weight"),
+        (without_halo, cp(1, 2), "conv1d.weight"),
+        (own_norm, T2, "out_norm.weight"),
+    ],
+)
+def test_a_mistake_is_noticed(pool, reference, mistake, grid, name):
+    """Some gradients are wrong by far more than the tolerance."""
+    wrong, right = pool.run(run, 2, f"{SHORT} {grid}", mistake, timeout=120), reference(SHORT)
+    whole = f"decoder.layers.0.self_attention.{name}"
+    grad, expected = wrong[0][2][whole], right[2][whole]
+    assert float((grad - expected).abs().max() / expected.abs().max()) > 1e-2
+    with pytest.raises(AssertionError):
+        compare(wrong, right)
+
+
+def layer_in_fp64(flags: str, mistake: Any = None) -> dict[str, torch.Tensor]:
+    """Output and gradients (input and weights) of the first layer's mixer, complete on each rank."""
+    from megatron.training.arguments.parser import parse
+    from megatron.training.certifying.whole_gradients import gather_over_tensor_parallel
+    from megatron.training.model.build import build_model
+    from megatron.training.model.weights import sections
+    from megatron.training.setup import start
+
+    config = parse(f"{SHAPE} {RUN} {flags}".split(), LLAMA, dist.get_world_size())
+    runtime = start(config)
+    grid, layout = runtime.grid, runtime.layout
+    (chunk,) = build_model(config, grid, layout, 301, runtime.device)
+    mixer = chunk.decoder.layers[0].self_attention.double()
+    mixer.A_log.data -= 4  # states that last
+    torch.manual_seed(7)
+    whole = torch.randn(2, layout.seq_length, 2, 64, dtype=torch.float64)
+    tensor, split = grid.tensor, config.parallel.sequence_parallel
+    mine = layout.shard(whole, 1)
+    mine = mine.chunk(tensor.size, 1)[tensor.rank] if split else mine
+    x, dout = mine[0].clone().requires_grad_(), mine[1]
+    undo = mistake(None) if mistake is not None else None
+    out, _ = mixer(x)
+    (out * dout).sum().backward()
+    if undo is not None:
+        undo()
+
+    def all_tokens(part: torch.Tensor) -> torch.Tensor:
+        if split:
+            parts = [torch.empty_like(part) for _ in range(tensor.size)]
+            dist.all_gather(parts, part.contiguous(), group=tensor.group)
+            part = torch.cat(parts)
+        return layout.gather(part, 0)
+
+    result = {"out": all_tokens(out.detach()), "dx": all_tokens(x.grad)}
+    for name, parameter in mixer.named_parameters():
+        grad = parameter.grad
+        if grid.context.size > 1:
+            dist.all_reduce(grad, group=grid.context.group)
+        if getattr(parameter, "tensor_model_parallel", False):
+            grad = gather_over_tensor_parallel(grad, parameter.partition_dim, sections(parameter), tensor)
+        result[name] = grad
+    return result
+
+
+@pytest.mark.parametrize("world, grid", [(2, cp(2, 1)), (2, cp(1, 2)), (2, T2), (4, f"{SP} {cp(1, 2)}"), (4, cp(2, 2))])
+def test_a_layer_in_fp64(pool, shared, world, grid):
+    expected = shared("states in fp64", lambda: pool.run(layer_in_fp64, 1, SHORT, timeout=120)[0])
+    assert len(expected) == 8
+    for mine in pool.run(layer_in_fp64, world, f"{SHORT} {grid}", timeout=120):
+        for name, whole in expected.items():
+            assert float((mine[name] - whole).abs().max() / whole.abs().max()) < 1e-10, name
+
+
+def test_a_layer_without_states_is_wrong(pool, shared):
+    expected = shared("states in fp64", lambda: pool.run(layer_in_fp64, 1, SHORT, timeout=120)[0])
+    wrong = pool.run(layer_in_fp64, 2, f"{SHORT} {cp(1, 2)}", without_states, timeout=120)[0]
+    for name in ("out", "dx", "in_proj.weight"):
+        assert float((wrong[name] - expected[name]).abs().max() / expected[name].abs().max()) > 1e-2, name
+
+
+BF16 = f"{SHORT} --bf16"
+
+
+@pytest.mark.parametrize("world, grid", [(2, cp(1, 2)), (4, f"{SP} {cp(2, 1)} --zero-stage 1")])
+def test_bf16(pool, reference, world, grid):
+    """Gradients differ from one process by no more than by its rounding, which is measured against fp32."""
+    exact, near = reference(SHORT), reference(BF16)
+    rounding = max_error(near[2], exact[2])
+    results = pool.run(run, world, f"{BF16} {grid}", timeout=120)
+    for losses, _, grads in results:
+        assert losses == pytest.approx(near[0], rel=1e-3)
+        assert max_error(grads, near[2]) < 2 * rounding
+
+
+def max_error(grads: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest error of a matrix's gradients, relative to its norm."""
+    return max(
+        float((grads[name] - whole).norm() / whole.norm()) for name, whole in expected.items() if whole.dim() == 2
+    )
+
+
+@pytest.mark.parametrize(
+    "model, saved, loaded",
+    [
+        (SHORT, (4, f"{SP} {cp(1, 2)} --zero-stage 1"), (2, f"{P2} {UNEVEN}")),
+        (SHORT, (2, "--zero-stage 3"), (2, f"{T2}")),
+        pytest.param(EXPERTS, (2, "--expert-model-parallel-size 2"), (4, f"{SP} {cp(2, 1)}"), marks=pytest.mark.full),
+    ],
+)
+def test_a_checkpoint_is_read_on_another_grid(pool, tmp_path, model, saved, loaded):
+    after = pool.run(save, saved[0], f"{model} {saved[1]}", str(tmp_path), timeout=120)[0]
+    for losses in pool.run(resume, loaded[0], f"{model} {loaded[1]}", str(tmp_path), timeout=120):
+        assert losses == pytest.approx(after, rel=1e-5)

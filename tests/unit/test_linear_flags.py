@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers with a state: their settings, what is refused, and closed forms."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.formulas.flops import forward_flops, passes_of
+from megatron.formulas.parameters import numel, stage_parameters
+from megatron.formulas.strategy import Strategy, Workload
+from megatron.training.arguments.config import Config
+from megatron.training.arguments.models import LLAMA_DEFAULTS, linear_layers, model_shape, vocabulary
+from megatron.training.arguments.parser import parse
+from megatron.training.refusal import Refusal
+
+BASE = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --micro-batch-size 1 --train-iters 4 "
+    "--lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 301 --device cpu"
+)
+VARIANT = "--experimental-attention-variant gated_delta_net"
+GDN = f"{VARIANT} --linear-attention-freq 4"
+
+
+def read(flags: str, world: int = 1) -> Config:
+    return parse(f"{BASE} {flags}".split(), LLAMA_DEFAULTS, world)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (VARIANT, "needs --linear-attention-freq"),
+        (f"{VARIANT} --linear-attention-freq 1", "leaves no layer with a state"),
+        (f"{VARIANT} --linear-attention-freq 0", "--linear-attention-freq 0 must be at least 1"),
+        (f"{VARIANT} --linear-attention-freq [1,0]", "--linear-attention-freq with 2 layers does not fit"),
+        (f"{GDN} --linear-num-value-heads 24", "--linear-num-value-heads 24 is not a multiple of"),
+        (f"{GDN} --linear-num-key-heads 0", "--linear-num-key-heads"),
+        (
+            f"{GDN} --linear-num-key-heads 1 --tensor-model-parallel-size 2",
+            "--linear-num-key-heads 1 is not a multiple of --tensor-model-parallel-size 2",
+        ),
+        (
+            f"{GDN} --fpdt --fpdt-chunk-size 32 --sequence-parallel --tensor-model-parallel-size 2",
+            "with --sequence-parallel --fpdt is not supported",
+        ),
+        (f"{GDN} --multi-latent-attention", "with --multi-latent-attention is not supported"),
+        (f"{GDN} --mtp-num-layers 1", "with --mtp-num-layers is not supported"),
+        (f"{GDN} --fp8-format hybrid", "with --fp8-format is not supported"),
+        (f"{GDN} --transformer-impl transformer_engine", "with --transformer-impl transformer_engine"),
+        (f"{GDN} --normalization LayerNorm", "use --normalization RMSNorm"),
+        (f"{GDN} --attention-mask full", "a state holds earlier tokens alone"),
+        (f"{GDN} --dry-run --world-size 1", "it does not simulate states"),
+        (f"{GDN} --elastic --gpu H100-80G --save o/a --load o/a --global-batch-size 2", "the planner does not know"),
+        ("--num-experts 4 --moe-shared-expert-gate", "--moe-shared-expert-gate needs an expert that all tokens go to"),
+        ("--experimental-attention-variant dsa", "--experimental-attention-variant"),
+        ("--is-hybrid-model", "--is-hybrid-model"),
+    ],
+)
+def test_what_is_refused(flags: str, message: str) -> None:
+    with pytest.raises((Refusal, SystemExit)) as error:
+        read(flags, 2 if "model-parallel" in flags else 1)
+    if error.type is Refusal:
+        assert message in str(error.value)
+
+
+@pytest.mark.parametrize("frequency, layers", [("4", [1, 1, 1, 0]), ("2", [1, 0, 1, 0]), ("[0,1]*2", [0, 1, 0, 1])])
+def test_which_layers_have_a_state(frequency: str, layers: list[int]) -> None:
+    assert linear_layers(read(f"{VARIANT} --linear-attention-freq {frequency}").model) == layers
+
+
+def test_sizes_without_layers_that_read_them_get_a_note() -> None:
+    assert any("--linear-key-head-dim" in note for note in read("--linear-key-head-dim 32").notes)
+
+
+def test_parameters_and_flops_of_qwen3_next() -> None:
+    config = parse(
+        "--model qwen3-next-80b-a3b --seq-length 8192 --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data".split(),
+        {},
+        1,
+    )
+    shape = model_shape(config.model, vocabulary("qwen3-next-80b-a3b"))
+    one = stage_parameters(shape, 1, 1, 0, padded=False)
+    assert one.numel == 79_674_391_296  # as transformers counts its Qwen3NextForCausalLM
+    parts = [stage_parameters(shape, 1, 4, stage, padded=False) for stage in range(4)]
+    assert sum(part.numel for part in parts) == one.numel
+    assert numel(stage_parameters(shape, 2, 1, 0, padded=False).routed) < numel(one.routed) * 0.6
+    flops, longer = (forward_flops(shape, length) for length in (8192, 16384))
+    assert longer.qkv == 2 * flops.qkv and longer.attention == 4 * flops.attention
+    with pytest.raises(ValueError, match="states have formulas only for parameters"):
+        passes_of(Workload(shape, 8192), Strategy())
