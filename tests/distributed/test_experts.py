@@ -29,6 +29,8 @@ FIRST = f"{DROPPED} --moe-token-drop-policy position"
 DROPOUT = f"{MIXTRAL} --hidden-dropout 0.1 --attention-dropout 0.1"
 DOCUMENTS = f"{MIXTRAL} --attention-mask document --micro-batch-size 1 --global-batch-size 2"
 
+PACKED = f"{MIXTRAL} --attention-mask document"
+
 A2A = "--moe-token-dispatcher-type alltoall"
 T2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 P2 = "--pipeline-model-parallel-size 2"
@@ -39,6 +41,8 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 SELECTIVE = "--recompute-granularity selective"
 ONE = "--micro-batch-size 1"
 ETP1 = "--expert-tensor-parallel-size 1"
+DEVICE, HOST, STREAM = "--no-fpdt-offload", "--fpdt-offload", "--fpdt-stream-hidden"
+NORMS = f"{MIXTRAL} --sandwich-norm"
 
 
 def ep(size: int) -> str:
@@ -47,6 +51,11 @@ def ep(size: int) -> str:
 
 def cp(ulysses: int, ring: int) -> str:
     return f"--ulysses-parallel-size {ulysses} --ring-parallel-size {ring}"
+
+
+def fpdt(chunk: int, *others: str) -> str:
+    """Chunks of at most this many of the 64 tokens."""
+    return " ".join(("--fpdt --fpdt-chunk-size", str(chunk), *others))
 
 
 # (processes, model, grid)
@@ -82,6 +91,23 @@ CASES = [
     (4, DROPOUT, f"{cp(2, 2)} {ep(2)} {FULL}"),
     (2, DOCUMENTS, f"--ring-parallel-size 2 {ep(2)}"),
     (2, f"{DOCUMENTS} --moe-expert-capacity-factor 1", f"--ring-parallel-size 2 {ep(2)} {A2A}"),
+    # in chunks
+    (1, MIXTRAL, fpdt(22)),
+    (1, DEEPSEEK, fpdt(13, FULL, STREAM)),
+    (1, NORMS, "--ffn-chunks 5"),
+    (1, DROPPED, f"--ffn-chunks 3 {FULL}"),
+    (2, PRE, f"{cp(2, 1)} {ep(2)} {A2A} {fpdt(32, DEVICE)}"),
+    (2, NORMS, f"{cp(1, 2)} {ep(2)} {fpdt(8, HOST, FULL)}"),
+    (2, DEEPSEEK, f"{cp(1, 2)} {ep(2)} {A2A} {fpdt(22, STREAM)} {ZERO1}"),
+    (2, FIRST, f"{cp(2, 1)} {ep(2)} {fpdt(13)}"),
+    (2, DEEPSEEK, f"{P2} {A2A} {fpdt(16)}"),
+    (2, DOCUMENTS, f"--ring-parallel-size 2 {ep(2)} {fpdt(16)}"),
+    (2, PACKED, f"{ep(2)} {A2A} {fpdt(16)} {ZERO1}"),
+    (4, DROPPED, f"{cp(2, 2)} {ep(4)} {A2A} {fpdt(16, HOST)}"),
+    (4, MIXTRAL, f"{T2} {cp(2, 1)} {ep(2)} {A2A} {fpdt(22, FULL)}"),
+    (4, PRE, f"{T2} {cp(1, 2)} {ETP1} {ep(4)} {fpdt(32, STREAM)} {ZERO1}"),
+    (4, DROPOUT, f"{cp(2, 2)} {ep(2)} {fpdt(32)}"),
+    (8, DEEPSEEK, f"{T2} {cp(2, 2)} {ep(4)} {A2A} {fpdt(16, STREAM)}"),
 ]
 CHANGES = (ONE,)  # these change the reference: a micro-batch is the unit of the load-balancing loss
 
@@ -102,9 +128,7 @@ def as_core_does(router: Any) -> None:
 def all_tokens(router: Any) -> None:
     """A mistake: masked tokens count too."""
     route = router.forward
-    router.forward = lambda x, places=None: route(
-        x, None if places is None else torch.where(places < 0, ~places, places)
-    )
+    router.forward = lambda x, places, _: route(x, torch.where(places < 0, ~places, places))
 
 
 def run(flags: str, steps: int = 2, mistake: Any = None) -> dict[str, Any]:
@@ -174,6 +198,20 @@ def test_there_are_enough_cases():
     assert len(CASES) >= 24 and {ep(size) for size in (1, 2, 4)} <= {
         flags for _, _, grid in CASES for flags in settings(grid)
     }
+
+
+def chunk_by_chunk(router: Any) -> None:
+    """A mistake: each chunk has its own statistics."""
+    route = router.forward
+    router.forward = lambda x, places=None, statistics=None: route(x)
+
+
+def test_statistics_of_each_chunk_are_noticed(pool, reference):
+    model = f"{EXPERTS} --moe-aux-loss-coeff 0.02"
+    right, name = reference(model), "decoder.layers.0.mlp.router.weight"
+    (wrong,) = pool.run(run, 1, f"{model} {fpdt(16)}", 1, chunk_by_chunk, timeout=120)
+    error = (wrong["grads"][name] - right["grads"][name]).abs().max() / right["grads"][name].abs().max()
+    assert float(error) > 1e-3 and wrong["auxiliary"] != pytest.approx(right["auxiliary"], rel=1e-3)
 
 
 @pytest.mark.parametrize("mistake", [alone, as_core_does, all_tokens])

@@ -145,8 +145,6 @@ def read(flags: str, world_size: int = 4) -> Config:
 @pytest.mark.parametrize(
     "flags, expected",
     [
-        ("--fpdt --fpdt-chunk-size 32", "--num-experts 8 with --fpdt"),
-        ("--ffn-chunks 2", "--ffn-chunks"),
         ("--lora-rank 4", "--lora-rank"),
         ("--zero-stage 2", "use --zero-stage 1"),
         ("--zero-stage 3", "use --zero-stage 1"),

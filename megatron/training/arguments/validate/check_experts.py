@@ -57,12 +57,9 @@ def complete_experts(config: Config) -> None:
 
 def _combinations(config: Config) -> None:
     """Refuse features that do not work with experts yet."""
-    model, parallel, chunks = config.model, config.parallel, config.chunks
+    model, parallel = config.model, config.parallel
     zero = parallel.zero_stage or 0
-    routes_chunks = "it routes a chunk at a time, and the statistics of experts need all tokens"
     refused = {
-        "--fpdt": (chunks.fpdt, routes_chunks),
-        "--ffn-chunks": (chunks.ffn_chunks, routes_chunks),
         "--lora-rank": (model.lora_rank, "it has no adapters for experts"),
         "--partition-position-embedding": (
             parallel.partition_position_embedding,
