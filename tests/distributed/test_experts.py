@@ -35,7 +35,7 @@ A2A = "--moe-token-dispatcher-type alltoall"
 T2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 P2 = "--pipeline-model-parallel-size 2"
 V2 = "--num-virtual-stages-per-pipeline-rank 2"
-ZERO1 = "--zero-stage 1"
+ZERO1, ZERO2, ZERO3 = (f"--zero-stage {stage}" for stage in (1, 2, 3))
 OVERLAP = f"{ZERO1} --overlap-grad-reduce --overlap-param-gather"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective"
@@ -91,6 +91,18 @@ CASES = [
     (4, DROPOUT, f"{cp(2, 2)} {ep(2)} {FULL}"),
     (2, DOCUMENTS, f"--ring-parallel-size 2 {ep(2)}"),
     (2, f"{DOCUMENTS} --moe-expert-capacity-factor 1", f"--ring-parallel-size 2 {ep(2)} {A2A}"),
+    # weights split over the ranks that hold the same experts
+    (1, MIXTRAL, ZERO3),
+    (2, DEEPSEEK, ZERO2),
+    (2, PRE, f"{cp(2, 1)} {ep(2)} {A2A} {ZERO3}"),
+    (2, MIXTRAL, f"{T2} {ETP1} {ZERO3} {FULL}"),
+    (4, MIXTRAL, f"{cp(1, 2)} {ep(2)} {ZERO3} {A2A}"),
+    (4, DEEPSEEK, f"{T2} {cp(1, 2)} {ep(2)} {ZERO3} {FULL}"),
+    (4, DROPPED, f"{cp(2, 1)} {ep(2)} {ZERO2} {SELECTIVE}"),
+    (4, DROPOUT, f"{cp(2, 1)} {ep(4)} {A2A} {ZERO2}"),
+    (4, DEEPSEEK, f"{cp(2, 1)} {ep(2)} {A2A} {ZERO3} {fpdt(22, STREAM)}"),
+    (4, NORMS, f"{cp(1, 2)} {ep(2)} {ZERO2} {fpdt(13, FULL)}"),
+    (8, MIXTRAL, f"{T2} {cp(1, 2)} {ep(2)} {ZERO3} --loss-chunks 3"),
     # in chunks
     (1, MIXTRAL, fpdt(22)),
     (1, DEEPSEEK, fpdt(13, FULL, STREAM)),
@@ -211,7 +223,9 @@ def test_statistics_of_each_chunk_are_noticed(pool, reference):
     right, name = reference(model), "decoder.layers.0.mlp.router.weight"
     (wrong,) = pool.run(run, 1, f"{model} {fpdt(16)}", 1, chunk_by_chunk, timeout=120)
     error = (wrong["grads"][name] - right["grads"][name]).abs().max() / right["grads"][name].abs().max()
-    assert float(error) > 1e-3 and wrong["auxiliary"] != pytest.approx(right["auxiliary"], rel=1e-3)
+    assert float(error) > 1e-3
+    with pytest.raises(AssertionError):
+        compare([wrong], right)
 
 
 @pytest.mark.parametrize("mistake", [alone, as_core_does, all_tokens])
@@ -389,6 +403,9 @@ def test_a_trained_mixtral_has_the_same_loss_in_transformers(pool, tmp_path):
         (MIXTRAL, (4, f"{T2} {cp(1, 2)} {ep(2)}"), (2, f"{ep(2)} {ZERO1}")),
         pytest.param(MIXTRAL, (1, ""), (4, f"{T2} {cp(2, 1)} {ETP1} {ep(4)} {ZERO1}"), marks=pytest.mark.full),
         pytest.param(DEEPSEEK, (4, f"{P2} {ep(2)} {ZERO1}"), (1, ""), marks=pytest.mark.full),
+        (DEEPSEEK, (4, f"{cp(1, 2)} {ep(2)} {ZERO3}"), (2, f"{cp(2, 1)} {A2A} {ZERO2}")),
+        pytest.param(DEEPSEEK, (2, f"{ep(2)} {ZERO1}"), (4, f"{T2} {ep(2)} {ZERO3}"), marks=pytest.mark.full),
+        pytest.param(DEEPSEEK, (4, f"{ep(4)} {ZERO2}"), (2, f"{T2} {ETP1} {A2A}"), marks=pytest.mark.full),
     ],
 )
 def test_a_checkpoint_is_read_on_another_grid(pool, tmp_path, model, saved, loaded):

@@ -146,8 +146,6 @@ def read(flags: str, world_size: int = 4) -> Config:
     "flags, expected",
     [
         ("--lora-rank 4", "--lora-rank"),
-        ("--zero-stage 2", "use --zero-stage 1"),
-        ("--zero-stage 3", "use --zero-stage 1"),
         ("--transformer-impl transformer_engine", "use --transformer-impl local"),
         (
             "--max-position-embeddings 64 --position-embedding-type learned_absolute --partition-position-embedding",

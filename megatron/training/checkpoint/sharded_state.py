@@ -59,12 +59,13 @@ class Places:
     """Where the parameters of a model chunk lie in a checkpoint."""
 
     pieces: dict[nn.Parameter, list[Piece]]
-    others: list[Any]  # what core saves in addition to parameters
+    others: list[Any]  # what core saves in addition to parameters, buffers among them
 
     def only(self, wanted: Callable[[nn.Parameter, str], bool]) -> Places:
-        """The places of the parameters for which ``wanted(parameter, key)`` is true, without `others`."""
+        """The places of the parameters for which ``wanted(parameter, key)`` is true, and of the buffers."""
         names = {parameter: pieces[0].place.key if pieces else "" for parameter, pieces in self.pieces.items()}
-        return Places({key: pieces for key, pieces in self.pieces.items() if wanted(key, names[key])}, [])
+        pieces = {key: pieces for key, pieces in self.pieces.items() if wanted(key, names[key])}
+        return Places(pieces, [other for other in self.others if isinstance(other, ShardedTensor)])
 
 
 Range = tuple[int, int]  # first element, number of elements
@@ -201,7 +202,10 @@ def weights_state(places: Places, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def load_weights(loaded: dict[str, Any], places: Places) -> None:
-    """Copy the values loaded for :func:`weights_state` into the parameters."""
+    """Copy the values loaded for :func:`weights_state` into the parameters and buffers."""
+    for index, other in enumerate(places.others):
+        if isinstance(other, ShardedTensor):
+            other.data.copy_(loaded[f"other {index}"])
     for number, (parameter, pieces) in enumerate(places.pieces.items()):
         for index, piece in enumerate(pieces):
             piece.put(loaded[f"{number}"][f"{index}"], parameter)

@@ -58,14 +58,12 @@ def complete_experts(config: Config) -> None:
 def _combinations(config: Config) -> None:
     """Refuse features that do not work with experts yet."""
     model, parallel = config.model, config.parallel
-    zero = parallel.zero_stage or 0
     refused = {
         "--lora-rank": (model.lora_rank, "it has no adapters for experts"),
         "--partition-position-embedding": (
             parallel.partition_position_embedding,
             "it uses the groups of experts for positions",
         ),
-        f"--zero-stage {zero}": (zero > 1, "it does not know which ranks hold the same experts: use --zero-stage 1"),
         "--fp8-format": (model.fp8_format, "it is not tested with experts"),
         "--transformer-impl transformer_engine": (
             model.transformer_impl == "transformer_engine",
@@ -74,7 +72,7 @@ def _combinations(config: Config) -> None:
         "--dry-run": (config.simulation.dry_run, "it does not simulate experts: start the run itself"),
         "--elastic": (parallel.elastic, "it chooses grids without experts: give the grid by flags, or --elastic-grids"),
     }
-    refuse_combinations(f"--num-experts {model.num_experts}", refused, {"--zero-stage": "--zero-stage 1"})
+    refuse_combinations(f"--num-experts {model.num_experts}", refused)
     if model.add_bias_linear and model.moe_shared_expert_intermediate_size:
         raise Refusal(
             "--moe-shared-expert-intermediate-size",
