@@ -93,6 +93,7 @@ def shard(chunk: GPTModel, config: Config) -> list[FSDPModule]:
     free = config.parallel.zero_stage == 3
     ignored = partitioned_parameters(chunk)
     layers, units = list(chunk.decoder.layers), []
+    layers += [layer.transformer_layer for layer in chunk.mtp.layers] if chunk.mtp_process else []
 
     def make_unit(module: nn.Module, *, free: bool) -> None:
         module.float()
