@@ -178,7 +178,7 @@ def check_expert_grid(config: Config, world_size: int) -> None:
             f"--moe-shared-expert-intermediate-size {shared}",
             f"is not a multiple of --tensor-model-parallel-size {tensor}: use a multiple",
         )
-    if tensor > 1 and not parallel.sequence_parallel:
+    if tensor > 1 and not parallel.sequence_parallel and not config.run.skip_train:
         raise Refusal(
             f"--num-experts {model.num_experts} with --tensor-model-parallel-size {tensor}",
             "needs tokens that TP splits: add --sequence-parallel",
