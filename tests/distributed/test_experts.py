@@ -240,6 +240,23 @@ def test_a_mistake_in_the_statistics_is_noticed(pool, reference, mistake):
         compare(wrong, right)
 
 
+def with_one_mesh(flags: str) -> dict[str, Any]:
+    """A mistake: ZeRO 2 and 3 split experts over all ranks of DP x CP, which hold different ones."""
+    from unittest.mock import patch
+
+    from megatron.training.model import fsdp
+
+    group = lambda: fsdp.get_data_parallel_group(with_context_parallel=True)  # noqa: E731
+    with patch.object(fsdp, "get_expert_data_parallel_group", group):
+        return run(flags)
+
+
+def test_a_wrong_mesh_is_noticed(pool, reference):
+    wrong = pool.run(with_one_mesh, 2, f"{MIXTRAL} {cp(1, 2)} {ep(2)} {ZERO3}", timeout=120)
+    with pytest.raises(AssertionError):
+        compare(wrong, reference(MIXTRAL))
+
+
 def collapsed(router: Any) -> None:
     """All tokens go to the first two experts: equal scores are decided by the number."""
     torch.nn.init.zeros_(router.weight)
@@ -332,7 +349,7 @@ def test_bytes_of_weights_and_states_are_those_of_the_formula(pool, world, flags
         assert real[2] <= formula[2] == pytest.approx(real[2], rel=2e-3 if ZERO1 in flags else 0)
 
 
-@pytest.mark.parametrize("half", ["--bf16", "--fp16 --loss-scale 256"])
+@pytest.mark.parametrize("half", ["--bf16", "--fp16 --loss-scale 256", f"--bf16 {ZERO3}"])
 def test_half_precision(pool, reference, half):
     """Near-ties may be ordered differently, so this is no comparison to the last bit; a lost factor would show."""
     model = f"{DEEPSEEK} --moe-aux-loss-coeff 1.0"  # the auxiliary loss is most of the router's gradient
