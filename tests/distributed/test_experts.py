@@ -29,6 +29,7 @@ FIRST = f"{DROPPED} --moe-token-drop-policy position"
 DROPOUT = f"{MIXTRAL} --hidden-dropout 0.1 --attention-dropout 0.1"
 DOCUMENTS = f"{MIXTRAL} --attention-mask document --micro-batch-size 1 --global-batch-size 2"
 
+ADAPTED = f"{MIXTRAL} --lora-rank 4 --lora-targets linear_qkv linear_proj --lr 1e-2"
 PACKED = f"{MIXTRAL} --attention-mask document"
 
 A2A = "--moe-token-dispatcher-type alltoall"
@@ -404,11 +405,12 @@ def loss_in_transformers(folder: Path, batch: dict[str, torch.Tensor]) -> float:
     return float((each * mask).sum() / mask.sum())
 
 
-def test_a_trained_mixtral_has_the_same_loss_in_transformers(pool, tmp_path):
+@pytest.mark.parametrize("model", [MIXTRAL, pytest.param(ADAPTED, marks=pytest.mark.full)])
+def test_a_trained_mixtral_has_the_same_loss_in_transformers(pool, tmp_path, model):
     from tools.convert_hf import main as convert
 
-    pool.run(save, 4, f"{MIXTRAL} {cp(2, 1)} {ep(4)} {A2A} {ZERO1}", str(tmp_path / "ours"), timeout=120)
-    loss, batch = pool.run(evaluated_batch, 1, MIXTRAL, str(tmp_path / "ours"), timeout=120)[0]
+    pool.run(save, 4, f"{model} {cp(2, 1)} {ep(4)} {A2A} {ZERO1}", str(tmp_path / "ours"), timeout=120)
+    loss, batch = pool.run(evaluated_batch, 1, model, str(tmp_path / "ours"), timeout=120)[0]
     assert convert(["--from", str(tmp_path / "ours"), "--to-hf", str(tmp_path / "hf")]) == 0
     assert loss_in_transformers(tmp_path / "hf", batch) == pytest.approx(loss, rel=1e-5)
 
@@ -421,6 +423,7 @@ def test_a_trained_mixtral_has_the_same_loss_in_transformers(pool, tmp_path):
         pytest.param(MIXTRAL, (1, ""), (4, f"{T2} {cp(2, 1)} {ETP1} {ep(4)} {ZERO1}"), marks=pytest.mark.full),
         pytest.param(DEEPSEEK, (4, f"{P2} {ep(2)} {ZERO1}"), (1, ""), marks=pytest.mark.full),
         (DEEPSEEK, (4, f"{cp(1, 2)} {ep(2)} {ZERO3}"), (2, f"{cp(2, 1)} {A2A} {ZERO2}")),
+        pytest.param(ADAPTED, (4, f"{cp(2, 1)} {ep(4)} {ZERO1}"), (2, f"{ep(2)} {ZERO3}"), marks=pytest.mark.full),
         pytest.param(DEEPSEEK, (2, f"{ep(2)} {ZERO1}"), (4, f"{T2} {ep(2)} {ZERO3}"), marks=pytest.mark.full),
         pytest.param(DEEPSEEK, (4, f"{cp(2, 1)} {ep(4)} {ZERO2}"), (2, f"{T2} {ETP1} {A2A}"), marks=pytest.mark.full),
     ],

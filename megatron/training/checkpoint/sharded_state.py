@@ -186,7 +186,7 @@ PARTITIONED = "is_expert_parallel"  # core's name; here it marks groups of posit
 def elements_of_shard(optimizer: MegatronOptimizer, parameter: nn.Parameter) -> Range:
     """The elements of a parameter whose states this rank of core's distributed optimizer holds."""
     part = _part_with(optimizer, parameter)
-    if parameter not in part.model_param_gbuf_map:
+    if part is None or parameter not in part.model_param_gbuf_map:  # a frozen parameter
         return 0, 0
     shard = part._get_model_param_range_map(parameter)["param"]
     return shard.start, shard.size
@@ -292,7 +292,7 @@ def parts_of(optimizer: MegatronOptimizer) -> tuple[MegatronOptimizer, MegatronO
     return parts[0], parts[1] if len(parts) > 1 else None
 
 
-def _part_with(optimizer: MegatronOptimizer, parameter: nn.Parameter) -> MegatronOptimizer:
+def _part_with(optimizer: MegatronOptimizer, parameter: nn.Parameter) -> MegatronOptimizer | None:
     main, positions = parts_of(optimizer)
     return main if getattr(parameter, "allreduce", True) else positions
 
