@@ -22,6 +22,7 @@ from megatron.context_parallel.core.expert_choice import (
 from megatron.formulas.flops import forward_flops
 from megatron.formulas.parameters import stage_parameters
 from megatron.formulas.strategy import Workload
+from megatron.inference.load import check_experts
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.models import LLAMA_DEFAULTS, model_shape
 from megatron.training.arguments.parser import parse
@@ -198,6 +199,18 @@ def test_some_experts_need_linear_layers_without_a_bias(flags):
     with pytest.raises(Refusal, match="--disable-bias-linear") as caught:
         parse(f"{BASE} --num-experts 8 --max-position-embeddings 64 {flags}".split(), None, 4)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--moe-expert-capacity-factor 1", "an answer would depend on the other prompts"),
+        ("--expert-model-parallel-size 4 --ulysses-parallel-size 2", "must divide the 2 ranks of TP x CP"),
+    ],
+)
+def test_experts_that_generation_refuses(flags: str, message: str):
+    with pytest.raises(Refusal, match=message):
+        check_experts(read(f"--num-experts 8 {flags}"), "dir")
 
 
 def test_a_dense_model_has_no_experts():
