@@ -95,7 +95,7 @@ CASES = [
     # weights split over the ranks that hold the same experts
     (1, MIXTRAL, ZERO3),
     (2, DEEPSEEK, ZERO2),
-    (2, PRE, f"{cp(2, 1)} {ep(2)} {A2A} {ZERO3}"),
+    (2, PRE, f"{cp(2, 1)} {ep(2)} {A2A} {ZERO3} --loss-chunks 3"),
     (2, MIXTRAL, f"{T2} {ETP1} {ZERO3} {FULL}"),
     (4, MIXTRAL, f"{cp(1, 2)} {ep(2)} {ZERO3} {A2A}"),
     (4, DEEPSEEK, f"{T2} {cp(1, 2)} {ep(2)} {ZERO3} {FULL}"),
@@ -103,14 +103,14 @@ CASES = [
     (4, DROPOUT, f"{cp(2, 1)} {ep(4)} {A2A} {ZERO2}"),
     (4, DEEPSEEK, f"{cp(2, 1)} {ep(2)} {A2A} {ZERO3} {fpdt(22, STREAM)}"),
     (4, NORMS, f"{cp(1, 2)} {ep(2)} {ZERO2} {fpdt(13, FULL)}"),
-    (8, MIXTRAL, f"{T2} {cp(1, 2)} {ep(2)} {ZERO3} --loss-chunks 3"),
+    (8, MIXTRAL, f"{T2} {cp(1, 2)} {ep(2)} {ZERO3}"),
     # in chunks
     (1, MIXTRAL, fpdt(22)),
     (1, DEEPSEEK, fpdt(13, FULL, STREAM)),
     (1, NORMS, "--ffn-chunks 5"),
     (1, DROPPED, f"--ffn-chunks 3 {FULL}"),
     (2, PRE, f"{cp(2, 1)} {ep(2)} {A2A} {fpdt(32, DEVICE)}"),
-    (2, NORMS, f"{cp(1, 2)} {ep(2)} {fpdt(8, HOST, FULL)}"),
+    (2, NORMS, f"{cp(1, 2)} {ep(2)} {fpdt(16, HOST, FULL)}"),
     (2, DEEPSEEK, f"{cp(1, 2)} {ep(2)} {A2A} {fpdt(22, STREAM)} {ZERO1}"),
     (2, FIRST, f"{cp(2, 1)} {ep(2)} {fpdt(13)}"),
     (2, DEEPSEEK, f"{P2} {A2A} {fpdt(16)}"),
@@ -242,13 +242,15 @@ def test_a_mistake_in_the_statistics_is_noticed(pool, reference, mistake):
 
 
 def with_one_mesh(flags: str) -> dict[str, Any]:
-    """A mistake: ZeRO 2 and 3 split experts over all ranks of DP x CP, which hold different ones."""
+    """A mistake: ZeRO 2 and 3 split experts over ranks that hold different ones."""
     from unittest.mock import patch
+
+    import torch.distributed as dist
 
     from megatron.training.model import fsdp
 
-    group = lambda: fsdp.get_data_parallel_group(with_context_parallel=True)  # noqa: E731
-    with patch.object(fsdp, "get_expert_data_parallel_group", group):
+    every = dist.new_group()
+    with patch.object(fsdp, "get_expert_data_parallel_group", lambda: every):
         return run(flags)
 
 
@@ -350,7 +352,9 @@ def test_bytes_of_weights_and_states_are_those_of_the_formula(pool, world, flags
         assert real[2] <= formula[2] == pytest.approx(real[2], rel=2e-3 if ZERO1 in flags else 0)
 
 
-@pytest.mark.parametrize("half", ["--bf16", "--fp16 --loss-scale 256", f"--bf16 {ZERO3}"])
+@pytest.mark.parametrize(
+    "half", ["--bf16", "--fp16 --loss-scale 256", pytest.param(f"--bf16 {ZERO3}", marks=pytest.mark.full)]
+)
 def test_half_precision(pool, reference, half):
     """Near-ties may be ordered differently, so this is no comparison to the last bit; a lost factor would show."""
     model = f"{DEEPSEEK} --moe-aux-loss-coeff 1.0"  # the auxiliary loss is most of the router's gradient

@@ -101,9 +101,7 @@ USUAL = {
     ("qwen3", "U 4"),
     ("bloom", "R 3"),
     ("deepseek, experts", "EP 2 on R 2"),
-    ("deepseek, experts", "TP 2 x R 2"),
     ("mixtral", "EP 2 on TP 2"),
-    ("mixtral", "DP 2 x U 2, EP 2"),
 }
 CASES = [
     pytest.param(kind, grid, marks=() if (kind, grid) in USUAL else pytest.mark.full)
