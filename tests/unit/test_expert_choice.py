@@ -213,6 +213,14 @@ def test_experts_that_generation_refuses(flags: str, message: str):
         check_experts(read(f"--num-experts 8 {flags}"), "dir")
 
 
+def test_zero_3_of_experts_needs_a_mesh_for_each_parameter(monkeypatch):
+    from megatron.training.model import fsdp
+
+    monkeypatch.setattr(fsdp, "ShardPlacementResult", None)  # as in older releases of PyTorch
+    with pytest.raises(Refusal, match="--num-experts with --zero-stage 2 or 3 needs a PyTorch .*: use --zero-stage 1"):
+        fsdp._place_of_experts(torch.device("cpu"))
+
+
 def test_a_dense_model_has_no_experts():
     config = read("--num-experts 1 --moe-router-topk 4 --topk 1")
     assert config.model.num_experts is None
