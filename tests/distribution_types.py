@@ -68,7 +68,7 @@ COLLECTIVES = {
     "context_parallel.attention.ring.GatherSource.blocks": "_TiledAttention",
     "context_parallel.attention.ulysses.all_to_all": "_SequenceToHeads, _HeadsToSequence, _Chunked, _LinearAttention, "
     "_ShortConvolution, _ChunkedLinear",
-    "context_parallel.core.experts.ExpertRouter._balancing_loss": CHECKED,
+    "context_parallel.core.experts.ExpertRouter._over_all_ranks": CHECKED,
     "context_parallel.core.experts.gather_rows": f"GatherRows, SumRows, {CHECKED}",
     "context_parallel.core.experts.sum_rows": "GatherRows, SumRows",
     "context_parallel.fpdt.chunked_loss.all_reduce": "_ChunkedLoss",

@@ -6,7 +6,7 @@ python -m tests.what_works    prints it
 
 from __future__ import annotations
 
-from tests.distributed import test_dropout, test_fpdt, test_rope, test_training
+from tests.distributed import test_dropout, test_experts, test_fpdt, test_later_tokens, test_rope, test_training
 
 # Heading: words; a case counts if its command line has at least one of them. An axis of size 1 does not count.
 SETTINGS = {
@@ -22,6 +22,8 @@ SETTINGS = {
     "ALiBi": ("alibi",),
     "dropout": ("dropout 0.",),
     "GQA": ("--num-query-groups",),
+    "experts": ("--num-experts",),
+    "MTP": ("--mtp-num-layers",),
 }
 
 
@@ -29,6 +31,7 @@ def commands() -> list[str]:
     """Flags of all cases that compare losses and all gradients with one process, in the full run of the tests."""
     triples = test_training.LLAMA_CASES + test_training.GPT_CASES + test_fpdt.LLAMA_CASES + test_fpdt.GPT_CASES
     triples += test_dropout.LLAMA_CASES + test_dropout.GPT_CASES + test_rope.CASES
+    triples += test_experts.CASES + test_later_tokens.CASES
     masked = test_training.cases(test_training.LLAMA)
     triples += [(world, f"{test_training.GQA} {mask}", grid) for world, mask, grid in masked]
     triples += test_training.cases(test_training.LEARNED)

@@ -103,6 +103,10 @@ def host_memory(
             share = share if on_ring else 0
         sums += WIDE * key * (share if workload.causal else count) // count
     hidden = tokens * shape.hidden * itemsize
+    if strategy.fpdt_chunk and shape.mixture:  # a layer with experts also saves their input, if it outlives the layer
+        units = recomputed and strategy.recompute_layers > 1 and not block
+        most = strategy.recompute_layers * streamed if units else layers
+        saved += min(most, sum(shape.mixture.layers))
     states = 0
     if streamed:
         states = (saved + passing) * hidden

@@ -29,7 +29,8 @@ from megatron.training.setup import Runtime
 READ = {
     "parallel": "tensor_model_parallel_size context_parallel_size ulysses_parallel_size ring_parallel_size "
     "hierarchical_context_parallel_sizes cp_comm_type context_parallel_balance pipeline_model_parallel_size "
-    "distributed_backend distributed_timeout_minutes network_interface",
+    "expert_model_parallel_size expert_tensor_parallel_size moe_token_dispatcher_type distributed_backend "
+    "distributed_timeout_minutes network_interface",
     "attention": "attention_kernel attention_mask window_size window_global_tokens window_attn_skip_freq mask_function "
     "mask_cpu_threshold",
     "data": "micro_batch_size tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern "
@@ -117,11 +118,7 @@ def configure(words: Sequence[str], load: str, step: int | None, dtype: str | No
     command = [*words, "--load", load, *([] if step is None else ["--ckpt-step", str(step)])]
     config = parse(command, defaults, world, without_length)
     check_mask(config)
-    if config.model.num_experts:
-        raise Refusal(
-            f"--load {load}: its model has experts (--num-experts {config.model.num_experts}), which generation does "
-            "not support yet; evaluate it with tools/evaluate.py"
-        )
+    check_experts(config, load)
     return config, saved
 
 
@@ -158,6 +155,26 @@ def check_saved(saved: dict[str, Any], load: str) -> None:
             valid = valid and (not several or "list" in field.type)
         if not valid or value not in (field.metadata.get("choices") or [value]):
             raise Refusal(f"--load {load}: the checkpoint's setting {field.name} is {short(value)}, which is invalid")
+
+
+def check_experts(config: Config, load: str) -> None:
+    """Refuse experts whose answers would depend on other prompts, or that are spread over replicas of the model."""
+    model, parallel = config.model, config.parallel
+    if model.num_experts is None:
+        return
+    if model.moe_expert_capacity_factor is not None:
+        raise Refusal(
+            f"--load {load}: its experts have a capacity (--moe-expert-capacity-factor), so an answer would depend on "
+            "the other prompts; evaluate it with tools/evaluate.py"
+        )
+    ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    expert = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
+    if ranks % expert:
+        raise Refusal(
+            f"--expert-model-parallel-size {parallel.expert_model_parallel_size}",
+            "spreads experts over replicas, which answer different prompts: EP times expert TP must divide the "
+            f"{ranks} ranks of TP x CP",
+        )
 
 
 def check_mask(config: Config) -> None:

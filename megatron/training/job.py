@@ -17,6 +17,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel_state import (
     get_data_parallel_group,
+    get_expert_data_parallel_group,
     get_expert_tensor_model_pipeline_parallel_group,
     get_model_parallel_group,
 )
@@ -322,6 +323,8 @@ def params_norm(job: Job) -> float:
     dist.all_reduce(total, group=get_model_parallel_group())
     if job.config.parallel.zero_stage >= 2:
         dist.all_reduce(total, group=get_data_parallel_group(with_context_parallel=True))
+        if job.config.model.num_experts:
+            dist.all_reduce(partitioned, group=get_expert_data_parallel_group())
     if job.config.parallel.partition_position_embedding or job.config.model.num_experts:
         dist.all_reduce(partitioned, group=get_expert_tensor_model_pipeline_parallel_group())
     return float((total + partitioned).sqrt())

@@ -156,7 +156,7 @@ def train_step(
     if bad and not watch.skips:
         raise Diverged(result, own=not all(bool(report.isfinite().all()) for report in reports))
     if updated:
-        if config.model.moe_router_enable_expert_bias:
+        if config.model.moe_router_enable_expert_bias and not config.model.lora_rank:
             move_biases(chunks, table, config.model)
         samples = num_microbatches * config.data.micro_batch_size * runtime.grid.data.size
         schedule.step(samples * schedule_unit(config, length))

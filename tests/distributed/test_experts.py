@@ -29,16 +29,21 @@ FIRST = f"{DROPPED} --moe-token-drop-policy position"
 DROPOUT = f"{MIXTRAL} --hidden-dropout 0.1 --attention-dropout 0.1"
 DOCUMENTS = f"{MIXTRAL} --attention-mask document --micro-batch-size 1 --global-batch-size 2"
 
+ADAPTED = f"{MIXTRAL} --lora-rank 4 --lora-targets linear_qkv linear_proj --lr 1e-2"
+PACKED = f"{MIXTRAL} --attention-mask document"
+
 A2A = "--moe-token-dispatcher-type alltoall"
 T2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 P2 = "--pipeline-model-parallel-size 2"
 V2 = "--num-virtual-stages-per-pipeline-rank 2"
-ZERO1 = "--zero-stage 1"
+ZERO1, ZERO2, ZERO3 = (f"--zero-stage {stage}" for stage in (1, 2, 3))
 OVERLAP = f"{ZERO1} --overlap-grad-reduce --overlap-param-gather"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective"
 ONE = "--micro-batch-size 1"
 ETP1 = "--expert-tensor-parallel-size 1"
+DEVICE, HOST, STREAM = "--no-fpdt-offload", "--fpdt-offload", "--fpdt-stream-hidden"
+NORMS = f"{MIXTRAL} --sandwich-norm"
 
 
 def ep(size: int) -> str:
@@ -47,6 +52,11 @@ def ep(size: int) -> str:
 
 def cp(ulysses: int, ring: int) -> str:
     return f"--ulysses-parallel-size {ulysses} --ring-parallel-size {ring}"
+
+
+def fpdt(chunk: int, *others: str) -> str:
+    """Chunks of at most this many of the 64 tokens."""
+    return " ".join(("--fpdt --fpdt-chunk-size", str(chunk), *others))
 
 
 # (processes, model, grid)
@@ -82,6 +92,35 @@ CASES = [
     (4, DROPOUT, f"{cp(2, 2)} {ep(2)} {FULL}"),
     (2, DOCUMENTS, f"--ring-parallel-size 2 {ep(2)}"),
     (2, f"{DOCUMENTS} --moe-expert-capacity-factor 1", f"--ring-parallel-size 2 {ep(2)} {A2A}"),
+    # weights split over the ranks that hold the same experts
+    (1, MIXTRAL, ZERO3),
+    (2, DEEPSEEK, ZERO2),
+    (2, PRE, f"{cp(2, 1)} {ep(2)} {A2A} {ZERO3} --loss-chunks 3"),
+    (2, MIXTRAL, f"{T2} {ETP1} {ZERO3} {FULL}"),
+    (4, MIXTRAL, f"{cp(1, 2)} {ep(2)} {ZERO3} {A2A}"),
+    (4, DEEPSEEK, f"{T2} {cp(1, 2)} {ep(2)} {ZERO3} {FULL}"),
+    (4, DROPPED, f"{cp(2, 1)} {ep(2)} {ZERO2} {SELECTIVE}"),
+    (4, DROPOUT, f"{cp(2, 1)} {ep(4)} {A2A} {ZERO2}"),
+    (4, DEEPSEEK, f"{cp(2, 1)} {ep(2)} {A2A} {ZERO3} {fpdt(22, STREAM)}"),
+    (4, NORMS, f"{cp(1, 2)} {ep(2)} {ZERO2} {fpdt(13, FULL)}"),
+    (8, MIXTRAL, f"{T2} {cp(1, 2)} {ep(2)} {ZERO3}"),
+    # in chunks
+    (1, MIXTRAL, fpdt(22)),
+    (1, DEEPSEEK, fpdt(13, FULL, STREAM)),
+    (1, NORMS, "--ffn-chunks 5"),
+    (1, DROPPED, f"--ffn-chunks 3 {FULL}"),
+    (2, PRE, f"{cp(2, 1)} {ep(2)} {A2A} {fpdt(32, DEVICE)}"),
+    (2, NORMS, f"{cp(1, 2)} {ep(2)} {fpdt(16, HOST, FULL)}"),
+    (2, DEEPSEEK, f"{cp(1, 2)} {ep(2)} {A2A} {fpdt(22, STREAM)} {ZERO1}"),
+    (2, FIRST, f"{cp(2, 1)} {ep(2)} {fpdt(13)}"),
+    (2, DEEPSEEK, f"{P2} {A2A} {fpdt(16)}"),
+    (2, DOCUMENTS, f"--ring-parallel-size 2 {ep(2)} {fpdt(16)}"),
+    (2, PACKED, f"{ep(2)} {A2A} {fpdt(16)} {ZERO1}"),
+    (4, DROPPED, f"{cp(2, 2)} {ep(4)} {A2A} {fpdt(16, HOST)}"),
+    (4, MIXTRAL, f"{T2} {cp(2, 1)} {ep(2)} {A2A} {fpdt(22, FULL)}"),
+    (4, PRE, f"{T2} {cp(1, 2)} {ETP1} {ep(4)} {fpdt(32, STREAM)} {ZERO1}"),
+    (4, DROPOUT, f"{cp(2, 2)} {ep(2)} {fpdt(32)}"),
+    (8, DEEPSEEK, f"{T2} {cp(2, 2)} {ep(4)} {A2A} {fpdt(16, STREAM)}"),
 ]
 CHANGES = (ONE,)  # these change the reference: a micro-batch is the unit of the load-balancing loss
 
@@ -102,9 +141,7 @@ def as_core_does(router: Any) -> None:
 def all_tokens(router: Any) -> None:
     """A mistake: masked tokens count too."""
     route = router.forward
-    router.forward = lambda x, places=None: route(
-        x, None if places is None else torch.where(places < 0, ~places, places)
-    )
+    router.forward = lambda x, places, _: route(x, torch.where(places < 0, ~places, places))
 
 
 def run(flags: str, steps: int = 2, mistake: Any = None) -> dict[str, Any]:
@@ -176,6 +213,22 @@ def test_there_are_enough_cases():
     }
 
 
+def chunk_by_chunk(router: Any) -> None:
+    """A mistake: each chunk has its own statistics."""
+    route = router.forward
+    router.forward = lambda x, places=None, statistics=None: route(x)
+
+
+def test_statistics_of_each_chunk_are_noticed(pool, reference):
+    model = f"{EXPERTS} --moe-aux-loss-coeff 0.02"
+    right, name = reference(model), "decoder.layers.0.mlp.router.weight"
+    (wrong,) = pool.run(run, 1, f"{model} {fpdt(16)}", 1, chunk_by_chunk, timeout=120)
+    error = (wrong["grads"][name] - right["grads"][name]).abs().max() / right["grads"][name].abs().max()
+    assert float(error) > 1e-3
+    with pytest.raises(AssertionError):
+        compare([wrong], right)
+
+
 @pytest.mark.parametrize("mistake", [alone, as_core_does, all_tokens])
 def test_a_mistake_in_the_statistics_is_noticed(pool, reference, mistake):
     """The router's gradient is wrong by far more than the tolerance."""
@@ -186,6 +239,25 @@ def test_a_mistake_in_the_statistics_is_noticed(pool, reference, mistake):
     assert float((grad - expected).abs().max() / expected.abs().max()) > 1e-3
     with pytest.raises(AssertionError):
         compare(wrong, right)
+
+
+def with_one_mesh(flags: str) -> dict[str, Any]:
+    """A mistake: ZeRO 2 and 3 split experts over ranks that hold different ones."""
+    from unittest.mock import patch
+
+    import torch.distributed as dist
+
+    from megatron.training.model import fsdp
+
+    every = dist.new_group()
+    with patch.object(fsdp, "get_expert_data_parallel_group", lambda: every):
+        return run(flags)
+
+
+def test_a_wrong_mesh_is_noticed(pool, reference):
+    wrong = pool.run(with_one_mesh, 2, f"{MIXTRAL} {cp(1, 2)} {ep(2)} {ZERO3}", timeout=120)
+    with pytest.raises(AssertionError):
+        compare(wrong, reference(MIXTRAL))
 
 
 def collapsed(router: Any) -> None:
@@ -280,7 +352,9 @@ def test_bytes_of_weights_and_states_are_those_of_the_formula(pool, world, flags
         assert real[2] <= formula[2] == pytest.approx(real[2], rel=2e-3 if ZERO1 in flags else 0)
 
 
-@pytest.mark.parametrize("half", ["--bf16", "--fp16 --loss-scale 256"])
+@pytest.mark.parametrize(
+    "half", ["--bf16", "--fp16 --loss-scale 256", pytest.param(f"--bf16 {ZERO3}", marks=pytest.mark.full)]
+)
 def test_half_precision(pool, reference, half):
     """Near-ties may be ordered differently, so this is no comparison to the last bit; a lost factor would show."""
     model = f"{DEEPSEEK} --moe-aux-loss-coeff 1.0"  # the auxiliary loss is most of the router's gradient
@@ -335,11 +409,12 @@ def loss_in_transformers(folder: Path, batch: dict[str, torch.Tensor]) -> float:
     return float((each * mask).sum() / mask.sum())
 
 
-def test_a_trained_mixtral_has_the_same_loss_in_transformers(pool, tmp_path):
+@pytest.mark.parametrize("model", [MIXTRAL, pytest.param(ADAPTED, marks=pytest.mark.full)])
+def test_a_trained_mixtral_has_the_same_loss_in_transformers(pool, tmp_path, model):
     from tools.convert_hf import main as convert
 
-    pool.run(save, 4, f"{MIXTRAL} {cp(2, 1)} {ep(4)} {A2A} {ZERO1}", str(tmp_path / "ours"), timeout=120)
-    loss, batch = pool.run(evaluated_batch, 1, MIXTRAL, str(tmp_path / "ours"), timeout=120)[0]
+    pool.run(save, 4, f"{model} {cp(2, 1)} {ep(4)} {A2A} {ZERO1}", str(tmp_path / "ours"), timeout=120)
+    loss, batch = pool.run(evaluated_batch, 1, model, str(tmp_path / "ours"), timeout=120)[0]
     assert convert(["--from", str(tmp_path / "ours"), "--to-hf", str(tmp_path / "hf")]) == 0
     assert loss_in_transformers(tmp_path / "hf", batch) == pytest.approx(loss, rel=1e-5)
 
@@ -351,6 +426,10 @@ def test_a_trained_mixtral_has_the_same_loss_in_transformers(pool, tmp_path):
         (MIXTRAL, (4, f"{T2} {cp(1, 2)} {ep(2)}"), (2, f"{ep(2)} {ZERO1}")),
         pytest.param(MIXTRAL, (1, ""), (4, f"{T2} {cp(2, 1)} {ETP1} {ep(4)} {ZERO1}"), marks=pytest.mark.full),
         pytest.param(DEEPSEEK, (4, f"{P2} {ep(2)} {ZERO1}"), (1, ""), marks=pytest.mark.full),
+        (DEEPSEEK, (4, f"{cp(1, 2)} {ep(2)} {ZERO3}"), (2, f"{cp(2, 1)} {A2A} {ZERO2}")),
+        pytest.param(ADAPTED, (4, f"{cp(2, 1)} {ep(4)} {ZERO1}"), (2, f"{ep(2)} {ZERO3}"), marks=pytest.mark.full),
+        pytest.param(DEEPSEEK, (2, f"{ep(2)} {ZERO1}"), (4, f"{T2} {ep(2)} {ZERO3}"), marks=pytest.mark.full),
+        pytest.param(DEEPSEEK, (4, f"{cp(2, 1)} {ep(4)} {ZERO2}"), (2, f"{T2} {ETP1} {A2A}"), marks=pytest.mark.full),
     ],
 )
 def test_a_checkpoint_is_read_on_another_grid(pool, tmp_path, model, saved, loaded):

@@ -35,6 +35,13 @@ GEMMA = LLAMA | {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 
                  "layer_types": ["sliding_attention", "full_attention"], "pad_token_id": None}  # fmt: skip
 BASES = {"sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
          "full_attention": {"rope_type": "default", "rope_theta": 20000.0}}  # fmt: skip
+LATENTS = {
+    "rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 1.2}, "num_key_value_heads": 8, "q_lora_rank": 24,
+    "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 2,
+    "rms_norm_eps": 1e-6,
+}  # fmt: skip
+ROUTED = {"n_routed_experts": 8, "moe_intermediate_size": 32, "n_shared_experts": 1, "num_experts_per_tok": 4,
+          "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}  # fmt: skip
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", LLAMA),
     "llama, YaRN": ("llama", LLAMA | {"rope_parameters": YARN}),
@@ -59,22 +66,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "bloom": ("bloom", SIZES | {"n_layer": 2, "n_head": 8, "eos_token_id": 2}),
-    "deepseek": (
-        "deepseek_v3",
-        LLAMA
-        | {"rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 1.2}}
-        | {
-            "num_key_value_heads": 8,
-            "q_lora_rank": 24,
-            "kv_lora_rank": 24,
-            "qk_nope_head_dim": 12,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 16,
-            "first_k_dense_replace": 2,
-            "rms_norm_eps": 1e-6,
-        },
-    ),
+    "deepseek": ("deepseek_v3", LLAMA | LATENTS),
+    "deepseek, experts": ("deepseek_v3", LLAMA | LATENTS | ROUTED),
+    "mixtral": ("mixtral", LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
+WITH_EXPERTS = ("deepseek, experts", "mixtral")
+ALL_TO_ALL = "--moe-token-dispatcher-type alltoall"
 NULL = f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1}"
 LENGTHS, NEW = (5, 23, 5, 37, 1), 40  # decoded tokens reach every rank of a ring of two
 GRIDS = {
@@ -95,6 +92,20 @@ GRIDS = {
     "PP 2 x U 2": (4, "--pipeline-model-parallel-size 2 --ulysses-parallel-size 2"),
     "DP 2, two at once": (2, "--micro-batch-size 2"),
 }
+EXPERT_GRIDS = {
+    "EP 2 on U 2": (2, "--ulysses-parallel-size 2 --expert-model-parallel-size 2"),
+    "EP 2 on R 2": (2, f"--ring-parallel-size 2 --expert-model-parallel-size 2 {ALL_TO_ALL}"),
+    "EP 2 on TP 2": (
+        2,
+        "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --expert-model-parallel-size 2",
+    ),
+    "TP 2 x U 2, EP 2": (
+        4,
+        f"--tensor-model-parallel-size 2 --ulysses-parallel-size 2 --expert-model-parallel-size 2 {ALL_TO_ALL}",
+    ),
+    "PP 2 x U 2, EP 2": (4, f"{GRIDS['PP 2 x U 2'][1]} --expert-model-parallel-size 2"),
+    "DP 2 x U 2, EP 2": (4, "--micro-batch-size 1 --ulysses-parallel-size 2 --expert-model-parallel-size 2"),
+}
 USUAL = {
     ("deepseek", "TP 2 x R 2"),
     ("deepseek", "U 2 x R 2"),
@@ -106,11 +117,13 @@ USUAL = {
     ("qwen3_next", "TP 2 x R 2"),
     ("qwen3_next", "U 2 x R 2"),
     ("bloom", "R 3"),
+    ("deepseek, experts", "EP 2 on R 2"),
+    ("mixtral", "EP 2 on TP 2"),
 }
 CASES = [
     pytest.param(kind, grid, marks=() if (kind, grid) in USUAL else pytest.mark.full)
     for kind in KINDS
-    for grid in GRIDS
+    for grid in (*GRIDS, *(EXPERT_GRIDS if kind in WITH_EXPERTS else ()))
 ]
 
 
@@ -122,10 +135,10 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def readable(folders, tmp_path_factory):
-    """The folder that --load takes: that of transformers, or with latents or states a converted one."""
+    """The folder that --load takes: that of transformers, or with latents, states or experts a converted one."""
 
     def converted(kind: str) -> Path:
-        if kind not in ("deepseek", "qwen3_next"):
+        if kind not in ("deepseek", "qwen3_next", *WITH_EXPERTS):
             return folders(kind)
         folder = tmp_path_factory.mktemp("converted") / "ours"
         assert convert(["--from-hf", str(folders(kind)), "--to", str(folder)]) == 0
@@ -200,7 +213,7 @@ def answers(folder: Path, flags: str, drawn: dict[str, Any] | None = None) -> tu
 
 @pytest.mark.parametrize("kind, grid", CASES)
 def test_token_for_token_as_transformers(pool, readable, transformers_tokens, kind, grid):
-    world, flags = GRIDS[grid]
+    world, flags = (GRIDS | EXPERT_GRIDS)[grid]
     expected = transformers_tokens(kind)
     for tokens, held, formula in pool.run(answers, world, readable(kind), flags):
         assert tokens == expected

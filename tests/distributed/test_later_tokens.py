@@ -23,6 +23,17 @@ LATENT = (
     f"{MTP} --multi-latent-attention --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 "
     "--attention-dropout 0.1"
 )
+EXPERTS = f"{MTP} --num-experts 8 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.02 --moe-z-loss-coeff 0.002"
+DEEPSEEK = (
+    f"{LATENT} --num-experts 8 --moe-ffn-hidden-size 48 --moe-layer-freq [0]+[1] --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01 --moe-router-dtype fp32 "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 --moe-shared-expert-intermediate-size 32"
+)
+A2A, EP2, EP4 = "--moe-token-dispatcher-type alltoall", *(f"--expert-model-parallel-size {size}" for size in (2, 4))
+UNBALANCED = (
+    f"{MTP} --num-experts 4 --moe-ffn-hidden-size 48 --moe-router-load-balancing-type none --moe-aux-loss-coeff 0"
+)
+ZERO2, ZERO3, CHUNKS = "--zero-stage 2", "--zero-stage 3", "--fpdt --fpdt-chunk-size 16"
 LAYERS = f"{MTP} --window-size 16,0 --window-attn-skip-freq 2"
 
 # (processes, model, grid)
@@ -51,6 +62,24 @@ CASES = [
     (4, LATENT, f"{T2} {SP} {cp(2, 1)} {FULL}"),
     (2, LAYERS, cp(1, 2)),
     (2, ONE, f"{cp(1, 2)} --recompute-granularity selective"),
+    (1, EXPERTS, FULL),
+    (2, EXPERTS, f"{cp(1, 2)} {EP2} {A2A}"),
+    (4, EXPERTS, f"{T2} {SP} {cp(2, 1)} {EP2} --zero-stage 1"),
+    (2, EXPERTS, P2),
+    (4, EXPERTS, f"{cp(1, 2)} {EP2} {A2A} {ZERO3}"),
+    (4, EXPERTS, f"{cp(2, 2)} {EP4} {CHUNKS}"),
+    (4, DEEPSEEK, f"{cp(1, 2)} {EP4} {A2A} --zero-stage 1"),
+    (4, DEEPSEEK, f"{P2} {cp(2, 1)} {EP2}"),
+    (4, DEEPSEEK, f"{cp(2, 1)} {EP2} {ZERO2} {FULL}"),
+    (2, MTP, ZERO2),
+    (2, MTP, f"{cp(1, 2)} {ZERO3} --loss-chunks 4"),
+    (4, TIED, f"{cp(1, 2)} {ZERO3} {FULL}"),
+    (2, MTP, f"{T2} {SP} {ZERO3}"),
+    (1, MTP, "--ffn-chunks 3"),
+    (2, MTP, f"{cp(1, 2)} {CHUNKS} {FULL}"),
+    (2, DOCUMENTS, f"--ring-parallel-size 2 {CHUNKS}"),
+    (2, TIED, f"{P2} {CHUNKS}"),
+    (2, MTP, f"{T2} {SP} {CHUNKS}"),
 ]
 
 
@@ -73,6 +102,7 @@ def run(flags: str, mistake: Callable | None = None, steps: int = 2) -> tuple[li
     finally:
         module.shifted = right
     losses = [loss for one in results for loss in (one.lm_loss, *one.further.values())]
+    losses += [loss for one in results if one.experts for loss in one.experts.losses.values()]
     return losses, [one.grad_norm for one in results], grads
 
 
@@ -89,7 +119,11 @@ def held(_: int, model: str, grid: str) -> set:
 @pytest.mark.parametrize("world, model, grid", by_pairs(CASES, held, seconds))
 def test_losses_and_gradients_do_not_depend_on_the_grid(pool, reference, world, model, grid):
     expected = reference(model)
-    assert len(expected[0]) == 2 * (2 if model == ONE else 3) and "mtp.layers.0.eh_proj.weight" in expected[2]
+    further = {EXPERTS: 2, DEEPSEEK: 1}.get(model, 0)  # auxiliary losses
+    assert (
+        len(expected[0]) == 2 * (2 + further if model == ONE else 3 + further)
+        and "mtp.layers.0.eh_proj.weight" in expected[2]
+    )
     compare(pool.run(run, world, f"{model} {grid}", timeout=180), expected)
 
 
@@ -142,7 +176,9 @@ def by_hand(flags: str) -> tuple[list[float], list[float], dict[str, torch.Tenso
     return [float(total) / count for total, count in zip(sums, counts)], [norm_of_all], gradients
 
 
-@pytest.mark.parametrize("model, world, grid", [(MTP, 1, ""), (MTP, 2, cp(1, 2)), (DOCUMENTS, 2, cp(1, 2))])
+@pytest.mark.parametrize(
+    "model, world, grid", [(MTP, 1, ""), (MTP, 2, cp(1, 2)), (DOCUMENTS, 2, cp(1, 2)), (UNBALANCED, 2, EP2)]
+)
 def test_against_a_computation_written_out(pool, shared, model, world, grid):
     expected = shared(("by hand", model), lambda: pool.run(by_hand, 1, model, timeout=120)[0])
     compare(pool.run(run, world, f"{model} {grid}", None, 1, timeout=120), expected)
@@ -184,7 +220,13 @@ def test_a_mistake_is_noticed(pool, reference, mistake, model, world, grid):
         compare(wrong, right)
 
 
-@pytest.mark.parametrize("model, saved, loaded", [(MTP, (2, f"{cp(1, 2)} --zero-stage 1"), (4, f"{T2} {SP} {P2}"))])
+@pytest.mark.parametrize(
+    "model, saved, loaded",
+    [
+        (MTP, (2, f"{cp(1, 2)} --zero-stage 1"), (4, f"{T2} {SP} {P2}")),
+        pytest.param(DEEPSEEK, (4, f"{cp(1, 2)} {EP4} {ZERO3}"), (4, f"{T2} {SP} {P2}"), marks=pytest.mark.full),
+    ],
+)
 def test_a_checkpoint_is_read_on_another_grid(pool, tmp_path, model, saved, loaded):
     after = pool.run(save, saved[0], f"{model} {saved[1]}", str(tmp_path), timeout=120)[0]
     for losses in pool.run(resume, loaded[0], f"{model} {loaded[1]}", str(tmp_path), timeout=120):

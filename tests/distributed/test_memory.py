@@ -19,6 +19,8 @@ from tests.distributed.test_training import FULL, GQA, MHA, P2, SP, T2, cp
 from tests.distributed.training_runs import LLAMA, RUN, SHAPE, make_job, train_job
 from tests.pairs import by_pairs, settings
 
+EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 48 --moe-layer-freq [0]+[1]*3"
+
 
 def host_memory_of_a_run(flags, steps):
     """(estimated, most in use) on this rank."""
@@ -39,6 +41,10 @@ CASES = [
     (1, f"{GQA} {TWO} {HOST}"),
     (1, f"{GQA} {fpdt(16, STREAM)}"),
     (1, f"{GQA} {fpdt(16, STREAM, FULL)}"),
+    (1, f"{GQA} {EXPERTS} {fpdt(16, STREAM)}"),
+    (1, f"{GQA} {EXPERTS} {fpdt(16, STREAM, FULL)}"),
+    (1, f"{GQA} {EXPERTS} {fpdt(16, FULL, HOST)}"),
+    (1, f"{GQA} {EXPERTS} {fpdt(16, STREAM)} --recompute-granularity full --recompute-num-layers 2"),
     (2, f"{GQA} {cp(2, 1)} {fpdt(16, FULL, HOST)}"),
     (2, f"{GQA} {cp(1, 2)} {fpdt(16)}"),
     (2, f"{GQA} {T2} {SP} {fpdt(16, HOST)}"),

@@ -199,6 +199,8 @@ T2, SP, P2 = "--tensor-model-parallel-size 2", "--sequence-parallel", "--pipelin
 R2_OF_LORA, U2_OF_LORA = "--ring-parallel-size 2", "--ulysses-parallel-size 2"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 FPDT = "--fpdt --fpdt-chunk-size 16"
+EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.02 --lora-targets linear_qkv linear_proj"
+EP2 = "--expert-model-parallel-size 2"
 
 
 def tune_lora(flags: str, steps: int = 3, llama: bool = True, zeros: bool = False):
@@ -240,11 +242,14 @@ def lora_alone(pool):
         (2, "", f"{T2} {SP}", True),
         (4, "", f"{U2_OF_LORA} {R2_OF_LORA} --zero-stage 1 {FULL}", True),
         (4, "", f"{T2} {P2} --micro-batch-size 1", True),
+        (2, EXPERTS, f"{R2_OF_LORA} {EP2} --zero-stage 3", True),
         *also_in_full(
             (2, "", f"--zero-stage 3 {R2_OF_LORA} --loss-chunks 3", True),
             (2, "", f"{FPDT} --fpdt-stream-hidden {U2_OF_LORA} {FULL}", True),
             (1, "", f"{FULL} --loss-chunks 2", True),
             (2, "", T2, True),
+            (2, EXPERTS, f"{U2_OF_LORA} {EP2} --moe-token-dispatcher-type alltoall {FPDT}", True),
+            (4, EXPERTS, f"{T2} {SP} {R2_OF_LORA} {EP2} --zero-stage 1 {FULL}", True),
             (2, "", f"{T2} {SP} {FULL}", True),
             (2, "", "--zero-stage 2 --micro-batch-size 1", True),
             (4, "", f"--zero-stage 3 {T2} {SP} {U2_OF_LORA} {FULL} --micro-batch-size 1", True),

@@ -22,6 +22,7 @@ from megatron.context_parallel.core.expert_choice import (
 from megatron.formulas.flops import forward_flops
 from megatron.formulas.parameters import stage_parameters
 from megatron.formulas.strategy import Workload
+from megatron.inference.load import check_experts
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.models import LLAMA_DEFAULTS, model_shape
 from megatron.training.arguments.parser import parse
@@ -145,11 +146,7 @@ def read(flags: str, world_size: int = 4) -> Config:
 @pytest.mark.parametrize(
     "flags, expected",
     [
-        ("--fpdt --fpdt-chunk-size 32", "--num-experts 8 with --fpdt"),
-        ("--ffn-chunks 2", "--ffn-chunks"),
-        ("--lora-rank 4", "--lora-rank"),
-        ("--zero-stage 2", "use --zero-stage 1"),
-        ("--zero-stage 3", "use --zero-stage 1"),
+        ("--lora-rank 4", "use --lora-targets linear_qkv linear_proj"),
         ("--transformer-impl transformer_engine", "use --transformer-impl local"),
         (
             "--max-position-embeddings 64 --position-embedding-type learned_absolute --partition-position-embedding",
@@ -202,6 +199,26 @@ def test_some_experts_need_linear_layers_without_a_bias(flags):
     with pytest.raises(Refusal, match="--disable-bias-linear") as caught:
         parse(f"{BASE} --num-experts 8 --max-position-embeddings 64 {flags}".split(), None, 4)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--moe-expert-capacity-factor 1", "an answer would depend on the other prompts"),
+        ("--expert-model-parallel-size 4 --ulysses-parallel-size 2", "must divide the 2 ranks of TP x CP"),
+    ],
+)
+def test_experts_that_generation_refuses(flags: str, message: str):
+    with pytest.raises(Refusal, match=message):
+        check_experts(read(f"--num-experts 8 {flags}"), "dir")
+
+
+def test_zero_3_of_experts_needs_a_mesh_for_each_parameter(monkeypatch):
+    from megatron.training.model import fsdp
+
+    monkeypatch.setattr(fsdp, "ShardPlacementResult", None)  # as in older releases of PyTorch
+    with pytest.raises(Refusal, match="--num-experts with --zero-stage 2 or 3 needs a PyTorch .*: use --zero-stage 1"):
+        fsdp._place_of_experts(torch.device("cpu"))
 
 
 def test_a_dense_model_has_no_experts():

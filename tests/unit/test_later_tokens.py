@@ -22,10 +22,10 @@ MTP = "--mtp-num-layers 1"
 
 @pytest.mark.parametrize(
     "flags",
-    ["--fpdt", "--ffn-chunks 4", "--lora-rank 4", "--num-experts 4", "--embed-layernorm", "--hidden-dropout 0.1",
+    ["--fpdt-stream-hidden --fpdt", "--lora-rank 4", "--embed-layernorm", "--hidden-dropout 0.1",
      "--position-embedding-type learned_absolute --max-position-embeddings 64", "--fp8-format hybrid",
      "--transformer-impl transformer_engine",
-     "--zero-stage 2", "--zero-stage 3", "--dry-run --gpu H100-80G", "--offload-checkpoints",
+     "--dry-run --gpu H100-80G", "--offload-checkpoints",
      "--elastic --gpu H100-80G --save out/a --load out/a --global-batch-size 2"],
 )  # fmt: skip
 def test_refused(flags: str) -> None:
@@ -62,9 +62,10 @@ def test_shifted() -> None:
     assert shifted(batch, torch.tensor([0, 1, 2, 3, 4]), 2)["loss_mask"].tolist() == [[1, 1, 0, 1, 0]]
 
 
-def test_flops() -> None:
-    """Each layer costs a layer, a projection of 2 h to h and the output layer."""
-    sizes = [step_flops(parse(f"{BASE} {flags}".split(), LLAMA_DEFAULTS, 1), 301).model for flags in
+@pytest.mark.parametrize("model", ["", "--num-experts 4 --moe-ffn-hidden-size 48"])
+def test_flops(model: str) -> None:
+    """Each layer costs a layer like the last, a projection of 2 h to h and the output layer."""
+    sizes = [step_flops(parse(f"{BASE} {model} {flags}".split(), LLAMA_DEFAULTS, 1), 301).model for flags in
              ("", "--num-layers 4", "--mtp-num-layers 2")]  # fmt: skip
     plain, longer, ahead = sizes
     assert ahead - plain == pytest.approx(longer - plain + 2 * 3 * 2 * 64 * (2 * 64 * 64 + 64 * 301))

@@ -115,18 +115,27 @@ def balance(logits_nE: Tensor, rule: RouterRule, counted_n: Tensor, samples: int
     Returns:
         (sums of the probabilities [samples, E], choices [samples, E], counted tokens [samples]) of this rank's tokens.
     """
-    wide = torch.promote_types(logits_nE.dtype, torch.float32)
-    if rule.score_function == "sigmoid":
-        scores = torch.sigmoid(logits_nE.to(wide))
-        scores = scores / (scores.sum(dim=-1, keepdim=True) + TINY)
-    else:
-        scores = torch.softmax(logits_nE, dim=-1, dtype=wide)
+    scores, counted = _likelihoods(logits_nE, rule), counted_n[:, None]
     chosen = torch.zeros_like(scores).scatter(1, best(scores.detach(), rule.topk), 1.0)  # without groups and bias
-    counted = counted_n[:, None].to(wide)
-    probabilities, choices, tokens = (
-        part.unflatten(0, (-1, samples)).sum(dim=0) for part in (scores * counted, chosen * counted, counted)
+    return (
+        probability_sums(logits_nE, rule, counted_n, samples),
+        (chosen * counted).unflatten(0, (-1, samples)).sum(dim=0),
+        counted.to(scores.dtype).unflatten(0, (-1, samples)).sum(dim=0)[:, 0],
     )
-    return probabilities, choices, tokens[:, 0]
+
+
+def probability_sums(logits_nE: Tensor, rule: RouterRule, counted_n: Tensor, samples: int = 1) -> Tensor:
+    """The first result of :func:`balance`, the only one with a gradient."""
+    return (_likelihoods(logits_nE, rule) * counted_n[:, None]).unflatten(0, (-1, samples)).sum(dim=0)
+
+
+def _likelihoods(logits_nE: Tensor, rule: RouterRule) -> Tensor:
+    """Scores of at least fp32 that add up to 1 for each token."""
+    wide = torch.promote_types(logits_nE.dtype, torch.float32)
+    if rule.score_function != "sigmoid":
+        return torch.softmax(logits_nE, dim=-1, dtype=wide)
+    scores = torch.sigmoid(logits_nE.to(wide))
+    return scores / (scores.sum(dim=-1, keepdim=True) + TINY)
 
 
 def balancing_loss(probabilities_sE: Tensor, choices_sE: Tensor, tokens_s: Tensor, topk: int) -> Tensor:

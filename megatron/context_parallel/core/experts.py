@@ -16,6 +16,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,9 +40,11 @@ from megatron.context_parallel.core.expert_choice import (
     balancing_loss,
     capacity,
     choose,
+    probability_sums,
     within_capacity,
     z_loss,
 )
+from megatron.context_parallel.layout.spans import Span
 
 SUMS = ("load_balancing_loss", "seq_load_balancing_loss", "z_loss", "tokens")  # they follow the counts in ``seen``
 EXPERT = "local_experts"  # part of the names of experts' parameters, before their number on this rank
@@ -50,6 +53,28 @@ EXPERT = "local_experts"  # part of the names of experts' parameters, before the
 def places(positions_s: Tensor, loss_mask_bs: Tensor) -> Tensor:
     """For the router, int64 [b, s]: each token's position, or ``~position`` if the loss leaves the token out."""
     return torch.where(loss_mask_bs > 0, positions_s, ~positions_s)
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What the tokens of a micro-batch decide together. Given these, tokens are routed independently of each other.
+
+    Attributes:
+        learns: whether the auxiliary losses are attached.
+        counted: [s, b], 1 for this rank's tokens that the loss counts, 0 for others.
+        kept: bool [s, b, E], which experts have room for a token; None without a capacity.
+        totals: by load-balancing loss, the choices [parts, E] and the counted tokens [parts] of all ranks.
+    """
+
+    learns: bool
+    counted: Tensor
+    kept: Tensor | None
+    totals: dict[str, tuple[Tensor, Tensor]]
+
+    def rows(self, span: Span) -> Statistics:
+        """The statistics for some of this rank's tokens."""
+        part = slice(*span)
+        return replace(self, counted=self.counted[part], kept=None if self.kept is None else self.kept[part])
 
 
 class ExpertRouter(Router):
@@ -81,46 +106,80 @@ class ExpertRouter(Router):
         bias = None if self.bias is None else self.bias.to(dtype)
         return functional.linear(input.to(dtype), self.weight.to(dtype), bias)
 
-    def routing(self, logits: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(weights [n, E], chosen [n, E]) from logits [s, b, E]; ``places`` [s, b] as made by :func:`places`."""
-        samples = logits.size(1)
-        logits_nE = logits.flatten(0, 1)
-        place_n = None if places is None else places.flatten()
-        counted_n = logits_nE.new_ones(logits_nE.size(0)) if place_n is None else (place_n >= 0).to(logits_nE.dtype)
+    def count(self, logits: Tensor, places: Tensor | None) -> Statistics:
+        """The statistics of a micro-batch, from the logits [s, b, E] of all tokens of this rank; a collective.
+
+        While the layer learns, they are also added to ``seen``. ``places`` [s, b] is made by :func:`places`.
+        """
         learns = self.training and torch.is_grad_enabled()  # with recompute, only the second pass counts
-        sums = dict.fromkeys(SUMS, logits_nE.new_zeros((), dtype=torch.float64))
-        if learns and self.rule.z_loss:
-            loss = z_loss(logits_nE, counted_n)
-            logits_nE = MoEAuxLossAutoScaler.apply(logits_nE, self.rule.z_loss * loss)
-            sums["z_loss"] = loss.detach()
+        rule, (rows, samples, experts) = self.rule, logits.shape
+        counted = logits.new_ones((rows, samples)) if places is None else (places >= 0).to(logits.dtype)
+        kept, totals = None, {}
+        with torch.no_grad():
+            logits_nE, counted_n = logits.flatten(0, 1), counted.flatten()
+            if rule.capacity_factor is not None or learns:
+                weights_nE, chosen_nE = choose(logits_nE, rule, self.expert_bias)
+            if rule.capacity_factor is not None:
+                place_n = None if places is None else places.flatten()
+                kept_nE = self._within_capacity(weights_nE, chosen_nE, place_n, samples)
+                kept, chosen_nE = kept_nE.view(rows, samples, experts), chosen_nE & kept_nE
+            if learns:
+                sums = dict.fromkeys(SUMS, logits.new_zeros((), dtype=torch.float64))
+                sums["z_loss"] = z_loss(logits_nE, counted_n) if rule.z_loss else sums["z_loss"]
+                for name, (_, parts) in self._balancing(samples).items():
+                    probabilities, *own = balance(logits_nE, rule, counted_n, parts)
+                    totals[name] = self._over_all_ranks(*own)
+                    sums[name] = balancing_loss(probabilities, *totals[name], rule.topk)
+                self._add(chosen_nE, counted_n, sums)
+        return Statistics(learns, counted, kept, totals)
+
+    def routing(self, logits: Tensor, statistics: Statistics) -> tuple[Tensor, Tensor]:
+        """(weights [n, E], chosen [n, E]) of tokens with logits [s, b, E] and the statistics of these rows."""
+        logits_nE, counted_n = logits.flatten(0, 1), statistics.counted.flatten()
+        if statistics.learns and self.rule.z_loss:
+            logits_nE = MoEAuxLossAutoScaler.apply(logits_nE, self.rule.z_loss * z_loss(logits_nE, counted_n))
         weights_nE, chosen_nE = choose(logits_nE, self.rule, self.expert_bias)
-        if self.rule.capacity_factor is not None:
-            kept = self._within_capacity(weights_nE.detach(), chosen_nE, place_n, samples)
-            weights_nE, chosen_nE = weights_nE * kept, chosen_nE & kept
-        if learns:
-            for name, coefficient, parts in (
-                ("load_balancing_loss", self.rule.aux_loss, 1),
-                ("seq_load_balancing_loss", self.rule.seq_aux_loss, samples),
-            ):
-                if coefficient:
-                    loss = self._balancing_loss(logits_nE, counted_n, parts)
-                    weights_nE = MoEAuxLossAutoScaler.apply(weights_nE, coefficient * loss)
-                    sums[name] = loss.detach()
-            self._add(chosen_nE, counted_n, sums)
+        if statistics.kept is not None:
+            kept_nE = statistics.kept.flatten(0, 1)
+            weights_nE, chosen_nE = weights_nE * kept_nE, chosen_nE & kept_nE
+        if statistics.learns:
+            for name, (coefficient, parts) in self._balancing(logits.size(1)).items():
+                loss = self._balancing_loss(logits_nE, counted_n, parts, statistics.totals[name])
+                weights_nE = MoEAuxLossAutoScaler.apply(weights_nE, coefficient * loss)
         return weights_nE, chosen_nE
 
-    def forward(self, input: Tensor, places: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """[s, b, h] of this rank -> (weights [n, E], chosen [n, E])."""
-        return self.routing(self.gating(input), places)
+    def forward(
+        self, input: Tensor, places: Tensor | None = None, statistics: Statistics | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """[s, b, h] of this rank -> (weights [n, E], chosen [n, E]).
 
-    def _balancing_loss(self, logits_nE: Tensor, counted_n: Tensor, samples: int) -> Tensor:
-        """This rank's part of the loss; the choices are summed over TP x CP, which share the micro-batch."""
-        probabilities, choices, tokens = balance(logits_nE, self.rule, counted_n, samples)
+        Args:
+            statistics: of these tokens, if they are only a part of this rank's; then ``places`` is not read.
+        """
+        logits = self.gating(input)
+        return self.routing(logits, self.count(logits, places) if statistics is None else statistics)
+
+    def _balancing(self, samples: int) -> dict[str, tuple[float, int]]:
+        """The load-balancing losses in use: coefficient, and number of parts of a micro-batch that have their own."""
+        losses = {
+            "load_balancing_loss": (self.rule.aux_loss, 1),
+            "seq_load_balancing_loss": (self.rule.seq_aux_loss, samples),
+        }
+        return {name: loss for name, loss in losses.items() if loss[0]}
+
+    def _over_all_ranks(self, choices: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums over TP x CP, which share the micro-batch."""
         if self.tp_cp_group.size() > 1:
             both = torch.cat([choices, tokens[:, None]], dim=1)
             dist.all_reduce(both, group=self.tp_cp_group)
             choices, tokens = both[:, :-1], both[:, -1]
-        return balancing_loss(probabilities, choices, tokens, self.rule.topk)
+        return choices, tokens
+
+    def _balancing_loss(
+        self, logits_nE: Tensor, counted_n: Tensor, parts: int, totals: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """The part of these tokens in a load-balancing loss."""
+        return balancing_loss(probability_sums(logits_nE, self.rule, counted_n, parts), *totals, self.rule.topk)
 
     def _within_capacity(self, weights_nE: Tensor, chosen_nE: Tensor, place_n: Tensor | None, samples: int) -> Tensor:
         """Which choices of this rank's tokens the experts keep, decided among all tokens of the micro-batch."""
@@ -271,11 +330,20 @@ class Experts(MoELayer):
             parameter.sequence_parallel = False
 
     def forward(
-        self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None
+        self,
+        hidden_states: Tensor,
+        intermediate_tensors: None = None,
+        padding_mask: Tensor | None = None,
+        statistics: Statistics | None = None,
     ) -> tuple[Tensor, None]:
-        """[s, b, h] -> [s, b, h] and no bias. ``padding_mask`` is not core's mask but a result of :func:`places`."""
+        """[s, b, h] -> [s, b, h] and no bias.
+
+        Args:
+            padding_mask: not core's mask but a result of :func:`places`.
+            statistics: of these tokens, if they are only a part of this rank's.
+        """
         shared = self.shared_experts_compute(hidden_states)
-        weights, chosen = self.router(hidden_states, None if padding_mask is None else padding_mask.t())
+        weights, chosen = self.router(hidden_states, None if padding_mask is None else padding_mask.t(), statistics)
         tokens, weights = self.dispatch(*self.preprocess(hidden_states, weights, chosen))
         output, _ = self.routed_experts_compute(tokens, weights)
         output = self.postprocess(self.combine(output), shared)

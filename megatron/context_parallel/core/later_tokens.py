@@ -28,18 +28,28 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
 class LaterTokenLayer(MultiTokenPredictionLayer):
     """One more transformer layer, from hidden states and the embeddings of tokens further on."""
 
-    def forward(self, tokens: Tensor, hidden: Tensor, samples: Tensor | None, embedding: nn.Module) -> Tensor:
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, samples: Tensor | None, places: Tensor | None, embedding: nn.Module
+    ) -> Tensor:
         """Normalized hidden states [s_local, b, h].
 
         Args:
             tokens: [b, s_local], shifted.
             hidden: [s_local, b, h] (TP-sp: [s_local / TP, b, h]), of the model or of the previous such layer.
             samples: the batch's tensor of samples and documents.
+            places: see :func:`~megatron.context_parallel.core.experts.places`; of the tokens that this layer's loss
+                counts. Only experts read it.
         """
-        inputs: tuple[Any, ...] = (hidden, embedding(input_ids=tokens, position_ids=None), samples)
+        inputs: tuple[Any, ...] = (hidden, embedding(input_ids=tokens, position_ids=None), samples, places)
         if self.config.recompute_granularity == "full" and self.training:
-            return tensor_parallel.checkpoint(self._proj_and_transformer_layer, False, *inputs)
-        return self._proj_and_transformer_layer(*inputs)
+            return tensor_parallel.checkpoint(self._layer, False, *inputs)
+        return self._layer(*inputs)
+
+    def _layer(self, hidden: Tensor, embedded: Tensor, samples: Tensor | None, places: Tensor | None) -> Tensor:
+        """As core's, which has no argument for ``places``."""
+        with_experts = {} if places is None else {"padding_mask": places}
+        hidden, _ = self.transformer_layer(self._concat_embeddings(hidden, embedded), samples, **with_experts)
+        return self._postprocess(hidden)
 
 
 def later_token_layers(

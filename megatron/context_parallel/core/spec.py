@@ -118,7 +118,7 @@ def block_spec(
         recomputed: number of layers, from the first, that recompute their attention chunk by chunk (FPDT).
         lora: adapters, not with ``transformer_engine``.
         experts: the layers of this stage, from 0, whose FFN is a mixture of experts, and how tokens choose them; not
-            with ``transformer_engine``, ``chunks`` or ``lora``.
+            with ``transformer_engine``. Experts get no adapters.
         output_norms: normalize the outputs of attention and FFN before they are added.
         latent_norms: norms of the latents, if ``config`` has multi-latent attention, which works neither with
             ``transformer_engine`` nor with ``lora``.
@@ -131,8 +131,8 @@ def block_spec(
     latents = config.multi_latent_attention
     if latents and (transformer_engine or lora is not None):
         raise ValueError("multi-latent attention needs core's own layers: no transformer_engine or lora")
-    if experts and (transformer_engine or chunks is not None or lora is not None):
-        raise ValueError("experts need core's own layers: leave out transformer_engine, chunks and lora")
+    if experts and transformer_engine:
+        raise ValueError("experts need core's own layers: leave out transformer_engine")
     if transformer_engine:
         from megatron.core.extensions.transformer_engine import TENorm
 
@@ -169,7 +169,8 @@ def block_spec(
             replace(
                 layer,
                 module=ChunkedTransformerLayer,
-                params={"output_norm": params["output_norm"], "chunks": chunks, "recompute": index < recomputed},
+                params={name: value for name, value in layer.params.items() if name != "attention"}
+                | {"chunks": chunks, "recompute": index < recomputed},
             )
             for index, layer in enumerate(layers)
         ]

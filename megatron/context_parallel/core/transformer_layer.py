@@ -7,7 +7,7 @@ pass through the sub-modules, are different.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import BoundArguments, signature
@@ -21,12 +21,12 @@ from torch import Tensor
 
 from megatron.context_parallel.attention.rule import AttentionRule
 from megatron.context_parallel.core.expert_choice import RouterRule
-from megatron.context_parallel.core.experts import Experts
+from megatron.context_parallel.core.experts import Experts, Statistics
 from megatron.context_parallel.core.gpt_dropout import ATTENTION, FFN, HiddenDropout, ModelDropout, stream_of
 from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
 from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
 from megatron.context_parallel.fpdt.chunked_mixer import ChunkedLinearLayer
-from megatron.context_parallel.fpdt.host_store import Offload
+from megatron.context_parallel.fpdt.host_store import HiddenStates, Offload
 from megatron.context_parallel.layout.documents import Samples, samples
 from megatron.context_parallel.layout.masks import Documents, Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
@@ -223,14 +223,19 @@ class ChunkedTransformerLayer(LongContextLayer):
         self._refuse(signature(super()._forward_attention).bind(hidden_states, attention_mask, *args, **kwargs))
         batch = samples(attention_mask)
         if len(batch.ends) <= 1:
-            return self._chunked(hidden_states, batch), None
-        parts = zip(hidden_states.split(1, dim=1), attention_mask.split(1))  # each sample has its own tiles
-        return torch.cat([self._chunked(part, samples(packed)) for part, packed in parts], dim=1), None
+            output = self._chunked(hidden_states, batch)
+        else:
+            parts = zip(hidden_states.split(1, dim=1), attention_mask.split(1))  # each sample has its own tiles
+            output = torch.cat([self._chunked(part, samples(packed)) for part, packed in parts], dim=1)
+        if self.is_moe_layer:
+            offload = self.chunks.offload if self.chunks.streamed else None
+            output = self._ffn_in_chunks(output, self._hidden_dropout(batch), kwargs.get("padding_mask"), offload)
+        return output, None
 
     def _refuse(self, call: BoundArguments) -> None:
         """Raises ValueError for arguments that a chunked layer does not support."""
         asked = {name for name, value in call.arguments.items() if value is not None}
-        asked -= {"hidden_states", "attention_mask"}
+        asked -= {"hidden_states", "attention_mask", "padding_mask"}
         if self.attention_settings.rotary is not None:
             asked -= {"rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "rotary_pos_cos_sin"}
         if asked:
@@ -239,12 +244,17 @@ class ChunkedTransformerLayer(LongContextLayer):
     def _chunked(self, hidden_states: Tensor, batch: Samples) -> Tensor:
         settings, mixer, dropout = self.chunks, self.self_attention, self._hidden_dropout(batch)
         layout = settings.attention.layout_of(batch)
+        parameters, ffn = list(self.parameters()), {}
+        if self.is_moe_layer:  # experts follow when all chunks are there: see _ffn_in_chunks
+            others = {id(parameter) for parameter in self._ffn_parameters()}
+            parameters = [parameter for parameter in parameters if id(parameter) not in others]
+        else:
+            pieces = ceil(settings.ffn_chunks / layout.chunks)
+            ffn = {"ffn": partial(self._ffn, dropout, None), "ffn_by_rows": True, "ffn_pieces": pieces}
         common: dict[str, Any] = {
+            **ffn,
             "output": partial(self._output, layout, dropout),
-            "ffn": partial(self._ffn, dropout),
-            "ffn_by_rows": True,
-            "ffn_pieces": ceil(settings.ffn_chunks / layout.chunks),
-            "parameters": list(self.parameters()),
+            "parameters": parameters,
             "layout": layout,
             "offload": settings.offload,
             "streamed": settings.streamed,
@@ -299,17 +309,38 @@ class ChunkedTransformerLayer(LongContextLayer):
         add = self.dropout_add(dropout, ATTENTION, layout.local_chunks[chunk])
         return add(self.self_attention.linear_proj(out.flatten(2)), x, 0.0)
 
-    def _forward_mlp(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        settings = self.chunks
-        if not settings.ffn_chunks:
-            return super()._forward_mlp(hidden_states, *args, **kwargs)
-        return apply_in_chunks(
-            partial(self._ffn, self.dropout),
-            hidden_states,
-            [*self.pre_mlp_layernorm.parameters(), *self.mlp.parameters()],
-            even_spans(hidden_states.size(0), settings.ffn_chunks),
-        )
+    def _forward_mlp(
+        self, hidden_states: Tensor, inference_context: None = None, padding_mask: Tensor | None = None
+    ) -> Tensor:
+        if not self.chunks.ffn_chunks:
+            return super()._forward_mlp(hidden_states, inference_context, padding_mask)
+        return self._ffn_in_chunks(hidden_states, self.dropout, padding_mask)
 
-    def _ffn(self, dropout: HiddenDropout | None, x: Tensor, rows: Span) -> Tensor:
+    def _ffn_in_chunks(
+        self, x: Tensor, dropout: HiddenDropout | None, places: Tensor | None, offload: Offload | None = None
+    ) -> Tensor:
+        """The FFN in spans of rows. Experts first get the statistics of all rows, so x is read twice.
+
+        Args:
+            places: of the tokens [b, s], see :func:`~megatron.context_parallel.core.experts.places`.
+        """
+        spans, statistics = even_spans(x.size(0), self.chunks.ffn_chunks), None
+        if self.is_moe_layer:
+            statistics = self.mlp.router.count(self._logits(x, spans, offload), None if places is None else places.t())
+        ffn = partial(self._ffn, dropout, statistics)
+        return apply_in_chunks(ffn, x, self._ffn_parameters(), spans, offload=offload)
+
+    @torch.no_grad()
+    def _logits(self, x: Tensor, spans: Sequence[Span], offload: Offload | None) -> Tensor:
+        """The router's logits [s, b, E] on the device."""
+        gating, norm = self.mlp.router.gating, self.pre_mlp_layernorm
+        return torch.cat([gating(norm(part)) for part in HiddenStates(x, offload).walk(spans)])
+
+    def _ffn_parameters(self) -> list[Tensor]:
+        parts = self.pre_mlp_layernorm, self.mlp, self.post_mlp_layernorm
+        return [parameter for part in parts if part is not None for parameter in part.parameters()]
+
+    def _ffn(self, dropout: HiddenDropout | None, statistics: Statistics | None, x: Tensor, rows: Span) -> Tensor:
         add = self.dropout_add(dropout, FFN, rows)
-        return add(self.mlp(self.pre_mlp_layernorm(x)), x, 0.0)
+        of_rows = {} if statistics is None else {"statistics": statistics.rows(rows)}
+        return add(self.mlp(self.pre_mlp_layernorm(x), **of_rows), x, 0.0)

@@ -423,8 +423,10 @@ def _state(
         if config.parallel.zero_stage < 2:
             sharded = unwrap(chunk).sharded_state_dict(metadata=dict(METADATA))
             models[key] = sharded if adapters else without_adapters(sharded)
-        elif (weights := _weights_under_fsdp(places[index], loading and optimizer is not None, adapters)).pieces:
-            models[key] = weights_state(weights, compute_dtype(config))
+        else:
+            weights = _weights_under_fsdp(places[index], loading and optimizer is not None, adapters)
+            if weights.pieces or weights.others:
+                models[key] = weights_state(weights, compute_dtype(config))
         if not loading:
             state[f"engine states {index}"] = engine_states(unwrap(chunk))
     state.update(models)

@@ -59,12 +59,13 @@ class Places:
     """Where the parameters of a model chunk lie in a checkpoint."""
 
     pieces: dict[nn.Parameter, list[Piece]]
-    others: list[Any]  # what core saves in addition to parameters
+    others: list[Any]  # what core saves in addition to parameters, buffers among them
 
     def only(self, wanted: Callable[[nn.Parameter, str], bool]) -> Places:
-        """The places of the parameters for which ``wanted(parameter, key)`` is true, without `others`."""
+        """The places of the parameters for which ``wanted(parameter, key)`` is true, and of the buffers."""
         names = {parameter: pieces[0].place.key if pieces else "" for parameter, pieces in self.pieces.items()}
-        return Places({key: pieces for key, pieces in self.pieces.items() if wanted(key, names[key])}, [])
+        pieces = {key: pieces for key, pieces in self.pieces.items() if wanted(key, names[key])}
+        return Places(pieces, [other for other in self.others if isinstance(other, ShardedTensor)])
 
 
 Range = tuple[int, int]  # first element, number of elements
@@ -185,7 +186,7 @@ PARTITIONED = "is_expert_parallel"  # core's name; here it marks groups of posit
 def elements_of_shard(optimizer: MegatronOptimizer, parameter: nn.Parameter) -> Range:
     """The elements of a parameter whose states this rank of core's distributed optimizer holds."""
     part = _part_with(optimizer, parameter)
-    if parameter not in part.model_param_gbuf_map:
+    if part is None or parameter not in part.model_param_gbuf_map:  # a frozen parameter
         return 0, 0
     shard = part._get_model_param_range_map(parameter)["param"]
     return shard.start, shard.size
@@ -201,7 +202,10 @@ def weights_state(places: Places, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def load_weights(loaded: dict[str, Any], places: Places) -> None:
-    """Copy the values loaded for :func:`weights_state` into the parameters."""
+    """Copy the values loaded for :func:`weights_state` into the parameters and buffers."""
+    for index, other in enumerate(places.others):
+        if isinstance(other, ShardedTensor):
+            other.data.copy_(loaded[f"other {index}"])
     for number, (parameter, pieces) in enumerate(places.pieces.items()):
         for index, piece in enumerate(pieces):
             piece.put(loaded[f"{number}"][f"{index}"], parameter)
@@ -288,7 +292,7 @@ def parts_of(optimizer: MegatronOptimizer) -> tuple[MegatronOptimizer, MegatronO
     return parts[0], parts[1] if len(parts) > 1 else None
 
 
-def _part_with(optimizer: MegatronOptimizer, parameter: nn.Parameter) -> MegatronOptimizer:
+def _part_with(optimizer: MegatronOptimizer, parameter: nn.Parameter) -> MegatronOptimizer | None:
     main, positions = parts_of(optimizer)
     return main if getattr(parameter, "allreduce", True) else positions
 

@@ -24,7 +24,8 @@ class ExpertLoad:
     """The numbers of a step, the same on every rank. Tokens that the loss leaves out are not counted.
 
     Attributes:
-        tokens_per_expert: by layer with experts, then by expert; without dropped tokens.
+        tokens_per_expert: by layer with experts, those of multi-token prediction last, then by expert; without dropped
+            tokens.
         losses: mean over these layers, without coefficient, by Megatron-LM's names.
     """
 
@@ -43,10 +44,17 @@ def routers(chunks: Sequence[nn.Module]) -> Iterator[ExpertRouter]:
         yield from (module for module in chunk.modules() if isinstance(module, ExpertRouter))
 
 
+def _with_experts(model: ModelConfig) -> list[int]:
+    """:func:`expert_layers`, and the same for the layers of multi-token prediction, which are like the last layer."""
+    layers = expert_layers(model)
+    return layers + layers[-1:] * (model.mtp_num_layers or 0)
+
+
 @torch.no_grad()
 def take_load(chunks: Sequence[nn.Module], model: ModelConfig, device: torch.device) -> Tensor:
     """The sums of all routers since the last call, over all ranks: float64 [layers, experts + SUMS]; a collective."""
-    table = torch.zeros((model.num_layers, model.num_experts + len(SUMS)), dtype=torch.float64, device=device)
+    layers = len(_with_experts(model))
+    table = torch.zeros((layers, model.num_experts + len(SUMS)), dtype=torch.float64, device=device)
     for router in routers(chunks):
         if router.seen is not None:
             table[router.layer_number - 1] = router.seen
@@ -68,7 +76,7 @@ def move_biases(chunks: Sequence[nn.Module], table: Tensor, model: ModelConfig) 
 
 def load_of(table: Tensor, model: ModelConfig) -> ExpertLoad:
     """The numbers to report from the sums of a step."""
-    rows = [row for row, has_experts in zip(table.tolist(), expert_layers(model)) if has_experts]
+    rows = [row for row, has_experts in zip(table.tolist(), _with_experts(model)) if has_experts]
     coefficients = dict(zip(model.moe_router_load_balancing_type, model.moe_aux_loss_coeff))
     reported = {
         "load_balancing_loss": coefficients.get("aux_loss"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZeRO 2 and 3: gradients and weights split over DP x CP by PyTorch's FSDP2.
+"""ZeRO 2 and 3: gradients and weights split over DP x CP by PyTorch's FSDP2; experts over the ranks that hold them.
 
 megatron-core's wrapper (TorchFullyShardedDataParallel) cannot be used: it averages gradients, but ours are sums over
 tokens; it does not scale them by the tokens of the batch; and it shards a tied embedding separately from the output
@@ -8,6 +8,7 @@ layer that reads it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.parallel_state import get_data_parallel_group
+from megatron.core.parallel_state import get_data_parallel_group, get_expert_data_parallel_group
 from megatron.core.utils import to_local_if_dtensor
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
@@ -23,6 +24,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megatron.training.arguments.config import Config
 from megatron.training.model.core_config import compute_dtype
+from megatron.training.refusal import Refusal
+
+try:  # a private module; without these names fully_shard has one mesh for all parameters of a unit
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+except ImportError:
+    ShardPlacementResult = None
 
 
 class FullySharded(_BaseDataParallel):
@@ -61,13 +68,14 @@ class FullySharded(_BaseDataParallel):
 
 def partitioned_parameters(chunk: nn.Module) -> set[nn.Parameter]:
     """Partitioned positions, whose rows are split over ranks already; FSDP ignores them."""
-    return {parameter for parameter in chunk.parameters() if not getattr(parameter, "allreduce", True)}
+    return {parameter for parameter in chunk.parameters() if hasattr(parameter, "spans")}
 
 
 def shard(chunk: GPTModel, config: Config) -> list[FSDPModule]:
     """Make units that FSDP gathers at once: each layer, the embedding, the output layer, and the rest (the root).
 
     A layer is not split further, because parts of it may run again outside its forward pass with its weights gathered.
+    A layer's experts are gathered at the same time from a group of their own.
     """
     attributes = {name: dict(vars(parameter)) for name, parameter in chunk.named_parameters()}
     narrow = compute_dtype(config) != torch.float32
@@ -80,9 +88,12 @@ def shard(chunk: GPTModel, config: Config) -> list[FSDPModule]:
             cast_forward_inputs=False,  # hidden states come in the compute dtype
         ),
     }
+    if config.model.num_experts:
+        settings["shard_placement_fn"] = _place_of_experts(device)
     free = config.parallel.zero_stage == 3
     ignored = partitioned_parameters(chunk)
     layers, units = list(chunk.decoder.layers), []
+    layers += [layer.transformer_layer for layer in chunk.mtp.layers] if chunk.mtp_process else []
 
     def make_unit(module: nn.Module, *, free: bool) -> None:
         module.float()
@@ -113,3 +124,16 @@ def shard(chunk: GPTModel, config: Config) -> list[FSDPModule]:
     for name, parameter in chunk.named_parameters():
         vars(parameter).update(attributes[name])  # FSDP drops them: github.com/pytorch/pytorch/issues/136929
     return units
+
+
+def _place_of_experts(device: torch.device) -> Callable[[nn.Parameter], Any]:
+    """For fully_shard: experts are split over the ranks that hold the same experts, other parameters as by default."""
+    if ShardPlacementResult is None:
+        raise Refusal(
+            "--num-experts with --zero-stage 2 or 3",
+            f"needs a PyTorch whose fully_shard can split parameters over several meshes, but this is "
+            f"{torch.__version__}: use --zero-stage 1",
+        )
+    mesh = DeviceMesh.from_group(get_expert_data_parallel_group(), device.type)
+    place = ShardPlacementResult(None, FSDPMeshInfo(mesh, shard_mesh_dim=0))
+    return lambda parameter: None if getattr(parameter, "allreduce", True) else place

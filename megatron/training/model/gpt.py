@@ -155,7 +155,8 @@ class LongContextGPT(GPTModel):
         if self.ahead_sums is None:
             self.ahead_sums = torch.zeros((len(layers), 2), dtype=torch.float64, device=hidden.device)
         for layer, tokens, labels, mask, sums in zip(layers, *self.ahead.values(), self.ahead_sums):
-            state = layer(tokens, state, self._samples, self.embedding)
+            places = self._places(mask) if self.config.num_moe_experts else None
+            state = layer(tokens, state, self._samples, places, self.embedding)
             losses = self._losses(state, labels, mask)
             loss = (losses * mask).sum() if losses.dim() else losses
             sums += torch.stack((loss.detach().double(), mask.sum(dtype=torch.float64)))

@@ -46,9 +46,12 @@ def canonical_parameters(chunk: nn.Module) -> Iterator[tuple[str, nn.Parameter]]
     tied = getattr(chunk, "share_embeddings_and_output_weights", False)
     for name, parameter in chunk.named_parameters():
         match = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
+        later = re.match(r"mtp\.layers\.(\d+)\.transformer_layer\.", name)
         if match:
             layer = chunk.decoder.layers[int(match[1])]
             name = f"decoder.layers.{layer.layer_number - 1}.{_with_number_of_expert(match[2], layer)}"
+        elif later:
+            name = _with_number_of_expert(name, chunk.mtp.layers[int(later[1])].transformer_layer)
         elif tied and name == "output_layer.weight":
             name = "embedding.word_embeddings.weight"
         yield name, parameter

@@ -41,6 +41,9 @@ def step_flops(config: Config, vocab_size: int) -> StepFlops:
         config.data.seq_length,
         config.model.mtp_num_layers or 0,
     )
+    if shape.mixture:
+        layers = *shape.mixture.layers, *shape.mixture.layers[-1:] * ahead
+        shape = replace(shape, mixture=replace(shape.mixture, layers=layers))
     forward = forward_flops(replace(shape, layers=shape.layers + ahead), length)
     # Each layer of multi-token prediction also has a projection from twice the width, and the output layer once more.
     gemm = forward.gemm + ahead * (forward.logits + 4 * length * shape.hidden**2)

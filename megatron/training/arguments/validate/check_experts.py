@@ -57,18 +57,15 @@ def complete_experts(config: Config) -> None:
 
 def _combinations(config: Config) -> None:
     """Refuse features that do not work with experts yet."""
-    model, parallel, chunks = config.model, config.parallel, config.chunks
-    zero = parallel.zero_stage or 0
-    routes_chunks = "it routes a chunk at a time, and the statistics of experts need all tokens"
+    model, parallel = config.model, config.parallel
+    adapters = model.lora_rank and {"linear_fc1", "linear_fc2"} & {*model.lora_targets}
+    attention_alone = "--lora-targets linear_qkv linear_proj"
     refused = {
-        "--fpdt": (chunks.fpdt, routes_chunks),
-        "--ffn-chunks": (chunks.ffn_chunks, routes_chunks),
-        "--lora-rank": (model.lora_rank, "it has no adapters for experts"),
+        "--lora-targets linear_fc1": (adapters, f"experts have no adapters: use {attention_alone}"),
         "--partition-position-embedding": (
             parallel.partition_position_embedding,
             "it uses the groups of experts for positions",
         ),
-        f"--zero-stage {zero}": (zero > 1, "it does not know which ranks hold the same experts: use --zero-stage 1"),
         "--fp8-format": (model.fp8_format, "it is not tested with experts"),
         "--transformer-impl transformer_engine": (
             model.transformer_impl == "transformer_engine",
@@ -77,7 +74,7 @@ def _combinations(config: Config) -> None:
         "--dry-run": (config.simulation.dry_run, "it does not simulate experts: start the run itself"),
         "--elastic": (parallel.elastic, "it chooses grids without experts: give the grid by flags, or --elastic-grids"),
     }
-    refuse_combinations(f"--num-experts {model.num_experts}", refused, {"--zero-stage": "--zero-stage 1"})
+    refuse_combinations(f"--num-experts {model.num_experts}", refused, {"--lora-targets": attention_alone})
     if model.add_bias_linear and model.moe_shared_expert_intermediate_size:
         raise Refusal(
             "--moe-shared-expert-intermediate-size",
@@ -191,7 +188,7 @@ def check_expert_grid(config: Config, world_size: int) -> None:
             f"--moe-shared-expert-intermediate-size {shared}",
             f"is not a multiple of --tensor-model-parallel-size {tensor}: use a multiple",
         )
-    if tensor > 1 and not parallel.sequence_parallel:
+    if tensor > 1 and not parallel.sequence_parallel and not config.run.skip_train:
         raise Refusal(
             f"--num-experts {model.num_experts} with --tensor-model-parallel-size {tensor}",
             "needs tokens that TP splits: add --sequence-parallel",

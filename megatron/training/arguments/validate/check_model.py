@@ -82,11 +82,9 @@ def _predicts_ahead(config: Config) -> None:
         model.mtp_num_layers = None
         return
     refused = {
-        "--fpdt": (chunks.fpdt, "its layers need the whole sequence on the device"),
-        "--ffn-chunks": (chunks.ffn_chunks, "its layers are not computed in chunks"),
+        "--fpdt-stream-hidden": (chunks.fpdt_stream_hidden, "its layers need hidden states on the device"),
         "--offload-checkpoints": (chunks.offload_checkpoints, "the inputs of its layers stay on the device"),
         "--lora-rank": (model.lora_rank, "its layers have no adapters"),
-        "--num-experts": ((model.num_experts or 1) > 1, "its layers have no experts"),
         "--embed-layernorm": (model.embed_layernorm, "its embedding has no norm"),
         "--position-embedding-type learned_absolute": (
             model.position_embedding_type == "learned_absolute",
@@ -98,12 +96,10 @@ def _predicts_ahead(config: Config) -> None:
             model.transformer_impl == "transformer_engine",
             "it is not built with Transformer Engine's layers: use --transformer-impl local",
         ),
-        f"--zero-stage {parallel.zero_stage}": ((parallel.zero_stage or 0) > 1, "use --zero-stage 1"),
         "--dry-run": (config.simulation.dry_run, "it is not simulated: start the run itself"),
         "--elastic --gpu": (parallel.elastic and config.simulation.gpu, "the planner does not know its time"),
     }
-    fixes = {"--position-embedding-type": "--position-embedding-type rope", "--hidden-dropout": "--hidden-dropout 0",
-             "--zero-stage": "--zero-stage 1"}  # fmt: skip
+    fixes = {"--position-embedding-type": "--position-embedding-type rope", "--hidden-dropout": "--hidden-dropout 0"}
     refuse_combinations(f"--mtp-num-layers {model.mtp_num_layers}", refused, fixes)
 
 
