@@ -26,11 +26,19 @@ SIZES = {
     "pad_token_id": None, "tie_word_embeddings": False,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+OLMO3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": test_gpt_oss.CONFIG["rope_parameters"] | {"truncate": True},
+}
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3": SIZES | {"head_dim": 16},
     "qwen3_moe": SIZES | EXPERTS | {"head_dim": 16},
     "phi3": SIZES,
     "gpt_oss": test_gpt_oss.CONFIG,
+    "olmo2": SIZES,
+    "olmo3": SIZES
+    | {"num_hidden_layers": 3, "sliding_window": 12, "rope_parameters": OLMO3_ROPE}
+    | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
 }
 CP = "--ulysses-parallel-size 2 --ring-parallel-size 2"
 T2 = "--tensor-model-parallel-size 2 --sequence-parallel"

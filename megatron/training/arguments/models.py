@@ -29,18 +29,33 @@ TIED: dict[str, Any] = {"untie_embeddings_and_output_weights": False}
 GPT2: dict[str, Any] = GPT | {"max_position_embeddings": 1024}
 
 
-LLAMA3: dict[str, Any] = LLAMA | {
-    "group_query_attention": True,
-    "num_query_groups": 8,
-    "rotary_base": 500000,
-    "max_position_embeddings": 8192,
-}
+GQA8: dict[str, Any] = {"group_query_attention": True, "num_query_groups": 8}
+LLAMA3: dict[str, Any] = (
+    LLAMA
+    | GQA8
+    | {
+        "rotary_base": 500000,
+        "max_position_embeddings": 8192,
+    }
+)
 LONG_LLAMA3: dict[str, Any] = LLAMA3 | {"max_position_embeddings": 131072, "use_rope_scaling": True}  # 3.1
 SMALL_LLAMA3: dict[str, Any] = LONG_LLAMA3 | TIED | {"rope_scaling_factor": 32.0}  # 3.2
 
 
 MISTRAL: dict[str, Any] = LLAMA3 | {"rotary_base": 1000000, "max_position_embeddings": 32768}
 MIXTRAL: dict[str, Any] = MISTRAL | {"num_experts": 8, "moe_router_topk": 2}
+
+
+OLMO2: dict[str, Any] = LLAMA | {
+    "norm_epsilon": 1e-6, "max_position_embeddings": 4096, "rotary_base": 500000, "reordered_norm": True,
+    "qk_layernorm_all_heads": True,
+}  # fmt: skip
+# RoPE is scaled only in layers without a window: in every fourth one.
+OLMO3: dict[str, Any] = OLMO2 | {
+    "max_position_embeddings": 65536, "rotary_base_local": 500000, "position_embedding_type": "yarn",
+    "yarn_rotary_scaling_factor": 8.0, "yarn_original_max_position_embeddings": 8192,
+    "attention.window_size": (4095, 0), "attention.window_attn_skip_freq": 4,
+}  # fmt: skip
 
 
 PHI4: dict[str, Any] = LLAMA3 | {"rotary_base": 250000, "max_position_embeddings": 16384}
@@ -172,6 +187,12 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "gpt-oss-20b": (201088, GPT_OSS | _size(24, 2880, 64, 2880) | _experts(32, 2880)),
     "gpt-oss-120b": (201088, GPT_OSS | _size(36, 2880, 64, 2880) | _experts(128, 2880)),
     "phi-4": (100352, PHI4 | _size(40, 5120, 40, 17920, groups=10)),
+    "olmo-2-1b": (100352, OLMO2 | _size(16, 2048, 16, 8192)),
+    "olmo-2-7b": (100352, OLMO2 | _size(32, 4096, 32, 11008)),
+    "olmo-2-13b": (100352, OLMO2 | _size(40, 5120, 40, 13824)),
+    "olmo-2-32b": (100352, OLMO2 | GQA8 | _size(64, 5120, 40, 27648)),
+    "olmo-3-7b": (100278, OLMO3 | _size(32, 4096, 32, 11008)),
+    "olmo-3-32b": (100278, OLMO3 | GQA8 | _size(64, 5120, 40, 27648)),
     "deepseek-v2-lite": (102400, V2_LITE | _size(27, 2048, 16, 10944)),
     "deepseek-v3": (129280, V3 | _size(61, 7168, 128, 18432)),
     "gpt2": (50257, GPT2 | _size(12, 768, 12)),
@@ -253,6 +274,7 @@ def model_shape(model: ModelConfig, vocab_size: int) -> Shape:
         positions=(model.max_position_embeddings or 0) if learned else 0,
         qkv_bias=model.add_qkv_bias,
         qk_norm=model.qk_layernorm,
+        wide_qk_norm=model.qk_layernorm_all_heads,
         sinks=model.softmax_type == "learnable",
         embed_norm=model.embed_layernorm,
         sandwich_norm=model.sandwich_norm,

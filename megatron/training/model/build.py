@@ -109,7 +109,10 @@ def _build_chunk(
         recomputed=recomputed,
         lora=lora(model),
         experts=_experts(config, core, layers, stage, grid),
-        output_norms=model.sandwich_norm,
+        input_norms=not model.reordered_norm,
+        output_norms=model.sandwich_norm or model.reordered_norm,
+        all_heads_norms=model.qk_layernorm_all_heads,
+        parallel_residual=model.parallel_residual,
         latent_norms=model.multi_latent_attention and model.qk_layernorm,
     )
     further = later_token_layers(model.mtp_num_layers, spec) if last else None

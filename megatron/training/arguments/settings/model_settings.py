@@ -95,6 +95,9 @@ class ModelConfig:
     add_bias_linear: bool = flag(True, "no bias in the linear layers", flags=["--disable-bias-linear"])
     add_qkv_bias: bool = flag(False, "bias in the QKV projection only")
     qk_layernorm: bool = flag(False, "normalize queries and keys of each head")
+    qk_layernorm_all_heads: bool = flag(
+        False, "normalize the queries of all heads together, and so the keys, as in OLMo 2"
+    )
     attention_output_gate: bool = flag(
         False, "multiply the output of attention by the sigmoid of a gate, which is projected with the queries"
     )
@@ -112,6 +115,12 @@ class ModelConfig:
     )
     sandwich_norm: bool = flag(
         False, "normalize the outputs of attention and MLP too, before they are added, as in Gemma 2 and 3"
+    )
+    reordered_norm: bool = flag(
+        False, "normalize the outputs of attention and MLP in place of their inputs, as in OLMo 2"
+    )
+    parallel_residual: bool = flag(
+        False, "attention and MLP both read the layer's input, and their sum is added, as in GPT-NeoX"
     )
     scale_embeddings: bool = flag(False, "multiply word embeddings by the square root of --hidden-size, as in Gemma")
     embed_layernorm: bool = flag(False, "LayerNorm of the word embeddings, as in BLOOM")

@@ -170,10 +170,10 @@ def to_hugging_face(
         if model.lora_rank:
             stored = checkpoint.without_adapters(stored)
         vocab_size = _vocabulary(path, common.get("vocab_size"), original, stored)
-        family = described.family if described else architectures.family_of(model)
+        attention = (common.get("config") or {}).get("attention")
+        family = described.family if described else architectures.family_of(model, attention)
         names = {name for header in _original_headers(original_files).values() for name in header.entries}
         pieces = list(family.pieces(model, vocab_size, names))
-        attention = (common.get("config") or {}).get("attention")
         config = family.config_json(model, vocab_size, torch.float32, attention)  # refuses models of another family
         stored_dtype = _check_stored(path, stored, pieces, model, family.title)
         dtype = dtype or stored_dtype

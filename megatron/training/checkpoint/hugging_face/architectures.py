@@ -22,6 +22,7 @@ from megatron.training.checkpoint.hugging_face.deepseek import DeepSeek
 from megatron.training.checkpoint.hugging_face.gemma import Gemma
 from megatron.training.checkpoint.hugging_face.gpt_oss import GptOss
 from megatron.training.checkpoint.hugging_face.llama_weights import ExpertNames, Piece
+from megatron.training.checkpoint.hugging_face.olmo import Olmo
 from megatron.training.checkpoint.hugging_face.safetensors_folder import IGNORED, LM_HEAD, Entry, Header
 from megatron.training.refusal import Refusal, some
 
@@ -241,7 +242,7 @@ class WithExperts(LlamaLike):
         return llama_weights.pieces(model, vocab_size, self.names)
 
 
-Family = LlamaLike | Bloom | DeepSeek | Gemma | GptOss
+Family = LlamaLike | Bloom | DeepSeek | Gemma | GptOss | Olmo
 FAMILIES: dict[str, Family] = {
     family.kind: family
     for family in (
@@ -269,6 +270,8 @@ FAMILIES: dict[str, Family] = {
         Gemma("gemma2", "Gemma 2", "Gemma2ForCausalLM", third=False),
         Gemma("gemma3_text", "Gemma 3", "Gemma3ForCausalLM", third=True),
         GptOss(),
+        Olmo(2),
+        Olmo(3),
     )
 }
 
@@ -294,14 +297,20 @@ def described(config: dict[str, Any], where: object) -> Described:
     return Described(*family.settings(config, where), family, family.attention(config, where))
 
 
-def family_of(model: ModelConfig) -> Family:
-    """Of the families whose settings the model has, the one with the most; ``config_json`` may still refuse it."""
+def family_of(model: ModelConfig, attention: dict[str, Any] | None = None) -> Family:
+    """Of the families whose settings the model has, the one with the most; ``config_json`` may still refuse it.
+
+    Args:
+        attention: settings of :class:`AttentionConfig`; OLMo 3 has a window, OLMo 2 has none.
+    """
 
     if model.mtp_num_layers:
         raise Refusal(f"--mtp-num-layers {model.mtp_num_layers}: layers of multi-token prediction cannot be converted")
     if model.multi_latent_attention:
         softmax = model.num_experts and model.moe_router_score_function == "softmax"
         return FAMILIES["deepseek_v2" if softmax else "deepseek_v3"]
+    if model.reordered_norm:
+        return FAMILIES["olmo3" if (attention or {}).get("window_size") else "olmo2"]
     if model.num_experts and model.softmax_type == "learnable":
         return FAMILIES["gpt_oss"]
     if model.num_experts:

@@ -156,6 +156,9 @@ FIXED = {
             "sandwich_norm",
             "scale_embeddings",
             "attention_output_gate",
+            "qk_layernorm_all_heads",
+            "reordered_norm",
+            "parallel_residual",
         ),
         False,
     ),
@@ -165,6 +168,7 @@ FIXED = {
     "softmax_type": "vanilla",
 }
 
+PLACES = ("reordered_norm", "qk_layernorm_all_heads", "parallel_residual")
 # Settings of experts that have our defaults in these models.
 ROUTER = ("moe_layer_freq", "moe_shared_expert_intermediate_size", "moe_router_score_function",
           "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
@@ -321,6 +325,7 @@ def command_line(model: ModelConfig, dtype: torch.dtype) -> list[str]:
     names += ["normalization", "norm_epsilon", "swiglu", "geglu", "apply_layernorm_1p", "sandwich_norm"]
     names += [name for name in ("quick_geglu", "glu_linear_offset") if getattr(model, name)]
     names += ["softmax_type"] if model.softmax_type != "vanilla" else []
+    names += [name for name in PLACES if getattr(model, name)]
     names += ["scale_embeddings", "add_bias_linear", "untie_embeddings_and_output_weights"]
     names += ["add_qkv_bias", "qk_layernorm", "embed_layernorm", "hidden_dropout", "attention_dropout"]
     if model.multi_latent_attention:
