@@ -26,6 +26,7 @@ SIZES = {
     "pad_token_id": None, "tie_word_embeddings": False,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+GPT = {"vocab_size": WORDS, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
 OLMO3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": test_gpt_oss.CONFIG["rope_parameters"] | {"truncate": True},
@@ -35,6 +36,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": SIZES | EXPERTS | {"head_dim": 16},
     "phi3": SIZES,
     "gpt_oss": test_gpt_oss.CONFIG,
+    "gpt2": GPT | {"n_embd": 64, "n_layer": 2, "n_head": 8, "n_positions": 64},
+    "gpt_neox": SIZES | GPT | {"num_attention_heads": 8, "rotary_pct": 0.5},
     "olmo2": SIZES,
     "olmo3": SIZES
     | {"num_hidden_layers": 3, "sliding_window": 12, "rope_parameters": OLMO3_ROPE}

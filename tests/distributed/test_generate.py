@@ -44,6 +44,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("gemma3_text", GEMMA | {"rope_parameters": BASES}),
     "olmo3": ("olmo3", LLAMA | {"sliding_window": 12, "layer_types": GEMMA["layer_types"], "rope_parameters": BASES}),
+    "gpt_neox": ("gpt_neox", LLAMA | {"rotary_pct": 0.5, "bos_token_id": 1, "eos_token_id": 2}),
     "bloom": ("bloom", SIZES | {"n_layer": 2, "n_head": 8, "eos_token_id": 2}),
     "deepseek": (
         "deepseek_v3",
@@ -87,6 +88,7 @@ USUAL = {
     ("gemma2", "TP 2 x R 2"),
     ("gemma3", "U 2 x R 2"),
     ("llama", "U 2 x R 2"),
+    ("gpt_neox", "U 2 x R 2"),
     ("olmo3", "TP 2 x R 2"),
     ("qwen2", "PP 2 x U 2"),
     ("qwen3", "U 4"),

@@ -21,7 +21,8 @@ from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
 from megatron.training.checkpoint.checksums import list_files
 from megatron.training.checkpoint.hugging_face import llama_settings, llama_weights, safetensors_folder
-from megatron.training.checkpoint.hugging_face.architectures import FAMILIES, Bloom, described
+from megatron.training.checkpoint.hugging_face.architectures import FAMILIES, described
+from megatron.training.checkpoint.hugging_face.gpt import BLOOM
 from megatron.training.checkpoint.hugging_face.llama_settings import LLAMA3 as FIXED
 from megatron.training.checkpoint.hugging_face.load_folder import open_folder
 from megatron.training.checkpoint.hugging_face.safetensors_folder import HEADERS
@@ -134,6 +135,10 @@ KINDS = {
     "qwen2": SIZES | {"tie_word_embeddings": True},
     "qwen3": SIZES | {"head_dim": 8},
     "bloom": {"vocab_size": 67, "hidden_size": 16, "n_layer": 2, "n_head": 4},
+    "gpt2": {"vocab_size": 67, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 24},
+    "gpt_neox": SIZES | {"intermediate_size": 24, "hidden_act": "gelu", "rotary_pct": 0.5},
+    "olmo2": SIZES,
+    "olmo3": SIZES | {"num_hidden_layers": 4, "sliding_window": 8, "rope_scaling": YARN, "rope_theta": 500000.0},
     "mixtral": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 3},
     "mistral": SIZES | {"sliding_window": None},
     "phi3": SIZES | {"pad_token_id": 0},
@@ -430,10 +435,10 @@ def test_yarn_is_that_of_transformers(scaling: dict[str, Any]) -> None:
 
 
 def test_a_bloom_of_one_layer_and_one_head_is_read():
-    model, vocab_size = Bloom().settings({"vocab_size": 1, "hidden_size": 8, "n_layer": 1, "n_head": 1}, "")
+    model, vocab_size = BLOOM.settings({"vocab_size": 1, "hidden_size": 8, "n_layer": 1, "n_head": 1}, "")
     assert (model.num_layers, model.num_attention_heads, vocab_size) == (1, 1, 1)
     with pytest.raises(Refusal, match="n_layer 0 is not a positive whole number"):
-        Bloom().settings({"vocab_size": 1, "hidden_size": 8, "n_layer": 0, "n_head": 1}, "")
+        BLOOM.settings({"vocab_size": 1, "hidden_size": 8, "n_layer": 0, "n_head": 1}, "")
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])

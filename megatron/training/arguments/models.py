@@ -30,6 +30,14 @@ GPT2: dict[str, Any] = GPT | {"max_position_embeddings": 1024}
 
 
 GQA8: dict[str, Any] = {"group_query_attention": True, "num_query_groups": 8}
+# Its MLP's GELU is by erf; the vocabularies of Pythia are padded.
+PYTHIA: dict[str, Any] = {
+    "position_embedding_type": "rope", "rotary_percent": 0.25, "parallel_residual": True, "bias_gelu_fusion": False,
+    "untie_embeddings_and_output_weights": True, "max_position_embeddings": 2048, "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}  # fmt: skip
+
+
 LLAMA3: dict[str, Any] = (
     LLAMA
     | GQA8
@@ -199,6 +207,15 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "gpt2-medium": (50257, GPT2 | _size(24, 1024, 16)),
     "gpt2-large": (50257, GPT2 | _size(36, 1280, 20)),
     "gpt2-xl": (50257, GPT2 | _size(48, 1600, 25)),
+    "pythia-70m": (50304, PYTHIA | _size(6, 512, 8)),
+    "pythia-160m": (50304, PYTHIA | _size(12, 768, 12)),
+    "pythia-410m": (50304, PYTHIA | _size(24, 1024, 16)),
+    "pythia-1b": (50304, PYTHIA | _size(16, 2048, 8)),
+    "pythia-1.4b": (50304, PYTHIA | _size(24, 2048, 16)),
+    "pythia-2.8b": (50304, PYTHIA | _size(32, 2560, 32)),
+    "pythia-6.9b": (50432, PYTHIA | _size(32, 4096, 32)),
+    "pythia-12b": (50688, PYTHIA | _size(36, 5120, 40)),
+    "gpt-neox-20b": (50432, PYTHIA | _size(44, 6144, 64) | {"bias_gelu_fusion": True}),
     "genslm-25b": (50257, GPT | _size(64, 5760, 80)),
     "genslm-33b": (50257, GPT | _size(80, 5760, 80)),
 }

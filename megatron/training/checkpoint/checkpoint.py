@@ -99,8 +99,8 @@ def without_adapters(state: dict[str, Any]) -> dict[str, Any]:
 # Settings that determine the shapes of the weights: a checkpoint and the run that loads it must agree on them.
 SHAPES = """
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization swiglu
-    add_bias_linear add_qkv_bias qk_layernorm softmax_type embed_layernorm sandwich_norm reordered_norm geglu quick_geglu
-    attention_output_gate qk_layernorm_all_heads
+    add_bias_linear add_qkv_bias qk_layernorm softmax_type embed_layernorm sandwich_norm reordered_norm geglu
+    quick_geglu attention_output_gate qk_layernorm_all_heads
     untie_embeddings_and_output_weights
     num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_enable_expert_bias
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mtp_num_layers

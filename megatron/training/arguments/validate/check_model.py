@@ -109,8 +109,6 @@ def _norms_and_residual(config: Config) -> None:
             "--ffn-chunks": (chunks.ffn_chunks, "the MLP in chunks follows attention"),
         }
         refuse_combinations("--parallel-residual", refused)
-    if model.transformer_impl == "auto" and (model.reordered_norm or model.qk_layernorm_all_heads):
-        model.transformer_impl = "local"
 
 
 def _predicts_ahead(config: Config) -> None:

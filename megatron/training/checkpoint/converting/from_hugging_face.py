@@ -72,9 +72,7 @@ def from_hugging_face(source: Path, target: Path, dtype: torch.dtype | None, bar
     headers = safetensors_folder.read_folder(checked)
     pieces = architectures.pieces(described, {name for header in headers.values() for name in header.entries})
     embedding = pieces[0].names[0]
-    others, stored = architectures.check_source(
-        source, headers, pieces, tied=not model.untie_embeddings_and_output_weights
-    )
+    others, stored = architectures.check_source(source, headers, pieces, described)
     dtype = dtype or stored
     with new_folder(target) as folder, safetensors_folder.reading(checked, headers) as read:
         if LM_HEAD in others:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,10 @@ from torch import Tensor
 
 from megatron.training.arguments.config import CheckpointConfig, ModelConfig
 from megatron.training.checkpoint.hugging_face import architectures, llama_settings, llama_weights, safetensors_folder
+from megatron.training.checkpoint.hugging_face.architectures import Described
 from megatron.training.checkpoint.hugging_face.llama_weights import Piece
 from megatron.training.checkpoint.hugging_face.safetensors_folder import (
     HEADERS,
-    IGNORED,
     LM_HEAD,
     OTHERS,
     Done,
@@ -127,7 +129,8 @@ def to_peft(source: Path, target: Path, bar: Callable[[int], Done], step: int | 
 
 def _for_peft(path: Checked, piece: Piece, model: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     a, b = (part.float() for part in load_adapter(path, piece, model, dtype))
-    for name, rows in zip(piece.names, llama_weights.split(piece, b, model.num_query_groups)):
+    untransposed = replace(piece, transposed=False)  # PEFT has [rank, in] and [out, rank] for GPT-2's matrices too
+    for name, rows in zip(piece.names, llama_weights.split(untransposed, b, model.num_query_groups)):
         stem = PEFT_PREFIX + name.removesuffix(".weight")
         yield f"{stem}.lora_A.weight", a
         yield f"{stem}.lora_B.weight", rows.contiguous()
@@ -179,7 +182,8 @@ def to_hugging_face(
         dtype = dtype or stored_dtype
         config["torch_dtype"] = str(dtype).removeprefix("torch.")
         tied = not model.untie_embeddings_and_output_weights
-        headers, original_dtype = _headers(original_files, pieces, dtype, tied)
+        ignored = partial(architectures.is_ignored, Described(model, vocab_size, family))
+        headers, original_dtype = _headers(original_files, pieces, dtype, tied, ignored)
         if original is not None:
             if hf_files is None:
                 _check_links(source, folder_of_original)
@@ -205,7 +209,7 @@ def to_hugging_face(
                 put(name, tensor.to(safetensors_folder.TORCH_DTYPES[entries[name].dtype]))
                 if name == pieces[0].names[0] and LM_HEAD in names and tied:
                     put(LM_HEAD, tensor.to(dtype))
-            if others := [name for name in names if name.endswith(IGNORED)]:
+            if others := [name for name in names if ignored(name)]:
                 header = safetensors_folder.read_header(original_files.file(OTHERS))
                 with safetensors_folder.reading(original_files, {OTHERS: header}) as read:
                     for name in others:
@@ -279,7 +283,11 @@ def _original_headers(original_files: Checked | None) -> dict[str, Header]:
 
 
 def _headers(
-    original_files: Checked | None, pieces: list[Piece], dtype: torch.dtype, tied: bool
+    original_files: Checked | None,
+    pieces: list[Piece],
+    dtype: torch.dtype,
+    tied: bool,
+    ignored: Callable[[str], bool],
 ) -> tuple[dict[str, Header], torch.dtype | None]:
     """(headers of the files to write, dtype of the original's weights).
 
@@ -296,14 +304,16 @@ def _headers(
         same = len(dtypes) == 1 and dtypes <= safetensors_folder.TORCH_DTYPES.keys()
         copies = {LM_HEAD} if tied else set()
         extra = entries.keys() - wanted.keys()
-        if same and all(name in copies or _is_kept(original_files, name, entries[name]) for name in extra):
+        if same and all(
+            name in copies or (ignored(name) and _is_kept(original_files, name, entries[name])) for name in extra
+        ):
             original_dtype = safetensors_folder.TORCH_DTYPES[dtypes.pop()]
             if original_dtype == dtype:
                 return headers, original_dtype
             return {
                 file: safetensors_folder.make_header(
                     {
-                        name: (e.dtype if name.endswith(IGNORED) or name in wide else dtype_code, e.shape)
+                        name: (e.dtype if name in wide or ignored(name) else dtype_code, e.shape)
                         for name, e in header.entries.items()
                     },
                     header.metadata,
@@ -318,7 +328,7 @@ def _headers(
 
 def _is_kept(original_files: Checked, name: str, entry: Entry) -> bool:
     """Whether ``original_files`` has kept this tensor, which transformers ignores, with the same dtype and shape."""
-    if not name.endswith(IGNORED) or OTHERS not in original_files.files:
+    if OTHERS not in original_files.files:
         return False
     kept = safetensors_folder.read_header(original_files.file(OTHERS)).entries.get(name)
     return (

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table FAMILIES: Hugging Face models that --load reads and tools/convert_hf.py converts in both directions.
 
-A model that differs from a Llama only in our settings, such as Qwen, is one line of the table; any other is a class
-like `Bloom`. Sources in transformers: models/llama, qwen2, qwen3, qwen3_moe, mistral, mixtral, phi3 and bloom,
+A model that differs from a Llama only in our settings, such as Qwen, is one line of the table; any other has a file,
+like olmo.py. Sources in transformers: models/llama, qwen2, qwen3, qwen3_moe, mistral, mixtral and phi3,
 configuration_*.py and modeling_*.py.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,17 +17,16 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.training.arguments.config import ModelConfig
-from megatron.training.arguments.models import activation, derive_shape
 from megatron.training.checkpoint.hugging_face import llama_settings, llama_weights, safetensors_folder
 from megatron.training.checkpoint.hugging_face.deepseek import DeepSeek
 from megatron.training.checkpoint.hugging_face.gemma import Gemma
+from megatron.training.checkpoint.hugging_face.gpt import BLOOM, GPT2, GPT_NEOX, GptLike
 from megatron.training.checkpoint.hugging_face.gpt_oss import GptOss
 from megatron.training.checkpoint.hugging_face.llama_weights import ExpertNames, Piece
 from megatron.training.checkpoint.hugging_face.olmo import Olmo
 from megatron.training.checkpoint.hugging_face.safetensors_folder import IGNORED, LM_HEAD, Entry, Header
 from megatron.training.refusal import Refusal, some
 
-EPSILON = 1e-5
 # Keys that a config.json must have, except a Llama's, because the defaults differ between these models.
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
         "rms_norm_eps", "vocab_size", "max_position_embeddings")  # fmt: skip
@@ -107,95 +107,6 @@ class LlamaLike:
         return {**config, "model_type": "llama", "architectures": None, "attention_bias": False}
 
 
-class Bloom:
-    """BLOOM. Its weights are named as in Megatron-LM before core; query, key and value are ordered by head, as ours."""
-
-    kind, title, architecture = "bloom", "BLOOM", "BloomForCausalLM"
-    differs = {"position_embedding_type": "alibi", "embed_layernorm": True}
-
-    def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
-        """As `LlamaLike.settings`."""
-
-        def first(*names: str) -> int:
-            value = next((config[name] for name in names if config.get(name) is not None), None)
-            if not isinstance(value, int) or value < 1:
-                raise Refusal(f"{where}: {names[0]} {value!r} is not a positive whole number")
-            return value
-
-        if config.get("apply_residual_connection_post_layernorm"):
-            raise Refusal(f"{where}: apply_residual_connection_post_layernorm is not supported")
-        if config.get("layer_norm_epsilon", EPSILON) != EPSILON:
-            epsilon = config["layer_norm_epsilon"]
-            raise Refusal(f"{where}: layer_norm_epsilon {epsilon} is not supported: only {EPSILON:g}")
-        if config.get("tie_word_embeddings") is False:
-            raise Refusal(f"{where}: tie_word_embeddings false is not supported for bloom")
-        layers, heads = first("n_layer", "num_hidden_layers"), first("n_head", "num_attention_heads")
-        return self._shape(layers, first("hidden_size", "n_embed"), heads), first("vocab_size")
-
-    def attention(self, config: dict[str, Any], where: object) -> dict[str, Any]:
-        """As `LlamaLike.attention`."""
-        return {}
-
-    def _shape(self, layers: int, hidden: int, heads: int) -> ModelConfig:
-        model = ModelConfig(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, norm_epsilon=EPSILON)
-        return derive_shape(replace(model, hidden_dropout=0.0, attention_dropout=0.0, **self.differs))
-
-    def config_json(
-        self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """As `LlamaLike.config_json`."""
-        usual = self._shape(model.num_layers, model.hidden_size, model.num_attention_heads)
-        names = {*llama_settings.FIXED, *self.differs, "norm_epsilon", "ffn_hidden_size", "kv_channels",
-                 "num_query_groups", "add_bias_linear", "untie_embeddings_and_output_weights"}  # fmt: skip
-        wrong = [name for name in sorted(names) if getattr(model, name) != getattr(usual, name)]
-        llama_settings.refuse_other_settings(model, wrong, self.title, self.architecture)
-        if activation(model) != activation(usual):
-            raise Refusal(f"the model is not a BLOOM: its MLP computes {activation(model)}, not {activation(usual)}")
-        return {
-            "architectures": [self.architecture],
-            "model_type": self.kind,
-            "vocab_size": vocab_size,
-            "hidden_size": model.hidden_size,
-            "n_layer": model.num_layers,
-            "n_head": model.num_attention_heads,
-            "layer_norm_epsilon": EPSILON,
-            "apply_residual_connection_post_layernorm": False,
-            "tie_word_embeddings": True,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "torch_dtype": str(dtype).removeprefix("torch."),
-        }
-
-    def pieces(self, model: ModelConfig, vocab_size: int, names: Collection[str]) -> Iterator[Piece]:
-        """As `LlamaLike.pieces`; the names in older files have no prefix."""
-        prefix = "" if "word_embeddings.weight" in names else "transformer."
-        hidden, ffn = model.hidden_size, model.ffn_hidden_size
-
-        def piece(core_name: str, hf_name: str, *shape: int, layer: int | None = None) -> Piece:
-            return Piece(core_name, (prefix + hf_name,), (shape,), layer)
-
-        yield piece("embedding.word_embeddings.weight", "word_embeddings.weight", vocab_size, hidden)
-        for kind in ("weight", "bias"):
-            yield piece(f"embedding.word_embeddings.norm.{kind}", f"word_embeddings_layernorm.{kind}", hidden)
-            yield piece(f"decoder.final_layernorm.{kind}", f"ln_f.{kind}", hidden)
-        linear = (
-            ("self_attention.linear_qkv", "self_attention.query_key_value", hidden, 3 * hidden),
-            ("self_attention.linear_proj", "self_attention.dense", hidden, hidden),
-            ("mlp.linear_fc1", "mlp.dense_h_to_4h", hidden, ffn),
-            ("mlp.linear_fc2", "mlp.dense_4h_to_h", ffn, hidden),
-        )
-        norms = (("self_attention.linear_qkv", "input_layernorm"), ("mlp.linear_fc1", "post_attention_layernorm"))
-        for layer in range(model.num_layers):
-            for core_name, hf_name in norms:
-                for kind in ("weight", "bias"):
-                    name = f"decoder.layers.{core_name}.layer_norm_{kind}"
-                    yield piece(name, f"h.{layer}.{hf_name}.{kind}", hidden, layer=layer)
-            for core_name, hf_name, into, out in linear:
-                name = f"decoder.layers.{core_name}"
-                yield piece(f"{name}.weight", f"h.{layer}.{hf_name}.weight", out, into, layer=layer)
-                yield piece(f"{name}.bias", f"h.{layer}.{hf_name}.bias", out, layer=layer)
-
-
 @dataclass(frozen=True)
 class WithExperts(LlamaLike):
     """A model like a Llama whose MLPs are all mixtures of experts, chosen as by our default router.
@@ -242,7 +153,7 @@ class WithExperts(LlamaLike):
         return llama_weights.pieces(model, vocab_size, self.names)
 
 
-Family = LlamaLike | Bloom | DeepSeek | Gemma | GptOss | Olmo
+Family = LlamaLike | GptLike | DeepSeek | Gemma | GptOss | Olmo
 FAMILIES: dict[str, Family] = {
     family.kind: family
     for family in (
@@ -266,7 +177,9 @@ FAMILIES: dict[str, Family] = {
         ),
         DeepSeek(2),
         DeepSeek(3),
-        Bloom(),
+        BLOOM,
+        GPT2,
+        GPT_NEOX,
         Gemma("gemma2", "Gemma 2", "Gemma2ForCausalLM", third=False),
         Gemma("gemma3_text", "Gemma 3", "Gemma3ForCausalLM", third=True),
         GptOss(),
@@ -311,6 +224,9 @@ def family_of(model: ModelConfig, attention: dict[str, Any] | None = None) -> Fa
         return FAMILIES["deepseek_v2" if softmax else "deepseek_v3"]
     if model.reordered_norm:
         return FAMILIES["olmo3" if (attention or {}).get("window_size") else "olmo2"]
+    if model.normalization == "LayerNorm":
+        kinds = {"alibi": "bloom", "learned_absolute": "gpt2"}
+        return FAMILIES[kinds.get(model.position_embedding_type, "gpt_neox")]
     if model.num_experts and model.softmax_type == "learnable":
         return FAMILIES["gpt_oss"]
     if model.num_experts:
@@ -328,10 +244,18 @@ def pieces(model: Described, names: Collection[str]) -> list[Piece]:
     return list(model.family.pieces(model.settings, model.vocab_size, names))
 
 
+def is_ignored(model: Described, name: str) -> bool:
+    """Whether transformers ignores a tensor of the files. Conversion keeps it for the way back."""
+    if name.endswith((IGNORED, *getattr(model.family, "ignored", ()))):
+        return True
+    layer = re.match(r"model\.layers\.(\d{1,6})\.", name) if getattr(model.family, "predicts_ahead", False) else None
+    return layer is not None and int(layer[1]) >= model.settings.num_layers
+
+
 def check_source(
-    source: Path, headers: dict[str, Header], pieces: list[Piece], tied: bool
+    source: Path, headers: dict[str, Header], pieces: list[Piece], model: Described
 ) -> tuple[dict[str, Entry], torch.dtype]:
-    """Check names, shapes and dtypes of the tensors in a folder.
+    """Check names, shapes and dtypes of the tensors in a folder against ``model`` and its ``pieces``.
 
     Returns:
         (tensors that the model does not need but that may be present, dtype of the model's weights).
@@ -344,7 +268,8 @@ def check_source(
     if missing := sorted(wanted.keys() - present.keys()):
         raise Refusal(f"{source}: {len(missing)} tensors that config.json requires are missing: {some(missing)}")
     others = {name: entry for name, entry in present.items() if name not in wanted}
-    if extra := sorted(name for name in others if not (name.endswith(IGNORED) or (tied and name == LM_HEAD))):
+    tied = not model.settings.untie_embeddings_and_output_weights
+    if extra := sorted(name for name in others if not (is_ignored(model, name) or (tied and name == LM_HEAD))):
         raise Refusal(f"{source}: {len(extra)} tensors do not belong to the model in config.json: {some(extra)}")
     for name, shape in wanted.items():
         if present[name].shape != shape:

@@ -12,7 +12,7 @@ import torch
 
 from megatron.context_parallel.positions.rope import LLAMA3_HIGH, LLAMA3_LENGTH, LLAMA3_LOW, Yarn
 from megatron.training.arguments.config import ModelConfig
-from megatron.training.arguments.models import LLAMA, ROTARY, derive_shape
+from megatron.training.arguments.models import LLAMA, ROTARY, derive_shape, is_gated
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal, reason
 
@@ -129,6 +129,13 @@ def positive(value: object, name: str, where: object) -> float:
     return float(value)
 
 
+def whole(value: object, name: str, where: object) -> int:
+    """``value``, a whole number above 0. Raises Refusal if it is none."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise Refusal(f"{where}: {name} {value!r} is not a positive whole number")
+    return value
+
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SCALING = ("rope_theta", "rope_scaling", "rope_parameters")
 YARN = [field.name for field in fields(ModelConfig) if field.name.startswith("yarn_")]
@@ -136,6 +143,7 @@ YARN = [field.name for field in fields(ModelConfig) if field.name.startswith("ya
 OFF = {
     "add_bias_linear": "--disable-bias-linear",
     "yarn_correction_range_round_to_int": "--no-yarn-correction-range-round-to-int",
+    "bias_gelu_fusion": "--no-bias-gelu-fusion",
 }
 # Settings that are None in most models.
 OPTIONAL = ("rotary_base_local", "no_rope_freq", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping",
@@ -318,6 +326,7 @@ def command_line(model: ModelConfig, dtype: torch.dtype) -> list[str]:
     names += ["group_query_attention", "num_query_groups"] if model.group_query_attention else []
     names += ["kv_channels"] + ["max_position_embeddings"] * (model.max_position_embeddings is not None)
     names += ["position_embedding_type"] + ["rotary_base"] * (model.position_embedding_type in ROTARY)
+    names += ["rotary_percent"] if model.rotary_percent != 1 else []
     names += ["rotary_seq_len_interpolation_factor"] if model.rotary_seq_len_interpolation_factor else []
     names += ["use_rope_scaling", "rope_scaling_factor"] if model.use_rope_scaling else []
     names += YARN if model.position_embedding_type == "yarn" else []
@@ -325,6 +334,7 @@ def command_line(model: ModelConfig, dtype: torch.dtype) -> list[str]:
     names += ["normalization", "norm_epsilon", "swiglu", "geglu", "apply_layernorm_1p", "sandwich_norm"]
     names += [name for name in ("quick_geglu", "glu_linear_offset") if getattr(model, name)]
     names += ["softmax_type"] if model.softmax_type != "vanilla" else []
+    names += [] if is_gated(model) else ["bias_gelu_fusion"]
     names += [name for name in PLACES if getattr(model, name)]
     names += ["scale_embeddings", "add_bias_linear", "untie_embeddings_and_output_weights"]
     names += ["add_qkv_bias", "qk_layernorm", "embed_layernorm", "hidden_dropout", "attention_dropout"]

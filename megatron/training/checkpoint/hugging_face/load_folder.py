@@ -43,7 +43,7 @@ def open_folder(path: Checked) -> ForeignCheckpoint:
     headers = safetensors_folder.read_folder(path)
     places = {name: file for file, header in headers.items() for name in header.entries}
     pieces = architectures.pieces(model, places)
-    architectures.check_source(path.path, headers, pieces, tied=not model.settings.untie_embeddings_and_output_weights)
+    architectures.check_source(path.path, headers, pieces, model)
     parts: dict[str, list[Piece]] = {}
     for piece in pieces:
         key = piece.key.replace("layers.", "layers." if piece.layer is None else f"layers.{piece.layer}.")
