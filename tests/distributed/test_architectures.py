@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.training.checkpoint.hugging_face import architectures, llama_weights
+from megatron.training.families import architectures, llama_weights
 from tests.distributed import test_gpt_oss
 from tests.distributed.test_gemma import described, in_model, ours, theirs
 from tests.distributed.training_runs import compare_gradients
@@ -38,16 +38,20 @@ KINDS: dict[str, dict[str, Any]] = {
     "gpt_oss": test_gpt_oss.CONFIG,
     "gpt2": GPT | {"n_embd": 64, "n_layer": 2, "n_head": 8, "n_positions": 64},
     "gpt_neox": SIZES | GPT | {"num_attention_heads": 8, "rotary_pct": 0.5},
+    "glm4_moe": SIZES
+    | {"num_hidden_layers": 3, "head_dim": 16, "attention_bias": True, "n_routed_experts": 4, "num_mtp_layers": 0}
+    | {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "routed_scaling_factor": 1.5},
     "olmo2": SIZES,
     "olmo3": SIZES
     | {"num_hidden_layers": 3, "sliding_window": 12, "rope_parameters": OLMO3_ROPE}
     | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
 }
+EXPERTS_KINDS = ("qwen3_moe", "gpt_oss", "glm4_moe")
 CP = "--ulysses-parallel-size 2 --ring-parallel-size 2"
 T2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 GRIDS = {"one process": (1, ""), "TP 2 x U 2 x R 2": (8, f"{T2} {CP}")}
 CASES = [(kind, *grid) for kind in KINDS for grid in GRIDS.values()]
-CASES += [(kind, 2, "--ulysses-parallel-size 2 --expert-model-parallel-size 2") for kind in ("qwen3_moe", "gpt_oss")]
+CASES += [(kind, 2, "--ulysses-parallel-size 2 --expert-model-parallel-size 2") for kind in EXPERTS_KINDS]
 
 
 def converted(kind: str, folder: Path) -> tuple[Path, str]:
@@ -83,7 +87,7 @@ def by_our_names(folder: Path, grads: dict[str, torch.Tensor]) -> dict[str, torc
 @pytest.mark.parametrize("kind, world, grid", CASES)
 def test_it_is_the_model_of_transformers(pool, tmp_path, kind, world, grid):
     source, flags = converted(kind, tmp_path)
-    whole_experts = "--expert-tensor-parallel-size 1" if kind in ("qwen3_moe", "gpt_oss") and "tensor" in grid else ""
+    whole_experts = "--expert-tensor-parallel-size 1" if kind in EXPERTS_KINDS and "tensor" in grid else ""
     own = f"{flags} --make-vocab-size-divisible-by 1 {grid} {whole_experts}"
     results = pool.run(ours, world, own, timeout=120)
     expected = theirs(source, results[0]["tokens"], results[0]["labels"])

@@ -35,7 +35,7 @@ from megatron.training.arguments.config import CheckpointConfig
 from megatron.training.checkpoint import checkpoint, checkpoint_folder, checksums, older_formats
 from megatron.training.checkpoint.arguments_of import shape_of
 from megatron.training.checkpoint.converting import to_hugging_face
-from megatron.training.checkpoint.hugging_face import architectures, llama_settings, load_folder, safetensors_folder
+from megatron.training.checkpoint.hugging_face import load_folder, safetensors_folder
 from megatron.training.checkpoint.hugging_face.safetensors_folder import HEADERS
 from megatron.training.checkpoint.in_memory import copy_file
 from megatron.training.checkpoint.megatron_lm import unpickle
@@ -44,6 +44,7 @@ from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS, Damage
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, universal_path
 from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensors
 from megatron.training.checkpoint.read_torch_dist import tensors_in
+from megatron.training.families import architectures, llama_settings
 from megatron.training.refusal import Refusal
 from tests.fuzz import mutations
 from tests.fuzz.harness import Reader

@@ -20,14 +20,15 @@ from megatron.training.arguments.config import ModelConfig
 from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
 from megatron.training.checkpoint.checksums import list_files
-from megatron.training.checkpoint.hugging_face import llama_settings, llama_weights, safetensors_folder
-from megatron.training.checkpoint.hugging_face.architectures import FAMILIES, described
-from megatron.training.checkpoint.hugging_face.gpt import BLOOM
-from megatron.training.checkpoint.hugging_face.llama_settings import LLAMA3 as FIXED
+from megatron.training.checkpoint.hugging_face import safetensors_folder
 from megatron.training.checkpoint.hugging_face.load_folder import open_folder
 from megatron.training.checkpoint.hugging_face.safetensors_folder import HEADERS
 from megatron.training.checkpoint.megatron_lm.checked import examine
 from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensors
+from megatron.training.families import llama_settings, llama_weights
+from megatron.training.families.architectures import FAMILIES, described
+from megatron.training.families.gpt import BLOOM
+from megatron.training.families.llama_settings import LLAMA3 as FIXED
 from megatron.training.model.build import rope
 from megatron.training.refusal import Refusal
 from tests.hugging_face import save_model
@@ -139,6 +140,9 @@ KINDS = {
     "gpt_neox": SIZES | {"intermediate_size": 24, "hidden_act": "gelu", "rotary_pct": 0.5},
     "olmo2": SIZES,
     "olmo3": SIZES | {"num_hidden_layers": 4, "sliding_window": 8, "rope_scaling": YARN, "rope_theta": 500000.0},
+    "glm4_moe": SIZES
+    | {"attention_bias": True, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    | {"num_mtp_layers": 0, "num_hidden_layers": 3},
     "mixtral": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 3},
     "mistral": SIZES | {"sliding_window": None},
     "phi3": SIZES | {"pad_token_id": 0},
@@ -260,6 +264,24 @@ def test_round_trip_with_tensors_that_transformers_ignores(tmp_path: Path) -> No
     wide = load_file(tmp_path / "fp32" / "model.safetensors")
     assert wide.keys() == weights.keys()
     assert all(torch.equal(wide[name], weights[name].float()) for name in weights)
+
+
+def test_layers_for_multi_token_prediction_are_kept(tmp_path: Path, capsys) -> None:
+    """transformers ignores them, and so does training here."""
+    source = save_model(tmp_path / "in", "glm4_moe", KINDS["glm4_moe"])
+    assert "multi-token" not in capsys.readouterr().out
+    weights = {name: tensor for path in source.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    weights |= {"model.layers.3.eh_proj.weight": torch.randn(16, 32), "model.layers.3.enorm.weight": torch.rand(16)}
+    for path in [*source.glob("*.safetensors"), *source.glob("*.index.json")]:
+        path.unlink()
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    assert contents(there_and_back(source, tmp_path)) == contents(source)
+    assert "note: 2 tensors of layers for multi-token prediction are kept" in capsys.readouterr().out
+    weights["model.layers.2.eh_proj.weight"] = weights.pop("model.layers.3.eh_proj.weight")
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    assert "1 tensors do not belong to the model" in refused(
+        capsys, tmp_path, "--from-hf", source, "--to", tmp_path / "no"
+    )
 
 
 def test_our_layout(ours: Path, small: Path) -> None:

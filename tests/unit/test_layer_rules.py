@@ -19,7 +19,7 @@ from megatron.simulator.cost.estimate import estimate, pass_seconds
 from megatron.simulator.machines.machine_file import load
 from megatron.simulator.planner.request import Request, packed
 from megatron.training.arguments.models import rope_layers
-from megatron.training.checkpoint.hugging_face.architectures import described
+from megatron.training.families.architectures import described
 from megatron.training.model.attention_rule import layer_masks
 from megatron.training.model.build import layer_rotaries
 from megatron.training.refusal import Refusal

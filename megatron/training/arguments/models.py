@@ -8,7 +8,6 @@ from typing import Any
 
 from megatron.formulas.strategy import Latent, Mixture, Shape
 from megatron.training.arguments.config import AttentionConfig, ModelConfig
-from megatron.training.refusal import Refusal
 
 # Settings of every Llama, whatever its size: for named models, pretrain_llama.py and the planner.
 LLAMA: dict[str, Any] = {
@@ -106,7 +105,7 @@ GPT_OSS: dict[str, Any] = LLAMA3 | {
 }  # fmt: skip
 
 
-# As in the published config.json, without V3's layer for multi-token prediction.
+# As in the published config.json, without the layers for multi-token prediction of V3 and GLM.
 DEEPSEEK: dict[str, Any] = LLAMA | {
     "norm_epsilon": 1e-6, "max_position_embeddings": 163840, "multi_latent_attention": True, "qk_layernorm": True,
     "kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128,
@@ -123,6 +122,21 @@ V3: dict[str, Any] = DEEPSEEK | {
     "moe_router_topk": 8, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
     "moe_router_num_groups": 8, "moe_router_group_topk": 4, "moe_router_topk_scaling_factor": 2.5,
     "moe_aux_loss_coeff": [0.0001],
+}  # fmt: skip
+
+
+GLM: dict[str, Any] = LLAMA3 | {
+    "max_position_embeddings": 131072, "kv_channels": 128, "rotary_base": 1000000, "rotary_percent": 0.5,
+    "add_qkv_bias": True, "moe_router_topk": 8, "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True, "moe_router_dtype": "fp32",
+}  # fmt: skip
+GLM_AIR: dict[str, Any] = GLM | {
+    "num_experts": 128, "moe_layer_freq": [0] + [1] * 45, "moe_ffn_hidden_size": 1408,
+    "moe_shared_expert_intermediate_size": 1408, "moe_router_topk_scaling_factor": 1.0,
+}  # fmt: skip
+GLM_LARGE: dict[str, Any] = GLM | {
+    "num_experts": 160, "moe_layer_freq": [0] * 3 + [1] * 89, "moe_ffn_hidden_size": 1536, "qk_layernorm": True,
+    "moe_shared_expert_intermediate_size": 1536, "moe_router_topk_scaling_factor": 2.5,
 }  # fmt: skip
 
 
@@ -201,6 +215,8 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "olmo-2-32b": (100352, OLMO2 | GQA8 | _size(64, 5120, 40, 27648)),
     "olmo-3-7b": (100278, OLMO3 | _size(32, 4096, 32, 11008)),
     "olmo-3-32b": (100278, OLMO3 | GQA8 | _size(64, 5120, 40, 27648)),
+    "glm-4.5-air": (151552, GLM_AIR | _size(46, 4096, 96, 10944)),
+    "glm-4.5": (151552, GLM_LARGE | _size(92, 5120, 96, 12288)),
     "deepseek-v2-lite": (102400, V2_LITE | _size(27, 2048, 16, 10944)),
     "deepseek-v3": (129280, V3 | _size(61, 7168, 128, 18432)),
     "gpt2": (50257, GPT2 | _size(12, 768, 12)),
@@ -219,29 +235,6 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "genslm-25b": (50257, GPT | _size(64, 5760, 80)),
     "genslm-33b": (50257, GPT | _size(80, 5760, 80)),
 }
-
-
-def shape(name: str) -> dict[str, Any]:
-    """The settings of :class:`ModelConfig` that a named model sets.
-
-    Raises:
-        Refusal: no such model.
-    """
-    return {field.removeprefix("model."): value for field, value in preset(name).items() if field.startswith("model.")}
-
-
-def preset(name: str) -> dict[str, Any]:
-    """{"section.field": value} of all settings that a named model sets. Raises Refusal as :func:`shape`."""
-    if name not in MODELS:
-        raise Refusal(
-            f"--model {name}", f": not a known shape; choose from {', '.join(MODELS)}, or give the sizes by flags"
-        )
-    return {field if "." in field else f"model.{field}": value for field, value in MODELS[name][1].items()}
-
-
-def vocabulary(name: str) -> int:
-    """Size of the vocabulary that a named model was published with."""
-    return MODELS[name][0]
 
 
 def derive_shape(model: ModelConfig) -> ModelConfig:

@@ -20,9 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron.training.arguments.config import AttentionConfig, Config
-from megatron.training.checkpoint.hugging_face import architectures, llama_settings, llama_weights, safetensors_folder
-from megatron.training.checkpoint.hugging_face.architectures import Described
-from megatron.training.checkpoint.hugging_face.llama_weights import Piece
+from megatron.training.checkpoint.hugging_face import load_folder, safetensors_folder
 from megatron.training.checkpoint.hugging_face.safetensors_folder import (
     HEADERS,
     LM_HEAD,
@@ -36,6 +34,9 @@ from megatron.training.checkpoint.hugging_face.safetensors_folder import (
     write_json,
 )
 from megatron.training.checkpoint.megatron_lm.places import TRACKER, is_hugging_face
+from megatron.training.families import architectures, llama_settings, llama_weights
+from megatron.training.families.architectures import Described
+from megatron.training.families.llama_weights import Piece
 from megatron.training.refusal import Refusal
 
 with warnings.catch_warnings():  # core reports at import that apex is missing
@@ -72,7 +73,7 @@ def from_hugging_face(source: Path, target: Path, dtype: torch.dtype | None, bar
     headers = safetensors_folder.read_folder(checked)
     pieces = architectures.pieces(described, {name for header in headers.values() for name in header.entries})
     embedding = pieces[0].names[0]
-    others, stored = architectures.check_source(source, headers, pieces, described)
+    others, stored = load_folder.check_source(source, headers, pieces, described)
     dtype = dtype or stored
     with new_folder(target) as folder, safetensors_folder.reading(checked, headers) as read:
         if LM_HEAD in others:
@@ -98,6 +99,12 @@ def from_hugging_face(source: Path, target: Path, dtype: torch.dtype | None, bar
     ]
     if dropout := config.get("attention_dropout"):
         lines.append(f"note: attention_dropout {dropout} of config.json is not used in training here")
+    ahead = [name for name in others if name.startswith("model.layers.") and not name.endswith(architectures.IGNORED)]
+    if ahead:
+        lines.append(
+            f"note: {len(ahead)} tensors of layers for multi-token prediction are kept for converting back; they are not "
+            "trained, so after training they do not fit the model"
+        )
     return [
         *lines,
         *notes,

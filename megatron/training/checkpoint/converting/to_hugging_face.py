@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.training.arguments.config import CheckpointConfig, ModelConfig
-from megatron.training.checkpoint.hugging_face import architectures, llama_settings, llama_weights, safetensors_folder
-from megatron.training.checkpoint.hugging_face.architectures import Described
-from megatron.training.checkpoint.hugging_face.llama_weights import Piece
+from megatron.training.checkpoint.hugging_face import safetensors_folder
 from megatron.training.checkpoint.hugging_face.safetensors_folder import (
     HEADERS,
     LM_HEAD,
@@ -35,6 +33,9 @@ from megatron.training.checkpoint.hugging_face.safetensors_folder import (
 from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.checkpoint.megatron_lm.megatron_args import model_of, namespace
 from megatron.training.checkpoint.megatron_lm.places import TRACKER, is_hugging_face
+from megatron.training.families import architectures, llama_settings, llama_weights
+from megatron.training.families.architectures import Described
+from megatron.training.families.llama_weights import Piece
 from megatron.training.refusal import Refusal, some
 
 with warnings.catch_warnings():  # core reports at import that apex is missing

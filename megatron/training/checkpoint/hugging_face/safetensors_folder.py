@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron.training.checkpoint.hugging_face.llama_settings import DTYPES
 from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS
 from megatron.training.disk import sync_folders_up, sync_tree
+from megatron.training.families.llama_settings import DTYPES
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal, reason
 
@@ -232,7 +232,6 @@ def index_json(headers: Mapping[str, Header]) -> dict[str, Any]:
 # Used by the conversions in both directions.
 HEADERS = "safetensors_headers.json"  # in hf/: the headers of the original's files
 OTHERS = "other_tensors.safetensors"  # in hf/: the original's tensors that transformers ignores
-IGNORED = ".rotary_emb.inv_freq"  # old checkpoints hold RoPE's frequencies, which follow from config.json
 LM_HEAD = "lm_head.weight"
 # Files that are not copied: weights in any format, code, and files that this program writes.
 NOT_COPIED = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack", ".onnx", ".py", HEADERS, CHECKSUMS)

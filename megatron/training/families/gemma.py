@@ -13,8 +13,8 @@ import torch
 
 from megatron.training.arguments.config import AttentionConfig, ModelConfig
 from megatron.training.arguments.models import derive_shape, window_layers
-from megatron.training.checkpoint.hugging_face import llama_settings
-from megatron.training.checkpoint.hugging_face.llama_weights import Piece
+from megatron.training.families import llama_settings
+from megatron.training.families.llama_weights import Piece
 from megatron.training.refusal import Refusal
 
 LOCAL, WHOLE = "sliding_attention", "full_attention"

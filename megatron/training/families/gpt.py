@@ -14,8 +14,8 @@ import torch
 
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.arguments.models import activation, derive_shape
-from megatron.training.checkpoint.hugging_face import llama_settings
-from megatron.training.checkpoint.hugging_face.llama_weights import Piece
+from megatron.training.families import llama_settings
+from megatron.training.families.llama_weights import Piece
 from megatron.training.refusal import Refusal
 
 EPSILON = 1e-5

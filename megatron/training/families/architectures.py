@@ -11,22 +11,22 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron.training.arguments.config import ModelConfig
-from megatron.training.checkpoint.hugging_face import llama_settings, llama_weights, safetensors_folder
-from megatron.training.checkpoint.hugging_face.deepseek import DeepSeek
-from megatron.training.checkpoint.hugging_face.gemma import Gemma
-from megatron.training.checkpoint.hugging_face.gpt import BLOOM, GPT2, GPT_NEOX, GptLike
-from megatron.training.checkpoint.hugging_face.gpt_oss import GptOss
-from megatron.training.checkpoint.hugging_face.llama_weights import ExpertNames, Piece
-from megatron.training.checkpoint.hugging_face.olmo import Olmo
-from megatron.training.checkpoint.hugging_face.safetensors_folder import IGNORED, LM_HEAD, Entry, Header
-from megatron.training.refusal import Refusal, some
+from megatron.training.families import llama_settings, llama_weights
+from megatron.training.families.deepseek import DeepSeek
+from megatron.training.families.gemma import Gemma
+from megatron.training.families.glm import Glm
+from megatron.training.families.gpt import BLOOM, GPT2, GPT_NEOX, GptLike
+from megatron.training.families.gpt_oss import GptOss
+from megatron.training.families.llama_weights import ExpertNames, Piece
+from megatron.training.families.olmo import Olmo
+from megatron.training.refusal import Refusal
 
+IGNORED = ".rotary_emb.inv_freq"  # old checkpoints hold RoPE's frequencies, which follow from config.json
 # Keys that a config.json must have, except a Llama's, because the defaults differ between these models.
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
         "rms_norm_eps", "vocab_size", "max_position_embeddings")  # fmt: skip
@@ -177,6 +177,7 @@ FAMILIES: dict[str, Family] = {
         ),
         DeepSeek(2),
         DeepSeek(3),
+        Glm(),
         BLOOM,
         GPT2,
         GPT_NEOX,
@@ -229,6 +230,8 @@ def family_of(model: ModelConfig, attention: dict[str, Any] | None = None) -> Fa
         return FAMILIES[kinds.get(model.position_embedding_type, "gpt_neox")]
     if model.num_experts and model.softmax_type == "learnable":
         return FAMILIES["gpt_oss"]
+    if model.num_experts and model.moe_router_score_function == "sigmoid":
+        return FAMILIES["glm4_moe"]
     if model.num_experts:
         return FAMILIES["qwen3_moe" if model.qk_layernorm else "mixtral"]
 
@@ -250,34 +253,3 @@ def is_ignored(model: Described, name: str) -> bool:
         return True
     layer = re.match(r"model\.layers\.(\d{1,6})\.", name) if getattr(model.family, "predicts_ahead", False) else None
     return layer is not None and int(layer[1]) >= model.settings.num_layers
-
-
-def check_source(
-    source: Path, headers: dict[str, Header], pieces: list[Piece], model: Described
-) -> tuple[dict[str, Entry], torch.dtype]:
-    """Check names, shapes and dtypes of the tensors in a folder against ``model`` and its ``pieces``.
-
-    Returns:
-        (tensors that the model does not need but that may be present, dtype of the model's weights).
-
-    Raises:
-        Refusal: tensors are missing, unexpected or of another shape, or have several or unsupported dtypes.
-    """
-    present = {name: entry for header in headers.values() for name, entry in header.entries.items()}
-    wanted = {name: shape for piece in pieces for name, shape in zip(piece.names, piece.shapes)}
-    if missing := sorted(wanted.keys() - present.keys()):
-        raise Refusal(f"{source}: {len(missing)} tensors that config.json requires are missing: {some(missing)}")
-    others = {name: entry for name, entry in present.items() if name not in wanted}
-    tied = not model.settings.untie_embeddings_and_output_weights
-    if extra := sorted(name for name in others if not (is_ignored(model, name) or (tied and name == LM_HEAD))):
-        raise Refusal(f"{source}: {len(extra)} tensors do not belong to the model in config.json: {some(extra)}")
-    for name, shape in wanted.items():
-        if present[name].shape != shape:
-            raise Refusal(f"{source}: {name} is {list(present[name].shape)}, but config.json requires {list(shape)}")
-    wide = {name for piece in pieces if piece.wide for name in piece.names}
-    dtypes = sorted({present[name].dtype for name in wanted.keys() - wide})
-    if len(dtypes) > 1 or dtypes[0] not in safetensors_folder.TORCH_DTYPES:
-        raise Refusal(
-            f"{source}: weights in {', '.join(dtypes)} are not supported: all must be BF16, all F16 or all F32"
-        )
-    return others, safetensors_folder.TORCH_DTYPES[dtypes[0]]

@@ -129,10 +129,11 @@ def positive(value: object, name: str, where: object) -> float:
     return float(value)
 
 
-def whole(value: object, name: str, where: object) -> int:
-    """``value``, a whole number above 0. Raises Refusal if it is none."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise Refusal(f"{where}: {name} {value!r} is not a positive whole number")
+def whole(value: object, name: str, where: object, least: int = 1) -> int:
+    """``value``, a whole number from ``least``. Raises Refusal if it is none."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        kind = "a positive whole number" if least == 1 else f"a whole number from {least}"
+        raise Refusal(f"{where}: {name} {value!r} is not {kind}")
     return value
 
 
