@@ -64,7 +64,7 @@ def converted(kind: str, folder: Path) -> tuple[Path, str]:
 
 def by_our_names(folder: Path, grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Gradients of transformers by our names. In memory, but not in files, it has all experts in one tensor."""
-    alone = {}
+    alone = {"embed_out.weight": grads["lm_head.weight"]} if "lm_head.weight" in grads else {}  # GPT-NeoX's name
     for name, grad in grads.items():
         stem, _, kind = name.rpartition(".experts.")
         for number, one in enumerate(grad) if stem else ():

@@ -20,6 +20,7 @@ from megatron.training.arguments.config import ModelConfig
 from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
 from megatron.training.checkpoint.checksums import list_files
+from megatron.training.checkpoint.converting.quantized import from_fp8, quantization
 from megatron.training.checkpoint.hugging_face import safetensors_folder
 from megatron.training.checkpoint.hugging_face.load_folder import open_folder
 from megatron.training.checkpoint.hugging_face.safetensors_folder import HEADERS
@@ -27,8 +28,8 @@ from megatron.training.checkpoint.megatron_lm.checked import examine
 from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensors
 from megatron.training.families import llama_settings, llama_weights
 from megatron.training.families.architectures import FAMILIES, described
-from megatron.training.families.gpt import BLOOM
 from megatron.training.families.llama_settings import LLAMA3 as FIXED
+from megatron.training.families.older_gpts import BLOOM
 from megatron.training.model.build import rope
 from megatron.training.refusal import Refusal
 from tests.hugging_face import save_model
@@ -862,3 +863,105 @@ def test_a_model_that_is_no_deepseek(tmp_path: Path, change: dict[str, Any]) -> 
     (tmp_path / "config.json").write_text(json.dumps(V3))
     with pytest.raises(Refusal, match="convert it with"):
         open_folder(examine(tmp_path))
+
+
+# ---- weights in MXFP4 and FP8
+
+
+def with_quantized(source: Path, quantize: Callable[[str, torch.Tensor], dict[str, torch.Tensor]], how: dict) -> Path:
+    """A copy of a folder in bf16 with quantized weights; ``quantize`` may change the weights of the source too."""
+    target = shutil.copytree(source, source.with_name("quantized"))
+    plain, quantized = {}, {}
+    for path in sorted(source.glob("*.safetensors")):
+        plain |= load_file(path)
+    for name, tensor in [*plain.items()]:
+        made = quantize(name, tensor)
+        quantized |= made or {name: tensor}
+        plain[name] = made.pop("plain", tensor) if made else tensor
+        quantized.pop("plain", None)
+    for folder, tensors in ((source, plain), (target, quantized)):
+        for path in [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]:
+            path.unlink()
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": how}))
+    return target
+
+
+def mxfp4(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Random blocks in place of the experts' matrices, and what transformers makes of them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        return {}
+    experts, into, out = tensor.shape
+    blocks = torch.randint(0, 256, (experts, out, into // 32, 16), dtype=torch.uint8)
+    scales = torch.randint(118, 126, (experts, out, into // 32), dtype=torch.uint8)
+    plain = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales, "plain": plain.contiguous()}
+
+
+BLOCK = (8, 4)
+
+
+def fp8(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Random FP8 numbers and factors; the last blocks of a matrix may be smaller."""
+    if not name.endswith("proj.weight") and "kv_a_proj" not in name:
+        return {}
+    rows, columns = tensor.shape
+    numbers = (torch.randn(rows, columns) * 100).to(torch.float8_e4m3fn)
+    factors = torch.rand(-(-rows // BLOCK[0]), -(-columns // BLOCK[1])) / 100
+    wide = factors.repeat_interleave(BLOCK[0], 0)[:rows].repeat_interleave(BLOCK[1], 1)[:, :columns]
+    return {name: numbers, f"{name}_scale_inv": factors, "plain": (numbers.float() * wide).bfloat16()}
+
+
+QUANTIZED = {
+    "mxfp4": ("gpt_oss", KINDS["gpt_oss"] | {"hidden_size": 64, "intermediate_size": 32}, mxfp4),
+    "fp8": ("deepseek_v3", DEEPSEEKS["v3"], fp8),
+}
+HOW = {"mxfp4": {"quant_method": "mxfp4"}, "fp8": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [*BLOCK]}}
+
+
+@pytest.mark.parametrize("method", QUANTIZED)
+def test_quantized_weights_are_dequantized(tmp_path: Path, method: str, capsys) -> None:
+    """Conversion gives the weights, to the last bit, that it gives for the folder dequantized before."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, sizes, quantize = QUANTIZED[method]
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).bfloat16()
+    model.save_pretrained(tmp_path / "plain")
+    quantized = with_quantized(tmp_path / "plain", quantize, HOW[method])
+    for name in ("plain", "quantized"):
+        assert main(["--from-hf", str(tmp_path / name), "--to", str(tmp_path / f"{name}-ours")]) == 0
+        assert main(["--from", str(tmp_path / f"{name}-ours"), "--to-hf", str(tmp_path / f"{name}-back")]) == 0
+    assert f"weights in {method} were dequantized" in capsys.readouterr().out
+    expected, got = (load_file(tmp_path / f"{name}-back" / "model.safetensors") for name in ("plain", "quantized"))
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(expected[name], got[name]) and got[name].dtype == expected[name].dtype for name in got)
+    assert "quantization_config" not in json.loads((tmp_path / "quantized-back" / "config.json").read_text())
+    assert parse(["--model", f"hf:{quantized}", *RUN], world_size=1).model.num_layers == 2
+
+    weights = load_file(quantized / "model.safetensors")
+    scale = next(name for name in weights if name.endswith(("_scales", "_scale_inv")))
+    for wrong, message in ((None, "with " + scale), (weights[scale][..., :-1].contiguous(), f"{scale} is [")):
+        changed = {name: tensor for name, tensor in (weights | {scale: wrong}).items() if tensor is not None}
+        save_file(changed, quantized / "model.safetensors", {"format": "pt"})
+        assert message in refused(capsys, tmp_path, "--from-hf", quantized, "--to", tmp_path / "no")
+
+
+def test_fp8_is_that_of_transformers() -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    numbers, factors = (torch.randn(256, 384) * 100).to(torch.float8_e4m3fn), torch.rand(2, 3) / 100
+    expected = Fp8Dequantize(None)._dequantize_one(numbers, factors, torch.bfloat16)
+    assert torch.equal(from_fp8(numbers, factors, (128, 128), torch.bfloat16), expected)
+    assert not torch.equal(from_fp8(numbers, factors.roll(1, 1), (128, 128), torch.bfloat16), expected)
+
+
+def test_other_quantization_is_refused() -> None:
+    for given in ({"quant_method": "gptq"}, {"quant_method": "fp8"}, {"bits": 4}, [1],
+                  {"quant_method": "fp8", "weight_block_size": [128, 0]}):  # fmt: skip
+        with pytest.raises(Refusal, match="quantization_config"):
+            quantization({"quantization_config": given}, "config.json")
+    assert quantization({"quantization_config": None}, "") is None

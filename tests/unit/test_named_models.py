@@ -16,7 +16,7 @@ from megatron.training.arguments.models import LLAMA_DEFAULTS, MODELS, model_sha
 from megatron.training.arguments.parser import parse
 from megatron.training.families.architectures import described, family_of
 from megatron.training.families.llama_settings import command_line, window_flags
-from megatron.training.families.named import vocabulary
+from megatron.training.families.named import preset, vocabulary
 from megatron.training.json_file import MOST_BYTES
 from megatron.training.refusal import Refusal
 
@@ -122,7 +122,7 @@ def test_the_model_of_a_config_json(tmp_path: Path, kind: str) -> None:
         ("[]", "not a JSON object"),
         ('{"model_type": "t5"}', "model_type 't5' is not supported: only llama, qwen2"),
         (json.dumps({"model_type": "llama", "auto_map": {}}), "auto_map asks for code"),
-        (" " * (MOST_BYTES + 1), "limit"),
+        (" " * (MOST_BYTES + 1), "longer than 64 MiB"),
     ],
     ids=("missing", "list", "unknown", "code", "large"),
 )
@@ -130,5 +130,5 @@ def test_a_config_json_that_is_refused(tmp_path: Path, text: str | None, message
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(Refusal) as caught:
-        parse(["--model", f"hf:{tmp_path}", *RUN], {}, 1)
+        preset(f"hf:{tmp_path}")
     assert message in str(caught.value) and str(caught.value).startswith(f"--model hf:{tmp_path}: ")

@@ -20,9 +20,9 @@ from megatron.training.families import llama_settings, llama_weights
 from megatron.training.families.deepseek import DeepSeek
 from megatron.training.families.gemma import Gemma
 from megatron.training.families.glm import Glm
-from megatron.training.families.gpt import BLOOM, GPT2, GPT_NEOX, GptLike
 from megatron.training.families.gpt_oss import GptOss
 from megatron.training.families.llama_weights import ExpertNames, Piece
+from megatron.training.families.older_gpts import BLOOM, GPT2, GPT_NEOX, GptLike
 from megatron.training.families.olmo import Olmo
 from megatron.training.refusal import Refusal
 

@@ -24,7 +24,7 @@ REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attent
 
 
 class GptOss:
-    """A gpt-oss in bf16, fp16 or fp32; the published MXFP4 weights must be dequantized first."""
+    """A gpt-oss in bf16, fp16 or fp32; conversion dequantizes the published MXFP4 weights first."""
 
     kind, title, architecture = "gpt_oss", "gpt-oss", "GptOssForCausalLM"
     differs: dict[str, Any] = {

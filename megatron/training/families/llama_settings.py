@@ -385,6 +385,9 @@ def _plain_llama(config: dict[str, Any], where: object) -> None:
     if "auto_map" in config:
         raise Refusal(f"{where}: auto_map asks for code from the checkpoint, which is never run")
     if config.get("quantization_config"):
-        raise Refusal(f"{where}: quantization_config is not supported: save the model in bf16, fp16 or fp32")
+        raise Refusal(
+            f"{where}: quantization_config is not supported: save the model in bf16, fp16 or fp32, or "
+            "convert it with tools/convert_hf.py, which dequantizes MXFP4 and FP8"
+        )
     if (act := config.get("hidden_act", "silu")) != "silu":
         raise Refusal(f"{where}: hidden_act {act} is not supported: only silu")

@@ -51,6 +51,8 @@ def _described(name: str) -> Any:
 
     file = Path(name.removeprefix(PREFIX)) / "config.json"
     try:
-        return architectures.described(llama_settings.read_config(file), file)
+        config = llama_settings.read_config(file)
+        config.pop("quantization_config", None)  # of the weights, which are not read
+        return architectures.described(config, file)
     except Refusal as refusal:
         raise Refusal(f"--model {name}", f": {refusal}") from None

@@ -203,7 +203,7 @@ BLOOM = GptLike(
     LAYER_NORM,
     ("self_attention.query_key_value", "self_attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
     "ln_f",
-    differs={"position_embedding_type": "alibi", "embed_layernorm": True},
+    differs={"normalization": "LayerNorm", "position_embedding_type": "alibi", "embed_layernorm": True},
     optional={
         f"embedding.word_embeddings.norm.{kind}": f"word_embeddings_layernorm.{kind}" for kind in ("weight", "bias")
     },
@@ -228,6 +228,7 @@ GPT2 = GptLike(
     ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
     "ln_f",
     optional={"embedding.position_embeddings.weight": "wpe.weight"},
+    differs={"normalization": "LayerNorm", "position_embedding_type": "learned_absolute"},
     free=("norm_epsilon", "ffn_hidden_size"),
     ignored=(".attn.bias", ".attn.masked_bias"),
     transposed=True,
@@ -251,7 +252,7 @@ GPT_NEOX = GptNeoX(
     LAYER_NORM,
     ("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
     "final_layer_norm",
-    differs={"position_embedding_type": "rope"},
+    differs={"normalization": "LayerNorm", "position_embedding_type": "rope"},
     free=(
         "norm_epsilon",
         "rotary_base",
