@@ -72,6 +72,8 @@ def by_our_names(folder: Path, grads: dict[str, torch.Tensor]) -> dict[str, torc
             alone |= {f"{stem}.experts.{number}.{part}.weight": half for part, half in halves}
     grads, model, rows = grads | alone, described(folder), {}
     for piece in architectures.pieces(model, ()):
+        if piece.wide:  # a bias of experts, which gradients do not train
+            continue
         name = piece.key.replace("layers.", f"layers.{piece.layer}.") if piece.layer is not None else piece.key
         if piece.expert is not None:
             name = name.replace("experts.experts", f"experts.local_experts.{piece.expert}")
