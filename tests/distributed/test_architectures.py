@@ -14,8 +14,9 @@ import torch
 
 from megatron.training.families import architectures, llama_weights
 from tests.distributed import test_gpt_oss
+from tests.distributed.test_checkpoint import resume, train_and_save
 from tests.distributed.test_gemma import described, in_model, ours, theirs
-from tests.distributed.training_runs import compare_gradients
+from tests.distributed.training_runs import compare_gradients, run_training
 from tests.hugging_face import save_model
 from tools.convert_hf import main as convert
 
@@ -50,8 +51,10 @@ EXPERTS_KINDS = ("qwen3_moe", "gpt_oss", "glm4_moe")
 CP = "--ulysses-parallel-size 2 --ring-parallel-size 2"
 T2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 GRIDS = {"one process": (1, ""), "TP 2 x U 2 x R 2": (8, f"{T2} {CP}")}
-CASES = [(kind, *grid) for kind in KINDS for grid in GRIDS.values()]
-CASES += [(kind, 2, "--ulysses-parallel-size 2 --expert-model-parallel-size 2") for kind in EXPERTS_KINDS]
+EP = (2, "--ulysses-parallel-size 2 --expert-model-parallel-size 2")
+CASES = [(kind, *grid) for kind in KINDS for grid in GRIDS.values()] + [(kind, *EP) for kind in EXPERTS_KINDS]
+LATER = {("gpt2", 8), ("gpt_neox", 8), ("olmo2", 1), ("olmo2", 8), ("olmo3", 1), ("glm4_moe", 1), ("glm4_moe", 8)}
+CASES = [pytest.param(*case, marks=pytest.mark.full if case[:2] in LATER else ()) for case in CASES]
 
 
 def converted(kind: str, folder: Path) -> tuple[Path, str]:
@@ -111,3 +114,99 @@ def test_queries_in_another_order_are_another_model(pool, tmp_path):
     mine = results[0]["grads"][in_model(piece.key.replace("layers.", "layers.0."))]
     assert torch.allclose(mine, llama_weights.fuse(piece, [grads], 4), atol=1e-4 * float(grads.abs().max()))
     assert float((mine - grads).abs().max()) > 0.1 * float(grads.abs().max())
+
+
+# ---- norms and residuals on every grid
+
+PLACES = {
+    "OLMo 2": "--reordered-norm --qk-layernorm-all-heads",
+    "GPT-NeoX": "--parallel-residual --rotary-percent 0.5",
+}
+SMALL = "--num-layers 2 --group-query-attention --num-query-groups 4"
+R2, P2 = "--ring-parallel-size 2", "--pipeline-model-parallel-size 2"
+RULES = {
+    "TP 2 x U 2": (4, f"{T2} --ulysses-parallel-size 2"),
+    "TP 2, no sequence parallel": (2, "--tensor-model-parallel-size 2"),
+    "TP 4, full recompute": (
+        4,
+        "--tensor-model-parallel-size 4 --sequence-parallel --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1",
+    ),
+    "PP 2 x R 2": (4, f"{P2} {R2}"),
+    "ZeRO 3, R 2": (2, f"--zero-stage 3 {R2}"),
+    "TP 2, dropout": (2, f"{T2} --hidden-dropout 0.1"),
+    "FPDT, TP 2 x R 2": (4, f"{T2} {R2} --fpdt --fpdt-chunk-size 32"),
+}
+USUAL = {("OLMo 2", "FPDT, TP 2 x R 2"), ("GPT-NeoX", "TP 2, dropout"), ("OLMo 2", "TP 2, no sequence parallel")}
+
+
+@pytest.mark.parametrize(
+    "place, grid",
+    [
+        pytest.param(place, grid, marks=() if (place, grid) in USUAL else pytest.mark.full)
+        for place in PLACES
+        for grid in RULES
+        if not (place == "GPT-NeoX" and grid.startswith("FPDT"))  # refused
+    ],
+)
+def test_norms_and_residuals_do_not_depend_on_the_grid(pool, shared, place, grid):
+    world, flags = RULES[grid]
+    dropout = "--hidden-dropout 0.1" if "dropout" in flags else ""
+    alone = f"{SMALL} {PLACES[place]} {dropout}"
+    losses, _, wanted = shared(("places", alone), lambda: pool.run(run_training, 1, alone, True, 3)[0])
+    results = pool.run(run_training, world, f"{SMALL} {PLACES[place]} {flags}", True, 3, timeout=120)
+    for mine, _, _ in results:
+        assert mine == pytest.approx(losses, rel=1e-5)
+    compare_gradients([grads for _, _, grads in results], wanted, 1e-5)
+
+
+def wide_norm(tensor: int, planted: bool) -> dict[str, torch.Tensor]:
+    """Result and gradients of a norm over 8 heads in fp64 on one TP group, complete on each rank."""
+    from types import SimpleNamespace
+
+    import torch.distributed as dist
+
+    from megatron.context_parallel.core.spec import AllHeadsNorm
+    from megatron.context_parallel.layout.grid import Axis
+
+    generator = torch.Generator().manual_seed(1)
+    x, dout = torch.randn(2, 5, 3, 8, 4, generator=generator, dtype=torch.float64)
+    weight = torch.rand(32, generator=generator, dtype=torch.float64)
+    config = SimpleNamespace(layernorm_zero_centered_gamma=False, params_dtype=torch.float64)
+    axis = Axis.of(dist.group.WORLD) if tensor > 1 else Axis(1)
+    norm = AllHeadsNorm(config, 4, 1e-5, heads=8, tensor=axis)
+    if planted:
+        norm.tensor = Axis(1)  # the squares of this rank's heads alone
+    norm.weight.data.copy_(weight.chunk(tensor)[axis.rank])
+    mine = x.chunk(tensor, dim=2)[axis.rank].clone().requires_grad_()
+    # A gradient that is not contiguous
+    out = norm(mine)
+    out.backward(dout.transpose(0, 1).contiguous().transpose(0, 1).chunk(tensor, dim=2)[axis.rank])
+    parts = {"out": (out.detach(), 2), "dx": (mine.grad, 2), "dw": (norm.weight.grad, 0)}
+    whole = {}
+    for name, (part, dim) in parts.items():
+        every = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(tensor)]
+        if tensor > 1:
+            dist.all_gather(every, part.contiguous())
+        whole[name] = torch.cat(every, dim) if tensor > 1 else part
+    return whole
+
+
+def test_a_norm_over_all_heads_sums_over_tp(pool):
+    expected = pool.run(wide_norm, 1, 1, False)[0]
+    drawn = torch.randn(2, 5, 3, 8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    weight = expected["out"].flatten(2) / torch.nn.functional.rms_norm(drawn[0].flatten(2), (32,), eps=1e-5)
+    assert torch.allclose(weight, weight[0, 0], atol=1e-12)
+    for tensor in (2, 4):
+        for mine in pool.run(wide_norm, tensor, tensor, False):
+            for name, whole in expected.items():
+                assert float((mine[name] - whole).abs().max()) < 1e-12
+    wrong = pool.run(wide_norm, 2, 2, True)[0]
+    assert all(float((wrong[name] - whole).abs().max()) > 1e-2 for name, whole in expected.items())
+
+
+def test_norms_over_all_heads_are_saved_and_loaded_on_another_grid(pool, tmp_path):
+    flags, folder = f"{SMALL} {PLACES['OLMo 2']}", str(tmp_path)
+    before, after = pool.run(train_and_save, 4, f"{flags} {T2} {R2}", folder, 2, 2, timeout=120)[0]
+    first, resumed = pool.run(resume, 1, flags, folder, 2, timeout=120)[0]
+    assert first == 2 and resumed == pytest.approx(after, rel=1e-5) and before[0] != after[0]

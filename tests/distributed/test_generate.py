@@ -88,7 +88,6 @@ USUAL = {
     ("gemma2", "TP 2 x R 2"),
     ("gemma3", "U 2 x R 2"),
     ("llama", "U 2 x R 2"),
-    ("gpt_neox", "U 2 x R 2"),
     ("olmo3", "TP 2 x R 2"),
     ("qwen2", "PP 2 x U 2"),
     ("qwen3", "U 4"),

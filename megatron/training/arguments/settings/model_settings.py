@@ -22,7 +22,9 @@ def positions(text: str) -> str:
 class ModelConfig:
     """The network. Shapes may come from a named model (``--model``), which single flags override."""
 
-    model: str | None = flag(None, "named shape, such as llama3-8b, or hf:DIR, a folder with a config.json; single flags override it", type=str)
+    model: str | None = flag(
+        None, "named shape, such as llama3-8b, or hf:DIR with a config.json; single flags override it", type=str
+    )
     num_layers: int | None = flag(None, "number of transformer layers", type=int, aliases=["--encoder-num-layers"])
     hidden_size: int | None = flag(None, "width of the residual stream", type=int)
     ffn_hidden_size: int | None = flag(
