@@ -93,17 +93,17 @@ def family_of(model: ModelConfig, attention: dict[str, Any] | None = None) -> Fa
     if model.multi_latent_attention:
         softmax = model.num_experts and model.moe_router_score_function == "softmax"
         return FAMILIES["deepseek_v2" if softmax else "deepseek_v3"]
-    if model.reordered_norm:
-        return FAMILIES["olmo3" if (attention or {}).get("window_size") else "olmo2"]
-    if model.normalization == "LayerNorm":
-        kinds = {"alibi": "bloom", "learned_absolute": "gpt2"}
-        return FAMILIES[kinds.get(model.position_embedding_type, "gpt_neox")]
     if model.num_experts and model.softmax_type == "learnable":
         return FAMILIES["gpt_oss"]
     if model.num_experts and model.moe_router_score_function == "sigmoid":
         return FAMILIES["glm4_moe"]
     if model.num_experts:
         return FAMILIES["qwen3_moe" if model.qk_layernorm else "mixtral"]
+    if model.reordered_norm:
+        return FAMILIES["olmo3" if (attention or {}).get("window_size") else "olmo2"]
+    if model.normalization == "LayerNorm":
+        kinds = {"alibi": "bloom", "learned_absolute": "gpt2"}
+        return FAMILIES[kinds.get(model.position_embedding_type, "gpt_neox")]
 
     def matching_settings(family: Family) -> int:
         fits = all(getattr(model, name) == value for name, value in family.differs.items())

@@ -38,6 +38,8 @@ class Glm(DeepSeek):
         if not isinstance(rope, dict):
             raise Refusal(f"{where}: rope_parameters of {self.kind} is not an object")
         share = llama_settings.positive(rope.get(SHARE, config.get(SHARE, 0.5)), SHARE, where)
+        if share > 1:
+            raise Refusal(f"{where}: {SHARE} {share} is above 1")
         whole = {name: value for name, value in rope.items() if name != SHARE} or None
         plain = {**config, "model_type": "llama", "architectures": None, "attention_bias": False, SHARE: None}
         model, vocab_size = llama_settings.settings(plain | {"rope_parameters": whole, "rope_scaling": None}, where)

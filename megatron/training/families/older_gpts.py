@@ -157,11 +157,13 @@ class GptNeoX(GptLike):
 
     def _own(self, config: dict[str, Any], where: object) -> dict[str, Any]:
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if not isinstance(rope, dict):
+            raise Refusal(f"{where}: rope_parameters of {self.kind} is not an object")
         if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
             raise Refusal(f"{where}: rope_scaling of type {kind} of {self.kind} is not supported: only default")
         base = rope.get("rope_theta", config.get("rotary_emb_base", 10000.0))
         share = rope.get("partial_rotary_factor", config.get("rotary_pct", 0.25))
-        if (act := config.get("hidden_act", "gelu")) not in ACTIVATIONS:
+        if (act := str(config.get("hidden_act", "gelu"))) not in ACTIVATIONS:
             raise Refusal(f"{where}: hidden_act {act} of {self.kind} is not supported: only {', '.join(ACTIVATIONS)}")
         base = llama_settings.positive(base, "rotary_emb_base", where)
         share = llama_settings.positive(share, "rotary_pct", where)

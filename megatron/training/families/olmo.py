@@ -46,7 +46,10 @@ class Olmo:
         for name in ("attention_bias", "clip_qkv"):
             if config.get(name):
                 raise Refusal(f"{where}: {name} {config[name]!r} of {self.kind} is not supported")
-        whole, local = read_ropes(config, where, config.get("rope_theta", 500000.0)) if self.third else ({}, None)
+        whole, local = {}, None
+        if self.third:
+            config = {"rope_theta": 500000.0, **config}
+            whole, local = read_ropes(config, where, config["rope_theta"])
         plain = {**config, "model_type": "llama", "architectures": None, "attention_bias": False, **whole}
         model, vocab_size = llama_settings.settings(plain, where)
         windows = self.attention(config, where)

@@ -61,7 +61,13 @@ class Quantized:
         if self.method == "mxfp4" and name.endswith(BLOCKS):
             stem = name.removesuffix(BLOCKS)
             scale = entries.get(stem + SCALES)
-            if len(entry.shape) != 4 or entry.dtype != "U8" or scale is None or scale.dtype != "U8":
+            if (
+                stem in entries
+                or entry.shape[3:] != (16,)
+                or entry.dtype != "U8"
+                or scale is None
+                or scale.dtype != "U8"
+            ):
                 raise Refusal(f"{name}: it is no MXFP4 weight of all experts with {stem + SCALES} in U8")
             if scale.shape != entry.shape[:-1]:
                 raise Refusal(f"{stem + SCALES} is {list(scale.shape)}, but {name} requires {list(entry.shape[:-1])}")
