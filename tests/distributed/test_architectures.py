@@ -77,7 +77,9 @@ def by_our_names(folder: Path, grads: dict[str, torch.Tensor]) -> dict[str, torc
     for piece in architectures.pieces(model, ()):
         if piece.wide:  # a bias of experts, which gradients do not train
             continue
-        name = piece.key.replace("layers.", f"layers.{piece.layer}.") if piece.layer is not None else piece.key
+        name = piece.key
+        if piece.layer is not None and piece.stacked:
+            name = name.replace("layers.", f"layers.{piece.layer}.")
         if piece.expert is not None:
             name = name.replace("experts.experts", f"experts.local_experts.{piece.expert}")
         part = llama_weights.fuse(piece, [grads[one] for one in piece.names], model.settings.num_query_groups)

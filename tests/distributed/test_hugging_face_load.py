@@ -124,7 +124,7 @@ def test_refusals(pool, folders, tmp_path):
     other.mkdir()
     config = json.loads((folder / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"model_type": "t5"}))
-    known = "llama, qwen2, qwen3, mistral, phi3, mixtral, qwen3_moe, deepseek_v2, deepseek_v3, bloom, gemma2"
+    known = "llama, qwen2, qwen3, mistral, phi3, mixtral, qwen3_moe, deepseek_v2, deepseek_v3, glm4_moe, bloom, gpt2"
     assert f"model_type 't5' is not supported: only {known}" in refusal(pool, flags_of("llama", other))
     (other / "config.json").write_text(json.dumps(config))
     assert "only the safetensors format is supported" in refusal(pool, flags_of("llama", other))
