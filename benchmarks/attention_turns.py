@@ -153,9 +153,7 @@ def work(
     sys.path.insert(0, root)
     torch.set_num_threads(int(threads))
     store = dist.FileStore(f"{folder}/store", int(ranks))
-    dist.init_process_group(
-        "gloo", store=store, rank=int(rank), world_size=int(ranks), timeout=timedelta(minutes=10)
-    )
+    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(ranks), timeout=timedelta(minutes=10))
     make = public_attention if variant == "public" else our_attention
     attend, positions, tokens_dim = make(args.seq_length, *SCHEMES[scheme])
     how = {"generator": torch.Generator().manual_seed(7)}

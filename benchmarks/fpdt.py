@@ -180,7 +180,7 @@ def _loss_chunks(args: argparse.Namespace) -> int | None:
     """The paper's number of chunks of the loss, for all modes; None: the default of each mode."""
     if args.loss_chunks == 0:
         return None
-    from megatron.training.arguments.models import shape
+    from megatron.training.families.named import shape
 
     width = args.hidden_size or shape(args.model)["hidden_size"]
     return args.loss_chunks or 2 * ceil(args.vocab_size / width)

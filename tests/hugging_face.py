@@ -73,6 +73,9 @@ def draw_weights(model: PreTrainedModel) -> PreTrainedModel:
                 parameter.uniform_(*((0.5, 1.5) if name.endswith("weight") else (-0.3, 0.3)))
             else:
                 parameter.normal_(std=0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.1)
         embedding = model.get_input_embeddings()
         if getattr(embedding, "padding_idx", None) is not None:
             embedding.weight[embedding.padding_idx] = 0

@@ -26,7 +26,7 @@ def convert(argv: list[str] | None) -> list[str]:
     """Convert the checkpoint; returns lines to print. Raises Refusal."""
     args = build_parser().parse_args(argv)
     from megatron.training.checkpoint.converting.from_older import convert as write
-    from megatron.training.checkpoint.hugging_face.llama_settings import DTYPES
+    from megatron.training.families.llama.llama_settings import DTYPES
 
     return timed(lambda bar: write(args.from_, args.to, DTYPES.get(args.dtype), bar, args.ckpt_step))
 

@@ -26,7 +26,7 @@ def convert(argv: list[str] | None) -> list[str]:
     """Convert the checkpoint; returns lines to print. Raises Refusal."""
     args = build_parser().parse_args(argv)
     check(args)
-    from megatron.training.checkpoint.hugging_face.llama_settings import DTYPES
+    from megatron.training.families.llama.llama_settings import DTYPES
 
     dtype = DTYPES.get(args.dtype)
     if args.from_hf:

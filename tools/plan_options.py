@@ -13,7 +13,7 @@ from megatron.simulator.planner.plans import Problem
 from megatron.simulator.planner.request import Request, big_number, seconds, share_of_memory, tokens
 from megatron.simulator.planner.run_cost import Terms, read_prices, read_rates
 from megatron.simulator.planner.search_space import Limits
-from megatron.training.arguments.models import shape
+from megatron.training.families.named import shape
 from megatron.training.refusal import Refusal
 
 SIZES = ("tensor", "ulysses", "ring", "data", "pipeline", "virtual", "micro_batch")

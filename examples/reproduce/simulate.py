@@ -17,7 +17,8 @@ from megatron.simulator.cost.trace import HostCopy
 from megatron.simulator.machines.machine import Machine
 from megatron.simulator.machines.machine_file import load
 from megatron.training.arguments.config import ModelConfig
-from megatron.training.arguments.models import model_shape, shape, vocabulary
+from megatron.training.arguments.models import model_shape
+from megatron.training.families.named import shape, vocabulary
 from megatron.training.refusal import Refusal
 
 CLUSTERS = Path(__file__).parent / "clusters"

@@ -83,6 +83,16 @@ def head_plan(heads: int, kv_heads: int, ranks: int) -> HeadPlan:
     return HeadPlan(local, tuple(sent), tuple(index))
 
 
+def uneven_heads(heads: int, ranks: int) -> float:
+    """How much longer attention would take if ``ranks`` had unequal shares of the heads: 0.14 for 28 heads on 8.
+
+    The rank with the most heads has 4 of them, the mean is 3.5. The program refuses such grids, because a ring is
+    faster: by the planner, of Qwen 2.5 7B on 8 H100, U 4 x R 2 takes 2.5 % longer than an even U 8 at 32K, 0.9 % at
+    128K, 0.3 % at 512K; unequal shares 4, 9 and 13 %.
+    """
+    return -(-heads // ranks) * ranks / heads - 1
+
+
 NARROW = 32
 """Bands with fewer keys are not cut into two triangles, which would be too small; their tiles get a mask."""
 

@@ -91,6 +91,7 @@ def stage_parameters(
         (qkv, h),
         *(((qkv, 1),) if shape.bias or shape.qkv_bias else ()),
         *(((d, 1),) * (2 * norms) if shape.qk_norm else ()),
+        *(((heads * d // tensor, 1), (groups * d // tensor, 1)) if shape.wide_qk_norm else ()),
     )
     attention = (
         *norm,

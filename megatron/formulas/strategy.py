@@ -141,6 +141,7 @@ class Shape:
     positions: int = 0  # rows of a learned position embedding
     qkv_bias: bool = False  # of the QKV projection, also without ``bias``
     qk_norm: bool = False  # norms of queries and keys, over a head
+    wide_qk_norm: bool = False  # norms of queries and keys, over all heads together
     sinks: bool = False  # a learned score per head in the softmax
     embed_norm: bool = False  # LayerNorm after the word embedding
     mixture: Mixture | None = None  # layers with experts

@@ -17,9 +17,9 @@ from megatron.training.arguments.validate.check_model import sees_ahead
 from megatron.training.checkpoint import checkpoint
 from megatron.training.checkpoint.arguments_of import shape_of
 from megatron.training.checkpoint.checksums import choose_whole
-from megatron.training.checkpoint.hugging_face.architectures import described
 from megatron.training.checkpoint.megatron_lm.checked import COMMON, glance
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, is_hugging_face
+from megatron.training.families.architectures import described
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.model.build import build_model
 from megatron.training.refusal import Refusal, short, together

@@ -130,6 +130,7 @@ def start(config: Config, target: platform.Platform | None = None, offload: Offl
         engine = target.on_gpu and not target.simulated and transformer_engine_installed()
         engine = engine and config.model.num_experts is None and not config.model.multi_latent_attention
         engine = engine and not (config.model.mtp_num_layers or config.model.experimental_attention_variant)
+        engine = engine and not (config.model.reordered_norm or config.model.qk_layernorm_all_heads)
         config.model.transformer_impl = "transformer_engine" if engine else "local"
     try:
         line = initialize_world(target.backend, parallel.distributed_timeout_minutes, parallel.network_interface)

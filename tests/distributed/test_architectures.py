@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.training.checkpoint.hugging_face import architectures, llama_weights
+from megatron.training.families import architectures
+from megatron.training.families.llama import llama_weights
 from tests.distributed import test_gpt_oss
+from tests.distributed.test_checkpoint import resume, train_and_save
 from tests.distributed.test_gemma import described, in_model, ours, theirs
-from tests.distributed.training_runs import compare_gradients
+from tests.distributed.training_runs import compare_gradients, run_training
 from tests.hugging_face import save_model
 from tools.convert_hf import main as convert
 
@@ -26,17 +28,34 @@ SIZES = {
     "pad_token_id": None, "tie_word_embeddings": False,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+GPT = {"vocab_size": WORDS, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+OLMO3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": test_gpt_oss.CONFIG["rope_parameters"] | {"truncate": True},
+}
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3": SIZES | {"head_dim": 16},
     "qwen3_moe": SIZES | EXPERTS | {"head_dim": 16},
     "phi3": SIZES,
     "gpt_oss": test_gpt_oss.CONFIG,
+    "gpt2": GPT | {"n_embd": 64, "n_layer": 2, "n_head": 8, "n_positions": 64},
+    "gpt_neox": SIZES | GPT | {"num_attention_heads": 8, "rotary_pct": 0.5},
+    "glm4_moe": SIZES
+    | {"num_hidden_layers": 3, "head_dim": 16, "attention_bias": True, "n_routed_experts": 4, "num_mtp_layers": 0}
+    | {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "routed_scaling_factor": 1.5},
+    "olmo2": SIZES,
+    "olmo3": SIZES
+    | {"num_hidden_layers": 3, "sliding_window": 12, "rope_parameters": OLMO3_ROPE}
+    | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
 }
+EXPERTS_KINDS = ("qwen3_moe", "gpt_oss", "glm4_moe")
 CP = "--ulysses-parallel-size 2 --ring-parallel-size 2"
 T2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 GRIDS = {"one process": (1, ""), "TP 2 x U 2 x R 2": (8, f"{T2} {CP}")}
-CASES = [(kind, *grid) for kind in KINDS for grid in GRIDS.values()]
-CASES += [(kind, 2, "--ulysses-parallel-size 2 --expert-model-parallel-size 2") for kind in ("qwen3_moe", "gpt_oss")]
+EP = (2, "--ulysses-parallel-size 2 --expert-model-parallel-size 2")
+CASES = [(kind, *grid) for kind in KINDS for grid in GRIDS.values()] + [(kind, *EP) for kind in EXPERTS_KINDS]
+LATER = {("gpt2", 8), ("gpt_neox", 8), ("olmo2", 1), ("olmo2", 8), ("olmo3", 1), ("glm4_moe", 1), ("glm4_moe", 8)}
+CASES = [pytest.param(*case, marks=pytest.mark.full if case[:2] in LATER else ()) for case in CASES]
 
 
 def converted(kind: str, folder: Path) -> tuple[Path, str]:
@@ -49,7 +68,7 @@ def converted(kind: str, folder: Path) -> tuple[Path, str]:
 
 def by_our_names(folder: Path, grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Gradients of transformers by our names. In memory, but not in files, it has all experts in one tensor."""
-    alone = {}
+    alone = {"embed_out.weight": grads["lm_head.weight"]} if "lm_head.weight" in grads else {}  # GPT-NeoX's name
     for name, grad in grads.items():
         stem, _, kind = name.rpartition(".experts.")
         for number, one in enumerate(grad) if stem else ():
@@ -57,7 +76,11 @@ def by_our_names(folder: Path, grads: dict[str, torch.Tensor]) -> dict[str, torc
             alone |= {f"{stem}.experts.{number}.{part}.weight": half for part, half in halves}
     grads, model, rows = grads | alone, described(folder), {}
     for piece in architectures.pieces(model, ()):
-        name = piece.key.replace("layers.", f"layers.{piece.layer}.") if piece.layer is not None else piece.key
+        if piece.wide:  # a bias of experts, which gradients do not train
+            continue
+        name = piece.key
+        if piece.layer is not None and piece.stacked:
+            name = name.replace("layers.", f"layers.{piece.layer}.")
         if piece.expert is not None:
             name = name.replace("experts.experts", f"experts.local_experts.{piece.expert}")
         part = llama_weights.fuse(piece, [grads[one] for one in piece.names], model.settings.num_query_groups)
@@ -72,7 +95,7 @@ def by_our_names(folder: Path, grads: dict[str, torch.Tensor]) -> dict[str, torc
 @pytest.mark.parametrize("kind, world, grid", CASES)
 def test_it_is_the_model_of_transformers(pool, tmp_path, kind, world, grid):
     source, flags = converted(kind, tmp_path)
-    whole_experts = "--expert-tensor-parallel-size 1" if kind in ("qwen3_moe", "gpt_oss") and "tensor" in grid else ""
+    whole_experts = "--expert-tensor-parallel-size 1" if kind in EXPERTS_KINDS and "tensor" in grid else ""
     own = f"{flags} --make-vocab-size-divisible-by 1 {grid} {whole_experts}"
     results = pool.run(ours, world, own, timeout=120)
     expected = theirs(source, results[0]["tokens"], results[0]["labels"])
@@ -94,3 +117,99 @@ def test_queries_in_another_order_are_another_model(pool, tmp_path):
     mine = results[0]["grads"][in_model(piece.key.replace("layers.", "layers.0."))]
     assert torch.allclose(mine, llama_weights.fuse(piece, [grads], 4), atol=1e-4 * float(grads.abs().max()))
     assert float((mine - grads).abs().max()) > 0.1 * float(grads.abs().max())
+
+
+# ---- norms and residuals on every grid
+
+PLACES = {
+    "OLMo 2": "--reordered-norm --qk-layernorm-all-heads",
+    "GPT-NeoX": "--parallel-residual --rotary-percent 0.5",
+}
+SMALL = "--num-layers 2 --group-query-attention --num-query-groups 4"
+R2, P2 = "--ring-parallel-size 2", "--pipeline-model-parallel-size 2"
+RULES = {
+    "TP 2 x U 2": (4, f"{T2} --ulysses-parallel-size 2"),
+    "TP 2, no sequence parallel": (2, "--tensor-model-parallel-size 2"),
+    "TP 4, full recompute": (
+        4,
+        "--tensor-model-parallel-size 4 --sequence-parallel --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1",
+    ),
+    "PP 2 x R 2": (4, f"{P2} {R2}"),
+    "ZeRO 3, R 2": (2, f"--zero-stage 3 {R2}"),
+    "TP 2, dropout": (2, f"{T2} --hidden-dropout 0.1"),
+    "FPDT, TP 2 x R 2": (4, f"{T2} {R2} --fpdt --fpdt-chunk-size 32"),
+}
+USUAL = {("OLMo 2", "FPDT, TP 2 x R 2"), ("GPT-NeoX", "TP 2, dropout"), ("OLMo 2", "TP 2, no sequence parallel")}
+
+
+@pytest.mark.parametrize(
+    "place, grid",
+    [
+        pytest.param(place, grid, marks=() if (place, grid) in USUAL else pytest.mark.full)
+        for place in PLACES
+        for grid in RULES
+        if not (place == "GPT-NeoX" and grid.startswith("FPDT"))  # refused
+    ],
+)
+def test_norms_and_residuals_do_not_depend_on_the_grid(pool, shared, place, grid):
+    world, flags = RULES[grid]
+    dropout = "--hidden-dropout 0.1" if "dropout" in flags else ""
+    alone = f"{SMALL} {PLACES[place]} {dropout}"
+    losses, _, wanted = shared(("places", alone), lambda: pool.run(run_training, 1, alone, True, 3)[0])
+    results = pool.run(run_training, world, f"{SMALL} {PLACES[place]} {flags}", True, 3, timeout=120)
+    for mine, _, _ in results:
+        assert mine == pytest.approx(losses, rel=1e-5)
+    compare_gradients([grads for _, _, grads in results], wanted, 1e-5)
+
+
+def wide_norm(tensor: int, planted: bool) -> dict[str, torch.Tensor]:
+    """Result and gradients of a norm over 8 heads in fp64 on one TP group, complete on each rank."""
+    from types import SimpleNamespace
+
+    import torch.distributed as dist
+
+    from megatron.context_parallel.core.spec import AllHeadsNorm
+    from megatron.context_parallel.layout.grid import Axis
+
+    generator = torch.Generator().manual_seed(1)
+    x, dout = torch.randn(2, 5, 3, 8, 4, generator=generator, dtype=torch.float64)
+    weight = torch.rand(32, generator=generator, dtype=torch.float64)
+    config = SimpleNamespace(layernorm_zero_centered_gamma=False, params_dtype=torch.float64)
+    axis = Axis.of(dist.group.WORLD) if tensor > 1 else Axis(1)
+    norm = AllHeadsNorm(config, 4, 1e-5, heads=8, tensor=axis)
+    if planted:
+        norm.tensor = Axis(1)  # the squares of this rank's heads alone
+    norm.weight.data.copy_(weight.chunk(tensor)[axis.rank])
+    mine = x.chunk(tensor, dim=2)[axis.rank].clone().requires_grad_()
+    # A gradient that is not contiguous
+    out = norm(mine)
+    out.backward(dout.transpose(0, 1).contiguous().transpose(0, 1).chunk(tensor, dim=2)[axis.rank])
+    parts = {"out": (out.detach(), 2), "dx": (mine.grad, 2), "dw": (norm.weight.grad, 0)}
+    whole = {}
+    for name, (part, dim) in parts.items():
+        every = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(tensor)]
+        if tensor > 1:
+            dist.all_gather(every, part.contiguous())
+        whole[name] = torch.cat(every, dim) if tensor > 1 else part
+    return whole
+
+
+def test_a_norm_over_all_heads_sums_over_tp(pool):
+    expected = pool.run(wide_norm, 1, 1, False)[0]
+    drawn = torch.randn(2, 5, 3, 8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    weight = expected["out"].flatten(2) / torch.nn.functional.rms_norm(drawn[0].flatten(2), (32,), eps=1e-5)
+    assert torch.allclose(weight, weight[0, 0], atol=1e-12)
+    for tensor in (2, 4):
+        for mine in pool.run(wide_norm, tensor, tensor, False):
+            for name, whole in expected.items():
+                assert float((mine[name] - whole).abs().max()) < 1e-12
+    wrong = pool.run(wide_norm, 2, 2, True)[0]
+    assert all(float((wrong[name] - whole).abs().max()) > 1e-2 for name, whole in expected.items())
+
+
+def test_norms_over_all_heads_are_saved_and_loaded_on_another_grid(pool, tmp_path):
+    flags, folder = f"{SMALL} {PLACES['OLMo 2']}", str(tmp_path)
+    before, after = pool.run(train_and_save, 4, f"{flags} {T2} {R2}", folder, 2, 2, timeout=120)[0]
+    first, resumed = pool.run(resume, 1, flags, folder, 2, timeout=120)[0]
+    assert first == 2 and resumed == pytest.approx(after, rel=1e-5) and before[0] != after[0]

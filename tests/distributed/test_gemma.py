@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron.training.checkpoint.hugging_face import architectures, llama_settings, llama_weights
+from megatron.training.families import architectures
+from megatron.training.families.llama import llama_settings, llama_weights
 from tests.distributed.training_runs import compare_gradients, make_job, train_job
 from tests.hugging_face import save_model
 

@@ -34,8 +34,16 @@ KINDS = {
     "llama": (LLAMA_SIZES, GQA),
     "qwen2": (LLAMA_SIZES, f"{GQA} --add-qkv-bias"),
     "qwen3": (LLAMA_SIZES | {"head_dim": 16}, f"{GQA} --qk-layernorm --kv-channels 16"),
+    "olmo2": (LLAMA_SIZES, f"{GQA} --reordered-norm --qk-layernorm-all-heads"),
+    "gpt2": (SIZES | {"n_embd": 64, "n_layer": 4, "n_head": 8, "n_positions": 64, "eos_token_id": 2}, ""),
+    "gpt_neox": (
+        LLAMA_SIZES | {"rotary_pct": 0.5},
+        "--position-embedding-type rope --rotary-percent 0.5 --parallel-residual --ffn-hidden-size 96 "
+        "--no-bias-gelu-fusion --untie-embeddings-and-output-weights",
+    ),
     "bloom": (SIZES | {"n_layer": 4, "n_head": 8}, "--position-embedding-type alibi --embed-layernorm"),
 }
+GPTS = ("bloom", "gpt2", "gpt_neox")
 COMMON = "--attention-dropout 0 --hidden-dropout 0 --make-vocab-size-divisible-by 1 --vocab-size 300 --load"
 T2, P2, U2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--ulysses-parallel-size 2"
 GRIDS = {
@@ -49,6 +57,9 @@ CASES = [
     *(("llama", grid) for grid in GRIDS),
     ("qwen2", "one process"),
     ("qwen3", "TP 2 x U 2"),
+    pytest.param("olmo2", "TP 2 x U 2", marks=pytest.mark.full),
+    ("gpt2", "TP 2 x U 2"),
+    pytest.param("gpt_neox", "PP 2, ZeRO 1", marks=pytest.mark.full),
     ("bloom", "one process"),
     ("bloom", "TP 2 x U 2"),
 ]
@@ -79,7 +90,7 @@ def transformers_loss(pool, folders, shared):
     """transformers' loss on the first batch."""
 
     def computed(kind: str) -> float:
-        read = pool.run(first_loss, 1, flags_of(kind, folders(kind)), kind != "bloom")[0][2]
+        read = pool.run(first_loss, 1, flags_of(kind, folders(kind)), kind not in GPTS)[0][2]
         model = AutoModelForCausalLM.from_pretrained(folders(kind), attn_implementation="eager")
         with torch.no_grad():
             losses = [
@@ -94,7 +105,7 @@ def transformers_loss(pool, folders, shared):
 @pytest.mark.parametrize("kind, grid", CASES)
 def test_the_first_loss_is_that_of_transformers(pool, folders, transformers_loss, kind, grid):
     world, flags = GRIDS[grid]
-    loss, first, _ = pool.run(first_loss, world, flags_of(kind, folders(kind), flags), kind != "bloom")[0]
+    loss, first, _ = pool.run(first_loss, world, flags_of(kind, folders(kind), flags), kind not in GPTS)[0]
     assert loss == pytest.approx(transformers_loss(kind), rel=1e-5) and first == 0
     assert abs(transformers_loss(kind) - math.log(301)) > 0.05  # the loss of an untrained model
 
@@ -112,9 +123,9 @@ def test_refusals(pool, folders, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     config = json.loads((folder / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
-    known = "llama, qwen2, qwen3, mistral, phi3, mixtral, qwen3_moe, deepseek_v2, deepseek_v3, bloom, gemma2"
-    assert f"model_type 'gpt2' is not supported: only {known}" in refusal(pool, flags_of("llama", other))
+    (other / "config.json").write_text(json.dumps(config | {"model_type": "t5"}))
+    known = "llama, qwen2, qwen3, mistral, phi3, mixtral, qwen3_moe, deepseek_v2, deepseek_v3, glm4_moe, bloom, gpt2"
+    assert f"model_type 't5' is not supported: only {known}" in refusal(pool, flags_of("llama", other))
     (other / "config.json").write_text(json.dumps(config))
     assert "only the safetensors format is supported" in refusal(pool, flags_of("llama", other))
     weights = {}

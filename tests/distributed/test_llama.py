@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from megatron.training.checkpoint.hugging_face.architectures import described
+from megatron.training.families.architectures import described
 from tests.distributed.training_runs import make_job, train_job
 from tests.errors import worst
 from tools.convert_hf import main as convert

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import megatron.context_parallel as cp
 from megatron.context_parallel.huggingface import Fpdt, parallelize
-from megatron.training.checkpoint.hugging_face import llama_weights
-from megatron.training.checkpoint.hugging_face.architectures import described, pieces
+from megatron.training.families.architectures import described, pieces
+from megatron.training.families.llama import llama_weights
 from tests.distributed.test_hugging_face import over_ranks
 from tests.distributed.training_runs import compare_gradients, make_job, train_job
 from tests.errors import worst

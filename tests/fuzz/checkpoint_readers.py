@@ -10,7 +10,7 @@ import tarfile
 import zlib
 from argparse import Namespace
 from collections import OrderedDict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -35,7 +35,7 @@ from megatron.training.arguments.config import CheckpointConfig
 from megatron.training.checkpoint import checkpoint, checkpoint_folder, checksums, older_formats
 from megatron.training.checkpoint.arguments_of import shape_of
 from megatron.training.checkpoint.converting import to_hugging_face
-from megatron.training.checkpoint.hugging_face import architectures, llama_settings, load_folder, safetensors_folder
+from megatron.training.checkpoint.hugging_face import load_folder, safetensors_folder
 from megatron.training.checkpoint.hugging_face.safetensors_folder import HEADERS
 from megatron.training.checkpoint.in_memory import copy_file
 from megatron.training.checkpoint.megatron_lm import unpickle
@@ -44,6 +44,8 @@ from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS, Damage
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, universal_path
 from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensors
 from megatron.training.checkpoint.read_torch_dist import tensors_in
+from megatron.training.families import architectures
+from megatron.training.families.llama import llama_settings
 from megatron.training.refusal import Refusal
 from tests.fuzz import mutations
 from tests.fuzz.harness import Reader
@@ -264,7 +266,14 @@ LLAMA = {
 BLOOM = {"architectures": ["BloomForCausalLM"], "model_type": "bloom", "n_layer": 1, "hidden_size": 8, "n_head": 2}
 BLOOM |= {"vocab_size": 32, "layer_norm_epsilon": 1e-5}
 QWEN = {**LLAMA, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 4, "rope_scaling": None}
-CONFIGS = [json.dumps(one).encode() for one in (LLAMA, QWEN, BLOOM)]
+OWN = {"architectures": None, "rope_scaling": None}  # in place of a Llama's
+OLMO = {**LLAMA, **OWN, "model_type": "olmo3", "sliding_window": 8, "layer_types": ["sliding_attention"]}
+NEOX = {**LLAMA, **OWN, "model_type": "gpt_neox", "rotary_pct": 0.5, "hidden_act": "gelu"}
+GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": 32}
+GLM = {**LLAMA, **OWN, "model_type": "glm4_moe", "num_hidden_layers": 2, "first_k_dense_replace": 1, "n_group": 1,
+       "topk_group": 1, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+       "moe_intermediate_size": 8, "routed_scaling_factor": 1.0, "partial_rotary_factor": 0.5}  # fmt: skip
+CONFIGS = [json.dumps(one).encode() for one in (LLAMA, QWEN, BLOOM, OLMO, NEOX, GPT2, GLM)]
 
 
 @cache
@@ -315,7 +324,9 @@ def headers_changed(random: Random, data: bytes) -> bytes:
 
 def write_as_the_original(folder: Path) -> None:
     model = architectures.described(LLAMA, "x")
-    headers, _ = to_hugging_face._headers(as_it_is(folder), architectures.pieces(model, ()), torch.float32, tied=False)
+    ignored = partial(architectures.is_ignored, model)
+    pieces = architectures.pieces(model, ())
+    headers, _ = to_hugging_face._headers(as_it_is(folder), pieces, torch.float32, False, ignored)
     (folder / "out").mkdir(exist_ok=True)
     with safetensors_folder.writing(folder / "out", headers) as put:
         for name in sorted({name for header in headers.values() for name in header.entries}):

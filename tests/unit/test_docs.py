@@ -261,7 +261,7 @@ def run_extended(extended: Path, *words: str) -> None:
 
 def test_each_extension_does_what_the_page_says(extended: Path) -> None:
     programs = [text for words, text in blocks(EXTENDING, "python") if words == "extended"]
-    assert len(programs) == 3
+    assert len(programs) == 4
     run_extended(extended, "-c", "\n".join(programs))
 
 

@@ -95,10 +95,13 @@ EFFECTS = f"""
 | --qk-layernorm | core.qk_layernorm
 | --softmax-type learnable | core.softmax_type
 | --softmax-scale 0.5 | core.softmax_scale
+--normalization RMSNorm | --qk-layernorm-all-heads | layers.all_heads_norms
 | --attention-output-gate | core.attention_output_gate
 | --attn-logit-softcapping 50 | softcap
 | --final-logit-softcapping 30 | model.softcap
 | --sandwich-norm | layers.output_norms
+| --reordered-norm | layers.input_norms layers.output_norms
+| --parallel-residual | layers.parallel_residual
 | --scale-embeddings | scaled-embeddings
 | --hidden-dropout 0.2 | dropout.hidden
 | --attention-dropout 0.2 | dropout.attention

@@ -20,13 +20,16 @@ from megatron.training.arguments.config import ModelConfig
 from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
 from megatron.training.checkpoint.checksums import list_files
-from megatron.training.checkpoint.hugging_face import llama_settings, llama_weights, safetensors_folder
-from megatron.training.checkpoint.hugging_face.architectures import FAMILIES, Bloom, described
-from megatron.training.checkpoint.hugging_face.llama_settings import LLAMA3 as FIXED
+from megatron.training.checkpoint.converting.quantized import from_fp8, quantization
+from megatron.training.checkpoint.hugging_face import safetensors_folder
 from megatron.training.checkpoint.hugging_face.load_folder import open_folder
 from megatron.training.checkpoint.hugging_face.safetensors_folder import HEADERS
 from megatron.training.checkpoint.megatron_lm.checked import examine
 from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensors
+from megatron.training.families.architectures import FAMILIES, described
+from megatron.training.families.llama import llama_settings, llama_weights
+from megatron.training.families.llama.llama_settings import LLAMA3 as FIXED
+from megatron.training.families.older_gpts import BLOOM
 from megatron.training.model.build import rope
 from megatron.training.refusal import Refusal
 from tests.hugging_face import save_model
@@ -134,6 +137,13 @@ KINDS = {
     "qwen2": SIZES | {"tie_word_embeddings": True},
     "qwen3": SIZES | {"head_dim": 8},
     "bloom": {"vocab_size": 67, "hidden_size": 16, "n_layer": 2, "n_head": 4},
+    "gpt2": {"vocab_size": 67, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 24},
+    "gpt_neox": SIZES | {"intermediate_size": 24, "hidden_act": "gelu", "rotary_pct": 0.5},
+    "olmo2": SIZES,
+    "olmo3": SIZES | {"num_hidden_layers": 4, "sliding_window": 8, "rope_scaling": YARN, "rope_theta": 500000.0},
+    "glm4_moe": SIZES
+    | {"attention_bias": True, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    | {"num_mtp_layers": 0, "num_hidden_layers": 3},
     "mixtral": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 3},
     "mistral": SIZES | {"sliding_window": None},
     "phi3": SIZES | {"pad_token_id": 0},
@@ -255,6 +265,24 @@ def test_round_trip_with_tensors_that_transformers_ignores(tmp_path: Path) -> No
     wide = load_file(tmp_path / "fp32" / "model.safetensors")
     assert wide.keys() == weights.keys()
     assert all(torch.equal(wide[name], weights[name].float()) for name in weights)
+
+
+def test_layers_for_multi_token_prediction_are_kept(tmp_path: Path, capsys) -> None:
+    """transformers ignores them, and so does training here."""
+    source = save_model(tmp_path / "in", "glm4_moe", KINDS["glm4_moe"])
+    assert "multi-token" not in capsys.readouterr().out
+    weights = {name: tensor for path in source.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    weights |= {"model.layers.3.eh_proj.weight": torch.randn(16, 32), "model.layers.3.enorm.weight": torch.rand(16)}
+    for path in [*source.glob("*.safetensors"), *source.glob("*.index.json")]:
+        path.unlink()
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    assert contents(there_and_back(source, tmp_path)) == contents(source)
+    assert "note: 2 tensors of layers for multi-token prediction are kept" in capsys.readouterr().out
+    weights["model.layers.2.eh_proj.weight"] = weights.pop("model.layers.3.eh_proj.weight")
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    assert "1 tensors do not belong to the model" in refused(
+        capsys, tmp_path, "--from-hf", source, "--to", tmp_path / "no"
+    )
 
 
 def test_our_layout(ours: Path, small: Path) -> None:
@@ -430,10 +458,10 @@ def test_yarn_is_that_of_transformers(scaling: dict[str, Any]) -> None:
 
 
 def test_a_bloom_of_one_layer_and_one_head_is_read():
-    model, vocab_size = Bloom().settings({"vocab_size": 1, "hidden_size": 8, "n_layer": 1, "n_head": 1}, "")
+    model, vocab_size = BLOOM.settings({"vocab_size": 1, "hidden_size": 8, "n_layer": 1, "n_head": 1}, "")
     assert (model.num_layers, model.num_attention_heads, vocab_size) == (1, 1, 1)
     with pytest.raises(Refusal, match="n_layer 0 is not a positive whole number"):
-        Bloom().settings({"vocab_size": 1, "hidden_size": 8, "n_layer": 0, "n_head": 1}, "")
+        BLOOM.settings({"vocab_size": 1, "hidden_size": 8, "n_layer": 0, "n_head": 1}, "")
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
@@ -448,7 +476,7 @@ CONFIGS = [
     ({"model_type": "falcon"}, "model_type 'falcon' is not supported: only llama"),
     ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map asks for code from the checkpoint"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
-    ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config with quant_method None is not supported"),
     ({"hidden_act": "gelu"}, "hidden_act gelu is not supported: only silu"),
     ({"attention_bias": True}, "attention_bias True with mlp_bias False is not supported"),
     ({"mlp_bias": True}, "attention_bias False with mlp_bias True is not supported"),
@@ -835,3 +863,108 @@ def test_a_model_that_is_no_deepseek(tmp_path: Path, change: dict[str, Any]) -> 
     (tmp_path / "config.json").write_text(json.dumps(V3))
     with pytest.raises(Refusal, match="convert it with"):
         open_folder(examine(tmp_path))
+
+
+# ---- weights in MXFP4 and FP8
+
+
+def with_quantized(source: Path, quantize: Callable[[str, torch.Tensor], dict[str, torch.Tensor]], how: dict) -> Path:
+    """A copy of a folder in bf16 with quantized weights; ``quantize`` may change the weights of the source too."""
+    target = shutil.copytree(source, source.with_name("quantized"))
+    plain, quantized = {}, {}
+    for path in sorted(source.glob("*.safetensors")):
+        plain |= load_file(path)
+    for name, tensor in [*plain.items()]:
+        made = quantize(name, tensor)
+        quantized |= made or {name: tensor}
+        plain[name] = made.pop("plain", tensor) if made else tensor
+        quantized.pop("plain", None)
+    for folder, tensors in ((source, plain), (target, quantized)):
+        for path in [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]:
+            path.unlink()
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": how}))
+    return target
+
+
+def mxfp4(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Random blocks in place of the experts' matrices, and what transformers makes of them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        return {}
+    experts, into, out = tensor.shape
+    blocks = torch.randint(0, 256, (experts, out, into // 32, 16), dtype=torch.uint8)
+    scales = torch.randint(118, 126, (experts, out, into // 32), dtype=torch.uint8)
+    plain = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales, "plain": plain.contiguous()}
+
+
+BLOCK = (8, 4)
+
+
+def fp8(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Random FP8 numbers and factors; the last blocks of a matrix may be smaller."""
+    if not name.endswith("proj.weight") and "kv_a_proj" not in name:
+        return {}
+    rows, columns = tensor.shape
+    numbers = (torch.randn(rows, columns) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    factors = torch.rand(-(-rows // BLOCK[0]), -(-columns // BLOCK[1])) / 100
+    wide = factors.repeat_interleave(BLOCK[0], 0)[:rows].repeat_interleave(BLOCK[1], 1)[:, :columns]
+    return {name: numbers, f"{name}_scale_inv": factors, "plain": (numbers.float() * wide).bfloat16()}
+
+
+QUANTIZED = {
+    "mxfp4": ("gpt_oss", KINDS["gpt_oss"] | {"hidden_size": 64, "intermediate_size": 32}, mxfp4),
+    "fp8": ("deepseek_v3", DEEPSEEKS["v3"], fp8),
+}
+HOW = {"mxfp4": {"quant_method": "mxfp4"}, "fp8": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [*BLOCK]}}
+
+
+@pytest.mark.parametrize("method", QUANTIZED)
+def test_quantized_weights_are_dequantized(tmp_path: Path, method: str, capsys) -> None:
+    """Conversion gives the weights, to the last bit, that it gives for the folder dequantized before."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, sizes, quantize = QUANTIZED[method]
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).bfloat16()
+    for module in model.modules():
+        if hasattr(module, "e_score_correction_bias"):
+            module.e_score_correction_bias = torch.linspace(-1, 1, 8)  # in fp32, as in the published files
+    model.save_pretrained(tmp_path / "plain")
+    quantized = with_quantized(tmp_path / "plain", quantize, HOW[method])
+    for name in ("plain", "quantized"):
+        assert main(["--from-hf", str(tmp_path / name), "--to", str(tmp_path / f"{name}-ours")]) == 0
+        assert main(["--from", str(tmp_path / f"{name}-ours"), "--to-hf", str(tmp_path / f"{name}-back")]) == 0
+    assert f"weights in {method} were dequantized" in capsys.readouterr().out
+    expected, got = (load_file(tmp_path / f"{name}-back" / "model.safetensors") for name in ("plain", "quantized"))
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(expected[name], got[name]) and got[name].dtype == expected[name].dtype for name in got)
+    assert "quantization_config" not in json.loads((tmp_path / "quantized-back" / "config.json").read_text())
+    assert parse(["--model", f"hf:{quantized}", *RUN], world_size=1).model.num_layers == 2
+
+    weights = load_file(quantized / "model.safetensors")
+    scale = next(name for name in weights if name.endswith(("_scales", "_scale_inv")))
+    for wrong, message in ((None, "with " + scale), (weights[scale][..., :-1].contiguous(), f"{scale} is [")):
+        changed = {name: tensor for name, tensor in (weights | {scale: wrong}).items() if tensor is not None}
+        save_file(changed, quantized / "model.safetensors", {"format": "pt"})
+        assert message in refused(capsys, tmp_path, "--from-hf", quantized, "--to", tmp_path / "no")
+
+
+def test_fp8_is_that_of_transformers() -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    numbers, factors = (torch.randn(256, 384) * 100).clamp(-448, 448).to(torch.float8_e4m3fn), torch.rand(2, 3) / 100
+    expected = Fp8Dequantize(None)._dequantize_one(numbers, factors, torch.bfloat16)
+    assert torch.equal(from_fp8(numbers, factors, (128, 128), torch.bfloat16), expected)
+    assert not torch.equal(from_fp8(numbers, factors.roll(1, 1), (128, 128), torch.bfloat16), expected)
+
+
+def test_other_quantization_is_refused() -> None:
+    for given in ({"quant_method": "gptq"}, {"quant_method": "fp8"}, {"bits": 4}, [1],
+                  {"quant_method": "fp8", "weight_block_size": [128, 0]}):  # fmt: skip
+        with pytest.raises(Refusal, match="quantization_config"):
+            quantization({"quantization_config": given}, "config.json")
+    assert quantization({"quantization_config": None}, "") is None

@@ -13,9 +13,10 @@ from megatron.formulas.parameters import stage_parameters
 from megatron.formulas.strategy import Workload
 from megatron.simulator.planner.memory_table import shape_of
 from megatron.training.arguments.config import Config
-from megatron.training.arguments.models import LLAMA_DEFAULTS, model_shape, vocabulary
+from megatron.training.arguments.models import LLAMA_DEFAULTS, model_shape
 from megatron.training.arguments.parser import parse
-from megatron.training.checkpoint.hugging_face.architectures import family_of
+from megatron.training.families.architectures import family_of
+from megatron.training.families.named import vocabulary
 from megatron.training.model.build import rope
 from megatron.training.model.core_config import latents
 from megatron.training.refusal import Refusal

@@ -8,8 +8,8 @@ import torch
 
 from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
-from megatron.training.checkpoint.hugging_face.architectures import family_of
 from megatron.training.data.batches import shifted
+from megatron.training.families.architectures import family_of
 from megatron.training.refusal import Refusal
 from megatron.training.report.mfu import step_flops
 

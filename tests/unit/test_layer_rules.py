@@ -19,7 +19,7 @@ from megatron.simulator.cost.estimate import estimate, pass_seconds
 from megatron.simulator.machines.machine_file import load
 from megatron.simulator.planner.request import Request, packed
 from megatron.training.arguments.models import rope_layers
-from megatron.training.checkpoint.hugging_face.architectures import described
+from megatron.training.families.architectures import described
 from megatron.training.model.attention_rule import layer_masks
 from megatron.training.model.build import layer_rotaries
 from megatron.training.refusal import Refusal
@@ -153,6 +153,9 @@ def test_mfu_counts_each_layer_with_its_mask():
     assert mixed == pytest.approx((3 * one + other) / 4, rel=1e-12)
 
 
+WIDE = "--qk-layernorm-all-heads --normalization RMSNorm"
+
+
 @pytest.mark.parametrize(
     "flags, words",
     [
@@ -192,6 +195,24 @@ def test_what_is_refused(flags, words):
             "--attention-output-gate --group-query-attention --num-query-groups 1 --tensor-model-parallel-size 2",
             "--attention-output-gate with --tensor-model-parallel-size 2 and --num-query-groups 1 is not supported",
         ),
+        ("--reordered-norm --sandwich-norm", "--reordered-norm with --sandwich-norm is not supported"),
+        (
+            "--reordered-norm --transformer-impl transformer_engine",
+            "--reordered-norm with --transformer-impl transformer_engine is not supported",
+        ),
+        (f"{WIDE} --qk-layernorm", "--qk-layernorm-all-heads with --qk-layernorm is not supported"),
+        ("--qk-layernorm-all-heads", "--qk-layernorm-all-heads with --normalization LayerNorm is not supported"),
+        (f"{WIDE} --fp8-format hybrid", "--qk-layernorm-all-heads with --fp8-format is not supported"),
+        (
+            f"{WIDE} --multi-latent-attention {ROPE}",
+            "--qk-layernorm-all-heads with --multi-latent-attention is not supported",
+        ),
+        (
+            f"{WIDE} --group-query-attention --num-query-groups 1 --tensor-model-parallel-size 2",
+            "TP ranks would share some of the 1 key/value heads: use TP 1",
+        ),
+        ("--parallel-residual --fpdt", "--parallel-residual with --fpdt is not supported"),
+        ("--parallel-residual --ffn-chunks 2", "--parallel-residual with --ffn-chunks is not supported"),
         ("--qk-l2-norm", "--qk-l2-norm: only softmax attention over all heads of a layer"),
     ],
 )
@@ -202,7 +223,8 @@ def test_what_is_refused_inside_attention_and_mlp(flags, words):
 
 
 def test_what_the_planner_does_not_know():
-    for flag in ("--sandwich-norm", "--attention-output-gate", "--attn-logit-softcapping 5",
+    for flag in ("--sandwich-norm", "--reordered-norm", "--qk-layernorm-all-heads", "--parallel-residual",
+                  "--attention-output-gate", "--attn-logit-softcapping 5",
                  "--final-logit-softcapping 5"):  # fmt: skip
         with pytest.raises(Refusal, match="the planner does not know its time and memory"):
             Request((*LLAMA8, *flag.split())).workload(8192)

@@ -3,16 +3,22 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.formulas.parameters import stage_parameters
 from megatron.training.arguments.config import Config
-from megatron.training.arguments.models import MODELS, model_shape, vocabulary
+from megatron.training.arguments.models import LLAMA_DEFAULTS, MODELS, model_shape
 from megatron.training.arguments.parser import parse
-from megatron.training.checkpoint.hugging_face.architectures import described, family_of
+from megatron.training.families.architectures import described, family_of
+from megatron.training.families.llama.llama_settings import command_line, window_flags
+from megatron.training.families.named import preset, vocabulary
+from megatron.training.json_file import MOST_BYTES
+from megatron.training.refusal import Refusal
 
 # Parameters in millions as published: on the models' pages, or in their reports (Gemma's as embedding + the others).
 PUBLISHED = {
@@ -27,10 +33,14 @@ PUBLISHED = {
     "gemma-2-2b": 590 + 2024, "gemma-2-9b": 917 + 8324, "gemma-2-27b": 1180 + 26047,
     "gemma-3-1b": 302 + 698, "gemma-3-4b": 675 + 3209, "gemma-3-12b": 1012 + 10759, "gemma-3-27b": 1416 + 25600,
     "gpt-oss-20b": 20915, "gpt-oss-120b": 116829,
+    "olmo-2-1b": 1485, "olmo-2-7b": 7299, "olmo-2-13b": 13716, "olmo-2-32b": 32234,
+    "olmo-3-7b": 7298, "olmo-3-32b": 32234,
+    "pythia-70m": 70.4, "pythia-160m": 162.3, "pythia-410m": 405.3, "pythia-1b": 1011.8, "pythia-1.4b": 1414.6,
+    "pythia-2.8b": 2775.2, "pythia-6.9b": 6857.3, "pythia-12b": 11846.1, "gpt-neox-20b": 20554.6,
+    "glm-4.5-air": 106000, "glm-4.5": 355000,
     "deepseek-v2-lite": 15706, "deepseek-v3": 671026, "phi-4": 14660,
 }  # fmt: skip
 SCARCELY_PUBLISHED = ("gpt-2.7b", "gpt-6.7b", "gpt-13b", "gpt-30b", "genslm-25b", "genslm-33b")  # shapes of papers
-CONVERTED = [name for name in PUBLISHED if not name.startswith("gpt2")]  # GPT-2 has no conversion
 
 
 def read(name: str) -> Config:
@@ -49,14 +59,14 @@ def test_parameters_as_published(name: str) -> None:
     assert numel / 1e6 == pytest.approx(PUBLISHED[name], rel=0.01)
 
 
-@pytest.mark.parametrize("name", CONVERTED)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_transformers_has_the_same_model(name: str) -> None:
     """The config.json that we write gives the same settings and windows; transformers' model has as many parameters."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = read(name)
     attention = {field: getattr(config.attention, field) for field in ("window_size", "window_attn_skip_freq")}
-    written = family_of(config.model).config_json(config.model, vocabulary(name), torch.bfloat16, attention)
+    written = family_of(config.model, attention).config_json(config.model, vocabulary(name), torch.bfloat16, attention)
     again, size, _, windows = described(written, name)
     not_in_it = {"model", "vocab_size", "moe_aux_loss_coeff", "moe_router_load_balancing_type"}
     not_in_it |= {"moe_ffn_hidden_size", "moe_router_topk_scaling_factor"}  # ours may be None, which means the same
@@ -75,3 +85,50 @@ def test_layers_with_a_window() -> None:
         attention = read(name).attention
         assert attention.attention_mask == "window" and attention.window_size == (size - 1, 0)
         assert attention.window_attn_skip_freq == every
+
+
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8,
+         "num_key_value_heads": 4, "vocab_size": 301, "max_position_embeddings": 64, "rms_norm_eps": 1e-6}  # fmt: skip
+LAYERS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+FOLDERS = {
+    "llama": SMALL,
+    "mixtral": SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmo3": SMALL | LAYERS,
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 301},
+    "gpt_neox": SMALL | {"hidden_act": "gelu"},
+}
+RUN = "--seq-length 64 --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data --device cpu".split()
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_the_model_of_a_config_json(tmp_path: Path, kind: str) -> None:
+    """``--model hf:DIR`` sets what the flags that tools/convert_hf.py prints set, and flags override it."""
+    given = {"model_type": kind} | FOLDERS[kind]
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    model, vocab_size, _, attention = described(given, "config.json")
+    words = [*command_line(model, torch.float32), *window_flags(attention), "--vocab-size", "300"]
+    named = parse(["--model", f"hf:{tmp_path}", *RUN], LLAMA_DEFAULTS, 1)
+    flags = parse([*words, *RUN], {}, 1)
+    assert replace(named.model, model=None) == flags.model and named.attention == flags.attention
+    assert vocabulary(f"hf:{tmp_path}") == vocab_size == named.model.vocab_size + 1
+    other = parse(["--model", f"hf:{tmp_path}", "--norm-epsilon", "0.5", *RUN], {}, 1)
+    assert other.model == replace(named.model, norm_epsilon=0.5)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (None, "No such file"),
+        ("[]", "not a JSON object"),
+        ('{"model_type": "t5"}', "model_type 't5' is not supported: only llama, qwen2"),
+        (json.dumps({"model_type": "llama", "auto_map": {}}), "auto_map asks for code"),
+        (" " * (MOST_BYTES + 1), "longer than 64 MiB"),
+    ],
+    ids=("missing", "list", "unknown", "code", "large"),
+)
+def test_a_config_json_that_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(Refusal) as caught:
+        preset(f"hf:{tmp_path}")
+    assert message in str(caught.value) and str(caught.value).startswith(f"--model hf:{tmp_path}: ")

@@ -19,6 +19,7 @@ import pytest
 
 from examples.reproduce.report import published
 from examples.reproduce.simulate import cluster, shape_of
+from megatron.decisions.division import uneven_heads
 from megatron.formulas.device_memory import device_memory
 from megatron.formulas.strategy import Strategy, Workload
 from megatron.simulator.cost.estimate import estimate, pass_seconds, priced_ends, priced_layer
@@ -220,6 +221,28 @@ def test_one_chunk_on_a_ring_has_a_time() -> None:
 
 
 # --- limits ---
+
+
+@pytest.mark.parametrize("gpu", ["H100-80G", "A100-80G"])
+@pytest.mark.parametrize("length, ring, uneven", [(2**15, 0.025, 0.04), (2**17, 0.016, 0.09), (2**19, 0.003, 0.12)])
+def test_a_ring_is_faster_than_unequal_shares_of_heads(gpu: str, length: int, ring: float, uneven: float) -> None:
+    """28 heads on 8 ranks: Ulysses 4 x Ring 2 against an even Ulysses 8 whose attention takes a seventh longer."""
+    work, machine = Request(("--model", "qwen2.5-7b"), 8).workload(length), load(gpu)
+    even = replace(work, shape=replace(work.shape, heads=32, head_dim=112))  # as wide as 28 heads of 128
+    alone, with_ring = Strategy(ulysses=8, recompute="full"), Strategy(ulysses=4, ring=2, recompute="full")
+    seconds = estimate(even, alone, machine).seconds
+    attention = seconds - estimate(replace(even, keys=1.0), alone, machine).seconds
+    assert uneven_heads(28, 8) == pytest.approx(1 / 7)
+    assert estimate(even, with_ring, machine).seconds / seconds - 1 < 1.02 * ring
+    assert attention / 7 / seconds > uneven
+
+
+def test_the_plan_says_what_unequal_shares_of_heads_would_cost(capsys: pytest.CaptureFixture) -> None:
+    words = "--gpus 8 --gpu H100-80G --seq-length 128K --top 1 --data 1 --tensor 1 --pipeline 1".split()
+    sentence = "Ulysses 8 does not divide the 28 heads of a TP rank: with unequal shares, one rank would have 4"
+    for model, said in (("qwen2.5-7b", True), ("llama3-8b", False)):
+        assert plan_tool.main(["--model", model, *words]) == 0
+        assert (sentence in " ".join(capsys.readouterr().out.split())) == said
 
 
 def test_no_longer_sequence_fits() -> None:

@@ -19,8 +19,9 @@ from torch.nn import functional
 
 from megatron.context_parallel.layout.grid import Axis, Grid
 from megatron.training.arguments.config import ModelConfig
-from megatron.training.arguments.models import derive_shape, shape, vocabulary
+from megatron.training.arguments.models import derive_shape
 from megatron.training.arguments.parser import parse
+from megatron.training.families.named import shape, vocabulary
 from megatron.training.features import bad_batches
 from megatron.training.model.core_config import transformer_config
 from megatron.training.refusal import Refusal

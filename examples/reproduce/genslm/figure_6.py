@@ -37,8 +37,8 @@ def table_bytes(length: int, ranks: int, partitioned: bool, rank: int = 0) -> Co
     from megatron.context_parallel.core.groups import initialize_grid
     from megatron.context_parallel.layout.sequence_layout import SequenceLayout
     from megatron.platform.simulated_cluster import simulated_world
-    from megatron.training.arguments.models import shape
     from megatron.training.arguments.parser import parse
+    from megatron.training.families.named import shape
     from megatron.training.model.build import build_model
     from megatron.training.model.optimizer import build_optimizer, wrap_for_data_parallelism
 

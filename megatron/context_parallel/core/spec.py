@@ -11,7 +11,9 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel import VocabParallelEmbedding
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
@@ -45,6 +47,7 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     )
 
 from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
+from megatron.context_parallel.layout.grid import Axis
 
 INPUTS_CUT = ("linear_proj", "linear_fc2")  # layers whose inputs are split over TP
 __all__ = ["AttentionSettings", "ChunkSettings", "ChunkedNorm", "ContextParallelAttention", "LayerRule", "Norm",
@@ -77,6 +80,53 @@ class Norm(nn.Module):
         return functional.layer_norm(x, self.shape, weight, self.bias, self.eps)
 
 
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over the ranks of an axis. Each rank goes on with it, so the gradients of all ranks are summed too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis, total = axis, x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=axis.group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _SumOverRanks.apply(grad, ctx.axis), None
+
+
+class AllHeadsNorm(nn.Module):
+    """RMSNorm of the queries, or of the keys, of all heads together (OLMo 2); TP splits its weights with the heads.
+
+    Args:
+        hidden_size: size of a head.
+        heads: of all TP ranks.
+        tensor: TP; its ranks add up the squares of their heads.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, heads: int, tensor: Axis) -> None:
+        super().__init__()
+        self.width, self.eps, self.tensor = heads * hidden_size, eps, tensor
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        start = torch.zeros if self.zero_centered else torch.ones
+        self.weight = nn.Parameter(start(self.width // tensor.size, dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.weight, True, dim=0, stride=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, heads of this rank, d] -> the same; squares are summed in fp32, for fp64 in fp64."""
+        wide = x.flatten(2).to(torch.promote_types(x.dtype, torch.float32))
+        squares = wide.square().sum(dim=-1, keepdim=True)
+        if self.tensor.size > 1:
+            squares = _SumOverRanks.apply(squares, self.tensor)
+        weight = self.weight + 1 if self.zero_centered else self.weight
+        return (wide * torch.rsqrt(squares / self.width + self.eps) * weight).to(x.dtype).view_as(x)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The weights, split over TP."""
+        return make_sharded_tensors_for_checkpoint({"weight": self.weight}, prefix, {"weight": 0}, sharded_offsets)
+
+
 class ChunkedNorm(Norm):
     """The final norm in spans of tokens; it keeps only its input, which may be a host buffer."""
 
@@ -101,10 +151,13 @@ def block_spec(
     recomputed: int = 0,
     lora: Lora | None = None,
     experts: Mapping[int, RouterRule] | None = None,
+    input_norms: bool = True,
     output_norms: bool = False,
     latent_norms: bool = False,
     linear: Collection[int] = (),
     exchange: str = "auto",
+    all_heads_norms: bool = False,
+    parallel_residual: bool = False,
 ) -> TransformerBlockSubmodules:
     """The layers of one pipeline stage, with our attention core.
 
@@ -119,12 +172,15 @@ def block_spec(
         lora: adapters, not with ``transformer_engine``.
         experts: the layers of this stage, from 0, whose FFN is a mixture of experts, and how tokens choose them; not
             with ``transformer_engine``. Experts get no adapters.
+        input_norms: normalize the inputs of attention and FFN; without it not with ``transformer_engine``.
         output_norms: normalize the outputs of attention and FFN before they are added.
         latent_norms: norms of the latents, if ``config`` has multi-latent attention, which works neither with
             ``transformer_engine`` nor with ``lora``.
         linear: the layers of this stage, from 0, that have a Gated DeltaNet in place of attention; not with
             ``transformer_engine``.
         exchange: how their states go from rank to rank.
+        all_heads_norms: normalize queries and keys over all heads together; not with ``transformer_engine``.
+        parallel_residual: attention and FFN both read the layer's input; not with ``chunks``.
     """
     if linear and transformer_engine:
         raise ValueError("Gated DeltaNet needs core's own layers: no transformer_engine")
@@ -133,6 +189,10 @@ def block_spec(
         raise ValueError("multi-latent attention needs core's own layers: no transformer_engine or lora")
     if experts and transformer_engine:
         raise ValueError("experts need core's own layers: leave out transformer_engine")
+    if transformer_engine and (all_heads_norms or not input_norms):
+        raise ValueError("all_heads_norms, and layers without input_norms, need transformer_engine=False")
+    if parallel_residual and chunks is not None:
+        raise ValueError("a layer in chunks has no parallel residual: leave chunks or parallel_residual out")
     if transformer_engine:
         from megatron.core.extensions.transformer_engine import TENorm
 
@@ -143,10 +203,15 @@ def block_spec(
             qk_layernorm=config.qk_layernorm, multi_latent_attention=latents, normalization=config.normalization
         )
         final_norm = Norm
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm if input_norms else IdentityOp
+        qkv = layer.submodules.self_attention.submodules
         if config.qk_layernorm:
-            qkv = layer.submodules.self_attention.submodules
             qkv.q_layernorm = qkv.k_layernorm = Norm
+        if all_heads_norms:
+            tensor, counts = settings.layout.grid.tensor, (config.num_attention_heads, config.num_query_groups)
+            qkv.q_layernorm, qkv.k_layernorm = (
+                ModuleSpec(AllHeadsNorm, params={"heads": heads, "tensor": tensor}) for heads in counts
+            )
     if latents:
         _make_latent(layer, latent_norms)
     if lora is not None:
@@ -155,6 +220,7 @@ def block_spec(
         layer.submodules.self_attention = replace(layer.submodules.self_attention, module=GatedSelfAttention)
     layer.submodules.self_attention.submodules.core_attention = partial(ContextParallelAttention, settings=settings)
     params = {**layer.params, "attention": settings, "output_norm": final_norm if output_norms else None}
+    params["parallel_residual"] = parallel_residual
     layers = [replace(layer, module=LongContextLayer, params=params)] * num_layers
     for index in linear:
         layers[index] = replace(layers[index], submodules=_with_state(layer.submodules, settings, exchange))

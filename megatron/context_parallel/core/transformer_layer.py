@@ -126,6 +126,7 @@ class LongContextLayer(TransformerLayer):
         attention: settings of the attention.
         experts: the layer has a mixture of experts that are chosen by this rule, in place of ``submodules.mlp``.
         output_norm: class of norms of the outputs of attention and FFN, before they are added; None: no such norms.
+        parallel_residual: the FFN reads the layer's input, not the result of attention; both outputs are added to it.
     """
 
     def __init__(
@@ -134,9 +135,11 @@ class LongContextLayer(TransformerLayer):
         attention: AttentionSettings,
         experts: RouterRule | None = None,
         output_norm: type | None = None,
+        parallel_residual: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self.parallel_residual, self.attended = parallel_residual, None
         self.post_self_attn_layernorm = self.post_mlp_layernorm = None
         if output_norm is not None:
             sizes = self.config, self.config.hidden_size, self.config.layernorm_epsilon
@@ -154,7 +157,12 @@ class LongContextLayer(TransformerLayer):
     ) -> tuple[Tensor, Tensor | None]:
         """[s_local, b, h] -> [s_local, b, h] and None. ``attention_mask`` has the samples (layout/documents.py)."""
         self.dropout = self._hidden_dropout(samples(attention_mask))
-        return super().forward(hidden_states, attention_mask, *args, **kwargs)
+        if not self.parallel_residual:
+            return super().forward(hidden_states, attention_mask, *args, **kwargs)
+        self.attended, context = self._forward_attention(hidden_states, attention_mask, *args, **kwargs)
+        output = self._forward_mlp(hidden_states, padding_mask=kwargs.get("padding_mask"))
+        self.attended = None
+        return output, context
 
     def _hidden_dropout(self, batch: Samples) -> HiddenDropout | None:
         """The dropout of hidden states for a batch; None without dropout."""
@@ -169,7 +177,10 @@ class LongContextLayer(TransformerLayer):
 
     def mlp_bda(self, training: bool, fused: bool) -> Callable:
         """(output of the FFN with its bias, residual, _) -> their sum, after dropout."""
-        return self.dropout_add(self.dropout, FFN)
+        add = self.dropout_add(self.dropout, FFN)
+        if not self.parallel_residual:
+            return add
+        return lambda output_with_bias, _, probability: add(output_with_bias, self.attended, probability)
 
     def dropout_add(self, dropout: HiddenDropout | None, which: int, rows: Span | None = None) -> Callable:
         """The function that both methods above return, for ``rows`` of this rank's tokens; without dropout, core's."""

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from math import ceil
 
+from megatron.decisions.division import uneven_heads
 from megatron.formulas.strategy import Strategy
 from megatron.simulator.cost.estimate import estimate
 from megatron.simulator.dry_run.replay import duration
@@ -236,6 +237,18 @@ def uncertain_words(plan: Plan, problem: Problem) -> str:
     return (
         f"Published runs on {machine.name} reach different shares of its benchmark rates ({shares}; "
         f"docs/inside/published-runs.md): with these a step takes {duration(fast)} to {duration(slow)}"
+    )
+
+
+def uneven_words(problem: Problem, plan: Plan) -> str:
+    """A sentence if the winner has a ring because Ulysses does not divide the heads; else an empty text."""
+    s = plan.strategy
+    ranks, heads = s.ulysses * s.ring, problem.workload.shape.heads // s.tensor
+    if s.ring == 1 or ranks > heads or heads % ranks == 0:
+        return ""
+    return (
+        f"Ulysses {ranks} does not divide the {heads} heads of a TP rank: with unequal shares, one rank would have "
+        f"{-(-heads // ranks)}, and attention would take {uneven_heads(heads, ranks):.0%} longer"
     )
 
 

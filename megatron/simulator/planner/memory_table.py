@@ -19,8 +19,9 @@ from megatron.formulas.parameters import stage_parameters
 from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.simulator.machines.machine import Machine
 from megatron.training.arguments.config import ModelConfig
-from megatron.training.arguments.models import model_shape, vocabulary
-from megatron.training.arguments.models import shape as named_shape
+from megatron.training.arguments.models import model_shape
+from megatron.training.families.named import shape as named_shape
+from megatron.training.families.named import vocabulary
 from megatron.training.refusal import Refusal
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "temporary")

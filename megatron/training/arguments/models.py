@@ -8,7 +8,6 @@ from typing import Any
 
 from megatron.formulas.strategy import Latent, Mixture, Shape, States
 from megatron.training.arguments.config import AttentionConfig, ModelConfig
-from megatron.training.refusal import Refusal
 
 # Settings of every Llama, whatever its size: for named models, pretrain_llama.py and the planner.
 LLAMA: dict[str, Any] = {
@@ -29,18 +28,41 @@ TIED: dict[str, Any] = {"untie_embeddings_and_output_weights": False}
 GPT2: dict[str, Any] = GPT | {"max_position_embeddings": 1024}
 
 
-LLAMA3: dict[str, Any] = LLAMA | {
-    "group_query_attention": True,
-    "num_query_groups": 8,
-    "rotary_base": 500000,
-    "max_position_embeddings": 8192,
-}
+GQA8: dict[str, Any] = {"group_query_attention": True, "num_query_groups": 8}
+# Its MLP's GELU is by erf; the vocabularies of Pythia are padded.
+PYTHIA: dict[str, Any] = {
+    "position_embedding_type": "rope", "rotary_percent": 0.25, "parallel_residual": True, "bias_gelu_fusion": False,
+    "untie_embeddings_and_output_weights": True, "max_position_embeddings": 2048, "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}  # fmt: skip
+
+
+LLAMA3: dict[str, Any] = (
+    LLAMA
+    | GQA8
+    | {
+        "rotary_base": 500000,
+        "max_position_embeddings": 8192,
+    }
+)
 LONG_LLAMA3: dict[str, Any] = LLAMA3 | {"max_position_embeddings": 131072, "use_rope_scaling": True}  # 3.1
 SMALL_LLAMA3: dict[str, Any] = LONG_LLAMA3 | TIED | {"rope_scaling_factor": 32.0}  # 3.2
 
 
 MISTRAL: dict[str, Any] = LLAMA3 | {"rotary_base": 1000000, "max_position_embeddings": 32768}
 MIXTRAL: dict[str, Any] = MISTRAL | {"num_experts": 8, "moe_router_topk": 2}
+
+
+OLMO2: dict[str, Any] = LLAMA | {
+    "norm_epsilon": 1e-6, "max_position_embeddings": 4096, "rotary_base": 500000, "reordered_norm": True,
+    "qk_layernorm_all_heads": True,
+}  # fmt: skip
+# RoPE is scaled only in layers without a window: in every fourth one.
+OLMO3: dict[str, Any] = OLMO2 | {
+    "max_position_embeddings": 65536, "rotary_base_local": 500000, "position_embedding_type": "yarn",
+    "yarn_rotary_scaling_factor": 8.0, "yarn_original_max_position_embeddings": 8192,
+    "attention.window_size": (4095, 0), "attention.window_attn_skip_freq": 4,
+}  # fmt: skip
 
 
 PHI4: dict[str, Any] = LLAMA3 | {"rotary_base": 250000, "max_position_embeddings": 16384}
@@ -92,7 +114,7 @@ GPT_OSS: dict[str, Any] = LLAMA3 | {
 }  # fmt: skip
 
 
-# As in the published config.json, without V3's layer for multi-token prediction.
+# As in the published config.json, without the layers for multi-token prediction of V3 and GLM.
 DEEPSEEK: dict[str, Any] = LLAMA | {
     "norm_epsilon": 1e-6, "max_position_embeddings": 163840, "multi_latent_attention": True, "qk_layernorm": True,
     "kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128,
@@ -109,6 +131,21 @@ V3: dict[str, Any] = DEEPSEEK | {
     "moe_router_topk": 8, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
     "moe_router_num_groups": 8, "moe_router_group_topk": 4, "moe_router_topk_scaling_factor": 2.5,
     "moe_aux_loss_coeff": [0.0001],
+}  # fmt: skip
+
+
+GLM: dict[str, Any] = LLAMA3 | {
+    "max_position_embeddings": 131072, "kv_channels": 128, "rotary_base": 1000000, "rotary_percent": 0.5,
+    "add_qkv_bias": True, "moe_router_topk": 8, "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True, "moe_router_dtype": "fp32",
+}  # fmt: skip
+GLM_AIR: dict[str, Any] = GLM | {
+    "num_experts": 128, "moe_layer_freq": [0] + [1] * 45, "moe_ffn_hidden_size": 1408,
+    "moe_shared_expert_intermediate_size": 1408, "moe_router_topk_scaling_factor": 1.0,
+}  # fmt: skip
+GLM_LARGE: dict[str, Any] = GLM | {
+    "num_experts": 160, "moe_layer_freq": [0] * 3 + [1] * 89, "moe_ffn_hidden_size": 1536, "qk_layernorm": True,
+    "moe_shared_expert_intermediate_size": 1536, "moe_router_topk_scaling_factor": 2.5,
 }  # fmt: skip
 
 
@@ -182,38 +219,32 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "gpt-oss-20b": (201088, GPT_OSS | _size(24, 2880, 64, 2880) | _experts(32, 2880)),
     "gpt-oss-120b": (201088, GPT_OSS | _size(36, 2880, 64, 2880) | _experts(128, 2880)),
     "phi-4": (100352, PHI4 | _size(40, 5120, 40, 17920, groups=10)),
+    "olmo-2-1b": (100352, OLMO2 | _size(16, 2048, 16, 8192)),
+    "olmo-2-7b": (100352, OLMO2 | _size(32, 4096, 32, 11008)),
+    "olmo-2-13b": (100352, OLMO2 | _size(40, 5120, 40, 13824)),
+    "olmo-2-32b": (100352, OLMO2 | GQA8 | _size(64, 5120, 40, 27648)),
+    "olmo-3-7b": (100278, OLMO3 | _size(32, 4096, 32, 11008)),
+    "olmo-3-32b": (100278, OLMO3 | GQA8 | _size(64, 5120, 40, 27648)),
+    "glm-4.5-air": (151552, GLM_AIR | _size(46, 4096, 96, 10944)),
+    "glm-4.5": (151552, GLM_LARGE | _size(92, 5120, 96, 12288)),
     "deepseek-v2-lite": (102400, V2_LITE | _size(27, 2048, 16, 10944)),
     "deepseek-v3": (129280, V3 | _size(61, 7168, 128, 18432)),
     "gpt2": (50257, GPT2 | _size(12, 768, 12)),
     "gpt2-medium": (50257, GPT2 | _size(24, 1024, 16)),
     "gpt2-large": (50257, GPT2 | _size(36, 1280, 20)),
     "gpt2-xl": (50257, GPT2 | _size(48, 1600, 25)),
+    "pythia-70m": (50304, PYTHIA | _size(6, 512, 8)),
+    "pythia-160m": (50304, PYTHIA | _size(12, 768, 12)),
+    "pythia-410m": (50304, PYTHIA | _size(24, 1024, 16)),
+    "pythia-1b": (50304, PYTHIA | _size(16, 2048, 8)),
+    "pythia-1.4b": (50304, PYTHIA | _size(24, 2048, 16)),
+    "pythia-2.8b": (50304, PYTHIA | _size(32, 2560, 32)),
+    "pythia-6.9b": (50432, PYTHIA | _size(32, 4096, 32)),
+    "pythia-12b": (50688, PYTHIA | _size(36, 5120, 40)),
+    "gpt-neox-20b": (50432, PYTHIA | _size(44, 6144, 64) | {"bias_gelu_fusion": True}),
     "genslm-25b": (50257, GPT | _size(64, 5760, 80)),
     "genslm-33b": (50257, GPT | _size(80, 5760, 80)),
 }
-
-
-def shape(name: str) -> dict[str, Any]:
-    """The settings of :class:`ModelConfig` that a named model sets.
-
-    Raises:
-        Refusal: no such model.
-    """
-    return {field.removeprefix("model."): value for field, value in preset(name).items() if field.startswith("model.")}
-
-
-def preset(name: str) -> dict[str, Any]:
-    """{"section.field": value} of all settings that a named model sets. Raises Refusal as :func:`shape`."""
-    if name not in MODELS:
-        raise Refusal(
-            f"--model {name}", f": not a known shape; choose from {', '.join(MODELS)}, or give the sizes by flags"
-        )
-    return {field if "." in field else f"model.{field}": value for field, value in MODELS[name][1].items()}
-
-
-def vocabulary(name: str) -> int:
-    """Size of the vocabulary that a named model was published with."""
-    return MODELS[name][0]
 
 
 def derive_shape(model: ModelConfig) -> ModelConfig:
@@ -263,6 +294,7 @@ def model_shape(model: ModelConfig, vocab_size: int) -> Shape:
         positions=(model.max_position_embeddings or 0) if learned else 0,
         qkv_bias=model.add_qkv_bias,
         qk_norm=model.qk_layernorm,
+        wide_qk_norm=model.qk_layernorm_all_heads,
         sinks=model.softmax_type == "learnable",
         embed_norm=model.embed_layernorm,
         sandwich_norm=model.sandwich_norm,

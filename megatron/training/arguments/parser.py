@@ -17,9 +17,9 @@ from megatron.training.arguments.dry_run_flags import complete_dry_run, processe
 from megatron.training.arguments.elastic import Fastest, choose_grid
 from megatron.training.arguments.foreign import megatron_flags
 from megatron.training.arguments.foreign.foreign_flags import translate
-from megatron.training.arguments.models import preset
 from megatron.training.arguments.suggest import explained
 from megatron.training.arguments.validate import complete
+from megatron.training.families.named import preset
 from megatron.training.refusal import LEAVE_OUT, Fix, Gather, Refusal, Unreadable, one_line, raise_all
 
 # ``--use-checkpoint-args``: for these settings the checkpoint wins over the flags, as in Megatron-LM

@@ -13,10 +13,11 @@ from typing import Any
 
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.checkpoint.checkpoint_folder import checkpoints_before
-from megatron.training.checkpoint.hugging_face import architectures, llama_settings
 from megatron.training.checkpoint.megatron_lm.checked import COMMON, Checked, glance
 from megatron.training.checkpoint.megatron_lm.megatron_args import NOT_READ, namespace, settings_of
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, is_hugging_face
+from megatron.training.families import architectures
+from megatron.training.families.llama import llama_settings
 from megatron.training.refusal import Refusal
 
 # Fields of ModelConfig that the run sets itself.

@@ -99,8 +99,8 @@ def without_adapters(state: dict[str, Any]) -> dict[str, Any]:
 # Settings that determine the shapes of the weights: a checkpoint and the run that loads it must agree on them.
 SHAPES = """
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization swiglu
-    add_bias_linear add_qkv_bias qk_layernorm softmax_type embed_layernorm sandwich_norm geglu quick_geglu
-    attention_output_gate
+    add_bias_linear add_qkv_bias qk_layernorm softmax_type embed_layernorm sandwich_norm reordered_norm geglu
+    quick_geglu attention_output_gate qk_layernorm_all_heads
     untie_embeddings_and_output_weights
     num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_enable_expert_bias
     moe_shared_expert_gate
@@ -112,7 +112,7 @@ LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "
 # Settings that change the network but no shape: they may differ with --finetune, but not when a run resumes.
 FORMULAS = """
     rotary_base rotary_base_local no_rope_freq rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor
-    use_rope_scaling softmax_scale attn_logit_softcapping final_logit_softcapping scale_embeddings
+    use_rope_scaling softmax_scale attn_logit_softcapping final_logit_softcapping scale_embeddings parallel_residual
     glu_linear_offset activation_func_clamp_value
     rope_scaling_factor yarn_rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
     yarn_mscale yarn_mscale_all_dim yarn_correction_range_round_to_int norm_epsilon apply_layernorm_1p

@@ -110,7 +110,10 @@ def _build_chunk(
         recomputed=recomputed,
         lora=lora(model),
         experts=_experts(config, core, layers, stage, grid),
-        output_norms=model.sandwich_norm,
+        input_norms=not model.reordered_norm,
+        output_norms=model.sandwich_norm or model.reordered_norm,
+        all_heads_norms=model.qk_layernorm_all_heads,
+        parallel_residual=model.parallel_residual,
         latent_norms=model.multi_latent_attention and model.qk_layernorm,
         linear=_of_stage(linear_layers(model), core, layers, stage, grid),
         exchange=config.parallel.linear_attention_exchange,
@@ -160,9 +163,7 @@ def _experts(
     return {index: rule for index in _of_stage(expert_layers(config.model), core, layers, stage, grid)}
 
 
-def _of_stage(
-    pattern: Sequence[int], core: TransformerConfig, layers: int, stage: int | None, grid: Grid
-) -> list[int]:
+def _of_stage(pattern: Sequence[int], core: TransformerConfig, layers: int, stage: int | None, grid: Grid) -> list[int]:
     """The layers of a stage, from 0, that have a 1 in the pattern of the complete model."""
     first = get_transformer_layer_offset(core, vp_stage=stage, pp_rank=grid.pipeline.rank)
     return [index for index in range(layers) if pattern[first + index]]

@@ -22,7 +22,9 @@ def positions(text: str) -> str:
 class ModelConfig:
     """The network. Shapes may come from a named model (``--model``), which single flags override."""
 
-    model: str | None = flag(None, "named shape, for example llama3-8b; single flags override it", type=str)
+    model: str | None = flag(
+        None, "named shape, such as llama3-8b, or hf:DIR with a config.json; single flags override it", type=str
+    )
     num_layers: int | None = flag(None, "number of transformer layers", type=int, aliases=["--encoder-num-layers"])
     hidden_size: int | None = flag(None, "width of the residual stream", type=int)
     ffn_hidden_size: int | None = flag(
@@ -95,6 +97,9 @@ class ModelConfig:
     add_bias_linear: bool = flag(True, "no bias in the linear layers", flags=["--disable-bias-linear"])
     add_qkv_bias: bool = flag(False, "bias in the QKV projection only")
     qk_layernorm: bool = flag(False, "normalize queries and keys of each head")
+    qk_layernorm_all_heads: bool = flag(
+        False, "normalize the queries of all heads together, and so the keys, as in OLMo 2"
+    )
     attention_output_gate: bool = flag(
         False, "multiply the output of attention by the sigmoid of a gate, which is projected with the queries"
     )
@@ -112,6 +117,12 @@ class ModelConfig:
     )
     sandwich_norm: bool = flag(
         False, "normalize the outputs of attention and MLP too, before they are added, as in Gemma 2 and 3"
+    )
+    reordered_norm: bool = flag(
+        False, "normalize the outputs of attention and MLP in place of their inputs, as in OLMo 2"
+    )
+    parallel_residual: bool = flag(
+        False, "attention and MLP both read the layer's input, and their sum is added, as in GPT-NeoX"
     )
     scale_embeddings: bool = flag(False, "multiply word embeddings by the square root of --hidden-size, as in Gemma")
     embed_layernorm: bool = flag(False, "LayerNorm of the word embeddings, as in BLOOM")
@@ -160,9 +171,7 @@ class ModelConfig:
     moe_shared_expert_intermediate_size: int | None = flag(
         None, "width of an expert that all tokens go to, in addition", type=int
     )
-    moe_shared_expert_gate: bool = flag(
-        False, "multiply the output of that expert by a sigmoid, as in Qwen3-Next"
-    )
+    moe_shared_expert_gate: bool = flag(False, "multiply the output of that expert by a sigmoid, as in Qwen3-Next")
     moe_router_topk: int = flag(2, "number of experts per token")
     moe_router_score_function: str = flag("softmax", "scores of experts", choices=["softmax", "sigmoid"])
     moe_router_pre_softmax: bool = flag(

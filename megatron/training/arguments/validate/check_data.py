@@ -7,9 +7,9 @@ import os
 
 from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.data_paths import WEIGHTED, parse_blend, parse_split, weighted_groups
-from megatron.training.arguments.models import vocabulary
 from megatron.training.arguments.settings.job_settings import GENERATED, TASKS, EvaluationConfig
 from megatron.training.arguments.validate.check_model import sees_ahead
+from megatron.training.families.named import vocabulary
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal
 
 SOURCES = (

@@ -82,7 +82,6 @@ def _combinations(config: Config) -> None:
             Fix("--disable-bias-linear"),
         )
 
-
     if model.moe_shared_expert_gate and not model.moe_shared_expert_intermediate_size:
         raise Refusal(
             "--moe-shared-expert-gate",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from math import gcd
 
-from megatron.decisions.division import length_unit
+from megatron.decisions.division import length_unit, uneven_heads
 from megatron.training.arguments.config import Config
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, near
 
@@ -147,12 +147,14 @@ def check_heads(config: Config) -> None:
             about="--tensor-model-parallel-size",
         )
     ulysses, ring = parallel.ulysses_parallel_size, parallel.ring_parallel_size
-    if (heads // tensor) % ulysses:
-        fits = gcd(heads // tensor, ulysses)
+    local = heads // tensor
+    if local % ulysses:
+        fits = gcd(local, ulysses)
         raise Refusal(
             f"--ulysses-parallel-size {ulysses}",
-            f"does not divide the {heads // tensor} query heads of a TP rank (--num-attention-heads {heads}, "
-            f"TP {tensor}): use --ulysses-parallel-size {fits} --ring-parallel-size {ring * ulysses // fits}",
+            f"does not divide the {local} query heads of a TP rank (--num-attention-heads {heads}, TP {tensor}): use "
+            f"--ulysses-parallel-size {fits} --ring-parallel-size {ring * ulysses // fits}; with unequal shares, "
+            f"attention would take {uneven_heads(local, ulysses):.0%} longer",
             Fix(f"--ulysses-parallel-size {fits} --ring-parallel-size {ring * ulysses // fits}"),
         )
 

@@ -34,6 +34,7 @@ def complete_model(config: Config) -> None:
     model, heads = config.model, config.model.num_attention_heads
     complete_latent(config)
     _predicts_ahead(config)
+    _norms_and_residual(config)
     if model.kv_channels is None and model.hidden_size % heads:
         raise Refusal(
             f"--hidden-size {model.hidden_size}",
@@ -73,6 +74,41 @@ def complete_model(config: Config) -> None:
         )
     _positions(model)
     config.model = model
+
+
+def _norms_and_residual(config: Config) -> None:
+    """Refuse what does not work with other places of norms and residuals."""
+    model, chunks, tensor = config.model, config.chunks, config.parallel.tensor_model_parallel_size
+    engine = {
+        "--transformer-impl transformer_engine": (
+            model.transformer_impl == "transformer_engine",
+            "Transformer Engine has the norm inside its linear layer: use --transformer-impl local",
+        ),
+        "--fp8-format": (model.fp8_format, "it needs Transformer Engine's layers"),
+    }
+    fixes = {"--transformer-impl": "--transformer-impl local", "--normalization": "--normalization RMSNorm"}
+    if model.reordered_norm:
+        both = {"--sandwich-norm": (model.sandwich_norm, "one of them places the norms")}
+        refuse_combinations("--reordered-norm", both | engine, fixes)
+    groups = model.num_query_groups if model.group_query_attention else model.num_attention_heads
+    if model.qk_layernorm_all_heads:
+        refused = {
+            "--qk-layernorm": (model.qk_layernorm, "it is a norm of each head: keep one of them"),
+            "--multi-latent-attention": (model.multi_latent_attention, "its norms are those of the latents"),
+            "--normalization LayerNorm": (model.normalization != "RMSNorm", "use --normalization RMSNorm"),
+            f"--tensor-model-parallel-size {tensor}": (
+                groups % tensor,
+                f"TP ranks would share some of the {groups} key/value heads: use TP {gcd(groups, tensor)}",
+            ),
+        }
+        fixes["--tensor-model-parallel-size"] = f"--tensor-model-parallel-size {gcd(groups, tensor)}"
+        refuse_combinations("--qk-layernorm-all-heads", refused | engine, fixes)
+    if model.parallel_residual:
+        refused = {
+            "--fpdt": (chunks.fpdt, "a chunk's MLP follows its attention"),
+            "--ffn-chunks": (chunks.ffn_chunks, "the MLP in chunks follows attention"),
+        }
+        refuse_combinations("--parallel-residual", refused)
 
 
 def _predicts_ahead(config: Config) -> None:

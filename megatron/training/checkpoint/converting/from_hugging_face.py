@@ -20,9 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron.training.arguments.config import AttentionConfig, Config
-from megatron.training.checkpoint.hugging_face import architectures, llama_settings, llama_weights, safetensors_folder
-from megatron.training.checkpoint.hugging_face.architectures import Described
-from megatron.training.checkpoint.hugging_face.llama_weights import Piece
+from megatron.training.checkpoint.hugging_face import load_folder, safetensors_folder
 from megatron.training.checkpoint.hugging_face.safetensors_folder import (
     HEADERS,
     LM_HEAD,
@@ -36,6 +34,10 @@ from megatron.training.checkpoint.hugging_face.safetensors_folder import (
     write_json,
 )
 from megatron.training.checkpoint.megatron_lm.places import TRACKER, is_hugging_face
+from megatron.training.families import architectures
+from megatron.training.families.architectures import Described
+from megatron.training.families.llama import llama_settings, llama_weights
+from megatron.training.families.llama.llama_weights import Piece
 from megatron.training.refusal import Refusal
 
 with warnings.catch_warnings():  # core reports at import that apex is missing
@@ -46,6 +48,7 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     from megatron.training.checkpoint import checkpoint
     from megatron.training.checkpoint.checksums import check, list_files
     from megatron.training.checkpoint.converting.lazy_save import LazySave, empty_extra_states, sharded
+    from megatron.training.checkpoint.converting.quantized import CONFIG, quantization
     from megatron.training.checkpoint.rank_file import without_inner_sums
     from megatron.training.checkpoint.run_state import Progress
 
@@ -68,15 +71,19 @@ def from_hugging_face(source: Path, target: Path, dtype: torch.dtype | None, bar
     notes: list[str] = []
     checked = check(source, notes)
     config = llama_settings.read_config(checked.file(where.name))
+    quantized = quantization(config, where)
+    config = {name: value for name, value in config.items() if name != CONFIG}
     model, *_ = described = architectures.described(config, where)
-    headers = safetensors_folder.read_folder(checked)
+    stored_headers = headers = safetensors_folder.read_folder(checked)
+    if quantized is not None:
+        headers = quantized.headers(stored_headers)
     pieces = architectures.pieces(described, {name for header in headers.values() for name in header.entries})
     embedding = pieces[0].names[0]
-    others, stored = architectures.check_source(
-        source, headers, pieces, tied=not model.untie_embeddings_and_output_weights
-    )
+    others, stored = load_folder.check_source(source, headers, pieces, described)
     dtype = dtype or stored
-    with new_folder(target) as folder, safetensors_folder.reading(checked, headers) as read:
+    with new_folder(target) as folder, safetensors_folder.reading(checked, stored_headers) as read:
+        if quantized is not None:
+            read = quantized.reader(read, stored_headers, dtype)
         if LM_HEAD in others:
             if not torch.equal(read(LM_HEAD).view(torch.uint8), read(embedding).view(torch.uint8)):
                 raise Refusal(f"{where}: tie_word_embeddings is true, but {LM_HEAD} differs from {embedding}")
@@ -84,7 +91,11 @@ def from_hugging_face(source: Path, target: Path, dtype: torch.dtype | None, bar
         hf = folder / "hf"
         hf.mkdir()
         copied = copy_files(companions(source), hf)
-        write_json(hf / HEADERS, {name: header.text for name, header in headers.items()})
+        if quantized is not None:
+            write_json(hf / where.name, config)
+            others = {}
+        else:
+            write_json(hf / HEADERS, {name: header.text for name, header in headers.items()})
         if others:
             extra = {OTHERS: safetensors_folder.make_header({name: (e.dtype, e.shape) for name, e in others.items()})}
             with safetensors_folder.writing(hf, extra) as put:
@@ -100,6 +111,17 @@ def from_hugging_face(source: Path, target: Path, dtype: torch.dtype | None, bar
     ]
     if dropout := config.get("attention_dropout"):
         lines.append(f"note: attention_dropout {dropout} of config.json is not used in training here")
+    if quantized is not None:
+        lines.append(
+            f"note: weights in {quantized.method} were dequantized; converting back writes {dtype_name(dtype)}, "
+            "without layers for multi-token prediction"
+        )
+    ahead = [name for name in others if name.startswith("model.layers.") and not name.endswith(architectures.IGNORED)]
+    if ahead:
+        lines.append(
+            f"note: {len(ahead)} tensors of layers for multi-token prediction are kept for converting back; they are "
+            "not trained, so after training they do not fit the model"
+        )
     return [
         *lines,
         *notes,

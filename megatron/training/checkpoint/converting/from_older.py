@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from megatron.training.arguments.config import ModelConfig
-from megatron.training.checkpoint.hugging_face.llama_settings import command_line, program
 from megatron.training.checkpoint.hugging_face.safetensors_folder import Done, dtype_name, new_folder, one_process
 from megatron.training.checkpoint.megatron_lm.megatron_args import model_of
 from megatron.training.checkpoint.megatron_lm.places import TRACKER
 from megatron.training.checkpoint.older_formats import LAYERS, Name, Weights, open_source, source_path
+from megatron.training.families.llama.llama_settings import command_line, program
 from megatron.training.model.weights import VOCABULARY
 from megatron.training.refusal import Refusal, some
 

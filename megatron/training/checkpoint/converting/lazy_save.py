@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
-from megatron.training.checkpoint.hugging_face.llama_weights import Piece
 from megatron.training.checkpoint.hugging_face.safetensors_folder import cause
+from megatron.training.families.llama.llama_weights import Piece
 from megatron.training.refusal import reason
 
 Compute = Callable[[ShardedTensor], Tensor]

@@ -6,6 +6,8 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron.training.arguments.config import CheckpointConfig, ModelConfig
-from megatron.training.checkpoint.hugging_face import architectures, llama_settings, llama_weights, safetensors_folder
-from megatron.training.checkpoint.hugging_face.llama_weights import Piece
+from megatron.training.checkpoint.hugging_face import safetensors_folder
 from megatron.training.checkpoint.hugging_face.safetensors_folder import (
     HEADERS,
-    IGNORED,
     LM_HEAD,
     OTHERS,
     Done,
@@ -33,6 +33,10 @@ from megatron.training.checkpoint.hugging_face.safetensors_folder import (
 from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.checkpoint.megatron_lm.megatron_args import model_of, namespace
 from megatron.training.checkpoint.megatron_lm.places import TRACKER, is_hugging_face
+from megatron.training.families import architectures
+from megatron.training.families.architectures import Described
+from megatron.training.families.llama import llama_settings, llama_weights
+from megatron.training.families.llama.llama_weights import Piece
 from megatron.training.refusal import Refusal, some
 
 with warnings.catch_warnings():  # core reports at import that apex is missing
@@ -127,7 +131,8 @@ def to_peft(source: Path, target: Path, bar: Callable[[int], Done], step: int | 
 
 def _for_peft(path: Checked, piece: Piece, model: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     a, b = (part.float() for part in load_adapter(path, piece, model, dtype))
-    for name, rows in zip(piece.names, llama_weights.split(piece, b, model.num_query_groups)):
+    untransposed = replace(piece, transposed=False)  # PEFT has [rank, in] and [out, rank] for GPT-2's matrices too
+    for name, rows in zip(piece.names, llama_weights.split(untransposed, b, model.num_query_groups)):
         stem = PEFT_PREFIX + name.removesuffix(".weight")
         yield f"{stem}.lora_A.weight", a
         yield f"{stem}.lora_B.weight", rows.contiguous()
@@ -170,16 +175,17 @@ def to_hugging_face(
         if model.lora_rank:
             stored = checkpoint.without_adapters(stored)
         vocab_size = _vocabulary(path, common.get("vocab_size"), original, stored)
-        family = described.family if described else architectures.family_of(model)
+        attention = (common.get("config") or {}).get("attention")
+        family = described.family if described else architectures.family_of(model, attention)
         names = {name for header in _original_headers(original_files).values() for name in header.entries}
         pieces = list(family.pieces(model, vocab_size, names))
-        attention = (common.get("config") or {}).get("attention")
         config = family.config_json(model, vocab_size, torch.float32, attention)  # refuses models of another family
         stored_dtype = _check_stored(path, stored, pieces, model, family.title)
         dtype = dtype or stored_dtype
         config["torch_dtype"] = str(dtype).removeprefix("torch.")
         tied = not model.untie_embeddings_and_output_weights
-        headers, original_dtype = _headers(original_files, pieces, dtype, tied)
+        ignored = partial(architectures.is_ignored, Described(model, vocab_size, family))
+        headers, original_dtype = _headers(original_files, pieces, dtype, tied, ignored)
         if original is not None:
             if hf_files is None:
                 _check_links(source, folder_of_original)
@@ -205,7 +211,7 @@ def to_hugging_face(
                 put(name, tensor.to(safetensors_folder.TORCH_DTYPES[entries[name].dtype]))
                 if name == pieces[0].names[0] and LM_HEAD in names and tied:
                     put(LM_HEAD, tensor.to(dtype))
-            if others := [name for name in names if name.endswith(IGNORED)]:
+            if others := [name for name in names if ignored(name)]:
                 header = safetensors_folder.read_header(original_files.file(OTHERS))
                 with safetensors_folder.reading(original_files, {OTHERS: header}) as read:
                     for name in others:
@@ -280,7 +286,11 @@ def _original_headers(original_files: Checked | None) -> dict[str, Header]:
 
 
 def _headers(
-    original_files: Checked | None, pieces: list[Piece], dtype: torch.dtype, tied: bool
+    original_files: Checked | None,
+    pieces: list[Piece],
+    dtype: torch.dtype,
+    tied: bool,
+    ignored: Callable[[str], bool],
 ) -> tuple[dict[str, Header], torch.dtype | None]:
     """(headers of the files to write, dtype of the original's weights).
 
@@ -297,14 +307,16 @@ def _headers(
         same = len(dtypes) == 1 and dtypes <= safetensors_folder.TORCH_DTYPES.keys()
         copies = {LM_HEAD} if tied else set()
         extra = entries.keys() - wanted.keys()
-        if same and all(name in copies or _is_kept(original_files, name, entries[name]) for name in extra):
+        if same and all(
+            name in copies or (ignored(name) and _is_kept(original_files, name, entries[name])) for name in extra
+        ):
             original_dtype = safetensors_folder.TORCH_DTYPES[dtypes.pop()]
             if original_dtype == dtype:
                 return headers, original_dtype
             return {
                 file: safetensors_folder.make_header(
                     {
-                        name: (e.dtype if name.endswith(IGNORED) or name in wide else dtype_code, e.shape)
+                        name: (e.dtype if name in wide or ignored(name) else dtype_code, e.shape)
                         for name, e in header.entries.items()
                     },
                     header.metadata,
@@ -319,7 +331,7 @@ def _headers(
 
 def _is_kept(original_files: Checked, name: str, entry: Entry) -> bool:
     """Whether ``original_files`` has kept this tensor, which transformers ignores, with the same dtype and shape."""
-    if not name.endswith(IGNORED) or OTHERS not in original_files.files:
+    if OTHERS not in original_files.files:
         return False
     kept = safetensors_folder.read_header(original_files.file(OTHERS)).entries.get(name)
     return (

@@ -12,17 +12,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.training.checkpoint.hugging_face import architectures, llama_settings, llama_weights, safetensors_folder
-from megatron.training.checkpoint.hugging_face.llama_weights import Piece
+from megatron.training.checkpoint.hugging_face import safetensors_folder
+from megatron.training.checkpoint.hugging_face.safetensors_folder import LM_HEAD, Entry, Header
 from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.checkpoint.megatron_lm.load_torch_dist import ForeignCheckpoint
 from megatron.training.checkpoint.megatron_lm.stored_tensors import WholeTensors
-from megatron.training.refusal import Refusal
+from megatron.training.families import architectures
+from megatron.training.families.llama import llama_settings, llama_weights
+from megatron.training.families.llama.llama_weights import Piece
+from megatron.training.refusal import Refusal, some
 
 PADDING = 1024  # in Qwen and BLOOM, the embedding may have this many rows more than the tokenizer has ids
 
@@ -44,7 +48,7 @@ def open_folder(path: Checked) -> ForeignCheckpoint:
     headers = safetensors_folder.read_folder(path)
     places = {name: file for file, header in headers.items() for name in header.entries}
     pieces = architectures.pieces(model, places)
-    architectures.check_source(path.path, headers, pieces, tied=not model.settings.untie_embeddings_and_output_weights)
+    check_source(path.path, headers, pieces, model)
     parts: dict[str, list[Piece]] = {}
     for piece in pieces:
         key = piece.key.replace("layers.", "layers." if piece.layer is None else f"layers.{piece.layer}.")
@@ -58,6 +62,38 @@ def open_folder(path: Checked) -> ForeignCheckpoint:
         "attention": model.attention,
     }
     return ForeignCheckpoint(path.path, {}, args, WholeTensors(path.path, make), weights_alone=True)
+
+
+def check_source(
+    source: Path, headers: dict[str, Header], pieces: list[Piece], model: architectures.Described
+) -> tuple[dict[str, Entry], torch.dtype]:
+    """Check names, shapes and dtypes of the tensors in a folder against ``model`` and its ``pieces``.
+
+    Returns:
+        (tensors that the model does not need but that may be present, dtype of the model's weights).
+
+    Raises:
+        Refusal: tensors are missing, unexpected or of another shape, or have several or unsupported dtypes.
+    """
+    present = {name: entry for header in headers.values() for name, entry in header.entries.items()}
+    wanted = {name: shape for piece in pieces for name, shape in zip(piece.names, piece.shapes)}
+    if missing := sorted(wanted.keys() - present.keys()):
+        raise Refusal(f"{source}: {len(missing)} tensors that config.json requires are missing: {some(missing)}")
+    others = {name: entry for name, entry in present.items() if name not in wanted}
+    tied = not model.settings.untie_embeddings_and_output_weights
+    unknown = (name for name in others if not architectures.is_ignored(model, name))
+    if extra := sorted(name for name in unknown if not (tied and name == LM_HEAD)):
+        raise Refusal(f"{source}: {len(extra)} tensors do not belong to the model in config.json: {some(extra)}")
+    for name, shape in wanted.items():
+        if present[name].shape != shape:
+            raise Refusal(f"{source}: {name} is {list(present[name].shape)}, but config.json requires {list(shape)}")
+    wide = {name for piece in pieces if piece.wide for name in piece.names}
+    dtypes = sorted({present[name].dtype for name in wanted.keys() - wide})
+    if len(dtypes) > 1 or dtypes[0] not in safetensors_folder.TORCH_DTYPES:
+        raise Refusal(
+            f"{source}: weights in {', '.join(dtypes)} are not supported: all must be BF16, all F16 or all F32"
+        )
+    return others, safetensors_folder.TORCH_DTYPES[dtypes[0]]
 
 
 def _whole(path: Checked, pieces: list[Piece], places: dict[str, str], groups: int) -> Tensor:

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron.training.checkpoint.hugging_face.llama_settings import DTYPES
 from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS
 from megatron.training.disk import sync_folders_up, sync_tree
+from megatron.training.families.llama.llama_settings import DTYPES
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal, reason
 
@@ -36,7 +36,8 @@ LONGEST = 100_000_000  # limit of a header in bytes, as in the library
 DIMENSIONS = 64  # limit for a tensor
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+         "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,6 @@ def index_json(headers: Mapping[str, Header]) -> dict[str, Any]:
 # Used by the conversions in both directions.
 HEADERS = "safetensors_headers.json"  # in hf/: the headers of the original's files
 OTHERS = "other_tensors.safetensors"  # in hf/: the original's tensors that transformers ignores
-IGNORED = ".rotary_emb.inv_freq"  # old checkpoints hold RoPE's frequencies, which follow from config.json
 LM_HEAD = "lm_head.weight"
 # Files that are not copied: weights in any format, code, and files that this program writes.
 NOT_COPIED = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack", ".onnx", ".py", HEADERS, CHECKSUMS)

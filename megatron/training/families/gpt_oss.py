@@ -13,9 +13,9 @@ import torch
 
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.arguments.models import derive_shape
-from megatron.training.checkpoint.hugging_face import llama_settings
-from megatron.training.checkpoint.hugging_face.gemma import LAYER_TYPES, read_windows, written_windows
-from megatron.training.checkpoint.hugging_face.llama_weights import EXPERTS, Piece
+from megatron.training.families.gemma import LAYER_TYPES, read_windows, written_windows
+from megatron.training.families.llama import llama_settings
+from megatron.training.families.llama.llama_weights import EXPERTS, Piece
 from megatron.training.refusal import Refusal
 
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -24,7 +24,7 @@ REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attent
 
 
 class GptOss:
-    """A gpt-oss in bf16, fp16 or fp32; the published MXFP4 weights must be dequantized first."""
+    """A gpt-oss in bf16, fp16 or fp32; conversion dequantizes the published MXFP4 weights first."""
 
     kind, title, architecture = "gpt_oss", "gpt-oss", "GptOssForCausalLM"
     differs: dict[str, Any] = {

@@ -13,8 +13,8 @@ import torch
 
 from megatron.training.arguments.config import AttentionConfig, ModelConfig
 from megatron.training.arguments.models import derive_shape, window_layers
-from megatron.training.checkpoint.hugging_face import llama_settings
-from megatron.training.checkpoint.hugging_face.llama_weights import Piece
+from megatron.training.families.llama import llama_settings
+from megatron.training.families.llama.llama_weights import Piece
 from megatron.training.refusal import Refusal
 
 LOCAL, WHOLE = "sliding_attention", "full_attention"
@@ -50,7 +50,7 @@ class Gemma:
                             ("use_bidirectional_attention", False), ("tie_word_embeddings", True)):  # fmt: skip
             if config.get(name, usual) not in (usual, None):
                 raise Refusal(f"{where}: {name} {config[name]!r} of {self.kind} is not supported: only {usual!r}")
-        whole, local = self._rope(config, where)
+        whole, local = read_ropes(config, where, 10000.0) if self.third else ({}, None)
         scale = llama_settings.positive(config["query_pre_attn_scalar"], "query_pre_attn_scalar", where)
         caps = {
             name: config.get(name) and llama_settings.positive(config[name], name, where)
@@ -68,25 +68,6 @@ class Gemma:
     def attention(self, config: dict[str, Any], where: object) -> dict[str, Any]:
         """The settings of :class:`AttentionConfig` of a config.json: the window, and which layers have it."""
         return read_windows(config, where)
-
-    def _rope(self, config: dict[str, Any], where: object) -> tuple[dict[str, Any], int | None]:
-        """(RoPE of the layers without a window, as a Llama's config.json has it; base of the others, if different)."""
-        given = config.get("rope_parameters")
-        if not self.third:
-            return {}, None
-        if isinstance(given, dict) and LOCAL in given:
-            local, whole = given[LOCAL], given.get(WHOLE)
-            if not isinstance(local, dict) or not isinstance(whole, dict):
-                raise Refusal(f"{where}: rope_parameters must have {LOCAL} and {WHOLE}")
-            if local.get("rope_type", "default") != "default":
-                raise Refusal(f"{where}: scaled RoPE in layers with a window is not supported")
-            base, found = local.get("rope_theta"), {"rope_parameters": whole}
-        else:  # as transformers 4 writes it
-            base, found = config.get("rope_local_base_freq", 10000.0), {}
-        base = llama_settings.positive(base, "rope_theta of layers with a window", where)
-        if base != int(base):
-            raise Refusal(f"{where}: rope_theta {base} of layers with a window is not an integer")
-        return found, int(base)
 
     def config_json(
         self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
@@ -124,17 +105,39 @@ class Gemma:
         }
         for layer in range(model.num_layers):
             for ours, theirs in norms.items():
-                yield _piece(layer, ours, [theirs], (hidden,))
+                yield layer_piece(layer, ours, [theirs], (hidden,))
             qkv = [f"self_attn.{name}_proj" for name in "qkv"]
             shapes = (heads, hidden), (groups, hidden), (groups, hidden)
-            yield _piece(layer, "self_attention.linear_qkv.weight", qkv, *shapes)
+            yield layer_piece(layer, "self_attention.linear_qkv.weight", qkv, *shapes)
             for name in "qk" if model.qk_layernorm else "":
-                yield _piece(layer, f"self_attention.{name}_layernorm.weight", [f"self_attn.{name}_norm"], (size,))
-            yield _piece(layer, "self_attention.linear_proj.weight", ["self_attn.o_proj"], (hidden, heads))
+                yield layer_piece(layer, f"self_attention.{name}_layernorm.weight", [f"self_attn.{name}_norm"], (size,))
+            yield layer_piece(layer, "self_attention.linear_proj.weight", ["self_attn.o_proj"], (hidden, heads))
             for part, name in enumerate(("gate_proj", "up_proj")):
-                yield _piece(layer, "mlp.linear_fc1.weight", [f"mlp.{name}"], (ffn, hidden), part=(part, 2))
-            yield _piece(layer, "mlp.linear_fc2.weight", ["mlp.down_proj"], (hidden, ffn))
+                yield layer_piece(layer, "mlp.linear_fc1.weight", [f"mlp.{name}"], (ffn, hidden), part=(part, 2))
+            yield layer_piece(layer, "mlp.linear_fc2.weight", ["mlp.down_proj"], (hidden, ffn))
         yield Piece("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),))
+
+
+def read_ropes(config: dict[str, Any], where: object, default: float) -> tuple[dict[str, Any], int]:
+    """(RoPE of the layers without a window, as a Llama's config.json has it; base of the others, which is not scaled).
+
+    Args:
+        default: that base in a config.json of transformers 4 that does not give it.
+    """
+    given = config.get("rope_parameters")
+    if isinstance(given, dict) and LOCAL in given:
+        local, whole = given[LOCAL], given.get(WHOLE)
+        if not isinstance(local, dict) or not isinstance(whole, dict):
+            raise Refusal(f"{where}: rope_parameters must have {LOCAL} and {WHOLE}")
+        if local.get("rope_type", "default") != "default":
+            raise Refusal(f"{where}: scaled RoPE in layers with a window is not supported")
+        base, found = local.get("rope_theta"), {"rope_parameters": whole, "rope_scaling": None}
+    else:  # as transformers 4 writes it
+        base, found = config.get("rope_local_base_freq", default), {}
+    base = llama_settings.positive(base, "rope_theta of layers with a window", where)
+    if base != int(base):
+        raise Refusal(f"{where}: rope_theta {base} of layers with a window is not an integer")
+    return found, int(base)
 
 
 def read_windows(config: dict[str, Any], where: object) -> dict[str, Any]:
@@ -161,7 +164,10 @@ def written_windows(model: ModelConfig, attention: dict[str, Any] | None) -> dic
     return {"sliding_window": left + 1, LAYER_TYPES: [LOCAL if own else WHOLE for own in windows]}
 
 
-def _piece(layer: int, ours: str, theirs: list[str], *shapes: tuple[int, ...], part: tuple[int, int] = (0, 1)) -> Piece:
+def layer_piece(
+    layer: int, ours: str, theirs: list[str], *shapes: tuple[int, ...], part: tuple[int, int] = (0, 1)
+) -> Piece:
+    """A piece of a layer from tensors named ``theirs``, without their prefix and ``.weight``."""
     names = tuple(f"model.layers.{layer}.{name}.weight" for name in theirs)
     return Piece(f"decoder.layers.{ours}", names, shapes, layer, *part)
 

@@ -12,7 +12,7 @@ import torch
 
 from megatron.context_parallel.positions.rope import LLAMA3_HIGH, LLAMA3_LENGTH, LLAMA3_LOW, Yarn
 from megatron.training.arguments.config import ModelConfig
-from megatron.training.arguments.models import LLAMA, ROTARY, derive_shape
+from megatron.training.arguments.models import LLAMA, ROTARY, derive_shape, is_gated
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal, reason
 
@@ -129,6 +129,14 @@ def positive(value: object, name: str, where: object) -> float:
     return float(value)
 
 
+def whole(value: object, name: str, where: object, least: int = 1) -> int:
+    """``value``, a whole number from ``least``. Raises Refusal if it is none."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        kind = "a positive whole number" if least == 1 else f"a whole number from {least}"
+        raise Refusal(f"{where}: {name} {value!r} is not {kind}")
+    return value
+
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SCALING = ("rope_theta", "rope_scaling", "rope_parameters")
 YARN = [field.name for field in fields(ModelConfig) if field.name.startswith("yarn_")]
@@ -136,6 +144,7 @@ YARN = [field.name for field in fields(ModelConfig) if field.name.startswith("ya
 OFF = {
     "add_bias_linear": "--disable-bias-linear",
     "yarn_correction_range_round_to_int": "--no-yarn-correction-range-round-to-int",
+    "bias_gelu_fusion": "--no-bias-gelu-fusion",
 }
 # Settings that are None in most models.
 OPTIONAL = ("rotary_base_local", "no_rope_freq", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping",
@@ -156,6 +165,9 @@ FIXED = {
             "sandwich_norm",
             "scale_embeddings",
             "attention_output_gate",
+            "qk_layernorm_all_heads",
+            "reordered_norm",
+            "parallel_residual",
         ),
         False,
     ),
@@ -165,6 +177,7 @@ FIXED = {
     "softmax_type": "vanilla",
 }
 
+PLACES = ("reordered_norm", "qk_layernorm_all_heads", "parallel_residual")
 # Settings of experts that have our defaults in these models.
 ROUTER = ("moe_layer_freq", "moe_shared_expert_intermediate_size", "moe_router_score_function",
           "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
@@ -314,6 +327,7 @@ def command_line(model: ModelConfig, dtype: torch.dtype) -> list[str]:
     names += ["group_query_attention", "num_query_groups"] if model.group_query_attention else []
     names += ["kv_channels"] + ["max_position_embeddings"] * (model.max_position_embeddings is not None)
     names += ["position_embedding_type"] + ["rotary_base"] * (model.position_embedding_type in ROTARY)
+    names += ["rotary_percent"] if model.rotary_percent != 1 else []
     names += ["rotary_seq_len_interpolation_factor"] if model.rotary_seq_len_interpolation_factor else []
     names += ["use_rope_scaling", "rope_scaling_factor"] if model.use_rope_scaling else []
     names += YARN if model.position_embedding_type == "yarn" else []
@@ -324,6 +338,8 @@ def command_line(model: ModelConfig, dtype: torch.dtype) -> list[str]:
     if model.experimental_attention_variant:
         names += [field.name for field in fields(ModelConfig) if field.name.startswith("linear_")]
     names += ["softmax_type"] if model.softmax_type != "vanilla" else []
+    names += [] if is_gated(model) else ["bias_gelu_fusion"]
+    names += [name for name in PLACES if getattr(model, name)]
     names += ["scale_embeddings", "add_bias_linear", "untie_embeddings_and_output_weights"]
     names += ["add_qkv_bias", "qk_layernorm", "embed_layernorm", "hidden_dropout", "attention_dropout"]
     if model.multi_latent_attention:
@@ -372,6 +388,9 @@ def _plain_llama(config: dict[str, Any], where: object) -> None:
     if "auto_map" in config:
         raise Refusal(f"{where}: auto_map asks for code from the checkpoint, which is never run")
     if config.get("quantization_config"):
-        raise Refusal(f"{where}: quantization_config is not supported: save the model in bf16, fp16 or fp32")
+        raise Refusal(
+            f"{where}: quantization_config is not supported: save the model in bf16, fp16 or fp32, or "
+            "convert it with tools/convert_hf.py, which dequantizes MXFP4 and FP8"
+        )
     if (act := config.get("hidden_act", "silu")) != "silu":
         raise Refusal(f"{where}: hidden_act {act} is not supported: only silu")

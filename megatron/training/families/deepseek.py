@@ -10,8 +10,8 @@ import torch
 
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.arguments.models import LLAMA, ROTARY, derive_shape, expert_layers
-from megatron.training.checkpoint.hugging_face import llama_settings
-from megatron.training.checkpoint.hugging_face.llama_weights import EXPERTS, Piece
+from megatron.training.families.llama import llama_settings
+from megatron.training.families.llama.llama_weights import EXPERTS, Piece
 from megatron.training.refusal import Refusal
 
 EPSILON = 1e-6  # of the latents' norms in transformers, whatever rms_norm_eps says
@@ -58,7 +58,9 @@ class DeepSeek:
     def __init__(self, version: int) -> None:
         self.kind, self.title = f"deepseek_v{version}", f"DeepSeek V{version}"
         self.architecture = f"DeepseekV{version}ForCausalLM"
-        self.differs = {"multi_latent_attention": True}
+        self.third = self.predicts_ahead = version == 3
+        self.router = ROUTERS[self.kind]
+        self.differs: dict[str, Any] = {"multi_latent_attention": True}
 
     def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
         """Our settings and the vocabulary size of a config.json. Raises Refusal if it is not supported."""
@@ -100,7 +102,7 @@ class DeepSeek:
         )
         factor = llama_settings.positive(config.get("routed_scaling_factor"), "routed_scaling_factor", where)
         groups: dict[str, Any] = {}
-        v3 = self.kind == "deepseek_v3"
+        v3 = self.third
         method = config.get("topk_method", "noaux_tc" if v3 else "greedy")
         if v3 or method == "group_limited_greedy":
             groups = {"moe_router_num_groups": integer("n_group"), "moe_router_group_topk": integer("topk_group")}
@@ -122,7 +124,7 @@ class DeepSeek:
                 f"{where}: norm_topk_prob, scoring_func, topk_method and num_experts_per_tok do not describe the "
                 f"router of {self.title}"
             )
-        return ROUTERS[self.kind] | groups | {
+        return self.router | groups | {
             "num_experts": integer("n_routed_experts"),
             "moe_layer_freq": [0] * dense + [1] * (layers - dense) if dense else 1,
             "moe_ffn_hidden_size": width,
@@ -140,7 +142,7 @@ class DeepSeek:
         self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """The config.json of a model with our settings. Raises Refusal if the model is not a DeepSeek."""
-        fixed, layers = FIXED | (ROUTERS[self.kind] if model.num_experts else {}), model.num_layers
+        fixed, layers = FIXED | (self.router if model.num_experts else {}), model.num_layers
         wrong = [name for name in fixed if getattr(model, name) != fixed[name]]
         if model.position_embedding_type not in ROTARY:
             wrong.append("position_embedding_type")
@@ -170,21 +172,25 @@ class DeepSeek:
             "eos_token_id": None,
             "torch_dtype": str(dtype).removeprefix("torch."),
         }
-        if self.kind == "deepseek_v3":
+        if self.third:
             result |= {"rope_interleave": True, "num_nextn_predict_layers": 0}
+        return result | self.router_json(model)
+
+    def router_json(self, model: ModelConfig) -> dict[str, Any]:
+        """The keys of config.json about experts."""
         if not model.num_experts:
-            return result
-        result |= {
+            return {}
+        result: dict[str, Any] = {
             "n_routed_experts": model.num_experts,
             "n_shared_experts": model.moe_shared_expert_intermediate_size // model.moe_ffn_hidden_size,
             "moe_intermediate_size": model.moe_ffn_hidden_size,
             "num_experts_per_tok": model.moe_router_topk,
             "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
-            "norm_topk_prob": self.kind == "deepseek_v3",
+            "norm_topk_prob": self.third,
         }
-        if self.kind == "deepseek_v3" or model.moe_router_num_groups:
+        if self.third or model.moe_router_num_groups:
             result |= {"n_group": model.moe_router_num_groups or 1, "topk_group": model.moe_router_group_topk or 1}
-        if self.kind == "deepseek_v2":
+        if not self.third:
             result["topk_method"] = "group_limited_greedy" if model.moe_router_num_groups else "greedy"
         return result
 
@@ -196,7 +202,7 @@ class DeepSeek:
         shared = model.moe_shared_expert_intermediate_size
         if not shared or shared % model.moe_ffn_hidden_size:
             wrong.append("moe_shared_expert_intermediate_size")
-        v3 = self.kind == "deepseek_v3"
+        v3 = self.third
         groups = model.moe_router_group_topk
         if (v3 and model.moe_router_topk == 1) or (groups and model.moe_router_topk != (2 if v3 else 1) * groups):
             wrong.append("moe_router_topk")
@@ -223,12 +229,6 @@ class DeepSeek:
                 name = f"model.layers.{layer}.{theirs}"
                 return Piece(key, (name,), (shape,), layer, *part, *expert, stacked=not mixed, wide=wide)
 
-            def mlp(ours: str, theirs: str, width: int, piece: Any = piece, **expert: Any) -> Iterator[Piece]:
-                for part, name in enumerate(("gate_proj", "up_proj")):
-                    theirs_name = f"{theirs}.{name}.weight"
-                    yield piece(f"{ours}.linear_fc1.weight", theirs_name, width, hidden, part=(part, 2), **expert)
-                yield piece(f"{ours}.linear_fc2.weight", f"{theirs}.down_proj.weight", hidden, width, **expert)
-
             ours, theirs, queries = "self_attention", "self_attn", heads * model.kv_channels
             yield piece("input_layernorm.weight", "input_layernorm.weight", hidden)
             if model.q_lora_rank is None:
@@ -245,19 +245,35 @@ class DeepSeek:
             yield piece(f"{ours}.linear_kv_up_proj.weight", f"{theirs}.kv_b_proj.weight", up, latent)
             out = heads * model.v_head_dim
             yield piece(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight", hidden, out)
-            if not pattern[layer]:
-                yield piece("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", hidden)
-                yield from mlp("mlp", "mlp", model.ffn_hidden_size)
-                continue
-            yield piece("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", hidden)
-            yield piece("mlp.router.weight", "mlp.gate.weight", model.num_experts, hidden)
-            if model.moe_router_enable_expert_bias:
-                bias = "mlp.gate.e_score_correction_bias"
-                yield piece("mlp.router.expert_bias", bias, model.num_experts, wide=True)
-            yield from mlp("mlp.shared_experts", "mlp.shared_experts", model.moe_shared_expert_intermediate_size)
-            for number in range(model.num_experts):
-                expert = (number, model.num_experts)
-                yield from mlp(EXPERTS, f"mlp.experts.{number}", model.moe_ffn_hidden_size, expert=expert)
+            yield from self.ffn_pieces(model, piece, bool(pattern[layer]))
         yield Piece("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),))
         if model.untie_embeddings_and_output_weights:
             yield Piece("output_layer.weight", ("lm_head.weight",), ((vocab_size, hidden),))
+
+    def ffn_pieces(self, model: ModelConfig, piece: Any, experts: bool) -> Iterator[Piece]:
+        """The weights of a layer after its attention, in a model with or without experts there.
+
+        Args:
+            piece: makes a piece of this layer, from our name, the name in the files, and the shape.
+        """
+        hidden = model.hidden_size
+
+        def mlp(ours: str, theirs: str, width: int, **expert: Any) -> Iterator[Piece]:
+            for part, name in enumerate(("gate_proj", "up_proj")):
+                yield piece(
+                    f"{ours}.linear_fc1.weight", f"{theirs}.{name}.weight", width, hidden, part=(part, 2), **expert
+                )
+            yield piece(f"{ours}.linear_fc2.weight", f"{theirs}.down_proj.weight", hidden, width, **expert)
+
+        if not experts:
+            yield piece("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", hidden)
+            yield from mlp("mlp", "mlp", model.ffn_hidden_size)
+            return
+        yield piece("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", hidden)
+        yield piece("mlp.router.weight", "mlp.gate.weight", model.num_experts, hidden)
+        if model.moe_router_enable_expert_bias:
+            yield piece("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", model.num_experts, wide=True)
+        yield from mlp("mlp.shared_experts", "mlp.shared_experts", model.moe_shared_expert_intermediate_size)
+        for number in range(model.num_experts):
+            expert = (number, model.num_experts)
+            yield from mlp(EXPERTS, f"mlp.experts.{number}", model.moe_ffn_hidden_size, expert=expert)

@@ -35,7 +35,7 @@ class Piece:
     stacked: bool = True  # False: the layer is part of the key, because the layers differ
     wide: bool = False  # fp32, whatever the dtype of the others
     joined: tuple[int, ...] = ()  # numbers of rows of q, k and v, if one Hugging Face tensor has them one after another
-    transposed: bool = False  # of all experts, as [experts, in, out]
+    transposed: bool = False  # [in, out], or of all experts [experts, in, out]
     alternating: bool = False  # of all experts: rows of the gate and of the up projection take turns
     gate_heads: int = 0  # of the first of q, k and v: each of these heads has the rows of its query, then of its gate
     named: tuple[tuple[str, int], ...] = ()  # our checkpoints have these rows in several tensors: name, rows
@@ -46,10 +46,9 @@ class Piece:
     def shape(self) -> tuple[int, ...]:
         """Shape of these rows, or of those of all experts."""
         if self.transposed:
-            experts, into, out = self.shapes[0]
-            return experts, out, into
+            *experts, into, out = self.shapes[0]
+            return (*experts, out, into)
         return (sum(shape[0] for shape in self.shapes), *self.shapes[0][1:])
-
 
     def stored(self) -> list[Piece]:
         """The tensors of our checkpoints that hold these rows."""
@@ -144,9 +143,9 @@ def pieces(
 
 def fuse(piece: Piece, tensors: Sequence[Tensor], groups: int) -> Tensor:
     """Our rows from a piece's Hugging Face tensors; q, k and v are ordered by query group: [queries, key, value]."""
-    parts = tensors[0].split(piece.joined) if piece.joined else tensors
     if piece.transposed:
-        parts = [parts[0].transpose(1, 2)]
+        tensors = [tensor.transpose(-2, -1) for tensor in tensors]
+    parts = tensors[0].split(piece.joined) if piece.joined else tensors
     if piece.alternating:
         parts = [torch.cat([parts[0][:, ::2], parts[0][:, 1::2]], dim=1)]
     if piece.minus_one:
@@ -171,24 +170,23 @@ def split(piece: Piece, rows: Tensor, groups: int) -> list[Tensor]:
     """A piece's Hugging Face tensors from our rows; the inverse of :func:`fuse`."""
     if piece.alternating:
         rows = torch.stack(rows.chunk(2, dim=1), dim=2).flatten(1, 2)
-    if piece.transposed:
-        rows = rows.transpose(1, 2).contiguous()
     if piece.minus_one:
         return [rows + 1]
     if piece.groups:
         parts = rows.split([count for _, count in piece.named])
         return [torch.cat([part.unflatten(0, (piece.groups, -1)) for part in parts], dim=1).flatten(0, 1)]
-    sizes = piece.joined or [shape[0] for shape in piece.shapes]
+    sizes, parts = piece.joined or [shape[0] for shape in piece.shapes], [rows]
     if piece.gate_heads:
         sizes = [sizes[0] // 2, sizes[0] // 2, *sizes[1:]]
-    if len(sizes) == 1:
-        return [rows]
-    parts = rows.unflatten(0, (groups, -1)).split([size // groups for size in sizes], dim=1)
-    parts = [part.flatten(0, 1) for part in parts]
+    if len(sizes) > 1:
+        cut = rows.unflatten(0, (groups, -1)).split([size // groups for size in sizes], dim=1)
+        parts = [part.flatten(0, 1) for part in cut]
     if piece.gate_heads:
         heads = [part.unflatten(0, (piece.gate_heads, 1, -1)) for part in parts[:2]]
         parts = [torch.cat(heads, dim=1).flatten(0, 2), *parts[2:]]
-    return [torch.cat(parts)] if piece.joined else parts
+    if piece.joined:
+        parts = [torch.cat(parts)]
+    return [part.transpose(-2, -1).contiguous() for part in parts] if piece.transposed else parts
 
 
 def _shares(piece: Piece) -> list[int]:

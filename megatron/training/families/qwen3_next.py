@@ -15,8 +15,8 @@ import torch
 
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.arguments.models import derive_shape, linear_layers
-from megatron.training.checkpoint.hugging_face import llama_settings
-from megatron.training.checkpoint.hugging_face.llama_weights import EXPERTS, Piece
+from megatron.training.families.llama import llama_settings
+from megatron.training.families.llama.llama_weights import EXPERTS, Piece
 from megatron.training.refusal import Refusal
 
 STATE, WHOLE = "linear_attention", "full_attention"

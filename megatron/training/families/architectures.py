@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table FAMILIES: Hugging Face models that --load reads and tools/convert_hf.py converts in both directions.
+
+A model that differs from a Llama only in our settings, such as Qwen, is one line of the table; any other has a file,
+like olmo.py. `--model hf:DIR` reads its settings from the same table.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from megatron.training.arguments.config import ModelConfig
+from megatron.training.families.deepseek import DeepSeek
+from megatron.training.families.gemma import Gemma
+from megatron.training.families.glm import Glm
+from megatron.training.families.gpt_oss import GptOss
+from megatron.training.families.llama.llama_like import LlamaLike, WithExperts
+from megatron.training.families.llama.llama_weights import ExpertNames, Piece
+from megatron.training.families.older_gpts import BLOOM, GPT2, GPT_NEOX, GptLike
+from megatron.training.families.olmo import Olmo
+from megatron.training.families.qwen3_next import Qwen3Next
+from megatron.training.refusal import Refusal
+
+IGNORED = ".rotary_emb.inv_freq"  # old checkpoints hold RoPE's frequencies, which follow from config.json
+Family = LlamaLike | GptLike | DeepSeek | Gemma | GptOss | Olmo | Qwen3Next
+FAMILIES: dict[str, Family] = {
+    family.kind: family
+    for family in (
+        LlamaLike("llama", "Llama", "LlamaForCausalLM"),
+        LlamaLike("qwen2", "Qwen 2", "Qwen2ForCausalLM", {"add_qkv_bias": True}),
+        LlamaLike("qwen3", "Qwen 3", "Qwen3ForCausalLM", {"qk_layernorm": True}),
+        LlamaLike("mistral", "Mistral", "MistralForCausalLM", only={"sliding_window": None}),
+        LlamaLike("phi3", "Phi-3", "Phi3ForCausalLM", only={"sliding_window": None}, joined=True),
+        WithExperts(
+            "mixtral", "Mixtral", "MixtralForCausalLM", only={"sliding_window": None, "router_jitter_noise": 0.0}
+        ),
+        WithExperts(
+            "qwen3_moe",
+            "Qwen 3 with experts",
+            "Qwen3MoeForCausalLM",
+            {"qk_layernorm": True},
+            {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True},
+            number="num_experts",
+            width="moe_intermediate_size",
+            names=ExpertNames(),
+        ),
+        DeepSeek(2),
+        DeepSeek(3),
+        Glm(),
+        BLOOM,
+        GPT2,
+        GPT_NEOX,
+        Gemma("gemma2", "Gemma 2", "Gemma2ForCausalLM", third=False),
+        Gemma("gemma3_text", "Gemma 3", "Gemma3ForCausalLM", third=True),
+        GptOss(),
+        Olmo(2),
+        Olmo(3),
+        Qwen3Next(),
+    )
+}
+
+
+class Described(NamedTuple):
+    """A model as its config.json describes it."""
+
+    settings: ModelConfig
+    vocab_size: int
+    family: Family
+    attention: dict[str, Any] = {}  # settings of AttentionConfig
+
+
+def described(config: dict[str, Any], where: object) -> Described:
+    """Our settings for a config.json. Raises Refusal if the model is not supported."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        *others, last = FAMILIES
+        raise Refusal(f"{where}: model_type {kind!r} is not supported: only {', '.join(others)} and {last}")
+    family = FAMILIES[kind]
+    if config.get("architectures") not in (None, [family.architecture]):
+        raise Refusal(f"{where}: architectures {config['architectures']} is not supported: only {family.architecture}")
+    return Described(*family.settings(config, where), family, family.attention(config, where))
+
+
+def family_of(model: ModelConfig, attention: dict[str, Any] | None = None) -> Family:
+    """Of the families whose settings the model has, the one with the most; ``config_json`` may still refuse it.
+
+    Args:
+        attention: settings of :class:`AttentionConfig`; OLMo 3 has a window, OLMo 2 has none.
+    """
+
+    if model.mtp_num_layers:
+        raise Refusal(f"--mtp-num-layers {model.mtp_num_layers}: layers of multi-token prediction cannot be converted")
+    if model.experimental_attention_variant:
+        return FAMILIES["qwen3_next"]
+    if model.multi_latent_attention:
+        softmax = model.num_experts and model.moe_router_score_function == "softmax"
+        return FAMILIES["deepseek_v2" if softmax else "deepseek_v3"]
+    if model.num_experts and model.softmax_type == "learnable":
+        return FAMILIES["gpt_oss"]
+    if model.num_experts and model.moe_router_score_function == "sigmoid":
+        return FAMILIES["glm4_moe"]
+    if model.num_experts:
+        return FAMILIES["qwen3_moe" if model.qk_layernorm else "mixtral"]
+    if model.reordered_norm:
+        return FAMILIES["olmo3" if (attention or {}).get("window_size") else "olmo2"]
+    if model.normalization == "LayerNorm":
+        kinds = {"alibi": "bloom", "learned_absolute": "gpt2"}
+        return FAMILIES[kinds.get(model.position_embedding_type, "gpt_neox")]
+
+    def matching_settings(family: Family) -> int:
+        fits = all(getattr(model, name) == value for name, value in family.differs.items())
+        return len(family.differs) if fits else -1
+
+    return max(FAMILIES.values(), key=matching_settings)
+
+
+def pieces(model: Described, names: Collection[str]) -> list[Piece]:
+    """All weights of the model; ``names``: the tensors in the files (BLOOM's may have a prefix)."""
+    return list(model.family.pieces(model.settings, model.vocab_size, names))
+
+
+def is_ignored(model: Described, name: str) -> bool:
+    """Whether transformers ignores a tensor of the files. Conversion keeps it for the way back."""
+    if name.endswith((IGNORED, *getattr(model.family, "ignored", ()))):
+        return True
+    layer = re.match(r"model\.layers\.(\d{1,6})\.", name) if getattr(model.family, "predicts_ahead", False) else None
+    return layer is not None and int(layer[1]) >= model.settings.num_layers

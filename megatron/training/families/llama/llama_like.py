@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that differ from a Llama in some settings: Qwen 2 and 3, Mistral, Phi-3, and with experts Mixtral, Qwen 3.
+
+Sources in transformers: models/llama, qwen2, qwen3, qwen3_moe, mistral, mixtral and phi3, configuration_*.py and
+modeling_*.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from megatron.training.arguments.config import ModelConfig
+from megatron.training.families.llama import llama_settings, llama_weights
+from megatron.training.families.llama.llama_weights import ExpertNames, Piece
+from megatron.training.refusal import Refusal
+
+# Keys that a config.json must have, except a Llama's, because the defaults differ between these models.
+REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+        "rms_norm_eps", "vocab_size", "max_position_embeddings")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LlamaLike:
+    """A kind of model that differs from a Llama only in some of our settings.
+
+    Attributes:
+        kind: model_type in config.json.
+        title: the name in messages.
+        architecture: the class in transformers.
+        differs: those settings, with their values.
+        only: keys of config.json of which only this value is supported.
+        joined: the files have q, k and v in one tensor, and gate and up projection in one.
+    """
+
+    kind: str
+    title: str
+    architecture: str
+    differs: dict[str, Any] = field(default_factory=dict)
+    only: dict[str, Any] = field(default_factory=dict)
+    joined: bool = False
+
+    def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
+        """Our settings and the vocabulary size of a config.json. Raises Refusal if it is not supported."""
+        if self.kind != "llama":
+            config = self._as_llama(config, where)
+        model, vocab_size = llama_settings.settings(config, where)
+        return replace(model, **self.differs), vocab_size
+
+    def attention(self, config: dict[str, Any], where: object) -> dict[str, Any]:
+        """The settings of :class:`AttentionConfig` that a config.json determines."""
+        return {}
+
+    def pieces(self, model: ModelConfig, vocab_size: int, names: Collection[str]) -> Iterator[Piece]:
+        """All weights; ``names``: the tensors in the files."""
+        return llama_weights.pieces(model, vocab_size, joined=self.joined)
+
+    def config_json(
+        self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The config.json of a model with our settings. Raises Refusal if the model is of another family.
+
+        Args:
+            attention: settings of :class:`AttentionConfig`; read only by families whose layers may have a window.
+        """
+        if self.kind == "llama":
+            return llama_settings.config_json(model, vocab_size, dtype)
+        fixed = llama_settings.FIXED | {"add_bias_linear": False} | self.differs
+        config = llama_settings.config_json(model, vocab_size, dtype, fixed, self.title, self.architecture)
+        biases = ("attention_bias", "mlp_bias")
+        config = {name: value for name, value in config.items() if name not in biases}
+        if self.joined and config["rope_scaling"]:
+            kind = config["rope_scaling"]["rope_type"]
+            raise Refusal(f"RoPE scaling {kind} is not known to Hugging Face's {self.architecture}: train without it")
+        return config | {"model_type": self.kind, "architectures": [self.architecture], **self.only}
+
+    def _as_llama(self, config: dict[str, Any], where: object) -> dict[str, Any]:
+        required = (*REQUIRED, *(["head_dim"] * self.kind.startswith("qwen3")))
+        if missing := [name for name in required if config.get(name) is None]:
+            raise Refusal(f"{where}: {', '.join(missing)} of {self.kind} is missing")
+        layers = config.get("layer_types") or []
+        if config.get("use_sliding_window") or any(layer != "full_attention" for layer in layers):
+            raise Refusal(f"{where}: use_sliding_window is not supported: all layers have the mask given by flags")
+        if self.kind.startswith("qwen3") and config.get("attention_bias"):
+            raise Refusal(f"{where}: attention_bias of {self.kind} is not supported")
+        if self.kind == "mistral" and "sliding_window" not in config:
+            raise Refusal(f"{where}: sliding_window of mistral is missing; write null if there is none")
+        for name, value in self.only.items():
+            if (config.get(name) or None) != (value or None):
+                given = config.get(name)
+                raise Refusal(f"{where}: {name} {given!r} of {self.kind} is not supported: only {value!r}")
+        scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        if self.joined and (kind := scaling.get("rope_type", scaling.get("type", "default"))) != "default":
+            raise Refusal(f"{where}: rope_scaling of type {kind} of {self.kind} is not supported: only default")
+        return {**config, "model_type": "llama", "architectures": None, "attention_bias": False}
+
+
+@dataclass(frozen=True)
+class WithExperts(LlamaLike):
+    """A model like a Llama whose MLPs are all mixtures of experts, chosen as by our default router.
+
+    Attributes:
+        number, width: keys of config.json: number of experts, and width of an expert.
+        names: of the weights in the files.
+    """
+
+    number: str = "num_local_experts"
+    width: str = "intermediate_size"
+    names: ExpertNames = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
+
+    def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
+        """As `LlamaLike.settings`."""
+        if config.get(self.number) is None and "num_local_experts" in config:  # transformers 5 writes it so
+            config = {**config, self.number: config["num_local_experts"]}
+        names = (self.number, "num_experts_per_tok", self.width)
+        for name in names:
+            if not isinstance(config.get(name), int) or isinstance(config[name], bool) or config[name] < 1:
+                raise Refusal(f"{where}: {name} {config.get(name)!r} of {self.kind} is not a positive integer")
+        model, vocab_size = super().settings(config, where)
+        experts, topk, width = (config[name] for name in names)
+        if not 1 < topk <= experts:
+            raise Refusal(f"{where}: num_experts_per_tok {topk} is not from 2 to {self.number} {experts}")
+        model = replace(model, num_experts=experts, moe_router_topk=topk, moe_ffn_hidden_size=width)
+        return model, vocab_size
+
+    def config_json(
+        self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """As `LlamaLike.config_json`."""
+        usual = ModelConfig()
+        wrong = [name for name in llama_settings.ROUTER if getattr(model, name) != getattr(usual, name)]
+        llama_settings.refuse_other_settings(model, wrong, self.title, self.architecture)
+        return super().config_json(model, vocab_size, dtype) | {
+            self.number: model.num_experts,
+            "num_experts_per_tok": model.moe_router_topk,
+            self.width: model.moe_ffn_hidden_size or model.ffn_hidden_size,
+        }
+
+    def pieces(self, model: ModelConfig, vocab_size: int, names: Collection[str]) -> Iterator[Piece]:
+        """As `LlamaLike.pieces`."""
+        return llama_weights.pieces(model, vocab_size, self.names)
