@@ -62,6 +62,7 @@ def parts(grids: dict[str, cp.Grid], groups: dict[str, Any]):
     whole = {"dp": V, "cp": R, "tp": V}
     for kind, grid in grids.items():
         for gathered in (False, True) if kind == "ring" else (False,):
+
             def attention(kv: dict = EVERY, q: dict = EVERY, grid: cp.Grid = grid, gathered: bool = gathered) -> None:
                 made = [typed(torch.randn(16, 1, heads, 8), types) for heads, types in ((4, q), (2, kv), (2, kv))]
                 cp.attention(*made, layout=cp.SequenceLayout(32, grid), mask=cp.Causal(), gather_keys=gathered)
@@ -75,14 +76,17 @@ def parts(grids: dict[str, cp.Grid], groups: dict[str, Any]):
         hidden = V if sp else I
         yield name, lambda sp=sp, hidden=hidden: loss(grids["ulysses"], hidden, sp)
         yield f"{name}, hidden states partial", lambda sp=sp: loss(grids["ulysses"], P, sp)
-        yield f"{name}, differentiated without a sum", lambda sp=sp, hidden=hidden: loss(
-            grids["ulysses"], hidden, sp, summed=()
+        yield (
+            f"{name}, differentiated without a sum",
+            lambda sp=sp, hidden=hidden: loss(grids["ulysses"], hidden, sp, summed=()),
         )
-        yield f"{name}, not summed over CP", lambda sp=sp, hidden=hidden: loss(
-            grids["ulysses"], hidden, sp, summed=("dp",)
+        yield (
+            f"{name}, not summed over CP",
+            lambda sp=sp, hidden=hidden: loss(grids["ulysses"], hidden, sp, summed=("dp",)),
         )
-        yield f"{name}, the sum of all ranks differentiated", lambda sp=sp, hidden=hidden: loss(
-            grids["ulysses"], hidden, sp, summed=("dp",), reported=True
+        yield (
+            f"{name}, the sum of all ranks differentiated",
+            lambda sp=sp, hidden=hidden: loss(grids["ulysses"], hidden, sp, summed=("dp",), reported=True),
         )
         name = "MLP, TP-sp" if sp else "MLP"
         yield name, lambda sp=sp: mlp(groups["tp"], sp)
@@ -90,6 +94,7 @@ def parts(grids: dict[str, cp.Grid], groups: dict[str, Any]):
     yield "MLP, row layer not reduced", lambda: mlp(groups["tp"], False, row=False)
     yield "MLP, TP-sp, norm not marked", lambda: mlp(groups["tp"], True, marked=False)
     for name, one, other in (("DP then CP", "dp", "cp"), ("DP twice", "dp", "dp")):
+
         def sums(one: str = one, other: str = other) -> None:
             gradient = typed(torch.randn(4), {"dp": P, "cp": P, "tp": V}, False)
             for axis in (one, other):
@@ -100,10 +105,12 @@ def parts(grids: dict[str, cp.Grid], groups: dict[str, Any]):
     for name, local in (("", V), (" of equal parts", R)):
         types = {**EVERY, "cp": local}
         yield f"gathered sequence{name}", lambda types=types: layout.gather(typed(torch.randn(16, 8), types))
-        yield f"sum for averaged gradients{name}", lambda types=types: sum_for_averaged_gradients(
-            layout.grid.context, typed(torch.randn(()), types)
+        yield (
+            f"sum for averaged gradients{name}",
+            lambda types=types: sum_for_averaged_gradients(layout.grid.context, typed(torch.randn(()), types)),
         )
     for name, shared in (("summed over TP", R), ("not summed over TP", I)):
+
         def norm(shared: Any = shared) -> None:
             weight = typed(torch.ones(8), {"tp": shared, "cp": R, "dp": R})
             torch.nn.functional.rms_norm(typed(torch.randn(8, 1, 2, 8), EVERY), (8,), weight)

@@ -99,7 +99,6 @@ def passes_of(workload: Workload, strategy: Strategy) -> Passes:
     FPDT's backward pass computes projections and the FFN again chunk by chunk. Full recompute adds one forward pass of
     the QKV projection and attention, and in units of several layers also one of the output projection and the FFN.
     """
-    workload.shape.dense()
     if strategy.recompute == "full" and strategy.recompute_method == "block":
         layers = strategy.most_layers(workload.shape.layers)
         kinds = [(passes_of(workload, kind), count / layers) for kind, count in strategy.layer_kinds(layers)]
@@ -116,17 +115,18 @@ def passes_of(workload: Workload, strategy: Strategy) -> Passes:
 def step_flops(workload: Workload, strategy: Strategy) -> Flops:
     """FLOPs of a step of ``global_batch`` sequences.
 
-    A backward pass costs twice a forward pass, attention's 2.5 times, because flash kernels compute scores again.
+    A backward pass costs twice a forward pass, attention's about 2.5 times, because flash kernels compute scores again.
     Executed logits are those of the padded vocabulary.
     """
     one = forward_flops(workload.shape, workload.seq_length)
     batch, run = workload.global_batch, passes_of(workload, strategy)
-    pairs = one.attention * workload.attended
+    shape, pairs = workload.shape, one.attention * workload.attended
+    scores = shape.head_dim / (shape.head_dim + shape.value_dim)  # share of the scores in attention's products
     logits = one.logits / workload.shape.vocab * padded_vocab(workload.shape.vocab, strategy.tensor)
     gemm = (run.qkv + 2) * one.qkv + (run.out + 2) * one.out + (run.ffn + 2) * one.mlp + 3 * logits
     return Flops(
         model_gemm=3 * batch * one.gemm,
         model_attention=3 * batch * pairs,
         gemm=batch * gemm,
-        attention=batch * pairs * (run.attention + 2.5),
+        attention=batch * pairs * (run.attention + 2 + scores),
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import ceil, lcm
 
-from megatron.formulas.strategy import Shape
+from megatron.formulas.strategy import Shape, Strategy
 
 DIVISIBLE_BY = 128  # Megatron's --make-vocab-size-divisible-by
 BUCKET = 40_000_000  # smallest bucket of core's DDP (--overlap-grad-reduce), or a million per rank
@@ -26,6 +26,7 @@ class StageParameters:
     final: tuple[Tensor, ...]  # norm, then the output layer
     routed: tuple[Tensor, ...] = ()  # of all layers with experts, without the experts
     experts: tuple[Tensor, ...] = ()  # of all experts on this rank
+    with_experts: int = 0  # layers with experts
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -67,6 +68,7 @@ def stage_parameters(
     padded: bool = True,
     expert: int = 1,
     expert_tensor: int | None = None,
+    span: tuple[int, int] | None = None,
 ) -> StageParameters:
     """Parameters of a rank in stage ``stage`` of ``pipeline`` stages, all its virtual stages together.
 
@@ -76,6 +78,7 @@ def stage_parameters(
         padded: count the vocabulary as a run pads it; False: as the tokenizer has it.
         expert: ranks that share the experts.
         expert_tensor: ranks that split each expert; default ``tensor``.
+        span: first layer of the stage, and number of its layers; default: an equal share.
     """
     h, d, norms = shape.hidden, shape.head_dim, 2 if shape.layer_norm else 1
     norm = ((h, 1),) * norms
@@ -113,18 +116,33 @@ def stage_parameters(
     final: tuple[Tensor, ...] = ()
     if last:
         final = (*norm, *(() if shape.tied and first else ((rows, h),)))
-    layers, mixture = shape.layers // pipeline, shape.mixture
+    share, mixture = shape.layers // pipeline, shape.mixture
+    begin, layers = span or (stage * share, share)
     if mixture is None:
         return StageParameters(embedding, layer, layers, final)
-    with_experts = sum(mixture.layers[stage * layers : (stage + 1) * layers])
+    with_experts = shape.with_experts(begin, layers)
     shared, width = mixture.shared // tensor, mixture.ffn // (expert_tensor or tensor)
     gate = (mixture.experts, h), *bias(mixture.experts)
     routed = (*attention, *gate, *(((gates * shared, h), (h, shared)) if shared else ()))
     one = (gates * width, h), *bias(gates * width), (h, width), *bias(h)
     experts = one * (mixture.experts // expert)
     return StageParameters(
-        embedding, layer, layers - with_experts, final, routed * with_experts, experts * with_experts
+        embedding, layer, layers - with_experts, final, routed * with_experts, experts * with_experts, with_experts
     )
+
+
+def rank_parameters(shape: Shape, strategy: Strategy, stage: int) -> StageParameters:
+    """Parameters of a rank under a strategy."""
+    span = strategy.stage_span(shape.layers, stage)
+    sizes = {"expert": strategy.expert, "expert_tensor": strategy.expert_tensor} if shape.mixture else {}
+    return stage_parameters(shape, strategy.tensor, strategy.pipeline, stage, span=span, **sizes)
+
+
+def rank_states(held: StageParameters, strategy: Strategy, itemsize: int) -> States:
+    """Bytes of model states of a rank under a strategy; ``held``: its parameters."""
+    ranks, holders = strategy.group("dp").size, strategy.group("expert dp").size
+    bucketed = strategy.overlap_grad_reduce
+    return model_states(held, strategy.zero, ranks, itemsize, bucketed=bucketed, expert_ranks=holders)
 
 
 def _latents(shape: Shape, tensor: int) -> tuple[Tensor, ...]:
@@ -218,4 +236,6 @@ def whole_vectors(shape: Shape, held: StageParameters) -> int:
     normed = shape.latent.queries + shape.latent.keys if shape.latent else 2 * shape.head_dim
     layer = 2 * norm * shape.hidden + 2 * shape.bias * shape.hidden + norm * shape.qk_norm * normed
     embedding = held.embedding if not shape.positions else ()  # with positions, words are not scattered before the norm
-    return layer * held.layers + numel(tuple(x for x in (*embedding, *held.final) if x[1] == 1))
+    router = (shape.mixture.experts + shape.bias) * shape.hidden if shape.mixture else 0
+    layers = layer * (held.layers + held.with_experts) + router * held.with_experts
+    return layers + numel(tuple(x for x in (*embedding, *held.final) if x[1] == 1))
