@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from examples.reproduce import record_checks  # noqa: E402
+from examples.reproduce import mixtures, record_checks  # noqa: E402
 from examples.reproduce.open_records import Record, left_out, records  # noqa: E402
 from examples.reproduce.picture import COLOURS, GREY, INK  # noqa: E402
 from examples.reproduce.record_fit import (  # noqa: E402
@@ -186,6 +186,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "sources": lambda: summary(fitted()),
     "edits": lambda: record_checks.edits_table(fitted()),
     "frozen": record_checks.after_freeze_table,
+    "mixtures": mixtures.table,
 }
 
 

@@ -64,7 +64,7 @@ def copied_bytes(chunks: int, *, tokens: int, heads: int, kv_heads: int, head_di
     q, kv = tokens * heads * head_dim * itemsize, 2 * tokens * kv_heads * head_dim * itemsize
     dq, dkv, lse = q // itemsize * wide, kv // itemsize * wide, tokens * heads * wide
     n, pairs = chunks, chunks * (chunks - 1) // 2  # pairs of different chunks that meet
-    forward = n * (2 * q + kv + lse), forwardloads(n).keys * kv
+    forward = n * (2 * q + kv + lse), forward_loads(n).keys * kv
     if not goes_by_keys(heads, kv_heads, itemsize):
         return CopiedBytes(forward, (pairs * dkv, n * (2 * q + lse) + (n + pairs) * kv + pairs * dkv))
     # dq of a query chunk is written after each key chunk, and read before the next key chunk and at the end.

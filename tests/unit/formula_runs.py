@@ -81,6 +81,7 @@ def flags(case: Case) -> list[str]:
     words += ["--mock-data", "--no-check-for-nan-in-loss-and-grad"]
     options = {
         "--group-query-attention": shape.latent is None,
+        f"--kv-channels {shape.head_dim}": shape.latent is None,
         "--multi-latent-attention": shape.latent,
         "--qk-layernorm": shape.qk_norm,
         "--sequence-parallel": strategy.tensor > 1 and strategy.sequence_parallel,

@@ -120,14 +120,19 @@ def states(shape: Shape, strategy: Strategy, stage: int) -> States:
     """Parameters of a pipeline stage. Raises ValueError if the stages do not divide the layers."""
     if (shape.layers + strategy.first_less + strategy.last_less) % strategy.pipeline:
         raise ValueError(f"{strategy.pipeline} pipeline stages do not divide {shape.layers} layers")
-    fields = "tensor", "pipeline", "zero", "overlap_grad_reduce", "first_less", "last_less", "expert", "expert_tensor"
-    return _states(
-        shape, stage, strategy.group("dp").size, Strategy(**{name: getattr(strategy, name) for name in fields})
-    )
+    return _states(shape, stage, strategy.but(**_UNREAD), strategy.group("dp").size)
+
+
+# Fields that `_states` does not read, so that strategies that differ in them share a cache entry.
+_UNREAD = {
+    "ulysses": 1, "ring": 1, "data": 1, "micro_batch": 1, "recompute": "none", "recompute_method": "uniform",
+    "recompute_layers": 1, "offload_checkpoints": False, "fpdt_chunk": 0, "fpdt_offload": True, "stream_hidden": False,
+    "ffn_chunks": 0, "loss_chunks": 0, "virtual": 1, "balance": "zigzag",
+}  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
-def _states(shape: Shape, stage: int, ranks: int, strategy: Strategy) -> States:
+def _states(shape: Shape, stage: int, strategy: Strategy, ranks: int) -> States:
     whole = rank_parameters(shape, strategy, stage)
     tensor, zero, bucketed = strategy.tensor, strategy.zero, strategy.overlap_grad_reduce
     held = replace(whole, experts=())
