@@ -57,7 +57,7 @@ class Run:
 def unpriced(row: dict[str, str]) -> str:
     """Why a row has no estimate; empty: it has one."""
     if "hybrid" in row["note"] or row["model"].startswith(("Qwen3.5", "gated")):
-        return "layers with a state instead of softmax attention"
+        return "layers have a state instead of softmax attention"
     if not row["ep"]:
         return "the source names no parallel sizes of the experts"
     return ""
@@ -103,8 +103,8 @@ def _options(row: dict[str, str]) -> dict[str, Any]:
 
 
 def largest(run: Run) -> str:
-    """The three largest parts of a step."""
-    parts = sorted(run.result.parts.items(), key=lambda part: -part[1])[:3]
+    """The two largest parts of a step."""
+    parts = sorted(run.result.parts.items(), key=lambda part: -part[1])[:2]
     return ", ".join(f"{name} {100 * seconds / run.result.seconds:.0f}" for name, seconds in parts)
 
 
@@ -120,8 +120,8 @@ def table() -> list[str]:
     for run in (run for run in every if run.reason):
         reasons.setdefault(run.reason, []).append(run.row["model"])
     for reason, models in reasons.items():
-        names = ", ".join(f"{models.count(name)} of {name}" for name in dict.fromkeys(models))
-        lines += ["", f"Not priced, {reason}: {names}."]
+        names = ", ".join(f"{name} ({models.count(name)})" for name in dict.fromkeys(models))
+        lines += ["", f"Not priced, because {reason}: {names}."]
     return lines
 
 

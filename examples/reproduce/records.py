@@ -196,7 +196,14 @@ def filled(text: str) -> str:
     Raises:
         KeyError: a mark names no table.
     """
-    return MARKED.sub(lambda mark: "\n".join([mark[1].rstrip(), "", *TABLES[mark[2]](), "", mark[3]]), text)
+    return MARKED.sub(
+        lambda mark: "\n".join([mark[1].rstrip(), "", *map(compact, TABLES[mark[2]]()), "", mark[3]]), text
+    )
+
+
+def compact(line: str) -> str:
+    """A line of a table without the spaces around its bars; other lines are unchanged."""
+    return re.sub(r" *\| *", "|", line) if line.startswith("|") else line
 
 
 def _page_line(name: str, rows: list[Predicted]) -> str:
