@@ -306,6 +306,7 @@ SHAPES = {
     "norms of queries and keys": replace(COUNTED_LLAMA, qk_norm=True, qkv_bias=True),
 }
 MIXTURE = replace(COUNTED_LLAMA, mixture=Mixture(16, 4, 96, shared=128, layers=(0, 1, 1, 1)))
+ALL_MIXED = replace(COUNTED_LLAMA, mixture=replace(MIXTURE.mixture, layers=(1, 1, 1, 1)))
 LATENT = replace(
     COUNTED_LLAMA, kv_heads=16, head_dim=48, qk_norm=True, latent=Latent(queries=128, keys=64, rotated=16, value=32)
 )
@@ -400,7 +401,7 @@ def test_a_step_sends_and_computes_what_the_formulas_say(shape: str, given: dict
         (MIXTURE, {"data": 4, "expert": 4}),
         (MIXTURE, {"ulysses": 2, "ring": 2, "data": 2, "expert": 8, "recompute": "full", "zero": 0}),
         (MIXTURE, {"tensor": 2, "data": 4, "expert": 4, "expert_tensor": 2, "micro_batch": 2}),
-        (MIXTURE, {"pipeline": 2, "tensor": 2, "data": 2, "expert": 4, "recompute": "selective"}),
+        (ALL_MIXED, {"pipeline": 2, "tensor": 2, "data": 2, "expert": 4, "recompute": "selective"}),
         (LATENT, {"ulysses": 2, "ring": 2, "recompute": "full"}),
         (LATENT, {"tensor": 4, "ring": 4, "zero": 3}),
         (LATENT, {"pipeline": 2, "data": 2, "ffn_chunks": 4}),

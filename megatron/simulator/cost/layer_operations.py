@@ -148,8 +148,12 @@ def _project_latents_grad(shape: Shape, strategy: Strategy, tokens: float, count
     segments = [Segment(begin, count=count)]
     for name, into, out, width in reversed(_latents(shape, strategy.tensor)):
         if name.endswith("_down"):
-            norm = memory("norm", 5 * BF16 * local * out, backward=True)
-            segments.append(Segment((norm,), entering(strategy, out, tokens), count=count))
+            norm, rotated = memory("norm", 5 * BF16 * local * out, backward=True), 0
+            sums: tuple[Transfer, ...] = ()
+            if name == "kv_down" and strategy.tensor > 1:  # all heads share the rotated part
+                rotated = shape.latent.rotated
+                sums = (collective("all_reduce", "tp", strategy.group("tp"), BF16 * tokens * rotated),)
+            segments.append(Segment((norm,), (*entering(strategy, out - rotated, tokens), *sums), count=count))
         segments += _column_grad(name, shape, strategy, tokens, width, count, into)
     return [*segments, Segment((memory("norm", 5 * BF16 * local * shape.hidden, backward=True),), count=count)]
 
