@@ -101,7 +101,9 @@ def loads(rows: list[Row]) -> list[list[list[float]]]:
     result = []
     for step in counts:
         layers = step if isinstance(step, list) else []
-        if not layers or not all(isinstance(layer, list) and layer and len(layer) == len(layers[0]) for layer in layers):
+        if not layers or not all(
+            isinstance(layer, list) and layer and len(layer) == len(layers[0]) for layer in layers
+        ):
             raise ValueError("--experts: a step of the log has no tokens_per_expert by layer and expert")
         if result and (len(layers), len(layers[0])) != (len(result[0]), len(result[0][0])):
             raise ValueError("--experts: the steps of the log have different numbers of layers or experts")

@@ -68,6 +68,7 @@ CASES = {
         f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --zero-stage 1 --bf16 "
         "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --moe-layer-freq [0,1]",
     ),
+    "busy experts on EP": (2, True, f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"),
     "experts on EP x Ulysses": (
         4,
         True,
@@ -101,19 +102,26 @@ CASES = {
 }
 
 
-def choose_evenly(router):
-    """Let a rank's tokens choose all experts equally often, as in a dry run: token t the experts t * topk, ..."""
+def choose(router, busy):
+    """Let a rank's tokens choose all experts equally often, as in a dry run: token t the experts t * topk, ...
+
+    ``busy``: the second half of 8 experts gets 1.5 times the mean: in 16 tokens 24 of 32 choices.
+    """
     real, experts, topk = router.gating, router.num_experts, router.rule.topk
 
     def gating(x):
         logits = real(x)
-        first = topk * torch.arange(logits[..., 0].numel()).view(logits.shape[:-1] + (1,))
-        return logits / 1000 + 10 * ((torch.arange(experts) - first) % experts < topk)
+        token, expert = torch.arange(logits[..., 0].numel()).view(logits.shape[:-1] + (1,)), torch.arange(experts)
+        chosen = (expert - topk * token) % experts < topk
+        if busy:
+            second = torch.where(token % 16 < 8, 4 + (token + 1) % 4, token % 4)
+            chosen = (expert == 4 + token % 4) | (expert == second)
+        return logits / 1000 + 10 * chosen
 
     router.gating = gating
 
 
-def watch(flags, llama):
+def watch(flags, llama, busy):
     """Peaks of a step of the real program, and what it sends and computes, on this rank."""
     from megatron.simulator.dry_run.recording.recorder import Recorder, axes_of
     from megatron.training.job import batches_for
@@ -122,7 +130,7 @@ def watch(flags, llama):
 
     job = make_job(flags, llama)
     for router in routers(job.chunks):
-        choose_evenly(router)
+        choose(router, busy)
     recorder = Recorder(axes_of(job.runtime.grid), resized=job.config.parallel.zero_stage >= 2, history=False)
     batches = batches_for(job, job.datasets[0], 0, 0)
     for chunk in job.chunks:
@@ -146,8 +154,9 @@ def test_dry_run_equals_the_run(pool, name):
 
     ranks, llama, flags = CASES[name]
     flags = f"{BIGGER} {flags}"
-    real = pool.run(watch, ranks, flags, llama)
+    real = pool.run(watch, ranks, flags, llama, "busy" in name)
     config = parse(f"{SHAPE} {RUN} {flags}".split(), LLAMA if llama else None, ranks)
+    config.simulation.dry_run_expert_imbalance = 1.5 if "busy" in name else 1.0
     for rank in {0, ranks - 1} if "pipeline" in name or "Ring" in name else {ranks - 1}:
         device, host, communication, flops = real[rank]
         dry = run_rank(config, ranks, rank, config.model.vocab_size + 1)

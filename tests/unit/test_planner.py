@@ -482,7 +482,10 @@ def test_the_longest(capsys: pytest.CaptureFixture) -> None:
         (f"{MIXTRAL} --expert-imbalance 5", "--expert-imbalance 5: give a factor from 1 to 4"),
         (f"{MIXTRAL} --fpdt-chunk 16K", "the planner has no FPDT with --num-experts"),
         (f"{MIXTRAL} --zero 2 3", "experts need ZeRO 0 or 1: use --zero 1"),
-        ("--model deepseek-v2-lite --gpus 8 --gpu H100-80G --seq-length 8K --fpdt-chunk 4K", "no FPDT with --num-expert"),
+        (
+            "--model deepseek-v2-lite --gpus 8 --gpu H100-80G --seq-length 8K --fpdt-chunk 4K",
+            "no FPDT with --num-expert",
+        ),
     ],
 )
 def test_refusals(options: str, output: str, capsys: pytest.CaptureFixture) -> None:
@@ -501,7 +504,9 @@ def test_a_plan_of_a_mixture_spreads_its_experts(
     rows = json.loads((tmp_path / "plans.json").read_text())
     best = rows[0]["expert"]
     assert best > 1 and f"with EP {best}" in out
-    assert f"Of {experts} experts in a layer it holds {experts // best}, with " in out and "get 1.5 times the mean" in out
+    assert (
+        f"Of {experts} experts in a layer it holds {experts // best}, with " in out and "get 1.5 times the mean" in out
+    )
     for row in rows:
         assert row["zero"] < 2 and not row["fpdt_chunk"] and not row["ffn_chunks"]
         command = shlex.split(row["command"])
