@@ -32,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="total number of GPUs (default 1)")
     parser.add_argument("--tensor", type=int, default=1, metavar="N", help="TP, with TP-sp (default 1)")
     parser.add_argument("--pipeline", type=int, default=1, metavar="N", help="PP (default 1)")
+    parser.add_argument("--expert", type=int, default=0, metavar="N", help="EP (default: as many ranks as possible)")
     parser.add_argument("--fp32", action="store_true", help="compute in fp32, not bf16")
     parser.add_argument("--gpu", metavar="NAME", help="mark what fits this GPU (a name, or a machine's JSON file)")
     parser.add_argument("--papers", action="store_true", help="compare with the papers' formulas")
@@ -56,10 +57,14 @@ def _run(options: argparse.Namespace) -> int:
         name = f"a Llama of {shape.layers} layers of {shape.hidden}"
     machine = load(options.gpu) if options.gpu else None
     sizes = {"gpus": options.gpus, "tensor": options.tensor, "pipeline": options.pipeline}
-    strategies = tables.strategies(shape, **sizes, seq_length=length)
-    rows = tables.rows(shape, length, strategies, itemsize=4 if options.fp32 else 2, machine=machine)
+    if options.expert and not shape.mixture:
+        raise Refusal(f"--expert {options.expert}: the model has no experts: leave it out")
+    strategies = list(tables.strategies(shape, **sizes, seq_length=length, expert=options.expert))
+    rows = tables.rows(shape, length, iter(strategies), itemsize=4 if options.fp32 else 2, machine=machine)
     numel = stage_parameters(shape, 1, 1, 0).numel
     grid = f"TP {options.tensor} x PP {options.pipeline}, " if options.tensor * options.pipeline > 1 else ""
+    if shape.mixture:
+        grid += f"EP {strategies[0].expert}, "
     title = f"{name} ({numel / 1e9:.2f}B parameters), {length:,} tokens, {grid}{options.gpus} GPUs"
     if machine is not None:
         title += f" {machine.name}"

@@ -16,7 +16,7 @@ from megatron.simulator.planner.search_space import Limits
 from megatron.training.families.named import shape
 from megatron.training.refusal import Refusal
 
-SIZES = ("tensor", "ulysses", "ring", "data", "pipeline", "virtual", "micro_batch")
+SIZES = ("tensor", "ulysses", "ring", "data", "pipeline", "virtual", "micro_batch", "expert")
 # Share of the device's memory. The formulas for memory are within 2 % of dry runs, and of steps on a CPU, except for
 # FPDT with few long chunks (tests/unit/test_formulas.py, tests/distributed/test_dry_run.py).
 MARGIN = "2%"
@@ -40,6 +40,13 @@ def parser(description: str) -> argparse.ArgumentParser:
     options.add_argument("--window", default="0", metavar="N", help="tokens that a query sees, including itself")
     options.add_argument(
         "--window-attn-skip-freq", default="0", metavar="N", help="every N-th layer sees all tokens, not the --window"
+    )
+    options.add_argument(
+        "--expert-imbalance",
+        type=float,
+        default=1.0,
+        metavar="F",
+        help="tokens of the busiest rank's experts, over the mean (1)",
     )
     options.add_argument(
         "--margin", default=MARGIN, metavar="SIZE", help=f"memory of a GPU to leave free: 2GiB, 3%% ({MARGIN}%)"
@@ -69,6 +76,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     narrow.add_argument("--ring", **sizes, help="of Ring")
     narrow.add_argument("--data", **sizes, help="of DP")
     narrow.add_argument("--pipeline", **sizes, help="of PP")
+    narrow.add_argument("--expert", **sizes, help="of EP")
     narrow.add_argument("--virtual", **sizes, help="virtual pipeline stages per rank")
     narrow.add_argument("--micro-batch", **sizes, help="sequences per forward pass (1, 2, 4, 8, 16)")
     narrow.add_argument("--zero", nargs="+", type=int, choices=range(4), help="stages of ZeRO to try")
@@ -110,13 +118,14 @@ def planning_problems(args: argparse.Namespace, flags: list[str]) -> tuple[Reque
     skip = 0 if args.window_attn_skip_freq == "0" else tokens(args.window_attn_skip_freq, "--window-attn-skip-freq")
     if skip == 1 or (skip and not window):
         raise Refusal(f"--window-attn-skip-freq {skip} needs --window N and layers that have it: use 2 or more with it")
-    request = Request(tuple(flags), tokens(args.global_batch, "--global-batch"), args.documents, window, skip)
+    request = Request(tuple(flags), tokens(args.global_batch, "--global-batch"), args.documents, window, skip,
+                      args.expert_imbalance)  # fmt: skip
     workload = request.workload(tokens(args.seq_length, "--seq-length") if args.seq_length else 1024)
     problems = []
     for machine in map(load, args.gpu):
         spare = share_of_memory(args.margin, machine.memory, "--margin")
         for gpus, used in sorted({on_nodes(text, machine) for text in args.gpus}, key=lambda pair: pair[0]):
-            problems.append(Problem(workload, gpus, used, limits(args), spare, machine.gpus))
+            problems.append(Problem(workload, gpus, used, limits(args).of_shape(workload.shape), spare, machine.gpus))
     return request, problems
 
 

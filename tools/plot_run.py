@@ -3,6 +3,7 @@
 """Draw the loss of one or several runs from their --log-jsonl files, and print a summary.
 
 python tools/plot_run.py out/quickstart/log.jsonl --output out/quickstart/loss.png
+python tools/plot_run.py out/mixtral/log.jsonl --experts out/mixtral/experts.png
 """
 
 from __future__ import annotations
@@ -88,6 +89,69 @@ def draw(logs: dict[str, list[Row]], output: Path, resumed: Sequence[int] = ()) 
     pyplot.close(figure)
 
 
+def loads(rows: list[Row]) -> list[list[list[float]]]:
+    """The tokens of each expert over the mean of its layer, by step, layer with experts and expert.
+
+    Raises:
+        ValueError: the steps have no counts of tokens, or these are not numbers of layers and experts.
+    """
+    counts = [row.get("tokens_per_expert") for row in rows]
+    if not any(counts):
+        raise ValueError("--experts: the log has no tokens_per_expert, which only runs with experts write")
+    result = []
+    for step in counts:
+        layers = step if isinstance(step, list) else []
+        if not layers or not all(
+            isinstance(layer, list) and layer and len(layer) == len(layers[0]) for layer in layers
+        ):
+            raise ValueError("--experts: a step of the log has no tokens_per_expert by layer and expert")
+        if result and (len(layers), len(layers[0])) != (len(result[0]), len(result[0][0])):
+            raise ValueError("--experts: the steps of the log have different numbers of layers or experts")
+        if not all(isinstance(number, (int, float)) and 0 <= number <= LARGEST for layer in layers for number in layer):
+            raise ValueError("--experts: tokens_per_expert of a step are not numbers from 0 on")
+        result.append([[number * len(layer) / max(sum(layer), 1) for number in layer] for layer in layers])
+    return result
+
+
+def draw_experts(rows: list[Row], output: Path, steps: int = 20) -> None:
+    """Left: the load of each expert, mean of the last ``steps`` steps. Right: each layer's busiest expert over time."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    every = loads(rows)
+    last = every[-steps:]
+    layers, experts = len(every[0]), len(every[0][0])
+    means = [[statistics.fmean(step[at][e] for step in last) for e in range(experts)] for at in range(layers)]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), dpi=120, layout="constrained")
+    image = left.imshow(means, aspect="auto", cmap="RdBu_r", vmin=0, vmax=2, interpolation="nearest")
+    figure.colorbar(image, ax=left, label="tokens over the mean of the layer (red: 2 or more)")
+    left.set(xlabel="expert", ylabel="layer with experts", title=f"Load, mean of the last {len(last)} steps")
+    left.set_xticks(range(0, experts, max(1, experts // 8)))
+    left.set_yticks(range(0, layers, max(1, layers // 8)))
+    if layers * experts <= 128:
+        for at, layer in enumerate(means):
+            for e, number in enumerate(layer):
+                colour = "white" if abs(number - 1) > 0.6 else "black"
+                left.text(e, at, f"{number:.2f}", ha="center", va="center", fontsize=7, color=colour)
+    tokens = list(accumulate(row["tokens"] for row in rows))
+    colours = matplotlib.colormaps["viridis"]
+    for at in range(layers):
+        busiest = smooth([max(step[at]) for step in every])
+        shown = at in (0, layers - 1) or layers <= 8
+        colour = colours(at / max(layers - 1, 1))
+        right.plot(tokens, busiest, color=colour, linewidth=1.2, label=f"layer {at}" if shown else None)
+    right.axhline(1, color="grey", linestyle="--", linewidth=0.8)
+    right.set(xlabel="training tokens", ylabel="busiest expert over the mean (mean of 5 steps)")
+    right.set_title("The busiest expert of each layer")
+    right.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g}M" if value >= 1e6 else f"{value / 1e3:g}k")
+    right.grid(alpha=0.3)
+    right.legend(frameon=False, fontsize=8)
+    figure.savefig(output)
+    pyplot.close(figure)
+
+
 def first_and_last(training: list[Row]) -> tuple[float, float]:
     """(loss of the first step, mean loss of the last five)."""
     last = [row["lm_loss"] for row in training[-5:]]
@@ -121,6 +185,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="--log-jsonl files")
     parser.add_argument("--output", type=Path, help="picture to write (default: loss.png next to the first log)")
     parser.add_argument("--resumed", type=int, nargs="*", default=[], help="iterations to mark as resumed from")
+    parser.add_argument("--experts", type=Path, metavar="PNG", help="picture of the first log's load of experts")
     parser.add_argument("--fell-by", type=float, help="fail unless every loss fell by this many nats")
     options = parser.parse_args(argv)
     try:
@@ -129,6 +194,9 @@ def main(argv: list[str] | None = None) -> int:
         logs = {name: read_rows(path) for name, path in zip(names, options.logs)}
         output.parent.mkdir(parents=True, exist_ok=True)
         draw(logs, output, options.resumed)
+        if options.experts:
+            options.experts.parent.mkdir(parents=True, exist_ok=True)
+            draw_experts(logs[names[0]], options.experts)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from examples.reproduce import record_checks  # noqa: E402
+from examples.reproduce import mixtures, record_checks  # noqa: E402
 from examples.reproduce.open_records import Record, left_out, records  # noqa: E402
 from examples.reproduce.picture import COLOURS, GREY, INK  # noqa: E402
 from examples.reproduce.record_fit import (  # noqa: E402
@@ -186,6 +186,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "sources": lambda: summary(fitted()),
     "edits": lambda: record_checks.edits_table(fitted()),
     "frozen": record_checks.after_freeze_table,
+    "mixtures": mixtures.table,
 }
 
 
@@ -195,7 +196,14 @@ def filled(text: str) -> str:
     Raises:
         KeyError: a mark names no table.
     """
-    return MARKED.sub(lambda mark: "\n".join([mark[1].rstrip(), "", *TABLES[mark[2]](), "", mark[3]]), text)
+    return MARKED.sub(
+        lambda mark: "\n".join([mark[1].rstrip(), "", *map(compact, TABLES[mark[2]]()), "", mark[3]]), text
+    )
+
+
+def compact(line: str) -> str:
+    """A line of a table without the spaces around its bars; other lines are unchanged."""
+    return re.sub(r" *\| *", "|", line) if line.startswith("|") else line
 
 
 def _page_line(name: str, rows: list[Predicted]) -> str:

@@ -9,9 +9,9 @@ from functools import lru_cache
 from megatron.decisions.division import PARTS, pieces_together
 from megatron.formulas.host_bytes import host_memory
 from megatron.formulas.layer_memory import chunked_layer, norm_kept, whole_layer
-from megatron.formulas.parameters import StageParameters, model_states, numel, stage_parameters
+from megatron.formulas.parameters import StageParameters, numel, rank_parameters, rank_states
 from megatron.formulas.sizes import WIDE, chunks_of, sizes_of
-from megatron.formulas.strategy import Strategy, Workload
+from megatron.formulas.strategy import Strategy, Workload, refuse_unknown
 
 
 @dataclass(frozen=True)
@@ -53,17 +53,12 @@ def device_memory(
         stage: pipeline stage, from 0.
         fused: with fused GPU kernels (norms, SwiGLU, Adam); False: with PyTorch's separate operations, as on a CPU.
     """
-    shape, sizes = workload.shape.dense(), sizes_of(workload, strategy, itemsize)
-    held = stage_parameters(shape, strategy.tensor, strategy.pipeline, stage)
-    if strategy.uneven:
-        held = replace(held, layers=strategy.stage_layers(shape.layers, stage))
-    states = model_states(
-        held,
-        strategy.zero,
-        strategy.group("dp").size,
-        itemsize,
-        bucketed=strategy.overlap_grad_reduce,
-    )
+    refuse_unknown(workload.shape, strategy)
+    shape, sizes = workload.shape, sizes_of(workload, strategy, itemsize)
+    held = rank_parameters(shape, strategy, stage)
+    states = rank_states(held, strategy, itemsize)
+    first, held_layers = strategy.stage_span(shape.layers, stage)
+    with_experts = shape.with_experts(first, held_layers)
     last = stage == strategy.pipeline - 1
     weights = _gathered(workload, strategy, held, itemsize, last)
     always = sizes.angles if not strategy.fpdt_chunk else 0
@@ -76,21 +71,21 @@ def device_memory(
     if strategy.zero > 1 and strategy.micro_batches(workload) <= 1:
         early = 0  # FSDP creates a layer's gradients when its backward pass runs
     tied = itemsize * numel(held.embedding[:1]) if shape.tied and held.embedding and last else 0
-    kept, moments, below = 0, [], held.layers
-    for layer_strategy, count in reversed(strategy.layer_kinds(held.layers)):  # backward order
+    kept, moments, below = 0, [], held_layers
+    for layer_strategy, count in reversed(strategy.layer_kinds(held_layers)):  # backward order
         below -= count
-        layers = _Layers(layer_strategy, count, below, held.layers - below - count)
+        layers = _Layers(layer_strategy, count, below, held_layers - below - count, with_experts / held_layers)
         kept_before, peaks = _backward_peaks(workload, layers, itemsize, fused, stage, weights, early < gradients)
         kept = kept or kept_before
         moments += [(at_peak, more + tied, gathered, early + made) for at_peak, more, gathered, made in peaks]
         if strategy.zero < 2:
             break  # most is kept when the first backward pass begins
     if weights.embedding_sent:  # the chunked backward pass of the embedding
-        shares = early + weights.output_share + held.layers * weights.layer_share
+        shares = early + weights.output_share + held_layers * weights.layer_share
         moments.append((0, weights.embedding_sent, weights.root, shares if early < gradients else gradients))
     if last:
         moments.append((kept, _loss(workload, strategy, itemsize, fused), weights.loss, early))
-    step = 0 if fused else 2 * WIDE * max(rows * columns for rows, columns in held.tensors)
+    step = 0 if fused else 2 * WIDE * max(rows * columns for rows, columns in held.tensors + held.experts)
     moments.append((0, step - always, 0, gradients))
     kept, temporary, gathered, gradients = max(moments, key=sum)
     return Memory(
@@ -121,6 +116,7 @@ class _Layers:
     count: int
     below: int  # layers of the stage before them: their backward passes come later
     above: int  # layers of the stage after them: their backward passes come first
+    with_experts: float = 0.0  # share of layers with experts; the stage's last layer is one of them if there are any
 
 
 def _backward_peaks(
@@ -132,13 +128,20 @@ def _backward_peaks(
         one_by_one: FSDP creates a layer's gradients when its backward pass runs.
     """
     strategy, sizes = layers.strategy, sizes_of(workload, layers.strategy, itemsize)
+    plain = workload
+    if workload.shape.mixture:
+        plain = replace(workload, shape=workload.shape.without_experts())
+        workload = workload if layers.with_experts else plain
     layer_of = chunked_layer if strategy.fpdt_chunk else whole_layer
     layer, again = layer_of(workload, strategy, itemsize, fused), strategy.recompute == "full"
     unit = min(strategy.recompute_layers, layers.count) if again else 1
     # What a layer keeps until its backward pass, after its unit has been recomputed.
     whole = layer_of(workload, strategy.but(recompute="none"), itemsize, fused).kept if unit > 1 else layer.kept
     state = 0 if strategy.stream_hidden else sizes.hidden
-    kept, recomputed = _kept(workload, layers, whole, state, stage)
+    share, mean = layers.with_experts, whole
+    if 0 < share < 1:
+        mean = int(share * whole + (1 - share) * layer_of(plain, strategy, itemsize, fused).kept)
+    kept, recomputed = _kept(workload, layers, mean, whole, state, stage)
     temporary, unfinished = recomputed + layer.backward, layers.below + layers.count
     made = weights.output_share
     moments = [(kept, layer.forward, weights.gathered(unfinished, 1), 0)] if again else []
@@ -165,14 +168,14 @@ def _backward_peaks(
     return kept, moments
 
 
-def _kept(workload: Workload, layers: _Layers, layer: int, hidden: int, stage: int) -> tuple[int, int]:
+def _kept(workload: Workload, layers: _Layers, mean: int, layer: int, hidden: int, stage: int) -> tuple[int, int]:
     """(bytes kept by the micro-batches in flight before the backward pass of the last, bytes that recompute adds).
 
     Without recompute the second number is minus one layer, because the layer that runs backward is among those kept.
-    Layers below keep their inputs only.
+    Layers below keep their inputs only. ``mean``, ``layer``: what a layer keeps, on average and the last of them.
     """
     strategy, count = layers.strategy, layers.count
-    per_batch, again = hidden + count * layer, -layer  # bytes of a micro-batch
+    per_batch, again = hidden + count * mean, -layer  # bytes of a micro-batch
     inputs = count + layers.below  # layer inputs that are kept
     if strategy.recompute == "full":
         unit = min(strategy.recompute_layers, count)

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from megatron.formulas.parameters import padded_vocab
 from megatron.formulas.sizes import chunks_of
-from megatron.formulas.strategy import Shape, Strategy, Workload
+from megatron.formulas.strategy import Shape, Strategy, Workload, refuse_unknown
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ def forward_flops(shape: Shape, seq_length: int) -> ForwardFlops:
     """FLOPs of one sequence: matrix products only, 2 for each multiply-add."""
     token, query_width = 2 * seq_length, shape.heads * shape.head_dim
     value_width = shape.heads * (shape.latent.value if shape.latent else shape.head_dim)
-    states = shape.states
-    with_state, state_width = (sum(states.layers), states.heads * states.values) if states else (0, 0)
+    linear = shape.linear
+    with_state, state_width = (sum(linear.layers), linear.heads * linear.values) if linear else (0, 0)
     layers = shape.layers - with_state
     return ForwardFlops(
-        qkv=token * (layers * _qkv_products(shape) + with_state * _state_products(shape)),
+        qkv=token * (layers * _qkv_products(shape) + with_state * _linear_products(shape)),
         out=token * shape.hidden * (layers * value_width + with_state * state_width),
         mlp=token * shape.hidden * _mlp_width(shape),
         logits=token * shape.hidden * shape.vocab,
@@ -53,16 +53,16 @@ def _qkv_products(shape: Shape) -> int:
     return queries + down + latent.keys * heads * (d - latent.rotated + latent.value)
 
 
-def _state_products(shape: Shape) -> int:
+def _linear_products(shape: Shape) -> int:
     """Multiplications for a token before the output projection of a layer with a state.
 
     They are those of the projection, the convolution and the recurrence, which reads, changes and reads the state.
     """
-    states = shape.states
-    if states is None:
+    linear = shape.linear
+    if linear is None:
         return 0
-    recurrence = 3 * states.heads * states.keys * states.values
-    return shape.hidden * states.projected + states.convolved * states.width + recurrence
+    recurrence = 3 * linear.heads * linear.keys * linear.values
+    return shape.hidden * linear.projected + linear.convolved * linear.width + recurrence
 
 
 def _mlp_width(shape: Shape) -> float:
@@ -114,7 +114,7 @@ def passes_of(workload: Workload, strategy: Strategy) -> Passes:
     FPDT's backward pass computes projections and the FFN again chunk by chunk. Full recompute adds one forward pass of
     the QKV projection and attention, and in units of several layers also one of the output projection and the FFN.
     """
-    workload.shape.dense()
+    refuse_unknown(workload.shape, strategy)
     if strategy.recompute == "full" and strategy.recompute_method == "block":
         layers = strategy.most_layers(workload.shape.layers)
         kinds = [(passes_of(workload, kind), count / layers) for kind, count in strategy.layer_kinds(layers)]
@@ -131,17 +131,18 @@ def passes_of(workload: Workload, strategy: Strategy) -> Passes:
 def step_flops(workload: Workload, strategy: Strategy) -> Flops:
     """FLOPs of a step of ``global_batch`` sequences.
 
-    A backward pass costs twice a forward pass, attention's 2.5 times, because flash kernels compute scores again.
+    A backward pass costs twice a forward pass, attention's about 2.5 times, because flash kernels compute scores again.
     Executed logits are those of the padded vocabulary.
     """
     one = forward_flops(workload.shape, workload.seq_length)
     batch, run = workload.global_batch, passes_of(workload, strategy)
-    pairs = one.attention * workload.attended
+    shape, pairs = workload.shape, one.attention * workload.attended
+    scores = shape.head_dim / (shape.head_dim + shape.value_dim)  # share of the scores in attention's products
     logits = one.logits / workload.shape.vocab * padded_vocab(workload.shape.vocab, strategy.tensor)
     gemm = (run.qkv + 2) * one.qkv + (run.out + 2) * one.out + (run.ffn + 2) * one.mlp + 3 * logits
     return Flops(
         model_gemm=3 * batch * one.gemm,
         model_attention=3 * batch * pairs,
         gemm=batch * gemm,
-        attention=batch * pairs * (run.attention + 2.5),
+        attention=batch * pairs * (run.attention + 2 + scores),
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron.decisions.division import IN_FLIGHT, goes_by_keys
+from megatron.formulas.mixtures import experts_kept, experts_peak
 from megatron.formulas.parameters import stage_parameters
 from megatron.formulas.sizes import WIDE, chunks_of, heads_of, sizes_of
 from megatron.formulas.strategy import Strategy, Workload
@@ -33,10 +34,10 @@ def whole_layer(workload: Workload, strategy: Strategy, itemsize: int, fused: bo
     shape, sizes, chunks = workload.shape, sizes_of(workload, strategy, itemsize), chunks_of(workload, strategy)
     norm = norm_kept(workload, strategy, itemsize, fused)
     spread = strategy.ulysses > 1
-    attention = norm + _attention_kept(workload, strategy, itemsize)
+    attention = norm + _attention_kept(workload, strategy, itemsize, fused)
     again = 0
     if strategy.recompute == "selective":  # attention runs again, in addition to what is kept
-        again = sizes.q + sizes.kv // 2 + sizes.local_q + sizes.lse
+        again = sizes.q + sizes.k + sizes.local_out + sizes.lse
         again += sizes.local_q + sizes.local_kv if spread else 0
     working = again + attention_working(workload, strategy, itemsize)
 
@@ -48,6 +49,8 @@ def whole_layer(workload: Workload, strategy: Strategy, itemsize: int, fused: bo
         forward_ffn = run - first - second
     else:
         inside, peak = mlp_kept(workload, strategy, fused, itemsize)
+        if shape.mixture:
+            inside = experts_kept(workload, strategy, itemsize, fused)
         kept = attention + sizes.hidden + norm + inside + sizes.hidden
         gathered = _gathered(workload, strategy, itemsize)
         # FSDP keeps all gradients of a layer until its backward pass is over.
@@ -55,25 +58,59 @@ def whole_layer(workload: Workload, strategy: Strategy, itemsize: int, fused: bo
         after = attention + 2 * sizes.hidden + norm + sizes.ffn * (2 if shape.gated else 1) + sizes.whole
         backward = max(backward, after + first + (second if strategy.zero > 1 else 0))
         forward_ffn = norm + inside + sizes.hidden
+        if shape.mixture:
+            used = experts_peak(workload, strategy, itemsize)
+            backward, forward_ffn = kept + used, norm + inside + used
     # The backward pass ends with attention: dout and the residual's gradient, and all that attention keeps.
     grads = first + second if strategy.zero > 1 else 0
     backward = max(backward, attention + sizes.hidden + working + grads)
-    projected = norm + sizes.qkv + 2 * sizes.q + sizes.kv // 2 + sizes.q
+    projected = norm + sizes.qkv + 2 * sizes.q + sizes.k + sizes.out
     forward = max(2 * sizes.hidden + forward_ffn, projected + 2 * (sizes.local_q + sizes.local_kv) * spread)
     return Layer(kept, forward, backward)
 
 
-def _attention_kept(workload: Workload, strategy: Strategy, itemsize: int) -> int:
+def _attention_kept(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
     """Bytes of q, k and v as the kernel reads them (with the tensor that they are views of), its output and lse."""
     shape, sizes = workload.shape, sizes_of(workload, strategy, itemsize)
     groups = max(shape.kv_heads // strategy.tensor, 1)
     copied = sizes.q if shape.heads > shape.kv_heads and groups > 1 else 0  # core copies interleaved GQA queries
+    latents = _latents_kept(workload, strategy, itemsize, fused) + _head_norms_kept(workload, strategy, itemsize, fused)
+    if shape.latent:  # queries and keys are joined from their parts
+        copied = sizes.q + sizes.k
     if strategy.recompute == "selective":
-        return sizes.qkv + copied + sizes.q
+        return latents + sizes.qkv + copied + sizes.out
+    # A CPU's kernel computes with values as large as keys, and its output is a part of that.
+    padded = not fused and strategy.ring == 1 and shape.value_dim < shape.head_dim
     if strategy.ulysses > 1:  # before and after the all-to-all back
-        return sizes.local_q + sizes.local_kv + sizes.lse + 2 * sizes.q
-    rotated = sizes.q + sizes.kv // 2 if not shape.positions else copied
-    return sizes.qkv + rotated + sizes.q + sizes.lse
+        return latents + sizes.local_q + sizes.local_kv + sizes.lse + sizes.out + (sizes.q if padded else sizes.out)
+    rotated = sizes.q + sizes.k if not shape.positions else copied
+    return latents + sizes.qkv + rotated + sizes.out + sizes.lse + sizes.q * padded
+
+
+def _head_norms_kept(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
+    """Bytes of the norms of queries and keys over a head. Without Ulysses their inputs are kept anyway."""
+    shape, sizes = workload.shape, sizes_of(workload, strategy, itemsize)
+    if not shape.qk_norm or shape.latent:
+        return 0
+    copies = (1 if fused else 2 if itemsize == WIDE else 4) + (strategy.ulysses > 1)
+    normed = sizes.q + sizes.k
+    return copies * normed + normed // (shape.head_dim * itemsize) * WIDE
+
+
+def _latents_kept(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
+    """Bytes of the latents of queries, keys and values, and of their norms."""
+    shape, latent = workload.shape, workload.shape.latent
+    if latent is None:
+        return 0
+    whole = sizes_of(workload, strategy, itemsize).whole // shape.hidden  # of one number of each token, all TP ranks
+    split = strategy.tensor if strategy.sequence_parallel else 1
+    kept = whole * (latent.queries + latent.keys + latent.rotated)
+    if shape.qk_norm:
+        copies = 1 if fused else 2 if itemsize == WIDE else 4
+        norms = 1 + bool(latent.queries)
+        statistics = norms * whole // itemsize * WIDE
+        kept += (copies * whole * (latent.queries + latent.keys) + statistics) // split
+    return kept
 
 
 def norm_kept(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
@@ -136,22 +173,22 @@ def _gathered(workload: Workload, strategy: Strategy, itemsize: int) -> int:
 def attention_working(workload: Workload, strategy: Strategy, itemsize: int) -> int:
     """Bytes of attention's backward pass without what attention keeps: dout, dq, dk, dv and blocks on the ring."""
     sizes, ring = sizes_of(workload, strategy, itemsize), strategy.ring
-    working = 2 * sizes.local_q + sizes.local_kv + sizes.lse
+    working = sizes.local_out + sizes.local_q + sizes.local_kv + sizes.lse
     if ring > 1:
-        working = sizes.local_q * (1 + WIDE // itemsize) + ring_blocks(sizes.local_kv, ring, itemsize)
+        working = sizes.local_out + sizes.local_q * WIDE // itemsize + ring_blocks(sizes.local_kv, ring, itemsize)
         working += sizes.local_q // 2 + sizes.local_kv  # dq, dk, dv of a tile
         if ring > 2 and workload.causal and (workload.whole or not workload.keys):
             # This rank's dk and dv are those of one tile, in its dtype, until the other ranks' sums return. The peak
             # is when a block's sums are packed for sending while others arrive, or at the end of a tile.
             wide = WIDE // itemsize
             sums = max((3 + 3 * wide) * sizes.local_kv, (4 + 2 * wide) * sizes.local_kv + sizes.local_q // 2)
-            working = sizes.local_q * (1 + wide) + sums
+            working = sizes.local_out + sizes.local_q * wide + sums
     if strategy.ulysses > 1:
         shape = workload.shape
         heads = heads_of(shape.heads, shape.kv_heads, strategy.tensor, strategy.ulysses)
         sent = sizes.local_q + sizes.local_kv * heads.sent_kv // heads.local_kv
         # Queries, keys, values, outputs and lse are freed before gradients return through the all-to-all.
-        working = max(working, 2 * sent + sizes.kv - sizes.q - sizes.lse)
+        working = max(working, 2 * sent + sizes.kv - sizes.out - sizes.lse)
     return working
 
 

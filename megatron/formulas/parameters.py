@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import ceil, lcm
 
-from megatron.formulas.strategy import Shape
+from megatron.formulas.strategy import Shape, Strategy
 
 DIVISIBLE_BY = 128  # Megatron's --make-vocab-size-divisible-by
 BUCKET = 40_000_000  # smallest bucket of core's DDP (--overlap-grad-reduce), or a million per rank
@@ -26,6 +26,7 @@ class StageParameters:
     final: tuple[Tensor, ...]  # norm, then the output layer
     routed: tuple[Tensor, ...] = ()  # of all layers with experts, without the experts; with states, of all layers
     experts: tuple[Tensor, ...] = ()  # of all experts on this rank
+    with_experts: int = 0  # layers with experts
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -67,6 +68,7 @@ def stage_parameters(
     padded: bool = True,
     expert: int = 1,
     expert_tensor: int | None = None,
+    span: tuple[int, int] | None = None,
 ) -> StageParameters:
     """Parameters of a rank in stage ``stage`` of ``pipeline`` stages, all its virtual stages together.
 
@@ -76,6 +78,7 @@ def stage_parameters(
         padded: count the vocabulary as a run pads it; False: as the tokenizer has it.
         expert: ranks that share the experts.
         expert_tensor: ranks that split each expert; default ``tensor``.
+        span: first layer of the stage, and number of its layers; default: an equal share.
     """
     h, d, norms = shape.hidden, shape.head_dim, 2 if shape.layer_norm else 1
     norm = ((h, 1),) * norms
@@ -114,47 +117,62 @@ def stage_parameters(
     final: tuple[Tensor, ...] = ()
     if last:
         final = (*norm, *(() if shape.tied and first else ((rows, h),)))
-    layers, mixture = shape.layers // pipeline, shape.mixture
-    if mixture is None and shape.states is None:
+    share, mixture, linear = shape.layers // pipeline, shape.mixture, shape.linear
+    begin, layers = span or (stage * share, share)
+    own = slice(begin, begin + layers)
+    if mixture is None and linear is None:
         return StageParameters(embedding, layer, layers, final)
-    own = slice(stage * layers, (stage + 1) * layers)
     if mixture is None:
-        mixer = _states(shape, tensor, norm)
-        each = (mixer if with_state else attention for with_state in shape.states.layers[own])
+        mixer = _linear(shape, tensor, norm)
+        each = (mixer if with_state else attention for with_state in linear.layers[own])
         every = tuple(x for one in each for x in (*one, *layer[len(attention) :]))
         return StageParameters(embedding, (), 0, final, every)
-    with_experts = sum(mixture.layers[own])
+    with_experts = shape.with_experts(begin, layers)
     shared, width = mixture.shared // tensor, mixture.ffn // (expert_tensor or tensor)
     gate = (mixture.experts, h), *bias(mixture.experts)
     gate = (*gate, *(((1, h),) * mixture.gated), *(((gates * shared, h), (h, shared)) if shared else ()))
     routed = (*attention, *gate)
     one = (gates * width, h), *bias(gates * width), (h, width), *bias(h)
     experts = one * (mixture.experts // expert)
-    if shape.states is not None:
-        mixer, dense, every = _states(shape, tensor, norm), layer[len(attention) :], ()
-        for with_state, routes in zip(shape.states.layers[own], mixture.layers[own]):
+    if linear is not None:
+        mixer, dense, every = _linear(shape, tensor, norm), layer[len(attention) :], ()
+        for with_state, routes in zip(linear.layers[own], mixture.layers[own]):
             every += (*(mixer if with_state else attention), *(gate if routes else dense))
         return StageParameters(embedding, (), 0, final, every, experts * with_experts)
     return StageParameters(
-        embedding, layer, layers - with_experts, final, routed * with_experts, experts * with_experts
+        embedding, layer, layers - with_experts, final, routed * with_experts, experts * with_experts, with_experts
     )
 
 
-def _states(shape: Shape, tensor: int, norm: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _linear(shape: Shape, tensor: int, norm: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """A layer with a state, without its MLP. TP splits heads, but not the norm of a head."""
-    states, h = shape.states, shape.hidden
-    heads = states.heads // tensor
+    linear, h = shape.linear, shape.hidden
+    heads = linear.heads // tensor
     return (
         *norm,
         (heads, 1),
         (heads, 1),
-        (states.projected // tensor, h),
-        (states.convolved // tensor, states.width),
-        (states.values, 1),
-        (h, heads * states.values),
+        (linear.projected // tensor, h),
+        (linear.convolved // tensor, linear.width),
+        (linear.values, 1),
+        (h, heads * linear.values),
         *norm,
         *(norm * (2 * shape.sandwich_norm)),
     )
+
+
+def rank_parameters(shape: Shape, strategy: Strategy, stage: int) -> StageParameters:
+    """Parameters of a rank under a strategy."""
+    span = strategy.stage_span(shape.layers, stage)
+    sizes = {"expert": strategy.expert, "expert_tensor": strategy.expert_tensor} if shape.mixture else {}
+    return stage_parameters(shape, strategy.tensor, strategy.pipeline, stage, span=span, **sizes)
+
+
+def rank_states(held: StageParameters, strategy: Strategy, itemsize: int) -> States:
+    """Bytes of model states of a rank under a strategy; ``held``: its parameters."""
+    ranks, holders = strategy.group("dp").size, strategy.group("expert dp").size
+    bucketed = strategy.overlap_grad_reduce
+    return model_states(held, strategy.zero, ranks, itemsize, bucketed=bucketed, expert_ranks=holders)
 
 
 def _latents(shape: Shape, tensor: int) -> tuple[Tensor, ...]:
@@ -248,4 +266,6 @@ def whole_vectors(shape: Shape, held: StageParameters) -> int:
     normed = shape.latent.queries + shape.latent.keys if shape.latent else 2 * shape.head_dim
     layer = 2 * norm * shape.hidden + 2 * shape.bias * shape.hidden + norm * shape.qk_norm * normed
     embedding = held.embedding if not shape.positions else ()  # with positions, words are not scattered before the norm
-    return layer * held.layers + numel(tuple(x for x in (*embedding, *held.final) if x[1] == 1))
+    router = (shape.mixture.experts + shape.bias) * shape.hidden if shape.mixture else 0
+    layers = layer * (held.layers + held.with_experts) + router * held.with_experts
+    return layers + numel(tuple(x for x in (*embedding, *held.final) if x[1] == 1))

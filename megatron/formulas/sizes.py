@@ -101,9 +101,12 @@ class Sizes:
     whole: int  # the same, gathered over TP
     q: int
     kv: int  # keys and values together
-    qkv: int  # output of the projection, one tensor
+    k: int
+    out: int  # output of attention
+    qkv: int  # output of the projection, one tensor; with latents only that of keys and values
     local_q: int  # after the all-to-all: all tokens of the ring rank, some heads
     local_kv: int
+    local_out: int
     lse: int
     ffn: int  # the activation that enters the second matrix of the MLP
     statistics: int  # one fp32 number per token between the layers
@@ -119,20 +122,25 @@ def sizes_of(workload: Workload, strategy: Strategy, itemsize: int) -> Sizes:
     whole = workload.seq_length // strategy.context * batch
     tokens = whole // tensor if strategy.sequence_parallel else whole
     ring_tokens = whole * strategy.ulysses
-    d = shape.head_dim
+    d, value = shape.head_dim, shape.value_dim
     groups = shape.kv_heads if shape.kv_heads < tensor else heads.kv  # with fewer heads than TP, core keeps all of qkv
-    in_qkv = (shape.heads if shape.kv_heads < tensor else heads.q) + 2 * groups
+    in_qkv = ((shape.heads if shape.kv_heads < tensor else heads.q) + 2 * groups) * d
+    if shape.latent:
+        in_qkv = heads.q * (d - shape.latent.rotated + value)
     return Sizes(
         hidden=tokens * shape.hidden * itemsize,
         whole=whole * shape.hidden * itemsize,
         q=whole * heads.q * d * itemsize,
-        kv=2 * whole * heads.kv * d * itemsize,
-        qkv=whole * in_qkv * d * itemsize,
+        kv=whole * heads.kv * (d + value) * itemsize,
+        k=whole * heads.kv * d * itemsize,
+        out=whole * heads.q * value * itemsize,
+        qkv=whole * in_qkv * itemsize,
         local_q=ring_tokens * heads.local_q * d * itemsize,
-        local_kv=2 * ring_tokens * heads.local_kv * d * itemsize,
+        local_kv=ring_tokens * heads.local_kv * (d + value) * itemsize,
+        local_out=ring_tokens * heads.local_q * value * itemsize,
         lse=ring_tokens * heads.local_q * WIDE,
         ffn=whole * shape.ffn // tensor * itemsize,
         statistics=tokens * WIDE,
-        angles=0 if shape.positions else whole // batch * d // 2 * WIDE,
+        angles=0 if shape.positions else whole // batch * (shape.latent.rotated if shape.latent else d) // 2 * WIDE,
         logits=whole * padded_vocab(shape.vocab, tensor) // tensor * itemsize,
     )

@@ -50,7 +50,7 @@ def changed(original: T, changes: dict[str, Any]) -> T:
     return new
 
 
-Axis = Literal["tp", "ulysses", "ring", "dp", "pp"]
+Axis = Literal["tp", "ulysses", "ring", "ep", "dp", "pp", "expert dp"]
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Latent:
 
 
 @dataclass(frozen=True)
-class States:
+class LinearAttention:
     """Layers with a state in place of keys and values (Gated DeltaNet).
 
     Attributes:
@@ -148,19 +148,20 @@ class Shape:
     sandwich_norm: bool = False  # norms after attention and after the MLP too
     output_gate: bool = False  # a gate for each number of attention's output, projected with the queries
     latent: Latent | None = None  # attention with latents; ``head_dim`` is the size of a query or key head
-    states: States | None = None  # layers with a state
+    linear: LinearAttention | None = None  # in some layers, in place of attention over keys
 
-    def dense(self) -> Shape:
-        """This shape.
+    @property
+    def value_dim(self) -> int:
+        """Size of a value head."""
+        return self.latent.value if self.latent else self.head_dim
 
-        Raises:
-            ValueError: the shape has experts, latents or states, whose activations, messages and time no formula knows
-                yet.
-        """
-        others = {"states": self.states, "experts": self.mixture, "latents": self.latent}
-        for what in (name for name, part in others.items() if part is not None):
-            raise ValueError(f"{what} have formulas only for parameters, model states and FLOPs: choose another model")
-        return self
+    def with_experts(self, first: int, count: int) -> int:
+        """How many of ``count`` layers from layer ``first`` on have experts."""
+        return sum(self.mixture.layers[first : first + count]) if self.mixture else 0
+
+    def without_experts(self) -> Shape:
+        """The shape of a model whose layers are all like those of this model that have no experts."""
+        return changed(self, {"mixture": None})
 
 
 @hashed_once
@@ -172,6 +173,7 @@ class Workload:
         keys: average number of keys that a query sees, under a window or in packed documents; 0: given by ``causal``.
         spread: standard deviation divided by mean, over samples, of the (query, key) pairs that attention computes.
         whole: share of layers without the window, which see ``whole_keys`` keys instead of ``keys`` (0: by ``causal``).
+        imbalance: tokens that the busiest rank's experts get, over the mean of all experts.
         uneven: pairs of a ring's busiest rank over the mean in a micro-batch of packed documents: rows for rings of 2,
             4, 8, ..., columns for micro-batches of 1, 2, 4, ...; empty: the same on all ranks.
     """
@@ -185,6 +187,7 @@ class Workload:
     uneven: tuple[tuple[float, ...], ...] = ()
     whole: float = 0.0
     whole_keys: float = 0.0
+    imbalance: float = 1.0
 
     @property
     def attended(self) -> float:
@@ -231,6 +234,7 @@ class Strategy:
         virtual: virtual pipeline stages of a rank.
         first_less, last_less: layers that the first and the last pipeline stage have less than the others.
         sequence_parallel: activations are split over TP between the linear layers.
+        expert, expert_tensor: ranks that share the experts, and ranks that split each expert (EP, expert TP).
         fused: a single kernel rotates queries and keys, and one matrix product adds several chunks of the loss to its
             weight's gradient. False: several operations for each chunk, as in the papers' programs, whose FPDT also
             loads the next key chunk's queries during the last tile.
@@ -260,6 +264,8 @@ class Strategy:
     stream_hidden: bool = False
     first_less: int = 0
     last_less: int = 0
+    expert: int = 1
+    expert_tensor: int = 1
 
     def but(self, **changes: Any) -> Strategy:
         """This strategy with other values of some fields."""
@@ -274,7 +280,10 @@ class Strategy:
         return self.tensor * self.context * self.data * self.pipeline
 
     def group(self, axis: Axis) -> Group:
-        """The ranks of an axis; ``dp`` is DP x CP, over which gradients are summed and ZeRO splits."""
+        """The ranks of an axis; ``dp`` is DP x CP, over which gradients are summed and ZeRO splits.
+
+        ``expert dp`` are the ranks that hold the same experts, for which these are ``dp``.
+        """
         tensor, ulysses = self.tensor, self.ulysses
         if axis == "tp":
             return Group(tensor, 1)
@@ -282,8 +291,13 @@ class Strategy:
             return Group(ulysses, tensor)
         if axis == "ring":
             return Group(self.ring, tensor * ulysses)
+        if axis == "ep":
+            return Group(self.expert, self.expert_tensor)
         if axis == "dp":
             return Group(self.context * self.data, tensor)
+        if axis == "expert dp":
+            together = self.expert * self.expert_tensor
+            return Group(self.ranks // self.pipeline // together, together)
         return Group(self.pipeline, tensor * self.context * self.data)
 
     def slowest(self, workload: Workload) -> float:
@@ -319,6 +333,11 @@ class Strategy:
         """Number of a model's ``layers`` in a pipeline stage."""
         return self.most_layers(layers) - self.first_less * (stage == 0) - self.last_less * (stage == self.pipeline - 1)
 
+    def stage_span(self, layers: int, stage: int) -> tuple[int, int]:
+        """(first layer of a pipeline stage, number of its layers); virtual stages count as one after the other."""
+        before = stage * self.most_layers(layers) - self.first_less * (stage > 0)
+        return before, self.stage_layers(layers, stage)
+
     def most_layers(self, layers: int) -> int:
         """Number of a model's ``layers`` in the longest stage."""
         return (layers + self.first_less + self.last_less) // self.pipeline
@@ -340,3 +359,15 @@ class Strategy:
         """Tokens of a micro-batch on a rank between attention layers: split over CP, with TP-sp also over TP."""
         tokens = workload.seq_length * self.micro_batch // self.context
         return tokens // self.tensor if self.sequence_parallel else tokens
+
+
+def refuse_unknown(shape: Shape, strategy: Strategy) -> None:
+    """Raises ValueError for combinations whose memory and time no formula knows yet."""
+    if shape.linear:
+        raise ValueError(
+            "linear attention has formulas only for parameters, model states and FLOPs: choose another model"
+        )
+    if shape.mixture and (strategy.zero > 1 or strategy.fpdt_chunk or strategy.ffn_chunks):
+        raise ValueError("experts have no formula with ZeRO 2 and 3, FPDT and a chunked FFN: leave one out")
+    if shape.latent and strategy.fpdt_chunk:
+        raise ValueError("latents have no formula with FPDT: leave one out")

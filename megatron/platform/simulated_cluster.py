@@ -305,7 +305,12 @@ def simulated_world(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 @contextmanager
-def fake_tensors(waited: Callable[[int], None] | None = None, *, gloo: bool = False) -> Iterator[Answer]:
+def fake_tensors(
+    waited: Callable[[int], None] | None = None,
+    *,
+    gloo: bool = False,
+    selected: Callable[[Tensor], int] | None = None,
+) -> Iterator[Answer]:
     """A context in which new tensors have a shape and no memory. Programs run; numbers read from tensors are made up.
 
     Yields the function that gives results, for a dispatch mode on top of this one.
@@ -313,13 +318,14 @@ def fake_tensors(waited: Callable[[int], None] | None = None, *, gloo: bool = Fa
     Args:
         waited: called with the number of a collective (1, 2, ... in the order of their starts) when it is waited for.
         gloo: simulate that gloo reduces a copy of the complete tensor for a reduce-scatter.
+        selected: gives the number of entries that a mask selects.
     """
     from megatron.core.utils import local_multi_tensor_l2_norm
     from torch._C._distributed_c10d import FakeWork
     from torch.distributed import DeviceMesh
 
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    answers = Collectives(OperationCache(fakes))
+    answers = Collectives(OperationCache(fakes), selected)
 
     def wait(work: Any, timeout: Any = None) -> bool:
         number, whole = answers.started.pop(id(work), (None, 0))[:2]
@@ -361,11 +367,12 @@ class Collectives(TorchDispatchMode):
 
     Args:
         cache: the cache for all other operations.
+        selected: gives the number of entries that a mask selects.
     """
 
-    def __init__(self, cache: OperationCache) -> None:
+    def __init__(self, cache: OperationCache, selected: Callable[[Tensor], int] | None = None) -> None:
         super().__init__()
-        self.cache = cache
+        self.cache, self.selected = cache, selected
         # By id of the work, which is kept until it is waited for: (number, bytes of a reduce-scatter, the work).
         self.started: dict[int, tuple[int, int, Any]] = {}
         self.count = 0
@@ -390,6 +397,8 @@ class Collectives(TorchDispatchMode):
             return self._collective(func, args)
         if kind == "number":
             return self._number(args[0])
+        if kind == "selection" and self.selected is not None:
+            return torch.empty(self.selected(args[1]), dtype=args[0].dtype)
         if kind == "detach" and type(args[0]) is Tensor:  # a real tensor stays real for recompute
             return outside_fakes(func)(*args)
         if kind == "overflow":
@@ -426,6 +435,8 @@ def _kind(func: Any) -> str:
         return "in place"
     if func.namespace == "c10d":
         return "collective"
+    if func is torch.ops.aten.masked_select.default:
+        return "selection"
     if func is torch.ops.aten._local_scalar_dense.default:
         return "number"
     return "overflow" if "non_finite_check" in func._schema.name else "other"

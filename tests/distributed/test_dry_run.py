@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.distributed.training_runs import LLAMA, RUN, SHAPE, make_job
 from tests.pairs import by_pairs, settings
 
 BIGGER = "--num-layers 2 --hidden-size 128 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 64"
 GROUPED = "--group-query-attention --num-query-groups 2"
 
 # name: (processes, llama or gpt, flags)
@@ -60,6 +62,37 @@ CASES = {
         "--multi-latent-attention --q-lora-rank 48 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
         "--v-head-dim 16 --qk-layernorm --tensor-model-parallel-size 2 --sequence-parallel --ring-parallel-size 2",
     ),
+    "experts on EP": (
+        2,
+        True,
+        f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --zero-stage 1 --bf16 "
+        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --moe-layer-freq [0,1]",
+    ),
+    "busy experts on EP": (2, True, f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"),
+    "experts on EP x Ulysses": (
+        4,
+        True,
+        f"{EXPERTS} --expert-model-parallel-size 4 --ulysses-parallel-size 2 --moe-token-dispatcher-type alltoall "
+        "--moe-shared-expert-intermediate-size 96 --moe-router-dtype fp32",
+    ),
+    "experts on EP x Ulysses, gathered": (
+        4,
+        True,
+        f"{EXPERTS} --expert-model-parallel-size 2 --ulysses-parallel-size 2 --moe-token-dispatcher-type allgather "
+        f"{RECOMPUTE} --zero-stage 1",
+    ),
+    "experts split over TP": (
+        4,
+        True,
+        f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
+        "--expert-tensor-parallel-size 2 --moe-token-dispatcher-type alltoall",
+    ),
+    "latents and experts on EP x Ring": (
+        4,
+        True,
+        f"{EXPERTS} --expert-model-parallel-size 2 --ring-parallel-size 2 --moe-token-dispatcher-type alltoall "
+        "--multi-latent-attention --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16",
+    ),
     "FPDT with TP, streamed": (
         4,
         True,
@@ -69,13 +102,35 @@ CASES = {
 }
 
 
-def watch(flags, llama):
+def choose(router, busy):
+    """Let a rank's tokens choose all experts equally often, as in a dry run: token t the experts t * topk, ...
+
+    ``busy``: the second half of 8 experts gets 1.5 times the mean: in 16 tokens 24 of 32 choices.
+    """
+    real, experts, topk = router.gating, router.num_experts, router.rule.topk
+
+    def gating(x):
+        logits = real(x)
+        token, expert = torch.arange(logits[..., 0].numel()).view(logits.shape[:-1] + (1,)), torch.arange(experts)
+        chosen = (expert - topk * token) % experts < topk
+        if busy:
+            second = torch.where(token % 16 < 8, 4 + (token + 1) % 4, token % 4)
+            chosen = (expert == 4 + token % 4) | (expert == second)
+        return logits / 1000 + 10 * chosen
+
+    router.gating = gating
+
+
+def watch(flags, llama, busy):
     """Peaks of a step of the real program, and what it sends and computes, on this rank."""
     from megatron.simulator.dry_run.recording.recorder import Recorder, axes_of
     from megatron.training.job import batches_for
+    from megatron.training.model.expert_load import routers
     from megatron.training.step import train_step
 
     job = make_job(flags, llama)
+    for router in routers(job.chunks):
+        choose(router, busy)
     recorder = Recorder(axes_of(job.runtime.grid), resized=job.config.parallel.zero_stage >= 2, history=False)
     batches = batches_for(job, job.datasets[0], 0, 0)
     for chunk in job.chunks:
@@ -99,8 +154,9 @@ def test_dry_run_equals_the_run(pool, name):
 
     ranks, llama, flags = CASES[name]
     flags = f"{BIGGER} {flags}"
-    real = pool.run(watch, ranks, flags, llama)
+    real = pool.run(watch, ranks, flags, llama, "busy" in name)
     config = parse(f"{SHAPE} {RUN} {flags}".split(), LLAMA if llama else None, ranks)
+    config.simulation.dry_run_expert_imbalance = 1.5 if "busy" in name else 1.0
     for rank in {0, ranks - 1} if "pipeline" in name or "Ring" in name else {ranks - 1}:
         device, host, communication, flops = real[rank]
         dry = run_rank(config, ranks, rank, config.model.vocab_size + 1)

@@ -6,16 +6,25 @@ The program and the simulator compute these numbers in other ways; tests compare
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron.decisions.division import goes_by_keys, head_plan
 from megatron.decisions.ring_work import key_blocks_by_queries, ring_blocks
 from megatron.formulas.flops import passes_of
 from megatron.formulas.host_bytes import forward_loads
-from megatron.formulas.parameters import model_states, numel, shard_numel, stage_parameters, whole_vectors
+from megatron.formulas.mixtures import dispatched
+from megatron.formulas.parameters import (
+    StageParameters,
+    model_states,
+    numel,
+    rank_parameters,
+    shard_numel,
+    stage_parameters,
+    whole_vectors,
+)
 from megatron.formulas.sizes import WIDE, chunks_of, sizes_of
-from megatron.formulas.strategy import Strategy, Workload
+from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.simulator.cost.step_operations import LOSS_SUMS
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.arguments.models import model_shape
@@ -75,14 +84,16 @@ def _sent(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -> 
         "tp": _tensor(workload, strategy, itemsize, stage),
         "ulysses": _ulysses(workload, strategy, itemsize),
         "ring": _ring(workload, strategy, itemsize),
+        "ep": _experts(workload, strategy, itemsize, stage),
         "dp": _data(workload, strategy, itemsize, stage),
         "pp": _pipeline(workload, strategy, itemsize, stage),
+        "other": loads(workload, strategy.ranks // strategy.pipeline),
     }
     return tuple(parts.items())
 
 
 def sent_bytes(workload: Workload, strategy: Strategy, itemsize: int = 2, *, stage: int = 0) -> dict[str, int]:
-    """Bytes by axis: ``tp``, ``ulysses``, ``ring``, ``dp`` (DP x CP) and ``pp``.
+    """Bytes by axis: ``tp``, ``ulysses``, ``ring``, ``ep`` (with expert TP), ``dp`` (DP x CP) and ``pp``.
 
     The rank is the first on the Ulysses axis and the busiest on the ring (:func:`ring_blocks`).
 
@@ -104,16 +115,23 @@ def _tensor(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -
         return 0
     sizes, chunks = sizes_of(workload, strategy, itemsize), chunks_of(workload, strategy)
     split = strategy.sequence_parallel
-    held = stage_parameters(shape, tensor, strategy.pipeline, stage)
+    held = rank_parameters(shape, strategy, stage)
     run = passes_of(workload, strategy)
     one = sizes.whole * (tensor - 1) // tensor
+    routed = 0
     if split:  # backward mirrors forward's gather and scatter, and gathers the input for the weight's gradient
+        routed = one * (run.qkv + run.out + 3)  # the experts' tokens travel over EP
         layer = one * (run.qkv + run.out + 2 * run.ffn + 6)
+        if shape.latent:
+            added = _latent_columns(shape, run.qkv) * one // shape.hidden
+            layer, routed = layer + added, routed + added
+        if shape.mixture and shape.mixture.shared:
+            routed += one * (2 * run.ffn + 3)
     else:  # forward reduces after both row-parallel matrices, backward after both column-parallel ones
         layer = 2 * one * (run.out + run.ffn + 2)
     if shape.kv_heads < tensor:
         layer += (run.qkv + 1) * sizes.qkv * (tensor - 1) // tensor
-    total = held.layers * layer
+    total = held.layers * layer + held.with_experts * routed
     first, last = stage == 0, stage == strategy.pipeline - 1
     if first:
         total += 2 * one
@@ -129,6 +147,36 @@ def _tensor(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -
     return total
 
 
+def _latent_columns(shape: Shape, forward: int) -> int:
+    """Numbers of a token that TP sends for the latents, beyond those of a single projection of queries, keys, values.
+
+    Both down-projections gather the input. The latents are gathered whole, and for the up-projections by token, whose
+    gradients are scattered; the rotated part's gradient is summed.
+    """
+    latent = shape.latent
+    inner = latent.queries + latent.keys
+    forward_columns = shape.hidden + 2 * inner + latent.rotated
+    return forward * forward_columns + 2 * shape.hidden + 3 * inner + 2 * latent.rotated
+
+
+def _experts(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -> int:
+    """All-to-alls of tokens and weights to the experts and back, expert TP's gathers, and the counts before them."""
+    mixture, ranks, split = workload.shape.mixture, strategy.expert, strategy.expert_tensor
+    if mixture is None or ranks * split == 1:
+        return 0
+    d, forward = dispatched(workload, strategy), passes_of(workload, strategy).ffn
+    arrived = d.received // split
+    own = max(d.sent, arrived) // ranks
+    away, back = d.sent - own, arrived - own
+    token, gathered = (workload.shape.hidden + 1) * itemsize, 2 * (split - 1) * arrived
+    hidden = workload.shape.hidden * itemsize
+    one = away * token + back * hidden + gathered * hidden + gathered // 2 * itemsize
+    other = back * token + away * hidden + gathered * hidden + gathered // 2 * itemsize
+    counts = 8 * mixture.experts * (ranks * split - 1)
+    layers = rank_parameters(workload.shape, strategy, stage).with_experts
+    return (forward * (one + counts) + other) * layers * _micro_batches(workload, strategy)
+
+
 def _ulysses(workload: Workload, strategy: Strategy, itemsize: int) -> int:
     """One all-to-all for queries, keys and values, one for outputs, and the same for their gradients."""
     ranks, shape = strategy.ulysses, workload.shape
@@ -136,10 +184,11 @@ def _ulysses(workload: Workload, strategy: Strategy, itemsize: int) -> int:
         return 0
     heads, kv_heads = shape.heads // strategy.tensor, max(shape.kv_heads // strategy.tensor, 1)
     plan = head_plan(heads, kv_heads, ranks)
-    token = workload.seq_length // strategy.context * strategy.micro_batch * shape.head_dim * itemsize
-    outputs = token * plan.q_heads * (ranks - 1)
-    inputs = outputs + 2 * token * sum(map(len, plan.kv_heads[1:]))
-    input_grads = outputs + 2 * token * (ranks - 1) * len(plan.kv_heads[0])
+    token = workload.seq_length // strategy.context * strategy.micro_batch * itemsize
+    queries, pair = token * shape.head_dim * plan.q_heads * (ranks - 1), token * (shape.head_dim + shape.value_dim)
+    outputs = token * shape.value_dim * plan.q_heads * (ranks - 1)
+    inputs = queries + pair * sum(map(len, plan.kv_heads[1:]))
+    input_grads = queries + pair * (ranks - 1) * len(plan.kv_heads[0])
     run = passes_of(workload, strategy)
     # FPDT's backward pass computes the output projection again, chunk by chunk, and sends its input again.
     outputs *= (run.out if strategy.fpdt_chunk else run.attention) + 1
@@ -153,7 +202,8 @@ def _ring(workload: Workload, strategy: Strategy, itemsize: int) -> int:
         return 0
     shape, blocks = workload.shape, ring_blocks(strategy.ring, strategy.balance, workload.causal)
     plan = head_plan(shape.heads // strategy.tensor, max(shape.kv_heads // strategy.tensor, 1), strategy.ulysses)
-    block = 2 * len(plan.kv_index[0]) * shape.head_dim * strategy.micro_batch * (workload.seq_length // strategy.ring)
+    pair = len(plan.kv_index[0]) * (shape.head_dim + shape.value_dim)
+    block = pair * strategy.micro_batch * (workload.seq_length // strategy.ring)
     forward = blocks.keys
     if strategy.fpdt_chunk and strategy.fpdt_offload:
         chunks = chunks_of(workload, strategy).attention
@@ -168,15 +218,25 @@ def _data(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -> 
     ranks = strategy.group("dp").size
     if ranks == 1:
         return 0
-    held = stage_parameters(workload.shape, strategy.tensor, strategy.pipeline, stage)
+    held = rank_parameters(workload.shape, strategy, stage)
     if strategy.zero < 2:
-        states = model_states(held, strategy.zero, ranks, itemsize, bucketed=strategy.overlap_grad_reduce)
-        sent = 2 * states.gradients if strategy.zero == 0 else states.gradients + states.parameters
-        return sent * (ranks - 1) // ranks
+        sent, experts = 0, StageParameters((), (), 0, (), experts=held.experts)
+        for part, group in ((replace(held, experts=()), ranks), (experts, strategy.group("expert dp").size)):
+            options = {"bucketed": strategy.overlap_grad_reduce, "expert_ranks": group}
+            states = model_states(part, strategy.zero, group, itemsize, **options)
+            whole = 2 * states.gradients if strategy.zero == 0 else states.gradients + states.parameters
+            sent += whole * (group - 1) // group
+        return sent
     layers = 2 if strategy.zero == 3 else 1
     everything, layer = shard_numel(held.tensors, ranks), shard_numel(held.layer, ranks) * held.layers
     sent = itemsize * (everything + (layers - 1) * layer) + WIDE * everything
     return sent * (ranks - 1) * _micro_batches(workload, strategy)
+
+
+def loads(workload: Workload, ranks: int) -> int:
+    """The sum over ranks of the tokens of each expert and of four losses, by layer, in fp64."""
+    mixture = workload.shape.mixture
+    return 2 * 8 * workload.shape.layers * (mixture.experts + 4) * (ranks - 1) // ranks if mixture else 0
 
 
 def _pipeline(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -> int:
@@ -188,6 +248,7 @@ def _pipeline(workload: Workload, strategy: Strategy, itemsize: int, stage: int)
     backward = virtual - (stage == 0)
     hidden = sizes_of(workload, strategy, itemsize).hidden
     total = (forward + backward) * hidden * _micro_batches(workload, strategy)
+    total += loads(workload, stages)
     if workload.shape.tied and stage in (0, stages - 1):  # first and last stage add up their embedding's gradient
         total += WIDE * numel(stage_parameters(workload.shape, strategy.tensor, stages, 0).embedding[:1])
     return total

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.formulas.strategy import Strategy, Workload
+from megatron.formulas.strategy import Mixture, Shape, Strategy, Workload
 from megatron.simulator.planner.plan_report import uneven_stages
 
 LLAMA: dict[str, Any] = {
@@ -74,10 +74,16 @@ def flags(case: Case) -> list[str]:
         "--device": "cpu",
         "--hidden-dropout": 0,
         "--attention-dropout": 0,
+        **_experts(shape.mixture, strategy),
+        **_latents(shape),
     }
     words = [str(word) for pair in given.items() for word in pair]
-    words += ["--group-query-attention", "--mock-data", "--no-check-for-nan-in-loss-and-grad"]
+    words += ["--mock-data", "--no-check-for-nan-in-loss-and-grad"]
     options = {
+        "--group-query-attention": shape.latent is None,
+        f"--kv-channels {shape.head_dim}": shape.latent is None,
+        "--multi-latent-attention": shape.latent,
+        "--qk-layernorm": shape.qk_norm,
         "--sequence-parallel": strategy.tensor > 1 and strategy.sequence_parallel,
         "--bf16": case.itemsize == 2,
         "--overlap-grad-reduce": strategy.zero < 2,
@@ -97,6 +103,35 @@ def flags(case: Case) -> list[str]:
     return words + " ".join(text for text, wanted in options.items() if wanted).split()
 
 
+def _experts(mixture: Mixture | None, strategy: Strategy) -> dict[str, Any]:
+    if mixture is None:
+        return {}
+    given = {
+        "--num-experts": mixture.experts,
+        "--moe-router-topk": mixture.topk,
+        "--moe-ffn-hidden-size": mixture.ffn,
+        "--moe-layer-freq": str(list(mixture.layers)),
+        "--moe-token-dispatcher-type": "alltoall",
+        "--expert-model-parallel-size": strategy.expert,
+        "--expert-tensor-parallel-size": strategy.expert_tensor,
+    }
+    shared = {"--moe-shared-expert-intermediate-size": mixture.shared} if mixture.shared else {}
+    return given | shared | ({"--moe-expert-capacity-factor": mixture.capacity} if mixture.capacity else {})
+
+
+def _latents(shape: Shape) -> dict[str, Any]:
+    latent = shape.latent
+    if latent is None:
+        return {}
+    given = {
+        "--kv-lora-rank": latent.keys,
+        "--qk-head-dim": shape.head_dim - latent.rotated,
+        "--qk-pos-emb-head-dim": latent.rotated,
+        "--v-head-dim": latent.value,
+    }
+    return given | ({"--q-lora-rank": latent.queries} if latent.queries else {})
+
+
 def measure(case: Case) -> Measured:
     """A case's step on one simulated rank: on a GPU for bf16, on a CPU for fp32."""
     from megatron.simulator.dry_run.one_rank import run_rank
@@ -106,6 +141,7 @@ def measure(case: Case) -> Measured:
 
     shape, ranks = case.workload.shape, case.strategy.ranks
     config = parse(flags(case), dict(GPT if shape.positions else LLAMA), ranks)
+    config.simulation.dry_run_expert_imbalance = case.workload.imbalance
     result = run_rank(config, ranks, case.rank, shape.vocab, machine=load("A100-80G") if case.fused else None)
     _, sizes = series(result.profile)
     after_step = dict(zip(KINDS, sizes[-1].tolist()))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron.decisions.division import goes_by_keys
 from megatron.formulas.flops import step_flops
-from megatron.formulas.strategy import Group, Shape, Strategy, Workload
+from megatron.formulas.strategy import Group, Latent, Mixture, Shape, Strategy, Workload
 from megatron.simulator.cost.attention_operations import (
     attended,
     chunked_backward,
@@ -23,7 +23,7 @@ from megatron.simulator.cost.attention_operations import (
     to_heads,
     to_sequence,
 )
-from megatron.simulator.cost.estimate import Estimate, estimate
+from megatron.simulator.cost.estimate import Estimate, estimate, layer_works, step_parts
 from megatron.simulator.cost.layer_operations import layer
 from megatron.simulator.cost.operations import Segment
 from megatron.simulator.cost.seconds import transfer_seconds
@@ -41,7 +41,7 @@ from megatron.simulator.cost.trace import Event, Kernel, Trace, Transfer
 from megatron.simulator.machines.machine import Calibration, Link, Machine, Rate
 from megatron.simulator.machines.machine_file import load
 from tests.properties import examples
-from tests.unit.closed_forms import busiest_share, copied_bytes, sent_bytes
+from tests.unit.closed_forms import busiest_share, copied_bytes, loads, sent_bytes
 
 GEMM, FORWARD, BACKWARD = 1e14, 8e13, 5e13
 TOY = Machine(
@@ -305,6 +305,12 @@ SHAPES = {
     "mha, tied": GPT,
     "norms of queries and keys": replace(COUNTED_LLAMA, qk_norm=True, qkv_bias=True),
 }
+MIXTURE = replace(COUNTED_LLAMA, mixture=Mixture(16, 4, 96, shared=128, layers=(0, 1, 1, 1)))
+ALL_MIXED = replace(COUNTED_LLAMA, mixture=replace(MIXTURE.mixture, layers=(1, 1, 1, 1)))
+LATENT = replace(
+    COUNTED_LLAMA, kv_heads=16, head_dim=48, qk_norm=True, latent=Latent(queries=128, keys=64, rotated=16, value=32)
+)
+WITHOUT_QUERIES = replace(LATENT, latent=Latent(queries=0, keys=64, rotated=16, value=32))
 
 
 def sharded_transfers(strategy: Strategy, held: States) -> Iterator[Transfer]:
@@ -322,8 +328,9 @@ def step_trace(workload: Workload, strategy: Strategy) -> Trace:
     batches, held = strategy.micro_batches(workload), states(workload.shape, strategy, busiest_stage(strategy))
     work, events = micro_batch(workload, strategy), []
     for how, layers in strategy.layer_kinds(held.layers):
-        forward, backward = layer(workload, how)
-        events += _events([*forward, *backward], batches * layers)
+        for kind, share in layer_works(workload, held.experts_share):
+            forward, backward = layer(kind, how)
+            events += _events([*forward, *backward], batches * layers * share)
     events += _events(work.last, batches)
     if strategy.pipeline == 1:
         events += _events(work.first, batches)
@@ -332,6 +339,8 @@ def step_trace(workload: Workload, strategy: Strategy) -> Trace:
     else:
         events += [reduce_gradients(strategy, held.all)]
         events += [gather_parameters(strategy, held.all)] if strategy.zero else []
+        events += [reduce_gradients(strategy, held.experts, over="expert dp")]
+        events += [gather_parameters(strategy, held.experts, "expert dp")] if strategy.zero else []
     return Trace([*events, *sum_shared_gradients(workload.shape, strategy, held), stage_transfer(workload, strategy)])
 
 
@@ -343,9 +352,10 @@ def _events(segments: Iterable[Segment], times: int) -> Iterator[Event]:
 
 def check(workload: Workload, strategy: Strategy) -> None:
     trace, stage = step_trace(workload, strategy), busiest_stage(strategy)
-    sent = trace.communication_bytes()
+    sent, formula = trace.communication_bytes(), sent_bytes(workload, strategy, stage=stage)
     assert sent.pop("other") == 0
-    assert sent == sent_bytes(workload, strategy, stage=stage)
+    formula["pp"] -= formula.pop("other") and loads(workload, strategy.pipeline)  # numbers for the log
+    assert sent == {axis: pytest.approx(size, abs=1 if workload.shape.mixture else 0) for axis, size in formula.items()}
 
     def computed(kind: str, word: str = "") -> float:
         return sum(
@@ -383,6 +393,37 @@ def check(workload: Workload, strategy: Strategy) -> None:
 def test_a_step_sends_and_computes_what_the_formulas_say(shape: str, given: dict) -> None:
     strategy = Strategy(**given)
     check(Workload(SHAPES[shape], 4096, 4 * strategy.data * strategy.micro_batch), strategy)
+
+
+@pytest.mark.parametrize(
+    ("shape", "given"),
+    [
+        (MIXTURE, {"data": 4, "expert": 4}),
+        (MIXTURE, {"ulysses": 2, "ring": 2, "data": 2, "expert": 8, "recompute": "full", "zero": 0}),
+        (MIXTURE, {"tensor": 2, "data": 4, "expert": 4, "expert_tensor": 2, "micro_batch": 2}),
+        (ALL_MIXED, {"pipeline": 2, "tensor": 2, "data": 2, "expert": 4, "recompute": "selective"}),
+        (LATENT, {"ulysses": 2, "ring": 2, "recompute": "full"}),
+        (LATENT, {"tensor": 4, "ring": 4, "zero": 3}),
+        (LATENT, {"pipeline": 2, "data": 2, "ffn_chunks": 4}),
+        (WITHOUT_QUERIES, {"tensor": 2, "ulysses": 4}),
+        (replace(LATENT, mixture=MIXTURE.mixture), {"ulysses": 2, "data": 2, "expert": 4}),
+    ],
+)
+def test_a_step_of_experts_and_latents_does_too(shape: Shape, given: dict) -> None:
+    strategy = Strategy(**given)
+    check(Workload(shape, 4096, 4 * strategy.data * strategy.micro_batch), strategy)
+
+
+def test_a_step_waits_for_the_busiest_experts() -> None:
+    strategy = Strategy(ulysses=2, data=4, expert=8)
+    even, busy = (step_parts(Workload(MIXTURE, 65536, 4, imbalance=factor), strategy, TOY) for factor in (1.0, 2.0))
+    assert busy["ep"] > 1.5 * even["ep"] and busy["gemm"] > even["gemm"]
+    assert busy["attention"] == even["attention"]
+    for wrong in ({"zero": 3}, {"ffn_chunks": 4}, {"fpdt_chunk": 4096}):
+        with pytest.raises(ValueError, match="experts have no formula"):
+            step_parts(Workload(MIXTURE, 65536, 4), strategy.but(**wrong), TOY)
+    with pytest.raises(ValueError, match="latents have no formula with FPDT"):
+        step_parts(Workload(LATENT, 65536, 4), Strategy(fpdt_chunk=4096), TOY)
 
 
 @settings(max_examples=150, deadline=None)

@@ -19,9 +19,10 @@ from megatron.context_parallel.core.expert_choice import (
     within_capacity,
     z_loss,
 )
+from megatron.formulas.device_memory import device_memory
 from megatron.formulas.flops import forward_flops
 from megatron.formulas.parameters import stage_parameters
-from megatron.formulas.strategy import Workload
+from megatron.formulas.strategy import Strategy, Workload
 from megatron.inference.load import check_experts
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.models import LLAMA_DEFAULTS, model_shape
@@ -152,7 +153,9 @@ def read(flags: str, world_size: int = 4) -> Config:
             "--max-position-embeddings 64 --position-embedding-type learned_absolute --partition-position-embedding",
             "--partition-position-embedding",
         ),
-        ("--dry-run", "--dry-run"),
+        ("--dry-run --dry-run-expert-imbalance 2", "needs ranks with different experts"),
+        ("--dry-run --expert-model-parallel-size 2 --dry-run-expert-imbalance 2.5", "give a factor from 1 to 2"),
+        ("--dry-run-expert-imbalance 2", "does nothing without --dry-run"),
         ("--elastic --save a --load a", "--elastic"),
         ("--tensor-model-parallel-size 2", "add --sequence-parallel"),
         ("--expert-model-parallel-size 3", "does not divide --num-experts 8"),
@@ -252,5 +255,5 @@ def test_formulas_of_experts():
     dense, every = 3 * 14336, 8 + 2 * 3 * 14336
     flops = forward_flops(model_shape(half, 32000), 1).mlp
     assert flops == 2 * 4096 * 16 * (dense + 8 + (every - 8) / 2)
-    with pytest.raises(ValueError, match="experts"):
-        Workload(shape, 64).shape.dense()
+    with pytest.raises(ValueError, match="experts have no formula with ZeRO 2 and 3"):
+        device_memory(Workload(shape, 64), Strategy(zero=3, data=2))

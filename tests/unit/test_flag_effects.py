@@ -290,6 +290,7 @@ SHOWN = {
     "tests/unit/test_memory.py": "profile_memory profile_memory_step",
     "tests/unit/test_cost.py": "dry_run_jitter",
     "tests/unit/test_dry_run.py": "dry_run world_size gpu dry_run_json",
+    "tests/distributed/test_dry_run.py": "dry_run_expert_imbalance",
     "tests/distributed/test_network.py": "network_interface",
     "tests/distributed/test_experts.py": "moe_router_bias_update_rate",
     "tests/unit/test_flag_effects.py": "distributed_backend distributed_timeout_minutes tensorboard_log_interval "

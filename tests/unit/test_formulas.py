@@ -15,9 +15,9 @@ from megatron.formulas import papers
 from megatron.formulas.device_memory import device_memory
 from megatron.formulas.flops import step_flops
 from megatron.formulas.layer_memory import attention_working
-from megatron.formulas.parameters import model_states, stage_parameters
+from megatron.formulas.parameters import model_states, rank_parameters, rank_states, stage_parameters
 from megatron.formulas.sizes import sizes_of
-from megatron.formulas.strategy import Shape, Strategy, Workload
+from megatron.formulas.strategy import Latent, Mixture, Shape, Strategy, Workload
 from megatron.training.arguments.models import model_shape
 from megatron.training.arguments.parser import parse
 from megatron.training.report import mfu as program
@@ -35,10 +35,16 @@ MHA = replace(GQA, layers=2, kv_heads=8, vocab=2048)
 LONG, MANY_WORDS = replace(GQA, layers=10), replace(GQA, vocab=16384)
 STREAMED = {"fpdt_chunk": 512, "recompute": "full", "stream_hidden": True}
 OPT = Shape(4, 256, 1024, 8, 8, 32, 512, gated=False, bias=True, layer_norm=True, tied=True, positions=2048)
+FULL_RECOMPUTE = {"recompute": "full"}
 BLOCK = {"recompute": "full", "recompute_method": "block", "recompute_layers": 2}
 IN_RUNS = {"recompute": "full", "recompute_layers": 2, "ffn_chunks": 4}
 UNITS = {"recompute": "full", "recompute_layers": 2, "fpdt_chunk": 512, "data": 2}
 SOME_LAYERS = {"fpdt_chunk": 512, "data": 2, **BLOCK}
+
+EXPERTS = Mixture(experts=8, topk=2, ffn=256, layers=(1, 1, 1, 1))
+MOE, SOME = replace(GQA, mixture=EXPERTS), Mixture(8, 4, 384, shared=256, layers=(0, 0, 1, 1))
+LATENT = replace(GQA, kv_heads=8, head_dim=48, qk_norm=True, latent=Latent(queries=128, keys=64, rotated=16, value=32))
+NARROW = replace(LATENT, qk_norm=False, latent=Latent(queries=0, keys=64, rotated=16, value=32))
 
 
 def case(name: str, shape: Shape, strategy: Strategy, batch: int = 1, **more: int) -> Case:
@@ -56,7 +62,37 @@ USUAL = [
     case("fpdt, ring", GQA, S(fpdt_chunk=512, ring=2, data=2, recompute="full"), 2, rank=1, itemsize=2),
     case("pipeline, last", GQA, S(pipeline=2), 4, rank=1, stage=1),
     case("virtual stages", GQA, S(pipeline=2, virtual=2), 4),
+    case("experts on EP", MOE, S(data=4, expert=2), 4, itemsize=2),
+    case("latents, Ulysses", LATENT, S(ulysses=2, data=2), 2, itemsize=2),
+    case(
+        "latents, some experts, recomputed",
+        replace(LATENT, mixture=SOME),
+        S(ring=2, data=2, expert=2, **FULL_RECOMPUTE),
+        2,
+        rank=1,
+    ),
 ]
+FULL_MIXTURES = [
+    case("norms of heads", replace(GQA, qk_norm=True, head_dim=64), S(zero=0)),
+    case("norms of heads, bf16", replace(GQA, qk_norm=True, head_dim=64), S(ulysses=2, data=2), 2, itemsize=2),
+    case("experts", MOE, S(zero=0)),
+    case("few experts", replace(MOE, mixture=SOME), S(ulysses=2, data=2, expert=4), 2, itemsize=2),
+    case("experts, recomputed", MOE, S(data=2, expert=2, **FULL_RECOMPUTE), 2, itemsize=2),
+    case("one expert a rank", MOE, S(data=8, expert=8), 8, itemsize=2),
+    case("experts split over TP", MOE, S(tensor=2, data=2, expert=2, expert_tensor=2), 2, itemsize=2),
+    case("experts not split, TP", MOE, S(tensor=2, data=2, expert=4), 2, itemsize=2),
+    case("experts, pipeline", replace(MOE, mixture=SOME), S(pipeline=2, data=2, expert=2), 4, stage=1, rank=2),
+    case("experts, dense stage", replace(MOE, mixture=SOME), S(pipeline=2, data=2, expert=2), 4, itemsize=2),
+    case("experts, selective", MOE, S(data=2, expert=2, recompute="selective"), 2, itemsize=2),
+    case("latents", LATENT, S(zero=0)),
+    case("latents, Ring", LATENT, S(ring=4), rank=1, itemsize=2),
+    case("latents, selective", LATENT, S(recompute="selective"), itemsize=2),
+    case("latents, TP", LATENT, S(tensor=2, data=2), 2, itemsize=2),
+    case("latents, recomputed, ZeRO 3", LATENT, S(zero=3, data=2, **FULL_RECOMPUTE), 2, itemsize=2),
+    case("latents, without those of queries", NARROW, S(ulysses=2, ring=2), itemsize=2),
+]
+BUSY = replace(case("busy experts", MOE, S(data=4, expert=4), 4, itemsize=2).workload, imbalance=1.5)
+FULL_MIXTURES.append(Case("busy experts", BUSY, S(data=4, expert=4), 2))
 FULL = [  # combinations of the settings above
     case("fpdt on the device, units of two", GQA, S(fpdt_offload=False, zero=3, **UNITS), 2, itemsize=2),
     case("fpdt, units of two, offloaded", GQA, S(offload_checkpoints=True, zero=2, **UNITS), 2, itemsize=2),
@@ -93,6 +129,7 @@ FULL = [  # combinations of the settings above
     case("fpdt, ulysses, tensor", GQA, S(fpdt_chunk=512, tensor=2, ulysses=2, data=2, recompute="full"), 2, itemsize=2),
     case("zero 3, recomputed", GQA, S(zero=3, data=2, recompute="full"), 4),
 ]
+FULL += FULL_MIXTURES
 CASES = USUAL + FULL
 CASES_PER_PROCESS = 4  # cases that one process measures
 TOLERANCE = 0.025  # most errors are a tenth of that: docs/use/memory.md
@@ -133,11 +170,10 @@ def test_device_peak(case: Case, measured: Mapping[str, Measured]) -> None:
 @names
 def test_model_states_are_exact(case: Case, measured: Mapping[str, Measured]) -> None:
     strategy = case.strategy
-    held = stage_parameters(case.workload.shape, strategy.tensor, strategy.pipeline, case.stage)
-    states = model_states(held, strategy.zero, strategy.group("dp").size, case.itemsize)
+    states = rank_states(rank_parameters(case.workload.shape, strategy, case.stage), strategy, case.itemsize)
     result = measured[case.name].states
     counters = result.pop("optimizer") - states.optimizer  # Adam's step counters, one number per parameter tensor
-    assert 0 <= counters <= 8 * 16 * case.workload.shape.layers + 64
+    assert 0 <= counters <= 8 * 32 * case.workload.shape.layers + 64
     assert {"parameters": states.parameters, "gradients": states.gradients} == result
 
 

@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 
+from megatron.formulas.device_memory import device_memory
 from megatron.formulas.flops import forward_flops
 from megatron.formulas.parameters import stage_parameters
-from megatron.formulas.strategy import Workload
-from megatron.simulator.planner.memory_table import shape_of
+from megatron.formulas.strategy import Strategy, Workload
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.models import LLAMA_DEFAULTS, model_shape
 from megatron.training.arguments.parser import parse
@@ -72,17 +72,9 @@ def test_without_latents() -> None:
     assert not read("--rope-type rope").model.multi_latent_attention
 
 
-def test_the_planner_refuses_latents(capsys) -> None:
-    from tools.plan import main
-
-    sizes = "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --vocab-size 9"
-    words = f"--gpu H100-80G --gpus 2 --seq-length 4096 {sizes} {MLA}".split()
-    assert main(words) == 2
-    assert "--multi-latent-attention: the planner does not know" in capsys.readouterr().err
-    with pytest.raises(Refusal, match="--model deepseek-v3: the memory of its experts is not known"):
-        shape_of("deepseek-v3", 64)
-    with pytest.raises(ValueError, match="latents have formulas only"):
-        Workload(model_shape(read(MLA).model, 301), 64).shape.dense()
+def test_latents_have_no_formula_with_fpdt() -> None:
+    with pytest.raises(ValueError, match="latents have no formula with FPDT"):
+        device_memory(Workload(model_shape(read(MLA).model, 301), 64), Strategy(fpdt_chunk=64))
 
 
 def test_sizes_and_scale() -> None:

@@ -18,7 +18,7 @@ from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.simulator.cost.estimate import estimate, pass_seconds
 from megatron.simulator.machines.machine_file import load
 from megatron.simulator.planner.request import Request, packed
-from megatron.training.arguments.models import rope_layers
+from megatron.training.arguments.models import expert_layers, rope_layers
 from megatron.training.families.architectures import described
 from megatron.training.model.attention_rule import layer_masks
 from megatron.training.model.build import layer_rotaries
@@ -326,6 +326,8 @@ def test_the_planner_knows_layers_without_the_window(capsys):
         ("--num-layers 80 --window-attn-skip-freq 3", [None]),  # no complete periods
         ("--num-layers 80 --window-attn-skip-freq [1]*40+[0]*40", [None]),
         ("--num-layers 80", [4, 5]),
+        ("--num-layers 36 --num-experts 4 --moe-layer-freq 2 --window-attn-skip-freq 3", [None]),  # periods of 6
+        ("--num-layers 64 --num-experts 4 --moe-layer-freq ([1]*1+[0]*1)*32", [8, 10]),
     ],
 )
 def test_layers_are_extrapolated_by_periods(flags, counts):
@@ -337,6 +339,7 @@ def test_layers_are_extrapolated_by_periods(flags, counts):
         few = with_layers(config, number)
         assert layer_masks(few) == layer_masks(config)[:number]
         assert rope_layers(few.model) == rope_layers(config.model)[:number]
+        assert expert_layers(few.model) == expert_layers(config.model)[:number]
 
 
 def test_an_extrapolated_dry_run_has_the_figures_of_all_layers():

@@ -85,5 +85,5 @@ def test_parameters_and_flops_of_qwen3_next() -> None:
     assert numel(stage_parameters(shape, 2, 1, 0, padded=False).routed) < numel(one.routed) * 0.6
     flops, longer = (forward_flops(shape, length) for length in (8192, 16384))
     assert longer.qkv == 2 * flops.qkv and longer.attention == 4 * flops.attention
-    with pytest.raises(ValueError, match="states have formulas only for parameters"):
+    with pytest.raises(ValueError, match="linear attention has formulas only for parameters"):
         passes_of(Workload(shape, 8192), Strategy())

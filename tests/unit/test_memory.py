@@ -333,6 +333,25 @@ def test_each_saving_reduces_memory(tmp_path):
     assert by[3, "full", True] < by[2, "full", True] < by[1, "full", True] < by[0, "full", True]
 
 
+def test_experts_and_latents_have_rows_of_what_the_program_accepts(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+
+    def rows(*words: str) -> list[dict]:
+        assert main([*"--seq-length 8K --gpus 32 --json".split(), str(path), *words]) == 0
+        return [row | row["strategy"] for row in json.loads(path.read_text())]
+
+    every, four = rows("--model", "qwen3-30b-a3b"), rows("--model", "qwen3-30b-a3b", "--expert", "4")
+    assert "EP 32, 32 GPUs" in capsys.readouterr().out
+    assert {row["zero"] for row in every} == {0, 1} and {row["fpdt_chunk"] for row in every} == {0}
+    assert {row["expert"] for row in every} == {32} and {row["expert"] for row in four} == {4}
+    held = [sum(row[kind] for kind in ("parameters", "gradients", "optimizer")) for row in (every[0], four[0])]
+    assert 3 < held[1] / held[0] < 8  # experts are 95 % of the parameters, and the others are not split
+    assert main("--model qwen3-30b-a3b --gpus 32 --expert 3".split()) == 2
+    assert "--expert 3: use one of 1, 2, 4, 8, 16, 32" in capsys.readouterr().err
+    assert main("--model llama3-8b --gpus 32 --expert 4".split()) == 2
+    assert "the model has no experts" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("billions", [0.5, 7, 70])
 def test_a_llama_of_a_size(billions):
     shape = shape_of_size(round(billions * 1e9))

@@ -32,6 +32,7 @@ from megatron.simulator.planner.plans import Problem, priced
 from megatron.simulator.planner.request import JOB, Request, tokens
 from megatron.simulator.planner.search import Ranked, all_strategies, search
 from megatron.simulator.planner.search_space import Limits, divisors, grids, savings, zero_stages
+from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal
 from tools import plan as plan_tool
@@ -391,6 +392,7 @@ def test_7_axes_are_ordered_by_the_cost_of_a_slow_link(machine, length: int) -> 
 # tools/plan.py: what it prints and writes, what it refuses.
 
 
+MIXTRAL = "--model mixtral-8x7b --gpus 16 --gpu H100-80G --seq-length 8K"
 PAPER = "--model llama3-8b --gpus 16 --gpu A800-80G --seq-length 120K".split()
 
 
@@ -498,11 +500,43 @@ def test_the_longest(capsys: pytest.CaptureFixture) -> None:
         ),
         ("--num-layers 8 --gpus 4 --gpu A100-80G --seq-length 8K", "missing: --vocab-size"),
         ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --no-fpdt --fpdt-chunk 1K", "leave one out"),
+        ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --expert 2", "--expert: the model has no experts"),
+        ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --expert-imbalance 2", "the model has no experts"),
+        (f"{MIXTRAL} --expert-imbalance 5", "--expert-imbalance 5: give a factor from 1 to 4"),
+        (f"{MIXTRAL} --fpdt-chunk 16K", "the planner has no FPDT with --num-experts"),
+        (f"{MIXTRAL} --zero 2 3", "experts need ZeRO 0 or 1: use --zero 1"),
+        (
+            "--model deepseek-v2-lite --gpus 8 --gpu H100-80G --seq-length 8K --fpdt-chunk 4K",
+            "no FPDT with --num-expert",
+        ),
     ],
 )
 def test_refusals(options: str, output: str, capsys: pytest.CaptureFixture) -> None:
     text = message(capsys, *options.split(), code=2)
     assert text.startswith("error: ") and output in text
+
+
+@pytest.mark.parametrize("name, experts", [("qwen3-30b-a3b", 128), ("deepseek-v2-lite", 64)])
+def test_a_plan_of_a_mixture_spreads_its_experts(
+    name: str, experts: int, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    words = f"--model {name} --gpus 16 --gpu H100-80G --seq-length 16K --global-batch 16 --tensor 1 --micro-batch 1"
+    given = [*words.split(), "--expert-imbalance", "1.5", "--json", str(tmp_path / "plans.json")]
+    assert plan_tool.main(given) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    rows = json.loads((tmp_path / "plans.json").read_text())
+    best = rows[0]["expert"]
+    assert best > 1 and f"with EP {best}" in out
+    assert (
+        f"Of {experts} experts in a layer it holds {experts // best}, with " in out and "get 1.5 times the mean" in out
+    )
+    for row in rows:
+        assert row["zero"] < 2 and not row["fpdt_chunk"] and not row["ffn_chunks"]
+        command = shlex.split(row["command"])
+        flags = command[next(at for at, word in enumerate(command) if word.startswith("pretrain_")) + 1 :]
+        config = parse(flags, LLAMA_DEFAULTS, world_size=16)
+        assert config.parallel.expert_model_parallel_size == row["expert"]
+        assert config.parallel.moe_token_dispatcher_type == "alltoall"
 
 
 def test_a_run_that_does_not_fit_gets_the_smallest_sufficient_number_of_gpus(capsys: pytest.CaptureFixture) -> None:

@@ -19,7 +19,7 @@ from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
 from tools import compare_trace, plot_tiles, traffic
 from tools.merged_trace import merged
-from tools.plot_run import first_and_last, main, read_rows, smooth, summary
+from tools.plot_run import first_and_last, loads, main, read_rows, smooth, summary
 from tools.profiled_trace import collective, measured
 from tools.tile_drawing import document_ends
 from tools.tile_shapes import Outline, shapes
@@ -49,6 +49,22 @@ def test_steps_without_a_loss_are_left_out_and_other_files_refused(tmp_path, cap
         (tmp_path / "other").write_text(text)
         assert main([str(tmp_path / "other")]) == 2
         assert "is not a log of --log-jsonl" in capsys.readouterr().err
+
+
+def test_the_load_of_experts_is_drawn(tmp_path, capsys):
+    log = write_log(tmp_path / "log.jsonl", [9, 7, 5])
+    words = [str(log), "--output", str(tmp_path / "loss.png"), "--experts", str(tmp_path / "new" / "experts.png")]
+    assert main(words) == 2
+    assert "the log has no tokens_per_expert" in capsys.readouterr().err
+    rows = read_rows(log)
+    counts = [[[30, 10], [20, 20]], [[40, 0], [10, 30]], [[20, 20], [0, 0]]]
+    given = [row | {"tokens_per_expert": step} for row, step in zip(rows, counts)]
+    assert loads(given) == [[[1.5, 0.5], [1, 1]], [[2, 0], [0.5, 1.5]], [[1, 1], [0, 0]]]
+    log.write_text("".join(json.dumps(row) + "\n" for row in given))
+    assert main(words) == 0 and (tmp_path / "new" / "experts.png").read_bytes().startswith(b"\x89PNG")
+    for wrong in ([[1], [2]], [[1, 2], [3]], [["1", 2], [3, 4]], 5, None, []):
+        with pytest.raises(ValueError, match="--experts: "):
+            loads([*given, rows[0] | {"tokens_per_expert": wrong}])
 
 
 @pytest.mark.parametrize("fell_by, code", [("5.9", 0), ("6.1", 1)])

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from examples.reproduce import record_checks, record_fit, records
+from examples.reproduce import mixtures, record_checks, record_fit, records
 from examples.reproduce.open_records import distinct, in_fitted_half, published_file
 from examples.reproduce.open_records import records as read_records
 from examples.reproduce.record_price import family, predict, published_rate, shape_of
@@ -246,3 +246,15 @@ def test_a_power_limit_slows_the_kernels_that_draw_most_power():
     assert sustained(full, half_kilowatt) == pytest.approx(full * (400 / 600) ** 0.5)
     assert sustained(0.5 * full, half_kilowatt) == 0.5 * full  # it draws 300 of the 400 W above idle
     assert step(Program("compiled"), half_kilowatt) > 1.1 * step(Program("compiled"))
+
+
+def test_runs_of_mixtures_have_an_estimate_or_a_reason():
+    runs = mixtures.runs()
+    assert len(runs) == 18 and all(bool(run.result) != bool(run.reason) for run in runs)
+    errors = {run.name: run.error(run.result.seconds) for run in runs if run.result}
+    assert sorted(errors) == ["DeepSeek-V3 4K, 256 B200"] + [
+        f"Qwen3-30B-A3B {length}K, {gpus} H100" for length, gpus in ((1024, 64), (32, 16), (4, 16))
+    ]
+    assert abs(errors["Qwen3-30B-A3B 4K, 16 H100"]) < 15 and errors["DeepSeek-V3 4K, 256 B200"] > 100  # as on the page
+    for run in (run for run in runs if run.result):
+        assert run.once <= run.result.seconds and 0 < run.result.parts["ep"] < run.result.seconds

@@ -45,6 +45,7 @@ from megatron.context_parallel.core.expert_choice import (
     z_loss,
 )
 from megatron.context_parallel.layout.spans import Span
+from megatron.platform.hooks import replaceable
 
 SUMS = ("load_balancing_loss", "seq_load_balancing_loss", "z_loss", "tokens")  # they follow the counts in ``seen``
 EXPERT = "local_experts"  # part of the names of experts' parameters, before their number on this rank
@@ -264,6 +265,7 @@ class AllToAll(MoEAlltoAllTokenDispatcher):
     This class sends the messages of expert TP itself: see :class:`GatherRows`.
     """
 
+    @replaceable
     def preprocess(self, routing_map: Tensor) -> Tensor:
         """As core's: the number of tokens for each expert of this rank."""
         tokens = super().preprocess(routing_map)

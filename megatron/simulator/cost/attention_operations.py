@@ -31,12 +31,18 @@ class Attended:
     sent_kv: int  # key/value heads that are sent to this rank, before they are repeated
     sent_kv_away: int  # key/value heads that this rank sends to all other Ulysses ranks together
     head_dim: int
+    value_dim: int
     ring: int
     blocks: RingBlocks  # what the busiest rank sends on the ring
     causal: bool
     balance: str
     # average number of keys that a query sees under a window or with documents; 0: as many as `causal` says
     seen: float = 0.0
+
+    @property
+    def pair_dim(self) -> int:
+        """Numbers of a key head and its value head."""
+        return self.head_dim + self.value_dim
 
     @property
     def balanced(self) -> bool:
@@ -72,6 +78,7 @@ def attended(workload: Workload, strategy: Strategy) -> Attended:
         sent_kv=len(plan.kv_heads[0]),
         sent_kv_away=sum(map(len, plan.kv_heads[1:])),
         head_dim=shape.head_dim,
+        value_dim=shape.value_dim,
         ring=strategy.ring,
         blocks=ring_blocks(strategy.ring, strategy.balance, causal),
         causal=causal,
@@ -86,26 +93,27 @@ def attended(workload: Workload, strategy: Strategy) -> Attended:
 def to_heads(a: Attended, strategy: Strategy, rows: float, count: int = 1, backward: bool = False) -> list[Segment]:
     """One all-to-all for q, k and v, with packing; ``rows``: tokens of this rank."""
     others = strategy.ulysses - 1
-    sent = a.heads * others + 2 * (a.sent_kv * others if backward else a.sent_kv_away)
-    return _exchange(strategy, rows * a.head_dim, a.heads + 2 * a.sent_kv, sent, 2, count, backward)
+    sent = a.head_dim * a.heads * others + a.pair_dim * (a.sent_kv * others if backward else a.sent_kv_away)
+    return _exchange(strategy, rows, a.head_dim * a.heads + a.pair_dim * a.sent_kv, sent, 2, count, backward)
 
 
 def to_sequence(a: Attended, strategy: Strategy, rows: float, count: int = 1, backward: bool = False) -> list[Segment]:
     """The all-to-all of the output."""
-    return _exchange(strategy, rows * a.head_dim, a.heads, a.heads * (strategy.ulysses - 1), 1, count, backward)
+    width = a.value_dim * a.heads
+    return _exchange(strategy, rows, width, width * (strategy.ulysses - 1), 1, count, backward)
 
 
 def _exchange(
-    strategy: Strategy, head: float, heads: int, sent: int, copies: int, count: int, backward: bool
+    strategy: Strategy, rows: float, width: int, sent: int, copies: int, count: int, backward: bool
 ) -> list[Segment]:
-    """An all-to-all of ``sent`` heads with ``head`` numbers each.
+    """An all-to-all of ``sent`` numbers for each of ``rows`` tokens.
 
-    Each of ``copies`` copies reads and writes a tensor with ``heads`` x Ulysses heads.
+    Each of ``copies`` copies reads and writes a tensor with ``width`` x Ulysses numbers for each.
     """
     if strategy.ulysses == 1:
         return []
-    transfer = Transfer("all_to_all", "ulysses", strategy.group("ulysses"), BF16 * head * sent)
-    pack = memory("pack", 2 * copies * BF16 * head * heads * strategy.ulysses, backward=backward)
+    transfer = Transfer("all_to_all", "ulysses", strategy.group("ulysses"), BF16 * rows * sent)
+    pack = memory("pack", 2 * copies * BF16 * rows * width * strategy.ulysses, backward=backward)
     return [Segment((pack,), count=count), Segment((), (transfer,), count=count)]
 
 
@@ -116,7 +124,7 @@ def ring_forward(a: Attended, strategy: Strategy) -> list[Segment]:
     """Tiles and transfers of the forward pass around a ring."""
     if a.ring == 1:
         return [Segment((_tile(a, first=True),))]
-    begin, merge = merges(strategy, a.queries * a.batch * a.heads * a.head_dim)
+    begin, merge = merges(strategy, a.queries * a.batch * a.heads * a.value_dim)
     hop, meeting, keys = _work(a, merge), _meeting(a), _hop(a, strategy, BF16)
     return [
         Segment((_tile(a, first=True), begin), (keys,)),
@@ -141,10 +149,8 @@ def ring_backward(a: Attended, strategy: Strategy) -> list[Segment]:
     """Tiles and transfers of the backward pass around a ring."""
     if a.ring == 1:
         return [Segment((_tile(a, first=True, backward=True),))]
-    width = a.head_dim * a.batch
-    sums = memory(
-        "merge", (BF16 + 2 * FP32) * width * (a.heads * a.queries + 2 * a.kv_heads * a.queries), backward=True
-    )
+    width = a.head_dim * a.heads + a.pair_dim * a.kv_heads
+    sums = memory("merge", (BF16 + 2 * FP32) * width * a.batch * a.queries, backward=True)
     first, hop = _tile(a, first=True, backward=True), _work(a, sums, backward=True)
     keys, grads, meeting = _hop(a, strategy, BF16), _hop(a, strategy, FP32), _meeting(a)
     home = Segment((), (_hop(a, strategy, FP32, a.blocks.last_grads),))
@@ -179,7 +185,7 @@ def _work(a: Attended, sums: Kernel, *, backward: bool = False) -> tuple[Kernel,
 
 
 def _hop(a: Attended, strategy: Strategy, itemsize: int, blocks: float = 1.0) -> Transfer:
-    sent = 2.0 * blocks * a.travels * itemsize * a.queries * a.batch * a.kv_heads * a.head_dim
+    sent = blocks * a.travels * itemsize * a.queries * a.batch * a.kv_heads * a.pair_dim
     return Transfer("p2p", "ring", strategy.group("ring"), sent)
 
 
@@ -196,7 +202,8 @@ def _tile(a: Attended, *, first: bool, backward: bool = False) -> Kernel:
         every = max(n * a.seen, own)
         pairs = own if first and a.ring > 1 else every if first else (every - own) / _meeting(a)
         keys = min(float(keys), max(pairs / n, 1.0))
-    return tile(n, keys, a.heads * a.batch, a.head_dim, pairs, backward=backward, name=a.kernel)
+    heads = a.heads * a.batch
+    return tile(n, keys, heads, a.head_dim, pairs, backward=backward, name=a.kernel, value_dim=a.value_dim)
 
 
 # --- FPDT: tiles between chunks, and copies from and to host memory ---

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from megatron.formulas.flops import forward_flops
 from megatron.formulas.sizes import chunks_of
-from megatron.formulas.strategy import Strategy, Workload
+from megatron.formulas.strategy import Strategy, Workload, refuse_unknown
 from megatron.simulator.cost.layer_operations import layer
 from megatron.simulator.cost.layer_program import OURS, OWN_ENDS, Program, as_run, computed_again, host_bound
 from megatron.simulator.cost.operations import Parts, Segment, add, price, price_and_launches
@@ -82,6 +82,7 @@ def model_flops(workload: Workload, *, recompute: bool) -> tuple[float, float]:
 def step_parts(workload: Workload, strategy: Strategy, machine: Machine, program: Program = OURS) -> Parts:
     """Seconds of a step by cause (``Estimate.parts``)."""
     shape, pipeline = workload.shape, strategy.pipeline
+    refuse_unknown(shape, strategy)
     batches = strategy.micro_batches(workload)
     if batches < 1 or workload.global_batch % (strategy.data * strategy.micro_batch):
         raise ValueError(
@@ -95,7 +96,7 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine, program
         """(parameters of a stage; seconds by cause of a micro-batch, and of a mean layer's forward and backward)."""
         held, parts, forward, backward = states(shape, strategy, stage), {}, {}, {}
         for layer_strategy, layers in strategy.layer_kinds(held.layers):
-            for work, share in sample.kinds():
+            for work, share in layer_works(sample, held.experts_share):
                 passes = priced_layer(work, _layer_key(layer_strategy), machine, program)
                 for mean, one in zip((forward, backward), passes):
                     add(parts, one, share * layers)
@@ -122,11 +123,25 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine, program
         total["dp"] = total.get("dp", 0.0) + _exposed_states(forward, backward, strategy, held, machine, program)
     for transfer in sum_shared_gradients(shape, strategy, held):
         total[transfer.axis] = total.get(transfer.axis, 0.0) + transfer_seconds(transfer, machine)
-    total["optimizer"] = kernel_seconds(optimizer_step(strategy, held.all, ours=program.runs == "ours"), machine)
+    steps = [optimizer_step(strategy, held.all, ours=program.runs == "ours")]
+    if held.experts:
+        steps.append(optimizer_step(strategy, held.experts, ours=program.runs == "ours", over="expert dp"))
+    total["optimizer"] = sum(kernel_seconds(step, machine) for step in steps)
     if "launching" in total:  # otherwise the host is ahead of the GPU at the end of the step
         launching = machine.dispatch * program.optimizer_launches(held.layers)
         total["launching"] += max(0.0, launching - total["optimizer"])
     return total
+
+
+def layer_works(sample: Workload, with_experts: float) -> list[tuple[Workload, float]]:
+    """(workload of a model whose layers are all of one kind, share of layers of this kind), for each kind."""
+    kinds = sample.kinds()
+    if not sample.shape.mixture:
+        return kinds
+    plain = replace(sample, shape=sample.shape.without_experts())
+    both = [(work, share * with_experts) for work, share in kinds]
+    both += [(work, share * (1 - with_experts)) for work, share in plain.kinds()]
+    return [(work, share) for work, share in both if share]
 
 
 def pass_seconds(workload: Workload, strategy: Strategy, machine: Machine) -> float:
@@ -134,7 +149,8 @@ def pass_seconds(workload: Workload, strategy: Strategy, machine: Machine) -> fl
     sample = _sample(workload, strategy.slowest(workload) * strategy.busiest(workload))
     took = sum(map(sum, (part.values() for part in priced_ends(sample, _ends_key(strategy), machine))))
     for layer_strategy, layers in strategy.layer_kinds(workload.shape.layers):
-        for work, share in sample.kinds():
+        layers_with_experts = workload.shape.with_experts(0, workload.shape.layers)
+        for work, share in layer_works(sample, layers_with_experts / workload.shape.layers):
             passes = priced_layer(work, _layer_key(layer_strategy), machine)
             took += share * layers * sum(sum(part.values()) for part in passes)
     return took
@@ -192,9 +208,12 @@ def _exposed_states(
         return tail + max(slowdown * (took - tail), took - tail - layer * held.layers)
 
     reduce = transfer_seconds(reduce_gradients(strategy, held.all, program.gradients), machine)
+    gather = transfer_seconds(gather_parameters(strategy, held.all), machine)
+    if held.experts and strategy.group("expert dp").size > 1:  # buckets of their own
+        reduce += transfer_seconds(reduce_gradients(strategy, held.experts, program.gradients, "expert dp"), machine)
+        gather += transfer_seconds(gather_parameters(strategy, held.experts, "expert dp"), machine)
     waited = exposed(reduce, strategy.overlap_grad_reduce, sum(backward.values()))
     if strategy.zero:
-        gather = transfer_seconds(gather_parameters(strategy, held.all), machine)
         waited += exposed(gather, strategy.overlap_param_gather, sum(forward.values()))
     return waited
 
@@ -234,7 +253,7 @@ def _ends_key(strategy: Strategy) -> Strategy:
     return strategy.but(
         recompute="none", recompute_layers=1, recompute_method="uniform", offload_checkpoints=False,
         fpdt_offload=False, ffn_chunks=strategy.ffn_chunks if strategy.fpdt_chunk else 0, zero=_summing(strategy),
-        **_IRRELEVANT,
+        expert=1, expert_tensor=1, **_IRRELEVANT,
     )  # fmt: skip
 
 

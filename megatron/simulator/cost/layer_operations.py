@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.decisions.division import goes_by_keys
+from megatron.formulas.mixtures import Dispatched, dispatched
 from megatron.formulas.sizes import chunks_of, heads_of
-from megatron.formulas.strategy import Shape, Strategy, Workload
+from megatron.formulas.strategy import Group, Shape, Strategy, Workload
 from megatron.simulator.cost.attention_operations import (
     Attended,
     attended,
@@ -38,6 +39,8 @@ ROTARY_BYTES, UNFUSED_ROTARY_BYTES = 2 * BF16, 32
 
 def project(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> list[Segment]:
     """Norm, QKV and rotary."""
+    if shape.latent:
+        return _project_latents(shape, strategy, tokens, count)
     local, width = _local(strategy, tokens), _qkv(shape, strategy.tensor)
     return [
         Segment(kernels=(memory("norm", 2 * BF16 * local * shape.hidden),), count=count),
@@ -50,6 +53,8 @@ def project(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> 
 
 def project_grad(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> list[Segment]:
     """The backward pass of :func:`project`."""
+    if shape.latent:
+        return _project_latents_grad(shape, strategy, tokens, count)
     local, width = _local(strategy, tokens), _qkv(shape, strategy.tensor)
     return [
         Segment(kernels=_rotary(shape, strategy, tokens, backward=True), count=count),
@@ -61,7 +66,7 @@ def project_grad(shape: Shape, strategy: Strategy, tokens: float, count: int = 1
 
 def output(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> list[Segment]:
     """Output projection and residual."""
-    width = shape.heads * shape.head_dim // strategy.tensor
+    width = shape.heads * shape.value_dim // strategy.tensor
     return [
         Segment(kernels=(gemm("attention_out", tokens, shape.hidden, width),), count=count),
         *_leave(shape, strategy, tokens, count),
@@ -70,7 +75,7 @@ def output(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> l
 
 def output_grad(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> list[Segment]:
     """The backward pass of :func:`output`."""
-    width = shape.heads * shape.head_dim // strategy.tensor
+    width = shape.heads * shape.value_dim // strategy.tensor
     return _row_grad("attention_out", shape, strategy, tokens, width, count)
 
 
@@ -105,6 +110,184 @@ def mlp_grad(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) ->
         *_column_grad("mlp_up", shape, strategy, tokens, up, count),
         Segment(kernels=(memory("norm", 5 * BF16 * local * shape.hidden, backward=True),), count=count),
     ]
+
+
+def _latents(shape: Shape, tensor: int) -> list[tuple[str, int, int, int]]:
+    """(name, width of the input, width of the result, width of TP's part of it) of the products that make q, k, v."""
+    latent, heads = shape.latent, shape.heads
+    down, up = latent.keys + latent.rotated, heads * (shape.head_dim - latent.rotated + latent.value)
+    pairs = [("kv_down", shape.hidden, down), ("kv_up", latent.keys, up)]
+    if latent.queries:
+        pairs += [("q_down", shape.hidden, latent.queries), ("q_up", latent.queries, heads * shape.head_dim)]
+    else:
+        pairs.append(("q", shape.hidden, heads * shape.head_dim))
+    return [(name, into, out, out // tensor) for name, into, out in pairs]
+
+
+def _project_latents(shape: Shape, strategy: Strategy, tokens: float, count: int) -> list[Segment]:
+    """Norm, the latents, their norms, queries, keys and values from them, rotary (core/latent_attention.py)."""
+    local = _local(strategy, tokens)
+    segments = [Segment((memory("norm", 2 * BF16 * local * shape.hidden),), count=count)]
+    for name, into, out, width in _latents(shape, strategy.tensor):
+        gathers = entering(strategy, into, tokens)
+        segments += [Segment(transfers=gathers, count=count)] if gathers else []
+        kernels = [gemm(name, tokens, width, into)]
+        if name.endswith("_down"):
+            kernels.append(memory("norm", 2 * BF16 * local * out))
+        segments.append(Segment(tuple(kernels), count=count))
+        if name.endswith("_down") and strategy.tensor > 1:
+            whole = collective("all_gather", "tp", strategy.group("tp"), BF16 * tokens * out)
+            segments.append(Segment(transfers=(whole,), count=count))
+    return [*segments, Segment((*_joined(shape, strategy, tokens), *_rotary(shape, strategy, tokens)), count=count)]
+
+
+def _project_latents_grad(shape: Shape, strategy: Strategy, tokens: float, count: int) -> list[Segment]:
+    """The backward pass of :func:`_project_latents`."""
+    local = _local(strategy, tokens)
+    begin = (*_rotary(shape, strategy, tokens, backward=True), *_joined(shape, strategy, tokens, backward=True))
+    segments = [Segment(begin, count=count)]
+    for name, into, out, width in reversed(_latents(shape, strategy.tensor)):
+        if name.endswith("_down"):
+            norm, rotated = memory("norm", 5 * BF16 * local * out, backward=True), 0
+            sums: tuple[Transfer, ...] = ()
+            if name == "kv_down" and strategy.tensor > 1:  # all heads share the rotated part
+                rotated = shape.latent.rotated
+                sums = (collective("all_reduce", "tp", strategy.group("tp"), BF16 * tokens * rotated),)
+            segments.append(Segment((norm,), (*entering(strategy, out - rotated, tokens), *sums), count=count))
+        segments += _column_grad(name, shape, strategy, tokens, width, count, into)
+    return [*segments, Segment((memory("norm", 5 * BF16 * local * shape.hidden, backward=True),), count=count)]
+
+
+def _joined(shape: Shape, strategy: Strategy, tokens: float, backward: bool = False) -> tuple[Kernel, ...]:
+    """Copies that join the parts of queries and keys, and in the backward pass separate them again."""
+    return (memory("join", 4 * BF16 * tokens * shape.heads * shape.head_dim / strategy.tensor, backward=backward),)
+
+
+# --- experts ---
+#
+# The all-to-all dispatcher (core/experts.py). Each expert's products run one after the other. The ranks wait for the
+# rank whose experts get most tokens.
+
+
+def experts(workload: Workload, strategy: Strategy) -> list[Segment]:
+    """Norm, router, the tokens' way to their experts and back, experts, shared expert and residual."""
+    shape, d = workload.shape, dispatched(workload, strategy)
+    token, inner = BF16 * shape.hidden, d.width * (2 if shape.gated else 1)
+    scores = memory("router", ROUTER_BYTES * d.tokens * shape.mixture.experts)
+    up, down = gemm("expert_up", d.each, inner, shape.hidden), gemm("expert_down", d.each, shape.hidden, d.width)
+    each = (up, memory("activation", BF16 * d.each * (inner + d.width)), down)
+    sorts = memory("sort", 2 * token * d.received)
+    return [
+        Segment((memory("norm", 2 * token * d.tokens), gemm("router", d.tokens, shape.mixture.experts, shape.hidden))),
+        *_shared_expert(shape, strategy, d),
+        Segment((scores, memory("permute", 2 * token * d.sent)), _counts(shape, strategy)),
+        *_there(strategy, d, token + BF16),  # with the token's weight
+        Segment((sorts,)),
+        Segment(each, count=d.held),
+        Segment((sorts,)),
+        *_back(strategy, d, token),
+        Segment((memory("permute", 2 * token * d.sent), memory("residual", 3 * token * d.tokens))),
+    ]
+
+
+def experts_grad(workload: Workload, strategy: Strategy) -> list[Segment]:
+    """The backward pass of :func:`experts`."""
+    shape, d = workload.shape, dispatched(workload, strategy)
+    token, inner = BF16 * shape.hidden, d.width * (2 if shape.gated else 1)
+    number = shape.mixture.experts
+    each = (
+        gemm("expert_down_dgrad", d.each, d.width, shape.hidden, backward=True),
+        *_weight_grad("expert_down", strategy, d.each, shape.hidden, d.width, 1),
+        memory("activation", BF16 * d.each * (2 * inner + d.width), backward=True),
+        gemm("expert_up_dgrad", d.each, shape.hidden, inner, backward=True),
+        *_weight_grad("expert_up", strategy, d.each, inner, shape.hidden, 1),
+    )
+    router = (
+        memory("router", ROUTER_BYTES * d.tokens * number, backward=True),
+        gemm("router_dgrad", d.tokens, shape.hidden, number, backward=True),
+        *_weight_grad("router", strategy, d.tokens, number, shape.hidden, 1),
+    )
+    sorts = memory("sort", 2 * token * d.received, backward=True)
+    permute = memory("permute", 2 * token * d.sent, backward=True)
+    return [
+        Segment((permute,)),
+        *_there(strategy, d, token),
+        Segment((sorts,)),
+        Segment(each, count=d.held),
+        Segment((sorts,)),
+        *_back(strategy, d, token + BF16),
+        Segment((permute,)),
+        *_shared_expert_grad(shape, strategy, d),
+        Segment((*router, memory("norm", 5 * token * d.tokens, backward=True))),
+    ]
+
+
+# Bytes for each score of a token: casts, the sort by score with its indices, softmax, masks and their transposes.
+ROUTER_BYTES = 60
+
+
+def _there(strategy: Strategy, d: Dispatched, token: int) -> list[Segment]:
+    """The all-to-all over EP of ``token`` bytes for each choice; then with expert TP a gather."""
+    arrived = d.received // strategy.expert_tensor
+    return [*_exchange(strategy, d.sent, arrived, token), *_within_expert(strategy, "all_gather", d.received * token)]
+
+
+def _back(strategy: Strategy, d: Dispatched, token: int) -> list[Segment]:
+    """The reverse of :func:`_there`."""
+    arrived = d.received // strategy.expert_tensor
+    sums = _within_expert(strategy, "reduce_scatter", d.received * token)
+    return [*sums, *_exchange(strategy, arrived, d.sent, token)]
+
+
+def _exchange(strategy: Strategy, sent: int, received: int, token: int) -> list[Segment]:
+    """An all-to-all over EP; the rank whose experts get most tokens receives more than it sends, or sends more."""
+    group = strategy.group("ep")
+    if group.size == 1:
+        return []
+    own = min(sent, max(sent, received) // group.size)
+    away, coming = (token * (choices - own) for choices in (sent, received))
+    return [Segment((), (Transfer("all_to_all", "ep", group, away, excess=max(0, coming - away)),))]
+
+
+def _within_expert(strategy: Strategy, kind: Collective, size: int) -> list[Segment]:
+    group = Group(strategy.expert_tensor)
+    return [Segment((), (collective(kind, "ep", group, size),))] if group.size > 1 else []
+
+
+def _counts(shape: Shape, strategy: Strategy) -> tuple[Transfer, ...]:
+    """The gather of how many tokens each rank has for each expert, in int64."""
+    group = Group(strategy.expert * strategy.expert_tensor)
+    return (collective("all_gather", "ep", group, 8 * shape.mixture.experts * group.size),) if group.size > 1 else ()
+
+
+def _shared_expert(shape: Shape, strategy: Strategy, d: Dispatched) -> list[Segment]:
+    if not d.shared:
+        return []
+    tokens, up = d.tokens * _split(strategy), d.shared * (2 if shape.gated else 1)
+    products = (
+        gemm("shared_up", tokens, up, shape.hidden),
+        memory("activation", BF16 * tokens * (up + d.shared)),
+        gemm("shared_down", tokens, shape.hidden, d.shared),
+    )
+    leave = leaving(strategy, shape.hidden, tokens)
+    sides = *_enter(shape, strategy, tokens, 1), Segment(products), *([Segment((), leave)] if leave else [])
+    return list(sides)
+
+
+def _shared_expert_grad(shape: Shape, strategy: Strategy, d: Dispatched) -> list[Segment]:
+    if not d.shared:
+        return []
+    tokens, up = d.tokens * _split(strategy), d.shared * (2 if shape.gated else 1)
+    activation = memory("activation", BF16 * tokens * (2 * up + d.shared), backward=True)
+    return [
+        *_row_grad("shared_down", shape, strategy, tokens, d.shared, 1),
+        Segment((activation,)),
+        *_column_grad("shared_up", shape, strategy, tokens, up, 1),
+    ]
+
+
+def _split(strategy: Strategy) -> int:
+    return strategy.tensor if strategy.sequence_parallel else 1
 
 
 def entering(strategy: Strategy, width: int, tokens: float) -> tuple[Transfer, ...]:
@@ -180,12 +363,16 @@ def _weight_grad(name: str, strategy: Strategy, tokens: float, n: int, k: int, c
     return product, memory("main_grad", each * n * k, backward=True)
 
 
-def _column_grad(name: str, shape: Shape, strategy: Strategy, tokens: float, width: int, count: int) -> list[Segment]:
-    dgrad = gemm(name + "_dgrad", tokens, shape.hidden, width, backward=True)
-    wgrad = _weight_grad(name, strategy, tokens, width, shape.hidden, count)
+def _column_grad(
+    name: str, shape: Shape, strategy: Strategy, tokens: float, width: int, count: int, into: int = 0
+) -> list[Segment]:
+    """``into``: the width of the layer's input, if it is not the hidden size."""
+    into = into or shape.hidden
+    dgrad = gemm(name + "_dgrad", tokens, into, width, backward=True)
+    wgrad = _weight_grad(name, strategy, tokens, width, into, count)
     return [
-        Segment((dgrad,), entering(strategy, shape.hidden, tokens), count=count),
-        Segment(wgrad, leaving(strategy, shape.hidden, tokens), count=count),
+        Segment((dgrad,), entering(strategy, into, tokens), count=count),
+        Segment(wgrad, leaving(strategy, into, tokens), count=count),
     ]
 
 
@@ -202,7 +389,7 @@ def layer(workload: Workload, strategy: Strategy) -> tuple[list[Segment], list[S
         ValueError: Ulysses does not divide a TP rank's heads.
     """
     a, chunks = attended(workload, strategy), chunks_of(workload, strategy)
-    work = _Layer(workload.shape, strategy, a, chunks.attention, chunks.ffn)
+    work = _Layer(workload, strategy, a, chunks.attention, chunks.ffn)
     forward = _forward(work, saving=strategy.recompute != "full" or strategy.stream_hidden)
     backward = _backward(work)
     if strategy.recompute == "full":
@@ -222,11 +409,15 @@ def layer(workload: Workload, strategy: Strategy) -> tuple[list[Segment], list[S
 class _Layer:
     """A layer and the numbers of its chunks."""
 
-    shape: Shape
+    workload: Workload
     strategy: Strategy
     attended: Attended
     chunks: int  # for projections and attention
     ffn_chunks: int  # 0: the FFN is not cut
+
+    @property
+    def shape(self) -> Shape:
+        return self.workload.shape
 
     @property
     def rows(self) -> float:
@@ -244,6 +435,9 @@ class _Layer:
         return output(self.shape, self.strategy, self.rows, self.chunks)
 
     def ffn(self, work: Callable[..., list[Segment]]) -> list[Segment]:
+        """The pass of the MLP, or of the experts in its place. ``work``: :func:`mlp` or :func:`mlp_grad`."""
+        if self.shape.mixture:
+            return (experts if work is mlp else experts_grad)(self.workload, self.strategy)
         runs = self.ffn_chunks or 1
         return work(self.shape, self.strategy, self.attended.rows / runs, runs)
 

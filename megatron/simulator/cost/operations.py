@@ -37,16 +37,21 @@ def tile(
     backward: bool = False,
     count: int = 1,
     name: str = "attention",
+    value_dim: int = 0,
 ) -> Kernel:
     """A flash attention kernel on ``pairs`` of ``queries`` x ``keys``; ``heads`` is batch x heads.
+
+    ``value_dim``: the size of a value head, if it differs from that of a key head.
 
     Forward has two matrix products. Backward has five, because it computes scores again (FlashAttention-2 paper,
     section 3.1). Triton's kernel for many tiles has two backward launches, and computes scores in both.
     """
     many = name == MANY_TILES
-    flops = ((7.0 if many else 10.0) if backward else 4.0) * pairs * heads * head_dim
+    value = value_dim or head_dim
+    again = 3.5 if many else 5.0  # products; of two of them one side has values or their gradients
+    flops = 2 * ((again - 2) * head_dim + 2 * value if backward else head_dim + value) * pairs * heads
     count *= 2 if backward and many else 1
-    moved = BF16 * heads * head_dim * ((4 if backward else 2) * queries + (4 if backward else 2) * keys)
+    moved = BF16 * heads * (head_dim + value) * (2 if backward else 1) * (queries + keys)
     return Kernel(name, "attention", flops, float(moved), (queries, keys, heads, head_dim), BF16, backward, count)
 
 
@@ -76,7 +81,7 @@ Parts = dict[str, float]
 # Launches of this program's host per kernel of a closed form, and additional launches per transfer, whose tensors are
 # packed, unpacked and merged. Dry runs of 12 strategies, FPDT among them, have 1.2 to 1.5 per kernel; the estimate is
 # within 25 % of their launches.
-LAUNCHES_PER_KERNEL, LAUNCHES_PER_TRANSFER = 1.35, {"ulysses": 9, "ring": 9}
+LAUNCHES_PER_KERNEL, LAUNCHES_PER_TRANSFER = 1.35, {"ulysses": 9, "ring": 9, "ep": 9}
 
 
 def price(segments: Iterable[Segment], machine: Machine) -> Parts:

@@ -12,12 +12,13 @@ from megatron.formulas.parameters import (
     model_states,
     numel,
     padded_vocab,
+    rank_parameters,
     shard_numel,
     stage_parameters,
     whole_vectors,
 )
 from megatron.formulas.sizes import chunks_of
-from megatron.formulas.strategy import Group, Shape, Strategy, Workload
+from megatron.formulas.strategy import Axis, Group, Shape, Strategy, Workload
 from megatron.simulator.cost.layer_operations import entering, layer, leaving, spread_evenly
 from megatron.simulator.cost.operations import BF16, FP32, Segment, collective, gemm, memory
 from megatron.simulator.cost.trace import HostCopy, Kernel, Transfer
@@ -111,29 +112,50 @@ class States:
     table: int  # of an embedding
     all: int  # of the stage
     vectors: int  # of norms and biases, whose gradients TP-sp sums over TP
+    experts: int = 0  # of all experts, which are not in `all`
+    experts_share: float = 0.0  # share of layers with experts
 
 
 def states(shape: Shape, strategy: Strategy, stage: int) -> States:
     """Parameters of a pipeline stage. Raises ValueError if the stages do not divide the layers."""
     if (shape.layers + strategy.first_less + strategy.last_less) % strategy.pipeline:
         raise ValueError(f"{strategy.pipeline} pipeline stages do not divide {shape.layers} layers")
-    layers = strategy.stage_layers(shape.layers, stage)
-    return _states(shape, strategy.tensor, strategy.pipeline, stage, layers, strategy.zero, strategy.group("dp").size,
-                   strategy.overlap_grad_reduce)  # fmt: skip
+    return _states(shape, stage, strategy.but(**_UNREAD), strategy.group("dp").size)
+
+
+# Fields that `_states` does not read, so that strategies that differ in them share a cache entry.
+_UNREAD = {
+    "ulysses": 1, "ring": 1, "data": 1, "micro_batch": 1, "recompute": "none", "recompute_method": "uniform",
+    "recompute_layers": 1, "offload_checkpoints": False, "fpdt_chunk": 0, "fpdt_offload": True, "stream_hidden": False,
+    "ffn_chunks": 0, "loss_chunks": 0, "virtual": 1, "balance": "zigzag",
+}  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
-def _states(
-    shape: Shape, tensor: int, pipeline: int, stage: int, layers: int, zero: int, ranks: int, bucketed: bool
-) -> States:
-    held = replace(stage_parameters(shape, tensor, pipeline, stage), layers=layers)
+def _states(shape: Shape, stage: int, strategy: Strategy, ranks: int) -> States:
+    whole = rank_parameters(shape, strategy, stage)
+    tensor, zero, bucketed = strategy.tensor, strategy.zero, strategy.overlap_grad_reduce
+    held = replace(whole, experts=())
+    layers = held.layers + held.with_experts
     table = numel(stage_parameters(shape, tensor, 1, 0).embedding[:1])
     if zero < 2:
         every, layer = model_states(held, zero, ranks, BF16, bucketed=bucketed).gradients // FP32, held.layer_numel
     else:
         every, layer = (ranks * shard_numel(tensors, ranks) for tensors in (held.tensors, held.layer))
     vectors = whole_vectors(shape, held)
-    return States(layer, held.layers, every - layer * held.layers, table, every, vectors)
+    if not whole.with_experts:
+        return States(layer, layers, every - layer * layers, table, every, vectors)
+    routed = (held.layers * layer + numel(held.routed)) // layers
+    return States(
+        routed,
+        layers,
+        every - routed * layers,
+        table,
+        every,
+        vectors,
+        numel(whole.experts),
+        whole.with_experts / layers,
+    )
 
 
 def last_bucket(strategy: Strategy, held: States, *, ours: bool = True) -> int:
@@ -148,15 +170,15 @@ def last_bucket(strategy: Strategy, held: States, *, ours: bool = True) -> int:
     )
 
 
-def reduce_gradients(strategy: Strategy, parameters: int, itemsize: int = FP32) -> Transfer:
+def reduce_gradients(strategy: Strategy, parameters: int, itemsize: int = FP32, over: Axis = "dp") -> Transfer:
     """Reduce-scatter, with ZeRO 0 all-reduce. ``itemsize``: bytes of a number in the transfer."""
     kind = "reduce_scatter" if strategy.zero else "all_reduce"
-    return collective(kind, "dp", strategy.group("dp"), itemsize * parameters)
+    return collective(kind, "dp", strategy.group(over), itemsize * parameters)
 
 
-def gather_parameters(strategy: Strategy, parameters: int) -> Transfer:
+def gather_parameters(strategy: Strategy, parameters: int, over: Axis = "dp") -> Transfer:
     """All-gather of the shards in bf16."""
-    return collective("all_gather", "dp", strategy.group("dp"), BF16 * parameters)
+    return collective("all_gather", "dp", strategy.group(over), BF16 * parameters)
 
 
 def sum_shared_gradients(shape: Shape, strategy: Strategy, held: States) -> list[Transfer]:
@@ -171,9 +193,9 @@ def sum_shared_gradients(shape: Shape, strategy: Strategy, held: States) -> list
     return transfers
 
 
-def optimizer_step(strategy: Strategy, parameters: int, *, ours: bool = True) -> Kernel:
+def optimizer_step(strategy: Strategy, parameters: int, *, ours: bool = True, over: Axis = "dp") -> Kernel:
     """Adam on this rank's shard, and the zeroing of its gradients (a shard of them with ZeRO 2 and 3)."""
-    share = strategy.context * strategy.data if strategy.zero else 1
+    share = strategy.group(over).size if strategy.zero else 1
     each = ADAM_BYTES if strategy.fused and ours else ADAM_BYTES - SCALED_IN_PLACE
     return memory("optimizer", each * parameters / share + FP32 * parameters / (share if strategy.zero > 1 else 1))
 

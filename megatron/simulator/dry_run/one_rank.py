@@ -26,6 +26,7 @@ from megatron.simulator.dry_run.call_replay import replayed_chunks
 from megatron.simulator.dry_run.recording.fp8 import Fp8, held_by, use_fp8
 from megatron.simulator.dry_run.recording.gpu_kernels import gpu_kernels, simulated_offload
 from megatron.simulator.dry_run.recording.recorder import Recorder, axes_of
+from megatron.simulator.dry_run.recording.routing import routing_of
 from megatron.simulator.dry_run.replay import Repeat, Stretch, find_repeat, with_growth
 from megatron.simulator.machines.machine import Machine
 from megatron.training.arguments.config import Config
@@ -185,7 +186,12 @@ def run_rank(
         real = {"numbers": torch.arange(data.micro_batch_size)} if runtime.uses_dropout else {}
         if runtime.by_documents:  # each sample is one document, which needs the most work and memory
             real["document_ends"] = torch.full((data.micro_batch_size, 1), data.seq_length)
-        with fake_tensors(watch.waited, gloo=not on_gpu) as watch.answer, ExitStack() as ends:
+        routing = routing_of(config)
+        with (
+            fake_tensors(watch.waited, gloo=not on_gpu, selected=routing.selected if routing else None) as watch.answer,
+            routing.numbers() if routing else nullcontext(),
+            ExitStack() as ends,
+        ):
             chunks = build_model(
                 config, runtime.grid, runtime.layout, vocab_size, platform.device, runtime.offload, on_gpu=on_gpu
             )

@@ -72,7 +72,9 @@ def confirm(report: Report, plan: Plan, gpu: str) -> Confirmation:
             fields = read_merged(find(gpu)) | {"name": machine.name, "gpus": machine.gpus}
             gpu = str(Path(folder) / "machine.json")
             Path(gpu).write_text(json.dumps(fields))
-        dry = ["--dry-run", "--world-size", str(report.problem.gpus), "--gpu", gpu, "--dry-run-json", str(file)]
+        imbalance = report.problem.workload.imbalance
+        busy = ["--dry-run-expert-imbalance", f"{imbalance:g}"] if imbalance > 1 and plan.strategy.expert > 1 else []
+        dry = [*busy, "--dry-run", "--world-size", str(report.problem.gpus), "--gpu", gpu, "--dry-run-json", str(file)]
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         command = [sys.executable, str(ROOT / entry), *flags, *dry]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)

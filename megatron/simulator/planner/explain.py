@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import ceil
 
 from megatron.decisions.division import uneven_heads
+from megatron.formulas.parameters import StageParameters, States, rank_parameters, rank_states
 from megatron.formulas.strategy import Strategy
 from megatron.simulator.cost.estimate import estimate
 from megatron.simulator.dry_run.replay import duration
@@ -24,13 +25,14 @@ PARTS = {
     "tp": "waiting for TP's gathers and scatters",
     "ulysses": "waiting for Ulysses' all-to-alls",
     "ring": "waiting for the ring",
+    "ep": "waiting for all-to-alls to the experts",
     "dp": "waiting for gradients and weights over DP x CP",
     "pp": "waiting for neighbours in the pipeline",
     "host": "waiting for copies to and from the host",
     "bubble": "the pipeline's bubble",
     "launching": "waiting for the host to launch kernels",
 }
-AXES = {"tensor": "TP", "ulysses": "Ulysses", "ring": "Ring", "data": "DP", "pipeline": "PP"}
+AXES = {"tensor": "TP", "ulysses": "Ulysses", "ring": "Ring", "data": "DP", "pipeline": "PP", "expert": "EP"}
 KINDS = {
     "parameters": "parameters",
     "gradients": "gradients",
@@ -44,8 +46,8 @@ MOST_ALTERNATIVES = 6  # in a report
 
 def grid_words(s: Strategy) -> str:
     """``TP 2 x Ulysses 4``."""
-    used = [f"{name} {getattr(s, axis)}" for axis, name in AXES.items() if getattr(s, axis) > 1]
-    return " x ".join(used) or "one GPU"
+    used = [f"{name} {getattr(s, axis)}" for axis, name in AXES.items() if axis != "expert" and getattr(s, axis) > 1]
+    return (" x ".join(used) or "one GPU") + (f" with EP {s.expert}" if s.expert > 1 else "")
 
 
 def saving_words(s: Strategy) -> str:
@@ -117,9 +119,27 @@ def winning(plan: Plan, problem: Problem) -> str:
     if memory.host:
         node = problem.gpus_per_node
         text += f" Offloading needs {gib(node * memory.host)} of a node's host memory."
+    if problem.workload.shape.mixture:
+        text += f" {_experts(plan, problem)}"
     if (busiest := plan.strategy.busiest(problem.workload)) > 1.005:
         text += f" With packed documents the ring's busiest rank has {busiest:.2f} times the attention of the mean."
     return text
+
+
+def _experts(plan: Plan, problem: Problem) -> str:
+    """The memory of a rank's experts, and the time of their tokens' messages."""
+    workload, s, number = problem.workload, plan.strategy, problem.workload.shape.mixture.experts
+    held = max(
+        (rank_parameters(workload.shape, s, stage) for stage in {0, s.pipeline - 1}), key=lambda one: one.with_experts
+    )
+    alone = StageParameters((), (), 0, (), experts=held.experts)
+    states = rank_states(alone, s, 2) if held.experts else States(0, 0, 0)
+    took = plan.estimate.parts.get("ep", 0.0)
+    return (
+        f"Of {number} experts in a layer it holds {number // s.expert}, with {gib(sum(vars(states).values()))} of "
+        f"parameters, gradients and optimizer states; their all-to-alls take {duration(took)}, if the busiest rank's "
+        f"experts get {workload.imbalance:g} times the mean."
+    )
 
 
 def losing(plan: Plan, winner: Plan) -> str:
@@ -197,6 +217,8 @@ def _changes(s: Strategy, problem: Problem) -> list[tuple[str, Limits]]:
     limits, changes = problem.limits, []
     sizes = tuple(divisors(problem.gpus))
     for axis, name in AXES.items():
+        if axis == "expert" and not problem.workload.shape.mixture:
+            continue
         used = getattr(s, axis) > 1
         choice = tuple(size for size in sizes if (size == 1) == used)
         given = getattr(limits, axis)

@@ -18,6 +18,7 @@ from megatron.formulas.papers import model_states as papers_states
 from megatron.formulas.parameters import stage_parameters
 from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.simulator.machines.machine import Machine
+from megatron.simulator.planner.search_space import expert_sizes
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.arguments.models import model_shape
 from megatron.training.families.named import shape as named_shape
@@ -80,8 +81,6 @@ def shape_of(name: str, seq_length: int) -> Shape:
         Refusal: no such model; the message lists the known ones.
     """
     settings = named_shape(name)
-    if settings.get("num_experts"):
-        raise Refusal(f"--model {name}: the memory of its experts is not known yet: choose a dense model")
     model = ModelConfig(**{**settings, "model": name})
     if model.position_embedding_type == "learned_absolute" and not model.max_position_embeddings:
         model = replace(model, max_position_embeddings=seq_length)
@@ -105,13 +104,19 @@ def shape_of_size(parameters: int) -> Shape:
     return best
 
 
-def strategies(shape: Shape, *, gpus: int, tensor: int, pipeline: int, seq_length: int) -> Iterator[Strategy]:
+def strategies(
+    shape: Shape, *, gpus: int, tensor: int, pipeline: int, seq_length: int, expert: int = 0
+) -> Iterator[Strategy]:
     """ZeRO stage x (data parallel only, context parallel, with inputs offloaded, FPDT) x recompute.
 
-    Ulysses has at most as many ranks as a TP rank has key/value heads; Ring has the other ranks.
+    Ulysses has at most as many ranks as a TP rank has key/value heads; Ring has the other ranks. Models with experts
+    have neither ZeRO 2 and 3 nor FPDT, and models with latents have no formula for FPDT.
+
+    Args:
+        expert: EP; 0: as many ranks as possible.
 
     Raises:
-        Refusal: TP x PP does not divide the GPUs, TP the heads, or PP the layers.
+        Refusal: TP x PP does not divide the GPUs, TP the heads, PP the layers, or EP the experts and ranks.
     """
     if gpus % (tensor * pipeline):
         raise Refusal(f"--gpus {gpus} is not a multiple of --tensor {tensor} x --pipeline {pipeline}")
@@ -122,6 +127,9 @@ def strategies(shape: Shape, *, gpus: int, tensor: int, pipeline: int, seq_lengt
         if number % value:
             raise Refusal(f"{flag} {value} does not divide the {number} {what}: use a divisor")
     ranks = gpus // tensor // pipeline
+    sizes = expert_sizes(shape, gpus // pipeline)
+    if expert and expert not in sizes:
+        raise Refusal(f"--expert {expert}: use one of {', '.join(map(str, sizes))}, which divide experts and ranks")
     ulysses = gcd(max(shape.kv_heads // tensor, 1), ranks)
     context = {"ulysses": ulysses, "ring": ranks // ulysses}
     full: dict[str, Any] = {"recompute": "full"}
@@ -130,10 +138,12 @@ def strategies(shape: Shape, *, gpus: int, tensor: int, pipeline: int, seq_lengt
     if ranks > 1:
         choices += [context, {**context, **full}]
     offload = {**context, **full, "offload_checkpoints": True}
-    choices += [offload, {**offload, "fpdt_chunk": chunk}]
-    for zero in range(4 if pipeline == 1 else 2):  # ZeRO 2 and 3 cannot be combined with PP
+    choices.append(offload)
+    if not (shape.mixture or shape.latent):
+        choices.append({**offload, "fpdt_chunk": chunk})
+    for zero in range(2 if pipeline > 1 or shape.mixture else 4):  # ZeRO 2 and 3 cannot be combined with these
         for choice in choices:
-            yield Strategy(tensor=tensor, pipeline=pipeline, zero=zero, **choice)
+            yield Strategy(tensor=tensor, pipeline=pipeline, zero=zero, expert=expert or sizes[-1], **choice)
 
 
 def rows(

@@ -178,6 +178,7 @@ def row(plan: Plan, problem: Problem) -> Json:
         "grid": grid_words(s),
         "saves": saving_words(s),
         "tensor": s.tensor, "ulysses": s.ulysses, "ring": s.ring, "data": s.data, "pipeline": s.pipeline,
+        "expert": s.expert,
         "virtual": s.virtual, "micro_batch": s.micro_batch, "zero": s.zero,
         "seconds": digits(plan.seconds),
         "mfu": digits(100 * plan.estimate.mfu),

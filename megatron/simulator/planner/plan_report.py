@@ -32,6 +32,9 @@ def training_flags(workload: Workload, strategy: Strategy) -> list[str]:
     flags += ["--ulysses-parallel-size", str(s.ulysses), "--ring-parallel-size", str(s.ring)]
     if s.pipeline > 1:
         flags += ["--pipeline-model-parallel-size", str(s.pipeline)]
+    if workload.shape.mixture:
+        flags += ["--expert-model-parallel-size", str(s.expert), "--expert-tensor-parallel-size", "1"]
+        flags += ["--moe-token-dispatcher-type", "alltoall"]
     flags += uneven_stages(workload.shape.layers, s)
     if s.virtual > 1:
         flags += ["--num-virtual-stages-per-pipeline-rank", str(s.virtual)]
@@ -128,7 +131,7 @@ class Report:
 
     def _row(self, plan: Plan) -> dict[str, Any]:
         s = plan.strategy
-        axes = {name: getattr(s, name) for name in ("tensor", "ulysses", "ring", "data", "pipeline")}
+        axes = {name: getattr(s, name) for name in ("tensor", "ulysses", "ring", "expert", "data", "pipeline")}
         return axes | {
             "zero": s.zero,
             "recompute": s.recompute,

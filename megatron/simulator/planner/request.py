@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from statistics import fmean, pstdev
 
-from megatron.formulas.strategy import Workload
+from megatron.formulas.strategy import Shape, Workload
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.models import LLAMA_DEFAULTS, model_shape
 from megatron.training.arguments.parser import parse
@@ -241,6 +241,7 @@ class Request:
     documents: str = ""  # lengths of packed documents (see `packed`); empty: a sample is one document
     window: int = 0  # tokens that a query sees, including itself; 0: all before it
     window_skip: int = 0  # every n-th layer has no window; 0: all layers have it
+    imbalance: float = 1.0  # tokens of the busiest rank's experts, over the mean
 
     @property
     def entry(self) -> str:
@@ -257,10 +258,11 @@ class Request:
         config = _config(self.flags, seq_length)
         # One more than --vocab-size: without a tokenizer, a run adds a token for the end of a document.
         shape = model_shape(config.model, config.model.vocab_size + 1)
+        _check_imbalance(shape, self.imbalance)
         if not self.documents and not 0 < self.window < seq_length:
-            return Workload(shape, seq_length, self.global_batch)
+            return Workload(shape, seq_length, self.global_batch, imbalance=self.imbalance)
         work = packed(self.documents, seq_length, self.window)
-        counted = {"keys": work.keys, "spread": work.spread, "uneven": work.uneven}
+        counted = {"keys": work.keys, "spread": work.spread, "uneven": work.uneven, "imbalance": self.imbalance}
         whole = config.model.num_layers // self.window_skip if self.window_skip else 0
         if whole and self.window:
             counted |= {"whole": whole / config.model.num_layers, "uneven": packed(self.documents, seq_length).uneven}
@@ -275,6 +277,16 @@ class Request:
         flags += ["--window-size", f"{self.window - 1},0"] if self.window else []
         flags += ["--window-attn-skip-freq", str(self.window_skip)] if self.window_skip else []
         return flags + (["--reset-position-ids", "--reset-attention-mask"] if self.documents else [])
+
+
+def _check_imbalance(shape: Shape, imbalance: float) -> None:
+    """Refuse an imbalance without experts, or with which a token would go to an expert twice."""
+    mixture, flag = shape.mixture, f"--expert-imbalance {imbalance:g}"
+    if mixture is None:
+        if imbalance != 1:
+            raise Refusal(f"{flag}: the model has no experts: leave it out")
+    elif not 1 <= imbalance <= mixture.experts / mixture.topk:
+        raise Refusal(f"{flag}: give a factor from 1 to {mixture.experts / mixture.topk:g}")
 
 
 @lru_cache(maxsize=256)
@@ -310,7 +322,6 @@ def _refuse_unknown(config: Config) -> None:
     wrong = {
         "--position-embedding-type alibi": model.position_embedding_type == "alibi",
         "--hidden-dropout": model.hidden_dropout > 0,
-        "--qk-layernorm": model.qk_layernorm,
         f"--softmax-type {model.softmax_type}": model.softmax_type != "vanilla",
         "--embed-layernorm": model.embed_layernorm,
         "--qk-layernorm-all-heads": model.qk_layernorm_all_heads,
@@ -321,9 +332,8 @@ def _refuse_unknown(config: Config) -> None:
         "--attn-logit-softcapping": model.attn_logit_softcapping,
         "--final-logit-softcapping": model.final_logit_softcapping,
         f"--mtp-num-layers {model.mtp_num_layers}": model.mtp_num_layers,
-        f"--num-experts {model.num_experts}": model.num_experts,
-        "--multi-latent-attention": model.multi_latent_attention,
         "--experimental-attention-variant": model.experimental_attention_variant,
+        "--num-experts with linear layers that have a bias": model.num_experts and model.add_bias_linear,
     }
     for flag in (flag for flag, given in wrong.items() if given):
         raise Refusal(f"{flag}: the planner does not know its time and memory: plan without it")

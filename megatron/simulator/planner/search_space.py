@@ -7,13 +7,14 @@ The rules are those of training/arguments/validate/; tests compare the two.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
-from math import ceil
+from math import ceil, gcd
 
 from megatron.decisions.division import length_unit
 from megatron.formulas.sizes import chunks_of
 from megatron.formulas.strategy import Shape, Strategy, Workload
+from megatron.training.refusal import Refusal
 
 FPDT_CHUNKS = tuple(2**power for power in range(14, 20))  # 16K to 512K tokens
 MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -45,6 +46,27 @@ class Limits:
     loss_chunks: bool = True
     ffn_chunks: bool = True
     overlap: bool = True  # whether transfers of gradients and weights overlap compute
+    expert: tuple[int, ...] | None = None  # EP; the planner does not split single experts
+
+    def of_shape(self, shape: Shape) -> Limits:
+        """These limits without what the program, or the planner, does not combine with experts or latents.
+
+        Raises:
+            Refusal: nothing is left.
+        """
+        if not (shape.mixture or shape.latent):
+            if self.expert not in (None, (1,)):
+                raise Refusal("--expert: the model has no experts: leave it out")
+            return self
+        what = "--num-experts" if shape.mixture else "--multi-latent-attention"
+        if self.fpdt_chunk not in (None, (0,)):
+            raise Refusal(f"--fpdt-chunk: the planner has no FPDT with {what}: leave it out")
+        if not shape.mixture:
+            return replace(self, fpdt_chunk=(0,))
+        zero = tuple(stage for stage in self.zero or (0, 1) if stage < 2)
+        if not zero:
+            raise Refusal("--zero: experts need ZeRO 0 or 1: use --zero 1")
+        return replace(self, fpdt_chunk=(0,), ffn_chunks=False, zero=zero)
 
 
 def grids(workload: Workload, gpus: int, limits: Limits = Limits()) -> Iterator[Strategy]:
@@ -72,7 +94,8 @@ def grids(workload: Workload, gpus: int, limits: Limits = Limits()) -> Iterator[
                     sizes = (tensor, ulysses, ring, data, pipeline)
                     overlap = {name: limits.overlap for name in ("overlap_grad_reduce", "overlap_param_gather")}
                     base = Strategy(*sizes, **overlap, first_less=less[0], last_less=less[1])
-                    yield from _schedules(base, workload, limits)
+                    for expert in chosen(expert_sizes(shape, gpus // pipeline), limits.expert):
+                        yield from _schedules(base.but(expert=expert), workload, limits)
 
 
 def _schedules(base: Strategy, workload: Workload, limits: Limits) -> Iterator[Strategy]:
@@ -103,7 +126,17 @@ def fewer_layers(layers: int, pipeline: int) -> tuple[int, int] | None:
 def tensor_divides(shape: Shape, tensor: int) -> bool:
     """Whether TP of this degree can split heads and MLP; too few key/value heads are replicated."""
     groups = shape.kv_heads
-    return shape.heads % tensor == 0 and shape.ffn % tensor == 0 and (groups % tensor == 0 or tensor % groups == 0)
+    widths = [shape.heads, shape.ffn]
+    if shape.mixture:
+        widths.append(shape.mixture.shared)
+    if shape.latent:
+        widths += [shape.latent.queries, shape.latent.keys + shape.latent.rotated]
+    return not any(width % tensor for width in widths) and (groups % tensor == 0 or tensor % groups == 0)
+
+
+def expert_sizes(shape: Shape, ranks: int) -> list[int]:
+    """Numbers of ranks of a pipeline stage's ``ranks`` that can share the experts of its layers."""
+    return divisors(gcd(shape.mixture.experts, ranks)) if shape.mixture else [1]
 
 
 def zero_stages(grid: Strategy, limits: Limits = Limits()) -> list[int]:
@@ -233,7 +266,7 @@ def on_grid(saving: Strategy, base: Strategy, workload: Workload) -> Strategy | 
 
 def within(grid: Strategy, limits: Limits) -> bool:
     """Whether the limits allow a grid, its micro-batch and virtual stages."""
-    names = ("tensor", "ulysses", "ring", "data", "pipeline", "virtual", "micro_batch")
+    names = ("tensor", "ulysses", "ring", "data", "pipeline", "virtual", "micro_batch", "expert")
     return all(allowed(getattr(grid, name), getattr(limits, name)) for name in names)
 
 

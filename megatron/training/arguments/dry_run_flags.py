@@ -35,6 +35,7 @@ def complete_dry_run(config: Config, started: int) -> Config:
             "--dry-run-every-layer": simulation.dry_run_every_layer,
             "--dry-run-jitter": simulation.dry_run_jitter,
             "--dry-run-trace-events": simulation.dry_run_trace_events is not None,
+            "--dry-run-expert-imbalance": simulation.dry_run_expert_imbalance != 1,
         }
         for flag in (flag for flag, value in given.items() if value):
             more = ", or --elastic, which takes the planner's grid" if flag == "--gpu" else ""
@@ -55,6 +56,7 @@ def complete_dry_run(config: Config, started: int) -> Config:
         raise Refusal(
             f"--dry-run-jitter {simulation.dry_run_jitter:g}", ": give a share from 0 to below 1, such as 0.02"
         )
+    _check_imbalance(config)
     if simulation.world_size is not None and simulation.world_size < 1:
         raise Refusal(f"--world-size {simulation.world_size}", ": give the number of simulated processes, at least 1")
     events = simulation.dry_run_trace_events
@@ -81,6 +83,23 @@ def complete_dry_run(config: Config, started: int) -> Config:
         data.micro_batch_size = 1
     run.skip_train = False
     return config
+
+
+def _check_imbalance(config: Config) -> None:
+    """Refuse an imbalance of experts that has no effect, or that would send tokens to an expert twice."""
+    model, imbalance = config.model, config.simulation.dry_run_expert_imbalance
+    if imbalance == 1:
+        return
+    flag = f"--dry-run-expert-imbalance {imbalance:g}"
+    if (model.num_experts or 1) == 1 or config.parallel.expert_model_parallel_size == 1:
+        raise Refusal(
+            flag,
+            "needs ranks with different experts: add --num-experts and --expert-model-parallel-size, or leave it out",
+            LEAVE_OUT,
+        )
+    most = min(config.parallel.expert_model_parallel_size, model.num_experts / model.moe_router_topk)
+    if not 1 <= imbalance <= most:
+        raise Refusal(flag, f": give a factor from 1 to {most:g}, with which all tokens would go to these experts")
 
 
 def processes(config: Config, started: int) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron.formulas.strategy import Latent, Mixture, Shape, States
+from megatron.formulas.strategy import Latent, LinearAttention, Mixture, Shape
 from megatron.training.arguments.config import AttentionConfig, ModelConfig
 
 # Settings of every Llama, whatever its size: for named models, pretrain_llama.py and the planner.
@@ -301,7 +301,7 @@ def model_shape(model: ModelConfig, vocab_size: int) -> Shape:
         output_gate=model.attention_output_gate,
         mixture=_mixture(model),
         latent=_latent(model),
-        states=_states(model),
+        linear=_linear(model),
     )
 
 
@@ -316,10 +316,10 @@ def _latent(model: ModelConfig) -> Latent | None:
     )
 
 
-def _states(model: ModelConfig) -> States | None:
+def _linear(model: ModelConfig) -> LinearAttention | None:
     if model.experimental_attention_variant is None:
         return None
-    return States(
+    return LinearAttention(
         layers=tuple(linear_layers(model)),
         key_heads=model.linear_num_key_heads,
         heads=model.linear_num_value_heads,

@@ -220,7 +220,25 @@ def axes_of(grid: Grid) -> dict[str, tuple[str, Group]]:
     group = ps.get_embedding_group(check_initialized=False)
     if group is not None and group.group_name not in axes:
         axes[group.group_name] = ("pp", Group(group.size(), pp.stride * max(1, pp.size - 1)))
+    for name, placement in _expert_groups(grid).items():
+        axes.setdefault(name, placement)
     return axes
+
+
+def _expert_groups(grid: Grid) -> dict[str, tuple[str, Group]]:
+    """The same for the groups of experts: neighbours share an expert's width, and further ones the experts."""
+    from megatron.core import parallel_state as ps
+
+    split = ps.get_expert_tensor_parallel_world_size()
+    shared = ps.get_expert_model_parallel_world_size() * split
+    holders = ps.get_expert_data_parallel_group()  # of the same experts
+    named = [
+        ("ep", ps.get_expert_model_parallel_group(), split),
+        ("ep", ps.get_expert_tensor_parallel_group(), 1),
+        ("ep", ps.get_expert_tensor_and_model_parallel_group(), 1),
+        ("dp", holders, shared),
+    ]
+    return {group.group_name: (axis, Group(group.size(), stride)) for axis, group, stride in named}
 
 
 DEVICE_OF = torch.ops.prim.device.default

@@ -141,6 +141,9 @@ class SimulationConfig:
         0.0,
         "--dry-run: the compute time of ranks varies by this share (standard deviation over mean), drawn from --seed",
     )
+    dry_run_expert_imbalance: float = flag(
+        1.0, "--dry-run: tokens of the experts on the simulated rank, over the mean of all experts"
+    )
     dry_run_every_layer: bool = flag(False, "--dry-run: run all layers, instead of a few that represent all")
     dry_run_trace_events: int | None = flag(
         None,

@@ -71,7 +71,6 @@ def _combinations(config: Config) -> None:
             model.transformer_impl == "transformer_engine",
             "it has no experts here: use --transformer-impl local",
         ),
-        "--dry-run": (config.simulation.dry_run, "it does not simulate experts: start the run itself"),
         "--elastic": (parallel.elastic, "it chooses grids without experts: give the grid by flags, or --elastic-grids"),
     }
     refuse_combinations(f"--num-experts {model.num_experts}", refused, {"--lora-targets": attention_alone})

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes in a layer with experts: the tokens that a rank sends and receives, and the memory that they take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron.formulas.sizes import WIDE, sizes_of
+from megatron.formulas.strategy import Strategy, Workload
+
+INDEX = 8  # bytes of a token's place among those of an expert
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """Choices (a token and one of its experts) of a micro-batch, on the rank whose experts get most.
+
+    Attributes:
+        tokens: of this rank, which its router reads.
+        sent: choices of these tokens, without those that a full expert drops.
+        received: choices of all ranks' tokens for this rank's experts.
+        held: experts of this rank.
+        width: of the part of an expert on this rank.
+        shared: width of the part of the shared expert on this rank.
+    """
+
+    tokens: int
+    sent: int
+    received: int
+    held: int
+    width: int
+    shared: int
+
+    @property
+    def each(self) -> float:
+        """Choices for one of the rank's experts."""
+        return self.received / self.held
+
+
+@lru_cache(maxsize=8192)
+def dispatched(workload: Workload, strategy: Strategy) -> Dispatched:
+    """The choices of a layer of a mixture; with expert TP, the ranks that split an expert each get all its tokens."""
+    mixture, tokens = workload.shape.mixture, strategy.local_tokens(workload)
+    most = mixture.capacity or float("inf")  # times the mean
+    mean, busiest = min(1.0, most), min(workload.imbalance, most)
+    choices = tokens * mixture.topk
+    return Dispatched(
+        tokens=tokens,
+        sent=int(choices * mean),
+        received=int(choices * busiest) * strategy.expert_tensor,
+        held=mixture.experts // strategy.expert,
+        width=mixture.ffn // strategy.expert_tensor,
+        shared=mixture.shared // strategy.tensor,
+    )
+
+
+def experts_kept(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
+    """Bytes that router and experts keep for backward, without the layer's input and output.
+
+    Of each choice: the expert's input, and inside it the halves of the first product, their product and its weighted
+    form (unfused also silu's output and a copy); the token's index and weight. Of each token and expert: the order of
+    the scores, weights and masks.
+    """
+    d, shape = dispatched(workload, strategy), workload.shape
+    gated = shape.gated
+    inside = (3 if fused else 6) if gated else 3
+    choice = (shape.hidden + inside * d.width) * itemsize * d.received + (INDEX + itemsize + WIDE) * d.sent
+    scores = d.tokens * shape.mixture.experts * (INDEX + 2 + 2 * itemsize)
+    tokens = sizes_of(workload, strategy, itemsize).whole // (shape.hidden * itemsize)
+    shared = ((3 if fused else 5) if gated else 2) * d.shared * itemsize * tokens
+    return choice + scores + shared
+
+
+def experts_peak(workload: Workload, strategy: Strategy, itemsize: int) -> int:
+    """Bytes that router and experts use at most in addition to what they keep, in a forward or a backward pass.
+
+    Forward: the received tokens, the outputs by expert and together, or these sorted for their way back. Backward: the
+    gradients of the outputs as they arrive and sorted, or those of one expert's matrices and inside.
+    """
+    d, shape = dispatched(workload, strategy), workload.shape
+    token = shape.hidden * itemsize
+    second, first = (sides * d.width * token for sides in (1, 2 if shape.gated else 1))
+    hidden = sizes_of(workload, strategy, itemsize).hidden
+    sorts = d.held > 1
+    forward = (1 + 2 * sorts) * d.received * token
+    arriving = d.received * token * 2 if sorts else (d.sent + d.received) * token
+    inside = d.each * itemsize * 2 * d.width
+    one = d.received * token + max(second + inside, first + inside + d.each * token)
+    return int(max(forward, hidden + arriving, hidden + one))
