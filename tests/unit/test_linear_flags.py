@@ -9,8 +9,9 @@ from megatron.formulas.flops import forward_flops, passes_of
 from megatron.formulas.parameters import numel, stage_parameters
 from megatron.formulas.strategy import Strategy, Workload
 from megatron.training.arguments.config import Config
-from megatron.training.arguments.models import LLAMA_DEFAULTS, linear_layers, model_shape, vocabulary
+from megatron.training.arguments.models import LLAMA_DEFAULTS, linear_layers, model_shape
 from megatron.training.arguments.parser import parse
+from megatron.training.families.named import vocabulary
 from megatron.training.refusal import Refusal
 
 BASE = (
