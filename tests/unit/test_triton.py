@@ -134,9 +134,9 @@ def test_all_rows_that_dk_and_dv_read_are_prepared(mask):
     for q_at, k_at in itertools.product([((0, 90),), ZIGZAG["q_at"]], [((0, 90),), *ZIGZAG["blocks"]]):
         some, device = tiles(q_at, k_at, MASKS[mask]), torch.device("cpu")
         ready = torch.zeros(whole + 32, dtype=torch.bool)
-        for block in walk(some, "q", count(q_at), 32, 16, device).blocks[:, 0].tolist():
+        for block in walk(some, ("q", count(q_at), 32, 16), device).blocks[:, 0].tolist():
             ready[32 * block : 32 * block + 32] = True
-        for start, stop in walk(some, "k", count(k_at), 32, 16, device).ranges[:, :2].tolist():
+        for start, stop in walk(some, ("k", count(k_at), 32, 16), device).ranges[:, :2].tolist():
             assert ready[start:stop].all()
 
 
@@ -153,7 +153,7 @@ def test_ranges_cover_each_pair_once_and_few_others(mask, block, step, side):
         wanted[i, j] += {"full": beyond < 10**6, "causal": beyond <= 0, "anticausal": beyond >= 0}[tile.kind].int()
     wanted = wanted if side == "q" else wanted.t()
     met = torch.zeros_like(wanted)
-    walked = walk(results, side, wanted.size(0), block, step, torch.device("cpu"))
+    walked = walk(results, (side, wanted.size(0), block, step), torch.device("cpu"))
     steps = 0
     for number, *ends in walked.blocks.tolist():
         rows = torch.arange(number * block, min(number * block + block, wanted.size(0)))
@@ -174,7 +174,7 @@ def test_ranges_cover_each_pair_once_and_few_others(mask, block, step, side):
 def test_long_sequences_have_few_ranges():
     """The number of ranges grows with the blocks, not with their pairs."""
     results = tiles(((0, 2**20),), ((0, 2**20),), Window(2**15 - 1))
-    walked = walk(results, "q", 2**20, 128, 64, torch.device("cpu"))
+    walked = walk(results, ("q", 2**20, 128, 64), torch.device("cpu"))
     assert len(walked.blocks) == 2**13 and len(walked.ranges) <= 6 * 2**13
     wanted = sum(tile.pairs for tile in results)
     assert wanted < walked.pairs < 1.02 * wanted
