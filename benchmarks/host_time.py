@@ -25,7 +25,7 @@ from megatron.context_parallel.attention.ring_plan import _attention_plan
 from megatron.context_parallel.fpdt import by_keys, by_queries, chunked_layer
 from megatron.context_parallel.fpdt.host_store import Offload
 from megatron.context_parallel.layout.documents import deal
-from megatron.training.data.batch_plans import BatchPlans, walk_sizes
+from megatron.training.model.batch_plans import BatchPlans, walk_sizes
 
 LENGTH, DEALT, RING = 2**17, 2**20, 16
 RECEIVED = "1,000 documents, prepared"

@@ -24,8 +24,8 @@ from megatron.training.arguments.config import Config
 from megatron.training.arguments.validate import transformer_engine_installed
 from megatron.training.arguments.validate.check_memory import attention_chunks
 from megatron.training.arguments.validate.check_model import varies_by_batch
-from megatron.training.data.batch_plans import BatchPlans, triton_sizes
 from megatron.training.model.attention_rule import layer_masks, measured_blocks
+from megatron.training.model.batch_plans import BatchPlans, triton_sizes
 from megatron.training.model.core_config import compute_dtype, virtual_stages
 from megatron.training.refusal import Refusal
 

@@ -24,9 +24,9 @@ from megatron.context_parallel.layout.documents import document_rows
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.spans import count
 from megatron.context_parallel.layout.tiles import Tile
-from megatron.training.data.batch_plans import BatchPlans, complete, walk_sizes
 from megatron.training.data.batches import micro_batches
 from megatron.training.data.read_tokens import DataError
+from megatron.training.model.batch_plans import BatchPlans, complete, walk_sizes
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 

@@ -12,19 +12,27 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from megatron.context_parallel.layout.documents import document_ends, document_rows, restart
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
-from megatron.training.data.batch_plans import BatchPlans
 from megatron.training.data.read_tokens import DataError
 from megatron.training.refusal import Refusal
 
 KEYS = ("tokens", "labels", "loss_mask")
 BY_TOKEN = (*KEYS, "groups")  # groups only in evaluations
 Batch = dict[str, torch.Tensor]
+
+
+class Plans(Protocol):
+    """Makes plans from a batch's ``document_ends`` in the loader's processes, and receives them in the trainer."""
+
+    def make(self, ends: torch.Tensor) -> list[bytes]: ...
+
+    def receive(self, ends: torch.Tensor, made: list[bytes]) -> None: ...
 
 
 class MicroBatchSampler(Sampler[list[tuple[int, bool, int]]]):
@@ -95,7 +103,7 @@ class _Samples(Dataset):
         return item
 
 
-def _stack(plans: BatchPlans | None, samples: list[Batch | DataError]) -> Batch | DataError:
+def _stack(plans: Plans | None, samples: list[Batch | DataError]) -> Batch | DataError:
     for sample in samples:
         if isinstance(sample, DataError):
             return sample
@@ -119,7 +127,7 @@ def stacked_ends(ends: Sequence[torch.Tensor], seq_length: int) -> torch.Tensor:
 class _Batches:
     """The batches of a loader. A batch that cannot be read raises an error; the iteration may continue after it."""
 
-    def __init__(self, loader: DataLoader, plans: BatchPlans | None) -> None:
+    def __init__(self, loader: DataLoader, plans: Plans | None) -> None:
         self._batches, self._plans = iter(loader), plans
         self._ready: list[Batch | DataError | None] = []  # the next one, or None at the end
 
@@ -165,7 +173,7 @@ def micro_batches(
     drop_last: bool = True,
     eod: int | None = None,
     numbers_only: bool = False,
-    plans: BatchPlans | None = None,
+    plans: Plans | None = None,
 ) -> Iterator[Batch]:
     """CPU tensors ``tokens``, ``labels``, ``loss_mask`` [b, s], from the first sample not yet consumed.
 
