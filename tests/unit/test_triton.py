@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron.context_parallel.attention.kernels.triton_kernels import triton_tiles
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import Call
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import TritonKernel, missing_triton
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles import walk
 from megatron.context_parallel.layout.masks import Causal, Documents, Full, MaskFunction, Window
@@ -71,6 +72,34 @@ def test_masks_on_a_ring(interpreted, mask):
 def test_softcaps_sinks_and_dropout_of_scores(interpreted, extra):
     mask = MASKS["function" if extra == "all" else "causal"]
     check(interpreted(triton_cases.errors, Case(mask, **ZIGZAG, **EXTRAS[extra])))
+
+
+@pytest.mark.parametrize("mask, extra", [("causal", "dropout"), ("two-sided", "all")])
+def test_four_keys_share_a_hash_of_dropout(interpreted, mask, extra):
+    """Key blocks of complete groups of four; the blocks of the other tests are not."""
+    blocks = (((0, 64),), ((64, 88), (128, 152)))
+    check(interpreted(triton_cases.errors, Case(MASKS[mask], ((0, 88), (128, 152)), blocks, **EXTRAS[extra])))
+
+
+@pytest.mark.parametrize(
+    "keys, mask, together",
+    [
+        (((0, 64), (96, 160)), Causal(), True),
+        (((0, 64), (96, 161)), Causal(), True),
+        (((0, 62), (96, 160)), Causal(), False),
+        (((2, 66),), Causal(), False),
+        (((0, 64), (96, 160)), Window(70), False),
+        (((0, 64), (96, 160)), Documents((40, 161)), True),
+        (((0, 64), (96, 160)), Documents((42, 161)), False),
+    ],
+)
+def test_keys_share_hashes_where_their_groups_are_complete(keys, mask, together):
+    q, k = (torch.empty(rows, 1, 1, 16, device="meta") for rows in (161, count(keys)))
+    call = Call(q, k, k, 1.0, dropout=Dropout(0.1, seed=1), capability=None)
+    out, row = torch.empty(161, 1, 1, 16, device="meta"), torch.empty(161, 1, 1, device="meta")
+    results = tiles(((0, 161),), keys, mask)
+    launches = [call.forward(results, out, row), *call.backward(results, q, row, row, out, *2 * [k])]
+    assert [launch.arguments["DROPS"] for launch in launches] == [4 if together else 1] * 2 + [1]
 
 
 @pytest.mark.full

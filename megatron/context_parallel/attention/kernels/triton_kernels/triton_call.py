@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles import Side, pack, places, walk
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles import Side, in_groups, pack, places, walk
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.tiles import Tiles
 from megatron.context_parallel.positions.position_dropout import LANES, Dropout
@@ -157,7 +157,11 @@ class Call:
         capped = self.softcap is not None
         kind = (which, self.q.element_size(), max(d, value), self.capability, self._features(bits))
         sizes = blocks(*kind, self.measured)
-        walked = walk(tiles, (side, s if side == "q" else t, sizes.block, sizes.step), device)
+        how = side, s if side == "q" else t, sizes.block, sizes.step
+        walked = walk(tiles, how, device)
+        drops = 0
+        if self.dropout is not None:  # keys that share a hash; the kernel for dk and dv has them in different threads
+            drops = LANES if side == "q" and in_groups(tiles, how) else 1
         shape = {"q_rows": s, "k_rows": t, "HEADS": h, "GROUP": h // hk, "HEAD": d, "VALUE": value}
         arguments = {
             **tensors,
@@ -178,7 +182,7 @@ class Call:
             "MASKED": bits is not None,
             "ALIBI": self.slopes is not None,
             "CAPPED": capped,
-            "DROPS": self.dropout is not None,
+            "DROPS": drops,
             "WIDE": _wide(max(sizes.block, sizes.step), *tensors.values()),
             "PRECISION": "interpreted" if self.capability is None else "ieee",  # of products of fp32
         }

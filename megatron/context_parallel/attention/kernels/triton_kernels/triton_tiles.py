@@ -22,8 +22,9 @@ from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.base import PAIR_BYTES, ROW_MASK_BYTES
 from megatron.context_parallel.layout.masks import Mask
-from megatron.context_parallel.layout.spans import positions
+from megatron.context_parallel.layout.spans import numbered, positions
 from megatron.context_parallel.layout.tiles import KINDS, Tile, Tiles, parts
+from megatron.context_parallel.positions.position_dropout import LANES
 from megatron.platform.streams import to_device
 
 Side = Literal["q", "k"]
@@ -70,6 +71,17 @@ def walk_numbers(tiles: Tiles, sizes: Sizes) -> tuple[np.ndarray, np.ndarray, in
     if key not in tiles.shared:
         tiles.shared[key] = _walk(tiles.numbers, *sizes)
     return tiles.shared[key]
+
+
+def in_groups(tiles: Tiles, sizes: Sizes) -> bool:
+    """Whether the keys of each step of a range are complete groups of ``LANES`` that share dropout's hashes."""
+
+    def found() -> bool:
+        begins = [n for row, (start, _) in numbered(tiles.k_spans) for n in (row, start)]
+        begins = np.concatenate((walk_numbers(tiles, sizes)[1][:, 0], np.array(begins, np.int64)))
+        return not (begins % LANES).any()
+
+    return tiles.derived(("in groups", sizes), found)
 
 
 def _walk(numbers: np.ndarray, side: Side, rows: int, block: int, step: int) -> tuple[np.ndarray, np.ndarray, int]:
