@@ -21,11 +21,15 @@ import torch
 import megatron.context_parallel as cp
 from benchmarks.parallel_attention import log_normal
 from megatron.context_parallel.attention.kernels.triton_kernels import triton_call, triton_kernel
+from megatron.context_parallel.attention.ring_plan import _attention_plan
 from megatron.context_parallel.fpdt import by_keys, by_queries, chunked_layer
 from megatron.context_parallel.fpdt.host_store import Offload
 from megatron.context_parallel.layout.documents import deal
+from megatron.training.model.batch_plans import BatchPlans, walk_sizes
 
 LENGTH, DEALT, RING = 2**17, 2**20, 16
+RECEIVED = "1,000 documents, prepared"
+SIZES = (walk_sizes(2, 128, None), frozenset())
 
 
 def milliseconds(work: Callable[[], object]) -> float:
@@ -45,6 +49,7 @@ def layers() -> None:
         "(imports)": cp.Window(1022),
         "causal": cp.Causal(),
         "1,000 documents": cp.Documents(ends),
+        RECEIVED: cp.Documents(ends),
         "Longformer, blocks of 128": cp.BlockSparse(128, cp.LongformerBlocks(2, 1), LENGTH),
         "BigBird, blocks of 64": cp.BlockSparse(64, cp.BigBirdBlocks(1, 1, 3), LENGTH),
     }
@@ -53,6 +58,14 @@ def layers() -> None:
     for name, mask in masks.items():
         qkv = [torch.empty(LENGTH, 1, 32, 128, device="meta", requires_grad=True) for _ in range(3)]
         times: list[tuple[float, float]] = []
+        if name == RECEIVED:
+            _attention_plan.cache_clear()
+            plans = BatchPlans(layout, (cp.Causal(),), torch.device("meta"), sizes=SIZES)
+            made: list[list[bytes]] = []
+            work = milliseconds(lambda plans=plans, made=made: made.append(plans.make(torch.tensor([ends]))))
+            took = milliseconds(lambda plans=plans, made=made: plans.receive(torch.tensor([ends]), made[0]))
+            print(f"(a loader's process makes the plan's numbers, {len(made[0][0]) / 2**20:.2f} MiB, in {work:.1f} ms;")
+            print(f" the trainer receives them, before the step, in {took:.1f} ms)")
         gc.collect()  # otherwise the garbage of earlier masks may be collected in this mask's time
         for _ in range(11):
             outs: list[torch.Tensor] = []

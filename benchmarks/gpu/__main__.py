@@ -114,8 +114,10 @@ def inside(name: str, folder: Path, device: str, tiny: bool, minutes: float, kee
     where = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
     stage = Stage(name, folder, about(where, tiny), minutes, keep_failed)
     stage.write()
+    sizes = TINY if tiny else GPU
     try:
-        importlib.import_module(f"benchmarks.gpu.{STAGES[name][0]}").run(stage, TINY if tiny else GPU, where)
+        stage.predict = importlib.import_module("benchmarks.gpu.predict").predictor(stage, sizes)
+        importlib.import_module(f"benchmarks.gpu.{STAGES[name][0]}").run(stage, sizes, where)
     except Exception as error:
         stage.report["failed"] = reason(error)
         stage.write()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.gpu.stage import Figures, clock, read
+from benchmarks.gpu.stage import Figures, clock, compared, read
 
 GIB = 2**30
 STEP_HEAD = ["", "layers", "step, s", "tokens/s", "device, GiB", "host, GiB"]
@@ -22,7 +22,7 @@ def write_report(folder: Path, names: list[str]) -> Path:
         memory = f"{about['host_memory'] / GIB:.0f} GiB of host memory"
         lines.append(f"torch {about['torch']}, {about['cores']} cores, {memory}")
     for name, report in reports.items():
-        lines += ["", f"## {name}", "", *TABLES[name](report), *left_out(report)]
+        lines += ["", f"## {name}", "", *TABLES[name](report), *beside(report), *left_out(report)]
     path = folder / "report.md"
     path.write_text("\n".join(lines) + "\n")
     return path
@@ -30,6 +30,17 @@ def write_report(folder: Path, names: list[str]) -> Path:
 
 def good(report: Figures) -> dict[str, Figures]:
     return {name: result for name, result in report["cases"].items() if "failed" not in result}
+
+
+def beside(report: Figures) -> list[str]:
+    """Every figure that the simulator predicts, next to the measured one."""
+    rows = []
+    for name, result in good(report).items():
+        for what, measured, predicted in compared(result, result.get("prediction", {})):
+            figures = f"{measured:.4g}", f"{predicted:.4g}", ratio(predicted, measured)
+            rows.append([name, what.replace("/", ", "), *figures])
+    lines = table(["", "", "measured", "predicted", "predicted/measured"], rows)
+    return ["", *lines] if lines else []
 
 
 def left_out(report: Figures) -> Iterator[str]:

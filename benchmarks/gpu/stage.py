@@ -6,8 +6,9 @@ from __future__ import annotations
 import gc
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ class Stage:
         same = all(before.get(key) == value for key, value in about.items())
         cases = before.get("cases", {}) if same and not before.get("finished") else {}
         self.known = {n: figures for n, figures in cases.items() if keep_failed or "failed" not in figures}
+        self.predict: Callable[[str, Figures], dict[str, float]] = lambda *_: {}
         self.report: Figures = {"stage": name, **about, "finished": False, "cases": dict(self.known)}
 
     def left(self) -> float:
@@ -74,7 +76,10 @@ class Stage:
             begin = time.monotonic()
             figures = attempt(case.run)
             took = time.monotonic() - begin
-            self.keep(case.name, figures | {"took": round(took, 2)})
+            foreseen = {} if "failed" in figures else attempt(partial(self.predict, case.name, figures))
+            self.keep(case.name, figures | {"prediction": foreseen, "took": round(took, 2)})
+            for what, measured, predicted in compared(figures, foreseen):
+                self.say(f"   {what}: {measured:.4g} measured, {predicted:.4g} predicted")
             if "failed" in figures:
                 self.say(f"   {figures['failed']}")
                 if "CUDA error" in figures["failed"]:
@@ -95,6 +100,12 @@ class Stage:
 
     def say(self, text: str) -> None:
         print(f"[{self.name} {clock(time.monotonic() - self.begun)}] {text}", flush=True)
+
+
+def compared(figures: Figures, foreseen: Figures) -> Iterator[tuple[str, float, float]]:
+    """(place of a figure, measured, predicted) for each prediction of a case."""
+    for what, predicted in foreseen.items() if "failed" not in foreseen else ():
+        yield what, reduce(lambda inside, name: inside[name], what.split("/"), figures), predicted
 
 
 def attempt(run: Callable[[], Figures]) -> Figures:

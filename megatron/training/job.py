@@ -49,7 +49,7 @@ from megatron.training.model.build import build_model
 from megatron.training.model.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
 from megatron.training.refusal import together
 from megatron.training.report.layer_traffic import describe_layers
-from megatron.training.setup import Runtime
+from megatron.training.setup import Runtime, batch_plans
 
 
 @dataclass(kw_only=True)
@@ -284,6 +284,7 @@ def batches_for(job: Job, dataset: Dataset | None, consumed: int, workers: int) 
             seed=config.run.seed,
             eod=job.eod if runtime.by_documents else None,
             numbers_only=not runtime.reads_tokens,
+            plans=batch_plans(config, runtime),
         )
 
     return [iterator() for _ in job.chunks] if len(job.chunks) > 1 else iterator()

@@ -25,6 +25,7 @@ from megatron.training.arguments.validate import transformer_engine_installed
 from megatron.training.arguments.validate.check_memory import attention_chunks
 from megatron.training.arguments.validate.check_model import varies_by_batch
 from megatron.training.model.attention_rule import layer_masks, measured_blocks
+from megatron.training.model.batch_plans import BatchPlans, triton_sizes
 from megatron.training.model.core_config import compute_dtype, virtual_stages
 from megatron.training.refusal import Refusal
 
@@ -216,6 +217,28 @@ def _kernel(config: Config, device: torch.device, mask: Mask) -> str:
         needs_value_dim=config.model.multi_latent_attention and config.model.v_head_dim != config.model.kv_channels,
     )
     return kernel.name
+
+
+def batch_plans(config: Config, runtime: Runtime) -> BatchPlans | None:
+    """Makes the attention plans of the batches where they differ by their documents; None elsewhere."""
+    if not config.data.reset_attention_mask or runtime.platform.simulated:
+        return None
+    model, sizes = config.model, (frozenset(), frozenset())
+    if config.attention.attention_kernel in ("auto", "triton"):
+        present = {
+            "alibi": model.position_embedding_type == "alibi",
+            "softcap": model.attn_logit_softcapping is not None,
+            "dropout": model.attention_dropout > 0 and not config.run.skip_train,
+        }
+        head = model.kv_channels
+        if model.multi_latent_attention:
+            head = max(model.qk_head_dim + model.qk_pos_emb_head_dim, model.v_head_dim)
+        features = [name for name, has in present.items() if has]
+        measured, _ = measured_blocks(config.attention.attention_block_sizes)
+        sizes = triton_sizes(runtime.device, compute_dtype(config), head, features, measured)
+    masks = tuple(mask for mask in dict.fromkeys(layer_masks(config)) if not mask.pairwise)
+    gathers = config.parallel.cp_comm_type == ["all_gather"]
+    return BatchPlans(runtime.layout, masks, runtime.device, gathers, sizes)
 
 
 def _expert_groups(config: Config) -> dict[str, int | None] | None:

@@ -103,6 +103,8 @@ def forward_step(
         loss_mask=batch["loss_mask"],
         **({"ahead": batch["ahead"]} if runtime.ahead else {}),
     )
+    if hasattr(batches, "prepare"):  # the next batch, while a GPU computes
+        batches.prepare()
     if mark is not None and output.requires_grad:
         output.register_hook(lambda _: mark("backward"))  # its backward begins, in any pipeline schedule
     return output, partial(sum_of_losses, batch["loss_mask"]) if measure is None else partial(_measured, measure, batch)

@@ -17,10 +17,10 @@ import torch
 
 from benchmarks import fpdt, peers
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import attention, pictures, program, rates, run_tests, step
+from benchmarks.gpu import attention, pictures, predict, program, rates, run_tests, step
 from benchmarks.gpu.profile import KernelRun, group_of, hidden, summary, union
-from benchmarks.gpu.report import by_tiles
-from benchmarks.gpu.stage import BROKEN, GPU, TINY, Case, Stage, read
+from benchmarks.gpu.report import beside, by_tiles
+from benchmarks.gpu.stage import BROKEN, GPU, TINY, Case, Stage, compared, read
 from megatron.simulator.machines.machine_file import load
 from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
@@ -74,6 +74,9 @@ def test_all_stages(tmp_path: Path) -> None:
         assert {"GEMM", "attention", "elementwise", "idle"} <= set(profile["groups"])
     assert result["fpdt"]["copies"]["copy_seconds"] > 0 and 0 <= result["fpdt"]["copies"]["hidden"] <= 1
     assert result["longest"]["longest"]["tokens"] == 2 * TINY.longest[0]
+    for name in ("attention", "step", "fpdt", "longest"):
+        for case, figures in result[name]["cases"].items():
+            assert figures["prediction"] and all(value > 0 for value in figures["prediction"].values()), (name, case)
     for name, case in result["simulator"]["cases"].items():
         assert case["measured_over_measured"] == case["predicted"]["measured"] / case["seconds"] > 0, name
     assert len(result["simulator"]["cases"]) == 4 + 2 + 5 + 2
@@ -92,6 +95,42 @@ def test_the_report_compares_the_predicted_kernel_with_the_fastest() -> None:
     *_, short, long = by_tiles(report | {"cases": {name: {"seconds": seconds} for name, seconds in cases.items()}})
     assert [cell.strip() for cell in short.split("|")[1:-1]] == ["512", "2.00", "1.00", "triton", "triton"]
     assert [cell.strip() for cell in long.split("|")[1:-1]] == ["8,192", "1.00", "", "triton", "cudnn"]
+
+
+PLAN = {"layers": 2, "length": 8192, "mode": "recompute", "chunk": 0}
+FIGURES = {
+    "gemm 4096": ({"size": 4096, "flops_per_second": 4e14}, "flops_per_second"),
+    "mlp up 28672 x 4096": ({"m": 8192, "n": 28672, "k": 4096, "flops_per_second": 5e14}, "flops_per_second"),
+    "memory": ({"bytes_per_second": 2e12}, "bytes_per_second"),
+    "host": ({"bytes_per_second": 4e10, "latency": 1e-5}, "bytes_per_second"),
+    "launch": ({"seconds": 4e-6}, "seconds"),
+    "attention over 8192": ({"size": 8192, "forward": 4e14, "backward": 3e14}, "forward backward"),
+    "triton 8192": (
+        {"kernel": "triton", "length": 8192, "forward": {"seconds": 2e-3}, "backward": {"seconds": 6e-3}},
+        "forward/seconds backward/seconds",
+    ),
+    "causal, auto, 8192": ({"length": 8192, "seconds": 8e-3, "pairs_of_causal": 1.0}, "seconds"),
+    "8192 tokens, full recompute": (PLAN | {"seconds": 0.1}, "seconds"),
+}
+
+
+def test_each_measurement_has_its_prediction_beside_it(tmp_path, capsys) -> None:
+    machine = load("H100-80G")
+    stage = Stage("rates", tmp_path, ABOUT, 1)
+    stage.predict = lambda name, figures: predict.prediction(name, figures, GPU, machine)
+    stage.run([Case(name, lambda figures=figures: dict(figures)) for name, (figures, _) in FIGURES.items()])
+    printed = capsys.readouterr().out
+    for name, (figures, places) in FIGURES.items():
+        foreseen = stage.report["cases"][name]["prediction"]
+        assert list(foreseen) == places.split(), name
+        for what, measured, predicted in compared(figures, foreseen):
+            assert measured / 4 < predicted < measured * 4, (name, what, measured, predicted)
+            assert f"   {what}: {measured:.4g} measured, {predicted:.4g} predicted" in printed
+    assert len(beside(stage.report)) == 3 + len(FIGURES) + 2
+    half = FIGURES["causal, auto, 8192"][0] | {"pairs_of_causal": 0.5}
+    whole = stage.report["cases"]["causal, auto, 8192"]["prediction"]["seconds"]
+    assert predict.prediction("", half, GPU, machine)["seconds"] < 0.8 * whole
+    assert predict.prediction("tests/gpu/test_one.py", {"passed": 3}, GPU, machine) == {}
 
 
 def test_a_stage_that_fails_records_its_reason_and_the_next_stage_runs(tmp_path, monkeypatch, capfd) -> None:

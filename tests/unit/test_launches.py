@@ -4,20 +4,29 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.data import Dataset
 
 import megatron.context_parallel as cp
+from megatron.context_parallel.attention import ring_plan
 from megatron.context_parallel.attention.kernels.base import Final, Scores
 from megatron.context_parallel.attention.kernels.sums import Accumulator, GradientSum, KeyGradients
 from megatron.context_parallel.attention.kernels.triton_kernels import triton_call, triton_kernel, triton_tiles
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import TritonKernel
-from megatron.context_parallel.attention.ring_plan import attention_plan
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles import walk
+from megatron.context_parallel.attention.ring_plan import AttentionPlan, attention_plan
 from megatron.context_parallel.attention.rule import TileKernel
+from megatron.context_parallel.layout import sequence_layout
+from megatron.context_parallel.layout.documents import document_rows
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.spans import count
 from megatron.context_parallel.layout.tiles import Tile
+from megatron.training.data.batches import micro_batches
+from megatron.training.data.read_tokens import DataError
+from megatron.training.model.batch_plans import BatchPlans, complete, walk_sizes
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -100,5 +109,107 @@ def test_chunks_of_a_regular_mask_share_their_tables():
         for key in plan.keys_of(query):
             for hop in plan.ring(chunk=key, query_chunk=query).hops:
                 pairs += bool(hop.tiles)
-                kinds.add(triton_tiles.geometry(hop.tiles))
+                kinds.add(hop.tiles.geometry)
     assert pairs > 400 and len(kinds) < 16
+
+
+class Packed(Dataset):
+    """Samples of a few documents, which end with token 0."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        tokens = torch.ones(512, dtype=torch.int64)
+        tokens[torch.randperm(512, generator=torch.Generator().manual_seed(i))[: 9 + i]] = 0
+        return {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(512)}
+
+
+@pytest.fixture
+def derived(monkeypatch):
+    """The names of the functions that were called to derive a plan."""
+    called = []
+    for module, name in [(ring_plan, "tiles"), (ring_plan, "_plan"), (ring_plan, "reach"), (triton_tiles, "_walk"),
+                         (sequence_layout, "deal")]:  # fmt: skip
+        work = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, w=work, n=name, **more: called.append(n) or w(*args, **more))
+    return called
+
+
+def read(plans, workers, micro_batch=2):
+    ring_plan._attention_plan.cache_clear()
+    options = {"consumed_samples": 0, "data_parallel_rank": 0, "data_parallel_size": 1, "eod": 0}
+    return micro_batches(Packed(), micro_batch_size=micro_batch, num_workers=workers, plans=plans, **options)
+
+
+CPU, MASKS = torch.device("cpu"), (cp.Causal(), cp.Window(100))
+SIZES = (walk_sizes(2, 64, None), frozenset())
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("ring, balance", [(1, "zigzag"), (4, "zigzag"), (4, "documents"), (2, "contiguous")])
+def test_a_loader_process_makes_the_plan_that_layers_would_derive(derived, ring, balance, chunks):
+    grid = abstract_grid(ulysses=2, ring=ring).at(ulysses=1, ring=ring - 1)
+    layout = cp.SequenceLayout(512, grid, balance, chunks)
+    batches = read(BatchPlans(layout, MASKS, CPU, sizes=SIZES), workers=1)
+    for batch in batches:
+        rows = document_rows(batch["document_ends"])
+        of_batch = layout.of_documents(rows[0])
+        for mask in (cp.Documents(row, inside) for row in rows for inside in MASKS):
+            plan, fresh = attention_plan(of_batch, mask), AttentionPlan(replace(of_batch, chunks=chunks), mask)
+            found = [(tiles, side, *rest) for tiles in complete(plan) if tiles for side, *rest in SIZES[0]]
+            for tiles, side, *rest in found:
+                walk(tiles, (side, count(tiles.q_spans if side == "q" else tiles.k_spans), *rest), CPU)
+            _ = of_batch.positions
+            assert not derived
+            again = complete(fresh)
+            assert again == complete(plan) and derived
+            assert {key: value for key, value in fresh.known.items() if key[0][0] != "_"} == plan.known
+            for (tiles, side, *rest), other in zip(found, (t for t in again if t for _ in SIZES[0]), strict=True):
+                sizes = side, count(tiles.q_spans if side == "q" else tiles.k_spans), *rest
+                one, two = walk(tiles, sizes, CPU), walk(other, sizes, CPU)
+                assert one.blocks.equal(two.blocks) and one.ranges.equal(two.ranges) and one.pairs == two.pairs
+            derived.clear()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_layers_derive_nothing_for_a_batch_of_documents(launches, derived, monkeypatch, workers):
+    monkeypatch.setattr(TritonKernel, "why_not", lambda *_, **__: None)
+    layout = cp.SequenceLayout(512, abstract_grid())
+
+    def layer(batch):
+        masks = [cp.Documents(row) for row in document_rows(batch["document_ends"])]
+        qkv = (torch.empty(512, 2, 4, 64, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(3))
+        out = cp.attention(*qkv, layout=layout, mask=masks, kernel="triton")
+        out.backward(torch.empty_like(out))
+
+    batches = read(BatchPlans(layout, (cp.Causal(),), torch.device("meta"), sizes=SIZES), workers)
+    for _ in range(2):
+        batches.prepare()
+        derived.clear()  # without processes, prepare derives the plans
+        layer(next(batches))
+        assert not derived
+    assert next(batches, None) is None
+    layer(next(read(None, workers)))
+    assert {"tiles", "_walk"} <= set(derived), "without plans a layer derives them"
+
+
+def test_an_unreadable_batch_and_the_end_come_in_their_turn(monkeypatch):
+    plans = BatchPlans(cp.SequenceLayout(512, abstract_grid()), (cp.Causal(),), CPU)
+    whole = Packed.__getitem__
+
+    def broken(self, i):
+        if i == 1:
+            raise DataError("sample 1 is broken")
+        return whole(self, i)
+
+    monkeypatch.setattr(Packed, "__getitem__", broken)
+    batches, numbers = read(plans, 0, micro_batch=1), []
+    for _ in range(6):
+        batches.prepare()
+        batches.prepare()
+        try:
+            numbers.append(next(batches)["numbers"].item())
+        except (DataError, StopIteration) as error:
+            numbers.append(type(error).__name__)
+    assert numbers == [0, "DataError", 2, 3, "StopIteration", "StopIteration"]

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron.context_parallel.attention.kernels.triton_kernels import triton_tiles
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import Call
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import TritonKernel, missing_triton
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles import walk
 from megatron.context_parallel.layout.masks import Causal, Documents, Full, MaskFunction, Window
@@ -71,6 +72,34 @@ def test_masks_on_a_ring(interpreted, mask):
 def test_softcaps_sinks_and_dropout_of_scores(interpreted, extra):
     mask = MASKS["function" if extra == "all" else "causal"]
     check(interpreted(triton_cases.errors, Case(mask, **ZIGZAG, **EXTRAS[extra])))
+
+
+@pytest.mark.parametrize("mask, extra", [("causal", "dropout"), ("two-sided", "all")])
+def test_four_keys_share_a_hash_of_dropout(interpreted, mask, extra):
+    """Key blocks of complete groups of four; the blocks of the other tests are not."""
+    blocks = (((0, 64),), ((64, 88), (128, 152)))
+    check(interpreted(triton_cases.errors, Case(MASKS[mask], ((0, 88), (128, 152)), blocks, **EXTRAS[extra])))
+
+
+@pytest.mark.parametrize(
+    "keys, mask, together",
+    [
+        (((0, 64), (96, 160)), Causal(), True),
+        (((0, 64), (96, 161)), Causal(), True),
+        (((0, 62), (96, 160)), Causal(), False),
+        (((2, 66),), Causal(), False),
+        (((0, 64), (96, 160)), Window(70), False),
+        (((0, 64), (96, 160)), Documents((40, 161)), True),
+        (((0, 64), (96, 160)), Documents((42, 161)), False),
+    ],
+)
+def test_keys_share_hashes_where_their_groups_are_complete(keys, mask, together):
+    q, k = (torch.empty(rows, 1, 1, 16, device="meta") for rows in (161, count(keys)))
+    call = Call(q, k, k, 1.0, dropout=Dropout(0.1, seed=1), capability=None)
+    out, row = torch.empty(161, 1, 1, 16, device="meta"), torch.empty(161, 1, 1, device="meta")
+    results = tiles(((0, 161),), keys, mask)
+    launches = [call.forward(results, out, row), *call.backward(results, q, row, row, out, *2 * [k])]
+    assert [launch.arguments["DROPS"] for launch in launches] == [4 if together else 1] * 2 + [1]
 
 
 @pytest.mark.full
@@ -140,9 +169,9 @@ def test_all_rows_that_dk_and_dv_read_are_prepared(mask):
     for q_at, k_at in itertools.product([((0, 90),), ZIGZAG["q_at"]], [((0, 90),), *ZIGZAG["blocks"]]):
         some, device = tiles(q_at, k_at, MASKS[mask]), torch.device("cpu")
         ready = torch.zeros(whole + 32, dtype=torch.bool)
-        for block in walk(some, "q", count(q_at), 32, 16, device).blocks[:, 0].tolist():
+        for block in walk(some, ("q", count(q_at), 32, 16), device).blocks[:, 0].tolist():
             ready[32 * block : 32 * block + 32] = True
-        for start, stop in walk(some, "k", count(k_at), 32, 16, device).ranges[:, :2].tolist():
+        for start, stop in walk(some, ("k", count(k_at), 32, 16), device).ranges[:, :2].tolist():
             assert ready[start:stop].all()
 
 
@@ -159,7 +188,7 @@ def test_ranges_cover_each_pair_once_and_few_others(mask, block, step, side):
         wanted[i, j] += {"full": beyond < 10**6, "causal": beyond <= 0, "anticausal": beyond >= 0}[tile.kind].int()
     wanted = wanted if side == "q" else wanted.t()
     met = torch.zeros_like(wanted)
-    walked = walk(results, side, wanted.size(0), block, step, torch.device("cpu"))
+    walked = walk(results, (side, wanted.size(0), block, step), torch.device("cpu"))
     steps = 0
     for number, *ends in walked.blocks.tolist():
         rows = torch.arange(number * block, min(number * block + block, wanted.size(0)))
@@ -180,7 +209,7 @@ def test_ranges_cover_each_pair_once_and_few_others(mask, block, step, side):
 def test_long_sequences_have_few_ranges():
     """The number of ranges grows with the blocks, not with their pairs."""
     results = tiles(((0, 2**20),), ((0, 2**20),), Window(2**15 - 1))
-    walked = walk(results, "q", 2**20, 128, 64, torch.device("cpu"))
+    walked = walk(results, ("q", 2**20, 128, 64), torch.device("cpu"))
     assert len(walked.blocks) == 2**13 and len(walked.ranges) <= 6 * 2**13
     wanted = sum(tile.pairs for tile in results)
     assert wanted < walked.pairs < 1.02 * wanted

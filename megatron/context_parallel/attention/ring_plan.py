@@ -111,7 +111,7 @@ class AttentionPlan:
     def __init__(self, layout: SequenceLayout, mask: Mask, key_layout: SequenceLayout | None = None) -> None:
         self.layout, self.mask, self.key_layout = layout, mask, key_layout or layout
         self.known: dict[Hashable, Any] = {}
-        self._shared: dict[Hashable, Any] = {}  # of all tiles
+        self.shared: dict[Hashable, Any] = {}  # of all tiles
 
     @once
     def ring(self, *, chunk: int | None = None, query_chunk: int | None = None, rank: int | None = None) -> RingPlan:
@@ -144,6 +144,12 @@ class AttentionPlan:
         return self._tiles(spans(query, self.layout.grid.ring.rank), spans(key, ring))
 
     @once
+    def met(self, query: int, key: int, ring: int) -> Tiles:
+        """:meth:`between`, with key rows numbered as this rank holds them while the key chunk goes around the ring."""
+        (hop,) = (hop for hop in self.ring(chunk=key).hops if hop.source == ring)
+        return self.between(query, key, ring).within(hop.held)
+
+    @once
     def keys_of(self, query: int) -> list[int]:
         """The key chunks that a query chunk meets; on a ring, those that it meets on any pair of ranks."""
         chunks, ring = range(self.layout.chunks), self.layout.grid.ring
@@ -167,7 +173,7 @@ class AttentionPlan:
         return last
 
     def _tiles(self, queries: Spans, keys: Spans) -> Tiles:
-        return tiles(queries, keys, self.mask).sharing(self._shared)
+        return tiles(queries, keys, self.mask, self.shared)
 
     @once
     def _paths(self, chunk: int | None, query_chunk: int | None) -> dict[int, list[_Path]]:

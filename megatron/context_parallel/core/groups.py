@@ -40,23 +40,17 @@ def initialize_grid(
     Raises:
         ValueError: the grid does not divide the world size, or an argument needs megatron-core, which is not installed.
     """
+    sizes = {"ulysses": ulysses, "ring": ring, "tensor": tensor, "pipeline": pipeline}
     if not core_installed():
         if virtual_pipeline is not None or core_options:
             raise ValueError("virtual_pipeline and core_options are for megatron-core: pip install megatron-core")
-        return make_grid(
-            ulysses=ulysses,
-            ring=ring,
-            tensor=tensor,
-            pipeline=pipeline,
-            backend=backend,
-            timeout_minutes=timeout_minutes,
-        )
+        return make_grid(**sizes, backend=backend, timeout_minutes=timeout_minutes)
     with warnings.catch_warnings():  # core reports at import that apex and Transformer Engine are missing
         warnings.simplefilter("ignore")
         from megatron.core import parallel_state
 
     initialize_world(backend, timeout_minutes)
-    model_size(ulysses=ulysses, ring=ring, tensor=tensor, pipeline=pipeline)
+    model_size(**sizes)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,

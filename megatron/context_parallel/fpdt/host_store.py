@@ -254,14 +254,11 @@ class ChunkStore:
             return [Loading(fresh[name] if name in fresh else kept[name]) for name in names]
         return [Loading(fresh[name]) if name in fresh else self.offload.load(kept[name]) for name in names]
 
-    def get(self, name: tuple) -> Tensor:
-        return self.load([name])[0].wait()
-
     def pop(self, name: tuple) -> Tensor | None:
-        """Like :meth:`get`, and drop the tensor; None if there is none of this name."""
+        """The tensor, which is dropped from the store; None if there is none of this name."""
         if name not in self._kept:
             return None
-        x = self.get(name)
+        x = self.load([name])[0].wait()
         del self._kept[name]
         return x
 

@@ -22,6 +22,7 @@ from megatron.decisions.division import length_unit
 from megatron.platform.autograd import refuse_transforms
 
 Balance = Literal["zigzag", "contiguous", "documents"]
+KEPT = 64  # layouts of batches of documents that a layout remembers
 
 
 @dataclass(frozen=True)
@@ -97,16 +98,37 @@ class SequenceLayout:
             block = self.seq_length // size
             return ((ring * block, (ring + 1) * block),)
         if self.balance == "documents":
-            return deal(self.document_ends or (self.seq_length,), size)[ring]
+            return self.dealt[ring]
         block = self.seq_length // (2 * size)
         low, high = ring, 2 * size - 1 - ring
         if high == low + 1:  # the two blocks in the middle touch
             return ((low * block, (high + 1) * block),)
         return ((low * block, (low + 1) * block), (high * block, (high + 1) * block))
 
-    def of_documents(self, ends: tuple[int, ...]) -> SequenceLayout:
-        """The layout for a sequence of packed documents; this layout itself unless the balance depends on documents."""
-        return replace(self, document_ends=ends) if self.balance == "documents" else self
+    @cached_property
+    def dealt(self) -> tuple[Spans, ...]:
+        """For the balance "documents", the positions of each ring rank."""
+        return deal(self.document_ends or (self.seq_length,), self.grid.ring.size)
+
+    def of_documents(self, ends: tuple[int, ...], dealt: tuple[Spans, ...] = ()) -> SequenceLayout:
+        """The layout for a sequence of packed documents; this layout itself unless the balance depends on documents.
+
+        Args:
+            dealt: its :attr:`dealt`, if it is known. Later calls for these documents return the same layout.
+        """
+        if self.balance != "documents":
+            return self
+        if ends not in self._of_documents:
+            if len(self._of_documents) == KEPT:
+                del self._of_documents[next(iter(self._of_documents))]  # the oldest
+            self._of_documents[ends] = replace(self, document_ends=ends)
+        if dealt:
+            self._of_documents[ends].__dict__["dealt"] = dealt
+        return self._of_documents[ends]
+
+    @cached_property
+    def _of_documents(self) -> dict[tuple[int, ...], SequenceLayout]:
+        return {}
 
     def without_groups(self) -> SequenceLayout:
         """An equal layout without process groups and without tensors of positions, as a key of caches."""

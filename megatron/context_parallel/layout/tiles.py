@@ -9,15 +9,19 @@ pairs are computed and sent, and the tiles' pairs give the FLOPs.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import cached_property
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
 
 from megatron.context_parallel.layout.masks import Band, Mask
 from megatron.context_parallel.layout.spans import Span, Spans, numbered, place, positions_of, split, union
 from megatron.decisions.division import NARROW
 
 Kind = Literal["full", "causal", "anticausal"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Tile(NamedTuple):
@@ -40,20 +44,57 @@ class Tile(NamedTuple):
         return rows * columns if self.kind == "full" else rows * (rows + 1) // 2
 
 
-class Tiles(tuple[Tile, ...]):
+class Tiles(Sequence[Tile]):
     """The tiles between two blocks, and what was derived from them, such as a kernel's tables on the device.
+
+    Pickled tiles are an array, which other processes read without making an object for each tile.
 
     Attributes:
         q_spans, k_spans: the global positions of each block's rows.
+        shared: what was derived from :attr:`numbers` alone. All tiles of a plan share it: chunks and hops often have
+            equal rows.
     """
 
-    q_spans: Spans
-    k_spans: Spans
+    def __init__(
+        self,
+        each: Iterable[Tile] = (),
+        q_spans: Spans = (),
+        k_spans: Spans = (),
+        shared: dict[Hashable, Any] | None = None,
+    ) -> None:
+        self._each, self.q_spans, self.k_spans = tuple(each), q_spans, k_spans
+        self.shared = {} if shared is None else shared
 
-    def __new__(cls, each: Iterable[Tile] = (), q_spans: Spans = (), k_spans: Spans = ()) -> Tiles:
-        self = super().__new__(cls, each)
-        self.q_spans, self.k_spans = q_spans, k_spans
-        return self
+    @cached_property
+    def _each(self) -> tuple[Tile, ...]:
+        rows = self.numbers.tolist()
+        return tuple(Tile((a, b), (c, d), KINDS[kind], bool(masked)) for a, b, c, d, kind, masked in rows)
+
+    @cached_property
+    def numbers(self) -> np.ndarray:
+        """int64 [tiles, 6]: both ends of the queries, both ends of the keys, index of the kind in KINDS, masked."""
+        each = (n for tile in self._each for n in (*tile.q, *tile.k, KINDS.index(tile.kind), tile.masked))
+        return np.fromiter(each, np.int64).reshape(-1, 6)
+
+    @cached_property
+    def geometry(self) -> bytes:
+        """:attr:`numbers` as a key."""
+        return self.numbers.tobytes()
+
+    def __len__(self) -> int:
+        return len(self._each) if "_each" in self.__dict__ else len(self.numbers)
+
+    def __getitem__(self, index: int) -> Tile:
+        return self._each[index]
+
+    def __iter__(self) -> Iterator[Tile]:
+        return iter(self._each)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._each == tuple(other)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("numbers", "q_spans", "k_spans", "shared")}
 
     def q_at(self, tile: Tile) -> Spans:
         """The global positions of a tile's query rows."""
@@ -63,10 +104,10 @@ class Tiles(tuple[Tile, ...]):
         """The global positions of a tile's key rows."""
         return positions_of([tile.k], self.k_spans)
 
-    @property
+    @cached_property
     def masked(self) -> bool:
         """Whether some tile is masked."""
-        return self.derived("masked", lambda: any(tile.masked for tile in self))
+        return bool(self.numbers[:, 5].any())
 
     def derived(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """``make()``, which is called once for each ``key``."""
@@ -74,41 +115,26 @@ class Tiles(tuple[Tile, ...]):
             self.__dict__[key] = make()
         return self.__dict__[key]
 
-    @property
-    def shared(self) -> dict[Hashable, Any]:
-        """What was derived from rows alone. All tiles of a plan share it: chunks and hops often have equal rows."""
-        return self.derived("shared", dict)
-
     def within(self, held: Spans) -> Tiles:
         """The same tiles with key rows numbered within ``held``, the rows of the key block that are kept."""
         if not self or (len(held) == 1 and held[0][0] == 0):
             return self
-        return self.derived(held, lambda: self._within(held))
-
-    def _within(self, held: Spans) -> Tiles:
         moved = (tile._replace(k=place(tile.k, held)) for tile in self)
-        return Tiles(moved, self.q_spans, positions_of(held, self.k_spans)).sharing(self.shared)
-
-    def sharing(self, shared: dict[Hashable, Any]) -> Tiles:
-        """These tiles, after their :attr:`shared` is replaced by ``shared``, that of other tiles."""
-        self.__dict__["shared"] = shared
-        return self
-
-    def __reduce__(self) -> tuple:  # without what was derived
-        return Tiles, (tuple(self), self.q_spans, self.k_spans)
+        return Tiles(moved, self.q_spans, positions_of(held, self.k_spans), self.shared)
 
 
-def tiles(q_spans: Spans, k_spans: Spans, mask: Mask) -> Tiles:
+def tiles(q_spans: Spans, k_spans: Spans, mask: Mask, shared: dict[Hashable, Any] | None = None) -> Tiles:
     """The tiles between a query block and a key block.
 
     Args:
         q_spans, k_spans: the global positions of each block's rows, in local order.
         mask: the attention mask.
+        shared: :attr:`Tiles.shared` of other tiles of a plan.
     """
     keys = sorted(numbered(k_spans), key=lambda item: item[1])
     starts, stops = [span[0] for _, span in keys], [span[1] for _, span in keys]
     if not keys:
-        return Tiles((), q_spans, k_spans)
+        return Tiles((), q_spans, k_spans, shared)
     all_keys = (starts[0], max(stops))
     pieces, pairwise = [], mask.pairwise
     for q_row, q in numbered(q_spans):
@@ -122,7 +148,7 @@ def tiles(q_spans: Spans, k_spans: Spans, mask: Mask) -> Tiles:
                         rows = (q_at[0] + down, q_at[1] + down) if down else q_at
                         columns = (k_at[0] + right, k_at[1] + right) if right else k_at
                         pieces.append(Tile(rows, columns, kind, masked or pairwise))
-    return Tiles(_merge(pieces), q_spans, k_spans)
+    return Tiles(_merge(pieces), q_spans, k_spans, shared)
 
 
 def _cut(band: Band) -> list[tuple[Span, Span, Kind, bool]]:

@@ -8,8 +8,10 @@ of the complete stage are extrapolated. ``every_layer`` runs all layers. Micro-b
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, fields
 from math import lcm
@@ -140,6 +142,22 @@ class DryRun:
     step: WholeStep | None = None  # the passes of all stages with their times; None without a machine
 
 
+@contextmanager
+def paused_collector() -> Iterator[None]:
+    """Python does not look for reference cycles, for which it would read millions of recorded events again and again.
+
+    Tensors are not part of cycles, so that their memory is counted as before.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@paused_collector()
 def dry_run(
     config: Config,
     world_size: int,

@@ -9,8 +9,9 @@ share, and of the optimizer's norm, begin when the last stage is done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from megatron.simulator.dry_run.replay import Interval, Replay, Stretch
@@ -107,7 +108,12 @@ class Pass:
     name: str
     seconds: float  # from its begin until the next phase begins
     sent: float  # seconds from its begin until its message has arrived; `seconds` if it sends none
-    spans: list[Interval]  # in program order; seconds from its begin
+    made: list[Interval] | Callable[[], list[Interval]]  # the spans, or what makes them when a picture needs them
+
+    @cached_property
+    def spans(self) -> list[Interval]:
+        """In program order; seconds from the phase's begin."""
+        return self.made() if callable(self.made) else self.made
 
 
 @dataclass(frozen=True)
@@ -149,9 +155,8 @@ def passes(replayed: Replay) -> list[Pass]:
 
 
 def _pass(name: str, spans: Sequence[Interval], begin: float, end: float) -> Pass:
-    moved = [span._replace(begin=span.begin - begin, end=span.end - begin) for span in spans]
-    sent = next((span.end for span in moved if span.stream == "pp" and span.name == "p2p"), end - begin)
-    return Pass(name, end - begin, sent, moved)
+    sent = next((span.end for span in spans if span.stream == "pp" and span.name == "p2p"), end)
+    return Pass(name, end - begin, sent - begin, partial(_shifted, spans, -begin))
 
 
 def with_all_layers(few: Pass, more: Pass, units: float) -> Pass:
@@ -163,15 +168,18 @@ def with_all_layers(few: Pass, more: Pass, units: float) -> Pass:
     """
     step = more.seconds - few.seconds
     seconds, sent = more.seconds + units * step, more.sent + units * (more.sent - few.sent)
-    extra = len(more.spans) - len(few.spans)
+    return Pass(more.name, seconds, sent, partial(_all_spans, few, more, units))
+
+
+def _all_spans(few: Pass, more: Pass, units: float) -> list[Interval]:
+    extra, step = len(more.spans) - len(few.spans), more.seconds - few.seconds
     cut = _first_extra(few.spans, more.spans) if extra > 0 else None
     if cut is None:
-        spans = _shifted(more.spans, 0.0, seconds / more.seconds if more.seconds else 1.0)
-        return Pass(more.name, seconds, sent, list(spans))
+        return _shifted(more.spans, 0.0, 1 + units * step / more.seconds if more.seconds else 1.0)
     spans = list(more.spans[: cut + extra])
     for time in range(1, int(units) + 1):
         spans += _shifted(more.spans[cut : cut + extra], time * step)
-    return Pass(more.name, seconds, sent, [*spans, *_shifted(more.spans[cut + extra :], units * step)])
+    return [*spans, *_shifted(more.spans[cut + extra :], units * step)]
 
 
 def _first_extra(few: list[Interval], more: list[Interval]) -> int | None:
@@ -189,9 +197,10 @@ def _common_prefix(a: list, b: list) -> int:
     return next((at for at, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
-def _shifted(spans: Sequence[Interval], by: float, scale: float = 1.0) -> Iterator[Interval]:
-    for span in spans:
-        yield span._replace(begin=span.begin * scale + by, end=span.end * scale + by)
+def _shifted(spans: Sequence[Interval], by: float, scale: float = 1.0) -> list[Interval]:
+    return [
+        Interval(stream, kind, begin * scale + by, end * scale + by, name) for stream, kind, begin, end, name in spans
+    ]
 
 
 def program_of(
@@ -228,7 +237,7 @@ def _split_last(last: Pass) -> tuple[Pass, Pass]:
     at = next((at for at, x in enumerate(spans) if x.stream == "pp" and x.name != "p2p"), len(spans))
     when = spans[at].begin if at < len(spans) else last.seconds
     own = Pass(last.name, when, min(last.sent, when), spans[:at])
-    return own, Pass(END, last.seconds - when, 0.0, list(_shifted(spans[at:], -when)))
+    return own, Pass(END, last.seconds - when, 0.0, _shifted(spans[at:], -when))
 
 
 def stage_name(stage: int, stages: int) -> str:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -23,6 +25,14 @@ from megatron.training.refusal import Refusal
 KEYS = ("tokens", "labels", "loss_mask")
 BY_TOKEN = (*KEYS, "groups")  # groups only in evaluations
 Batch = dict[str, torch.Tensor]
+
+
+class Plans(Protocol):
+    """Makes plans from a batch's ``document_ends`` in the loader's processes, and receives them in the trainer."""
+
+    def make(self, ends: torch.Tensor) -> list[bytes]: ...
+
+    def receive(self, ends: torch.Tensor, made: list[bytes]) -> None: ...
 
 
 class MicroBatchSampler(Sampler[list[tuple[int, bool, int]]]):
@@ -93,7 +103,7 @@ class _Samples(Dataset):
         return item
 
 
-def _stack(samples: list[Batch | DataError]) -> Batch | DataError:
+def _stack(plans: Plans | None, samples: list[Batch | DataError]) -> Batch | DataError:
     for sample in samples:
         if isinstance(sample, DataError):
             return sample
@@ -101,6 +111,8 @@ def _stack(samples: list[Batch | DataError]) -> Batch | DataError:
     batch = {key: torch.stack([sample[key] for sample in samples]) for key in keys}
     if "document_ends" in samples[0]:
         batch["document_ends"] = stacked_ends([sample["document_ends"] for sample in samples], batch["tokens"].size(1))
+        if plans is not None:
+            batch["plans"] = plans.make(batch["document_ends"])
     return batch
 
 
@@ -115,14 +127,26 @@ def stacked_ends(ends: Sequence[torch.Tensor], seq_length: int) -> torch.Tensor:
 class _Batches:
     """The batches of a loader. A batch that cannot be read raises an error; the iteration may continue after it."""
 
-    def __init__(self, loader: DataLoader) -> None:
-        self._batches = iter(loader)
+    def __init__(self, loader: DataLoader, plans: Plans | None) -> None:
+        self._batches, self._plans = iter(loader), plans
+        self._ready: list[Batch | DataError | None] = []  # the next one, or None at the end
 
     def __iter__(self) -> _Batches:
         return self
 
+    def prepare(self) -> None:
+        """Read the next batch now if it has plans, so that they are on the device before its step."""
+        if self._plans is not None and not self._ready:
+            batch = next(self._batches, None)
+            if isinstance(batch, dict):
+                self._plans.receive(batch["document_ends"], batch.pop("plans"))
+            self._ready.append(batch)
+
     def __next__(self) -> Batch:
-        batch = next(self._batches)
+        self.prepare()
+        batch = self._ready.pop() if self._ready else next(self._batches)
+        if batch is None:
+            raise StopIteration
         if isinstance(batch, DataError):
             try:
                 raise batch
@@ -149,12 +173,14 @@ def micro_batches(
     drop_last: bool = True,
     eod: int | None = None,
     numbers_only: bool = False,
+    plans: Plans | None = None,
 ) -> Iterator[Batch]:
     """CPU tensors ``tokens``, ``labels``, ``loss_mask`` [b, s], from the first sample not yet consumed.
 
     ``numbers`` [b] are the numbers of the samples in the run, which seed dropout; with ``numbers_only`` nothing else is
     read. With ``eod``, the end-of-document token, ``document_ends`` [b, n] are added: the ends of the documents in each
-    sample, from the dataset or from this token.
+    sample, from the dataset or from this token. With ``plans``, the loader's processes also make the batch's attention
+    plans, which the layers then find. The iterator's ``prepare()`` reads the next batch before it is asked for.
 
     Call it only on pipeline stages that need the data: the first and the last, and all with ``eod``. The global batch
     may grow; take as many micro-batches as a step needs. "single" ends with the data; "cyclic" never ends.
@@ -174,12 +200,12 @@ def micro_batches(
         _Samples(dataset, eod, numbers_only),
         batch_sampler=sampler,
         num_workers=num_workers,
-        collate_fn=_stack,
+        collate_fn=partial(_stack, plans),
         worker_init_fn=_start_worker,
         multiprocessing_context="fork" if num_workers else None,
         generator=torch.Generator(),  # otherwise the loader draws from the global one
     )
-    return _Batches(loader)
+    return _Batches(loader, plans)
 
 
 def shard_batch(

@@ -70,16 +70,12 @@ class Pool:
         return SMALL_SEGMENT if self.small else LARGE_SEGMENT
 
     def add(self, block: Block) -> None:
-        insort(self.free, self._entry(block))
+        insort(self.free, (block.size, block.segment, block.begin, block))
 
     def take(self, block: Block) -> None:
-        at = bisect_left(self.free, self._entry(block)[:3])
+        at = bisect_left(self.free, (block.size, block.segment, block.begin))
         assert self.free[at][3] is block
         del self.free[at]
-
-    @staticmethod
-    def _entry(block: Block) -> tuple[int, int, int, Block]:
-        return block.size, block.segment, block.begin, block
 
 
 def rounded(size: int, divisions: Sequence[int] = ()) -> int:
@@ -233,6 +229,7 @@ class CachingAllocator:
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.retries = 0
         self._pools = {small: Pool(small) for small in (True, False)}
         self._segments = 0
+        self._sizes: dict[int, int] = {}  # of the blocks for requests so far
 
     def malloc(self, request: int) -> Block:
         """Allocate a block.
@@ -240,7 +237,9 @@ class CachingAllocator:
         Raises:
             OutOfMemory: ``capacity`` is too small. Blocks in use and free blocks stay valid.
         """
-        size = rounded(request, self.settings.divisions)
+        size = self._sizes.get(request)
+        if size is None:
+            size = self._sizes[request] = rounded(request, self.settings.divisions)
         pool = self._pools[size <= SMALL]
         block = self._best_fit(pool, size) or self._new(pool, size)
         if block is None and self._free_large(pool, size):
@@ -255,18 +254,19 @@ class CachingAllocator:
             self._split(pool, block, size)
         block.used = True
         self.allocated += block.size
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        if self.allocated > self.peak_allocated:
+            self.peak_allocated = self.allocated
+        if self.reserved > self.peak_reserved:
+            self.peak_reserved = self.reserved
         return block
 
     def free(self, block: Block) -> None:
         """Return a block to its pool. Raises ValueError if it is already free."""
         if not block.used:
             raise ValueError("the block is already free")
-        pool = self._pools[block.small]
         block.used = False
         self.allocated -= block.size
-        self._join(pool, block)
+        self._join(self._pools[block.small], block)
 
     def empty_cache(self) -> None:
         """Free segments without blocks in use, and pages of address ranges that overlap no block in use."""
@@ -292,7 +292,7 @@ class CachingAllocator:
                 return None
             if size >= limit and best.size >= size + rounding:  # that leave little of it unused
                 return None
-        pool.take(best)
+        del pool.free[at]
         return best
 
     def _splits(self, block: Block, size: int) -> bool:
@@ -319,7 +319,8 @@ class CachingAllocator:
             block.begin, block.size, block.before = before.begin, block.size + before.size, before.before
             if block.before:
                 block.before.after = block
-            self._replace_head(pool, before, block)
+            else:
+                self._replace_head(pool, before, block)
         if after is not None and not after.used and after.mapped:
             pool.take(after)
             self._absorb(block, after)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_pairs import (
+    LANES,
     LOG2E,
     bit_rows,
     block_pointers,
@@ -19,6 +20,7 @@ from megatron.context_parallel.attention.kernels.triton_kernels.triton_pairs imp
     dot,
     inside,
     kept,
+    kept_in_groups,
     load_numbers,
     load_rows,
     log2_scores,
@@ -47,7 +49,7 @@ def delta_kernel(
 
 @triton.jit
 def _weights(
-    products, lse, factor, cap, slope, q_at, k_at, visible, row_key, column_key, threshold, kept_scale,
+    products, lse, factor, cap, slope, q_at, k_at, visible, keeps, kept_scale,
     EDGE: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
     """For each pair: the softmax weight, the derivative of the score with respect to the product, dropout's factor."""
@@ -60,7 +62,7 @@ def _weights(
         steepness = 1 - tangent * tangent
     drop = p
     if DROPS:
-        drop = tl.where(kept(row_key, column_key, k_at, threshold), kept_scale, 0.0)
+        drop = tl.where(keeps, kept_scale, 0.0)
     return p, steepness, drop
 
 
@@ -95,19 +97,22 @@ def _walk_keys(
             products = dot(q, tl.trans(k_block), None, PRECISION)
             keys = key + tl.arange(0, STEP)
             k_at = keys
-            column_key = keys
             visible = keys[None, :]
-            if ALIBI or DROPS:
+            keeps = visible
+            if ALIBI or (DROPS and (KIND > 0 or DROPS != LANES)):
                 k_at = load_numbers(k_places, keys, stop, 0, KIND > 0)
-            if DROPS:
+            if DROPS == LANES and KIND == 0:
+                keeps = kept_in_groups(row_key, column_keys, key, threshold, STEP)
+            elif DROPS:
                 column_key = load_numbers(column_keys, keys, stop, 0, KIND > 0)
+                keeps = kept(row_key[:, None], column_key[None, :], k_at[None, :], threshold)
             if KIND > 0:
                 visible = within(keys[None, :], lowest[:, None], met[:, None])
                 if KIND == 2:
                     visible &= marked(bits, at, words, key - first_key, belongs, STEP)
             p, steepness, drop = _weights(
-                products, lse[:, None], factor, cap, slope, q_at[:, None], k_at[None, :], visible,
-                row_key[:, None], column_key[None, :], threshold, kept_scale, KIND > 0, ALIBI, CAPPED, DROPS,
+                products, lse[:, None], factor, cap, slope, q_at[:, None], k_at[None, :], visible, keeps, kept_scale,
+                KIND > 0, ALIBI, CAPPED, DROPS,
             )  # fmt: skip
             dp = dot(dout, tl.trans(v_block), None, PRECISION)
             ds = _score_gradient(p, steepness, drop, dp, delta[:, None], CAPPED, DROPS)
@@ -197,19 +202,20 @@ def _walk_queries(
             if DK and k.dtype != tl.float32:  # issued here, so that tensor cores compute during the softmax weights
                 dp = dot(v, tl.trans(dout_block), None, PRECISION)
             q_at = rows
-            row_key = rows
             visible = rows[None, :]
+            keeps = visible
             if ALIBI:
                 q_at = load_numbers(q_places, rows, stop, 0, KIND > 0)
             if DROPS:
                 row_key = load_numbers(row_keys, rows, stop, 0, KIND > 0)
+                keeps = kept(row_key[None, :], column_key[:, None], k_at[:, None], threshold)
             if KIND > 0:
                 visible = within(rows[None, :], lowest[:, None], met[:, None])
                 if KIND == 2:
                     visible &= marked(bits, at, words, query - first_query, belongs, STEP)
             p, steepness, drop = _weights(
-                products, lse_here[None, :], factor, cap, slope, q_at[None, :], k_at[:, None], visible,
-                row_key[None, :], column_key[:, None], threshold, kept_scale, KIND > 0, ALIBI, CAPPED, DROPS,
+                products, lse_here[None, :], factor, cap, slope, q_at[None, :], k_at[:, None], visible, keeps,
+                kept_scale, KIND > 0, ALIBI, CAPPED, DROPS,
             )  # fmt: skip
             if DV:
                 weights = p

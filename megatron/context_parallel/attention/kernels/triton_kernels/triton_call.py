@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles import Side, pack, places, walk
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles import Side, in_groups, pack, places, walk
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.tiles import Tiles
 from megatron.context_parallel.positions.position_dropout import LANES, Dropout
 from megatron.decisions.block_sizes import FEATURES, Blocks, BlockTable, Pass, blocks
 from megatron.platform.streams import to_device
 
+PASSES: dict[Pass, Side] = {"forward": "q", "queries": "q", "keys": "k"}
 OPTIONS = {"enable_fp_fusion": True}  # fused multiply-add; Triton is about to change its default
 
 
@@ -113,7 +114,7 @@ class Call:
         tensors = {"q": self.q, "k": self.k, "v": self.v, "out": out, "lse": lse}
         _check_sums({"out": (out, (*self.q.shape[:3], self.v.size(3))), "lse": (lse, self.q.shape[:3])})
         (bits,) = self._bits(tiles, ["q"])
-        return self._launch("forward", "q", tiles, tensors, bits, self._by_position(tiles))
+        return self._launch("forward", tiles, tensors, bits, self._by_position(tiles))
 
     def backward(
         self, tiles: Tiles, dout: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
@@ -130,8 +131,8 @@ class Call:
         others = {**self._by_position(tiles), "ready_lse": ready[0], "ready_delta": ready[1]}
         of_queries, of_keys = self._bits(tiles, ["q", "k"])
         whole = {"lse": lse, "delta": delta, "dq": dq}
-        queries = self._launch("queries", "q", tiles, {**tensors, **whole}, of_queries, others)
-        keys = self._launch("keys", "k", tiles, {**tensors, "dk": dk, "dv": dv}, of_keys, others)
+        queries = self._launch("queries", tiles, {**tensors, **whole}, of_queries, others)
+        keys = self._launch("keys", tiles, {**tensors, "dk": dk, "dv": dv}, of_keys, others)
         if not keys.sizes.split:
             return [queries, keys]
         return [queries, *(replace(keys, arguments={**keys.arguments, other: False}) for other in ("DV", "DK"))]
@@ -146,18 +147,21 @@ class Call:
     def _launch(
         self,
         which: Pass,
-        side: Side,
         tiles: Tiles,
         tensors: dict[str, Tensor],
         bits: Tensor | None,
         others: dict[str, Tensor | None],
     ) -> Launch:
         (s, b, h, d), (t, _, hk, _) = self.q.shape, self.k.shape
-        device, value = self.q.device, self.v.size(3)
+        device, value, side = self.q.device, self.v.size(3), PASSES[which]
         capped = self.softcap is not None
         kind = (which, self.q.element_size(), max(d, value), self.capability, self._features(bits))
         sizes = blocks(*kind, self.measured)
-        walked = walk(tiles, side, s if side == "q" else t, sizes.block, sizes.step, device)
+        how = side, s if side == "q" else t, sizes.block, sizes.step
+        walked = walk(tiles, how, device)
+        drops = 0
+        if self.dropout is not None:  # keys that share a hash; the kernel for dk and dv has them in different threads
+            drops = LANES if side == "q" and in_groups(tiles, how) else 1
         shape = {"q_rows": s, "k_rows": t, "HEADS": h, "GROUP": h // hk, "HEAD": d, "VALUE": value}
         arguments = {
             **tensors,
@@ -178,7 +182,7 @@ class Call:
             "MASKED": bits is not None,
             "ALIBI": self.slopes is not None,
             "CAPPED": capped,
-            "DROPS": self.dropout is not None,
+            "DROPS": drops,
             "WIDE": _wide(max(sizes.block, sizes.step), *tensors.values()),
             "PRECISION": "interpreted" if self.capability is None else "ieee",  # of products of fp32
         }

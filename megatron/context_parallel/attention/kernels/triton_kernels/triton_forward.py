@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_pairs import (
+    LANES,
     LOG2E,
     bit_rows,
     block_pointers,
@@ -18,6 +19,7 @@ from megatron.context_parallel.attention.kernels.triton_kernels.triton_pairs imp
     dot,
     inside,
     kept,
+    kept_in_groups,
     load_numbers,
     load_rows,
     log2_scores,
@@ -45,7 +47,7 @@ def _step(
     """Merges the keys from ``key`` on, whose products with the queries are known."""
     keys = key + tl.arange(0, STEP)
     k_at = keys
-    if ALIBI or DROPS:
+    if ALIBI or (DROPS and (EDGE or DROPS != LANES)):
         k_at = load_numbers(k_places, keys, stop, 0, EDGE)
     scores, unit = products, factor  # multiplied later, by a fused multiply-add
     if ALIBI or CAPPED:
@@ -60,7 +62,9 @@ def _step(
     p = tl.exp2(scores * unit - above[:, None])
     shrink = tl.exp2(top - above)
     total = total * shrink + tl.sum(p, 1)
-    if DROPS:
+    if DROPS == LANES and not EDGE:
+        p = tl.where(kept_in_groups(row_key, column_keys, key, threshold, STEP), p, 0.0)
+    elif DROPS:
         column_key = load_numbers(column_keys, keys, stop, 0, EDGE)
         p = tl.where(kept(row_key[:, None], column_key[None, :], k_at[None, :], threshold), p, 0.0)
     v_block = load_rows(v, key, stop, v_ss, v_sd, STEP, VALUE, VALUE_BLOCK, WIDE, EDGE)

@@ -146,10 +146,24 @@ def marked(bits, at, words, first, belongs, STEP: tl.constexpr):
 @triton.jit
 def kept(row_key, column_key, k_at, threshold):
     """Whether dropout keeps a pair: `position_dropout.Dropout.kept`, for one element of a hash at a time."""
+    lane = (k_at & (LANES - 1)).to(tl.uint64)
+    return ((_hash(row_key, column_key) >> (lane * 16)) & (LEVELS - 1)).to(tl.int32) >= threshold
+
+
+@triton.jit
+def kept_in_groups(row_key, column_keys, key, threshold, STEP: tl.constexpr):
+    """`kept` for the keys from ``key`` on, if their positions are complete groups of four: one hash for each group."""
+    column_key = tl.load(column_keys + key + LANES * tl.arange(0, STEP // LANES))
+    x = _hash(row_key[:, None], column_key[None, :])
+    halves = tl.reshape(tl.join(x.to(tl.uint32), (x >> 32).to(tl.uint32)), (row_key.shape[0], STEP // 2))
+    bits = tl.reshape(tl.join(halves & (LEVELS - 1), (halves >> 16) & (LEVELS - 1)), (row_key.shape[0], STEP))
+    return bits.to(tl.int32) >= threshold
+
+
+@triton.jit
+def _hash(row_key, column_key):
     x = row_key.to(tl.uint64, bitcast=True) ^ column_key.to(tl.uint64, bitcast=True)
     x = x * FIRST
     x = x ^ (x >> 32)
     x = x * SECOND
-    x = x ^ (x >> 32)
-    lane = (k_at & (LANES - 1)).to(tl.uint64)
-    return ((x >> (lane * 16)) & (LEVELS - 1)).to(tl.int32) >= threshold
+    return x ^ (x >> 32)

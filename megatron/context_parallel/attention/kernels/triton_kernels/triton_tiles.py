@@ -22,12 +22,13 @@ from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.base import PAIR_BYTES, ROW_MASK_BYTES
 from megatron.context_parallel.layout.masks import Mask
-from megatron.context_parallel.layout.spans import positions
-from megatron.context_parallel.layout.tiles import Kind, Tile, Tiles, parts
+from megatron.context_parallel.layout.spans import numbered, positions
+from megatron.context_parallel.layout.tiles import KINDS, Tile, Tiles, parts
+from megatron.context_parallel.positions.position_dropout import LANES
+from megatron.platform.streams import to_device
 
 Side = Literal["q", "k"]
 
-KINDS: tuple[Kind, ...] = ("full", "causal", "anticausal")
 FAR = 2**30  # more than the distance of any two rows
 WORD = 32  # pairs in a word of bits
 BITS_AT_ONCE = 2**28  # limit for the masks of one launch, in bytes
@@ -51,27 +52,40 @@ class Walk:
     pairs: int
 
 
-def walk(tiles: Tiles, side: Side, rows: int, block: int, step: int, device: torch.device) -> Walk:
-    """The ranges for the ``rows`` rows of one side in blocks of ``block``; a kernel takes ``step`` rows at a time."""
-    sizes = side, rows, block, step, device
-
-    def shared() -> Walk:
-        key = geometry(tiles), *sizes
-        if key not in tiles.shared:
-            tiles.shared[key] = _walk(*key)
-        return tiles.shared[key]
-
-    return tiles.derived(sizes, shared)
+Sizes = tuple[Side, int, int, int]
+"""A side, the number of its rows, rows of a block, and rows of the other side that a kernel takes at a time."""
 
 
-def geometry(tiles: Tiles) -> bytes:
-    """The tiles' rows, kinds and whether they are masked: often the same for chunks and hops of a regular mask."""
-    numbers = (n for tile in tiles for n in (*tile.q, *tile.k, KINDS.index(tile.kind), tile.masked))
-    return tiles.derived("geometry", lambda: np.fromiter(numbers, np.int64).tobytes())
+def walk(tiles: Tiles, sizes: Sizes, device: torch.device) -> Walk:
+    """The ranges of each block of one side, on the device."""
+    key = tiles.geometry, sizes, device
+    if key not in tiles.shared:
+        *numbers, pairs = walk_numbers(tiles, sizes)
+        tiles.shared[key] = Walk(*(to_device(torch.from_numpy(part), device) for part in numbers), pairs)
+    return tiles.shared[key]
 
 
-def _walk(geometry: bytes, side: Side, rows: int, block: int, step: int, device: torch.device) -> Walk:
-    t = _table(geometry, side)
+def walk_numbers(tiles: Tiles, sizes: Sizes) -> tuple[np.ndarray, np.ndarray, int]:
+    """Blocks, ranges and pairs of a :class:`Walk`, in host memory."""
+    key = tiles.geometry, sizes
+    if key not in tiles.shared:
+        tiles.shared[key] = _walk(tiles.numbers, *sizes)
+    return tiles.shared[key]
+
+
+def in_groups(tiles: Tiles, sizes: Sizes) -> bool:
+    """Whether the keys of each step of a range are complete groups of ``LANES`` that share dropout's hashes."""
+
+    def found() -> bool:
+        begins = [n for row, (start, _) in numbered(tiles.k_spans) for n in (row, start)]
+        begins = np.concatenate((walk_numbers(tiles, sizes)[1][:, 0], np.array(begins, np.int64)))
+        return not (begins % LANES).any()
+
+    return tiles.derived(("in groups", sizes), found)
+
+
+def _walk(numbers: np.ndarray, side: Side, rows: int, block: int, step: int) -> tuple[np.ndarray, np.ndarray, int]:
+    t = _table(numbers, side)
     first = t["a0"] // block
     count = (t["a1"] - 1) // block - first + 1
     tile = np.repeat(np.arange(len(count)), count)
@@ -104,12 +118,12 @@ def _walk(geometry: bytes, side: Side, rows: int, block: int, step: int, device:
     ends = np.cumsum(counts.ravel()).reshape(counts.shape)
     blocks = np.concatenate((numbers[:, None], ends[:, :1] - counts[:, :1], ends), axis=1)
     blocks = blocks[np.argsort(-work, kind="stable")]
-    return Walk(_int32(blocks, device), _int32(ranges, device), int(work.sum()) * block * step)
+    return blocks.astype(np.int32), ranges.astype(np.int32), int(work.sum()) * block * step
 
 
-def _table(geometry: bytes, side: Side) -> dict[str, np.ndarray]:
+def _table(numbers: np.ndarray, side: Side) -> dict[str, np.ndarray]:
     """The tiles as columns: a is the block's side, b the other side."""
-    q0, q1, k0, k1, kind, masked = np.frombuffer(geometry, np.int64).reshape(-1, 6).T
+    q0, q1, k0, k1, kind, masked = numbers.T
     low = np.where(kind == KINDS.index("anticausal"), k0 - q0, -FAR)  # bounds of key - query
     high = np.where(kind == KINDS.index("causal"), k0 - q0, FAR)
     (a0, a1), (b0, b1) = ((q0, q1), (k0, k1)) if side == "q" else ((k0, k1), (q0, q1))
@@ -119,11 +133,6 @@ def _table(geometry: bytes, side: Side) -> dict[str, np.ndarray]:
     sizes = np.where(masked, words * (a1 - a0), 0)
     bits = np.where(masked, np.cumsum(sizes) - sizes, -1)
     return {"a0": a0, "a1": a1, "b0": b0, "b1": b1, "low": low, "high": high, "bits": bits, "words": words}
-
-
-def _int32(x: np.ndarray, device: torch.device) -> Tensor:
-    """``x`` as int32 on the device. The host waits for the copy, because any stream may use the result."""
-    return torch.from_numpy(x.astype(np.int32)).to(device)
 
 
 def places(tiles: Tiles, side: Side, rows: int, device: torch.device) -> Tensor:

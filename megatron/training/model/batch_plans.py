@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention plans of batches of documents: what is computed and sent depends on where a batch's documents end.
+
+The processes that read data make the plans' numbers, so that nothing is derived when layers run. The trainer receives
+arrays, and copies them to its device at once, before the batch's step.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import PASSES
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import TritonKernel
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles import Side, Walk, walk_numbers
+from megatron.context_parallel.attention.ring_plan import AttentionPlan, attention_plan
+from megatron.context_parallel.layout.documents import document_rows
+from megatron.context_parallel.layout.masks import Documents, Mask
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.context_parallel.layout.spans import count
+from megatron.context_parallel.layout.tiles import Tiles
+from megatron.decisions.block_sizes import BlockTable, blocks
+from megatron.platform.streams import to_device
+
+
+@dataclass(frozen=True)
+class BatchPlans:
+    """Makes and receives the plans of batches.
+
+    Attributes:
+        layout: which rank holds which tokens.
+        masks: the masks inside a document of the model's layers. A layer with another mask derives its own plan.
+        device: of the kernels.
+        gather_keys: whether layers all-gather the keys.
+        sizes: for tiles without and with masked pairs, side, block and step of each of Triton's kernels; empty if
+            layers use others.
+    """
+
+    layout: SequenceLayout
+    masks: tuple[Mask, ...]
+    device: torch.device
+    gather_keys: bool = False
+    sizes: tuple[frozenset[tuple[Side, int, int]], frozenset[tuple[Side, int, int]]] = (frozenset(), frozenset())
+
+    def make(self, ends: Tensor) -> list[bytes]:
+        """The numbers of a batch's plans, from its ``document_ends`` [b, n]; needs no GPU and no process group."""
+        rows = document_rows(ends)
+        layout = self.layout.without_groups().of_documents(rows[0])
+        return [self._made(layout, mask) for mask in self._masks(rows)]
+
+    def _made(self, layout: SequenceLayout, mask: Mask) -> bytes:
+        plan = AttentionPlan(layout, mask)
+        for tiles in complete(plan, self.gather_keys):
+            for side, block, step in self.sizes[tiles.masked] if tiles else ():
+                walk_numbers(tiles, (side, count(tiles.q_spans if side == "q" else tiles.k_spans), block, step))
+        dealt = layout.dealt if layout.balance == "documents" else ()
+        answers = {key: value for key, value in plan.known.items() if not key[0].startswith("_")}
+        return pickle.dumps((dealt, answers, plan.shared), protocol=5)
+
+    def receive(self, ends: Tensor, made: list[bytes]) -> None:
+        """Give the plans to the layers, with their tables on the device."""
+        rows = document_rows(ends)
+        for mask, numbers in zip(self._masks(rows), made, strict=True):
+            dealt, answers, shared = pickle.loads(numbers)
+            plan = attention_plan(self.layout.of_documents(rows[0], dealt), mask)
+            if not plan.known:
+                shared |= _copied(shared, self.device)
+                plan.known, plan.shared = answers, shared
+
+    def _masks(self, rows: list[tuple[int, ...]]) -> Iterator[Mask]:
+        return (Documents(row, mask) for row in dict.fromkeys(rows) for mask in self.masks)
+
+
+def complete(plan: AttentionPlan, gather_keys: bool = False) -> list[Tiles]:
+    """Make all parts of a plan that a layer asks for; returns their tiles."""
+    layout, found = plan.layout, []
+    chunks, ring = range(layout.chunks), range(layout.grid.ring.size)
+    if len(chunks) == 1:
+        hops = [plan.gathered()] if gather_keys and len(ring) > 1 else plan.ring().hops
+        return [hop.tiles for hop in hops]
+    plan.last_keys()
+    for query in chunks:
+        for key in plan.keys_of(query):
+            found += [hop.tiles for hop in plan.ring(chunk=key, query_chunk=query).hops]
+    for key in chunks:
+        for rank in ring:
+            found += [plan.met(query, key, rank) for query in plan.queries_of(key, rank)]
+    return found
+
+
+def _copied(walks: dict[tuple, tuple[np.ndarray, np.ndarray, int]], device: torch.device) -> dict[tuple, Walk]:
+    """The walks on the device, by one copy on the current stream, which is the one that runs the kernels."""
+    if not walks:
+        return {}
+    parts = [part for blocks, ranges, _ in walks.values() for part in (blocks, ranges)]
+    copied = to_device(torch.from_numpy(np.concatenate([part.ravel() for part in parts])), device)
+    views = [view.view(part.shape) for view, part in zip(copied.split([part.size for part in parts]), parts)]
+    return {(*key, device): Walk(*views[2 * i : 2 * i + 2], walks[key][2]) for i, key in enumerate(walks)}
+
+
+def walk_sizes(*how: Any) -> frozenset[tuple[Side, int, int]]:
+    """Side, block and step of the walk of each kernel; arguments as for `decisions.block_sizes.blocks`."""
+    found = ((side, blocks(which, *how)) for which, side in PASSES.items())
+    return frozenset((side, sizes.block, sizes.step) for side, sizes in found)
+
+
+def triton_sizes(
+    device: torch.device, dtype: torch.dtype, head_dim: int, features: list[str], measured: BlockTable | None
+) -> tuple[frozenset, frozenset]:
+    """`BatchPlans.sizes` for calls with these ``features`` of decisions/block_sizes.py, masks apart."""
+    if TritonKernel().why_not(device=device, dtype=dtype, head_dim=head_dim) is not None:
+        return frozenset(), frozenset()
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    kind = dtype.itemsize, head_dim, 10 * major + minor or None
+    return tuple(walk_sizes(*kind, [*extra, *features], measured) for extra in ([], ["mask"]))
