@@ -228,15 +228,11 @@ def _size(path: str) -> int:
         return -1
 
 
-def merge_parts(folder: str, prefix: str, overwrite: bool, keep: bool = False) -> tuple[Totals, dict[str, str]]:
-    """Merge the complete parts of a folder; returns the counts, and for each key the prefix of the token files.
-
-    Args:
-        prefix: of the outputs, PREFIX_KEY_document.
-        keep: do not remove the folder.
+def read_parts(folder: str) -> list[dict[str, Any]]:
+    """The manifests of all parts in a folder, in order.
 
     Raises:
-        Refusal: a part is missing, damaged, or of other work.
+        Refusal: a part is missing, or of other work than the first.
     """
     manifests: dict[int, dict[str, Any]] = {}
     try:
@@ -257,21 +253,35 @@ def merge_parts(folder: str, prefix: str, overwrite: bool, keep: bool = False) -
     if missing:
         raise Refusal(f"{folder}: part {missing[0]} is not complete, and {len(missing)} of {first['of']} are missing")
     for part, content in manifests.items():
-        if (content["identity"], content["keys"]) != (first["identity"], first["keys"]):
+        if any(content[name] != first[name] for name in ("identity", "keys", "of", "metadata")):
             raise Refusal(f"{folder}: parts 0 and {part} are of different work: remove one, and make it again")
-    totals, outputs = Totals(), {}
-    for part in range(first["of"]):
-        totals.include(Totals(**manifests[part]["totals"]))
-    for key in first["keys"]:
-        pieces = [os.path.join(folder, f"{part:05}-of-{first['of']:05}_{key}_document") for part in range(first["of"])]
+    return [manifests[part] for part in range(first["of"])]
+
+
+def merge_parts(folder: str, prefix: str, overwrite: bool, keep: bool = False) -> tuple[Totals, dict[str, str]]:
+    """Merge the complete parts of a folder; returns the counts, and for each key the prefix of the token files.
+
+    Args:
+        prefix: of the outputs, PREFIX_KEY_document.
+        keep: do not remove the folder.
+
+    Raises:
+        Refusal: a part is missing, damaged, or of other work.
+    """
+    manifests, totals, outputs = read_parts(folder), Totals(), {}
+    for content in manifests:
+        totals.include(Totals(**content["totals"]))
+    for key in manifests[0]["keys"]:
+        pieces = [os.path.join(folder, f"{part:05}-of-{len(manifests):05}_{key}_document")
+                  for part in range(len(manifests))]  # fmt: skip
         for piece in pieces:
             if not os.path.exists(f"{piece}.json"):
                 raise Refusal(f"{piece}.json: no such file: make this part again")
         outputs[key] = f"{prefix}_{key}_document"
-        extra = [f"{piece}.metadata.jsonl" for piece in pieces] if first["metadata"] else ()
         if not totals.documents.get(key):
             raise Refusal(f'--input: no document with text under the key "{key}"')
-        merge(pieces, outputs[key], overwrite, extra)
+        lines = [f"{piece}.metadata.jsonl" for piece in pieces] if manifests[0]["metadata"] else ()
+        merge(pieces, outputs[key], overwrite, lines)
     if not keep:
         shutil.rmtree(folder, ignore_errors=True)
     return totals, outputs

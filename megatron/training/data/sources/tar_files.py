@@ -74,7 +74,7 @@ def _members(stream: IO[bytes]) -> Iterator[tuple[str, int]]:
         header = _exactly(stream, BLOCK, end=True)
         if not header or not header.strip(b"\0"):  # an archive ends with blocks of zeros
             return
-        if int(header[148:156].split(b"\0")[0].strip() or b"-1", 8) != sum(header[:148]) + 256 + sum(header[156:]):
+        if _octal(header[148:156]) != sum(header[:148]) + 256 + sum(header[156:]):
             raise ValueError("not a tar archive: a header with a wrong checksum")
         size, kind = _size(header[124:136]), header[156:157]
         if kind in (LONG_NAME, PAX):
@@ -99,10 +99,16 @@ def _size(field: bytes) -> int:
     if field[0] & 0x80:
         size = int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
     else:
-        size = int(field.split(b"\0")[0].strip() or b"0", 8)
+        size = _octal(field)
     if not 0 <= size < 1 << 60:
         raise ValueError("a header with an impossible size")
     return size
+
+
+def _octal(field: bytes) -> int:
+    """A number as text of octal digits; -1 if it is something else, which no checksum and no size is."""
+    digits = field.split(b"\0")[0].strip() or b"0"
+    return int(digits, 8) if digits.isdigit() and not digits.translate(None, b"01234567") else -1
 
 
 def _text(field: bytes) -> str:
