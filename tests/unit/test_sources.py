@@ -278,7 +278,8 @@ def texts(tmp_path):
     for name in ("a.jsonl", "b.parquet", "c.tar"):
         (tmp_path / name).write_bytes({"a.jsonl": lines, "b.parquet": parquet, "c.tar": tar}[name]())
     paths = sorted(tmp_path.iterdir())
-    return paths, [Path(f"{run(*paths, prefix=tmp_path / 'whole')}.{end}").read_bytes() for end in ("bin", "idx")]
+    prefix = run(*paths, prefix=tmp_path / "whole")
+    return paths, [Path(f"{prefix}.{end}").read_bytes() for end in ("bin", "idx")]
 
 
 def made(prefix: Path) -> list[bytes]:
