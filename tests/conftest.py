@@ -42,6 +42,12 @@ SLOW = {  # files of tests/unit that --quick leaves out, except tests marked ``q
 
 
 @pytest.fixture(scope="session")
+def long_runs(pytestconfig: pytest.Config) -> bool:
+    """Whether runs take all their steps, and checks all their cases (--full)."""
+    return pytestconfig.getoption("--full")
+
+
+@pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """The pool of gloo workers, one for the whole run."""
     with Pool() as workers:

@@ -14,12 +14,6 @@ from tests.shared import Shared
 
 
 @pytest.fixture(scope="session")
-def long_runs(pytestconfig: pytest.Config) -> bool:
-    """Whether runs take all their steps (--full)."""
-    return pytestconfig.getoption("--full")
-
-
-@pytest.fixture(scope="session")
 def on_one_process(pool: Pool, shared: Shared, long_runs: bool) -> Callable[..., Any]:
     """Reference run of a model (flags, llama, steps) on one process, computed once for all tests."""
 

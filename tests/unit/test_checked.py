@@ -142,13 +142,13 @@ def loaded(path: Path) -> list[float] | None:
         return None
 
 
-def test_every_flipped_bit_of_a_record_of_torch_save_is_noticed(tmp_path):
+def test_every_flipped_bit_of_a_record_of_torch_save_is_noticed(tmp_path, long_runs):
     path = tmp_path / "a.pt"
     torch.save(WEIGHT, path)
     assert check_torch_file(path)
     whole = path.read_bytes()
-    records = 0
-    for at in range(0, len(whole)):
+    records, step = 0, 1 if long_runs else 7  # 7 and 8 bits have no common divisor: each bit of a byte has its turn
+    for at in range(0, len(whole), step):
         flip_bit(path, at, at % 8)
         try:
             assert check_torch_file(path)
@@ -157,7 +157,7 @@ def test_every_flipped_bit_of_a_record_of_torch_save_is_noticed(tmp_path):
             records += 1
             assert str(damage).startswith(f"{path} is not what was written (") and "\n" not in str(damage)
         path.write_bytes(whole)
-    assert records > 500
+    assert records > 500 // step
     for size in range(4, len(whole), 50):
         path.write_bytes(whole[:size])
         with pytest.raises(Damaged):
