@@ -29,7 +29,7 @@ import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.context_parallel.layout.documents import deal
-from megatron.training.data.packing.plans import Packing, Plan, cost_of, greedy_plan, make_plan
+from megatron.training.data.packing.packing_plans import Packing, Plan, cost_of, greedy_plan, make_plan
 
 LENGTH, BATCH = 131072, 8
 

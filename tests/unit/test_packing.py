@@ -13,7 +13,7 @@ from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.parser import parse
 from megatron.training.data.datasets import build_datasets
 from megatron.training.data.packing.length_mixtures import read_mixture, repeated
-from megatron.training.data.packing.plans import Packing, cost_of, cut, greedy_plan, make_plan
+from megatron.training.data.packing.packing_plans import Packing, cost_of, cut, greedy_plan, make_plan
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.refusal import Refusal
 from tests.properties import examples

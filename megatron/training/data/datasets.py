@@ -29,7 +29,7 @@ from megatron.training.data import index_files as data_files
 from megatron.training.data.chat_dataset import build_chat_datasets
 from megatron.training.data.index_files import atomic_folder
 from megatron.training.data.packing.length_mixtures import Source, read_mixture, repeated
-from megatron.training.data.packing.plans import Packing, cost_of, make_plan
+from megatron.training.data.packing.packing_plans import Packing, cost_of, make_plan
 from megatron.training.data.read_tokens import DataError, TokenFile, check_ids, first_outside, unmapped
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.refusal import Refusal, together

@@ -115,14 +115,19 @@ class Reader:
         span: the range of bytes of all files, one after another, to which the reader is limited. A line belongs to the
             range in which it begins; so does a group of rows, or any other file as a whole. So the records of adjacent
             ranges are all records, each once.
+        sizes: of the files in bytes, if they are known; asking a server for many sizes takes long.
     """
 
     def __init__(
-        self, paths: list[str], columns: Sequence[str] = (), span: tuple[float, float] = ALL
+        self,
+        paths: list[str],
+        columns: Sequence[str] = (),
+        span: tuple[float, float] = ALL,
+        sizes: Sequence[int] | None = None,
     ) -> None:
         self.paths, self.columns, self.span = paths, columns, span
         try:
-            self.sizes = [size_of(path) for path in paths]
+            self.sizes = [size_of(path) for path in paths] if sizes is None else list(sizes)
         except OSError as error:
             raise Refusal(f"--input: {getattr(error, 'filename', None) or paths[0]}: {_reason(error)}") from error
         self.bytes_total = int(min(sum(self.sizes), span[1]) - span[0])

@@ -149,6 +149,7 @@ class Parts:
     prefix: str
     count: int
     identity: str  # of the input and the settings
+    sizes: tuple[int, ...]  # of the files of the input
 
     @property
     def folder(self) -> str:
@@ -169,7 +170,7 @@ class Parts:
         if not os.path.exists(path):
             return None
         content = read_json(path)
-        if not isinstance(content, dict) or content.get("identity") != self.identity:
+        if not isinstance(content, dict) or not _is_part(content) or content["identity"] != self.identity:
             raise Refusal(
                 f"{path}: made of other inputs, or with other settings: remove {self.folder}, or give --overwrite"
             )
@@ -184,10 +185,10 @@ class Parts:
         """Make a part if it is not complete. Raises Refusal."""
         if done := self.done(part):
             return done
-        reader = Reader(list(self.work.paths), self.work.settings.columns())
-        size = sum(reader.sizes)
+        size = sum(self.sizes)
         begin, end = (size * part // self.count, size * (part + 1) // self.count)
-        reader.span = (begin, end if part + 1 < self.count else ALL[1])
+        span = (begin, end if part + 1 < self.count else ALL[1])
+        reader = Reader(list(self.work.paths), self.work.settings.columns(), span, self.sizes)
         path = f"{self.name(part)}.json"
         with suppress(FileNotFoundError):
             os.unlink(path)
@@ -211,7 +212,7 @@ def divide(work: Work, prefix: str, count: int | None, overwrite: bool) -> Parts
     about = {"tokenizer": [os.path.getsize(file) for file in files], "paths": work.paths, "sizes": reader.sizes,
              "settings": asdict(work.settings), "skip_bad": work.skip_bad, "parts": count}  # fmt: skip
     text = json.dumps(about, sort_keys=True)
-    parts = Parts(work, prefix, count, hashlib.sha256(text.encode()).hexdigest()[:24])
+    parts = Parts(work, prefix, count, hashlib.sha256(text.encode()).hexdigest()[:24], tuple(reader.sizes))
     if overwrite and os.path.isdir(parts.folder):
         try:
             for part in range(count):
