@@ -35,7 +35,8 @@ def model(path: str) -> object:
 
 
 def encode_line(path: str, line: str) -> list[int]:
-    return [*model(path).encode(json.loads(line)["text"]).ids, 0]
+    text = json.loads(line)["text"]
+    return [*model(path).encode(text).ids, 0] if text.strip() else []
 
 
 def ours(options: argparse.Namespace, folder: str) -> int:
@@ -55,7 +56,8 @@ def pool(options: argparse.Namespace, folder: str) -> int:
     builder, tokens = IndexedDatasetBuilder(f"{folder}/y.bin", dtype=np.int32), 0
     with multiprocessing.get_context("fork").Pool(options.workers) as workers, open(options.input) as lines:
         for ids in workers.imap(functools.partial(encode_line, options.tokenizer), lines, 32):
-            builder.add_document(ids, [len(ids)])
+            if ids:
+                builder.add_document(ids, [len(ids)])
             tokens += len(ids)
         workers.close()
         workers.join()
@@ -72,7 +74,7 @@ def measure(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         if options.way == "limit":
             os.environ |= {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(options.workers)}
-            texts = [json.loads(line)["text"] for line in open(options.input)]
+            texts = [text for line in open(options.input) if (text := json.loads(line)["text"]).strip()]
             action = functools.partial(limit, options, texts)
         else:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
