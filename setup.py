@@ -13,6 +13,8 @@ TRITON = ['triton>=3,<3.10; sys_platform == "linux"']
 TEST = ["pytest>=8", "pytest-cov>=5", "pytest-timeout", "pytest-xdist", "hypothesis", "spmd_types==0.3.1", *TRITON]
 HUGGING_FACE = ["accelerate>=1", "peft>=0.18"]  # transformers.Trainer, LoRA
 PARQUET = ["pyarrow>=18,<27"]
+S3 = ["s3fs>=2024.6"]
+RAY = ["ray>=2.40"]
 PEERS = ["accelerate==1.15.0", "datasets==5.2.0", "deepspeed==0.19.8", "trl==1.16.0"]
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.27,<2", "ruff>=0.6"]
 
@@ -74,6 +76,8 @@ setup(
         "transformers>=4.53,<6",  # earlier versions hang on some texts (CVE-2025-6921)
         "jinja2>=3.1.6",  # renders chat templates; in earlier versions they can leave its sandbox (CVE-2025-27516)
         "zstandard",
+        "fsspec",  # files behind URLs; torch needs it too
+        "pyyaml",  # --data-config
         # checkpoints from and to Hugging Face
         "safetensors>=0.4",
         # progress, console, logs and pictures
@@ -85,11 +89,13 @@ setup(
     extras_require={
         "gpu": ["transformer-engine[pytorch]>=2.1", "flash-attn>=2.7"],
         "triton": TRITON,
-        "parquet": PARQUET,  # data in Parquet files
+        "parquet": PARQUET,  # data in Parquet and Arrow files
+        "s3": S3,  # data in object storage
+        "ray": RAY,  # tools/preprocess_data.py --engine ray
         "huggingface": ["accelerate>=1"],  # only transformers.Trainer needs it
         "peers": PEERS,  # benchmarks/certify compares with them
         "test": TEST,
         "docs": DOCS,
-        "dev": [*TEST, *HUGGING_FACE, *PARQUET, *DOCS, "ruff>=0.6"],
+        "dev": [*TEST, *HUGGING_FACE, *PARQUET, *DOCS, *S3, "moto[server]>=5", "ruff>=0.6"],
     },
 )

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenize JSON lines, JSON arrays, .txt, FASTA (plain, .gz, .zst) and Parquet into PREFIX_KEY_document.bin/.idx.
+"""Tokenize JSON, Parquet, Arrow, WebDataset, .txt and FASTA files, here or anywhere, into PREFIX_KEY_document.bin/.idx.
 
     python tools/preprocess_data.py --input data/*.jsonl.gz --output-prefix my/corpus --append-eod \\
         --tokenizer-type Llama2Tokenizer --tokenizer-model tokenizer.model --workers 8
 
 A document is the "text" of a line or a row, a complete .txt file, or a record of a FASTA file. Documents keep the
-order of the input for any number of --workers, and the outputs get their names only when they are complete.
+order of the input for any number of --workers and --partitions and any --engine, and the outputs get their names only
+when they are complete.
 """
 
 from __future__ import annotations
@@ -16,17 +17,25 @@ import os
 import signal
 import sys
 import time
-import warnings
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from typing import Any
+from collections.abc import Callable, Iterable
 
-import numpy as np
 from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from megatron.training.data.encoding import Encoded, Settings, encode_all, tokenizer_of
-from megatron.training.data.text_files import Reader, atomic_files, expand, is_fasta, is_plain_text, no_memory
+from megatron.training.data.encoding import Settings, filter_of, tokenizer_of
+from megatron.training.data.sources.partitions import (
+    METHOD,
+    Parts,
+    Totals,
+    Work,
+    divide,
+    dtype_for,
+    make_here,
+    make_with_ray,
+    merge_parts,
+    write_tokens,
+)
+from megatron.training.data.text_files import Reader, expand, is_fasta, is_plain_text, no_memory
 from megatron.training.refusal import Refusal
 from tools.convert_command import TOKENIZER_FIELDS, add_tokenizer_options
 
@@ -34,7 +43,6 @@ REFUSED = {
     "--split-sentences": "only BERT needs sentences; documents are not split",
     "--keep-newlines": "belongs to --split-sentences",
     "--lang": "belongs to --split-sentences",
-    "--partitions": "not needed: --workers reads any number of files, in order",
     "--keep-sequential-samples": "not needed: the order of the input is always kept",
     "--find-optimal-num-workers": "not supported: try --workers",
     "--workers-to-check": "belongs to --find-optimal-num-workers",
@@ -49,16 +57,8 @@ class Bar(tqdm):
     monitor_interval = 0
 
 
-def core() -> Any:
-    """megatron-core's module of .bin/.idx files. Its import takes seconds, so --help and refusals do not import it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # core warns at import about packages that are not installed
-        from megatron.core.datasets import indexed_dataset
-    return indexed_dataset
-
-
-def preprocess(args: argparse.Namespace, method: str = "fork" if sys.platform == "linux" else "spawn") -> list[str]:
-    """Tokenize the inputs; returns the lines of a summary."""
+def work_of(args: argparse.Namespace) -> Work:
+    """What the options describe. Raises Refusal."""
     paths = expand(args.input)
     if list(args.json_keys) != ["text"] and any(is_plain_text(path) or is_fasta(path) for path in paths):
         raise Refusal(f"--json-keys {' '.join(args.json_keys)} does not go with .txt and FASTA, which have no keys")
@@ -66,66 +66,97 @@ def preprocess(args: argparse.Namespace, method: str = "fork" if sys.platform ==
         raise Refusal(
             f"--codon-frame {args.codon_frame} needs --tokenizer-type CodonTokenizer: add it, or leave it out"
         )
+    for key in args.json_keys:
+        if "/" in key:
+            raise Refusal(f"--json-keys {key}: a key is a part of the output's name, and must have no slash")
+    filter_of(args.filter)
     tokenizer_flags = tuple((field.name, getattr(args, field.name)) for field in TOKENIZER_FIELDS)
+    dtype = dtype_for(tokenizer_of(tokenizer_flags, args.vocab_size).vocab_size)
+    metadata = None if args.keep_metadata is None else tuple(dict.fromkeys(args.keep_metadata))
     keys = tuple(dict.fromkeys(args.json_keys))
-    tokenizer = tokenizer_of(tokenizer_flags, args.vocab_size)
-    dtype = core().DType.optimal_dtype(tokenizer.vocab_size)
-    settings = Settings(tokenizer_flags, args.vocab_size, np.dtype(dtype).name, keys, args.append_eod, args.codon_frame)
-    prefixes = [f"{args.output_prefix}_{key}_document" for key in settings.keys]
-    reader, total, start = Reader(paths, keys), Encoded(), time.monotonic()
-    documents, tokens = dict.fromkeys(settings.keys, 0), dict.fromkeys(settings.keys, 0)
-    with atomic_files([f"{p}.{end}" for p in prefixes for end in ("bin", "idx")], args.overwrite) as names:
-        with ExitStack() as stack:
-            builders = {key: core().IndexedDatasetBuilder(name, dtype) for key, name in zip(settings.keys, names[::2])}
-            for builder in builders.values():
-                stack.callback(_close, builder.data_file)
-            encoded_batches = encode_all(settings, reader, args.workers, method)
-            stack.callback(encoded_batches.close)
-            quiet, size = not sys.stderr.isatty(), reader.bytes_total or None
-            bar = stack.enter_context(Bar(total=size, unit="B", unit_scale=True, desc="read", disable=quiet))
-            for encoded, position in encoded_batches:
-                if encoded.bad and not args.skip_bad_lines:
-                    raise Refusal(f"{encoded.bad[0]}; give --skip-bad-lines to count such lines and go on")
-                before = sum(documents.values())
-                for key, builder in builders.items():
-                    pieces = np.split(encoded.tokens[key], np.cumsum(encoded.lengths[key])[:-1])
-                    for piece in pieces if encoded.lengths[key] else ():
-                        builder.add_document(piece, [piece.size])
-                    documents[key] += len(encoded.lengths[key])
-                    tokens[key] += encoded.tokens[key].size
-                total.text_bytes += encoded.text_bytes
-                total.empty += encoded.empty
-                total.bad += encoded.bad
-                done, seconds = sum(documents.values()), time.monotonic() - start
-                rate = f"{done / seconds:,.0f} docs/s, {total.text_bytes / seconds / 1e6:.1f} MB/s"
-                bar.set_postfix_str(rate, refresh=False)
-                bar.update(position - bar.n)
-                if quiet and done // args.log_interval > before // args.log_interval:
-                    print(f"{done} documents, {position / 1e6:.1f} MB read ({rate})", file=sys.stderr)
-            empty_keys = [key for key in settings.keys if not documents[key]]
-            if empty_keys:
-                raise Refusal(f'--input: no document with text under the key "{empty_keys[0]}"')
-            for builder, name in zip(builders.values(), names[1::2]):
-                builder.finalize(name)
-    seconds = time.monotonic() - start
-    summary = [
-        f"{prefix}.bin/.idx: {documents[key]:,} documents, {tokens[key]:,} tokens as {dtype.__name__}, "
+    settings = Settings(tokenizer_flags, args.vocab_size, dtype.name, keys, args.append_eod, args.codon_frame,
+                        args.filter, metadata)  # fmt: skip
+    return Work(tuple(paths), settings, args.skip_bad_lines)
+
+
+def preprocess(args: argparse.Namespace, method: str = METHOD) -> list[str]:
+    """Tokenize the inputs; returns the lines of a summary."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # --workers says how many processes there are
+    start, work = time.monotonic(), work_of(args)
+    outputs = {key: f"{args.output_prefix}_{key}_document" for key in work.settings.keys}
+    for prefix in outputs.values():
+        for end in ("bin", "idx") if not args.overwrite else ():
+            if os.path.exists(f"{prefix}.{end}"):
+                raise Refusal(f"{prefix}.{end} exists: give --overwrite to replace it")
+    if args.engine == "local" and args.partitions in (None, 1):
+        totals = _whole(args, work, method, start)
+    else:
+        parts = divide(work, args.output_prefix, args.of if args.engine == "slurm" else args.partitions, args.overwrite)
+        if args.engine == "slurm":
+            return _shard(args, parts)
+        made = make_with_ray(parts, args.workers) if args.engine == "ray" else _here(parts, args.workers)
+        _progress(made, parts.count, start)
+        totals, _ = merge_parts(parts.folder, args.output_prefix, args.overwrite)
+    return summary(totals, outputs, work.settings.dtype, time.monotonic() - start, args.workers)
+
+
+def _here(parts: Parts, workers: int) -> Iterable[tuple[int, Totals]]:
+    return make_here(parts, range(parts.count), workers)
+
+
+def _progress(made: Iterable[tuple[int, Totals]], count: int, start: float) -> None:
+    """Make parts, with a line on stderr for each."""
+    for done, (part, totals) in enumerate(made, 1):
+        seconds, documents = time.monotonic() - start, sum(totals.documents.values())
+        print(f"part {part} of {count} is complete: {documents:,} documents; {done} parts, {seconds:.1f} s, "
+              f"{done / seconds:.2f} parts/s", file=sys.stderr)  # fmt: skip
+
+
+def _shard(args: argparse.Namespace, parts: Parts) -> list[str]:
+    """Make the part of one task of an array."""
+    _progress(make_here(parts, range(args.shard, args.shard + 1), args.workers), parts.count, time.monotonic())
+    missing = sum(parts.done(part) is None for part in range(parts.count))
+    merge = f"python tools/data.py merge --input {parts.folder} --output-prefix {args.output_prefix}"
+    return [f"{parts.name(args.shard)}: complete; {missing} of {parts.count} parts are missing", f"then: {merge}"]
+
+
+def _whole(args: argparse.Namespace, work: Work, method: str, start: float) -> Totals:
+    """Tokenize in one piece, with a progress bar."""
+    reader = Reader(list(work.paths), work.settings.columns())
+    quiet, before = not sys.stderr.isatty(), 0
+    with Bar(total=reader.bytes_total or None, unit="B", unit_scale=True, desc="read", disable=quiet) as bar:
+
+        def report(totals: Totals, position: int) -> None:
+            nonlocal before
+            done, seconds = sum(totals.documents.values()), time.monotonic() - start
+            rate = f"{done / seconds:,.0f} docs/s, {totals.text_bytes / seconds / 1e6:.1f} MB/s"
+            bar.set_postfix_str(rate, refresh=False)
+            bar.update(position - bar.n)
+            if quiet and done // args.log_interval > before // args.log_interval:
+                print(f"{done} documents, {position / 1e6:.1f} MB read ({rate})", file=sys.stderr)
+            before = done
+
+        return write_tokens(
+            work, args.output_prefix, reader, args.workers, args.overwrite, method=method, report=report
+        )
+
+
+def summary(totals: Totals, outputs: dict[str, str], dtype: str, seconds: float, workers: int) -> list[str]:
+    """The lines to print at the end."""
+    lines = [
+        f"{prefix}.bin/.idx: {totals.documents[key]:,} documents, {totals.tokens[key]:,} tokens as {dtype}, "
         f"{os.path.getsize(prefix + '.bin') / 1e6:,.1f} MB"
-        for prefix, key in zip(prefixes, settings.keys)
+        for key, prefix in outputs.items()
     ]
-    summary.append(f"skipped: {total.empty} empty, {len(total.bad)} bad" + "".join(f"; {x}" for x in total.bad[:3]))
-    done = sum(documents.values())
-    summary.append(
-        f"{seconds:.1f} s with {args.workers} worker{'s' * (args.workers > 1)}: {done / seconds:,.0f} docs/s, "
-        f"{total.text_bytes / seconds / 1e6:.1f} MB/s, {sum(tokens.values()) / seconds:,.0f} tokens/s"
+    filtered = f", {totals.filtered} by --filter" if totals.filtered else ""
+    lines.append(f"skipped: {totals.empty} empty, {totals.bad} bad{filtered}" + "".join(
+        f"; {x}" for x in totals.messages))  # fmt: skip
+    documents, tokens = sum(totals.documents.values()), sum(totals.tokens.values())
+    lines.append(
+        f"{seconds:.1f} s with {workers} worker{'s' * (workers > 1)}: {documents / seconds:,.0f} docs/s, "
+        f"{totals.text_bytes / seconds / 1e6:.1f} MB/s, {tokens / seconds:,.0f} tokens/s"
     )
-    return summary
-
-
-def _close(file: object) -> None:
-    """Close an output; a full disk was reported already."""
-    with suppress(OSError):
-        file.close()
+    return lines
 
 
 def _stopper(patience: float = 5.0) -> Callable[..., None]:
@@ -147,11 +178,10 @@ def _stopper(patience: float = 5.0) -> Callable[..., None]:
 
 
 class _Refuse(argparse.Action):
-    """A flag of Megatron-LM that is refused with a reason; --partitions 1 is permitted, as it has no effect."""
+    """A flag of Megatron-LM that is refused with a reason."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: object, values: object, option: str | None = None) -> None:
-        if (option, values) != ("--partitions", ["1"]):
-            parser.error(f"{option} is not supported: {REFUSED[option]}")
+        parser.error(f"{option} is not supported: {REFUSED[option]}")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -159,7 +189,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="files or globs")
+    parser.add_argument(
+        "--input", nargs="+", required=True, metavar="FILE",
+        help="files, URLs, globs, or folders that Hugging Face's datasets has saved",
+    )  # fmt: skip
     parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to tokenize")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="PREFIX_KEY_document.bin and .idx")
     add_tokenizer_options(parser)
@@ -173,11 +206,44 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--log-interval", type=int, default=1000, help="documents per line of progress without a terminal"
     )
-    parser.add_argument("--skip-bad-lines", action="store_true", help="count lines that cannot be read, and go on")
+    parser.add_argument(
+        "--skip-bad-lines", "--skip-bad", action="store_true", help="count records that cannot be read, and go on"
+    )
+    parser.add_argument(
+        "--filter", metavar="EXPRESSION", help="keep only such rows, for example \"lang == 'en' and len(text) > 500\""
+    )
+    parser.add_argument(
+        "--keep-metadata", nargs="*", metavar="COLUMN",
+        help="write source, row, length and these columns of each document to PREFIX_KEY_document.metadata.jsonl",
+    )  # fmt: skip
+    parser.add_argument(
+        "--engine", choices=["local", "ray", "slurm"], default="local",
+        help="who makes the parts: this process, tasks of Ray, or the tasks of an array (--shard I --of N)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--partitions", type=int, metavar="N",
+        help="make N parts, each with checksums, and merge them; a restart continues after the complete ones "
+        "(default: 1, which is not kept; with --engine ray, one for each 64 MiB)",
+    )  # fmt: skip
+    parser.add_argument("--shard", type=int, metavar="I", help="--engine slurm: the part of this task, from 0")
+    parser.add_argument("--of", type=int, metavar="N", help="--engine slurm: the number of tasks")
     parser.add_argument("--overwrite", action="store_true", help="replace existing outputs")
     for name in REFUSED:
         parser.add_argument(name, nargs="*", action=_Refuse, help=argparse.SUPPRESS)
     return parser
+
+
+def check_engine(args: argparse.Namespace) -> None:
+    """Refuse options that the engine does not use, and complete its own."""
+    if args.engine == "slurm":
+        if args.shard is None or args.of is None or not 0 <= args.shard < args.of:
+            raise Refusal("--engine slurm needs --shard I --of N, with I from 0 to N - 1: $SLURM_ARRAY_TASK_ID")
+        if args.partitions not in (None, args.of):
+            raise Refusal(f"--partitions {args.partitions} with --engine slurm: --of says how many parts there are")
+    elif args.shard is not None or args.of is not None:
+        raise Refusal(f"--shard and --of need --engine slurm, not {args.engine}: add it, or leave them out")
+    if args.partitions is not None and not 1 <= args.partitions <= 100_000:
+        raise Refusal("--partitions must be from 1 to 100,000")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -186,6 +252,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         if args.workers < 1 or args.log_interval < 1:
             raise Refusal("--workers and --log-interval must be at least 1")
+        check_engine(args)
         print("\n".join(preprocess(args)))
     except (Refusal, MemoryError) as error:
         line = no_memory("the tokens of a batch") if isinstance(error, MemoryError) else error

@@ -8,6 +8,7 @@ import importlib.util
 import io
 import json
 import shlex
+import tarfile
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -31,6 +32,8 @@ from megatron.training.data import index_files as data_files
 from megatron.training.data.chat_template import read_chats
 from megatron.training.data.encoding import Settings, encode
 from megatron.training.data.index_files import LIST
+from megatron.training.data.packing.length_mixtures import read_mixture
+from megatron.training.data.sources import partitions, token_files
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.evaluation.haystack import read_ids
 from megatron.training.model.attention_rule import sparse_pattern
@@ -106,6 +109,46 @@ def parquet() -> list[bytes]:
         parquet.write_table(table, stream, compression=compression, row_group_size=5)
         result.append(stream.getvalue())
     return result
+
+
+def arrow() -> list[bytes]:
+    """Arrow files of both formats, without compression and with it."""
+    import pyarrow
+    import pyarrow.ipc
+
+    table, result = pyarrow.Table.from_pylist([{"text": "abc", "n": [1], "b": b"x"}, {"text": "", "n": None}] * 9), []
+    for make in (pyarrow.ipc.new_file, pyarrow.ipc.new_stream):
+        for compression in (None, "zstd"):
+            stream = io.BytesIO()
+            with make(stream, table.schema, options=pyarrow.ipc.IpcWriteOptions(compression=compression)) as writer:
+                writer.write_table(table, max_chunksize=5)
+            result.append(stream.getvalue())
+    return result
+
+
+def archives() -> list[bytes]:
+    """Archives in each format of Python, with long names."""
+    result = []
+    for kind in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
+        stream = io.BytesIO()
+        with tarfile.open(fileobj=stream, mode="w", format=kind) as archive:
+            for name, content in (("a/0.txt", b"abc"), ("a/0.json", b'{"n": 1}'), ("a/0.jpg", b"x" * 600),
+                                  ("b" * 90 + "/" + "c" * 60 + ".txt", b"d")):  # fmt: skip
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+        result.append(stream.getvalue()[:9 * 512])
+    return result
+
+
+def archive(random: Random, data: bytes) -> bytes:
+    """Change bytes of an archive; most often with headers whose checksums are right again."""
+    blocks = bytearray(mutations.any_bytes(random, data))
+    for at in range(0, len(blocks) - 511, 512) if random.random() < 0.7 else ():
+        if blocks[at + 257 : at + 262] == b"ustar":
+            blocks[at + 148 : at + 156] = b" " * 8
+            blocks[at + 148 : at + 156] = b"%06o\0 " % sum(blocks[at : at + 512])
+    return bytes(blocks)
 
 
 def packed_lines(random: Random, data: bytes) -> bytes:
@@ -446,6 +489,28 @@ def encoded(name: str) -> Any:
     return read
 
 
+def saved_folder(folder: Path) -> None:
+    for path in text_files.expand([str(folder)]):
+        assert Path(path).parent == folder
+
+
+def manifests(folder: Path) -> None:
+    token_files.read_manifest(str(folder / "file"))
+
+
+def parts(folder: Path) -> None:
+    totals = partitions.Totals()
+    for content in partitions.read_parts(str(folder)):
+        totals.include(partitions.Totals(**content["totals"]))
+
+
+FILES = {end: {"bytes": 9, "sha256": "0" * 64} for end in ("bin", "idx")}
+TOKENS = {"form": 1, "documents": 2, "tokens": 9, "dtype": "uint16", **FILES}
+TOTALS = {"documents": {"text": 2}, "tokens": {"text": 9}, "text_bytes": 9, "empty": 0, "filtered": 0, "bad": 0,
+          "messages": []}  # fmt: skip
+MANIFEST = {"identity": "x", "part": 0, "of": 1, "keys": ["text"], "totals": TOTALS, "metadata": False, "prefix": "p"}
+MIXTURE = b"sources:\n  - path: a\n    weight: 2\n    repeat: {8K: 2, 64K: 0.5}\n  - path: b\n"
+STATE = {"_data_files": [{"filename": "data-0.arrow"}], "_indices_data_files": None, "_split": "train"}
 LINES = b'{"text": "abc", "n": 12}\n\n{"text": "d\\u00e9 \\ud83d\\ude00", "meta": {"a": [1, 2, {"b": null}]}}\n'
 CHAT = b"""{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": "[]"}
 {"system": "s", "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "assistant", \
@@ -512,6 +577,12 @@ READERS = [
     reader("json_lines", LINES, json_lines, encoded("text.jsonl"), "text.jsonl"),
     reader("json_array", ARRAY, array_text, encoded("text.json"), "text.json"),
     *([reader("parquet", parquet, mutations.any_bytes, encoded("text.parquet"), "text.parquet")] * HAS_PYARROW),
+    *([reader("arrow", arrow, mutations.any_bytes, encoded("text.arrow"), "text.arrow")] * HAS_PYARROW),
+    reader("webdataset", archives, archive, encoded("text.tar"), "text.tar"),
+    reader("saved_folder", as_json(STATE), bare_json, saved_folder, "state.json", other_files={"data-0.arrow": b""}),
+    reader("mixture", MIXTURE, text, lambda folder: read_mixture(str(folder / "file"))),
+    reader("token_manifest", as_json(TOKENS), bare_json, manifests),
+    reader("part_manifest", as_json(MANIFEST), bare_json, parts, "00000-of-00001.json"),
     reader("forms", FORMS, json_lines, lambda folder: list(read_chats("chats.jsonl", "--data-path")), "chats.jsonl"),
     reader("packed_lines", lambda: [gzip.compress(LINES, mtime=0)], packed_lines, encoded("text.jsonl.gz"),
            "text.jsonl.gz"),

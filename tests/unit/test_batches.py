@@ -29,6 +29,7 @@ from megatron.training.data.chat_template import Chat, ChatTemplate, read_chats
 from megatron.training.data.datasets import MockDataset
 from megatron.training.data.encoding import Settings, encode
 from megatron.training.data.row_files import array_rows
+from megatron.training.data.sources import columnar
 from megatron.training.data.text_files import Reader, unit_of
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.refusal import Refusal
@@ -303,7 +304,7 @@ def test_parquet_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path.write_bytes(b"PAR1" + bytes(100))
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "pyarrow", None)
-        assert refused(tmp_path, path) == f"--input {path}: Parquet needs the package pyarrow: {row_files.PYARROW}"
+        assert refused(tmp_path, path) == f"--input {path}: Parquet needs the package pyarrow: {columnar.PYARROW}"
     pytest.importorskip("pyarrow")
     assert f"--input {path}: cannot be read: " in refused(tmp_path, path)
     write_parquet(path, [{"body": "a"}])

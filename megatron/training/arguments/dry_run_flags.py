@@ -70,7 +70,7 @@ def complete_dry_run(config: Config, started: int) -> Config:
         raise Refusal(f"--dry-run-trace-events {events}", ": give a number of at least 1")
     config = deepcopy(config)
     data, run = config.data, config.run
-    files = (data.data_args_path, data.data_file_list, data.per_split_data_args_path)
+    files = (data.data_args_path, data.data_file_list, data.per_split_data_args_path, data.data_config)
     if not any(
         (data.data_path, data.train_data_path, data.mock_data, *files, *(getattr(data, name) for name in WEIGHTED))
     ):

@@ -96,6 +96,11 @@ READERS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
         "fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix fim_prefix_token fim_middle_token "
         "fim_suffix_token fim_pad_token fim_eod_token",
     ),
+    (
+        "read only with --packing best-fit or by-work",
+        lambda c: c.data.packing != "greedy",
+        "packing_window",
+    ),
     ("read only with --sft", lambda c: c.data.sft, "sft_tokenizer_prompt_format sft_over_length"),
     ("not read with --sft", lambda c: not c.data.sft, "num_dataset_builder_threads"),
     (

@@ -67,6 +67,8 @@ def read_chats(path: str, flag: str) -> Iterator[Chat]:
 def chats_of(record: Record) -> list[Chat]:
     """The conversations of one row."""
     where = record.where()
+    if record.error:
+        raise Refusal(f"{where}: {record.error}")
     if len(record.content) > LONGEST:
         raise Refusal(f"{where}: a {record.unit} of {len(record.content):,} bytes; the limit is {LONGEST:,}: split it")
     line = _object(record, where)

@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.utils import Split
 from torch.utils.data import Dataset
 
 from megatron.training.arguments.config import Config, DataConfig
@@ -27,6 +28,8 @@ from megatron.training.arguments.data_paths import Blend, parse_split, portion
 from megatron.training.data import index_files as data_files
 from megatron.training.data.chat_dataset import build_chat_datasets
 from megatron.training.data.index_files import atomic_folder
+from megatron.training.data.packing.length_mixtures import Source, read_mixture, repeated
+from megatron.training.data.packing.packing_plans import Packing, cost_of, make_plan
 from megatron.training.data.read_tokens import DataError, TokenFile, check_ids, first_outside, unmapped
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.refusal import Refusal, together
@@ -189,8 +192,16 @@ def build_datasets(
         "split": parse_split(data.split) if blend else None,
         "eod_mask_loss": data.eod_mask_loss,
     }
+    packing = _packing(data, blend, blends)
+    mixture = {source.path: source for source in read_mixture(data.data_config)} if data.data_config else {}
+    ours: dict[str, Any] = {}  # empty without them, so that the names of caches stay those of earlier versions
+    if packing or mixture:
+        repeats = {path: source.repeat for path, source in mixture.items()}
+        ours = {"packing": packing and vars(packing), "repeats": repeats}
     core = LocalConfig(
         **settings,
+        packing=packing,
+        mixture=mixture,
         fim=fim_of(data, tokenizer),
         path_to_cache="",
         num_dataset_builder_threads=data.num_dataset_builder_threads,
@@ -208,7 +219,7 @@ def build_datasets(
     files = together(check_files)
     if not any(samples):
         return None, None, None
-    folder = data_files.cache_folder(data, files, {**settings, "samples": samples})
+    folder = data_files.cache_folder(data, files, {**settings, **ours, "samples": samples})
     _build_cache(core, samples, folder)
     together(lambda: data_files.check_cache(folder) if os.path.isdir(folder) else None)
     if not needed:
@@ -228,6 +239,20 @@ class LocalConfig(GPTDatasetConfig):
     """core's configuration and our settings."""
 
     fim: Fim | None = None
+    packing: Packing | None = None
+    mixture: dict[str, Source] = field(default_factory=dict)
+
+
+def _packing(data: DataConfig, blend: Blend | None, blends: list[Blend | None] | None) -> Packing | None:
+    """How samples are made; None for Megatron-LM's stream."""
+    if data.packing == "greedy":
+        return None
+    if data.packing == "by-work" and any(one and len(one[0]) > 1 for one in [blend, *(blends or ())]):
+        raise Refusal(
+            "--packing by-work makes global batches of one source, and a blend mixes them: use --packing best-fit, or "
+            "merge the sources with tools/data.py merge"
+        )
+    return Packing(data.packing, data.packing_window, data.global_batch_size or 1)
 
 
 def _sources(core: LocalConfig, split: int) -> tuple[Blend | None, tuple[float, float] | None, str]:
@@ -305,7 +330,8 @@ def _build(core: LocalConfig, samples: list[int], cache: str) -> list[Dataset | 
     for surplus in (core.mid_level_dataset_surplus, 0.5, parts + 1):
         config.mid_level_dataset_surplus = surplus
         try:
-            return LocalBuilder(FimDataset if core.fim else TokenDataset, samples, lambda: True, config).build()
+            kind = FimDataset if core.fim else PackedDataset if core.packing else TokenDataset
+            return LocalBuilder(kind, samples, lambda: True, config).build()
         except (IndexError, FileNotFoundError):  # too little was drawn, and nothing was cached
             if surplus > parts:
                 raise
@@ -318,8 +344,15 @@ class TokenDataset(GPTDataset):
     A path may also name a portion of the file's documents, so that core distinguishes two datasets of one file.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, tokens: TokenFile, path: str, documents: np.ndarray, *args: Any) -> None:
+        split, config = args[1:]
+        source = config.mixture.get(path)
+        if source is not None and split is Split.train:
+            lengths = tokens.sequence_lengths[documents]
+            documents = repeated(documents, lengths, source.repeat, config.random_seed)
+            if not lengths.sum() or not len(documents):
+                raise Refusal(f"--data-config: repeat leaves no document of {path}: raise its factors")
+        super().__init__(tokens, path, documents, *args)
         indices = self.document_index, self.sample_index, self.shuffle_index
         self.document_index, self.sample_index, self.shuffle_index = map(unmapped, indices)
 
@@ -367,6 +400,52 @@ class TokenDataset(GPTDataset):
         if first_outside(tokens, tokenizer.vocab_size) is not None:
             for part, document in zip(parts, documents.tolist()):
                 check_ids(part, tokenizer.vocab_size, tokenizer.source, functools.partial(self.dataset.where, document))
+
+
+class PackedDataset(TokenDataset):
+    """Samples of a plan, without parts of other samples' documents. Padding at their ends has no loss."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # core (GPTDataset.__getitem__) would keep the first sample's mask, with its padding, for all other samples
+        self.masks_and_position_ids_are_cacheable = False
+
+    def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The plan's pieces [pieces, 3], the first piece of each sample [samples + 1], and no further shuffle."""
+        config, names = self.config, ("document_index", "sample_index", "shuffle_index")
+        base = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
+        paths = [os.path.join(config.path_to_cache, f"{base}-{name}.npy") for name in names]
+        if config.path_to_cache and all(map(os.path.isfile, paths)):
+            return tuple(data_files.load_numbers(path) for path in paths)
+        lengths = self.dataset.sequence_lengths
+        plan = make_plan(
+            self.indices, lengths[self.indices], config.sequence_length, self.num_samples, config.packing,
+            config.random_seed,
+        )  # fmt: skip
+        cost = cost_of(plan, lengths, config.sequence_length, config.packing.batch)
+        logger.info(
+            "%s %s, --packing %s: %d samples, %.2f %% filled; %.2f %% of the documents that fit in a sample are cut; "
+            "attention of the slowest sample of a global batch over its mean: %.3f", self.dataset_path,
+            self.index_split.name, config.packing.kind, len(plan.first) - 1, 100 * cost.fill, 100 * cost.cut_short,
+            cost.imbalance,
+        )  # fmt: skip
+        arrays = plan.pieces, plan.first, np.arange(len(plan.first) - 1)
+        for path, array in zip(paths, arrays) if config.path_to_cache else ():
+            np.save(path, array)
+        return arrays
+
+    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
+        first, last = self.sample_index[idx : idx + 2].tolist()
+        if not 0 <= first < last <= len(self.document_index):
+            raise self._damaged()
+        pieces = self.document_index[first:last]
+        parts = [self.dataset.get(*piece) for piece in pieces.tolist()]
+        length, tokens = self.config.sequence_length + 1, np.concatenate(parts)
+        if not 0 < len(tokens) <= length:
+            raise self._damaged()
+        self._check(tokens, parts, pieces[:, 0])
+        text = np.pad(tokens.astype(np.int64), (0, length - len(tokens)), constant_values=self._pad_token_id)
+        return text, pieces[:, 0]
 
 
 class FimDataset(TokenDataset):

@@ -7,6 +7,7 @@ It imports neither megatron-core nor torch, whose imports would cost each worker
 from __future__ import annotations
 
 import functools
+import json
 import multiprocessing
 import os
 import signal
@@ -16,11 +17,13 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from megatron.training.arguments.config import DataConfig
-from megatron.training.data.text_files import BadRecord, Reader, Record, no_memory, parse
+from megatron.training.data.sources.filters import Filter
+from megatron.training.data.text_files import BadRecord, Reader, Record, fields_of, no_memory, texts_of
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_vocab
 from megatron.training.refusal import Refusal
 
@@ -38,16 +41,28 @@ class Settings:
     keys: tuple[str, ...]
     append_eod: bool
     codon_frame: int
+    filter: str | None = None  # the expression of the rows that are kept
+    metadata: tuple[str, ...] | None = None  # columns to keep for each document; None keeps nothing
+
+    def columns(self) -> tuple[str, ...]:
+        """The columns that a reader of tables needs."""
+        names = filter_of(self.filter).names if self.filter is not None else ()
+        return tuple(dict.fromkeys([*self.keys, *sorted(names), *(self.metadata or ())]))
 
 
 @dataclass
 class Encoded:
-    """Some records, encoded: for each key the tokens of its documents, one after another, and their lengths."""
+    """Some records, encoded: for each key the tokens of its documents, one after another, and their lengths.
+
+    ``metadata`` has for each key a line of JSON per document, if the settings ask for it.
+    """
 
     tokens: dict[str, np.ndarray] = field(default_factory=dict)
     lengths: dict[str, list[int]] = field(default_factory=dict)
+    metadata: dict[str, list[str]] = field(default_factory=dict)
     text_bytes: int = 0
     empty: int = 0  # documents without tokens
+    filtered: int = 0  # records that the filter leaves out
     bad: list[str] = field(default_factory=list)  # a message for each record that is left out
 
 
@@ -59,38 +74,91 @@ def tokenizer_of(flags: tuple[tuple[str, object], ...], vocab_size: int | None) 
     return tokenizer
 
 
+@functools.cache
+def filter_of(text: str | None) -> Filter | None:
+    """One filter per process."""
+    return None if text is None else Filter(text)
+
+
 def encode(settings: Settings, records: list[Record]) -> Encoded:
     """Tokenize some records, in a worker."""
     tokenizer, dtype = tokenizer_of(settings.tokenizer, settings.vocab_size), np.dtype(settings.dtype).type
-    encoded = Encoded()
-    documents: dict[str, list[np.ndarray]] = {key: [] for key in settings.keys}
+    keep, encoded = filter_of(settings.filter), Encoded()
+    read: list[tuple[Record, dict[str, str], str]] = []
     for record in records:
         encoded.text_bytes += len(record.content)
         try:
-            texts = parse(record, settings.keys)
-            ids = {key: _ids(tokenizer, text, settings, dtype) for key, text in (texts or {}).items()}
+            fields = fields_of(record, settings.keys[0])
+            if fields is None:
+                encoded.empty += 1
+            elif keep is not None and not keep(fields):
+                encoded.filtered += 1
+            else:
+                read.append((record, texts_of(fields, settings.keys), _metadata(settings, record, fields)))
+        except BadRecord as error:
+            encoded.bad.append(f"{record.where()}: {error}")
+        except MemoryError:  # the record is not bad, so it must not be left out
+            raise _too_large(record) from None
+    documents: dict[str, list[np.ndarray]] = {key: [] for key in settings.keys}
+    encoded.metadata = {key: [] for key in settings.keys}
+    many = _encode_together(tokenizer, [text for _, texts, _ in read for text in texts.values()], settings)
+    for record, texts, metadata in read:
+        given = {key: next(many) for key, text in texts.items() if text.strip()} if many else {}
+        try:
+            ids = {key: _ids(tokenizer, text, settings, dtype, given.get(key)) for key, text in texts.items()}
         except BadRecord as error:
             encoded.bad.append(f"{record.where()}: {error}")
             continue
-        except MemoryError:  # the record is not bad, so it must not be left out
-            raise no_memory(f"{record.where()}, which has {len(record.content):,} bytes") from None
-        encoded.empty += texts is None
+        except MemoryError:
+            raise _too_large(record) from None
         for key, document in ids.items():
             encoded.empty += not document.size
             if document.size:
                 documents[key].append(document)
+                if settings.metadata is not None:
+                    encoded.metadata[key].append(f'{{"length": {document.size}, {metadata}}}')
     for key, arrays in documents.items():
         encoded.lengths[key] = [array.size for array in arrays]
         encoded.tokens[key] = np.concatenate([np.empty(0, dtype), *arrays])
     return encoded
 
 
-def _ids(tokenizer: Tokenizer, text: str, settings: Settings, dtype: type) -> np.ndarray:
+def _too_large(record: Record) -> Refusal:
+    return no_memory(f"{record.where()}, which has {len(record.content):,} bytes")
+
+
+def _metadata(settings: Settings, record: Record, fields: dict[str, Any]) -> str:
+    """Where a document comes from, and its chosen columns, as the inner part of a JSON object.
+
+    A line is named by its offset, because a reader of a part of a file does not know its number.
+    """
+    if settings.metadata is None:
+        return ""
+    place = {"source": record.path}
+    if record.line:
+        place |= {"byte": record.offset} if record.offset >= 0 else {record.unit: record.line}
+    return json.dumps(place | {name: fields.get(name) for name in settings.metadata})[1:-1]
+
+
+def _encode_together(tokenizer: Tokenizer, texts: list[str], settings: Settings) -> Iterator[np.ndarray] | None:
+    """The ids of all texts that are not blank, in order; None if they have to be encoded one by one.
+
+    That is so for one text that cannot be encoded, whose record is then named.
+    """
+    if tokenizer.encode_many is None or settings.codon_frame:
+        return None
+    try:
+        return iter(tokenizer.arrays([text for text in texts if text.strip()]))
+    except Refusal:
+        return None
+
+
+def _ids(tokenizer: Tokenizer, text: str, settings: Settings, dtype: type, ids: np.ndarray | None) -> np.ndarray:
     """The tokens of a document, in the dtype of the file; a document of blanks has none."""
     if not text.strip():
         return np.empty(0, dtype)
     try:
-        ids = tokenizer.array(text[settings.codon_frame :])
+        ids = tokenizer.array(text[settings.codon_frame :]) if ids is None else ids
     except MemoryError:
         raise
     except Exception as error:  # for example words for NullTokenizer

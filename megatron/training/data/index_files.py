@@ -22,6 +22,7 @@ import numpy as np
 
 from megatron.training.arguments.config import DataConfig
 from megatron.training.arguments.data_paths import Blend, parse_blend, weighted_groups
+from megatron.training.data.packing.length_mixtures import read_mixture
 from megatron.training.data.read_tokens import DataError, FileArray, OpenFile, TokenFile, check_ids
 from megatron.training.disk import sync_tree
 from megatron.training.json_file import read_bytes, read_json
@@ -130,6 +131,9 @@ def parse_blends(data: DataConfig, number: int = 0) -> tuple[Blend | None, list[
         return None, [
             group and (group.prefixes, group.weights if len(group.prefixes) > 1 else None) for group in chosen
         ]
+    if data.data_config:
+        sources = read_mixture(data.data_config)
+        return ([source.path for source in sources], [source.weight for source in sources]), None
     if data.data_args_path or data.data_file_list:
         return _blend_in_file(data), None
     if data.per_split_data_args_path:

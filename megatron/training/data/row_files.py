@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads JSON arrays and Parquet files. Each row becomes JSON, as in a line of JSON lines.
-
-Both are read in bounded memory: an array element by element, Parquet in batches of rows of one row group.
-"""
+"""Reads compressed files and JSON arrays, element by element in bounded memory, and knows formats of chats."""
 
 from __future__ import annotations
 
@@ -11,11 +8,11 @@ import gzip
 import io
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from megatron.training.json_file import PART
-from megatron.training.refusal import Refusal, one_line, short
+from megatron.training.refusal import Refusal, short
 
 COMPRESSED = (".gz", ".zst")  # endings of compressed files
 ZSTD_PART = 1 << 12  # bytes of a .zst that are decompressed at a time: four bytes can become 128 KiB
@@ -177,10 +174,7 @@ def _completion(row: Row, where: str) -> list[Any]:
 
 BLANKS = re.compile(r"[ \t\r\n]*")
 NEAR_THE_END = 16  # characters: longer than a literal or an escape that the end of a part may cut
-PARQUET, BATCH_ROWS = b"PAR1", 32
-PYARROW = "pip install 'pyarrow>=18,<27'"
 OTHERS = {
-    b"ARROW1": "an Arrow file: write it as Parquet",
     b"PK\x03\x04": "a zip archive: unpack it",
     b"BZh": "compressed by bzip2: decompress it, or use gzip or zstd",
     b"\xfd7zXZ": "compressed by xz: decompress it, or use gzip or zstd",
@@ -274,50 +268,3 @@ def _end(text: _Text, scan: Callable[[str, int], tuple[Any, int]], number: int) 
         except RecursionError:
             raise ValueError(f"element {number} of its JSON array is nested too deep") from None
         text.more()
-
-
-def parquet_rows(path: str, columns: Sequence[str]) -> Iterator[tuple[int, bytes, float]]:
-    """(number from 1, row as JSON, share of the file read so far) of each row of a Parquet file.
-
-    Args:
-        columns: to read; all columns if it is empty or one of them does not exist.
-
-    Raises:
-        Refusal: pyarrow is not installed. OSError, ValueError: the file cannot be read.
-    """
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise Refusal(f"--input {path}: Parquet needs the package pyarrow: {PYARROW}") from None
-    try:
-        with parquet.ParquetFile(path, pre_buffer=False, buffer_size=PART) as file:
-            total, number = file.metadata.num_rows, 0
-            chosen = list(columns) if columns and set(columns) <= set(file.schema_arrow.names) else None
-            for batch in file.iter_batches(BATCH_ROWS, columns=chosen, use_threads=False):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, json.dumps(_without_nulls(row), default=_plain).encode(), number / max(total, 1)
-    except (pyarrow.ArrowException, OverflowError, RecursionError) as error:
-        raise ValueError(one_line(error, 200)) from None
-
-
-def _without_nulls(value: Any) -> Any:
-    """Remove nulls: a Parquet column has one type, so a field of some rows is null in the others.
-
-    A null content of a message stays, because templates read that key.
-    """
-    if isinstance(value, dict):
-        fields = {key: _without_nulls(part) for key, part in value.items() if part is not None}
-        return fields | ({"content": None} if "role" in fields and "content" in value.keys() - fields.keys() else {})
-    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
-
-
-def _plain(value: Any) -> Any:
-    """Values that JSON does not have: UTF-8 bytes become text, other bytes null; dates and decimals as printed."""
-    if isinstance(value, bytes):
-        try:
-            return value.decode()
-        except UnicodeDecodeError:
-            return None
-    return str(value)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads text from JSON, Parquet, .txt and FASTA files, compressed or not; writes files atomically."""
+"""Reads text from files of many formats, compressed or not, local or remote; writes files atomically."""
 
 from __future__ import annotations
 
 import codecs
 import contextlib
 import errno
-import glob
 import itertools
 import json
+import math
 import os
 import uuid
 import zlib
@@ -17,6 +17,9 @@ from typing import IO, Any, NamedTuple
 
 from megatron.training.data import genome, row_files
 from megatron.training.data.row_files import COMPRESSED, advice, decompressed
+from megatron.training.data.sources import columnar
+from megatron.training.data.sources.remote import exists, is_folder, is_remote, matches, open_input, size_of
+from megatron.training.data.sources.tar_files import tar_rows
 from megatron.training.disk import sync_file, sync_folder, sync_folders_up
 from megatron.training.json_file import PART, read_most
 from megatron.training.refusal import Refusal
@@ -27,13 +30,16 @@ LONGEST = 1 << 31  # limit of a decompressed document in bytes: an index cannot 
 class Record(NamedTuple):
     """A line of a JSON-lines file, a .txt file (``line`` 0), a record of a FASTA file, or a row of another file.
 
-    A row is JSON, and ``line`` is its number.
+    A row is JSON, and ``line`` is its number. ``error`` says why a part of a file cannot be read. ``offset`` is the
+    byte at which a line begins, if it is known.
     """
 
     path: str
     line: int
     content: bytes | bytearray
     unit: str = "line"
+    error: str = ""
+    offset: int = -1
 
     def where(self) -> str:
         """The place of the record, for messages."""
@@ -53,27 +59,33 @@ def no_memory(where: str) -> Refusal:
 
 
 def expand(patterns: list[str]) -> list[str]:
-    """The files of names and globs in the given order, each glob in alphabetical order.
+    """The files of names, URLs and globs in the given order, each glob in alphabetical order.
+
+    A folder that Hugging Face's ``datasets`` has saved stands for its files.
 
     Raises:
-        Refusal: a file is missing, repeated, a folder, or of amino acids.
+        Refusal: a file is missing, repeated, another folder, or of amino acids.
     """
     paths: list[str] = []
     for pattern in patterns:
-        matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
-        matches = [path for path in matches if path == pattern or os.path.isfile(path)]
-        if not matches:
+        try:
+            named = [pattern] if exists(pattern) else matches(pattern)
+        except OSError as error:
+            raise Refusal(f"--input {pattern}: cannot be read: {_reason(error)}") from error
+        if not named:
             raise Refusal(f"--input {pattern}: no such file")
-        paths += matches
+        for path in named:
+            paths += (columnar.saved_files(path) if is_folder(path) else None) or [path]
     seen = set()
     for path in paths:
-        if os.path.isdir(path):
+        if is_folder(path):
             raise Refusal(f"--input {path}: a folder; name its files, for example '{os.path.join(path, '*.jsonl')}'")
         if _kind(path) in genome.PROTEIN:
             raise Refusal(f"--input {path}: amino acids; genomes are read from {', '.join(genome.SUFFIXES)}")
-        if os.path.realpath(path) in seen:
+        real = path if is_remote(path) else os.path.realpath(path)
+        if real in seen:
             raise Refusal(f"--input: {path} is named twice")
-        seen.add(os.path.realpath(path))
+        seen.add(real)
     return paths
 
 
@@ -92,55 +104,122 @@ def _kind(path: str) -> str:
     return os.path.splitext(os.path.splitext(path)[0] if path.endswith(COMPRESSED) else path)[1].lower()
 
 
+ALL = (0.0, math.inf)  # a span of bytes that contains every file
+
+
 class Reader:
     """The records of some files in order. ``bytes_read`` counts the bytes on disk that were read, of ``bytes_total``.
 
     Args:
-        columns: needed columns of Parquet files; by default all.
+        columns: needed columns of Parquet and Arrow files; by default all.
+        span: the range of bytes of all files, one after another, to which the reader is limited. A line belongs to the
+            range in which it begins; so does a group of rows, or any other file as a whole. So the records of adjacent
+            ranges are all records, each once.
+        sizes: of the files in bytes, if they are known; asking a server for many sizes takes long.
     """
 
-    def __init__(self, paths: list[str], columns: Sequence[str] = ()) -> None:
-        self.paths, self.columns = paths, columns
-        self.bytes_total = sum(os.path.getsize(path) for path in paths)
+    def __init__(
+        self,
+        paths: list[str],
+        columns: Sequence[str] = (),
+        span: tuple[float, float] = ALL,
+        sizes: Sequence[int] | None = None,
+    ) -> None:
+        self.paths, self.columns, self.span = paths, columns, span
+        try:
+            self.sizes = [size_of(path) for path in paths] if sizes is None else list(sizes)
+        except OSError as error:
+            raise Refusal(f"--input: {getattr(error, 'filename', None) or paths[0]}: {_reason(error)}") from error
+        self.bytes_total = int(min(sum(self.sizes), span[1]) - span[0])
         self.bytes_read = 0
 
     def __iter__(self) -> Iterator[Record]:
         before = 0
-        for path in self.paths:
+        for path, size in zip(self.paths, self.sizes):
+            begin, end = self.span[0] - before, self.span[1] - before
+            before += size
+            if end <= 0 or begin > max(size - 1, 0):
+                continue
+            done = self.bytes_read
             try:
-                with open(path, "rb") as raw, decompressed(path, raw) as stream:
-                    size = os.path.getsize(path)  # 0 for a pipe, which has no position
-                    if is_plain_text(path):
-                        content = read_most(stream, LONGEST)
-                        self.bytes_read = before + size
-                        yield Record(path, 0, content)
-                    elif not is_fasta(path) and _head(stream).startswith(row_files.PARQUET):
-                        if path.endswith(COMPRESSED):
-                            raise Refusal(f"--input {path}: Parquet is compressed already: decompress it")
-                        for number, content, share in row_files.parquet_rows(path, self.columns):
-                            self.bytes_read = before + int(share * size)
-                            yield Record(path, number, content, "row")
-                    else:
-                        unit, records = _records(path, stream)
-                        for number, content in records:
-                            _check_length(content, f"{path}: {unit} {number}")
-                            self.bytes_read = before + (raw.tell() if size else 0)
-                            yield Record(path, number, content, unit)
-                    before += size
+                yield from self._of_file(path, size, (max(begin, 0), end), done)
             except MemoryError:
                 raise no_memory(f"--input {path} after {self.bytes_read:,} bytes") from None
             except Refusal:
                 raise  # a Refusal is a ValueError too
             except (OSError, EOFError, ValueError, zlib.error) as error:
                 raise Refusal(f"--input {path}: cannot be read: {_reason(error)}") from error
+            self.bytes_read = done + int(min(size, end) - max(begin, 0))
+
+    def _of_file(self, path: str, size: int, span: tuple[float, float], done: int) -> Iterator[Record]:
+        with open_input(path) as raw, decompressed(path, raw) as stream:
+            head = b"" if is_plain_text(path) or is_fasta(path) or is_tar(path) else _head(stream)
+            if head.startswith((columnar.PARQUET, columnar.ARROW, columnar.ARROW_STREAM)):
+                if path.endswith(COMPRESSED):
+                    raise Refusal(f"--input {path}: Parquet and Arrow are compressed already: decompress it")
+                for number, content, share, error in columnar.columnar_rows(path, head, self.columns, size, span):
+                    self.bytes_read = done + max(0, int(share * size - span[0]))
+                    yield Record(path, number, content, "row group" if error else "row", error)
+                return
+            if raw is stream and size and is_lines(path, head):
+                for number, offset, content in _lines_of_span(stream, span):
+                    record = Record(path, offset if span[0] else number, content,
+                                    "line at byte" if span[0] else "line", offset=offset)  # fmt: skip
+                    _check_length(content, f"{path}: {record.unit} {record.line}")
+                    self.bytes_read = done + offset + len(content) - int(span[0])
+                    yield record
+                return
+            if span[0] > 0:
+                return  # the file belongs to the range in which it begins
+            if is_plain_text(path):
+                yield Record(path, 0, read_most(stream, LONGEST))
+            elif is_tar(path):
+                for number, content, error in tar_rows(stream, LONGEST):
+                    self.bytes_read = done + (raw.tell() if size else 0)
+                    yield Record(path, number, content, "sample", error)
+            else:
+                unit, records = _records(path, stream)
+                for number, content in records:
+                    _check_length(content, f"{path}: {unit} {number}")
+                    self.bytes_read = done + (raw.tell() if size else 0)
+                    yield Record(path, number, content, unit)
+
+
+def is_tar(path: str) -> bool:
+    """Whether the file is an archive of WebDataset."""
+    return _kind(path) in (".tar", ".tgz")
+
+
+def is_lines(path: str, head: bytes) -> bool:
+    """Whether the file is JSON lines, by its first bytes."""
+    return not (is_plain_text(path) or is_fasta(path) or is_tar(path) or row_files.is_array(head)
+                or row_files.unsupported_format(head))  # fmt: skip
+
+
+def _lines_of_span(stream: IO[bytes], span: tuple[float, float]) -> Iterator[tuple[int, int, bytes]]:
+    """(number from the start of the range, offset, line) of the lines that begin in a range of bytes."""
+    offset = begin = int(span[0])
+    if begin:
+        stream.seek(begin - 1)
+        offset = begin - 1
+        while part := stream.readline(PART):  # the rest of the line before
+            offset += len(part)
+            if part[-1:] == b"\n":
+                break
+    for number, line in _lines(stream, 1):
+        if offset >= span[1]:
+            return
+        yield number, offset, line
+        offset += len(line)
 
 
 def unit_of(path: str) -> str:
     """The name of a record in messages: line or row."""
-    with contextlib.suppress(OSError, EOFError, ValueError, zlib.error), open(path, "rb") as raw:
+    with contextlib.suppress(OSError, EOFError, ValueError, zlib.error), open_input(path) as raw:
         with decompressed(path, raw) as stream:
             head = _head(stream)
-            return "row" if head.startswith(row_files.PARQUET) or row_files.is_array(head) else "line"
+            tables = (columnar.PARQUET, columnar.ARROW, columnar.ARROW_STREAM)
+            return "row" if head.startswith(tables) or row_files.is_array(head) else "line"
     return "line"
 
 
@@ -198,11 +277,17 @@ def _fasta(stream: IO[bytes], first: int) -> Iterator[tuple[int, bytearray]]:
         yield first_line, record
 
 
-def parse(record: Record, keys: tuple[str, ...]) -> dict[str, str] | None:
-    """The texts of a record by key; None for a blank line. Raises BadRecord."""
+def fields_of(record: Record, key: str) -> dict[str, Any] | None:
+    """The fields of a record; the text of a record without fields is under ``key``. None for a blank line.
+
+    Raises:
+        BadRecord: it is not valid.
+    """
+    if record.error:
+        raise BadRecord(record.error)
     if is_fasta(record.path):
         try:
-            return {keys[0]: genome.read_fasta_record(record.content, record.line)}
+            return {key: genome.read_fasta_record(record.content, record.line)}
         except ValueError as error:
             raise BadRecord(error) from None
     try:
@@ -210,7 +295,7 @@ def parse(record: Record, keys: tuple[str, ...]) -> dict[str, str] | None:
     except UnicodeDecodeError as error:
         raise BadRecord(f"not UTF-8 at byte {error.start}") from None
     if not record.line:
-        return {keys[0]: text}
+        return {key: text}
     if not text.strip():
         return None
     try:
@@ -219,6 +304,11 @@ def parse(record: Record, keys: tuple[str, ...]) -> dict[str, str] | None:
         raise BadRecord(f"not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise BadRecord("not a JSON object")
+    return fields
+
+
+def texts_of(fields: dict[str, Any], keys: tuple[str, ...]) -> dict[str, str]:
+    """The texts of a record by key. Raises BadRecord if one is missing, or is not text."""
     for key in keys:
         if key not in fields:
             raise BadRecord(f'no key "{key}"{advice(fields)}')
@@ -229,6 +319,12 @@ def parse(record: Record, keys: tuple[str, ...]) -> dict[str, str] | None:
         except UnicodeEncodeError:
             raise BadRecord(f'key "{key}" has half of a surrogate pair, which is not valid text') from None
     return {key: fields[key] for key in keys}
+
+
+def parse(record: Record, keys: tuple[str, ...]) -> dict[str, str] | None:
+    """The texts of a record by key; None for a blank line. Raises BadRecord."""
+    fields = fields_of(record, keys[0])
+    return None if fields is None else texts_of(fields, keys)
 
 
 @contextlib.contextmanager

@@ -112,6 +112,9 @@ class DataConfig:
     data_file_list: str | None = flag(
         None, "ALCF: file with a line WEIGHT PREFIX CORPUS for each part of --data-path", type=str
     )
+    data_config: str | None = flag(
+        None, "YAML file with sources, their weights, and how often documents of a length are repeated", type=str
+    )
     train_weighted_split_paths: list[str] | None = flag(
         None, 'BigScience: train data as "NAME: WEIGHT START:STOP PATH, ..."', type=str, nargs="*"
     )
@@ -138,6 +141,13 @@ class DataConfig:
     reset_position_ids: bool = flag(False, "positions restart after each end-of-document token")
     reset_attention_mask: bool = flag(False, "no attention across end-of-document tokens")
     eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens")
+    packing: str = flag(
+        "greedy",
+        "how documents share samples; greedy: Megatron-LM's stream; best-fit: none is cut that fits in a sample; "
+        "by-work: the samples of a global batch have similar attention work",
+        choices=["greedy", "best-fit", "by-work"],
+    )
+    packing_window: int = flag(1024, "samples that --packing plans together, in which a document may move")
     sft: bool = flag(
         False, "fine-tune on chats: data are JSON lines with messages, and only the assistant's words count in the loss"
     )

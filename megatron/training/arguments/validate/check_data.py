@@ -10,11 +10,11 @@ from megatron.training.arguments.data_paths import WEIGHTED, parse_blend, parse_
 from megatron.training.arguments.settings.job_settings import GENERATED, TASKS, EvaluationConfig
 from megatron.training.arguments.validate.check_model import sees_ahead
 from megatron.training.families.named import vocabulary
-from megatron.training.refusal import LEAVE_OUT, Fix, Refusal
+from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, refuse_combinations
 
 SOURCES = (
     "data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data", "data_args_path",
-    "data_file_list", "per_split_data_args_path", *WEIGHTED,
+    "data_file_list", "per_split_data_args_path", "data_config", *WEIGHTED,
 )  # fmt: skip
 BPE = {"vocab_file": "a file", "merge_file": "a file"}
 READS = {"GPT2BPETokenizer": BPE, "QwenTokenizer": BPE, "HuggingFaceTokenizer": {"tokenizer_model": "a folder"}}
@@ -33,7 +33,8 @@ def complete_data(config: Config) -> None:
         raise Refusal(
             "--split", f"divides --data-path; with --{weighted[0].replace('_', '-')}, leave it out", LEAVE_OUT
         )
-    files = [name for name in ("data_args_path", "data_file_list", "per_split_data_args_path") if getattr(data, name)]
+    files = [name for name in (
+        "data_args_path", "data_file_list", "per_split_data_args_path", "data_config") if getattr(data, name)]
     if sum((bool(data.data_path), splits, data.mock_data, bool(weighted), *(True for _ in files))) != 1:
         raise Refusal(
             "give the data once: --data-path, or --train-data-path, --valid-data-path and --test-data-path, "
@@ -42,6 +43,7 @@ def complete_data(config: Config) -> None:
         )
     splits = splits or bool(data.per_split_data_args_path)
     _check_fim(data)
+    _check_packing(data)
     if splits and data.split is not None:
         raise Refusal("--split", "divides --data-path; with --train-data-path and the like, leave it out", LEAVE_OUT)
     if data.split is not None:
@@ -101,6 +103,23 @@ def _check_fim(data: DataConfig) -> None:
         )
     if (data.fim_split_sample is None) != (data.fim_fragment_rate is None):
         raise Refusal("--fim-split-sample and --fim-fragment-rate", "go together: give both, or none")
+
+
+def _check_packing(data: DataConfig) -> None:
+    """Refuse --packing where samples are not made of packed documents, or change from step to step."""
+    if data.packing_window < 1:
+        raise Refusal(f"--packing-window {data.packing_window}", "must be at least 1")
+    if data.packing == "greedy":
+        return
+    others = {
+        "--mock-data": (data.mock_data, "it makes samples, not documents"),
+        "--sft": (data.sft, "conversations are packed whole already"),
+        "--fim-data": (data.fim_data, "it cuts texts anew and pads samples"),
+        "--dataloader-type cyclic": (data.dataloader_type == "cyclic", "it shuffles samples anew"),
+    }
+    if data.packing == "by-work":
+        others["--rampup-batch-size"] = (data.rampup_batch_size, "its global batches have one size")
+    refuse_combinations(f"--packing {data.packing}", others)
 
 
 def check_lengths(config: Config) -> None:

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files behind a URL (``s3://``, ``gs://``, ``hf://``, ``memory://``), read by fsspec; other paths are local files."""
+
+from __future__ import annotations
+
+import glob
+import io
+import os
+from typing import IO, Any
+
+from megatron.training.refusal import Refusal, one_line
+
+BLOCK = 1 << 23  # bytes of a request
+PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub", "az": "adlfs", "abfs": "adlfs"}
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path is a URL."""
+    return "://" in path
+
+
+def _file_system(path: str) -> tuple[Any, str]:
+    """fsspec's file system of a URL, and the path within it."""
+    protocol = path.split("://")[0]
+    try:
+        from fsspec.core import url_to_fs
+
+        return url_to_fs(path)
+    except ImportError:
+        package = PACKAGES.get(protocol, f"fsspec and its package for {protocol}")
+        raise Refusal(f"--input {path}: needs the package {package}: pip install {package}") from None
+    except ValueError as error:
+        raise Refusal(f"--input {path}: {one_line(error, 200)}") from None
+
+
+def _reading(path: str, action: Any) -> Any:
+    """Call ``action``; the libraries of object storage raise errors of many kinds, which become an OSError."""
+    try:
+        return action()
+    except (OSError, Refusal, MemoryError):
+        raise
+    except Exception as error:
+        raise OSError(one_line(error, 200)) from error
+
+
+class RemoteFile(io.RawIOBase):
+    """A remote file whose errors are OSErrors."""
+
+    def __init__(self, path: str) -> None:
+        system, inner = _file_system(path)
+        self.path, self.file = path, _reading(path, lambda: system.open(inner, "rb", block_size=BLOCK))
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        part = _reading(self.path, lambda: self.file.read(len(buffer)))
+        buffer[: len(part)] = part
+        return len(part)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return _reading(self.path, lambda: self.file.seek(offset, whence))
+
+    def tell(self) -> int:
+        return self.file.tell()
+
+    def close(self) -> None:
+        if not self.closed:
+            self.file.close()
+        super().close()
+
+
+def open_input(path: str) -> IO[bytes]:
+    """A local or remote file. Raises OSError, or Refusal if the package for its protocol is not installed."""
+    return io.BufferedReader(RemoteFile(path), 1 << 20) if is_remote(path) else open(path, "rb")
+
+
+def size_of(path: str) -> int:
+    """Bytes of a file; 0 for a pipe."""
+    if not is_remote(path):
+        return os.path.getsize(path)
+    system, inner = _file_system(path)
+    return int(_reading(path, lambda: system.size(inner)) or 0)
+
+
+def is_folder(path: str) -> bool:
+    """Whether a path is a local or a remote folder."""
+    if not is_remote(path):
+        return os.path.isdir(path)
+    system, inner = _file_system(path)
+    return bool(_reading(path, lambda: system.isdir(inner)))
+
+
+def exists(path: str) -> bool:
+    """Whether a path is a local or a remote file or folder."""
+    if not is_remote(path):
+        return os.path.exists(path)
+    system, inner = _file_system(path)
+    return bool(_reading(path, lambda: system.exists(inner)))
+
+
+def matches(pattern: str) -> list[str]:
+    """The files that a glob matches, in alphabetical order."""
+    if not is_remote(pattern):
+        return sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
+    system, inner = _file_system(pattern)
+    if not any(char in inner for char in "*?["):
+        return []
+    found = _reading(pattern, lambda: system.glob(inner, detail=True))
+    return [system.unstrip_protocol(name) for name, entry in sorted(found.items()) if entry.get("type") == "file"]
