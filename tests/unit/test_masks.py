@@ -125,6 +125,19 @@ def test_distributing_documents_loses_no_token(ranks, share, cuts):
     assert UNEVEN < 0.05
 
 
+@pytest.mark.parametrize("ends", [(), (0, 4), (4, 4), (4, 3)])
+def test_ends_of_documents_that_do_not_ascend_are_refused(ends):
+    with pytest.raises(ValueError, match="must ascend"):
+        cp.Documents(ends)
+
+
+def test_short_documents_are_cut_if_the_work_is_uneven_otherwise():
+    ends = (8, 13, 44, 49, 60)
+    work = [sum(q + 1 - max(end for end in (0, *ends) if end <= q) for span in part for q in range(*span))
+            for part in deal(ends, 4)]  # fmt: skip
+    assert max(work) < 1.2 * sum(work) / 4
+
+
 def test_short_documents_stay_whole():
     ends = tuple(range(64, 4097, 64))
     layout = cp.SequenceLayout(4096, abstract_grid(ring=4), "documents", document_ends=ends)
