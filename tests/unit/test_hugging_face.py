@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.arguments.models import LLAMA_DEFAULTS
@@ -711,6 +712,22 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, small: Path, capsys, monkeyp
     monkeypatch.setattr(llama_weights, "fuse", full)
     error = refused(capsys, tmp_path, "--from-hf", small, "--to", tmp_path / "ours")
     assert "No space left on device" in error
+
+
+def test_the_cause_of_an_error_of_torch() -> None:
+    """Torch's exception holds the error of closing a file, in whose context the first error is."""
+
+    def failure(first: BaseException) -> CheckpointException:
+        closing = RuntimeError("the file is incomplete")
+        closing.__context__ = first
+        return CheckpointException("save", {0: _wrap_exception(closing)})
+
+    full, other = OSError(28, "No space left on device"), ValueError("another")
+    assert safetensors_folder.cause(failure(full)) is full
+    assert str(safetensors_folder.cause(failure(other))) == "the file is incomplete"
+    assert safetensors_folder.cause(other) is other
+    with pytest.raises(KeyboardInterrupt):
+        safetensors_folder.cause(failure(KeyboardInterrupt()))
 
 
 def test_headers_are_checked() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import megatron.context_parallel as cp
@@ -62,6 +62,8 @@ def masks(draw):
 
 
 @given(masks(), spans(), spans(), st.booleans())
+@example(cp.Documents((5, 13, 20, 28, 29, 40), cp.Full()), ((18, 24),), ((4, 37),), False)  # keys of later documents
+@example(cp.Window(5, 2, global_tokens=3), ((0, 30),), ((2, 21),), False)
 @examples(150)
 def test_tiles_are_what_the_mask_allows(mask, q_spans, k_spans, same):
     k_spans = q_spans if same else k_spans
@@ -129,6 +131,13 @@ def test_distributing_documents_loses_no_token(ranks, share, cuts):
 def test_ends_of_documents_that_do_not_ascend_are_refused(ends):
     with pytest.raises(ValueError, match="must ascend"):
         cp.Documents(ends)
+
+
+def test_the_smallest_block():
+    pattern = cp.LongformerBlocks(1, 0)
+    assert cp.BlockSparse(1, pattern, 8).key_spans(5) == ((4, 6),)
+    with pytest.raises(ValueError, match="a block must have 1 token or more, not 0"):
+        cp.BlockSparse(0, pattern, 8)
 
 
 def test_short_documents_are_cut_if_the_work_is_uneven_otherwise():
