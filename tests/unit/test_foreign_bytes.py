@@ -225,7 +225,7 @@ def test_files_of_torch_save_are_read_as_torch_reads_them(tmp_path, zipped):
         "random": random_state(),
         "python": random.getstate(),
         "plain": [1, -5, 2**100, 0.5, "é", b"\x00\xff", b"", None, True, (), {1, 2}, 1j, OrderedDict(a=1)],
-        "numpy": [np.float64(2.5), np.arange(6).reshape(2, 3).T, np.zeros(3, ">i2")],
+        "numpy": [np.float64(2.5), np.arange(6).reshape(2, 3).T, np.zeros(3, ">i2"), np.ones((1,) * 32)],
         "dtype": torch.bfloat16,
         "args": Namespace(size=torch.Size([2]), path=Path("/a/b")),
     }

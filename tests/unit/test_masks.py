@@ -117,6 +117,7 @@ def test_documents_are_distributed_evenly(seed):
 
 
 @given(st.integers(1, 9), st.integers(1, 40), st.sets(st.integers(1, 10**6), max_size=30))
+@example(4, 6, {1, 10})
 @examples(200)
 def test_distributing_documents_loses_no_token(ranks, share, cuts):
     length = ranks * share
@@ -152,6 +153,10 @@ def test_short_documents_stay_whole():
     layout = cp.SequenceLayout(4096, abstract_grid(ring=4), "documents", document_ends=ends)
     for rank in range(4):
         assert all(not hop.keys_out.rows for hop in attention_plan(layout, cp.Documents(ends)).ring(rank=rank).hops)
+
+
+def test_documents_stay_whole_if_the_work_is_nearly_even():
+    assert deal((320, 640, 970, 1280), 2) == (((640, 1280),), ((0, 640),))
 
 
 def test_where_documents_end():
