@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.training.checkpoint.megatron_lm.checked import check_torch_file, check_torch_files_in, examine, read_common
+from megatron.training.checkpoint.megatron_lm.checked import check_torch_file, check_torch_files_in, examine
 from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS, Damaged, FileList, Sum, read_list
 from megatron.training.refusal import Refusal
 
@@ -31,25 +31,6 @@ READERS = {
 }
 UNPICKLER = "training/checkpoint/megatron_lm/unpickle.py"  # called by these modules, and used for bytes in memory
 CALLS = ("unpickle.read", "unpickle.read_metadata", "safe_open", "load_file", "torch.load", "Checked")
-
-
-@pytest.mark.parametrize(
-    "common, message",
-    [
-        ([], "does not contain a dictionary"),
-        ({3: 1}, "does not contain a dictionary"),
-        ({"config": 3}, "holds no settings"),
-        ({"config": {"model": 3}}, "holds no settings"),
-        ({"config": {}, "progress": 3}, "does not contain the progress"),
-        ({"iteration": "3"}, "iteration '3' is not an integer"),
-        ({"progress": {"iteration": 1.5}}, "iteration 1.5 is not an integer"),
-        ({"vocab_size": -1}, "vocab_size -1 is not an integer"),
-    ],
-)
-def test_settings_of_other_types_are_refused(tmp_path: Path, common: object, message: str) -> None:
-    torch.save(common, tmp_path / "common.pt")
-    with pytest.raises(Refusal, match=message):
-        read_common(tmp_path)
 
 
 def calls(path: Path) -> Iterator[str]:
