@@ -74,7 +74,7 @@ def test_the_metered_peak_falls_with_the_stage(pool):
     assert peaks[3] < 0.8 * peaks[2] < 0.5 * peaks[0]  # the weights are not split
 
 
-@pytest.mark.parametrize("flags", ["--micro-batch-size 1 --grad-reduce-in-bf16", *also_in_full("", FULL)])
+@pytest.mark.parametrize("flags", ["--micro-batch-size 1 --grad-reduce-in-bf16", "", *also_in_full(FULL)])
 def test_bf16_trains_as_with_zero_1(pool, long_runs, flags):
     """Weights and forward pass are the same to the last bit; bf16 gradients are summed in another order."""
     steps = 8 if long_runs else 3

@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from megatron.context_parallel.core.groups import initialize_grid
+from megatron.context_parallel.fpdt import chunked_loss
 from megatron.context_parallel.fpdt.chunked_ffn import even_spans
 from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
+from megatron.training.loss import sum_of_losses
 from tests.distributed.test_checkpoint import resume, train_and_save
 from tests.distributed.test_fpdt import STREAM, fpdt
 from tests.distributed.test_training import P2, SP, T2, ZERO1, check, cp
@@ -104,6 +106,28 @@ def test_spans_cover_the_rows_evenly(rows, chunks):
     assert [row for start, stop in cut for row in range(start, stop)] == list(range(rows))
     sizes = [stop - start for start, stop in cut]
     assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1 and len(cut) == min(rows, chunks)
+
+
+@pytest.mark.parametrize("rows, chunks", [(22, 4), (3, 5), (3, 1)])
+@pytest.mark.parametrize("hidden", [8, 512])
+def test_logits_exist_for_a_chunk_at_a_time(monkeypatch, rows, chunks, hidden):
+    """The weight's gradient is added by one product if the gradients of all logits are small beside the weight."""
+    pieces, products = [], []
+    losses, together = chunked_loss.cross_entropy, chunked_loss.loss_and_gradient
+    monkeypatch.setattr(chunked_loss, "cross_entropy", lambda x, *rest: pieces.append(len(x)) or losses(x, *rest))
+    monkeypatch.setattr(chunked_loss, "loss_and_gradient", lambda *given: products.append(1) or together(*given))
+    states = torch.randn(rows, 1, hidden, dtype=torch.float64, requires_grad=True)
+    weight, labels = torch.randn(10, hidden, dtype=torch.float64), torch.zeros(rows, 1, dtype=torch.int64)
+    chunked_linear_cross_entropy(states, weight, labels, torch.ones(rows, 1), chunks=chunks, vocab_size=10)
+    used = min(chunks, rows)
+    assert sum(pieces) == rows and max(pieces) <= -(-rows // used) and used <= len(pieces) <= 1.5 * used
+    assert len(products) == (used if hidden == 8 else 1)
+
+
+def test_sums_of_many_tokens_are_exact():
+    count, report = sum_of_losses(torch.ones(1).expand(2**24 + 1), torch.tensor(3.0))[1:]
+    assert count == 2**24 + 1 and report.tolist() == [3.0, 2**24 + 1]
+    assert sum_of_losses(torch.ones(2), torch.tensor([2.0**24, 1.0]))[2].tolist() == [2**24 + 1, 2]
 
 
 # ``--loss-scale`` changes no loss, gradient norm or gradient, in whatever dtype and at whatever stage of ZeRO.

@@ -90,6 +90,7 @@ def test_what_a_run_counts(pool):
     flags = f"{RAMP} --lr-decay-style linear --train-tokens 1100 --lr-decay-tokens 2000 --eval-iters 0"
     seen, progress, iterations = pool.run(whole_run, 1, flags, timeout=120)[0]
     assert iterations == progress.iteration == 7 and progress.consumed_train_tokens == tokens[7]
+    assert progress.consumed_train_samples == 28
     assert [length or 64 for length, _ in seen] == LENGTHS
     assert [rate for _, rate in seen] == pytest.approx([1e-3 * (1 - count / 2000) for count in tokens[:7]])
 

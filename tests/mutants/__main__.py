@@ -4,7 +4,7 @@
     python -m tests.mutants --count tests/unit tests/distributed   # which tests run which line; once, takes long
     python -m tests.mutants                                        # 400 changes of all files and kinds
     python -m tests.mutants --all                                  # before a release
-    python -m tests.mutants --again --tests 30 --cases 10          # those of the 400 that survived, with more tests
+    python -m tests.mutants --again --tests 30 --cases 10          # those that survived earlier, with more tests
     python -m tests.mutants --noticed 20                           # 20 that a unit test noticed before: quick
     python -m tests.mutants --list
 
@@ -58,12 +58,14 @@ def main(argv: list[str] | None = None) -> int:
         chosen = random.Random(args.seed).sample(chosen, min(args.noticed, len(chosen)))
         args.tests = 1
         print(f"trying {len(chosen)} that were noticed before, --seed {args.seed}")
+    elif args.again:
+        reasons = read(REASONS)
+        chosen = [change for change in changes if earlier.get(change.key) in (SURVIVED, UNTESTED)]
+        chosen = [change for change in chosen if change.key not in reasons]
+        print(f"trying {len(chosen)} that survived earlier runs and have no reason")
     else:
         chosen = tested if args.all else sample(tested, args.sample, args.seed)
         print("trying all of them" if args.all else f"trying {len(chosen)} of them, --seed {args.seed}")
-        if args.again:
-            chosen = [change for change in chosen if earlier.get(change.key) not in (NOTICED, IN_TIME)]
-            print(f"{len(chosen)} of these have not been noticed so far")
     sizes = covering.sizes(lines)
     trials = [
         Trial(change, tests_of(change, lines, sizes, times, known, args.tests, args.seconds))
@@ -106,7 +108,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--seed", default="0", help="seed of the random choice")
     options.add_argument("--noticed", type=int, metavar="N", help="try N changes again that a unit test has noticed")
     options.add_argument("--all", action="store_true", help="try all changes")
-    options.add_argument("--again", action="store_true", help="leave out changes that earlier runs noticed")
+    options.add_argument("--again", action="store_true", help="only changes that earlier runs did not notice")
     options.add_argument("--only", nargs="+", default=[], metavar="PATH", help="change only these files or folders")
     options.add_argument("--tests", type=int, default=5, help="largest number of tests for a change (default: 5)")
     options.add_argument("--seconds", type=float, default=30, help="longest time of a change's tests (default: 30)")

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-CONTEXT = [f"megatron/context_parallel/{name}" for name in ("layout", "attention", "positions", "fpdt", "core")]
+CONTEXT = [f"megatron/context_parallel/{name}" for name in ("layout", "attention", "linear_attention", "positions",
+                                                            "fpdt", "core")]  # fmt: skip
 STEP = [f"megatron/training/{name}.py" for name in ("step", "loss", "watch", "model/optimizer", "model/fsdp",
                                                     "model/weights")]  # fmt: skip
-CHECKPOINT = ["megatron/training/checkpoint"]
+CHECKPOINT = ["megatron/training/checkpoint", "megatron/training/families"]
 PLACES = (*CONTEXT, *STEP, *CHECKPOINT)
 
 LEFT_OUT = {

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from multiprocessing import util
 from pathlib import Path
 
 from tests.mutants.changes import ROOT
@@ -17,7 +18,10 @@ def start(data_file: str) -> None:
     """Count the lines of this process and of its forks; tests/distributed/worker.py saves those of the workers."""
     from coverage import Coverage
 
-    Coverage(data_file=data_file, data_suffix=True, config_file=False, source=[str(ROOT / "megatron")]).start()
+    counting = Coverage(data_file=data_file, data_suffix=True, config_file=False, source=[str(ROOT / "megatron")])
+    counting.start()
+    # Other processes of a test, as of concurrent.futures, save when they end.
+    util.register_after_fork(counting, lambda _: util.Finalize(None, save, exitpriority=0))
 
 
 def save() -> None:

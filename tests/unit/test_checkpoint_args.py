@@ -19,7 +19,10 @@ from megatron.training.arguments.parser import parse
 from megatron.training.checkpoint.arguments_of import shape_of
 from megatron.training.checkpoint.checkpoint import check_model
 from megatron.training.checkpoint.megatron_lm import unpickle
+from megatron.training.checkpoint.megatron_lm.load_torch_dist import ForeignCheckpoint
+from megatron.training.checkpoint.megatron_lm.megatron_args import for_megatron
 from megatron.training.checkpoint.megatron_lm.places import TRACKER, checkpoint_path, run_of, universal_path
+from megatron.training.checkpoint.megatron_lm.stored_tensors import WholeTensors
 from megatron.training.checkpoint.older_formats import _path
 from megatron.training.checkpoint.owner import COPIES, identity
 from megatron.training.refusal import Refusal
@@ -105,6 +108,20 @@ def checkpoint_of(folder: Path, common: dict, name: str = "iter_0000007") -> Pat
 def model_of(flags: str):
     config = parse(f"{CHECKPOINT_RUN} {flags}".split(), None, 1, shape_of)
     return config.model, config.data.seq_length, [note for note in config.notes if "use-checkpoint-args" in note]
+
+
+def test_samples_that_megatron_lm_skipped_are_consumed():
+    args = {"consumed_train_samples": 12, "skipped_train_samples": 4}
+    foreign = ForeignCheckpoint(Path("a"), {"iteration": 3}, args, WholeTensors(Path("a"), {}))
+    assert foreign.progress() == {"iteration": 3, "consumed_train_samples": 16}
+
+
+def test_megatron_lm_reads_the_operations_so_far(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    config = parse(f"{SHAPE} {RUN}".split(), None, 1)  # 4 layers of 64, 64 tokens
+    weights, scores = 4 * 12 * 64**2 + 301 * 64, 4 * 2 * 64 * 64 / 2  # a token's multiplications; half are masked
+    sample = 64 * 2 * (weights + scores) * 3  # the backward pass takes twice the forward pass
+    assert for_megatron(config, 301, 5, 7)["num_floating_point_operations_so_far"] == sample * 7
 
 
 def test_the_model_comes_from_megatrons_args(tmp_path):

@@ -225,7 +225,7 @@ def test_files_of_torch_save_are_read_as_torch_reads_them(tmp_path, zipped):
         "random": random_state(),
         "python": random.getstate(),
         "plain": [1, -5, 2**100, 0.5, "é", b"\x00\xff", b"", None, True, (), {1, 2}, 1j, OrderedDict(a=1)],
-        "numpy": [np.float64(2.5), np.arange(6).reshape(2, 3).T, np.zeros(3, ">i2")],
+        "numpy": [np.float64(2.5), np.arange(6).reshape(2, 3).T, np.zeros(3, ">i2"), np.ones((1,) * 32)],
         "dtype": torch.bfloat16,
         "args": Namespace(size=torch.Size([2]), path=Path("/a/b")),
     }
@@ -278,6 +278,14 @@ def test_tensors_lie_within_their_bytes(data, message):
         unpickle.read_bytes(data, "x")
 
 
+def test_a_record_that_occurs_twice():
+    file = io.BytesIO(saved(torch.ones(4)))
+    with zipfile.ZipFile(file, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.writestr("archive/data/0", bytes(16))
+    with pytest.raises(Refusal, match="occurs twice"):
+        unpickle.read_bytes(file.getvalue(), "x")
+
+
 def test_parts_of_an_archive_do_not_overlap():
     data = bytearray(saved([torch.ones(100), torch.zeros(100)]))
     first, second = (data.index(b"archive/data/%d" % number) - 30 for number in (0, 1))
@@ -299,6 +307,7 @@ def test_parts_of_an_archive_do_not_overlap():
         ({"config": {"model": {"hidden_size": -1}}}, "hidden_size"),
         ({"config": {"model": {"norm_epsilon": float("nan")}}}, "norm_epsilon"),
         ({"config": {"model": 5}}, "no settings"),
+        ({"config": 5}, "no settings"),
         ({"config": {"model": {}}, "progress": None}, "the progress"),
         ({"config": {"model": {}}, "progress": {"iteration": [1]}}, "iteration"),
         ({"vocab_size": 1.5}, "vocab_size"),

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.arguments.models import LLAMA_DEFAULTS
@@ -238,7 +239,7 @@ def test_a_mixtral_has_the_usual_router(tmp_path: Path) -> None:
         with pytest.raises(Refusal, match=f"not a Mixtral.*{next(iter(change)).replace('_', '-')}"):
             family.config_json(replace(model, **change), vocab_size, torch.float32)
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
-    with pytest.raises(Refusal, match="convert it with"):
+    with pytest.raises(Refusal, match="Mixtral cannot be loaded without conversion: convert it with"):
         open_folder(examine(tmp_path))
 
 
@@ -741,6 +742,22 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, small: Path, capsys, monkeyp
     assert "No space left on device" in error
 
 
+def test_the_cause_of_an_error_of_torch() -> None:
+    """Torch's exception holds the error of closing a file, in whose context the first error is."""
+
+    def failure(first: BaseException) -> CheckpointException:
+        closing = RuntimeError("the file is incomplete")
+        closing.__context__ = first
+        return CheckpointException("save", {0: _wrap_exception(closing)})
+
+    full, other = OSError(28, "No space left on device"), ValueError("another")
+    assert safetensors_folder.cause(failure(full)) is full
+    assert str(safetensors_folder.cause(failure(other))) == "the file is incomplete"
+    assert safetensors_folder.cause(other) is other
+    with pytest.raises(KeyboardInterrupt):
+        safetensors_folder.cause(failure(KeyboardInterrupt()))
+
+
 def test_headers_are_checked() -> None:
     header = safetensors_folder.make_header({"a": ("F32", (2, 3)), "b": ("BF16", (5,))})
     assert len(header.text.encode()) % 8 == 0 and header.size == 8 + len(header.text) + 34
@@ -861,7 +878,7 @@ def test_a_model_that_is_no_deepseek(tmp_path: Path, change: dict[str, Any]) -> 
     with pytest.raises(Refusal, match=f"not a DeepSeek V3.*--{named.replace('_', '-')}"):
         family.config_json(replace(model, **change), vocab_size, torch.float32)
     (tmp_path / "config.json").write_text(json.dumps(V3))
-    with pytest.raises(Refusal, match="convert it with"):
+    with pytest.raises(Refusal, match="Mixtral cannot be loaded without conversion: convert it with"):
         open_folder(examine(tmp_path))
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import megatron.context_parallel as cp
@@ -62,6 +62,8 @@ def masks(draw):
 
 
 @given(masks(), spans(), spans(), st.booleans())
+@example(cp.Documents((5, 13, 20, 28, 29, 40), cp.Full()), ((18, 24),), ((4, 37),), False)  # keys of later documents
+@example(cp.Window(5, 2, global_tokens=3), ((0, 30),), ((2, 21),), False)
 @examples(150)
 def test_tiles_are_what_the_mask_allows(mask, q_spans, k_spans, same):
     k_spans = q_spans if same else k_spans
@@ -115,6 +117,7 @@ def test_documents_are_distributed_evenly(seed):
 
 
 @given(st.integers(1, 9), st.integers(1, 40), st.sets(st.integers(1, 10**6), max_size=30))
+@example(4, 6, {1, 10})
 @examples(200)
 def test_distributing_documents_loses_no_token(ranks, share, cuts):
     length = ranks * share
@@ -125,11 +128,35 @@ def test_distributing_documents_loses_no_token(ranks, share, cuts):
     assert UNEVEN < 0.05
 
 
+@pytest.mark.parametrize("ends", [(), (0, 4), (4, 4), (4, 3)])
+def test_ends_of_documents_that_do_not_ascend_are_refused(ends):
+    with pytest.raises(ValueError, match="must ascend"):
+        cp.Documents(ends)
+
+
+def test_the_smallest_block():
+    pattern = cp.LongformerBlocks(1, 0)
+    assert cp.BlockSparse(1, pattern, 8).key_spans(5) == ((4, 6),)
+    with pytest.raises(ValueError, match="a block must have 1 token or more, not 0"):
+        cp.BlockSparse(0, pattern, 8)
+
+
+def test_short_documents_are_cut_if_the_work_is_uneven_otherwise():
+    ends = (8, 13, 44, 49, 60)
+    work = [sum(q + 1 - max(end for end in (0, *ends) if end <= q) for span in part for q in range(*span))
+            for part in deal(ends, 4)]  # fmt: skip
+    assert max(work) < 1.2 * sum(work) / 4
+
+
 def test_short_documents_stay_whole():
     ends = tuple(range(64, 4097, 64))
     layout = cp.SequenceLayout(4096, abstract_grid(ring=4), "documents", document_ends=ends)
     for rank in range(4):
         assert all(not hop.keys_out.rows for hop in attention_plan(layout, cp.Documents(ends)).ring(rank=rank).hops)
+
+
+def test_documents_stay_whole_if_the_work_is_nearly_even():
+    assert deal((320, 640, 970, 1280), 2) == (((640, 1280),), ((0, 640),))
 
 
 def test_where_documents_end():

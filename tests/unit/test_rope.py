@@ -304,6 +304,7 @@ def test_every_position_has_one_row_on_a_rank_that_embeds_its_token(case, times,
         mine = layout.positions.chunk(parts)[t if sequence_parallel else 0].tolist()
         assert positions[: rows.tokens] == mine
         assert rows().shape == (len(mine), 3)
+        torch.testing.assert_close(rows((1, len(mine) - 1)), rows()[1:-1], rtol=0, atol=0, equal_nan=True)
         if sequence_parallel or t == 0:
             held += positions
     assert sorted(held) == list(range(length + spare))

@@ -52,7 +52,7 @@ def sequence_to_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> tuple[Tens
     if axis.size == 1:
         return q, k, v
     plan = head_plan(q.size(2), k.size(2), axis.size)
-    if q.shape[:2] == k.shape[:2]:
+    if q.size(0) == k.size(0):
         q, k, v = to_heads((q, k, v), (plan.q_spans, plan.kv_spans, plan.kv_spans), axis)
     else:
         (q,) = to_heads((q,), (plan.q_spans,), axis)
@@ -73,7 +73,7 @@ def sequence_to_heads_grad(
     plan = head_plan(heads, kv_heads, axis.size)
     if plan.needs_expansion(axis.rank):
         dk, dv = (summed_by_head(x, plan.kv_index[axis.rank]) for x in (dk, dv))
-    if dq.shape[:2] == dk.shape[:2]:
+    if dq.size(0) == dk.size(0):
         return to_sequence((dq, dk, dv), (plan.q_spans, plan.kv_spans, plan.kv_spans), axis)
     dq = to_sequence((dq,), (plan.q_spans,), axis)
     return *dq, *to_sequence((dk, dv), (plan.kv_spans, plan.kv_spans), axis)
