@@ -34,6 +34,7 @@ from megatron.context_parallel.attention.attend import _TiledAttention
 from megatron.context_parallel.attention.ulysses import _HeadsToSequence, _SequenceToHeads
 from megatron.context_parallel.core.experts import GatherRows, SumRows
 from megatron.context_parallel.core.gpt_dropout import HiddenDropout
+from megatron.context_parallel.core.spec import _SumOverRanks
 from megatron.context_parallel.fpdt.chunked_ffn import _InChunks
 from megatron.context_parallel.fpdt.chunked_layer import _Chunked
 from megatron.context_parallel.fpdt.chunked_loss import _ChunkedLoss
@@ -53,7 +54,7 @@ UNTYPED = {
 
 TYPED = (
     _SequenceToHeads, _HeadsToSequence, _TiledAttention, _ChunkedLoss, _Gather, _Rotate, _Drop, _Chunked, _InChunks,
-    GatherRows, SumRows, _Sum, _LinearAttention, _ShortConvolution, _ChunkedLinear,
+    GatherRows, SumRows, _Sum, _LinearAttention, _ShortConvolution, _ChunkedLinear, _SumOverRanks,
 )  # fmt: skip
 
 # Collectives, by the function or class that calls them, and what checks them: the type of an autograd function, the
@@ -71,6 +72,7 @@ COLLECTIVES = {
     "context_parallel.core.experts.ExpertRouter._over_all_ranks": CHECKED,
     "context_parallel.core.experts.gather_rows": f"GatherRows, SumRows, {CHECKED}",
     "context_parallel.core.experts.sum_rows": "GatherRows, SumRows",
+    "context_parallel.core.spec._SumOverRanks": "_SumOverRanks",
     "context_parallel.fpdt.chunked_loss.all_reduce": "_ChunkedLoss",
     "context_parallel.fpdt.chunked_loss.gather": "_ChunkedLoss",
     "context_parallel.fpdt.chunked_loss._sum_over_tensor": "_ChunkedLoss",
@@ -321,6 +323,11 @@ def _(*, rows: Any, group: Any) -> Any:
 @declare(_Sum)
 def _(*, local: Any, axis: Any) -> Any:  # the factor in its backward pass undoes the mean of DDP
     return over(rules.all_reduce, local, axis.group, src=V, dst=I)
+
+
+@declare(_SumOverRanks)
+def _(*, x: Any, axis: Any) -> Any:
+    return over(rules.all_reduce, x, axis.group, src=V, dst=R)
 
 
 # ---- megatron-core 0.16.1: tensor_parallel/mappings.py, layers.py, cross_entropy.py, random.py, moe_utils.py

@@ -74,6 +74,7 @@ MODELS = {
     "GPT, ZeRO 2, partitioned positions": SP + U + "--zero-stage 2 --partition-position-embedding",
     "Llama, ZeRO 3": SP + RING + LLAMA + "--zero-stage 3",
     "Llama, norms of queries and keys, TP": TP + RING + LLAMA + "--qk-layernorm",
+    "Llama, norms of the queries of all heads, TP": SP + U + LLAMA + "--qk-layernorm-all-heads",
     "Llama, full recomputation, sinks": SP + U + LLAMA + "--recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1 --softmax-type learnable",
     "Llama, loss in chunks": SP + RING + LLAMA + "--loss-chunks 2",

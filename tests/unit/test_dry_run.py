@@ -214,7 +214,7 @@ def test_the_program_writes_its_results(tmp_path, capsys):
     assert "memory of a rank" in output and "sent over ulysses" in output and "the step fits" in output
     result = json.loads(path.read_text())
     (rank,) = result["ranks"]
-    assert set(rank["communication_bytes"]) == {"tp", "ulysses", "ring", "dp", "pp", "other"}
+    assert set(rank["communication_bytes"]) == {"tp", "ulysses", "ring", "dp", "ep", "pp", "other"}
     assert rank["device_peak_bytes"] == sum(rank["device_peak_by_kind"].values())
     assert result["fits"] is True and 0 < result["mfu"] < 1 and result["predicted_ms"] > 0
     made = {"plan.json", "plan_memory.png", "plan_time_rank0.png", "plan_trace.json.gz"}

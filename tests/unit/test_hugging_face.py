@@ -878,7 +878,7 @@ def test_a_model_that_is_no_deepseek(tmp_path: Path, change: dict[str, Any]) -> 
     with pytest.raises(Refusal, match=f"not a DeepSeek V3.*--{named.replace('_', '-')}"):
         family.config_json(replace(model, **change), vocab_size, torch.float32)
     (tmp_path / "config.json").write_text(json.dumps(V3))
-    with pytest.raises(Refusal, match="Mixtral cannot be loaded without conversion: convert it with"):
+    with pytest.raises(Refusal, match="DeepSeek V3 cannot be loaded without conversion: convert it with"):
         open_folder(examine(tmp_path))
 
 

@@ -7,7 +7,6 @@ arrays, and copies them to its device at once, before the batch's step.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +29,21 @@ from megatron.platform.streams import to_device
 
 
 @dataclass(frozen=True)
+class Numbers:
+    """What a loader's process sends of a plan; a class of its own, so that the loader does not look inside.
+
+    Attributes:
+        dealt: what each rank got of the documents; empty if the layout does not deal them.
+        answers: ``AttentionPlan.known``.
+        shared: ``AttentionPlan.shared``.
+    """
+
+    dealt: tuple
+    answers: dict[tuple, Any]
+    shared: dict[tuple, Any]
+
+
+@dataclass(frozen=True)
 class BatchPlans:
     """Makes and receives the plans of batches.
 
@@ -48,30 +62,29 @@ class BatchPlans:
     gather_keys: bool = False
     sizes: tuple[frozenset[tuple[Side, int, int]], frozenset[tuple[Side, int, int]]] = (frozenset(), frozenset())
 
-    def make(self, ends: Tensor) -> list[bytes]:
+    def make(self, ends: Tensor) -> list[Numbers]:
         """The numbers of a batch's plans, from its ``document_ends`` [b, n]; needs no GPU and no process group."""
         rows = document_rows(ends)
         layout = self.layout.without_groups().of_documents(rows[0])
         return [self._made(layout, mask) for mask in self._masks(rows)]
 
-    def _made(self, layout: SequenceLayout, mask: Mask) -> bytes:
+    def _made(self, layout: SequenceLayout, mask: Mask) -> Numbers:
         plan = AttentionPlan(layout, mask)
         for tiles in complete(plan, self.gather_keys):
             for side, block, step in self.sizes[tiles.masked] if tiles else ():
                 walk_numbers(tiles, (side, count(tiles.q_spans if side == "q" else tiles.k_spans), block, step))
         dealt = layout.dealt if layout.balance == "documents" else ()
         answers = {key: value for key, value in plan.known.items() if not key[0].startswith("_")}
-        return pickle.dumps((dealt, answers, plan.shared), protocol=5)
+        return Numbers(dealt, answers, plan.shared)
 
-    def receive(self, ends: Tensor, made: list[bytes]) -> None:
+    def receive(self, ends: Tensor, made: list[Numbers]) -> None:
         """Give the plans to the layers, with their tables on the device."""
         rows = document_rows(ends)
         for mask, numbers in zip(self._masks(rows), made, strict=True):
-            dealt, answers, shared = pickle.loads(numbers)
-            plan = attention_plan(self.layout.of_documents(rows[0], dealt), mask)
+            plan = attention_plan(self.layout.of_documents(rows[0], numbers.dealt), mask)
             if not plan.known:
-                shared |= _copied(shared, self.device)
-                plan.known, plan.shared = answers, shared
+                plan.known = numbers.answers
+                plan.shared = numbers.shared | _copied(numbers.shared, self.device)
 
     def _masks(self, rows: list[tuple[int, ...]]) -> Iterator[Mask]:
         return (Documents(row, mask) for row in dict.fromkeys(rows) for mask in self.masks)
