@@ -40,7 +40,7 @@ def run(folder, flags, nodes=1, copies=(), more=0, save_at=()):
     from megatron.training.checkpoint import checkpoint
     from megatron.training.checkpoint.in_memory.state import TrainingState
 
-    before, output = os.environ.get("LOCAL_WORLD_SIZE"), []
+    before, output, job = os.environ.get("LOCAL_WORLD_SIZE"), [], None
     try:
         job = make_job(with_copies(folder, flags, nodes))
         first = job.progress.iteration
@@ -54,6 +54,8 @@ def run(folder, flags, nodes=1, copies=(), more=0, save_at=()):
             output += job.copies.take_lines()
         return first, train_job(job, more)[0], job.config.notes, output
     finally:
+        if job and job.owner:
+            job.owner.release()  # another process of the tests may continue from a copy of the folder
         os.environ.pop("LOCAL_WORLD_SIZE")
         if before is not None:
             os.environ["LOCAL_WORLD_SIZE"] = before

@@ -142,7 +142,7 @@ UNUSED = {
     6: ("transformer.attention", ["CrossAttention", "t5_model"]),
     7: ("models.multimodal.llava_model", ["LLaVAModel", "llava_model"]),
     10: ("transformer.moe.router", ["TopKRouter", "get_tokens_per_expert_and_token_count"]),
-    11: ("ssm.gated_delta_net", ["gated_delta_net", "mamba_mixer"]),
+    11: ("ssm.mamba_mixer", ["mamba_mixer"]),
     "appendix": ("distributed.fsdp.mcore_fsdp_adapter", ["mcore_fsdp_adapter", "megatron_fsdp"]),
 }
 
@@ -175,6 +175,14 @@ def test_the_part_of_core_is_not_used(used, finding: int | str) -> None:
     text = Path(spec.origin).read_text()
     assert unused[0] in text or unused[0] in module, "core has another name"
     assert not any(used(word) for word in unused)
+
+
+def test_the_layer_with_a_state_is_ours() -> None:
+    """Finding 11 is in core's class; tests/distributed/test_gated_delta_net.py compares the gradients of ours."""
+    module = importlib.import_module("megatron.context_parallel.core.mixers.gated_delta_net")
+    theirs = importlib.import_module("megatron.core.ssm.gated_delta_net")
+    assert not issubclass(module.GatedDeltaNet, theirs.GatedDeltaNet)
+    assert not any(value is theirs.GatedDeltaNet for value in vars(module).values())
 
 
 def test_unused_words_would_be_found(used) -> None:
