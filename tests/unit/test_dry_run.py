@@ -44,6 +44,12 @@ def config_of(flags, ranks):
         ),
         pytest.param(2, f"{RECOMPUTE} --tensor-model-parallel-size 2 --sequence-parallel", marks=pytest.mark.full),
         pytest.param(1, f"{RECOMPUTE[:-1]}2 --bf16 --num-layers 20", marks=pytest.mark.full),
+        pytest.param(
+            2,
+            "--ring-parallel-size 2 --experimental-attention-variant gated_delta_net --linear-attention-freq [1,0]*10 "
+            "--linear-num-key-heads 2 --linear-num-value-heads 4 --num-layers 20",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_results_of_a_few_layers_equal_those_of_all(ranks, flags):
@@ -214,7 +220,7 @@ def test_the_program_writes_its_results(tmp_path, capsys):
     assert "memory of a rank" in output and "sent over ulysses" in output and "the step fits" in output
     result = json.loads(path.read_text())
     (rank,) = result["ranks"]
-    assert set(rank["communication_bytes"]) == {"tp", "ulysses", "ring", "dp", "ep", "pp", "other"}
+    assert set(rank["communication_bytes"]) == {"tp", "ulysses", "ring", "cp", "dp", "ep", "pp", "other"}
     assert rank["device_peak_bytes"] == sum(rank["device_peak_by_kind"].values())
     assert result["fits"] is True and 0 < result["mfu"] < 1 and result["predicted_ms"] > 0
     made = {"plan.json", "plan_memory.png", "plan_time_rank0.png", "plan_trace.json.gz"}

@@ -17,7 +17,7 @@ from megatron.formulas.flops import step_flops
 from megatron.formulas.layer_memory import attention_working
 from megatron.formulas.parameters import model_states, rank_parameters, rank_states, stage_parameters
 from megatron.formulas.sizes import sizes_of
-from megatron.formulas.strategy import Latent, Mixture, Shape, Strategy, Workload
+from megatron.formulas.strategy import Latent, LinearAttention, Mixture, Shape, Strategy, Workload
 from megatron.training.arguments.models import model_shape
 from megatron.training.arguments.parser import parse
 from megatron.training.report import mfu as program
