@@ -308,8 +308,8 @@ def _gathered(workload: Workload, strategy: Strategy, held: StageParameters, ite
             root, chunked_embedding, embedding = root + embedding, embedding, 0
         if chunks.loss:
             root, output, waiting = root + output, 0, itemsize * output
-    count = strategy.most_layers(workload.shape.layers)
-    layer = held.layer_numel or numel(held.routed) // count  # with states: on average
+    count = held.count
+    layer = held.layer_numel
     if strategy.zero == 2:
         root += embedding
     return _Sharded(

@@ -3,11 +3,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 
-from megatron.decisions.state_exchange import BLOCK, KERNEL_BLOCK, SEGMENT, SpanCounts, StateSizes, chosen_exchange
+from megatron.decisions.division import head_plan
+from megatron.decisions.state_exchange import (
+    BLOCK,
+    KERNEL_BLOCK,
+    SEGMENT,
+    SpanCounts,
+    StateSizes,
+    chosen_exchange,
+    gather_bytes,
+    heads_bytes,
+    relay_bytes,
+)
 from megatron.formulas.sizes import WIDE, sizes_of
 from megatron.formulas.strategy import Strategy, Workload
 
@@ -50,6 +61,7 @@ class States:
         counts: of the ranks that exchange states.
         spans: the most spans of a rank.
         longest: tokens of the longest span.
+        exchanged: sizes of what is exchanged.
     """
 
     sizes: StateSizes
@@ -58,6 +70,7 @@ class States:
     counts: SpanCounts
     spans: int
     longest: int
+    exchanged: StateSizes
 
 
 @lru_cache(maxsize=8192)
@@ -80,7 +93,33 @@ def states_of(workload: Workload, strategy: Strategy, itemsize: int) -> States:
     held = spans_by_rank(1 if by_heads else ulysses, strategy.ring, strategy.balance)
     unit = workload.seq_length // (2 * strategy.ring * (1 if by_heads else ulysses))
     longest = max(stop - start for spans in held for start, stop in spans) * unit
-    return States(sizes, by_heads, how == "relay", on_ring if by_heads else everyone, max(map(len, held)), longest)
+    exchanged = replace(sizes, heads=sizes.heads // ulysses) if by_heads else sizes
+    counts, spans = on_ring if by_heads else everyone, max(map(len, held))
+    return States(sizes, by_heads, how == "relay", counts, spans, longest, exchanged)
+
+
+# --- bytes that a rank sends for a layer, in a forward and in a backward pass ---
+
+
+def halo_bytes(workload: Workload, strategy: Strategy, itemsize: int) -> tuple[int, int]:
+    """The rows before its spans, which the convolution needs, and their gradients in fp32: of the busiest rank."""
+    linear, counts = workload.shape.linear, span_counts(strategy.ulysses, strategy.ring, strategy.balance)
+    rows = counts.sent * (linear.width - 1) * strategy.micro_batch * (linear.convolved // strategy.tensor)
+    return rows * itemsize, rows * WIDE
+
+
+def exchange_bytes(states: States) -> int:
+    """Maps, or states, that the busiest rank sends; the same in both passes."""
+    return (relay_bytes if states.relay else gather_bytes)(states.exchanged, states.counts)
+
+
+def by_heads_bytes(states: States, ulysses: int) -> tuple[int, int]:
+    """The all-to-alls over heads. Gradients are sent for each head that has a copy of a key head."""
+    if not states.by_heads:
+        return 0, 0
+    plan = head_plan(states.sizes.heads, states.sizes.key_heads, ulysses)
+    both = heads_bytes(states.sizes, ulysses, sum(map(len, plan.kv_heads)))
+    return both, both
 
 
 @dataclass(frozen=True)
@@ -102,7 +141,7 @@ def _parts(workload: Workload, strategy: Strategy, itemsize: int) -> _Parts:
     states = states_of(workload, strategy, itemsize)
     tokens = sizes_of(workload, strategy, itemsize).whole // (workload.shape.hidden * itemsize)
     heads, key_heads = linear.heads // tensor, linear.key_heads // tensor
-    of_rank = heads // (strategy.ulysses if states.by_heads else 1) * strategy.micro_batch
+    of_rank = states.exchanged.heads * strategy.micro_batch
     sends = states.counts.hops > 0
     segments = ceil(states.longest / _segment(workload, strategy, itemsize))
     columns = linear.values * segments + linear.keys * sends
@@ -121,7 +160,7 @@ def _parts(workload: Workload, strategy: Strategy, itemsize: int) -> _Parts:
 def _segment(workload: Workload, strategy: Strategy, itemsize: int) -> int:
     """Tokens that are prepared together."""
     linear, states = workload.shape.linear, states_of(workload, strategy, itemsize)
-    heads = linear.heads // strategy.tensor // (strategy.ulysses if states.by_heads else 1) * strategy.micro_batch
+    heads = states.exchanged.heads * strategy.micro_batch
     most = SEGMENT // (heads * (2 * linear.keys + linear.values)) // BLOCK * BLOCK
     return min(states.longest, max(most, BLOCK))
 
@@ -170,7 +209,7 @@ def state_working(workload: Workload, strategy: Strategy, itemsize: int, fused: 
     """
     linear, parts = workload.shape.linear, _parts(workload, strategy, itemsize)
     states = states_of(workload, strategy, itemsize)
-    heads = linear.heads // strategy.tensor // (strategy.ulysses if states.by_heads else 1) * strategy.micro_batch
+    heads = states.exchanged.heads * strategy.micro_batch
     segment = _segment(workload, strategy, itemsize)
     block = KERNEL_BLOCK if fused else min(BLOCK, 1 << (segment - 1).bit_length())
     rows = ceil(segment / block) * block
@@ -181,7 +220,7 @@ def state_working(workload: Workload, strategy: Strategy, itemsize: int, fused: 
         rule += WIDE * heads * states.spans * (linear.keys * linear.keys + 2 * state)
     grads = 2 * parts.keys + parts.values + 2 * parts.gates
     inside, norm = _inside(workload, strategy, itemsize, parts), _gated_norm(parts, itemsize, fused)
-    again = inside + norm - parts.values if strategy.recompute == "selective" else 0
+    again = inside + norm + parts.values if strategy.recompute == "selective" else 0  # and the gradient of its output
     rule += again - norm + 2 * parts.values + grads
     sums = 6 * parts.convolved // itemsize * WIDE + (2 if itemsize < WIDE else 1) * parts.convolved
     convolution = again - norm - inside + parts.values + 2 * parts.convolved + sums
@@ -192,7 +231,7 @@ def state_forward(workload: Workload, strategy: Strategy, itemsize: int, fused: 
     """Bytes of the mixer's forward pass at its peak, without the norm before it."""
     linear, parts = workload.shape.linear, _parts(workload, strategy, itemsize)
     states = states_of(workload, strategy, itemsize)
-    heads = linear.heads // strategy.tensor // (strategy.ulysses if states.by_heads else 1) * strategy.micro_batch
+    heads = states.exchanged.heads * strategy.micro_batch
     segment, block = _segment(workload, strategy, itemsize), KERNEL_BLOCK if fused else BLOCK
     rule = WIDE * heads * segment * (6 * linear.keys + 6 * linear.values + 2 * block)
     inside = _inside(workload, strategy, itemsize, parts)

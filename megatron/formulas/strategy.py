@@ -371,7 +371,7 @@ class Strategy:
 def refuse_unknown(shape: Shape, strategy: Strategy) -> None:
     """Raises ValueError for combinations whose memory and time no formula knows yet."""
     if shape.linear and (strategy.fpdt_chunk or strategy.recompute_layers > 1 or strategy.recompute_method == "block"):
-        raise ValueError("linear attention has no formula with FPDT, and with recompute only of each layer: leave it out")
+        raise ValueError("linear attention has no formula with FPDT, units of layers and block recompute: leave it out")
     if shape.mixture and (strategy.zero > 1 or strategy.fpdt_chunk or strategy.ffn_chunks):
         raise ValueError("experts have no formula with ZeRO 2 and 3, FPDT and a chunked FFN: leave one out")
     if shape.latent and strategy.fpdt_chunk:

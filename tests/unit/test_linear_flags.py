@@ -49,7 +49,6 @@ def read(flags: str, world: int = 1) -> Config:
         (f"{GDN} --transformer-impl transformer_engine", "with --transformer-impl transformer_engine"),
         (f"{GDN} --normalization LayerNorm", "use --normalization RMSNorm"),
         (f"{GDN} --attention-mask full", "a state holds earlier tokens alone"),
-        (f"{GDN} --elastic --gpu H100-80G --save o/a --load o/a --global-batch-size 2", "the planner does not know"),
         ("--num-experts 4 --moe-shared-expert-gate", "--moe-shared-expert-gate needs an expert that all tokens go to"),
         ("--experimental-attention-variant dsa", "--experimental-attention-variant"),
         ("--is-hybrid-model", "--is-hybrid-model"),
