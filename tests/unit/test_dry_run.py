@@ -15,6 +15,7 @@ from megatron.simulator.dry_run.allocation.reserved import Reserved, runtime_mem
 from megatron.simulator.dry_run.command import simulate
 from megatron.simulator.dry_run.dry_run import DryRun, Figures, RankReport, dry_run, ranks_of, run_job, too_full
 from megatron.simulator.dry_run.dry_run_report import verdict
+from megatron.simulator.dry_run.one_rank import run_rank
 from megatron.simulator.machines.machine import Calibration, Machine
 from megatron.simulator.machines.machine_file import load
 from megatron.training.arguments.parser import parse
@@ -155,6 +156,20 @@ def test_a_ring_moves_keys_and_neither_queries_nor_sums(balance):
     loads = forward_loads(4, 2, early_half=balance == "zigzag")
     assert loads == (Loads(8, 2) if balance == "zigzag" else Loads(12, 3))
     assert loaded == loads.keys * kv + loads.queries * q
+
+
+def test_states_in_chunks_need_no_more_device_memory_for_twice_the_length():
+    flags = (
+        "--experimental-attention-variant gated_delta_net --linear-attention-freq [1,1] --linear-num-key-heads 2 "
+        "--linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 32 --num-layers 2 --bf16 --fpdt "
+        f"--fpdt-chunk-size 1024 --fpdt-stream-hidden {RECOMPUTE}"
+    )
+    peaks = []
+    for length in (4096, 8192):
+        config = config_of(f"{flags} --seq-length {length} --max-position-embeddings {length}", 1)
+        peaks.append(run_rank(config, 1, 0, 512).device_peak)
+    tokens, states = 72 * 4096, 4 * 2 * 4 * 4 * 16 * 32  # of four more chunks: ids, labels and masks; states
+    assert 0 < peaks[1] - peaks[0] < tokens + states + 65536
 
 
 def test_weights_arrive_while_the_previous_layer_computes():

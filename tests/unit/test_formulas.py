@@ -199,8 +199,9 @@ def test_model_states_are_exact(case: Case, measured: Mapping[str, Measured]) ->
     states = rank_states(rank_parameters(case.workload.shape, strategy, case.stage), strategy, case.itemsize)
     result = measured[case.name].states
     counters = result.pop("optimizer") - states.optimizer  # Adam's step counters, one number per parameter tensor
-    linear = case.workload.shape.linear  # the buffer pads two vectors of a state to 64 numbers each
-    assert -12 * 128 * sum(linear.layers if linear else ()) <= counters <= 8 * 32 * case.workload.shape.layers + 64
+    linear = case.workload.shape.linear  # the buffer pads two vectors of a state to 64 numbers each, its end to 128
+    padding = 12 * 128 * (sum(linear.layers) + 1) if linear else 0
+    assert -padding <= counters <= 8 * 32 * case.workload.shape.layers + 64
     assert {"parameters": states.parameters, "gradients": states.gradients} == result
 
 
