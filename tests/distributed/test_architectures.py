@@ -54,8 +54,9 @@ T2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 GRIDS = {"one process": (1, ""), "TP 2 x U 2 x R 2": (8, f"{T2} {CP}")}
 EP = (2, "--ulysses-parallel-size 2 --expert-model-parallel-size 2")
 CASES = [(kind, *grid) for kind in KINDS for grid in GRIDS.values()] + [(kind, *EP) for kind in EXPERTS_KINDS]
-LATER = {("gpt2", 8), ("gpt_neox", 8), ("olmo2", 1), ("olmo2", 8), ("olmo3", 1), ("glm4_moe", 1), ("glm4_moe", 8)}
-CASES = [pytest.param(*case, marks=pytest.mark.full if case[:2] in LATER else ()) for case in CASES]
+USUAL_CASES = {("qwen3", 1), ("gpt2", 1), ("gpt_neox", 1), ("qwen3_moe", 1), ("phi3", 1), ("gpt_oss", 8), ("olmo3", 8),
+               ("glm4_moe", 2)}  # fmt: skip
+CASES = [pytest.param(*case, marks=() if case[:2] in USUAL_CASES else pytest.mark.full) for case in CASES]
 
 
 def converted(kind: str, folder: Path) -> tuple[Path, str]:

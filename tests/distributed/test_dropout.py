@@ -53,6 +53,11 @@ LLAMA_CASES = [
     (4, f"{GQA} {BOTH}", f"{cp(2, 2)} {FPDT} {FULL}"),
     (8, f"{GQA} {BOTH}", f"{T2} {SP} {cp(2, 2)}"),
     (8, f"{GQA} {BOTH}", f"{P2} {T2} {cp(1, 2)} {BLOCK}"),
+    # many settings at once, so that the usual run needs few cases
+    (2, f"{GQA} {BOTH} --window-size 15,0", f"{cp(1, 2)} {STREAM}"),
+    (4, f"{GQA} {BOTH} --position-embedding-type alibi", f"{T2} {SP} {cp(2, 1)} {ZERO1}"),
+    (2, f"{GQA} {BOTH} --attention-mask document --micro-batch-size 1", f"--ring-parallel-size 2 {FPDT} {FULL}"),
+    (2, f"{GQA} {HIDDEN}", f"{T2} {SP} --ffn-chunks 3 --loss-chunks 3"),
 ]
 PARTITION = "--partition-position-embedding"
 GPT_CASES = [

@@ -121,6 +121,9 @@ CASES = [
     (4, PRE, f"{T2} {cp(1, 2)} {ETP1} {ep(4)} {fpdt(32, STREAM)} {ZERO1}"),
     (4, DROPOUT, f"{cp(2, 2)} {ep(2)} {fpdt(32)}"),
     (8, DEEPSEEK, f"{T2} {cp(2, 2)} {ep(4)} {A2A} {fpdt(16, STREAM)}"),
+    # many settings at once, so that the usual run needs few cases
+    (2, DROPPED, f"{cp(2, 1)} {ep(2)} --ffn-chunks 3 --loss-chunks 3 {SELECTIVE} {ZERO2}"),
+    (2, FIRST, f"{T2} {ep(1)} {fpdt(32, DEVICE)}"),
 ]
 CHANGES = (ONE,)  # these change the reference: a micro-batch is the unit of the load-balancing loss
 

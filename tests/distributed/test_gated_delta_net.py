@@ -81,6 +81,13 @@ CASES = [
     (4, ONE, f"{cp(2, 2, 'documents')} {SELECTIVE}"),
     (4, EXPERTS, f"{cp(2, 1)} --expert-model-parallel-size 4"),
     (4, EXPERTS, f"{SP} {cp(1, 2)} --expert-model-parallel-size 2"),
+    # many settings at once, so that the usual run needs few cases
+    (4, HYBRID, f"{P2} {UNEVEN} {cp(1, 2, 'contiguous')} {FPDT} --zero-stage 1 --linear-attention-exchange relay"),
+    (4, SHORT, f"{SP} {cp(1, 2)} {SELECTIVE} --zero-stage 2 --ffn-chunks 3 --linear-attention-exchange gather"),
+    (4, DROPOUT, f"{T2} {cp(2, 1)} {FPDT} --no-fpdt-offload --linear-attention-exchange heads"),
+    (2, DOCUMENTS, f"{cp(1, 2)} {FPDT} {FULL} --zero-stage 3"),
+    (4, EXPERTS, f"{cp(2, 1)} --expert-model-parallel-size 4 {FPDT} --fpdt-stream-hidden"),
+    (4, EXPERTS, f"{SP} {cp(1, 2)} --expert-model-parallel-size 2 --zero-stage 3"),
 ]
 
 

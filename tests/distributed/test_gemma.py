@@ -116,8 +116,22 @@ def in_model(name: str) -> str:
     return name
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("kind", KINDS)
+USUAL = {
+    ("gemma2", "TP 2 x U 2 x R 2"),
+    ("gemma2", "PP 2"),
+    ("gemma3_text", "one process"),
+    ("gemma3_text", "FPDT, R 2"),
+}
+
+
+@pytest.mark.parametrize(
+    "kind, grid",
+    [
+        pytest.param(kind, grid, marks=() if (kind, grid) in USUAL else pytest.mark.full)
+        for kind in KINDS
+        for grid in GRIDS
+    ],
+)
 def test_it_is_the_model_of_transformers(pool, folders, kind, grid):
     folder, (world, flags) = folders(kind), GRIDS[grid]
     results = pool.run(ours, world, f"{flags_of(folder)} {flags}", timeout=120)

@@ -110,17 +110,11 @@ EXPERT_GRIDS = {
 }
 USUAL = {
     ("deepseek", "TP 2 x R 2"),
-    ("deepseek", "U 2 x R 2"),
-    ("gemma2", "TP 2 x R 2"),
     ("gemma3", "U 2 x R 2"),
-    ("llama", "U 2 x R 2"),
-    ("olmo3", "TP 2 x R 2"),
     ("qwen2", "PP 2 x U 2"),
     ("qwen3", "U 4"),
-    ("qwen3_next", "TP 2 x R 2"),
     ("qwen3_next", "U 2 x R 2"),
     ("bloom", "R 3"),
-    ("deepseek, experts", "EP 2 on R 2"),
     ("mixtral", "EP 2 on TP 2"),
 }
 CASES = [

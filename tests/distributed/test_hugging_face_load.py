@@ -54,14 +54,14 @@ GRIDS = {
     "TP 2, FPDT": (2, f"{T2} --sequence-parallel --fpdt --fpdt-chunk-size 32"),
 }
 CASES = [
-    *(("llama", grid) for grid in GRIDS),
-    ("qwen2", "one process"),
+    *(pytest.param("llama", grid, marks=pytest.mark.full if grid == "PP 2, ZeRO 1" else ()) for grid in GRIDS),
+    pytest.param("qwen2", "one process", marks=pytest.mark.full),
     ("qwen3", "TP 2 x U 2"),
     pytest.param("olmo2", "TP 2 x U 2", marks=pytest.mark.full),
     ("gpt2", "TP 2 x U 2"),
     pytest.param("gpt_neox", "PP 2, ZeRO 1", marks=pytest.mark.full),
     ("bloom", "one process"),
-    ("bloom", "TP 2 x U 2"),
+    pytest.param("bloom", "TP 2 x U 2", marks=pytest.mark.full),
 ]
 
 

@@ -64,6 +64,10 @@ CASES = [
     (4, EXPERTS, f"{T2} {SP} {cp(1, 2)} --expert-model-parallel-size 2"),
     (8, EXPERTS, f"{T2} {SP} {cp(2, 2)} --expert-model-parallel-size 2"),
     (4, MLA, f"{cp(1, 2)} --cp-comm-type all_gather"),
+    # many settings at once, so that the usual run needs few cases
+    (4, YARN, f"{P2} {cp(1, 2)} {FULL} --zero-stage 1"),
+    (4, PLAIN, f"{T2} {cp(1, 2)} {SELECTIVE} --zero-stage 2 --cp-comm-type all_gather"),
+    (2, MLA, f"{cp(2, 1)} {FPDT} --no-fpdt-offload --zero-stage 3"),
 ]
 
 

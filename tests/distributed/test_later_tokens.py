@@ -80,6 +80,10 @@ CASES = [
     (2, DOCUMENTS, f"--ring-parallel-size 2 {CHUNKS}"),
     (2, TIED, f"{P2} {CHUNKS}"),
     (2, MTP, f"{T2} {SP} {CHUNKS}"),
+    # many settings at once, so that the usual run needs few cases
+    (4, TIED, f"{P2} {cp(2, 1)} --loss-chunks 2 {CHUNKS}"),
+    (4, LATENT, f"{T2} {SP} {cp(2, 1)} {FULL} --zero-stage 1"),
+    (2, LAYERS, f"{cp(1, 2)} --ffn-chunks 3 --loss-chunks 4 {ZERO3}"),
 ]
 
 

@@ -72,6 +72,11 @@ CASES = [
     (2, DOCUMENTS, cp(1, 2)),
     (2, DOCUMENTS, f"{cp(2, 1)} {FPDT}"),
     (2, f"{DOCUMENTS} {ONE}", cp(1, 2, "documents")),
+    # many settings at once, so that the usual run needs few cases
+    (4, GEMMA, f"{P2} {V3} {cp(1, 2, 'contiguous')} {ONE} {SELECTIVE} --zero-stage 1"),
+    (4, INSIDE, f"{SP} {cp(1, 2)} {FPDT} --no-fpdt-offload {FULL}"),
+    (4, LLAMA4, f"{T2} {cp(1, 2)} --cp-comm-type all_gather --loss-chunks 3 --zero-stage 2"),
+    (4, DOCUMENTS, f"{P2} {UNEVEN} {cp(2, 1)} {FPDT}"),
 ]
 
 

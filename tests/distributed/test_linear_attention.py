@@ -18,7 +18,7 @@ from megatron.context_parallel.linear_attention.short_convolution import short_c
 from megatron.context_parallel.linear_attention.span_exchange import span_order
 from megatron.decisions.state_exchange import gather_bytes, heads_bytes, relay_bytes
 from tests.errors import worst
-from tests.pairs import by_pairs
+from tests.pairs import also_in_full, by_pairs
 
 CONTROL = 1e-2  # without the state, or without the rows before a span, the error is at least this
 
@@ -136,8 +136,19 @@ def count_bytes(ulysses, ring, exchange, rule, length):
     return sent, (gather_bytes if exchange == "gather" else relay_bytes)(sizes, counts)
 
 
-@pytest.mark.parametrize("rule", ["gated_delta", "kda", "mamba2"])
-@pytest.mark.parametrize("ulysses, ring, exchange", [(1, 4, "gather"), (2, 2, "relay"), (2, 2, "heads")])
+COUNTED = [
+    (1, 4, "gather", "gated_delta"),
+    (2, 2, "relay", "kda"),
+    (2, 2, "heads", "mamba2"),
+    *also_in_full(
+        *((1, 4, "gather", rule) for rule in ("kda", "mamba2")),
+        *((2, 2, "relay", rule) for rule in ("gated_delta", "mamba2")),
+        *((2, 2, "heads", rule) for rule in ("gated_delta", "kda")),
+    ),
+]
+
+
+@pytest.mark.parametrize("ulysses, ring, exchange, rule", COUNTED)
 def test_bytes_are_those_of_the_formulas(pool, ulysses, ring, exchange, rule):
     """States and maps have the same bytes at 8K and 128K; an all-to-all of tokens has 16 times as many."""
     results = []

@@ -20,6 +20,7 @@ from megatron.training.families.llama import llama_weights
 from tests.distributed.test_hugging_face import over_ranks
 from tests.distributed.training_runs import compare_gradients, make_job, train_job
 from tests.errors import worst
+from tests.families import small_model
 from tests.hugging_face import LENGTH, SIZES, draw_weights, errors, on_one_process, whole_batch
 from tests.pairs import also_in_full
 from tools.convert_hf import main as convert
@@ -137,14 +138,18 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"head_dim": 16},
     "olmo_hybrid": {},
 }  # fmt: skip
+OF_OTHER_RULES = ("kimi_linear", "mamba2", "nemotron_h")
 OVER = {"U2": (2, 1), "R2": (1, 2), "U2 x R2": (2, 2)}
 
 
 def hybrid(kind: str) -> torch.nn.Module:
     torch.manual_seed(3)
-    layers = ["linear_attention", "full_attention", "linear_attention"]
-    sizes = SIZES | HEADS | {"num_hidden_layers": 3, "layer_types": layers} | KINDS[kind]
-    model = draw_weights(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).eval())
+    if kind in OF_OTHER_RULES:
+        model = draw_weights(small_model(kind).eval())
+    else:
+        layers = ["linear_attention", "full_attention", "linear_attention"]
+        sizes = SIZES | HEADS | {"num_hidden_layers": 3, "layer_types": layers} | KINDS[kind]
+        model = draw_weights(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).eval())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):
@@ -167,19 +172,20 @@ def hybrid_over_ranks(kind: str, ulysses: int, ring: int, mistake: bool = False)
     return errors(result, expected)
 
 
-USUAL = [("qwen3_next", "U2 x R2"), ("qwen3_5_text", "R2"), ("olmo_hybrid", "U2")]
+EVERY = [(kind, grid) for kind in (*KINDS, *OF_OTHER_RULES) for grid in OVER]
+USUAL = [("qwen3_next", "U2 x R2"), ("qwen3_5_text", "R2"), ("olmo_hybrid", "U2"), ("kimi_linear", "U2 x R2"),
+         ("mamba2", "U2 x R2"), ("nemotron_h", "R2")]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "kind, grid", [*USUAL, *also_in_full(*((k, g) for k in KINDS for g in OVER if (k, g) not in USUAL))]
-)
+@pytest.mark.parametrize("kind, grid", [*USUAL, *also_in_full(*(one for one in EVERY if one not in USUAL))])
 def test_layers_with_a_state_over_ranks(pool, kind, grid):
     results = pool.run(hybrid_over_ranks, OVER[grid][0] * OVER[grid][1], kind, *OVER[grid], timeout=120)
     assert worst(rank.values() for rank in results) < 1e-4, results[0]
 
 
-def test_without_states_it_is_another_model(pool):
-    (result, *_) = pool.run(hybrid_over_ranks, 2, "qwen3_next", 1, 2, True, timeout=120)
+@pytest.mark.parametrize("kind", ["qwen3_next", *OF_OTHER_RULES])
+def test_without_states_it_is_another_model(pool, kind):
+    (result, *_) = pool.run(hybrid_over_ranks, 2, kind, 1, 2, True, timeout=120)
     assert result["logits"] > 1e-2
 
 
@@ -197,8 +203,21 @@ def packed_documents(kind: str, ulysses: int, ring: int) -> float:
     return float((logits - whole).abs().max() / whole.abs().max())
 
 
-def test_states_end_with_their_document(pool):
-    assert max(pool.run(packed_documents, 4, "qwen3_next", 2, 2, timeout=120)) < 1e-4
+@pytest.mark.parametrize("kind", ["qwen3_next", *OF_OTHER_RULES])
+def test_states_end_with_their_document(pool, kind):
+    assert max(pool.run(packed_documents, 4, kind, 2, 2, timeout=120)) < 1e-4
+
+
+def test_mamba2_whose_language_model_passes_on_no_keyword_arguments():
+    """Its base model is told how tokens are mixed, in a forward pass with and without labels."""
+    model, batch = hybrid("mamba2"), whole_batch(packed=False)
+    with torch.no_grad():
+        expected = model(batch["input_ids"]).logits
+        with parallelize(model, cp.Grid(), seq_length=LENGTH) as context:
+            part = context.shard({"input_ids": batch["input_ids"]})
+            logits = model(**part).logits
+        again = model(batch["input_ids"]).logits
+    assert float((logits - expected).abs().max() / expected.abs().max()) < 1e-5 and torch.equal(again, expected)
 
 
 def test_fpdt_is_refused():

@@ -289,11 +289,11 @@ def cases(groups):
 
 
 def covered(groups):
-    """Each mask once, and every setting once.
+    """Every setting once, also of the masks.
 
     Combinations of axes are tested without masks, and each mask on each axis in test_mask_attention.py.
     """
-    return by_pairs(cases(groups), lambda _, what, grid: {what, *settings(grid)}, seconds)
+    return by_pairs(cases(groups), lambda _, what, grid: settings(f"{what} {grid}"), seconds)
 
 
 @pytest.fixture(scope="module")

@@ -237,7 +237,7 @@ def test_a_record_too_large_for_memory_is_not_a_bad_record(monkeypatch):
     from megatron.training.data import encoding
 
     class Full:
-        kind = "Full"
+        kind, encode_many = "Full", None
 
         def array(self, text):
             raise MemoryError

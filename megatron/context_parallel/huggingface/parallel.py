@@ -73,7 +73,8 @@ def pass_length(module: nn.Module, longest: Callable[[], int]) -> list[Removable
 PART = "context_part"  # the entry of a cut batch with its Part
 REFUSED = ("output_attentions", "output_router_logits", "use_cache")
 ATTENTION_KINDS = ("full_attention", "sliding_attention")
-STATE_KIND = "linear_attention"
+STATE_KINDS = ("linear_attention", "hybrid")  # hybrid: with a state and with attention
+OTHER_KINDS = ("mlp", "moe")  # layers that mix no tokens
 
 log = logging.getLogger(__name__)
 
@@ -188,9 +189,11 @@ class ContextParallel:
         if states and fpdt is not None:
             who = type(states[0]).__name__
             raise ValueError(f"{who} hands on a state, which FPDT does not support: leave fpdt out")
-        self._has_states = bool(states)
         for module in states:
             self._replace_forward(module, forward_with_ours)
+        if states:  # not every causal language model hands its keyword arguments on to its base model
+            hook = model.base_model.register_forward_pre_hook(self._add_mixer, with_kwargs=True)
+            self._undo.append(hook.remove)
         for queries, keys in refuse_mixing(model):
             head_plan(queries, keys, self.grid.ulysses.size)
         if getattr(model.config, "use_cache", False):
@@ -236,6 +239,9 @@ class ContextParallel:
 
         self._undo.append(undo)
 
+    def _add_mixer(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, kwargs if self._part is None else {**kwargs, MIXER: OverRanks(self._part)}
+
     def _longest(self) -> int:
         return self._part.longest
 
@@ -270,8 +276,6 @@ class ContextParallel:
                 raise ValueError(f"{name} is not supported over ranks: leave it out")
         # With a mask, transformers does not search a rank's positions for document boundaries.
         kwargs |= {"attention_mask": torch.ones_like(kwargs["input_ids"]), "use_cache": False, "return_dict": True}
-        if self._has_states:
-            kwargs[MIXER] = OverRanks(context_part)
         with self._with_part(context_part):
             if shift_labels is None:
                 return own(**kwargs)
@@ -301,7 +305,8 @@ def _check(model: nn.Module, grid: Grid) -> None:
         if getattr(config, name, False) or getattr(model.config, name, False):
             raise ValueError(f"the model's configuration has {name}=True, not supported over ranks: turn it off")
     for kind in getattr(config, "layer_types", None) or ():
-        if kind not in ATTENTION_KINDS and not (kind == STATE_KIND and any(map(has_state, model.modules()))):
+        with_state = kind in STATE_KINDS and any(map(has_state, model.modules()))
+        if kind not in (*ATTENTION_KINDS, *OTHER_KINDS) and not with_state:
             raise ValueError(
                 f"the model has layers of the kind {kind}, but over ranks only {' and '.join(ATTENTION_KINDS)} are "
                 "supported"

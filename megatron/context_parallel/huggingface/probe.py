@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
@@ -82,8 +82,9 @@ def run_alone(
         "return_dict": True,
     } | ({"position_ids": positions} if with_positions else {})
     _refuse_unknown(model, given)
+    hook = None
     if any(map(has_state, model.modules())):
-        given[MIXER] = Alone()
+        hook = model.base_model.register_forward_pre_hook(_add_alone, with_kwargs=True)
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -91,12 +92,18 @@ def run_alone(
             output = _call(model, given)
             then()
     finally:
+        if hook is not None:
+            hook.remove()
         for module in training:
             module.training = True
     if output.loss is None:
         raise ValueError(f"{type(model).__name__} computes no loss from labels: not supported over ranks")
     expected = F.cross_entropy(output.logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
     return ProbeResult(output.logits, output.loss, expected, heads)
+
+
+def _add_alone(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return args, {**kwargs, MIXER: Alone()}
 
 
 def _call(model: PreTrainedModel, given: dict[str, Any]) -> Any:
@@ -135,7 +142,7 @@ def refuse_mixing(model: PreTrainedModel) -> set[tuple[int, int]]:
     probe = run_alone(model)
     first, second, moved = probe.logits[0, -1], probe.logits[1, -1], probe.logits[2, MOVED]
     close = partial(_close, limit=1e-4 if model.dtype in (torch.float32, torch.float64) else 3e-2)
-    if not probe.heads or not close(first, second):
+    if not (probe.heads or any(map(has_state, model.modules()))) or not close(first, second):
         raise ValueError(
             f"tokens of {who} see each other outside of its attention (a convolution, a recurrence, attention of its "
             "own): not supported over ranks"
