@@ -61,6 +61,8 @@ class States:
         counts: of the ranks that exchange states.
         spans: the most spans of a rank.
         longest: tokens of the longest span.
+        segment: tokens of it that are prepared together.
+        segments: the most segments of a rank.
         exchanged: sizes of what is exchanged.
     """
 
@@ -70,6 +72,8 @@ class States:
     counts: SpanCounts
     spans: int
     longest: int
+    segment: int
+    segments: int
     exchanged: StateSizes
 
 
@@ -95,7 +99,10 @@ def states_of(workload: Workload, strategy: Strategy, itemsize: int) -> States:
     longest = max(stop - start for spans in held for start, stop in spans) * unit
     exchanged = replace(sizes, heads=sizes.heads // ulysses) if by_heads else sizes
     counts, spans = on_ring if by_heads else everyone, max(map(len, held))
-    return States(sizes, by_heads, how == "relay", counts, spans, longest, exchanged)
+    most = SEGMENT // (exchanged.heads * exchanged.batch * (2 * linear.keys + linear.values)) // BLOCK * BLOCK
+    segment = min(longest, max(most, BLOCK))
+    segments = max(sum(ceil((stop - start) * unit / segment) for start, stop in one) for one in held)
+    return States(sizes, by_heads, how == "relay", counts, spans, longest, segment, segments, exchanged)
 
 
 # --- bytes that a rank sends for a layer, in a forward and in a backward pass ---
@@ -143,8 +150,7 @@ def _parts(workload: Workload, strategy: Strategy, itemsize: int) -> _Parts:
     heads, key_heads = linear.heads // tensor, linear.key_heads // tensor
     of_rank = states.exchanged.heads * strategy.micro_batch
     sends = states.counts.hops > 0
-    segments = ceil(states.longest / _segment(workload, strategy, itemsize))
-    columns = linear.values * segments + linear.keys * sends
+    columns = linear.values * states.segments + linear.keys * states.spans * sends
     return _Parts(
         every=tokens * (linear.projected // tensor) * itemsize,
         convolved=tokens * (linear.convolved // tensor) * itemsize,
@@ -152,17 +158,9 @@ def _parts(workload: Workload, strategy: Strategy, itemsize: int) -> _Parts:
         values=tokens * heads * linear.values * itemsize,
         gates=tokens * heads * WIDE,
         norms=2 * tokens * key_heads * WIDE,
-        states=states.spans * of_rank * linear.keys * columns * WIDE,
+        states=of_rank * linear.keys * columns * WIDE,
         wide=tokens * heads * linear.values * WIDE,
     )
-
-
-def _segment(workload: Workload, strategy: Strategy, itemsize: int) -> int:
-    """Tokens that are prepared together."""
-    linear, states = workload.shape.linear, states_of(workload, strategy, itemsize)
-    heads = states.exchanged.heads * strategy.micro_batch
-    most = SEGMENT // (heads * (2 * linear.keys + linear.values)) // BLOCK * BLOCK
-    return min(states.longest, max(most, BLOCK))
 
 
 def state_kept(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
@@ -210,7 +208,7 @@ def state_working(workload: Workload, strategy: Strategy, itemsize: int, fused: 
     linear, parts = workload.shape.linear, _parts(workload, strategy, itemsize)
     states = states_of(workload, strategy, itemsize)
     heads = states.exchanged.heads * strategy.micro_batch
-    segment = _segment(workload, strategy, itemsize)
+    segment = states.segment
     block = KERNEL_BLOCK if fused else min(BLOCK, 1 << (segment - 1).bit_length())
     rows = ceil(segment / block) * block
     numbers = OF_KEYS * linear.keys + OF_VALUES * linear.values + OF_PAIRS * block
@@ -232,7 +230,7 @@ def state_forward(workload: Workload, strategy: Strategy, itemsize: int, fused: 
     linear, parts = workload.shape.linear, _parts(workload, strategy, itemsize)
     states = states_of(workload, strategy, itemsize)
     heads = states.exchanged.heads * strategy.micro_batch
-    segment, block = _segment(workload, strategy, itemsize), KERNEL_BLOCK if fused else BLOCK
+    segment, block = states.segment, KERNEL_BLOCK if fused else BLOCK
     rule = WIDE * heads * segment * (6 * linear.keys + 6 * linear.values + 2 * block)
     inside = _inside(workload, strategy, itemsize, parts)
     return parts.every + inside + max(rule, _gated_norm(parts, itemsize, fused))

@@ -219,11 +219,12 @@ def _tile(a: Attended, *, first: bool, backward: bool = False) -> Kernel:
 # What lies between the two projections: many small kernels. Bytes were counted in dry runs of such layers on a GPU.
 
 # Bytes for each token and number of a key head, of a head's key, of a value, for each pair of tokens of a block, and
-# for each number of a block's states: of kernels bound by memory, and of products. Then numbers of these kernels.
-STATE_FORWARD = (248, 80, 212, 70, 5), (0, 24, 16, 12, 8), 97, 5
-STATE_BACKWARD = (829, 280, 578, 211, 26), (0, 76, 44, 36, 20), 241, 14
-MAP_FORWARD = (11, 95, 48, 66, 1), (0, 16, 0, 8, 0), 45, 2
-MAP_BACKWARD = (11, 84, 68, 72, 5), (0, 16, 0, 8, 0), 47, 2
+# for each number of a block's states: of kernels bound by memory, and of products. Then numbers of the first kernels,
+# at all and for each segment of a span, and of the products of a segment.
+STATE_FORWARD = (248, 80, 212, 70, 5), (0, 24, 16, 12, 8), (51, 46, 5)
+STATE_BACKWARD = (829, 280, 578, 211, 26), (0, 76, 44, 36, 20), (113, 126, 14)
+MAP_FORWARD = (11, 95, 48, 66, 1), (0, 16, 0, 8, 0), (2, 43, 2)
+MAP_BACKWARD = (11, 84, 68, 72, 5), (0, 16, 0, 8, 0), (2, 45, 2)
 PRODUCTS = {False: (4, 2, 4), True: (14, 6, 10)}  # FLOPs over block x keys, block x values, keys x values
 MAP_PRODUCTS = 4, 0, 0
 
@@ -265,11 +266,13 @@ def _state_kernels(
     tokens = s.rows * s.batch
     of = tokens * s.key_heads * s.keys, *(tokens * s.heads * n for n in (s.keys, s.values, block))
     of = *of, tokens * s.heads * s.keys * s.values / block
-    moved, of_products, kernels, gemms = counted
+    moved, of_products, (outside, inside, gemms) = counted
+    segments = states.segments
+    kernels, gemms = outside + inside * segments, gemms * segments
     size, read = (sum(a * b for a, b in zip(each, of)) for each in (moved, of_products))
     pairs = block * s.keys, block * s.values, s.keys * s.values
     flops = tokens * s.heads * sum(a * b for a, b in zip(products, pairs)) / gemms
-    shape = (tokens * s.heads / block, block, s.values, s.keys)
+    shape = (tokens * s.heads / block / segments, block, s.values, s.keys)
     product = Kernel("states", "gemm", flops, read / gemms, shape, FP32, backward, gemms)
     return memory("states", size / kernels, backward=backward, count=kernels), product
 
