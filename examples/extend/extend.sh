@@ -8,6 +8,8 @@
 # tools/evaluate.py shows the loss by position, before and after. This takes a few minutes on 2 cores. EXTRA=1 also
 # extends to 4,096 tokens in one stage, for comparison.
 #
+# MODEL_FLAGS adds flags of the model: examples/hybrid/longer.sh extends a hybrid.
+#
 # For a real checkpoint, keep the stages and change the sizes: docs/use/position-embeddings.md.
 set -euo pipefail
 
@@ -31,6 +33,7 @@ done
 
 MODEL=(
     --num-layers 3 --hidden-size 128 --num-attention-heads 4 --group-query-attention --num-query-groups 2
+    ${MODEL_FLAGS:-}
 )
 train() { # PROCESSES SEQ_LENGTH [options]
     launch "$1" pretrain_llama.py "${MODEL[@]}" \

@@ -4,7 +4,7 @@
 #
 # The script makes data and trains at 256 tokens and at 2,048 on 2 processes, then at 16,384 on 4 (Ulysses 2 x Ring 2).
 # It draws the needle's heat map after the first training and after the last. README.md in this folder says what was
-# measured.
+# measured. MODEL_FLAGS adds flags of the model.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -19,7 +19,7 @@ refuse_if_there "examples/needle/quickstart.sh OUT_DIR" short
 WORDS=(--tokenizer-type NullTokenizer --vocab-size 255 --make-vocab-size-divisible-by 1)
 MODEL=( # half of each head has no positions, so that the model finds a name at any distance
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --kv-channels 32 --ffn-hidden-size 128
-    --rotary-percent 0.5 --init-method-std 0.06 --max-position-embeddings "$LONG"
+    --rotary-percent 0.5 --init-method-std 0.06 --max-position-embeddings "$LONG" ${MODEL_FLAGS:-}
 )
 train() { # NAME PROCESSES LENGTH BATCH ITERATIONS DOCUMENTS NEEDLES QUESTIONS LEARNING_RATE [flags]
     "$PYTHON" tools/make_needles.py --output-prefix "$OUT/$1" --length "$3" --documents "$6" --needles "$7" \

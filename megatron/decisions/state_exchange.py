@@ -8,9 +8,13 @@ message waits for the other. heads: an all-to-all over heads around one of these
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from megatron.decisions.division import head_plan
 
 EXCHANGES = ("auto", "gather", "relay", "heads")
+SEGMENT = 2**23  # elements of q, k and v of a span that are computed together
+BLOCK, KERNEL_BLOCK = 64, 32  # tokens of a block, powers of two: by PyTorch, and as many as registers hold
 HOP_BYTES = 2**20  # bytes that a link sends in the latency of one message: about 20 us at 50 GB/s
 
 
@@ -94,3 +98,25 @@ def cheaper_exchange(sizes: StateSizes, counts: SpanCounts) -> tuple[str, int]:
     gather = gather_bytes(sizes, counts) + HOP_BYTES
     relay = counts.hops * (sizes.state + HOP_BYTES)
     return ("gather", gather) if gather <= relay else ("relay", relay)
+
+
+def chosen_exchange(
+    sizes: StateSizes, counts: SpanCounts, ring_counts: SpanCounts, ulysses: int, exchange: str = "auto"
+) -> tuple[bool, str]:
+    """(whether an all-to-all over heads is made, how states go then: gather or relay).
+
+    Args:
+        counts: over all context ranks; ``ring_counts``: over the ring.
+        exchange: one of ``EXCHANGES``.
+
+    Raises:
+        ValueError: ``heads`` is wanted, but Ulysses does not divide the heads.
+    """
+    best, price = cheaper_exchange(sizes, counts)
+    if ulysses > 1 and (exchange == "heads" or (exchange == "auto" and not sizes.heads % ulysses)):
+        plan = head_plan(sizes.heads, sizes.key_heads, ulysses)
+        inner, cost = cheaper_exchange(replace(sizes, heads=sizes.heads // ulysses), ring_counts)
+        cost += heads_bytes(sizes, ulysses, sum(map(len, plan.kv_heads))) + 2 * HOP_BYTES
+        if exchange == "heads" or cost < price:
+            return True, inner
+    return False, best if exchange in ("auto", "heads") else exchange

@@ -11,7 +11,7 @@ from megatron.formulas.host_bytes import host_memory
 from megatron.formulas.layer_memory import chunked_layer, norm_kept, whole_layer
 from megatron.formulas.parameters import StageParameters, numel, rank_parameters, rank_states
 from megatron.formulas.sizes import WIDE, chunks_of, sizes_of
-from megatron.formulas.strategy import Strategy, Workload, refuse_unknown
+from megatron.formulas.strategy import Shape, Strategy, Workload, changed, refuse_unknown
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,11 @@ def device_memory(
     for layer_strategy, count in reversed(strategy.layer_kinds(held_layers)):  # backward order
         below -= count
         layers = _Layers(layer_strategy, count, below, held_layers - below - count, with_experts / held_layers)
-        kept_before, peaks = _backward_peaks(workload, layers, itemsize, fused, stage, weights, early < gradients)
+        if shape.linear:
+            kinds = tuple(shape.kind(first + layer) for layer in range(held_layers))
+            kept_before, peaks = _mixed_peaks(workload, layers, kinds, itemsize, fused, stage, weights)
+        else:
+            kept_before, peaks = _backward_peaks(workload, layers, itemsize, fused, stage, weights, early < gradients)
         kept = kept or kept_before
         moments += [(at_peak, more + tied, gathered, early + made) for at_peak, more, gathered, made in peaks]
         if strategy.zero < 2:
@@ -165,6 +169,41 @@ def _backward_peaks(
             freed += ((finished == units - 1 and not layers.below) - finished) * state
         gathered = weights.gathered(unfinished - finished * unit, unit)
         moments.append((kept - freed, sending, gathered, made + finished * unit * weights.layer_share))
+    return kept, moments
+
+
+def _mixed_peaks(
+    workload: Workload,
+    layers: _Layers,
+    kinds: tuple[Shape, ...],
+    itemsize: int,
+    fused: bool,
+    stage: int,
+    weights: _Sharded,
+) -> tuple[int, list[Moment]]:
+    """:func:`_backward_peaks` of layers of several kinds: the backward pass of each kind's last layer, or of all.
+
+    Args:
+        kinds: of each layer of the stage, the shape of a model with only such layers.
+    """
+    strategy, recomputes = layers.strategy, layers.strategy.recompute == "full"
+    each = [whole_layer(changed(workload, {"shape": kind}), strategy, itemsize, fused) for kind in kinds]
+    state, top = sizes_of(workload, strategy, itemsize).hidden, len(kinds) - 1
+    kept, _ = _kept(workload, layers, sum(layer.kept for layer in each) // len(each), 0, state, stage)
+    moments: list[Moment] = []
+    freed, seen = 0, set()
+    for index in range(top, -1, -1):
+        layer, kind = each[index], kinds[index]
+        if kind not in seen or strategy.zero > 1:
+            seen.add(kind)
+            gathered = weights.gathered(index + 1, 1)
+            made = weights.output_share + (top - index) * weights.layer_share
+            sent = weights.output_sent if index == top else weights.layer_sent
+            own = 0 if recomputes else layer.kept
+            moments.append((kept - freed, layer.backward - own + sent, gathered, made))
+            if recomputes:
+                moments.append((kept - freed, layer.forward, gathered, made))
+        freed += layer.kept if not recomputes else 0 if strategy.offload_checkpoints else state
     return kept, moments
 
 
@@ -269,13 +308,14 @@ def _gathered(workload: Workload, strategy: Strategy, held: StageParameters, ite
             root, chunked_embedding, embedding = root + embedding, embedding, 0
         if chunks.loss:
             root, output, waiting = root + output, 0, itemsize * output
+    count = held.count
     layer = held.layer_numel
     if strategy.zero == 2:
         root += embedding
     return _Sharded(
         stage=strategy.zero,
         # The last unit is in memory twice until forward ends: FSDP frees its gather buffer at the next gather only.
-        loss=itemsize * (root + output + layer * (held.layers if strategy.zero == 2 else 0) + (output or layer)),
+        loss=itemsize * (root + output + layer * (count if strategy.zero == 2 else 0) + (output or layer)),
         root=itemsize * root,
         layer=itemsize * layer,
         output_sent=waiting + WIDE * output,

@@ -10,6 +10,7 @@ from megatron.decisions.division import IN_FLIGHT, goes_by_keys
 from megatron.formulas.mixtures import experts_kept, experts_peak
 from megatron.formulas.parameters import stage_parameters
 from megatron.formulas.sizes import WIDE, chunks_of, heads_of, sizes_of
+from megatron.formulas.states import state_forward, state_kept, state_working
 from megatron.formulas.strategy import Strategy, Workload
 
 
@@ -34,12 +35,15 @@ def whole_layer(workload: Workload, strategy: Strategy, itemsize: int, fused: bo
     shape, sizes, chunks = workload.shape, sizes_of(workload, strategy, itemsize), chunks_of(workload, strategy)
     norm = norm_kept(workload, strategy, itemsize, fused)
     spread = strategy.ulysses > 1
-    attention = norm + _attention_kept(workload, strategy, itemsize, fused)
-    again = 0
-    if strategy.recompute == "selective":  # attention runs again, in addition to what is kept
+    again, states = 0, shape.linear is not None
+    attention = norm + (state_kept if states else _attention_kept)(workload, strategy, itemsize, fused)
+    if strategy.recompute == "selective" and not states:  # attention runs again, in addition to what is kept
         again = sizes.q + sizes.k + sizes.local_out + sizes.lse
         again += sizes.local_q + sizes.local_kv if spread else 0
-    working = again + attention_working(workload, strategy, itemsize)
+    if states:
+        working = state_working(workload, strategy, itemsize, fused)
+    else:
+        working = again + attention_working(workload, strategy, itemsize)
 
     first, second = matrices(workload, strategy, itemsize)
     if chunks.ffn:
@@ -65,7 +69,10 @@ def whole_layer(workload: Workload, strategy: Strategy, itemsize: int, fused: bo
     grads = first + second if strategy.zero > 1 else 0
     backward = max(backward, attention + sizes.hidden + working + grads)
     projected = norm + sizes.qkv + 2 * sizes.q + sizes.k + sizes.out
-    forward = max(2 * sizes.hidden + forward_ffn, projected + 2 * (sizes.local_q + sizes.local_kv) * spread)
+    projected += 2 * (sizes.local_q + sizes.local_kv) * spread
+    if states:
+        projected = norm + state_forward(workload, strategy, itemsize, fused)
+    forward = max(2 * sizes.hidden + forward_ffn, projected)
     return Layer(kept, forward, backward)
 
 

@@ -27,6 +27,8 @@ class StageParameters:
     routed: tuple[Tensor, ...] = ()  # of all layers with experts, without the experts; with states, of all layers
     experts: tuple[Tensor, ...] = ()  # of all experts on this rank
     with_experts: int = 0  # layers with experts
+    mixed: int = 0  # all layers, if some have a state
+    with_states: int = 0  # layers with a state
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -40,7 +42,13 @@ class StageParameters:
 
     @property
     def layer_numel(self) -> int:
-        return numel(self.layer)
+        """Of each layer; with states, on average."""
+        return numel(self.routed) // self.mixed if self.mixed else numel(self.layer)
+
+    @property
+    def count(self) -> int:
+        """Number of all layers."""
+        return self.mixed or self.layers + self.with_experts
 
 
 @dataclass(frozen=True)
@@ -126,7 +134,7 @@ def stage_parameters(
         mixer = _linear(shape, tensor, norm)
         each = (mixer if with_state else attention for with_state in linear.layers[own])
         every = tuple(x for one in each for x in (*one, *layer[len(attention) :]))
-        return StageParameters(embedding, (), 0, final, every)
+        return StageParameters(embedding, (), 0, final, every, mixed=layers, with_states=sum(linear.layers[own]))
     with_experts = shape.with_experts(begin, layers)
     shared, width = mixture.shared // tensor, mixture.ffn // (expert_tensor or tensor)
     gate = (mixture.experts, h), *bias(mixture.experts)
@@ -138,7 +146,8 @@ def stage_parameters(
         mixer, dense, every = _linear(shape, tensor, norm), layer[len(attention) :], ()
         for with_state, routes in zip(linear.layers[own], mixture.layers[own]):
             every += (*(mixer if with_state else attention), *(gate if routes else dense))
-        return StageParameters(embedding, (), 0, final, every, experts * with_experts)
+        counts = {"with_experts": with_experts, "mixed": layers, "with_states": sum(linear.layers[own])}
+        return StageParameters(embedding, (), 0, final, every, experts * with_experts, **counts)
     return StageParameters(
         embedding, layer, layers - with_experts, final, routed * with_experts, experts * with_experts, with_experts
     )
@@ -264,8 +273,9 @@ def whole_vectors(shape: Shape, held: StageParameters) -> int:
     """
     norm = 2 if shape.layer_norm else 1
     normed = shape.latent.queries + shape.latent.keys if shape.latent else 2 * shape.head_dim
-    layer = 2 * norm * shape.hidden + 2 * shape.bias * shape.hidden + norm * shape.qk_norm * normed
+    layer = 2 * norm * shape.hidden + 2 * shape.bias * shape.hidden
+    heads = norm * shape.qk_norm * normed * (held.count - held.with_states)
     embedding = held.embedding if not shape.positions else ()  # with positions, words are not scattered before the norm
     router = (shape.mixture.experts + shape.bias) * shape.hidden if shape.mixture else 0
-    layers = layer * (held.layers + held.with_experts) + router * held.with_experts
+    layers = layer * held.count + heads + router * held.with_experts
     return layers + numel(tuple(x for x in (*embedding, *held.final) if x[1] == 1))

@@ -159,6 +159,13 @@ class Shape:
         """How many of ``count`` layers from layer ``first`` on have experts."""
         return sum(self.mixture.layers[first : first + count]) if self.mixture else 0
 
+    def kind(self, layer: int) -> Shape:
+        """The shape of a model whose layers are all like this one's ``layer``."""
+        mixture, linear = self.mixture, self.linear
+        if mixture and not mixture.layers[layer]:
+            mixture = None
+        return changed(self, {"mixture": mixture, "linear": linear if linear and linear.layers[layer] else None})
+
     def without_experts(self) -> Shape:
         """The shape of a model whose layers are all like those of this model that have no experts."""
         return changed(self, {"mixture": None})
@@ -363,10 +370,8 @@ class Strategy:
 
 def refuse_unknown(shape: Shape, strategy: Strategy) -> None:
     """Raises ValueError for combinations whose memory and time no formula knows yet."""
-    if shape.linear:
-        raise ValueError(
-            "linear attention has formulas only for parameters, model states and FLOPs: choose another model"
-        )
+    if shape.linear and (strategy.fpdt_chunk or strategy.recompute_layers > 1 or strategy.recompute_method == "block"):
+        raise ValueError("linear attention has no formula with FPDT, units of layers and block recompute: leave it out")
     if shape.mixture and (strategy.zero > 1 or strategy.fpdt_chunk or strategy.ffn_chunks):
         raise ValueError("experts have no formula with ZeRO 2 and 3, FPDT and a chunked FFN: leave one out")
     if shape.latent and strategy.fpdt_chunk:

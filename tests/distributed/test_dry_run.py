@@ -16,6 +16,10 @@ from tests.pairs import by_pairs, settings
 BIGGER = "--num-layers 2 --hidden-size 128 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 64"
+STATES = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2 "
+    "--linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 32"
+)
 GROUPED = "--group-query-attention --num-query-groups 2"
 
 # name: (processes, llama or gpt, flags)
@@ -92,6 +96,27 @@ CASES = {
         True,
         f"{EXPERTS} --expert-model-parallel-size 2 --ring-parallel-size 2 --moe-token-dispatcher-type alltoall "
         "--multi-latent-attention --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16",
+    ),
+    "states on Ulysses x Ring": (
+        4,
+        True,
+        f"{STATES} --ulysses-parallel-size 2 --ring-parallel-size 2 --qk-layernorm --num-layers 3 --bf16",
+    ),
+    "states on TP x Ring": (
+        4,
+        True,
+        f"{STATES} --tensor-model-parallel-size 2 --sequence-parallel --ring-parallel-size 2 --zero-stage 1 "
+        f"{RECOMPUTE}",
+    ),
+    "states by heads, ZeRO 3": (
+        2,
+        True,
+        f"{STATES} --ulysses-parallel-size 2 --linear-attention-exchange heads --zero-stage 3",
+    ),
+    "states in FPDT": (
+        4,
+        True,
+        f"{STATES} --ulysses-parallel-size 2 --ring-parallel-size 2 --fpdt --fpdt-chunk-size 256 --global-batch-size 2",
     ),
     "FPDT with TP, streamed": (
         4,

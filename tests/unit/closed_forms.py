@@ -24,6 +24,7 @@ from megatron.formulas.parameters import (
     whole_vectors,
 )
 from megatron.formulas.sizes import WIDE, chunks_of, sizes_of
+from megatron.formulas.states import by_heads_bytes, exchange_bytes, halo_bytes, states_of
 from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.simulator.cost.step_operations import LOSS_SUMS
 from megatron.training.arguments.config import ModelConfig
@@ -82,13 +83,15 @@ def copied_bytes(chunks: int, *, tokens: int, heads: int, kv_heads: int, head_di
 def _sent(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -> tuple[tuple[str, int], ...]:
     parts = {
         "tp": _tensor(workload, strategy, itemsize, stage),
-        "ulysses": _ulysses(workload, strategy, itemsize),
-        "ring": _ring(workload, strategy, itemsize),
+        "ulysses": _ulysses(workload, strategy, itemsize, stage),
+        "ring": _ring(workload, strategy, itemsize, stage),
         "ep": _experts(workload, strategy, itemsize, stage),
         "dp": _data(workload, strategy, itemsize, stage),
         "pp": _pipeline(workload, strategy, itemsize, stage),
         "other": loads(workload, strategy.ranks // strategy.pipeline),
     }
+    for axis, size in _states(workload, strategy, itemsize, stage).items():
+        parts[axis] = parts.get(axis, 0) + size
     return tuple(parts.items())
 
 
@@ -102,6 +105,32 @@ def sent_bytes(workload: Workload, strategy: Strategy, itemsize: int = 2, *, sta
         stage: pipeline stage, from 0.
     """
     return dict(_sent(workload, strategy, itemsize, stage))
+
+
+def _states(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -> dict[str, int]:
+    """Of layers with a state: rows of the convolution, maps or states, all-to-alls over heads, sums of the norm."""
+    linear = workload.shape.linear
+    held = rank_parameters(workload.shape, strategy, stage)
+    if linear is None:
+        return {}
+    states, forward = states_of(workload, strategy, itemsize), passes_of(workload, strategy).attention
+    halo, there = halo_bytes(workload, strategy, itemsize), by_heads_bytes(states, strategy.ulysses)
+    times = held.with_states * _micro_batches(workload, strategy)
+    both = (forward + 1) * exchange_bytes(states) * times
+    norm = 2 * linear.values * itemsize * (strategy.tensor - 1) // strategy.tensor
+    sent = {
+        "cp": (forward * halo[0] + halo[1]) * times,
+        "ulysses": (forward * there[0] + there[1]) * times,
+        "tp": norm * times,
+    }
+    axis = "ring" if states.by_heads else "cp"
+    return sent | {axis: sent.get(axis, 0) + both}
+
+
+def _with_keys(workload: Workload, strategy: Strategy, stage: int) -> int:
+    """Layers that attend to keys."""
+    held = rank_parameters(workload.shape, strategy, stage)
+    return strategy.most_layers(workload.shape.layers) - held.with_states
 
 
 def _micro_batches(workload: Workload, strategy: Strategy) -> int:
@@ -131,7 +160,7 @@ def _tensor(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -
         layer = 2 * one * (run.out + run.ffn + 2)
     if shape.kv_heads < tensor:
         layer += (run.qkv + 1) * sizes.qkv * (tensor - 1) // tensor
-    total = held.layers * layer + held.with_experts * routed
+    total = (held.count - held.with_experts) * layer + held.with_experts * routed
     first, last = stage == 0, stage == strategy.pipeline - 1
     if first:
         total += 2 * one
@@ -177,7 +206,7 @@ def _experts(workload: Workload, strategy: Strategy, itemsize: int, stage: int) 
     return (forward * (one + counts) + other) * layers * _micro_batches(workload, strategy)
 
 
-def _ulysses(workload: Workload, strategy: Strategy, itemsize: int) -> int:
+def _ulysses(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -> int:
     """One all-to-all for queries, keys and values, one for outputs, and the same for their gradients."""
     ranks, shape = strategy.ulysses, workload.shape
     if ranks == 1:
@@ -193,10 +222,10 @@ def _ulysses(workload: Workload, strategy: Strategy, itemsize: int) -> int:
     # FPDT's backward pass computes the output projection again, chunk by chunk, and sends its input again.
     outputs *= (run.out if strategy.fpdt_chunk else run.attention) + 1
     layer = inputs * run.attention + input_grads + outputs
-    return layer * strategy.most_layers(shape.layers) * _micro_batches(workload, strategy)
+    return layer * _with_keys(workload, strategy, stage) * _micro_batches(workload, strategy)
 
 
-def _ring(workload: Workload, strategy: Strategy, itemsize: int) -> int:
+def _ring(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -> int:
     """Keys and values once per pass (more often in forward passes by queries), in backward also fp32 gradients."""
     if strategy.ring == 1:
         return 0
@@ -210,7 +239,7 @@ def _ring(workload: Workload, strategy: Strategy, itemsize: int) -> int:
         forward = key_blocks_by_queries(strategy.ring, strategy.balance, workload.causal, chunks)
     keys = passes_of(workload, strategy).attention * forward + blocks.keys
     layer = keys * block * itemsize + int(blocks.grads * block * WIDE)
-    return layer * strategy.most_layers(shape.layers) * _micro_batches(workload, strategy)
+    return layer * _with_keys(workload, strategy, stage) * _micro_batches(workload, strategy)
 
 
 def _data(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -> int:
@@ -228,7 +257,8 @@ def _data(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -> 
             sent += whole * (group - 1) // group
         return sent
     layers = 2 if strategy.zero == 3 else 1
-    everything, layer = shard_numel(held.tensors, ranks), shard_numel(held.layer, ranks) * held.layers
+    every_layer = held.layer * held.layers + (held.routed if held.mixed else ())
+    everything, layer = shard_numel(held.tensors, ranks), shard_numel(every_layer, ranks)
     sent = itemsize * (everything + (layers - 1) * layer) + WIDE * everything
     return sent * (ranks - 1) * _micro_batches(workload, strategy)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.formulas.strategy import Mixture, Shape, Strategy, Workload
+from megatron.formulas.strategy import LinearAttention, Mixture, Shape, Strategy, Workload
 from megatron.simulator.planner.plan_report import uneven_stages
 
 LLAMA: dict[str, Any] = {
@@ -76,6 +76,7 @@ def flags(case: Case) -> list[str]:
         "--attention-dropout": 0,
         **_experts(shape.mixture, strategy),
         **_latents(shape),
+        **_states(shape.linear),
     }
     words = [str(word) for pair in given.items() for word in pair]
     words += ["--mock-data", "--no-check-for-nan-in-loss-and-grad"]
@@ -117,6 +118,20 @@ def _experts(mixture: Mixture | None, strategy: Strategy) -> dict[str, Any]:
     }
     shared = {"--moe-shared-expert-intermediate-size": mixture.shared} if mixture.shared else {}
     return given | shared | ({"--moe-expert-capacity-factor": mixture.capacity} if mixture.capacity else {})
+
+
+def _states(linear: LinearAttention | None) -> dict[str, Any]:
+    if linear is None:
+        return {}
+    return {
+        "--experimental-attention-variant": "gated_delta_net",
+        "--linear-attention-freq": str(list(linear.layers)),
+        "--linear-num-key-heads": linear.key_heads,
+        "--linear-num-value-heads": linear.heads,
+        "--linear-key-head-dim": linear.keys,
+        "--linear-value-head-dim": linear.values,
+        "--linear-conv-kernel-dim": linear.width,
+    }
 
 
 def _latents(shape: Shape) -> dict[str, Any]:

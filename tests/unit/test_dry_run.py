@@ -15,6 +15,7 @@ from megatron.simulator.dry_run.allocation.reserved import Reserved, runtime_mem
 from megatron.simulator.dry_run.command import simulate
 from megatron.simulator.dry_run.dry_run import DryRun, Figures, RankReport, dry_run, ranks_of, run_job, too_full
 from megatron.simulator.dry_run.dry_run_report import verdict
+from megatron.simulator.dry_run.one_rank import run_rank
 from megatron.simulator.machines.machine import Calibration, Machine
 from megatron.simulator.machines.machine_file import load
 from megatron.training.arguments.parser import parse
@@ -44,6 +45,12 @@ def config_of(flags, ranks):
         ),
         pytest.param(2, f"{RECOMPUTE} --tensor-model-parallel-size 2 --sequence-parallel", marks=pytest.mark.full),
         pytest.param(1, f"{RECOMPUTE[:-1]}2 --bf16 --num-layers 20", marks=pytest.mark.full),
+        pytest.param(
+            2,
+            "--ring-parallel-size 2 --experimental-attention-variant gated_delta_net --linear-attention-freq [1,0]*10 "
+            "--linear-num-key-heads 2 --linear-num-value-heads 4 --num-layers 20",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_results_of_a_few_layers_equal_those_of_all(ranks, flags):
@@ -151,6 +158,20 @@ def test_a_ring_moves_keys_and_neither_queries_nor_sums(balance):
     assert loaded == loads.keys * kv + loads.queries * q
 
 
+def test_states_in_chunks_need_no_more_device_memory_for_twice_the_length():
+    flags = (
+        "--experimental-attention-variant gated_delta_net --linear-attention-freq [1,1] --linear-num-key-heads 2 "
+        "--linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 32 --num-layers 2 --bf16 --fpdt "
+        f"--fpdt-chunk-size 1024 --fpdt-stream-hidden {RECOMPUTE}"
+    )
+    peaks = []
+    for length in (4096, 8192):
+        config = config_of(f"{flags} --seq-length {length} --max-position-embeddings {length}", 1)
+        peaks.append(run_rank(config, 1, 0, 512).device_peak)
+    tokens, states = 72 * 4096, 4 * 2 * 4 * 4 * 16 * 32  # of four more chunks: ids, labels and masks; states
+    assert 0 < peaks[1] - peaks[0] < tokens + states + 65536
+
+
 def test_weights_arrive_while_the_previous_layer_computes():
     """Long compute hides FSDP's transfers, except the first gather and the last reduction."""
     wide = "--hidden-size 1024 --num-attention-heads 8 --seq-length 8192 --max-position-embeddings 8192 --num-layers 4"
@@ -214,7 +235,7 @@ def test_the_program_writes_its_results(tmp_path, capsys):
     assert "memory of a rank" in output and "sent over ulysses" in output and "the step fits" in output
     result = json.loads(path.read_text())
     (rank,) = result["ranks"]
-    assert set(rank["communication_bytes"]) == {"tp", "ulysses", "ring", "dp", "ep", "pp", "other"}
+    assert set(rank["communication_bytes"]) == {"tp", "ulysses", "ring", "cp", "dp", "ep", "pp", "other"}
     assert rank["device_peak_bytes"] == sum(rank["device_peak_by_kind"].values())
     assert result["fits"] is True and 0 < result["mfu"] < 1 and result["predicted_ms"] > 0
     made = {"plan.json", "plan_memory.png", "plan_time_rank0.png", "plan_trace.json.gz"}

@@ -23,7 +23,7 @@ from tools.launch_confined import why_not
 arguments = pytest.importorskip("megatron.training.arguments.parser")
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = ("quickstart", "extrapolation", "finetune", "extend")  # several commands, from data to a table
+PROGRAMS = ("quickstart", "extrapolation", "finetune", "extend", "longer")  # several commands, from data to a table
 COMMON = ROOT / "examples" / "common"  # files that the scripts source
 EXAMPLES = (path for path in ROOT.glob("examples/*/*.sh") if path.parent.name not in ("common", "reproduce"))
 SCRIPTS = sorted(path for path in EXAMPLES if path.stem not in PROGRAMS)

@@ -49,8 +49,6 @@ def read(flags: str, world: int = 1) -> Config:
         (f"{GDN} --transformer-impl transformer_engine", "with --transformer-impl transformer_engine"),
         (f"{GDN} --normalization LayerNorm", "use --normalization RMSNorm"),
         (f"{GDN} --attention-mask full", "a state holds earlier tokens alone"),
-        (f"{GDN} --dry-run --world-size 1", "it does not simulate states"),
-        (f"{GDN} --elastic --gpu H100-80G --save o/a --load o/a --global-batch-size 2", "the planner does not know"),
         ("--num-experts 4 --moe-shared-expert-gate", "--moe-shared-expert-gate needs an expert that all tokens go to"),
         ("--experimental-attention-variant dsa", "--experimental-attention-variant"),
         ("--is-hybrid-model", "--is-hybrid-model"),
@@ -86,5 +84,6 @@ def test_parameters_and_flops_of_qwen3_next() -> None:
     assert numel(stage_parameters(shape, 2, 1, 0, padded=False).routed) < numel(one.routed) * 0.6
     flops, longer = (forward_flops(shape, length) for length in (8192, 16384))
     assert longer.qkv == 2 * flops.qkv and longer.attention == 4 * flops.attention
-    with pytest.raises(ValueError, match="linear attention has formulas only for parameters"):
-        passes_of(Workload(shape, 8192), Strategy())
+    for how in ({"fpdt_chunk": 1024}, {"recompute": "full", "recompute_layers": 2}, {"recompute_method": "block"}):
+        with pytest.raises(ValueError, match="linear attention has no formula with FPDT, units of layers and block"):
+            passes_of(Workload(shape, 8192), Strategy(**how))

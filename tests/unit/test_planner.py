@@ -393,6 +393,11 @@ def test_7_axes_are_ordered_by_the_cost_of_a_slow_link(machine, length: int) -> 
 
 
 MIXTRAL = "--model mixtral-8x7b --gpus 16 --gpu H100-80G --seq-length 8K"
+HYBRID = (
+    "--num-layers 8 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 16 --group-query-attention "
+    "--num-query-groups 4 --vocab-size 32000 --experimental-attention-variant gated_delta_net "
+    "--linear-attention-freq 4 --gpus 8 --gpu H100-80G --seq-length 128K --global-batch 8"
+)
 PAPER = "--model llama3-8b --gpus 16 --gpu A800-80G --seq-length 120K".split()
 
 
@@ -504,6 +509,7 @@ def test_the_longest(capsys: pytest.CaptureFixture) -> None:
         ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --expert-imbalance 2", "the model has no experts"),
         (f"{MIXTRAL} --expert-imbalance 5", "--expert-imbalance 5: give a factor from 1 to 4"),
         (f"{MIXTRAL} --fpdt-chunk 16K", "the planner has no FPDT with --num-experts"),
+        (f"{HYBRID} --fpdt-chunk 16K", "the planner has no FPDT with --experimental-attention-variant"),
         (f"{MIXTRAL} --zero 2 3", "experts need ZeRO 0 or 1: use --zero 1"),
         (
             "--model deepseek-v2-lite --gpus 8 --gpu H100-80G --seq-length 8K --fpdt-chunk 4K",
@@ -537,6 +543,20 @@ def test_a_plan_of_a_mixture_spreads_its_experts(
         config = parse(flags, LLAMA_DEFAULTS, world_size=16)
         assert config.parallel.expert_model_parallel_size == row["expert"]
         assert config.parallel.moe_token_dispatcher_type == "alltoall"
+
+
+def test_a_plan_of_a_hybrid_says_what_each_kind_of_layer_sends(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    given = [*HYBRID.split(), "--ring", "4", "--json", str(tmp_path / "plans.json")]
+    assert plan_tool.main(given) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    found = re.search(r"neighbours ([\d.,]+) MiB for a layer with a state and ([\d.,]+) MiB for a layer with keys", out)
+    states, keys = (float(number.replace(",", "")) for number in found.groups())
+    assert 0 < states < keys / 10
+    for row in json.loads((tmp_path / "plans.json").read_text()):
+        assert not row["fpdt_chunk"]
+        command = shlex.split(row["command"])
+        flags = command[next(at for at, word in enumerate(command) if word.startswith("pretrain_")) + 1 :]
+        assert parse(flags, LLAMA_DEFAULTS, world_size=8).model.experimental_attention_variant == "gated_delta_net"
 
 
 def test_a_run_that_does_not_fit_gets_the_smallest_sufficient_number_of_gpus(capsys: pytest.CaptureFixture) -> None:

@@ -211,6 +211,7 @@ class _Pass:
         for chunk, x in zip(self.chunks, self.x.walk(self.rows)):
             self.tails.append(tail if self.continues(chunk) else None)
             inputs, tail = self.inputs(x, chunk, tail, self.begun(chunk))
+            tail = None if tail is None else tail.clone()  # a view would keep all rows of the chunk
             if self.way is None:
                 self._set_way(inputs)
                 waiting = self.way.sends

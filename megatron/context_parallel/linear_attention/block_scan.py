@@ -12,20 +12,22 @@ from megatron.context_parallel.attention.kernels.triton_kernels.triton_call impo
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import missing_triton
 from megatron.context_parallel.linear_attention.rules import Prepared
 from megatron.decisions.block_sizes import Blocks
+from megatron.decisions.state_exchange import BLOCK, KERNEL_BLOCK
+from megatron.platform.hooks import replaceable
 
 PRECISION = "tf32x3"  # three products of tensor cores, nearly fp32
 LARGEST_KEYS = 128
 VALUE_BLOCK, WARPS = 16, 8  # with these no loop spills registers for 128 keys (tests/unit/test_triton_compile.py)
 OLDEST_GPU = (8, 0)
-BLOCK, KERNEL_BLOCK = 64, 32  # tokens of a block, powers of two: by PyTorch, and as many as registers hold
 
 
 def block_size(tokens: int, x: Tensor, keys: int) -> int:
     """How many tokens to prepare as one block."""
-    return KERNEL_BLOCK if _by_kernel(x, keys) else min(BLOCK, 1 << (tokens - 1).bit_length())
+    return KERNEL_BLOCK if by_kernel(x, keys) else min(BLOCK, 1 << (tokens - 1).bit_length())
 
 
-def _by_kernel(x: Tensor, keys: int) -> bool:
+@replaceable
+def by_kernel(x: Tensor, keys: int) -> bool:
     """Whether a Triton kernel computes states of tensors like ``x``: fp32 on a GPU."""
     if x.dtype == torch.float64 or x.device.type != "cuda" or keys > LARGEST_KEYS or missing_triton():
         return False
@@ -33,7 +35,7 @@ def _by_kernel(x: Tensor, keys: int) -> bool:
 
 
 def _chosen(ready: Prepared, kernel: bool | None) -> bool:
-    return _by_kernel(ready.own, ready.writes.size(-1)) if kernel is None else kernel
+    return by_kernel(ready.own, ready.writes.size(-1)) if kernel is None else kernel
 
 
 def states(ready: Prepared, state: Tensor, kernel: bool | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,20 +109,16 @@ def _new_like(x: Tensor) -> Tensor:
 
 def states_launch(ready: Prepared, start: Tensor, before: Tensor | None, end: Tensor) -> Launch:
     """The kernel of :func:`states` and, without ``before``, of :func:`state_after`."""
-    from megatron.context_parallel.linear_attention import state_kernels
-
     tensors = {"own": ready.own.contiguous(), "start": start.contiguous(), "out": before, "end": end}
     arguments = {**_arguments(ready, "erase", "writes", "keep"), **tensors, "STATES": before is not None}
-    return _launch(state_kernels.states_kernel, ready, arguments, start.size(-1))
+    return launch("states_kernel", ready, arguments, start.size(-1))
 
 
 def grads_launch(ready: Prepared, dout: Tensor, dstate: Tensor, after: Tensor, start: Tensor) -> Launch:
     """The kernel of :func:`state_grads`."""
-    from megatron.context_parallel.linear_attention import state_kernels
-
     tensors = {"dout": dout.contiguous(), "end": dstate.contiguous(), "out": after, "start": start}
     arguments = {**_arguments(ready, "erase", "writes", "reads", "inside", "keep"), **tensors}
-    return _launch(state_kernels.state_grads_kernel, ready, arguments, dout.size(-1))
+    return launch("state_grads_kernel", ready, arguments, dout.size(-1))
 
 
 def _arguments(ready: Prepared, *names: str) -> dict[str, Tensor | None]:
@@ -128,7 +126,12 @@ def _arguments(ready: Prepared, *names: str) -> dict[str, Tensor | None]:
     return {name: None if x is None else x.contiguous() for name, x in tensors.items()}
 
 
-def _launch(kernel: Any, ready: Prepared, arguments: dict[str, Any], values: int) -> Launch:
+@replaceable
+def launch(name: str, ready: Prepared, arguments: dict[str, Any], values: int) -> Launch:
+    """The kernel ``name`` of state_kernels.py on prepared blocks and a state with ``values`` columns."""
+    from megatron.context_parallel.linear_attention import state_kernels
+
+    kernel = getattr(state_kernels, name)
     b, heads, blocks, rows, _ = ready.own.shape
     keys = ready.writes.size(-1)
     key_block, value_block = (max(16, 1 << (n - 1).bit_length()) for n in (keys, values))

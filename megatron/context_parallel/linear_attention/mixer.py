@@ -46,13 +46,7 @@ from megatron.context_parallel.linear_attention.span_maps import (
     span_state_grad,
 )
 from megatron.decisions.division import head_plan
-from megatron.decisions.state_exchange import (
-    EXCHANGES,
-    HOP_BYTES,
-    StateSizes,
-    cheaper_exchange,
-    heads_bytes,
-)
+from megatron.decisions.state_exchange import EXCHANGES, StateSizes, chosen_exchange
 from megatron.platform.autograd import once_differentiable, refuse_transforms, without_autocast
 from megatron.platform.streams import to_device
 
@@ -175,24 +169,13 @@ def way_of(q: Tensor, v: Tensor, g: Tensor, rule: LinearRule, layout: SequenceLa
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange {exchange!r} is unknown: use one of {', '.join(EXCHANGES)}")
     grid, bare = layout.grid, layout.without_groups()
-    ulysses, heads = grid.ulysses, v.size(2)
+    order, on_ring = (span_order(bare, ends, by_heads) for by_heads in (False, True))
     sizes = state_sizes(rule, q, v, g)
-    best, price = cheaper_exchange(sizes, span_order(bare, ends, False).counts)
-    if ulysses.size > 1 and exchange in ("auto", "heads"):
-        order = span_order(bare, ends, True)
-        if exchange == "heads":
-            head_plan(heads, q.size(2), ulysses.size)  # raises
-        if not heads % ulysses.size:
-            plan = head_plan(heads, q.size(2), ulysses.size)
-            fewer = StateSizes(**{**vars(sizes), "heads": heads // ulysses.size})
-            inner, cost = cheaper_exchange(fewer, order.counts)
-            cost += heads_bytes(sizes, ulysses.size, sum(map(len, plan.kv_heads))) + 2 * HOP_BYTES
-            if exchange == "heads" or cost < price:
-                return Way(
-                    grid.context, grid.ring, order, layout.ring_spans(grid.ring.rank), ends, inner == "relay", ulysses
-                )
-    chosen = best if exchange in ("auto", "heads") else exchange
-    return Way(grid.context, grid.context, span_order(bare, ends, False), layout.local_spans, ends, chosen == "relay")
+    by_heads, how = chosen_exchange(sizes, order.counts, on_ring.counts, grid.ulysses.size, exchange)
+    if by_heads:
+        spans = layout.ring_spans(grid.ring.rank)
+        return Way(grid.context, grid.ring, on_ring, spans, ends, how == "relay", grid.ulysses)
+    return Way(grid.context, grid.context, order, layout.local_spans, ends, how == "relay")
 
 
 def state_sizes(rule: LinearRule, q: Tensor, v: Tensor, g: Tensor) -> StateSizes:

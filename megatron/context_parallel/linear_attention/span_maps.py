@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from megatron.context_parallel.attention.kernels.sums import accumulation_dtype
 from megatron.context_parallel.layout.spans import Span, split
 from megatron.context_parallel.linear_attention.block_scan import (
-    BLOCK,
     block_size,
     outputs,
     state_after,
@@ -28,9 +27,8 @@ from megatron.context_parallel.linear_attention.block_scan import (
     states,
 )
 from megatron.context_parallel.linear_attention.rules import LinearRule, Prepared, prepare
+from megatron.decisions.state_exchange import BLOCK, SEGMENT
 from megatron.platform.autograd import without_autocast
-
-SEGMENT = 2**23  # elements of q, k and v that are prepared together
 
 Inputs = Sequence[Tensor]
 """q, k, v, g and beta of some rows, as linear_attention takes them: [s, b, heads, ..]."""

@@ -12,10 +12,18 @@ from math import ceil
 
 from megatron.decisions.division import goes_by_keys, head_plan
 from megatron.decisions.ring_work import RingBlocks, block_pairs, chunk_pairs, key_blocks_by_queries, ring_blocks
+from megatron.decisions.state_exchange import KERNEL_BLOCK
 from megatron.formulas.host_bytes import forward_loads, waiting_chunks
 from megatron.formulas.sizes import heads_of
-from megatron.formulas.strategy import Strategy, Workload
-from megatron.simulator.cost.operations import BF16, FP32, MANY_TILES, Segment, memory, tile
+from megatron.formulas.states import (
+    States,
+    by_heads_bytes,
+    exchange_bytes,
+    halo_bytes,
+    states_of,
+)
+from megatron.formulas.strategy import Group, Strategy, Workload
+from megatron.simulator.cost.operations import BF16, FP32, MANY_TILES, Segment, collective, memory, tile
 from megatron.simulator.cost.trace import HostCopy, Kernel, Transfer
 
 
@@ -204,6 +212,66 @@ def _tile(a: Attended, *, first: bool, backward: bool = False) -> Kernel:
         keys = min(float(keys), max(pairs / n, 1.0))
     heads = a.heads * a.batch
     return tile(n, keys, heads, a.head_dim, pairs, backward=backward, name=a.kernel, value_dim=a.value_dim)
+
+
+# --- layers with a state (Gated DeltaNet) ---
+#
+# What lies between the two projections: many small kernels. Bytes were counted in dry runs of such layers on a GPU.
+
+# Bytes for each token and number of a key head, of a head's key, of a value, for each pair of tokens of a block, and
+# for each number of a block's states: of kernels bound by memory, and of products. Then numbers of these kernels.
+STATE_FORWARD = (248, 80, 212, 70, 5), (0, 24, 16, 12, 8), 97, 5
+STATE_BACKWARD = (829, 280, 578, 211, 26), (0, 76, 44, 36, 20), 241, 14
+MAP_FORWARD = (11, 95, 48, 66, 1), (0, 16, 0, 8, 0), 45, 2
+MAP_BACKWARD = (11, 84, 68, 72, 5), (0, 16, 0, 8, 0), 47, 2
+PRODUCTS = {False: (4, 2, 4), True: (14, 6, 10)}  # FLOPs over block x keys, block x values, keys x values
+MAP_PRODUCTS = 4, 0, 0
+
+
+def state_mixer(workload: Workload, strategy: Strategy, backward: bool = False) -> list[Segment]:
+    """Convolution, states and gated norm of a layer with a state, with what is sent."""
+    states = states_of(workload, strategy, BF16)
+    counted = STATE_BACKWARD if backward else STATE_FORWARD
+    mixes = Segment(_state_kernels(states, counted, PRODUCTS[backward], backward))
+    halo = halo_bytes(workload, strategy, BF16)[backward]
+    everyone = Group(strategy.context, strategy.tensor)
+    rows = Segment((), (Transfer("all_to_all", "cp", everyone, halo),)) if halo else Segment()
+    there = maps = sent = Segment()
+    if states.by_heads:
+        moved = by_heads_bytes(states, strategy.ulysses)[backward]
+        packs = memory("pack", 4 * moved, backward=backward)
+        there = Segment((packs,), (Transfer("all_to_all", "ulysses", strategy.group("ulysses"), moved),))
+    if states.counts.hops:
+        axis, group = ("ring", strategy.group("ring")) if states.by_heads else ("cp", everyone)
+        maps = Segment(_state_kernels(states, MAP_BACKWARD if backward else MAP_FORWARD, MAP_PRODUCTS, backward))
+        if states.relay:
+            hops, state = states.counts.hops, states.exchanged.state  # this rank makes only some of the hops
+            mean = exchange_bytes(states) / hops
+            sent = Segment((), (Transfer("p2p", axis, group, mean, count=hops, excess=state - mean),))
+        else:
+            sent = Segment((), (Transfer("all_gather", axis, group, exchange_bytes(states)),))
+    norm = Segment()
+    if backward and strategy.tensor > 1:  # each TP rank normalizes other heads with the same weight
+        size = BF16 * states.sizes.values
+        norm = Segment((), (collective("all_reduce", "tp", strategy.group("tp"), size),))
+    order = (norm, there, maps, sent, mixes, rows) if backward else (rows, there, maps, sent, mixes)
+    return [one for one in order if one.kernels or one.transfers]
+
+
+def _state_kernels(
+    states: States, counted: tuple, products: tuple[int, int, int], backward: bool
+) -> tuple[Kernel, Kernel]:
+    s, block = states.sizes, KERNEL_BLOCK
+    tokens = s.rows * s.batch
+    of = tokens * s.key_heads * s.keys, *(tokens * s.heads * n for n in (s.keys, s.values, block))
+    of = *of, tokens * s.heads * s.keys * s.values / block
+    moved, of_products, kernels, gemms = counted
+    size, read = (sum(a * b for a, b in zip(each, of)) for each in (moved, of_products))
+    pairs = block * s.keys, block * s.values, s.keys * s.values
+    flops = tokens * s.heads * sum(a * b for a, b in zip(products, pairs)) / gemms
+    shape = (tokens * s.heads / block, block, s.values, s.keys)
+    product = Kernel("states", "gemm", flops, read / gemms, shape, FP32, backward, gemms)
+    return memory("states", size / kernels, backward=backward, count=kernels), product
 
 
 # --- FPDT: tiles between chunks, and copies from and to host memory ---

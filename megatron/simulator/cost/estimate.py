@@ -7,6 +7,7 @@ of work (layer_operations.py), priced once for each machine and cached.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -96,7 +97,7 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine, program
         """(parameters of a stage; seconds by cause of a micro-batch, and of a mean layer's forward and backward)."""
         held, parts, forward, backward = states(shape, strategy, stage), {}, {}, {}
         for layer_strategy, layers in strategy.layer_kinds(held.layers):
-            for work, share in layer_works(sample, held.experts_share):
+            for work, share in layer_works(sample, held.experts_share, strategy.stage_span(shape.layers, stage)):
                 passes = priced_layer(work, _layer_key(layer_strategy), machine, program)
                 for mean, one in zip((forward, backward), passes):
                     add(parts, one, share * layers)
@@ -133,8 +134,15 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine, program
     return total
 
 
-def layer_works(sample: Workload, with_experts: float) -> list[tuple[Workload, float]]:
-    """(workload of a model whose layers are all of one kind, share of layers of this kind), for each kind."""
+def layer_works(sample: Workload, with_experts: float, span: tuple[int, int]) -> list[tuple[Workload, float]]:
+    """(workload of a model whose layers are all of one kind, share of layers of this kind), for each kind.
+
+    Args:
+        with_experts: share of layers with experts.
+        span: first layer, and number of layers.
+    """
+    if sample.shape.linear:
+        return _with_states(sample, *span)
     kinds = sample.kinds()
     if not sample.shape.mixture:
         return kinds
@@ -144,13 +152,25 @@ def layer_works(sample: Workload, with_experts: float) -> list[tuple[Workload, f
     return [(work, share) for work, share in both if share]
 
 
+@lru_cache(maxsize=1024)
+def _with_states(sample: Workload, first: int, count: int) -> list[tuple[Workload, float]]:
+    """:func:`layer_works` of a model in which some layers have a state."""
+    shapes = Counter(sample.shape.kind(first + layer) for layer in range(count))
+    return [
+        (work, share * number / count)
+        for shape, number in shapes.items()
+        for work, share in replace(sample, shape=shape).kinds()
+    ]
+
+
 def pass_seconds(workload: Workload, strategy: Strategy, machine: Machine) -> float:
     """Seconds of all layers, embedding and loss in a micro-batch without a pipeline, to compare memory savings."""
     sample = _sample(workload, strategy.slowest(workload) * strategy.busiest(workload))
     took = sum(map(sum, (part.values() for part in priced_ends(sample, _ends_key(strategy), machine))))
     for layer_strategy, layers in strategy.layer_kinds(workload.shape.layers):
         layers_with_experts = workload.shape.with_experts(0, workload.shape.layers)
-        for work, share in layer_works(sample, layers_with_experts / workload.shape.layers):
+        span = 0, workload.shape.layers
+        for work, share in layer_works(sample, layers_with_experts / workload.shape.layers, span):
             passes = priced_layer(work, _layer_key(layer_strategy), machine)
             took += share * layers * sum(sum(part.values()) for part in passes)
     return took

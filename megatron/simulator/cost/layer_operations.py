@@ -19,6 +19,7 @@ from megatron.simulator.cost.attention_operations import (
     loaded_in_backward,
     ring_backward,
     ring_forward,
+    state_mixer,
     stored_in_forward,
     to_heads,
     to_sequence,
@@ -66,7 +67,7 @@ def project_grad(shape: Shape, strategy: Strategy, tokens: float, count: int = 1
 
 def output(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> list[Segment]:
     """Output projection and residual."""
-    width = shape.heads * shape.value_dim // strategy.tensor
+    width = _mixed(shape, strategy.tensor)
     return [
         Segment(kernels=(gemm("attention_out", tokens, shape.hidden, width),), count=count),
         *_leave(shape, strategy, tokens, count),
@@ -75,7 +76,7 @@ def output(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> l
 
 def output_grad(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> list[Segment]:
     """The backward pass of :func:`output`."""
-    width = shape.heads * shape.value_dim // strategy.tensor
+    width = _mixed(shape, strategy.tensor)
     return _row_grad("attention_out", shape, strategy, tokens, width, count)
 
 
@@ -305,8 +306,16 @@ def leaving(strategy: Strategy, width: int, tokens: float) -> tuple[Transfer, ..
     return (collective(kind, "tp", strategy.group("tp"), BF16 * tokens * width),)
 
 
+def _mixed(shape: Shape, tensor: int) -> int:
+    """Columns on a TP rank of what enters the output projection."""
+    linear = shape.linear
+    return (linear.heads * linear.values if linear else shape.heads * shape.value_dim) // tensor
+
+
 def _qkv(shape: Shape, tensor: int) -> int:
-    """Columns of the QKV projection on a TP rank: an equal share, even if it is less than a key/value head."""
+    """Columns of the first projection on a TP rank: an equal share, even if it is less than a key/value head."""
+    if shape.linear:
+        return shape.linear.projected // tensor
     return (shape.heads + 2 * shape.kv_heads) * shape.head_dim // tensor
 
 
@@ -315,7 +324,7 @@ def _all_of_qkv(kind: Collective, shape: Shape, strategy: Strategy, tokens: floa
 
     Each rank then selects those of its heads (core/transformer/attention.py, get_query_key_value_tensors).
     """
-    if shape.kv_heads >= strategy.tensor:
+    if shape.kv_heads >= strategy.tensor or shape.linear:
         return []
     whole, backward = BF16 * tokens * _qkv(shape, 1), kind == "reduce_scatter"
     # A copy joins the ranks' columns; in backward a gradient for all columns is first filled with zeros.
@@ -331,7 +340,7 @@ def _local(strategy: Strategy, tokens: float) -> float:
 
 
 def _rotary(shape: Shape, strategy: Strategy, tokens: float, backward: bool = False) -> tuple[Kernel, ...]:
-    if shape.positions:
+    if shape.positions or shape.linear:
         return ()
     held = heads_of(shape.heads, shape.kv_heads, strategy.tensor, strategy.ulysses)
     each = ROTARY_BYTES if strategy.fused else UNFUSED_ROTARY_BYTES
@@ -507,6 +516,8 @@ def _again(work: _Layer) -> list[Segment]:
 
 def _attention(work: _Layer, *, saving: bool) -> list[Segment]:
     strategy, a, chunks = work.strategy, work.attended, work.chunks
+    if work.shape.linear:
+        return state_mixer(work.workload, strategy)
     chunked = strategy.fpdt_chunk > 0
     tiles = chunked_forward(a, strategy, chunks, saving=saving) if chunked else ring_forward(a, strategy)
     return [*to_heads(a, strategy, work.rows, chunks), *tiles, *to_sequence(a, strategy, work.rows, chunks)]
@@ -515,12 +526,17 @@ def _attention(work: _Layer, *, saving: bool) -> list[Segment]:
 def _backward(work: _Layer) -> list[Segment]:
     shape, strategy, a, rows, chunks = work.shape, work.strategy, work.attended, work.rows, work.chunks
     tiles = chunked_backward(a, strategy, chunks) if strategy.fpdt_chunk else ring_backward(a, strategy)
-    segments = [
-        *spread_evenly(work.ffn(mlp_grad), *copied_in_ffn_backward(a, strategy, chunks)),
-        *output_grad(shape, strategy, rows, chunks),
+    tiles = [
         *to_sequence(a, strategy, rows, chunks, backward=True),
         *tiles,
         *to_heads(a, strategy, rows, chunks, backward=True),
+    ]
+    if shape.linear:
+        tiles = state_mixer(work.workload, strategy, backward=True)
+    segments = [
+        *spread_evenly(work.ffn(mlp_grad), *copied_in_ffn_backward(a, strategy, chunks)),
+        *output_grad(shape, strategy, rows, chunks),
+        *tiles,
         *project_grad(shape, strategy, rows, chunks),
     ]
     if not strategy.fpdt_chunk:  # a chunked FFN computes its forward pass again

@@ -136,16 +136,17 @@ def _states(shape: Shape, stage: int, strategy: Strategy, ranks: int) -> States:
     whole = rank_parameters(shape, strategy, stage)
     tensor, zero, bucketed = strategy.tensor, strategy.zero, strategy.overlap_grad_reduce
     held = replace(whole, experts=())
-    layers = held.layers + held.with_experts
+    layers = held.count
     table = numel(stage_parameters(shape, tensor, 1, 0).embedding[:1])
     if zero < 2:
         every, layer = model_states(held, zero, ranks, BF16, bucketed=bucketed).gradients // FP32, held.layer_numel
     else:
         every, layer = (ranks * shard_numel(tensors, ranks) for tensors in (held.tensors, held.layer))
+        layer = layer or ranks * shard_numel(held.routed, ranks) // layers  # with states: on average
     vectors = whole_vectors(shape, held)
     if not whole.with_experts:
         return States(layer, layers, every - layer * layers, table, every, vectors)
-    routed = (held.layers * layer + numel(held.routed)) // layers
+    routed = layer if held.mixed else (held.layers * layer + numel(held.routed)) // layers
     return States(
         routed,
         layers,

@@ -9,7 +9,7 @@ from typing import Literal
 from megatron.formulas.strategy import Group
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "p2p"]
-AXES = ("tp", "ulysses", "ring", "ep", "dp", "pp")
+AXES = ("tp", "ulysses", "ring", "cp", "ep", "dp", "pp")
 
 
 @dataclass(slots=True)

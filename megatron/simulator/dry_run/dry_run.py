@@ -34,7 +34,7 @@ from megatron.simulator.dry_run.replay import Replay, Stretch, Unsteady, replay,
 from megatron.simulator.dry_run.whole_step import Program, WholeStep, program_of, whole_step_of
 from megatron.simulator.machines.machine import Machine
 from megatron.training.arguments.config import Config
-from megatron.training.arguments.models import expert_layers, rope_layers, window_layers
+from megatron.training.arguments.models import expert_layers, linear_layers, rope_layers, window_layers
 from megatron.training.arguments.stages import stage_layers
 from megatron.training.arguments.validate import data_parallel_size
 from megatron.training.report.memory_profile import Profile
@@ -315,7 +315,7 @@ def with_layers(config: Config, layers: int) -> Config:
     config = deepcopy(config)
     parallel, count = config.parallel, layers * config.parallel.pipeline_model_parallel_size
     config.model.num_layers = count
-    by_layer = (config.model, "no_rope_freq"), (config.model, "moe_layer_freq")
+    by_layer = [(config.model, f"{name}_freq") for name in ("no_rope", "moe_layer", "linear_attention")]
     for part, name in ((config.attention, "window_attn_skip_freq"), *by_layer):
         if isinstance(getattr(part, name), list):  # its beginning is like all of it: see `layer_counts`
             setattr(part, name, getattr(part, name)[:count])
@@ -338,8 +338,8 @@ def _unit(config: Config) -> int:
 def _period(config: Config) -> int:
     """The smallest number of layers after which the rules of all layers repeat."""
     layers = config.model.num_layers
-    model = config.model
-    rules = list(zip(window_layers(config.attention, layers), rope_layers(model), expert_layers(model)))
+    rules = [one(config.model) for one in (rope_layers, expert_layers, linear_layers)]
+    rules = list(zip(window_layers(config.attention, layers), *rules))
     return next(n for n in range(1, layers + 1) if all(a == b for a, b in zip(rules, rules[n:])))
 
 

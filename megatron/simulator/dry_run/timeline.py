@@ -25,11 +25,11 @@ from megatron.training.report.memory_picture import GREY, INK, PHASES, pyplot_fo
 COLUMNS = 1200
 COLOURS = {
     "gemm": "#0072b2", "attention": "#e69f00", "memory": "#8a8a8a", "tp": "#009e73", "ulysses": "#56b4e9",
-    "ring": "#cc6677", "ep": "#117733", "dp": "#aa4499", "pp": "#999933", "host load": "#d55e00",
+    "ring": "#cc6677", "cp": "#332288", "ep": "#117733", "dp": "#aa4499", "pp": "#999933", "host load": "#d55e00",
     "host store": "#882255",
 }  # fmt: skip
 OTHER = "#444444"
-LANES = ("compute", "tp", "ulysses", "ring", "ep", "dp", "pp")
+LANES = ("compute", "tp", "ulysses", "ring", "cp", "ep", "dp", "pp")
 NAMES = {"gemm": "matrix products", "memory": "other kernels"}
 
 

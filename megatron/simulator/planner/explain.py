@@ -9,8 +9,11 @@ from math import ceil
 
 from megatron.decisions.division import uneven_heads
 from megatron.formulas.parameters import StageParameters, States, rank_parameters, rank_states
-from megatron.formulas.strategy import Strategy
+from megatron.formulas.states import states_of
+from megatron.formulas.strategy import Strategy, Workload
+from megatron.simulator.cost import layer_operations
 from megatron.simulator.cost.estimate import estimate
+from megatron.simulator.cost.operations import BF16
 from megatron.simulator.dry_run.replay import duration
 from megatron.simulator.planner.plans import Fit, Plan, Problem
 from megatron.simulator.planner.search import SearchCache, search
@@ -25,6 +28,7 @@ PARTS = {
     "tp": "waiting for TP's gathers and scatters",
     "ulysses": "waiting for Ulysses' all-to-alls",
     "ring": "waiting for the ring",
+    "cp": "waiting for states and rows of convolutions",
     "ep": "waiting for all-to-alls to the experts",
     "dp": "waiting for gradients and weights over DP x CP",
     "pp": "waiting for neighbours in the pipeline",
@@ -121,6 +125,8 @@ def winning(plan: Plan, problem: Problem) -> str:
         text += f" Offloading needs {gib(node * memory.host)} of a node's host memory."
     if problem.workload.shape.mixture:
         text += f" {_experts(plan, problem)}"
+    if problem.workload.shape.linear and plan.strategy.context > 1:
+        text += f" {_states(plan, problem)}"
     if (busiest := plan.strategy.busiest(problem.workload)) > 1.005:
         text += f" With packed documents the ring's busiest rank has {busiest:.2f} times the attention of the mean."
     return text
@@ -140,6 +146,27 @@ def _experts(plan: Plan, problem: Problem) -> str:
         f"parameters, gradients and optimizer states; their all-to-alls take {duration(took)}, if the busiest rank's "
         f"experts get {workload.imbalance:g} times the mean."
     )
+
+
+def _states(plan: Plan, problem: Problem) -> str:
+    """What a rank sends for a layer, of each kind, in the forward pass of a micro-batch."""
+    workload, s, linear = problem.workload, plan.strategy, problem.workload.shape.linear
+    states = states_of(workload, s, BF16)
+    whole = list(linear.layers).index(0) if 0 in linear.layers else None
+    sent = {"a state": _sent(workload, s, list(linear.layers).index(1))}
+    if whole is not None:
+        sent["keys"] = _sent(workload, s, whole)
+    how = "go from rank to rank" if states.relay else "are gathered as maps of spans"
+    how += " after an all-to-all over heads" * states.by_heads
+    shown = " and ".join(f"{size / 2**20:,.1f} MiB for a layer with {name}" for name, size in sent.items())
+    return f"Forward, a rank sends its context neighbours {shown}; states {how}."
+
+
+def _sent(workload: Workload, s: Strategy, layer: int) -> float:
+    """Bytes over Ulysses, Ring and CP of a layer's forward pass."""
+    forward, _ = layer_operations.layer(replace(workload, shape=workload.shape.kind(layer)), s.but(recompute="none"))
+    moved = ((one, part.count) for part in forward for one in part.transfers)
+    return sum(one.bytes * one.count * times for one, times in moved if one.axis in ("ulysses", "ring", "cp"))
 
 
 def losing(plan: Plan, winner: Plan) -> str:

@@ -110,7 +110,7 @@ def strategies(
     """ZeRO stage x (data parallel only, context parallel, with inputs offloaded, FPDT) x recompute.
 
     Ulysses has at most as many ranks as a TP rank has key/value heads; Ring has the other ranks. Models with experts
-    have neither ZeRO 2 and 3 nor FPDT, and models with latents have no formula for FPDT.
+    have neither ZeRO 2 and 3 nor FPDT, and models with latents or states have no formula for FPDT.
 
     Args:
         expert: EP; 0: as many ranks as possible.
@@ -139,7 +139,7 @@ def strategies(
         choices += [context, {**context, **full}]
     offload = {**context, **full, "offload_checkpoints": True}
     choices.append(offload)
-    if not (shape.mixture or shape.latent):
+    if not (shape.mixture or shape.latent or shape.linear):
         choices.append({**offload, "fpdt_chunk": chunk})
     for zero in range(2 if pipeline > 1 or shape.mixture else 4):  # ZeRO 2 and 3 cannot be combined with these
         for choice in choices:

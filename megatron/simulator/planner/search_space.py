@@ -49,16 +49,17 @@ class Limits:
     expert: tuple[int, ...] | None = None  # EP; the planner does not split single experts
 
     def of_shape(self, shape: Shape) -> Limits:
-        """These limits without what the program, or the planner, does not combine with experts or latents.
+        """These limits without what the program, or the planner, does not combine with experts, latents or states.
 
         Raises:
             Refusal: nothing is left.
         """
-        if not (shape.mixture or shape.latent):
+        if not (shape.mixture or shape.latent or shape.linear):
             if self.expert not in (None, (1,)):
                 raise Refusal("--expert: the model has no experts: leave it out")
             return self
-        what = "--num-experts" if shape.mixture else "--multi-latent-attention"
+        what = "--multi-latent-attention" if shape.latent else "--experimental-attention-variant"
+        what = "--num-experts" if shape.mixture else what
         if self.fpdt_chunk not in (None, (0,)):
             raise Refusal(f"--fpdt-chunk: the planner has no FPDT with {what}: leave it out")
         if not shape.mixture:
@@ -129,6 +130,8 @@ def tensor_divides(shape: Shape, tensor: int) -> bool:
     widths = [shape.heads, shape.ffn]
     if shape.mixture:
         widths.append(shape.mixture.shared)
+    if shape.linear:
+        widths.append(shape.linear.key_heads)
     if shape.latent:
         widths += [shape.latent.queries, shape.latent.keys + shape.latent.rotated]
     return not any(width % tensor for width in widths) and (groups % tensor == 0 or tensor % groups == 0)
@@ -201,9 +204,12 @@ def recompute_savings(grid: Strategy, workload: Workload, limits: Limits = Limit
 
 
 def unit_savings(grid: Strategy, workload: Workload, limits: Limits = Limits()) -> Iterator[Strategy]:
-    """Full recompute in units of several layers, with and without FPDT. Layer by layer it is at least as fast."""
+    """Full recompute in units of several layers, with and without FPDT. Layer by layer it is at least as fast.
+
+    Layers with a state have no formula for it, nor for block recompute.
+    """
     layers = grid.most_layers(workload.shape.layers)
-    if not allowed("full", limits.recompute):
+    if not allowed("full", limits.recompute) or workload.shape.linear:
         return
     losses, runs = _chunk_choices(grid, workload, limits)
     for unit in UNITS:
@@ -227,7 +233,7 @@ def _units_fit(unit: int, layers: int, grid: Strategy) -> bool:
 def _block_recompute(grid: Strategy, workload: Workload, limits: Limits, eighths: Iterable[int]) -> Iterator[Strategy]:
     """Full recompute of some layers of a stage (block)."""
     layers = grid.most_layers(workload.shape.layers)
-    if allowed("block", limits.recompute) and grid.virtual == 1:
+    if allowed("block", limits.recompute) and grid.virtual == 1 and not workload.shape.linear:
         shortest = layers - max(grid.first_less, grid.last_less)
         for again in sorted({ceil(layers * part / 8) for part in eighths}):
             if again < shortest:

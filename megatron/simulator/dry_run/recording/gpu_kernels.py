@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial, wraps
 from math import prod
 from typing import Any
@@ -26,6 +27,8 @@ from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles imp
 from megatron.context_parallel.fpdt import chunked_loss
 from megatron.context_parallel.fpdt.host_store import HostPool, Offload
 from megatron.context_parallel.layout.tiles import Tiles
+from megatron.context_parallel.linear_attention import block_scan
+from megatron.context_parallel.linear_attention.rules import Prepared
 from megatron.context_parallel.positions import position_dropout, rope
 from megatron.platform.hooks import patched, patched_items, replaced
 from megatron.platform.streams import COMPUTE, STORES, Streams
@@ -197,6 +200,33 @@ class SimulatedTriton:
         self.recorder.price(trace.Kernel(name, "attention", work, bytes_of(moved), shape, q.element_size(), backward))
 
 
+# --- states of linear attention ---
+
+
+def by_state_kernel(x: Tensor, keys: int) -> bool:
+    """Replaces `block_scan.by_kernel`: whether a GPU runs Triton's kernels (context_parallel/linear_attention)."""
+    return x.dtype != torch.float64 and keys <= block_scan.LARGEST_KEYS
+
+
+@dataclass
+class SimulatedLaunch:
+    """Replaces the launch of such a kernel: computes nothing, and records the work on all blocks of all heads."""
+
+    recorder: Recorder
+    name: str
+    ready: Prepared
+    arguments: dict[str, Any]
+    values: int
+
+    def run(self) -> None:
+        b, heads, blocks, rows, _ = self.ready.own.shape
+        keys, erases, backward = self.ready.writes.size(-1), self.ready.erase is not None, "grads" in self.name
+        of_values = keys + erases * (keys + backward * (rows + keys))  # multiplications of a token, for each value
+        work = 2.0 * b * heads * blocks * rows * of_values * self.values
+        moved = bytes_of(list(self.arguments.values()))
+        self.recorder.price(trace.Kernel(self.name, "memory", work, moved, itemsize=4, backward=backward))
+
+
 # --- host memory: buffers without memory, and a GPU's copy streams ---
 
 CPU = torch.device("cpu")
@@ -287,6 +317,8 @@ def gpu_kernels(recorder: Recorder, machine: Machine, fused_rope: bool = True) -
         for sizes in (math_kernel.SCORE_BYTES, position_dropout.ELEMENTS_AT_ONCE):
             stack.enter_context(patched_items(sizes, sizes | {"cpu": sizes["cuda"]}))
         stack.enter_context(replaced(kernels.select, lambda _: partial(simulated_kernel, recorder, machine)))
+        stack.enter_context(replaced(block_scan.by_kernel, lambda _: by_state_kernel))
+        stack.enter_context(replaced(block_scan.launch, lambda _: partial(SimulatedLaunch, recorder)))
         stack.enter_context(replaced(chunked_loss.adds_wide, lambda _: lambda *_: True))
         yield
 

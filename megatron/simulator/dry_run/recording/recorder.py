@@ -214,6 +214,7 @@ def axes_of(grid: Grid) -> dict[str, tuple[str, Group]]:
         ("tp", grid.tensor.group, Group(tensor)),
         ("ulysses", grid.ulysses.group, Group(ulysses, tensor)),
         ("ring", grid.ring.group, Group(ring, tensor * ulysses)),
+        ("cp", grid.context.group, Group(context, tensor)),
     ]
     axes = {group.group_name: (axis, placement) for axis, group, placement in named if group is not None}
     axes[STAGES] = ("pp", pp)

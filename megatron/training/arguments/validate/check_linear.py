@@ -55,11 +55,6 @@ def _combinations(config: Config) -> None:
             "the output of a state is normalized without a mean: use --normalization RMSNorm",
         ),
         "--attention-mask": (sees_ahead(config.attention), "a state holds earlier tokens alone: use a causal mask"),
-        "--dry-run": (config.simulation.dry_run, "it does not simulate states: start the run itself"),
-        "--elastic --gpu": (
-            parallel.elastic and config.simulation.gpu,
-            "the planner does not know its time and memory: leave --gpu out, or use --elastic-grids",
-        ),
     }
     fixes = {"--normalization": "--normalization RMSNorm", "--transformer-impl": "--transformer-impl local"}
     refuse_combinations(f"{FLAG} {model.experimental_attention_variant}", refused, fixes)

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers with a state (Gated DeltaNet): their memory, and how their states go from rank to rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import ceil
+
+from megatron.decisions.division import head_plan
+from megatron.decisions.state_exchange import (
+    BLOCK,
+    KERNEL_BLOCK,
+    SEGMENT,
+    SpanCounts,
+    StateSizes,
+    chosen_exchange,
+    gather_bytes,
+    heads_bytes,
+    relay_bytes,
+)
+from megatron.formulas.sizes import WIDE, sizes_of
+from megatron.formulas.strategy import Strategy, Workload
+
+
+@lru_cache(maxsize=1024)
+def spans_by_rank(ulysses: int, ring: int, balance: str) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """The spans that each context rank holds, Ulysses innermost; a sequence has 2 x Ring x Ulysses units."""
+    held = []
+    for r in range(ring):
+        blocks = (2 * r, 2 * r + 1) if balance == "contiguous" else (r, 2 * ring - 1 - r)
+        units = [block * ulysses + unit for block in blocks for unit in range(ulysses)]
+        for u in range(ulysses):
+            first, second = units[2 * u : 2 * u + 2]
+            held.append(((first, first + 2),) if second == first + 1 else ((first, first + 1), (second, second + 1)))
+    return tuple(_joined(spans) for spans in held)
+
+
+def _joined(spans: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    return ((spans[0][0], spans[1][1]),) if len(spans) == 2 and spans[0][1] == spans[1][0] else spans
+
+
+@lru_cache(maxsize=1024)
+def span_counts(ulysses: int, ring: int, balance: str) -> SpanCounts:
+    """How the spans of one document hang together, over Ulysses x Ring ranks; the program counts the same."""
+    held = spans_by_rank(ulysses, ring, balance)
+    order = sorted((span, rank) for rank, spans in enumerate(held) for span in spans)
+    links = [a for (_, a), (_, b) in zip(order, order[1:]) if a != b]
+    slots = [len(spans) - (order[-1][1] == rank) for rank, spans in enumerate(held)]
+    return SpanCounts(len(held), max(slots), len(links), max(map(links.count, range(len(held)))))
+
+
+@dataclass(frozen=True)
+class States:
+    """The states of a layer on a rank.
+
+    Attributes:
+        sizes: before an all-to-all over heads.
+        by_heads: whether that all-to-all is made; then a rank has all tokens of its ring rank and some heads.
+        relay: whether a state goes from span to span; otherwise all ranks gather all maps.
+        counts: of the ranks that exchange states.
+        spans: the most spans of a rank.
+        longest: tokens of the longest span.
+        exchanged: sizes of what is exchanged.
+    """
+
+    sizes: StateSizes
+    by_heads: bool
+    relay: bool
+    counts: SpanCounts
+    spans: int
+    longest: int
+    exchanged: StateSizes
+
+
+@lru_cache(maxsize=8192)
+def states_of(workload: Workload, strategy: Strategy, itemsize: int) -> States:
+    """The states of a layer, and the exchange that the program chooses for them."""
+    linear, tensor, ulysses = workload.shape.linear, strategy.tensor, strategy.ulysses
+    sizes = StateSizes(
+        batch=strategy.micro_batch,
+        heads=linear.heads // tensor,
+        key_heads=linear.key_heads // tensor,
+        keys=linear.keys,
+        values=linear.values,
+        map_columns=linear.keys,
+        gates=2,
+        rows=workload.seq_length // strategy.context,
+        itemsize=itemsize,
+    )
+    everyone, on_ring = (span_counts(u, strategy.ring, strategy.balance) for u in (ulysses, 1))
+    by_heads, how = chosen_exchange(sizes, everyone, on_ring, ulysses)
+    held = spans_by_rank(1 if by_heads else ulysses, strategy.ring, strategy.balance)
+    unit = workload.seq_length // (2 * strategy.ring * (1 if by_heads else ulysses))
+    longest = max(stop - start for spans in held for start, stop in spans) * unit
+    exchanged = replace(sizes, heads=sizes.heads // ulysses) if by_heads else sizes
+    counts, spans = on_ring if by_heads else everyone, max(map(len, held))
+    return States(sizes, by_heads, how == "relay", counts, spans, longest, exchanged)
+
+
+# --- bytes that a rank sends for a layer, in a forward and in a backward pass ---
+
+
+def halo_bytes(workload: Workload, strategy: Strategy, itemsize: int) -> tuple[int, int]:
+    """The rows before its spans, which the convolution needs, and their gradients in fp32: of the busiest rank."""
+    linear, counts = workload.shape.linear, span_counts(strategy.ulysses, strategy.ring, strategy.balance)
+    rows = counts.sent * (linear.width - 1) * strategy.micro_batch * (linear.convolved // strategy.tensor)
+    return rows * itemsize, rows * WIDE
+
+
+def exchange_bytes(states: States) -> int:
+    """Maps, or states, that the busiest rank sends; the same in both passes."""
+    return (relay_bytes if states.relay else gather_bytes)(states.exchanged, states.counts)
+
+
+def by_heads_bytes(states: States, ulysses: int) -> tuple[int, int]:
+    """The all-to-alls over heads. Gradients are sent for each head that has a copy of a key head."""
+    if not states.by_heads:
+        return 0, 0
+    plan = head_plan(states.sizes.heads, states.sizes.key_heads, ulysses)
+    both = heads_bytes(states.sizes, ulysses, sum(map(len, plan.kv_heads)))
+    return both, both
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Bytes of a rank's tensors inside a layer with a state."""
+
+    every: int  # what the first projection returns
+    convolved: int
+    keys: int  # queries, or keys
+    values: int
+    gates: int  # one fp32 number for each token and head
+    norms: int  # one fp32 number for each query and key
+    states: int  # that are kept, with the matrices of maps
+    wide: int  # values in fp32
+
+
+def _parts(workload: Workload, strategy: Strategy, itemsize: int) -> _Parts:
+    linear, tensor = workload.shape.linear, strategy.tensor
+    states = states_of(workload, strategy, itemsize)
+    tokens = sizes_of(workload, strategy, itemsize).whole // (workload.shape.hidden * itemsize)
+    heads, key_heads = linear.heads // tensor, linear.key_heads // tensor
+    of_rank = states.exchanged.heads * strategy.micro_batch
+    sends = states.counts.hops > 0
+    segments = ceil(states.longest / _segment(workload, strategy, itemsize))
+    columns = linear.values * segments + linear.keys * sends
+    return _Parts(
+        every=tokens * (linear.projected // tensor) * itemsize,
+        convolved=tokens * (linear.convolved // tensor) * itemsize,
+        keys=tokens * key_heads * linear.keys * itemsize,
+        values=tokens * heads * linear.values * itemsize,
+        gates=tokens * heads * WIDE,
+        norms=2 * tokens * key_heads * WIDE,
+        states=states.spans * of_rank * linear.keys * columns * WIDE,
+        wide=tokens * heads * linear.values * WIDE,
+    )
+
+
+def _segment(workload: Workload, strategy: Strategy, itemsize: int) -> int:
+    """Tokens that are prepared together."""
+    linear, states = workload.shape.linear, states_of(workload, strategy, itemsize)
+    heads = states.exchanged.heads * strategy.micro_batch
+    most = SEGMENT // (heads * (2 * linear.keys + linear.values)) // BLOCK * BLOCK
+    return min(states.longest, max(most, BLOCK))
+
+
+def state_kept(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
+    """Bytes that a layer with a state keeps for backward between its norm and its second projection, input included."""
+    parts = _parts(workload, strategy, itemsize)
+    if strategy.recompute == "selective":
+        return parts.every + parts.values
+    return parts.every + _inside(workload, strategy, itemsize, parts) + _gated_norm(parts, itemsize, fused)
+
+
+def _inside(workload: Workload, strategy: Strategy, itemsize: int, parts: _Parts) -> int:
+    """Bytes of the convolution's output, queries and keys of length 1, gates and states.
+
+    In fp32 norms keep the convolution's output itself; in bf16 they keep queries and keys in fp32. After an all-to-all
+    over heads, a rank has other copies of all inputs.
+    """
+    narrow = itemsize < WIDE
+    kept = parts.norms + 2 * parts.gates + parts.states + narrow * 2 * parts.keys // itemsize * WIDE
+    inputs = 2 * parts.keys + 2 * parts.gates
+    if states_of(workload, strategy, itemsize).by_heads:
+        return kept + inputs + parts.gates + parts.values + (0 if narrow else parts.convolved)
+    return kept + inputs + parts.convolved
+
+
+def _gated_norm(parts: _Parts, itemsize: int, fused: bool) -> int:
+    """Bytes that the norm of the outputs, the gate and the second projection keep.
+
+    In fp32: the norm's input and output, the gate's SiLU, and the second projection's input; unfused also the input
+    that is scaled; in bf16 also the gate.
+    """
+    return (3 + (not fused) + (itemsize < WIDE)) * parts.wide + parts.gates + parts.values
+
+
+# Numbers that the backward pass of a segment has at its peak, for each token, head and number of a key or value, and
+# for each pair of tokens of a block: the inputs in order, what their preparation keeps, and its gradients.
+OF_KEYS, OF_VALUES, OF_PAIRS = 13, 7, 8.36
+
+
+def state_working(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
+    """Bytes of the mixer's backward pass, in addition to what the layer keeps for it; less is possible.
+
+    The largest of: a segment of the rule, when what the gated norm kept is free again; the convolution, when what the
+    rule kept is free as well.
+    """
+    linear, parts = workload.shape.linear, _parts(workload, strategy, itemsize)
+    states = states_of(workload, strategy, itemsize)
+    heads = states.exchanged.heads * strategy.micro_batch
+    segment = _segment(workload, strategy, itemsize)
+    block = KERNEL_BLOCK if fused else min(BLOCK, 1 << (segment - 1).bit_length())
+    rows = ceil(segment / block) * block
+    numbers = OF_KEYS * linear.keys + OF_VALUES * linear.values + OF_PAIRS * block
+    state = linear.keys * linear.values
+    rule = WIDE * heads * (int(rows * numbers) + (2 * ceil(segment / block) + 3) * state)
+    if states.counts.hops:  # maps of this rank's spans, and gradients of the states after them
+        rule += WIDE * heads * states.spans * (linear.keys * linear.keys + 2 * state)
+    grads = 2 * parts.keys + parts.values + 2 * parts.gates
+    inside, norm = _inside(workload, strategy, itemsize, parts), _gated_norm(parts, itemsize, fused)
+    again = inside + norm + parts.values if strategy.recompute == "selective" else 0  # and the gradient of its output
+    rule += again - norm + 2 * parts.values + grads
+    sums = 6 * parts.convolved // itemsize * WIDE + (2 if itemsize < WIDE else 1) * parts.convolved
+    convolution = again - norm - inside + parts.values + 2 * parts.convolved + sums
+    return max(rule, convolution)
+
+
+def state_forward(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
+    """Bytes of the mixer's forward pass at its peak, without the norm before it."""
+    linear, parts = workload.shape.linear, _parts(workload, strategy, itemsize)
+    states = states_of(workload, strategy, itemsize)
+    heads = states.exchanged.heads * strategy.micro_batch
+    segment, block = _segment(workload, strategy, itemsize), KERNEL_BLOCK if fused else BLOCK
+    rule = WIDE * heads * segment * (6 * linear.keys + 6 * linear.values + 2 * block)
+    inside = _inside(workload, strategy, itemsize, parts)
+    return parts.every + inside + max(rule, _gated_norm(parts, itemsize, fused))
