@@ -71,6 +71,23 @@ USUAL = [
     ),
 ]
 FULL_MIXTURES = [
+    case("gates on attention's output", replace(GQA, output_gate=True), S(zero=0)),
+    case("gates, bf16, Ulysses", replace(GQA, output_gate=True), S(ulysses=2, data=2), 2, itemsize=2),
+    case(
+        "gates, bf16, Ring, recomputed",
+        replace(GQA, output_gate=True),
+        S(ring=2, data=2, **FULL_RECOMPUTE),
+        2,
+        rank=1,
+        itemsize=2,
+    ),
+    case(
+        "gates, TP, selective",
+        replace(GQA, output_gate=True),
+        S(tensor=2, data=2, recompute="selective"),
+        2,
+        itemsize=2,
+    ),
     case("experts on EP", MOE, S(data=4, expert=2), 4, itemsize=2),
     case("latents, Ulysses", LATENT, S(ulysses=2, data=2), 2, itemsize=2),
     case("norms of heads", replace(GQA, qk_norm=True, head_dim=64), S(zero=0)),
