@@ -38,7 +38,6 @@ def read(flags: str, world: int = 1) -> Config:
     [
         ("--group-query-attention --num-query-groups 4", "--multi-latent-attention with --group-query-attention"),
         ("--lora-rank 4", "--multi-latent-attention with --lora-rank"),
-        ("--transformer-impl transformer_engine", "with --transformer-impl transformer_engine"),
         ("--fp8-format hybrid", "--multi-latent-attention with --fp8-format"),
         ("--rotary-percent 0.5", "with --rotary-percent is not supported"),
         ("--rotary-interleaved", "with --rotary-interleaved is not supported"),
