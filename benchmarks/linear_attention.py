@@ -55,11 +55,11 @@ def main() -> None:
     compare({"state": ((1, 1), layers), "attention": ((1, 1), layers)}, args.repeats)
 
 
-Way = tuple[tuple[int, int], tuple[int, int, int]]
+How = tuple[tuple[int, int], tuple[int, int, int]]
 """(processes, threads of each), (tokens, heads, size of a head)."""
 
 
-def compare(ways: dict[str, Way], repeats: int) -> None:
+def compare(ways: dict[str, How], repeats: int) -> None:
     """Print a line for each way; its results must be those of the first, unless it is another kind of layer."""
     first = next(iter(ways))
     rounds = []

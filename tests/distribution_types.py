@@ -208,8 +208,8 @@ def linear_type(context: Any, q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
 
 
 @declare(_LinearAttention)
-def _(*, q: Any, k: Any, v: Any, g: Any, beta: Any, way: Any) -> Any:
-    return linear_type(way.context, q, k, v, g, beta)
+def _(*, q: Any, k: Any, v: Any, g: Any, beta: Any, route: Any) -> Any:
+    return linear_type(route.context, q, k, v, g, beta)
 
 
 def convolution_type(context: Any, x: Any, weight: Any, bias: Any) -> Any:

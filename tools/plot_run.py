@@ -52,6 +52,12 @@ def _is_row(row: Row) -> bool:
     return all(math.isfinite(row[name]) for name in REQUIRED)
 
 
+def _is_share(row: Row) -> bool:
+    """Whether the time of waiting for data is a part of the step's; logs of versions before 0.3 have none."""
+    wait = row.get("data_wait_ms")
+    return isinstance(wait, (int, float)) and 0 <= wait <= LARGEST and row["iteration_ms"] > 0
+
+
 def smooth(values: list[float], window: int = 5) -> list[float]:
     """Means over the last ``window`` values."""
     return [statistics.fmean(values[max(0, index + 1 - window) : index + 1]) for index in range(len(values))]
@@ -171,9 +177,11 @@ def summary(training: list[Row]) -> list[tuple[str, str]]:
         losses = [row[f"{name}_loss"] for row in training if f"{name}_loss" in row]
         if losses:
             values.append((f"{name} loss", f"{losses[-1]:.3f}"))
+    waits = [row["data_wait_ms"] / row["iteration_ms"] for row in rest if _is_share(row)]
     return [
         *values,
         ("time per step (median)", f"{statistics.median(row['iteration_ms'] for row in rest):.0f} ms"),
+        *([("waiting for data (median)", f"{100 * statistics.median(waits):.1f} % of it")] if waits else []),
         ("tokens per second (median)", f"{statistics.median(row['tokens_per_second'] for row in rest):,.0f}"),
         ("MFU (median)", f"{100 * statistics.median(row['mfu'] for row in rest):.0f} %"),
         ("peak memory per rank", f"{max(row['device_peak_bytes'] for row in training) / 2**20:.0f} MiB of tensors"),

@@ -84,6 +84,8 @@ def _attention_kept(workload: Workload, strategy: Strategy, itemsize: int, fused
     latents = _latents_kept(workload, strategy, itemsize, fused) + _head_norms_kept(workload, strategy, itemsize, fused)
     if shape.latent:  # queries and keys are joined from their parts
         copied = sizes.q + sizes.k
+    if shape.output_gate:  # the sigmoid in fp32, and the product, which enters the output projection
+        latents += sizes.out * WIDE // itemsize + sizes.out
     if strategy.recompute == "selective":
         return latents + sizes.qkv + copied + sizes.out
     # A CPU's kernel computes with values as large as keys, and its output is a part of that.

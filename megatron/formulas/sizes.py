@@ -124,7 +124,7 @@ def sizes_of(workload: Workload, strategy: Strategy, itemsize: int) -> Sizes:
     ring_tokens = whole * strategy.ulysses
     d, value = shape.head_dim, shape.value_dim
     groups = shape.kv_heads if shape.kv_heads < tensor else heads.kv  # with fewer heads than TP, core keeps all of qkv
-    in_qkv = ((shape.heads if shape.kv_heads < tensor else heads.q) + 2 * groups) * d
+    in_qkv = ((1 + shape.output_gate) * (shape.heads if shape.kv_heads < tensor else heads.q) + 2 * groups) * d
     if shape.latent:
         in_qkv = heads.q * (d - shape.latent.rotated + value)
     return Sizes(

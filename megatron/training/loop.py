@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 
 from megatron.training.arguments.schedule import length_in_step
+from megatron.training.data.batches import take_waited
 from megatron.training.features.bad_batches import BadBatches, skip_batch
 from megatron.training.features.feature import Feature, Step, due
 from megatron.training.features.garbage_collection import GarbageCollection
@@ -90,10 +91,11 @@ def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None
             bad_batches.leave_out(step.result)
         progress.advance(step.samples, step.length)
 
-        device_peak, host_peak, writing, step.slow, lost = stopper.agree(
-            memory.peak.bytes, memory.peak.host_bytes, saver.writing, step.slow, saver.lost
+        waited = round(1e6 * take_waited(batches))
+        device_peak, host_peak, waited, writing, step.slow, lost = stopper.agree(
+            memory.peak.bytes, memory.peak.host_bytes, waited, saver.writing, step.slow, saver.lost
         )
-        row = log.row(step, device_peak, host_peak)
+        row = log.row(step, device_peak, host_peak, waited / 1e3)
         row |= evaluation.after_step(step)
         log.write(step, row)
         for feature in features:

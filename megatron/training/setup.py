@@ -21,6 +21,7 @@ from megatron.context_parallel.layout.masks import Mask, tile_rows
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.platform.network import Unusable
 from megatron.training.arguments.config import Config
+from megatron.training.arguments.models import outside_engine
 from megatron.training.arguments.validate import transformer_engine_installed
 from megatron.training.arguments.validate.check_memory import attention_chunks
 from megatron.training.arguments.validate.check_model import varies_by_batch
@@ -129,9 +130,7 @@ def start(config: Config, target: platform.Platform | None = None, offload: Offl
         )
     if config.model.transformer_impl == "auto":
         engine = target.on_gpu and not target.simulated and transformer_engine_installed()
-        engine = engine and config.model.num_experts is None and not config.model.multi_latent_attention
-        engine = engine and not (config.model.mtp_num_layers or config.model.experimental_attention_variant)
-        engine = engine and not (config.model.reordered_norm or config.model.qk_layernorm_all_heads)
+        engine = engine and outside_engine(config.model) is None
         config.model.transformer_impl = "transformer_engine" if engine else "local"
     try:
         line = initialize_world(target.backend, parallel.distributed_timeout_minutes, parallel.network_interface)

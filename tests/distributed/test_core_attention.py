@@ -248,3 +248,15 @@ def test_layers_without_rope(number):
     layer = core_attention({"rotary": rotary}, {"no_rope_freq": 2}, layout, layer_number=number)
     rotated, plain = (core_attention(settings, layout=layout)(q, k, v) for settings in ({"rotary": rotary}, {}))
     assert torch.equal(layer(q, k, v), plain if number % 2 == 0 else rotated) and not torch.equal(plain, rotated)
+
+
+@pytest.mark.parametrize("options", [{"cu_seqlens_q": None}, {"qkv_format": "bshd"}])
+def test_packed_sequences_of_another_form_are_refused(options):
+    from types import SimpleNamespace
+
+    from megatron.context_parallel.core.core_attention import with_packed
+    from megatron.context_parallel.layout.documents import Samples
+
+    given = SimpleNamespace(**({"qkv_format": "thd", "cu_seqlens_q": torch.tensor([0, 4])} | options))
+    with pytest.raises(ValueError, match='must have qkv_format="thd" and cu_seqlens_q'):
+        with_packed(Samples(), given, cp.Causal())

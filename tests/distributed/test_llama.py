@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from megatron.training.families.architectures import described
 from tests.distributed.training_runs import make_job, train_job
 from tests.errors import worst
+from tests.pairs import also_in_full
 from tools.convert_hf import main as convert
 
 LENGTH, VOCABULARY = 64, 301
@@ -193,7 +194,7 @@ def as_ours(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: torch.cat(rows) for name, rows in parts.items()}
 
 
-@pytest.mark.parametrize("name", DEEPSEEK)
+@pytest.mark.parametrize("name", ["v3", *also_in_full("v3, dense", "v2")])
 def test_deepseek(pool, tmp_path: Path, name: str) -> None:
     """Logits, loss and every gradient, on one process and on TP 2 x Ulysses 2 x Ring 2."""
     from transformers import AutoModelForCausalLM

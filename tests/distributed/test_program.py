@@ -29,6 +29,7 @@ FIELDS = {
     "grad_norm",
     "tokens",
     "iteration_ms",
+    "data_wait_ms",
     "tokens_per_second",
     "model_tflops_per_device",
     "mfu",

@@ -85,6 +85,7 @@ def flags(case: Case) -> list[str]:
         f"--kv-channels {shape.head_dim}": shape.latent is None,
         "--multi-latent-attention": shape.latent,
         "--qk-layernorm": shape.qk_norm,
+        "--attention-output-gate": shape.output_gate,
         "--sequence-parallel": strategy.tensor > 1 and strategy.sequence_parallel,
         "--bf16": case.itemsize == 2,
         "--overlap-grad-reduce": strategy.zero < 2,

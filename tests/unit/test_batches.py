@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.data import row_files, text_files
-from megatron.training.data.batches import KEYS, micro_batches, shard_batch
+from megatron.training.data.batches import KEYS, micro_batches, shard_batch, take_waited
 from megatron.training.data.chat_template import Chat, ChatTemplate, read_chats
 from megatron.training.data.datasets import MockDataset
 from megatron.training.data.encoding import Settings, encode
@@ -439,3 +439,24 @@ def test_a_template_that_shows_all_is_accepted(tokenizer: Any, marked: bool) -> 
     template = TEMPLATES["chatml"] if marked else strip_marks(TEMPLATES["chatml"])
     rendered = ChatTemplate(tokenizer, template, "x")(Chat("f, line 3", CALLS, TOOLS))
     assert "<call>sum</call>" in tokenizer.decode(rendered.ids[rendered.spoken])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_waiting_for_a_slow_dataset_is_counted(workers: int) -> None:
+    class Slow(Dataset):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+            time.sleep(0.05)
+            return {"tokens": torch.arange(8), "labels": torch.arange(8), "loss_mask": torch.ones(8)}
+
+    options = {"consumed_samples": 0, "micro_batch_size": 1, "data_parallel_rank": 0, "data_parallel_size": 1}
+    batches = micro_batches(Slow(), num_workers=workers, **options)
+    next(batches)
+    assert take_waited([batches, None]) >= 0.05 and take_waited(batches) == 0 == take_waited(None)
+    if workers:
+        time.sleep(0.5)  # the process reads ahead
+        next(batches)
+        assert take_waited(batches) < 0.05
+    assert len(list(batches)) == 3 - bool(workers)

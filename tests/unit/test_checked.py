@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.training.checkpoint.megatron_lm.checked import check_torch_file, check_torch_files_in, examine
+from megatron.training.checkpoint.megatron_lm.checked import (
+    MOST,
+    check_torch_file,
+    check_torch_files_in,
+    examine,
+    fitting,
+)
 from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS, Damaged, FileList, Sum, read_list
 from megatron.training.refusal import Refusal
 
@@ -231,3 +237,10 @@ def test_only_checked_files_can_be_opened(tmp_path):
     with pytest.raises(Refusal, match="gone: no such file"):
         checked.file("gone")
     assert examine(tmp_path, only=("config.json",)).files == {"config.json"}
+
+
+def test_a_setting_may_be_as_large_as_its_limit() -> None:
+    (name, most), *_ = MOST.items()
+    assert fitting({name: most}, "x") == {name: most}
+    with pytest.raises(Refusal, match=f"more than {most}"):
+        fitting({name: most + 1}, "x")

@@ -455,7 +455,7 @@ def test_a_step_waits_for_the_busiest_experts() -> None:
     for wrong in ({"zero": 3}, {"ffn_chunks": 4}, {"fpdt_chunk": 4096}):
         with pytest.raises(ValueError, match="experts have no formula"):
             step_parts(Workload(MIXTURE, 65536, 4), strategy.but(**wrong), TOY)
-    with pytest.raises(ValueError, match="latents have no formula with FPDT"):
+    with pytest.raises(ValueError, match="latents .* have no formula with FPDT"):
         step_parts(Workload(LATENT, 65536, 4), Strategy(fpdt_chunk=4096), TOY)
 
 

@@ -148,7 +148,6 @@ def read(flags: str, world_size: int = 4) -> Config:
     "flags, expected",
     [
         ("--lora-rank 4", "use --lora-targets linear_qkv linear_proj"),
-        ("--transformer-impl transformer_engine", "use --transformer-impl local"),
         (
             "--max-position-embeddings 64 --position-embedding-type learned_absolute --partition-position-embedding",
             "--partition-position-embedding",

@@ -158,6 +158,7 @@ def changed(**lengths: tuple[int, ...]) -> bytes:
         ({"chunk": (5, 3)}, "outside of the tensor"),
         ({"chunk": (2, 3, 1)}, "have different lengths"),
         ({"size": (1 << 40, 3), "chunk": (1 << 40, 3)}, "more elements than bytes"),
+        ({"size": (1 << 14, 3), "chunk": (1 << 14, 3), "length": (3 << 14,)}, "more elements than bytes"),
         ({"length": (-1,)}, "length of an object"),
         ({"length": (1 << 70,)}, "length of an object"),
     ],

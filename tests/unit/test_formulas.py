@@ -62,8 +62,6 @@ USUAL = [
     case("fpdt, ring", GQA, S(fpdt_chunk=512, ring=2, data=2, recompute="full"), 2, rank=1, itemsize=2),
     case("pipeline, last", GQA, S(pipeline=2), 4, rank=1, stage=1),
     case("virtual stages", GQA, S(pipeline=2, virtual=2), 4),
-    case("experts on EP", MOE, S(data=4, expert=2), 4, itemsize=2),
-    case("latents, Ulysses", LATENT, S(ulysses=2, data=2), 2, itemsize=2),
     case(
         "latents, some experts, recomputed",
         replace(LATENT, mixture=SOME),
@@ -73,6 +71,25 @@ USUAL = [
     ),
 ]
 FULL_MIXTURES = [
+    case("gates on attention's output", replace(GQA, output_gate=True), S(zero=0)),
+    case("gates, bf16, Ulysses", replace(GQA, output_gate=True), S(ulysses=2, data=2), 2, itemsize=2),
+    case(
+        "gates, bf16, Ring, recomputed",
+        replace(GQA, output_gate=True),
+        S(ring=2, data=2, **FULL_RECOMPUTE),
+        2,
+        rank=1,
+        itemsize=2,
+    ),
+    case(
+        "gates, TP, selective",
+        replace(GQA, output_gate=True),
+        S(tensor=2, data=2, recompute="selective"),
+        2,
+        itemsize=2,
+    ),
+    case("experts on EP", MOE, S(data=4, expert=2), 4, itemsize=2),
+    case("latents, Ulysses", LATENT, S(ulysses=2, data=2), 2, itemsize=2),
     case("norms of heads", replace(GQA, qk_norm=True, head_dim=64), S(zero=0)),
     case("norms of heads, bf16", replace(GQA, qk_norm=True, head_dim=64), S(ulysses=2, data=2), 2, itemsize=2),
     case("experts", MOE, S(zero=0)),

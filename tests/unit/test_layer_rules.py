@@ -196,10 +196,6 @@ def test_what_is_refused(flags, words):
             "--attention-output-gate with --tensor-model-parallel-size 2 and --num-query-groups 1 is not supported",
         ),
         ("--reordered-norm --sandwich-norm", "--reordered-norm with --sandwich-norm is not supported"),
-        (
-            "--reordered-norm --transformer-impl transformer_engine",
-            "--reordered-norm with --transformer-impl transformer_engine is not supported",
-        ),
         (f"{WIDE} --qk-layernorm", "--qk-layernorm-all-heads with --qk-layernorm is not supported"),
         ("--qk-layernorm-all-heads", "--qk-layernorm-all-heads with --normalization LayerNorm is not supported"),
         (f"{WIDE} --fp8-format hybrid", "--qk-layernorm-all-heads with --fp8-format is not supported"),
@@ -224,8 +220,7 @@ def test_what_is_refused_inside_attention_and_mlp(flags, words):
 
 def test_what_the_planner_does_not_know():
     for flag in ("--sandwich-norm", "--reordered-norm", "--qk-layernorm-all-heads", "--parallel-residual",
-                  "--attention-output-gate", "--attn-logit-softcapping 5",
-                 "--final-logit-softcapping 5"):  # fmt: skip
+                 "--attn-logit-softcapping 5", "--final-logit-softcapping 5"):  # fmt: skip
         with pytest.raises(Refusal, match="the planner does not know its time and memory"):
             Request((*LLAMA8, *flag.split())).workload(8192)
 

@@ -23,7 +23,7 @@ from megatron.context_parallel.attention.ring_plan import Hop, Message, RingPlan
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.masks import Causal, Full
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
-from megatron.context_parallel.layout.spans import Spans, count, joined, place, positions_of, split, union
+from megatron.context_parallel.layout.spans import Spans, count, joined, numbered, place, positions_of, split, union
 from megatron.context_parallel.layout.tiles import tiles
 from megatron.decisions.division import length_unit
 from tests.properties import examples
@@ -461,3 +461,7 @@ def test_each_send_of_a_rank_has_a_receive_of_its_peer_at_the_same_hop(balance, 
                 ends = (rank, message.peer) if results is sent else (message.peer, rank)
                 results += [(kind, ends, message.rows)] if message.rows else []
         assert sorted(sent) == sorted(received)
+
+
+def test_spans_are_numbered_by_their_first_row():
+    assert list(numbered(((2, 5), (7, 9), (20, 21)))) == [(0, (2, 5)), (3, (7, 9)), (5, (20, 21))]

@@ -46,7 +46,6 @@ def read(flags: str, world: int = 1) -> Config:
         (f"{GDN} --multi-latent-attention", "with --multi-latent-attention is not supported"),
         (f"{GDN} --mtp-num-layers 1", "with --mtp-num-layers is not supported"),
         (f"{GDN} --fp8-format hybrid", "with --fp8-format is not supported"),
-        (f"{GDN} --transformer-impl transformer_engine", "with --transformer-impl transformer_engine"),
         (f"{GDN} --normalization LayerNorm", "use --normalization RMSNorm"),
         (f"{GDN} --attention-mask full", "a state holds earlier tokens alone"),
         ("--num-experts 4 --moe-shared-expert-gate", "--moe-shared-expert-gate needs an expert that all tokens go to"),

@@ -24,6 +24,7 @@ from megatron.context_parallel.layout.tiles import Tiles, tiles
 from megatron.context_parallel.positions import position_dropout as by_position
 from megatron.context_parallel.positions.alibi import alibi_slopes
 from megatron.context_parallel.positions.position_dropout import LEVELS, Dropout, TileDropout, drop
+from megatron.decisions.division import NARROW
 from megatron.training.report.tensor_memory import TensorMeter
 from tests.properties import examples
 from tests.unit.test_kernels import assert_close, both_ways, make
@@ -398,3 +399,11 @@ def test_long_documents_are_dealt_first() -> None:
     ]
     mean = sum(work) / 4
     assert max(abs(part - mean) for part in work) / mean < 0.03
+
+
+def test_a_window_is_fine_below_the_width_of_a_narrow_one():
+    assert cp.Window(NARROW - 2, 1).fine and not cp.Window(NARROW - 1, 1).fine
+
+
+def test_some_elements_are_kept_at_the_largest_probability():
+    assert Dropout(1 - 1e-9, 1).threshold == LEVELS - 1 and Dropout(0.5, 1).threshold == LEVELS // 2

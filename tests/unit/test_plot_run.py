@@ -43,6 +43,13 @@ def test_a_torn_line_is_left_out_and_means_are_right(tmp_path):
     assert table["validation loss"] == "1.250" and table["test loss"] == "1.500" and table["training tokens"] == "700"
 
 
+def test_the_share_of_time_without_data(tmp_path):
+    rows = read_rows(write_log(tmp_path / "log.jsonl", [9, 7, 5]))
+    assert "waiting for data (median)" not in dict(summary(rows))
+    table = dict(summary([row | {"data_wait_ms": 2.5} for row in rows]))
+    assert table["waiting for data (median)"] == "25.0 % of it"
+
+
 def test_steps_without_a_loss_are_left_out_and_other_files_refused(tmp_path, capsys):
     assert len(read_rows(write_log(tmp_path / "log.jsonl", [9, None, 5, 4]))) == 3
     for text in ('{"text": "abc"}', "[1]", "12", '{"iteration": "x"}'):

@@ -225,6 +225,23 @@ def test_full_mask_goes_with_zigzag():
     assert build("--attention-mask full --ring-parallel-size 2", 2).parallel.context_parallel_balance == "zigzag"
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--num-experts 4 --disable-bias-linear",
+        "--multi-latent-attention --position-embedding-type rope",
+        "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --normalization RMSNorm",
+        "--mtp-num-layers 1 --position-embedding-type rope --hidden-dropout 0",
+        "--reordered-norm",
+    ],
+)
+def test_layers_that_transformer_engine_does_not_have_are_cores_own(flags: str) -> None:
+    """Published scripts name Transformer Engine, which is Megatron-LM's default."""
+    config = build(f"{flags} --transformer-impl transformer_engine")
+    assert config.model.transformer_impl == "local"
+    assert [note for note in config.notes if flags.split()[0] in note and "core's own" in note]
+
+
 def test_transformer_engine_is_used_for_fp8(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(validate, "transformer_engine_installed", lambda: True)
     assert build("--fp8-format hybrid").model.transformer_impl == "transformer_engine"

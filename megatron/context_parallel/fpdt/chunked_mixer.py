@@ -25,7 +25,7 @@ from megatron.context_parallel.fpdt.chunked_ffn import keep, take_kept
 from megatron.context_parallel.fpdt.host_store import ChunkStore, HiddenStates
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.spans import Span, Spans, count, positions_of
-from megatron.context_parallel.linear_attention.mixer import Way, way_of
+from megatron.context_parallel.linear_attention.mixer import StateRoute, route_of
 from megatron.context_parallel.linear_attention.rules import GATED_DELTA, LinearRule
 from megatron.context_parallel.linear_attention.short_convolution import Halo, convolve, indices
 from megatron.context_parallel.linear_attention.span_exchange import checked_ends, entry_states, exit_grads, rows_of
@@ -119,7 +119,7 @@ class _Pass:
         self.ends = checked_ends(layer.documents, x.size(1), self.layout)
         self.local_pieces = _pieces(self.layout.local_spans, self.rows)
         self.store = ChunkStore(layer.offload)
-        self.way: Way | None = None
+        self.route: StateRoute | None = None
         self.states: dict[tuple[int, int], Tensor] = {}  # by chunk and piece: the state before it
         self.tails: list[Tensor | None] = []  # by chunk: the rows before it, if it continues a span
         self.matrices: dict[int, Tensor] = {}
@@ -130,16 +130,16 @@ class _Pass:
 
     # ---- where a chunk's rows lie
 
-    def _set_way(self, inputs: Sequence[Tensor]) -> None:
+    def _set_route(self, inputs: Sequence[Tensor]) -> None:
         q, _, v, g, _ = inputs
-        self.way = way_of(q, v, g, self.layer.linear, self.layout, self.ends, self.layer.exchange)
-        self.work.ulysses = self.way.ulysses or Axis()
-        self.pieces = _pieces(self.way.spans, self.layout.chunk_rows if self.way.ulysses else self.rows)
+        self.route = route_of(q, v, g, self.layer.linear, self.layout, self.ends, self.layer.exchange)
+        self.work.ulysses = self.route.ulysses or Axis()
+        self.pieces = _pieces(self.route.spans, self.layout.chunk_rows if self.route.ulysses else self.rows)
 
     def spans_of(self, chunk: int) -> Spans:
         """The positions of a chunk's rows, after the all-to-all if there is one."""
-        rows = self.layout.chunk_rows[chunk] if self.way.ulysses else self.rows[chunk]
-        return positions_of((rows,), self.way.spans)
+        rows = self.layout.chunk_rows[chunk] if self.route.ulysses else self.rows[chunk]
+        return positions_of((rows,), self.route.spans)
 
     # ---- from x to q, k, v, g and beta
 
@@ -212,10 +212,10 @@ class _Pass:
             self.tails.append(tail if self.continues(chunk) else None)
             inputs, tail = self.inputs(x, chunk, tail, self.begun(chunk))
             tail = None if tail is None else tail.clone()  # a view would keep all rows of the chunk
-            if self.way is None:
-                self._set_way(inputs)
-                waiting = self.way.sends
-            inputs = self.way.arrange(inputs, self.spans_of(chunk))
+            if self.route is None:
+                self._set_route(inputs)
+                waiting = self.route.sends
+            inputs = self.route.arrange(inputs, self.spans_of(chunk))
             self.empty = empty_state(inputs)
             if waiting:
                 for piece in self.pieces[chunk]:
@@ -224,11 +224,11 @@ class _Pass:
             else:
                 self._outputs(chunk, x, inputs, {}, y)
         if waiting:
-            way = self.way
-            mine = {p.index: maps[p.index] for p in way.order.of(way.axis.rank) if p.hands_on}
+            route = self.route
+            mine = {p.index: maps[p.index] for p in route.order.of(route.axis.rank) if p.hands_on}
             columns = self.empty.size(-1)
             self.matrices = {index: packed[..., :-columns].clone() for index, packed in mine.items()}
-            entries = entry_states(rule, way.order, way.axis, mine, self.empty, way.relay)
+            entries = entry_states(rule, route.order, route.axis, mine, self.empty, route.relay)
             for chunk, x in zip(self.chunks, self.x.walk(self.rows)):
                 self._outputs(chunk, x, self.take("in", chunk), entries, y)
 
@@ -254,19 +254,19 @@ class _Pass:
     # ---- the backward pass
 
     def backward(self, dy: HiddenStates, dx: HiddenStates) -> None:
-        rule, way, maps = self.layer.linear, self.way, {}
+        rule, route, maps = self.layer.linear, self.route, {}
         self.dtail = None
         self.dbefore = None if self.before is None else torch.zeros_like(self.before)
         backwards = self.chunks[::-1]
         rows = [self.rows[chunk] for chunk in backwards]
         for chunk, x, dy_part in zip(backwards, self.x.walk(rows), dy.walk(rows)):
             inputs, _ = self.inputs(x, chunk, self.tails[chunk], self.begun(chunk))
-            inputs = way.arrange(inputs, self.spans_of(chunk))
+            inputs = route.arrange(inputs, self.spans_of(chunk))
             out = torch.empty_like(inputs[2])
             for index, piece in enumerate(self.pieces[chunk]):
                 span_outputs(rule, inputs, piece.rows, self.states[chunk, index], out)
             dout, residual = self.work.output_grad(out, x, dy_part, chunk)
-            if way.sends:
+            if route.sends:
                 for piece in reversed(self.pieces[chunk]):
                     after = None if piece.last else maps[piece.span]
                     maps[piece.span] = span_state_grad(rule, inputs, piece.rows, dout, after)
@@ -274,11 +274,11 @@ class _Pass:
                 self.store.put(("dout", chunk), dout)
             else:
                 dx.write(self.rows[chunk], residual + self._input_grad(chunk, x, inputs, dout, {}))
-        if way.sends:
-            after = exit_grads(rule, way.order, way.axis, self._adjoints(maps), self.empty, way.relay)
+        if route.sends:
+            after = exit_grads(rule, route.order, route.axis, self._adjoints(maps), self.empty, route.relay)
             for chunk, x in zip(backwards, self.x.walk(rows)):
                 inputs, _ = self.inputs(x, chunk, self.tails[chunk], self.begun(chunk))
-                inputs, dout = way.arrange(inputs, self.spans_of(chunk)), self.store.pop(("dout", chunk))
+                inputs, dout = route.arrange(inputs, self.spans_of(chunk)), self.store.pop(("dout", chunk))
                 dx.write(self.rows[chunk], dx.read(self.rows[chunk]) + self._input_grad(chunk, x, inputs, dout, after))
         if self.halo is not None:
             self._halo_grad(dx)
@@ -286,7 +286,7 @@ class _Pass:
     def _adjoints(self, maps: dict[int, Tensor]) -> dict[int, Tensor]:
         """M and E of the spans that are not fresh."""
         columns, result = self.layer.linear.map_columns(self.empty.size(-2)), {}
-        for place in self.way.order.of(self.way.axis.rank):
+        for place in self.route.order.of(self.route.axis.rank):
             if not place.fresh:
                 E = maps[place.index]
                 matrix = self.matrices.get(place.index, E.new_zeros((*E.shape[:-1], columns)))
@@ -309,7 +309,7 @@ class _Pass:
         with torch.enable_grad():
             sent, next_tail = self.inputs(leaf, chunk, tail, begun)
         heads = sent[2].size(2), sent[0].size(2)
-        grads = self.way.arrange_grad(grads, heads, self.spans_of(chunk))
+        grads = self.route.arrange_grad(grads, heads, self.spans_of(chunk))
         results, dresults = [*sent], [*grads]
         if self.dtail is not None:
             results, dresults = [*results, next_tail], [*dresults, self.dtail]

@@ -96,8 +96,8 @@ def linear_attention(
     gates = torch.promote_types(g.dtype, beta.dtype)
     g, beta = g.to(gates), beta.to(gates)
     ends = _checked(q, k, v, g, beta, rule, layout, documents)
-    way = way_of(q, v, g, rule, layout, ends, exchange)
-    return _LinearAttention.apply(q, k, v, g, beta, rule, way)
+    route = route_of(q, v, g, rule, layout, ends, exchange)
+    return _LinearAttention.apply(q, k, v, g, beta, rule, route)
 
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, rule: LinearRule, layout: SequenceLayout,
@@ -118,7 +118,7 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, rule: Lin
 
 
 @dataclass(frozen=True)
-class Way:
+class StateRoute:
     """How states go: over which axis, by which exchange, and over which spans."""
 
     context: Axis
@@ -160,8 +160,10 @@ class Way:
         return at[..., None, None] if g.dim() == 4 else at[..., None]
 
 
-def way_of(q: Tensor, v: Tensor, g: Tensor, rule: LinearRule, layout: SequenceLayout, ends: Ends, exchange: str) -> Way:
-    """The way of the states of inputs with these shapes, the same on every rank.
+def route_of(
+    q: Tensor, v: Tensor, g: Tensor, rule: LinearRule, layout: SequenceLayout, ends: Ends, exchange: str
+) -> StateRoute:
+    """The route of the states of inputs with these shapes, the same on every rank.
 
     Raises:
         ValueError: there is no such exchange, or Ulysses does not divide the heads.
@@ -174,8 +176,8 @@ def way_of(q: Tensor, v: Tensor, g: Tensor, rule: LinearRule, layout: SequenceLa
     by_heads, how = chosen_exchange(sizes, order.counts, on_ring.counts, grid.ulysses.size, exchange)
     if by_heads:
         spans = layout.ring_spans(grid.ring.rank)
-        return Way(grid.context, grid.ring, on_ring, spans, ends, how == "relay", grid.ulysses)
-    return Way(grid.context, grid.context, order, layout.local_spans, ends, how == "relay")
+        return StateRoute(grid.context, grid.ring, on_ring, spans, ends, how == "relay", grid.ulysses)
+    return StateRoute(grid.context, grid.context, order, layout.local_spans, ends, how == "relay")
 
 
 def state_sizes(rule: LinearRule, q: Tensor, v: Tensor, g: Tensor) -> StateSizes:
@@ -192,44 +194,44 @@ class _LinearAttention(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, rule: LinearRule, way: Way
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, rule: LinearRule, route: StateRoute
     ) -> Tensor:
-        inputs = way.arrange((q, k, v, g, beta), way.spans)
+        inputs = route.arrange((q, k, v, g, beta), route.spans)
         out = torch.empty_like(inputs[2])
         empty = empty_state(inputs)
-        mine = way.order.of(way.axis.rank)
-        maps = {p.index: span_map(rule, inputs, way.rows[p.index]) for p in mine if p.hands_on}
-        entries = entry_states(rule, way.order, way.axis, maps, empty, way.relay)
-        states = {p.index: span_outputs(rule, inputs, way.rows[p.index], entries[p.index], out)[0] for p in mine}
-        ctx.rule, ctx.way, ctx.heads = rule, way, (v.size(2), q.size(2))
+        mine = route.order.of(route.axis.rank)
+        maps = {p.index: span_map(rule, inputs, route.rows[p.index]) for p in mine if p.hands_on}
+        entries = entry_states(rule, route.order, route.axis, maps, empty, route.relay)
+        states = {p.index: span_outputs(rule, inputs, route.rows[p.index], entries[p.index], out)[0] for p in mine}
+        ctx.rule, ctx.route, ctx.heads = rule, route, (v.size(2), q.size(2))
         kept = [state for p in mine for state in states[p.index]]
         matrices = [maps[p.index][..., : -out.size(3)].clone() for p in mine if p.hands_on and not p.fresh]
         ctx.counts = [len(states[p.index]) for p in mine]
         ctx.save_for_backward(*inputs, *kept, *matrices)
-        return out if way.ulysses is None else heads_to_sequence(out, way.ulysses)
+        return out if route.ulysses is None else heads_to_sequence(out, route.ulysses)
 
     @staticmethod
     @once_differentiable("linear attention")
     @without_autocast
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        rule, way = ctx.rule, ctx.way
+        rule, route = ctx.rule, ctx.route
         inputs, kept = ctx.saved_tensors[:5], list(ctx.saved_tensors[5:])
-        if way.ulysses is not None:
-            dout = heads_to_sequence_grad(dout, way.ulysses)
-        mine, empty = way.order.of(way.axis.rank), empty_state(inputs)
+        if route.ulysses is not None:
+            dout = heads_to_sequence_grad(dout, route.ulysses)
+        mine, empty = route.order.of(route.axis.rank), empty_state(inputs)
         states = {p.index: [kept.pop(0) for _ in range(n)] for p, n in zip(mine, ctx.counts)}
         maps = {}
         for p in mine:
             if not p.fresh:
-                E = span_state_grad(rule, inputs, way.rows[p.index], dout)
+                E = span_state_grad(rule, inputs, route.rows[p.index], dout)
                 columns = rule.map_columns(empty.size(-2))
                 matrix = kept.pop(0) if p.hands_on else E.new_zeros((*E.shape[:-1], columns))
                 maps[p.index] = torch.cat((matrix, E), dim=-1)
-        after = exit_grads(rule, way.order, way.axis, maps, empty, way.relay)
+        after = exit_grads(rule, route.order, route.axis, maps, empty, route.relay)
         grads = [torch.zeros_like(x) for x in inputs]
         for p in mine:
-            span_grads(rule, inputs, way.rows[p.index], states[p.index], dout, after[p.index], grads)
-        grads = way.arrange_grad(grads, ctx.heads, way.spans)
+            span_grads(rule, inputs, route.rows[p.index], states[p.index], dout, after[p.index], grads)
+        grads = route.arrange_grad(grads, ctx.heads, route.spans)
         return *(dx if needed else None for dx, needed in zip(grads, ctx.needs_input_grad)), None, None
 
 

@@ -38,6 +38,11 @@ from megatron.simulator.cost.trace import Collective, HostCopy, Kernel, Transfer
 ROTARY_BYTES, UNFUSED_ROTARY_BYTES = 2 * BF16, 32
 
 
+# Bytes per number of attention's output with a gate (core/transformer_layer.py, gated). Forward: cast the gate up 6,
+# sigmoid 8, product 10, cast down 6. Backward: cast up 6, two products 18, of the sigmoid 12, casts down 12.
+GATE_BYTES, GATE_GRAD_BYTES = 30, 48
+
+
 def project(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> list[Segment]:
     """Norm, QKV and rotary."""
     if shape.latent:
@@ -69,6 +74,7 @@ def output(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> l
     """Output projection and residual."""
     width = _mixed(shape, strategy.tensor)
     return [
+        *_gate(shape, GATE_BYTES * tokens * width, count),
         Segment(kernels=(gemm("attention_out", tokens, shape.hidden, width),), count=count),
         *_leave(shape, strategy, tokens, count),
     ]
@@ -77,7 +83,15 @@ def output(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> l
 def output_grad(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> list[Segment]:
     """The backward pass of :func:`output`."""
     width = _mixed(shape, strategy.tensor)
-    return _row_grad("attention_out", shape, strategy, tokens, width, count)
+    gate = _gate(shape, GATE_GRAD_BYTES * tokens * width, count, backward=True)
+    return [*_row_grad("attention_out", shape, strategy, tokens, width, count), *gate]
+
+
+def _gate(shape: Shape, moved: float, count: int, backward: bool = False) -> list[Segment]:
+    """The gate on attention's output; that of a state is a part of its norm."""
+    if not shape.output_gate or shape.linear:
+        return []
+    return [Segment((memory("gate", moved, backward=backward),), count=count)]
 
 
 def mlp(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> list[Segment]:
@@ -316,7 +330,7 @@ def _qkv(shape: Shape, tensor: int) -> int:
     """Columns of the first projection on a TP rank: an equal share, even if it is less than a key/value head."""
     if shape.linear:
         return shape.linear.projected // tensor
-    return (shape.heads + 2 * shape.kv_heads) * shape.head_dim // tensor
+    return ((1 + shape.output_gate) * shape.heads + 2 * shape.kv_heads) * shape.head_dim // tensor
 
 
 def _all_of_qkv(kind: Collective, shape: Shape, strategy: Strategy, tokens: float, count: int) -> list[Segment]:

@@ -328,7 +328,6 @@ def _refuse_unknown(config: Config) -> None:
         "--sandwich-norm": model.sandwich_norm,
         "--reordered-norm": model.reordered_norm,
         "--parallel-residual": model.parallel_residual,
-        "--attention-output-gate": model.attention_output_gate,
         "--attn-logit-softcapping": model.attn_logit_softcapping,
         "--final-logit-softcapping": model.final_logit_softcapping,
         f"--mtp-num-layers {model.mtp_num_layers}": model.mtp_num_layers,

@@ -49,17 +49,18 @@ class Limits:
     expert: tuple[int, ...] | None = None  # EP; the planner does not split single experts
 
     def of_shape(self, shape: Shape) -> Limits:
-        """These limits without what the program, or the planner, does not combine with experts, latents or states.
+        """These limits without what the program, or the planner, does not combine with the model's kinds of layers.
 
         Raises:
             Refusal: nothing is left.
         """
-        if not (shape.mixture or shape.latent or shape.linear):
+        if not (shape.mixture or shape.latent or shape.linear or shape.output_gate):
             if self.expert not in (None, (1,)):
                 raise Refusal("--expert: the model has no experts: leave it out")
             return self
-        what = "--multi-latent-attention" if shape.latent else "--experimental-attention-variant"
-        what = "--num-experts" if shape.mixture else what
+        kinds = {"--num-experts": shape.mixture, "--multi-latent-attention": shape.latent,
+                 "--experimental-attention-variant": shape.linear, "--attention-output-gate": True}  # fmt: skip
+        what = next(flag for flag, present in kinds.items() if present)
         if self.fpdt_chunk not in (None, (0,)):
             raise Refusal(f"--fpdt-chunk: the planner has no FPDT with {what}: leave it out")
         if not shape.mixture:

@@ -316,6 +316,19 @@ def _latent(model: ModelConfig) -> Latent | None:
     )
 
 
+def outside_engine(model: ModelConfig) -> str | None:
+    """A flag of the model whose layers consist of core's own modules, and not of Transformer Engine's; or None."""
+    flags = {
+        "--num-experts": model.num_experts,
+        "--multi-latent-attention": model.multi_latent_attention,
+        "--experimental-attention-variant": model.experimental_attention_variant,
+        "--mtp-num-layers": model.mtp_num_layers,
+        "--reordered-norm": model.reordered_norm,
+        "--qk-layernorm-all-heads": model.qk_layernorm_all_heads,
+    }
+    return next((flag for flag, given in flags.items() if given), None)
+
+
 def _linear(model: ModelConfig) -> LinearAttention | None:
     if model.experimental_attention_variant is None:
         return None

@@ -10,9 +10,10 @@ the tokens of this rank to its device.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -125,10 +126,14 @@ def stacked_ends(ends: Sequence[torch.Tensor], seq_length: int) -> torch.Tensor:
 
 
 class _Batches:
-    """The batches of a loader. A batch that cannot be read raises an error; the iteration may continue after it."""
+    """The batches of a loader. A batch that cannot be read raises an error; the iteration may continue after it.
+
+    Attributes:
+        waited: seconds in which this process waited for the loader, or read batches itself.
+    """
 
     def __init__(self, loader: DataLoader, plans: Plans | None) -> None:
-        self._batches, self._plans = iter(loader), plans
+        self._batches, self._plans, self.waited = iter(loader), plans, 0.0
         self._ready: list[Batch | DataError | None] = []  # the next one, or None at the end
 
     def __iter__(self) -> _Batches:
@@ -137,14 +142,22 @@ class _Batches:
     def prepare(self) -> None:
         """Read the next batch now if it has plans, so that they are on the device before its step."""
         if self._plans is not None and not self._ready:
-            batch = next(self._batches, None)
+            batch = self._read()
             if isinstance(batch, dict):
                 self._plans.receive(batch["document_ends"], batch.pop("plans"))
             self._ready.append(batch)
 
+    def _read(self) -> Batch | DataError | None:
+        """The loader's next batch; None at the end."""
+        begin = time.perf_counter()
+        try:
+            return next(self._batches, None)
+        finally:
+            self.waited += time.perf_counter() - begin
+
     def __next__(self) -> Batch:
         self.prepare()
-        batch = self._ready.pop() if self._ready else next(self._batches)
+        batch = self._ready.pop() if self._ready else self._read()
         if batch is None:
             raise StopIteration
         if isinstance(batch, DataError):
@@ -153,6 +166,16 @@ class _Batches:
             finally:  # otherwise the error's frame keeps the loader alive, and its workers end 10 s later
                 del batch
         return batch
+
+
+def take_waited(batches: Any) -> float:
+    """Seconds of waiting of the batches of all virtual stages since the last call; 0 on a rank that reads no data."""
+    waited = 0.0
+    for one in batches if isinstance(batches, list) else [batches]:
+        waited += getattr(one, "waited", 0.0)
+        if hasattr(one, "waited"):
+            one.waited = 0.0
+    return waited
 
 
 def _start_worker(_: int) -> None:

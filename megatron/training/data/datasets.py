@@ -355,6 +355,8 @@ class TokenDataset(GPTDataset):
         super().__init__(tokens, path, documents, *args)
         indices = self.document_index, self.sample_index, self.shuffle_index
         self.document_index, self.sample_index, self.shuffle_index = map(unmapped, indices)
+        # core (GPTDataset.__getitem__) would keep the first sample's mask, with its padding, for all other samples
+        self.masks_and_position_ids_are_cacheable = False
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: LocalConfig) -> TokenFile:
@@ -404,11 +406,6 @@ class TokenDataset(GPTDataset):
 
 class PackedDataset(TokenDataset):
     """Samples of a plan, without parts of other samples' documents. Padding at their ends has no loss."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        # core (GPTDataset.__getitem__) would keep the first sample's mask, with its padding, for all other samples
-        self.masks_and_position_ids_are_cacheable = False
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The plan's pieces [pieces, 3], the first piece of each sample [samples + 1], and no further shuffle."""

@@ -22,12 +22,13 @@ class StepLog:
         dist.barrier()  # so that ranks that share a machine measure its rate at the same time
         self._peak = peak_flops(job.config, job.runtime.device)
 
-    def row(self, step: Step, device_peak: int, host_peak: int) -> dict[str, Any]:
+    def row(self, step: Step, device_peak: int, host_peak: int, data_wait_ms: float) -> dict[str, Any]:
         """The step's fields of --log-jsonl.
 
         Args:
             device_peak: the largest peak of a rank's device memory, in bytes.
             host_peak: the same for host memory.
+            data_wait_ms: the longest time that a rank waited for its data.
         """
         result, flops = step.result, self._flops
         per_device = flops.model * step.samples / step.seconds / dist.get_world_size()
@@ -37,6 +38,7 @@ class StepLog:
             "grad_norm": result.grad_norm,
             "tokens": result.tokens,
             "iteration_ms": 1000 * step.seconds,
+            "data_wait_ms": data_wait_ms,
             "tokens_per_second": result.tokens / step.seconds,
             "model_tflops_per_device": per_device / 1e12,
             "mfu": per_device / self._peak,

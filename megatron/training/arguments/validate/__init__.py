@@ -12,6 +12,7 @@ from copy import deepcopy
 
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.dry_run_flags import notes_on_formulas, processes
+from megatron.training.arguments.models import outside_engine
 from megatron.training.arguments.stages import complete_virtual_stages
 from megatron.training.arguments.unused_flags import note_unused
 from megatron.training.arguments.validate import (
@@ -96,6 +97,9 @@ def _complete_precision(config: Config) -> None:
     model, optimizer = config.model, config.optimizer
     if optimizer.bf16 and optimizer.fp16:
         raise Refusal("--bf16 and --fp16", "are two precisions: leave one out")
+    if model.transformer_impl == "transformer_engine" and not model.fp8_format and (flag := outside_engine(model)):
+        model.transformer_impl = "local"
+        config.notes.append(f"--transformer-impl local: layers of models with {flag} are core's own")
     installed = transformer_engine_installed() or config.simulation.dry_run
     if model.transformer_impl == "transformer_engine" and not installed:
         raise Refusal(

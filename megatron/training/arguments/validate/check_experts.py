@@ -67,10 +67,6 @@ def _combinations(config: Config) -> None:
             "it uses the groups of experts for positions",
         ),
         "--fp8-format": (model.fp8_format, "it is not tested with experts"),
-        "--transformer-impl transformer_engine": (
-            model.transformer_impl == "transformer_engine",
-            "it has no experts here: use --transformer-impl local",
-        ),
         "--elastic": (parallel.elastic, "it chooses grids without experts: give the grid by flags, or --elastic-grids"),
     }
     refuse_combinations(f"--num-experts {model.num_experts}", refused, {"--lora-targets": attention_alone})

@@ -41,10 +41,6 @@ def _combinations(config: Config) -> None:
         "--group-query-attention": (model.group_query_attention, "each head has keys of its own, from the latent"),
         "--lora-rank": (model.lora_rank, "adapters know the layers of plain attention only"),
         "--fp8-format": (model.fp8_format, "it needs Transformer Engine's layers"),
-        "--transformer-impl transformer_engine": (
-            model.transformer_impl == "transformer_engine",
-            "latents are not built with Transformer Engine's layers: use --transformer-impl local",
-        ),
         "--rotary-percent": (model.rotary_percent != 1, "the rotated entries are --qk-pos-emb-head-dim"),
         "--rotary-interleaved": (model.rotary_interleaved, "its pairs are neighbours anyway"),
         "--rotary-base-local": (model.rotary_base_local, "all its layers have the same RoPE"),

@@ -46,15 +46,11 @@ def _combinations(config: Config) -> None:
         "--multi-latent-attention": (model.multi_latent_attention, "the two are not built together"),
         "--mtp-num-layers": (model.mtp_num_layers, "which layer would predict ahead is not defined"),
         "--fp8-format": (model.fp8_format, "it needs Transformer Engine's layers"),
-        "--transformer-impl transformer_engine": (
-            model.transformer_impl == "transformer_engine",
-            "it is not built with Transformer Engine's layers: use --transformer-impl local",
-        ),
         "--normalization LayerNorm": (
             model.normalization == "LayerNorm",
             "the output of a state is normalized without a mean: use --normalization RMSNorm",
         ),
         "--attention-mask": (sees_ahead(config.attention), "a state holds earlier tokens alone: use a causal mask"),
     }
-    fixes = {"--normalization": "--normalization RMSNorm", "--transformer-impl": "--transformer-impl local"}
+    fixes = {"--normalization": "--normalization RMSNorm"}
     refuse_combinations(f"{FLAG} {model.experimental_attention_variant}", refused, fixes)

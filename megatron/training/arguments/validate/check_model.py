@@ -79,14 +79,8 @@ def complete_model(config: Config) -> None:
 def _norms_and_residual(config: Config) -> None:
     """Refuse what does not work with other places of norms and residuals."""
     model, chunks, tensor = config.model, config.chunks, config.parallel.tensor_model_parallel_size
-    engine = {
-        "--transformer-impl transformer_engine": (
-            model.transformer_impl == "transformer_engine",
-            "Transformer Engine has the norm inside its linear layer: use --transformer-impl local",
-        ),
-        "--fp8-format": (model.fp8_format, "it needs Transformer Engine's layers"),
-    }
-    fixes = {"--transformer-impl": "--transformer-impl local", "--normalization": "--normalization RMSNorm"}
+    engine = {"--fp8-format": (model.fp8_format, "it needs Transformer Engine's layers")}
+    fixes = {"--normalization": "--normalization RMSNorm"}
     if model.reordered_norm:
         both = {"--sandwich-norm": (model.sandwich_norm, "one of them places the norms")}
         refuse_combinations("--reordered-norm", both | engine, fixes)
@@ -128,10 +122,6 @@ def _predicts_ahead(config: Config) -> None:
         ),
         "--hidden-dropout": (model.hidden_dropout, "its embedding has no dropout: use --hidden-dropout 0"),
         "--fp8-format": (model.fp8_format, "it needs Transformer Engine's layers"),
-        "--transformer-impl transformer_engine": (
-            model.transformer_impl == "transformer_engine",
-            "it is not built with Transformer Engine's layers: use --transformer-impl local",
-        ),
         "--dry-run": (config.simulation.dry_run, "it is not simulated: start the run itself"),
         "--elastic --gpu": (parallel.elastic and config.simulation.gpu, "the planner does not know its time"),
     }
