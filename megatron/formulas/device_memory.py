@@ -74,7 +74,8 @@ def device_memory(
     kept, moments, below = 0, [], held_layers
     for layer_strategy, count in reversed(strategy.layer_kinds(held_layers)):  # backward order
         below -= count
-        layers = _Layers(layer_strategy, count, below, held_layers - below - count, with_experts / held_layers)
+        above, share = held_layers - below - count, with_experts / held_layers
+        layers = _Layers(layer_strategy, count, below, above, share, _dense(shape, first, held_layers))
         if shape.linear:
             kinds = tuple(shape.kind(first + layer) for layer in range(held_layers))
             kept_before, peaks = _mixed_peaks(workload, layers, kinds, itemsize, fused, stage, weights)
@@ -85,7 +86,7 @@ def device_memory(
         if strategy.zero < 2:
             break  # most is kept when the first backward pass begins
     if weights.embedding_sent:  # the chunked backward pass of the embedding
-        shares = early + weights.output_share + held_layers * weights.layer_share
+        shares = early + weights.output_share + sum(weights.shares)
         moments.append((0, weights.embedding_sent, weights.root, shares if early < gradients else gradients))
     if last:
         moments.append((kept, _loss(workload, strategy, itemsize, fused), weights.loss, early))
@@ -104,6 +105,7 @@ def device_memory(
             itemsize,
             streamed=strategy.stream_hidden,
             block=strategy.recompute == "full" and strategy.recompute_method == "block",
+            fused=fused,
         ).total,
     )
 
@@ -121,6 +123,7 @@ class _Layers:
     below: int  # layers of the stage before them: their backward passes come later
     above: int  # layers of the stage after them: their backward passes come first
     with_experts: float = 0.0  # share of layers with experts; the stage's last layer is one of them if there are any
+    dense: int = 0  # layers without experts at the beginning of the stage
 
 
 def _backward_peaks(
@@ -153,23 +156,31 @@ def _backward_peaks(
         moments.append((kept, temporary + weights.output_sent, weights.gathered(unfinished, unit), made))
     if strategy.zero < 2:
         return kept, moments
-    sending, units = temporary + weights.layer_sent, layers.count // unit
-    made += layers.above * weights.layer_share
+    units = layers.count // unit
     if unit > 1:  # backward of the unit's last layer but one: the unit's output and its gradient are kept
-        gathered = weights.gathered(unfinished - 1, unit - 1)
-        moments.append((kept + state, sending - whole, gathered, made + weights.layer_share))
+        before = unfinished - 1
+        sending = temporary + weights.sent(before) - whole
+        moments.append((kept + state, sending, weights.gathered(before, unit - 1), made + weights.made(before)))
     # Backward of a unit's last layer, while FSDP sums another layer's gradients: in the next unit or in the first.
-    places = {1, units - 2, units - 1} if one_by_one else {1}
+    first = layers.dense // unit  # layers without experts at the beginning of the stage need less
+    places = {1, units - first - 2, units - first - 1} if one_by_one else {1}
     unit_kept = state if again else layer.kept
     for finished in range(0 if layers.above else 1, units):
         if finished and finished not in places:
             continue
-        freed = finished * unit_kept
+        freed = finished * (unit_kept if again else mean)
         if strategy.offload_checkpoints:  # the device holds two inputs, in use and prefetched; at the end one
             freed += ((finished == units - 1 and not layers.below) - finished) * state
-        gathered = weights.gathered(unfinished - finished * unit, unit)
-        moments.append((kept - freed, sending, gathered, made + finished * unit * weights.layer_share))
+        before = unfinished - finished * unit
+        sending = temporary + weights.sent(before)
+        moments.append((kept - freed, sending, weights.gathered(before, unit), made + weights.made(before)))
     return kept, moments
+
+
+def _dense(shape: Shape, first: int, count: int) -> int:
+    """How many layers without experts the layers from ``first`` on begin with; 0 if none of them has experts."""
+    routes = shape.mixture.layers[first : first + count] if shape.mixture else ()
+    return routes.index(1) if 1 in routes else 0
 
 
 def _mixed_peaks(
@@ -197,8 +208,8 @@ def _mixed_peaks(
         if kind not in seen or strategy.zero > 1:
             seen.add(kind)
             gathered = weights.gathered(index + 1, 1)
-            made = weights.output_share + (top - index) * weights.layer_share
-            sent = weights.output_sent if index == top else weights.layer_sent
+            made = weights.output_share + weights.made(index + 1)
+            sent = weights.output_sent if index == top else weights.sent(index + 1)
             own = 0 if recomputes else layer.kept
             moments.append((kept - freed, layer.backward - own + sent, gathered, made))
             if recomputes:
@@ -263,20 +274,24 @@ class _Sharded:
     Attributes:
         stage: of ZeRO: 2 or 3.
         loss: weights that are gathered while the loss is computed.
-        root, layer: gathered weights of the root, which stay through the backward pass, and of one layer.
-        output_sent, layer_sent: unsharded gradients while they are reduced, of the output layer and of one layer.
-        output_share, layer_share: this rank's shards of these gradients.
+        root: gathered weights of the root, which stay through the backward pass.
+        layers: gathered weights of each layer.
+        output_sent: unsharded gradients of the output layer while they are reduced.
+        output_share, shares: this rank's shards of the gradients of the output layer and of each layer.
+        waiting: gradients of an output layer in the root, which are reduced last.
+        wide: bytes of a gradient that is reduced, over those of a gathered weight.
         embedding_sent: unsharded gradients, including a layer's, while those of a chunked embedding are reduced.
     """
 
     stage: int = 0
     loss: int = 0
     root: int = 0
-    layer: int = 0
+    layers: tuple[int, ...] = ()
     output_sent: int = 0
     output_share: int = 0
-    layer_sent: int = 0
-    layer_share: int = 0
+    shares: tuple[int, ...] = ()
+    waiting: int = 0
+    wide: int = 1
     embedding_sent: int = 0
 
     def gathered(self, layers: int, unit: int) -> int:
@@ -284,9 +299,16 @@ class _Sharded:
 
         A unit is gathered when it is recomputed; a layer's weights are freed after its backward pass.
         """
-        if self.stage == 3:
-            layers = min(max(unit, 2), layers)  # one in use, one prefetched
-        return self.root + layers * self.layer
+        first = max(layers - max(unit, 2), 0) if self.stage == 3 else 0  # one in use, one prefetched
+        return self.root + sum(self.layers[first:layers])
+
+    def sent(self, layer: int) -> int:
+        """Bytes of unsharded gradients while those of layer number ``layer`` are reduced."""
+        return self.waiting + (self.wide * self.layers[layer] if self.layers else 0)
+
+    def made(self, layers: int) -> int:
+        """Bytes of this rank's shards of the gradients of all but the first ``layers`` layers."""
+        return sum(self.shares[layers:])
 
 
 @lru_cache(maxsize=4096)
@@ -308,19 +330,33 @@ def _gathered(workload: Workload, strategy: Strategy, held: StageParameters, ite
             root, chunked_embedding, embedding = root + embedding, embedding, 0
         if chunks.loss:
             root, output, waiting = root + output, 0, itemsize * output
-    count = held.count
-    layer = held.layer_numel
+    layers, shares = _layer_sizes(workload.shape, strategy, held)
+    last_layer = layers[-1]
     if strategy.zero == 2:
         root += embedding
     return _Sharded(
         stage=strategy.zero,
         # The last unit is in memory twice until forward ends: FSDP frees its gather buffer at the next gather only.
-        loss=itemsize * (root + output + layer * (count if strategy.zero == 2 else 0) + (output or layer)),
+        loss=itemsize * (root + output + (sum(layers) if strategy.zero == 2 else 0) + (output or last_layer)),
         root=itemsize * root,
-        layer=itemsize * layer,
+        layers=tuple(itemsize * layer for layer in layers),
         output_sent=waiting + WIDE * output,
         output_share=WIDE * output // ranks,
-        layer_sent=waiting + WIDE * layer,
-        layer_share=WIDE * layer // ranks,
-        embedding_sent=(waiting + (itemsize + WIDE) * chunked_embedding + WIDE * layer if chunked_embedding else 0),
+        shares=shares,
+        waiting=waiting,
+        wide=WIDE // itemsize,
+        embedding_sent=(waiting + (itemsize + WIDE) * chunked_embedding + WIDE * layers[0] if chunked_embedding else 0),
     )
+
+
+def _layer_sizes(shape: Shape, strategy: Strategy, held: StageParameters) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(parameters of each layer, bytes of this rank's shard of their fp32 gradients); with states, on average."""
+    ranks, holders = strategy.group("dp").size, strategy.group("expert dp").size
+    plain = routed = held.layer_numel
+    experts = numel(held.experts) // max(held.with_experts, 1)
+    if held.with_experts and not held.mixed:
+        routed = numel(held.routed) // held.with_experts
+    sizes = ((plain, WIDE * plain // ranks), (routed + experts, WIDE * routed // ranks + WIDE * experts // holders))
+    routes = shape.mixture.layers if shape.mixture else (0,) * held.count
+    layers, shares = zip(*(sizes[route] for route in routes))
+    return layers, shares

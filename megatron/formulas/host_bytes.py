@@ -9,7 +9,7 @@ from math import ceil
 
 from megatron.decisions.division import goes_by_keys
 from megatron.formulas.sizes import WIDE, chunks_of, heads_of
-from megatron.formulas.strategy import Strategy, Workload
+from megatron.formulas.strategy import Shape, Strategy, Workload
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,13 @@ class HostBytes:
 
 @lru_cache(maxsize=8192)
 def host_memory(
-    workload: Workload, strategy: Strategy, itemsize: int, *, streamed: bool = False, block: bool = False
+    workload: Workload,
+    strategy: Strategy,
+    itemsize: int,
+    *,
+    streamed: bool = False,
+    block: bool = False,
+    fused: bool = True,
 ) -> HostBytes:
     """Bytes that a rank of the first pipeline stage offloads; that stage has the most micro-batches in flight.
 
@@ -76,6 +82,7 @@ def host_memory(
         itemsize: bytes of a number in the compute dtype.
         streamed: --fpdt-stream-hidden.
         block: --recompute-method block, with ``strategy.recompute_layers`` of each stage, instead of uniform.
+        fused: with kernels of a GPU.
     """
     shape, batch = workload.shape, strategy.micro_batch
     ring_tokens = workload.seq_length // strategy.ring * batch
@@ -90,8 +97,9 @@ def host_memory(
     if strategy.fpdt_chunk and strategy.fpdt_offload:
         heads = heads_of(shape.heads, shape.kv_heads, strategy.tensor, strategy.ulysses)
         query = ring_tokens * heads.local_q * shape.head_dim
-        key = 2 * ring_tokens * heads.local_kv * shape.head_dim
-        layer_bytes = (2 * query + key) * itemsize + ring_tokens * heads.local_q * WIDE
+        out = ring_tokens * heads.local_q * shape.value_dim
+        key = ring_tokens * heads.local_kv * (shape.head_dim + shape.value_dim)
+        layer_bytes = (query + out + key) * itemsize + ring_tokens * heads.local_q * WIDE
         chunk_bytes = layer_bytes * keeping * (1 if recomputed else in_flight)
         if chunk_bytes and recomputed and block:
             chunk_bytes = layer_bytes * (keeping * in_flight if layers > strategy.recompute_layers else 1)
@@ -99,7 +107,9 @@ def host_memory(
         # dk and dv of chunks that wait (`waiting_chunks`); under other masks all may wait.
         share = waiting_chunks(count, balanced=on_ring and strategy.balance == "zigzag")
         if on_ring or goes_by_keys(heads.local_q, heads.local_kv, itemsize):
-            sums = query * (itemsize + WIDE)  # dout and dq
+            sums = out * itemsize + query * WIDE  # dout and dq
+            if replaces_out(shape, fused):
+                sums += ring_tokens * heads.local_q * WIDE - out * itemsize
             share = share if on_ring else 0
         sums += WIDE * key * (share if workload.causal else count) // count
     hidden = tokens * shape.hidden * itemsize
@@ -115,6 +125,14 @@ def host_memory(
     elif strategy.offload_checkpoints:
         states = saved * hidden * in_flight
     return HostBytes(chunk_bytes, sums, states)
+
+
+def replaces_out(shape: Shape, fused: bool) -> bool:
+    """Whether a backward pass by keys needs no outputs, but only a number for each token and head, the row's delta.
+
+    On GPUs only the kernel for values of another size than keys is so (attention/kernels/triton).
+    """
+    return fused and shape.value_dim != shape.head_dim
 
 
 def _layers(layers: int, strategy: Strategy, block: bool) -> tuple[int, int, int]:

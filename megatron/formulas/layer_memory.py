@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron.decisions.division import IN_FLIGHT, goes_by_keys
-from megatron.formulas.mixtures import experts_kept, experts_peak
+from megatron.formulas.host_bytes import replaces_out
+from megatron.formulas.mixtures import experts_kept, experts_peak, ffn_numel
 from megatron.formulas.parameters import stage_parameters
 from megatron.formulas.sizes import WIDE, chunks_of, heads_of, sizes_of
 from megatron.formulas.states import state_forward, state_kept, state_working
@@ -63,10 +64,10 @@ def whole_layer(workload: Workload, strategy: Strategy, itemsize: int, fused: bo
         backward = max(backward, after + first + (second if strategy.zero > 1 else 0))
         forward_ffn = norm + inside + sizes.hidden
         if shape.mixture:
-            used = experts_peak(workload, strategy, itemsize)
-            backward, forward_ffn = kept + used, norm + inside + used
+            in_forward, in_backward = experts_peak(workload, strategy, itemsize)
+            backward, forward_ffn = kept + in_backward, norm + inside + in_forward
     # The backward pass ends with attention: dout and the residual's gradient, and all that attention keeps.
-    grads = first + second if strategy.zero > 1 else 0
+    grads = (ffn_numel(shape, strategy) * itemsize if shape.mixture else first + second) if strategy.zero > 1 else 0
     backward = max(backward, attention + sizes.hidden + working + grads)
     projected = norm + sizes.qkv + 2 * sizes.q + sizes.k + sizes.out
     projected += 2 * (sizes.local_q + sizes.local_kv) * spread
@@ -219,8 +220,8 @@ def chunked_layer(workload: Workload, strategy: Strategy, itemsize: int, fused: 
     heads = heads_of(shape.heads, shape.kv_heads, strategy.tensor, strategy.ulysses)
     offload, recompute, count = strategy.fpdt_offload, strategy.recompute == "full", chunks.attention
     part = chunks.rows / chunks.all_rows
-    q, kv, lse = (int(part * size) for size in (sizes.local_q, sizes.local_kv, sizes.lse))
-    hidden, outside = int(part * sizes.hidden), int(part * sizes.q)
+    q, out, kv, lse = (int(part * size) for size in (sizes.local_q, sizes.local_out, sizes.local_kv, sizes.lse))
+    hidden = int(part * sizes.hidden)
     on_ring, wide = strategy.ring > 1, WIDE // itemsize
     by_keys = on_ring or (offload and goes_by_keys(heads.local_q, heads.local_kv, itemsize))
     coming = 2 if count > 1 else 1  # chunks on the device: the one in use and the prefetched one
@@ -236,25 +237,33 @@ def chunked_layer(workload: Workload, strategy: Strategy, itemsize: int, fused: 
     leaving = IN_FLIGHT if fused and offload and count > 1 else 0
     # The FFN of a chunk needs the chunk's input and gradient in addition to one run.
     if by_keys:  # the FFN of all chunks runs first; dout and the residual of the previous chunk still exist
-        ffn = (load * coming + leaving) * outside + (outside + hidden if count > 1 else 0)
+        ffn = (load * coming + leaving) * out + (out + hidden if count > 1 else 0)
         weights = mlp_sums + (all_sums - mlp_sums) // 2
-        pair = load * coming * ((3 + wide) * q + lse) + (q + hidden)
+        read = out + (lse if replaces_out(shape, fused) else out)
+        pair = load * coming * ((1 + wide) * q + read + lse) + (q + hidden)
         pair += load * coming * kv + 2 * wide * kv + q + kv
         pair += (ring_blocks(kv, strategy.ring, itemsize) if on_ring else 0) + leaving * wide * q
     else:
-        ffn = load * (coming * (2 * q + lse) + (kv * (1 + wide) if count > 1 else 0))
+        ffn = load * (coming * (q + out + lse) + (kv * (1 + wide) if count > 1 else 0))
         weights = all_sums if count > 1 else mlp_sums
         ffn += leaving * wide * kv
-        pair = load * coming * (2 * q + lse + (1 + wide) * kv) + q + hidden + wide * q + q + 2 * wide * kv
+        pair = load * coming * (q + out + lse + (1 + wide) * kv) + out + hidden + wide * q + q + 2 * wide * kv
     states = 2 * sizes.hidden  # gradients of output and input; streamed: only chunks that are loaded or stored
     if strategy.stream_hidden:
         states = 2 * coming * hidden + leaving * hidden
+    if not fused and shape.value_dim < shape.head_dim:  # a CPU's kernel pads v, out and dout, and so dv
+        keys = int(part * sizes.local_kv * shape.head_dim / (shape.head_dim + shape.value_dim))
+        pair += 2 * q + 3 * keys - kv
+    if shape.latent:  # the gradients of queries and keys go back through their parts and latents
+        parts = norm_kept(workload, strategy, itemsize, fused) + _latents_kept(workload, strategy, itemsize, fused)
+        parts += 2 * (sizes.q + sizes.qkv) + sizes.k
+        pair = max(pair, int(part * parts) + (1 + wide) * (q + kv) + 2 * hidden)
     backward = states + max(ffn + 2 * hidden + run + weights, pair + all_sums, numel * itemsize)
-    saved = 2 * sizes.local_q + sizes.local_kv + sizes.lse
+    saved = sizes.local_q + sizes.local_out + sizes.local_kv + sizes.lse
     if not offload:
         waiting = wide * sizes.local_kv * (count - 1) // count
         if by_keys:
-            backward += saved + sizes.local_q * (1 + wide)
+            backward += saved + sizes.local_out + sizes.local_q * wide
         else:
             backward += saved * max(count - 1, 1) // count + waiting
     kept = (0 if strategy.stream_hidden else sizes.hidden) + (0 if recompute or offload else saved)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron.formulas.sizes import WIDE, sizes_of
-from megatron.formulas.strategy import Strategy, Workload
+from megatron.formulas.strategy import Shape, Strategy, Workload
 
 INDEX = 8  # bytes of a token's place among those of an expert
 
@@ -43,7 +43,7 @@ def dispatched(workload: Workload, strategy: Strategy) -> Dispatched:
     """The choices of a layer of a mixture; with expert TP, the ranks that split an expert each get all its tokens."""
     mixture, tokens = workload.shape.mixture, strategy.local_tokens(workload)
     most = mixture.capacity or float("inf")  # times the mean
-    mean, busiest = min(1.0, most), min(workload.imbalance, most)
+    mean, busiest = min(1.0, most), min(workload.imbalance, strategy.expert, most)
     choices = tokens * mixture.topk
     return Dispatched(
         tokens=tokens,
@@ -72,11 +72,12 @@ def experts_kept(workload: Workload, strategy: Strategy, itemsize: int, fused: b
     return choice + scores + shared
 
 
-def experts_peak(workload: Workload, strategy: Strategy, itemsize: int) -> int:
-    """Bytes that router and experts use at most in addition to what they keep, in a forward or a backward pass.
+def experts_peak(workload: Workload, strategy: Strategy, itemsize: int) -> tuple[int, int]:
+    """Bytes that router and experts use at most in addition to what they keep, in a forward and in a backward pass.
 
     Forward: the received tokens, the outputs by expert and together, or these sorted for their way back. Backward: the
-    gradients of the outputs as they arrive and sorted, or those of one expert's matrices and inside.
+    gradients of the outputs as they arrive and sorted, or those of one expert's matrices and inside. FSDP keeps the
+    gradients of all experts' matrices until the layer's backward pass is over.
     """
     d, shape = dispatched(workload, strategy), workload.shape
     token = shape.hidden * itemsize
@@ -87,4 +88,15 @@ def experts_peak(workload: Workload, strategy: Strategy, itemsize: int) -> int:
     arriving = d.received * token * 2 if sorts else (d.sent + d.received) * token
     inside = d.each * itemsize * 2 * d.width
     one = d.received * token + max(second + inside, first + inside + d.each * token)
-    return int(max(forward, hidden + arriving, hidden + one))
+    most = int(max(forward, hidden + arriving, hidden + one))
+    if strategy.zero < 2:
+        return most, most
+    gradients = d.held * (first + second)
+    return most, int(max(forward, hidden + arriving + gradients, hidden + one + gradients - first))
+
+
+def ffn_numel(shape: Shape, strategy: Strategy) -> int:
+    """Parameters of a rank in the router, the experts and the shared expert of a layer."""
+    mixture, sides = shape.mixture, 3 if shape.gated else 2
+    experts = mixture.experts // strategy.expert * mixture.ffn // strategy.expert_tensor
+    return shape.hidden * (sides * (experts + mixture.shared // strategy.tensor) + mixture.experts)

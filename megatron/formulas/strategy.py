@@ -372,7 +372,7 @@ def refuse_unknown(shape: Shape, strategy: Strategy) -> None:
     """Raises ValueError for combinations whose memory and time no formula knows yet."""
     if shape.linear and (strategy.fpdt_chunk or strategy.recompute_layers > 1 or strategy.recompute_method == "block"):
         raise ValueError("linear attention has no formula with FPDT, units of layers and block recompute: leave it out")
-    if shape.mixture and (strategy.zero > 1 or strategy.fpdt_chunk or strategy.ffn_chunks):
-        raise ValueError("experts have no formula with ZeRO 2 and 3, FPDT and a chunked FFN: leave one out")
-    if (shape.latent or shape.output_gate) and strategy.fpdt_chunk:
-        raise ValueError("latents and gates on attention's output have no formula with FPDT: leave one out")
+    if shape.mixture and (strategy.fpdt_chunk or strategy.ffn_chunks):
+        raise ValueError("experts have no formula with FPDT and a chunked FFN: leave one out")
+    if shape.output_gate and strategy.fpdt_chunk:
+        raise ValueError("gates on attention's output have no formula with FPDT: leave one out")

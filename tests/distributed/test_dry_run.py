@@ -85,6 +85,12 @@ CASES = {
         f"{EXPERTS} --expert-model-parallel-size 2 --ulysses-parallel-size 2 --moe-token-dispatcher-type allgather "
         f"{RECOMPUTE} --zero-stage 1",
     ),
+    "experts with ZeRO 3": (
+        4,
+        True,
+        f"{EXPERTS} --expert-model-parallel-size 2 --ring-parallel-size 2 --moe-token-dispatcher-type alltoall "
+        f"--zero-stage 3 --bf16 {RECOMPUTE}",
+    ),
     "experts split over TP": (
         4,
         True,

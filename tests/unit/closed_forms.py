@@ -257,10 +257,11 @@ def _data(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -> 
             sent += whole * (group - 1) // group
         return sent
     layers = 2 if strategy.zero == 3 else 1
-    every_layer = held.layer * held.layers + (held.routed if held.mixed else ())
+    every_layer, holders = held.layer * held.layers + held.routed, strategy.group("expert dp").size
     everything, layer = shard_numel(held.tensors, ranks), shard_numel(every_layer, ranks)
-    sent = itemsize * (everything + (layers - 1) * layer) + WIDE * everything
-    return sent * (ranks - 1) * _micro_batches(workload, strategy)
+    sent = (itemsize * (everything + (layers - 1) * layer) + WIDE * everything) * (ranks - 1)
+    sent += (itemsize * layers + WIDE) * shard_numel(held.experts, holders) * (holders - 1)
+    return sent * _micro_batches(workload, strategy)
 
 
 def loads(workload: Workload, ranks: int) -> int:

@@ -320,6 +320,8 @@ def sharded_transfers(strategy: Strategy, held: States) -> Iterator[Transfer]:
     yield replace(reduce_gradients(strategy, held.layer), count=held.layers)
     yield gather_parameters(strategy, held.ends)
     yield reduce_gradients(strategy, held.ends)
+    yield replace(gather_parameters(strategy, held.experts, "expert dp"), count=gathers)
+    yield reduce_gradients(strategy, held.experts, over="expert dp")
 
 
 def step_trace(workload: Workload, strategy: Strategy) -> Trace:
@@ -411,7 +413,11 @@ def test_a_step_sends_and_computes_what_the_formulas_say(shape: str, given: dict
         (LATENT, {"tensor": 4, "ring": 4, "zero": 3}),
         (LATENT, {"pipeline": 2, "data": 2, "ffn_chunks": 4}),
         (WITHOUT_QUERIES, {"tensor": 2, "ulysses": 4}),
+        (LATENT, {"fpdt_chunk": 512, "ulysses": 2, "ring": 2, "recompute": "full"}),
+        (LATENT, {"fpdt_chunk": 1024, "ulysses": 4, "fpdt_offload": False}),
         (replace(LATENT, mixture=MIXTURE.mixture), {"ulysses": 2, "data": 2, "expert": 4}),
+        (MIXTURE, {"data": 8, "expert": 4, "zero": 3}),
+        (MIXTURE, {"ulysses": 2, "ring": 2, "data": 2, "expert": 2, "zero": 2, "recompute": "full"}),
     ],
 )
 def test_a_step_of_experts_and_latents_does_too(shape: Shape, given: dict) -> None:
@@ -452,11 +458,13 @@ def test_a_step_waits_for_the_busiest_experts() -> None:
     even, busy = (step_parts(Workload(MIXTURE, 65536, 4, imbalance=factor), strategy, TOY) for factor in (1.0, 2.0))
     assert busy["ep"] > 1.5 * even["ep"] and busy["gemm"] > even["gemm"]
     assert busy["attention"] == even["attention"]
-    for wrong in ({"zero": 3}, {"ffn_chunks": 4}, {"fpdt_chunk": 4096}):
+    for wrong in ({"ffn_chunks": 4}, {"fpdt_chunk": 4096}):
         with pytest.raises(ValueError, match="experts have no formula"):
             step_parts(Workload(MIXTURE, 65536, 4), strategy.but(**wrong), TOY)
-    with pytest.raises(ValueError, match="latents .* have no formula with FPDT"):
-        step_parts(Workload(LATENT, 65536, 4), Strategy(fpdt_chunk=4096), TOY)
+    with pytest.raises(ValueError, match="gates .* have no formula with FPDT"):
+        step_parts(Workload(replace(COUNTED_LLAMA, output_gate=True), 65536, 4), Strategy(fpdt_chunk=4096), TOY)
+    whole, one = (step_parts(Workload(MIXTURE, 65536, 4, imbalance=factor), Strategy(), TOY) for factor in (1.0, 2.0))
+    assert whole == one  # a rank with all experts gets all tokens
 
 
 @settings(max_examples=150, deadline=None)

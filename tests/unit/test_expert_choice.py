@@ -254,5 +254,5 @@ def test_formulas_of_experts():
     dense, every = 3 * 14336, 8 + 2 * 3 * 14336
     flops = forward_flops(model_shape(half, 32000), 1).mlp
     assert flops == 2 * 4096 * 16 * (dense + 8 + (every - 8) / 2)
-    with pytest.raises(ValueError, match="experts have no formula with ZeRO 2 and 3"):
-        device_memory(Workload(shape, 64), Strategy(zero=3, data=2))
+    with pytest.raises(ValueError, match="experts have no formula with FPDT"):
+        device_memory(Workload(shape, 64), Strategy(fpdt_chunk=32))

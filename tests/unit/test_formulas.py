@@ -42,6 +42,7 @@ UNITS = {"recompute": "full", "recompute_layers": 2, "fpdt_chunk": 512, "data": 
 SOME_LAYERS = {"fpdt_chunk": 512, "data": 2, **BLOCK}
 
 EXPERTS = Mixture(experts=8, topk=2, ffn=256, layers=(1, 1, 1, 1))
+SECOND, RUNS_OF_TWO = replace(EXPERTS, layers=(0, 1, 0, 1)), {"recompute": "full", "recompute_layers": 2}
 MOE, SOME = replace(GQA, mixture=EXPERTS), Mixture(8, 4, 384, shared=256, layers=(0, 0, 1, 1))
 LATENT = replace(GQA, kv_heads=8, head_dim=48, qk_norm=True, latent=Latent(queries=128, keys=64, rotated=16, value=32))
 NARROW = replace(LATENT, qk_norm=False, latent=Latent(queries=0, keys=64, rotated=16, value=32))
@@ -61,7 +62,9 @@ USUAL = [
     case("ffn and loss in chunks", TWO, S(ffn_chunks=4, loss_chunks=8, recompute="full")),
     case("fpdt, ring", GQA, S(fpdt_chunk=512, ring=2, data=2, recompute="full"), 2, rank=1, itemsize=2),
     case("pipeline, last", GQA, S(pipeline=2), 4, rank=1, stage=1),
+    case("latents, FPDT, ZeRO 3", LATENT, S(fpdt_chunk=512, zero=3, ulysses=2, data=2), 2, itemsize=2),
     case("virtual stages", GQA, S(pipeline=2, virtual=2), 4),
+    case("experts, ZeRO 3, recomputed", MOE, S(zero=3, data=2, expert=2, **FULL_RECOMPUTE), 2, itemsize=2),
     case(
         "latents, some experts, recomputed",
         replace(LATENT, mixture=SOME),
@@ -100,12 +103,40 @@ FULL_MIXTURES = [
     case("experts not split, TP", MOE, S(tensor=2, data=2, expert=4), 2, itemsize=2),
     case("experts, pipeline", replace(MOE, mixture=SOME), S(pipeline=2, data=2, expert=2), 4, stage=1, rank=2),
     case("experts, dense stage", replace(MOE, mixture=SOME), S(pipeline=2, data=2, expert=2), 4, itemsize=2),
+    case("experts, ZeRO 2", MOE, S(zero=2, data=4, expert=2), 4, itemsize=2),
+    case("experts, ZeRO 2, fp32", MOE, S(zero=2, data=4, expert=2), 8),
+    case("experts, ZeRO 2, units of two", MOE, S(zero=2, data=4, expert=2, **RUNS_OF_TWO), 4, itemsize=2),
+    case("few experts, ZeRO 3", replace(MOE, mixture=SOME), S(zero=3, ulysses=2, data=4, expert=2), 4, itemsize=2),
+    case(
+        "few experts, ZeRO 3, Ring, recomputed",
+        replace(MOE, mixture=SOME),
+        S(zero=3, ring=2, data=2, expert=2, **FULL_RECOMPUTE),
+        2,
+        rank=1,
+        itemsize=2,
+    ),
+    case("every second layer, ZeRO 3", replace(MOE, mixture=SECOND), S(zero=3, data=4, expert=2), 4, itemsize=2),
+    case(
+        "latents, some experts, ZeRO 3",
+        replace(LATENT, mixture=SOME),
+        S(zero=3, ring=2, data=2, expert=2, **FULL_RECOMPUTE),
+        2,
+        rank=1,
+    ),
     case("experts, selective", MOE, S(data=2, expert=2, recompute="selective"), 2, itemsize=2),
     case("latents", LATENT, S(zero=0)),
     case("latents, Ring", LATENT, S(ring=4), rank=1, itemsize=2),
     case("latents, selective", LATENT, S(recompute="selective"), itemsize=2),
     case("latents, TP", LATENT, S(tensor=2, data=2), 2, itemsize=2),
     case("latents, recomputed, ZeRO 3", LATENT, S(zero=3, data=2, **FULL_RECOMPUTE), 2, itemsize=2),
+    case("latents, FPDT, fp32", LATENT, S(fpdt_chunk=512)),
+    case("latents, FPDT, fp32, recomputed", LATENT, S(fpdt_chunk=512, ulysses=2, **FULL_RECOMPUTE)),
+    case("latents, FPDT, USP", LATENT, S(fpdt_chunk=512, ulysses=2, ring=2, **FULL_RECOMPUTE), rank=2, itemsize=2),
+    case("latents, FPDT, Ring", LATENT, S(fpdt_chunk=512, ring=2, data=2), 2, rank=1, itemsize=2),
+    case("latents, FPDT, TP", LATENT, S(fpdt_chunk=512, tensor=2, ulysses=2, data=2), 2, itemsize=2),
+    case("latents, FPDT on the device", LATENT, S(fpdt_chunk=512, fpdt_offload=False, ulysses=2), itemsize=2),
+    case("latents, FPDT, streamed", LATENT, S(zero=3, ulysses=2, **STREAMED), itemsize=2),
+    case("latents without queries, FPDT", NARROW, S(fpdt_chunk=512, ulysses=2, **FULL_RECOMPUTE), itemsize=2),
     case("latents, without those of queries", NARROW, S(ulysses=2, ring=2), itemsize=2),
 ]
 LINEAR = LinearAttention(layers=(1, 1, 1, 0), key_heads=4, heads=8, keys=32, values=64, width=4)
@@ -133,6 +164,7 @@ FULL_MIXTURES += [
     case("states, chunks", HYBRID, S(ffn_chunks=4, loss_chunks=8, **FULL_RECOMPUTE)),
     case("states, two samples", HYBRID, S(micro_batch=2), 2),
     case("states and experts", replace(HYBRID, mixture=EXPERTS), S(data=2, expert=2), 2, itemsize=2),
+    case("states and experts, ZeRO 3", replace(HYBRID, mixture=EXPERTS), S(zero=3, data=4, expert=2), 4, itemsize=2),
 ]
 BUSY = replace(case("busy experts", MOE, S(data=4, expert=4), 4, itemsize=2).workload, imbalance=1.5)
 FULL_MIXTURES.append(Case("busy experts", BUSY, S(data=4, expert=4), 2))
@@ -224,7 +256,7 @@ def test_model_states_are_exact(case: Case, measured: Mapping[str, Measured]) ->
 
 @names
 def test_host_bytes_are_exact(case: Case, measured: Mapping[str, Measured]) -> None:
-    result = device_memory(case.workload, case.strategy, itemsize=case.itemsize).host
+    result = device_memory(case.workload, case.strategy, itemsize=case.itemsize, fused=case.fused).host
     assert result == measured[case.name].host
 
 

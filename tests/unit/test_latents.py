@@ -8,10 +8,8 @@ import math
 import pytest
 import torch
 
-from megatron.formulas.device_memory import device_memory
 from megatron.formulas.flops import forward_flops
 from megatron.formulas.parameters import stage_parameters
-from megatron.formulas.strategy import Strategy, Workload
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.models import LLAMA_DEFAULTS, model_shape
 from megatron.training.arguments.parser import parse
@@ -69,11 +67,6 @@ def test_without_latents() -> None:
     with pytest.raises(Refusal, match="--rope-type yarn is read with --multi-latent-attention"):
         read("--rope-type yarn")
     assert not read("--rope-type rope").model.multi_latent_attention
-
-
-def test_latents_have_no_formula_with_fpdt() -> None:
-    with pytest.raises(ValueError, match="latents .* have no formula with FPDT"):
-        device_memory(Workload(model_shape(read(MLA).model, 301), 64), Strategy(fpdt_chunk=64))
 
 
 def test_sizes_and_scale() -> None:

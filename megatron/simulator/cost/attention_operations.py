@@ -288,14 +288,13 @@ def _state_kernels(
 def chunked_forward(a: Attended, strategy: Strategy, chunks: int, *, saving: bool) -> list[Segment]:
     """All tiles of the forward pass. ``saving``: a backward pass follows, and chunks are copied to the host for it."""
     size, met = a.queries / chunks, _met(a, chunks)
-    width = size * a.batch * a.head_dim
-    q, kv, lse = _chunk_bytes(a, chunks)
-    begin, merge = merges(strategy, width * a.heads)
+    q, out, kv, lse = _chunk_bytes(a, chunks)
+    begin, merge = merges(strategy, size * a.batch * a.value_dim * a.heads)
     own = (_chunk_tile(a, size, own=True), begin) if strategy.fused else (_chunk_tile(a, size, own=True),)
     offload, travelling = saving and strategy.fpdt_offload, float(a.blocks.keys)
     if strategy.fpdt_offload:
         travelling = key_blocks_by_queries(a.ring, strategy.balance, a.causal, chunks)
-    kept = _copies(2 * q + kv + lse, 0) if offload and not _overlaps_layer(a, strategy) else ()
+    kept = _copies(q + out + kv + lse, 0) if offload and not _overlaps_layer(a, strategy) else ()
     if chunks == 1:
         head, *rest = ring_forward(a, strategy)
         return [replace(head, copies=kept), *rest]
@@ -317,8 +316,8 @@ def stored_in_forward(a: Attended, strategy: Strategy, chunks: int) -> tuple[Hos
     """
     if not _overlaps_layer(a, strategy):
         return ()
-    q, kv, lse = _chunk_bytes(a, chunks)
-    return _copies(chunks * (2 * q + kv + lse) - (q + kv) * (chunks > 1), 0)
+    q, out, kv, lse = _chunk_bytes(a, chunks)
+    return _copies(chunks * (q + out + kv + lse) - (q + kv) * (chunks > 1), 0)
 
 
 def loaded_in_backward(a: Attended, strategy: Strategy, chunks: int) -> tuple[HostCopy, ...]:
@@ -328,8 +327,8 @@ def loaded_in_backward(a: Attended, strategy: Strategy, chunks: int) -> tuple[Ho
     """
     if not _overlaps_layer(a, strategy) or chunks == 1 or _backward_by_keys(a):
         return ()
-    q, kv, lse = _chunk_bytes(a, chunks)
-    return _copies(0, (chunks - 1) * (2 * q + lse) + chunks * kv)
+    q, out, kv, lse = _chunk_bytes(a, chunks)
+    return _copies(0, (chunks - 1) * (q + out + lse) + chunks * kv)
 
 
 def _overlaps_layer(a: Attended, strategy: Strategy) -> bool:
@@ -345,19 +344,20 @@ def _backward_by_keys(a: Attended) -> bool:
     return a.ring > 1 or goes_by_keys(a.heads, a.kv_heads, BF16)
 
 
-def _chunk_bytes(a: Attended, chunks: int) -> tuple[float, float, float]:
-    """Bytes of a chunk's queries (or outputs), of its keys and values, and of lse."""
+def _chunk_bytes(a: Attended, chunks: int) -> tuple[float, float, float, float]:
+    """Bytes of a chunk's queries, of its outputs, of its keys and values, and of lse."""
     tokens = a.queries / chunks * a.batch
-    return BF16 * tokens * a.head_dim * a.heads, 2 * BF16 * tokens * a.head_dim * a.kv_heads, FP32 * tokens * a.heads
+    queries, out = BF16 * tokens * a.head_dim * a.heads, BF16 * tokens * a.value_dim * a.heads
+    return queries, out, BF16 * tokens * a.pair_dim * a.kv_heads, FP32 * tokens * a.heads
 
 
 def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Segment]:
     """All tiles, transfers and host copies of the backward pass."""
     size, met = a.queries / chunks, _met(a, chunks)
-    width = size * a.batch * a.head_dim
-    q, kv, lse = _chunk_bytes(a, chunks)
+    q, out, kv, lse = _chunk_bytes(a, chunks)
     own, other = _chunk_tile(a, size, own=True, backward=True), _chunk_tile(a, size, backward=True)
-    sums = memory("merge", 2 * (BF16 + 2 * FP32) * width * (a.heads + 2 * a.kv_heads), backward=True)
+    width = size * a.batch * (a.head_dim * a.heads + a.pair_dim * a.kv_heads)
+    sums = memory("merge", 2 * (BF16 + 2 * FP32) * width, backward=True)
     travel = _hops(a, strategy, size, chunks, a.blocks.keys, a.blocks.grads)
     if not strategy.fpdt_offload:
         if chunks == 1:
@@ -365,18 +365,19 @@ def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Segme
         return [Segment((own, sums), count=chunks), Segment((other, sums), travel, count=met)]
     by_keys = _backward_by_keys(a)
     if _one_rank_by_keys(a, strategy):
-        return _by_keys((own, sums), (other, sums), chunks, met, q, kv, lse)
+        return _by_keys((own, sums), (other, sums), chunks, met, q, out, kv, lse)
     if not by_keys:
-        first, pair = _copies(0, 2 * q + lse + kv), _copies(2 * kv, 3 * kv)
+        first, pair = _copies(0, q + out + lse + kv), _copies(2 * kv, 3 * kv)
     else:
         new = 2 * q if a.ring > 1 else 0  # dq sums, which do not exist yet for the first queries
-        first, pair = _copies(3 * q, 6 * q + lse + kv - new), _copies(2 * q, 5 * q + lse)
+        first = _copies(out + 2 * q, 3 * q + 3 * out + lse + kv - new)
+        pair = _copies(2 * q, 3 * q + 2 * out + lse)
     before = [Segment(copies=first)]
     if chunks == 1:
         return [*before, *ring_backward(a, strategy)]
     if not by_keys and strategy.fused:
         return [
-            Segment(copies=_copies(0, 2 * q + lse)),
+            Segment(copies=_copies(0, q + out + lse)),
             Segment((own, sums), count=chunks),
             Segment((other, sums), travel, pair, met),
         ]
@@ -388,7 +389,7 @@ def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Segme
             Segment((other, sums), travel, pair, met),
         ]
     # Queries are loaded after a block of keys has arrived, so nothing overlaps the first load of each block.
-    blocks, coming = chunks * a.ring, _copies(0, 5 * q + lse)
+    blocks, coming = chunks * a.ring, _copies(0, 3 * q + 2 * out + lse)
     if a.seen:  # blocks within the window of each half of a zigzag rank, or of a contiguous rank
         blocks = min(blocks, chunks + (2 if a.balanced else 1) * ceil(a.seen / size))
     waiting = waiting_chunks(chunks, balanced=a.balanced)
@@ -398,9 +399,9 @@ def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Segme
         *before,
         Segment(copies=_copies(2 * kv, 2 * kv), count=waiting),
         Segment(copies=coming, count=blocks - 1),
-        Segment((own, sums), (), _copies(3 * q, q + kv), chunks - 1),
+        Segment((own, sums), (), _copies(out + 2 * q, out + kv), chunks - 1),
         Segment((own, sums)),
-        Segment((other, sums), travel, _copies(2 * q, 3 * q + lse), begun),
+        Segment((other, sums), travel, _copies(2 * q, q + 2 * out + lse), begun),
         Segment((other, sums), travel, pair, met - last - begun),
         Segment((other, sums), travel, _copies(2 * q, 0), last),
         Segment(copies=_copies(0, 2 * q), count=chunks),  # dq, once it is final
@@ -414,8 +415,8 @@ def copied_in_ffn_backward(a: Attended, strategy: Strategy, chunks: int) -> tupl
     """
     if not _one_rank_by_keys(a, strategy):
         return ()
-    q = BF16 * a.queries * a.batch * a.head_dim * a.heads
-    return _copies(q, q * (chunks - 1) / chunks)
+    out = BF16 * a.queries * a.batch * a.value_dim * a.heads
+    return _copies(out, out * (chunks - 1) / chunks)
 
 
 def _one_rank_by_keys(a: Attended, strategy: Strategy) -> bool:
@@ -423,7 +424,14 @@ def _one_rank_by_keys(a: Attended, strategy: Strategy) -> bool:
 
 
 def _by_keys(
-    own: tuple[Kernel, ...], other: tuple[Kernel, ...], chunks: int, met: float, q: float, kv: float, lse: float
+    own: tuple[Kernel, ...],
+    other: tuple[Kernel, ...],
+    chunks: int,
+    met: float,
+    q: float,
+    out: float,
+    kv: float,
+    lse: float,
 ) -> list[Segment]:
     """A backward pass by keys without a ring: one key chunk after another, each with its queries (fpdt/by_keys.py).
 
@@ -434,12 +442,13 @@ def _by_keys(
     sequence/fpdt_layer.py) loads the next key chunk's queries during the last tile and keeps dq on the device, so that
     all its loads but the first are overlapped.
     """
-    new, summed = 3 * q + lse, 5 * q + lse  # bytes of queries, dout, out and lse; the same with dq sums
+    new = q + 2 * out + lse  # bytes of queries, dout, out and lse
+    summed = new + 2 * q  # the same with dq sums
     pairs = max(met - (chunks - 1), 0.0)  # pairs of two chunks during whose tile other queries are loaded
     alone = _copies(2 * q, 0)
     first = min(max(chunks - 2, 0), pairs)  # the pairs with the first key chunk
     return [
-        Segment(copies=_copies(0, q + kv + new)),
+        Segment(copies=_copies(0, out + kv + new)),
         Segment(copies=_copies(0, kv + summed), count=chunks - 1),
         Segment(own, copies=_copies(2 * q, new), count=min(chunks - 1, 1)),
         Segment(own, copies=_copies(2 * q, summed), count=max(chunks - 2, 0)),
@@ -464,7 +473,8 @@ def _chunk_tile(a: Attended, size: float, *, own: bool = False, backward: bool =
         within = min(a.seen, size / 2)
         chunks = round(a.queries / size)
         pairs = size * within if own else a.queries * (a.seen - within) / max(_met(a, chunks), 1)
-    return tile(size, size, a.heads * a.batch, a.head_dim, pairs, backward=backward, name=a.kernel)
+    heads = a.heads * a.batch
+    return tile(size, size, heads, a.head_dim, pairs, backward=backward, name=a.kernel, value_dim=a.value_dim)
 
 
 def _hops(
@@ -473,7 +483,7 @@ def _hops(
     """A tile's share of the ring's transfers: blocks of keys, and of their fp32 gradients."""
     if a.ring == 1:
         return ()
-    sent = (BF16 * keys + FP32 * grads) * a.travels * 2.0 * size * chunks * a.batch * a.kv_heads * a.head_dim
+    sent = (BF16 * keys + FP32 * grads) * a.travels * size * chunks * a.batch * a.kv_heads * a.pair_dim
     return (Transfer("p2p", "ring", strategy.group("ring"), sent / _met(a, chunks)),)
 
 

@@ -192,6 +192,10 @@ def _sharded_layers(
     """
     gather = transfer_seconds(gather_parameters(strategy, held.layer), machine)
     scatter = transfer_seconds(reduce_gradients(strategy, held.layer, program.gradients), machine)
+    if held.experts and strategy.group("expert dp").size > 1:  # at the same time, from a group of their own
+        each = held.experts / held.layers  # on average
+        gather += transfer_seconds(gather_parameters(strategy, each, "expert dp"), machine)
+        scatter += transfer_seconds(reduce_gradients(strategy, each, program.gradients, "expert dp"), machine)
     again = gather if strategy.zero == 3 else 0.0
     slowdown = 1 - machine.calibration.overlap
     weights, gradients = strategy.overlap_param_gather, strategy.overlap_grad_reduce
@@ -207,7 +211,7 @@ def _sharded_layers(
         for size in (alone, held.ends - alone)
     )
     ends += slowdown * hidden
-    copies = split_and_join(strategy, held.all)
+    copies = split_and_join(strategy, held.all + held.experts)
     parts["memory"] = parts.get("memory", 0.0) + kernel_seconds(copies, machine)
     # Nothing overlaps the first layer's weights, the last gradients and the root's transfers.
     first = gather * weights + scatter * gradients

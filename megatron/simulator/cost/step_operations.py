@@ -120,7 +120,8 @@ def states(shape: Shape, strategy: Strategy, stage: int) -> States:
     """Parameters of a pipeline stage. Raises ValueError if the stages do not divide the layers."""
     if (shape.layers + strategy.first_less + strategy.last_less) % strategy.pipeline:
         raise ValueError(f"{strategy.pipeline} pipeline stages do not divide {shape.layers} layers")
-    return _states(shape, stage, strategy.but(**_UNREAD), strategy.group("dp").size)
+    holders = strategy.group("expert dp").size if shape.mixture else 1
+    return _states(shape, stage, strategy.but(**_UNREAD), strategy.group("dp").size, holders)
 
 
 # Fields that `_states` does not read, so that strategies that differ in them share a cache entry.
@@ -132,7 +133,7 @@ _UNREAD = {
 
 
 @lru_cache(maxsize=4096)
-def _states(shape: Shape, stage: int, strategy: Strategy, ranks: int) -> States:
+def _states(shape: Shape, stage: int, strategy: Strategy, ranks: int, holders: int) -> States:
     whole = rank_parameters(shape, strategy, stage)
     tensor, zero, bucketed = strategy.tensor, strategy.zero, strategy.overlap_grad_reduce
     held = replace(whole, experts=())
@@ -141,20 +142,21 @@ def _states(shape: Shape, stage: int, strategy: Strategy, ranks: int) -> States:
     if zero < 2:
         every, layer = model_states(held, zero, ranks, BF16, bucketed=bucketed).gradients // FP32, held.layer_numel
     else:
-        every, layer = (ranks * shard_numel(tensors, ranks) for tensors in (held.tensors, held.layer))
-        layer = layer or ranks * shard_numel(held.routed, ranks) // layers  # with states: on average
+        every = ranks * shard_numel(held.tensors, ranks)
+        layer = ranks * shard_numel(held.layer * held.layers + held.routed, ranks) // layers  # on average
     vectors = whole_vectors(shape, held)
     if not whole.with_experts:
         return States(layer, layers, every - layer * layers, table, every, vectors)
-    routed = layer if held.mixed else (held.layers * layer + numel(held.routed)) // layers
+    if zero < 2 and not held.mixed:
+        layer = (held.layers * layer + numel(held.routed)) // layers
     return States(
-        routed,
+        layer,
         layers,
-        every - routed * layers,
+        every - layer * layers,
         table,
         every,
         vectors,
-        numel(whole.experts),
+        holders * shard_numel(whole.experts, holders) if zero > 1 else numel(whole.experts),
         whole.with_experts / layers,
     )
 

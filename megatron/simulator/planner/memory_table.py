@@ -109,8 +109,8 @@ def strategies(
 ) -> Iterator[Strategy]:
     """ZeRO stage x (data parallel only, context parallel, with inputs offloaded, FPDT) x recompute.
 
-    Ulysses has at most as many ranks as a TP rank has key/value heads; Ring has the other ranks. Models with experts
-    have neither ZeRO 2 and 3 nor FPDT, and models with latents or states have no formula for FPDT.
+    Ulysses has at most as many ranks as a TP rank has key/value heads; Ring has the other ranks. Models with experts or
+    states have no formula for FPDT.
 
     Args:
         expert: EP; 0: as many ranks as possible.
@@ -139,9 +139,9 @@ def strategies(
         choices += [context, {**context, **full}]
     offload = {**context, **full, "offload_checkpoints": True}
     choices.append(offload)
-    if not (shape.mixture or shape.latent or shape.linear):
+    if not (shape.mixture or shape.linear):
         choices.append({**offload, "fpdt_chunk": chunk})
-    for zero in range(2 if pipeline > 1 or shape.mixture else 4):  # ZeRO 2 and 3 cannot be combined with these
+    for zero in range(2 if pipeline > 1 else 4):  # ZeRO 2 and 3 cannot be combined with pipeline stages
         for choice in choices:
             yield Strategy(tensor=tensor, pipeline=pipeline, zero=zero, expert=expert or sizes[-1], **choice)
 

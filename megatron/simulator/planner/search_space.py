@@ -54,21 +54,18 @@ class Limits:
         Raises:
             Refusal: nothing is left.
         """
-        if not (shape.mixture or shape.latent or shape.linear or shape.output_gate):
-            if self.expert not in (None, (1,)):
-                raise Refusal("--expert: the model has no experts: leave it out")
+        if not shape.mixture and self.expert not in (None, (1,)):
+            raise Refusal("--expert: the model has no experts: leave it out")
+        if not (shape.mixture or shape.linear or shape.output_gate):
             return self
-        kinds = {"--num-experts": shape.mixture, "--multi-latent-attention": shape.latent,
-                 "--experimental-attention-variant": shape.linear, "--attention-output-gate": True}  # fmt: skip
+        kinds = {"--num-experts": shape.mixture, "--experimental-attention-variant": shape.linear,
+                 "--attention-output-gate": True}  # fmt: skip
         what = next(flag for flag, present in kinds.items() if present)
         if self.fpdt_chunk not in (None, (0,)):
             raise Refusal(f"--fpdt-chunk: the planner has no FPDT with {what}: leave it out")
         if not shape.mixture:
             return replace(self, fpdt_chunk=(0,))
-        zero = tuple(stage for stage in self.zero or (0, 1) if stage < 2)
-        if not zero:
-            raise Refusal("--zero: experts need ZeRO 0 or 1: use --zero 1")
-        return replace(self, fpdt_chunk=(0,), ffn_chunks=False, zero=zero)
+        return replace(self, fpdt_chunk=(0,), ffn_chunks=False)
 
 
 def grids(workload: Workload, gpus: int, limits: Limits = Limits()) -> Iterator[Strategy]:
