@@ -33,7 +33,7 @@ def forward_flops(shape: Shape, seq_length: int) -> ForwardFlops:
     value_width = shape.heads * (shape.latent.value if shape.latent else shape.head_dim)
     linear = shape.linear
     with_state, state_width = (sum(linear.layers), linear.heads * linear.values) if linear else (0, 0)
-    layers = shape.layers - with_state
+    layers = shape.layers_with("*") if shape.pattern else shape.layers - with_state
     return ForwardFlops(
         qkv=token * (layers * _qkv_products(shape) + with_state * _linear_products(shape)),
         out=token * shape.hidden * (layers * value_width + with_state * state_width),
@@ -56,12 +56,13 @@ def _qkv_products(shape: Shape) -> int:
 def _linear_products(shape: Shape) -> int:
     """Multiplications for a token before the output projection of a layer with a state.
 
-    They are those of the projection, the convolution and the recurrence, which reads, changes and reads the state.
+    They are those of the projection, the convolution and the recurrence, which changes and reads the state; Gated
+    DeltaNet also reads it before.
     """
     linear = shape.linear
     if linear is None:
         return 0
-    recurrence = 3 * linear.heads * linear.keys * linear.values
+    recurrence = (2 + linear.delta) * linear.heads * linear.keys * linear.values
     return shape.hidden * linear.projected + linear.convolved * linear.width + recurrence
 
 
@@ -71,12 +72,12 @@ def _mlp_width(shape: Shape) -> float:
     Of a mixture of experts, only the experts that compute the token are counted.
     """
     matrices, mixture = 3 if shape.gated else 2, shape.mixture
+    dense = shape.layers_with("-") if shape.pattern else shape.layers - (sum(mixture.layers) if mixture else 0)
     if mixture is None:
-        return shape.layers * matrices * shape.ffn
+        return dense * matrices * shape.ffn
     chosen = mixture.topk * min(mixture.capacity or 1.0, 1.0)  # an expert drops what is beyond its capacity
     routed = mixture.experts + mixture.gated + matrices * (mixture.shared + chosen * mixture.ffn)
-    with_experts = sum(mixture.layers)
-    return (shape.layers - with_experts) * matrices * shape.ffn + with_experts * routed
+    return dense * matrices * shape.ffn + sum(mixture.layers) * routed
 
 
 @dataclass(frozen=True)

@@ -128,20 +128,24 @@ def stage_parameters(
     share, mixture, linear = shape.layers // pipeline, shape.mixture, shape.linear
     begin, layers = span or (stage * share, share)
     own = slice(begin, begin + layers)
-    if mixture is None and linear is None:
+    if mixture is None and linear is None and not shape.pattern:
         return StageParameters(embedding, layer, layers, final)
-    if mixture is None:
+    if mixture is None and not shape.pattern:
         mixer = _linear(shape, tensor, norm)
         each = (mixer if with_state else attention for with_state in linear.layers[own])
         every = tuple(x for one in each for x in (*one, *layer[len(attention) :]))
         return StageParameters(embedding, (), 0, final, every, mixed=layers, with_states=sum(linear.layers[own]))
-    with_experts = shape.with_experts(begin, layers)
-    shared, width = mixture.shared // tensor, mixture.ffn // (expert_tensor or tensor)
-    gate = (mixture.experts, h), *bias(mixture.experts)
-    gate = (*gate, *(((1, h),) * mixture.gated), *(((gates * shared, h), (h, shared)) if shared else ()))
+    with_experts, gate, experts = shape.with_experts(begin, layers), (), ()
+    if mixture is not None:
+        gate, experts = _experts(shape, tensor, expert, expert_tensor)
     routed = (*attention, *gate)
-    one = (gates * width, h), *bias(gates * width), (h, width), *bias(h)
-    experts = one * (mixture.experts // expert)
+    if shape.pattern:
+        dense = layer[len(attention) :]
+        halves = {"*": attention[: -len(norm)], "-": (*norm, *dense), "E": (*norm, *gate)}
+        halves["M"] = _mamba(shape, tensor, norm) if linear else ()
+        every = tuple(x for kind in shape.pattern[own] for x in halves[kind])
+        counts = {"with_experts": with_experts, "mixed": layers, "with_states": shape.pattern[own].count("M")}
+        return StageParameters(embedding, (), 0, final, every, experts * with_experts, **counts)
     if linear is not None:
         mixer, dense, every = _linear(shape, tensor, norm), layer[len(attention) :], ()
         for with_state, routes in zip(linear.layers[own], mixture.layers[own]):
@@ -151,6 +155,31 @@ def stage_parameters(
     return StageParameters(
         embedding, layer, layers - with_experts, final, routed * with_experts, experts * with_experts, with_experts
     )
+
+
+def _experts(
+    shape: Shape, tensor: int, expert: int, expert_tensor: int | None
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """A layer's router with the shared expert, and its experts on a rank."""
+    mixture, h, gates = shape.mixture, shape.hidden, 2 if shape.gated else 1
+
+    def bias(size: int) -> tuple[Tensor, ...]:
+        return ((size, 1),) if shape.bias else ()
+
+    shared, width = mixture.shared // tensor, mixture.ffn // (expert_tensor or tensor)
+    gate = (mixture.experts, h), *bias(mixture.experts)
+    gate = (*gate, *(((1, h),) * mixture.gated), *(((gates * shared, h), (h, shared)) if shared else ()))
+    one = (gates * width, h), *bias(gates * width), (h, width), *bias(h)
+    return gate, one * (mixture.experts // expert)
+
+
+def _mamba(shape: Shape, tensor: int, norm: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A Mamba2 layer. TP splits heads, and the norm of their outputs with them."""
+    linear, h = shape.linear, shape.hidden
+    heads, channels = linear.heads // tensor, linear.convolved // tensor
+    values = heads * linear.values
+    inside = (linear.projected // tensor, h), (channels, linear.width), (channels, 1), (h, values), (values, 1)
+    return (*norm, *((heads, 1),) * 3, *inside)
 
 
 def _linear(shape: Shape, tensor: int, norm: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

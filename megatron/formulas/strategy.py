@@ -95,13 +95,14 @@ class Latent:
 
 @dataclass(frozen=True)
 class LinearAttention:
-    """Layers with a state in place of keys and values (Gated DeltaNet).
+    """Layers with a state in place of keys and values (Gated DeltaNet, Mamba2).
 
     Attributes:
         layers: 1 for each layer that has a state, 0 for the others.
         key_heads, heads: numbers of query and key heads, and of value heads.
         keys, values: sizes of a key head and of a value head.
         width: tokens that the short convolution sees.
+        delta: Gated DeltaNet; False: Mamba2, whose query and key heads are its groups of B and C.
     """
 
     layers: tuple[int, ...]
@@ -110,6 +111,7 @@ class LinearAttention:
     keys: int
     values: int
     width: int
+    delta: bool = True
 
     @property
     def convolved(self) -> int:
@@ -119,7 +121,7 @@ class LinearAttention:
     @property
     def projected(self) -> int:
         """Rows of the first projection."""
-        return self.convolved + self.heads * (self.values + 2)
+        return self.convolved + self.heads * (self.values + (2 if self.delta else 1))
 
 
 @hashed_once
@@ -149,6 +151,11 @@ class Shape:
     output_gate: bool = False  # a gate for each number of attention's output, projected with the queries
     latent: Latent | None = None  # attention with latents; ``head_dim`` is the size of a query or key head
     linear: LinearAttention | None = None  # in some layers, in place of attention over keys
+    pattern: str = ""  # hybrid: each layer is M (Mamba2), * (attention), - (MLP) or E (experts) alone
+
+    def layers_with(self, kinds: str) -> int:
+        """The number of a hybrid's layers of these kinds."""
+        return sum(map(self.pattern.count, kinds))
 
     @property
     def value_dim(self) -> int:
@@ -370,6 +377,8 @@ class Strategy:
 
 def refuse_unknown(shape: Shape, strategy: Strategy) -> None:
     """Raises ValueError for combinations whose memory and time no formula knows yet."""
+    if shape.pattern:
+        raise ValueError("hybrid models with Mamba2 have no formula of memory and time: run a dry run")
     if shape.linear and (strategy.fpdt_chunk or strategy.recompute_layers > 1 or strategy.recompute_method == "block"):
         raise ValueError("linear attention has no formula with FPDT, units of layers and block recompute: leave it out")
     if shape.mixture and (strategy.fpdt_chunk or strategy.ffn_chunks):

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.context_parallel.core.mixers.gated_delta_net import GatedDeltaNet
+from megatron.context_parallel.core.mixers.state_mixer import StateMixer
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Spans
 from megatron.context_parallel.linear_attention.mixer import linear_attention
-from megatron.context_parallel.linear_attention.rules import GATED_DELTA, recurrence
+from megatron.context_parallel.linear_attention.rules import LinearRule, recurrence
 from megatron.context_parallel.linear_attention.short_convolution import convolve, short_convolution
 from megatron.context_parallel.linear_attention.span_exchange import rows_of
 from megatron.context_parallel.linear_attention.span_maps import apply_map, span_map
@@ -33,7 +33,7 @@ class CachedState:
         rows: [width - 1, b, channels], the last rows before the convolution.
     """
 
-    def __init__(self, layer: GatedDeltaNet) -> None:
+    def __init__(self, layer: StateMixer) -> None:
         self.layer, self.cache = layer, self
         self.generation: Any = None
         self.state: Tensor | None = None
@@ -48,26 +48,26 @@ class CachedState:
         """Start a new batch; what is kept of the previous one is dropped."""
         self.generation, self.state, self.rows = generation, None, None
 
-    def mixed(self, qkv: Tensor, beta: Tensor, alpha: Tensor, _: Any) -> Tensor:
-        """As :meth:`GatedDeltaNet.mixed`, for prompts and for one token of each sample."""
-        weight = self.layer.conv1d.weight.squeeze(1)
+    def mixed(self, *inputs_and_batch: Any) -> Tensor:
+        """As :meth:`StateMixer.mixed`, for prompts and for one token of each sample."""
+        x, *others, _ = inputs_and_batch
+        layer, weight, bias = self.layer, self.layer.conv1d.weight.squeeze(1), self.layer.conv1d.bias
         if self.generation.step is not None:
-            rows = torch.cat((self.rows, qkv))
+            rows = torch.cat((self.rows, x))
             self.rows = rows[1:]
-            inputs = self.layer.inputs_of_rule(convolve(rows, weight, None, "silu"), beta, alpha)
-            out, self.state = recurrence(GATED_DELTA, *(x.to(self.state.dtype) for x in inputs), self.state)
-            return out.to(qkv.dtype)
+            inputs = layer.inputs_of_rule(convolve(rows, weight, bias, "silu"), *others)
+            out, self.state = recurrence(layer.rule, *(y.to(self.state.dtype) for y in inputs), state=self.state)
+            return out.to(x.dtype)
         plan = self.generation.plan
         layout, ends = plan.layout, torch.tensor(plan.lengths)
-        self.rows = last_rows(qkv, ends, weight.size(1) - 1, layout)
-        inputs = self.layer.inputs_of_rule(
-            short_convolution(qkv, weight, layout=layout, activation="silu"), beta, alpha
-        )  # fmt: skip
+        self.rows = last_rows(x, ends, weight.size(1) - 1, layout)
+        convolved = short_convolution(x, weight, bias, layout=layout, activation="silu")
+        q, k, v, *gates = layer.inputs_of_rule(convolved, *others)
         # Padding after a prompt changes no state: it neither forgets nor writes.
-        is_padding = to_device(layout.positions[:, None] >= ends, qkv.device)[..., None]
-        q, k, v, g, beta = (*inputs[:3], *(x.masked_fill(is_padding, 0.0) for x in inputs[3:]))
-        self.state = last_state((q, k, v, g, beta), layout)
-        return linear_attention(q, k, v, g, beta, rule=GATED_DELTA, layout=layout)
+        is_padding = to_device(layout.positions[:, None] >= ends, x.device)[..., None]
+        inputs = q, k, v, *(y.masked_fill(is_padding, 0.0) for y in gates)
+        self.state = last_state(layer.rule, inputs, layout)
+        return linear_attention(*inputs, rule=layer.rule, layout=layout)
 
 
 def last_rows(x: Tensor, ends: Tensor, width: int, layout: SequenceLayout) -> Tensor:
@@ -86,32 +86,32 @@ def last_rows(x: Tensor, ends: Tensor, width: int, layout: SequenceLayout) -> Te
     return rows
 
 
-def last_state(inputs: tuple[Tensor, ...], layout: SequenceLayout) -> Tensor:
+def last_state(rule: LinearRule, inputs: tuple[Tensor, ...], layout: SequenceLayout) -> Tensor:
     """The state [b, heads, K, V] after the complete sequence, on every rank of ``grid.context``.
 
     Args:
-        inputs: of the gated delta rule, as :func:`linear_attention` takes them.
+        inputs: of the rule, as :func:`linear_attention` takes them.
     """
     grid, q = layout.grid, inputs[0]
     at = [(u, r) for r in range(grid.ring.size) for u in range(grid.ulysses.size)]
     held: list[Spans] = [layout.spans(ulysses=u, ring=r) for u, r in at]
-    maps = [span_map(GATED_DELTA, inputs, rows) for rows in rows_of(held[grid.context.rank])]
-    most, empty = max(map(len, held)), span_map(GATED_DELTA, inputs, (0, 0))
+    maps = [span_map(rule, inputs, rows) for rows in rows_of(held[grid.context.rank])]
+    most, empty = max(map(len, held)), span_map(rule, inputs, (0, 0))
     mine = torch.stack((*maps, *(empty,) * (most - len(maps))))
     every = [mine]
     if grid.context.size > 1:
         every = [torch.empty_like(mine) for _ in held]
         dist.all_gather(every, mine, group=grid.context.group)
-    state = torch.zeros_like(empty[..., q.size(3) :])
+    state = torch.zeros_like(empty[..., rule.map_columns(q.size(3)) :])
     numbered = [(span, rank, index) for rank, spans in enumerate(held) for index, span in enumerate(spans)]
     for _, rank, index in sorted(numbered):
-        state = apply_map(GATED_DELTA, every[rank][index], state)
+        state = apply_map(rule, every[rank][index], state)
     return state
 
 
 def keep_states(model: torch.nn.Module) -> list[CachedState]:
     """Let each layer with a state keep it; call it after loading the weights."""
-    layers = [module for module in model.modules() if isinstance(module, GatedDeltaNet)]
+    layers = [module for module in model.modules() if isinstance(module, StateMixer)]
     caches = [CachedState(layer) for layer in layers]
     for layer, cache in zip(layers, caches):
         layer.mixed = cache.mixed

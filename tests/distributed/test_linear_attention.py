@@ -24,7 +24,7 @@ CONTROL = 1e-2  # without the state, or without the rows before a span, the erro
 
 
 def tokens(rule: LinearRule, length: int, batch: int, heads: int, key_heads: int, keys: int = 6) -> list[Tensor]:
-    """q, k, v, g and beta of a whole sequence."""
+    """q, k, v, g and beta of a whole sequence; for Mamba2 also skip."""
     generator = torch.Generator().manual_seed(5)
 
     def normal(*shape: int) -> Tensor:
@@ -32,7 +32,7 @@ def tokens(rule: LinearRule, length: int, batch: int, heads: int, key_heads: int
 
     q, k = (torch.nn.functional.normalize(normal(key_heads, keys), dim=-1) for _ in range(2))
     g = -torch.nn.functional.softplus(normal(heads, *([keys] if rule.channels else [])) - 2)
-    return [q, k, normal(heads, 5), g, normal(heads).sigmoid()]
+    return [q, k, normal(heads, 5), g, normal(heads).sigmoid(), *([normal(heads)] if rule.name == "mamba2" else [])]
 
 
 def each_document(function, tensors: list[Tensor], ends) -> Tensor:
@@ -109,6 +109,7 @@ def count_bytes(ulysses, ring, exchange, rule, length):
     rule, layout = RULES[rule], cp.SequenceLayout(length, cp.initialize_grid(ulysses=ulysses, ring=ring))
     heads, keys, values, rows = 4, 4, 3, layout.local_length
     shapes = (2, keys), (2, keys), (heads, values), (heads, keys) if rule.channels else (heads,), (heads,)
+    shapes += ((heads,),) * (rule.name == "mamba2")
     inputs = [torch.rand(rows, 1, *shape).neg().requires_grad_() for shape in shapes]
     sent = []
 
@@ -128,7 +129,7 @@ def count_bytes(ulysses, ring, exchange, rule, length):
         out = linear_attention(*inputs, rule=rule, layout=layout, exchange=exchange)
         sent.append(0)
         torch.autograd.grad(out.sum(), inputs)
-    bare, sizes = layout.without_groups(), state_sizes(rule, inputs[0], inputs[2], inputs[3])
+    bare, sizes = layout.without_groups(), state_sizes(rule, inputs)
     counts = span_order(bare, (), exchange == "heads").counts
     if exchange == "heads":
         moved = heads_bytes(sizes, ulysses, 2)
@@ -238,7 +239,8 @@ def compare_chunked(ulysses, ring, balance, documents, chunks, exchange, rule, k
                    zip(mixed.split((3 * keys, 3 * keys, heads * values), dim=-1), (3, 3, heads)))  # fmt: skip
         q, k = (torch.nn.functional.normalize(one, dim=-1) for one in (q, k))
         g = -torch.nn.functional.softplus(g - 2)
-        return [q, k, v, g.unflatten(2, (heads, -1)) if rule.channels else g, beta.sigmoid()]
+        skip = [beta.tanh()] if rule.name == "mamba2" else []
+        return [q, k, v, g.unflatten(2, (heads, -1)) if rule.channels else g, beta.sigmoid(), *skip]
 
     def dense(x: Tensor) -> Tensor:
         mixed, *gates = project(x, weights[0])

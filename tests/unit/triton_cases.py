@@ -239,7 +239,7 @@ def errors_of_states(name: str, keys: int, values: int) -> list[float]:
 
     g = -normal(2, 3, 96, *([keys] if rule.channels else [])).abs() / 4
     q, k = (torch.nn.functional.normalize(normal(2, 3, 96, keys), dim=-1) for _ in range(2))
-    ready = prepare(rule, q, k, normal(2, 3, 96, values), g, normal(2, 3, 96).sigmoid(), block_scan.KERNEL_BLOCK)
+    ready = prepare(rule, q, k, normal(2, 3, 96, values), g, normal(2, 3, 96).sigmoid(), block=block_scan.KERNEL_BLOCK)
     state, dout, dstate = normal(2, 3, keys, values), normal(*ready.own.shape), normal(2, 3, keys, values)
     ours, expected = (
         [

@@ -25,8 +25,9 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
         get_gpt_layer_with_transformer_engine_spec,
     )
     from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+    from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -37,6 +38,7 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     from megatron.context_parallel.core.lora import ColumnParallelLinearWithLora, Lora, RowParallelLinearWithLora
     from megatron.context_parallel.core.mixers.gated_delta_net import GatedDeltaNet
     from megatron.context_parallel.core.mixers.latent_attention import LatentAttention
+    from megatron.context_parallel.core.mixers.mamba2 import Mamba2
     from megatron.context_parallel.core.transformer_layer import (
         AttentionSettings,
         ChunkedTransformerLayer,
@@ -155,6 +157,8 @@ def block_spec(
     output_norms: bool = False,
     latent_norms: bool = False,
     linear: Collection[int] = (),
+    pattern: str = "",
+    dt_min: float = 0.0,
     exchange: str = "auto",
     all_heads_norms: bool = False,
     parallel_residual: bool = False,
@@ -178,12 +182,15 @@ def block_spec(
             ``transformer_engine`` nor with ``lora``.
         linear: the layers of this stage, from 0, that have a Gated DeltaNet in place of attention; not with
             ``transformer_engine``.
+        pattern: for each layer of this stage what it consists of, as in core's MambaStack: M (Mamba2), * (attention), -
+            (FFN) or E (FFN, in ``experts`` too); empty: attention and FFN. Not with ``transformer_engine``.
+        dt_min: the smallest time step of Mamba2.
         exchange: how their states go from rank to rank.
         all_heads_norms: normalize queries and keys over all heads together; not with ``transformer_engine``.
         parallel_residual: attention and FFN both read the layer's input; not with ``chunks``.
     """
-    if linear and transformer_engine:
-        raise ValueError("Gated DeltaNet needs core's own layers: no transformer_engine")
+    if (linear or pattern) and transformer_engine:
+        raise ValueError("Gated DeltaNet and Mamba2 need core's own layers: no transformer_engine")
     latents = config.multi_latent_attention
     if latents and (transformer_engine or lora is not None):
         raise ValueError("multi-latent attention needs core's own layers: no transformer_engine or lora")
@@ -224,6 +231,20 @@ def block_spec(
     layers = [replace(layer, module=LongContextLayer, params=params)] * num_layers
     for index in linear:
         layers[index] = replace(layers[index], submodules=_with_state(layer.submodules, settings, exchange))
+    if pattern:
+        layers = [
+            replace(one, submodules=_half(one.submodules, kind)) for one, kind in zip(layers, pattern, strict=True)
+        ]
+        mixer = ModuleSpec(
+            Mamba2,
+            params={"settings": settings, "exchange": exchange, "dt_min": dt_min},
+            submodules=MambaMixerSubmodules(ColumnParallelLinear, RowParallelLinear),
+        )
+        names = {"input_layernorm.": "mixer.in_proj.layer_norm_", "self_attention.": "mixer."}  # in core's files
+        for index, kind in enumerate(pattern):
+            if kind == MAMBA:
+                own = replace(layers[index].submodules, self_attention=mixer, sharded_state_dict_keys_map=names)
+                layers[index] = replace(layers[index], submodules=own)
     for index, rule in (experts or {}).items():
         # The norm before experts is not fused with them: in checkpoints it has its own name, as in Megatron-LM.
         names = dict(layers[index].submodules.sharded_state_dict_keys_map)
@@ -243,6 +264,16 @@ def block_spec(
         if chunks.fpdt:
             final_norm = ModuleSpec(ChunkedNorm, params={"chunks": chunks})
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm)
+
+
+MAMBA, MIXERS = "M", "M*"  # in a pattern: layers with Mamba2, and layers without an FFN
+
+
+def _half(submodules: TransformerLayerSubmodules, kind: str) -> TransformerLayerSubmodules:
+    """A layer that consists of its mixer alone or, depending on its kind in a pattern, of its FFN alone."""
+    if kind in MIXERS:
+        return replace(submodules, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp)
+    return replace(submodules, input_layernorm=IdentityOp, self_attention=IdentityOp, self_attn_bda=IdentityFuncOp)
 
 
 def _with_state(

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
@@ -120,7 +121,7 @@ def gated(x: Tensor, gate: Tensor) -> Tensor:
 
 
 class LongContextLayer(TransformerLayer):
-    """A transformer layer with dropout of hidden states by position.
+    """A transformer layer with dropout of hidden states by position. It may have a mixer alone or an FFN alone.
 
     Args:
         attention: settings of the attention.
@@ -149,7 +150,8 @@ class LongContextLayer(TransformerLayer):
             self.mlp = Experts(self.config, experts, self.layer_number)
             self.is_moe_layer = True
         self.attention_settings, self.dropout = attention, None
-        self.core_add = {ATTENTION: self.self_attn_bda, FFN: self.mlp_bda}
+        made = vars(self) | self._modules  # the methods below hide these modules
+        self.core_add = {ATTENTION: made["self_attn_bda"], FFN: made["mlp_bda"]}
         del self.self_attn_bda, self.mlp_bda  # replaced by the methods below
 
     def forward(
@@ -198,7 +200,7 @@ class LongContextLayer(TransformerLayer):
         return normalize_and_add
 
     def _add(self, dropout: HiddenDropout | None, which: int, rows: Span | None) -> Callable:
-        if dropout is None:
+        if dropout is None or isinstance(self.core_add[which], IdentityFuncOp):
             return self.core_add[which](self.training, self.config.bias_dropout_fusion)
 
         def add(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, _: float) -> Tensor:
@@ -219,9 +221,11 @@ class ChunkedTransformerLayer(LongContextLayer):
 
     def __init__(self, *args: Any, chunks: ChunkSettings, recompute: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, attention=chunks.attention, **kwargs)
-        self.has_state = not hasattr(self.self_attention, "core_attention")  # then it is a GatedDeltaNet
+        self.has_state = hasattr(self.self_attention, "inputs_of_rule")  # then it is a StateMixer
+        self.has_mixer = not isinstance(self.self_attention, IdentityOp)
+        self.has_ffn = self.is_moe_layer or not isinstance(self.mlp, IdentityOp)
         self.chunks = chunks
-        if not self.has_state:
+        if self.has_mixer and not self.has_state:
             self.chunks = replace(chunks, attention=self.self_attention.core_attention.settings)
         self.recompute = recompute
 
@@ -233,12 +237,14 @@ class ChunkedTransformerLayer(LongContextLayer):
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
         self._refuse(signature(super()._forward_attention).bind(hidden_states, attention_mask, *args, **kwargs))
         batch = samples(attention_mask)
-        if len(batch.ends) <= 1:
+        if not self.has_mixer:
+            output = hidden_states
+        elif len(batch.ends) <= 1:
             output = self._chunked(hidden_states, batch)
         else:
             parts = zip(hidden_states.split(1, dim=1), attention_mask.split(1))  # each sample has its own tiles
             output = torch.cat([self._chunked(part, samples(packed)) for part, packed in parts], dim=1)
-        if self.is_moe_layer:
+        if self.is_moe_layer or not self.has_mixer:
             offload = self.chunks.offload if self.chunks.streamed else None
             output = self._ffn_in_chunks(output, self._hidden_dropout(batch), kwargs.get("padding_mask"), offload)
         return output, None
@@ -259,7 +265,7 @@ class ChunkedTransformerLayer(LongContextLayer):
         if self.is_moe_layer:  # experts follow when all chunks are there: see _ffn_in_chunks
             others = {id(parameter) for parameter in self._ffn_parameters()}
             parameters = [parameter for parameter in parameters if id(parameter) not in others]
-        else:
+        elif self.has_ffn:
             pieces = ceil(settings.ffn_chunks / layout.chunks)
             ffn = {"ffn": partial(self._ffn, dropout, None), "ffn_by_rows": True, "ffn_pieces": pieces}
         common: dict[str, Any] = {
@@ -273,9 +279,11 @@ class ChunkedTransformerLayer(LongContextLayer):
         }
         if self.has_state:
             layer = ChunkedLinearLayer(
-                project=lambda x, _: mixer.projected(self.input_layernorm(x))[:3],
+                project=lambda x, _: mixer.projected(self.input_layernorm(x))[:-1],
+                linear=mixer.rule,
                 heads=mixer.inputs_of_rule,
                 weight=mixer.conv1d.weight.squeeze(1),
+                bias=mixer.conv1d.bias,
                 activation="silu",
                 documents=batch.ends if settings.attention.separate else (),
                 exchange=mixer.exchange,
@@ -313,7 +321,7 @@ class ChunkedTransformerLayer(LongContextLayer):
         """
         mixer = self.self_attention
         if self.has_state:
-            projected = mixer.out_proj(mixer.gated_norm(out, mixer.projected(self.input_layernorm(x))[3]))
+            projected = mixer.out_proj(mixer.gated_norm(out, mixer.projected(self.input_layernorm(x))[-1]))
             return self.dropout_add(dropout, ATTENTION, layout.local_chunks[chunk])(projected, x, 0.0)
         if self.config.attention_output_gate:
             out = gated(out, self._projected(x)[3])
@@ -323,7 +331,7 @@ class ChunkedTransformerLayer(LongContextLayer):
     def _forward_mlp(
         self, hidden_states: Tensor, inference_context: None = None, padding_mask: Tensor | None = None
     ) -> Tensor:
-        if not self.chunks.ffn_chunks:
+        if not self.chunks.ffn_chunks or not self.has_ffn:
             return super()._forward_mlp(hidden_states, inference_context, padding_mask)
         return self._ffn_in_chunks(hidden_states, self.dropout, padding_mask)
 

@@ -38,7 +38,7 @@ from megatron.context_parallel.linear_attention.span_maps import (
 )
 from megatron.platform.autograd import once_differentiable, refuse_transforms
 
-NAMES = ("q", "k", "v", "g", "beta")
+NAMES = ("q", "k", "v", "g", "beta", "skip")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,8 @@ class ChunkedLinearLayer(LayerFunctions):
     Attributes:
         project: (x of some rows of a chunk [c, b, h], chunk) -> (mixed [c, b, channels], others ..): token-wise. The
             convolution is applied to ``mixed``.
-        heads: (mixed after the convolution, others ..) -> q, k, v, g and beta, as linear_attention takes them.
+        heads: (mixed after the convolution, others ..) -> q, k, v, g, beta and perhaps skip, as linear_attention takes
+            them.
         output: (out [c, b, heads, V], x of the chunk, chunk) -> [c, b, h], residual added.
         linear: the rule of the linear attention.
         weight, bias, activation: of the convolution, as in ``short_convolution``; weight=None: none. Those that need
@@ -131,8 +132,7 @@ class _Pass:
     # ---- where a chunk's rows lie
 
     def _set_route(self, inputs: Sequence[Tensor]) -> None:
-        q, _, v, g, _ = inputs
-        self.route = route_of(q, v, g, self.layer.linear, self.layout, self.ends, self.layer.exchange)
+        self.route = route_of(inputs, self.layer.linear, self.layout, self.ends, self.layer.exchange)
         self.work.ulysses = self.route.ulysses or Axis()
         self.pieces = _pieces(self.route.spans, self.layout.chunk_rows if self.route.ulysses else self.rows)
 
@@ -245,11 +245,12 @@ class _Pass:
             self.work.output(out, x, chunk, y)
 
     def put(self, kind: str, chunk: int, tensors: Sequence[Tensor]) -> None:
+        self.count = len(tensors)
         for name, x in zip(NAMES, tensors):
             self.store.put((kind, name, chunk), x.contiguous())
 
     def take(self, kind: str, chunk: int) -> list[Tensor]:
-        return [self.store.pop((kind, name, chunk)) for name in NAMES]
+        return [self.store.pop((kind, name, chunk)) for name in NAMES[: self.count]]
 
     # ---- the backward pass
 

@@ -57,6 +57,7 @@ def linear_attention(
     v: Tensor,
     g: Tensor,
     beta: Tensor | None = None,
+    skip: Tensor | None = None,
     *,
     rule: LinearRule | str,
     layout: SequenceLayout,
@@ -71,6 +72,8 @@ def linear_attention(
         g: the logarithm of the decay, at most 0, -inf allowed: [s_local, b, heads], or [s_local, b, heads, K] if the
             rule has one for each channel.
         beta: [s_local, b, heads]; None: 1.
+        skip: [s_local, b, heads], what multiplies v in the output, in addition (Mamba2's D, expanded); None: nothing.
+            Not with a delta rule.
         rule: how a token changes the state: a LinearRule, or the name of one: ``gated_delta``, ``kda``, ``mamba2``,
             ``decay``.
         layout: which rank holds which tokens.
@@ -94,22 +97,23 @@ def linear_attention(
     q, k, v = one_dtype(q, k, v)
     beta = g.new_ones(()).expand(v.shape[:3]) if beta is None else beta
     gates = torch.promote_types(g.dtype, beta.dtype)
-    g, beta = g.to(gates), beta.to(gates)
-    ends = _checked(q, k, v, g, beta, rule, layout, documents)
-    route = route_of(q, v, g, rule, layout, ends, exchange)
-    return _LinearAttention.apply(q, k, v, g, beta, rule, route)
+    inputs = q, k, v, *(x.to(gates) for x in (g, beta, skip) if x is not None)
+    ends = _checked(inputs, rule, layout, documents)
+    return _LinearAttention.apply(rule, route_of(inputs, rule, layout, ends, exchange), *inputs)
 
 
-def _checked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, rule: LinearRule, layout: SequenceLayout,
-             documents: Sequence[Sequence[int]]) -> Ends:  # fmt: skip
+def _checked(inputs: Inputs, rule: LinearRule, layout: SequenceLayout, documents: Sequence[Sequence[int]]) -> Ends:
+    q, k, v, g, *others = inputs
     s, b, heads, _ = v.shape
+    if rule.delta and len(others) > 1:
+        raise ValueError(f"skip is for rules without delta, not for {rule.name}: add skip * v to the result")
     if layout.chunks > 1:
         raise ValueError(f"the layout has {layout.chunks} chunks: make the layout with chunks=1")
     if s != layout.local_length:
         raise ValueError(f"v has {s} tokens, but the layout gives each rank {layout.local_length}")
     gates = (s, b, heads, q.size(3)) if rule.channels else (s, b, heads)
-    for name, x, shape in (("q", q, (s, b, q.size(2), q.size(3))), ("k", k, q.shape), ("g", g, gates),
-                           ("beta", beta, (s, b, heads))):  # fmt: skip
+    given = ("q", q, (s, b, q.size(2), q.size(3))), ("k", k, q.shape), ("g", g, gates)
+    for name, x, shape in (*given, *zip(("beta", "skip"), others, [(s, b, heads)] * 2)):
         if x.shape != shape:
             raise ValueError(f"{name} has shape {list(x.shape)}, but {rule.name} needs {list(shape)} beside v")
     if heads % q.size(2):
@@ -150,19 +154,17 @@ class StateRoute:
 
     def arrange_grad(self, grads: Inputs, heads: tuple[int, int], spans: Spans) -> list[Tensor]:
         """The backward pass of :meth:`arrange`, whose inputs had these numbers of heads and of key heads."""
-        dq, dk, dv, dg, dbeta = grads
+        dq, dk, dv, dg, *others = grads
         if self.ends:
             dg = dg.masked_fill(self._begins(dg, spans), 0.0)
-        return _exchanged_grads((dq, dk, dv, dg, dbeta), heads, self.ulysses)
+        return _exchanged_grads((dq, dk, dv, dg, *others), heads, self.ulysses)
 
     def _begins(self, g: Tensor, spans: Spans) -> Tensor:
         at = to_device(document_starts(self.ends, spans), g.device)
         return at[..., None, None] if g.dim() == 4 else at[..., None]
 
 
-def route_of(
-    q: Tensor, v: Tensor, g: Tensor, rule: LinearRule, layout: SequenceLayout, ends: Ends, exchange: str
-) -> StateRoute:
+def route_of(inputs: Inputs, rule: LinearRule, layout: SequenceLayout, ends: Ends, exchange: str) -> StateRoute:
     """The route of the states of inputs with these shapes, the same on every rank.
 
     Raises:
@@ -172,7 +174,7 @@ def route_of(
         raise ValueError(f"exchange {exchange!r} is unknown: use one of {', '.join(EXCHANGES)}")
     grid, bare = layout.grid, layout.without_groups()
     order, on_ring = (span_order(bare, ends, by_heads) for by_heads in (False, True))
-    sizes = state_sizes(rule, q, v, g)
+    sizes = state_sizes(rule, inputs)
     by_heads, how = chosen_exchange(sizes, order.counts, on_ring.counts, grid.ulysses.size, exchange)
     if by_heads:
         spans = layout.ring_spans(grid.ring.rank)
@@ -180,33 +182,33 @@ def route_of(
     return StateRoute(grid.context, grid.context, order, layout.local_spans, ends, how == "relay")
 
 
-def state_sizes(rule: LinearRule, q: Tensor, v: Tensor, g: Tensor) -> StateSizes:
+def state_sizes(rule: LinearRule, inputs: Inputs) -> StateSizes:
     """The sizes by which an exchange is chosen."""
+    q, _, v, g, *others = inputs
     s, b, heads, values = v.shape
     keys = q.size(3)
     return StateSizes(
         batch=b, heads=heads, key_heads=q.size(2), keys=keys, values=values, map_columns=rule.map_columns(keys),
-        gates=(keys if rule.channels else 1) + 1, rows=s, itemsize=v.element_size(), gate_itemsize=g.element_size(),
+        gates=(keys if rule.channels else 1) + len(others), rows=s, itemsize=v.element_size(),
+        gate_itemsize=g.element_size(),
     )  # fmt: skip
 
 
 class _LinearAttention(torch.autograd.Function):
     @staticmethod
     @without_autocast
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, rule: LinearRule, route: StateRoute
-    ) -> Tensor:
-        inputs = route.arrange((q, k, v, g, beta), route.spans)
+    def forward(ctx: Any, rule: LinearRule, route: StateRoute, *given: Tensor) -> Tensor:
+        inputs = route.arrange(given, route.spans)
         out = torch.empty_like(inputs[2])
         empty = empty_state(inputs)
         mine = route.order.of(route.axis.rank)
         maps = {p.index: span_map(rule, inputs, route.rows[p.index]) for p in mine if p.hands_on}
         entries = entry_states(rule, route.order, route.axis, maps, empty, route.relay)
         states = {p.index: span_outputs(rule, inputs, route.rows[p.index], entries[p.index], out)[0] for p in mine}
-        ctx.rule, ctx.route, ctx.heads = rule, route, (v.size(2), q.size(2))
+        ctx.rule, ctx.route, ctx.heads = rule, route, (given[2].size(2), given[0].size(2))
         kept = [state for p in mine for state in states[p.index]]
         matrices = [maps[p.index][..., : -out.size(3)].clone() for p in mine if p.hands_on and not p.fresh]
-        ctx.counts = [len(states[p.index]) for p in mine]
+        ctx.counts, ctx.inputs = [len(states[p.index]) for p in mine], len(inputs)
         ctx.save_for_backward(*inputs, *kept, *matrices)
         return out if route.ulysses is None else heads_to_sequence(out, route.ulysses)
 
@@ -215,7 +217,7 @@ class _LinearAttention(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         rule, route = ctx.rule, ctx.route
-        inputs, kept = ctx.saved_tensors[:5], list(ctx.saved_tensors[5:])
+        inputs, kept = ctx.saved_tensors[: ctx.inputs], list(ctx.saved_tensors[ctx.inputs :])
         if route.ulysses is not None:
             dout = heads_to_sequence_grad(dout, route.ulysses)
         mine, empty = route.order.of(route.axis.rank), empty_state(inputs)
@@ -232,32 +234,36 @@ class _LinearAttention(torch.autograd.Function):
         for p in mine:
             span_grads(rule, inputs, route.rows[p.index], states[p.index], dout, after[p.index], grads)
         grads = route.arrange_grad(grads, ctx.heads, route.spans)
-        return *(dx if needed else None for dx, needed in zip(grads, ctx.needs_input_grad)), None, None
+        return None, None, *(dx if needed else None for dx, needed in zip(grads, ctx.needs_input_grad[2:]))
 
 
 def _exchanged(inputs: Inputs, axis: Axis | None) -> list[Tensor]:
     """All tokens of the ring rank, of this rank's heads."""
     if axis is None:
         return list(inputs)
-    q, k, v, g, beta = inputs
+    q, k, v, g, *others = inputs
     plan = head_plan(v.size(2), q.size(2), axis.size)
     q, k, v = to_heads((q, k, v), (plan.kv_spans, plan.kv_spans, plan.q_spans), axis)
     if plan.needs_expansion(axis.rank):
         q, k = (torch.stack([x[:, :, head] for head in plan.kv_index[axis.rank]], dim=2) for x in (q, k))
-    gates = (g if g.dim() == 4 else g.unsqueeze(3), beta.unsqueeze(3))
-    gate, beta = to_heads(gates, (plan.q_spans, plan.q_spans), axis)
-    return [q, k, v, gate if g.dim() == 4 else gate.squeeze(3), beta.squeeze(3)]
+    gates = [_with_channels(x) for x in (g, *others)]
+    gates = to_heads(gates, (plan.q_spans,) * len(gates), axis)
+    return [q, k, v, *(gate.squeeze(3) if x.dim() == 3 else gate for gate, x in zip(gates, (g, *others)))]
+
+
+def _with_channels(gate: Tensor) -> Tensor:
+    """[s, b, heads] -> [s, b, heads, 1]; others as they are."""
+    return gate if gate.dim() == 4 else gate.unsqueeze(3)
 
 
 def _exchanged_grads(grads: Inputs, heads: tuple[int, int], axis: Axis | None) -> list[Tensor]:
     """The backward pass of :func:`_exchanged`."""
     if axis is None:
         return list(grads)
-    dq, dk, dv, dg, dbeta = grads
+    dq, dk, dv, *dgates = grads
     plan = head_plan(*heads, axis.size)
     if plan.needs_expansion(axis.rank):
         dq, dk = (summed_by_head(x, plan.kv_index[axis.rank]) for x in (dq, dk))
     dq, dk, dv = to_sequence((dq, dk, dv), (plan.kv_spans, plan.kv_spans, plan.q_spans), axis)
-    gates = (dg if dg.dim() == 4 else dg.unsqueeze(3), dbeta.unsqueeze(3))
-    dgate, dbeta = to_sequence(gates, (plan.q_spans, plan.q_spans), axis)
-    return [dq, dk, dv, dgate if dg.dim() == 4 else dgate.squeeze(3), dbeta.squeeze(3)]
+    gates = to_sequence([_with_channels(x) for x in dgates], (plan.q_spans,) * len(dgates), axis)
+    return [dq, dk, dv, *(gate.squeeze(3) if x.dim() == 3 else gate for gate, x in zip(gates, dgates))]

@@ -7,10 +7,11 @@ beta changes it and reads it:
     S = exp(g) * S                        g: a number, or one for each key channel
     S = S + beta * k (v - k^T S)^T        a delta rule: what the state answers to k is replaced by v
     S = S + beta * k v^T                  otherwise
-    out = S^T q
+    out = S^T q + skip * v                skip: a factor that rules without delta may have
 
 Sources: gated delta rule (arXiv 2412.06464), KDA (Kimi Linear, arXiv 2510.26692), Mamba2 (arXiv 2405.21060: k, q and v
-are its B, C and x, beta its step dt, g its dt * A), decay (RetNet, arXiv 2307.08621; Lightning, arXiv 2401.04658).
+are its B, C and x, beta its step dt, g its dt * A, skip its D), decay (RetNet, arXiv 2307.08621; Lightning, arXiv
+2401.04658).
 
 A block of tokens is *prepared* without the state. Its outputs and the state after it are then a few matrix products
 (the WY form of DeltaNet, arXiv 2406.06484). A log-decay of -inf forgets everything: no difference of two infinite
@@ -33,7 +34,7 @@ class LinearRule:
     Attributes:
         name: for messages.
         delta: whether it is a delta rule; then a span's map has a matrix [keys, keys], otherwise a vector.
-        channels: whether the log-decay has one number for each key channel.
+        channels: whether the log-decay has one number for each key channel; only delta rules may.
     """
 
     name: str
@@ -53,13 +54,21 @@ RULES = {rule.name: rule for rule in (GATED_DELTA, KDA, MAMBA2, DECAY)}
 
 
 def recurrence(
-    rule: LinearRule, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None
+    rule: LinearRule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    skip: Tensor | None = None,
+    *,
+    state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The rule token by token: the reference, and the step of generation. Differentiable.
 
     Args:
-        q, k: [s, b, key heads, K]; v: [s, b, heads, V]; g: [s, b, heads] or, by channel, [s, b, heads, K]; beta: [s, b,
-            heads]. Consecutive heads share a key head.
+        q, k: [s, b, key heads, K]; v: [s, b, heads, V]; g: [s, b, heads] or, by channel, [s, b, heads, K]; beta and
+            skip: [s, b, heads]. Consecutive heads share a key head.
         state: [b, heads, K, V] before the first token; None: 0.
 
     Returns:
@@ -76,7 +85,8 @@ def recurrence(
         new = v[t] - torch.einsum("bhk,bhkv->bhv", k[t], state) if rule.delta else v[t]
         state = state + torch.einsum("bhk,bhv->bhkv", k[t], new * beta[t].unsqueeze(-1))
         out.append(torch.einsum("bhk,bhkv->bhv", q[t], state))
-    return torch.stack(out), state
+    out = torch.stack(out)
+    return out if skip is None else out + skip.unsqueeze(-1) * v, state
 
 
 class Prepared(NamedTuple):
@@ -93,16 +103,32 @@ class Prepared(NamedTuple):
     keep: Tensor  # [.., 1, 1] or [.., K, 1]
 
 
-def prepare(rule: LinearRule, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, block: int) -> Prepared:
+def prepare(
+    rule: LinearRule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    skip: Tensor | None = None,
+    *,
+    block: int,
+) -> Prepared:
     """Prepare blocks of tokens. Differentiable.
 
     Args:
-        q, k, v, g, beta: as in :func:`recurrence`, but [b, heads, tokens, ..] with all heads, in fp32 or fp64; the
-            number of tokens is a multiple of ``block``, a power of two.
+        q, k, v, g, beta, skip: as in :func:`recurrence`, but [b, heads, tokens, ..] with all heads, in fp32 or fp64.
+        block: a power of two that divides the number of tokens.
     """
     q, k, v, g, beta = (x.unflatten(2, (-1, block)) for x in (q, k, v, g, beta))
     beta = beta.unsqueeze(-1)
     scaled = k * beta
+    if not rule.delta:
+        between, entry, left, keep = _decays(g)
+        inside = q @ scaled.mT * between
+        if skip is not None:
+            inside = inside + torch.diag_embed(skip.unflatten(2, (-1, block)))
+        return Prepared(None, v, scaled * left, q * entry, inside, keep)
     if rule.channels:
         entry, left, keep = _channel_decays(g)
         pairs = _channel_pairs(torch.stack((q, scaled)), k, g)
@@ -110,13 +136,11 @@ def prepare(rule: LinearRule, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: 
     else:
         between, entry, left, keep = _decays(g)
         inside = q @ k.mT * between
-        overlap = (scaled @ k.mT * between).tril(-1) if rule.delta else None
-    own, erase = v * beta, None
-    if rule.delta:
-        solved = torch.linalg.solve_triangular(
-            overlap, torch.cat((own, scaled * entry), dim=-1), upper=False, unitriangular=True
-        )
-        own, erase = solved.split((v.size(-1), k.size(-1)), dim=-1)
+        overlap = (scaled @ k.mT * between).tril(-1)
+    solved = torch.linalg.solve_triangular(
+        overlap, torch.cat((v * beta, scaled * entry), dim=-1), upper=False, unitriangular=True
+    )
+    own, erase = solved.split((v.size(-1), k.size(-1)), dim=-1)
     return Prepared(erase, own, k * left, q * entry, inside, keep)
 
 

@@ -31,7 +31,7 @@ from megatron.decisions.state_exchange import BLOCK, SEGMENT
 from megatron.platform.autograd import without_autocast
 
 Inputs = Sequence[Tensor]
-"""q, k, v, g and beta of some rows, as linear_attention takes them: [s, b, heads, ..]."""
+"""q, k, v, g and beta of some rows, as linear_attention takes them: [s, b, heads, ..]; with a skip, six tensors."""
 
 
 def segments(inputs: Inputs, rows: Span) -> list[Span]:
@@ -52,7 +52,7 @@ def prepared(rule: LinearRule, inputs: Inputs, rows: Span) -> Prepared:
         x = x.contiguous() if x.size(1) == heads else x.repeat_interleave(heads // x.size(1), dim=1)
         return F.pad(x, (0, 0) * (x.dim() - 3) + (0, -count % block)) if count % block else x
 
-    return prepare(rule, *(arrange(x) for x in inputs), block)
+    return prepare(rule, *(arrange(x) for x in inputs), block=block)
 
 
 def identity(rule: LinearRule, inputs: Inputs) -> Tensor:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ LLAMA: dict[str, Any] = {
 }  # fmt: skip
 LLAMA_DEFAULTS = {f"model.{name}": value for name, value in LLAMA.items()}  # as `parser.parse` takes them
 
+MAMBA_WIDTH = 4  # tokens that the convolution of Mamba2 sees, in core
 # Values of --position-embedding-type that rotate queries and keys.
 ROTARY = ("rope", "yarn")
 
@@ -257,6 +259,7 @@ def derive_shape(model: ModelConfig) -> ModelConfig:
         kv_channels=keys or model.kv_channels or width // model.num_attention_heads,
         ffn_hidden_size=model.ffn_hidden_size or ffn,
         num_query_groups=model.num_query_groups if model.group_query_attention else model.num_attention_heads,
+        mamba_num_heads=model.mamba_num_heads or (2 * width // model.mamba_head_dim if model.is_hybrid_model else None),
     )
 
 
@@ -302,6 +305,7 @@ def model_shape(model: ModelConfig, vocab_size: int) -> Shape:
         mixture=_mixture(model),
         latent=_latent(model),
         linear=_linear(model),
+        pattern=hybrid_pattern(model),
     )
 
 
@@ -322,6 +326,7 @@ def outside_engine(model: ModelConfig) -> str | None:
         "--num-experts": model.num_experts,
         "--multi-latent-attention": model.multi_latent_attention,
         "--experimental-attention-variant": model.experimental_attention_variant,
+        "--is-hybrid-model": model.is_hybrid_model,
         "--mtp-num-layers": model.mtp_num_layers,
         "--reordered-norm": model.reordered_norm,
         "--qk-layernorm-all-heads": model.qk_layernorm_all_heads,
@@ -330,6 +335,16 @@ def outside_engine(model: ModelConfig) -> str | None:
 
 
 def _linear(model: ModelConfig) -> LinearAttention | None:
+    if model.is_hybrid_model and any(linear_layers(model)):
+        return LinearAttention(
+            layers=tuple(linear_layers(model)),
+            key_heads=model.mamba_num_groups,
+            heads=model.mamba_num_heads,
+            keys=model.mamba_state_dim,
+            values=model.mamba_head_dim,
+            width=MAMBA_WIDTH,
+            delta=False,
+        )
     if model.experimental_attention_variant is None:
         return None
     return LinearAttention(
@@ -360,6 +375,8 @@ def expert_layers(model: ModelConfig) -> list[int]:
     """1 for each layer whose FFN is a mixture of experts, 0 for the others."""
     if not model.num_experts:
         return [0] * model.num_layers
+    if model.is_hybrid_model:
+        return [int(kind == "E") for kind in hybrid_pattern(model)]
     frequency = model.moe_layer_freq
     if isinstance(frequency, list):
         return frequency
@@ -369,11 +386,43 @@ def expert_layers(model: ModelConfig) -> list[int]:
 def linear_layers(model: ModelConfig) -> list[int]:
     """1 for each layer with a state in place of keys and values, 0 for the others."""
     frequency = model.linear_attention_freq
+    if model.is_hybrid_model:
+        return [int(kind == "M") for kind in hybrid_pattern(model)]
     if model.experimental_attention_variant is None:
         return [0] * model.num_layers
     if isinstance(frequency, list):
         return frequency
     return [int(number % frequency != 0) for number in range(1, model.num_layers + 1)]
+
+
+def hybrid_pattern(model: ModelConfig) -> str:
+    """What each layer of a hybrid model is: M (Mamba2), * (attention), - (MLP) or E (experts); empty for others.
+
+    As in core, attention is spread evenly over all layers, and MLPs over the others, nearer to the end.
+    """
+    if not model.is_hybrid_model:
+        return ""
+    if model.hybrid_override_pattern:
+        return model.hybrid_override_pattern
+    kinds = ["M"] * model.num_layers
+    attention, mlps = (round(model.num_layers * one) for one in (model.hybrid_attention_ratio, model.hybrid_mlp_ratio))
+    mamba = model.num_layers - attention
+    for index in _spread(range(model.num_layers), mamba / (attention + 1)):
+        kinds[index] = "*"
+    if mlps:
+        for index in _spread([i for i, kind in enumerate(kinds) if kind == "M"], (mamba - mlps) / mlps):
+            kinds[index] = "-"
+    return "".join(kinds)
+
+
+def _spread(places: Iterable[int], run: float) -> Iterator[int]:
+    """The places that follow runs of ``run`` places on average."""
+    left = run
+    for place in places:
+        chosen = left < 0.5
+        if chosen:
+            yield place
+        left += run if chosen else -1
 
 
 def window_layers(attention: AttentionConfig, layers: int) -> list[int]:

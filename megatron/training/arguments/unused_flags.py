@@ -122,7 +122,17 @@ READERS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
         "read only with --experimental-attention-variant",
         lambda c: c.model.experimental_attention_variant is not None,
         "linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
-        "linear_num_value_heads linear_attention_exchange",
+        "linear_num_value_heads",
+    ),
+    (
+        "read only with --experimental-attention-variant or --is-hybrid-model",
+        lambda c: c.model.experimental_attention_variant is not None or c.model.is_hybrid_model,
+        "linear_attention_exchange",
+    ),
+    (
+        "read only with --is-hybrid-model",
+        lambda c: c.model.is_hybrid_model,
+        "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads mamba_dt_min",
     ),
     ("read only with --lora-rank", lambda c: c.model.lora_rank is not None, "lora_alpha lora_targets"),
     (

@@ -107,6 +107,8 @@ SHAPES = """
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mtp_num_layers
     experimental_attention_variant linear_attention_freq linear_conv_kernel_dim linear_key_head_dim
     linear_value_head_dim linear_num_key_heads linear_num_value_heads
+    is_hybrid_model mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads hybrid_override_pattern
+    hybrid_attention_ratio hybrid_mlp_ratio
 """.split()
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 # Settings that change the network but no shape: they may differ with --finetune, but not when a run resumes.
@@ -117,7 +119,7 @@ FORMULAS = """
     rope_scaling_factor yarn_rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
     yarn_mscale yarn_mscale_all_dim yarn_correction_range_round_to_int norm_epsilon apply_layernorm_1p
     moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_num_groups moe_router_group_topk
-    moe_router_topk_scaling_factor
+    moe_router_topk_scaling_factor mamba_dt_min
 """.split()
 
 
@@ -129,11 +131,12 @@ def check_model(saved: dict[str, Any], config: Config, path: Path, weights_only:
 
     if saved:
         older = {"num_experts": None, "multi_latent_attention": False, "mtp_num_layers": None,
-                 "experimental_attention_variant": None}  # fmt: skip  # than these settings
+                 "experimental_attention_variant": None, "is_hybrid_model": False}  # fmt: skip  # than these settings
         saved = older | saved
     unread = () if config.model.num_experts else ("moe_",)
     unread += () if config.model.multi_latent_attention else LATENT
     unread += () if config.model.experimental_attention_variant else ("linear_",)
+    unread += () if config.model.is_hybrid_model else ("mamba_", "hybrid_")
 
     def differing(names: Sequence[str]) -> list[str]:
         return [

@@ -27,7 +27,14 @@ from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.positions.rope import LayoutRotaryEmbedding, Rope, Yarn
 from megatron.training.arguments.config import Config, ModelConfig
-from megatron.training.arguments.models import ROTARY, expert_layers, linear_layers, rope_layers, window_layers
+from megatron.training.arguments.models import (
+    ROTARY,
+    expert_layers,
+    hybrid_pattern,
+    linear_layers,
+    rope_layers,
+    window_layers,
+)
 from megatron.training.arguments.validate.check_memory import layers_recompute, loss_chunks
 from megatron.training.data.tokenizer import padded_vocab_size
 from megatron.training.model.attention_rule import attention_rule, layer_masks
@@ -98,6 +105,7 @@ def _build_chunk(
             streamed=config.chunks.fpdt_stream_hidden,
         )
     layers = get_num_layers_to_build(core, vp_stage=stage, pp_rank=grid.pipeline.rank)
+    first_layer = get_transformer_layer_offset(core, vp_stage=stage, pp_rank=grid.pipeline.rank)
     recomputed = 0
     if layers_recompute(config):
         recomputed = layers if attention.recompute_method == "uniform" else attention.recompute_num_layers
@@ -115,7 +123,9 @@ def _build_chunk(
         all_heads_norms=model.qk_layernorm_all_heads,
         parallel_residual=model.parallel_residual,
         latent_norms=model.multi_latent_attention and model.qk_layernorm,
-        linear=_of_stage(linear_layers(model), core, layers, stage, grid),
+        linear=() if model.is_hybrid_model else _of_stage(linear_layers(model), core, layers, stage, grid),
+        pattern=hybrid_pattern(model)[first_layer : first_layer + layers],
+        dt_min=model.mamba_dt_min,
         exchange=config.parallel.linear_attention_exchange,
     )
     further = later_token_layers(model.mtp_num_layers, spec) if last else None

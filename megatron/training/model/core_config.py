@@ -32,6 +32,7 @@ LINEAR = """
     linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
     linear_num_value_heads
 """.split()
+MAMBA = "is_hybrid_model mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads".split()
 
 
 def compute_dtype(config: Config) -> torch.dtype:
@@ -132,6 +133,8 @@ def latents(model: ModelConfig) -> dict[str, Any]:
 
 def linear(model: ModelConfig) -> dict[str, Any]:
     """core's settings of layers with a state."""
+    if model.is_hybrid_model:  # its layers differ, and have their own names in checkpoints
+        return {name: getattr(model, name) for name in MAMBA} | {"hetereogenous_dist_checkpoint": True}
     return {name: getattr(model, name) for name in LINEAR} if model.experimental_attention_variant else {}
 
 

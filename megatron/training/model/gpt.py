@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor, nn
@@ -69,6 +70,13 @@ class LongContextGPT(GPTModel):
         if self.config.num_moe_experts:
             kwargs["padding_mask"] = self._places(kwargs.get("loss_mask"))
         return super().forward(input_ids, position_ids, attention_mask, **kwargs)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As core's; the final norm of a hybrid model has the name that it has in core's MambaModel."""
+        state = super().sharded_state_dict(*args, **kwargs)
+        if self.config.is_hybrid_model:
+            apply_prefix_mapping(state, {"decoder.final_layernorm.": "decoder.final_norm."})
+        return state
 
     def _places(self, loss_mask: Tensor | None) -> Tensor | None:
         """:func:`experts.places` [b, s] of the tokens in this rank's layers (a part under TP-sp); None without a mask.

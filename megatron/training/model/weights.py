@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megatron.context_parallel.core.experts import EXPERT
 from megatron.context_parallel.core.lora import is_adapter
+from megatron.context_parallel.core.mixers.mamba2 import WIDTH
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.spans import Span
 from megatron.training.arguments.config import Config
@@ -28,7 +29,8 @@ from megatron.training.arguments.config import Config
 SINKS = "softmax_offset"
 DECAYS = ("dt_bias", "A_log")  # of layers with a state
 DECAY_RANGE = (1.0, 16.0)  # of exp(A_log) at the start
-CONVOLUTION = "conv1d.weight"
+CONVOLUTION = ("conv1d.weight", "conv1d.bias")
+STEPS = (0.001, 0.1)  # of time of Mamba2 at the start, without an input
 BY_ROWS = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias", SINKS)
 BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # by rows, padded
@@ -71,11 +73,13 @@ def initialize_weights(
 ) -> None:
     """Move a model chunk to ``device`` and draw its weights: normal(0, std), output layers with std / sqrt(2 layers).
 
+    A hybrid model's output layers have std / sqrt(layers), as in core.
+
     Norms stay one and biases zero; sinks are drawn like weights; rows that pad the vocabulary are zero.
     """
     chunk.to(device)
     for name, parameter in canonical_parameters(chunk):
-        if parameter.dim() < 2 and not name.endswith((SINKS, *DECAYS)):
+        if parameter.dim() < 2 and not name.endswith((SINKS, *DECAYS, *CONVOLUTION)):
             if name.endswith("bias") and "norm" not in name:
                 parameter.zero_()
             continue
@@ -122,19 +126,22 @@ def draw(
     start, stop = rows or (0, shape[0])
     generator = generator_of(f"{config.run.seed}/{name}/{start}" if start else f"{config.run.seed}/{name}", device)
     values = torch.empty((stop - start, *shape[1:]), dtype=torch.float32, device=device)
+    if name.endswith(DECAYS[0]) and config.model.is_hybrid_model:  # softplus of it is a step; even in their logarithm
+        steps = values.uniform_(*(math.log(step) for step in STEPS), generator=generator).exp_()
+        return steps.expm1().log()
     if name.endswith(DECAYS[0]):
         return values.fill_(1.0)
     if name.endswith(DECAYS[1]):
         return values.uniform_(*DECAY_RANGE, generator=generator).log_()
     if name.endswith(CONVOLUTION):  # as torch initializes a convolution
-        bound = shape[-1] ** -0.5
+        bound = WIDTH**-0.5 if len(shape) == 1 else shape[-1] ** -0.5
         return values.uniform_(-bound, bound, generator=generator)
     if config.model.init_method_xavier_uniform and not name.endswith(SINKS):  # sinks have no fan-in
         bound = math.sqrt(3.0) * math.sqrt(2.0 / (shape[0] + shape[1]))
         return values.uniform_(-bound, bound, generator=generator)
     std = config.model.init_method_std
     if name.endswith(OUTPUT_LAYERS):
-        std /= math.sqrt(2.0 * core.num_layers)
+        std /= math.sqrt((1.0 if core.is_hybrid_model else 2.0) * core.num_layers)
     return values.normal_(0.0, std, generator=generator)
 
 

@@ -250,11 +250,14 @@ def _heads(config: Config, assign: _Assign) -> None:
 
 # Modules whose layers are megatron-core's, configured by flags such as --qk-layernorm.
 PLAIN_SPECS = (["mindspeed_llm.tasks.models.spec.qwen3_spec", "layer_spec"],)
+HYBRID_SPEC = ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"]  # of pretrain_mamba.py
 
 
 def _layers(config: Config, assign: _Assign) -> None:
     other, model = config.foreign, config.model
-    if other.spec and other.spec not in PLAIN_SPECS:
+    if other.spec == HYBRID_SPEC and not model.is_hybrid_model:
+        raise Refusal(f"--spec {' '.join(other.spec)}", "needs --is-hybrid-model: add it", Fix("--is-hybrid-model"))
+    if other.spec and other.spec not in (*PLAIN_SPECS, HYBRID_SPEC):
         raise Refusal(
             f"--spec {' '.join(other.spec)}",
             ": custom layers are not supported: leave it out",

@@ -13,7 +13,7 @@ the attention kernel is chosen with --attention-kernel: --attention-backend 1 au
 fused or not, the result is the same: --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion
     --no-rope-fusion --no-persist-layer-norm --no-gradient-accumulation-fusion --cross-entropy-loss-fusion
     --cross-entropy-fusion-impl 1 native --disable-jit-fuser --use-te-activation-func --use-fused-weighted-squared-relu
-    --no-gradient-reduce-div-fusion
+    --no-gradient-reduce-div-fusion --disable-mamba-mem-eff-path
 communication and computation overlap by other means here: --no-async-tensor-model-parallel-allreduce
     --disable-async-tensor-model-parallel-allreduce --tp-comm-overlap --tp-comm-overlap-cfg 1
     --tp-comm-bootstrap-backend 1 nccl --tp-comm-overlap-rs-dgrad --no-tp-comm-bulk-wgrad --disable-tp-comm-bulk-wgrad

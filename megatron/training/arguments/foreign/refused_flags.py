@@ -53,10 +53,8 @@ weights are always created at start-up: --lazy-mpu-init 1
 data files are read from a file system only: --object-storage-cache-path 1
 this way of reading data is not supported: --allow-ambiguous-pad-tokens
 megatron-core 0.16 has no such layer: --apply-residual-connection-post-layernorm
-Mamba and hybrid models are not supported: --is-hybrid-model --hybrid-attention-ratio 1 0.0 --hybrid-mlp-ratio 1 0.0
-    --hybrid-override-pattern 1 --hybrid-layer-pattern 1 --mamba-state-dim 1 128 --mamba-head-dim 1 64
-    --mamba-num-groups 1 8 --mamba-num-heads 1 --disable-mamba-mem-eff-path
-only softmax attention over all heads of a layer, and Gated DeltaNet, are supported:
+use --hybrid-override-pattern, without signs for pipeline stages: --hybrid-layer-pattern 1
+only softmax attention over all heads of a layer, Gated DeltaNet and Mamba2 are supported:
     --dsa-indexer-n-heads 1 --dsa-indexer-head-dim 1 --dsa-indexer-topk 1 --dsa-indexer-loss-coeff 1
     --dsa-indexer-use-sparse-loss --qk-l2-norm --qk-clip --qk-clip-alpha 1 0.5 --qk-clip-threshold 1 100
     --use-kitchen-attention --kitchen-attention-backend 1 sdpa --relative-attention-num-buckets 1 32

@@ -159,6 +159,22 @@ class ModelConfig:
     linear_value_head_dim: int = flag(128, "layers with a state: size of a value head")
     linear_num_key_heads: int = flag(16, "layers with a state: number of query and key heads")
     linear_num_value_heads: int = flag(32, "layers with a state: number of value heads, a multiple of the key heads")
+    is_hybrid_model: bool = flag(False, "a layer is a Mamba2 layer, attention or an MLP: see --hybrid-override-pattern")
+    hybrid_override_pattern: str | None = flag(
+        None,
+        "hybrid model: for each layer M (Mamba2), * (attention), - (MLP) or E (experts), as in M-M*-; default all M, "
+        "or by the two ratios",
+        type=str,
+    )
+    hybrid_attention_ratio: float = flag(0.0, "hybrid model: share of attention layers, which are spread evenly")
+    hybrid_mlp_ratio: float = flag(0.0, "hybrid model: share of MLP layers, which are spread evenly")
+    mamba_state_dim: int = flag(128, "hybrid model: state of Mamba2 for each number of a head")
+    mamba_head_dim: int = flag(64, "hybrid model: size of a head of Mamba2")
+    mamba_num_groups: int = flag(8, "hybrid model: groups of heads that share B and C, and a norm")
+    mamba_num_heads: int | None = flag(
+        None, "hybrid model: number of heads of Mamba2; default 2 x --hidden-size / --mamba-head-dim", type=int
+    )
+    mamba_dt_min: float = flag(0.0, "hybrid model: smallest time step; 0.001 in transformers' Nemotron H")
     mtp_num_layers: int | None = flag(
         None, "layers that each predict one more token ahead (multi-token prediction)", type=int
     )

@@ -261,7 +261,8 @@ POSITIVE = """
     eval_depths eval_samples eval_stride num_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size
     moe_router_topk moe_router_num_groups moe_router_group_topk expert_model_parallel_size expert_tensor_parallel_size
     q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim linear_conv_kernel_dim linear_key_head_dim
-    linear_value_head_dim linear_num_key_heads linear_num_value_heads
+    linear_value_head_dim linear_num_key_heads linear_num_value_heads mamba_state_dim mamba_head_dim mamba_num_groups
+    mamba_num_heads
 """
 NOT_NEGATIVE = """
     init_method_std norm_epsilon yarn_mscale yarn_mscale_all_dim min_lr lr_warmup_iters lr_warmup_samples

@@ -31,7 +31,7 @@ NOT_READ = ("model", "transformer_impl", "vocab_size", "init_method_std", "init_
 # Not read either: a checkpoint with experts, latents or MTP is refused, and without them these have no meaning.
 OF_OTHERS = (
     "num_experts", "moe_", "multi_latent", "q_lora", "kv_lora", "qk_head_dim", "qk_pos", "v_head_dim", "rope_type",
-    "mtp_", "experimental_attention", "linear_",
+    "mtp_", "experimental_attention", "linear_", "is_hybrid", "hybrid_", "mamba_",
 )  # fmt: skip
 # Arguments of networks that are not supported: name, values without effect, and the feature's name.
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -203,21 +203,23 @@ def engine_states(chunk: GPTModel) -> list[ShardedObject]:
     They are those of attention and norms; core writes the (empty) extra states of its linear layers.
     """
     by_layer = {layer.layer_number: layer.self_attention for layer in chunk.decoder.layers}
-    with_state = [number for number, mixer in by_layer.items() if not hasattr(mixer, "core_attention")]
-    if not with_state and not isinstance(chunk.decoder.layers[0].self_attention.linear_proj, RowParallelLinear):
+    with_state = [number for number, mixer in by_layer.items() if hasattr(mixer, "inputs_of_rule")]
+    attending = [mixer for mixer in by_layer.values() if hasattr(mixer, "core_attention")]
+    if not with_state and attending and not isinstance(attending[0].linear_proj, RowParallelLinear):
         return []
-    kinds, layers = ["core_attention"], chunk.config.num_layers
+    kinds, layers, hybrid = ["core_attention"], chunk.config.num_layers, chunk.config.is_hybrid_model
     if chunk.config.qk_layernorm:
         kinds += ["q_layernorm", "k_layernorm"]
     rank = (0, chunk.pg_collection.tp.rank(), get_data_parallel_rank(with_context_parallel=True))
     name = "decoder.layers.{}self_attention.{}._extra_state".format
     states = [
         ShardedObject(name(f"{number - 1}.", kind), None, (1,), (0,), rank)  # these layers differ
-        if chunk.config.linear_attention_freq
+        if chunk.config.linear_attention_freq or hybrid
         else ShardedObject(name("", kind), None, (layers,), (number - 1,), rank)
-        for number in by_layer
-        for kind in (["out_norm"] if number in with_state else kinds)
+        for number, mixer in by_layer.items()
+        for kind in (kinds if mixer in attending else ["out_norm"] if number in with_state and not hybrid else [])
     ]
     if chunk.post_process:
-        states.append(ShardedObject("decoder.final_layernorm._extra_state", None, (1,), (0,), rank))
+        norm = "final_norm" if hybrid else "final_layernorm"
+        states.append(ShardedObject(f"decoder.{norm}._extra_state", None, (1,), (0,), rank))
     return states

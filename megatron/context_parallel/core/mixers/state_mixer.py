@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer's mixer that carries a state in place of keys and values: what Gated DeltaNet and Mamba2 have in common.
+
+A projection, a short convolution of some of its rows, a rule of linear attention, a norm with a gate, and a projection.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+with warnings.catch_warnings():  # core reports at import that apex is missing
+    warnings.simplefilter("ignore")
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.ssm.gated_delta_net import _split_tensor_factory
+    from megatron.core.tensor_parallel import checkpoint
+    from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+
+from megatron.context_parallel.core.core_attention import with_packed
+from megatron.context_parallel.core.transformer_layer import AttentionSettings
+from megatron.context_parallel.layout.documents import samples
+from megatron.context_parallel.layout.masks import Causal
+from megatron.context_parallel.linear_attention.mixer import linear_attention
+from megatron.context_parallel.linear_attention.rules import LinearRule
+from megatron.context_parallel.linear_attention.short_convolution import short_convolution
+
+
+class StateMixer(MegatronModule):
+    """Takes and returns the rows of this rank's tokens, as core's self-attention does. Heads are split over TP.
+
+    A subclass has the norm, and the functions below that this class leaves open.
+
+    Args:
+        submodules: with ``in_proj`` and ``out_proj``.
+        settings: of the attention of all layers; its layout, and whether documents are separated, apply here too.
+        exchange: how states go from rank to rank: see :func:`linear_attention`.
+        rows: of ``in_proj`` on this rank, by core's name of each kind, in core's order.
+        convolved: those kinds that go through the convolution.
+        width: tokens that the convolution sees.
+        heads, value_dim: number on this rank, and size.
+        bias: whether the convolution has one.
+    """
+
+    rule: LinearRule
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: Any,
+        layer_number: int,
+        settings: AttentionSettings,
+        exchange: str,
+        pg_collection: ProcessGroupCollection,
+        *,
+        rows: Mapping[str, int],
+        convolved: Collection[str],
+        width: int,
+        heads: int,
+        value_dim: int,
+        bias: bool = False,
+    ) -> None:
+        super().__init__(config)
+        self.settings, self.exchange, self.layer_number = settings, exchange, layer_number
+        self.tp_group, size = pg_collection.tp, pg_collection.tp.size()
+        self.heads, self.value_dim = heads, value_dim
+        self.rows, self.convolved = dict(rows), {kind: rows[kind] for kind in rows if kind in convolved}
+        linear: dict[str, Any] = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
+        self.in_proj = build_module(
+            submodules.in_proj,
+            config.hidden_size,
+            sum(rows.values()) * size,
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            **linear,
+        )
+        channels, dtype = sum(self.convolved.values()), config.params_dtype
+        # holds the weights; it is never called
+        self.conv1d = nn.Conv1d(channels, channels, width, groups=channels, bias=bias, dtype=dtype)
+        self.dt_bias = nn.Parameter(torch.empty(heads, dtype=dtype))
+        self.A_log = nn.Parameter(torch.empty(heads, dtype=dtype))
+        for parameter in (*self.conv1d.parameters(), self.dt_bias, self.A_log):
+            set_tensor_model_parallel_attributes(parameter, True, dim=0, stride=1)
+        self.in_proj.weight.partition_sections = tuple(count * size for count in rows.values())
+        for parameter in self.conv1d.parameters():
+            parameter.partition_sections = tuple(count * size for count in self.convolved.values())
+        self.out_proj = build_module(
+            submodules.out_proj,
+            heads * value_dim * size,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            **linear,
+        )
+
+    def projected(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        """[s, b, h] -> what goes through the convolution [s, b, channels], other inputs of the rule [s, b, heads], the
+        gate [s, b, heads * V]. With sequence parallelism the input is [s / TP, b, h]."""
+        raise NotImplementedError
+
+    def inputs_of_rule(self, convolved: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        """The arguments of :func:`linear_attention` from what the convolution returns and the rule's other inputs."""
+        raise NotImplementedError
+
+    def gated_norm(self, mixed: Tensor, gate: Tensor) -> Tensor:
+        """[.., heads, V] and the gate [.., heads * V] -> [.., heads * V]."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        inference_context: Any = None,
+        attention_bias: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """[s_local, b, h] -> [s_local, b, h] and no bias; with sequence parallelism both are [s_local / TP, b, h].
+
+        Args:
+            attention_mask: not a mask but the batch's samples, as layout/documents.py packs them.
+            packed_seq_params: the ends of the documents in the complete sequence.
+
+        Raises:
+            ValueError: an option is not supported.
+        """
+        if inference_context is not None or attention_bias is not None:
+            raise ValueError("a layer with a state supports neither inference_context nor attention_bias")
+        batch = with_packed(samples(attention_mask), packed_seq_params, Causal())
+        projected = self.projected(hidden_states)
+        if self.training and self.config.recompute_granularity == "selective":
+            mixed = checkpoint(lambda *x: self._mix(*x, batch), False, *projected)
+        else:
+            mixed = self._mix(*projected, batch)
+        return self.out_proj(mixed)[0], None
+
+    def _mix(self, *projected_and_batch: Any) -> Tensor:
+        """What lies between the two projections; returns [s_local, b, heads * V]."""
+        *inputs, gate, batch = projected_and_batch
+        return self.gated_norm(self.mixed(*inputs, batch), gate)
+
+    def mixed(self, *inputs_and_batch: Any) -> Tensor:
+        """The convolution and the rule: what :meth:`projected` returns without the gate -> [s_local, b, heads, V]."""
+        x, *others, batch = inputs_and_batch
+        layout = self.settings.layout_of(batch)
+        documents = batch.ends if self.settings.separate else ()
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        convolved = short_convolution(x, weight, bias, layout=layout, activation="silu", documents=documents)
+        inputs = self.inputs_of_rule(convolved, *others)
+        return linear_attention(*inputs, rule=self.rule, layout=layout, documents=documents, exchange=self.exchange)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """As core's: each kind of rows of ``in_proj`` and ``conv1d`` is one tensor of the checkpoint, split over TP."""
+        own = dict(self.named_parameters(recurse=False))
+        own |= {f"conv1d.{name}": parameter for name, parameter in self.conv1d.named_parameters()}
+        state = make_sharded_tensors_for_checkpoint(
+            own,
+            prefix,
+            dict.fromkeys(own, 0),
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        for name, module in self.named_children():
+            if module is not self.conv1d:
+                state |= sharded_state_dict_default(
+                    module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
+                )
+        for name, kinds in (("in_proj.weight", self.rows), *((n, self.convolved) for n in own if n[:7] == "conv1d.")):
+            key = prefix + name
+            state[key] = _split_tensor_factory(state[key], [*kinds.values()], [*kinds], 0)
+        return state
