@@ -68,6 +68,9 @@ CASES = [
     (4, YARN, f"{P2} {cp(1, 2)} {FULL} --zero-stage 1"),
     (4, PLAIN, f"{T2} {cp(1, 2)} {SELECTIVE} --zero-stage 2 --cp-comm-type all_gather"),
     (2, MLA, f"{cp(2, 1)} {FPDT} --no-fpdt-offload --zero-stage 3"),
+    (2, MLA, f"{cp(2, 1)} --fpdt --fpdt-chunk-size 32 --no-fpdt-offload --zero-stage 3"),
+    (2, PLAIN, f"{cp(1, 2)} {SELECTIVE} --zero-stage 2 --cp-comm-type all_gather"),
+    (2, DROPOUT, f"{cp(1, 2)} {FULL}"),
 ]
 
 
