@@ -40,12 +40,12 @@ def lines_in(folder: Path) -> dict[str, list[int]]:
         data = CoverageData(str(part))
         try:
             data.read()
+            for file in data.measured_files():
+                result.setdefault(str(Path(file).relative_to(ROOT)), set()).update(data.lines(file) or [])
         except exceptions.DataError:  # its process was killed while it saved
-            continue
+            pass
         finally:
             part.unlink(missing_ok=True)
-        for file in data.measured_files():
-            result.setdefault(str(Path(file).relative_to(ROOT)), set()).update(data.lines(file) or [])
     return {file: sorted(lines) for file, lines in result.items()}
 
 
