@@ -11,13 +11,13 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from megatron.training.checkpoint.megatron_lm.source import Buckets, Saved, Source, join_parts
+from megatron.training.checkpoint.megatron_lm.source import Buckets, Saved, Source, join_parts, weights_in
 from megatron.training.checkpoint.megatron_lm.stored_tensors import WholeTensors
 from megatron.training.refusal import Refusal
 
 BY_ROWS = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "word_embeddings.weight", "output_layer.weight")
 HERE = Path("a-folder")
-H = 6  # hidden size
+H = 8  # hidden size
 
 
 def shapes(saved: Saved, engine: bool) -> list[tuple[str, tuple[int, ...]]]:
@@ -82,8 +82,16 @@ def written(saved: Saved, engine: bool, stacked: bool, limit: int) -> tuple[dict
     return stored, main, moments
 
 
+class Strict(WholeTensors):
+    """It takes offsets and shapes of all dimensions alone, as files do."""
+
+    def read(self, key, offset, shape):
+        assert len(offset) == len(shape) == len(self.shape(key))
+        return super().read(key, offset, shape)
+
+
 def opened(stored: dict) -> WholeTensors:
-    return WholeTensors(HERE, {name: lambda values=values: values for name, values in stored.items()})
+    return Strict(HERE, {name: lambda values=values: values for name, values in stored.items()})
 
 
 def blocks(shape: tuple[int, ...], draw: random.Random) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -137,8 +145,23 @@ def test_buckets_of_another_order_or_length_are_refused(change, message):
     change(stored)
     with pytest.raises(Refusal, match=f"dp_reshardable, and {message}.*--no-load-optim"):
         Buckets(opened(stored), ONE)
+
+
+@pytest.mark.parametrize("changes", [{"pipeline": 2, "layers": 3}, {"chunks": 2, "layers": 3}])
+def test_buckets_of_unequal_stages_are_refused(changes):
+    stored, *_ = written(ONE, False, True, 10**9)
     with pytest.raises(Refusal, match="its pipeline stages have different numbers of layers"):
-        Buckets(opened(stored), replace(ONE, pipeline=2, layers=3))
+        Buckets(opened(stored), replace(ONE, **changes))
+
+
+def test_a_missing_bucket_is_refused():
+    saved = replace(ONE, layers=4, gated=True)
+    stored, *_ = written(saved, False, False, 64)
+    Buckets(opened(stored), saved)
+    last = max((key for key in stored if key.endswith(".param")), key=lambda key: int(key.split(".")[-2][11:]))
+    del stored[last]
+    with pytest.raises(Refusal, match="the order of parameters in its buckets is unknown"):
+        Buckets(opened(stored), saved)
 
 
 OF_LAST = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_x.bucket_idx_0.param"
@@ -169,7 +192,7 @@ def test_states_are_found_under_other_names_and_in_flat_parts(by_layer, prefix, 
     """``parts``: numbers of flat blocks of a state [3, 8, 6]; None: it is stored like the weight."""
     torch.manual_seed(0)
     draw, norm = random.Random(1), "decoder.layers.pre_mlp_layernorm.weight" if older else NORM
-    kinds = {WEIGHT: (3, 8, H), norm: (3, H), "output_layer.weight": (8, H)}
+    kinds = {WEIGHT: (3, 8, 6), norm: (3, 6), "output_layer.weight": (8, 6)}
     stored, every = {}, {}
     for key, shape in kinds.items():
         for state in ("", "optimizer.state.exp_avg.", "optimizer.state.fp32_param."):
@@ -177,7 +200,7 @@ def test_states_are_found_under_other_names_and_in_flat_parts(by_layer, prefix, 
             single = by_layer and len(shape) > 1 and "layers" in key
             for layer, values in enumerate(whole) if single else [("", whole)]:
                 if parts and state:  # [X, Y] in blocks of [x, y] -> [X / x, Y / y, x * y]
-                    counts = [parts[(3, 8, H).index(length)] for length in values.shape]
+                    counts = [parts[(3, 8, 6).index(length)] for length in values.shape]
                     sides = [side for count, n in zip(counts, values.shape) for side in (count, n // count)]
                     order = [*range(0, len(sides), 2), *range(1, len(sides), 2)]
                     values = values.reshape(sides).permute(order).reshape(*counts, -1)
@@ -194,6 +217,7 @@ def test_states_are_found_under_other_names_and_in_flat_parts(by_layer, prefix, 
                 read = source.read(wanted(f"{state}{key}", offset, shape, tuple(whole.shape), layers))
                 expected = part(whole, offset, shape)
                 assert read.equal(expected[0] if layers else expected), (state, key, offset, shape)
+    assert {*weights_in(source.stored)} == {key for key in stored if "optimizer" not in key}
     assert {WEIGHT, f"module.{WEIGHT}", f"model.{NORM}", "output_layer.weight"} <= source.requested
     assert "decoder.layers.pre_mlp_layernorm.weight" in source.requested and len(source.requested) == 12
 
@@ -208,22 +232,21 @@ def test_in_fp32_the_weights_are_the_main_weights():
         source.read(request)
 
 
-@pytest.mark.parametrize("flat", [(2, 2, 20), (2, 2, 28), (1, 2, 2, 12)])
+@pytest.mark.parametrize("flat", [(2, 2, 8), (2, 2, 32), (1, 2, 2, 16), (3, 2, 8), (3, 2, 12)])
 def test_flat_parts_that_do_not_make_the_weight_are_refused(flat):
     source = Source(opened({"output_layer.weight": torch.ones(8, H), "optimizer.state.m.output_layer.weight":
                             torch.ones(flat)}))  # fmt: skip
-    with pytest.raises(Refusal, match=r"its weight \[8, 6\]"):
+    with pytest.raises(Refusal, match=r"its weight \[8, 8\]"):
         source.read(wanted("optimizer.state.m.output_layer.weight", (0, 0), (8, H), (8, H), layers=False))
 
 
 def test_another_shape_is_refused_unless_only_the_vocabulary_differs():
-    source = Source(opened({"output_layer.weight": torch.arange(48.0).view(8, H)}))
+    source = Source(opened({"output_layer.weight": torch.arange(64.0).view(8, H)}))
     request = wanted("output_layer.weight", (6, 0), (4, H), (10, H), layers=False)
-    with pytest.raises(Refusal, match=r"output_layer.weight is \[8, 6\] in the checkpoint, \[10, 6\] in this run"):
+    with pytest.raises(Refusal, match=r"output_layer.weight is \[8, 8\] in the checkpoint, \[10, 8\] in this run"):
         source.read(request)
     request.allow_shape_mismatch = True  # core's sign for rows that pad the vocabulary
-    assert source.read(request).tolist() == [[*map(float, range(36, 42))], [*map(float, range(42, 48))], [0.0] * 6,
-                                             [0.0] * 6]  # fmt: skip
+    assert source.read(request).tolist() == [[*range(48, 56)], [*range(56, 64)], [0] * 8, [0] * 8]
     request.global_shape = (10, H + 1)
     with pytest.raises(Refusal, match="is of another model"):
         source.read(request)
