@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from megatron.training.arguments.config import Config
-from megatron.training.arguments.schedule import length_in_step, schedule_unit
+from megatron.training.arguments.schedule import check_stage, length_in_step, samples_after, schedule_unit
 from megatron.training.arguments.validate import data_parallel_size
 from megatron.training.arguments.validate.host_memory import available_bytes, check_host_memory
 from megatron.training.checkpoint import checkpoint
@@ -120,7 +120,10 @@ def _prepare(config: Config, runtime: Runtime, owner: Owner | None) -> Job:
     )
     reset = config.checkpoint.reset_iteration
     done = checkpoint.progress_in(path, config.checkpoint) if path and not reset else Progress()
-    iterations, samples = length_of_run(config, batch_sizes, in_memory.progress if in_memory else done)
+    done = in_memory.progress if in_memory else done
+    if config.stage is not None:
+        check_stage(config.stage, done.iteration, done.consumed_train_samples, done.consumed_train_tokens)
+    iterations, samples = length_of_run(config, batch_sizes, done)
     held_out = config.run.eval_iters * config.data.global_batch_size
     wanted = (samples, evaluations(config, iterations) * held_out, held_out)
     datasets = build_datasets(config, tokenizer, wanted, needed=runtime.reads_data)
@@ -218,7 +221,8 @@ def named_datasets(
 def length_of_run(config: Config, batch_sizes: Any, done: Progress = Progress()) -> tuple[int, int]:
     """(iterations, samples) of the run, whichever of --train-iters, --train-samples and --train-tokens ends it first.
 
-    Both are 0 for --skip-train.
+    Both are 0 for --skip-train. With --seq-length-schedule: its iterations until the end of the stage, and the samples
+    of the stage.
 
     Args:
         done: progress so far, possibly with another batch size or sequence length.
@@ -226,6 +230,8 @@ def length_of_run(config: Config, batch_sizes: Any, done: Progress = Progress())
     run, batch = config.run, config.data.global_batch_size
     if run.skip_train:
         return 0, 0
+    if config.stage is not None:
+        return config.stage.end, samples_after(config, config.stage.end) - samples_after(config, config.stage.start)
     ramp = config.data.rampup_batch_size is not None
     iterations, samples, tokens = math.inf, math.inf, math.inf
     if run.train_iters is not None:

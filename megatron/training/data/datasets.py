@@ -25,14 +25,34 @@ from torch.utils.data import Dataset
 
 from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.data_paths import Blend, parse_split, portion
+from megatron.training.arguments.schedule import samples_after
 from megatron.training.data import index_files as data_files
 from megatron.training.data.chat_dataset import build_chat_datasets
 from megatron.training.data.index_files import atomic_folder
 from megatron.training.data.packing.length_mixtures import Source, read_mixture, repeated
-from megatron.training.data.packing.packing_plans import Packing, cost_of, make_plan
+from megatron.training.data.packing.packing_plans import Packing, cost_of, make_plan, stage_plan, stage_starts
 from megatron.training.data.read_tokens import DataError, TokenFile, check_ids, first_outside, unmapped
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.refusal import Refusal, together
+
+
+class Later(Dataset):
+    """Samples of a stage of --seq-length-schedule, under their numbers in the run; those of earlier stages are absent.
+
+    Args:
+        first: number of the first sample.
+    """
+
+    def __init__(self, samples: Dataset, first: int) -> None:
+        self.samples, self.first = samples, first
+
+    def __len__(self) -> int:
+        return self.first + len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index < self.first:
+            raise IndexError(f"sample {index} is of an earlier stage")
+        return self.samples[index - self.first]
 
 
 class MockDataset(Dataset):
@@ -177,10 +197,12 @@ def build_datasets(
         number: the index among several sets of valid and test data.
     """
     data = config.data
+    first = samples_after(config, config.stage.start) if config.stage else 0
     if data.mock_data:
         if any((data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)):
             raise Refusal("--mock-data and --data-path exclude each other: leave one out")
-        return tuple(MockDataset(config, tokenizer, i, n) if n else None for i, n in enumerate(samples))
+        sizes = [n and n + (first if i == 0 else 0) for i, n in enumerate(samples)]
+        return tuple(MockDataset(config, tokenizer, i, n) if n else None for i, n in enumerate(sizes))
     if data.sft:
         return build_chat_datasets(config, tokenizer, samples)
     blend, blends = data_files.parse_blends(data, number)
@@ -192,16 +214,18 @@ def build_datasets(
         "split": parse_split(data.split) if blend else None,
         "eod_mask_loss": data.eod_mask_loss,
     }
-    packing = _packing(data, blend, blends)
+    packing = _packing(config, blend, blends)
     mixture = {source.path: source for source in read_mixture(data.data_config)} if data.data_config else {}
     ours: dict[str, Any] = {}  # empty without them, so that the names of caches stay those of earlier versions
+    starts = stage_starts(_earlier(config), packing, *(blend or blends[0])) if config.stage and samples[0] else {}
     if packing or mixture:
         repeats = {path: source.repeat for path, source in mixture.items()}
-        ours = {"packing": packing and vars(packing), "repeats": repeats}
+        ours = {"packing": packing and vars(packing), "repeats": repeats} | ({"starts": starts} if starts else {})
     core = LocalConfig(
         **settings,
         packing=packing,
         mixture=mixture,
+        starts=starts,
         fim=fim_of(data, tokenizer),
         path_to_cache="",
         num_dataset_builder_threads=data.num_dataset_builder_threads,
@@ -231,6 +255,8 @@ def build_datasets(
                 f"the {name} data hold {len(dataset)} samples of {data.seq_length} tokens, {n} are needed; "
                 "only a blend with weights is repeated: --data-path 1 PREFIX 1 PREFIX"
             )
+    if first:
+        datasets[0] = Later(datasets[0], first)
     return tuple(datasets)
 
 
@@ -241,11 +267,20 @@ class LocalConfig(GPTDatasetConfig):
     fim: Fim | None = None
     packing: Packing | None = None
     mixture: dict[str, Source] = field(default_factory=dict)
+    starts: dict[str, int] = field(default_factory=dict)  # of training data, with stages of different lengths
 
 
-def _packing(data: DataConfig, blend: Blend | None, blends: list[Blend | None] | None) -> Packing | None:
-    """How samples are made; None for Megatron-LM's stream."""
-    if data.packing == "greedy":
+def _earlier(config: Config) -> list[tuple[int, int]]:
+    """(samples, tokens of each) of every earlier stage."""
+    starts, lengths, _ = zip(*config.stage.lengths)
+    counts = np.diff([samples_after(config, start) for start in starts]).tolist()
+    return list(zip(counts, lengths))[: config.stage.number - 1]
+
+
+def _packing(config: Config, blend: Blend | None, blends: list[Blend | None] | None) -> Packing | None:
+    """How samples are made; None for Megatron-LM's stream in one length."""
+    data = config.data
+    if data.packing == "greedy" and config.stage is None:
         return None
     if data.packing == "by-work" and any(one and len(one[0]) > 1 for one in [blend, *(blends or ())]):
         raise Refusal(
@@ -415,7 +450,11 @@ class PackedDataset(TokenDataset):
         if config.path_to_cache and all(map(os.path.isfile, paths)):
             return tuple(data_files.load_numbers(path) for path in paths)
         lengths = self.dataset.sequence_lengths
-        plan = make_plan(
+        make = make_plan
+        if config.starts or config.packing.kind == "greedy":  # with a schedule of lengths
+            first = config.starts.get(self.dataset_path, 0) if self.index_split is Split.train else 0
+            make = functools.partial(stage_plan, first=first)
+        plan = make(
             self.indices, lengths[self.indices], config.sequence_length, self.num_samples, config.packing,
             config.random_seed,
         )  # fmt: skip
