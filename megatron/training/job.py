@@ -27,6 +27,8 @@ from megatron.core.utils import to_local_if_dtensor
 from torch import nn
 from torch.utils.data import Dataset
 
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.context_parallel.layout.spans import Spans, union
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.schedule import check_stage, length_in_step, samples_after, schedule_unit
 from megatron.training.arguments.validate import data_parallel_size
@@ -291,9 +293,19 @@ def batches_for(job: Job, dataset: Dataset | None, consumed: int, workers: int) 
             eod=job.eod if runtime.by_documents else None,
             numbers_only=not runtime.reads_tokens,
             plans=batch_plans(config, runtime),
+            spans=None if runtime.by_documents else spans_to_read(runtime.layout, runtime.ahead),
         )
 
     return [iterator() for _ in job.chunks] if len(job.chunks) > 1 else iterator()
+
+
+def spans_to_read(layout: SequenceLayout, ahead: int) -> Spans | None:
+    """Positions of the tokens that this rank needs, its labels and those of multi-token prediction; None if all.
+
+    Where documents matter, each rank needs all tokens instead, because the ends of documents are tokens.
+    """
+    read = union((start, stop + 1 + ahead) for start, stop in layout.local_spans)
+    return None if layout.local_length == layout.seq_length else read
 
 
 def describe(job: Job) -> Iterator[str]:
