@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -363,3 +364,30 @@ def test_an_id_outside_is_found_by_the_rank_that_reads_it(tmp_path):
     assert dataset.part(0, ((0, 13), (14, 17)))["tokens"].tolist() == [0] * 16
     with pytest.raises(DataError, match="document 0 holds token id 5000"):
         dataset.part(0, ((12, 14),))
+
+
+# Memory.
+
+
+MANY = int(os.environ.get("MANY_SAMPLES", "30000"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("packing", ["greedy", "best-fit"])
+def test_memory_is_flat_over_many_samples(tmp_path, packing):
+    """Resident memory of the trainer and of a loader's process, over the last nine tenths of ``MANY_SAMPLES``."""
+    write(tmp_path / "a", documents=MANY // 2)
+    config = configure(data_path=[f"{tmp_path}/a"], split="1,0,0", packing=packing, global_batch_size=32)
+    dataset, *_ = build_datasets(config, NULL, (MANY, 0, 0))
+    options = {"data_parallel_rank": 0, "data_parallel_size": 1, "num_workers": 1, "drop_last": False}
+    batches, rows, seen = micro_batches(dataset, consumed_samples=0, micro_batch_size=32, **options), [], 0
+    me, warm = psutil.Process(), MANY // 10
+    for batch in batches:
+        seen += len(batch["tokens"])
+        if seen >= warm + len(rows) * (MANY - warm) // 20:
+            worker, *_ = me.children()
+            rows.append([one.memory_full_info().uss for one in (me, worker)])
+    assert seen >= MANY and len(rows) >= 20
+    grown = (np.max(rows[10:], 0) - np.max(rows[:10], 0)) / 2**20
+    print(f"\n{seen:,} samples, {packing}: {np.max(rows, 0) / 2**20} MiB, grown by {grown} MiB")
+    assert grown.max() < 1
