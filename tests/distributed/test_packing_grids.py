@@ -78,7 +78,7 @@ def test_packings_differ(single):
 
 STAGES = "0:32 {} 2:64 {} 4:128 {}"
 ONE = {
-    "DP 2": "--zero-stage 1",
+    "DP 2": "--zero-stage 1 --micro-batch-size 1",
     "U 2": "--ulysses-parallel-size 2",
     "R 2": "--ring-parallel-size 2",
     "PP 2": "--pipeline-model-parallel-size 2",
@@ -189,7 +189,7 @@ def test_stages_on_other_grids(pool, corpus, undisturbed, tmp_path, grids, stop)
     *names, last = MIXED[grids]
     first, second = [ONE[name] for name in names], [ONE[name] for name in reversed(names)]
     if grids[0] == "Z":
-        first[0] = "--zero-stage 3"
+        first[0] = "--zero-stage 3 --micro-batch-size 1"
     first[2] += f" {last}"
     folder = str(tmp_path / "c")
     before = pool.run(stages, 2, str(corpus), "by-work", folder, STAGES.format(*first), stop, timeout=120)
