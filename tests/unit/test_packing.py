@@ -73,6 +73,7 @@ def test_how_far_a_document_moves(kind, window, seed):
     """A piece is in the samples of its own window of the order, or of the next one."""
     lengths = np.random.default_rng(seed).integers(1, 30, 200)
     plan = make_plan(np.arange(200), lengths, 16, None, Packing(kind, window, 2), seed)
+    window += kind == "by-work" and window % 2  # whole global batches
     order = np.random.default_rng([seed, 0, 0]).permutation(200)
     pieces = cut(order, lengths[order], 16)
     tokens = np.cumsum(pieces[:, 2]) - pieces[:, 2]
@@ -153,6 +154,14 @@ def test_the_plan_is_near_the_optimum():
         cost = cost_of(plan, lengths, 131072, 8)
         assert len(plan.first) - 1 == -(-int(plan.pieces[:, 2].sum()) // 131073)  # no plan has fewer samples
         assert not cost.cut_short and cost.imbalance < imbalance and cost.fill > 0.99
+
+
+def test_windows_have_whole_global_batches():
+    """Otherwise the work of all batches after the first window would be uneven."""
+    lengths = np.maximum(np.random.default_rng(0).lognormal(7, 1.5, 9000).astype(int), 2)
+    for batch in (6, 8):
+        plan = make_plan(np.arange(9000), lengths, 16384, 600, Packing("by-work", 128, batch), 1)
+        assert cost_of(plan, lengths, 16384, batch).imbalance < 1.05
 
 
 def write(prefix, seed: int = 0, documents: int = 60, longest: int = 50) -> list[np.ndarray]:
@@ -279,11 +288,14 @@ def test_where_a_run_goes_on():
           for flag in ("--rampup-batch-size", "--rampup-seq-length", "--dataloader-type cyclic", "--finetune",
                        "--dry-run", "--reset-iteration", "--ckpt-step 1", "--no-load-optim", "--no-save-optim",
                        "--fim-data", "--lr-decay-tokens 9", "--lr-warmup-tokens 9", "--skip-train",
-                       "--universal-checkpoint")),
+                       "--universal-checkpoint",
+                       "--non-persistent-save-interval 1 --non-persistent-ckpt-type local",
+                       "--sft --tokenizer-type HuggingFaceTokenizer --tokenizer-model d")),
     ],
 )  # fmt: skip
 def test_schedules_that_cannot_run(flags, schedule, line):
-    data = "--data-path x --tokenizer-type ByteLevelTokenizer" if "fim" in flags else "--mock-data"
+    chats_or_fim = "fim" in flags or "sft" in flags
+    data = "--data-path x --tokenizer-type ByteLevelTokenizer" if chats_or_fim else "--mock-data"
     with pytest.raises(Refusal, match=line):
         stage(f"{data} {flags}", 0, schedule)
 

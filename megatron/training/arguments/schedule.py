@@ -172,6 +172,9 @@ def link_stages(configs: Sequence[Config], starts: Sequence[int]) -> list[Config
         "--finetune": (settings.finetune, "each stage resumes; give the weights by --pretrained-checkpoint"),
         "--reset-iteration": (settings.reset_iteration, "stages begin by iteration"),
         "--universal-checkpoint": (settings.universal_checkpoint, "convert it with tools/convert_checkpoint.py"),
+        "--non-persistent-save-interval": (
+            settings.non_persistent_save_interval, "its copies are of one length and grid"
+        ),
         "--ckpt-step": (settings.ckpt_step is not None, "every stage would load it"),
         "--no-load-optim": (not settings.load_optim, "every stage would begin without its optimizer"),
         "--no-save-optim": (not settings.save_optim, "every stage would begin without its optimizer"),

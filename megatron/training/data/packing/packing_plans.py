@@ -34,7 +34,7 @@ class Packing:
 
     Args:
         kind: "best-fit" or "by-work"; "greedy" for the stages of a schedule of lengths.
-        window: samples that are planned together.
+        window: samples that are planned together; "by-work" rounds up to whole batches.
         batch: samples of a global batch, for "by-work".
     """
 
@@ -101,7 +101,9 @@ def make_plan(
     documents, lengths = documents[lengths > 0], lengths[lengths > 0]
     if not len(documents):
         raise ValueError("no document has a token")
-    pack = _by_work if packing.kind == "by-work" else _best_fit
+    pack = _best_fit
+    if packing.kind == "by-work":  # a window that is no multiple of the batch would move all later batches
+        pack, packing = _by_work, replace(packing, window=-(-packing.window // packing.batch) * packing.batch)
     made: list[list[np.ndarray]] = []
     late = np.empty((0, 3), np.int64)  # pieces that their own window had no room for
     target = 0
@@ -248,7 +250,7 @@ def stage_plan(
     """Samples of one stage of a schedule of lengths: those of :func:`stage_tokens` tokens of the stream from ``first``.
 
     ``greedy`` cuts this interval in samples and shuffles them. The others plan the documents that begin in it, in
-    windows of equal size; what fills the last sample is read twice, and what fits in no sample is left out.
+    windows of equal size. A few documents may be read twice to fill the last samples, or fit in none.
 
     Args:
         documents, lengths, length, seed: as in :func:`make_plan`.
@@ -267,10 +269,8 @@ def stage_plan(
         return _cut_stream(documents[order], lengths[order], begins, starts, length)
     begin, end = np.searchsorted(begins, [first, stop])
     own = order[begin : max(end, begin + 1)]
-    windows = -(-samples // packing.window)
-    window = -(-samples // (windows * packing.batch)) * packing.batch
-    packing = replace(packing, window=window)
-    return make_plan(documents[own], lengths[own], length, samples, packing, seed)
+    equal = replace(packing, window=-(-samples // -(-samples // packing.window)))
+    return make_plan(documents[own], lengths[own], length, samples, equal, seed)
 
 
 def stage_starts(
