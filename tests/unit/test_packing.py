@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from megatron.training import pretrain
 from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.parser import parse
 from megatron.training.arguments.schedule import AnotherStage, check_stage, spans
@@ -298,6 +299,23 @@ def test_schedules_that_cannot_run(flags, schedule, line):
     data = "--data-path x --tokenizer-type ByteLevelTokenizer" if chats_or_fim else "--mock-data"
     with pytest.raises(Refusal, match=line):
         stage(f"{data} {flags}", 0, schedule)
+
+
+def test_the_time_limit_is_that_of_all_stages(monkeypatch):
+    seen, now = [], iter([0.0, 120.0])
+
+    def one_stage(config, *_):
+        seen.append((config.stage.number, config.run.exit_duration_in_mins))
+        if len(seen) < 2:
+            raise AnotherStage(7)
+        return 3
+
+    monkeypatch.setattr(pretrain, "_run", one_stage)
+    monkeypatch.setattr(pretrain, "follow_launcher", lambda launched: None)
+    monkeypatch.setattr(pretrain.time, "monotonic", lambda: next(now))
+    flags = "--mock-data --exit-duration-in-mins 5"
+    assert pretrain.run(stage(flags, 0), stage_at=lambda iteration: stage(flags, iteration)) == 3
+    assert seen == [(1, 5), (3, 3.0)]
 
 
 @pytest.mark.parametrize("length", ["--train-samples 8", "--train-tokens 800"])
