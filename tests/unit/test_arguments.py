@@ -46,7 +46,7 @@ OURS = """--rotary-base-local --geglu --sandwich-norm --reordered-norm --paralle
 --wandb-entity-name --pad-vocab-size-to --fp8-e4m3 --fp8-hybrid --wandb-name --use-mpi --tokenizer-file
  --rank --local_rank --dist-url --dist_url --no-cuda --eval-only --no-train --o2-gradient --npu-deterministic --RMSNorm
  --optimizer-selection --overlapped-distributed-optimizer --pp-partition-method
- --data-config --packing --packing-window
+ --data-config --packing --packing-window --seq-length-schedule
  --reset-iteration --reset-progress --rampup-seq-length --data-file-list --elastic --elastic-grids --embed-layernorm
  --keep-last-checkpoints --keep-best-checkpoints --skip-damaged-checkpoints --eval-tasks --eval-lengths
 --eval-depths --eval-samples --eval-haystack --eval-files --eval-stride --eval-output
