@@ -27,6 +27,7 @@ EXPERTS = (
     "--moe-router-enable-expert-bias --moe-router-dtype fp32 --moe-shared-expert-intermediate-size 48"
 )
 
+SENT = "--latent-exchange latents"
 T2, SP = "--tensor-model-parallel-size 2", "--sequence-parallel"
 P2 = "--pipeline-model-parallel-size 2"
 FPDT = "--fpdt --fpdt-chunk-size 16"
@@ -194,8 +195,14 @@ def attention_in_fp64(flags: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "world, grid", [(2, cp(2, 1)), (2, cp(1, 2)), (2, T2), (4, f"{T2} {SP} {cp(1, 2)}"), (4, cp(2, 2))]
-)
+    "world, grid",
+    [
+        (2, cp(2, 1)), (2, cp(1, 2)), (2, T2), (4, f"{T2} {SP} {cp(1, 2)}"), (4, cp(2, 2)),
+        (1, SENT), (2, f"{cp(2, 1)} {SENT}"), (4, f"{cp(1, 4)} {SENT}"), (4, f"{cp(2, 2)} {SENT}"),
+        (4, f"{T2} {cp(1, 2)} {SENT} --context-parallel-balance contiguous"),
+        (4, f"{T2} {SP} {cp(1, 2)} {SENT} --cp-comm-type all_gather"),
+    ],
+)  # fmt: skip
 def test_attention_in_fp64(pool, shared, world, grid):
     expected = shared("latents in fp64", lambda: pool.run(attention_in_fp64, 1, YARN, timeout=120)[0])
     assert len(expected) == 9

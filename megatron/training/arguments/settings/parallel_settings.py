@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.decisions.latent_exchange import EXCHANGED
 from megatron.decisions.state_exchange import EXCHANGES
 from megatron.training.arguments.settings.flag import flag
 
@@ -52,6 +53,12 @@ class ParallelConfig:
         "how layers with a state exchange it: all maps are gathered, the state goes from rank to rank, or heads are "
         "split over Ulysses; auto: the one with the fewest bytes",
         choices=EXCHANGES,
+    )
+    latent_exchange: str = flag(
+        "auto",
+        "what multi-latent attention sends over Ulysses and the ring: keys and values, or latents, from which each rank "
+        "makes those of its heads; auto: the one that takes less time",
+        choices=EXCHANGED,
     )
     expert_model_parallel_size: int = flag(1, "ranks that share the experts (EP), neighbours in TP x CP x DP")
     expert_tensor_parallel_size: int | None = flag(
