@@ -21,6 +21,7 @@ YARN = f"{MLA} --rotary-scaling-factor 4 --mscale 0.7 --mscale-all-dim 1.0 --yar
 PLAIN = f"{TWO} {SIZES}"  # queries from the hidden states, latents without norms
 DROPOUT = f"{MLA} --hidden-dropout 0.1 --attention-dropout 0.1"
 DOCUMENTS = f"{YARN} --attention-mask document --reset-position-ids --micro-batch-size 1 --global-batch-size 2"
+WINDOW = f"{MLA} --attention-mask window --window-size 9 0"
 EXPERTS = (
     f"{MLA} --num-experts 8 --moe-ffn-hidden-size 48 --moe-layer-freq [0]+[1] --moe-router-score-function sigmoid "
     "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5 --moe-router-topk 4 "
@@ -65,6 +66,14 @@ CASES = [
     (4, EXPERTS, f"{T2} {SP} {cp(1, 2)} --expert-model-parallel-size 2"),
     (8, EXPERTS, f"{T2} {SP} {cp(2, 2)} --expert-model-parallel-size 2"),
     (4, MLA, f"{cp(1, 2)} --cp-comm-type all_gather"),
+    (2, MLA, f"{cp(1, 2)} {SENT}"),
+    (4, YARN, f"{cp(1, 4)} {SENT} --context-parallel-balance contiguous {SELECTIVE}"),
+    (4, DROPOUT, f"{cp(2, 2)} {SENT} {FULL}"),
+    (2, DOCUMENTS, f"{cp(1, 2)} {SENT}"),
+    (4, DOCUMENTS, f"{T2} {SP} {cp(1, 2)} {SENT} --context-parallel-balance zigzag --zero-stage 3"),
+    (4, PLAIN, f"{T2} {cp(1, 2)} {SENT} --zero-stage 2"),
+    (4, WINDOW, f"{P2} {cp(1, 2)} {SENT} --cp-comm-type all_gather"),
+    (4, EXPERTS, f"{cp(2, 2)} {SENT} --expert-model-parallel-size 4"),
     # many settings at once, so that the usual run needs few cases
     (4, YARN, f"{P2} {cp(1, 2)} {FULL} --zero-stage 1"),
     (4, PLAIN, f"{T2} {cp(1, 2)} {SELECTIVE} --zero-stage 2 --cp-comm-type all_gather"),
