@@ -121,6 +121,21 @@ def own_heads(job: Any) -> Callable[[], None]:
     return lambda: setattr(latent_attention, right.__name__, right)
 
 
+def first_block_alone(job: Any) -> Callable[[], None]:
+    """A mistake: received latents do not add to the gradient of the up-projection."""
+    from megatron.context_parallel.attention.latent_blocks import LatentSource
+
+    right = LatentSource._add_grads
+
+    def wrong(source: LatentSource, *block: Any) -> None:
+        before = None if source._up_sum is None else source._up_sum.clone()
+        right(source, *block)
+        source._up_sum = source._up_sum if before is None else before
+
+    LatentSource._add_grads = wrong
+    return lambda: setattr(LatentSource, "_add_grads", right)
+
+
 @pytest.fixture(scope="module")
 def reference(pool, shared):
     """The same model on one process."""
@@ -149,6 +164,7 @@ def test_latents_do_not_depend_on_the_grid(pool, reference, world, model, grid):
         (own_positions, cp(1, 2), ["linear_q_up_proj.weight", "linear_kv_down_proj.weight"]),
         (as_core_sums, T2, ["q_layernorm.weight"]),
         (own_heads, T2, ["linear_kv_down_proj.weight"]),
+        (first_block_alone, f"{cp(1, 2)} {SENT}", ["linear_kv_up_proj.weight"]),
     ],
 )
 def test_a_mistake_is_noticed(pool, reference, mistake, grid, names):
@@ -218,6 +234,31 @@ def test_attention_in_fp64(pool, shared, world, grid):
     for mine in pool.run(attention_in_fp64, world, f"{YARN} {grid}", timeout=120):
         for name, whole in expected.items():
             assert float((mine[name] - whole).abs().max() / whole.abs().max()) < 1e-10, name
+
+
+def ring_bytes(flags: str) -> int:
+    """Bytes that this rank sends over the ring in the forward pass of the first layer's attention."""
+    sent, batch = [], dist.batch_isend_irecv
+
+    def count(operations: list[dist.P2POp]) -> Any:
+        sent.extend(one.tensor.nbytes for one in operations if one.op is dist.isend)
+        return batch(operations)
+
+    attention = attentions(make_job(flags))[0]
+    dist.batch_isend_irecv = count
+    try:
+        with torch.no_grad():
+            attention(torch.randn(16, 2, 64), None)
+    finally:
+        dist.batch_isend_irecv = batch
+    return sum(sent)
+
+
+def test_what_the_ring_sends(pool):
+    """Contiguous on Ring 4: six times 16 tokens of 2 samples, in fp32; 4 heads of 24 and 16, or latents of 32 + 8."""
+    for exchange, numbers in (("keys", 4 * 40), ("latents", 40)):
+        flags = f"{MLA} {cp(1, 4)} --context-parallel-balance contiguous --latent-exchange {exchange}"
+        assert sum(pool.run(ring_bytes, 4, flags, timeout=120)) == 6 * 16 * 2 * 4 * numbers
 
 
 @pytest.mark.parametrize(

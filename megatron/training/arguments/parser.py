@@ -197,7 +197,7 @@ def _read(
 OF_A_STAGE = """
     tensor_model_parallel_size sequence_parallel context_parallel_size ulysses_parallel_size ring_parallel_size
     hierarchical_context_parallel_sizes cp_comm_type context_parallel_balance linear_attention_exchange
-    expert_model_parallel_size expert_tensor_parallel_size pipeline_model_parallel_size
+    latent_exchange expert_model_parallel_size expert_tensor_parallel_size pipeline_model_parallel_size
     num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
     microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
     account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split elastic_grids zero_stage

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.decisions.latent_exchange import EXCHANGED
 from megatron.decisions.state_exchange import EXCHANGES
 from megatron.training.arguments.settings.flag import flag
 
@@ -55,10 +54,10 @@ class ParallelConfig:
         choices=EXCHANGES,
     )
     latent_exchange: str = flag(
-        "auto",
-        "what multi-latent attention sends over Ulysses and the ring: keys and values, or latents, from which each rank "
-        "makes those of its heads; auto: the one that takes less time",
-        choices=EXCHANGED,
+        "keys",
+        "what multi-latent attention sends over Ulysses and the ring: keys and values, or latents, from which each "
+        "rank makes those of its heads",
+        choices=("keys", "latents"),
     )
     expert_model_parallel_size: int = flag(1, "ranks that share the experts (EP), neighbours in TP x CP x DP")
     expert_tensor_parallel_size: int | None = flag(
