@@ -255,8 +255,8 @@ def ring_bytes(flags: str) -> int:
 
 
 def test_what_the_ring_sends(pool):
-    """Contiguous on Ring 4: six times 16 tokens of 2 samples, in fp32; 4 heads of 24 and 16, or latents of 32 + 8."""
-    for exchange, numbers in (("keys", 4 * 40), ("latents", 40)):
+    """Contiguous on Ring 4: six times 16 tokens of 2 samples, in fp32; 8 heads of 24 and 16, or latents of 32 + 8."""
+    for exchange, numbers in (("keys", 8 * 40), ("latents", 40)):
         flags = f"{MLA} {cp(1, 4)} --context-parallel-balance contiguous --latent-exchange {exchange}"
         assert sum(pool.run(ring_bytes, 4, flags, timeout=120)) == 6 * 16 * 2 * 4 * numbers
 
