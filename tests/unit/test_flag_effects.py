@@ -294,6 +294,7 @@ SHOWN = {
     "tests/distributed/test_dry_run.py": "dry_run_expert_imbalance",
     "tests/distributed/test_network.py": "network_interface",
     "tests/distributed/test_experts.py": "moe_router_bias_update_rate",
+    "tests/distributed/test_latent_attention.py": "latent_exchange",
     "tests/unit/test_flag_effects.py": "distributed_backend distributed_timeout_minutes tensorboard_log_interval "
     "tensorboard_queue_size wandb_project wandb_exp_name wandb_save_dir wandb_entity peak_tflops progress "
     "exit_duration_in_mins dry_run_every_layer dry_run_trace_events",
