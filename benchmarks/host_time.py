@@ -10,6 +10,7 @@ Kernels are not launched and tensors have no memory, so that only Python is time
 from __future__ import annotations
 
 import gc
+import pickle
 import random
 import statistics
 import time
@@ -25,7 +26,7 @@ from megatron.context_parallel.attention.ring_plan import _attention_plan
 from megatron.context_parallel.fpdt import by_keys, by_queries, chunked_layer
 from megatron.context_parallel.fpdt.host_store import Offload
 from megatron.context_parallel.layout.documents import deal
-from megatron.training.model.batch_plans import BatchPlans, walk_sizes
+from megatron.training.model.batch_plans import BatchPlans, Numbers, walk_sizes
 
 LENGTH, DEALT, RING = 2**17, 2**20, 16
 RECEIVED = "1,000 documents, prepared"
@@ -61,10 +62,11 @@ def layers() -> None:
         if name == RECEIVED:
             _attention_plan.cache_clear()
             plans = BatchPlans(layout, (cp.Causal(),), torch.device("meta"), sizes=SIZES)
-            made: list[list[bytes]] = []
+            made: list[list[Numbers]] = []
             work = milliseconds(lambda plans=plans, made=made: made.append(plans.make(torch.tensor([ends]))))
             took = milliseconds(lambda plans=plans, made=made: plans.receive(torch.tensor([ends]), made[0]))
-            print(f"(a loader's process makes the plan's numbers, {len(made[0][0]) / 2**20:.2f} MiB, in {work:.1f} ms;")
+            sent = len(pickle.dumps(made[0])) / 2**20
+            print(f"(a loader's process makes the plan's numbers, {sent:.2f} MiB, in {work:.1f} ms;")
             print(f" the trainer receives them, before the step, in {took:.1f} ms)")
         gc.collect()  # otherwise the garbage of earlier masks may be collected in this mask's time
         for _ in range(11):

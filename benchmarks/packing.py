@@ -4,6 +4,7 @@
 
     python benchmarks/packing.py                 # fill, truncations, imbalance, beside the optimum's bound
     python benchmarks/packing.py --groups        # the time of a step without groups over an ideal step with groups
+    python benchmarks/packing.py --measure       # attention's CPU seconds on two ranks, beside the counted imbalance
 
 Distributions are log-normal with figures from publications; the parameters that these do not give are named as assumed:
 
@@ -16,13 +17,18 @@ Distributions are log-normal with figures from publications; the parameters that
 Groups by length compute each document on as few ranks as hold its tokens, and all ranks finish together. The ideal
 step counted here has perfectly even work over all ranks of DP and CP, no transfer for documents that fit in a rank's
 share of a sample, and the rings' hidden transfers for the others. So the ratio is an upper limit of what groups save.
+
+``--measure`` takes the log-normal documents and samples at an eighth of their lengths, which two cores can compute. Two
+processes are the ranks of DP 2, each with every second sample. Only their own CPU time counts, not that of others.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import sys
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,12 +59,12 @@ def distributions(seed: int = 0) -> dict[str, np.ndarray]:
     return {name: np.minimum(lengths, 1 << 22) for name, lengths in result.items()}
 
 
-def plans(lengths: np.ndarray, batch: int) -> dict[str, Plan]:
+def plans(lengths: np.ndarray, batch: int, length: int = LENGTH) -> dict[str, Plan]:
     """A plan of one epoch for each packing."""
     order = np.random.default_rng(1).permutation(len(lengths))
-    result = {"greedy": greedy_plan(order, lengths[order], LENGTH)}
+    result = {"greedy": greedy_plan(order, lengths[order], length)}
     for kind in ("best-fit", "by-work"):
-        result[kind] = make_plan(np.arange(len(lengths)), lengths, LENGTH, None, Packing(kind, 1024, batch), 1)
+        result[kind] = make_plan(np.arange(len(lengths)), lengths, length, None, Packing(kind, 1024, batch), 1)
     return result
 
 
@@ -174,11 +180,55 @@ def groups(batches: int) -> None:
             print(f"| {name} | {kind} | " + " | ".join(cells) + " |", flush=True)
 
 
+# Attention on two ranks of this machine.
+SHORT, RANKS, DIM_HERE = LENGTH // 8, 2, 64
+
+
+def attention_seconds(samples: list[tuple[int, ...]]) -> list[float]:
+    """CPU seconds of one head's attention over each sample, forward and backward.
+
+    Args:
+        samples: ends of the documents of each, the last of which is SHORT.
+    """
+    import torch
+
+    import megatron.context_parallel as cp
+
+    torch.set_num_threads(1)
+    layout, seconds = cp.SequenceLayout(SHORT, cp.abstract_grid()), []
+    q, k, v = torch.randn(3, SHORT, 1, 1, DIM_HERE, requires_grad=True).unbind()
+    for ends in [samples[0], *samples]:  # the first one warms up
+        begin = time.process_time()
+        cp.attention(q, k, v, layout=layout, mask=cp.Documents(ends)).sum().backward()
+        seconds.append(time.process_time() - begin)
+    return seconds[1:]
+
+
+def measure(batches: int) -> None:
+    lengths = np.maximum(distributions()["log-normal"] // 8, 2)
+    print(f"samples of {SHORT:,} tokens, one head of {DIM_HERE}, {batches} global batches of {RANKS}\n\n"
+          "| packing | attention, CPU s of a batch's mean rank | imbalance, measured | imbalance, counted |\n"
+          "|---|---|---|---|")  # fmt: skip
+    for kind, plan in plans(lengths, RANKS, SHORT).items():
+        sizes = np.split(plan.pieces[:, 2], plan.first[1:-1])[: batches * RANKS]
+        ends = [tuple(dict.fromkeys(np.minimum(np.append(np.cumsum(one), SHORT), SHORT).tolist())) for one in sizes]
+        with multiprocessing.get_context("spawn").Pool(RANKS) as pool:
+            seconds = np.array(pool.map(attention_seconds, [ends[rank::RANKS] for rank in range(RANKS)], 1)).T
+        first = Plan(plan.pieces[: plan.first[len(sizes)]], plan.first[: len(sizes) + 1])
+        counted = cost_of(first, lengths, SHORT, RANKS).imbalance
+        measured = (seconds.max(1) / seconds.mean(1)).mean()
+        print(f"| {kind} | {seconds.mean():.2f} | {measured:.3f} | {counted:.3f} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", action="store_true", help="count what groups by length could save")
-    parser.add_argument("--batches", type=int, default=4, help="global batches that --groups counts")
+    parser.add_argument("--measure", action="store_true", help="measure attention on two ranks of this machine")
+    parser.add_argument("--batches", type=int, default=4, help="global batches that --groups and --measure take")
     options = parser.parse_args()
+    if options.measure:
+        measure(options.batches)
+        return
     if options.groups:
         groups(options.batches)
     else:

@@ -66,7 +66,8 @@ def pairs(levels: Set[Hashable]) -> set[frozenset[Hashable]]:
 def covering(held: Sequence[Set[Hashable]], costs: Sequence[float]) -> list[int]:
     """Indices of cases that together contain everything that any case contains.
 
-    The search is greedy and deterministic: it always takes the first case with the most new pairs for its cost.
+    The search is greedy and deterministic: it always takes the first case with the most new pairs for its cost. Cases
+    that the later ones have made superfluous are then left out, the most expensive one first.
     """
     left = set().union(*held)
     chosen: list[int] = []
@@ -74,6 +75,10 @@ def covering(held: Sequence[Set[Hashable]], costs: Sequence[float]) -> list[int]
         best = max(range(len(held)), key=lambda index: (len(held[index] & left) / costs[index], -index))
         chosen.append(best)
         left -= held[best]
+    for index in sorted(chosen, key=lambda index: (-costs[index], index)):
+        others = [other for other in chosen if other != index]
+        if held[index] <= set().union(*(held[other] for other in others)):
+            chosen = others
     return sorted(chosen)
 
 
@@ -104,10 +109,15 @@ def also_in_full(*cases: Any) -> list[Any]:
 
 
 def seconds(world: int, model: str, grid: str) -> float:
-    """Rough relative time of a run on few cores: sharded weights and small chunks need many messages and calls."""
+    """Rough relative time of a run of 64 tokens on few cores, where messages and calls count, and not their sizes."""
     flags = f"{model} {grid}"
-    size = next((int(rest.split()[0]) for rest in flags.split("--fpdt-chunk-size ")[1:]), 64)
-    return 2.0 + world * (2.0 if "--zero-stage 2" in flags or "--zero-stage 3" in flags else 1.0) * (1 + 8 / size)
+
+    def last(name: str, default: int) -> int:
+        return int(flags.rpartition(f"{name} ")[2].split()[0]) if name in flags else default
+
+    sharded = 2.0 if "--zero-stage 2" in flags or "--zero-stage 3" in flags else 1.0
+    chunks = 48 / last("--fpdt-chunk-size", 64) if "--fpdt-chunk-size" in flags else 0.0
+    return 2.0 + world * sharded * (1 + chunks) * last("--num-layers", 4) / 4
 
 
 def grid_pairs(

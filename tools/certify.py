@@ -104,12 +104,13 @@ def training_command(words: list[str], processes: int) -> tuple[Any, list[dict[s
         raise Refusal(f"{words[0]}: no training command such as torchrun pretrain_llama.py --num-layers ..., no "
                       "FILE.py:NAME and no file")  # fmt: skip
     from megatron.training.arguments.models import LLAMA_DEFAULTS
-    from megatron.training.arguments.parser import parse
+    from megatron.training.arguments.parser import LARGEST, parse
     from megatron.training.certifying.small_shape import grids_of, left_out, small_flags
     from megatron.training.certifying.training_program import TrainingProgram
 
     world = command.processes or size_of_grid(command.flags)
-    config = parse(command.flags, LLAMA_DEFAULTS if "llama" in Path(command.program).name else None, world)
+    config = parse(command.flags, LLAMA_DEFAULTS if "llama" in Path(command.program).name else None, world,
+                   iteration=LARGEST)  # of a schedule of lengths, the last stage
     return TrainingProgram(tuple(small_flags(config))), grids_of(config, world, processes), left_out(config)
 
 

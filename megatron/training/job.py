@@ -27,8 +27,10 @@ from megatron.core.utils import to_local_if_dtensor
 from torch import nn
 from torch.utils.data import Dataset
 
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.context_parallel.layout.spans import Spans, union
 from megatron.training.arguments.config import Config
-from megatron.training.arguments.schedule import length_in_step, schedule_unit
+from megatron.training.arguments.schedule import check_stage, length_in_step, samples_after, schedule_unit
 from megatron.training.arguments.validate import data_parallel_size
 from megatron.training.arguments.validate.host_memory import available_bytes, check_host_memory
 from megatron.training.checkpoint import checkpoint
@@ -120,7 +122,10 @@ def _prepare(config: Config, runtime: Runtime, owner: Owner | None) -> Job:
     )
     reset = config.checkpoint.reset_iteration
     done = checkpoint.progress_in(path, config.checkpoint) if path and not reset else Progress()
-    iterations, samples = length_of_run(config, batch_sizes, in_memory.progress if in_memory else done)
+    done = in_memory.progress if in_memory else done
+    if config.stage is not None:
+        check_stage(config.stage, done.iteration, done.consumed_train_samples, done.consumed_train_tokens)
+    iterations, samples = length_of_run(config, batch_sizes, done)
     held_out = config.run.eval_iters * config.data.global_batch_size
     wanted = (samples, evaluations(config, iterations) * held_out, held_out)
     datasets = build_datasets(config, tokenizer, wanted, needed=runtime.reads_data)
@@ -218,7 +223,8 @@ def named_datasets(
 def length_of_run(config: Config, batch_sizes: Any, done: Progress = Progress()) -> tuple[int, int]:
     """(iterations, samples) of the run, whichever of --train-iters, --train-samples and --train-tokens ends it first.
 
-    Both are 0 for --skip-train.
+    Both are 0 for --skip-train. With --seq-length-schedule: its iterations until the end of the stage, and the samples
+    of the stage.
 
     Args:
         done: progress so far, possibly with another batch size or sequence length.
@@ -226,6 +232,8 @@ def length_of_run(config: Config, batch_sizes: Any, done: Progress = Progress())
     run, batch = config.run, config.data.global_batch_size
     if run.skip_train:
         return 0, 0
+    if config.stage is not None:
+        return config.stage.end, samples_after(config, config.stage.end) - samples_after(config, config.stage.start)
     ramp = config.data.rampup_batch_size is not None
     iterations, samples, tokens = math.inf, math.inf, math.inf
     if run.train_iters is not None:
@@ -285,9 +293,19 @@ def batches_for(job: Job, dataset: Dataset | None, consumed: int, workers: int) 
             eod=job.eod if runtime.by_documents else None,
             numbers_only=not runtime.reads_tokens,
             plans=batch_plans(config, runtime),
+            spans=None if runtime.by_documents else spans_to_read(runtime.layout, runtime.ahead),
         )
 
     return [iterator() for _ in job.chunks] if len(job.chunks) > 1 else iterator()
+
+
+def spans_to_read(layout: SequenceLayout, ahead: int) -> Spans | None:
+    """Positions of the tokens that this rank needs, its labels and those of multi-token prediction; None if all.
+
+    Where documents matter, each rank needs all tokens instead, because the ends of documents are tokens.
+    """
+    read = union((start, stop + 1 + ahead) for start, stop in layout.local_spans)
+    return None if layout.local_length == layout.seq_length else read
 
 
 def describe(job: Job) -> Iterator[str]:

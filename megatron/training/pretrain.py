@@ -16,6 +16,7 @@ from megatron.training.arguments.config import Config
 from megatron.training.arguments.dry_run_flags import idle_in_dry_run
 from megatron.training.arguments.elastic import Fastest
 from megatron.training.arguments.parser import parse
+from megatron.training.arguments.schedule import AnotherStage
 from megatron.training.launcher import follow_launcher
 from megatron.training.refusal import Refusal, one_line
 
@@ -49,10 +50,14 @@ def main(
         take_ranks(given, os.environ)
         if idle_in_dry_run(given, os.environ):
             return 0
-        config = parse(argv, defaults, int(os.environ.get("WORLD_SIZE", "1")), _shape_of, fastest)
+
+        def read(iteration: int) -> Config:
+            return parse(argv, defaults, int(os.environ.get("WORLD_SIZE", "1")), _shape_of, fastest, iteration)
+
+        config = read(0)
         quiet()
         if not config.simulation.dry_run:
-            return run(config, work)
+            return run(config, work, stage_at=read)
         if simulate is None:
             raise Refusal("--dry-run: this entry point only trains; use pretrain_gpt.py or pretrain_llama.py")
         return simulate(config)
@@ -65,13 +70,34 @@ def main(
         return EXIT_INTERRUPTED
 
 
-def run(config: Config, work: Work | None = None, saves_memory: str = SAVES_MEMORY) -> int:
+def run(
+    config: Config,
+    work: Work | None = None,
+    saves_memory: str = SAVES_MEMORY,
+    stage_at: Callable[[int], Config] | None = None,
+) -> int:
     """Set up, train (or do ``work``), and leave the process groups; returns the exit code.
 
     Args:
         saves_memory: the advice in the message when memory runs out.
+        stage_at: the configuration that goes on after an iteration, for --seq-length-schedule.
     """
     follow_launcher("TORCHELASTIC_RUN_ID" in os.environ)  # before the imports, which take seconds
+    begin = time.monotonic()
+    while True:
+        try:
+            return _run(config, work, saves_memory)
+        except AnotherStage as stage:
+            after = stage.iteration
+        from megatron.training.setup import free_memory
+
+        free_memory()  # now that no exception refers to the job
+        config = stage_at(after)
+        if config.run.exit_duration_in_mins is not None:
+            config.run.exit_duration_in_mins -= (time.monotonic() - begin) / 60
+
+
+def _run(config: Config, work: Work | None, saves_memory: str) -> int:
     from megatron.training.data.read_tokens import DataError
     from megatron.training.features.heartbeat import COMMUNICATION_ERROR, heartbeat
     from megatron.training.setup import start, stop
@@ -89,9 +115,12 @@ def run(config: Config, work: Work | None = None, saves_memory: str = SAVES_MEMO
             f"error on rank {rank}: the processes could not connect{over}; one may have ended: {line}", file=sys.stderr
         )
         return EXIT_FAILED
-    beats = heartbeat(runtime.grid, config.parallel.distributed_timeout_minutes)
+    beats, goes_on = heartbeat(runtime.grid, config.parallel.distributed_timeout_minutes), False
     try:
         return (work or train)(config, runtime, beats)
+    except AnotherStage:
+        goes_on = True
+        raise
     except DataError as error:
         line = f"error: {one_line(error)}"
         if beats is None:
@@ -111,7 +140,7 @@ def run(config: Config, work: Work | None = None, saves_memory: str = SAVES_MEMO
     finally:
         if beats is not None:
             beats.stop()
-        stop()
+        stop(keep_world=goes_on)
 
 
 def out_of_memory(error: Exception) -> str:
@@ -171,6 +200,8 @@ def _train(job: Any, stopper: Any, beats: Any, started: float) -> int:
         saved = training_loop(job, reporter, stopper)
         if stopper.stopped:
             reporter.say(f" > stopped after iteration {job.progress.iteration}: {stopper.reason}")
+        if saved and not stopper.stopped and config.stage is not None and job.iterations < config.run.train_iters:
+            raise AnotherStage(job.progress.iteration)
         return 0 if saved else EXIT_FAILED
     except Diverged as error:
         ranks = not_finite(error, beats, runtime.grid.pipeline.size)

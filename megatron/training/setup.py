@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import MutableMapping
@@ -264,10 +265,29 @@ def seed_everything(seed: int, grid: Grid) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def stop() -> None:
-    """Leave the process groups, so that no other rank waits for this one."""
-    from megatron.core import parallel_state
+def stop(keep_world: bool = False) -> None:
+    """Leave the process groups, so that no other rank waits for this one.
 
-    if dist.is_initialized():
-        parallel_state.destroy_model_parallel()
+    Args:
+        keep_world: stay in the group of all ranks, so that this process can make another grid.
+    """
+    from megatron.core import parallel_state, rerun_state_machine
+
+    if not dist.is_initialized():
+        return
+    groups = list(dist.distributed_c10d._world.pg_map)  # in the order of their creation, the same on all ranks
+    parallel_state.destroy_model_parallel()
+    if not keep_world:
         dist.destroy_process_group()
+        return
+    rerun_state_machine.destroy_rerun_state_machine()
+    for group in groups:
+        if group is not dist.group.WORLD and group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
+
+
+def free_memory() -> None:
+    """Free the memory of a job that is over: it has reference cycles."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

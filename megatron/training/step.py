@@ -3,7 +3,7 @@
 
 A token's way through a training step:
 
-1. data/batches.py reads the complete sample, and `shard_batch` keeps the tokens of this rank.
+1. data/batches.py reads this rank's tokens of a sample (all, if documents matter); `shard_batch` keeps those it holds.
 2. `forward_step` calls the model (model/gpt.py): embedding, megatron-core's layers, output layer.
 3. In each layer context_parallel/core/core_attention.py computes attention over all ranks: see "One token's way through
    the code" in docs/inside/context-parallelism.md. With --fpdt, context_parallel/fpdt/chunked_layer.py runs the layer.

@@ -58,6 +58,10 @@ LLAMA_CASES = [
     (4, f"{GQA} {BOTH} --position-embedding-type alibi", f"{T2} {SP} {cp(2, 1)} {ZERO1}"),
     (2, f"{GQA} {BOTH} --attention-mask document --micro-batch-size 1", f"--ring-parallel-size 2 {FPDT} {FULL}"),
     (2, f"{GQA} {HIDDEN}", f"{T2} {SP} --ffn-chunks 3 --loss-chunks 3"),
+    (2, f"{GQA} {BOTH} --window-size 15,0", f"{cp(1, 2)} --fpdt --fpdt-chunk-size 32 --fpdt-stream-hidden"),
+    (2, f"{GQA} {WEIGHTS}", f"{cp(2, 1)} --fpdt --fpdt-chunk-size 32 {FULL} --offload-checkpoints"),
+    (2, f"{GQA} {BOTH} --position-embedding-type alibi", f"{cp(1, 2)} {ZERO3} --attention-kernel math"),
+    (2, f"{GQA} {BOTH} --attention-mask document --micro-batch-size 1", f"--ring-parallel-size 2 {ZERO1} {BLOCK}"),
 ]
 PARTITION = "--partition-position-embedding"
 GPT_CASES = [
@@ -66,6 +70,8 @@ GPT_CASES = [
     (2, f"{MHA} {BOTH}", f"{T2} {cp(1, 1)}"),
     (2, f"{MHA} {BOTH}", f"{cp(1, 2)} {STREAM} {PARTITION}"),
     (4, f"{MHA} {BOTH}", f"{P2} {cp(1, 2)} {FULL}"),
+    (4, f"{MHA} {BOTH}", f"{T2} {SP} {cp(2, 1)} {PARTITION}"),
+    (2, f"{MHA} {BOTH}", f"{P2} {FULL}"),
 ]
 
 

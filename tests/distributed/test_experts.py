@@ -124,6 +124,10 @@ CASES = [
     # many settings at once, so that the usual run needs few cases
     (2, DROPPED, f"{cp(2, 1)} {ep(2)} --ffn-chunks 3 --loss-chunks 3 {SELECTIVE} {ZERO2}"),
     (2, FIRST, f"{T2} {ep(1)} {fpdt(32, DEVICE)}"),
+    (2, NORMS, f"{cp(1, 2)} {ep(2)} {fpdt(32, HOST, FULL)}"),
+    (2, PACKED, f"{ep(2)} {A2A} {fpdt(32)} {ZERO1}"),
+    (4, PRE, f"{T2} {cp(1, 2)} {ETP1} {ep(4)} {fpdt(64, STREAM)} {ZERO1}"),
+    (2, DROPOUT, f"{cp(2, 1)} {ep(2)} {FULL} {ZERO3}"),
 ]
 CHANGES = (ONE,)  # these change the reference: a micro-batch is the unit of the load-balancing loss
 

@@ -38,7 +38,7 @@ P2 = "--pipeline-model-parallel-size 2"
 UNEVEN = "--decoder-first-pipeline-num-layers 1"  # one stage has states alone
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective"
-FPDT = "--fpdt --fpdt-chunk-size 16"
+FPDT, CHUNKS = (f"--fpdt --fpdt-chunk-size {size}" for size in (16, 32))
 
 
 def cp(ulysses: int, ring: int, balance: str = "") -> str:
@@ -88,6 +88,11 @@ CASES = [
     (2, DOCUMENTS, f"{cp(1, 2)} {FPDT} {FULL} --zero-stage 3"),
     (4, EXPERTS, f"{cp(2, 1)} --expert-model-parallel-size 4 {FPDT} --fpdt-stream-hidden"),
     (4, EXPERTS, f"{SP} {cp(1, 2)} --expert-model-parallel-size 2 --zero-stage 3"),
+    (4, HYBRID, f"{P2} {UNEVEN} {cp(1, 2, 'contiguous')} --zero-stage 1 --linear-attention-exchange relay"),
+    (2, DROPOUT, f"{cp(2, 1)} {CHUNKS} --no-fpdt-offload --linear-attention-exchange heads"),
+    (2, DOCUMENTS, f"{cp(1, 2)} {FULL} --zero-stage 3"),
+    (4, EXPERTS, f"{cp(2, 1)} --expert-model-parallel-size 4 {CHUNKS} --fpdt-stream-hidden"),
+    (2, EXPERTS, f"{cp(1, 2)} --expert-model-parallel-size 2"),
 ]
 
 

@@ -21,12 +21,14 @@ YARN = f"{MLA} --rotary-scaling-factor 4 --mscale 0.7 --mscale-all-dim 1.0 --yar
 PLAIN = f"{TWO} {SIZES}"  # queries from the hidden states, latents without norms
 DROPOUT = f"{MLA} --hidden-dropout 0.1 --attention-dropout 0.1"
 DOCUMENTS = f"{YARN} --attention-mask document --reset-position-ids --micro-batch-size 1 --global-batch-size 2"
+WINDOW = f"{MLA} --attention-mask window --window-size 9 0"
 EXPERTS = (
     f"{MLA} --num-experts 8 --moe-ffn-hidden-size 48 --moe-layer-freq [0]+[1] --moe-router-score-function sigmoid "
     "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5 --moe-router-topk 4 "
     "--moe-router-enable-expert-bias --moe-router-dtype fp32 --moe-shared-expert-intermediate-size 48"
 )
 
+SENT = "--latent-exchange latents"
 T2, SP = "--tensor-model-parallel-size 2", "--sequence-parallel"
 P2 = "--pipeline-model-parallel-size 2"
 FPDT = "--fpdt --fpdt-chunk-size 16"
@@ -64,10 +66,21 @@ CASES = [
     (4, EXPERTS, f"{T2} {SP} {cp(1, 2)} --expert-model-parallel-size 2"),
     (8, EXPERTS, f"{T2} {SP} {cp(2, 2)} --expert-model-parallel-size 2"),
     (4, MLA, f"{cp(1, 2)} --cp-comm-type all_gather"),
+    (2, MLA, f"{cp(1, 2)} {SENT}"),
+    (4, YARN, f"{cp(1, 4)} {SENT} --context-parallel-balance contiguous {SELECTIVE}"),
+    (4, DROPOUT, f"{cp(2, 2)} {SENT} {FULL}"),
+    (2, DOCUMENTS, f"{cp(1, 2)} {SENT}"),
+    (4, DOCUMENTS, f"{T2} {SP} {cp(1, 2)} {SENT} --context-parallel-balance zigzag --zero-stage 3"),
+    (4, PLAIN, f"{T2} {cp(1, 2)} {SENT} --zero-stage 2"),
+    (4, WINDOW, f"{P2} {cp(1, 2)} {SENT} --cp-comm-type all_gather"),
+    (4, EXPERTS, f"{cp(2, 2)} {SENT} --expert-model-parallel-size 4"),
     # many settings at once, so that the usual run needs few cases
     (4, YARN, f"{P2} {cp(1, 2)} {FULL} --zero-stage 1"),
     (4, PLAIN, f"{T2} {cp(1, 2)} {SELECTIVE} --zero-stage 2 --cp-comm-type all_gather"),
     (2, MLA, f"{cp(2, 1)} {FPDT} --no-fpdt-offload --zero-stage 3"),
+    (2, MLA, f"{cp(2, 1)} --fpdt --fpdt-chunk-size 32 --no-fpdt-offload --zero-stage 3"),
+    (2, PLAIN, f"{cp(1, 2)} {SELECTIVE} --zero-stage 2 --cp-comm-type all_gather"),
+    (2, DROPOUT, f"{cp(1, 2)} {FULL}"),
 ]
 
 
@@ -108,6 +121,21 @@ def own_heads(job: Any) -> Callable[[], None]:
     return lambda: setattr(latent_attention, right.__name__, right)
 
 
+def first_block_alone(job: Any) -> Callable[[], None]:
+    """A mistake: received latents do not add to the gradient of the up-projection."""
+    from megatron.context_parallel.attention.latent_blocks import LatentSource
+
+    right = LatentSource._add_grads
+
+    def wrong(source: LatentSource, *block: Any) -> None:
+        before = None if source._up_sum is None else source._up_sum.clone()
+        right(source, *block)
+        source._up_sum = source._up_sum if before is None else before
+
+    LatentSource._add_grads = wrong
+    return lambda: setattr(LatentSource, "_add_grads", right)
+
+
 @pytest.fixture(scope="module")
 def reference(pool, shared):
     """The same model on one process."""
@@ -136,6 +164,7 @@ def test_latents_do_not_depend_on_the_grid(pool, reference, world, model, grid):
         (own_positions, cp(1, 2), ["linear_q_up_proj.weight", "linear_kv_down_proj.weight"]),
         (as_core_sums, T2, ["q_layernorm.weight"]),
         (own_heads, T2, ["linear_kv_down_proj.weight"]),
+        (first_block_alone, f"{cp(1, 2)} {SENT}", ["linear_kv_up_proj.weight"]),
     ],
 )
 def test_a_mistake_is_noticed(pool, reference, mistake, grid, names):
@@ -191,14 +220,45 @@ def attention_in_fp64(flags: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "world, grid", [(2, cp(2, 1)), (2, cp(1, 2)), (2, T2), (4, f"{T2} {SP} {cp(1, 2)}"), (4, cp(2, 2))]
-)
+    "world, grid",
+    [
+        (2, cp(2, 1)), (2, cp(1, 2)), (2, T2), (4, f"{T2} {SP} {cp(1, 2)}"), (4, cp(2, 2)),
+        (1, SENT), (2, f"{cp(2, 1)} {SENT}"), (4, f"{cp(1, 4)} {SENT}"), (4, f"{cp(2, 2)} {SENT}"),
+        (4, f"{T2} {cp(1, 2)} {SENT} --context-parallel-balance contiguous"),
+        (4, f"{T2} {SP} {cp(1, 2)} {SENT} --cp-comm-type all_gather"),
+    ],
+)  # fmt: skip
 def test_attention_in_fp64(pool, shared, world, grid):
     expected = shared("latents in fp64", lambda: pool.run(attention_in_fp64, 1, YARN, timeout=120)[0])
     assert len(expected) == 9
     for mine in pool.run(attention_in_fp64, world, f"{YARN} {grid}", timeout=120):
         for name, whole in expected.items():
             assert float((mine[name] - whole).abs().max() / whole.abs().max()) < 1e-10, name
+
+
+def ring_bytes(flags: str) -> int:
+    """Bytes that this rank sends over the ring in the forward pass of the first layer's attention."""
+    sent, batch = [], dist.batch_isend_irecv
+
+    def count(operations: list[dist.P2POp]) -> Any:
+        sent.extend(one.tensor.nbytes for one in operations if one.op is dist.isend)
+        return batch(operations)
+
+    attention = attentions(make_job(flags))[0]
+    dist.batch_isend_irecv = count
+    try:
+        with torch.no_grad():
+            attention(torch.randn(16, 2, 64), None)
+    finally:
+        dist.batch_isend_irecv = batch
+    return sum(sent)
+
+
+def test_what_the_ring_sends(pool):
+    """Contiguous on Ring 4: six times 16 tokens of 2 samples, in fp32; 8 heads of 24 and 16, or latents of 32 + 8."""
+    for exchange, numbers in (("keys", 8 * 40), ("latents", 40)):
+        flags = f"{MLA} {cp(1, 4)} --context-parallel-balance contiguous --latent-exchange {exchange}"
+        assert sum(pool.run(ring_bytes, 4, flags, timeout=120)) == 6 * 16 * 2 * 4 * numbers
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,8 @@ CASES = [
     (4, TIED, f"{P2} {cp(2, 1)} --loss-chunks 2 {CHUNKS}"),
     (4, LATENT, f"{T2} {SP} {cp(2, 1)} {FULL} --zero-stage 1"),
     (2, LAYERS, f"{cp(1, 2)} --ffn-chunks 3 --loss-chunks 4 {ZERO3}"),
+    (2, MTP, f"{cp(1, 2)} --fpdt --fpdt-chunk-size 32 {FULL}"),
+    (2, ONE, f"{cp(1, 2)} --recompute-granularity selective {ZERO2}"),
 ]
 
 

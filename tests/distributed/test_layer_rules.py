@@ -30,7 +30,7 @@ SP = f"{T2} --sequence-parallel"
 P2 = "--pipeline-model-parallel-size 2"
 V3 = "--num-virtual-stages-per-pipeline-rank 3"
 UNEVEN = "--decoder-first-pipeline-num-layers 2"  # the stages' layers have different rules
-FPDT = "--fpdt --fpdt-chunk-size 16"
+FPDT, CHUNKS = (f"--fpdt --fpdt-chunk-size {size}" for size in (16, 32))
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective"
 
@@ -77,6 +77,10 @@ CASES = [
     (4, INSIDE, f"{SP} {cp(1, 2)} {FPDT} --no-fpdt-offload {FULL}"),
     (4, LLAMA4, f"{T2} {cp(1, 2)} --cp-comm-type all_gather --loss-chunks 3 --zero-stage 2"),
     (4, DOCUMENTS, f"{P2} {UNEVEN} {cp(2, 1)} {FPDT}"),
+    (4, DOCUMENTS, f"{P2} {UNEVEN} {cp(2, 1)}"),
+    (2, INSIDE, f"{cp(1, 2)} {CHUNKS} --fpdt-stream-hidden {FULL}"),
+    (2, LLAMA4, f"{SP} {CHUNKS} --no-fpdt-offload"),
+    (2, LLAMA4, f"{cp(1, 2)} --cp-comm-type all_gather --loss-chunks 3 --zero-stage 2"),
 ]
 
 

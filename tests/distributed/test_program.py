@@ -146,6 +146,20 @@ def test_sigterm_saves_and_stops_and_a_resumed_run_appends_to_the_log(tmp_path, 
     assert "MFU" in out and "params norm" in out and "num zeros" in out and "time left" in out
 
 
+def test_two_lengths_in_one_run(tmp_path):
+    """A stage ends with an evaluation and a checkpoint; the log says which stage a step is of."""
+    flags = f"--train-iters 3 --eval-iters 1 --eval-interval 10 --log-jsonl {tmp_path}/log.jsonl"
+    words = f"{FLAGS} {flags} --save {tmp_path}/c --load {tmp_path}/c".replace("--seq-length 64", "").split()
+    schedule = "0:32 2:64 --fpdt --fpdt-chunk-size 32 --global-batch-size 4"
+    done = run_forked(PROGRAM, [*words, "--seq-length-schedule", schedule], {**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "stage 1 of 2: iterations 1 to 2, 32 tokens" in done.stdout and "iterations 3 to 3, 64 tokens" in done.stdout
+    assert done.stdout.count("validation loss at iteration") == 2
+    found = [(row["stage"], row["seq_length"], row["tokens"]) for row in rows(tmp_path / "log.jsonl")]
+    assert found == [(1, 32, 64), (1, 32, 64), (2, 64, 256)]
+    assert {path.name for path in (tmp_path / "c").glob("iter_*")} == {"iter_0000002", "iter_0000003"}
+
+
 def test_divergence_ends_with_a_line_and_saves_no_checkpoint(tmp_path):
     code, out, err = alone(f"--train-iters 30 --eval-iters 0 --lr 1e30 --clip-grad 0 --save {tmp_path}/c")
     assert code != 0

@@ -11,13 +11,15 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from tests.distributed.test_program import FLAGS, PROGRAM, ROOT, rows
-from tests.faults.kills import ENVIRONMENT, Ended, losses, run_and_kill
+from tests.faults.kills import ENVIRONMENT, Ended, losses, run_and_kill, text
 from tests.patience import patience
-from tests.program import run_ranks
+from tests.program import meeting, run_ranks, start_forked
 
 KILLS = int(os.environ.get("KILLS", "1"))
 ITERATIONS, INTERVAL, RANKS = 6 if KILLS == 1 else 10, 2, 2
@@ -114,6 +116,57 @@ def test_losses_after_changes_are_those_of_an_undisturbed_run(tmp_path):
     worst = max(abs(a["lm_loss"] / b["lm_loss"] - 1) for a, b in zip(elastic, whole))
     assert worst < 1e-5
     print(f"\n{iterations} steps on {worlds} processes: losses within {worst:.1e} of one process")
+
+
+# A run over three lengths is killed within the second one, and goes on there on another grid.
+
+
+STAGES = "0:32 {} 2:64 {} 8:128 {}"
+U2, R2, TP2, PP2 = (f"--{name}-parallel-size 2" for name in ("ulysses", "ring", "tensor-model", "pipeline-model"))
+
+
+@pytest.mark.full
+def test_a_run_over_three_lengths_is_killed(tmp_path):
+    documents = np.random.default_rng(0).integers(0, 100, (300, 40)).astype(np.uint16)
+    builder = IndexedDatasetBuilder(f"{tmp_path}/data.bin", dtype=np.uint16)
+    for number, document in enumerate(documents):
+        builder.add_document(np.append(document[: 2 + number % 38], 100), [3 + number % 38])
+    builder.finalize(f"{tmp_path}/data.idx")
+    flags = f"{ELASTIC_FLAGS} --position-embedding-type rope --train-iters 9 --save-interval 2 --packing by-work "
+    flags = flags.replace("--seq-length 96 --max-position-embeddings 96", "").replace("--global-batch-size 12", "")
+    flags = flags.replace("--mock-data", f"--data-path {tmp_path}/data --split 1,0,0 --reset-attention-mask")
+
+    def words(name: str, *grids: str) -> list[str]:
+        folder = f"{tmp_path}/{name}"
+        files = f"--save {folder}/checkpoints --load {folder}/checkpoints --log-jsonl {folder}/log.jsonl"
+        return [*f"{flags} --global-batch-size 4 {files}".split(), "--seq-length-schedule", STAGES.format(*grids)]
+
+    done = run_ranks(PROGRAM, words("whole", "", "", ""), ENVIRONMENT, 1)[0]
+    assert done.returncode == 0, done.stderr
+    with meeting(ENVIRONMENT, 2) as environments:
+        ranks = [start_forked(PROGRAM, words("killed", "", R2, U2), one, tmp_path / f"rank{number}")
+                 for number, one in enumerate(environments)]  # fmt: skip
+        end = time.monotonic() + patience(60)
+        while 5 not in losses(tmp_path / "killed"):
+            assert time.monotonic() < end and all(rank.is_alive() for rank in ranks), text(tmp_path / "rank0" / "err")
+            time.sleep(0.02)
+        for rank in ranks:
+            rank.kill()
+        for rank in ranks:
+            rank.join()
+    assert saved(tmp_path / "killed") in (4, 6)
+    other = words("killed", PP2, f"{TP2} --sequence-parallel", f"{PP2} --zero-stage 1")
+    done = run_ranks(PROGRAM, other, ENVIRONMENT, 2)
+    assert [one.returncode for one in done] == [0, 0], done[0].stderr
+    assert "stage 2 of 3: iterations 3 to 8, 64 tokens per sample" in done[0].stdout
+    whole, killed = (rows(tmp_path / name / "log.jsonl") for name in ("whole", "killed"))
+    assert [(row["iteration"], row["stage"], row["seq_length"]) for row in killed] == [
+        (number, 1 + (number > 2) + (number > 8), 32 if number <= 2 else 64 if number <= 8 else 128)
+        for number in range(1, 10)
+    ]
+    worst = max(abs(a["lm_loss"] / b["lm_loss"] - 1) for a, b in zip(killed, whole))
+    assert worst < 1e-5 and [row["tokens"] for row in killed] == [row["tokens"] for row in whole]
+    print(f"\nlosses within {worst:.1e} of one process that was never killed")
 
 
 # ``kill -9`` at random moments of a run with copies in memory; every second time a node's memory is lost too.

@@ -141,16 +141,20 @@ def tests_of(
     most: int,
     seconds: float,
 ) -> list[str]:
-    """Tests that run the line: the one that noticed it before, then one case of each test function, then all.
+    """Tests that run the line: the one that noticed the change before, then one case of each test function, then all.
 
-    Quick tests come first, and those of which a large share of the lines is in the changed file.
+    The two that noticed most other changes of this function come first, then quick tests and those of which a large
+    share of the lines is in the changed file.
     """
     in_file, in_all = sizes
     share = {test: in_file[change.file, test] / in_all[test] for test in lines.get(change.file, {}).get(
         str(change.line), [])}  # fmt: skip
     every = sorted(share, key=lambda test: times.get(test, 1.0) / share[test])
     first = list({test.partition("[")[0]: test for test in reversed(every)}.values())[::-1]
+    function = ":".join(change.key.split(":")[:2]) + ":"
+    near = Counter(test for key, test in known.items() if key.startswith(function) and test in share)
     earlier = [known[change.key]] if change.key in known else []
+    earlier += [test for test, _ in near.most_common(2)]
     chosen, total = [], 0.0
     for test in dict.fromkeys([*earlier, *first, *every]):
         total += times.get(test, 1.0)

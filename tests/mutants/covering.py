@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from multiprocessing import util
 from pathlib import Path
@@ -34,15 +33,19 @@ def save() -> None:
 
 def lines_in(folder: Path) -> dict[str, list[int]]:
     """The lines by file that the processes have saved in this folder, which is emptied."""
-    from coverage import CoverageData
+    from coverage import CoverageData, exceptions
 
     result: dict[str, set[int]] = {}
     for part in folder.iterdir():
         data = CoverageData(str(part))
-        data.read()
-        for file in data.measured_files():
-            result.setdefault(str(Path(file).relative_to(ROOT)), set()).update(data.lines(file) or [])
-        os.unlink(part)
+        try:
+            data.read()
+            for file in data.measured_files():
+                result.setdefault(str(Path(file).relative_to(ROOT)), set()).update(data.lines(file) or [])
+        except exceptions.DataError:  # its process was killed while it saved
+            pass
+        finally:
+            part.unlink(missing_ok=True)
     return {file: sorted(lines) for file, lines in result.items()}
 
 

@@ -27,7 +27,7 @@ OURS = """--rotary-base-local --geglu --sandwich-norm --reordered-norm --paralle
 --ulysses-degree-in-cp
 --ring-parallel-size --context-parallel-balance --zero-stage --attention-kernel --attention-mask --log-jsonl
 --attention-block-sizes
---linear-attention-exchange --dry-run-expert-imbalance
+--linear-attention-exchange --latent-exchange --dry-run-expert-imbalance
 --device --network-interface --peak-tflops --no-progress --fpdt --fpdt-chunk-size --fpdt-offload --no-fpdt-offload
 --fpdt-stream-hidden --ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size
 --ds-sequence-parallel-fpdt-offloading --ffn-chunks --loss-chunks --offload-checkpoints --profile-memory
@@ -46,7 +46,7 @@ OURS = """--rotary-base-local --geglu --sandwich-norm --reordered-norm --paralle
 --wandb-entity-name --pad-vocab-size-to --fp8-e4m3 --fp8-hybrid --wandb-name --use-mpi --tokenizer-file
  --rank --local_rank --dist-url --dist_url --no-cuda --eval-only --no-train --o2-gradient --npu-deterministic --RMSNorm
  --optimizer-selection --overlapped-distributed-optimizer --pp-partition-method
- --data-config --packing --packing-window
+ --data-config --packing --packing-window --seq-length-schedule
  --reset-iteration --reset-progress --rampup-seq-length --data-file-list --elastic --elastic-grids --embed-layernorm
  --keep-last-checkpoints --keep-best-checkpoints --skip-damaged-checkpoints --eval-tasks --eval-lengths
 --eval-depths --eval-samples --eval-haystack --eval-files --eval-stride --eval-output

@@ -259,7 +259,7 @@ SHOWN = {
     "data_path train_data_path valid_data_path test_data_path split data_cache_path "
     "mock_data num_dataset_builder_threads eod_mask_loss reset_position_ids reset_attention_mask "
     "num_workers",
-    "tests/unit/test_packing.py": "packing packing_window data_config",
+    "tests/unit/test_packing.py": "packing packing_window data_config seq_length_schedule",
     "tests/unit/test_chats.py": "sft sft_tokenizer_prompt_format sft_over_length",
     "tests/unit/test_fim.py": "fim_data fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix "
     "fim_prefix_token fim_middle_token fim_suffix_token fim_pad_token fim_eod_token",
@@ -294,6 +294,7 @@ SHOWN = {
     "tests/distributed/test_dry_run.py": "dry_run_expert_imbalance",
     "tests/distributed/test_network.py": "network_interface",
     "tests/distributed/test_experts.py": "moe_router_bias_update_rate",
+    "tests/distributed/test_latent_attention.py": "latent_exchange",
     "tests/unit/test_flag_effects.py": "distributed_backend distributed_timeout_minutes tensorboard_log_interval "
     "tensorboard_queue_size wandb_project wandb_exp_name wandb_save_dir wandb_entity peak_tflops progress "
     "exit_duration_in_mins dry_run_every_layer dry_run_trace_events",

@@ -18,6 +18,7 @@ from megatron.training.families.named import vocabulary
 from megatron.training.model.build import rope
 from megatron.training.model.core_config import latents
 from megatron.training.refusal import Refusal
+from megatron.training.report.layer_traffic import layer_traffic
 
 BASE = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --micro-batch-size 1 --train-iters 4 "
@@ -53,6 +54,7 @@ def read(flags: str, world: int = 1) -> Config:
         ),
         ("--qk-pos-emb-head-dim 7", "is odd, but RoPE rotates pairs"),
         ("--q-lora-rank 0", "--q-lora-rank"),
+        ("--latent-exchange latents --fpdt --fpdt-chunk-size 16", "--latent-exchange latents with --fpdt"),
         ("--q-lora-rank 3 --tensor-model-parallel-size 2", "--q-lora-rank 3 is not a multiple of"),
         ("--kv-lora-rank 31 --tensor-model-parallel-size 2", "--kv-lora-rank plus --qk-pos-emb-head-dim 95"),
     ],
@@ -69,6 +71,18 @@ def test_without_latents() -> None:
     assert not read("--rope-type rope").model.multi_latent_attention
 
 
+def test_what_layers_send_is_that_of_latents() -> None:
+    """The latent of a token and the rotated part of its key, for both kinds of layers."""
+    flags = f"{MLA} --attention-mask window --window-size 9 0 --window-attn-skip-freq 2 --ring-parallel-size 2"
+    keys, sent = (layer_traffic(read(f"{flags} --latent-exchange {exchange}", 2)) for exchange in ("keys", "latents"))
+    model = read(MLA).model
+    heads = model.num_attention_heads * (model.kv_channels + model.v_head_dim)
+    assert len(sent) == 2
+    assert [kind.sent / (model.kv_lora_rank + model.qk_pos_emb_head_dim) for kind in sent] == [
+        kind.sent / heads for kind in keys
+    ]
+
+
 def test_sizes_and_scale() -> None:
     """Heads are those of keys; YaRN's attention factor is squared into the scale, as in core."""
     model = read(f"{MLA} --kv-channels 5").model
@@ -83,10 +97,12 @@ def test_sizes_and_scale() -> None:
 
 
 def test_a_note_says_what_the_ring_sends() -> None:
-    """16 heads of keys 192 and values 128 are 5120 numbers; their latents would be 576."""
+    """16 heads of keys 192 and values 128 are 5120 numbers; their latents are 576."""
     flags = f"{MLA} --hidden-size 128 --num-attention-heads 16 --kv-lora-rank 512"
     notes = read(f"{flags} --ring-parallel-size 2", 2).notes
-    assert any("5120 numbers a token and rank; their latents would be 576" in note for note in notes)
+    assert any("5120 numbers a token and rank; with --latent-exchange latents it sends 576" in note for note in notes)
+    latents_sent = read(f"{flags} --ring-parallel-size 2 --latent-exchange latents", 2).notes
+    assert not any("numbers a token" in note for note in latents_sent)
     assert not any("numbers a token" in note for note in read(f"{flags} --ulysses-parallel-size 2", 2).notes)
     assert not any("numbers a token" in note for note in read(f"{flags} --ulysses-parallel-size 16 "
                                                               "--ring-parallel-size 2", 32).notes)  # fmt: skip

@@ -331,8 +331,51 @@ def test_spans_are_sets_of_numbers(some, others, size):
     assert members(positions_of(rows, backwards)) == [members(backwards)[row] for row in members(rows)]
     for part in parts:
         assert positions_of([place(part, both)], both) == (part,)
-    with pytest.raises(ValueError, match="are not among"):
-        place((50, 51), both)
+    assert count(both) == len(members(both))
+    assert positions_of([*rows, (3, 3), (2, 1)], backwards) == positions_of(rows, backwards), (
+        "empty rows change nothing"
+    )
+    for start in (-1, 50, *(stop for _, stop in both)):
+        with pytest.raises(ValueError, match="are not among"):
+            place((start, start + 1), both)
+
+
+def test_a_block_of_kept_rows_is_numbered_from_its_first_span():
+    kept = ((2, 5), (9, 12), (20, 30))
+    assert [place(span, kept) for span in ((2, 5), (3, 4), (9, 10), (21, 30))] == [(0, 3), (1, 2), (3, 4), (7, 16)]
+    assert count(kept) == 16
+
+
+def test_the_two_middle_blocks_of_a_zigzag_are_one_span():
+    layout = SequenceLayout(24, abstract_grid(ring=3))
+    assert [layout.ring_spans(rank) for rank in range(3)] == [((0, 4), (20, 24)), ((4, 8), (16, 20)), ((8, 16),)]
+
+
+def test_a_layout_without_groups_keeps_its_coordinates():
+    grid = abstract_grid(ulysses=2, ring=3, tensor=4).at(ulysses=1, ring=2, tensor=3)
+    assert SequenceLayout(48, grid, tensor_parts=4).without_groups() == SequenceLayout(48, grid, tensor_parts=4)
+    other = replace(SequenceLayout(48, grid, tensor_parts=4).without_groups().grid, tensor=grid.tensor)
+    assert other.tensor.rank == 3 and SequenceLayout(48, grid).without_groups().grid.tensor.rank == 3
+
+
+@pytest.mark.parametrize("tensor, chunks", [(1, 5), (2, 3), (3, 1), (3, 4)])
+def test_chunks_over_ulysses_and_tp_ranks_hold_every_position_once(tensor, chunks):
+    layout = SequenceLayout(2 * 3 * 12 * tensor, abstract_grid(ulysses=3, ring=2), chunks=chunks, tensor_parts=tensor)
+    assert sorted(layout.order.tolist()) == list(range(layout.seq_length)) and layout.chunk_unit == 3 * tensor
+    with pytest.raises(ValueError, match="use 1 to 12"):
+        replace(layout, chunks=13)
+
+
+@pytest.mark.parametrize("balance, ends", [("zigzag", (4, 12)), ("documents", (4, 11))])
+def test_ends_of_documents_that_do_not_fit_the_layout_are_refused(balance, ends):
+    with pytest.raises(ValueError, match="document_ends need balance=documents"):
+        SequenceLayout(12, abstract_grid(ring=2), balance, document_ends=ends)
+
+
+def test_gathering_on_one_rank_needs_no_processes():
+    layout, x = SequenceLayout(6, abstract_grid()), torch.randn(2, 6, requires_grad=True)
+    (grad,) = torch.autograd.grad(layout.gather(x, 1), x, torch.arange(12.0).view(2, 6))
+    assert layout.gather(x, 1).equal(x) and grad.equal(torch.arange(12.0).view(2, 6))
 
 
 def log_normal(documents: int, length: int, seed: int) -> tuple[int, ...]:

@@ -61,6 +61,7 @@ def test_quick_tests_of_this_file_come_first_and_one_case_of_each() -> None:
     assert chosen({}, 3, 60) == ["a[2]", "b", "c"]
     assert chosen({change.key: "c"}, 2, 60) == ["c", "a[2]"]
     assert chosen({}, 3, 4) == ["a[2]", "b"]
+    assert chosen({f"{change.key}0": "b"}, 2, 60) == ["b", "a[2]"], "it noticed another change of this function"
 
 
 def test_a_change_in_memory_reaches_functions_that_others_hold() -> None:

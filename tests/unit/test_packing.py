@@ -9,12 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from megatron.training import pretrain
 from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.parser import parse
+from megatron.training.arguments.schedule import AnotherStage, check_stage, spans
 from megatron.training.data.datasets import build_datasets
 from megatron.training.data.packing.length_mixtures import read_mixture, repeated
-from megatron.training.data.packing.packing_plans import Packing, cost_of, cut, greedy_plan, make_plan
+from megatron.training.data.packing.packing_plans import (
+    Packing,
+    cost_of,
+    cut,
+    greedy_plan,
+    make_plan,
+    stage_plan,
+    stage_starts,
+)
 from megatron.training.data.tokenizer import build_tokenizer
+from megatron.training.job import length_of_run
 from megatron.training.refusal import Refusal
 from tests.properties import examples
 
@@ -63,6 +74,7 @@ def test_how_far_a_document_moves(kind, window, seed):
     """A piece is in the samples of its own window of the order, or of the next one."""
     lengths = np.random.default_rng(seed).integers(1, 30, 200)
     plan = make_plan(np.arange(200), lengths, 16, None, Packing(kind, window, 2), seed)
+    window += kind == "by-work" and window % 2  # whole global batches
     order = np.random.default_rng([seed, 0, 0]).permutation(200)
     pieces = cut(order, lengths[order], 16)
     tokens = np.cumsum(pieces[:, 2]) - pieces[:, 2]
@@ -71,6 +83,65 @@ def test_how_far_a_document_moves(kind, window, seed):
     filled = np.cumsum(plan.tokens()) / 17
     for (document, begin, _), sample in zip(plan.pieces.tolist(), sample_of):
         assert abs(filled[sample] - place[document, begin]) <= 2 * window + 2
+
+
+STAGES = [(12, 8), (6, 32), (5, 20)]  # (samples, tokens of each)
+
+
+@examples(40)
+@given(lengths=st.lists(st.integers(0, 90), min_size=1, max_size=40).filter(any), seed=st.integers(0, 9))
+def test_stages_read_one_stream_on(lengths, seed):
+    """With greedy, the samples of all stages are the stream's tokens, each predicted once and in its own stage."""
+    lengths = np.array(lengths)
+    packing, documents = Packing("greedy", 4, 2), np.arange(len(lengths))
+    kept, stream = documents[lengths > 0], []
+    while len(stream) <= 12 * 8 + 6 * 32 + 5 * 20:
+        order = np.random.default_rng([seed, 0, len(stream) // lengths.sum()]).permutation(len(kept))
+        stream += [(document, t) for document in kept[order].tolist() for t in range(lengths[document])]
+    at = 0
+    for number, (samples, length) in enumerate(STAGES):
+        first = stage_starts(STAGES[:number], packing, ["a"], None)["a"]
+        plan = stage_plan(documents, lengths, length, samples, packing, seed, first)
+        assert first == at and plan.tokens().tolist() == [length + 1] * samples
+        texts = [[(d, t) for d, begin, size in plan.pieces[a:b].tolist() for t in range(begin, begin + size)]
+                 for a, b in zip(plan.first, plan.first[1:])]  # fmt: skip
+        own = [stream[start : start + length + 1] for start in range(at, at + samples * length, length)]
+        assert sorted(texts) == sorted(own)
+        at += samples * length
+
+
+def test_samples_of_a_stage_are_shuffled():
+    begins = stage_plan(np.arange(1), np.array([1000]), 8, 20, Packing("greedy", 4), 0, 0).pieces[:, 1].tolist()
+    assert begins != sorted(begins) == list(range(0, 160, 8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages_share_no_document(kind):
+    """In one epoch; each stage has all its samples, nearly full, and reads nearly all documents of its interval."""
+    lengths = np.random.default_rng(0).integers(1, 120, 4000)
+    packing, stages, seen = Packing(kind, 64, 4), [(400, 64), (200, 256), (100, 1024)], []
+    for number, (samples, length) in enumerate(stages):
+        first = stage_starts(stages[:number], packing, ["a"], None)["a"]
+        plan = stage_plan(np.arange(4000), lengths, length, samples, packing, 3, first)
+        assert len(plan.first) - 1 >= samples
+        own = plan.pieces[: plan.first[samples]]
+        assert own[:, 2].sum() > 0.97 * samples * (length + 1)
+        seen.append(set(own[:, 0].tolist()))
+    assert not seen[0] & seen[1] and not seen[1] & seen[2] and not seen[0] & seen[2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stage_within_one_document(kind):
+    """No document begins in the interval: the next one is read."""
+    plan = stage_plan(np.arange(2), np.array([500, 500]), 16, 4, Packing(kind, 4, 2), 0, 100)
+    assert set(plan.pieces[:, 0]) == {np.random.default_rng([0, 0, 0]).permutation(2)[1]}
+
+
+def test_a_blend_begins_after_what_was_drawn():
+    starts = stage_starts([(1000, 8), (10, 32)], Packing("best-fit", 4), ["a", "b"], [3, 1])
+    assert starts == {"a": 754 * 9 + 9 * 33, "b": 252 * 9 + 4 * 33}
+    with pytest.raises(Refusal, match="give weights"):
+        stage_starts([(1, 8)], Packing("greedy", 4), ["a", "b"], None)
 
 
 def test_the_plan_is_near_the_optimum():
@@ -84,6 +155,14 @@ def test_the_plan_is_near_the_optimum():
         cost = cost_of(plan, lengths, 131072, 8)
         assert len(plan.first) - 1 == -(-int(plan.pieces[:, 2].sum()) // 131073)  # no plan has fewer samples
         assert not cost.cut_short and cost.imbalance < imbalance and cost.fill > 0.99
+
+
+def test_windows_have_whole_global_batches():
+    """Otherwise the work of all batches after the first window would be uneven."""
+    lengths = np.maximum(np.random.default_rng(0).lognormal(7, 1.5, 9000).astype(int), 2)
+    for batch in (6, 8):
+        plan = make_plan(np.arange(9000), lengths, 16384, 600, Packing("by-work", 128, batch), 1)
+        assert cost_of(plan, lengths, 16384, batch).imbalance < 1.05
 
 
 def write(prefix, seed: int = 0, documents: int = 60, longest: int = 50) -> list[np.ndarray]:
@@ -127,6 +206,123 @@ def test_samples_of_a_plan(tmp_path, kind, caplog):
     assert all(train[i]["tokens"].equal(again[i]["tokens"]) for i in range(200))
     other = configure(data_path=config.data.data_path, split="8,2,0", packing=kind, packing_window=9)
     assert any(not train[i]["tokens"].equal(build_datasets(other, NULL, (200, 5, 0))[0][i]["tokens"]) for i in range(9))
+
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --position-embedding-type rope --lr 1 --eval-iters 0 "
+    "--micro-batch-size 1 --global-batch-size 4 --tokenizer-type NullTokenizer --vocab-size 1000"
+)
+SCHEDULE = "0:32 4:64 --global-batch-size 2 7:48"
+
+
+def stage(flags: str, iteration: int, schedule: str = SCHEDULE) -> Config:
+    words = f"{FLAGS} --train-iters 9 --save c --load c {flags}".split()
+    return parse([*words, "--seq-length-schedule", schedule], None, 1, iteration=iteration)
+
+
+def test_what_a_stage_is(tmp_path):
+    """Its length, samples and flags; the samples' numbers in the run; the same model, and schedule, in each."""
+    configs = [stage("--mock-data --lr-warmup-iters 5", iteration) for iteration in (0, 3, 4, 6, 7, 9)]
+    assert [config.data.seq_length for config in configs] == [32, 32, 64, 64, 48, 48]
+    assert {config.model.max_position_embeddings for config in configs} == {64}
+    assert [config.stage.number for config in configs] == [1, 1, 2, 2, 3, 3]
+    assert "stage 2 of 3: iterations 5 to 7, 64 tokens per sample, 2 samples per iteration" in configs[2].notes
+    assert {(spans(config).warmup, spans(config).total) for config in configs} == {(18, 30)}
+    assert [length_of_run(config, None) for config in configs[::2]] == [(4, 16), (7, 6), (9, 8)]
+    plain = parse([*FLAGS.split(), *"--seq-length 64 --train-iters 1 --mock-data".split()], None, 1)
+    (mock, *_), (whole, *_) = build_datasets(configs[2], NULL, (6, 0, 0)), build_datasets(plain, NULL, (30, 0, 0))
+    assert len(mock) == 22 and mock[16]["tokens"].equal(whole[16]["tokens"])
+
+
+@pytest.mark.parametrize("kind", ["greedy", *KINDS])
+def test_data_of_stages(tmp_path, kind):
+    """A stage's first sample has its number in the run; no stage repeats another's; what fills a sample may repeat."""
+    write(tmp_path / "a", documents=3000)
+    flags, seen = f"--data-path {tmp_path}/a --split 1,0,0 --packing {kind} --packing-window 8", []
+    for iteration, first, count, length in ((0, 0, 16, 32), (4, 16, 6, 64), (7, 22, 8, 48)):
+        train, *_ = build_datasets(stage(flags, iteration), NULL, (count, 0, 0))
+        assert len(train) >= first + count and len(train[first]["tokens"]) == length
+        own = [bytes(train[number]["tokens"].numpy()[:length]) for number in range(first, first + count)]
+        assert not {*own} & {*seen} and len({*own}) >= count - (kind != "greedy")
+        seen += own
+        if first:
+            with pytest.raises(IndexError, match="is of an earlier stage"):
+                train[first - 1]
+        again, *_ = build_datasets(stage(flags, iteration), NULL, (count, 0, 0))  # from the cache
+        assert bytes(again[first]["tokens"].numpy()) == own[0]
+
+
+def test_a_blend_in_stages(tmp_path):
+    for name, seed in (("a", 0), ("b", 1)):
+        write(tmp_path / name, seed=seed, documents=900)
+    train, *_ = build_datasets(stage(f"--data-path 3 {tmp_path}/a 1 {tmp_path}/b --split 1,0,0", 4), NULL, (6, 0, 0))
+    assert train.samples.datasets[0].config.starts == {f"{tmp_path}/a": 13 * 32, f"{tmp_path}/b": 5 * 32}
+    assert len(train[16]["tokens"]) == 64
+    with pytest.raises(Refusal, match="give weights"):
+        build_datasets(stage(f"--data-path {tmp_path}/a {tmp_path}/b --split 1,0,0", 4), NULL, (6, 0, 0))
+
+
+def test_where_a_run_goes_on():
+    check = stage("--mock-data", 4).stage
+    check_stage(check, 6, 20, 16 * 32 + 4 * 64)
+    for iteration, samples, tokens in ((0, 0, 0), (7, 22, 16 * 32 + 6 * 64)):
+        with pytest.raises(AnotherStage) as another:
+            check_stage(check, iteration, samples, tokens)
+        assert another.value.iteration == iteration
+    with pytest.raises(Refusal, match="gives 20 samples and 768 tokens by iteration 6, but the checkpoint has"):
+        check_stage(check, 6, 20, 20 * 32)
+    check_stage(stage("--mock-data", 9).stage, 9, 30, 16 * 32 + 6 * 64 + 8 * 48)
+
+
+@pytest.mark.parametrize(
+    ("flags", "schedule", "line"),
+    [
+        ("", "8K", "must be like"), ("", "1:8K", "must be like"), ("", "0:8K 5:1M 5:2M", "must be like"),
+        ("", "0:8K 5:0", "cannot be of one stage alone"), ("", "0:'8K", "cannot be read: No closing quotation"),
+        ("", "0:32 4:64 --hidden-size 8", "stage from iteration 4 of .*: --hidden-size 8 cannot be of one stage alone"),
+        ("", "0:32 4:64 --ring-parallel-size 2", "stage from iteration 4 of .*is larger than the 1 processes"),
+        ("", "0:32 4:64 --fpdt", "stage from iteration 4 of .*is more than --seq-length 64"),
+        ("--num-layers 0", "0:32 4:64", "^--num-layers 0 must be at least 1"),
+        ("", "0:32 9:64", "has a stage from iteration 9, and --train-iters 9 ends before it"),
+        ("--seq-length 32", "0:32 4:64", "both give the length"), ("--load d", "0:32", "with the same folder"),
+        *((f"{flag} 1 1 1" if "rampup" in flag else flag, "0:32 4:64", f"--seq-length-schedule with {flag.split()[0]}")
+          for flag in ("--rampup-batch-size", "--rampup-seq-length", "--dataloader-type cyclic", "--finetune",
+                       "--dry-run", "--reset-iteration", "--ckpt-step 1", "--no-load-optim", "--no-save-optim",
+                       "--fim-data", "--lr-decay-tokens 9", "--lr-warmup-tokens 9", "--skip-train",
+                       "--universal-checkpoint",
+                       "--non-persistent-save-interval 1 --non-persistent-ckpt-type local",
+                       "--sft --tokenizer-type HuggingFaceTokenizer --tokenizer-model d")),
+    ],
+)  # fmt: skip
+def test_schedules_that_cannot_run(flags, schedule, line):
+    chats_or_fim = "fim" in flags or "sft" in flags
+    data = "--data-path x --tokenizer-type ByteLevelTokenizer" if chats_or_fim else "--mock-data"
+    with pytest.raises(Refusal, match=line):
+        stage(f"{data} {flags}", 0, schedule)
+
+
+def test_the_time_limit_is_that_of_all_stages(monkeypatch):
+    seen, now = [], iter([0.0, 120.0])
+
+    def one_stage(config, *_):
+        seen.append((config.stage.number, config.run.exit_duration_in_mins))
+        if len(seen) < 2:
+            raise AnotherStage(7)
+        return 3
+
+    monkeypatch.setattr(pretrain, "_run", one_stage)
+    monkeypatch.setattr(pretrain, "follow_launcher", lambda launched: None)
+    monkeypatch.setattr(pretrain.time, "monotonic", lambda: next(now))
+    flags = "--mock-data --exit-duration-in-mins 5"
+    assert pretrain.run(stage(flags, 0), stage_at=lambda iteration: stage(flags, iteration)) == 3
+    assert seen == [(1, 5), (3, 3.0)]
+
+
+@pytest.mark.parametrize("length", ["--train-samples 8", "--train-tokens 800"])
+def test_a_schedule_counts_iterations(length):
+    words = f"{FLAGS} --save c --load c --mock-data {length}".split()
+    with pytest.raises(Refusal, match=f"--seq-length-schedule with {length.split()[0]}"):
+        parse([*words, "--seq-length-schedule", "0:32 4:64"], None, 1)
 
 
 def test_by_work_needs_one_source(tmp_path):

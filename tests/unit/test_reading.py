@@ -12,17 +12,22 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+import megatron.context_parallel as cp
+from megatron.training.arguments.config import Stage
 from megatron.training.data import read_tokens
-from megatron.training.data.batches import micro_batches
+from megatron.training.data.batches import micro_batches, shard_batch
 from megatron.training.data.datasets import build_datasets
 from megatron.training.data.index_files import ABANDONED_AFTER, atomic_folder
 from megatron.training.data.read_tokens import DataError, OpenFile, check_ids, first_outside, unmapped
 from megatron.training.features.bad_batches import skip_micro_batches
+from megatron.training.job import spans_to_read
 from megatron.training.refusal import Refusal
 from tests.pairs import also_in_full
 from tests.patience import patience
@@ -289,3 +294,100 @@ def test_a_cache_with_deleted_files_is_refused(tmp_path, lost):
     with pytest.raises(Refusal, match=rf"is no longer complete \(.*{lost}.*\): remove it, and it is built again"):
         build_datasets(config, NULL, (10, 0, 0))
     assert not file.exists()
+
+
+# A rank reads its span of a sample.
+
+
+@pytest.mark.parametrize("kind", ["greedy", "best-fit", "blend", "stages"])
+@pytest.mark.parametrize(
+    ("ulysses", "ring", "options"),
+    [(1, 2, {}), (2, 2, {}), (4, 1, {"chunks": 2}), (2, 2, {"balance": "contiguous"})],
+)
+def test_a_rank_reads_its_span_alone(tmp_path, monkeypatch, kind, ulysses, ring, options):
+    """Its part of each batch is that of the whole batch; the bytes are those of its tokens and of one label a span."""
+    data = {"data_path": [write(tmp_path / "a", documents=60)[0]], "split": "1,0,0", "global_batch_size": 2}
+    if kind == "blend":
+        data["data_path"] = ["1", *data["data_path"], "2", write(tmp_path / "b", documents=60, seed=1)[0]]
+    config = configure(**data, packing="best-fit" if kind == "best-fit" else "greedy", packing_window=4)
+    first = 0
+    if kind == "stages":
+        config.stage, first = Stage(2, 1, 3, ((0, 8, 2), (1, 16, 2))), 2
+    dataset, *_ = build_datasets(config, NULL, (4, 0, 0))
+    read, plain = [], OpenFile.read
+
+    def counted(file, count, offset):
+        read.append(count if file.path.endswith(".bin") else 0)
+        return plain(file, count, offset)
+
+    monkeypatch.setattr(OpenFile, "read", counted)
+
+    def batch(spans):
+        options = {"data_parallel_rank": 0, "data_parallel_size": 1, "spans": spans}
+        return next(micro_batches(dataset, consumed_samples=first, micro_batch_size=4, **options))
+
+    whole, every = batch(None), sum(read)
+    assert every == 2 * int((whole["loss_mask"].sum(1) + 1).sum())  # 2 bytes a token; padding is not read
+    grid, total = cp.abstract_grid(ulysses=ulysses, ring=ring), 0
+    for u, r in itertools.product(range(ulysses), range(ring)):
+        layout = cp.SequenceLayout(16, grid.at(ulysses=u, ring=r, tensor=0), **options)
+        spans, before = spans_to_read(layout, 0), sum(read)
+        mine = batch(spans)
+        here = [position for begin, end in spans for position in range(begin, end)]
+        present = torch.cat([whole["loss_mask"], torch.zeros(4, 1)], 1)
+        present[:, 1:].clamp_(min=whole["loss_mask"])  # the last token of a padded sample has no loss
+        assert sum(read) - before == 2 * int(present[:, here].sum()) < every
+        assert sum(read) - before <= 2 * 4 * (layout.local_length + len(layout.local_spans))
+        total += sum(read) - before
+        expected, part = shard_batch(whole, layout, "cpu"), shard_batch(mine, layout, "cpu")
+        assert all(part[key].equal(expected[key]) for key in expected)
+        assert not mine["tokens"].equal(whole["tokens"])
+    assert every <= total <= 2 * every
+
+
+def test_which_spans_a_rank_reads():
+    grid = cp.abstract_grid(ring=2)
+    assert spans_to_read(cp.SequenceLayout(16, grid.at(ulysses=0, ring=0, tensor=0)), 0) == ((0, 5), (12, 17))
+    assert spans_to_read(cp.SequenceLayout(16, grid.at(ulysses=0, ring=1, tensor=0)), 2) == ((4, 15),)
+    assert spans_to_read(cp.SequenceLayout(16, cp.abstract_grid()), 0) is None
+
+
+def test_an_id_outside_is_found_by_the_rank_that_reads_it(tmp_path):
+    text = np.zeros(17, np.uint16)
+    text[13] = 5000
+    builder = IndexedDatasetBuilder(f"{tmp_path}/a.bin", dtype=np.uint16)
+    builder.add_document(text, [17])
+    builder.finalize(f"{tmp_path}/a.idx")
+    (tmp_path / "a.bin").write_bytes(np.zeros(17, np.uint16).tobytes())
+    dataset, *_ = build_datasets(configure(data_path=[f"{tmp_path}/a"], split="1,0,0"), NULL, (1, 0, 0))
+    (tmp_path / "a.bin").write_bytes(text.tobytes())
+    assert dataset.part(0, ((0, 13), (14, 17)))["tokens"].tolist() == [0] * 16
+    with pytest.raises(DataError, match="document 0 holds token id 5000"):
+        dataset.part(0, ((12, 14),))
+
+
+# Memory.
+
+
+MANY = int(os.environ.get("MANY_SAMPLES", "30000"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("packing", ["greedy", "best-fit"])
+def test_memory_is_flat_over_many_samples(tmp_path, packing):
+    """Resident memory of the trainer and of a loader's process, over the last nine tenths of ``MANY_SAMPLES``."""
+    write(tmp_path / "a", documents=MANY // 2)
+    config = configure(data_path=[f"{tmp_path}/a"], split="1,0,0", packing=packing, global_batch_size=32)
+    dataset, *_ = build_datasets(config, NULL, (MANY, 0, 0))
+    options = {"data_parallel_rank": 0, "data_parallel_size": 1, "num_workers": 1, "drop_last": False}
+    batches, rows, seen = micro_batches(dataset, consumed_samples=0, micro_batch_size=32, **options), [], 0
+    me, warm = psutil.Process(), MANY // 10
+    for batch in batches:
+        seen += len(batch["tokens"])
+        if seen >= warm + len(rows) * (MANY - warm) // 20:
+            worker, *_ = me.children()
+            rows.append([one.memory_info().rss for one in (me, worker)])  # pages that a fork shares count in both
+    assert seen >= MANY and len(rows) >= 20
+    grown = (np.max(rows[10:], 0) - np.max(rows[:10], 0)) / 2**20
+    print(f"\n{seen:,} samples, {packing}: {np.max(rows, 0) / 2**20} MiB, grown by {grown} MiB")
+    assert grown.max() < 1

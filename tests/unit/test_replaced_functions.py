@@ -137,7 +137,7 @@ INTERFACES: dict[str, tuple[Callable[[], set[str]], set[str], set[str]]] = {
     "AttentionRule, by cp.attention": (
         lambda: {field.name for field in fields(cp.AttentionRule)},
         parameters_of(cp.attention) - {"q", "k", "v", "layout", "key_layout"},
-        {"measured"},  # block sizes, which a run of training reads from a file
+        {"measured", "up"},  # block sizes, which a run of training reads from a file; the layer's own projection
     ),
 }  # fmt: skip
 

@@ -16,9 +16,12 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.sums import Accumulator, GradientSum, KeyGradients
+from megatron.context_parallel.attention.latent_blocks import LatentSource
 from megatron.context_parallel.attention.ring import GatherSource, RingSource
 from megatron.context_parallel.attention.rule import TileKernel
 from megatron.platform.autograd import once_differentiable
+
+Source = RingSource | GatherSource | LatentSource
 
 
 def tiled_attention(
@@ -29,6 +32,7 @@ def tiled_attention(
     source: RingSource | GatherSource,
     kernel: TileKernel,
     sinks: Tensor | None = None,
+    up: Tensor | None = None,
 ) -> Tensor:
     """Attention of this rank's queries to all keys that ``source`` gives.
 
@@ -38,23 +42,26 @@ def tiled_attention(
         source: gives key blocks with the tiles to compute.
         kernel: computes tiles.
         sinks: fp32 [heads], one additional score for each query of a head.
+        up: [heads, N + V, C] makes keys and values of latents (latent_blocks.py): ``v_SBHD`` are the latents
+            [s, b, 1, C], and ``k_SBHD`` the part of the keys that all heads share, [s, b, 1, d - N]. A rank's gradient
+            has the part of its own queries and heads alone.
 
     Returns:
-        out [s, b, heads, head size of v], in the dtype of q; 0 for queries without any key.
+        out [s, b, heads, head size of v (V)], in the dtype of q; 0 for queries without any key.
     """
-    return _TiledAttention.apply(q_SBHD, k_SBHD, v_SBHD, sinks, source, kernel)
+    return _TiledAttention.apply(q_SBHD, k_SBHD, v_SBHD, sinks, up, source, kernel)
 
 
 def attend_all(
     q_SBHD: Tensor,
     k_SBHD: Tensor,
     v_SBHD: Tensor,
-    source: RingSource | GatherSource,
+    source: Source,
     kernel: TileKernel,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The forward pass of :func:`tiled_attention`: out [s, b, heads, head size of v] and lse [s, b, heads]."""
-    result = Accumulator(q_SBHD, v_SBHD.size(3))
+    result = Accumulator(q_SBHD, source.value_dim if isinstance(source, LatentSource) else v_SBHD.size(3))
     for block in source.blocks(k_SBHD, v_SBHD):
         kernel.attend(block.hop.tiles, q_SBHD, block.k, block.v, result)
     return result.finish(sinks)
@@ -67,7 +74,7 @@ def attend_all_grad(
     v_SBHD: Tensor,
     out_SBHD: Tensor,
     lse_SBH: Tensor,
-    source: RingSource | GatherSource,
+    source: Source,
     kernel: TileKernel,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward pass of :func:`attend_all`: dq, dk and dv, in the dtype of q; out and lse are its results."""
@@ -96,18 +103,24 @@ class _TiledAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
+        up: Tensor | None,
         source: RingSource | GatherSource,
         kernel: TileKernel,
     ) -> Tensor:
-        out, lse = attend_all(q, k, v, source, kernel, sinks)
-        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        out, lse = attend_all(q, k, v, _of_latents(source, up, q, k), kernel, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, up)
         ctx.source, ctx.kernel = source, kernel
         return out
 
     @staticmethod
     @once_differentiable("attention")
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, sinks = ctx.saved_tensors
-        grads = attend_all_grad(dout, q, k, v, out, lse, ctx.source, ctx.kernel)
+        q, k, v, out, lse, sinks, up = ctx.saved_tensors
+        source = _of_latents(ctx.source, up, q, k)
+        grads = attend_all_grad(dout, q, k, v, out, lse, source, ctx.kernel)
         dsinks = sinks_grad(sinks, dout, out, lse).to(sinks.dtype) if ctx.needs_input_grad[3] else None
-        return *grads, dsinks, None, None
+        return *grads, dsinks, source.up_grad() if up is not None else None, None, None
+
+
+def _of_latents(source: RingSource | GatherSource, up: Tensor | None, q: Tensor, k: Tensor) -> Source:
+    return source if up is None else LatentSource(source, up, q.size(3) - k.size(3))

@@ -65,6 +65,9 @@ class AttentionRule:
             key that every query sees and whose value is 0 (StreamingLLM, arXiv 2309.17453; learned as in gpt-oss). A
             rank's gradient contains only its own queries and heads; as for any weight that is replicated over the
             context-parallel group, the sum over the group is the complete gradient.
+        up: [heads, N + V, C], of the heads before the all-to-all: keys and values are sent as latents, and each rank
+            makes those of its heads (latent_blocks.py); not supported in chunks. ``v`` is then the latent of each token
+            [s, b, 1, C], and ``k`` the rotated part of its key [s, b, 1, d - N]. Its gradient is like that of sinks.
         measured: block sizes of Triton's kernels that were measured on this machine; None: those of decisions/.
     """
 
@@ -77,6 +80,7 @@ class AttentionRule:
     gather_keys: bool = False
     softcap: float | None = None
     sinks: Tensor | None = None
+    up: Tensor | None = None
     measured: BlockTable | None = None
 
     def __post_init__(self) -> None:
@@ -123,6 +127,10 @@ class AttentionRule:
         """The sinks of the heads in queries [s, b, heads of this rank, d], after the all-to-all. Differentiable."""
         return _of_rank(self.sinks, "sinks", q_SBHD.size(2), ulysses)
 
+    def local_up(self, q_SBHD: Tensor, ulysses: Axis) -> Tensor | None:
+        """The up-projection of those heads, in the dtype of the queries. Differentiable."""
+        return None if self.up is None else _of_rank(self.up, "up", q_SBHD.size(2), ulysses, 3).to(q_SBHD.dtype)
+
 
 def one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values in the dtype of the computation: cast if autocast is on.
@@ -136,10 +144,11 @@ def one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _of_rank(x: Tensor | None, name: str, heads: int, ulysses: Axis) -> Tensor | None:
-    """The part of a tensor [all heads] for this Ulysses rank, which has ``heads`` heads."""
+def _of_rank(x: Tensor | None, name: str, heads: int, ulysses: Axis, dims: int = 1) -> Tensor | None:
+    """The part of a tensor [all heads, ...] for this Ulysses rank, which has ``heads`` heads."""
     if x is None:
         return None
-    if x.shape != (heads * ulysses.size,):
-        raise ValueError(f"{name} has shape {list(x.shape)}: give one number for each of {heads * ulysses.size} heads")
+    if x.dim() != dims or x.size(0) != heads * ulysses.size:
+        one = "number" if dims == 1 else "matrix"
+        raise ValueError(f"{name} has shape {list(x.shape)}: give one {one} for each of {heads * ulysses.size} heads")
     return x[ulysses.rank * heads : (ulysses.rank + 1) * heads]

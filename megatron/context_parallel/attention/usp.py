@@ -126,11 +126,13 @@ def local_attention(
     """Attention of this rank's heads over the ring, between Ulysses' two all-to-alls."""
     grid = layout.grid
     longest = max(layout.seq_length, (key_layout or layout).seq_length)
-    kernel = rule.tile_kernel(q_SBHD, grid.ulysses, longest, v_SBHD.size(3))
+    up = rule.local_up(q_SBHD, grid.ulysses)
+    value_dim = v_SBHD.size(3) if up is None else up.size(1) - q_SBHD.size(3) + k_SBHD.size(3)
+    kernel = rule.tile_kernel(q_SBHD, grid.ulysses, longest, value_dim)
     plan = attention_plan(layout, rule.mask, key_layout)
     if rule.gather_keys and grid.ring.size > 1:
         source = GatherSource(plan.gathered(), grid.ring)
     else:
         source = RingSource(plan.ring(), grid.ring)
     sinks = rule.local_sinks(q_SBHD, grid.ulysses)
-    return tiled_attention(q_SBHD, k_SBHD, v_SBHD, source=source, kernel=kernel, sinks=sinks)
+    return tiled_attention(q_SBHD, k_SBHD, v_SBHD, source=source, kernel=kernel, sinks=sinks, up=up)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +41,7 @@ class ContextParallelAttention(MegatronModule):
 
     Attributes:
         rule: the attention rule of this layer.
+        up: gives the up-projection of latents, if keys and values are sent as latents: see ``AttentionRule``.
 
     Raises:
         ValueError: an option is not supported.
@@ -82,6 +84,7 @@ class ContextParallelAttention(MegatronModule):
         if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
             self.window = config.window_size
         self.rule = replace(settings.rule, mask=self._mask(attn_mask_type), scale=softmax_scale)
+        self.up: Callable[[], Tensor] | None = None
         tensor = settings.layout.grid.tensor
         self.heads = config.num_attention_heads // tensor.size
         self.first_head = tensor.rank * self.heads
@@ -137,12 +140,13 @@ class ContextParallelAttention(MegatronModule):
         rotary = self.settings.rotary
         if rotary is not None:
             query, key = rotary.rotate(query, key, rotary.angles(batch.ends))
+        up = None if self.up is None else self.up()
         out = attention_by_rule(
             query,
             key,
             value,
             layout=self.settings.layout_of(batch),
-            rule=replace(rule, dropout=self.dropout_of(batch), sinks=self.sinks(query.device)),
+            rule=replace(rule, dropout=self.dropout_of(batch), sinks=self.sinks(query.device), up=up),
             masks=self.settings.masks_of(batch, rule.mask),
         )
         return out.flatten(2)

@@ -58,6 +58,7 @@ class AttentionSettings:
         separate: whether packed documents are separated.
         rotary: RoPE; None if positions are encoded otherwise.
         dropout: probabilities; core's own dropout is 0.
+        latents: multi-latent attention sends latents, not keys and values.
         layers: rule and RoPE of each layer of the complete model, in place of ``rule`` and ``rotary``; empty: all have
             these.
     """
@@ -67,6 +68,7 @@ class AttentionSettings:
     separate: bool = True
     rotary: LayoutRotaryEmbedding | None = None
     dropout: ModelDropout = ModelDropout()
+    latents: bool = False
     layers: tuple[LayerRule, ...] = ()
 
     def of_layer(self, number: int) -> AttentionSettings:

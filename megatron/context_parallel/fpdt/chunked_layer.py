@@ -51,6 +51,8 @@ class ChunkedLayer(LayerFunctions):
             raise ValueError("streamed=True keeps hidden states in host memory: give offload=")
         if self.rule.gather_keys and self.layout.grid.ring.size > 1:
             raise ValueError("gather_keys=True with a layer in chunks is not supported: leave it out")
+        if self.rule.up is not None:
+            raise ValueError("up= with a layer in chunks is not supported: make keys and values in project")
         if self.ffn is None and (self.ffn_by_rows or self.ffn_pieces != 1):
             raise ValueError("ffn_by_rows and ffn_pieces need an ffn: give ffn= or leave them out")
 

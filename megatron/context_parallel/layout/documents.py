@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
@@ -102,24 +103,30 @@ def _deal(documents: list[Span], ranks: int, capacity: int, limit: float) -> lis
     """
     shares = [_Share() for _ in range(ranks)]
     rest: list[tuple[Span, Span]] = []  # (tokens, their document) that no rank holds yet
-    for document in documents:
+    whole = bisect_left(documents, -limit, key=lambda document: -_pairs(document[1] - document[0]))
+    for document in documents[:whole]:
         start, length = document[0], document[1] - document[0]
-        parts = min(max(ceil(_pairs(length) / limit), 1), ranks)
-        blocks = 1 if parts == 1 else 2 * parts  # zigzag: two blocks for each rank
+        parts = min(ceil(_pairs(length) / limit), ranks)
+        blocks = 2 * parts if parts > 1 else 1  # zigzag: two blocks for each rank
         size = length // blocks
-        room = capacity - size * blocks // parts
-        fit = [share for share in shares if share.tokens <= room]
+        fit = [share for share in shares if share.tokens <= capacity - size * blocks // parts]
         if len(fit) < parts:
             rest.append((document, document))
-            continue
-        if parts == 1:
-            min(fit, key=attrgetter("work")).take(document, document)
             continue
         chosen = sorted(sorted(fit, key=attrgetter("work"))[:parts], key=shares.index)
         for index, share in enumerate(chosen):
             for block in {index, blocks - 1 - index}:
                 share.take((start + block * size, start + (block + 1) * size), document)
         rest.append(((start + blocks * size, document[1]), document))
+    for document in documents[whole:]:
+        room, least = capacity - (document[1] - document[0]), None
+        for share in shares:  # a loop, because min() over the shares that fit takes twice as long
+            if share.tokens <= room and (least is None or share.work < least.work):
+                least = share
+        if least is None:
+            rest.append((document, document))
+        else:
+            least.take(document, document)
     for (start, stop), document in rest:
         while start < stop:
             share = min((share for share in shares if share.tokens < capacity), key=lambda share: share.work)

@@ -299,7 +299,7 @@ def _config(flags: tuple[str, ...], seq_length: int) -> Config:
     read = parse(list(flags), LLAMA_DEFAULTS)
     plain = Config()
     for section in fields(Config):
-        if section.name in ("model", "notes"):
+        if section.name in ("model", "stage", "notes"):
             continue
         given, usual = getattr(read, section.name), getattr(plain, section.name)
         for setting in fields(given):

@@ -21,6 +21,22 @@ from megatron.training.arguments.settings.parallel_settings import ParallelConfi
 from megatron.training.arguments.settings.training_settings import DataConfig, OptimizerSettings
 
 
+@dataclass(frozen=True)
+class Stage:
+    """One of the stages of --seq-length-schedule. A run has a configuration for each.
+
+    Args:
+        number: its place in the schedule; the first is 1.
+        start, end: iterations that are finished when it begins and ends.
+        lengths: (start, tokens per sample, samples per iteration) of every stage, this one included.
+    """
+
+    number: int
+    start: int
+    end: int
+    lengths: tuple[tuple[int, int, int], ...]
+
+
 @dataclass
 class Config:
     """One training run."""
@@ -38,6 +54,7 @@ class Config:
     faults: FaultConfig = field(default_factory=FaultConfig)
     foreign: ForeignConfig = field(default_factory=ForeignConfig)
     simulation: SimulationConfig = field(default_factory=SimulationConfig)
+    stage: Stage | None = None  # not a flag; None without --seq-length-schedule
     notes: list[str] = field(default_factory=list)  # not a flag: lines that rank 0 prints once before training
 
     def part_with(self, name: str) -> Any:

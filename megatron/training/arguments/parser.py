@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import Field, fields, is_dataclass
 from functools import cache
 from typing import Any
@@ -17,6 +18,7 @@ from megatron.training.arguments.dry_run_flags import complete_dry_run, processe
 from megatron.training.arguments.elastic import Fastest, choose_grid
 from megatron.training.arguments.foreign import megatron_flags
 from megatron.training.arguments.foreign.foreign_flags import translate
+from megatron.training.arguments.schedule import SCHEDULE, link_stages, read_schedule
 from megatron.training.arguments.suggest import explained
 from megatron.training.arguments.validate import complete
 from megatron.training.families.named import preset
@@ -116,6 +118,7 @@ def parse(
     world_size: int | None = None,
     shape_of: ShapeOf | None = None,
     fastest: Fastest | None = None,
+    iteration: int = 0,
 ) -> Config:
     """Read a command line; with ``world_size``, also complete and check it.
 
@@ -128,13 +131,15 @@ def parse(
         world_size: number of processes; a dry run has its own --world-size.
         shape_of: reads a checkpoint's model; without it, --use-checkpoint-args is ignored.
         fastest: chooses among grids, for --elastic with --gpu.
+        iteration: the last finished one, for --seq-length-schedule: the stage that goes on from there is returned, and
+            all stages are checked.
 
     Raises:
         Refusal: anything that cannot be read or is not supported.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _read(given, defaults, world_size, shape_of, fastest)
+        return _read(given, defaults, world_size, shape_of, fastest, iteration)
     except Refusal as refusal:
         shown = explained(refusal, given, lambda words: _read(words, defaults, world_size, shape_of))
     raise shown
@@ -146,6 +151,7 @@ def _read(
     world_size: int | None,
     shape_of: ShapeOf | None,
     fastest: Fastest | None = None,
+    iteration: int = 0,
 ) -> Config:
     """Read a command line; complete and check it if all of its words can be read."""
     gather = Gather()
@@ -157,6 +163,10 @@ def _read(
     gather.check("known", lambda: megatron_flags.refuse_unknown(unread, supported_flags(), words))
     notes = gather.check("judged", lambda: megatron_flags.judge(others))
     gather.check("values", lambda: _check_values(given))
+    if "data.seq_length_schedule" in given and world_size is not None:
+        gather.finish()
+        stages = _stages(words, given, lambda line, more: _read(line, more, world_size, shape_of, fastest), defaults)
+        return [stage for stage in stages if stage.stage.start <= iteration][-1]
     named = given.get("model.model") or (defaults or {}).get("model.model")
     shape = gather.check("model", lambda: preset(named)) if named else {}
     gather.finish()
@@ -181,6 +191,60 @@ def _read(
         return config
     config = complete_dry_run(config, world_size)
     return complete(choose_grid(config, processes(config, world_size), complete, fastest), world_size)
+
+
+# What a stage of --seq-length-schedule may set for itself: nothing that changes the model, its data or its updates.
+OF_A_STAGE = """
+    tensor_model_parallel_size sequence_parallel context_parallel_size ulysses_parallel_size ring_parallel_size
+    hierarchical_context_parallel_sizes cp_comm_type context_parallel_balance linear_attention_exchange
+    latent_exchange expert_model_parallel_size expert_tensor_parallel_size pipeline_model_parallel_size
+    num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
+    microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
+    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split elastic_grids zero_stage
+    use_distributed_optimizer overlap_grad_reduce overlap_param_gather ddp_bucket_size attention_kernel
+    attention_block_sizes recompute_granularity recompute_method recompute_num_layers recompute_activations
+    fpdt fpdt_chunk_size fpdt_offload fpdt_stream_hidden ffn_chunks loss_chunks offload_checkpoints micro_batch_size
+    gradient_accumulation_steps global_batch_size num_workers
+""".split()
+
+
+def _stages(
+    words: list[str],
+    given: Mapping[str, Any],
+    read: Callable[[list[str], dict[str, Any]], Config],
+    defaults: dict[str, Any] | None,
+) -> list[Config]:
+    """The configuration of each stage of --seq-length-schedule: the command line with the stage's length and flags.
+
+    Args:
+        given: the settings of the command line.
+        read: reads and completes a command line with other defaults.
+
+    Raises:
+        Refusal: of a stage, if it is not one of all stages; it names the stage.
+    """
+    if "data.seq_length" in given:
+        raise Refusal(f"--seq-length and {SCHEDULE}", "both give the length: leave --seq-length out")
+    stages = read_schedule(given["data.seq_length_schedule"])
+    defaults = {**(defaults or {}), "model.max_position_embeddings": max(length for _, length, _ in stages)}
+    common = flat(option for option in options(words) if option[0] != SCHEDULE)
+    configs, refused = [], []
+    for _, length, flags in stages:
+        try:
+            names = _namespace(plain(flags, *_kinds()), Gather())[0]
+            own = [name for name in vars(names) if name != "spelled" and name.split(".")[-1] not in OF_A_STAGE]
+            if own or len(flags) and not flags[0].startswith("-"):
+                raise Refusal(shlex.join(flags), "cannot be of one stage alone: give it for the run")
+            configs.append(read([*common, "--seq-length", str(length), *flags], defaults))
+            refused.append({})
+        except Refusal as refusal:
+            refused.append({str(part): part for part in refusal.parts})
+    for (start, _, _), parts in zip(stages, refused):
+        for line in list(parts):
+            if not all(line in others for others in refused):
+                parts[line] = Refusal(f"stage from iteration {start} of {SCHEDULE}: {line}")
+    raise_all(part for parts in refused for part in parts.values())
+    return link_stages(configs, [start for start, _, _ in stages])
 
 
 def _namespace(words: list[str], gather: Gather) -> tuple[argparse.Namespace, list[str]]:

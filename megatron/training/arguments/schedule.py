@@ -1,16 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lengths of the phases of a run's schedule, from flags in iterations, samples or tokens.
+"""A run's schedule: its phases, from flags in iterations, samples or tokens, and its stages of different lengths.
 
 Megatron-LM's schedule counts samples. Megatron-DeepSpeed's may count tokens (--lr-decay-tokens): samples times their
 length. With any such flag the complete schedule counts tokens, so that a run can continue at another --seq-length.
+
+A stage of --seq-length-schedule is a run of its own: the flags of the run, its own length, and flags of its own. It
+begins with the checkpoint at the end of the stage before.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from megatron.training.arguments.config import Config
+from megatron.training.arguments.config import Config, Stage
+from megatron.training.refusal import Refusal, refuse_combinations, short
+
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
+SCHEDULE = "--seq-length-schedule"
 
 
 @dataclass(frozen=True)
@@ -74,8 +85,13 @@ def spans(config: Config) -> Spans:
 
 
 def samples_after(config: Config, iterations: int) -> int:
-    """Samples that the first ``iterations`` steps consume, counting --rampup-batch-size as megatron-core does."""
+    """Samples that the first ``iterations`` steps consume, counting --rampup-batch-size as megatron-core does.
+
+    With --seq-length-schedule, a step has the samples of its stage.
+    """
     data = config.data
+    if config.stage is not None:
+        return _counted(config.stage, iterations)[0]
     if data.rampup_batch_size is None:
         return iterations * data.global_batch_size
     start, increment, over = data.rampup_batch_size
@@ -91,3 +107,129 @@ def samples_after(config: Config, iterations: int) -> int:
         )
         samples += min(grown, data.global_batch_size)
     return samples
+
+
+def tokens_in(text: str) -> int | None:
+    """A number of tokens, such as 8192, 8K or 1M; None if the text is something else."""
+    match = re.fullmatch(r"([0-9]{1,10})([KM]?)", text)
+    return int(match[1]) * UNITS[match[2]] if match else None
+
+
+def read_schedule(text: str) -> list[tuple[int, int, list[str]]]:
+    """(start, tokens per sample, own flags) of each stage, from ``0:8K 1000:64K --ring-parallel-size 2``.
+
+    Raises:
+        Refusal: the text cannot be read.
+    """
+    stages: list[tuple[int, int, list[str]]] = []
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise Refusal(f"{SCHEDULE} {short(text)}", f"cannot be read: {error}") from None
+    for word in words:
+        start, colon, length = word.partition(":")
+        tokens = tokens_in(length) if colon and re.fullmatch("[0-9]{1,10}", start) else None
+        if tokens:
+            stages.append((int(start), tokens, []))
+        elif stages:
+            stages[-1][2].append(word)
+        else:
+            break
+    starts = [start for start, _, _ in stages]
+    if not starts or starts[0] or starts != sorted(set(starts)):
+        raise Refusal(
+            f"{SCHEDULE} {short(text)}",
+            'must be like "0:8K 1000:64K --ring-parallel-size 2": from 0 on, ascending iterations, each with a length '
+            "and perhaps with flags",
+        )
+    return stages
+
+
+def link_stages(configs: Sequence[Config], starts: Sequence[int]) -> list[Config]:
+    """The completed configurations of all stages, each with its :class:`Stage`.
+
+    Raises:
+        Refusal: the run or a stage has a flag that the schedule does not support.
+    """
+    first = configs[0]
+    run, data, settings = first.run, first.data, first.checkpoint
+    if None in (settings.save, settings.load) or os.path.realpath(settings.save) != os.path.realpath(settings.load):
+        raise Refusal(
+            SCHEDULE, "hands a checkpoint from stage to stage: give --save DIR and --load with the same folder"
+        )
+    refuse_combinations(SCHEDULE, {
+        "--train-samples": (run.train_samples, "it counts iterations; give --train-iters"),
+        "--train-tokens": (run.train_tokens, "it counts iterations; give --train-iters"),
+        "--lr-decay-tokens": (first.optimizer.lr_decay_tokens, "give --lr-decay-iters"),
+        "--lr-warmup-tokens": (first.optimizer.lr_warmup_tokens, "give --lr-warmup-iters"),
+        "--skip-train": (run.skip_train, "give --seq-length"),
+        "--dry-run": (first.simulation.dry_run, "simulate each stage by its --seq-length and flags"),
+        "--rampup-seq-length": (data.rampup_seq_length, "it is another schedule of lengths"),
+        "--rampup-batch-size": (data.rampup_batch_size, "give each stage its --global-batch-size"),
+        "--sft": (data.sft, "conversations are not cut to a length"),
+        "--fim-data": (data.fim_data, "it changes samples of one length"),
+        "--dataloader-type cyclic": (data.dataloader_type == "cyclic", "it repeats samples of one length"),
+        "--finetune": (settings.finetune, "each stage resumes; give the weights by --pretrained-checkpoint"),
+        "--reset-iteration": (settings.reset_iteration, "stages begin by iteration"),
+        "--universal-checkpoint": (settings.universal_checkpoint, "convert it with tools/convert_checkpoint.py"),
+        "--non-persistent-save-interval": (
+            settings.non_persistent_save_interval, "its copies are of one length and grid"
+        ),
+        "--ckpt-step": (settings.ckpt_step is not None, "every stage would load it"),
+        "--no-load-optim": (not settings.load_optim, "every stage would begin without its optimizer"),
+        "--no-save-optim": (not settings.save_optim, "every stage would begin without its optimizer"),
+    })  # fmt: skip
+    if starts[-1] >= run.train_iters:
+        raise Refusal(
+            SCHEDULE, f"has a stage from iteration {starts[-1]}, and --train-iters {run.train_iters} ends before it"
+        )
+    lengths = tuple((at, one.data.seq_length, one.data.global_batch_size) for at, one in zip(starts, configs))
+    linked = []
+    for number, (config, start, end) in enumerate(zip(configs, starts, (*starts[1:], run.train_iters)), 1):
+        note = (
+            f"stage {number} of {len(configs)}: iterations {start + 1} to {end}, {config.data.seq_length} tokens per "
+            f"sample, {config.data.global_batch_size} samples per iteration"
+        )
+        stage = Stage(number, start, end, lengths)
+        linked.append(replace(config, stage=stage, notes=[note, *config.notes]))
+    return linked
+
+
+class AnotherStage(Exception):
+    """The run goes on in another stage.
+
+    Args:
+        iteration: the last finished iteration of the run.
+    """
+
+    def __init__(self, iteration: int) -> None:
+        super().__init__(f"iteration {iteration + 1} is in another stage")
+        self.iteration = iteration
+
+
+def check_stage(stage: Stage, iteration: int, samples: int, tokens: int) -> None:
+    """Check that a run that has come so far goes on in this stage.
+
+    Raises:
+        AnotherStage: it does not.
+        Refusal: by the schedule, other numbers of samples and tokens would have been consumed.
+    """
+    counted = _counted(stage, iteration)
+    if counted != (samples, tokens):
+        raise Refusal(
+            SCHEDULE,
+            f"gives {counted[0]} samples and {counted[1]} tokens by iteration {iteration}, but the checkpoint has "
+            f"consumed {samples} and {tokens}: give the lengths and batch sizes of its run up to there",
+        )
+    last = stage.number == len(stage.lengths)
+    if iteration < stage.start or (iteration >= stage.end and not last):
+        raise AnotherStage(iteration)
+
+
+def _counted(stage: Stage, iterations: int) -> tuple[int, int]:
+    """Samples and tokens of the first ``iterations`` steps."""
+    samples = tokens = 0
+    for (start, length, batch), end in zip(stage.lengths, [*(one[0] for one in stage.lengths[1:]), iterations]):
+        more = max(min(end, iterations) - start, 0) * batch
+        samples, tokens = samples + more, tokens + more * length
+    return samples, tokens

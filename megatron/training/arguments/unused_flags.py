@@ -116,7 +116,7 @@ READERS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
     (
         "read only with --multi-latent-attention",
         lambda c: c.model.multi_latent_attention,
-        "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type",
+        "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type latent_exchange",
     ),
     (
         "read only with --experimental-attention-variant",

@@ -45,6 +45,8 @@ def small_flags(config: Config) -> list[str]:
 def left_out(config: Config) -> list[str]:
     """Settings of the command that the small program does not have although they change what is computed."""
     notes = []
+    if config.stage is not None:
+        notes.append(f"--seq-length-schedule: checked with the flags of stage {config.stage.number}, the last one")
     if config.model.fp8_format:
         notes.append(f"--fp8-format {config.model.fp8_format}: FP8 needs a GPU; checked in bf16")
     if config.attention.attention_kernel not in ("auto", "cpu", "math"):

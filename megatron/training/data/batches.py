@@ -16,10 +16,12 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from megatron.core.datasets.blended_dataset import BlendedDataset
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from megatron.context_parallel.layout.documents import document_ends, document_rows, restart
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.context_parallel.layout.spans import Spans
 from megatron.training.data.read_tokens import DataError
 from megatron.training.refusal import Refusal
 
@@ -80,11 +82,43 @@ class MicroBatchSampler(Sampler[list[tuple[int, bool, int]]]):
             start += of_all_ranks
 
 
+class Later(Dataset):
+    """Samples of a stage of --seq-length-schedule, under their numbers in the run; those of earlier stages are absent.
+
+    Args:
+        first: number of the first sample.
+    """
+
+    def __init__(self, samples: Dataset, first: int) -> None:
+        self.samples, self.first = samples, first
+
+    def __len__(self) -> int:
+        return self.first + len(self.samples)
+
+    def __getitem__(self, index: int) -> Batch:
+        if index < self.first:
+            raise IndexError(f"sample {index} is of an earlier stage")
+        return self.samples[index - self.first]
+
+    def part(self, index: int, spans: Spans) -> Batch:
+        """As :func:`part_of`."""
+        if index < self.first:
+            raise IndexError(f"sample {index} is of an earlier stage")
+        return part_of(self.samples, index - self.first, spans)
+
+
+def part_of(dataset: Dataset, index: int, spans: Spans) -> Batch:
+    """A sample; if the dataset can, only the tokens at the positions of ``spans`` are read, and the others are 0."""
+    if isinstance(dataset, BlendedDataset):
+        dataset, index = dataset.datasets[dataset.dataset_index[index]], int(dataset.dataset_sample_index[index])
+    return dataset.part(index, spans) if hasattr(dataset, "part") else dataset[index]
+
+
 class _Samples(Dataset):
     """A dataset indexed by (index, real, number in the run); a sample that is not real has no loss."""
 
-    def __init__(self, dataset: Dataset, eod: int | None, numbers_only: bool) -> None:
-        self.dataset, self.eod, self.numbers_only = dataset, eod, numbers_only
+    def __init__(self, dataset: Dataset, eod: int | None, numbers_only: bool, spans: Spans | None) -> None:
+        self.dataset, self.eod, self.numbers_only, self.spans = dataset, eod, numbers_only, spans
 
     def __getitem__(self, item: tuple[int, bool, int]) -> Batch | DataError:
         """A sample, or an error in the data as a value, which a worker process can pass on without its traceback."""
@@ -92,7 +126,7 @@ class _Samples(Dataset):
         if self.numbers_only:
             return {"numbers": torch.tensor(number)}
         try:
-            sample = self.dataset[index]
+            sample = self.dataset[index] if self.spans is None else part_of(self.dataset, index, self.spans)
         except DataError as error:
             return DataError(str(error))
         loss_mask = sample["loss_mask"] if real else torch.zeros_like(sample["loss_mask"])
@@ -197,13 +231,15 @@ def micro_batches(
     eod: int | None = None,
     numbers_only: bool = False,
     plans: Plans | None = None,
+    spans: Spans | None = None,
 ) -> Iterator[Batch]:
     """CPU tensors ``tokens``, ``labels``, ``loss_mask`` [b, s], from the first sample not yet consumed.
 
     ``numbers`` [b] are the numbers of the samples in the run, which seed dropout; with ``numbers_only`` nothing else is
     read. With ``eod``, the end-of-document token, ``document_ends`` [b, n] are added: the ends of the documents in each
     sample, from the dataset or from this token. With ``plans``, the loader's processes also make the batch's attention
-    plans, which the layers then find. The iterator's ``prepare()`` reads the next batch before it is asked for.
+    plans, which the layers then find. The iterator's ``prepare()`` reads the next batch before it is asked for. With
+    ``spans`` of the ``s + 1`` tokens, only tokens at these positions are read, and the others are 0; not with ``eod``.
 
     Call it only on pipeline stages that need the data: the first and the last, and all with ``eod``. The global batch
     may grow; take as many micro-batches as a step needs. "single" ends with the data; "cyclic" never ends.
@@ -220,7 +256,7 @@ def micro_batches(
         total, consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size, cyclic, seed, drop_last
     )
     loader = DataLoader(
-        _Samples(dataset, eod, numbers_only),
+        _Samples(dataset, eod, numbers_only, spans),
         batch_sampler=sampler,
         num_workers=num_workers,
         collate_fn=partial(_stack, plans),

@@ -23,13 +23,16 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 from torch.utils.data import Dataset
 
+from megatron.context_parallel.layout.spans import Spans
 from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.data_paths import Blend, parse_split, portion
+from megatron.training.arguments.schedule import samples_after
 from megatron.training.data import index_files as data_files
+from megatron.training.data.batches import Later
 from megatron.training.data.chat_dataset import build_chat_datasets
 from megatron.training.data.index_files import atomic_folder
 from megatron.training.data.packing.length_mixtures import Source, read_mixture, repeated
-from megatron.training.data.packing.packing_plans import Packing, cost_of, make_plan
+from megatron.training.data.packing.packing_plans import Packing, cost_of, make_plan, stage_plan, stage_starts
 from megatron.training.data.read_tokens import DataError, TokenFile, check_ids, first_outside, unmapped
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.refusal import Refusal, together
@@ -177,10 +180,12 @@ def build_datasets(
         number: the index among several sets of valid and test data.
     """
     data = config.data
+    first = samples_after(config, config.stage.start) if config.stage else 0
     if data.mock_data:
         if any((data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)):
             raise Refusal("--mock-data and --data-path exclude each other: leave one out")
-        return tuple(MockDataset(config, tokenizer, i, n) if n else None for i, n in enumerate(samples))
+        sizes = [n and n + (first if i == 0 else 0) for i, n in enumerate(samples)]
+        return tuple(MockDataset(config, tokenizer, i, n) if n else None for i, n in enumerate(sizes))
     if data.sft:
         return build_chat_datasets(config, tokenizer, samples)
     blend, blends = data_files.parse_blends(data, number)
@@ -192,16 +197,18 @@ def build_datasets(
         "split": parse_split(data.split) if blend else None,
         "eod_mask_loss": data.eod_mask_loss,
     }
-    packing = _packing(data, blend, blends)
+    packing = _packing(config, blend, blends)
     mixture = {source.path: source for source in read_mixture(data.data_config)} if data.data_config else {}
     ours: dict[str, Any] = {}  # empty without them, so that the names of caches stay those of earlier versions
+    starts = stage_starts(_earlier(config), packing, *(blend or blends[0])) if config.stage and samples[0] else {}
     if packing or mixture:
         repeats = {path: source.repeat for path, source in mixture.items()}
-        ours = {"packing": packing and vars(packing), "repeats": repeats}
+        ours = {"packing": packing and vars(packing), "repeats": repeats} | ({"starts": starts} if starts else {})
     core = LocalConfig(
         **settings,
         packing=packing,
         mixture=mixture,
+        starts=starts,
         fim=fim_of(data, tokenizer),
         path_to_cache="",
         num_dataset_builder_threads=data.num_dataset_builder_threads,
@@ -231,6 +238,8 @@ def build_datasets(
                 f"the {name} data hold {len(dataset)} samples of {data.seq_length} tokens, {n} are needed; "
                 "only a blend with weights is repeated: --data-path 1 PREFIX 1 PREFIX"
             )
+    if first:
+        datasets[0] = Later(datasets[0], first)
     return tuple(datasets)
 
 
@@ -241,11 +250,20 @@ class LocalConfig(GPTDatasetConfig):
     fim: Fim | None = None
     packing: Packing | None = None
     mixture: dict[str, Source] = field(default_factory=dict)
+    starts: dict[str, int] = field(default_factory=dict)  # of training data, with stages of different lengths
 
 
-def _packing(data: DataConfig, blend: Blend | None, blends: list[Blend | None] | None) -> Packing | None:
-    """How samples are made; None for Megatron-LM's stream."""
-    if data.packing == "greedy":
+def _earlier(config: Config) -> list[tuple[int, int]]:
+    """(samples, tokens of each) of every earlier stage."""
+    starts, lengths, _ = zip(*config.stage.lengths)
+    counts = np.diff([samples_after(config, start) for start in starts]).tolist()
+    return list(zip(counts, lengths))[: config.stage.number - 1]
+
+
+def _packing(config: Config, blend: Blend | None, blends: list[Blend | None] | None) -> Packing | None:
+    """How samples are made; None for Megatron-LM's stream in one length."""
+    data = config.data
+    if data.packing == "greedy" and config.stage is None:
         return None
     if data.packing == "by-work" and any(one and len(one[0]) > 1 for one in [blend, *(blends or ())]):
         raise Refusal(
@@ -344,6 +362,8 @@ class TokenDataset(GPTDataset):
     A path may also name a portion of the file's documents, so that core distinguishes two datasets of one file.
     """
 
+    _spans: Spans | None = None  # of the tokens to read; None: all
+
     def __init__(self, tokens: TokenFile, path: str, documents: np.ndarray, *args: Any) -> None:
         split, config = args[1:]
         source = config.mixture.get(path)
@@ -379,28 +399,62 @@ class TokenDataset(GPTDataset):
         (first, begin), (last, end) = bounds
         end += self.config.add_extra_token_to_sequence
         documents = self.document_index[first : last + 1]
-        parts, get = [], self.dataset.get
+        pieces = []
         for place, document in enumerate(documents.tolist(), first):
             offset = begin if place == first else 0
-            parts.append(get(document, offset, end - offset if place == last else None))
+            pieces.append((document, offset, end - offset if place == last else None))
+        return self._text(pieces), documents.astype(np.int64)
+
+    def part(self, idx: int, spans: Spans) -> dict[str, torch.Tensor]:
+        """A sample of which only the tokens at some positions are read; the others are 0.
+
+        Args:
+            spans: (begin, end) of the positions in the ``sequence_length + 1`` tokens, ascending.
+        """
+        self._spans = spans
+        try:
+            return self[idx]
+        finally:
+            self._spans = None
+
+    def _text(self, pieces: list[tuple[int, int, int | None]]) -> np.ndarray:
+        """Ids int64 [seq_length + 1] of a sample.
+
+        Args:
+            pieces: (document, its first token, number of tokens) of each; None: to the document's end.
+        """
         length = self.config.sequence_length + self.config.add_extra_token_to_sequence
-        if not 0 < sum(map(len, parts)) <= length:
+        get, read, documents, at = self.dataset.get, [], [], 0
+        text = np.zeros(length, np.int64)
+        for document, offset, size in pieces:
+            wanted = [(0, size)]
+            if self._spans is not None:
+                size = self.dataset.lengths.number(document) - offset if size is None else size
+                inside = ((max(begin - at, 0), min(end - at, size)) for begin, end in self._spans)
+                wanted = [(begin, end - begin) for begin, end in inside if begin < end]
+            for begin, count in wanted:
+                part = get(document, offset + begin, count)
+                if not len(part) <= length - at - begin:
+                    raise self._damaged()
+                text[at + begin : at + begin + len(part)] = part
+                read.append(part)
+                documents.append(document)
+            at += len(part) if size is None else size
+        if not 0 < at <= length:
             raise self._damaged()
-        tokens = np.concatenate(parts) if len(parts) > 1 else parts[0]
-        self._check(tokens, parts, documents)
-        text = tokens.astype(np.int64)
-        if len(text) < length:
-            text = np.pad(text, (0, length - len(text)), constant_values=self._pad_token_id)
-        return text, documents.astype(np.int64)
+        text[at:] = self._pad_token_id
+        if read:
+            self._check(np.concatenate(read), read, documents)
+        return text
 
     def _damaged(self) -> DataError:
         return DataError(f"{self.dataset.file.path}: its index of samples is damaged: remove the index cache")
 
-    def _check(self, tokens: np.ndarray, parts: list[np.ndarray], documents: np.ndarray) -> None:
+    def _check(self, tokens: np.ndarray, parts: list[np.ndarray], documents: list[int]) -> None:
         """Check all ids of a sample at once; the error names the first wrong one with its document."""
         tokenizer = self.config.tokenizer
         if first_outside(tokens, tokenizer.vocab_size) is not None:
-            for part, document in zip(parts, documents.tolist()):
+            for part, document in zip(parts, documents):
                 check_ids(part, tokenizer.vocab_size, tokenizer.source, functools.partial(self.dataset.where, document))
 
 
@@ -415,7 +469,11 @@ class PackedDataset(TokenDataset):
         if config.path_to_cache and all(map(os.path.isfile, paths)):
             return tuple(data_files.load_numbers(path) for path in paths)
         lengths = self.dataset.sequence_lengths
-        plan = make_plan(
+        make = make_plan
+        if config.starts or config.packing.kind == "greedy":  # with a schedule of lengths
+            first = config.starts.get(self.dataset_path, 0) if self.index_split is Split.train else 0
+            make = functools.partial(stage_plan, first=first)
+        plan = make(
             self.indices, lengths[self.indices], config.sequence_length, self.num_samples, config.packing,
             config.random_seed,
         )  # fmt: skip
@@ -436,17 +494,15 @@ class PackedDataset(TokenDataset):
         if not 0 <= first < last <= len(self.document_index):
             raise self._damaged()
         pieces = self.document_index[first:last]
-        parts = [self.dataset.get(*piece) for piece in pieces.tolist()]
-        length, tokens = self.config.sequence_length + 1, np.concatenate(parts)
-        if not 0 < len(tokens) <= length:
-            raise self._damaged()
-        self._check(tokens, parts, pieces[:, 0])
-        text = np.pad(tokens.astype(np.int64), (0, length - len(tokens)), constant_values=self._pad_token_id)
-        return text, pieces[:, 0]
+        return self._text(pieces.tolist()), pieces[:, 0]
 
 
 class FimDataset(TokenDataset):
     """The samples of `TokenDataset` with fill in the middle; sample n still depends only on the data and the seed."""
+
+    def part(self, idx: int, spans: Spans) -> dict[str, torch.Tensor]:
+        """The whole sample, because its texts are cut anywhere."""
+        return self[idx]
 
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
         text, documents = super()._query_document_sample_shuffle_indices(idx)

@@ -46,6 +46,8 @@ class StepLog:
             "device_peak_bytes": device_peak,
             "host_peak_bytes": host_peak,
         }
+        if self.job.config.stage is not None:
+            row |= {"stage": self.job.config.stage.number, "seq_length": step.length}
         if result.experts is not None:
             row |= result.experts.losses | {"expert_imbalance": result.experts.imbalance}
             row["tokens_per_expert"] = result.experts.tokens_per_expert

@@ -44,13 +44,16 @@ def layer_traffic(config: Config) -> list[LayerTraffic]:
     layout = SequenceLayout(config.data.seq_length, abstract_grid(ulysses=ulysses, ring=ring), balance)
     heads = heads_of(model.num_attention_heads, model.num_query_groups, tensor, ulysses)
     key_and_value = model.kv_channels + (model.v_head_dim if model.multi_latent_attention else model.kv_channels)
-    row = heads.local_kv * key_and_value * compute_dtype(config).itemsize * config.data.micro_batch_size
+    numbers = heads.local_kv * key_and_value
+    if model.multi_latent_attention and parallel.latent_exchange == "latents":
+        numbers = model.kv_lora_rank + model.qk_pos_emb_head_dim
+    row = numbers * compute_dtype(config).itemsize * config.data.micro_batch_size
     groups = []
     for mask in dict.fromkeys(masks):
         plans = [attention_plan(layout, mask).ring(rank=rank) for rank in range(ring)]
         sent = [sum(count(hop.keys_out.rows) for hop in plan.hops) for plan in plans]
-        numbers = tuple(number for number, other in enumerate(masks, 1) if other == mask)
-        groups.append(LayerTraffic(mask, numbers, max(plan.pairs for plan in plans), row * max(sent)))
+        those = tuple(number for number, other in enumerate(masks, 1) if other == mask)
+        groups.append(LayerTraffic(mask, those, max(plan.pairs for plan in plans), row * max(sent)))
     return groups
 
 

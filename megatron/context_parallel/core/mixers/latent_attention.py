@@ -17,6 +17,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
@@ -81,15 +82,21 @@ class LatentAttention(Attention):
         self.linear_kv_down_proj = linear("linear_kv_down_proj", hidden, config.kv_lora_rank + rotated)
         self.linear_kv_up_proj = linear("linear_kv_up_proj", config.kv_lora_rank, heads * (plain + value))
         self.kv_layernorm = norm("kv_layernorm", config.kv_lora_rank)
+        self.sends_latents = self.core_attention.settings.latents
+        if self.sends_latents:
+            self.core_attention.up = self._up
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states: Tensor | None = None, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """[s, b, h] -> q and k [s, b, heads, R + N], not yet rotated, v [s, b, heads, V]; heads of this TP rank.
 
-        With sequence parallelism the input is [s / TP, b, h]; the results have all s tokens.
+        With sequence parallelism the input is [s / TP, b, h]; the results have all s tokens. If latents are sent, k is
+        the part that all heads share [s, b, 1, R] and v the latent [s, b, 1, C]; ``core_attention`` knows the rest.
         """
         query, k_rotated, latent = self.compressed(hidden_states)
+        if self.sends_latents:
+            return query, k_rotated[:, :, None], self._all_tokens(latent)[:, :, None]
         return query, *self.expanded(k_rotated, latent)
 
     def compressed(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -144,3 +151,10 @@ class LatentAttention(Attention):
         if not self.config.sequence_parallel:
             return latent
         return scatter_to_sequence_parallel_region(latent, group=self.pg_collection.tp)
+
+    def _all_tokens(self, latent: Tensor) -> Tensor:
+        """The latent of all tokens, whose gradient is the sum over the heads of all TP ranks."""
+        tp = self.pg_collection.tp
+        if not self.config.sequence_parallel:
+            return copy_to_tensor_model_parallel_region(latent, group=tp)
+        return gather_from_sequence_parallel_region(latent, tensor_parallel_output_grad=True, group=tp)

@@ -53,6 +53,12 @@ class ParallelConfig:
         "split over Ulysses; auto: the one with the fewest bytes",
         choices=EXCHANGES,
     )
+    latent_exchange: str = flag(
+        "keys",
+        "what multi-latent attention sends over Ulysses and the ring: keys and values, or latents, from which each "
+        "rank makes those of its heads",
+        choices=("keys", "latents"),
+    )
     expert_model_parallel_size: int = flag(1, "ranks that share the experts (EP), neighbours in TP x CP x DP")
     expert_tensor_parallel_size: int | None = flag(
         None, "ranks that split each expert (TP of the experts); default the TP size", type=int

@@ -100,6 +100,11 @@ class DataConfig:
         type=int,
         nargs=3,
     )
+    seq_length_schedule: str | None = flag(
+        None,
+        'stages of several lengths, by finished iterations: "0:8K 1000:64K"; flags may follow a length',
+        type=str,
+    )
     seq_length: int | None = flag(None, "tokens per sample", type=int, aliases=["--encoder-seq-length"])
     data_path: list[str] | None = flag(None, "prefix, or weights and prefixes of a blend", type=str, nargs="*")
     train_data_path: list[str] | None = flag(None, "training data, instead of --data-path", type=str, nargs="*")

@@ -57,6 +57,8 @@ def _combinations(config: Config) -> None:
         ),
     }
     refuse_combinations(FLAG, refused)
+    if config.parallel.latent_exchange == "latents" and config.chunks.fpdt:
+        raise Refusal("--latent-exchange latents with --fpdt", "is not supported: chunks send keys", LEAVE_OUT)
 
 
 def _rope(config: Config) -> None:
@@ -84,13 +86,14 @@ def _rope(config: Config) -> None:
 
 
 def note_ring(config: Config) -> None:
-    """Say how much the ring sends, which it does not send as latents yet."""
+    """Say when the ring sends more with keys and values than it would with latents."""
     model, parallel = config.model, config.parallel
-    if not model.multi_latent_attention or parallel.ring_parallel_size in (None, 1):
+    if not model.multi_latent_attention or parallel.ring_parallel_size in (None, 1) or config.chunks.fpdt:
         return
     heads = model.num_attention_heads // parallel.tensor_model_parallel_size // parallel.ulysses_parallel_size
     sent, latent = heads * (model.kv_channels + model.v_head_dim), model.kv_lora_rank + model.qk_pos_emb_head_dim
-    if latent < sent:
+    if latent < sent and parallel.latent_exchange == "keys":
         config.notes.append(
-            f"{FLAG}: the ring sends keys and values, {sent} numbers a token and rank; their latents would be {latent}"
+            f"{FLAG}: the ring sends keys and values, {sent} numbers a token and rank; with --latent-exchange latents "
+            f"it sends {latent}, and each rank makes the keys and values of its heads"
         )

@@ -26,7 +26,7 @@ def complete_required(config: Config) -> None:
     if missing:
         flags = ["--" + name.replace("_", "-") for name in missing]
         shape = "" if model.model else "; --model sets a complete shape, for example --model llama3-8b"
-        raise Refusal(f"missing: {', '.join(flags)}{shape}", about=" ".join(flags))
+        raise Refusal(f"missing: {', '.join(flags)}{shape}", about=[*flags, "--seq-length-schedule"])
 
 
 def complete_model(config: Config) -> None:

@@ -294,7 +294,8 @@ class Source:
         whole = self.stored.shape(weight[0])
         parts = saved_shape[:-1]
         size = tuple(length // count for length, count in zip(whole, parts))
-        if len(parts) != len(whole) or prod(size) != saved_shape[-1]:
+        fits = len(parts) == len(whole) and not any(length % count for length, count in zip(whole, parts))
+        if not fits or prod(size) != saved_shape[-1]:
             raise Refusal(f"checkpoint {self.stored.folder}: {name} is {list(saved_shape)}, its weight {list(whole)}")
         out = torch.zeros(shape, dtype=self.stored.dtype(name))
         touched = (

@@ -15,19 +15,18 @@ are shares of samples, as in --data-path, so that repeating long documents leave
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import yaml
 
+from megatron.training.arguments.schedule import tokens_in
 from megatron.training.json_file import read_bytes
 from megatron.training.refusal import Refusal, one_line, reason, short
 
 MOST_BYTES = 1 << 20
 MOST_REPEATS = 1000.0
-UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 
 
 @dataclass(frozen=True)
@@ -109,10 +108,10 @@ def _is_number(value: Any) -> bool:
 
 def _tokens(text: Any, where: str) -> int:
     """Tokens as in 8192, 8K or 1M."""
-    match = re.fullmatch(r"([0-9]{1,10})([KM]?)", str(text))
-    if match is None or isinstance(text, bool):
+    tokens = tokens_in(str(text))
+    if tokens is None:
         raise Refusal(f"{where}: repeat {short(text)}: must be tokens such as 8192, 8K or 1M")
-    return int(match[1]) * UNITS[match[2]]
+    return tokens
 
 
 def repeated(

@@ -6,15 +6,24 @@ room for it, the longest pieces first (Ding et al., Fewer Truncations Improve La
 ``by-work`` puts each piece into the sample with the least attention work that has room, and then makes global batches
 of samples with similar work (the imbalance is that of WLB-LLM, arXiv 2503.17924). Both work on one window of the
 shuffled documents at a time. A piece is in the samples of its own window or of the next one.
+
+The shuffled documents of all epochs are one stream of tokens. With --seq-length-schedule each stage makes its samples
+of the documents that begin in its own interval of the stream; ``greedy`` cuts the stream itself.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+
+from megatron.training.refusal import Refusal
+
+SURPLUS = BlendedMegatronDatasetConfig.mid_level_dataset_surplus  # core draws so many more samples than it blends
 
 SPARSE = 0.9  # samples of a window with a smaller fill are taken apart, and their pieces go to the next window
 
@@ -24,8 +33,8 @@ class Packing:
     """How samples are made.
 
     Args:
-        kind: "best-fit" or "by-work".
-        window: samples that are planned together.
+        kind: "best-fit" or "by-work"; "greedy" for the stages of a schedule of lengths.
+        window: samples that are planned together; "by-work" rounds up to whole batches.
         batch: samples of a global batch, for "by-work".
     """
 
@@ -92,7 +101,9 @@ def make_plan(
     documents, lengths = documents[lengths > 0], lengths[lengths > 0]
     if not len(documents):
         raise ValueError("no document has a token")
-    pack = _by_work if packing.kind == "by-work" else _best_fit
+    pack = _best_fit
+    if packing.kind == "by-work":  # a window that is no multiple of the batch would move all later batches
+        pack, packing = _by_work, replace(packing, window=-(-packing.window // packing.batch) * packing.batch)
     made: list[list[np.ndarray]] = []
     late = np.empty((0, 3), np.int64)  # pieces that their own window had no room for
     target = 0
@@ -210,18 +221,88 @@ def _ordered(bins: list[np.ndarray], packing: Packing, draw: np.random.Generator
 
 def greedy_plan(documents: np.ndarray, lengths: np.ndarray, length: int) -> Plan:
     """Megatron-LM's stream as a plan, to compare with: documents in order, cut wherever a sample ends."""
-    ends = np.cumsum(lengths.astype(np.int64))
-    samples = int(ends[-1] - 1) // length
-    pieces, first = [], [0]
-    for sample in range(samples):
-        begin, stop = sample * length, sample * length + length + 1
-        at = int(np.searchsorted(ends, begin, side="right"))
-        while begin < stop:
-            size = min(int(ends[at]), stop) - begin
-            pieces.append((documents[at], begin - (ends[at] - lengths[at]), size))
-            begin, at = begin + size, at + 1
-        first.append(len(pieces))
-    return Plan(np.array(pieces, np.int64).reshape(-1, 3), np.array(first, np.int64))
+    begins = np.cumsum(lengths, dtype=np.int64) - lengths
+    return _cut_stream(documents, lengths, begins, np.arange((int(lengths.sum()) - 1) // length) * length, length)
+
+
+def _cut_stream(
+    documents: np.ndarray, lengths: np.ndarray, begins: np.ndarray, starts: np.ndarray, length: int
+) -> Plan:
+    """Samples of ``length + 1`` tokens of a stream, each with the pieces of documents that it covers.
+
+    Args:
+        documents, lengths, begins: of the stream in order: numbers, tokens, and places of their first tokens [n].
+        starts: place of the first token of each sample [samples].
+    """
+    first = np.searchsorted(begins, starts, side="right") - 1
+    counts = np.searchsorted(begins, starts + length, side="right") - first
+    at = np.append(0, np.cumsum(counts))
+    owner = np.repeat(np.arange(len(starts)), counts)
+    place = first[owner] + np.arange(len(owner)) - at[owner]
+    begin = np.maximum(starts[owner] - begins[place], 0)
+    sizes = np.minimum(starts[owner] + length + 1 - begins[place], lengths[place]) - begin
+    return Plan(np.stack([documents[place], begin, sizes], 1).astype(np.int64), at)
+
+
+def stage_plan(
+    documents: np.ndarray, lengths: np.ndarray, length: int, samples: int, packing: Packing, seed: int, first: int
+) -> Plan:
+    """Samples of one stage of a schedule of lengths: those of :func:`stage_tokens` tokens of the stream from ``first``.
+
+    ``greedy`` cuts this interval in samples and shuffles them. The others plan the documents that begin in it, in
+    windows of equal size. A few documents may be read twice to fill the last samples, or fit in none.
+
+    Args:
+        documents, lengths, length, seed: as in :func:`make_plan`.
+        samples: of the stage; the plan may have a few more.
+        first: token of the stream at which the interval begins.
+    """
+    documents, lengths = documents[lengths > 0], lengths[lengths > 0]
+    if not len(documents):
+        raise ValueError("no document has a token")
+    total, stop = int(lengths.sum()), first + stage_tokens(samples, length, packing)
+    epochs = range(first // total, stop // total + 2)  # one more, if no document begins in the interval
+    order = np.concatenate([np.random.default_rng([seed, 0, epoch]).permutation(len(lengths)) for epoch in epochs])
+    begins = np.cumsum(lengths[order], dtype=np.int64) - lengths[order] + epochs[0] * total
+    if packing.kind == "greedy":
+        starts = first + length * np.random.default_rng([seed, 3, first]).permutation(samples)
+        return _cut_stream(documents[order], lengths[order], begins, starts, length)
+    begin, end = np.searchsorted(begins, [first, stop])
+    own = order[begin : max(end, begin + 1)]
+    equal = replace(packing, window=-(-samples // -(-samples // packing.window)))
+    return make_plan(documents[own], lengths[own], length, samples, equal, seed)
+
+
+def stage_starts(
+    earlier: Sequence[tuple[int, int]], packing: Packing, sources: Sequence[str], weights: Sequence[float] | None
+) -> dict[str, int]:
+    """The token of each source's stream at which a stage begins, after all that core drew for the earlier ones.
+
+    Of a blend, core draws slightly more than it reads; what is left is read in no stage.
+
+    Args:
+        earlier: (samples, tokens of each) of every earlier stage.
+        weights: of the sources; None for one source, of which all samples are.
+
+    Raises:
+        Refusal: several sources without weights, which are read once.
+    """
+    if weights is None and len(sources) > 1:
+        raise Refusal("--seq-length-schedule reads parts of a blend by weight: give weights, --data-path 1 PREFIX ...")
+    surplus = 0.0 if weights is None else SURPLUS
+    shares = [1.0] if weights is None else [weight / sum(weights) for weight in weights]
+    return {
+        source: sum(
+            stage_tokens(math.ceil(math.ceil(samples * share) * (1 + surplus)), length, packing)
+            for samples, length in earlier
+        )
+        for source, share in zip(sources, shares)
+    }
+
+
+def stage_tokens(samples: int, length: int, packing: Packing) -> int:
+    """Tokens of the stream that belong to so many samples. In ``greedy``, a sample begins with the last one's end."""
+    return samples * (length if packing.kind == "greedy" else length + 1)
 
 
 @dataclass(frozen=True)
