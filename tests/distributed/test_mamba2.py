@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.distributed.test_experts import held_here, resume, save
 from tests.distributed.test_gated_delta_net import (
     FPDT,
     FULL,
@@ -108,3 +109,19 @@ def test_a_layer_without_states_is_wrong(pool, shared):
     wrong = pool.run(layer_in_fp64, 2, f"{SHORT} {cp(1, 2)}", without_states, timeout=120)[0]
     for name in ("out", "dx", "in_proj.weight"):
         assert float((wrong[name] - expected[name]).abs().max() / expected[name].abs().max()) > 1e-2, name
+
+
+@pytest.mark.parametrize(
+    "world, flags",
+    [(2, f"{HYBRID} {SP}"), (2, f"{EXPERTS} {P2}"), pytest.param(2, f"{HYBRID} {P2}", marks=pytest.mark.full)],
+)
+def test_bytes_of_weights_and_states_are_those_of_the_formula(pool, world, flags):
+    for real, formula in pool.run(held_here, world, flags, timeout=120):
+        assert real == formula
+
+
+@pytest.mark.parametrize("saved, loaded", [((4, f"{SP} {cp(1, 2)} --zero-stage 1"), (2, P2))])
+def test_a_checkpoint_is_read_on_another_grid(pool, tmp_path, saved, loaded):
+    after = pool.run(save, saved[0], f"{HYBRID} {saved[1]}", str(tmp_path), timeout=120)[0]
+    for losses in pool.run(resume, loaded[0], f"{HYBRID} {loaded[1]}", str(tmp_path), timeout=120):
+        assert losses == pytest.approx(after, rel=1e-5)

@@ -30,6 +30,7 @@ BASE = (
 RANKS = 4
 MLA = "--multi-latent-attention --position-embedding-type rope"
 ROPE = "--position-embedding-type rope"
+MAMBA = "--is-hybrid-model --mamba-head-dim 8"
 GDN = "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 --normalization RMSNorm"
 MOE, T2 = "--num-experts 8 --disable-bias-linear", "--tensor-model-parallel-size 2 --sequence-parallel"
 FULL = "--recompute-granularity full --recompute-method"
@@ -143,6 +144,15 @@ EFFECTS = f"""
 {GDN} | --linear-num-key-heads 8 | core.linear_num_key_heads
 {GDN} | --linear-num-value-heads 16 | core.linear_num_value_heads
 {GDN} | --linear-attention-exchange relay | layers.exchange
+| {MAMBA} | core.is_hybrid_model layers.pattern ...
+{MAMBA} | --hybrid-override-pattern M*-M | layers.pattern
+{MAMBA} | --hybrid-attention-ratio 0.5 | layers.pattern
+{MAMBA} | --hybrid-mlp-ratio 0.5 | layers.pattern
+{MAMBA} | --mamba-state-dim 16 | core.mamba_state_dim
+{MAMBA} | --mamba-head-dim 4 | core.mamba_head_dim core.mamba_num_heads
+{MAMBA} | --mamba-num-groups 4 | core.mamba_num_groups
+{MAMBA} | --mamba-num-heads 8 | core.mamba_num_heads
+{MAMBA} | --mamba-dt-min 0.01 | layers.dt_min
 {ROPE} | --mtp-num-layers 1 | core.mtp_num_layers ...
 {ROPE} --mtp-num-layers 1 | --mtp-loss-scaling-factor 0.3 | core.mtp_loss_scaling_factor
 | --lora-rank 8 | layers.lora

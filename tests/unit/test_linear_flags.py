@@ -9,7 +9,7 @@ from megatron.formulas.flops import forward_flops, passes_of
 from megatron.formulas.parameters import numel, stage_parameters
 from megatron.formulas.strategy import Strategy, Workload
 from megatron.training.arguments.config import Config
-from megatron.training.arguments.models import LLAMA_DEFAULTS, linear_layers, model_shape
+from megatron.training.arguments.models import LLAMA_DEFAULTS, hybrid_pattern, linear_layers, model_shape
 from megatron.training.arguments.parser import parse
 from megatron.training.families.named import vocabulary
 from megatron.training.refusal import Refusal
@@ -20,6 +20,8 @@ BASE = (
 )
 VARIANT = "--experimental-attention-variant gated_delta_net"
 GDN = f"{VARIANT} --linear-attention-freq 4"
+MAMBA = "--is-hybrid-model --mamba-head-dim 8"
+HYBRID = f"{MAMBA} --hybrid-override-pattern"
 
 
 def read(flags: str, world: int = 1) -> Config:
@@ -50,7 +52,26 @@ def read(flags: str, world: int = 1) -> Config:
         (f"{GDN} --attention-mask full", "a state holds earlier tokens alone"),
         ("--num-experts 4 --moe-shared-expert-gate", "--moe-shared-expert-gate needs an expert that all tokens go to"),
         ("--experimental-attention-variant dsa", "--experimental-attention-variant"),
-        ("--is-hybrid-model", "--is-hybrid-model"),
+        (f"{HYBRID} M*", "--hybrid-override-pattern with 2 layers does not fit --num-layers 4"),
+        (f"{HYBRID} M*x-", "has 'x': a layer is one of"),
+        (f"{HYBRID} M*E-", "--is-hybrid-model with E needs --num-experts"),
+        (f"{HYBRID} M*M- --num-experts 4", "--is-hybrid-model with --num-experts needs E for layers with experts"),
+        ("--hybrid-override-pattern M*M-", "--hybrid-override-pattern needs --is-hybrid-model"),
+        ("--hybrid-mlp-ratio 0.5", "needs --is-hybrid-model"),
+        (f"{MAMBA} --hybrid-attention-ratio 0.6 --hybrid-mlp-ratio 0.6", "are shares of all layers"),
+        (f"{HYBRID} M*M- --hybrid-attention-ratio 0.5", "does not have the numbers of layers that the ratios give"),
+        ("--is-hybrid-model --mamba-head-dim 8 --mamba-num-heads 9", "--mamba-num-heads 9 is not a multiple of"),
+        ("--is-hybrid-model --mamba-head-dim 7", "--mamba-head-dim 7 does not divide 2 x --hidden-size"),
+        (
+            f"{MAMBA} --mamba-num-groups 1 --tensor-model-parallel-size 2",
+            "--mamba-num-groups 1 is not a multiple of --tensor-model-parallel-size 2",
+        ),
+        (f"{MAMBA} {GDN}", "--is-hybrid-model with --experimental-attention-variant"),
+        (f"{MAMBA} --sandwich-norm", "with --sandwich-norm is not supported"),
+        (f"{MAMBA} --attention-mask full", "a state holds earlier tokens alone"),
+        (f"{MAMBA} --mtp-num-layers 1", "with --mtp-num-layers is not supported"),
+        (f"{MAMBA} --hybrid-layer-pattern M*", "use --hybrid-override-pattern"),
+        ("--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec", "needs --is-hybrid-model"),
     ],
 )
 def test_what_is_refused(flags: str, message: str) -> None:
@@ -63,6 +84,19 @@ def test_what_is_refused(flags: str, message: str) -> None:
 @pytest.mark.parametrize("frequency, layers", [("4", [1, 1, 1, 0]), ("2", [1, 0, 1, 0]), ("[0,1]*2", [0, 1, 0, 1])])
 def test_which_layers_have_a_state(frequency: str, layers: list[int]) -> None:
     assert linear_layers(read(f"{VARIANT} --linear-attention-freq {frequency}").model) == layers
+
+
+def test_hybrid_layers_are_those_of_core() -> None:
+    """By the shares of layers, as megatron-core chooses them."""
+    from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
+
+    tenths = [(attention, mlps) for attention in range(11) for mlps in range(11 - attention)]
+    for layers in (1, 2, 5, 8, 24, 56):
+        for attention, mlps in tenths:
+            ratios = f"--hybrid-attention-ratio {attention / 10} --hybrid-mlp-ratio {mlps / 10}"
+            config = read(f"{MAMBA} {ratios} --num-layers {layers}")
+            assert list(hybrid_pattern(config.model)) == allocate_layers(layers, attention / 10, mlps / 10)
+    assert hybrid_pattern(read(f"{HYBRID} M-*M").model) == "M-*M"
 
 
 def test_sizes_without_layers_that_read_them_get_a_note() -> None:

@@ -331,6 +331,7 @@ def _refuse_unknown(config: Config) -> None:
         "--attn-logit-softcapping": model.attn_logit_softcapping,
         "--final-logit-softcapping": model.final_logit_softcapping,
         f"--mtp-num-layers {model.mtp_num_layers}": model.mtp_num_layers,
+        "--is-hybrid-model": model.is_hybrid_model,
         "--num-experts with linear layers that have a bias": model.num_experts and model.add_bias_linear,
     }
     for flag in (flag for flag, given in wrong.items() if given):

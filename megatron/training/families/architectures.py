@@ -92,6 +92,8 @@ def family_of(model: ModelConfig, attention: dict[str, Any] | None = None) -> Fa
 
     if model.mtp_num_layers:
         raise Refusal(f"--mtp-num-layers {model.mtp_num_layers}: layers of multi-token prediction cannot be converted")
+    if model.is_hybrid_model:
+        raise Refusal("--is-hybrid-model: Mamba2 layers cannot be converted")
     if model.experimental_attention_variant:
         return FAMILIES["qwen3_next"]
     if model.multi_latent_attention:
