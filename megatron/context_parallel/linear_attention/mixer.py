@@ -99,7 +99,8 @@ def linear_attention(
     gates = torch.promote_types(g.dtype, beta.dtype)
     inputs = q, k, v, *(x.to(gates) for x in (g, beta, skip) if x is not None)
     ends = _checked(inputs, rule, layout, documents)
-    return _LinearAttention.apply(rule, route_of(inputs, rule, layout, ends, exchange), *inputs)
+    route, (*others, skip) = route_of(inputs, rule, layout, ends, exchange), (*inputs, None)[:6]
+    return _LinearAttention.apply(*others, skip, rule, route)
 
 
 def _checked(inputs: Inputs, rule: LinearRule, layout: SequenceLayout, documents: Sequence[Sequence[int]]) -> Ends:
@@ -197,7 +198,18 @@ def state_sizes(rule: LinearRule, inputs: Inputs) -> StateSizes:
 class _LinearAttention(torch.autograd.Function):
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, rule: LinearRule, route: StateRoute, *given: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        skip: Tensor | None,
+        rule: LinearRule,
+        route: StateRoute,
+    ) -> Tensor:
+        given = (q, k, v, g, beta) if skip is None else (q, k, v, g, beta, skip)
         inputs = route.arrange(given, route.spans)
         out = torch.empty_like(inputs[2])
         empty = empty_state(inputs)
@@ -205,7 +217,7 @@ class _LinearAttention(torch.autograd.Function):
         maps = {p.index: span_map(rule, inputs, route.rows[p.index]) for p in mine if p.hands_on}
         entries = entry_states(rule, route.order, route.axis, maps, empty, route.relay)
         states = {p.index: span_outputs(rule, inputs, route.rows[p.index], entries[p.index], out)[0] for p in mine}
-        ctx.rule, ctx.route, ctx.heads = rule, route, (given[2].size(2), given[0].size(2))
+        ctx.rule, ctx.route, ctx.heads = rule, route, (v.size(2), q.size(2))
         kept = [state for p in mine for state in states[p.index]]
         matrices = [maps[p.index][..., : -out.size(3)].clone() for p in mine if p.hands_on and not p.fresh]
         ctx.counts, ctx.inputs = [len(states[p.index]) for p in mine], len(inputs)
@@ -234,7 +246,8 @@ class _LinearAttention(torch.autograd.Function):
         for p in mine:
             span_grads(rule, inputs, route.rows[p.index], states[p.index], dout, after[p.index], grads)
         grads = route.arrange_grad(grads, ctx.heads, route.spans)
-        return None, None, *(dx if needed else None for dx, needed in zip(grads, ctx.needs_input_grad[2:]))
+        grads = (*grads, None)[:6]
+        return *(dx if needed else None for dx, needed in zip(grads, ctx.needs_input_grad)), None, None
 
 
 def _exchanged(inputs: Inputs, axis: Axis | None) -> list[Tensor]:
