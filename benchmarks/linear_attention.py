@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Compares a layer with a state (gated delta rule) on a CPU, forward and backward, with other ways to compute it.
+"""Compares layers with a state on a CPU, forward and backward, with other ways to compute them.
 
     python benchmarks/linear_attention.py
 
-At 8,192 tokens: in blocks, as this program does, against transformers' form in blocks of Qwen3-Next without a GPU's
-kernels, and against the recurrence. Then Ring 2 against one process with two threads; and at 16,384 tokens a complete
-layer with a state against one with attention, without MLPs. What is compared takes turns, in new processes; CPU seconds
-are those of all threads and ranks together. Figures are medians, and ratios those of the same round.
+At 8,192 tokens, the gated delta rule and Mamba2's: in blocks, as this program does, against transformers' form in
+blocks without a GPU's kernels (Qwen3-Next, Mamba2). The gated delta rule also against the recurrence, and Ring 2
+against one process with two threads. At 16,384 tokens a complete layer with a state against one with attention,
+without MLPs. What is compared takes turns, in new processes; CPU seconds are those of all threads and ranks together.
+Figures are medians, and ratios those of the same round.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import megatron.context_parallel as cp
 from benchmarks.forked_ranks import on_each_rank
 from benchmarks.parallel_attention import world_layout
 from megatron.context_parallel.linear_attention.mixer import linear_attention
-from megatron.context_parallel.linear_attention.rules import GATED_DELTA, recurrence
+from megatron.context_parallel.linear_attention.rules import GATED_DELTA, MAMBA2, recurrence
 from megatron.context_parallel.linear_attention.short_convolution import short_convolution
 
 HIDDEN, HEADS, KEY_HEADS, WIDTH = 512, 8, 4, 4  # of the complete layers, whose heads have 64 numbers
@@ -49,6 +50,7 @@ def main() -> None:
     forms = {"blocks": (1, 1), "transformers": (1, 1), "recurrence": (1, 1)}
     forms = {name: how for name, how in forms.items() if name != "recurrence" or not args.no_recurrence}
     compare({name: (how, sizes) for name, how in forms.items()}, args.repeats)
+    compare({name: ((1, 1), sizes) for name in ("Mamba2 blocks", "Mamba2 transf.")}, args.repeats)
     compare({"blocks": ((1, 2), sizes), "ring of 2": ((2, 1), sizes)}, args.repeats)
     layers = 2 * args.seq_length, HEADS, 64
     print(f"complete layers, {layers[0]} tokens, {HIDDEN} wide")
@@ -70,14 +72,14 @@ def compare(ways: dict[str, How], repeats: int) -> None:
             (processes, threads), sizes = ways[name]
             ranks = on_each_rank(timed, processes, name, threads, sizes, patience=1200)
             taken[name] = max(wall for wall, _, _ in ranks), sum(cpu for _, cpu, _ in ranks), ranks
-        if first == "blocks":
+        if first.endswith("blocks"):
             check(taken, first)
         rounds.append({name: figures[:2] for name, figures in taken.items()})
     for name in ways:
         wall, cpu = (statistics.median(one[name][i] for one in rounds) for i in (0, 1))
         ratio = statistics.median(one[name][1] / one[first][1] for one in rounds)
         processes, threads = ways[name][0]
-        print(f"{name:13} {processes} x {threads} | {wall:8.3f} {cpu:8.3f} | CPU x {ratio:.2f}", flush=True)
+        print(f"{name:14} {processes} x {threads} | {wall:8.3f} {cpu:8.3f} | CPU x {ratio:.2f}", flush=True)
 
 
 def check(taken: dict[str, tuple], first: str) -> None:
@@ -135,6 +137,34 @@ def transformers_form(layout: cp.SequenceLayout, tokens: int, heads: int, size: 
     return run, *made_inputs(layout, tokens, heads, size)
 
 
+def mamba2_blocks(layout: cp.SequenceLayout, *sizes: int) -> Made:
+    def run(C: Tensor, B: Tensor, x: Tensor, dt: Tensor) -> Tensor:
+        return linear_attention(C, B, x, decay(dt) * dt, dt, rule=MAMBA2, layout=layout)
+
+    return run, *mamba2_inputs(layout, *sizes)
+
+
+def mamba2_transformers(layout: cp.SequenceLayout, *sizes: int) -> Made:
+    from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
+
+    def run(C: Tensor, B: Tensor, x: Tensor, dt: Tensor) -> Tensor:
+        C, B, x, dt = (one.transpose(0, 1) for one in (C, B, x, dt))
+        return mamba2_chunk_scan(x, dt, decay(dt), B, C, chunk_size=256).transpose(0, 1)
+
+    return run, *mamba2_inputs(layout, *sizes)
+
+
+def mamba2_inputs(layout: cp.SequenceLayout, *sizes: int) -> tuple[list[Tensor], Tensor]:
+    """C, B, x and dt; and dout."""
+    (q, k, v, _, beta), dout = made_inputs(layout, *sizes)
+    return [q, k, v, beta], dout
+
+
+def decay(dt: Tensor) -> Tensor:
+    """Mamba2's A for each head."""
+    return -0.1 * torch.arange(1, dt.size(-1) + 1, dtype=dt.dtype)
+
+
 def state_layer(layout: cp.SequenceLayout, tokens: int, heads: int, size: int) -> Made:
     """Projections, convolution, rule, and gated norm."""
     keys, values = KEY_HEADS * size, heads * size
@@ -174,6 +204,8 @@ WAYS = {
     "ring of 2": blocks,
     "transformers": transformers_form,
     "recurrence": by_token,
+    "Mamba2 blocks": mamba2_blocks,
+    "Mamba2 transf.": mamba2_transformers,
     "state": state_layer,
     "attention": attention_layer,
 }
