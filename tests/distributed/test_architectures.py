@@ -131,6 +131,14 @@ def test_queries_in_another_order_are_another_model(pool, tmp_path):
     assert float((mine - grads).abs().max()) > 0.1 * float(grads.abs().max())
 
 
+def test_without_the_smallest_time_step_it_is_another_model(pool, tmp_path):
+    source, flags = converted("mamba2", tmp_path)
+    results = pool.run(ours, 1, f"{flags.replace('--mamba-dt-min 0.5', '')} --make-vocab-size-divisible-by 1")
+    expected = theirs(source, results[0]["tokens"], results[0]["labels"])["logits"]
+    error = (results[0]["logits"][..., :WORDS] - expected).abs().max() / expected.abs().max()
+    assert float(error) > 1e-2
+
+
 # ---- norms and residuals on every grid
 
 PLACES = {

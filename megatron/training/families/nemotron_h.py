@@ -218,7 +218,8 @@ class NemotronH(Mamba2Alone):
             raise Refusal(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}")
         own: dict[str, Any] = {"group_query_attention": heads != groups, "untie_embeddings_and_output_weights": True}
         if "E" in pattern:
-            own |= EXPERTS_OF.experts(config | {"num_hidden_layers": 1, "n_shared_experts": 1}, where, 0, integer)
+            known = config | {"num_hidden_layers": 1, "n_shared_experts": 1}  # transformers reads neither
+            own |= EXPERTS_OF.experts(known, where, 0, lambda name: 1 if name == "n_shared_experts" else integer(name))
             own["moe_shared_expert_intermediate_size"] = integer("moe_shared_expert_intermediate_size")
         return own
 
