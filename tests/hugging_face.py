@@ -69,7 +69,9 @@ def draw_weights(model: PreTrainedModel) -> PreTrainedModel:
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
+            if name.endswith("A_log") and parameter.dim() == 1:
+                parameter.uniform_(-3, -1)  # states that last
+            elif parameter.dim() == 1:
                 parameter.uniform_(*((0.5, 1.5) if name.endswith("weight") else (-0.3, 0.3)))
             else:
                 parameter.normal_(std=0.2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen 3 (dense and with experts), Phi-3 and gpt-oss are the models of transformers: logits, loss, gradients."""
+"""Qwen 3 (dense and with experts), Phi-3, gpt-oss, Nemotron H ...: their logits, losses and gradients here."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ SIZES = {
     "pad_token_id": None, "tie_word_embeddings": False,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+MAMBA = {"hidden_size": 64, "vocab_size": WORDS, "n_groups": 4, "chunk_size": 16, "pad_token_id": None}
 GPT = {"vocab_size": WORDS, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
 OLMO3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -44,18 +45,27 @@ KINDS: dict[str, dict[str, Any]] = {
     | {"num_hidden_layers": 3, "head_dim": 16, "attention_bias": True, "n_routed_experts": 4, "num_mtp_layers": 0}
     | {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "routed_scaling_factor": 1.5},
     "olmo2": SIZES,
+    "nemotron_h": MAMBA
+    | {"intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
+    | {"mamba_num_heads": 8, "mamba_head_dim": 12, "ssm_state_size": 6, "num_experts_per_tok": 2}
+    | {"n_routed_experts": 4, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 24}
+    | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "moe"]}
+    | {"routed_scaling_factor": 1.5, "time_step_min": 0.5},
+    "mamba2": MAMBA
+    | {"num_hidden_layers": 2, "num_heads": 8, "head_dim": 16, "state_size": 6}
+    | {"time_step_limit": [0.5, float("inf")]},
     "olmo3": SIZES
     | {"num_hidden_layers": 3, "sliding_window": 12, "rope_parameters": OLMO3_ROPE}
     | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
 }
-EXPERTS_KINDS = ("qwen3_moe", "gpt_oss", "glm4_moe")
+EXPERTS_KINDS = ("qwen3_moe", "gpt_oss", "glm4_moe", "nemotron_h")
 CP = "--ulysses-parallel-size 2 --ring-parallel-size 2"
 T2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 GRIDS = {"one process": (1, ""), "TP 2 x U 2 x R 2": (8, f"{T2} {CP}")}
 EP = (2, "--ulysses-parallel-size 2 --expert-model-parallel-size 2")
 CASES = [(kind, *grid) for kind in KINDS for grid in GRIDS.values()] + [(kind, *EP) for kind in EXPERTS_KINDS]
 USUAL_CASES = {("qwen3", 1), ("gpt2", 1), ("gpt_neox", 1), ("qwen3_moe", 1), ("phi3", 1), ("gpt_oss", 8), ("olmo3", 8),
-               ("glm4_moe", 2)}  # fmt: skip
+               ("glm4_moe", 2), ("nemotron_h", 8)}  # fmt: skip
 CASES = [pytest.param(*case, marks=() if case[:2] in USUAL_CASES else pytest.mark.full) for case in CASES]
 
 
@@ -70,6 +80,7 @@ def converted(kind: str, folder: Path) -> tuple[Path, str]:
 def by_our_names(folder: Path, grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Gradients of transformers by our names. In memory, but not in files, it has all experts in one tensor."""
     alone = {"embed_out.weight": grads["lm_head.weight"]} if "lm_head.weight" in grads else {}  # GPT-NeoX's name
+    grads |= {name.replace("model.", "backbone.", 1): grad for name, grad in grads.items()}  # Nemotron H's name
     for name, grad in grads.items():
         stem, _, kind = name.rpartition(".experts.")
         for number, one in enumerate(grad) if stem else ():
@@ -118,6 +129,14 @@ def test_queries_in_another_order_are_another_model(pool, tmp_path):
     mine = results[0]["grads"][in_model(piece.key.replace("layers.", "layers.0."))]
     assert torch.allclose(mine, llama_weights.fuse(piece, [grads], 4), atol=1e-4 * float(grads.abs().max()))
     assert float((mine - grads).abs().max()) > 0.1 * float(grads.abs().max())
+
+
+def test_without_the_smallest_time_step_it_is_another_model(pool, tmp_path):
+    source, flags = converted("mamba2", tmp_path)
+    results = pool.run(ours, 1, f"{flags.replace('--mamba-dt-min 0.5', '')} --make-vocab-size-divisible-by 1")
+    expected = theirs(source, results[0]["tokens"], results[0]["labels"])["logits"]
+    error = (results[0]["logits"][..., :WORDS] - expected).abs().max() / expected.abs().max()
+    assert float(error) > 1e-2
 
 
 # ---- norms and residuals on every grid

@@ -103,15 +103,19 @@ def fused(folder: Path, grads: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
     return {name: torch.cat(parts) for name, parts in rows.items()}
 
 
-# In the layers the norms have their own names; in checkpoints those of Transformer Engine's fused layers.
-NORMS = {
+# In the layers the norms have their own names; in checkpoints those of Transformer Engine's fused layers, and hybrids
+# have core's names.
+NAMES = {
+    "mixer.in_proj.layer_norm_": "input_layernorm.",
+    "mixer.": "self_attention.",
+    "final_norm.": "final_layernorm.",
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
 
 
 def in_model(name: str) -> str:
-    for saved, own in NORMS.items():
+    for saved, own in NAMES.items():
         name = name.replace(saved, own)
     return name
 

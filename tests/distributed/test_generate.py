@@ -67,12 +67,39 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_value_head_dim": 12,
         },
     ),
+    "nemotron_h": (
+        "nemotron_h",
+        SIZES
+        | {
+            "intermediate_size": 96,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "layers_block_type": ["linear_attention", "full_attention", "moe", "linear_attention", "full_attention"]
+            + ["mlp"],
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 24,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 12,
+            "ssm_state_size": 6,
+            "n_groups": 4,
+            "eos_token_id": 2,
+        },
+    ),
+    "mamba2": (
+        "mamba2",
+        SIZES
+        | {"num_heads": 8, "head_dim": 16, "state_size": 6, "n_groups": 4, "num_hidden_layers": 4, "eos_token_id": 2}
+        | {"tie_word_embeddings": True},
+    ),
     "bloom": ("bloom", SIZES | {"n_layer": 2, "n_head": 8, "eos_token_id": 2}),
     "deepseek": ("deepseek_v3", LLAMA | LATENTS),
     "deepseek, experts": ("deepseek_v3", LLAMA | LATENTS | ROUTED),
     "mixtral": ("mixtral", LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
-WITH_EXPERTS = ("deepseek, experts", "mixtral")
+WITH_EXPERTS = ("deepseek, experts", "mixtral", "nemotron_h")
+WITH_STATES = ("qwen3_next", "nemotron_h", "mamba2")
 ALL_TO_ALL = "--moe-token-dispatcher-type alltoall"
 NULL = f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1}"
 LENGTHS, NEW = (5, 23, 5, 37, 1), 40  # decoded tokens reach every rank of a ring of two
@@ -114,6 +141,7 @@ USUAL = {
     ("qwen2", "PP 2 x U 2"),
     ("qwen3", "U 4"),
     ("qwen3_next", "U 2 x R 2"),
+    ("nemotron_h", "U 2 x R 2"),
     ("bloom", "R 3"),
     ("mixtral", "EP 2 on TP 2"),
 }
@@ -136,7 +164,7 @@ def readable(folders, tmp_path_factory):
     """The folder that --load takes: that of transformers, or with latents, states or experts a converted one."""
 
     def converted(kind: str) -> Path:
-        if kind not in ("deepseek", "qwen3_next", *WITH_EXPERTS):
+        if kind not in ("deepseek", *WITH_STATES, *WITH_EXPERTS):
             return folders(kind)
         folder = tmp_path_factory.mktemp("converted") / "ours"
         assert convert(["--from-hf", str(folders(kind)), "--to", str(folder)]) == 0
@@ -199,13 +227,13 @@ def answers(folder: Path, flags: str, drawn: dict[str, Any] | None = None) -> tu
         itemsize=4,
         balance=decoder.balance,
     )
-    model = config.model
-    if model.experimental_attention_variant:  # half of the layers have a state, whose size follows from no length
-        heads, keys = model.linear_num_value_heads, model.linear_num_key_heads * model.linear_key_head_dim
-        values = heads * model.linear_value_head_dim
-        state = model.linear_key_head_dim * values + 3 * (2 * keys + values)  # and the last rows before the convolution
-        layers = model.num_layers // 2 // decoder.grid.pipeline.size
-        formula = formula // 2 + 4 * layers * len(LENGTHS) * state // decoder.grid.tensor.size
+    shape = model_shape(config.model, VOCABULARY)
+    if linear := shape.linear:  # some layers have a state, whose size follows from no length
+        values, with_states = linear.heads * linear.values, sum(linear.layers)
+        state = linear.keys * values + 3 * (2 * linear.key_heads * linear.keys + values)  # and rows to be convolved
+        with_keys = shape.pattern.count("*") if shape.pattern else shape.layers - with_states
+        states = 4 * with_states // decoder.grid.pipeline.size * len(LENGTHS) * state // decoder.grid.tensor.size
+        formula = formula * with_keys // shape.layers + states
     return [answer.tokens for answer in result], counts.cache_bytes, formula
 
 

@@ -54,9 +54,7 @@ def theirs(**changes: Any) -> torch.nn.Module:
     model = draw_weights(AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("A_log"):
-                parameter.uniform_(-3, -1)  # states that last
-            elif "norm.weight" in name and "linear_attn" not in name:
+            if "norm.weight" in name and "linear_attn" not in name:
                 parameter.sub_(1)
     return model
 
@@ -145,16 +143,10 @@ OVER = {"U2": (2, 1), "R2": (1, 2), "U2 x R2": (2, 2)}
 def hybrid(kind: str) -> torch.nn.Module:
     torch.manual_seed(3)
     if kind in OF_OTHER_RULES:
-        model = draw_weights(small_model(kind).eval())
-    else:
-        layers = ["linear_attention", "full_attention", "linear_attention"]
-        sizes = SIZES | HEADS | {"num_hidden_layers": 3, "layer_types": layers} | KINDS[kind]
-        model = draw_weights(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).eval())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("A_log"):
-                parameter.uniform_(-3, -1)
-    return model
+        return draw_weights(small_model(kind).eval())
+    layers = ["linear_attention", "full_attention", "linear_attention"]
+    sizes = SIZES | HEADS | {"num_hidden_layers": 3, "layer_types": layers} | KINDS[kind]
+    return draw_weights(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).eval())
 
 
 def hybrid_over_ranks(kind: str, ulysses: int, ring: int, mistake: bool = False) -> dict[str, float]:

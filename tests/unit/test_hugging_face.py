@@ -27,7 +27,8 @@ from megatron.training.checkpoint.hugging_face.load_folder import open_folder
 from megatron.training.checkpoint.hugging_face.safetensors_folder import HEADERS
 from megatron.training.checkpoint.megatron_lm.checked import examine
 from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensors
-from megatron.training.families.architectures import FAMILIES, described
+from megatron.training.families import architectures
+from megatron.training.families.architectures import FAMILIES, described, family_of
 from megatron.training.families.llama import llama_settings, llama_weights
 from megatron.training.families.llama.llama_settings import LLAMA3 as FIXED
 from megatron.training.families.older_gpts import BLOOM
@@ -133,6 +134,14 @@ def test_round_trip_of_variants(tmp_path: Path, settings: dict[str, Any]) -> Non
 
 
 SIZES = {"vocab_size": 67, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+NEMOTRON = {
+    "vocab_size": 67, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "max_position_embeddings": 64, "mamba_num_heads": 4, "mamba_head_dim": 6, "ssm_state_size": 6,
+    "n_groups": 2, "n_routed_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 12,
+    "moe_shared_expert_intermediate_size": 20, "time_step_min": 0.5, "routed_scaling_factor": 1.5, "n_group": 1,
+    "topk_group": 1,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
+}  # fmt: skip
 SIZES |= {"num_key_value_heads": 2, "intermediate_size": 24, "max_position_embeddings": 128}
 KINDS = {
     "qwen2": SIZES | {"tie_word_embeddings": True},
@@ -150,6 +159,9 @@ KINDS = {
     "phi3": SIZES | {"pad_token_id": 0},
     "qwen3_moe": SIZES
     | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "norm_topk_prob": True},
+    "nemotron_h": NEMOTRON,
+    "mamba2": {"vocab_size": 67, "hidden_size": 16, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 8}
+    | {"state_size": 6, "n_groups": 2, "tie_word_embeddings": True, "time_step_limit": [0.5, float("inf")]},
     "gpt_oss": SIZES | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 8},
 }
 
@@ -985,3 +997,60 @@ def test_other_quantization_is_refused() -> None:
         with pytest.raises(Refusal, match="quantization_config"):
             quantization({"quantization_config": given}, "config.json")
     assert quantization({"quantization_config": None}, "") is None
+
+
+@pytest.mark.parametrize(
+    "kind, change, message",
+    [
+        ("nemotron_h", {"ssm_state_size": None}, "ssm_state_size of nemotron_h is missing"),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' of nemotron_h is not supported"),
+        ("nemotron_h", {"moe_latent_size": 8}, "moe_latent_size 8 of nemotron_h is not supported: only None"),
+        ("nemotron_h", {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon 1e-06 of nemotron_h is not supported"),
+        ("nemotron_h", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers 1 of nemotron_h is not supported"),
+        ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings True of nemotron_h is not supported"),
+        ("nemotron_h", {"layers_block_type": ["mamba", "lstm"]}, "do not say for each layer whether it is mamba"),
+        ("nemotron_h", {"num_hidden_layers": 7}, "num_hidden_layers 7 is not the number of layers"),
+        ("nemotron_h", {"mamba_d_conv": 4}, "mamba_d_conv is an older name of conv_kernel: rename it"),
+        ("nemotron_h", {"time_step_limit": [0.1, float("inf")]}, "time_step_limit .* of nemotron_h is not supported"),
+        ("nemotron_h", {"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+        ("nemotron_h", {"norm_topk_prob": False}, "do not describe the router"),
+        ("nemotron_h", {"n_groups": 3}, "n_groups 3 of nemotron_h does not divide the 4 heads of Mamba2"),
+        ("mamba2", {"use_conv_bias": False}, "use_conv_bias False of mamba2 is not supported: only True"),
+        ("mamba2", {"conv_kernel": 3}, "conv_kernel 3 of mamba2 is not supported: only 4"),
+        ("mamba2", {"time_step_limit": [0.0, 1.0]}, "time_step_limit .* of mamba2 is not supported"),
+        ("mamba2", {"expand": 3}, "num_heads x head_dim 32 of mamba2 is not expand x hidden_size 48"),
+    ],
+)
+def test_hybrids_that_are_refused(kind: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(Refusal, match=message):
+        described({"model_type": kind} | KINDS[kind] | change, "config.json")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"squared_relu": False}, "--squared-relu False"),
+        ({"position_embedding_type": "rope"}, "--position-embedding-type rope"),
+        ({"norm_epsilon": 1e-6}, "--norm-epsilon 1e-06"),
+        ({"untie_embeddings_and_output_weights": False}, "--untie-embeddings-and-output-weights False"),
+        ({"moe_router_score_function": "softmax"}, "--moe-router-score-function softmax"),
+        ({"moe_shared_expert_intermediate_size": None}, "--moe-shared-expert-intermediate-size None"),
+        ({"hybrid_override_pattern": "MMMM", "num_experts": None, "mamba_head_dim": 5}, "--mamba-head-dim 5"),
+    ],
+)
+def test_hybrids_that_transformers_does_not_have(change: dict[str, Any], message: str) -> None:
+    model = replace(described({"model_type": "nemotron_h"} | NEMOTRON, "config.json").settings, **change)
+    with pytest.raises(Refusal, match=message):
+        family_of(model).config_json(model, 67, torch.float32)
+
+
+def test_older_files_of_nemotron_h_have_letters() -> None:
+    """They have hybrid_override_pattern, older names of the kinds, or the prefix of transformers' own model."""
+    config = {"model_type": "nemotron_h"} | NEMOTRON
+    letters = {name: value for name, value in config.items() if name != "layers_block_type"}
+    older = config | {"layers_block_type": ["mamba", "mlp", "attention", "moe"]}
+    expected = described(config, "config.json")
+    for one in (letters | {"hybrid_override_pattern": "M-*E"}, older):
+        assert described(one, "config.json").settings == expected.settings
+    names = [piece.names[0] for piece in architectures.pieces(expected, {"model.embeddings.weight"})]
+    assert all(name.startswith(("model.", "lm_head.")) for name in names)

@@ -12,19 +12,21 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from megatron.training.arguments.config import ModelConfig
+from megatron.training.arguments.models import hybrid_pattern
 from megatron.training.families.deepseek import DeepSeek
 from megatron.training.families.gemma import Gemma
 from megatron.training.families.glm import Glm
 from megatron.training.families.gpt_oss import GptOss
 from megatron.training.families.llama.llama_like import LlamaLike, WithExperts
 from megatron.training.families.llama.llama_weights import ExpertNames, Piece
+from megatron.training.families.nemotron_h import Mamba2Alone, NemotronH
 from megatron.training.families.older_gpts import BLOOM, GPT2, GPT_NEOX, GptLike
 from megatron.training.families.olmo import Olmo
 from megatron.training.families.qwen3_next import Qwen3Next
 from megatron.training.refusal import Refusal
 
 IGNORED = ".rotary_emb.inv_freq"  # old checkpoints hold RoPE's frequencies, which follow from config.json
-Family = LlamaLike | GptLike | DeepSeek | Gemma | GptOss | Olmo | Qwen3Next
+Family = LlamaLike | GptLike | DeepSeek | Gemma | GptOss | Olmo | Qwen3Next | Mamba2Alone
 FAMILIES: dict[str, Family] = {
     family.kind: family
     for family in (
@@ -58,6 +60,8 @@ FAMILIES: dict[str, Family] = {
         Olmo(2),
         Olmo(3),
         Qwen3Next(),
+        NemotronH(),
+        Mamba2Alone(),
     )
 }
 
@@ -93,7 +97,7 @@ def family_of(model: ModelConfig, attention: dict[str, Any] | None = None) -> Fa
     if model.mtp_num_layers:
         raise Refusal(f"--mtp-num-layers {model.mtp_num_layers}: layers of multi-token prediction cannot be converted")
     if model.is_hybrid_model:
-        raise Refusal("--is-hybrid-model: Mamba2 layers cannot be converted")
+        return FAMILIES["mamba2" if set(hybrid_pattern(model)) == {"M"} else "nemotron_h"]
     if model.experimental_attention_variant:
         return FAMILIES["qwen3_next"]
     if model.multi_latent_attention:

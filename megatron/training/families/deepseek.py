@@ -85,7 +85,7 @@ class DeepSeek:
         values: dict[str, Any] = {ours: integer(theirs) for theirs, ours in SIZES.items()}
         values["q_lora_rank"] = None if config.get("q_lora_rank") is None else integer("q_lora_rank")
         dense = integer("first_k_dense_replace", 0)
-        experts = {} if dense >= values["num_layers"] else self._experts(config, where, dense, integer)
+        experts = {} if dense >= values["num_layers"] else self.experts(config, where, dense, integer)
         model = ModelConfig(
             **(LLAMA | {"norm_epsilon": EPSILON} | values | experts | rope),
             multi_latent_attention=True,
@@ -94,7 +94,8 @@ class DeepSeek:
         model.untie_embeddings_and_output_weights = not config.get("tie_word_embeddings", False)
         return derive_shape(model), integer("vocab_size")
 
-    def _experts(self, config: dict[str, Any], where: object, dense: int, integer: Any) -> dict[str, Any]:
+    def experts(self, config: dict[str, Any], where: object, dense: int, integer: Any) -> dict[str, Any]:
+        """The settings of experts, which the first ``dense`` layers lack; ``integer`` reads a key."""
         layers, topk, width = (
             config["num_hidden_layers"],
             integer("num_experts_per_tok"),

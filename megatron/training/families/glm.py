@@ -48,7 +48,7 @@ class Glm(DeepSeek):
             return llama_settings.whole(config.get(name), name, where, least)
 
         dense = integer("first_k_dense_replace", 0)
-        own = {} if dense >= model.num_layers else self._experts(config, where, dense, integer)
+        own = {} if dense >= model.num_layers else self.experts(config, where, dense, integer)
         own |= {"add_qkv_bias": bool(config.get("attention_bias")), "qk_layernorm": bool(config.get("use_qk_norm"))}
         return replace(model, rotary_percent=share, **own), vocab_size
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -120,7 +121,7 @@ def empty_extra_states(parts: Iterable[ShardedTensor]) -> list[ShardedObject]:
     """The extra states that core's linear layers look for in a checkpoint; without FP8 they are empty."""
     states = {}
     for part in parts:
-        module, _, kind = part.key.removesuffix(".query").rpartition(".")
+        module, _, kind = re.sub(r"\.weight\.\w+$", ".weight", part.key).rpartition(".")
         name = module.rpartition(".")[2]
         if kind == "weight" and (name.startswith("linear_") or name in ("in_proj", "out_proj")):
             # A weight has two dims of its own; those before them are its layer and its expert.

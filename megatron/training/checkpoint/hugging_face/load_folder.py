@@ -40,7 +40,8 @@ def open_folder(path: Checked) -> ForeignCheckpoint:
     where = path.file("config.json")
     model = architectures.described(llama_settings.read_config(where), where)
     settings = model.settings
-    if settings.num_experts or settings.multi_latent_attention or settings.experimental_attention_variant:
+    states = settings.experimental_attention_variant or settings.is_hybrid_model
+    if settings.num_experts or settings.multi_latent_attention or states:
         raise Refusal(
             f"{path.path}: {model.family.title} cannot be loaded without conversion: convert it with "
             "tools/convert_hf.py --from-hf DIR --to DIR, and load that"

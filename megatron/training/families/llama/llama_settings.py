@@ -337,6 +337,9 @@ def command_line(model: ModelConfig, dtype: torch.dtype) -> list[str]:
     names += ["attention_output_gate"] + ["rotary_percent"] * (model.rotary_percent != 1)
     if model.experimental_attention_variant:
         names += [field.name for field in fields(ModelConfig) if field.name.startswith("linear_")]
+    if model.is_hybrid_model:
+        names += ["is_hybrid_model", "hybrid_override_pattern", "squared_relu"]
+        names += [field.name for field in fields(ModelConfig) if field.name.startswith("mamba_")]
     names += ["softmax_type"] if model.softmax_type != "vanilla" else []
     names += [] if is_gated(model) else ["bias_gelu_fusion"]
     names += [name for name in PLACES if getattr(model, name)]
@@ -372,9 +375,9 @@ def window_flags(attention: dict[str, Any]) -> list[str]:
 
 
 def program(model: ModelConfig) -> str:
-    """The script to train the model with. No flag of pretrain_llama.py enables tied embeddings or biases."""
+    """The script to train with. No flag of pretrain_llama.py enables tied embeddings, biases or MLPs without a gate."""
     tied = not model.untie_embeddings_and_output_weights
-    return "pretrain_gpt.py" if tied or model.add_bias_linear else "pretrain_llama.py"
+    return "pretrain_gpt.py" if tied or model.add_bias_linear or model.is_hybrid_model else "pretrain_llama.py"
 
 
 def saved_settings(saved: dict[str, Any]) -> ModelConfig:
