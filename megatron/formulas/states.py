@@ -245,7 +245,7 @@ def state_working(workload: Workload, strategy: Strategy, itemsize: int, fused: 
     # Gradients of inputs in fp32; of a span: its input, its sums, two products, and the gradients of both.
     sums = parts.convolved * wide + (1 + 5 * wide) * parts.span
     convolution = again - norm - inside + parts.values + parts.convolved + sums
-    normed = again + parts.values + (2 + (itemsize < WIDE)) * parts.wide
+    normed = again - parts.values + 3 * parts.wide
     return max(rule, convolution, normed)
 
 
@@ -259,9 +259,12 @@ def _segment(workload: Workload, strategy: Strategy, itemsize: int, fused: bool)
     # order, what their preparation keeps, and its gradients.
     if linear.delta:
         numbers = 13 * linear.keys + 7 * linear.values + 8.36 * block
-    else:  # the gradients of the decays, or those of queries and keys
-        most = max(9 * linear.keys + 6.25 * block, 12 * linear.keys + 5.25 * block)
-        numbers = most + (3 + (not fused)) * linear.values
+    else:  # with gradients of pairs, or of queries and keys; or, before these, with those of the segment before
+        before = min(1.0, states.longest / segment - 1)
+        both = 3 + (not fused)
+        first = (7 + 4 * before) * linear.keys + (both + 1 + 2 * before) * linear.values + (4.25 + 2 * before) * block
+        second = both * linear.values + max(9 * linear.keys + 6.25 * block, 11 * linear.keys + 5.25 * block)
+        numbers = max(first, second)
     of_head = int(blocks * block * numbers) + (2 * blocks + 3) * state
     if states.counts.hops:  # maps of this rank's spans, and gradients of the states after them
         of_head += states.spans * (linear.keys * linear.map_columns + 2 * state)
