@@ -166,7 +166,8 @@ def measure(case: Case) -> Measured:
     from megatron.training.report.memory_picture import KINDS, series
 
     shape, ranks = case.workload.shape, case.strategy.ranks
-    config = parse(flags(case), dict(GPT if shape.positions else LLAMA), ranks)
+    kind = GPT if shape.positions else LLAMA | {"model.swiglu": shape.gated}
+    config = parse(flags(case), dict(kind), ranks)
     config.simulation.dry_run_expert_imbalance = case.workload.imbalance
     result = run_rank(config, ranks, case.rank, shape.vocab, machine=load("A100-80G") if case.fused else None)
     _, sizes = series(result.profile)

@@ -141,7 +141,7 @@ def layer_works(sample: Workload, with_experts: float, span: tuple[int, int]) ->
         with_experts: share of layers with experts.
         span: first layer, and number of layers.
     """
-    if sample.shape.linear:
+    if sample.shape.mixed:
         return _with_states(sample, *span)
     kinds = sample.kinds()
     if not sample.shape.mixture:
@@ -154,7 +154,7 @@ def layer_works(sample: Workload, with_experts: float, span: tuple[int, int]) ->
 
 @lru_cache(maxsize=1024)
 def _with_states(sample: Workload, first: int, count: int) -> list[tuple[Workload, float]]:
-    """:func:`layer_works` of a model in which some layers have a state."""
+    """:func:`layer_works` of a model whose layers differ in more than their experts."""
     shapes = Counter(sample.shape.kind(first + layer) for layer in range(count))
     return [
         (work, share * number / count)
