@@ -398,6 +398,9 @@ HYBRID = (
     "--num-query-groups 4 --vocab-size 32000 --experimental-attention-variant gated_delta_net "
     "--linear-attention-freq 4 --gpus 8 --gpu H100-80G --seq-length 128K --global-batch 8"
 )
+MAMBA = HYBRID.replace("--experimental-attention-variant gated_delta_net --linear-attention-freq 4", "").replace(
+    "--gpus", "--is-hybrid-model --hybrid-override-pattern M-M*-MM- --gpus"
+)
 PAPER = "--model llama3-8b --gpus 16 --gpu A800-80G --seq-length 120K".split()
 
 
@@ -544,8 +547,11 @@ def test_a_plan_of_a_mixture_spreads_its_experts(
         assert config.parallel.moe_token_dispatcher_type == "alltoall"
 
 
-def test_a_plan_of_a_hybrid_says_what_each_kind_of_layer_sends(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    given = [*HYBRID.split(), "--ring", "4", "--json", str(tmp_path / "plans.json")]
+@pytest.mark.parametrize("model", [HYBRID, MAMBA], ids=["gated delta net", "mamba2"])
+def test_a_plan_of_a_hybrid_says_what_each_kind_of_layer_sends(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    given = [*model.split(), "--ring", "4", "--json", str(tmp_path / "plans.json")]
     assert plan_tool.main(given) == 0
     out = " ".join(capsys.readouterr().out.split())
     found = re.search(r"neighbours ([\d.,]+) MiB for a layer with a state and ([\d.,]+) MiB for a layer with keys", out)
@@ -555,7 +561,9 @@ def test_a_plan_of_a_hybrid_says_what_each_kind_of_layer_sends(tmp_path: Path, c
         assert not row["fpdt_chunk"]
         command = shlex.split(row["command"])
         flags = command[next(at for at, word in enumerate(command) if word.startswith("pretrain_")) + 1 :]
-        assert parse(flags, LLAMA_DEFAULTS, world_size=8).model.experimental_attention_variant == "gated_delta_net"
+        config = parse(flags, LLAMA_DEFAULTS, world_size=8).model
+        kind = config.experimental_attention_variant or config.hybrid_override_pattern
+        assert kind in ("gated_delta_net", "M-M*-MM-")
 
 
 def test_a_run_that_does_not_fit_gets_the_smallest_sufficient_number_of_gpus(capsys: pytest.CaptureFixture) -> None:

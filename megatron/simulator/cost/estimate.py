@@ -106,7 +106,11 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine, program
 
     busiest = on_stage(busiest_stage(strategy))
     others = (pipeline - 1) * (sum(busiest[1].values()) - sum(last.values()))
-    if strategy.uneven:
+    if shape.mixed and pipeline > 1:
+        stages = [on_stage(stage) for stage in range(pipeline)]
+        seconds = [sum(stage[1].values()) for stage in stages]
+        busiest, others = stages[seconds.index(max(seconds))], sum(seconds) - max(seconds)
+    elif strategy.uneven:
         seconds = [sum(on_stage(stage)[1].values()) for stage in (0, min(1, pipeline - 2), pipeline - 1)]
         others = seconds[0] + (pipeline - 2) * seconds[1] + seconds[2] - max(seconds)
         if seconds[2] < max(seconds):  # an earlier stage has more layers, without the loss
