@@ -8,6 +8,8 @@ from math import sqrt
 from statistics import NormalDist
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from megatron.decisions.state_exchange import LARGEST_KEYS
+
 T = TypeVar("T")
 
 
@@ -404,7 +406,12 @@ class Strategy:
 def refuse_unknown(shape: Shape, strategy: Strategy) -> None:
     """Raises ValueError for combinations whose memory and time no formula knows yet."""
     if shape.mixed and (strategy.fpdt_chunk or strategy.recompute_layers > 1 or strategy.recompute_method == "block"):
-        raise ValueError("linear attention has no formula with FPDT, units of layers and block recompute: leave it out")
+        what = "hybrid models have" if shape.pattern else "linear attention has"
+        raise ValueError(f"{what} no formula with FPDT, units of layers and block recompute: leave it out")
+    if shape.pattern and strategy.virtual > 1:
+        raise ValueError("hybrid models have no formula with virtual pipeline stages: leave them out")
+    if shape.linear and shape.linear.keys > LARGEST_KEYS:
+        raise ValueError(f"states with more than {LARGEST_KEYS} keys a head have no formula: run a dry run")
     if shape.mixture and (strategy.fpdt_chunk or strategy.ffn_chunks):
         raise ValueError("experts have no formula with FPDT and a chunked FFN: leave one out")
     if shape.output_gate and strategy.fpdt_chunk:

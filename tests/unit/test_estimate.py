@@ -452,7 +452,7 @@ FEW_STATES = replace(HYBRID, linear=replace(HYBRID.linear, key_heads=2, heads=6)
 def test_a_step_with_states_sends_what_the_formulas_say(shape: Shape, given: dict) -> None:
     strategy = Strategy(**given)
     check(Workload(shape, 4096, 4 * strategy.data * strategy.micro_batch), strategy)
-    with pytest.raises(ValueError, match="linear attention has no formula with FPDT"):
+    with pytest.raises(ValueError, match="(linear attention has|hybrid models have) no formula with FPDT"):
         step_parts(Workload(shape, 4096, 8), strategy.but(fpdt_chunk=1024), TOY)
 
 
@@ -463,6 +463,14 @@ def test_the_bytes_of_states_do_not_grow_with_the_length(shape: Shape) -> None:
     assert short["cp"] == long["cp"] > 0 and long["ring"] == 16 * short["ring"] > 0
     parts = [step_parts(Workload(shape, length), strategy, TOY) for length in (2**13, 2**17)]
     assert parts[0]["cp"] == pytest.approx(parts[1]["cp"])
+
+
+def test_hybrids_without_a_formula() -> None:
+    strategy, large = Strategy(pipeline=2, virtual=2), replace(MAMBA, linear=replace(MAMBA.linear, keys=256))
+    with pytest.raises(ValueError, match="no formula with virtual pipeline stages"):
+        step_parts(Workload(MAMBA, 4096, 8), strategy, TOY)
+    with pytest.raises(ValueError, match="more than 128 keys a head have no formula"):
+        step_parts(Workload(large, 4096, 8), Strategy(), TOY)
 
 
 def test_a_hybrid_waits_for_its_slowest_stage() -> None:

@@ -105,9 +105,10 @@ def _schedules(base: Strategy, workload: Workload, limits: Limits) -> Iterator[S
             continue
         interleaved = base.pipeline > 1 and samples // micro_batch % base.pipeline == 0
         for virtual in chosen(divisors(layers), limits.virtual):
-            # Larger differences need --decoder-...-num-layers, which cannot be combined with virtual stages.
+            # Larger differences need --decoder-...-num-layers, which cannot be combined with virtual stages. Those of
+            # hybrids have no formula.
             even = max(base.first_less, base.last_less) < (2 if layers > virtual else 1)
-            if virtual == 1 or (interleaved and even):
+            if virtual == 1 or (interleaved and even and not workload.shape.pattern):
                 yield base.but(micro_batch=micro_batch, virtual=virtual)
 
 
