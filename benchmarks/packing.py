@@ -159,9 +159,7 @@ def step_time(samples: list[tuple[np.ndarray, int]], layout: Layout) -> tuple[fl
 
 
 def groups(batches: int) -> None:
-    print(
-        f"global batches of {BATCH} samples of {LENGTH:,} tokens; today's step over the ideal one\n"
-    )
+    print(f"global batches of {BATCH} samples of {LENGTH:,} tokens; today's step over the ideal one\n")
     print("| documents | packing | " + " | ".join(layout.name for layout in LAYOUTS) + " |")
     print("|---|---|" + "---|" * len(LAYOUTS))
     for name, lengths in distributions().items():

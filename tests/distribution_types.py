@@ -188,7 +188,9 @@ def _(*, out: Any, axis: Any) -> Any:
 
 
 @declare(_TiledAttention)
-def _(*, q: Any, k: Any, v: Any, sinks: Any, source: Any) -> Any:
+def _(*, q: Any, k: Any, v: Any, sinks: Any, up: Any, source: Any) -> Any:
+    if up is not None:  # keys and values of this rank's heads, from the rotated parts and the latents
+        k, v = rules.einsum("sbir,sbjc,hec->sbhe", k, v, up), rules.einsum("sbjc,hec->sbhe", v, up)
     return attention_type(q, k, v, sinks, source.axis.group if source.axis.size > 1 else None)
 
 
@@ -200,16 +202,17 @@ def varying(who: str, group: Any, *tensors: Any) -> None:
                 raise spmd.SpmdTypeError(f"{who}: the inputs must vary on {axis}")
 
 
-def linear_type(context: Any, q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
+def linear_type(context: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, skip: Any = None) -> Any:
     """The type of the result of linear attention [s, b, heads, values]."""
-    varying("linear attention", context.group, q, k, v, g, beta)
-    gates = "sbhk" if g.dim() == 4 else "sbh"
-    return rules.einsum(f"sbjk,sbjk,sbhv,{gates},sbh->sbhv", q, k, v, g, beta)
+    others = [] if skip is None else [skip]
+    varying("linear attention", context.group, q, k, v, g, beta, *others)
+    gates = ["sbhk" if g.dim() == 4 else "sbh", "sbh", *["sbh"] * len(others)]
+    return rules.einsum(f"sbjk,sbjk,sbhv,{','.join(gates)}->sbhv", q, k, v, g, beta, *others)
 
 
 @declare(_LinearAttention)
-def _(*, q: Any, k: Any, v: Any, g: Any, beta: Any, route: Any) -> Any:
-    return linear_type(route.context, q, k, v, g, beta)
+def _(*, q: Any, k: Any, v: Any, g: Any, beta: Any, skip: Any, route: Any) -> Any:
+    return linear_type(route.context, q, k, v, g, beta, skip)
 
 
 def convolution_type(context: Any, x: Any, weight: Any, bias: Any) -> Any:

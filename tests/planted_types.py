@@ -27,11 +27,12 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor, nn
 
 from megatron.context_parallel.core import experts, lora
+from megatron.context_parallel.core.mixers import gated_delta_net, latent_attention
 from megatron.platform import cpu
 from megatron.training import loss, step
 from megatron.training.model import fsdp, gpt
 from tests.distribution_types import RAN, hide_tables
-from tests.typed_models import EXPERTS, FPDT, LLAMA, PP, SP, TP, Change, U, verdict
+from tests.typed_models import EXPERTS, FPDT, GATED, LATENTS, LLAMA, PP, SP, TP, Change, U, verdict
 
 FINALIZE = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # the package hides the module
 Patch = Callable[[], AbstractContextManager]
@@ -228,7 +229,15 @@ PLANTED = {
         "ColumnParallelLinearWithLora", MIXED.format("tp"), SP + LORA, 2,
         marked("linear_qkv.lora_a", sequence_parallel=False),
     ),
+    "the norm of a layer with a state is not summed over TP": Planted(
+        "GatedDeltaNet.gated_norm", MIXED.format("tp"), SP + GATED, 2,
+        patches=replaced(gated_delta_net, "copy_to_tensor_model_parallel_region", untouched),
+    ),
     # messages of the forward pass, and of its gradient
+    "the gradient of latents is not summed over the heads of TP": Planted(
+        "LatentAttention._all_tokens", MIXED.format("tp"), TP + LATENTS, 2,
+        patches=replaced(latent_attention, "copy_to_tensor_model_parallel_region", untouched),
+    ),
     "a row-parallel layer does not sum": Planted(
         "core's RowParallelLinear", MIXED.format("tp"), TP, 2,
         patches=replaced(layers, "reduce_from_tensor_model_parallel_region", untouched),

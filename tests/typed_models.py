@@ -54,9 +54,19 @@ SHAPE = (
 )
 TP, SP = "--tensor-model-parallel-size 2 ", "--tensor-model-parallel-size 2 --sequence-parallel "
 U, RING, PP = "--ulysses-parallel-size 2 ", "--ring-parallel-size 2 ", "--pipeline-model-parallel-size 2 "
+NO_BIAS = "--disable-bias-linear --normalization RMSNorm "
 LLAMA = (
     "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear --group-query-attention "
     "--num-query-groups 2 --untie-embeddings-and-output-weights "
+)
+LATENTS = (
+    NO_BIAS + "--multi-latent-attention --kv-lora-rank 8 --q-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
+    "--v-head-dim 8 --position-embedding-type rope --latent-exchange latents "
+)
+GATED = (
+    NO_BIAS + "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 4 "
+    "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8 --linear-conv-kernel-dim 4 "
+    "--position-embedding-type rope "
 )
 FPDT = "--fpdt --fpdt-chunk-size 16 "
 EXPERTS = (
@@ -84,6 +94,11 @@ MODELS = {
     "GPT, adapters (LoRA), TP with sequence parallelism": SP + U + "--lora-rank 4",
     "GPT, adapters (LoRA), ZeRO 2, partitioned positions": TP + U + "--lora-rank 4 --zero-stage 2 "
     "--partition-position-embedding",
+    "latents over the ring, TP with sequence parallelism": SP + RING + LATENTS,
+    "Gated DeltaNet and attention, TP with sequence parallelism": SP + RING + GATED,
+    "Mamba2 and attention, TP with sequence parallelism": SP + RING + NO_BIAS + "--is-hybrid-model "
+    "--hybrid-override-pattern M* --mamba-num-heads 4 --mamba-head-dim 8 --mamba-state-dim 8 --mamba-num-groups 2 "
+    "--position-embedding-type none",
     "experts, TP": SP + U + EXPERTS + "--expert-tensor-parallel-size 2 --moe-token-dispatcher-type alltoall",
     "experts, dispatch by all-gather": U + RING + EXPERTS + "--moe-token-dispatcher-type allgather",
     "experts with a capacity, dispatch by all-to-all, a shared expert, two stages, bf16": PP + U + EXPERTS

@@ -109,8 +109,9 @@ def training_command(words: list[str], processes: int) -> tuple[Any, list[dict[s
     from megatron.training.certifying.training_program import TrainingProgram
 
     world = command.processes or size_of_grid(command.flags)
-    config = parse(command.flags, LLAMA_DEFAULTS if "llama" in Path(command.program).name else None, world,
-                   iteration=LARGEST)  # of a schedule of lengths, the last stage
+    config = parse(
+        command.flags, LLAMA_DEFAULTS if "llama" in Path(command.program).name else None, world, iteration=LARGEST
+    )  # of a schedule of lengths, the last stage
     return TrainingProgram(tuple(small_flags(config))), grids_of(config, world, processes), left_out(config)
 
 

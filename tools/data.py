@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merge, split, show, check, sample and measure token files (.bin/.idx), and remove repeated documents.
 
-    python tools/data.py inspect my/corpus_text_document
-    python tools/data.py lengths my/corpus_text_document --plot lengths.png
-    python tools/data.py merge --input my/corpus.parts --output-prefix my/corpus
+python tools/data.py inspect my/corpus_text_document
+python tools/data.py lengths my/corpus_text_document --plot lengths.png
+python tools/data.py merge --input my/corpus.parts --output-prefix my/corpus
 """
 
 from __future__ import annotations

@@ -30,8 +30,7 @@ SIZES = (
 )
 # All kinds of layers without experts, one of them with a window; positions, as Nemotron H has none, from RoPE.
 HYBRID = (
-    f"{SIZES} --num-layers 6 --hybrid-override-pattern M-M*-* --window-size 11,0 "
-    "--window-attn-skip-freq [0,0,0,0,0,1]"
+    f"{SIZES} --num-layers 6 --hybrid-override-pattern M-M*-* --window-size 11,0 --window-attn-skip-freq [0,0,0,0,0,1]"
 )
 SHORT = f"{SIZES} --num-layers 4 --hybrid-override-pattern MM*-"
 DROPOUT = f"{SHORT} --hidden-dropout 0.1 --attention-dropout 0.1"

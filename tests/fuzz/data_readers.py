@@ -137,7 +137,7 @@ def archives() -> list[bytes]:
                 member = tarfile.TarInfo(name)
                 member.size = len(content)
                 archive.addfile(member, io.BytesIO(content))
-        result.append(stream.getvalue()[:9 * 512])
+        result.append(stream.getvalue()[: 9 * 512])
     return result
 
 

@@ -181,9 +181,7 @@ def test_commands_are_accepted(page: Path, stubs: Path) -> None:
                 continue
             defaults = runpy.run_path(str(ROOT / command[entry]), run_name="docs").get("LLAMA")
             message = refusal_of(lambda: parse(command[entry + 1 :], defaults, world, lambda *_: SHAPE))  # noqa: B023
-            assert bool(message) == ("refused" in words), (
-                f"{page.name}: {message}\n{text}"
-            )
+            assert bool(message) == ("refused" in words), f"{page.name}: {message}\n{text}"
             if message and f"error: {message}" not in page.read_text():
                 raise AssertionError(f"{page.name} shows another message than: {message}")
 

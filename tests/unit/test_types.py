@@ -136,6 +136,17 @@ def test_complete_models_have_types(output_of: Callable[[str], Any]) -> None:
             "decoder.layers.0.self_attention.linear_qkv.lora_a": "tp P, ulysses P, dp P",
             "decoder.layers.0.self_attention.linear_qkv.lora_b": "tp V, ulysses P, dp P",
         },
+        "latents over the ring, TP with sequence parallelism": {
+            "decoder.layers.0.self_attention.linear_kv_up_proj.weight": "tp V, ring P, dp P",
+            "decoder.layers.0.input_layernorm.weight": "tp P, ring P, dp P",
+        },
+        "Gated DeltaNet and attention, TP with sequence parallelism": {
+            "decoder.layers.0.self_attention.out_norm.weight": "tp I, ring P, dp P",
+        },
+        "Mamba2 and attention, TP with sequence parallelism": {
+            "decoder.layers.0.self_attention.A_log": "tp V, ring P, dp P",
+            "decoder.layers.0.self_attention.norm.weight": "tp V, ring P, dp P",
+        },
         "experts, TP": {
             "decoder.layers.0.mlp.router.weight": "tp P, ulysses P, dp P",
             "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight": "tp V, ulysses V, dp P",

@@ -33,8 +33,11 @@ def complete_data(config: Config) -> None:
         raise Refusal(
             "--split", f"divides --data-path; with --{weighted[0].replace('_', '-')}, leave it out", LEAVE_OUT
         )
-    files = [name for name in (
-        "data_args_path", "data_file_list", "per_split_data_args_path", "data_config") if getattr(data, name)]
+    files = [
+        name
+        for name in ("data_args_path", "data_file_list", "per_split_data_args_path", "data_config")
+        if getattr(data, name)
+    ]
     if sum((bool(data.data_path), splits, data.mock_data, bool(weighted), *(True for _ in files))) != 1:
         raise Refusal(
             "give the data once: --data-path, or --train-data-path, --valid-data-path and --test-data-path, "
