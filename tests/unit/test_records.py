@@ -265,9 +265,10 @@ def test_runs_of_mixtures_have_an_estimate_or_a_reason():
 
 def test_flas_exchanges_are_cheaper_in_their_order():
     """A gather of maps sends less than an all-to-all over heads, as published; what a map costs to make is left out."""
-    (_, forward, gather, both, gather_both), (_, _, heads, _, heads_both) = mixtures.exchanges()
+    rows = mixtures.exchanges()
+    (_, forward, gather, both, gather_both), (_, _, heads, _, heads_both) = rows
     assert gather < heads and gather_both < heads_both
     assert gather < forward and gather_both < both
-    errors = [predicted / published - 1 for row in mixtures.exchanges() for published, predicted in (row[1:3], row[3:5])]
+    errors = [predicted / published - 1 for row in rows for published, predicted in (row[1:3], row[3:5])]
     assert max(map(abs, errors)) < 0.35
     assert 0.02 < mixtures.fla_share() < 0.1  # our kernels are many small ones
