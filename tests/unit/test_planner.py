@@ -22,7 +22,7 @@ from examples.reproduce.simulate import cluster, shape_of
 from megatron.decisions.division import uneven_heads
 from megatron.formulas.device_memory import device_memory
 from megatron.formulas.strategy import Strategy, Workload
-from megatron.simulator.cost.estimate import estimate, pass_seconds, priced_ends, priced_layer
+from megatron.simulator.cost.estimate import estimate, layer_passes, pass_seconds, priced_ends
 from megatron.simulator.machines.machine_file import load
 from megatron.simulator.planner import confirm as plan_confirm
 from megatron.simulator.planner.explain import a, alternatives, count, failing, holding, losing
@@ -183,10 +183,10 @@ def test_few_strategies_on_a_thousand_gpus_are_priced() -> None:
     """The planner's work, counted in priced layers; one takes about 0.3 ms. All savings on each tried
     grid would be 9,180 layers."""
     problem = problem_of("llama3-70b", 1024 * K, 16, 1024, "H100-80G")
-    for cache in (priced_layer, priced_ends, device_memory):
+    for cache in (layer_passes, priced_ends, device_memory):
         cache.cache_clear()
     assert len(search(problem, near=1.0).plans) >= 10
-    assert priced_layer.cache_info().misses < 3500
+    assert layer_passes.cache_info().misses < 3500
     assert priced_ends.cache_info().misses < 2500  # each ZeRO stage sums gradients differently
     assert device_memory.cache_info().misses < 3500
 

@@ -24,7 +24,7 @@ from megatron.formulas.states import (
     states_of,
 )
 from megatron.formulas.strategy import Group, Strategy, Workload
-from megatron.simulator.cost.operations import BF16, FP32, MANY_TILES, Segment, collective, memory, tile
+from megatron.simulator.cost.operations import BF16, COUNTED, FP32, MANY_TILES, Segment, collective, memory, tile
 from megatron.simulator.cost.trace import HostCopy, Kernel, Transfer
 
 
@@ -298,8 +298,8 @@ def _state_kernels(states: States, counted: Counted, backward: bool) -> tuple[Ke
     pairs = block * s.keys, block * s.values, s.keys * s.values
     flops = tokens * s.heads * sum(a * b for a, b in zip(counted.flops, pairs)) / gemms
     shape = (tokens * s.heads / block / segments, block, s.values, s.keys)
-    product = Kernel("states", "gemm", flops, read / gemms, shape, FP32, backward, gemms)
-    return memory("states", size / kernels, backward=backward, count=kernels), product
+    product = Kernel(COUNTED, "gemm", flops, read / gemms, shape, FP32, backward, gemms)
+    return memory(COUNTED, size / kernels, backward=backward, count=kernels), product
 
 
 # --- FPDT: tiles between chunks, and copies from and to host memory ---

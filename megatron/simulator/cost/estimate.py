@@ -96,12 +96,17 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine, program
     def on_stage(stage: int) -> tuple[States, Parts, Parts, Parts]:
         """(parameters of a stage; seconds by cause of a micro-batch, and of a mean layer's forward and backward)."""
         held, parts, forward, backward = states(shape, strategy, stage), {}, {}, {}
+        works = layer_works(sample, held.experts_share, strategy.stage_span(shape.layers, stage))
+        launching = [0.0, 0.0]  # in layers of one kind the host may run ahead, for those of another
         for layer_strategy, layers in strategy.layer_kinds(held.layers):
-            for work, share in layer_works(sample, held.experts_share, strategy.stage_span(shape.layers, stage)):
-                passes = priced_layer(work, _layer_key(layer_strategy), machine, program)
-                for mean, one in zip((forward, backward), passes):
-                    add(parts, one, share * layers)
+            for work, share in works:
+                passes = layer_passes(work, _layer_key(layer_strategy), machine, program)
+                for at, (mean, (one, host)) in enumerate(zip((forward, backward), passes)):
                     add(mean, one, share * layers / held.layers)
+                    launching[at] += share * layers / held.layers * host
+        for mean, host in zip((forward, backward), launching):
+            mean |= host_bound(mean, host)
+            add(parts, mean, held.layers)
         return held, add(parts, last) if stage == pipeline - 1 else parts, forward, backward
 
     busiest = on_stage(busiest_stage(strategy))
@@ -293,19 +298,28 @@ def _sample(workload: Workload, slowest: float) -> Workload:
 
 
 @lru_cache(maxsize=65536)
-def priced_layer(
+def layer_passes(
     workload: Workload, strategy: Strategy, machine: Machine, program: Program = OURS
-) -> tuple[Parts, Parts]:
-    """Seconds of a layer's forward and backward pass in a micro-batch."""
+) -> tuple[tuple[Parts, float], tuple[Parts, float]]:
+    """(seconds on the GPU, seconds that the host needs for launches) of a layer's forward and backward pass."""
     forward, backward = (as_run(part, workload.shape, program) for part in layer(workload, strategy))
     backward = computed_again(forward, program) + backward
     return _priced(forward, machine, program), _priced(backward, machine, program, backward=True)
 
 
-def _priced(segments: list[Segment], machine: Machine, program: Program, *, backward: bool = False) -> Parts:
-    """Seconds of a pass, which takes at least as long as the host needs to launch it."""
+def priced_layer(
+    workload: Workload, strategy: Strategy, machine: Machine, program: Program = OURS
+) -> tuple[Parts, Parts]:
+    """Seconds of a layer's forward and backward pass in a micro-batch, at least those that the host needs."""
+    forward, backward = layer_passes(workload, strategy, machine, program)
+    return host_bound(*forward), host_bound(*backward)
+
+
+def _priced(
+    segments: list[Segment], machine: Machine, program: Program, *, backward: bool = False
+) -> tuple[Parts, float]:
     parts, own = price_and_launches(segments, machine)
-    return host_bound(parts, machine.dispatch * program.launches(own, backward=backward))
+    return parts, machine.dispatch * program.launches(own, backward=backward)
 
 
 @lru_cache(maxsize=65536)

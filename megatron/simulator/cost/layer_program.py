@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron.formulas.strategy import Shape
-from megatron.simulator.cost.operations import BF16, FP32, Parts, Segment, memory
+from megatron.simulator.cost.operations import BF16, COUNTED, FP32, Parts, Segment, memory
 from megatron.simulator.cost.seconds import attention_named
 from megatron.simulator.cost.trace import Kernel
 
@@ -115,7 +115,7 @@ def host_bound(parts: Parts, seconds: float) -> Parts:
 def _kernels(kernel: Kernel, shape: Shape, program: Program, linear: bool) -> tuple[Kernel, ...]:
     if kernel.kind == "attention":
         return (replace(kernel, name=attention_named(program.attention)) if program.attention else kernel,)
-    if kernel.name == "states":
+    if kernel.name == COUNTED:
         size, flops = kernel.bytes * program.states, kernel.flops * program.states
         return (replace(kernel, bytes=size, flops=flops),) if program.states else ()
     if kernel.name == "main_grad" and program.runs != "ours":
