@@ -513,6 +513,8 @@ def test_the_longest(capsys: pytest.CaptureFixture) -> None:
         (f"{MIXTRAL} --expert-imbalance 5", "--expert-imbalance 5: give a factor from 1 to 4"),
         (f"{MIXTRAL} --fpdt-chunk 16K", "the planner has no FPDT with --num-experts"),
         (f"{HYBRID} --fpdt-chunk 16K", "the planner has no FPDT with --experimental-attention-variant"),
+        (f"{MAMBA} --fpdt-chunk 16K", "the planner has no FPDT with --is-hybrid-model: leave it out"),
+        (f"{MAMBA} --window 4K --window-attn-skip-freq 4", "--window-attn-skip-freq with --is-hybrid-model"),
         (
             "--model deepseek-v2-lite --gpus 8 --gpu H100-80G --seq-length 8K --fpdt-chunk 4K",
             "no FPDT with --num-expert",
@@ -564,6 +566,13 @@ def test_a_plan_of_a_hybrid_says_what_each_kind_of_layer_sends(
         config = parse(flags, LLAMA_DEFAULTS, world_size=8).model
         kind = config.experimental_attention_variant or config.hybrid_override_pattern
         assert kind in ("gated_delta_net", "M-M*-MM-")
+
+
+def test_stages_of_hybrids_are_not_virtual() -> None:
+    flags = MAMBA.split()
+    workload = Request(tuple(flags[: flags.index("--gpus")]), 8).workload(2**17)
+    grids_with_stages = [grid for grid in grids(workload, 8) if grid.pipeline > 1]
+    assert grids_with_stages and all(grid.virtual == 1 for grid in grids_with_stages)
 
 
 def test_a_run_that_does_not_fit_gets_the_smallest_sufficient_number_of_gpus(capsys: pytest.CaptureFixture) -> None:

@@ -67,7 +67,8 @@ def step_shape(plan: Plan, problem: Problem) -> Json:
     outside = ("bubble", "optimizer", "pp", *(["dp"] if s.zero <= 1 else []))
     busy = sum(seconds for name, seconds in parts.items() if name not in outside) - after.get("tp", 0.0)
     first, stage, last = passes(workload, s, machine)
-    scale = busy / batches / max(sum(last), *(map(sum, (first, stage)) if s.uneven or workload.shape.mixed else ()))
+    slowest = (first, stage, last) if workload.shape.mixed else (stage, last) if s.uneven else (last,)
+    scale = busy / batches / max(map(sum, slowest))
     after["optimizer"] = parts.get("optimizer", 0.0)
     return {
         "stages": s.pipeline,
