@@ -312,9 +312,7 @@ class _Sharded:
 
 
 @lru_cache(maxsize=4096)
-def _gathered(
-    workload: Workload, strategy: Strategy, stage: int, held: StageParameters, itemsize: int
-) -> _Sharded:
+def _gathered(workload: Workload, strategy: Strategy, stage: int, held: StageParameters, itemsize: int) -> _Sharded:
     """Weights and gradients under FSDP; all 0 below ZeRO 2.
 
     FSDP's units are the layers, the embedding, the output layer, and the root with all other parameters.

@@ -513,6 +513,8 @@ def test_the_longest(capsys: pytest.CaptureFixture) -> None:
         (f"{MIXTRAL} --expert-imbalance 5", "--expert-imbalance 5: give a factor from 1 to 4"),
         (f"{MIXTRAL} --fpdt-chunk 16K", "the planner has no FPDT with --num-experts"),
         (f"{HYBRID} --fpdt-chunk 16K", "the planner has no FPDT with --experimental-attention-variant"),
+        (f"{MAMBA} --mamba-state-dim 256", "--mamba-state-dim 256: the planner does not know its time and memory"),
+        (f"{HYBRID} --linear-key-head-dim 256", "--linear-key-head-dim 256: the planner does not know its time"),
         (f"{MAMBA} --fpdt-chunk 16K", "the planner has no FPDT with --is-hybrid-model: leave it out"),
         (f"{MAMBA} --window 4K --window-attn-skip-freq 4", "--window-attn-skip-freq with --is-hybrid-model"),
         (

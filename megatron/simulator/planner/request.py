@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from statistics import fmean, pstdev
 
+from megatron.decisions.state_exchange import LARGEST_KEYS
 from megatron.formulas.strategy import Shape, Workload
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.models import LLAMA_DEFAULTS, model_shape
@@ -333,6 +334,10 @@ def _refuse_unknown(config: Config) -> None:
         "--attn-logit-softcapping": model.attn_logit_softcapping,
         "--final-logit-softcapping": model.final_logit_softcapping,
         f"--mtp-num-layers {model.mtp_num_layers}": model.mtp_num_layers,
+        f"--mamba-state-dim {model.mamba_state_dim}": model.is_hybrid_model and model.mamba_state_dim > LARGEST_KEYS,
+        f"--linear-key-head-dim {model.linear_key_head_dim}": (
+            model.experimental_attention_variant and model.linear_key_head_dim > LARGEST_KEYS
+        ),
         "--num-experts with linear layers that have a bias": model.num_experts and model.add_bias_linear,
     }
     for flag in (flag for flag, given in wrong.items() if given):
