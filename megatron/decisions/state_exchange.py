@@ -15,6 +15,7 @@ from megatron.decisions.division import head_plan
 EXCHANGES = ("auto", "gather", "relay", "heads")
 SEGMENT = 2**23  # elements of q, k and v of a span that are computed together
 BLOCK, KERNEL_BLOCK = 64, 32  # tokens of a block, powers of two: by PyTorch, and as many as registers hold
+LARGEST_KEYS = 128  # of a head, of which a kernel holds a state
 HOP_BYTES = 2**20  # bytes that a link sends in the latency of one message: about 20 us at 50 GB/s
 
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 from megatron.decisions.division import PARTS, pieces_together
 from megatron.formulas.host_bytes import host_memory
 from megatron.formulas.layer_memory import chunked_layer, norm_kept, whole_layer
-from megatron.formulas.parameters import StageParameters, numel, rank_parameters, rank_states
+from megatron.formulas.parameters import StageParameters, numel, rank_parameters, rank_states, stage_parameters
 from megatron.formulas.sizes import WIDE, chunks_of, sizes_of
 from megatron.formulas.strategy import Shape, Strategy, Workload, changed, refuse_unknown
 
@@ -60,7 +60,7 @@ def device_memory(
     first, held_layers = strategy.stage_span(shape.layers, stage)
     with_experts = shape.with_experts(first, held_layers)
     last = stage == strategy.pipeline - 1
-    weights = _gathered(workload, strategy, held, itemsize, last)
+    weights = _gathered(workload, strategy, stage, held, itemsize)
     always = sizes.angles if not strategy.fpdt_chunk else 0
     if strategy.tensor > 1 and strategy.sequence_parallel:
         always += sizes.whole  # core's buffer for gathered inputs
@@ -76,7 +76,7 @@ def device_memory(
         below -= count
         above, share = held_layers - below - count, with_experts / held_layers
         layers = _Layers(layer_strategy, count, below, above, share, _dense(shape, first, held_layers))
-        if shape.linear:
+        if shape.mixed:
             kinds = tuple(shape.kind(first + layer) for layer in range(held_layers))
             kept_before, peaks = _mixed_peaks(workload, layers, kinds, itemsize, fused, stage, weights)
         else:
@@ -312,7 +312,7 @@ class _Sharded:
 
 
 @lru_cache(maxsize=4096)
-def _gathered(workload: Workload, strategy: Strategy, held: StageParameters, itemsize: int, last: bool) -> _Sharded:
+def _gathered(workload: Workload, strategy: Strategy, stage: int, held: StageParameters, itemsize: int) -> _Sharded:
     """Weights and gradients under FSDP; all 0 below ZeRO 2.
 
     FSDP's units are the layers, the embedding, the output layer, and the root with all other parameters.
@@ -320,6 +320,7 @@ def _gathered(workload: Workload, strategy: Strategy, held: StageParameters, ite
     if strategy.zero < 2:
         return _Sharded()
     chunks, ranks = chunks_of(workload, strategy), strategy.group("dp").size
+    last = stage == strategy.pipeline - 1
     embedding, output = numel(held.embedding), numel(held.final[-1:]) if last else 0
     root = numel(held.final) - output
     waiting = chunked_embedding = 0
@@ -330,7 +331,7 @@ def _gathered(workload: Workload, strategy: Strategy, held: StageParameters, ite
             root, chunked_embedding, embedding = root + embedding, embedding, 0
         if chunks.loss:
             root, output, waiting = root + output, 0, itemsize * output
-    layers, shares = _layer_sizes(workload.shape, strategy, held)
+    layers, shares = _layer_sizes(workload.shape, strategy, stage, held)
     last_layer = layers[-1]
     if strategy.zero == 2:
         root += embedding
@@ -349,14 +350,16 @@ def _gathered(workload: Workload, strategy: Strategy, held: StageParameters, ite
     )
 
 
-def _layer_sizes(shape: Shape, strategy: Strategy, held: StageParameters) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(parameters of each layer, bytes of this rank's shard of their fp32 gradients); with states, on average."""
+def _layer_sizes(
+    shape: Shape, strategy: Strategy, stage: int, held: StageParameters
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(parameters of each layer, bytes of this rank's shard of their fp32 gradients)."""
     ranks, holders = strategy.group("dp").size, strategy.group("expert dp").size
-    plain = routed = held.layer_numel
-    experts = numel(held.experts) // max(held.with_experts, 1)
-    if held.with_experts and not held.mixed:
-        routed = numel(held.routed) // held.with_experts
-    sizes = ((plain, WIDE * plain // ranks), (routed + experts, WIDE * routed // ranks + WIDE * experts // holders))
-    routes = shape.mixture.layers if shape.mixture else (0,) * held.count
-    layers, shares = zip(*(sizes[route] for route in routes))
+    first, count = strategy.stage_span(shape.layers, stage)
+    if not shape.mixed and not shape.mixture:
+        return (held.layer_numel,) * count, (WIDE * held.layer_numel // ranks,) * count
+    split = {"expert": strategy.expert, "expert_tensor": strategy.expert_tensor} if shape.mixture else {}
+    every = [stage_parameters(shape, strategy.tensor, 1, 0, span=(first + layer, 1), **split) for layer in range(count)]
+    numbers = [(numel(one.layer * one.layers + one.routed), numel(one.experts)) for one in every]
+    layers, shares = zip(*((a + b, WIDE * a // ranks + WIDE * b // holders) for a, b in numbers))
     return layers, shares

@@ -12,7 +12,7 @@ from megatron.formulas.mixtures import experts_kept, experts_peak, ffn_numel
 from megatron.formulas.parameters import stage_parameters
 from megatron.formulas.sizes import WIDE, chunks_of, heads_of, sizes_of
 from megatron.formulas.states import state_forward, state_kept, state_working
-from megatron.formulas.strategy import Strategy, Workload
+from megatron.formulas.strategy import Shape, Strategy, Workload
 
 
 @dataclass(frozen=True)
@@ -33,48 +33,64 @@ class Layer:
 @lru_cache(maxsize=8192)
 def whole_layer(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> Layer:
     """A layer of megatron-core with this program's attention; its FFN may run in chunks (--ffn-chunks)."""
-    shape, sizes, chunks = workload.shape, sizes_of(workload, strategy, itemsize), chunks_of(workload, strategy)
-    norm = norm_kept(workload, strategy, itemsize, fused)
-    spread = strategy.ulysses > 1
-    again, states = 0, shape.linear is not None
-    attention = norm + (state_kept if states else _attention_kept)(workload, strategy, itemsize, fused)
-    if strategy.recompute == "selective" and not states:  # attention runs again, in addition to what is kept
-        again = sizes.q + sizes.k + sizes.local_out + sizes.lse
-        again += sizes.local_q + sizes.local_kv if spread else 0
+    shape, hidden = workload.shape, sizes_of(workload, strategy, itemsize).hidden
+    ffn = _ffn(workload, strategy, itemsize, fused) if shape.has_ffn else Layer(0, 0, 0)
+    if not shape.mixes:
+        return Layer(ffn.kept, hidden + ffn.forward, ffn.backward)
+    mixer = _mixer(workload, strategy, itemsize, fused)
+    backward = mixer.backward
+    if strategy.zero > 1:  # FSDP keeps all gradients of a layer until its backward pass is over
+        backward += _ffn_gradients(shape, strategy, itemsize) if shape.has_ffn else 0
+    return Layer(
+        mixer.kept + ffn.kept,
+        max(2 * hidden + ffn.forward, mixer.forward),
+        max(mixer.kept + ffn.backward, backward),
+    )
+
+
+def _mixer(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> Layer:
+    """The part of a layer that mixes tokens, with its norm and its output."""
+    shape, sizes = workload.shape, sizes_of(workload, strategy, itemsize)
+    norm, spread, states = norm_kept(workload, strategy, itemsize, fused), strategy.ulysses > 1, shape.linear
+    kept = norm + (state_kept if states else _attention_kept)(workload, strategy, itemsize, fused)
     if states:
         working = state_working(workload, strategy, itemsize, fused)
+        forward = norm + state_forward(workload, strategy, itemsize, fused)
     else:
-        working = again + attention_working(workload, strategy, itemsize)
+        working = attention_working(workload, strategy, itemsize)
+        if strategy.recompute == "selective":  # attention runs again, in addition to what is kept
+            working += sizes.q + sizes.k + sizes.local_out + sizes.lse + (sizes.local_q + sizes.local_kv) * spread
+        forward = norm + sizes.qkv + 2 * sizes.q + sizes.k + sizes.out + 2 * (sizes.local_q + sizes.local_kv) * spread
+    # Backward also has the residual's gradient.
+    return Layer(kept + sizes.hidden, forward, kept + sizes.hidden + working)
 
+
+def _ffn(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> Layer:
+    """The FFN of a layer, with its norm and its output."""
+    shape, sizes, chunks = workload.shape, sizes_of(workload, strategy, itemsize), chunks_of(workload, strategy)
     first, second = matrices(workload, strategy, itemsize)
     if chunks.ffn:
         run = ffn_run(workload, strategy, itemsize, fused)
-        kept = attention + 2 * sizes.hidden
-        backward = kept + sizes.hidden + run + (first + second) * WIDE // itemsize * separate_gradient_sums(strategy)
-        forward_ffn = run - first - second
-    else:
-        inside, peak = mlp_kept(workload, strategy, fused, itemsize)
-        if shape.mixture:
-            inside = experts_kept(workload, strategy, itemsize, fused)
-        kept = attention + sizes.hidden + norm + inside + sizes.hidden
-        gathered = _gathered(workload, strategy, itemsize)
-        # FSDP keeps all gradients of a layer until its backward pass is over.
-        backward = kept + max(peak + (second if strategy.zero > 1 else 0), sizes.ffn + gathered + second)
-        after = attention + 2 * sizes.hidden + norm + sizes.ffn * (2 if shape.gated else 1) + sizes.whole
-        backward = max(backward, after + first + (second if strategy.zero > 1 else 0))
-        forward_ffn = norm + inside + sizes.hidden
-        if shape.mixture:
-            in_forward, in_backward = experts_peak(workload, strategy, itemsize)
-            backward, forward_ffn = kept + in_backward, norm + inside + in_forward
-    # The backward pass ends with attention: dout and the residual's gradient, and all that attention keeps.
-    grads = (ffn_numel(shape, strategy) * itemsize if shape.mixture else first + second) if strategy.zero > 1 else 0
-    backward = max(backward, attention + sizes.hidden + working + grads)
-    projected = norm + sizes.qkv + 2 * sizes.q + sizes.k + sizes.out
-    projected += 2 * (sizes.local_q + sizes.local_kv) * spread
-    if states:
-        projected = norm + state_forward(workload, strategy, itemsize, fused)
-    forward = max(2 * sizes.hidden + forward_ffn, projected)
-    return Layer(kept, forward, backward)
+        sums = (first + second) * WIDE // itemsize * separate_gradient_sums(strategy)
+        return Layer(sizes.hidden, run - first - second, 2 * sizes.hidden + run + sums)
+    norm = norm_kept(workload, strategy, itemsize, fused)
+    if shape.mixture:
+        inside = experts_kept(workload, strategy, itemsize, fused)
+        in_forward, in_backward = experts_peak(workload, strategy, itemsize)
+        kept = norm + inside + sizes.hidden
+        return Layer(kept, norm + inside + in_forward, kept + in_backward)
+    inside, peak = mlp_kept(workload, strategy, fused, itemsize)
+    kept, gradient = norm + inside + sizes.hidden, second if strategy.zero > 1 else 0
+    backward = kept + max(peak + gradient, sizes.ffn + _gathered(workload, strategy, itemsize) + second)
+    after = sizes.hidden + norm + sizes.ffn * (2 if shape.gated else 1) + sizes.whole
+    return Layer(kept, kept, max(backward, after + first + gradient))
+
+
+def _ffn_gradients(shape: Shape, strategy: Strategy, itemsize: int) -> int:
+    """Bytes of the gradients of an FFN's matrices on a rank."""
+    if shape.mixture:
+        return ffn_numel(shape, strategy) * itemsize
+    return (3 if shape.gated else 2) * (shape.ffn // strategy.tensor) * shape.hidden * itemsize
 
 
 def _attention_kept(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:

@@ -29,6 +29,7 @@ class StageParameters:
     with_experts: int = 0  # layers with experts
     mixed: int = 0  # all layers, if some have a state
     with_states: int = 0  # layers with a state
+    pattern: str = ""  # of a hybrid's layers
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -49,6 +50,11 @@ class StageParameters:
     def count(self) -> int:
         """Number of all layers."""
         return self.mixed or self.layers + self.with_experts
+
+    @property
+    def with_keys(self) -> int:
+        """Number of layers that attend to keys."""
+        return self.pattern.count("*") if self.pattern else self.count - self.with_states
 
 
 @dataclass(frozen=True)
@@ -144,7 +150,8 @@ def stage_parameters(
         halves = {"*": attention[: -len(norm)], "-": (*norm, *dense), "E": (*norm, *gate)}
         halves["M"] = _mamba(shape, tensor, norm) if linear else ()
         every = tuple(x for kind in shape.pattern[own] for x in halves[kind])
-        counts = {"with_experts": with_experts, "mixed": layers, "with_states": shape.pattern[own].count("M")}
+        counts = {"with_experts": with_experts, "mixed": layers, "pattern": shape.pattern[own]}
+        counts["with_states"] = shape.pattern[own].count("M")
         return StageParameters(embedding, (), 0, final, every, experts * with_experts, **counts)
     if linear is not None:
         mixer, dense, every = _linear(shape, tensor, norm), layer[len(attention) :], ()
@@ -302,9 +309,11 @@ def whole_vectors(shape: Shape, held: StageParameters) -> int:
     """
     norm = 2 if shape.layer_norm else 1
     normed = shape.latent.queries + shape.latent.keys if shape.latent else 2 * shape.head_dim
-    layer = 2 * norm * shape.hidden + 2 * shape.bias * shape.hidden
-    heads = norm * shape.qk_norm * normed * (held.count - held.with_states)
+    halves = 1 if shape.pattern else 2  # of a layer: a mixer, an FFN
+    layer = halves * (norm + shape.bias) * shape.hidden
+    heads = norm * shape.qk_norm * normed * held.with_keys
     embedding = held.embedding if not shape.positions else ()  # with positions, words are not scattered before the norm
     router = (shape.mixture.experts + shape.bias) * shape.hidden if shape.mixture else 0
     layers = layer * held.count + heads + router * held.with_experts
+    layers -= shape.bias * shape.hidden * held.with_states  # their projections have no bias
     return layers + numel(tuple(x for x in (*embedding, *held.final) if x[1] == 1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers with a state (Gated DeltaNet): their memory, and how their states go from rank to rank."""
+"""Layers with a state (Gated DeltaNet, Mamba2): their memory, and how their states go from rank to rank."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def states_of(workload: Workload, strategy: Strategy, itemsize: int) -> States:
         key_heads=linear.key_heads // tensor,
         keys=linear.keys,
         values=linear.values,
-        map_columns=linear.keys,
-        gates=2,
+        map_columns=linear.map_columns,
+        gates=linear.gates,
         rows=workload.seq_length // strategy.context,
         itemsize=itemsize,
     )
@@ -135,28 +135,41 @@ class _Parts:
 
     every: int  # what the first projection returns
     convolved: int
+    span: int  # of it, the longest span
     keys: int  # queries, or keys
+    read: int  # queries, or keys, after an all-to-all over heads, with copies of heads that are shared
     values: int
-    gates: int  # one fp32 number for each token and head
+    gate: int  # one fp32 number for each token and head
+    gates: int  # all such inputs of the rule
     norms: int  # one fp32 number for each query and key
     states: int  # that are kept, with the matrices of maps
     wide: int  # values in fp32
 
 
+@lru_cache(maxsize=8192)
 def _parts(workload: Workload, strategy: Strategy, itemsize: int) -> _Parts:
     linear, tensor = workload.shape.linear, strategy.tensor
     states = states_of(workload, strategy, itemsize)
     tokens = sizes_of(workload, strategy, itemsize).whole // (workload.shape.hidden * itemsize)
     heads, key_heads = linear.heads // tensor, linear.key_heads // tensor
     of_rank = states.exchanged.heads * strategy.micro_batch
-    sends = states.counts.hops > 0
-    columns = linear.values * states.segments + linear.keys * states.spans * sends
+    columns = linear.values * states.segments + linear.map_columns * states.spans * (states.counts.hops > 0)
+    held = spans_by_rank(strategy.ulysses, strategy.ring, strategy.balance)
+    halves = max(stop - start for spans in held for start, stop in spans)  # of a rank's tokens, in the longest span
+    convolved, keys = (tokens * n // tensor * itemsize for n in (linear.convolved, linear.key_heads * linear.keys))
+    copies = 1.0
+    if states.by_heads:
+        plan = head_plan(heads, key_heads, strategy.ulysses)
+        copies = max(map(len, plan.kv_index)) * strategy.ulysses / key_heads
     return _Parts(
         every=tokens * (linear.projected // tensor) * itemsize,
-        convolved=tokens * (linear.convolved // tensor) * itemsize,
-        keys=tokens * key_heads * linear.keys * itemsize,
+        convolved=convolved,
+        span=convolved * halves // 2,
+        keys=keys,
+        read=int(keys * copies),
         values=tokens * heads * linear.values * itemsize,
-        gates=tokens * heads * WIDE,
+        gate=tokens * heads * WIDE,
+        gates=tokens * heads * WIDE * linear.gates,
         norms=2 * tokens * key_heads * WIDE,
         states=of_rank * linear.keys * columns * WIDE,
         wide=tokens * heads * linear.values * WIDE,
@@ -168,21 +181,39 @@ def state_kept(workload: Workload, strategy: Strategy, itemsize: int, fused: boo
     parts = _parts(workload, strategy, itemsize)
     if strategy.recompute == "selective":
         return parts.every + parts.values
-    return parts.every + _inside(workload, strategy, itemsize, parts) + _gated_norm(parts, itemsize, fused)
+    return parts.every + sum(_inside(workload, strategy, itemsize, fused))
 
 
-def _inside(workload: Workload, strategy: Strategy, itemsize: int, parts: _Parts) -> int:
+def _inside(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> tuple[int, int]:
+    """Bytes kept between the projections: (until the rule's backward pass, until the norm's)."""
+    parts, by_heads = _parts(workload, strategy, itemsize), states_of(workload, strategy, itemsize).by_heads
+    if workload.shape.linear.delta:
+        return _of_delta_rule(parts, by_heads, itemsize), _gated_norm(parts, itemsize, fused)
+    return _of_mamba(parts, by_heads), _norm_of_gated(parts, itemsize)
+
+
+def _of_delta_rule(parts: _Parts, by_heads: bool, itemsize: int) -> int:
     """Bytes of the convolution's output, queries and keys of length 1, gates and states.
 
     In fp32 norms keep the convolution's output itself; in bf16 they keep queries and keys in fp32. After an all-to-all
     over heads, a rank has other copies of all inputs.
     """
     narrow = itemsize < WIDE
-    kept = parts.norms + 2 * parts.gates + parts.states + narrow * 2 * parts.keys // itemsize * WIDE
-    inputs = 2 * parts.keys + 2 * parts.gates
-    if states_of(workload, strategy, itemsize).by_heads:
-        return kept + inputs + parts.gates + parts.values + (0 if narrow else parts.convolved)
+    kept = parts.norms + parts.gates + parts.states + narrow * 2 * parts.keys // itemsize * WIDE
+    inputs = 2 * parts.read + parts.gates
+    if by_heads:
+        return kept + inputs + parts.gate + parts.values + (0 if narrow else parts.convolved)
     return kept + inputs + parts.convolved
+
+
+def _of_mamba(parts: _Parts, by_heads: bool) -> int:
+    """Bytes of the convolution's output, of which queries, keys and values are parts, of gates and states.
+
+    The time step is kept before and after softplus and after the limit. After an all-to-all over heads, a rank has
+    copies of all inputs, and nothing keeps the convolution's output.
+    """
+    inputs = 2 * parts.read + parts.values + parts.gates if by_heads else parts.convolved + parts.gate
+    return 3 * parts.gate + inputs + parts.states
 
 
 def _gated_norm(parts: _Parts, itemsize: int, fused: bool) -> int:
@@ -191,38 +222,53 @@ def _gated_norm(parts: _Parts, itemsize: int, fused: bool) -> int:
     In fp32: the norm's input and output, the gate's SiLU, and the second projection's input; unfused also the input
     that is scaled; in bf16 also the gate.
     """
-    return (3 + (not fused) + (itemsize < WIDE)) * parts.wide + parts.gates + parts.values
+    return (3 + (not fused) + (itemsize < WIDE)) * parts.wide + parts.gate + parts.values
 
 
-# Numbers that the backward pass of a segment has at its peak, for each token, head and number of a key or value, and
-# for each pair of tokens of a block: the inputs in order, what their preparation keeps, and its gradients.
-OF_KEYS, OF_VALUES, OF_PAIRS = 13, 7, 8.36
+def _norm_of_gated(parts: _Parts, itemsize: int) -> int:
+    """The same with the gate before the norm: in fp32 outputs, SiLU, the norm's input and output; in bf16 the gate."""
+    return (4 + (itemsize < WIDE)) * parts.wide + parts.values
 
 
 def state_working(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
-    """Bytes of the mixer's backward pass, in addition to what the layer keeps for it; less is possible.
+    """Bytes of the mixer's backward pass, in addition to what the layer keeps for it.
 
-    The largest of: a segment of the rule, when what the gated norm kept is free again; the convolution, when what the
-    rule kept is free as well.
+    The largest of: the gated norm; a segment of the rule, when what the norm kept is free again; the convolution, when
+    what the rule kept is free as well.
     """
-    linear, parts = workload.shape.linear, _parts(workload, strategy, itemsize)
-    states = states_of(workload, strategy, itemsize)
-    heads = states.exchanged.heads * strategy.micro_batch
-    segment = states.segment
+    parts, wide = _parts(workload, strategy, itemsize), WIDE // itemsize
+    inside, norm = _inside(workload, strategy, itemsize, fused)
+    # With selective recompute, all that is kept is computed again; the gradient of the outputs waits.
+    again = inside + norm + parts.values if strategy.recompute == "selective" else 0
+    gradients = 2 * parts.read + parts.values + parts.gates
+    rule = again - norm + 2 * parts.values + gradients + _segment(workload, strategy, itemsize, fused)
+    # Gradients of inputs in fp32; of a span: its input, its sums, two products, and the gradients of both.
+    sums = parts.convolved * wide + (1 + 5 * wide) * parts.span
+    convolution = again - norm - inside + parts.values + parts.convolved + sums
+    normed = again - parts.values + 3 * parts.wide
+    return max(rule, convolution, normed)
+
+
+def _segment(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
+    """Bytes of the backward pass of a segment at its peak, with maps of spans and states of blocks."""
+    linear, states = workload.shape.linear, states_of(workload, strategy, itemsize)
+    segment, state = states.segment, linear.keys * linear.values
     block = KERNEL_BLOCK if fused else min(BLOCK, 1 << (segment - 1).bit_length())
-    rows = ceil(segment / block) * block
-    numbers = OF_KEYS * linear.keys + OF_VALUES * linear.values + OF_PAIRS * block
-    state = linear.keys * linear.values
-    rule = WIDE * heads * (int(rows * numbers) + (2 * ceil(segment / block) + 3) * state)
+    blocks = ceil(segment / block)
+    # Numbers for each token, head and number of a key or value, and for each pair of tokens of a block: the inputs in
+    # order, what their preparation keeps, and its gradients.
+    if linear.delta:
+        numbers = 13 * linear.keys + 7 * linear.values + 8.36 * block
+    else:  # with gradients of pairs, or of queries and keys; or, before these, with those of the segment before
+        before = min(1.0, states.longest / segment - 1)
+        both = 3 + (not fused)
+        first = (7 + 4 * before) * linear.keys + (both + 1 + 2 * before) * linear.values + (4.25 + 2 * before) * block
+        second = both * linear.values + max(9 * linear.keys + 6.25 * block, 11 * linear.keys + 5.25 * block)
+        numbers = max(first, second)
+    of_head = int(blocks * block * numbers) + (2 * blocks + 3) * state
     if states.counts.hops:  # maps of this rank's spans, and gradients of the states after them
-        rule += WIDE * heads * states.spans * (linear.keys * linear.keys + 2 * state)
-    grads = 2 * parts.keys + parts.values + 2 * parts.gates
-    inside, norm = _inside(workload, strategy, itemsize, parts), _gated_norm(parts, itemsize, fused)
-    again = inside + norm + parts.values if strategy.recompute == "selective" else 0  # and the gradient of its output
-    rule += again - norm + 2 * parts.values + grads
-    sums = 6 * parts.convolved // itemsize * WIDE + (2 if itemsize < WIDE else 1) * parts.convolved
-    convolution = again - norm - inside + parts.values + 2 * parts.convolved + sums
-    return max(rule, convolution)
+        of_head += states.spans * (linear.keys * linear.map_columns + 2 * state)
+    return WIDE * states.exchanged.heads * strategy.micro_batch * of_head
 
 
 def state_forward(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
@@ -232,5 +278,5 @@ def state_forward(workload: Workload, strategy: Strategy, itemsize: int, fused: 
     heads = states.exchanged.heads * strategy.micro_batch
     segment, block = states.segment, KERNEL_BLOCK if fused else BLOCK
     rule = WIDE * heads * segment * (6 * linear.keys + 6 * linear.values + 2 * block)
-    inside = _inside(workload, strategy, itemsize, parts)
-    return parts.every + inside + max(rule, _gated_norm(parts, itemsize, fused))
+    inside, norm = _inside(workload, strategy, itemsize, fused)
+    return parts.every + inside + max(rule, norm)

@@ -8,6 +8,8 @@ from math import sqrt
 from statistics import NormalDist
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from megatron.decisions.state_exchange import LARGEST_KEYS
+
 T = TypeVar("T")
 
 
@@ -119,6 +121,16 @@ class LinearAttention:
         return 2 * self.key_heads * self.keys + self.heads * self.values
 
     @property
+    def map_columns(self) -> int:
+        """Columns of the matrix of a span's map."""
+        return self.keys if self.delta else 1
+
+    @property
+    def gates(self) -> int:
+        """Inputs of the rule that are one number for each token and head: decay and factor, Mamba2 also the skip."""
+        return 2 if self.delta else 3
+
+    @property
     def projected(self) -> int:
         """Rows of the first projection."""
         return self.convolved + self.heads * (self.values + (2 if self.delta else 1))
@@ -153,6 +165,21 @@ class Shape:
     linear: LinearAttention | None = None  # in some layers, in place of attention over keys
     pattern: str = ""  # hybrid: each layer is M (Mamba2), * (attention), - (MLP) or E (experts) alone
 
+    @property
+    def mixed(self) -> bool:
+        """Whether layers differ in more than their experts."""
+        return self.linear is not None or bool(self.pattern)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether the layers of a shape with one kind of layers mix tokens."""
+        return self.pattern in ("", "M", "*")
+
+    @property
+    def has_ffn(self) -> bool:
+        """Whether the layers of a shape with one kind of layers have an FFN, which may be one of experts."""
+        return self.pattern in ("", "-", "E")
+
     def layers_with(self, kinds: str) -> int:
         """The number of a hybrid's layers of these kinds."""
         return sum(map(self.pattern.count, kinds))
@@ -171,7 +198,8 @@ class Shape:
         mixture, linear = self.mixture, self.linear
         if mixture and not mixture.layers[layer]:
             mixture = None
-        return changed(self, {"mixture": mixture, "linear": linear if linear and linear.layers[layer] else None})
+        linear = linear if linear and linear.layers[layer] else None
+        return changed(self, {"mixture": mixture, "linear": linear, "pattern": self.pattern[layer : layer + 1]})
 
     def without_experts(self) -> Shape:
         """The shape of a model whose layers are all like those of this model that have no experts."""
@@ -377,10 +405,13 @@ class Strategy:
 
 def refuse_unknown(shape: Shape, strategy: Strategy) -> None:
     """Raises ValueError for combinations whose memory and time no formula knows yet."""
-    if shape.pattern:
-        raise ValueError("hybrid models with Mamba2 have no formula of memory and time: run a dry run")
-    if shape.linear and (strategy.fpdt_chunk or strategy.recompute_layers > 1 or strategy.recompute_method == "block"):
-        raise ValueError("linear attention has no formula with FPDT, units of layers and block recompute: leave it out")
+    if shape.mixed and (strategy.fpdt_chunk or strategy.recompute_layers > 1 or strategy.recompute_method == "block"):
+        what = "hybrid models have" if shape.pattern else "linear attention has"
+        raise ValueError(f"{what} no formula with FPDT, units of layers and block recompute: leave it out")
+    if shape.pattern and strategy.virtual > 1:
+        raise ValueError("hybrid models have no formula with virtual pipeline stages: leave them out")
+    if shape.linear and shape.linear.keys > LARGEST_KEYS:
+        raise ValueError(f"states with more than {LARGEST_KEYS} keys a head have no formula: run a dry run")
     if shape.mixture and (strategy.fpdt_chunk or strategy.ffn_chunks):
         raise ValueError("experts have no formula with FPDT and a chunked FFN: leave one out")
     if shape.output_gate and strategy.fpdt_chunk:

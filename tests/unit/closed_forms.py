@@ -117,7 +117,7 @@ def _states(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -
     halo, there = halo_bytes(workload, strategy, itemsize), by_heads_bytes(states, strategy.ulysses)
     times = held.with_states * _micro_batches(workload, strategy)
     both = (forward + 1) * exchange_bytes(states) * times
-    norm = 2 * linear.values * itemsize * (strategy.tensor - 1) // strategy.tensor
+    norm = 2 * linear.delta * linear.values * itemsize * (strategy.tensor - 1) // strategy.tensor
     sent = {
         "cp": (forward * halo[0] + halo[1]) * times,
         "ulysses": (forward * there[0] + there[1]) * times,
@@ -129,8 +129,7 @@ def _states(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -
 
 def _with_keys(workload: Workload, strategy: Strategy, stage: int) -> int:
     """Layers that attend to keys."""
-    held = rank_parameters(workload.shape, strategy, stage)
-    return strategy.most_layers(workload.shape.layers) - held.with_states
+    return rank_parameters(workload.shape, strategy, stage).with_keys
 
 
 def _micro_batches(workload: Workload, strategy: Strategy) -> int:
@@ -147,20 +146,18 @@ def _tensor(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -
     held = rank_parameters(shape, strategy, stage)
     run = passes_of(workload, strategy)
     one = sizes.whole * (tensor - 1) // tensor
-    routed = 0
     if split:  # backward mirrors forward's gather and scatter, and gathers the input for the weight's gradient
-        routed = one * (run.qkv + run.out + 3)  # the experts' tokens travel over EP
-        layer = one * (run.qkv + run.out + 2 * run.ffn + 6)
+        mixer, ffn = one * (run.qkv + run.out + 3), one * (2 * run.ffn + 3)
         if shape.latent:
-            added = _latent_columns(shape, run.qkv) * one // shape.hidden
-            layer, routed = layer + added, routed + added
-        if shape.mixture and shape.mixture.shared:
-            routed += one * (2 * run.ffn + 3)
+            mixer += _latent_columns(shape, run.qkv) * one // shape.hidden
     else:  # forward reduces after both row-parallel matrices, backward after both column-parallel ones
-        layer = 2 * one * (run.out + run.ffn + 2)
+        mixer, ffn = 2 * one * (run.out + 1), 2 * one * (run.ffn + 1)
+    ffns = held.pattern.count("-") if held.pattern else held.count - held.with_experts
+    if shape.mixture and shape.mixture.shared and split:  # other experts' tokens travel over EP
+        ffns += held.with_experts
+    total = (held.with_keys + held.with_states) * mixer + ffns * ffn
     if shape.kv_heads < tensor:
-        layer += (run.qkv + 1) * sizes.qkv * (tensor - 1) // tensor
-    total = (held.count - held.with_experts) * layer + held.with_experts * routed
+        total += held.with_keys * (run.qkv + 1) * sizes.qkv * (tensor - 1) // tensor
     first, last = stage == 0, stage == strategy.pipeline - 1
     if first:
         total += 2 * one

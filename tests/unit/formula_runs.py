@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.formulas.strategy import LinearAttention, Mixture, Shape, Strategy, Workload
+from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.simulator.planner.plan_report import uneven_stages
 
 LLAMA: dict[str, Any] = {
@@ -74,9 +74,9 @@ def flags(case: Case) -> list[str]:
         "--device": "cpu",
         "--hidden-dropout": 0,
         "--attention-dropout": 0,
-        **_experts(shape.mixture, strategy),
+        **_experts(shape, strategy),
         **_latents(shape),
-        **_states(shape.linear),
+        **_states(shape),
     }
     words = [str(word) for pair in given.items() for word in pair]
     words += ["--mock-data", "--no-check-for-nan-in-loss-and-grad"]
@@ -86,6 +86,7 @@ def flags(case: Case) -> list[str]:
         "--multi-latent-attention": shape.latent,
         "--qk-layernorm": shape.qk_norm,
         "--attention-output-gate": shape.output_gate,
+        "--is-hybrid-model": shape.pattern,
         "--sequence-parallel": strategy.tensor > 1 and strategy.sequence_parallel,
         "--bf16": case.itemsize == 2,
         "--overlap-grad-reduce": strategy.zero < 2,
@@ -105,25 +106,34 @@ def flags(case: Case) -> list[str]:
     return words + " ".join(text for text, wanted in options.items() if wanted).split()
 
 
-def _experts(mixture: Mixture | None, strategy: Strategy) -> dict[str, Any]:
+def _experts(shape: Shape, strategy: Strategy) -> dict[str, Any]:
+    mixture = shape.mixture
     if mixture is None:
         return {}
     given = {
         "--num-experts": mixture.experts,
         "--moe-router-topk": mixture.topk,
         "--moe-ffn-hidden-size": mixture.ffn,
-        "--moe-layer-freq": str(list(mixture.layers)),
         "--moe-token-dispatcher-type": "alltoall",
         "--expert-model-parallel-size": strategy.expert,
         "--expert-tensor-parallel-size": strategy.expert_tensor,
     }
+    given |= {} if shape.pattern else {"--moe-layer-freq": str(list(mixture.layers))}
     shared = {"--moe-shared-expert-intermediate-size": mixture.shared} if mixture.shared else {}
     return given | shared | ({"--moe-expert-capacity-factor": mixture.capacity} if mixture.capacity else {})
 
 
-def _states(linear: LinearAttention | None) -> dict[str, Any]:
+def _states(shape: Shape) -> dict[str, Any]:
+    linear, pattern = shape.linear, {"--hybrid-override-pattern": shape.pattern} if shape.pattern else {}
     if linear is None:
-        return {}
+        return pattern
+    if not linear.delta:
+        return pattern | {
+            "--mamba-num-groups": linear.key_heads,
+            "--mamba-num-heads": linear.heads,
+            "--mamba-state-dim": linear.keys,
+            "--mamba-head-dim": linear.values,
+        }
     return {
         "--experimental-attention-variant": "gated_delta_net",
         "--linear-attention-freq": str(list(linear.layers)),
@@ -156,7 +166,8 @@ def measure(case: Case) -> Measured:
     from megatron.training.report.memory_picture import KINDS, series
 
     shape, ranks = case.workload.shape, case.strategy.ranks
-    config = parse(flags(case), dict(GPT if shape.positions else LLAMA), ranks)
+    kind = GPT if shape.positions else LLAMA | {"model.swiglu": shape.gated}
+    config = parse(flags(case), dict(kind), ranks)
     config.simulation.dry_run_expert_imbalance = case.workload.imbalance
     result = run_rank(config, ranks, case.rank, shape.vocab, machine=load("A100-80G") if case.fused else None)
     _, sizes = series(result.profile)

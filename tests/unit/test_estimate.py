@@ -426,6 +426,13 @@ def test_a_step_of_experts_and_latents_does_too(shape: Shape, given: dict) -> No
 
 
 HYBRID = replace(COUNTED_LLAMA, linear=LinearAttention((1, 1, 1, 0), 8, heads=16, keys=32, values=64, width=4))
+MAMBA = replace(COUNTED_LLAMA, linear=LinearAttention((1, 0, 1, 0), 8, 16, 32, 64, 4, delta=False), pattern="M*M-")
+ALL_KINDS = replace(
+    MAMBA,
+    linear=replace(MAMBA.linear, layers=(1, 0, 0, 0)),
+    mixture=replace(MIXTURE.mixture, layers=(0, 0, 0, 1)),
+    pattern="M-*E",
+)
 FEW_STATES = replace(HYBRID, linear=replace(HYBRID.linear, key_heads=2, heads=6))
 
 
@@ -436,21 +443,47 @@ FEW_STATES = replace(HYBRID, linear=replace(HYBRID.linear, key_heads=2, heads=6)
         (HYBRID, {"ulysses": 2, "ring": 2, "zero": 3}),
         (FEW_STATES, {"ulysses": 4, "ring": 2, "recompute": "selective"}),
         (HYBRID, {"tensor": 2, "pipeline": 2, "data": 2}),
+        (MAMBA, {"ring": 4, "data": 2, "recompute": "full"}),
+        (MAMBA, {"ulysses": 2, "ring": 2, "zero": 3, "ffn_chunks": 4}),
+        (MAMBA, {"tensor": 2, "pipeline": 2, "data": 2, "recompute": "selective"}),
+        (ALL_KINDS, {"tensor": 2, "ulysses": 2, "data": 2, "expert": 4}),
     ],
 )
 def test_a_step_with_states_sends_what_the_formulas_say(shape: Shape, given: dict) -> None:
     strategy = Strategy(**given)
     check(Workload(shape, 4096, 4 * strategy.data * strategy.micro_batch), strategy)
-    with pytest.raises(ValueError, match="linear attention has no formula with FPDT"):
+    with pytest.raises(ValueError, match="(linear attention has|hybrid models have) no formula with FPDT"):
         step_parts(Workload(shape, 4096, 8), strategy.but(fpdt_chunk=1024), TOY)
 
 
-def test_the_bytes_of_states_do_not_grow_with_the_length() -> None:
+@pytest.mark.parametrize("shape", [HYBRID, MAMBA])
+def test_the_bytes_of_states_do_not_grow_with_the_length(shape: Shape) -> None:
     strategy = Strategy(ulysses=2, ring=4)
-    short, long = (sent_bytes(Workload(HYBRID, length), strategy) for length in (2**13, 2**17))
+    short, long = (sent_bytes(Workload(shape, length), strategy) for length in (2**13, 2**17))
     assert short["cp"] == long["cp"] > 0 and long["ring"] == 16 * short["ring"] > 0
-    parts = [step_parts(Workload(HYBRID, length), strategy, TOY) for length in (2**13, 2**17)]
+    parts = [step_parts(Workload(shape, length), strategy, TOY) for length in (2**13, 2**17)]
     assert parts[0]["cp"] == pytest.approx(parts[1]["cp"])
+
+
+def test_hybrids_without_a_formula() -> None:
+    strategy, large = Strategy(pipeline=2, virtual=2), replace(MAMBA, linear=replace(MAMBA.linear, keys=256))
+    with pytest.raises(ValueError, match="no formula with virtual pipeline stages"):
+        step_parts(Workload(MAMBA, 4096, 8), strategy, TOY)
+    with pytest.raises(ValueError, match="more than 128 keys a head have no formula"):
+        step_parts(Workload(large, 4096, 8), Strategy(), TOY)
+
+
+def test_a_hybrid_waits_for_its_slowest_stage() -> None:
+    """Stages have other kinds of layers: the same layers in another order take another time."""
+    even, uneven = (
+        replace(MAMBA, pattern=pattern, linear=replace(MAMBA.linear, layers=tuple(kind == "M" for kind in pattern)))
+        for pattern in ("M-M-", "--MM")
+    )
+    strategy = Strategy(pipeline=2)
+    one, other = (step_parts(Workload(shape, 2**14, 8), strategy, TOY) for shape in (even, uneven))
+    whole = [sum(step_parts(Workload(shape, 2**14, 8), Strategy(), TOY).values()) for shape in (even, uneven)]
+    assert whole[0] == pytest.approx(whole[1])
+    assert sum(other.values()) > 1.2 * sum(one.values())
 
 
 def test_a_step_waits_for_the_busiest_experts() -> None:

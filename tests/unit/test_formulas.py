@@ -52,6 +52,10 @@ def case(name: str, shape: Shape, strategy: Strategy, batch: int = 1, **more: in
     return Case(name, Workload(shape, 2048, batch), strategy, **more)
 
 
+def long_case(name: str, shape: Shape, strategy: Strategy, batch: int = 1, times: int = 1, **more: int) -> Case:
+    return Case(name, Workload(shape, times * 8192, batch), strategy, **more)
+
+
 # TP, and DP with few other axes, are compared on a simulated GPU, because gloo reduces copies, which formulas leave
 # out.
 USUAL = [
@@ -165,6 +169,49 @@ FULL_MIXTURES += [
     case("states, two samples", HYBRID, S(micro_batch=2), 2),
     case("states and experts", replace(HYBRID, mixture=EXPERTS), S(data=2, expert=2), 2, itemsize=2),
     case("states and experts, ZeRO 3", replace(HYBRID, mixture=EXPERTS), S(zero=3, data=4, expert=2), 4, itemsize=2),
+]
+# Layers of Mamba2, attention, MLP and experts alone; in the wide model a span has several segments.
+MAMBA2 = LinearAttention(layers=(1, 0, 1, 0), key_heads=4, heads=8, keys=32, values=64, width=4, delta=False)
+MAMBA = replace(GQA, linear=MAMBA2, pattern="M*M-")
+NEMOTRON = replace(MAMBA, hidden=512, ffn=1024, head_dim=64, gated=False, linear=replace(MAMBA2, heads=32, keys=64))
+ALL_MAMBA = replace(MAMBA, linear=replace(MAMBA2, layers=(1,) * 4), pattern="MMMM")
+ONE_GROUP = replace(MAMBA, linear=replace(MAMBA2, key_heads=1))
+ALL_KINDS = replace(
+    MAMBA,
+    linear=replace(MAMBA2, layers=(1, 0, 0, 0)),
+    mixture=replace(EXPERTS, layers=(0, 0, 0, 1)),
+    pattern="M*-E",
+)
+USUAL += [
+    long_case("Mamba2, wide, Ulysses and Ring", NEMOTRON, S(ulysses=2, ring=2), rank=2, itemsize=2),
+    case("Mamba2, all kinds, ZeRO 3", ALL_KINDS, S(zero=3, ring=2, expert=2), itemsize=2, rank=1),
+]
+FULL_MIXTURES += [
+    case("Mamba2", MAMBA, S(zero=0)),
+    case("Mamba2 alone, bf16", ALL_MAMBA, S(data=2), 2, itemsize=2),
+    long_case("Mamba2, wide", NEMOTRON, S(zero=0)),
+    long_case("Mamba2, wide, bf16", NEMOTRON, S(), itemsize=2),
+    case("Mamba2, Ulysses", MAMBA, S(ulysses=4), itemsize=2, rank=1),
+    long_case("Mamba2, wide, Ulysses", NEMOTRON, S(ulysses=4), itemsize=2, rank=1),
+    case("Mamba2, Ring", MAMBA, S(ring=2, data=2), 2, rank=1),
+    case("Mamba2, one group", ONE_GROUP, S(ulysses=2, ring=2), rank=2, itemsize=2),
+    long_case("Mamba2, wide, eight ranks", NEMOTRON, S(ulysses=2, ring=4), rank=2, itemsize=2, times=4),
+    case("Mamba2, TP", MAMBA, S(tensor=2, sequence_parallel=False, data=2), 2, itemsize=2),
+    case("Mamba2, TP-sp", MAMBA, S(tensor=2, data=2), 2, itemsize=2),
+    long_case("Mamba2, wide, TP-sp, Ring", NEMOTRON, S(tensor=2, ring=2), rank=2, itemsize=2),
+    case("Mamba2, first stage", MAMBA, S(pipeline=2, data=2), 4, itemsize=2),
+    case("Mamba2, last stage", MAMBA, S(pipeline=2, data=2), 4, stage=1, rank=2, itemsize=2),
+    case("Mamba2, ZeRO 2", MAMBA, S(zero=2, data=2), 2, itemsize=2),
+    case("Mamba2, ZeRO 3", MAMBA, S(zero=3, data=2), 4),
+    long_case("Mamba2, wide, ZeRO 3", NEMOTRON, S(zero=3, data=2), 2, itemsize=2),
+    case("Mamba2, ZeRO 3, recomputed", MAMBA, S(zero=3, data=2, **FULL_RECOMPUTE), 2, itemsize=2),
+    long_case("Mamba2, wide, recomputed", NEMOTRON, S(data=2, **FULL_RECOMPUTE), 2, itemsize=2),
+    case("Mamba2, offloaded", MAMBA, S(offload_checkpoints=True, **FULL_RECOMPUTE), itemsize=2),
+    case("Mamba2, selective, fp32", MAMBA, S(recompute="selective")),
+    long_case("Mamba2, wide, selective", NEMOTRON, S(recompute="selective"), itemsize=2),
+    case("Mamba2, chunks", MAMBA, S(ffn_chunks=4, loss_chunks=8, **FULL_RECOMPUTE)),
+    case("Mamba2, two samples", MAMBA, S(micro_batch=2), 2),
+    case("Mamba2, all kinds, recomputed", ALL_KINDS, S(ulysses=2, ring=2, expert=4, **FULL_RECOMPUTE), rank=2),
 ]
 BUSY = replace(case("busy experts", MOE, S(data=4, expert=4), 4, itemsize=2).workload, imbalance=1.5)
 FULL_MIXTURES.append(Case("busy experts", BUSY, S(data=4, expert=4), 2))

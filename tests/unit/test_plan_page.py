@@ -109,6 +109,22 @@ def test_a_plans_passes_end_when_its_step_does(tmp_path: Path) -> None:
         assert end == pytest.approx(planned["seconds"], rel=5e-3), planned["name"]
 
 
+def test_passes_of_a_hybrid_have_the_names_of_its_layers(tmp_path: Path) -> None:
+    words = "--num-layers 8 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 16 --vocab-size 32000 "
+    words += "--is-hybrid-model --hybrid-override-pattern M-M*-MM- --gpus 8 --gpu H100-80G --seq-length 32K "
+    words += "--global-batch 16 --pipeline 2 --tensor 1 --recompute none --html"
+    assert plan.main([*words.split(), str(tmp_path / "plans.html")]) == 0
+    data = data_of((tmp_path / "plans.html").read_text())
+    names = {drawn["name"]: drawn["times"] for drawn in next(iter(data["layers"].values()))}
+    kinds = {" with a state": 2, " with an FFN alone": 2}  # of the last stage
+    assert {f"{name} pass of a layer{kind}": n for name in ("forward", "backward") for kind, n in kinds.items()} == {
+        name: times for name, times in names.items() if "layer" in name
+    }
+    for step, planned in zip(data["steps"], data["plans"]):
+        end = max(row[-1][1] for row in scheduled(step)) + sum(seconds for _, seconds in step["after"])
+        assert end == pytest.approx(planned["seconds"], rel=5e-2), planned["name"]
+
+
 def data_of(page: str) -> dict:
     return json.loads(re.search(r'<script type="application/json" id="data">(.*)</script>\n', page)[1])
 

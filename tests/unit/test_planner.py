@@ -22,7 +22,7 @@ from examples.reproduce.simulate import cluster, shape_of
 from megatron.decisions.division import uneven_heads
 from megatron.formulas.device_memory import device_memory
 from megatron.formulas.strategy import Strategy, Workload
-from megatron.simulator.cost.estimate import estimate, pass_seconds, priced_ends, priced_layer
+from megatron.simulator.cost.estimate import estimate, layer_passes, pass_seconds, priced_ends
 from megatron.simulator.machines.machine_file import load
 from megatron.simulator.planner import confirm as plan_confirm
 from megatron.simulator.planner.explain import a, alternatives, count, failing, holding, losing
@@ -183,10 +183,10 @@ def test_few_strategies_on_a_thousand_gpus_are_priced() -> None:
     """The planner's work, counted in priced layers; one takes about 0.3 ms. All savings on each tried
     grid would be 9,180 layers."""
     problem = problem_of("llama3-70b", 1024 * K, 16, 1024, "H100-80G")
-    for cache in (priced_layer, priced_ends, device_memory):
+    for cache in (layer_passes, priced_ends, device_memory):
         cache.cache_clear()
     assert len(search(problem, near=1.0).plans) >= 10
-    assert priced_layer.cache_info().misses < 3500
+    assert layer_passes.cache_info().misses < 3500
     assert priced_ends.cache_info().misses < 2500  # each ZeRO stage sums gradients differently
     assert device_memory.cache_info().misses < 3500
 
@@ -398,6 +398,9 @@ HYBRID = (
     "--num-query-groups 4 --vocab-size 32000 --experimental-attention-variant gated_delta_net "
     "--linear-attention-freq 4 --gpus 8 --gpu H100-80G --seq-length 128K --global-batch 8"
 )
+MAMBA = HYBRID.replace("--experimental-attention-variant gated_delta_net --linear-attention-freq 4", "").replace(
+    "--gpus", "--is-hybrid-model --hybrid-override-pattern M-M*-MM- --gpus"
+)
 PAPER = "--model llama3-8b --gpus 16 --gpu A800-80G --seq-length 120K".split()
 
 
@@ -510,6 +513,10 @@ def test_the_longest(capsys: pytest.CaptureFixture) -> None:
         (f"{MIXTRAL} --expert-imbalance 5", "--expert-imbalance 5: give a factor from 1 to 4"),
         (f"{MIXTRAL} --fpdt-chunk 16K", "the planner has no FPDT with --num-experts"),
         (f"{HYBRID} --fpdt-chunk 16K", "the planner has no FPDT with --experimental-attention-variant"),
+        (f"{MAMBA} --mamba-state-dim 256", "--mamba-state-dim 256: the planner does not know its time and memory"),
+        (f"{HYBRID} --linear-key-head-dim 256", "--linear-key-head-dim 256: the planner does not know its time"),
+        (f"{MAMBA} --fpdt-chunk 16K", "the planner has no FPDT with --is-hybrid-model: leave it out"),
+        (f"{MAMBA} --window 4K --window-attn-skip-freq 4", "--window-attn-skip-freq with --is-hybrid-model"),
         (
             "--model deepseek-v2-lite --gpus 8 --gpu H100-80G --seq-length 8K --fpdt-chunk 4K",
             "no FPDT with --num-expert",
@@ -544,8 +551,11 @@ def test_a_plan_of_a_mixture_spreads_its_experts(
         assert config.parallel.moe_token_dispatcher_type == "alltoall"
 
 
-def test_a_plan_of_a_hybrid_says_what_each_kind_of_layer_sends(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    given = [*HYBRID.split(), "--ring", "4", "--json", str(tmp_path / "plans.json")]
+@pytest.mark.parametrize("model", [HYBRID, MAMBA], ids=["gated delta net", "mamba2"])
+def test_a_plan_of_a_hybrid_says_what_each_kind_of_layer_sends(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    given = [*model.split(), "--ring", "4", "--json", str(tmp_path / "plans.json")]
     assert plan_tool.main(given) == 0
     out = " ".join(capsys.readouterr().out.split())
     found = re.search(r"neighbours ([\d.,]+) MiB for a layer with a state and ([\d.,]+) MiB for a layer with keys", out)
@@ -555,7 +565,16 @@ def test_a_plan_of_a_hybrid_says_what_each_kind_of_layer_sends(tmp_path: Path, c
         assert not row["fpdt_chunk"]
         command = shlex.split(row["command"])
         flags = command[next(at for at, word in enumerate(command) if word.startswith("pretrain_")) + 1 :]
-        assert parse(flags, LLAMA_DEFAULTS, world_size=8).model.experimental_attention_variant == "gated_delta_net"
+        config = parse(flags, LLAMA_DEFAULTS, world_size=8).model
+        kind = config.experimental_attention_variant or config.hybrid_override_pattern
+        assert kind in ("gated_delta_net", "M-M*-MM-")
+
+
+def test_stages_of_hybrids_are_not_virtual() -> None:
+    flags = MAMBA.split()
+    workload = Request(tuple(flags[: flags.index("--gpus")]), 8).workload(2**17)
+    grids_with_stages = [grid for grid in grids(workload, 8) if grid.pipeline > 1]
+    assert grids_with_stages and all(grid.virtual == 1 for grid in grids_with_stages)
 
 
 def test_a_run_that_does_not_fit_gets_the_smallest_sufficient_number_of_gpus(capsys: pytest.CaptureFixture) -> None:

@@ -12,11 +12,10 @@ from megatron.context_parallel.attention.kernels.triton_kernels.triton_call impo
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import missing_triton
 from megatron.context_parallel.linear_attention.rules import Prepared
 from megatron.decisions.block_sizes import Blocks
-from megatron.decisions.state_exchange import BLOCK, KERNEL_BLOCK
+from megatron.decisions.state_exchange import BLOCK, KERNEL_BLOCK, LARGEST_KEYS
 from megatron.platform.hooks import replaceable
 
 PRECISION = "tf32x3"  # three products of tensor cores, nearly fp32
-LARGEST_KEYS = 128
 VALUE_BLOCK, WARPS = 16, 8  # with these no loop spills registers for 128 keys (tests/unit/test_triton_compile.py)
 OLDEST_GPU = (8, 0)
 

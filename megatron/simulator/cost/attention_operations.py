@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import NamedTuple
 
 from megatron.decisions.division import goes_by_keys, head_plan
 from megatron.decisions.ring_work import RingBlocks, block_pairs, chunk_pairs, key_blocks_by_queries, ring_blocks
@@ -23,7 +24,7 @@ from megatron.formulas.states import (
     states_of,
 )
 from megatron.formulas.strategy import Group, Strategy, Workload
-from megatron.simulator.cost.operations import BF16, FP32, MANY_TILES, Segment, collective, memory, tile
+from megatron.simulator.cost.operations import BF16, COUNTED, FP32, MANY_TILES, Segment, collective, memory, tile
 from megatron.simulator.cost.trace import HostCopy, Kernel, Transfer
 
 
@@ -214,26 +215,53 @@ def _tile(a: Attended, *, first: bool, backward: bool = False) -> Kernel:
     return tile(n, keys, heads, a.head_dim, pairs, backward=backward, name=a.kernel, value_dim=a.value_dim)
 
 
-# --- layers with a state (Gated DeltaNet) ---
+# --- layers with a state (Gated DeltaNet, Mamba2) ---
 #
-# What lies between the two projections: many small kernels. Bytes were counted in dry runs of such layers on a GPU.
+# What lies between the two projections: many small kernels. They were counted in dry runs of such layers on a GPU.
 
-# Bytes for each token and number of a key head, of a head's key, of a value, for each pair of tokens of a block, and
-# for each number of a block's states: of kernels bound by memory, and of products. Then numbers of the first kernels,
-# at all and for each segment of a span, and of the products of a segment.
-STATE_FORWARD = (248, 80, 212, 70, 5), (0, 24, 16, 12, 8), (51, 46, 5)
-STATE_BACKWARD = (829, 280, 578, 211, 26), (0, 76, 44, 36, 20), (113, 126, 14)
-MAP_FORWARD = (11, 95, 48, 66, 1), (0, 16, 0, 8, 0), (2, 43, 2)
-MAP_BACKWARD = (11, 84, 68, 72, 5), (0, 16, 0, 8, 0), (2, 45, 2)
-PRODUCTS = {False: (4, 2, 4), True: (14, 6, 10)}  # FLOPs over block x keys, block x values, keys x values
-MAP_PRODUCTS = 4, 0, 0
+
+class Counted(NamedTuple):
+    """The kernels of a pass.
+
+    Attributes:
+        bytes: for each token and number of a key head, of a head's key, of a value, for each pair of tokens of a block,
+            and for each number of a block's states: of kernels bound by memory.
+        products: the same of products.
+        kernels: numbers of the first kernels, at all and for each segment of a span, and of products of a segment.
+        flops: for each token and head, over block x keys, block x values, keys x values.
+    """
+
+    bytes: tuple[int, ...]
+    products: tuple[int, ...]
+    kernels: tuple[int, int, int]
+    flops: tuple[int, int, int]
+
+
+# (forward, backward) of outputs with convolution and norm, and of maps of spans
+DELTA = (
+    Counted((248, 80, 212, 70, 5), (0, 24, 16, 12, 8), (51, 46, 5), (4, 2, 4)),
+    Counted((829, 280, 578, 211, 26), (0, 76, 44, 36, 20), (113, 126, 14), (14, 6, 10)),
+)
+DELTA_MAPS = (
+    Counted((11, 95, 48, 66, 1), (0, 16, 0, 8, 0), (2, 43, 2), (4, 0, 0)),
+    Counted((11, 84, 68, 72, 5), (0, 16, 0, 8, 0), (2, 45, 2), (4, 0, 0)),
+)
+MAMBA = (
+    Counted((195, 44, 184, 60, 5), (0, 12, 12, 8, 4), (39, 40, 3), (2, 2, 2)),
+    Counted((687, 156, 512, 135, 25), (0, 36, 28, 20, 12), (106, 103, 8), (6, 4, 6)),
+)
+MAMBA_MAPS = (
+    Counted((11, 44, 26, 59, 2), (0, 8, 0, 4, 0), (9, 39, 1), (2, 0, 0)),
+    Counted((11, 48, 42, 63, 7), (0, 8, 0, 4, 0), (8, 41, 1), (2, 0, 0)),
+)
 
 
 def state_mixer(workload: Workload, strategy: Strategy, backward: bool = False) -> list[Segment]:
     """Convolution, states and gated norm of a layer with a state, with what is sent."""
     states = states_of(workload, strategy, BF16)
-    counted = STATE_BACKWARD if backward else STATE_FORWARD
-    mixes = Segment(_state_kernels(states, counted, PRODUCTS[backward], backward))
+    linear = workload.shape.linear
+    counted, of_maps = (DELTA, DELTA_MAPS) if linear.delta else (MAMBA, MAMBA_MAPS)
+    mixes = Segment(_state_kernels(states, counted[backward], backward))
     halo = halo_bytes(workload, strategy, BF16)[backward]
     everyone = Group(strategy.context, strategy.tensor)
     rows = Segment((), (Transfer("all_to_all", "cp", everyone, halo),)) if halo else Segment()
@@ -244,7 +272,7 @@ def state_mixer(workload: Workload, strategy: Strategy, backward: bool = False) 
         there = Segment((packs,), (Transfer("all_to_all", "ulysses", strategy.group("ulysses"), moved),))
     if states.counts.hops:
         axis, group = ("ring", strategy.group("ring")) if states.by_heads else ("cp", everyone)
-        maps = Segment(_state_kernels(states, MAP_BACKWARD if backward else MAP_FORWARD, MAP_PRODUCTS, backward))
+        maps = Segment(_state_kernels(states, of_maps[backward], backward))
         if states.relay:
             hops, state = states.counts.hops, states.exchanged.state  # this rank makes only some of the hops
             mean = exchange_bytes(states) / hops
@@ -252,29 +280,26 @@ def state_mixer(workload: Workload, strategy: Strategy, backward: bool = False) 
         else:
             sent = Segment((), (Transfer("all_gather", axis, group, exchange_bytes(states)),))
     norm = Segment()
-    if backward and strategy.tensor > 1:  # each TP rank normalizes other heads with the same weight
+    if backward and strategy.tensor > 1 and linear.delta:  # TP ranks normalize other heads with the same weight
         size = BF16 * states.sizes.values
         norm = Segment((), (collective("all_reduce", "tp", strategy.group("tp"), size),))
     order = (norm, there, maps, sent, mixes, rows) if backward else (rows, there, maps, sent, mixes)
     return [one for one in order if one.kernels or one.transfers]
 
 
-def _state_kernels(
-    states: States, counted: tuple, products: tuple[int, int, int], backward: bool
-) -> tuple[Kernel, Kernel]:
+def _state_kernels(states: States, counted: Counted, backward: bool) -> tuple[Kernel, Kernel]:
     s, block = states.sizes, KERNEL_BLOCK
     tokens = s.rows * s.batch
     of = tokens * s.key_heads * s.keys, *(tokens * s.heads * n for n in (s.keys, s.values, block))
     of = *of, tokens * s.heads * s.keys * s.values / block
-    moved, of_products, (outside, inside, gemms) = counted
-    segments = states.segments
+    segments, (outside, inside, gemms) = states.segments, counted.kernels
     kernels, gemms = outside + inside * segments, gemms * segments
-    size, read = (sum(a * b for a, b in zip(each, of)) for each in (moved, of_products))
+    size, read = (sum(a * b for a, b in zip(each, of)) for each in (counted.bytes, counted.products))
     pairs = block * s.keys, block * s.values, s.keys * s.values
-    flops = tokens * s.heads * sum(a * b for a, b in zip(products, pairs)) / gemms
+    flops = tokens * s.heads * sum(a * b for a, b in zip(counted.flops, pairs)) / gemms
     shape = (tokens * s.heads / block / segments, block, s.values, s.keys)
-    product = Kernel("states", "gemm", flops, read / gemms, shape, FP32, backward, gemms)
-    return memory("states", size / kernels, backward=backward, count=kernels), product
+    product = Kernel(COUNTED, "gemm", flops, read / gemms, shape, FP32, backward, gemms)
+    return memory(COUNTED, size / kernels, backward=backward, count=kernels), product
 
 
 # --- FPDT: tiles between chunks, and copies from and to host memory ---

@@ -96,17 +96,26 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine, program
     def on_stage(stage: int) -> tuple[States, Parts, Parts, Parts]:
         """(parameters of a stage; seconds by cause of a micro-batch, and of a mean layer's forward and backward)."""
         held, parts, forward, backward = states(shape, strategy, stage), {}, {}, {}
+        works = layer_works(sample, held.experts_share, strategy.stage_span(shape.layers, stage))
+        launching = [0.0, 0.0]  # in layers of one kind the host may run ahead, for those of another
         for layer_strategy, layers in strategy.layer_kinds(held.layers):
-            for work, share in layer_works(sample, held.experts_share, strategy.stage_span(shape.layers, stage)):
-                passes = priced_layer(work, _layer_key(layer_strategy), machine, program)
-                for mean, one in zip((forward, backward), passes):
-                    add(parts, one, share * layers)
+            for work, share in works:
+                passes = layer_passes(work, _layer_key(layer_strategy), machine, program)
+                for at, (mean, (one, host)) in enumerate(zip((forward, backward), passes)):
                     add(mean, one, share * layers / held.layers)
+                    launching[at] += share * layers / held.layers * host
+        for mean, host in zip((forward, backward), launching):
+            mean |= host_bound(mean, host)
+            add(parts, mean, held.layers)
         return held, add(parts, last) if stage == pipeline - 1 else parts, forward, backward
 
     busiest = on_stage(busiest_stage(strategy))
     others = (pipeline - 1) * (sum(busiest[1].values()) - sum(last.values()))
-    if strategy.uneven:
+    if shape.mixed and pipeline > 1:
+        stages = [on_stage(stage) for stage in range(pipeline)]
+        seconds = [sum(stage[1].values()) for stage in stages]
+        busiest, others = stages[seconds.index(max(seconds))], sum(seconds) - max(seconds)
+    elif strategy.uneven:
         seconds = [sum(on_stage(stage)[1].values()) for stage in (0, min(1, pipeline - 2), pipeline - 1)]
         others = seconds[0] + (pipeline - 2) * seconds[1] + seconds[2] - max(seconds)
         if seconds[2] < max(seconds):  # an earlier stage has more layers, without the loss
@@ -141,7 +150,7 @@ def layer_works(sample: Workload, with_experts: float, span: tuple[int, int]) ->
         with_experts: share of layers with experts.
         span: first layer, and number of layers.
     """
-    if sample.shape.linear:
+    if sample.shape.mixed:
         return _with_states(sample, *span)
     kinds = sample.kinds()
     if not sample.shape.mixture:
@@ -154,7 +163,7 @@ def layer_works(sample: Workload, with_experts: float, span: tuple[int, int]) ->
 
 @lru_cache(maxsize=1024)
 def _with_states(sample: Workload, first: int, count: int) -> list[tuple[Workload, float]]:
-    """:func:`layer_works` of a model in which some layers have a state."""
+    """:func:`layer_works` of a model whose layers differ in more than their experts."""
     shapes = Counter(sample.shape.kind(first + layer) for layer in range(count))
     return [
         (work, share * number / count)
@@ -289,19 +298,28 @@ def _sample(workload: Workload, slowest: float) -> Workload:
 
 
 @lru_cache(maxsize=65536)
-def priced_layer(
+def layer_passes(
     workload: Workload, strategy: Strategy, machine: Machine, program: Program = OURS
-) -> tuple[Parts, Parts]:
-    """Seconds of a layer's forward and backward pass in a micro-batch."""
+) -> tuple[tuple[Parts, float], tuple[Parts, float]]:
+    """(seconds on the GPU, seconds that the host needs for launches) of a layer's forward and backward pass."""
     forward, backward = (as_run(part, workload.shape, program) for part in layer(workload, strategy))
     backward = computed_again(forward, program) + backward
     return _priced(forward, machine, program), _priced(backward, machine, program, backward=True)
 
 
-def _priced(segments: list[Segment], machine: Machine, program: Program, *, backward: bool = False) -> Parts:
-    """Seconds of a pass, which takes at least as long as the host needs to launch it."""
+def priced_layer(
+    workload: Workload, strategy: Strategy, machine: Machine, program: Program = OURS
+) -> tuple[Parts, Parts]:
+    """Seconds of a layer's forward and backward pass in a micro-batch, at least those that the host needs."""
+    forward, backward = layer_passes(workload, strategy, machine, program)
+    return host_bound(*forward), host_bound(*backward)
+
+
+def _priced(
+    segments: list[Segment], machine: Machine, program: Program, *, backward: bool = False
+) -> tuple[Parts, float]:
     parts, own = price_and_launches(segments, machine)
-    return host_bound(parts, machine.dispatch * program.launches(own, backward=backward))
+    return parts, machine.dispatch * program.launches(own, backward=backward)
 
 
 @lru_cache(maxsize=65536)

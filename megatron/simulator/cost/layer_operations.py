@@ -417,7 +417,7 @@ def layer(workload: Workload, strategy: Strategy) -> tuple[list[Segment], list[S
     backward = _backward(work)
     if strategy.recompute == "full":
         backward = _again(work) + backward
-    elif strategy.recompute == "selective":
+    elif strategy.recompute == "selective" and workload.shape.mixes:
         backward = _attention(work, saving=True) + backward
     if strategy.stream_hidden:
         forward, backward = streamed(workload, strategy, a, forward, backward)
@@ -458,7 +458,9 @@ class _Layer:
         return output(self.shape, self.strategy, self.rows, self.chunks)
 
     def ffn(self, work: Callable[..., list[Segment]]) -> list[Segment]:
-        """The pass of the MLP, or of the experts in its place. ``work``: :func:`mlp` or :func:`mlp_grad`."""
+        """The pass of the MLP, or of the experts in its place, if any. ``work``: :func:`mlp` or :func:`mlp_grad`."""
+        if not self.shape.has_ffn:
+            return []
         if self.shape.mixture:
             return (experts if work is mlp else experts_grad)(self.workload, self.strategy)
         runs = self.ffn_chunks or 1
@@ -511,7 +513,8 @@ def _spread(segments: list[Segment], shares: list[float], copies: Sequence[HostC
 
 
 def _forward(work: _Layer, *, saving: bool) -> list[Segment]:
-    segments = [*work.project(), *_attention(work, saving=saving), *work.output(), *work.ffn(mlp)]
+    mixer = [*work.project(), *_attention(work, saving=saving), *work.output()] if work.shape.mixes else []
+    segments = [*mixer, *work.ffn(mlp)]
     return spread_by_work(segments, *(work.stored() if saving else ()))
 
 
@@ -547,14 +550,15 @@ def _backward(work: _Layer) -> list[Segment]:
     ]
     if shape.linear:
         tiles = state_mixer(work.workload, strategy, backward=True)
-    segments = [
-        *spread_evenly(work.ffn(mlp_grad), *copied_in_ffn_backward(a, strategy, chunks)),
+    mixer = [
         *output_grad(shape, strategy, rows, chunks),
         *tiles,
         *project_grad(shape, strategy, rows, chunks),
     ]
+    ffn = spread_evenly(work.ffn(mlp_grad), *copied_in_ffn_backward(a, strategy, chunks))
+    segments = [*ffn, *(mixer if shape.mixes else ())]
     if not strategy.fpdt_chunk:  # a chunked FFN computes its forward pass again
-        return [*work.ffn(mlp), *segments] if work.ffn_chunks else segments
+        return [*work.ffn(mlp), *segments] if work.ffn_chunks and shape.has_ffn else segments
     # Chunked layers keep nothing between a chunk's passes: projections and FFN run again before their gradients.
     segments = [*work.ffn(mlp), *work.output(), *to_sequence(a, strategy, rows, chunks), *work.project(), *segments]
     return spread_by_work(segments, *loaded_in_backward(a, strategy, chunks))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron.formulas.strategy import Shape
-from megatron.simulator.cost.operations import BF16, FP32, Parts, Segment, memory
+from megatron.simulator.cost.operations import BF16, COUNTED, FP32, Parts, Segment, memory
 from megatron.simulator.cost.seconds import attention_named
 from megatron.simulator.cost.trace import Kernel
 
@@ -50,6 +50,7 @@ class Program:
     # share of the forward matrix products that backward computes again, with all operations between them
     again: float = 0.0
     gradients: int = FP32  # bytes of a number of the model's gradients, in memory and in transfers
+    states: float = 1.0  # time of the kernels between the projections of a layer with a state, over this program's
 
     def launches(self, own: float, *, backward: bool = False) -> float:
         """Launches for a pass of a layer; ``own``: the number that this program makes."""
@@ -114,6 +115,9 @@ def host_bound(parts: Parts, seconds: float) -> Parts:
 def _kernels(kernel: Kernel, shape: Shape, program: Program, linear: bool) -> tuple[Kernel, ...]:
     if kernel.kind == "attention":
         return (replace(kernel, name=attention_named(program.attention)) if program.attention else kernel,)
+    if kernel.name == COUNTED:
+        size, flops = kernel.bytes * program.states, kernel.flops * program.states
+        return (replace(kernel, bytes=size, flops=flops),) if program.states else ()
     if kernel.name == "main_grad" and program.runs != "ours":
         return ()  # the product itself adds to it (fused), or the reduce-scatter does (FSDP)
     if kernel.kind == "memory":

@@ -82,6 +82,7 @@ Parts = dict[str, float]
 # packed, unpacked and merged. Dry runs of 12 strategies, FPDT among them, have 1.2 to 1.5 per kernel; the estimate is
 # within 25 % of their launches.
 LAUNCHES_PER_KERNEL, LAUNCHES_PER_TRANSFER = 1.35, {"ulysses": 9, "ring": 9, "ep": 9}
+COUNTED = "states"  # kernels of this name were counted one by one
 
 
 def price(segments: Iterable[Segment], machine: Machine) -> Parts:
@@ -104,10 +105,9 @@ def price_and_launches(segments: Iterable[Segment], machine: Machine) -> tuple[P
         compute = launched = 0.0
         for kernel in segment.kernels:
             seconds = kernel_seconds(kernel, machine)
-            launched += kernel.count
+            launched += kernel.count * (1.0 if kernel.name == COUNTED else LAUNCHES_PER_KERNEL)
             compute += seconds
             parts[kernel.kind] = parts.get(kernel.kind, 0.0) + seconds * count
-        launched *= LAUNCHES_PER_KERNEL
         travel = 0.0
         for transfer in segment.transfers:
             launched += transfer.count * LAUNCHES_PER_TRANSFER.get(transfer.axis, 1)

@@ -152,10 +152,9 @@ def _states(plan: Plan, problem: Problem) -> str:
     """What a rank sends for a layer, of each kind, in the forward pass of a micro-batch."""
     workload, s, linear = problem.workload, plan.strategy, problem.workload.shape.linear
     states = states_of(workload, s, BF16)
-    whole = list(linear.layers).index(0) if 0 in linear.layers else None
-    sent = {"a state": _sent(workload, s, list(linear.layers).index(1))}
-    if whole is not None:
-        sent["keys"] = _sent(workload, s, whole)
+    kinds = workload.shape.pattern or "".join("*M"[state] for state in linear.layers)
+    places = {name: kinds.find(kind) for name, kind in (("a state", "M"), ("keys", "*"))}
+    sent = {name: _sent(workload, s, place) for name, place in places.items() if place >= 0}
     how = "go from rank to rank" if states.relay else "are gathered as maps of spans"
     how += " after an all-to-all over heads" * states.by_heads
     shown = " and ".join(f"{size / 2**20:,.1f} MiB for a layer with {name}" for name, size in sent.items())

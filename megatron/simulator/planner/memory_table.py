@@ -139,7 +139,7 @@ def strategies(
         choices += [context, {**context, **full}]
     offload = {**context, **full, "offload_checkpoints": True}
     choices.append(offload)
-    if not (shape.mixture or shape.linear):
+    if not (shape.mixture or shape.mixed):
         choices.append({**offload, "fpdt_chunk": chunk})
     for zero in range(2 if pipeline > 1 else 4):  # ZeRO 2 and 3 cannot be combined with pipeline stages
         for choice in choices:
@@ -149,12 +149,12 @@ def strategies(
 def rows(
     shape: Shape, seq_length: int, strategies: Iterator[Strategy], *, itemsize: int = 2, machine: Machine | None = None
 ) -> list[Row]:
-    """For each strategy, the memory of the first or the last pipeline stage, whichever needs more."""
+    """For each strategy, the memory of the pipeline stage that needs most: the first or last if layers are alike."""
     result = []
     for strategy in strategies:
         # Enough sequences for all pipeline stages and data-parallel ranks.
         workload = Workload(shape, seq_length, strategy.data * strategy.pipeline * strategy.micro_batch)
-        stages = {0, strategy.pipeline - 1}
+        stages = range(strategy.pipeline) if shape.mixed else {0, strategy.pipeline - 1}
         memory = max(
             (device_memory(workload, strategy, itemsize=itemsize, stage=stage) for stage in stages),
             key=lambda memory: memory.total,

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.formulas.sizes import chunks_of
 from megatron.formulas.strategy import Strategy, Workload
+from megatron.simulator.cost.estimate import layer_works
 from megatron.simulator.cost.operations import Segment, price
 from megatron.simulator.cost.seconds import copy_seconds, kernel_seconds, transfer_seconds
 from megatron.simulator.cost.step_operations import (
@@ -66,7 +67,8 @@ def step_shape(plan: Plan, problem: Problem) -> Json:
     outside = ("bubble", "optimizer", "pp", *(["dp"] if s.zero <= 1 else []))
     busy = sum(seconds for name, seconds in parts.items() if name not in outside) - after.get("tp", 0.0)
     first, stage, last = passes(workload, s, machine)
-    scale = busy / batches / max(sum(last), sum(stage) if s.uneven else 0.0)
+    slowest = (first, stage, last) if workload.shape.mixed else (stage, last) if s.uneven else (last,)
+    scale = busy / batches / max(map(sum, slowest))
     after["optimizer"] = parts.get("optimizer", 0.0)
     return {
         "stages": s.pipeline,
@@ -87,18 +89,15 @@ def passes(workload: Workload, s: Strategy, machine: Machine) -> tuple[list[floa
     """
     chunks = chunks_of(workload, s)
 
-    def of(layers: int) -> list[float]:
+    def of(stage: int) -> list[float]:
         both = [0.0, 0.0]
-        for layer_strategy, number in s.layer_kinds(layers):
-            for work, share in workload.kinds():
+        for layer_strategy, number in s.layer_kinds(s.stage_layers(workload.shape.layers, stage)):
+            for work, share in _kinds(workload, s, stage):
                 for at, segments in enumerate(layer(work, layer_strategy)):
                     both[at] += share * number * _seconds(segments, machine)
         return both
 
-    stage = of(s.most_layers(workload.shape.layers))
-    first, last = (
-        of(s.stage_layers(workload.shape.layers, at)) if s.uneven else list(stage) for at in (0, s.pipeline - 1)
-    )
+    first, stage, last = (of(at) for at in (0, min(1, s.pipeline - 1), s.pipeline - 1))
     tokens = workload.seq_length * s.micro_batch // s.context
     for at, segments in enumerate(
         (loss(workload.shape, s, tokens, chunks.loss), loss_grad(workload.shape, s, tokens, chunks.loss))
@@ -192,6 +191,24 @@ def row(plan: Plan, problem: Problem) -> Json:
     }  # fmt: skip
 
 
+def _kinds(workload: Workload, s: Strategy, stage: int) -> list[tuple[Workload, float]]:
+    """(workload of a model whose layers are all of one kind, share of layers of this kind) of a stage."""
+    first, count = s.stage_span(workload.shape.layers, stage)
+    return layer_works(workload, workload.shape.with_experts(first, count) / count, (first, count))
+
+
+def _name(work: Workload, workload: Workload) -> str:
+    """What distinguishes layers of this kind from the others."""
+    shape, names = work.shape, []
+    if workload.shape.mixed:
+        names += ["with a state" if shape.linear else "with keys"] if shape.mixes else ["with an FFN alone"]
+    if workload.shape.mixture and shape.has_ffn:
+        names.append("with experts" if shape.mixture else "without experts")
+    if workload.whole:
+        names.append("without the window" if work.keys == workload.whole_keys else "with the window")
+    return "".join(f" {name}" for name in names)
+
+
 def layers(plan: Plan, problem: Problem) -> list[Json]:
     """The work of each stream over time, in seconds, for the passes of a layer, the embedding and the loss."""
     s, workload = plan.strategy, problem.workload
@@ -199,9 +216,8 @@ def layers(plan: Plan, problem: Problem) -> list[Json]:
     drawn = []
     for layer_strategy, number in s.layer_kinds(stage_layers):
         again = " recomputed" if layer_strategy.recompute == "full" and s.recompute_method == "block" else ""
-        for work, share in workload.kinds():
-            own = " without the window" if work.keys == workload.whole_keys else " with the window"
-            kind = "" if share == 1 else own
+        for work, share in _kinds(workload, s, busiest_stage(s)):
+            kind = "" if share == 1 else _name(work, workload)
             for name, segments in zip(("forward", "backward"), layer(work, layer_strategy)):
                 drawn.append(
                     {

@@ -105,10 +105,12 @@ def priced(problem: Problem, strategy: Strategy) -> Plan:
 def fullest(workload: Workload, strategy: Strategy) -> Memory:
     """Memory of the pipeline stage that needs most.
 
-    This is the first stage (most micro-batches in flight), the second (it also keeps a gradient to send) or the last
-    (the loss).
+    If layers are alike, this is the first stage (most micro-batches in flight), the second (it also keeps a gradient to
+    send) or the last (the loss).
     """
     stages = {0, min(1, strategy.pipeline - 1), strategy.pipeline - 1}
+    if workload.shape.mixed:
+        stages = set(range(strategy.pipeline))
     return max((device_memory(workload, strategy, stage=stage) for stage in stages), key=lambda memory: memory.total)
 
 

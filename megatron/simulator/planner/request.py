@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from statistics import fmean, pstdev
 
+from megatron.decisions.state_exchange import LARGEST_KEYS
 from megatron.formulas.strategy import Shape, Workload
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.models import LLAMA_DEFAULTS, model_shape
@@ -259,6 +260,8 @@ class Request:
         # One more than --vocab-size: without a tokenizer, a run adds a token for the end of a document.
         shape = model_shape(config.model, config.model.vocab_size + 1)
         _check_imbalance(shape, self.imbalance)
+        if shape.pattern and self.window and self.window_skip:
+            raise Refusal("--window-attn-skip-freq with --is-hybrid-model: the planner has one window: leave it out")
         if not self.documents and not 0 < self.window < seq_length:
             return Workload(shape, seq_length, self.global_batch, imbalance=self.imbalance)
         work = packed(self.documents, seq_length, self.window)
@@ -331,7 +334,10 @@ def _refuse_unknown(config: Config) -> None:
         "--attn-logit-softcapping": model.attn_logit_softcapping,
         "--final-logit-softcapping": model.final_logit_softcapping,
         f"--mtp-num-layers {model.mtp_num_layers}": model.mtp_num_layers,
-        "--is-hybrid-model": model.is_hybrid_model,
+        f"--mamba-state-dim {model.mamba_state_dim}": model.is_hybrid_model and model.mamba_state_dim > LARGEST_KEYS,
+        f"--linear-key-head-dim {model.linear_key_head_dim}": (
+            model.experimental_attention_variant and model.linear_key_head_dim > LARGEST_KEYS
+        ),
         "--num-experts with linear layers that have a bias": model.num_experts and model.add_bias_linear,
     }
     for flag in (flag for flag, given in wrong.items() if given):

@@ -56,10 +56,10 @@ class Limits:
         """
         if not shape.mixture and self.expert not in (None, (1,)):
             raise Refusal("--expert: the model has no experts: leave it out")
-        if not (shape.mixture or shape.linear or shape.output_gate):
+        if not (shape.mixture or shape.mixed or shape.output_gate):
             return self
-        kinds = {"--num-experts": shape.mixture, "--experimental-attention-variant": shape.linear,
-                 "--attention-output-gate": True}  # fmt: skip
+        kinds = {"--is-hybrid-model": shape.pattern, "--num-experts": shape.mixture,
+                 "--experimental-attention-variant": shape.linear, "--attention-output-gate": True}  # fmt: skip
         what = next(flag for flag, present in kinds.items() if present)
         if self.fpdt_chunk not in (None, (0,)):
             raise Refusal(f"--fpdt-chunk: the planner has no FPDT with {what}: leave it out")
@@ -105,9 +105,10 @@ def _schedules(base: Strategy, workload: Workload, limits: Limits) -> Iterator[S
             continue
         interleaved = base.pipeline > 1 and samples // micro_batch % base.pipeline == 0
         for virtual in chosen(divisors(layers), limits.virtual):
-            # Larger differences need --decoder-...-num-layers, which cannot be combined with virtual stages.
+            # Larger differences need --decoder-...-num-layers, which cannot be combined with virtual stages. Those of
+            # hybrids have no formula.
             even = max(base.first_less, base.last_less) < (2 if layers > virtual else 1)
-            if virtual == 1 or (interleaved and even):
+            if virtual == 1 or (interleaved and even and not workload.shape.pattern):
                 yield base.but(micro_batch=micro_batch, virtual=virtual)
 
 
@@ -204,10 +205,10 @@ def recompute_savings(grid: Strategy, workload: Workload, limits: Limits = Limit
 def unit_savings(grid: Strategy, workload: Workload, limits: Limits = Limits()) -> Iterator[Strategy]:
     """Full recompute in units of several layers, with and without FPDT. Layer by layer it is at least as fast.
 
-    Layers with a state have no formula for it, nor for block recompute.
+    Models with several kinds of layers have no formula for it, nor for block recompute.
     """
     layers = grid.most_layers(workload.shape.layers)
-    if not allowed("full", limits.recompute) or workload.shape.linear:
+    if not allowed("full", limits.recompute) or workload.shape.mixed:
         return
     losses, runs = _chunk_choices(grid, workload, limits)
     for unit in UNITS:
@@ -231,7 +232,7 @@ def _units_fit(unit: int, layers: int, grid: Strategy) -> bool:
 def _block_recompute(grid: Strategy, workload: Workload, limits: Limits, eighths: Iterable[int]) -> Iterator[Strategy]:
     """Full recompute of some layers of a stage (block)."""
     layers = grid.most_layers(workload.shape.layers)
-    if allowed("block", limits.recompute) and grid.virtual == 1 and not workload.shape.linear:
+    if allowed("block", limits.recompute) and grid.virtual == 1 and not workload.shape.mixed:
         shortest = layers - max(grid.first_less, grid.last_less)
         for again in sorted({ceil(layers * part / 8) for part in eighths}):
             if again < shortest:

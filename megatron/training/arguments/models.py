@@ -107,6 +107,13 @@ QWEN3_NEXT: dict[str, Any] = QWEN3_MOE | {
 }  # fmt: skip
 
 
+# 24 layers of Mamba2, 24 MLPs and 4 layers with attention, which has no positions.
+NEMOTRON_H: dict[str, Any] = LLAMA3 | {
+    "position_embedding_type": "none", "swiglu": False, "squared_relu": True, "kv_channels": 128,
+    "is_hybrid_model": True, "hybrid_override_pattern": "M-M-M-M" + "*-M-M-M-M-M" * 4 + "-", "mamba_num_heads": 128,
+}  # fmt: skip
+
+
 GPT_OSS: dict[str, Any] = LLAMA3 | {
     "max_position_embeddings": 131072, "kv_channels": 64, "add_bias_linear": True, "softmax_type": "learnable",
     "position_embedding_type": "yarn", "rotary_base": 150000, "yarn_rotary_scaling_factor": 32.0,
@@ -208,6 +215,7 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen3-30b-a3b": (151936, QWEN3_MOE | _size(48, 2048, 32, 6144) | _experts(128, 768)),
     "qwen3-235b-a22b": (151936, QWEN3_MOE | _size(94, 4096, 64, 12288) | _experts(128, 1536)),
     "qwen3-next-80b-a3b": (151936, QWEN3_NEXT | _size(48, 2048, 16, 5120) | _experts(512, 512)),
+    "nemotron-h-8b": (131072, NEMOTRON_H | _size(52, 4096, 32, 21504)),
     "mistral-7b": (32768, MISTRAL | _size(32, 4096, 32, 14336)),
     "mixtral-8x7b": (32000, MIXTRAL | _size(32, 4096, 32, 14336)),
     "mixtral-8x22b": (32000, MIXTRAL | _size(56, 6144, 48, 16384) | {"max_position_embeddings": 65536}),

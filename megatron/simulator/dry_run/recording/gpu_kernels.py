@@ -356,21 +356,21 @@ def _rms_norm(recorder: Recorder, x: Tensor, shape: Any, weight: Tensor | None =
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, recorder: Recorder, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, recorder: Recorder, x: Tensor, weight: Tensor | None) -> Tensor:
         ctx.recorder = recorder
         rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32)
         ctx.save_for_backward(x, weight, rstd)
 
-        def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+        def rms_norm(x: Tensor, weight: Tensor | None) -> Tensor:
             return torch.empty_like(x)
 
         return recorder.fused(rms_norm, (x, weight), {})
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, Tensor]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, Tensor | None]:
         x, weight, rstd = ctx.saved_tensors
 
-        def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            return torch.empty_like(x), torch.empty_like(weight)
+        def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
 
         return None, *ctx.recorder.fused(rms_norm_backward, (dy, x, weight), {})
