@@ -142,7 +142,7 @@ UNUSED = {
     6: ("transformer.attention", ["CrossAttention", "t5_model"]),
     7: ("models.multimodal.llava_model", ["LLaVAModel", "llava_model"]),
     10: ("transformer.moe.router", ["TopKRouter", "get_tokens_per_expert_and_token_count"]),
-    11: ("ssm.mamba_mixer", ["mamba_mixer"]),
+    11: ("ssm.mamba_mixer", ["MambaMixer"]),
     "appendix": ("distributed.fsdp.mcore_fsdp_adapter", ["mcore_fsdp_adapter", "megatron_fsdp"]),
 }
 

@@ -188,7 +188,7 @@ def test_09_megatron_core_would_unpickle_a_cache_that_is_exchanged():
 
     assert "allow_pickle=True" in inspect.getsource(gpt_dataset)
     data = DataConfig(data_cache_path="/own")
-    file = data_files.DataFile("/data/c", np.uint16, 1, ("c",))
+    file = data_files.DataFile("/data/c", np.uint16, 1, ("c",), "/data/c.idx")
     assert data_files.cache_folder(data, [file], {}).startswith("/own/")
 
 
@@ -389,7 +389,7 @@ def test_22_only_this_user_can_read_copies_in_memory():
 
 
 def test_23_index_caches_lie_next_to_the_data():
-    file = data_files.DataFile("/data/c", np.uint16, 1, ("c",))
+    file = data_files.DataFile("/data/c", np.uint16, 1, ("c",), "/data/c.idx")
     assert data_files.cache_folder(DataConfig(), [file], {}).startswith("/data/index-cache/")
 
 

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import importlib.util
 import io
+import itertools
 import json
 import os
 import signal
@@ -14,16 +16,23 @@ import sys
 import tarfile
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
+from megatron.training.arguments.config import Config, DataConfig
+from megatron.training.data import read_tokens
 from megatron.training.data.chat_template import chats_of
+from megatron.training.data.datasets import build_datasets
+from megatron.training.data.read_tokens import DataError
 from megatron.training.data.sources import partitions, tar_files
 from megatron.training.data.sources.filters import Filter
 from megatron.training.data.sources.token_files import TokenWriter
 from megatron.training.data.text_files import Reader, expand
+from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.refusal import Refusal
 from tests.patience import patience
 from tools import data, preprocess_data
@@ -197,17 +206,17 @@ def test_urls(tmp_path, capsys):
 
 @pytest.fixture
 def s3(monkeypatch):
-    """A local S3 server of which every fifth request fails."""
+    """A local S3 server. Its attributes: every how many requests one fails, and the paths of those that failed."""
     pytest.importorskip("s3fs")
     server_of = pytest.importorskip("moto.server")
     from werkzeug.serving import make_server
 
-    application, count, failed = server_of.DomainDispatcherApplication(server_of.create_backend_app), [0], []
+    application, count = server_of.DomainDispatcherApplication(server_of.create_backend_app), itertools.count(1)
+    state = SimpleNamespace(every=5, failed=[])
 
     def flaky(environment, start_response):
-        count[0] += 1
-        if count[0] % 5 == 0:
-            failed.append(environment["PATH_INFO"])
+        if next(count) % state.every == 0:
+            state.failed.append(environment["PATH_INFO"])
             start_response("503 Slow Down", [("Content-Type", "text/plain")])
             return [b"slow down"]
         return application(environment, start_response)
@@ -217,7 +226,8 @@ def s3(monkeypatch):
     for name, value in {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1",
                         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}"}.items():  # fmt: skip
         monkeypatch.setenv(name, value)
-    yield failed
+    importlib.import_module("s3fs").S3FileSystem.clear_instance_cache()  # its addresses are those of earlier servers
+    yield state
     server.shutdown()
 
 
@@ -230,7 +240,103 @@ def test_an_s3_server_that_fails_every_fifth_request(tmp_path, s3):
         system.pipe(f"bucket/{name}", FORMS[name]())
     assert read(run("s3://bucket/a.*", prefix=tmp_path / "out")) == TOKENS * 3
     assert read(run("s3://bucket/a.*", prefix=tmp_path / "parts", extra=["--partitions", 5])) == TOKENS * 3
-    assert len(s3) > 3
+    assert len(s3.failed) > 3
+
+
+# --- training data at a URL
+
+
+@pytest.fixture
+def stored(tmp_path, s3):
+    """(a prefix of .bin/.idx in the file system, the same files in S3, the options for a copy of the index)."""
+    import fsspec
+
+    s3.every = 10**9
+    random, local = np.random.default_rng(0), str(tmp_path / "corpus")
+    builder = IndexedDatasetBuilder(f"{local}.bin", dtype=np.uint16)
+    for size in random.integers(5, 60, 40):
+        builder.add_document(torch.from_numpy(random.integers(0, 1000, size)), [size])
+    builder.finalize(f"{local}.idx")
+    system = fsspec.filesystem("s3")
+    system.makedirs("data", exist_ok=True)
+    for end in ("bin", "idx"):
+        system.put(f"{local}.{end}", f"data/corpus.{end}")
+    return local, "s3://data/corpus", system, str(tmp_path / "copies")
+
+
+def datasets_of(prefix, cache, seq_length=16, **options):
+    config = Config()
+    config.data = DataConfig(seq_length=seq_length, data_path=[prefix], object_storage_cache_path=cache, **options)
+    return build_datasets(config, build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), 1000), (60, 6, 0))
+
+
+@pytest.mark.parametrize("packing", ["greedy", "best-fit"])
+def test_samples_of_files_at_a_url(stored, s3, packing):
+    """The same as those of local files, also in the processes of a loader, while every fifth request fails."""
+    local, remote, _, copies = stored
+    expected, found = datasets_of(local, None, packing=packing), datasets_of(remote, copies, packing=packing)
+    s3.every = 5
+    for ours, other in zip(found[:2], expected[:2]):
+        chosen = range(0, len(other), max(1, len(other) // 8))
+        loader = torch.utils.data.DataLoader(torch.utils.data.Subset(ours, chosen), batch_size=None, num_workers=2)
+        for sample, i in zip(loader, chosen, strict=True):
+            assert all(torch.equal(sample[name], other[i][name]) for name in ("tokens", "labels", "loss_mask"))
+    assert s3.failed
+    assert len([name for name in os.listdir(copies) if name.endswith(".idx")]) == 1
+    assert os.listdir(os.path.join(copies, "index-cache"))
+
+
+def test_a_rank_requests_its_span_alone(stored, monkeypatch):
+    """Of a long sample, the pieces that one rank needs; all in one round of requests."""
+    local, remote, _, copies = stored
+    rounds, read = [], read_tokens.read_ranges
+    monkeypatch.setattr(read_tokens, "read_ranges", lambda path, parts: rounds.append(parts) or read(path, parts))
+    dataset, expected = (datasets_of(*given, seq_length=256)[0] for given in ((remote, copies), (local, None)))
+    rounds.clear()
+    part = dataset.part(3, [(64, 97)])
+    assert torch.equal(part["tokens"][64:96], expected[3]["tokens"][64:96])
+    assert len(rounds) == 1 and sum(end - begin for begin, end in rounds[0]) == 2 * 33
+
+
+def test_a_replaced_file_at_a_url_has_a_new_index(stored):
+    local, remote, system, copies = stored
+    before = datasets_of(remote, copies)[0]
+    builder = IndexedDatasetBuilder(f"{local}.bin", dtype=np.uint16)
+    builder.add_document(torch.arange(900), [900])
+    builder.finalize(f"{local}.idx")
+    for end in ("bin", "idx"):
+        system.put(f"{local}.{end}", f"data/corpus.{end}")
+    after = datasets_of(remote, copies)[0]
+    assert len(os.listdir(os.path.join(copies, "index-cache"))) == 2
+    assert torch.equal(after[0]["tokens"], datasets_of(local, None)[0][0]["tokens"])
+    with pytest.raises(DataError, match="s3://data/corpus.bin"):  # or ids that are those of other documents
+        for i in range(len(before)):
+            before[i]
+
+
+def test_errors_of_files_at_a_url(stored, tmp_path, monkeypatch, caplog):
+    local, remote, system, copies = stored
+    with pytest.raises(Refusal, match="--data-path s3://data/corpus: give --object-storage-cache-path FOLDER"):
+        datasets_of(remote, None)
+    with pytest.raises(Refusal, match="--data-path s3://data/other: no such file: s3://data/other.bin"):
+        datasets_of("s3://data/other", copies)
+    (tmp_path / "file").touch()
+    with pytest.raises(Refusal, match="--object-storage-cache-path .*file/copies: .* cannot be copied there"):
+        datasets_of(remote, str(tmp_path / "file" / "copies"))
+    with pytest.raises(Refusal, match="s3://data/corpus.bin: no document ends with token"):
+        datasets_of(remote, copies, reset_attention_mask=True)
+    with pytest.raises(Refusal, match="unknown://data/corpus.bin: "):
+        datasets_of("unknown://data/corpus", copies)
+    read, errors = read_tokens.read_ranges, [OSError("slow"), TimeoutError("late")]
+    monkeypatch.setattr(read_tokens, "PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(
+        read_tokens, "read_ranges", lambda path, parts: [errors.pop()] * len(parts) if errors else read(path, parts)
+    )
+    dataset = datasets_of(remote, copies)[0]
+    assert not errors and "s3://data/corpus.bin: late; reading it again" in caplog.text
+    system.rm("data/corpus.bin")
+    with pytest.raises(DataError, match="^s3://data/corpus.bin: cannot be read: "):
+        dataset[0]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron.training.arguments.config import Config
+from megatron.training.arguments.data_paths import may_have_url
 from megatron.training.arguments.models import ROTARY, is_gated
 
 FILELESS = (
@@ -85,6 +86,7 @@ READERS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
         lambda c: not c.data.mock_data,
         "split data_cache_path num_dataset_builder_threads",
     ),
+    ("read only with data that have a URL", lambda c: may_have_url(c.data), "object_storage_cache_path"),
     (
         "read only with --tokenizer-type GPT2BPETokenizer or QwenTokenizer",
         lambda c: c.data.tokenizer_type in ("GPT2BPETokenizer", "QwenTokenizer"),

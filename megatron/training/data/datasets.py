@@ -212,6 +212,7 @@ def build_datasets(
         fim=fim_of(data, tokenizer),
         path_to_cache="",
         num_dataset_builder_threads=data.num_dataset_builder_threads,
+        object_storage_cache_path=data.object_storage_cache_path,
         tokenizer=tokenizer,
         reset_position_ids=False,
         reset_attention_mask=False,
@@ -300,7 +301,7 @@ def _check_files(
             prefix, part = portion(given)
             share = part or of_split
             if prefix not in files:
-                files[prefix] = data_files.open_prefix(prefix, flag)
+                files[prefix] = data_files.open_prefix(prefix, flag, core.object_storage_cache_path)
                 if not (torch.distributed.is_initialized() and torch.distributed.get_rank() > 0):
                     data_files.check_order(files[prefix], flag)
                 data_files.check_token_ids(files[prefix], tokenizer.vocab_size, tokenizer.source)
@@ -380,7 +381,8 @@ class TokenDataset(GPTDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: LocalConfig) -> TokenFile:
-        return data_files.open_prefix(portion(dataset_path)[0], "--data-path").open()
+        prefix = portion(dataset_path)[0]
+        return data_files.open_prefix(prefix, "--data-path", config.object_storage_cache_path).open()
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: TokenFile) -> int:
@@ -424,27 +426,25 @@ class TokenDataset(GPTDataset):
             pieces: (document, its first token, number of tokens) of each; None: to the document's end.
         """
         length = self.config.sequence_length + self.config.add_extra_token_to_sequence
-        get, read, documents, at = self.dataset.get, [], [], 0
-        text = np.zeros(length, np.int64)
+        wanted, places, at = [], [], 0
         for document, offset, size in pieces:
-            wanted = [(0, size)]
+            size = self.dataset.size(document) - offset if size is None else size
+            inside = [(0, size)]
             if self._spans is not None:
-                size = self.dataset.lengths.number(document) - offset if size is None else size
-                inside = ((max(begin - at, 0), min(end - at, size)) for begin, end in self._spans)
-                wanted = [(begin, end - begin) for begin, end in inside if begin < end]
-            for begin, count in wanted:
-                part = get(document, offset + begin, count)
-                if not len(part) <= length - at - begin:
-                    raise self._damaged()
-                text[at + begin : at + begin + len(part)] = part
-                read.append(part)
-                documents.append(document)
-            at += len(part) if size is None else size
+                inside = [(max(begin - at, 0), min(end - at, size)) for begin, end in self._spans]
+                inside = [(begin, end) for begin, end in inside if begin < end]
+            wanted += [(document, offset + begin, end - begin) for begin, end in inside]
+            places += [at + begin for begin, _ in inside]
+            at += size
         if not 0 < at <= length:
             raise self._damaged()
+        parts = self.dataset.get_many(wanted)
+        text = np.zeros(length, np.int64)
+        for part, place in zip(parts, places):
+            text[place : place + len(part)] = part
         text[at:] = self._pad_token_id
-        if read:
-            self._check(np.concatenate(read), read, documents)
+        if parts:
+            self._check(np.concatenate(parts), parts, [document for document, *_ in wanted])
         return text
 
     def _damaged(self) -> DataError:

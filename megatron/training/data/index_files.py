@@ -7,6 +7,7 @@ index cache depends only on the path, so new data under an old name would be rea
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import json
@@ -17,6 +18,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +26,8 @@ from megatron.training.arguments.config import DataConfig
 from megatron.training.arguments.data_paths import Blend, parse_blend, weighted_groups
 from megatron.training.data.packing.length_mixtures import read_mixture
 from megatron.training.data.read_tokens import DataError, FileArray, OpenFile, TokenFile, check_ids
+from megatron.training.data.sources.remote import BLOCK, exists, is_remote, open_input, properties
+from megatron.training.data.text_files import atomic_files
 from megatron.training.disk import sync_tree
 from megatron.training.json_file import read_bytes, read_json
 from megatron.training.refusal import Refusal, one_line, reason
@@ -92,21 +96,27 @@ FORM = 2  # version of index caches: a folder with a list of its files
 
 @dataclass(frozen=True)
 class DataFile:
-    """A prefix whose .bin and .idx are complete."""
+    """A prefix whose .bin and .idx are complete.
+
+    Attributes:
+        identity: changes when the data does.
+        index: the .idx in the file system.
+    """
 
     prefix: str
     dtype: type[np.integer]
     sequences: int
-    identity: tuple  # changes when the data does
+    identity: tuple
+    index: str
 
     def lengths(self) -> FileArray:
         """Tokens of each document."""
-        return FileArray(OpenFile(f"{self.prefix}.idx"), np.int32, (self.sequences,), HEADER.size)
+        return FileArray(OpenFile(self.index), np.int32, (self.sequences,), HEADER.size)
 
     def starts(self) -> FileArray:
         """The offset of each document in the .bin, in bytes."""
         offset = HEADER.size + 4 * self.sequences
-        return FileArray(OpenFile(f"{self.prefix}.idx"), np.int64, (self.sequences,), offset)
+        return FileArray(OpenFile(self.index), np.int64, (self.sequences,), offset)
 
     def open(self) -> TokenFile:
         """The documents."""
@@ -186,30 +196,55 @@ def _text(path: str, flag: str) -> str:
         raise Refusal(f"{flag} {path}: not text: {reason(error)}") from None
 
 
-def open_prefix(prefix: str, flag: str) -> DataFile:
-    """Check that both files of a prefix exist and are complete, in a time that does not depend on their size."""
+def open_prefix(prefix: str, flag: str, cache: str | None = None) -> DataFile:
+    """Check that both files of a prefix exist and are complete, in a time that does not depend on their size.
+
+    Args:
+        prefix: of files, or a URL.
+        cache: folder for copies of remote indices.
+    """
     paths = {extension: f"{prefix}.{extension}" for extension in ("bin", "idx")}
-    for path in paths.values():
-        if not os.path.isfile(path):
-            raise Refusal(f"{flag} {prefix}: no such file: {path}")
+    if is_remote(prefix) and not cache:
+        raise Refusal(f"{flag} {prefix}: give --object-storage-cache-path FOLDER for a copy of its index")
     try:
-        return _open_prefix(prefix, flag, paths)
+        for path in paths.values():
+            if not (exists(path) if is_remote(path) else os.path.isfile(path)):
+                raise Refusal(f"{flag} {prefix}: no such file: {path}")
+        return _open_prefix(prefix, flag, paths, cache)
     except OSError as error:
         raise Refusal(f"{flag} {prefix}: {error.filename or prefix} cannot be read: {reason(error)}") from None
 
 
-def _open_prefix(prefix: str, flag: str, paths: dict[str, str]) -> DataFile:
-    idx, idx_stat, bin_stat = paths["idx"], os.stat(paths["idx"]), os.stat(paths["bin"])
-    with open(idx, "rb") as file:
+def _copied(idx: str, size: int, version: Any, cache: str) -> str:
+    """A copy of a remote .idx, which all processes of a machine share; the first one makes it."""
+    name = hashlib.sha256(json.dumps([idx, size, version]).encode()).hexdigest()[:24]
+    path = os.path.join(cache, f"{name}.idx")
+    try:
+        os.makedirs(cache, exist_ok=True)
+        with open(f"{path}.lock", "w") as lock:
+            with suppress(OSError):  # without locks, several processes make it
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if not os.path.exists(path):
+                with atomic_files([path], overwrite=True) as (temporary,), open(temporary, "wb") as out:
+                    shutil.copyfileobj(open_input(idx), out, BLOCK)
+    except OSError as error:
+        raise Refusal(f"--object-storage-cache-path {cache}: {idx} cannot be copied there: {reason(error)}") from None
+    return path
+
+
+def _open_prefix(prefix: str, flag: str, paths: dict[str, str], cache: str | None) -> DataFile:
+    idx, (idx_size, idx_version), (bin_size, bin_version) = paths["idx"], *map(properties, (paths["idx"], paths["bin"]))
+    index = _copied(idx, idx_size, idx_version, cache) if is_remote(idx) else idx
+    with open(index, "rb") as file:
         head = file.read(HEADER.size)
         if len(head) < HEADER.size or not head.startswith(MAGIC):
             raise Refusal(f"{flag} {prefix}: {idx} is not a Megatron index")
         _, version, code, sequences, documents = HEADER.unpack(head)
         if version != 1 or code not in TOKEN_TYPES:
             raise Refusal(f"{flag} {prefix}: {idx} has version {version} and data type {code}, which cannot be read")
-        expected = HEADER.size + 12 * sequences + 8 * documents
-        if idx_stat.st_size not in (expected, expected + sequences):  # one byte more per sequence: multimodal
-            raise Refusal(f"{flag} {prefix}: {idx} holds {idx_stat.st_size} bytes, expected {expected}: damaged")
+        expected, actual = HEADER.size + 12 * sequences + 8 * documents, os.path.getsize(index)
+        if actual not in (expected, expected + sequences):  # one byte more per sequence: multimodal
+            raise Refusal(f"{flag} {prefix}: {idx} holds {actual} bytes, expected {expected}: damaged")
         if sequences == 0:
             raise Refusal(f"{flag} {prefix}: {idx} holds no documents")
         file.seek(HEADER.size + 12 * sequences + 8 * (documents - 1))
@@ -220,14 +255,13 @@ def _open_prefix(prefix: str, flag: str, paths: dict[str, str]) -> DataFile:
         file.seek(HEADER.size + 4 * sequences + 8 * (sequences - 1))
         (last_start,) = struct.unpack("<q", file.read(8))
     expected = last_start + last_length * np.dtype(TOKEN_TYPES[code]).itemsize
-    if bin_stat.st_size != expected:
-        problem = "truncated" if bin_stat.st_size < expected else "not the file of this .idx"
+    if bin_size != expected:
+        problem = "truncated" if bin_size < expected else "not the file of this .idx"
         raise Refusal(
-            f"{flag} {prefix}: {paths['bin']} holds {bin_stat.st_size} bytes, expected {expected} from the .idx: "
-            f"{problem}"
+            f"{flag} {prefix}: {paths['bin']} holds {bin_size} bytes, expected {expected} from the .idx: {problem}"
         )
-    identity = (prefix, bin_stat.st_size, bin_stat.st_mtime_ns, idx_stat.st_size, idx_stat.st_mtime_ns)
-    return DataFile(prefix, TOKEN_TYPES[code], sequences, identity)
+    identity = (prefix, bin_size, bin_version, idx_size, idx_version)
+    return DataFile(prefix, TOKEN_TYPES[code], sequences, identity, index)
 
 
 def check_order(file: DataFile, flag: str, block: int = 1 << 20) -> None:
@@ -290,8 +324,8 @@ def check_token_ids(file: DataFile, vocab_size: int, source: str, documents: int
     chosen = np.unique(np.linspace(0, file.sequences - 1, min(documents, file.sequences)).astype(np.int64))
     try:
         reader = file.open()
-        for document in chosen:
-            ids = reader.get(int(document), 0, min(reader.lengths[document], tokens))
+        parts = [(document, 0, min(reader.size(document), tokens)) for document in chosen.tolist()]
+        for document, ids in zip(chosen, reader.get_many(parts)):
             check_ids(ids, vocab_size, source, functools.partial(reader.where, document))
     except DataError as error:
         raise Refusal(str(error)) from None
@@ -299,14 +333,14 @@ def check_token_ids(file: DataFile, vocab_size: int, source: str, documents: int
 
 def check_document_ends(file: DataFile, eod: int, documents: int = 64) -> None:
     """Check that at least one of some sampled documents ends with the end-of-document token, which packing needs."""
-    lengths, starts, size = file.lengths(), file.starts(), np.dtype(file.dtype).itemsize
-    chosen = np.unique(np.linspace(0, file.sequences - 1, min(documents, file.sequences)).astype(np.int64))
-    with open(f"{file.prefix}.bin", "rb") as stream:
-        for document in chosen:
-            if lengths[document]:
-                stream.seek(int(starts[document]) + (int(lengths[document]) - 1) * size)
-                if np.fromfile(stream, file.dtype, 1)[0] == eod:
-                    return
+    chosen = np.unique(np.linspace(0, file.sequences - 1, min(documents, file.sequences)).astype(np.int64)).tolist()
+    try:
+        reader = file.open()
+        last = [(document, size - 1, 1) for document in chosen if (size := reader.size(document))]
+        if any(ids[0] == eod for ids in reader.get_many(last)):
+            return
+    except DataError as error:
+        raise Refusal(str(error)) from None
     raise Refusal(
         f"{file.prefix}.bin: no document ends with token {eod}, the tokenizer's end of document, which "
         "--reset-attention-mask and --reset-position-ids need: write the data with "
@@ -333,7 +367,8 @@ def check_share(file: DataFile, share: tuple[float, float], need: int, name: str
 
 
 def cache_folder(data: DataConfig, files: list[DataFile], parts: dict) -> str:
-    """The folder of a set of indices, named by a hash of everything they depend on; by default next to the data."""
-    root = data.data_cache_path or os.path.join(os.path.dirname(os.path.abspath(files[0].prefix)), "index-cache")
+    """The folder of a set of indices, named by a hash of everything they depend on; by default next to an .idx."""
+    beside = os.path.dirname(os.path.abspath(files[0].index))
+    root = data.data_cache_path or os.path.join(beside, "index-cache")
     text = json.dumps({"files": [file.identity for file in files], "form": FORM, **parts}, sort_keys=True)
     return os.path.join(root, hashlib.sha256(text.encode()).hexdigest()[:24])

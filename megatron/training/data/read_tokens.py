@@ -14,11 +14,12 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from megatron.training.data.sources.remote import is_remote, read_ranges
 from megatron.training.refusal import reason
 
 logger = logging.getLogger(__name__)
@@ -61,12 +62,13 @@ class OpenFile:
         while len(data) < count:  # one call reads at most 2 GiB
             more = self.read(min(count - len(data), 1 << 30), offset + len(data)) if data else b""
             if not more:
-                raise DataError(
-                    f"{self.path} ends before byte {offset + count}, which was to be read: it became shorter while in "
-                    "use, or its index is damaged"
-                )
+                raise _too_short(self.path, offset + count)
             data += more
         return data
+
+    def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """:meth:`read` for each (count, offset)."""
+        return [self.read(*part) for part in ranges]
 
     def _retry(self, error: OSError, count: int, offset: int) -> bytes:
         """Read again after an error that may be temporary."""
@@ -80,6 +82,54 @@ class OpenFile:
             except OSError as next_error:
                 error = next_error
         raise DataError(f"{self.path}: cannot be read at byte {offset}: {reason(error)}")
+
+
+class RemoteFile:
+    """A file of object storage. Each read is its own request, so that threads and forked processes may share it.
+
+    Args:
+        path: its URL.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """``count`` bytes from byte ``offset`` on for each (count, offset), requested at the same time.
+
+        Raises:
+            DataError: the file is too short, or cannot be read.
+        """
+        parts: dict[int, bytes] = {i: b"" for i, (count, _) in enumerate(ranges) if not count}
+        for pause in (*PAUSES, None):
+            missing = [i for i in range(len(ranges)) if i not in parts]
+            error = self._fill(parts, missing, ranges) if missing else None
+            if error is None:
+                return [parts[i] for i in range(len(ranges))]
+            if pause is None or isinstance(error, FileNotFoundError | PermissionError):
+                raise DataError(f"{self.path}: cannot be read: {reason(error)}")
+            logger.warning("%s: %s; reading it again in %g s", self.path, reason(error), pause)
+            time.sleep(pause)
+        raise AssertionError
+
+    def _fill(self, parts: dict[int, bytes], missing: list[int], ranges: Sequence[tuple[int, int]]) -> OSError | None:
+        """Read the missing parts; returns the last error."""
+        try:
+            found = read_ranges(self.path, [(ranges[i][1], sum(ranges[i])) for i in missing])
+        except OSError as error:
+            return error
+        for i, part in zip(missing, found):
+            if isinstance(part, bytes):
+                if len(part) != ranges[i][0]:
+                    raise _too_short(self.path, sum(ranges[i]))
+                parts[i] = part
+        return next((part for part in found if isinstance(part, OSError)), None)
+
+
+def _too_short(path: str, end: int) -> DataError:
+    return DataError(
+        f"{path} ends before byte {end}, which was to be read: it became shorter while in use, or its index is damaged"
+    )
 
 
 class FileArray:
@@ -179,12 +229,13 @@ class TokenFile:
         starts: offset of each document in the .bin, in bytes, int64 [documents].
 
     Raises:
-        DataError: the .bin cannot be opened.
+        DataError: a .bin of the file system cannot be opened.
     """
 
     def __init__(self, prefix: str, dtype: Any, lengths: FileArray, starts: FileArray) -> None:
         self.path_prefix, self.dtype, self.lengths, self.starts = prefix, np.dtype(dtype), lengths, starts
-        self.file, self.documents = OpenFile(f"{prefix}.bin"), len(lengths)
+        path = f"{prefix}.bin"
+        self.file, self.documents = RemoteFile(path) if is_remote(path) else OpenFile(path), len(lengths)
 
     def __len__(self) -> int:
         return self.documents
@@ -194,24 +245,36 @@ class TokenFile:
         """Tokens of each document. Reads all of them; only the construction of an index of samples needs that."""
         return np.asarray(self.lengths)
 
-    def get(self, document: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """``length`` ids of a document (by default all) from its token ``offset`` on, unchecked.
+    def size(self, document: int) -> int:
+        """Tokens of a document.
 
         Raises:
-            DataError: the document has fewer tokens, or a file cannot be read.
+            DataError: there is no such document.
         """
         if not 0 <= document < self.documents:
             raise DataError(f"{self.file.path} has {self.documents} documents, but no document {document}")
-        total = self.lengths.number(document)
-        if length is None:
-            length = total - offset
-        if not 0 <= offset <= offset + length <= total:
-            raise DataError(
-                f"{self.file.path}: document {document} has {total} tokens, but the index of samples asks for "
-                f"{offset} to {offset + length}: it is damaged, remove the index cache"
-            )
-        size = self.dtype.itemsize
-        return np.frombuffer(self.file.read(length * size, self.starts.number(document) + offset * size), self.dtype)
+        return self.lengths.number(document)
+
+    def get(self, document: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """``length`` ids of a document (by default all) from its token ``offset`` on. See :meth:`get_many`."""
+        return self.get_many([(document, offset, self.size(document) - offset if length is None else length)])[0]
+
+    def get_many(self, parts: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
+        """Ids, unchecked, for each (document, its first token, number of tokens).
+
+        Raises:
+            DataError: a document has fewer tokens, or a file cannot be read.
+        """
+        size, ranges = self.dtype.itemsize, []
+        for document, offset, length in parts:
+            total = self.size(document)
+            if not 0 <= offset <= offset + length <= total:
+                raise DataError(
+                    f"{self.file.path}: document {document} has {total} tokens, but the index of samples asks for "
+                    f"{offset} to {offset + length}: it is damaged, remove the index cache"
+                )
+            ranges.append((length * size, self.starts.number(document) + offset * size))
+        return [np.frombuffer(data, self.dtype) for data in self.file.read_many(ranges)]
 
     def where(self, document: int) -> str:
         """The name of a document in messages."""

@@ -50,7 +50,6 @@ the supported optimizers are adam and sgd, on the training device: --apply-wd-to
 this program does not write such files: --save-wgrads-interval 1 --save-dgrads-interval 1
     --dump-param-to-param-group-map 1
 weights are always created at start-up: --lazy-mpu-init 1
-data files are read from a file system only: --object-storage-cache-path 1
 this way of reading data is not supported: --allow-ambiguous-pad-tokens
 megatron-core 0.16 has no such layer: --apply-residual-connection-post-layernorm
 use --hybrid-override-pattern, without signs for pipeline stages: --hybrid-layer-pattern 1

@@ -137,6 +137,9 @@ class DataConfig:
     test_weighted_split_paths_path: str | None = flag(None, "file with such test data, in one line", type=str)
     split: str | None = flag(None, "train,valid,test shares of --data-path, for example 969,30,1", type=str)
     data_cache_path: str | None = flag(None, "folder of the index caches", type=str)
+    object_storage_cache_path: str | None = flag(
+        None, "folder for copies of the indices of data with a URL (s3://, gs://, hf://)", type=str
+    )
     mock_data: bool = flag(False, "random tokens instead of a dataset")
     num_workers: int = flag(2, "data-loader processes per rank")
     num_dataset_builder_threads: int = flag(1, "threads that build the datasets of a blend")

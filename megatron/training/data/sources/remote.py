@@ -6,6 +6,7 @@ from __future__ import annotations
 import glob
 import io
 import os
+from collections.abc import Sequence
 from typing import IO, Any
 
 from megatron.training.refusal import Refusal, one_line
@@ -28,9 +29,9 @@ def _file_system(path: str) -> tuple[Any, str]:
         return url_to_fs(path)
     except ImportError:
         package = PACKAGES.get(protocol, f"fsspec and its package for {protocol}")
-        raise Refusal(f"--input {path}: needs the package {package}: pip install {package}") from None
+        raise Refusal(f"{path}: needs the package {package}: pip install {package}") from None
     except ValueError as error:
-        raise Refusal(f"--input {path}: {one_line(error, 200)}") from None
+        raise Refusal(f"{path}: {one_line(error, 200)}") from None
 
 
 def _reading(path: str, action: Any) -> Any:
@@ -84,6 +85,30 @@ def size_of(path: str) -> int:
         return os.path.getsize(path)
     system, inner = _file_system(path)
     return int(_reading(path, lambda: system.size(inner)) or 0)
+
+
+VERSIONS = ("ETag", "etag", "LastModified", "last_modified", "mtime", "updated", "created")
+
+
+def properties(path: str) -> tuple[int, Any]:
+    """(bytes, what changes when the file does) of a file. Raises OSError."""
+    if not is_remote(path):
+        found = os.stat(path)
+        return found.st_size, found.st_mtime_ns
+    system, inner = _file_system(path)
+    _reading(path, system.invalidate_cache)
+    info = _reading(path, lambda: system.info(inner))
+    return int(info["size"]), next((str(info[name]) for name in VERSIONS if info.get(name)), "")
+
+
+def read_ranges(path: str, ranges: Sequence[tuple[int, int]]) -> list[bytes | OSError]:
+    """Bytes begin to end of a remote file for each range, by requests at the same time; an error in its place."""
+    system, inner = _file_system(path)
+    begins, ends = zip(*ranges)
+    found = _reading(path, lambda: system.cat_ranges([inner] * len(ranges), begins, ends, on_error="return"))
+    return [
+        part if isinstance(part, bytes | OSError) else OSError(one_line(part, 200)) for part in found
+    ]  # fmt: skip
 
 
 def is_folder(path: str) -> bool:
