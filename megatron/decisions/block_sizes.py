@@ -104,7 +104,7 @@ EXCEPTIONS: dict[tuple[Pass, int, int], list[tuple[set[str], Blocks]]] = {
     ("forward", 90, 256): [({"dropout"}, Blocks(128, 32, 8, 2))],
     ("queries", 90, 256): [({"dropout"}, Blocks(128, 16, 8, 2))],
     ("keys", 90, 256): [({"dropout"}, Blocks(128, 16, 8, 2, split=True))],
-    ("keys", 90, 64): [({"mask"}, Blocks(128, 32, 8, 2))],
+    ("keys", 90, 64): [({"mask", "dropout"}, Blocks(128, 32, 8, 2))],
     ("keys", 90, 128): [({"mask"}, Blocks(128, 16, 8, 2))],
     ("forward", 100, 256): [({"dropout"}, Blocks(128, 16, 8, 2))],
     ("queries", 100, 256): [({"dropout"}, Blocks(128, 16, 8, 1))],

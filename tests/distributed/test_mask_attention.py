@@ -3,11 +3,18 @@
 
 from __future__ import annotations
 
+import importlib.util
+from contextlib import ExitStack
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import megatron.context_parallel as cp
+from megatron.context_parallel.attention import ring_plan
+from megatron.context_parallel.attention.kernels.triton_kernels import triton_call, triton_tiles
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import TritonKernel
 from megatron.context_parallel.fpdt.host_store import Offload
 from megatron.context_parallel.layout.documents import deal
 from megatron.context_parallel.layout.grid import abstract_grid
@@ -59,7 +66,10 @@ SCHEMES |= {f"soft-cap, {name}": (name, "soft-cap") for name in ("causal", "wind
 SCHEMES |= {
     f"sinks, {name}": (name, "sinks") for name in ("causal", "full", "window 20", "documents", "half sees nothing")
 }
-SCHEMES |= {f"narrow values, {name}": (name, "narrow values") for name in ("causal", "window and global", "documents")}
+SCHEMES |= {
+    f"narrow values, {name}": (name, "narrow values")
+    for name in ("causal", "window and global", "documents", "longformer")
+}
 SCHEMES |= {"wide values, full": ("full", "wide values")}
 SCHEMES |= {"all of these, window 50": ("window 50", "dropout, ALiBi, soft-cap, sinks, narrow values")}
 # (Ulysses, Ring, TP, balance, chunks)
@@ -224,6 +234,31 @@ def compare_recomputed(backend):
 def test_sinks_under_recompute(pool, backend):
     result = pool.run(compare_recomputed, ranks(backend), backend)
     assert worst(result) < 1e-10, result
+
+
+def derived_by_layers(mask, layers):
+    """How often each layer derived tiles, hops or a kernel's tables, forward and backward; no kernel is executed."""
+    layout, counts = cp.SequenceLayout(512, cp.initialize_grid(ring=4), chunks=16), []
+    q, k, v = (torch.zeros(128, 1, heads, SIZE, requires_grad=True) for heads in (2, 1, 1))
+    with ExitStack() as patches:
+        patch = lambda *args: patches.enter_context(mock.patch.object(*args))  # noqa: E731
+        patch(triton_call, "interpreted", lambda: True)
+        patch(triton_call.Launch, "run", lambda launch: None)
+        patch(TritonKernel, "why_not", lambda *_, **__: None)
+        derive = [(ring_plan, "tiles"), (ring_plan, "_plan"), (ring_plan, "reach"), (triton_tiles, "_walk")]
+        made = [patch(module, name, mock.Mock(wraps=getattr(module, name))) for module, name in derive]
+        for _ in range(layers):
+            before = [each.call_count for each in made]
+            chunked(q, k, v, layout, cp.AttentionRule(mask, "triton")).sum().backward()
+            counts.append([each.call_count - first for each, first in zip(made, before)])
+    return counts
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("mask", [cp.Causal(), *also_in_full(cp.Window(70), cp.Documents((1, 130, 131, 512)))])
+def test_only_the_first_chunked_layer_on_a_ring_derives_its_plan(pool, mask):
+    for first, *others in pool.run(derived_by_layers, 4, mask, 3):
+        assert all(first) and not any(map(any, others)), (first, others)
 
 
 def compare_dealt(ends, ulysses, ring, chunks, grid):

@@ -74,7 +74,7 @@ def test_softcaps_sinks_and_dropout_of_scores(interpreted, extra):
     check(interpreted(triton_cases.errors, Case(mask, **ZIGZAG, **EXTRAS[extra])))
 
 
-@pytest.mark.parametrize("mask, extra", [("causal", "dropout"), ("two-sided", "all")])
+@pytest.mark.parametrize("mask, extra", [("causal", "dropout"), ("full", "all")])
 def test_four_keys_share_a_hash_of_dropout(interpreted, mask, extra):
     """Key blocks of complete groups of four; the blocks of the other tests are not."""
     blocks = (((0, 64),), ((64, 88), (128, 152)))
@@ -82,24 +82,25 @@ def test_four_keys_share_a_hash_of_dropout(interpreted, mask, extra):
 
 
 @pytest.mark.parametrize(
-    "keys, mask, together",
+    "keys, mask, in_steps, in_blocks",
     [
-        (((0, 64), (96, 160)), Causal(), True),
-        (((0, 64), (96, 161)), Causal(), True),
-        (((0, 62), (96, 160)), Causal(), False),
-        (((2, 66),), Causal(), False),
-        (((0, 64), (96, 160)), Window(70), False),
-        (((0, 64), (96, 160)), Documents((40, 161)), True),
-        (((0, 64), (96, 160)), Documents((42, 161)), False),
+        (((0, 64), (96, 160)), Causal(), True, True),
+        (((0, 64), (96, 161)), Causal(), True, True),
+        (((0, 62), (96, 160)), Causal(), False, False),
+        (((2, 66),), Causal(), False, False),
+        (((0, 64), (96, 160)), Window(70), False, True),
+        (((0, 64), (96, 160)), Documents((40, 161)), True, True),
+        (((0, 64), (96, 160)), Documents((42, 161)), False, True),
     ],
 )
-def test_keys_share_hashes_where_their_groups_are_complete(keys, mask, together):
+def test_keys_share_hashes_where_their_groups_are_complete(keys, mask, in_steps, in_blocks):
     q, k = (torch.empty(rows, 1, 1, 16, device="meta") for rows in (161, count(keys)))
     call = Call(q, k, k, 1.0, dropout=Dropout(0.1, seed=1), capability=None)
     out, row = torch.empty(161, 1, 1, 16, device="meta"), torch.empty(161, 1, 1, device="meta")
     results = tiles(((0, 161),), keys, mask)
     launches = [call.forward(results, out, row), *call.backward(results, q, row, row, out, *2 * [k])]
-    assert [launch.arguments["DROPS"] for launch in launches] == [4 if together else 1] * 2 + [1]
+    expected = [2 if in_steps else 1, 4 if in_steps else 1, 4 if in_blocks else 1]
+    assert [launch.arguments["DROPS"] for launch in launches] == expected
 
 
 @pytest.mark.full

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_pairs import (
-    LANES,
     LOG2E,
     bit_rows,
     block_pointers,
@@ -99,10 +98,11 @@ def _walk_keys(
             k_at = keys
             visible = keys[None, :]
             keeps = visible
-            if ALIBI or (DROPS and (KIND > 0 or DROPS != LANES)):
+            if ALIBI or (DROPS and (KIND > 0 or DROPS == 1)):
                 k_at = load_numbers(k_places, keys, stop, 0, KIND > 0)
-            if DROPS == LANES and KIND == 0:
-                keeps = kept_in_groups(row_key, column_keys, key, threshold, STEP)
+            if DROPS > 1 and KIND == 0:
+                group_key = tl.load(column_keys + key + DROPS * tl.arange(0, STEP // DROPS))
+                keeps = kept_in_groups(row_key, group_key, threshold, DROPS)
             elif DROPS:
                 column_key = load_numbers(column_keys, keys, stop, 0, KIND > 0)
                 keeps = kept(row_key[:, None], column_key[None, :], k_at[None, :], threshold)
@@ -178,17 +178,20 @@ def query_kernel(
 @triton.jit
 def _walk_queries(
     dk, dv, k, v, first_column, q, dout, ready_lse, ready_delta, ranges, first, last, bits, q_places, k_at, row_keys,
-    column_key, slope, q_ss, q_sd, dout_ss, dout_sd, factor, cap, threshold, kept_scale,
+    column_keys, k_rows, slope, q_ss, q_sd, dout_ss, dout_sd, factor, cap, threshold, kept_scale,
     HEAD: tl.constexpr, VALUE: tl.constexpr, HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
     STEP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KIND: tl.constexpr, ALIBI: tl.constexpr,
     CAPPED: tl.constexpr, DROPS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores are transposed, [keys, queries], so that nothing has to be transposed before the second product."""
+    columns = first_column + tl.arange(0, BLOCK)
+    IN_GROUPS: tl.constexpr = DROPS > 1 and KIND == 0
+    if DROPS and not IN_GROUPS:
+        column_key = tl.load(column_keys + columns, mask=columns < k_rows, other=0)
     for index in range(first, last):
         entry = ranges + index * 9
         start, stop = tl.load(entry), tl.load(entry + 1)
         if KIND > 0:
-            columns = first_column + tl.arange(0, BLOCK)
             belongs, lowest, met = bounds(entry, columns, stop)
             if KIND == 2:
                 at, words, first_query = bit_rows(entry, columns)
@@ -208,7 +211,12 @@ def _walk_queries(
                 q_at = load_numbers(q_places, rows, stop, 0, KIND > 0)
             if DROPS:
                 row_key = load_numbers(row_keys, rows, stop, 0, KIND > 0)
-                keeps = kept(row_key[None, :], column_key[:, None], k_at[:, None], threshold)
+                if IN_GROUPS:  # loading these in every step saves registers
+                    group = first_column + DROPS * tl.arange(0, BLOCK // DROPS)
+                    group_key = tl.load(column_keys + group, mask=group < k_rows, other=0)
+                    keeps = tl.trans(kept_in_groups(row_key, group_key, threshold, DROPS))
+                else:
+                    keeps = kept(row_key[None, :], column_key[:, None], k_at[:, None], threshold)
             if KIND > 0:
                 visible = within(rows[None, :], lowest[:, None], met[:, None])
                 if KIND == 2:
@@ -253,11 +261,11 @@ def key_kernel(
     b, h = sample.to(tl.int64), key_head.to(tl.int64)
     k_block = load_rows(k + b * k_sb + h * k_sh, first_row, k_rows, k_ss, k_sd, BLOCK, HEAD, HEAD_BLOCK, WIDE, True)
     v_block = load_rows(v + b * v_sb + h * v_sh, first_row, k_rows, v_ss, v_sd, BLOCK, VALUE, VALUE_BLOCK, WIDE, True)
-    k_at, column_key, slope = columns, columns, 0.0
+    k_at, slope = columns, 0.0
     if ALIBI or DROPS:
         k_at = tl.load(k_places + columns, mask=here, other=0)
     if DROPS:
-        column_key = tl.load(column_keys + b * k_rows + columns, mask=here, other=0)
+        column_keys += b * k_rows
     dk_total = tl.zeros([BLOCK, HEAD_BLOCK] if DK else [1, 1], tl.float32)
     dv_total = tl.zeros([BLOCK, VALUE_BLOCK] if DV else [1, 1], tl.float32)
     for member in range(GROUP):
@@ -275,8 +283,9 @@ def key_kernel(
             dk_total, dv_total = _walk_queries(
                 dk_total, dv_total, k_block, v_block, first_row, q_head, dout_head, ready_lse + ready,
                 ready_delta + ready, ranges, tl.load(block + 1 + kind), tl.load(block + 2 + kind), bits, q_places, k_at,
-                row_keys_head, column_key, slope, q_ss, q_sd, dout_ss, dout_sd, factor, cap, threshold, kept_scale,
-                HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, BLOCK, STEP, DK, DV, kind, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
+                row_keys_head, column_keys, k_rows, slope, q_ss, q_sd, dout_ss, dout_sd, factor, cap, threshold,
+                kept_scale, HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, BLOCK, STEP, DK, DV, kind, ALIBI, CAPPED, DROPS, WIDE,
+                PRECISION,
             )  # fmt: skip
     if DK:
         at = block_pointers(dk + b * dk_sb + h * dk_sh, first_row, dk_ss, dk_sd, BLOCK, HEAD_BLOCK, WIDE)

@@ -160,8 +160,9 @@ class Call:
         how = side, s if side == "q" else t, sizes.block, sizes.step
         walked = walk(tiles, how, device)
         drops = 0
-        if self.dropout is not None:  # keys that share a hash; the kernel for dk and dv has them in different threads
-            drops = LANES if side == "q" and in_groups(tiles, how) else 1
+        if self.dropout is not None:  # keys that share a hash; before Blackwell, forward needs fewer instructions for 2
+            shared = LANES // 2 if which == "forward" and (self.capability or 0) < 100 else LANES
+            drops = shared if in_groups(tiles, how) else 1
         shape = {"q_rows": s, "k_rows": t, "HEADS": h, "GROUP": h // hk, "HEAD": d, "VALUE": value}
         arguments = {
             **tensors,

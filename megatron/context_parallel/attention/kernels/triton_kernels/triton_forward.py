@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_pairs import (
-    LANES,
     LOG2E,
     bit_rows,
     block_pointers,
@@ -47,7 +46,7 @@ def _step(
     """Merges the keys from ``key`` on, whose products with the queries are known."""
     keys = key + tl.arange(0, STEP)
     k_at = keys
-    if ALIBI or (DROPS and (EDGE or DROPS != LANES)):
+    if ALIBI or (DROPS and (EDGE or DROPS == 1)):
         k_at = load_numbers(k_places, keys, stop, 0, EDGE)
     scores, unit = products, factor  # multiplied later, by a fused multiply-add
     if ALIBI or CAPPED:
@@ -62,8 +61,9 @@ def _step(
     p = tl.exp2(scores * unit - above[:, None])
     shrink = tl.exp2(top - above)
     total = total * shrink + tl.sum(p, 1)
-    if DROPS == LANES and not EDGE:
-        p = tl.where(kept_in_groups(row_key, column_keys, key, threshold, STEP), p, 0.0)
+    if DROPS > 1 and not EDGE:
+        group_key = tl.load(column_keys + key + DROPS * tl.arange(0, STEP // DROPS))
+        p = tl.where(kept_in_groups(row_key, group_key, threshold, DROPS), p, 0.0)
     elif DROPS:
         column_key = load_numbers(column_keys, keys, stop, 0, EDGE)
         p = tl.where(kept(row_key[:, None], column_key[None, :], k_at[None, :], threshold), p, 0.0)

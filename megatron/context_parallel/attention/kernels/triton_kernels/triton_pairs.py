@@ -151,13 +151,24 @@ def kept(row_key, column_key, k_at, threshold):
 
 
 @triton.jit
-def kept_in_groups(row_key, column_keys, key, threshold, STEP: tl.constexpr):
-    """`kept` for the keys from ``key`` on, if their positions are complete groups of four: one hash for each group."""
-    column_key = tl.load(column_keys + key + LANES * tl.arange(0, STEP // LANES))
-    x = _hash(row_key[:, None], column_key[None, :])
-    halves = tl.reshape(tl.join(x.to(tl.uint32), (x >> 32).to(tl.uint32)), (row_key.shape[0], STEP // 2))
-    bits = tl.reshape(tl.join(halves & (LEVELS - 1), (halves >> 16) & (LEVELS - 1)), (row_key.shape[0], STEP))
-    return bits.to(tl.int32) >= threshold
+def kept_in_groups(row_key, group_key, threshold, TOGETHER: tl.constexpr):
+    """`kept` [rows, TOGETHER * n] for complete groups of keys.
+
+    ``group_key``: of each group, if TOGETHER is 4: one hash for each group; or, if it is 2, twice of each group: each
+    hash is computed twice, which can be faster than exchanging it between the threads that need its halves.
+    """
+    x = _hash(row_key[:, None], group_key[None, :])
+    ROWS: tl.constexpr = x.shape[0]
+    COLUMNS: tl.constexpr = x.shape[1]
+    low, high = x.to(tl.uint32), (x >> 32).to(tl.uint32)
+    if TOGETHER == LANES:
+        halves = tl.reshape(tl.join(low, high), (ROWS, 2 * COLUMNS))
+    else:
+        halves = tl.where(tl.arange(0, COLUMNS)[None, :] % 2 == 1, high, low)
+    # The bits of two keys are compared at once: the addition carries if they reach the threshold.
+    carried = (halves & 0x7FFF7FFF) + ((-threshold + LEVELS) * 0x10001).to(tl.uint32)
+    bits = tl.reshape(tl.join(carried << 16, carried), (ROWS, TOGETHER * COLUMNS))
+    return bits.to(tl.int32, bitcast=True) < 0
 
 
 @triton.jit

@@ -74,12 +74,13 @@ def walk_numbers(tiles: Tiles, sizes: Sizes) -> tuple[np.ndarray, np.ndarray, in
 
 
 def in_groups(tiles: Tiles, sizes: Sizes) -> bool:
-    """Whether the keys of each step of a range are complete groups of ``LANES`` that share dropout's hashes."""
+    """Whether the keys of each block, or of each step of a range, are complete groups of ``LANES`` that share dropout's
+    hashes."""
 
     def found() -> bool:
         begins = [n for row, (start, _) in numbered(tiles.k_spans) for n in (row, start)]
-        begins = np.concatenate((walk_numbers(tiles, sizes)[1][:, 0], np.array(begins, np.int64)))
-        return not (begins % LANES).any()
+        steps = walk_numbers(tiles, sizes)[1][:, 0] if sizes[0] == "q" else ()
+        return not any(n % LANES for n in (*begins, *steps))
 
     return tiles.derived(("in groups", sizes), found)
 
