@@ -34,10 +34,11 @@ def corpus(tmp_path_factory):
 
 
 def steps(corpus, kind, flags):
-    """Three steps of the program with packed documents that do not attend to each other."""
+    """Three steps of the program with packed documents that do not attend to each other; by work, of a blend."""
     from tests.distributed import training_runs
 
-    data = f"--data-path {corpus} --split 1,0,0 --reset-attention-mask --packing {kind} --packing-window 16"
+    path = f"2 {corpus} 1 {corpus}" if kind == "by-work" else corpus
+    data = f"--data-path {path} --split 1,0,0 --reset-attention-mask --packing {kind} --packing-window 16"
     whole, training_runs.RUN = training_runs.RUN, training_runs.RUN.replace("--vocab-size 301", "--vocab-size 300")
     training_runs.RUN = training_runs.RUN.replace(MOCK, data)
     try:

@@ -14,6 +14,7 @@ from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.parser import parse
 from megatron.training.arguments.schedule import AnotherStage, check_stage, spans
 from megatron.training.data.datasets import build_datasets
+from megatron.training.data.index_files import open_prefix
 from megatron.training.data.packing.length_mixtures import read_mixture, repeated
 from megatron.training.data.packing.packing_plans import (
     Packing,
@@ -24,6 +25,7 @@ from megatron.training.data.packing.packing_plans import (
     stage_plan,
     stage_starts,
 )
+from megatron.training.data.read_tokens import DataError, JoinedFiles, TokenFile
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.job import length_of_run
 from megatron.training.refusal import Refusal
@@ -101,7 +103,7 @@ def test_stages_read_one_stream_on(lengths, seed):
     at = 0
     for number, (samples, length) in enumerate(STAGES):
         first = stage_starts(STAGES[:number], packing, ["a"], None)["a"]
-        plan = stage_plan(documents, lengths, length, samples, packing, seed, first)
+        plan = stage_plan(documents, lengths, length, samples, packing, seed, [first])
         assert first == at and plan.tokens().tolist() == [length + 1] * samples
         texts = [[(d, t) for d, begin, size in plan.pieces[a:b].tolist() for t in range(begin, begin + size)]
                  for a, b in zip(plan.first, plan.first[1:])]  # fmt: skip
@@ -111,7 +113,7 @@ def test_stages_read_one_stream_on(lengths, seed):
 
 
 def test_samples_of_a_stage_are_shuffled():
-    begins = stage_plan(np.arange(1), np.array([1000]), 8, 20, Packing("greedy", 4), 0, 0).pieces[:, 1].tolist()
+    begins = stage_plan(np.arange(1), np.array([1000]), 8, 20, Packing("greedy", 4), 0, [0]).pieces[:, 1].tolist()
     assert begins != sorted(begins) == list(range(0, 160, 8))
 
 
@@ -122,7 +124,7 @@ def test_stages_share_no_document(kind):
     packing, stages, seen = Packing(kind, 64, 4), [(400, 64), (200, 256), (100, 1024)], []
     for number, (samples, length) in enumerate(stages):
         first = stage_starts(stages[:number], packing, ["a"], None)["a"]
-        plan = stage_plan(np.arange(4000), lengths, length, samples, packing, 3, first)
+        plan = stage_plan(np.arange(4000), lengths, length, samples, packing, 3, [first])
         assert len(plan.first) - 1 >= samples
         own = plan.pieces[: plan.first[samples]]
         assert own[:, 2].sum() > 0.97 * samples * (length + 1)
@@ -133,13 +135,15 @@ def test_stages_share_no_document(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stage_within_one_document(kind):
     """No document begins in the interval: the next one is read."""
-    plan = stage_plan(np.arange(2), np.array([500, 500]), 16, 4, Packing(kind, 4, 2), 0, 100)
+    plan = stage_plan(np.arange(2), np.array([500, 500]), 16, 4, Packing(kind, 4, 2), 0, [100])
     assert set(plan.pieces[:, 0]) == {np.random.default_rng([0, 0, 0]).permutation(2)[1]}
 
 
 def test_a_blend_begins_after_what_was_drawn():
     starts = stage_starts([(1000, 8), (10, 32)], Packing("best-fit", 4), ["a", "b"], [3, 1])
-    assert starts == {"a": 754 * 9 + 9 * 33, "b": 252 * 9 + 4 * 33}
+    assert starts == {"a": 750 * 9 + 8 * 33, "b": 250 * 9 + 3 * 33}
+    starts = stage_starts([(1000, 8), (10, 32)], Packing("greedy", 4), ["a", "b"], [3, 1])  # core draws 0.5 % more
+    assert starts == {"a": 754 * 8 + 9 * 32, "b": 252 * 8 + 4 * 32}
     with pytest.raises(Refusal, match="give weights"):
         stage_starts([(1, 8)], Packing("greedy", 4), ["a", "b"], None)
 
@@ -174,6 +178,15 @@ def write(prefix, seed: int = 0, documents: int = 60, longest: int = 50) -> list
         builder.add_document(text, [len(text)])
     builder.finalize(f"{prefix}.idx")
     return texts
+
+
+def write_ids(prefix, ids: list[int]) -> TokenFile:
+    """Documents of nine equal tokens."""
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for token in ids:
+        builder.add_document(np.full(9, token), [9])
+    builder.finalize(f"{prefix}.idx")
+    return open_prefix(str(prefix), "--data-path", None).open()
 
 
 def configure(**data) -> Config:
@@ -262,6 +275,21 @@ def test_a_blend_in_stages(tmp_path):
         build_datasets(stage(f"--data-path {tmp_path}/a {tmp_path}/b --split 1,0,0", 4), NULL, (6, 0, 0))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_blend_in_stages_of_one_plan(tmp_path, kind):
+    """Each source goes on where its earlier stages ended: no stage repeats another's documents."""
+    for name, seed in (("a", 0), ("b", 1)):
+        write(tmp_path / name, seed=seed, documents=900)
+    flags, seen = f"--data-path 3 {tmp_path}/a 1 {tmp_path}/b --split 1,0,0 --packing {kind} --packing-window 8", set()
+    for iteration, first, count in ((0, 0, 16), (4, 16, 6), (7, 22, 8)):
+        train, *_ = build_datasets(stage(flags, iteration), NULL, (count, 0, 0))
+        plan = train.samples if first else train
+        own = {document for document, *_ in np.asarray(plan.document_index)[: plan.sample_index[count]].tolist()}
+        assert len(own) > count // 2 and not own & seen
+        assert {document < 900 for document in own} == {True, False}
+        seen |= own
+
+
 def test_where_a_run_goes_on():
     check = stage("--mock-data", 4).stage
     check_stage(check, 6, 20, 16 * 32 + 4 * 64)
@@ -325,14 +353,68 @@ def test_a_schedule_counts_iterations(length):
         parse([*words, "--seq-length-schedule", "0:32 4:64"], None, 1)
 
 
-def test_by_work_needs_one_source(tmp_path):
-    for name in "ab":
-        write(tmp_path / name)
-    blend = ["1", str(tmp_path / "a"), "1", str(tmp_path / "b")]
-    with pytest.raises(Refusal, match="--packing by-work makes global batches of one source"):
-        build_datasets(configure(data_path=blend, split="1", packing="by-work"), NULL, (20, 0, 0))
-    train, *_ = build_datasets(configure(data_path=blend, split="1", packing="best-fit"), NULL, (40, 0, 0))
-    assert len(train) >= 40
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_window_has_the_shares_of_a_blend(kind):
+    """Books and notes, a token of books for three of notes; the slowest sample has hardly more work than the others."""
+    random = np.random.default_rng(0)
+    sizes = [random.lognormal(np.log(median), 1, count).astype(int) + 1 for median, count in ((3000, 300), (300, 9000))]
+    lengths, blend = np.minimum(np.concatenate(sizes), 6000), [(300, 1.0), (9000, 3.0)]
+    plans = [
+        make_plan(np.arange(9300), lengths, 16384, samples, Packing(kind, 256, 8), 1, blend) for samples in (1024, 1500)
+    ]
+    plan = plans[0]
+    for first in range(0, 1024, 256):
+        pieces = plan.pieces[plan.first[first] : plan.first[first + 256]]
+        books = pieces[pieces[:, 0] < 300, 2].sum() / pieces[:, 2].sum()
+        assert abs(books - 0.25) < 2 / 256
+    cost = cost_of(plan, lengths, 16384, 8)
+    assert cost.fill > 0.99 and not cost.cut_short and (kind == "best-fit" or cost.imbalance < 1.05)
+    count = plan.first[1024]
+    assert plans[1].pieces[:count].tolist() == plan.pieces[:count].tolist()
+    with pytest.raises(ValueError, match="no document has a token"):
+        make_plan(np.arange(3), np.array([5, 0, 0]), 4, 9, Packing(kind, 4), 1, [(1, 1), (2, 1)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("separate", [False, True])
+def test_a_blend_in_one_plan(tmp_path, kind, separate):
+    """Documents of all files, in the blend's shares; a sample read in part; a wrong id is named by its own file."""
+    texts = {name: write(tmp_path / name, seed=seed, documents=90) for seed, name in enumerate("abc")}
+    whole = {tuple(text.tolist()): name for name in "abc" for text in texts[name][:81] if len(text) <= 33}
+    names = [word for weight, name in ((2, "a"), (1, "b"), (1, "a"), (1, "c")) for word in (weight, tmp_path / name)]
+    blend = [*map(str, names)]
+    data = (
+        {"train_data_path": blend, "valid_data_path": blend[:2]} if separate else {"data_path": blend, "split": "9,1,0"}
+    )
+    config = configure(**data, packing=kind, packing_window=20)
+    train, valid, _ = build_datasets(config, NULL, (200, 4, 0))
+    assert len(train) >= 200 and len(valid) >= 4
+    tokens = dict.fromkeys("abc", 0)
+    for sample in map(train.__getitem__, range(200)):
+        real = int(sample["loss_mask"].sum())
+        ids = [*sample["tokens"].tolist()[:real], sample["labels"].tolist()[real - 1]]
+        ends = [0, *(at + 1 for at, token in enumerate(ids) if token == 1000)]
+        for begin, end in zip(ends, ends[1:]):
+            name = whole.get(tuple(ids[begin:end]))
+            if name:
+                tokens[name] += end - begin
+    share = np.array([*tokens.values()]) / sum(tokens.values())
+    assert share == pytest.approx([0.6, 0.2, 0.2], abs=0.05)
+    half = train.part(7, [(0, 16)])["tokens"]
+    assert half[:16].equal(train[7]["tokens"][:16]) and not half[20:].any()
+    again, *_ = build_datasets(config, NULL, (200, 4, 0))  # from the cache
+    assert all(train[i]["tokens"].equal(again[i]["tokens"]) for i in range(200))
+
+
+def test_an_error_in_a_blend_names_the_file(tmp_path):
+    files = [write_ids(tmp_path / name, ids) for name, ids in (("a", [1, 2]), ("b", [1, 2, 3]))]
+    joined = JoinedFiles(files)
+    assert len(joined) == 5 and joined.sequence_lengths.tolist() == [9] * 5
+    assert [part.tolist() for part in joined.get_many([(4, 7, 2), (0, 0, 1), (2, 3, 1)])] == [[3, 3], [1], [1]]
+    assert joined.where(3) == f"{tmp_path}/b.bin: document 1"
+    for document, message in ((5, "b.bin has 3 documents, but no document 3"), (-1, "a.bin has 2 documents, but no")):
+        with pytest.raises(DataError, match=message):
+            joined.size(document)
 
 
 @pytest.mark.parametrize(
@@ -371,14 +453,13 @@ def test_long_documents_are_read_more_often(tmp_path):
                              f"  - path: {tmp_path}/b\n")  # fmt: skip
     config = configure(data_config=path, split="1,0,0", packing="best-fit", packing_window=200)
     train, *_ = build_datasets(config, NULL, (400, 0, 0))
-    first = train.datasets[0]
-    counts = np.bincount(first.indices, minlength=60)
-    assert counts.tolist() == [0 if len(t) >= 40 else 3 if len(t) >= 20 else 1 for t in texts]
-    assert np.bincount(train.datasets[1].indices).tolist() == [1] * 60
-    share = np.mean(np.asarray(train.dataset_index)[:400] == 0)
-    assert abs(share - 0.75) < 0.02
+    counts = np.bincount(train.indices, minlength=120)
+    assert counts[:60].tolist() == [0 if len(t) >= 40 else 3 if len(t) >= 20 else 1 for t in texts]
+    assert counts[60:].tolist() == [1] * 60
+    pieces = np.asarray(train.document_index)
+    assert abs(pieces[pieces[:, 0] < 60, 2].sum() / pieces[:, 2].sum() - 0.75) < 0.01
     plain, *_ = build_datasets(configure(data_config=path, split="1,0,0"), NULL, (400, 0, 0))
-    assert np.bincount(plain.datasets[0].indices, minlength=60).tolist() == counts.tolist()
+    assert np.bincount(plain.datasets[0].indices, minlength=60).tolist() == counts[:60].tolist()
 
 
 def test_fractions_of_documents():

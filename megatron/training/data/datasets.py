@@ -33,7 +33,7 @@ from megatron.training.data.chat_dataset import build_chat_datasets
 from megatron.training.data.index_files import atomic_folder
 from megatron.training.data.packing.length_mixtures import Source, read_mixture, repeated
 from megatron.training.data.packing.packing_plans import Packing, cost_of, make_plan, stage_plan, stage_starts
-from megatron.training.data.read_tokens import DataError, TokenFile, check_ids, first_outside, unmapped
+from megatron.training.data.read_tokens import DataError, JoinedFiles, TokenFile, check_ids, first_outside, unmapped
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.refusal import Refusal, together
 
@@ -197,7 +197,9 @@ def build_datasets(
         "split": parse_split(data.split) if blend else None,
         "eod_mask_loss": data.eod_mask_loss,
     }
-    packing = _packing(config, blend, blends)
+    packing = None  # Megatron-LM's stream in one length
+    if data.packing != "greedy" or config.stage:
+        packing = Packing(data.packing, data.packing_window, data.global_batch_size or 1)
     mixture = {source.path: source for source in read_mixture(data.data_config)} if data.data_config else {}
     ours: dict[str, Any] = {}  # empty without them, so that the names of caches stay those of earlier versions
     starts = stage_starts(_earlier(config), packing, *(blend or blends[0])) if config.stage and samples[0] else {}
@@ -252,6 +254,9 @@ class LocalConfig(GPTDatasetConfig):
     packing: Packing | None = None
     mixture: dict[str, Source] = field(default_factory=dict)
     starts: dict[str, int] = field(default_factory=dict)  # of training data, with stages of different lengths
+    joined: list[tuple[str, int, float]] = field(
+        default_factory=list
+    )  # (path, documents, weight) of sources in one plan
 
 
 def _earlier(config: Config) -> list[tuple[int, int]]:
@@ -259,19 +264,6 @@ def _earlier(config: Config) -> list[tuple[int, int]]:
     starts, lengths, _ = zip(*config.stage.lengths)
     counts = np.diff([samples_after(config, start) for start in starts]).tolist()
     return list(zip(counts, lengths))[: config.stage.number - 1]
-
-
-def _packing(config: Config, blend: Blend | None, blends: list[Blend | None] | None) -> Packing | None:
-    """How samples are made; None for Megatron-LM's stream in one length."""
-    data = config.data
-    if data.packing == "greedy" and config.stage is None:
-        return None
-    if data.packing == "by-work" and any(one and len(one[0]) > 1 for one in [blend, *(blends or ())]):
-        raise Refusal(
-            "--packing by-work makes global batches of one source, and a blend mixes them: use --packing best-fit, or "
-            "merge the sources with tools/data.py merge"
-        )
-    return Packing(data.packing, data.packing_window, data.global_batch_size or 1)
 
 
 def _sources(core: LocalConfig, split: int) -> tuple[Blend | None, tuple[float, float] | None, str]:
@@ -367,13 +359,7 @@ class TokenDataset(GPTDataset):
 
     def __init__(self, tokens: TokenFile, path: str, documents: np.ndarray, *args: Any) -> None:
         split, config = args[1:]
-        source = config.mixture.get(path)
-        if source is not None and split is Split.train:
-            lengths = tokens.sequence_lengths[documents]
-            documents = repeated(documents, lengths, source.repeat, config.random_seed)
-            if not lengths.sum() or not len(documents):
-                raise Refusal(f"--data-config: repeat leaves no document of {path}: raise its factors")
-        super().__init__(tokens, path, documents, *args)
+        super().__init__(tokens, path, _repeated(tokens, path, documents, split, config), *args)
         indices = self.document_index, self.sample_index, self.shuffle_index
         self.document_index, self.sample_index, self.shuffle_index = map(unmapped, indices)
         # core (GPTDataset.__getitem__) would keep the first sample's mask, with its padding, for all other samples
@@ -448,7 +434,7 @@ class TokenDataset(GPTDataset):
         return text
 
     def _damaged(self) -> DataError:
-        return DataError(f"{self.dataset.file.path}: its index of samples is damaged: remove the index cache")
+        return DataError(f"{self.dataset_path}: its index of samples is damaged: remove the index cache")
 
     def _check(self, tokens: np.ndarray, parts: list[np.ndarray], documents: list[int]) -> None:
         """Check all ids of a sample at once; the error names the first wrong one with its document."""
@@ -458,8 +444,44 @@ class TokenDataset(GPTDataset):
                 check_ids(part, tokenizer.vocab_size, tokenizer.source, functools.partial(self.dataset.where, document))
 
 
+def _repeated(tokens: TokenFile, path: str, documents: np.ndarray, split: Split, config: LocalConfig) -> np.ndarray:
+    """The documents that are read in an epoch: of training data, as often as --data-config says."""
+    source = config.mixture.get(path)
+    if source is None or split is not Split.train:
+        return documents
+    lengths = tokens.sequence_lengths[documents]
+    documents = repeated(documents, lengths, source.repeat, config.random_seed)
+    if not lengths.sum() or not len(documents):
+        raise Refusal(f"--data-config: repeat leaves no document of {path}: raise its factors")
+    return documents
+
+
+class Documents:
+    """One source of a blend whose documents are packed together. The arguments are those of core's datasets."""
+
+    def __init__(self, tokens: TokenFile, path: str, documents: np.ndarray, *args: Any) -> None:
+        _, self.index_split, config = args
+        self.tokens, self.path = tokens, path
+        self.numbers = _repeated(tokens, path, documents, self.index_split, config)
+        self.samples = max(int(tokens.sequence_lengths[self.numbers].sum()) // config.sequence_length, 1)
+
+    def __len__(self) -> int:
+        """Samples of an epoch, the weight of a source that has none."""
+        return self.samples
+
+
 class PackedDataset(TokenDataset):
     """Samples of a plan, without parts of other samples' documents. Padding at their ends has no loss."""
+
+    @classmethod
+    def of(cls, sources: list[Documents], weights: list[float], samples: int, config: LocalConfig) -> PackedDataset:
+        """Samples of the documents of several sources. Each window has the sources' shares of tokens."""
+        files = JoinedFiles([source.tokens for source in sources])
+        config = copy.copy(config)
+        config.joined = [(source.path, len(source.numbers), weight) for source, weight in zip(sources, weights)]
+        numbers = np.concatenate([source.numbers + begin for source, begin in zip(sources, files.begins)])
+        paths = ", ".join(source.path for source in sources)
+        return cls(files, paths, numbers, samples, sources[0].index_split, config)
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The plan's pieces [pieces, 3], the first piece of each sample [samples + 1], and no further shuffle."""
@@ -469,13 +491,13 @@ class PackedDataset(TokenDataset):
         if config.path_to_cache and all(map(os.path.isfile, paths)):
             return tuple(data_files.load_numbers(path) for path in paths)
         lengths = self.dataset.sequence_lengths
-        make = make_plan
+        sources, make = config.joined or [(self.dataset_path, len(self.indices), 1.0)], make_plan
         if config.starts or config.packing.kind == "greedy":  # with a schedule of lengths
-            first = config.starts.get(self.dataset_path, 0) if self.index_split is Split.train else 0
-            make = functools.partial(stage_plan, first=first)
+            starts = config.starts if self.index_split is Split.train else {}
+            make = functools.partial(stage_plan, first=[starts.get(path, 0) for path, *_ in sources])
         plan = make(
             self.indices, lengths[self.indices], config.sequence_length, self.num_samples, config.packing,
-            config.random_seed,
+            config.random_seed, blend=[source[1:] for source in sources],
         )  # fmt: skip
         cost = cost_of(plan, lengths, config.sequence_length, config.packing.batch)
         logger.info(
@@ -516,9 +538,15 @@ class FimDataset(TokenDataset):
 class LocalBuilder(BlendedMegatronDatasetBuilder):
     """core's builder without its barriers and its rule that only rank 0 builds; `_build_cache` has both."""
 
-    @staticmethod
-    def build_generic_dataset(cls: type, is_built_on_rank: Any, synchronize_ranks: bool, *args: Any) -> Any:
+    def build_generic_dataset(self, cls: type, is_built_on_rank: Any, synchronize_ranks: bool, *args: Any) -> Any:
         """Build on this rank. With a cache, core's BlendedDataset needs a process group."""
+        config, split = args[-1], args[0][0].index_split if cls is BlendedDataset else args[-2]
+        if config.packing and config.packing.kind != "greedy" and len(_sources(config, split.value)[0][0]) > 1:
+            if cls is not BlendedDataset:
+                return Documents(*args)
+            sources, weights, samples, _ = args
+            # core rounds up the samples of each source, but they are of one plan, and the next stage begins after it
+            return PackedDataset.of(sources, weights, min(samples, self.sizes[split.value]), config)
         if cls is BlendedDataset and not torch.distributed.is_initialized():
             args = (*args[:-1], copy.copy(args[-1]))
             args[-1].path_to_cache = ""

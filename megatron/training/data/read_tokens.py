@@ -279,3 +279,43 @@ class TokenFile:
     def where(self, document: int) -> str:
         """The name of a document in messages."""
         return f"{self.file.path}: document {document}"
+
+
+class JoinedFiles:
+    """The documents of several files as those of one, with the interface of :class:`TokenFile`."""
+
+    def __init__(self, files: Sequence[TokenFile]) -> None:
+        self.files, self.begins = files, np.cumsum([0, *map(len, files)])
+
+    def __len__(self) -> int:
+        return int(self.begins[-1])
+
+    @property
+    def sequence_lengths(self) -> np.ndarray:
+        """Tokens of each document."""
+        return np.concatenate([file.sequence_lengths for file in self.files])
+
+    def _file(self, document: int) -> tuple[int, int]:
+        """The number of the document's file, and its number in the file."""
+        number = min(max(int(np.searchsorted(self.begins, document, side="right")) - 1, 0), len(self.files) - 1)
+        return number, document - int(self.begins[number])
+
+    def size(self, document: int) -> int:
+        """As :meth:`TokenFile.size`."""
+        number, inside = self._file(document)
+        return self.files[number].size(inside)
+
+    def get_many(self, parts: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
+        """As :meth:`TokenFile.get_many`; each file is read once."""
+        found: list[Any] = [None] * len(parts)
+        numbers = [self._file(document) for document, *_ in parts]
+        for number in {number for number, _ in numbers}:
+            own = [at for at, (of, _) in enumerate(numbers) if of == number]
+            for at, ids in zip(own, self.files[number].get_many([(numbers[at][1], *parts[at][1:]) for at in own])):
+                found[at] = ids
+        return found
+
+    def where(self, document: int) -> str:
+        """As :meth:`TokenFile.where`."""
+        number, inside = self._file(document)
+        return self.files[number].where(inside)

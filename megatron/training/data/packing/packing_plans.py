@@ -17,6 +17,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import numpy as np
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
@@ -41,6 +42,9 @@ class Packing:
     kind: str
     window: int
     batch: int = 1
+
+
+Blended = Sequence[tuple[int, float]]  # (number of documents, weight) of sources that are one after another
 
 
 @dataclass(frozen=True)
@@ -85,8 +89,9 @@ def cut(documents: np.ndarray, lengths: np.ndarray, length: int) -> np.ndarray:
 
 
 def make_plan(
-    documents: np.ndarray, lengths: np.ndarray, length: int, samples: int | None, packing: Packing, seed: int
-) -> Plan:
+    documents: np.ndarray, lengths: np.ndarray, length: int, samples: int | None, packing: Packing, seed: int,
+    blend: Blended | None = None,
+) -> Plan:  # fmt: skip
     """Samples of ``length + 1`` tokens, of documents that are shuffled in every epoch.
 
     Args:
@@ -94,22 +99,24 @@ def make_plan(
         lengths: tokens of each of them [n].
         samples: at least so many; None for one epoch.
         seed: of the order.
+        blend: several sources, of which every window has these shares; samples mix their documents.
 
     Raises:
-        ValueError: there is no token.
+        ValueError: a source has no token.
     """
-    documents, lengths = documents[lengths > 0], lengths[lengths > 0]
-    if not len(documents):
-        raise ValueError("no document has a token")
     pack = _best_fit
     if packing.kind == "by-work":  # a window that is no multiple of the batch would move all later batches
         pack, packing = _by_work, replace(packing, window=-(-packing.window // packing.batch) * packing.batch)
     made: list[list[np.ndarray]] = []
     late = np.empty((0, 3), np.int64)  # pieces that their own window had no room for
-    target = 0
-    for window, pieces, last in _windows(documents, lengths, length, samples is None, packing, seed):
-        target = packing.window * (window + 1)
-        bins, later = pack(late, pieces, length + 1, max(target - len(made), 1), last)
+    tokens = packing.window * (length + 1)
+    streams = [
+        _windows(*source, length, samples is None, tokens * share, seed, number)
+        for number, (source, share) in enumerate(_sources(documents, lengths, blend))
+    ]
+    for window, parts in enumerate(zip_longest(*streams, fillvalue=(late[:0], True))):
+        pieces, last = np.concatenate([pieces for pieces, _ in parts]), all(last for _, last in parts)
+        bins, later = pack(late, pieces, length + 1, max(packing.window * (window + 1) - len(made), 1), last)
         made += _ordered(bins, packing, np.random.default_rng([seed, 1, window]))
         late = later
         if samples is not None and len(made) >= samples:
@@ -123,25 +130,39 @@ def _grouped(made: list[np.ndarray], size: int = 4096) -> Iterator[list[np.ndarr
         yield made[start : start + size]
 
 
+def _sources(
+    documents: np.ndarray, lengths: np.ndarray, blend: Blended | None
+) -> list[tuple[tuple[np.ndarray, np.ndarray], float]]:
+    """For each source, its documents and their lengths without empty ones, and its share of the tokens."""
+    found, begin = [], 0
+    blend = blend or [(len(documents), 1.0)]
+    for count, weight in blend:
+        kept = begin + np.flatnonzero(lengths[begin : begin + count] > 0)
+        if not len(kept):
+            raise ValueError("no document has a token")
+        found.append(((documents[kept], lengths[kept]), weight / sum(weight for _, weight in blend)))
+        begin += count
+    return found
+
+
 def _windows(
-    documents: np.ndarray, lengths: np.ndarray, length: int, once: bool, packing: Packing, seed: int
-) -> Iterator[tuple[int, np.ndarray, bool]]:
-    """(number, pieces, whether it is the last) of each window: pieces with about as many tokens as its samples."""
-    budget, window, epoch = packing.window * (length + 1), 0, 0
-    rest = np.empty((0, 3), np.int64)
+    documents: np.ndarray, lengths: np.ndarray, length: int, once: bool, tokens: float, seed: int, source: int
+) -> Iterator[tuple[np.ndarray, bool]]:
+    """(pieces of a source, whether they are its last) of each window, which together never exceed ``tokens`` each."""
+    rest, window, epoch, before = np.empty((0, 3), np.int64), 1, 0, 0
     while True:
-        order = np.random.default_rng([seed, 0, epoch]).permutation(len(documents))
+        order = np.random.default_rng([seed, 0, epoch, source]).permutation(len(documents))
         pieces = np.concatenate([rest, cut(documents[order], lengths[order], length)])
-        ends = np.cumsum(pieces[:, 2])
+        ends = before + np.cumsum(pieces[:, 2])
         start = 0
-        while ends[-1] - (ends[start - 1] if start else 0) > budget:
-            stop = int(np.searchsorted(ends, (ends[start - 1] if start else 0) + budget, side="right"))
-            stop = max(stop, start + 1)
-            yield window, pieces[start:stop], False
+        while ends[-1] > tokens * window:
+            stop = int(np.searchsorted(ends, tokens * window, side="right"))
+            yield pieces[start:stop], False
             start, window = stop, window + 1
+        before = int(ends[start - 1]) if start else before
         rest, epoch = pieces[start:], epoch + 1
         if once:
-            yield window, rest, True
+            yield rest, True
             return
 
 
@@ -245,40 +266,45 @@ def _cut_stream(
 
 
 def stage_plan(
-    documents: np.ndarray, lengths: np.ndarray, length: int, samples: int, packing: Packing, seed: int, first: int
-) -> Plan:
+    documents: np.ndarray, lengths: np.ndarray, length: int, samples: int, packing: Packing, seed: int,
+    first: Sequence[int], blend: Blended | None = None,
+) -> Plan:  # fmt: skip
     """Samples of one stage of a schedule of lengths: those of :func:`stage_tokens` tokens of the stream from ``first``.
 
     ``greedy`` cuts this interval in samples and shuffles them. The others plan the documents that begin in it, in
     windows of equal size. A few documents may be read twice to fill the last samples, or fit in none.
 
     Args:
-        documents, lengths, length, seed: as in :func:`make_plan`.
+        documents, lengths, length, seed, blend: as in :func:`make_plan`.
         samples: of the stage; the plan may have a few more.
-        first: token of the stream at which the interval begins.
+        first: for each source, the token of its stream at which the interval begins.
     """
-    documents, lengths = documents[lengths > 0], lengths[lengths > 0]
-    if not len(documents):
-        raise ValueError("no document has a token")
-    total, stop = int(lengths.sum()), first + stage_tokens(samples, length, packing)
-    epochs = range(first // total, stop // total + 2)  # one more, if no document begins in the interval
-    order = np.concatenate([np.random.default_rng([seed, 0, epoch]).permutation(len(lengths)) for epoch in epochs])
-    begins = np.cumsum(lengths[order], dtype=np.int64) - lengths[order] + epochs[0] * total
-    if packing.kind == "greedy":
-        starts = first + length * np.random.default_rng([seed, 3, first]).permutation(samples)
-        return _cut_stream(documents[order], lengths[order], begins, starts, length)
-    begin, end = np.searchsorted(begins, [first, stop])
-    own = order[begin : max(end, begin + 1)]
+    own, counts = [], []
+    for number, ((documents_, lengths_), share) in enumerate(_sources(documents, lengths, blend)):
+        total, begin = int(lengths_.sum()), first[number]
+        stop = begin + stage_tokens(math.ceil(samples * share), length, packing)
+        epochs = range(begin // total, stop // total + 2)  # one more, if no document begins in the interval
+        order = np.concatenate(
+            [np.random.default_rng([seed, 0, epoch, number]).permutation(len(lengths_)) for epoch in epochs]
+        )
+        begins = np.cumsum(lengths_[order], dtype=np.int64) - lengths_[order] + epochs[0] * total
+        if packing.kind == "greedy":
+            starts = begin + length * np.random.default_rng([seed, 3, begin]).permutation(samples)
+            return _cut_stream(documents_[order], lengths_[order], begins, starts, length)
+        one, end = np.searchsorted(begins, [begin, stop])
+        inside = order[one : max(end, one + 1)]
+        own.append((documents_[inside], lengths_[inside]))
+        counts.append((len(inside), share))
     equal = replace(packing, window=-(-samples // -(-samples // packing.window)))
-    return make_plan(documents[own], lengths[own], length, samples, equal, seed)
+    return make_plan(*map(np.concatenate, zip(*own)), length, samples, equal, seed, counts)
 
 
 def stage_starts(
     earlier: Sequence[tuple[int, int]], packing: Packing, sources: Sequence[str], weights: Sequence[float] | None
 ) -> dict[str, int]:
-    """The token of each source's stream at which a stage begins, after all that core drew for the earlier ones.
+    """The token of each source's stream at which a stage begins, after all that was drawn for the earlier ones.
 
-    Of a blend, core draws slightly more than it reads; what is left is read in no stage.
+    Of a blend in ``greedy``, core draws slightly more than it reads; what is left is read in no stage.
 
     Args:
         earlier: (samples, tokens of each) of every earlier stage.
@@ -289,7 +315,7 @@ def stage_starts(
     """
     if weights is None and len(sources) > 1:
         raise Refusal("--seq-length-schedule reads parts of a blend by weight: give weights, --data-path 1 PREFIX ...")
-    surplus = 0.0 if weights is None else SURPLUS
+    surplus = SURPLUS if weights is not None and packing.kind == "greedy" else 0.0
     shares = [1.0] if weights is None else [weight / sum(weights) for weight in weights]
     return {
         source: sum(
