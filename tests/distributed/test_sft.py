@@ -12,11 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn import functional
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from megatron.training.refusal import Refusal
 from tests.chats import CHATML, make_tokenizer, write_chats
 from tests.distributed.test_hugging_face_load import COMMON, LLAMA_SIZES
+from tests.distributed.test_llama import V3
 from tests.distributed.training_runs import LLAMA, make_job, train_job
 from tests.hugging_face import save_model
 from tests.pairs import also_in_full
@@ -201,6 +202,13 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 FPDT = "--fpdt --fpdt-chunk-size 16"
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.02 --lora-targets linear_qkv linear_proj"
 EP2 = "--expert-model-parallel-size 2"
+DEEPSEEK_SIZES = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 4, "vocab_size": 301}
+LATENTS = (
+    "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
+    "--v-head-dim 16 --qk-layernorm"
+)
+SENT = "--latent-exchange latents"
+TARGETS = {EXPERTS: 2, LATENTS: 7, f"{LATENTS} {EXPERTS}": 5}  # layers with adapters of a layer of the model
 
 
 def tune_lora(flags: str, steps: int = 3, llama: bool = True, zeros: bool = False):
@@ -210,8 +218,9 @@ def tune_lora(flags: str, steps: int = 3, llama: bool = True, zeros: bool = Fals
     def seen(name, shape, config, device):
         return torch.empty(tuple(shape)).normal_(0, 0.1, generator=weights.generator_of(name, device))
 
+    shape = "--num-layers 2" if "latent" in flags else GQA
     with mock.patch.object(weights, "draw_adapter", weights.draw_adapter if zeros else seen):
-        job = make_job(f"{GQA} {LORA} --lr 1e-2 {flags}", llama)
+        job = make_job(f"{shape} {LORA} --lr 1e-2 {flags}", llama)
     before = frozen(job)
     losses, _, grads = train_job(job, steps)
     assert frozen(job) == before, "the base has changed"
@@ -243,6 +252,7 @@ def lora_alone(pool):
         (4, "", f"{U2_OF_LORA} {R2_OF_LORA} --zero-stage 1 {FULL}", True),
         (4, "", f"{T2} {P2} --micro-batch-size 1", True),
         (2, EXPERTS, f"{R2_OF_LORA} {EP2} --zero-stage 3", True),
+        (4, LATENTS, f"{T2} {R2_OF_LORA} {SENT}", True),
         *also_in_full(
             (2, "", f"--zero-stage 3 {R2_OF_LORA} --loss-chunks 3", True),
             (2, "", f"{FPDT} --fpdt-stream-hidden {U2_OF_LORA} {FULL}", True),
@@ -260,6 +270,13 @@ def lora_alone(pool):
             (4, "--hidden-dropout 0 --attention-dropout 0", f"{T2} {SP} {P2} --micro-batch-size 1", False),
             (4, "--group-query-attention --num-query-groups 1", f"{T2} {SP} {U2_OF_LORA}", True),
             (2, "", f"{T2} {SP} --zero-stage 1 --overlap-grad-reduce --overlap-param-gather", True),
+            (2, LATENTS, U2_OF_LORA, True),
+            (4, LATENTS, f"{T2} {SP} {R2_OF_LORA} {SENT}", True),
+            (4, LATENTS, f"{T2} {SP} {R2_OF_LORA} {SENT} --zero-stage 3 {FULL} --micro-batch-size 1", True),
+            (4, LATENTS, f"{T2} {U2_OF_LORA} {FPDT}", True),
+            (4, LATENTS, f"{R2_OF_LORA} {P2} --micro-batch-size 1 --zero-stage 1", True),
+            (4, f"{LATENTS} {EXPERTS}", f"{T2} {SP} {U2_OF_LORA} {EP2}", True),
+            (2, f"{LATENTS} {EXPERTS}", f"{R2_OF_LORA} {EP2} {SENT}", True),
         ),
     ],
 )
@@ -272,8 +289,26 @@ def test_lora_does_not_depend_on_the_grid(pool, lora_alone, world, model, grid, 
             error = float((grad - grads[name]).abs().max() / grads[name].abs().max())
             assert error < 1e-5, f"gradient of {name}: {error:.1e} of its largest entry"
         seen |= set(my_grads)
-    targets = 2 if "lora-targets" in model else 4
+    targets = TARGETS.get(model, 2 if "lora-targets" in model else 4)
     assert seen == set(grads) and len(seen) == 2 * targets * 2, "A and B of each layer, and nothing else"
+
+
+def own_heads(flags: str):
+    """A mistake: of the adapter of the up-projection of latents, A has the gradient of this TP rank's heads alone."""
+    from megatron.context_parallel.core import lora
+
+    def wrong(layer):
+        return torch.addmm(layer.weight, layer.lora_b, layer.lora_a, alpha=layer.lora.scale)
+
+    with mock.patch.object(lora.ColumnParallelLinearWithLora, "with_adapter", wrong):
+        return tune_lora(flags)
+
+
+def test_a_sum_over_heads_that_is_left_out_is_noticed(pool, lora_alone):
+    _, grads = lora_alone(LATENTS, True)
+    _, mine = pool.run(own_heads, 4, f"{LATENTS} {T2} {R2_OF_LORA} {SENT}", timeout=180)[0]
+    wrong = {name for name, grad in mine.items() if (grad - grads[name]).abs().max() > 1e-2 * grads[name].abs().max()}
+    assert "decoder.layers.0.self_attention.linear_kv_up_proj.lora_a" in wrong
 
 
 def base_loss(flags: str) -> float:
@@ -361,20 +396,53 @@ def test_merged_weights_compute_the_same(pool, tuned, tmp_path):
     assert float(loss) == pytest.approx(mean, rel=1e-6)
 
     assert main(["--from", str(folder / "tuned"), "--to-peft", str(tmp_path / "peft"), "--base", "some/base"]) == 0
-    described = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
-    assert described["base_model_name_or_path"] == "some/base" and described["r"] == 4
-    parts = load_file(tmp_path / "peft" / "adapter_model.safetensors")
-    assert len(parts) == 2 * 7 * LLAMA_SIZES["num_hidden_layers"]
-    base = LlamaForCausalLM.from_pretrained(folder / "hf")
-    ours = dict(model.named_parameters())
+    described = check_peft(tmp_path / "peft", model, LlamaForCausalLM.from_pretrained(folder / "hf"))
+    assert described["base_model_name_or_path"] == "some/base"
+    assert len(described["target_modules"]) == 7
+
+
+def check_peft(folder, merged, base):
+    """Check that PEFT's file and the base are the merged weights; returns its settings."""
+    described = json.loads((folder / "adapter_config.json").read_text())
+    parts, ours = load_file(folder / "adapter_model.safetensors"), dict(merged.named_parameters())
+    stems = {name.removesuffix(".lora_A.weight") for name in parts if name.endswith(".lora_A.weight")}
     with torch.no_grad():
         for name, weight in base.named_parameters():
             stem = f"base_model.model.{name.removesuffix('.weight')}"
-            if f"{stem}.lora_A.weight" in parts:
-                delta = parts[f"{stem}.lora_B.weight"] @ parts[f"{stem}.lora_A.weight"] * described["lora_alpha"] / 4
+            if stem in stems:
+                delta = parts[f"{stem}.lora_B.weight"] @ parts[f"{stem}.lora_A.weight"]
+                delta *= described["lora_alpha"] / described["r"]
                 assert delta.any() and (weight + delta - ours[name]).abs().max() < 1e-6, name
+                assert name.split(".")[-2] in described["target_modules"]
             else:
                 assert torch.equal(weight, ours[name]), name
+            stems.discard(stem)
+    assert not stems
+    return described
+
+
+def test_adapters_of_a_deepseek(pool, tmp_path):
+    """Adapters of latent attention, trained on TP 2 x Ring 2: the loss of the merged model, and PEFT's file."""
+    from tools.convert_hf import main
+
+    save_model(tmp_path / "hf", "deepseek_v3", V3 | DEEPSEEK_SIZES)
+    flags = f"--model hf:{tmp_path / 'hf'} {LORA} --lora-targets linear_qkv linear_proj --lr 1e-2 {COMMON}"
+    grid = f"{T2} {SP} {R2_OF_LORA} {SENT}"
+    assert main(["--from-hf", str(tmp_path / "hf"), "--to", str(tmp_path / "base")]) == 0
+    losses = pool.run(
+        tune_folder, 4, f"{flags} {tmp_path / 'base'} --finetune {grid}", str(tmp_path / "tuned"), 2, timeout=120
+    )[0]
+    one, mean, tokens, labels = pool.run(go_on, 1, f"{flags} {tmp_path / 'tuned'}", 1, timeout=120)[0]
+    assert one == pytest.approx(losses[2:], rel=1e-5)
+    assert main(["--from", str(tmp_path / "tuned"), "--to-hf", str(tmp_path / "merged")]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        logits = model(tokens).logits
+    loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    assert float(loss) == pytest.approx(mean, rel=1e-5)
+    assert main(["--from", str(tmp_path / "tuned"), "--to-peft", str(tmp_path / "peft"), "--base", "some/base"]) == 0
+    described = check_peft(tmp_path / "peft", model, AutoModelForCausalLM.from_pretrained(tmp_path / "hf"))
+    assert described["target_modules"] == ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"]
 
 
 @pytest.mark.parametrize(

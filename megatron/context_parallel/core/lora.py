@@ -34,7 +34,7 @@ class Lora:
     """Which layers get adapters, and of what size.
 
     Attributes:
-        targets: names of layers, from linear_qkv, linear_proj, linear_fc1, linear_fc2.
+        targets: core's names of layers; a model has adapters on those that it has.
     """
 
     rank: int
@@ -76,6 +76,12 @@ class ColumnParallelLinearWithLora(ColumnParallelLinear):
         else:
             inner = copy_to_tensor_model_parallel_region(inner, group=self.tp_group)
         return output + functional.linear(inner * self.lora.scale, self.lora_b), bias
+
+    def with_adapter(self) -> Tensor:
+        """W + (alpha / rank) B A [out / TP, in], for a product with something else than the layer's input."""
+        # core sums the gradient of A over TP only with sequence parallelism
+        a = self.lora_a if self.sequence_parallel else copy_to_tensor_model_parallel_region(self.lora_a, self.tp_group)
+        return torch.addmm(self.weight, self.lora_b, a, alpha=self.lora.scale)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
         """Like core's; if the layer holds two matrices (SwiGLU, stride 2), B is sharded like its weight."""

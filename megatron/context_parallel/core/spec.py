@@ -192,8 +192,8 @@ def block_spec(
     if (linear or pattern) and transformer_engine:
         raise ValueError("Gated DeltaNet and Mamba2 need core's own layers: no transformer_engine")
     latents = config.multi_latent_attention
-    if latents and (transformer_engine or lora is not None):
-        raise ValueError("multi-latent attention needs core's own layers: no transformer_engine or lora")
+    if latents and transformer_engine:
+        raise ValueError("multi-latent attention needs core's own layers: no transformer_engine")
     if experts and transformer_engine:
         raise ValueError("experts need core's own layers: leave out transformer_engine")
     if transformer_engine and (all_heads_norms or not input_norms):

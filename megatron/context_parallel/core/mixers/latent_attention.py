@@ -28,6 +28,8 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor, nn
 
+from megatron.context_parallel.core.lora import ColumnParallelLinearWithLora
+
 
 class LatentAttention(Attention):
     """Makes queries, keys and values from latents; its ``core_attention`` is the same as in other layers.
@@ -140,7 +142,9 @@ class LatentAttention(Attention):
 
     def _up(self) -> Tensor:
         """The up-projection of keys and values, [heads, N + V, C]."""
-        return self.linear_kv_up_proj.weight.unflatten(0, (self.num_attention_heads_per_partition, -1))
+        layer = self.linear_kv_up_proj
+        weight = layer.with_adapter() if isinstance(layer, ColumnParallelLinearWithLora) else layer.weight
+        return weight.unflatten(0, (self.num_attention_heads_per_partition, -1))
 
     def _whole(self, part: Tensor) -> Tensor:
         """The complete latents, from the part of their entries that this TP rank computed."""

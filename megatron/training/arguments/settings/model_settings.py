@@ -220,7 +220,10 @@ class ModelConfig:
     lora_rank: int | None = flag(None, "train only adapters of this rank on the linear layers (LoRA)", type=int)
     lora_alpha: float = flag(32.0, "LoRA: the output of an adapter is scaled by this over its rank")
     lora_targets: list[str] = flag(
-        ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], "LoRA: layers with adapters", type=str, nargs="+"
+        ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
+        "LoRA: layers with adapters; linear_qkv: all that make queries, keys, values",
+        type=str,
+        nargs="+",
     )
     make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary to a multiple of this times TP")
     padded_vocab_size: int | None = flag(

@@ -39,7 +39,6 @@ def _combinations(config: Config) -> None:
     model = config.model
     refused = {
         "--group-query-attention": (model.group_query_attention, "each head has keys of its own, from the latent"),
-        "--lora-rank": (model.lora_rank, "adapters know the layers of plain attention only"),
         "--fp8-format": (model.fp8_format, "it needs Transformer Engine's layers"),
         "--rotary-percent": (model.rotary_percent != 1, "the rotated entries are --qk-pos-emb-head-dim"),
         "--rotary-interleaved": (model.rotary_interleaved, "its pairs are neighbours anyway"),

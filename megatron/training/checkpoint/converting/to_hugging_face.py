@@ -59,8 +59,17 @@ def adapter_pieces(piece: Piece, model: ModelConfig) -> tuple[Piece, Piece] | No
     if model.lora_rank is None or kind != "weight" or layer.rpartition(".")[2] not in model.lora_targets:
         return None
     out, into = piece.shape
-    a = Piece(f"{layer}.lora_a", ("",), ((model.lora_rank, into),), piece.layer)
-    return a, Piece(f"{layer}.lora_b", ("",), ((out, model.lora_rank),), piece.layer, piece.part, piece.parts)
+    a = Piece(f"{layer}.lora_a", ("",), ((model.lora_rank, into),), piece.layer, stacked=piece.stacked)
+    b = Piece(
+        f"{layer}.lora_b",
+        ("",),
+        ((out, model.lora_rank),),
+        piece.layer,
+        piece.part,
+        piece.parts,
+        stacked=piece.stacked,
+    )
+    return a, b
 
 
 def load_adapter(path: Checked, piece: Piece, model: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
