@@ -124,6 +124,29 @@ CASES = {
         True,
         f"{STATES} --ulysses-parallel-size 2 --ring-parallel-size 2 --fpdt --fpdt-chunk-size 256 --global-batch-size 2",
     ),
+    "prediction further on TP x Ring": (
+        4,
+        True,
+        "--mtp-num-layers 2 --tensor-model-parallel-size 2 --sequence-parallel --ring-parallel-size 2 --zero-stage 1 "
+        f"--loss-chunks 2 --bf16 {GROUPED}",
+    ),
+    "prediction further on the last stage": (
+        4,
+        True,
+        f"--mtp-num-layers 1 --pipeline-model-parallel-size 2 --ulysses-parallel-size 2 --global-batch-size 8 "
+        f"{RECOMPUTE}",
+    ),
+    "prediction further with experts, ZeRO 3": (
+        2,
+        True,
+        f"{EXPERTS} --mtp-num-layers 1 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
+        "--zero-stage 3 --bf16",
+    ),
+    "prediction further in FPDT": (
+        2,
+        True,
+        "--mtp-num-layers 1 --fpdt --fpdt-chunk-size 256 --ring-parallel-size 2 --global-batch-size 2",
+    ),
     "FPDT with TP, streamed": (
         4,
         True,

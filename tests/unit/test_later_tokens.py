@@ -24,7 +24,7 @@ MTP = "--mtp-num-layers 1"
     "flags",
     ["--fpdt-stream-hidden --fpdt", "--lora-rank 4", "--embed-layernorm", "--hidden-dropout 0.1",
      "--position-embedding-type learned_absolute --max-position-embeddings 64", "--fp8-format hybrid",
-     "--dry-run --gpu H100-80G", "--offload-checkpoints",
+     "--offload-checkpoints",
      "--elastic --gpu H100-80G --save out/a --load out/a --global-batch-size 2"],
 )  # fmt: skip
 def test_refused(flags: str) -> None:

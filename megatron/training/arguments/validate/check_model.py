@@ -122,7 +122,6 @@ def _predicts_ahead(config: Config) -> None:
         ),
         "--hidden-dropout": (model.hidden_dropout, "its embedding has no dropout: use --hidden-dropout 0"),
         "--fp8-format": (model.fp8_format, "it needs Transformer Engine's layers"),
-        "--dry-run": (config.simulation.dry_run, "it is not simulated: start the run itself"),
         "--elastic --gpu": (parallel.elastic and config.simulation.gpu, "the planner does not know its time"),
     }
     fixes = {"--position-embedding-type": "--position-embedding-type rope", "--hidden-dropout": "--hidden-dropout 0"}
