@@ -26,7 +26,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
 
-ADAPTERS = ("lora_a", "lora_b")  # the last part of their names
+ADAPTERS = ("lora_a", "lora_b")  # in their names
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Lora:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether ``name`` is the name of an adapter's parameter."""
-    return name.rpartition(".")[2] in ADAPTERS
+    """Whether ``name`` is the name of an adapter's parameter, or of a kind of its rows in a checkpoint."""
+    return any(part in ADAPTERS for part in name.split(".")[-2:])
 
 
 def train_adapters_alone(model: nn.Module) -> None:

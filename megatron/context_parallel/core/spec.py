@@ -51,7 +51,7 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
 from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
 from megatron.context_parallel.layout.grid import Axis
 
-INPUTS_CUT = ("linear_proj", "linear_fc2")  # layers whose inputs are split over TP
+INPUTS_CUT = ("linear_proj", "linear_fc2", "out_proj")  # layers whose inputs are split over TP
 __all__ = ["AttentionSettings", "ChunkSettings", "ChunkedNorm", "ContextParallelAttention", "LayerRule", "Norm",
            "block_spec"]  # fmt: skip
 
@@ -230,7 +230,7 @@ def block_spec(
     params["parallel_residual"] = parallel_residual
     layers = [replace(layer, module=LongContextLayer, params=params)] * num_layers
     for index in linear:
-        layers[index] = replace(layers[index], submodules=_with_state(layer.submodules, settings, exchange))
+        layers[index] = replace(layers[index], submodules=_with_state(layer.submodules, settings, exchange, lora))
     if pattern:
         layers = [
             replace(one, submodules=_half(one.submodules, kind)) for one, kind in zip(layers, pattern, strict=True)
@@ -238,7 +238,7 @@ def block_spec(
         mixer = ModuleSpec(
             Mamba2,
             params={"settings": settings, "exchange": exchange, "dt_min": dt_min},
-            submodules=MambaMixerSubmodules(ColumnParallelLinear, RowParallelLinear),
+            submodules=MambaMixerSubmodules(_linear("in_proj", lora), _linear("out_proj", lora)),
         )
         names = {"input_layernorm.": "mixer.in_proj.layer_norm_", "self_attention.": "mixer."}  # in core's files
         for index, kind in enumerate(pattern):
@@ -277,14 +277,14 @@ def _half(submodules: TransformerLayerSubmodules, kind: str) -> TransformerLayer
 
 
 def _with_state(
-    submodules: TransformerLayerSubmodules, settings: AttentionSettings, exchange: str
+    submodules: TransformerLayerSubmodules, settings: AttentionSettings, exchange: str, lora: Lora | None
 ) -> TransformerLayerSubmodules:
     """A layer with a Gated DeltaNet in place of attention, with the names that its weights have in core's files."""
     names = {**submodules.sharded_state_dict_keys_map, "input_layernorm.": "self_attention.in_proj.layer_norm_"}
     mixer = ModuleSpec(
         GatedDeltaNet,
         params={"settings": settings, "exchange": exchange},
-        submodules=GatedDeltaNetSubmodules(ColumnParallelLinear, Norm, RowParallelLinear),
+        submodules=GatedDeltaNetSubmodules(_linear("in_proj", lora), Norm, _linear("out_proj", lora)),
     )
     return replace(submodules, self_attention=mixer, sharded_state_dict_keys_map=names)
 
@@ -308,8 +308,15 @@ def _add_adapters(layer: ModuleSpec, lora: Lora, transformer_engine: bool) -> No
     for part in (layer.submodules.self_attention, layer.submodules.mlp):
         for name in vars(part.submodules):
             if name in lora.targets:
-                kind = RowParallelLinearWithLora if name in INPUTS_CUT else ColumnParallelLinearWithLora
-                setattr(part.submodules, name, ModuleSpec(kind, params={"lora": lora}))
+                setattr(part.submodules, name, _linear(name, lora))
+
+
+def _linear(name: str, lora: Lora | None) -> type | ModuleSpec:
+    """The linear layer of this name, with an adapter if it gets one."""
+    if lora is None or name not in lora.targets:
+        return RowParallelLinear if name in INPUTS_CUT else ColumnParallelLinear
+    kind = RowParallelLinearWithLora if name in INPUTS_CUT else ColumnParallelLinearWithLora
+    return ModuleSpec(kind, params={"lora": lora})
 
 
 EPSILON = 1e-5  # of the embedding's norm, independent of the layers' epsilon; BigScience's value

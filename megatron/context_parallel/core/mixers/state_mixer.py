@@ -33,6 +33,8 @@ from megatron.context_parallel.linear_attention.mixer import linear_attention
 from megatron.context_parallel.linear_attention.rules import LinearRule
 from megatron.context_parallel.linear_attention.short_convolution import short_convolution
 
+BY_KIND = ("weight", "lora_b")  # parameters of ``in_proj`` whose rows are of several kinds
+
 
 class StateMixer(MegatronModule):
     """Takes and returns the rows of this rank's tokens, as core's self-attention does. Heads are split over TP.
@@ -90,7 +92,9 @@ class StateMixer(MegatronModule):
         self.A_log = nn.Parameter(torch.empty(heads, dtype=dtype))
         for parameter in (*self.conv1d.parameters(), self.dt_bias, self.A_log):
             set_tensor_model_parallel_attributes(parameter, True, dim=0, stride=1)
-        self.in_proj.weight.partition_sections = tuple(count * size for count in rows.values())
+        for name, parameter in self.in_proj.named_parameters():
+            if name in BY_KIND:
+                parameter.partition_sections = tuple(count * size for count in rows.values())
         for parameter in self.conv1d.parameters():
             parameter.partition_sections = tuple(count * size for count in self.convolved.values())
         self.out_proj = build_module(
@@ -162,7 +166,8 @@ class StateMixer(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """As core's: each kind of rows of ``in_proj`` and ``conv1d`` is one tensor of the checkpoint, split over TP."""
+        """As core's: each kind of rows of ``in_proj`` and ``conv1d`` is one tensor of the checkpoint, split over TP; so
+        is each kind of rows of an adapter's B."""
         own = dict(self.named_parameters(recurse=False))
         own |= {f"conv1d.{name}": parameter for name, parameter in self.conv1d.named_parameters()}
         state = make_sharded_tensors_for_checkpoint(
@@ -178,7 +183,8 @@ class StateMixer(MegatronModule):
                 state |= sharded_state_dict_default(
                     module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
                 )
-        for name, kinds in (("in_proj.weight", self.rows), *((n, self.convolved) for n in own if n[:7] == "conv1d.")):
-            key = prefix + name
-            state[key] = _split_tensor_factory(state[key], [*kinds.values()], [*kinds], 0)
+        by_kind = {f"in_proj.{name}": self.rows for name in BY_KIND}
+        for name, kinds in (*by_kind.items(), *((n, self.convolved) for n in own if n[:7] == "conv1d.")):
+            if (key := prefix + name) in state:
+                state[key] = _split_tensor_factory(state[key], [*kinds.values()], [*kinds], 0)
         return state

@@ -219,9 +219,9 @@ class ModelConfig:
     )
     lora_rank: int | None = flag(None, "train only adapters of this rank on the linear layers (LoRA)", type=int)
     lora_alpha: float = flag(32.0, "LoRA: the output of an adapter is scaled by this over its rank")
-    lora_targets: list[str] = flag(
-        ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
-        "LoRA: layers with adapters; linear_qkv: all that make queries, keys, values",
+    lora_targets: list[str] | None = flag(
+        None,
+        "LoRA: layers with adapters; linear_qkv: all that make queries, keys, values; default all of the model's",
         type=str,
         nargs="+",
     )

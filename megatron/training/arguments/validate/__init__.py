@@ -21,6 +21,7 @@ from megatron.training.arguments.validate import (
     check_grid,
     check_latent,
     check_linear,
+    check_lora,
     check_memory,
     check_model,
     check_run,
@@ -58,7 +59,7 @@ def complete(config: Config, world_size: int) -> Config:
     gather.check("pipeline", lambda: complete_virtual_stages(config), "model")
     gather.check("precision", lambda: _complete_precision(config), *shape)
     gather.check("linear", lambda: check_linear.check_linear(config), "model", "grid")
-    gather.check("lora", lambda: check_data.complete_lora(config), "model")
+    gather.check("lora", lambda: check_lora.complete_lora(config), "experts", "linear", "pipeline")
     gather.check("partition", lambda: check_model.complete_partitioned_positions(config), "context", "attention")
     gather.check("recompute", lambda: check_memory.complete_recompute(config), "pipeline")
     gather.check("zero", lambda: check_memory.complete_zero(config), *shape)

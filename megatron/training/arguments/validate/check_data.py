@@ -144,17 +144,6 @@ def check_lengths(config: Config) -> None:
     )
 
 
-# Fine-tuning: chats (--sft) and adapters (--lora-rank).
-OF_LATENTS = (
-    "linear_q_proj",
-    "linear_q_down_proj",
-    "linear_q_up_proj",
-    "linear_kv_down_proj",
-    "linear_kv_up_proj",
-)
-LORA_TARGETS = ("linear_qkv", *OF_LATENTS, "linear_proj", "linear_fc1", "linear_fc2")
-
-
 def complete_sft(config: Config) -> None:
     """Complete --sft: each conversation is a document, whose positions start at 0."""
     data = config.data
@@ -185,38 +174,6 @@ def complete_sft(config: Config) -> None:
             LEAVE_OUT,
         )
     data.reset_position_ids = data.reset_attention_mask = True
-
-
-def complete_lora(config: Config) -> None:
-    """Complete which layers get adapters; refuse Transformer Engine's layers, whose inputs are not accessible.
-
-    With latent attention, linear_qkv stands for all layers that make queries, keys and values.
-    """
-    model = config.model
-    if model.lora_rank is None:
-        return
-    if unknown := [name for name in model.lora_targets if name not in LORA_TARGETS]:
-        raise Refusal(f"--lora-targets {unknown[0]}", f": not supported; choose from {', '.join(LORA_TARGETS)}")
-    own = ()
-    if model.multi_latent_attention:
-        own = OF_LATENTS[:1] + OF_LATENTS[3:] if model.q_lora_rank is None else OF_LATENTS[1:]
-    if absent := [name for name in model.lora_targets if name in {*OF_LATENTS} - {*own}]:
-        names = ", ".join(own) or "linear_qkv"
-        raise Refusal(f"--lora-targets {absent[0]}", f"is no layer of this model's attention: choose from {names}")
-    if own and "linear_qkv" in model.lora_targets:
-        model.lora_targets = [*(name for name in model.lora_targets if name != "linear_qkv"), *own]
-    model.lora_targets = [name for name in LORA_TARGETS if name in model.lora_targets]
-    if not model.lora_targets:
-        raise Refusal("--lora-targets", "names no layer: give one, or leave it out for the usual ones", LEAVE_OUT)
-    if model.transformer_impl == "transformer_engine" or model.fp8_format:
-        given = "--fp8-format" if model.fp8_format else "--transformer-impl transformer_engine"
-        raise Refusal(
-            f"--lora-rank with {given}",
-            "is not supported, since the inputs of Transformer Engine's layers are not accessible: use "
-            "--transformer-impl local, without FP8",
-            Fix("--transformer-impl local"),
-        )
-    model.transformer_impl = "local"
 
 
 # Evaluation; checks that need the tokenizer are made when samples are planned. READ_BY: which tasks read a setting.

@@ -58,10 +58,7 @@ def complete_experts(config: Config) -> None:
 def _combinations(config: Config) -> None:
     """Refuse features that do not work with experts yet."""
     model, parallel = config.model, config.parallel
-    adapters = model.lora_rank and {"linear_fc1", "linear_fc2"} & {*model.lora_targets}
-    attention_alone = "--lora-targets linear_qkv linear_proj"
     refused = {
-        "--lora-targets linear_fc1": (adapters, f"experts have no adapters: use {attention_alone}"),
         "--partition-position-embedding": (
             parallel.partition_position_embedding,
             "it uses the groups of experts for positions",
@@ -69,7 +66,7 @@ def _combinations(config: Config) -> None:
         "--fp8-format": (model.fp8_format, "it is not tested with experts"),
         "--elastic": (parallel.elastic, "it chooses grids without experts: give the grid by flags, or --elastic-grids"),
     }
-    refuse_combinations(f"--num-experts {model.num_experts}", refused, {"--lora-targets": attention_alone})
+    refuse_combinations(f"--num-experts {model.num_experts}", refused)
     if model.add_bias_linear and model.moe_shared_expert_intermediate_size:
         raise Refusal(
             "--moe-shared-expert-intermediate-size",

@@ -60,16 +60,8 @@ def adapter_pieces(piece: Piece, model: ModelConfig) -> tuple[Piece, Piece] | No
         return None
     out, into = piece.shape
     a = Piece(f"{layer}.lora_a", ("",), ((model.lora_rank, into),), piece.layer, stacked=piece.stacked)
-    b = Piece(
-        f"{layer}.lora_b",
-        ("",),
-        ((out, model.lora_rank),),
-        piece.layer,
-        piece.part,
-        piece.parts,
-        stacked=piece.stacked,
-    )
-    return a, b
+    b = replace(a, key=f"{layer}.lora_b", shapes=((out, model.lora_rank),), part=piece.part, parts=piece.parts)
+    return a, replace(b, named=piece.named)
 
 
 def load_adapter(path: Checked, piece: Piece, model: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
@@ -77,9 +69,10 @@ def load_adapter(path: Checked, piece: Piece, model: ModelConfig, dtype: torch.d
     pieces = adapter_pieces(piece, model)
     if pieces is None:
         return None
-    state = {name: sharded(part, model.num_layers, dtype, "cpu") for name, part in zip("ab", pieces)}
-    loaded = load_state({"adapter": state}, path, whole_tensors_once=False)["adapter"]
-    return tuple(loaded[name].view(part.shape) for name, part in zip("ab", pieces))
+    parts = {name: piece.stored() for name, piece in zip("ab", pieces)}
+    state = {name: [sharded(part, model.num_layers, dtype, "cpu") for part in own] for name, own in parts.items()}
+    loaded = load_state(state, path, whole_tensors_once=False)
+    return tuple(torch.cat([x.view(part.shape) for x, part in zip(loaded[name], parts[name])]) for name in "ab")
 
 
 def merge(path: Checked, piece: Piece, rows: Tensor, model: ModelConfig) -> Tensor:
@@ -116,7 +109,7 @@ def to_peft(source: Path, target: Path, bar: Callable[[int], Done], step: int | 
     with one_process(), new_folder(target) as folder:
         pieces = architectures.family_of(model).pieces(model, common["vocab_size"], ())
         wanted = [piece for piece in pieces if adapter_pieces(piece, model)]
-        done, tensors, dtype = bar(len(wanted)), {}, tensors_in(path)[wanted[0].key].dtype
+        done, tensors, dtype = bar(len(wanted)), {}, tensors_in(path)[wanted[0].stored()[0].key].dtype
         for piece in wanted:
             tensors.update(_for_peft(path, piece, model, dtype))
             done()

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of adapters (--lora-rank): which layers get them."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from megatron.training.arguments.config import Config, ModelConfig
+from megatron.training.arguments.models import hybrid_pattern, linear_layers
+from megatron.training.arguments.stages import chunk_layers
+from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, refuse_combinations
+
+OF_LATENTS = (
+    "linear_q_proj",
+    "linear_q_down_proj",
+    "linear_q_up_proj",
+    "linear_kv_down_proj",
+    "linear_kv_up_proj",
+)
+STATE, FFN = ("in_proj", "out_proj"), ("linear_fc1", "linear_fc2")
+LORA_TARGETS = ("linear_qkv", *OF_LATENTS, "linear_proj", *STATE, *FFN)
+
+
+def complete_lora(config: Config) -> None:
+    """Complete which layers get adapters; refuse Transformer Engine's layers, whose inputs are not accessible.
+
+    With latent attention, linear_qkv stands for all layers that make queries, keys and values.
+    """
+    model = config.model
+    if model.lora_rank is None:
+        return
+    layers = _layers(model)
+    own = [name for name in LORA_TARGETS if any(name in names for names in layers)]
+    targets = own if model.lora_targets is None else model.lora_targets
+    if unknown := [name for name in targets if name not in LORA_TARGETS]:
+        raise Refusal(f"--lora-targets {unknown[0]}", f": not supported; choose from {', '.join(LORA_TARGETS)}")
+    if model.multi_latent_attention and "linear_qkv" in targets:
+        targets = [name for name in LORA_TARGETS[1:] if name in targets or name in {*OF_LATENTS} & {*own}]
+    if model.num_experts and {*FFN} & {*targets}:
+        mixers = " ".join(name for name in own if name not in FFN)
+        refused = {
+            "--lora-targets linear_fc1": (mixers, f"experts have no adapters: use --lora-targets {mixers}"),
+            "--lora-rank": (True, "experts have no adapters, and no layer has attention or a state"),
+        }
+        fixes = {"--lora-targets": f"--lora-targets {mixers}"}
+        refuse_combinations(f"--num-experts {model.num_experts}", refused, fixes)
+    if absent := [name for name in targets if name not in own]:
+        if model.is_hybrid_model and absent[0] == "out_proj":
+            reason = "is not supported for Mamba2, as in PEFT, because kernels read its weight without calling it"
+        else:
+            reason = "is no layer of this model"
+        raise Refusal(f"--lora-targets {absent[0]}", f"{reason}: choose from {', '.join(own)}")
+    model.lora_targets = [name for name in LORA_TARGETS if name in targets]
+    if not targets:
+        raise Refusal("--lora-targets", "names no layer: give one, or leave it out for the usual ones", LEAVE_OUT)
+    _check_stages(config, layers)
+    if model.transformer_impl == "transformer_engine" or model.fp8_format:
+        given = "--fp8-format" if model.fp8_format else "--transformer-impl transformer_engine"
+        raise Refusal(
+            f"--lora-rank with {given}",
+            "is not supported, since the inputs of Transformer Engine's layers are not accessible: use "
+            "--transformer-impl local, without FP8",
+            Fix("--transformer-impl local"),
+        )
+    model.transformer_impl = "local"
+
+
+def _layers(model: ModelConfig) -> list[tuple[str, ...]]:
+    """For each layer, core's names of its linear layers that can have adapters; experts count as an MLP."""
+    attention = ["linear_qkv", "linear_proj"]
+    if model.multi_latent_attention:
+        attention[:1] = OF_LATENTS[:1] + OF_LATENTS[3:] if model.q_lora_rank is None else OF_LATENTS[1:]
+    if model.is_hybrid_model:
+        kinds = {"M": STATE[:1], "*": attention, "-": FFN, "E": FFN}
+        return [(*kinds[kind],) for kind in hybrid_pattern(model)]
+    return [(*(STATE if state else attention), *FFN) for state in linear_layers(model)]
+
+
+def _check_stages(config: Config, layers: list[tuple[str, ...]]) -> None:
+    """Refuse a pipeline rank without adapters, which would have nothing to train."""
+    stages, targets, counts = (
+        config.parallel.pipeline_model_parallel_size,
+        config.model.lora_targets,
+        chunk_layers(config),
+    )
+    adapted = {
+        chunk % stages
+        for chunk, (count, end) in enumerate(zip(counts, accumulate(counts)))
+        if any({*targets}.intersection(names) for names in layers[end - count : end])
+    }
+    if missing := {*range(stages)} - adapted:
+        raise Refusal(
+            f"--lora-targets {' '.join(targets)}",
+            f"leaves pipeline rank {min(missing)} without adapters: name layers that each rank of "
+            f"--pipeline-model-parallel-size {stages} has",
+        )
