@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA on layers with a state: no grid changes losses or gradients; checkpoints, merged weights, PEFT's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from tests.distributed import test_mamba2, test_qwen3_next
+from tests.distributed.test_gated_delta_net import (
+    DOCUMENTS,
+    FPDT,
+    FULL,
+    HYBRID,
+    P2,
+    SELECTIVE,
+    SHORT,
+    SP,
+    T2,
+    UNEVEN,
+    cp,
+    held,
+    without_states,
+)
+from tests.distributed.test_hugging_face_load import COMMON
+from tests.distributed.test_sft import LORA, check_peft, frozen, go_on, tune_folder
+from tests.distributed.training_runs import compare_gradients, make_job, train_job
+from tests.hugging_face import save_model
+from tests.pairs import by_pairs, seconds
+
+DELTA, MAMBA = f"{HYBRID} {LORA}", f"{test_mamba2.HYBRID} {LORA}"
+FEW = f"{DOCUMENTS} {LORA} --lora-targets out_proj in_proj"
+ALONE = f"{test_mamba2.SIZES} --num-layers 4 --hybrid-override-pattern MMMM {LORA}"
+EXPERTS = f"{test_mamba2.EXPERTS} {LORA} --lora-targets in_proj"
+
+# (processes, model, grid)
+CASES = [
+    (2, DELTA, T2),
+    (2, DELTA, SP),
+    (2, DELTA, cp(2, 1)),
+    (4, DELTA, f"{SP} {cp(1, 2)} --zero-stage 1"),
+    (4, DELTA, f"{P2} {UNEVEN} {cp(1, 2)} {FULL}"),
+    (2, DELTA, f"{cp(1, 2)} --zero-stage 2 {FULL}"),
+    (4, DELTA, f"{SP} {cp(1, 2)} --zero-stage 3"),
+    (2, DELTA, f"{cp(1, 2)} {FPDT} {FULL}"),
+    (4, DELTA, f"{T2} {cp(2, 1)} {FPDT} --zero-stage 3"),
+    (4, DELTA, f"{cp(2, 2)} {FPDT} --fpdt-stream-hidden"),
+    (2, FEW, f"{SP} {SELECTIVE}"),
+    (2, FEW, cp(1, 2)),
+    (4, MAMBA, f"{SP} {cp(1, 2)} {SELECTIVE}"),
+    (4, MAMBA, f"{T2} {P2} --zero-stage 1"),
+    (2, MAMBA, f"{cp(1, 2)} {FPDT} {FULL}"),
+    (4, MAMBA, f"{SP} {cp(2, 1)} --zero-stage 3"),
+    (4, MAMBA, f"{cp(2, 2)} --linear-attention-exchange heads"),
+    (2, ALONE, f"{T2} --zero-stage 2"),
+    (4, ALONE, f"{P2} {cp(1, 2)} --zero-stage 1"),
+    (2, ALONE, f"{cp(2, 1)} {FPDT} --fpdt-stream-hidden"),
+    (4, EXPERTS, f"{SP} {cp(1, 2)} --expert-model-parallel-size 2"),
+]  # fmt: skip
+
+
+def tune(flags: str, mistake: Callable[[Any], Callable[[], None]] | None = None) -> tuple[list[float], dict]:
+    """Losses of three steps and first gradients, with states that last, and adapters whose B is not zero."""
+    from megatron.training.model import weights
+
+    def seen(name, shape, config, device):
+        return torch.empty(tuple(shape)).normal_(0, 0.1, generator=weights.generator_of(name, device))
+
+    with mock.patch.object(weights, "DECAY_RANGE", (0.01, 0.2)), mock.patch.object(weights, "draw_adapter", seen):
+        undo = mistake(None) if mistake is not None else None
+        try:
+            job = make_job(f"{flags} --lr 1e-2")
+            before = frozen(job)
+            losses, _, grads = train_job(job, 3)
+        finally:
+            if undo is not None:
+                undo()
+    assert frozen(job) == before, "the base has changed"
+    return losses, grads
+
+
+@pytest.fixture(scope="module")
+def alone(pool, shared):
+    """The same model on one process."""
+    return lambda flags: shared(("adapters of states", flags), lambda: pool.run(tune, 1, flags, timeout=120)[0])
+
+
+def names_of(grads: dict[str, torch.Tensor]) -> set[str]:
+    return {name.split(".")[-2] for name in grads}
+
+
+@pytest.mark.parametrize("world, model, grid", by_pairs(CASES, held, seconds))
+def test_adapters_do_not_depend_on_the_grid(pool, alone, world, model, grid):
+    losses, grads = alone(model)
+    results = pool.run(tune, world, f"{model} {grid}", timeout=180)
+    for mine, _ in results:
+        assert mine == pytest.approx(losses, rel=1e-5)
+    compare_gradients([mine for _, mine in results], grads, 1e-5)
+
+
+ALL = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
+
+
+@pytest.mark.parametrize(
+    "model, expected",
+    [(DELTA, ALL | {"in_proj", "out_proj"}), (MAMBA, ALL | {"in_proj"}), (ALONE, {"in_proj"})],
+)
+def test_every_linear_layer_that_peft_adapts_has_an_adapter(alone, model, expected):
+    _, grads = alone(model)
+    assert names_of(grads) == expected
+    assert all(name.endswith(("lora_a", "lora_b")) and grad.any() for name, grad in grads.items())
+
+
+def cut_evenly(_: Any) -> Callable[[], None]:
+    """A mistake: TP splits the rows of B into equal parts, whatever their kind."""
+    from megatron.context_parallel.core.mixers import state_mixer
+
+    right, state_mixer.BY_KIND = state_mixer.BY_KIND, ("weight",)
+    return lambda: setattr(state_mixer, "BY_KIND", right)
+
+
+def own_rows(_: Any) -> Callable[[], None]:
+    """A mistake: A has the gradient of this TP rank's rows alone."""
+    from megatron.context_parallel.core import lora
+
+    right = lora.copy_to_tensor_model_parallel_region
+    lora.copy_to_tensor_model_parallel_region = lambda x, group: x
+    return lambda: setattr(lora, right.__name__, right)
+
+
+@pytest.mark.parametrize(
+    "mistake, grid, name",
+    [(cut_evenly, T2, "lora_b"), (own_rows, T2, "lora_a"), (without_states, cp(1, 2), "lora_a")],
+)
+@pytest.mark.parametrize("model", [f"{SHORT} {LORA}", ALONE], ids=["Gated DeltaNet", "Mamba2"])
+def test_a_mistake_is_noticed(pool, alone, mistake, grid, name, model):
+    """Some gradients are wrong by far more than the tolerance."""
+    (_, wrong), (_, right) = pool.run(tune, 2, f"{model} {grid}", mistake, timeout=120)[0], alone(model)
+    whole = f"decoder.layers.0.self_attention.in_proj.{name}"
+    assert float((wrong[whole] - right[whole]).abs().max() / right[whole].abs().max()) > 1e-2
