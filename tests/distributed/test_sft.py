@@ -401,14 +401,17 @@ def test_merged_weights_compute_the_same(pool, tuned, tmp_path):
     assert len(described["target_modules"]) == 7
 
 
-def check_peft(folder, merged, base):
-    """Check that PEFT's file and the base are the merged weights; returns its settings."""
+def check_peft(folder, merged, base, prefix=("", "")):
+    """Check that PEFT's file and the base are the merged weights; returns its settings.
+
+    ``prefix``: of names in the model, and what files have in its place.
+    """
     described = json.loads((folder / "adapter_config.json").read_text())
     parts, ours = load_file(folder / "adapter_model.safetensors"), dict(merged.named_parameters())
     stems = {name.removesuffix(".lora_A.weight") for name in parts if name.endswith(".lora_A.weight")}
     with torch.no_grad():
         for name, weight in base.named_parameters():
-            stem = f"base_model.model.{name.removesuffix('.weight')}"
+            stem = f"base_model.model.{name.removesuffix('.weight').replace(*prefix, 1)}"
             if stem in stems:
                 delta = parts[f"{stem}.lora_B.weight"] @ parts[f"{stem}.lora_A.weight"]
                 delta *= described["lora_alpha"] / described["r"]

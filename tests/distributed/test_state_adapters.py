@@ -13,7 +13,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from tests.distributed import test_architectures as architectures
 from tests.distributed import test_mamba2, test_qwen3_next
+from tests.distributed.test_experts import resume, save
 from tests.distributed.test_gated_delta_net import (
     DOCUMENTS,
     FPDT,
@@ -34,6 +36,7 @@ from tests.distributed.test_sft import LORA, check_peft, frozen, go_on, tune_fol
 from tests.distributed.training_runs import compare_gradients, make_job, train_job
 from tests.hugging_face import save_model
 from tests.pairs import by_pairs, seconds
+from tools.convert_hf import main as convert
 
 DELTA, MAMBA = f"{HYBRID} {LORA}", f"{test_mamba2.HYBRID} {LORA}"
 FEW = f"{DOCUMENTS} {LORA} --lora-targets out_proj in_proj"
@@ -145,3 +148,71 @@ def test_a_mistake_is_noticed(pool, alone, mistake, grid, name, model):
     (_, wrong), (_, right) = pool.run(tune, 2, f"{model} {grid}", mistake, timeout=120)[0], alone(model)
     whole = f"decoder.layers.0.self_attention.in_proj.{name}"
     assert float((wrong[whole] - right[whole]).abs().max() / right[whole].abs().max()) > 1e-2
+
+
+# ---- Checkpoints, and Hugging Face.
+
+
+@pytest.mark.parametrize(
+    "model, saved, loaded",
+    [
+        (DELTA, (4, f"{SP} {cp(1, 2)} --zero-stage 1"), (2, f"{P2} {UNEVEN}")),
+        (MAMBA, (2, f"{cp(2, 1)} --zero-stage 3"), (2, f"{T2} --zero-stage 1")),
+    ],
+)
+def test_adapters_are_loaded_on_another_grid(pool, tmp_path, model, saved, loaded):
+    after = pool.run(save, saved[0], f"{model} {saved[1]}", str(tmp_path), timeout=120)[0]
+    for losses in pool.run(resume, loaded[0], f"{model} {loaded[1]}", str(tmp_path), timeout=120):
+        assert losses == pytest.approx(after, rel=1e-5)
+
+
+NEMOTRON = {name: size for name, size in architectures.KINDS["nemotron_h"].items() if "expert" not in name} | {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]
+}  # fmt: skip
+KINDS = {
+    "qwen3_next": (test_qwen3_next.CONFIG | {"num_attention_heads": 8}, "--lora-targets linear_qkv linear_proj in_proj out_proj"),
+    "nemotron_h": (NEMOTRON, ""),
+    "mamba2": (architectures.KINDS["mamba2"] | {"num_hidden_layers": 4}, ""),
+}
+GRIDS = {"qwen3_next": (4, f"{SP} {cp(1, 2)}"), "nemotron_h": (2, SP), "mamba2": (2, f"{cp(1, 2)} --zero-stage 1")}
+MODULES = {
+    "qwen3_next": {"q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"},
+    "nemotron_h": {"q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "up_proj", "down_proj"},
+    "mamba2": {"in_proj"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_weights_and_peft_compute_the_same(pool, tmp_path, kind):
+    """The loss here, of the merged model in transformers, and of the base with the adapters that PEFT loads."""
+    sizes, targets = KINDS[kind]
+    base, merged, adapter = (tmp_path / name for name in ("hf", "merged", "peft"))
+    save_model(base, kind, sizes)
+    assert convert(["--from-hf", str(base), "--to", str(tmp_path / "base")]) == 0
+    flags = f"--model hf:{base} {LORA} {targets} --lr 1e-2 {COMMON}"
+    world, grid = GRIDS[kind]
+    tuned = str(tmp_path / "tuned")
+    losses = pool.run(tune_folder, world, f"{flags} {tmp_path / 'base'} --finetune {grid}", tuned, 2, timeout=120)[0]
+    one, mean, tokens, labels = pool.run(go_on, 1, f"{flags} {tuned}", 1, timeout=120)[0]
+    assert one == pytest.approx(losses[2:], rel=1e-5)
+
+    def loss(model: torch.nn.Module) -> float:
+        with torch.no_grad():
+            logits = model(tokens).logits
+        return float(functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+    assert convert(["--from", tuned, "--to-hf", str(merged)]) == 0
+    assert convert(["--from", tuned, "--to-peft", str(adapter), "--base", "some/base"]) == 0
+    theirs = AutoModelForCausalLM.from_pretrained(base)
+    assert loss(theirs) != pytest.approx(mean, rel=1e-3)
+    assert loss(AutoModelForCausalLM.from_pretrained(merged)) == pytest.approx(mean, rel=1e-5)
+    prefix = ("model.", "backbone.") if kind == "nemotron_h" else ("", "")  # in the model, and in its files
+    described = check_peft(adapter, AutoModelForCausalLM.from_pretrained(merged), theirs, prefix)
+    assert {*described["target_modules"]} == MODULES[kind]
+    assert loss(PeftModel.from_pretrained(theirs, adapter)) == pytest.approx(mean, rel=1e-5)
+
+
+def test_peft_has_no_adapters_on_the_output_projection_of_mamba2():
+    """The reason why out_proj of Mamba2 is refused here."""
+    with pytest.raises(ValueError, match="'out_proj' is incompatible with Mamba-based models"):
+        get_peft_model(test_qwen3_next.hybrid("mamba2"), LoraConfig(target_modules=["in_proj", "out_proj"]))
