@@ -41,6 +41,10 @@ from tools.convert_hf import main as convert
 DELTA, MAMBA = f"{HYBRID} {LORA}", f"{test_mamba2.HYBRID} {LORA}"
 FEW = f"{DOCUMENTS} {LORA} --lora-targets out_proj in_proj"
 ALONE = f"{test_mamba2.SIZES} --num-layers 4 --hybrid-override-pattern MMMM {LORA}"
+# The first virtual stage of each pipeline rank has no adapters.
+SPREAD = (
+    f"{test_mamba2.SIZES} --num-layers 4 --hybrid-override-pattern MM** {LORA} --lora-targets linear_qkv linear_proj"
+)
 EXPERTS = f"{test_mamba2.EXPERTS} {LORA} --lora-targets in_proj"
 
 # (processes, model, grid)
@@ -65,6 +69,7 @@ CASES = [
     (2, ALONE, f"{T2} --zero-stage 2"),
     (4, ALONE, f"{P2} {cp(1, 2)} --zero-stage 1"),
     (2, ALONE, f"{cp(2, 1)} {FPDT} --fpdt-stream-hidden"),
+    (2, SPREAD, f"{P2} --num-virtual-stages-per-pipeline-rank 2"),
     (4, EXPERTS, f"{SP} {cp(1, 2)} --expert-model-parallel-size 2"),
 ]  # fmt: skip
 
@@ -170,7 +175,10 @@ NEMOTRON = {name: size for name, size in architectures.KINDS["nemotron_h"].items
     "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]
 }  # fmt: skip
 KINDS = {
-    "qwen3_next": (test_qwen3_next.CONFIG | {"num_attention_heads": 8}, "--lora-targets linear_qkv linear_proj in_proj out_proj"),
+    "qwen3_next": (
+        test_qwen3_next.CONFIG | {"num_attention_heads": 8},
+        "--lora-targets linear_qkv linear_proj in_proj out_proj",
+    ),
     "nemotron_h": (NEMOTRON, ""),
     "mamba2": (architectures.KINDS["mamba2"] | {"num_hidden_layers": 4}, ""),
 }

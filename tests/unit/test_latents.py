@@ -38,7 +38,7 @@ def read(flags: str, world: int = 1) -> Config:
         ("--group-query-attention --num-query-groups 4", "--multi-latent-attention with --group-query-attention"),
         (
             "--lora-rank 4 --lora-targets linear_q_up_proj",
-            "--lora-targets linear_q_up_proj is no layer of this model's",
+            "--lora-targets linear_q_up_proj is no layer of this model",
         ),
         ("--fp8-format hybrid", "--multi-latent-attention with --fp8-format"),
         ("--rotary-percent 0.5", "with --rotary-percent is not supported"),

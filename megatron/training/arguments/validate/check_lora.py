@@ -36,14 +36,14 @@ def complete_lora(config: Config) -> None:
         raise Refusal(f"--lora-targets {unknown[0]}", f": not supported; choose from {', '.join(LORA_TARGETS)}")
     if model.multi_latent_attention and "linear_qkv" in targets:
         targets = [name for name in LORA_TARGETS[1:] if name in targets or name in {*OF_LATENTS} & {*own}]
-    if model.num_experts and {*FFN} & {*targets}:
-        mixers = " ".join(name for name in own if name not in FFN)
+    if model.num_experts:
+        own, given = [name for name in own if name not in FFN], {*FFN} & {*targets}
+        others = f"--lora-targets {' '.join(own)}"
         refused = {
-            "--lora-targets linear_fc1": (mixers, f"experts have no adapters: use --lora-targets {mixers}"),
-            "--lora-rank": (True, "experts have no adapters, and no layer has attention or a state"),
+            "--lora-targets linear_fc1": (given and own, f"experts have no adapters: use {others}"),
+            "--lora-rank": (not own, "experts have no adapters, and no layer has attention or a state"),
         }
-        fixes = {"--lora-targets": f"--lora-targets {mixers}"}
-        refuse_combinations(f"--num-experts {model.num_experts}", refused, fixes)
+        refuse_combinations(f"--num-experts {model.num_experts}", refused, {"--lora-targets": others})
     if absent := [name for name in targets if name not in own]:
         if model.is_hybrid_model and absent[0] == "out_proj":
             reason = "is not supported for Mamba2, as in PEFT, because kernels read its weight without calling it"
