@@ -22,7 +22,6 @@ VARIANT = "--experimental-attention-variant gated_delta_net"
 GDN = f"{VARIANT} --linear-attention-freq 4"
 MAMBA = "--is-hybrid-model --mamba-head-dim 8"
 HYBRID = f"{MAMBA} --hybrid-override-pattern"
-VIRTUAL = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 2"
 
 
 def read(flags: str, world: int = 1) -> Config:
@@ -88,14 +87,6 @@ def read(flags: str, world: int = 1) -> Config:
             "experts have no adapters: use --lora-targets linear_qkv linear_proj in_proj",
         ),
         (f"{HYBRID} E-E- --num-experts 4 --lora-rank 4", "with --lora-rank is not supported: experts have no adapters"),
-        (
-            f"{HYBRID} MMM* --lora-rank 4 --lora-targets linear_qkv --pipeline-model-parallel-size 2",
-            "--lora-targets linear_qkv leaves pipeline rank 0 without adapters",
-        ),
-        (
-            f"{HYBRID} MM*M --lora-rank 4 --lora-targets linear_qkv {VIRTUAL}",
-            "--lora-targets linear_qkv leaves pipeline rank 1 without adapters",
-        ),
     ],
 )
 def test_what_is_refused(flags: str, message: str) -> None:
@@ -112,12 +103,11 @@ def test_what_is_refused(flags: str, message: str) -> None:
         (f"{VARIANT} --linear-attention-freq [1]*4 --lora-rank 4", "in_proj out_proj linear_fc1 linear_fc2"),
         (f"{HYBRID} M*M- --lora-rank 4", "linear_qkv linear_proj in_proj linear_fc1 linear_fc2"),
         (f"{HYBRID} MMMM --lora-rank 4", "in_proj"),
-        (f"{HYBRID} MM** --lora-rank 4 --lora-targets linear_qkv {VIRTUAL}", "linear_qkv"),
     ],
 )
 def test_which_layers_get_adapters(flags: str, targets: str) -> None:
-    """Those that the model has. The virtual stages of a pipeline rank count together."""
-    assert read(flags, 2 if "pipeline" in flags else 1).model.lora_targets == targets.split()
+    """All that the model has."""
+    assert read(flags).model.lora_targets == targets.split()
 
 
 @pytest.mark.parametrize("frequency, layers", [("4", [1, 1, 1, 0]), ("2", [1, 0, 1, 0]), ("[0,1]*2", [0, 1, 0, 1])])

@@ -19,6 +19,7 @@ from math import ceil, prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.optimizer import MegatronOptimizer
@@ -222,6 +223,10 @@ def optimizer_state(optimizer: MegatronOptimizer, places: Iterable[Places], *, l
     if loading:
         make_states(optimizer)
     steps = {float(state["step"]) for state in inner.state.values() if "step" in state}
+    if not loading:  # rank 0 writes it, whose layers may have no adapter and thus no states
+        every: list[set[float]] = [set()] * dist.get_world_size()
+        dist.all_gather_object(every, steps)
+        steps = set().union(*every)
     shared = {"step": steps.pop()} if steps else {}  # Transformer Engine's Adam has it in the groups
     groups = [{key: value for key, value in group.items() if key != "params"} | shared for group in inner.param_groups]
     state = {

@@ -59,7 +59,7 @@ def complete(config: Config, world_size: int) -> Config:
     gather.check("pipeline", lambda: complete_virtual_stages(config), "model")
     gather.check("precision", lambda: _complete_precision(config), *shape)
     gather.check("linear", lambda: check_linear.check_linear(config), "model", "grid")
-    gather.check("lora", lambda: check_lora.complete_lora(config), "experts", "linear", "pipeline")
+    gather.check("lora", lambda: check_lora.complete_lora(config), "experts", "linear")
     gather.check("partition", lambda: check_model.complete_partitioned_positions(config), "context", "attention")
     gather.check("recompute", lambda: check_memory.complete_recompute(config), "pipeline")
     gather.check("zero", lambda: check_memory.complete_zero(config), *shape)

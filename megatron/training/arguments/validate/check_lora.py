@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 from megatron.training.arguments.config import Config, ModelConfig
 from megatron.training.arguments.models import hybrid_pattern, linear_layers
-from megatron.training.arguments.stages import chunk_layers
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, refuse_combinations
 
 OF_LATENTS = (
@@ -53,7 +50,6 @@ def complete_lora(config: Config) -> None:
     model.lora_targets = [name for name in LORA_TARGETS if name in targets]
     if not targets:
         raise Refusal("--lora-targets", "names no layer: give one, or leave it out for the usual ones", LEAVE_OUT)
-    _check_stages(config, layers)
     if model.transformer_impl == "transformer_engine" or model.fp8_format:
         given = "--fp8-format" if model.fp8_format else "--transformer-impl transformer_engine"
         raise Refusal(
@@ -74,23 +70,3 @@ def _layers(model: ModelConfig) -> list[tuple[str, ...]]:
         kinds = {"M": STATE[:1], "*": attention, "-": FFN, "E": FFN}
         return [(*kinds[kind],) for kind in hybrid_pattern(model)]
     return [(*(STATE if state else attention), *FFN) for state in linear_layers(model)]
-
-
-def _check_stages(config: Config, layers: list[tuple[str, ...]]) -> None:
-    """Refuse a pipeline rank without adapters, which would have nothing to train."""
-    stages, targets, counts = (
-        config.parallel.pipeline_model_parallel_size,
-        config.model.lora_targets,
-        chunk_layers(config),
-    )
-    adapted = {
-        chunk % stages
-        for chunk, (count, end) in enumerate(zip(counts, accumulate(counts)))
-        if any({*targets}.intersection(names) for names in layers[end - count : end])
-    }
-    if missing := {*range(stages)} - adapted:
-        raise Refusal(
-            f"--lora-targets {' '.join(targets)}",
-            f"leaves pipeline rank {min(missing)} without adapters: name layers that each rank of "
-            f"--pipeline-model-parallel-size {stages} has",
-        )
