@@ -96,6 +96,7 @@ MODELS = {
     "--partition-position-embedding",
     "latents over the ring, TP with sequence parallelism": SP + RING + LATENTS,
     "Gated DeltaNet and attention, TP with sequence parallelism": SP + RING + GATED,
+    "Gated DeltaNet and attention, adapters (LoRA), TP": TP + RING + GATED + "--lora-rank 4",
     "Mamba2 and attention, TP with sequence parallelism": SP + RING + NO_BIAS + "--is-hybrid-model "
     "--hybrid-override-pattern M* --mamba-num-heads 4 --mamba-head-dim 8 --mamba-state-dim 8 --mamba-num-groups 2 "
     "--position-embedding-type none",

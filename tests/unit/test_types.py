@@ -143,6 +143,10 @@ def test_complete_models_have_types(output_of: Callable[[str], Any]) -> None:
         "Gated DeltaNet and attention, TP with sequence parallelism": {
             "decoder.layers.0.self_attention.out_norm.weight": "tp I, ring P, dp P",
         },
+        "Gated DeltaNet and attention, adapters (LoRA), TP": {
+            "decoder.layers.0.self_attention.in_proj.lora_a": "tp I, ring P, dp P",
+            "decoder.layers.0.self_attention.out_proj.lora_b": "tp I, ring P, dp P",
+        },
         "Mamba2 and attention, TP with sequence parallelism": {
             "decoder.layers.0.self_attention.A_log": "tp V, ring P, dp P",
             "decoder.layers.0.self_attention.norm.weight": "tp V, ring P, dp P",
