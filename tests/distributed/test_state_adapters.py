@@ -35,7 +35,7 @@ from tests.distributed.test_hugging_face_load import COMMON
 from tests.distributed.test_sft import LORA, check_peft, frozen, go_on, tune_folder
 from tests.distributed.training_runs import compare_gradients, make_job, train_job
 from tests.hugging_face import save_model
-from tests.pairs import by_pairs, seconds
+from tests.pairs import also_in_full, by_pairs, seconds
 from tools.convert_hf import main as convert
 
 DELTA, MAMBA = f"{HYBRID} {LORA}", f"{test_mamba2.HYBRID} {LORA}"
@@ -160,8 +160,8 @@ def test_a_mistake_is_noticed(pool, alone, mistake, grid, name, model):
     "model, saved, loaded",
     [
         (DELTA, (4, f"{SP} {cp(1, 2)} --zero-stage 1"), (2, f"{P2} {UNEVEN}")),
-        (MAMBA, (2, f"{cp(2, 1)} --zero-stage 3"), (2, f"{T2} --zero-stage 1")),
         (LAST, (2, P2), (2, f"{P2} --zero-stage 1")),
+        *also_in_full((MAMBA, (2, f"{cp(2, 1)} --zero-stage 3"), (2, f"{T2} --zero-stage 1"))),
     ],
 )
 def test_adapters_are_loaded_on_another_grid(pool, tmp_path, model, saved, loaded):
@@ -189,7 +189,7 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["qwen3_next", "nemotron_h", *also_in_full("mamba2")])
 def test_merged_weights_and_peft_compute_the_same(pool, tmp_path, kind):
     """The loss here, of the merged model in transformers, and of the base with the adapters that PEFT loads."""
     sizes, targets = KINDS[kind]
