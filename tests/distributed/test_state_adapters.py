@@ -13,6 +13,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from megatron.context_parallel import initialize_grid
+from megatron.context_parallel.huggingface import parallelize
 from tests.distributed import test_architectures as architectures
 from tests.distributed import test_mamba2, test_qwen3_next
 from tests.distributed.test_experts import resume, save
@@ -31,10 +33,12 @@ from tests.distributed.test_gated_delta_net import (
     held,
     without_states,
 )
+from tests.distributed.test_hugging_face import over_ranks
 from tests.distributed.test_hugging_face_load import COMMON
 from tests.distributed.test_sft import LORA, check_peft, frozen, go_on, tune_folder
 from tests.distributed.training_runs import compare_gradients, make_job, train_job
-from tests.hugging_face import save_model
+from tests.errors import worst
+from tests.hugging_face import LENGTH, errors, on_one_process, save_model, whole_batch
 from tests.pairs import also_in_full, by_pairs, seconds
 from tools.convert_hf import main as convert
 
@@ -217,6 +221,35 @@ def test_merged_weights_and_peft_compute_the_same(pool, tmp_path, kind):
     described = check_peft(adapter, AutoModelForCausalLM.from_pretrained(merged), theirs, prefix)
     assert {*described["target_modules"]} == MODULES[kind]
     assert loss(PeftModel.from_pretrained(theirs, adapter)) == pytest.approx(mean, rel=1e-5)
+
+
+ADAPTED = {
+    "qwen3_next": ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj"], "qwen3_5_text": "all-linear",
+    "olmo_hybrid": "all-linear", "kimi_linear": "all-linear", "mamba2": ["in_proj"],
+    "nemotron_h": ["in_proj", "q_proj"],
+}  # fmt: skip
+
+
+def peft_over_ranks(kind: str, ulysses: int, ring: int) -> dict[str, float]:
+    """PEFT's adapters in a model of transformers: logits, loss and gradients over ranks, against one process."""
+    grid = initialize_grid(ulysses=ulysses, ring=ring)
+    model = get_peft_model(test_qwen3_next.hybrid(kind), LoraConfig(target_modules=ADAPTED[kind], r=4)).eval()
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.2)
+    batch = whole_batch(packed=False)
+    expected = on_one_process(model, batch)
+    with parallelize(model, grid, seq_length=LENGTH) as context:
+        return errors(over_ranks(model, batch, context), expected)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", *also_in_full(*(kind for kind in ADAPTED if kind != "qwen3_next"))])
+def test_peft_adapts_layers_with_a_state_over_ranks(pool, kind):
+    results = pool.run(peft_over_ranks, 4, kind, 2, 2, timeout=120)
+    assert all("lora" in name for name in results[0] if name not in ("logits", "loss")) and len(results[0]) > 2
+    assert worst(rank.values() for rank in results) < 1e-4, results[0]
 
 
 def test_peft_has_no_adapters_on_the_output_projection_of_mamba2():
