@@ -27,9 +27,12 @@ not measured. Expect less than the share, and rely on comparisons more than on f
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 
+if importlib.util.find_spec("triton") is None:
+    sys.exit("error: Triton compiles the kernels: pip install '.[triton]'")
 os.environ.pop("TRITON_INTERPRET", None)
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from benchmarks.machine_code import TENSOR_RATE

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -59,6 +61,27 @@ def save_model(folder: Path, kind: str, sizes: dict[str, Any]) -> Path:
     torch.manual_seed(3)
     model = draw_weights(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)))
     model.save_pretrained(folder, max_shard_size="100KB")
+    return folder
+
+
+def save_with_later_tokens(folder: Path, kind: str, sizes: dict[str, Any], layers: int = 1) -> Path:
+    """As :func:`save_model`, with further layers that predict later tokens, as in released files; in one file."""
+    number, hidden = sizes["num_hidden_layers"], sizes["hidden_size"]
+    save_model(folder, kind, sizes | {"num_hidden_layers": number + layers})
+    weights = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    for path in [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]:
+        path.unlink()
+    for layer in range(number, number + layers):
+        stem = f"model.layers.{layer}"
+        weights[f"{stem}.eh_proj.weight"] = torch.randn(hidden, 2 * hidden) * 0.2
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            weights[f"{stem}.{name}.weight"] = torch.rand(hidden) + 0.5
+        weights[f"{stem}.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+        weights[f"{stem}.shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": number, "num_nextn_predict_layers": layers}
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 

@@ -32,7 +32,7 @@ def convert(argv: list[str] | None) -> list[str]:
     if args.from_hf:
         from megatron.training.checkpoint.converting.from_hugging_face import from_hugging_face
 
-        return timed(lambda bar: from_hugging_face(args.from_hf, args.to, dtype, bar))
+        return timed(lambda bar: from_hugging_face(args.from_hf, args.to, dtype, bar, args.mtp_num_layers))
     if args.to_peft:
         from megatron.training.checkpoint.converting.to_hugging_face import to_peft
 
@@ -51,6 +51,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--to-peft", type=Path, metavar="DIR", help="folder for PEFT to write; must be new or empty")
     parser.add_argument("--base", default="", metavar="NAME", help="with --to-peft: the model that adapters belong to")
     parser.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="dtype to write (default: the source's)")
+    ahead = "with --from-hf: convert the first N layers of multi-token prediction too (default: keep them untrained)"
+    parser.add_argument("--mtp-num-layers", type=int, metavar="N", help=ahead)
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to read of --from (default: the latest)")
     files = "folder with config.json, tokenizer etc. for --to-hf (default: hf/ in --from; else a new config.json)"
     parser.add_argument("--hf-files", type=Path, metavar="DIR", help=files)
@@ -67,6 +69,8 @@ def check(args: argparse.Namespace) -> None:
         raise Refusal("--base goes with --from DIR --to-peft DIR")
     if args.to_peft and (args.dtype or args.hf_files):
         raise Refusal("--dtype and --hf-files go with --to-hf DIR: adapters are written in fp32")
+    if args.mtp_num_layers is not None and (not args.from_hf or args.mtp_num_layers < 1):
+        raise Refusal("--mtp-num-layers N goes with --from-hf DIR, and N is at least 1")
     if args.from_hf and (args.ckpt_step is not None or args.hf_files):
         raise Refusal("--ckpt-step and --hf-files go with --from DIR --to-hf DIR")
     if args.hf_files and not (args.hf_files / "config.json").exists():

@@ -91,6 +91,8 @@ def device_memory(
     if last:
         moments.append((kept, _loss(workload, strategy, itemsize, fused), weights.loss, early))
     step = 0 if fused else 2 * WIDE * max(rows * columns for rows, columns in held.tensors + held.experts)
+    if not fused and strategy.zero == 1 and strategy.group("dp").size > 1:
+        step = max(step, states.gradients)  # gloo's reduce-scatter needs a copy
     moments.append((0, step - always, 0, gradients))
     kept, temporary, gathered, gradients = max(moments, key=sum)
     return Memory(

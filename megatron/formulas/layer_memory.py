@@ -267,7 +267,7 @@ def chunked_layer(workload: Workload, strategy: Strategy, itemsize: int, fused: 
     states = 2 * sizes.hidden  # gradients of output and input; streamed: only chunks that are loaded or stored
     if strategy.stream_hidden:
         states = 2 * coming * hidden + leaving * hidden
-    if not fused and shape.value_dim < shape.head_dim:  # a CPU's kernel pads v, out and dout, and so dv
+    if not fused and not on_ring and shape.value_dim < shape.head_dim:  # a CPU's kernel pads v, out and dout, and so dv
         keys = int(part * sizes.local_kv * shape.head_dim / (shape.head_dim + shape.value_dim))
         pair += 2 * q + 3 * keys - kv
     if shape.latent:  # the gradients of queries and keys go back through their parts and latents

@@ -97,6 +97,7 @@ CASES = [
     (2, DEEPSEEK, ZERO2),
     (2, PRE, f"{cp(2, 1)} {ep(2)} {A2A} {ZERO3} --loss-chunks 3"),
     (2, MIXTRAL, f"{T2} {ETP1} {ZERO3} {FULL}"),
+    (4, MIXTRAL, f"{T2} {ETP1} {ep(2)} {A2A} {ZERO3}"),  # experts and other weights on the same ranks
     (4, MIXTRAL, f"{cp(1, 2)} {ep(2)} {ZERO3} {A2A}"),
     (4, DEEPSEEK, f"{T2} {cp(1, 2)} {ep(2)} {ZERO3} {FULL}"),
     (4, DROPPED, f"{cp(2, 1)} {ep(2)} {ZERO2} {SELECTIVE}"),

@@ -12,6 +12,7 @@ from torch.nn import functional
 from tests.distributed.test_experts import resume, save
 from tests.distributed.test_latent_attention import FULL, P2, SP, T2, compare, cp
 from tests.distributed.training_runs import first_gradients, make_job, train_job
+from tests.hugging_face import save_with_later_tokens
 from tests.pairs import by_pairs, seconds, settings
 
 MTP = "--num-layers 2 --mtp-num-layers 2 --mtp-loss-scaling-factor 0.3 --init-method-std 0.1 --eod-mask-loss"
@@ -289,3 +290,60 @@ def test_generation_and_evaluation_use_the_main_head(pool, tmp_path, model):
     vocabulary, expected = pool.run(logits_of_training, 1, model, str(tmp_path), timeout=120)[0]
     for logits in pool.run(logits_of_generation, 2, str(tmp_path), vocabulary, P2, timeout=120)[1:]:
         assert float((logits - expected).abs().max()) < 1e-4
+
+
+# The same layers in transformers, which reads released files.
+
+
+def losses_in_transformers(folder: str, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
+    """Of the next token, and of the one after it, by transformers' own classes."""
+    from transformers import AutoModelForCausalLM
+    from transformers.modeling_layers import MtpModel
+
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{len(model.model.layers)}\."]  # else V3's 61st alone
+    ahead, sums = MtpModel.from_pretrained(model), [0.0, 0.0]
+    with torch.no_grad():
+        for tokens, labels in batches:
+            out = model(tokens, output_hidden_states=True, use_cache=False)
+            places = torch.arange(tokens.size(1) - 1)[None]
+            later = ahead.forward_layer(0, out.hidden_states[-1][:, :-1], places, None, input_ids=tokens[:, 1:])
+            for number, logits in enumerate((out.logits, ahead._project_to_logits(later))):
+                each = functional.cross_entropy(logits.flatten(0, 1), labels[:, number:].flatten())
+                sums[number] += float(each) / len(batches)
+    return sums
+
+
+def first_step(flags: str) -> tuple[list[float], list[tuple[torch.Tensor, torch.Tensor]]]:
+    from megatron.training.job import batches_for
+    from megatron.training.step import train_step
+
+    job = make_job(flags)
+    batches, count = batches_for(job, job.datasets[0], 0, 0), job.batch_sizes.get()
+    seen = [(one["tokens"], one["labels"]) for one, _ in zip(batches_for(job, job.datasets[0], 0, 0), range(count))]
+    one = train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, count)
+    return [one.lm_loss, *one.further.values()], seen
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.full)])
+def test_losses_are_those_of_transformers(pool, tmp_path, kind):
+    from tools.convert_hf import main
+
+    sizes = {"hidden_size": 64, "num_attention_heads": 8, "vocab_size": 301, "intermediate_size": 96,
+             "n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 32, "num_experts_per_tok": 4,
+             "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "num_hidden_layers": 4}  # fmt: skip
+    own = {
+        "deepseek_v3": {"num_key_value_heads": 8, "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 12,
+                        "qk_rope_head_dim": 8, "v_head_dim": 16},
+        "glm4_moe": {"num_key_value_heads": 4, "head_dim": 8, "use_qk_norm": True},
+    }  # fmt: skip
+    sizes |= own[kind]
+    save_with_later_tokens(tmp_path / "in", kind, sizes)
+    assert main(["--from-hf", str(tmp_path / "in"), "--to", str(tmp_path / "ours"), "--mtp-num-layers", "1"]) == 0
+    flags = f"--model hf:{tmp_path / 'in'} --mtp-num-layers 1 --load {tmp_path / 'ours'} --finetune --vocab-size 300"
+    flags += " --make-vocab-size-divisible-by 1 --seq-length 64 --moe-router-load-balancing-type none"
+    losses, batches = pool.run(first_step, 1, flags, timeout=120)[0]
+    assert losses == pytest.approx(losses_in_transformers(str(tmp_path / "in"), batches), rel=1e-5)
+    grid = f"{T2} {SP} {cp(1, 2)} {EP2}"
+    for mine, _ in pool.run(first_step, 4, f"{flags} {grid}", timeout=120):
+        assert mine == pytest.approx(losses, rel=1e-5)

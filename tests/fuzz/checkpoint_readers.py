@@ -326,7 +326,7 @@ def write_as_the_original(folder: Path) -> None:
     model = architectures.described(LLAMA, "x")
     ignored = partial(architectures.is_ignored, model)
     pieces = architectures.pieces(model, ())
-    headers, _ = to_hugging_face._headers(as_it_is(folder), pieces, torch.float32, False, ignored)
+    headers, _ = to_hugging_face._headers(as_it_is(folder), pieces, torch.float32, {}, ignored)
     (folder / "out").mkdir(exist_ok=True)
     with safetensors_folder.writing(folder / "out", headers) as put:
         for name in sorted({name for header in headers.values() for name in header.entries}):

@@ -169,7 +169,8 @@ def _tensor(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -
             total += 2 * one + scalars
     total *= _micro_batches(workload, strategy)
     if split:
-        total += 2 * WIDE * whole_vectors(shape, held) * (tensor - 1) // tensor
+        shards = strategy.group("dp").size if strategy.zero > 1 else 1
+        total += 2 * WIDE * whole_vectors(shape, held) // shards * (tensor - 1) // tensor
     return total
 
 

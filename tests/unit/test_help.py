@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--help is fast: no tool imports torch for it, and the planner does not need torch at all."""
+"""What starts without a package: --help and the planner without torch, every module without those of the extras."""
 
 from __future__ import annotations
 
@@ -57,6 +57,45 @@ def test_help_is_printed_fast_and_without_torch(path: Path) -> None:
 def test_a_plan_needs_no_torch(words: str) -> None:
     tool, *flags = words.split()
     assert run(f"tools/{tool}", *flags, "--gpu", "A100-80G")[0] == 0
+
+
+EXTRAS = """
+    triton transformer_engine flash_attn pyarrow s3fs ray accelerate peft pytest hypothesis spmd_types datasets
+    deepspeed trl moto mkdocs
+""".split()
+WITHOUT_EXTRAS = """
+import importlib, pkgutil, sys
+sys.modules.update(dict.fromkeys(sys.argv[1].split()))  # importing one of them now fails
+import megatron
+for part in ("context_parallel", "training", "inference", "platform", "decisions", "simulator", "formulas"):
+    package = importlib.import_module(f"megatron.{part}")
+    for module in pkgutil.walk_packages(package.__path__, f"megatron.{part}."):
+        try:
+            importlib.import_module(module.name)
+        except ImportError as error:
+            print(module.name, error)
+"""
+OF_TRITON = {
+    "megatron.context_parallel.attention.kernels.triton_kernels.triton_backward",
+    "megatron.context_parallel.attention.kernels.triton_kernels.triton_forward",
+    "megatron.context_parallel.attention.kernels.triton_kernels.triton_pairs",
+    "megatron.context_parallel.linear_attention.state_kernels",
+    "megatron.context_parallel.positions.rope_kernel",
+}
+
+
+def test_modules_import_without_packages_of_extras() -> None:
+    """On a machine without a GPU, where PyTorch brings no Triton; core's modules may need it too."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTRAS, " ".join(EXTRAS)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
+    )
+    failed = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    assert done.returncode == 0, done.stderr
+    assert failed.keys() == OF_TRITON and all("triton" in error for error in failed.values()), failed
 
 
 # ``longcontext NAME`` runs the programs of tools/, in a clone and in the folders of a wheel.

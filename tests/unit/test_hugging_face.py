@@ -34,7 +34,7 @@ from megatron.training.families.llama.llama_settings import LLAMA3 as FIXED
 from megatron.training.families.older_gpts import BLOOM
 from megatron.training.model.build import rope
 from megatron.training.refusal import Refusal
-from tests.hugging_face import save_model
+from tests.hugging_face import save_model, save_with_later_tokens
 from tools import check_checkpoint
 from tools.convert_hf import main
 
@@ -794,6 +794,51 @@ DEEPSEEKS = {
     "v2, groups": LATENT | {"q_lora_rank": 10, "first_k_dense_replace": 0, "n_shared_experts": 1, "n_group": 4,
                             "topk_method": "group_limited_greedy", "topk_group": 4},
 }  # fmt: skip
+
+
+LATER = {
+    "v3": ("deepseek_v3", DEEPSEEKS["v3"]),
+    "v3, yarn": ("deepseek_v3", DEEPSEEKS["v3, yarn"]),
+    "glm": ("glm4_moe", KINDS["glm4_moe"]),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_layers_for_multi_token_prediction_are_converted(tmp_path: Path, capsys, name: str) -> None:
+    """There and back: the same files, also if all files are written anew; the layers are in the checkpoint."""
+    kind, sizes = LATER[name]
+    source, ours = save_with_later_tokens(tmp_path / "in", kind, sizes, 2), tmp_path / "ours"
+    for number in (1, 2):
+        assert main(["--from-hf", str(source), "--to", str(ours), "--mtp-num-layers", str(number)]) == 0
+        printed = capsys.readouterr().out
+        assert f"--mtp-num-layers {number} " in printed and ("are kept for converting back" in printed) == (number == 1)
+        assert main(["--from", str(ours), "--to-hf", str(tmp_path / "back")]) == 0
+        back = contents(tmp_path / "back")
+        assert {name for name, text in contents(source).items() if back[name] != text} <= {"config.json"} and (
+            json.loads(back["config.json"])["num_nextn_predict_layers"] == number
+        )
+        shutil.rmtree(tmp_path / "back")
+        shutil.rmtree(ours if number == 1 else ours / "hf")
+    assert main(["--from", str(ours), "--to-hf", str(tmp_path / "new")]) == 0
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["num_nextn_predict_layers"] == 2
+    before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "new" / "model.safetensors")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    before[f"model.layers.{sizes['num_hidden_layers']}.shared_head.head.weight"][0, 0] += 1
+    save_file(before, source / "model.safetensors", {"format": "pt"})
+    flags = ("--from-hf", source, "--to", tmp_path / "no", "--mtp-num-layers")
+    assert "shared_head.head.weight differs from lm_head.weight" in refused(capsys, tmp_path, *flags, 2)
+    assert "describes 2 such layers: give at most this number" in refused(capsys, tmp_path, *flags, 3)
+    assert "N is at least 1" in refused(capsys, tmp_path, *flags, 0)
+
+
+def test_other_families_leave_multi_token_prediction_out(tmp_path: Path, ours: Path, small: Path, capsys) -> None:
+    trained = shutil.copytree(ours, tmp_path / "trained")
+    edit_common(trained, lambda common: common["config"]["model"].update(mtp_num_layers=1))
+    assert main(["--from", str(trained), "--to-hf", str(tmp_path / "back")]) == 0
+    assert "note: its 1 layers of multi-token prediction are left out" in capsys.readouterr().out
+    assert contents(tmp_path / "back") == contents(small)
+    line = refused(capsys, tmp_path, "--from-hf", small, "--to", tmp_path / "no", "--mtp-num-layers", 1)
+    assert "describes 0 such layers" in line
 
 
 @pytest.mark.parametrize("name", DEEPSEEKS)

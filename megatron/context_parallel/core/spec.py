@@ -25,7 +25,6 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
         get_gpt_layer_with_transformer_engine_spec,
     )
     from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
-    from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -38,7 +37,7 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     from megatron.context_parallel.core.lora import ColumnParallelLinearWithLora, Lora, RowParallelLinearWithLora
     from megatron.context_parallel.core.mixers.gated_delta_net import GatedDeltaNet
     from megatron.context_parallel.core.mixers.latent_attention import LatentAttention
-    from megatron.context_parallel.core.mixers.mamba2 import Mamba2
+    from megatron.context_parallel.core.mixers.mamba2 import Mamba2, Mamba2Submodules
     from megatron.context_parallel.core.transformer_layer import (
         AttentionSettings,
         ChunkedTransformerLayer,
@@ -238,7 +237,7 @@ def block_spec(
         mixer = ModuleSpec(
             Mamba2,
             params={"settings": settings, "exchange": exchange, "dt_min": dt_min},
-            submodules=MambaMixerSubmodules(_linear("in_proj", lora), _linear("out_proj", lora)),
+            submodules=Mamba2Submodules(_linear("in_proj", lora), _linear("out_proj", lora)),
         )
         names = {"input_layernorm.": "mixer.in_proj.layer_norm_", "self_attention.": "mixer."}  # in core's files
         for index, kind in enumerate(pattern):

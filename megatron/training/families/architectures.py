@@ -18,7 +18,7 @@ from megatron.training.families.gemma import Gemma
 from megatron.training.families.glm import Glm
 from megatron.training.families.gpt_oss import GptOss
 from megatron.training.families.llama.llama_like import LlamaLike, WithExperts
-from megatron.training.families.llama.llama_weights import ExpertNames, Piece
+from megatron.training.families.llama.llama_weights import LM_HEAD, ExpertNames, Piece
 from megatron.training.families.nemotron_h import Mamba2Alone, NemotronH
 from megatron.training.families.older_gpts import BLOOM, GPT2, GPT_NEOX, GptLike
 from megatron.training.families.olmo import Olmo
@@ -93,9 +93,6 @@ def family_of(model: ModelConfig, attention: dict[str, Any] | None = None) -> Fa
     Args:
         attention: settings of :class:`AttentionConfig`; OLMo 3 has a window, OLMo 2 has none.
     """
-
-    if model.mtp_num_layers:
-        raise Refusal(f"--mtp-num-layers {model.mtp_num_layers}: layers of multi-token prediction cannot be converted")
     if model.is_hybrid_model:
         return FAMILIES["mamba2" if set(hybrid_pattern(model)) == {"M"} else "nemotron_h"]
     if model.experimental_attention_variant:
@@ -132,4 +129,10 @@ def is_ignored(model: Described, name: str) -> bool:
     if name.endswith((IGNORED, *getattr(model.family, "ignored", ()))):
         return True
     layer = re.match(r"model\.layers\.(\d{1,6})\.", name) if getattr(model.family, "predicts_ahead", False) else None
-    return layer is not None and int(layer[1]) >= model.settings.num_layers
+    return layer is not None and int(layer[1]) >= model.settings.num_layers + (model.settings.mtp_num_layers or 0)
+
+
+def copies(model: Described, pieces: list[Piece]) -> dict[str, str]:
+    """Tensors that the files may hold although they equal another one: for each, the name of the other."""
+    tied = {} if model.settings.untie_embeddings_and_output_weights else {LM_HEAD: pieces[0].names[0]}
+    return tied | (model.family.copies(model.settings) if isinstance(model.family, DeepSeek) else {})

@@ -11,7 +11,7 @@ import torch
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.arguments.models import LLAMA, ROTARY, derive_shape, expert_layers
 from megatron.training.families.llama import llama_settings
-from megatron.training.families.llama.llama_weights import EXPERTS, Piece
+from megatron.training.families.llama.llama_weights import EXPERTS, LM_HEAD, Piece
 from megatron.training.refusal import Refusal
 
 EPSILON = 1e-6  # of the latents' norms in transformers, whatever rms_norm_eps says
@@ -50,6 +50,38 @@ ROUTERS = {
     "deepseek_v2": {"moe_router_score_function": "softmax", "moe_router_pre_softmax": True},
     "deepseek_v3": {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
 }
+
+
+EMBEDDING, HF_EMBEDDING = "embedding.word_embeddings.weight", "model.embed_tokens.weight"
+
+
+def layers(model: ModelConfig) -> Iterator[tuple[int, str, bool, bool]]:
+    """(number, beginning of our names, whether our tensors hold all layers, whether it has experts) of each layer.
+
+    Those after the last layer of the model are of multi-token prediction.
+    """
+    pattern = expert_layers(model)
+    mixed = len(set(pattern)) > 1
+    for layer, experts in enumerate(pattern):
+        yield layer, f"decoder.layers.{layer}." if mixed else "decoder.layers.", not mixed, bool(experts)
+    for ahead in range(model.mtp_num_layers or 0):
+        yield model.num_layers + ahead, f"mtp.layers.{ahead}.transformer_layer.", False, bool(pattern[-1])
+
+
+def ahead_pieces(model: ModelConfig, layer: int) -> Iterator[Piece]:
+    """What a layer of multi-token prediction has besides a layer's weights; nothing for the layers before them.
+
+    The names are those of the released files of DeepSeek V3 and GLM-4.5. transformers reads these layers only to
+    generate with them (its ``MtpModel``).
+    """
+    ahead, hidden = layer - model.num_layers, model.hidden_size
+    if ahead < 0:
+        return
+    names = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_layernorm": "shared_head.norm"}
+    for ours, theirs in names.items():
+        shape = (hidden, 2 * hidden) if ours == "eh_proj" else (hidden,)
+        name = f"model.layers.{layer}.{theirs}.weight"
+        yield Piece(f"mtp.layers.{ahead}.{ours}.weight", (name,), (shape,), layer, stacked=False)
 
 
 class DeepSeek:
@@ -174,7 +206,7 @@ class DeepSeek:
             "torch_dtype": str(dtype).removeprefix("torch."),
         }
         if self.third:
-            result |= {"rope_interleave": True, "num_nextn_predict_layers": 0}
+            result |= {"rope_interleave": True, "num_nextn_predict_layers": model.mtp_num_layers or 0}
         return result | self.router_json(model)
 
     def router_json(self, model: ModelConfig) -> dict[str, Any]:
@@ -211,24 +243,24 @@ class DeepSeek:
 
     def pieces(self, model: ModelConfig, vocab_size: int, names: Collection[str]) -> Iterator[Piece]:
         """All weights, layer by layer; if some layers have experts and others not, each layer's have their own name."""
-        hidden, heads, pattern = model.hidden_size, model.num_attention_heads, expert_layers(model)
+        hidden, heads = model.hidden_size, model.num_attention_heads
         rotated, latent = model.qk_pos_emb_head_dim, model.kv_lora_rank
-        mixed = len(set(pattern)) > 1
-        yield Piece("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), ((vocab_size, hidden),))
-        for layer in range(model.num_layers):
+        yield Piece(EMBEDDING, (HF_EMBEDDING,), ((vocab_size, hidden),))
+        for layer, place, stacked, experts in layers(model):
 
             def piece(
                 ours: str,
                 theirs: str,
                 *shape: int,
                 layer: int = layer,
+                place: str = place,
+                stacked: bool = stacked,
                 part: tuple[int, int] = (0, 1),
                 expert: tuple[int | None, int] = (None, 1),
                 wide: bool = False,
             ) -> Piece:
-                key = f"decoder.layers.{layer}.{ours}" if mixed else f"decoder.layers.{ours}"
                 name = f"model.layers.{layer}.{theirs}"
-                return Piece(key, (name,), (shape,), layer, *part, *expert, stacked=not mixed, wide=wide)
+                return Piece(place + ours, (name,), (shape,), layer, *part, *expert, stacked=stacked, wide=wide)
 
             ours, theirs, queries = "self_attention", "self_attn", heads * model.kv_channels
             yield piece("input_layernorm.weight", "input_layernorm.weight", hidden)
@@ -246,10 +278,18 @@ class DeepSeek:
             yield piece(f"{ours}.linear_kv_up_proj.weight", f"{theirs}.kv_b_proj.weight", up, latent)
             out = heads * model.v_head_dim
             yield piece(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight", hidden, out)
-            yield from self.ffn_pieces(model, piece, bool(pattern[layer]))
+            yield from self.ffn_pieces(model, piece, experts)
+            yield from ahead_pieces(model, layer)
         yield Piece("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),))
         if model.untie_embeddings_and_output_weights:
-            yield Piece("output_layer.weight", ("lm_head.weight",), ((vocab_size, hidden),))
+            yield Piece("output_layer.weight", (LM_HEAD,), ((vocab_size, hidden),))
+
+    def copies(self, model: ModelConfig) -> dict[str, str]:
+        """Tensors of the files that equal another one: of each layer of multi-token prediction, embedding and head."""
+        head = LM_HEAD if model.untie_embeddings_and_output_weights else HF_EMBEDDING
+        further = range(model.num_layers, model.num_layers + (model.mtp_num_layers or 0))
+        of_layer = {"embed_tokens": HF_EMBEDDING, "shared_head.head": head}
+        return {f"model.layers.{layer}.{name}.weight": source for layer in further for name, source in of_layer.items()}
 
     def ffn_pieces(self, model: ModelConfig, piece: Any, experts: bool) -> Iterator[Piece]:
         """The weights of a layer after its attention, in a model with or without experts there.

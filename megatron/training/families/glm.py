@@ -11,9 +11,9 @@ import torch
 
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.arguments.models import expert_layers
-from megatron.training.families.deepseek import DeepSeek
+from megatron.training.families.deepseek import EMBEDDING, HF_EMBEDDING, DeepSeek, ahead_pieces, layers
 from megatron.training.families.llama import llama_settings
-from megatron.training.families.llama.llama_weights import Piece
+from megatron.training.families.llama.llama_weights import LM_HEAD, Piece
 from megatron.training.refusal import Refusal
 
 SHARE = "partial_rotary_factor"
@@ -23,7 +23,7 @@ FREE = ("add_qkv_bias", "qk_layernorm", "rotary_percent")
 
 
 class Glm(DeepSeek):
-    """A GLM-4.5. Its layer for multi-token prediction is kept in the files, but not trained."""
+    """A GLM-4.5."""
 
     def __init__(self) -> None:
         super().__init__(3)
@@ -71,34 +71,34 @@ class Glm(DeepSeek):
             "use_qk_norm": model.qk_layernorm,
             SHARE: model.rotary_percent,
             "first_k_dense_replace": dense,
-            "num_nextn_predict_layers": 0,
+            "num_nextn_predict_layers": model.mtp_num_layers or 0,
             **self.router_json(model),
         }
 
     def pieces(self, model: ModelConfig, vocab_size: int, names: Collection[str]) -> Iterator[Piece]:
         """All weights, layer by layer; if some layers have experts and others not, each layer's have their own name."""
-        hidden, size, pattern = model.hidden_size, model.kv_channels, expert_layers(model)
-        heads, groups, mixed = model.num_attention_heads * size, model.num_query_groups * size, len(set(pattern)) > 1
-        yield Piece("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), ((vocab_size, hidden),))
-        for layer in range(model.num_layers):
-            place = f"decoder.layers.{layer}." if mixed else "decoder.layers."
+        hidden, size = model.hidden_size, model.kv_channels
+        heads, groups = model.num_attention_heads * size, model.num_query_groups * size
+        yield Piece(EMBEDDING, (HF_EMBEDDING,), ((vocab_size, hidden),))
+        for layer, place, stacked, experts in layers(model):
 
             def piece(ours: str, theirs: str, *shape: int, layer: int = layer, place: str = place,
-                      part: tuple[int, int] = (0, 1), expert: tuple[int | None, int] = (None, 1), wide: bool = False,
-                      ) -> Piece:  # fmt: skip
+                      stacked: bool = stacked, part: tuple[int, int] = (0, 1),
+                      expert: tuple[int | None, int] = (None, 1), wide: bool = False) -> Piece:  # fmt: skip
                 name = f"model.layers.{layer}.{theirs}"
-                return Piece(place + ours, (name,), (shape,), layer, *part, *expert, stacked=not mixed, wide=wide)
+                return Piece(place + ours, (name,), (shape,), layer, *part, *expert, stacked=stacked, wide=wide)
 
             yield piece("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", hidden)
             for kind in ("weight", "bias") if model.add_qkv_bias else ("weight",):
                 theirs = tuple(f"model.layers.{layer}.self_attn.{name}_proj.{kind}" for name in "qkv")
                 shapes = tuple((rows, hidden) if kind == "weight" else (rows,) for rows in (heads, groups, groups))
                 ours = f"{place}self_attention.linear_qkv.{kind}"
-                yield Piece(ours, theirs, shapes, layer, stacked=not mixed)
+                yield Piece(ours, theirs, shapes, layer, stacked=stacked)
             for name in "qk" if model.qk_layernorm else "":
                 yield piece(f"self_attention.{name}_layernorm.weight", f"self_attn.{name}_norm.weight", size)
             yield piece("self_attention.linear_proj.weight", "self_attn.o_proj.weight", hidden, heads)
-            yield from self.ffn_pieces(model, piece, bool(pattern[layer]))
+            yield from self.ffn_pieces(model, piece, experts)
+            yield from ahead_pieces(model, layer)
         yield Piece("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),))
         if model.untie_embeddings_and_output_weights:
-            yield Piece("output_layer.weight", ("lm_head.weight",), ((vocab_size, hidden),))
+            yield Piece("output_layer.weight", (LM_HEAD,), ((vocab_size, hidden),))

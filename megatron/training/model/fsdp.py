@@ -79,17 +79,19 @@ def shard(chunk: GPTModel, config: Config) -> list[FSDPModule]:
     """
     attributes = {name: dict(vars(parameter)) for name, parameter in chunk.named_parameters()}
     narrow = compute_dtype(config) != torch.float32
-    device = next(chunk.parameters()).device
+    device, group = next(chunk.parameters()).device, get_data_parallel_group(with_context_parallel=True)
     settings = {
-        "mesh": DeviceMesh.from_group(get_data_parallel_group(with_context_parallel=True), device.type),
+        "mesh": DeviceMesh.from_group(group, device.type),
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=compute_dtype(config) if narrow else None,
             reduce_dtype=torch.float32 if narrow and not config.parallel.grad_reduce_in_bf16 else None,
             cast_forward_inputs=False,  # hidden states come in the compute dtype
         ),
     }
-    if config.model.num_experts:
-        settings["shard_placement_fn"] = _place_of_experts(device)
+    # Meshes of equal ranks are equal in PyTorch's caches, so a tensor would get now one group and now the other.
+    experts = get_expert_data_parallel_group() if config.model.num_experts else group
+    if dist.get_process_group_ranks(experts) != dist.get_process_group_ranks(group):
+        settings["shard_placement_fn"] = _place_of_experts(experts, device)
     free = config.parallel.zero_stage == 3
     ignored = partitioned_parameters(chunk)
     layers, units = list(chunk.decoder.layers), []
@@ -126,7 +128,7 @@ def shard(chunk: GPTModel, config: Config) -> list[FSDPModule]:
     return units
 
 
-def _place_of_experts(device: torch.device) -> Callable[[nn.Parameter], Any]:
+def _place_of_experts(group: dist.ProcessGroup, device: torch.device) -> Callable[[nn.Parameter], Any]:
     """For fully_shard: experts are split over the ranks that hold the same experts, other parameters as by default."""
     if ShardPlacementResult is None:
         raise Refusal(
@@ -134,6 +136,6 @@ def _place_of_experts(device: torch.device) -> Callable[[nn.Parameter], Any]:
             f"needs a PyTorch whose fully_shard can split parameters over several meshes, but this is "
             f"{torch.__version__}: use --zero-stage 1",
         )
-    mesh = DeviceMesh.from_group(get_expert_data_parallel_group(), device.type)
+    mesh = DeviceMesh.from_group(group, device.type)
     place = ShardPlacementResult(None, FSDPMeshInfo(mesh, shard_mesh_dim=0))
     return lambda parameter: None if getattr(parameter, "allreduce", True) else place

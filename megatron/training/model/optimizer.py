@@ -129,6 +129,9 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel | FullySharded], co
         config_overrides=get_standard_config_overrides(core_settings),
         use_gloo_process_groups=dist.get_backend() != "gloo",
     )
+    if fsdp:
+        for chunk in chunks:  # core then sums shards of norms over TP; otherwise it would gather each norm's gradient
+            chunk.ddp_config.use_megatron_fsdp = True
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         fill_states(part)
         if fsdp and settings.fp16:

@@ -8,7 +8,7 @@ mamba_ssm, and under context parallelism splits heads alone.
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from torch.nn import functional
 with warnings.catch_warnings():  # core reports at import that apex is missing
     warnings.simplefilter("ignore")
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
     from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -28,6 +27,13 @@ from megatron.context_parallel.linear_attention.rules import MAMBA2
 
 WIDTH = 4  # of the convolution, in core
 EPSILON = 1e-5  # of the norm of the outputs, in core, whatever the layers' epsilon is
+
+
+class Mamba2Submodules(NamedTuple):
+    """The linear layers at both ends, as core's ``MambaMixerSubmodules``, whose module needs Triton."""
+
+    in_proj: type
+    out_proj: type
 
 
 class Mamba2(StateMixer):
@@ -42,7 +48,7 @@ class Mamba2(StateMixer):
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: MambaMixerSubmodules,
+        submodules: Mamba2Submodules,
         layer_number: int,
         settings: AttentionSettings,
         exchange: str = "auto",

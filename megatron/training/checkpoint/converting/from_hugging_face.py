@@ -23,7 +23,6 @@ from megatron.training.arguments.config import AttentionConfig, Config
 from megatron.training.checkpoint.hugging_face import load_folder, safetensors_folder
 from megatron.training.checkpoint.hugging_face.safetensors_folder import (
     HEADERS,
-    LM_HEAD,
     OTHERS,
     Done,
     companions,
@@ -36,8 +35,9 @@ from megatron.training.checkpoint.hugging_face.safetensors_folder import (
 from megatron.training.checkpoint.megatron_lm.places import TRACKER, is_hugging_face
 from megatron.training.families import architectures
 from megatron.training.families.architectures import Described
+from megatron.training.families.deepseek import DeepSeek
 from megatron.training.families.llama import llama_settings, llama_weights
-from megatron.training.families.llama.llama_weights import Piece
+from megatron.training.families.llama.llama_weights import LM_HEAD, Piece
 from megatron.training.refusal import Refusal
 
 with warnings.catch_warnings():  # core reports at import that apex is missing
@@ -55,12 +55,15 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
-def from_hugging_face(source: Path, target: Path, dtype: torch.dtype | None, bar: Callable[[int], Done]) -> list[str]:
+def from_hugging_face(
+    source: Path, target: Path, dtype: torch.dtype | None, bar: Callable[[int], Done], ahead: int | None = None
+) -> list[str]:
     """Convert the model in the folder ``source``; returns lines to print at the end.
 
     Args:
         dtype: of the weights; default: the source's.
         bar: starts a progress bar for this number of tensors.
+        ahead: layers of multi-token prediction to convert.
 
     Raises:
         Refusal: something is missing, damaged or not supported; nothing is left in ``target``.
@@ -74,20 +77,29 @@ def from_hugging_face(source: Path, target: Path, dtype: torch.dtype | None, bar
     quantized = quantization(config, where)
     config = {name: value for name, value in config.items() if name != CONFIG}
     model, *_ = described = architectures.described(config, where)
+    if ahead:
+        present = config.get("num_nextn_predict_layers") or 0 if isinstance(described.family, DeepSeek) else 0
+        if ahead > present:
+            raise Refusal(
+                f"--mtp-num-layers {ahead}: {where} describes {present} such layers: give at most this number"
+            )
+        model.mtp_num_layers = ahead
     stored_headers = headers = safetensors_folder.read_folder(checked)
     if quantized is not None:
         headers = quantized.headers(stored_headers)
     pieces = architectures.pieces(described, {name for header in headers.values() for name in header.entries})
-    embedding = pieces[0].names[0]
     others, stored = load_folder.check_source(source, headers, pieces, described)
     dtype = dtype or stored
     with new_folder(target) as folder, safetensors_folder.reading(checked, stored_headers) as read:
         if quantized is not None:
             read = quantized.reader(read, stored_headers, dtype)
-        if LM_HEAD in others:
-            if not torch.equal(read(LM_HEAD).view(torch.uint8), read(embedding).view(torch.uint8)):
-                raise Refusal(f"{where}: tie_word_embeddings is true, but {LM_HEAD} differs from {embedding}")
-            del others[LM_HEAD]
+        for name, same in architectures.copies(described, pieces).items():
+            if name not in others:
+                continue
+            if not torch.equal(read(name).view(torch.uint8), read(same).view(torch.uint8)):
+                setting = "tie_word_embeddings is true" if name == LM_HEAD else "they are shared"
+                raise Refusal(f"{where}: {setting}, but {name} differs from {same}")
+            del others[name]
         hf = folder / "hf"
         hf.mkdir()
         copied = copy_files(companions(source), hf)
@@ -113,14 +125,14 @@ def from_hugging_face(source: Path, target: Path, dtype: torch.dtype | None, bar
         lines.append(f"note: attention_dropout {dropout} of config.json is not used in training here")
     if quantized is not None:
         lines.append(
-            f"note: weights in {quantized.method} were dequantized; converting back writes {dtype_name(dtype)}, "
-            "without layers for multi-token prediction"
+            f"note: weights in {quantized.method} were dequantized; converting back writes {dtype_name(dtype)}"
+            + ("" if ahead else ", without layers for multi-token prediction")
         )
-    ahead = [name for name in others if name.startswith("model.layers.") and not name.endswith(architectures.IGNORED)]
-    if ahead:
+    kept = [name for name in others if name.startswith("model.layers.") and not name.endswith(architectures.IGNORED)]
+    if kept:
         lines.append(
-            f"note: {len(ahead)} tensors of layers for multi-token prediction are kept for converting back; they are "
-            "not trained, so after training they do not fit the model"
+            f"note: {len(kept)} tensors of layers for multi-token prediction are kept for converting back; they are "
+            "not trained, so after training they do not fit the model (--mtp-num-layers N converts N layers)"
         )
     return [
         *lines,

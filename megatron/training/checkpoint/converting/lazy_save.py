@@ -123,7 +123,7 @@ def empty_extra_states(parts: Iterable[ShardedTensor]) -> list[ShardedObject]:
     for part in parts:
         module, _, kind = re.sub(r"\.weight\.\w+$", ".weight", part.key).rpartition(".")
         name = module.rpartition(".")[2]
-        if kind == "weight" and (name.startswith("linear_") or name in ("in_proj", "out_proj")):
+        if kind == "weight" and (name.startswith("linear_") or name in ("in_proj", "out_proj", "eh_proj")):
             # A weight has two dims of its own; those before them are its layer and its expert.
             shape, first = part.global_shape[:-2] or (1,), part.global_offset[:-2] or (0,)
             for step in itertools.product(*(range(size) for size in part.local_shape[:-2])):  # all experts in one part

@@ -18,7 +18,6 @@ from megatron.training.arguments.config import CheckpointConfig, ModelConfig
 from megatron.training.checkpoint.hugging_face import safetensors_folder
 from megatron.training.checkpoint.hugging_face.safetensors_folder import (
     HEADERS,
-    LM_HEAD,
     OTHERS,
     Done,
     Entry,
@@ -35,8 +34,9 @@ from megatron.training.checkpoint.megatron_lm.megatron_args import model_of, nam
 from megatron.training.checkpoint.megatron_lm.places import TRACKER, is_hugging_face
 from megatron.training.families import architectures
 from megatron.training.families.architectures import Described
+from megatron.training.families.deepseek import DeepSeek
 from megatron.training.families.llama import llama_settings, llama_weights
-from megatron.training.families.llama.llama_weights import Piece
+from megatron.training.families.llama.llama_weights import LM_HEAD, Piece
 from megatron.training.refusal import Refusal, some
 
 with warnings.catch_warnings():  # core reports at import that apex is missing
@@ -182,12 +182,12 @@ def to_hugging_face(
         names = {name for header in _original_headers(original_files).values() for name in header.entries}
         pieces = list(family.pieces(model, vocab_size, names))
         config = family.config_json(model, vocab_size, torch.float32, attention)  # refuses models of another family
-        stored_dtype = _check_stored(path, stored, pieces, model, family.title)
+        stored_dtype = _check_stored(path, stored, pieces, model, family)
         dtype = dtype or stored_dtype
         config["torch_dtype"] = str(dtype).removeprefix("torch.")
-        tied = not model.untie_embeddings_and_output_weights
-        ignored = partial(architectures.is_ignored, Described(model, vocab_size, family))
-        headers, original_dtype = _headers(original_files, pieces, dtype, tied, ignored)
+        ours = Described(model, vocab_size, family)
+        ignored, copies = partial(architectures.is_ignored, ours), architectures.copies(ours, pieces)
+        headers, original_dtype = _headers(original_files, pieces, dtype, copies, ignored)
         if original is not None:
             if hf_files is None:
                 _check_links(source, folder_of_original)
@@ -211,8 +211,8 @@ def to_hugging_face(
             entries = {name: entry for header in headers.values() for name, entry in header.entries.items()}
             for name, tensor in _weights(path, pieces, model, stored_dtype, bar(len(pieces))):
                 put(name, tensor.to(safetensors_folder.TORCH_DTYPES[entries[name].dtype]))
-                if name == pieces[0].names[0] and LM_HEAD in names and tied:
-                    put(LM_HEAD, tensor.to(dtype))
+                for copy in (copy for copy, same in copies.items() if same == name and copy in names):
+                    put(copy, tensor.to(dtype))
             if others := [name for name in names if ignored(name)]:
                 header = safetensors_folder.read_header(original_files.file(OTHERS))
                 with safetensors_folder.reading(original_files, {OTHERS: header}) as read:
@@ -223,6 +223,10 @@ def to_hugging_face(
     summary = (
         f"{target}: {len(names)} tensors of {path}, {dtype_name(dtype)}, {size / 1e9:,.2f} GB, files: {len(headers)}"
     )
+    if model.mtp_num_layers and not isinstance(family, DeepSeek):
+        notes.append(
+            f"note: its {model.mtp_num_layers} layers of multi-token prediction are left out: {family.title} has none"
+        )
     if model.lora_rank:
         notes.append(f"its adapters of rank {model.lora_rank} are merged into the weights")
     return [summary, *notes]
@@ -258,14 +262,21 @@ def _vocabulary(
 
 
 def _check_stored(
-    path: Checked, stored: dict[str, ShardedTensor], pieces: list[Piece], model: ModelConfig, title: str
+    path: Checked,
+    stored: dict[str, ShardedTensor],
+    pieces: list[Piece],
+    model: ModelConfig,
+    family: architectures.Family,
 ) -> torch.dtype:
     """Check that all weights exist with the shapes that the settings require; returns their dtype."""
     parts = [part for piece in pieces for part in piece.stored()]
     wanted = {part.key: sharded(part, model.num_layers, torch.float32) for part in parts}
-    present = {key for key in stored if key.startswith(("embedding.", "decoder.", "output_layer."))}
+    of_model = ("embedding.", "decoder.", "output_layer.", *(("mtp.",) if isinstance(family, DeepSeek) else ()))
+    present = {key for key in stored if key.startswith(of_model)}
     if differing := sorted(present ^ wanted.keys()):
-        raise Refusal(f"{path}: tensors are missing or unexpected for a {title} with its settings: {some(differing)}")
+        raise Refusal(
+            f"{path}: tensors are missing or unexpected for a {family.title} with its settings: {some(differing)}"
+        )
     for key, tensor in wanted.items():
         actual, shape = stored[key].global_shape, tensor.global_shape
         padded = tensor.allow_shape_mismatch and actual[0] >= shape[0] and actual[1:] == shape[1:]
@@ -291,7 +302,7 @@ def _headers(
     original_files: Checked | None,
     pieces: list[Piece],
     dtype: torch.dtype,
-    tied: bool,
+    copies: dict[str, str],
     ignored: Callable[[str], bool],
 ) -> tuple[dict[str, Header], torch.dtype | None]:
     """(headers of the files to write, dtype of the original's weights).
@@ -300,6 +311,8 @@ def _headers(
     model; otherwise new files are planned, and the dtype is None.
     """
     wanted = {name: shape for piece in pieces for name, shape in zip(piece.names, piece.shapes)}
+    # A tied head is not written, but the layers of multi-token prediction have their copies in released files.
+    wanted |= {name: wanted[same] for name, same in copies.items() if name != LM_HEAD}
     wide = {name for piece in pieces if piece.wide for name in piece.names}
     dtype_code = safetensors_folder.NAMES[dtype]
     if headers := _original_headers(original_files):
@@ -307,7 +320,6 @@ def _headers(
         same = all(name in entries and entries[name].shape == shape for name, shape in wanted.items())
         dtypes = {entries[name].dtype for name in wanted.keys() - wide} if same else set()
         same = len(dtypes) == 1 and dtypes <= safetensors_folder.TORCH_DTYPES.keys()
-        copies = {LM_HEAD} if tied else set()
         extra = entries.keys() - wanted.keys()
         if same and all(
             name in copies or (ignored(name) and _is_kept(original_files, name, entries[name])) for name in extra

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.training.checkpoint.hugging_face import safetensors_folder
-from megatron.training.checkpoint.hugging_face.safetensors_folder import LM_HEAD, Entry, Header
+from megatron.training.checkpoint.hugging_face.safetensors_folder import Entry, Header
 from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.checkpoint.megatron_lm.load_torch_dist import ForeignCheckpoint
 from megatron.training.checkpoint.megatron_lm.stored_tensors import WholeTensors
@@ -81,9 +81,8 @@ def check_source(
     if missing := sorted(wanted.keys() - present.keys()):
         raise Refusal(f"{source}: {len(missing)} tensors that config.json requires are missing: {some(missing)}")
     others = {name: entry for name, entry in present.items() if name not in wanted}
-    tied = not model.settings.untie_embeddings_and_output_weights
-    unknown = (name for name in others if not architectures.is_ignored(model, name))
-    if extra := sorted(name for name in unknown if not (tied and name == LM_HEAD)):
+    copies = architectures.copies(model, pieces)
+    if extra := sorted(name for name in others if name not in copies and not architectures.is_ignored(model, name)):
         raise Refusal(f"{source}: {len(extra)} tensors do not belong to the model in config.json: {some(extra)}")
     for name, shape in wanted.items():
         if present[name].shape != shape:

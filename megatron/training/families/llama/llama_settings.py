@@ -348,6 +348,7 @@ def command_line(model: ModelConfig, dtype: torch.dtype) -> list[str]:
     if model.multi_latent_attention:
         names += ["multi_latent_attention"] + ["q_lora_rank"] * (model.q_lora_rank is not None)
         names += ["kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"]
+    names += ["mtp_num_layers"] if model.mtp_num_layers else []
     if model.num_experts:
         usual = ModelConfig(moe_router_topk=0)  # this one is always written
         moe = [field.name for field in fields(ModelConfig) if field.name.startswith("moe_")]

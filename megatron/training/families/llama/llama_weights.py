@@ -16,6 +16,9 @@ from megatron.training.refusal import Refusal
 EXPERTS = "mlp.experts.experts"  # in checkpoints
 
 
+LM_HEAD = "lm_head.weight"
+
+
 @dataclass(frozen=True)
 class Piece:
     """Rows of one of our tensors, and the Hugging Face tensors that they are made of.
