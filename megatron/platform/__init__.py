@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -59,3 +60,12 @@ def select(device: str = "auto", local_rank: int = 0, backend: str | None = None
         raise PlatformUnavailable("--distributed-backend nccl needs GPUs: leave it out, or use --device cuda")
     cpu.run_core_on_cpu()
     return Platform("cpu", torch.device("cpu"), "gloo")
+
+
+def forget_meshes() -> None:
+    """Clear what DTensor has cached, after groups are destroyed: it finds meshes by ranks, with the groups of old."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import DTensor, debug
+
+        cached = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding  # all that older releases have
+        getattr(debug, "_clear_sharding_prop_cache", getattr(cached, "cache_clear", None))()

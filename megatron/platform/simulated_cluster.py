@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from megatron.platform import forget_meshes
 from megatron.platform.hooks import patched
 
 # A cache for operations on fake tensors.
@@ -295,6 +296,7 @@ def simulated_world(world_size: int, rank: int = 0) -> Iterator[None]:
         vars(parallel_state).update(before)
         if dist.is_initialized():
             dist.destroy_process_group()
+        forget_meshes()
         rerun_state_machine.destroy_rerun_state_machine()
         for restore, state in zip((random.setstate, np.random.set_state, torch.set_rng_state), random_states):
             restore(state)

@@ -20,6 +20,7 @@ from megatron.context_parallel.fpdt.host_store import Offload
 from megatron.context_parallel.layout.grid import Grid, initialize_world
 from megatron.context_parallel.layout.masks import Mask, tile_rows
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.platform import forget_meshes
 from megatron.platform.network import Unusable
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.models import outside_engine
@@ -284,6 +285,7 @@ def stop(keep_world: bool = False) -> None:
     for group in groups:
         if group is not dist.group.WORLD and group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)
+    forget_meshes()
 
 
 def free_memory() -> None:

@@ -80,8 +80,8 @@ def test_packings_differ(single):
 STAGES = "0:32 {} 2:64 {} 4:128 {}"
 ONE = {
     "DP 2": "--zero-stage 1 --micro-batch-size 1",
-    "U 2": "--ulysses-parallel-size 2",
-    "R 2": "--ring-parallel-size 2",
+    "U 2": "--ulysses-parallel-size 2 --zero-stage 2",
+    "R 2": "--ring-parallel-size 2 --zero-stage 3",
     "PP 2": "--pipeline-model-parallel-size 2",
     "TP 2": "--tensor-model-parallel-size 2 --sequence-parallel",
 }

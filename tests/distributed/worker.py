@@ -121,7 +121,8 @@ def _end(environment: dict[str, str]) -> None:
     import torch.distributed as dist
     from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
     from megatron.core.tensor_parallel import random as core_random
-    from torch.distributed.tensor import debug
+
+    from megatron.platform import forget_meshes
 
     parallel_state.destroy_model_parallel()
     for name, value in vars(parallel_state).items():  # destroy_model_parallel leaves some of them
@@ -136,8 +137,7 @@ def _end(environment: dict[str, str]) -> None:
     gc.collect()  # frames of a failed job may hold groups, which must be freed before their world
     if dist.is_initialized():
         dist.destroy_process_group()
-    # DTensor caches meshes by their ranks, also those of destroyed groups.
-    debug._clear_sharding_prop_cache()
+    forget_meshes()
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)

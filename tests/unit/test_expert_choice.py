@@ -220,7 +220,7 @@ def test_zero_3_of_experts_needs_a_mesh_for_each_parameter(monkeypatch):
 
     monkeypatch.setattr(fsdp, "ShardPlacementResult", None)  # as in older releases of PyTorch
     with pytest.raises(Refusal, match="--num-experts with --zero-stage 2 or 3 needs a PyTorch .*: use --zero-stage 1"):
-        fsdp._place_of_experts(torch.device("cpu"))
+        fsdp._place_of_experts(None, torch.device("cpu"))
 
 
 def test_a_dense_model_has_no_experts():
