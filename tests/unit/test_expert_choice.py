@@ -147,7 +147,7 @@ def read(flags: str, world_size: int = 4) -> Config:
 @pytest.mark.parametrize(
     "flags, expected",
     [
-        ("--lora-rank 4", "use --lora-targets linear_qkv linear_proj"),
+        ("--lora-rank 4 --lora-targets linear_fc1", "use --lora-targets linear_qkv linear_proj"),
         (
             "--max-position-embeddings 64 --position-embedding-type learned_absolute --partition-position-embedding",
             "--partition-position-embedding",

@@ -83,7 +83,7 @@ def read(flags: str, world: int = 1) -> Config:
             "--lora-targets out_proj is not supported for Mamba2, as in PEFT",
         ),
         (
-            f"{HYBRID} MEM* --num-experts 4 --lora-rank 4",
+            f"{HYBRID} MEM* --num-experts 4 --lora-rank 4 --lora-targets in_proj linear_fc1",
             "experts have no adapters: use --lora-targets linear_qkv linear_proj in_proj",
         ),
         (f"{HYBRID} E-E- --num-experts 4 --lora-rank 4", "with --lora-rank is not supported: experts have no adapters"),
@@ -103,11 +103,14 @@ def test_what_is_refused(flags: str, message: str) -> None:
         (f"{VARIANT} --linear-attention-freq [1]*4 --lora-rank 4", "in_proj out_proj linear_fc1 linear_fc2"),
         (f"{HYBRID} M*M- --lora-rank 4", "linear_qkv linear_proj in_proj linear_fc1 linear_fc2"),
         (f"{HYBRID} MMMM --lora-rank 4", "in_proj"),
+        (f"{HYBRID} MEM* --num-experts 4 --lora-rank 4", "linear_qkv linear_proj in_proj"),
     ],
 )
 def test_which_layers_get_adapters(flags: str, targets: str) -> None:
-    """All that the model has."""
-    assert read(flags).model.lora_targets == targets.split()
+    """All that the model has, but for experts, which is noted."""
+    config = read(flags)
+    assert config.model.lora_targets == targets.split()
+    assert any("experts get no adapters" in note for note in config.notes) == ("experts" in flags)
 
 
 @pytest.mark.parametrize("frequency, layers", [("4", [1, 1, 1, 0]), ("2", [1, 0, 1, 0]), ("[0,1]*2", [0, 1, 0, 1])])

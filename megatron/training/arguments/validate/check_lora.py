@@ -28,7 +28,11 @@ def complete_lora(config: Config) -> None:
         return
     layers = _layers(model)
     own = [name for name in LORA_TARGETS if any(name in names for names in layers)]
-    targets = own if model.lora_targets is None else model.lora_targets
+    targets = model.lora_targets
+    if targets is None:  # all layers but experts
+        targets = [name for name in own if name not in FFN] or own if model.num_experts else own
+        if model.num_experts:
+            config.notes.append(f"--lora-rank: experts get no adapters, only {', '.join(targets)}")
     if unknown := [name for name in targets if name not in LORA_TARGETS]:
         raise Refusal(f"--lora-targets {unknown[0]}", f": not supported; choose from {', '.join(LORA_TARGETS)}")
     if model.multi_latent_attention and "linear_qkv" in targets:
