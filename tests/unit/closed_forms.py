@@ -170,7 +170,7 @@ def _tensor(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -
     total *= _micro_batches(workload, strategy)
     if split:
         shards = strategy.group("dp").size if strategy.zero > 1 else 1
-        total += 2 * WIDE * whole_vectors(shape, held) // shards * (tensor - 1) // tensor
+        total += 2 * (WIDE * whole_vectors(shape, held) // shards) * (tensor - 1) // tensor
     return total
 
 

@@ -368,7 +368,7 @@ def test_stored_headers_may_name_only_files_in_the_new_folder(tmp_path, name):
     texts[name] = texts.pop("a.safetensors")
     (tmp_path / HEADERS).write_text(json.dumps(texts))
     with pytest.raises(Refusal, match="names files outside"):
-        to_hugging_face._headers(as_it_is(tmp_path), [], torch.float32, False, lambda name: False)
+        to_hugging_face._headers(as_it_is(tmp_path), [], torch.float32, {}, lambda name: False)
 
 
 def test_links_that_lead_out_of_a_checkpoint_are_refused(tmp_path):

@@ -188,7 +188,8 @@ def sum_shared_gradients(shape: Shape, strategy: Strategy, held: States) -> list
     """All-reduces of a step: for vectors that TP does not split, and a tied embedding on the first and last stage."""
     transfers = []
     if strategy.tensor > 1 and strategy.sequence_parallel:
-        transfers.append(collective("all_reduce", "tp", strategy.group("tp"), FP32 * held.vectors))
+        shards = strategy.group("dp").size if strategy.zero > 1 else 1
+        transfers.append(collective("all_reduce", "tp", strategy.group("tp"), FP32 * held.vectors // shards))
     if shape.tied and strategy.pipeline > 1:
         stages = strategy.group("pp")
         ends = Group(2, stages.stride * (stages.size - 1))
