@@ -203,7 +203,8 @@ class ModelConfig:
     moe_router_bias_update_rate: float = flag(0.001, "change of the bias of experts in a step")
     moe_router_load_balancing_type: list[str] = flag(
         ["aux_loss"],
-        "load-balancing losses: aux_loss (over a micro-batch), seq_aux_loss (over a sample), both, or none",
+        "load-balancing losses: aux_loss (over a micro-batch), seq_aux_loss (over a sample), both, or none; or "
+        "sinkhorn, which evens the choice itself",
         type=str,
         nargs="+",
     )
