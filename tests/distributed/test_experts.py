@@ -27,7 +27,7 @@ DEEPSEEK = (
 DROPPED = f"{EXPERTS} --moe-aux-loss-coeff 0.02 --moe-expert-capacity-factor 0.75 --eod-mask-loss"
 FIRST = f"{DROPPED} --moe-token-drop-policy position"
 SINKHORN = f"{EXPERTS} --moe-router-load-balancing-type sinkhorn --moe-router-topk 1 --eod-mask-loss"
-SINKHORN2 = f"{EXPERTS} --moe-router-load-balancing-type sinkhorn --moe-expert-capacity-factor 0.75 --eod-mask-loss"
+SINKHORN2 = f"{EXPERTS} --moe-router-load-balancing-type sinkhorn --moe-z-loss-coeff 0.002 --eod-mask-loss"
 DROPOUT = f"{MIXTRAL} --hidden-dropout 0.1 --attention-dropout 0.1"
 DOCUMENTS = f"{MIXTRAL} --attention-mask document --micro-batch-size 1 --global-batch-size 2"
 

@@ -203,6 +203,7 @@ def read(flags: str, world_size: int = 4) -> Config:
         ),
         ("--moe-router-load-balancing-type sinkhorn aux_loss --moe-aux-loss-coeff 0 0", "or another loss"),
         ("--moe-router-load-balancing-type sinkhorn --moe-router-pre-softmax", "--moe-router-pre-softmax"),
+        ("--moe-router-load-balancing-type sinkhorn --moe-expert-capacity-factor 1", "--moe-expert-capacity-factor"),
         (
             "--moe-router-load-balancing-type sinkhorn --moe-router-score-function sigmoid",
             "--moe-router-score-function sigmoid",

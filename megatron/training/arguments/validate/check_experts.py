@@ -110,7 +110,7 @@ def _without_reader(config: Config) -> None:
 
 
 def _sinkhorn(model: ModelConfig) -> None:
-    """Refuse what Sinkhorn's choice of experts does not read."""
+    """Refuse what Sinkhorn's choice of experts does not read, and a capacity, which core refuses too."""
     refused = {
         "--moe-router-score-function sigmoid": model.moe_router_score_function == "sigmoid",
         "--moe-router-pre-softmax": model.moe_router_pre_softmax,
@@ -118,6 +118,7 @@ def _sinkhorn(model: ModelConfig) -> None:
         "--moe-router-group-topk": model.moe_router_group_topk,
         "--moe-router-num-groups": model.moe_router_num_groups,
         "--moe-router-topk-scaling-factor": model.moe_router_topk_scaling_factor,
+        "--moe-expert-capacity-factor": model.moe_expert_capacity_factor,
     }
     refuse_combinations(SINKHORN, {flag: (given, "it does not read it") for flag, given in refused.items()})
 
