@@ -222,6 +222,11 @@ def read(flags: str, world_size: int = 4) -> Config:
         ("--topk 2", "use Megatron-LM's --moe-... flags"),
         ("--moe-token-dispatcher-type other", "choose from allgather, alltoall"),
         ("--moe-input-jitter-eps 0.1", "--moe-input-jitter-eps"),
+        ("--norm-topk-prob --moe-router-pre-softmax", "--norm-topk-prob and --moe-router-pre-softmax"),
+        ("--norm-topk-prob --moe-router-topk-scaling-factor 2", "--norm-topk-prob and --moe-router-topk-scaling"),
+        ("--first-k-dense-replace 1", "set by --moe-layer-freq"),
+        ("--n-shared-experts 2", "use --moe-shared-expert-intermediate-size"),
+        ("--moe-model-type deepspeed_moe", "only Megatron-LM's mixtures of experts"),
     ],
 )
 def test_settings_that_experts_do_not_support_are_refused(flags: str, expected: str):
@@ -249,6 +254,7 @@ def test_settings_that_experts_do_not_support_are_refused(flags: str, expected: 
             "no effect here: --moe-aux-loss-coeff",
             "--moe-router-load-balancing-type none",
         ),
+        ("--norm-topk-prob --moe-permutation-async-comm", "no effect here: --norm-topk-prob", "--moe-layer-freq -1"),
         (
             "--multi-latent-attention --rotary-scaling-factor 1 --mscale-all-dim 1.5",
             "no effect here: the settings of YaRN",
