@@ -72,7 +72,7 @@ def start(recipe: dict[str, Any], folder: Path, stand_ins: Path, step: bool = Tr
         if step:
             simulated = parse([*words, "--dry-run", "--gpu", GPU], defaults, processes)
             parallel = simulated.parallel
-            if len(set(stage_layers(simulated))) == 1:
+            if len(set(stage_layers(simulated))) == 1 and simulated.model.moe_layer_freq == 1:
                 simulated = with_layers(simulated, parallel.num_virtual_stages_per_pipeline_rank or 1)
             ranks = processes // (parallel.tensor_model_parallel_size * (parallel.context_parallel_size or 1))
             batches = ranks // parallel.pipeline_model_parallel_size * simulated.data.micro_batch_size

@@ -26,6 +26,8 @@ DEEPSEEK = (
 )
 DROPPED = f"{EXPERTS} --moe-aux-loss-coeff 0.02 --moe-expert-capacity-factor 0.75 --eod-mask-loss"
 FIRST = f"{DROPPED} --moe-token-drop-policy position"
+SINKHORN = f"{EXPERTS} --moe-router-load-balancing-type sinkhorn --moe-router-topk 1 --eod-mask-loss"
+SINKHORN2 = f"{EXPERTS} --moe-router-load-balancing-type sinkhorn --moe-z-loss-coeff 0.002 --eod-mask-loss"
 DROPOUT = f"{MIXTRAL} --hidden-dropout 0.1 --attention-dropout 0.1"
 DOCUMENTS = f"{MIXTRAL} --attention-mask document --micro-batch-size 1 --global-batch-size 2"
 
@@ -92,6 +94,9 @@ CASES = [
     (4, DROPOUT, f"{cp(2, 2)} {ep(2)} {FULL}"),
     (2, DOCUMENTS, f"--ring-parallel-size 2 {ep(2)}"),
     (2, f"{DOCUMENTS} --moe-expert-capacity-factor 1", f"--ring-parallel-size 2 {ep(2)} {A2A}"),
+    (2, SINKHORN, f"{cp(1, 2)} {ep(2)} {A2A} {FULL}"),
+    (4, SINKHORN, f"{T2} {cp(2, 1)} {ep(2)} {fpdt(22)}"),
+    (2, SINKHORN2, f"{cp(2, 1)} {ep(2)} {ZERO3}"),
     # weights split over the ranks that hold the same experts
     (1, MIXTRAL, ZERO3),
     (2, DEEPSEEK, ZERO2),
@@ -247,6 +252,11 @@ def test_a_mistake_in_the_statistics_is_noticed(pool, reference, mistake):
     assert float((grad - expected).abs().max() / expected.abs().max()) > 1e-3
     with pytest.raises(AssertionError):
         compare(wrong, right)
+
+
+def test_sinkhorn_of_each_rank_alone_is_noticed(pool, reference):
+    wrong = pool.run(run, 2, f"{SINKHORN} {cp(1, 2)}", 1, alone, timeout=120)
+    assert wrong[0]["tokens"][0] != reference(SINKHORN)["tokens"][0]
 
 
 def with_one_mesh(flags: str) -> dict[str, Any]:

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron.context_parallel.core.expert_choice import (
     RouterRule,
@@ -16,6 +18,7 @@ from megatron.context_parallel.core.expert_choice import (
     best,
     capacity,
     choose,
+    even_choice,
     within_capacity,
     z_loss,
 )
@@ -62,6 +65,28 @@ def test_the_choice_is_that_of_core(rule: RouterRule):
     assert torch.equal(chosen, their_choice)
     torch.testing.assert_close(weights.detach(), theirs)
     assert weights.requires_grad and (chosen.sum(dim=1) == rule.topk).all()
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_sinkhorn_is_that_of_core(topk: int):
+    """In training and in evaluation."""
+    logits, rule = 3 * logits_of() + torch.linspace(1, -1, 8), RouterRule(topk=topk, sinkhorn=True)
+    router = SimpleNamespace(topk=topk, config=SimpleNamespace(moe_aux_loss_coeff=0), training=True)
+    theirs, their_choice = TopKRouter.sinkhorn_load_balancing(router, logits)
+    bias = even_choice(logits, torch.ones(40), lambda sums: sums)
+    weights, chosen = choose(logits.clone().requires_grad_(), rule, bias)
+    assert torch.equal(chosen, their_choice) and weights.requires_grad
+    torch.testing.assert_close(weights.detach(), theirs)
+    router.training = False
+    theirs, without = TopKRouter.sinkhorn_load_balancing(router, logits)
+    weights, chosen = choose(logits, rule)
+    assert torch.equal(chosen, without) and not torch.equal(without, their_choice)
+    torch.testing.assert_close(weights, theirs)
+    assert chosen.sum(dim=0).max() > their_choice.sum(dim=0).max()  # it evens the choice
+    # Tokens that do not count have no influence.
+    more = torch.cat([logits, logits_of(9) + 5])
+    torch.testing.assert_close(even_choice(more, (torch.arange(49) < 40).float(), lambda sums: sums), bias)
+    assert not torch.allclose(even_choice(more, torch.ones(49), lambda sums: sums), bias)
 
 
 def test_equal_scores_go_to_the_first_expert():
@@ -166,17 +191,26 @@ def read(flags: str, world_size: int = 4) -> Config:
         ),
         ("--moe-router-topk 9", "--moe-router-topk 9"),
         ("--moe-router-topk 1", "add --moe-router-pre-softmax"),
-        ("--moe-router-pre-softmax --moe-router-score-function sigmoid", "leave one out"),
         ("--moe-router-enable-expert-bias", "add --moe-router-score-function sigmoid"),
         ("--moe-router-num-groups 4", "--moe-router-group-topk"),
         ("--moe-router-num-groups 3 --moe-router-group-topk 1", "--moe-router-num-groups 3"),
         ("--moe-router-num-groups 4 --moe-router-group-topk 3", "--moe-router-topk 2"),
         ("--moe-router-topk 6 --moe-router-num-groups 4 --moe-router-group-topk 2", "--moe-router-topk 6"),
         ("--moe-router-load-balancing-type global_aux_loss", "use aux_loss or seq_aux_loss"),
-        ("--moe-router-load-balancing-type sinkhorn", "sinkhorn is not supported"),
+        (
+            "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 1",
+            "sinkhorn cannot be combined with a coeff",
+        ),
+        ("--moe-router-load-balancing-type sinkhorn aux_loss --moe-aux-loss-coeff 0 0", "or another loss"),
+        ("--moe-router-load-balancing-type sinkhorn --moe-router-pre-softmax", "--moe-router-pre-softmax"),
+        ("--moe-router-load-balancing-type sinkhorn --moe-expert-capacity-factor 1", "--moe-expert-capacity-factor"),
+        (
+            "--moe-router-load-balancing-type sinkhorn --moe-router-score-function sigmoid",
+            "--moe-router-score-function sigmoid",
+        ),
         ("--moe-router-load-balancing-type other", "choose from aux_loss, seq_aux_loss, none"),
         ("--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1", "--moe-aux-loss-coeff 1"),
-        ("--moe-router-load-balancing-type none --moe-aux-loss-coeff 1", "none cannot be combined with a coefficient"),
+        ("--moe-router-load-balancing-type none aux_loss --moe-aux-loss-coeff 0 1", "none cannot be combined with"),
         ("--moe-router-bias-update-rate 0.1", "--moe-router-enable-expert-bias"),
         ("--moe-token-drop-policy position", "--moe-expert-capacity-factor"),
         ("--moe-layer-freq 0", "--moe-layer-freq 0"),
@@ -186,14 +220,52 @@ def read(flags: str, world_size: int = 4) -> Config:
         ("--moe-z-loss-coeff -1", "--moe-z-loss-coeff -1"),
         ("--moe-expert-capacity-factor 0", "--moe-expert-capacity-factor 0"),
         ("--topk 2", "use Megatron-LM's --moe-... flags"),
-        ("--moe-token-dispatcher-type flex", "choose from allgather, alltoall"),
+        ("--moe-token-dispatcher-type other", "choose from allgather, alltoall"),
         ("--moe-input-jitter-eps 0.1", "--moe-input-jitter-eps"),
+        ("--norm-topk-prob --moe-router-pre-softmax", "--norm-topk-prob and --moe-router-pre-softmax"),
+        ("--norm-topk-prob --moe-router-topk-scaling-factor 2", "--norm-topk-prob and --moe-router-topk-scaling"),
+        ("--first-k-dense-replace 1", "set by --moe-layer-freq"),
+        ("--n-shared-experts 2", "use --moe-shared-expert-intermediate-size"),
+        ("--moe-model-type deepspeed_moe", "only Megatron-LM's mixtures of experts"),
     ],
 )
 def test_settings_that_experts_do_not_support_are_refused(flags: str, expected: str):
     with pytest.raises(Refusal) as caught:
         read(f"--num-experts 8 {flags}")
     assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "flags, note, same",
+    [
+        (
+            "--moe-token-dispatcher-type flex --moe-enable-deepep",
+            "sent as with alltoall",
+            "--moe-token-dispatcher-type alltoall",
+        ),
+        ("--moe-token-dispatcher-type alltoall_seq", "sent as with alltoall", "--moe-token-dispatcher-type alltoall"),
+        (
+            "--moe-router-score-function sigmoid --moe-router-pre-softmax",
+            "no effect here: --moe-router-pre-softmax",
+            "--moe-router-score-function sigmoid",
+        ),
+        (
+            "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",
+            "no effect here: --moe-aux-loss-coeff",
+            "--moe-router-load-balancing-type none",
+        ),
+        ("--norm-topk-prob --moe-permutation-async-comm", "no effect here: --norm-topk-prob", "--moe-layer-freq -1"),
+        (
+            "--multi-latent-attention --rotary-scaling-factor 1 --mscale-all-dim 1.5",
+            "no effect here: the settings of YaRN",
+            "--multi-latent-attention --rotary-scaling-factor 1",
+        ),
+    ],
+)
+def test_flags_that_megatron_lm_does_not_read_have_a_note(flags: str, note: str, same: str):
+    config, other = read(f"--num-experts 8 {flags}"), read(f"--num-experts 8 {same}")
+    assert any(note in line for line in config.notes) and not any(note in line for line in other.notes)
+    assert (config.model, config.parallel) == (other.model, other.parallel)
 
 
 @pytest.mark.parametrize("flags", ["--tensor-model-parallel-size 2", "--moe-shared-expert-intermediate-size 32"])

@@ -10,6 +10,7 @@ whole micro-batch, and tokens that the loss mask leaves out do not count in any 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,8 @@ class RouterRule:
         group_topk: number of groups that are chosen first; None: experts are chosen from all groups.
         topk_scaling_factor: multiplies the weights of the chosen experts.
         expert_bias: choose by score + bias; the weights are computed from the scores alone.
+        sinkhorn: even the choice of a micro-batch in training, as :func:`even_choice` does; the weights are sigmoids
+            for one expert, and softmax over all experts for more.
         aux_loss, seq_aux_loss: coefficients of the load-balancing losses, over a micro-batch and over a sample.
         z_loss: coefficient of the squared log-sum-exp of the logits.
         capacity_factor: most tokens of an expert, as a multiple of the mean; None: no limit.
@@ -43,6 +46,7 @@ class RouterRule:
     group_topk: int | None = None
     topk_scaling_factor: float | None = None
     expert_bias: bool = False
+    sinkhorn: bool = False
     aux_loss: float = 0.0
     seq_aux_loss: float = 0.0
     z_loss: float = 0.0
@@ -56,8 +60,14 @@ def best(scores: Tensor, count: int) -> Tensor:
 
 
 def choose(logits_nE: Tensor, rule: RouterRule, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The experts of each token: (weights [n, E], zero for experts that were not chosen; chosen [n, E], bool)."""
+    """The experts of each token: (weights [n, E], zero for experts that were not chosen; chosen [n, E], bool).
+
+    Args:
+        bias_E: added to the scores for the choice; of Sinkhorn, the result of :func:`even_choice`.
+    """
     wide = torch.promote_types(logits_nE.dtype, torch.float32)
+    if rule.sinkhorn:
+        return _sinkhorn(logits_nE, rule, bias_E)
     if rule.score_function == "sigmoid":
         scores = torch.sigmoid(logits_nE.to(wide)).type_as(logits_nE)
     elif rule.pre_softmax:
@@ -77,6 +87,38 @@ def choose(logits_nE: Tensor, rule: RouterRule, bias_E: Tensor | None = None) ->
         weights = weights * rule.topk_scaling_factor
     chosen = torch.zeros_like(logits_nE, dtype=torch.bool).scatter(1, indices, True)
     return torch.zeros_like(logits_nE).scatter(1, indices, weights), chosen
+
+
+def _sinkhorn(logits_nE: Tensor, rule: RouterRule, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(logits_nE.dtype, torch.float32)
+    scores = logits_nE.detach().to(wide)
+    indices = best(scores if bias_E is None else scores + bias_E, rule.topk)
+    chosen = torch.zeros_like(logits_nE, dtype=torch.bool).scatter(1, indices, True)
+    if rule.topk == 1:
+        return torch.sigmoid(logits_nE) * chosen, chosen
+    return torch.softmax(logits_nE, dim=-1, dtype=wide).type_as(logits_nE) * chosen, chosen
+
+
+@torch.no_grad()
+def even_choice(logits_nE: Tensor, counted_n: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
+    """Sinkhorn's balance of a micro-batch: what to add to the logits of each expert, [E], before the best are chosen.
+
+    Core's iteration (moe_utils.sinkhorn) scales the rows and columns of exp(logits) until all experts have the same
+    sum. The scale of a row does not change which of its entries are the largest, so the columns' scales suffice.
+
+    Args:
+        counted_n: 1 for tokens that count, 0 for others.
+        total: sums a tensor over the ranks that share the micro-batch.
+    """
+    counted = counted_n.to(torch.promote_types(logits_nE.dtype, torch.float32))
+    cost = torch.exp(logits_nE.to(counted.dtype)) * counted[:, None]
+    tokens, experts = total(counted.sum()).clamp(min=1), cost.size(1)
+    scale, error = cost.new_ones(experts), math.inf
+    while error > 1e-4:
+        rows = 1 / tokens / ((scale * cost).sum(dim=1) + 1e-8)
+        before, scale = scale, 1 / experts / (total((rows[:, None] * cost).sum(dim=0)) + 1e-8)
+        error = float((before - scale).abs().mean())
+    return scale.log()
 
 
 def _best_groups_only(ranked_nE: Tensor, rule: RouterRule) -> Tensor:

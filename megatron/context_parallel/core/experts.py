@@ -40,6 +40,7 @@ from megatron.context_parallel.core.expert_choice import (
     balancing_loss,
     capacity,
     choose,
+    even_choice,
     probability_sums,
     within_capacity,
     z_loss,
@@ -65,12 +66,14 @@ class Statistics:
         counted: [s, b], 1 for this rank's tokens that the loss counts, 0 for others.
         kept: bool [s, b, E], which experts have room for a token; None without a capacity.
         totals: by load-balancing loss, the choices [parts, E] and the counted tokens [parts] of all ranks.
+        bias: [E], added to the scores for the choice; None: none.
     """
 
     learns: bool
     counted: Tensor
     kept: Tensor | None
     totals: dict[str, tuple[Tensor, Tensor]]
+    bias: Tensor | None
 
     def rows(self, span: Span) -> Statistics:
         """The statistics for some of this rank's tokens."""
@@ -118,8 +121,9 @@ class ExpertRouter(Router):
         kept, totals = None, {}
         with torch.no_grad():
             logits_nE, counted_n = logits.flatten(0, 1), counted.flatten()
+            bias = self._even_choice(logits_nE, counted_n) if rule.sinkhorn and self.training else self.expert_bias
             if rule.capacity_factor is not None or learns:
-                weights_nE, chosen_nE = choose(logits_nE, rule, self.expert_bias)
+                weights_nE, chosen_nE = choose(logits_nE, rule, bias)
             if rule.capacity_factor is not None:
                 place_n = None if places is None else places.flatten()
                 kept_nE = self._within_capacity(weights_nE, chosen_nE, place_n, samples)
@@ -132,14 +136,14 @@ class ExpertRouter(Router):
                     totals[name] = self._over_all_ranks(*own)
                     sums[name] = balancing_loss(probabilities, *totals[name], rule.topk)
                 self._add(chosen_nE, counted_n, sums)
-        return Statistics(learns, counted, kept, totals)
+        return Statistics(learns, counted, kept, totals, bias)
 
     def routing(self, logits: Tensor, statistics: Statistics) -> tuple[Tensor, Tensor]:
         """(weights [n, E], chosen [n, E]) of tokens with logits [s, b, E] and the statistics of these rows."""
         logits_nE, counted_n = logits.flatten(0, 1), statistics.counted.flatten()
         if statistics.learns and self.rule.z_loss:
             logits_nE = MoEAuxLossAutoScaler.apply(logits_nE, self.rule.z_loss * z_loss(logits_nE, counted_n))
-        weights_nE, chosen_nE = choose(logits_nE, self.rule, self.expert_bias)
+        weights_nE, chosen_nE = choose(logits_nE, self.rule, statistics.bias)
         if statistics.kept is not None:
             kept_nE = statistics.kept.flatten(0, 1)
             weights_nE, chosen_nE = weights_nE * kept_nE, chosen_nE & kept_nE
@@ -167,6 +171,17 @@ class ExpertRouter(Router):
             "seq_load_balancing_loss": (self.rule.seq_aux_loss, samples),
         }
         return {name: loss for name, loss in losses.items() if loss[0]}
+
+    @replaceable
+    def _even_choice(self, logits_nE: Tensor, counted_n: Tensor) -> Tensor:
+        """:func:`even_choice` over TP x CP, which share the micro-batch."""
+
+        def total(sums: Tensor) -> Tensor:
+            if self.tp_cp_group.size() > 1:
+                dist.all_reduce(sums, group=self.tp_cp_group)
+            return sums
+
+        return even_choice(logits_nE, counted_n, total)
 
     def _over_all_ranks(self, choices: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Sums over TP x CP, which share the micro-batch."""

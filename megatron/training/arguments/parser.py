@@ -185,6 +185,7 @@ def _read(
             Fix("--position-embedding-type none"),
         )
     megatron_flags.refuse_with_experts(others, config.model.num_experts)
+    megatron_flags.refuse_other_weights(others, config.model)
     if config.checkpoint.use_checkpoint_args and shape_of is not None:
         take_checkpoint_args(config, given, shape_of)
     if world_size is None:

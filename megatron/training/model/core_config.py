@@ -149,6 +149,8 @@ def experts(config: Config) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
         "moe_shared_expert_gate": model.moe_shared_expert_gate,
         "moe_router_topk": model.moe_router_topk,
+        # Only read when core checks the number of experts of a token: the router is ours.
+        "moe_router_load_balancing_type": "sinkhorn" if router_rule(model).sinkhorn else "none",
         "moe_router_score_function": model.moe_router_score_function,
         "moe_router_pre_softmax": model.moe_router_pre_softmax,
         "moe_router_dtype": model.moe_router_dtype,
@@ -171,6 +173,7 @@ def router_rule(model: ModelConfig) -> RouterRule:
         group_topk=model.moe_router_group_topk,
         topk_scaling_factor=model.moe_router_topk_scaling_factor,
         expert_bias=model.moe_router_enable_expert_bias,
+        sinkhorn="sinkhorn" in coefficients,
         aux_loss=coefficients.get("aux_loss", 0.0),
         seq_aux_loss=coefficients.get("seq_aux_loss", 0.0),
         z_loss=model.moe_z_loss_coeff or 0.0,

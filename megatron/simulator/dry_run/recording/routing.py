@@ -19,7 +19,7 @@ from megatron.core.parallel_state import get_expert_model_parallel_rank
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 from torch import Tensor
 
-from megatron.context_parallel.core.experts import AllToAll
+from megatron.context_parallel.core.experts import AllToAll, ExpertRouter
 from megatron.platform.hooks import patched, replaced
 from megatron.training.arguments.config import Config
 
@@ -89,8 +89,12 @@ class Routing:
             permuted, _, weights = of_core(dispatcher, tokens, weights)
             return permuted, own, weights
 
+        def even_choice(_: Callable) -> Callable:  # its number of iterations depends on the values
+            return lambda router, logits_nE, counted_n: logits_nE.new_zeros(logits_nE.size(1))
+
         with ExitStack() as stack:
             stack.enter_context(replaced(AllToAll.preprocess, preprocess))
+            stack.enter_context(replaced(ExpertRouter._even_choice, even_choice))
             stack.enter_context(patched(MoEAllGatherTokenDispatcher, "dispatch_postprocess", dispatch_postprocess))
             yield
 

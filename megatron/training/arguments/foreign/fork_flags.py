@@ -14,6 +14,10 @@ fused or not, the result is the same: --use-fused-swiglu --use-fused-rotary-pos-
     --use-flash-attn-builder --abort-on-unmet-fused-kernel-constraints --no-scaled-masked-softmax-fusion
     --scaled-upper-triang-masked-softmax-fusion * --disable-mem-efficient-ln --ds_fused_adam --use-fusion-attn-v2
     --alibi-fusion-attn-type 1 --jit-compile --optimization-level 1
+    --gemm-gradient-accumulation-fusion --use-fused-moe-token-permute-and-unpermute --shape-order 1
+    --mla-fa-without-pad --mla-mm-split
+how tokens are sent, and what overlaps, does not change the result: --moe-permutation-async-comm
+    --moe-alltoall-overlap-comm --moe-fb-overlap
 communication and computation overlap by other means here: --use-ascend-coc --coc-fused-kernel --use-ascend-mc2
     --use-cp-send-recv-overlap --cp-window-size 1 --use-fused-ring-attention-update --overlap-p2p-communication
     --no-delay-grad-reduce --delay-param-gather --use-contiguous-buffers-in-ddp --no-contiguous-buffers-in-local-ddp
@@ -26,6 +30,8 @@ memory is managed without it: --distribute-checkpointed-activations --partition-
     --recompute-activation-function --recompute-activation-function-num-layers 1 --recompute-norm
     --recompute-norm-num-layers 1 --recompute-lgd --enable-recompute-layers-per-pp-rank --use-pin-memory
     --memory-centric-tiled-linear --tile-factor 1 --split-transformers --scattered-embeddings --recompute-in-bubble
+    --moe-zero-memory 1 --moe-zero-memory-num-layers 1 --swap-optimizer --swap-optimizer-times 1
+    --mtp-mem-efficient-logits --output-layer-slice-num 1
     --context-parallel-kv-cache-policy 1 --context-parallel-cache-interval 1
 stages hold equal numbers of layers here: --num-layer-list 1
 the schedule is 1F1B or interleaved 1F1B here, with the same result: --enable-zbh1-pipeline
@@ -43,7 +49,7 @@ always the case: softmax and loss are in fp32, gradients too unless --grad-reduc
 weights that TP ranks hold in common are equal by construction: --sync-tp-duplicated-parameters
 data loading is tuned with --num-workers and --data-cache-path: --no-shared-storage --valid-num-workers 1
     --repeated-dataloader --mmap-warmup --return-data-index --s3-cache-path 1
---attention-mask sets the mask, which is causal by default: --attention-mask-type 1
+--attention-mask sets the mask, which is causal by default: --attention-mask-type 1 --cp-attention-mask-type 1
 nothing is generated in training: --max-new-tokens 1
 data files are prepared before a run: --handler-name 1 --workers 1
 config.json says what a Hugging Face folder holds, and no copy of it is made: --model-type-hf 1 --mg-cache-dir 1
@@ -57,7 +63,8 @@ checkpoints are always torch_dist, fully reshardable, written and read in parall
 a dense model has no experts (--num-experts adds them): --mlp-type 1 --topk 1 --expert-interval 1
     --moe-expert-parallel-size 1 --create-moe-param-group --disable-moe-token-dropping --moe-train-capacity-factor 1
     --moe-eval-capacity-factor 1 --moe-min-capacity 1 --moe-loss-coeff 1 --disable-moe-top2-2nd-expert-sampling
-    --enable-expert-tensor-parallelism --use-tutel --norm-topk-prob
+    --enable-expert-tensor-parallelism --use-tutel
+weights of the chosen experts add up to 1: --norm-topk-prob
 a decoder alone has no encoder or retriever: --pipeline-model-parallel-split-rank 1 --retriever-seq-length 1
     --standalone-embedding-stage
 """
@@ -80,12 +87,15 @@ weights and states of the optimizer are in fp32 here: --o2-optimizer
 the supported optimizers are adam and sgd, on the training device: --cpu-optimizer --cpu_torch_adam --use-bnb-optimizer
     --remote-device 1 none
 all weights are trained here: --bitfit
+only Megatron-LM's mixtures of experts are supported: --moe-model-type 1 megatron_moe
 each token is predicted from those before it, with the model's own output layer: --causal-lm
 layers that do nothing are not supported: --noop-layers 1
 layers and tokens are never dropped here: --random-ltd
 every batch has one sequence length here: --data-efficiency-curriculum-learning --train-data-exact-num-epochs 1
 """,
     Advice: """
+layers with experts are set by --moe-layer-freq, as in [0]*3+[1]*29: use that: --first-k-dense-replace 1 -1
+give the width of the shared expert: use --moe-shared-expert-intermediate-size: --n-shared-experts 1
 weights are split by layer with --zero-stage 3: use that: --layerzero --layerzero-config 1
 heads and columns are cut evenly over TP: use a TP that divides them: --unaligned-linear
 """,

@@ -43,7 +43,7 @@ Transformer Engine no longer reads it: --fp8-interval 1 1
 checkpoints are always torch_dist, fully reshardable, written and read in parallel, and loaded strictly:
     --no-ckpt-fully-parallel-save --disable-ckpt-fully-parallel-save --ckpt-fully-parallel-save
     --ckpt-fully-parallel-load --ckpt-assume-constant-structure --use-persistent-ckpt-worker --auto-detect-ckpt-format
-    --dist-ckpt-strictness 1 assume_ok_unexpected --dist-ckpt-optim-fully-reshardable
+    --dist-ckpt-strictness 1 assume_ok_unexpected --dist-ckpt-optim-fully-reshardable --dist-ckpt-save-pre-mcore-014
     --distrib-optim-fully-reshardable-mem-efficient --use-dist-ckpt
 the tokenizer always comes from the flags, and no code from its folder is run:
     --no-use-tokenizer-model-from-checkpoint-args --disable-use-tokenizer-model-from-checkpoint-args --trust-remote-code
@@ -67,7 +67,8 @@ where memory goes is shown by --profile-memory: --record-memory-history --memory
 experts are computed one after the other, with the same result: --moe-grouped-gemm --moe-use-legacy-grouped-gemm
 how tokens are sent, and what overlaps, does not change the result: --moe-shared-expert-overlap
     --moe-permute-fusion --moe-router-fusion --moe-deepep-num-sms 1 20 --moe-hybridep-num-sms 1 16
-    --moe-flex-dispatcher-backend 1 deepep --overlap-moe-expert-parallel-comm --ep-overlap-early-attn-memory-release
+    --moe-flex-dispatcher-backend 1 deepep --moe-enable-deepep --overlap-moe-expert-parallel-comm
+    --ep-overlap-early-attn-memory-release
 filling experts up to their capacity does not change the result: --moe-pad-expert-input-to-capacity
 the tokens of each expert in each layer are in --log-jsonl: --moe-per-layer-logging
 recompute is set with --recompute-granularity: --moe-layer-recompute

@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from megatron.training.arguments.argv import options
+from megatron.training.arguments.config import ModelConfig
 from megatron.training.arguments.foreign import fork_flags, ignored_flags, refused_flags
 from megatron.training.arguments.foreign.refused_flags import Advice
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, raise_all
@@ -103,6 +104,20 @@ def refuse_with_experts(given: list[tuple[str, list[str]]], experts: int | None)
             "describes experts as Megatron-DeepSpeed does: use Megatron-LM's --moe-... flags, which --help lists",
             LEAVE_OUT,
         )
+
+
+def refuse_other_weights(given: list[tuple[str, list[str]]], model: ModelConfig) -> None:
+    """Refuse MindSpeed's --norm-topk-prob where the weights of the chosen experts do not add up to 1.
+
+    Raises:
+        Refusal: the flag is given, and would change the result.
+    """
+    if "--norm-topk-prob" in dict(given) and model.num_experts:
+        for flag in ("--moe-router-pre-softmax", "--moe-router-topk-scaling-factor"):
+            if getattr(model, flag[2:].replace("-", "_")):
+                raise Refusal(
+                    f"--norm-topk-prob and {flag}", "contradict each other: leave one out, or both", LEAVE_OUT
+                )
 
 
 def refuse_unknown(words: list[str], supported: list[str], given: list[str] | None = None) -> None:

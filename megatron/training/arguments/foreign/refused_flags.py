@@ -43,7 +43,7 @@ REFUSED = {
     leave_out: """
 this option of mixtures of experts is not supported: --moe-extended-tp --moe-enable-routing-replay
     --moe-router-padding-for-quantization --moe-router-padding-for-fp8 --moe-router-force-load-balancing
-    --moe-input-jitter-eps 1 --moe-enable-deepep --moe-apply-probs-on-input --moe-latent-size 1 --moe-use-upcycling
+    --moe-input-jitter-eps 1 --moe-apply-probs-on-input --moe-latent-size 1 --moe-use-upcycling
     --moe-upcycling-granularity 1 1 --moe-pad-experts-for-cuda-graph-inference
 the supported optimizers are adam and sgd, on the training device: --apply-wd-to-qk-layernorm
     --no-weight-decay-cond-type 1 --optimizer-cpu-offload
@@ -135,7 +135,7 @@ of FP8, only --fp8-format, --fp8-recipe and the amax settings are supported: --f
 weights follow --seed alone, so that they do not depend on the grid: --data-parallel-random-init
 settings come from flags: give them again, or take the model's from a checkpoint with --use-checkpoint-args:
     --use-mp-args-from-checkpoint-args --yaml-cfg 1
-checkpoints are written by --save and --save-interval alone: --load-main-params-from-ckpt --dist-ckpt-save-pre-mcore-014
+checkpoints are written by --save and --save-interval alone: --load-main-params-from-ckpt
 evaluation uses one validation set and --eval-iters: --full-validation --multiple-validation-sets
 """,
     replace: """

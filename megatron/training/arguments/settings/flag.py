@@ -47,3 +47,8 @@ def layer_pattern(text: str) -> int | list[int]:
     if isinstance(pattern, list) and any(one not in (0, 1) for one in pattern):
         raise ValueError(text)
     return pattern
+
+
+def expert_pattern(text: str) -> int | list[int]:
+    """:func:`layer_pattern`; -1 is every layer, because Megatron-LM takes the layers i with i % N == 0."""
+    return 1 if text.strip() == "-1" else layer_pattern(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.training.arguments.settings.flag import flag, layer_pattern
+from megatron.training.arguments.settings.flag import expert_pattern, flag, layer_pattern
 
 
 def normalization(text: str) -> str:
@@ -181,7 +181,7 @@ class ModelConfig:
     mtp_loss_scaling_factor: float = flag(0.1, "weight of the mean of their losses")
     num_experts: int | None = flag(None, "experts of a layer (mixture of experts)", type=int)
     moe_layer_freq: int | list[int] = flag(
-        1, "layers with experts: every N-th, or 1 and 0 for each layer, as in [0]*3+[1]*29", type=layer_pattern
+        1, "layers with experts: every N-th, or 1 and 0 for each layer, as in [0]*3+[1]*29", type=expert_pattern
     )
     moe_ffn_hidden_size: int | None = flag(None, "width of an expert; default --ffn-hidden-size", type=int)
     moe_shared_expert_intermediate_size: int | None = flag(
@@ -203,7 +203,8 @@ class ModelConfig:
     moe_router_bias_update_rate: float = flag(0.001, "change of the bias of experts in a step")
     moe_router_load_balancing_type: list[str] = flag(
         ["aux_loss"],
-        "load-balancing losses: aux_loss (over a micro-batch), seq_aux_loss (over a sample), both, or none",
+        "load-balancing losses: aux_loss (over a micro-batch), seq_aux_loss (over a sample), both, or none; or "
+        "sinkhorn, which evens the choice itself",
         type=str,
         nargs="+",
     )

@@ -64,7 +64,9 @@ class ParallelConfig:
         None, "ranks that split each expert (TP of the experts); default the TP size", type=int
     )
     moe_token_dispatcher_type: str = flag(
-        "allgather", "how tokens reach the ranks of their experts", choices=["allgather", "alltoall"]
+        "allgather",
+        "how tokens reach the ranks of their experts; flex and alltoall_seq are sent as alltoall",
+        choices=["allgather", "alltoall", "flex", "alltoall_seq"],
     )
     pipeline_model_parallel_size: int = flag(1, "pipeline-parallel size (PP)", aliases=["--pipe-parallel-size"])
     num_layers_per_virtual_pipeline_stage: int | None = flag(

@@ -8,16 +8,20 @@ from megatron.training.arguments.models import expert_layers
 from megatron.training.arguments.validate.check_model import check_pattern
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, refuse_combinations
 
-LOSSES = ("aux_loss", "seq_aux_loss", "none")
-OTHER_LOSSES = {
-    "global_aux_loss": "depends on the order of micro-batches, which differs between grids",
-    "sinkhorn": "is not supported",
-}
+LOSSES = ("aux_loss", "seq_aux_loss", "none", "sinkhorn")
+SINKHORN = "--moe-router-load-balancing-type sinkhorn"
+OTHER_LOSSES = {"global_aux_loss": "depends on the order of micro-batches, which differs between grids"}
 
 
 def complete_experts(config: Config) -> None:
     """Complete the sizes of experts; refuse settings that contradict each other or are not supported."""
     model, parallel = config.model, config.parallel
+    if parallel.moe_token_dispatcher_type not in ("allgather", "alltoall"):
+        config.notes.append(
+            f"--moe-token-dispatcher-type {parallel.moe_token_dispatcher_type}: tokens are sent as with alltoall, with "
+            "the same result"
+        )
+        parallel.moe_token_dispatcher_type = "alltoall"
     if model.num_experts == 1:  # as Megatron-DeepSpeed writes a dense model
         model.num_experts = None
         config.notes.append("--num-experts 1: a dense model")
@@ -37,6 +41,7 @@ def complete_experts(config: Config) -> None:
             Fix("--disable-bias-linear"),
         )
     _pattern(model)
+    _without_reader(config)
     _router(model)
     _losses(model)
     if not model.moe_router_enable_expert_bias and model.moe_router_bias_update_rate != 0.001:
@@ -90,20 +95,43 @@ def _pattern(model: ModelConfig) -> None:
         raise Refusal("--moe-layer-freq", "leaves no layer with experts: leave --num-experts out")
 
 
+def _without_reader(config: Config) -> None:
+    """Note what Megatron-LM accepts but does not read, and reset it."""
+    model, kinds = config.model, config.model.moe_router_load_balancing_type
+    if model.moe_router_pre_softmax and model.moe_router_score_function == "sigmoid":
+        config.notes.append("no effect here: --moe-router-pre-softmax (sigmoid scores have no softmax)")
+        model.moe_router_pre_softmax = False
+    if kinds == ["none"] and any(model.moe_aux_loss_coeff):
+        config.notes.append("no effect here: --moe-aux-loss-coeff (--moe-router-load-balancing-type none has no loss)")
+        model.moe_aux_loss_coeff = [0.0]
+
+
+def _sinkhorn(model: ModelConfig) -> None:
+    """Refuse what Sinkhorn's choice of experts does not read, and a capacity, which core refuses too."""
+    refused = {
+        "--moe-router-score-function sigmoid": model.moe_router_score_function == "sigmoid",
+        "--moe-router-pre-softmax": model.moe_router_pre_softmax,
+        "--moe-router-enable-expert-bias": model.moe_router_enable_expert_bias,
+        "--moe-router-group-topk": model.moe_router_group_topk,
+        "--moe-router-num-groups": model.moe_router_num_groups,
+        "--moe-router-topk-scaling-factor": model.moe_router_topk_scaling_factor,
+        "--moe-expert-capacity-factor": model.moe_expert_capacity_factor,
+    }
+    refuse_combinations(SINKHORN, {flag: (given, "it does not read it") for flag, given in refused.items()})
+
+
 def _router(model: ModelConfig) -> None:
     experts, topk = model.num_experts, model.moe_router_topk
     groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
     if not 1 <= topk <= experts:
         raise Refusal(f"--moe-router-topk {topk}", f"is not from 1 to --num-experts {experts}: change it")
+    if "sinkhorn" in model.moe_router_load_balancing_type:
+        return _sinkhorn(model)
     if topk == 1 and model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax:
         raise Refusal(
             "--moe-router-topk 1",
             "gives the chosen expert the weight 1 whatever the router says: add --moe-router-pre-softmax",
             Fix("--moe-router-pre-softmax"),
-        )
-    if model.moe_router_pre_softmax and model.moe_router_score_function == "sigmoid":
-        raise Refusal(
-            "--moe-router-pre-softmax with --moe-router-score-function sigmoid", "has no softmax: leave one out"
         )
     if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
         raise Refusal(
@@ -143,11 +171,12 @@ def _losses(model: ModelConfig) -> None:
             f"--moe-aux-loss-coeff {' '.join(f'{number:g}' for number in coefficients)}",
             f"must be one number, 0 or more, for each of --moe-router-load-balancing-type {' '.join(kinds)}",
         )
-    if "none" in kinds and (len(kinds) > 1 or any(coefficients)):
-        raise Refusal(
-            "--moe-router-load-balancing-type none",
-            "cannot be combined with a coefficient or another loss: leave one out",
-        )
+    for kind in {"none", "sinkhorn"} & {*kinds}:
+        if len(kinds) > 1 or any(coefficients):
+            raise Refusal(
+                f"--moe-router-load-balancing-type {kind}",
+                "cannot be combined with a coefficient or another loss: leave one out",
+            )
 
 
 def check_expert_grid(config: Config, world_size: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from megatron.training.arguments.config import Config
+from megatron.training.arguments.config import Config, ModelConfig
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, refuse_combinations
 
 FLAG = "--multi-latent-attention"
@@ -74,14 +74,24 @@ def _rope(config: Config) -> None:
     if model.qk_pos_emb_head_dim % 2:
         raise Refusal(f"--qk-pos-emb-head-dim {model.qk_pos_emb_head_dim}", "is odd, but RoPE rotates pairs: change it")
     if model.yarn_rotary_scaling_factor == 1:
+        if kind == "rope" and _reset_yarn(model):
+            config.notes.append("no effect here: the settings of YaRN (--rotary-scaling-factor is 1)")
         return
     if model.rope_type == "rope":
         config.notes.append("no effect here: --rotary-scaling-factor (--rope-type rope does not read it)")
-        for field in fields(model):
-            if field.name.startswith("yarn_"):
-                setattr(model, field.name, field.default)
+        _reset_yarn(model)
     else:
         model.position_embedding_type = "yarn"
+
+
+def _reset_yarn(model: ModelConfig) -> bool:
+    """Give YaRN's settings their defaults; returns whether one had another value."""
+    changed = False
+    for field in fields(model):
+        if field.name.startswith("yarn_"):
+            changed |= getattr(model, field.name) != field.default
+            setattr(model, field.name, field.default)
+    return changed
 
 
 def note_ring(config: Config) -> None:
