@@ -91,9 +91,9 @@ CASES = {
         f"{EXPERTS} --expert-model-parallel-size 2 --ring-parallel-size 2 --moe-token-dispatcher-type alltoall "
         f"--zero-stage 3 --bf16 {RECOMPUTE}",
     ),
-    "experts split over TP": (
+    "experts split over TP, with biases": (
         4,
-        True,
+        False,
         f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
         "--expert-tensor-parallel-size 2 --moe-token-dispatcher-type alltoall",
     ),

@@ -32,12 +32,15 @@ FLAGS = (
     "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --vocab-size 300 "
     "--make-vocab-size-divisible-by 1"
 )
-T2 = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"
+SPLIT = "--tensor-model-parallel-size 2 --sequence-parallel"
+T2 = f"{SPLIT} --expert-tensor-parallel-size 1"
 U2, R2, EP2 = "--ulysses-parallel-size 2", "--ring-parallel-size 2", "--expert-model-parallel-size 2"
 GRIDS = {
     "one process": (1, ""),
     "TP 2 x U 2 x R 2": (8, f"{T2} {U2} {R2}"),
     "EP 2 x U 2": (2, f"{EP2} {U2} --moe-token-dispatcher-type alltoall"),
+    "TP 2 x EP 2, experts over TP": (4, f"{SPLIT} {EP2} --moe-token-dispatcher-type alltoall"),
+    "TP 2 x R 2, experts over TP, FPDT": (4, f"{SPLIT} {R2} --fpdt --fpdt-chunk-size 32"),
     "TP 2 x EP 2 x R 2, PP 2": (8, f"{T2} {EP2} {R2} --pipeline-model-parallel-size 2"),
 }
 
@@ -82,21 +85,25 @@ def by_our_names(theirs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def ours(flags: str) -> dict[str, Any]:
     """The first loss and its gradients, with the weights of :func:`model`."""
+    from megatron.core.parallel_state import get_expert_tensor_parallel_rank, get_expert_tensor_parallel_world_size
+
     from megatron.context_parallel.core.experts import EXPERT
     from megatron.training.model.weights import canonical_parameters, sections, tensor_parallel_part
 
     job = make_job(flags, llama=False)
     weights, tensor = by_our_names(model().state_dict()), job.runtime.grid.tensor
+    of_experts = get_expert_tensor_parallel_world_size(), get_expert_tensor_parallel_rank()
     with torch.no_grad():
         for chunk in job.chunks:
             for name, parameter in canonical_parameters(chunk.module):
                 whole = weights[name]
-                if getattr(parameter, "tensor_model_parallel", False) and EXPERT not in name:
-                    rows = parameter.size(0) * tensor.size
+                size, rank = of_experts if EXPERT in name else (tensor.size, tensor.rank)
+                if getattr(parameter, "tensor_model_parallel", False) and size > 1:
+                    rows = parameter.size(0) * size
                     if parameter.partition_dim == 0 and rows > len(whole):  # the vocabulary is padded
                         whole = torch.cat([whole, whole.new_zeros((rows - len(whole), *whole.shape[1:]))])
                     shares = sections(parameter)
-                    whole = tensor_parallel_part(whole, parameter.partition_dim, shares, tensor.size, tensor.rank)
+                    whole = tensor_parallel_part(whole, parameter.partition_dim, shares, size, rank)
                 parameter.copy_(whole)
     sets = job.datasets[0]
     whole = [sets[index] for index in range(job.config.data.global_batch_size)]
@@ -127,3 +134,18 @@ def test_each_part_matters(pool, left_out):
         logits = one(results[0]["tokens"]).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), results[0]["labels"].flatten())
     assert results[0]["loss"] != pytest.approx(loss.item(), rel=1e-4)
+
+
+def with_whole_biases(flags: str) -> dict[str, Any]:
+    """A mistake: each rank of expert TP adds the bias, as core does."""
+    from unittest.mock import patch
+
+    from megatron.context_parallel.core import experts
+
+    with patch.object(experts, "_share_of_bias", lambda module, args, result, ranks: result):
+        return ours(flags)
+
+
+def test_a_bias_that_each_rank_adds_is_noticed(pool):
+    right, wrong = (pool.run(run, 2, f"{FLAGS} {SPLIT}", timeout=120)[0]["loss"] for run in (ours, with_whole_biases))
+    assert wrong != pytest.approx(right, rel=1e-4)

@@ -243,8 +243,6 @@ def _ring(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -> 
 def _data(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -> int:
     """Gradients, in fp32, summed once per step; ZeRO 1 gathers new weights; FSDP does both for each micro-batch."""
     ranks = strategy.group("dp").size
-    if ranks == 1:
-        return 0
     held = rank_parameters(workload.shape, strategy, stage)
     if strategy.zero < 2:
         sent, experts = 0, StageParameters((), (), 0, (), experts=held.experts)

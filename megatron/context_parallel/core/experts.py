@@ -17,11 +17,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 with warnings.catch_warnings():  # core reports at import that apex is missing
@@ -322,6 +323,24 @@ class AllToAll(MoEAlltoAllTokenDispatcher):
             self.tp_size = size
 
 
+class _Share(torch.autograd.Function):
+    """A rank's share of a bias that all ranks of expert TP hold; each of them computes the complete gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, ranks: int) -> Tensor:
+        return bias / ranks
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def _share_of_bias(module: nn.Module, args: Any, result: tuple[Tensor, Tensor], ranks: int) -> tuple[Tensor, Tensor]:
+    """A hook: the outputs of the ranks of expert TP are summed, and core adds the bias on each of them (mlp.py:247)."""
+    output, bias = result
+    return (output, bias) if ranks == 1 else (output, _Share.apply(bias, ranks))
+
+
 class Experts(MoELayer):
     """megatron-core's mixture of experts with our router, on GPUs and CPUs."""
 
@@ -334,8 +353,9 @@ class Experts(MoELayer):
             self.token_dispatcher = AllToAll(
                 self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups
             )
-        if config.add_bias_linear:  # with expert TP 1, as check_experts.py demands
+        if config.add_bias_linear:
             for expert in self.experts.local_experts:
+                expert.linear_fc2.register_forward_hook(partial(_share_of_bias, ranks=groups.expt_tp.size()))
                 # Otherwise a reduction over one rank returns a view, to which core adds the bias (mlp.py:247).
                 expert.linear_fc2.explicit_expert_comm = True
         self.router.set_layer_number(layer_number)

@@ -158,7 +158,8 @@ def experts(config: Config) -> dict[str, Any]:
         "moe_layer_freq": model.moe_layer_freq,
         "moe_token_dispatcher_type": parallel.moe_token_dispatcher_type,
         "expert_model_parallel_size": parallel.expert_model_parallel_size,
-        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
+        # Core reads it only to refuse biases with expert TP, which core/experts.py shares among the ranks.
+        "expert_tensor_parallel_size": 1 if model.add_bias_linear else parallel.expert_tensor_parallel_size,
     }
 
 

@@ -32,14 +32,6 @@ def complete_experts(config: Config) -> None:
         model.moe_ffn_hidden_size = model.ffn_hidden_size
     if parallel.expert_tensor_parallel_size is None:
         parallel.expert_tensor_parallel_size = parallel.tensor_model_parallel_size
-    if model.add_bias_linear and parallel.expert_tensor_parallel_size > 1:
-        raise Refusal(
-            f"--num-experts {model.num_experts} with biases",
-            f"and --expert-tensor-parallel-size {parallel.expert_tensor_parallel_size} is not supported, because each "
-            "expert TP rank would add the bias: use --expert-tensor-parallel-size 1, or --disable-bias-linear",
-            Fix("--expert-tensor-parallel-size 1"),
-            Fix("--disable-bias-linear"),
-        )
     _pattern(model)
     _without_reader(config)
     _router(model)
