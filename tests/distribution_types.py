@@ -32,7 +32,7 @@ from torch.fx.operator_schemas import normalize_function
 
 from megatron.context_parallel.attention.attend import _TiledAttention
 from megatron.context_parallel.attention.ulysses import _HeadsToSequence, _SequenceToHeads
-from megatron.context_parallel.core.experts import GatherRows, SumRows
+from megatron.context_parallel.core.experts import GatherRows, SumRows, _Share
 from megatron.context_parallel.core.gpt_dropout import HiddenDropout
 from megatron.context_parallel.core.spec import _SumOverRanks
 from megatron.context_parallel.fpdt.chunked_ffn import _InChunks
@@ -55,6 +55,7 @@ UNTYPED = {
 TYPED = (
     _SequenceToHeads, _HeadsToSequence, _TiledAttention, _ChunkedLoss, _Gather, _Rotate, _Drop, _Chunked, _InChunks,
     GatherRows, SumRows, _Sum, _LinearAttention, _ShortConvolution, _ChunkedLinear, _SumOverRanks,
+    _Share,
 )  # fmt: skip
 
 # Collectives, by the function or class that calls them, and what checks them: the type of an autograd function, the
@@ -69,7 +70,7 @@ COLLECTIVES = {
     "context_parallel.attention.ring.GatherSource.blocks": "_TiledAttention",
     "context_parallel.attention.ulysses.all_to_all": "_SequenceToHeads, _HeadsToSequence, _Chunked, _LinearAttention, "
     "_ShortConvolution, _ChunkedLinear",
-    "context_parallel.core.experts.ExpertRouter._over_all_ranks": CHECKED,
+    "context_parallel.core.experts.ExpertRouter._sum": CHECKED,
     "context_parallel.core.experts.gather_rows": f"GatherRows, SumRows, {CHECKED}",
     "context_parallel.core.experts.sum_rows": "GatherRows, SumRows",
     "context_parallel.core.spec._SumOverRanks": "_SumOverRanks",
@@ -321,6 +322,11 @@ def _(*, rows: Any, group: Any) -> Any:
 @declare(SumRows)
 def _(*, rows: Any, group: Any) -> Any:
     return over(rules.reduce_scatter, rows, group, src=V, dst=S(0))
+
+
+@declare(_Share)
+def _(*, bias: Any, group: Any) -> Any:  # a summand, like the product that it is added to
+    return over(rules.reinterpret, bias, group, src=I, dst=V)
 
 
 @declare(_Sum)

@@ -70,7 +70,7 @@ GATED = (
 )
 FPDT = "--fpdt --fpdt-chunk-size 16 "
 EXPERTS = (
-    "--disable-bias-linear --num-experts 4 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 "
+    NO_BIAS + "--num-experts 4 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 "
     "--moe-z-loss-coeff 0.01 --expert-model-parallel-size 2 "
 )
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1 "
@@ -100,7 +100,8 @@ MODELS = {
     "Mamba2 and attention, TP with sequence parallelism": SP + RING + NO_BIAS + "--is-hybrid-model "
     "--hybrid-override-pattern M* --mamba-num-heads 4 --mamba-head-dim 8 --mamba-state-dim 8 --mamba-num-groups 2 "
     "--position-embedding-type none",
-    "experts, TP": SP + U + EXPERTS + "--expert-tensor-parallel-size 2 --moe-token-dispatcher-type alltoall",
+    "experts with biases, TP": SP + U + EXPERTS.replace(NO_BIAS, "")
+    + "--expert-tensor-parallel-size 2 --moe-token-dispatcher-type alltoall",
     "experts, dispatch by all-gather": U + RING + EXPERTS + "--moe-token-dispatcher-type allgather",
     "experts with a capacity, dispatch by all-to-all, a shared expert, two stages, bf16": PP + U + EXPERTS
     + "--moe-token-dispatcher-type alltoall --moe-expert-capacity-factor 1.0 --moe-router-enable-expert-bias "

@@ -47,6 +47,7 @@ WHY = {
     "fp8_format": "FP8 layers are not tested with single tokens; use --dtype bf16",
     "num_virtual_stages_per_pipeline_rank": "each rank has one pipeline stage, and stages work one after the other",
     "num_layers_per_virtual_pipeline_stage": "each rank has one pipeline stage, and stages work one after the other",
+    "pipeline_model_parallel_layout": "stages hold equal numbers of layers",
     "bf16": "use --dtype bf16",
     "fp16": "use --dtype fp16",
 }

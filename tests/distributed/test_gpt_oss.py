@@ -142,7 +142,7 @@ def with_whole_biases(flags: str) -> dict[str, Any]:
 
     from megatron.context_parallel.core import experts
 
-    with patch.object(experts, "_share_of_bias", lambda module, args, result, ranks: result):
+    with patch.object(experts, "_share_of_bias", lambda module, args, result, group: result):
         return ours(flags)
 
 

@@ -56,6 +56,8 @@ CASES = [
     (4, TIED, f"{P2} {cp(2, 1)} --loss-chunks 2"),
     (2, TIED, f"{T2} {SP}"),
     (4, f"{MTP} --num-layers 4", f"{P2} --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 1"),
+    (2, f"{MTP} --num-layers 4", f"{P2} --pipeline-model-parallel-layout Ett|t|t|mmL --micro-batch-size 1"),
+    (2, f"{MTP} --num-layers 4", f"{P2} --pipeline-model-parallel-layout E|tttt|mm|L --micro-batch-size 1"),
     (2, DOCUMENTS, "--ring-parallel-size 2"),
     (2, DOCUMENTS, "--ring-parallel-size 2 --context-parallel-balance zigzag"),
     (4, DOCUMENTS, f"{P2} --ulysses-parallel-size 2"),

@@ -109,6 +109,8 @@ LLAMA_CASES = [
     (2, f"{GQA} --num-layers 7", f"{P2} {V2} --account-for-loss-in-pipeline-split"),
     (2, f"{GQA} --num-layers 6", f"{P2} {V2} {ACCOUNT}"),
     (4, f"{GQA} --num-layers 6", f"{P4} --micro-batch-size 1 {ACCOUNT}"),
+    (2, GQA, f"{P2} --pipeline-model-parallel-layout Et|tt|t|L {ZERO1} --micro-batch-size 1"),
+    (4, f"{GQA} --num-layers 5", f"{P4} --pipeline-model-parallel-layout E|(tt|)*2tL {FULL} --micro-batch-size 1"),
 ]
 GPT_CASES = [
     (2, MHA, cp(1, 2)),
@@ -138,7 +140,7 @@ def steps(world: int, grid: str, long_runs: bool) -> int:
 
 
 def check(pool, on_one_process, world, model, grid, llama, steps):
-    if not any(flags in grid for flags in (P4, V2, BLOCK, "pipeline-num-layers")):
+    if not any(flags in grid for flags in (P4, V2, BLOCK, "pipeline-num-layers", "parallel-layout")):
         model += " --num-layers 2"  # half the time; other cases need four layers
     changes = " ".join(flags for flags in ALSO_IN_THE_REFERENCE if flags in grid)
     losses, norms, grads = on_one_process(f"{model} {changes}", llama)

@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 from megatron.core.num_microbatches_calculator import _build_num_microbatches_calculator
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron.context_parallel.layout.grid import Axis, abstract_grid
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
@@ -93,6 +94,8 @@ def built(config: Config, world_size: int) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, PipelineParallelLayerLayout):
+        return value.layout
     return getattr(value, "__qualname__", value) if callable(value) else value
 
 

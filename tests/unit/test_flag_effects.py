@@ -42,8 +42,7 @@ SAMPLES = "--train-samples 80"
 IN_A_ROW = "core.microbatch_group_size_per_vp_stage"
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 PP = "--pipeline-model-parallel-size 2"
-SPLIT = "core.account_for_embedding_in_pipeline_split core.account_for_loss_in_pipeline_split"
-VIRTUAL = "core.virtual_pipeline_model_parallel_size layers.num_layers"
+VIRTUAL = "core.virtual_pipeline_model_parallel_size core.pipeline_model_parallel_layout layers.num_layers"
 ZERO_1 = "ddp.use_distributed_optimizer optimizer.use_distributed_optimizer zero"
 HALF = "core.autocast_dtype core.params_dtype core.pipeline_dtype dtype optimizer.params_dtype"
 LENGTH = "schedule.lr_decay_steps schedule.wd_incr_steps"
@@ -174,9 +173,9 @@ EFFECTS = f"""
 --ring-parallel-size 4 --context-parallel-size 4 | --cp-comm-type all_gather | gathered-keys
 --ring-parallel-size 4 | --context-parallel-balance contiguous | balance layout
 | --pipeline-model-parallel-size 2 | core.pipeline_model_parallel_size layers.num_layers grid micro-batches ...
-{PP} | --decoder-first-pipeline-num-layers 1 | core.num_layers_in_first_pipeline_stage layers.num_layers
-{PP} | --decoder-last-pipeline-num-layers 1 | core.num_layers_in_last_pipeline_stage layers.num_layers
-{PP} --num-layers 2 | --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split | {SPLIT}
+{PP} | --decoder-first-pipeline-num-layers 1 | core.pipeline_model_parallel_layout layers.num_layers
+{PP} | --decoder-last-pipeline-num-layers 1 | core.pipeline_model_parallel_layout layers.num_layers
+{PP} | --pipeline-model-parallel-layout Et|tttL | core.pipeline_model_parallel_layout layers.num_layers
 {PP} | --num-layers-per-virtual-pipeline-stage 1 | {VIRTUAL}
 {PP} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 8 | {GROUP} 4 | {IN_A_ROW}
 {PP} | --num-virtual-stages-per-pipeline-rank 2 | {VIRTUAL}
@@ -299,6 +298,7 @@ SHOWN = {
     "tests/unit/test_evaluation.py": "eval_tasks eval_lengths eval_depths eval_samples eval_haystack eval_files "
     "eval_stride",
     "tests/distributed/test_evaluation.py": "eval_output",
+    "tests/unit/test_validate.py": "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
     "tests/unit/test_memory.py": "profile_memory profile_memory_step",
     "tests/unit/test_cost.py": "dry_run_jitter",
     "tests/unit/test_dry_run.py": "dry_run world_size gpu dry_run_json",
@@ -315,7 +315,7 @@ FOREIGN = Path(__file__).with_name("test_foreign_flags.py")  # every setting of 
 
 
 def rows() -> list[tuple[str, str, str]]:
-    return [tuple(part.strip() for part in line.split("|")) for line in EFFECTS.strip().splitlines()]
+    return [tuple(part.strip() for part in re.split(r"(?:^| )\| ", line)) for line in EFFECTS.strip().splitlines()]
 
 
 @cache

@@ -151,7 +151,8 @@ def test_complete_models_have_types(output_of: Callable[[str], Any]) -> None:
             "decoder.layers.0.self_attention.A_log": "tp V, ring P, dp P",
             "decoder.layers.0.self_attention.norm.weight": "tp V, ring P, dp P",
         },
-        "experts, TP": {
+        "experts with biases, TP": {
+            "decoder.layers.0.mlp.experts.local_experts.0.linear_fc2.bias": "tp I, ulysses V, dp P",
             "decoder.layers.0.mlp.router.weight": "tp P, ulysses P, dp P",
             "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight": "tp V, ulysses V, dp P",
         },

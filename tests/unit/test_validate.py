@@ -547,6 +547,8 @@ def test_lengths_are_refused_exactly_where_the_layout_cannot_cut_them(
         ("--num-layers 7 --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 3", [2, 1, 1, 3]),
         ("--num-layers 7 --account-for-loss-in-pipeline-split", [2, 2, 2, 1]),
         ("--num-layers 6 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", [1, 2, 2, 1]),
+        ("--num-layers 8 --pipeline-model-parallel-layout Et*3|t|(t)*4|L", [3, 1, 4, 0]),
+        ("--num-layers 8 --pipeline-model-parallel-layout E|(t|)*4t,ttt||L", [1, 5, 1, 1]),
     ],
 )
 def test_layers_of_stages(flags: str, layers: list[int]):
@@ -572,6 +574,19 @@ def test_layers_of_stages(flags: str, layers: list[int]):
             "--num-layers 10 --decoder-first-pipeline-num-layers 4 --num-layers-per-virtual-pipeline-stage 1",
             "--num-virtual-stages-per-pipeline-rank",
         ),
+        ("--num-layers 4 --pipeline-model-parallel-layout Et|t|t|tx", "has other letters than E"),
+        ("--num-layers 4 --pipeline-model-parallel-layout Et|t|t|L", "must hold E, 4 t and L"),
+        ("--num-layers 4 --pipeline-model-parallel-layout Et*999999999|L", "repeats t.999999999 more than"),
+        ("--num-layers 4 --mtp-num-layers 1 --pipeline-model-parallel-layout Et|t|t|tL", "must hold E, 4 t, 1 m and L"),
+        ("--num-layers 4 --pipeline-model-parallel-layout Et|t|ttL", "has 3 stages, for --pipeline-model-parallel-"),
+        (
+            "--num-layers 4 --pipeline-model-parallel-layout Et|t|t|tL --num-virtual-stages-per-pipeline-rank 2",
+            "has 4 stages, for --pipeline-model-parallel-size 4 and --num-virtual-stages-per-pipeline-rank 2",
+        ),
+        (
+            "--num-layers 4 --pipeline-model-parallel-layout Et|t|t|tL --decoder-first-pipeline-num-layers 1",
+            "and --decoder-first-pipeline-num-layers both set",
+        ),
     ],
 )
 def test_stages_that_cannot_be_divided_as_asked(flags: str, words: str):
@@ -593,9 +608,8 @@ def test_stages_that_cannot_be_divided_as_asked(flags: str, words: str):
         ),
         ("--recompute-num-layers 6", "more than the 4 layers of a stage: use at most 4"),
         (
-            "--num-layers 4 --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2 "
-            "--num-virtual-stages-per-pipeline-rank 2 --recompute-num-layers 1",
-            "need a stage between the first and the last",
+            "--num-layers 6 --pipeline-model-parallel-layout Ett|ttt|t|L --recompute-num-layers 2",
+            "does not cut stages of 1 and 2 and 3 layers: use 1",
         ),
     ],
 )

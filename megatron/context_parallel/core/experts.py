@@ -175,22 +175,17 @@ class ExpertRouter(Router):
 
     @replaceable
     def _even_choice(self, logits_nE: Tensor, counted_n: Tensor) -> Tensor:
-        """:func:`even_choice` over TP x CP, which share the micro-batch."""
-
-        def total(sums: Tensor) -> Tensor:
-            if self.tp_cp_group.size() > 1:
-                dist.all_reduce(sums, group=self.tp_cp_group)
-            return sums
-
-        return even_choice(logits_nE, counted_n, total)
+        return even_choice(logits_nE, counted_n, self._sum)
 
     def _over_all_ranks(self, choices: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums over TP x CP, which share the micro-batch."""
+        both = self._sum(torch.cat([choices, tokens[:, None]], dim=1))
+        return both[:, :-1], both[:, -1]
+
+    def _sum(self, sums: Tensor) -> Tensor:
+        """Over TP x CP, which share the micro-batch; in place."""
         if self.tp_cp_group.size() > 1:
-            both = torch.cat([choices, tokens[:, None]], dim=1)
-            dist.all_reduce(both, group=self.tp_cp_group)
-            choices, tokens = both[:, :-1], both[:, -1]
-        return choices, tokens
+            dist.all_reduce(sums, group=self.tp_cp_group)
+        return sums
 
     def _balancing_loss(
         self, logits_nE: Tensor, counted_n: Tensor, parts: int, totals: tuple[Tensor, Tensor]
@@ -324,21 +319,23 @@ class AllToAll(MoEAlltoAllTokenDispatcher):
 
 
 class _Share(torch.autograd.Function):
-    """A rank's share of a bias that all ranks of expert TP hold; each of them computes the complete gradient."""
+    """A rank's share of a bias that all ranks of ``group`` hold; each of them computes the complete gradient."""
 
     @staticmethod
-    def forward(ctx: Any, bias: Tensor, ranks: int) -> Tensor:
-        return bias / ranks
+    def forward(ctx: Any, bias: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return bias / group.size()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
-def _share_of_bias(module: nn.Module, args: Any, result: tuple[Tensor, Tensor], ranks: int) -> tuple[Tensor, Tensor]:
+def _share_of_bias(
+    module: nn.Module, args: Any, result: tuple[Tensor, Tensor], group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
     """A hook: the outputs of the ranks of expert TP are summed, and core adds the bias on each of them (mlp.py:247)."""
     output, bias = result
-    return (output, bias) if ranks == 1 else (output, _Share.apply(bias, ranks))
+    return output, bias if group.size() == 1 else _Share.apply(bias, group)
 
 
 class Experts(MoELayer):
@@ -355,7 +352,7 @@ class Experts(MoELayer):
             )
         if config.add_bias_linear:
             for expert in self.experts.local_experts:
-                expert.linear_fc2.register_forward_hook(partial(_share_of_bias, ranks=groups.expt_tp.size()))
+                expert.linear_fc2.register_forward_hook(partial(_share_of_bias, group=groups.expt_tp))
                 # Otherwise a reduction over one rank returns a view, to which core adds the bias (mlp.py:247).
                 expert.linear_fc2.explicit_expert_comm = True
         self.router.set_layer_number(layer_number)

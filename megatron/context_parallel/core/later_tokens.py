@@ -52,12 +52,8 @@ class LaterTokenLayer(MultiTokenPredictionLayer):
         return self._postprocess(hidden)
 
 
-def later_token_layers(
-    number: int | None, block: TransformerBlockSubmodules
-) -> MultiTokenPredictionBlockSubmodules | None:
-    """``number`` layers that are built like the last one of ``block``; None if there are none."""
-    if not number:
-        return None
+def later_token_layers(number: int, block: TransformerBlockSubmodules) -> MultiTokenPredictionBlockSubmodules:
+    """``number`` layers that are built like the last one of ``block``."""
     layer, norm = block.layer_specs[-1], block.layer_norm
     parts = MultiTokenPredictionLayerSubmodules(
         enorm=norm, hnorm=norm, eh_proj=ColumnParallelLinear, transformer_layer=layer, layer_norm=norm

@@ -35,7 +35,7 @@ from megatron.simulator.dry_run.whole_step import Program, WholeStep, program_of
 from megatron.simulator.machines.machine import Machine
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.models import expert_layers, linear_layers, rope_layers, window_layers
-from megatron.training.arguments.stages import stage_layers
+from megatron.training.arguments.stages import chunk_layers, stage_layers
 from megatron.training.arguments.validate import data_parallel_size
 from megatron.training.report.memory_profile import Profile
 from megatron.training.report.mfu import step_flops
@@ -183,7 +183,7 @@ def dry_run(
     check_fp8(config.model, machine)
     settings()  # refuses a wrong PYTORCH_ALLOC_CONF before the work
     depths = stage_layers(config)
-    counts = [None] if every_layer or len(set(depths)) > 1 else layer_counts(config)
+    counts = [None] if every_layer or len(set(chunk_layers(config))) > 1 else layer_counts(config)
     ranks = list(ranks_of(config, world_size))
     jobs = [
         (with_layers(config, n) if n else config, world_size, rank, vocab_size, machine, every_micro_batch)
@@ -251,8 +251,12 @@ def ranks_of(config: Config, world_size: int) -> Iterator[tuple[int, str]]:
     elif zigzag and config.attention.window_size:
         inside = neighbour
     kinds = {0: "first"}
-    if stages > 2:  # if the end stages are shorter, the second needs more: it has more micro-batches in flight
-        kinds[1 if len(set(stage_layers(config))) > 1 else stages // 2] = "middle"
+    if (
+        stages > 2
+    ):  # of uneven stages the first with the most layers: it has more micro-batches in flight than later ones
+        depths = stage_layers(config)
+        middle = depths[1:-1]
+        kinds[1 + middle.index(max(middle)) if len(set(depths)) > 1 else stages // 2] = "middle"
     if stages > 1:
         kinds[stages - 1] = "last"
     for stage, name in kinds.items():
@@ -319,6 +323,7 @@ def with_layers(config: Config, layers: int) -> Config:
     for part, name in ((config.attention, "window_attn_skip_freq"), *by_layer):
         if isinstance(getattr(part, name), list):  # its beginning is like all of it: see `layer_counts`
             setattr(part, name, getattr(part, name)[:count])
+    parallel.pipeline_model_parallel_layout = None
     if parallel.num_virtual_stages_per_pipeline_rank:
         parallel.num_layers_per_virtual_pipeline_stage = layers // parallel.num_virtual_stages_per_pipeline_rank
     return config

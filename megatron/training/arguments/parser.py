@@ -201,7 +201,8 @@ OF_A_STAGE = """
     latent_exchange expert_model_parallel_size expert_tensor_parallel_size pipeline_model_parallel_size
     num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
     microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
-    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split elastic_grids zero_stage
+    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pipeline_model_parallel_layout
+    elastic_grids zero_stage
     use_distributed_optimizer overlap_grad_reduce overlap_param_gather ddp_bucket_size attention_kernel
     attention_block_sizes recompute_granularity recompute_method recompute_num_layers recompute_activations
     fpdt fpdt_chunk_size fpdt_offload fpdt_stream_hidden ffn_chunks loss_chunks offload_checkpoints micro_batch_size

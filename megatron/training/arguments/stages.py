@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from math import gcd
 
@@ -11,22 +12,95 @@ from megatron.training.arguments.config import Config
 from megatron.training.arguments.models import model_shape
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal
 
+LONGEST = 100_000  # letters that a repetition in a layout may stand for
+
 
 def stage_layers(config: Config) -> list[int]:
     """Number of transformer layers of each pipeline rank."""
-    layers, parallel = slots(config), config.parallel
-    layers[0] -= parallel.account_for_embedding_in_pipeline_split
-    layers[-1] -= parallel.account_for_loss_in_pipeline_split
-    return layers
+    counts, virtual = chunk_layers(config), config.parallel.num_virtual_stages_per_pipeline_rank or 1
+    return [sum(counts[first : first + virtual]) for first in range(0, len(counts), virtual)]
 
 
 def chunk_layers(config: Config) -> list[int]:
     """Number of transformer layers of each virtual stage of each rank, once the number of virtual stages is known."""
     parallel, virtual = config.parallel, config.parallel.num_virtual_stages_per_pipeline_rank or 1
+    if parallel.pipeline_model_parallel_layout:
+        stages = _stages_of(parallel.pipeline_model_parallel_layout)
+        ranks = len(stages) // virtual
+        return [stage.count("t") for rank in range(ranks) for stage in stages[rank::ranks]]
     counts = [layers // virtual for layers in slots(config) for _ in range(virtual)]
     counts[0] -= parallel.account_for_embedding_in_pipeline_split
     counts[-1] -= parallel.account_for_loss_in_pipeline_split
     return counts
+
+
+def stage_span(config: Config, rank: int, virtual: int = 0) -> tuple[int, int]:
+    """The layers of the model, from the first to before the second, on virtual stage ``virtual`` of a pipeline rank."""
+    counts, ranks = chunk_layers(config), config.parallel.pipeline_model_parallel_size
+    each = len(counts) // ranks
+    before = sum(
+        counts[other * each + stage]
+        for stage in range(virtual + 1)
+        for other in range(ranks if stage < virtual else rank)
+    )
+    return before, before + counts[rank * each + virtual]
+
+
+def _stages_of(layout: str) -> list[str]:
+    """The stages of --pipeline-model-parallel-layout in the order in which a token passes them, as Megatron-LM writes
+    them: ``"Et*2|(tt|)*2m|L"`` is ``["Ett", "tt", "tt", "m", "L"]``.
+
+    Raises:
+        ValueError: a repetition stands for more than 100,000 letters.
+    """
+
+    def repeated(found: re.Match) -> str:
+        if int(found[2]) * len(found[1]) > LONGEST:
+            raise ValueError(found[0])
+        return found[1] * int(found[2])
+
+    text = layout.replace(",", "")
+    for pattern in (r"\(([^()]+)\)\*(\d{1,9})", r"(.)\*(\d{1,9})"):
+        text = re.sub(pattern, repeated, text)
+    return text.split("|")
+
+
+def _virtual_stages_of_layout(config: Config) -> int:
+    """Check --pipeline-model-parallel-layout; returns its number of virtual stages."""
+    parallel, model = config.parallel, config.model
+    layout, size = parallel.pipeline_model_parallel_layout, parallel.pipeline_model_parallel_size
+    name = f"--pipeline-model-parallel-layout {layout}"
+    others = (
+        "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+        "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+        "num_layers_per_virtual_pipeline_stage",
+    )  # fmt: skip
+    if given := [f"--{field.replace('_', '-')}" for field in others if getattr(parallel, field)]:
+        raise Refusal(f"{name} and {', '.join(given)}", "both set the number of layers of stages: leave one out")
+    try:
+        stages = _stages_of(layout)
+    except ValueError as error:
+        raise Refusal(name, f"repeats {error} more than {LONGEST} times: write fewer layers") from None
+    whole, further = "".join(stages), model.mtp_num_layers or 0
+    if set(whole) - set("EtmL"):
+        raise Refusal(
+            name, "has other letters than E (embedding), t (layer), m (prediction further), L (loss): write Ett|ttL"
+        )
+    wanted = "E" + "t" * model.num_layers + "m" * further + "L"
+    if whole != wanted:
+        counts = f"{model.num_layers} t" + (f", {further} m" if further else "")
+        raise Refusal(name, f"must hold E, {counts} and L, in this order, as --num-layers says: change it")
+    virtual = parallel.num_virtual_stages_per_pipeline_rank
+    if len(stages) % size or (virtual or len(stages) // size) != len(stages) // size:
+        raise Refusal(
+            name,
+            f"has {len(stages)} stages, for --pipeline-model-parallel-size {size}"
+            + (f" and --num-virtual-stages-per-pipeline-rank {virtual}" if virtual else "")
+            + ": give each rank the same number",
+        )
+    if "m" in "".join(stages[:-1]):
+        config.notes.append(f"{name}: the layers that predict further are on the last stage here, with the same result")
+    return len(stages) // size
 
 
 def slots(config: Config) -> list[int]:
@@ -82,6 +156,30 @@ def complete_virtual_stages(config: Config) -> None:
     Raises:
         Refusal: the layers cannot be split into these stages.
     """
+    parallel, depth = config.parallel, None
+    if parallel.pipeline_model_parallel_layout:
+        virtual = _virtual_stages_of_layout(config)
+    else:
+        virtual, depth = _virtual_stages_of_flags(config)
+    virtual_flags = "--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank"
+    if virtual > 1 and parallel.pipeline_model_parallel_size == 1:
+        raise Refusal(
+            "virtual pipeline stages",
+            "need --pipeline-model-parallel-size above 1: raise it, or leave them out",
+            Fix(drop=virtual_flags),
+            about=f"--pipeline-model-parallel-size {virtual_flags}",
+        )
+    parallel.num_virtual_stages_per_pipeline_rank = virtual if virtual > 1 else None
+    parallel.num_layers_per_virtual_pipeline_stage = depth if virtual > 1 else None
+    if _counted(config) and min(chunk_layers(config)) < 0:
+        raise Refusal(
+            " and ".join(_counted(config)),
+            ": the first or the last stage has too few layers for them: use fewer stages",
+        )
+
+
+def _virtual_stages_of_flags(config: Config) -> tuple[int, int | None]:
+    """(virtual stages of a rank, layers of each if all have the same number) from either of the two flags."""
     parallel, each = config.parallel, slots(config)
     depth, virtual = parallel.num_layers_per_virtual_pipeline_stage, parallel.num_virtual_stages_per_pipeline_rank
     uneven = len(set(each)) > 1
@@ -96,7 +194,7 @@ def complete_virtual_stages(config: Config) -> None:
         raise Refusal(
             f"--num-layers-per-virtual-pipeline-stage {depth}",
             f"does not divide the {layers} layers of a stage, or contradicts "
-            "--num-virtual-stages-per-pipeline-rank: give one of the two flags, with a divisor of {layers}",
+            f"--num-virtual-stages-per-pipeline-rank: give one of the two flags, with a divisor of {layers}",
         )
     virtual = layers // depth if depth else virtual or 1
     if layers % virtual:
@@ -105,28 +203,7 @@ def complete_virtual_stages(config: Config) -> None:
             f"does not divide the {' or '.join(map(str, sorted(set(each))))} layers of a pipeline stage: use "
             f"{gcd(layers, virtual)}",
         )
-    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
-    if virtual > 1 and len(each) == 2 and None not in (first, last):  # core would divide by 0 middle stages
-        raise Refusal(
-            "virtual pipeline stages with --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers "
-            "need a stage between the first and the last: leave out one of the two flags",
-            about="--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers",
-        )
-    virtual_flags = "--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank"
-    if virtual > 1 and len(each) == 1:
-        raise Refusal(
-            "virtual pipeline stages",
-            "need --pipeline-model-parallel-size above 1: raise it, or leave them out",
-            Fix(drop=virtual_flags),
-            about=f"--pipeline-model-parallel-size {virtual_flags}",
-        )
-    if min(stage_layers(config)) < 0 or (_counted(config) and min(each) // virtual < 1):
-        raise Refusal(
-            " and ".join(_counted(config)),
-            ": the first or the last stage has too few layers for them: use fewer stages",
-        )
-    parallel.num_virtual_stages_per_pipeline_rank = virtual if virtual > 1 else None
-    parallel.num_layers_per_virtual_pipeline_stage = layers // virtual if virtual > 1 and not uneven else None
+    return virtual, None if uneven else layers // virtual
 
 
 def _counted(config: Config) -> list[str]:

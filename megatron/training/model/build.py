@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.transformer_block import TransformerBlock, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -35,6 +34,7 @@ from megatron.training.arguments.models import (
     rope_layers,
     window_layers,
 )
+from megatron.training.arguments.stages import stage_span
 from megatron.training.arguments.validate.check_memory import layers_recompute, loss_chunks
 from megatron.training.data.tokenizer import padded_vocab_size
 from megatron.training.model.attention_rule import attention_rule, layer_masks
@@ -105,31 +105,36 @@ def _build_chunk(
             offload=offload if config.chunks.fpdt_offload else None,
             streamed=config.chunks.fpdt_stream_hidden,
         )
-    layers = get_num_layers_to_build(core, vp_stage=stage, pp_rank=grid.pipeline.rank)
-    first_layer = get_transformer_layer_offset(core, vp_stage=stage, pp_rank=grid.pipeline.rank)
-    recomputed = 0
-    if layers_recompute(config):
-        recomputed = layers if attention.recompute_method == "uniform" else attention.recompute_num_layers
-    spec = block_spec(
-        core,
-        settings,
-        transformer_engine=model.transformer_impl == "transformer_engine",
-        num_layers=layers,
-        chunks=chunks,
-        recomputed=recomputed,
-        lora=lora(model),
-        experts=_experts(config, core, layers, stage, grid),
-        input_norms=not model.reordered_norm,
-        output_norms=model.sandwich_norm or model.reordered_norm,
-        all_heads_norms=model.qk_layernorm_all_heads,
-        parallel_residual=model.parallel_residual,
-        latent_norms=model.multi_latent_attention and model.qk_layernorm,
-        linear=() if model.is_hybrid_model else _of_stage(linear_layers(model), core, layers, stage, grid),
-        pattern=hybrid_pattern(model)[first_layer : first_layer + layers],
-        dt_min=model.mamba_dt_min,
-        exchange=config.parallel.linear_attention_exchange,
-    )
-    further = later_token_layers(model.mtp_num_layers, spec) if last else None
+
+    def spec_of(start: int, stop: int) -> TransformerBlockSubmodules:
+        """The layers from ``start`` to ``stop`` of the complete model."""
+        layers, recomputed = stop - start, 0
+        if layers_recompute(config):
+            recomputed = layers if attention.recompute_method == "uniform" else attention.recompute_num_layers
+        return block_spec(
+            core,
+            settings,
+            transformer_engine=model.transformer_impl == "transformer_engine",
+            num_layers=layers,
+            chunks=chunks,
+            recomputed=recomputed,
+            lora=lora(model),
+            experts=_experts(model, start, stop),
+            input_norms=not model.reordered_norm,
+            output_norms=model.sandwich_norm or model.reordered_norm,
+            all_heads_norms=model.qk_layernorm_all_heads,
+            parallel_residual=model.parallel_residual,
+            latent_norms=model.multi_latent_attention and model.qk_layernorm,
+            linear=() if model.is_hybrid_model else _chosen(linear_layers(model), start, stop),
+            pattern=hybrid_pattern(model)[start:stop],
+            dt_min=model.mamba_dt_min,
+            exchange=config.parallel.linear_attention_exchange,
+        )
+
+    start, stop = stage_span(config, grid.pipeline.rank, stage or 0)
+    spec, further = spec_of(start, stop), None
+    if last and model.mtp_num_layers:  # they are built like the model's last layer, which may be on an earlier stage
+        further = later_token_layers(model.mtp_num_layers, spec if start < stop else spec_of(stop - 1, stop))
     learned = model.position_embedding_type == "learned_absolute"
     partitioned = config.parallel.partition_position_embedding
     chunk = LongContextGPT(
@@ -164,20 +169,17 @@ def _build_chunk(
     return chunk
 
 
-def _experts(
-    config: Config, core: TransformerConfig, layers: int, stage: int | None, grid: Grid
-) -> dict[int, RouterRule] | None:
+def _experts(model: ModelConfig, start: int, stop: int) -> dict[int, RouterRule] | None:
     """The layers of a stage that have experts, from 0, and how tokens choose them; None for a dense model."""
-    if not config.model.num_experts:
+    if not model.num_experts:
         return None
-    rule = router_rule(config.model)
-    return {index: rule for index in _of_stage(expert_layers(config.model), core, layers, stage, grid)}
+    rule = router_rule(model)
+    return {index: rule for index in _chosen(expert_layers(model), start, stop)}
 
 
-def _of_stage(pattern: Sequence[int], core: TransformerConfig, layers: int, stage: int | None, grid: Grid) -> list[int]:
+def _chosen(pattern: Sequence[int], start: int, stop: int) -> list[int]:
     """The layers of a stage, from 0, that have a 1 in the pattern of the complete model."""
-    first = get_transformer_layer_offset(core, vp_stage=stage, pp_rank=grid.pipeline.rank)
-    return [index for index in range(layers) if pattern[first + index]]
+    return [index for index, one in enumerate(pattern[start:stop]) if one]
 
 
 def layer_rotaries(config: Config, layout: SequenceLayout, device: torch.device) -> list[LayoutRotaryEmbedding | None]:

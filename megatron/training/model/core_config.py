@@ -18,6 +18,7 @@ from megatron.context_parallel.core.expert_choice import RouterRule
 from megatron.context_parallel.layout.grid import Grid
 from megatron.training.arguments.config import Config, ModelConfig
 from megatron.training.arguments.models import activation, is_gated
+from megatron.training.arguments.stages import chunk_layers
 from megatron.training.arguments.validate.check_memory import layers_recompute
 
 # Settings of the model with the same name in core.
@@ -81,10 +82,7 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
         pipeline_model_parallel_size=grid.pipeline.size,
         virtual_pipeline_model_parallel_size=virtual_stages(config),
         microbatch_group_size_per_vp_stage=parallel.microbatch_group_size_per_virtual_pipeline_stage,
-        num_layers_in_first_pipeline_stage=parallel.decoder_first_pipeline_num_layers,
-        num_layers_in_last_pipeline_stage=parallel.decoder_last_pipeline_num_layers,
-        account_for_embedding_in_pipeline_split=parallel.account_for_embedding_in_pipeline_split,
-        account_for_loss_in_pipeline_split=parallel.account_for_loss_in_pipeline_split,
+        pipeline_model_parallel_layout=_layout(config),
         context_parallel_size=grid.context.size,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -188,15 +186,21 @@ def in_chunks(config: Config) -> bool:
     return config.chunks.fpdt or bool(config.chunks.ffn_chunks)
 
 
+def _layout(config: Config) -> list[list[str]] | None:
+    """Core's list of what each stage holds, in the order in which a token passes them; None without pipeline."""
+    size, counts = config.parallel.pipeline_model_parallel_size, chunk_layers(config)
+    if size == 1:
+        return None
+    virtual = len(counts) // size
+    stages = [["decoder"] * counts[rank * virtual + stage] for stage in range(virtual) for rank in range(size)]
+    stages[0].insert(0, "embedding")
+    stages[-1] += ["mtp"] * (config.model.mtp_num_layers or 0) + ["loss"]
+    return stages
+
+
 def virtual_stages(config: Config) -> int | None:
-    """Virtual pipeline stages per rank (None without interleaving), from either of Megatron-LM's two flags."""
-    parallel = config.parallel
-    if parallel.num_virtual_stages_per_pipeline_rank:
-        return parallel.num_virtual_stages_per_pipeline_rank
-    if parallel.num_layers_per_virtual_pipeline_stage:
-        layers = config.model.num_layers // parallel.pipeline_model_parallel_size
-        return layers // parallel.num_layers_per_virtual_pipeline_stage
-    return None
+    """Virtual pipeline stages per rank (None without interleaving)."""
+    return config.parallel.num_virtual_stages_per_pipeline_rank
 
 
 def tanh_gelu(x: Tensor) -> Tensor:

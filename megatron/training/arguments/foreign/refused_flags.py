@@ -128,7 +128,6 @@ restarts are left to torchrun or Slurm; SIGTERM saves and stops: --adlr-autoresu
     Advice: """
 use --dry-run --world-size N: --fake-process-group
 use tools/convert_hf.py: --ckpt-convert-format 1 --ckpt-convert-save 1 --ckpt-convert-update-legacy-dist-opt-format
-use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers: --pipeline-model-parallel-layout 1
 of FP8, only --fp8-format, --fp8-recipe and the amax settings are supported: --fp8-quantizer-factory 1 --fp8-margin 1 0
     --no-fp8-wgrad --disable-fp8-wgrad --first-last-layers-bf16 --num-layers-at-start-in-bf16 1 1
     --num-layers-at-end-in-bf16 1 1 --te-precision-config-file 1

@@ -79,6 +79,11 @@ class ParallelConfig:
     decoder_first_pipeline_num_layers: int | None = flag(None, "layers of the first pipeline stage", type=int)
     decoder_last_pipeline_num_layers: int | None = flag(None, "layers of the last pipeline stage", type=int)
     account_for_embedding_in_pipeline_split: bool = flag(False, "the first stage has one layer less")
+    pipeline_model_parallel_layout: str | None = flag(
+        None,
+        "layers of each pipeline stage, as in Et*3|(tt|)*29,m|L: E embedding, t layer, m prediction further, L loss",
+        type=str,
+    )
     account_for_loss_in_pipeline_split: bool = flag(False, "the last stage has one layer less")
     elastic: bool = flag(
         False,

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.training.arguments.config import CheckpointConfig, Config
+from megatron.training.arguments.stages import chunk_layers
 from megatron.training.checkpoint.in_memory import copy_file
 from megatron.training.checkpoint.in_memory.copy_file import NotPrivate, PrivateFolder, gathered, open_private, swap
 from megatron.training.checkpoint.owner import COPIES, run_of_copies
@@ -215,7 +216,7 @@ def _layout_settings(config: Config) -> str:
         "seq_length": config.data.seq_length,
         "balance": parallel.context_parallel_balance,
         "positions": parallel.partition_position_embedding,
-        "stages": [parallel.num_layers_per_virtual_pipeline_stage, parallel.num_virtual_stages_per_pipeline_rank],
+        "stages": [parallel.num_virtual_stages_per_pipeline_rank, chunk_layers(config)],
         "buckets": parallel.ddp_bucket_size,
         "precision": [optimizer.fp16, optimizer.bf16],
         "optimizer": optimizer.optimizer,
