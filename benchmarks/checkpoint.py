@@ -175,7 +175,7 @@ def work(writer: str, folder: str, flags: list[str], steps: int, answer: Path) -
             train_step(job.runtime, *state[:3], batches, config, job.batch_sizes.get(), mark)
             job.progress.iteration += 1
             (writing,) = stopper.agree(int(saver.writing))
-            saver.go_on(writing)
+            saver.advance(writing)
         return time.perf_counter() - begin
 
     train(2)  # the first step allocates the optimizer's states
