@@ -19,7 +19,9 @@ from megatron.core.parallel_state import (
     get_data_parallel_group,
     get_expert_data_parallel_group,
     get_expert_tensor_model_pipeline_parallel_group,
+    get_expert_tensor_parallel_group,
     get_model_parallel_group,
+    get_tensor_model_parallel_group,
 )
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
@@ -336,8 +338,10 @@ def params_norm(job: Job) -> float:
     total, partitioned = torch.zeros((2,), dtype=torch.float64, device=job.runtime.device).unbind()
     for chunk in job.chunks:
         for parameter in chunk.parameters():
-            if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter):
-                norm = total if getattr(parameter, "allreduce", True) else partitioned
+            whole = getattr(parameter, "allreduce", True)
+            group = get_tensor_model_parallel_group() if whole else get_expert_tensor_parallel_group()
+            if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, group):
+                norm = total if whole else partitioned
                 norm += to_local_if_dtensor(parameter).double().square().sum()
     dist.all_reduce(total, group=get_model_parallel_group())
     if job.config.parallel.zero_stage >= 2:

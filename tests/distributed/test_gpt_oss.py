@@ -108,8 +108,8 @@ def ours(flags: str) -> dict[str, Any]:
     sets = job.datasets[0]
     whole = [sets[index] for index in range(job.config.data.global_batch_size)]
     tokens, labels = (torch.stack([torch.as_tensor(one[name]) for one in whole]) for name in ("tokens", "labels"))
-    losses, _, grads = train_job(job, 1)
-    return {"loss": losses[0], "grads": grads, "tokens": tokens, "labels": labels}
+    losses, norms, grads = train_job(job, 1)
+    return {"loss": losses[0], "norm": norms[0], "grads": grads, "tokens": tokens, "labels": labels}
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -120,8 +120,10 @@ def test_it_is_the_model_of_transformers(pool, grid):
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), results[0]["labels"].flatten())
     loss.backward()
     wanted = by_our_names({name: parameter.grad for name, parameter in one.named_parameters()})
+    norm = sum(float(grad.double().square().sum()) for grad in wanted.values()) ** 0.5
     for mine in results:
         assert mine["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert mine["norm"] == pytest.approx(norm, rel=1e-5)
     compare_gradients([mine["grads"] for mine in results], wanted, 1e-4, padded=True)
 
 

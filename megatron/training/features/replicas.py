@@ -2,10 +2,10 @@
 """Checks that weights which several ranks hold are bit-identical; a difference means faulty memory or a faulty message.
 
 Each rank sums the bits of each parameter on its device. The sums are compared over DP x CP (not under ZeRO 2 and 3,
-which keep one copy of each weight), and over TP for parameters that TP does not split. Each bit adds an odd multiple of
-a power of two to its parameter's sum modulo 2**64, so a single flipped bit always changes the sum. As in Megatron-LM,
-weights under --overlap-param-gather are gathered first; this overwrites a wrong weight on a rank that does not own it,
-so that such an error is not noticed.
+which keep one copy of each weight), and over TP (expert TP) for parameters that it does not split. Each bit adds an odd
+multiple of a power of two to its parameter's sum modulo 2**64, so a single flipped bit always changes the sum. As in
+Megatron-LM, weights under --overlap-param-gather are gathered first; this overwrites a wrong weight on a rank that does
+not own it, so that such an error is not noticed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import torch.distributed as dist
 from megatron.core.parallel_state import (
     get_data_parallel_group,
     get_expert_data_parallel_group,
+    get_expert_tensor_parallel_group,
     get_tensor_model_parallel_group,
-    get_tensor_model_parallel_world_size,
 )
 from megatron.core.utils import to_local_if_dtensor
 from torch import Tensor, nn
 
+from megatron.context_parallel.core.experts import EXPERT
 from megatron.training.checkpoint import checkpoint
 from megatron.training.features.feature import Feature, Step, due
 from megatron.training.job import Job
@@ -75,9 +76,9 @@ def _differences(job: Job) -> Iterator[tuple[str, str]]:
         yield from _compare(copied, get_data_parallel_group(with_context_parallel=True), "DP x CP")
         partitioned = [pair for pair in named if not getattr(pair[1], "allreduce", True)]  # positions, experts
         yield from _compare(partitioned, get_expert_data_parallel_group(), "DP")
-    if get_tensor_model_parallel_world_size() > 1:
-        copied = [pair for pair in named if not getattr(pair[1], "tensor_model_parallel", False)]
-        yield from _compare(copied, get_tensor_model_parallel_group(), "TP")
+    copied = [pair for pair in named if not getattr(pair[1], "tensor_model_parallel", False)]
+    yield from _compare([pair for pair in copied if EXPERT not in pair[0]], get_tensor_model_parallel_group(), "TP")
+    yield from _compare([pair for pair in copied if EXPERT in pair[0]], get_expert_tensor_parallel_group(), "expert TP")
 
 
 def _compare(

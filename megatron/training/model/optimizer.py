@@ -17,6 +17,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.parallel_state import get_expert_tensor_parallel_group
 from megatron.core.utils import to_local_if_dtensor
 from torch import Tensor, nn
 
@@ -134,6 +135,8 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel | FullySharded], co
             chunk.ddp_config.use_megatron_fsdp = True
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         fill_states(part)
+        if any(group["is_expert_parallel"] for group in part.param_groups):
+            part.tp_group = get_expert_tensor_parallel_group()  # core counts a bias on the first rank of TP
         if fsdp and settings.fp16:
             scale_losses(part, settings)
     core = chunks[0].module.config
