@@ -187,3 +187,26 @@ def test_half_precision_in_chunks_is_as_near_to_fp32_as_the_plain_run(pool, on_o
     chunks = pool.run(run_training, world, f"{half} {flags}", True, 5, timeout=120)[0]
     plain, chunked = distance(on_one_process(half, True, 5)), distance(chunks)
     assert chunked[0] < 2 * plain[0] + 1e-4 and chunked[1] < 1.5 * plain[1], (plain, chunked)
+
+
+def planned(flags: str, fresh: bool) -> tuple[int, int]:
+    """(tiles made, plans made since the first call) in a step."""
+    from unittest.mock import patch
+
+    from megatron.context_parallel.attention import ring_plan
+    from tests.distributed.training_runs import make_job, train_job
+
+    if fresh:
+        ring_plan._attention_plan.cache_clear()
+    with patch.object(ring_plan, "tiles", side_effect=ring_plan.tiles) as made:
+        train_job(make_job(flags), 1)
+    return made.call_count, ring_plan._attention_plan.cache_info().misses
+
+
+@pytest.mark.full
+def test_layers_after_the_first_plan_nothing(pool):
+    """16 chunks on Ring 4, in all passes: whatever depends on layout and mask is made once."""
+    flags = "--ring-parallel-size 4 --seq-length 512 --max-position-embeddings 512 --fpdt --fpdt-chunk-size 32"
+    for made, plans in pool.run(planned, 4, f"{flags} --num-layers 1", True, timeout=120):
+        assert made > 16 and plans == 1
+    assert pool.run(planned, 4, f"{flags} --num-layers 3", False, timeout=120) == [(0, 1)] * 4
