@@ -83,7 +83,7 @@ GRIDS = {
     "DP 3, ZeRO 3": (3, f"--zero-stage 3 {BATCH_6}"),  # no matrix is a multiple of three rows
     "one process, batch of 6": (1, BATCH_6),
     "TP 2, PP 2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
-    "TP 2, PP 2, ZeRO 1": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --zero-stage 1"),
+    "TP 2, an empty stage, ZeRO 1": (4, f"{T2} {P2} --pipeline-model-parallel-layout Et|t||L --zero-stage 1"),
 }
 
 
@@ -102,14 +102,14 @@ TRANSITIONS = [
     ("one process", "TP 2, U 2"),
     ("FPDT streamed, ZeRO 3, U 2", "one process"),
     ("TP 2, U 2", "FPDT streamed, ZeRO 3, U 2"),
-    ("ZeRO 1, R 2", "TP 2, PP 2, ZeRO 1"),
-    ("TP 2, PP 2, ZeRO 1", "ZeRO 1, R 2"),
+    ("ZeRO 1, R 2", "TP 2, an empty stage, ZeRO 1"),
+    ("TP 2, an empty stage, ZeRO 1", "ZeRO 1, R 2"),
     ("TP 2, U 2", "one process"),
     ("PP 2, ZeRO 1", "TP 2, PP 2"),
     ("one process", "TP 2, ZeRO 3"),
     ("TP 2, ZeRO 3", "ZeRO 3, R 4"),
-    ("ZeRO 3, R 4", "TP 2, PP 2, ZeRO 1"),
-    ("TP 2, PP 2, ZeRO 1", "ZeRO 2, U 2"),
+    ("ZeRO 3, R 4", "TP 2, an empty stage, ZeRO 1"),
+    ("TP 2, an empty stage, ZeRO 1", "ZeRO 2, U 2"),
     ("DP 3, ZeRO 3", "one process, batch of 6"),
     ("one process, batch of 6", "DP 3, ZeRO 3"),
 ]

@@ -346,7 +346,7 @@ def _load(
     loaded = load_torch_dist.load(foreign, state) if foreign else load_state(state, path)
     for index, (chunk, key) in enumerate(zip(chunks, _chunk_keys(chunks))):
         if config.parallel.zero_stage < 2:
-            unwrap(chunk).load_state_dict(loaded[key], strict=not new_adapters)
+            unwrap(chunk).load_state_dict(loaded.get(key, {}), strict=not new_adapters)  # a stage may hold nothing
         elif key in loaded:
             load_weights(loaded[key], _weights_under_fsdp(places[index], with_optimizer, not new_adapters))
     if with_optimizer:
