@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which libraries compute what one process computes: a table of libraries by cases, measured as ``cp.certify`` does.
 
-    python benchmarks/certify/matrix.py                                  # all cells, into matrix.json
-    python benchmarks/certify/matrix.py --peer pytorch --case packed     # some cells
+    python benchmarks/certify/matrix.py --json benchmarks/certify/matrix.json   # all cells, into matrix.json
+    python benchmarks/certify/matrix.py --peer PyTorch --case packed     # some cells, only printed
     python benchmarks/certify/matrix.py --peer deepspeed --case causal --details
     python benchmarks/certify/matrix.py --show                           # the table of matrix.json
 
@@ -153,12 +153,12 @@ def main(argv: list[str] | None = None) -> None:
     names = sorted({name for name, _ in PEERS.values()})
     parser.add_argument("--peer", action="append", choices=[*PEERS, *names], help="only this library; may be repeated")
     parser.add_argument("--case", action="append", choices=[*CASES], help="only this case; may be repeated")
-    parser.add_argument("--json", default=str(FILE), help="file of all cells; cells that run are replaced")
+    parser.add_argument("--json", metavar="FILE", help="file of all cells, in which cells that run are replaced")
     parser.add_argument("--missing", action="store_true", help="only cells that the file does not have")
     parser.add_argument("--details", action="store_true", help="print the certificate of each cell; write nothing")
     parser.add_argument("--show", action="store_true", help="run nothing, print the table")
     args = parser.parse_args(argv)
-    file = Path(args.json)
+    file = Path(args.json or FILE)
     known = json.loads(file.read_text()) if file.exists() else {"cells": {}}
     peers = [peer for peer in PEERS if args.peer is None or {peer, PEERS[peer][0]} & set(args.peer)]
     if not args.show:
@@ -173,8 +173,9 @@ def main(argv: list[str] | None = None) -> None:
                 if args.missing and case in cells:
                     continue
                 cells[case] = judged(peer, case, references)
-                known["versions"] = versions()
-                file.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+                known["versions"] = known.get("versions", {}) | versions()
+                if args.json:
+                    file.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
                 print(f"{peer}, {case}: {shown(cells[case])} {cells[case].get('message', '')[:150]}", flush=True)
     if not args.details:
         print(table(known["cells"]))
