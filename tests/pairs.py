@@ -57,6 +57,11 @@ def settings(flags: str) -> frozenset[str]:
     return frozenset(result)
 
 
+def acting(flags: str) -> frozenset[str]:
+    """The settings that split or send something; how a layer is recomputed, for example, is left to other tests."""
+    return frozenset(one for one in settings(flags) if one.startswith((*AXES, "--expert", "--moe", "--l")))
+
+
 def pairs(levels: Set[Hashable]) -> set[frozenset[Hashable]]:
     """Every setting, and every two settings that may interact."""
     acting = [level for level in levels if str(level).startswith(AXES)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.distributed.training_runs import compare_gradients, first_gradients, make_job
-from tests.pairs import by_pairs, seconds, settings
+from tests.pairs import acting, by_pairs, seconds, settings
 
 EXPERTS = "--num-layers 2 --num-experts 8 --moe-ffn-hidden-size 48"
 BOTH = "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.02 0.01"
@@ -211,7 +211,7 @@ def compare(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
 
 def held(_: int, model: str, grid: str) -> set:
     """Each model, each setting of a grid and each size of EP once; test_training.py has the pairs of axes."""
-    return {model.replace(" --num-layers 4", ""), *settings(grid)}
+    return {model.replace(" --num-layers 4", ""), *acting(grid)}
 
 
 @pytest.mark.parametrize("world, model, grid", by_pairs(CASES, held, seconds))
@@ -441,7 +441,7 @@ def test_a_trained_mixtral_has_the_same_loss_in_transformers(pool, tmp_path, mod
     "model, saved, loaded",
     [
         (DEEPSEEK, (2, f"{cp(2, 1)} {ep(2)} {ZERO1}"), (4, f"{T2} {P2} {ETP1} {ep(2)} {A2A}")),
-        (MIXTRAL, (4, f"{T2} {cp(1, 2)} {ep(2)}"), (2, f"{ep(2)} {ZERO1}")),
+        pytest.param(MIXTRAL, (4, f"{T2} {cp(1, 2)} {ep(2)}"), (2, f"{ep(2)} {ZERO1}"), marks=pytest.mark.full),
         pytest.param(MIXTRAL, (1, ""), (4, f"{T2} {cp(2, 1)} {ETP1} {ep(4)} {ZERO1}"), marks=pytest.mark.full),
         pytest.param(DEEPSEEK, (4, f"{P2} {ep(2)} {ZERO1}"), (1, ""), marks=pytest.mark.full),
         (DEEPSEEK, (4, f"{cp(1, 2)} {ep(2)} {ZERO3}"), (2, f"{cp(2, 1)} {A2A} {ZERO2}")),

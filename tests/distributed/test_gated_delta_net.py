@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.distributed.test_experts import resume, save
 from tests.distributed.training_runs import LLAMA, RUN, SHAPE, compare_gradients, make_job, train_job
-from tests.pairs import by_pairs, seconds, settings
+from tests.pairs import acting, by_pairs, seconds
 
 SIZES = (
     "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 12 "
@@ -153,7 +153,7 @@ def compare(results: list[tuple], expected: tuple, tolerance: float = 1e-5) -> N
 
 
 def held(_: int, model: str, grid: str) -> set:
-    return {model, *settings(grid)}
+    return {model, *acting(grid)}
 
 
 @pytest.mark.parametrize("world, model, grid", by_pairs(CASES, held, seconds))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.distributed.test_experts import evaluated_batch, held_here, loss_in_transformers, resume, save
 from tests.distributed.training_runs import LLAMA, RUN, SHAPE, compare_gradients, make_job, train_job
-from tests.pairs import by_pairs, seconds, settings
+from tests.pairs import acting, by_pairs, seconds
 
 SIZES = "--kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16"
 TWO = "--num-layers 2 --multi-latent-attention --norm-epsilon 1e-6 --init-method-std 0.1"
@@ -150,7 +150,7 @@ def compare(results: list[tuple], expected: tuple) -> None:
 
 
 def held(_: int, model: str, grid: str) -> set:
-    return {model, *settings(grid)}
+    return {model, *acting(grid)}
 
 
 @pytest.mark.parametrize("world, model, grid", by_pairs(CASES, held, seconds))

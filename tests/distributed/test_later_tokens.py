@@ -13,7 +13,7 @@ from tests.distributed.test_experts import resume, save
 from tests.distributed.test_latent_attention import FULL, P2, SP, T2, compare, cp
 from tests.distributed.training_runs import first_gradients, make_job, train_job
 from tests.hugging_face import save_with_later_tokens
-from tests.pairs import by_pairs, seconds, settings
+from tests.pairs import acting, by_pairs, seconds
 
 MTP = "--num-layers 2 --mtp-num-layers 2 --mtp-loss-scaling-factor 0.3 --init-method-std 0.1 --eod-mask-loss"
 ONE = f"{MTP} --mtp-num-layers 1"
@@ -122,7 +122,7 @@ def reference(pool, shared):
 
 
 def held(_: int, model: str, grid: str) -> set:
-    return {model, *settings(grid)}
+    return {model, *acting(grid)}
 
 
 @pytest.mark.parametrize("world, model, grid", by_pairs(CASES, held, seconds))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.training_runs import compare_gradients, make_job, run_training
-from tests.pairs import also_in_full, by_pairs, seconds, settings
+from tests.pairs import acting, also_in_full, by_pairs, seconds
 
 GEMMA = (
     "--num-layers 6 --window-size 11,0 --window-attn-skip-freq 3 --rotary-base 1000000 --rotary-base-local 500 "
@@ -103,7 +103,7 @@ def compare(results: list[tuple], expected: tuple) -> None:
 
 def held(_: int, model: str, grid: str) -> set:
     """What a case covers: its model, and each setting of its grid."""
-    return {model, *settings(grid)}
+    return {model, *acting(grid)}
 
 
 @pytest.mark.parametrize("world, model, grid", by_pairs(CASES, held, seconds))

@@ -139,11 +139,10 @@ def count_bytes(ulysses, ring, exchange, rule, length):
 
 COUNTED = [
     (1, 4, "gather", "gated_delta"),
-    (2, 2, "relay", "kda"),
     (2, 2, "heads", "mamba2"),
     *also_in_full(
         *((1, 4, "gather", rule) for rule in ("kda", "mamba2")),
-        *((2, 2, "relay", rule) for rule in ("gated_delta", "mamba2")),
+        *((2, 2, "relay", rule) for rule in ("gated_delta", "kda", "mamba2")),
         *((2, 2, "heads", rule) for rule in ("gated_delta", "kda")),
     ),
 ]

@@ -206,7 +206,7 @@ def check(pool, backend, kernel, dtype, tolerance, schemes):
 
 
 # Only --full runs these. The other backends cover Ulysses, Ring, gathered keys and chunks.
-IN_FULL = ("one process", "Ring contiguous", "FPDT", "USP with TP", "USP gathered")
+IN_FULL = ("one process", "Ring", "Ring contiguous", "FPDT", "USP with TP", "USP gathered")
 
 
 @pytest.mark.parametrize("backend", [*(name for name in BACKENDS if name not in IN_FULL), *also_in_full(*IN_FULL)])

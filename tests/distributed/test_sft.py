@@ -424,6 +424,7 @@ def check_peft(folder, merged, base, prefix=("", "")):
     return described
 
 
+@pytest.mark.full
 def test_adapters_of_a_deepseek(pool, tmp_path):
     """Adapters of latent attention, trained on TP 2 x Ring 2: the loss of the merged model, and PEFT's file."""
     from tools.convert_hf import main

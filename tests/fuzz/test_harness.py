@@ -45,6 +45,7 @@ def test_a_plain_unpickler_is_caught_before_anything_is_run(tmp_path):
     assert "pickle.find_class posix.system" in message and not (tmp_path / "harm").exists()
 
 
+@pytest.mark.full
 def test_a_plain_unpickler_is_caught_among_random_inputs(tmp_path):
     def read(folder):
         try:

@@ -63,11 +63,9 @@ USUAL = [
     case("tensor without TP-sp", TWO, S(tensor=2, sequence_parallel=False, data=2), 2, itemsize=2),
     case("ulysses, more ranks than keys", TWO, S(ulysses=8, data=2, recompute="full"), 2, itemsize=2),
     case("everything", TWO, S(tensor=2, ulysses=2, ring=2, data=2), 2, rank=4, itemsize=2),
-    case("ffn and loss in chunks", TWO, S(ffn_chunks=4, loss_chunks=8, recompute="full")),
     case("fpdt, ring", GQA, S(fpdt_chunk=512, ring=2, data=2, recompute="full"), 2, rank=1, itemsize=2),
     case("pipeline, last", GQA, S(pipeline=2), 4, rank=1, stage=1),
     case("latents, FPDT, ZeRO 3", LATENT, S(fpdt_chunk=512, zero=3, ulysses=2, data=2), 2, itemsize=2),
-    case("virtual stages", GQA, S(pipeline=2, virtual=2), 4),
     case("experts, ZeRO 3, recomputed", MOE, S(zero=3, data=2, expert=2, **FULL_RECOMPUTE), 2, itemsize=2),
     case(
         "latents, some experts, recomputed",
@@ -184,7 +182,6 @@ ALL_KINDS = replace(
     pattern="M*-E",
 )
 USUAL += [
-    long_case("Mamba2, wide, Ulysses and Ring", NEMOTRON, S(ulysses=2, ring=2), rank=2, itemsize=2),
     case("Mamba2, all kinds, ZeRO 3", ALL_KINDS, S(zero=3, ring=2, expert=2), itemsize=2, rank=1),
 ]
 FULL_MIXTURES += [
@@ -193,6 +190,7 @@ FULL_MIXTURES += [
     long_case("Mamba2, wide", NEMOTRON, S(zero=0)),
     long_case("Mamba2, wide, bf16", NEMOTRON, S(), itemsize=2),
     case("Mamba2, Ulysses", MAMBA, S(ulysses=4), itemsize=2, rank=1),
+    long_case("Mamba2, wide, Ulysses and Ring", NEMOTRON, S(ulysses=2, ring=2), rank=2, itemsize=2),
     long_case("Mamba2, wide, Ulysses", NEMOTRON, S(ulysses=4), itemsize=2, rank=1),
     case("Mamba2, Ring", MAMBA, S(ring=2, data=2), 2, rank=1),
     case("Mamba2, one group", ONE_GROUP, S(ulysses=2, ring=2), rank=2, itemsize=2),
@@ -217,6 +215,8 @@ FULL_MIXTURES += [
 BUSY = replace(case("busy experts", MOE, S(data=4, expert=4), 4, itemsize=2).workload, imbalance=1.5)
 FULL_MIXTURES.append(Case("busy experts", BUSY, S(data=4, expert=4), 2))
 FULL = [  # combinations of the settings above
+    case("ffn and loss in chunks", TWO, S(ffn_chunks=4, loss_chunks=8, recompute="full")),
+    case("virtual stages", GQA, S(pipeline=2, virtual=2), 4),
     case("fpdt on the device, units of two", GQA, S(fpdt_offload=False, zero=3, **UNITS), 2, itemsize=2),
     case("fpdt, units of two, offloaded", GQA, S(offload_checkpoints=True, zero=2, **UNITS), 2, itemsize=2),
     case("fpdt, some layers, offloaded", GQA, S(offload_checkpoints=True, zero=3, **SOME_LAYERS), 2, itemsize=2),

@@ -20,6 +20,7 @@ from megatron.platform.processes import this_process
 from megatron.training.checkpoint import owner
 from megatron.training.checkpoint.owner import Lost, Owner, take
 from megatron.training.refusal import Refusal
+from tests.pairs import also_in_full
 from tests.patience import patience
 
 ROUNDS = int(os.environ.get("OWNER_ROUNDS", "3"))
@@ -175,7 +176,7 @@ def test_a_stopped_job_of_this_machine_still_has_the_folder(tmp_path, worker):
     assert first.ask("check") == ("has it", [])
 
 
-@pytest.mark.parametrize("stale", ["", "dead here", "dead elsewhere"])
+@pytest.mark.parametrize("stale", ["dead here", *also_in_full("", "dead elsewhere")])
 def test_of_several_jobs_that_start_at_once_exactly_one_gets_the_folder(tmp_path, worker, stale):
     jobs = [worker(), worker(), worker("north"), worker("south")]
     rounds = ROUNDS if stale != "dead elsewhere" else max(1, ROUNDS // 10)

@@ -205,6 +205,7 @@ def test_strategies_are_ranked_as_if_all_had_been_priced(machine: str, keys: flo
         assert result == sorted((seconds(s), number, s) for number, s in numbered)
 
 
+@pytest.mark.full
 def test_host_memory_is_limited() -> None:
     problem = problem_of("llama3-8b", 2048 * K, 1, 4, "A100-80G")
     plan = search(problem).plans[0]

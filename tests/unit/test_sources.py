@@ -231,6 +231,7 @@ def s3(monkeypatch):
     server.shutdown()
 
 
+@pytest.mark.full
 def test_an_s3_server_that_fails_every_fifth_request(tmp_path, s3):
     import fsspec
 
@@ -270,7 +271,7 @@ def datasets_of(prefix, cache, seq_length=16, **options):
     return build_datasets(config, build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), 1000), (60, 6, 0))
 
 
-@pytest.mark.parametrize("packing", ["greedy", "best-fit"])
+@pytest.mark.parametrize("packing", ["greedy", pytest.param("best-fit", marks=pytest.mark.full)])
 def test_samples_of_files_at_a_url(stored, s3, packing):
     """The same as those of local files, also in the processes of a loader, while every fifth request fails."""
     local, remote, _, copies = stored

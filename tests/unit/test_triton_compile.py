@@ -25,7 +25,7 @@ CORES = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mm
 PRODUCTS = {"forward": 2, "queries": 3, "keys": 4, "dk": 3, "dv": 2}  # of [block, head] x [head, step]
 VARIANTS = [(), *((feature,) for feature in FEATURES), FEATURES]
 PASSES = ("forward", "queries", "keys")
-USUAL = [(90, 128, "forward", ()), (90, 128, "keys", ("mask",))]
+USUAL = [(90, 128, "keys", ("mask",))]
 ALL = [
     (capability, head, which, variant)
     for capability in (80, 90, 100)
