@@ -299,7 +299,8 @@ def test_a_spike_of_the_gradient_norm(pool, tmp_path: Path):
 OVERLAP = "1 --overlap-grad-reduce --overlap-param-gather"
 
 
-@pytest.mark.parametrize("zero", [pytest.param("0", marks=pytest.mark.full), OVERLAP])
+@pytest.mark.full
+@pytest.mark.parametrize("zero", ["0", OVERLAP])
 def test_a_rolled_back_run_equals_one_resumed_without_the_skipped_samples(pool, tmp_path: Path, zero: str):
     flags = f"--zero-stage {zero} --save-interval 3 --save"
     back = f"{flags} {tmp_path}/c --skip-bad-batches 1 --rollback-on-bad-batch --exit-interval 7"

@@ -157,14 +157,9 @@ def test_stages_on_a_grid(pool, corpus, undisturbed, tmp_path, kind, grid):
     compare_gradients([mine[0] for _, _, mine in results], gradients[0])
 
 
-@pytest.mark.parametrize(
-    ("kind", "grid", "stage"),
-    [
-        pytest.param(kind, grid, stage, marks=() if (kind, grid, stage) == ("by-work", "R 2", 1) else pytest.mark.full)
-        for kind, grid in EVERY
-        for stage in (1, 2)
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(("kind", "grid"), EVERY)
 def test_gradients_of_a_later_stage(pool, corpus, undisturbed, tmp_path, kind, grid, stage):
     """From one process' checkpoint: Adam would turn rounding of tiny gradients into weights that differ."""
     losses, norms, gradients, whole = undisturbed(kind)

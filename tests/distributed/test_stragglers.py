@@ -88,12 +88,13 @@ def train(flags: str, slow: int) -> str:
     return console.getvalue()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "flags",
     [
         "--ring-parallel-size 2 --zero-stage 1",
-        pytest.param("--tensor-model-parallel-size 2 --ulysses-parallel-size 2", marks=pytest.mark.full),
-        pytest.param("--zero-stage 3 --micro-batch-size 1", marks=pytest.mark.full),
+        "--tensor-model-parallel-size 2 --ulysses-parallel-size 2",
+        "--zero-stage 3 --micro-batch-size 1",
     ],
 )
 def test_a_slow_rank_is_named_in_training(pool, flags: str):

@@ -141,6 +141,7 @@ def test_bad_readers_are_caught(tmp_path, act, message):
     assert not (tmp_path / "a" / "elsewhere").exists()
 
 
+@pytest.mark.full
 def test_a_child_that_does_not_answer_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "HUNG", 1.0)
     reader = reader_of(lambda folder: time.sleep(1000) if (folder / "file").read_bytes() == b"1" else 0)

@@ -158,6 +158,7 @@ def test_a_ring_moves_keys_and_neither_queries_nor_sums(balance):
     assert loaded == loads.keys * kv + loads.queries * q
 
 
+@pytest.mark.full
 def test_states_in_chunks_need_no_more_device_memory_for_twice_the_length():
     flags = (
         "--experimental-attention-variant gated_delta_net --linear-attention-freq [1,1] --linear-num-key-heads 2 "

@@ -337,6 +337,7 @@ def test_layers_are_extrapolated_by_periods(flags, counts):
         assert expert_layers(few.model) == expert_layers(config.model)[:number]
 
 
+@pytest.mark.full
 def test_an_extrapolated_dry_run_has_the_figures_of_all_layers():
     from megatron.simulator.dry_run.dry_run import dry_run
 
