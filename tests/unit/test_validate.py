@@ -576,7 +576,8 @@ def test_layers_of_stages(flags: str, layers: list[int]):
         ),
         ("--num-layers 4 --pipeline-model-parallel-layout Et|t|t|tx", "has other letters than E"),
         ("--num-layers 4 --pipeline-model-parallel-layout Et|t|t|L", "must hold E, 4 t and L"),
-        ("--num-layers 4 --pipeline-model-parallel-layout Et*999999999|L", "repeats t.999999999 more than"),
+        ("--num-layers 4 --pipeline-model-parallel-layout Et*999999999|L", "more than 100000 letters with t.999999999"),
+        ("--num-layers 4 --pipeline-model-parallel-layout E(t*9999)*9999|L", "more than 100000 letters with t.9999"),
         ("--num-layers 4 --mtp-num-layers 1 --pipeline-model-parallel-layout Et|t|t|tL", "must hold E, 4 t, 1 m and L"),
         ("--num-layers 4 --pipeline-model-parallel-layout Et|t|ttL", "has 3 stages, for --pipeline-model-parallel-"),
         (

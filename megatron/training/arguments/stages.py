@@ -12,7 +12,7 @@ from megatron.training.arguments.config import Config
 from megatron.training.arguments.models import model_shape
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal
 
-LONGEST = 100_000  # letters that a repetition in a layout may stand for
+LONGEST = 100_000  # letters that the repetitions in a layout may stand for
 
 
 def stage_layers(config: Config) -> list[int]:
@@ -51,11 +51,14 @@ def _stages_of(layout: str) -> list[str]:
     them: ``"Et*2|(tt|)*2m|L"`` is ``["Ett", "tt", "tt", "m", "L"]``.
 
     Raises:
-        ValueError: a repetition stands for more than 100,000 letters.
+        ValueError: the repetitions stand for more than 100,000 letters.
     """
+    letters = 0
 
     def repeated(found: re.Match) -> str:
-        if int(found[2]) * len(found[1]) > LONGEST:
+        nonlocal letters
+        letters += int(found[2]) * len(found[1])
+        if letters > LONGEST:
             raise ValueError(found[0])
         return found[1] * int(found[2])
 
@@ -80,7 +83,7 @@ def _virtual_stages_of_layout(config: Config) -> int:
     try:
         stages = _stages_of(layout)
     except ValueError as error:
-        raise Refusal(name, f"repeats {error} more than {LONGEST} times: write fewer layers") from None
+        raise Refusal(name, f"stands for more than {LONGEST} letters with {error}: write fewer layers") from None
     whole, further = "".join(stages), model.mtp_num_layers or 0
     if set(whole) - set("EtmL"):
         raise Refusal(
