@@ -122,6 +122,14 @@ def latency_and_bandwidth(
     larger = min(plan.message_bytes, int(size * max(LONGEST, plan.window) / took))
     if larger > size:
         took, sent = timed(larger, plan.window)
+    return line(few, small, sent, took)
+
+
+def line(few: float, small: float, sent: float, took: float) -> tuple[float, float]:
+    """(latency, bytes per second) of a link that takes ``small`` seconds for ``few`` bytes and ``took`` for ``sent``.
+
+    On a busy machine the large message may take more than its share of bytes; then the latency is 0.
+    """
     if sent <= few:  # the large message is no larger than the small one
         return small, sent / took
     bandwidth = (sent - few) / max(took - small, 0.1 * took)
