@@ -130,7 +130,7 @@ def _changes(node: ast.AST, parent: ast.AST | None, source: bytes, span) -> Iter
         if isinstance(node.op, (ast.Mult, ast.Div)):
             yield "scale left out", *span(node), text(node.left)
         if isinstance(node.op, ast.FloorDiv):
-            yield "rounded up", *span(node), f"(-(-({text(node.left)}) // ({text(node.right)})))"
+            yield "off by one", *span(node), f"({text(node)} + 1)"
         if isinstance(node.op, ast.Mod) and not isinstance(node.left, ast.Constant):
             yield "no remainder", *span(node), text(node.left)
     if isinstance(node, ast.AugAssign) and isinstance(node.op, (ast.Add, ast.Sub, ast.Mult)):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 
 import pytest
 import torch
@@ -496,3 +497,32 @@ def test_every_kernel_has_the_arguments_of_the_base_class():
 
 def test_package_exports():
     assert all(hasattr(kernels, name) for name in kernels.__all__)
+
+
+@pytest.mark.parametrize("rows, each, limit, ends", [(10, 3, 8, [2, 4, 6, 8, 10]), (5, 4, 8, [2, 4, 5]),
+                                                     (2, 9, 8, [1, 2]), (3, 1, 8, [3])])  # fmt: skip
+def test_blocks_of_rows_are_as_long_as_the_limit_allows(rows, each, limit, ends):
+    assert list(tile_by_tile.row_blocks(rows, each, limit)) == list(zip([0, *ends], ends))
+
+
+def test_slices_of_heads_are_as_large_as_the_limit_allows():
+    """Each head of each sample is in one slice, together with its key head."""
+    for b, h, hk in itertools.product((1, 2, 3), (2, 4, 6), (1, 2)):
+        for limit in range(1, b * h + 2):
+            cuts = fused_kernel.head_slices(b, h, hk, limit)
+            met = torch.zeros(b, h)
+            for batch, heads, key_heads in cuts:
+                met[batch, heads] += 1
+                here = range(heads.start, heads.stop)
+                assert {head // (h // hk) for head in here} == set(range(key_heads.start, key_heads.stop))
+                assert batch.stop <= b and 0 < (batch.stop - batch.start) * len(here) <= limit
+            assert met.eq(1).all()
+            whole = limit // h if limit >= h else 0
+            group = h // hk
+            by_sample = -(-hk // (limit // group)) if limit >= group else hk * -(-group // limit)
+            assert len(cuts) == (-(-b // whole) if whole else b * by_sample)
+
+
+def test_kernels_of_a_gpu_are_none_without_one():
+    if not torch.cuda.is_available():
+        assert not set(kernels.available("cuda", torch.bfloat16, 64)) - {"math"}

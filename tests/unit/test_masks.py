@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import zlib
@@ -29,6 +30,7 @@ from megatron.context_parallel.layout.documents import (
     samples_tensor,
 )
 from megatron.context_parallel.layout.grid import abstract_grid
+from megatron.context_parallel.layout.masks import Band
 from megatron.context_parallel.layout.spans import positions
 from megatron.context_parallel.layout.tiles import Tiles, tiles
 from megatron.context_parallel.positions import position_dropout as by_position
@@ -92,6 +94,28 @@ def test_tiles_are_what_the_mask_allows(mask, q_spans, k_spans, same):
         assert int(pairs.sum()) == tile.pairs
         computed[rows, columns] += pairs & (mask.allowed(q_at[:, None], k_at[None]) if tile.masked else True)
     assert torch.equal(computed, mask.allowed(q[:, None], k[None]).int())
+
+
+def test_the_part_of_a_band_among_some_keys():
+    """All small bands and spans of keys: the parts hold each pair once, and each of their queries has a key."""
+    for rows, first, length, steps in itertools.product(
+        (1, 2, 3), (0, 1), (1, 2, 3), itertools.product((0, 1), (0, 1))
+    ):
+        band = Band((5, 5 + rows), first, first + length, *steps)
+        pairs = [(5 + i, key) for i in range(rows) for key in keys_of(band, i)]
+        if any(not keys_of(band, i) for i in range(rows)):
+            continue
+        assert band.pairs == len(pairs) and band.keys == (pairs[0][1], pairs[-1][1] + 1)
+        for start, stop in itertools.combinations(range(8), 2):
+            parts = band.clip((start, stop))
+            assert all(keys_of(part, i) for part in parts for i in range(part.q[1] - part.q[0]))
+            found = [(part.q[0] + i, key) for part in parts for i in range(part.q[1] - part.q[0]) for key in
+                     keys_of(part, i)]  # fmt: skip
+            assert sorted(found) == [(query, key) for query, key in pairs if start <= key < stop]
+
+
+def keys_of(band: Band, query: int) -> range:
+    return range(band.first + query * band.first_step, band.end + query * band.end_step)
 
 
 def random_spans(draw: random.Random, length: int) -> tuple[tuple[int, int], ...]:

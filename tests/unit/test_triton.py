@@ -7,13 +7,14 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
-from megatron.context_parallel.attention.kernels.triton_kernels import triton_tiles
+from megatron.context_parallel.attention.kernels.triton_kernels import triton_call, triton_tiles
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import Call
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import TritonKernel, missing_triton
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles import walk
@@ -262,6 +263,7 @@ def _why_not(kernel: TritonKernel) -> str | None:
     [
         ({"hk": 3}, "does not fit k"),
         ({"softcap": 0.0}, "the soft-cap must be above 0"),
+        ({"softcap": -1.0}, "the soft-cap must be above 0"),
         ({"slopes": (1.0, 1.0, 1.0)}, "give one number for each of 2 heads"),
         ({"dropout": Dropout(0.1, 1, samples=(0, 1))}, "dropout.samples has 2 numbers, not 1"),
     ],
@@ -270,6 +272,30 @@ def _why_not(kernel: TritonKernel) -> str | None:
 def test_arguments_that_do_not_fit_are_refused(interpreted, change, reason):
     with pytest.raises(ValueError, match=reason):
         interpreted(triton_cases.errors, replace(Case(), **change))
+
+
+@pytest.mark.parametrize("heads, refused", [(2**15 - 1, False), (2**15, True)])
+def test_more_heads_than_a_gpus_grid_has_are_refused(heads, refused):
+    x = torch.empty(1).expand(4, 2, heads, 16)
+    with pytest.raises(ValueError, match="2 samples of") if refused else nullcontext():
+        triton_call.Call(x, x, x, 1.0, capability=90)
+
+
+def test_sums_must_have_their_shape_and_dtype():
+    shape = (4, 1, 2)
+    triton_call._check_sums({"lse": (torch.empty(shape), shape)})
+    for x in (torch.empty(4, 1, 3), torch.empty(shape, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match=r"lse must be fp32 \[4, 1, 2\]"):
+            triton_call._check_sums({"lse": (x, shape)})
+
+
+@pytest.mark.parametrize(
+    "rows, strides, wide",
+    [(2048, (2**20 - 1, 1), False), (2048, (2**20, 1), True), (2047, (2**20, 1), False), (1, (2**10, 2**26), True)],
+)
+def test_offsets_beyond_31_bits_are_wide(rows, strides, wide):
+    """The 32 elements of a row follow the rows of a block."""
+    assert triton_call._wide(rows, torch.empty_strided((1, 32), strides, device="meta")) is wide
 
 
 def test_measured_block_sizes_are_written_read_and_launched(interpreted, tmp_path):

@@ -48,7 +48,7 @@ class Band(NamedTuple):
 
     def clip(self, k: Span) -> list[Band]:
         """The part of the band among the keys ``k``."""
-        if k[0] <= self.first and self.end + (self.q[1] - self.q[0] - 1) * self.end_step <= k[1]:
+        if k[0] <= self.first and self.keys[1] <= k[1]:
             return [self]
         if not self.first_step and self.first < k[1] <= self.end:  # every query sees the same of these keys
             return [Band(self.q, max(self.first, k[0]), k[1])]
