@@ -35,10 +35,10 @@ from megatron.context_parallel.attention.ulysses import _HeadsToSequence, _Seque
 from megatron.context_parallel.core.experts import GatherRows, SumRows, _Share
 from megatron.context_parallel.core.gpt_dropout import HiddenDropout
 from megatron.context_parallel.core.spec import _SumOverRanks
+from megatron.context_parallel.fpdt.chunk_work import _Chunked
 from megatron.context_parallel.fpdt.chunked_ffn import _InChunks
-from megatron.context_parallel.fpdt.chunked_layer import _Chunked
 from megatron.context_parallel.fpdt.chunked_loss import _ChunkedLoss
-from megatron.context_parallel.fpdt.chunked_mixer import _ChunkedLinear
+from megatron.context_parallel.fpdt.chunked_mixer import ChunkedLinearLayer
 from megatron.context_parallel.huggingface.decoder_loss import _Sum
 from megatron.context_parallel.layout.sequence_layout import _Gather
 from megatron.context_parallel.linear_attention.mixer import _LinearAttention
@@ -54,7 +54,7 @@ UNTYPED = {
 
 TYPED = (
     _SequenceToHeads, _HeadsToSequence, _TiledAttention, _ChunkedLoss, _Gather, _Rotate, _Drop, _Chunked, _InChunks,
-    GatherRows, SumRows, _Sum, _LinearAttention, _ShortConvolution, _ChunkedLinear, _SumOverRanks,
+    GatherRows, SumRows, _Sum, _LinearAttention, _ShortConvolution, _SumOverRanks,
     _Share,
 )  # fmt: skip
 
@@ -69,7 +69,7 @@ COLLECTIVES = {
     "context_parallel.attention.ring._Transfer": "_TiledAttention, _Chunked",
     "context_parallel.attention.ring.GatherSource.blocks": "_TiledAttention",
     "context_parallel.attention.ulysses.all_to_all": "_SequenceToHeads, _HeadsToSequence, _Chunked, _LinearAttention, "
-    "_ShortConvolution, _ChunkedLinear",
+    "_ShortConvolution",
     "context_parallel.core.experts.ExpertRouter._sum": CHECKED,
     "context_parallel.core.experts.gather_rows": f"GatherRows, SumRows, {CHECKED}",
     "context_parallel.core.experts.sum_rows": "GatherRows, SumRows",
@@ -79,9 +79,9 @@ COLLECTIVES = {
     "context_parallel.fpdt.chunked_loss._sum_over_tensor": "_ChunkedLoss",
     "context_parallel.huggingface.decoder_loss._Sum": "_Sum",
     "context_parallel.layout.sequence_layout._Gather": "_Gather",
-    "context_parallel.linear_attention.span_exchange._gathered": "_LinearAttention, _ChunkedLinear",
-    "context_parallel.linear_attention.span_exchange._message": "_LinearAttention, _ChunkedLinear",
-    "context_parallel.linear_attention.span_exchange._relayed": "_LinearAttention, _ChunkedLinear",
+    "context_parallel.linear_attention.span_exchange._gathered": "_LinearAttention, _Chunked",
+    "context_parallel.linear_attention.span_exchange._message": "_LinearAttention, _Chunked",
+    "context_parallel.linear_attention.span_exchange._relayed": "_LinearAttention, _Chunked",
     "training.loss.sum_of_reports": CHECKED,
     "training.model.fsdp.FullySharded.finish_grad_sync": REDUCES,
     "inference.cached_attention.CachedLatents": GENERATION,
@@ -227,25 +227,6 @@ def _(*, x: Any, weight: Any, bias: Any, halo: Any) -> Any:
     return convolution_type(halo.axis, x, weight, bias)
 
 
-@declare(_ChunkedLinear)
-def _(*, x: Any, layer: Any, parameters: Sequence[Any]) -> Any:
-    """Each chunk: the functions of the layer are checked, as for ``_Chunked``."""
-    rules.ignore(x, *parameters)
-    context = layer.layout.grid.context
-    for chunk, span in enumerate(layer.layout.local_chunks):
-        part = checked(lambda rows: x[rows], slice(*span))
-        mixed, *others = checked(layer.project, part, chunk)
-        if layer.weight is not None:
-            kind = convolution_type(context, mixed, layer.weight, layer.bias)
-            mixed = like(mixed, mixed.shape, kind)
-        inputs = checked(layer.heads, mixed, *others)
-        out = like(inputs[2], inputs[2].shape, linear_type(context, *inputs))
-        y = checked(layer.output, out.requires_grad_(part.requires_grad), part, chunk)
-        if layer.ffn is not None:
-            y = checked(layer.ffn, y, span) if layer.ffn_by_rows else checked(layer.ffn, y)
-    return same(y)
-
-
 def like(x: Any, shape: Sequence[int], kind: Any) -> Any:
     """Zeros of a type."""
     made = x.new_zeros(*shape)
@@ -257,19 +238,30 @@ def like(x: Any, shape: Sequence[int], kind: Any) -> Any:
 def _(*, x: Any, layer: Any, parameters: Sequence[Any]) -> Any:
     """Each chunk: the functions of the layer are checked; the messages between them have the types of USP."""
     rules.ignore(x, *parameters)
-    grid = layer.layout.grid
-    for chunk, (start, stop) in enumerate(layer.layout.local_chunks):
-        part = checked(lambda rows: x[rows], slice(start, stop))
-        qkv = checked(layer.project, part, chunk)
-        heads = [over(rules.all_to_all, one, grid.ulysses.group, src=V, dst=V) for one in qkv]
-        ring = grid.ring.group if grid.ring.size > 1 else None
-        kind = over(rules.all_to_all, attention_type(*heads, layer.rule.sinks, ring), grid.ulysses.group, src=V, dst=V)
-        out = qkv[2].new_zeros(*qkv[0].shape[:3], qkv[2].size(3))
-        spmd.assert_type(out, dict(spmd.get_local_type(kind)))
+    between = linear_in_chunk if isinstance(layer, ChunkedLinearLayer) else attention_in_chunk
+    for chunk, span in enumerate(layer.layout.local_chunks):
+        part = checked(lambda rows: x[rows], slice(*span))
+        out = between(layer, checked(layer.project, part, chunk))
         y = checked(layer.output, out.requires_grad_(part.requires_grad), part, chunk)
         if layer.ffn is not None:
-            y = checked(layer.ffn, y, (start, stop)) if layer.ffn_by_rows else checked(layer.ffn, y)
+            y = checked(layer.ffn, y, span) if layer.ffn_by_rows else checked(layer.ffn, y)
     return same(y)
+
+
+def attention_in_chunk(layer: Any, qkv: Sequence[Any]) -> Any:
+    grid = layer.layout.grid
+    heads = [over(rules.all_to_all, one, grid.ulysses.group, src=V, dst=V) for one in qkv]
+    ring = grid.ring.group if grid.ring.size > 1 else None
+    kind = over(rules.all_to_all, attention_type(*heads, layer.rule.sinks, ring), grid.ulysses.group, src=V, dst=V)
+    return like(qkv[2], (*qkv[0].shape[:3], qkv[2].size(3)), kind)
+
+
+def linear_in_chunk(layer: Any, projected: Sequence[Any]) -> Any:
+    (mixed, *others), context = projected, layer.layout.grid.context
+    if layer.weight is not None:
+        mixed = like(mixed, mixed.shape, convolution_type(context, mixed, layer.weight, layer.bias))
+    inputs = checked(layer.heads, mixed, *others)
+    return like(inputs[2], inputs[2].shape, linear_type(context, *inputs))
 
 
 @declare(_InChunks)

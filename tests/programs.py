@@ -306,7 +306,7 @@ LINES = {  # patterns of one-line refusals; whether each is correct for (program
     r"a sequence of \d+ tokens cannot be divided by": lambda p, u, r: True,
     r"a sequence of \d+ tokens cannot be cut in \d+ chunks": lambda p, u, r: any(s.chunks > 1 for s in p.steps),
     r"q is .*: cast them to one dtype": lambda p, u, r: any(s.mixed for s in p.steps),
-    r"a second backward pass through (a chunked layer|the chunked loss) is not supported": lambda p, u, r: (
+    r"a second backward pass through (a layer in chunks|the chunked loss) is not supported": lambda p, u, r: (
         p.backward == "twice" and (p.loss == "cross entropy" or any(s.kind == "chunked" for s in p.steps))
     ),
 }

@@ -10,7 +10,6 @@ out = cp.attention(q, k, v, layout=layout, mask=cp.Causal())
 """
 
 from megatron.context_parallel.attention.rule import AttentionRule
-from megatron.context_parallel.attention.sdpa import context_parallel
 from megatron.context_parallel.attention.ulysses import ulysses_attention
 from megatron.context_parallel.attention.usp import attention
 from megatron.context_parallel.certifying.certificate import certify
@@ -34,6 +33,7 @@ from megatron.context_parallel.linear_attention.rules import LinearRule
 from megatron.context_parallel.linear_attention.short_convolution import short_convolution
 from megatron.context_parallel.positions.alibi import alibi_slopes
 from megatron.context_parallel.positions.position_dropout import Dropout
+from megatron.context_parallel.sdpa import context_parallel
 
 __all__ = [
     "AttentionRule",

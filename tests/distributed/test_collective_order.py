@@ -56,21 +56,21 @@ class Order(TorchDispatchMode):
 
 def begun(flags: str) -> tuple[list[tuple], list[bool]]:
     """The collectives of two steps on this rank, and whether autograd might have used several threads in any."""
-    from megatron.context_parallel.fpdt import chunked_layer
+    from megatron.context_parallel.fpdt import chunk_work
 
-    threads, backward = [], chunked_layer._Chunked.backward
+    threads, backward = [], chunk_work._Chunked.backward
 
     def record_threads(ctx: Any, dy: torch.Tensor) -> Any:
         threads.append(torch._C._is_multithreading_enabled())
         return backward(ctx, dy)
 
-    chunked_layer._Chunked.backward = staticmethod(record_threads)
+    chunk_work._Chunked.backward = staticmethod(record_threads)
     try:
         job = make_job(flags)
         with Order() as order:
             train_job(job, 2)
     finally:
-        chunked_layer._Chunked.backward = staticmethod(backward)
+        chunk_work._Chunked.backward = staticmethod(backward)
     return order.begun, threads
 
 

@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import megatron.context_parallel as cp
-from megatron.context_parallel.attention import sdpa
+from megatron.context_parallel import sdpa
 from tests.distributed.pool import RankError
 from tests.pairs import also_in_full
 

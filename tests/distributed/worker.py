@@ -132,7 +132,7 @@ def _end(environment: dict[str, str]) -> None:
     rerun_state_machine.destroy_rerun_state_machine()
     core_random._CUDA_RNG_STATE_TRACKER = None
     core_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
-    if sdpa := sys.modules.get("megatron.context_parallel.attention.sdpa"):
+    if sdpa := sys.modules.get("megatron.context_parallel.sdpa"):
         sdpa._meanings.clear()  # graphs of this job, whose backward passes will not run any more
     gc.collect()  # frames of a failed job may hold groups, which must be freed before their world
     if dist.is_initialized():

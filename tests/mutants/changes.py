@@ -19,7 +19,7 @@ CONTEXT = [f"megatron/context_parallel/{name}" for name in ("layout", "attention
 STEP = [f"megatron/training/{name}.py" for name in ("step", "loss", "watch", "model/optimizer", "model/fsdp",
                                                     "model/weights")]  # fmt: skip
 CHECKPOINT = ["megatron/training/checkpoint", "megatron/training/families"]
-PLACES = (*CONTEXT, *STEP, *CHECKPOINT)
+PLACES = (*CONTEXT, "megatron/context_parallel/sdpa.py", *STEP, *CHECKPOINT)
 
 LEFT_OUT = {
     "all_reduce", "wait", "synchronize", "wait_stream", "wait_event", "record", "record_stream", "fsync", "sync",

@@ -271,7 +271,7 @@ def test_a_second_backward_pass_is_refused_in_one_line(recompute):
     )
     y = layer(torch.randn(8, 1, 4)).sum()
     y.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="second backward pass through a chunked layer is not supported"):
+    with pytest.raises(RuntimeError, match="second backward pass through a layer in chunks is not supported"):
         y.backward()
 
 

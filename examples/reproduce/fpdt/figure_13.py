@@ -44,7 +44,7 @@ class Backward:
 
 def record(seq_length: int, chunks: int, ffn_chunks: int) -> Backward:
     """Train a model of one block for a step, and record its backward pass."""
-    from megatron.context_parallel.fpdt import chunk_work, chunked_layer
+    from megatron.context_parallel.fpdt import chunk_work
     from megatron.training.arguments.models import LLAMA_DEFAULTS
     from megatron.training.arguments.parser import parse
     from megatron.training.job import batches_for, prepare
@@ -75,11 +75,11 @@ def record(seq_length: int, chunks: int, ffn_chunks: int) -> Backward:
     try:
         job = prepare(config, runtime)
         batches = batches_for(job, job.datasets[0], 0, 0)
-        backward = staticmethod(timed("block", chunked_layer._Chunked.backward))
+        backward = staticmethod(timed("block", chunk_work._Chunked.backward))
         ffn_grad = timed("ffn", chunk_work.ChunkWork.ffn_grad)
         with (
             TensorMeter(runtime.device.type, record=True) as meter,
-            patch.object(chunked_layer._Chunked, "backward", backward),
+            patch.object(chunk_work._Chunked, "backward", backward),
             patch.object(chunk_work.ChunkWork, "ffn_grad", ffn_grad),
         ):
             before, before_host = meter.now, meter.host_now

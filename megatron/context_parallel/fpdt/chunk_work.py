@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer as functions of one chunk: the work before and after attention, forward and backward."""
+"""A layer as functions of one chunk: the work before and after attention or linear attention, forward and backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,17 +15,17 @@ from megatron.context_parallel.attention.attend import sinks_grad
 from megatron.context_parallel.attention.kernels.sums import packed, unpacked
 from megatron.context_parallel.attention.rule import AttentionRule, TileKernel, one_dtype
 from megatron.context_parallel.attention.ulysses import heads_to_sequence, sequence_to_heads, sequence_to_heads_grad
-from megatron.context_parallel.fpdt.chunked_ffn import GradientSums, Replay, even_spans
+from megatron.context_parallel.fpdt.chunked_ffn import GradientSums, Replay, even_spans, keep, take_kept
 from megatron.context_parallel.fpdt.host_store import HiddenStates, Offload
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Span
-from megatron.platform.autograd import SameAutocast
+from megatron.platform.autograd import SameAutocast, once_differentiable, refuse_transforms
 from megatron.platform.hooks import replaceable
 
 
 @dataclass(frozen=True)
 class LayerFunctions:
-    """The fields of :class:`~megatron.context_parallel.fpdt.chunked_layer.ChunkedLayer`, which describes them."""
+    """The common fields of ``ChunkedLayer``, which describes them (chunked_layer.py), and ``ChunkedLinearLayer``."""
 
     project: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
     output: Callable[[Tensor, Tensor, int], Tensor]
@@ -39,12 +40,80 @@ class LayerFunctions:
     recompute: bool = False
     replay: Replay | None = None
 
+    def __post_init__(self) -> None:
+        if self.streamed and self.offload is None:
+            raise ValueError("streamed=True keeps hidden states in host memory: give offload=")
+        if self.ffn is None and (self.ffn_by_rows or self.ffn_pieces != 1):
+            raise ValueError("ffn_by_rows and ffn_pieces need an ffn: give ffn= or leave them out")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[s_local, b, h] -> [s_local, b, h]."""
+        refuse_transforms(type(self).__name__)
+        saving = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.learned))
+        return _Chunked.apply(x, self, saving, *self.learned)
+
+    def start(self, x: Tensor, *, saving: bool) -> Pass:
+        """A pass over the chunks of x; ``saving``: a backward pass follows."""
+        raise NotImplementedError
+
+    def hidden_states(self, x: Tensor) -> HiddenStates:
+        """Memory for a result of the layer, or for the gradient of its input, of the shape of x."""
+        return HiddenStates.empty(x.shape, x.dtype, x.device, self.offload if self.streamed else None)
+
     @property
     def learned(self) -> list[Tensor]:
         """All tensors that may need gradients: the parameters, and the sinks of the attention."""
         sinks = self.rule.sinks
         known = sinks is None or any(parameter is sinks for parameter in self.parameters)
         return [*self.parameters] if known else [*self.parameters, sinks]
+
+
+class Pass(Protocol):
+    """One forward pass through a layer in chunks, and its backward pass.
+
+    Attributes:
+        work: the functions of one chunk.
+        x, dx: the layer's input and its gradient.
+    """
+
+    work: ChunkWork
+    x: HiddenStates | None
+    dx: HiddenStates | None
+
+    def forward(self, y: HiddenStates | None) -> None:
+        """Write the result to ``y``. Without ``y``, compute only what the backward pass needs."""
+        ...
+
+    def backward(self, dy: HiddenStates) -> None:
+        """Write the gradient of x to :attr:`dx`."""
+        ...
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: LayerFunctions, training: bool, *parameters: Tensor) -> Tensor:
+        run, y = layer.start(x, saving=training and not layer.recompute), layer.hidden_states(x)
+        with run.work.autocast():
+            run.forward(y)
+        if training:
+            run.x = None  # saved by save_for_backward, so that hooks see it
+            ctx.layer, ctx.autocast, ctx.random = layer, run.work.autocast, run.work.random
+            ctx.save_for_backward(x, keep(None if layer.recompute else run))
+        return y.x
+
+    @staticmethod
+    @once_differentiable("a layer in chunks")
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, holder = ctx.saved_tensors
+        layer, run = ctx.layer, take_kept(holder, "a layer in chunks")
+        with ctx.autocast():
+            if run is None:
+                run = layer.start(x, saving=True)
+                run.forward(None)
+                run.work.random = dict(ctx.random)
+            run.x, run.dx = HiddenStates(x, layer.offload), layer.hidden_states(x)
+            run.backward(HiddenStates(dy, layer.offload))
+        return run.dx.x, None, None, *run.work.take_grads()
 
 
 class ChunkWork:

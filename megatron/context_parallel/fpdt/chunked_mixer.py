@@ -14,14 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.context_parallel.attention.rule import AttentionRule
 from megatron.context_parallel.fpdt.chunk_work import ChunkWork, LayerFunctions
-from megatron.context_parallel.fpdt.chunked_ffn import keep, take_kept
 from megatron.context_parallel.fpdt.host_store import ChunkStore, HiddenStates
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.spans import Span, Spans, count, positions_of
@@ -36,7 +34,6 @@ from megatron.context_parallel.linear_attention.span_maps import (
     span_outputs,
     span_state_grad,
 )
-from megatron.platform.autograd import once_differentiable, refuse_transforms
 
 NAMES = ("q", "k", "v", "g", "beta", "skip")
 
@@ -67,20 +64,14 @@ class ChunkedLinearLayer(LayerFunctions):
     exchange: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.streamed and self.offload is None:
-            raise ValueError("streamed=True keeps hidden states in host memory: give offload=")
+        super().__post_init__()
         if self.rule != AttentionRule():
             raise ValueError("rule= is for softmax attention: give linear= for a rule of linear attention")
-        if self.ffn is None and (self.ffn_by_rows or self.ffn_pieces != 1):
-            raise ValueError("ffn_by_rows and ffn_pieces need an ffn: give ffn= or leave them out")
         if self.layout.tensor_parts > 1:
             raise ValueError("linear attention in chunks does not support tensor_parts above 1: make the layout with 1")
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[s_local, b, h] -> [s_local, b, h]."""
-        refuse_transforms("ChunkedLinearLayer")
-        saving = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.learned))
-        return _ChunkedLinear.apply(x, self, saving, *self.learned)
+    def start(self, x: Tensor, *, saving: bool) -> _Pass:
+        return _Pass(self, x)
 
 
 @dataclass(frozen=True)
@@ -115,6 +106,7 @@ class _Pass:
 
     def __init__(self, layer: ChunkedLinearLayer, x: Tensor) -> None:
         self.layer, self.work, self.x = layer, ChunkWork(layer), HiddenStates(x, layer.offload)
+        self.dx: HiddenStates | None = None
         self.layout, self.chunks = layer.layout, range(layer.layout.chunks)
         self.rows = self.layout.local_chunks
         self.ends = checked_ends(layer.documents, x.size(1), self.layout)
@@ -254,8 +246,8 @@ class _Pass:
 
     # ---- the backward pass
 
-    def backward(self, dy: HiddenStates, dx: HiddenStates) -> None:
-        rule, route, maps = self.layer.linear, self.route, {}
+    def backward(self, dy: HiddenStates) -> None:
+        rule, route, maps, dx = self.layer.linear, self.route, {}, self.dx
         self.dtail = None
         self.dbefore = None if self.before is None else torch.zeros_like(self.before)
         backwards = self.chunks[::-1]
@@ -282,7 +274,7 @@ class _Pass:
                 inputs, dout = route.arrange(inputs, self.spans_of(chunk)), self.store.pop(("dout", chunk))
                 dx.write(self.rows[chunk], dx.read(self.rows[chunk]) + self._input_grad(chunk, x, inputs, dout, after))
         if self.halo is not None:
-            self._halo_grad(dx)
+            self._halo_grad()
 
     def _adjoints(self, maps: dict[int, Tensor]) -> dict[int, Tensor]:
         """M and E of the spans that are not fresh."""
@@ -323,7 +315,7 @@ class _Pass:
                 self.dbefore[span] = grad
         return dx
 
-    def _halo_grad(self, dx: HiddenStates) -> None:
+    def _halo_grad(self) -> None:
         """Gradients that other spans send back for the rows before them."""
         arrived = self.halo.fetch_grad(self.dbefore)
         total = arrived.new_zeros((count(tuple(span for _, span in self._sent)), *arrived.shape[1:]))
@@ -333,33 +325,4 @@ class _Pass:
             with torch.enable_grad():
                 mixed = self.layer.project(leaf, chunk)[0]
             (added,) = self.work.parameter_grads.differentiate(mixed, [leaf], grad)
-            dx.write(span, dx.read(span) + added)
-
-
-class _ChunkedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: ChunkedLinearLayer, training: bool, *parameters: Tensor) -> Tensor:
-        run = _Pass(layer, x)
-        y = HiddenStates.empty(x.shape, x.dtype, x.device, layer.offload if layer.streamed else None)
-        with run.work.autocast():
-            run.forward(y)
-        if training:
-            run.x = None  # saved by save_for_backward, so that hooks see it
-            ctx.layer, ctx.autocast, ctx.random = layer, run.work.autocast, run.work.random
-            ctx.save_for_backward(x, keep(None if layer.recompute else run))
-        return y.x
-
-    @staticmethod
-    @once_differentiable("a layer with linear attention in chunks")
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, holder = ctx.saved_tensors
-        layer, run = ctx.layer, take_kept(holder, "a layer with linear attention in chunks")
-        with ctx.autocast():
-            if run is None:
-                run = _Pass(layer, x)
-                run.forward(None)
-                run.work.random = dict(ctx.random)
-            run.x = HiddenStates(x, layer.offload)
-            dx = HiddenStates.empty(x.shape, x.dtype, x.device, layer.offload if layer.streamed else None)
-            run.backward(HiddenStates(dy, layer.offload), dx)
-        return dx.x, None, None, *run.work.take_grads()
+            self.dx.write(span, self.dx.read(span) + added)
