@@ -526,3 +526,35 @@ def test_slices_of_heads_are_as_large_as_the_limit_allows():
 def test_kernels_of_a_gpu_are_none_without_one():
     if not torch.cuda.is_available():
         assert not set(kernels.available("cuda", torch.bfloat16, 64)) - {"math"}
+
+
+@pytest.mark.parametrize(
+    "b, h, hk, sq, sk", [(1, 4, 4, 300, 50), (3, 8, 2, 64, 4096), (2, 6, 1, 7, 3000), (1, 2, 1, 5, 2)]
+)
+def test_blocks_of_scores_fit_the_cache(b, h, hk, sq, sk, monkeypatch):
+    """Blocks are at most as large as the limit and, if there are several, more than a fourth of it."""
+    q, k = torch.empty(b, h, sq, 8), torch.empty(b, hk, sk, 8)
+    for limit in (2**16, 2**18, 2**20):
+        monkeypatch.setitem(math_kernel.SCORE_BYTES, "cpu", limit // torch.get_num_threads())
+        sizes, met = [], torch.zeros(b, h, sq)
+        for start, end, keys, heads_at_once in math_kernel._blocks(q, k, False, RowMask()):
+            assert keys == sk
+            for batch, heads, key_heads in heads_at_once:
+                met[batch, heads, start:end] += 1
+                here = met[batch, heads].shape[:2].numel()
+                assert (heads.stop - heads.start) * hk == (key_heads.stop - key_heads.start) * h
+                sizes.append((here * (end - start) * sk * 4, end - start, here))
+        assert met.eq(1).all()
+        for size, rows, together in sizes:
+            fewest = rows <= math_kernel.FEWEST_ROWS or (rows <= math_kernel.FEW_ROWS and together == h // hk)
+            assert size <= limit or fewest
+        largest = max(size for size, *_ in sizes)
+        assert len(sizes) == 1 or largest > limit / 4
+
+
+@pytest.mark.parametrize("value_dim, largest", [(None, 16), (8, 16), (24, 24)])
+def test_a_kernel_is_chosen_for_the_larger_head_size(monkeypatch, value_dim, largest):
+    asked = []
+    monkeypatch.setattr(kernels, "select", lambda name, **options: asked.append(options["head_dim"]))
+    AttentionRule().tile_kernel(torch.empty(4, 1, 2, 16), Axis(), 4, value_dim)
+    assert asked == [largest]

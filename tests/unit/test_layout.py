@@ -508,3 +508,28 @@ def test_each_send_of_a_rank_has_a_receive_of_its_peer_at_the_same_hop(balance, 
 
 def test_spans_are_numbered_by_their_first_row():
     assert list(numbered(((2, 5), (7, 9), (20, 21)))) == [(0, (2, 5)), (3, (7, 9)), (5, (20, 21))]
+
+
+def test_a_layout_may_have_one_token_and_as_many_chunks_as_tokens_of_a_rank():
+    assert SequenceLayout(1, abstract_grid()).local_length == 1
+    for ulysses, ring, tensor in product((1, 2), (1, 3), (1, 2)):
+        for each in (1, 5):
+            grid, length = abstract_grid(ulysses=ulysses, ring=ring), ulysses * ring * tensor * each
+            layout = SequenceLayout(length, grid, "contiguous", chunks=each, tensor_parts=tensor)
+            assert {stop - start for start, stop in layout.chunk_rows} == {ulysses * tensor}
+            with pytest.raises(ValueError, match=f"use 1 to {each}$"):
+                SequenceLayout(length, grid, "contiguous", chunks=each + 1, tensor_parts=tensor)
+
+
+def test_sizes_of_a_grid_without_processes():
+    grid = abstract_grid(ulysses=2, ring=3, tensor=5)
+    assert (grid.context.size, grid.world_size) == (6, 30)
+    assert grid.at(ulysses=1, ring=2, tensor=4).context.rank == 5
+
+
+@pytest.mark.parametrize("steps, direct", [((2,), True), ((1, 2), False), ((1,), False)])
+def test_messages_are_direct_if_they_are_at_most_half_of_the_rows(steps, direct):
+    """On a ring of 4 the block of a rank that is two steps away passes one other rank in each direction."""
+    rows = tuple(tuple(sorted({rank, *((rank + step) % 4 for step in steps)})) for rank in range(4))
+    mask = cp.BlockSparse(4, cp.BlockList(rows), 16, cp.Full())
+    assert attention_plan(SequenceLayout(16, abstract_grid(ring=4), "contiguous"), mask).ring().direct is direct

@@ -298,6 +298,11 @@ def test_offsets_beyond_31_bits_are_wide(rows, strides, wide):
     assert triton_call._wide(rows, torch.empty_strided((1, 32), strides, device="meta")) is wide
 
 
+def test_heads_are_padded_to_a_power_of_two_from_16_on():
+    sizes = {1: 16, 16: 16, 17: 32, 32: 32, 33: 64, 64: 64, 128: 128, 129: 256}
+    assert {size: triton_call._power(size) for size in sizes} == sizes
+
+
 def test_measured_block_sizes_are_written_read_and_launched(interpreted, tmp_path):
     fast = {"forward": Blocks(16, 16), "queries": Blocks(64, 16, 8, 1), "keys": Blocks(16, 32, split=True)}
     too_large = Blocks(64, 64)
