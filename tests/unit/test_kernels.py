@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron.context_parallel.attention import kernels
+from megatron.context_parallel.attention import kernels, usp
 from megatron.context_parallel.attention.attend import sinks_grad
 from megatron.context_parallel.attention.kernels import (
     KERNELS,
@@ -27,8 +27,11 @@ from megatron.context_parallel.attention.kernels import (
     tile_by_tile,
 )
 from megatron.context_parallel.attention.kernels.tile_by_tile import RowMask
+from megatron.context_parallel.attention.ring import GatherSource
 from megatron.context_parallel.attention.rule import AttentionRule
-from megatron.context_parallel.layout.grid import Axis
+from megatron.context_parallel.layout.grid import Axis, abstract_grid
+from megatron.context_parallel.layout.masks import Full
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.tiles import Tile, Tiles
 from megatron.context_parallel.positions.position_dropout import Dropout
 from tests.properties import examples
@@ -546,8 +549,7 @@ def test_blocks_of_scores_fit_the_cache(b, h, hk, sq, sk, monkeypatch):
                 sizes.append((here * (end - start) * sk * 4, end - start, here))
         assert met.eq(1).all()
         for size, rows, together in sizes:
-            fewest = rows <= math_kernel.FEWEST_ROWS or (rows <= math_kernel.FEW_ROWS and together == h // hk)
-            assert size <= limit or fewest
+            assert size <= limit or (rows <= math_kernel.FEWEST_ROWS and together == h // hk)
         largest = max(size for size, *_ in sizes)
         assert len(sizes) == 1 or largest > limit / 4
 
@@ -558,3 +560,52 @@ def test_a_kernel_is_chosen_for_the_larger_head_size(monkeypatch, value_dim, lar
     monkeypatch.setattr(kernels, "select", lambda name, **options: asked.append(options["head_dim"]))
     AttentionRule().tile_kernel(torch.empty(4, 1, 2, 16), Axis(), 4, value_dim)
     assert asked == [largest]
+
+
+def test_blocks_of_scores_have_few_rows_where_masks_are_large(monkeypatch):
+    monkeypatch.setattr(math_kernel, "ROW_MASK_BYTES", 10**4)
+    q, row = torch.empty(1, 2, 64, 8), torch.empty(2, 1, 40)
+    for mask in (RowMask(allowed=lambda *_: row[0] > 0), RowMask(bias=lambda *_: row, heads=2)):
+        (most,) = {end - start for start, end, *_ in list(math_kernel._blocks(q, q[:, :, :40], False, mask))[:-1]}
+        assert most == 10**4 // mask.bytes_per_row(40, 4) < 64
+
+
+def test_cudnn_leaves_single_queries_and_keys_to_others():
+    def single(queries: int, keys: int) -> bool:
+        return cudnn_kernel._single(torch.empty(1, 1, queries, 8), torch.empty(1, 1, keys, 8))
+
+    assert single(1, 5) and single(5, 1) and not single(5, 5)
+
+
+def test_keys_are_gathered_only_on_a_ring_and_only_if_asked(monkeypatch):
+    sources = []
+    monkeypatch.setattr(usp, "tiled_attention", lambda *_, source, **options: sources.append(source))
+    for ring, gather in itertools.product((1, 2), (False, True)):
+        layout = SequenceLayout(8, abstract_grid(ring=ring))
+        x = torch.empty(layout.local_length, 1, 2, 8)
+        usp.local_attention(x, x, x, layout=layout, rule=AttentionRule(gather_keys=gather))
+    assert [isinstance(source, GatherSource) for source in sources] == [False, False, False, True]
+
+
+def test_masks_are_made_in_host_memory_for_long_queries_or_keys(monkeypatch):
+    in_host = []
+    monkeypatch.setattr(
+        usp, "tiled_attention", lambda *_, kernel, **options: in_host.append(kernel.scores.mask_in_host)
+    )
+    short, long = (SequenceLayout(length, abstract_grid()) for length in (8, 16))
+    for queries, keys in ((short, short), (short, long), (long, short)):
+        q, k = (torch.empty(layout.seq_length, 1, 2, 8) for layout in (queries, keys))
+        rule = AttentionRule(Full(), mask_cpu_threshold=12)
+        usp.local_attention(q, k, k, layout=queries, rule=rule, key_layout=keys)
+    assert in_host == [False, True, True]
+
+
+def test_one_mask_for_several_samples_with_dropout():
+    """Each sample draws its own dropout, as if it were alone."""
+    layout, x = SequenceLayout(8, abstract_grid()), sbhd(8, 2, 2, 8).permute(2, 0, 1, 3)
+    dropout = Dropout(0.4, seed=1, samples=(3, 7))
+    both = usp.attention(x, x, x, layout=layout, dropout=dropout)
+    for i, sample in enumerate(x.split(1, dim=1)):
+        alone = usp.attention(sample, sample, sample, layout=layout, dropout=dropout.of_samples(i, i + 1))
+        assert torch.equal(both[:, i : i + 1], alone)
+    assert not torch.equal(both, usp.attention(x, x, x, layout=layout))

@@ -143,7 +143,7 @@ def tiles(q_spans: Spans, k_spans: Spans, mask: Mask, shared: dict[Hashable, Any
             first, stop = band.keys
             for k_row, k in keys[bisect_right(stops, first) : bisect_left(starts, stop)]:
                 right = k_row - k[0]
-                for part in (band,) if k[0] <= first and stop <= k[1] else band.clip(k):
+                for part in band.clip(k):
                     for q_at, k_at, kind, masked in _cut(part):
                         rows = (q_at[0] + down, q_at[1] + down) if down else q_at
                         columns = (k_at[0] + right, k_at[1] + right) if right else k_at
