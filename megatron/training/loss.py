@@ -36,7 +36,7 @@ def sum_of_losses(loss_mask: Tensor, loss: Tensor) -> tuple[Tensor, Tensor, Tens
 
     core divides by the tokens of the global batch, so a rank whose tokens are all masked contributes zero.
     """
-    mask = loss_mask.reshape(-1).float()
+    mask = loss_mask.reshape(-1)
     losses = loss.reshape(-1) * mask if loss.dim() else loss  # a sum already, with --loss-chunks; in fp32 at least
     tokens = mask.sum(dtype=torch.float64)
     report = torch.stack((losses.detach().double().sum(), tokens))
