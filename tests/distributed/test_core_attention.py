@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import megatron.context_parallel as cp
-from megatron.context_parallel.layout.grid import make_grid
+from megatron.context_parallel.layout.grid import Axis, make_grid
 
 LENGTH, HEADS, SIZE = 48, 4, 8
 ENDS = (0, 10, 30, 48)
@@ -260,3 +260,79 @@ def test_packed_sequences_of_another_form_are_refused(options):
     given = SimpleNamespace(**({"qkv_format": "thd", "cu_seqlens_q": torch.tensor([0, 4])} | options))
     with pytest.raises(ValueError, match='must have qkv_format="thd" and cu_seqlens_q'):
         with_packed(Samples(), given, cp.Causal())
+
+
+@pytest.mark.parametrize(
+    "kind, more, ends, message",
+    [
+        ("causal", {}, (10, 30, 48), None),
+        ("causal", {"cu_seqlens_q_padded": PADDED, "cu_seqlens_kv_padded": PADDED}, (12, 32, 48), None),
+        ("causal", {"cu_seqlens_kv": None}, (10, 30, 48), None),
+        ("full", {"cu_seqlens_q_padded": ENDS, "cu_seqlens_kv_padded": ENDS}, (10, 30, 48), None),
+        ("full", {"cu_seqlens_q_padded": PADDED}, None, "padding inside documents needs a causal mask"),
+        ("full", {"cu_seqlens_kv_padded": PADDED}, None, "padding inside documents needs a causal mask"),
+        ("causal", {"cu_seqlens_kv": PADDED}, None, "cu_seqlens_kv differs from cu_seqlens_q"),
+        ("causal", {"local_cp_size": 2}, None, "leave local_cp_size and cp_group out"),
+        ("causal", {"cp_group": "a group"}, None, "leave local_cp_size and cp_group out"),
+    ],
+)
+def test_documents_of_packed_sequences(kind, more, ends, message):
+    from megatron.context_parallel.core.core_attention import with_packed
+    from megatron.context_parallel.layout.documents import Samples
+
+    more = {name: torch.tensor(value, dtype=torch.int32) if isinstance(value, tuple) else value
+            for name, value in more.items()}  # fmt: skip
+    mask = cp.Causal() if kind == "causal" else cp.Full()
+    for batch, fits in (
+        (Samples((3,)), True),
+        (Samples((3,), (ends or ENDS[1:],)), True),
+        (Samples((3,), ((48,),)), False),
+    ):
+        if message is None and fits:
+            assert with_packed(batch, packed(**more), mask) == Samples((3,), (ends,))
+        else:
+            with pytest.raises(ValueError, match=message or "describe different documents"):
+                with_packed(batch, packed(**more), mask)
+
+
+def test_dropped_outputs_and_their_bias_are_added_to_the_input():
+    from types import SimpleNamespace
+
+    from megatron.context_parallel.core.gpt_dropout import stream_of
+    from megatron.context_parallel.core.transformer_layer import FFN, LongContextLayer
+
+    calls = []
+
+    def halved(x, stream, rows):
+        calls.append((stream, rows))
+        return x / 2
+
+    layer = SimpleNamespace(core_add={FFN: None}, layer_number=3)
+    add = LongContextLayer._add(layer, halved, FFN, (4, 9))
+    x, bias, residual = torch.randn(5, 1, 8), torch.randn(8), torch.randn(5, 1, 8)
+    assert torch.allclose(add((x, bias), residual, 0.5), residual + (x + bias) / 2)
+    assert torch.allclose(add((x, None), residual.double(), 0.5), residual + x / 2)
+    assert calls == [(stream_of(3, FFN), (4, 9))] * 2
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+def test_norms_against_their_definition(normalization, zero_centered):
+    from types import SimpleNamespace
+
+    from megatron.context_parallel.core.spec import AllHeadsNorm, Norm
+
+    config = SimpleNamespace(layernorm_zero_centered_gamma=zero_centered, params_dtype=torch.float64,
+                             normalization=normalization, sequence_parallel=False)  # fmt: skip
+    x, one = torch.randn(3, 2, 4, 8, dtype=torch.float64), 1.0 if zero_centered else 0.0
+    norm = Norm(config, 8, eps=0.3)
+    for parameter in norm.parameters():
+        parameter.data.normal_()
+    centred = x - x.mean(-1, keepdim=True) if normalization == "LayerNorm" else x
+    expected = centred / (centred.square().mean(-1, keepdim=True) + 0.3).sqrt() * (norm.weight + one)
+    assert torch.allclose(norm(x), expected if norm.bias is None else expected + norm.bias, rtol=1e-12)
+    heads = AllHeadsNorm(config, 8, 0.3, heads=4, tensor=Axis(1))
+    heads.weight.data.normal_()
+    flat = x.flatten(2)
+    expected = flat / (flat.square().mean(-1, keepdim=True) + 0.3).sqrt() * (heads.weight + one)
+    assert torch.allclose(heads(x).flatten(2), expected, rtol=1e-12)

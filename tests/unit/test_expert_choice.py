@@ -89,6 +89,12 @@ def test_sinkhorn_is_that_of_core(topk: int):
     assert not torch.allclose(even_choice(more, torch.ones(49), lambda sums: sums), bias)
 
 
+def test_sinkhorn_of_bf16_logits_is_in_fp32():
+    logits = (3 * torch.randn(64, 8)).bfloat16()
+    scale, wide = (even_choice(x, torch.ones(64), lambda x: x) for x in (logits, logits.float()))
+    assert scale.dtype == torch.float32 and torch.equal(scale, wide)
+
+
 def test_equal_scores_go_to_the_first_expert():
     weights, chosen = choose(torch.zeros(5, 8), RouterRule(topk=3))
     assert chosen[:, :3].all() and not chosen[:, 3:].any() and torch.allclose(weights[:, :3], torch.tensor(1 / 3))

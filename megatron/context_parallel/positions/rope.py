@@ -141,7 +141,7 @@ def rotary_angles(positions: Tensor, inv_freq: Tensor) -> Tensor:
         fp32 [..., dim / 2]. The product is computed in fp64 and reduced to one turn before it is rounded. Angles are
         therefore as exact at position four million as at four; in fp32 the error would be a tenth of a radian.
     """
-    return (positions.double()[..., None] * inv_freq.to(positions.device) % (2 * torch.pi)).float()
+    return (positions[..., None] * inv_freq.to(positions.device) % (2 * torch.pi)).float()
 
 
 def _llama3(inv_freq: Tensor, factor: float) -> Tensor:
@@ -191,7 +191,8 @@ def _has_triton() -> bool:
 def _pairs(x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
     """Views of the two entries of every pair."""
     if rope.interleaved:
-        return x[..., 0 : rope.dim : 2], x[..., 1 : rope.dim : 2]
+        pairs = x[..., : rope.dim].unflatten(-1, (-1, 2))
+        return pairs[..., 0], pairs[..., 1]
     return x[..., : rope.dim // 2], x[..., rope.dim // 2 : rope.dim]
 
 
