@@ -54,6 +54,11 @@ REQUESTS = {
     "no_mask of the call": ({}, {"attn_mask_type": "no_mask"}, lambda q, k: k >= 0),
     "window": ({"config": {"window_size": (4, 0)}}, {}, lambda q, k: (k <= q) & (k >= q - 4)),
     "window of one token": ({"config": {"window_size": (0, 0)}}, {}, lambda q, k: k == q),
+    "window without a left end, of a layer that is not causal": (
+        {"config": {"window_size": (-1, 0)}, "attn_mask_type": "no_mask"},
+        {},
+        lambda q, k: k <= q,
+    ),
     "window without a left end": ({"config": {"window_size": (-1, 0)}}, {}, lambda q, k: k <= q),
     "window of both sides": (
         {"config": {"window_size": (4, 3)}, "attn_mask_type": "no_mask"},

@@ -22,6 +22,7 @@ from megatron.context_parallel.core.expert_choice import (
     within_capacity,
     z_loss,
 )
+from megatron.context_parallel.core.experts import SUMS, ExpertRouter
 from megatron.formulas.device_memory import device_memory
 from megatron.formulas.flops import forward_flops
 from megatron.formulas.parameters import stage_parameters
@@ -93,6 +94,16 @@ def test_sinkhorn_of_bf16_logits_is_in_fp32():
     logits = (3 * torch.randn(64, 8)).bfloat16()
     scale, wide = (even_choice(x, torch.ones(64), lambda x: x) for x in (logits, logits.float()))
     assert scale.dtype == torch.float32 and torch.equal(scale, wide)
+
+
+def test_tokens_of_experts_are_counted_exactly():
+    many = 2**24 + 3  # the next number after 2**24 in fp32 is 2**24 + 2
+    router, sums = SimpleNamespace(seen=None), {name: torch.zeros(()) for name in SUMS}
+    chosen, counted = torch.ones(1, dtype=torch.bool).expand(many, 1), torch.ones(1).expand(many)
+    for times in (1, 2):
+        ExpertRouter._add(router, chosen, counted, sums)
+        assert router.seen.dtype == torch.float64 and router.seen.tolist()[0] == times * many
+        assert router.seen[1 + SUMS.index("tokens")] == times * many
 
 
 def test_equal_scores_go_to_the_first_expert():

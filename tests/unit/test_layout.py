@@ -20,7 +20,7 @@ from megatron.context_parallel.attention.kernels import select
 from megatron.context_parallel.attention.kernels.sums import Accumulator
 from megatron.context_parallel.attention.ring import RingSource
 from megatron.context_parallel.attention.ring_plan import Hop, Message, RingPlan, attention_plan
-from megatron.context_parallel.layout.grid import abstract_grid
+from megatron.context_parallel.layout.grid import Axis, abstract_grid
 from megatron.context_parallel.layout.masks import Causal, Full
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Spans, count, joined, numbered, place, positions_of, split, union
@@ -524,7 +524,8 @@ def test_a_layout_may_have_one_token_and_as_many_chunks_as_tokens_of_a_rank():
 def test_sizes_of_a_grid_without_processes():
     grid = abstract_grid(ulysses=2, ring=3, tensor=5)
     assert (grid.context.size, grid.world_size) == (6, 30)
-    assert grid.at(ulysses=1, ring=2, tensor=4).context.rank == 5
+    whole = replace(grid, data=Axis(7, 5), pipeline=Axis(3, 2)).at(ulysses=1, ring=2, tensor=4)
+    assert (whole.context.rank, whole.data, whole.pipeline) == (5, Axis(7, 5), Axis(3, 2))
 
 
 @pytest.mark.parametrize("steps, direct", [((2,), True), ((1, 2), False), ((1,), False)])

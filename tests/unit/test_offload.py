@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 import megatron.context_parallel as cp
 from megatron.context_parallel.attention import ulysses
-from megatron.context_parallel.fpdt import host_store
+from megatron.context_parallel.attention.rule import AttentionRule
+from megatron.context_parallel.fpdt import chunk_pass, chunked_layer, host_store
 from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
 from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
 from megatron.context_parallel.fpdt.host_store import (
@@ -273,6 +274,36 @@ def test_a_second_backward_pass_is_refused_in_one_line(recompute):
     y.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="second backward pass through a layer in chunks is not supported"):
         y.backward()
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize("mask", [cp.Causal(), cp.Full(), cp.Window(2)], ids=str)
+def test_nothing_is_kept_after_a_backward_pass(monkeypatch, mask, by_keys):
+    """Tensors of a chunk are dropped when nothing needs them any more: the last are dropped with the last chunk."""
+    stores, most = [], []
+
+    class Recorded(chunk_pass.ChunkStore):
+        def __init__(self, offload):
+            super().__init__(offload)
+            stores.append(self)
+
+        def drop(self, *names):
+            most.append(len(self._kept))
+            super().drop(*names)
+
+    monkeypatch.setattr(chunk_pass, "ChunkStore", Recorded)
+    monkeypatch.setattr(chunked_layer, "goes_by_keys", lambda *_: by_keys)
+    layout, w = cp.SequenceLayout(32, abstract_grid(), chunks=4), torch.ones((), requires_grad=True)
+    layer = ChunkedLayer(
+        lambda x, _: (x[..., None] * w,) * 3,
+        lambda out, x, _: x + out[..., 0],
+        [w],
+        layout,
+        rule=AttentionRule(mask),
+        offload=Offload(CPU),
+    )
+    layer(torch.randn(32, 1, 4, requires_grad=True)).sum().backward()
+    assert len(stores) == 1 and not stores[0]._kept, most
 
 
 def test_a_second_backward_pass_through_the_loss_is_refused_in_one_line():

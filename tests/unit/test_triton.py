@@ -20,7 +20,7 @@ from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel im
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles import walk
 from megatron.context_parallel.layout.masks import Causal, Documents, Full, MaskFunction, Window
 from megatron.context_parallel.layout.spans import count
-from megatron.context_parallel.layout.tiles import Tiles, tiles
+from megatron.context_parallel.layout.tiles import Tile, Tiles, tiles
 from megatron.context_parallel.positions.position_dropout import Dropout
 from megatron.decisions.block_sizes import INTERPRETED, Blocks
 from megatron.simulator.machines.machine_file import load
@@ -195,17 +195,40 @@ def test_ranges_cover_each_pair_once_and_few_others(mask, block, step, side):
     for number, *ends in walked.blocks.tolist():
         rows = torch.arange(number * block, min(number * block + block, wanted.size(0)))
         for index in range(ends[0], ends[3]):
-            start, stop, first, last, low, high, bits, *_ = walked.ranges[index].tolist()
+            start, stop, first, last, low, high, bits, _, other = walked.ranges[index].tolist()
             columns = torch.arange(start, stop)
             away = columns - rows[:, None]
             inside = ((rows >= first) & (rows < last))[:, None] & (away >= low) & (away <= high)
             assert (bits >= 0) == (index >= ends[2])
             if index < ends[1]:
                 assert inside.all() and (stop - start) % step == 0, "a plain range has full steps without masked pairs"
+            else:
+                # Full steps are counted from the start of the range, so that up to one step more is left out.
+                assert bits >= 0 or int(inside.all(0).sum()) < 2 * step, "an edge has no two steps without masked pairs"
+            assert bits < 0 or (start - other) % triton_tiles.WORD == 0, "a masked range begins with a word"
             met[rows[:, None], columns] += inside.int()
             steps += -(-(stop - start) // step)
     assert torch.equal(met, wanted) and wanted.max() == 1
     assert walked.pairs == steps * block * step
+
+
+@pytest.mark.parametrize("queries, keys, size", [(33, 65, 4 * 65 * 2), (40, 33, 4 * 40 * 2), (32, 32, 4 * 32)])
+def test_bytes_of_the_bits_of_a_tile(queries, keys, size):
+    assert triton_tiles._bit_bytes(Tile((5, 5 + queries), (7, 7 + keys), "full", True)) == size
+    assert triton_tiles._bit_bytes(Tile((5, 5 + queries), (7, 7 + keys), "full")) == 0
+
+
+def test_a_mask_is_evaluated_for_few_queries_at_once(monkeypatch):
+    monkeypatch.setattr(triton_tiles, "ROW_MASK_BYTES", 24 * 100 * 70)  # of 70 queries, in whole words 64
+    seen = []
+
+    def pairs(q, k):
+        seen.append((q.numel(), k.numel()))
+        return q >= k
+
+    results = tiles(((0, 200),), ((0, 100),), MaskFunction(pairs, Full()))
+    triton_tiles.pack(results, MaskFunction(pairs, Full()), torch.device("cpu"), ["q"])
+    assert seen == [(64, 100), (64, 100), (64, 100), (8, 100)]
 
 
 def test_long_sequences_have_few_ranges():
