@@ -341,3 +341,27 @@ def test_norms_against_their_definition(normalization, zero_centered):
     flat = x.flatten(2)
     expected = flat / (flat.square().mean(-1, keepdim=True) + 0.3).sqrt() * (heads.weight + one)
     assert torch.allclose(heads(x).flatten(2), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("size, rank, first", [(1, 0, 0), (2, 0, 0), (2, 1, 2), (4, 2, 2), (4, 3, 3)])
+def test_dropout_of_a_tp_rank_is_that_of_its_heads(size, rank, first):
+    from megatron.context_parallel.core.gpt_dropout import ModelDropout
+    from megatron.context_parallel.layout.documents import Samples
+
+    layout = cp.SequenceLayout(LENGTH, cp.abstract_grid(tensor=size).at(tensor=rank))
+    layer = core_attention({"dropout": ModelDropout(attention=0.5, seed=3)}, layout=layout, layer_number=2)
+    assert (layer.first_head, layer.heads) == (first, HEADS // size)
+    assert layer.train().dropout_of(Samples((7,))).head == first
+    assert layer.eval().dropout_of(Samples((7,))) is None
+
+
+def test_each_dropout_of_a_model_has_its_own_stream():
+    from megatron.context_parallel.core import gpt_dropout
+    from megatron.context_parallel.layout.documents import Samples
+
+    model, batch = gpt_dropout.ModelDropout(0.5, 0.5), Samples((7,))
+    streams = [model.of_weights(layer, batch, 0).stream for layer in range(1, 9)]
+    streams += [gpt_dropout.stream_of(layer, which) for layer in range(1, 9) for which in (gpt_dropout.ATTENTION,
+                                                                                          gpt_dropout.FFN)]  # fmt: skip
+    streams.append(gpt_dropout.EMBEDDING)
+    assert len(set(streams)) == 8 * 3 + 1 and min(streams) >= 0

@@ -595,7 +595,7 @@ def test_masks_are_made_in_host_memory_for_long_queries_or_keys(monkeypatch):
     short, long = (SequenceLayout(length, abstract_grid()) for length in (8, 16))
     for queries, keys in ((short, short), (short, long), (long, short)):
         q, k = (torch.empty(layout.seq_length, 1, 2, 8) for layout in (queries, keys))
-        rule = AttentionRule(Full(), mask_cpu_threshold=12)
+        rule = AttentionRule(Full(), mask_cpu_threshold=8)
         usp.local_attention(q, k, k, layout=queries, rule=rule, key_layout=keys)
     assert in_host == [False, True, True]
 

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -503,3 +504,39 @@ def test_dropout_of_hidden_states_and_rotary_angles_never_wait():
         rotary.angles([ENDS])
         rotary.of_spans(layout.local_spans, ENDS)
     assert not waits.calls
+
+
+def test_without_a_backward_pass_the_last_keys_are_not_kept(monkeypatch):
+    kept = []
+
+    class Recorded(chunk_pass.ChunkStore):
+        def put(self, name, x):
+            kept.append(name)
+            super().put(name, x)
+
+    monkeypatch.setattr(chunk_pass, "ChunkStore", Recorded)
+    layout = cp.SequenceLayout(32, abstract_grid(), chunks=4)
+    layer = ChunkedLayer(lambda x, _: (x[..., None],) * 3, lambda out, x, _: x + out[..., 0], [], layout)
+    layer(torch.randn(32, 1, 4))
+    assert kept == [("kv", 0), ("kv", 1), ("kv", 2)]
+
+
+@pytest.mark.parametrize("ring", [1, 2])
+@pytest.mark.parametrize("offload", [None, "host memory"])
+@pytest.mark.parametrize("fewer", [False, True])
+def test_the_loop_that_copies_and_sends_less_is_taken(monkeypatch, ring, offload, fewer):
+    taken = []
+    for name in ("by_keys", "by_queries"):
+        loop = SimpleNamespace(
+            forward=lambda *_, name=name: taken.append(name), backward=lambda *_, name=name: taken.append(name)
+        )
+        monkeypatch.setattr(chunked_layer, name, loop)
+    monkeypatch.setattr(chunked_layer, "goes_by_keys", lambda *_: fewer)
+    layer = SimpleNamespace(layout=cp.SequenceLayout(8, abstract_grid(ring=ring)), offload=offload)
+    work = SimpleNamespace(local_heads=4, local_kv_heads=4)
+    run = SimpleNamespace(layer=layer, work=work, x=SimpleNamespace(x=torch.empty(1)))
+    chunked_layer._Pass.forward(run, None)
+    chunked_layer._Pass.backward(run, None)
+    forward = "by_keys" if ring > 1 and not offload else "by_queries"
+    backward = "by_keys" if ring > 1 or (offload and fewer) else "by_queries"
+    assert taken == [forward, backward]

@@ -47,7 +47,7 @@ CAP = {"softcap": 2.0}
 EXTRAS = {
     "plain": {},
     "alibi": {"slopes": (0.25, 0.0625)},
-    "softcap": {"softcap": 2.0},
+    "softcap": {"softcap": 1.5},
     "dropout": {"dropout": Dropout(0.3, seed=5, stream=2, samples=(3,), head=4)},
     "all": {"slopes": (0.25, 0.0625), "softcap": 2.0, "dropout": Dropout(0.1, seed=5)},
 }
@@ -69,10 +69,19 @@ def test_masks_on_a_ring(interpreted, mask):
     check(interpreted(triton_cases.errors, Case(MASKS[mask], **ZIGZAG)))
 
 
-@pytest.mark.parametrize("extra", ["dropout", "all"])
+@pytest.mark.parametrize("extra", ["alibi", "softcap", "dropout", "all"])
 def test_softcaps_sinks_and_dropout_of_scores(interpreted, extra):
     mask = MASKS["function" if extra == "all" else "causal"]
     check(interpreted(triton_cases.errors, Case(mask, **ZIGZAG, **EXTRAS[extra])))
+
+
+def test_each_sample_and_head_has_its_own_dropout(interpreted):
+    dropout = Dropout(0.3, seed=5, stream=2, samples=(3, 8), head=4)
+    check(interpreted(triton_cases.errors, Case(MASKS["two-sided"], **ZIGZAG, b=2, h=4, hk=2, dropout=dropout)))
+    blocks = (((0, 64),), ((64, 88), (128, 152)))  # complete groups of four keys
+    check(interpreted(triton_cases.errors, Case(Causal(), ((0, 88), (128, 152)), blocks, b=2, dropout=dropout)))
+    apart = ((0, 23), (66, 130))  # a row and its position are in other places of their groups of four
+    check(interpreted(triton_cases.errors, Case(Full(), ((0, 40),), (apart,), dropout=replace(dropout, samples=(3,)))))
 
 
 @pytest.mark.parametrize("mask, extra", [("causal", "dropout"), ("full", "all")])
