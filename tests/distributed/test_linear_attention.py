@@ -17,6 +17,7 @@ from megatron.context_parallel.linear_attention.mixer import linear_attention, r
 from megatron.context_parallel.linear_attention.rules import RULES, LinearRule, recurrence
 from megatron.context_parallel.linear_attention.short_convolution import short_convolution
 from megatron.context_parallel.linear_attention.span_exchange import span_order
+from megatron.context_parallel.linear_attention.span_maps import segments
 from megatron.decisions.state_exchange import gather_bytes, heads_bytes, relay_bytes
 from tests.errors import worst
 from tests.pairs import also_in_full, by_pairs
@@ -263,8 +264,9 @@ def compare_chunked(ulysses, ring, balance, documents, chunks, exchange, rule, k
     layer = ChunkedLinearLayer(
         project=lambda x, chunk: project(x, own[0]), heads=mixed_heads,
         output=lambda out, x, chunk: x + out.flatten(2) @ own[1].T, parameters=own, layout=layout, linear=rule,
-        weight=own[2] if width else None, activation="silu", documents=documents if state else begins_with_spans(layout),
-        exchange=exchange, offload=offload, streamed=kept == "streamed", recompute=kept == "recomputed",
+        weight=own[2] if width else None, activation="silu", exchange=exchange,
+        documents=documents if state else begins_with_spans(layout), offload=offload, streamed=kept == "streamed",
+        recompute=kept == "recomputed",
     )  # fmt: skip
     local = layout.shard(x).detach().requires_grad_()
     y = layer(local)
@@ -312,6 +314,19 @@ def test_states_are_sent_only_where_a_document_continues_on_another_rank(ring, e
     rule = RULES["gated_delta"]
     inputs = [x[: layout.local_length] for x in tokens(rule, 168, 1, 2, 2)]
     assert route_of(inputs, rule, layout, ends, "gather").sends == sends
+
+
+@pytest.mark.parametrize(
+    "batch, heads, keys, values, size",
+    [(1, 4, 4, 4, 174720), (1, 4, 4, 5, 161280), (2, 64, 64, 64, 320), (1, 256, 128, 100, 64), (8, 64, 128, 128, 64)],
+)
+def test_a_segment_holds_at_most_a_number_of_elements(batch, heads, keys, values, size):
+    """Whole blocks of 64 tokens, of which q, k and v have at most 2**23 elements; at least one block."""
+    q, v = (torch.empty(400000, batch, heads, width, device="meta") for width in (keys, values))
+    assert size == 64 or size * batch * heads * (2 * keys + values) <= 2**23 and size % 64 == 0
+    assert size * batch * heads * (2 * keys + values) + 64 * batch * heads * (2 * keys + values) > 2**23
+    rows = (10, 10 + 2 * size + 1)
+    assert segments([q, q, v], rows) == [(10, 10 + size), (10 + size, 10 + 2 * size), (10 + 2 * size, rows[1])]
 
 
 def test_a_block_is_the_smallest_power_of_two_that_holds_the_tokens():

@@ -141,7 +141,7 @@ def rotary_angles(positions: Tensor, inv_freq: Tensor) -> Tensor:
         fp32 [..., dim / 2]. The product is computed in fp64 and reduced to one turn before it is rounded. Angles are
         therefore as exact at position four million as at four; in fp32 the error would be a tenth of a radian.
     """
-    return (positions.double()[..., None] * inv_freq.to(positions.device) % (2 * torch.pi)).float()
+    return (positions[..., None] * inv_freq.to(positions.device) % (2 * torch.pi)).float()
 
 
 def _llama3(inv_freq: Tensor, factor: float) -> Tensor:
