@@ -183,7 +183,14 @@ def test_norms_and_residuals_do_not_depend_on_the_grid(pool, shared, place, grid
     compare_gradients([grads for _, _, grads in results], wanted, 1e-5)
 
 
-def wide_norm(tensor: int, planted: bool) -> dict[str, torch.Tensor]:
+def drawn() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x and dout of 8 heads, and the weight of their norm."""
+    generator = torch.Generator().manual_seed(1)
+    x, dout = torch.randn(2, 5, 3, 8, 4, generator=generator, dtype=torch.float64)
+    return x, dout, torch.rand(32, generator=generator, dtype=torch.float64)
+
+
+def wide_norm(tensor: int, planted: bool, zero_centered: bool = False) -> dict[str, torch.Tensor]:
     """Result and gradients of a norm over 8 heads in fp64 on one TP group, complete on each rank."""
     from types import SimpleNamespace
 
@@ -192,10 +199,9 @@ def wide_norm(tensor: int, planted: bool) -> dict[str, torch.Tensor]:
     from megatron.context_parallel.core.spec import AllHeadsNorm
     from megatron.context_parallel.layout.grid import Axis
 
-    generator = torch.Generator().manual_seed(1)
-    x, dout = torch.randn(2, 5, 3, 8, 4, generator=generator, dtype=torch.float64)
-    weight = torch.rand(32, generator=generator, dtype=torch.float64)
-    config = SimpleNamespace(layernorm_zero_centered_gamma=False, params_dtype=torch.float64)
+    x, dout, weight = drawn()
+    weight = weight - 1 if zero_centered else weight
+    config = SimpleNamespace(layernorm_zero_centered_gamma=zero_centered, params_dtype=torch.float64)
     axis = Axis.of(dist.group.WORLD) if tensor > 1 else Axis(1)
     norm = AllHeadsNorm(config, 4, 1e-5, heads=8, tensor=axis)
     if planted:
@@ -216,12 +222,13 @@ def wide_norm(tensor: int, planted: bool) -> dict[str, torch.Tensor]:
 
 
 def test_a_norm_over_all_heads_sums_over_tp(pool):
-    expected = pool.run(wide_norm, 1, 1, False)[0]
-    drawn = torch.randn(2, 5, 3, 8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    weight = expected["out"].flatten(2) / torch.nn.functional.rms_norm(drawn[0].flatten(2), (32,), eps=1e-5)
-    assert torch.allclose(weight, weight[0, 0], atol=1e-12)
-    for tensor in (2, 4):
-        for mine in pool.run(wide_norm, tensor, tensor, False):
+    x, dout, weight = drawn()
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    out = torch.nn.functional.rms_norm(x.flatten(2), (32,), weight, eps=1e-5).view_as(x)
+    dx, dw = torch.autograd.grad(out, leaves, dout)
+    expected = {"out": out.detach(), "dx": dx, "dw": dw}
+    for tensor, zero_centered in ((1, False), (1, True), (2, True), (4, False)):
+        for mine in pool.run(wide_norm, tensor, tensor, False, zero_centered):
             for name, whole in expected.items():
                 assert float((mine[name] - whole).abs().max()) < 1e-12
     wrong = pool.run(wide_norm, 2, 2, True)[0]

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import pytest
 import torch
 from hypothesis import given
@@ -13,12 +16,31 @@ from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spa
 from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
 from megatron.context_parallel.fpdt.host_store import Offload, is_host_buffer
 from megatron.context_parallel.layout.grid import abstract_grid
+from megatron.context_parallel.layout.masks import Band, Mask
+from megatron.context_parallel.layout.spans import Span
 from tests.adversary import Adversary
-from tests.distributed.test_attention import dense_attention
 from tests.pairs import also_in_full, by_pairs, pairs
 from tests.properties import examples
 
-MASKS = {"causal": cp.Causal(), "full": cp.Full()}
+
+@dataclass(frozen=True)
+class FirstKeys:
+    """Queries from ``start`` on attend to the keys before ``stop``; all other queries and keys have no partner."""
+
+    start: int
+    stop: int
+
+    pairwise = fine = False
+
+    def bands(self, q: Span, k: Span) -> Iterator[Band]:
+        if q[1] > self.start:
+            yield Band((max(q[0], self.start), q[1]), 0, self.stop)
+
+    def allowed(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return (q >= self.start) & (k < self.stop)
+
+
+MASKS = {"causal": cp.Causal(), "full": cp.Full(), "first keys": FirstKeys(9, 7)}
 WIDTH, SIZE = 24, 8
 CPU = torch.device("cpu")
 
@@ -36,6 +58,16 @@ def make(heads: int, kv_heads: int, length: int, batch: int) -> dict[str, torch.
     made = {name: torch.randn(*shape, generator=draw, dtype=torch.float64) / 3 for name, shape in shapes.items()}
     made["dy"] = made["dy"].permute(2, 0, 1)  # another memory order, to detect code that ignores strides
     return made
+
+
+def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
+    """Plain attention on [s, b, h, d], the reference; 0 for queries without keys."""
+    k, v = (x.repeat_interleave(q.size(2) // k.size(2), dim=2) for x in (k, v))
+    at = torch.arange(len(q))
+    allowed = mask.allowed(at[:, None], at)
+    scores = torch.einsum("qbhd,kbhd->bhqk", q, k) * q.size(3) ** -0.5
+    weights = scores.masked_fill(~allowed, -1e30).softmax(-1) * allowed
+    return torch.einsum("bhqk,kbhd->qbhd", weights, v)
 
 
 def attend(made, heads, kv_heads, x, layout, mask, offload=None, streamed=False, order=None):
@@ -70,7 +102,7 @@ def compare(heads, kv_heads, length, batch, mask, layout, offload, streamed=Fals
     whole = made | leaves
     plain = cp.SequenceLayout(length, abstract_grid())
     q, k, v = attend(whole, heads, kv_heads, leaves["x"], plain, MASKS[mask])[1](leaves["x"], 0)
-    out = dense_attention(q, k, v, mask == "causal")
+    out = dense_attention(q, k, v, MASKS[mask])
     expected = leaves["x"] + out.flatten(2) @ leaves["w_out"]
     expected_grads = torch.autograd.grad(expected, list(leaves.values()), made["dy"])
 
@@ -160,6 +192,15 @@ def test_chunks_equal_dense_attention(pool, ulysses, ring, heads, kv_heads, batc
         store != "device",
         store == "stream",
     )
+    assert all(error < 1e-10 for rank in result for error in rank), result
+
+
+@pytest.mark.parametrize("ring, heads", [(1, (8, 2)), (1, (8, 8)), (2, (8, 2))])
+@pytest.mark.parametrize("store", ["host", "device"])
+def test_chunks_without_queries_or_keys(pool, ring, heads, store):
+    """Of 4 chunks, some queries meet no keys, and some keys no queries."""
+    case = (1, ring, *heads, 16 * ring, 2, 4, "contiguous", "first keys", store == "host", False)
+    result = pool.run(compare_on_grid, ring, *case)
     assert all(error < 1e-10 for rank in result for error in rank), result
 
 

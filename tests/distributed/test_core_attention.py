@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from dataclasses import replace
 from pathlib import Path
 
 import megatron.core
@@ -232,7 +233,8 @@ def chunked_layer_with(name, value):
         model = model.module
     layer = model.decoder.layers[0]
     x = torch.randn(job.runtime.layout.local_length, 1, 32)
-    layer(x)
+    # Core passes its angles for RoPE, which the layer does not need.
+    assert torch.equal(layer(x)[0], layer(x, None, rotary_pos_emb=torch.ones(1), rotary_pos_cos=torch.ones(1))[0])
     with pytest.raises(ValueError, match=f"does not support {name}"):
         layer(x, None, **{name: value})
 
@@ -240,6 +242,32 @@ def chunked_layer_with(name, value):
 @pytest.mark.parametrize("name", ["attention_bias", "packed_seq_params", "context"])
 def test_a_layer_in_chunks_refuses_what_it_does_not_read(pool, name):
     pool.run(chunked_layer_with, 1, name, torch.ones(1))
+
+
+def rows_of_ffn(count):
+    """The number of rows of each call of a layer's FFN, in a forward and a backward pass."""
+    from tests.distributed.training_runs import make_job
+
+    job, rows = make_job("--num-layers 1 --hidden-size 32 --num-attention-heads 4 --ffn-chunks 4"), []
+    (mlp,) = [module for module in job.chunks[0].modules() if type(module).__name__ == "MLP"]
+    mlp.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
+    (layer,) = [module for module in job.chunks[0].modules() if hasattr(module, "has_ffn")]
+    layer.chunks = replace(layer.chunks, ffn_chunks=count)
+    layer(torch.randn(job.runtime.layout.local_length, 1, 32, requires_grad=True))[0].sum().backward()
+    return rows
+
+
+@pytest.mark.parametrize("count, rows", [(None, [64]), (4, [16] * 8)])
+def test_an_ffn_in_chunks_sees_one_chunk_at_a_time_and_again_in_backward(pool, count, rows):
+    assert pool.run(rows_of_ffn, 1, count)[0] == rows
+
+
+@pytest.mark.parametrize("option", ["inference_context", "attention_bias"])
+def test_a_layer_with_a_state_refuses_what_it_does_not_read(option):
+    from megatron.context_parallel.core.mixers.state_mixer import StateMixer
+
+    with pytest.raises(ValueError, match="supports neither inference_context nor attention_bias"):
+        StateMixer.forward(None, torch.zeros(4, 1, 8), **{option: torch.zeros(1)})
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4])

@@ -101,6 +101,16 @@ def test_each_dropout_changes_the_loss(on_one_process):
     assert all(abs(loss / result[""] - 1) < 0.05 for loss in result.values()), result
 
 
+def test_the_smallest_dropout_changes_little(on_one_process):
+    """One element of 32768 is dropped; the others are those of the model without dropout."""
+    plain, least = (
+        on_one_process(f"{GQA} --num-layers 2 {flags}", True, 2)
+        for flags in ("", "--hidden-dropout 3.1e-5 --attention-dropout 3.1e-5")
+    )
+    for mine, whole in zip(least[:2], plain[:2]):
+        assert mine == pytest.approx(whole, rel=1e-3) and mine != whole
+
+
 def evaluation_losses(flags):
     """The loss of an evaluation before training, and of the first training step."""
     from megatron.training.job import batches_for

@@ -308,6 +308,22 @@ def test_experts_drop_the_tokens_beyond_their_capacity(reference):
         assert sum(dropped["tokens"][0][0]) < 2 * dropped["counted"][0]
 
 
+def routed(flags: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and choices of 128 tokens in a layer's router."""
+    from megatron.training.model.expert_load import routers
+
+    router = next(routers(make_job(flags).chunks))
+    weights, chosen = router(torch.randn(64, 2, router.weight.size(1), generator=torch.Generator().manual_seed(1)))
+    return weights.detach(), chosen
+
+
+@pytest.mark.parametrize("model", [DROPPED, FIRST])
+def test_a_choice_beyond_the_capacity_has_no_weight(pool, model):
+    weights, chosen = pool.run(routed, 1, model)[0]
+    assert torch.equal(weights != 0, chosen)
+    assert chosen.sum(dim=0).max() == 0.75 * 2 * 128 / 8 and chosen.sum() < 2 * 128
+
+
 def test_biases_follow_the_load(reference):
     one = reference(DEEPSEEK)  # two steps of 0.01, up or down
     ((layer, biases),) = one["biases"].items()

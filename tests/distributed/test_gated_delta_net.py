@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -237,6 +238,48 @@ def test_a_layer_without_states_is_wrong(pool, shared):
     wrong = pool.run(layer_in_fp64, 2, f"{SHORT} {cp(1, 2)}", without_states, timeout=120)[0]
     for name in ("out", "dx", "in_proj.weight"):
         assert float((wrong[name] - expected[name]).abs().max() / expected[name].abs().max()) > 1e-2, name
+
+
+def norm_over_a_group() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Result and gradients of the norm where heads are split over a group that is not TP's; by the definition."""
+    from megatron.context_parallel import initialize_grid
+    from megatron.context_parallel.core.mixers.gated_delta_net import GatedDeltaNet
+
+    group = initialize_grid(ring=2).context.group
+    generator = torch.Generator().manual_seed(1)
+    mixed, gate, dout = torch.randn(3, 5, 2, 4, 12, generator=generator, dtype=torch.float64)
+    weight = torch.randn(12, generator=generator, dtype=torch.float64, requires_grad=True)
+    normed = mixed * (mixed.square().mean(-1, keepdim=True) + 1e-3) ** -0.5
+    whole = normed * (1 + weight) * gate * gate.sigmoid()
+    (expected,) = torch.autograd.grad(whole, weight, dout)
+    mixer = SimpleNamespace(
+        tp_group=group,
+        value_dim=12,
+        out_norm=SimpleNamespace(weight=weight),
+        config=SimpleNamespace(layernorm_zero_centered_gamma=True, layernorm_epsilon=1e-3),
+    )
+    mixed, gate, dout, whole = (x.chunk(2, dim=2)[group.rank()] for x in (mixed, gate, dout, whole))
+    out = GatedDeltaNet.gated_norm(mixer, mixed, gate.flatten(2))
+    (dweight,) = torch.autograd.grad(out, weight, dout.flatten(2))
+    return {"out": out.detach(), "dweight": dweight}, {"out": whole.detach().flatten(2), "dweight": expected}
+
+
+def test_the_norm_is_that_of_the_definition(pool):
+    for mine, expected in pool.run(norm_over_a_group, 2):
+        torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_gates_of_bf16_layers_are_computed_in_fp32():
+    from megatron.context_parallel.core.mixers.gated_delta_net import GatedDeltaNet
+
+    draw = torch.randn(6, 50, 2, 4, generator=torch.Generator().manual_seed(1)).bfloat16()
+    mixer = SimpleNamespace(key_heads=1, key_dim=4, heads=4, convolved={"query": 4, "key": 4, "value": 4})
+    mixer.A_log, mixer.dt_bias = draw[0, 0, 0], draw[0, 1, 0]
+    beta, alpha, a_log, dt_bias = (x.double() for x in (draw[1], draw[2], mixer.A_log, mixer.dt_bias))
+    *_, g, factor = GatedDeltaNet.inputs_of_rule(mixer, torch.cat([*draw[3:]], dim=-1), draw[1], draw[2])
+    assert g.dtype == factor.dtype == torch.float32
+    torch.testing.assert_close(g.double(), -a_log.exp() * (1 + (alpha + dt_bias).exp()).log(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(factor.double(), 1 / (1 + (-beta).exp()), rtol=1e-5, atol=1e-6)
 
 
 BF16 = f"{SHORT} --bf16"

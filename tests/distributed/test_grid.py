@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import megatron.context_parallel as cp
 from megatron.context_parallel.attention.ring_plan import attention_plan
+from megatron.context_parallel.core import groups as groups_of_core
 from megatron.context_parallel.layout.grid import abstract_grid, make_grid
 from tests.distributed.pool import RankError
 
@@ -100,6 +101,17 @@ def without_core(sizes):
 @pytest.mark.parametrize("sizes", [dict(ulysses=2, tensor=2), dict(ring=2, pipeline=2), dict(ulysses=2, ring=2)])
 def test_torch_alone_makes_the_groups_that_core_makes(pool, sizes):
     pool.run(without_core, 8, sizes)
+
+
+@pytest.mark.parametrize("option", [{"virtual_pipeline": 2}, {"core_options": {"expert_model_parallel_size": 2}}])
+def test_options_of_megatron_core_are_refused_without_it(monkeypatch, option):
+    made = []
+    monkeypatch.setattr(groups_of_core, "core_installed", lambda: False)
+    monkeypatch.setattr(groups_of_core, "make_grid", lambda **sizes: made.append(sizes))
+    with pytest.raises(ValueError, match="are for megatron-core: pip install megatron-core"):
+        cp.initialize_grid(ring=2, **option)
+    cp.initialize_grid(ring=2, core_options={})
+    assert [sizes["ring"] for sizes in made] == [2]
 
 
 def ulysses_outside():

@@ -236,6 +236,33 @@ def test_attention_in_fp64(pool, shared, world, grid):
             assert float((mine[name] - whole).abs().max() / whole.abs().max()) < 1e-10, name
 
 
+def over_a_group(sequence_parallel: bool) -> None:
+    """The parts of a latent, its entries or its tokens, where the group is not TP's."""
+    from types import SimpleNamespace
+
+    from megatron.context_parallel import initialize_grid
+    from megatron.context_parallel.core.mixers.latent_attention import LatentAttention
+    from megatron.platform.cpu import run_core_on_cpu
+
+    run_core_on_cpu()
+    group = initialize_grid(ring=2).context.group
+    layer = SimpleNamespace(
+        pg_collection=SimpleNamespace(tp=group), config=SimpleNamespace(sequence_parallel=sequence_parallel)
+    )
+    whole = torch.arange(24.0).view(4, 1, 6).requires_grad_()
+    entries, tokens = (whole.detach().chunk(2, dim)[group.rank()] for dim in (2, 0))
+    assert torch.equal(LatentAttention._whole(layer, entries.contiguous()), whole)
+    own = LatentAttention._own_tokens(layer, whole)
+    assert torch.equal(own, tokens if sequence_parallel else whole)
+    (LatentAttention._all_tokens(layer, own) * (1 + group.rank())).sum().backward()
+    assert whole.grad.eq(3).all()  # of both ranks
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_layers_group_is_used(pool, sequence_parallel):
+    pool.run(over_a_group, 2, sequence_parallel)
+
+
 def ring_bytes(flags: str) -> int:
     """Bytes that this rank sends over the ring in the forward pass of the first layer's attention."""
     sent, batch = [], dist.batch_isend_irecv

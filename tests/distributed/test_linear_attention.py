@@ -12,10 +12,12 @@ from torch import Tensor
 
 import megatron.context_parallel as cp
 from megatron.context_parallel.fpdt.chunked_mixer import ChunkedLinearLayer
-from megatron.context_parallel.linear_attention.mixer import linear_attention, state_sizes
+from megatron.context_parallel.linear_attention.block_scan import block_size
+from megatron.context_parallel.linear_attention.mixer import linear_attention, route_of, state_sizes
 from megatron.context_parallel.linear_attention.rules import RULES, LinearRule, recurrence
 from megatron.context_parallel.linear_attention.short_convolution import short_convolution
 from megatron.context_parallel.linear_attention.span_exchange import span_order
+from megatron.context_parallel.linear_attention.span_maps import segments
 from megatron.decisions.state_exchange import gather_bytes, heads_bytes, relay_bytes
 from tests.errors import worst
 from tests.pairs import also_in_full, by_pairs
@@ -214,9 +216,12 @@ def test_a_convolution_on_every_grid(pool, ulysses, ring, balance, documents, wi
         assert worst(pool.run(compare_convolution, ulysses * ring, *case, False)) > CONTROL
 
 
-def compare_chunked(ulysses, ring, balance, documents, chunks, exchange, rule, kept, length, state=True):
-    """Largest errors of y, dx and the gradients of all parameters, summed over ranks, of a layer in chunks."""
-    rule, batch, hidden, heads, keys, values, width = RULES[rule], 2 if len(documents) == 2 else 1, 7, 6, 4, 3, 3
+def compare_chunked(ulysses, ring, balance, documents, chunks, exchange, rule, kept, length, state=True, width=3):
+    """Largest errors of y, dx and the gradients of all parameters, summed over ranks, of a layer in chunks.
+
+    ``width``: of the convolution; 0: none.
+    """
+    rule, batch, hidden, heads, keys, values = RULES[rule], 2 if len(documents) == 2 else 1, 7, 6, 4, 3
     layout = cp.SequenceLayout(
         length, cp.initialize_grid(ulysses=ulysses, ring=ring), balance, chunks=chunks,
         document_ends=documents[0] if balance == "documents" and documents else (),
@@ -228,7 +233,8 @@ def compare_chunked(ulysses, ring, balance, documents, chunks, exchange, rule, k
 
     gates = heads * (keys if rule.channels else 1)
     channels = 3 * keys * 2 + heads * values  # q and k of three key heads
-    weights = [normal(channels + gates + heads, hidden), normal(channels, width), normal(hidden, heads * values)]
+    weights = [normal(channels + gates + heads, hidden), normal(hidden, heads * values)]
+    weights += [normal(channels, width)] if width else []
 
     def project(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         return (x @ weight.T).split((channels, gates, heads), dim=-1)
@@ -243,9 +249,11 @@ def compare_chunked(ulysses, ring, balance, documents, chunks, exchange, rule, k
 
     def dense(x: Tensor) -> Tensor:
         mixed, *gates = project(x, weights[0])
-        padded = torch.nn.functional.pad(mixed.permute(1, 2, 0), (width - 1, 0))
-        mixed = torch.nn.functional.silu(torch.nn.functional.conv1d(padded, weights[1][:, None], groups=channels))
-        return x + recurrence(rule, *mixed_heads(mixed.permute(2, 0, 1), *gates))[0].flatten(2) @ weights[2].T
+        if width:
+            padded = torch.nn.functional.pad(mixed.permute(1, 2, 0), (width - 1, 0))
+            mixed = torch.nn.functional.conv1d(padded, weights[2][:, None], groups=channels)
+            mixed = torch.nn.functional.silu(mixed.permute(2, 0, 1))
+        return x + recurrence(rule, *mixed_heads(mixed, *gates))[0].flatten(2) @ weights[1].T
 
     x = normal(length, batch, hidden)
     expected = each_document(dense, [x], documents)
@@ -255,9 +263,10 @@ def compare_chunked(ulysses, ring, balance, documents, chunks, exchange, rule, k
     offload = cp.Offload(torch.device("cpu")) if kept != "device" else None
     layer = ChunkedLinearLayer(
         project=lambda x, chunk: project(x, own[0]), heads=mixed_heads,
-        output=lambda out, x, chunk: x + out.flatten(2) @ own[2].T, parameters=own, layout=layout, linear=rule,
-        weight=own[1], activation="silu", documents=documents if state else begins_with_spans(layout),
-        exchange=exchange, offload=offload, streamed=kept == "streamed", recompute=kept == "recomputed",
+        output=lambda out, x, chunk: x + out.flatten(2) @ own[1].T, parameters=own, layout=layout, linear=rule,
+        weight=own[2] if width else None, activation="silu", exchange=exchange,
+        documents=documents if state else begins_with_spans(layout), offload=offload, streamed=kept == "streamed",
+        recompute=kept == "recomputed",
     )  # fmt: skip
     local = layout.shard(x).detach().requires_grad_()
     y = layer(local)
@@ -290,3 +299,36 @@ def test_layers_in_chunks(pool, ulysses, ring, balance, documents, chunks, excha
     assert worst(errors) < 1e-10, errors
     if ulysses * ring > 1 and balance != "documents":
         assert worst(pool.run(compare_chunked, ulysses * ring, *case, False)) > CONTROL
+
+
+@pytest.mark.parametrize("width", [0, 1])
+def test_layers_in_chunks_whose_convolution_needs_no_earlier_rows(pool, width):
+    case = (2, 1, "zigzag", DOCUMENTS["packed"], 3, "gather", "kda", "device", 168, True, width)
+    errors = pool.run(compare_chunked, 2, *case)
+    assert worst(errors) < 1e-10, errors
+
+
+@pytest.mark.parametrize("ring, ends, sends", [(1, (), False), (2, (), True), (2, ((42, 84, 126, 168),), False)])
+def test_states_are_sent_only_where_a_document_continues_on_another_rank(ring, ends, sends):
+    layout = cp.SequenceLayout(168, cp.abstract_grid(ring=ring))
+    rule = RULES["gated_delta"]
+    inputs = [x[: layout.local_length] for x in tokens(rule, 168, 1, 2, 2)]
+    assert route_of(inputs, rule, layout, ends, "gather").sends == sends
+
+
+@pytest.mark.parametrize(
+    "batch, heads, keys, values, size",
+    [(1, 4, 4, 4, 174720), (1, 4, 4, 5, 161280), (2, 64, 64, 64, 320), (1, 256, 128, 100, 64), (8, 64, 128, 128, 64)],
+)
+def test_a_segment_holds_at_most_a_number_of_elements(batch, heads, keys, values, size):
+    """Whole blocks of 64 tokens, of which q, k and v have at most 2**23 elements; at least one block."""
+    q, v = (torch.empty(400000, batch, heads, width, device="meta") for width in (keys, values))
+    assert size == 64 or size * batch * heads * (2 * keys + values) <= 2**23 and size % 64 == 0
+    assert size * batch * heads * (2 * keys + values) + 64 * batch * heads * (2 * keys + values) > 2**23
+    rows = (10, 10 + 2 * size + 1)
+    assert segments([q, q, v], rows) == [(10, 10 + size), (10 + size, 10 + 2 * size), (10 + 2 * size, rows[1])]
+
+
+def test_a_block_is_the_smallest_power_of_two_that_holds_the_tokens():
+    sizes = {1: 1, 2: 2, 3: 4, 4: 4, 5: 8, 33: 64, 64: 64, 65: 64, 1000: 64}
+    assert {tokens: block_size(tokens, torch.empty(1), 8) for tokens in sizes} == sizes

@@ -311,6 +311,71 @@ def test_a_sum_over_heads_that_is_left_out_is_noticed(pool, lora_alone):
     assert "decoder.layers.0.self_attention.linear_kv_up_proj.lora_a" in wrong
 
 
+def lora_layers(sequence_parallel: bool) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """(result, by the definition) of two layers with adapters, split over a group that is not TP's."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron.context_parallel import initialize_grid
+    from megatron.context_parallel.core.lora import ColumnParallelLinearWithLora, Lora, RowParallelLinearWithLora
+    from megatron.platform.cpu import run_core_on_cpu
+
+    run_core_on_cpu()
+    group = initialize_grid(ring=2).context.group
+    config = TransformerConfig(
+        num_layers=1, hidden_size=6, num_attention_heads=2, use_cpu_initialization=True, params_dtype=torch.float64,
+        tensor_model_parallel_size=2, sequence_parallel=sequence_parallel,
+    )  # fmt: skip
+    common = {"config": config, "init_method": torch.nn.init.normal_, "bias": False, "tp_group": group}
+    lora, rank = Lora(3, 7.5, ()), group.rank()
+    first = ColumnParallelLinearWithLora(6, 8, lora=lora, gather_output=False, skip_bias_add=False, **common)
+    second = RowParallelLinearWithLora(8, 6, lora=lora, input_is_parallel=True, skip_bias_add=True, **common)
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    whole = {"w1": normal(8, 6), "a1": normal(3, 6), "b1": normal(8, 3)}
+    whole |= {"w2": normal(6, 8), "a2": normal(3, 8), "b2": normal(6, 3), "x": normal(10, 2, 6)}
+    split = {"w1": 0, "b1": 0, "w2": 1, "a2": 1} | ({"x": 0} if sequence_parallel else {})
+    mine = {name: value.chunk(2, split[name])[rank] if name in split else value for name, value in whole.items()}
+    parameters = [first.weight, first.lora_a, first.lora_b, second.weight, second.lora_a, second.lora_b]
+    for parameter, value in zip(parameters, mine.values()):
+        parameter.data.copy_(value)
+    x, dout = mine["x"].clone().requires_grad_(), normal(10, 2, 6)
+    out = second(torch.tanh(first(x)[0]))[0]
+    grads = torch.autograd.grad(out, [*parameters, x], dout.chunk(2)[rank] if sequence_parallel else dout)
+    mine = {"out": out.detach(), **dict(zip(whole, grads))}
+    if sequence_parallel:  # of this rank's tokens alone; training sums them
+        for name in ("a1", "b2"):
+            torch.distributed.all_reduce(mine[name], group=group)
+    leaves = {name: value.requires_grad_() for name, value in whole.items()}
+    inner = functional.linear(leaves["x"], leaves["w1"] + 2.5 * leaves["b1"] @ leaves["a1"]).tanh()
+    expected = functional.linear(inner, leaves["w2"] + 2.5 * leaves["b2"] @ leaves["a2"])
+    theirs = {"out": expected, **dict(zip(leaves, torch.autograd.grad(expected, leaves.values(), dout)))}
+    split |= {"out": 0} if sequence_parallel else {}
+    return {
+        name: (mine[name], value.detach().chunk(2, split[name])[rank] if name in split else value.detach())
+        for name, value in theirs.items()
+    }
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_layers_with_adapters_are_those_of_the_definition(pool, sequence_parallel):
+    for results in pool.run(lora_layers, 2, sequence_parallel):
+        for name, (mine, expected) in results.items():
+            torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-10, msg=name)
+
+
+def test_adapters_are_merged_in_fp32():
+    from megatron.context_parallel.core.lora import Lora, merged
+
+    half = [torch.randn(shape).bfloat16() for shape in ((5, 4), (3, 4), (5, 3))]
+    weight, a, b = (x.double() for x in half)
+    whole = merged(*half, Lora(3, 7.5, ()))
+    assert whole.dtype == torch.float32
+    torch.testing.assert_close(whole.double(), weight + 2.5 * b @ a, rtol=1e-5, atol=1e-5)
+
+
 def base_loss(flags: str) -> float:
     return train_job(make_job(flags), 1)[0][0]
 

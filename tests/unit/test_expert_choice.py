@@ -137,6 +137,17 @@ def test_statistics_of_bf16_logits_are_summed_in_fp32(score: str):
     torch.testing.assert_close(z_loss(half, counted), z_loss(half.float(), counted))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rule", [{}, {"pre_softmax": True}, {"sinkhorn": True}], ids=str)
+def test_weights_of_half_precision_logits_are_rounded_once(rule: dict, dtype: torch.dtype):
+    logits = 3 * logits_of(400).to(dtype)
+    weights, _ = choose(logits, RouterRule(topk=8, **rule))
+    assert weights.dtype == dtype and torch.equal(weights, torch.softmax(logits.float(), dim=-1).to(dtype))
+    evened = [even_choice(x, torch.ones(400), lambda sums: sums) for x in (logits, logits.double())]
+    assert [one.dtype for one in evened] == [torch.float32, torch.float64]
+    torch.testing.assert_close(evened[0].double(), evened[1], rtol=1e-4, atol=1e-4)
+
+
 def test_the_loss_of_samples_is_the_sum_of_their_losses():
     logits, rule = logits_of(), RouterRule(topk=2)
     counted = (torch.arange(40) < 30).float()

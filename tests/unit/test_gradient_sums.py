@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.context_parallel.fpdt import chunked_loss
-from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
+from megatron.context_parallel.fpdt.chunked_ffn import GradientSums, apply_in_chunks, even_spans
 from megatron.context_parallel.fpdt.chunked_loss import add_product, chunked_linear_cross_entropy, pieces_together
 
 HIDDEN, WORDS, TOKENS = 32, 48, 64
@@ -144,6 +144,14 @@ def test_gradients_that_share_a_tensor_are_summed_separately(buffer):
     assert apart(*result) < 1e-6
 
 
+def test_results_without_a_graph_have_gradients_of_zero():
+    x, weight = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
+    sums = GradientSums([weight])
+    constant, half = torch.ones(4), 0.5 * x
+    assert sums.differentiate(constant, [x], torch.ones(4))[0].eq(0).all() and sums.take() == [None]
+    assert sums.differentiate((constant, half), [x], (torch.ones(4), torch.ones(4)))[0].eq(0.5).all()
+
+
 @pytest.mark.parametrize("chunks, products", [(1, 1), (8, 8), (16, 8), (64, 8)])
 def test_chunks_of_few_tokens_are_added_to_the_weights_gradient_together(chunks, products):
     """With width 32 in fp32, chunks are collected up to eight rows."""
@@ -166,7 +174,7 @@ def test_a_product_is_added_without_a_temporary_of_the_sums_size(dtype, wide):
     expected = total.double() + a.double() @ b.double()
     with Watch() as seen:
         add_product(total, a, b)
-    assert float((total - expected).abs().max() / expected.abs().max()) < (1e-6 if dtype == wide else 4e-3)
+    assert float((total - expected).abs().max() / expected.abs().max()) < (1e-6 if dtype == wide else 8e-3)
     assert seen.largest <= total.nbytes / 8 or dtype == wide
 
 

@@ -18,6 +18,7 @@ from megatron.context_parallel.attention.kernels.triton_kernels import triton_ke
 from megatron.context_parallel.attention.rule import AttentionRule
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.masks import Causal, Documents, Full, MaskFunction, Window, tile_rows
+from megatron.context_parallel.linear_attention import block_scan
 from megatron.decisions import kernel_order
 from megatron.decisions.kernel_order import preferred
 from tests.unit.test_kernels import CPU_KERNELS, assert_close, both_ways, dense, make
@@ -273,6 +274,31 @@ def test_the_documents_of_each_batch_determine_the_kernel(monkeypatch):
         AttentionRule(Documents(ends)).tile_kernel(q, Axis(1, 0), 64)
     assert sizes == [tile_rows(Documents(ends)) for ends in ((32, 64), (4, 8, 64), (64,))]
     assert len(set(sizes)) == 3
+
+
+@pytest.mark.parametrize(
+    "kernel, changed",
+    [
+        (True, {}),
+        (True, {"capability": (9, 0)}),
+        (True, {"keys": 8}),
+        (True, {"dtype": torch.bfloat16}),
+        (False, {"keys": 129}),
+        (False, {"dtype": torch.float64}),
+        (False, {"device": "cpu"}),
+        (False, {"capability": (7, 5)}),
+        (False, {"missing": "needs triton 3.3"}),
+        (False, {"interpreted": True}),
+    ],
+    ids=str,
+)
+def test_states_of_linear_attention_use_a_kernel_on_gpus(monkeypatch, kernel, changed):
+    case = {"dtype": torch.float32, "device": "cuda", "keys": 128, "capability": (8, 0)} | changed
+    monkeypatch.setattr(block_scan, "missing_triton", lambda: case.get("missing"))
+    monkeypatch.setattr(block_scan, "interpreted", lambda: case.get("interpreted", False))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: case["capability"])
+    x = types.SimpleNamespace(dtype=case["dtype"], device=torch.device(case["device"]))
+    assert block_scan.by_kernel(x, case["keys"]) == kernel
 
 
 def test_the_order_without_a_gpu():

@@ -60,6 +60,19 @@ def test_a_block_is_allocated_once_and_reused():
     assert (pool.allocated, pool.in_use, pool.peak) == (132, 0, 132)
 
 
+def test_idle_blocks_are_kept_up_to_the_bound():
+    """``allocated`` after each size, of which one buffer at a time is in use; the bound is twice the largest size."""
+    for sizes, allocated in (((100, 150), [100, 250]), ((100, 99, 50), [100, 199, 199]), ((100, 250), [100, 350]),
+                             ((100, 99, 98, 201), [100, 199, 199, 400]), ((100, 99, 98, 202), [100, 199, 199, 401]),
+                             ((100, 120, 140), [100, 220, 140])):  # fmt: skip
+        pool, seen = HostPool(Streams(CPU)), []
+        for size in sizes:
+            buffer = pool.empty((size,), torch.uint8)
+            seen.append(pool.allocated)
+            del buffer
+        assert seen == allocated, sizes
+
+
 def test_buffers_survive_autograd_and_return_to_the_pool():
     offload = Offload(CPU)
 
@@ -189,6 +202,12 @@ def test_a_pass_that_saves_nothing_copies_nothing():
     offload = Offload(CPU)
     run_layer(4, 2, 4, offload, train=False)
     assert (offload.copies.to_host, offload.copies.to_device, offload.pool.allocated) == (0, 0, 0)
+
+
+def test_a_streamed_pass_that_saves_nothing_copies_all_keys_but_the_last():
+    offload, hidden, keys = Offload(CPU), 40 * 2 * 16 * 4, 40 * 2 * 2 * 2 * 8 * 4
+    run_layer(4, 2, 4, offload, streamed=True, train=False)
+    assert offload.copies.to_host == hidden + keys * 3 // 4
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -107,6 +107,13 @@ def test_yarn_of_a_tiny_or_huge_original_length(length: int, kept: int) -> None:
     assert torch.equal(yarn[:kept], plain[:kept]) and torch.equal(yarn[kept:], plain[kept:] / 4)
 
 
+def test_yarn_with_few_pairs_and_a_low_base(transformers_in_double) -> None:
+    """The last pair makes more than one turn within the original length, so the upper bound is beyond all pairs."""
+    inv_freq, _ = transformers_in_double(16, rope_theta=10.0, **(YARN | {"original_max_position_embeddings": 1000}))
+    mine = Rope(16, 10.0, yarn=Yarn(16.0, 1000)).inverse_frequencies()
+    torch.testing.assert_close(mine, inv_freq, rtol=2e-14, atol=0)
+
+
 # ---- angles
 
 

@@ -87,6 +87,8 @@ def errors(rope: Rope, size: int, dtype: torch.dtype, per_sample: bool, heads: i
     [
         (Rope(16), 16, torch.float32, False, 3),
         (Rope(12, yarn=Yarn(40.0)), 20, torch.float32, True, 17),  # sizes that do not fill a block
+        (Rope(12), 12, torch.float32, False, 2),  # after a head's pairs another token's head begins
+        (Rope(16), 19, torch.float32, False, 2),  # after its last entry
         (Rope(16, interleaved=True), 16, torch.float32, True, 2),
         (Rope(6, interleaved=True), 10, torch.bfloat16, False, 3),
         (Rope(16, llama3=8.0), 16, torch.bfloat16, False, 1),

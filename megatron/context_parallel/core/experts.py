@@ -130,7 +130,7 @@ class ExpertRouter(Router):
                 kept_nE = self._within_capacity(weights_nE, chosen_nE, place_n, samples)
                 kept, chosen_nE = kept_nE.view(rows, samples, experts), chosen_nE & kept_nE
             if learns:
-                sums = dict.fromkeys(SUMS, logits.new_zeros((), dtype=torch.float64))
+                sums = dict.fromkeys(SUMS, logits.new_zeros(()))
                 sums["z_loss"] = z_loss(logits_nE, counted_n) if rule.z_loss else sums["z_loss"]
                 for name, (_, parts) in self._balancing(samples).items():
                     probabilities, *own = balance(logits_nE, rule, counted_n, parts)
@@ -213,7 +213,7 @@ class ExpertRouter(Router):
         """Add this micro-batch to ``seen``."""
         sums["tokens"] = counted_n.sum(dtype=torch.float64)
         counts = (chosen_nE * counted_n[:, None]).sum(dim=0, dtype=torch.float64)
-        new = torch.cat([counts, torch.stack([sums[name].double() for name in SUMS])])
+        new = torch.cat([counts, torch.stack([sums[name] for name in SUMS])])
         self.seen = new if self.seen is None else self.seen + new
 
 

@@ -80,7 +80,7 @@ class _InChunks(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         spans, offload = ctx.spans, ctx.offload
         dx = None
-        if x is not None and ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0]:
             dx = HiddenStates.empty(x.shape, x.dtype, x.device, offload)
         sums = GradientSums(ctx.parameters)
         for span, state, part, dy_part in zip(spans, ctx.states, _walk(x, spans, offload), _walk(dy, spans, offload)):

@@ -94,9 +94,9 @@ class StateMixer(MegatronModule):
             set_tensor_model_parallel_attributes(parameter, True, dim=0, stride=1)
         for name, parameter in self.in_proj.named_parameters():
             if name in BY_KIND:
-                parameter.partition_sections = tuple(count * size for count in rows.values())
+                parameter.partition_sections = tuple(rows.values())
         for parameter in self.conv1d.parameters():
-            parameter.partition_sections = tuple(count * size for count in self.convolved.values())
+            parameter.partition_sections = tuple(self.convolved.values())
         self.out_proj = build_module(
             submodules.out_proj,
             heads * value_dim * size,
