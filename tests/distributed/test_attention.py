@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ulysses, Ring and USP against dense attention on one process: outputs and all gradients, in float64 to 1e-10."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -129,6 +131,36 @@ def test_the_fast_cpu_kernel(pool, ulysses, ring, dtype, tolerance):
     # bf16 has 8 bits, 2**-8 = 4e-3; a gradient is rounded several times.
     errors = pool.run(compare_with_dense, ulysses * ring, ulysses, ring, 8, 2, 2, 256, "zigzag", "causal", "cpu", dtype)
     assert worst(errors) < tolerance, errors
+
+
+class Late:
+    """A batch of messages whose rows are there only after a wait, as on a GPU."""
+
+    def __init__(self, operations):
+        arriving = [x for x in operations if x.op is dist.irecv]
+        self.places, self.operations = [x.tensor for x in arriving], operations
+        for one in arriving:
+            one.tensor = torch.empty_like(one.tensor)
+        self.works = DIRECT(operations)
+
+    def wait(self):
+        for work in self.works:
+            work.wait()
+        for place, one in zip(self.places, (x for x in self.operations if x.op is dist.irecv)):
+            place.copy_(one.tensor)
+
+
+DIRECT = dist.batch_isend_irecv
+
+
+def attend_late(balance):
+    with mock.patch.object(dist, "batch_isend_irecv", lambda operations: [Late(operations)]):
+        return compare_with_dense(1, 4, 2, 1, 1, 48, balance, "causal", "math", torch.float64)
+
+
+@pytest.mark.parametrize("balance", ["zigzag", "contiguous"])
+def test_rows_are_read_after_a_wait_for_their_message(pool, balance):
+    assert worst(pool.run(attend_late, 4, balance)) < 1e-10
 
 
 def test_with_tensor_parallelism(pool):

@@ -44,6 +44,10 @@ def one_dim():
     return cp.Grid.from_mesh(mesh_of((4,), ("u",)), ulysses="u")
 
 
+def ring_of_one():
+    return cp.Grid.from_mesh(mesh_of((1, 4), ("r", "u")), ulysses="u", ring="r")
+
+
 def ring_and_tensor():
     return cp.Grid.from_mesh(mesh_of((2, 2), ("r", "tp")), ring="r", tensor="tp")
 
@@ -61,6 +65,7 @@ MADE = {  # how, and the equal arguments of initialize_grid
     flattened: dict(ulysses=2, ring=2),
     part_of_a_mesh: dict(ulysses=2, ring=2),
     one_dim: dict(ulysses=4),
+    ring_of_one: dict(ulysses=4),
     ring_and_tensor: dict(ring=2, tensor=2),
     groups: dict(ulysses=2, ring=2),
 }

@@ -329,6 +329,12 @@ def test_a_segment_holds_at_most_a_number_of_elements(batch, heads, keys, values
     assert segments([q, q, v], rows) == [(10, 10 + size), (10 + size, 10 + 2 * size), (10 + 2 * size, rows[1])]
 
 
+def test_what_the_spans_of_two_documents_hand_on():
+    """Documents of 8 and 16 tokens on three ranks: the second continues from the middle rank on the last."""
+    counts = span_order(cp.SequenceLayout(24, cp.abstract_grid(ring=3), "contiguous"), ((8, 24),), False).counts
+    assert (counts.ranks, counts.slots, counts.hops, counts.sent) == (3, 1, 1, 1)
+
+
 def test_a_block_is_the_smallest_power_of_two_that_holds_the_tokens():
     sizes = {1: 1, 2: 2, 3: 4, 4: 4, 5: 8, 33: 64, 64: 64, 65: 64, 1000: 64}
     assert {tokens: block_size(tokens, torch.empty(1), 8) for tokens in sizes} == sizes

@@ -19,6 +19,7 @@ from megatron.context_parallel.attention.rule import AttentionRule
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.masks import Causal, Documents, Full, MaskFunction, Window, tile_rows
 from megatron.context_parallel.linear_attention import block_scan
+from megatron.context_parallel.linear_attention.rules import RULES, prepare
 from megatron.decisions import kernel_order
 from megatron.decisions.kernel_order import preferred
 from tests.unit.test_kernels import CPU_KERNELS, assert_close, both_ways, dense, make
@@ -299,6 +300,30 @@ def test_states_of_linear_attention_use_a_kernel_on_gpus(monkeypatch, kernel, ch
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: case["capability"])
     x = types.SimpleNamespace(dtype=case["dtype"], device=torch.device(case["device"]))
     assert block_scan.by_kernel(x, case["keys"]) == kernel
+
+
+@pytest.mark.parametrize("kernel, used", [(None, False), (False, False), (True, True)])
+def test_states_on_a_cpu_use_a_kernel_only_if_asked(monkeypatch, kernel, used):
+    launched = []
+    for name in ("states_launch", "grads_launch"):
+        launch = types.SimpleNamespace(run=lambda name=name: launched.append(name))
+        monkeypatch.setattr(block_scan, name, lambda *_, launch=launch: launch)
+    rule, x = RULES["decay"], torch.ones(1, 1, 8, 4)
+    ready = prepare(rule, x, x, x, -x[..., 0], x[..., 0], block=4)
+    state = torch.zeros(1, 1, 4, 4)
+    block_scan.states(ready, state, kernel)
+    block_scan.state_after(ready, state, kernel)
+    block_scan.state_grads(ready, torch.ones(1, 1, 2, 4, 4), state, kernel)
+    assert launched == used * ["states_launch", "states_launch", "grads_launch"]
+
+
+@pytest.mark.parametrize("keys, key_block, values, count", [(8, 16, 20, 2), (64, 64, 16, 1), (100, 128, 64, 4)])
+def test_a_block_of_a_state_holds_all_keys_and_some_values(keys, key_block, values, count):
+    ready = types.SimpleNamespace(
+        own=torch.empty(2, 3, 5, 4, values), writes=torch.empty(2, 3, 5, 4, keys), keep=torch.empty(1, 1), erase=None
+    )
+    launch = block_scan.launch("states_kernel", ready, {}, values)
+    assert (launch.arguments["KEY_BLOCK"], launch.grid, launch.arguments["blocks"]) == (key_block, (count, 2 * 3), 5)
 
 
 def test_the_order_without_a_gpu():

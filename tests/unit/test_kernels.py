@@ -562,6 +562,17 @@ def test_a_kernel_is_chosen_for_the_larger_head_size(monkeypatch, value_dim, lar
     assert asked == [largest]
 
 
+def test_with_latents_a_kernel_is_chosen_for_the_heads_that_they_make(monkeypatch):
+    """Of 24 entries of a key 8 are rotated and 16 come from the latent, as do 12 of its value."""
+    asked = []
+    monkeypatch.setattr(usp, "tiled_attention", lambda *_, **options: None)
+    monkeypatch.setattr(AttentionRule, "tile_kernel", lambda *arguments: asked.append(arguments[-1]))
+    q, k, v = (torch.empty(4, 1, *shape) for shape in ((2, 24), (2, 8), (1, 10)))
+    rule = AttentionRule(up=torch.empty(2, 16 + 12, 10))
+    usp.local_attention(q, k, v, layout=SequenceLayout(4, abstract_grid()), rule=rule)
+    assert asked == [12]
+
+
 def test_blocks_of_scores_have_few_rows_where_masks_are_large(monkeypatch):
     monkeypatch.setattr(math_kernel, "ROW_MASK_BYTES", 10**4)
     q, row = torch.empty(1, 2, 64, 8), torch.empty(2, 1, 40)

@@ -481,6 +481,12 @@ def test_long_documents_are_dealt_first() -> None:
     assert max(abs(part - mean) for part in work) / mean < 0.03
 
 
+@pytest.mark.parametrize("sizes", [(-1, 5, 5), (5, -1, 5), (5, 5, -1)])
+def test_a_window_of_a_negative_size_is_refused(sizes):
+    with pytest.raises(ValueError, match="sizes of a window must be 0 or more"):
+        cp.Window(*sizes)
+
+
 def test_a_window_is_fine_below_the_width_of_a_narrow_one():
     assert cp.Window(NARROW - 2, 1).fine and not cp.Window(NARROW - 1, 1).fine
 

@@ -540,6 +540,26 @@ def test_without_a_backward_pass_the_last_keys_are_not_kept(monkeypatch):
     assert kept == [("kv", 0), ("kv", 1), ("kv", 2)]
 
 
+def test_a_chunk_whose_queries_meet_no_key_or_keys_no_query_has_no_gradient():
+    layout = cp.SequenceLayout(32, abstract_grid(), chunks=4)
+    weight = torch.randn(4, 6, requires_grad=True)
+
+    def project(x, _):
+        q, k, v = (x @ weight)[..., None].split((2, 2, 2), dim=2)
+        return q, k, torch.cat([v, v], dim=3)
+
+    layer = ChunkedLayer(project, lambda out, x, _: x, [weight], layout)
+    work, x = layer.start(torch.randn(32, 3, 4), saving=True).work, torch.randn(8, 3, 4)
+    q, kv = work.project(x, 2)
+    assert q.shape == (8, 3, 2, 1) and not work.project_grad(x, None, None, 2).any()
+    (only_keys, only_queries), both = (
+        (work.project_grad(x, *grads, 2) for grads in ((None, kv), (q, None))),
+        work.project_grad(x, q, kv, 2),
+    )
+    torch.testing.assert_close(only_keys + only_queries, both)
+    assert only_keys.any() and only_queries.any()
+
+
 @pytest.mark.parametrize("ring", [1, 2])
 @pytest.mark.parametrize("offload", [None, "host memory"])
 @pytest.mark.parametrize("fewer", [False, True])

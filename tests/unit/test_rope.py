@@ -100,9 +100,9 @@ def test_frequencies_and_factor_are_those_of_megatron_core() -> None:
     assert Yarn(16.0, mscale=0.707, mscale_all_dim=0.3).attention_factor == pytest.approx(factor, rel=1e-15)
 
 
-@pytest.mark.parametrize("length, kept", [(1, 1), (2**50, 8)])
+@pytest.mark.parametrize("length, kept", [(1, 1), (5, 1), (2**50, 8)])
 def test_yarn_of_a_tiny_or_huge_original_length(length: int, kept: int) -> None:
-    """No pair turns within one token, and all turn often within 2 ** 50: every pair is either kept or divided by 4."""
+    """No pair turns within one or five tokens, and all turn often within 2 ** 50: every pair is either kept or divided by 4."""
     plain, yarn = (Rope(16, 100, yarn=which).inverse_frequencies() for which in (None, Yarn(4.0, length)))
     assert torch.equal(yarn[:kept], plain[:kept]) and torch.equal(yarn[kept:], plain[kept:] / 4)
 
@@ -202,15 +202,19 @@ def rotated_exactly(x: Tensor, angles: Tensor, rope: Rope) -> Tensor:
 
 @pytest.mark.parametrize("per_sample", [False, True])
 @pytest.mark.parametrize("rope", [Rope(8), Rope(6, interleaved=True), Rope(4, yarn=Yarn(40.0))], ids=str)
-def test_rotation_and_its_gradient(monkeypatch: pytest.MonkeyPatch, rope: Rope, per_sample: bool) -> None:
-    """x is a view of a larger tensor; its five rows are rotated in pieces of at most two."""
-    monkeypatch.setitem(rope_module.PIECE, "cpu", 2 * 2 * 3 * 8)
+@pytest.mark.parametrize("piece", [2 * 2 * 3 * 8, 1])
+def test_rotation_and_its_gradient(monkeypatch: pytest.MonkeyPatch, rope: Rope, per_sample: bool, piece: int) -> None:
+    """x is a view of a larger tensor; its five rows are rotated in pieces of at most two, or one by one."""
+    monkeypatch.setitem(rope_module.PIECE, "cpu", piece)
+    pairs, rows = rope_module._pairs, set()
+    monkeypatch.setattr(rope_module, "_pairs", lambda x, rope: rows.add(len(x)) or pairs(x, rope))
     torch.manual_seed(0)
     whole = torch.randn(5, 2, 3, 20, dtype=torch.float64, requires_grad=True)
     x = whole[..., 7:15]
     positions = torch.randint(FAR, (5, 2 if per_sample else 1))
     angles = rotary_angles(positions, rope.inverse_frequencies())[:, :, None]
     out = rope.rotate(x, angles)
+    assert max(rows) == max(piece // x[0].numel(), 1)
     wanted = rotated_exactly(x, angles, rope)
     torch.testing.assert_close(out, wanted, rtol=0, atol=1e-6)  # sine and cosine of fp32 angles are fp32
     assert torch.equal(out[..., rope.dim :], x[..., rope.dim :])

@@ -154,7 +154,7 @@ class AttentionPlan:
         """The key chunks that a query chunk meets; on a ring, those that it meets on any pair of ranks."""
         chunks, ring = range(self.layout.chunks), self.layout.grid.ring
         if ring.size == 1:
-            return [key for key in chunks if self.between(query, key, ring.rank)]
+            return [key for key in chunks if self.between(query, key, 0)]
         return [key for key in chunks if self.ring(chunk=key, query_chunk=query).needed]
 
     @once

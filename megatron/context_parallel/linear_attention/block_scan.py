@@ -133,9 +133,8 @@ def launch(name: str, ready: Prepared, arguments: dict[str, Any], values: int) -
     kernel = getattr(state_kernels, name)
     b, heads, blocks, rows, _ = ready.own.shape
     keys = ready.writes.size(-1)
-    key_block, value_block = (max(16, 1 << (n - 1).bit_length()) for n in (keys, values))
-    value_block = min(value_block, VALUE_BLOCK)
-    sizes = {"ROWS": rows, "KEYS": keys, "VALUES": values, "KEY_BLOCK": key_block, "VALUE_BLOCK": value_block}
+    key_block = max(16, 1 << (keys - 1).bit_length())
+    sizes = {"ROWS": rows, "KEYS": keys, "VALUES": values, "KEY_BLOCK": key_block, "VALUE_BLOCK": VALUE_BLOCK}
     flags = {"ERASES": ready.erase is not None, "BY_CHANNEL": ready.keep.size(-2) > 1, "PRECISION": PRECISION}
-    grid = (-(-values // value_block), b * heads)
+    grid = (-(-values // VALUE_BLOCK), b * heads)
     return Launch(kernel, grid, {**arguments, "blocks": blocks, **sizes, **flags}, Blocks(rows, rows, WARPS, 1))
