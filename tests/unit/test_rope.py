@@ -102,7 +102,7 @@ def test_frequencies_and_factor_are_those_of_megatron_core() -> None:
 
 @pytest.mark.parametrize("length, kept", [(1, 1), (5, 1), (2**50, 8)])
 def test_yarn_of_a_tiny_or_huge_original_length(length: int, kept: int) -> None:
-    """No pair turns within one or five tokens, and all turn often within 2 ** 50: every pair is either kept or divided by 4."""
+    """No pair turns within 1 or 5 tokens, all turn often within 2 ** 50: each pair is either kept or divided by 4."""
     plain, yarn = (Rope(16, 100, yarn=which).inverse_frequencies() for which in (None, Yarn(4.0, length)))
     assert torch.equal(yarn[:kept], plain[:kept]) and torch.equal(yarn[kept:], plain[kept:] / 4)
 
