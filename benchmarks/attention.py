@@ -31,6 +31,7 @@ import megatron.context_parallel as cp
 from benchmarks.machine import QUIET
 from benchmarks.parallel_attention import Problem, Sample, Team, largest_error, run_kernel, time_local
 from megatron.context_parallel.attention import kernels
+from megatron.context_parallel.attention.kernels.tile_by_tile import TileScores
 from megatron.context_parallel.attention.ring_plan import RingPlan, attention_plan
 from megatron.platform.cpu import processor_name
 from megatron.training.report.mfu import gemm_rate
@@ -197,9 +198,9 @@ def time_tiles(plan: RingPlan, kernel: kernels.Kernel, q: Tensor, k: Tensor, v: 
         for tile in hop.tiles:
             rows, keys = slice(*tile.q), slice(*tile.k)
             parts = [x.permute(1, 2, 0, 3) for x in (q[rows], k[keys], v[keys])]
-            causal, scale = tile.kind == "causal", q.size(3) ** -0.5
-            out, lse = kernel.forward(*parts, causal=causal, mask=None, scale=scale)
-            kernel.backward(dout[rows].permute(1, 2, 0, 3), *parts, out, lse, causal=causal, mask=None, scale=scale)
+            how = TileScores(q.size(3) ** -0.5, tile.kind == "causal")
+            out, lse = kernel.forward(*parts, how)
+            kernel.backward(dout[rows].permute(1, 2, 0, 3), *parts, out, lse, how)
     return time.process_time() - start
 
 

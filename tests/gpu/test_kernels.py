@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.attention.kernels import KERNELS, available, fused_kernel, select
-from megatron.context_parallel.attention.kernels.tile_by_tile import RowMask, TileByTile
+from megatron.context_parallel.attention.kernels.tile_by_tile import TileByTile, TileScores
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import missing_triton
 from tests.unit.test_triton import EXTRAS, MASKS, ZIGZAG, check
 from tests.unit.triton_cases import Case, errors
@@ -40,8 +40,9 @@ def make(b=2, h=8, hk=2, sq=384, sk=384, d=64, dtype=torch.bfloat16) -> tuple[Te
 
 
 def both_ways(kernel: TileByTile, dout, q, k, v, *, causal=False, mask=None, scale=0.125):
-    out, lse = kernel.forward(q, k, v, causal=causal, mask=mask, scale=scale)
-    return out, lse, *kernel.backward(dout, q, k, v, out, lse, causal=causal, mask=mask, scale=scale)
+    how = TileScores(scale, causal, mask)
+    out, lse = kernel.forward(q, k, v, how)
+    return out, lse, *kernel.backward(dout, q, k, v, out, lse, how)
 
 
 def exact(*tensors: Tensor, **options):
@@ -94,9 +95,7 @@ def test_tiles_merge_to_the_whole(name, head_dim, hk):
     tiles = [(first, first, True), (second, first, False), (second, second, True)]
     out, lse = torch.zeros(q.shape, device="cuda"), torch.full(q.shape[:3], float("-inf"), device="cuda")
     for rows, keys, causal in tiles:
-        out_t, lse_t = kernel.forward(
-            q[:, :, rows], k[:, :, keys], v[:, :, keys], causal=causal, mask=None, scale=0.125
-        )
+        out_t, lse_t = kernel.forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], TileScores(0.125, causal))
         merged = torch.logaddexp(lse[:, :, rows], lse_t)
         out[:, :, rows] += torch.exp(lse_t - merged).unsqueeze(-1) * (out_t.float() - out[:, :, rows])
         lse[:, :, rows] = merged
@@ -104,7 +103,7 @@ def test_tiles_merge_to_the_whole(name, head_dim, hk):
     dq, dk, dv = (torch.zeros(x.shape, device="cuda") for x in (q, k, v))
     for rows, keys, causal in tiles:
         tensors = (dout[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], final[:, :, rows], lse[:, :, rows])
-        dq_t, dk_t, dv_t = kernel.backward(*tensors, causal=causal, mask=None, scale=0.125)
+        dq_t, dk_t, dv_t = kernel.backward(*tensors, TileScores(0.125, causal))
         dq[:, :, rows] += dq_t
         dk[:, :, keys] += dk_t
         dv[:, :, keys] += dv_t
@@ -124,9 +123,9 @@ def test_any_strides(name):
     ]
     for layout in layouts:
         dout, q, k, v = (layout(x) for x in tensors)
-        out, lse = kernel.forward(q, k, v, causal=False, mask=None, scale=0.125)
+        out, lse = kernel.forward(q, k, v, TileScores(0.125))
         lse_strided = torch.stack([lse, lse], -1)[..., 0]
-        grads = kernel.backward(dout, q, k, v, layout(out), lse_strided, causal=False, mask=None, scale=0.125)
+        grads = kernel.backward(dout, q, k, v, layout(out), lse_strided, TileScores(0.125))
         assert_close((out, lse, *grads), want)
     expanded = torch.ones((), dtype=torch.bfloat16, device="cuda").expand(tensors[0].shape)
     assert_close(both_ways(kernel, expanded, *tensors[1:]), exact(expanded, *tensors[1:]))
@@ -135,9 +134,9 @@ def test_any_strides(name):
 @pytest.mark.parametrize("name", FUSED)
 def test_rows_whose_final_lse_is_minus_infinity(name):
     kernel, (dout, q, k, v) = kernel_or_skip(name, 64), make()
-    out, lse = kernel.forward(q, k, v, causal=False, mask=None, scale=0.125)
+    out, lse = kernel.forward(q, k, v, TileScores(0.125))
     lse[:, :, 3], out[:, :, 3] = float("-inf"), 0.0
-    dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, causal=False, mask=None, scale=0.125)
+    dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, TileScores(0.125))
     assert all(x.isfinite().all() for x in (dq, dk, dv)) and not dq[:, :, 3].any()
 
 
@@ -154,7 +153,10 @@ def test_in_pieces(name, monkeypatch):
 def test_math_on_the_gpu_with_a_mask_in_host_memory():
     tensors, mask = make(sq=96, sk=96), torch.rand(96, 96) < 0.5
     mask[5] = False
-    rows = RowMask(lambda start, end, keys: mask[start:end, :keys])
+
+    def rows(start, end, keys):
+        return mask[start:end, :keys]
+
     out, lse, *grads = both_ways(KERNELS["math"], *tensors, mask=rows)
     assert not out[:, :, 5].any() and lse[:, :, 5].isneginf().all() and not grads[0][:, :, 5].any()
     want_out, want_lse, *want_grads = exact(*tensors, mask=rows)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.context_parallel.attention import kernels
 from megatron.context_parallel.attention.kernels import KERNELS, KernelUnavailable, available, flash_attn_kernel, select
+from megatron.context_parallel.attention.kernels.tile_by_tile import TileScores
 from megatron.context_parallel.attention.kernels.triton_kernels import triton_kernel
 from megatron.context_parallel.attention.rule import AttentionRule
 from megatron.context_parallel.layout.grid import Axis
@@ -26,15 +27,13 @@ from tests.unit.test_kernels import CPU_KERNELS, assert_close, both_ways, dense,
 
 
 def bshd_forward(q, k, v, softmax_scale, causal):
-    out, lse = KERNELS["math"].forward(
-        *(x.transpose(1, 2) for x in (q, k, v)), causal=causal, mask=None, scale=softmax_scale
-    )
+    out, lse = KERNELS["math"].forward(*(x.transpose(1, 2) for x in (q, k, v)), TileScores(softmax_scale, causal))
     return out.transpose(1, 2).contiguous(), lse
 
 
 def bshd_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal):
     tensors = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
-    grads = KERNELS["math"].backward(*tensors, softmax_lse, causal=causal, mask=None, scale=softmax_scale)
+    grads = KERNELS["math"].backward(*tensors, softmax_lse, TileScores(softmax_scale, causal))
     for into, grad in zip((dq, dk, dv), grads, strict=True):
         into.copy_(grad.transpose(1, 2))
 
@@ -132,7 +131,7 @@ def test_the_release_of_flash_attn_depends_on_the_gpu(install):
     install("flash_attn.flash_attn_interface", types.SimpleNamespace())
     assert "lacks" in flash_attn_kernel._library(False)
     with pytest.raises(ImportError, match='kernel="flash_attn"'):
-        KERNELS["flash_attn"].forward(*make()[1:], causal=False, mask=None, scale=1.0)
+        KERNELS["flash_attn"].forward(*make()[1:], TileScores(1.0))
 
 
 def test_kernels_are_named_in_one_place():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from megatron.context_parallel.attention.kernels import (
     sums,
     tile_by_tile,
 )
-from megatron.context_parallel.attention.kernels.tile_by_tile import RowMask
+from megatron.context_parallel.attention.kernels.tile_by_tile import TileScores
 from megatron.context_parallel.attention.ring import GatherSource
 from megatron.context_parallel.attention.rule import AttentionRule
 from megatron.context_parallel.layout.grid import Axis, abstract_grid
@@ -75,15 +76,15 @@ def dense(dout, q, k, v, *, causal=False, mask=None, scale=0.25):
     return out.detach(), torch.logsumexp(scores.detach(), -1), *grads
 
 
-def rows_of(mask: Tensor | None) -> RowMask | None:
-    return RowMask(lambda start, end, keys: mask[start:end, :keys]) if isinstance(mask, Tensor) else mask
+def rows_of(mask: Tensor | None) -> TileScores:
+    return TileScores() if mask is None else TileScores(allowed=lambda start, end, keys: mask[start:end, :keys])
 
 
 def both_ways(kernel, dout, q, k, v, *, causal=False, mask=None, scale=0.25):
     """(out, lse, dq, dk, dv) of one kernel with a single tile. ``mask``: [sq, sk], True = attend."""
-    mask = rows_of(mask)
-    out, lse = kernel.forward(q, k, v, causal=causal, mask=mask, scale=scale)
-    return out, lse, *kernel.backward(dout, q, k, v, out, lse, causal=causal, mask=mask, scale=scale)
+    how = replace(mask if isinstance(mask, TileScores) else rows_of(mask), scale=scale, causal=causal)
+    out, lse = kernel.forward(q, k, v, how)
+    return out, lse, *kernel.backward(dout, q, k, v, out, lse, how)
 
 
 def assert_close(got, want, dtype: torch.dtype) -> None:
@@ -180,9 +181,9 @@ def test_any_strides(name, layout):
     kernel, tensors = KERNELS[name], make()
     want = dense(*tensors)
     dout, q, k, v = (layout(x) for x in tensors)
-    out, lse = kernel.forward(q, k, v, causal=False, mask=None, scale=0.25)
+    out, lse = kernel.forward(q, k, v, TileScores(0.25))
     lse_strided = torch.stack([lse, lse], -1)[..., 0]
-    grads = kernel.backward(dout, q, k, v, layout(out), lse_strided, causal=False, mask=None, scale=0.25)
+    grads = kernel.backward(dout, q, k, v, layout(out), lse_strided, TileScores(0.25))
     assert_close((out, lse, *grads), want, torch.float64)
     assert all(torch.equal(x, y) for x, y in zip((dout, q, k, v), tensors, strict=True))
 
@@ -218,10 +219,10 @@ def test_tiles_merge_to_the_whole(name, dtype, masked):
         mask[5, :cut] = mask[7, cut:] = mask[9] = False  # rows without keys in one tile, or both
     acc = sums.accumulation_dtype(dtype)
     tiles = [slice(0, cut), slice(cut, 40)]
-    parts = [rows_of(mask if mask is None else mask[:, t]) for t in tiles]
+    parts = [replace(rows_of(mask if mask is None else mask[:, t]), scale=0.25) for t in tiles]
     out, lse = None, None
     for t, part in zip(tiles, parts, strict=True):
-        out_t, lse_t = kernel.forward(q, k[:, :, t], v[:, :, t], causal=False, mask=part, scale=0.25)
+        out_t, lse_t = kernel.forward(q, k[:, :, t], v[:, :, t], part)
         if out is None:
             out, lse = out_t.to(acc), lse_t
         else:
@@ -230,9 +231,7 @@ def test_tiles_merge_to_the_whole(name, dtype, masked):
             out, lse = merge(out, lse, out_t.to(acc), lse_t)
     dq, dk, dv = torch.zeros_like(q, dtype=acc), torch.empty_like(k), torch.empty_like(v)
     for t, part in zip(tiles, parts, strict=True):
-        dq_t, dk[:, :, t], dv[:, :, t] = kernel.backward(
-            dout, q, k[:, :, t], v[:, :, t], out.to(dtype), lse, causal=False, mask=part, scale=0.25
-        )
+        dq_t, dk[:, :, t], dv[:, :, t] = kernel.backward(dout, q, k[:, :, t], v[:, :, t], out.to(dtype), lse, part)
         dq += dq_t
     assert_close((out.to(dtype), lse, dq.to(dtype), dk, dv), dense(dout, q, k, v, mask=mask), dtype)
 
@@ -242,9 +241,9 @@ def test_tiles_merge_to_the_whole(name, dtype, masked):
 def test_rows_whose_final_lse_is_minus_infinity(name, causal):
     """Rows without keys give zeros, not NaN, even for a tile without a mask."""
     dout, q, k, v = make(sk=24)
-    out, lse = KERNELS[name].forward(q, k, v, causal=causal, mask=None, scale=0.25)
+    out, lse = KERNELS[name].forward(q, k, v, TileScores(0.25, causal))
     lse[:, :, 3], out[:, :, 3] = float("-inf"), 0.0
-    got = KERNELS[name].backward(dout, q, k, v, out, lse, causal=causal, mask=None, scale=0.25)
+    got = KERNELS[name].backward(dout, q, k, v, out, lse, TileScores(0.25, causal))
     assert all(x.isfinite().all() for x in got) and not got[0][:, :, 3].any()
     dout = dout.clone()
     dout[:, :, 3] = 0.0
@@ -284,22 +283,21 @@ def test_invalid_tiles_are_refused(name):
     kernel, (dout, q, k, v) = KERNELS[name], make()
     mask = torch.ones(24, 40, dtype=torch.bool)
     wrong = [
-        ("square", (q, k, v), dict(causal=True)),
-        ("does not fit", (q[:, :3], k, v), {}),
-        ("does not fit", (q, k, v[:, :, :-1]), {}),
-        ("empty", (q[:, :, :0], k, v), {}),
-        ("empty", (q, k[:, :, :0], v[:, :, :0]), {}),
+        ("square", (q, k, v), TileScores(causal=True)),
+        ("does not fit", (q[:, :3], k, v), TileScores()),
+        ("does not fit", (q, k, v[:, :, :-1]), TileScores()),
+        ("empty", (q[:, :, :0], k, v), TileScores()),
+        ("empty", (q, k[:, :, :0], v[:, :, :0]), TileScores()),
     ]
     if not kernel.supports_value_dim:
-        wrong.append(("value heads of the key heads' size", (q, k, v[..., :-1]), {}))
+        wrong.append(("value heads of the key heads' size", (q, k, v[..., :-1]), TileScores()))
     if not kernel.supports_mask:
-        wrong.append((name, (q, k, v), dict(mask=rows_of(mask))))
-    for message, tensors, options in wrong:
-        options = dict(causal=False, mask=None, scale=1.0) | options
+        wrong.append((name, (q, k, v), rows_of(mask)))
+    for message, tensors, how in wrong:
         with pytest.raises(ValueError, match=message):
-            kernel.forward(*tensors, **options)
+            kernel.forward(*tensors, how)
         with pytest.raises(ValueError, match=message):
-            kernel.backward(dout, *tensors, q, q[..., 0], **options)
+            kernel.backward(dout, *tensors, q, q[..., 0], how)
 
 
 @pytest.mark.parametrize("name", CPU_KERNELS)
@@ -319,7 +317,7 @@ def test_under_fake_tensors(name, masked):
 def test_an_empty_tile_is_refused(sq, sk):
     _, q, k, v = make(sq=sq, sk=sk)
     with pytest.raises(ValueError, match="empty attention tile"):
-        KERNELS["math"].check_tile(q, k, v, causal=False, mask=None)
+        KERNELS["math"].check_tile(q, k, v, TileScores())
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -356,7 +354,7 @@ def test_alibi_is_exact_at_positions_that_fp32_cannot_hold():
     at = ((2**30 + 1, 2**30 + 5),)
     tile = Tile((0, 4), (0, 4), "full")
     scores = base.Scores(1.0, slopes=torch.tensor([0.5]))
-    mask = tile_by_tile.row_mask(Tiles([tile], at, at), tile, torch.zeros(4, 1, 1, 8), scores)
+    mask = tile_by_tile.tile_scores(Tiles([tile], at, at), tile, torch.zeros(4, 1, 1, 8), scores)
     here = torch.arange(4.0)
     assert torch.equal(mask.bias(1, 4, 3)[0], -0.5 * (here[1:4, None] - here[:3]).abs())
 
@@ -390,11 +388,11 @@ def test_pieces(heads_per_call, hk):
 
     def forward(q, k, v):
         check(q, k, v)
-        return math.forward(q, k, v, causal=False, mask=None, scale=0.25)
+        return math.forward(q, k, v, TileScores(0.25))
 
     def backward(dout, q, k, v, out, lse):
         check(dout, q, k, v, out, lse)
-        return math.backward(dout, q, k, v, out, lse, causal=False, mask=None, scale=0.25)
+        return math.backward(dout, q, k, v, out, lse, TileScores(0.25))
 
     out, lse = fused_kernel.forward_in_pieces(forward, q, k, v, limit)
     grads = fused_kernel.backward_in_pieces(backward, dout, q, k, v, out, lse, limit)
@@ -415,12 +413,12 @@ def test_a_tensor_at_the_limit_is_read_in_place():
 @pytest.mark.parametrize("rows", [8, 1000])
 def test_blocks_of_scores_fit_the_memory_limits(rows, keys, masked):
     """As few blocks as the limits allow; several heads in one block only if it has FEW_ROWS rows."""
-    mask = RowMask(allowed=lambda start, end, keys: None) if masked else RowMask()
+    mask = TileScores(allowed=lambda start, end, keys: None) if masked else TileScores()
     for b, h, hk in [(1, 2, 1), (5, 4, 2), (2, 6, 6)]:
         q, k = torch.empty(1).expand(b, h, rows, 4), torch.empty(1).expand(b, hk, keys, 4)
         group, limit = h // hk, math_kernel.SCORE_BYTES["cpu"] * torch.get_num_threads()
         seen = torch.zeros(b, h, rows, dtype=torch.int)
-        for start, end, _, heads in math_kernel._blocks(q, k, False, mask):
+        for start, end, _, heads in math_kernel._blocks(q, k, mask):
             for batch, query_heads, key_heads in heads:
                 part = seen[batch, query_heads, start:end]
                 part += 1
@@ -540,7 +538,7 @@ def test_blocks_of_scores_fit_the_cache(b, h, hk, sq, sk, monkeypatch):
     for limit in (2**16, 2**18, 2**20):
         monkeypatch.setitem(math_kernel.SCORE_BYTES, "cpu", limit // torch.get_num_threads())
         sizes, met = [], torch.zeros(b, h, sq)
-        for start, end, keys, heads_at_once in math_kernel._blocks(q, k, False, RowMask()):
+        for start, end, keys, heads_at_once in math_kernel._blocks(q, k, TileScores()):
             assert keys == sk
             for batch, heads, key_heads in heads_at_once:
                 met[batch, heads, start:end] += 1
@@ -576,8 +574,8 @@ def test_with_latents_a_kernel_is_chosen_for_the_heads_that_they_make(monkeypatc
 def test_blocks_of_scores_have_few_rows_where_masks_are_large(monkeypatch):
     monkeypatch.setattr(math_kernel, "ROW_MASK_BYTES", 10**4)
     q, row = torch.empty(1, 2, 64, 8), torch.empty(2, 1, 40)
-    for mask in (RowMask(allowed=lambda *_: row[0] > 0), RowMask(bias=lambda *_: row, heads=2)):
-        (most,) = {end - start for start, end, *_ in list(math_kernel._blocks(q, q[:, :, :40], False, mask))[:-1]}
+    for mask in (TileScores(allowed=lambda *_: row[0] > 0), TileScores(bias=lambda *_: row, heads=2)):
+        (most,) = {end - start for start, end, *_ in list(math_kernel._blocks(q, q[:, :, :40], mask))[:-1]}
         assert most == 10**4 // mask.bytes_per_row(40, 4) < 64
 
 

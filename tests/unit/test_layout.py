@@ -18,6 +18,7 @@ from megatron.context_parallel.attention import ring_plan as planning
 from megatron.context_parallel.attention.attend import tiled_attention
 from megatron.context_parallel.attention.kernels import select
 from megatron.context_parallel.attention.kernels.sums import Accumulator
+from megatron.context_parallel.attention.kernels.tile_by_tile import TileScores
 from megatron.context_parallel.attention.ring import RingSource
 from megatron.context_parallel.attention.ring_plan import Hop, Message, RingPlan, attention_plan
 from megatron.context_parallel.layout.grid import Axis, abstract_grid
@@ -423,11 +424,8 @@ def tiles_of(dtype: torch.dtype, pieces: int):
     q = torch.randn(1, 2, 64, 16, generator=generator, dtype=torch.float64)
     k, v = (torch.randn(1, 2, 64 * pieces, 16, generator=generator, dtype=torch.float64) for _ in range(2))
     kernel = select("math", device=q.device, dtype=q.dtype, head_dim=16)
-    whole, _ = kernel.forward(q, k, v, causal=False, mask=None, scale=0.25)
-    parts = [
-        kernel.forward(q, kk, vv, causal=False, mask=None, scale=0.25)
-        for kk, vv in zip(k.chunk(pieces, 2), v.chunk(pieces, 2))
-    ]
+    whole, _ = kernel.forward(q, k, v, TileScores(0.25))
+    parts = [kernel.forward(q, kk, vv, TileScores(0.25)) for kk, vv in zip(k.chunk(pieces, 2), v.chunk(pieces, 2))]
     lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     return q.permute(2, 0, 1, 3).to(dtype), [(out.to(dtype), lse.to(lse_dtype)) for out, lse in parts], whole
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import megatron.context_parallel as cp
 from megatron.context_parallel.attention.kernels import KERNELS, KernelUnavailable, select
 from megatron.context_parallel.attention.kernels.sums import Accumulator, GradientSum, KeyGradients
-from megatron.context_parallel.attention.kernels.tile_by_tile import RowMask, tile_parts
+from megatron.context_parallel.attention.kernels.tile_by_tile import TileScores, tile_parts
 from megatron.context_parallel.attention.ring_plan import attention_plan
 from megatron.context_parallel.layout.documents import (
     UNEVEN,
@@ -436,8 +436,8 @@ def test_kernels_against_the_definition(name, causal, masked, limit, monkeypatch
     if masked:
         allowed = torch.rand(s, s, generator=torch.Generator().manual_seed(3)) < 0.5
         allowed[5] = False
-    mask = RowMask(lambda start, end, keys: allowed[start:end, :keys] if masked else None, dropout=tile)
-    mask = mask if masked else RowMask(None, dropout=tile)
+    rows = (lambda start, end, keys: allowed[start:end, :keys]) if masked else None
+    mask = TileScores(allowed=rows, dropout=tile)
     want = dense(*tensors, tile.rows(0, s, s).double() * dropout.scale, causal=causal, allowed=allowed)
     assert_close(both_ways(KERNELS[name], *tensors, causal=causal, mask=mask), want, torch.float64)
 

@@ -46,7 +46,7 @@ def dense_bytes(length: int) -> tuple[int, int, int]:
 def part_bytes(length: int, threshold: int) -> int:
     """Bytes at the peak of forward and backward of a part of the largest tile, without q, k, v and their gradients."""
     import megatron.context_parallel as cp
-    from megatron.context_parallel.attention.kernels.tile_by_tile import row_mask, tile_parts
+    from megatron.context_parallel.attention.kernels.tile_by_tile import tile_parts, tile_scores
     from megatron.context_parallel.attention.ring_plan import attention_plan
     from megatron.training.report.tensor_memory import TensorMeter
 
@@ -58,13 +58,12 @@ def part_bytes(length: int, threshold: int) -> int:
     part = max(tile_parts(tiles, kernel.scores), key=lambda part: part.pairs)
     rows, keys = (q[slice(*span)].permute(1, 2, 0, 3) for span in (part.q, part.k))
     out, lse = torch.zeros_like(rows), torch.zeros(rows.shape[:3])
-    mask = row_mask(tiles, part, q, kernel.scores)
-    options = {"causal": part.kind != "full", "mask": mask, "scale": kernel.scores.scale}
+    how = tile_scores(tiles, part, q, kernel.scores)
     gc.collect()
     with TensorMeter("cpu") as meter:
         before = meter.now
-        kernel.kernel.forward(rows, keys, keys, **options)
-        kernel.kernel.backward(out, rows, keys, keys, out, lse, **options)
+        kernel.kernel.forward(rows, keys, keys, how)
+        kernel.kernel.backward(out, rows, keys, keys, out, lse, how)
         return meter.peak - before
 
 

@@ -21,7 +21,12 @@ from megatron.context_parallel.attention.kernels.base import ROW_MASK_BYTES, Cap
 from megatron.context_parallel.attention.kernels.fused_kernel import compact
 from megatron.context_parallel.attention.kernels.math_kernel import MathKernel
 from megatron.context_parallel.attention.kernels.sums import accumulation_dtype
-from megatron.context_parallel.attention.kernels.tile_by_tile import RowMask, TileByTile, lse_for_backward, row_blocks
+from megatron.context_parallel.attention.kernels.tile_by_tile import (
+    TileByTile,
+    TileScores,
+    lse_for_backward,
+    row_blocks,
+)
 
 MATH = MathKernel()
 
@@ -43,23 +48,21 @@ class CpuKernel(TileByTile):
     def why_not_on(self, capability: Capability, dtype: torch.dtype, head_dim: int) -> str | None:
         return "needs tensors on the CPU"
 
-    def forward(
-        self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: RowMask | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        if mask is not None and (mask.dropout or mask.softcap):
-            return MATH.forward(q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask, scale=scale)
-        self.check_tile(q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
-        value_dim = v_BHSD.shape[3]
-        q, k, v = _one_size(compact(q_BHSD), compact(k_BHSD), compact(v_BHSD))
-        if mask is None:
-            out, lse = _forward(q, k, v, 0.0, causal, scale=scale)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: TileScores) -> tuple[Tensor, Tensor]:
+        if how.dropout or how.softcap:
+            return MATH.forward(q, k, v, how)
+        self.check_tile(q, k, v, how)
+        value_dim = v.shape[3]
+        q, k, v = _one_size(compact(q), compact(k), compact(v))
+        if how.plain:
+            out, lse = _forward(q, k, v, 0.0, how.causal, scale=how.scale)
             return out[..., :value_dim], lse
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:3], dtype=accumulation_dtype(q.dtype), device=q.device)
-        for start, end, keys, allowed, bias in _blocks(q, k, causal, mask):
+        for start, end, keys, allowed, bias in _blocks(q, k, how):
             bias, rows = _additive(allowed, bias, q.dtype), slice(start, end)
             out[:, :, rows], lse_rows = _forward(
-                q[:, :, rows], k[:, :, :keys], v[:, :, :keys], 0.0, False, attn_mask=bias, scale=scale
+                q[:, :, rows], k[:, :, :keys], v[:, :, :keys], 0.0, False, attn_mask=bias, scale=how.scale
             )
             if allowed is not None:
                 without_keys = allowed.view(torch.uint8).amax(-1) == 0  # `any` on booleans takes twenty times as long
@@ -68,36 +71,24 @@ class CpuKernel(TileByTile):
         return out[..., :value_dim], lse
 
     def backward(
-        self,
-        dout_BHSD: Tensor,
-        q_BHSD: Tensor,
-        k_BHSD: Tensor,
-        v_BHSD: Tensor,
-        out_BHSD: Tensor,
-        lse_BHS: Tensor,
-        *,
-        causal: bool,
-        mask: RowMask | None,
-        scale: float,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: TileScores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if mask is not None and (mask.dropout or mask.softcap):
-            tensors = (dout_BHSD, q_BHSD, k_BHSD, v_BHSD, out_BHSD, lse_BHS)
-            return MATH.backward(*tensors, causal=causal, mask=mask, scale=scale)
-        self.check_tile(q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
-        tensors = (q_BHSD, k_BHSD, v_BHSD, out_BHSD.to(q_BHSD.dtype))
-        q, k, v, out, dout = _one_size(*(compact(x) for x in tensors), dout_BHSD.to(q_BHSD.dtype))
-        lse = lse_for_backward(lse_BHS, accumulation_dtype(q.dtype))
-        unpadded = [slice(x.shape[3]) for x in (q_BHSD, k_BHSD, v_BHSD)]  # without the padding of _one_size
-        if mask is None:
-            grads = _backward(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
+        if how.dropout or how.softcap:
+            return MATH.backward(dout, q, k, v, out, lse, how)
+        self.check_tile(q, k, v, how)
+        lse = lse_for_backward(lse, accumulation_dtype(q.dtype))
+        unpadded = [slice(x.shape[3]) for x in (q, k, v)]  # without the padding of _one_size
+        q, k, v, out, dout = _one_size(*map(compact, (q, k, v, out.to(q.dtype))), dout.to(q.dtype))
+        if how.plain:
+            grads = _backward(dout, q, k, v, out, lse, 0.0, how.causal, scale=how.scale)
             return tuple(grad[..., part] for grad, part in zip(grads, unpadded))
         dq = torch.empty_like(q)
         dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
-        for start, end, keys, allowed, bias in _blocks(q, k, causal, mask):
+        for start, end, keys, allowed, bias in _blocks(q, k, how):
             bias, rows = _additive(allowed, bias, q.dtype), slice(start, end)
             rows_and_keys = (dout[:, :, rows], q[:, :, rows], k[:, :, :keys], v[:, :, :keys])
             dq[:, :, rows], dk_part, dv_part = _backward(
-                *rows_and_keys, out[:, :, rows], lse[:, :, rows], 0.0, False, attn_mask=bias, scale=scale
+                *rows_and_keys, out[:, :, rows], lse[:, :, rows], 0.0, False, attn_mask=bias, scale=how.scale
             )
             dk[:, :, :keys] += dk_part
             dv[:, :, :keys] += dv_part
@@ -114,12 +105,12 @@ def _one_size(*tensors: Tensor) -> list[Tensor]:
     return [x if x.shape[3] == size else functional.pad(x, (0, size - x.shape[3])) for x in tensors]
 
 
-def _blocks(q: Tensor, k: Tensor, causal: bool, mask: RowMask):
+def _blocks(q: Tensor, k: Tensor, how: TileScores):
     """(first row, end row, number of keys, boolean mask of these pairs or None, bias or None), block by block."""
     sq, sk = q.shape[2], k.shape[2]
-    for start, end in row_blocks(sq, mask.bytes_per_row(sk, q.dtype.itemsize), ROW_MASK_BYTES):
-        keys = end if causal else sk
-        yield start, end, keys, mask.allowed_rows(causal, start, end, keys, q.device), mask.bias_rows(start, end, keys)
+    for start, end in row_blocks(sq, how.bytes_per_row(sk, q.dtype.itemsize), ROW_MASK_BYTES):
+        keys = end if how.causal else sk
+        yield start, end, keys, *how.rows(start, end, keys, q.device, and_causal=True)
 
 
 def _additive(allowed: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

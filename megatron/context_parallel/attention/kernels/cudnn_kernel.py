@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch import Tensor
 from megatron.context_parallel.attention.kernels.base import Capability
 from megatron.context_parallel.attention.kernels.fused_kernel import FusedKernel
 from megatron.context_parallel.attention.kernels.math_kernel import MathKernel
+from megatron.context_parallel.attention.kernels.tile_by_tile import TileScores
 from megatron.decisions.kernel_order import SHORTER_HEADS
 
 MATH = MathKernel()
@@ -43,15 +43,15 @@ class CudnnKernel(FusedKernel):
             return "is not deterministic"
         return reason
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: TileScores) -> tuple[Tensor, Tensor]:
         kernel = MATH if _single(q, k) else super()
-        return kernel.forward(q, k, v, **how)
+        return kernel.forward(q, k, v, how)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **how: Any
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: TileScores
     ) -> tuple[Tensor, Tensor, Tensor]:
         kernel = MATH if _single(q, k) else super()
-        return kernel.backward(dout, q, k, v, out, lse, **how)
+        return kernel.backward(dout, q, k, v, out, lse, how)
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = _forward(q, k, v, None, True, 0.0, causal, scale=scale)

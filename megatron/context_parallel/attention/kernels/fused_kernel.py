@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.base import Capability, gpu_reason
 from megatron.context_parallel.attention.kernels.sums import accumulation_dtype
-from megatron.context_parallel.attention.kernels.tile_by_tile import RowMask, TileByTile, lse_for_backward
+from megatron.context_parallel.attention.kernels.tile_by_tile import TileByTile, TileScores, lse_for_backward
 from megatron.decisions.kernel_order import lacks
 
 
@@ -36,28 +36,16 @@ class FusedKernel(TileByTile):
     def why_not_on(self, capability: Capability, dtype: torch.dtype, head_dim: int) -> str | None:
         return lacks(self.name, capability, head_dim, half=dtype in (torch.bfloat16, torch.float16))
 
-    def forward(
-        self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: RowMask | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        self.check_tile(q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
-        return forward_in_pieces(partial(self.call, causal=causal, scale=scale), q_BHSD, k_BHSD, v_BHSD)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: TileScores) -> tuple[Tensor, Tensor]:
+        self.check_tile(q, k, v, how)
+        return forward_in_pieces(partial(self.call, causal=how.causal, scale=how.scale), q, k, v)
 
     def backward(
-        self,
-        dout_BHSD: Tensor,
-        q_BHSD: Tensor,
-        k_BHSD: Tensor,
-        v_BHSD: Tensor,
-        out_BHSD: Tensor,
-        lse_BHS: Tensor,
-        *,
-        causal: bool,
-        mask: RowMask | None,
-        scale: float,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: TileScores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        self.check_tile(q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
-        call = partial(self.call_grad, causal=causal, scale=scale)
-        return backward_in_pieces(call, dout_BHSD, q_BHSD, k_BHSD, v_BHSD, out_BHSD, lse_BHS)
+        self.check_tile(q, k, v, how)
+        call = partial(self.call_grad, causal=how.causal, scale=how.scale)
+        return backward_in_pieces(call, dout, q, k, v, out, lse)
 
 
 INT32_ELEMENTS = 2**31  # some GPU kernels index with int32: tensors of one call must have fewer elements
@@ -105,11 +93,7 @@ def head_slices(b: int, h: int, hk: int, per_call: int) -> list[tuple[slice, sli
 
 
 def forward_in_pieces(
-    call: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    limit: int = INT32_ELEMENTS,
+    call: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, limit: int = INT32_ELEMENTS
 ) -> tuple[Tensor, Tensor]:
     """``out, lse = call(q, k, v)``, in as many calls as ``limit`` requires, on tensors that the kernel can read."""
     cuts = pieces(q, k, limit)

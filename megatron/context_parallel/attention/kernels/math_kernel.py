@@ -15,7 +15,12 @@ from torch import Tensor
 from megatron.context_parallel.attention.kernels.base import ROW_MASK_BYTES, Capability
 from megatron.context_parallel.attention.kernels.fused_kernel import head_slices
 from megatron.context_parallel.attention.kernels.sums import accumulation_dtype
-from megatron.context_parallel.attention.kernels.tile_by_tile import RowMask, TileByTile, lse_for_backward, row_blocks
+from megatron.context_parallel.attention.kernels.tile_by_tile import (
+    TileByTile,
+    TileScores,
+    lse_for_backward,
+    row_blocks,
+)
 
 SCORE_BYTES = {"cpu": 2**21, "cuda": 2**26}  # limit for a block's scores; a few buffers of this size exist at once
 FEW_ROWS = 128  # a block with fewer rows has only one head
@@ -41,26 +46,21 @@ class MathKernel(TileByTile):
             return "needs fp64, fp32, bf16 or fp16"
         return None
 
-    def forward(
-        self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: RowMask | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        self.check_tile(q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
-        mask, dtype = mask or RowMask(), accumulation_dtype(q_BHSD.dtype)
-        dropout, softcap = mask.dropout, mask.softcap
-        k_all, v_all = k_BHSD.to(dtype).contiguous(), v_BHSD.to(dtype).contiguous()
-        out = q_BHSD.new_empty((q_BHSD.size(2), *q_BHSD.shape[:2], v_BHSD.size(3))).permute(1, 2, 0, 3)
-        lse = torch.empty(q_BHSD.shape[:3], dtype=dtype, device=q_BHSD.device)
-        for start, end, keys, heads_at_once in _blocks(q_BHSD, k_all, causal, mask):
-            rows = slice(start, end)
-            allowed = mask.allowed_rows(False, start, end, keys, q_BHSD.device)
-            bias = mask.bias_rows(start, end, keys)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: TileScores) -> tuple[Tensor, Tensor]:
+        self.check_tile(q, k, v, how)
+        dtype, dropout, softcap = accumulation_dtype(q.dtype), how.dropout, how.softcap
+        k_all, v_all = k.to(dtype).contiguous(), v.to(dtype).contiguous()
+        out = q.new_empty((q.size(2), *q.shape[:2], v.size(3))).permute(1, 2, 0, 3)
+        lse = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
+        for start, end, keys, heads_at_once in _blocks(q, k_all, how):
+            rows, (allowed, bias) = slice(start, end), how.rows(start, end, keys, q.device)
             for batch, heads, key_heads in heads_at_once:
-                k, v = k_all[batch, key_heads, :keys], v_all[batch, key_heads, :keys]
-                q = _fold(q_BHSD[batch, heads, rows].to(dtype), k)
-                p = _products(q, k, scale, end - start)
+                k_in, v_in = k_all[batch, key_heads, :keys], v_all[batch, key_heads, :keys]
+                q_in = _fold(q[batch, heads, rows].to(dtype), k_in)
+                p = _products(q_in, k_in, how.scale, end - start)
                 if softcap:
                     p.div_(softcap).tanh_().mul_(softcap)
-                _mask_(p, allowed, None if bias is None else bias[heads], causal)
+                _mask_(p, allowed, None if bias is None else bias[heads], how.causal)
                 top = p.amax(-1, keepdim=True)
                 top.masked_fill_(top == float("-inf"), 0.0)  # rows without keys
                 total = p.sub_(top).exp_().sum(-1, keepdim=True)
@@ -68,58 +68,45 @@ class MathKernel(TileByTile):
                 if dropout:
                     p.mul_(dropout.rows(start, end, keys, batch, heads))
                     total.div_(dropout.scale)
-                o = (_fold(p, k) @ v).view(*p.shape[:3], -1)
+                o = (_fold(p, k_in) @ v_in).view(*p.shape[:3], -1)
                 out[batch, heads, rows] = o.div_(total.masked_fill_(total == 0, 1.0))
         return out, lse
 
     def backward(
-        self,
-        dout_BHSD: Tensor,
-        q_BHSD: Tensor,
-        k_BHSD: Tensor,
-        v_BHSD: Tensor,
-        out_BHSD: Tensor,
-        lse_BHS: Tensor,
-        *,
-        causal: bool,
-        mask: RowMask | None,
-        scale: float,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: TileScores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        self.check_tile(q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
-        mask, dtype = mask or RowMask(), accumulation_dtype(q_BHSD.dtype)
-        dropout, softcap = mask.dropout, mask.softcap
-        k_all, v_all = k_BHSD.to(dtype).contiguous(), v_BHSD.to(dtype).contiguous()
-        lse = lse_for_backward(lse_BHS, dtype)
-        dq, dk_all, dv_all = torch.empty_like(q_BHSD), torch.zeros_like(k_all), torch.zeros_like(v_all)
-        for start, end, keys, heads_at_once in _blocks(q_BHSD, k_all, causal, mask):
-            rows = slice(start, end)
-            allowed = mask.allowed_rows(False, start, end, keys, q_BHSD.device)
-            bias = mask.bias_rows(start, end, keys)
+        self.check_tile(q, k, v, how)
+        dtype, dropout, softcap = accumulation_dtype(q.dtype), how.dropout, how.softcap
+        k_all, v_all = k.to(dtype).contiguous(), v.to(dtype).contiguous()
+        lse = lse_for_backward(lse, dtype)
+        dq, dk_all, dv_all = torch.empty_like(q), torch.zeros_like(k_all), torch.zeros_like(v_all)
+        for start, end, keys, heads_at_once in _blocks(q, k_all, how):
+            rows, (allowed, bias) = slice(start, end), how.rows(start, end, keys, q.device)
             for batch, heads, key_heads in heads_at_once:
-                k, v = k_all[batch, key_heads, :keys], v_all[batch, key_heads, :keys]
-                q, dout = _fold(q_BHSD[batch, heads, rows].to(dtype), k), dout_BHSD[batch, heads, rows].to(dtype)
-                delta = (dout * out_BHSD[batch, heads, rows].to(dtype)).sum(-1, keepdim=True)
-                p, slope = _products(q, k, scale, end - start), None
+                k_in, v_in = k_all[batch, key_heads, :keys], v_all[batch, key_heads, :keys]
+                q_in, dout_in = _fold(q[batch, heads, rows].to(dtype), k_in), dout[batch, heads, rows].to(dtype)
+                delta = (dout_in * out[batch, heads, rows].to(dtype)).sum(-1, keepdim=True)
+                p, slope = _products(q_in, k_in, how.scale, end - start), None
                 if softcap:
                     p.div_(softcap).tanh_()
                     slope = 1 - p * p  # derivative of the cap
                     p.mul_(softcap)
-                _mask_(p, allowed, None if bias is None else bias[heads], causal)
+                _mask_(p, allowed, None if bias is None else bias[heads], how.causal)
                 p.sub_(lse[batch, heads, rows].unsqueeze(-1)).exp_()
-                dout = _fold(dout, k)
+                dout_in = _fold(dout_in, k_in)
                 weights = p  # the weights that multiply v
                 if dropout:
-                    dout = dout * dropout.scale
+                    dout_in = dout_in * dropout.scale
                     weights = p * dropout.rows(start, end, keys, batch, heads)
-                _add_product(dv_all[batch, key_heads, :keys], _fold(weights, k), dout)
-                ds = (dout @ v.mT).view(p.shape).mul_(weights).addcmul_(p, delta, value=-1)
-                ds = _fold(ds if slope is None else ds.mul_(slope), k)
-                dq[batch, heads, rows] = (ds @ k).mul_(scale).view(*p.shape[:3], -1)
-                _add_product(dk_all[batch, key_heads, :keys], ds, q, scale)
-        return dq, dk_all.to(k_BHSD.dtype), dv_all.to(v_BHSD.dtype)
+                _add_product(dv_all[batch, key_heads, :keys], _fold(weights, k_in), dout_in)
+                ds = (dout_in @ v_in.mT).view(p.shape).mul_(weights).addcmul_(p, delta, value=-1)
+                ds = _fold(ds if slope is None else ds.mul_(slope), k_in)
+                dq[batch, heads, rows] = (ds @ k_in).mul_(how.scale).view(*p.shape[:3], -1)
+                _add_product(dk_all[batch, key_heads, :keys], ds, q_in, how.scale)
+        return dq, dk_all.to(k.dtype), dv_all.to(v.dtype)
 
 
-def _blocks(q: Tensor, k: Tensor, causal: bool, mask: RowMask) -> Iterator[tuple[int, int, int, list[Block]]]:
+def _blocks(q: Tensor, k: Tensor, how: TileScores) -> Iterator[tuple[int, int, int, list[Block]]]:
     """(first row, end row, number of keys that these rows can see, [(batch, query heads, key heads)]).
 
     The outer loop is over rows, so that masks are computed once for all heads.
@@ -134,10 +121,10 @@ def _blocks(q: Tensor, k: Tensor, causal: bool, mask: RowMask) -> Iterator[tuple
     heads = head_slices(b, h, hk, at_once * group)
     at_once = at_once // hk * hk or at_once
     rows = max(limit // (row * at_once), FEWEST_ROWS if k.device.type == "cpu" else 1)
-    if mask.allowed or mask.bias:
-        rows = min(rows, max(ROW_MASK_BYTES // mask.bytes_per_row(keys, k.dtype.itemsize), 1))
+    if how.allowed or how.bias:
+        rows = min(rows, max(ROW_MASK_BYTES // how.bytes_per_row(keys, k.dtype.itemsize), 1))
     for start, end in row_blocks(sq, 1, rows):
-        yield start, end, end if causal else keys, heads
+        yield start, end, end if how.causal else keys, heads
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, factor: float = 1.0) -> None:

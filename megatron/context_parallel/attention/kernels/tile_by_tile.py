@@ -2,7 +2,7 @@
 """The adapter of kernels that compute one tile: rectangles and causal squares, [b, heads, s, d] -> (out, lse).
 
 A tile of positions in the opposite order (anticausal) is reversed, so that a causal kernel can compute it. Masks,
-biases and dropout are made for a block of rows at a time (:class:`RowMask`).
+biases and dropout are made for a block of rows at a time (:class:`TileScores`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ MADE_AT_ONCE = 2048
 
 
 @dataclass(frozen=True)
-class RowMask:
-    """Mask, bias, dropout and soft-cap of a tile's pairs, computed for a block of rows at a time.
+class TileScores:
+    """How the weights of one tile's pairs follow from ``q @ k^T``. Masks and biases are made for a block of rows.
 
     Attributes:
+        scale: factor on q @ k^T.
+        causal: query i sees keys 0..i of a square tile.
         allowed: (first row, end row, number of keys) -> boolean [rows, keys], on any device; None allows all pairs.
         bias: same arguments -> [heads, rows, keys], in the dtype of lse, on the tile's device; None: no bias.
         heads: number of heads of ``bias``.
@@ -36,23 +38,28 @@ class RowMask:
         softcap: see `Scores`; None: no cap.
     """
 
+    scale: float = 1.0
+    causal: bool = False
     allowed: Callable[[int, int, int], Tensor] | None = None
     bias: Callable[[int, int, int], Tensor] | None = None
     heads: int = 1
     dropout: TileDropout | None = None
     softcap: float | None = None
 
-    def allowed_rows(self, causal: bool, start: int, end: int, keys: int, device: torch.device) -> Tensor | None:
-        """Which of the first ``keys`` keys query rows start..end may attend to: boolean [rows, keys]; None: all."""
+    @property
+    def plain(self) -> bool:
+        """Whether the kernels of libraries, which know only ``scale`` and ``causal``, can compute the tile."""
+        return not (self.allowed or self.bias or self.dropout or self.softcap)
+
+    def rows(
+        self, start: int, end: int, keys: int, device: torch.device, *, and_causal: bool = False
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """For query rows start..end and the first ``keys`` keys: which pairs are allowed [rows, keys], and the bias."""
         allowed = self.allowed and to_device(self.allowed(start, end, keys), device)
-        if causal:
+        if and_causal and self.causal:
             diagonal = torch.ones(end - start, keys, dtype=torch.bool, device=device).tril(start)
             allowed = diagonal if allowed is None else allowed & diagonal
-        return allowed
-
-    def bias_rows(self, start: int, end: int, keys: int) -> Tensor | None:
-        """The bias of the scores of query rows start..end and the first ``keys`` keys: [heads, rows, keys] or None."""
-        return self.bias and self.bias(start, end, keys)
+        return allowed, self.bias and self.bias(start, end, keys)
 
     def bytes_per_row(self, keys: int, itemsize: int) -> int:
         """Bytes needed to compute one row."""
@@ -65,18 +72,17 @@ class TileByTile:
 
     A subclass has ``supports_mask``, ``supports_value_dim`` and the two methods below. k and v may have fewer heads
     than q; lse is a natural logarithm ``[b, h, sq]`` in fp32 (fp64 for fp64 inputs). The methods accept strided views,
-    usually of ``[s, b, h, d]`` memory, and may return any strides. With ``causal``, query i sees keys 0..i, and the
-    tile must be square. With ``causal`` and ``mask``, both must allow a pair.
+    usually of ``[s, b, h, d]`` memory, and may return any strides.
 
-    - ``forward(q_BHSD, k_BHSD, v_BHSD, *, causal, mask, scale)`` returns out and lse of the tile;
-    - ``backward(dout_BHSD, q_BHSD, k_BHSD, v_BHSD, out_BHSD, lse_BHS, *, causal, mask, scale)`` returns dq, dk and dv
-      in the dtype of q; out and lse are the final ones, and a row whose final lse is -inf has gradient 0.
+    - ``forward(q_BHSD, k_BHSD, v_BHSD, how)`` returns out and lse of the tile;
+    - ``backward(dout_BHSD, q_BHSD, k_BHSD, v_BHSD, out_BHSD, lse_BHS, how)`` returns dq, dk and dv in the dtype of q;
+      out and lse are the final ones, and a row whose final lse is -inf has gradient 0.
     """
 
     def attend(self, tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, scores: Scores, result: Accumulator) -> None:
         for tile in tile_parts(tiles, scores):
             cut = _cut(tile, (q, tile.q), (k, tile.k), (v, tile.k))
-            out, lse = self.forward(*cut, **_options(tiles, tile, q, scores))
+            out, lse = self.forward(*cut, tile_scores(tiles, tile, q, scores))
             result.add(tile.q, *_turned(tile, out, lse))
 
     def attend_grad(
@@ -93,7 +99,7 @@ class TileByTile:
         for tile in tile_parts(tiles, scores):
             qkv = (q, tile.q), (k, tile.k), (v, tile.k)
             cut = _cut(tile, (final.dout, tile.q), *qkv, (final.out, tile.q), (final.lse, tile.q))
-            grads = _turned(tile, *self.backward(*cut, **_options(tiles, tile, q, scores)))
+            grads = _turned(tile, *self.backward(*cut, tile_scores(tiles, tile, q, scores)))
             dq_tile, dk_tile, dv_tile = (grad.permute(2, 0, 1, 3) for grad in grads)
             dq.add(tile.q, dq_tile)
             dkv.add(tile.k, dk_tile, dv_tile)
@@ -101,7 +107,7 @@ class TileByTile:
     def delta(self, out: Tensor, dout: Tensor) -> None:
         return None
 
-    def check_tile(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: RowMask | None) -> None:
+    def check_tile(self, q: Tensor, k: Tensor, v: Tensor, how: TileScores) -> None:
         """Raises ValueError if the arguments do not fit, or if the kernel does not support them."""
         b, h, sq, d = q.shape
         hk, sk = k.shape[1:3]
@@ -111,9 +117,9 @@ class TileByTile:
             raise ValueError(f"the attention kernel {self.name} needs value heads of the key heads' size, {d}")
         if q.numel() == 0 or k.numel() == 0:
             raise ValueError(f"empty attention tile: q {list(q.shape)}, k {list(k.shape)}")
-        if causal and sq != sk:
+        if how.causal and sq != sk:
             raise ValueError(f"a causal tile must be square, this one has {sq} queries and {sk} keys")
-        if mask is not None and not self.supports_mask:
+        if not (how.plain or self.supports_mask):
             raise ValueError(f"the attention kernel {self.name} does not support masks")
 
 
@@ -123,14 +129,10 @@ def tile_parts(tiles: Tiles, scores: Scores) -> Iterator[Tile]:
         yield from parts(tile, MADE_AT_ONCE) if _needs_pairs(tile, scores) else (tile,)
 
 
-def row_mask(tiles: Tiles, tile: Tile, q: Tensor, scores: Scores) -> RowMask | None:
-    """What a kernel computes for each pair of ``tile`` in addition to the product; None: nothing.
-
-    Args:
-        tile: one of ``tiles``, or a part of one.
-    """
+def tile_scores(tiles: Tiles, tile: Tile, q: Tensor, scores: Scores) -> TileScores:
+    """What a kernel computes for ``tile``, which is one of ``tiles`` or a part of one."""
     if not _needs_pairs(tile, scores):
-        return None if scores.softcap is None else RowMask(softcap=scores.softcap)
+        return TileScores(scores.scale, tile.kind != "full", softcap=scores.softcap)
     flip, allowed, bias, dropout = tile.kind == "anticausal", None, None, None
     q_spans, k_spans = tiles.q_at(tile), tiles.k_at(tile)
     if tile.masked:
@@ -151,15 +153,11 @@ def row_mask(tiles: Tiles, tile: Tile, q: Tensor, scores: Scores) -> RowMask | N
 
     if scores.dropout is not None:
         dropout = TileDropout(scores.dropout, q.size(2), q_spans, k_spans, q.device, flip=flip)
-    return RowMask(allowed, bias, q.size(2), dropout, scores.softcap)
+    return TileScores(scores.scale, tile.kind != "full", allowed, bias, q.size(2), dropout, scores.softcap)
 
 
 def _needs_pairs(tile: Tile, scores: Scores) -> bool:
     return tile.masked or scores.slopes is not None or scores.dropout is not None
-
-
-def _options(tiles: Tiles, tile: Tile, q: Tensor, scores: Scores) -> dict:
-    return {"causal": tile.kind != "full", "mask": row_mask(tiles, tile, q, scores), "scale": scores.scale}
 
 
 def _cut(tile: Tile, *tensors: tuple[Tensor, tuple[int, int]]) -> list[Tensor]:

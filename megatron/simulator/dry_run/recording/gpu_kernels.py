@@ -122,13 +122,13 @@ class SimulatedFused(TileByTile):
     def __init__(self, recorder: Recorder, name: str) -> None:
         self.recorder, self.name = recorder, name
 
-    def forward(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, *tile: Any) -> tuple[Tensor, Tensor]:
         with self.recorder.calling(attention_named(self.name)):
-            return KERNELS["flash"].forward(*tensors, **options)
+            return KERNELS["flash"].forward(*tile)
 
-    def backward(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, *tile: Any) -> tuple[Tensor, Tensor, Tensor]:
         with self.recorder.calling(attention_named(self.name)):
-            return KERNELS["flash"].backward(*tensors, **options)
+            return KERNELS["flash"].backward(*tile)
 
 
 class SimulatedTriton:
