@@ -329,6 +329,30 @@ def test_a_segment_holds_at_most_a_number_of_elements(batch, heads, keys, values
     assert segments([q, q, v], rows) == [(10, 10 + size), (10 + size, 10 + 2 * size), (10 + 2 * size, rows[1])]
 
 
+LAYOUT = cp.SequenceLayout(8, cp.abstract_grid())
+X, WEIGHT = torch.zeros(8, 2, 6), torch.zeros(6, 4)
+
+
+@pytest.mark.parametrize(
+    "inputs, options, message",
+    [
+        ((X[:, 0], WEIGHT), {}, r"must be \[8, b, channels\]"),
+        ((X[:7], WEIGHT), {}, r"must be \[8, b, channels\]"),
+        ((X, WEIGHT[:, 0]), {}, r"weight must be \[6, width\]"),
+        ((X, WEIGHT[:5]), {}, r"weight must be \[6, width\]"),
+        ((X, WEIGHT, WEIGHT[:5, 0]), {}, r"bias \[6\]"),
+        ((X, WEIGHT), {"documents": [(4, 8)] * 3}, "documents has 3 lists for 2 samples"),
+        ((X, WEIGHT), {"documents": [(4, 4, 8)]}, "must ascend to the length of the sequence, 8"),
+        ((X, WEIGHT), {"documents": [(4, 8), (0, 8)]}, "must ascend to the length of the sequence, 8"),
+        ((X, WEIGHT), {"documents": [(4, 7)]}, "must ascend to the length of the sequence, 8"),
+        ((X, WEIGHT), {"activation": "relu"}, "activation 'relu' is unknown"),
+    ],
+)
+def test_inputs_of_a_convolution_that_do_not_fit_are_refused(inputs, options, message):
+    with pytest.raises(ValueError, match=message):
+        short_convolution(*inputs, layout=LAYOUT, **options)
+
+
 def test_what_the_spans_of_two_documents_hand_on():
     """Documents of 8 and 16 tokens on three ranks: the second continues from the middle rank on the last."""
     counts = span_order(cp.SequenceLayout(24, cp.abstract_grid(ring=3), "contiguous"), ((8, 24),), False).counts

@@ -560,6 +560,12 @@ def test_a_kernel_is_chosen_for_the_larger_head_size(monkeypatch, value_dim, lar
     assert asked == [largest]
 
 
+@pytest.mark.parametrize("softcap", [0.0, -1.0])
+def test_a_softcap_that_is_not_above_0_is_refused(softcap):
+    with pytest.raises(ValueError, match=f"softcap={softcap} must be above 0"):
+        AttentionRule(softcap=softcap)
+
+
 def test_with_latents_a_kernel_is_chosen_for_the_heads_that_they_make(monkeypatch):
     """Of 24 entries of a key 8 are rotated and 16 come from the latent, as do 12 of its value."""
     asked = []

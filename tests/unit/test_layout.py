@@ -21,6 +21,7 @@ from megatron.context_parallel.attention.kernels.sums import Accumulator
 from megatron.context_parallel.attention.kernels.tile_by_tile import TileScores
 from megatron.context_parallel.attention.ring import RingSource
 from megatron.context_parallel.attention.ring_plan import Hop, Message, RingPlan, attention_plan
+from megatron.context_parallel.layout import grid as grid_module
 from megatron.context_parallel.layout.grid import Axis, abstract_grid
 from megatron.context_parallel.layout.masks import Causal, Full
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
@@ -524,6 +525,18 @@ def test_sizes_of_a_grid_without_processes():
     assert (grid.context.size, grid.world_size) == (6, 30)
     whole = replace(grid, data=Axis(7, 5), pipeline=Axis(3, 2)).at(ulysses=1, ring=2, tensor=4)
     assert (whole.context.rank, whole.data, whole.pipeline) == (5, Axis(7, 5), Axis(3, 2))
+
+
+def test_processes_share_gpus_if_there_are_more_processes(monkeypatch):
+    used = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    monkeypatch.setattr(grid_module, "meet", lambda backend, timeout, interface: backend)
+    monkeypatch.setenv("RANK", "3")
+    for rank in "0", "1", "2", "3":
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert grid_module.initialize_world(timeout_minutes=1, backend="nccl") == "nccl"
+    assert used == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize("steps, direct", [((2,), True), ((1, 2), False), ((1,), False)])
