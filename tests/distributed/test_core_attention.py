@@ -393,3 +393,164 @@ def test_each_dropout_of_a_model_has_its_own_stream():
                                                                                           gpt_dropout.FFN)]  # fmt: skip
     streams.append(gpt_dropout.EMBEDDING)
     assert len(set(streams)) == 8 * 3 + 1 and min(streams) >= 0
+
+
+@pytest.mark.parametrize("initialize", [True, False])
+def test_sinks_are_initialized_unless_core_leaves_that_out(initialize):
+    drawn = []
+    config = {"softmax_type": "learnable", "perform_initialization": initialize, "init_method": drawn.append}
+    sinks = core_attention(config=config).softmax_offset
+    assert [*map(id, drawn)] == [id(sinks)] * initialize
+
+
+@pytest.mark.parametrize(
+    "window, causal, mask",
+    [
+        ((4, 0), True, cp.Window(4)), ((0, 0), True, cp.Window(0)), ((-1, 0), True, cp.Causal()),
+        ((-1, -1), True, cp.Causal()), ((4, -1), True, cp.Window(4)), ((4, 2), False, cp.Window(4, 2)),
+        ((-1, 2), False, cp.Window(LENGTH, 2)), ((4, -1), False, cp.Window(4, LENGTH)), ((-1, -1), False, cp.Full()),
+        ((0, 2), False, cp.Window(0, 2)), ((4, 0), False, cp.Window(4, 0)), (None, True, cp.Causal()),
+        (None, False, cp.Full()),
+    ],
+)  # fmt: skip
+def test_the_mask_of_a_window(window, causal, mask):
+    name = "causal" if causal else "no_mask"
+    layer = core_attention(config={"window_size": window}, attn_mask_type=kind(name))
+    assert layer.rule.mask == mask
+
+
+def test_a_layer_with_output_norms_normalizes_the_sum_with_the_bias():
+    from types import SimpleNamespace
+
+    from megatron.context_parallel.core.transformer_layer import FFN, LongContextLayer
+
+    x, bias, residual = torch.randn(5, 1, 8), torch.randn(8), torch.randn(5, 1, 8)
+    layer = SimpleNamespace(
+        post_self_attn_layernorm=None,
+        post_mlp_layernorm=lambda x: 3 * x,
+        _add=lambda *_: lambda pair, y, _: pair[0] + y,
+    )
+    add = LongContextLayer.dropout_add(layer, None, FFN)
+    assert torch.allclose(add((x, bias), residual, 0.0), residual + 3 * (x + bias))
+    assert torch.allclose(add((x, None), residual, 0.0), residual + 3 * x)
+
+
+@pytest.mark.parametrize("training, hidden, drops", [(True, 0.5, True), (True, 0.0, False), (False, 0.5, False)])
+def test_hidden_states_are_dropped_in_training_only(training, hidden, drops):
+    from types import SimpleNamespace
+
+    from megatron.context_parallel.core.gpt_dropout import ModelDropout
+    from megatron.context_parallel.core.transformer_layer import AttentionSettings, LongContextLayer
+    from megatron.context_parallel.layout.documents import Samples
+
+    settings = AttentionSettings(cp.SequenceLayout(LENGTH, cp.abstract_grid()), dropout=ModelDropout(hidden=hidden))
+    config = SimpleNamespace(sequence_parallel=False)
+    layer = SimpleNamespace(training=training, attention_settings=settings, config=config)
+    assert (LongContextLayer._hidden_dropout(layer, Samples((7,))) is not None) is drops
+
+
+def rounded_once(function, *inputs):
+    """Whether bf16 inputs give the results of the same inputs in fp32, rounded at the end."""
+    narrow = [x.bfloat16() for x in inputs]
+    results = [function(*narrow), function(*(x.float() for x in narrow))]
+    return all(torch.equal(a, b.to(a.dtype)) for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in results)))
+
+
+def test_norms_and_gates_in_half_precision_are_rounded_once():
+    from types import SimpleNamespace
+
+    from megatron.context_parallel.core.mixers.gated_delta_net import GatedDeltaNet, unit
+    from megatron.context_parallel.core.mixers.mamba2 import GroupNorm, Mamba2
+    from megatron.context_parallel.core.spec import AllHeadsNorm
+    from megatron.context_parallel.core.transformer_layer import gated
+
+    x, y = torch.randn(64, 2, 4, 8), torch.randn(64, 2, 32)
+    assert rounded_once(gated, x, y) and rounded_once(unit, x)
+    config = SimpleNamespace(layernorm_zero_centered_gamma=False, params_dtype=torch.float32, layernorm_epsilon=1e-5)
+    assert rounded_once(AllHeadsNorm(config, 8, 1e-5, heads=4, tensor=Axis()), x)
+    assert rounded_once(GroupNorm(32, 4, torch.float32, None), y, y.flip(0))
+    net = SimpleNamespace(
+        config=config, out_norm=torch.nn.RMSNorm(8), value_dim=8, tp_group=SimpleNamespace(size=lambda: 1)
+    )
+    assert rounded_once(lambda *inputs: GatedDeltaNet.gated_norm(net, *inputs), x, y)
+    numbers = {name: torch.randn(4).bfloat16() for name in ("A_log", "dt_bias", "D")}
+    mamba = SimpleNamespace(convolved={"x": 16, "B": 6, "C": 6}, groups=2, heads=4, dt_min=0.0, **numbers)
+    narrow = Mamba2.inputs_of_rule(mamba, y[..., :28].bfloat16(), y[..., 28:].bfloat16())
+    assert [part.dtype for part in narrow] == 3 * [torch.bfloat16] + 3 * [torch.float32]
+    softplus = torch.nn.functional.softplus(y[..., 28:].bfloat16().float() + numbers["dt_bias"].float())
+    assert torch.equal(narrow[4], softplus) and torch.equal(narrow[3], -numbers["A_log"].float().exp() * softplus)
+
+
+@pytest.mark.parametrize("recompute, training, again", [("selective", True, True), ("selective", False, False),
+                                                        ("full", True, False), (None, True, False)])  # fmt: skip
+def test_the_mixer_of_a_state_is_recomputed_if_asked(monkeypatch, recompute, training, again):
+    from types import SimpleNamespace
+
+    from megatron.context_parallel.core.mixers import state_mixer
+
+    taken, x = [], torch.randn(4, 1, 8)
+    monkeypatch.setattr(state_mixer, "checkpoint", lambda function, _, *inputs: taken.append(1) or function(*inputs))
+    layer = SimpleNamespace(
+        training=training, config=SimpleNamespace(recompute_granularity=recompute), projected=lambda x: (x,),
+        _mix=lambda x, batch: 2 * x, out_proj=lambda x: (x, None),
+    )  # fmt: skip
+    assert torch.equal(state_mixer.StateMixer.forward(layer, x, None)[0], 2 * x) and bool(taken) is again
+
+
+@pytest.mark.parametrize(
+    "recompute, training, again", [("full", True, True), ("full", False, False), (None, True, False)]
+)
+def test_a_layer_of_later_tokens_is_recomputed_if_asked(monkeypatch, recompute, training, again):
+    from types import SimpleNamespace
+
+    from megatron.context_parallel.core import later_tokens
+
+    taken, x = [], torch.randn(4, 1, 8)
+    monkeypatch.setattr(
+        later_tokens.tensor_parallel, "checkpoint", lambda function, _, *inputs: taken.append(1) or function(*inputs)
+    )
+    config = SimpleNamespace(recompute_granularity=recompute)
+    layer = SimpleNamespace(training=training, config=config, _layer=lambda hidden, *others: 2 * hidden)
+    result = later_tokens.LaterTokenLayer.forward(layer, None, x, None, None, lambda **_: x)
+    assert torch.equal(result, 2 * x) and bool(taken) is again
+
+
+@pytest.mark.parametrize("spare", [0, 16])
+def test_rows_of_positions_of_a_tp_rank(spare):
+    from megatron.context_parallel.core.learned_positions import PositionRows
+
+    for rank in (0, 1):
+        layout = cp.SequenceLayout(LENGTH, cp.abstract_grid(tensor=2).at(tensor=rank))
+        rows = PositionRows(layout, LENGTH + spare, 8, sequence_parallel=False)
+        assert rows.replica == (0, rank, 0) and len(rows.weight) == LENGTH + spare
+        assert rows.weight.spans == (((0, LENGTH), (LENGTH, LENGTH + spare)) if spare else ((0, LENGTH),))
+
+
+@pytest.mark.parametrize(
+    "options", [{"linear": (0,)}, {"pattern": "M"}, {"experts": {0: None}}, {"all_heads_norms": True},
+                {"input_norms": False}]
+)  # fmt: skip
+def test_transformer_engine_has_no_layers_of_ours(options):
+    from types import SimpleNamespace
+
+    from megatron.context_parallel.core.spec import block_spec
+
+    config = SimpleNamespace(multi_latent_attention=False)
+    with pytest.raises(ValueError, match="transformer_engine"):
+        block_spec(config, None, transformer_engine=True, num_layers=1, **options)
+
+
+def test_experts_count_and_gate_in_the_dtype_that_is_asked():
+    from types import SimpleNamespace
+
+    from megatron.context_parallel.core.experts import SUMS, ExpertRouter
+
+    for name, dtype in (("fp32", torch.float32), ("fp64", torch.float64), (None, torch.bfloat16)):
+        router = SimpleNamespace(
+            config=SimpleNamespace(moe_router_dtype=name), bias=None, weight=torch.randn(3, 8).bfloat16()
+        )
+        assert ExpertRouter.gating(router, torch.randn(4, 1, 8).bfloat16()).dtype == dtype
+    tokens = 2**24 + 1  # fp32 has no such number
+    router, one = SimpleNamespace(seen=None), torch.ones(tokens)
+    ExpertRouter._add(router, one.bool()[:, None], one, dict.fromkeys(SUMS, torch.zeros(())))
+    assert router.seen.dtype == torch.float64 and router.seen[0] == tokens

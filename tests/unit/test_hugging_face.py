@@ -27,7 +27,7 @@ from megatron.training.checkpoint.hugging_face.load_folder import open_folder
 from megatron.training.checkpoint.hugging_face.safetensors_folder import HEADERS
 from megatron.training.checkpoint.megatron_lm.checked import examine
 from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensors
-from megatron.training.families import architectures
+from megatron.training.families import architectures, gemma
 from megatron.training.families.architectures import FAMILIES, described, family_of
 from megatron.training.families.llama import llama_settings, llama_weights
 from megatron.training.families.llama.llama_settings import LLAMA3 as FIXED
@@ -215,6 +215,9 @@ def test_a_mixtral_that_is_refused(change: dict[str, Any]) -> None:
         ("phi3", {"sliding_window": 8}, "sliding_window 8 of phi3"),
         ("phi3", {"rope_scaling": {"type": "longrope"}}, "type longrope of phi3 is not supported: only default"),
         ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor 0.75"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window is not supported: all layers have the mask"),
+        ("qwen2", {"layer_types": ["sliding_attention"]}, "use_sliding_window is not supported: all layers have"),
+        ("qwen3", {"attention_bias": True}, "attention_bias of qwen3 is not supported"),
         ("qwen3_moe", {}, "norm_topk_prob None of qwen3_moe is not supported: only True"),
         ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [0]}, r"mlp_only_layers \[0\] of qwen3_moe"),
         ("qwen3_moe", {"norm_topk_prob": True, "moe_intermediate_size": None}, "moe_intermediate_size None"),
@@ -233,6 +236,90 @@ def test_what_is_not_supported_of_other_families(kind: str, change: dict[str, An
         own |= {"rope_scaling": {"rope_type": "default"}}
     with pytest.raises(Refusal, match=message):
         described(MIXTRAL | {"model_type": kind} | own | change, "config.json")
+
+
+NEOX = SIZES | {"model_type": "gpt_neox", "intermediate_size": 24, "hidden_act": "gelu"}
+GLM = KINDS["glm4_moe"] | {
+    "model_type": "glm4_moe",
+    "rms_norm_eps": 1e-5,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.0,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+QWEN3_NEXT = KINDS["qwen3"] | {"model_type": "qwen3_next", "rms_norm_eps": 1e-6, "linear_num_key_heads": 2,
+                               "linear_num_value_heads": 4,
+                               "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4,
+                               "decoder_sparse_step": 1, "norm_topk_prob": True, "num_experts": 4,
+                               "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+                               "shared_expert_intermediate_size": 12, "partial_rotary_factor": 0.5}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config, change",
+    [
+        (NEOX, {"rotary_pct": 1.5}),
+        (NEOX, {"rotary_emb_base": 10000.5}),
+        (GLM, {"partial_rotary_factor": 1.25}),
+        (QWEN3_NEXT, {"full_attention_interval": 0}),
+        (QWEN3_NEXT, {"full_attention_interval": True}),
+        (QWEN3_NEXT, {"full_attention_interval": "4"}),
+        (QWEN3_NEXT, {"layer_types": "all"}),
+        (QWEN3_NEXT, {"layer_types": ["full_attention"]}),
+        (QWEN3_NEXT, {"layer_types": ["full_attention", "windowed"]}),
+        (QWEN3_NEXT, {"layer_types": ["full_attention", "full_attention"]}),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_a_number_that_a_family_cannot_have(config: dict[str, Any], change: dict[str, Any]) -> None:
+    described(config, "config.json")
+    with pytest.raises(Refusal, match=next(iter(change))):
+        described(config | change, "config.json")
+
+
+@pytest.mark.parametrize("config, name", [(NEOX, "rotary_pct"), (GLM, "partial_rotary_factor")])
+def test_all_entries_of_a_head_may_rotate(config: dict[str, Any], name: str) -> None:
+    assert described(config | {name: 1.0}, "config.json").settings.rotary_percent == 1.0
+
+
+@pytest.mark.parametrize("every", [1, 2, None])
+def test_how_often_qwen3_next_has_attention(every: int | None) -> None:
+    settings = described(QWEN3_NEXT | {"full_attention_interval": every}, "config.json").settings
+    assert settings.linear_attention_freq == (every or 4)
+
+
+def test_the_number_of_experts_by_its_older_name() -> None:
+    given = KINDS["qwen3_moe"] | {"model_type": "qwen3_moe", "rms_norm_eps": 1e-6, "decoder_sparse_step": 1}
+    assert described(given | {"num_local_experts": 8}, "config.json").settings.num_experts == 4
+    assert described(given | {"num_experts": None, "num_local_experts": 8}, "").settings.num_experts == 8
+    with pytest.raises(Refusal, match="num_experts None"):
+        described(given | {"num_experts": None}, "config.json")
+
+
+def test_settings_that_follow_from_others_are_not_written() -> None:
+    gpt2 = described({"model_type": "gpt2"} | KINDS["gpt2"] | {"n_inner": None}, "config.json").settings
+    assert gpt2.ffn_hidden_size == 4 * 16 and "n_inner" not in family_of(gpt2).config_json(gpt2, 67, torch.float32)
+    wider = replace(gpt2, ffn_hidden_size=80)
+    assert family_of(wider).config_json(wider, 67, torch.float32)["n_inner"] == 80
+
+
+def test_the_script_that_trains_a_model() -> None:
+    llama, gpt2 = (
+        described(MIXTRAL | {"model_type": "llama"}, "").settings,
+        described({"model_type": "gpt2"} | KINDS["gpt2"], "").settings,
+    )
+    scripts = [
+        llama_settings.program(model)
+        for model in (llama, replace(llama, untie_embeddings_and_output_weights=False), gpt2,
+                      replace(llama, add_bias_linear=True))
+    ]  # fmt: skip
+    assert scripts == ["pretrain_llama.py"] + 3 * ["pretrain_gpt.py"]
+
+
+def test_scales_are_integers_up_to_rounding() -> None:
+    assert [gemma._whole(value) for value in (3.0, 144**0.5, 1e6 + 1e-4, 1e6 + 1e-2)] == [3, 12, 10**6, 1e6 + 1e-2]
+    assert isinstance(gemma._whole(2.0**0.5 * 2.0**0.5), int)
 
 
 def test_a_phi3_without_rope_scaling() -> None:
@@ -318,6 +405,18 @@ def test_our_layout(ours: Path, small: Path) -> None:
     assert torch.equal(qkv[2], torch.cat([q[:8], k[:4], v[:4], q[8:], k[4:], v[4:]]))
     assert torch.equal(mine["decoder.layers.mlp.linear_fc1.weight"][2], torch.cat([gate, up]))
     assert torch.equal(mine["output_layer.weight"], theirs["lm_head.weight"])
+
+
+@pytest.mark.parametrize("groups, heads", [(1, 4), (2, 4), (4, 4), (3, 12)])
+def test_queries_and_gates_are_split_by_head(groups: int, heads: int) -> None:
+    """Rows of a head: its query, then its gate; ours are by group: queries, gates, keys, values."""
+    shapes = ((heads * 2 * 6, 5), (groups * 6, 5), (groups * 6, 5))
+    parts = [torch.randn(shape) for shape in shapes]
+    piece = llama_weights.Piece("q", ("q", "k", "v"), shapes, gate_heads=heads)
+    rows = llama_weights.fuse(piece, parts, groups)
+    by_group = rows.view(groups, -1, 6, 5)
+    assert torch.equal(by_group[:, : heads // groups].flatten(0, 2), parts[0].view(heads, 2, 6, 5)[:, 0].flatten(0, 1))
+    assert all(torch.equal(x, y) for x, y in zip(parts, llama_weights.split(piece, rows, groups)))
 
 
 @pytest.mark.parametrize("groups, heads", [(1, 4), (2, 4), (4, 4), (3, 12)])
@@ -908,6 +1007,20 @@ def test_a_deepseek_that_is_refused(config: dict[str, Any], message: str) -> Non
     with pytest.raises(Refusal) as caught:
         described(config, "config.json")
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_factors_of_yarn_are_written_where_transformers_needs_them() -> None:
+    """transformers computes attention_factor from two others, if both are there."""
+    llama = replace(described(MIXTRAL | {"model_type": "llama"}, "").settings, position_embedding_type="yarn")
+    deepseek = replace(described(V3 | {"rope_parameters": DEEPSEEK_YARN}, "").settings)
+    for all_dim in (0.0, 1.0):
+        scaling = [
+            family_of(model).config_json(model, 67, torch.float32)["rope_scaling"]
+            for model in (replace(model, yarn_mscale=1.0, yarn_mscale_all_dim=all_dim) for model in (llama, deepseek))
+        ]
+        assert [("mscale" in one, "attention_factor" in one) for one in scaling] == [
+            (all_dim > 0, True), (all_dim > 0, all_dim == 0)
+        ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,21 @@ def test_parameters_as_published(name: str) -> None:
     assert numel / 1e6 == pytest.approx(PUBLISHED[name], rel=0.01)
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_flags_of_a_model_give_it(name: str) -> None:
+    config = read(name)
+    windows = {field: getattr(config.attention, field) for field in ("window_size", "window_attn_skip_freq")}
+    ahead = {"mtp_num_layers": 2} if name in ("llama3-8b", "glm-4.5") else {}
+    model = replace(config.model, model=None, **ahead)
+    flags = [*command_line(model, torch.float32), *window_flags(windows if windows["window_size"] else {})]
+    names = [word for word in flags if word.startswith("--")]
+    assert len(names) == len({*names})
+    again = parse([*flags, *RUN, "--vocab-size", "9"], {}, 1)
+    if model.position_embedding_type == "none":  # then RoPE's base is not written
+        model = replace(model, rotary_base=again.model.rotary_base)
+    assert again.model == model and again.attention == config.attention
+
+
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name != "nemotron-h-8b"])
 def test_transformers_has_the_same_model(name: str) -> None:
     """The config.json that we write gives the same settings and windows; transformers' model has as many parameters."""

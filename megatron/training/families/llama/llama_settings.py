@@ -334,7 +334,7 @@ def command_line(model: ModelConfig, dtype: torch.dtype) -> list[str]:
     names += [name for name in OPTIONAL if getattr(model, name) is not None]
     names += ["normalization", "norm_epsilon", "swiglu", "geglu", "apply_layernorm_1p", "sandwich_norm"]
     names += [name for name in ("quick_geglu", "glu_linear_offset") if getattr(model, name)]
-    names += ["attention_output_gate"] + ["rotary_percent"] * (model.rotary_percent != 1)
+    names += ["attention_output_gate"]
     if model.experimental_attention_variant:
         names += [field.name for field in fields(ModelConfig) if field.name.startswith("linear_")]
     if model.is_hybrid_model:
