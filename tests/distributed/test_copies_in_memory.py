@@ -32,6 +32,35 @@ def with_copies(folder, flags, nodes):
     )
 
 
+SIZES = (2500, 1000, 0)  # bytes that each rank sends to the next; a message has at most 1000
+
+
+def swap_files(folder, missing):
+    """Each rank's file goes to the next rank; whether this rank received what the previous one has, or its error."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    before, own, got = (rank - 1) % 3, Path(folder, f"own{rank}"), Path(folder, f"got{rank}")
+    own.write_bytes(bytes((rank + at) % 251 for at in range(SIZES[rank])))
+    got = got / "missing" if rank == missing else got
+    size, copy_file.MESSAGE = copy_file.MESSAGE, 1000
+    dist.barrier()
+    try:
+        copy_file.swap((own, (rank + 1) % 3), (got, before, SIZES[before]), dist.group.WORLD)
+    except OSError as error:
+        return type(error).__name__
+    finally:
+        copy_file.MESSAGE = size
+    return got.read_bytes() == bytes((before + at) % 251 for at in range(SIZES[before]))
+
+
+@pytest.mark.parametrize("missing", [None, 1])
+def test_files_are_exchanged_in_messages(pool, tmp_path, missing):
+    """A rank that cannot write its file still receives it, so that the others go on."""
+    expected = ["FileNotFoundError" if rank == missing else True for rank in range(3)]
+    assert pool.run(swap_files, 3, tmp_path, missing) == expected
+
+
 def run(folder, flags, nodes=1, copies=(), more=0, save_at=()):
     """Start or continue; make a copy after each of some steps, then take more steps.
 

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies in memory: their destinations and owners."""
 
+import io
 import json
 import os
+import struct
 import sys
+import zlib
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +17,12 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch import nn
 
 from megatron.training.arguments.parser import parse
 from megatron.training.checkpoint import checkpoint_folder
-from megatron.training.checkpoint.in_memory import copies, copy_file
+from megatron.training.checkpoint.in_memory import copies, copy_file, restart, state
+from megatron.training.checkpoint.run_state import Progress
 from megatron.training.checkpoint.sharded_state import boxes
 from megatron.training.refusal import Refusal
 from tests.properties import examples
@@ -42,6 +48,7 @@ def settings(flags: str, world: int = 1, folder: str = "a"):
         ("--replication --replication-jump 1", 4, 1, [1]),
         ("--replication --replication-jump 5", 12, 4, [5]),
         ("--replication --replication-jump 16", 24, 8, [16]),
+        ("--replication --replication-jump 20", 12, 4, [20]),  # the same as 8
     ],
 )
 def test_each_copy_goes_to_another_node(monkeypatch, flags, ranks, local, distances):
@@ -256,6 +263,165 @@ def test_every_flipped_bit_and_every_missing_end_is_noticed(tmp_path):
         path.write_bytes(data[:size])
         assert not copy_file.intact(path) and not copy_file.about(path)
     assert not copy_file.intact(tmp_path / "b") and copy_file.about(tmp_path / "b") == {}
+
+
+def test_the_checksum_is_that_of_the_file_and_data_is_aligned(tmp_path):
+    """By zlib alone, with zeros in the checksum's place. A dtype's data begins at a multiple of its size."""
+    for number in range(8):
+        path = tmp_path / str(number)
+        copy_file.write(path, [*TENSORS, ("odd" * number, torch.zeros(3, dtype=torch.bool))], {})
+        copy_file.seal(path)
+        data, (size,) = path.read_bytes(), struct.unpack("<Q", path.read_bytes()[:8])
+        header = json.loads(data[8 : 8 + size])
+        place = data.index(header["__metadata__"]["crc32"].encode())
+        assert int(data[place : place + 8], 16) == zlib.crc32(data[:place] + b"0" * 8 + data[place + 8 :])
+        starts = {name: entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
+        assert size % 8 == 0 and all(starts[name] % tensor.element_size() == 0 for name, tensor in TENSORS)
+
+
+def test_a_file_without_tensors_is_intact(tmp_path):
+    copy_file.write(tmp_path / "a", [], {"iteration": "7"})
+    copy_file.seal(tmp_path / "a")
+    assert copy_file.intact(tmp_path / "a") and copy_file.about(tmp_path / "a")["iteration"] == "7"
+
+
+@pytest.mark.parametrize("place, room", [("memory", 25), ("disk", 50)])
+def test_ranks_of_a_node_share_the_room_for_copies(monkeypatch, place, room):
+    """In memory, the room is also at most what the host has available."""
+    mib = 2**20
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(copies.shutil, "disk_usage", lambda _: SimpleNamespace(free=4 * 50 * mib + 3))
+    folder = SimpleNamespace(at=None, named=(copies.MEMORY if place == "memory" else Path("/data")) / "run")
+    kept = SimpleNamespace(folder=folder, available=lambda: 4 * 25 * mib + 3)
+    copies.Copies._check_space(kept, room * mib)
+    with pytest.raises(
+        OSError, match=f"{folder.named} has room for {room} MiB per rank, but {2 * room} MiB are needed"
+    ):
+        copies.Copies._check_space(kept, 2 * room * mib)
+    with pytest.raises(OSError, match="has room for"):
+        copies.Copies._check_space(kept, room * mib + 1)
+
+
+def test_a_rank_needs_room_for_its_own_copy_and_those_of_others(tmp_path):
+    needed, done = [], []
+    progress = Progress(7)
+    kept = SimpleNamespace(
+        finish=lambda: None, partial=lambda *_: tmp_path / "a", rank=1, distances=[2, 4], about={}, _check_space=needed.append,
+        _replicate=lambda *arguments: done.append(arguments),
+    )  # fmt: skip
+    copies.Copies.begin(kept, progress, [("a", torch.zeros(5)), ("b", torch.zeros(3, dtype=torch.uint8))])
+    kept._thread.join()
+    assert needed == [3 * 23] and done[0][0] == 7
+
+
+def test_a_rank_sends_to_later_ranks_and_receives_from_earlier_ones(monkeypatch, tmp_path):
+    swapped, gathered = [], iter([[(11, ""), (22, ""), (33, ""), (44, ""), (55, "")], [""] * 5, [None] * 5])
+    monkeypatch.setattr(copies, "gathered", lambda *_: next(gathered))
+    monkeypatch.setattr(copies, "swap", lambda sent, wanted, _: swapped.append((sent[1], *wanted[1:])))
+    monkeypatch.setattr(copies.copy_file, "seal", lambda _: 11)
+    monkeypatch.setattr(copies.copy_file, "intact", lambda _: True)
+    kept = copies.Copies.__new__(copies.Copies)
+    vars(kept).update(folder=SimpleNamespace(at=tmp_path, named=tmp_path), distances=[1, 3], rank=1, ranks=5,
+                      group=None, _lines=[], _first=True, _waited=0.0)  # fmt: skip
+    for rank in (1, 0, 3):
+        kept.partial(7, rank).touch()
+    kept._replicate(7, "")
+    assert swapped == [(2, 0, 11), (4, 3, 44)]
+    assert {path.name for path in tmp_path.iterdir()} == {kept.path(7, rank).name for rank in (0, 1, 3)}
+    assert kept._lines[0].startswith(f"copies of iteration 7 in {tmp_path}, and on rank n + 1, and on rank n + 3: ")
+
+
+def test_notes_about_copies_are_those_of_the_run(monkeypatch, tmp_path):
+    config = parse(
+        f"{GOOD} {MOCK} --save {tmp_path} --load {tmp_path} --non-persistent-save-interval 1 "
+        f"--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir {tmp_path}/memory".split(),
+        world_size=1,
+    )
+    group, used = object(), []
+    for name in ("get_rank", "get_world_size"):
+        monkeypatch.setattr(dist, name, lambda *_, result=int(name == "get_world_size"): result)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda _: None)
+    monkeypatch.setattr(dist, "new_group", lambda **_: group)
+    monkeypatch.setattr(dist, "all_gather_object", lambda *_, group: used.append(group))
+    monkeypatch.setattr(copies, "together", lambda function: function())
+    monkeypatch.setattr(copies, "_distances", lambda _: ([], ["a note"]))
+    opened = copies.open_copies(config, "one rank", lambda: 0, "0" * 32)
+    copy_file.gathered(None, opened.group)
+    assert config.notes[-1] == "a note" and used == [group] and opened.about["grid"] == "one rank, ZeRO 0"
+
+
+@pytest.mark.parametrize("on_disk, chosen", [(4, 5), (5, None), (6, None)])
+def test_only_copies_newer_than_the_disk_are_loaded(monkeypatch, on_disk, chosen):
+    files, cleared = {(5, "a"): {0: Path("5")}, (3, "a"): {0: Path("3")}}, []
+    found = restart.CopyToLoad(Path("5"), Progress(5), "")
+    monkeypatch.setattr(restart, "_list_files", lambda _: (files, set()))
+    monkeypatch.setattr(restart, "gathered", lambda value, _: [value])
+    monkeypatch.setattr(restart, "_fetch", lambda copies, step, *_: (found if step == (5, "a") else None, ""))
+    kept = SimpleNamespace(group=None, clear=cleared.append, about={})
+    newest = restart.newest(kept, on_disk, [])
+    assert (newest and newest.progress.iteration) == chosen and cleared == [chosen]
+
+
+def test_identical_tensors_are_shared_out_by_size(monkeypatch):
+    """The largest first, each to the rank that has least."""
+    monkeypatch.setattr(state, "get_data_parallel_group", lambda **_: SimpleNamespace(size=lambda: 2))
+    parts = [(state.Part(str(size), torch.empty(size)), True) for size in (4, 8, 5, 7, 6)]
+    own = state.Part("own", torch.empty(9))
+    shared = state.TrainingState._parts(SimpleNamespace(_all_tensors=lambda: [*parts, (own, False)]))
+    assert {part.name: part.owner for part in shared} == {"8": 0, "7": 1, "6": 1, "5": 0, "4": 0, "own": None}
+
+
+@pytest.mark.parametrize("algorithm", ["fully_parallel", "atomic"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_which_tensors_are_the_same_on_all_ranks(stage, algorithm):
+    model, moment = nn.Linear(3, 2), torch.ones(2, 3)
+    model.register_buffer("own", torch.zeros(1))
+    main = torch.zeros(2, 3)
+    config = SimpleNamespace(
+        parallel=SimpleNamespace(zero_stage=stage),
+        checkpoint=SimpleNamespace(non_persistent_local_ckpt_algo=algorithm),
+    )
+    states = [("optimizer0.0.0", main, {"exp_avg": moment, "step": 3}), ("optimizer1.0.0", main, {})]
+    kept = SimpleNamespace(config=config, chunks=[model], _states=lambda: states)
+    same = {part.name: same for part, same in state.TrainingState._all_tensors(kept)}
+    share = algorithm == "fully_parallel"
+    assert same == {
+        "model0.weight": share and stage < 2, "model0.bias": share and stage < 2, "model0.own": False,
+        "optimizer0.0.0.param": share and stage < 1, "optimizer0.0.0.exp_avg": share and stage < 1,
+        "optimizer1.0.0.param": False,
+    }  # fmt: skip
+
+
+class WithState(nn.Linear):
+    def get_extra_state(self):
+        file = io.BytesIO()
+        torch.save({"scale": 4.0}, file)
+        return file
+
+    def set_extra_state(self, value):
+        self.loaded = torch.load(value)
+
+
+def test_what_is_no_tensor_is_loaded_too(monkeypatch, tmp_path):
+    monkeypatch.setattr(state, "set_random_state", lambda _: None)
+    monkeypatch.setattr(state, "random_state", lambda: None)
+    main, loaded = nn.Parameter(torch.zeros(2)), {}
+
+    def job(rate, step):
+        inner = torch.optim.SGD([main], rate)
+        inner.state[main] = {"step": step, "exp_avg": torch.zeros(2)}
+        part = SimpleNamespace(optimizer=inner, grad_scaler=SimpleNamespace(
+            state_dict=lambda: {"scale": 8.0}, load_state_dict=loaded.update))  # fmt: skip
+        monkeypatch.setattr(state, "parts_of", lambda optimizer: [optimizer, None])
+        return state.TrainingState([nn.Sequential(WithState(2, 2))], part, None, None)
+
+    before, after = job(0.25, 7), job(0.5, 0)
+    objects = before._objects()
+    assert objects["engine"].keys() == {"model0.0._extra_state"}
+    after._load_objects(objects, tmp_path)
+    (group,), numbers = after.optimizer.optimizer.param_groups, after.optimizer.optimizer.state[main]
+    assert group["lr"] == 0.25 and numbers["step"] == 7 and "exp_avg" in numbers and loaded == {"scale": 8.0}
+    assert after.chunks[0][0].loaded == {"scale": 4.0}
 
 
 @examples(60)
