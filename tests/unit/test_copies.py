@@ -269,7 +269,7 @@ def test_the_checksum_is_that_of_the_file_and_data_is_aligned(tmp_path):
     """By zlib alone, with zeros in the checksum's place. A dtype's data begins at a multiple of its size."""
     for number in range(8):
         path = tmp_path / str(number)
-        copy_file.write(path, [*TENSORS, ("odd" * number, torch.zeros(3, dtype=torch.bool))], {})
+        copy_file.write(path, [*TENSORS, ("odd", torch.zeros(number, dtype=torch.bool))], {})
         copy_file.seal(path)
         data, (size,) = path.read_bytes(), struct.unpack("<Q", path.read_bytes()[:8])
         header = json.loads(data[8 : 8 + size])
@@ -306,8 +306,8 @@ def test_a_rank_needs_room_for_its_own_copy_and_those_of_others(tmp_path):
     needed, done = [], []
     progress = Progress(7)
     kept = SimpleNamespace(
-        finish=lambda: None, partial=lambda *_: tmp_path / "a", rank=1, distances=[2, 4], about={}, _check_space=needed.append,
-        _replicate=lambda *arguments: done.append(arguments),
+        finish=lambda: None, partial=lambda *_: tmp_path / "a", rank=1, distances=[2, 4], about={},
+        _check_space=needed.append, _replicate=lambda *arguments: done.append(arguments),
     )  # fmt: skip
     copies.Copies.begin(kept, progress, [("a", torch.zeros(5)), ("b", torch.zeros(3, dtype=torch.uint8))])
     kept._thread.join()
@@ -436,7 +436,7 @@ def test_boxes_cover_the_elements_in_order(data):
         part = whole[tuple(slice(at, at + size) for at, size in zip(corner, inner))]
         assert part.shape == inner and part.flatten().tolist() == list(range(first, first + prod(inner)))
     assert sum(prod(inner) for _, _, inner in result) == max(0, min(stop, whole.numel()) - max(start, 0))
-    assert len(result) <= max(1, 2 * len(shape) - 1)
+    assert len(result) <= max(1, 2 * len(shape) - 1) and all(prod(inner) for _, _, inner in result)
 
 
 def checkpoints(folder, losses):

@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of saving and loading by themselves: which models fit, order of writing, what is refused, what is copied."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import stat
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron.platform.streams import Streams
+from megatron.training.arguments.parser import parse
+from megatron.training.checkpoint import checkpoint, checkpoint_folder, older_formats, owner, rank_file, read_torch_dist
+from megatron.training.checkpoint.sharded_state import PARTITIONED, Places, _load_groups, load_optimizer
+from megatron.training.refusal import Refusal
+from tests.unit.test_refusals import GOOD, MOCK
+
+PATH = Path("c/iter_0000001")
+LATENTS = "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8"
+KINDS = {
+    "plain": "",
+    "experts": "--num-experts 4 --moe-router-topk 2",
+    "latents": f"{LATENTS} --position-embedding-type rope",
+    "learned": "--position-embedding-type learned_absolute",
+}
+
+
+def config_of(flags: str):
+    return parse(f"{GOOD} {MOCK} {flags}".split(), world_size=1)
+
+
+@pytest.mark.parametrize(
+    "kind, changed, finetune, word",
+    [
+        ("plain", {}, False, None),
+        ("plain", {"hidden_size": 5}, True, "--hidden-size 5"),
+        ("plain", {"norm_epsilon": 0.5}, False, "--norm-epsilon 0.5"),
+        ("plain", {"norm_epsilon": 0.5}, True, None),
+        # What only other kinds of models read may differ.
+        ("plain", {"moe_router_topk": 3, "moe_ffn_hidden_size": 5}, False, None),
+        ("plain", {"q_lora_rank": 3, "kv_lora_rank": 5}, False, None),
+        ("plain", {"linear_key_head_dim": 3}, False, None),
+        ("plain", {"mamba_state_dim": 3, "hybrid_override_pattern": "M"}, False, None),
+        ("experts", {"moe_router_topk": 3}, False, "--moe-router-topk 3"),
+        ("latents", {"kv_lora_rank": 5}, True, "--kv-lora-rank 5"),
+        # Weights of positions have a length.
+        ("learned", {"max_position_embeddings": 5}, True, "--max-position-embeddings 5"),
+        ("plain", {"max_position_embeddings": 5}, False, None),
+        ("learned", {"position_embedding_type": "rope"}, True, "--position-embedding-type rope"),
+    ],
+)
+def test_which_checkpoints_fit_a_model(kind: str, changed: dict[str, Any], finetune: bool, word: str | None) -> None:
+    config = config_of(KINDS[kind] or "--position-embedding-type rope")
+    saved = asdict(config.model) | changed
+    if word is None:
+        checkpoint.check_model(saved, config, PATH, finetune)
+    else:
+        with pytest.raises(Refusal, match=f"{word} in the checkpoint"):
+            checkpoint.check_model(saved, config, PATH, finetune)
+
+
+def test_a_checkpoint_from_before_a_setting_has_no_such_layers() -> None:
+    config = config_of(KINDS["experts"])
+    saved = {name: value for name, value in asdict(config.model).items() if name != "num_experts"}
+    with pytest.raises(Refusal, match="--num-experts None in the checkpoint, 4 in this run"):
+        checkpoint.check_model(saved, config, PATH, False)
+    checkpoint.check_model({}, config, PATH, False)  # nothing is known about it
+
+
+@pytest.mark.parametrize("finetune, pretrained", [(True, False), (False, True), (False, False)])
+def test_a_run_from_other_weights_starts_at_0(monkeypatch, finetune: bool, pretrained: bool) -> None:
+    saved = {"iteration": 7, "consumed_train_samples": 70, "run": "a"}
+    monkeypatch.setattr(checkpoint, "is_pretrained", lambda *_: pretrained)
+    monkeypatch.setattr(checkpoint, "open_foreign", lambda _: None)
+    path = SimpleNamespace(path=PATH, common=lambda: {"progress": saved, "config": {"data": {"seq_length": 64}}})
+    progress = checkpoint.progress_in(path, SimpleNamespace(finetune=finetune))
+    if finetune or pretrained:
+        assert progress == checkpoint.Progress()
+    else:  # tokens, which are missing here, are counted from samples
+        assert progress == checkpoint.Progress(7, 70, 70 * 64, "a")
+
+
+def test_which_weights_are_read_under_fsdp() -> None:
+    names = ["linear.weight", "linear.adapter.a.weight"]
+    parameters = [nn.Parameter(torch.ones(1), requires_grad=name == names[1]) for name in names]
+    pieces = {
+        parameter: [SimpleNamespace(place=SimpleNamespace(key=name))] for parameter, name in zip(parameters, names)
+    }
+    adapter = next(name for name in (names[1], "linear.lora_a.weight") if checkpoint.is_adapter(name))
+    pieces[parameters[1]][0].place.key = adapter
+    places = Places(pieces, [])
+
+    def read(with_optimizer: bool, adapters: bool) -> list[str]:
+        found = checkpoint._weights_under_fsdp(places, with_optimizer, adapters).pieces
+        return [one[0].place.key for one in found.values()]
+
+    assert read(False, True) == [names[0], adapter] and read(False, False) == [names[0]]
+    assert read(True, True) == [names[0]]  # the optimizer has those of trained weights
+
+
+# ---- the folder
+
+
+def written(folder: Path, iteration: int, text: str) -> Path:
+    final = folder / f"iter_{iteration:07d}"
+    partial = checkpoint_folder.partial_of(final, "t")
+    partial.mkdir(parents=True)
+    (partial / "a").write_text(text)
+    return final
+
+
+@pytest.mark.parametrize("exchange", ["works", "fails", "is missing"])
+def test_a_checkpoint_replaces_one_of_the_same_name(tmp_path: Path, monkeypatch, exchange: str) -> None:
+    if exchange != "works":
+        library = SimpleNamespace(**({"renameat2": lambda *_: -1} if exchange == "fails" else {}))
+        monkeypatch.setattr(checkpoint_folder.ctypes, "CDLL", lambda _: library)
+    for text in ("old", "new"):
+        checkpoint_folder.publish(written(tmp_path, 3, text), "t")
+    assert (tmp_path / "iter_0000003" / "a").read_text() == "new"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", checkpoint_folder.TRACKER]
+    assert (tmp_path / checkpoint_folder.TRACKER).read_text() == "3"
+
+
+def test_a_checkpoint_is_synced_before_it_is_named_and_the_tracker_is_replaced_at_once(tmp_path, monkeypatch) -> None:
+    done: list[tuple[str, Any]] = []
+    for name in ("sync_folder", "sync_folders_up"):
+        monkeypatch.setattr(checkpoint_folder, name, lambda folder, name=name: done.append((name, Path(folder))))
+    write = checkpoint_folder.write_bytes
+    monkeypatch.setattr(
+        checkpoint_folder, "write_bytes", lambda path, *rest: done.append(("write", path.parent)) or write(path, *rest)
+    )
+    checkpoint_folder.publish(first := written(tmp_path, 1, "a"), "t")
+    around = [("sync_folders_up", tmp_path), ("write", tmp_path), ("sync_folder", tmp_path)]
+    assert done[:4] == [("sync_folder", checkpoint_folder.partial_of(first, "t")), *around]
+    done.clear()
+    checkpoint_folder.publish(written(tmp_path, 2, "b"), "t")
+    assert done[1:4] == [("sync_folder", tmp_path), *around[1:]]
+    done.clear()
+    checkpoint_folder.clear(tmp_path)
+    assert not done
+    (tmp_path / f".iter_0000005{checkpoint_folder.PARTIAL}").mkdir()
+    checkpoint_folder.clear(tmp_path)
+    assert done == [("sync_folder", tmp_path)]
+
+
+def test_a_tracker_that_only_its_owner_can_replace_is_refused(tmp_path: Path, monkeypatch) -> None:
+    tracker = tmp_path / checkpoint_folder.TRACKER
+    tmp_path.chmod(0o1777)
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 12345)
+    checkpoint_folder.check_writable(str(tmp_path / "new" / "folder"))
+    tracker.touch()
+    with pytest.raises(Refusal, match="belongs to another user, and only its owner can replace it"):
+        checkpoint_folder.check_writable(str(tmp_path))
+    tmp_path.chmod(0o777)
+    assert not tmp_path.stat().st_mode & stat.S_ISVTX
+    checkpoint_folder.check_writable(str(tmp_path))
+
+
+def test_the_remedies_for_a_folder_of_another_run() -> None:
+    def line(**settings: Any) -> str:
+        usual = {"save": "c", "load": None, "ckpt_step": None}
+        usual |= dict.fromkeys(("finetune", "reset_iteration", "universal_checkpoint"), False)
+        text = owner._other_run(SimpleNamespace(**usual | settings), 30)
+        return text.partition("continue that run with ")[2].partition(", give another")[0]
+
+    assert line() == "--load c"
+    assert line(load="c") == "--load c and --ckpt-step 30"
+    assert line(load="c", finetune=True, universal_checkpoint=True) == (
+        "--load c without --finetune and --universal-checkpoint"
+    )
+    assert line(load="d", ckpt_step=5) == "--load c without --ckpt-step"
+
+
+def test_a_job_is_silent_when_it_was_quiet_for_that_long() -> None:
+    watched = owner._Watched(b"a")
+    watched.quiet = 5.0
+    assert watched.alive(None, 5.0) is False and watched.alive(None, 5.1) is None
+
+
+# ---- files
+
+
+def test_a_file_is_synced_to_the_disk(tmp_path: Path, monkeypatch) -> None:
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.fstat(number).st_size))
+    rank_file.write_bytes(tmp_path / "a", b"12345", sums := {})
+    assert synced == [5] and sums["a"].size == 5
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, None])
+def test_the_cause_of_an_error_in_torchs_writer_is_raised(monkeypatch, depth: int | None) -> None:
+    def fail(*_: Any) -> None:
+        error: BaseException = OSError("no space") if depth is not None else ValueError("another")
+        for number in range((depth or 0) + 1):
+            outer = RuntimeError(f"torch {number}")
+            outer.__context__ = error
+            error = outer
+        raise error
+
+    monkeypatch.setattr(rank_file.filesystem, "_write_item", fail)
+    with pytest.raises((OSError, RuntimeError)) as raised:
+        rank_file.Writer._write_item(SimpleNamespace(transforms=None), None, "a", None, io.BytesIO())
+    assert isinstance(raised.value, RuntimeError if depth is None else OSError)
+
+
+def test_copies_of_a_gpu_are_complete_before_training_goes_on() -> None:
+    waited = []
+
+    class Fake(Streams):
+        def record(self, stream: Any) -> Any:
+            return SimpleNamespace(synchronize=lambda: waited.append(stream))
+
+    copies = rank_file.HostCopies(Fake(torch.device("cpu")))
+    writer = SimpleNamespace(parts=[("x", torch.ones(3))])
+    copies.take(writer, None)
+    assert waited == [rank_file.STORES] and torch.equal(writer.parts[0][1], torch.ones(3))
+
+
+def test_a_refusal_inside_torchs_error_is_the_one_that_is_printed() -> None:
+    for inner, line in ((Refusal("it is damaged"), "checkpoint c: it is damaged"), (OSError("gone"), "outer")):
+        with pytest.raises(Refusal) as raised, read_torch_dist._refusals(SimpleNamespace(__str__=lambda: "c")):
+            try:
+                raise CheckpointException("all", {0: (inner, None)})
+            except CheckpointException as error:
+                raise Refusal("outer") from error
+        assert str(raised.value).endswith(line.rpartition(": ")[2])
+
+
+@pytest.mark.parametrize(
+    "stored, fits", [(torch.ones(4, 6), True), (torch.ones(4), False), (torch.ones(4, 3), False), ([1], False)]
+)
+def test_what_is_stored_must_be_the_tensor_of_the_metadata(stored: Any, fits: bool) -> None:
+    target, done = torch.zeros(2, 3), []
+    planner = SimpleNamespace(resolve_tensor=lambda _: target, commit_tensor=lambda *_: done.append(1))
+    item = SimpleNamespace(storage_offsets=(1, 2), lengths=(2, 3), storage_index=SimpleNamespace(fqn="decoder.weight"))
+    if fits:
+        read_torch_dist._Reader._put(item, stored, planner)
+        assert target.all() and done
+    else:
+        with pytest.raises(Refusal, match="decoder.weight is not the tensor that .metadata describes"):
+            read_torch_dist._Reader._put(item, stored, planner)
+        assert not done
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.getcwd, ()
+
+
+def test_states_of_layers_that_run_code_are_refused() -> None:
+    def saved(value: Any) -> io.BytesIO:
+        torch.save(value, file := io.BytesIO())
+        return file
+
+    for where in ({"a": {"b._extra_state": saved(Evil())}}, [{"b._extra_state": saved(Evil())}]):
+        with pytest.raises(Refusal, match="b._extra_state"):
+            read_torch_dist.check_engine_states(where, "c")
+    tensor = torch.frombuffer(bytearray(pickle.dumps(Evil())), dtype=torch.uint8)
+    with pytest.raises(Refusal, match="b._extra_state"):
+        read_torch_dist.check_engine_states({"b._extra_state": tensor}, "c")
+    # Other entries are not read by Transformer Engine.
+    read_torch_dist.check_engine_states({"b.weight": saved(Evil()), 3: saved(Evil())}, "c")
+    read_torch_dist.check_engine_states({0: {"b._extra_state": saved({"scale": 1.0})}}, "c")
+
+
+# ---- the optimizer
+
+
+def optimizer_with(scaler: dict[str, Any] | None) -> Any:
+    weight = nn.Parameter(torch.ones(2))
+    inner = torch.optim.SGD([weight], 0.5)
+    inner.state[weight] = {"step": torch.tensor(0.0)}
+    identity = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "is_expert_parallel": False}
+    inner.param_groups[0].update(identity | {"default_config": True})
+    part = SimpleNamespace(optimizer=inner)
+    if scaler is not None:
+        part.grad_scaler = SimpleNamespace(load_state_dict=scaler.update)
+    return part
+
+
+def test_groups_steps_and_loss_scales_are_loaded() -> None:
+    for scaled, saved_scale in ((True, True), (True, False), (False, True), (False, False)):
+        scaler: dict[str, Any] = {}
+        part = optimizer_with(scaler if scaled else None)
+        (group,) = part.optimizer.param_groups
+        saved = {name: value for name, value in group.items() if name != "params"}
+        saved |= {"lr": 0.125, "step": 7.0, PARTITIONED: True}
+        loaded: dict[str, Any] = {"optimizer": {"param_groups": [saved]}}
+        if saved_scale:
+            loaded["grad_scaler"] = {"scale": 8.0}
+        load_optimizer(part, loaded, [])
+        assert group["lr"] == 0.125 and group[PARTITIONED] is False
+        assert [float(state["step"]) for state in part.optimizer.state.values()] == [7.0]
+        assert scaler == ({"scale": 8.0} if scaled and saved_scale else {})
+
+
+def test_groups_with_other_multipliers_are_refused() -> None:
+    part = optimizer_with(None)
+    saved = [dict(part.optimizer.param_groups[0]) | {"lr_mult": 2.0}]
+    with pytest.raises(Refusal, match="give the --decoupled-lr of its run"):
+        _load_groups(part, saved)
+
+
+# ---- older formats
+
+
+def test_rows_of_older_versions_are_reordered() -> None:
+    """Our order: of each head its query, key and value. Each row has its (part, head, place) as numbers."""
+    heads, size = 2, 3
+    ours = torch.tensor([[part, head, at] for head in range(heads) for part in range(3) for at in range(size)])
+    zero = torch.tensor([[part, head, at] for part in range(3) for head in range(heads) for at in range(size)])
+    one = torch.tensor([[part, head, at] for head in range(heads) for at in range(size) for part in range(3)])
+    for version, rows in ((0, zero), (1.0, one), (2.0, ours), (3.0, ours)):
+        assert torch.equal(older_formats.reordered(rows, version, heads), ours)
+
+
+@pytest.mark.parametrize(
+    "file, words",
+    [
+        ("metadata.json", "has the format torch_dist: pass it to --load as it is"),
+        ("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "convert it to a universal checkpoint"),
+        ("other", "neither mp_rank_"),
+        ("zero/a", None),
+        ("mp_rank_00/model_optim_rng.pt", None),
+    ],
+)
+def test_which_folders_are_older_checkpoints(tmp_path: Path, monkeypatch, file: str, words: str | None) -> None:
+    monkeypatch.setattr(older_formats, "_path", lambda folder, step: folder / "iter_0000001")
+    path = tmp_path / "iter_0000001" / file
+    path.parent.mkdir(parents=True)
+    path.touch()
+    if words is None:
+        assert older_formats.source_path(tmp_path, None) == tmp_path / "iter_0000001"
+    else:
+        with pytest.raises(Refusal, match=words):
+            older_formats.source_path(tmp_path, None)
