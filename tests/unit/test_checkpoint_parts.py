@@ -20,6 +20,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron.platform.streams import Streams
 from megatron.training.arguments.parser import parse
 from megatron.training.checkpoint import checkpoint, checkpoint_folder, older_formats, owner, rank_file, read_torch_dist
+from megatron.training.checkpoint.converting.from_older import model_args
+from megatron.training.checkpoint.converting.lazy_save import empty_extra_states
+from megatron.training.checkpoint.megatron_lm import load_torch_dist, megatron_args
 from megatron.training.checkpoint.sharded_state import PARTITIONED, Places, _load_groups, load_optimizer
 from megatron.training.refusal import Refusal
 from tests.unit.test_refusals import GOOD, MOCK
@@ -343,3 +346,139 @@ def test_which_folders_are_older_checkpoints(tmp_path: Path, monkeypatch, file: 
     else:
         with pytest.raises(Refusal, match=words):
             older_formats.source_path(tmp_path, None)
+
+
+# ---- Megatron-LM
+
+
+@pytest.mark.parametrize("kind", ["plain", "learned", "llama"])
+def test_args_of_older_models_give_the_model(kind: str) -> None:
+    flags = KINDS.get(kind, "--swiglu --normalization RMSNorm --position-embedding-type rope --rotary-base 500000 "
+        "--untie-embeddings-and-output-weights --disable-bias-linear --group-query-attention --num-query-groups 2 "
+        "--norm-epsilon 1e-6 --rotary-percent 0.5 --add-qkv-bias --max-position-embeddings 99")  # fmt: skip
+    model = config_of(flags).model
+    names = ("make_vocab_size_divisible_by", "bias_gelu_fusion")  # that a checkpoint does not say
+    read = megatron_args.model_of(model_args(model), "c")
+    differing = {name for name, value in asdict(model).items() if getattr(read, name) != value}
+    assert differing <= {*names, "vocab_size", "hidden_dropout", "attention_dropout", "init_method_std"}, differing
+
+
+@pytest.mark.parametrize(
+    "args, biases", [({"disable_bias_linear": True}, False), ({"disable_bias_linear": False}, True), ({}, None),
+                     ({"add_bias_linear": True, "disable_bias_linear": True}, True), ({"disable_bias_linear": "yes"}, None)]
+)  # fmt: skip
+def test_biases_by_their_older_argument(args: dict[str, Any], biases: bool | None) -> None:
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+    assert megatron_args.settings_of(sizes | args, "c").get("add_bias_linear") is biases
+
+
+def test_neutral_arguments_are_compared_by_name() -> None:
+    kind = SimpleNamespace(name="learned")
+    assert megatron_args._is_one_of(kind, ("learned",)) and megatron_args._is_one_of(None, (None, False))
+    assert not megatron_args._is_one_of(0, (False,)) or 0 == False  # noqa: E712
+    assert not megatron_args._is_one_of("other", ("learned", None))
+    assert megatron_args._is_one_of([1, 1], (None,)) and not megatron_args._is_one_of([1, 2], (None,))
+
+
+def test_what_megatron_lm_reads_of_the_grid() -> None:
+    config = parse(
+        f"{GOOD} {MOCK} --tensor-model-parallel-size 2 --ring-parallel-size 2 --global-batch-size 4 --no-save-optim".split(),
+        world_size=8,
+    )
+    args = megatron_args.args_of(config, 100, 3, 30, 8)
+    assert (args.data_parallel_size, args.context_parallel_size, args.tensor_model_parallel_size) == (2, 2, 2)
+    assert args.no_save_optim and megatron_args.args_of(config, 100, 3, 30, 1).data_parallel_size == 1
+    assert not megatron_args.args_of(config_of(""), 100, 3, 30, 1).no_save_optim
+
+
+def layers_of(*kinds: str) -> list[Any]:
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+    linear = object.__new__(RowParallelLinear)
+    mixers = {"attention": {"core_attention": 1, "linear_proj": linear}, "state": {"inputs_of_rule": 1}, "none": {},
+              "engine": {"core_attention": 1, "linear_proj": 1}}  # fmt: skip
+    return [
+        SimpleNamespace(layer_number=number, self_attention=SimpleNamespace(**mixers[kind]))
+        for number, kind in enumerate(kinds, 3)
+    ]
+
+
+@pytest.mark.parametrize(
+    "kinds, config, last, names",
+    [
+        (("attention", "attention"), {}, False, [("decoder.layers.self_attention.core_attention", 2),
+                                                  ("decoder.layers.self_attention.core_attention", 3)]),
+        (("attention",), {"qk_layernorm": True}, True, [
+            ("decoder.layers.self_attention.core_attention", 2), ("decoder.layers.self_attention.q_layernorm", 2),
+            ("decoder.layers.self_attention.k_layernorm", 2), ("decoder.final_layernorm", 0)]),
+        (("state", "attention"), {"linear_attention_freq": 2}, False, [
+            ("decoder.layers.2.self_attention.out_norm", 0), ("decoder.layers.3.self_attention.core_attention", 0)]),
+        (("state", "none", "attention"), {"is_hybrid_model": True}, True, [
+            ("decoder.layers.4.self_attention.core_attention", 0), ("decoder.final_norm", 0)]),
+        (("engine",), {}, True, []),  # Transformer Engine's layers have their own
+    ],
+)  # fmt: skip
+def test_empty_states_that_megatron_lm_expects(monkeypatch, kinds, config, last, names) -> None:
+    monkeypatch.setattr(megatron_args, "get_data_parallel_rank", lambda **_: 5)
+    usual = {"num_layers": 8, "is_hybrid_model": False, "qk_layernorm": False, "linear_attention_freq": None}
+    chunk = SimpleNamespace(
+        decoder=SimpleNamespace(layers=layers_of(*kinds)), config=SimpleNamespace(**usual | config), post_process=last,
+        pg_collection=SimpleNamespace(tp=SimpleNamespace(rank=lambda: 1)),
+    )  # fmt: skip
+    states = megatron_args.engine_states(chunk)
+    assert [(state.key.removesuffix("._extra_state"), *state.global_offset) for state in states] == names
+    assert all(state.replica_id == (0, 1, 5) for state in states)
+
+
+def test_empty_states_of_linear_layers() -> None:
+    def part(key: str, shape: tuple[int, ...], local: tuple[int, ...], offset: tuple[int, ...]) -> Any:
+        return SimpleNamespace(key=key, global_shape=shape, local_shape=local, global_offset=offset)
+
+    states = empty_extra_states([
+        part("decoder.layers.mlp.linear_fc1.weight", (4, 8, 2), (1, 8, 2), (3, 0, 0)),
+        part("decoder.layers.mlp.linear_fc1.bias", (4, 8), (1, 8), (3, 0)),
+        part("decoder.layers.mlp.linear_fc1.layer_norm_weight", (4, 8), (1, 8), (3, 0)),
+        part("decoder.layers.0.self_attention.in_proj.weight.query", (8, 2), (8, 2), (0, 0)),
+        part("mtp.layers.0.eh_proj.weight", (8, 2), (8, 2), (0, 0)),
+        part("decoder.layers.mlp.experts.experts.linear_fc2.weight", (2, 3, 8, 2), (1, 2, 8, 2), (1, 1, 0, 0)),
+        part("embedding.word_embeddings.weight", (8, 2), (8, 2), (0, 0)),
+    ])  # fmt: skip
+    assert [(state.key.removesuffix("._extra_state"), state.global_shape, state.global_offset) for state in states] == [
+        ("decoder.layers.mlp.linear_fc1", (4,), (3,)),
+        ("decoder.layers.0.self_attention.in_proj", (1,), (0,)),
+        ("mtp.layers.0.eh_proj", (1,), (0,)),
+        ("decoder.layers.mlp.experts.experts.linear_fc2", (2, 3), (1, 1)),
+        ("decoder.layers.mlp.experts.experts.linear_fc2", (2, 3), (1, 2)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "size, fits, note", [(256, False, False), (257, True, True), (512, True, False), (513, False, False)]
+)
+def test_a_vocabulary_is_padded_by_less_than_a_block_of_each_tp_rank(size: int, fits: bool, note: bool) -> None:
+    args = {"padded_vocab_size": 512, "tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": None}
+    foreign, config = SimpleNamespace(args=args, path=PATH), SimpleNamespace(notes=[])
+    if fits:
+        load_torch_dist.check_vocabulary(foreign, size, config)
+        assert bool(config.notes) is note
+    else:
+        with pytest.raises(Refusal, match="a vocabulary of 257 to 512 tokens"):
+            load_torch_dist.check_vocabulary(foreign, size, config)
+
+
+def test_weights_that_no_rank_reads_are_refused(monkeypatch) -> None:
+    monkeypatch.setattr(load_torch_dist.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(load_torch_dist.dist, "all_gather_object", lambda into, own: into.__setitem__(0, own))
+    monkeypatch.setattr(load_torch_dist, "weights_in", lambda stored: stored)
+    foreign = SimpleNamespace(path=PATH, stored=["a.weight", "b.rotary_pos_emb.inv_freq"])
+    load_torch_dist._check_all_requested(foreign, {"a.weight"})  # RoPE's frequencies are computed
+    with pytest.raises(Refusal, match="this model does not have a.weight"):
+        load_torch_dist._check_all_requested(foreign, {"c.weight"})
+
+
+def test_groups_of_megatron_lm_keep_only_what_we_know() -> None:
+    ours = dict(optimizer_with(None).optimizer.param_groups[0])
+    theirs = ours | {"lr": 0.125, "step": 7, "fused_by_them": True}
+    (matched,) = load_torch_dist._matched([ours], [theirs])
+    assert (matched["lr"], matched["step"]) == (0.125, 7)
+    assert "fused_by_them" not in matched and "params" not in matched

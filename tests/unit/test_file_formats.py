@@ -5,16 +5,31 @@ from __future__ import annotations
 
 import io
 import json
+import mmap
+import pickle
 import struct
 import zipfile
+from collections.abc import Callable
+from pathlib import PosixPath
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from megatron.training.checkpoint.hugging_face import safetensors_folder
 from megatron.training.checkpoint.hugging_face.safetensors_folder import DIMENSIONS, Entry, parse_header, read_header
-from megatron.training.checkpoint.megatron_lm import torch_saved
+from megatron.training.checkpoint.megatron_lm import checked, metadata_file, places, torch_saved, unpickle
 from megatron.training.checkpoint.megatron_lm.pickle_machine import (
     DEEPEST,
     INTEGER_BYTES,
@@ -22,7 +37,9 @@ from megatron.training.checkpoint.megatron_lm.pickle_machine import (
     BadPickle,
     Machine,
     Table,
+    Unread,
 )
+from megatron.training.checkpoint.megatron_lm.stored_tensors import overlap
 from megatron.training.checkpoint.megatron_lm.torch_saved import Storage, make_tensor
 from megatron.training.checkpoint.megatron_lm.unpickle import read_bytes
 from megatron.training.refusal import Refusal
@@ -103,9 +120,31 @@ def test_files_of_safetensors(tmp_path, monkeypatch):
         path.write_bytes(bad)
         with pytest.raises(Refusal, match=message):
             read_header(path)
+    path.write_bytes(bytes(8))  # a header of no bytes
+    with pytest.raises(Refusal, match="its header cannot be read"):
+        read_header(path)
     empty = struct.pack("<Q", 2) + b"{}"
     path.write_bytes(empty)  # only a header
     assert read_header(path).entries == {}
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(3, dtype=torch.float16), torch.zeros(4), torch.zeros(3, 1)])
+def test_only_what_the_header_says_is_written(tmp_path, tensor):
+    header = safetensors_folder.make_header({"a": ("F32", (3,))})
+    with safetensors_folder.writing(tmp_path, {"a.safetensors": header}) as put:
+        with pytest.raises(ValueError, match="its header says"):
+            put("a", tensor)
+        put("a", torch.arange(3.0))
+    assert (tmp_path / "a.safetensors").read_bytes().endswith(np.arange(3, dtype=np.float32).tobytes())
+
+
+def test_files_hold_as_many_tensors_as_fit():
+    tensors = [("a", "F32", (2,)), ("b", "BF16", (4,)), ("c", "U8", (9,)), ("d", "F64", (3,)), ("e", "U8", (8,))]
+    files = safetensors_folder.plan_files(tensors, limit=16)
+    assert [[*header.entries] for header in files.values()] == [["a", "b"], ["c"], ["d"], ["e"]]
+    assert [*files][0] == "model-00001-of-00004.safetensors"
+    assert [*safetensors_folder.plan_files(tensors, limit=57)] == ["model.safetensors"]  # 8 + 8 + 9 + 24 + 8
+    assert len(safetensors_folder.plan_files(tensors, limit=56)) == 2
 
 
 STORED = Storage(torch.arange(24, dtype=torch.uint8), torch.float32)  # six numbers
@@ -201,6 +240,224 @@ def test_archives_of_torch_save(tmp_path, change, message):
         read_bytes(saved(change), tmp_path / "x.pt", complete=True)
 
 
+def patched(data: bytes, offset: int, number: int) -> bytes:
+    """The archive with a number of 4 bytes in the list entry of its tensor changed."""
+    at = max(
+        place for place in range(len(data)) if data.startswith(b"PK\1\2", place) and b"data/0" in data[place:][:99]
+    )
+    return data[: at + offset] + struct.pack("<I", number) + data[at + offset + 4 :]
+
+
+def test_compressed_archives_are_refused(tmp_path):
+    where, message = tmp_path / "x.pt", "it is compressed, which torch.save never does"
+    for bad in (patched(saved(), 20, 11), patched(saved(), 10, zipfile.ZIP_DEFLATED)):  # another size, or a method
+        with pytest.raises(Refusal, match=message):
+            read_bytes(bad, where, complete=True)
+
+
+def older(x: Any) -> bytes:
+    torch.save(x, buffer := io.BytesIO(), _use_new_zipfile_serialization=False)
+    return buffer.getvalue()
+
+
+def test_files_of_older_versions_of_torch(tmp_path):
+    where, tensor = tmp_path / "x.pt", torch.arange(3, dtype=torch.uint8)
+    data = older({"x": tensor, "none": torch.empty(0), "y": torch.arange(5.0).double()})
+    read = read_bytes(data, where, complete=True)
+    assert torch.equal(read["x"], tensor) and not read["none"].numel()
+    assert torch.equal(read["y"], torch.arange(5.0).double())
+    data, end = older(tensor), 8 + 3
+    assert torch.equal(read_bytes(data, where, complete=True), tensor)
+    for bad in (data[:-1], data[:-3], data[:-end], data[:-end] + struct.pack("<Q", 3 + 2**56) + data[-3:]):
+        with pytest.raises(Refusal, match="it ends too early"):
+            read_bytes(bad, where, complete=True)
+
+    def claiming(size: int) -> bytes:
+        place = data.rindex(b"K\x03N")  # the number of bytes of the storage in the pickle
+        return data[:place] + b"J" + struct.pack("<i", size) + data[place + 2 :]
+
+    whole = len(claiming(0))
+    for size, message in ((whole, "it ends too early"), (whole + 1, "its tensors have more bytes than the file")):
+        with pytest.raises(Refusal, match=message):
+            read_bytes(claiming(size), where, complete=True)
+
+
+def with_another_dtype(records: list) -> list:
+    kind = b"torch._utils\n_rebuild_tensor_v2"
+    return [(name, data.replace(b"torch\nFloatStorage", kind)) for name, data in records]
+
+
+def with_a_negative_length(records: list) -> list:
+    change = b"J" + struct.pack("<i", -3)
+    return [(name, data.replace(b"K\x03t", change + b"t") if name.endswith("pkl") else data) for name, data in records]
+
+
+@pytest.mark.parametrize("change", [with_another_dtype, with_a_negative_length])
+def test_storages_have_a_dtype_and_a_length(tmp_path, change):
+    with pytest.raises(Refusal, match="the dtype of a tensor in it is unknown"):
+        read_bytes(saved(change), tmp_path / "x.pt", complete=True)
+
+
+def test_all_kinds_of_tensors_are_read_as_plain_ones(tmp_path):
+    with_note = torch.arange(3.0)
+    with_note.note = "x"
+    parameter = nn.Parameter(torch.arange(3.0))
+    noted = nn.Parameter(torch.arange(3.0))
+    noted.note = "x"
+    for x in (with_note, parameter, noted, torch.tensor([1, 2**15], dtype=torch.uint16)):
+        torch.save(x, buffer := io.BytesIO())
+        read = read_bytes(buffer.getvalue(), tmp_path / "x.pt", complete=True)
+        assert type(read) is torch.Tensor and torch.equal(read, x.detach()) and not read.requires_grad
+
+
+MAKER = Unread("torch._utils._rebuild_tensor_v2")
+WHOLE = (STORED, 0, (6,), (1,))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch_saved._parameter(STORED, True, None),
+        lambda: torch_saved._parameter(torch.ones(2), True, {"a": 1}),
+        lambda: torch_saved._tensor_with_dtype(*WHOLE, False, None, "torch.float32"),
+        lambda: torch_saved._of_type("torch._utils._rebuild_tensor_v2", None, WHOLE, None),
+        lambda: torch_saved._of_type(MAKER, None, [*WHOLE], None),
+        lambda: torch_saved._of_type(Unread("os.system"), None, WHOLE, None),
+    ],
+)
+def test_kinds_of_tensors_that_are_refused(make: Callable[[], Any]):
+    assert torch_saved._of_type(MAKER, None, WHOLE, None).shape == (6,)
+    assert torch_saved._tensor_with_dtype(*WHOLE, False, None, torch.float32).shape == (6,)
+    with pytest.raises(BadPickle):
+        make()
+
+
+def test_files_are_mapped_if_asked_and_not_empty(tmp_path):
+    path = tmp_path / "x"
+    path.touch()
+    assert unpickle._file(path, True) == unpickle._file(path, False) == bytearray()
+    path.write_bytes(b"abc")
+    assert isinstance(unpickle._file(path, True), mmap.mmap) and unpickle._file(path, False) == bytearray(b"abc")
+
+
+ORDER = (3, "<", None)
+F4 = unpickle._ArrayType("f4")
+
+
+@pytest.mark.parametrize(
+    "make, good, bad",
+    [
+        (unpickle._path, [("a", "b"), ("/a",)], [("a\0b",), (1,), ("a", b"b")]),
+        (unpickle._device, [("cpu",), ("cuda", 0), ("meta", None)], [("disk",), ("cpu", "0"), (0, 0), ("cuda", True)]),
+        (unpickle._encoded, [("a",), ("\xff", "latin1")], [(b"a",), ("a", "utf8")]),
+        (unpickle._set_of, [([1, "a"],), ([],)], [((1,),), ([[1]],), ({1},), ()]),
+        (unpickle._complex, [(1.0, 2.0)], [(1, 2.0), (1.0, 2), ("1", "2")]),
+        (unpickle._ArrayType, [("f4",), ("b1", False, True)], [("O",), ("V8",), (4,)]),
+        (F4.set_order, [((3, "<"),), ((3, "|", 1),)], [((3,),), ([3, "<"],), ((3, "!"),)]),
+        (unpickle._Recipe().set_state, [({"a": 1},), ({},)], [([("a", 1)],), ({1: 1},), ({"__class__": 1},)]),
+        (unpickle._array_number, [(F4, b"1234")], [(F4, b"123"), ("f4", b"1234"), (F4, "1234")]),
+        (
+            lambda state: unpickle._fill_array(np.empty(0, np.int8), state),
+            [((1, (2,), F4, False, bytes(8)),), ((1, (), F4, True, bytes(4)),)],
+            [([1, (2,), F4, False, bytes(8)],), ((1, (2,), F4, False),), ((1, (2,), F4, False, bytes(7)),),
+             ((1, (2,), "f4", False, bytes(8)),), ((1, (2,), F4, 0, bytes(8)),), ((1, [2], F4, False, bytes(8)),),
+             ((1, (-2,), F4, False, bytes(8)),), ((1, (2,), F4, False, "12345678"),)],
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)  # fmt: skip
+def test_plain_objects_of_a_checkpoint(make: Callable[..., Any], good: list[tuple], bad: list[tuple]):
+    for arguments in good:
+        make(*arguments)
+    for arguments in bad:
+        with pytest.raises(BadPickle):
+            make(*arguments)
+    assert unpickle._path("/a", "b") == PosixPath("/a/b") and unpickle._set_of([1, 1]) == {1}
+
+
+# torch's .metadata
+
+
+def test_numbers_and_shapes_of_metadata():
+    whole, most = metadata_file.whole_number, metadata_file.LARGEST
+    assert whole(0) and whole(most - 1)
+    assert not any(map(whole, (-1, most, True, 1.0, "1", None)))
+    longest = (1,) * metadata_file.DIMENSIONS
+    assert metadata_file.make_size(longest) == torch.Size(longest)
+    for bad in ((*longest, 1), (-1,), "11", (2**31, 2**31)):
+        with pytest.raises(BadPickle, match="a shape in it is"):
+            metadata_file.make_size(bad)
+
+
+def metadata(length: int, **more: Any) -> Metadata:
+    """The list of one tensor of 2 x 3 numbers in fp32, which has ``length`` bytes in a file."""
+    size, index = torch.Size((2, 3)), MetadataIndex("a", torch.Size((0, 0)))
+    chunk = ChunkStorageMetadata(torch.Size((0, 0)), size)
+    tensor = TensorStorageMetadata(TensorProperties(torch.float32), size, [chunk])
+    return Metadata({"a": tensor}, None, {index: _StorageInfo(more.get("name", "b.distcp"), 0, length)})
+
+
+def test_metadata_of_torch(tmp_path, monkeypatch):
+    path = tmp_path / ".metadata"
+    path.write_bytes(data := pickle.dumps(metadata(24)))
+    assert metadata_file.read_metadata(path).state_dict_metadata["a"].size == (2, 3)
+    monkeypatch.setattr(metadata_file, "LONGEST", len(data))
+    metadata_file.read_metadata(path)
+    monkeypatch.setattr(metadata_file, "LONGEST", len(data) - 1)
+    with pytest.raises(Refusal, match="it has more than"):
+        metadata_file.read_metadata(path)
+    monkeypatch.undo()
+    name = b"torch.distributed.checkpoint.metadata\nMetadata\n"
+    for bad, message in (
+        (pickle.dumps(metadata(23)), "a has more elements than bytes for them"),
+        (pickle.dumps(metadata(24, name="../b")), "it names a file outside of its folder"),
+        (pickle.dumps(3), "it is not a list of tensors"),
+        (b"c" + name + b")\x81.", "it is not a list of tensors"),
+    ):
+        path.write_bytes(bad)
+        with pytest.raises(Refusal, match=message):
+            metadata_file.read_metadata(path)
+
+
+@pytest.mark.parametrize(
+    "place", [{"relative_path": "../a"}, {"offset": 1.0}, {"length": "1"}, {"relative_path": "a/../../b"}]
+)
+def test_places_of_tensors_are_in_the_folder(tmp_path, place):
+    usual = {"relative_path": "a", "offset": 0, "length": 1}
+    good = SimpleNamespace(storage_data={0: SimpleNamespace(**usual)})
+    assert len([*checked._places(good, tmp_path)]) == 1
+    with pytest.raises(Refusal, match="which is not part of a file in its folder"):
+        [*checked._places(SimpleNamespace(storage_data={0: SimpleNamespace(**usual | place)}), tmp_path)]
+    with pytest.raises(Refusal, match="cannot be read"):
+        [*checked._places(SimpleNamespace(), tmp_path)]
+
+
+def test_names_of_checkpoints_have_at_most_15_digits(tmp_path):
+    for digits in (1, 7, 15, 16):
+        (tmp_path / f"iter_{'1' * digits}").mkdir()
+    (tmp_path / "iter_0000010.bak").mkdir()
+    (tmp_path / "iter_0000012").touch()
+    assert [*places.checkpoints_in(tmp_path)] == [1, 1111111, 111111111111111]
+    tracker = tmp_path / places.TRACKER
+    for text, good in (("1" * 15, True), ("1" * 16, False), ("-1", False), ("\u0661", False)):
+        tracker.write_text(text)
+        if good:
+            assert places._latest(tmp_path, False, []) == f"iter_{text}"
+        else:
+            with pytest.raises(Refusal, match="which is neither an iteration nor release"):
+                places._latest(tmp_path, False, [])
+    tracker.write_text("x" * 200)
+    assert places.name_in(tracker) == "x" * 200
+    tracker.write_text("x" * 201)
+    with pytest.raises(Refusal):
+        places.name_in(tracker)
+
+
+def test_blocks_that_only_touch_have_nothing_in_common():
+    assert overlap((0, 0), (5, 2), (5, 0), (3, 2)) is None and overlap((4,), (2,), (0,), (4,)) is None
+    assert overlap((0, 0), (5, 2), (4, 1), (3, 2)) == [(4, 5), (1, 2)]
+
+
 # Pickles, which a machine executes without running code of the file. Instructions are those of pickletools.
 
 PREFIX = b"\0" * 4000  # bytes before the pickle, which count for no limit
@@ -282,3 +539,50 @@ def test_names_that_could_run_code_are_refused(module, name, harmful):
         refused(pickle, "which could run code")
     else:
         assert loaded(pickle).of == f"{module}.{name}"
+
+
+ALL_KINDS = {"a": [(1, 2, 3, 4), "x", 2**70, -1.5, True, None, (), 300], 3: {"b": [[], {}]}}
+OBJECT = b"cmodule\nName\n)R"  # an object of a class that is not known here
+
+
+@pytest.mark.parametrize(
+    "pickle, value",
+    [
+        (b"](K\1K\2K\3K\4\x86e.", [1, 2, (3, 4)]),
+        (b"](K\1K\2K\3K\4\x87e.", [1, (2, 3, 4)]),
+        (b"](K\1K\2K\3K\4\x85e.", [1, 2, 3, (4,)]),
+        (b"(K\1K\2K\1\x91.", frozenset((1, 2))),
+        (b"\x8f(K\1K\2\x90.", {1, 2}),
+        (pickle.dumps([frozenset((1, 2)), {3}, b"x"], 4), [frozenset((1, 2)), {3}, b"x"]),
+        (b"\x8f(K\1\x90(K\2\x90.", {1, 2}),
+        (b"}(K\1K\2K\3K\4u.", {1: 2, 3: 4}),
+        (b"]K\1aK\2a.", [1, 2]),
+        (b"J\xff\xff\xff\xff.", -1),
+        (b"\x8a\1\xff.", -1),
+        *((pickle.dumps(ALL_KINDS, protocol), ALL_KINDS) for protocol in (2, 3, 4)),
+    ],
+)
+def test_instructions_of_a_pickle(pickle, value):
+    assert loaded(pickle) == value
+
+
+def test_what_is_put_into_unknown_objects_is_left_out():
+    for more in (b"(NNu.", b"NNs.", b"(Ne.", b"Na.", b"Nb."):
+        assert loaded(OBJECT + more).of == "module.Name"
+    refused(b"]NNs.", "it puts keys into an object that is not a dictionary")
+    refused(b"}(NNNu.", "a key in it has no value")
+    refused(b"}Na.", "it puts items into an object that is not a list")
+    refused(b"NNa.", "it puts items into an object that is not a list")
+    refused(b"]Nb.", "it gives a state to a list")
+
+
+def test_names_in_a_pickle():
+    assert loaded(b"c\nName\n.").of == ".Name" and loaded(b"cmodule\n\n.").of == "module."
+    longest = b"m" * 499
+    assert loaded(b"c" + longest + b"\nName\n.").of == f"{longest.decode()}.Name"
+    refused(b"cm" + longest + b"\nName\n.", "a name in it does not end")
+    assert loaded(b"\x8c\1m\x8c\1n\x93.").of == "m.n"
+    refused(b"N\x8c\1n\x93.", "a name in it is not a string")
+    refused(b"\x8c\1mN\x93.", "a name in it is not a string")
+    refused(b"cm\nn\n]R.", "arguments in it are not a tuple")
+    refused(b"])R.", "it calls an object that is not a name")

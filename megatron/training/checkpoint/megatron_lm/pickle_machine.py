@@ -329,7 +329,8 @@ def _put_last(put: Callable[[Machine, Any, list[Any]], None], count: int = 0) ->
 
 
 def _frozen(machine: Machine) -> None:
-    machine.stack.append(machine.filled(frozenset(map(machine.key, machine.since_mark()))))
+    made = machine.filled(frozenset(map(machine.key, machine.since_mark())))
+    machine.stack.append(made)
 
 
 def _global(machine: Machine) -> None:
