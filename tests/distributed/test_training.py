@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.distributed.training_runs import compare_gradients, run_training
+from tests.distributed.training_runs import compare_gradients, make_job, run_training, train_job
 from tests.pairs import by_pairs, grid_pairs, seconds, settings
 
 GQA, MQA, MHA = "--group-query-attention --num-query-groups 2", "--group-query-attention --num-query-groups 1", ""
@@ -171,6 +171,18 @@ def test_larger_groups_of_micro_batches(pool, on_one_process):
     """Interleaved 1F1B with a group of five micro-batches and a group of the remaining two."""
     model, grid = f"{GQA} --micro-batch-size 1 --global-batch-size 7", f"{P2} {V2}"
     check(pool, on_one_process, 2, model, f"{grid} --microbatch-group-size-per-virtual-pipeline-stage 5", True, steps=3)
+
+
+def counted(flags: str) -> tuple[int, int]:
+    """What two steps count in the schedule of learning rates, and the samples that they consume."""
+    job = make_job(f"{GQA} --num-layers 1 --micro-batch-size 1 {flags}")
+    train_job(job, 2)
+    return job.schedule.num_steps, job.progress.consumed_train_samples
+
+
+def test_the_schedule_counts_samples_or_tokens_of_all_ranks(pool):
+    assert pool.run(counted, 2, "--global-batch-size 4") == [(8, 8)] * 2
+    assert pool.run(counted, 2, "--global-batch-size 4 --lr-decay-tokens 1000000") == [(8 * 64, 8)] * 2
 
 
 def threads() -> int:

@@ -29,10 +29,10 @@ def differing(change: Change) -> list[tuple[CodeType, CodeType]]:
 def _differing(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
     inner = ([part for part in code.co_consts if isinstance(part, CodeType)] for code in (old, new))
     for before, after in zip(*inner):
-        if before != after and before.co_flags & inspect.CO_OPTIMIZED:
-            yield before, after
-        elif before != after:  # the body of a class
-            yield from _differing(before, after)
+        if before != after:
+            if before.co_flags & inspect.CO_OPTIMIZED:  # not the body of a class
+                yield before, after
+            yield from _differing(before, after)  # inner functions, of which there may be some already
 
 
 def import_all(files: set[str]) -> None:

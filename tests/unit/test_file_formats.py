@@ -548,7 +548,7 @@ OBJECT = b"cmodule\nName\n)R"  # an object of a class that is not known here
 @pytest.mark.parametrize(
     "pickle, value",
     [
-        (b"](K\1K\2K\3K\4\x86e.", [1, 2, (3, 4)]),
+        (b"](K\1K\2K\3K\4K\5\x86e.", [1, 2, 3, (4, 5)]),
         (b"](K\1K\2K\3K\4\x87e.", [1, (2, 3, 4)]),
         (b"](K\1K\2K\3K\4\x85e.", [1, 2, 3, (4,)]),
         (b"(K\1K\2K\1\x91.", frozenset((1, 2))),
