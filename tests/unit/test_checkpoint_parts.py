@@ -23,7 +23,15 @@ from megatron.training.checkpoint import checkpoint, checkpoint_folder, older_fo
 from megatron.training.checkpoint.converting.from_older import model_args
 from megatron.training.checkpoint.converting.lazy_save import empty_extra_states
 from megatron.training.checkpoint.megatron_lm import load_torch_dist, megatron_args
-from megatron.training.checkpoint.sharded_state import PARTITIONED, Places, _load_groups, load_optimizer
+from megatron.training.checkpoint.save_job import Save
+from megatron.training.checkpoint.sharded_state import (
+    PARTITIONED,
+    Places,
+    _cut,
+    _load_groups,
+    find_places,
+    load_optimizer,
+)
 from megatron.training.refusal import Refusal
 from tests.unit.test_refusals import GOOD, MOCK
 
@@ -189,6 +197,44 @@ def test_a_job_is_silent_when_it_was_quiet_for_that_long() -> None:
     assert watched.alive(None, 5.0) is False and watched.alive(None, 5.1) is None
 
 
+def waiting(monkeypatch, others: list[dict[str, Any]], mine: str) -> list[str]:
+    """Take a folder where other jobs' lock files come and go; returns the names of the files at each look."""
+    looks: list[str] = []
+    alive = owner.LockFile(SimpleNamespace(boot="b"), owns=False, since="now")
+    monkeypatch.setattr(owner, "_lock_files", lambda _: looks.append("look") or {Path(n): b"" for n in others.pop(0)})
+    monkeypatch.setattr(owner, "_parsed", lambda _: alive)
+    monkeypatch.setattr(owner, "is_alive", lambda _: True)
+    monkeypatch.setattr(owner.time, "sleep", lambda _: None)
+    owner._wait_for_others(SimpleNamespace(_process=None, _lock_file=Path(mine), folder="c"), [], 60.0)
+    return looks
+
+
+def test_of_jobs_that_begin_at_once_the_first_by_name_waits_for_the_others(monkeypatch) -> None:
+    assert waiting(monkeypatch, [{"b": 1}, {"b": 1}, {}], "a") == ["look"] * 3
+    with pytest.raises(Refusal, match="--save c is in use by"):
+        waiting(monkeypatch, [{"a": 1}], "b")
+
+
+def test_the_first_error_of_a_save_is_raised_on_every_rank(tmp_path: Path) -> None:
+    for first in (True, False):
+        (partial := tmp_path / "partial").mkdir(exist_ok=True)
+        job = SimpleNamespace(_first=first, partial=partial, final=tmp_path / "c" / "iter")
+        Save._fail(job, [None, None])
+        assert partial.exists()
+        with pytest.raises(OSError, match=r"no checkpoint was written to .*c \(rank 1: it is full\)"):
+            Save._fail(job, [None, "it is full", "another"])
+        assert partial.exists() is not first
+    with pytest.raises(OSError, match=r"\(rank 0: it is full\)"):
+        Save._fail(job, ["rank 0: it is full"])
+
+
+def test_a_checkpoint_without_a_description_names_its_file(monkeypatch, tmp_path: Path) -> None:
+    path = SimpleNamespace(files={older_formats.STATES}, path=tmp_path, file=lambda name: tmp_path / name)
+    monkeypatch.setattr(older_formats.unpickle, "read", lambda _: {})
+    with pytest.raises(Refusal, match=str(tmp_path / older_formats.STATES)):
+        older_formats.universal_weights(path)
+
+
 # ---- files
 
 
@@ -273,6 +319,44 @@ def test_states_of_layers_that_run_code_are_refused() -> None:
     # Other entries are not read by Transformer Engine.
     read_torch_dist.check_engine_states({"b.weight": saved(Evil()), 3: saved(Evil())}, "c")
     read_torch_dist.check_engine_states({0: {"b._extra_state": saved({"scale": 1.0})}}, "c")
+
+
+def test_a_shard_is_cut_into_boxes_of_its_block() -> None:
+    """Elements 7 to 16 of a parameter [4, 6], of which this block has the last two rows and is layer 3 of 5."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    whole = torch.arange(24.0)
+    data = torch.empty(24, device="meta")[12:].view(2, 6)
+    block = ShardedTensor.from_rank_offsets("w", data, (0, 3, 5), prepend_axis_num=1, replica_id=(0, 1, 2))
+    for replicated in (False, True):
+        pieces = _cut(block, (7, 10), replicated)
+        shard = whole[7:17]
+        for piece in pieces:
+            (layer, row, column), (one, rows, columns) = piece.place.global_offset, piece.place.local_shape
+            box = whole.view(4, 6)[2:][row : row + rows, column : column + columns]
+            assert (layer, one) == (3, 1) and torch.equal(shard[piece.part], box.flatten())
+            assert piece.place.replica_id == ((0, 1, 2) if replicated else (0, 1, 0))
+        assert sorted(int(x) for piece in pieces for x in shard[piece.part]) == [*range(12, 17)]
+
+
+def test_what_is_no_parameter_is_saved_beside_them() -> None:
+    class Chunk(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.counts = nn.Parameter(torch.ones(4, 6)), torch.ones(3)
+
+        def sharded_state_dict(self, **_: Any) -> dict[str, Any]:
+            from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+            return {name: ShardedTensor.from_rank_offsets(name, x.data, replica_id=(0, 1, 2))
+                    for name, x in (("weight", self.weight), ("counts", self.counts))}  # fmt: skip
+
+    chunk = Chunk()
+    places = find_places(chunk)
+    assert [other.key for other in places.others] == ["counts"]
+    assert [piece.place.replica_id for piece in places.pieces[chunk.weight]] == [(0, 1, 2)]
+    (own,) = find_places(chunk, lambda _: (0, 6)).pieces[chunk.weight]
+    assert own.place.replica_id == (0, 1, 0) and own.place.local_shape == (1, 6)
 
 
 # ---- the optimizer
@@ -387,6 +471,8 @@ def test_what_megatron_lm_reads_of_the_grid() -> None:
     assert (args.data_parallel_size, args.context_parallel_size, args.tensor_model_parallel_size) == (2, 2, 2)
     assert args.no_save_optim and megatron_args.args_of(config, 100, 3, 30, 1).data_parallel_size == 1
     assert not megatron_args.args_of(config_of(""), 100, 3, 30, 1).no_save_optim
+    dtypes = [megatron_args.args_of(config_of(flags), 100, 3, 30, 1).params_dtype for flags in ("", "--bf16", "--fp16")]
+    assert dtypes == [torch.float32, torch.bfloat16, torch.float16]
 
 
 def layers_of(*kinds: str) -> list[Any]:

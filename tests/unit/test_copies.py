@@ -311,7 +311,7 @@ def test_a_rank_needs_room_for_its_own_copy_and_those_of_others(tmp_path):
     )  # fmt: skip
     copies.Copies.begin(kept, progress, [("a", torch.zeros(5)), ("b", torch.zeros(3, dtype=torch.uint8))])
     kept._thread.join()
-    assert needed == [3 * 23] and done[0][0] == 7
+    assert needed == [3 * 23] and done[0][0] == 7 and 0 <= kept._waited < 100
 
 
 def test_a_rank_sends_to_later_ranks_and_receives_from_earlier_ones(monkeypatch, tmp_path):
@@ -437,6 +437,19 @@ def test_boxes_cover_the_elements_in_order(data):
         assert part.shape == inner and part.flatten().tolist() == list(range(first, first + prod(inner)))
     assert sum(prod(inner) for _, _, inner in result) == max(0, min(stop, whole.numel()) - max(start, 0))
     assert len(result) <= max(1, 2 * len(shape) - 1) and all(prod(inner) for _, _, inner in result)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (1, 1), (2, 3, 4), (3, 1, 2)])
+def test_boxes_of_all_parts_of_a_tensor(shape):
+    whole = torch.arange(prod(shape)).view(shape)
+    for start in range(-1, whole.numel() + 1):
+        for stop in range(start, whole.numel() + 2):
+            found = []
+            for first, corner, inner in boxes(shape, start, stop):
+                part = whole[tuple(slice(at, at + size) for at, size in zip(corner, inner))]
+                assert part.shape == inner and part.numel() and int(part.flatten()[0]) == first
+                found += part.flatten().tolist()
+            assert found == list(range(max(start, 0), min(stop, whole.numel())))
 
 
 def checkpoints(folder, losses):

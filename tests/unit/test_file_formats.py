@@ -393,7 +393,7 @@ def metadata(length: int, **more: Any) -> Metadata:
     """The list of one tensor of 2 x 3 numbers in fp32, which has ``length`` bytes in a file."""
     size, index = torch.Size((2, 3)), MetadataIndex("a", torch.Size((0, 0)))
     chunk = ChunkStorageMetadata(torch.Size((0, 0)), size)
-    tensor = TensorStorageMetadata(TensorProperties(torch.float32), size, [chunk])
+    tensor = TensorStorageMetadata(TensorProperties(torch.float32), size, more.get("chunks", list)([chunk]))
     return Metadata({"a": tensor}, None, {index: _StorageInfo(more.get("name", "b.distcp"), 0, length)})
 
 
@@ -411,6 +411,7 @@ def test_metadata_of_torch(tmp_path, monkeypatch):
     for bad, message in (
         (pickle.dumps(metadata(23)), "a has more elements than bytes for them"),
         (pickle.dumps(metadata(24, name="../b")), "it names a file outside of its folder"),
+        (pickle.dumps(metadata(24, chunks=tuple)), "chunks of an object in it has a wrong type or value"),
         (pickle.dumps(3), "it is not a list of tensors"),
         (b"c" + name + b")\x81.", "it is not a list of tensors"),
     ):
@@ -430,6 +431,48 @@ def test_places_of_tensors_are_in_the_folder(tmp_path, place):
         [*checked._places(SimpleNamespace(storage_data={0: SimpleNamespace(**usual | place)}), tmp_path)]
     with pytest.raises(Refusal, match="cannot be read"):
         [*checked._places(SimpleNamespace(), tmp_path)]
+
+
+def test_the_common_state_is_a_dictionary_with_names(tmp_path):
+    for state, message in (
+        ({"config": {"model": {}}, "progress": {}}, None),
+        ({"args": 1}, None),
+        ([], "common.pt does not contain a dictionary of a checkpoint's state"),
+        ({1: 2}, "common.pt does not contain a dictionary of a checkpoint's state"),
+        ({"config": {"model": []}}, "common.pt holds no settings of its run"),
+        ({"config": []}, "common.pt holds no settings of its run"),
+        ({"config": {}, "progress": []}, "does not contain the progress of its run"),
+    ):
+        torch.save(state, tmp_path / "common.pt")
+        if message is None:
+            assert checked.read_common(tmp_path) == state
+        else:
+            with pytest.raises(Refusal, match=message):
+                checked.read_common(tmp_path)
+
+
+def test_numbers_of_a_common_state_have_limits():
+    most = checked.LARGEST
+    assert checked._is_count(0) and checked._is_count(most - 1) and not checked._is_count(most)
+    assert not any(map(checked._is_count, (-1, True, 1.0, "1")))
+    assert checked._number(-1) and checked._number(1.5) and checked._number(most - 1)
+    assert not any(map(checked._number, (most, -most, float("inf"), float("nan"), True, "1")))
+
+
+def test_a_file_of_a_checkpoint_without_sums_must_be_there(tmp_path):
+    """Messages name the file."""
+    with pytest.raises(FileNotFoundError):
+        checked._torch_dist(tmp_path, 0, 1, ["__0_0.distcp"])
+    with pytest.raises(Refusal, match=f"{tmp_path / '.metadata'} cannot be read"):
+        (tmp_path / ".metadata").write_bytes(b"x")
+        checked.files_of(tmp_path)
+
+
+def test_a_compressed_or_huge_archive_is_damaged(tmp_path):
+    for data in (patched(saved(), 10, zipfile.ZIP_DEFLATED), patched(saved(), 24, 2**30)):
+        (tmp_path / "a").write_bytes(data)
+        with pytest.raises(checked.Damaged, match="is not what was written"):
+            checked.check_torch_file(tmp_path / "a")
 
 
 def test_names_of_checkpoints_have_at_most_15_digits(tmp_path):

@@ -84,6 +84,12 @@ def test_each_sample_and_head_has_its_own_dropout(interpreted):
     check(interpreted(triton_cases.errors, Case(Full(), ((0, 40),), (apart,), dropout=replace(dropout, samples=(3,)))))
 
 
+@pytest.mark.parametrize("keys", [((0, 70),), ((2, 72),)])
+def test_a_pair_whose_number_is_the_threshold_is_kept(interpreted, keys):
+    case = triton_cases.with_a_pair_at_the_threshold(Case(Full(), ((0, 40),), (keys,)))
+    check(interpreted(triton_cases.errors, case))
+
+
 @pytest.mark.parametrize("mask, extra", [("causal", "dropout"), ("full", "all")])
 def test_four_keys_share_a_hash_of_dropout(interpreted, mask, extra):
     """Key blocks of complete groups of four; the blocks of the other tests are not."""
@@ -146,6 +152,12 @@ def test_any_strides_of_inputs_and_sums(interpreted):
     check(interpreted(triton_cases.errors, case))
 
 
+@pytest.mark.parametrize("mask", [Window(20, 5), MASKS["function"]], ids=["window", "function"])
+def test_nothing_around_the_inputs_is_read(interpreted, mask):
+    case = Case(mask, ((0, 37),), (((0, 11),), ((11, 37),)), layout="surrounded", b=2, hk=2, d=13, dv=21)
+    check(interpreted(triton_cases.errors, case))
+
+
 @pytest.mark.full
 def test_addresses_in_64_bits(interpreted, tmp_path):
     case = Case(q_at=((0, 40),), blocks=(((0, 40),),), hk=2, dtype=torch.bfloat16)
@@ -162,7 +174,7 @@ def test_errors_are_about_those_of_flash_attention(interpreted, dtype):
     assert all(ours[name] < 1.25 * flash[name] + 1e-6 for name in ours), (ours, flash)
 
 
-@pytest.mark.parametrize("block, step", [(64, 64), pytest.param(16, 128, marks=pytest.mark.full)])
+@pytest.mark.parametrize("block, step", [(64, 64), (16, 128)])
 def test_a_step_of_several_words_of_a_mask(interpreted, block, step):
     case = Case(MASKS["function"], **{**ZIGZAG, "blocks": (((0, 90),),)})
     check(interpreted(triton_cases.errors_in_blocks_of, case, block, step))
@@ -258,6 +270,14 @@ def test_bits_of_long_tiles_come_in_several_launches(monkeypatch):
     assert sum(tile.pairs for part in parts for tile in part) == 2 * (40 * 41 // 2)
 
 
+def test_bits_of_a_launch_may_fill_the_limit(monkeypatch):
+    one = tiles(((0, 40),), ((0, 40),), MASKS["function"])
+    size = triton_tiles._bit_bytes(one[0])
+    for limit, times, counts in ((size, 1, [1]), (size, 3, [1, 1, 1]), (2 * size, 3, [2, 1]), (3 * size, 3, [3])):
+        monkeypatch.setattr(triton_tiles, "BITS_AT_ONCE", limit)
+        assert [len(part) for part in triton_tiles.groups(Tiles(one[:1] * times))] == counts
+
+
 def test_measured_passes_are_causal_attention(interpreted):
     """Those of tools/measure_hardware.py and benchmarks/gpu.sh, with a kernel that computes lists of tiles."""
     check(interpreted(triton_cases.errors_of_measured_passes))
@@ -279,6 +299,43 @@ def test_queries_in_no_tile(interpreted):
 )
 def test_refusals(device, dtype, size, reason):
     assert reason in TritonKernel().why_not(device=torch.device(device), dtype=dtype, head_dim=size)
+
+
+@pytest.mark.parametrize(
+    "capability, dtype, reason",
+    [((8, 0), torch.bfloat16, None), ((7, 5), torch.bfloat16, "needs"), ((9, 0), torch.float64, "needs fp32, bf16")],
+)
+def test_which_gpus_have_the_kernels(capability, dtype, reason):
+    why = TritonKernel().why_not_on(capability, dtype, 64)
+    assert why is None if reason is None else why.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    "version, fits", [("3.3.9", False), ("3.4.0", True), ("3.10", True), ("4.0.1", True), ("2.9", False)]
+)
+def test_which_versions_of_triton_have_what_the_kernels_need(monkeypatch, version, fits):
+    monkeypatch.setattr("importlib.metadata.version", lambda _: version)
+    assert (missing_triton.__wrapped__() is None) is fits
+
+
+def test_what_a_launch_depends_on(monkeypatch):
+    """Block sizes on the larger head; the width of addresses on the longer of block and step."""
+    q, k, v = (torch.empty(70, 1, 2, size, device="meta") for size in (16, 16, 40))
+    out, row = torch.empty(70, 1, 2, 40, device="meta"), torch.empty(70, 1, 2, device="meta")
+    some, kinds, rows = tiles(((0, 70),), ((0, 70),), Causal()), [], []
+    monkeypatch.setattr(triton_call, "_wide", lambda most, *_: rows.append(most))
+    for sizes in (Blocks(16, 64), Blocks(64, 16)):
+        monkeypatch.setattr(triton_call, "blocks", lambda *kind, sizes=sizes: kinds.append(kind) or sizes)
+        Call(q, k, v, 1.0, capability=None).forward(some, out, row)
+        Call(v[..., :40], v, q, 1.0, capability=None).forward(some, out[..., :16], row)
+    assert [kind[2] for kind in kinds] == [40] * 4 and rows == [64] * 4
+    assert [triton_call._power(size) for size in (1, 16, 17, 64, 65, 128)] == [16, 16, 32, 64, 128, 128]
+    monkeypatch.setattr(triton_call, "interpreted", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
+    assert Call(q, k, v, 1.0).capability == 86
+    for wrong in ({"scale": 0.0}, {"scale": 1.0, "softcap": 0.0}):
+        with pytest.raises(ValueError, match="must be above 0"):
+            Call(q, k, v, **wrong, capability=90)
 
 
 def test_runs_on_the_cpu_where_it_is_interpreted(interpreted):
@@ -323,7 +380,14 @@ def test_sums_must_have_their_shape_and_dtype():
 
 @pytest.mark.parametrize(
     "rows, strides, wide",
-    [(2048, (2**20 - 1, 1), False), (2048, (2**20, 1), True), (2047, (2**20, 1), False), (1, (2**10, 2**26), True)],
+    [
+        (2048, (2**20 - 1, 1), False),
+        (2048, (2**20, 1), True),
+        (2047, (2**20, 1), False),
+        (1, (2**10, 2**26), True),
+        (1, (2**31 - 32, 1), True),
+        (1, (2**31 - 33, 1), False),
+    ],
 )
 def test_offsets_beyond_31_bits_are_wide(rows, strides, wide):
     """The 32 elements of a row follow the rows of a block."""

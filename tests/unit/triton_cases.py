@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -25,7 +25,7 @@ from megatron.context_parallel.layout.spans import Spans, positions
 from megatron.context_parallel.layout.tiles import tiles
 from megatron.context_parallel.linear_attention import block_scan
 from megatron.context_parallel.linear_attention.rules import RULES, prepare
-from megatron.context_parallel.positions.position_dropout import Dropout
+from megatron.context_parallel.positions.position_dropout import LANES, LEVELS, Dropout
 from megatron.decisions import block_sizes
 from megatron.decisions.block_sizes import Blocks, BlockTable
 
@@ -69,6 +69,10 @@ def make(case: Case, device: torch.device = CPU) -> Tensors:
     s, lengths = len(positions(case.q_at, CPU)), [len(positions(at, CPU)) for at in case.blocks]
 
     def random(rows: int, heads: int, size: int) -> Tensor:
+        if case.layout == "surrounded":  # by numbers that must not be read
+            whole = torch.full((rows + 40, case.b, heads, size + 20), torch.nan, device=device, dtype=case.dtype)
+            part = whole[:rows, ..., :size]
+            return part.copy_(torch.randn(part.shape))
         if case.layout == "strided":  # [b, d, h, s] memory: an unfavourable order for kernels
             return torch.randn(case.b, size, heads, rows).to(device, case.dtype).permute(3, 0, 2, 1)
         return torch.randn(rows, case.b, heads, size).to(device, case.dtype)
@@ -88,7 +92,7 @@ def computed(case: Case, x: Tensors) -> dict[str, Tensor]:
 
     def sums(shape: tuple[int, ...], fill: float = 0.0) -> Tensor:
         if case.layout == "strided":  # every second entry of a larger tensor, which must stay unchanged
-            return torch.full((shape[0], 2, *shape[1:]), fill, device=device)[:, 1]
+            return torch.full((shape[0], 2, *shape[1:], 2), fill, device=device)[:, 1, ..., 1]
         return torch.full(shape, fill, device=device)
 
     out, lse = sums((s, case.b, case.h, case.dv), torch.nan), sums((s, case.b, case.h), -torch.inf)
@@ -162,6 +166,21 @@ def errors_and_flash_errors(case: Case) -> tuple[dict[str, float], dict[str, flo
     flash = {name: y.permute(2, 0, 1, *range(3, y.dim())) for name, y in flash.items()}
     true = truth(case, x)
     return largest_errors(computed(case, x), true), largest_errors(flash, true)
+
+
+def with_a_pair_at_the_threshold(case: Case) -> Case:
+    """The case with a dropout whose threshold is the number of a pair, which is then just kept."""
+    rows = positions(case.q_at, CPU)
+    groups = torch.arange(-(-max(stop for at in case.blocks for _, stop in at) // LANES))
+
+    def kept(threshold: int) -> Tensor:
+        dropout = Dropout(threshold / LEVELS, seed=5)
+        return dropout.kept(dropout.row_keys(rows, case.h), dropout.column_keys(groups)[:, None])
+
+    columns = torch.cat([positions(at, CPU) for at in case.blocks])
+    some = range(LEVELS // 4, LEVELS // 2)
+    threshold = next(n for n in some if not torch.equal(kept(n)[..., columns], kept(n + 1)[..., columns]))
+    return replace(case, dropout=Dropout(threshold / LEVELS, seed=5))
 
 
 def errors_in_blocks_of(case: Case, block: int, step: int, split: bool = False) -> dict[str, float]:
