@@ -393,6 +393,8 @@ def test_each_dropout_of_a_model_has_its_own_stream():
                                                                                           gpt_dropout.FFN)]  # fmt: skip
     streams.append(gpt_dropout.EMBEDDING)
     assert len(set(streams)) == 8 * 3 + 1 and min(streams) >= 0
+    # The same in all versions, so that a run can be repeated.
+    assert streams[:2] == [4, 8] and streams[8:11] == [5, 6, 9]
 
 
 @pytest.mark.parametrize("initialize", [True, False])
@@ -554,3 +556,39 @@ def test_experts_count_and_gate_in_the_dtype_that_is_asked():
     router, one = SimpleNamespace(seen=None), torch.ones(tokens)
     ExpertRouter._add(router, one.bool()[:, None], one, dict.fromkeys(SUMS, torch.zeros(())))
     assert router.seen.dtype == torch.float64 and router.seen[0] == tokens
+
+
+@pytest.mark.parametrize("fpdt", [True, False])
+def test_the_last_norm_is_in_chunks_under_fpdt(fpdt):
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron.context_parallel.core.spec import AttentionSettings, ChunkedNorm, ChunkSettings, block_spec
+
+    settings = AttentionSettings(cp.SequenceLayout(LENGTH, cp.abstract_grid(), chunks=4))
+    config = TransformerConfig(num_layers=1, hidden_size=HEADS * SIZE, num_attention_heads=HEADS)
+    chunks = ChunkSettings(settings, fpdt=fpdt, ffn_chunks=4)
+    norm = block_spec(config, settings, transformer_engine=False, num_layers=1, chunks=chunks).layer_norm
+    assert (getattr(norm, "module", None) is ChunkedNorm) is fpdt
+
+
+@pytest.mark.parametrize("ffn_chunks, pieces", [(1, 1), (4, 1), (5, 2), (12, 3)])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_chunk_of_fpdt_has_its_share_of_the_spans_of_the_ffn(monkeypatch, ffn_chunks, pieces, training):
+    from types import SimpleNamespace
+
+    from megatron.context_parallel.core import transformer_layer
+    from megatron.context_parallel.layout.documents import Samples
+
+    made = []
+    monkeypatch.setattr(transformer_layer, "ChunkedLayer", lambda **options: made.append(options) or (lambda x: x))
+    settings = transformer_layer.AttentionSettings(cp.SequenceLayout(LENGTH, cp.abstract_grid(), chunks=4))
+    core = SimpleNamespace(rule=cp.AttentionRule(), sinks=lambda _: None, dropout_of=lambda _: None)
+    nothing = lambda *_, **__: None  # noqa: E731
+    layer = SimpleNamespace(
+        chunks=SimpleNamespace(attention=settings, ffn_chunks=ffn_chunks, offload=None, streamed=False),
+        self_attention=SimpleNamespace(core_attention=core), _hidden_dropout=nothing, is_moe_layer=False, has_ffn=True,
+        has_state=False, recompute=True, training=training, _ffn=nothing, _output=nothing, _project=nothing,
+        parameters=lambda: iter([torch.ones(1)]),
+    )  # fmt: skip
+    transformer_layer.ChunkedTransformerLayer._chunked(layer, torch.ones(1), Samples((7,)))
+    assert made[0]["ffn_pieces"] == pieces and made[0]["recompute"] is training

@@ -11,6 +11,7 @@ import torch
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 
+from megatron.context_parallel.core import experts
 from megatron.context_parallel.core.expert_choice import (
     RouterRule,
     balance,
@@ -38,7 +39,7 @@ RULES = [
     RouterRule(topk=topk, score_function=score, pre_softmax=pre, num_groups=groups, group_topk=chosen, **more)
     for (score, pre), (topk, groups, chosen), more in product(
         [("softmax", False), ("softmax", True), ("sigmoid", False)],
-        [(1, None, None), (2, None, None), (4, 4, 2)],
+        [(1, None, None), (2, None, None), (4, 4, 2), (2, 2, 1)],
         [{}, {"topk_scaling_factor": 2.5}],
     )
 ]
@@ -69,9 +70,10 @@ def test_the_choice_is_that_of_core(rule: RouterRule):
 
 
 @pytest.mark.parametrize("topk", [1, 2])
-def test_sinkhorn_is_that_of_core(topk: int):
-    """In training and in evaluation."""
-    logits, rule = 3 * logits_of() + torch.linspace(1, -1, 8), RouterRule(topk=topk, sinkhorn=True)
+@pytest.mark.parametrize("shift", [0, -19])
+def test_sinkhorn_is_that_of_core(topk: int, shift: int):
+    """In training and in evaluation. Very low logits have exponentials that are small beside what is added to sums."""
+    logits, rule = 3 * logits_of() + torch.linspace(1, -1, 8) + shift, RouterRule(topk=topk, sinkhorn=True)
     router = SimpleNamespace(topk=topk, config=SimpleNamespace(moe_aux_loss_coeff=0), training=True)
     theirs, their_choice = TopKRouter.sinkhorn_load_balancing(router, logits)
     bias = even_choice(logits, torch.ones(40), lambda sums: sums)
@@ -176,6 +178,40 @@ def test_what_an_expert_drops(policy: str):
     equal = torch.full_like(weights, 0.5)  # of equal weights the first places are kept
     first = within_capacity(equal[order], chosen[order], order, most, "probs")
     assert torch.equal(first, within_capacity(equal, chosen, places, most, "position")[order])
+
+
+@pytest.mark.parametrize("ranks, kept", [(1, [0, 1, 2]), (2, [0, 1, 2, 3, 4, 5])])
+def test_what_is_dropped_is_decided_by_places_and_samples(monkeypatch, ranks: int, kept: list[int]):
+    """Places 2, 0 and 1 of two samples; the expert takes half of the tokens of all ranks, the first by place."""
+    group = SimpleNamespace(size=lambda: ranks, rank=lambda: 0)
+    monkeypatch.setattr(
+        experts, "gather_rows", lambda part, *_: torch.cat([part, part + (99 if part.dtype == torch.int64 else 0)])
+    )
+    rule = RouterRule(topk=1, capacity_factor=0.5, drop_policy="position")
+    router = SimpleNamespace(tp_cp_group=group, num_experts=1, rule=rule)
+    places = torch.tensor([2, 2, 0, 0, ~1, ~1])
+    result = ExpertRouter._within_capacity(router, torch.ones(6, 1), torch.ones(6, 1, dtype=torch.bool), places, 2)
+    order = [2, 3, 4, 5, 0, 1]  # rows by place, then by sample
+    assert [row for row in order if result[row, 0]] == [order[n] for n in kept]
+
+
+@pytest.mark.parametrize("training, graph", [(True, False), (False, True), (False, False)])
+def test_only_a_step_of_training_is_counted(training: bool, graph: bool):
+    router = SimpleNamespace(training=training, rule=RouterRule(topk=1), expert_bias=None)
+    with torch.set_grad_enabled(graph):
+        assert not ExpertRouter.count(router, torch.randn(4, 1, 8), None).learns
+
+
+@pytest.mark.parametrize("learns, factor, applied", [(True, 0.1, True), (True, None, False), (False, 0.1, False)])
+def test_the_z_loss_is_added_in_training(monkeypatch, learns: bool, factor: float | None, applied: bool):
+    added = []
+    monkeypatch.setattr(experts.MoEAuxLossAutoScaler, "apply", lambda x, loss: added.append(float(loss)) or x)
+    logits, counted = logits_of(4).view(4, 1, 8), torch.ones(4, 1)
+    router = SimpleNamespace(rule=RouterRule(topk=2, z_loss=factor), _balancing=lambda _: {})
+    statistics = SimpleNamespace(learns=learns, counted=counted, bias=None, kept=None, totals={})
+    ExpertRouter.routing(router, logits, statistics)
+    expected = [0.1 * float(logits.flatten(0, 1).logsumexp(-1).square().sum())] if applied else []
+    assert added == pytest.approx(expected, rel=1e-6)
 
 
 def test_patterns_of_layers():

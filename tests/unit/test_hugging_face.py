@@ -297,6 +297,31 @@ def test_the_number_of_experts_by_its_older_name() -> None:
         described(given | {"num_experts": None}, "config.json")
 
 
+def test_what_a_family_needs_is_not_left_out() -> None:
+    gpt_oss = described({"model_type": "gpt_oss", "layer_types": ["full_attention", "sliding_attention"],
+                         "swiglu_limit": 7.0, "rope_scaling": {"rope_type": "default"}, "rms_norm_eps": 1e-5}
+                        | KINDS["gpt_oss"], "").settings  # fmt: skip
+    with pytest.raises(Refusal, match="--activation-func-clamp-value"):
+        FAMILIES["gpt_oss"].config_json(replace(gpt_oss, activation_func_clamp_value=None), 67, torch.float32)
+    assert FAMILIES["gpt_oss"].config_json(gpt_oss, 67, torch.float32)["intermediate_size"] == 24
+    qwen = described(QWEN3_NEXT, "").settings
+    with pytest.raises(Refusal, match="--moe-shared-expert-gate"):
+        FAMILIES["qwen3_next"].config_json(replace(qwen, moe_shared_expert_gate=False), 67, torch.float32)
+    for windows in ({"window_size": (7, 0)}, {"window_size": (7, 0), "window_attn_skip_freq": 2}):
+        with pytest.raises(Refusal, match="has no --window-size"):
+            FAMILIES["qwen3_next"].config_json(qwen, 67, torch.float32, windows)
+    assert FAMILIES["qwen3_next"].config_json(qwen, 67, torch.float32, {"window_size": None})["num_experts"] == 4
+
+
+def test_limits_of_families_include_their_ends() -> None:
+    assert described(MIXTRAL | {"intermediate_size": 1}, "").settings.moe_ffn_hidden_size == 1
+    scaled = {"model_type": "llama", "max_position_embeddings": 4096, "rope_theta": 10000.0,
+              "rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 1024}}  # fmt: skip
+    assert described(MIXTRAL | scaled, "").settings.yarn_rotary_scaling_factor == 4
+    qwen2 = described(MIXTRAL | scaled | {"model_type": "qwen2"}, "").settings
+    assert FAMILIES["qwen2"].config_json(qwen2, 67, torch.float32)["rope_scaling"]["factor"] == 4
+
+
 def test_settings_that_follow_from_others_are_not_written() -> None:
     gpt2 = described({"model_type": "gpt2"} | KINDS["gpt2"] | {"n_inner": None}, "config.json").settings
     assert gpt2.ffn_hidden_size == 4 * 16 and "n_inner" not in family_of(gpt2).config_json(gpt2, 67, torch.float32)
