@@ -186,6 +186,20 @@ def test_gather_inverts_shard(pool, ulysses, ring, balance):
     assert all(same and grad for same, grad in pool.run(gather_inverts_shard, ulysses * ring, ulysses, ring, balance))
 
 
+def gradient_of_gathered(ulysses, ring, tensor):
+    """Each rank's loss weighs the gathered tokens by its number; a token's gradient has the sum of its context."""
+    layout = cp.SequenceLayout(24, cp.initialize_grid(ulysses=ulysses, ring=ring, tensor=tensor))
+    x = torch.arange(24.0, dtype=torch.float64)[layout.positions].view(-1, 1).requires_grad_()
+    (layout.gather(x) * (1 + layout.grid.context.rank)).sum().backward()
+    size = layout.grid.context.size
+    return bool((x.grad == size * (size + 1) // 2).all())
+
+
+@pytest.mark.parametrize("ulysses, ring, tensor", [(1, 2, 2), (2, 2, 1)])
+def test_the_gradient_of_gathered_tokens_is_summed_over_the_context(pool, ulysses, ring, tensor):
+    assert all(pool.run(gradient_of_gathered, 4, ulysses, ring, tensor))
+
+
 def grid_coordinates(tensor, ulysses, ring, pipeline):
     grid = cp.initialize_grid(tensor=tensor, ulysses=ulysses, ring=ring, pipeline=pipeline)
     axes = (grid.tensor, grid.ulysses, grid.ring, grid.data, grid.pipeline)

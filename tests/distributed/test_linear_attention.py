@@ -329,6 +329,13 @@ def test_a_segment_holds_at_most_a_number_of_elements(batch, heads, keys, values
     assert segments([q, q, v], rows) == [(10, 10 + size), (10 + size, 10 + 2 * size), (10 + 2 * size, rows[1])]
 
 
+def test_without_beta_every_token_is_written_completely():
+    rule, layout = RULES["gated_delta"], cp.SequenceLayout(8, cp.abstract_grid())
+    q, k, v, g, beta = tokens(rule, 8, 2, 4, 2)
+    out = linear_attention(q, k, v, g, rule=rule, layout=layout)
+    assert torch.equal(out, linear_attention(q, k, v, g, torch.ones_like(beta), rule=rule, layout=layout))
+
+
 LAYOUT = cp.SequenceLayout(8, cp.abstract_grid())
 X, WEIGHT = torch.zeros(8, 2, 6), torch.zeros(6, 4)
 

@@ -491,5 +491,15 @@ def test_a_window_is_fine_below_the_width_of_a_narrow_one():
     assert cp.Window(NARROW - 2, 1).fine and not cp.Window(NARROW - 1, 1).fine
 
 
+@pytest.mark.parametrize("width, masked", [(NARROW - 1, True), (NARROW, False)])
+def test_only_a_narrow_band_is_compared_pair_by_pair(width, masked):
+    at = ((0, 4 * NARROW),)
+    found = tiles(at, at, cp.Window(width - 1))
+    assert any(tile.masked for tile in found) is masked
+    assert {tile.kind for tile in found if not tile.masked} >= ({"full"} if masked else {"causal", "anticausal"}) - {
+        "full"
+    }
+
+
 def test_some_elements_are_kept_at_the_largest_probability():
     assert Dropout(1 - 1e-9, 1).threshold == LEVELS - 1 and Dropout(0.5, 1).threshold == LEVELS // 2
