@@ -8,6 +8,7 @@ import os
 import pickle
 import stat
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +20,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.platform.streams import Streams
 from megatron.training.arguments.parser import parse
-from megatron.training.checkpoint import checkpoint, checkpoint_folder, older_formats, owner, rank_file, read_torch_dist
+from megatron.training.checkpoint import (
+    arguments_of,
+    checkpoint,
+    checkpoint_folder,
+    older_formats,
+    owner,
+    rank_file,
+    read_torch_dist,
+)
 from megatron.training.checkpoint.converting.from_older import model_args
-from megatron.training.checkpoint.converting.lazy_save import empty_extra_states
+from megatron.training.checkpoint.converting.lazy_save import empty_extra_states, sharded
 from megatron.training.checkpoint.megatron_lm import load_torch_dist, megatron_args
 from megatron.training.checkpoint.save_job import Save
 from megatron.training.checkpoint.sharded_state import (
@@ -32,6 +41,7 @@ from megatron.training.checkpoint.sharded_state import (
     find_places,
     load_optimizer,
 )
+from megatron.training.families.llama.llama_weights import Piece
 from megatron.training.refusal import Refusal
 from tests.unit.test_refusals import GOOD, MOCK
 
@@ -98,6 +108,51 @@ def test_a_run_from_other_weights_starts_at_0(monkeypatch, finetune: bool, pretr
         assert progress == checkpoint.Progress()
     else:  # tokens, which are missing here, are counted from samples
         assert progress == checkpoint.Progress(7, 70, 70 * 64, "a")
+
+
+def test_progress_counts_samples_and_tokens() -> None:
+    progress = checkpoint.Progress(2, 10, 100, "a")
+    progress.advance(4, 50)
+    assert progress == checkpoint.Progress(3, 14, 300, "a")
+
+
+@pytest.mark.parametrize(
+    "saved, rank, weights_only, word",
+    [
+        ({}, None, False, None), ({}, 4, True, None), ({}, 4, False, "pass --finetune"),
+        ({"lora_rank": 4}, None, True, "has adapters: give --lora-rank 4"),
+        ({"lora_rank": 4, "lora_alpha": 8.0}, 4, False, None),
+        ({"lora_rank": 2}, 4, False, "has other adapters: --lora-rank 2 in the checkpoint, 4 in this run"),
+        ({"lora_rank": 4, "lora_alpha": 9.5}, 4, True, "--lora-alpha 9.5 in the checkpoint, 8 in this run"),
+        ({"lora_rank": 4, "lora_targets": ["a", "b"]}, 4, True, "--lora-targets a b in the checkpoint"),
+    ],
+)  # fmt: skip
+def test_which_adapters_fit(saved: dict[str, Any], rank: int | None, weights_only: bool, word: str | None) -> None:
+    model = SimpleNamespace(lora_rank=rank, lora_alpha=8.0, lora_targets=["c"])
+    if word is None:
+        new = checkpoint.adapters_are_new(saved, model, PATH, weights_only)
+        assert new is (rank is not None and not saved)
+    else:
+        with pytest.raises(Refusal, match=word):
+            checkpoint.adapters_are_new(saved, model, PATH, weights_only)
+
+
+def test_which_data_were_trained_on(monkeypatch) -> None:
+    data = {"split": "9,1", "mock_data": False, "sft": True, "data_path": ["1", "a"], "valid_data_path": "b"}
+    common = {"config": {"data": data | {"train_data_path": [1], "seq_length": 64}}}
+    monkeypatch.setattr(arguments_of, "is_hugging_face", lambda _: False)
+    monkeypatch.setattr(arguments_of, "glance", lambda *_: SimpleNamespace(common=lambda: common))
+    expected = {"data.split": "9,1", "data.sft": True, "data.data_path": ["1", "a"]}
+    assert arguments_of.held_out_data(PATH) == expected
+    common["config"]["data"] = {"split": 3, "sft": "yes", "mock_data": True}
+    assert arguments_of.held_out_data(PATH) == {"data.mock_data": True}
+
+
+@pytest.mark.parametrize("shape, length", [({"seq_length": 5, "max_position_embeddings": 9}, 5),
+                                           ({"max_position_embeddings": 9}, 9), (None, None)])  # fmt: skip
+def test_the_length_of_a_checkpoints_run(monkeypatch, shape: dict[str, int] | None, length: int | None) -> None:
+    monkeypatch.setattr(arguments_of, "shape_of", lambda *_: shape)
+    assert arguments_of.length_of("c") == length
 
 
 def test_which_weights_are_read_under_fsdp() -> None:
@@ -268,10 +323,14 @@ def test_copies_of_a_gpu_are_complete_before_training_goes_on() -> None:
         def record(self, stream: Any) -> Any:
             return SimpleNamespace(synchronize=lambda: waited.append(stream))
 
+        def wait(self, stream: Any, event: Any) -> None:
+            waited.append((stream, event))
+
     copies = rank_file.HostCopies(Fake(torch.device("cpu")))
     writer = SimpleNamespace(parts=[("x", torch.ones(3))])
-    copies.take(writer, None)
-    assert waited == [rank_file.STORES] and torch.equal(writer.parts[0][1], torch.ones(3))
+    copies.take(writer, "computed")
+    assert waited == [(rank_file.STORES, "computed"), rank_file.STORES]
+    assert torch.equal(writer.parts[0][1], torch.ones(3))
 
 
 def test_a_refusal_inside_torchs_error_is_the_one_that_is_printed() -> None:
@@ -328,15 +387,16 @@ def test_a_shard_is_cut_into_boxes_of_its_block() -> None:
     whole = torch.arange(24.0)
     data = torch.empty(24, device="meta")[12:].view(2, 6)
     block = ShardedTensor.from_rank_offsets("w", data, (0, 3, 5), prepend_axis_num=1, replica_id=(0, 1, 2))
-    for replicated in (False, True):
-        pieces = _cut(block, (7, 10), replicated)
-        shard = whole[7:17]
+    for replicated, (first, count) in product((False, True), ((7, 10), (14, 7), (0, 24))):
+        pieces = _cut(block, (first, count), replicated)
+        shard = whole[first : first + count]
         for piece in pieces:
             (layer, row, column), (one, rows, columns) = piece.place.global_offset, piece.place.local_shape
             box = whole.view(4, 6)[2:][row : row + rows, column : column + columns]
             assert (layer, one) == (3, 1) and torch.equal(shard[piece.part], box.flatten())
             assert piece.place.replica_id == ((0, 1, 2) if replicated else (0, 1, 0))
-        assert sorted(int(x) for piece in pieces for x in shard[piece.part]) == [*range(12, 17)]
+        found = sorted(int(x) for piece in pieces for x in shard[piece.part])
+        assert found == [*range(max(first, 12), first + count)]
 
 
 def test_what_is_no_parameter_is_saved_beside_them() -> None:
@@ -398,6 +458,24 @@ def test_groups_with_other_multipliers_are_refused() -> None:
 
 
 # ---- older formats
+
+
+def test_modules_of_a_pipeline_by_their_numbers() -> None:
+    names = ["0.word_embeddings.weight", "3.attention.dense.weight", "5.attention.dense.weight", "7.weight",
+             "8.lm_head.weight"]  # fmt: skip
+    found = {name: (core.key, core.layer) for name, core in older_formats.pipe_names(names).items()}
+    assert found["0.word_embeddings.weight"] == ("embedding.word_embeddings.weight", None)
+    assert [found[name][1] for name in names[1:3]] == [0, 1]
+    assert found["7.weight"] == ("decoder.final_layernorm.weight", None)
+    assert found["8.lm_head.weight"] == ("output_layer.weight", None)
+    tied = older_formats.pipe_names([*names[1:3], "tied_modules.embed.word_embeddings.weight", "other.weight"])
+    assert {*tied} == {*names[1:3], "tied_modules.embed.word_embeddings.weight"}
+    assert older_formats.pipe_names(names[:1]) is None
+
+
+def test_folders_of_a_universal_checkpoint() -> None:
+    files = {"zero/a.weight/fp32.pt", "zero/a.weight/exp_avg.pt", "b/a.weight/fp32.pt", "zero/step.pt"}
+    assert [*older_formats.universal_names(SimpleNamespace(files=files))] == ["a.weight"]
 
 
 def test_rows_of_older_versions_are_reordered() -> None:
@@ -469,6 +547,8 @@ def test_what_megatron_lm_reads_of_the_grid() -> None:
     config = parse(f"{GOOD} {MOCK} {grid}".split(), world_size=8)
     args = megatron_args.args_of(config, 100, 3, 30, 8)
     assert (args.data_parallel_size, args.context_parallel_size, args.tensor_model_parallel_size) == (2, 2, 2)
+    config = parse(f"{GOOD} {MOCK} {grid} --num-layers 2 --pipeline-model-parallel-size 2".split(), world_size=16)
+    assert megatron_args.args_of(config, 100, 3, 30, 16).data_parallel_size == 2
     assert args.no_save_optim and megatron_args.args_of(config, 100, 3, 30, 1).data_parallel_size == 1
     assert not megatron_args.args_of(config_of(""), 100, 3, 30, 1).no_save_optim
     dtypes = [megatron_args.args_of(config_of(flags), 100, 3, 30, 1).params_dtype for flags in ("", "--bf16", "--fp16")]
@@ -512,6 +592,16 @@ def test_empty_states_that_megatron_lm_expects(monkeypatch, kinds, config, last,
     states = megatron_args.engine_states(chunk)
     assert [(state.key.removesuffix("._extra_state"), *state.global_offset) for state in states] == names
     assert all(state.replica_id == (0, 1, 5) for state in states)
+
+
+def test_pieces_of_weights_as_core_saves_them() -> None:
+    norm, bias = Piece("n", ("n",), ((8,),), 2, stacked=True), Piece("b", ("b",), ((4,),), 1, wide=True, stacked=False)
+    words, part = Piece("w", ("w",), ((8, 2),)), Piece("p", ("p",), ((4, 2),), 1, 1, 2, stacked=True)
+    shards = [sharded(piece, 3, torch.bfloat16) for piece in (norm, bias, words, part)]
+    assert [shard.global_shape for shard in shards] == [(3, 8), (4,), (8, 2), (3, 8, 2)]
+    assert [shard.global_offset for shard in shards] == [(2, 0), (0,), (0, 0), (1, 4, 0)]
+    assert [shard.dtype for shard in shards] == [torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16]
+    assert [shard.allow_shape_mismatch for shard in shards] == [False, False, True, False]  # the vocabulary is padded
 
 
 def test_empty_states_of_linear_layers() -> None:

@@ -350,13 +350,14 @@ def test_notes_about_copies_are_those_of_the_run(monkeypatch, tmp_path):
     assert config.notes[-1] == "a note" and used == [group] and opened.about["grid"] == "one rank, ZeRO 0"
 
 
-@pytest.mark.parametrize("on_disk, chosen", [(4, 5), (5, None), (6, None)])
+@pytest.mark.parametrize("on_disk, chosen", [(2, 5), (4, 5), (5, None), (6, None)])
 def test_only_copies_newer_than_the_disk_are_loaded(monkeypatch, on_disk, chosen):
-    files, cleared = {(5, "a"): {0: Path("5")}, (3, "a"): {0: Path("3")}}, []
-    found = restart.CopyToLoad(Path("5"), Progress(5), "")
+    files, cleared = {(step, "a"): {0: Path(str(step))} for step in (3, 5, 4)}, []
     monkeypatch.setattr(restart, "_list_files", lambda _: (files, set()))
     monkeypatch.setattr(restart, "gathered", lambda value, _: [value])
-    monkeypatch.setattr(restart, "_fetch", lambda copies, step, *_: (found if step == (5, "a") else None, ""))
+    monkeypatch.setattr(
+        restart, "_fetch", lambda copies, step, *_: (restart.CopyToLoad(Path("x"), Progress(step[0]), ""), "")
+    )
     kept = SimpleNamespace(group=None, clear=cleared.append, about={})
     newest = restart.newest(kept, on_disk, [])
     assert (newest and newest.progress.iteration) == chosen and cleared == [chosen]
@@ -446,9 +447,11 @@ def test_boxes_of_all_parts_of_a_tensor(shape):
         for stop in range(start, whole.numel() + 2):
             found = []
             for first, corner, inner in boxes(shape, start, stop):
-                part = whole[tuple(slice(at, at + size) for at, size in zip(corner, inner))]
+                part = whole[tuple(slice(at, at + size) for at, size in zip(corner, inner, strict=True))]
                 assert part.shape == inner and part.numel() and int(part.flatten()[0]) == first
                 found += part.flatten().tolist()
+                assert len(corner) == len(shape)
+            assert len([*boxes(shape, start, stop)]) <= max(1, 2 * len(shape) - 1)
             assert found == list(range(max(start, 0), min(stop, whole.numel())))
 
 

@@ -180,14 +180,12 @@ def test_what_an_expert_drops(policy: str):
     assert torch.equal(first, within_capacity(equal, chosen, places, most, "position")[order])
 
 
-@pytest.mark.parametrize("ranks, kept", [(1, [0, 1, 2]), (2, [0, 1, 2, 3, 4, 5])])
+@pytest.mark.parametrize("ranks, kept", [(1, [0, 1, 2, 3]), (2, [0, 1])])
 def test_what_is_dropped_is_decided_by_places_and_samples(monkeypatch, ranks: int, kept: list[int]):
-    """Places 2, 0 and 1 of two samples; the expert takes half of the tokens of all ranks, the first by place."""
-    group = SimpleNamespace(size=lambda: ranks, rank=lambda: 0)
-    monkeypatch.setattr(
-        experts, "gather_rows", lambda part, *_: torch.cat([part, part + (99 if part.dtype == torch.int64 else 0)])
-    )
-    rule = RouterRule(topk=1, capacity_factor=0.5, drop_policy="position")
+    """Places 2, 0 and 1 of two samples, after those of the other rank; the expert takes 4 of 6 or 8 of 12 tokens."""
+    group, later = SimpleNamespace(size=lambda: ranks, rank=lambda: ranks - 1), {torch.int64: 99}
+    monkeypatch.setattr(experts, "gather_rows", lambda part, *_: torch.cat([part, part + later.get(part.dtype, 0)]))
+    rule = RouterRule(topk=1, capacity_factor=0.6, drop_policy="position")
     router = SimpleNamespace(tp_cp_group=group, num_experts=1, rule=rule)
     places = torch.tensor([2, 2, 0, 0, ~1, ~1])
     result = ExpertRouter._within_capacity(router, torch.ones(6, 1), torch.ones(6, 1, dtype=torch.bool), places, 2)

@@ -128,6 +128,12 @@ def test_files_of_safetensors(tmp_path, monkeypatch):
     assert read_header(path).entries == {}
 
 
+def test_headers_are_padded_to_whole_words():
+    for number in range(1, 10):
+        text = safetensors_folder.make_header({"\u00e9" * number: ("F32", (3,))}).text
+        assert len(text.encode()) % 8 == 0 and len(text.rstrip()) > len(text) - 8
+
+
 @pytest.mark.parametrize("tensor", [torch.zeros(3, dtype=torch.float16), torch.zeros(4), torch.zeros(3, 1)])
 def test_only_what_the_header_says_is_written(tmp_path, tensor):
     header = safetensors_folder.make_header({"a": ("F32", (3,))})
@@ -391,8 +397,9 @@ def test_numbers_and_shapes_of_metadata():
 
 def metadata(length: int, **more: Any) -> Metadata:
     """The list of one tensor of 2 x 3 numbers in fp32, which has ``length`` bytes in a file."""
-    size, index = torch.Size((2, 3)), MetadataIndex("a", torch.Size((0, 0)))
-    chunk = ChunkStorageMetadata(torch.Size((0, 0)), size)
+    offset = torch.Size(more.get("offset", (0, 0)))
+    size, index = torch.Size(more.get("size", (2, 3))), MetadataIndex("a", offset)
+    chunk = ChunkStorageMetadata(offset, torch.Size((2, 3)))
     tensor = TensorStorageMetadata(TensorProperties(torch.float32), size, more.get("chunks", list)([chunk]))
     return Metadata({"a": tensor}, None, {index: _StorageInfo(more.get("name", "b.distcp"), 0, length)})
 
@@ -412,6 +419,9 @@ def test_metadata_of_torch(tmp_path, monkeypatch):
         (pickle.dumps(metadata(23)), "a has more elements than bytes for them"),
         (pickle.dumps(metadata(24, name="../b")), "it names a file outside of its folder"),
         (pickle.dumps(metadata(24, chunks=tuple)), "chunks of an object in it has a wrong type or value"),
+        (pickle.dumps(metadata(24, size=(2, 3, 1))), "a part of a tensor in it lies outside of the tensor"),
+        (pickle.dumps(metadata(24, size=(2, 2))), "a part of a tensor in it lies outside of the tensor"),
+        (pickle.dumps(metadata(24, offset=(1, 0))), "a part of a tensor in it lies outside of the tensor"),
         (pickle.dumps(3), "it is not a list of tensors"),
         (b"c" + name + b")\x81.", "it is not a list of tensors"),
     ):
@@ -461,7 +471,8 @@ def test_numbers_of_a_common_state_have_limits():
 
 def test_a_file_of_a_checkpoint_without_sums_must_be_there(tmp_path):
     """Messages name the file."""
-    with pytest.raises(FileNotFoundError):
+    (tmp_path / "common.pt").write_bytes(saved())
+    with pytest.raises(FileNotFoundError, match="__0_0.distcp"):
         checked._torch_dist(tmp_path, 0, 1, ["__0_0.distcp"])
     with pytest.raises(Refusal, match=f"{tmp_path / '.metadata'} cannot be read"):
         (tmp_path / ".metadata").write_bytes(b"x")
@@ -607,6 +618,13 @@ OBJECT = b"cmodule\nName\n)R"  # an object of a class that is not known here
 )
 def test_instructions_of_a_pickle(pickle, value):
     assert loaded(pickle) == value
+
+
+def test_a_pickle_ends_with_its_only_object():
+    refused(b"N", "it ends too early")
+    refused(b"NN.", "its stack is not empty at the end")
+    refused(b"N(N.", "its stack is not empty at the end")
+    refused(b"\x88", "it ends too early")
 
 
 def test_what_is_put_into_unknown_objects_is_left_out():

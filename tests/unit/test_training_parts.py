@@ -143,6 +143,20 @@ def test_reports_are_summed_in_double_precision_over_the_ranks(monkeypatch) -> N
     assert total.tolist() == [2.0**25 + 1, 2.0] and reduced == ["group"]
 
 
+def test_states_that_an_optimizer_begins_with() -> None:
+    for make, names in (
+        (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), {"momentum_buffer"}),
+        (lambda p: torch.optim.AdamW(p, 0.1), {"step", "exp_avg", "exp_avg_sq"}),
+    ):
+        weight = nn.Parameter(torch.ones(3))
+        inner = make([weight])
+        optimizer.fill_states(SimpleNamespace(optimizer=inner))
+        assert inner.state[weight].keys() == names and not any(state.any() for state in inner.state[weight].values())
+    other = SimpleNamespace(optimizer=torch.optim.Adadelta([nn.Parameter(torch.ones(3))]))  # makes its own
+    optimizer.fill_states(other)
+    assert not other.optimizer.state and not hasattr(other, "init_state_fn")
+
+
 def test_phases_have_ranges_while_torch_profiles() -> None:
     marked: list[str] = []
     assert step.with_profiler_ranges(marked.append) == marked.append and step.with_profiler_ranges(None) is None
