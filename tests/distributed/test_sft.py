@@ -446,13 +446,14 @@ def go_on_alone(flags: str):
     return train_job(make_job(flags), 1)[0]
 
 
-def test_merged_weights_compute_the_same(pool, tuned, tmp_path):
+def test_merged_weights_compute_the_same(pool, tuned, tmp_path, capsys):
     from tools.convert_hf import main
 
     flags, folder, losses = tuned
     one, mean, tokens, labels = pool.run(go_on, 1, f"{flags} {folder / 'tuned'}", 1, timeout=120)[0]
     assert one == pytest.approx(losses[2:], rel=1e-5)
     assert main(["--from", str(folder / "tuned"), "--to-hf", str(tmp_path / "merged")]) == 0
+    assert "its adapters of rank 4 are merged into the weights" in capsys.readouterr().out
     model = LlamaForCausalLM.from_pretrained(tmp_path / "merged")
     assert model.config.num_hidden_layers == LLAMA_SIZES["num_hidden_layers"]
     with torch.no_grad():

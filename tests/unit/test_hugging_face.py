@@ -10,6 +10,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,9 @@ from megatron.training.arguments.config import ModelConfig
 from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
 from megatron.training.checkpoint.checksums import list_files
+from megatron.training.checkpoint.converting import to_hugging_face
 from megatron.training.checkpoint.converting.quantized import from_fp8, quantization
-from megatron.training.checkpoint.hugging_face import safetensors_folder
+from megatron.training.checkpoint.hugging_face import load_folder, safetensors_folder
 from megatron.training.checkpoint.hugging_face.load_folder import open_folder
 from megatron.training.checkpoint.hugging_face.safetensors_folder import HEADERS
 from megatron.training.checkpoint.megatron_lm.checked import examine
@@ -176,13 +178,14 @@ def test_other_families(tmp_path: Path, kind: str, capsys) -> None:
 
     source = save_model(tmp_path / "in", kind, KINDS[kind])
     assert contents(there_and_back(source, tmp_path)) == contents(source)
-    flags = shlex.split(capsys.readouterr().out.split("\npretrain_")[1].splitlines()[0])[1:]
-    wanted, _, family, _ = described(llama_settings.read_config(source / "config.json"), "")
-    assert family is FAMILIES[kind]
+    printed = capsys.readouterr().out
+    flags = shlex.split(printed.split("\npretrain_")[1].splitlines()[0])[1:]
+    wanted, _, family, windows = described(llama_settings.read_config(source / "config.json"), "")
+    assert family is FAMILIES[kind] and "multi-token prediction are left out" not in printed
     length = [] if wanted.max_position_embeddings else ["--max-position-embeddings", "64"]
-    assert parse([*flags, *length, *RUN], world_size=1).model == replace(
-        wanted, max_position_embeddings=wanted.max_position_embeddings or 64, vocab_size=66
-    )
+    config = parse([*flags, *length, *RUN], world_size=1)
+    assert config.model == replace(wanted, max_position_embeddings=wanted.max_position_embeddings or 64, vocab_size=66)
+    assert all(getattr(config.attention, name) == value for name, value in windows.items())
 
     shutil.rmtree(tmp_path / "ours" / "hf")
     assert main(["--from", str(tmp_path / "ours"), "--to-hf", str(tmp_path / "new")]) == 0
@@ -322,6 +325,81 @@ def test_limits_of_families_include_their_ends() -> None:
     assert FAMILIES["qwen2"].config_json(qwen2, 67, torch.float32)["rope_scaling"]["factor"] == 4
 
 
+def test_adapters_for_peft_are_in_fp32(monkeypatch) -> None:
+    a, b = torch.randn(2, 16).bfloat16(), torch.randn(24, 2).bfloat16()
+    monkeypatch.setattr(to_hugging_face, "load_adapter", lambda *_: (a, b))
+    piece = llama_weights.Piece("w", ("model.up.weight",), ((24, 16),))
+    written = dict(to_hugging_face._for_peft(None, piece, SimpleNamespace(num_query_groups=1), torch.bfloat16))
+    assert {name.removeprefix("base_model.model.model.up."): x.dtype for name, x in written.items()} == {
+        "lora_A.weight": torch.float32, "lora_B.weight": torch.float32,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_dropout_that_is_not_used_here_has_a_note(tmp_path: Path, capsys, dropout: float) -> None:
+    source = save_llama(tmp_path / "in", attention_dropout=dropout, num_hidden_layers=1)
+    assert main(["--from-hf", str(source), "--to", str(tmp_path / "ours")]) == 0
+    note = "note: attention_dropout 0.25 of config.json is not used in training here"
+    assert (note in capsys.readouterr().out) is (dropout > 0)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek", "qwen3_next", "llama"])
+def test_which_models_are_loaded_without_conversion(monkeypatch, kind: str) -> None:
+    config = {"mixtral": MIXTRAL, "deepseek": V3, "qwen3_next": QWEN3_NEXT | {"num_experts": 0},
+              "llama": MIXTRAL | {"model_type": "llama"}}[kind]  # fmt: skip
+
+    def headers(_: object) -> None:
+        raise LookupError
+
+    monkeypatch.setattr(load_folder.llama_settings, "read_config", lambda _: config)
+    monkeypatch.setattr(load_folder.safetensors_folder, "read_folder", headers)
+    path = SimpleNamespace(file=lambda name: name, path="hf")
+    with pytest.raises(LookupError if kind == "llama" else Refusal, match="" if kind == "llama" else "convert it with"):
+        load_folder.open_folder(path)
+
+
+F32 = {"a": ("F32", (2, 3)), "b": ("F32", (4,))}
+
+
+@pytest.mark.parametrize(
+    "tensors, fits",
+    [
+        (F32, torch.float32),
+        ({name: ("BF16", shape) for name, (_, shape) in F32.items()}, torch.bfloat16),
+        ({"a": F32["a"]}, None),
+        (F32 | {"a": ("F32", (3, 2))}, None),
+        (F32 | {"a": ("BF16", (2, 3))}, None),
+        ({name: ("I8", shape) for name, (_, shape) in F32.items()}, None),
+        (F32 | {"other": ("F32", (1,))}, None),
+        (F32 | {"lm_head.weight": ("F32", (4,))}, torch.float32),
+        (F32 | {"ignored": ("F32", (1,))}, torch.float32),
+        (F32 | {"ignored, lost": ("F32", (1,))}, None),
+        (F32 | {"wide": ("F32", (4,))}, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_when_the_original_files_are_written_again(monkeypatch, tensors, fits, dtype) -> None:
+    header = safetensors_folder.make_header(tensors, {"note": "x"})
+    monkeypatch.setattr(to_hugging_face, "_original_headers", lambda _: {"x.safetensors": header})
+    monkeypatch.setattr(to_hugging_face, "_is_kept", lambda _, name, entry: "lost" not in name)
+    pieces = [SimpleNamespace(names=("a",), shapes=((2, 3),), wide=False),
+              SimpleNamespace(names=("b",), shapes=((4,),), wide=False)]  # fmt: skip
+    if "wide" in tensors:
+        pieces.append(SimpleNamespace(names=("wide",), shapes=((4,),), wide=True))
+    copies = {"lm_head.weight": "b"}  # tied
+    headers, original = to_hugging_face._headers(None, pieces, dtype, copies, lambda name: "ignored" in name)
+    assert original == fits
+    ((name, written),) = headers.items()
+    assert (name == "x.safetensors") is (fits is not None)
+    code, kept = safetensors_folder.NAMES[dtype], ("wide", "ignored")
+    expected = tensors if fits is not None else ("a", "b")
+    assert {key: entry.dtype for key, entry in written.entries.items()} == {
+        key: "F32" if key in kept else code for key in expected
+    }
+    if fits is not None:
+        assert written.metadata == {"note": "x"} and (written is header) is (fits == dtype)
+
+
 def test_settings_that_follow_from_others_are_not_written() -> None:
     gpt2 = described({"model_type": "gpt2"} | KINDS["gpt2"] | {"n_inner": None}, "config.json").settings
     assert gpt2.ffn_hidden_size == 4 * 16 and "n_inner" not in family_of(gpt2).config_json(gpt2, 67, torch.float32)
@@ -377,7 +455,7 @@ def test_settings_that_a_family_does_not_have_are_refused(tmp_path: Path, capsys
         FAMILIES["qwen2"].config_json(ModelConfig(**LLAMA_SHAPE), 67, torch.float32)
 
 
-def test_round_trip_with_tensors_that_transformers_ignores(tmp_path: Path) -> None:
+def test_round_trip_with_tensors_that_transformers_ignores(tmp_path: Path, capsys) -> None:
     """Old checkpoints contain RoPE's frequencies, and tied ones a copy of the embedding as output layer."""
     source = save_llama(tmp_path / "in", torch.bfloat16, tie_word_embeddings=True)
     weights = load_file(source / "model.safetensors")
@@ -385,6 +463,7 @@ def test_round_trip_with_tensors_that_transformers_ignores(tmp_path: Path) -> No
     weights["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.rand(2)
     save_file(weights, source / "model.safetensors", {"format": "pt", "note": "é"})
     assert contents(there_and_back(source, tmp_path)) == contents(source)
+    assert "note:" not in capsys.readouterr().out
 
     assert main(["--from", str(tmp_path / "ours"), "--to-hf", str(tmp_path / "fp32"), "--dtype", "fp32"]) == 0
     wide = load_file(tmp_path / "fp32" / "model.safetensors")

@@ -132,6 +132,6 @@ def from_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 def from_fp8(weight: Tensor, factors: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """e4m3 [n, m] and its factors for blocks -> ``dtype`` [n, m]; the products are in fp32."""
     result, columns = torch.empty(weight.shape, dtype=dtype), weight.size(1)
-    for rows, out, row in zip(weight.split(block[0]), result.split(block[0]), factors.float()):
+    for rows, out, row in zip(weight.split(block[0]), result.split(block[0]), factors):
         out.copy_(rows.float() * row.repeat_interleave(block[1])[:columns])
     return result
