@@ -117,6 +117,9 @@ def test_keys_share_hashes_where_their_groups_are_complete(keys, mask, in_steps,
     launches = [call.forward(results, out, row), *call.backward(results, q, row, row, out, *2 * [k])]
     expected = [2 if in_steps else 1, 4 if in_steps else 1, 4 if in_blocks else 1]
     assert [launch.arguments["DROPS"] for launch in launches] == expected
+    for capability, together in ((90, 2), (100, 4)):  # in the forward pass
+        launch = replace(call, capability=capability).forward(results, out, row)
+        assert launch.arguments["DROPS"] == (together if in_steps else 1)
 
 
 @pytest.mark.full
