@@ -4,7 +4,8 @@
     python -m tests.mutants --count tests/unit tests/distributed   # which tests run which line; once, takes long
     python -m tests.mutants                                        # 400 changes of all files and kinds
     python -m tests.mutants --all                                  # before a release
-    python -m tests.mutants --again --tests 30 --cases 10          # those that survived earlier, with more tests
+    python -m tests.mutants --again --tests 30 --cases 10          # those that no test has noticed yet, with more tests
+    python -m tests.mutants --again --only FILE --with TESTS       # does my new test notice what others did not?
     python -m tests.mutants --noticed 20                           # 20 that a unit test noticed before: quick
     python -m tests.mutants --list
 
@@ -49,10 +50,10 @@ def main(argv: list[str] | None = None) -> int:
     (lines, times), known = covering.read(FOLDER), read(KNOWN)
     tested = [change for change in changes if change.key in known or lines.get(change.file, {}).get(str(change.line))]
     print(f"{len(changes)} changes, {len(tested)} of them on lines that the counted tests run")
-    if not tested:
+    if not tested and not args.tests_to_run:
         print("error: no lines are counted: run python -m tests.mutants --count tests/unit first", file=sys.stderr)
         return 2
-    earlier, end = read(FOLDER / "outcomes.json"), time.monotonic() + 60 * args.minutes
+    end = time.monotonic() + 60 * args.minutes
     if args.noticed:
         chosen = [change for change in tested if known.get(change.key, "").startswith("tests/unit/")]
         chosen = random.Random(args.seed).sample(chosen, min(args.noticed, len(chosen)))
@@ -60,15 +61,17 @@ def main(argv: list[str] | None = None) -> int:
         print(f"trying {len(chosen)} that were noticed before, --seed {args.seed}")
     elif args.again:
         reasons = read(REASONS)
-        chosen = [change for change in changes if earlier.get(change.key) in (SURVIVED, UNTESTED)]
-        chosen = [change for change in chosen if change.key not in reasons]
-        print(f"trying {len(chosen)} that survived earlier runs and have no reason")
+        chosen = [change for change in changes if change.key not in known and change.key not in reasons]
+        print(f"trying {len(chosen)} that no test has noticed yet and that have no reason")
     else:
         chosen = tested if args.all else sample(tested, args.sample, args.seed)
         print("trying all of them" if args.all else f"trying {len(chosen)} of them, --seed {args.seed}")
     sizes = covering.sizes(lines)
     trials = [
-        Trial(change, tests_of(change, lines, sizes, times, known, args.tests, args.seconds))
+        Trial(
+            change,
+            None if args.tests_to_run else tests_of(change, lines, sizes, times, known, args.tests, args.seconds),
+        )
         for change in chosen
         if in_memory.differing(change)  # otherwise it is outside functions
     ]
@@ -78,20 +81,18 @@ def main(argv: list[str] | None = None) -> int:
         done.append(trial)
         by = f" by {trial.by}" if trial.by else f" ({len(trial.tests)} tests)"
         print(f"[{len(done)}/{len(trials)}, {trial.seconds:.1f} s] {trial.outcome}{by}: {trial.change}", flush=True)
-        earlier[trial.change.key] = trial.outcome
         known.pop(trial.change.key, None)
         if trial.outcome == NOTICED:
             known[trial.change.key] = trial.by
         if not args.noticed and (len(done) % 10 == 0 or len(done) == len(trials)):
-            (FOLDER / "outcomes.json").write_text(json.dumps(earlier))
             KNOWN.write_text(json.dumps(dict(sorted(known.items())), indent=0) + "\n")
         return time.monotonic() < end
 
     try:
-        files = {test.partition("::")[0] for trial in trials for test in trial.tests}
+        files = {test.partition("::")[0] for trial in trials for test in trial.tests or []}
         warm.run(
             warm.Try(trials, note, args.cases),
-            sorted(file for file in files if Path(ROOT, file).exists()),
+            args.tests_to_run or sorted(file for file in files if Path(ROOT, file).exists()),
             args.profile,
         )
     except KeyboardInterrupt:
@@ -110,6 +111,8 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--all", action="store_true", help="try all changes")
     options.add_argument("--again", action="store_true", help="only changes that earlier runs did not notice")
     options.add_argument("--only", nargs="+", default=[], metavar="PATH", help="change only these files or folders")
+    options.add_argument("--with", nargs="+", default=[], dest="tests_to_run", metavar="TESTS", help="run all of these "
+                         "tests for each change, in this order, not those that were counted")  # fmt: skip
     options.add_argument("--tests", type=int, default=5, help="largest number of tests for a change (default: 5)")
     options.add_argument("--seconds", type=float, default=30, help="longest time of a change's tests (default: 30)")
     options.add_argument("--profile", default="few", help="Hypothesis profile; ci: as many examples as ordinary runs")

@@ -40,7 +40,7 @@ FACTOR = 6.0  # a test hangs after this many times its time without a change
 @dataclass
 class Trial:
     change: Change
-    tests: list[str]
+    tests: list[str] | None  # None: all that are collected
     outcome: str = UNTESTED
     by: str = ""  # the test that noticed
     seconds: float = 0.0
@@ -70,7 +70,7 @@ class Try:
 
     def run(self, trial: Trial, items: dict[str, Any], apply: Callable[[], bool]) -> None:
         """Run the trial's tests with the change until one fails that passes without it."""
-        tests = [test for test in trial.tests if test in items]
+        tests = list(items) if trial.tests is None else [test for test in trial.tests if test in items]
         for name in dict.fromkeys(test.partition("[")[0] for test in tests if self.cases > 1):
             every = [test for test in items if test.partition("[")[0] == name]
             tests += [test for test in every[:: -(-len(every) // self.cases)] if test not in tests]

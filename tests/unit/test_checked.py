@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.training.checkpoint.megatron_lm import checked
 from megatron.training.checkpoint.megatron_lm.checked import (
     MOST,
     check_torch_file,
@@ -244,3 +245,19 @@ def test_a_setting_may_be_as_large_as_its_limit() -> None:
     assert fitting({name: most}, "x") == {name: most}
     with pytest.raises(Refusal, match=f"more than {most}"):
         fitting({name: most + 1}, "x")
+
+
+def test_an_older_list_may_not_lack_a_file(tmp_path, monkeypatch) -> None:
+    """Lists of the first version have no checksum of their own, so a line may be missing."""
+    names = ("common.pt", ".metadata", "metadata.json", "__0_0.distcp")
+    monkeypatch.setattr(checked, "files_of", lambda _: set(names))
+    entries = {name: {"size": 3, "crc32": zlib.crc32(b"abc")} for name in names}
+    for name in names:
+        (tmp_path / name).write_bytes(b"abc")
+    (tmp_path / CHECKSUMS).write_text(json.dumps(entries))
+    assert examine(tmp_path).files == set(names)
+    del entries["__0_0.distcp"]
+    (tmp_path / CHECKSUMS).write_text(json.dumps(entries))
+    with pytest.raises(Damaged, match="does not name __0_0.distcp"):
+        examine(tmp_path)
+    assert examine(tmp_path, only=("common.pt",)).files == {"common.pt"}

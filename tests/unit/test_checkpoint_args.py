@@ -413,6 +413,14 @@ def test_a_run_keeps_its_identity_and_a_new_one_gets_its_own(tmp_path):
     assert len(new) == 6 and A not in new and all(len(run) == 32 for run in new)
 
 
+def test_continuing_from_the_latest_checkpoint_gives_no_note(tmp_path):
+    first, notes = folder_of(tmp_path / "a", {2: A, 4: A}, "4"), []
+    second = folder_of(tmp_path / "b", {4: A}, "4")
+    result = checkpoint_path(tmp_path / "a", None)
+    for save in (first, second):
+        assert identity_of(result, notes, load=str(first), save=str(save)) == A and not notes
+
+
 def test_checkpoints_without_an_identity_get_one(tmp_path):
     folder = str(folder_of(tmp_path, {2: None}, "2"))
     assert len(identity_of(checkpoint_path(tmp_path, None), load=folder, save=folder)) == 32

@@ -28,8 +28,10 @@ from megatron.training.checkpoint import (
     owner,
     rank_file,
     read_torch_dist,
+    save_job,
+    sharded_state,
 )
-from megatron.training.checkpoint.converting.from_older import model_args
+from megatron.training.checkpoint.converting.from_older import model_args, vocabulary_block
 from megatron.training.checkpoint.converting.lazy_save import empty_extra_states, sharded
 from megatron.training.checkpoint.megatron_lm import load_torch_dist, megatron_args
 from megatron.training.checkpoint.save_job import Save
@@ -38,8 +40,11 @@ from megatron.training.checkpoint.sharded_state import (
     Places,
     _cut,
     _load_groups,
+    boxes,
     find_places,
     load_optimizer,
+    load_weights,
+    optimizer_state,
 )
 from megatron.training.families.llama.llama_weights import Piece
 from megatron.training.refusal import Refusal
@@ -270,6 +275,44 @@ def test_of_jobs_that_begin_at_once_the_first_by_name_waits_for_the_others(monke
         waiting(monkeypatch, [{"a": 1}], "b")
 
 
+def test_a_job_gives_up_after_twice_the_time_of_silence(monkeypatch) -> None:
+    clock = iter([0.0, 119.0, 121.0])
+    monkeypatch.setattr(owner.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(owner._Watched, "quiet", 0.0, raising=False)
+    monkeypatch.setattr(owner._Watched, "update", lambda *_: None)
+    monkeypatch.setattr(owner._Watched, "__init__", lambda *_: None)
+    monkeypatch.setattr(owner._Watched, "alive", lambda *_: True)
+    with pytest.raises(Refusal, match="--save c is in use by"):
+        waiting(monkeypatch, [{"b": 1}, {"b": 1}], "a")
+    assert next(clock, None) is None
+
+
+@pytest.mark.parametrize("folder, problem, message", [
+    (None, None, None), ("is full", None, "is full"), (None, "no memory", "no memory"),
+    ("is full", "no memory", "is full"),
+])  # fmt: skip
+def test_the_first_error_of_a_rank_is_kept(monkeypatch, tmp_path: Path, folder, problem, message) -> None:
+    def failing(text: str | None, kind: type[Exception], result: Any = None) -> Any:
+        if text:
+            raise kind(text)
+        return result
+
+    seen: list[Any] = []
+    monkeypatch.setattr(save_job.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(save_job.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(save_job.dist, "all_gather_object", lambda errors, error: errors.__setitem__(0, error))
+    monkeypatch.setattr(save_job.checkpoint_folder, "clear", lambda _: failing(folder, OSError))
+    monkeypatch.setattr(save_job, "_planned", lambda *_: failing(problem, MemoryError, ({}, None, None)))
+    monkeypatch.setattr(Save, "_fail", lambda _, errors: seen.extend(errors))
+    job = Save(tmp_path / "iter_0000001", dict, {}, lambda: None)
+    assert (message is None and seen == [None]) or message in seen[0]
+    assert not job.busy
+    job._thread = SimpleNamespace(is_alive=lambda: True)
+    assert job.busy
+    job._thread = SimpleNamespace(is_alive=lambda: False)
+    assert not job.busy
+
+
 def test_the_first_error_of_a_save_is_raised_on_every_rank(tmp_path: Path) -> None:
     for first in (True, False):
         (partial := tmp_path / "partial").mkdir(exist_ok=True)
@@ -419,6 +462,44 @@ def test_what_is_no_parameter_is_saved_beside_them() -> None:
     assert own.place.replica_id == (0, 1, 0) and own.place.local_shape == (1, 6)
 
 
+def test_stand_ins_for_weights_have_their_attributes() -> None:
+    class Chunk(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 6))
+            self.weight.partition_dim = 1
+
+        def sharded_state_dict(self, **_: Any) -> dict[str, Any]:
+            seen.append(self.weight.partition_dim)
+            return {}
+
+    seen: list[int] = []
+    find_places(Chunk())
+    assert seen == [1]
+
+
+def test_complete_rows_are_one_box() -> None:
+    assert list(boxes((4, 6), 6, 18)) == [(6, (1, 0), (2, 6))]
+    assert list(boxes((4, 2, 3), 3, 24)) == [(3, (0, 1, 0), (1, 1, 3)), (6, (1, 0, 0), (3, 2, 3))]
+
+
+def test_buffers_beside_the_weights_are_loaded() -> None:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    counts = torch.zeros(3)
+    places = Places({}, [object(), ShardedTensor.from_rank_offsets("counts", counts)])
+    load_weights({"other 1": torch.arange(3.0)}, places)
+    assert counts.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_the_length_of_a_checkpoint_may_come_from_an_older_one_if_damaged_ones_are_skipped(monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(arguments_of, "checkpoint_path", lambda folder, step, whole: asked.append(whole))
+    for skip in (False, True):
+        assert arguments_of.shape_of("c", skip=skip) is None
+    assert asked == [True, False]
+
+
 # ---- the optimizer
 
 
@@ -448,6 +529,20 @@ def test_groups_steps_and_loss_scales_are_loaded() -> None:
         assert group["lr"] == 0.125 and group[PARTITIONED] is False
         assert [float(state["step"]) for state in part.optimizer.state.values()] == [7.0]
         assert scaler == ({"scale": 8.0} if scaled and saved_scale else {})
+
+
+@pytest.mark.parametrize("loading", [False, True])
+def test_states_are_made_before_they_are_loaded(monkeypatch, loading: bool) -> None:
+    """Another rank of two is at step 3; this one has no states yet."""
+    part, made = optimizer_with(None), []
+    monkeypatch.setattr(sharded_state, "parts_of", lambda _: (part, None))
+    monkeypatch.setattr(sharded_state, "make_states", made.append)
+    monkeypatch.setattr(sharded_state.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(sharded_state.dist, "all_gather_object", lambda every, own: every.__setitem__(1, {3.0}))
+    part.optimizer.state.clear()
+    state = optimizer_state(part, [], loading=loading)
+    assert made == ([part] if loading else [])
+    assert state["optimizer"]["param_groups"][0].get("step") == (None if loading else 3.0)
 
 
 def test_groups_with_other_multipliers_are_refused() -> None:
@@ -533,6 +628,14 @@ def test_args_of_older_models_give_the_model(kind: str) -> None:
 def test_biases_by_their_older_argument(args: dict[str, Any], biases: bool | None) -> None:
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
     assert megatron_args.settings_of(sizes | args, "c").get("add_bias_linear") is biases
+
+
+@pytest.mark.parametrize(
+    "args, rows", [({}, 128), ({"tensor_model_parallel_size": 4}, 512), ({"make_vocab_size_divisible_by": 8}, 8),
+                   ({"make_vocab_size_divisible_by": 8, "tensor_model_parallel_size": 2}, 16)]
+)  # fmt: skip
+def test_megatron_lm_pads_the_vocabulary_to_blocks_of_each_tp_rank(args: dict[str, Any], rows: int) -> None:
+    assert vocabulary_block(args) == rows
 
 
 def test_neutral_arguments_are_compared_by_name() -> None:

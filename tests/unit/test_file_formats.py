@@ -9,7 +9,9 @@ import mmap
 import pickle
 import struct
 import zipfile
+from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import PosixPath
 from types import SimpleNamespace
 from typing import Any
@@ -229,10 +231,19 @@ def with_more_bytes(records: list) -> list:
     return [(name, data + b"\0" * 4 if name.endswith("data/0") else data) for name, data in records]
 
 
+def with_a_short_id(records: list) -> list:
+    return [(name, data.replace(b"K\x03t", b"t") if name.endswith("pkl") else data) for name, data in records]
+
+
+def with_long_names(records: list) -> list:
+    return [("a" * 300 + name[name.index("/") :], data) for name, data in records]
+
+
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 @pytest.mark.parametrize(
     "change, message",
     [
+        (with_a_short_id, "it refers to an object outside of the file"),
         (doubled, "a record in it occurs twice"),
         (two_pickles, "it is not a file of torch.save"),
         (in_another_byte_order, "it has the byte order of another machine"),
@@ -241,7 +252,8 @@ def with_more_bytes(records: list) -> list:
     ],
 )
 def test_archives_of_torch_save(tmp_path, change, message):
-    assert torch.equal(read_bytes(saved(), tmp_path / "x.pt", complete=True)["x"], torch.arange(3.0))
+    for good in (saved(), saved(with_long_names)):
+        assert torch.equal(read_bytes(good, tmp_path / "x.pt", complete=True)["x"], torch.arange(3.0))
     with pytest.raises(Refusal, match=message):
         read_bytes(saved(change), tmp_path / "x.pt", complete=True)
 
@@ -361,6 +373,11 @@ F4 = unpickle._ArrayType("f4")
         (unpickle._ArrayType, [("f4",), ("b1", False, True)], [("O",), ("V8",), (4,)]),
         (F4.set_order, [((3, "<"),), ((3, "|", 1),)], [((3,),), ([3, "<"],), ((3, "!"),)]),
         (unpickle._Recipe().set_state, [({"a": 1},), ({},)], [([("a", 1)],), ({1: 1},), ({"__class__": 1},)]),
+        (
+            partial(unpickle._build_namespace, Namespace()),
+            [({"a": 1},), ({},)],
+            [([("a", 1)],), ({1: 1},), ({"a": 1, 2: 3},)],
+        ),
         (unpickle._array_number, [(F4, b"1234")], [(F4, b"123"), ("f4", b"1234"), (F4, "1234")]),
         (
             lambda state: unpickle._fill_array(np.empty(0, np.int8), state),
@@ -551,6 +568,29 @@ def test_parts_that_a_pickle_repeats_are_limited():
     most = max(n for n in range(1000) if parts(n) <= 100_000 + 16 * len(repeated(n)))
     assert len(loaded(repeated(most))) == most > 100
     refused(repeated(most + 1), "it repeats parts of itself too often")
+
+
+def test_as_many_parts_as_the_limit_may_be_repeated():
+    def repeated(parts: int, times: int) -> bytes:
+        return b"](" + b"N" * parts + b"eq\0000](" + b"h\0" * times + b"e."
+
+    def room(parts: int, times: int) -> int:
+        return 100_000 + 16 * len(repeated(parts, times)) - 1 - times * (2 + parts)
+
+    some = ((parts, times) for parts in range(500, 3000) for times in range(250))
+    exact = next(pair for pair in some if room(*pair) == 0)
+    assert len(loaded(repeated(*exact))) == exact[1]
+
+
+def test_objects_that_hold_their_arguments_count_as_levels():
+    table = Table({}, {("module", "Name"): lambda x: [x]}, {})
+    for count in (DEEPEST - 1, DEEPEST, DEEPEST + 1):
+        pickle = b"cmodule\nName\n" * count + b"N" + b"\x85R" * count + b"."
+        if count <= DEEPEST:
+            assert levels(Machine(PREFIX + pickle, table, len(PREFIX)).load()) == count
+        else:
+            with pytest.raises(BadPickle, match=f"more than {DEEPEST} levels"):
+                Machine(PREFIX + pickle, table, len(PREFIX)).load()
 
 
 def test_objects_of_a_pickle_are_limited_by_its_length():

@@ -325,6 +325,62 @@ def test_limits_of_families_include_their_ends() -> None:
     assert FAMILIES["qwen2"].config_json(qwen2, 67, torch.float32)["rope_scaling"]["factor"] == 4
 
 
+def test_a_glm_may_have_no_experts_and_one_form_of_rope() -> None:
+    rope = {"rope_theta": 500000, "partial_rotary_factor": 0.25, "rope_type": "default"}
+    model = described(GLM | {"rope_parameters": rope}, "").settings
+    assert (model.rotary_base, model.rotary_percent) == (500000, 0.25)
+    for dense in (2, 3):  # of three layers
+        model = described(GLM | {"first_k_dense_replace": dense}, "").settings
+        assert model.num_experts == (4 if dense == 2 else None)
+        assert FAMILIES["glm4_moe"].config_json(model, 67, torch.float32)["first_k_dense_replace"] == dense
+
+
+@pytest.mark.parametrize("width, written", [(None, 24), (12, 12)])
+def test_the_width_of_experts_is_that_of_an_mlp_unless_it_is_given(width: int | None, written: int) -> None:
+    config = {"model_type": "gpt_oss", "layer_types": ["full_attention"] * 2, "swiglu_limit": 7.0,
+              "rope_scaling": {"rope_type": "default"}, "rms_norm_eps": 1e-5} | KINDS["gpt_oss"]  # fmt: skip
+    model = replace(described(config, "").settings, moe_ffn_hidden_size=width)
+    assert FAMILIES["gpt_oss"].config_json(model, 67, torch.float32)["intermediate_size"] == written
+    pieces = FAMILIES["gpt_oss"].pieces(model, 67, ())
+    (down,) = {shape for piece in pieces for name, shape in zip(piece.names, piece.shapes)
+               if name.endswith("experts.down_proj")}  # fmt: skip
+    assert down == (4, written, 16)
+
+
+OLMO3 = KINDS["olmo3"] | {"model_type": "olmo3", "rms_norm_eps": 1e-6, "layer_types": ["sliding_attention"] * 4}
+
+
+@pytest.mark.parametrize("some, scaled, base", [(True, True, 500000), (True, False, None), (False, True, None)])
+def test_layers_with_a_window_have_a_base_of_their_own_if_the_others_differ(some: bool, scaled: bool, base) -> None:
+    """In OLMo 3 RoPE is scaled in the layers without a window; layers of one kind need one base."""
+    kinds = ["sliding_attention", "full_attention"] * 2 if some else ["sliding_attention"] * 4
+    model = described(OLMO3 | {"layer_types": kinds, "rope_scaling": YARN if scaled else None}, "").settings
+    assert model.rotary_base_local == base
+    for local, theta in ((base, 500000.0), (10000, 10000.0)):
+        written = FAMILIES["olmo3"].config_json(replace(model, rotary_base_local=local), 67, torch.float32)
+        assert written["rope_parameters"]["sliding_attention"]["rope_theta"] == theta
+
+
+def test_a_step_of_nemotron_h_may_be_zero_and_not_negative() -> None:
+    config = {"model_type": "nemotron_h"} | NEMOTRON
+    described(config | {"time_step_min": 0}, "")
+    with pytest.raises(Refusal, match="time_step_min"):
+        described(config | {"time_step_min": -0.5}, "")
+
+
+@pytest.mark.parametrize("change", [{"auto_map": {}}, {"quantization_config": {"bits": 4}}])
+def test_code_and_quantization_of_older_models_are_refused(change: dict[str, Any]) -> None:
+    described(NEOX | {"quantization_config": None}, "")
+    with pytest.raises(Refusal, match="auto_map and quantization_config are not supported"):
+        described(NEOX | change, "")
+
+
+def test_a_factor_of_yarn_has_an_effect() -> None:
+    yarn = {"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": 64}
+    with pytest.raises(Refusal, match="yarn with factor 1 has no effect"):
+        described(MIXTRAL | {"rope_scaling": yarn}, "")
+
+
 def test_adapters_for_peft_are_in_fp32(monkeypatch) -> None:
     a, b = torch.randn(2, 16).bfloat16(), torch.randn(24, 2).bfloat16()
     monkeypatch.setattr(to_hugging_face, "load_adapter", lambda *_: (a, b))
@@ -1296,6 +1352,9 @@ def test_hybrids_that_are_refused(kind: str, change: dict[str, Any], message: st
         ({"norm_epsilon": 1e-6}, "--norm-epsilon 1e-06"),
         ({"untie_embeddings_and_output_weights": False}, "--untie-embeddings-and-output-weights False"),
         ({"moe_router_score_function": "softmax"}, "--moe-router-score-function softmax"),
+        ({"moe_expert_capacity_factor": 1.5}, "--moe-expert-capacity-factor 1.5"),
+        ({"moe_router_topk": 1}, "--moe-router-topk 1"),
+        ({"moe_router_num_groups": 4, "moe_router_group_topk": 1}, "--moe-router-topk 3"),
         ({"moe_shared_expert_intermediate_size": None}, "--moe-shared-expert-intermediate-size None"),
         ({"hybrid_override_pattern": "MMMM", "num_experts": None, "mamba_head_dim": 5}, "--mamba-head-dim 5"),
     ],

@@ -20,7 +20,8 @@ from megatron.context_parallel.attention.rule import AttentionRule
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.masks import Causal, Documents, Full, MaskFunction, Window, tile_rows
 from megatron.context_parallel.linear_attention import block_scan
-from megatron.context_parallel.linear_attention.rules import RULES, prepare
+from megatron.context_parallel.linear_attention.rules import RULES, prepare, recurrence
+from megatron.context_parallel.linear_attention.span_maps import segments
 from megatron.decisions import kernel_order
 from megatron.decisions.kernel_order import preferred
 from tests.unit.test_kernels import CPU_KERNELS, assert_close, both_ways, dense, make
@@ -339,3 +340,39 @@ def test_flash_attn_3_is_preferred_to_cudnn_and_cudnn_to_flash_attn_2(pretend_gp
     assert available("cuda", bf16, 128)[:2] == ["flash_attn", "cudnn"]
     assert flash_attn_kernel.installed_version((9, 0)) == 3 and flash_attn_kernel.installed_version((8, 0)) == 2
     assert flash_attn_kernel.installed_version(None) is None
+
+
+def test_a_library_with_one_of_the_two_passes_is_not_used(install):
+    for name in ("_flash_attn_forward", "_flash_attn_backward"):
+        install("flash_attn.flash_attn_interface", types.SimpleNamespace(**{name: print}))
+        assert "lacks" in flash_attn_kernel._library(False)
+
+
+def test_arguments_that_a_registered_operator_requires():
+    """Releases from 2.7 on register their functions, which hides the signatures."""
+
+    def attend(q: Tensor, scale: float, causal: bool = False) -> Tensor:
+        return q * scale
+
+    registered = torch.library.custom_op("longcontext_tests::attend", attend, mutates_args=())
+    required = {"q": True, "scale": True, "causal": False}
+    assert flash_attn_kernel._parameters(attend) == flash_attn_kernel._parameters(registered) == required
+    assert flash_attn_kernel._call(registered, q=torch.ones(2), scale=3.0, other=1).tolist() == [3.0, 3.0]
+
+
+def test_as_many_blocks_are_prepared_together_as_fit():
+    """22 heads with 6 + 6 + 6 elements a token: 21,183 tokens fit, and these are 330 complete blocks."""
+    q, v = (torch.empty(9, 1, 22, 6, device="meta") for _ in range(2))
+    assert segments((q, q, v), (100, 30_000)) == [(100, 21_220), (21_220, 30_000)]
+    many = (torch.empty(9, 2**12, 22, 6, device="meta"),) * 3
+    assert segments(many, (0, 130)) == [(0, 64), (64, 128), (128, 130)]
+
+
+def test_a_recurrence_begins_with_an_empty_state():
+    torch.manual_seed(0)
+    q, k = (torch.randn(5, 2, 2, 4).double() for _ in range(2))
+    v, g, beta = torch.randn(5, 2, 4, 3).double(), -torch.rand(5, 2, 4).double(), torch.rand(5, 2, 4).double()
+    for rule in ("gated_delta", "decay"):
+        inputs = (RULES[rule], q, k, v, g, beta)
+        for got, wanted in zip(recurrence(*inputs), recurrence(*inputs, state=torch.zeros(2, 4, 4, 3).double())):
+            assert torch.equal(got, wanted) and got.abs().max() > 0

@@ -26,7 +26,7 @@ from megatron.context_parallel.layout.grid import Axis, abstract_grid
 from megatron.context_parallel.layout.masks import Causal, Full
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Spans, count, joined, numbered, place, positions_of, split, union
-from megatron.context_parallel.layout.tiles import tiles
+from megatron.context_parallel.layout.tiles import Tile, Tiles, reach, tiles
 from megatron.decisions.division import length_unit
 from tests.properties import examples
 
@@ -545,3 +545,37 @@ def test_messages_are_direct_if_they_are_at_most_half_of_the_rows(steps, direct)
     rows = tuple(tuple(sorted({rank, *((rank + step) % 4 for step in steps)})) for rank in range(4))
     mask = cp.BlockSparse(4, cp.BlockList(rows), 16, cp.Full())
     assert attention_plan(SequenceLayout(16, abstract_grid(ring=4), "contiguous"), mask).ring().direct is direct
+
+
+def test_tiles_equal_sequences_of_the_same_tiles():
+    some = tiles(((0, 4),), ((0, 8),), Causal())
+    assert some == list(some) and some != list(some) * 2 and some != 5
+
+
+def test_keys_of_tiles_are_numbered_within_the_rows_that_are_kept():
+    some = tiles(((0, 12),), ((0, 4), (8, 12)), Full())
+    assert [tile.k for tile in some] == [(0, 8)] and some.within(((0, 8),)) is some
+    later = tiles(((0, 12),), ((0, 12),), cp.Window(2, 2)).within(((0, 12),))
+    assert later.within(((0, 12),)) is later
+    (last,) = tiles(((8, 12),), ((8, 12),), Full())
+    whole = Tiles([Tile((0, 4), (8, 12), "full", False)], ((0, 4),), ((0, 12),))
+    assert [tile.k for tile in whole.within(((8, 12),))] == [(0, 4)] and last.k == (0, 4)
+    assert [tile.k for tile in whole.within(((0, 2), (8, 12)))] == [(2, 6)]
+
+
+def test_no_empty_span_is_within_reach():
+    assert reach(((8, 12),), cp.Window(0, 0), 8) == () and reach(((6, 12),), cp.Window(0, 0), 8) == ((6, 8),)
+
+
+class Members:
+    """A process group as far as `_context_group` uses it where it makes no other."""
+
+    def __init__(self, size: int) -> None:
+        self.size = lambda: size
+
+
+def test_the_group_of_ulysses_by_ring_is_the_larger_one_if_the_other_has_one_rank():
+    one, two, three = Members(1), Members(2), Members(3)
+    group = grid_module._context_group
+    assert [group(two, None), group(None, two), group(None, None)] == [two, two, None]
+    assert [group(one, three), group(three, one)] == [three, three]

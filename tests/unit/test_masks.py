@@ -503,3 +503,8 @@ def test_only_a_narrow_band_is_compared_pair_by_pair(width, masked):
 
 def test_some_elements_are_kept_at_the_largest_probability():
     assert Dropout(1 - 1e-9, 1).threshold == LEVELS - 1 and Dropout(0.5, 1).threshold == LEVELS // 2
+
+
+def test_numbers_in_lanes_are_signed():
+    assert by_position._in_lanes(0xFFFF) == -1 and by_position._in_lanes(1) == 0x0001000100010001
+    assert by_position._in_lanes(0x8000) == 0x8000800080008000 - 2**64

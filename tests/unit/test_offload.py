@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 import megatron.context_parallel as cp
 from megatron.context_parallel.attention import ulysses
 from megatron.context_parallel.attention.rule import AttentionRule
-from megatron.context_parallel.fpdt import chunk_pass, chunked_layer, host_store
+from megatron.context_parallel.fpdt import chunk_pass, chunked_ffn, chunked_layer, host_store
 from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
 from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
 from megatron.context_parallel.fpdt.host_store import (
@@ -579,3 +579,64 @@ def test_the_loop_that_copies_and_sends_less_is_taken(monkeypatch, ring, offload
     forward = "by_keys" if ring > 1 and not offload else "by_queries"
     backward = "by_keys" if ring > 1 or (offload and fewer) else "by_queries"
     assert taken == [forward, backward]
+
+
+def test_a_pool_at_its_bound_is_not_full_and_takes_the_smallest_larger_block():
+    pool = HostPool(Streams(CPU))
+    for size in (100, 100):  # one after the other: the second takes the block of the first
+        pool.empty((size,), torch.uint8)
+    both = [pool.empty((size,), torch.uint8) for size in (90, 95)]  # 100 + 90 + 95 are within twice 185
+    assert pool.allocated == 285 and pool.peak == 185
+    del both
+    exactly = pool.empty((85,), torch.uint8)
+    assert pool.allocated == 2 * pool.peak == 370, "a block of 85 is still allowed"
+    smallest = pool.empty((86,), torch.uint8)
+    assert pool.allocated == 370 and exactly.numel() == 85
+    assert pool._blocks[pool.block_of(smallest)].nbytes == 90
+
+
+def test_gathered_keys_are_refused_in_chunks_of_a_ring_only():
+    def layer(ring: int) -> ChunkedLayer:
+        layout = cp.SequenceLayout(32, abstract_grid(ring=ring), chunks=2)
+        return ChunkedLayer(
+            project=lambda x, chunk: (x, x, x), output=lambda out, x, chunk: x, parameters=(), layout=layout,
+            rule=AttentionRule(gather_keys=True),
+        )  # fmt: skip
+
+    assert layer(1).rule.gather_keys
+    with pytest.raises(ValueError, match="gather_keys=True with a layer in chunks"):
+        layer(2)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight", "neither"])
+def test_a_chunked_loss_with_weighted_tokens_and_frozen_inputs(frozen):
+    torch.manual_seed(3)
+    inputs = {"hidden": torch.randn(6, 2, 8).double(), "weight": torch.randn(11, 8).double()}
+    labels, weights = torch.randint(0, 11, (6, 2)), torch.rand(6, 2).double()
+
+    def gradients(loss: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor | None]:
+        given = {name: x.clone().requires_grad_(name != frozen) for name, x in inputs.items()}
+        loss(*given.values()).backward()
+        return [x.grad for x in given.values()]
+
+    def exact(hidden: Tensor, weight: Tensor) -> Tensor:
+        losses = torch.nn.functional.cross_entropy(
+            (hidden @ weight.t()).view(-1, 11), labels.view(-1), reduction="none"
+        )
+        return (losses * weights.view(-1)).sum()
+
+    def chunked(hidden: Tensor, weight: Tensor) -> Tensor:
+        return chunked_linear_cross_entropy(hidden, weight, labels, weights, chunks=3, vocab_size=11)
+
+    for got, wanted in zip(gradients(chunked), gradients(exact), strict=True):
+        assert (got is None) == (wanted is None) and (got is None or (got - wanted).abs().max() < 1e-12)
+
+
+def test_gradients_go_to_the_main_buffer_if_it_has_the_dtype_of_sums():
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    assert chunked_ffn.main_grad_of(parameter) is None
+    for dtype, used in ((torch.bfloat16, False), (torch.float32, True)):
+        parameter.main_grad = torch.zeros(3, dtype=dtype)
+        assert (chunked_ffn.main_grad_of(parameter) is parameter.main_grad) == used
+    parameter.zero_out_wgrad = True
+    assert chunked_ffn.main_grad_of(parameter) is None

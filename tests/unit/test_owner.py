@@ -256,6 +256,26 @@ def test_a_folder_that_comes_back_during_the_check_is_not_lost(tmp_path):
     owned.release()
 
 
+def test_files_that_own_nothing_do_not_say_who_has_the_folder(tmp_path, monkeypatch):
+    owned = take(tmp_path, [], RENEWAL)
+    other, message = tmp_path / owner.LOCK_FILES.replace("*", "0" * 32), f"{tmp_path} is not the folder that it was"
+    monkeypatch.setattr(owner, "_place", lambda _: (0, 0))
+
+    def gone():
+        raise FileNotFoundError(owned._lock_file)
+
+    data = json.loads(owned._lock_file.read_bytes())
+    for content in (b"damaged", json.dumps(data | {"owns": False}).encode()):
+        other.write_bytes(content)
+        owned._lock_file.unlink(missing_ok=True)
+        with pytest.raises(OSError, match=message):
+            owned._access(gone)
+        assert not owned.lost
+    other.write_bytes(json.dumps(data).encode())
+    owned._access(gone)
+    assert str(data["process"]["pid"]) in owned.lost
+
+
 def test_no_lock_of_the_system_and_no_renaming_is_needed(tmp_path, monkeypatch):
     def missing(*_, **__):
         raise OSError("not on this file system")

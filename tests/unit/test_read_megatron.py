@@ -12,7 +12,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron.training.checkpoint.megatron_lm.source import Buckets, Saved, Source, join_parts, weights_in
-from megatron.training.checkpoint.megatron_lm.stored_tensors import WholeTensors
+from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensors, WholeTensors
 from megatron.training.refusal import Refusal
 
 BY_ROWS = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "word_embeddings.weight", "output_layer.weight")
@@ -261,3 +261,11 @@ def test_parts_of_tp_ranks_are_joined():
     assert join_parts(whole.chunk(2), "x.linear_fc1.weight", gated=False).equal(whole)
     assert join_parts(whole.chunk(3, 1), "x.linear_fc2.weight", gated=True).equal(whole)
     assert join_parts([whole, whole + 1], "x.norm.weight", gated=True).equal(whole)
+
+
+@pytest.mark.parametrize("stored, found", [([7], 7), ([7, 8], [7, 8]), ({"a": 1}, {"a": 1}), (None, None)])
+def test_core_stores_an_object_in_a_list(monkeypatch, stored, found):
+    tensors = object.__new__(StoredTensors)
+    tensors._tensors, tensors._places = {}, {"optimizer/shard_0_1": {None: "place"}}
+    monkeypatch.setattr(StoredTensors, "_read", lambda self, name, at: stored)
+    assert tensors.object("optimizer") == found and tensors.object("other") is None

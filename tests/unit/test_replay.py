@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import sys
 import time
 from dataclasses import replace
 
@@ -24,6 +25,7 @@ from megatron.context_parallel.attention import kernels
 from megatron.context_parallel.attention.kernels import KernelUnavailable
 from megatron.context_parallel.attention.kernels.triton_kernels import triton_tiles
 from megatron.context_parallel.attention.ring_plan import _attention_plan
+from megatron.context_parallel.core.groups import forget_grid
 from megatron.context_parallel.fpdt.chunked_loss import add_product
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.positions.alibi import alibi_slopes
@@ -562,3 +564,12 @@ def test_other_libraries_can_be_patched_and_this_program_cannot() -> None:
         patched(hooks, "Replaceable", None),
     ):
         raise AssertionError("unreachable")
+
+
+def test_another_grid_forgets_the_groups_of_core(monkeypatch):
+    destroyed = []
+    monkeypatch.setattr(parallel_state, "destroy_model_parallel", lambda: destroyed.append(1))
+    forget_grid()
+    monkeypatch.delitem(sys.modules, "megatron.core.parallel_state")
+    forget_grid()  # there is nothing to forget
+    assert destroyed == [1]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.context_parallel.core.learned_positions import PositionRows
-from megatron.context_parallel.layout.grid import abstract_grid
+from megatron.context_parallel.layout.grid import Axis, abstract_grid
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.positions import rope as rope_module
 from megatron.context_parallel.positions.rope import LayoutRotaryEmbedding, Rope, Yarn, rotary_angles
@@ -452,3 +452,11 @@ def test_a_million_positions_over_8_ranks_are_an_eighth_on_each(flags, rank, mon
     large = sorted((size, kind) for kind, size in result.values() if size > positions * hidden // 16)
     eighth = positions * hidden * 4 // 8
     assert large == [(eighth, kind) for kind in ("gradients", "optimizer", "optimizer", "parameters")]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_copy_of_the_first_data_parallel_rank_is_saved(sequence_parallel):
+    grid = replace(abstract_grid(ring=2, tensor=2).at(ring=1, tensor=1), data=Axis(3, 2))
+    layout = SequenceLayout(16, grid, tensor_parts=2 if sequence_parallel else 1)
+    rows = PositionRows(layout, 16, 3, sequence_parallel=sequence_parallel)
+    assert rows.replica == (0, 0 if sequence_parallel else 1, 2)

@@ -191,3 +191,29 @@ def test_shares_of_a_parameter_that_tp_splits(marks: dict[str, Any], shares: tup
     assert weights.sections(SimpleNamespace(**marks)) == shares
     x = torch.arange(8.0)
     assert [len(part) for part in weights.in_sections(x, 0, shares)] == [8 * share // sum(shares) for share in shares]
+
+
+@pytest.mark.parametrize("bad", ["", "the loss is nan"])
+@pytest.mark.parametrize("flags, moves", [
+    ("", False), ("--moe-router-enable-expert-bias --moe-router-score-function sigmoid", True),
+    ("--moe-router-enable-expert-bias --moe-router-score-function sigmoid --lora-rank 4", False),
+])  # fmt: skip
+def test_what_follows_an_update(monkeypatch, flags: str, moves: bool, bad: str) -> None:
+    """Biases of the router are state of the model: a skipped step and adapters leave them as they are."""
+    config, moved, steps = config_of(f"--num-experts 4 --moe-router-topk 2 {flags}"), [], []
+    monkeypatch.setattr(step, "run_schedule", lambda *_, **more: [])
+    monkeypatch.setattr(step, "mean_loss", lambda *_: (2.0, 8))
+    monkeypatch.setattr(step, "losses_ahead", lambda *_: None)
+    monkeypatch.setattr(step, "take_load", lambda *_: "table")
+    monkeypatch.setattr(step, "load_of", lambda *_: None)
+    monkeypatch.setattr(step, "move_biases", lambda chunks, table, _: moved.append(table))
+    monkeypatch.setattr(step, "step_if", lambda optimizer, allowed: (allowed(1.5), 1.5, None))
+    runtime = SimpleNamespace(device="cpu", grid=SimpleNamespace(data=SimpleNamespace(size=3)))
+    watch = SimpleNamespace(judge=lambda *_: bad, skips=True)
+    result = step.train_step(
+        runtime, [], SimpleNamespace(zero_grad=lambda: None), SimpleNamespace(step=steps.append), [], config, 2,
+        watch=watch,
+    )  # fmt: skip
+    assert (result.skipped, result.bad, result.grad_norm) == (bool(bad), bad, 1.5)
+    assert moved == ["table"] * (moves and not bad)
+    assert steps == [] if bad else steps == [2 * config.data.micro_batch_size * 3]

@@ -77,7 +77,7 @@ def test_softcaps_sinks_and_dropout_of_scores(interpreted, extra):
 
 def test_each_sample_and_head_has_its_own_dropout(interpreted):
     dropout = Dropout(0.3, seed=5, stream=2, samples=(3, 8), head=4)
-    check(interpreted(triton_cases.errors, Case(MASKS["two-sided"], **ZIGZAG, b=2, h=4, hk=2, dropout=dropout)))
+    check(interpreted(triton_cases.errors, Case(MASKS["two-sided"], **ZIGZAG, b=2, dropout=dropout)))
     blocks = (((0, 64),), ((64, 88), (128, 152)))  # complete groups of four keys
     check(interpreted(triton_cases.errors, Case(Causal(), ((0, 88), (128, 152)), blocks, b=2, dropout=dropout)))
     apart = ((0, 23), (66, 130))  # a row and its position are in other places of their groups of four
@@ -175,6 +175,19 @@ def test_errors_are_about_those_of_flash_attention(interpreted, dtype):
     case = Case(q_at=((0, 96),), blocks=(((0, 96),),), h=1, d=32, dv=32, dtype=dtype)
     ours, flash = interpreted(triton_cases.errors_and_flash_errors, case)
     assert all(ours[name] < 1.25 * flash[name] + 1e-6 for name in ours), (ours, flash)
+
+
+def test_the_interpreter_rounds_to_bf16_as_pytorch(interpreted):
+    """Every fourth number lies in the middle between two of bf16."""
+    x = 1 + torch.arange(512) * 2.0**-9
+    for values in (x, -x):
+        assert torch.equal(interpreted(_rounded_to_bf16, values), values.bfloat16().float())
+
+
+def _rounded_to_bf16(x):
+    from tests.unit.triton_rounding import rounded_to_bf16  # imports Triton
+
+    return rounded_to_bf16(x)
 
 
 @pytest.mark.parametrize("block, step", [(64, 64), (16, 128)])

@@ -124,6 +124,11 @@ def _check_names(weights: Weights, wanted: dict[Name, torch.Size]) -> None:
         raise Refusal(f"{weights.path}: {len(extra)} weights do not belong to the model in its args: {first(extra)}")
 
 
+def vocabulary_block(args: dict[str, Any]) -> int:
+    """Megatron-LM pads the vocabulary to a multiple of this, from its args."""
+    return (args.get("make_vocab_size_divisible_by") or 128) * (args.get("tensor_model_parallel_size") or 1)
+
+
 def _save(
     folder: Path,
     weights: Weights,
@@ -151,9 +156,9 @@ def _save(
     plain = {name: value for name, value in weights.args.items() if isinstance(value, PLAIN)}
     grid = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
     grid["virtual_pipeline_model_parallel_size"] = None
-    block = (plain.get("make_vocab_size_divisible_by") or 128) * (plain.get("tensor_model_parallel_size") or 1)
     rows = wanted[Name(VOCABULARY[0])][0]
-    args = plain | model_args(model) | grid | {"padded_vocab_size": rows, "make_vocab_size_divisible_by": block}
+    args = plain | model_args(model) | grid | {"padded_vocab_size": rows}
+    args["make_vocab_size_divisible_by"] = vocabulary_block(plain)
     args |= {"no_save_optim": True, "no_save_rng": True, "ckpt_format": "torch_dist"}
     state = {
         "args": Namespace(**args),
