@@ -103,6 +103,18 @@ def test_norms_biases_and_padding(pool, divisible, padding):
     assert rows[:302].all() and len(rows) == 302 + padding and not rows[302:].any()
 
 
+def test_tp_ranks_hold_their_parts_of_the_same_weights(pool):
+    whole = pool.run(initial, 1, "--make-vocab-size-divisible-by 64")[0]
+    parts = pool.run(initial, 2, "--make-vocab-size-divisible-by 32 --tensor-model-parallel-size 2")
+    split = set()
+    for name, x in whole.items():
+        first, second = (part[name] for part in parts)
+        dim = next((dim for dim in range(x.dim()) if first.size(dim) != x.size(dim)), None)
+        assert torch.equal(first if dim is None else torch.cat([first, second], dim), x), name
+        split.add(dim)
+    assert split == {None, 0, 1}
+
+
 def skipped(flags: str) -> list[bool]:
     """Whether this rank skips steps in which rank 0, rank 1 or no rank has a gradient that is not finite."""
     import torch.distributed as dist

@@ -570,6 +570,7 @@ def test_another_grid_forgets_the_groups_of_core(monkeypatch):
     destroyed = []
     monkeypatch.setattr(parallel_state, "destroy_model_parallel", lambda: destroyed.append(1))
     forget_grid()
+    assert destroyed == [1]
     monkeypatch.delitem(sys.modules, "megatron.core.parallel_state")
     forget_grid()  # there is nothing to forget
     assert destroyed == [1]
