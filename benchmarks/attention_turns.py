@@ -11,8 +11,9 @@ programs affect all of them; the processes of the others wait meanwhile. Times a
 of the busiest rank, which says more on a shared machine. Ratios are those of the same round.
 
 The public code's causal attention needs the package flash-attn, which has no CPU kernels: its functions are replaced by
-those of PyTorch's CPU kernel, which our attention uses too. So kernels are the same, and all else is compared. In fp32
-its ring computes in the memory of its sums, so that it is compared in bf16 only. On gloo it needs at least two ranks.
+those of PyTorch's CPU kernel, which our attention uses too. So kernels are the same, and all else is compared: the
+last number of a variant is the kernel's share of the CPU time, which nothing around it can shorten. In fp32 its ring
+computes in the memory of its sums, so that it is compared in bf16 only. On gloo it needs at least two ranks.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ import tempfile
 import time
 import types
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 SCHEMES = {"Ulysses 2": (2, 1), "Ring 2": (1, 2), "Ulysses 2 x Ring 2": (2, 2)}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -59,7 +63,7 @@ def main() -> None:
     variants = {"ours": here, "before": args.before, "public": args.public}
     variants = {name: folder for name, folder in variants.items() if folder}
     sizes = f"{args.seq_length} tokens, {args.heads} heads of {args.head_dim}, {args.dtype}"
-    print(f"{sizes}; seconds, wall and CPU of a rank")
+    print(f"{sizes}; seconds, wall and CPU of a rank, and the kernel's share")
     for scheme in SCHEMES:
         for threads in args.threads:
             left_out = {"public"} if args.dtype == "fp32" and scheme != "Ulysses 2" else set()
@@ -81,13 +85,15 @@ def compare(args: argparse.Namespace, scheme: str, threads: int, variants: dict[
                 order = [*teams][turn % len(teams) :] + [*teams][: turn % len(teams)]
                 taken = {name: teams[name].time() for name in order}
                 rounds.append([taken[name] for name in teams])
+            shares = [[statistics.mean(map(float, team.call("share"))) for _ in range(4)] for team in teams.values()]
         finally:
             for team in teams.values():
                 team.close()
     line = f"{scheme:19} {threads} thread{'s' * (threads > 1):1}"
-    for name, samples in zip(teams, zip(*rounds)):
+    for name, samples, (_, *more) in zip(teams, zip(*rounds), shares):  # the first one loads modules of PyTorch
         wall, cpu = (statistics.median(column) for column in zip(*samples))
-        line += f" | {name} {wall:.3f} {cpu:.3f}"
+        share = statistics.median(more)
+        line += f" | {name} {wall:.3f} {cpu:.3f} {share:.1%}"
         if name != "ours":
             ratios = zip(*([b / a for a, b in zip(row[0], sample)] for row, sample in zip(rounds, samples)))
             line += " (x {:.2f}, {:.2f} of ours)".format(*map(statistics.median, ratios))
@@ -160,16 +166,30 @@ def work(
     complete = [torch.randn(args.seq_length, 1, args.heads, args.head_dim, **how) for _ in range(4)]
     q, k, v, dout = (x[positions].transpose(0, tokens_dim).contiguous().to(DTYPES[args.dtype]) for x in complete)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    for request in sys.stdin:
+    for request in map(str.strip, sys.stdin):
         dist.barrier()
-        start, own = time.perf_counter(), time.process_time()
-        out = attend(*leaves)
-        results = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-        stop, own = time.perf_counter(), time.process_time() - own
-        if request.strip() == "results":
+        with KernelTime() if request == "share" else nullcontext() as kernel:
+            start, own = time.perf_counter(), time.process_time()
+            out = attend(*leaves)
+            results = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+            stop, own = time.perf_counter(), time.process_time() - own
+        if request == "results":
             torch.save((positions, [x.transpose(0, tokens_dim).float() for x in results]), f"{folder}/{rank}.pt")
-        print(start, stop, own, flush=True)
+        print(*([start, stop, own] if kernel is None else [kernel.seconds / own]), flush=True)
     dist.destroy_process_group()
+
+
+class KernelTime(TorchDispatchMode):
+    """Adds up the CPU time of PyTorch's attention kernel, forward and backward, in all threads of this process."""
+
+    seconds = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        start = time.process_time()
+        result = func(*args, **(kwargs or {}))
+        if "flash_attention_for_cpu" in func.name():
+            self.seconds += time.process_time() - start
+        return result
 
 
 def our_attention(seq_length: int, ulysses: int, ring: int) -> tuple[Attend, Tensor, int]:

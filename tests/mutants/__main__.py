@@ -88,8 +88,9 @@ def main(argv: list[str] | None = None) -> int:
         done.append(trial)
         by = f" by {trial.by}" if trial.by else f" ({len(trial.tests)} tests)"
         print(f"[{len(done)}/{len(trials)}, {trial.seconds:.1f} s] {trial.outcome}{by}: {trial.change}", flush=True)
-        known.pop(trial.change.key, None)
-        if trial.outcome in (NOTICED, IN_TIME):
+        if trial.outcome == SURVIVED:
+            known.pop(trial.change.key, None)
+        elif trial.outcome in (NOTICED, IN_TIME):
             known[trial.change.key] = trial.by + HANGS * (trial.outcome == IN_TIME)
         if not args.noticed:
             KNOWN.write_text(json.dumps(dict(sorted(known.items())), indent=0) + "\n")
@@ -163,7 +164,7 @@ def tests_of(
     first = list({test.partition("[")[0]: test for test in reversed(every)}.values())[::-1]
     function = ":".join(change.key.split(":")[:2]) + ":"
     near = Counter(test for key, test in known.items() if key.startswith(function) and test in share)
-    earlier = [known[change.key]] if change.key in known else []
+    earlier = [known[change.key].removesuffix(HANGS)] if change.key in known else []
     earlier += [test for test, _ in near.most_common(2)]
     chosen, total = [], 0.0
     for test in dict.fromkeys([*earlier, *first, *every]):

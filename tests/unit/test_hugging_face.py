@@ -361,6 +361,12 @@ def test_layers_with_a_window_have_a_base_of_their_own_if_the_others_differ(some
         assert written["rope_parameters"]["sliding_attention"]["rope_theta"] == theta
 
 
+def test_a_window_has_at_least_one_token() -> None:
+    assert described(OLMO3 | {"sliding_window": 1}, "").attention["window_size"] == (0, 0)
+    with pytest.raises(Refusal, match="sliding_window 0 is not a positive integer"):
+        described(OLMO3 | {"sliding_window": 0}, "")
+
+
 def test_a_step_of_nemotron_h_may_be_zero_and_not_negative() -> None:
     config = {"model_type": "nemotron_h"} | NEMOTRON
     described(config | {"time_step_min": 0}, "")
