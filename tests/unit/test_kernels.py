@@ -31,7 +31,7 @@ from megatron.context_parallel.attention.kernels.tile_by_tile import TileScores
 from megatron.context_parallel.attention.ring import GatherSource
 from megatron.context_parallel.attention.rule import AttentionRule
 from megatron.context_parallel.layout.grid import Axis, abstract_grid
-from megatron.context_parallel.layout.masks import Full
+from megatron.context_parallel.layout.masks import Documents, Full, MaskFunction
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.tiles import Tile, Tiles
 from megatron.context_parallel.positions.position_dropout import Dropout
@@ -624,3 +624,18 @@ def test_one_mask_for_several_samples_with_dropout():
         alone = usp.attention(sample, sample, sample, layout=layout, dropout=dropout.of_samples(i, i + 1))
         assert torch.equal(both[:, i : i + 1], alone)
     assert not torch.equal(both, usp.attention(x, x, x, layout=layout))
+
+
+@pytest.mark.parametrize("name", CPU_KERNELS)
+def test_a_mask_of_pairs_in_tiles(name):
+    """Full, causal and masked tiles; every ninth query sees no key."""
+    layout, at = SequenceLayout(45, abstract_grid(), "contiguous"), torch.arange(45)
+    pairs = MaskFunction(lambda q, k: ((q * 7 + k * 3) % 5 != 0) & (q % 9 != 4) & (k <= q))
+    dout, q, k, v = make(b=2, h=4, hk=2, sq=45, sk=45)
+    for mask in (pairs, Documents((20, 45)), Full()):
+        leaves = [x.permute(2, 0, 1, 3).detach().clone().requires_grad_() for x in (q, k, v)]
+        out = usp.attention(*leaves, layout=layout, mask=mask, kernel=name, scale=0.25)
+        grads = torch.autograd.grad(out, leaves, dout.permute(2, 0, 1, 3))
+        true_out, _, *true_grads = dense(dout, q, k, v, mask=mask.allowed(at[:, None], at[None]))
+        for got, true in zip((out, *grads), (true_out, *true_grads), strict=True):
+            assert (got.permute(1, 2, 0, 3) - true).abs().max() < 1e-12
