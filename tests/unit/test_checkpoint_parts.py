@@ -31,7 +31,7 @@ from megatron.training.checkpoint import (
     save_job,
     sharded_state,
 )
-from megatron.training.checkpoint.converting.from_older import model_args, vocabulary_block
+from megatron.training.checkpoint.converting.from_older import model_args
 from megatron.training.checkpoint.converting.lazy_save import empty_extra_states, sharded
 from megatron.training.checkpoint.megatron_lm import load_torch_dist, megatron_args
 from megatron.training.checkpoint.save_job import Save
@@ -278,10 +278,8 @@ def test_of_jobs_that_begin_at_once_the_first_by_name_waits_for_the_others(monke
 def test_a_job_gives_up_after_twice_the_time_of_silence(monkeypatch) -> None:
     clock = iter([0.0, 119.0, 121.0])
     monkeypatch.setattr(owner.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(owner._Watched, "quiet", 0.0, raising=False)
-    monkeypatch.setattr(owner._Watched, "update", lambda *_: None)
-    monkeypatch.setattr(owner._Watched, "__init__", lambda *_: None)
-    monkeypatch.setattr(owner._Watched, "alive", lambda *_: True)
+    renewed = SimpleNamespace(update=lambda _: None, alive=lambda *_: True)
+    monkeypatch.setattr(owner, "_Watched", lambda _: renewed)
     with pytest.raises(Refusal, match="--save c is in use by"):
         waiting(monkeypatch, [{"b": 1}, {"b": 1}], "a")
     assert next(clock, None) is None
@@ -635,7 +633,7 @@ def test_biases_by_their_older_argument(args: dict[str, Any], biases: bool | Non
                    ({"make_vocab_size_divisible_by": 8, "tensor_model_parallel_size": 2}, 16)]
 )  # fmt: skip
 def test_megatron_lm_pads_the_vocabulary_to_blocks_of_each_tp_rank(args: dict[str, Any], rows: int) -> None:
-    assert vocabulary_block(args) == rows
+    assert megatron_args.vocabulary_block(args) == rows
 
 
 def test_neutral_arguments_are_compared_by_name() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.checkpoint.hugging_face.safetensors_folder import Done, dtype_name, new_folder, one_process
-from megatron.training.checkpoint.megatron_lm.megatron_args import model_of
+from megatron.training.checkpoint.megatron_lm.megatron_args import model_of, vocabulary_block
 from megatron.training.checkpoint.megatron_lm.places import TRACKER
 from megatron.training.checkpoint.older_formats import LAYERS, Name, Weights, open_source, source_path
 from megatron.training.families.llama.llama_settings import command_line, program
@@ -124,11 +124,6 @@ def _check_names(weights: Weights, wanted: dict[Name, torch.Size]) -> None:
         raise Refusal(f"{weights.path}: {len(extra)} weights do not belong to the model in its args: {first(extra)}")
 
 
-def vocabulary_block(args: dict[str, Any]) -> int:
-    """Megatron-LM pads the vocabulary to a multiple of this, from its args."""
-    return (args.get("make_vocab_size_divisible_by") or 128) * (args.get("tensor_model_parallel_size") or 1)
-
-
 def _save(
     folder: Path,
     weights: Weights,
@@ -157,8 +152,8 @@ def _save(
     grid = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
     grid["virtual_pipeline_model_parallel_size"] = None
     rows = wanted[Name(VOCABULARY[0])][0]
-    args = plain | model_args(model) | grid | {"padded_vocab_size": rows}
-    args["make_vocab_size_divisible_by"] = vocabulary_block(plain)
+    args = plain | model_args(model) | grid
+    args |= {"padded_vocab_size": rows, "make_vocab_size_divisible_by": vocabulary_block(plain)}
     args |= {"no_save_optim": True, "no_save_rng": True, "ckpt_format": "torch_dist"}
     state = {
         "args": Namespace(**args),

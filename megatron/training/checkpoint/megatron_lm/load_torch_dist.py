@@ -22,7 +22,12 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.models import is_gated
 from megatron.training.checkpoint.megatron_lm.checked import Checked
-from megatron.training.checkpoint.megatron_lm.megatron_args import model_described, model_of, namespace
+from megatron.training.checkpoint.megatron_lm.megatron_args import (
+    model_described,
+    model_of,
+    namespace,
+    vocabulary_block,
+)
 from megatron.training.checkpoint.megatron_lm.source import STATE, Buckets, Saved, Source, weights_in, without_layer
 from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensors, WholeTensors
 from megatron.training.refusal import Refusal, some, together
@@ -76,8 +81,7 @@ def check_vocabulary(foreign: ForeignCheckpoint, vocab_size: int, config: Config
     rows = foreign.args.get("padded_vocab_size")
     if rows is None:
         return
-    parts = foreign.args.get("tensor_model_parallel_size") or 1
-    block = (foreign.args.get("make_vocab_size_divisible_by") or 128) * parts
+    block = vocabulary_block(foreign.args)
     if not rows - block < vocab_size <= rows:
         raise Refusal(
             f"checkpoint {foreign.path} has a vocabulary of {rows - block + 1} to {rows} tokens (padded to {rows}), "

@@ -120,6 +120,11 @@ def model_described(args: dict[str, Any], where: object) -> dict[str, Any]:
     return settings | {name: getattr(model, name) for name in derived}
 
 
+def vocabulary_block(args: dict[str, Any]) -> int:
+    """The number of rows of which Megatron-LM pads the vocabulary to a multiple, from a checkpoint's args."""
+    return (args.get("make_vocab_size_divisible_by") or 128) * (args.get("tensor_model_parallel_size") or 1)
+
+
 def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
     name = getattr(value, "name", value)  # enums are compared by name
     if isinstance(value, list):  # DeepSpeed's number of experts per layer: 1 means no experts
