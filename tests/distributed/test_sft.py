@@ -446,6 +446,18 @@ def go_on_alone(flags: str):
     return train_job(make_job(flags), 1)[0]
 
 
+def test_weights_without_optimizer_are_read_under_fsdp(pool, tuned):
+    """A base without adapters, which are new then, and a model with adapters."""
+    flags, folder, _ = tuned
+    losses = []
+    for start in ("hf", "tuned"):
+        begin = f"{flags} {folder / start} --finetune"
+        losses += pool.run(go_on_alone, 1, begin, timeout=120)[0]
+        sharded = pool.run(go_on_alone, 2, f"{begin} --zero-stage 2 {R2_OF_LORA}", timeout=120)[0]
+        assert sharded == pytest.approx(losses[-1:], rel=1e-5), start
+    assert abs(losses[0] - losses[1]) > 1e-3 * losses[0]
+
+
 def test_merged_weights_compute_the_same(pool, tuned, tmp_path, capsys):
     from tools.convert_hf import main
 

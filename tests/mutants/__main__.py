@@ -120,7 +120,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--seed", default="0", help="seed of the random choice")
     options.add_argument("--noticed", type=int, metavar="N", help="try N changes again that a unit test has noticed")
     options.add_argument("--all", action="store_true", help="try all changes")
-    options.add_argument("--again", action="store_true", help="only changes that earlier runs did not notice")
+    options.add_argument(
+        "--again", action="store_true", help="only changes without a test that notices them or a reason"
+    )
     options.add_argument("--only", nargs="+", default=[], metavar="PATH", help="change only these files or folders")
     options.add_argument("--with", nargs="+", default=[], dest="tests_to_run", metavar="TESTS", help="run all of these "
                          "tests for each change, in this order, not those that were counted")  # fmt: skip
@@ -143,10 +145,12 @@ def draws_examples(test: str) -> bool:
 
 @functools.cache
 def _with_given(file: str) -> frozenset[str]:
-    if not (ROOT / file).exists():
+    """The functions of a file with the decorator ``given``."""
+    if not (ROOT / file).is_file():
         return frozenset()
     functions = [node for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)]
-    return frozenset(one.name for one in functions if any("given" in ast.dump(part) for part in one.decorator_list))
+    calls = {one.name: [part.func for part in one.decorator_list if isinstance(part, ast.Call)] for one in functions}
+    return frozenset(name for name, funcs in calls.items() if "given" in (getattr(func, "id", "") for func in funcs))
 
 
 def sample(changes: list[Change], count: int, seed: str) -> list[Change]:

@@ -556,27 +556,23 @@ def test_levels_of_a_pickle_are_limited():
     refused(b"(" * (marks + 1) + b"1" * (marks + 1) + b"N.", f"more than {DEEPEST} levels")
 
 
+def repeated(parts: int, times: int) -> bytes:
+    """A list of so many parts, which is put into another one so many times."""
+    return b"](" + b"N" * parts + b"eq\0000](" + b"h\0" * times + b"e."
+
+
+def room(parts: int, times: int) -> int:
+    """How many more parts the limit allows; each part counts, and each list too."""
+    return 100_000 + 16 * len(repeated(parts, times)) - (1 + times * (1 + 1 + parts))
+
+
 def test_parts_that_a_pickle_repeats_are_limited():
-    """A list of 1000 parts is put into another one ``times``; each part counts, and each list too."""
-
-    def repeated(times: int) -> bytes:
-        return b"](" + b"N" * 1000 + b"eq\0000](" + b"h\0" * times + b"e."
-
-    def parts(times: int) -> int:
-        return 1 + times * (1 + 1 + 1000)
-
-    most = max(n for n in range(1000) if parts(n) <= 100_000 + 16 * len(repeated(n)))
-    assert len(loaded(repeated(most))) == most > 100
-    refused(repeated(most + 1), "it repeats parts of itself too often")
+    most = max(n for n in range(1000) if room(1000, n) >= 0)
+    assert len(loaded(repeated(1000, most))) == most > 100
+    refused(repeated(1000, most + 1), "it repeats parts of itself too often")
 
 
 def test_as_many_parts_as_the_limit_may_be_repeated():
-    def repeated(parts: int, times: int) -> bytes:
-        return b"](" + b"N" * parts + b"eq\0000](" + b"h\0" * times + b"e."
-
-    def room(parts: int, times: int) -> int:
-        return 100_000 + 16 * len(repeated(parts, times)) - 1 - times * (2 + parts)
-
     some = ((parts, times) for parts in range(500, 3000) for times in range(250))
     exact = next(pair for pair in some if room(*pair) == 0)
     assert len(loaded(repeated(*exact))) == exact[1]

@@ -36,6 +36,7 @@ from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.tiles import Tile, Tiles
 from megatron.context_parallel.positions.position_dropout import Dropout
 from tests.properties import examples
+from tests.unit.triton_cases import some_pairs
 
 CPU_KERNELS = ["math", "cpu"]
 # Largest error of (out, lse, each gradient), relative to the largest entry of the exact result.
@@ -630,7 +631,7 @@ def test_one_mask_for_several_samples_with_dropout():
 def test_a_mask_of_pairs_in_tiles(name):
     """Full, causal and masked tiles; every ninth query sees no key."""
     layout, at = SequenceLayout(45, abstract_grid(), "contiguous"), torch.arange(45)
-    pairs = MaskFunction(lambda q, k: ((q * 7 + k * 3) % 5 != 0) & (q % 9 != 4) & (k <= q))
+    pairs = MaskFunction(lambda q, k: some_pairs(q, k) & (k <= q))
     dout, q, k, v = make(b=2, h=4, hk=2, sq=45, sk=45)
     for mask in (pairs, Documents((20, 45)), Full()):
         leaves = [x.permute(2, 0, 1, 3).detach().clone().requires_grad_() for x in (q, k, v)]

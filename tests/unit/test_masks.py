@@ -508,3 +508,9 @@ def test_some_elements_are_kept_at_the_largest_probability():
 def test_numbers_in_lanes_are_signed():
     assert by_position._in_lanes(0xFFFF) == -1 and by_position._in_lanes(1) == 0x0001000100010001
     assert by_position._in_lanes(0x8000) == 0x8000800080008000 - 2**64
+
+
+def test_a_list_of_blocks_needs_no_row_after_the_queries():
+    mask, at = cp.BlockSparse(4, cp.BlockList(((0,), (1,))), 8, cp.Full()), torch.arange(8)
+    expected = torch.block_diag(torch.ones(4, 4), torch.ones(4, 4)).bool()
+    assert torch.equal(mask.allowed(at[:, None], at[None]), expected)

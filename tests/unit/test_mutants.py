@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 
 from tests.mutants import __main__ as mutants
-from tests.mutants import covering
+from tests.mutants import covering, warm
 from tests.mutants.changes import ROOT, all_changes, changes_of
 from tests.patience import patience
 
@@ -83,6 +83,44 @@ def test_a_survivor_is_listed_with_its_reason(capsys: pytest.CaptureFixture) -> 
     code = mutants.report({some[0]: mutants.NOTICED, some[1]: mutants.IN_TIME, some[2]: mutants.SURVIVED})
     assert code == 1 and f"survived: {some[2]}" in capsys.readouterr().out
     assert mutants.report(dict.fromkeys(some, mutants.NOTICED)) == 0
+
+
+def test_new_tests_are_tried_with_what_others_did_not_notice(monkeypatch, tmp_path, capsys) -> None:
+    """Of five changes one is known and one has a reason. Of the others a test notices one, hangs, and passes."""
+    some = all_changes(LOSS)[:5]
+    monkeypatch.setattr(mutants, "KNOWN", tmp_path / "noticed.json")
+    monkeypatch.setattr(mutants, "REASONS", tmp_path / "reasons.json")
+    monkeypatch.setattr(mutants, "FOLDER", tmp_path)
+    monkeypatch.setattr(mutants, "all_changes", lambda places: some)
+    (tmp_path / "noticed.json").write_text(json.dumps({some[0].key: "tests/unit/a.py::b"}))
+    (tmp_path / "reasons.json").write_text(json.dumps({some[1].key: "a reason"}))
+    ran: list[list[str]] = []
+
+    def run(plugin: warm.Try, tests: list[str], profile: str) -> None:
+        ran.append(tests)
+        assert [trial.tests for trial in plugin.trials] == [None] * 3, "all that are collected"
+        for trial, outcome in zip(plugin.trials, (mutants.NOTICED, mutants.IN_TIME, mutants.SURVIVED)):
+            trial.outcome, trial.by, trial.tests = outcome, "c.py::d" * (outcome != mutants.SURVIVED), ["c.py::d"]
+            plugin.done(trial)
+
+    monkeypatch.setattr(warm, "run", run)
+    assert mutants.main(["--again", "--with", "c.py", "e.py"]) == 1
+    assert ran == [["c.py", "e.py"]]
+    assert json.loads((tmp_path / "noticed.json").read_text()) == {
+        some[0].key: "tests/unit/a.py::b", some[2].key: "c.py::d", some[3].key: "c.py::d (it hangs)",
+    }  # fmt: skip
+    known = {some[3].key: "c.py::d (it hangs)"}
+    assert mutants.tests_of(some[3], {}, covering.sizes({}), {}, known, 1, 9) == ["c.py::d"]
+    capsys.readouterr()
+    assert mutants.main(["--list"]) == 0
+    assert "3 are noticed by a test, 1 have a reason, 1 are left" in capsys.readouterr().out
+
+
+def test_which_tests_draw_their_examples() -> None:
+    file = "tests/unit/test_layout.py"
+    assert mutants.draws_examples(f"{file}::test_tiles_cover_exactly_the_mask[a]")
+    assert not mutants.draws_examples(f"{file}::test_sizes_of_a_grid_without_processes")
+    assert not mutants.draws_examples("gone.py::test")
 
 
 def test_each_reason_and_each_noticed_change_is_of_this_source() -> None:

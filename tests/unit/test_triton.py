@@ -75,9 +75,10 @@ def test_softcaps_sinks_and_dropout_of_scores(interpreted, extra):
     check(interpreted(triton_cases.errors, Case(mask, **ZIGZAG, **EXTRAS[extra])))
 
 
-def test_each_sample_and_head_has_its_own_dropout(interpreted):
+@pytest.mark.parametrize("h, hk", [(2, 1), pytest.param(4, 2, marks=pytest.mark.full)])
+def test_each_sample_and_head_has_its_own_dropout(interpreted, h, hk):
     dropout = Dropout(0.3, seed=5, stream=2, samples=(3, 8), head=4)
-    check(interpreted(triton_cases.errors, Case(MASKS["two-sided"], **ZIGZAG, b=2, dropout=dropout)))
+    check(interpreted(triton_cases.errors, Case(MASKS["two-sided"], **ZIGZAG, b=2, h=h, hk=hk, dropout=dropout)))
     blocks = (((0, 64),), ((64, 88), (128, 152)))  # complete groups of four keys
     check(interpreted(triton_cases.errors, Case(Causal(), ((0, 88), (128, 152)), blocks, b=2, dropout=dropout)))
     apart = ((0, 23), (66, 130))  # a row and its position are in other places of their groups of four
@@ -256,7 +257,7 @@ def test_bytes_of_the_bits_of_a_tile(queries, keys, size):
 
 
 def test_a_mask_is_evaluated_for_few_queries_at_once(monkeypatch):
-    monkeypatch.setattr(triton_tiles, "ROW_MASK_BYTES", 24 * 100 * 70)  # of 70 queries, in whole words 64
+    monkeypatch.setattr(triton_tiles, "ROW_MASK_BYTES", 24 * 100 * 95)  # of 95 queries, in whole words 64
     seen = []
 
     def pairs(q, k):
