@@ -14,7 +14,7 @@ import pytest
 from megatron.training.checkpoint.checkpoint_folder import check_writable
 from megatron.training.checkpoint.checksums import damage
 from megatron.training.checkpoint.megatron_lm.places import TRACKER, checkpoints_in, run_of
-from megatron.training.checkpoint.owner import LOCK_FILES, take
+from megatron.training.ownership.lock_file import LOCK_FILES, take
 from megatron.training.refusal import Refusal
 from tests.distributed.test_program import FLAGS, PROGRAM, ROOT
 from tests.faults.bad_inputs import TOOLS

@@ -18,7 +18,7 @@ CONTEXT = [f"megatron/context_parallel/{name}" for name in ("layout", "attention
                                                             "fpdt", "core")]  # fmt: skip
 STEP = [f"megatron/training/{name}.py" for name in ("step", "loss", "watch", "model/optimizer", "model/fsdp",
                                                     "model/weights")]  # fmt: skip
-CHECKPOINT = ["megatron/training/checkpoint", "megatron/training/families"]
+CHECKPOINT = [f"megatron/training/{name}" for name in ("checkpoint", "families", "ownership")]
 PLACES = (*CONTEXT, "megatron/context_parallel/sdpa.py", *STEP, *CHECKPOINT)
 
 LEFT_OUT = {

@@ -47,6 +47,7 @@ from megatron.training.checkpoint.sharded_state import (
     optimizer_state,
 )
 from megatron.training.families.llama.llama_weights import Piece
+from megatron.training.ownership import lock_file
 from megatron.training.refusal import Refusal
 from tests.unit.test_refusals import GOOD, MOCK
 
@@ -252,7 +253,7 @@ def test_the_remedies_for_a_folder_of_another_run() -> None:
 
 
 def test_a_job_is_silent_when_it_was_quiet_for_that_long() -> None:
-    watched = owner._Watched(b"a")
+    watched = lock_file._Watched(b"a")
     watched.quiet = 5.0
     assert watched.alive(None, 5.0) is False and watched.alive(None, 5.1) is None
 
@@ -260,12 +261,14 @@ def test_a_job_is_silent_when_it_was_quiet_for_that_long() -> None:
 def waiting(monkeypatch, others: list[dict[str, Any]], mine: str) -> list[str]:
     """Take a folder where other jobs' lock files come and go; returns the names of the files at each look."""
     looks: list[str] = []
-    alive = owner.LockFile(SimpleNamespace(boot="b"), owns=False, since="now")
-    monkeypatch.setattr(owner, "_lock_files", lambda _: looks.append("look") or {Path(n): b"" for n in others.pop(0)})
-    monkeypatch.setattr(owner, "_parsed", lambda _: alive)
-    monkeypatch.setattr(owner, "is_alive", lambda _: True)
-    monkeypatch.setattr(owner.time, "sleep", lambda _: None)
-    owner._wait_for_others(SimpleNamespace(_process=None, _lock_file=Path(mine), folder="c"), [], 60.0)
+    alive = lock_file.LockFile(SimpleNamespace(boot="b"), owns=False, since="now")
+    listed = lambda _: looks.append("look") or {Path(name): b"" for name in others.pop(0)}  # noqa: E731
+    monkeypatch.setattr(lock_file, "_lock_files", listed)
+    monkeypatch.setattr(lock_file, "_parsed", lambda _: alive)
+    monkeypatch.setattr(lock_file, "is_alive", lambda _: True)
+    monkeypatch.setattr(lock_file.time, "sleep", lambda _: None)
+    mine = SimpleNamespace(_process=None, _lock_file=Path(mine), folder="c", target="--save c", other="folder")
+    lock_file._wait_for_others(mine, [], 60.0)
     return looks
 
 
@@ -277,9 +280,9 @@ def test_of_jobs_that_begin_at_once_the_first_by_name_waits_for_the_others(monke
 
 def test_a_job_gives_up_after_twice_the_time_of_silence(monkeypatch) -> None:
     clock = iter([0.0, 119.0, 121.0])
-    monkeypatch.setattr(owner.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(lock_file.time, "monotonic", lambda: next(clock))
     renewed = SimpleNamespace(update=lambda _: None, alive=lambda *_: True)
-    monkeypatch.setattr(owner, "_Watched", lambda _: renewed)
+    monkeypatch.setattr(lock_file, "_Watched", lambda _: renewed)
     with pytest.raises(Refusal, match="--save c is in use by"):
         waiting(monkeypatch, [{"b": 1}, {"b": 1}], "a")
     assert next(clock, None) is None

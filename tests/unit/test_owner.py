@@ -17,8 +17,8 @@ import pytest
 
 from megatron.platform import processes
 from megatron.platform.processes import this_process
-from megatron.training.checkpoint import owner
-from megatron.training.checkpoint.owner import Lost, Owner, take
+from megatron.training.ownership import lock_file
+from megatron.training.ownership.lock_file import Lost, Owner, take
 from megatron.training.refusal import Refusal
 from tests.pairs import also_in_full
 from tests.patience import patience
@@ -94,7 +94,7 @@ def worker(tmp_path: Path) -> Iterator:
 
 
 def lock_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob(owner.LOCK_FILES))
+    return sorted(folder.glob(lock_file.LOCK_FILES))
 
 
 def dead_lock_file(folder: Path, machine: str = "") -> Path:
@@ -106,9 +106,9 @@ def dead_lock_file(folder: Path, machine: str = "") -> Path:
     if machine:
         process = replace(process, boot=machine, host=machine)
     folder.mkdir(exist_ok=True)
-    lock = folder / owner.LOCK_FILES.replace("*", "0" * 32)
+    lock = folder / lock_file.LOCK_FILES.replace("*", "0" * 32)
     output = {"process": asdict(process), "owns": True, "since": "2026-11-23 09:00:00", "run": "", "renewed": 7}
-    lock.write_bytes(json.dumps(output).encode().ljust(owner.SIZE))
+    lock.write_bytes(json.dumps(output).encode().ljust(lock_file.SIZE))
     return lock
 
 
@@ -197,7 +197,7 @@ def test_of_several_jobs_that_start_at_once_exactly_one_gets_the_folder(tmp_path
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff" * 10, b'{"process": {"pid": 1}}'])
 def test_an_unreadable_lock_file_is_waited_for_and_then_removed(tmp_path, content):
-    (tmp_path / owner.LOCK_FILES.replace("*", "f" * 32)).write_bytes(content)
+    (tmp_path / lock_file.LOCK_FILES.replace("*", "f" * 32)).write_bytes(content)
     begin, notes = time.monotonic(), []
     owned = take(tmp_path, notes, RENEWAL, 0.5)
     assert time.monotonic() - begin >= 0.4 and not notes
@@ -207,13 +207,13 @@ def test_an_unreadable_lock_file_is_waited_for_and_then_removed(tmp_path, conten
 
 def test_a_slow_file_system_is_not_mistaken_for_a_dead_owner(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(owner.time, "monotonic", lambda: now[0])
-    watched = owner._Watched(b"1")
+    monkeypatch.setattr(lock_file.time, "monotonic", lambda: now[0])
+    watched = lock_file._Watched(b"1")
     now[0] += 600.0
     watched.update(b"1")
     assert watched.alive(None, SILENCE) is None
     for _ in range(8):
-        now[0] += owner.POLL
+        now[0] += lock_file.POLL
         watched.update(b"1")
     assert watched.alive(None, SILENCE) is False
     watched.update(b"2")
@@ -258,8 +258,8 @@ def test_a_folder_that_comes_back_during_the_check_is_not_lost(tmp_path):
 
 def test_files_that_own_nothing_do_not_say_who_has_the_folder(tmp_path, monkeypatch):
     owned = take(tmp_path, [], RENEWAL)
-    other, message = tmp_path / owner.LOCK_FILES.replace("*", "0" * 32), f"{tmp_path} is not the folder that it was"
-    monkeypatch.setattr(owner, "_place", lambda _: (0, 0))
+    other, message = tmp_path / lock_file.LOCK_FILES.replace("*", "0" * 32), f"{tmp_path} is not the folder that it was"
+    monkeypatch.setattr(lock_file, "_place", lambda _: (0, 0))
 
     def gone():
         raise FileNotFoundError(owned._lock_file)

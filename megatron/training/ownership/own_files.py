@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a program may do at a path that a user named: write there as the only job, and remove what it wrote itself."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from megatron.training.ownership.lock_file import POLL, InUse, Owner, take
+
+SILENT = 5.0  # seconds of waiting for another job without a message
+TEMPORARY = r"\.[0-9a-f]{32}\.tmp"  # the end of a temporary name, which has the token of its job's lock
+
+
+@contextmanager
+def one_job(target: str | Path, wait: float = 0.0) -> Iterator[Owner]:
+    """Hold the lock of a file or folder that is written, whose name need not exist yet.
+
+    Args:
+        wait: seconds to wait for another job that has it; it is named on stderr.
+
+    Raises:
+        InUse: another job has it. Refusal: no lock file can be written next to it.
+    """
+    path, begin, told = Path(os.path.abspath(target)), time.monotonic(), False
+    while True:
+        try:
+            owner = take(path.parent, [], name=path.name)
+            break
+        except InUse as error:
+            waited = time.monotonic() - begin
+            if waited >= wait:
+                raise
+            if waited > SILENT and not told:
+                print(f"{error.state}: waiting for it, for up to {wait:g} s", file=sys.stderr, flush=True)
+                told = True
+            time.sleep(min(POLL, wait))
+    try:
+        yield owner
+    finally:
+        owner.release()
+
+
+def temporary_name(target: str | Path, owner: Owner) -> str:
+    """The name of an unfinished file or folder, which says whose it is."""
+    return f"{target}.{owner.token}.tmp"
+
+
+def unfinished(target: str | Path) -> list[str]:
+    """What jobs have left under temporary names of a target. Whoever has its lock knows that these jobs have ended."""
+    folder, name = os.path.split(os.path.abspath(target))
+    pattern = re.compile(re.escape(name) + TEMPORARY)
+    return sorted(os.path.join(folder, one) for one in os.listdir(folder) if pattern.fullmatch(one))
+
+
+def remove_listed(folder: str | Path, names: Iterable[str]) -> list[str]:
+    """Remove files of a folder by their relative names, and then each folder that is empty.
+
+    A name that leads out of the folder is left alone, also if it does so by a link.
+
+    Returns:
+        What is left in the folder: files that are not in the list.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    root, parents = Path(folder), set()
+    inside = root.resolve()
+    for name in names:
+        path = root / name
+        if path.parent.resolve().is_relative_to(inside) and (path.is_symlink() or not path.is_dir()):
+            path.unlink(missing_ok=True)
+            parents |= {path.parent, *(one for one in path.parent.parents if one.is_relative_to(root))}
+    for one in sorted(parents | {root}, key=lambda one: -len(one.parts)):
+        with suppress(OSError):  # it is not empty, or a link
+            one.rmdir()
+    return sorted(os.listdir(root)) if root.is_dir() else []

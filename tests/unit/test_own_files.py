@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that a program may remove, and locks of files and folders at any path."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron.training.ownership import own_files
+from megatron.training.ownership.lock_file import InUse
+from megatron.training.ownership.own_files import one_job, remove_listed, temporary_name, unfinished
+
+CONTEXT = multiprocessing.get_context("fork")
+
+
+def test_only_listed_files_are_removed(tmp_path: Path) -> None:
+    outside, folder = tmp_path / "outside", tmp_path / "made"
+    for one in (outside, folder / "inner", folder / "empty"):
+        one.mkdir(parents=True)
+    for file in (outside / "a", folder / "a", folder / "inner" / "b", folder / "thesis.tex"):
+        file.write_text("x")
+    (folder / "link").symlink_to(outside)
+    names = ["a", "inner/b", "missing", "link/a", "../outside/a", str(outside / "a"), "empty", "."]
+    assert remove_listed(folder, names) == ["empty", "link", "thesis.tex"]
+    assert (outside / "a").exists()
+    (folder / "empty").rmdir()
+    assert remove_listed(folder, ["link", "thesis.tex"]) == [] and not folder.exists() and outside.exists()
+    assert remove_listed(folder, ["a"]) == []
+
+
+def hold(target: str, pipe) -> None:
+    with one_job(target):
+        pipe.send(os.getpid())
+        pipe.recv()
+
+
+def test_one_target_has_one_job(tmp_path: Path, capsys, monkeypatch) -> None:
+    """The second is refused or waits, other targets in the folder do not matter, and the dead are followed at once."""
+    monkeypatch.setattr(own_files, "SILENT", 0.0)
+    target, (pipe, theirs) = str(tmp_path / "corpus[1]*"), CONTEXT.Pipe()
+    other = CONTEXT.Process(target=hold, args=(target, theirs))
+    other.start()
+    number = pipe.recv()
+    with pytest.raises(InUse, match=f"is in use by process {number} on .*: wait for it to end, end it, or give"):
+        with one_job(target):
+            pass
+    assert not capsys.readouterr().err
+    with pytest.raises(InUse), one_job(target, wait=0.3):
+        pass
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and f"by process {number} on " in line and "waiting for it, for up to 0.3 s" in line
+    with one_job(tmp_path / "corpus1x"), one_job(tmp_path / "corpus[1]"), one_job(f"{target}.bin"):
+        pass
+    other.kill()
+    other.join()
+    with one_job(target) as owner:
+        for name in (temporary_name(target, owner), f"{target}.{'0' * 32}.tmp", f"{target}.tmp", f"{target}x"):
+            Path(name).write_text("")
+        owner.check()
+        assert unfinished(target) == sorted([temporary_name(target, owner), f"{target}.{'0' * 32}.tmp"])
+    assert not list(tmp_path.glob("*.json")) and not list(tmp_path.glob(".*"))
