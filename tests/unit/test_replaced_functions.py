@@ -122,15 +122,21 @@ INTERFACES: dict[str, tuple[Callable[[], set[str]], set[str], set[str]]] = {
     "Trainer()": (
         lambda: of_trainer("__init__"),
         {"model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class", "callbacks",
-         "optimizers", "optimizer_cls_and_kwargs", "compute_metrics", "preprocess_logits_for_metrics"},  # losses only
+         "optimizers", "optimizer_cls_and_kwargs", "compute_metrics", "preprocess_logits_for_metrics"},
         {"model_init", "compute_loss_func"},
     ),
     "Trainer.compute_loss": (
         lambda: of_trainer("compute_loss"), {"model", "inputs", "return_outputs", "num_items_in_batch"}, set()
     ),
     "Trainer.prediction_step": (
-        lambda: of_trainer("prediction_step"), {"model", "inputs", "ignore_keys"}, {"prediction_loss_only"}
+        lambda: of_trainer("prediction_step"), {"model", "inputs", "ignore_keys", "prediction_loss_only"}, set()
     ),
+    "Trainer.evaluation_loop": (
+        lambda: of_trainer("evaluation_loop"),
+        {"dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"},
+        set(),
+    ),
+    "Trainer.get_test_dataloader": (lambda: of_trainer("get_test_dataloader"), {"test_dataset"}, set()),
     "Trainer.get_eval_dataloader": (lambda: of_trainer("get_eval_dataloader"), {"eval_dataset"}, set()),
     "Trainer.get_train_dataloader": (lambda: of_trainer("get_train_dataloader"), set(), set()),
     "TrainingArguments": (lambda: of_trainer("settings"), set(SETTINGS.split()), set(LOSS_OR_MODEL.split())),

@@ -5,14 +5,18 @@ class LongTrainer(ContextParallelMixin, Trainer): ...
 LongTrainer(context=parallelize(model, grid, seq_length=S), model=model, args=args, train_dataset=data).train()
 
 Ranks of one context-parallel group read the same samples and cut them when the loss is computed. Only methods that are
-documented for this are overridden: ``compute_loss``, the data loaders and ``get_cp_size``.
+documented for this are overridden: ``compute_loss``, ``prediction_step``, ``evaluation_loop``, the data loaders and
+``get_cp_size``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -63,6 +67,14 @@ class ContextParallelMixin:
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
         return self._split_over_data_axis(super().get_eval_dataloader(*args, **kwargs))
 
+    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
+        return self._split_over_data_axis(super().get_test_dataloader(*args, **kwargs))
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        # The loop calls this function for all that it joins, and sets it back to accelerate's at its end.
+        self.gather_function = partial(self._gather_samples, use_gather_object=self.args.eval_use_gather_object)
+        return super().evaluation_loop(*args, **kwargs)
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -80,11 +92,51 @@ class ContextParallelMixin:
             loss = loss * grid.data.size  # the count covers all data-parallel ranks
         return (loss, outputs) if return_outputs else loss
 
-    def prediction_step(self, model: nn.Module, inputs: Mapping[str, Any], prediction_loss_only: bool, *args: Any,
-                        **kwargs: Any) -> Any:  # fmt: skip
-        if not prediction_loss_only:
-            raise ValueError("evaluation over ranks computes only losses: set prediction_loss_only=True")
-        return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Any, Tensor | None]:
+        """The loss of a batch, and its complete logits and labels unless only the loss is wanted.
+
+        Losses are computed without complete logits, so that these need a second forward pass.
+        """
+        inputs = self._prepare_inputs(inputs)
+        labels = inputs.get("labels")
+        loss = None if labels is None else super().prediction_step(model, inputs, True)[0]
+        if prediction_loss_only:
+            return loss, None, None
+        ignored = ignore_keys or getattr(self.context.model.config, "keys_to_ignore_at_inference", [])
+        own = self.context.shard({name: value for name, value in inputs.items() if name != "labels"})
+        with torch.no_grad(), self.compute_loss_context_manager():
+            outputs = model(**own)
+        values = tuple(value for name, value in outputs.items() if name not in ignored)
+        values = _each(values, lambda x: self.context.gather(x.detach(), own))
+        return loss, values[0] if len(values) == 1 else values, labels
+
+    def _gather_samples(self, values: Any, use_gather_object: bool = False) -> Any:
+        """Results of all samples in order, as by accelerate's ``gather_for_metrics``, but each sample once.
+
+        That function would join the results of all processes, also of those that read the same samples.
+        """
+        axis, state = self.context.grid.data, self.accelerator.gradient_state
+        kept = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+        if use_gather_object:
+            objects = [values] * axis.size
+            if axis.size > 1:
+                dist.all_gather_object(objects, values, group=axis.group)
+            return [value for part in objects for value in part][:kept]
+
+        def gather(x: Tensor) -> Tensor:
+            parts = [x.contiguous() if x.dim() else x[None]] * axis.size
+            if axis.size > 1:
+                mine, parts = parts[0], [torch.empty_like(part) for part in parts]
+                dist.all_gather(parts, mine, group=axis.group)
+            return torch.cat(parts)[:kept]
+
+        return _each(values, gather)
 
     def _split_over_data_axis(self, loader: DataLoader) -> DataLoader:
         """Distribute batches over the data axis; accelerate distributes them over all processes."""
@@ -97,5 +149,21 @@ class ContextParallelMixin:
                 f"{type(loader).__name__} does not use accelerate's samplers: leave dispatch_batches and "
                 "train_sampling_strategy at their defaults"
             )
+        if sampler is loader.dataset and sampler.split_batches:
+            raise ValueError("split_batches divides an iterable dataset by all processes: leave it at its default")
         sampler.num_processes, sampler.process_index = grid.data.size, grid.data.rank
+        if grid.data.size == 1:  # as on one process, where accelerate does not fill the last batch with first samples
+            if sampler is loader.dataset:
+                sampler.batch_size = 1
+            else:
+                sampler.even_batches = False
         return loader
+
+
+def _each(values: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """``function`` of each tensor in nested tuples, lists and dictionaries, as they arrive in an evaluation."""
+    if isinstance(values, Mapping):
+        return type(values)({name: _each(value, function) for name, value in values.items()})
+    if isinstance(values, (tuple, list)):
+        return type(values)(_each(value, function) for value in values)
+    return function(values)
