@@ -147,7 +147,8 @@ def _transformers(args: argparse.Namespace) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(args.folder, attn_implementation="sdpa", dtype=torch.float32).eval()
+    options = {"attn_implementation": "sdpa", "dtype": torch.float32}
+    model = AutoModelForCausalLM.from_pretrained(args.folder, trust_remote_code=False, **options).eval()
     ids = torch.tensor(prompts(args))
 
     def measured(count: int) -> tuple[float, float, Any]:

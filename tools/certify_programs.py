@@ -44,7 +44,7 @@ class HuggingFace:
         from megatron.context_parallel.huggingface import parallelize
 
         torch.manual_seed(3)
-        config = small_config(AutoConfig.from_pretrained(self.path))
+        config = small_config(AutoConfig.from_pretrained(self.path, trust_remote_code=False))
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, self.dtype)).train()
         with torch.no_grad():
             for parameter in model.parameters():

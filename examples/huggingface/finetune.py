@@ -74,7 +74,7 @@ def pick_device() -> torch.device:
 def make_model(options: argparse.Namespace) -> PreTrainedModel:
     """A random model, the same on every process."""
     if options.model:
-        return AutoModelForCausalLM.from_pretrained(options.model)
+        return AutoModelForCausalLM.from_pretrained(options.model, trust_remote_code=False)
     torch.manual_seed(1)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}

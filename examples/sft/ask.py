@@ -38,8 +38,8 @@ def main(argv: list[str] | None = None) -> int:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model).eval()
+    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(args.model, trust_remote_code=False).eval()
     asked, right = questions(args.chats)[: args.most], 0
     for number, (messages, answer) in enumerate(asked):
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)

@@ -11,8 +11,20 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 LONGEST = 1000  # characters of a printed line
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
+
+
+class _Short(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 60
+
+    def repr_int(self, value: int, level: int) -> str:
+        """Python refuses to write integers of more than about 4,300 digits."""
+        bits = value.bit_length()
+        return super().repr_int(value, level) if bits < 4000 else f"an integer of about {bits * 3 // 10} digits"
+
+
+_SHORT = _Short()
 
 
 def one_line(error: object, most: int | None = None) -> str:

@@ -243,7 +243,7 @@ def test_only_checked_files_can_be_opened(tmp_path):
 def test_a_setting_may_be_as_large_as_its_limit() -> None:
     (name, most), *_ = MOST.items()
     assert fitting({name: most}, "x") == {name: most}
-    with pytest.raises(Refusal, match=f"more than {most}"):
+    with pytest.raises(Refusal, match=f"more than {most:,}"):
         fitting({name: most + 1}, "x")
 
 

@@ -20,12 +20,14 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from megatron.training.arguments.config import DataConfig
 from megatron.training.checkpoint.converting import to_hugging_face
 from megatron.training.checkpoint.hugging_face import safetensors_folder
-from megatron.training.checkpoint.hugging_face.safetensors_folder import HEADERS
+from megatron.training.checkpoint.hugging_face.safetensors_folder import HEADERS, companions
 from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.checkpoint.megatron_lm.checked import read_common
 from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensors
+from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.refusal import Refusal
 from tests.fuzz.checkpoint_readers import (
     as_it_is,
@@ -103,7 +105,7 @@ def test_files_outside_of_the_folder_are_not_named(tmp_path, name):
 @pytest.mark.parametrize(
     "kind, message",
     [
-        ("link", "leads out of the checkpoint's folder"),
+        ("link", "leads out of its folder"),
         ("folder", "is not in checksums.json"),
         ("pipe", "is not a regular file"),
         ("short", "bytes, at least"),
@@ -304,7 +306,7 @@ def test_parts_of_an_archive_do_not_overlap():
     "change, message",
     [
         ({"config": {"model": {"num_layers": "2"}}}, "num_layers '2' is not a value for --num-layers"),
-        ({"config": {"model": {"num_layers": 10**9}}}, "more than 100000"),
+        ({"config": {"model": {"num_layers": 10**9}}}, "more than 10,000"),
         ({"config": {"model": {"hidden_size": -1}}}, "hidden_size"),
         ({"config": {"model": {"norm_epsilon": float("nan")}}}, "norm_epsilon"),
         ({"config": {"model": 5}}, "no settings"),
@@ -376,7 +378,25 @@ def test_links_that_lead_out_of_a_checkpoint_are_refused(tmp_path):
     hf_folder = tmp_path / "c" / "hf"
     hf_folder.mkdir(parents=True)
     (hf_folder / "config.json").write_text("{}")
-    to_hugging_face._check_links(tmp_path / "c", hf_folder)
+    assert companions(hf_folder) == [hf_folder / "config.json"]
     (hf_folder / "README.md").symlink_to("../../secret")
     with pytest.raises(Refusal, match="README.md is a link that leads out"):
-        to_hugging_face._check_links(tmp_path / "c", hf_folder)
+        companions(hf_folder)
+    with pytest.raises(Refusal, match="README.md is a link that leads out"):
+        build_tokenizer(DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(hf_folder)), None)
+
+
+def test_links_of_the_hubs_cache_are_read_and_no_others_next_to_it(tmp_path):
+    model = tmp_path / "models--a--b"
+    snapshot = model / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (model / "blobs").mkdir()
+    for place in (model / "blobs" / "ab12", model / "secret"):
+        place.write_text("{}")
+    (snapshot / "config.json").symlink_to("../../blobs/ab12")
+    assert companions(snapshot) == [snapshot / "config.json"] == [as_it_is(snapshot).file("config.json")]
+    for number, target in enumerate(("../../secret", "../../../secret")):
+        (snapshot / f"{number}.json").symlink_to(target)
+        (tmp_path / "secret").write_text("{}")
+        with pytest.raises(Refusal, match=f"{number}.json is a link that leads out"):
+            as_it_is(snapshot).file(f"{number}.json")

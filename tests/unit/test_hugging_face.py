@@ -26,7 +26,7 @@ from megatron.training.checkpoint.converting import to_hugging_face
 from megatron.training.checkpoint.converting.quantized import from_fp8, quantization
 from megatron.training.checkpoint.hugging_face import load_folder, safetensors_folder
 from megatron.training.checkpoint.hugging_face.load_folder import open_folder
-from megatron.training.checkpoint.hugging_face.safetensors_folder import HEADERS
+from megatron.training.checkpoint.hugging_face.safetensors_folder import HEADERS, cast
 from megatron.training.checkpoint.megatron_lm.checked import examine
 from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensors
 from megatron.training.families import architectures, gemma
@@ -1300,7 +1300,12 @@ def test_quantized_weights_are_dequantized(tmp_path: Path, method: str, capsys) 
 
     weights = load_file(quantized / "model.safetensors")
     scale = next(name for name in weights if name.endswith(("_scales", "_scale_inv")))
-    for wrong, message in ((None, "with " + scale), (weights[scale][..., :-1].contiguous(), f"{scale} is [")):
+    not_finite = torch.full_like(weights[scale], 255 if method == "mxfp4" else torch.nan)  # 255 is NaN by the standard
+    for wrong, message in (
+        (None, "with " + scale),
+        (weights[scale][..., :-1].contiguous(), f"{scale} is ["),
+        (not_finite, f"{quantized}: {scale} with its weight gives NaN or infinity in bf16"),
+    ):
         changed = {name: tensor for name, tensor in (weights | {scale: wrong}).items() if tensor is not None}
         save_file(changed, quantized / "model.safetensors", {"format": "pt"})
         assert message in refused(capsys, tmp_path, "--from-hf", quantized, "--to", tmp_path / "no")
@@ -1315,12 +1320,58 @@ def test_fp8_is_that_of_transformers() -> None:
     assert not torch.equal(from_fp8(numbers, factors.roll(1, 1), (128, 128), torch.bfloat16), expected)
 
 
+def test_fp8_blocks_may_be_larger_than_a_matrix() -> None:
+    """The memory for factors follows the matrix, not weight_block_size, which a stranger wrote."""
+    numbers = torch.ones(3, 5).to(torch.float8_e4m3fn)
+    assert from_fp8(numbers, torch.full((1, 1), 2.0), (2**40, 2**40), torch.float32).tolist() == [[2.0] * 5] * 3
+
+
+def test_a_number_that_a_dtype_cannot_hold_is_refused() -> None:
+    wide = torch.tensor([1.0, 1e5, torch.inf])
+    assert cast(wide, torch.bfloat16, "w").isinf().tolist() == [False, False, True]  # infinite before, too
+    assert cast(wide, torch.float32, "w") is wide
+    with pytest.raises(Refusal, match="w has numbers that are too large for fp16"):
+        cast(wide, torch.float16, "w")
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("num_hidden_layers", 10**8),
+        ("num_hidden_layers", 10**30),
+        ("vocab_size", 10**18),
+        ("rope_theta", 1e308),
+        ("hidden_size", -(2**41)),
+        ("rms_norm_eps", float("nan")),
+        ("rope_scaling", {"rope_type": "linear", "factor": float("inf")}),
+        ("quantization_config", {"quant_method": "fp8", "weight_block_size": [128, 2**33]}),
+        ("num_experts", 2**33),
+    ],
+)
+def test_numbers_that_no_model_has_are_refused_by_key_and_file(tmp_path: Path, key: str, value: Any, capsys) -> None:
+    name = next(reversed(value)) if isinstance(value, dict) else key
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "time_step_limit": [0.0, 1e400], key: value})
+    )
+    message = refused(capsys, tmp_path, "--from-hf", tmp_path, "--to", tmp_path / "no")
+    assert f"{tmp_path}/config.json: '{name}' " in message and "is not a number from" in message
+    with pytest.raises(Refusal, match=f"'{name}' "):
+        parse(["--model", f"hf:{tmp_path}", *RUN], world_size=1)
+
+
+def test_a_model_with_more_weights_than_any_is_refused_before_they_are_listed() -> None:
+    given = KINDS["qwen3_moe"] | {"model_type": "qwen3_moe", "rms_norm_eps": 1e-6, "decoder_sparse_step": 1}
+    model = described(given | {"num_hidden_layers": 9999, "num_experts": 9999}, "")
+    with pytest.raises(Refusal, match="Qwen 3 with experts require more than 500,000 weights"):
+        architectures.pieces(model, ())
+
+
 def test_other_quantization_is_refused() -> None:
     for given in ({"quant_method": "gptq"}, {"quant_method": "fp8"}, {"bits": 4}, [1],
                   {"quant_method": "fp8", "weight_block_size": [128, 0]}):  # fmt: skip
         with pytest.raises(Refusal, match="quantization_config"):
-            quantization({"quantization_config": given}, "config.json")
-    assert quantization({"quantization_config": None}, "") is None
+            quantization({"quantization_config": given}, Path("config.json"))
+    assert quantization({"quantization_config": None}, Path()) is None
 
 
 @pytest.mark.parametrize(

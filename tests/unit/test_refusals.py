@@ -16,7 +16,7 @@ import pytest
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.foreign import megatron_flags
 from megatron.training.arguments.parser import parse
-from megatron.training.refusal import Gather, Refusal, Refusals
+from megatron.training.refusal import Gather, Refusal, Refusals, short
 from tests.distributed.training_runs import LLAMA, SHAPE
 from tests.patience import patience
 from tests.program import run_forked
@@ -442,3 +442,21 @@ def test_samples_are_ignored_with_a_note_if_tokens_are_given():
     )
     notes = parse(f"{SHAPE} {RUN} {flags}".split(), LLAMA, 1).notes
     assert sum("is ignored, because --lr-" in note for note in notes) == 2
+
+
+def test_a_value_of_any_size_is_quoted_in_a_short_text():
+    assert short(10**50) == repr(10**50) and len(short(10**100)) <= 60
+    assert short(int("f" * 5000, 16)) == "an integer of about 6000 digits"  # Python writes at most 4,300
+    assert short({"weight": [-(16**9999)]}) == "{'weight': [an integer of about 11999 digits]}"
+
+
+def test_sizes_of_a_model_have_limits_by_flag():
+    words = "--hidden-size 64 --num-attention-heads 4 --max-position-embeddings 64 --seq-length 64".split()
+    for flag, value, limit in (
+        ("--num-layers", 10**8, "10,000"),
+        ("--num-experts", 2**33, "10,000"),
+        ("--vocab-size", 10**18, "1,099,511,627,776"),
+        ("--rotary-percent", 1e308, "1,099,511,627,776"),
+    ):
+        with pytest.raises(Refusal, match=f"{flag} .*exceeds ({limit}|2..53); use a smaller number"):
+            parse([*words, flag, str(value)], world_size=1)

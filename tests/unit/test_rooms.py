@@ -42,6 +42,7 @@ PACKAGES = [
     "training.disk",
     "training.json_file",
     "training.ownership",
+    "training.untrusted",
     "training.arguments.settings",
     "training.arguments.foreign.foreign_settings",
     "training.arguments.config",
@@ -67,7 +68,7 @@ PACKAGES = [
 WITHOUT_CORE = ("decisions", "context_parallel.layout", "context_parallel.positions", "context_parallel.attention",
                 "context_parallel.linear_attention", "context_parallel.fpdt", "context_parallel.huggingface",
                 "formulas", "training.refusal", "training.disk", "training.json_file", "training.ownership",
-                "simulator.machines", "simulator.cost", "simulator.planner")  # fmt: skip
+                "training.untrusted", "simulator.machines", "simulator.cost", "simulator.planner")  # fmt: skip
 
 
 OURS = tuple(f"megatron.{name.split('.')[0]}" for name in PACKAGES)

@@ -128,6 +128,19 @@ def test_05_code_next_to_a_tokenizer_is_not_run(tmp_path):
     assert given and all(isinstance(one.value, ast.Constant) and one.value.value is False for one in given)
 
 
+def test_05_every_call_that_reads_a_folder_with_transformers_switches_its_code_off():
+    paths = [*CODE, *(ROOT / "examples").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    found = []
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".from_pretrained"):
+                found.append((str(path.relative_to(ROOT)), ast.unparse(node.func), {one.arg for one in node.keywords}))
+    unsafe = [(file, called) for file, called, keywords in found if "trust_remote_code" not in keywords]
+    # Only its Hugging Face tokenizer has the option, and gets it from _hugging_face.
+    assert unsafe == [("megatron/training/data/tokenizer.py", "MegatronTokenizer.from_pretrained")]
+    assert len(found) == 6, found
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -23,6 +23,7 @@ from megatron.training.arguments.suggest import explained
 from megatron.training.arguments.validate import complete
 from megatron.training.families.named import preset
 from megatron.training.refusal import LEAVE_OUT, Fix, Gather, Refusal, Unreadable, one_line, raise_all
+from megatron.training.untrusted.largest_numbers import most
 
 # ``--use-checkpoint-args``: for these settings the checkpoint wins over the flags, as in Megatron-LM
 # (load_args_from_checkpoint in its megatron/training/checkpointing.py); for the others, flags that are given win.
@@ -412,4 +413,6 @@ def _check_values(given: dict[str, Any]) -> None:
             )
         elif any(isinstance(number, int) and abs(number) > LARGEST for number in numbers):
             refused.append(Refusal(f"{flag} {value}", ": exceeds 2**53; use a smaller number"))
+        elif section == "model" and isinstance(value, int | float) and abs(value) > (limit := most(field.name)):
+            refused.append(Refusal(f"{flag} {value}", f": exceeds {limit:,}; use a smaller number"))
     raise_all(refused)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from megatron.training.arguments.settings.training_settings import END_OF_TEXT
 from megatron.training.data import genome
 from megatron.training.json_file import read_json
 from megatron.training.refusal import Refusal, one_line
+from megatron.training.untrusted.links import check_files_in
 
 SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 # How Qwen 2 splits words: as GPT-2, but with separate digits and line breaks.
@@ -208,6 +210,7 @@ def _sentencepiece(kind: str, path: str) -> Tokenizer:
 
 def _hugging_face(kind: str, path: str) -> Tokenizer:
     """A local Hugging Face folder, without network access or remote code."""
+    check_files_in(Path(path))
     core = _core("huggingface", path, kind, "--tokenizer-model", use_fast=True, trust_remote_code=False)
     eod = _eod(core.eod, kind, path, "eos_token")
     inner = core._tokenizer.tokenizer

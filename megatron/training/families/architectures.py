@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from itertools import islice
 from typing import Any, NamedTuple
 
 from megatron.training.arguments.config import ModelConfig
@@ -24,6 +25,7 @@ from megatron.training.families.older_gpts import BLOOM, GPT2, GPT_NEOX, GptLike
 from megatron.training.families.olmo import Olmo
 from megatron.training.families.qwen3_next import Qwen3Next
 from megatron.training.refusal import Refusal
+from megatron.training.untrusted.largest_numbers import MOST_PIECES
 
 IGNORED = ".rotary_emb.inv_freq"  # old checkpoints hold RoPE's frequencies, which follow from config.json
 Family = LlamaLike | GptLike | DeepSeek | Gemma | GptOss | Olmo | Qwen3Next | Mamba2Alone
@@ -120,8 +122,15 @@ def family_of(model: ModelConfig, attention: dict[str, Any] | None = None) -> Fa
 
 
 def pieces(model: Described, names: Collection[str]) -> list[Piece]:
-    """All weights of the model; ``names``: the tensors in the files (BLOOM's may have a prefix)."""
-    return list(model.family.pieces(model.settings, model.vocab_size, names))
+    """All weights of the model; ``names``: the tensors in the files (BLOOM's may have a prefix).
+
+    Raises:
+        Refusal: there are more than any model has.
+    """
+    found = list(islice(model.family.pieces(model.settings, model.vocab_size, names), MOST_PIECES + 1))
+    if len(found) > MOST_PIECES:
+        raise Refusal(f"the settings of the {model.family.title} require more than {MOST_PIECES:,} weights")
+    return found
 
 
 def is_ignored(model: Described, name: str) -> bool:

@@ -7,6 +7,8 @@ import ast
 from dataclasses import field
 from typing import Any
 
+from megatron.training.untrusted.largest_numbers import MOST_LAYERS
+
 
 def flag(default: Any, help: str, **extra: Any) -> Any:
     """A dataclass field that is a command-line flag.
@@ -19,9 +21,6 @@ def flag(default: Any, help: str, **extra: Any) -> Any:
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
-
-
-MOST_LAYERS = 100_000
 
 
 def layer_pattern(text: str) -> int | list[int]:

@@ -25,6 +25,7 @@ from megatron.training.checkpoint.hugging_face.safetensors_folder import (
     HEADERS,
     OTHERS,
     Done,
+    cast,
     companions,
     copy_files,
     dtype_name,
@@ -160,7 +161,7 @@ def _save(
 
     def compute(part: ShardedTensor) -> Tensor:
         piece = places[part.key, part.global_offset]
-        tensors = [read(name).to(part.dtype) for name in piece.names]
+        tensors = [cast(read(name), part.dtype, name) for name in piece.names]
         rows, own = llama_weights.fuse(piece, tensors, model.num_query_groups), part.key.rpartition(".")[2]
         names = [name for name, _ in piece.named]
         return rows.split([count for _, count in piece.named])[names.index(own)] if names else rows

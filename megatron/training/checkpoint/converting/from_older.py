@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.training.arguments.config import ModelConfig
-from megatron.training.checkpoint.hugging_face.safetensors_folder import Done, dtype_name, new_folder, one_process
+from megatron.training.checkpoint.hugging_face.safetensors_folder import Done, cast, dtype_name, new_folder, one_process
 from megatron.training.checkpoint.megatron_lm.megatron_args import model_of, vocabulary_block
 from megatron.training.checkpoint.megatron_lm.places import TRACKER
 from megatron.training.checkpoint.older_formats import LAYERS, Name, Weights, open_source, source_path
@@ -146,7 +146,7 @@ def _save(
         tensor = weights.tensors[name]()
         if tensor.shape != wanted[name]:
             raise Refusal(f"{weights.path}: {name.key} is {list(tensor.shape)}, its args require {list(wanted[name])}")
-        return tensor.to(dtype).contiguous()
+        return cast(tensor, dtype, name.key).contiguous()
 
     plain = {name: value for name, value in weights.args.items() if isinstance(value, PLAIN)}
     grid = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.training.checkpoint.hugging_face.safetensors_folder import Entry, Header
+from megatron.training.checkpoint.hugging_face.safetensors_folder import Entry, Header, dtype_name
 from megatron.training.refusal import Refusal
 
 CONFIG = "quantization_config"
@@ -32,10 +33,12 @@ class Quantized:
 
     Attributes:
         method: mxfp4 or fp8.
+        where: the folder's config.json, for messages.
         block: rows and columns of a block of FP8.
     """
 
     method: str
+    where: Path
     block: tuple[int, int] = (128, 128)
 
     def headers(self, headers: Mapping[str, Header]) -> dict[str, Header]:
@@ -68,36 +71,53 @@ class Quantized:
                 or scale is None
                 or scale.dtype != "U8"
             ):
-                raise Refusal(f"{name}: it is no MXFP4 weight of all experts with {stem + SCALES} in U8")
-            if scale.shape != entry.shape[:-1]:
-                raise Refusal(f"{stem + SCALES} is {list(scale.shape)}, but {name} requires {list(entry.shape[:-1])}")
+                raise Refusal(
+                    f"{self.where}: {CONFIG} mxfp4: {name} is no MXFP4 weight of all experts with {stem + SCALES} in U8"
+                )
+            self._check_shape(stem + SCALES, scale, name, entry.shape[:-1])
             experts, out, blocks, half = entry.shape
             return stem, Entry("BF16", (experts, blocks * half * 2, out), 0, 0)
         if self.method == "fp8" and entry.dtype == "F8_E4M3":
             scale = entries.get(name + FACTORS)
             if len(entry.shape) != 2 or scale is None or scale.dtype not in ("F32", "BF16"):
-                raise Refusal(f"{name}: it is no FP8 matrix with {name + FACTORS} in F32 or BF16")
+                raise Refusal(
+                    f"{self.where}: {CONFIG} fp8: {name} is no FP8 matrix with {name + FACTORS} in F32 or BF16"
+                )
             wanted = tuple(-(-size // step) for size, step in zip(entry.shape, self.block))
-            if scale.shape != wanted:
-                raise Refusal(f"{name + FACTORS} is {list(scale.shape)}, but {name} requires {list(wanted)}")
+            self._check_shape(name + FACTORS, scale, f"{name} with weight_block_size {list(self.block)}", wanted)
             return name, Entry("BF16", entry.shape, 0, 0)
         return name, entry
 
+    def _check_shape(self, name: str, scale: Entry, weight: str, wanted: tuple[int, ...]) -> None:
+        if scale.shape != wanted:
+            raise Refusal(f"{self.where}: {name} is {list(scale.shape)}, but {weight} requires {list(wanted)}")
+
     def reader(self, read: Read, headers: Mapping[str, Header], dtype: torch.dtype) -> Read:
-        """A function that reads a weight by its name in :meth:`headers`, dequantized to ``dtype``."""
+        """A function that reads a weight by its name in :meth:`headers`, dequantized to ``dtype``.
+
+        It raises a Refusal if the result is not finite.
+        """
         entries = {name: entry for header in headers.values() for name, entry in header.entries.items()}
 
         def dequantized(name: str) -> Tensor:
             if self.method == "mxfp4" and name + BLOCKS in entries:
-                return from_mxfp4(read(name + BLOCKS), read(name + SCALES), dtype)
+                return finite(from_mxfp4(read(name + BLOCKS), read(name + SCALES), dtype), name + SCALES)
             if self.method == "fp8" and entries[name].dtype == "F8_E4M3":
-                return from_fp8(read(name), read(name + FACTORS), self.block, dtype)
+                return finite(from_fp8(read(name), read(name + FACTORS), self.block, dtype), name + FACTORS)
             return read(name)
+
+        def finite(weight: Tensor, scales: str) -> Tensor:
+            if not all(one.isfinite().all() for one in weight.split(1 if weight.dim() == 3 else weight.size(0))):
+                raise Refusal(
+                    f"{self.where.parent}: {scales} with its weight gives NaN or infinity in {dtype_name(dtype)}: the "
+                    "file is damaged, or --dtype too narrow"
+                )
+            return weight
 
         return dequantized
 
 
-def quantization(config: Mapping[str, Any], where: object) -> Quantized | None:
+def quantization(config: Mapping[str, Any], where: Path) -> Quantized | None:
     """How the weights of a config.json are quantized; None if they are not.
 
     Raises:
@@ -108,14 +128,14 @@ def quantization(config: Mapping[str, Any], where: object) -> Quantized | None:
         return None
     method = given.get("quant_method") if isinstance(given, dict) else None
     if method == "mxfp4":
-        return Quantized(method)
+        return Quantized(method, where)
     if method != "fp8":
         raise Refusal(f"{where}: {CONFIG} with quant_method {method!r} is not supported: only mxfp4 and fp8 in blocks")
     block = given.get("weight_block_size")
     sizes = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
     if not sizes or given.get("fmt", "e4m3") != "e4m3":
         raise Refusal(f"{where}: {CONFIG} fp8 needs weight_block_size, two numbers above 0, and fmt e4m3")
-    return Quantized(method, (block[0], block[1]))
+    return Quantized(method, where, (block[0], block[1]))
 
 
 def from_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -133,5 +153,5 @@ def from_fp8(weight: Tensor, factors: Tensor, block: tuple[int, int], dtype: tor
     """e4m3 [n, m] and its factors for blocks -> ``dtype`` [n, m]; the products are in fp32."""
     result, columns = torch.empty(weight.shape, dtype=dtype), weight.size(1)
     for rows, out, row in zip(weight.split(block[0]), result.split(block[0]), factors):
-        out.copy_(rows.float() * row.repeat_interleave(block[1])[:columns])
+        out.copy_(rows.float() * row.repeat_interleave(min(block[1], columns))[:columns])
     return result

@@ -22,6 +22,7 @@ from megatron.training.checkpoint.hugging_face.safetensors_folder import (
     Done,
     Entry,
     Header,
+    cast,
     companions,
     copy_files,
     dtype_name,
@@ -180,7 +181,7 @@ def to_hugging_face(
         attention = (common.get("config") or {}).get("attention")
         family = described.family if described else architectures.family_of(model, attention)
         names = {name for header in _original_headers(original_files).values() for name in header.entries}
-        pieces = list(family.pieces(model, vocab_size, names))
+        pieces = architectures.pieces(Described(model, vocab_size, family), names)
         config = family.config_json(model, vocab_size, torch.float32, attention)  # refuses models of another family
         stored_dtype = _check_stored(path, stored, pieces, model, family)
         dtype = dtype or stored_dtype
@@ -189,8 +190,6 @@ def to_hugging_face(
         ignored, copies = partial(architectures.is_ignored, ours), architectures.copies(ours, pieces)
         headers, original_dtype = _headers(original_files, pieces, dtype, copies, ignored)
         if original is not None:
-            if hf_files is None:
-                _check_links(source, folder_of_original)
             copy_files(companions(folder_of_original), folder)
             wide = original_dtype or torch.float32
             written = family.config_json(described.settings, described.vocab_size, wide, described.attention)
@@ -210,7 +209,7 @@ def to_hugging_face(
         with safetensors_folder.writing(folder, headers) as put:
             entries = {name: entry for header in headers.values() for name, entry in header.entries.items()}
             for name, tensor in _weights(path, pieces, model, stored_dtype, bar(len(pieces))):
-                put(name, tensor.to(safetensors_folder.TORCH_DTYPES[entries[name].dtype]))
+                put(name, cast(tensor, safetensors_folder.TORCH_DTYPES[entries[name].dtype], name))
                 for copy in (copy for copy, same in copies.items() if same == name and copy in names):
                     put(copy, tensor.to(dtype))
             if others := [name for name in names if ignored(name)]:
@@ -230,13 +229,6 @@ def to_hugging_face(
     if model.lora_rank:
         notes.append(f"its adapters of rank {model.lora_rank} are merged into the weights")
     return [summary, *notes]
-
-
-def _check_links(source: Path, folder: Path) -> None:
-    """Refuse links out of a checkpoint: the files they point to would be copied and published with the model."""
-    for path in companions(folder):
-        if not path.resolve().is_relative_to(source.resolve()):
-            raise Refusal(f"{path} is a link that leads out of {source}: remove it, or give --hf-files DIR")
 
 
 def _model(path: Checked, common: dict[str, Any]) -> ModelConfig:

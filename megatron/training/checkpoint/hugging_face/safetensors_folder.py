@@ -28,6 +28,7 @@ from megatron.training.disk import sync_folders_up, sync_tree
 from megatron.training.families.llama.llama_settings import DTYPES
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal, reason
+from megatron.training.untrusted.links import file_in
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -239,8 +240,13 @@ Done = Callable[[], Any]  # called after each tensor, for a progress bar
 
 
 def companions(folder: Path) -> list[Path]:
-    """The files other than weights: config.json, generation_config.json, tokenizer, licence, index."""
-    return sorted(path for path in folder.iterdir() if path.is_file() and not path.name.endswith(NOT_COPIED))
+    """The files other than weights: config.json, generation_config.json, tokenizer, licence, index.
+
+    Raises:
+        Refusal: one of them is a link that leads out of the folder: its file would be published with the model.
+    """
+    paths = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.endswith(NOT_COPIED))
+    return [file_in(folder, path.name) for path in paths]
 
 
 def copy_files(files: list[Path], folder: Path) -> list[str]:
@@ -309,6 +315,15 @@ def cause(error: BaseException) -> BaseException:
     if first and not isinstance(first[-1], OSError):
         raise first[-1]
     return first[-1] if first else chain[0]
+
+
+def cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """A weight in ``dtype``. Raises Refusal if it has numbers that are too large for it."""
+    result = tensor.to(dtype)
+    narrower = dtype not in (tensor.dtype, torch.float32)
+    if narrower and not torch.equal(result.isfinite(), tensor.isfinite()):
+        raise Refusal(f"{name} has numbers that are too large for {dtype_name(dtype)}: give --dtype bf16 or fp32")
+    return result
 
 
 def dtype_name(dtype: torch.dtype) -> str:

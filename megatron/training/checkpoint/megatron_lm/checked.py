@@ -35,11 +35,11 @@ from megatron.training.checkpoint.megatron_lm.places import is_hugging_face
 from megatron.training.checkpoint.megatron_lm.torch_saved import Window
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal, reason, short
+from megatron.training.untrusted.largest_numbers import LARGEST, MOST, most
+from megatron.training.untrusted.links import file_in
 
 # ``common.pt`` holds settings and progress. Their types and ranges are checked here, so readers can rely on them.
-MOST = {"num_layers": 100_000}  # limits of settings that code loops over
 SECTIONS = ("model", "data", "optimizer", "attention")  # sections of the settings that are read
-LARGEST = 1 << 40  # far above any width or vocabulary
 
 
 def read_common(path: Path) -> dict[str, Any]:
@@ -73,8 +73,8 @@ def fitting(settings: Mapping[str, Any], where: object) -> Mapping[str, Any]:
     for name, is_valid in _kinds().items():
         if name in settings and not is_valid(settings[name]):
             raise Refusal(f"checkpoint {where}: {name} {short(settings[name])} is not a value for --{_flag(name)}")
-        if name in MOST and (settings.get(name) or 0) > MOST[name]:
-            raise Refusal(f"checkpoint {where}: {name} {settings[name]} is more than {MOST[name]}")
+        if name in MOST and (settings.get(name) or 0) > most(name):
+            raise Refusal(f"checkpoint {where}: {name} {settings[name]} is more than {most(name):,}")
     return settings
 
 
@@ -184,11 +184,14 @@ class Checked:
         return str(self.path)
 
     def file(self, name: str) -> Path:
-        """Path of a file of the checkpoint. Raises Refusal if it was not checked."""
+        """Path of a file of the checkpoint. Raises Refusal if it was not checked, or is a link out of the folder."""
         if name not in self.files:
             why = f"it is not in {CHECKSUMS}" if os.path.exists(self.path / name) else "no such file"
             raise Refusal(f"{self.path / name}: {why}")
-        return self.path / name
+        try:
+            return file_in(self.path, name)
+        except OSError as error:
+            raise Refusal(f"{self.path / name}: {reason(error)}") from None
 
     def common(self) -> dict[str, Any]:
         """The state apart from tensors, which is the same on all ranks. Raises Refusal if it cannot be read."""
@@ -216,12 +219,13 @@ def examine(path: Path, share: int = 0, shares: int = 1, only: Collection[str] =
     """
     try:
         if (path / CHECKSUMS).exists():
+            file_in(path, CHECKSUMS)
             return _listed(path, share, shares, only)
         if is_hugging_face(path):
             names = {file.name for file in path.iterdir() if file.is_file()}
             return _opened(path, names, only, any(name.endswith(".safetensors") for name in names))
         if names := [file.relative_to(path).as_posix() for part in TORCH_FILES for file in path.glob(part)]:
-            summed = [check_torch_file(path / name) for name in sorted(names)[share::shares]]
+            summed = [check_torch_file(file_in(path, name)) for name in sorted(names)[share::shares]]
             return _opened(path, names, only, not all(summed))
         return _torch_dist(path, share, shares, only)
     except FileNotFoundError as error:
@@ -265,7 +269,7 @@ def _listed(path: Path, share: int, shares: int, only: Collection[str]) -> Check
         raise Damaged(f"it was written as {listed.folder}{of_run}: give the folder this name again")
     names = [name for name in listed.files if name in only or not only]
     for name in names:
-        size = (path / name).stat().st_size
+        size = file_in(path, name).stat().st_size
         if size != listed.files[name].size:
             raise Damaged(f"{path / name} has {size} bytes, {listed.files[name].size} were written")
     for name in names[share::shares]:
@@ -284,7 +288,7 @@ def _torch_dist(path: Path, share: int, shares: int, only: Collection[str]) -> C
     Our files without a list have the sums of ``torch.save``; those with a list do not.
     """
     for name in only or (FORM, COMMON, METADATA):
-        (path / name).stat()
+        file_in(path, name)
     summed = check_torch_file(path / COMMON)
     if only:
         return _opened(path, (COMMON,), only, False)
@@ -294,7 +298,7 @@ def _torch_dist(path: Path, share: int, shares: int, only: Collection[str]) -> C
     for place in _places_in(path):
         files.setdefault(place.relative_path, []).append((place.offset, place.length))
     for name, places in files.items():
-        size, end = (path / name).stat().st_size, max(offset + length for offset, length in places)
+        size, end = file_in(path, name).stat().st_size, max(offset + length for offset, length in places)
         if size < end:
             raise Damaged(f"{path / name} has {size} bytes, at least {end} were written")
     for name in sorted(files)[share::shares]:

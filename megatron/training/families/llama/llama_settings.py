@@ -15,6 +15,7 @@ from megatron.training.arguments.config import ModelConfig
 from megatron.training.arguments.models import LLAMA, ROTARY, derive_shape, is_gated
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal, reason
+from megatron.training.untrusted.largest_numbers import check_numbers
 
 # Constants of Llama 3's RoPE scaling in Megatron; only the factor can be set.
 LLAMA3 = {
@@ -185,13 +186,14 @@ ROUTER = ("moe_layer_freq", "moe_shared_expert_intermediate_size", "moe_router_s
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a config.json. Raises Refusal if it is missing or not a JSON object."""
+    """Read a config.json. Raises Refusal if it is missing, not a JSON object, or has a number that is too large."""
     try:
         config = parse_json(read_bytes(path))
     except (OSError, ValueError) as error:
         raise Refusal(f"{path}: {reason(error)}") from None
     if not isinstance(config, dict):
         raise Refusal(f"{path}: not a JSON object")
+    check_numbers(config, path)
     return config
 
 
