@@ -15,11 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron.context_parallel.layout.grid import Axis
 from megatron.decisions.division import HeadSpans, head_plan
-from megatron.platform.autograd import refuse_transforms
+from megatron.platform.autograd import once_differentiable, refuse_transforms
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -101,7 +100,7 @@ class _SequenceToHeads(torch.autograd.Function):
         return sequence_to_heads(q, k, v, axis)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("ulysses_attention")
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         return *sequence_to_heads_grad(dq, dk, dv, ctx.axis, heads=ctx.heads, kv_heads=ctx.kv_heads), None
 
@@ -116,7 +115,7 @@ class _HeadsToSequence(torch.autograd.Function):
         return torch.cat(received.chunk(axis.size), dim=2)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("ulysses_attention")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return heads_to_sequence_grad(grad, ctx.axis), None
 

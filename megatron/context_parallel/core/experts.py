@@ -47,6 +47,7 @@ from megatron.context_parallel.core.expert_choice import (
     z_loss,
 )
 from megatron.context_parallel.layout.spans import Span
+from megatron.platform.autograd import once_differentiable
 from megatron.platform.hooks import replaceable
 
 SUMS = ("load_balancing_loss", "seq_load_balancing_loss", "z_loss", "tokens")  # they follow the counts in ``seen``
@@ -229,6 +230,7 @@ class GatherRows(torch.autograd.Function):
         return gather_rows(rows, group, sizes)
 
     @staticmethod
+    @once_differentiable("a dispatcher of experts")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return sum_rows(grad, ctx.group, ctx.sizes), None, None
 
@@ -242,6 +244,7 @@ class SumRows(torch.autograd.Function):
         return sum_rows(rows, group, sizes)
 
     @staticmethod
+    @once_differentiable("a dispatcher of experts")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return gather_rows(grad, ctx.group, ctx.sizes), None, None
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -24,6 +23,7 @@ from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_ent
 from megatron.context_parallel.huggingface.rank_batch import IGNORED
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.spans import Span
+from megatron.platform.autograd import once_differentiable
 
 LARGE = 100.0  # a logit that a soft-cap would change visibly
 
@@ -103,7 +103,7 @@ class _Sum(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("the loss over ranks")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.size, None
 

@@ -13,13 +13,12 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron.context_parallel.layout.documents import deal
 from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.spans import Span, Spans, positions, positions_of
 from megatron.decisions.division import length_unit
-from megatron.platform.autograd import refuse_transforms
+from megatron.platform.autograd import once_differentiable, refuse_transforms
 
 Balance = Literal["zigzag", "contiguous", "documents"]
 KEPT = 64  # layouts of batches of documents that a layout remembers
@@ -245,7 +244,7 @@ class _Gather(torch.autograd.Function):
         return complete.movedim(0, dim)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("layout.gather")
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
         layout = ctx.layout
         parts = grad.movedim(ctx.dim, 0)[layout.order.to(grad.device)].contiguous()

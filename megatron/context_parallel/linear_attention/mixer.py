@@ -229,7 +229,8 @@ class _LinearAttention(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         rule, route = ctx.rule, ctx.route
-        inputs, kept = ctx.saved_tensors[: ctx.inputs], list(ctx.saved_tensors[ctx.inputs :])
+        saved = ctx.saved_tensors  # read once: each reading unpacks them, which a non-reentrant checkpoint allows once
+        inputs, kept = saved[: ctx.inputs], list(saved[ctx.inputs :])
         if route.ulysses is not None:
             dout = heads_to_sequence_grad(dout, route.ulysses)
         mine, empty = route.order.of(route.axis.rank), empty_state(inputs)

@@ -31,8 +31,10 @@ def checked_ends(documents: Sequence[Sequence[int]], batch: int, layout: Sequenc
     """The ends of documents, as tuples; () if each sample is one document.
 
     Raises:
-        ValueError: they are for another number of samples, do not ascend or do not end with the sequence.
+        ValueError: they are no lists, are for another number of samples, do not ascend or do not end with the sequence.
     """
+    if any(isinstance(one, int) for one in documents):
+        raise ValueError("documents is a list of numbers: give [[...]], one list for all samples or one for each")
     ends = tuple(tuple(one) for one in documents)
     if len(ends) not in (0, 1, batch):
         raise ValueError(f"documents has {len(ends)} lists for {batch} samples: give one, or one for each sample")

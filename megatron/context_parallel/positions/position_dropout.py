@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.layout.spans import Spans, positions
+from megatron.platform.autograd import once_differentiable
 from megatron.platform.streams import to_device
 
 LEVELS = 2**15  # probabilities are multiples of 1 / LEVELS
@@ -158,6 +159,7 @@ class _Drop(torch.autograd.Function):
         return _dropped(x, dropout, at)
 
     @staticmethod
+    @once_differentiable("dropout by positions")
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
         return _dropped(grad, ctx.dropout, ctx.at), None, None
 

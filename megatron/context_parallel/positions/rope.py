@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron.context_parallel.layout.documents import restart
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Span, positions
+from megatron.platform.autograd import once_differentiable
 from megatron.platform.hooks import replaceable
 from megatron.platform.streams import to_device
 
@@ -158,7 +158,7 @@ class _Rotate(torch.autograd.Function):
         return rotated(x, angles, rope, 1)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("a rotation by positions")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (angles,) = ctx.saved_tensors
         return rotated(grad, angles, ctx.rope, -1), None, None
