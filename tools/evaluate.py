@@ -53,7 +53,7 @@ def settings_from_checkpoint(argv: Sequence[str]) -> tuple[dict[str, Any], list[
     Raises:
         Refusal: the checkpoint has settings that no flags could have given.
     """
-    from megatron.inference.load import MASK, check_saved, read_saved
+    from megatron.inference.load import read_saved
     from megatron.training.checkpoint.arguments_of import held_out_data, length_of
     from megatron.training.checkpoint.megatron_lm.places import checkpoint_path
 
@@ -69,12 +69,6 @@ def settings_from_checkpoint(argv: Sequence[str]) -> tuple[dict[str, Any], list[
         taken["data.seq_length"] = length
         lines.append(f"--seq-length {length}, the longest of the checkpoint")
     saved = read_saved(path, Path(folder)).settings
-    if not given.keys() & {f"--{name.replace('_', '-')}" for name in MASK}:
-        mask = {name: value for name, value in saved.items() if name.startswith("attention.")}
-        check_saved(mask, folder)
-        taken |= mask
-        if mask.get("attention.attention_mask"):
-            lines.append(f"--attention-mask {mask['attention.attention_mask']}, the checkpoint's")
     if not given.keys() & TOKENIZER:
         tokenizer = {name: value for name, value in saved.items() if name in TOKENIZER_SETTINGS}
         if tokenizer.get("data.tokenizer_type"):

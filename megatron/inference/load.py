@@ -10,19 +10,17 @@ from typing import Any
 
 from megatron.inference.decoder import Decoder
 from megatron.training.arguments.argv import options
-from megatron.training.arguments.config import Config
+from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.parser import parse, settings, spellings
-from megatron.training.arguments.settings.attention_settings import MASKS
 from megatron.training.arguments.validate.check_model import sees_ahead
 from megatron.training.checkpoint import checkpoint
 from megatron.training.checkpoint.arguments_of import shape_of
 from megatron.training.checkpoint.checksums import choose_whole
-from megatron.training.checkpoint.megatron_lm.checked import COMMON, glance
+from megatron.training.checkpoint.megatron_lm.checked import COMMON, fitting, glance
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, is_hugging_face
-from megatron.training.families.architectures import described
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.model.build import build_model
-from megatron.training.refusal import Refusal, short, together
+from megatron.training.refusal import Refusal, together
 from megatron.training.setup import Runtime
 
 # The settings of training that generation reads; other flags are refused.
@@ -51,7 +49,6 @@ WHY = {
     "bf16": "use --dtype bf16",
     "fp16": "use --dtype fp16",
 }
-MASK = ("attention_mask", *(name for kind in MASKS.values() for name in kind.flags))
 TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern",
              "tiktoken_num_special_tokens")  # fmt: skip
 DTYPES = ("fp32", "bf16", "fp16")
@@ -62,7 +59,7 @@ class Saved:
     """The settings in a checkpoint in addition to the model's.
 
     Attributes:
-        settings: mask and tokenizer, as {"section.field": value}.
+        settings: the tokenizer, as {"section.field": value}.
         dtype: one of :data:`DTYPES`.
         stop: ids that end an answer; None: the tokenizer's end of a document.
     """
@@ -92,12 +89,10 @@ def configure(words: Sequence[str], load: str, step: int | None, dtype: str | No
         )
     saved = read_saved(path, Path(load))
     saved_settings = dict(saved.settings)
-    for names in (MASK, TOKENIZER):
-        if any(name in given for name in names):  # flags replace the checkpoint's mask or tokenizer completely
-            saved_settings = {key: value for key, value in saved_settings.items() if key.split(".")[1] not in names}
+    if any(name in given for name in TOKENIZER):  # flags replace the checkpoint's tokenizer completely
+        saved_settings = {key: value for key, value in saved_settings.items() if key.split(".")[1] not in TOKENIZER}
     if "tokenizer_type" in given:
         saved_settings.pop("model.vocab_size", None)
-    check_saved(saved_settings, load)
     dtype = dtype or saved.dtype
     defaults = saved_settings | {
         "data.micro_batch_size": 8,
@@ -134,28 +129,6 @@ def _given(words: Sequence[str]) -> set[str]:
             raise Refusal(f"{flag} is not for generation: {why}; leave {flag} out")
         names.add(name)
     return names - {""}
-
-
-def check_saved(saved: dict[str, Any], load: str) -> None:
-    """Refuse settings of a checkpoint that name code to run, or that are invalid."""
-    if saved.get("attention.attention_mask") == "function":  # a checkpoint must not choose code to run
-        raise Refusal(
-            f"--load {load}: its mask is a function, {short(saved.get('attention.mask_function'))}, and a checkpoint "
-            "must not choose code to run: give --attention-mask function --mask-function FILE.py:NAME, a file you trust"
-        )
-    types = {f"{section}.{field.name}": field for section, _, field in settings()}
-    for name, value in saved.items():
-        field = types[name]
-        several = isinstance(value, tuple | list)
-        parts = value if several else [value]
-        kind = int if "int" in field.type else str
-        valid = all(type(part) is kind for part in parts)
-        if field.type.startswith("tuple"):
-            valid = valid and several and len(parts) == 2
-        else:
-            valid = valid and (not several or "list" in field.type)
-        if not valid or value not in (field.metadata.get("choices") or [value]):
-            raise Refusal(f"--load {load}: the checkpoint's setting {field.name} is {short(value)}, which is invalid")
 
 
 def check_experts(config: Config, load: str) -> None:
@@ -202,16 +175,14 @@ def read_saved(path: Path, folder: Path) -> Saved:
         config = _json(glance(path, "config.json").file("config.json"))
         kind = str(config.get("dtype") or config.get("torch_dtype") or "float32")
         dtype = {"bfloat16": "bf16", "float16": "fp16"}.get(kind, "fp32")
-        window = described(config, path / "config.json").attention
-        mask = {f"attention.{name}": value for name, value in window.items()}
-        return Saved(mask | _tokenizer_in(path), dtype, _stop_in(path))
+        return Saved(_tokenizer_in(path), dtype, _stop_in(path))
     config = glance(path, COMMON).common().get("config")
-    if not isinstance(config, dict):  # Megatron-LM's checkpoints have causal masks and no tokenizer
+    if not isinstance(config, dict):  # Megatron-LM's checkpoints have no tokenizer
         return Saved({}, "fp32", None)
-    attention, data, optimizer = (config.get(name) or {} for name in ("attention", "data", "optimizer"))
-    if not all(isinstance(part, dict) for part in (attention, data, optimizer, config.get("model") or {})):
+    data, optimizer = (config.get(name) or {} for name in ("data", "optimizer"))
+    if not all(isinstance(part, dict) for part in (data, optimizer, config.get("model") or {})):
         raise Refusal(f"checkpoint {path} holds no settings of this program")
-    mask = {f"attention.{name}": attention[name] for name in MASK if attention.get(name) is not None}
+    fitting({name: data[name] for name in TOKENIZER if name in data}, path, DataConfig)
     tokenizer = {f"data.{name}": data[name] for name in TOKENIZER if data.get(name) is not None}
     if "data.tokenizer_type" in tokenizer:
         size = (config.get("model") or {}).get("vocab_size")
@@ -219,7 +190,7 @@ def read_saved(path: Path, folder: Path) -> Saved:
     else:
         tokenizer = _tokenizer_in(folder / "hf")
     dtype = "bf16" if optimizer.get("bf16") else "fp16" if optimizer.get("fp16") else "fp32"
-    return Saved(mask | tokenizer, dtype, _stop_in(folder / "hf"))
+    return Saved(tokenizer, dtype, _stop_in(folder / "hf"))
 
 
 def _tokenizer_in(folder: Path) -> dict[str, Any]:

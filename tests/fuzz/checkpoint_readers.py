@@ -237,7 +237,7 @@ def universal_files(without: str) -> dict[str, bytes]:
 
 def read_universal(folder: Path) -> None:
     theirs = older_formats.open_universal(as_it_is(folder / "u"))
-    theirs.model  # noqa: B018 (a property, which checks)
+    theirs.network  # noqa: B018 (a property, which checks)
     theirs.progress()
     for key in theirs.stored:
         theirs.stored.shape(key)

@@ -18,15 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from megatron.inference.load import Saved, check_saved, read_saved
+from megatron.inference.load import Saved, read_saved
 from megatron.inference.prompts import read_prompts
 from megatron.simulator.cost.nccl_tests import read_runs
 from megatron.simulator.machines.machine_file import read_machine
 from megatron.simulator.planner.request import packed
 from megatron.simulator.planner.run_cost import interrupted, read_prices, read_rates
-from megatron.training.arguments.config import AttentionConfig, DataConfig
+from megatron.training.arguments.config import AttentionConfig, DataConfig, ModelConfig
 from megatron.training.arguments.data_paths import weighted_groups
 from megatron.training.arguments.parser import parse
+from megatron.training.checkpoint.megatron_lm.checked import fitting
 from megatron.training.data import chat_dataset, text_files
 from megatron.training.data import index_files as data_files
 from megatron.training.data.chat_template import read_chats
@@ -334,7 +335,11 @@ SETTINGS = {"attention.attention_mask": "window", "attention.window_size": [9, 0
 
 def read_settings(folder: Path) -> None:
     result = json.loads((folder / "file").read_bytes())  # in place of an unpickled object
-    check_saved({name: result[name] for name in SETTINGS if isinstance(result, dict) and name in result}, "folder")
+    for section in (AttentionConfig, DataConfig, ModelConfig):
+        prefix = section.__name__.removesuffix("Config").lower() + "."
+        names = {name.removeprefix(prefix): name for name in SETTINGS if name.startswith(prefix)}
+        known = {ours: result[name] for ours, name in names.items() if isinstance(result, dict) and name in result}
+        fitting(known, "folder", section)
 
 
 def plain_json(random: Random, data: bytes) -> bytes:

@@ -372,7 +372,7 @@ def test_an_evaluation_takes_mask_length_tokenizer_and_data_from_the_checkpoint(
     printed = run("tools/evaluate.py", as_written(command, trained / "checkpoint"))
     assert "--seq-length 256, the longest of the checkpoint" in printed and "256 tokens a row" in printed
     assert "--tokenizer-type ByteLevelTokenizer" in printed and "data_text_document" in printed
-    assert "--attention-mask window, the checkpoint's" in printed
+    assert "checkpoint, with --window-size " in printed
     assert (tmp_path / "out" / "evaluation" / "evaluation.json").is_file()
 
 

@@ -30,7 +30,7 @@ from megatron.training.checkpoint.hugging_face.safetensors_folder import HEADERS
 from megatron.training.checkpoint.megatron_lm.checked import examine
 from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensors
 from megatron.training.families import architectures, gemma
-from megatron.training.families.architectures import FAMILIES, described, family_of
+from megatron.training.families.architectures import FAMILIES, Described, config_json, described, family_of
 from megatron.training.families.llama import llama_settings, llama_weights
 from megatron.training.families.llama.llama_settings import LLAMA3 as FIXED
 from megatron.training.families.older_gpts import BLOOM
@@ -202,7 +202,7 @@ MIXTRAL = {"model_type": "mixtral", "hidden_size": 32, "intermediate_size": 48, 
 
 @pytest.mark.parametrize(
     "change",
-    [{"num_local_experts": None}, {"num_experts_per_tok": 5}, {"sliding_window": 8}, {"router_jitter_noise": 0.1}],
+    [{"num_local_experts": None}, {"num_experts_per_tok": 5}, {"sliding_window": 0}, {"router_jitter_noise": 0.1}],
     ids=str,
 )
 def test_a_mixtral_that_is_refused(change: dict[str, Any]) -> None:
@@ -213,13 +213,11 @@ def test_a_mixtral_that_is_refused(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "kind, change, message",
     [
-        ("mistral", {"sliding_window": 4096}, "sliding_window 4096 of mistral is not supported: only None"),
+        ("mistral", {"sliding_window": 0}, "sliding_window 0 is not a positive integer"),
         ("mistral", {}, "sliding_window of mistral is missing"),
-        ("phi3", {"sliding_window": 8}, "sliding_window 8 of phi3"),
         ("phi3", {"rope_scaling": {"type": "longrope"}}, "type longrope of phi3 is not supported: only default"),
         ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor 0.75"),
-        ("qwen2", {"use_sliding_window": True}, "use_sliding_window is not supported: all layers have the mask"),
-        ("qwen2", {"layer_types": ["sliding_attention"]}, "use_sliding_window is not supported: all layers have"),
+        ("qwen2", {"layer_types": ["sliding_attention"]}, "layer_types names other layers than full_attention"),
         ("qwen3", {"attention_bias": True}, "attention_bias of qwen3 is not supported"),
         ("qwen3_moe", {}, "norm_topk_prob None of qwen3_moe is not supported: only True"),
         ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [0]}, r"mlp_only_layers \[0\] of qwen3_moe"),
@@ -311,8 +309,8 @@ def test_what_a_family_needs_is_not_left_out() -> None:
     with pytest.raises(Refusal, match="--moe-shared-expert-gate"):
         FAMILIES["qwen3_next"].config_json(replace(qwen, moe_shared_expert_gate=False), 67, torch.float32)
     for windows in ({"window_size": (7, 0)}, {"window_size": (7, 0), "window_attn_skip_freq": 2}):
-        with pytest.raises(Refusal, match="has no --window-size"):
-            FAMILIES["qwen3_next"].config_json(qwen, 67, torch.float32, windows)
+        with pytest.raises(Refusal, match="--window-size None in Hugging Face's Qwen3NextForCausalLM, 7,0 in the mod"):
+            config_json(Described(qwen, 67, FAMILIES["qwen3_next"], windows), torch.float32)
     assert FAMILIES["qwen3_next"].config_json(qwen, 67, torch.float32, {"window_size": None})["num_experts"] == 4
 
 

@@ -19,10 +19,12 @@ from megatron.training.arguments.elastic import Fastest, choose_grid
 from megatron.training.arguments.foreign import megatron_flags
 from megatron.training.arguments.foreign.foreign_flags import translate
 from megatron.training.arguments.schedule import SCHEDULE, link_stages, read_schedule
+from megatron.training.arguments.settings.attention_settings import MASKS
 from megatron.training.arguments.suggest import explained
 from megatron.training.arguments.validate import complete
 from megatron.training.families.named import preset
-from megatron.training.refusal import LEAVE_OUT, Fix, Gather, Refusal, Unreadable, one_line, raise_all
+from megatron.training.families.same_network import attention_settings, shown
+from megatron.training.refusal import LEAVE_OUT, Fix, Gather, Refusal, Unreadable, one_line, raise_all, short
 from megatron.training.untrusted.largest_numbers import most
 
 # ``--use-checkpoint-args``: for these settings the checkpoint wins over the flags, as in Megatron-LM
@@ -61,10 +63,10 @@ def take_checkpoint_args(config: Config, given: Collection[str], shape_of: Shape
     if saved is None:
         config.notes.append(f"--use-checkpoint-args: {folder} has no checkpoint yet, so the flags are used")
         return
-    overridden, stretched = [], _longer_than(saved, config, given)
-    for name, value in saved.items():
-        part = config.data if name == "seq_length" else config.model
-        section = "data" if name == "seq_length" else "model"
+    overridden, mask, stretched = [], [], _longer_than(saved, config, given)
+    for name, value in _with_mask_of(config, given, saved).items():
+        section = "data" if name == "seq_length" else "attention" if name in attention_settings() else "model"
+        part = getattr(config, section)
         if not hasattr(part, name):
             continue
         is_given = f"{section}.{name}" in given
@@ -72,12 +74,34 @@ def take_checkpoint_args(config: Config, given: Collection[str], shape_of: Shape
             continue
         if is_given and getattr(part, name) != value:
             overridden.append(f"{name.replace('_', '-')} {getattr(part, name)} -> {value}")
+        if section == "attention" and getattr(part, name) != value:
+            mask.append(f"--{name.replace('_', '-')} {shown(value)}")
         setattr(part, name, value)
-    config.notes.append(f"--use-checkpoint-args: the model as in {folder}")
+    config.notes.append(f"--use-checkpoint-args: the model as in {folder}{', with ' * bool(mask)}{' '.join(mask)}")
     if stretched:
         _stretch(config, given, saved, stretched)
     if overridden:
         config.notes.append(f"--use-checkpoint-args: the checkpoint overrides flags: {', '.join(overridden)}")
+
+
+def _with_mask_of(config: Config, given: Collection[str], saved: dict[str, Any]) -> dict[str, Any]:
+    """The settings ``saved``, without those of a mask that --attention-mask replaces.
+
+    Raises:
+        Refusal: the mask is a function of another file, which a checkpoint must not choose.
+    """
+    mask = config.attention.attention_mask if "attention.attention_mask" in given else None
+    if mask is None and saved.get("attention_mask") == "function":
+        raise Refusal(
+            "--use-checkpoint-args",
+            f": the checkpoint's mask is a function, {short(saved.get('mask_function'))}, and a checkpoint must not "
+            "choose code to run: give --attention-mask function --mask-function FILE.py:NAME, a file you trust",
+        )
+    if mask not in (None, "document"):
+        replaced = {*attention_settings()} - {*MASKS[mask].flags}
+    else:  # causal and window follow from --window-size, which a flag may change
+        replaced = {"attention_mask"} if saved.get("attention_mask") in (None, "causal", "window") else set()
+    return {name: value for name, value in saved.items() if name not in replaced}
 
 
 def _longer_than(saved: dict[str, Any], config: Config, given: Collection[str]) -> int:

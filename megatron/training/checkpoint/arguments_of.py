@@ -14,10 +14,11 @@ from typing import Any
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.checkpoint.checkpoint_folder import checkpoints_before
 from megatron.training.checkpoint.megatron_lm.checked import COMMON, Checked, glance
-from megatron.training.checkpoint.megatron_lm.megatron_args import NOT_READ, namespace, settings_of
+from megatron.training.checkpoint.megatron_lm.megatron_args import NOT_READ, attention_of, namespace, settings_of
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, is_hugging_face
 from megatron.training.families import architectures
 from megatron.training.families.llama import llama_settings
+from megatron.training.families.same_network import attention_settings
 from megatron.training.refusal import Refusal
 
 # Fields of ModelConfig that the run sets itself.
@@ -25,8 +26,9 @@ NOT_FROM_CHECKPOINT = (*NOT_READ, "fp8_format")
 
 
 def shape_of(folder: str | Path, step: int | None = None, skip: bool = False) -> dict[str, Any] | None:
-    """The :class:`ModelConfig` fields and ``seq_length`` of the checkpoint that ``--load folder`` would load.
+    """The settings of model and mask, and ``seq_length``, of the checkpoint that ``--load folder`` would load.
 
+    They are fields of :class:`ModelConfig` and those of :class:`AttentionConfig` that are part of the network.
     Returns None if ``folder`` has no checkpoint; the run then uses its flags, as in Megatron-LM.
 
     Args:
@@ -42,24 +44,25 @@ def shape_of(folder: str | Path, step: int | None = None, skip: bool = False) ->
     known = {field.name for field in fields(ModelConfig)} - set(NOT_FROM_CHECKPOINT)
     if is_hugging_face(path):
         file = glance(path, "config.json").file("config.json")
-        model = architectures.described(llama_settings.read_config(file), file).settings
-        return {name: value for name, value in asdict(model).items() if name in known}
+        model = architectures.described(llama_settings.read_config(file), file)
+        return {name: value for name, value in asdict(model.settings).items() if name in known} | model.attention
     checked = _first_readable(path, skip)
     path, common = checked.path, checked.common()
     if "config" not in common:
         args = namespace(common.get("args"), path)
         length = {"seq_length": args["seq_length"]} if isinstance(args.get("seq_length"), int) else {}
-        return settings_of(args, path) | length
+        return settings_of(args, path) | attention_of(args, path) | length
     saved = common["config"]
     model = {name: value for name, value in saved.get("model", {}).items() if name in known}
     if not model:
         raise Refusal(f"checkpoint {path} holds no settings of its model")
     if "bias_gelu_fusion" not in model:  # checkpoints older than this flag always use GELU's tanh approximation
         model["openai_gelu"] = True
+    mask = {name: value for name, value in saved.get("attention", {}).items() if name in attention_settings()}
     length = saved.get("data", {}).get("seq_length")
     if length is not None and type(length) is not int:
         raise Refusal(f"checkpoint {path} does not say its --seq-length")
-    return model if length is None else model | {"seq_length": length}
+    return model | mask | ({} if length is None else {"seq_length": length})
 
 
 def length_of(folder: str | Path, step: int | None = None) -> int | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from torch import nn
 
 from megatron.context_parallel.core.lora import is_adapter
 from megatron.training.arguments.config import CheckpointConfig, Config, ModelConfig
-from megatron.training.arguments.models import activation
 from megatron.training.checkpoint import older_formats
 from megatron.training.checkpoint.checkpoint_folder import VALIDATION
 from megatron.training.checkpoint.checksums import unchanged
@@ -49,6 +48,7 @@ from megatron.training.checkpoint.sharded_state import (
     optimizer_state,
     weights_state,
 )
+from megatron.training.families.same_network import differences, flat, of_run
 from megatron.training.model.core_config import compute_dtype
 from megatron.training.refusal import Refusal
 
@@ -96,98 +96,24 @@ def without_adapters(state: dict[str, Any]) -> dict[str, Any]:
     return {name: part for name, part in state.items() if not is_adapter(name)}
 
 
-# Settings that determine the shapes of the weights: a checkpoint and the run that loads it must agree on them.
-SHAPES = """
-    num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization swiglu
-    add_bias_linear add_qkv_bias qk_layernorm softmax_type embed_layernorm sandwich_norm reordered_norm geglu
-    quick_geglu attention_output_gate qk_layernorm_all_heads
-    untie_embeddings_and_output_weights
-    num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_enable_expert_bias
-    moe_shared_expert_gate
-    multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mtp_num_layers
-    experimental_attention_variant linear_attention_freq linear_conv_kernel_dim linear_key_head_dim
-    linear_value_head_dim linear_num_key_heads linear_num_value_heads
-    is_hybrid_model mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads hybrid_override_pattern
-    hybrid_attention_ratio hybrid_mlp_ratio
-""".split()
-LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-# Settings that change the network but no shape: they may differ with --finetune, but not when a run resumes.
-FORMULAS = """
-    rotary_base rotary_base_local no_rope_freq rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor
-    use_rope_scaling softmax_scale attn_logit_softcapping final_logit_softcapping scale_embeddings parallel_residual
-    glu_linear_offset activation_func_clamp_value
-    rope_scaling_factor yarn_rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
-    yarn_mscale yarn_mscale_all_dim yarn_correction_range_round_to_int norm_epsilon apply_layernorm_1p
-    moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_num_groups moe_router_group_topk
-    moe_router_topk_scaling_factor mamba_dt_min
-""".split()
-
-
 def check_model(saved: dict[str, Any], config: Config, path: Path, weights_only: bool) -> None:
     """Refuse a checkpoint whose weights have other shapes or, if a run resumes, whose network computes differently.
 
     Differences that are permitted (``weights_only``) are added to ``config.notes``.
+
+    Args:
+        saved: the checkpoint's settings by name, of all sections; empty if it has none.
     """
-
-    if saved:
-        older = {"num_experts": None, "multi_latent_attention": False, "mtp_num_layers": None,
-                 "experimental_attention_variant": None, "is_hybrid_model": False}  # fmt: skip  # than these settings
-        saved = older | saved
-    unread = () if config.model.num_experts else ("moe_",)
-    unread += () if config.model.multi_latent_attention else LATENT
-    unread += () if config.model.experimental_attention_variant else ("linear_",)
-    unread += () if config.model.is_hybrid_model else ("mamba_", "hybrid_")
-
-    def differing(names: Sequence[str]) -> list[str]:
-        return [
-            f"--{name.replace('_', '-')} {saved[name]} in the checkpoint, {getattr(config.model, name)} in this run"
-            for name in names
-            if name in saved and saved[name] != getattr(config.model, name) and not name.startswith(unread)
-        ]
-
-    positions = "position_embedding_type"
-    learned = "learned_absolute" in (saved.get(positions), getattr(config.model, positions))  # the kind with weights
-    shapes, formulas = (SHAPES, (positions, *FORMULAS))
-    if learned:
-        shapes, formulas = (*SHAPES, positions, "max_position_embeddings"), FORMULAS
-    wrong = differing(shapes if weights_only else (*shapes, *formulas))
-    changed = differing(formulas)
-    saved_activation, own_activation = _activation_of(saved), activation(config.model)
-    if saved_activation not in (None, own_activation):
-        changed.append(f"the activation {saved_activation} in the checkpoint, {own_activation} in this run")
-        if not weights_only:
-            wrong.append(changed[-1])
-    if wrong:
-        raise Refusal(f"checkpoint {path} is of another model: {'; '.join(wrong)}")
-    config.notes += [f"the checkpoint has weights of another network: {change}" for change in changed]
-
-
-def _check_windows(there: dict[str, Any] | None, config: Config, path: Path) -> None:
-    """Refuse windows that differ from those of a Hugging Face model, because they are part of its network."""
-    if not there:
-        return
-    names = ("window_size", "window_attn_skip_freq")
-    wrong = [
-        f"--{name.replace('_', '-')} {there.get(name)} in the checkpoint, {getattr(config.attention, name)} in this run"
-        for name in names
-        if getattr(config.attention, name) != there.get(name)
-    ]
-    if wrong:
-        raise Refusal(f"checkpoint {path} is of another model: {'; '.join(wrong)}")
-
-
-def _activation_of(saved: dict[str, Any]) -> str | None:
-    """The activation in a checkpoint's model settings; None if it has none.
-
-    Checkpoints older than the flag ``bias_gelu_fusion`` always use GELU's tanh approximation.
-    """
-    if not saved:
-        return None
-    known = {field.name for field in fields(ModelConfig)}
-    model = ModelConfig(**{name: value for name, value in saved.items() if name in known})
-    if "bias_gelu_fusion" not in saved:
-        model.openai_gelu = True
-    return activation(model)
+    weights, function = differences(saved, of_run(config))
+    if weights:
+        raise Refusal(f"checkpoint {path} is of another model: {'; '.join(weights + function)}")
+    if function and not weights_only:
+        raise Refusal(
+            f"checkpoint {path} is of another model: {'; '.join(function)}: give the checkpoint's settings "
+            "(--use-checkpoint-args takes those of the model and its mask), or pass --finetune to go on with these"
+        )
+    if function:
+        config.notes.append(f"this run changes the network of {path}: {'; '.join(function)}")
 
 
 def open_foreign(path: Checked) -> ForeignCheckpoint | None:
@@ -306,11 +232,9 @@ def _load(
     common = foreign.common if foreign else path.common()
     pretrained = is_pretrained(path.path, settings)
     weights_only = settings.finetune or pretrained or (foreign is not None and foreign.weights_alone)
-    model = foreign.model if foreign else common.get("config", {}).get("model", {})
-    check_model(model, config, path.path, weights_only)
-    if foreign:
-        _check_windows(foreign.args.get("attention"), config, path.path)
-    new_adapters = adapters_are_new(model, config.model, path.path, weights_only)
+    network = foreign.network if foreign else flat(common.get("config", {}))
+    check_model(network, config, path.path, weights_only)
+    new_adapters = adapters_are_new(network, config.model, path.path, weights_only)
     saved, vocab_size = common.get("vocab_size"), getattr(unwrap(chunks[0]), "real_vocab_size", None)
     if foreign:
         load_torch_dist.check_vocabulary(foreign, vocab_size, config)

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
+
+import torch
 
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.arguments.models import hybrid_pattern
@@ -24,6 +27,7 @@ from megatron.training.families.nemotron_h import Mamba2Alone, NemotronH
 from megatron.training.families.older_gpts import BLOOM, GPT2, GPT_NEOX, GptLike
 from megatron.training.families.olmo import Olmo
 from megatron.training.families.qwen3_next import Qwen3Next
+from megatron.training.families.same_network import differences, of_model
 from megatron.training.refusal import Refusal
 from megatron.training.untrusted.largest_numbers import MOST_PIECES
 
@@ -33,19 +37,19 @@ FAMILIES: dict[str, Family] = {
     family.kind: family
     for family in (
         LlamaLike("llama", "Llama", "LlamaForCausalLM"),
-        LlamaLike("qwen2", "Qwen 2", "Qwen2ForCausalLM", {"add_qkv_bias": True}),
-        LlamaLike("qwen3", "Qwen 3", "Qwen3ForCausalLM", {"qk_layernorm": True}),
-        LlamaLike("mistral", "Mistral", "MistralForCausalLM", only={"sliding_window": None}),
-        LlamaLike("phi3", "Phi-3", "Phi3ForCausalLM", only={"sliding_window": None}, joined=True),
-        WithExperts(
-            "mixtral", "Mixtral", "MixtralForCausalLM", only={"sliding_window": None, "router_jitter_noise": 0.0}
-        ),
+        LlamaLike("qwen2", "Qwen 2", "Qwen2ForCausalLM", {"add_qkv_bias": True}, window="layers", switched=True),
+        LlamaLike("qwen3", "Qwen 3", "Qwen3ForCausalLM", {"qk_layernorm": True}, window="layers", switched=True),
+        LlamaLike("mistral", "Mistral", "MistralForCausalLM", window="all"),
+        LlamaLike("phi3", "Phi-3", "Phi3ForCausalLM", joined=True, window="all"),
+        WithExperts("mixtral", "Mixtral", "MixtralForCausalLM", only={"router_jitter_noise": 0.0}, window="all"),
         WithExperts(
             "qwen3_moe",
             "Qwen 3 with experts",
             "Qwen3MoeForCausalLM",
             {"qk_layernorm": True},
             {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True},
+            window="all",
+            switched=True,
             number="num_experts",
             width="moe_intermediate_size",
             names=ExpertNames(),
@@ -93,7 +97,7 @@ def family_of(model: ModelConfig, attention: dict[str, Any] | None = None) -> Fa
     """Of the families whose settings the model has, the one with the most; ``config_json`` may still refuse it.
 
     Args:
-        attention: settings of :class:`AttentionConfig`; OLMo 3 has a window, OLMo 2 has none.
+        attention: settings of :class:`AttentionConfig`; OLMo 3 and Mistral may have a window, OLMo 2 and Llama not.
     """
     if model.is_hybrid_model:
         return FAMILIES["mamba2" if set(hybrid_pattern(model)) == {"M"} else "nemotron_h"]
@@ -114,11 +118,31 @@ def family_of(model: ModelConfig, attention: dict[str, Any] | None = None) -> Fa
         kinds = {"alibi": "bloom", "learned_absolute": "gpt2"}
         return FAMILIES[kinds.get(model.position_embedding_type, "gpt_neox")]
 
+    windows = (attention or {}).get("window_size") is not None
+
     def matching_settings(family: Family) -> int:
         fits = all(getattr(model, name) == value for name, value in family.differs.items())
+        fits &= not windows or not isinstance(family, LlamaLike) or bool(family.window)
         return len(family.differs) if fits else -1
 
     return max(FAMILIES.values(), key=matching_settings)
+
+
+def config_json(model: Described, dtype: torch.dtype) -> dict[str, Any]:
+    """The config.json of a model of ours, from which its network can be read again.
+
+    Raises:
+        Refusal: transformers' class of the family has no such network; the message names the settings.
+    """
+    settings, vocab_size, family, attention = model
+    written = family.config_json(settings, vocab_size, dtype, attention)
+    again = described(written, f"the config.json of a {family.title}")
+    own = replace(settings, mtp_num_layers=None)  # later tokens are trained or left out, but are not read again
+    places = (f"in Hugging Face's {family.architecture}", "in the model")
+    lost = differences(of_model(again.settings, again.attention), of_model(own, attention), places)
+    if any(lost):
+        raise Refusal(f"the model is not a {family.title}: {'; '.join(lost.weights + lost.function)}")
+    return written
 
 
 def pieces(model: Described, names: Collection[str]) -> list[Piece]:

@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
-from megatron.training.arguments.config import AttentionConfig, ModelConfig
-from megatron.training.arguments.models import derive_shape, window_layers
+from megatron.training.arguments.config import ModelConfig
+from megatron.training.arguments.models import derive_shape
 from megatron.training.families.llama import llama_settings
 from megatron.training.families.llama.llama_weights import Piece
+from megatron.training.families.llama.windows import LAYER_TYPES, read_ropes, read_windows, written_windows
 from megatron.training.refusal import Refusal
 
-LOCAL, WHOLE = "sliding_attention", "full_attention"
-LAYER_TYPES = "layer_types"
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
         "head_dim", "rms_norm_eps", "vocab_size", "max_position_embeddings", "query_pre_attn_scalar",
         "sliding_window", LAYER_TYPES)  # fmt: skip
@@ -116,52 +115,6 @@ class Gemma:
                 yield layer_piece(layer, "mlp.linear_fc1.weight", [f"mlp.{name}"], (ffn, hidden), part=(part, 2))
             yield layer_piece(layer, "mlp.linear_fc2.weight", ["mlp.down_proj"], (hidden, ffn))
         yield Piece("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),))
-
-
-def read_ropes(config: dict[str, Any], where: object, default: float) -> tuple[dict[str, Any], int]:
-    """(RoPE of the layers without a window, as a Llama's config.json has it; base of the others, which is not scaled).
-
-    Args:
-        default: that base in a config.json of transformers 4 that does not give it.
-    """
-    given = config.get("rope_parameters")
-    if isinstance(given, dict) and LOCAL in given:
-        local, whole = given[LOCAL], given.get(WHOLE)
-        if not isinstance(local, dict) or not isinstance(whole, dict):
-            raise Refusal(f"{where}: rope_parameters must have {LOCAL} and {WHOLE}")
-        if local.get("rope_type", "default") != "default":
-            raise Refusal(f"{where}: scaled RoPE in layers with a window is not supported")
-        base, found = local.get("rope_theta"), {"rope_parameters": whole, "rope_scaling": None}
-    else:  # as transformers 4 writes it
-        base, found = config.get("rope_local_base_freq", default), {}
-    base = llama_settings.positive(base, "rope_theta of layers with a window", where)
-    if base != int(base):
-        raise Refusal(f"{where}: rope_theta {base} of layers with a window is not an integer")
-    return found, int(base)
-
-
-def read_windows(config: dict[str, Any], where: object) -> dict[str, Any]:
-    """The settings of :class:`AttentionConfig` of a config.json: the window, and which layers have it."""
-    kinds, window, layers = config[LAYER_TYPES], config["sliding_window"], config["num_hidden_layers"]
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (LOCAL, WHOLE) for kind in kinds):
-        raise Refusal(f"{where}: layer_types must name {LOCAL} or {WHOLE} for each of {layers} layers")
-    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
-        raise Refusal(f"{where}: sliding_window {window!r} is not a positive integer")
-    if LOCAL not in kinds:
-        return {}
-    own = [int(kind == LOCAL) for kind in kinds]
-    pattern = {} if all(own) else {"window_attn_skip_freq": own}
-    return {"attention_mask": "window", "window_size": (window - 1, 0), **pattern}
-
-
-def written_windows(model: ModelConfig, attention: dict[str, Any] | None) -> dict[str, Any]:
-    """The keys of config.json for the windows of ``attention``."""
-    known = {name: (attention or {}).get(name) for name in ("window_size", "window_attn_skip_freq")}
-    windows = [0] * model.num_layers
-    if known["window_size"] is not None:
-        windows = window_layers(AttentionConfig(**known), model.num_layers)
-    left = known["window_size"][0] if known["window_size"] else model.max_position_embeddings
-    return {"sliding_window": left + 1, LAYER_TYPES: [LOCAL if own else WHOLE for own in windows]}
 
 
 def layer_piece(

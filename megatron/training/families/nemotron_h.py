@@ -110,8 +110,6 @@ class Mamba2Alone:
         self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """The config.json of a model with our settings. Raises Refusal if the model is of another family."""
-        if (attention or {}).get("window_size") is not None and "*" in hybrid_pattern(model):
-            raise Refusal(f"the model is not a {self.title}: {self.architecture} has no --window-size")
         wrong = [name for name in self.fixed if getattr(model, name) != self.fixed[name]]
         llama_settings.refuse_other_settings(model, wrong + self.wrong(model), self.title, self.architecture)
         return {

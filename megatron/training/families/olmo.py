@@ -13,17 +13,17 @@ from typing import Any
 import torch
 
 from megatron.training.arguments.config import ModelConfig
-from megatron.training.families.gemma import (
+from megatron.training.families.gemma import layer_piece
+from megatron.training.families.llama import llama_settings
+from megatron.training.families.llama.llama_weights import Piece
+from megatron.training.families.llama.windows import (
     LAYER_TYPES,
     LOCAL,
     WHOLE,
-    layer_piece,
     read_ropes,
     read_windows,
     written_windows,
 )
-from megatron.training.families.llama import llama_settings
-from megatron.training.families.llama.llama_weights import Piece
 from megatron.training.refusal import Refusal
 
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",

@@ -118,8 +118,6 @@ class Qwen3Next:
         wrong = [n for n in llama_settings.ROUTER if n not in free and getattr(model, n) != getattr(usual, n)]
         if model.num_experts and not model.moe_shared_expert_gate:
             wrong.append("moe_shared_expert_gate")
-        if (attention or {}).get("window_size") is not None:
-            raise Refusal(f"the model is not a {self.title}: {self.architecture} has no --window-size")
         llama_settings.refuse_other_settings(model, wrong, self.title, self.architecture)
         config = llama_settings.config_json(model, vocab_size, dtype, fixed, self.title, self.architecture)
         del config["mlp_bias"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.decisions.kernel_order import KERNELS
-from megatron.training.arguments.settings.flag import flag, layer_pattern
+from megatron.training.arguments.settings.flag import FUNCTION, flag, layer_pattern
 
 
 class MaskKind(NamedTuple):
@@ -60,32 +60,43 @@ class AttentionConfig:
         "attention mask; default causal. document: causal, with --reset-attention-mask",
         type=str,
         choices=[*MASKS],
+        network=FUNCTION,
     )
     window_size: tuple[int, int] | None = flag(
-        None, "LEFT,RIGHT: number of tokens before and after a query that it attends to; -1: no bound", type=window
+        None,
+        "LEFT,RIGHT: number of tokens before and after a query that it attends to; -1: no bound",
+        type=window,
+        network=FUNCTION,
     )
     window_attn_skip_freq: int | list[int] | None = flag(
         None,
         "layers without the window, whose mask is causal (full, if the window looks ahead): every N-th; or 1 for each "
         "layer with the window and 0 for the others, as in ([1]*5+[0])*4",
         type=layer_pattern,
+        network=FUNCTION,
     )
     window_global_tokens: int = flag(
-        0, "first tokens of the sequence, which attend and are attended to outside the window too"
+        0, "first tokens of the sequence, which attend and are attended to outside the window too", network=FUNCTION
     )
-    sparse_block_size: int = flag(128, "tokens of a block of --attention-mask block-sparse")
+    sparse_block_size: int = flag(128, "tokens of a block of --attention-mask block-sparse", network=FUNCTION)
     sparse_pattern: str = flag(
         "longformer",
         "blocks to keep: longformer, bigbird, strided, or a JSON file with a list of key blocks for each query block",
+        network=FUNCTION,
     )
-    sparse_window_blocks: int = flag(3, "longformer, bigbird: blocks before and after a query's own")
-    sparse_global_blocks: int = flag(1, "longformer, bigbird: first blocks, to which all queries attend")
-    sparse_random_blocks: int = flag(3, "bigbird: blocks drawn for each query block")
-    sparse_stride: int = flag(8, "strided: stride S; a query attends to the last S blocks and to every S-th block")
+    sparse_window_blocks: int = flag(3, "longformer, bigbird: blocks before and after a query's own", network=FUNCTION)
+    sparse_global_blocks: int = flag(
+        1, "longformer, bigbird: first blocks, to which all queries attend", network=FUNCTION
+    )
+    sparse_random_blocks: int = flag(3, "bigbird: blocks drawn for each query block", network=FUNCTION)
+    sparse_stride: int = flag(
+        8, "strided: stride S; a query attends to the last S blocks and to every S-th block", network=FUNCTION
+    )
     mask_function: str | None = flag(
         None,
         "FILE.py:NAME, for --attention-mask function: (query positions, key positions) -> boolean, within causal",
         type=str,
+        network=FUNCTION,
     )
     mask_cpu_threshold: int = flag(
         16384,

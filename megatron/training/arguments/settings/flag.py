@@ -9,13 +9,18 @@ from typing import Any
 
 from megatron.training.untrusted.largest_numbers import MOST_LAYERS
 
+# Roles of settings that are part of the network, which a checkpoint and the run that loads it are compared by.
+WEIGHTS = "weights"  # determines the shapes of weights: must agree
+FUNCTION = "function"  # changes what is computed with them: may change where a run begins, but not where it resumes
+
 
 def flag(default: Any, help: str, **extra: Any) -> Any:
     """A dataclass field that is a command-line flag.
 
     ``extra`` may hold ``choices``; ``nargs``; ``type`` (needed when the default is None); ``aliases``, other spellings
-    of the flag; ``flags``, the spellings that replace the one made from the field's name. The flag of a bool field
-    stores True, or False if the default is True and ``flags`` are given.
+    of the flag; ``flags``, the spellings that replace the one made from the field's name; ``network``, the role of a
+    setting that is part of the network. The flag of a bool field stores True, or False if the default is True and
+    ``flags`` are given.
     """
     metadata = {"help": help, **extra}
     if isinstance(default, list):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.training.arguments.settings.flag import expert_pattern, flag, layer_pattern
+from megatron.training.arguments.settings.flag import FUNCTION, WEIGHTS, expert_pattern, flag, layer_pattern
 
 
 def normalization(text: str) -> str:
@@ -25,66 +25,95 @@ class ModelConfig:
     model: str | None = flag(
         None, "named shape, such as llama3-8b, or hf:DIR with a config.json; single flags override it", type=str
     )
-    num_layers: int | None = flag(None, "number of transformer layers", type=int, aliases=["--encoder-num-layers"])
-    hidden_size: int | None = flag(None, "width of the residual stream", type=int)
-    ffn_hidden_size: int | None = flag(
-        None, "width of the MLP; default 4h, or about 8h/3 in a multiple of 64 with --swiglu", type=int
+    num_layers: int | None = flag(
+        None, "number of transformer layers", type=int, aliases=["--encoder-num-layers"], network=WEIGHTS
     )
-    num_attention_heads: int | None = flag(None, "number of query heads", type=int)
+    hidden_size: int | None = flag(None, "width of the residual stream", type=int, network=WEIGHTS)
+    ffn_hidden_size: int | None = flag(
+        None, "width of the MLP; default 4h, or about 8h/3 in a multiple of 64 with --swiglu", type=int, network=WEIGHTS
+    )
+    num_attention_heads: int | None = flag(None, "number of query heads", type=int, network=WEIGHTS)
     group_query_attention: bool = flag(False, "grouped-query attention with --num-query-groups key/value heads")
-    num_query_groups: int = flag(1, "key/value heads under --group-query-attention")
-    kv_channels: int | None = flag(None, "size of a head; default hidden_size / num_attention_heads", type=int)
+    num_query_groups: int = flag(1, "key/value heads under --group-query-attention", network=WEIGHTS)
+    kv_channels: int | None = flag(
+        None, "size of a head; default hidden_size / num_attention_heads", type=int, network=WEIGHTS
+    )
     max_position_embeddings: int | None = flag(None, "longest sequence the model is made for", type=int)
     position_embedding_type: str = flag(
         "learned_absolute",
         "how the model gets the positions of tokens",
         type=positions,
         choices=["learned_absolute", "rope", "yarn", "alibi", "none"],
+        network=FUNCTION,
     )
-    rotary_base: int = flag(10000, "base period of RoPE", aliases=["--rotary-position-embeddings-theta"])
+    rotary_base: int = flag(
+        10000, "base period of RoPE", aliases=["--rotary-position-embeddings-theta"], network=FUNCTION
+    )
     rotary_base_local: int | None = flag(
-        None, "base period of RoPE in layers with a window, where it is not scaled; default --rotary-base", type=int
+        None,
+        "base period of RoPE in layers with a window, where it is not scaled; default --rotary-base",
+        type=int,
+        network=FUNCTION,
     )
     no_rope_freq: int | list[int] | None = flag(
         None,
         "layers without RoPE: every N-th; or 1 for each of them and 0 for the others, as in ([0]*3+[1])*4",
         type=layer_pattern,
+        network=FUNCTION,
     )
-    rotary_percent: float = flag(1.0, "share of a head that is rotated")
-    rotary_interleaved: bool = flag(False, "rotate neighbouring pairs, not the two halves of a head")
-    rotary_seq_len_interpolation_factor: float | None = flag(None, "linear interpolation of RoPE", type=float)
-    use_rope_scaling: bool = flag(False, "RoPE scaling as in Llama 3.1")
-    rope_scaling_factor: float = flag(8.0, "factor of --use-rope-scaling")
+    rotary_percent: float = flag(1.0, "share of a head that is rotated", network=FUNCTION)
+    rotary_interleaved: bool = flag(False, "rotate neighbouring pairs, not the two halves of a head", network=FUNCTION)
+    rotary_seq_len_interpolation_factor: float | None = flag(
+        None, "linear interpolation of RoPE", type=float, network=FUNCTION
+    )
+    use_rope_scaling: bool = flag(False, "RoPE scaling as in Llama 3.1", network=FUNCTION)
+    rope_scaling_factor: float = flag(8.0, "factor of --use-rope-scaling", network=FUNCTION)
     yarn_rotary_scaling_factor: float = flag(
-        1.0, "YaRN: how much longer than the original length", aliases=["--rotary-scaling-factor"]
+        1.0, "YaRN: how much longer than the original length", aliases=["--rotary-scaling-factor"], network=FUNCTION
     )
-    yarn_original_max_position_embeddings: int = flag(4096, "YaRN: original length")
+    yarn_original_max_position_embeddings: int = flag(4096, "YaRN: original length", network=FUNCTION)
     yarn_beta_fast: float = flag(
-        32.0, "YaRN: pairs that rotate more often than this within the original length are not changed"
+        32.0,
+        "YaRN: pairs that rotate more often than this within the original length are not changed",
+        network=FUNCTION,
     )
     yarn_beta_slow: float = flag(
-        1.0, "YaRN: pairs that rotate less often than this within the original length are interpolated"
+        1.0,
+        "YaRN: pairs that rotate less often than this within the original length are interpolated",
+        network=FUNCTION,
     )
     yarn_mscale: float = flag(
-        1.0, "YaRN: numerator of the attention factor, (0.1 ln(factor) x this + 1)", aliases=["--mscale"]
+        1.0,
+        "YaRN: numerator of the attention factor, (0.1 ln(factor) x this + 1)",
+        aliases=["--mscale"],
+        network=FUNCTION,
     )
     yarn_mscale_all_dim: float = flag(
-        0.0, "YaRN: coefficient in the denominator of the attention factor", aliases=["--mscale-all-dim"]
+        0.0,
+        "YaRN: coefficient in the denominator of the attention factor",
+        aliases=["--mscale-all-dim"],
+        network=FUNCTION,
     )
     yarn_correction_range_round_to_int: bool = flag(
         True,
         "YaRN: do not round the two bounds of --yarn-beta-fast and --yarn-beta-slow to integers",
         flags=["--no-yarn-correction-range-round-to-int"],
+        network=FUNCTION,
     )
-    normalization: str = flag("LayerNorm", "normalization layer", type=normalization, choices=["LayerNorm", "RMSNorm"])
-    norm_epsilon: float = flag(1e-5, "epsilon of the normalization", aliases=["--layernorm-epsilon"])
-    apply_layernorm_1p: bool = flag(False, "store the weights of the norm minus 1")
-    swiglu: bool = flag(False, "gated MLP with SiLU")
-    geglu: bool = flag(False, "gated MLP with GELU by tanh, as in Gemma")
-    quick_geglu: bool = flag(False, "gated MLP with x sigmoid(1.702 x), as in gpt-oss")
-    glu_linear_offset: float = flag(0.0, "gated MLP: number added to the half that is not activated")
+    normalization: str = flag(
+        "LayerNorm", "normalization layer", type=normalization, choices=["LayerNorm", "RMSNorm"], network=WEIGHTS
+    )
+    norm_epsilon: float = flag(1e-5, "epsilon of the normalization", aliases=["--layernorm-epsilon"], network=FUNCTION)
+    apply_layernorm_1p: bool = flag(False, "store the weights of the norm minus 1", network=FUNCTION)
+    swiglu: bool = flag(False, "gated MLP with SiLU", network=WEIGHTS)
+    geglu: bool = flag(False, "gated MLP with GELU by tanh, as in Gemma", network=WEIGHTS)
+    quick_geglu: bool = flag(False, "gated MLP with x sigmoid(1.702 x), as in gpt-oss", network=WEIGHTS)
+    glu_linear_offset: float = flag(0.0, "gated MLP: number added to the half that is not activated", network=FUNCTION)
     activation_func_clamp_value: float | None = flag(
-        None, "gated MLP: limit of both halves before the activation; the activated half has no lower limit", type=float
+        None,
+        "gated MLP: limit of both halves before the activation; the activated half has no lower limit",
+        type=float,
+        network=FUNCTION,
     )
     squared_relu: bool = flag(False, "squared ReLU instead of GELU")
     bias_gelu_fusion: bool = flag(
@@ -94,51 +123,65 @@ class ModelConfig:
         flags=["--no-bias-gelu-fusion"],
     )
     openai_gelu: bool = flag(False, "compute GELU with tanh, whatever the other flags say")
-    add_bias_linear: bool = flag(True, "no bias in the linear layers", flags=["--disable-bias-linear"])
-    add_qkv_bias: bool = flag(False, "bias in the QKV projection only")
-    qk_layernorm: bool = flag(False, "normalize queries and keys of each head")
+    add_bias_linear: bool = flag(True, "no bias in the linear layers", flags=["--disable-bias-linear"], network=WEIGHTS)
+    add_qkv_bias: bool = flag(False, "bias in the QKV projection only", network=WEIGHTS)
+    qk_layernorm: bool = flag(False, "normalize queries and keys of each head", network=WEIGHTS)
     qk_layernorm_all_heads: bool = flag(
-        False, "normalize the queries of all heads together, and so the keys, as in OLMo 2"
+        False, "normalize the queries of all heads together, and so the keys, as in OLMo 2", network=WEIGHTS
     )
     attention_output_gate: bool = flag(
-        False, "multiply the output of attention by the sigmoid of a gate, which is projected with the queries"
+        False,
+        "multiply the output of attention by the sigmoid of a gate, which is projected with the queries",
+        network=WEIGHTS,
     )
     softmax_scale: float | None = flag(
-        None, "factor of attention scores; default 1 / square root of --kv-channels", type=float
+        None, "factor of attention scores; default 1 / square root of --kv-channels", type=float, network=FUNCTION
     )
     attn_logit_softcapping: float | None = flag(
-        None, "soft-cap of attention scores: a score s becomes C tanh(s / C), as in Gemma 2", type=float
+        None,
+        "soft-cap of attention scores: a score s becomes C tanh(s / C), as in Gemma 2",
+        type=float,
+        network=FUNCTION,
     )
-    final_logit_softcapping: float | None = flag(None, "soft-cap of the logits of the vocabulary", type=float)
+    final_logit_softcapping: float | None = flag(
+        None, "soft-cap of the logits of the vocabulary", type=float, network=FUNCTION
+    )
     softmax_type: str = flag(
         "vanilla",
         "softmax of attention: off-by-one adds 1 to its sum, learnable adds a sink: one learned score per head",
         choices=["vanilla", "off-by-one", "learnable"],
+        network=WEIGHTS,
     )
     sandwich_norm: bool = flag(
-        False, "normalize the outputs of attention and MLP too, before they are added, as in Gemma 2 and 3"
+        False,
+        "normalize the outputs of attention and MLP too, before they are added, as in Gemma 2 and 3",
+        network=WEIGHTS,
     )
     reordered_norm: bool = flag(
-        False, "normalize the outputs of attention and MLP in place of their inputs, as in OLMo 2"
+        False, "normalize the outputs of attention and MLP in place of their inputs, as in OLMo 2", network=WEIGHTS
     )
     parallel_residual: bool = flag(
-        False, "attention and MLP both read the layer's input, and their sum is added, as in GPT-NeoX"
+        False, "attention and MLP both read the layer's input, and their sum is added, as in GPT-NeoX", network=FUNCTION
     )
-    scale_embeddings: bool = flag(False, "multiply word embeddings by the square root of --hidden-size, as in Gemma")
-    embed_layernorm: bool = flag(False, "LayerNorm of the word embeddings, as in BLOOM")
-    untie_embeddings_and_output_weights: bool = flag(False, "separate weights for the output layer")
+    scale_embeddings: bool = flag(
+        False, "multiply word embeddings by the square root of --hidden-size, as in Gemma", network=FUNCTION
+    )
+    embed_layernorm: bool = flag(False, "LayerNorm of the word embeddings, as in BLOOM", network=WEIGHTS)
+    untie_embeddings_and_output_weights: bool = flag(False, "separate weights for the output layer", network=WEIGHTS)
     hidden_dropout: float = flag(0.1, "dropout on the residual branches")
     attention_dropout: float = flag(
         0.1, "dropout on attention probabilities; the draw depends on positions, so it is the same on every grid"
     )
     init_method_std: float = flag(0.02, "standard deviation of the initial weights")
     init_method_xavier_uniform: bool = flag(False, "Xavier-uniform initial weights")
-    multi_latent_attention: bool = flag(False, "keys and values from a latent of each token (MLA), as in DeepSeek V3")
-    q_lora_rank: int | None = flag(None, "MLA: width of the queries' latent; default none", type=int)
-    kv_lora_rank: int = flag(32, "MLA: width of the latent of keys and values")
-    qk_head_dim: int = flag(128, "MLA: entries of a query or key head that are not rotated")
-    qk_pos_emb_head_dim: int = flag(64, "MLA: entries of a query or key head that RoPE rotates")
-    v_head_dim: int = flag(128, "MLA: size of a value head")
+    multi_latent_attention: bool = flag(
+        False, "keys and values from a latent of each token (MLA), as in DeepSeek V3", network=WEIGHTS
+    )
+    q_lora_rank: int | None = flag(None, "MLA: width of the queries' latent; default none", type=int, network=WEIGHTS)
+    kv_lora_rank: int = flag(32, "MLA: width of the latent of keys and values", network=WEIGHTS)
+    qk_head_dim: int = flag(128, "MLA: entries of a query or key head that are not rotated", network=WEIGHTS)
+    qk_pos_emb_head_dim: int = flag(64, "MLA: entries of a query or key head that RoPE rotates", network=WEIGHTS)
+    v_head_dim: int = flag(128, "MLA: size of a value head", network=WEIGHTS)
     rope_type: str | None = flag(
         None, "MLA: RoPE; default yarn, which is rope at --rotary-scaling-factor 1", type=str, choices=["rope", "yarn"]
     )
@@ -148,57 +191,90 @@ class ModelConfig:
         "Qwen3-Next",
         type=str,
         choices=["gated_delta_net"],
+        network=WEIGHTS,
     )
     linear_attention_freq: int | list[int] | None = flag(
         None,
         "layers with a state: all but every N-th; or 1 for each of them and 0 for the others, as in ([1]*3+[0])*4",
         type=layer_pattern,
+        network=WEIGHTS,
     )
-    linear_conv_kernel_dim: int = flag(4, "layers with a state: tokens that the short convolution sees")
-    linear_key_head_dim: int = flag(128, "layers with a state: size of a query or key head")
-    linear_value_head_dim: int = flag(128, "layers with a state: size of a value head")
-    linear_num_key_heads: int = flag(16, "layers with a state: number of query and key heads")
-    linear_num_value_heads: int = flag(32, "layers with a state: number of value heads, a multiple of the key heads")
-    is_hybrid_model: bool = flag(False, "a layer is a Mamba2 layer, attention or an MLP: see --hybrid-override-pattern")
+    linear_conv_kernel_dim: int = flag(
+        4, "layers with a state: tokens that the short convolution sees", network=WEIGHTS
+    )
+    linear_key_head_dim: int = flag(128, "layers with a state: size of a query or key head", network=WEIGHTS)
+    linear_value_head_dim: int = flag(128, "layers with a state: size of a value head", network=WEIGHTS)
+    linear_num_key_heads: int = flag(16, "layers with a state: number of query and key heads", network=WEIGHTS)
+    linear_num_value_heads: int = flag(
+        32, "layers with a state: number of value heads, a multiple of the key heads", network=WEIGHTS
+    )
+    is_hybrid_model: bool = flag(
+        False, "a layer is a Mamba2 layer, attention or an MLP: see --hybrid-override-pattern", network=WEIGHTS
+    )
     hybrid_override_pattern: str | None = flag(
         None,
         "hybrid model: for each layer M (Mamba2), * (attention), - (MLP) or E (experts), as in M-M*-; default all M, "
         "or by the two ratios",
         type=str,
+        network=WEIGHTS,
     )
-    hybrid_attention_ratio: float = flag(0.0, "hybrid model: share of attention layers, which are spread evenly")
-    hybrid_mlp_ratio: float = flag(0.0, "hybrid model: share of MLP layers, which are spread evenly")
-    mamba_state_dim: int = flag(128, "hybrid model: state of Mamba2 for each number of a head")
-    mamba_head_dim: int = flag(64, "hybrid model: size of a head of Mamba2")
-    mamba_num_groups: int = flag(8, "hybrid model: groups of heads that share B and C, and a norm")
+    hybrid_attention_ratio: float = flag(
+        0.0, "hybrid model: share of attention layers, which are spread evenly", network=WEIGHTS
+    )
+    hybrid_mlp_ratio: float = flag(0.0, "hybrid model: share of MLP layers, which are spread evenly", network=WEIGHTS)
+    mamba_state_dim: int = flag(128, "hybrid model: state of Mamba2 for each number of a head", network=WEIGHTS)
+    mamba_head_dim: int = flag(64, "hybrid model: size of a head of Mamba2", network=WEIGHTS)
+    mamba_num_groups: int = flag(8, "hybrid model: groups of heads that share B and C, and a norm", network=WEIGHTS)
     mamba_num_heads: int | None = flag(
-        None, "hybrid model: number of heads of Mamba2; default 2 x --hidden-size / --mamba-head-dim", type=int
+        None,
+        "hybrid model: number of heads of Mamba2; default 2 x --hidden-size / --mamba-head-dim",
+        type=int,
+        network=WEIGHTS,
     )
-    mamba_dt_min: float = flag(0.0, "hybrid model: smallest time step; 0.001 in transformers' Nemotron H")
+    mamba_dt_min: float = flag(
+        0.0, "hybrid model: smallest time step; 0.001 in transformers' Nemotron H", network=FUNCTION
+    )
     mtp_num_layers: int | None = flag(
-        None, "layers that each predict one more token ahead (multi-token prediction)", type=int
+        None, "layers that each predict one more token ahead (multi-token prediction)", type=int, network=WEIGHTS
     )
     mtp_loss_scaling_factor: float = flag(0.1, "weight of the mean of their losses")
-    num_experts: int | None = flag(None, "experts of a layer (mixture of experts)", type=int)
+    num_experts: int | None = flag(None, "experts of a layer (mixture of experts)", type=int, network=WEIGHTS)
     moe_layer_freq: int | list[int] = flag(
-        1, "layers with experts: every N-th, or 1 and 0 for each layer, as in [0]*3+[1]*29", type=expert_pattern
+        1,
+        "layers with experts: every N-th, or 1 and 0 for each layer, as in [0]*3+[1]*29",
+        type=expert_pattern,
+        network=WEIGHTS,
     )
-    moe_ffn_hidden_size: int | None = flag(None, "width of an expert; default --ffn-hidden-size", type=int)
+    moe_ffn_hidden_size: int | None = flag(
+        None, "width of an expert; default --ffn-hidden-size", type=int, network=WEIGHTS
+    )
     moe_shared_expert_intermediate_size: int | None = flag(
-        None, "width of an expert that all tokens go to, in addition", type=int
+        None, "width of an expert that all tokens go to, in addition", type=int, network=WEIGHTS
     )
-    moe_shared_expert_gate: bool = flag(False, "multiply the output of that expert by a sigmoid, as in Qwen3-Next")
-    moe_router_topk: int = flag(2, "number of experts per token")
-    moe_router_score_function: str = flag("softmax", "scores of experts", choices=["softmax", "sigmoid"])
+    moe_shared_expert_gate: bool = flag(
+        False, "multiply the output of that expert by a sigmoid, as in Qwen3-Next", network=WEIGHTS
+    )
+    moe_router_topk: int = flag(2, "number of experts per token", network=FUNCTION)
+    moe_router_score_function: str = flag(
+        "softmax", "scores of experts", choices=["softmax", "sigmoid"], network=FUNCTION
+    )
     moe_router_pre_softmax: bool = flag(
-        False, "softmax over all experts before the choice, instead of over the chosen ones"
+        False, "softmax over all experts before the choice, instead of over the chosen ones", network=FUNCTION
     )
-    moe_router_num_groups: int | None = flag(None, "groups of experts, of which the best are chosen first", type=int)
-    moe_router_group_topk: int | None = flag(None, "how many of these groups a token may use", type=int)
-    moe_router_topk_scaling_factor: float | None = flag(None, "factor of the chosen experts' weights", type=float)
+    moe_router_num_groups: int | None = flag(
+        None, "groups of experts, of which the best are chosen first", type=int, network=FUNCTION
+    )
+    moe_router_group_topk: int | None = flag(
+        None, "how many of these groups a token may use", type=int, network=FUNCTION
+    )
+    moe_router_topk_scaling_factor: float | None = flag(
+        None, "factor of the chosen experts' weights", type=float, network=FUNCTION
+    )
     moe_router_dtype: str | None = flag(None, "dtype of the router", type=str, choices=["fp32", "fp64"])
     moe_router_enable_expert_bias: bool = flag(
-        False, "balance experts by adding to their scores a bias that follows their load; it affects the choice alone"
+        False,
+        "balance experts by adding to their scores a bias that follows their load; it affects the choice alone",
+        network=WEIGHTS,
     )
     moe_router_bias_update_rate: float = flag(0.001, "change of the bias of experts in a step")
     moe_router_load_balancing_type: list[str] = flag(
@@ -211,12 +287,16 @@ class ModelConfig:
     moe_aux_loss_coeff: list[float] = flag([0.0], "coefficient of each load-balancing loss", type=float, nargs="+")
     moe_z_loss_coeff: float | None = flag(None, "coefficient of the router's z-loss", type=float)
     moe_expert_capacity_factor: float | None = flag(
-        None, "largest number of tokens of an expert in a micro-batch, over the mean; default no limit", type=float
+        None,
+        "largest number of tokens of an expert in a micro-batch, over the mean; default no limit",
+        type=float,
+        network=FUNCTION,
     )
     moe_token_drop_policy: str = flag(
         "probs",
         "which tokens an expert keeps: those with the largest weights, or the first ones",
         choices=["probs", "position"],
+        network=FUNCTION,
     )
     lora_rank: int | None = flag(None, "train only adapters of this rank on the linear layers (LoRA)", type=int)
     lora_alpha: float = flag(32.0, "LoRA: the output of an adapter is scaled by this over its rank")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.training.arguments.settings.flag import flag
+from megatron.training.arguments.settings.flag import FUNCTION, flag
 
 
 def tokenizer(text: str) -> str:
@@ -146,8 +146,8 @@ class DataConfig:
     dataloader_type: str = flag(
         "single", "single: in order; cyclic: reshuffled each epoch", choices=["single", "cyclic"]
     )
-    reset_position_ids: bool = flag(False, "positions restart after each end-of-document token")
-    reset_attention_mask: bool = flag(False, "no attention across end-of-document tokens")
+    reset_position_ids: bool = flag(False, "positions restart after each end-of-document token", network=FUNCTION)
+    reset_attention_mask: bool = flag(False, "no attention across end-of-document tokens", network=FUNCTION)
     eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens")
     packing: str = flag(
         "greedy",

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.checkpoint.hugging_face.safetensors_folder import Done, cast, dtype_name, new_folder, one_process
-from megatron.training.checkpoint.megatron_lm.megatron_args import model_of, vocabulary_block
+from megatron.training.checkpoint.megatron_lm.megatron_args import attention_of, model_of, vocabulary_block
 from megatron.training.checkpoint.megatron_lm.places import TRACKER
 from megatron.training.checkpoint.older_formats import LAYERS, Name, Weights, open_source, source_path
-from megatron.training.families.llama.llama_settings import command_line, program
+from megatron.training.families.llama.llama_settings import command_line, program, window_flags
 from megatron.training.model.weights import VOCABULARY
 from megatron.training.refusal import Refusal, some
 
@@ -57,6 +57,7 @@ def convert(
     _check_names(weights, wanted)
     first = weights.tensors[Name(VOCABULARY[0])]()
     dtype = dtype or first.dtype
+    attention = attention_of(weights.args, weights.path)
     with new_folder(target) as folder:
         _save(folder / "release", weights, wanted, model, dtype, bar(len(wanted)))
         (folder / TRACKER).write_text("release")
@@ -65,7 +66,8 @@ def convert(
         f"{target}: {numbers:,} parameters of {weights.path}, {dtype_name(dtype)}, "
         f"{numbers * dtype.itemsize / 1e9:,.2f} GB",
         "train it with this command, and flags for data, tokenizer, batch and schedule:",
-        " ".join([program(model), *command_line(model, dtype), "--load", str(target), "--finetune"]),
+        " ".join([program(model), *command_line(model, dtype), *window_flags(attention), "--load", str(target)])
+        + " --finetune",
         *notes,
     ]
 
@@ -149,6 +151,7 @@ def _save(
         return cast(tensor, dtype, name.key).contiguous()
 
     plain = {name: value for name, value in weights.args.items() if isinstance(value, PLAIN)}
+    plain |= attention_of(weights.args, weights.path) | {"no_rope_freq": model.no_rope_freq}
     grid = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
     grid["virtual_pipeline_model_parallel_size"] = None
     rows = wanted[Name(VOCABULARY[0])][0]

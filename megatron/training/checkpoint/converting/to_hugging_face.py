@@ -31,7 +31,7 @@ from megatron.training.checkpoint.hugging_face.safetensors_folder import (
     write_json,
 )
 from megatron.training.checkpoint.megatron_lm.checked import Checked
-from megatron.training.checkpoint.megatron_lm.megatron_args import model_of, namespace
+from megatron.training.checkpoint.megatron_lm.megatron_args import attention_of, model_of, namespace
 from megatron.training.checkpoint.megatron_lm.places import TRACKER, is_hugging_face
 from megatron.training.families import architectures
 from megatron.training.families.architectures import Described
@@ -178,21 +178,21 @@ def to_hugging_face(
         if model.lora_rank:
             stored = checkpoint.without_adapters(stored)
         vocab_size = _vocabulary(path, common.get("vocab_size"), original, stored)
-        attention = (common.get("config") or {}).get("attention")
+        attention = _attention(path, common)
         family = described.family if described else architectures.family_of(model, attention)
         names = {name for header in _original_headers(original_files).values() for name in header.entries}
-        pieces = architectures.pieces(Described(model, vocab_size, family), names)
-        config = family.config_json(model, vocab_size, torch.float32, attention)  # refuses models of another family
+        ours = Described(model, vocab_size, family, attention)
+        pieces = architectures.pieces(ours, names)
+        config = architectures.config_json(ours, torch.float32)  # refuses models of another family
         stored_dtype = _check_stored(path, stored, pieces, model, family)
         dtype = dtype or stored_dtype
         config["torch_dtype"] = str(dtype).removeprefix("torch.")
-        ours = Described(model, vocab_size, family)
         ignored, copies = partial(architectures.is_ignored, ours), architectures.copies(ours, pieces)
         headers, original_dtype = _headers(original_files, pieces, dtype, copies, ignored)
         if original is not None:
             copy_files(companions(folder_of_original), folder)
             wide = original_dtype or torch.float32
-            written = family.config_json(described.settings, described.vocab_size, wide, described.attention)
+            written = architectures.config_json(described, wide)
             config = llama_settings.updated_config(original, written, original_dtype, config)
             notes += [
                 f"note: {name} {original.get(name)} of the original config.json is now {config.get(name)}"
@@ -240,6 +240,13 @@ def _model(path: Checked, common: dict[str, Any]) -> ModelConfig:
     raise Refusal(
         f"checkpoint {path} was written neither by this program nor by Megatron-LM: it holds no settings of its model"
     )
+
+
+def _attention(path: Checked, common: dict[str, Any]) -> dict[str, Any]:
+    """The settings of attention in our checkpoint, or in Megatron-LM's."""
+    if "config" in common:
+        return common["config"].get("attention") or {}
+    return attention_of(namespace(common["args"], path), path)
 
 
 def _vocabulary(

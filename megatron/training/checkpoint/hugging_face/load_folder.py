@@ -10,7 +10,6 @@ Like a checkpoint named ``release`` in Megatron-LM, it has only weights, and a r
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from megatron.training.checkpoint.megatron_lm.stored_tensors import WholeTensors
 from megatron.training.families import architectures
 from megatron.training.families.llama import llama_settings, llama_weights
 from megatron.training.families.llama.llama_weights import Piece
+from megatron.training.families.same_network import of_model
 from megatron.training.refusal import Refusal, some
 
 PADDING = 1024  # in Qwen and BLOOM, the embedding may have this many rows more than the tokenizer has ids
@@ -57,10 +57,9 @@ def open_folder(path: Checked) -> ForeignCheckpoint:
     make: dict[str, Callable[[], Tensor]] = {
         key: partial(_whole, path, rows, places, model.settings.num_query_groups) for key, rows in parts.items()
     }
-    args: dict[str, Any] = asdict(model.settings) | {
+    args: dict[str, Any] = of_model(model.settings, model.attention) | {
         "padded_vocab_size": model.vocab_size,
         "make_vocab_size_divisible_by": PADDING,
-        "attention": model.attention,
     }
     return ForeignCheckpoint(path.path, {}, args, WholeTensors(path.path, make), weights_alone=True)
 

@@ -14,13 +14,13 @@ import math
 import os
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
-from megatron.training.arguments.config import ModelConfig
+from megatron.training.arguments.config import AttentionConfig, ModelConfig
 from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.checkpoint.megatron_lm.file_list import (
     CHECKSUMS,
@@ -56,6 +56,7 @@ def read_common(path: Path) -> dict[str, Any]:
         if not isinstance(sections, dict) or not all(isinstance(sections.get(name, {}), dict) for name in SECTIONS):
             raise Refusal(f"checkpoint {path}: common.pt holds no settings of its run")
         fitting(sections.get("model", {}), path)
+        fitting(sections.get("attention", {}), path, AttentionConfig)
         if not isinstance(common.get("progress", {}), dict):
             raise Refusal(f"checkpoint {path} does not contain the progress of its run")
     for where, name in ((common.get("progress", {}), "iteration"), (common, "iteration"), (common, "vocab_size")):
@@ -64,13 +65,13 @@ def read_common(path: Path) -> dict[str, Any]:
     return common
 
 
-def fitting(settings: Mapping[str, Any], where: object) -> Mapping[str, Any]:
-    """Check the types of the settings that :class:`ModelConfig` has, and return ``settings``.
+def fitting(settings: Mapping[str, Any], where: object, section: type = ModelConfig) -> Mapping[str, Any]:
+    """Check the types of the settings that ``section`` has, and return ``settings``.
 
     Raises:
         Refusal: a setting has another type or is too large; the message names it.
     """
-    for name, is_valid in _kinds().items():
+    for name, is_valid in _kinds(section).items():
         if name in settings and not is_valid(settings[name]):
             raise Refusal(f"checkpoint {where}: {name} {short(settings[name])} is not a value for --{_flag(name)}")
         if name in MOST and (settings.get(name) or 0) > most(name):
@@ -96,6 +97,9 @@ _TYPE_CHECKS: dict[Any, Callable[[Any], bool]] = {
     int: _is_count,
     float: _number,
     str: lambda value: type(value) is str and len(value) < 1000,
+    tuple[int, int]: lambda value: (
+        type(value) in (tuple, list) and len(value) == 2 and all(type(x) is int and abs(x) < LARGEST for x in value)
+    ),
     list[str]: lambda value: type(value) is list and all(type(item) is str for item in value),
     list[int]: lambda value: type(value) is list and all(map(_is_count, value)),
     list[float]: lambda value: type(value) is list and all(map(_number, value)),
@@ -103,14 +107,17 @@ _TYPE_CHECKS: dict[Any, Callable[[Any], bool]] = {
 
 
 @cache
-def _kinds() -> dict[str, Callable[[Any], bool]]:
-    """For each setting of a model, a function that checks the type of a value."""
+def _kinds(section: type) -> dict[str, Callable[[Any], bool]]:
+    """For each setting of a section, a function that checks a value: its type, and that it is one of the choices."""
 
-    def one_of(hint: Any) -> Callable[[Any], bool]:
+    def one_of(hint: Any, choices: Collection[Any] | None) -> Callable[[Any], bool]:
         kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-        return lambda value: any(_TYPE_CHECKS[kind](value) for kind in kinds)
+        return lambda value: (
+            any(_TYPE_CHECKS[kind](value) for kind in kinds) and (not choices or value is None or value in choices)
+        )
 
-    return {name: one_of(hint) for name, hint in get_type_hints(ModelConfig).items()}
+    hints = get_type_hints(section)
+    return {field.name: one_of(hints[field.name], field.metadata.get("choices")) for field in fields(section)}
 
 
 # Files of ``torch.save`` are zip archives with a CRC-32 of each record, which ``torch.load`` does not check.

@@ -23,6 +23,7 @@ from megatron.training.arguments.config import Config
 from megatron.training.arguments.models import is_gated
 from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.checkpoint.megatron_lm.megatron_args import (
+    attention_of,
     model_described,
     model_of,
     namespace,
@@ -51,9 +52,9 @@ class ForeignCheckpoint:
         return any(key.startswith("optimizer.") for key in self.stored)
 
     @property
-    def model(self) -> dict[str, Any]:
-        """The model settings in its args, as our settings. Raises Refusal if the model is not supported."""
-        return model_described(self.args, self.path)
+    def network(self) -> dict[str, Any]:
+        """The settings of model and mask in its args, as ours. Raises Refusal if the model is not supported."""
+        return model_described(self.args, self.path) | attention_of(self.args, self.path)
 
     def progress(self) -> dict[str, int]:
         """Fields of our Progress. Raises Refusal if the checkpoint does not have them."""

@@ -20,10 +20,11 @@ from megatron.core.parallel_state import get_data_parallel_rank
 from megatron.core.tensor_parallel import RowParallelLinear
 
 from megatron.formulas.flops import forward_flops
-from megatron.training.arguments.config import Config, ModelConfig
+from megatron.training.arguments.config import AttentionConfig, Config, ModelConfig
 from megatron.training.arguments.models import ROTARY, derive_shape, model_shape
 from megatron.training.checkpoint.megatron_lm.checked import fitting
 from megatron.training.data.tokenizer import padded_vocab_size
+from megatron.training.families.same_network import attention_settings
 from megatron.training.refusal import Refusal
 
 # Fields of ModelConfig that are not read: the tokenizer gives vocab_size, and the others do not change the network.
@@ -108,6 +109,16 @@ def settings_of(args: dict[str, Any], where: object) -> dict[str, Any]:
     return dict(fitting(known, where))
 
 
+def attention_of(args: dict[str, Any], where: object) -> dict[str, Any]:
+    """The fields of :class:`AttentionConfig` that ``args`` give and that are part of the network: windows.
+
+    Raises:
+        Refusal: one of them has an invalid value.
+    """
+    known = {name: args[name] for name in attention_settings() if args.get(name) is not None}
+    return dict(fitting(known, where, AttentionConfig))
+
+
 def model_of(args: dict[str, Any], where: object) -> ModelConfig:
     """The complete model settings; missing ``args`` get Megatron-LM's defaults, which are also ours."""
     return derive_shape(ModelConfig(**settings_of(args, where)))
@@ -160,6 +171,7 @@ def args_of(config: Config, vocab_size: int, iteration: int, consumed: int, worl
     context = parallel.context_parallel_size or 1
     rotary = model.position_embedding_type in ROTARY
     settings = {name: value for name, value in asdict(model).items() if name not in OTHER_MEANING}
+    settings |= {name: getattr(config.attention, name) for name in ("window_size", "window_attn_skip_freq")}
     settings["num_query_groups"] = model.num_query_groups if model.group_query_attention else 1
     return Namespace(
         **settings,

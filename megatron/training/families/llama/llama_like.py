@@ -16,6 +16,7 @@ import torch
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.families.llama import llama_settings, llama_weights
 from megatron.training.families.llama.llama_weights import ExpertNames, Piece
+from megatron.training.families.llama.windows import LAYER_TYPES, LOCAL, WHOLE, read_windows, written_windows
 from megatron.training.refusal import Refusal
 
 # Keys that a config.json must have, except a Llama's, because the defaults differ between these models.
@@ -34,6 +35,8 @@ class LlamaLike:
         differs: those settings, with their values.
         only: keys of config.json of which only this value is supported.
         joined: the files have q, k and v in one tensor, and gate and up projection in one.
+        window: which layers may have one: "" none, "all" (of all together), or "layers" (of each by itself).
+        switched: config.json has the switch use_sliding_window.
     """
 
     kind: str
@@ -42,6 +45,8 @@ class LlamaLike:
     differs: dict[str, Any] = field(default_factory=dict)
     only: dict[str, Any] = field(default_factory=dict)
     joined: bool = False
+    window: str = ""
+    switched: bool = False
 
     def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
         """Our settings and the vocabulary size of a config.json. Raises Refusal if it is not supported."""
@@ -51,8 +56,21 @@ class LlamaLike:
         return replace(model, **self.differs), vocab_size
 
     def attention(self, config: dict[str, Any], where: object) -> dict[str, Any]:
-        """The settings of :class:`AttentionConfig` that a config.json determines."""
-        return {}
+        """The settings of :class:`AttentionConfig` that a config.json determines: the window, and which layers have it.
+
+        Raises:
+            Refusal: the window is invalid, or layers have one that cannot.
+        """
+        layers, kinds = config["num_hidden_layers"], config.get(LAYER_TYPES) if self.window == "layers" else None
+        on = self.window and config.get("sliding_window") is not None
+        if not on or (self.switched and not config.get("use_sliding_window")):
+            if any(kind != WHOLE for kind in config.get(LAYER_TYPES) or []):
+                raise Refusal(f"{where}: layer_types names other layers than {WHOLE}, but they have no window")
+            return {}
+        first = config.get("max_window_layers", 28) if self.window == "layers" else 0  # the default of transformers
+        if kinds is None:
+            kinds = [LOCAL if layer >= first else WHOLE for layer in range(layers)]
+        return read_windows({**config, LAYER_TYPES: kinds}, where)
 
     def pieces(self, model: ModelConfig, vocab_size: int, names: Collection[str]) -> Iterator[Piece]:
         """All weights; ``names``: the tensors in the files."""
@@ -75,15 +93,30 @@ class LlamaLike:
         if self.joined and config["rope_scaling"]:
             kind = config["rope_scaling"]["rope_type"]
             raise Refusal(f"RoPE scaling {kind} is not known to Hugging Face's {self.architecture}: train without it")
-        return config | {"model_type": self.kind, "architectures": [self.architecture], **self.only}
+        return (
+            config
+            | {"model_type": self.kind, "architectures": [self.architecture], **self.only}
+            | self._windows(model, attention)
+        )
+
+    def _windows(self, model: ModelConfig, attention: dict[str, Any] | None) -> dict[str, Any]:
+        """The keys of config.json for the windows of ``attention``."""
+        if not self.window:
+            return {}
+        written = written_windows(model, attention)
+        own = LOCAL in written[LAYER_TYPES]
+        keys: dict[str, Any] = {"sliding_window": written["sliding_window"] if own else None}
+        if self.switched:
+            keys["use_sliding_window"] = own
+        if self.window == "layers":
+            first = written[LAYER_TYPES].index(LOCAL) if own else model.num_layers
+            keys |= {"max_window_layers": first, LAYER_TYPES: written[LAYER_TYPES]}
+        return keys
 
     def _as_llama(self, config: dict[str, Any], where: object) -> dict[str, Any]:
         required = (*REQUIRED, *(["head_dim"] * self.kind.startswith("qwen3")))
         if missing := [name for name in required if config.get(name) is None]:
             raise Refusal(f"{where}: {', '.join(missing)} of {self.kind} is missing")
-        layers = config.get("layer_types") or []
-        if config.get("use_sliding_window") or any(layer != "full_attention" for layer in layers):
-            raise Refusal(f"{where}: use_sliding_window is not supported: all layers have the mask given by flags")
         if self.kind.startswith("qwen3") and config.get("attention_bias"):
             raise Refusal(f"{where}: attention_bias of {self.kind} is not supported")
         if self.kind == "mistral" and "sliding_window" not in config:
@@ -133,7 +166,7 @@ class WithExperts(LlamaLike):
         usual = ModelConfig()
         wrong = [name for name in llama_settings.ROUTER if getattr(model, name) != getattr(usual, name)]
         llama_settings.refuse_other_settings(model, wrong, self.title, self.architecture)
-        return super().config_json(model, vocab_size, dtype) | {
+        return super().config_json(model, vocab_size, dtype, attention) | {
             self.number: model.num_experts,
             "num_experts_per_tok": model.moe_router_topk,
             self.width: model.moe_ffn_hidden_size or model.ffn_hidden_size,
