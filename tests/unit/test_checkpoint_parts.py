@@ -186,7 +186,7 @@ def written(folder: Path, iteration: int, text: str) -> Path:
     final = folder / f"iter_{iteration:07d}"
     partial = checkpoint_folder.partial_of(final, "t")
     partial.mkdir(parents=True)
-    (partial / "a").write_text(text)
+    (partial / "common.pt").write_text(text)
     return final
 
 
@@ -197,7 +197,7 @@ def test_a_checkpoint_replaces_one_of_the_same_name(tmp_path: Path, monkeypatch,
         monkeypatch.setattr(checkpoint_folder.ctypes, "CDLL", lambda _: library)
     for text in ("old", "new"):
         checkpoint_folder.publish(written(tmp_path, 3, text), "t")
-    assert (tmp_path / "iter_0000003" / "a").read_text() == "new"
+    assert (tmp_path / "iter_0000003" / "common.pt").read_text() == "new"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", checkpoint_folder.TRACKER]
     assert (tmp_path / checkpoint_folder.TRACKER).read_text() == "3"
 
@@ -302,7 +302,7 @@ def test_the_first_error_of_a_rank_is_kept(monkeypatch, tmp_path: Path, folder, 
     monkeypatch.setattr(save_job.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(save_job.dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(save_job.dist, "all_gather_object", lambda errors, error: errors.__setitem__(0, error))
-    monkeypatch.setattr(save_job.checkpoint_folder, "clear", lambda _: failing(folder, OSError))
+    monkeypatch.setattr(save_job.checkpoint_folder, "clear", lambda _: failing(folder, OSError) or [])
     monkeypatch.setattr(save_job, "_planned", lambda *_: failing(problem, MemoryError, ({}, None, None)))
     monkeypatch.setattr(Save, "_fail", lambda _, errors: seen.extend(errors))
     job = Save(tmp_path / "iter_0000001", dict, {}, lambda: None)

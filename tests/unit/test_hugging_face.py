@@ -855,7 +855,9 @@ def test_refuses_outputs_and_flags(tmp_path: Path, small: Path, ours: Path, caps
     for there in (tmp_path / "full", tmp_path / "full" / "file"):
         assert "not empty" in refused(capsys, tmp_path, "--from-hf", small, "--to", there)
         assert "not empty" in refused(capsys, tmp_path, "--from", ours, "--to-hf", there)
-    assert "Not a directory" in refused(capsys, tmp_path, "--from", ours, "--to-hf", tmp_path / "full" / "file" / "x")
+    assert "cannot be listed and written to" in refused(
+        capsys, tmp_path, "--from", ours, "--to-hf", tmp_path / "full" / "file" / "x"
+    )
     for argv in (
         [],
         ["--from-hf", small],

@@ -110,7 +110,7 @@ def test_an_interrupted_replacement_gives_the_old_checkpoint_its_name_back(tmp_p
     """Where folders cannot be exchanged atomically, the earlier checkpoint has another name for a moment."""
     for name in (".iter_0000001.replaced", ".iter_0000002.replaced", "iter_0000002"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text(name)
+        (tmp_path / name / "common.pt").write_text(name)
     clear(tmp_path)
-    result = {path.name: (path / "file").read_text() for path in tmp_path.iterdir()}
+    result = {path.name: (path / "common.pt").read_text() for path in tmp_path.iterdir()}
     assert result == {"iter_0000001": ".iter_0000001.replaced", "iter_0000002": "iter_0000002"}

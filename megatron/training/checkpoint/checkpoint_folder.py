@@ -9,21 +9,25 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import shutil
+import re
 import stat
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+from megatron.training.checkpoint.megatron_lm.file_list import VALIDATION, WRITTEN
 from megatron.training.checkpoint.megatron_lm.places import TRACKER, checkpoints_in
 from megatron.training.checkpoint.rank_file import write_bytes
 from megatron.training.disk import sync_folder, sync_folders_up
 from megatron.training.json_file import parse_json, read_bytes
-from megatron.training.refusal import Refusal
+from megatron.training.ownership.own_files import remove_made
+from megatron.training.refusal import Refusal, some
 
 PARTIAL, REMOVED = ".partial", ".removed"
 REPLACED = ".replaced"  # the old checkpoint of an iteration that is saved again, if the names cannot be exchanged
-VALIDATION = "validation_loss.json"  # in a checkpoint that was evaluated when it was saved
+HIDDEN = re.compile(rf"\.(iter_\d+|{re.escape(TRACKER)})(\.\w+)?({PARTIAL}|{REMOVED}|{REPLACED})")
+OTHERS = ".others"  # files that a user had put into a checkpoint that was removed
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
@@ -52,17 +56,38 @@ def check_writable(folder: str) -> None:
         )
 
 
-def clear(folder: Path) -> None:
-    """Remove what interrupted saves and removals left behind. Only the folder's owner may call it. Raises OSError."""
+def clear(folder: Path) -> list[str]:
+    """Remove what interrupted saves and removals left behind. Only the folder's owner may call it. Raises OSError.
+
+    Returns:
+        A line for each removed checkpoint with files that this program did not write, which stay.
+    """
     restore(folder)
-    leftovers = [path for suffix in (PARTIAL, REMOVED, REPLACED) for path in folder.glob(f".*{suffix}")]
+    leftovers = sorted(path for path in folder.glob(".*") if HIDDEN.fullmatch(path.name))
     if leftovers:
         sync_folder(folder)  # otherwise a power cut could undo the renaming after some of the files are gone
+    lines = []
     for path in leftovers:
         if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
+            lines += _remove(path)
         else:
             path.unlink(missing_ok=True)
+    return lines
+
+
+def _remove(path: Path) -> list[str]:
+    """Remove a hidden checkpoint. Files that this program did not write stay, in a folder with a visible name."""
+    try:
+        left = remove_made(path, WRITTEN)
+        if not left:
+            return []
+        name, number = HIDDEN.fullmatch(path.name)[1] + OTHERS, 1
+        while (others := path.with_name(f"{name}{'' if number == 1 else number}")).exists():
+            number += 1
+        path.rename(others)
+    except OSError:
+        return []  # it stays under its hidden name until the next time
+    return [f"{others} has files that were in a checkpoint which was removed, and that others wrote: {some(left)}"]
 
 
 def restore(folder: Path) -> None:
@@ -73,11 +98,14 @@ def restore(folder: Path) -> None:
             path.rename(final)
 
 
-def publish(final: Path, token: str = "") -> None:
-    """Give a complete checkpoint its final name, and make it the latest. Raises OSError.
+def publish(final: Path, token: str = "") -> list[str]:
+    """Give a complete checkpoint its final name, and make it the latest; returns lines as :func:`clear`.
 
     Args:
         token: as for :func:`partial_of`.
+
+    Raises:
+        OSError: it is not published, or not the latest.
     """
     folder, partial = final.parent, partial_of(final, token)
     sync_folder(partial)
@@ -93,7 +121,7 @@ def publish(final: Path, token: str = "") -> None:
     write_bytes(new_tracker, (final.name.removeprefix("iter_").lstrip("0") or "0").encode(), {})
     new_tracker.rename(folder / TRACKER)
     sync_folder(folder)
-    clear(folder)  # removes the checkpoint that had the name before
+    return clear(folder)  # removes the checkpoint that had the name before
 
 
 def _exchange(first: Path, second: Path) -> bool:
@@ -128,8 +156,10 @@ def best_of(paths: dict[int, Path], count: int) -> list[int]:
     return sorted(known, key=lambda iteration: (losses[iteration], -iteration))[:count]
 
 
-def remove_older(folder: str | Path, latest: int, keep: int, multiple_of: int | None, best: int | None = None) -> None:
-    """Remove old checkpoints; ``latest`` must be complete.
+def remove_older(
+    folder: str | Path, latest: int, keep: int, multiple_of: int | None, best: int | None = None
+) -> list[str]:
+    """Remove old checkpoints; ``latest`` must be complete. Returns lines as :func:`clear`.
 
     Args:
         keep: how many of the newest to keep, including ``latest``.
@@ -150,9 +180,6 @@ def remove_older(folder: str | Path, latest: int, keep: int, multiple_of: int | 
         ):
             continue
         hidden = path.with_name(f".{path.name}{REMOVED}")
-        try:
-            shutil.rmtree(hidden, ignore_errors=True)
+        with suppress(OSError):  # the old checkpoint may stay, and training continues
             path.rename(hidden)  # so that a half-removed checkpoint does not look like a complete one
-        except OSError:
-            continue  # the old checkpoint stays, and training continues
-    clear(Path(folder))
+    return clear(Path(folder))

@@ -9,7 +9,6 @@ FAST '21). Ranks agree on the state of a save with two small messages, which onl
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -32,9 +31,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megatron.platform.streams import Event
 from megatron.training.checkpoint import checkpoint_folder
 from megatron.training.checkpoint.checksums import write_list
-from megatron.training.checkpoint.megatron_lm.file_list import FileList, Sum
+from megatron.training.checkpoint.megatron_lm.file_list import WRITTEN, FileList, Sum
 from megatron.training.checkpoint.owner import Owner
 from megatron.training.checkpoint.rank_file import HostCopies, Writer, packed, write_bytes
+from megatron.training.ownership.own_files import remove_made
 from megatron.training.refusal import one_line
 
 
@@ -68,6 +68,7 @@ class Save:
         self.final, self.partial = final, checkpoint_folder.partial_of(final, self._token)
         self.after, self.extra_files = after, extra_files or {}
         self.copied = threading.Event()  # set when training may change the tensors again
+        self.lines: list[str] = []  # on rank 0: about files of users that stay when checkpoints are removed
         self._sums: dict[str, Sum] = {}
         self._results: list[Any] = []
         self._error: str | None = None
@@ -78,7 +79,7 @@ class Save:
             if self._first:
                 self._check_owner()
                 self.final.parent.mkdir(parents=True, exist_ok=True)
-                checkpoint_folder.clear(self.final.parent)
+                self.lines += checkpoint_folder.clear(self.final.parent)
                 self.partial.mkdir()
         except OSError as problem:
             self._error = error_line(problem)
@@ -177,7 +178,7 @@ class Save:
             iteration = int(number) if number.isdigit() else None
             write_list(self.partial, FileList(sums, folder=self.final.name, iteration=iteration, run=self.run))
             self._check_owner()
-            checkpoint_folder.publish(self.final, self._token)
+            self.lines += checkpoint_folder.publish(self.final, self._token)
         except Exception as problem:
             self._error = error_line(problem)
             return
@@ -196,7 +197,8 @@ class Save:
         if failed:
             rank, error = failed[0]
             if self._first:
-                shutil.rmtree(self.partial, ignore_errors=True)
+                with suppress(OSError):  # otherwise the next save removes it
+                    remove_made(self.partial, WRITTEN)
             error = error if error.startswith("rank ") else f"rank {rank}: {error}"
             raise OSError(f"no checkpoint was written to {self.final.parent} ({error})")
 

@@ -186,14 +186,15 @@ class Saver:
         settings = self.job.config.checkpoint
         best = settings.keep_best_checkpoints
         if settings.save_retain_interval or settings.keep_last_checkpoints or best:
-            remove_older(
-                settings.save, self.saved_at, settings.keep_last_checkpoints or 1, settings.save_retain_interval, best
-            )
+            keep = settings.keep_last_checkpoints or 1
+            self._current.lines += remove_older(settings.save, self.saved_at, keep, settings.save_retain_interval, best)
 
     def _saved(self) -> None:
-        path, self._current, self._saved_last = self._current.final, None, True
+        path, lines, self._current, self._saved_last = self._current.final, self._current.lines, None, True
         stall = "" if self._copies is None else f" while training went on, except for {self.stall:.2f} s"
         self.reporter.say(f" > saved {path} in {time.perf_counter() - self._begun:.1f} s{stall}")
+        for line in lines:
+            self.reporter.say(f" > {line}")
         if self.job.config.logging.log_progress and self.job.runtime.is_rank_zero:
             try:
                 with open(os.path.join(self.job.config.checkpoint.save, "progress.txt"), "a") as file:

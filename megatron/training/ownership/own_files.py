@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megatron.training.ownership.lock_file import POLL, InUse, Owner, take
@@ -80,3 +81,32 @@ def remove_listed(folder: str | Path, names: Iterable[str]) -> list[str]:
         with suppress(OSError):  # it is not empty, or a link
             one.rmdir()
     return sorted(os.listdir(root)) if root.is_dir() else []
+
+
+def remove_made(folder: str | Path, names: Iterable[str]) -> list[str]:
+    """Remove the files anywhere below a folder that have one of these names, and then each folder that is empty.
+
+    Links are not followed; one in place of the folder is left alone.
+
+    Args:
+        names: of the files that a program writes, as patterns like ``*.json``.
+
+    Returns:
+        What is left, relative to the folder: files that have other names.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    patterns, left = [*names], []
+    if os.path.islink(folder):
+        return [""]
+    for place, folders, files in os.walk(folder, topdown=False):
+        for name in [*files, *(one for one in folders if os.path.islink(os.path.join(place, one)))]:
+            path = os.path.join(place, name)
+            if any(fnmatchcase(name, pattern) for pattern in patterns):
+                os.unlink(path)
+            else:
+                left.append(os.path.relpath(path, folder))
+        with suppress(OSError):  # it is not empty
+            os.rmdir(place)
+    return sorted(left)

@@ -91,7 +91,8 @@ def from_hugging_face(
     pieces = architectures.pieces(described, {name for header in headers.values() for name in header.entries})
     others, stored = load_folder.check_source(source, headers, pieces, described)
     dtype = dtype or stored
-    with new_folder(target) as folder, safetensors_folder.reading(checked, stored_headers) as read:
+    to_copy = companions(source)
+    with new_folder(target, to_copy) as folder, safetensors_folder.reading(checked, stored_headers) as read:
         if quantized is not None:
             read = quantized.reader(read, stored_headers, dtype)
         for name, same in architectures.copies(described, pieces).items():
@@ -103,7 +104,7 @@ def from_hugging_face(
             del others[name]
         hf = folder / "hf"
         hf.mkdir()
-        copied = copy_files(companions(source), hf)
+        copied = copy_files(to_copy, hf)
         if quantized is not None:
             write_json(hf / where.name, config)
             others = {}

@@ -172,7 +172,8 @@ def to_hugging_face(
     described = None
     if original is not None:
         described = architectures.described(original, folder_of_original / "config.json")
-    with one_process(), new_folder(target) as folder:
+    files = companions(folder_of_original) if original is not None else []
+    with one_process(), new_folder(target, files) as folder:
         common, stored = path.common(), tensors_in(path)
         model = _model(path, common)
         if model.lora_rank:
@@ -190,7 +191,7 @@ def to_hugging_face(
         ignored, copies = partial(architectures.is_ignored, ours), architectures.copies(ours, pieces)
         headers, original_dtype = _headers(original_files, pieces, dtype, copies, ignored)
         if original is not None:
-            copy_files(companions(folder_of_original), folder)
+            copy_files(files, folder)
             wide = original_dtype or torch.float32
             written = architectures.config_json(described, wide)
             config = llama_settings.updated_config(original, written, original_dtype, config)

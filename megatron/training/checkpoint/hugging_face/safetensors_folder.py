@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +26,13 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron.training.checkpoint.megatron_lm.checked import Checked
-from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS
+from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS, WRITTEN
+from megatron.training.checkpoint.megatron_lm.places import TRACKER
 from megatron.training.disk import sync_folders_up, sync_tree
 from megatron.training.families.llama.llama_settings import DTYPES
 from megatron.training.json_file import parse_json, read_bytes
-from megatron.training.refusal import Refusal, reason
+from megatron.training.ownership.own_files import one_job, remove_made, temporary_name, unfinished
+from megatron.training.refusal import Refusal, reason, some
 from megatron.training.untrusted.links import file_in
 
 INDEX = "model.safetensors.index.json"
@@ -260,24 +265,61 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+# The names of all files that a conversion writes; those that it copies are listed in COPIED while it runs.
+COPIED = "copied_files.json"
+CONVERTED = ("*.safetensors", "config.json", "adapter_config.json", INDEX, HEADERS, TRACKER, COPIED, *WRITTEN)
+
+
 @contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
-    """Yields a temporary folder that is renamed to ``target`` at the end, or removed if an error occurs."""
+def new_folder(target: Path, copied: Iterable[Path] = ()) -> Iterator[Path]:
+    """Yields a temporary folder that is renamed to ``target`` at the end, or removed if an error occurs.
+
+    At most one job writes a target. What an interrupted conversion has left is removed by the next one.
+
+    Args:
+        copied: files that may be copied into the folder.
+
+    Raises:
+        Refusal: another job writes the target; it exists and is not empty, or cannot be written. Nothing is left.
+    """
     final = target.resolve()
-    if final.exists() and (not final.is_dir() or any(final.iterdir())):
+    _check_new(target)
+    with one_job(final) as owner:
+        _check_new(target)  # again, because another job may have written it in the meantime
+        partial, listed = Path(temporary_name(final, owner)), json.dumps([path.name for path in copied])
+        try:
+            for leftover in map(Path, unfinished(final)):
+                _remove_converted(leftover)
+            partial.mkdir()
+            (partial / COPIED).write_text(listed)
+            yield partial
+            (partial / COPIED).unlink()
+            sync_tree(partial)
+            owner.check()
+            partial.replace(final)
+            sync_folders_up(final.parent)
+        except OSError as error:
+            raise Refusal(f"{target}: {reason(error)}; nothing was written") from error
+        finally:
+            if partial.is_dir():
+                _remove_converted(partial, parse_json(listed))
+
+
+def _check_new(target: Path) -> None:
+    if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
         raise Refusal(f"{target}: it exists and is not empty; choose another folder, or remove it")
-    partial = final.with_name(f".{final.name}.partial")
+
+
+def _remove_converted(folder: Path, copied: Sequence[str] | None = None) -> None:
+    """Remove an unfinished conversion. Other files in it stay, and are named on stderr."""
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
-        sync_tree(partial)
-        partial.replace(final)
-        sync_folders_up(final.parent)
-    except OSError as error:
-        raise Refusal(f"{target}: {reason(error)}; nothing was written") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        listed = parse_json(read_bytes(folder / COPIED)) if copied is None else copied
+        names = [escape(name) for name in listed if isinstance(name, str)]
+    except (OSError, ValueError, TypeError):  # it was interrupted before it copied any
+        names = []
+    with suppress(OSError):
+        if left := remove_made(folder, (*CONVERTED, *names)):
+            print(f"{folder} is left: it has files that no conversion wrote: {some(left)}", file=sys.stderr)
 
 
 @contextmanager

@@ -27,7 +27,14 @@ from torch import Tensor
 from megatron.training.arguments.config import CheckpointConfig, Config
 from megatron.training.arguments.stages import chunk_layers
 from megatron.training.checkpoint.in_memory import copy_file
-from megatron.training.checkpoint.in_memory.copy_file import NotPrivate, PrivateFolder, gathered, open_private, swap
+from megatron.training.checkpoint.in_memory.copy_file import (
+    NotPrivate,
+    PrivateFolder,
+    copies_in,
+    gathered,
+    open_private,
+    swap,
+)
 from megatron.training.checkpoint.owner import COPIES, run_of_copies
 from megatron.training.checkpoint.run_state import Progress
 from megatron.training.checkpoint.save_job import error_line
@@ -112,13 +119,13 @@ class Copies:
 
     def clear(self, stays: int | None) -> None:
         """Remove partial copies, and all complete ones except those of iteration ``stays``. No rank may be writing."""
-        for path in self.folder.at.iterdir():
+        for path in copies_in(self.folder.at):
             if stays is None or not path.name.startswith(f"iter_{stays:07d}."):
                 path.unlink(missing_ok=True)
 
     def _clear_before(self, iteration: int) -> None:
         """Remove older copies; another rank of this node may be writing a newer one."""
-        for path in self.folder.at.iterdir():
+        for path in copies_in(self.folder.at):
             number = path.name.lstrip(".").removeprefix("iter_").partition(".")[0]
             if number.isdigit() and int(number) < iteration:
                 path.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import struct
 import sys
@@ -27,9 +28,16 @@ from torch import Tensor
 # With O_PATH (Linux), parent folders may be searchable without being readable.
 FOLDER_FLAGS = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
 
+COPY = re.compile(r"\.?iter_\d+\.rank_\d+\.safetensors(\.by_\d+\.partial)?")  # names of copies, also unfinished ones
+
 
 class NotPrivate(Exception):
     """Another user could change the folder; the message says why."""
+
+
+def copies_in(folder: Path) -> list[Path]:
+    """The copies in a folder, also unfinished ones. Raises OSError."""
+    return [path for path in folder.iterdir() if COPY.fullmatch(path.name)]
 
 
 @dataclass(frozen=True)
@@ -52,9 +60,9 @@ class PrivateFolder:
         return Path(f"/proc/self/fd/{self.number}") if sys.platform == "linux" else self.named
 
     def remove(self) -> None:
-        """Remove the folder and its files, if possible."""
+        """Remove the copies, and the folder if nothing else is in it."""
         with suppress(OSError):
-            for path in self.at.iterdir():
+            for path in copies_in(self.at):
                 path.unlink(missing_ok=True)
             os.rmdir(self.named.name, dir_fd=self.parent)
 

@@ -17,6 +17,9 @@ from typing import Any
 from megatron.training.json_file import parse_json, read_bytes
 
 CHECKSUMS = "checksums.json"
+VALIDATION = "validation_loss.json"  # in a checkpoint that was evaluated when it was saved
+# Names of all files that this program writes into a checkpoint's folder; others there are the user's.
+WRITTEN = ("__*.distcp", ".metadata", "metadata.json", "common.pt", CHECKSUMS, VALIDATION)
 VERSION = 2
 TORCH_DIST, HUGGING_FACE = "torch_dist", "hugging_face"  # forms
 BLOCK = 1 << 22  # bytes read at once
