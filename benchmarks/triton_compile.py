@@ -146,7 +146,7 @@ def example(
     def meta(*shape: int, kind: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=kind, device="meta")
 
-    mask = MaskFunction(lambda q, k: q >= k) if "mask" in features else Causal()
+    mask = MaskFunction(lambda q, k: q >= k, Causal()) if "mask" in features else Causal()
     call = Call(
         meta(rows, 1, heads, head, kind=dtype),
         *(meta(rows, 1, key_heads, head, kind=dtype) for _ in range(2)),

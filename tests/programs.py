@@ -93,7 +93,7 @@ MASKS: dict[str, Callable[[int], cp.Causal]] = {
     "documents": lambda n: cp.Documents(ends(n)),
     "documents, full": lambda n: cp.Documents(ends(n), cp.Full()),
     "documents, window": lambda n: cp.Documents(ends(n), cp.Window(2)),
-    "function": lambda n: cp.MaskFunction(lambda q, k: (q + k) % 3 > 0),  # leaves queries without any key
+    "function": lambda n: cp.MaskFunction(lambda q, k: (q + k) % 3 > 0, cp.Causal()),  # leaves queries without any key
 }
 
 

@@ -66,7 +66,7 @@ def measure(length: int, args: argparse.Namespace, device: torch.device) -> dict
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     layout = cp.SequenceLayout(length, abstract_grid())
-    mask = cp.MaskFunction(lambda q, k: (q - k) % 3 == 0)
+    mask = cp.MaskFunction(lambda q, k: (q - k) % 3 == 0, cp.Causal())
     qkv = [torch.randn(length, 1, args.heads, args.head_dim, device=device, dtype=dtype) for _ in range(3)]
     leaves = [x.requires_grad_() for x in qkv]
     took = dict.fromkeys(THRESHOLDS, float("inf"))

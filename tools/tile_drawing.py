@@ -106,7 +106,7 @@ def draw_gallery(figure: Any, ring: int, length: int) -> None:
 def gallery(ring: int, length: int) -> list[tuple[str, SequenceLayout, Mask]]:
     """(title, layout, mask) of each panel, with a training run's default balance, and documents also in zigzag."""
     ends, block = document_ends(length), length // 16
-    dilated = cp.MaskFunction(lambda q, k: (q - k) % (length // 8) < length // 16)
+    dilated = cp.MaskFunction(lambda q, k: (q - k) % (length // 8) < length // 16, cp.Causal())
     masks: list[tuple[str, str, Mask]] = [
         ("causal", "zigzag", cp.Causal()),
         ("full", "zigzag", cp.Full()),

@@ -72,14 +72,25 @@ class Meaning:
     def number(self) -> int:
         return next(_numbers)
 
+    @cached_property
+    def looks_ahead(self) -> bool:
+        """Whether the mask surely lets a query see a later key."""
+        everything = (0, self.layout.seq_length)
+        if self.mask is None or self.mask.pairwise:
+            return False
+        return any(band.end - 1 > band.q[0] for band in self.mask.bands(everything, everything))
+
     def rule(self, is_causal: bool) -> Mask:
         """The mask of a call.
 
         Raises:
             ValueError: the call and the context contradict each other.
         """
-        if is_causal and isinstance(self.mask, Full):
-            raise ValueError("a call has is_causal=True, but context_parallel has mask=Full(): leave one of them out")
+        if is_causal and self.looks_ahead:
+            raise ValueError(
+                f"a call has is_causal=True, but context_parallel has mask={type(self.mask).__name__}(...), which lets "
+                "queries see later keys: leave one of them out"
+            )
         return self.mask if self.mask is not None else Causal() if is_causal else Full()
 
     def tiles(self, q_SBHD: Tensor, v_SBHD: Tensor, is_causal: bool, scale: float) -> tuple[RingSource, TileKernel]:
@@ -243,7 +254,8 @@ def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel
         enable_gqa: bool = False,
     ) -> Tensor:
         if attn_mask is not None:
-            raise ValueError(f"{OPERATOR} over ranks does not support attn_mask: give mask= to context_parallel")
+            way_out = "give mask= to context_parallel" if mask is None else "context_parallel has mask=, so pass none"
+            raise ValueError(f"{OPERATOR} over ranks does not support attn_mask: {way_out} ({_caller()} passes it)")
         if dropout_p:
             raise ValueError(f"{OPERATOR} over ranks does not support dropout_p: use cp.attention(dropout=...)")
         (meaning,) = _now  # not a variable of the context, because PyTorch keeps a reference to ``attend``
@@ -319,6 +331,19 @@ def _refused() -> Iterator[None]:
                 for key in ("AutogradCPU", "AutogradCUDA", "CPU", "CUDA"):
                     library.impl(name, varlen, key, allow_override=True)
         yield
+
+
+def _caller() -> str:
+    """The module that calls the operator, and the place outside of PyTorch that does."""
+    frame, place, module = sys._getframe(1), "", ""
+    while frame is not None and not (place and module):
+        name = frame.f_globals.get("__name__", "")
+        if not place and name != __name__ and name.partition(".")[0] != "torch":
+            place = f"{name}:{frame.f_lineno}"
+        values = (frame.f_locals.get(key) for key in ("self", "module"))
+        module = module or next((type(value).__name__ for value in values if isinstance(value, torch.nn.Module)), "")
+        frame = frame.f_back
+    return f"{module} at {place}" if module else place
 
 
 def _check_shapes(layout: SequenceLayout, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:

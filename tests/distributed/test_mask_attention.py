@@ -53,10 +53,10 @@ MASKS = {
     "strided": cp.BlockSparse(8, cp.StridedBlocks(4), LENGTH),
     "empty block row": cp.BlockSparse(16, EMPTY_ROW, LENGTH),
     "blocks in documents": cp.Documents(ENDS, cp.BlockSparse(16, cp.LongformerBlocks(1), LENGTH)),
-    "function": cp.MaskFunction(lambda q, k: (q - k) % 3 == 0),
+    "function": cp.MaskFunction(lambda q, k: (q - k) % 3 == 0, cp.Causal()),
     "function both ways": cp.MaskFunction(lambda q, k: (q + 2 * k) % 5 < 2, cp.Full()),
     "function in documents": cp.Documents(LONG, cp.MaskFunction(lambda q, k: (q + k) % 2 == 0, cp.Window(40))),
-    "half sees nothing": cp.MaskFunction(sees_nothing),
+    "half sees nothing": cp.MaskFunction(sees_nothing, cp.Causal()),
 }
 SCHEMES = {name: (name, "") for name in MASKS}
 SCHEMES |= {f"ALiBi, {name}": (name, "ALiBi") for name in ("causal", "full", "window 50", "documents", "function")}
@@ -356,7 +356,7 @@ def refusals():
     with pytest.raises(ValueError, match="softcap=0"):
         cp.attention(q, k, v, layout=layout, softcap=0.0)
     with pytest.raises(ValueError, match="True = attend"):
-        cp.attention(q, k, v, layout=layout, mask=cp.MaskFunction(lambda q, k: q - k))
+        cp.attention(q, k, v, layout=layout, mask=cp.MaskFunction(lambda q, k: q - k, cp.Causal()))
     with pytest.raises(ValueError, match="query block 1 needs one"):
         cp.attention(q, k, v, layout=layout, mask=cp.BlockSparse(96, cp.BlockList(((0,),)), LENGTH))
     with pytest.raises(ValueError, match="need balance=documents"):

@@ -252,7 +252,7 @@ def test_the_order_by_the_size_of_tiles():
     first = {name: tile_rows(mask) for name, mask in {"few": few, "many": many, "window": Window(1023)}.items()}
     assert first == {"few": 2**17, "many": 1000, "window": 1024}
     assert tile_rows(replace(few, within=Window(1023))) == 1024 and tile_rows(Causal()) is tile_rows(Full()) is None
-    assert tile_rows(MaskFunction(torch.ge)) == tile_rows(Window(2**17, global_tokens=1)) == 0
+    assert tile_rows(MaskFunction(torch.ge, Causal())) == tile_rows(Window(2**17, global_tokens=1)) == 0
     for version, fastest in ((3, "flash_attn"), (None, "cudnn")):
         order = [preferred((9, 0), flash_attn=version, tile_rows=rows)[0] for rows in first.values()]
         assert order == [fastest, "triton", "triton"]

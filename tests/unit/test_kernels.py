@@ -631,7 +631,7 @@ def test_one_mask_for_several_samples_with_dropout():
 def test_a_mask_of_pairs_in_tiles(name):
     """Full, causal and masked tiles; every ninth query sees no key."""
     layout, at = SequenceLayout(45, abstract_grid(), "contiguous"), torch.arange(45)
-    pairs = MaskFunction(lambda q, k: some_pairs(q, k) & (k <= q))
+    pairs = MaskFunction(lambda q, k: some_pairs(q, k) & (k <= q), Full())
     dout, q, k, v = make(b=2, h=4, hk=2, sq=45, sk=45)
     for mask in (pairs, Documents((20, 45)), Full()):
         leaves = [x.permute(2, 0, 1, 3).detach().clone().requires_grad_() for x in (q, k, v)]

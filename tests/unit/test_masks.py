@@ -69,9 +69,15 @@ def masks(draw):
         st.builds(cp.BlockList, st.lists(row, min_size=blocks, max_size=blocks).map(tuple)),
     )
     documents = st.builds(cp.Documents, st.just(ends), plain)
-    sparse = st.builds(cp.BlockSparse, st.just(8), pattern, st.just(LENGTH), st.one_of(plain, documents))
+    sparse = st.builds(block_sparse, pattern, st.one_of(plain, documents))
     function = st.builds(cp.MaskFunction, st.just(lambda q, k: (q + k) % 3 == 0), st.one_of(plain, documents, sparse))
     return draw(st.one_of(plain, documents, sparse, function, st.builds(cp.Documents, st.just(ends), function)))
+
+
+def block_sparse(pattern, within):
+    """A list of later blocks, which a causal mask would leave out, is used without it."""
+    within = cp.Full() if isinstance(pattern, cp.BlockList) and within == cp.Causal() else within
+    return cp.BlockSparse(8, pattern, LENGTH, within)
 
 
 @given(masks(), spans(), spans(), st.booleans())
@@ -263,7 +269,7 @@ def test_alibi_slopes():
 @pytest.mark.parametrize("kernel", ["cpu", "math"])
 def test_a_custom_mask_at_65536_tokens_never_holds_64_mb(grid, kernel):
     """The largest tile of all ring ranks is cut into parts; about four of the parts are computed and measured."""
-    length, mask = 65536, cp.MaskFunction(lambda q, k: (q - k) % 3 == 0)
+    length, mask = 65536, cp.MaskFunction(lambda q, k: (q - k) % 3 == 0, cp.Causal())
     layout = cp.SequenceLayout(length, abstract_grid(**grid))
     plans = [attention_plan(layout, mask).ring(rank=rank) for rank in range(layout.grid.ring.size)]
     computed = [(hop.tiles, tile) for plan in plans for hop in plan.hops for tile in hop.tiles]
@@ -447,6 +453,37 @@ def test_kernels_without_dropout_are_not_chosen():
     assert select("auto", **inputs, needs_dropout=True).name == "cpu"
     with pytest.raises(KernelUnavailable, match="does not support attention dropout by position; .* cpu, math"):
         select("flash_attn", **inputs, needs_dropout=True)
+
+
+@pytest.mark.parametrize("ends", [[3, 8], (3, 8), torch.tensor([3, 8]), iter([3, 8])])
+def test_numbers_may_come_in_any_sequence(ends) -> None:
+    """Masks and layouts are keys, which lists cannot be."""
+    mask = cp.Documents(ends)
+    assert mask == cp.Documents((3, 8)) and hash(mask) == hash(cp.Documents((3, 8)))
+
+
+def test_other_sequences_of_numbers_become_tuples() -> None:
+    layout = cp.SequenceLayout(8, cp.abstract_grid(), "documents")
+    assert layout.of_documents([3, 8]) is layout.of_documents((3, 8))
+    hash((cp.BlockList([[0], [0, 1]]), cp.Dropout(0.1, 1, samples=[0, 1]), layout.of_documents([3, 8])))
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: cp.MaskFunction(torch.ge), "MaskFunction needs within=.*: within=cp.Full.* for all, within=cp.Causal"),
+        (lambda: cp.Documents(8), "the ends of documents must be a list of whole numbers, not 8"),
+        (lambda: cp.Documents([1.5, 8]), r"the ends of documents must be a list of whole numbers, not \[1.5, 8\]"),
+        (lambda: cp.BlockList([0, 1]), "a row of a list of blocks must be a list of whole numbers, not 0"),
+        (
+            lambda: cp.BlockSparse(4, cp.BlockList([[0, 1], [1]]), 8),
+            "keeps key block 1 for query block 0, but a causal mask leaves it out: give within=Full",
+        ),
+    ],
+)  # fmt: skip
+def test_a_mask_is_never_narrowed_silently(make, words) -> None:
+    with pytest.raises(ValueError, match=f"^.*{words}[^\n]*$"):
+        make()
 
 
 def test_patterns_of_blocks_are_those_of_their_papers() -> None:

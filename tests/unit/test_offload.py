@@ -482,9 +482,11 @@ def test_a_wait_is_detected(bad):
 MASKS = {
     "window": cp.Window(50, 3, 2),
     "narrow window in documents": cp.Documents(ENDS, cp.Window(5)),
-    "function in documents": cp.Documents(ENDS, cp.MaskFunction(lambda q, k: (q + k) % 3 == 0)),
+    "function in documents": cp.Documents(ENDS, cp.MaskFunction(lambda q, k: (q + k) % 3 == 0, cp.Causal())),
     "function around documents": cp.MaskFunction(lambda q, k: (q + k) % 3 == 0, cp.Documents(ENDS)),
-    "function in blocks": cp.BlockSparse(16, cp.LongformerBlocks(1), LENGTH, cp.MaskFunction(lambda q, k: q != k)),
+    "function in blocks": cp.BlockSparse(
+        16, cp.LongformerBlocks(1), LENGTH, cp.MaskFunction(lambda q, k: q != k, cp.Causal())
+    ),
 }
 
 

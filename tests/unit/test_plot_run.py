@@ -104,7 +104,7 @@ MASKS = {
     "documents": cp.Documents(ENDS),
     "window in documents": cp.Documents(ENDS, cp.Window(39)),
     "blocks": BLOCKS,
-    "function": cp.MaskFunction(lambda q, k: (q - k) % 24 < 12),
+    "function": cp.MaskFunction(lambda q, k: (q - k) % 24 < 12, cp.Causal()),
     "function in blocks": cp.MaskFunction(lambda q, k: (q + k) % 5 < 3, BLOCKS),
 }
 LAYOUTS = [("zigzag", 4, 1), ("contiguous", 3, 1), ("documents", 4, 1), ("zigzag", 2, 3), ("documents", 1, 5)]

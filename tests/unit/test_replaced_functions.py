@@ -154,9 +154,9 @@ def test_every_argument_is_known(name):
     assert not computed & refused and all_arguments() <= computed | refused  # other versions may lack some of them
 
 
-def operator_with(**more):
+def operator_with(mask=None, **more):
     q = torch.randn(1, 2, LENGTH, 4)
-    with cp.context_parallel(LAYOUT):
+    with cp.context_parallel(LAYOUT, mask=mask):
         F.scaled_dot_product_attention(q, q, q, **more)
 
 
@@ -197,6 +197,15 @@ RING = cp.SequenceLayout(LENGTH, cp.abstract_grid(ring=2).at(ring=0))
     "call, words",
     [
         (lambda: operator_with(attn_mask=PAIRS), "does not support attn_mask: give mask="),
+        (
+            lambda: operator_with(cp.Full(), attn_mask=PAIRS),
+            "has mask=, so pass none (tests.unit.test_replaced_functions:",
+        ),
+        (lambda: layer_with(mask=cp.Full(), attn_mask=PAIRS), "(MultiheadAttention at tests.unit."),
+        (
+            lambda: operator_with(cp.Documents([5, LENGTH], cp.Full()), is_causal=True),
+            "which lets queries see later keys",
+        ),
         (lambda: operator_with(dropout_p=0.1), "does not support dropout_p"),
         (lambda: layer_with({"dropout": 0.1}), "does not support dropout_p"),
         (lambda: layer_with({"add_bias_kv": True}), "key has 13 tokens, but the layout gives each rank 12"),

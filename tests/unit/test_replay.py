@@ -182,7 +182,7 @@ def test_a_window_takes_one_launch_forward_and_two_backward():
 
 
 def test_a_mask_function_is_evaluated_once_in_each_pass(monkeypatch):
-    mask = cp.MaskFunction(lambda q, k: (q - k) % 3 != 1)
+    mask = cp.MaskFunction(lambda q, k: (q - k) % 3 != 1, cp.Causal())
     result, trace = launches(mask)
     assert len(result) == 3
     asked = [event.bytes for event in trace.events if getattr(event, "name", "") == "mask_bits"]

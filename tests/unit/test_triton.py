@@ -41,7 +41,7 @@ MASKS = {
     "two-sided": Window(20, 11, global_tokens=3),
     "narrow": Window(5, 2),
     "documents": Documents((13, 40, 41, 90)),
-    "function": MaskFunction(some_pairs),
+    "function": MaskFunction(some_pairs, Causal()),
 }
 CAP = {"softcap": 2.0}
 EXTRAS = {

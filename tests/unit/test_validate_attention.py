@@ -112,6 +112,7 @@ def test_attention_settings_that_are_refused(flags, words):
         (None, "No such file"),
         ("[[0], [1]", "use longformer, bigbird, strided"),
         ("[[0], [0, 2]]", "block numbers from 0 to 1"),
+        ("[[0, 1], [1]]", "keeps key block 1 for query block 0, but --attention-mask block-sparse is causal"),
         ("[[0]]", "must have 2 rows"),
         ("[0, 1]", "use longformer, bigbird, strided"),
     ],

@@ -51,7 +51,7 @@ def part_bytes(length: int, threshold: int) -> int:
     from megatron.training.report.tensor_memory import TensorMeter
 
     layout = cp.SequenceLayout(length, cp.abstract_grid())
-    rule = cp.AttentionRule(cp.MaskFunction(every_third), mask_cpu_threshold=threshold)
+    rule = cp.AttentionRule(cp.MaskFunction(every_third, cp.Causal()), mask_cpu_threshold=threshold)
     tiles = attention_plan(layout, rule.mask).ring().hops[0].tiles
     q = torch.randn(length, 1, 1, 8)
     kernel = rule.tile_kernel(q, layout.grid.ulysses, length)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.layout.masks import Band, Causal, Mask, NarrowedMask
-from megatron.context_parallel.layout.spans import Span, Spans, joined
+from megatron.context_parallel.layout.spans import Span, Spans, joined, whole_numbers
 
 
 class Pattern(Protocol):
@@ -82,9 +82,19 @@ class StridedBlocks:
 
 @dataclass(frozen=True)
 class BlockList:
-    """A list of key blocks for each query block; a row may be empty."""
+    """A list of key blocks for each query block; a row may be empty. Raises ValueError for what are no such lists."""
 
     rows: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        rows = (whole_numbers(row, "a row of a list of blocks") for row in self.rows)
+        object.__setattr__(self, "rows", tuple(rows))
+
+    @property
+    def later(self) -> tuple[int, int] | None:
+        """The first query block that keeps a later key block, and this block; None if there is none."""
+        rows = ((row, max(kept, default=0)) for row, kept in enumerate(self.rows))
+        return next((pair for pair in rows if pair[1] > pair[0]), None)
 
     def kept(self, row: int, blocks: int) -> set[int]:
         if row >= len(self.rows):
@@ -103,7 +113,8 @@ class BlockSparse(NarrowedMask):
         within: the mask within the kept blocks.
 
     Raises:
-        ValueError: ``block`` is below 1; or later, a :class:`BlockList` lacks a row.
+        ValueError: ``block`` is below 1; a :class:`BlockList` names blocks after the query's block, which a causal mask
+            would leave out; or later, it lacks a row.
     """
 
     block: int
@@ -115,6 +126,11 @@ class BlockSparse(NarrowedMask):
     def __post_init__(self) -> None:
         if self.block < 1:
             raise ValueError(f"a block must have 1 token or more, not {self.block}")
+        if isinstance(self.pattern, BlockList) and self.within == Causal() and (later := self.pattern.later):
+            raise ValueError(
+                f"the list keeps key block {later[1]} for query block {later[0]}, but a causal mask leaves it out: "
+                "give within=Full(), or lists without later blocks"
+            )
 
     def key_spans(self, row: int) -> Spans:
         """The keys that query block ``row`` keeps."""

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.layout.spans import Span
+from megatron.context_parallel.layout.spans import Span, whole_numbers
 from megatron.decisions.division import NARROW
 from megatron.platform.streams import to_device
 
@@ -196,17 +196,19 @@ class Documents(NarrowedMask):
     """Documents packed into one sequence; no query attends to another document.
 
     Attributes:
-        ends: ascending, one past the last token of each document; the last is the length of the sequence.
+        ends: ascending, one past the last token of each document; the last is the length of the sequence. Any sequence
+            of whole numbers; it becomes a tuple.
         within: what a query attends to inside its document.
 
     Raises:
-        ValueError: the ends do not ascend from 1 or more.
+        ValueError: the ends are no whole numbers, or do not ascend from 1 or more.
     """
 
     ends: tuple[int, ...]
     within: Mask = Causal()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "ends", whole_numbers(self.ends, "the ends of documents"))
         if not self.ends or any(a >= b for a, b in zip((0, *self.ends), self.ends)):
             raise ValueError("the ends of documents must ascend, from 1 or more to the length of the sequence")
 
@@ -257,15 +259,24 @@ class MaskFunction:
     Attributes:
         function: (positions of queries [.., 1], of keys [1, ..], int64) -> bool, True = attend; on any device.
         within: an outer mask, which the function can only narrow: pairs outside it are not evaluated, computed or sent.
+            It must be given: ``Full()`` for exactly the pairs of the function, ``Causal()`` for those without later
+            keys, or a tighter bound.
 
     Raises:
-        ValueError: at the call, if the function's result is not of dtype bool.
+        ValueError: ``within`` is not given; or at the call, if the function's result is not of dtype bool.
     """
 
     function: Callable[[Tensor, Tensor], Tensor]
-    within: Mask = Causal()
+    within: Mask | None = None
 
     pairwise = fine = True
+
+    def __post_init__(self) -> None:
+        if self.within is None:
+            raise ValueError(
+                "MaskFunction needs within=, the pairs for which the function is asked: within=cp.Full() for all, "
+                "within=cp.Causal() without later keys"
+            )
 
     def bands(self, q: Span, k: Span) -> Iterator[Band]:
         return self.within.bands(q, k)

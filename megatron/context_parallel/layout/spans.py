@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from itertools import accumulate, chain
+from operator import index
 
 import torch
 from torch import Tensor
@@ -18,6 +19,18 @@ Span = tuple[int, int]
 
 Spans = tuple[Span, ...]
 """Disjoint spans; ascending unless stated otherwise."""
+
+
+def whole_numbers(values: Iterable[int], what: str) -> tuple[int, ...]:
+    """The values as a tuple, which can be a key: from a list, an array or a tensor of whole numbers.
+
+    Raises:
+        ValueError: they are something else; the message begins with ``what``.
+    """
+    try:
+        return tuple(map(index, values))
+    except TypeError:
+        raise ValueError(f"{what} must be a list of whole numbers, not {values!r}") from None
 
 
 def count(spans: Spans) -> int:

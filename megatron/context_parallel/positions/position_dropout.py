@@ -19,7 +19,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.layout.spans import Spans, positions
+from megatron.context_parallel.layout.spans import Spans, positions, whole_numbers
 from megatron.platform.autograd import once_differentiable
 from megatron.platform.streams import to_device
 
@@ -50,6 +50,7 @@ class Dropout:
     head: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "samples", whole_numbers(self.samples, "the samples of a dropout"))
         if not (isfinite(self.probability) and 0 <= self.probability < 1):
             raise ValueError(f"a dropout probability must be at least 0 and below 1, not {self.probability}")
 

@@ -96,7 +96,7 @@ def block_sparse_mask(attention: AttentionConfig, length: int) -> Mask:
 
 
 def function_mask(attention: AttentionConfig, length: int) -> Mask:
-    return MaskFunction(mask_function(attention.mask_function))
+    return MaskFunction(mask_function(attention.mask_function), Causal())
 
 
 def sparse_pattern(attention: AttentionConfig, length: int) -> Pattern:
@@ -121,6 +121,11 @@ def sparse_pattern(attention: AttentionConfig, length: int) -> Pattern:
         raise Refusal(
             f"--sparse-pattern {name} must have {blocks} rows (--seq-length {length} in --sparse-block-size "
             f"{attention.sparse_block_size}) of block numbers from 0 to {blocks - 1}; it has {len(pattern.rows)} rows"
+        )
+    if (later := pattern.later) is not None:
+        raise Refusal(
+            f"--sparse-pattern {name} keeps key block {later[1]} for query block {later[0]}, but "
+            "--attention-mask block-sparse is causal: list no later blocks"
         )
     return pattern
 
