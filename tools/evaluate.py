@@ -83,6 +83,15 @@ def settings_from_checkpoint(argv: Sequence[str]) -> tuple[dict[str, Any], list[
 
 def evaluate(config: Config, runtime: Any, beats: Any, notes: Sequence[str] = ()) -> int:
     """Load, evaluate, write; returns the exit code. ``notes``: lines about settings from the checkpoint."""
+    from megatron.training.evaluation.eval_report import FILE
+    from megatron.training.ownership.own_files import one_job_of_ranks
+
+    folder = Path(config.evaluation.eval_output or "out/evaluation")
+    with one_job_of_ranks(folder / FILE, runtime.is_rank_zero):
+        return _evaluate(config, runtime, folder, notes)
+
+
+def _evaluate(config: Config, runtime: Any, folder: Path, notes: Sequence[str]) -> int:
     from megatron.training.evaluation.eval_report import lines, tables, write
     from megatron.training.evaluation.evaluated_model import prepare_evaluation
     from megatron.training.evaluation.tasks import Subject, evaluate_tasks
@@ -101,8 +110,7 @@ def evaluate(config: Config, runtime: Any, beats: Any, notes: Sequence[str] = ()
         "seed": config.run.seed,
         "grid": str(runtime.grid),
     }
-    folder = config.evaluation.eval_output or "out/evaluation"
-    written = together(lambda: write(folder, about, results) if runtime.is_rank_zero else [])
+    written = together(lambda: write(str(folder), about, results) if runtime.is_rank_zero else [])
     if runtime.is_rank_zero:
         from rich.console import Console
 

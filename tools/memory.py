@@ -20,6 +20,7 @@ from rich.console import Console
 from megatron.formulas.parameters import stage_parameters
 from megatron.simulator.machines.machine_file import load
 from megatron.simulator.planner import memory_table as tables
+from megatron.training.ownership.own_files import replace_file
 from megatron.training.refusal import Refusal
 
 
@@ -75,7 +76,7 @@ def _run(options: argparse.Namespace) -> int:
             console.print(table)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps([row.as_json() for row in rows], indent=1) + "\n")
+        replace_file(options.json, json.dumps([row.as_json() for row in rows], indent=1) + "\n")
         console.print(f"rows: {options.json}")
     if options.output:
         tables.draw(rows, title, options.output, machine)

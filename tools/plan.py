@@ -36,6 +36,7 @@ from megatron.simulator.planner.request import Request, tokens
 from megatron.simulator.planner.run_cost import Terms
 from megatron.simulator.planner.search import NEAR, all_strategies, search
 from megatron.simulator.planner.search_space import Limits
+from megatron.training.ownership.own_files import replace_file
 from megatron.training.refusal import Refusal, Refusals
 from tools.plan_options import MARGIN, parser, planning_problems, terms
 
@@ -159,7 +160,7 @@ def confirm(ranking: Report, gpu: str, console: Console) -> None:
 def write(name: str, text: str, flag: str) -> None:
     try:
         Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_text(text, encoding="utf-8")
+        replace_file(name, text)
     except OSError as error:
         raise Refusal(f"{flag} {name}: cannot be written: {error.strerror or error}") from None
 

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.training.arguments.parser import parse
+from megatron.training.ownership.own_files import replace_file
 from megatron.training.refusal import Refusal
 
 PHASES = ("forward", "backward")
@@ -36,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         sizes = counted(options)
         if options.json:
-            options.json.write_text(json.dumps(sizes, indent=1) + "\n")
+            replace_file(options.json, json.dumps(sizes, indent=1) + "\n")
     except (Refusal, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -20,6 +20,7 @@ from megatron.training import pretrain
 from megatron.training.arguments.config import Config
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_vocab
 from megatron.training.json_file import parse_json, read_bytes
+from megatron.training.ownership.own_files import one_job_of_ranks, replace_file
 from megatron.training.refusal import Refusal, one_line, reason, short, together
 from megatron.training.setup import Runtime
 
@@ -132,6 +133,10 @@ def run(order: Order, words: Sequence[str]) -> int:
     )
 
     def answer(config: Config, runtime: Runtime, _: Any) -> int:
+        with one_job_of_ranks(order.output, runtime.is_rank_zero):
+            return answered(config, runtime)
+
+    def answered(config: Config, runtime: Runtime) -> int:
         # The longest sequence limits a window of -1, and decides whether masks of pairs are made in host memory.
         config.data.seq_length = len(longest.tokens) + order.max_new_tokens
         decoder = load_decoder(config, runtime, vocab_size)
@@ -170,7 +175,7 @@ def report(order: Order, prompts: Sequence[Prompt], answers: Sequence[Answer], t
         try:
             order.output.parent.mkdir(parents=True, exist_ok=True)
             lines = (json.dumps(row, ensure_ascii=False) for row in rows)
-            order.output.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            replace_file(order.output, "".join(f"{line}\n" for line in lines))
         except OSError as error:
             raise Refusal(f"--output {order.output}: {reason(error)}") from None
 

@@ -11,7 +11,15 @@ import pytest
 
 from megatron.training.ownership import own_files
 from megatron.training.ownership.lock_file import InUse
-from megatron.training.ownership.own_files import one_job, remove_listed, temporary_name, unfinished
+from megatron.training.ownership.own_files import (
+    one_job,
+    one_job_of_ranks,
+    remove_listed,
+    remove_made,
+    replace_file,
+    temporary_name,
+    unfinished,
+)
 
 CONTEXT = multiprocessing.get_context("fork")
 
@@ -62,3 +70,46 @@ def test_one_target_has_one_job(tmp_path: Path, capsys, monkeypatch) -> None:
         owner.check()
         assert unfinished(target) == sorted([temporary_name(target, owner), f"{target}.{'0' * 32}.tmp"])
     assert not list(tmp_path.glob("*.json")) and not list(tmp_path.glob(".*"))
+
+
+def test_only_files_of_known_names_are_removed(tmp_path: Path) -> None:
+    (made := tmp_path / "made").mkdir()
+    (outside := tmp_path / "outside").mkdir()
+    for file in (outside / "a.json", made / "a.json", made / "in" / "b.json", made / "thesis.tex", made / "also" / "c"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("x")
+    (made / "link").symlink_to(outside)
+    assert remove_made(made, ["*.json"]) == ["also/c", "link", "thesis.tex"]
+    assert (outside / "a.json").exists() and not (made / "in").exists()
+    assert remove_made(made / "link", ["*.json"]) == [""] and (outside / "a.json").exists()
+    assert remove_made(made, ["[tlc]*"]) == [] and not made.exists() and (outside / "a.json").exists()
+
+
+def test_a_small_file_is_replaced_at_once(tmp_path: Path, monkeypatch) -> None:
+    (file := tmp_path / "a").write_text("old")
+    (tmp_path / "link").symlink_to(file)
+    replace_file(tmp_path / "link", "new")
+    assert file.read_text() == "new" and (tmp_path / "link").is_symlink()
+    replace_file(os.devnull, "x")
+    assert not os.path.isfile(os.devnull)
+    monkeypatch.setattr(os, "replace", lambda *_: os.stat("missing"))
+    with pytest.raises(FileNotFoundError):
+        replace_file(file, "newer")
+    assert file.read_text() == "new" and {path.name for path in tmp_path.iterdir()} == {"a", "link"}
+
+
+def test_the_first_rank_has_the_lock_of_an_output(tmp_path: Path) -> None:
+    (left := tmp_path / f"a.{'0' * 32}.tmp").touch()
+    with one_job_of_ranks(tmp_path / "a", False), one_job_of_ranks(None, True), one_job_of_ranks(os.devnull, True):
+        assert [*tmp_path.iterdir()] == [left]
+    with one_job_of_ranks(tmp_path / "a", True):
+        (lock,) = tmp_path.iterdir()
+        assert lock.name.startswith(".a.owner.")
+    pipe, theirs = CONTEXT.Pipe()
+    other = CONTEXT.Process(target=hold, args=(str(tmp_path / "a"), theirs))
+    other.start()
+    pipe.recv()
+    with pytest.raises(InUse, match="is in use by process"), one_job_of_ranks(tmp_path / "a", True):
+        pass
+    pipe.send(None)
+    other.join()

@@ -18,6 +18,7 @@ from megatron.simulator.cost.trace import AXES
 from megatron.simulator.dry_run.allocation.reserved import needed_by_setting, runtime_memory
 from megatron.simulator.dry_run.dry_run import DryRun, RankReport
 from megatron.simulator.dry_run.replay import duration
+from megatron.training.ownership.own_files import replace_file
 from megatron.training.refusal import Refusal
 from megatron.training.report.layer_traffic import describe_layers, layer_traffic
 from megatron.training.report.memory_picture import DEVICE_KINDS, draw, readable
@@ -224,7 +225,7 @@ def write(result: DryRun, path: str, events: int | None = None) -> list[str]:
     Returns:
         The paths of all files.
     """
-    Path(path).write_text(json.dumps(as_json(result), indent=1) + "\n")
+    replace_file(path, json.dumps(as_json(result), indent=1) + "\n")
     written = [path]
     stem = str(Path(path).with_suffix(""))
     profiles = [report.profile for report in result.ranks]

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron.training.evaluation.tasks import Result
+from megatron.training.ownership.own_files import replace_file
 from megatron.training.refusal import Refusal, reason
 from megatron.training.report.memory_picture import pyplot_for_files
 
@@ -27,7 +28,8 @@ def draw(results: dict[str, Result], folder: Path) -> list[str]:
     for name, (function, result) in pictures.items():
         figure = function(result)
         figure.tight_layout()
-        figure.savefig(folder / name)
+        figure.savefig(drawn := io.BytesIO())
+        replace_file(folder / name, drawn.getvalue())
         pyplot_for_files().close(figure)
     return [str(folder / name) for name in pictures]
 
@@ -97,9 +99,7 @@ def write(folder: str, about: dict[str, Any], results: dict[str, Result]) -> lis
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         path = Path(folder) / FILE
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps({**about, "tasks": results}, indent=1) + "\n")
-        os.replace(partial, path)
+        replace_file(path, json.dumps({**about, "tasks": results}, indent=1) + "\n")
         return [str(path), *draw(results, Path(folder))]
     except OSError as error:
         raise Refusal(f"--eval-output {folder} cannot be written: {reason(error)}") from None
