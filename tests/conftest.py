@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures for all tests, and which of them run: the usual ones, --quick a few, --full all."""
+"""Fixtures for all tests, and which of them run: the usual ones, --quick a few, --lab the laboratory, --full all."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     if importlib.util.find_spec("pytest_timeout") is None:
         parser.addini("timeout", "limit of a test in seconds; needs pytest-timeout to act")
     parser.addoption("--quick", action="store_true", help="only the tests to run after every change")
+    parser.addoption("--lab", action="store_true", help="only the laboratory, which is to run once a day")
     parser.addoption("--full", action="store_true", help="all combinations too, as before a release")
     parser.addoption(
         "--schedules", type=int, default=5, metavar="N", help="schedules of copies in each case of --full (default: 5)"
@@ -79,24 +80,29 @@ def schedules(pytestconfig: pytest.Config) -> int:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[DESELECTED] = {}
-    if config.getoption("--quick") and config.getoption("--full"):
-        raise pytest.UsageError("--quick and --full: leave one out")
+    if sum(config.getoption(option) for option in ("--quick", "--lab", "--full")) > 1:
+        raise pytest.UsageError("--quick, --lab and --full: give one of them")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests that were not requested; without a GPU skip those that need one (all of tests/gpu)."""
     import torch
 
-    more = {}
+    more: dict[str, list[pytest.Item]] = {}
     if not config.getoption("--full"):
-        more["with --full"] = [item for item in items if item.get_closest_marker("full")]
-    if config.getoption("--quick"):
-        more["without --quick"] = [item for item in items if not quick(item) and not item.get_closest_marker("full")]
+        lab = config.getoption("--lab")
+        for item in items:
+            if item.get_closest_marker("full"):
+                more.setdefault("with --full", []).append(item)
+            elif bool(item.get_closest_marker("lab")) != lab:
+                more.setdefault("without --lab" if lab else "with --lab", []).append(item)
+            elif config.getoption("--quick") and not quick(item):
+                more.setdefault("without --quick", []).append(item)
     deselected = {item for some in more.values() for item in some}
     if deselected:
         items[:] = [item for item in items if item not in deselected]
         config.hook.pytest_deselected(items=list(deselected))
-    config.stash[DESELECTED] = {option: len(some) for option, some in more.items() if some}
+    config.stash[DESELECTED] = {option: len(some) for option, some in more.items()}
     if hasattr(config, "workeroutput"):  # of pytest-xdist: reported to its controller at the end
         config.workeroutput["deselected"] = config.stash[DESELECTED]
     if torch.cuda.is_available():

@@ -4,7 +4,8 @@
 #
 #   bash tests/run.sh --quick     most unit tests and a few grids: after every change
 #   bash tests/run.sh             every feature, combinations by pairs: before a pull request, and in CI
-#   bash tests/run.sh --full      complete matrices: before a release
+#   bash tests/run.sh --lab       the laboratory (random inputs, faults, adversaries, types, mutants): once a day
+#   bash tests/run.sh --full      all of it, with complete matrices: before a release
 #
 # All other arguments are pytest's. Two processes share the tests, each with its own pool of workers; -n 0 runs all
 # in one, which --pdb needs. --hypothesis-profile=explore looks for new counterexamples.
@@ -20,7 +21,7 @@ SECONDS=0
 lint=0
 "$PYTHON" -m ruff check --output-format concise . || lint=$?
 tests=0
-"$PYTHON" -m pytest -q -n 2 --dist worksteal --durations 10 --durations-min 1 "$@" || tests=$?
+"$PYTHON" -m pytest -q -n 2 --dist worksteal --durations 20 --durations-min 0.1 "$@" || tests=$?
 echo "lint and tests took $((SECONDS / 60)) min $((SECONDS % 60)) s"
 if ((lint)); then echo "ruff check found what is listed above the tests: exit code $lint" >&2; fi
 exit $((tests ? tests : lint))
