@@ -36,6 +36,7 @@ from megatron.training.arguments.schedule import check_stage, length_in_step, sa
 from megatron.training.arguments.validate import data_parallel_size
 from megatron.training.arguments.validate.host_memory import available_bytes, check_host_memory
 from megatron.training.checkpoint import checkpoint
+from megatron.training.checkpoint.arguments_of import vocabulary
 from megatron.training.checkpoint.checkpoint_folder import restore
 from megatron.training.checkpoint.checksums import choose_whole
 from megatron.training.checkpoint.in_memory.copies import Copies, open_copies
@@ -47,7 +48,7 @@ from megatron.training.checkpoint.run_state import Progress
 from megatron.training.data.batches import micro_batches
 from megatron.training.data.datasets import build_datasets
 from megatron.training.data.index_files import named_sets
-from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_vocab
+from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.evaluation.eval_plan import Plan, check_held_out, make_plan
 from megatron.training.model.build import build_model
 from megatron.training.model.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
@@ -101,7 +102,7 @@ def _prepare(config: Config, runtime: Runtime, owner: Owner | None) -> Job:
             check_host_memory(config)
         latest = checkpoint.find(config.checkpoint, config.notes)
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
-        vocab_size = check_vocab(config.model.vocab_size, tokenizer)
+        tokenizer, vocab_size = vocabulary(latest, tokenizer, config)
         return latest, tokenizer, vocab_size, make_plan(config, tokenizer) if config.evaluation.eval_tasks else None
 
     if owner is not None and dist.get_rank() == 0:

@@ -161,7 +161,7 @@ def test_a_run_without_the_window_is_refused(pool, folders):
     for wrong in ("", " --window-size 11,0"):
         flags = right.replace(" --window-size 11,0 --window-attn-skip-freq [1,0,1]", wrong)
         assert flags != right
-        assert "--window-attn-skip-freq [1, 0, 1] in the checkpoint, None in this run" in refusal(pool, flags)
+        assert "--window-attn-skip-freq [1,0,1] in the checkpoint, None in this run" in refusal(pool, flags)
 
 
 def test_conversion_there_and_back(folders, tmp_path):

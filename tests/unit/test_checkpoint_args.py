@@ -55,12 +55,12 @@ def older_settings(flags):
 def test_a_run_continues_only_with_the_same_activation(saved, flags, continues):
     config = gpt(flags)
     if continues:
-        check_model(saved, config, Path("old"), weights_only=False)
+        check_model(saved, config, Path("old"), changed=False)
         assert not any("activation" in note for note in config.notes)
         return
     with pytest.raises(Refusal, match="activation .* in the checkpoint, .* in this run"):
-        check_model(saved, config, Path("old"), weights_only=False)
-    check_model(saved, config, Path("old"), weights_only=True)
+        check_model(saved, config, Path("old"), changed=False)
+    check_model(saved, config, Path("old"), changed=True)
     assert any("the activation" in note for note in config.notes)
 
 

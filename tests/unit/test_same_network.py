@@ -15,8 +15,9 @@ import torch
 
 from megatron.training.arguments.config import AttentionConfig
 from megatron.training.arguments.parser import parse
-from megatron.training.checkpoint.arguments_of import shape_of
+from megatron.training.checkpoint.arguments_of import shape_of, vocabulary
 from megatron.training.checkpoint.checkpoint import check_model
+from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.families.architectures import Described, config_json, described, family_of
 from megatron.training.families.same_network import differences, of_run, roles
 from megatron.training.refusal import Refusal
@@ -74,7 +75,7 @@ def test_every_setting_of_the_network_is_compared(name: str) -> None:
 
 def test_a_run_resumes_only_with_its_mask() -> None:
     config = config_of(f"{ROPE} --window-size 7,0")
-    check_model(of_run(config), config, Path("c"), weights_only=False)
+    check_model(of_run(config), config, Path("c"), changed=False)
     for flags, words in (
         (ROPE, "--window-size 7,0 in the checkpoint, None in this run"),
         (f"{ROPE} --window-size 8,0", "--window-size 7,0 in the checkpoint, 8,0 in this run"),
@@ -85,9 +86,9 @@ def test_a_run_resumes_only_with_its_mask() -> None:
     ):
         changed = config_of(flags)
         with pytest.raises(Refusal, match=words) as caught:
-            check_model(of_run(config), changed, Path("c"), weights_only=False)
+            check_model(of_run(config), changed, Path("c"), changed=False)
         assert "pass --finetune" in str(caught.value) and "--use-checkpoint-args" in str(caught.value)
-        check_model(of_run(config), changed, Path("c"), weights_only=True)
+        check_model(of_run(config), changed, Path("c"), changed=True)
         assert any(words in note and "changes the network" in note for note in changed.notes)
 
 
@@ -95,9 +96,9 @@ def test_two_ways_to_write_a_network_are_equal() -> None:
     config = config_of(f"{ROPE} --window-size 7,0 --window-attn-skip-freq 2")
     same = of_run(config) | {"window_attn_skip_freq": [1, 0], "softmax_scale": config.model.kv_channels**-0.5}
     same |= {"attention_mask": None, "rotary_base_local": config.model.rotary_base, "yarn_mscale": 3.0}
-    check_model(same, config, Path("c"), weights_only=False)
+    check_model(same, config, Path("c"), changed=False)
     moved = config_of("--attention-mask function --mask-function a.py:mask")
-    check_model(of_run(moved) | {"mask_function": "/elsewhere/a.py:mask"}, moved, Path("c"), weights_only=False)
+    check_model(of_run(moved) | {"mask_function": "/elsewhere/a.py:mask"}, moved, Path("c"), changed=False)
 
 
 GEMMA = {
@@ -206,3 +207,45 @@ def test_a_mask_that_no_class_has_is_not_exported(attention: dict[str, Any], wor
 def test_windows_of_models_like_llama_are_read(kind: str, keys: dict[str, Any], attention: dict[str, Any]) -> None:
     wanted = {"attention_mask": "window"} | attention if attention else {}
     assert described(LLAMA | {"model_type": kind} | keys, "").attention == wanted
+
+
+@pytest.mark.parametrize(
+    "source, ids, kind, rows, words",
+    [
+        ("config.json", 67, "HuggingFaceTokenizer", 67, None),
+        ("config.json", 60, "HuggingFaceTokenizer", 67, "the loss is over all 67 rows"),
+        ("config.json", 70, "HuggingFaceTokenizer", 67, "has 70 ids, the model 67: data with larger ids are refused"),
+        ("config.json", 66, "NullTokenizer", 67, "the loss is over all 67 rows"),
+        ("config.json", 68, "NullTokenizer", None, "has a vocabulary of 67 tokens, this run's tokenizer has 68"),
+        ("config.json", 5000, "HuggingFaceTokenizer", None, "has a vocabulary of 67 tokens"),
+        ("converted", 60, "HuggingFaceTokenizer", 67, "the loss is over all 67 rows"),
+        ("trained", 60, "HuggingFaceTokenizer", None, "has a vocabulary of 67 tokens, this run's tokenizer has 60"),
+        ("trained with 60", 60, "HuggingFaceTokenizer", 67, "the loss is over all 67 rows"),
+        ("trained with 60", 61, "HuggingFaceTokenizer", None, "has a vocabulary of 60 tokens"),
+        ("Megatron-LM", 61, "HuggingFaceTokenizer", 61, None),
+        (None, 61, "HuggingFaceTokenizer", 61, None),
+    ],
+)
+def test_the_vocabulary_is_the_models(
+    tmp_path: Path, source: str | None, ids: int, kind: str, rows: int | None, words: str | None
+) -> None:
+    config, path = config_of(ROPE), tmp_path / "iter_0000007"
+    config.model.vocab_size = None
+    if source == "config.json":
+        path = tmp_path
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+        (tmp_path / "model.safetensors").write_bytes(b"")
+    elif source == "Megatron-LM":
+        checkpoint_of(tmp_path, {"args": MEGATRON_ARGS})
+    elif source:
+        model = {"vocab_size": 60 if "60" in source else None}
+        data = {"tokenizer_type": None if source == "converted" else "HuggingFaceTokenizer"}
+        checkpoint_of(tmp_path, {"config": {"model": model, "data": data}, "vocab_size": 67})
+    tokenizer = Tokenizer(kind, "T", ids, 0, list, str)
+    if rows is None:
+        with pytest.raises(Refusal, match=words):
+            vocabulary(path, tokenizer, config)
+        return
+    limited, size = vocabulary(path if source else None, tokenizer, config)
+    assert (size, limited.vocab_size) == (rows, min(ids, rows))
+    assert any(words in note for note in config.notes) if words else not any("ids" in note for note in config.notes)

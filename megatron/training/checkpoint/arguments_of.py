@@ -7,15 +7,16 @@ Used by ``--use-checkpoint-args`` and by tools that read a checkpoint.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.training.arguments.config import ModelConfig
+from megatron.training.arguments.config import Config, ModelConfig
 from megatron.training.checkpoint.checkpoint_folder import checkpoints_before
 from megatron.training.checkpoint.megatron_lm.checked import COMMON, Checked, glance
 from megatron.training.checkpoint.megatron_lm.megatron_args import NOT_READ, attention_of, namespace, settings_of
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, is_hugging_face
+from megatron.training.data.tokenizer import Tokenizer, check_vocab
 from megatron.training.families import architectures
 from megatron.training.families.llama import llama_settings
 from megatron.training.families.same_network import attention_settings
@@ -89,6 +90,62 @@ def held_out_data(path: Path) -> dict[str, Any]:
         if isinstance(value := data.get(name), list) and all(isinstance(word, str) for word in value):
             settings[name] = value
     return {f"data.{name}": value for name, value in settings.items()}
+
+
+UNUSED = 1024  # in Qwen, BLOOM and others, the model may have this many rows more than the tokenizer has ids
+
+
+def vocabulary(path: Path | None, tokenizer: Tokenizer, config: Config) -> tuple[Tokenizer, int]:
+    """(``tokenizer``, limited to the ids that the model knows; rows of the vocabulary over which the loss is computed).
+
+    The rows are the checkpoint's, because they are part of its network: those of a Hugging Face model may be more or
+    fewer than its tokenizer's ids. Without a checkpoint, or with one of Megatron-LM, they are the tokenizer's ids.
+
+    Args:
+        path: the checkpoint that is loaded.
+
+    Raises:
+        Refusal: the tokenizer is not the checkpoint's, or --vocab-size is not the tokenizer's.
+    """
+    size = check_vocab(config.model.vocab_size, tokenizer)
+    if tokenizer.kind != "NullTokenizer":
+        config.model.vocab_size = size  # for the checkpoints of this run
+    rows, ids = _vocabulary_in(path, config.checkpoint.skip_damaged_checkpoints)
+    if rows is None:
+        return tokenizer, size
+    if ids is None:
+        most = rows if tokenizer.kind == "NullTokenizer" else rows + UNUSED  # the data may not use the others
+        ids = size if rows - UNUSED < size <= most else rows
+    if size != ids:
+        raise Refusal(
+            f"checkpoint {path} has a vocabulary of {ids} tokens, this run's tokenizer has {size}: use the "
+            "checkpoint's tokenizer"
+        )
+    if size > rows:
+        config.notes.append(f"{tokenizer.source} has {size} ids, the model {rows}: data with larger ids are refused")
+    elif size < rows:
+        config.notes.append(
+            f"the loss is over all {rows} rows of the model's vocabulary; {tokenizer.source} has {size}"
+        )
+    return replace(tokenizer, vocab_size=min(size, rows)), rows
+
+
+def _vocabulary_in(path: Path | None, skip: bool) -> tuple[int | None, int | None]:
+    """(rows, ids of the tokenizer) of the model in a checkpoint; None if it does not say."""
+    if path is None:
+        return None, None
+    if is_hugging_face(path):
+        file = glance(path, "config.json").file("config.json")
+        return architectures.described(llama_settings.read_config(file), file).vocab_size, None
+    common = _first_readable(path, skip).common()
+    rows = common.get("vocab_size")
+    if "config" not in common or rows is None:
+        return None, None
+    kind = (common["config"].get("data") or {}).get("tokenizer_type")
+    if kind is None:  # a converted model: any tokenizer's
+        return rows, None
+    ids = (common["config"].get("model") or {}).get("vocab_size")
+    return rows, rows if ids is None else ids + (kind == "NullTokenizer")  # it adds an id to --vocab-size
 
 
 def _first_readable(path: Path, skip: bool) -> Checked:

@@ -96,18 +96,17 @@ def without_adapters(state: dict[str, Any]) -> dict[str, Any]:
     return {name: part for name, part in state.items() if not is_adapter(name)}
 
 
-def check_model(saved: dict[str, Any], config: Config, path: Path, weights_only: bool) -> None:
-    """Refuse a checkpoint whose weights have other shapes or, if a run resumes, whose network computes differently.
-
-    Differences that are permitted (``weights_only``) are added to ``config.notes``.
+def check_model(saved: dict[str, Any], config: Config, path: Path, changed: bool) -> None:
+    """Refuse a checkpoint whose weights have other shapes, or whose network computes differently.
 
     Args:
         saved: the checkpoint's settings by name, of all sections; empty if it has none.
+        changed: whether this run may change what the network computes; it is then told so in ``config.notes``.
     """
     weights, function = differences(saved, of_run(config))
     if weights:
         raise Refusal(f"checkpoint {path} is of another model: {'; '.join(weights + function)}")
-    if function and not weights_only:
+    if function and not changed:
         raise Refusal(
             f"checkpoint {path} is of another model: {'; '.join(function)}: give the checkpoint's settings "
             "(--use-checkpoint-args takes those of the model and its mask), or pass --finetune to go on with these"
@@ -233,7 +232,7 @@ def _load(
     pretrained = is_pretrained(path.path, settings)
     weights_only = settings.finetune or pretrained or (foreign is not None and foreign.weights_alone)
     network = foreign.network if foreign else flat(common.get("config", {}))
-    check_model(network, config, path.path, weights_only)
+    check_model(network, config, path.path, changed=settings.finetune or pretrained)
     new_adapters = adapters_are_new(network, config.model, path.path, weights_only)
     saved, vocab_size = common.get("vocab_size"), getattr(unwrap(chunks[0]), "real_vocab_size", None)
     if foreign:

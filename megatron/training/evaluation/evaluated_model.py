@@ -12,10 +12,11 @@ from torch.utils.data import Dataset
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.validate.host_memory import check_host_memory
 from megatron.training.checkpoint import checkpoint
+from megatron.training.checkpoint.arguments_of import vocabulary
 from megatron.training.checkpoint.checksums import choose_whole
 from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.data.datasets import build_datasets
-from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_vocab
+from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.evaluation.eval_plan import Plan, check_held_out, make_plan
 from megatron.training.model.build import build_model
 from megatron.training.model.fsdp import FullySharded
@@ -42,7 +43,7 @@ def prepare_evaluation(config: Config, runtime: Runtime) -> tuple[Plan, list[nn.
         if latest is None:
             raise Refusal(f"--load {config.checkpoint.load} holds no checkpoint: give the folder of --save")
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
-        vocab_size = check_vocab(config.model.vocab_size, tokenizer)
+        tokenizer, vocab_size = vocabulary(latest, tokenizer, config)
         return latest, tokenizer, vocab_size, make_plan(config, tokenizer)
 
     latest, tokenizer, vocab_size, plan = together(read_inputs)

@@ -51,7 +51,6 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     from megatron.training.checkpoint.read_torch_dist import load_state, tensors_in
 
 PEFT_PREFIX = "base_model.model."
-WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
 
 def adapter_pieces(piece: Piece, model: ModelConfig) -> tuple[Piece, Piece] | None:
@@ -178,7 +177,7 @@ def to_hugging_face(
         model = _model(path, common)
         if model.lora_rank:
             stored = checkpoint.without_adapters(stored)
-        vocab_size = _vocabulary(path, common.get("vocab_size"), original, stored)
+        vocab_size = _vocabulary(path, common.get("vocab_size"), original)
         attention = _attention(path, common)
         family = described.family if described else architectures.family_of(model, attention)
         names = {name for header in _original_headers(original_files).values() for name in header.entries}
@@ -250,15 +249,12 @@ def _attention(path: Checked, common: dict[str, Any]) -> dict[str, Any]:
     return attention_of(namespace(common["args"], path), path)
 
 
-def _vocabulary(
-    path: Checked, trained: int | None, original: dict[str, Any] | None, stored: dict[str, ShardedTensor]
-) -> int:
-    """The number of rows to write: the training tokenizer's, or the original's if the tokenizer had fewer ids."""
+def _vocabulary(path: Checked, trained: int | None, original: dict[str, Any] | None) -> int:
+    """The number of rows to write: those over which the loss was computed, without padding, or the original's."""
     original_size = (original or {}).get("vocab_size")
     if trained is None and original_size is None:
         raise Refusal(f"{path} does not say how large its vocabulary is: give --hf-files, a folder with a config.json")
-    rows = stored[WORD_EMBEDDINGS].global_shape[0] if WORD_EMBEDDINGS in stored else 0
-    return original_size if trained is None or (original_size and trained < original_size <= rows) else trained
+    return original_size if trained is None else trained
 
 
 def _check_stored(
