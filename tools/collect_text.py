@@ -18,7 +18,7 @@ import sysconfig
 from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from megatron.training.data.text_files import atomic_files
+from megatron.training.ownership.atomic import atomic_files
 from megatron.training.refusal import Refusal
 
 SKIP = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3", ".git")

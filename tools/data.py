@@ -27,8 +27,8 @@ from megatron.training.data.sources.token_files import (
     verify,
     write_documents,
 )
-from megatron.training.data.text_files import atomic_files
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.training.ownership.atomic import atomic_files
 from megatron.training.refusal import Refusal, one_line, printable
 from tools.convert_command import TOKENIZER_FIELDS, add_tokenizer_options
 

@@ -23,8 +23,8 @@ import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.training.arguments.config import DataConfig
-from megatron.training.data.text_files import atomic_files
 from megatron.training.data.tokenizer import build_tokenizer, check_vocab
+from megatron.training.ownership.atomic import atomic_files
 from megatron.training.refusal import Refusal
 from tools.convert_command import TOKENIZER_FIELDS, add_tokenizer_options, exit_on_sigterm, one_line_parser, run
 

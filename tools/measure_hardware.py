@@ -23,7 +23,7 @@ import sys
 from datetime import timedelta
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from megatron.training.data.text_files import atomic_files
+from megatron.training.ownership.atomic import atomic_files
 from megatron.training.refusal import Refusal
 
 RESERVED = 64 * 1024  # bytes written at the start, so that a full disk is noticed before measuring

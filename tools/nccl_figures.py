@@ -15,7 +15,7 @@ from rich.table import Table
 from megatron.simulator.cost.nccl_tests import KINDS, Run, compare, fields, read_runs
 from megatron.simulator.machines.machine import Machine
 from megatron.simulator.machines.machine_file import MACHINES, find, machine_of, merge, read_fields, read_machine
-from megatron.training.data.text_files import atomic_files
+from megatron.training.ownership.atomic import atomic_files
 from megatron.training.refusal import Refusal
 
 

@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from megatron.training.data.text_files import BadRecord, Reader, atomic_files, expand, parse
+from megatron.training.data.text_files import BadRecord, Reader, expand, parse
+from megatron.training.ownership.atomic import atomic_files
 from megatron.training.refusal import Refusal
 
 LONGEST_LINE = 4192  # bytes; SentencePiece drops longer lines

@@ -18,9 +18,9 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.data.datasets import MockDataset, build_datasets
-from megatron.training.data.index_files import atomic_folder, named_sets, parse_blends
-from megatron.training.data.text_files import atomic_files
+from megatron.training.data.index_files import named_sets, parse_blends
 from megatron.training.data.tokenizer import build_tokenizer
+from megatron.training.ownership.atomic import atomic_files, atomic_folder
 from megatron.training.refusal import Refusal
 from tests.properties import examples
 
@@ -157,10 +157,11 @@ def test_containers_that_agree_in_host_name_and_process_number_do_not_write_into
             Path(other, "second").write_text("2")
     assert sorted(os.listdir(target)) == ["files.json", "second"]
     target = str(tmp_path / "file")
-    with atomic_files([target], overwrite=True) as (one,), atomic_files([target], overwrite=True) as (other,):
+    with pytest.raises(Refusal, match="file is not this job's any more"), atomic_files([target], False) as (one,):
         Path(one).write_text("1")
-        Path(other).write_text("2")
-    assert Path(target).read_text() == "1"  # the last one to finish
+        with atomic_files([target], overwrite=False) as (other,):  # as if it were the next job of this process
+            Path(other).write_text("2")
+    assert Path(target).read_text() == "2" and len(os.listdir(tmp_path)) == 2
 
 
 def test_cache(corpus, tmp_path, monkeypatch, caplog):

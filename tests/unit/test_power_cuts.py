@@ -12,7 +12,7 @@ import numpy as np
 from megatron.training.checkpoint.checkpoint_folder import clear
 from megatron.training.checkpoint.converting.from_hugging_face import from_hugging_face
 from megatron.training.checkpoint.converting.to_hugging_face import to_hugging_face
-from megatron.training.data.index_files import atomic_folder
+from megatron.training.ownership.atomic import atomic_folder
 from tests.disk import Recorder, prove
 from tests.unit.test_hugging_face import save_llama
 

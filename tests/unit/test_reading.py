@@ -24,10 +24,10 @@ from megatron.training.arguments.config import Stage
 from megatron.training.data import read_tokens
 from megatron.training.data.batches import micro_batches, shard_batch
 from megatron.training.data.datasets import build_datasets
-from megatron.training.data.index_files import ABANDONED_AFTER, atomic_folder
 from megatron.training.data.read_tokens import DataError, OpenFile, check_ids, first_outside, unmapped
 from megatron.training.features.bad_batches import skip_micro_batches
 from megatron.training.job import spans_to_read
+from megatron.training.ownership.atomic import atomic_folder
 from megatron.training.refusal import Refusal
 from tests.pairs import also_in_full
 from tests.patience import patience
@@ -271,16 +271,31 @@ def test_a_builder_that_is_killed_leaves_no_cache_that_is_accepted(tmp_path, rou
     assert interrupted or rounds < 10, "no kill came in the middle"
 
 
-def test_files_of_killed_builders_are_removed_after_a_day(tmp_path):
-    folder, old = tmp_path / "cache", time.time() - ABANDONED_AFTER - 60
-    for name in ("cache.1.tmp", "cache.2.tmp", "other.1.tmp"):
+def test_folders_of_killed_builders_are_removed_by_the_next(tmp_path):
+    """Not that of a builder that still works, nor any other folder."""
+    folder, (receive, send) = tmp_path / "cache", multiprocessing.get_context("fork").Pipe()
+
+    def build():
+        with atomic_folder(str(folder)) as temporary:
+            send.send(os.path.basename(temporary))
+            time.sleep(1000)
+
+    builders = [multiprocessing.get_context("fork").Process(target=build) for _ in range(2)]
+    names = []
+    for builder in builders:
+        builder.start()
+        names.append(receive.recv())
+    builders[0].kill()
+    builders[0].join()
+    for name in ("cache.mine.tmp", f"other{names[0].removeprefix('cache')}"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "part").write_text("half")
-    for name in ("cache.1.tmp", "other.1.tmp"):
-        os.utime(tmp_path / name, (old, old))
     with atomic_folder(str(folder)) as temporary:
         Path(temporary, "whole").write_text("all")
-    assert {path.name for path in tmp_path.iterdir()} == {"cache", "cache.2.tmp", "other.1.tmp"}
+    left = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")}
+    assert left == {"cache", "cache.mine.tmp", f"other{names[0].removeprefix('cache')}", names[1]}
+    builders[1].kill()
+    builders[1].join()
+    assert sum(path.name.startswith(".") for path in tmp_path.iterdir()) == 1  # the lock of the second builder
 
 
 @pytest.mark.parametrize("lost", ["description.txt", "document_index.npy", "files.json"])

@@ -35,6 +35,7 @@ from megatron.training.data import row_files as packed_files
 from megatron.training.data import text_files, tokenizer
 from megatron.training.data.chat_template import Chat, ChatTemplate
 from megatron.training.model.attention_rule import mask_function
+from megatron.training.ownership.atomic import atomic_files
 from megatron.training.refusal import Refusal
 from tests.chats import make_tokenizer
 from tools import check_script, launch_confined, plan, trace_alignment
@@ -82,7 +83,7 @@ def test_each_sentence_has_a_test_and_the_page_is_short():
 
 
 def test_01_the_command_line_names_any_file(tmp_path):
-    with text_files.atomic_files([str(tmp_path / "a" / "b")], overwrite=False) as (name,):
+    with atomic_files([str(tmp_path / "a" / "b")], overwrite=False) as (name,):
         Path(name).write_text("1")
     assert (tmp_path / "a" / "b").read_text() == "1"
 
@@ -377,7 +378,7 @@ def test_21_modes_follow_the_umask(tmp_path):
     for umask in (0o022, 0o077):
         before = os.umask(umask)
         try:
-            with text_files.atomic_files([str(tmp_path / f"{umask}" / "log")], overwrite=False) as (name,):
+            with atomic_files([str(tmp_path / f"{umask}" / "log")], overwrite=False) as (name,):
                 Path(name).write_text("1")
         finally:
             os.umask(before)

@@ -27,10 +27,11 @@ from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.data_paths import parse_split
 from megatron.training.data import index_files as data_files
 from megatron.training.data.chat_template import ChatTemplate, read_chats
-from megatron.training.data.index_files import atomic_folder, check_complete, load_numbers
+from megatron.training.data.index_files import load_numbers
 from megatron.training.data.read_tokens import DataError, FileArray, check_ids, unmapped
 from megatron.training.data.text_files import unit_of
 from megatron.training.data.tokenizer import Tokenizer
+from megatron.training.ownership.atomic import atomic_folder, check_complete
 from megatron.training.refusal import Refusal, one_line, together
 
 # Conversations share a sample by best-fit packing (Ding et al. 2024, Fewer Truncations Improve Language Modeling,

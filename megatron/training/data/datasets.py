@@ -30,11 +30,11 @@ from megatron.training.arguments.schedule import samples_after
 from megatron.training.data import index_files as data_files
 from megatron.training.data.batches import Later
 from megatron.training.data.chat_dataset import build_chat_datasets
-from megatron.training.data.index_files import atomic_folder
 from megatron.training.data.packing.length_mixtures import Source, read_mixture, repeated
 from megatron.training.data.packing.packing_plans import Packing, cost_of, make_plan, stage_plan, stage_starts
 from megatron.training.data.read_tokens import DataError, JoinedFiles, TokenFile, check_ids, first_outside, unmapped
 from megatron.training.data.tokenizer import Tokenizer
+from megatron.training.ownership.atomic import atomic_folder
 from megatron.training.refusal import Refusal, together
 
 

@@ -14,9 +14,7 @@ import json
 import os
 import shutil
 import struct
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,65 +25,9 @@ from megatron.training.arguments.data_paths import Blend, parse_blend, weighted_
 from megatron.training.data.packing.length_mixtures import read_mixture
 from megatron.training.data.read_tokens import DataError, FileArray, OpenFile, TokenFile, check_ids
 from megatron.training.data.sources.remote import BLOCK, exists, is_remote, open_input, properties
-from megatron.training.data.text_files import atomic_files
-from megatron.training.disk import sync_tree
 from megatron.training.json_file import read_bytes, read_json
+from megatron.training.ownership.atomic import atomic_files, check_complete
 from megatron.training.refusal import Refusal, one_line, reason
-
-LIST = "files.json"  # {name: bytes} of the files in a cache folder, which shows later whether some were deleted
-ABANDONED_AFTER = 24 * 3600  # seconds after which an unfinished folder counts as abandoned
-
-
-@contextmanager
-def atomic_folder(folder: str) -> Iterator[str]:
-    """Yields a temporary folder to fill, which is renamed to ``folder`` at the end, or removed after an error.
-
-    If several processes build the same folder, the first one wins. An interrupted process leaves no ``folder`` behind.
-
-    Raises:
-        OSError: the folder cannot be written, or ``folder`` exists because another run was faster.
-    """
-    temporary = f"{folder}.{uuid.uuid4().hex}.tmp"  # two containers may have the same host name and process id
-    try:
-        os.makedirs(temporary)
-        _remove_abandoned(*os.path.split(folder), os.stat(temporary).st_mtime)
-        yield temporary
-        sizes = {entry.name: entry.stat().st_size for entry in os.scandir(temporary)}
-        with open(os.path.join(temporary, LIST), "w", encoding="utf-8") as file:
-            json.dump(sizes, file, indent=2, sort_keys=True)
-        sync_tree(temporary)  # a folder of this name must be complete even after a power cut
-        os.rename(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def check_complete(folder: str) -> None:
-    """Check that a cache folder still has all its files, with their sizes.
-
-    Raises:
-        Refusal: a file is missing or has another size.
-    """
-    name = LIST
-    try:
-        with open(os.path.join(folder, LIST), encoding="utf-8") as file:
-            sizes = json.load(file)
-        for name, size in sizes.items():
-            if (actual := os.path.getsize(os.path.join(folder, name))) != size:
-                raise ValueError(f"{actual} bytes instead of {size}")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise Refusal(
-            f"{folder} is no longer complete ({name}: {reason(error)}): remove it, and it is built again"
-        ) from None
-
-
-def _remove_abandoned(root: str, name: str, now: float) -> None:
-    """Remove unfinished folders of killed runs. ``now`` is the time by the file system's clock."""
-    with suppress(OSError):  # another run removes it too
-        for entry in os.scandir(root):
-            if entry.name.startswith(f"{name}.") and entry.name.endswith(".tmp"):
-                if now - entry.stat().st_mtime > ABANDONED_AFTER:
-                    shutil.rmtree(entry.path, ignore_errors=True)
-
 
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents
 MAGIC, NPY = b"MMIDIDX\x00\x00", b"\x93NUMPY"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads text from files of many formats, compressed or not, local or remote; writes files atomically."""
+"""Reads text from files of many formats, compressed or not, local or remote."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import itertools
 import json
 import math
 import os
-import uuid
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import IO, Any, NamedTuple
@@ -20,7 +19,6 @@ from megatron.training.data.row_files import COMPRESSED, advice, decompressed
 from megatron.training.data.sources import columnar
 from megatron.training.data.sources.remote import exists, is_folder, is_remote, matches, open_input, size_of
 from megatron.training.data.sources.tar_files import tar_rows
-from megatron.training.disk import sync_file, sync_folder, sync_folders_up
 from megatron.training.json_file import PART, read_most
 from megatron.training.refusal import Refusal
 
@@ -325,43 +323,6 @@ def parse(record: Record, keys: tuple[str, ...]) -> dict[str, str] | None:
     """The texts of a record by key; None for a blank line. Raises BadRecord."""
     fields = fields_of(record, keys[0])
     return None if fields is None else texts_of(fields, keys)
-
-
-@contextlib.contextmanager
-def atomic_files(paths: list[str], overwrite: bool) -> Iterator[list[str]]:
-    """Yields temporary names for some files. At the end all of them are put in place; after an error, none."""
-    existing = [path for path in paths if os.path.exists(path)]
-    if existing and not overwrite:
-        raise Refusal(f"{existing[0]} exists: give --overwrite to replace it")
-    ending = f".{uuid.uuid4().hex}.tmp"  # two containers may have the same host name and process id
-    temporary = [f"{path}{ending}" for path in paths]
-    folders = sorted({os.path.dirname(os.path.abspath(path)) for path in paths})
-    replacing = False
-    try:
-        for folder in folders:
-            os.makedirs(folder, exist_ok=True)
-        yield temporary
-        for path in temporary:
-            sync_file(path)
-        if existing:
-            for folder in folders:
-                sync_folder(folder)  # the new files are safe before the old ones are removed
-            replacing = True
-            for path in reversed(existing):  # a power cut leaves a missing file, never a wrong pair
-                os.unlink(path)
-            for folder in folders:
-                sync_folder(folder)
-        for source, target in zip(temporary, paths):
-            os.rename(source, target)
-        for folder in folders:
-            sync_folders_up(folder)
-    except OSError as error:
-        name = error.filename or paths[0]
-        raise Refusal(f"cannot write {name.removesuffix(ending)}: {_reason(error)}") from error
-    finally:
-        for path in temporary if not replacing else ():  # if the old files may be gone, the new ones stay
-            with contextlib.suppress(OSError):
-                os.unlink(path)
 
 
 def _reason(error: Exception) -> str:

@@ -100,11 +100,16 @@ def temporary_name(target: str | Path, owner: Owner) -> str:
     return f"{target}.{owner.token}.tmp"
 
 
-def unfinished(target: str | Path) -> list[str]:
-    """What jobs have left under temporary names of a target. Whoever has its lock knows that these jobs have ended."""
-    folder, name = os.path.split(os.path.abspath(target))
-    pattern = re.compile(re.escape(name) + TEMPORARY)
-    return sorted(os.path.join(folder, one) for one in os.listdir(folder) if pattern.fullmatch(one))
+def unfinished(*targets: str | Path) -> list[str]:
+    """What jobs have left under temporary names of targets. Whoever has their lock knows that these jobs have ended."""
+    names: dict[str, list[str]] = {}
+    for folder, name in (os.path.split(os.path.abspath(target)) for target in targets):
+        names.setdefault(folder, []).append(re.escape(name))
+    found = []
+    for folder, wanted in names.items():
+        pattern = re.compile(f"({'|'.join(wanted)}){TEMPORARY}")
+        found += [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if pattern.fullmatch(name)]
+    return found
 
 
 def remove_listed(folder: str | Path, names: Iterable[str]) -> list[str]:

@@ -23,8 +23,9 @@ import numpy as np
 
 from megatron.training.data.encoding import Encoded, Settings, encode_all
 from megatron.training.data.sources.token_files import TokenWriter, merge, read_manifest, write_manifest
-from megatron.training.data.text_files import ALL, Reader, atomic_files, no_memory
+from megatron.training.data.text_files import ALL, Reader, no_memory
 from megatron.training.json_file import read_json
+from megatron.training.ownership.atomic import atomic_files
 from megatron.training.refusal import Refusal
 
 PART_BYTES = 1 << 26  # of the input for each part, where their number is not given

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from megatron.training.data.index_files import HEADER, MAGIC, TOKEN_TYPES, DataFile, check_order, open_prefix
-from megatron.training.data.text_files import atomic_files
 from megatron.training.json_file import PART, read_json
+from megatron.training.ownership.atomic import atomic_files
 from megatron.training.refusal import Refusal, reason
 
 CODES = {np.dtype(kind): code for code, kind in TOKEN_TYPES.items()}
