@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import nullcontext
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from megatron.training.data.sources.token_files import (
 )
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.ownership.atomic import atomic_files
+from megatron.training.ownership.own_files import one_job
 from megatron.training.refusal import Refusal, one_line, printable
 from tools.convert_command import TOKENIZER_FIELDS, add_tokenizer_options
 
@@ -38,8 +40,9 @@ def merged(args: argparse.Namespace) -> list[str]:
     if folders and len(args.input) > 1:
         raise Refusal(f"--input {folders[0]}: merge the parts of one folder at a time, then the files")
     if folders:
-        totals, outputs = merge_parts(folders[0], args.output_prefix, args.overwrite, args.keep_parts)
-        return [_line(outputs[key], totals.documents[key], totals.tokens[key]) for key in outputs]
+        with nullcontext() if args.keep_parts else one_job(os.path.realpath(folders[0])):
+            totals, outputs, notes = merge_parts(folders[0], args.output_prefix, args.overwrite, args.keep_parts)
+        return [*(_line(outputs[key], totals.documents[key], totals.tokens[key]) for key in outputs), *notes]
     if os.path.realpath(args.output_prefix) in map(os.path.realpath, args.input):
         raise Refusal(f"--output-prefix {args.output_prefix} is an input too: give another name")
     manifest = merge(args.input, args.output_prefix, args.overwrite)
@@ -61,12 +64,9 @@ def split(args: argparse.Namespace) -> list[str]:
     pieces = np.split(np.arange(len(lengths)), places)
     if not all(map(len, pieces)):
         raise Refusal(f"--shares: one part would have none of the {len(lengths)} documents: give fewer or other shares")
-    lines = []
-    for number, piece in enumerate(pieces):
-        output = f"{args.output_prefix}_{number}"
-        manifest = write_documents(args.prefix, piece, output, args.overwrite)
-        lines.append(_line(output, manifest["documents"], manifest["tokens"]))
-    return lines
+    chosen = {f"{args.output_prefix}_{number}": piece for number, piece in enumerate(pieces)}
+    manifests = write_documents(args.prefix, chosen, args.overwrite)
+    return [_line(output, one["documents"], one["tokens"]) for output, one in zip(chosen, manifests)]
 
 
 def inspect(args: argparse.Namespace) -> list[str]:
@@ -166,7 +166,7 @@ def _plot(args: argparse.Namespace, documents: np.ndarray, tokens: np.ndarray, w
 def dedup_exact(args: argparse.Namespace) -> list[str]:
     file = open_prefix(args.prefix, "dedup-exact")
     kept, dropped = same_documents(file)
-    write_documents(args.prefix, kept, args.output_prefix, args.overwrite)
+    write_documents(args.prefix, {args.output_prefix: kept}, args.overwrite)
     return [f"{args.output_prefix}: {len(kept):,} of {file.sequences:,} documents; {file.sequences - len(kept):,} were "
             f"repeated, {dropped:,} tokens"]  # fmt: skip
 
@@ -189,7 +189,7 @@ def build_parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         if name == "merge":
             command.add_argument("--input", nargs="+", required=True, metavar="PREFIX", help="or one folder of parts")
-            command.add_argument("--keep-parts", action="store_true", help="do not remove the folder of parts")
+            command.add_argument("--keep-parts", action="store_true", help="do not remove the parts")
         else:
             command.add_argument("prefix", metavar="PREFIX", help="the path of the .bin and the .idx, without ending")
         if name in ("merge", "split", "dedup-exact"):

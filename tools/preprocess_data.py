@@ -25,6 +25,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.training.data.encoding import Settings, filter_of, tokenizer_of
 from megatron.training.data.sources.partitions import (
     METHOD,
+    MOST_PARTS,
     Parts,
     Totals,
     Work,
@@ -36,6 +37,7 @@ from megatron.training.data.sources.partitions import (
     write_tokens,
 )
 from megatron.training.data.text_files import Reader, expand, is_fasta, is_plain_text, no_memory
+from megatron.training.ownership.own_files import one_job
 from megatron.training.refusal import Refusal
 from tools.convert_command import TOKENIZER_FIELDS, add_tokenizer_options
 
@@ -82,7 +84,7 @@ def work_of(args: argparse.Namespace) -> Work:
 def preprocess(args: argparse.Namespace, method: str = METHOD) -> list[str]:
     """Tokenize the inputs; returns the lines of a summary."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # --workers says how many processes there are
-    start, work = time.monotonic(), work_of(args)
+    start, work, notes = time.monotonic(), work_of(args), []
     outputs = {key: f"{args.output_prefix}_{key}_document" for key in work.settings.keys}
     for prefix in outputs.values():
         for end in ("bin", "idx") if not args.overwrite else ():
@@ -94,10 +96,13 @@ def preprocess(args: argparse.Namespace, method: str = METHOD) -> list[str]:
         parts = divide(work, args.output_prefix, args.of if args.engine == "slurm" else args.partitions, args.overwrite)
         if args.engine == "slurm":
             return _shard(args, parts)
-        made = make_with_ray(parts, args.workers) if args.engine == "ray" else _here(parts, args.workers)
-        _progress(made, parts.count, start)
-        totals, _ = merge_parts(parts.folder, args.output_prefix, args.overwrite)
-    return summary(totals, outputs, work.settings.dtype, time.monotonic() - start, args.workers)
+        with one_job(parts.folder):
+            if args.overwrite:
+                parts.remove_others()
+            made = make_with_ray(parts, args.workers) if args.engine == "ray" else _here(parts, args.workers)
+            _progress(made, parts.count, start)
+            totals, _, notes = merge_parts(parts.folder, args.output_prefix, args.overwrite)
+    return [*summary(totals, outputs, work.settings.dtype, time.monotonic() - start, args.workers), *notes]
 
 
 def _here(parts: Parts, workers: int) -> Iterable[tuple[int, Totals]]:
@@ -114,6 +119,8 @@ def _progress(made: Iterable[tuple[int, Totals]], count: int, start: float) -> N
 
 def _shard(args: argparse.Namespace, parts: Parts) -> list[str]:
     """Make the part of one task of an array."""
+    if args.overwrite:
+        parts.remove_others()
     _progress(make_here(parts, range(args.shard, args.shard + 1), args.workers), parts.count, time.monotonic())
     missing = sum(parts.done(part) is None for part in range(parts.count))
     merge = f"python tools/data.py merge --input {parts.folder} --output-prefix {args.output_prefix}"
@@ -242,8 +249,9 @@ def check_engine(args: argparse.Namespace) -> None:
             raise Refusal(f"--partitions {args.partitions} with --engine slurm: --of says how many parts there are")
     elif args.shard is not None or args.of is not None:
         raise Refusal(f"--shard and --of need --engine slurm, not {args.engine}: add it, or leave them out")
-    if args.partitions is not None and not 1 <= args.partitions <= 100_000:
-        raise Refusal("--partitions must be from 1 to 100,000")
+    for flag, count in (("--partitions", args.partitions), ("--of", args.of)):
+        if count is not None and not 1 <= count <= MOST_PARTS:
+            raise Refusal(f"{flag} {count}: must be from 1 to {MOST_PARTS:,}")
 
 
 def main(argv: list[str] | None = None) -> None:

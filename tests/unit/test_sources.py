@@ -507,7 +507,8 @@ def test_engines_that_are_not_possible(tmp_path, capsys, monkeypatch):
         ("--engine", "slurm", "--shard", "2", "--of", "2"): "needs --shard I --of N",
         ("--engine", "slurm", "--shard", "0", "--of", "2", "--partitions", "3"): "--of says how many parts",
         ("--shard", "1", "--of", "2"): "need --engine slurm, not local",
-        ("--partitions", "0"): "must be from 1 to",
+        ("--partitions", "0"): "--partitions 0: must be from 1 to",
+        ("--engine", "slurm", "--shard", "0", "--of", "100001"): "--of 100001: must be from 1 to",
         ("--json-keys", "a/b"): "must have no slash",
     }.items():
         assert line in refused(capsys, tmp_path / "a.jsonl", prefix=tmp_path / "x", extra=extra)

@@ -29,6 +29,7 @@ from megatron.training.data import index_files as data_files
 from megatron.training.data.chat_template import ChatTemplate, read_chats
 from megatron.training.data.index_files import load_numbers
 from megatron.training.data.read_tokens import DataError, FileArray, check_ids, unmapped
+from megatron.training.data.sources.contents import content_of
 from megatron.training.data.text_files import unit_of
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.ownership.atomic import atomic_folder, check_complete
@@ -127,17 +128,16 @@ def folder_of(path: str, template: ChatTemplate, data: DataConfig) -> str:
     """The folder for the tokens of a file; its name depends on everything that the tokens depend on."""
     import transformers
 
-    stat, tokenizer = os.stat(path), template.tokenizer
+    tokenizer = template.tokenizer
     text = json.dumps(
         [
             os.path.abspath(path),
-            stat.st_size,
-            stat.st_mtime_ns,
+            content_of(path),
             tokenizer.backend_tokenizer.to_str(),
             str(sorted(tokenizer.special_tokens_map.items())),
             template.given or tokenizer.chat_template,
             transformers.__version__,
-            "3",  # version of the folder's format and of how the assistant's words are marked
+            "4",  # version of the folder's format and of how the assistant's words are marked
         ],
         sort_keys=True,
     )

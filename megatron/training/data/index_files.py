@@ -7,7 +7,6 @@ index cache depends only on the path, so new data under an old name would be rea
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import json
@@ -24,16 +23,20 @@ from megatron.training.arguments.config import DataConfig
 from megatron.training.arguments.data_paths import Blend, parse_blend, weighted_groups
 from megatron.training.data.packing.length_mixtures import read_mixture
 from megatron.training.data.read_tokens import DataError, FileArray, OpenFile, TokenFile, check_ids
+from megatron.training.data.sources.contents import content_of, digest_of
 from megatron.training.data.sources.remote import BLOCK, exists, is_remote, open_input, properties
 from megatron.training.json_file import read_bytes, read_json
 from megatron.training.ownership.atomic import atomic_files, check_complete
+from megatron.training.ownership.lock_file import InUse
+from megatron.training.ownership.own_files import one_job
 from megatron.training.refusal import Refusal, one_line, reason
 
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents
 MAGIC, NPY = b"MMIDIDX\x00\x00", b"\x93NUMPY"
 LONGEST_HEADER = 10_000  # limit of a .npy header in bytes, as in numpy
 TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
-FORM = 2  # version of index caches: a folder with a list of its files
+LONGEST_COPY = 600.0  # seconds in which another process must have copied an index
+FORM = 3  # version of index caches: a folder with a list of its files and their checksums
 
 
 @dataclass(frozen=True)
@@ -41,14 +44,14 @@ class DataFile:
     """A prefix whose .bin and .idx are complete.
 
     Attributes:
-        identity: changes when the data does.
+        version: sizes and versions of files at a URL.
         index: the .idx in the file system.
     """
 
     prefix: str
     dtype: type[np.integer]
     sequences: int
-    identity: tuple
+    version: tuple[Any, ...]
     index: str
 
     def lengths(self) -> FileArray:
@@ -59,6 +62,12 @@ class DataFile:
         """The offset of each document in the .bin, in bytes."""
         offset = HEADER.size + 4 * self.sequences
         return FileArray(OpenFile(self.index), np.int64, (self.sequences,), offset)
+
+    def identity(self) -> list[Any]:
+        """What changes when the data do. Raises OSError."""
+        if is_remote(self.prefix):
+            return [self.prefix, *self.version]
+        return [self.prefix, *(content_of(f"{self.prefix}.{end}") for end in ("bin", "idx"))]
 
     def open(self) -> TokenFile:
         """The documents."""
@@ -148,6 +157,8 @@ def open_prefix(prefix: str, flag: str, cache: str | None = None) -> DataFile:
     paths = {extension: f"{prefix}.{extension}" for extension in ("bin", "idx")}
     if is_remote(prefix) and not cache:
         raise Refusal(f"{flag} {prefix}: give --object-storage-cache-path FOLDER for a copy of its index")
+    if "::" in prefix and is_remote(prefix):
+        raise Refusal(f"{flag} {prefix}: name the files by one URL, without :: for copies or archives")
     try:
         for path in paths.values():
             if not (exists(path) if is_remote(path) else os.path.isfile(path)):
@@ -157,26 +168,47 @@ def open_prefix(prefix: str, flag: str, cache: str | None = None) -> DataFile:
         raise Refusal(f"{flag} {prefix}: {error.filename or prefix} cannot be read: {reason(error)}") from None
 
 
-def _copied(idx: str, size: int, version: Any, cache: str) -> str:
-    """A copy of a remote .idx, which all processes of a machine share; the first one makes it."""
-    name = hashlib.sha256(json.dumps([idx, size, version]).encode()).hexdigest()[:24]
-    path = os.path.join(cache, f"{name}.idx")
+def _copied(idx: str, size: int, version: str, cache: str) -> tuple[str, str]:
+    """A copy of a remote .idx with its checksum, which all processes of a machine share; the first one makes it.
+
+    Returns:
+        Its path, and the version of the original: if the server gives none, the SHA-256 of what it sends now.
+    """
+    content = "" if version else digest_of(idx)
+    version = version or content
+    name = os.path.join(cache, hashlib.sha256(json.dumps([idx, size, version]).encode()).hexdigest()[:24])
+    path, checksum = f"{name}.idx", f"{name}.sha256"
+
+    def is_whole() -> bool:
+        with suppress(FileNotFoundError), open(checksum, encoding="ascii", errors="replace") as file:
+            return file.read(100) == digest_of(path)
+        return False
+
     try:
         os.makedirs(cache, exist_ok=True)
-        with open(f"{path}.lock", "w") as lock:
-            with suppress(OSError):  # without locks, several processes make it
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            if not os.path.exists(path):
-                with atomic_files([path], overwrite=True) as (temporary,), open(temporary, "wb") as out:
-                    shutil.copyfileobj(open_input(idx), out, BLOCK)
+        if is_whole():
+            return path, version
+        with one_job(name, LONGEST_COPY) as owner:
+            if not is_whole():
+                with atomic_files([path, checksum], True, owner) as (copy, sum_of_copy):
+                    with open_input(idx) as source, open(copy, "wb") as out:
+                        shutil.copyfileobj(source, out, BLOCK)
+                    if os.path.getsize(copy) != size or content not in ("", digest_of(copy)):
+                        raise OSError("it was cut off, or changed while it was read")
+                    with open(sum_of_copy, "w", encoding="ascii") as out:
+                        out.write(digest_of(copy))
+    except InUse as error:
+        raise Refusal(f"--object-storage-cache-path {cache}: {error.state}: end it, or give another folder") from None
     except OSError as error:
         raise Refusal(f"--object-storage-cache-path {cache}: {idx} cannot be copied there: {reason(error)}") from None
-    return path
+    return path, version
 
 
 def _open_prefix(prefix: str, flag: str, paths: dict[str, str], cache: str | None) -> DataFile:
     idx, (idx_size, idx_version), (bin_size, bin_version) = paths["idx"], *map(properties, (paths["idx"], paths["bin"]))
-    index = _copied(idx, idx_size, idx_version, cache) if is_remote(idx) else idx
+    index = idx
+    if is_remote(idx):
+        index, idx_version = _copied(idx, idx_size, idx_version, cache)
     with open(index, "rb") as file:
         head = file.read(HEADER.size)
         if len(head) < HEADER.size or not head.startswith(MAGIC):
@@ -202,8 +234,7 @@ def _open_prefix(prefix: str, flag: str, paths: dict[str, str], cache: str | Non
         raise Refusal(
             f"{flag} {prefix}: {paths['bin']} holds {bin_size} bytes, expected {expected} from the .idx: {problem}"
         )
-    identity = (prefix, bin_size, bin_version, idx_size, idx_version)
-    return DataFile(prefix, TOKEN_TYPES[code], sequences, identity, index)
+    return DataFile(prefix, TOKEN_TYPES[code], sequences, (bin_size, bin_version, idx_size, idx_version), index)
 
 
 def check_order(file: DataFile, flag: str, block: int = 1 << 20) -> None:
@@ -312,5 +343,5 @@ def cache_folder(data: DataConfig, files: list[DataFile], parts: dict) -> str:
     """The folder of a set of indices, named by a hash of everything they depend on; by default next to an .idx."""
     beside = os.path.dirname(os.path.abspath(files[0].index))
     root = data.data_cache_path or os.path.join(beside, "index-cache")
-    text = json.dumps({"files": [file.identity for file in files], "form": FORM, **parts}, sort_keys=True)
+    text = json.dumps({"files": [file.identity() for file in files], "form": FORM, **parts}, sort_keys=True)
     return os.path.join(root, hashlib.sha256(text.encode()).hexdigest()[:24])

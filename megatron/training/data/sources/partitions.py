@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,14 +22,18 @@ from typing import Any
 import numpy as np
 
 from megatron.training.data.encoding import Encoded, Settings, encode_all
+from megatron.training.data.sources.contents import content_of, digest_of
 from megatron.training.data.sources.token_files import TokenWriter, merge, read_manifest, write_manifest
 from megatron.training.data.text_files import ALL, Reader, no_memory
 from megatron.training.json_file import read_json
 from megatron.training.ownership.atomic import atomic_files
-from megatron.training.refusal import Refusal
+from megatron.training.ownership.lock_file import InUse, Owner
+from megatron.training.ownership.own_files import one_job, remove_listed
+from megatron.training.refusal import Refusal, reason, some
 
 PART_BYTES = 1 << 26  # of the input for each part, where their number is not given
 METHOD = "fork" if sys.platform == "linux" else "spawn"
+MOST_PARTS = 100_000
 MOST_LINES = 3  # messages of bad records that are kept
 
 
@@ -86,6 +90,7 @@ def write_tokens(
     overwrite: bool,
     *,
     manifest: str | None = None,
+    owner: Owner | None = None,
     method: str = METHOD,
     report: Report = lambda totals, position: None,
 ) -> Totals:
@@ -93,6 +98,7 @@ def write_tokens(
 
     Args:
         manifest: a file for the manifests of all keys, the counts, and the work. Without one, no key may be empty.
+        owner: the lock of these files, if this job has it already.
         report: called after each batch with the counts so far and the number of bytes read.
 
     Raises:
@@ -104,7 +110,7 @@ def write_tokens(
     if manifest:
         endings.append("json")
     paths = [f"{one}.{end}" for one in prefixes for end in endings]
-    with atomic_files(paths, overwrite) as temporary, ExitStack() as stack:
+    with atomic_files(paths, overwrite, owner) as temporary, ExitStack() as stack:
         names = {key: dict(zip(endings, temporary[i * len(endings) :])) for i, key in enumerate(settings.keys)}
         writers = {key: TokenWriter(names[key]["bin"], settings.dtype) for key in settings.keys}
         for writer in writers.values():
@@ -128,18 +134,22 @@ def write_tokens(
         for key in () if manifest else settings.keys:
             if not totals.documents.get(key):
                 raise Refusal(f'--input: no document with text under the key "{key}"')
+        for file in lines.values():
+            file.close()
         for key, writer in writers.items():
             entry = writer.finish(names[key]["idx"])
             if manifest:
-                write_manifest(names[key]["json"], entry)
-        for file in lines.values():
-            file.close()
+                of_lines = {"metadata": {"sha256": digest_of(names[key]["metadata.jsonl"])}} if lines else {}
+                write_manifest(names[key]["json"], entry | of_lines)
     return totals
 
 
 def _close(file: Any) -> None:
     with suppress(OSError):
         file.close()
+
+
+MANIFEST = re.compile(r"\d{5,6}-of-\d{5,6}\.json")  # the name of a part's manifest
 
 
 @dataclass(frozen=True)
@@ -151,6 +161,8 @@ class Parts:
     count: int
     identity: str  # of the input and the settings
     sizes: tuple[int, ...]  # of the files of the input
+    contents: tuple[list[Any], ...]  # of the files of the input
+    overwrite: bool  # whether parts of other work are made again
 
     @property
     def folder(self) -> str:
@@ -172,6 +184,8 @@ class Parts:
             return None
         content = read_json(path)
         if not isinstance(content, dict) or not _is_part(content) or content["identity"] != self.identity:
+            if self.overwrite:
+                return None
             raise Refusal(
                 f"{path}: made of other inputs, or with other settings: remove {self.folder}, or give --overwrite"
             )
@@ -186,41 +200,67 @@ class Parts:
         """Make a part if it is not complete. Raises Refusal."""
         if done := self.done(part):
             return done
-        size = sum(self.sizes)
-        begin, end = (size * part // self.count, size * (part + 1) // self.count)
-        span = (begin, end if part + 1 < self.count else ALL[1])
-        reader = Reader(list(self.work.paths), self.work.settings.columns(), span, self.sizes)
-        path = f"{self.name(part)}.json"
-        with suppress(FileNotFoundError):
-            os.unlink(path)
-        totals = write_tokens(self.work, self.name(part), reader, workers, True, manifest=path)
-        with atomic_files([path], True) as (temporary,):
-            write_manifest(temporary, {"identity": self.identity, "part": part, "of": self.count, "prefix": self.prefix,
-                                       "keys": self.work.settings.keys, "totals": asdict(totals),
-                                       "metadata": self.work.settings.metadata is not None})  # fmt: skip
+        with one_job(self.name(part)) as owner:
+            if done := self.done(part):
+                return done
+            path = f"{self.name(part)}.json"
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            size = sum(self.sizes)
+            begin, end = (size * part // self.count, size * (part + 1) // self.count)
+            span = (begin, end if part + 1 < self.count else ALL[1])
+            reader = Reader(list(self.work.paths), self.work.settings.columns(), span, self.sizes)
+            totals = write_tokens(self.work, self.name(part), reader, workers, True, manifest=path, owner=owner)
+            self._check_unchanged(*span)
+            with atomic_files([path], True, owner) as (temporary,):
+                write_manifest(temporary, {"identity": self.identity, "part": part, "of": self.count,
+                                           "prefix": self.prefix, "keys": self.work.settings.keys,
+                                           "totals": asdict(totals),
+                                           "metadata": self.work.settings.metadata is not None})  # fmt: skip
         return totals
+
+    def _check_unchanged(self, begin: float, end: float) -> None:
+        """Refuse a part if a file of its share is not the one that was divided."""
+        before = 0
+        for path, size, content in zip(self.work.paths, self.sizes, self.contents):
+            if before < end and before + size >= begin and content_of(path) != content:
+                raise Refusal(f"--input {path}: changed while parts of it were made: start again with --overwrite")
+            before += size
+
+    def remove_others(self) -> None:
+        """Remove complete parts of other work, except those that another job makes now."""
+        for name in _manifests(self.folder):
+            path = os.path.join(self.folder, name)
+            content = read_json(path)
+            if isinstance(content, dict) and _is_part(content) and content["identity"] != self.identity:
+                with suppress(InUse), one_job(path.removesuffix(".json")):
+                    remove_listed(self.folder, _files_of(content))
 
 
 def divide(work: Work, prefix: str, count: int | None, overwrite: bool) -> Parts:
     """The parts of some work; ``count`` of them, by default one for each 64 MiB.
 
     Raises:
-        Refusal: the input cannot be read; or the folder has parts of other work, and ``overwrite`` is not set.
+        Refusal: the input cannot be read, or cannot be recognized when the work is continued.
     """
     reader = Reader(list(work.paths))
     count = count or max(1, min(10_000, -(-sum(reader.sizes) // PART_BYTES)))
-    files = [value for _, value in work.settings.tokenizer if isinstance(value, str) and os.path.isfile(value)]
-    about = {"tokenizer": [os.path.getsize(file) for file in files], "paths": work.paths, "sizes": reader.sizes,
-             "settings": asdict(work.settings), "skip_bad": work.skip_bad, "parts": count}  # fmt: skip
-    text = json.dumps(about, sort_keys=True)
-    parts = Parts(work, prefix, count, hashlib.sha256(text.encode()).hexdigest()[:24], tuple(reader.sizes))
-    if overwrite and os.path.isdir(parts.folder):
-        try:
-            for part in range(count):
-                parts.done(part)
-        except Refusal:
-            shutil.rmtree(parts.folder, ignore_errors=True)
-    return parts
+    files = [value for _, value in work.settings.tokenizer if isinstance(value, str) and os.path.exists(value)]
+    try:
+        contents, tokenizer = tuple(map(content_of, work.paths)), list(map(content_of, files))
+    except OSError as error:
+        raise Refusal(f"--input: {error.filename or 'a file'} cannot be read: {reason(error)}") from None
+    for path, content in zip(work.paths, contents):
+        if not content or content[-1] == "":
+            kind = "a URL without a version (ETag)" if content else "a pipe"
+            raise Refusal(
+                f"--input {path}: {kind}, so that parts made at different times could be of different data: copy it "
+                "to a file, or leave out --partitions and --engine"
+            )
+    about = {"tokenizer": tokenizer, "paths": work.paths, "contents": contents, "settings": asdict(work.settings),
+             "skip_bad": work.skip_bad, "parts": count}  # fmt: skip
+    identity = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
+    return Parts(work, prefix, count, identity, tuple(reader.sizes), contents, overwrite)
 
 
 def _size(path: str) -> int:
@@ -230,6 +270,23 @@ def _size(path: str) -> int:
         return -1
 
 
+def _manifests(folder: str) -> list[str]:
+    """The names of all parts' manifests; none if there is no folder. Raises Refusal."""
+    try:
+        return sorted(name for name in os.listdir(folder) if MANIFEST.fullmatch(name))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise Refusal(f"{folder}: cannot be read: {error.strerror}") from None
+
+
+def _files_of(content: dict[str, Any]) -> list[str]:
+    """The names of all files of a part, by its manifest."""
+    name = f"{content['part']:05}-of-{content['of']:05}"
+    ends = ("bin", "idx", "json", "metadata.jsonl")
+    return [*(f"{name}_{key}_document.{end}" for key in content["keys"] for end in ends), f"{name}.json"]
+
+
 def read_parts(folder: str) -> list[dict[str, Any]]:
     """The manifests of all parts in a folder, in order.
 
@@ -237,16 +294,19 @@ def read_parts(folder: str) -> list[dict[str, Any]]:
         Refusal: a part is missing, or of other work than the first.
     """
     manifests: dict[int, dict[str, Any]] = {}
-    try:
-        names = sorted(name for name in os.listdir(folder) if name.endswith(".json") and "_document" not in name)
-    except OSError as error:
-        raise Refusal(f"{folder}: cannot be read: {error.strerror}") from None
-    for name in names:
+    for name in _manifests(folder):
         path = os.path.join(folder, name)
         content = read_json(path)
         valid = isinstance(content, dict) and _is_part(content)
         if not valid or name != f"{content['part']:05}-of-{content['of']:05}.json":
             raise Refusal(f"{path}: not the manifest of a part: remove it, and make the part again")
+        for key in content["keys"]:
+            entry = read_manifest(one := os.path.join(folder, f"{name.removesuffix('.json')}_{key}_document.json"))
+            if entry is None:
+                raise Refusal(f"{one}: no such file: make this part again")
+            counts = [content["totals"][what].get(key, 0) for what in ("documents", "tokens")]
+            if counts != [entry["documents"], entry["tokens"]]:
+                raise Refusal(f"{path} and {one} count different documents: remove the first, and make the part again")
         manifests[content["part"]] = content
     first = next(iter(manifests.values()), None)
     if first is None:
@@ -260,33 +320,46 @@ def read_parts(folder: str) -> list[dict[str, Any]]:
     return [manifests[part] for part in range(first["of"])]
 
 
-def merge_parts(folder: str, prefix: str, overwrite: bool, keep: bool = False) -> tuple[Totals, dict[str, str]]:
-    """Merge the complete parts of a folder; returns the counts, and for each key the prefix of the token files.
+def merge_parts(
+    folder: str, prefix: str, overwrite: bool, keep: bool = False
+) -> tuple[Totals, dict[str, str], list[str]]:
+    """Merge the complete parts of a folder, and remove them: whoever calls it has the lock of the folder.
 
     Args:
         prefix: of the outputs, PREFIX_KEY_document.
-        keep: do not remove the folder.
+        keep: do not remove the parts.
+
+    Returns:
+        The counts, for each key the prefix of the token files, and a line about files that are left in the folder.
 
     Raises:
         Refusal: a part is missing, damaged, or of other work.
     """
-    manifests, totals, outputs = read_parts(folder), Totals(), {}
+    manifests, totals, outputs, notes = read_parts(folder), Totals(), {}, []
+
+    def unchanged() -> None:
+        if read_parts(folder) != manifests:
+            raise Refusal(f"{folder}: another job makes parts again: merge them when it has ended")
+
     for content in manifests:
         totals.include(Totals(**content["totals"]))
     for key in manifests[0]["keys"]:
-        pieces = [os.path.join(folder, f"{part:05}-of-{len(manifests):05}_{key}_document")
-                  for part in range(len(manifests))]  # fmt: skip
-        for piece in pieces:
-            if not os.path.exists(f"{piece}.json"):
-                raise Refusal(f"{piece}.json: no such file: make this part again")
         outputs[key] = f"{prefix}_{key}_document"
         if not totals.documents.get(key):
             raise Refusal(f'--input: no document with text under the key "{key}"')
+    for key, output in outputs.items():
+        pieces = [os.path.join(folder, f"{part:05}-of-{len(manifests):05}_{key}_document")
+                  for part in range(len(manifests))]  # fmt: skip
         lines = [f"{piece}.metadata.jsonl" for piece in pieces] if manifests[0]["metadata"] else ()
-        merge(pieces, outputs[key], overwrite, lines)
+        merge(pieces, output, overwrite, lines, unchanged)
     if not keep:
-        shutil.rmtree(folder, ignore_errors=True)
-    return totals, outputs
+        try:
+            left = remove_listed(folder, [name for content in manifests for name in _files_of(content)])
+            if left:
+                notes.append(f"{folder} is kept: it has other files than these parts: {some(left)}")
+        except OSError as error:
+            notes.append(f"{error.filename or folder} cannot be removed: {reason(error)}")
+    return totals, outputs, notes
 
 
 def _is_part(content: dict[str, Any]) -> bool:
@@ -298,8 +371,9 @@ def _is_part(content: dict[str, Any]) -> bool:
     )  # fmt: skip
     counts = counts and all(type(n) is int for name in ("documents", "tokens") for n in totals[name].values())
     return (
-        type(part) is int and type(count) is int and 0 <= part < count <= 100_000 and isinstance(keys, list)
-        and all(isinstance(key, str) and "/" not in key for key in keys) and bool(counts)
+        type(part) is int and type(count) is int and 0 <= part < count <= MOST_PARTS and isinstance(keys, list)
+        and all(isinstance(key, str) and "/" not in key for key in keys) and len(set(keys)) == len(keys) > 0
+        and bool(counts)
         and isinstance(content.get("identity"), str) and isinstance(content.get("metadata"), bool)
     )  # fmt: skip
 
@@ -366,5 +440,7 @@ def _make_in_task(parts: Parts, part: int) -> Totals | str:
 
 
 def dtype_for(vocab_size: int) -> np.dtype:
-    """The dtype of token ids, as megatron-core chooses it."""
+    """The dtype of token ids, as megatron-core chooses it. Raises Refusal if they fit in none."""
+    if vocab_size > 2**31:
+        raise Refusal(f"--vocab-size: a vocabulary of {vocab_size:,} ids; token files have at most {2**31:,}")
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)

@@ -87,11 +87,12 @@ def size_of(path: str) -> int:
     return int(_reading(path, lambda: system.size(inner)) or 0)
 
 
-VERSIONS = ("ETag", "etag", "LastModified", "last_modified", "mtime", "updated", "created")
+VERSIONS = ("ETag", "etag", "Content-MD5", "Digest", "xet_hash", "blob_id", "LastModified", "last_modified", "mtime",
+            "updated", "created")  # fmt: skip
 
 
 def properties(path: str) -> tuple[int, Any]:
-    """(bytes, what changes when the file does) of a file. Raises OSError."""
+    """(bytes, what changes when the file does) of a file; empty if its server gives no version. Raises OSError."""
     if not is_remote(path):
         found = os.stat(path)
         return found.st_size, found.st_mtime_ns

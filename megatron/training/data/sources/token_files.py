@@ -10,14 +10,15 @@ import array
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from megatron.training.data.index_files import HEADER, MAGIC, TOKEN_TYPES, DataFile, check_order, open_prefix
-from megatron.training.json_file import PART, read_json
+from megatron.training.data.sources.contents import digest_of
+from megatron.training.json_file import read_json
 from megatron.training.ownership.atomic import atomic_files
 from megatron.training.refusal import Refusal, reason
 
@@ -114,15 +115,6 @@ def read_manifest(path: str) -> dict[str, Any] | None:
     return content
 
 
-def digest_of(path: str) -> str:
-    """The SHA-256 of a file. Raises OSError."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while part := file.read(PART):
-            digest.update(part)
-    return digest.hexdigest()
-
-
 def verify(prefix: str) -> list[str]:
     """Check that token files are complete and those of their manifest; returns the lines of a summary.
 
@@ -156,28 +148,39 @@ def _check_size(path: str, expected: int) -> None:
         raise Refusal(f"{path} has {actual:,} bytes, and its manifest says {expected:,}: make this file again")
 
 
-def merge(prefixes: Sequence[str], output: str, overwrite: bool, extra: Sequence[str] = ()) -> dict[str, Any]:
+def merge(
+    prefixes: Sequence[str], output: str, overwrite: bool, extra: Sequence[str] = (),
+    check: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:  # fmt: skip
     """Write one pair of files, and its manifest, with the documents of several in order.
 
     Files with a manifest are compared with its checksums while they are copied.
 
     Args:
         extra: for each prefix, the name of a file of lines to append to OUTPUT.metadata.jsonl; empty for none.
+        check: called when all is read, before the outputs get their names.
 
     Raises:
         Refusal: a file is damaged, or has another dtype; or the output cannot be written. Then nothing is written.
     """
     manifests = [read_manifest(f"{prefix}.json") for prefix in prefixes]
+    for prefix, manifest in zip(prefixes, manifests):
+        for end in ("bin", "idx") if manifest else ():
+            _check_size(f"{prefix}.{end}", manifest[end]["bytes"])
+        if manifest and (manifest["documents"] == 0) != (manifest["bin"]["bytes"] == 0):
+            raise Refusal(f"{prefix}.json does not have the documents of {prefix}.bin: make this file again")
     filled = [(p, m, x) for p, m, x in zip(prefixes, manifests, extra or [""] * len(prefixes))
               if m is None or m["documents"]]  # fmt: skip
     if not filled:
         raise Refusal(f"{output}: no document in {len(prefixes)} parts")
     files: list[DataFile] = []
     for prefix, manifest, _ in filled:
-        for end in ("bin", "idx") if manifest else ():
-            _check_size(f"{prefix}.{end}", manifest[end]["bytes"])
         files.append(open_prefix(prefix, "--input"))
         check_order(files[-1], "--input")
+        if manifest and digest_of(f"{prefix}.idx") != manifest["idx"]["sha256"]:
+            raise Refusal(f"{prefix}.idx: its SHA-256 is not that of {prefix}.json: make this file again")
+        if manifest and files[-1].sequences != manifest["documents"]:
+            raise Refusal(f"{prefix}.json does not have the documents of {prefix}.idx: make this file again")
     kinds = {np.dtype(file.dtype).name for file in files}
     if len(kinds) > 1:
         raise Refusal(f"--input: files of {' and '.join(sorted(kinds))} tokens do not go into one: tokenize one again")
@@ -194,10 +197,15 @@ def merge(prefixes: Sequence[str], output: str, overwrite: bool, extra: Sequence
                 if manifest and digest.hexdigest() != manifest["bin"]["sha256"]:
                     raise Refusal(f"{prefix}.bin: its SHA-256 is not that of {prefix}.json: make this file again")
             size = out.tell()
-        for number, (_, _, lines) in enumerate(filled if extra else ()):
+        for number, (prefix, manifest, lines) in enumerate(filled if extra else ()):
+            digest = hashlib.sha256()
             with open(temporary[3], "ab" if number else "wb") as out:
                 for part in _content(lines):
                     out.write(part)
+                    digest.update(part)
+            of_lines = (manifest or {}).get("metadata", {"sha256": digest.hexdigest()})
+            if not isinstance(of_lines, dict) or of_lines.get("sha256") != digest.hexdigest():
+                raise Refusal(f"{lines}: its SHA-256 is not that of {prefix}.json: make this file again")
         lengths = np.concatenate([np.asarray(file.lengths()) for file in files])
         tokens, dtype = int(lengths.sum(dtype=np.int64)), np.dtype(files[0].dtype)
         digest, idx_bytes = write_index(temporary[1], dtype, lengths)
@@ -206,6 +214,7 @@ def merge(prefixes: Sequence[str], output: str, overwrite: bool, extra: Sequence
             "bin": {"bytes": size, "sha256": whole.hexdigest()}, "idx": {"bytes": idx_bytes, "sha256": digest},
         }  # fmt: skip
         write_manifest(temporary[2], manifest)
+        check()
     return manifest
 
 
@@ -218,21 +227,27 @@ def _content(path: str) -> Iterator[bytes]:
         raise Refusal(f"{path}: {reason(error)}") from None
 
 
-def write_documents(prefix: str, documents: np.ndarray, output: str, overwrite: bool) -> dict[str, Any]:
-    """Write chosen documents of token files, in the order given, to other token files with a manifest."""
+def write_documents(prefix: str, chosen: dict[str, np.ndarray], overwrite: bool) -> list[dict[str, Any]]:
+    """Write documents of token files to other token files, all of these or none; returns their manifests.
+
+    Args:
+        chosen: for each prefix to write, the documents in their order.
+    """
     file = open_prefix(prefix, "--input")
-    reader = file.open()
-    with atomic_files([f"{output}.{end}" for end in ("bin", "idx", "json")], overwrite) as names:
-        writer = TokenWriter(names[0], file.dtype)
-        try:
-            for document in documents.tolist():
-                ids = reader.get(document)
-                writer.add(ids, [len(ids)])
-            manifest = writer.finish(names[1])
-        finally:
-            writer.close()
-        write_manifest(names[2], manifest)
-    return manifest
+    reader, manifests = file.open(), []
+    with atomic_files([f"{output}.{end}" for output in chosen for end in ("bin", "idx", "json")], overwrite) as names:
+        for number, documents in enumerate(chosen.values()):
+            for_bin, for_idx, for_manifest = names[3 * number : 3 * number + 3]
+            writer = TokenWriter(for_bin, file.dtype)
+            try:
+                for document in documents.tolist():
+                    ids = reader.get(document)
+                    writer.add(ids, [len(ids)])
+                manifests.append(writer.finish(for_idx))
+            finally:
+                writer.close()
+            write_manifest(for_manifest, manifests[-1])
+    return manifests
 
 
 def same_documents(file: DataFile) -> tuple[np.ndarray, int]:
