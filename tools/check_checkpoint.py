@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.training.refusal import Refusal
-from tools.convert_command import exit_on_sigterm, one_line_parser, run
+from tools.convert_command import exit_on_signals, one_line_parser, run
 
 
 def check(argv: list[str] | None) -> list[str]:
@@ -71,5 +71,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    exit_on_sigterm()
+    exit_on_signals()
     sys.exit(main())

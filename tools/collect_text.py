@@ -20,6 +20,7 @@ from tqdm import tqdm
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.training.ownership.atomic import atomic_files
 from megatron.training.refusal import Refusal
+from tools.convert_command import one_line_errors
 
 SKIP = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3", ".git")
 
@@ -72,11 +73,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max-bytes", type=int, help="maximum size of the text")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     args = parser.parse_args(argv)
-    try:
+    with one_line_errors("collect_text.py"):
         print(collect(args))
-    except Refusal as error:
-        print(f"collect_text.py: error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

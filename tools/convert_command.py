@@ -8,13 +8,14 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from typing import Any
 
 from megatron.training.arguments.config import DataConfig
-from megatron.training.refusal import Refusal
+from megatron.training.data.read_tokens import DataError
+from megatron.training.refusal import Refusal, one_line, printable
 
 TOKENIZER_FIELDS = [
     field
@@ -72,6 +73,35 @@ def run(convert: Callable[[list[str] | None], list[str]], argv: list[str] | None
     return 0
 
 
-def exit_on_sigterm() -> None:
-    """On SIGTERM, exit by an exception, so that unfinished folders are removed."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+@contextmanager
+def one_line_errors(program: str, interrupted: str = "nothing was written") -> Iterator[None]:
+    """Print a refusal, an error of a file or an interrupt in one line, and exit; signals remove unfinished files."""
+    exit_on_signals()
+    try:
+        yield
+    except (Refusal, DataError, OSError, MemoryError) as error:
+        print(f"{program}: error: {printable(one_line(error))}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted, {interrupted}", file=sys.stderr)
+        sys.exit(130)
+
+
+def exit_on_signals(patience: float = 5.0) -> None:
+    """On SIGTERM, or SIGHUP of a closed terminal, exit by an exception, so that unfinished files are removed.
+
+    More signals within ``patience`` seconds are ignored. Later ones count again, because an exception that is raised
+    inside a finalizer is lost. SIGHUP stays ignored under nohup.
+    """
+    last = -patience
+
+    def stop(number: int, _: object) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= patience:
+            last = now
+            sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, stop)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, stop)

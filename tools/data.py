@@ -19,7 +19,7 @@ import numpy as np
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.training.arguments.config import DataConfig
 from megatron.training.data.index_files import check_token_ids, open_prefix
-from megatron.training.data.read_tokens import DataError, check_ids
+from megatron.training.data.read_tokens import check_ids
 from megatron.training.data.sources.partitions import merge_parts
 from megatron.training.data.sources.token_files import (
     merge,
@@ -31,8 +31,8 @@ from megatron.training.data.sources.token_files import (
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.ownership.atomic import atomic_files
 from megatron.training.ownership.own_files import one_job
-from megatron.training.refusal import Refusal, one_line, printable
-from tools.convert_command import TOKENIZER_FIELDS, add_tokenizer_options
+from megatron.training.refusal import Refusal, printable
+from tools.convert_command import TOKENIZER_FIELDS, add_tokenizer_options, one_line_errors
 
 
 def merged(args: argparse.Namespace) -> list[str]:
@@ -212,11 +212,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    try:
+    with one_line_errors("data.py"):
         print("\n".join(COMMANDS[args.command][0](args)))
-    except (Refusal, DataError, OSError, MemoryError) as error:
-        print(f"data.py: error: {printable(one_line(error))}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from megatron.training.arguments.config import DataConfig
 from megatron.training.data.tokenizer import build_tokenizer, check_vocab
 from megatron.training.ownership.atomic import atomic_files
 from megatron.training.refusal import Refusal
-from tools.convert_command import TOKENIZER_FIELDS, add_tokenizer_options, exit_on_sigterm, one_line_parser, run
+from tools.convert_command import TOKENIZER_FIELDS, add_tokenizer_options, exit_on_signals, one_line_parser, run
 
 
 def make(argv: list[str] | None) -> list[str]:
@@ -52,13 +52,14 @@ def make(argv: list[str] | None) -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # core warns at import about packages that are not installed
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+    end = tokenizer.end_for("a document of needles")
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     prefix = f"{args.output_prefix}_text_document"
     with atomic_files([f"{prefix}.{end}" for end in ("bin", "idx")], args.overwrite) as names:
         builder = IndexedDatasetBuilder(names[0], dtype)
         try:
             for ids in documents(words, args, needles):
-                builder.add_document(np.append(ids, tokenizer.eod).astype(dtype), [args.length])
+                builder.add_document(np.append(ids, end).astype(dtype), [args.length])
             builder.finalize(names[1])
         finally:
             builder.data_file.close()
@@ -108,5 +109,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    exit_on_sigterm()
+    exit_on_signals()
     sys.exit(main())

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from tqdm import tqdm
 
@@ -38,9 +37,11 @@ from megatron.training.data.sources.partitions import (
 )
 from megatron.training.data.text_files import Reader, expand, is_fasta, is_plain_text, no_memory
 from megatron.training.ownership.own_files import one_job
+from megatron.training.ownership.processes import cores
 from megatron.training.refusal import Refusal
-from tools.convert_command import TOKENIZER_FIELDS, add_tokenizer_options
+from tools.convert_command import TOKENIZER_FIELDS, add_tokenizer_options, one_line_errors
 
+MOST_WORKERS = 32  # on a machine with fewer than eight CPUs
 REFUSED = {
     "--split-sentences": "only BERT needs sentences; documents are not split",
     "--keep-newlines": "belongs to --split-sentences",
@@ -73,7 +74,10 @@ def work_of(args: argparse.Namespace) -> Work:
             raise Refusal(f"--json-keys {key}: a key is a part of the output's name, and must have no slash")
     filter_of(args.filter)
     tokenizer_flags = tuple((field.name, getattr(args, field.name)) for field in TOKENIZER_FIELDS)
-    dtype = dtype_for(tokenizer_of(tokenizer_flags, args.vocab_size).vocab_size)
+    tokenizer = tokenizer_of(tokenizer_flags, args.vocab_size)
+    if args.append_eod:
+        tokenizer.end_for("--append-eod")
+    dtype = dtype_for(tokenizer.vocab_size)
     metadata = None if args.keep_metadata is None else tuple(dict.fromkeys(args.keep_metadata))
     keys = tuple(dict.fromkeys(args.json_keys))
     settings = Settings(tokenizer_flags, args.vocab_size, dtype.name, keys, args.append_eod, args.codon_frame,
@@ -166,24 +170,6 @@ def summary(totals: Totals, outputs: dict[str, str], dtype: str, seconds: float,
     return lines
 
 
-def _stopper(patience: float = 5.0) -> Callable[..., None]:
-    """A handler of SIGTERM that exits by an exception, so that temporary files are removed.
-
-    More signals within ``patience`` seconds are ignored. Later ones count again, because an exception that is raised
-    inside a finalizer is lost.
-    """
-    last = -patience
-
-    def stop(*_: object) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= patience:
-            last = now
-            sys.exit(143)
-
-    return stop
-
-
 class _Refuse(argparse.Action):
     """A flag of Megatron-LM that is refused with a reason."""
 
@@ -208,8 +194,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--codon-frame", type=int, choices=[0, 1, 2], default=0, help="bases before the first codon of a document"
     )
     parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    parser.add_argument("--workers", type=int, default=cores, help="processes (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=cores(), help="processes (default: %(default)s)")
     parser.add_argument(
         "--log-interval", type=int, default=1000, help="documents per line of progress without a terminal"
     )
@@ -256,19 +241,16 @@ def check_engine(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, _stopper())
-    try:
+    with one_line_errors("preprocess_data.py", "only complete parts are kept"):
         if args.workers < 1 or args.log_interval < 1:
             raise Refusal("--workers and --log-interval must be at least 1")
+        if args.workers > (most := max(MOST_WORKERS, 4 * cores())) and args.engine != "ray":
+            raise Refusal(f"--workers {args.workers}: this machine has {cores()} CPUs: give at most {most}")
         check_engine(args)
-        print("\n".join(preprocess(args)))
-    except (Refusal, MemoryError) as error:
-        line = no_memory("the tokens of a batch") if isinstance(error, MemoryError) else error
-        print(f"preprocess_data.py: error: {line}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("preprocess_data.py: interrupted, nothing written", file=sys.stderr)
-        sys.exit(130)
+        try:
+            print("\n".join(preprocess(args)))
+        except MemoryError:
+            raise no_memory("the tokens of a batch") from None
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.training.data.text_files import BadRecord, Reader, expand, parse
 from megatron.training.ownership.atomic import atomic_files
 from megatron.training.refusal import Refusal
+from tools.convert_command import one_line_errors
 
 LONGEST_LINE = 4192  # bytes; SentencePiece drops longer lines
 # These settings make decoding give the same text.
@@ -93,11 +94,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing model")
     args = parser.parse_args(argv)
-    try:
+    with one_line_errors("train_tokenizer.py"):
         print(train(args))
-    except Refusal as error:
-        print(f"train_tokenizer.py: error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

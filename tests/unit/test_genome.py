@@ -438,14 +438,46 @@ def test_broken_files(tmp_path):
         build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), None)
 
 
-def test_a_tokenizer_without_an_end_of_document_is_refused(tmp_path):
+def test_a_tokenizer_without_an_end_of_document_is_refused_only_where_it_is_needed(tmp_path, capsys):
     path = train_sentencepiece(tmp_path / "sp.model", bos_id=-1, eos_id=-1)
-    with pytest.raises(Refusal, match="sp.model has no end-of-sequence piece"):
-        build_tokenizer(DataConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=path), None)
-    with pytest.raises(Refusal, match="has no eos_token"):
-        build_tokenizer(*make("HuggingFaceTokenizer", tmp_path, special=()))
-    with pytest.raises(Refusal, match="has no <|endoftext|> entry".replace("|", r"\|")):
-        build_tokenizer(*make("GPT2BPETokenizer", tmp_path, special=()))
+    for data, size in (
+        (DataConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=path), None),
+        make("HuggingFaceTokenizer", tmp_path, special=()),
+        make("GPT2BPETokenizer", tmp_path, special=()),
+    ):
+        tokenizer = build_tokenizer(data, size)
+        assert tokenizer.tokenize("the cat") and tokenizer.eod == -1
+        with pytest.raises(Refusal, match=r"has no token that ends a document \(eos\), which --sft needs: give"):
+            tokenizer.end_for("--sft")
+    source = tmp_path / "x.txt"
+    source.write_text("the cat")
+    argv = ["--input", str(source), "--output-prefix", str(tmp_path / "x"), "--workers", "1"]
+    argv += ["--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", path]
+    preprocess_data.main(argv)
+    with pytest.raises(SystemExit):
+        preprocess_data.main([*argv, "--append-eod", "--overwrite"])
+    assert "which --append-eod needs" in capsys.readouterr().err
+
+
+def test_a_normalizer_that_would_fill_the_memory_is_refused(tmp_path):
+    """The library would end the process."""
+    from tokenizers import Regex, decoders, normalizers
+
+    data, _ = make("TokenizerFromFile", tmp_path)
+    model = json.loads(Path(data.tokenizer_model).read_text())
+
+    def built(**parts):
+        written = {name: json.loads(part.__getstate__()) for name, part in parts.items()}
+        Path(data.tokenizer_model).write_text(json.dumps(model | written))
+        return build_tokenizer(data, None)
+
+    grow = [normalizers.Replace("a", "a" * 1000)] * 3
+    for parts in ({"normalizer": normalizers.Sequence(grow)}, {"decoder": decoders.Replace("a", "a" * 101)},
+                  {"normalizer": normalizers.Replace(Regex("x*"), "a" * 100)}):  # fmt: skip
+        with pytest.raises(Refusal, match="its replacements can make a text [0-9,]+ times as long"):
+            built(**parts)
+    usual = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁"), normalizers.NFKC()])
+    assert built(normalizer=usual).tokenize("the cat")
 
 
 def test_check_vocab():

@@ -245,7 +245,8 @@ class ChatDataset(Dataset):
     def __init__(
         self, conversations: Conversations, seq_length: int, key: tuple[int, int], size: int, tokenizer: Tokenizer
     ) -> None:
-        self.conversations, self.seq_length, self.size, self.filler = conversations, seq_length, size, tokenizer.eod
+        self.conversations, self.seq_length, self.size = conversations, seq_length, size
+        self.filler = tokenizer.end_for("--sft")
         self.vocab_size, self.source = tokenizer.vocab_size, tokenizer.source
         inputs = conversations.lengths - 1  # the last token is only a label
         self.samples, self.epochs = [], 0

@@ -48,7 +48,8 @@ class MockDataset(Dataset):
 
     def __init__(self, config: Config, tokenizer: Tokenizer, split: int, size: int) -> None:
         self.key, self.size, self.seq_length = (config.run.seed, split), size, config.data.seq_length
-        self.vocab_size, self.eod, self.mask_eod = tokenizer.vocab_size, tokenizer.eod, config.data.eod_mask_loss
+        self.vocab_size, self.mask_eod = tokenizer.vocab_size, config.data.eod_mask_loss
+        self.eod = tokenizer.end_for("--mock-data")
 
     def __len__(self) -> int:
         return self.size
@@ -223,6 +224,8 @@ def build_datasets(
     samples = list(samples)
 
     def check_files() -> list:
+        if data.eod_mask_loss:
+            tokenizer.end_for("--eod-mask-loss")
         packed = data.reset_attention_mask or data.reset_position_ids
         return _check_files(core, tokenizer, samples, default_split=data.split is None, packed=packed)
 
@@ -298,7 +301,8 @@ def _check_files(
                     data_files.check_order(files[prefix], flag)
                 data_files.check_token_ids(files[prefix], tokenizer.vocab_size, tokenizer.source)
                 if packed:
-                    data_files.check_document_ends(files[prefix], tokenizer.eod)
+                    ends = tokenizer.end_for("--reset-attention-mask and --reset-position-ids")
+                    data_files.check_document_ends(files[prefix], ends)
             if i and default_split and core.blend and not data_files.documents_of(files[prefix], share):
                 logger.warning("%s has too few documents for a %s split: no %s data", prefix, name, name)
                 samples[i] = 0

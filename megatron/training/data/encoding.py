@@ -25,6 +25,7 @@ from megatron.training.arguments.config import DataConfig
 from megatron.training.data.sources.filters import Filter
 from megatron.training.data.text_files import BadRecord, Reader, Record, fields_of, no_memory, texts_of
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_vocab
+from megatron.training.ownership.processes import end_with_parent
 from megatron.training.refusal import Refusal
 
 BATCH_BYTES, BATCH_RECORDS, LONGEST = 1 << 19, 512, 2**31 - 1
@@ -170,7 +171,7 @@ def _ids(tokenizer: Tokenizer, text: str, settings: Settings, dtype: type, ids: 
     if ids.size >= LONGEST:
         raise BadRecord(f"longer than {LONGEST} tokens, the limit of a document: split it")
     ids = ids.astype(dtype)
-    return np.append(ids, dtype(tokenizer.eod)) if settings.append_eod else ids
+    return np.append(ids, dtype(tokenizer.end_for("--append-eod"))) if settings.append_eod else ids
 
 
 def batches(reader: Reader) -> Iterator[tuple[list[Record], int]]:
@@ -237,7 +238,9 @@ class _SpawnedWorker(_Worker, multiprocessing.context.SpawnProcess):
 
 
 def _start_worker() -> None:
-    """Let only the parent handle interrupts."""
+    """Let only the parent handle interrupts, and end with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    end_with_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

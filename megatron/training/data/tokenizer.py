@@ -2,11 +2,15 @@
 """megatron-core's tokenizers with a small interface: ``vocab_size``, ``eod``, ``tokenize``, ``detokenize``.
 
 Where megatron-core 0.16 would download, guess or lose text, the library below it is called directly; each function
-gives the reason. Tokenizers without a file need no library: importing core's tokenizers takes longer than a small run.
+gives the reason. Only TikTokenizer is core's: importing core takes seconds, which every command that tokenizes would
+need. Tokenizers without a file need no library.
 """
 
 from __future__ import annotations
 
+import base64
+import json
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -26,13 +30,18 @@ SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2T
 # How Qwen 2 splits words: as GPT-2, but with separate digits and line breaks.
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LARGEST_VOCABULARY = 1 << 24  # sixty times the largest known one
+MOST_GROWTH = 100  # times, of a text in a normalizer: one character can stand for 18
 MOST_BYTES = 1 << 28  # limit of a tiktoken vocabulary
 FIM_TOKENS = ("<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>")
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Converts text to ids and back. ``source`` is the type and the file, for messages."""
+    """Converts text to ids and back.
+
+    ``source`` is the type and the file, for messages. ``eod`` ends a document; it is -1, as in megatron-core, if the
+    tokenizer has no such token: then :meth:`end_for` refuses what needs it.
+    """
 
     kind: str
     source: str
@@ -45,6 +54,15 @@ class Tokenizer:
     encode_many: Callable[[list[str]], list[Sequence[int]]] | None = None  # several texts at once, the same ids
 
     pad = -1  # core masks every token equal to `pad`, so it must not be an id of a document
+
+    def end_for(self, need: str) -> int:
+        """The token that ends a document. Raises Refusal, which says what needs it, if there is none."""
+        if self.eod < 0:
+            raise Refusal(
+                f"{self.source} has no token that ends a document (eos), which {need} needs: give a tokenizer that "
+                "has one"
+            )
+        return self.eod
 
     def tokenize(self, text: str) -> list[int]:
         """The ids of a text, without added special tokens."""
@@ -187,36 +205,80 @@ def _size(ids: Iterable[int], source: str) -> int:
     return size
 
 
-def _many(model: Any, *, special: bool = True) -> Callable[[list[str]], list[Sequence[int]]]:
+def _many(model: Any, source: str, *, special: bool = True) -> Callable[[list[str]], list[Sequence[int]]]:
     """Encodes several texts with a model of the tokenizers library, without the offsets that nobody reads."""
+    for part in (model.normalizer, model.decoder):
+        if part is not None and (growth := _growth(json.loads(part.__getstate__()))) > MOST_GROWTH:
+            raise Refusal(
+                f"{source}: its replacements can make a text {growth:,.0f} times as long, for which memory would run "
+                f"out: give a tokenizer that makes it at most {MOST_GROWTH} times as long"
+            )
     model.no_padding()  # a file may ask for both: texts would be filled up to the longest, or cut off
     model.no_truncation()
     return lambda texts: [one.ids for one in model.encode_batch_fast(texts, add_special_tokens=special)]
 
 
-def _eod(value: int | None, kind: str, source: str, name: str) -> int:
-    """The id of the end of a document, or a Refusal: core returns -1 or None if the tokenizer has none."""
-    if value is None or value < 0:
-        raise Refusal(f"{kind} {source} has no {name}, which ends a document: give a tokenizer that has one")
-    return int(value)
+def _growth(part: dict[str, Any]) -> float:
+    """How many times as long a text can become in a normalizer or a decoder of the tokenizers library.
+
+    If memory runs out in the library, it ends the process.
+    """
+    growth = math.prod(_growth(one) for one in part.get("normalizers") or part.get("decoders") or ())
+    if part.get("type") == "Replace":
+        text = part["pattern"].get("String")
+        growth = max(growth, len(part["content"]) / len(text) if text else len(part["content"]) + 1)
+    if part.get("type") == "Precompiled":  # a trie after its size, and the texts that replace others
+        data = base64.b64decode(part["precompiled_charsmap"])
+        growth = max(growth, *map(len, data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")))
+    return growth
 
 
 def _sentencepiece(kind: str, path: str) -> Tokenizer:
     """A SentencePiece model. Its eos piece ends a document; as in core 0.16, no bos is prepended."""
-    core = _core("sentencepiece", path, kind, "--tokenizer-model")
-    eod = _eod(core.eod, kind, path, "end-of-sequence piece (eos id)")
-    return Tokenizer(kind, f"{kind} {path}", core.vocab_size, eod, core.tokenize, core.detokenize)
+
+    def load() -> Any:
+        import sentencepiece
+
+        model = sentencepiece.SentencePieceProcessor()
+        model.Load(path)
+        return model
+
+    model = _reading(load, f"--tokenizer-model {path}: cannot be read by {kind}")
+    eod, size = model.eos_id(), model.get_piece_size()
+    return Tokenizer(kind, f"{kind} {path}", size, eod, model.encode_as_ids, model.decode_ids)
 
 
 def _hugging_face(kind: str, path: str) -> Tokenizer:
-    """A local Hugging Face folder, without network access or remote code."""
+    """A local Hugging Face folder, without network access or remote code. As in core, eos and sep stand in for
+    each other, and so do bos and cls."""
     check_files_in(Path(path))
-    core = _core("huggingface", path, kind, "--tokenizer-model", use_fast=True, trust_remote_code=False)
-    eod = _eod(core.eod, kind, path, "eos_token")
-    inner = core._tokenizer.tokenizer
-    size = _size([core.vocab_size - 1, *inner.get_vocab().values()], f"{kind} {path}")  # ids may have gaps
-    many = _many(inner.backend_tokenizer, special=False) if getattr(inner, "is_fast", False) else None
-    return Tokenizer(kind, f"{kind} {path}", size, eod, core.tokenize, core.detokenize, None, inner, many)
+
+    def load() -> Any:
+        from transformers import AutoTokenizer  # takes seconds
+
+        model = AutoTokenizer.from_pretrained(path, use_fast=True, trust_remote_code=False)
+        named = {"additional_special_tokens": []}
+        for one, other in (("sep_token", "eos_token"), ("eos_token", "sep_token"), ("bos_token", "cls_token"),
+                           ("cls_token", "bos_token")):  # fmt: skip
+            if getattr(model, one, None) is None and getattr(model, other, None):
+                named[one] = getattr(model, other)
+        model.add_special_tokens(named)
+        return model
+
+    model = _reading(load, f"--tokenizer-model {path}: cannot be read by {kind}")
+    eod = -1 if model.eos_token is None else model.convert_tokens_to_ids(model.eos_token)
+    source = f"{kind} {path}"
+    size = _size([len(model) - 1, *model.get_vocab().values()], source)  # ids may have gaps
+
+    def encode(text: str) -> list[int]:
+        return model.convert_tokens_to_ids(model.tokenize(text))
+
+    def decode(ids: list[int]) -> str:
+        special = set(model.all_special_tokens)
+        return model.convert_tokens_to_string([one for one in model.convert_ids_to_tokens(ids) if one not in special])
+
+    many = _many(model.backend_tokenizer, source, special=False) if getattr(model, "is_fast", False) else None
+    return Tokenizer(kind, source, size, -1 if eod is None else eod, encode, decode, None, model, many)
 
 
 def _gpt2_bpe(kind: str, vocab_file: str, merge_file: str, words: str | None = None) -> Tokenizer:
@@ -239,11 +301,13 @@ def _gpt2_bpe(kind: str, vocab_file: str, merge_file: str, words: str | None = N
         model.normalizer = normalizers.NFC()
         model.add_special_tokens([END_OF_TEXT])
     model.decoder = decoders.ByteLevel()
-    eod = _eod(model.token_to_id(END_OF_TEXT), kind, vocab_file, f"{END_OF_TEXT} entry")
-    source = f"{kind} {vocab_file}"
+    eod, source = model.token_to_id(END_OF_TEXT), f"{kind} {vocab_file}"
     size = _size(model.get_vocab().values(), source)
     one = lambda text: model.encode(text).ids  # noqa: E731
-    return Tokenizer(kind, source, size, eod, one, model.decode, model.token_to_id, encode_many=_many(model))
+    many = _many(model, source)
+    return Tokenizer(
+        kind, source, size, -1 if eod is None else eod, one, model.decode, model.token_to_id, encode_many=many
+    )
 
 
 def _from_file(kind: str, path: str, special: Sequence[str]) -> Tokenizer:
@@ -261,7 +325,7 @@ def _from_file(kind: str, path: str, special: Sequence[str]) -> Tokenizer:
         eod,
         lambda text: model.encode(text).ids,
         lambda ids: model.decode(ids, skip_special_tokens=False),
-        encode_many=_many(model),
+        encode_many=_many(model, f"{kind} {path}"),
     )
 
 

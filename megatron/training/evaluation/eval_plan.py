@@ -88,7 +88,7 @@ def make_plan(config: Config, tokenizer: Tokenizer) -> Plan:
     plan = Plan(
         tasks,
         config.run.seed,
-        tokenizer.eod,
+        tokenizer.end_for("an evaluation"),
         make_words(tokenizer, settings.eval_haystack) if made else None,
         texts=[
             Text(path, read_ids(tokenizer, path, "--eval-files"), os.path.getsize(path))

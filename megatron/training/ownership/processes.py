@@ -7,11 +7,14 @@ PIDs. Two processes are the same if the boot id of the machine, the PID namespac
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
+import threading
 from dataclasses import dataclass
 from functools import cache
+from multiprocessing import connection
 from pathlib import Path
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -78,6 +81,25 @@ def kill(process: Process) -> bool:
         return False
     finally:
         os.close(handle)
+
+
+def end_with_parent() -> None:
+    """End this process, which multiprocessing has started, as soon as its parent has ended, by whatever signal.
+
+    The parent's end closes a pipe. A thread waits for that, because a worker's own thread may wait for work forever.
+    """
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="parent").start()
+
+
+def cores() -> int:
+    """The CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def started(pid: int) -> int | None:
