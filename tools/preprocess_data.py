@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from megatron.system.processes import cores
 from megatron.training.data.encoding import Settings, filter_of, tokenizer_of
 from megatron.training.data.sources.partitions import (
     METHOD,
@@ -37,7 +38,6 @@ from megatron.training.data.sources.partitions import (
 )
 from megatron.training.data.text_files import Reader, expand, is_fasta, is_plain_text, no_memory
 from megatron.training.ownership.own_files import one_job
-from megatron.training.ownership.processes import cores
 from megatron.training.refusal import Refusal
 from tools.convert_command import TOKENIZER_FIELDS, add_tokenizer_options, one_line_errors
 

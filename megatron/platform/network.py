@@ -27,7 +27,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from megatron.training.ownership.processes import this_process
+from megatron.system.processes import this_process
 
 FLAG, GLOO, NCCL = "--network-interface", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 

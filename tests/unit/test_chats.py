@@ -19,6 +19,7 @@ from megatron.training.data.chat_template import Chat, ChatTemplate, read_chats
 from megatron.training.data.datasets import build_datasets
 from megatron.training.data.read_tokens import DataError
 from megatron.training.data.tokenizer import build_tokenizer
+from megatron.training.ownership.atomic import LIST, sample_of
 from megatron.training.refusal import Refusal
 from tests.chats import TEMPLATES, conversation, make_tokenizer, sentence, strip_marks, write_chats
 from tests.properties import examples
@@ -226,6 +227,11 @@ def test_tokens_are_cached_for_each_template_and_damage_is_noticed(tmp_path, fol
     assert len(list((tmp_path / "index-cache").iterdir())) == 2
     tokens = np.load(cache / "tokens.npy")
     np.save(cache / "tokens.npy", tokens + 10**6)  # damaged on the disk
+    with pytest.raises(Refusal, match=r"is no longer complete \(tokens.npy: its content was changed\): remove it"):
+        build()
+    listed = json.loads((cache / LIST).read_text())
+    listed["tokens.npy"][1] = sample_of(str(cache / "tokens.npy"))
+    (cache / LIST).write_text(json.dumps(listed))
     with pytest.raises(DataError, match=r"chats.jsonl, line \d holds token id 10\d+, outside the \d+ ids of"):
         [build()[n] for n in range(2)]
     (cache / "lines.npy").write_bytes(b"no numbers")

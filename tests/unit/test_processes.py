@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron.training.ownership.processes import is_alive, started, this_process
+from megatron.system.processes import is_alive, started, this_process
 from tests.patience import patience
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 # Packages, the lowest first. A module belongs to the package with the longest name that is a prefix of its own name.
 PACKAGES = [
+    "system",
     "decisions",
     "formulas",
     "platform",
@@ -65,10 +66,10 @@ PACKAGES = [
     "simulator.planner",
     "simulator",
 ]
-WITHOUT_CORE = ("decisions", "context_parallel.layout", "context_parallel.positions", "context_parallel.attention",
-                "context_parallel.linear_attention", "context_parallel.fpdt", "context_parallel.huggingface",
-                "formulas", "training.refusal", "training.disk", "training.json_file", "training.ownership",
-                "training.untrusted", "simulator.machines", "simulator.cost", "simulator.planner")  # fmt: skip
+WITHOUT_CORE = ("system", "decisions", "context_parallel.layout", "context_parallel.positions",
+                "context_parallel.attention", "context_parallel.linear_attention", "context_parallel.fpdt",
+                "context_parallel.huggingface", "formulas", "training.refusal", "training.disk", "training.json_file",
+                "training.ownership", "simulator.machines", "simulator.cost", "simulator.planner")  # fmt: skip
 
 
 OURS = tuple(f"megatron.{name.split('.')[0]}" for name in PACKAGES)

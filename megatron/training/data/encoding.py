@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
+from megatron.system.processes import end_with_parent
 from megatron.training.arguments.config import DataConfig
 from megatron.training.data.sources.filters import Filter
 from megatron.training.data.text_files import BadRecord, Reader, Record, fields_of, no_memory, texts_of
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_vocab
-from megatron.training.ownership.processes import end_with_parent
 from megatron.training.refusal import Refusal
 
 BATCH_BYTES, BATCH_RECORDS, LONGEST = 1 << 19, 512, 2**31 - 1

@@ -30,7 +30,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.context_parallel.layout.grid import Grid
-from megatron.training.ownership.processes import Process, kill, this_process
+from megatron.system.processes import Process, kill, this_process
 from megatron.training.refusal import one_line
 
 COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")

@@ -27,7 +27,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from megatron.training.ownership.processes import Process, is_alive, this_process
+from megatron.system.processes import Process, is_alive, this_process
 from megatron.training.refusal import Refusal, reason
 
 RENEWAL = 2.0  # seconds between two renewals of a lock file
