@@ -120,6 +120,7 @@ def run(order: Order, words: Sequence[str]) -> int:
     Raises:
         Refusal: before the model reads a prompt, if the flags, the checkpoint or a prompt cannot be used.
     """
+    pretrain.follow_srun()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     config, saved = configure(words, order.load, order.ckpt_step, order.dtype, world)
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)

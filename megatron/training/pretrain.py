@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from megatron.platform.srun import take_ranks_of_srun
 from megatron.training.arguments.argv import take_ranks
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.dry_run_flags import idle_in_dry_run
@@ -50,6 +51,8 @@ def main(
         take_ranks(given, os.environ)
         if idle_in_dry_run(given, os.environ):
             return 0
+        if "--dry-run" not in given:
+            follow_srun()
 
         def read(iteration: int) -> Config:
             return parse(argv, defaults, int(os.environ.get("WORLD_SIZE", "1")), _shape_of, fastest, iteration)
@@ -68,6 +71,18 @@ def main(
         if os.environ.get("RANK", "0") == "0":
             print("error: interrupted: nothing was saved after the last checkpoint", file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED
+
+
+def follow_srun() -> None:
+    """Take the ranks of tasks that srun started; the parallel sizes depend on their number.
+
+    Raises:
+        Refusal: several processes were started, and nothing says which of them this one is.
+    """
+    try:
+        take_ranks_of_srun(os.environ)
+    except ValueError as error:
+        raise Refusal(str(error)) from None
 
 
 def run(

@@ -178,6 +178,33 @@ def test_words_and_settings_are_refused_together_in_order():
     assert refusal.command is None  # the user has to choose the optimizer and the grid
 
 
+@pytest.mark.parametrize(
+    "flags, first",
+    [
+        (
+            "--position-embedding-type rope --multi-latent-attention --latent-exchange latents "
+            "--fpdt --fpdt-chunk-size 32 --ffn-chunks 2",
+            "--latent-exchange latents with --fpdt is not supported",
+        ),
+        (
+            "--parallel-residual --fpdt --fpdt-chunk-size 32",
+            "--parallel-residual with --fpdt is not supported",
+        ),
+    ],
+)
+def test_a_refusal_that_only_a_change_causes_is_not_listed(flags, first):
+    """Without --fpdt, which is one way out of these, its other flags would be refused."""
+    refusal = refused_with_command(f"{ACCEPTED} {flags}")
+    assert not isinstance(refusal, Refusals) and str(refusal).startswith(first)
+
+
+def test_what_a_change_needs_in_addition_is_part_of_the_command():
+    refusal = refused_with_command(
+        f"{ACCEPTED} --lazy-mpu-init 1 --parallel-residual --normalization LayerNorm --fpdt --fpdt-chunk-size 32"
+    )
+    assert len(refusal.lines) == 2 and refusal.changes == "without --lazy-mpu-init, --fpdt, --fpdt-chunk-size"
+
+
 def test_the_list_ends_with_the_command_line_that_would_be_accepted():
     refusal = refused_with_command(f"{ACCEPTED} --lazy-mpu-init 1 --ulyses-parallel-size 4 --ulysses_degree 2 --fpdt")
     assert isinstance(refusal, Refusals) and len(refusal.lines) == 4

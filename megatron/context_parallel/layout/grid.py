@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.platform.network import meet
+from megatron.platform.srun import take_ranks_of_srun
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ def model_size(*, ulysses: int, ring: int, tensor: int, pipeline: int) -> int:
 
 
 def initialize_world(backend: str | None, timeout_minutes: float, interface: str | None = None) -> str:
-    """Initialize torch.distributed from the environment unless it already is; without torchrun, a world of one.
+    """Initialize torch.distributed from the environment unless it already is; without a launcher, a world of one.
 
     Args:
         interface: network interface of every node; default: chosen by :mod:`megatron.platform.network`.
@@ -209,9 +210,11 @@ def initialize_world(backend: str | None, timeout_minutes: float, interface: str
 
     Raises:
         Unusable: on every rank, if the nodes cannot reach each other over these interfaces.
+        ValueError: another launcher than torchrun started several processes, and nothing says which one this is.
     """
     if dist.is_initialized():
         return ""
+    take_ranks_of_srun(os.environ)
     timeout = timedelta(minutes=timeout_minutes)
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if backend == "nccl":

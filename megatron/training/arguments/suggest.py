@@ -2,12 +2,14 @@
 """From refusals to a command line that would be accepted.
 
 Refusals carry their fixes as data (:class:`megatron.training.refusal.Fix`). Each fix is tried by reading the changed
-command line: it is used if its refusal disappears and none appears about the flags that it added. Refusals that were
-hidden behind the first ones are listed too. No command line is proposed if a refusal leaves a choice to the user.
+command line: it is used if its refusal disappears, no earlier one comes back and none appears about the flags that it
+added. Refusals that were hidden behind the first ones are listed too; those that only the changes cause are answered
+without being listed. No command line is proposed if a refusal leaves a choice to the user.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Iterable
 
@@ -15,6 +17,7 @@ from megatron.training.arguments.argv import flat, options
 from megatron.training.refusal import SUBJECT, Fix, Refusal, Refusals
 
 ROUNDS = 12
+FLAG = re.compile(r"--[\w-]+")
 
 Options = list[list[str]]
 Read = Callable[[list[str]], object]
@@ -33,10 +36,9 @@ def explained(refusal: Refusal, words: list[str], read: Read) -> Refusal:
         for part in pending:
             repair.apply_fix(part)
         remaining = repair.refused()
-        from_user = [part for part in remaining if not repair.caused(part)]
-        pending = [part for part in from_user if not _among(part, listed)]
+        pending = [part for part in remaining if not _among(part, repair.answered)]
         repair.undecided |= len(pending) < len(remaining)
-        listed = [*listed, *pending]
+        listed = [*listed, *(part for part in pending if not repair.caused(part))]
         if not pending:
             break
     else:
@@ -54,9 +56,10 @@ class _Repair:
     def __init__(self, words: list[str], read: Read) -> None:
         self.options = options(words)
         self.undecided = False  # whether a choice is left to the user, or no fix helped
+        self.answered: list[Refusal] = []  # each was given to apply_fix
+        self._fixed: list[Refusal] = []  # those for which a fix helped
         self._read = read
         self._given = _names(self.options)
-        self._removed: set[str] = set()  # removed without a fix, to see what else is refused
 
     def refused(self, edited: Options | None = None) -> list[Refusal]:
         """The refusals of the command line as it is, or of ``edited``."""
@@ -67,21 +70,25 @@ class _Repair:
         return []
 
     def caused(self, part: Refusal) -> bool:
-        """Whether a refusal comes from the repair, and not from what was given."""
-        return bool(set(part.about) & (self._removed | (_names(self.options) - self._given)))
+        """Whether a refusal comes from the repair, and not from what was given: it names a flag that is gone."""
+        now = _names(self.options)
+        named = {*part.about, *FLAG.findall(str(part))}
+        return bool(set(part.about) & (now - self._given) or named & (self._given - now))
 
     def apply_fix(self, part: Refusal) -> None:
         """Apply the first fix that helps. If none does, remove the flags at fault to see what else is refused."""
+        self.answered.append(part)
         for fix in part.fixes:
             edited = _fixed(self.options, fix, part.about)
             if edited == self.options:
                 continue
             still_refused, added = self.refused(edited), _names(edited) - self._given
-            if not _among(part, still_refused) and not any(set(other.about) & added for other in still_refused):
+            back = any(_among(other, [part, *self._fixed]) for other in still_refused)
+            if not back and not any(set(other.about) & added for other in still_refused):
                 self.options = edited
+                self._fixed.append(part)
                 return
         self.undecided = True
-        self._removed.update(_names(self.options) & set(part.about))
         self.options = _without(self.options, part.about)
 
 

@@ -73,7 +73,6 @@ REFUSED = {
     leave_out: """
 checkpoints are torch_dist, and tools/convert_hf.py makes Hugging Face folders of them: --enable-mg2hf-convert
     --only-convert-last-checkpoint --hf-save-dir 1 --mg-save-dir 1 --hf-cfg-dir 1
-every batch of the data is used, in full: --skip-train-iteration-range +
 the loss here is the mean over all tokens that are not masked: --norm-target-loss --loss-on-targets-only
 distillation is not supported: --kd --mos --load-teacher 1
 without --kd it is not read, and --kd is not supported: --kd-alpha-ce 1 --kd-beta-ce 1 --kd-temp 1
@@ -91,12 +90,15 @@ only Megatron-LM's mixtures of experts are supported: --moe-model-type 1 megatro
 each token is predicted from those before it, with the model's own output layer: --causal-lm
 layers that do nothing are not supported: --noop-layers 1
 layers and tokens are never dropped here: --random-ltd
-every batch has one sequence length here: --data-efficiency-curriculum-learning --train-data-exact-num-epochs 1
+lengths grow with --rampup-seq-length or --seq-length-schedule; data are not sorted by difficulty:
+    --data-efficiency-curriculum-learning
+the length of a run is set by --train-iters, --train-samples or --train-tokens: --train-data-exact-num-epochs 1
 """,
     Advice: """
 layers with experts are set by --moe-layer-freq, as in [0]*3+[1]*29: use that: --first-k-dense-replace 1 -1
 give the width of the shared expert: use --moe-shared-expert-intermediate-size: --n-shared-experts 1
 weights are split by layer with --zero-stage 3: use that: --layerzero --layerzero-config 1
 heads and columns are cut evenly over TP: use a TP that divides them: --unaligned-linear
+use --iterations-to-skip, which takes each iteration: --skip-train-iteration-range +
 """,
 }

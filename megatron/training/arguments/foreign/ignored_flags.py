@@ -85,7 +85,7 @@ how memory and messages of FSDP are tuned does not change the result: --outer-dp
     --enable-full-sharding-in-hsdp --no-strict-fsdp-dtensor-load --disable-strict-fsdp-dtensor-load
 states are split over all of DP x CP here, with the same result: --num-distributed-optimizer-instances 1 1
 Megatron-LM no longer reads it: --dist-ckpt-format 1 torch_dist
-every sample of the data is used: --mid-level-dataset-surplus 1 0.005
+a blend takes as many samples of each source as it needs: --mid-level-dataset-surplus 1 0.005
 steps are not repeated to detect faulty hardware, and no faults are injected: --rerun-mode 1 validate_results
     --result-rejected-tracker-filename 1 --error-injection-rate 1 0 --error-injection-type 1 transient_error
 --position-embedding-type sets whether positions are embedded: --no-position-embedding

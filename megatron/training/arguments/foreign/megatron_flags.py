@@ -22,6 +22,7 @@ from megatron.training.arguments.foreign.refused_flags import Advice
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, raise_all
 
 OF_EXPERTS = "a dense model has no experts"  # reason of a hint in `fork_flags.py`
+SWITCH = re.compile("^--(enable-|disable-|use-|no-)?")
 TYPO = 0.86  # similarity of two flags from which one counts as a misspelling of the other
 
 
@@ -148,24 +149,31 @@ def _refusal(flag: str, supported: tuple[str, ...]) -> Refusal:
     for row in (table.get("--" + word), table.get("--" + word.replace("-", "_"))):
         if row is not None and row.verdict == "refused":
             return Refusal(flag, f"{problem}: {row.reason}", *row.advice.fixes([flag]))
-    known = [name[2:] for name in supported] + [name[2:] for name, row in table.items() if row.verdict == "hint"]
     own = [name[2:] for name in supported]
+    known = own + [name[2:] for name, row in table.items() if row.verdict == "hint"]
+    if (similar := _similar(word, own, known)) is not None:
+        name = f"--{similar}"
+        misspelt = SequenceMatcher(None, flag, name).ratio() >= TYPO
+        fix = Fix(rename=(flag, name)) if misspelt else LEAVE_OUT
+        return Refusal(flag, f"{problem}: did you mean {name}?", fix)
+    refused = {SWITCH.sub("", name): name for name, row in table.items() if row.verdict == "refused"}
+    for near in get_close_matches(SWITCH.sub("", f"--{word}"), refused, 1, 0.85):
+        return Refusal(flag, f"{problem}, and {refused[near]} is refused: {table[refused[near]].reason}", LEAVE_OUT)
+    return Refusal(flag, f"{problem}: --help lists them", LEAVE_OUT)
+
+
+def _similar(word: str, own: list[str], known: list[str]) -> str | None:
+    """The name among ``known`` that a misspelt word probably means, first among ``own``."""
     longer = [name for name in known if name.startswith(f"{word}-") and len(word) > 7]
     if word in known:
-        similar = [word]
-    else:
-        similar = get_close_matches(word, own, 1, 0.9) or longer if len(longer) == 1 else []
-        similar = similar or get_close_matches(word, own, 1, 0.8) or get_close_matches(word, known, 1, 0.8)
+        return word
+    similar = get_close_matches(word, own, 1, 0.9) or longer if len(longer) == 1 else []
+    similar = similar or get_close_matches(word, own, 1, 0.8) or get_close_matches(word, known, 1, 0.8)
     if not similar:  # the same words in another order, or one word more or less
         parts = set(word.split("-"))
         likeness = {name: len(parts & set(name.split("-"))) / len(parts | set(name.split("-"))) for name in known}
-        similar = [name for name in likeness if likeness[name] == max(likeness.values()) >= 0.6][:1]
-    if not similar:
-        return Refusal(flag, f"{problem}: --help lists them", LEAVE_OUT)
-    name = f"--{similar[0]}"
-    misspelt = SequenceMatcher(None, flag, name).ratio() >= TYPO
-    fix = Fix(rename=(flag, name)) if misspelt else LEAVE_OUT
-    return Refusal(flag, f"{problem}: did you mean {name}?", fix)
+        similar = [name for name in likeness if likeness[name] == max(likeness.values()) >= 0.6]
+    return similar[0] if similar else None
 
 
 def _same(values: list[str], default: str) -> bool:

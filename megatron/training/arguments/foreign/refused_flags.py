@@ -45,21 +45,26 @@ this option of mixtures of experts is not supported: --moe-extended-tp --moe-ena
     --moe-router-padding-for-quantization --moe-router-padding-for-fp8 --moe-router-force-load-balancing
     --moe-input-jitter-eps 1 --moe-apply-probs-on-input --moe-latent-size 1 --moe-use-upcycling
     --moe-upcycling-granularity 1 1 --moe-pad-experts-for-cuda-graph-inference
-the supported optimizers are adam and sgd, on the training device: --apply-wd-to-qk-layernorm
-    --no-weight-decay-cond-type 1 --optimizer-cpu-offload
+the supported optimizers are adam and sgd, on the training device: --optimizer-cpu-offload
+weight decay applies to all weights but biases and those of norms: --apply-wd-to-qk-layernorm
+    --no-weight-decay-cond-type 1
 this program does not write such files: --save-wgrads-interval 1 --save-dgrads-interval 1
     --dump-param-to-param-group-map 1
 weights are always created at start-up: --lazy-mpu-init 1
 this way of reading data is not supported: --allow-ambiguous-pad-tokens
 megatron-core 0.16 has no such layer: --apply-residual-connection-post-layernorm
-use --hybrid-override-pattern, without signs for pipeline stages: --hybrid-layer-pattern 1
-only softmax attention over all heads of a layer, Gated DeltaNet and Mamba2 are supported:
-    --dsa-indexer-n-heads 1 --dsa-indexer-head-dim 1 --dsa-indexer-topk 1 --dsa-indexer-loss-coeff 1
-    --dsa-indexer-use-sparse-loss --qk-l2-norm --qk-clip --qk-clip-alpha 1 0.5 --qk-clip-threshold 1 100
-    --use-kitchen-attention --kitchen-attention-backend 1 sdpa --relative-attention-num-buckets 1 32
-    --relative-attention-max-distance 1 128 --mrope-section + --batch-invariant-mode
-the supported GPT and Llama models do not have it: --embedding-init-method-std 1
-    --heterogeneous-layers-config-path 1 --heterogeneous-layers-config-encoded-json 1
+attention in which an indexer chooses the keys (DSA) is not supported: --dsa-indexer-n-heads 1
+    --dsa-indexer-head-dim 1 --dsa-indexer-topk 1 --dsa-indexer-loss-coeff 1 --dsa-indexer-use-sparse-loss
+of norms of queries and keys, --qk-layernorm and --qk-layernorm-all-heads are supported: --qk-l2-norm
+weights are not clipped by the size of attention scores: --qk-clip --qk-clip-alpha 1 0.5 --qk-clip-threshold 1 100
+the attention kernel is chosen with --attention-kernel: --use-kitchen-attention --kitchen-attention-backend 1 sdpa
+    --batch-invariant-mode
+biases by relative position are ALiBi's, --position-embedding-type alibi: --relative-attention-num-buckets 1 32
+    --relative-attention-max-distance 1 128
+positions of images and video are not supported: --mrope-section +
+embeddings begin like the other weights, by --init-method-std: --embedding-init-method-std 1
+all layers of a kind have the same sizes: --heterogeneous-layers-config-path 1
+    --heterogeneous-layers-config-encoded-json 1
 hybrid context parallelism by sequence is not supported: --hybrid-context-parallel --max-seqlen-per-dp-cp-rank 1
 this precision setting is not supported: --fp32-residual-connection --disable-bf16-reduced-precision-matmul
     --fp16-lm-cross-entropy --ddp-reduce-scatter-with-fp32-accumulation
@@ -68,8 +73,7 @@ weights and states of the optimizer are in fp32 here: --main-params-dtype 1 fp32
 FP4 is not supported: --fp4-format 1 --fp4-recipe 1 nvfp4 --fp4-param-gather --fp4-quantizer-factory 1
 CUDA graphs are not supported: --enable-cuda-graph --external-cuda-graph --cuda-graph-impl 1 none --cuda-graph-scope +
     --cuda-graph-warmup-steps 1 3
-every batch of the data is used, in full: --decrease-batch-size-if-needed --phase-transition-iterations 1
-    --step-batch-size-schedule +
+the batch size is never changed to fit --micro-batch-size x DP: --decrease-batch-size-if-needed
 SIGTERM and SIGUSR1 are the signals that save and stop: --exit-signal 1 SIGTERM
 the tokenizer is taken as it is: --vocab-extra-ids 1 0 --tokenizer-metadata 1 --tokenizer-special-tokens +
     --tiktoken-special-tokens + --tokenizer-sentencepiece-legacy --tokenizer-hf-include-special-tokens
@@ -103,7 +107,7 @@ reinforcement learning is not supported: --perform-rl-step --rl-prompts-per-eval
     --rl-offload-inference-model-weights-when-idle --no-rl-offload-inference-model-weights-when-idle 0 same
     --refit-method 1 gloo --rl-verify-model-weights-swap --no-rl-verify-model-weights-swap 0 same
     --rl-parallel-generation-tasks 1 512 --rl-skip-bos-token --no-rl-skip-bos-token 0 same
-this program trains; for inference, convert the checkpoint with tools/convert_hf.py:
+this program trains; for inference use tools/generate.py, or convert the checkpoint with tools/convert_hf.py:
     --inference-batch-times-seqlen-threshold 1 -1 --max-tokens-to-oom 1 12000 --output-bert-embeddings
     --bert-embedder-type 1 megatron --use-legacy-static-engine --inference-max-requests 1 8
     --inference-max-seq-length 1 2560 --inference-max-batch-size 1 --inference-dynamic-batching
@@ -127,6 +131,10 @@ restarts are left to torchrun or Slurm; SIGTERM saves and stops: --adlr-autoresu
 """,
     Advice: """
 use --dry-run --world-size N: --fake-process-group
+use --hybrid-override-pattern, without signs for pipeline stages: --hybrid-layer-pattern 1
+use --rampup-batch-size START STEP SAMPLES, or stages of --seq-length-schedule, each with its --global-batch-size:
+    --step-batch-size-schedule +
+a run has one blend of data: begin a run for each phase, with --load and its own data: --phase-transition-iterations 1
 use tools/convert_hf.py: --ckpt-convert-format 1 --ckpt-convert-save 1 --ckpt-convert-update-legacy-dist-opt-format
 of FP8, only --fp8-format, --fp8-recipe and the amax settings are supported: --fp8-quantizer-factory 1 --fp8-margin 1 0
     --no-fp8-wgrad --disable-fp8-wgrad --first-last-layers-bf16 --num-layers-at-start-in-bf16 1 1
