@@ -31,10 +31,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron.inference.load import read_saved
+from megatron.simulator.planner import memory_table
 from megatron.training.arguments.config import CheckpointConfig
+from megatron.training.arguments.parser import parse
 from megatron.training.checkpoint import checkpoint, checkpoint_folder, checksums, older_formats
 from megatron.training.checkpoint.arguments_of import shape_of
-from megatron.training.checkpoint.converting import to_hugging_face
+from megatron.training.checkpoint.converting import quantized, to_hugging_face
 from megatron.training.checkpoint.hugging_face import load_folder, safetensors_folder
 from megatron.training.checkpoint.hugging_face.safetensors_folder import HEADERS
 from megatron.training.checkpoint.in_memory import copy_file
@@ -46,7 +48,8 @@ from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensor
 from megatron.training.checkpoint.read_torch_dist import tensors_in
 from megatron.training.families import architectures
 from megatron.training.families.llama import llama_settings
-from megatron.training.refusal import Refusal
+from megatron.training.json_file import parse_json
+from megatron.training.refusal import Refusal, Refusals
 from tests.fuzz import mutations
 from tests.fuzz.harness import Reader
 
@@ -339,6 +342,58 @@ def read_config(folder: Path) -> None:
         architectures.pieces(model, ())
 
 
+FP8 = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [4, 4]}}
+MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
+
+
+def quantized_tensors() -> bytes:
+    numbers, blocks = torch.ones(8, 8), torch.full((2, 4, 1, 16), 34, dtype=torch.uint8)
+    eights = {"a": numbers.to(torch.float8_e4m3fn), "a_scale_inv": torch.ones(2, 2)}
+    return safetensors_bytes(eights | {"b_blocks": blocks, "b_scales": torch.full((2, 4, 1), 127, dtype=torch.uint8)})
+
+
+def read_quantized(folder: Path) -> None:
+    """All weights of a folder, dequantized as for a conversion."""
+    config = llama_settings.read_config(folder / "config.json")
+    if how := quantized.quantization(config, folder / "config.json"):
+        stored = safetensors_folder.read_folder(as_it_is(folder))
+        names = [name for header in how.headers(stored).values() for name in header.entries]
+        with safetensors_folder.reading(as_it_is(folder), stored) as read:
+            dequantized = how.reader(read, stored, torch.bfloat16)
+            assert all(dequantized(name).isfinite().all() for name in names if name[0] == "ab"[how.method == "mxfp4"])
+
+
+def memory_of(folder: Path) -> None:
+    """The table of tools/memory.py for a config.json."""
+    shape = memory_table.shape_of(f"hf:{folder}", 4096)
+    sizes = {"gpus": 8, "tensor": 1, "pipeline": 1, "seq_length": 4096}
+    list(memory_table.rows(shape, 4096, iter(list(memory_table.strategies(shape, **sizes))[:8])))
+
+
+WORDS = """
+    --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 --dry-run
+    --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 0.1 --mock-data --vocab-size 99 --num-workers 2
+    --tokenizer-type NullTokenizer --group-query-attention --num-query-groups 2 --rotary-base 10000 --seed 3
+    --tensor-model-parallel-size 2 --context-parallel-size 2 --world-size 8 --clip-grad 1.0
+    --eval-iters 3 --eval-interval 5 --save-interval 2 --save out --position-embedding-type rope
+""".split()
+MORE = (
+    "--window-size 8,0 --recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+    "--num-experts 4 --moe-layer-freq [0]*2+[1]*2 --moe-ffn-hidden-size 32 --moe-router-topk 2 --sequence-parallel",
+    "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --rampup-batch-size 2 2 16",
+)
+COMMAND_LINES = [json.dumps([*WORDS, *more.split()]).encode() for more in MORE]
+
+
+def read_command_line(folder: Path) -> None:
+    words = parse_json((folder / "words.json").read_bytes())
+    if isinstance(words, list) and all(isinstance(word, str) for word in words):
+        try:
+            parse(words, world_size=8)
+        except Refusals as several:  # printed one a line
+            raise several.parts[0] from None
+
+
 def copy_of_state() -> bytes:
     path = Path("a_copy")
     about = {"run": "a", "iteration": "3", "rank": "0", "progress": json.dumps({"iteration": 3})}
@@ -526,6 +581,39 @@ READERS = [
         seeds=lambda: CONFIGS,
         change=mutations.json_text,
         read=read_config,
+    ),
+    Reader(
+        name="memory_of_a_config",
+        file="config.json",
+        seeds=lambda: CONFIGS,
+        change=mutations.json_text,
+        read=memory_of,
+    ),
+    Reader(
+        name="quantized_config",
+        file="config.json",
+        seeds=lambda: [json.dumps(one).encode() for one in (FP8, MXFP4)],
+        change=mutations.json_text,
+        other_files={"model.safetensors": quantized_tensors()},
+        read=read_quantized,
+    ),
+    *(
+        Reader(
+            name=f"quantized_{how['quantization_config']['quant_method']}",
+            file="model.safetensors",
+            seeds=lambda: [quantized_tensors()],
+            change=mutations.safetensors,
+            other_files={"config.json": json.dumps(how).encode()},
+            read=read_quantized,
+        )
+        for how in (FP8, MXFP4)
+    ),
+    Reader(
+        name="command_line",
+        file="words.json",
+        seeds=lambda: COMMAND_LINES,
+        change=mutations.json_text,
+        read=read_command_line,
     ),
     Reader(
         name="headers_of_an_original",

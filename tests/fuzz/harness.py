@@ -38,6 +38,7 @@ from random import Random
 from typing import Any
 
 from megatron.training.refusal import Refusal
+from tests.fuzz.extremes import with_extremes
 from tests.patience import patience
 
 # Modules of the standard library that encodings import by name: import them before a monitored read.
@@ -103,6 +104,16 @@ def fresh(reader: Reader, seed: int, count: int) -> Iterator[tuple[str, bytes]]:
     for number in range(count):
         random = Random(f"{reader.name} {seed} {number}")
         yield f"seed {seed}, number {number}", reader.change(random, random.choice(seeds))
+
+
+def extremes(reader: Reader, most: int | None = None) -> list[tuple[str, bytes]]:
+    """(label, input) of valid files with one extreme number each; ``most``: only this many of them, by chance."""
+    inputs = [
+        (f"seed {at}, extreme {n}", one)
+        for at, data in enumerate(reader.seeds())
+        for n, one in enumerate(with_extremes(data))
+    ]
+    return inputs if most is None else Random(reader.name).sample(inputs, min(most, len(inputs)))
 
 
 def corpus(reader: Reader) -> list[tuple[str, bytes]]:

@@ -18,6 +18,14 @@ def test_inputs_that_were_kept(reader, tmp_path):
     check(reader, harness.run(reader, harness.corpus(reader), tmp_path))
 
 
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
+def test_extreme_numbers(reader, tmp_path, pytestconfig):
+    """All of them with FUZZ or --full."""
+    most = None if pytestconfig.getoption("--full") or "FUZZ" in os.environ else 5
+    check(reader, harness.run(reader, harness.extremes(reader, most), tmp_path))
+
+
 @pytest.mark.timeout(0)  # the harness limits each input; 10,000 of them may take half an hour on a busy machine
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
 def test_new_inputs(reader, tmp_path, pytestconfig):

@@ -27,7 +27,7 @@ from megatron.training.checkpoint.converting.quantized import from_fp8, quantiza
 from megatron.training.checkpoint.hugging_face import load_folder, safetensors_folder
 from megatron.training.checkpoint.hugging_face.load_folder import open_folder
 from megatron.training.checkpoint.hugging_face.safetensors_folder import HEADERS, cast
-from megatron.training.checkpoint.megatron_lm.checked import examine
+from megatron.training.checkpoint.megatron_lm.checked import Checked, examine
 from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensors
 from megatron.training.families import architectures, gemma
 from megatron.training.families.architectures import FAMILIES, Described, config_json, described, family_of
@@ -845,6 +845,39 @@ def test_refuses_damage(tmp_path: Path, small: Path, capsys, damage: Callable[[P
     source = shutil.copytree(small, tmp_path / "in")
     damage(source)
     assert message in refused(capsys, tmp_path, "--from-hf", source, "--to", tmp_path / "ours")
+
+
+def test_the_tokenizer_of_the_training_is_exported(tmp_path: Path, ours: Path, monkeypatch, capsys) -> None:
+    trained, named = shutil.copytree(ours, tmp_path / "trained"), tmp_path / "tokenizer"
+    shutil.rmtree(trained / "hf")
+    named.mkdir()
+    for name in ("tokenizer.json", "merges.txt", "generation_config.json", "id_rsa", "config.json"):
+        (named / name).write_text(name)
+    common, data = Checked.common, {}
+    changed = lambda self: common(self) | {"config": common(self)["config"] | {"data": data}}  # noqa: E731
+    monkeypatch.setattr(Checked, "common", changed)
+
+    def exported(kind: str | None, model: str | None, number: int) -> tuple[set[str], str]:
+        data.update(tokenizer_type=kind, tokenizer_model=model)
+        capsys.readouterr()
+        assert main(["--from", str(trained), "--to-hf", str(tmp_path / f"to{number}")]) == 0
+        names = {path.name for path in (tmp_path / f"to{number}").iterdir()}
+        return names - {"config.json", "model.safetensors", "checksums.json"}, capsys.readouterr().out
+
+    names, text = exported("HuggingFaceTokenizer", str(named), 1)
+    assert names == {"tokenizer.json", "merges.txt", "generation_config.json"}
+    assert f"the tokenizer is that of the training, from {named}: tokenizer.json, merges.txt" in text
+    assert json.loads((tmp_path / "to1" / "config.json").read_text())["model_type"] == "llama"
+    (named / "tokenizer.json").unlink()
+    names, text = exported("HuggingFaceTokenizer", str(named), 2)
+    assert not names and f"no tokenizer was written: {named} of the training has none now; give --hf-files" in text
+    names, text = exported("SentencePieceTokenizer", "a.model", 3)
+    assert not names and "'SentencePieceTokenizer' is not in Hugging Face's form" in text
+    assert "no tokenizer was" not in exported("NullTokenizer", None, 4)[1]
+    (named / "tokenizer.json").symlink_to("../trained/release/common.pt")
+    data.update(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(named))
+    message = refused(capsys, tmp_path, "--from", trained, "--to-hf", tmp_path / "to5")
+    assert "tokenizer.json is a link that leads out of its folder" in message
 
 
 def test_refuses_outputs_and_flags(tmp_path: Path, small: Path, ours: Path, capsys) -> None:

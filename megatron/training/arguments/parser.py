@@ -25,7 +25,7 @@ from megatron.training.arguments.validate import complete
 from megatron.training.families.named import preset
 from megatron.training.families.same_network import attention_settings, shown
 from megatron.training.refusal import LEAVE_OUT, Fix, Gather, Refusal, Unreadable, one_line, raise_all, short
-from megatron.training.untrusted.largest_numbers import most
+from megatron.training.untrusted.largest_numbers import MOST, most
 
 # ``--use-checkpoint-args``: for these settings the checkpoint wins over the flags, as in Megatron-LM
 # (load_args_from_checkpoint in its megatron/training/checkpointing.py); for the others, flags that are given win.
@@ -437,6 +437,7 @@ def _check_values(given: dict[str, Any]) -> None:
             )
         elif any(isinstance(number, int) and abs(number) > LARGEST for number in numbers):
             refused.append(Refusal(f"{flag} {value}", ": exceeds 2**53; use a smaller number"))
-        elif section == "model" and isinstance(value, int | float) and abs(value) > (limit := most(field.name)):
-            refused.append(Refusal(f"{flag} {value}", f": exceeds {limit:,}; use a smaller number"))
+        elif section == "model" or field.name in MOST:
+            if any(isinstance(number, int | float) and abs(number) > most(field.name) for number in numbers):
+                refused.append(Refusal(f"{flag} {value}", f": exceeds {most(field.name):,}; use a smaller number"))
     raise_all(refused)

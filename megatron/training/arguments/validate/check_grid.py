@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import gcd
 
 from megatron.decisions.division import length_unit, uneven_heads
@@ -252,10 +253,10 @@ def _check_microbatch_groups(config: Config, unit: int) -> None:
             f"is below --pipeline-model-parallel-size {stages}: use at least {stages}",
             Fix(f"{flag} {stages}"),
         )
-    sizes = {"--global-batch-size": [data.global_batch_size]}
+    sizes: dict[str, Sequence[int]] = {"--global-batch-size": [data.global_batch_size]}
     if data.rampup_batch_size:
         start, step, _ = data.rampup_batch_size
-        sizes["--rampup-batch-size"] = list(range(start, data.global_batch_size, step))
+        sizes["--rampup-batch-size"] = range(start, data.global_batch_size, step)
     for source, size in ((source, size) for source, running in sizes.items() for size in running):
         count = size // unit
         if count >= group and (count % group == 0 or count % group >= stages):

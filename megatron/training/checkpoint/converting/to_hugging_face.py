@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -38,7 +39,8 @@ from megatron.training.families.architectures import Described
 from megatron.training.families.deepseek import DeepSeek
 from megatron.training.families.llama import llama_settings, llama_weights
 from megatron.training.families.llama.llama_weights import LM_HEAD, Piece
-from megatron.training.refusal import Refusal, some
+from megatron.training.refusal import Refusal, short, some
+from megatron.training.untrusted.links import file_in
 
 with warnings.catch_warnings():  # core reports at import that apex is missing
     warnings.simplefilter("ignore")
@@ -51,6 +53,10 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     from megatron.training.checkpoint.read_torch_dist import load_state, tensors_in
 
 PEFT_PREFIX = "base_model.model."
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+TOKENIZER_FILES = (*TOKENIZERS, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt",
+                   "chat_template.jinja", "chat_template.json", "generation_config.json")  # fmt: skip
+WITHOUT_FILES = (None, "NullTokenizer", "ByteLevelTokenizer")
 
 
 def adapter_pieces(piece: Piece, model: ModelConfig) -> tuple[Piece, Piece] | None:
@@ -172,8 +178,10 @@ def to_hugging_face(
     if original is not None:
         described = architectures.described(original, folder_of_original / "config.json")
     files = companions(folder_of_original) if original is not None else []
+    common = path.common()
+    files += _tokenizer_files(common, {file.name for file in files}, notes)
     with one_process(), new_folder(target, files) as folder:
-        common, stored = path.common(), tensors_in(path)
+        stored = tensors_in(path)
         model = _model(path, common)
         if model.lora_rank:
             stored = checkpoint.without_adapters(stored)
@@ -189,8 +197,8 @@ def to_hugging_face(
         config["torch_dtype"] = str(dtype).removeprefix("torch.")
         ignored, copies = partial(architectures.is_ignored, ours), architectures.copies(ours, pieces)
         headers, original_dtype = _headers(original_files, pieces, dtype, copies, ignored)
+        copy_files(files, folder)
         if original is not None:
-            copy_files(files, folder)
             wide = original_dtype or torch.float32
             written = architectures.config_json(described, wide)
             config = llama_settings.updated_config(original, written, original_dtype, config)
@@ -229,6 +237,33 @@ def to_hugging_face(
     if model.lora_rank:
         notes.append(f"its adapters of rank {model.lora_rank} are merged into the weights")
     return [summary, *notes]
+
+
+def _tokenizer_files(common: dict[str, Any], present: set[str], notes: list[str]) -> list[Path]:
+    """The files of the tokenizer that a checkpoint names, unless ``present`` files have one.
+
+    Only files of known names are taken, because the checkpoint may be a stranger's and name any folder.
+
+    Args:
+        notes: receives a line about what is written, or why there is no tokenizer.
+    """
+    args = vars(common["args"]) if isinstance(common.get("args"), Namespace) else {}  # Megatron-LM's
+    data = (common.get("config") or {}).get("data") or args
+    kind, name = data.get("tokenizer_type"), data.get("tokenizer_model")
+    if present & set(TOKENIZERS) or kind in WITHOUT_FILES:
+        return []
+    if kind != "HuggingFaceTokenizer" or not isinstance(name, str):
+        notes.append(f"note: no tokenizer was written: the training's {short(kind)} is not in Hugging Face's form")
+        return []
+    folder = Path(name)
+    files = [file_in(folder, one) for one in TOKENIZER_FILES if (folder / one).is_file() and one not in present]
+    if not {file.name for file in files} & set(TOKENIZERS):
+        notes.append(f"note: no tokenizer was written: {folder} of the training has none now; give --hf-files DIR")
+        return []
+    notes.append(
+        f"note: the tokenizer is that of the training, from {folder}: {', '.join(file.name for file in files)}"
+    )
+    return files
 
 
 def _model(path: Checked, common: dict[str, Any]) -> ModelConfig:
